@@ -1,0 +1,46 @@
+"""What capture hands on: one record for each use of a layer in a backward pass."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any
+
+from torch import Tensor, nn
+
+_NONE: Mapping[str, Any] = MappingProxyType({})
+
+
+@dataclass(frozen=True, eq=False)
+class LayerCall:
+    """One use of a layer: what went in, and the gradient of what came out.
+
+    Every tensor that carries the batch has it on axis 0, whatever the model's own order was.
+
+    Attributes:
+        layer: The module, for its settings (stride, eps, ...). Its parameters are the real ones.
+        inputs: Positional inputs of ``forward``, tensors detached.
+        grad_output: Gradient of the loss by the output, ``(B, ...)``; a tuple where the layer returns several tensors.
+        kwargs: Keyword inputs of ``forward``.
+        output: The output itself where the receiver asked for it, else None.
+        name: Dotted name of the layer in the model.
+    """
+
+    layer: nn.Module
+    inputs: tuple[Any, ...]
+    grad_output: Any
+    kwargs: Mapping[str, Any] = field(default=_NONE)
+    output: Any = None
+    name: str = ""
+
+    @property
+    def batch_size(self) -> int:
+        """Number of rows."""
+        grad = self.grad_output
+        return (grad if isinstance(grad, Tensor) else next(g for g in grad if g is not None)).shape[0]
+
+    def replace(self, **changes: Any) -> LayerCall:
+        """A copy with some fields changed."""
+        return dataclasses.replace(self, **changes)

@@ -1,0 +1,171 @@
+"""Every error and warning that dpengine raises on purpose, each with its stable code.
+
+An error says where (the dotted module or argument), what was found, and what to do; ``fix`` holds the line to type.
+"""
+
+import warnings
+
+
+class PrivacyError(RuntimeError):
+    """Base of all errors that protect the guarantee.
+
+    Args:
+        message: Where, what was found, and why it matters.
+        fix: What to do about it, best as a line to type.
+    """
+
+    code = "DPE000"
+
+    def __init__(self, message: str, *, fix: str = ""):
+        self.fix = fix
+        super().__init__(f"[{self.code}] {message} {fix}".rstrip())
+
+    @property
+    def docs(self) -> str:
+        """Anchor of this error in the documentation."""
+        return f"docs/errors.md#{self.code.lower()}"
+
+
+class UnsupportedLayerError(PrivacyError):
+    """A layer whose per-sample gradients are not known, or which mixes the rows of a batch."""
+
+    code = "DPE001"
+
+
+class MissingGradientError(PrivacyError):
+    """A trainable parameter without a per-sample gradient, or with one that did not come through its layer."""
+
+    code = "DPE002"
+
+
+class ParameterMismatchError(PrivacyError, ValueError):
+    """Optimizer and model do not hold the same parameters."""
+
+    code = "DPE003"
+
+
+class SamplingError(PrivacyError, ValueError):
+    """The loader does not draw every example with one known probability."""
+
+    code = "DPE004"
+
+
+class StaleGradientError(PrivacyError):
+    """``zero_grad`` was not called since the last step."""
+
+    code = "DPE005"
+
+
+class InvalidBudgetError(PrivacyError, ValueError):
+    """A privacy parameter outside its legal range."""
+
+    code = "DPE007"
+
+
+class CalibrationError(PrivacyError, ValueError):
+    """The target epsilon cannot be reached."""
+
+    code = "DPE008"
+
+
+class ScaledGradientError(PrivacyError):
+    """Gradients are multiplied by a loss scale that the engine was not told of."""
+
+    code = "DPE009"
+
+
+class BatchDependentLossError(PrivacyError):
+    """The loss of one row depends on the other rows."""
+
+    code = "DPE010"
+
+
+class BudgetExceeded(PrivacyError):  # noqa: N818 - the name is part of the public catalogue
+    """The next step would spend more than the target."""
+
+    code = "DPE011"
+
+
+class ReductionError(PrivacyError, ValueError):
+    """The loss is summed where a mean was declared, or the other way round."""
+
+    code = "DPE013"
+
+
+class UnknownParameterError(PrivacyError):
+    """A parameter or optimizer that the engine cannot make private."""
+
+    code = "DPE016"
+
+
+class RepeatedBackwardError(PrivacyError):
+    """The same rows went through two backward passes in one step."""
+
+    code = "DPE017"
+
+
+class BatchMismatchError(PrivacyError):
+    """The rows seen in backward are not the rows that the sampler drew."""
+
+    code = "DPE018"
+
+
+class DetachedError(PrivacyError):
+    """A copied or unpickled optimizer was stepped without an engine."""
+
+    code = "DPE019"
+
+
+class MissingDependencyError(PrivacyError, ImportError):
+    """An optional package is absent."""
+
+    code = "DPE020"
+
+
+class LedgerError(PrivacyError):
+    """The ledger is missing, edited or truncated."""
+
+    code = "DPE021"
+
+
+class TicketError(PrivacyError):
+    """``step`` was called without a clipped batch."""
+
+    code = "DPE022"
+
+
+class AccountingRefusedError(PrivacyError):
+    """No sound number can be given for this history."""
+
+    code = "DPE025"
+
+
+class BufferUpdateError(PrivacyError):
+    """A forward pass wrote statistics of the batch into a buffer."""
+
+    code = "DPE026"
+
+
+class PrivacyWarning(Warning):
+    """Something a person who answers for the guarantee must know. Shown once per process and code."""
+
+
+_shown: set[tuple[str, str]] = set()
+
+
+def notice(code: str, message: str, *, key: str = "") -> None:
+    """Warns once per process for each ``(code, key)``.
+
+    Args:
+        code: The code of the error catalogue, such as ``"DPE012"``.
+        message: What happened and what to do.
+        key: Tells apart notices of one code that should each be shown.
+    """
+    if (code, key) not in _shown:
+        _shown.add((code, key))
+        warnings.warn(f"[{code}] {message}", PrivacyWarning, stacklevel=3)
+
+
+def forget_notices() -> None:
+    """Lets every notice be shown again, as in a new process. For tests."""
+    _shown.clear()
