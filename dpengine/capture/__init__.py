@@ -1,5 +1,19 @@
 """Stage 2: a forward and a backward pass become LayerCall records."""
 
-from .record import LayerCall
+from .capture import Capture, CaptureState, Receiver
+from .record import LayerCall, Use
+from .replay import Replay
+from .watch import Kind, Watch, has_own_parameters, watch_list
 
-__all__ = ["LayerCall"]
+__all__ = [
+    "Capture",
+    "CaptureState",
+    "Kind",
+    "LayerCall",
+    "Receiver",
+    "Replay",
+    "Use",
+    "Watch",
+    "has_own_parameters",
+    "watch_list",
+]

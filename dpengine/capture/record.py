@@ -5,13 +5,9 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from types import MappingProxyType
 from typing import Any
 
 from torch import Tensor, nn
-
-_NONE: Mapping[str, Any] = MappingProxyType({})
-
 
 @dataclass(frozen=True, eq=False)
 class LayerCall:
@@ -31,7 +27,7 @@ class LayerCall:
     layer: nn.Module
     inputs: tuple[Any, ...]
     grad_output: Any
-    kwargs: Mapping[str, Any] = field(default=_NONE)
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
     output: Any = None
     name: str = ""
 
@@ -44,3 +40,18 @@ class LayerCall:
     def replace(self, **changes: Any) -> LayerCall:
         """A copy with some fields changed."""
         return dataclasses.replace(self, **changes)
+
+
+@dataclass(frozen=True, eq=False)
+class Use:
+    """A parameter's part in a call.
+
+    Attributes:
+        parameter: The parameter.
+        name: Its dotted name in the model.
+        place: The slice of its leading axis that was used, None for all of it.
+    """
+
+    parameter: nn.Parameter
+    name: str
+    place: slice | None = None

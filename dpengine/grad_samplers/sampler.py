@@ -1,7 +1,7 @@
 """The record of functions that says how one parameter of a layer gets per-sample gradients.
 
-``grad`` is the definition. The other slots are shortcuts that must agree with it; where one is absent, what follows from
-``grad`` is used.
+``grad`` is the definition. The other slots are shortcuts that must agree with it; where one is absent, what follows
+from ``grad`` is used.
 """
 
 from __future__ import annotations

@@ -1,0 +1,42 @@
+# Every target sets up what it needs: `make demo` and `make test` work on a fresh checkout.
+PY ?= python3
+VENV ?= .venv
+OUT ?= runs/demo
+JOBS ?= 2
+STAMP := $(VENV)/.installed
+RUN := $(VENV)/bin/python -m
+PYTEST := OMP_NUM_THREADS=1 $(RUN) pytest -q
+
+$(STAMP): setup.py pyproject.toml constraints.txt
+	@echo "[1/2] creating $(VENV) (about 1 minute)"
+	@$(PY) -m venv $(VENV)
+	@$(RUN) pip install -q -c constraints.txt -e '.[plots,test]'
+	@touch $@
+
+demo: $(STAMP)
+	@$(VENV)/bin/dpengine demo --out $(OUT)
+
+demo-quick: $(STAMP)
+	@$(VENV)/bin/dpengine demo --data adult --quick --out $(OUT)
+
+test: $(STAMP)
+	@$(PYTEST) -n $(JOBS)
+
+slow: $(STAMP)
+	@$(PYTEST) -n $(JOBS) -m "slow and not gpu"
+
+readme: $(STAMP)
+	@$(PYTEST) tests/test_readme.py
+
+lint: $(STAMP)
+	@$(RUN) ruff format --check .
+	@$(RUN) ruff check .
+	@$(RUN) mypy
+
+# For a machine that has its own torch (a GPU build, say): adds what is missing and leaves torch alone.
+gpu:
+	@$(PY) -m venv --system-site-packages $(VENV)
+	@$(RUN) pip install -q --no-deps -e . dp-accounting opt-einsum
+	@touch $(STAMP)
+
+.PHONY: demo demo-quick test slow readme lint gpu

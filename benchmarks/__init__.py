@@ -1,0 +1,1 @@
+"""Benchmarks: what a private step costs beside an ordinary one, and beside other libraries."""

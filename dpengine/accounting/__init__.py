@@ -1,0 +1,66 @@
+"""From what was released to epsilon: events, the ledger that keeps them, accountants, and calibration. No torch."""
+
+from .accountant import (
+    ACCOUNTANTS,
+    Accountant,
+    PrivacySpent,
+    accountant_used,
+    advantage_of,
+    delta_of,
+    discretization_of,
+    epsilon,
+    epsilon_of,
+    mu_gdp,
+    privacy_profile,
+    privacy_spent,
+)
+from .calibrate import Calibration, calibrate
+from .constants import check_delta, sample_rate_of, steps_per_epoch, suggested_delta
+from .events import (
+    Event,
+    GaussianEvent,
+    NonPrivateEvent,
+    PoissonGaussianEvent,
+    Relation,
+    UnclaimedEvent,
+    event_from_state,
+    event_to_state,
+    release_event,
+    to_dp_accounting,
+)
+from .ledger import KINDS, Charge, Ledger, steps_of
+
+__all__ = [
+    "ACCOUNTANTS",
+    "KINDS",
+    "Accountant",
+    "Calibration",
+    "Charge",
+    "Event",
+    "GaussianEvent",
+    "Ledger",
+    "NonPrivateEvent",
+    "PoissonGaussianEvent",
+    "PrivacySpent",
+    "Relation",
+    "UnclaimedEvent",
+    "accountant_used",
+    "advantage_of",
+    "calibrate",
+    "check_delta",
+    "delta_of",
+    "discretization_of",
+    "epsilon",
+    "epsilon_of",
+    "event_from_state",
+    "event_to_state",
+    "mu_gdp",
+    "privacy_profile",
+    "privacy_spent",
+    "release_event",
+    "sample_rate_of",
+    "steps_of",
+    "steps_per_epoch",
+    "suggested_delta",
+    "to_dp_accounting",
+]

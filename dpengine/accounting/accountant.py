@@ -1,0 +1,264 @@
+"""The questions that users and reports ask of a history, answered by the accountant of their choice.
+
+All answers are upper bounds for add-or-remove unless another relation is named.
+"""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from statistics import NormalDist
+
+from dpengine.errors import AccountingRefusedError, notice
+
+from . import arguments, gdp, pld, rdp
+from .composition import Composition, compose
+from .events import Relation, release_event
+from .ledger import Charge, steps_of
+
+
+@dataclass(frozen=True)
+class Accountant:
+    """One way to bound privacy loss: both directions of the privacy curve of a composition."""
+
+    epsilon: Callable[[Composition, float, Relation], float]
+    delta: Callable[[Composition, float, Relation], float]
+
+
+ACCOUNTANTS = {
+    "pld": Accountant(pld.epsilon, pld.delta),
+    "rdp": Accountant(rdp.epsilon, rdp.delta),
+    "gdp": Accountant(gdp.epsilon, gdp.delta),
+}
+_RESERVED = ("prv",)
+
+
+@dataclass(frozen=True)
+class PrivacySpent:
+    """What a history cost.
+
+    Args:
+        epsilon: At ``delta``.
+        delta: As asked.
+        mu: Smallest mu of Gaussian differential privacy whose curve covers this history's at every decade of delta from
+            1e-9 (or ``delta``, if smaller; or what the accountant answers for, if larger) up.
+        advantage: Largest advantage of a membership test: true minus false positive rate, ``delta`` at epsilon 0.
+        steps: Batches charged, released or void.
+        accountant_used: Name of the accountant that gave the numbers.
+    """
+
+    epsilon: float
+    delta: float
+    mu: float
+    advantage: float
+    steps: int
+    accountant_used: str
+
+
+def accountant_used(accountant: str = "pld") -> str:
+    """Returns the accountant that will answer for ``accountant``.
+
+    Args:
+        accountant: A name of `ACCOUNTANTS`.
+
+    Returns:
+        The same name, or "rdp" for "pld" where the dp-accounting library is absent; a notice then says so once.
+
+    Raises:
+        ValueError: If the name is unknown or reserved.
+    """
+    choices = ", ".join(repr(name) for name in ACCOUNTANTS)
+    if accountant in _RESERVED:
+        raise ValueError(f"accountant={accountant!r} is a reserved name without an implementation. Choose {choices}.")
+    if accountant not in ACCOUNTANTS:
+        raise ValueError(f"accountant={accountant!r} is not known. Choose {choices}.")
+    if accountant == "pld" and not pld.is_available():
+        notice(
+            "DPE020",
+            "dp-accounting is not installed, so accountant 'rdp' answers for 'pld': a valid bound that is looser. "
+            "pip install dp-accounting",
+            key="accountant",
+        )
+        return "rdp"
+    return accountant
+
+
+def epsilon(
+    history: Iterable[Charge],
+    delta: float,
+    accountant: str = "pld",
+    relation: Relation = Relation.ADD_OR_REMOVE_ONE,
+) -> float:
+    """Returns an upper bound on the epsilon of a history.
+
+    It depends on the charges and ``delta`` alone: not on their order, nor on how equal charges are split.
+
+    Args:
+        history: Everything that was charged, such as ``ledger.history``. Voids count like releases.
+        delta: Strictly between 0 and 1; well below 1/N.
+        accountant: "pld" (tight), "rdp" (fast, looser) or "gdp" (exact, without sampling only).
+        relation: Which data sets are neighbours.
+
+    Returns:
+        0.0 if nothing was charged, infinity if something left without noise.
+
+    Raises:
+        InvalidBudgetError: If ``delta`` is out of range.
+        AccountingRefusedError: If the history holds an unclaimed release, or the accountant has no sound answer.
+        ValueError: If the accountant is unknown.
+    """  # noqa: DOC502 - the checks raise on our behalf
+    delta = arguments.delta_in_range(delta)
+    answer = ACCOUNTANTS[accountant_used(accountant)].epsilon
+    composition = compose(history)
+    return 0.0 if composition.is_empty else answer(composition, delta, Relation(relation))
+
+
+def delta_of(
+    history: Iterable[Charge],
+    epsilon: float,
+    accountant: str = "pld",
+    relation: Relation = Relation.ADD_OR_REMOVE_ONE,
+) -> float:
+    """Returns an upper bound on the delta of a history at a given epsilon.
+
+    Args:
+        history: Everything that was charged.
+        epsilon: At least 0 and finite.
+        accountant: As for `epsilon`.
+        relation: Which data sets are neighbours.
+
+    Returns:
+        Between 0 and 1; "pld" has a numerical floor of about 2e-15 per release.
+    """
+    epsilon = arguments.epsilon_in_range(epsilon)
+    answer = ACCOUNTANTS[accountant_used(accountant)].delta
+    composition = compose(history)
+    return 0.0 if composition.is_empty else answer(composition, epsilon, Relation(relation))
+
+
+def advantage_of(
+    history: Iterable[Charge], accountant: str = "pld", relation: Relation = Relation.ADD_OR_REMOVE_ONE
+) -> float:
+    """Returns a bound on the advantage of any membership test: the total variation distance, ``delta`` at epsilon 0."""
+    return delta_of(history, 0.0, accountant, relation)
+
+
+def mu_gdp(
+    history: Iterable[Charge],
+    delta: float = 1e-9,
+    accountant: str = "pld",
+    relation: Relation = Relation.ADD_OR_REMOVE_ONE,
+) -> float:
+    """Returns the smallest mu whose Gaussian curve covers this history's; exact for unsampled Gaussians.
+
+    A sampled history is no Gaussian: its mu grows slowly as delta shrinks, so the range of delta must be named.
+
+    Args:
+        history: Everything that was charged.
+        delta: The curve is covered at every decade of delta from 1e-9 up, and at this one. Where the accountant does
+            not answer for so small a delta, from the smallest decade that it answers for.
+        accountant: As for `epsilon`.
+        relation: Which data sets are neighbours.
+
+    Returns:
+        mu; infinite if something left without noise.
+    """
+    history = tuple(history)
+    composition, relation = compose(history), Relation(relation)
+    if composition.non_private or not composition.sampled:
+        return gdp.exact_mu(composition, relation)
+    deltas = {10.0**-decade for decade in range(1, 10)} | {arguments.delta_in_range(delta)}
+    points = privacy_profile(history, deltas, accountant, relation)
+    advantage = advantage_of(history, accountant, relation)
+    at_zero = 2 * NormalDist().inv_cdf((1 + advantage) / 2) if advantage < 1 else 0.0
+    return max(at_zero, *(gdp.largest_mu(eps, delta) for delta, eps in points if eps > 0), 0.0)
+
+
+def privacy_profile(
+    history: Iterable[Charge],
+    deltas: Iterable[float],
+    accountant: str = "pld",
+    relation: Relation = Relation.ADD_OR_REMOVE_ONE,
+) -> tuple[tuple[float, float], ...]:
+    """Returns the privacy curve as pairs ``(delta, epsilon)`` in order of falling delta.
+
+    Args:
+        history: Everything that was charged.
+        deltas: Where to evaluate. Those too small for the accountant's arithmetic are left out.
+        accountant: As for `epsilon`.
+        relation: Which data sets are neighbours.
+
+    Returns:
+        The pairs, each an upper bound computed at its own delta.
+    """
+    history = tuple(history)
+    compose(history)  # an unclaimed release refuses here, for all deltas
+    points = []
+    for delta in sorted((arguments.delta_in_range(value) for value in deltas), reverse=True):
+        try:
+            points.append((delta, epsilon(history, delta, accountant, relation)))
+        except AccountingRefusedError:
+            continue
+    return tuple(points)
+
+
+def discretization_of(
+    history: Iterable[Charge],
+    delta: float,
+    accountant: str = "pld",
+    relation: Relation = Relation.ADD_OR_REMOVE_ONE,
+) -> float | None:
+    """Returns the grid spacing of the loss behind `epsilon`, for the statement; None where no grid is used."""
+    composition = compose(history)
+    if accountant_used(accountant) != "pld" or composition.non_private or not composition.sampled:
+        return None
+    return pld.interval(composition, arguments.delta_in_range(delta), Relation(relation))
+
+
+def privacy_spent(
+    history: Iterable[Charge],
+    delta: float,
+    accountant: str = "pld",
+    relation: Relation = Relation.ADD_OR_REMOVE_ONE,
+) -> PrivacySpent:
+    """Returns all that a report says of a history.
+
+    Args:
+        history: Everything that was charged.
+        delta: For ``epsilon``; strictly between 0 and 1.
+        accountant: As for `epsilon`.
+        relation: Which data sets are neighbours.
+
+    Returns:
+        The numbers, with the name of the accountant that gave them.
+    """
+    history = tuple(history)
+    spent = epsilon(history, delta, accountant, relation)
+    mu = mu_gdp(history, delta, accountant, relation)
+    advantage = advantage_of(history, accountant, relation)
+    return PrivacySpent(spent, float(delta), mu, advantage, steps_of(history), accountant_used(accountant))
+
+
+def epsilon_of(
+    *,
+    noise_multiplier: float,
+    sample_rate: float,
+    steps: int,
+    delta: float,
+    accountant: str = "pld",
+    relation: Relation = Relation.ADD_OR_REMOVE_ONE,
+) -> float:
+    """Returns the epsilon of a plain run of DP-SGD.
+
+    Args:
+        noise_multiplier: Standard deviation of the noise over the sensitivity.
+        sample_rate: Chance of each row to be in a batch.
+        steps: Number of batches, at least 0.
+        delta: Strictly between 0 and 1.
+        accountant: As for `epsilon`.
+        relation: Which data sets are neighbours.
+
+    Returns:
+        As `epsilon`.
+    """
+    event = release_event(noise_multiplier=noise_multiplier, sample_rate=sample_rate)
+    history = (Charge(event, steps),) if arguments.count("steps", steps, least=0) else ()
+    return epsilon(history, delta, accountant, relation)

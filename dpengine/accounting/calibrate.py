@@ -1,0 +1,221 @@
+"""Calibration: the least noise whose epsilon, as the reporting accountant will print it, keeps to a target."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from dpengine.errors import CalibrationError
+
+from . import arguments, gdp, pld, rdp
+from .accountant import accountant_used, epsilon
+from .composition import compose
+from .events import Relation, release_event
+from .ledger import Charge
+
+LEAST_NOISE, MOST_NOISE = 1e-2, 1e6
+
+_COARSE, _FINER = 32.0, (2, 8)
+"""The search runs on a grid so much coarser than the final one, and is corrected with grids so much finer than that."""
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """Noise for a run, and what it costs.
+
+    Args:
+        noise_multiplier: Standard deviation of the noise over the sensitivity.
+        epsilon: Of all ``steps`` at this noise, by ``accountant_used``: at most the target.
+        steps: Number of batches.
+        accountant_used: The accountant to report with.
+    """
+
+    noise_multiplier: float
+    epsilon: float
+    steps: int
+    accountant_used: str
+
+
+def calibrate(
+    *,
+    target_epsilon: float,
+    target_delta: float,
+    sample_rate: float,
+    steps: int,
+    accountant: str = "pld",
+    relation: Relation = Relation.ADD_OR_REMOVE_ONE,
+    tol: float = 1e-5,
+) -> Calibration:
+    """Finds the noise for a target.
+
+    Args:
+        target_epsilon: Positive and finite.
+        target_delta: Strictly between 0 and 1.
+        sample_rate: Chance of each row to be in a batch, in (0, 1].
+        steps: Number of batches, at least 1.
+        accountant: The one that will report: "pld", "rdp" or "gdp".
+        relation: Which data sets are neighbours.
+        tol: How far, relatively, epsilon or the noise may stay on the private side of the best.
+
+    Returns:
+        Noise at which the accountant's epsilon, evaluated there, is at most the target. Never less than
+        `LEAST_NOISE` for sampled releases.
+
+    Raises:
+        CalibrationError: If no noise up to `MOST_NOISE` is enough; the message has the smallest epsilon reached.
+        InvalidBudgetError: If an argument is out of range.
+        AccountingRefusedError: If the accountant has no sound answer for such runs.
+    """  # noqa: DOC502 - the checks raise on our behalf
+    target = arguments.epsilon_in_range(target_epsilon, "target_epsilon", zero=False)
+    delta = arguments.delta_in_range(target_delta, "target_delta")
+    rate = arguments.sample_rate(sample_rate)
+    steps = arguments.count("steps", steps)
+    tol = max(1e-12, arguments.epsilon_in_range(tol, "tol", zero=False))
+    used, relation = accountant_used(accountant), Relation(relation)
+
+    def history(sigma: float) -> tuple[Charge, ...]:
+        return (Charge(release_event(noise_multiplier=sigma, sample_rate=rate), steps),)
+
+    def reported(sigma: float) -> float:
+        return epsilon(history(sigma), delta, used, relation)
+
+    search = _Search(target, tol)
+    try:
+        if rate == 1:
+            mu = gdp.largest_mu(target, delta)
+            start = math.sqrt(steps) * (2.0 if relation is Relation.REPLACE_ONE else 1.0) / mu
+            root = search.settle(reported, start) if used != "rdp" else search.solve(reported, start)
+        elif used == "pld":
+            root = _calibrate_pld(search, history, reported, delta, relation)
+        else:
+            root = search.solve(reported, 1.0)
+    except _UnreachableError as error:
+        raise CalibrationError(
+            f"epsilon={target:g} needs noise_multiplier > {MOST_NOISE:g} at sample_rate={rate:g}, {steps:,} steps; "
+            f"smallest reachable here: {error.epsilon:.4g}.",
+            fix="Use fewer epochs, a smaller batch or a larger delta.",
+        ) from None
+    return Calibration(root.noise_multiplier, root.epsilon, steps, used)
+
+
+class _UnreachableError(Exception):
+    """Epsilon at `MOST_NOISE` is still above the target."""
+
+    def __init__(self, epsilon: float):
+        self.epsilon = epsilon
+        super().__init__(epsilon)
+
+
+@dataclass(frozen=True)
+class _Root:
+    noise_multiplier: float
+    epsilon: float
+    slope: float = -1.3
+    """Of log epsilon in log noise."""
+
+
+@dataclass(frozen=True)
+class _Search:
+    """Root finding that returns the private end of its bracket, never a midpoint."""
+
+    target: float
+    tol: float
+
+    def solve(self, epsilon_at: Callable[[float], float], start: float, slope: float = -1.3) -> _Root:
+        """Safeguarded secant in (log noise, log epsilon), from ``start`` with a guessed slope."""
+        low, high = math.log(LEAST_NOISE), math.log(MOST_NOISE)
+        bad, good = low, math.inf  # log noise: epsilon is above the target at bad, and not above it at good
+        at_bad, at_good = math.inf, 0.0
+        aim = math.log(self.target) - self.tol / 2
+        x, last, repeats = min(max(math.log(start), low), high), None, 0
+        for attempt in range(100):
+            value = epsilon_at(math.exp(x))
+            repeats = repeats + 1 if last is not None and (value <= self.target) == (last[1] <= self.target) else 0
+            if value <= self.target:
+                good, at_good = x, value
+            else:
+                bad, at_bad = x, value
+            if good <= low or good - bad <= self.tol or at_good >= self.target * (1 - self.tol):
+                return _Root(math.exp(good), at_good, slope)
+            if bad >= high:
+                raise _UnreachableError(at_bad)
+            usable = 0 < value < math.inf
+            if usable and last is not None and last[0] != x and last[1] != value and 0 < last[1] < math.inf:
+                slope = min(-0.1, (math.log(value) - math.log(last[1])) / (x - last[0]))
+            last = (x, value)
+            step = (aim - math.log(value)) / slope if usable else math.copysign(1.0, value - self.target)
+            step *= 2.0 ** max(0, repeats - 2)  # creeping along a staircase
+            x = min(max(x + min(max(step, -3.0), 3.0), low), high)
+            if good < math.inf and (not bad < x < good or attempt > 15):
+                x = (bad + good) / 2  # outside the bracket, or a jump where the accountant changes its grid
+        if good == math.inf:
+            raise _UnreachableError(at_bad)
+        return _Root(math.exp(good), at_good, slope)
+
+    def settle(self, epsilon_at: Callable[[float], float], sigma: float) -> _Root:
+        """Raises a closed-form solution by rounding errors until it passes."""
+        raised = 1e-15
+        while (value := epsilon_at(sigma)) > self.target:
+            sigma *= 1 + raised
+            raised *= 2
+        return _Root(sigma, value)
+
+
+def _calibrate_pld(
+    search: _Search,
+    history: Callable[[float], tuple[Charge, ...]],
+    reported: Callable[[float], float],
+    delta: float,
+    relation: Relation,
+) -> _Root:
+    """Searches on coarse grids, which take milliseconds, extrapolates to the fine one, and verifies there."""
+    pld.check_trusted(compose(history(1.0)), delta)
+    start = _starting_noise(search, history, delta, relation)
+    spacing = _COARSE * pld.interval(compose(history(start)), delta, relation)
+
+    def on_grid(sigma: float, spacing: float) -> float:
+        return pld.epsilon_on_grid(compose(history(sigma)), delta, relation, spacing)
+
+    try:
+        coarse = search.solve(lambda sigma: on_grid(sigma, spacing), start)
+    except _UnreachableError:
+        return search.solve(reported, start)
+    sigma = coarse.noise_multiplier
+    points = {spacing: coarse.epsilon} | {spacing / k: on_grid(sigma, spacing / k) for k in _FINER}
+    fine = _extrapolated(points, pld.interval(compose(history(sigma)), delta, relation))
+    if not 0 < fine < math.inf:
+        return search.solve(reported, sigma, coarse.slope)
+    # The step to the root of the final grid is long enough for the slope to matter: take it on a cheaper grid first.
+    middle = spacing / _FINER[-1]
+    aim = search.target * (1 - search.tol / 2)
+    moved = sigma * (aim / fine) ** (1 / coarse.slope)
+    value = on_grid(moved, middle) * (fine / points[middle])
+    if not 0 < value < math.inf or moved == sigma:
+        return search.solve(reported, moved, coarse.slope)
+    slope = min(-0.1, math.log(value / fine) / math.log(moved / sigma))
+    return search.solve(reported, moved * (aim / value) ** (1 / slope), slope)
+
+
+def _extrapolated(points: dict[float, float], spacing: float) -> float:
+    """Epsilon on a finer grid from that on coarser ones: the excess is an even function of the spacing."""
+    return math.fsum(
+        value * math.prod((spacing**2 - other**2) / (at**2 - other**2) for other in points if other != at)
+        for at, value in points.items()
+    )
+
+
+def _starting_noise(
+    search: _Search, history: Callable[[float], tuple[Charge, ...]], delta: float, relation: Relation
+) -> float:
+    """Noise by RDP, which is enough, or some more than by the normal limit where that is much less."""
+    distance = 2.0 if relation is Relation.REPLACE_ONE else 1.0
+    (group,) = compose(history(1.0)).sampled
+    mu = gdp.largest_mu(search.target, delta) / (group.sample_rate * math.sqrt(group.count))
+    normal = 1.3 / math.sqrt(math.log1p(mu * mu))
+
+    def by_rdp(sigma: float) -> float:
+        return rdp.epsilon(compose(history(sigma)), delta, Relation.ADD_OR_REMOVE_ONE)
+
+    try:
+        return distance * min(normal, _Search(search.target, 1e-3).solve(by_rdp, normal).noise_multiplier)
+    except _UnreachableError:
+        return distance * normal

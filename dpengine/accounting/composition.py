@@ -1,0 +1,78 @@
+"""A history boiled down to what its privacy depends on: the order, the kinds and the splits do not matter."""
+
+import math
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from dpengine.errors import AccountingRefusedError
+
+from .events import GaussianEvent, NonPrivateEvent, Relation, UnclaimedEvent
+from .ledger import Charge
+
+
+@dataclass(frozen=True)
+class SampledGaussian:
+    """``count`` Poisson-sampled Gaussian releases with equal parameters; ``sample_rate`` is below 1."""
+
+    sample_rate: float
+    noise_multiplier: float
+    count: int
+
+
+@dataclass(frozen=True)
+class Composition:
+    """What accountants work on. Equal for histories that are permutations or splits of one another.
+
+    Args:
+        precision: Sum of 1 / noise_multiplier**2 over the unsampled Gaussians, which together are one such Gaussian.
+        sampled: The sampled ones, each pair (rate, noise) once, sorted.
+        non_private: Whether something left without noise.
+    """
+
+    precision: float
+    sampled: tuple[SampledGaussian, ...]
+    non_private: bool
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing was charged that costs privacy."""
+        return not (self.non_private or self.sampled or self.precision > 0)
+
+    def mu(self, relation: Relation) -> float:
+        """The exact mu of the unsampled Gaussians alone: mu**2 adds, and replace-one moves the sum twice as far."""
+        return math.sqrt(self.precision) * (2.0 if relation is Relation.REPLACE_ONE else 1.0)
+
+
+def compose(history: Iterable[Charge]) -> Composition:
+    """Boils a history down.
+
+    Args:
+        history: Charges of any kind.
+
+    Returns:
+        The composition of all of them.
+
+    Raises:
+        AccountingRefusedError: If a charge is unclaimed; the message gives its reason.
+    """
+    unsampled: Counter[float] = Counter()
+    sampled: Counter[tuple[float, float]] = Counter()
+    non_private = False
+    for charge in history:
+        event = charge.event
+        if isinstance(event, UnclaimedEvent):
+            raise AccountingRefusedError(
+                f"No epsilon is claimed for this history: {event.reason}",
+                fix="Use Poisson sampling for a guarantee.",
+            )
+        if isinstance(event, NonPrivateEvent) or event.noise_multiplier == 0:
+            non_private = True
+        elif isinstance(event, GaussianEvent) or event.sample_rate == 1:
+            unsampled[event.noise_multiplier] += charge.count
+        else:
+            sampled[event.sample_rate, event.noise_multiplier] += charge.count
+    # Integer counts first, then fsum, which rounds once: neither order nor splits of a history can show.
+    groups = tuple(SampledGaussian(rate, sigma, count) for (rate, sigma), count in sorted(sampled.items()))
+    precision = math.fsum(count / sigma / sigma for sigma, count in unsampled.items())
+    return Composition(precision, groups, non_private)

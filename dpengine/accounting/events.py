@@ -1,0 +1,150 @@
+"""Events: inert records that state completely what one release did, as accountants need it."""
+
+import enum
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from dpengine.errors import AccountingRefusedError, LedgerError, MissingDependencyError
+
+from . import arguments
+
+
+class Relation(enum.Enum):
+    """Which two data sets count as neighbours."""
+
+    ADD_OR_REMOVE_ONE = "add-or-remove-one"
+    """One has a row more. The number of rows is private."""
+    ZERO_OUT = "zero-out"
+    """A row of one contributes nothing ("replace special"). The numbers are those of add-or-remove; N is public."""
+    REPLACE_ONE = "replace-one"
+    """One row differs, so a sum moves by up to twice its bound."""
+
+
+@dataclass(frozen=True)
+class GaussianEvent:
+    """A sum over all rows, released with Gaussian noise of ``noise_multiplier`` times its add/remove sensitivity."""
+
+    noise_multiplier: float
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "noise_multiplier", arguments.noise_multiplier(self.noise_multiplier))
+
+
+@dataclass(frozen=True)
+class PoissonGaussianEvent:
+    """The same over a batch that holds each row independently with probability ``sample_rate``."""
+
+    sample_rate: float
+    noise_multiplier: float
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "sample_rate", arguments.sample_rate(self.sample_rate))
+        object.__setattr__(self, "noise_multiplier", arguments.noise_multiplier(self.noise_multiplier))
+
+
+@dataclass(frozen=True)
+class NonPrivateEvent:
+    """A release without noise: epsilon is infinite from here on."""
+
+
+@dataclass(frozen=True)
+class UnclaimedEvent:
+    """A release by a law without analysis, such as shuffled batches. No epsilon is given for a history that has one.
+
+    Args:
+        reason: Why there is no analysis, as a sentence for the person who asks for epsilon.
+    """
+
+    reason: str
+
+
+Event = GaussianEvent | PoissonGaussianEvent | NonPrivateEvent | UnclaimedEvent
+
+
+def release_event(*, noise_multiplier: float, sample_rate: float = 1.0) -> Event:
+    """States one noised sum in its simplest form.
+
+    Args:
+        noise_multiplier: Standard deviation of the noise over the add/remove sensitivity of the sum.
+        sample_rate: Chance of each row to be in the batch, independently of the others.
+
+    Returns:
+        ``NonPrivateEvent`` without noise, ``GaussianEvent`` where every row takes part, else ``PoissonGaussianEvent``.
+    """
+    sigma = arguments.noise_multiplier(noise_multiplier)
+    rate = arguments.sample_rate(sample_rate)
+    if sigma == 0:
+        return NonPrivateEvent()
+    return GaussianEvent(sigma) if rate == 1 else PoissonGaussianEvent(rate, sigma)
+
+
+_TYPES: dict[str, Callable[..., Event]] = {
+    "gaussian": GaussianEvent,
+    "poisson-gaussian": PoissonGaussianEvent,
+    "non-private": NonPrivateEvent,
+    "unclaimed": UnclaimedEvent,
+}
+_NAMES = {make: name for name, make in _TYPES.items()}
+
+
+def event_to_state(event: Event) -> dict[str, Any]:
+    """Returns the event as plain JSON values."""
+    return {"type": _NAMES[type(event)], **asdict(event)}
+
+
+def event_from_state(state: Mapping[str, Any]) -> Event:
+    """Rebuilds an event from `event_to_state`.
+
+    Args:
+        state: The mapping that `event_to_state` returned, also after a round trip through JSON.
+
+    Returns:
+        An event equal to the one that was stored.
+
+    Raises:
+        LedgerError: If the type is not known or the fields are not those of the type.
+    """
+    fields = dict(state)
+    name = fields.pop("type", None)
+    if name not in _TYPES:
+        raise LedgerError(f"The ledger holds an event of unknown type {name!r}.", fix=f"Known: {', '.join(_TYPES)}.")
+    try:
+        return _TYPES[name](**fields)
+    except (TypeError, ValueError) as error:
+        raise LedgerError(f"The ledger holds a damaged event {dict(state)!r}: {error}") from error
+
+
+def to_dp_accounting(event: Event, count: int = 1) -> Any:
+    """States ``count`` such releases as an event of the dp-accounting library, for a second opinion.
+
+    Under replace-one, dp-accounting's RDP accountant takes a Gaussian at distance 1 where its PLD accountant takes
+    distance 2: give it half the noise multiplier there.
+
+    Args:
+        event: What was released.
+        count: How often.
+
+    Returns:
+        A ``dp_accounting.DpEvent``.
+
+    Raises:
+        AccountingRefusedError: If the event is unclaimed.
+        MissingDependencyError: If dp-accounting is not installed.
+    """
+    try:
+        import dp_accounting
+    except ImportError as error:
+        raise MissingDependencyError(
+            "dp-accounting is needed to state a history as its events.", fix="pip install dp-accounting"
+        ) from error
+    count = arguments.count("count", count)
+    if isinstance(event, UnclaimedEvent):
+        raise AccountingRefusedError(f"accounting.to_dp_accounting: {event.reason}")
+    if isinstance(event, NonPrivateEvent) or event.noise_multiplier == 0:
+        return dp_accounting.NonPrivateDpEvent()
+    gaussian = dp_accounting.GaussianDpEvent(event.noise_multiplier)
+    if isinstance(event, PoissonGaussianEvent):
+        sampled = dp_accounting.PoissonSampledDpEvent(event.sample_rate, gaussian)
+        return dp_accounting.SelfComposedDpEvent(sampled, count)
+    return dp_accounting.SelfComposedDpEvent(gaussian, count)

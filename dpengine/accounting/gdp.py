@@ -1,0 +1,113 @@
+"""Gaussian differential privacy: the closed form, offered only where it is exact.
+
+A composition of unsampled Gaussian releases is one Gaussian release, whose trade-off is that of N(0, 1) against
+N(mu, 1) (Dong, Roth, Su 2019, 1905.02383). For sampled releases that form holds only in a limit and lies on the unsafe
+side, so it is not offered.
+"""
+
+import math
+
+from dpengine.errors import AccountingRefusedError
+
+from .composition import Composition
+from .events import Relation
+
+_LOG_SQRT_2PI = 0.5 * math.log(2 * math.pi)
+
+
+def epsilon(composition: Composition, delta: float, relation: Relation) -> float:
+    """Exact epsilon of unsampled Gaussians. Refuses anything else."""
+    return epsilon_of_mu(exact_mu(composition, relation), delta)
+
+
+def delta(composition: Composition, epsilon: float, relation: Relation) -> float:
+    """Exact delta of unsampled Gaussians. Refuses anything else."""
+    return delta_of_mu(exact_mu(composition, relation), epsilon)
+
+
+def exact_mu(composition: Composition, relation: Relation) -> float:
+    """Returns the mu of a history of unsampled Gaussians.
+
+    Args:
+        composition: What was released.
+        relation: The neighbouring relation.
+
+    Returns:
+        mu; infinite where something left without noise.
+
+    Raises:
+        AccountingRefusedError: If any release was sampled.
+    """
+    if composition.sampled:
+        raise AccountingRefusedError(
+            "accountant 'gdp' is exact only without sampling; its central-limit form for sampled releases gives an "
+            "epsilon that is too small.",
+            fix="Use accountant='pld'.",
+        )
+    return math.inf if composition.non_private else composition.mu(relation)
+
+
+def delta_of_mu(mu: float, epsilon: float) -> float:
+    """Returns ``delta(epsilon) = Phi(-eps/mu + mu/2) - e^eps Phi(-eps/mu - mu/2)``, rounded up."""
+    if mu == 0:
+        return 0.0
+    if math.isinf(mu):
+        return 1.0
+    return min(1.0, math.exp(_log_delta(mu, epsilon)))
+
+
+def epsilon_of_mu(mu: float, delta: float) -> float:
+    """Returns the smallest float epsilon at which mu-GDP keeps to ``delta``; at least 0."""
+    if math.isinf(mu):
+        return math.inf
+    target = math.log(delta)
+    if mu == 0 or _log_delta(mu, 0.0) <= target:
+        return 0.0
+    # delta <= Phi(mu/2 - eps/mu) <= exp(-(eps/mu - mu/2)**2 / 2) for eps >= mu**2 / 2, so this end is safe.
+    low, high = 0.0, mu * mu / 2 + mu * math.sqrt(-2 * target)
+    while low < (middle := (low + high) / 2) < high:
+        if _log_delta(mu, middle) <= target:
+            high = middle
+        else:
+            low = middle
+    return high
+
+
+def largest_mu(epsilon: float, delta: float) -> float:
+    """Returns the largest float mu whose curve keeps to ``delta`` at ``epsilon``: the inverse of `epsilon_of_mu`."""
+    if math.isinf(epsilon):
+        return math.inf
+    target = math.log(delta)
+    low, high = 0.0, 1.0
+    while _log_delta(high, epsilon) <= target:
+        low, high = high, 2 * high
+    while low < (middle := (low + high) / 2) < high:
+        if _log_delta(middle, epsilon) <= target:
+            low = middle
+        else:
+            high = middle
+    return low
+
+
+def _log_delta(mu: float, epsilon: float) -> float:
+    """Log of delta, raised by a bound on its own rounding error."""
+    near, far = mu / 2 - epsilon / mu, -mu / 2 - epsilon / mu
+    # e^eps phi(far) = phi(near), so the two terms differ by a ratio of Mills ratios alone and nothing large cancels.
+    mills_near, mills_far = _log_mills(near), _log_mills(far)
+    ratio = min(mills_far - mills_near, -1e-300)
+    rounding = 2.0**-50 * (1 + near * near + (1 + abs(mills_near) + abs(mills_far)) / -ratio)
+    return mills_near - near * near / 2 - _LOG_SQRT_2PI + math.log(-math.expm1(ratio)) + rounding
+
+
+def _log_mills(x: float) -> float:
+    """``log(Phi(x) / phi(x))``."""
+    if x > -6:
+        log_cdf = (
+            math.log1p(-0.5 * math.erfc(x / math.sqrt(2))) if x > 0 else math.log(0.5 * math.erfc(-x / math.sqrt(2)))
+        )
+        return log_cdf + x * x / 2 + _LOG_SQRT_2PI
+    # Laplace's continued fraction, Phi(-t) / phi(t) = 1 / (t + 1 / (t + 2 / (t + ...))).
+    t = tail = -x
+    for n in range(40, 0, -1):
+        tail = t + n / tail
+    return -math.log(tail)

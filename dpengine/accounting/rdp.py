@@ -1,0 +1,115 @@
+"""Renyi differential privacy of sampled Gaussians, at integer orders, with numpy alone.
+
+A bound for both directions of add-or-remove (Mironov, Talwar, Zhang 2019, 1908.10530). It is looser than the privacy
+loss distribution, never below the truth, and takes about a millisecond: it brackets the others and stands in for them
+where their library is absent.
+"""
+
+import functools
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from dpengine.errors import AccountingRefusedError
+
+from .composition import Composition
+from .events import Relation
+
+Floats = npt.NDArray[np.float64]
+
+ORDERS = (*range(2, 65), 80, 96, 128, 192, 256, 384, 512)
+
+
+@dataclass(frozen=True)
+class RdpCurve:
+    """Renyi divergence of a whole history at each of `ORDERS`."""
+
+    rho: Floats
+
+    def epsilon(self, delta: float) -> tuple[float, int]:
+        """Returns epsilon and the order that gives it (Canonne, Kamath, Steinke 2020, 2004.00010, Prop. 12)."""
+        orders = _orders()
+        if self._total_variation() <= delta:
+            return 0.0, ORDERS[-1]
+        values = self.rho + np.log1p(-1 / orders) - (math.log(delta) + np.log(orders)) / (orders - 1)
+        best = int(np.argmin(values))
+        return max(0.0, float(values[best])), ORDERS[best]
+
+    def delta(self, epsilon: float) -> float:
+        """Returns the delta at ``epsilon``, at most 1."""
+        orders = _orders()
+        log_delta = (orders - 1) * (self.rho - epsilon + np.log1p(-1 / orders)) - np.log(orders)
+        return min(math.exp(min(0.0, float(np.min(log_delta)))), self._total_variation())
+
+    def _total_variation(self) -> float:
+        """Bounds delta at every epsilon. KL is below every order; then Pinsker, and Bretagnolle and Huber."""
+        divergence = float(self.rho[0])
+        return min(math.sqrt(divergence / 2), math.sqrt(-math.expm1(-divergence)))
+
+
+def epsilon(composition: Composition, delta: float, relation: Relation) -> float:
+    """Upper bound on epsilon. Refuses Poisson sampling under replace-one."""
+    return math.inf if composition.non_private else curve(composition, relation).epsilon(delta)[0]
+
+
+def delta(composition: Composition, epsilon: float, relation: Relation) -> float:
+    """Upper bound on delta. Refuses Poisson sampling under replace-one."""
+    return 1.0 if composition.non_private else curve(composition, relation).delta(epsilon)
+
+
+def curve(composition: Composition, relation: Relation) -> RdpCurve:
+    """Sums the divergences of all releases.
+
+    Args:
+        composition: What was released, with noise.
+        relation: The neighbouring relation.
+
+    Returns:
+        The curve of the composition.
+
+    Raises:
+        AccountingRefusedError: For Poisson sampling under replace-one, which this bound does not cover.
+    """
+    if composition.sampled and relation is Relation.REPLACE_ONE:
+        raise AccountingRefusedError(
+            "accountant 'rdp' has no bound for Poisson sampling under replace-one.", fix="Use accountant='pld'."
+        )
+    rho = _orders() * (composition.mu(relation) ** 2 / 2)
+    for group in composition.sampled:
+        rho = rho + group.count * _sampled_gaussian(group.sample_rate, group.noise_multiplier)
+    return RdpCurve(rho)
+
+
+@functools.lru_cache(maxsize=256)
+def _sampled_gaussian(rate: float, sigma: float) -> Floats:
+    """Divergence of one release at each order: log of the moment ``E[(dP/dQ)^order]`` over ``order - 1``."""
+    j = np.arange(ORDERS[-1] + 1, dtype=np.float64)
+    with np.errstate(divide="ignore", over="ignore", invalid="ignore"):
+        exponent = (j * j - j) / sigma / sigma / 2
+        # The binomial weights sum to 1, so the moment is 1 + sum w_j (e^c_j - 1): nothing is lost where it is near 1.
+        log_excess = exponent + np.log(-np.expm1(-exponent))
+        weight = _log_binomials() + (_orders()[:, None] - j) * math.log1p(-rate) + j * math.log(rate)
+        terms = np.where(np.isneginf(weight) | (exponent == 0), -np.inf, weight + log_excess)
+        top = np.maximum(terms.max(axis=1), -1e300)
+        log_sum = top + np.log(np.exp(terms - top[:, None]).sum(axis=1))
+        log_moment = np.logaddexp(0.0, log_sum)
+    rho: Floats = np.where(np.isnan(log_moment), np.inf, log_moment) / (_orders() - 1)
+    rho.setflags(write=False)
+    return rho
+
+
+@functools.cache
+def _orders() -> Floats:
+    return np.array(ORDERS, dtype=np.float64)
+
+
+@functools.cache
+def _log_binomials() -> Floats:
+    """``log C(order, j)`` for each order (rows) and j from 0 to the largest; -inf for j above the order."""
+    log_factorial = np.concatenate([[0.0], np.cumsum(np.log(np.arange(1, ORDERS[-1] + 1)))])
+    order = np.array(ORDERS)[:, None]
+    j = np.arange(ORDERS[-1] + 1)[None, :]
+    values = log_factorial[order] - log_factorial[j] - log_factorial[np.maximum(order - j, 0)]
+    return np.where(j <= order, values, -np.inf)

@@ -1,0 +1,170 @@
+"""Capture: watches a model and reports every use of a trainable parameter, batch first, in the backward pass."""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.variable import Variable
+
+from .hooks import Hook, LayerHook, RootHook
+from .record import LayerCall, Use
+from .replay import Replay
+from .watch import Watch
+
+
+class CaptureState(enum.Enum):
+    """Where capture is in its life."""
+
+    DETACHED = "detached"  # no hook on the model
+    ATTACHED = "attached"  # train-mode forward passes are recorded
+    PAUSED = "paused"  # hooks are there and do nothing, as inside a replay
+
+
+class Receiver(Protocol):
+    """Stage 3 and 4, as capture sees them."""
+
+    def forward_started(self, rows: int | None) -> None:
+        """A train-mode forward pass of the whole model begins."""
+
+    def receive(self, call: LayerCall, uses: Mapping[str, Use], rule: Any) -> None:
+        """A layer's output gradient arrived."""
+
+    def receive_rows(self, use: Use, grad: Tensor) -> None:
+        """A parameter's per-sample gradient ``(B, *param.shape)`` arrived."""
+
+    def backward_ended(self) -> None:
+        """The backward pass that reached the model's output is over."""
+
+
+Swap = Callable[[Watch, Mapping[str, nn.Parameter], int | None], "Mapping[str, Tensor] | None"]
+
+
+@dataclass(eq=False)
+class Capture:
+    """Watches a model. Nothing of a batch is kept here: records belong to the autograd graph.
+
+    Attributes:
+        model: The model whose forward passes are recorded in train mode.
+        watches: What is watched in it.
+        receiver: Who is told.
+        linear_rule: The rule for ``F.linear`` on a module's own parameters.
+        batch_first: Whether axis 0 carries the batch; else axis 1 of tensors with three axes or more, and of indices.
+        swap: Another way to follow a layer's parameters; None from it means the ordinary way.
+        replay: Where forward passes are noted so that they can be run again, if they shall be.
+    """
+
+    model: nn.Module
+    watches: Sequence[Watch]
+    receiver: Receiver
+    linear_rule: Any = None
+    batch_first: bool = True
+    swap: Swap | None = None
+    replay: Replay | None = None
+    state: CaptureState = CaptureState.DETACHED
+    rows: int | None = None  # of the running forward pass
+    uses: Counter[nn.Parameter] = field(default_factory=Counter)  # taps made for each parameter since the pass began
+    leaks: dict[nn.Parameter, str] = field(default_factory=dict)  # filled by autograd, not through a watched layer
+    swapped: list[tuple[nn.Module, str, nn.Parameter]] = field(default_factory=list)  # by forward passes that still run
+    anchor: Tensor = field(default_factory=lambda: torch.zeros((), requires_grad=True))  # note [anchor] in tap.py
+    _handles: list[Any] = field(default_factory=list)
+    _ending: int | None = None  # graph task whose end will be reported
+
+    def attach(self) -> None:
+        """Puts the hooks on."""
+        if self.state is not CaptureState.DETACHED:
+            raise RuntimeError("capture is attached already; detach it first.")
+        _forget_compiled_code()
+        for watch in self.watches:
+            hook = LayerHook(self, watch)
+            before = watch.module.register_forward_pre_hook(hook.before, with_kwargs=True)
+            after = watch.module.register_forward_hook(hook.after, with_kwargs=True, always_call=True, prepend=True)
+            self._handles += [before, after]
+        root = RootHook(self)
+        self._handles.append(self.model.register_forward_pre_hook(root.before, with_kwargs=True, prepend=True))
+        self._handles.append(self.model.register_forward_hook(root.after, with_kwargs=True, always_call=True))
+        for name, parameter in self.model.named_parameters():
+            self._handles.append(parameter.register_post_accumulate_grad_hook(Hook(partial(self._leaked, name))))
+        self.state = CaptureState.ATTACHED
+
+    def detach(self) -> None:
+        """Takes every hook off again. Safe to call twice."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self.restore()
+        self.leaks.clear()
+        self.state = CaptureState.DETACHED
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Lets forward passes inside run as if the hooks were not there."""
+        before, self.state = self.state, CaptureState.PAUSED
+        try:
+            yield
+        finally:
+            self.state = before
+
+    def restore(self) -> None:
+        """Puts back parameters that an interrupted forward pass left swapped."""
+        self.unswap(0)
+
+    def unswap(self, mark: int) -> None:
+        """Puts back all parameters swapped since ``swapped`` had length ``mark``."""
+        while len(self.swapped) > mark:
+            owner, name, parameter = self.swapped.pop()
+            owner._parameters[name] = parameter
+
+    def _leaked(self, name: str, parameter: nn.Parameter) -> None:
+        self.leaks[parameter] = name
+
+    @property
+    def recording(self) -> bool:
+        """Whether a forward pass would be recorded now."""
+        return self.state is CaptureState.ATTACHED and self.model.training and torch.is_grad_enabled()
+
+    @property
+    def backward_broke_off(self) -> bool:
+        """Whether a backward pass began and its end was never seen."""
+        return self._ending is not None
+
+    def forget_backward(self) -> None:
+        """Drops the memory of a backward pass that broke off."""
+        self._ending = None
+
+    def end_backward(self) -> None:
+        """Called by autograd when the outermost backward pass is over."""
+        self._ending = None
+        self.receiver.backward_ended()
+
+    def expect_end(self) -> None:
+        """Asks autograd for a call at the end of the running backward pass, once."""
+        task = torch._C._current_graph_task_id()
+        if self._ending != task:
+            self._ending = task
+            Variable._execution_engine.queue_callback(self.end_backward)
+
+    def batch_to_front(self, tensor: Tensor) -> Tensor:
+        """The tensor with its batch axis moved to the front."""
+        if self.batch_first or tensor.dim() < 2 or (tensor.dim() == 2 and tensor.is_floating_point()):
+            return tensor
+        return tensor.transpose(0, 1)
+
+    def rows_of(self, tensors: Sequence[Tensor]) -> int | None:
+        """Batch size of the first tensor that has axes."""
+        first = next((t for t in tensors if t.dim()), None)
+        return None if first is None else self.batch_to_front(first).shape[0]
+
+
+def _forget_compiled_code() -> None:
+    """Code compiled before the hooks were there would run without them."""
+    if "torch._dynamo" in sys.modules:
+        torch._dynamo.reset()

@@ -1,0 +1,178 @@
+"""The hooks on a model: swap parameters while a forward runs, tap its output, note the end of the backward pass."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from .record import Use
+from .reports import CallReport, RowsReport
+from .tap import RowsTap, tensors_in
+from .watch import Kind, Watch
+from .watched_parameter import Origin, WatchedParameter, realise
+
+if TYPE_CHECKING:
+    from .capture import Capture
+
+
+Finish = Callable[[Any, Any, Any], Any]
+
+
+class Hook:
+    """A hook whose copies do nothing, so that copies of the model are plain models."""
+
+    def __init__(self, function: Callable[..., Any]):
+        self.function = function
+
+    def __call__(self, *args: Any) -> Any:
+        return self.function(*args)
+
+    def __deepcopy__(self, memo: Any) -> Callable[..., None]:
+        return inert_hook
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[()]]:
+        return _make_inert_hook, ()
+
+
+def inert_hook(*args: Any) -> None:
+    """What a hook becomes in a copied or unpickled model."""
+
+
+def _make_inert_hook() -> Callable[..., None]:
+    return inert_hook
+
+
+class LayerHook:
+    """Swaps a watched module's parameters while its forward runs, and taps what comes out."""
+
+    def __init__(self, capture: Capture, watch: Watch):
+        self.capture = capture
+        self.watch = watch
+        self.slots = watch.slots()
+        # One entry for each forward that runs: where its swaps begin, and what to do with its output.
+        self.open: list[tuple[int, Finish | None]] = []
+        self.before = Hook(torch.compiler.disable(self._before, recursive=True))
+        self.after = Hook(torch.compiler.disable(self._after, recursive=True))
+
+    def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        capture = self.capture
+        if not capture.recording:
+            return None
+        args, kwargs = _realised(args, kwargs)
+        found = [(owner, name, dotted, owner._parameters[name]) for owner, name, dotted in self.slots]
+        live = [(owner, name, dotted, p) for owner, name, dotted, p in found if p is not None and p.requires_grad]
+        stand_ins, finish = self._stand_ins({dotted: p for _, _, dotted, p in live}, args, kwargs)
+        self.open.append((len(capture.swapped), finish))
+        for owner, name, dotted, parameter in live:
+            capture.swapped.append((owner, name, parameter))
+            owner._parameters[name] = stand_ins[dotted]
+        return args, kwargs
+
+    def _stand_ins(
+        self, real: Mapping[str, nn.Parameter], args: Any, kwargs: Any
+    ) -> tuple[Mapping[str, Tensor], Finish | None]:
+        """What stands in for each parameter while forward runs, and what to do with the output."""
+        capture, watch = self.capture, self.watch
+        if not real:
+            return {}, None
+        if watch.kind is Kind.OPERATIONS:
+            return {name: WatchedParameter.of(p.detach(), self._origin(name, p)) for name, p in real.items()}, None
+        if capture.swap is not None and watch.kind is Kind.LAYER:
+            swapped = capture.swap(watch, real, capture.rows_of(tensors_in((args, kwargs))))
+            if swapped is not None:
+                return swapped, _copied
+        return {name: p.detach() for name, p in real.items()}, partial(self._tapped, real)
+
+    def _after(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+        if not self.open:
+            return None
+        mark, finish = self.open.pop()
+        self.capture.unswap(mark)
+        if output is None or finish is None or not self.capture.recording:
+            return None
+        return finish(args, kwargs, output)
+
+    def _tapped(self, real: Mapping[str, nn.Parameter], args: Any, kwargs: Any, output: Any) -> Any:
+        self.capture.uses.update(real.values())
+        uses = {name: Use(p, _join(self.watch.name, name)) for name, p in real.items()}
+        return CallReport(self.capture, self.watch, uses).tap(args, kwargs, output)
+
+    def _origin(self, name: str, parameter: nn.Parameter) -> Origin:
+        capture, dotted = self.capture, _join(self.watch.name, name)
+        capture.uses[parameter] += 1
+
+        def tap_rows(origin: Origin, rows: int) -> Tensor:
+            report = RowsReport(capture, Use(parameter, dotted))
+            return RowsTap.apply(capture.anchor, report, parameter.detach(), rows)
+
+        def tap_linear(origins: Mapping[str, Origin], inputs: Tensor, output: Tensor) -> Tensor:
+            uses = {n: Use(o.parameter, o.name, o.place) for n, o in origins.items()}
+            capture.uses.update(use.parameter for use in uses.values())
+            report = CallReport(capture, self.watch, uses, capture.linear_rule, batch_first=True)
+            return report.tap((inputs,), {}, output)
+
+        return Origin(parameter, dotted, tap_rows, tap_linear, lambda: capture.rows if capture.batch_first else None)
+
+
+class RootHook:
+    """Notes the batch size of a forward pass, and asks to be told when its backward pass is over.
+
+    Note [end of backward]: a callback queued from inside a checkpointed block runs when the nested backward pass ends,
+    which is too early. The node behind the model's output belongs to the outer pass. Where an in-place operation on a
+    view takes that node out of the graph, nobody calls, and the batch is finished when the next one begins.
+    """
+
+    def __init__(self, capture: Capture):
+        self.capture = capture
+        self.before = Hook(torch.compiler.disable(self._before, recursive=True))
+        self.after = Hook(torch.compiler.disable(self._after, recursive=True))
+
+    def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        capture = self.capture
+        again = torch._C._current_graph_task_id() != -1  # a recomputation inside a backward pass
+        if not capture.recording or again or (capture.replay is not None and capture.replay.running):
+            return
+        capture.restore()  # an interrupt may have ended the last pass before its hooks could
+        capture.uses.clear()
+        capture.rows = capture.rows_of(tensors_in((args, kwargs)))
+        capture.receiver.forward_started(capture.rows)
+        if capture.replay is not None:
+            capture.replay.begin(args, kwargs)
+
+    def _after(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+        capture = self.capture
+        if output is None or not capture.recording or (capture.replay is not None and capture.replay.running):
+            return None
+        if capture.replay is not None:
+            output = capture.replay.end(output, capture.anchor)
+        for tensor in _output_tensors(output):
+            if tensor.grad_fn is not None:
+                tensor.grad_fn.register_prehook(self._reached)
+        return output if capture.replay is not None else None
+
+    def _reached(self, grads: Any) -> None:
+        self.capture.expect_end()
+
+
+def _copied(args: Any, kwargs: Any, output: Tensor) -> Tensor:
+    # The swapped layer's own Function gives views, after which an in-place operation would raise.
+    return output.clone()
+
+
+def _output_tensors(output: Any) -> list[Tensor]:
+    fields = getattr(output, "__dict__", None)
+    return tensors_in(output) or (tensors_in(fields) if isinstance(fields, dict) else [])
+
+
+def _realised(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    if any(isinstance(v, WatchedParameter) for v in (*args, *kwargs.values())):
+        return tuple(realise(v) for v in args), {k: realise(v) for k, v in kwargs.items()}
+    return args, kwargs
+
+
+def _join(prefix: str, name: str) -> str:
+    return f"{prefix}.{name}" if prefix else name

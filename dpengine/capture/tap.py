@@ -1,0 +1,109 @@
+"""The taps: identities in the forward pass, reports in the backward pass.
+
+Note [anchor]: a layer whose input needs no gradient, and whose parameters were swapped for detached views, would be
+outside the graph. Every tap takes a scalar that requires grad, so that its backward always runs.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.utils import _pytree as pytree
+
+from dpengine.errors import RepeatedBackwardError
+
+
+class Report(Protocol):
+    """What a tap tells in the backward pass."""
+
+    name: str
+
+    def fire(self, saved: tuple[Tensor, ...], grad: Any) -> None:
+        """Takes the saved tensors and the gradient of the output."""
+
+
+def _fire(ctx: Any, grad: Any) -> None:
+    if getattr(ctx, "fired", False):
+        raise RepeatedBackwardError(
+            f"Layer '{ctx.report.name}' was reached by a second backward pass over the same forward pass; "
+            "each pass would be clipped alone, so a row would count twice.",
+            fix="Add the losses: (loss_a + loss_b).backward().",
+        )
+    ctx.fired = True
+    ctx.report.fire(ctx.saved_tensors, grad)
+
+
+class Tap(torch.autograd.Function):
+    """Identity on one output, in place, so that an in-place operation may follow."""
+
+    @staticmethod
+    def forward(ctx, output, anchor, report, *saved):
+        ctx.mark_dirty(output)
+        ctx.report = report
+        ctx.save_for_backward(*saved)
+        return output
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        _fire(ctx, grad)
+        return (grad, None, None, *[None] * (len(ctx.needs_input_grad) - 3))
+
+
+class CopyTap(torch.autograd.Function):
+    """Identity on several outputs, by copy: the operation that made them may have saved them for its own backward."""
+
+    @staticmethod
+    def forward(ctx, anchor, report, count, *outputs_and_saved):
+        outputs = tuple(output.clone() for output in outputs_and_saved[:count])
+        ctx.report = report
+        ctx.count = count
+        ctx.set_materialize_grads(False)
+        # What is saved is the output before the copy: the user may change the copy in place.
+        ctx.save_for_backward(*outputs_and_saved[count:], *(outputs_and_saved[:count] if report.needs_output else ()))
+        return outputs
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, *grads):
+        _fire(ctx, grads)
+        return (None, None, None, *grads, *[None] * (len(ctx.needs_input_grad) - 3 - ctx.count))
+
+
+class RowsTap(torch.autograd.Function):
+    """A parameter repeated for every row, ``(B, *param.shape)``: its gradient is the per-sample gradient."""
+
+    @staticmethod
+    def forward(ctx, anchor, report, parameter, rows):
+        ctx.report = report
+        return parameter.expand(rows, *parameter.shape)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        _fire(ctx, grad)
+        return None, None, None, None
+
+
+def tensors_in(tree: Any) -> list[Tensor]:
+    """All tensors in nested containers, in order."""
+    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
+
+
+def take_tensors(tree: Any) -> tuple[list[Tensor], list[Any], Any]:
+    """Splits a tree into its tensors, the other leaves (None where a tensor was), and its structure."""
+    leaves, spec = pytree.tree_flatten(tree)
+    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    return tensors, [_HOLE if isinstance(leaf, Tensor) else leaf for leaf in leaves], spec
+
+
+def put_tensors(tensors: Any, others: list[Any], spec: Any) -> Any:
+    """The inverse of ``take_tensors``."""
+    source = iter(tensors)
+    return pytree.tree_unflatten([next(source) if leaf is _HOLE else leaf for leaf in others], spec)
+
+
+_HOLE = object()

@@ -1,0 +1,122 @@
+"""Which modules are watched, and how: the table that capture works from."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+from torch.nn.utils import parametrize
+
+from dpengine.layers import TWINS
+
+
+class Kind(enum.Enum):
+    """How a module's parameters are followed."""
+
+    LAYER = "layer"  # one tensor out; each parameter has its own grad sampler
+    UNIT = "unit"  # the module with all that is below it, by one joint sampler
+    OPERATIONS = "operations"  # the operations that use its own parameters, one by one
+
+
+@dataclass(frozen=True, eq=False)
+class Watch:
+    """One watched module.
+
+    Attributes:
+        name: Dotted name in the model.
+        module: The module.
+        kind: How its parameters are followed.
+        rule: What the receiver needs to make gradients of a call; capture does not look inside.
+        in_place: Whether the operation that makes the output is known not to need it in its own backward.
+    """
+
+    name: str
+    module: nn.Module
+    kind: Kind
+    rule: Any = None
+    in_place: bool = False
+
+    def slots(self) -> list[tuple[nn.Module, str, str]]:
+        """Owner, name in the owner and dotted name in the module, for every parameter slot that is followed."""
+        if self.kind is not Kind.UNIT:
+            return [(self.module, name, name) for name, p in self.module._parameters.items() if p is not None]
+        return [
+            (owner, name, f"{prefix}.{name}" if prefix else name)
+            for prefix, owner in self.module.named_modules()
+            for name, p in owner._parameters.items()
+            if p is not None
+        ]
+
+
+Lookup = Callable[[nn.Module], Any]
+
+
+def watch_list(
+    model: nn.Module, lookup: Lookup, unit_rule: Callable[[nn.Module], Any], *, by_operations: bool = True
+) -> list[Watch]:
+    """Decides for every module that owns parameters how it is watched.
+
+    Frozen parameters are watched too: ``requires_grad`` is read at each use, so that they may be thawed later.
+
+    Args:
+        model: The model.
+        lookup: The rule for exactly this layer, or None.
+        unit_rule: The rule that fits any module, for those that no other way fits.
+        by_operations: Whether a module that holds parameters beside children is followed operation by operation; else
+            it is one unit with all that is below it.
+    """
+    found: list[Watch] = []
+    seen: set[nn.Module] = set()
+    _collect(model, "", lookup, unit_rule, seen, found)
+    return found
+
+
+def _collect(
+    module: nn.Module,
+    name: str,
+    lookup: Lookup,
+    unit_rule: Callable[[nn.Module], Any],
+    seen: set[nn.Module],
+    found: list[Watch],
+) -> None:
+    if module in seen:
+        return
+    seen.add(module)
+    watch = _watch(module, name, lookup, unit_rule)
+    if watch is not None:
+        found.append(watch)
+        if watch.kind is Kind.UNIT:
+            seen.update(module.modules())
+            return
+    for child_name, child in module.named_children():
+        _collect(child, f"{name}.{child_name}" if name else child_name, lookup, unit_rule, seen, found)
+
+
+def _watch(module: nn.Module, name: str, lookup: Lookup, unit_rule: Callable[[nn.Module], Any]) -> Watch | None:
+    if parametrize.is_parametrized(module):
+        return Watch(name, module, Kind.UNIT, unit_rule(module))
+    if not has_own_parameters(module):
+        return None
+    if type(module) in _TWIN_TYPES:
+        return Watch(name, module, Kind.OPERATIONS)
+    rule = lookup(module)
+    if rule is not None:
+        return Watch(name, module, Kind.LAYER, rule, in_place=isinstance(rule, Mapping))
+    if any(has_own_parameters(child) for child in _below(module)):
+        return Watch(name, module, Kind.OPERATIONS)
+    return Watch(name, module, Kind.UNIT, unit_rule(module))
+
+
+def has_own_parameters(module: nn.Module) -> bool:
+    """Whether the module itself, not a child, holds a parameter."""
+    return any(p is not None for p in module._parameters.values())
+
+
+def _below(module: nn.Module) -> Iterable[nn.Module]:
+    return (m for m in module.modules() if m is not module)
+
+
+_TWIN_TYPES = frozenset(TWINS.values())

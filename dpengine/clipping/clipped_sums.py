@@ -1,0 +1,202 @@
+"""Capture, strategy and policy joined: every backward pass over a model becomes a clipped sum in one buffer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dpengine.capture import LayerCall, Use
+from dpengine.errors import BatchMismatchError, MissingGradientError
+from dpengine.gradients import FlatBuffer, common_rows, watch_model
+
+from .policy import AbstractClip
+
+REDUCTIONS = ("mean", "sum")
+
+
+@dataclass(frozen=True)
+class ClipStatistics:
+    """What one backward pass showed. Not private.
+
+    Attributes:
+        rows: Rows of the batch.
+        largest_norm: Largest per-sample gradient norm over all groups, 0.0 without rows.
+        clipped: Rows whose norm was above the threshold of some group.
+        dropped: Rows whose norm was not finite.
+    """
+
+    rows: int = 0
+    largest_norm: float = 0.0
+    clipped: int = 0
+    dropped: int = 0
+
+
+class ClippedSums:
+    """Adds up clipped per-sample gradients of a model over any number of backward passes.
+
+    Args:
+        model: The model. Its trainable parameters are read at each pass.
+        policy: Turns norms into factors.
+        mode: A key of ``gradients.MODES``.
+        batch_first: Whether axis 0 of the model's inputs is the batch; else axis 1.
+        loss_reduction: ``"mean"`` if the loss is a mean over the rows of a batch, ``"sum"`` if it is their sum.
+        on_backward_end: Called when a backward pass is over; without it, the owner calls ``clip`` itself.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        policy: AbstractClip,
+        mode: str = "auto",
+        batch_first: bool = True,
+        loss_reduction: str = "mean",
+        on_backward_end: Callable[[], None] | None = None,
+    ):
+        if loss_reduction not in REDUCTIONS:
+            raise ValueError(f"loss_reduction={loss_reduction!r} is not known. Choose one of: 'mean', 'sum'.")
+        self.model = model
+        self.policy = policy
+        self.mode = mode
+        self.loss_reduction = loss_reduction
+        self.on_backward_end = on_backward_end
+        self.capture, self.strategy = watch_model(model, self, mode, batch_first=batch_first)
+        self.buffer = FlatBuffer(self.trainable().values())
+        self.contributed: set[nn.Parameter] = set()
+        self._groups: tuple[tuple[nn.Parameter, ...], dict[nn.Parameter, int], int] | None = None
+
+    def trainable(self) -> dict[str, nn.Parameter]:
+        """The parameters that train now, by dotted name."""
+        return {name: p for name, p in self.model.named_parameters() if p.requires_grad}
+
+    def attach(self) -> None:
+        """Starts to watch the model."""
+        self.capture.attach()
+
+    def detach(self) -> None:
+        """Stops watching, and destroys what is held."""
+        self.capture.detach()
+        self.discard()
+
+    @property
+    def pending(self) -> bool:
+        """Whether a backward pass was seen whose gradients are not clipped yet."""
+        return bool(self.strategy.rows)
+
+    # What capture tells
+
+    def forward_started(self, rows: int | None) -> None:
+        """A forward pass begins: a backward pass that was seen before it is over."""
+        if self.capture.backward_broke_off:
+            self.forget_pass()
+        elif self.pending:
+            self.backward_ended()
+        if not self.pending:
+            self.strategy.clear()
+
+    def receive(self, call: LayerCall, uses: Mapping[str, Use], rule: Any) -> None:
+        """A layer's output gradient arrived."""
+        with self.capture.paused():  # a sampler may run the layer's forward again
+            self.strategy.receive(call, uses, rule)
+
+    def receive_rows(self, use: Use, grad: Tensor) -> None:
+        """A parameter's per-sample gradient arrived."""
+        self.strategy.receive_rows(use, grad)
+
+    def backward_ended(self) -> None:
+        """A backward pass is over."""
+        if self.on_backward_end is not None:
+            self.on_backward_end()
+
+    # What the owner asks
+
+    @torch.no_grad()
+    def clip(self, *, rows: int | None = None, loss_scale: float = 1.0) -> ClipStatistics:
+        """Clips what the last backward pass left, and adds it to the sums.
+
+        Args:
+            rows: The rows that were handed out; None takes the batch size that the layers showed.
+            loss_scale: What the loss was multiplied by before ``backward``.
+
+        Raises:
+            BatchMismatchError: If a layer saw another number of rows.
+            MissingGradientError: If autograd filled a ``.grad`` on its own.
+        """
+        try:
+            self._refuse_leaks()
+            self._refuse_other_rows(rows)
+            seen = common_rows(self.strategy.rows)
+            return self._add(seen, (seen if self.loss_reduction == "mean" else 1.0) / loss_scale)
+        finally:
+            self.forget_pass()
+
+    def _add(self, rows: int, scale: float) -> ClipStatistics:
+        trainable = self.trainable()
+        groups, num_groups = self._group(trainable)
+        if not self.buffer.fits(trainable.values()):
+            self.buffer = FlatBuffer(trainable.values())
+        self.contributed |= set(self.strategy.parameters)
+        norms_BK = self.strategy.sq_norms(groups, num_groups, scale).sqrt()
+        factors_BK = self.policy.factors(norms_BK)
+        dropped_B = ~torch.isfinite(norms_BK).all(dim=1)
+        dropped = int(dropped_B.sum())
+        if dropped:
+            self.strategy.drop(dropped_B)
+        self.policy.observe(norms_BK)
+        self.strategy.add_sums(groups, factors_BK * scale, self.buffer)
+        if not rows:
+            return ClipStatistics()
+        finite = norms_BK.masked_fill(dropped_B.unsqueeze(1), 0)
+        clipped = int(((factors_BK < 1 - 2**-19).any(dim=1) & ~dropped_B).sum())
+        return ClipStatistics(rows, float(finite.square().sum(dim=1).max().sqrt()), clipped, dropped)
+
+    def _group(self, trainable: Mapping[str, nn.Parameter]) -> tuple[dict[nn.Parameter, int], int]:
+        key = tuple(trainable.values())
+        if self._groups is None or self._groups[0] != key:
+            assigned = self.policy.group_of(list(trainable))
+            groups = dict(zip(trainable.values(), assigned, strict=True))
+            self._groups = (key, groups, max(assigned, default=0) + 1)
+        return self._groups[1], self._groups[2]
+
+    def _refuse_leaks(self) -> None:
+        if self.capture.leaks:
+            names = ", ".join(f"'{name}'" for name in self.capture.leaks.values())
+            for parameter in self.capture.leaks:
+                parameter.grad = None
+            self.capture.leaks.clear()
+            raise MissingGradientError(
+                f"Autograd filled the gradient of {names} directly: the parameter is used outside the forward of the "
+                "layer that owns it, so that part of its gradient would escape clipping.",
+                fix="Call the layer itself (share the module to tie weights), or freeze the parameter.",
+            )
+
+    def _refuse_other_rows(self, rows: int | None) -> None:
+        for name, seen in self.strategy.rows.items():
+            if rows is not None and seen != rows:
+                raise BatchMismatchError(
+                    f"Layer '{name}' saw {seen} rows, the sampler drew {rows}: something duplicates or merges rows "
+                    "after the loader, or axis 0 of this layer's input is not the batch.",
+                    fix="Keep the batch on axis 0 of every layer: use (B, T, features), not (B*T, features) or (T, B, ...).",
+                )
+
+    def missing(self) -> list[str]:
+        """Names of trainable parameters that took no part since the sums were last taken."""
+        return [name for name, p in self.trainable().items() if p not in self.contributed]
+
+    def forget_pass(self) -> None:
+        """Drops a backward pass that is done with, or broke off."""
+        self.strategy.clear()
+        self.capture.forget_backward()
+        if self.capture.replay is not None and not self.capture.replay.running:
+            self.capture.replay.clear()
+
+    def discard(self) -> None:
+        """Destroys the sums and everything that is pending."""
+        self.forget_pass()
+        self.buffer.zero()
+        self.contributed.clear()
+        self.policy.discard()

@@ -1,0 +1,179 @@
+"""What every clipping policy answers: which group a parameter is in, what a sample is multiplied by, what it can add.
+
+Axes: B samples, K groups.
+"""
+
+from __future__ import annotations
+
+import abc
+import math
+import numbers
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from dpengine.errors import InvalidBudgetError
+
+# By how much a neighbouring relation multiplies what one sample can add. The names are those of accounting.Relation.
+RELATIONS = {"add-or-remove-one": 1.0, "zero-out": 1.0, "replace-one": 2.0}
+
+# Norms and factors are rounded, and so is each product and partial sum of a clipped gradient. Thresholds are met with
+# this much to spare, which covers pairwise float32 sums of up to 2**24 terms.
+SLACK = 2.0**-20
+
+
+class NormalStream(Protocol):
+    """What a policy needs of ``noise.NoiseSource``, handed in since clipping comes before noise."""
+
+    def normal_(self, out: Tensor, *, domain: str, step: int) -> Tensor:
+        """Fills ``out`` with standard normals that belong to one domain and step."""
+
+
+class AbstractClip(abc.ABC):
+    """Turns per-sample gradient norms into factors, and says what that bounds.
+
+    Trainable parameters fall into groups, each with its own threshold; a sample's gradient is scaled group by group.
+    A sample with a norm that is not finite in any group gets factor 0 in every group.
+    """
+
+    @property
+    @abc.abstractmethod
+    def bounds(self) -> tuple[float, ...]:
+        """The thresholds in force, one for each group; a single one may be shared out over all groups."""
+
+    @abc.abstractmethod
+    def group_of(self, names: Sequence[str]) -> list[int]:
+        """The group of each trainable parameter.
+
+        Args:
+            names: Dotted names, in the model's order. A tied tensor has one name, and so one group.
+
+        Returns:
+            An index for each name, from 0 on without gaps.
+        """
+
+    @abc.abstractmethod
+    def factors(self, norms_BK: Tensor) -> Tensor:
+        """What each sample's gradient is multiplied by in each group.
+
+        Args:
+            norms_BK: Norms per sample and group, float32 or float64, never below the truth by more than rounding.
+
+        Returns:
+            ``(B, K)`` in the dtype of the norms. Factor times norm is at most the group's threshold.
+        """
+
+    @abc.abstractmethod
+    def describe(self) -> dict[str, Any]:
+        """The policy as plain data, for reports."""
+
+    def num_groups(self, names: Sequence[str]) -> int:
+        """How many groups these trainable parameters fall into; at least 1."""
+        return max(self.group_of(names), default=0) + 1
+
+    @property
+    def max_grad_norm(self) -> float:
+        """The L2 norm over all groups that a sample's clipped gradient can have."""
+        return math.hypot(*self.bounds)
+
+    def sensitivity(self, relation: str = "add-or-remove-one") -> float:
+        """How far one sample can move the sum of clipped gradients, in L2 norm.
+
+        Args:
+            relation: A key of ``RELATIONS``: the value of ``accounting.Relation``.
+
+        Returns:
+            ``max_grad_norm``, or twice that where one sample takes the place of another.
+
+        Raises:
+            ValueError: If the relation is not known.
+        """
+        if relation not in RELATIONS:
+            raise ValueError(f"clipping: relation {relation!r} is not known. Choose one of: {', '.join(RELATIONS)}.")
+        return RELATIONS[relation] * self.max_grad_norm
+
+    def gradient_noise_multiplier(self, noise_multiplier: float) -> float:
+        """The noise multiplier of the gradient sum that makes a whole step cost what ``noise_multiplier`` says."""
+        return noise_multiplier
+
+    def observe(self, norms_BK: Tensor) -> None:  # noqa: B027 - most policies learn nothing
+        """Takes note of the norms of one physical batch, padding rows left out."""
+
+    def finish_step(self, source: NormalStream, step: int, expected_batch_size: float) -> None:  # noqa: B027
+        """Adapts to what was observed since the last step. Called once for each release, after it."""
+
+    def discard(self) -> None:  # noqa: B027
+        """Forgets what was observed since the last step, for a batch that is given up."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a resumed run needs. Public: it follows from releases."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:  # noqa: B027
+        """Goes on from ``state_dict()``."""
+
+
+def factors_within(bounds: float | Sequence[float], norms_BK: Tensor) -> Tensor:
+    """Factors that bring every norm down to its threshold, and leave smaller ones alone.
+
+    Args:
+        bounds: A threshold for each group, or one for all.
+        norms_BK: Norms per sample and group.
+
+    Returns:
+        ``min(1, (1 - SLACK) * bound / norm)`` for each, without an additive epsilon, which would overshoot.
+    """
+    bounds_K = torch.as_tensor(bounds, dtype=norms_BK.dtype, device=norms_BK.device) * (1 - SLACK)
+    return selected(bounds_K / norms_BK, norms_BK).clamp(max=1)
+
+
+def selected(factors_BK: Tensor, norms_BK: Tensor) -> Tensor:
+    """The factors, rounded to the safe side, with 0 for samples that have an unusable norm in some group."""
+    # A number below the smallest normal one has few bits left: the one beneath it is surely not above the exact factor.
+    # Hardware that has no such numbers makes it 0, which is safe too.
+    info = torch.finfo(factors_BK.dtype)
+    least = info.smallest_normal * info.eps
+    lowered_BK = torch.where(factors_BK < info.smallest_normal, (factors_BK - least).clamp(min=0), factors_BK)
+    # Selection, not multiplication: 0 * NaN is NaN.
+    usable_B1 = (torch.isfinite(norms_BK) & (norms_BK >= 0)).all(dim=1, keepdim=True)
+    return torch.where(usable_B1, lowered_BK, torch.zeros_like(lowered_BK))
+
+
+def check_norms(where: str, norms_BK: Tensor, groups: int | None = None) -> None:
+    """Refuses norms from which no factor can be had.
+
+    Args:
+        where: Dotted name of the policy, for the message.
+        norms_BK: What ``factors`` got.
+        groups: How many groups the policy has, if that is fixed.
+
+    Raises:
+        TypeError: If the norms are narrower than float32.
+        ValueError: If they are not ``(B, K)``, or K is not the number of groups.
+    """
+    if norms_BK.dtype not in (torch.float32, torch.float64):
+        raise TypeError(f"{where}: norms are {norms_BK.dtype}; form them in float32 or float64.")
+    if norms_BK.dim() != 2 or groups not in (None, norms_BK.shape[1]):
+        expected = "K" if groups is None else groups
+        raise ValueError(f"{where}: norms must have shape (B, {expected}), got {tuple(norms_BK.shape)}.")
+
+
+def positive(where: str, name: str, value: object) -> float:
+    """Returns ``value`` as a float, or raises InvalidBudgetError unless it is positive and finite.
+
+    Args:
+        where: Dotted name of the policy, for the message.
+        name: The argument.
+        value: What it got.
+
+    Returns:
+        The number.
+
+    Raises:
+        InvalidBudgetError: If it is not a number, or not positive and finite.
+    """
+    if isinstance(value, bool) or not isinstance(value, numbers.Real) or not 0 < value < math.inf:
+        raise InvalidBudgetError(f"{where}: {name}={value!r} is not a positive, finite number.", fix=f"Try {name}=1.0.")
+    return float(value)

@@ -1,0 +1,58 @@
+"""The short ways to name a clipping policy: ``clipping="flat"`` and its like."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from dpengine.errors import InvalidBudgetError
+
+from .adaptive import Adaptive
+from .automatic import Automatic
+from .flat import Flat
+from .per_layer import PerLayer
+from .policy import AbstractClip
+
+SHORT_FORMS: dict[str, Callable[[Any], AbstractClip]] = {
+    "flat": Flat,
+    "per_layer": PerLayer,
+    "automatic": Automatic,
+    "adaptive": Adaptive,
+}
+
+
+def clipping_from(value: str | AbstractClip, max_grad_norm: float | Sequence[float] | None = None) -> AbstractClip:
+    """The policy that a user meant.
+
+    Args:
+        value: A key of ``SHORT_FORMS``, or a policy.
+        max_grad_norm: The threshold of a short form; a sequence with ``"per_layer"``. With a policy, None or what the
+            policy says itself.
+
+    Returns:
+        The policy.
+
+    Raises:
+        ValueError: If the name is not known, or a policy and ``max_grad_norm`` say different things.
+        InvalidBudgetError: If the threshold is missing, or not positive and finite.
+    """
+    if isinstance(value, AbstractClip):
+        listed = isinstance(max_grad_norm, Sequence)
+        if max_grad_norm is None or (
+            tuple(max_grad_norm) == value.bounds if listed else max_grad_norm == value.max_grad_norm
+        ):
+            return value
+        raise ValueError(
+            f"max_grad_norm={max_grad_norm!r} and clipping={value.describe()!r} say different things. Leave out "
+            "max_grad_norm: the policy holds the threshold."
+        )
+    if not isinstance(value, str) or value not in SHORT_FORMS:
+        raise ValueError(f"clipping={value!r} is not known. Pass a policy, or one of: {', '.join(SHORT_FORMS)}.")
+    if max_grad_norm is None:
+        raise InvalidBudgetError(f"clipping={value!r} needs a threshold.", fix="Pass max_grad_norm=1.0.")
+    if isinstance(max_grad_norm, Sequence) and value != "per_layer":
+        raise InvalidBudgetError(
+            f"max_grad_norm={max_grad_norm!r} is a list, which clipping={value!r} does not take.",
+            fix="Pass one number, or clipping='per_layer'.",
+        )
+    return SHORT_FORMS[value](max_grad_norm)

@@ -1,0 +1,348 @@
+"""PrivacyEngine: builds the parts around a model, and answers what was spent."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+from torch import nn
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader
+
+from dpengine.accounting import Ledger, PrivacySpent, Relation, accountant_used, calibrate, epsilon, privacy_spent
+from dpengine.admission import (
+    delta_for,
+    planned_steps,
+    refuse_attached,
+    refuse_foreign_parameters,
+    refuse_unknown,
+    warn_of_other_engine,
+)
+from dpengine.clipping import AbstractClip, ClippedSums, clipping_from
+from dpengine.errors import InvalidBudgetError, UnknownParameterError, notice
+from dpengine.names import suggests_names
+from dpengine.noise import NoiseSource
+from dpengine.plan import DPExecutionPlan
+from dpengine.release import Release
+from dpengine.run import Budget, Run, make_twins
+from dpengine.sampling import private_loader, strategy_for
+from dpengine.validation import check
+
+M = TypeVar("M", bound=nn.Module)
+O = TypeVar("O", bound=Optimizer)  # noqa: E741 - pairs with M
+
+
+class PrivacyEngine:
+    """Makes training private, and keeps account of what it spends.
+
+    ::
+
+        engine = PrivacyEngine()
+        model, optimizer, loader = engine.make_private(model, optimizer, loader, noise_multiplier=1.1)
+
+    Args:
+        accountant: ``"pld"`` (tight, the default), ``"rdp"``, or ``"gdp"`` where that is exact.
+        secure_rng: Whether all private randomness comes from a cryptographic generator. Slower.
+        seed: Makes noise and batches repeat, for tests. The noise is then no secret, and every statement says so.
+
+    Raises:
+        ValueError: If the accountant is not known.
+    """
+
+    @suggests_names
+    def __init__(self, accountant: str = "pld", *, secure_rng: bool = False, seed: int | None = None):
+        accountant_used(accountant)  # refuses a name that is not known
+        self.accountant = accountant
+        self.ledger = Ledger()
+        self._kind = {"kind": "chacha20"} if secure_rng else {}
+        self._seed = seed
+        self.runs: list[Run] = []
+        self._delta: float | None = None
+
+    @suggests_names
+    def make_private(
+        self,
+        module: M,
+        optimizer: O,
+        data_loader: DataLoader[Any],
+        *,
+        noise_multiplier: float | None = None,
+        target_epsilon: float | None = None,
+        target_delta: float | None = None,
+        epochs: int | None = None,
+        steps: int | None = None,
+        max_grad_norm: float | list[float] = 1.0,
+        clipping: str | AbstractClip = "flat",
+        sampling: str = "poisson",
+        sample_rate: float | None = None,
+        expected_batch_size: float | None = None,
+        physical_batch_size: int | None = None,
+        accumulation_steps: int = 1,
+        batch_first: bool = True,
+        loss_reduction: str = "mean",
+        grad_sample_mode: str = "auto",
+        unused_parameters: str = "error",
+        on_budget: str = "stop",
+        allow_large_delta: bool = False,
+        example_input: Any = None,
+        grad_scaler: Any = None,
+        lr_scheduler: Any = None,
+    ) -> tuple[M, O, DataLoader[Any]]:
+        """Makes a model's training private, in place: the loop below the call stays as it is.
+
+        Exactly one of ``noise_multiplier`` and ``target_epsilon`` is given.
+
+        Args:
+            module: The model. The same object is returned; ``detach`` takes everything off again.
+            optimizer: Any optimizer of ``torch.optim`` but LBFGS and SparseAdam, over the model's parameters.
+            data_loader: An ordinary loader. The one returned draws Poisson batches of the same expected size.
+            noise_multiplier: Standard deviation of the noise over the sensitivity. 0 trains without privacy.
+            target_epsilon: The epsilon that all planned steps together may spend; the noise is found for it.
+            target_delta: The delta of the statement; None takes ``N ** -1.1``. At or above ``1 / N`` it is refused.
+            epochs: Planned passes over the loader, with ``target_epsilon``.
+            steps: Planned logical batches, instead of ``epochs``.
+            max_grad_norm: What the L2 norm of each sample's gradient is clipped to; a list with ``"per_layer"``.
+            clipping: ``"flat"``, ``"per_layer"``, ``"automatic"``, ``"adaptive"``, or a policy.
+            sampling: ``"poisson"``; or ``"shuffle"``, for which no epsilon is claimed.
+            sample_rate: The probability of each example, as a constant. None derives it from the loader, which makes
+                the number of examples public.
+            expected_batch_size: The divisor of the sums, as a constant. None takes the loader's batch size.
+            physical_batch_size: Most rows that reach the model at once; larger logical batches come in chunks.
+            accumulation_steps: Number of chunks that every logical batch comes in.
+            batch_first: Whether axis 0 of the model's inputs is the batch; else axis 1.
+            loss_reduction: ``"mean"`` or ``"sum"``: what the loss does over the rows of a batch.
+            grad_sample_mode: ``"auto"``, ``"hooks"``, ``"functorch"``, ``"ew"`` or ``"ghost"``.
+            unused_parameters: ``"error"``, or ``"zero"`` to give a parameter that took no part noise only.
+            on_budget: ``"stop"`` ends the loader before the target is passed, ``"raise"`` raises, ``"warn"`` warns.
+            allow_large_delta: Accepts a delta of ``1 / N`` or more.
+            example_input: An example of the data set, for an empty one.
+            grad_scaler: The GradScaler that scales the loss. Its scale stays as it is from here on.
+            lr_scheduler: A scheduler that shall not count steps that only accumulated.
+
+        Returns:
+            The same model, the same optimizer, and the private loader.
+
+        Raises:
+            PrivacyError: If something cannot be made private; the message says what to do.
+            ValueError: If an argument is out of its range.
+        """
+        refuse_unknown("unused_parameters", unused_parameters, ("error", "zero"))
+        refuse_unknown("on_budget", on_budget, ("stop", "raise", "warn"))
+        refuse_attached(module)
+        strategy = strategy_for(
+            data_loader, sampling=sampling, sample_rate=sample_rate, expected_batch_size=expected_batch_size
+        )
+        constants = sample_rate is not None and expected_batch_size is not None
+        delta = delta_for(target_delta, len(data_loader.dataset), allow_large_delta)  # type: ignore[arg-type]
+        planned = planned_steps(epochs, steps, strategy.steps_per_epoch)
+        sigma = self._noise_multiplier(noise_multiplier, target_epsilon, delta, strategy.sample_rate, planned)
+        policy = clipping_from(clipping, max_grad_norm)
+        relation = Relation.ADD_OR_REMOVE_ONE if constants else Relation.ZERO_OUT
+        plan = DPExecutionPlan(strategy, policy, sigma, strategy.expected_batch_size, relation)
+        check(module).raise_if_blocked()
+        refuse_foreign_parameters(module, optimizer)
+
+        budget = Budget(target_epsilon, delta, planned, on_budget, self.accountant)
+        run = self._build(module, optimizer, plan, budget, grad_sample_mode, batch_first, loss_reduction)
+        run.release.unused_parameters = unused_parameters
+        run.grad_scaler, run.lr_scheduler = grad_scaler, lr_scheduler
+        release, source = run.release, run.release.source
+        loader = private_loader(
+            data_loader,
+            strategy=strategy,
+            words=lambda count, *, step, block: source.words(count, domain="mask", step=step, block=block),
+            physical_batch_size=physical_batch_size,
+            accumulation_steps=accumulation_steps,
+            batch_first=batch_first,
+            on_handout=release.handed_out,
+            may_draw=lambda step: on_budget != "stop" or budget.allows(release, release.unsettled + 1),
+            example_input=example_input,
+        )
+        run.attach()
+        self.runs.append(run)
+        self._delta = delta
+        self._tell(plan, data_loader.dataset)
+        return module, optimizer, loader
+
+    @suggests_names
+    def make_private_with_epsilon(
+        self,
+        module: M,
+        optimizer: O,
+        data_loader: DataLoader[Any],
+        *,
+        target_epsilon: float,
+        target_delta: float,
+        epochs: int,
+        max_grad_norm: float | list[float] = 1.0,
+        clipping: str | AbstractClip = "flat",
+        physical_batch_size: int | None = None,
+        batch_first: bool = True,
+        loss_reduction: str = "mean",
+        grad_sample_mode: str = "auto",
+    ) -> tuple[M, O, DataLoader[Any]]:
+        """``make_private`` with the noise found for a target: see there for the arguments.
+
+        Returns:
+            The same model, the same optimizer, and the private loader.
+        """
+        return self.make_private(
+            module,
+            optimizer,
+            data_loader,
+            target_epsilon=target_epsilon,
+            target_delta=target_delta,
+            epochs=epochs,
+            max_grad_norm=max_grad_norm,
+            clipping=clipping,
+            physical_batch_size=physical_batch_size,
+            batch_first=batch_first,
+            loss_reduction=loss_reduction,
+            grad_sample_mode=grad_sample_mode,
+        )
+
+    # What was spent
+
+    def get_epsilon(self, delta: float) -> float:
+        """Epsilon spent so far, an upper bound, for this delta; 0.0 before the first step.
+
+        Args:
+            delta: In (0, 1).
+
+        Raises:
+            InvalidBudgetError: If delta is not in (0, 1).
+            AccountingRefusedError: If the history has a step for which no epsilon can be claimed.
+        """
+        return epsilon(self.ledger.history, delta, accountant=self.accountant, relation=self._relation)
+
+    @property
+    def epsilon(self) -> float:
+        """Epsilon spent so far at the configured delta."""
+        return self.get_epsilon(self.delta)
+
+    @property
+    def delta(self) -> float:
+        """The delta of the last ``make_private``."""
+        if self._delta is None:
+            raise InvalidBudgetError("No delta is configured yet.", fix="Call make_private, or get_epsilon(delta=...).")
+        return self._delta
+
+    @property
+    def spent(self) -> PrivacySpent:
+        """Epsilon, delta, mu, advantage and steps."""
+        return privacy_spent(self.ledger.history, self.delta, accountant=self.accountant, relation=self._relation)
+
+    @property
+    def _relation(self) -> Relation:
+        relations = {run.release.plan.relation for run in self.runs}
+        return relations.pop() if len(relations) == 1 else Relation.ZERO_OUT
+
+    def metrics(self, *, nonprivate: bool = False) -> dict[str, float]:
+        """A flat dictionary for loggers.
+
+        Args:
+            nonprivate: Adds figures that follow from private data, under ``nonprivate/``. Do not publish them.
+        """
+        run = self._last_run()
+        values: dict[str, float] = {
+            "privacy/epsilon": self.epsilon,
+            "privacy/delta": self.delta,
+            "privacy/noise_multiplier": run.release.plan.noise_multiplier,
+            "privacy/step": self.ledger.steps,
+        }
+        if run.budget.target_epsilon is not None:
+            values["privacy/budget_used"] = values["privacy/epsilon"] / run.budget.target_epsilon
+        if nonprivate:
+            seen = run.release.statistics
+            values["nonprivate/clip_fraction"] = seen.clipped / max(seen.rows, 1)
+            values["nonprivate/largest_norm"] = seen.largest_norm
+            values["nonprivate/dropped_rows"] = run.release.dropped_rows
+        return values
+
+    def describe(self) -> dict[str, Any]:
+        """What the last run does: sampling, clipping, standard deviations, relation."""
+        return self._last_run().release.plan.describe()
+
+    def state_dict(self) -> dict[str, Any]:
+        """What was spent, as plain JSON values."""
+        return {"accountant": self.accountant, "delta": self._delta, "ledger": self.ledger.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Adds a stored history to what this engine has spent."""
+        self.ledger.load_state_dict(state["ledger"], merge=True)
+        self._delta = self._delta if self._delta is not None else state["delta"]
+
+    def detach(self, module: nn.Module) -> None:
+        """Takes everything off a model and its optimizer again. What was spent stays in the ledger.
+
+        Raises:
+            UnknownParameterError: If the model is not private in this engine.
+        """
+        for run in self.runs:
+            if run.model is module and run.attached:
+                run.detach()
+                return
+        raise UnknownParameterError(
+            f"The model ({type(module).__name__}) is not private in this engine.",
+            fix="Pass the model that make_private returned.",
+        )
+
+    # Inside
+
+    def _last_run(self) -> Run:
+        if not self.runs:
+            raise InvalidBudgetError("Nothing is private yet.", fix="Call make_private first.")
+        return self.runs[-1]
+
+    def _source(self) -> NoiseSource:
+        run = len(self.runs)
+        if self._seed is None:
+            return NoiseSource.fresh(**self._kind)
+        return NoiseSource.seeded(self._seed, incarnation=run, **self._kind)
+
+    def _build(
+        self,
+        module: nn.Module,
+        optimizer: Optimizer,
+        plan: DPExecutionPlan,
+        budget: Budget,
+        mode: str,
+        batch_first: bool,
+        loss_reduction: str,
+    ) -> Run:
+        twins = make_twins(module)
+        sums = ClippedSums(
+            module, policy=plan.clipping, mode=mode, batch_first=batch_first, loss_reduction=loss_reduction
+        )
+        release = Release(plan, sums, self._source(), self.ledger)
+        release.may_charge = lambda count: budget.allows(release, count)
+        sums.on_backward_end = release.backward_ended
+        return Run(module, optimizer, release, budget, twins=twins)
+
+    def _noise_multiplier(
+        self, sigma: float | None, target: float | None, delta: float, rate: float, planned: int | None
+    ) -> float:
+        if (sigma is None) == (target is None):
+            given = "both were given" if sigma is not None else "neither was given"
+            raise InvalidBudgetError(
+                f"Exactly one of noise_multiplier and target_epsilon is needed; {given}.",
+                fix="Pass noise_multiplier=1.1, or target_epsilon=3.0 with epochs=10.",
+            )
+        if target is None:
+            return float(sigma)  # type: ignore[arg-type]
+        if planned is None:
+            raise InvalidBudgetError("target_epsilon needs to know how long training is.", fix="Pass epochs= or steps=.")
+        return calibrate(
+            target_epsilon=target,
+            target_delta=delta,
+            sample_rate=rate,
+            steps=planned,
+            accountant=self.accountant,
+        ).noise_multiplier
+
+    def _tell(self, plan: DPExecutionPlan, dataset: Any) -> None:
+        if plan.noise_multiplier == 0:
+            notice("DPE012", "NOT PRIVATE (noise_multiplier=0).", key="noise")
+        if not plan.sampling.claims_epsilon:
+            notice("DPE012", f"epsilon not claimed (sampling={plan.sampling.law!r}).", key="sampling")
+        warn_of_other_engine(self, dataset)

@@ -1,0 +1,106 @@
+"""GradSampleModule: per-sample gradients to look at, without clipping, noise or accounting."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dpengine.capture import LayerCall, Use
+from dpengine.errors import MissingGradientError
+from dpengine.gradients import common_rows, forget_grad_samples, watch_model
+from dpengine.layers import from_twin, to_twin
+
+
+class GradSampleModule(nn.Module):
+    """Wraps a module so that ``backward`` leaves ``p.grad_sample`` on every trainable parameter.
+
+    ``p.grad_sample`` is ``(B, *p.shape)``, batch first whatever ``batch_first`` says: the gradient of each sample's own
+    loss. After several backward passes it is a list with one tensor for each, until ``zero_grad``. ``p.grad`` stays
+    None. For training use ``PrivacyEngine.make_private``, which needs no wrapper.
+
+    Args:
+        module: The module. It is not copied.
+        batch_first: Whether axis 0 of the inputs is the batch; else axis 1.
+        loss_reduction: ``"mean"`` if the loss averages over the samples of a batch, ``"sum"`` if it adds them.
+        force_functorch: Whether every layer goes through the ``torch.func`` fallback.
+
+    Raises:
+        ValueError: If ``loss_reduction`` is not known.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        *,
+        batch_first: bool = True,
+        loss_reduction: str = "mean",
+        force_functorch: bool = False,
+    ):
+        super().__init__()
+        if loss_reduction not in {"mean", "sum"}:
+            raise ValueError(f"loss_reduction={loss_reduction!r} is not known. Choose one of: 'mean', 'sum'.")
+        self.module = module
+        self._loss_reduction = loss_reduction
+        self._twins = [layer for layer in module.modules() if to_twin(layer) is not None]
+        receiver = _Shower(self)
+        mode = "functorch" if force_functorch else "hooks"
+        self._capture, self._strategy = watch_model(module, receiver, mode, batch_first=batch_first)
+        self._capture.attach()
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs the wrapped module."""
+        return self.module(*args, **kwargs)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clears ``p.grad`` and ``p.grad_sample``."""
+        super().zero_grad(set_to_none)
+        forget_grad_samples(self.module.parameters())
+
+    def to_standard_module(self) -> nn.Module:
+        """Takes everything off, and gives the module back."""
+        self._capture.detach()
+        self.zero_grad()
+        for layer in self._twins:
+            from_twin(layer)
+        return self.module
+
+
+class _Shower:
+    """Receives what capture reports, and shows it on the parameters when the pass is over."""
+
+    def __init__(self, owner: GradSampleModule):
+        self._owner = owner
+
+    def forward_started(self, rows: int | None) -> None:
+        if self._owner._capture.backward_broke_off:
+            self._owner._strategy.clear()
+            self._owner._capture.forget_backward()
+        elif self._owner._strategy.rows:
+            self.backward_ended()
+
+    def receive(self, call: LayerCall, uses: Mapping[str, Use], rule: Any) -> None:
+        with self._owner._capture.paused():
+            self._owner._strategy.receive(call, uses, rule)
+
+    def receive_rows(self, use: Use, grad: Tensor) -> None:
+        self._owner._strategy.receive_rows(use, grad)
+
+    @torch.no_grad()
+    def backward_ended(self) -> None:
+        strategy, leaks = self._owner._strategy, self._owner._capture.leaks
+        try:
+            if leaks:
+                names = ", ".join(map(repr, leaks.values()))
+                leaks.clear()
+                raise MissingGradientError(
+                    f"Autograd filled the gradient of {names} directly: the parameter is used outside its layer.",
+                    fix="Call the layer itself, or freeze the parameter.",
+                )
+            rows = common_rows(strategy.rows)
+            scale = rows if self._owner._loss_reduction == "mean" else 1.0
+            strategy.sq_norms(dict.fromkeys(strategy.parameters, 0), 1, scale)  # forms and shows them
+        finally:
+            strategy.clear()

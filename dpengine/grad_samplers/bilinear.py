@@ -1,0 +1,64 @@
+"""Bilinear layers.
+
+Axes: B rows, T positions, I and J features of the two inputs, O outputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from dpengine.capture import LayerCall
+
+from .arguments import argument
+from .gram import gram_pays, gram_sq_norm, outer_sum
+from .linear import SAMPLERS as LINEAR
+from .linear import tokens
+from .precision import full_precision
+from .sampler import GradSampler
+
+
+def _factors(call: LayerCall) -> list[Tensor]:
+    """Output gradient ``(B, T, O)`` and the inputs ``(B, T, I)``, ``(B, T, J)``."""
+    return [tokens(call.grad_output), tokens(argument(call, 0, "input1")), tokens(argument(call, 1, "input2"))]
+
+
+def _sizes(factors: Sequence[Tensor]) -> list[int]:
+    return [factor.shape[2] for factor in factors]
+
+
+@full_precision()
+def _weight_grad(call: LayerCall) -> Tensor:
+    factors = _factors(call)
+    return outer_sum(*factors).view(call.batch_size, *_sizes(factors))
+
+
+@full_precision()
+def _weight_sq_norm(call: LayerCall) -> Tensor:
+    return gram_sq_norm(*_factors(call))
+
+
+def _weight_norm_pays(call: LayerCall) -> bool:
+    factors = _factors(call)
+    return gram_pays(factors[0].shape[1], _sizes(factors), factors[0].dtype)
+
+
+@full_precision()
+def _weight_sum(call: LayerCall, factor_B: Tensor) -> Tensor:
+    grads_BTO, first_BTI, second_BTJ = _factors(call)
+    grads_BTO = grads_BTO * factor_B.to(grads_BTO.dtype).view(-1, 1, 1)
+    as_one_row = [factor.flatten(0, 1).unsqueeze(0) for factor in (grads_BTO, first_BTI, second_BTJ)]
+    return outer_sum(*as_one_row).view(_sizes(as_one_row))
+
+
+def _concat(calls: Sequence[LayerCall]) -> LayerCall:
+    grads, first, second = (torch.cat(parts, dim=1) for parts in zip(*map(_factors, calls), strict=True))
+    return calls[0].replace(inputs=(first, second), kwargs={}, grad_output=grads)
+
+
+SAMPLERS = {
+    "weight": GradSampler(_weight_grad, _weight_sq_norm, _weight_sum, _weight_norm_pays, _concat),
+    "bias": LINEAR["bias"],
+}

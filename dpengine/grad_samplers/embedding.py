@@ -1,0 +1,123 @@
+"""Embeddings: every use of an entry adds the gradient of its place to that entry's row.
+
+Axes: B rows, N uses of an entry, M different pairs of row and entry, V entries, D features.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dpengine.capture import LayerCall
+from dpengine.errors import UnsupportedLayerError
+
+from .arguments import argument
+from .linear import tokens
+from .sampler import GradSampler
+
+
+def refuse_unsafe_embedding(layer: nn.Module, name: str = "") -> None:
+    """Raises for settings under which rows of the batch cannot be told apart, or the batch is written into the weight.
+
+    Args:
+        layer: Any module.
+        name: Its dotted name, for the message.
+
+    Raises:
+        UnsupportedLayerError: If it is an embedding with such a setting.
+    """
+    if not isinstance(layer, (nn.Embedding, nn.EmbeddingBag)):
+        return
+    where = f"Layer '{name}' ({layer})" if name else str(layer)
+    if layer.scale_grad_by_freq:
+        raise UnsupportedLayerError(
+            f"{where} has scale_grad_by_freq=True, which divides a sample's gradient by counts over the whole batch, "
+            "so one record changes the gradients of others.",
+            fix="Build it with scale_grad_by_freq=False.",
+        )
+    if layer.max_norm is not None:
+        raise UnsupportedLayerError(
+            f"{where} has max_norm={layer.max_norm}, which rescales the entries that a batch uses in the forward pass, "
+            "without noise.",
+            fix="Build it with max_norm=None.",
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class Uses:
+    """Which row of the batch uses which entry."""
+
+    row_N: Tensor
+    entry_N: Tensor
+    rows: int
+
+
+def _uses(call: LayerCall) -> tuple[Uses, Tensor]:
+    """Uses outside the padding, with their gradients ``(N, D)``."""
+    entries_BT = argument(call, 0, "input")
+    rows = entries_BT.shape[0]
+    entry_N = entries_BT.reshape(-1)
+    row_N = torch.arange(rows, device=entry_N.device).repeat_interleave(entries_BT[:1].numel())
+    grad_ND = call.grad_output.reshape(-1, call.grad_output.shape[-1])
+    padding = call.layer.padding_idx
+    if padding is not None:
+        real_N = entry_N != padding
+        row_N, entry_N, grad_ND = row_N[real_N], entry_N[real_N], grad_ND[real_N]
+    return Uses(row_N, entry_N, rows), grad_ND
+
+
+def merged(uses: Uses, value_N: Tensor, size: int) -> tuple[Uses, Tensor]:
+    """Adds the values of equal pairs of row and entry."""
+    pair_M, place_N = torch.unique(uses.row_N * size + uses.entry_N, return_inverse=True)
+    value_M = value_N.new_zeros(len(pair_M), *value_N.shape[1:]).index_add_(0, place_N, value_N)
+    return Uses(pair_M // size, pair_M % size, uses.rows), value_M
+
+
+def per_row(uses: Uses, value_N: Tensor) -> Tensor:
+    """Adds the values of each row, ``(B,)``."""
+    return value_N.new_zeros(uses.rows).index_add_(0, uses.row_N, value_N)
+
+
+def dense(uses: Uses, grad_ND: Tensor, weight: Tensor) -> Tensor:
+    """Gradients ``(B, V, D)``."""
+    size, features = weight.shape
+    flat = grad_ND.new_zeros(uses.rows * size, features).index_add_(0, uses.row_N * size + uses.entry_N, grad_ND)
+    return flat.view(uses.rows, size, features)
+
+
+def summed(uses: Uses, grad_ND: Tensor, weight: Tensor) -> Tensor:
+    """Gradient ``(V, D)`` of all rows."""
+    return grad_ND.new_zeros(weight.shape).index_add_(0, uses.entry_N, grad_ND)
+
+
+def weight_of(call: LayerCall) -> Tensor:
+    """The entries, ``(V, D)``."""
+    weight: Any = call.layer.weight
+    return weight
+
+
+def _grad(call: LayerCall) -> Tensor:
+    return dense(*_uses(call), weight_of(call))
+
+
+def _sq_norm(call: LayerCall) -> Tensor:
+    uses, grad_MD = merged(*_uses(call), weight_of(call).shape[0])
+    return per_row(uses, grad_MD.square().sum(dim=1))
+
+
+def _weighted_sum(call: LayerCall, factor_B: Tensor) -> Tensor:
+    uses, grad_ND = _uses(call)
+    factor_N = factor_B.to(grad_ND.dtype)[uses.row_N]
+    return summed(uses, grad_ND * factor_N.unsqueeze(1), weight_of(call))
+
+
+def _concat(calls: Any) -> LayerCall:
+    entries = torch.cat([argument(call, 0, "input").reshape(call.batch_size, -1) for call in calls], dim=1)
+    grads = torch.cat([tokens(call.grad_output) for call in calls], dim=1)
+    return calls[0].replace(inputs=(entries,), kwargs={}, grad_output=grads)
+
+
+SAMPLERS = {"weight": GradSampler(_grad, _sq_norm, _weighted_sum, concat=_concat)}

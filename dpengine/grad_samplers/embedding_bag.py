@@ -1,0 +1,97 @@
+"""Bags of embeddings: one output for each bag, the sum, mean or maximum of its entries. A row is a bag.
+
+Axes: B bags, N entries in all bags, M different pairs of bag and entry, V entries, D features.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dpengine.capture import LayerCall
+
+from .arguments import argument
+from .embedding import Uses, dense, merged, per_row, summed, weight_of
+from .sampler import GradSampler
+
+
+def _bags(call: LayerCall) -> tuple[Tensor, Tensor]:
+    """Bag and entry of every place, ``(N,)`` each, the padding included."""
+    layer: Any = call.layer
+    entries, offsets = argument(call, 0, "input"), argument(call, 1, "offsets")
+    bags = torch.arange(call.batch_size, device=entries.device)
+    if entries.dim() == 2:
+        return bags.repeat_interleave(entries[:1].numel()), entries.reshape(-1)
+    if not layer.include_last_offset:
+        offsets = torch.cat([offsets, offsets.new_tensor([len(entries)])])
+    bag_N = bags.repeat_interleave(offsets.diff())
+    return bag_N, entries[: len(bag_N)]
+
+
+def _uses(call: LayerCall) -> tuple[Uses, Tensor]:
+    """Uses outside the padding, and what each counts for in its bag, ``(N,)``."""
+    layer: Any = call.layer
+    bag_N, entry_N = _bags(call)
+    weights = argument(call, 2, "per_sample_weights")
+    if weights is None:
+        weight_N = torch.ones_like(entry_N, dtype=call.grad_output.dtype)
+    else:
+        weight_N = weights.reshape(-1)[: len(entry_N)].to(call.grad_output.dtype)
+    if layer.padding_idx is not None:
+        real_N = entry_N != layer.padding_idx
+        bag_N, entry_N, weight_N = bag_N[real_N], entry_N[real_N], weight_N[real_N]
+    if layer.mode == "mean":
+        weight_N = weight_N / bag_N.bincount(minlength=call.batch_size)[bag_N]
+    return Uses(bag_N, entry_N, call.batch_size), weight_N
+
+
+def _pairs(call: LayerCall) -> tuple[Uses, Tensor]:
+    return merged(*_uses(call), weight_of(call).shape[0])
+
+
+def _grad(call: LayerCall) -> Tensor:
+    if call.layer.mode == "max":
+        entries_BD, grads_BD = _winners(call)
+        grads_BVD = grads_BD.new_zeros(call.batch_size, *weight_of(call).shape)
+        return grads_BVD.scatter_(1, entries_BD.unsqueeze(1), grads_BD.unsqueeze(1))
+    pairs, weight_M = _pairs(call)
+    return dense(pairs, weight_M.unsqueeze(1) * call.grad_output[pairs.row_N], weight_of(call))
+
+
+def _sq_norm(call: LayerCall) -> Tensor:
+    if call.layer.mode == "max":
+        return _winners(call)[1].square().sum(dim=1)
+    # All entries of a bag get its gradient, times what they count for: the norm is that of the counts times that of it.
+    pairs, weight_M = _pairs(call)
+    return per_row(pairs, weight_M.square()) * call.grad_output.square().sum(dim=1)
+
+
+def _weighted_sum(call: LayerCall, factor_B: Tensor) -> Tensor:
+    factor_B1 = factor_B.to(call.grad_output.dtype).unsqueeze(1)
+    if call.layer.mode == "max":
+        entries_BD, grads_BD = _winners(call)
+        return grads_BD.new_zeros(weight_of(call).shape).scatter_add_(0, entries_BD, grads_BD * factor_B1)
+    uses, weight_N = _uses(call)
+    return summed(uses, weight_N.unsqueeze(1) * (call.grad_output * factor_B1)[uses.row_N], weight_of(call))
+
+
+def _winners(call: LayerCall) -> tuple[Tensor, Tensor]:
+    """For each bag and feature the entry that holds the maximum, as forward found it, and the gradient it gets."""
+    layer: Any = call.layer
+    bag_N, entry_N = _bags(call)
+    count_B = bag_N.bincount(minlength=call.batch_size)
+    start_B = count_B.cumsum(0) - count_B
+    padding = -1 if layer.padding_idx is None else layer.padding_idx
+    _, _, _, entries_BD = torch.embedding_bag(
+        layer.weight.detach(), entry_N, start_B, False, _MAX, False, None, False, padding
+    )
+    real_N = entry_N != padding
+    has_any_B1 = (bag_N[real_N].bincount(minlength=call.batch_size) > 0).unsqueeze(1)
+    return entries_BD.clamp(min=0), torch.where(has_any_B1, call.grad_output, 0)
+
+
+_MAX = 2  # torch's number for the mode
+
+SAMPLERS = {"weight": GradSampler(_grad, _sq_norm, _weighted_sum)}

@@ -1,0 +1,248 @@
+"""The fallback for any module: each row is run again alone, through ``torch.func``.
+
+Note [replay]: the gradient of a row is that of a run with this row as a batch of one, so that whatever the module does,
+the gradient belongs to the row alone. Where the replayed output is not the recorded one, it would be the gradient of
+another computation, and the module is refused: it is random, keeps state, mixes rows, or has an input that only looks
+batched.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call, vjp, vmap
+from torch.utils import _pytree as pytree
+
+from dpengine.capture import LayerCall
+from dpengine.errors import UnsupportedLayerError
+
+from .embedding import refuse_unsafe_embedding
+from .sampler import JointSampler
+
+CHUNK_BYTES = 256 * 2**20  # of per-sample gradients in one vectorised run
+
+
+def functional_sampler(module: nn.Module) -> JointSampler:
+    """Per-sample gradients of all trainable parameters in a module and below it, by running each row alone.
+
+    Inputs may be positional or keyword, in nested containers. A tensor whose axis 0 has the size of the batch is cut
+    into rows; all else is shared by the rows. The output may be any nesting of tensors. A module that holds an
+    embedding whose settings mix the rows raises ``UnsupportedLayerError``. Hooks of the caller's own on the module must
+    be paused while ``grads`` runs.
+
+    Args:
+        module: Any module whose output for a row depends on that row only.
+
+    Returns:
+        A sampler whose ``grads`` raises ``UnsupportedLayerError`` where the rows alone do not give the recorded output.
+    """
+    for name, part in module.named_modules():
+        refuse_unsafe_embedding(part, name)
+    return JointSampler(_Fallback().grads, needs_output=True)
+
+
+class _Fallback:
+    """Remembers whether the module can be vectorised, which is tried once."""
+
+    def __init__(self) -> None:
+        self.vectorises = True
+
+    def grads(self, call: LayerCall) -> dict[str, Tensor]:
+        if call.output is None:
+            raise ValueError(f"The call of layer '{call.name}' carries no output; the functional fallback needs it.")
+        rows = _Rows.of(call)
+        if rows.count == 0:
+            return {name: parameter.new_zeros(0, *parameter.shape) for name, parameter in rows.parameters.items()}
+        with _attributes_kept(call.layer):
+            grads, outputs, obstacle = self._run(rows, call)
+            if not rows.agree(outputs):
+                raise _refusal(call, "gave another output when each row was run alone") from obstacle
+        return grads
+
+    def _run(self, rows: _Rows, call: LayerCall) -> tuple[dict[str, Tensor], list[Tensor], Exception | None]:
+        obstacle = None
+        try:
+            if self.vectorises:
+                try:
+                    return *rows.vectorised(), None
+                except Exception as error:  # there is no list of what vmap cannot do
+                    if "randomness" in str(error):
+                        raise
+                    obstacle = error
+                    self.vectorises = False
+            return *rows.one_by_one(), obstacle
+        except Exception as error:
+            raise _refusal(call, f"could not be run on each row alone ({_first_line(error)})") from error
+
+
+@dataclass(frozen=True, eq=False)
+class _Rows:
+    """A call taken apart: what belongs to the rows, and what they share.
+
+    Attributes:
+        layer: The module.
+        parameters: What gradients are wanted of, by name.
+        frozen: Its other parameters.
+        buffers: Its buffers.
+        leaves: Inputs, of all containers.
+        spec: How the leaves make ``(args, kwargs)``.
+        cut: Places of the leaves that carry the batch.
+        used: Places, among the leaves of the output, that have a gradient.
+        outputs: Recorded outputs at these places.
+        grads: Their gradients.
+    """
+
+    layer: nn.Module
+    parameters: dict[str, Tensor]
+    frozen: dict[str, Tensor]
+    buffers: dict[str, Tensor]
+    leaves: list[Any]
+    spec: Any
+    cut: list[int]
+    used: list[int]
+    outputs: list[Tensor]
+    grads: list[Tensor]
+
+    @classmethod
+    def of(cls, call: LayerCall) -> _Rows:
+        outputs, grads = pytree.tree_leaves(call.output), pytree.tree_leaves(call.grad_output)
+        if len(grads) != len(outputs):  # one gradient for each tensor among them
+            given = iter(grads)
+            grads = [next(given) if isinstance(leaf, Tensor) else None for leaf in outputs]
+        used = [place for place, grad in enumerate(grads) if isinstance(grad, Tensor)]
+        count, dtype = grads[used[0]].shape[0], grads[used[0]].dtype
+        own = {name: (p.requires_grad, _widened(p, dtype)) for name, p in call.layer.named_parameters()}
+        leaves, spec = pytree.tree_flatten((call.inputs, dict(call.kwargs)))
+        return cls(
+            layer=call.layer,
+            parameters={name: p for name, (trainable, p) in own.items() if trainable},
+            frozen={name: p for name, (trainable, p) in own.items() if not trainable},
+            buffers={name: _widened(b, dtype) for name, b in call.layer.named_buffers()},
+            leaves=leaves,
+            spec=spec,
+            cut=[i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.shape[:1] == (count,)],
+            used=used,
+            outputs=[outputs[place] for place in used],
+            grads=[grads[place] for place in used],
+        )
+
+    @property
+    def count(self) -> int:
+        return self.grads[0].shape[0]
+
+    def run(self, parameters: dict[str, Tensor], inputs: list[Tensor]) -> list[Tensor]:
+        """The outputs that have a gradient, for a batch of any size."""
+        leaves = list(self.leaves)
+        for place, tensor in zip(self.cut, inputs, strict=True):
+            leaves[place] = tensor
+        args, kwargs = pytree.tree_unflatten(leaves, self.spec)
+        buffers = {name: buffer.clone() for name, buffer in self.buffers.items()}  # forward may write into them
+        output = functional_call(self.layer, {**parameters, **self.frozen, **buffers}, args, kwargs)
+        output_leaves = pytree.tree_leaves(output)
+        return [output_leaves[place] for place in self.used]
+
+    def vectorised(self) -> tuple[dict[str, Tensor], list[Tensor]]:
+        """Gradients and outputs of all rows, by vmap."""
+
+        def one(inputs: list[Tensor], grads: list[Tensor]) -> tuple[dict[str, Tensor], list[Tensor]]:
+            batches_of_one = [tensor.unsqueeze(0) for tensor in inputs]
+            outputs, pull = vjp(lambda parameters: self.run(parameters, batches_of_one), self.parameters)
+            return pull([_like(o, g.unsqueeze(0)) for o, g in zip(outputs, grads, strict=True)])[0], outputs
+
+        row_bytes = sum(p.numel() * p.element_size() for p in self.parameters.values())
+        chunk = min(self.count, max(1, CHUNK_BYTES // max(1, row_bytes)))
+        grads, outputs = vmap(one, chunk_size=chunk)([self.leaves[place] for place in self.cut], self.grads)
+        return grads, [output.flatten(0, 1) for output in outputs]
+
+    def one_by_one(self) -> tuple[dict[str, Tensor], list[Tensor]]:
+        """Gradients and outputs of all rows, by a loop."""
+        found: dict[str, list[Tensor]] = {name: [] for name in self.parameters}
+        outputs: list[list[Tensor]] = []
+        for row in range(self.count):
+            parameters = {name: p.detach().requires_grad_() for name, p in self.parameters.items()}
+            with torch.enable_grad():
+                one = self.run(parameters, [self.leaves[place][row : row + 1] for place in self.cut])
+            ends = [(o, _like(o, g[row : row + 1])) for o, g in zip(one, self.grads, strict=True) if o.requires_grad]
+            grads: Any = [None] * len(parameters)
+            if ends:
+                tensors, cotangents = zip(*ends, strict=True)
+                grads = torch.autograd.grad(tensors, list(parameters.values()), cotangents, allow_unused=True)
+            for (name, parameter), grad in zip(parameters.items(), grads, strict=True):
+                found[name].append(torch.zeros_like(parameter) if grad is None else grad)
+            outputs.append([o.detach() for o in one])
+        stacked = {name: torch.stack(grads).detach() for name, grads in found.items()}
+        return stacked, [torch.cat(parts) for parts in zip(*outputs, strict=True)]
+
+    def agree(self, outputs: list[Tensor]) -> bool:
+        """Whether the replay gave what was recorded, but for rounding."""
+        if _close(outputs, self.outputs, _ROUNDING[self.grads[0].dtype]):
+            return True
+        if not _close(outputs, self.outputs, _HALF_PRECISION):
+            return False
+        # Perhaps forward ran in half precision. Then the whole batch, run in the rows' precision, agrees with them.
+        whole = self.run(self.parameters, [self.leaves[place] for place in self.cut])
+        return _close(outputs, whole, _ROUNDING[self.grads[0].dtype])
+
+
+_ROUNDING = {torch.float64: 1e-9, torch.float32: 1e-3}
+_HALF_PRECISION = 0.05
+
+
+def _widened(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    return tensor.detach().to(dtype) if tensor.is_floating_point() else tensor.detach()
+
+
+def _like(output: Tensor, grad: Tensor) -> Tensor:
+    """The gradient, checked to be that of ``output``."""
+    if grad.shape != output.shape:
+        raise ValueError(f"one row alone gives an output of shape {tuple(output.shape)}, not {tuple(grad.shape)}")
+    return grad.to(output.dtype)
+
+
+def _close(now: list[Tensor], then: list[Tensor], tolerance: float) -> bool:
+    return all(_rows_close(n.detach(), t.detach(), tolerance) for n, t in zip(now, then, strict=True))
+
+
+def _rows_close(now: Tensor, then: Tensor, tolerance: float) -> bool:
+    """Whether rows agree within a share of the largest entry of the row, wherever ``then`` is finite."""
+    if now.shape != then.shape:
+        return False
+    now, then = now.reshape(len(now), -1), then.reshape(len(then), -1)
+    if now.shape[1] == 0:
+        return True
+    finite = then.isfinite()
+    scale_B = torch.where(finite, then.abs(), 0).amax(dim=1)
+    scale_B = scale_B + 0.01 * scale_B.median()  # a row near zero may have lost digits on its way there
+    return bool(((now - then).abs() <= tolerance * scale_B.unsqueeze(1)).logical_or(~finite).all())
+
+
+@contextlib.contextmanager
+def _attributes_kept(module: nn.Module) -> Iterator[None]:
+    """Puts back what forward stores on its modules: in a replay those are tensors of a finished transform."""
+    before = [(vars(part), dict(vars(part))) for part in module.modules()]
+    try:
+        yield
+    finally:
+        for now, then in before:
+            for name in now.keys() - then.keys():
+                del now[name]
+            now.update(then)
+
+
+def _refusal(call: LayerCall, what: str) -> UnsupportedLayerError:
+    kind = type(call.layer).__name__
+    return UnsupportedLayerError(
+        f"Layer '{call.name}' ({kind}) {what}: it draws random numbers in forward, keeps state between calls, mixes "
+        "the rows of a batch, or has an input whose first axis only looks like the batch.",
+        fix=f"Give its rule with @register_grad_sampler({kind}), move dropout into an nn.Dropout outside it, or "
+        "freeze it.",
+    )
+
+
+def _first_line(error: Exception) -> str:
+    return next(iter(str(error).splitlines()), type(error).__name__)

@@ -1,0 +1,117 @@
+"""Squared norms of sums of outer products, without forming them.
+
+The gradient of a weight is often ``sum_t x_t (outer) y_t (outer) ...`` over the positions t of a sample. Its squared
+norm is ``sum_{t,s} <x_t, x_s> <y_t, y_s> ...``: ghost clipping, Goodfellow 2015, Li et al. 2021.
+
+Axes: B rows, T positions, F features of one factor.
+
+Note [guard]: a Gram entry of ``F`` products, added in blocks of ``n``, is off by at most ``(n + F / n) u |x_t| |x_s|``,
+whatever the order inside a block (u is the unit roundoff). Over all entries that is
+``gamma * u * (sum_t |x_t| |y_t|)^2``, which is added, so that rounding and cancellation never make a norm too small.
+``gamma`` sums ``n + F / n`` over the factors, and 16 for the product and the pairwise final sum.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+WORKSPACE_BYTES = 64 * 2**20
+_BLOCK = 64  # features added before rounding errors start anew
+_SMALL = 2**22  # multiplications up to which float64 costs nothing that shows, and the guard vanishes
+_REDO = 0.01  # where the guard is more than this share of a squared norm, the gradient itself is formed
+
+
+def gram_sq_norm(*factors_BTF: Tensor) -> Tensor:
+    """Squared norm ``(B,)`` of each row's sum over T of the outer product of the factors, never too small."""
+    rows, length, _ = factors_BTF[0].shape
+    if length == 1:
+        return _product([factor_BTF.square().sum(dim=(1, 2)).to(_widest(factor_BTF)) for factor_BTF in factors_BTF])
+    dtype = factors_BTF[0].dtype
+    if rows * length**2 * sum(factor.shape[2] for factor in factors_BTF) <= _SMALL:
+        dtype = _widest(factors_BTF[0])
+    step = max(1, WORKSPACE_BYTES // max(1, 2 * dtype.itemsize * length * _tile(length, dtype)))
+    chunks = [[factor[i : i + step].to(dtype) for factor in factors_BTF] for i in range(0, rows, step)]
+    return torch.cat([_guarded(chunk) for chunk in chunks]) if chunks else factors_BTF[0].new_zeros(0)
+
+
+def gram_pays(length: int, features: Sequence[int], dtype: torch.dtype) -> bool:
+    """Whether the Gram costs less than the gradient, and the guard is small where positions are not correlated."""
+    if length <= 1:
+        return True
+    # Of uncorrelated positions n^2 is about T |x|^2 |y|^2, and the guard gamma u T^2 |x|^2 |y|^2.
+    return length * sum(features) < math.prod(features) and _guard(features, dtype) * length < _REDO / 2
+
+
+def _guard(features: Sequence[int], dtype: torch.dtype) -> float:
+    """``gamma * u`` of note [guard]."""
+    return (sum(min(n, _BLOCK) + math.ceil(n / _BLOCK) for n in features) + 16) * torch.finfo(dtype).eps / 2
+
+
+def _guarded(factors_BTF: list[Tensor]) -> Tensor:
+    lengths_BT = _product([factor_BTF.square().sum(dim=2).sqrt() for factor_BTF in factors_BTF])
+    guard = _guard([factor.shape[2] for factor in factors_BTF], factors_BTF[0].dtype)
+    guard_B = guard * lengths_BT.sum(dim=1).square()
+    sq_norm_B = _gram_sum(factors_BTF).clamp(min=0) + guard_B
+    redo_B = ~(guard_B <= _REDO * sq_norm_B)  # also where either overflowed
+    if redo_B.any():
+        sq_norm_B = sq_norm_B.to(_widest(sq_norm_B))
+        sq_norm_B[redo_B] = _direct([factor_BTF[redo_B] for factor_BTF in factors_BTF])
+    return sq_norm_B
+
+
+def _gram_sum(factors_BTF: list[Tensor]) -> Tensor:
+    """Sum of the entries of the product of Grams; they are symmetric, so tiles below the diagonal count twice."""
+    rows, length, _ = factors_BTF[0].shape
+    tile = _tile(length, factors_BTF[0].dtype)
+    total_B = factors_BTF[0].new_zeros(rows)
+    for start in range(0, length, max(1, tile)):
+        product_BTT = _product([_gram(factor[:, start : start + tile], factor[:, start:]) for factor in factors_BTF])
+        total_B += 2 * product_BTT.sum(dim=(1, 2)) - product_BTT[:, :, :tile].sum(dim=(1, 2))
+    return total_B
+
+
+def _gram(left_BTF: Tensor, right_BTF: Tensor) -> Tensor:
+    blocks = zip(left_BTF.split(_BLOCK, dim=2), right_BTF.split(_BLOCK, dim=2), strict=True)
+    left, right = next(blocks)
+    gram_BTT = torch.bmm(left, right.transpose(1, 2))
+    for left, right in blocks:
+        gram_BTT.baddbmm_(left, right.transpose(1, 2))
+    return gram_BTT
+
+
+def _tile(length: int, dtype: torch.dtype) -> int:
+    """Positions on one side of a tile: a quarter of the length, unless that is too few for a fast product."""
+    pieces = min(4, max(1, length // 64))
+    return min(math.ceil(length / pieces), max(1, WORKSPACE_BYTES // (2 * dtype.itemsize * max(1, length))))
+
+
+def _direct(factors_BTF: list[Tensor]) -> Tensor:
+    """By forming the gradient, some rows at a time, in the widest type there is."""
+    factors_BTF = [factor.to(_widest(factor)) for factor in factors_BTF]
+    step = max(1, WORKSPACE_BYTES // (8 * math.prod(factor.shape[2] for factor in factors_BTF)))
+    sq_norms = []
+    for chunk in zip(*(factor.split(step) for factor in factors_BTF), strict=True):
+        sq_norms.append(outer_sum(*chunk).square().sum(dim=(1, 2)))
+    return torch.cat(sq_norms)
+
+
+def outer_sum(*factors_BTF: Tensor) -> Tensor:
+    """Sum over T of the outer product, ``(B, product of all F but the last, last F)``."""
+    left_BTF = factors_BTF[0]
+    for factor_BTF in factors_BTF[1:-1]:
+        left_BTF = (left_BTF.unsqueeze(3) * factor_BTF.unsqueeze(2)).flatten(2)
+    return torch.bmm(left_BTF.transpose(1, 2), factors_BTF[-1])
+
+
+def _product(tensors: Sequence[Tensor]) -> Tensor:
+    """Overwrites the first."""
+    return functools.reduce(Tensor.mul_, tensors)
+
+
+def _widest(tensor: Tensor) -> torch.dtype:
+    return tensor.dtype if tensor.device.type == "mps" else torch.float64

@@ -1,0 +1,80 @@
+"""PyTorch's own ExpandedWeights as a strategy; layers that it does not know go the ordinary way, kept."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Set
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils._expanded_weights.expanded_weights_impl import ExpandedWeight
+
+from dpengine.capture import LayerCall, Use, Watch
+
+from .bookkeep import Bookkeep
+from .choose_method import always_keep
+from .flat_buffer import FlatBuffer
+from .strategy import AbstractGradients
+
+EXPANDED = frozenset({nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.Embedding, nn.LayerNorm, nn.GroupNorm})
+
+
+class ExpandedWeights(AbstractGradients):
+    """Swaps parameters for ``ExpandedWeight`` copies, whose backward leaves per-sample gradients on the copy."""
+
+    def __init__(self) -> None:
+        self._inner = Bookkeep(always_keep)
+        self._copies: list[tuple[Use, Tensor]] = []
+
+    def swap(self, watch: Watch, real: Mapping[str, nn.Parameter], rows: int | None) -> Mapping[str, Tensor] | None:
+        """The expanded copies of a layer's parameters, or None where ExpandedWeights cannot follow."""
+        module = watch.module
+        plain = getattr(module, "padding_mode", "zeros") == "zeros" and not torch.is_autocast_enabled("cpu")
+        if type(module) not in EXPANDED or not plain or not rows or len(real) != len(list(module.parameters(False))):
+            return None
+        swapped: dict[str, Tensor] = {}
+        for name, parameter in real.items():
+            copy = parameter.detach().requires_grad_()
+            self._copies.append((Use(parameter, f"{watch.name}.{name}" if watch.name else name), copy))
+            swapped[name] = ExpandedWeight(copy, rows, "sum")
+        return swapped
+
+    def _collect(self) -> None:
+        waiting = []
+        for use, copy in self._copies:
+            grad = getattr(copy, "grad_sample", None)
+            if grad is None:
+                waiting.append((use, copy))
+            else:
+                self._inner.receive_rows(use, grad)
+        self._copies = waiting
+
+    def receive(self, call: LayerCall, uses: Mapping[str, Use], rule: Any) -> None:
+        self._inner.receive(call, uses, rule)
+
+    def receive_rows(self, use: Use, grad: Tensor) -> None:
+        self._inner.receive_rows(use, grad)
+
+    @property
+    def rows(self) -> Mapping[str, int]:
+        self._collect()
+        return self._inner.rows
+
+    @property
+    def parameters(self) -> Set[nn.Parameter]:
+        self._collect()
+        return self._inner.parameters
+
+    def sq_norms(self, groups: Mapping[nn.Parameter, int], num_groups: int, scale: float) -> Tensor:
+        self._collect()
+        return self._inner.sq_norms(groups, num_groups, scale)
+
+    def drop(self, rows_B: Tensor) -> None:
+        self._inner.drop(rows_B)
+
+    def add_sums(self, groups: Mapping[nn.Parameter, int], weights_BK: Tensor, into: FlatBuffer) -> None:
+        self._inner.add_sums(groups, weights_BK, into)
+
+    def clear(self) -> None:
+        self._inner.clear()
+        self._copies = []

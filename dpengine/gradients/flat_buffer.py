@@ -1,0 +1,56 @@
+"""One flat float32 buffer for the clipped sums of all parameters, so that noise is one pass over memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+import torch
+from torch import Tensor, nn
+
+
+class FlatBuffer:
+    """Clipped sums of many parameters, contiguous for each device and dtype.
+
+    Sums are float32, or float64 for float64 parameters, whatever else the model's dtype is.
+
+    Args:
+        parameters: The parameters, in the order that addresses their noise.
+    """
+
+    def __init__(self, parameters: Iterable[nn.Parameter]):
+        sizes: dict[tuple[torch.device, torch.dtype], int] = {}
+        places: list[tuple[nn.Parameter, tuple[torch.device, torch.dtype], int]] = []
+        for parameter in parameters:
+            key = (parameter.device, wide(parameter.dtype))
+            places.append((parameter, key, sizes.get(key, 0)))
+            sizes[key] = sizes.get(key, 0) + parameter.numel()
+        self.flats = {key: torch.zeros(size, device=key[0], dtype=key[1]) for key, size in sizes.items()}
+        self.views = {p: self.flats[key][at : at + p.numel()].view(p.shape) for p, key, at in places}
+        self.clean = True
+
+    def __iter__(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
+        return iter(self.views.items())
+
+    def add(self, parameter: nn.Parameter, total: Tensor) -> None:
+        """Adds to one parameter's sum."""
+        self.views[parameter].add_(total.view(parameter.shape))
+        self.clean = False
+
+    def zero(self) -> None:
+        """Destroys the sums."""
+        if not self.clean:
+            for flat in self.flats.values():
+                flat.zero_()
+            self.clean = True
+
+    def fits(self, parameters: Iterable[nn.Parameter]) -> bool:
+        """Whether the buffer is for exactly these parameters, where they are now."""
+        listed = list(parameters)
+        return list(self.views) == listed and all(
+            self.views[p].device == p.device and self.views[p].dtype == wide(p.dtype) for p in listed
+        )
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which norms and sums of such gradients are formed."""
+    return torch.float64 if dtype is torch.float64 else torch.float32

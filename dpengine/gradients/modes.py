@@ -1,0 +1,73 @@
+"""The table behind ``grad_sample_mode``: how a model is watched, and what is done with what is reported."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from dpengine.capture import Capture, Receiver, Replay, watch_list
+from dpengine.grad_samplers import BUILTIN, functional_sampler, sampler_for
+
+from .bookkeep import Bookkeep
+from .expanded_weights import ExpandedWeights
+from .materialize import Materialize
+from .reweight import Reweight
+from .strategy import AbstractGradients
+
+
+@dataclass(frozen=True)
+class Mode:
+    """One way to get clipped sums.
+
+    Attributes:
+        build: Makes the strategy and finishes the capture that it needs.
+        lookup: The rule for exactly one layer, or None.
+        by_operations: Whether modules with parameters beside children are followed operation by operation.
+    """
+
+    build: Callable[[Capture], AbstractGradients]
+    lookup: Callable[[nn.Module], Any] = sampler_for
+    by_operations: bool = True
+
+
+def _reweight(capture: Capture) -> AbstractGradients:
+    replay = capture.replay = Replay()
+    return Reweight(lambda parameter: capture.uses[parameter], lambda select: replay.run(capture.model, select))
+
+
+def _expanded(capture: Capture) -> AbstractGradients:
+    strategy = ExpandedWeights()
+    capture.swap = strategy.swap
+    return strategy
+
+
+def _no_rule(module: nn.Module) -> None:
+    return None
+
+
+MODES: dict[str, Mode] = {
+    "auto": Mode(lambda capture: Bookkeep()),
+    "hooks": Mode(lambda capture: Materialize()),
+    "functorch": Mode(lambda capture: Materialize(), lookup=_no_rule, by_operations=False),
+    "ew": Mode(_expanded),
+    "ghost": Mode(_reweight),
+}
+
+
+def watch_model(
+    model: nn.Module, receiver: Receiver, mode: str, *, batch_first: bool = True
+) -> tuple[Capture, AbstractGradients]:
+    """The capture and the strategy for one mode; nothing is attached yet.
+
+    Raises:
+        ValueError: If the mode is not in the table.
+    """
+    if mode not in MODES:
+        raise ValueError(f"grad_sample_mode={mode!r} is not known. Choose one of: {', '.join(map(repr, MODES))}.")
+    chosen = MODES[mode]
+    watches = watch_list(model, chosen.lookup, functional_sampler, by_operations=chosen.by_operations)
+    capture = Capture(model, watches, receiver, linear_rule=BUILTIN[nn.Linear], batch_first=batch_first)
+    return capture, chosen.build(capture)

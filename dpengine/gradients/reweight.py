@@ -1,0 +1,123 @@
+"""Two passes over each batch, least memory: the first for norms alone, the second for the weighted sums."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Set
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dpengine.capture import LayerCall, Use
+
+from .bookkeep import Bookkeep
+from .flat_buffer import FlatBuffer
+from .strategy import AbstractGradients, common_rows, note_rows
+
+Rerun = Callable[[Callable[[Tensor], Tensor]], None]
+
+
+class Reweight(AbstractGradients):
+    """Keeps norms only; the sums come from a second forward and backward pass of the same batch.
+
+    Parameters that are used more than once need their uses together for the norm, and are kept until the pass is over.
+
+    Args:
+        uses: How often a parameter was used in the running forward pass.
+        rerun: Runs the batch again, applying a function to the gradients of the model's outputs.
+    """
+
+    def __init__(self, uses: Callable[[nn.Parameter], int], rerun: Rerun):
+        self._uses = uses
+        self._rerun = rerun
+        self._held = Bookkeep(keep_budget=0)
+        self._sq_norms: dict[nn.Parameter, Tensor] = {}
+        self._rows: dict[str, int] = {}
+        self._dropped: Tensor | None = None
+        self._take: Callable[[Bookkeep], None] | None = None  # what to do with a call of the second pass
+
+    def receive(self, call: LayerCall, uses: Mapping[str, Use], rule: Any) -> None:
+        note_rows(self._rows, call.name, call.batch_size)
+        once = all(self._uses(use.parameter) <= 1 for use in uses.values())
+        with self._one(once) as one:
+            one.receive(call, uses, rule)
+
+    def receive_rows(self, use: Use, grad: Tensor) -> None:
+        note_rows(self._rows, use.name, grad.shape[0])
+        with self._one(self._uses(use.parameter) <= 1) as one:
+            one.receive_rows(use, grad)
+
+    def _one(self, once: bool) -> _Passing:
+        if self._take is not None:
+            return _Passing(Bookkeep(keep_budget=0), self._take)
+        return _Passing(Bookkeep(keep_budget=0), self._note_norms) if once else _Passing(self._held, _do_nothing)
+
+    def _note_norms(self, one: Bookkeep) -> None:
+        parameters = list(one.parameters)
+        columns = {parameter: i for i, parameter in enumerate(parameters)}
+        sq_norms_BP = one.sq_norms(columns, len(parameters), 1.0)
+        self._sq_norms.update({parameter: sq_norms_BP[:, i] for parameter, i in columns.items()})
+
+    @property
+    def rows(self) -> Mapping[str, int]:
+        return self._rows
+
+    @property
+    def parameters(self) -> Set[nn.Parameter]:
+        return self._sq_norms.keys() | self._held.parameters
+
+    def sq_norms(self, groups: Mapping[nn.Parameter, int], num_groups: int, scale: float) -> Tensor:
+        rows = common_rows(self._rows)
+        norms = torch.zeros(rows, num_groups, dtype=torch.float64)
+        if self._held.parameters:
+            norms = self._held.sq_norms(groups, num_groups, 1.0)
+        for parameter, sq_norm_B in self._sq_norms.items():
+            norms = norms.to(sq_norm_B.device)
+            norms[:, groups[parameter]] += sq_norm_B
+        self._held.clear()
+        return norms * scale**2
+
+    def drop(self, rows_B: Tensor) -> None:
+        self._dropped = rows_B
+
+    def add_sums(self, groups: Mapping[nn.Parameter, int], weights_BK: Tensor, into: FlatBuffer) -> None:
+        dropped = self._dropped
+
+        def take(one: Bookkeep) -> None:
+            if dropped is not None:
+                one.drop(dropped)
+            one.add_sums(groups, weights_BK, into)
+
+        def select(grad: Tensor) -> Tensor:
+            return grad if dropped is None else grad.masked_fill(dropped.view(-1, *[1] * (grad.dim() - 1)), 0)
+
+        self._take = take
+        try:
+            self._rerun(select)
+        finally:
+            self._take = None
+
+    def clear(self) -> None:
+        self._held.clear()
+        self._sq_norms = {}
+        self._rows = {}
+        self._dropped = None
+
+
+class _Passing:
+    """Lets one call through a strategy and does something with it at once."""
+
+    def __init__(self, inner: Bookkeep, then: Callable[[Bookkeep], None]):
+        self.inner = inner
+        self.then = then
+
+    def __enter__(self) -> Bookkeep:
+        return self.inner
+
+    def __exit__(self, kind: Any, *rest: Any) -> None:
+        if kind is None:
+            self.then(self.inner)
+
+
+def _do_nothing(one: Bookkeep) -> None:
+    pass

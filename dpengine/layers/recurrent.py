@@ -1,0 +1,194 @@
+"""Twins of torch's recurrent layers that use each weight through ``F.linear``, with the batch on axis 0.
+
+A twin has no state of its own: ``module.__class__ = PrivateLSTM`` turns an ``nn.LSTM`` into its twin, and back. It
+gives the output and the gradient of the original; who watches the uses of its weights learns the gradient of each row.
+
+Axes: B rows, T time, F features, H hidden, P hidden after projection, L layers times directions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
+
+from .cells import CELLS, HiddenWeights
+from .scan import Results, scan, unroll
+from .schedule import Ragged, Schedule
+
+State = tuple[Tensor, "Tensor | None"]
+
+
+class PrivateRNN(nn.RNN):
+    """``nn.RNN`` whose rows can be told apart. Takes batched (3-D) or packed input."""
+
+    def forward(self, input: Any, hx: Any = None) -> Any:
+        """As ``nn.RNN.forward``; refuses input without a batch axis (ValueError)."""
+        output, (h_n, _) = _forward(self, input, None if hx is None else (hx, None))
+        return output, h_n
+
+
+class PrivateGRU(nn.GRU):
+    """``nn.GRU`` whose rows can be told apart. Takes batched (3-D) or packed input."""
+
+    def forward(self, input: Any, hx: Any = None) -> Any:
+        """As ``nn.GRU.forward``; refuses input without a batch axis (ValueError)."""
+        output, (h_n, _) = _forward(self, input, None if hx is None else (hx, None))
+        return output, h_n
+
+
+class PrivateLSTM(nn.LSTM):
+    """``nn.LSTM`` whose rows can be told apart. Takes batched (3-D) or packed input."""
+
+    def forward(self, input: Any, hx: Any = None) -> Any:
+        """As ``nn.LSTM.forward``; refuses input without a batch axis (ValueError)."""
+        return _forward(self, input, hx)
+
+
+def _forward(module: nn.RNNBase, inputs: Tensor | PackedSequence, hx: State | None) -> tuple[Any, State]:
+    # Torch's own kernels will do where nobody asks for gradients.
+    native = not torch.is_grad_enabled() and not torch._C._are_functorch_transforms_active()
+    if isinstance(inputs, PackedSequence):
+        _check(module, inputs.data, int(inputs.batch_sizes[0]), len(inputs.batch_sizes), hx)
+        return _native_packed(module, inputs, hx) if native else _packed(module, inputs, hx)
+    if inputs.dim() != 3:
+        raise ValueError(
+            f"{type(module).__name__} needs batched input of 3 dimensions, or a packed sequence, since it tells the "
+            f"rows of a batch apart; got {inputs.dim()} dimensions. Add the batch axis: "
+            f"input.unsqueeze({0 if module.batch_first else 1})."
+        )
+    inputs_BTF = inputs if module.batch_first else inputs.transpose(0, 1)
+    rows, steps = inputs_BTF.shape[:2]
+    _check(module, inputs, rows, steps, hx)
+    if native:
+        return _native(module, (inputs,), _start(module, inputs, rows, hx), (module.batch_first,))
+    output_BTP, last = _layers(module, inputs_BTF, hx, None)
+    return output_BTP if module.batch_first else output_BTP.transpose(0, 1), last
+
+
+def _packed(module: nn.RNNBase, inputs: PackedSequence, hx: State | None) -> tuple[PackedSequence, State]:
+    padded_BTF, _ = pad_packed_sequence(inputs, batch_first=True)
+    ragged = Ragged.of(inputs)
+    output_BTP, last = _layers(module, padded_BTF, hx, ragged)
+    longest_first_BTP = output_BTP if ragged.order_B is None else output_BTP.index_select(0, ragged.order_B)
+    packed = pack_padded_sequence(longest_first_BTP, ragged.lengths_B.cpu(), batch_first=True)
+    return inputs._replace(data=packed.data), last
+
+
+def _native_packed(module: nn.RNNBase, inputs: PackedSequence, hx: State | None) -> tuple[PackedSequence, State]:
+    first = _start(module, inputs.data, int(inputs.batch_sizes[0]), hx)
+    if inputs.sorted_indices is not None:
+        first = [_picked(state, inputs.sorted_indices) for state in first]
+    data, last = _native(module, (inputs.data, inputs.batch_sizes), first, ())
+    if inputs.unsorted_indices is not None:
+        last = _picked(last, inputs.unsorted_indices, dim=1)
+    return inputs._replace(data=data), last
+
+
+def _picked(state: State, index_B: Tensor, dim: int = 0) -> State:
+    return state[0].index_select(dim, index_B), None if state[1] is None else state[1].index_select(dim, index_B)
+
+
+def _native(
+    module: nn.RNNBase, inputs: tuple[Tensor, ...], first: list[State], layout: tuple[bool, ...]
+) -> tuple[Tensor, State]:
+    h0 = torch.stack([state for state, _ in first])
+    c0 = [cell for _, cell in first if cell is not None]
+    weights = [_value(getattr(module, name)) for names in module._all_weights for name in names]
+    settings = (weights, module.bias, module.num_layers, module.dropout, module.training, module.bidirectional)
+    output, *last = _KERNELS[module.mode](*inputs, [h0, torch.stack(c0)] if c0 else h0, *settings, *layout)
+    return output, (last[0], last[1] if c0 else None)
+
+
+def _layers(module: nn.RNNBase, inputs_BTF: Tensor, hx: State | None, ragged: Ragged | None) -> tuple[Tensor, State]:
+    rows, steps = inputs_BTF.shape[:2]
+    directions = 2 if module.bidirectional else 1
+    first = iter(_start(module, inputs_BTF, rows, hx))
+    last: list[Results] = []
+    output = inputs_BTF
+    for layer in range(module.num_layers):
+        if layer > 0 and module.dropout > 0 and module.training:
+            output = F.dropout(output, module.dropout, training=True)
+        schedules = [Schedule(steps, reverse, ragged) for reverse in (False, True)[:directions]]
+        results = [_direction(module, output, layer, next(first), schedule) for schedule in schedules]
+        output = results[0][0] if directions == 1 else torch.cat([result[0] for result in results], dim=-1)
+        last.extend(results)
+    cells = [cell for _, _, cell in last if cell is not None]
+    return output, (torch.stack([state for _, state, _ in last]), torch.stack(cells) if cells else None)
+
+
+def _direction(module: nn.RNNBase, inputs_BTF: Tensor, layer: int, start: State, schedule: Schedule) -> Results:
+    suffix = f"l{layer}_reverse" if schedule.reverse else f"l{layer}"
+
+    def weight(kind: str) -> Any:
+        # Fetched at every use: what is found under the name may differ between uses.
+        return getattr(module, f"{kind}_{suffix}", None)
+
+    def hidden(states: Tensor) -> Tensor:
+        return F.linear(states, weight("weight_hh"), weight("bias_hh"))
+
+    def project(outputs: Tensor) -> Tensor:
+        return F.linear(outputs, weight("weight_hr"))
+
+    gates_BTG = F.linear(inputs_BTF, weight("weight_ih"), weight("bias_ih"))
+    cell = CELLS[module.mode]
+    dtype = gates_BTG.dtype  # differs from that of the weights under autocast
+    start = (start[0].to(dtype), None if start[1] is None else start[1].to(dtype))
+    projection = project if module.proj_size > 0 else None
+    if torch._C._are_functorch_transforms_active():
+        return unroll(cell, gates_BTG, start, schedule, hidden=hidden, project=projection)
+    kinds = ("weight_hh", "bias_hh", "weight_hr")
+    values = HiddenWeights(*(_value(weight(kind), dtype) for kind in kinds))
+    return scan(cell, gates_BTG, start, schedule, values=values, hidden=hidden, project=projection)
+
+
+def _value(weight: Any, dtype: torch.dtype | None = None) -> Any:
+    """The bare value: outside the graph, and without whatever watches the parameter. None stays None."""
+    if weight is None:
+        return None
+    with torch._C.DisableTorchFunctionSubclass():
+        value = weight.detach().as_subclass(Tensor)
+    return value if dtype is None else value.to(dtype)
+
+
+def _start(module: nn.RNNBase, like: Tensor, rows: int, hx: State | None) -> list[State]:
+    """First states of each layer and direction."""
+    if hx is None:
+        count = module.num_layers * (2 if module.bidirectional else 1)
+        zeros_BP = like.new_zeros(rows, module.proj_size or module.hidden_size)
+        zeros_BH = like.new_zeros(rows, module.hidden_size) if module.mode == "LSTM" else None
+        return [(zeros_BP, zeros_BH)] * count
+    cells = [None] * len(hx[0]) if hx[1] is None else list(hx[1].unbind(0))
+    return list(zip(hx[0].unbind(0), cells, strict=True))
+
+
+def _check(module: nn.RNNBase, data: Tensor, rows: int, steps: int, hx: State | None) -> None:
+    """Refuses shapes as torch does; here because torch's own check looks at the weights.
+
+    Raises:
+        RuntimeError: If a shape is not that of the module's settings, or there is no time step.
+    """
+    if steps == 0:
+        raise RuntimeError("Expected sequence length to be larger than 0 in RNN")
+    if data.shape[-1] != module.input_size:
+        raise RuntimeError(
+            f"input.size(-1) must be equal to input_size. Expected {module.input_size}, got {data.shape[-1]}"
+        )
+    layers = module.num_layers * (2 if module.bidirectional else 1)
+    sizes = (module.proj_size or module.hidden_size, module.hidden_size)
+    for index, state in enumerate(hx or ()):
+        expected = (layers, rows, sizes[index])
+        if state is not None and tuple(state.shape) != expected:
+            raise RuntimeError(f"Expected hidden[{index}] size {expected}, got {tuple(state.shape)}")
+
+
+_KERNELS: dict[str, Callable[..., Any]] = {
+    "RNN_TANH": torch.rnn_tanh,
+    "RNN_RELU": torch.rnn_relu,
+    "GRU": torch.gru,
+    "LSTM": torch.lstm,
+}

@@ -1,0 +1,145 @@
+"""A recurrence over time whose weights are each used once.
+
+Note [two passes]: autograd through a loop over time would use the hidden weight once a step, and so would whoever
+watches that weight. Here the loop runs outside the graph. Then ``F.linear(previous states, hidden weight)`` is
+evaluated once for all times, only for its place in the graph: its value is not read, and its gradient is the gradient
+by all pre-activations, which ``Scan`` finds by backpropagation through time. To the weight, time is an ordinary axis.
+
+Axes: B rows, T time, H hidden, P hidden after projection, G gates times H.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .cells import Cell, HiddenWeights, Trace
+from .schedule import Schedule
+
+Results = tuple[Tensor, Tensor, "Tensor | None"]
+Linear = Callable[[Tensor], Tensor]
+
+
+def scan(
+    cell: Cell,
+    inputs_BTG: Tensor,
+    start: tuple[Tensor, Tensor | None],
+    schedule: Schedule,
+    *,
+    values: HiddenWeights,
+    hidden: Linear,
+    project: Linear | None,
+) -> Results:
+    """Runs a cell over time.
+
+    Args:
+        cell: The recurrence.
+        inputs_BTG: The input part of the gates.
+        start: First hidden state (B, P), and first cell state (B, H) or None.
+        schedule: The order of steps.
+        values: The weights inside the recurrence, outside the graph.
+        hidden: The hidden part of the gates, from states (B, T, P).
+        project: The projection of the output (B, T, H), or None.
+
+    Returns:
+        Output (B, T, P), last hidden state, last cell state or None. The gradient is exact; its graph is refused.
+    """
+    trace = _trace(cell, inputs_BTG, start, schedule, values)
+    hidden_BTG = hidden(schedule.batch_first(schedule.before(trace.states_SBP)))
+    projected_BTP = None if project is None else project(schedule.batch_first(trace.extra_TBH))
+    return Scan.apply(inputs_BTG, hidden_BTG, projected_BTP, *start, cell, schedule, values, trace)
+
+
+def unroll(
+    cell: Cell,
+    inputs_BTG: Tensor,
+    start: tuple[Tensor, Tensor | None],
+    schedule: Schedule,
+    *,
+    hidden: Linear,
+    project: Linear | None,
+) -> Results:
+    """The same by ordinary operations, for function transforms (``torch.func``), which ``scan`` does not take."""
+    # Rows are of one length here: torch's own unpacking does not take these transforms either.
+    state, memory = start
+    outputs = []
+    for (inputs,) in schedule.steps_of(inputs_BTG.transpose(0, 1)):
+        state, memory = cell.step(inputs, hidden(state), state, memory)
+        state = state if project is None else project(state)
+        outputs.append(state)
+    return torch.stack(outputs[::-1] if schedule.reverse else outputs, dim=1), state, memory
+
+
+def _trace(
+    cell: Cell, inputs_BTG: Tensor, start: tuple[Tensor, Tensor | None], schedule: Schedule, values: HiddenWeights
+) -> Trace:
+    with torch.no_grad():
+        states = _slots(start[0], schedule)
+        cells = None if start[1] is None else _slots(start[1], schedule)
+        gates, extra = cell.run(schedule.time_first(inputs_BTG), values, states, cells, schedule)
+    return Trace(states, cells, gates, extra)
+
+
+def _slots(first_B: Tensor, schedule: Schedule) -> Tensor:
+    # Where rows differ in length some slots are never written, but read as padding.
+    make = first_B.new_empty if schedule.ragged is None else first_B.new_zeros
+    buffer = make((schedule.steps + 1, *first_B.shape))
+    buffer[schedule.start(buffer)] = schedule.ordered(first_B)
+    return buffer
+
+
+def _results(trace: Trace, schedule: Schedule) -> Results:
+    last_cell = None if trace.cells_SBH is None else _last(trace.cells_SBH, schedule)
+    return schedule.batch_first(schedule.after(trace.states_SBP)), _last(trace.states_SBP, schedule), last_cell
+
+
+def _last(buffer_SB: Tensor, schedule: Schedule) -> Tensor:
+    # A copy: what the caller does to it in place must not reach the buffer.
+    return schedule.restored(buffer_SB[schedule.end(buffer_SB)]).clone()
+
+
+class Scan(torch.autograd.Function):
+    """Puts a trace into the graph. See Note [two passes]."""
+
+    @staticmethod
+    def forward(ctx: Any, inputs, hidden, projected, h0, c0, cell, schedule, values, trace) -> Results:  # type: ignore[no-untyped-def,override]
+        ctx.set_materialize_grads(False)
+        ctx.cell, ctx.schedule = cell, schedule
+        ctx.save_for_backward(
+            *(trace.states_SBP, trace.cells_SBH, trace.gates_TBG, trace.extra_TBH),
+            *(values.hidden_GP, values.bias_G, values.project_PH),
+        )
+        return _results(trace, schedule)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        if torch.is_grad_enabled():
+            # The graph holds the states as constants, so a second derivative would silently lack terms.
+            raise RuntimeError(
+                "The backward pass of a private recurrent layer cannot be differentiated (create_graph=True). "
+                "Turn the layer into torch's own with dpengine.layers.from_twin(layer), or keep it out of the penalty."
+            )
+        grad_output, grad_h, grad_c = grads
+        saved = ctx.saved_tensors
+        trace, values = Trace(*saved[:4]), HiddenWeights(*saved[4:])
+        schedule = ctx.schedule
+        grad_states = torch.zeros_like(trace.states_SBP)
+        if grad_output is not None:
+            schedule.after(grad_states).copy_(schedule.ordered(grad_output).transpose(0, 1))
+        if grad_h is not None:
+            grad_states[schedule.end(grad_states)] += schedule.ordered(grad_h)
+        if trace.cells_SBH is not None:
+            grad_c = torch.zeros_like(trace.cells_SBH[0]) if grad_c is None else schedule.ordered(grad_c).clone()
+        by_inputs, by_hidden = ctx.cell.back(trace, values, schedule, grad_states, grad_c)
+        grad_inputs = schedule.batch_first(by_inputs)
+        # The same tensor where both are equal, so that work on it can be shared.
+        grad_hidden = grad_inputs if by_hidden is by_inputs else schedule.batch_first(by_hidden)
+        grad_projected = None
+        if values.project_PH is not None:
+            grad_projected = schedule.batch_first(schedule.after(grad_states))
+        grad_h0 = schedule.restored(grad_states[schedule.start(grad_states)])
+        grad_c0 = None if grad_c is None else schedule.restored(grad_c)
+        return grad_inputs, grad_hidden, grad_projected, grad_h0, grad_c0, None, None, None, None

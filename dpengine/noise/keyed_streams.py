@@ -1,0 +1,51 @@
+"""The keyed streams of 64-bit words that private randomness is made of: one record for each kind."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from .chacha20 import fill_keystream
+
+DEFAULT_KIND = "chacha20"
+
+
+@dataclass(frozen=True)
+class StreamKind:
+    """A pure function from (key, block) to words.
+
+    Attributes:
+        fill: ``fill(subkey, block, out)`` writes the words from 64-byte block ``block`` on into ``out``, a contiguous
+            ``uint64`` array. ``subkey`` has 32 bytes and is never used for a second purpose.
+        cryptographic: Whether the words cannot be told from random ones without the key, as far as anyone knows.
+    """
+
+    fill: Callable[[bytes, int, np.ndarray], None]
+    cryptographic: bool
+
+
+def _fill_chacha20(subkey: bytes, block: int, out: np.ndarray) -> None:
+    fill_keystream(subkey, 0, block, out)  # the subkey is used once, so the nonce has nothing left to tell apart
+
+
+def _fill_philox(subkey: bytes, block: int, out: np.ndarray) -> None:
+    # Philox4x64 yields 4 words for each value of its counter, half a block. It takes a 128-bit key.
+    key, counter = np.frombuffer(subkey, np.uint64, 2), np.zeros(4, np.uint64)
+    counter[0], counter[1] = (2 * block) & (2**64 - 1), (2 * block) >> 64
+    out[:] = np.random.Philox(key=key, counter=counter).random_raw(len(out))
+
+
+# Measured per word on one thread (AVX-512): chacha20 1.6 ns through libcrypto and 20 ns in NumPy alone, philox 3.5 ns.
+STREAM_KINDS = {
+    "chacha20": StreamKind(_fill_chacha20, cryptographic=True),
+    "philox": StreamKind(_fill_philox, cryptographic=False),
+}
+
+
+def stream_kind(name: str) -> StreamKind:
+    """The kind of that name; ValueError if there is none."""
+    if name not in STREAM_KINDS:
+        raise ValueError(f"noise.NoiseSource: unknown kind {name!r}. Choose one of {sorted(STREAM_KINDS)}.")
+    return STREAM_KINDS[name]

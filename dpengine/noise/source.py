@@ -1,0 +1,303 @@
+"""Where private randomness comes from: a secret key, and pure functions of (key, domain, incarnation, step, index).
+
+Nothing here has a hidden position. Asking twice for one address gives the same values, whatever the chunking, the
+number of threads or the order of the calls; that is what lets a resumed run, a shard or a correlated mechanism
+regenerate noise. It also means that two uses of one address cancel: who asks must never use one (domain, step, index)
+for two releases.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import operator
+import os
+import struct
+import threading
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor, wait
+from typing import Any, NoReturn, final
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dpengine.errors import PrivacyError
+
+from .box_muller import CHUNK, LARGEST_NORMAL, ChunkScratch, chunk_normals, normals_from_words
+from .chacha20 import WORDS_PER_BLOCK
+from .keyed_streams import DEFAULT_KIND, stream_kind
+
+_KEY_BYTES = 32
+_LIMIT = 2**64  # of steps, blocks and incarnations: addresses are 64-bit and never wrap
+_DEVICE_CHUNK = 2**21  # elements drawn together on an accelerator: 16 MiB of words
+_GENERATOR_DEVICES = ("cuda",)  # draw with torch's generator there; any other device receives what the CPU drew
+
+
+@final
+class NoiseSource:
+    """A root key, and the random words and normals that follow from it.
+
+    On the CPU words come from a keyed stream (``keyed_streams.STREAM_KINDS``); on CUDA from torch's Philox generator,
+    keyed for each step and chunk with 63 bits that follow from the key, which is not cryptographic. Normals are
+    computed in float64 from 64-bit words everywhere. The global generators of torch, NumPy and Python are neither read
+    nor advanced.
+
+    The object is for the process that made it: after a fork its copy refuses to draw. It cannot be copied or pickled,
+    and its ``repr`` does not show the key.
+
+    Args:
+        key: 32 secret bytes. ``NoiseSource.fresh()`` takes them from the operating system.
+        kind: A name in ``STREAM_KINDS``.
+        incarnation: Which life of the run this is. A resumed run that may draw other batches must use a new one.
+        insecure_seed: Whether the key follows from something that people can guess.
+    """
+
+    def __init__(self, key: bytes, *, kind: str = DEFAULT_KIND, incarnation: int = 0, insecure_seed: bool = False):
+        if len(key) != _KEY_BYTES:
+            raise ValueError(f"noise.NoiseSource: key must have {_KEY_BYTES} bytes, got {len(key)}. Use .fresh().")
+        self._stream = stream_kind(kind)
+        self._kind = kind
+        self._key = bytearray(key)
+        self._incarnation = _address("incarnation", incarnation)
+        self._insecure_seed = insecure_seed
+        self._pid = os.getpid()
+        self._scratch = threading.local()  # a buffer belongs to a thread, so that sources may be shared by threads
+        self._pool: ThreadPoolExecutor | None = None
+
+    @classmethod
+    def fresh(cls, kind: str = DEFAULT_KIND, *, incarnation: int = 0) -> NoiseSource:
+        """A source with 256 bits of key from the operating system."""
+        return cls(os.urandom(_KEY_BYTES), kind=kind, incarnation=incarnation)
+
+    @classmethod
+    def seeded(cls, seed: int, kind: str = DEFAULT_KIND, *, incarnation: int = 0) -> NoiseSource:
+        """A source that repeats, for tests. Whoever knows or guesses the seed can subtract the noise.
+
+        Args:
+            seed: Any integer.
+            kind: A name in ``STREAM_KINDS``.
+            incarnation: As for the class.
+
+        Returns:
+            A source whose ``describe()`` says ``insecure_seed``.
+
+        Raises:
+            TypeError: If ``seed`` is not an integer.
+        """
+        if isinstance(seed, bool) or not isinstance(seed, int):
+            raise TypeError(f"noise.NoiseSource.seeded: seed must be an int, got {type(seed).__name__}.")
+        encoded = seed.to_bytes(seed.bit_length() // 8 + 1, "little", signed=True)
+        key = hashlib.blake2b(encoded, digest_size=_KEY_BYTES, person=b"dpengine seed").digest()
+        return cls(key, kind=kind, incarnation=incarnation, insecure_seed=True)
+
+    @classmethod
+    def from_secret_state(cls, state: Mapping[str, Any], *, incarnation: int | None = None) -> NoiseSource:
+        """The source that ``secret_state`` described, in a given incarnation or the same one."""
+        return cls(
+            bytes.fromhex(state["key"]),
+            kind=state["kind"],
+            incarnation=state["incarnation"] if incarnation is None else incarnation,
+            insecure_seed=state["insecure_seed"],
+        )
+
+    def secret_state(self) -> dict[str, Any]:
+        """All that is needed to go on, **the key included**: for the operator's file, never for a released one."""
+        return {
+            "kind": self._kind,
+            "key": self._open_key().hex(),
+            "incarnation": self._incarnation,
+            "insecure_seed": self._insecure_seed,
+        }
+
+    def describe(self, device: torch.device | str = "cpu") -> dict[str, Any]:
+        """What a report says about noise drawn for tensors on ``device``. Public."""
+        on_device = torch.device(device).type in _GENERATOR_DEVICES
+        return {
+            "kind": "torch-philox" if on_device else self._kind,
+            "cryptographic": self._stream.cryptographic and not on_device,
+            "insecure_seed": self._insecure_seed,
+            "largest_normal": LARGEST_NORMAL,
+        }
+
+    @property
+    def incarnation(self) -> int:
+        """Which life of the run this is."""
+        return self._incarnation
+
+    @property
+    def insecure_seed(self) -> bool:
+        """Whether the key follows from a seed, which voids the guarantee against whoever knows it."""
+        return self._insecure_seed
+
+    def words(self, count: int, *, domain: str, step: int, block: int = 0) -> np.ndarray:
+        """Uniform 64-bit words.
+
+        Args:
+            count: How many.
+            domain: What they are for. Two purposes must have two domains.
+            step: The step they belong to.
+            block: Where to start, in blocks of 8 words.
+
+        Returns:
+            ``(count,)`` uint64, a pure function of the arguments, the key and the incarnation.
+
+        Raises:
+            ValueError: If a number is negative or the address passes 2**64.
+        """
+        last = _address("block", block) + -(-_address("count", count) // WORDS_PER_BLOCK)
+        if last > _LIMIT:
+            raise ValueError(
+                f"noise.NoiseSource.words: block {block} and count {count} pass the last block, 2**64 - 1."
+            )
+        out = np.empty(count, np.uint64)
+        self._stream.fill(self._subkey(b"words", domain, step), block, out)
+        return out
+
+    def normal_(self, out: Tensor, *, domain: str, step: int, start: int = 0) -> Tensor:
+        """Fills ``out`` with standard normals; the arguments are those of ``add_normal_``."""
+        return self._draw(out, 1.0, domain, step, start, overwrite=True)
+
+    def add_normal_(self, flat: Tensor, std: float, *, domain: str, step: int, start: int = 0) -> Tensor:
+        """Adds ``std`` times independent standard normals in place.
+
+        On the CPU the work is shared by ``torch.get_num_threads()`` threads; the values do not depend on their number.
+
+        Args:
+            flat: Contiguous 1-D tensor, float32 or float64.
+            std: Standard deviation, in units of ``flat``.
+            domain: What the noise is for. Two purposes must have two domains.
+            step: The release it belongs to. Two releases must have two steps.
+            start: Index of ``flat[0]`` in the whole vector, where ``flat`` is one rank's or one device's slice of it.
+
+        Returns:
+            ``flat``.
+        """
+        return self._draw(flat, std, domain, step, start, overwrite=False)
+
+    def close(self) -> None:
+        """Overwrites the key, as far as Python allows, and ends the threads. Drawing afterwards raises."""
+        self._key[:] = bytes(len(self._key))
+        self._key.clear()
+        if self._pool is not None:
+            self._pool.shutdown()
+            self._pool = None
+
+    def __repr__(self) -> str:
+        seeded = ", INSECURE_SEED" if self._insecure_seed else ""
+        return f"NoiseSource(kind={self._kind!r}, incarnation={self._incarnation}{seeded})"
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise TypeError(
+            "noise.NoiseSource cannot be pickled or copied: two copies would give two releases the same noise. "
+            "Save secret_state() to the operator's own file."
+        )
+
+    def _open_key(self) -> bytes:
+        if os.getpid() != self._pid:
+            raise PrivacyError(
+                f"noise.NoiseSource was made in process {self._pid} and is used in its fork {os.getpid()}, where it "
+                "would give the parent's noise a second time.",
+                fix="Draw batches and noise in the main process, not in data loader workers or forked ranks.",
+            )
+        if not self._key:
+            raise PrivacyError("noise.NoiseSource is closed.", fix="Make another with NoiseSource.fresh().")
+        return bytes(self._key)
+
+    def _subkey(self, use: bytes, domain: str, step: int) -> bytes:
+        # Fixed-width numbers come first, so no two addresses give one message. `use` keeps words and normals apart.
+        numbers = struct.pack("<QQ", self._incarnation, _address("step", step))
+        keyed = hashlib.blake2b(numbers, digest_size=_KEY_BYTES, key=self._open_key(), person=b"dpengine " + use)
+        keyed.update(domain.encode())
+        return keyed.digest()
+
+    def _draw(self, tensor: Tensor, std: float, domain: str, step: int, start: int, *, overwrite: bool) -> Tensor:
+        _check_drawable(tensor)
+        if _address("start", start) + tensor.numel() > _LIMIT:
+            raise ValueError(f"noise.NoiseSource: start {start} and {tensor.numel()} elements pass 2**64.")
+        subkey, flat = self._subkey(b"normal", domain, step), tensor.detach()
+        if overwrite:
+            flat.zero_()
+        if flat.numel() == 0:
+            return tensor
+        if flat.device.type in _GENERATOR_DEVICES:
+            _add_on_device(flat, std, subkey, start)
+        elif flat.device.type == "cpu":
+            self._add_on_cpu(flat.numpy(), std, subkey, start)
+        else:
+            drawn = torch.zeros(flat.numel(), dtype=flat.dtype, device="cpu")
+            self._add_on_cpu(drawn.numpy(), std, subkey, start)
+            flat.add_(drawn.to(flat.device))
+        return tensor
+
+    def _add_on_cpu(self, target: np.ndarray, std: float, subkey: bytes, start: int) -> None:
+        first_chunk, end = start // CHUNK, start + len(target)
+
+        def add_chunk(number: int) -> None:
+            if not hasattr(self._scratch, "buffers"):
+                self._scratch.buffers = ChunkScratch()
+            base = (first_chunk + number) * CHUNK
+            low, high = max(start, base), min(end, base + CHUNK)
+
+            def fill(first: int, out: np.ndarray) -> None:
+                self._stream.fill(subkey, (base + first) // WORDS_PER_BLOCK, out)
+
+            noise = chunk_normals(fill, low - base, high - base, std, self._scratch.buffers)
+            part = target[low - start : high - start]
+            np.add(part, noise, out=part, casting="same_kind")  # summed in float64, rounded once
+
+        self._for_each(add_chunk, (end - 1) // CHUNK - first_chunk + 1)
+
+    def _for_each(self, work: Callable[[int], None], count: int) -> None:
+        """Calls ``work`` with each number below ``count``, shared out to threads, this one included."""
+        workers = min(torch.get_num_threads(), count)
+        if workers == 1:
+            return _each(work, range(count))
+        self._pool = self._pool or ThreadPoolExecutor(os.cpu_count(), thread_name_prefix="dpengine-noise")
+        futures = [self._pool.submit(_each, work, range(k, count, workers)) for k in range(1, workers)]
+        try:
+            _each(work, range(0, count, workers))
+        finally:
+            wait(futures)  # never leave a thread writing to a tensor that the caller believes finished
+        for future in futures:
+            future.result()
+
+
+def _each(work: Callable[[int], None], numbers: range) -> None:
+    for number in numbers:
+        work(number)
+
+
+def _add_on_device(flat: Tensor, std: float, subkey: bytes, start: int) -> None:
+    """One generator for each chunk, so that a slice of the vector needs its own chunks only."""
+    generator, end = torch.Generator(device=flat.device), start + flat.numel()
+    for chunk in range(start // _DEVICE_CHUNK, (end - 1) // _DEVICE_CHUNK + 1):
+        base = chunk * _DEVICE_CHUNK
+        low, high = max(start, base), min(end, base + _DEVICE_CHUNK)
+        digest = hashlib.blake2b(chunk.to_bytes(8, "little"), digest_size=8, key=subkey).digest()
+        generator.manual_seed(int.from_bytes(digest, "little") >> 1)
+        words = torch.empty(_DEVICE_CHUNK, dtype=torch.int64, device=flat.device)
+        words.random_(-(2**63), None, generator=generator)  # the full range: 64 bits
+        noise = normals_from_words(words)[low - base : high - base].mul_(std)
+        flat[low - start : high - start] += noise.to(flat.dtype)
+
+
+def _check_drawable(flat: Tensor) -> None:
+    if flat.dtype not in (torch.float32, torch.float64):
+        raise TypeError(
+            f"noise.NoiseSource: got a {flat.dtype} tensor. Narrower types absorb the noise; draw into float32 or "
+            "float64 and cast after the release."
+        )
+    if flat.dim() != 1 or not flat.is_contiguous():
+        raise ValueError(
+            f"noise.NoiseSource: needs a contiguous 1-D tensor, got shape {tuple(flat.shape)} with strides "
+            f"{flat.stride()}. Pass flat.view(-1) of one contiguous buffer."
+        )
+
+
+def _address(name: str, value: int) -> int:
+    if isinstance(value, bool):
+        raise TypeError(f"noise.NoiseSource: {name} must be an int, got a bool.")
+    number = operator.index(value)
+    if not 0 <= number < _LIMIT:
+        raise ValueError(f"noise.NoiseSource: {name} must be in [0, 2**64), got {number}.")
+    return number

@@ -1,0 +1,72 @@
+"""A run as data: sampling, clipping, noise and the event that they add up to. The one place that ties them."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from dpengine.accounting import Event, Relation, UnclaimedEvent, release_event
+from dpengine.clipping import AbstractClip
+from dpengine.errors import InvalidBudgetError
+from dpengine.sampling import AbstractBatchStrategy
+
+@dataclass(frozen=True, eq=False)
+class DPExecutionPlan:
+    """What one run does, fixed before its first batch.
+
+    Attributes:
+        sampling: Draws the logical batches.
+        clipping: Bounds what one sample can add to a sum.
+        noise_multiplier: Standard deviation of the noise in units of the sensitivity; 0 means not private.
+        expected_batch_size: The public constant by which sums are divided.
+        relation: The neighbouring relation of the statement.
+
+    Raises:
+        InvalidBudgetError: If the noise multiplier is negative or not finite, or the batch size not positive.
+    """
+
+    sampling: AbstractBatchStrategy
+    clipping: AbstractClip
+    noise_multiplier: float
+    expected_batch_size: float
+    relation: Relation
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.noise_multiplier) and self.noise_multiplier >= 0):
+            raise InvalidBudgetError(
+                f"noise_multiplier={self.noise_multiplier!r} is not a finite number of at least 0.",
+                fix="Pass noise_multiplier=1.0, or target_epsilon= to have it found.",
+            )
+        if not (math.isfinite(self.expected_batch_size) and self.expected_batch_size > 0):
+            raise InvalidBudgetError(
+                f"expected_batch_size={self.expected_batch_size!r} is not a finite number above 0.",
+                fix="Pass the number of rows that a logical batch has on average.",
+            )
+
+    def event(self, batches: int = 1) -> Event:
+        """What one logical batch costs when the noise of one release serves ``batches`` of them."""
+        if self.noise_multiplier > 0 and not self.sampling.claims_epsilon:
+            return UnclaimedEvent(f"sampling={self.sampling.law!r} does not draw Poisson batches")
+        sigma = self.noise_multiplier / math.sqrt(batches)
+        # The draw compares 64-bit words; its probability is above the rate by at most this much.
+        return release_event(noise_multiplier=sigma, sample_rate=min(1.0, self.sampling.sample_rate + 2.0**-60))
+
+    @property
+    def noise_std(self) -> float:
+        """Standard deviation of the noise on the sum of clipped gradients."""
+        return self.clipping.gradient_noise_multiplier(self.noise_multiplier) * self.clipping.sensitivity()
+
+    def describe(self) -> dict[str, Any]:
+        """The plan as plain data, for reports and for the eye."""
+        return {
+            "sampling": self.sampling.law,
+            "sample_rate": self.sampling.sample_rate,
+            "expected_batch_size": self.expected_batch_size,
+            "clipping": self.clipping.describe(),
+            "sensitivity": self.clipping.sensitivity(),
+            "noise_multiplier": self.noise_multiplier,
+            "noise_std_of_sum": self.noise_std,
+            "noise_std_of_mean": self.noise_std / self.expected_batch_size,
+            "relation": self.relation.value,
+        }

@@ -1,0 +1,314 @@
+"""The life of a release: from the draw of a batch to the weights that it changed.
+
+A logical batch is a ticket. It is OPEN once handed out, CLIPPED when all its chunks went through a backward pass, and
+RELEASED when the step is charged, noised and applied. Whatever ends it earlier makes it void: its sums are destroyed,
+and it is charged all the same, since the reason may depend on the data.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from dpengine.accounting import Ledger
+from dpengine.clipping import ClippedSums, ClipStatistics
+from dpengine.errors import (
+    BudgetExceeded,
+    MissingGradientError,
+    PrivacyError,
+    RepeatedBackwardError,
+    StaleGradientError,
+    TicketError,
+    notice,
+)
+from dpengine.noise import GaussianNoise, NoiseSource
+from dpengine.plan import DPExecutionPlan
+from dpengine.sampling import Ticket
+
+
+class Stage(enum.Enum):
+    """Where the present logical batch is."""
+
+    IDLE = "idle"  # nothing handed out, or the last release was cleared by zero_grad
+    OPEN = "open"  # handed out; some chunk has not been through backward
+    CLIPPED = "clipped"  # all chunks are in the sums
+    CHARGED = "charged"  # the ledger has it; the weights do not yet
+    RELEASED = "released"  # the weights changed; waits for zero_grad
+    VOID = "void"  # given up; waits for the next batch
+
+
+@dataclass(eq=False)
+class Release:
+    """Turns tickets into releases, one at a time.
+
+    Attributes:
+        plan: What the run does.
+        sums: Where clipped gradients add up.
+        source: Where private randomness comes from.
+        ledger: What was spent.
+        unused_parameters: ``"error"`` or ``"zero"``: what to do with a parameter that took no part in a step.
+        may_charge: Whether so many more charges stay within the budget.
+        loss_scale: What the loss is multiplied by before ``backward``.
+        statistics: Of the last backward pass. Not private.
+    """
+
+    plan: DPExecutionPlan
+    sums: ClippedSums
+    source: NoiseSource
+    ledger: Ledger
+    unused_parameters: str = "error"
+    may_charge: Callable[[int], bool] = lambda count: True
+    loss_scale: Callable[[], float] = lambda: 1.0
+    stage: Stage = Stage.IDLE
+    statistics: ClipStatistics = field(default_factory=ClipStatistics)
+    dropped_rows: int = 0
+    tickets: list[Ticket] = field(default_factory=list)  # logical batches whose gradients are in the sums
+    released: dict[nn.Parameter, tuple[Tensor, int]] = field(default_factory=dict)  # gradients we wrote, as written
+    charged: int = 0  # logical batches of this run in the ledger
+    chunk: int = 0  # of the last ticket
+    done: bool = False  # whether this chunk went through backward
+
+    def __post_init__(self) -> None:
+        self.noise = GaussianNoise(self.source)
+
+    # From the loader
+
+    def handed_out(self, ticket: Ticket, chunk: int) -> None:
+        """A chunk is given to the user."""
+        self._settle()
+        if chunk == 0:
+            self._next_ticket(ticket)
+        elif self.stage is Stage.VOID:
+            return
+        elif not self.done and self._rows() > 0:
+            self.void()
+            return
+        self.chunk, self.done = chunk, False
+
+    def _next_ticket(self, ticket: Ticket) -> None:
+        if self.stage is Stage.OPEN:
+            untouched = self.chunk == 0 and not self.done
+            if untouched and len(self.tickets) > 1:
+                self._charge_void([self.tickets.pop()])  # the batches before it stay in the sums
+            else:
+                self.void()
+        if self.stage is not Stage.CLIPPED:  # clipped batches that were not stepped join the next release
+            self.tickets = self.tickets if self.stage is Stage.OPEN else []
+        self.tickets.append(ticket)
+        self.stage = Stage.OPEN
+
+    def _rows(self) -> int:
+        return self.tickets[-1].rows[self.chunk]
+
+    # From capture
+
+    def backward_ended(self) -> None:
+        """A backward pass over the model is over.
+
+        Raises:
+            TicketError: If its batch did not come from the private loader, or was given up.
+            RepeatedBackwardError: If its rows went through a backward pass already.
+            StaleGradientError: If ``zero_grad`` was not called after the last step.
+        """
+        try:
+            self._refuse_backward()
+            self.statistics = self.sums.clip(rows=self._rows(), loss_scale=self.loss_scale())
+        except PrivacyError:
+            self.sums.forget_pass()
+            self.void()
+            raise
+        self.dropped_rows += self.statistics.dropped
+        self._chunk_done()
+
+    def _refuse_backward(self) -> None:
+        if self.stage is Stage.VOID:
+            raise TicketError(
+                "This logical batch was given up, because an error ended it or a chunk of it was left out.",
+                fix="Go on with the next batch of the loader.",
+            )
+        if self.stage is Stage.IDLE or (self.stage is Stage.RELEASED and not self.tickets):
+            raise TicketError(
+                "Backward ran on rows that did not come from the private loader.",
+                fix="Iterate over the loader that make_private returned.",
+            )
+        if self.stage is Stage.RELEASED or self.done:
+            raise RepeatedBackwardError(
+                f"The {self._rows()} rows of this batch were used in 2 backward passes in one step; each would count "
+                "fully.",
+                fix="Add the losses: (a + b).backward().",
+            )
+        self._refuse_stale()
+
+    def _refuse_stale(self) -> None:
+        stale = [p for p, (grad, version) in self.released.items() if p.grad is grad and grad._version == version]
+        if stale:
+            raise StaleGradientError(
+                "optimizer.zero_grad() was not called after the last step.", fix="Add it at the top of the loop."
+            )
+
+    def _chunk_done(self) -> None:
+        self.done = True
+        if self.chunk == len(self.tickets[-1].rows) - 1:
+            self.stage = Stage.CLIPPED
+
+    # From the optimizer
+
+    def zero_grad(self) -> None:
+        """The user cleared the gradients."""
+        self.released = {}
+        if self.stage is Stage.RELEASED:
+            self.stage = Stage.IDLE
+            self.tickets = []
+
+    def step(self, apply: Callable[[], None]) -> bool:
+        """Charges, noises and applies the sums, if the logical batch is complete.
+
+        Args:
+            apply: The optimizer's own update, which reads ``p.grad``.
+
+        Returns:
+            Whether the weights changed; False for all but the last chunk of a logical batch.
+
+        Raises:
+            PrivacyError: If there is nothing to release, or the budget does not allow it.
+        """
+        self._settle()
+        self._refuse_step()
+        if self._rows() == 0 and not self.done:
+            self._chunk_done()  # an empty batch may skip its backward pass
+        if self.stage is Stage.OPEN:
+            return False
+        self._refuse_over_budget()
+        try:
+            self._refuse_unused()
+            self._charge()
+            self._write_gradients()
+            apply()
+        except BaseException:
+            self.void()
+            raise
+        self.plan.clipping.finish_step(self.source, self.tickets[-1].step, self.plan.expected_batch_size)
+        self.sums.contributed.clear()
+        self.stage = Stage.RELEASED
+        return True
+
+    def _settle(self) -> None:
+        """Finishes a backward pass whose end nobody told of; gives up one that broke off."""
+        if self.sums.capture.backward_broke_off:
+            self.sums.forget_pass()
+            self.void()
+        elif self.sums.pending:
+            self.backward_ended()
+
+    def _refuse_step(self) -> None:
+        if self.stage is Stage.RELEASED:
+            raise StaleGradientError(
+                "step() was called twice for one batch, or optimizer.zero_grad() was not called after the last step.",
+                fix="Call optimizer.zero_grad() at the top of the loop, and step() once for each batch.",
+            )
+        cause = self._why_not_ready()
+        if cause:
+            raise TicketError(f"step() has nothing to release: {cause}")
+
+    def _why_not_ready(self) -> str:
+        if self.stage is Stage.VOID:
+            return "this logical batch was given up; go on with the next one."
+        if self.stage is Stage.IDLE:
+            return "no batch was drawn. Iterate over the loader that make_private returned."
+        if self.done or self._rows() == 0:
+            return ""
+        if self.sums.capture.leaks or not self.sums.model.training:
+            return "the model was in eval mode. Call model.train() before the forward pass."
+        return "no backward pass ran over this batch in train mode. Call loss.backward() before optimizer.step()."
+
+    def _refuse_unused(self) -> None:
+        missing = self.sums.missing()
+        seen_rows = any(sum(ticket.rows) for ticket in self.tickets)
+        if missing and seen_rows and self.unused_parameters == "error":
+            name = missing[0]
+            raise MissingGradientError(
+                f"Parameter '{name}' took no part in this step"
+                + (f" (nor did {len(missing) - 1} others)." if len(missing) > 1 else "."),
+                fix=f"Freeze it: model.get_parameter('{name}').requires_grad_(False), or pass unused_parameters='zero'.",
+            )
+
+    def _refuse_over_budget(self) -> None:
+        if not self.may_charge(len(self.tickets)):
+            # Not charged: that this step is one too many is public, and nothing of its batch leaves.
+            self.tickets, self.stage = [], Stage.VOID
+            self.sums.discard()
+            raise BudgetExceeded(
+                f"Step {self.ledger.steps + 1:,} would spend more than the target epsilon. Training stopped.",
+                fix="Raise target_epsilon deliberately, or report now.",
+            )
+
+    def _charge(self) -> None:
+        count = len(self.tickets)
+        if count > 1:
+            notice(
+                "DPE006",
+                f"{count} sampled batches went into one step; both are accounted. "
+                f"accumulation_steps={count} costs less privacy.",
+            )
+        self.ledger.charge(self.plan.event(count), count=count)
+        self.charged += count
+        self.stage = Stage.CHARGED
+
+    def _write_gradients(self) -> None:
+        """Noise on the sums, then the division by public constants, then ``p.grad``; the sums are destroyed."""
+        buffer, std, step = self.sums.buffer, self.plan.noise_std, self.tickets[-1].step
+        mean = self.sums.loss_reduction == "mean"
+        divisor = self.plan.expected_batch_size * len(self.tickets) if mean else 1.0
+        with torch.no_grad():
+            buffer.clean = False
+            start = 0
+            for flat in buffer.flats.values():
+                self.noise.add(flat, std=std, step=step, start=start)
+                start += flat.numel()
+            scaled = {key: flat / divisor for key, flat in buffer.flats.items()}
+        buffer.zero()
+        for parameter, view in buffer.views.items():
+            grad = scaled[(view.device, view.dtype)].as_strided(view.shape, view.stride(), view.storage_offset())
+            grad = grad.to(parameter.dtype)
+            if parameter.grad is not None and not self._is_zero_or_ours(parameter):
+                notice(
+                    "DPE015",
+                    "p.grad was changed between backward and step; that has no effect on the private update. Use "
+                    "max_grad_norm to clip, and set clipping outside the engine to None.",
+                )
+            parameter.grad = grad
+            self.released[parameter] = (grad, grad._version)
+
+    def _is_zero_or_ours(self, parameter: nn.Parameter) -> bool:
+        grad = parameter.grad
+        return grad is not None and (parameter in self.released or not bool(grad.any()))
+
+    # The end
+
+    @property
+    def unsettled(self) -> int:
+        """Logical batches handed out and not charged yet."""
+        return len(self.tickets) if self.stage in {Stage.OPEN, Stage.CLIPPED} else 0
+
+    def void(self) -> None:
+        """Gives up the tickets at hand: destroys their sums and charges them."""
+        if self.stage in {Stage.OPEN, Stage.CLIPPED} and self.tickets:
+            self._charge_void(self.tickets)
+        self.tickets = []
+        self.sums.discard()
+        self.stage = Stage.VOID
+
+    def _charge_void(self, tickets: list[Ticket]) -> None:
+        self.ledger.charge(self.plan.event(), count=len(tickets), kind="void")
+        self.charged += len(tickets)
+
+    def close(self) -> None:
+        """Gives up what is unfinished and destroys the sums."""
+        if self.stage in {Stage.OPEN, Stage.CLIPPED}:
+            self.void()
+        self.sums.detach()
+        self.stage = Stage.IDLE

@@ -1,0 +1,21 @@
+"""What leaves the machine beside the model: the privacy statement, the report in three forms, and the trade-off plot."""
+
+from . import plots
+from .assumptions import Assumption, assumptions, stamps
+from .facts import RunFacts
+from .report import PrivacyReport
+from .rounding import percent_up, round_up, round_up_delta
+from .statement import statement
+
+__all__ = [
+    "Assumption",
+    "PrivacyReport",
+    "RunFacts",
+    "assumptions",
+    "percent_up",
+    "plots",
+    "round_up",
+    "round_up_delta",
+    "stamps",
+    "statement",
+]

@@ -1,0 +1,183 @@
+"""What the accounting rests on, and whether it holds in this run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+from dpengine.accounting import GaussianEvent, PoissonGaussianEvent, Relation
+
+from .facts import RunFacts
+from .figures import delta_floor
+
+Holds = Literal["yes", "no", "not checked"]
+Light = Literal["green", "amber", "red"]
+
+_HALF_A_RATE_BIT = 2.0**-59  # the ledger books a rate that lies 2**-60 above the sampler's
+_NEGLIGIBLE_SHARE = 1e-3  # of delta
+
+_OTHER_STAMP = "ASSUMPTION NOT MET"
+_WORST_FIRST = ("NOT PRIVATE", "NOT CLAIMED", _OTHER_STAMP, "INSECURE_SEED", "generator: not cryptographic")
+
+
+@dataclass(frozen=True)
+class Assumption:
+    """One assumption.
+
+    Attributes:
+        name: A sentence that is either true of a run or not.
+        holds: Whether it is true of this one.
+        evidence: How that is known.
+        critical: Whether the guarantee is void without it; else it is weaker than it could be.
+        stamp: What to print beside every epsilon if it does not hold.
+    """
+
+    name: str
+    holds: Holds
+    evidence: str
+    critical: bool = True
+    stamp: str = _OTHER_STAMP
+
+    @property
+    def light(self) -> Light:
+        """Green if it holds, red if the guarantee is void, amber between the two."""
+        if self.holds == "yes":
+            return "green"
+        return "red" if self.holds == "no" and self.critical else "amber"
+
+
+def assumptions(facts: RunFacts) -> list[Assumption]:
+    """All assumptions of the accounting, in the order of a step's life."""
+    return [check(facts) for check in _CHECKS]
+
+
+def stamps(facts: RunFacts) -> tuple[str, ...]:
+    """The warnings that go with every epsilon of a run, the worst first."""
+    failed = {item.stamp for item in assumptions(facts) if item.holds == "no"}
+    return tuple(stamp for stamp in _WORST_FIRST if stamp in failed)
+
+
+def _poisson(facts: RunFacts) -> Assumption:
+    name = "Batches hold each row independently, with one known probability (Poisson sampling)."
+    if not facts.law_is_known:
+        law = facts.plan.get("sampling", "an unknown law")
+        law = law if law != "poisson" else "another law, in an earlier run"
+        return Assumption(name, "no", f"batches were drawn by {law}", stamp="NOT CLAIMED")
+    rates = sorted({_rate(charge.event) for charge in facts.history if _rate(charge.event) is not None})
+    planned = facts.plan.get("sample_rate")
+    if not rates:
+        return Assumption(name, "yes", "the sampler of the plan draws so; nothing was charged yet")
+    if planned is not None and not any(0 <= rate - planned <= _HALF_A_RATE_BIT for rate in rates):
+        return Assumption(
+            name, "not checked", f"the ledger's rates ({_listed(rates)}) are not the plan's ({planned:.6g})"
+        )
+    if len(rates) > 1:
+        return Assumption(name, "yes", f"several rates were charged, each step at its own: {_listed(rates)}")
+    return Assumption(name, "yes", f"sampler and ledger take the rate {rates[0]:.6g} from one record")
+
+
+def _constants(facts: RunFacts) -> Assumption:
+    name = "Rate, divisor and delta do not depend on private data."
+    if facts.relation is not Relation.ADD_OR_REMOVE_ONE:
+        return Assumption(name, "yes", "they may follow from the number of rows, which this relation makes public")
+    return {
+        True: Assumption(name, "yes", "they were given as constants"),
+        False: Assumption(name, "no", "they were derived from the number of rows, which this relation keeps private"),
+        None: Assumption(name, "not checked", "nobody declared that they are constants"),
+    }[facts.constants_declared]
+
+
+def _rows_apart(facts: RunFacts) -> Assumption:
+    name = "The loss of a row depends on that row alone."
+    return {
+        True: Assumption(name, "yes", "a probe on a batch of the run found no dependence between rows"),
+        False: Assumption(name, "no", "a probe found that rows change each other's gradients"),
+        None: Assumption(name, "not checked", "layers that mix rows are refused; the loss itself was not probed"),
+    }[facts.loss_checked]
+
+
+def _parameters(facts: RunFacts) -> Assumption:
+    return Assumption(
+        "Every gradient is clipped: each trainable parameter is used in a watched layer only.",
+        "yes",
+        "checked at each step; a gradient that came another way stops the run",
+    )
+
+
+def _noise(facts: RunFacts) -> Assumption:
+    name = "Every release has noise."
+    if facts.is_private:
+        sigma = facts.plan.get("noise_multiplier")
+        return Assumption(name, "yes", "every charge has some" + (f"; the plan's multiplier is {sigma:.6g}" if sigma else ""))
+    return Assumption(name, "no", "noise_multiplier=0: sums of gradients leave as they are", stamp="NOT PRIVATE")
+
+
+def _key(facts: RunFacts) -> Assumption:
+    name = "The key of all noise and batches is secret, from the operating system's entropy."
+    if "insecure_seed" not in facts.noise:
+        return Assumption(name, "not checked", "the source of the noise is not known")
+    if facts.noise["insecure_seed"]:
+        evidence = "INSECURE_SEED: whoever knows or guesses the seed can subtract the noise"
+        return Assumption(name, "no", evidence, stamp="INSECURE_SEED")
+    return Assumption(name, "yes", "256 bits were taken from it when the run began")
+
+
+def _generator(facts: RunFacts) -> Assumption:
+    name = "The generator of the noise is cryptographic."
+    kind = facts.noise.get("kind", "unknown")
+    if "cryptographic" not in facts.noise:
+        return Assumption(name, "not checked", "the source of the noise is not known", critical=False)
+    if facts.noise["cryptographic"]:
+        return Assumption(name, "yes", f"{kind}, keyed anew for each use", critical=False)
+    stamp = "generator: not cryptographic"
+    return Assumption(name, "no", f"{stamp} ({kind})", critical=False, stamp=stamp)
+
+
+def _float_model(facts: RunFacts) -> Assumption:
+    name = "Floating point stands in for real arithmetic."
+    floor = delta_floor(facts)
+    widths = "norms, factors, sums and noise are float32 or wider"
+    if floor is None:
+        return Assumption(name, "not checked", widths, critical=False)
+    end = f"normals reach {facts.noise['largest_normal']:.2f} standard deviations, which adds {floor:.1e} to delta"
+    if floor > _NEGLIGIBLE_SHARE * facts.delta:
+        return Assumption(name, "no", f"{end}; use more noise")
+    return Assumption(name, "not checked", f"{widths}; {end}; results do not lie on a public grid", critical=False)
+
+
+def _ledger(facts: RunFacts) -> Assumption:
+    name = "Each charge is on disk before what it pays for leaves."
+    if facts.ledger_on_disk:
+        return Assumption(name, "yes", "the ledger is a file, and a step waits for it", critical=False)
+    return Assumption(
+        name,
+        "no",
+        "the ledger is in memory: a crash forgets what it had charged since the last save",
+        critical=False,
+        stamp="",
+    )
+
+
+_CHECKS: tuple[Callable[[RunFacts], Assumption], ...] = (
+    _poisson,
+    _constants,
+    _rows_apart,
+    _parameters,
+    _noise,
+    _key,
+    _generator,
+    _float_model,
+    _ledger,
+)
+
+
+def _rate(event: object) -> float | None:
+    if isinstance(event, PoissonGaussianEvent):
+        return event.sample_rate
+    return 1.0 if isinstance(event, GaussianEvent) else None
+
+
+def _listed(rates: list[float | None]) -> str:
+    shown = ", ".join(f"{rate:.6g}" for rate in rates[:4])
+    return shown if len(rates) <= 4 else f"{shown} and {len(rates) - 4} more"

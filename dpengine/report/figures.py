@@ -1,0 +1,190 @@
+"""The numbers of a report. Every one is an upper bound that the accounting part gave for this history and this delta."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+from dpengine.accounting import (
+    Charge,
+    NonPrivateEvent,
+    PoissonGaussianEvent,
+    PrivacySpent,
+    Relation,
+    UnclaimedEvent,
+    accountant_used,
+    epsilon,
+    privacy_profile,
+    privacy_spent,
+)
+from dpengine.errors import AccountingRefusedError
+
+from .facts import RunFacts
+
+Points = tuple[tuple[float, float], ...]
+
+_DECADES = tuple(10.0**-k for k in range(1, 10))
+_CURVE_STEPS = 16
+_ATTACK_DELTAS = 24
+
+
+@dataclass(frozen=True)
+class Figures:
+    """What accounting says of a run.
+
+    Attributes:
+        spent: Epsilon, mu and advantage, or None where nothing can be claimed.
+        refusal: Why not; empty if ``spent`` is there.
+        profile: Pairs of delta and epsilon.
+        accountant: The accountant that answered, or would have.
+        unamplified: Epsilon of a shuffled run without credit for shuffling; None where it is not known.
+    """
+
+    spent: PrivacySpent | None
+    refusal: str
+    profile: Points
+    accountant: str
+    unamplified: float | None = None
+
+
+def figures_of(facts: RunFacts) -> Figures:
+    """Asks the accounting part. Nothing is kept from one delta to another."""
+    accountant = accountant_used(facts.accountant)
+    if facts.is_private and not facts.law_is_known:
+        reason = _unclaimed_reason(facts)
+        return Figures(None, f"not claimed: Poisson assumption not met ({reason})", (), accountant, _unamplified(facts))
+    try:
+        spent, profile = _answers(_history(facts), facts.delta, facts.accountant, facts.relation)
+    except AccountingRefusedError as error:
+        return Figures(None, f"not claimed: {error}", (), accountant)
+    return Figures(replace(spent, steps=facts.steps), "", profile, accountant)
+
+
+def epsilon_by_step(facts: RunFacts) -> Points:
+    """Epsilon after up to 16 evenly spaced steps, as pairs of step and epsilon, from (0, 0) on."""
+    steps = sorted({round(facts.steps * part / _CURVE_STEPS) for part in range(_CURVE_STEPS + 1)})
+    return tuple((step, _epsilon(_first(facts.history, step), facts)) for step in steps)
+
+
+def attack_bound(facts: RunFacts, figures: Figures) -> Points:
+    """The best that a membership test can do: pairs of false positive rate and a bound on the true positive rate.
+
+    Each pair (delta, epsilon) of the privacy curve bounds both error rates of every test (Kairouz et al. 2015); the
+    smallest of these bounds holds.
+
+    Args:
+        facts: The facts.
+        figures: Those of the same facts, with ``spent``.
+
+    Returns:
+        Points with rising false positive rate from 0 to 1.
+    """
+    curve = _curve(facts, figures)
+    rates = {i / 50 for i in range(51)} | {i / 1000 for i in range(20)}
+    return tuple((rate, true_positive_bound(curve, rate)) for rate in sorted(rates))
+
+
+def true_positive_bound(curve: Iterable[tuple[float, float]], false_positive_rate: float) -> float:
+    """Bound on the true positive rate of any test, from pairs of delta and epsilon."""
+    missed = max((_missed(delta, eps, false_positive_rate) for delta, eps in curve), default=0.0)
+    return min(1.0, 1.0 - missed)
+
+
+def true_positives_at(facts: RunFacts, figures: Figures, false_positive_rate: float) -> float:
+    """As `true_positive_bound`, for the privacy curve of a run."""
+    return true_positive_bound(_curve(facts, figures), false_positive_rate)
+
+
+def delta_floor(facts: RunFacts) -> float | None:
+    """What the end of the noise's range adds to delta, or None if that end is not known.
+
+    Normals stop at ``largest_normal`` standard deviations; beyond it a shifted output shows its shift, with at most this
+    probability over all releases.
+    """
+    end = facts.noise.get("largest_normal")
+    if end is None:
+        return None
+    distance = 2.0 if facts.relation is Relation.REPLACE_ONE else 1.0
+    total = 0.0
+    for charge in facts.history:
+        sigma = getattr(charge.event, "noise_multiplier", 0.0)
+        if sigma > 0:
+            rate = charge.event.sample_rate if isinstance(charge.event, PoissonGaussianEvent) else 1.0
+            total += charge.count * rate * 0.5 * math.erfc((end - distance / sigma) / math.sqrt(2))
+    return min(1.0, total)
+
+
+@functools.lru_cache(maxsize=8)
+def _answers(
+    history: tuple[Charge, ...], delta: float, accountant: str, relation: Relation
+) -> tuple[PrivacySpent, Points]:
+    spent = privacy_spent(history, delta, accountant, relation)
+    return spent, privacy_profile(history, {*_DECADES, delta}, accountant, relation)
+
+
+@functools.lru_cache(maxsize=8)
+def _dense_profile(history: tuple[Charge, ...], highest: float, accountant: str, relation: Relation) -> Points:
+    lowest = _DECADES[-1]
+    if not lowest < highest < 1:
+        return ()
+    ratio = (lowest / highest) ** (1 / (_ATTACK_DELTAS - 1))
+    deltas = itertools.islice(itertools.accumulate(itertools.repeat(ratio), lambda a, b: a * b, initial=highest), 24)
+    return privacy_profile(history, deltas, accountant, relation)
+
+
+def _curve(facts: RunFacts, figures: Figures) -> Points:
+    if figures.spent is None:
+        return ()
+    advantage = figures.spent.advantage
+    if not math.isfinite(figures.spent.epsilon):
+        return ((advantage, 0.0),)
+    # The advantage is the delta that belongs to epsilon 0.
+    dense = _dense_profile(_history(facts), 0.95 * advantage, facts.accountant, facts.relation)
+    return ((advantage, 0.0), *figures.profile, *dense)
+
+
+def _missed(delta: float, eps: float, false_positive_rate: float) -> float:
+    """Least false negative rate of any test of that false positive rate under (eps, delta)."""
+    if eps > 700:  # e**eps overflows, and the bound says nothing
+        return 0.0
+    slope = math.exp(eps)
+    one, other = 1 - delta - slope * false_positive_rate, (1 - delta - false_positive_rate) / slope
+    return max(0.0, one, other)
+
+
+def _history(facts: RunFacts) -> tuple[Charge, ...]:
+    """What accounting is asked about. A run without noise counts as a bare release from its start."""
+    if facts.is_private:
+        return facts.history
+    known = tuple(charge for charge in facts.history if not isinstance(charge.event, UnclaimedEvent))
+    return (*known, Charge(NonPrivateEvent()))
+
+
+def _first(history: tuple[Charge, ...], steps: int) -> tuple[Charge, ...]:
+    taken: list[Charge] = []
+    for charge in history:
+        if steps == 0:
+            break
+        count = charge.count if charge.kind == "clip" else min(charge.count, steps)
+        taken.append(replace(charge, count=count))
+        steps -= 0 if charge.kind == "clip" else count
+    return tuple(taken)
+
+
+def _epsilon(history: tuple[Charge, ...], facts: RunFacts) -> float:
+    return epsilon(history, facts.delta, facts.accountant, facts.relation)
+
+
+def _unamplified(facts: RunFacts) -> float | None:
+    try:
+        return _epsilon(facts.unamplified, facts) if facts.unamplified else None
+    except AccountingRefusedError:
+        return None
+
+
+def _unclaimed_reason(facts: RunFacts) -> str:
+    reasons = [charge.event.reason for charge in facts.history if isinstance(charge.event, UnclaimedEvent)]
+    return reasons[0].rstrip(".") if reasons else f"sampling={facts.plan.get('sampling')!r}"

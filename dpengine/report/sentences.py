@@ -1,0 +1,181 @@
+"""The sentences that statement, model card and page share."""
+
+from __future__ import annotations
+
+import math
+from importlib import metadata
+from typing import Any
+
+from dpengine.accounting import GaussianEvent, PoissonGaussianEvent, Relation
+
+from .assumptions import stamps
+from .facts import RunFacts
+from .figures import Figures, true_positives_at
+from .rounding import percent_up, round_up, round_up_delta
+
+SETTING = "central"
+_ALARM_RATE = 0.01
+
+_NEIGHBOURS = {
+    Relation.ADD_OR_REMOVE_ONE: "one has one {unit} more than the other (add or remove one); how many there are is private",
+    Relation.ZERO_OUT: "one {unit} of one contributes nothing in the other (zero-out); how many there are is public",
+    Relation.REPLACE_ONE: "they differ in one {unit} (replace one); how many there are is public",
+}
+_LIBRARIES = {"pld": "dp-accounting"}
+_GRIDS = {
+    "pld": "pessimistic grid of the privacy loss, spacing chosen for each history",
+    "rdp": "Renyi divergence at fixed orders",
+}
+_CLOSED_FORM = "none: closed form"
+
+
+def headline(facts: RunFacts, figures: Figures) -> str:
+    """The guarantee in one line, never without its stamps."""
+    shown = "".join(f" [{stamp}]" for stamp in stamps(facts) if stamp != "NOT CLAIMED" or figures.spent is not None)
+    if figures.spent is None:
+        return f"ε {figures.refusal}{shown}"
+    eps, delta = round_up(figures.spent.epsilon), round_up_delta(facts.delta)
+    return f"(ε = {eps}, δ = {delta})-differential privacy for each {facts.unit}{shown}"
+
+
+def neighbours(facts: RunFacts) -> str:
+    """The neighbouring relation in words."""
+    size = f" ({facts.num_examples:,})" if facts.num_examples is not None and facts.rows_are_public else ""
+    return f"two data sets are neighbours if {_NEIGHBOURS[facts.relation].format(unit=facts.unit)}{size}."
+
+
+def other_measures(facts: RunFacts, figures: Figures) -> str:
+    """Mu and the advantage of a membership test, with what they mean."""
+    spent = figures.spent
+    if spent is None:
+        return "none, since no ε is claimed."
+    if any(isinstance(charge.event, PoissonGaussianEvent) for charge in facts.history) and figures.profile:
+        smallest = min(delta for delta, _ in figures.profile)
+        range_ = f"a Gaussian curve above this run's for δ from {round_up_delta(smallest)} up"
+    else:
+        range_ = "exact"
+    return (
+        f"μ-GDP {round_up(spent.mu)} ({range_}); "
+        f"membership advantage ≤ {percent_up(spent.advantage)} (true minus false positive rate of any test)."
+    )
+
+
+def plain_words(facts: RunFacts, figures: Figures) -> str:
+    """One paragraph for people who have never heard of epsilon."""
+    unit = facts.unit
+    if figures.spent is None:
+        return (
+            f"For this run no privacy guarantee is stated: {figures.refusal}. Someone may be able to find out whether a "
+            f"given {unit} was used."
+        )
+    if math.isinf(figures.spent.epsilon):
+        return (
+            f"This run is not private. Someone who sees the model may be able to tell for sure whether a given {unit} was "
+            "used to train it, and to recover parts of it."
+        )
+    right = percent_up((1 + figures.spent.advantage) / 2)
+    found = percent_up(true_positives_at(facts, figures, _ALARM_RATE))
+    secret = ", as long as the seed of the noise stays secret" if "INSECURE_SEED" in stamps(facts) else ""
+    return (
+        f"Someone who knows every other record, and sees every model that this run produced, tries to find out whether one "
+        f"particular {unit} was used. If used and not used are equally likely, a coin flip is right 50 % of the time; they "
+        f"are right at most {right} of the time{secret}. If they accept {_ALARM_RATE:.0%} false alarms, they recognise at "
+        f"most {found} of what was used."
+    )
+
+
+def budget(facts: RunFacts, figures: Figures) -> str:
+    """How far the run is: steps charged, and planned ones and the target if there were any."""
+    planned = f" of {facts.planned_steps:,} planned" if facts.planned_steps is not None else ""
+    target = f"; target ε = {facts.target_epsilon:g}" if facts.target_epsilon is not None and figures.spent else ""
+    return f"{facts.steps:,} steps charged{planned}{target}."
+
+
+def mechanism(facts: RunFacts) -> str:
+    """The mechanism in one line."""
+    plan = facts.plan
+    parts = [
+        f"DP-SGD, {plan.get('sampling', 'unknown')} batches",
+        _given("rate", plan.get("sample_rate")),
+        _given("noise multiplier", plan.get("noise_multiplier")),
+        _given("clipping", described(plan.get("clipping"))),
+        _given("sums divided by", plan.get("expected_batch_size")),
+    ]
+    return ", ".join(part for part in parts if part) + "."
+
+
+def described(value: Any) -> Any:
+    """A policy's description as text, where it is a mapping."""
+    if not isinstance(value, dict):
+        return value
+    inner = ", ".join(f"{key}={item:.6g}" if isinstance(item, float) else f"{key}={item}" for key, item in value.items())
+    return inner
+
+
+def accounting_library(accountant: str) -> tuple[str, str]:
+    """The library that composes for an accountant, and its version."""
+    library = _LIBRARIES.get(accountant, "dpengine")
+    return library, version_of(library)
+
+
+def accounting(figures: Figures) -> str:
+    """Who accounts, in which version, and how the number is to be read."""
+    library, version = accounting_library(figures.accountant)
+    own = "" if library == "dpengine" else f", with dpengine {version_of('dpengine')}"
+    return f"accountant {figures.accountant!r} of {library} {version}{own}; upper bounds, rounded up at the last digit."
+
+
+def discretization(facts: RunFacts, figures: Figures) -> str:
+    """What the accountant does to a continuous loss."""
+    sampled = any(isinstance(charge.event, PoissonGaussianEvent) for charge in facts.history)
+    return _GRIDS.get(figures.accountant, _CLOSED_FORM) if sampled else _CLOSED_FORM
+
+
+def unamplified(facts: RunFacts, figures: Figures) -> str:
+    """The bound of a shuffled run, under its own name; empty if there is none."""
+    if figures.unamplified is None:
+        return ""
+    return f"no amplification: {round_up(figures.unamplified)} at δ = {round_up_delta(facts.delta)}, without any credit for the order of the rows."
+
+
+def covers(facts: RunFacts) -> list[str]:
+    """The data accesses that the figure pays for."""
+    laws = {GaussianEvent: "every row", PoissonGaussianEvent: "a Poisson batch"}
+    seen = {laws[type(charge.event)] for charge in facts.history if type(charge.event) in laws}
+    of = f" ({' or '.join(sorted(seen))} each)" if seen else ""
+    return [
+        f"all accesses to the training data by the {facts.steps:,} steps of the ledger{of}, given-up batches included",
+        "the weights after each of these steps, all of them together, and what the optimizer keeps of them",
+        "whatever is computed from these without the training data",
+    ]
+
+
+def excludes(facts: RunFacts) -> list[str]:
+    """The outputs that the figure does not pay for."""
+    metric, split = facts.utility.get("metric"), facts.utility.get("split")
+    score = f"the evaluation figures ({metric} on {split or 'held-out data'})" if metric else "evaluation figures"
+    several = [] if facts.unit != RunFacts.unit else ["people with several rows: the unit is one row"]
+    return [
+        "the choice of hyper-parameters, of the number of steps, and of the model that is kept",
+        f"{score}, such as test scores",
+        "the training loss, gradient norms, sizes of batches and other logs of the run",
+        "data used before this run or beside it: pre-training, preprocessing that was fitted to rows",
+        "other runs on the same rows that are not in this ledger",
+        *several,
+        "side channels, such as time and memory, and the machine and people that hold the training data",
+        *facts.excludes,
+    ]
+
+
+def version_of(package: str) -> str:
+    """Version of an installed package."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return "unknown"
+
+
+def _given(name: str, value: Any) -> str:
+    if value is None:
+        return ""
+    return f"{name} {value:.6g}" if isinstance(value, (int, float)) else f"{name} {value}"

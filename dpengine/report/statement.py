@@ -1,0 +1,50 @@
+"""The privacy statement of a run: what is guaranteed, under which assumptions, and for what not."""
+
+from __future__ import annotations
+
+import textwrap
+
+from . import sentences
+from .assumptions import assumptions
+from .facts import RunFacts
+from .figures import figures_of
+
+_WIDTH = 100
+
+
+def statement(facts: RunFacts) -> str:
+    """States the guarantee of a run in full.
+
+    A run that was not private shows ``ε = ∞``; one whose sampling has no analysis shows no epsilon. Every number is an
+    upper bound, rounded up.
+
+    Args:
+        facts: The facts of the run.
+
+    Returns:
+        Plain text of several lines.
+    """
+    figures = figures_of(facts)
+    entries = {
+        "Setting": f"{sentences.SETTING} differential privacy: whoever trains sees the data, others see what leaves.",
+        "Unit": f"one {facts.unit}.",
+        "Adjacency": f"{facts.relation.value}: {sentences.neighbours(facts)}",
+        "Also": sentences.other_measures(facts, figures),
+        "Bound": sentences.unamplified(facts, figures),
+        "Mechanism": sentences.mechanism(facts),
+        "Steps": sentences.budget(facts, figures),
+        "Accounting": sentences.accounting(figures),
+    }
+    lines = [sentences.headline(facts, figures)]
+    lines += [_entry(f"{name}: ", text) for name, text in entries.items() if text]
+    lines.append("Assumptions, and whether they hold in this run:")
+    lines += [_entry(f"  [{item.holds}] ", f"{item.name} {item.evidence}.") for item in assumptions(facts)]
+    lines.append("Covered:")
+    lines += [_entry("  - ", text) for text in sentences.covers(facts)]
+    lines.append("Not covered:")
+    lines += [_entry("  - ", text) for text in sentences.excludes(facts)]
+    return "\n".join(lines) + "\n"
+
+
+def _entry(lead: str, text: str) -> str:
+    return textwrap.fill(lead + text, _WIDTH, subsequent_indent="    ", break_on_hyphens=False)

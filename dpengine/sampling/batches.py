@@ -1,0 +1,180 @@
+"""The logical batches of a run: drawn in order, split into physical chunks, counted as they are handed out."""
+
+from __future__ import annotations
+
+import collections
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple, NoReturn
+
+import numpy as np
+from torch.utils.data import Sampler
+
+from .strategy import AbstractBatchStrategy, WordStream
+from .ticket import Ticket
+
+
+class DrawnBatch(NamedTuple):
+    """A logical batch: its ticket, and the example indices of each physical chunk."""
+
+    ticket: Ticket
+    chunks: list[list[int]]
+
+
+class LogicalBatches:
+    """Draws, splits and hands out the logical batches of one run. Shared by the loader, its sampler and their copies.
+
+    Args:
+        strategy: What is in the batch of a step.
+        words: The randomness that ``strategy`` reads.
+        physical_batch_size: The most rows that a chunk may have, or None.
+        accumulation_steps: The number of chunks, if above 1.
+        on_handout: Called with the ticket and the chunk's number right before a chunk is given out.
+        may_draw: Asked with the step before each logical batch; False ends the pass.
+    """
+
+    def __init__(
+        self,
+        strategy: AbstractBatchStrategy,
+        words: WordStream,
+        *,
+        physical_batch_size: int | None,
+        accumulation_steps: int,
+        on_handout: Callable[[Ticket, int], None],
+        may_draw: Callable[[int], bool],
+    ):
+        self.strategy = strategy
+        self.may_draw = may_draw
+        self.position = 0  # logical batches handed out since the start of the run, and so the step of the next one
+        self.open_pass: Pass | None = None
+        self._words = words
+        self._physical_batch_size = physical_batch_size
+        self._accumulation_steps = accumulation_steps
+        self._on_handout = on_handout
+
+    def draw(self, step: int) -> DrawnBatch:
+        """Returns the logical batch of a step. Drawing has no effect: the same step gives the same batch again."""
+        indices = self.strategy.draw(step, self._words)
+        parts = self._accumulation_steps
+        if self._physical_batch_size is not None:
+            parts = max(1, -(-len(indices) // self._physical_batch_size))
+        chunks = [part.tolist() for part in np.array_split(indices, parts)]
+        return DrawnBatch(Ticket(step, tuple(map(len, chunks))), chunks)
+
+    def hand_out(self, ticket: Ticket, chunk: int) -> None:
+        """Notes that a chunk is about to reach the user."""
+        if chunk == 0:
+            self.position = ticket.step + 1  # first, so that a failing callback cannot make this step come twice
+        self._on_handout(ticket, chunk)
+
+    def start_pass(self, *, fetch_empty: bool) -> Pass:
+        """Returns a new pass from the current position. A pass that is still open is over."""
+        self.end_pass()
+        self.open_pass = Pass(self, fetch_empty=fetch_empty)
+        return self.open_pass
+
+    def end_pass(self) -> None:
+        """Ends the open pass, if there is one. What it has drawn but not handed out is forgotten."""
+        if self.open_pass is not None:
+            self.open_pass.source = None
+            self.open_pass = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> LogicalBatches:
+        return self  # copies of a loader continue the same run: no step may be handed out twice
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise TypeError(
+            "A private loader cannot be pickled: another process would hand out the same batches again. "
+            "Pickle your own loader, and call make_private in each process."
+        )
+
+
+class Pass:
+    """One pass over the loader. What is fetched and what is handed out are matched first in, first out.
+
+    DataLoader workers run ahead of the user, by an amount that depends on timing. So whichever side first needs the
+    next logical batch draws it, for both.
+
+    Args:
+        batches: The run.
+        fetch_empty: Whether chunks without rows go through the data loader as well.
+    """
+
+    def __init__(self, batches: LogicalBatches, *, fetch_empty: bool):
+        self.source: Iterator[Any] | None = None  # the user's own iteration; dropping it stops its workers
+        self.taken = False
+        self.fetch_empty = fetch_empty
+        self._batches = batches
+        self._start = batches.position
+        self._drawn = 0
+        self._for_user: collections.deque[Ticket] = collections.deque()
+        self._to_fetch: collections.deque[list[list[int]]] = collections.deque()
+        self._lock = threading.Lock()  # some loader classes iterate in a thread of their own
+
+    def next_for_user(self) -> Ticket:
+        """Returns the ticket of the next logical batch."""
+        with self._lock:
+            if not self._for_user:
+                self._draw()
+            return self._for_user.popleft()
+
+    def index_lists(self) -> Iterator[list[int]]:
+        """Yields the chunks to fetch, to the end of the pass."""
+        while (chunks := self._next_to_fetch()) is not None:
+            yield from (chunk for chunk in chunks if chunk or self.fetch_empty)
+
+    def _next_to_fetch(self) -> list[list[int]] | None:
+        with self._lock:
+            if not self._to_fetch:
+                if self._drawn == self._batches.strategy.steps_per_epoch:
+                    return None
+                self._draw()
+            return self._to_fetch.popleft()
+
+    def _draw(self) -> None:
+        ticket, chunks = self._batches.draw(self._start + self._drawn)
+        self._drawn += 1
+        self._for_user.append(ticket)
+        self._to_fetch.append(chunks)
+
+
+class PrivateBatchSampler(Sampler[list[int]]):
+    """The batch sampler of a private loader.
+
+    A loader that someone else builds around it, as training frameworks do, gets index lists too. It cannot say when a
+    batch reaches the user, so there a chunk counts as handed out when its indices are read.
+
+    Args:
+        batches: The run.
+
+    Attributes:
+        batch_size: The expected batch size, rounded. Frameworks read it.
+        drop_last: Always False.
+    """
+
+    def __init__(self, batches: LogicalBatches):
+        self.batch_size = max(1, round(batches.strategy.expected_batch_size))
+        self.drop_last = False
+        self._batches = batches
+
+    def __len__(self) -> int:
+        return self._batches.strategy.steps_per_epoch
+
+    def __iter__(self) -> Iterator[list[int]]:
+        # A worker pool asks for two iterators and reads one, so a pass is taken by the first that is really read.
+        current = self._batches.open_pass
+        if current is not None and not current.taken:
+            current.taken = True
+            yield from current.index_lists()
+        else:
+            yield from self._hand_out_indices()
+
+    def _hand_out_indices(self) -> Iterator[list[int]]:
+        for _ in range(len(self)):
+            step = self._batches.position
+            if not self._batches.may_draw(step):
+                return
+            ticket, chunks = self._batches.draw(step)
+            for number, chunk in enumerate(chunks):
+                self._batches.hand_out(ticket, number)
+                yield chunk

@@ -1,0 +1,163 @@
+"""Batches of zero rows: the structure of a batch, without any row."""
+
+from __future__ import annotations
+
+import collections.abc
+import contextlib
+import copy
+import dataclasses
+import enum
+import numbers
+import random
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from dpengine.errors import SamplingError
+
+_KEPT = (str, bytes, numbers.Number, np.generic, enum.Enum, torch.dtype, torch.device, type(None))
+
+
+@dataclasses.dataclass(frozen=True)
+class EmptyAwareCollate:
+    """The user's ``collate_fn``, which is never called with an empty list: then the answer is a batch of zero rows.
+
+    Args:
+        collate: The user's function from a list of examples to a batch.
+        template: What `empty_template` made of it.
+    """
+
+    collate: Callable[[list[Any]], Any]
+    template: Any
+
+    def __call__(self, examples: list[Any]) -> Any:
+        """Returns the batch of ``examples``.
+
+        Args:
+            examples: The examples, possibly none.
+
+        Returns:
+            What ``collate`` returns, or a new copy of the template.
+        """
+        return self.collate(examples) if len(examples) else copy.deepcopy(self.template)
+
+
+def empty_template(collate: Callable[[list[Any]], Any], example: Any, *, batch_first: bool = True) -> Any:
+    """Returns a batch of zero rows, with the structure that ``collate`` gives to real batches.
+
+    ``collate`` is called with one copy of the example and with two. What doubles in size counts rows: that axis of a
+    tensor or array becomes 0, such a list or tuple becomes empty. Tensors keep dtype, device and their other axes;
+    those that do not grow are filled with zeros, so that the template holds no tensor value of the example. Containers
+    keep their type where it can be built: dict, other mappings, list, tuple, named tuple, dataclass. A part of any
+    other type is a `SamplingError`. The process's random generators are left as they were.
+
+    Args:
+        collate: The function from a list of examples to a batch.
+        example: One example, as the data set returns it.
+        batch_first: Used only where nothing doubles: whether rows are axis 0, or axis 1 of what has two axes or more.
+
+    Returns:
+        The batch of zero rows.
+    """
+    with generators_untouched():
+        single = collate([example])
+    with generators_untouched():
+        double = collate([example, example])
+    cut = _GrowthCut()
+    template = _walk(single, double, cut, "batch")
+    return template if cut.found else _walk(single, single, _AxisCut(0 if batch_first else 1), "batch")
+
+
+@contextlib.contextmanager
+def generators_untouched() -> Iterator[None]:
+    """Gives the process's generators back as they were: a data set or collate function may draw from them."""
+    python_state, numpy_state = random.getstate(), np.random.get_state()
+    with torch.random.fork_rng(devices=[]):
+        try:
+            yield
+        finally:
+            random.setstate(python_state)
+            np.random.set_state(numpy_state)
+
+
+@dataclasses.dataclass
+class _GrowthCut:
+    """Takes for rows what doubles from one example to two."""
+
+    found: bool = False
+
+    def shape(self, single: Sequence[int], double: Sequence[int]) -> list[int]:
+        if len(single) != len(double):
+            return list(single)
+        grows = [size > 0 and other == 2 * size for size, other in zip(single, double, strict=True)]
+        self.found = self.found or any(grows)
+        return [0 if grown else size for size, grown in zip(single, grows, strict=True)]
+
+    def sequence(self, single: Sequence[Any], double: Sequence[Any]) -> bool:
+        grown = len(single) > 0 and len(double) == 2 * len(single)
+        self.found = self.found or grown
+        return grown
+
+
+@dataclasses.dataclass(frozen=True)
+class _AxisCut:
+    """Takes one axis of each tensor for rows, and each list of plain values."""
+
+    axis: int
+
+    def shape(self, single: Sequence[int], double: Sequence[int]) -> list[int]:
+        rows = self.axis if len(single) > self.axis else 0
+        return [0 if axis == rows else size for axis, size in enumerate(single)]
+
+    def sequence(self, single: Sequence[Any], double: Sequence[Any]) -> bool:
+        return all(isinstance(item, _KEPT) for item in single)
+
+
+def _walk(single: Any, double: Any, cut: _GrowthCut | _AxisCut, where: str) -> Any:
+    """The empty form of ``single``; ``double`` is the same part of the batch with two rows."""
+    if isinstance(single, torch.Tensor):
+        return single.new_zeros(cut.shape(single.shape, double.shape))
+    if isinstance(single, np.ndarray):
+        return np.zeros(cut.shape(single.shape, double.shape), dtype=single.dtype)
+    if isinstance(single, collections.abc.Mapping):
+        return _like_mapping(single, {key: _walk(single[key], double[key], cut, f"{where}[{key!r}]") for key in single})
+    if isinstance(single, (list, tuple)):
+        return _empty_sequence(single, double, cut, where)
+    if dataclasses.is_dataclass(single) and not isinstance(single, type):
+        result = copy.copy(single)
+        for field in dataclasses.fields(single):
+            one, two = getattr(single, field.name), getattr(double, field.name)
+            object.__setattr__(result, field.name, _walk(one, two, cut, f"{where}.{field.name}"))
+        return result
+    if isinstance(single, _KEPT):
+        return single
+    raise SamplingError(
+        f"{where} is a {type(single).__name__}; what that is with zero rows is not known, and a batch may be empty.",
+        fix="Let collate_fn return tensors in a dict, tuple, list or dataclass.",
+    )
+
+
+def _empty_sequence(single: Sequence[Any], double: Sequence[Any], cut: _GrowthCut | _AxisCut, where: str) -> Any:
+    """A list or tuple of fields is walked; one with an item for each row becomes empty."""
+    named = isinstance(single, tuple) and hasattr(single, "_fields")
+    if not named and cut.sequence(single, double):
+        items = []
+    else:
+        pairs = enumerate(zip(single, double, strict=False))
+        items = [_walk(one, two, cut, f"{where}[{index}]") for index, (one, two) in pairs]
+    kind: Any = type(single)
+    return kind(*items) if named else kind(items)
+
+
+def _like_mapping(original: Any, items: dict[Any, Any]) -> Any:
+    """A mapping of the original's type with these items, or a dict where the type cannot be built."""
+    with contextlib.suppress(TypeError, ValueError):
+        return type(original)(items)
+    with contextlib.suppress(TypeError, ValueError):
+        # A defaultdict wants its factory first. Its copy has the same keys, so nothing of the original stays in it.
+        result = copy.copy(original)
+        result.update(items)
+        return result
+    return items

@@ -1,0 +1,223 @@
+"""The user's DataLoader, handing out private batches."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NoReturn
+
+from torch.utils.data import DataLoader, SequentialSampler
+
+from dpengine.errors import SamplingError
+
+from .batches import LogicalBatches, Pass, PrivateBatchSampler
+from .check import check_loader
+from .collate import EmptyAwareCollate, empty_template, generators_untouched
+from .strategy import AbstractBatchStrategy, WordStream, whole_number
+from .ticket import Ticket
+
+_END = object()
+
+
+def private_loader(
+    loader: DataLoader[Any],
+    *,
+    strategy: AbstractBatchStrategy,
+    words: WordStream,
+    on_handout: Callable[[Ticket, int], None],
+    may_draw: Callable[[int], bool],
+    physical_batch_size: int | None = None,
+    accumulation_steps: int = 1,
+    batch_first: bool = True,
+    example_input: Any = None,
+) -> DataLoader[Any]:
+    """Returns a copy of ``loader`` that draws its batches by ``strategy``.
+
+    The copy is an instance of the user's own class, with the data set, workers, memory pinning, generator and all other
+    attributes of the original, which stays as it was. A pass over it yields ``strategy.steps_per_epoch`` logical
+    batches, each in one or more physical chunks, and the next pass goes on where the last one ended: ``position``
+    counts logical batches handed out. A batch that workers have fetched ahead but that was never handed out has no
+    effect, and comes again, the same. Batches are drawn in the main process; workers receive the data set and
+    ``collate_fn`` only.
+
+    An empty logical batch is a batch of zero rows, in the structure of a real one. That structure is taken here, once,
+    from ``dataset[0]``.
+
+    Starting a pass ends one that is still open; reading the old one then raises `SamplingError`.
+
+    Args:
+        loader: The user's loader.
+        strategy: What is in each logical batch.
+        words: The randomness that ``strategy`` reads.
+        on_handout: Called in the main process with the ticket and the number of the chunk, right before each chunk.
+        may_draw: Asked with the step before each logical batch; False ends the pass.
+        physical_batch_size: Splits a logical batch into nearly equal chunks, none with more rows. An empty batch is
+            one chunk.
+        accumulation_steps: Splits each logical batch into exactly so many chunks, some perhaps without rows.
+        batch_first: Which axis counts rows, where a batch of one row and one of two do not show it.
+        example_input: An example as the data set returns it, for a data set whose row 0 cannot be read.
+
+    Returns:
+        The private loader, with ``position``, ``state_dict()`` and ``load_state_dict()``.
+
+    Raises:
+        SamplingError: If the loader is refused by `check_loader`, is of another size than ``strategy``, or gives no
+            example to take the structure from.
+        ValueError: If both ways to split are asked for, or a size is below 1.
+    """
+    check_loader(loader)
+    rows = len(loader.dataset)  # type: ignore[arg-type]
+    if rows != strategy.num_examples:
+        raise SamplingError(f"The data set has {rows} rows, the strategy draws from {strategy.num_examples}.")
+    accumulation_steps = whole_number("private_loader", "accumulation_steps", accumulation_steps, at_least=1)
+    if physical_batch_size is not None:
+        physical_batch_size = whole_number("private_loader", "physical_batch_size", physical_batch_size, at_least=1)
+        if accumulation_steps > 1:
+            raise ValueError(
+                f"physical_batch_size={physical_batch_size} and accumulation_steps={accumulation_steps} both split "
+                "the logical batch. Pass one of them."
+            )
+    batches = LogicalBatches(
+        strategy,
+        words,
+        physical_batch_size=physical_batch_size,
+        accumulation_steps=accumulation_steps,
+        on_handout=on_handout,
+        may_draw=may_draw,
+    )
+    template = _template(loader, example_input, batch_first=batch_first)
+    batch_sampler = PrivateBatchSampler(batches)
+    private = object.__new__(_private_class(type(loader)))
+    # Through __dict__, because DataLoader forbids setting these after it is built. The other order of rows goes, with
+    # what torch itself puts in the place of `sampler` beside a batch sampler.
+    private.__dict__.update(
+        loader.__dict__,
+        batch_sampler=batch_sampler,
+        batch_size=batch_sampler.batch_size,
+        drop_last=False,
+        sampler=SequentialSampler(loader.dataset),  # type: ignore[arg-type]
+        collate_fn=EmptyAwareCollate(loader.collate_fn, template),
+        in_order=True,  # tickets are matched first in, first out
+        _iterator=None,  # persistent workers belong to the original
+        _batches=batches,
+        # A class that changes batches in an __iter__ of its own must get the empty ones too. In all others they do not
+        # pass through workers, where `dataset.__getitems__` would meet an empty list.
+        _fetch_empty=type(loader).__iter__ is not DataLoader.__iter__,
+    )
+    return private
+
+
+def _template(loader: DataLoader[Any], example_input: Any, *, batch_first: bool) -> Any:
+    example = example_input
+    if example is None:
+        if len(loader.dataset) == 0:  # type: ignore[arg-type]
+            raise SamplingError(
+                f"The data set ({type(loader.dataset).__name__}) is empty, so the structure of a batch is not known.",
+                fix="Pass example_input=, one example as the data set would return it.",
+            )
+        try:
+            with generators_untouched():
+                example = loader.dataset[0]
+        except Exception as error:
+            raise SamplingError(
+                f"dataset[0] of {type(loader.dataset).__name__} cannot be read ({type(error).__name__}: {error}), so "
+                "the structure of an empty batch is not known.",
+                fix="Pass example_input=, one example as the data set would return it.",
+            ) from error
+    return empty_template(loader.collate_fn, example, batch_first=batch_first)
+
+
+@functools.cache
+def _private_class(kind: type[DataLoader[Any]]) -> type[DataLoader[Any]]:
+    """The subclass of the user's loader class, one for each."""
+    return type(f"Private{kind.__name__}", (_PrivateIteration, kind), {"__module__": __name__, "__doc__": kind.__doc__})
+
+
+class _PrivateIteration:
+    """What a private loader does differently from the user's class, which follows it in the order of resolution."""
+
+    batch_sampler: PrivateBatchSampler
+    collate_fn: EmptyAwareCollate
+    _batches: LogicalBatches
+    _fetch_empty: bool
+
+    def __iter__(self) -> Iterator[Any]:
+        batches = self._batches
+        this_pass = batches.start_pass(fetch_empty=self._fetch_empty)
+        try:
+            this_pass.source = super().__iter__()  # type: ignore[misc]
+            for _ in range(len(self)):
+                # Asked when the user wants the batch, not when a worker runs ahead: the answer may depend on the steps
+                # taken until now.
+                if not batches.may_draw(batches.position):
+                    return
+                ticket = this_pass.next_for_user()
+                for chunk, rows in enumerate(ticket.rows):
+                    data = self._chunk(this_pass, rows)
+                    batches.hand_out(ticket, chunk)
+                    yield data
+                    if batches.open_pass is not this_pass:
+                        raise SamplingError(
+                            "This pass over the private loader is over: another was started, or a state loaded.",
+                            fix="Use one iterator at a time.",
+                        )
+        finally:
+            if batches.open_pass is this_pass:
+                batches.end_pass()
+
+    def _chunk(self, this_pass: Pass, rows: int) -> Any:
+        """The data of the next chunk."""
+        if rows == 0 and not self._fetch_empty:
+            return self.collate_fn([])
+        data = next(this_pass.source, _END)  # type: ignore[arg-type]
+        if data is _END:
+            raise SamplingError(
+                f"{type(self).__mro__[2].__name__} ended before all of its batches had come.",
+                fix="Pass a loader that yields each batch of its batch_sampler once.",
+            )
+        return data
+
+    def __len__(self) -> int:
+        return len(self.batch_sampler)
+
+    @property
+    def position(self) -> int:
+        """Logical batches handed out since the start of the run."""
+        return self._batches.position
+
+    def state_dict(self) -> dict[str, int]:
+        """Returns the position. It is public, and all that a resumed run needs beside the same ``words``."""
+        return {"position": self.position}
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        """Goes on from a stored position. An open pass is over.
+
+        Args:
+            state: What `state_dict` returned.
+
+        Raises:
+            ValueError: If there is no ``position`` of at least 0 in it.
+        """
+        if set(state) != {"position"}:
+            raise ValueError(f"load_state_dict: expected the key 'position' alone, got {sorted(state)}.")
+        position = whole_number("load_state_dict", "position", state["position"], at_least=0)
+        self._batches.end_pass()
+        self._batches.position = position
+
+    def __copy__(self) -> Any:
+        return self._with({**self.__dict__})
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return self._with(
+            {name: copy.deepcopy(value, memo) for name, value in self.__dict__.items() if name != "_iterator"}
+        )
+
+    def _with(self, attributes: dict[str, Any]) -> Any:
+        """A loader of the same run with these attributes, and no workers yet."""
+        other = object.__new__(type(self))
+        other.__dict__.update(attributes, _iterator=None)
+        return other
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        self._batches.__reduce_ex__(protocol)

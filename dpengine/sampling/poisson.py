@@ -1,0 +1,149 @@
+"""Poisson sampling: every example joins each logical batch on its own, with one known probability."""
+
+from __future__ import annotations
+
+import dataclasses
+import decimal
+import math
+from typing import Any, ClassVar
+
+import numpy as np
+import numpy.typing as npt
+
+from .strategy import AbstractBatchStrategy, IndexBatch, WordStream, whole_number
+
+# Note: how exact the draw is.
+# A word w stands for u = (w + 1/2) * 2**-64. At least k examples are passed over before the next included one if and
+# only if u <= (1 - q)**k. That comparison is exact: float64 decides it where it is clear, 120-digit arithmetic where it
+# is close. So P(at least k) is (1 - q)**k rounded to a multiple of 2**-64. Far out, where (1 - q)**k is small, this
+# rounding would count: so a word passes over at most `_longest_gap` examples, where (1 - q)**k >= 1/8, and a fresh word
+# goes on from there, which a memoryless law allows. Given everything before it, each example is therefore included
+# with a probability that differs from q by at most 2**-64 / (1/8) = 2**-61. It also makes a draw the same on every
+# machine, whose float64 logarithms may differ in the last place.
+_SURVIVAL = 8
+_CLOSE = 2.0**-46  # relative; the float64 quotient of two logarithms is good to about 2**-50
+_DIGITS = decimal.Context(prec=120)
+_TIE = decimal.Decimal("1e-60")
+_HALF = np.uint64(1 << 63)
+_LARGEST_REQUEST = 1 << 18  # words: bounds memory while a batch of millions is drawn
+
+
+@dataclasses.dataclass(frozen=True)
+class PoissonSampling(AbstractBatchStrategy):
+    """Includes each example in each logical batch independently, with probability ``sample_rate``.
+
+    A draw takes time and memory in proportion to the batch, whatever ``num_examples`` is. Given all other inclusions,
+    the probability of one differs from ``sample_rate`` by less than 2**-61; an accountant that books
+    ``sample_rate + 2**-60`` is on the safe side.
+
+    Args:
+        num_examples: The size of the data set, from 0 to 2**53.
+        sample_rate: The probability, in (0, 1]. With 1, every batch is the whole data set.
+        steps_per_epoch: Logical batches in one pass over the loader.
+        expected_batch_size: The public constant by which sums are divided, in general ``sample_rate * num_examples``.
+
+    Raises:
+        TypeError: If a count is not a whole number, or another argument not a number.
+        ValueError: If an argument is outside its range.
+    """
+
+    num_examples: int
+    sample_rate: float
+    steps_per_epoch: int
+    expected_batch_size: float
+
+    law: ClassVar[str] = "poisson"
+    claims_epsilon: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        owner = type(self).__name__
+        fields = {
+            "num_examples": whole_number(owner, "num_examples", self.num_examples, at_least=0),
+            "sample_rate": checked_sample_rate(owner, self.sample_rate),
+            "steps_per_epoch": whole_number(owner, "steps_per_epoch", self.steps_per_epoch, at_least=0),
+            "expected_batch_size": checked_batch_size(owner, self.expected_batch_size),
+        }
+        if fields["num_examples"] > 1 << 53:
+            raise ValueError(f"{owner}: num_examples must be at most 2**53, got {self.num_examples}.")
+        for name, value in fields.items():
+            object.__setattr__(self, name, value)
+
+    def draw(self, step: int, words: WordStream) -> IndexBatch:
+        """Returns the examples of one logical batch, sorted. See `AbstractBatchStrategy.draw`."""
+        if self.sample_rate == 1.0:
+            return np.arange(self.num_examples, dtype=np.int64)
+        longest = self._longest_gap()
+        request = self._words_per_request(longest)
+        found: list[IndexBatch] = []
+        passed, block = 0, 0  # positions that are decided, requests made
+        while passed < self.num_examples:
+            skips = _skips(words(request, step=step, block=block), self.sample_rate, longest)
+            included = skips < longest
+            ends = passed + np.cumsum(skips + included)
+            found.append(ends[included] - 1)
+            passed, block = int(ends[-1]), block + 1
+        indices = np.concatenate(found) if found else np.empty(0, dtype=np.int64)
+        return indices[: np.searchsorted(indices, self.num_examples)]
+
+    def _longest_gap(self) -> int:
+        """How many positions one word may skip at most."""
+        gap = math.log(_SURVIVAL) / -math.log1p(-self.sample_rate)
+        return max(1, int(min(gap, self.num_examples)))
+
+    def _words_per_request(self, longest: int) -> int:
+        """So many words that one request is nearly always enough."""
+        positions_per_word = -math.expm1(longest * math.log1p(-self.sample_rate)) / self.sample_rate
+        mean = self.num_examples / positions_per_word
+        return min(_LARGEST_REQUEST, int(mean + 6 * math.sqrt(mean)) + 8)
+
+
+def _skips(words: npt.NDArray[np.uint64], sample_rate: float, longest: int) -> npt.NDArray[np.int64]:
+    """How many examples each word passes over before the next included one, ``longest`` at most."""
+    low = words < _HALF
+    # min(u, 1 - u): each half of the range keeps its own relative precision, down to 2**-65.
+    tail = (np.where(low, words, ~words).astype(np.float64) + 0.5) * 2.0**-64
+    log_uniform = np.where(low, np.log(tail), np.log1p(-tail))
+    with np.errstate(over="ignore"):
+        quotient = np.minimum(log_uniform / math.log1p(-sample_rate), 2.0 * longest)
+    skips = np.minimum(np.floor(quotient), longest).astype(np.int64)
+    nearest = np.rint(quotient)
+    close = (np.abs(quotient - nearest) <= nearest * _CLOSE) & (nearest >= 1) & (nearest <= longest)
+    for where in np.flatnonzero(close):
+        skips[where] = min(_exact_skips(int(words[where]), sample_rate), longest)
+    return skips
+
+
+def _exact_skips(word: int, sample_rate: float) -> int:
+    """The largest k with ``(word + 1/2) * 2**-64 <= (1 - sample_rate)**k``."""
+    with decimal.localcontext(_DIGITS):
+        uniform = decimal.Decimal(2 * word + 1) / decimal.Decimal(1 << 65)
+        quotient = uniform.ln() / (1 - decimal.Decimal(sample_rate)).ln()
+        nearest = quotient.to_integral_value()
+        tie = abs(quotient - nearest) < _TIE  # possible only where 1 - q is a short binary fraction
+        return int(nearest if tie else quotient.to_integral_value(decimal.ROUND_FLOOR))
+
+
+def checked_sample_rate(owner: str, value: Any) -> float:
+    """``value`` as a float in (0, 1]; ``owner`` has the argument."""
+    rate = _number(owner, "sample_rate", value)
+    if not 0.0 < rate <= 1.0:
+        raise ValueError(f"{owner}: sample_rate must be in (0, 1], got {value!r}.")
+    return rate
+
+
+def checked_batch_size(owner: str, value: Any) -> float:
+    """``value`` as a positive finite float; ``owner`` has the argument."""
+    size = _number(owner, "expected_batch_size", value)
+    if not 0.0 < size < math.inf:
+        raise ValueError(f"{owner}: expected_batch_size must be positive and finite, got {value!r}.")
+    return size
+
+
+def _number(owner: str, name: str, value: Any) -> float:
+    """``value`` as a float, strings and flags refused."""
+    if isinstance(value, (bool, str)):
+        raise TypeError(f"{owner}: {name} must be a number, got {value!r}.")
+    try:
+        return float(value)
+    except TypeError:
+        raise TypeError(f"{owner}: {name} must be a number, got {value!r}.") from None

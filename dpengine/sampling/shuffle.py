@@ -1,0 +1,92 @@
+"""Shuffled epochs: a random order, cut into batches. No privacy is claimed for the shuffling."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import ClassVar
+
+import numpy as np
+import numpy.typing as npt
+
+from .strategy import AbstractBatchStrategy, IndexBatch, WordStream, whole_number
+
+_ONE = np.uint64(1)
+_TOP_BIT = np.uint64(63)
+
+
+@dataclasses.dataclass(frozen=True)
+class ShuffleSampling(AbstractBatchStrategy):
+    """Cuts a fresh random order of the data set into batches, once per epoch, as ``DataLoader(shuffle=True)`` does.
+
+    Batches of one epoch are dependent, so the amplification of Poisson sampling does not hold and no epsilon is
+    claimed: the true one can be many times the Poisson figure (Chua et al. 2024).
+
+    Args:
+        num_examples: The size of the data set, at least 1.
+        batch_size: Rows in a batch.
+        drop_last: Whether a shorter last batch is left out.
+
+    Attributes:
+        sample_rate: ``batch_size / num_examples``, at most 1. The share of the data in a batch, not a probability that
+            an accountant may use.
+        expected_batch_size: ``batch_size``, or ``num_examples`` where that is less.
+        steps_per_epoch: Batches in an epoch.
+
+    Raises:
+        TypeError: If a count is not a whole number.
+        ValueError: If a count is below 1.
+    """
+
+    num_examples: int
+    batch_size: int
+    drop_last: bool = False
+    sample_rate: float = dataclasses.field(init=False)
+    expected_batch_size: float = dataclasses.field(init=False)
+    steps_per_epoch: int = dataclasses.field(init=False)
+
+    law: ClassVar[str] = "shuffle"
+    claims_epsilon: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        owner = type(self).__name__
+        rows = whole_number(owner, "num_examples", self.num_examples, at_least=1)
+        size = whole_number(owner, "batch_size", self.batch_size, at_least=1)
+        fields = {
+            "num_examples": rows,
+            "batch_size": size,
+            "drop_last": bool(self.drop_last),
+            "sample_rate": min(1.0, size / rows),
+            "expected_batch_size": float(min(size, rows)),
+            "steps_per_epoch": rows // size if self.drop_last else -(-rows // size),
+        }
+        for name, value in fields.items():
+            object.__setattr__(self, name, value)
+
+    def draw(self, step: int, words: WordStream) -> IndexBatch:
+        """Returns the examples of one batch, sorted. See `AbstractBatchStrategy.draw`."""
+        if self.steps_per_epoch == 0:
+            return np.empty(0, dtype=np.int64)
+        epoch, place = divmod(step, self.steps_per_epoch)
+        positions = np.arange(place * self.batch_size, min((place + 1) * self.batch_size, self.num_examples))
+        # The order belongs to the epoch, so its words have the address of the epoch's first step.
+        rounds = _rounds(self.num_examples)
+        keys = words(3 * rounds, step=epoch * self.steps_per_epoch, block=0).reshape(rounds, 3)
+        return np.sort(_permuted(positions.astype(np.uint64), np.uint64(self.num_examples), keys)).astype(np.int64)
+
+
+def _rounds(size: int) -> int:
+    return 6 * size.bit_length() + 24
+
+
+def _permuted(
+    positions: npt.NDArray[np.uint64], size: np.uint64, keys: npt.NDArray[np.uint64]
+) -> npt.NDArray[np.uint64]:
+    """Images of ``positions`` under a random permutation of ``[0, size)``, without forming the permutation."""
+    # Swap-or-not (Hoang, Morris, Rogaway 2012): each round pairs x with center - x and exchanges the two, or not, by a
+    # coin that depends on the pair only. So a round is its own inverse, and a batch costs O(batch * log size).
+    for center, factor, offset in keys:
+        partner = (center % size + size - positions) % size
+        name_of_pair = np.maximum(positions, partner)
+        coin = ((factor | _ONE) * name_of_pair + offset) >> _TOP_BIT
+        positions = np.where(coin == _ONE, partner, positions)
+    return positions

@@ -1,0 +1,130 @@
+"""Whether a loss, and the model before it, keep the rows of a batch apart."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from dpengine.errors import BatchDependentLossError, ReductionError
+
+LossFunction = Callable[[Any, Any], Tensor]
+
+
+def check_loss(
+    model: nn.Module, loss_fn: LossFunction, batch: tuple[Any, Any], *, loss_reduction: str = "mean", rows: int = 2
+) -> None:
+    """Recomputes a few rows of a batch alone, and compares what they did in the company of the others.
+
+    Runs in eval mode, so that dropout does not disturb the comparison; changes nothing in the model.
+
+    Args:
+        model: The model.
+        loss_fn: Called as ``loss_fn(model(inputs), targets)``.
+        batch: ``(inputs, targets)``; inputs may be a tensor, a tuple of positional or a mapping of keyword inputs.
+        loss_reduction: What was declared to ``make_private``.
+        rows: How many rows are recomputed. The batch must have at least two.
+
+    Raises:
+        BatchDependentLossError: If an output or a loss gradient of a row depends on the other rows.
+        ReductionError: If the loss is summed where a mean was declared, or the other way round.
+        ValueError: If the batch has fewer than two rows.
+    """
+    inputs, targets = batch
+    size = next(t.shape[0] for t in pytree.tree_leaves(targets) if isinstance(t, Tensor) and t.dim())
+    if size < 2:
+        raise ValueError(f"check_loss: the batch has {size} rows; two are needed to see whether they mix.")
+    mode = model.training
+    try:
+        model.eval()
+        outputs, by_outputs = _loss_gradients(model, loss_fn, inputs, targets)
+        for row in range(min(rows, size)):
+            one = lambda leaf, row=row: leaf[row : row + 1] if _carries_rows(leaf, size) else leaf  # noqa: E731
+            alone, by_alone = _loss_gradients(model, loss_fn, pytree.tree_map(one, inputs), pytree.tree_map(one, targets))
+            _compare_outputs(row, [one(o) for o in outputs], alone)
+            _compare_gradients(row, size, loss_reduction, [one(g) for g in by_outputs], by_alone)
+    finally:
+        model.train(mode)
+
+
+def per_example(loss_fn: LossFunction) -> LossFunction:
+    """Makes any loss a mean over rows of each row's own loss, which keeps rows apart.
+
+    Args:
+        loss_fn: Called with one row at a time, as a batch of one.
+
+    Returns:
+        A loss for whole batches. An empty batch gives zero.
+    """
+
+    def of_batch(outputs: Any, targets: Any) -> Tensor:
+        tensors = [t for t in pytree.tree_leaves(outputs) if isinstance(t, Tensor)]
+        size = tensors[0].shape[0]
+        losses = [
+            loss_fn(*pytree.tree_map(lambda leaf: leaf[i : i + 1] if _carries_rows(leaf, size) else leaf, (outputs, targets)))
+            for i in range(size)
+        ]
+        return torch.stack(losses).mean() if losses else tensors[0].sum() * 0.0
+
+    return of_batch
+
+
+def _carries_rows(leaf: Any, size: int) -> bool:
+    return isinstance(leaf, Tensor) and leaf.dim() > 0 and leaf.shape[0] == size
+
+
+def _loss_gradients(model: nn.Module, loss_fn: LossFunction, inputs: Any, targets: Any) -> tuple[list[Tensor], list[Tensor]]:
+    with torch.no_grad():
+        raw = _call(model, inputs)
+    leaves, spec = pytree.tree_flatten(raw)
+    floats = [leaf.detach().clone().requires_grad_() if _is_float(leaf) else leaf for leaf in leaves]
+    watched = [leaf for leaf in floats if _is_float(leaf)]
+    with torch.enable_grad():
+        loss = loss_fn(pytree.tree_unflatten(floats, spec), targets)
+        grads = torch.autograd.grad(loss, watched, allow_unused=True)
+    return watched, [torch.zeros_like(w) if g is None else g for w, g in zip(watched, grads, strict=True)]
+
+
+def _is_float(leaf: Any) -> bool:
+    return isinstance(leaf, Tensor) and leaf.is_floating_point()
+
+
+def _call(model: nn.Module, inputs: Any) -> Any:
+    if isinstance(inputs, Mapping):
+        return model(**inputs)
+    return model(*inputs) if isinstance(inputs, tuple) else model(inputs)
+
+
+def _compare_outputs(row: int, together: list[Tensor], alone: list[Tensor]) -> None:
+    for a, b in zip(together, alone, strict=True):
+        if a.shape != b.shape or not torch.allclose(a, b, rtol=1e-3, atol=1e-5, equal_nan=True):
+            raise BatchDependentLossError(
+                f"The model's output for row {row} changes with its batch: a layer mixes rows.",
+                fix="See dpengine.check(model) for the layer, and dpengine.fix(model).",
+            )
+
+
+def _compare_gradients(row: int, size: int, declared: str, together: list[Tensor], alone: list[Tensor]) -> None:
+    def close(scale: float) -> bool:
+        return all(torch.allclose(a * scale, b, rtol=1e-3, atol=1e-7) for a, b in zip(together, alone, strict=True))
+
+    found = {"mean": close(float(size)), "sum": close(1.0)}
+    if found[declared]:
+        return
+    norms = [float(torch.stack([t.norm() for t in tensors]).norm()) for tensors in (together, alone)]
+    other = "sum" if declared == "mean" else "mean"
+    if found[other]:
+        ratio = norms[0] * (size if declared == "mean" else 1) / max(norms[1], 1e-30)
+        raise ReductionError(
+            f"Loss looks like a {other}, expected a {declared} (ratio {ratio:.3g}).",
+            fix=f'Pass loss_reduction="{other}".',
+        )
+    shown = norms[0] * (size if declared == "mean" else 1)
+    raise BatchDependentLossError(
+        f"The loss of row {row} changes with its batch (gradient {shown:.3g} vs {norms[1]:.3g} alone): a mean over tokens "
+        "or classes, or a loss between rows.",
+        fix="Use dpengine.per_example(loss_fn).",
+    )

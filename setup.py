@@ -1,0 +1,38 @@
+"""Metadata of dpengine, and their only place: pyproject.toml holds the settings of the tools."""
+
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+HERE = Path(__file__).resolve().parent
+PLOTS = ["matplotlib>=3.8"]
+
+setup(
+    name="dpengine",
+    version="0.1.0",
+    description="PyTorch training with differential privacy, in the loop that you already have",
+    long_description=(HERE / "README.md").read_text(encoding="utf-8"),
+    long_description_content_type="text/markdown",
+    license_expression="Apache-2.0 AND CC-BY-4.0",  # the code, and the census data in dpengine/data/adult
+    license_files=["LICENSE", "dpengine/data/adult/SOURCE.md"],
+    python_requires=">=3.10",
+    packages=find_packages(include=["dpengine", "dpengine.*"]),
+    package_data={"dpengine": ["py.typed"], "dpengine.data": ["adult/*.xz", "adult/*.md"]},
+    install_requires=[
+        "torch>=2.6",
+        "numpy>=1.26",
+        "scipy>=1.11",
+        "opt-einsum>=3.4",
+        "dp-accounting>=0.6,<0.7",
+        "safetensors>=0.4",
+        "tqdm>=4.66",
+        "typer>=0.12",
+        "rich>=13",
+        "jinja2",
+    ],
+    extras_require={
+        "plots": PLOTS,
+        "test": ["pytest>=8", "setuptools>=77", "pytest-xdist", "hypothesis", "ruff", "mypy", "scikit-learn", *PLOTS],
+    },
+    entry_points={"console_scripts": ["dpengine=dpengine.cli:main"]},
+)

@@ -1,0 +1,61 @@
+import math
+
+import pytest
+
+from dpengine.accounting import check_delta, sample_rate_of, steps_per_epoch, suggested_delta
+from dpengine.errors import InvalidBudgetError
+
+
+def test_f_s4_no_step_is_lost_to_floating_point():
+    for batches in range(1, 5001):
+        assert steps_per_epoch(batches, 1) == batches
+    for rows in range(1, 5001):
+        for batch in (2, 3, 7, 32, 49, 64, 100, rows):
+            expected = len(range(0, rows, batch))
+            for epochs in (1, 3, 20):
+                assert epochs * steps_per_epoch(rows, batch) == epochs * expected
+
+
+def test_f_s4_the_naive_formula_does_lose_steps():
+    assert any(int(1 / (1 / rows)) != steps_per_epoch(rows, 1) for rows in range(1, 5000))
+
+
+@pytest.mark.parametrize(("rows", "batch"), [(0, 1), (1, 0), (-3, 1), (10, 2.0), (10.0, 2), (True, 1), ("9", 1)])
+def test_rows_and_batches_must_be_positive_integers(rows, batch):
+    for function in (steps_per_epoch, sample_rate_of):
+        with pytest.raises(InvalidBudgetError, match=r"num_examples=|batch_size="):
+            function(rows, batch)
+
+
+def test_sample_rate_is_the_share_of_a_batch():
+    assert sample_rate_of(60000, 256) == 256 / 60000
+    assert sample_rate_of(10, 10) == sample_rate_of(10, 64) == 1.0
+
+
+def test_the_suggested_delta_lies_below_one_over_n():
+    for rows in (2, 10, 32561, 10**9):
+        assert suggested_delta(rows) == pytest.approx(math.exp(-1.1 * math.log(rows)))
+        assert suggested_delta(rows) < 1 / rows
+        check_delta(suggested_delta(rows), rows)
+    with pytest.raises(InvalidBudgetError):
+        suggested_delta(1)
+
+
+def test_a_large_delta_is_refused_with_a_suggestion():
+    with pytest.raises(InvalidBudgetError) as caught:
+        check_delta(0.5, 32561)
+    assert str(caught.value) == (
+        "[DPE007] delta=0.5 is too large for 32,561 rows; at 1/N a mechanism may publish a whole record. "
+        "Suggested: 1.1e-05."
+    )
+    check_delta(0.5, 32561, allow_large=True)
+    check_delta(0.9 / 32561, 32561)
+    for rows in range(2, 200):  # 1/49 * 49 < 1 in floating point
+        with pytest.raises(InvalidBudgetError):
+            check_delta(1 / rows, rows)
+
+
+@pytest.mark.parametrize("delta", [0, 1, -1e-5, 2, math.nan, math.inf, "1e-5"])
+def test_a_delta_outside_zero_one_is_refused_even_when_large_is_allowed(delta):
+    with pytest.raises(InvalidBudgetError, match="delta="):
+        check_delta(delta, 100, allow_large=True)

@@ -1,0 +1,103 @@
+"""The oracle is the closed form in 60-digit arithmetic."""
+
+import math
+
+import mpmath
+import pytest
+
+from dpengine.accounting import (
+    Charge,
+    GaussianEvent,
+    NonPrivateEvent,
+    PoissonGaussianEvent,
+    Relation,
+    delta_of,
+    epsilon,
+    mu_gdp,
+)
+from dpengine.accounting.gdp import delta_of_mu, epsilon_of_mu, largest_mu
+from dpengine.errors import AccountingRefusedError
+
+POINTS = [  # noise multiplier, steps, delta
+    (1.0, 1, 1e-5),
+    (0.3, 1, 1e-3),
+    (2.0, 100, 1e-5),
+    (600.0, 100_000, 1e-10),
+    (600.0, 100_000, 1e-100),
+    (1.0, 100_000, 1e-5),
+    (50.0, 1000, 1e-100),
+    (1e5, 10, 1e-9),
+    (0.01, 1, 1e-12),
+]
+
+
+def exact_log_delta(mu, eps):
+    with mpmath.workdps(60):
+        mu, eps = mpmath.mpf(mu), mpmath.mpf(eps)
+
+        def cdf(x):
+            return mpmath.erfc(-x / mpmath.sqrt(2)) / 2
+
+        return float(mpmath.log(cdf(mu / 2 - eps / mu) - mpmath.exp(eps) * cdf(-mu / 2 - eps / mu)))
+
+
+def exact_epsilon(mu, delta):
+    low, high = 0.0, mu * mu / 2 + mu * math.sqrt(-2 * math.log(delta)) + 1
+    while low < (middle := (low + high) / 2) < high:
+        low, high = (middle, high) if exact_log_delta(mu, middle) > math.log(delta) else (low, middle)
+    return high
+
+
+@pytest.mark.parametrize(("sigma", "steps", "delta"), POINTS)
+@pytest.mark.parametrize("accountant", ["gdp", "pld"])
+def test_f_a1_unsampled_gaussians_are_exact_down_to_tiny_delta(accountant, sigma, steps, delta):
+    truth = exact_epsilon(math.sqrt(steps) / sigma, delta)
+    answer = epsilon((Charge(GaussianEvent(sigma), steps),), delta, accountant)
+    assert truth * (1 - 1e-14) <= answer <= truth * (1 + 1e-9)
+
+
+@pytest.mark.parametrize(("sigma", "steps", "delta"), POINTS)
+def test_delta_and_mu_invert_epsilon(sigma, steps, delta):
+    mu = math.sqrt(steps) / sigma
+    eps = epsilon_of_mu(mu, delta)
+    assert exact_log_delta(mu, eps) <= math.log(delta)
+    assert math.exp(exact_log_delta(mu, eps)) <= delta_of_mu(mu, eps) <= delta * (1 + 1e-6)
+    assert largest_mu(eps, delta) == pytest.approx(mu, rel=1e-8)
+    assert delta_of((Charge(GaussianEvent(sigma), steps),), eps, "gdp") == pytest.approx(delta, rel=1e-6)
+
+
+def test_epsilon_is_zero_where_delta_covers_everything():
+    assert epsilon_of_mu(0.1, 0.5) == 0.0
+    assert epsilon_of_mu(0.0, 1e-9) == 0.0
+    assert epsilon_of_mu(math.inf, 1e-9) == math.inf
+    assert delta_of_mu(0.0, 1.0) == 0.0
+
+
+def test_advantage_at_epsilon_zero_is_the_total_variation_distance():
+    # TV of N(0,1) and N(mu,1) is erf(mu / sqrt 8).
+    for mu in (1e-6, 0.1, 1.0, 5.0):
+        assert delta_of_mu(mu, 0.0) == pytest.approx(math.erf(mu / math.sqrt(8)), rel=1e-9)
+
+
+def test_f_a4_replace_one_doubles_mu():
+    history = (Charge(GaussianEvent(2.0), 3),)
+    for accountant in ("gdp", "pld", "rdp"):
+        doubled = epsilon((Charge(GaussianEvent(1.0), 3),), 1e-5, accountant)
+        assert epsilon(history, 1e-5, accountant, Relation.REPLACE_ONE) == pytest.approx(doubled, rel=1e-12)
+    assert mu_gdp(history, relation=Relation.REPLACE_ONE) == pytest.approx(math.sqrt(3))
+    assert mu_gdp(history, relation=Relation.ZERO_OUT) == pytest.approx(math.sqrt(3) / 2)
+
+
+def test_f_a2_no_central_limit_form_for_sampled_releases():
+    with pytest.raises(AccountingRefusedError, match="accountant='pld'"):
+        epsilon((Charge(PoissonGaussianEvent(0.1, 1.0), 3),), 1e-5, "gdp")
+
+
+def test_a_rate_of_one_is_no_sampling():
+    assert epsilon((Charge(PoissonGaussianEvent(1.0, 1.0), 3),), 1e-5, "gdp") == epsilon(
+        (Charge(GaussianEvent(1.0), 3),), 1e-5, "gdp"
+    )
+
+
+def test_mu_is_infinite_without_noise():
+    assert mu_gdp((Charge(NonPrivateEvent()),)) == math.inf

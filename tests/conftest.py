@@ -1,0 +1,44 @@
+"""What holds for every test: no network, one thread for each worker, and every notice shown afresh."""
+
+import os
+import socket
+import sys
+
+if "PYTEST_XDIST_WORKER" in os.environ:  # before torch is imported, and for every process that a test starts
+    os.environ["OMP_NUM_THREADS"] = "1"
+
+import pytest
+import torch
+
+from dpengine.errors import forget_notices
+
+if "PYTEST_XDIST_WORKER" in os.environ:
+    torch.set_num_threads(1)
+
+_LOCAL_NAMES = {None, "", b"", "localhost", "127.0.0.1", "::1", b"localhost", socket.gethostname()}
+
+
+class NetworkRefused(RuntimeError):
+    """A test tried to reach the network."""
+
+
+def _refuse_network(event: str, args: tuple) -> None:
+    # An audit hook sees every socket of the process, forked workers of a DataLoader included, and nothing can unset it
+    if event in {"socket.connect", "socket.sendto", "socket.sendmsg"}:
+        if args[0].family != socket.AF_UNIX:
+            raise NetworkRefused(f"{event}: tests must not use the network, got the address {args[1]!r}.")
+    elif event in {"socket.getaddrinfo", "socket.gethostbyname"} and args[0] not in _LOCAL_NAMES:
+        raise NetworkRefused(f"{event}: tests must not use the network, got the host {args[0]!r}.")
+
+
+sys.addaudithook(_refuse_network)
+
+
+@pytest.fixture(autouse=True)
+def _fresh_notices():
+    forget_notices()
+
+
+@pytest.fixture
+def network_refused() -> type[NetworkRefused]:
+    return NetworkRefused

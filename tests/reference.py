@@ -1,0 +1,76 @@
+"""The slow truth: every row of a batch alone, through plain autograd, in float64. Shares no code with dpengine."""
+
+from __future__ import annotations
+
+import copy
+
+import torch
+
+
+def per_sample_gradients(model, loss_fn, inputs, targets, *, row=None):
+    """The gradient of each row's own loss, one ``{parameter name: gradient}`` for each row.
+
+    Args:
+        model: Any module; a float64 copy is run, with the buffers it had at the start for every row.
+        loss_fn: ``(output, targets of one row) -> scalar``.
+        inputs: A tuple of positional or a dict of keyword inputs.
+        targets: Tensor with the batch on axis 0.
+        row: ``(inputs, i) -> inputs of row i alone``; by default tensors with the batch on axis 0 are cut.
+    """
+    row = row or cut_row(len(targets))
+    model = copy.deepcopy(model).double()
+    parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    buffers = {name: b.clone() for name, b in model.named_buffers()}
+    found = []
+    for i in range(len(targets)):
+        for name, buffer in model.named_buffers():
+            buffer.copy_(buffers[name])
+        one = row(widened(inputs), i)
+        output = model(**one) if isinstance(one, dict) else model(*one)
+        loss = loss_fn(output, widened(targets)[i : i + 1])
+        gradients = torch.autograd.grad(loss, list(parameters.values()), allow_unused=True)
+        found.append(
+            {
+                name: torch.zeros_like(p) if gradient is None else gradient.to_dense()
+                for (name, p), gradient in zip(parameters.items(), gradients, strict=True)
+            }
+        )
+    return found
+
+
+def stacked(gradients):
+    """``{name: (B, *shape)}`` of what ``per_sample_gradients`` gave."""
+    return {name: torch.stack([row[name] for row in gradients]) for name in gradients[0]}
+
+
+def flat_norms(gradients):
+    """The norm of each row's whole gradient, ``(B,)``."""
+    return torch.stack([torch.cat([g.flatten() for g in row.values()]).norm() for row in gradients])
+
+
+def clipped_sum(gradients, max_norm):
+    """The sum of rows, each scaled down to norm ``max_norm`` at most."""
+    factors = [min(1.0, max_norm / max(norm.item(), 1e-300)) for norm in flat_norms(gradients)]
+    return {name: sum(f * row[name] for f, row in zip(factors, gradients, strict=True)) for name in gradients[0]}
+
+
+def cut_row(size):
+    """Cuts row i out of every tensor whose axis 0 has this size, in nested tuples, lists and dicts."""
+
+    def cut(tree, i):
+        if isinstance(tree, torch.Tensor):
+            return tree[i : i + 1] if tree.dim() and len(tree) == size else tree
+        if isinstance(tree, dict):
+            return {key: cut(value, i) for key, value in tree.items()}
+        return type(tree)(cut(value, i) for value in tree) if isinstance(tree, (tuple, list)) else tree
+
+    return cut
+
+
+def widened(tree):
+    """Floating tensors in float64."""
+    if isinstance(tree, torch.Tensor):
+        return tree.detach().double() if tree.is_floating_point() else tree
+    if isinstance(tree, dict):
+        return {key: widened(value) for key, value in tree.items()}
+    return type(tree)(widened(value) for value in tree) if isinstance(tree, (tuple, list)) else tree

@@ -1,0 +1,307 @@
+"""Data flows down the table below, imports point up it. Also: no cycles, front doors only, and limits on size."""
+
+import ast
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).resolve().parents[1] / "dpengine"
+
+# A part is a file or a folder directly under the package. It may import itself and the parts above it, no others.
+# "__init__" is the front door of the whole: it may import anything, and parts above it must not import it.
+ORDER = (
+    "errors",
+    "names",
+    "data",
+    "distributed",
+    "layers",
+    "sampling",
+    "capture",
+    "grad_samplers",
+    "validation",
+    "gradients",
+    "clipping",
+    "noise",
+    "accounting",
+    "plan",
+    "report",
+    "release",
+    "optimizer",
+    "companions",
+    "admission",
+    "run",
+    "checkpoint",
+    "functional",
+    "engine",
+    "auditing",
+    "__init__",
+    "compat",
+    "integrations",
+    "cli",
+    "__main__",
+)
+NEVER_IMPORTS = {"accounting": {"torch"}}  # numbers that must not depend on a device
+MAX_LINES_OF_FILE = 400
+MAX_LINES_OF_FUNCTION = 60
+
+
+@dataclass(frozen=True)
+class Import:
+    """One imported name. A target inside the package is written without the package's name, one outside with "//"."""
+
+    line: int
+    target: str
+    relative: bool
+    at_run_time: bool  # False under `if TYPE_CHECKING:`
+
+
+def faults(package: Path) -> list[str]:
+    """All that is wrong with the package in this folder, one line each."""
+    paths = {_name(path, package): path for path in sorted(package.rglob("*.py"))}
+    modules = {name: ast.parse(path.read_text(encoding="utf-8")) for name, path in paths.items()}
+    found = [f"{part}: a part without a row in ORDER" for part in sorted({_part(m) for m in modules} - set(ORDER))]
+    inner: dict[str, set[str]] = {}  # imports inside a part: a cycle across parts has an import that points down
+    for module, tree in modules.items():
+        imports = list(_imports(module, paths[module].name == "__init__.py", modules, package.name))
+        found += [fault for one in imports for fault in _import_faults(module, one, package.name)]
+        found += _size_faults(module, paths[module], tree)
+        inner[module] = {
+            one.target
+            for one in imports
+            if one.at_run_time and one.target in modules and _same_part(one.target, module)
+        }
+    return found + [f"{' -> '.join(cycle)}: an import cycle" for cycle in _cycles(inner)]
+
+
+def _name(path: Path, package: Path) -> str:
+    parts = path.relative_to(package).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" and len(parts) > 1 else parts)
+
+
+def _part(module: str) -> str:
+    return module.split(".")[0]
+
+
+def _same_part(one: str, other: str) -> bool:
+    return _part(one) == _part(other)
+
+
+def _imports(module: str, is_package: bool, modules: Mapping[str, ast.Module], package: str) -> Iterator[Import]:
+    """Every import of a module, those inside its functions too."""
+    tree = modules[module]
+    typing_only = {
+        id(node)
+        for block in ast.walk(tree)
+        if isinstance(block, ast.If) and ast.unparse(block.test).endswith("TYPE_CHECKING")
+        for node in ast.walk(block)
+    }
+    for node in ast.walk(tree):
+        at_run_time = id(node) not in typing_only
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield Import(node.lineno, _inside(alias.name, package), False, at_run_time)
+        elif isinstance(node, ast.ImportFrom):
+            origin = _origin(node, module, is_package, package)
+            for alias in node.names:
+                deeper = alias.name if origin == "__init__" else f"{origin}.{alias.name}"
+                is_module = deeper in modules and not _handed_out(alias.name, origin, module, modules)
+                yield Import(node.lineno, deeper if is_module else origin, bool(node.level), at_run_time)
+
+
+def _origin(node: ast.ImportFrom, module: str, is_package: bool, package: str) -> str:
+    if not node.level:
+        return _inside(node.module or "", package)
+    folders = [] if module == "__init__" else module.split(".")[: None if is_package else -1]
+    folders = folders[: len(folders) - node.level + 1]
+    return ".".join([*folders, *filter(None, [node.module])]) or "__init__"
+
+
+def _inside(dotted: str, package: str) -> str:
+    if dotted == package:
+        return "__init__"
+    return dotted.removeprefix(f"{package}.") if dotted.startswith(f"{package}.") else f"//{dotted}"
+
+
+def _handed_out(name: str, front_door: str, module: str, modules: Mapping[str, ast.Module]) -> bool:
+    """Whether the front door of another part binds this name: a function may be called as its file is."""
+    if front_door in ("__init__", _part(module)) or front_door not in modules:
+        return False
+    imports = (node for node in modules[front_door].body if isinstance(node, ast.ImportFrom))
+    return any(name == (alias.asname or alias.name) for node in imports for alias in node.names)
+
+
+def _import_faults(module: str, one: Import, package: str) -> Iterator[str]:
+    here, there = _part(module), _part(one.target)
+    where = f"{module.replace('.', '/')} line {one.line}"
+    if one.target.startswith("//"):
+        if one.target[2:].split(".")[0] in NEVER_IMPORTS.get(here, ()):
+            yield f"{where}: {here} must not import {one.target[2:]}"
+        return
+    if here in ("__init__", there) or here not in ORDER or there not in ORDER:
+        return  # a missing row has a line of its own
+    if ORDER.index(there) > ORDER.index(here):
+        yield f"{where}: {here} imports {there}, which comes after it in ORDER"
+    if one.relative:
+        yield f"{where}: across parts write `from {package}.{there} import ...`, not a relative import"
+    if "." in one.target and there != "compat":  # compat mirrors the paths of another package
+        yield f"{where}: imports {one.target} past the front door of {there}: write `from {package}.{there} import ...`"
+
+
+def _size_faults(module: str, path: Path, tree: ast.AST) -> Iterator[str]:
+    where = module.replace(".", "/")
+    lines = len(path.read_text(encoding="utf-8").splitlines())
+    if lines > MAX_LINES_OF_FILE:
+        yield f"{where}: {lines} lines, at most {MAX_LINES_OF_FILE}: split it by what it does"
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            lines = _extent(node) - (_extent(node.body[0]) if ast.get_docstring(node) else 0)
+            if lines > MAX_LINES_OF_FUNCTION:
+                yield (
+                    f"{where} line {node.lineno}: {node.name} has {lines} lines besides its docstring, "
+                    f"at most {MAX_LINES_OF_FUNCTION}"
+                )
+
+
+def _extent(node: ast.stmt) -> int:
+    return (node.end_lineno or node.lineno) - node.lineno + 1
+
+
+def _cycles(graph: dict[str, set[str]]) -> list[list[str]]:
+    """One cycle for each import that closes one in a depth-first walk."""
+    cycles, done = [], set()
+
+    def walk(module: str, path: list[str]) -> None:
+        if module in path:
+            cycles.append([*path[path.index(module) :], module])
+        elif module not in done:
+            for target in sorted(graph[module]):
+                walk(target, [*path, module])
+            done.add(module)
+
+    for module in sorted(graph):
+        walk(module, [])
+    return cycles
+
+
+def test_the_package_keeps_its_order():
+    found = faults(PACKAGE)
+    assert not found, "\n".join(found)
+
+
+GOOD = {
+    "__init__.py": "from .engine import Engine\nfrom dpengine.capture import hook",
+    "errors.py": "",
+    "capture/__init__.py": "from .hooks import hook",
+    "capture/hooks.py": "from dpengine.errors import X\nfrom .record import Call\nimport torch",
+    "capture/record.py": "",
+    "accounting/__init__.py": "import math\nfrom dpengine.errors import X",
+    "engine.py": "import dpengine.errors\nfrom dpengine.capture import hook",
+    "cli/__init__.py": "import dpengine\nfrom dpengine import engine",
+}
+
+
+@pytest.fixture
+def faults_of(tmp_path):
+    def build(**changes: str) -> list[str]:
+        package = tmp_path / "dpengine"
+        for file, text in (GOOD | changes).items():
+            path = package / file
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text, encoding="utf-8")
+        return faults(package)
+
+    return build
+
+
+def test_a_sound_tree_has_no_faults(faults_of):
+    assert faults_of() == []
+
+
+DOWNWARD = [
+    ("absolute", "from dpengine.engine import Engine"),
+    ("plain", "import dpengine.engine"),
+    ("of-a-module", "from dpengine import engine"),
+    ("inside-a-function", "def f():\n    from dpengine.engine import Engine"),
+    ("for-typing-only", "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from dpengine.engine import Engine"),
+]
+
+
+@pytest.mark.parametrize("text", [text for _, text in DOWNWARD], ids=[name for name, _ in DOWNWARD])
+def test_an_import_that_points_down_fails(faults_of, text):
+    (fault,) = faults_of(**{"capture/record.py": text})
+    assert "capture imports engine, which comes after it" in fault
+
+
+def test_a_relative_import_that_points_down_fails(faults_of):
+    found = faults_of(**{"capture/record.py": "from ..engine import Engine"})
+    assert any("capture imports engine, which comes after it" in fault for fault in found)
+
+
+def test_the_front_door_of_the_whole_is_closed_to_what_it_opens_on(faults_of):
+    (fault,) = faults_of(**{"errors.py": "import dpengine"})
+    assert "errors imports __init__, which comes after it" in fault
+
+
+def test_a_relative_import_across_parts_fails(faults_of):
+    (fault,) = faults_of(**{"capture/record.py": "from ..errors import X"})
+    assert "not a relative import" in fault
+
+
+def test_an_import_past_a_front_door_fails(faults_of):
+    (fault,) = faults_of(**{"engine.py": "from dpengine.capture.record import Call"})
+    assert "past the front door of capture" in fault
+
+
+def test_a_function_of_a_front_door_may_be_called_as_its_file_is(faults_of):
+    changes = {"capture/__init__.py": "from .hooks import hook\nfrom .record import record"}
+    assert faults_of(**changes, **{"engine.py": "from dpengine.capture import record"}) == []
+
+
+def test_a_module_that_the_front_door_does_not_hand_out_fails(faults_of):
+    (fault,) = faults_of(**{"engine.py": "from dpengine.capture import record"})
+    assert "past the front door of capture" in fault
+
+
+def test_a_cycle_inside_a_part_fails(faults_of):
+    (fault,) = faults_of(**{"capture/record.py": "def f():\n    from .hooks import hook"})
+    assert fault == "capture.hooks -> capture.record -> capture.hooks: an import cycle"
+
+
+def test_a_cycle_for_typing_only_passes(faults_of):
+    text = "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from .hooks import hook"
+    assert faults_of(**{"capture/record.py": text}) == []
+
+
+def test_a_file_that_imports_its_own_front_door_fails(faults_of):
+    (fault,) = faults_of(**{"capture/record.py": "from dpengine.capture import hook"})
+    assert "import cycle" in fault
+
+
+@pytest.mark.parametrize("file", ["gadgets.py", "gadgets/__init__.py", "gadgets/deep/tool.py"])
+def test_a_part_without_a_row_fails(faults_of, file):
+    assert faults_of(**{file: ""}) == ["gadgets: a part without a row in ORDER"]
+
+
+def test_accounting_must_not_import_torch(faults_of):
+    (fault,) = faults_of(**{"accounting/rdp.py": "def f():\n    import torch.nn"})
+    assert "accounting must not import torch.nn" in fault
+
+
+def test_a_file_of_more_than_400_lines_fails(faults_of):
+    assert faults_of(**{"errors.py": "x = 1\n" * 400}) == []
+    (fault,) = faults_of(**{"errors.py": "x = 1\n" * 401})
+    assert fault.startswith("errors: 401 lines, at most 400")
+
+
+def test_a_function_of_more_than_60_lines_fails(faults_of):
+    method = "class C:\n    def long(self):\n" + "        x = 1\n" * 59
+    assert faults_of(**{"errors.py": method}) == []
+    (fault,) = faults_of(**{"errors.py": method + "        x = 1\n"})
+    assert fault == "errors line 2: long has 61 lines besides its docstring, at most 60"
+
+
+def test_a_docstring_does_not_count_against_its_function(faults_of):
+    lines = "    Line of a docstring.\n" * 100
+    assert faults_of(**{"errors.py": f'def short():\n    """Sentence.\n\n{lines}    """\n    return 1\n'}) == []
