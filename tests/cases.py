@@ -7,10 +7,23 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from case_inputs import (
+    bag_alone,
+    batch,
+    batch_second,
+    channels_last,
+    expanded,
+    flat_bags,
+    floats,
+    indices,
+    sliced,
+    transposed,
+)
+from case_models import MODELS, ModelCase
+from torch import nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
-Part = Callable[[int, torch.dtype], Tensor]
+__all__ = ["CASES", "MODELS", "Case", "ModelCase"]
 
 
 @dataclass(frozen=True)
@@ -35,75 +48,6 @@ class Case:
         """Positional and keyword inputs."""
         first = len(inputs) - len(self.keywords)
         return inputs[:first], dict(zip(self.keywords, inputs[first:], strict=True))
-
-
-def batch(*parts: Part) -> Callable[[int, torch.dtype], tuple[Tensor, ...]]:
-    """Inputs made of parts."""
-    return lambda rows, dtype: tuple(part(rows, dtype) for part in parts)
-
-
-def floats(*shape: int, layout: Callable[[Tensor], Tensor] = lambda x: x) -> Part:
-    """Normal numbers ``(B, *shape)`` in a memory layout."""
-    return lambda rows, dtype: layout(torch.randn(rows, *shape, dtype=dtype))
-
-
-def indices(size: int, *shape: int, dtype: torch.dtype = torch.int64) -> Part:
-    """Integers ``(B, *shape)`` below ``size``."""
-    return lambda rows, _: torch.randint(size, (rows, *shape), dtype=dtype)
-
-
-def channels_last(x: Tensor) -> Tensor:
-    return x.contiguous(memory_format=torch.channels_last if x.dim() == 4 else torch.channels_last_3d)
-
-
-def transposed(x: Tensor) -> Tensor:
-    """The same values, the last two axes exchanged in memory."""
-    return x.transpose(-1, -2).contiguous().transpose(-1, -2)
-
-
-def batch_second(x: Tensor) -> Tensor:
-    """The same values, the second axis outermost in memory."""
-    return x.transpose(0, 1).contiguous().transpose(0, 1)
-
-
-def sliced(x: Tensor) -> Tensor:
-    """The same values, every second one in memory."""
-    wide = x.new_zeros(*x.shape[:-1], 2 * x.shape[-1])
-    wide[..., ::2] = x
-    return wide[..., ::2]
-
-
-def expanded(x: Tensor) -> Tensor:
-    """The first entry along the last axis, repeated without memory."""
-    return x[..., :1].expand_as(x)
-
-
-def flat_bags(size: int, *, weights: bool = False, end: bool = False):
-    """Bags of 0 to 4 entries, as one list with offsets."""
-
-    def make(rows: int, dtype: torch.dtype) -> tuple[Any, ...]:
-        lengths = torch.tensor([2, 0, 4, 1, 3])[:rows] if rows else torch.zeros(0, dtype=torch.int64)
-        total = int(lengths.sum())
-        entries = torch.randint(size, (total,))
-        entries[: total // 2] = entries[:1]  # an entry that occurs twice in a bag
-        offsets = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
-        offsets = offsets if end else offsets[:-1]
-        return (entries, offsets, torch.randn(total, dtype=dtype)) if weights else (entries, offsets)
-
-    return make
-
-
-def bag_alone(end: bool = False):
-    """Cuts one bag out of a flat list."""
-
-    def row(inputs: tuple[Any, ...], i: int) -> tuple[Any, ...]:
-        entries, offsets, *weights = inputs
-        ends = [*offsets.tolist(), len(entries)]
-        one = slice(ends[i], ends[i + 1])
-        alone = torch.tensor([0, one.stop - one.start] if end else [0])
-        return (entries[one], alone, *[w[one] for w in weights])
-
-    return row
 
 
 def _linear() -> list[Case]:
@@ -316,155 +260,3 @@ def _norms() -> list[Case]:
 
 
 CASES: list[Case] = [*_linear(), *_conv(), *_conv_transpose(), *_embedding(), *_norms()]
-
-
-@dataclass(frozen=True)
-class ModelCase:
-    """A small model that gives ``(B, classes)`` scores.
-
-    Attributes:
-        id: Says what is special.
-        make: The model.
-        inputs: ``(rows, dtype) -> `` its positional inputs.
-        classes: Number of classes.
-    """
-
-    id: str
-    make: Callable[[], nn.Module]
-    inputs: Callable[[int, torch.dtype], tuple[Any, ...]]
-    classes: int = 3
-
-    def targets(self, rows: int) -> Tensor:
-        """A class for each row."""
-        return torch.randint(self.classes, (rows,))
-
-
-class Apply(nn.Module):
-    """A function as a module."""
-
-    def __init__(self, function: Callable[[Tensor], Tensor]):
-        super().__init__()
-        self.function = function
-
-    def forward(self, x):
-        return self.function(x)
-
-
-class Twice(nn.Module):
-    """One layer used twice: the squared norm of a sum is not the sum of squared norms."""
-
-    def __init__(self):
-        super().__init__()
-        self.shared = nn.Linear(4, 4)
-        self.head = nn.Linear(4, 3)
-
-    def forward(self, x):
-        return self.head(self.shared(torch.tanh(self.shared(x))))
-
-
-class Tied(nn.Module):
-    """Input and output embedding are one parameter."""
-
-    def __init__(self):
-        super().__init__()
-        self.embedding = nn.Embedding(7, 5)
-        self.mix = nn.Linear(5, 5)
-        self.head = nn.Linear(5, 7, bias=False)
-        self.head.weight = self.embedding.weight
-
-    def forward(self, indices):
-        return self.head(torch.tanh(self.mix(self.embedding(indices))).mean(dim=1))
-
-
-class OwnParameter(nn.Module):
-    """Parameters beside children, used directly."""
-
-    def __init__(self):
-        super().__init__()
-        self.scale = nn.Parameter(torch.randn(4))
-        self.position = nn.Parameter(torch.randn(5, 4))
-        self.head = nn.Linear(4, 3)
-
-    def forward(self, x):
-        return self.head((x * self.scale + self.position).mean(dim=1))
-
-
-class Polynomial(nn.Module):
-    """A layer that no table knows."""
-
-    def __init__(self):
-        super().__init__()
-        self.coefficients = nn.Parameter(torch.randn(3, 4))
-
-    def forward(self, x, *, power=2):
-        return sum(c * x**k for k, c in enumerate(self.coefficients[: power + 1]))
-
-
-class Attention(nn.Module):
-    """Attention whose projections lie in one parameter."""
-
-    def __init__(self):
-        super().__init__()
-        self.attention = nn.MultiheadAttention(4, 2, batch_first=True)
-        self.head = nn.Linear(4, 3)
-
-    def forward(self, x):
-        return self.head(self.attention(x, x, x, need_weights=False)[0].mean(dim=1))
-
-
-def _half_frozen() -> nn.Module:
-    model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3))
-    model[0].weight.requires_grad_(False)
-    model[2].bias.requires_grad_(False)
-    return model
-
-
-MODELS: list[ModelCase] = [
-    ModelCase("mlp", lambda: nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)), batch(floats(4))),
-    ModelCase(
-        "in-place-activation",
-        lambda: nn.Sequential(nn.Linear(4, 6), nn.ReLU(inplace=True), nn.Linear(6, 3)),
-        batch(floats(4)),
-    ),
-    ModelCase(
-        "image",
-        lambda: nn.Sequential(
-            nn.Conv2d(2, 4, 3, padding=1),
-            nn.GroupNorm(2, 4),
-            nn.ReLU(),
-            nn.Conv2d(4, 6, 3, stride=2, bias=False),
-            nn.PReLU(6),
-            nn.Flatten(),
-            nn.Linear(24, 3),
-        ),
-        batch(floats(2, 6, 5, layout=channels_last)),
-    ),
-    ModelCase(
-        "text",
-        lambda: nn.Sequential(
-            nn.Embedding(9, 4, padding_idx=0),
-            nn.LayerNorm(4),
-            nn.Linear(4, 5),
-            nn.Tanh(),
-            nn.Flatten(),
-            nn.Linear(30, 3),
-        ),
-        batch(indices(9, 6)),
-    ),
-    ModelCase("bags", lambda: nn.Sequential(nn.EmbeddingBag(9, 4), nn.Linear(4, 3)), batch(indices(9, 6))),
-    ModelCase("layer-used-twice", Twice, batch(floats(4))),
-    ModelCase("tied-embedding", Tied, batch(indices(7, 4)), classes=7),
-    ModelCase("own-parameters", OwnParameter, batch(floats(5, 4))),
-    ModelCase("unknown-layer", lambda: nn.Sequential(nn.Linear(4, 4), Polynomial(), nn.Linear(4, 3)), batch(floats(4))),
-    ModelCase("attention", Attention, batch(floats(5, 4))),
-    ModelCase(
-        "encoder-layer",
-        lambda: nn.Sequential(
-            nn.TransformerEncoderLayer(4, 2, 8, dropout=0.0, batch_first=True),
-            Apply(lambda x: x.mean(1)),
-            nn.Linear(4, 3),
-        ),
-        batch(floats(5, 4)),
-    ),
-    ModelCase("partly-frozen", _half_frozen, batch(floats(4))),
-]

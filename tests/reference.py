@@ -55,11 +55,11 @@ def clipped_sum(gradients, max_norm):
 
 
 def cut_row(size):
-    """Cuts row i out of every tensor whose axis 0 has this size, in nested tuples, lists and dicts."""
+    """Cuts row i out of every tensor whose axis 0 has this size, in nested tuples, lists and dicts; memory in order."""
 
     def cut(tree, i):
         if isinstance(tree, torch.Tensor):
-            return tree[i : i + 1] if tree.dim() and len(tree) == size else tree
+            return tree[i : i + 1].contiguous() if tree.dim() and len(tree) == size else tree
         if isinstance(tree, dict):
             return {key: cut(value, i) for key, value in tree.items()}
         return type(tree)(cut(value, i) for value in tree) if isinstance(tree, (tuple, list)) else tree

@@ -22,6 +22,7 @@ ORDER = (
     "grad_samplers",
     "validation",
     "gradients",
+    "grad_sample_module",
     "clipping",
     "noise",
     "accounting",

@@ -45,7 +45,7 @@ class Receiver(Protocol):
         """The backward pass that reached the model's output is over."""
 
 
-Swap = Callable[[Watch, Mapping[str, nn.Parameter], int | None], "Mapping[str, Tensor] | None"]
+Swap = Callable[[Watch, Mapping[str, nn.Parameter], Sequence[Tensor], "int | None"], "Mapping[str, Tensor] | None"]
 
 
 @dataclass(eq=False)
@@ -76,6 +76,7 @@ class Capture:
     swapped: list[tuple[nn.Module, str, nn.Parameter]] = field(default_factory=list)  # by forward passes that still run
     anchor: Tensor = field(default_factory=lambda: torch.zeros((), requires_grad=True))  # note [anchor] in tap.py
     _handles: list[Any] = field(default_factory=list)
+    _unwatched: dict[str, nn.Parameter] = field(default_factory=dict)  # frozen, as far as is known
     _ending: int | None = None  # graph task whose end will be reported
 
     def attach(self) -> None:
@@ -91,9 +92,15 @@ class Capture:
         root = RootHook(self)
         self._handles.append(self.model.register_forward_pre_hook(root.before, with_kwargs=True, prepend=True))
         self._handles.append(self.model.register_forward_hook(root.after, with_kwargs=True, always_call=True))
-        for name, parameter in self.model.named_parameters():
-            self._handles.append(parameter.register_post_accumulate_grad_hook(Hook(partial(self._leaked, name))))
+        self._unwatched = dict(self.model.named_parameters())
+        self.watch_leaks()
         self.state = CaptureState.ATTACHED
+
+    def watch_leaks(self) -> None:
+        """Watches what autograd does to parameters that train; those thawed since the last call are new among them."""
+        for name in [name for name, p in self._unwatched.items() if p.requires_grad]:
+            hook = Hook(partial(self._leaked, name))
+            self._handles.append(self._unwatched.pop(name).register_post_accumulate_grad_hook(hook))
 
     def detach(self) -> None:
         """Takes every hook off again. Safe to call twice."""

@@ -82,7 +82,8 @@ class LayerHook:
         if watch.kind is Kind.OPERATIONS:
             return {name: WatchedParameter.of(p.detach(), self._origin(name, p)) for name, p in real.items()}, None
         if capture.swap is not None and watch.kind is Kind.LAYER:
-            swapped = capture.swap(watch, real, capture.rows_of(tensors_in((args, kwargs))))
+            tensors = tensors_in((args, kwargs))
+            swapped = capture.swap(watch, real, tensors, capture.rows_of(tensors))
             if swapped is not None:
                 return swapped, _copied
         return {name: p.detach() for name, p in real.items()}, partial(self._tapped, real)
@@ -136,6 +137,7 @@ class RootHook:
         again = torch._C._current_graph_task_id() != -1  # a recomputation inside a backward pass
         if not capture.recording or again or (capture.replay is not None and capture.replay.running):
             return
+        capture.watch_leaks()
         capture.restore()  # an interrupt may have ended the last pass before its hooks could
         capture.uses.clear()
         capture.rows = capture.rows_of(tensors_in((args, kwargs)))

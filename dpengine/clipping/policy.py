@@ -174,6 +174,7 @@ def positive(where: str, name: str, value: object) -> float:
     Raises:
         InvalidBudgetError: If it is not a number, or not positive and finite.
     """
-    if isinstance(value, bool) or not isinstance(value, numbers.Real) or not 0 < value < math.inf:
+    number = float(value) if isinstance(value, numbers.Real) and not isinstance(value, bool) else math.nan
+    if not 0 < number < math.inf:
         raise InvalidBudgetError(f"{where}: {name}={value!r} is not a positive, finite number.", fix=f"Try {name}=1.0.")
-    return float(value)
+    return number

@@ -37,10 +37,7 @@ def clipping_from(value: str | AbstractClip, max_grad_norm: float | Sequence[flo
         InvalidBudgetError: If the threshold is missing, or not positive and finite.
     """
     if isinstance(value, AbstractClip):
-        listed = isinstance(max_grad_norm, Sequence)
-        if max_grad_norm is None or (
-            tuple(max_grad_norm) == value.bounds if listed else max_grad_norm == value.max_grad_norm
-        ):
+        if max_grad_norm is None or _same(value, max_grad_norm):
             return value
         raise ValueError(
             f"max_grad_norm={max_grad_norm!r} and clipping={value.describe()!r} say different things. Leave out "
@@ -56,3 +53,9 @@ def clipping_from(value: str | AbstractClip, max_grad_norm: float | Sequence[flo
             fix="Pass one number, or clipping='per_layer'.",
         )
     return SHORT_FORMS[value](max_grad_norm)
+
+
+def _same(policy: AbstractClip, max_grad_norm: float | Sequence[float]) -> bool:
+    if isinstance(max_grad_norm, Sequence):
+        return tuple(max_grad_norm) == policy.bounds
+    return max_grad_norm == policy.max_grad_norm

@@ -83,15 +83,15 @@ def _winners(call: LayerCall) -> tuple[Tensor, Tensor]:
     bag_N, entry_N = _bags(call)
     count_B = bag_N.bincount(minlength=call.batch_size)
     start_B = count_B.cumsum(0) - count_B
-    padding = -1 if layer.padding_idx is None else layer.padding_idx
     _, _, _, entries_BD = torch.embedding_bag(
-        layer.weight.detach(), entry_N, start_B, False, _MAX, False, None, False, padding
+        layer.weight.detach(), entry_N, start_B, False, _MAX, False, None, False, layer.padding_idx
     )
-    real_N = entry_N != padding
+    real_N = entry_N != (_NONE if layer.padding_idx is None else layer.padding_idx)
     has_any_B1 = (bag_N[real_N].bincount(minlength=call.batch_size) > 0).unsqueeze(1)
     return entries_BD.clamp(min=0), torch.where(has_any_B1, call.grad_output, 0)
 
 
 _MAX = 2  # torch's number for the mode
+_NONE = -1  # never an entry
 
 SAMPLERS = {"weight": GradSampler(_grad, _sq_norm, _weighted_sum)}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -18,9 +17,8 @@ from .sampler import GradSampler
 def _weight_grad(call: LayerCall) -> Tensor:
     layer: Any = call.layer
     refuse_batch_axis(call, layer.normalized_shape)
-    # eps=None means that of the input's type; the input was widened on its way here, the weight was not.
-    eps = torch.finfo(layer.weight.dtype).eps if layer.eps is None else layer.eps
-    normed = F.rms_norm(argument(call, 0, "input"), layer.normalized_shape, eps=eps)
+    # eps=None means that of the type torch computes in, which for half precision is float32, as here.
+    normed = F.rms_norm(argument(call, 0, "input"), layer.normalized_shape, eps=layer.eps)
     return sum_positions(normed * call.grad_output, layer.normalized_shape)
 
 

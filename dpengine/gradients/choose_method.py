@@ -43,9 +43,8 @@ Choose = Callable[[Situation], Method]
 def by_shape(situation: Situation) -> Method:
     """The shortcut where it pays; else keep while the budget lasts; else discard."""
     sampler, call = situation.sampler, situation.call
-    if sampler is not None and call is not None and sampler.sq_norm is not None:
-        if sampler.use_sq_norm(call) or situation.bytes_kept > situation.bytes_left:
-            return Method.GHOST
+    if sampler is not None and call is not None and sampler.use_sq_norm(call):
+        return Method.GHOST
     return Method.DISCARD if situation.in_rows and situation.bytes_kept > situation.bytes_left else Method.KEEP
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Set
+from collections.abc import Mapping, Sequence, Set
 from typing import Any
 
 import torch
@@ -26,11 +26,13 @@ class ExpandedWeights(AbstractGradients):
         self._inner = Bookkeep(always_keep)
         self._copies: list[tuple[Use, Tensor]] = []
 
-    def swap(self, watch: Watch, real: Mapping[str, nn.Parameter], rows: int | None) -> Mapping[str, Tensor] | None:
+    def swap(
+        self, watch: Watch, real: Mapping[str, nn.Parameter], inputs: Sequence[Tensor], rows: int | None
+    ) -> Mapping[str, Tensor] | None:
         """The expanded copies of a layer's parameters, or None where ExpandedWeights cannot follow."""
         module = watch.module
-        plain = getattr(module, "padding_mode", "zeros") == "zeros" and not torch.is_autocast_enabled("cpu")
-        if type(module) not in EXPANDED or not plain or not rows or len(real) != len(list(module.parameters(False))):
+        known = type(module) in EXPANDED and len(real) == len(list(module.parameters(recurse=False)))
+        if not known or not rows or torch.is_autocast_enabled("cpu") or not _followed(module, inputs):
             return None
         swapped: dict[str, Tensor] = {}
         for name, parameter in real.items():
@@ -78,3 +80,18 @@ class ExpandedWeights(AbstractGradients):
     def clear(self) -> None:
         self._inner.clear()
         self._copies = []
+
+
+def _followed(module: nn.Module, inputs: Sequence[Tensor]) -> bool:
+    """Whether ExpandedWeights is right for this use.
+
+    It takes the strides of convolutions for those of contiguous inputs, knows neither other padding modes nor dilation in
+    3-D, and gives padding rows of an embedding a gradient (torch 2.13).
+    """
+    if isinstance(module, nn.Embedding):
+        return module.padding_idx is None and all(t.dim() > 1 for t in inputs)
+    if not all(t.is_contiguous() and t.dim() > 1 for t in inputs):
+        return False
+    if isinstance(module, (nn.Conv1d, nn.Conv2d, nn.Conv3d)):
+        return module.padding_mode == "zeros" and (module.dilation == (1,) * len(module.dilation))
+    return True

@@ -44,14 +44,16 @@ def _expanded(capture: Capture) -> AbstractGradients:
     return strategy
 
 
-def _no_rule(module: nn.Module) -> None:
-    return None
+def _rule_where_rows_cannot_be_cut(module: nn.Module) -> Any:
+    """Flat bags have no batch axis, and sparse gradients no per-sample form: only the layer's own rule fits."""
+    flat = type(module) is nn.EmbeddingBag or (type(module) is nn.Embedding and module.sparse)
+    return sampler_for(module) if flat else None
 
 
 MODES: dict[str, Mode] = {
     "auto": Mode(lambda capture: Bookkeep()),
     "hooks": Mode(lambda capture: Materialize()),
-    "functorch": Mode(lambda capture: Materialize(), lookup=_no_rule, by_operations=False),
+    "functorch": Mode(lambda capture: Materialize(), lookup=_rule_where_rows_cannot_be_cut, by_operations=False),
     "ew": Mode(_expanded),
     "ghost": Mode(_reweight),
 }

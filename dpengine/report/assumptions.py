@@ -26,7 +26,7 @@ class Assumption:
     """One assumption.
 
     Attributes:
-        name: A sentence that is either true of a run or not.
+        name: A statement that is either true of a run or not.
         holds: Whether it is true of this one.
         evidence: How that is known.
         critical: Whether the guarantee is void without it; else it is weaker than it could be.
@@ -59,7 +59,7 @@ def stamps(facts: RunFacts) -> tuple[str, ...]:
 
 
 def _poisson(facts: RunFacts) -> Assumption:
-    name = "Batches hold each row independently, with one known probability (Poisson sampling)."
+    name = "Batches hold each row independently, with one known probability (Poisson sampling)"
     if not facts.law_is_known:
         law = facts.plan.get("sampling", "an unknown law")
         law = law if law != "poisson" else "another law, in an earlier run"
@@ -78,7 +78,7 @@ def _poisson(facts: RunFacts) -> Assumption:
 
 
 def _constants(facts: RunFacts) -> Assumption:
-    name = "Rate, divisor and delta do not depend on private data."
+    name = "Rate, divisor and delta do not depend on private data"
     if facts.relation is not Relation.ADD_OR_REMOVE_ONE:
         return Assumption(name, "yes", "they may follow from the number of rows, which this relation makes public")
     return {
@@ -89,7 +89,7 @@ def _constants(facts: RunFacts) -> Assumption:
 
 
 def _rows_apart(facts: RunFacts) -> Assumption:
-    name = "The loss of a row depends on that row alone."
+    name = "The loss of a row depends on that row alone"
     return {
         True: Assumption(name, "yes", "a probe on a batch of the run found no dependence between rows"),
         False: Assumption(name, "no", "a probe found that rows change each other's gradients"),
@@ -99,14 +99,14 @@ def _rows_apart(facts: RunFacts) -> Assumption:
 
 def _parameters(facts: RunFacts) -> Assumption:
     return Assumption(
-        "Every gradient is clipped: each trainable parameter is used in a watched layer only.",
+        "Every gradient is clipped: each trainable parameter is used in a watched layer only",
         "yes",
         "checked at each step; a gradient that came another way stops the run",
     )
 
 
 def _noise(facts: RunFacts) -> Assumption:
-    name = "Every release has noise."
+    name = "Every release has noise"
     if facts.is_private:
         sigma = facts.plan.get("noise_multiplier")
         return Assumption(name, "yes", "every charge has some" + (f"; the plan's multiplier is {sigma:.6g}" if sigma else ""))
@@ -114,7 +114,7 @@ def _noise(facts: RunFacts) -> Assumption:
 
 
 def _key(facts: RunFacts) -> Assumption:
-    name = "The key of all noise and batches is secret, from the operating system's entropy."
+    name = "The key of all noise and batches is secret, from the operating system's entropy"
     if "insecure_seed" not in facts.noise:
         return Assumption(name, "not checked", "the source of the noise is not known")
     if facts.noise["insecure_seed"]:
@@ -124,7 +124,7 @@ def _key(facts: RunFacts) -> Assumption:
 
 
 def _generator(facts: RunFacts) -> Assumption:
-    name = "The generator of the noise is cryptographic."
+    name = "The generator of the noise is cryptographic"
     kind = facts.noise.get("kind", "unknown")
     if "cryptographic" not in facts.noise:
         return Assumption(name, "not checked", "the source of the noise is not known", critical=False)
@@ -135,7 +135,7 @@ def _generator(facts: RunFacts) -> Assumption:
 
 
 def _float_model(facts: RunFacts) -> Assumption:
-    name = "Floating point stands in for real arithmetic."
+    name = "Floating point stands in for real arithmetic"
     floor = delta_floor(facts)
     widths = "norms, factors, sums and noise are float32 or wider"
     if floor is None:
@@ -147,7 +147,7 @@ def _float_model(facts: RunFacts) -> Assumption:
 
 
 def _ledger(facts: RunFacts) -> Assumption:
-    name = "Each charge is on disk before what it pays for leaves."
+    name = "Each charge is on disk before what it pays for leaves"
     if facts.ledger_on_disk:
         return Assumption(name, "yes", "the ledger is a file, and a step waits for it", critical=False)
     return Assumption(

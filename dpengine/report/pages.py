@@ -181,13 +181,18 @@ def _utility(facts: RunFacts) -> str:
 
 
 def _yaml(tree: Mapping[str, Any], indent: str = "") -> list[str]:
-    """Nested mappings as YAML. JSON texts are YAML texts, so quoting is JSON's; numbers are texts that look like numbers."""
+    """Nested mappings as YAML. A JSON text is a YAML text, so quoting is JSON's."""
     lines = []
     for key, value in tree.items():
         if isinstance(value, Mapping):
             lines += [f"{indent}{key}:", *_yaml(value, indent + "  ")]
         elif key in ("epsilon", "delta", "number_of_privacy_units") and value != "not claimed":
-            lines.append(f"{indent}{key}: {'.inf' if value == 'inf' else value}")
+            lines.append(f"{indent}{key}: {_yaml_number(str(value))}")
         else:
             lines.append(f"{indent}{key}: {json.dumps(value, ensure_ascii=False)}")
     return lines
+
+
+def _yaml_number(text: str) -> str:
+    # YAML 1.1 takes 1e-05 for a text; it wants a point.
+    return ".inf" if text == "inf" else text if "." in text else text.replace("e", ".0e")

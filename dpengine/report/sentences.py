@@ -35,6 +35,8 @@ def headline(facts: RunFacts, figures: Figures) -> str:
     if figures.spent is None:
         return f"ε {figures.refusal}{shown}"
     eps, delta = round_up(figures.spent.epsilon), round_up_delta(facts.delta)
+    if math.isinf(figures.spent.epsilon):
+        return f"ε = ∞ at δ = {delta}: no differential privacy for any {facts.unit}{shown}"
     return f"(ε = {eps}, δ = {delta})-differential privacy for each {facts.unit}{shown}"
 
 
@@ -79,7 +81,7 @@ def plain_words(facts: RunFacts, figures: Figures) -> str:
     return (
         f"Someone who knows every other record, and sees every model that this run produced, tries to find out whether one "
         f"particular {unit} was used. If used and not used are equally likely, a coin flip is right 50 % of the time; they "
-        f"are right at most {right} of the time{secret}. If they accept {_ALARM_RATE:.0%} false alarms, they recognise at "
+        f"are right at most {right} of the time{secret}. If they accept {percent_up(_ALARM_RATE)} false alarms, they recognise at "
         f"most {found} of what was used."
     )
 

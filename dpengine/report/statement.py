@@ -38,7 +38,7 @@ def statement(facts: RunFacts) -> str:
     lines = [sentences.headline(facts, figures)]
     lines += [_entry(f"{name}: ", text) for name, text in entries.items() if text]
     lines.append("Assumptions, and whether they hold in this run:")
-    lines += [_entry(f"  [{item.holds}] ", f"{item.name} {item.evidence}.") for item in assumptions(facts)]
+    lines += [_entry(f"  [{item.holds}] ", f"{item.name}: {item.evidence}.") for item in assumptions(facts)]
     lines.append("Covered:")
     lines += [_entry("  - ", text) for text in sentences.covers(facts)]
     lines.append("Not covered:")

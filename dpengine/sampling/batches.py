@@ -103,6 +103,7 @@ class Pass:
     def __init__(self, batches: LogicalBatches, *, fetch_empty: bool):
         self.source: Iterator[Any] | None = None  # the user's own iteration; dropping it stops its workers
         self.taken = False
+        self.sent, self.received = 0, 0  # chunks: index lists read by the source, and batches that it gave
         self.fetch_empty = fetch_empty
         self._batches = batches
         self._start = batches.position
@@ -121,7 +122,10 @@ class Pass:
     def index_lists(self) -> Iterator[list[int]]:
         """Yields the chunks to fetch, to the end of the pass."""
         while (chunks := self._next_to_fetch()) is not None:
-            yield from (chunk for chunk in chunks if chunk or self.fetch_empty)
+            for chunk in chunks:
+                if chunk or self.fetch_empty:
+                    self.sent += 1
+                    yield chunk
 
     def _next_to_fetch(self) -> list[list[int]] | None:
         with self._lock:

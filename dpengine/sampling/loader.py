@@ -18,6 +18,7 @@ from .strategy import AbstractBatchStrategy, WordStream, whole_number
 from .ticket import Ticket
 
 _END = object()
+_ONE_FOR_ONE = "Pass a loader that yields each batch of its batch_sampler once, in order."
 
 
 def private_loader(
@@ -88,24 +89,35 @@ def private_loader(
     )
     template = _template(loader, example_input, batch_first=batch_first)
     batch_sampler = PrivateBatchSampler(batches)
-    private = object.__new__(_private_class(type(loader)))
-    # Through __dict__, because DataLoader forbids setting these after it is built. The other order of rows goes, with
-    # what torch itself puts in the place of `sampler` beside a batch sampler.
-    private.__dict__.update(
-        loader.__dict__,
-        batch_sampler=batch_sampler,
-        batch_size=batch_sampler.batch_size,
-        drop_last=False,
-        sampler=SequentialSampler(loader.dataset),  # type: ignore[arg-type]
-        collate_fn=EmptyAwareCollate(loader.collate_fn, template),
-        in_order=True,  # tickets are matched first in, first out
-        _iterator=None,  # persistent workers belong to the original
-        _batches=batches,
-        # A class that changes batches in an __iter__ of its own must get the empty ones too. In all others they do not
-        # pass through workers, where `dataset.__getitems__` would meet an empty list.
-        _fetch_empty=type(loader).__iter__ is not DataLoader.__iter__,
-    )
-    return private
+    settings = {
+        "batch_sampler": batch_sampler,
+        "batch_size": batch_sampler.batch_size,
+        "drop_last": False,
+        # What torch itself puts there beside a batch sampler: the user's order of rows is gone.
+        "sampler": SequentialSampler(loader.dataset),  # type: ignore[arg-type]
+        "collate_fn": EmptyAwareCollate(loader.collate_fn, template),
+        "in_order": True,  # tickets are matched first in, first out
+        "_iterator": None,  # persistent workers belong to the original
+    }
+    wrapped = {name: _changed(part, type(part), settings) for name, part in _same_batches(loader).items()}
+    # A class that changes batches in an __iter__ of its own must get the empty ones too. In all others they do not pass
+    # through workers, where `dataset.__getitems__` would meet an empty list.
+    fetch_empty = type(loader).__iter__ is not DataLoader.__iter__
+    private = {**settings, **wrapped, "_batches": batches, "_fetch_empty": fetch_empty}
+    return _changed(loader, _private_class(type(loader)), private)  # type: ignore[arg-type]
+
+
+def _changed(loader: DataLoader[Any], kind: type[DataLoader[Any]], attributes: dict[str, Any]) -> DataLoader[Any]:
+    """A shallow copy of class ``kind`` with these attributes. Through __dict__, as DataLoader forbids setting them."""
+    changed = object.__new__(kind)
+    changed.__dict__.update(loader.__dict__, **attributes)
+    return changed
+
+
+def _same_batches(loader: DataLoader[Any]) -> dict[str, DataLoader[Any]]:
+    """The loaders inside ``loader`` that it iterates over, as those of accelerate do."""
+    parts = {name: part for name, part in loader.__dict__.items() if isinstance(part, DataLoader)}
+    return {name: part for name, part in parts.items() if part.batch_sampler is loader.batch_sampler}
 
 
 def _template(loader: DataLoader[Any], example_input: Any, *, batch_first: bool) -> Any:
@@ -132,6 +144,10 @@ def _template(loader: DataLoader[Any], example_input: Any, *, batch_first: bool)
 def _private_class(kind: type[DataLoader[Any]]) -> type[DataLoader[Any]]:
     """The subclass of the user's loader class, one for each."""
     return type(f"Private{kind.__name__}", (_PrivateIteration, kind), {"__module__": __name__, "__doc__": kind.__doc__})
+
+
+def _users_class(loader: Any) -> str:
+    return type(loader).__mro__[2].__name__
 
 
 class _PrivateIteration:
@@ -162,6 +178,9 @@ class _PrivateIteration:
                             "This pass over the private loader is over: another was started, or a state loaded.",
                             fix="Use one iterator at a time.",
                         )
+            # To the end, so that what the user's class does after its last batch is done.
+            if next(this_pass.source, _END) is not _END:
+                raise SamplingError(f"{_users_class(self)} gave more batches than were drawn.", fix=_ONE_FOR_ONE)
         finally:
             if batches.open_pass is this_pass:
                 batches.end_pass()
@@ -171,11 +190,10 @@ class _PrivateIteration:
         if rows == 0 and not self._fetch_empty:
             return self.collate_fn([])
         data = next(this_pass.source, _END)  # type: ignore[arg-type]
-        if data is _END:
-            raise SamplingError(
-                f"{type(self).__mro__[2].__name__} ended before all of its batches had come.",
-                fix="Pass a loader that yields each batch of its batch_sampler once.",
-            )
+        this_pass.received += 1
+        if data is _END or this_pass.received > this_pass.sent:
+            what = "ended before all of its batches had come" if data is _END else "does not read its batch_sampler"
+            raise SamplingError(f"{_users_class(self)} {what}.", fix=_ONE_FOR_ONE)
         return data
 
     def __len__(self) -> int:

@@ -1,0 +1,143 @@
+"""The trade-off between epsilon and quality, as a picture."""
+
+from __future__ import annotations
+
+import math
+import os
+import statistics
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dpengine.errors import MissingDependencyError
+
+from .rounding import round_up, round_up_delta
+
+_INK, _SOFT, _RULE, _ACCENT = "#1d1c1a", "#66635c", "#e2dfd6", "#0b6b5e"
+
+
+@dataclass(frozen=True)
+class TrainedRun:
+    """One trained model, as a point of the trade-off.
+
+    Attributes:
+        epsilon: What it spent. Infinity is a run without privacy; 0 one that saw no data, such as the majority class.
+        score: What it reached.
+        seed: Tells apart the repetitions of one setting.
+        delta: The delta of ``epsilon``. Not needed where epsilon is 0 or infinite.
+    """
+
+    epsilon: float
+    score: float
+    seed: int = 0
+    delta: float | None = None
+
+
+def tradeoff(
+    runs: Iterable[TrainedRun],
+    path: str | os.PathLike[str],
+    *,
+    metric: str = "accuracy",
+    title: str = "",
+    percent: bool = True,
+) -> list[Path]:
+    """Draws quality over epsilon: each seed as a dot, each epsilon as mean and standard deviation over its seeds.
+
+    Runs without privacy are a dashed line, runs that saw no data a dotted one. The picture says how many seeds there were
+    and at which delta epsilon holds.
+
+    Args:
+        runs: At least one with a finite epsilon above 0; these must share one delta.
+        path: Where to, with or without suffix; a PNG and an SVG are written.
+        metric: What ``score`` is.
+        title: Such as the name of the data set.
+        percent: Whether scores are shares, to be shown in percent.
+
+    Returns:
+        The paths of the PNG and of the SVG.
+
+    Raises:
+        MissingDependencyError: If matplotlib is not installed.
+        ValueError: If no run is private, or they have several deltas or none: their epsilons do not share an axis.
+    """
+    scores, delta = _grouped(runs)
+    try:
+        import matplotlib
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise MissingDependencyError("matplotlib is needed for plots:", fix="pip install 'dpengine[plots]'") from error
+    # Own figure and local settings: neither pyplot's state nor the user's style takes part.
+    settings = {"svg.fonttype": "none", "svg.hashsalt": "dpengine", "font.family": "sans-serif", "font.size": 10}
+    with matplotlib.rc_context():
+        matplotlib.rcdefaults()
+        matplotlib.rcParams.update(settings)
+        figure = Figure(figsize=(6.4, 4.2), layout="constrained", facecolor="white")
+        _draw(figure.add_subplot(), scores, metric, percent)
+        lead = f"{title}: " if title else ""
+        figure.suptitle(f"{lead}{metric} by ε", x=0.02, ha="left", color=_INK, fontsize=12, fontweight="bold")
+        figure.axes[0].set_title(_small_print(scores, delta), loc="left", color=_SOFT, fontsize=9)
+        png, svg = (Path(path).with_suffix(suffix) for suffix in (".png", ".svg"))
+        png.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(png, dpi=180, metadata={"Software": None})
+        figure.savefig(svg, metadata={"Date": None, "Creator": None})
+    return [png, svg]
+
+
+def _grouped(runs: Iterable[TrainedRun]) -> tuple[dict[float, list[float]], float]:
+    scores: defaultdict[float, list[float]] = defaultdict(list)
+    deltas = set()
+    for run in runs:
+        if not run.epsilon >= 0:
+            raise ValueError(f"report.plots.tradeoff: epsilon={run.epsilon!r} is not a number of at least 0.")
+        # Seeds of one setting spend the same but for the last digits of a calibration.
+        scores[float(f"{run.epsilon:.4g}")].append(run.score)
+        if 0 < run.epsilon < math.inf:
+            deltas.add(run.delta)
+    if len(deltas) != 1 or None in deltas:
+        shown = ", ".join(sorted(map(str, deltas))) or "no private run"
+        raise ValueError(f"report.plots.tradeoff: private runs must share one delta; got {shown}. Draw one plot for each.")
+    return dict(sorted(scores.items())), deltas.pop()
+
+
+def _draw(axes: Any, scores: Mapping[float, list[float]], metric: str, percent: bool) -> None:
+    private = {eps: values for eps, values in scores.items() if 0 < eps < math.inf}
+    for eps, values in private.items():
+        axes.plot([eps] * len(values), values, "o", color=_ACCENT, alpha=0.3, markersize=4, markeredgewidth=0)
+    means = [statistics.fmean(values) for values in private.values()]
+    spread = [statistics.stdev(values) if len(values) > 1 else 0.0 for values in private.values()]
+    axes.errorbar(list(private), means, yerr=spread, color=_ACCENT, marker="o", markersize=6, capsize=3, linewidth=1.6)
+    for eps, mean in zip(private, means, strict=True):
+        label = f"{mean:.1%}" if percent else f"{mean:.4g}"
+        axes.annotate(label, (eps, mean), (0, -16), textcoords="offset points", ha="center", va="top", color=_INK, fontsize=9)
+    for eps, name, style in ((math.inf, "non-private", "--"), (0.0, "no data", ":")):
+        if eps in scores:
+            mean = statistics.fmean(scores[eps])
+            shown = f"{mean:.1%}" if percent else f"{mean:.4g}"
+            axes.axhline(mean, color=_SOFT, linestyle=style, linewidth=1.2)
+            axes.annotate(
+                f"{name} {shown}", (1.0, mean), (-2, 4), xycoords=("axes fraction", "data"),
+                textcoords="offset points", ha="right", color=_SOFT, fontsize=9,
+            )  # fmt: skip
+    axes.set_xscale("log")
+    axes.set_xticks(list(private), [round_up(eps).rstrip("0").rstrip(".") for eps in private])
+    axes.minorticks_off()
+    axes.margins(x=0.12, y=0.22)
+    if percent:
+        axes.yaxis.set_major_formatter(lambda value, _: f"{value:.4g}".rstrip() if value > 1 else f"{100 * value:.4g} %")
+    axes.set_xlabel("ε (log scale; smaller is more private)", color=_SOFT)
+    axes.set_ylabel(metric, color=_SOFT)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.spines[["left", "bottom"]].set_color(_SOFT)
+    axes.tick_params(colors=_SOFT)
+    axes.grid(axis="y", color=_RULE, linewidth=0.8)
+    axes.set_axisbelow(True)
+
+
+def _small_print(scores: Mapping[float, list[float]], delta: float) -> str:
+    counts = {len(values) for eps, values in scores.items() if 0 < eps < math.inf}
+    low, high = min(counts), max(counts)
+    seeds = f"{low}" if low == high else f"{low} to {high}"
+    spread = ", mean ± standard deviation" if high > 1 else ""
+    return f"δ = {round_up_delta(delta)} · {seeds} seed{'s' if high > 1 else ''}{spread}"

@@ -1,0 +1,154 @@
+import math
+import random
+
+import pytest
+
+from dpengine.accounting import Charge, GaussianEvent, Relation, calibrate, epsilon, epsilon_of
+from dpengine.errors import AccountingRefusedError, CalibrationError, InvalidBudgetError
+
+GOLDEN = [  # target epsilon, rate, steps, noise multiplier, relative tolerance
+    (3.0, 256 / 60000, 2340, 0.6937, 2e-3),
+    (0.5, 1024 / 32561, 480, 4.978, 2e-3),
+    (1.0, 1024 / 32561, 480, 2.738, 2e-3),
+    (3.0, 1024 / 32561, 480, 1.236, 2e-3),
+    (1.0, 0.1, 1000, 11.86561, 1e-4),
+]
+
+
+@pytest.mark.parametrize(("target", "rate", "steps", "golden", "tolerance"), GOLDEN)
+def test_published_calibrations_are_met(target, rate, steps, golden, tolerance):
+    found = calibrate(target_epsilon=target, target_delta=1e-5, sample_rate=rate, steps=steps)
+    assert found.noise_multiplier == pytest.approx(golden, rel=tolerance)
+    assert found.noise_multiplier <= golden * (1 + 1e-4)
+    assert_is_tight(found, target, 1e-5, rate)
+
+
+def assert_is_tight(found, target, delta, rate, accountant="pld", relation=Relation.ADD_OR_REMOVE_ONE, tol=1e-5):
+    """The returned noise keeps to the target by the reporting accountant, and a little less noise does not."""
+
+    def reported(sigma):
+        return epsilon_of(
+            noise_multiplier=sigma,
+            sample_rate=rate,
+            steps=found.steps,
+            delta=delta,
+            accountant=accountant,
+            relation=relation,
+        )
+
+    assert found.epsilon == reported(found.noise_multiplier) <= target
+    assert reported(found.noise_multiplier * (1 - 3 * tol)) > target or found.epsilon >= target * (1 - tol)
+
+
+def random_target(rng):
+    return {
+        "target_epsilon": math.exp(rng.uniform(math.log(0.05), math.log(20))),
+        "target_delta": 10 ** rng.uniform(-8, -3),
+        "rate": 10 ** rng.uniform(-3, -0.01),
+        "steps": int(10 ** rng.uniform(0, 3.5)),
+    }
+
+
+def check_random_target(rng, accountant):
+    case = random_target(rng)
+    target, delta, rate = case["target_epsilon"], case["target_delta"], case["rate"]
+    try:
+        found = calibrate(
+            target_epsilon=target, target_delta=delta, sample_rate=rate, steps=case["steps"], accountant=accountant
+        )
+    except CalibrationError:
+        assert accountant == "rdp"  # its orders end; the loss distribution reaches every one of these targets
+        return
+    assert found.accountant_used == accountant
+    if found.noise_multiplier > 0.01:
+        assert_is_tight(found, target, delta, rate, accountant)
+    else:
+        assert found.epsilon <= target
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_f_a9_random_targets_are_kept(seed):
+    check_random_target(random.Random(seed), "pld")
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_f_a9_random_targets_are_kept_by_rdp(seed):
+    check_random_target(random.Random(1000 + seed), "rdp")
+
+
+@pytest.mark.slow
+def test_f_a9_two_hundred_random_targets_are_kept():
+    rng = random.Random(2)
+    for _ in range(200):
+        check_random_target(rng, "pld")
+
+
+@pytest.mark.parametrize("accountant", ["pld", "gdp", "rdp"])
+@pytest.mark.parametrize("relation", [Relation.ADD_OR_REMOVE_ONE, Relation.REPLACE_ONE])
+def test_f_a9_runs_without_sampling_are_calibrated_too(accountant, relation):
+    for target, delta, steps in [(1.0, 1e-5, 100), (0.01, 1e-9, 3), (30.0, 1e-6, 10_000)]:
+        if accountant == "rdp" and target == 0.01:
+            continue  # below what its orders reach
+        arguments = {"sample_rate": 1.0, "steps": steps, "accountant": accountant, "relation": relation}
+        found = calibrate(target_epsilon=target, target_delta=delta, **arguments)
+        assert_is_tight(found, target, delta, 1.0, accountant, relation)
+        exact = epsilon((Charge(GaussianEvent(found.noise_multiplier), steps),), delta, "gdp", relation)
+        assert exact <= target
+
+
+def test_replace_one_needs_more_noise():
+    arguments = {"target_epsilon": 2.0, "target_delta": 1e-5, "sample_rate": 0.05, "steps": 100}
+    found = calibrate(**arguments, relation=Relation.REPLACE_ONE)
+    assert found.noise_multiplier > 1.2 * calibrate(**arguments).noise_multiplier
+    assert_is_tight(found, 2.0, 1e-5, 0.05, relation=Relation.REPLACE_ONE)
+
+
+def test_a_looser_tolerance_stays_on_the_private_side():
+    arguments = {"target_epsilon": 1.0, "target_delta": 1e-5, "sample_rate": 0.05, "steps": 100}
+    best = calibrate(**arguments, tol=1e-6)
+    loose = calibrate(**arguments, tol=1e-2)
+    assert loose.epsilon <= 1.0
+    assert best.epsilon >= 1.0 - 2e-6
+    assert best.noise_multiplier * (1 - 1e-6) <= loose.noise_multiplier <= best.noise_multiplier * 1.02
+
+
+def test_an_easy_target_gets_the_least_noise_that_is_offered():
+    found = calibrate(target_epsilon=5e4, target_delta=1e-5, sample_rate=0.5, steps=1)
+    assert found.noise_multiplier == pytest.approx(0.01)
+    assert found.epsilon <= 5e4
+
+
+@pytest.mark.parametrize(
+    ("accountant", "target", "delta", "steps"), [("rdp", 1e-4, 1e-9, 10_000_000), ("pld", 1e-9, 1e-5, 1000)]
+)
+def test_an_unreachable_target_names_the_smallest_epsilon(accountant, target, delta, steps):
+    with pytest.raises(CalibrationError, match=r"smallest reachable here: [0-9.e-]+\.") as caught:
+        calibrate(target_epsilon=target, target_delta=delta, sample_rate=0.9, steps=steps, accountant=accountant)
+    assert caught.value.code == "DPE008"
+    assert f"epsilon={target:g} needs noise_multiplier > 1e+06" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *[("target_epsilon", value) for value in (0, -1, math.nan, math.inf, "3", None)],
+        *[("target_delta", value) for value in (0, 1, 2, -1e-5, math.nan)],
+        *[("sample_rate", value) for value in (0, 1.5, -0.1, math.nan)],
+        *[("steps", value) for value in (0, -1, 2.0, True)],
+        *[("tol", value) for value in (0, -1, math.nan)],
+    ],
+)
+def test_illegal_arguments_are_named(name, value):
+    arguments = {"target_epsilon": 1.0, "target_delta": 1e-5, "sample_rate": 0.1, "steps": 10, name: value}
+    with pytest.raises(InvalidBudgetError, match=f"{name}="):
+        calibrate(**arguments)
+
+
+def test_what_the_accountant_refuses_cannot_be_calibrated():
+    arguments = {"target_epsilon": 1.0, "sample_rate": 0.1, "steps": 10**6}
+    with pytest.raises(AccountingRefusedError, match="rdp"):
+        calibrate(**arguments, target_delta=1e-12)
+    with pytest.raises(AccountingRefusedError, match="pld"):
+        calibrate(**arguments, target_delta=1e-5, accountant="gdp")
+    with pytest.raises(ValueError, match="reserved"):
+        calibrate(**arguments, target_delta=1e-5, accountant="prv")

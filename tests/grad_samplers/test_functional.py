@@ -1,0 +1,408 @@
+import pytest
+import torch
+import torch.nn.functional as F
+from cases import CASES, MODELS
+from reference import per_sample_gradients, stacked
+from torch import nn
+from torch.nn.utils import parametrizations
+from torch.utils import _pytree as pytree
+
+from dpengine.capture import LayerCall
+from dpengine.errors import UnsupportedLayerError
+from dpengine.grad_samplers import functional, functional_sampler
+
+F64 = torch.float64
+
+
+def loss(output, cotangents):
+    """Sum of all outputs that have a gradient, each weighted."""
+    pairs = zip(pytree.tree_leaves(output), pytree.tree_leaves(cotangents), strict=True)
+    return sum((o * c).sum() for o, c in pairs if isinstance(c, torch.Tensor))
+
+
+def make_call(module, *inputs, grad_of=lambda leaf: True, **kwargs):
+    """Runs the module, and draws a gradient for each floating output that ``grad_of`` chooses."""
+    output = module(*inputs, **kwargs)
+    grads = pytree.tree_map(lambda o: torch.randn_like(o) if is_float(o) and grad_of(o) else None, output)
+    detached = pytree.tree_map(lambda o: o.detach() if isinstance(o, torch.Tensor) else o, output)
+    return LayerCall(module, inputs, grads, kwargs, detached, "block.layer")
+
+
+def is_float(leaf):
+    return isinstance(leaf, torch.Tensor) and leaf.is_floating_point()
+
+
+def truth_of(call):
+    """By a loop over rows that shares no code with the fallback."""
+    rows = next(g for g in pytree.tree_leaves(call.grad_output) if g is not None).shape[0]
+    cut = (
+        lambda tree, i: pytree.tree_map(  # noqa: E731
+            lambda x: x[i : i + 1] if isinstance(x, torch.Tensor) and x.dim() and len(x) == rows else x, tree
+        )
+    )
+    parameters = {name: p for name, p in call.layer.named_parameters() if p.requires_grad}
+    found = []
+    for i in range(rows):
+        output = call.layer(*cut(call.inputs, i), **cut(dict(call.kwargs), i))
+        total = loss(output, cut(call.grad_output, i))
+        grads = torch.autograd.grad(total, list(parameters.values()), allow_unused=True)
+        found.append([torch.zeros_like(p) if g is None else g for p, g in zip(parameters.values(), grads, strict=True)])
+    return {name: torch.stack(rows) for name, rows in zip(parameters, zip(*found, strict=True), strict=True)}
+
+
+def assert_exact(call):
+    found, truth = functional_sampler(call.layer).grads(call), truth_of(call)
+    assert found.keys() == truth.keys() and found
+    for name in truth:
+        torch.testing.assert_close(found[name], truth[name], rtol=1e-9, atol=1e-10)
+        assert not found[name].requires_grad
+
+
+def layer_of(forward, **parameters):
+    """A module with these parameters and this forward."""
+
+    class Made(nn.Module):
+        def __init__(self):
+            super().__init__()
+            for name, shape in parameters.items():
+                setattr(self, name, nn.Parameter(torch.randn(shape, dtype=F64)))
+
+    Made.forward = forward
+    return Made()
+
+
+def normal(*shape):
+    return torch.randn(shape, dtype=F64)
+
+
+@pytest.mark.parametrize(
+    "case", [c for c in CASES if c.row is None and c.id != "linear-no-positions"], ids=lambda case: case.id
+)
+def test_builtin_layers_through_the_fallback_match_the_reference(case):
+    torch.manual_seed(0)
+    layer = case.make().double()
+    inputs = case.inputs(3, F64)
+    args, kwargs = case.split(inputs)
+    call = make_call(layer, *args, **kwargs)
+    found = functional_sampler(layer).grads(call)
+    truth = stacked(per_sample_gradients(layer, lambda o, c: (o * c).sum(), inputs, call.grad_output))
+    assert found.keys() == truth.keys()
+    for name in truth:
+        torch.testing.assert_close(found[name], truth[name], rtol=1e-9, atol=1e-10)
+
+
+@pytest.mark.parametrize("case", MODELS, ids=lambda case: case.id)
+@pytest.mark.parametrize("dtype", [F64, torch.float32], ids=["float64", "float32"])
+def test_whole_models_through_the_fallback_match_the_reference(case, dtype):
+    torch.manual_seed(0)
+    model = case.make().to(dtype)
+    inputs = case.inputs(4, dtype)
+    call = make_call(model, *inputs)
+    found = functional_sampler(model).grads(call)
+    truth = stacked(per_sample_gradients(model, lambda o, c: (o * c).sum(), inputs, call.grad_output))
+    assert found.keys() == truth.keys()
+    for name in truth:
+        scale = truth[name].abs().max().item()
+        tolerance = 1e-9 if dtype == F64 else 1e-5
+        torch.testing.assert_close(found[name].double(), truth[name], rtol=tolerance, atol=tolerance * max(scale, 1))
+
+
+def test_keywords_none_shared_inputs_and_numbers():
+    def forward(self, x, bias=None, *, mask, table, power):
+        return (x * self.w) ** power * mask + table.mean() + (0 if bias is None else bias)
+
+    layer = layer_of(forward, w=(3,))
+    mask = torch.rand(5, 3) > 0.3
+    assert_exact(make_call(layer, normal(5, 3), None, mask=mask, table=normal(2, 3), power=2))
+    assert_exact(make_call(layer, normal(5, 3), bias=normal(5, 1), mask=mask, table=normal(3), power=3))
+
+
+def test_nested_inputs_and_nested_outputs():
+    def forward(self, batch):
+        hidden = batch["x"] * self.w + batch["pair"][0][:, None]
+        return {"sum": hidden.sum(dim=1), "parts": (hidden.tanh(), None, hidden.sin())}
+
+    layer = layer_of(forward, w=(3,))
+    assert_exact(make_call(layer, {"x": normal(5, 3), "pair": (normal(5), 4)}))
+
+
+def test_outputs_without_a_gradient_do_not_count():
+    def forward(self, x):
+        return (x * self.w).sum(dim=1), (x * self.v), x.argmax(dim=1)
+
+    layer = layer_of(forward, w=(3,), v=(3,))
+    call = make_call(layer, normal(5, 3), grad_of=lambda o: o.dim() == 1)
+    assert_exact(call)
+    assert not functional_sampler(layer).grads(call)["v"].any()
+    flat = call.replace(grad_output=(call.grad_output[0], None))  # nothing for what is no float tensor
+    with pytest.raises(Exception):  # noqa: B017
+        functional_sampler(layer).grads(flat.replace(output=None))
+
+
+def test_one_gradient_for_each_tensor_among_other_outputs():
+    def forward(self, x):
+        return "text", x * self.w, 3, x.sum(dim=1) * self.w[0]
+
+    layer = layer_of(forward, w=(3,))
+    call = make_call(layer, normal(5, 3))
+    found = functional_sampler(layer).grads(call.replace(grad_output=(call.grad_output[1], call.grad_output[3])))
+    torch.testing.assert_close(found["w"], truth_of(call)["w"])
+
+
+def test_integer_inputs_are_cut_into_rows():
+    layer = nn.Sequential(nn.Embedding(7, 3), nn.Linear(3, 2)).double()
+    assert_exact(make_call(layer, torch.randint(7, (5, 4))))
+
+
+def test_frozen_parameters_get_no_gradient_and_buffers_are_read():
+    layer = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)).double().eval()
+    layer[1].running_mean.normal_()
+    layer[0].weight.requires_grad_(False)
+    call = make_call(layer, normal(5, 3))
+    assert_exact(call)
+    assert "0.weight" not in functional_sampler(layer).grads(call)
+
+
+def test_tied_parameters_give_one_gradient_over_both_uses():
+    layer = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3)).double()
+    layer[2].weight = layer[0].weight
+    assert_exact(make_call(layer, normal(5, 3)))
+
+
+@pytest.mark.filterwarnings("ignore:`torch.nn.utils.weight_norm` is deprecated")
+@pytest.mark.parametrize("norm", [parametrizations.weight_norm, nn.utils.weight_norm], ids=["new", "old"])
+def test_weight_norm(norm):
+    layer = norm(nn.Linear(3, 4).double())
+    call = make_call(layer, normal(5, 3))
+    assert_exact(call)
+    torch.testing.assert_close(layer(call.inputs[0]), call.output)  # and the layer still works
+
+
+def test_attention_with_a_mask_and_recurrent_layers_match():
+    attention = nn.MultiheadAttention(4, 2, batch_first=True).double()
+    x, padding = normal(5, 6, 4), torch.arange(6).expand(5, 6) > torch.tensor([[5], [3], [6], [2], [4]])
+    first = lambda o: o.shape[-1] == 4  # noqa: E731
+    assert_exact(make_call(attention, x, x, x, key_padding_mask=padding, grad_of=first))
+    assert_exact(make_call(attention, x, x, x, key_padding_mask=padding, need_weights=False))
+    for recurrent in (nn.LSTM, nn.GRU, nn.RNN):
+        layer = recurrent(4, 3, num_layers=2, batch_first=True).double()
+        assert_exact(make_call(layer, x, grad_of=lambda o: o.shape == (5, 6, 3)))
+
+
+def test_dropout_that_is_off_is_no_randomness():
+    layer = nn.Sequential(nn.Linear(3, 4), nn.Dropout(0.0), nn.Linear(4, 2)).double()
+    assert_exact(make_call(layer, normal(5, 3)))
+    layer[1].p = 0.5
+    assert_exact(make_call(layer.eval(), normal(5, 3)))
+
+
+def test_an_empty_batch_gives_empty_gradients():
+    layer = nn.Linear(3, 2)
+    call = LayerCall(layer, (torch.ones(0, 3),), torch.ones(0, 2), output=torch.ones(0, 2))
+    shapes = {name: tuple(g.shape) for name, g in functional_sampler(layer).grads(call).items()}
+    assert shapes == {"weight": (0, 2, 3), "bias": (0, 2)}
+
+
+def test_one_row():
+    layer = nn.Linear(3, 2).double()
+    assert_exact(make_call(layer, normal(1, 3)))
+
+
+def test_chunks_give_the_same(monkeypatch):
+    monkeypatch.setattr(functional, "CHUNK_BYTES", 2 * 8 * 8)  # two rows of eight numbers
+    assert_exact(make_call(nn.Linear(3, 2).double(), normal(5, 3)))
+
+
+def branching(self, x):
+    return x * self.w if x.sum().item() > 0 else x * self.w**2
+
+
+class _Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx, grad):
+        return 2 * grad
+
+
+def custom_function(self, x):
+    return _Doubled.apply(x * self.w)
+
+
+def in_place(self, x):
+    out = torch.zeros(len(x), 3, dtype=x.dtype)
+    out[:, 1:] += (x * self.w)[:, 1:]
+    return out
+
+
+@pytest.mark.parametrize("forward", [branching, custom_function, in_place], ids=lambda f: f.__name__)
+def test_what_cannot_be_vectorised_is_run_in_a_loop(forward):
+    torch.manual_seed(0)
+    layer = layer_of(forward, w=(3,), unused=(2,))
+    x = torch.cat([normal(1, 3).abs()] * 5) if forward is branching else normal(5, 3)
+    call = make_call(layer, x)
+    sampler = functional_sampler(layer)
+    for _ in range(2):  # the second time it goes straight to the loop
+        for name, truth in truth_of(call).items():
+            torch.testing.assert_close(sampler.grads(call)[name], truth)
+
+
+def test_works_inside_a_backward_pass():
+    layer = layer_of(branching, w=(3,))
+    call = make_call(layer, normal(1, 3).abs().repeat(4, 1))
+    found = []
+
+    class Fires(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, grad):
+            for one in (call, make_linear):
+                found.append(functional_sampler(one.layer).grads(one))
+            return grad
+
+    make_linear = make_call(nn.Linear(3, 2).double(), normal(4, 3))
+    Fires.apply(normal(2).requires_grad_()).sum().backward()
+    torch.testing.assert_close(found[0]["w"], truth_of(call)["w"])
+    torch.testing.assert_close(found[1]["weight"], truth_of(make_linear)["weight"])
+
+
+class Counting(nn.Module):
+    """Keeps state in a buffer and in an attribute, which do not reach the output."""
+
+    def __init__(self):
+        super().__init__()
+        self.w = nn.Parameter(normal(3))
+        self.register_buffer("calls", torch.zeros((), dtype=F64))
+        self.last = None
+
+    def forward(self, x):
+        self.calls += 1
+        self.last = x * self.w
+        return self.last
+
+
+def test_the_replay_leaves_the_module_as_it_was():
+    layer = Counting()
+    call = make_call(layer, normal(5, 3))
+    last = layer.last
+    found = functional_sampler(layer).grads(call)
+    assert layer.calls == 1 and layer.last is last
+    torch.testing.assert_close(found["w"], call.inputs[0] * call.grad_output)
+    assert all(p.grad is None for p in layer.parameters())
+
+
+def centred(self, x):
+    return (x - x.mean(dim=0)) * self.w
+
+
+def dropped(self, x):
+    return F.dropout(x, 0.3) * self.w
+
+
+def noisy_function(self, x):
+    return _Doubled.apply(F.dropout(x, 0.3) * self.w)
+
+
+def ageing(self, x):
+    self.age = getattr(self, "age", 0) + 1
+    return x * self.w * self.age
+
+
+@pytest.mark.parametrize("forward", [centred, dropped, noisy_function, ageing], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("dtype", [F64, torch.float32], ids=["float64", "float32"])
+def test_mixing_random_and_stateful_layers_are_refused_by_name(forward, dtype):
+    torch.manual_seed(0)
+    layer = layer_of(forward, w=(3,)).to(dtype)
+    call = make_call(layer, torch.randn(5, 3, dtype=dtype))
+    if forward is ageing:
+        call = make_call(layer, torch.randn(5, 3, dtype=dtype))  # its second
+    with pytest.raises(UnsupportedLayerError, match=r"block\.layer.*Made.*register_grad_sampler") as refusal:
+        functional_sampler(layer).grads(call)
+    if forward is dropped:
+        assert "random" in str(refusal.value.__cause__)
+
+
+def test_batch_norm_in_training_is_refused():
+    layer = nn.Sequential(nn.Conv2d(2, 3, 3), nn.BatchNorm2d(3)).double()
+    call = make_call(layer, normal(5, 2, 6, 6))
+    before = {name: b.clone() for name, b in layer.named_buffers()}
+    with pytest.raises(UnsupportedLayerError):
+        functional_sampler(layer).grads(call)
+    assert all(torch.equal(b, before[name]) for name, b in layer.named_buffers())
+
+
+def test_a_small_mixing_term_is_refused_even_in_half_precision():
+    """One per cent of the batch mean is within the rounding of bfloat16, but the whole batch in float32 shows it."""
+    torch.manual_seed(0)
+    layer = layer_of(lambda self, x: (x + 0.01 * x.mean(dim=0)) * self.w, w=(3,)).float()
+    call = make_call(layer, torch.randn(5, 3))
+    call = call.replace(output=call.output.bfloat16().float())
+    with pytest.raises(UnsupportedLayerError):
+        functional_sampler(layer).grads(call)
+
+
+def test_an_input_that_only_looks_batched_is_refused():
+    layer = layer_of(lambda self, x, table: x * self.w + table.sum(), w=(3,))
+    assert_exact(make_call(layer, normal(5, 3), normal(4)))
+    with pytest.raises(UnsupportedLayerError, match="looks like the batch"):
+        call = make_call(layer, normal(5, 3), normal(5))
+        functional_sampler(layer).grads(call)
+
+
+def test_an_output_with_the_batch_on_another_axis_is_refused():
+    layer = nn.LSTM(4, 3, num_layers=2, batch_first=True).double()
+    call = make_call(layer, normal(2, 6, 4))
+    with pytest.raises(UnsupportedLayerError):
+        functional_sampler(layer).grads(call)
+
+
+def test_embeddings_that_mix_rows_are_refused_inside_a_module():
+    layer = nn.Sequential(nn.Linear(2, 2), nn.Embedding(5, 3, scale_grad_by_freq=True))
+    with pytest.raises(UnsupportedLayerError, match="'1'"):
+        functional_sampler(layer)
+
+
+@pytest.mark.parametrize("form", ["module", "autocast"])
+def test_layers_that_ran_in_half_precision_are_replayed_in_float32(form):
+    torch.manual_seed(0)
+    layer = nn.Sequential(nn.Linear(16, 32), nn.LayerNorm(32), nn.Tanh(), nn.Linear(32, 8), nn.LayerNorm(8))
+    layer = layer.bfloat16() if form == "module" else layer
+    x = torch.randn(5, 16)
+    with torch.autocast("cpu", torch.bfloat16, enabled=form == "autocast"):
+        call = make_call(layer, x.bfloat16() if form == "module" else x)
+    call = call.replace(
+        inputs=(call.inputs[0].float(),), grad_output=call.grad_output.float(), output=call.output.float()
+    )
+    found = functional_sampler(layer).grads(call)
+    truth = stacked(per_sample_gradients(layer, lambda o, c: (o * c).sum(), call.inputs, call.grad_output))
+    for name in truth:
+        scale = truth[name].abs().max().item()
+        torch.testing.assert_close(found[name].double(), truth[name], rtol=1e-4, atol=1e-4 * scale)
+
+
+def test_a_row_that_is_not_finite_does_not_disturb_the_others():
+    layer = nn.Linear(3, 2).double()
+    x = normal(5, 3)
+    x[2, 0] = torch.inf
+    call = make_call(layer, x)
+    found = functional_sampler(layer).grads(call)["weight"]
+    assert found.flatten(1).isfinite().all(dim=1).tolist() == [True, True, False, True, True]
+
+
+def test_a_huge_row_does_not_hide_a_difference_in_another():
+    layer = layer_of(centred, w=(3,))
+    x = torch.eye(5, 3, dtype=F64)
+    x[0] = 1e12
+    call = make_call(layer, x)
+    output = call.inputs[0] * layer.w.detach()  # rows alone would give zero; here only small rows differ
+    output[0] = 0
+    shifted = layer_of(lambda self, x: x * self.w, w=(3,))
+    shifted.w.data.copy_(layer.w.detach())
+    call = LayerCall(shifted, (x,), call.grad_output, output=(x * layer.w.detach()) + (x.abs() < 2) * 0.1, name="a")
+    with pytest.raises(UnsupportedLayerError):
+        functional_sampler(shifted).grads(call)

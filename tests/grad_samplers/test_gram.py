@@ -1,0 +1,108 @@
+import pytest
+import torch
+
+from dpengine.grad_samplers import gram
+from dpengine.grad_samplers.gram import gram_pays, gram_sq_norm
+
+MAKERS = {
+    "normal": lambda *shape: torch.randn(shape),
+    "constant": lambda *shape: torch.full(shape, 1 / 3),
+    "positive": lambda *shape: torch.rand(shape),
+    "positions-alike": lambda rows, length, size: torch.rand(rows, 1, size).expand(rows, length, size),
+    "one-large": lambda *shape: torch.cat(
+        [torch.ones(*shape[:2], 1), torch.full((*shape[:2], shape[2] - 1), 2.4e-4)], 2
+    ),
+    "wide-range": lambda *shape: torch.randn(shape).mul(3).exp(),
+}
+
+
+@pytest.fixture
+def in_float32(monkeypatch):
+    """Small products too are taken in float32, as large ones are."""
+    monkeypatch.setattr(gram, "_SMALL", 0)
+
+
+def truth(*factors):
+    letters = "ijk"[: len(factors)]
+    equation = ",".join(f"bt{letter}" for letter in letters) + f"->b{letters}"
+    return torch.einsum(equation, *[f.double() for f in factors]).flatten(1).square().sum(dim=1)
+
+
+@pytest.mark.parametrize("second", MAKERS)
+@pytest.mark.parametrize("first", MAKERS)
+@pytest.mark.parametrize(("length", "sizes"), [(2, (64, 65)), (7, (300, 20)), (140, (40, 130))])
+def test_float32_norms_are_never_low_whatever_the_data(in_float32, first, second, length, sizes):
+    torch.manual_seed(0)
+    factors = MAKERS[first](3, length, sizes[0]), MAKERS[second](3, length, sizes[1])
+    true, found = truth(*factors), gram_sq_norm(*factors).double()
+    assert (found >= true * (1 - 1e-7)).all()
+    assert (found <= true * 1.0101).all()
+
+
+def test_norms_are_not_lost_where_positions_cancel(in_float32):
+    """The sum is 1e-3 of its terms; its square is lost in the rounding of a float32 Gram."""
+    torch.manual_seed(0)
+    acts = torch.randn(4, 1, 50).expand(4, 8, 50).clone()
+    grads = torch.randn(4, 8, 60)
+    grads[:, 4:] = -grads[:, :4]
+    acts[:, 4:] += 1e-3 * torch.randn(4, 4, 50)
+    true, found = truth(acts, grads), gram_sq_norm(acts, grads).double()
+    assert (found >= true * (1 - 1e-6)).all()
+    assert (found <= true * 1.0101).all()
+
+
+def test_exact_cancellation_gives_about_zero(in_float32):
+    acts = torch.ones(2, 4, 30)
+    grads = torch.tensor([1.0, -1.0, 1.0, -1.0]).view(1, 4, 1).expand(2, 4, 20)
+    assert (gram_sq_norm(acts, grads) < 1e-12).all()
+
+
+def test_huge_finite_gradients_have_finite_norms(in_float32):
+    acts, grads = torch.full((1, 3, 5), 1e11), torch.full((1, 3, 4), 1e12)
+    true, found = truth(acts, grads), gram_sq_norm(acts, grads).double()
+    torch.testing.assert_close(found, true, rtol=0.02, atol=0)
+
+
+@pytest.mark.parametrize("length", [1, 3])
+def test_only_the_row_that_is_not_finite_has_such_a_norm(in_float32, length):
+    torch.manual_seed(0)
+    acts, grads = torch.randn(3, length, 5), torch.randn(3, length, 4)
+    acts[1, 0, 0] = torch.nan
+    found = gram_sq_norm(acts, grads)
+    assert found.isfinite().tolist() == [True, False, True]
+
+
+@pytest.mark.parametrize("workspace", [1, 10_000, 200_000])
+@pytest.mark.parametrize("length", [5, 70, 300])
+def test_the_size_of_the_workspace_does_not_matter(monkeypatch, in_float32, workspace, length):
+    torch.manual_seed(0)
+    factors = [torch.randn(4, length, size) for size in (7, 5, 3)]
+    monkeypatch.setattr(gram, "WORKSPACE_BYTES", workspace)
+    torch.testing.assert_close(gram_sq_norm(*factors).double(), truth(*factors), rtol=0.0101, atol=0)
+
+
+def test_the_workspace_stays_below_its_bound(monkeypatch, in_float32):
+    entries = []
+    monkeypatch.setattr(gram, "WORKSPACE_BYTES", 100_000)
+    original = gram._gram
+
+    def counted(left, right):
+        found = original(left, right)
+        entries.append(found.numel())
+        return found
+
+    monkeypatch.setattr(gram, "_gram", counted)
+    gram_sq_norm(torch.randn(20, 90, 4), torch.randn(20, 90, 3))
+    assert 2 * 4 * max(entries) <= 100_000
+
+
+def test_the_gram_pays_for_short_sequences_of_wide_features_only():
+    pays = lambda length, *sizes: gram_pays(length, sizes, torch.float32)  # noqa: E731
+    assert pays(1, 3, 4) and pays(8, 64, 64) and pays(128, 768, 768)
+    assert not pays(32, 64, 64) and not pays(500, 768, 768)
+
+
+def test_the_gram_does_not_pay_where_its_guard_would_show():
+    """At 4096 features and 1024 positions the operations are fewer, but the guard would exceed what is allowed."""
+    assert not gram_pays(1024, (4096, 4096), torch.float32)
+    assert gram_pays(1024, (4096, 4096), torch.float64)

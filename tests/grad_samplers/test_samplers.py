@@ -1,0 +1,195 @@
+import pytest
+import torch
+from cases import CASES
+from reference import per_sample_gradients, stacked
+from torch import nn
+
+from dpengine.capture import LayerCall
+from dpengine.grad_samplers import BUILTIN, sampler_for
+
+ROWS = 5
+F32, F64 = torch.float32, torch.float64
+# float64: rounding of sums of some hundred terms. float32: the promise of the project, relative to the largest entry.
+TOLERANCE = {F64: 1e-9, F32: 1e-5}
+
+every_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
+both_types = pytest.mark.parametrize("dtype", [F64, F32], ids=["float64", "float32"])
+
+
+class Run:
+    """A case run once: the call that capture would report, and the truth row by row."""
+
+    def __init__(self, case, dtype=F64, rows=ROWS, seed=0, layer=None):
+        torch.manual_seed(seed)
+        self.case = case
+        self.layer = layer or random_layer(case, dtype)
+        self.inputs = case.inputs(rows, dtype)
+        args, kwargs = case.split(self.inputs)
+        output = self.layer(*args, **kwargs)
+        self.cotangent = torch.randn_like(output)
+        self.call = LayerCall(self.layer, args, self.cotangent, kwargs, output.detach(), case.id)
+        self.samplers = sampler_for(self.layer)
+        self.names = [name for name, _ in self.layer.named_parameters()]
+
+    def truth(self):
+        """{name: (B, *shape)} by a loop over single rows."""
+        return stacked(
+            per_sample_gradients(
+                self.layer, lambda output, c: (output * c).sum(), self.inputs, self.cotangent, row=self.case.row
+            )
+        )
+
+
+def random_layer(case, dtype):
+    layer = case.make().to(dtype)
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            parameter.normal_()
+    return layer
+
+
+def assert_close(found, truth, tolerance, floor=1e-30):
+    """Within a share of the largest entry."""
+    assert found.shape == truth.shape
+    scale = truth.abs().max().item() if truth.numel() else 0.0
+    torch.testing.assert_close(found.double(), truth, rtol=tolerance, atol=tolerance * scale + floor)
+
+
+def factors(dtype=F64):
+    return torch.tensor([0.3, 1.0, 0.0, 0.7, 0.01], dtype=dtype)
+
+
+@every_case
+@both_types
+def test_gradients_are_those_of_each_row_alone(case, dtype):
+    run = Run(case, dtype)
+    truth = run.truth()
+    assert set(truth) == set(run.names) and run.names
+    for name in run.names:
+        found = run.samplers[name].grad(run.call)
+        assert found.dtype == dtype
+        assert_close(found, truth[name], TOLERANCE[dtype])
+
+
+@every_case
+@both_types
+def test_norm_shortcuts_are_never_low_and_hardly_high(case, dtype):
+    run = Run(case, dtype)
+    truth = run.truth()
+    for name in run.names:
+        if run.samplers[name].sq_norm is not None:
+            found = run.samplers[name].sq_norm(run.call).double()
+            true = truth[name].flatten(1).square().sum(dim=1)
+            assert found.shape == true.shape
+            assert (found >= true * (1 - 1e-6)).all()
+            # In float32 the guard against rounding may add up to 1 %.
+            assert (found <= true * (1 + (0.0101 if dtype == F32 else 1e-9)) + 1e-30).all()
+
+
+@every_case
+@both_types
+def test_weighted_sums_are_those_of_the_weighted_rows(case, dtype):
+    run = Run(case, dtype)
+    truth = run.truth()
+    for name in run.names:
+        found = run.samplers[name].total(run.call, factors(dtype))
+        expected = torch.tensordot(factors(), truth[name], dims=1)
+        scale = truth[name].abs().max() if truth[name].numel() else 0.0
+        assert found.shape == expected.shape
+        assert ((found.double() - expected).abs() <= TOLERANCE[dtype] * scale).all()
+
+
+@every_case
+def test_joined_calls_give_the_sum_of_their_gradients(case):
+    layer = random_layer(case, F64)
+    runs = [Run(case, seed=seed, layer=layer) for seed in (1, 2)]
+    expected = {name: runs[0].truth()[name] + runs[1].truth()[name] for name in runs[0].names}
+    for name, sampler in runs[0].samplers.items():
+        if sampler.concat is not None and name in expected:
+            joined = sampler.concat([run.call for run in runs])
+            assert_close(sampler.grad(joined), expected[name], 1e-9)
+            assert_close(sampler.sq_norm(joined).double(), expected[name].flatten(1).square().sum(dim=1), 1e-9)
+            assert_close(sampler.total(joined, factors()), torch.tensordot(factors(), expected[name], dims=1), 1e-8)
+
+
+@every_case
+@both_types
+def test_an_empty_batch_gives_empty_gradients_and_zero_sums(case, dtype):
+    run = Run(case, dtype) if case.id.startswith("instance-norm") else Run(case, dtype, rows=0)
+    call = run.call
+    if call.batch_size:  # torch's own forward refuses an empty batch here
+        call = call.replace(inputs=tuple(x[:0] for x in call.inputs), grad_output=call.grad_output[:0])
+    for name, parameter in run.layer.named_parameters():
+        sampler = run.samplers[name]
+        assert sampler.grad(call).shape == (0, *parameter.shape)
+        assert sampler.sq_norm is None or sampler.sq_norm(call).shape == (0,)
+        total = sampler.total(call, torch.zeros(0, dtype=dtype))
+        assert total.shape == parameter.shape and not total.any()
+        sampler.use_sq_norm(call)
+
+
+@every_case
+def test_the_memory_layout_of_the_output_gradient_does_not_matter(case):
+    run = Run(case)
+    if run.cotangent.dim() < 2:
+        return
+    expected = run.truth()
+    layouts = {"outermost last": run.cotangent.movedim(0, -1).contiguous().movedim(-1, 0)}
+    layouts["with gaps"] = torch.stack([run.cotangent, run.cotangent], dim=-1)[..., 0]
+    for grad_output in layouts.values():
+        call = run.call.replace(grad_output=grad_output)
+        for name in run.names:
+            assert_close(run.samplers[name].grad(call), expected[name], 1e-9)
+            sum_before = run.samplers[name].total(run.call, factors())
+            torch.testing.assert_close(run.samplers[name].total(call, factors()), sum_before)
+
+
+@every_case
+def test_a_constant_output_gradient_without_memory_works(case):
+    run = Run(case)
+    run.cotangent = torch.randn((), dtype=F64).expand_as(run.cotangent)  # as a mean over the output makes it
+    truth = run.truth()
+    call = run.call.replace(grad_output=run.cotangent)
+    for name in run.names:
+        assert_close(run.samplers[name].grad(call), truth[name], 1e-9, floor=1e-12)  # zero after instance norm
+
+
+@every_case
+def test_a_row_does_not_depend_on_the_others(case):
+    if case.row is not None:
+        pytest.skip("rows are not cut along axis 0")
+    run = Run(case)
+    part = slice(1, 3)
+    cut = [x[part] if isinstance(x, torch.Tensor) else x for x in run.inputs]
+    args, kwargs = case.split(tuple(cut))
+    call = run.call.replace(inputs=args, kwargs=kwargs, grad_output=run.cotangent[part])
+    for name in run.names:
+        assert_close(run.samplers[name].grad(call), run.samplers[name].grad(run.call)[part], 1e-12)
+
+
+def test_every_builtin_layer_has_a_case():
+    assert set(BUILTIN) <= {type(case.make()) for case in CASES}
+
+
+def test_case_ids_are_unique():
+    ids = [case.id for case in CASES]
+    assert len(set(ids)) == len(ids)
+
+
+def test_layer_norm_over_the_batch_is_refused():
+    from dpengine.errors import UnsupportedLayerError
+
+    layer = nn.LayerNorm((3, 4))
+    call = LayerCall(layer, (torch.randn(3, 4),), torch.randn(3, 4), name="head.norm")
+    for sampler in sampler_for(layer).values():
+        with pytest.raises(UnsupportedLayerError, match=r"head\.norm.*batch"):
+            sampler.grad(call)
+
+
+def test_rms_norm_of_half_precision_has_the_eps_that_it_ran_with():
+    torch.manual_seed(0)
+    layer = nn.RMSNorm(8).bfloat16()
+    inputs, cotangent = (torch.randn(5, 8) * 0.03).bfloat16(), torch.randn(5, 8)
+    call = LayerCall(layer, (inputs.float(),), cotangent)
+    normed = layer(inputs).float()  # its weight is one
+    torch.testing.assert_close(sampler_for(layer)["weight"].grad(call), normed * cotangent, rtol=0.02, atol=1e-3)

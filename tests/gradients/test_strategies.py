@@ -1,0 +1,153 @@
+"""Every strategy gives the clipped sums of a loop over single rows, for every layer and model of the tables."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from cases import CASES, MODELS
+from dpengine.clipping import Automatic, Flat, Groups, PerLayer
+from dpengine.gradients import MODES
+from oracle import SLACK, clip_by_engine, clip_by_loop, relative_error
+from reference import per_sample_gradients
+
+ROWS = 4
+TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-5}
+
+
+class Called(nn.Module):
+    """A layer that gets some inputs by keyword."""
+
+    def __init__(self, case, layer):
+        super().__init__()
+        self.case = case
+        self.layer = layer
+        self.training = True
+
+    def forward(self, *inputs):
+        args, kwargs = self.case.split(inputs)
+        return self.layer(*args, **kwargs)
+
+
+def weighted(cotangent):
+    """A loss whose gradient by the output is random: a constant one would hide mistakes."""
+    return lambda output: (output * cotangent).sum()
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+def test_layers_give_the_clipped_sum_of_a_loop_over_rows(case, mode, dtype):
+    torch.manual_seed(0)
+    layer = case.make().to(dtype)
+    model = Called(case, layer)
+    inputs = case.inputs(ROWS, dtype)
+    cotangent = torch.randn_like(model(*inputs)) * torch.tensor([3.0, 1.0, 0.3, 0.01], dtype=dtype).view(
+        -1, *[1] * (model(*inputs).dim() - 1)
+    )
+    found, seen = clip_by_engine(model, inputs, weighted(cotangent), mode=mode)
+    loss_of_row = lambda output, i: (output * cotangent[i].double()).sum()  # noqa: E731
+    truth, norms = clip_by_loop(model, inputs, loss_of_row, ROWS, row=case.row)
+    assert relative_error(found, truth) <= TOLERANCE[dtype]
+    assert seen.largest_norm == pytest.approx(max(norms), rel=TOLERANCE[dtype])
+    assert seen.clipped == sum(norm > 1 for norm in norms)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("case", MODELS, ids=lambda case: case.id)
+def test_models_give_the_clipped_sum_of_a_loop_over_rows(case, mode, reduction):
+    torch.manual_seed(1)
+    model = case.make().double()
+    inputs, targets = case.inputs(ROWS, torch.float64), case.targets(ROWS)
+    loss_of = lambda output: F.cross_entropy(output, targets, reduction=reduction)  # noqa: E731
+    found, _ = clip_by_engine(model, inputs, loss_of, mode=mode, reduction=reduction)
+    loss_of_row = lambda output, i: F.cross_entropy(output, targets[i])  # noqa: E731
+    truth, _ = clip_by_loop(model, inputs, loss_of_row, ROWS)
+    assert relative_error(found, truth) <= 1e-9
+
+
+def by_policy(policy, names, norms_by_name):
+    """Factor of each row for each parameter, written out for the policies that this file tests."""
+    groups = policy.group_of(names)
+    factors = {}
+    for k in set(groups):
+        members = [name for name, group in zip(names, groups, strict=True) if group == k]
+        norm = torch.stack([norms_by_name[name] for name in members]).norm(dim=0)
+        bound = policy.bounds[k]
+        if isinstance(policy, Automatic):
+            factor = bound / (norm + policy.stability)
+        else:
+            factor = (bound * (1 - SLACK) / norm).clamp(max=1)
+        factors.update(dict.fromkeys(members, factor))
+    return factors
+
+
+POLICIES = {
+    "flat": Flat(0.3),
+    "per-layer": PerLayer([0.1, 0.2]),
+    "groups": Groups({"0": 0.2, "2.weight": 0.1, "2.bias": 0.05}),
+    "automatic": Automatic(0.5),
+}
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
+def test_every_policy_works_with_every_strategy(policy, mode):
+    torch.manual_seed(2)
+    model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)).double()
+    inputs, targets = (torch.randn(ROWS, 4, dtype=torch.float64),), torch.tensor([0, 1, 2, 1])
+    found, _ = clip_by_engine(model, inputs, lambda o: F.cross_entropy(o, targets), policy=policy, mode=mode, reduction="mean")
+    rows = per_sample_gradients(model, lambda o, t: F.cross_entropy(o, t), inputs, targets)
+    stacked = {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
+    factors = by_policy(policy, list(stacked), {n: g.flatten(1).norm(dim=1) for n, g in stacked.items()})
+    truth = {n: torch.einsum("b,b...->...", factors[n], g) for n, g in stacked.items()}
+    assert relative_error(found, truth) <= (1e-6 if isinstance(policy, Automatic) else 1e-9)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_an_empty_batch_gives_zero_sums(mode):
+    model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3))
+    targets = torch.zeros(0, dtype=torch.int64)
+    found, seen = clip_by_engine(
+        model, (torch.zeros(0, 4),), lambda o: F.cross_entropy(o, targets), mode=mode, reduction="mean"
+    )
+    assert all(not total.any() and total.isfinite().all() for total in found.values())
+    assert seen.rows == 0
+
+
+@pytest.mark.parametrize("poison", [float("nan"), float("inf"), 1e38])
+@pytest.mark.parametrize("mode", MODES)
+def test_f_d5_a_poisoned_row_counts_nothing_and_leaves_the_others_as_they_are(mode, poison):
+    torch.manual_seed(3)
+    model = nn.Sequential(nn.Linear(4, 5), nn.ReLU(), nn.Linear(5, 3))
+    inputs, targets = torch.randn(ROWS, 4), torch.tensor([0, 1, 2, 1])
+    inputs[2] = poison
+    kept = [0, 1, 3]
+    loss_of = lambda t: lambda o: F.cross_entropy(o, t, reduction="sum")  # noqa: E731
+    found, seen = clip_by_engine(model, (inputs,), loss_of(targets), mode=mode)
+    clean, _ = clip_by_engine(model, (inputs[kept],), loss_of(targets[kept]), mode=mode)
+    if seen.dropped:
+        assert relative_error(found, clean) <= 1e-6
+    else:  # a huge finite row may also be clipped to the bound
+        moved = torch.cat([(found[n] - clean[n]).flatten() for n in clean]).norm()
+        assert poison == 1e38 and moved <= 1.0
+    assert all(total.isfinite().all() for total in found.values())
+
+
+def test_hooks_mode_shows_the_gradient_of_each_rows_own_loss():
+    torch.manual_seed(4)
+    model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)).double()
+    inputs, targets = torch.randn(ROWS, 4, dtype=torch.float64), torch.tensor([0, 1, 2, 1])
+    from dpengine import GradSampleModule
+
+    wrapped = GradSampleModule(model)
+    F.cross_entropy(wrapped(inputs), targets).backward()
+    truth = per_sample_gradients(model, lambda o, t: F.cross_entropy(o, t), (inputs,), targets)
+    for name, p in model.named_parameters():
+        torch.testing.assert_close(p.grad_sample, torch.stack([row[name] for row in truth]), rtol=1e-9, atol=1e-12)
+    F.cross_entropy(wrapped(inputs), targets).backward()
+    assert [len(p.grad_sample) for p in model.parameters()] == [2] * 4
+    wrapped.zero_grad()
+    assert not any(hasattr(p, "grad_sample") for p in model.parameters())
+    assert wrapped.to_standard_module() is model and not model[0]._forward_hooks

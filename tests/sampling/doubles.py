@@ -1,0 +1,71 @@
+"""Stand-ins around a private loader: chosen batches, a data set with many kinds of leaves, a recording engine."""
+
+import math
+
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from dpengine.sampling import AbstractBatchStrategy, private_loader
+
+
+class Fixed(AbstractBatchStrategy):
+    """Batches that the test chooses; the last comes again and again."""
+
+    law, claims_epsilon = "poisson", True
+
+    def __init__(self, *batches, rows=20, steps_per_epoch=None):
+        self.batches = batches
+        self.num_examples, self.sample_rate, self.expected_batch_size = rows, 0.1, 2.4
+        self.steps_per_epoch = len(batches) if steps_per_epoch is None else steps_per_epoch
+        self.drawn = []
+
+    def draw(self, step, words):
+        self.drawn.append(step)
+        return torch.tensor(self.batches[min(step, len(self.batches) - 1)], dtype=torch.int64).numpy()
+
+
+class Rows(Dataset):
+    """Row i is a dict of several kinds of leaves. A list of indices must not be empty."""
+
+    def __init__(self, rows=20):
+        self.rows = rows
+
+    def __len__(self):
+        return self.rows
+
+    def __getitem__(self, index):
+        return {"x": torch.full((3,), float(index)), "y": index, "name": f"row {index}"}
+
+    def __getitems__(self, indices):
+        assert len(indices)
+        return [self[index] for index in indices]
+
+
+class Recorder:
+    """Plays the engine: writes down what it is told."""
+
+    def __init__(self, budget=math.inf):
+        self.handed, self.asked, self.budget = [], [], budget
+
+    def on_handout(self, ticket, chunk):
+        self.handed.append((ticket, chunk))
+
+    def may_draw(self, step):
+        self.asked.append(step)
+        return step < self.budget
+
+    @property
+    def steps(self):
+        return [(ticket.step, chunk, ticket.rows[chunk]) for ticket, chunk in self.handed]
+
+
+def private(strategy, *, words=None, loader=None, recorder=None, workers=0, **options):
+    recorder = recorder or Recorder()
+    loader = loader or DataLoader(Rows(strategy.num_examples), batch_size=2, num_workers=workers)
+    return private_loader(
+        loader, strategy=strategy, words=words, on_handout=recorder.on_handout, may_draw=recorder.may_draw, **options
+    )
+
+
+def rows_of(batches) -> list[list[int]]:
+    return [batch["y"].tolist() for batch in batches]

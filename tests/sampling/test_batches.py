@@ -1,0 +1,247 @@
+"""What a private loader yields, hands out and counts, with and without workers."""
+
+import copy
+import itertools
+import math
+import pickle
+
+import pytest
+import torch
+from sampling.doubles import Fixed, Recorder, Rows, private, rows_of
+from torch.utils.data import DataLoader
+
+from dpengine.errors import SamplingError
+from dpengine.sampling import PoissonSampling
+
+WORKERS = [0, 2]
+
+
+@pytest.mark.parametrize("workers", WORKERS)
+def test_f_s5_f_d2_s6_empty_batches_come_first_last_and_between(workers):
+    recorder = Recorder()
+    strategy = Fixed([], [3, 7], [], [], [1, 2, 19], [])
+    batches = list(private(strategy, recorder=recorder, workers=workers))
+    assert rows_of(batches) == [[], [3, 7], [], [], [1, 2, 19], []]
+    assert batches[0]["x"].shape == (0, 3)
+    assert batches[0]["x"].dtype == torch.float32
+    assert batches[0]["name"] == []
+    assert batches[4]["name"] == ["row 1", "row 2", "row 19"]
+    assert recorder.steps == [(0, 0, 0), (1, 0, 2), (2, 0, 0), (3, 0, 0), (4, 0, 3), (5, 0, 0)]
+
+
+@pytest.mark.parametrize("workers", WORKERS)
+def test_a_run_of_empty_batches_only(workers):
+    assert rows_of(private(Fixed([], [], []), workers=workers)) == [[], [], []]
+
+
+@pytest.mark.parametrize("workers", WORKERS)
+@pytest.mark.parametrize("physical", [1, 2, 3, 4, 5, 100])
+def test_s2_physical_chunks_are_nearly_equal_and_none_is_too_large(workers, physical):
+    recorder = Recorder()
+    logical = [[*range(13)], [], [4], [*range(7)]]
+    batches = rows_of(private(Fixed(*logical), recorder=recorder, workers=workers, physical_batch_size=physical))
+    tickets = list(dict.fromkeys(ticket for ticket, _ in recorder.handed))
+    assert [ticket.size for ticket in tickets] == [13, 0, 1, 7]
+    assert [len(batch) for batch in batches] == [rows for ticket in tickets for rows in ticket.rows]
+    for ticket, indices in zip(tickets, logical, strict=True):
+        chunks = [batches.pop(0) for _ in ticket.rows]
+        assert list(itertools.chain(*chunks)) == indices
+        assert len(chunks) == max(1, math.ceil(len(indices) / physical))
+        assert max(ticket.rows) <= physical
+        assert max(ticket.rows) - min(ticket.rows) <= 1
+
+
+@pytest.mark.parametrize("workers", WORKERS)
+def test_s2_accumulation_gives_exactly_so_many_chunks(workers):
+    recorder = Recorder()
+    batches = rows_of(private(Fixed([5, 6], [], [*range(7)]), recorder=recorder, workers=workers, accumulation_steps=3))
+    assert [len(batch) for batch in batches] == [1, 1, 0, 0, 0, 0, 3, 2, 2]
+    assert recorder.steps == [
+        (0, 0, 1), (0, 1, 1), (0, 2, 0), (1, 0, 0), (1, 1, 0), (1, 2, 0), (2, 0, 3), (2, 1, 2), (2, 2, 2),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("workers", WORKERS)
+def test_each_chunk_is_handed_out_right_before_it_is_given(workers):
+    recorder = Recorder()
+    for number, batch in enumerate(private(Fixed([1], [2, 3], [], [4]), recorder=recorder, workers=workers)):
+        ticket, chunk = recorder.handed[-1]
+        assert len(recorder.handed) == number + 1
+        assert (ticket.step, chunk, ticket.rows) == (number, 0, (len(batch["y"]),))
+
+
+@pytest.mark.parametrize("workers", WORKERS)
+def test_passes_go_on_where_the_last_one_ended(workers, seeded_words):
+    recorder = Recorder()
+    strategy = PoissonSampling(20, 0.2, 5, 4.0)
+    loader = private(strategy, words=seeded_words(1), recorder=recorder, workers=workers)
+    seen = [rows_of(loader), rows_of(loader)]
+    assert [ticket.step for ticket, _ in recorder.handed] == list(range(10)) == recorder.asked
+    assert list(itertools.chain(*seen)) == [strategy.draw(step, seeded_words(1)).tolist() for step in range(10)]
+    assert loader.position == 10
+
+
+@pytest.mark.parametrize("workers", WORKERS)
+def test_f_s10_a_batch_that_was_not_handed_out_comes_again(workers, seeded_words):
+    recorder = Recorder()
+    strategy = PoissonSampling(20, 0.2, 8, 4.0)
+    loader = private(strategy, words=seeded_words(2), recorder=recorder, workers=workers)
+    seen = []
+    for batch in loader:
+        seen.append(batch["y"].tolist())
+        if len(seen) == 3:
+            break
+    assert loader.position == 3
+    seen += rows_of(loader)
+    assert loader.position == 11
+    assert seen == [strategy.draw(step, seeded_words(2)).tolist() for step in range(11)]
+    assert [ticket.step for ticket, _ in recorder.handed] == list(range(11))
+
+
+def test_a_batch_left_in_the_middle_is_not_handed_out_again():
+    recorder = Recorder()
+    loader = private(Fixed([1, 2, 3], [4]), recorder=recorder, physical_batch_size=2)
+    for _ in loader:
+        break
+    assert loader.position == 1
+    assert next(iter(loader))["y"].tolist() == [4]
+    assert recorder.steps == [(0, 0, 2), (1, 0, 1)]
+
+
+def test_a_failing_callback_uses_up_the_step():
+    class Failing(Recorder):
+        def on_handout(self, ticket, chunk):
+            super().on_handout(ticket, chunk)
+            if ticket.step == 1:
+                raise RuntimeError("no")
+
+    recorder = Failing()
+    loader = private(Fixed([1], [2], [3]), recorder=recorder)
+    with pytest.raises(RuntimeError, match="no"):
+        list(loader)
+    assert loader.position == 2
+
+
+@pytest.mark.parametrize("workers", WORKERS)
+def test_v4_a_pass_ends_before_the_step_that_may_not_be_drawn(workers):
+    recorder = Recorder(budget=2)
+    loader = private(Fixed([1], [2], [3], [4]), recorder=recorder, workers=workers)
+    assert rows_of(loader) == [[1], [2]]
+    assert rows_of(loader) == []
+    assert recorder.asked == [0, 1, 2, 2]
+    assert loader.position == 2
+
+
+@pytest.mark.parametrize("workers", WORKERS)
+def test_may_draw_is_asked_when_the_user_wants_the_batch(workers):
+    recorder = Recorder()
+    loader = private(Fixed(*[[1]] * 6), recorder=recorder, workers=workers)
+    for number, _ in enumerate(loader):
+        assert recorder.asked == list(range(number + 1))
+        assert [ticket.step for ticket, _ in recorder.handed] == recorder.asked
+
+
+def test_without_workers_nothing_is_drawn_ahead():
+    strategy = Fixed([1], [], [2])
+    for number, _ in enumerate(private(strategy)):
+        assert strategy.drawn == list(range(number + 1))
+
+
+def test_starting_a_second_pass_ends_the_first():
+    loader = private(Fixed([1], [2], [3], [4]))
+    first, second = iter(loader), iter(loader)
+    assert next(first)["y"].tolist() == [1]
+    assert next(second)["y"].tolist() == [2]
+    with pytest.raises(SamplingError, match="one iterator at a time"):
+        next(first)
+    assert next(second)["y"].tolist() == [3]
+    assert loader.position == 3
+
+
+def test_enumerate_zip_and_length_work():
+    loader = private(Fixed([1], [2], [3]))
+    assert len(loader) == len(loader.batch_sampler) == 3
+    assert [(number, batch["y"].item()) for number, batch in enumerate(loader)] == [(0, 1), (1, 2), (2, 3)]
+    assert [number for number, _ in zip(range(2), loader, strict=False)] == [0, 1]
+
+
+def test_tqdm_knows_the_number_of_steps():
+    tqdm = pytest.importorskip("tqdm")
+    bar = tqdm.tqdm(private(Fixed([1], [2], [3])), disable=True)
+    assert len(bar) == 3
+    assert len(list(bar)) == 3
+
+
+@pytest.mark.parametrize("workers", WORKERS)
+def test_a_resumed_loader_goes_on_with_the_same_batches(workers, seeded_words):
+    strategy = PoissonSampling(20, 0.2, 6, 4.0)
+    straight = rows_of(private(strategy, words=seeded_words(3)))
+    first = private(strategy, words=seeded_words(3), workers=workers)
+    seen = [batch["y"].tolist() for _, batch in zip(range(2), first, strict=False)]
+    assert first.state_dict() == {"position": 2}
+    second = private(strategy, words=seeded_words(3), workers=workers)
+    second.load_state_dict(pickle.loads(pickle.dumps(first.state_dict())))
+    seen += rows_of(second)
+    assert seen[:6] == straight
+    assert second.position == 8
+
+
+def test_loading_a_state_ends_the_open_pass():
+    loader = private(Fixed([1], [2], [3]))
+    iterator = iter(loader)
+    next(iterator)
+    loader.load_state_dict({"position": 0})
+    with pytest.raises(SamplingError, match="a state loaded"):
+        next(iterator)
+    assert next(iter(loader))["y"].tolist() == [1]
+
+
+@pytest.mark.parametrize("state", [{}, {"position": -1}, {"position": 1, "more": 2}])
+def test_a_bad_state_is_refused(state):
+    with pytest.raises(ValueError, match="position"):
+        private(Fixed([1])).load_state_dict(state)
+
+
+def test_a_copy_continues_the_same_run():
+    for duplicate in (copy.copy, copy.deepcopy):
+        recorder = Recorder()
+        loader = private(Fixed([1], [2], [3], [4]), recorder=recorder)
+        other = duplicate(loader)
+        assert next(iter(loader))["y"].tolist() == [1]
+        assert next(iter(other))["y"].tolist() == [2]
+        assert loader.position == other.position == 2
+        assert [ticket.step for ticket, _ in recorder.handed] == [0, 1]
+
+
+def test_f_n4_a_private_loader_cannot_be_pickled():
+    with pytest.raises(TypeError, match="another process would hand out the same batches"):
+        pickle.dumps(private(Fixed([1])))
+
+
+@pytest.mark.parametrize("workers", WORKERS)
+def test_x1_a_loader_built_around_the_batch_sampler_hands_out_too(workers):
+    recorder = Recorder(budget=5)
+    loader = private(Fixed([1], [], [2, 3]), recorder=recorder)
+    around = DataLoader(
+        [{"y": index} for index in range(20)],
+        batch_sampler=loader.batch_sampler,
+        collate_fn=loader.collate_fn,
+        num_workers=workers,
+    )
+    assert rows_of(around) == [[1], [], [2, 3]]
+    assert recorder.steps == [(0, 0, 1), (1, 0, 0), (2, 0, 2)]
+    assert len(list(around)) == 2
+    assert loader.position == 5
+
+
+def test_an_error_in_the_data_set_ends_the_pass_and_uses_no_step():
+    class Broken(Rows):
+        def __getitem__(self, index):
+            if index == 7:
+                raise OSError("disk")
+            return super().__getitem__(index)
+
+    loader = private(Fixed([1], [7], [2]), loader=DataLoader(Broken(), batch_size=2))
+    with pytest.raises(OSError, match="disk"):
+        list(loader)
+    assert loader.position == 1

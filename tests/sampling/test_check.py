@@ -1,0 +1,151 @@
+"""Which loaders are accepted, and what the others are told."""
+
+import pytest
+import torch
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    Sampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    TensorDataset,
+    WeightedRandomSampler,
+)
+
+from dpengine.errors import SamplingError
+from dpengine.sampling import PoissonSampling, check_loader, private_loader
+
+DATA = TensorDataset(torch.zeros(10, 2))
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        return iter([])
+
+
+class Reversed(Sampler):
+    def __iter__(self):
+        return iter(range(9, -1, -1))
+
+    def __len__(self):
+        return 10
+
+
+class ShuffledTwice(RandomSampler):
+    pass
+
+
+class OddBatches(BatchSampler):
+    pass
+
+
+class Endless(Dataset):
+    def __getitem__(self, index):
+        return torch.zeros(2)
+
+
+class Subclass(DataLoader):
+    pass
+
+
+ACCEPTED = {
+    "sequential": lambda: DataLoader(DATA, batch_size=4),
+    "shuffled": lambda: DataLoader(DATA, batch_size=4, shuffle=True, drop_last=True),
+    "subclass": lambda: Subclass(DATA, batch_size=4),
+    "sampler": lambda: DataLoader(DATA, batch_size=4, sampler=RandomSampler(DATA)),
+    "batch-sampler": lambda: DataLoader(DATA, batch_sampler=BatchSampler(SequentialSampler(DATA), 4, True)),
+}
+
+REFUSED = {  # the name that the message must hold, and what it must say
+    "list": (lambda: [1, 2], "list", "not a torch DataLoader"),
+    "iterable": (lambda: DataLoader(Stream(), batch_size=4), "Stream", r"DataLoader\(list\(dataset\)"),
+    "weighted": (
+        lambda: DataLoader(DATA, batch_size=4, sampler=WeightedRandomSampler([1.0] * 10, 10)),
+        "WeightedRandomSampler",
+        "unequal chances; the accounting needs equal ones. Weight the loss",
+    ),
+    "subset": (
+        lambda: DataLoader(DATA, batch_size=4, sampler=SubsetRandomSampler([1, 2])),
+        "SubsetRandomSampler",
+        r"Subset\(dataset, indices\)",
+    ),
+    "distributed": (
+        lambda: DataLoader(DATA, batch_size=4, sampler=DistributedSampler(DATA, num_replicas=3, rank=0)),
+        "DistributedSampler",
+        "repeats rows",
+    ),
+    "own-sampler": (lambda: DataLoader(DATA, batch_size=4, sampler=Reversed()), "Reversed", "law of its own"),
+    "sampler-subclass": (
+        lambda: DataLoader(DATA, batch_size=4, sampler=ShuffledTwice(DATA)),
+        "ShuffledTwice",
+        "law of its own",
+    ),
+    "own-batch-sampler": (
+        lambda: DataLoader(DATA, batch_sampler=OddBatches(SequentialSampler(DATA), 4, False)),
+        "OddBatches",
+        "law of its own",
+    ),
+    "list-of-batches": (lambda: DataLoader(DATA, batch_sampler=[[0, 1], [2]]), "list", "law of its own"),
+    "sampler-in-batch-sampler": (
+        lambda: DataLoader(DATA, batch_sampler=BatchSampler(WeightedRandomSampler([1.0] * 10, 10), 4, False)),
+        "WeightedRandomSampler",
+        "unequal chances",
+    ),
+    "with-replacement": (
+        lambda: DataLoader(DATA, batch_size=4, sampler=RandomSampler(DATA, replacement=True)),
+        "RandomSampler",
+        "replacement=True",
+    ),
+    "fewer-rows": (
+        lambda: DataLoader(DATA, batch_size=4, sampler=RandomSampler(DATA, num_samples=5)),
+        "RandomSampler",
+        "5 rows of a data set of 10",
+    ),
+    "other-rows": (
+        lambda: DataLoader(DATA, batch_size=4, sampler=SequentialSampler(range(3))),
+        "SequentialSampler",
+        "3 rows of a data set of 10",
+    ),
+    "other-source": (
+        lambda: DataLoader(DATA, batch_size=4, sampler=RandomSampler(range(3), num_samples=10)),
+        "RandomSampler",
+        "rate that is not",
+    ),
+    "no-length": (
+        lambda: DataLoader(Endless(), batch_size=4, sampler=SequentialSampler(range(3))),
+        "Endless",
+        "no length",
+    ),
+    "no-batches": (lambda: DataLoader(DATA, batch_size=None), "DataLoader", "batch_size=None"),
+}
+
+
+@pytest.mark.parametrize("name", ACCEPTED)
+def test_loaders_with_equal_chances_are_accepted(name):
+    check_loader(ACCEPTED[name]())
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_u2_f_s8_f_d1_f_b15_other_loaders_are_refused_by_name(name):
+    make, class_name, says = REFUSED[name]
+    with pytest.raises(SamplingError, match=says) as raised:
+        check_loader(make())
+    assert raised.value.code == "DPE004"
+    assert class_name in str(raised.value)
+    assert raised.value.fix
+
+
+def test_a_private_loader_is_refused_by_name(seeded_words):
+    private = private_loader(
+        DataLoader(DATA, batch_size=4),
+        strategy=PoissonSampling(10, 0.4, 3, 4.0),
+        words=seeded_words(),
+        on_handout=lambda ticket, chunk: None,
+        may_draw=lambda step: True,
+    )
+    with pytest.raises(SamplingError, match="PrivateBatchSampler"):
+        check_loader(private)

@@ -1,0 +1,267 @@
+"""The private loader keeps what is the user's: class, settings, workers, generators; and refuses what cannot work."""
+
+import queue
+import threading
+
+import pytest
+import torch
+from sampling.doubles import Fixed, Recorder, Rows, private, rows_of
+from torch.utils.data import DataLoader, TensorDataset
+
+from dpengine.errors import SamplingError
+from dpengine.sampling import PoissonSampling, strategy_for
+
+WORKERS = [0, 2]
+
+
+class Doubling(DataLoader):
+    """A loader class that changes each batch in an __iter__ of its own."""
+
+    def __iter__(self):
+        for batch in super().__iter__():
+            yield {"doubled": 2 * batch["x"]}
+
+
+class Threaded(DataLoader):
+    """A loader class that reads ahead in a thread of its own."""
+
+    def __iter__(self):
+        ahead, end = queue.Queue(maxsize=3), object()
+
+        def fill():
+            for batch in super(Threaded, self).__iter__():
+                ahead.put(batch)
+            ahead.put(end)
+
+        thread = threading.Thread(target=fill, daemon=True)
+        thread.start()
+        while (batch := ahead.get()) is not end:
+            yield batch
+        thread.join()
+
+
+class Impatient(DataLoader):
+    def __iter__(self):
+        yield next(super().__iter__())
+
+
+class Stubborn(DataLoader):
+    def __iter__(self):
+        for index in range(100):
+            yield self.dataset[index % 20]
+
+
+class Stuttering(DataLoader):
+    def __iter__(self):
+        yield from super().__iter__()
+        yield from [1, 2]
+
+
+class Around(DataLoader):
+    """A loader that iterates over another one, one batch ahead, as those of accelerate do."""
+
+    def __init__(self, inner):
+        self.__dict__.update(vars(inner))
+        self.inner = inner
+        self.finished = []
+
+    def __iter__(self):
+        batches = iter(self.inner)
+        last = next(batches)
+        for batch in batches:
+            yield last
+            last = batch
+        yield last
+        self.finished.append(True)
+
+
+def test_v3_the_users_class_and_settings_are_kept():
+    class Custom(DataLoader):
+        pass
+
+    def collate(rows):
+        return torch.stack(rows)
+
+    def start(worker):
+        pass
+
+    generator = torch.Generator()
+    data = [torch.zeros(2)] * 20
+    loader = Custom(
+        data, batch_size=2, shuffle=True, collate_fn=collate, num_workers=2, worker_init_fn=start, generator=generator,
+        prefetch_factor=3, persistent_workers=True, timeout=5.0, pin_memory=True,
+    )  # fmt: skip
+    loader.note = "mine"
+    before = dict(vars(loader))
+    copied = private(Fixed([1]), loader=loader)
+    assert isinstance(copied, Custom)
+    assert copied.dataset is data
+    assert copied.collate_fn.collate is collate
+    assert copied.worker_init_fn is start
+    assert copied.generator is generator
+    assert (copied.num_workers, copied.prefetch_factor, copied.persistent_workers) == (2, 3, True)
+    assert (copied.timeout, copied.pin_memory, copied.note) == (5.0, True, "mine")
+    assert vars(loader) == before
+    assert type(loader) is Custom
+    assert type(private(Fixed([1]), loader=loader)) is type(copied)
+
+
+def test_x1_the_batch_sampler_says_its_expected_size():
+    loader = private(Fixed([1]))
+    assert (loader.batch_sampler.batch_size, loader.batch_sampler.drop_last) == (2, False)
+
+
+@pytest.mark.parametrize("workers", WORKERS)
+def test_a_class_with_its_own_iteration_sees_the_empty_batches_too(workers):
+    rows = [{"x": torch.full((3,), float(index))} for index in range(20)]
+    loader = private(Fixed([], [1, 2], [], [3]), loader=Doubling(rows, batch_size=2, num_workers=workers))
+    batches = [batch["doubled"] for batch in loader]
+    assert [batch.shape for batch in batches] == [(0, 3), (2, 3), (0, 3), (1, 3)]
+    assert batches[1][:, 0].tolist() == [2.0, 4.0]
+
+
+def test_a_class_that_reads_ahead_in_a_thread_keeps_the_order(seeded_words):
+    rows = [{"y": index} for index in range(20)]
+    strategy = PoissonSampling(20, 0.05, 300, 1.0)
+    recorder = Recorder()
+    loader = private(strategy, words=seeded_words(5), loader=Threaded(rows, batch_size=2), recorder=recorder)
+    for step, batch in enumerate(loader):
+        assert batch["y"].tolist() == strategy.draw(step, seeded_words(5)).tolist()
+        assert recorder.handed[-1][0].size == len(batch["y"])
+
+
+@pytest.mark.parametrize(
+    ("kind", "says"),
+    [
+        (Impatient, "Impatient ended before"),
+        (Stubborn, "Stubborn does not read its batch_sampler"),
+        (Stuttering, "Stuttering gave more batches"),
+    ],
+)
+def test_a_class_that_does_not_give_the_batches_that_were_drawn_is_named(kind, says):
+    with pytest.raises(SamplingError, match=says):
+        list(private(Fixed([1], [2]), loader=kind([torch.zeros(1)] * 20, batch_size=2)))
+
+
+@pytest.mark.parametrize("workers", WORKERS)
+def test_x1_a_loader_around_another_hands_out_what_was_drawn(workers):
+    recorder = Recorder()
+    loader = Around(DataLoader([{"y": index} for index in range(20)], batch_size=2, num_workers=workers))
+    private_copy = private(Fixed([1], [], [2, 3]), loader=loader, recorder=recorder)
+    for number, batch in enumerate(private_copy):
+        assert batch["y"].tolist() == [[1], [], [2, 3]][number]
+        assert len(recorder.handed) == number + 1
+    assert private_copy.finished == [True]
+    assert private_copy.inner is not loader.inner
+    assert loader.inner.batch_sampler is loader.batch_sampler
+
+
+def test_persistent_workers_survive_passes_and_breaks(seeded_words):
+    strategy = PoissonSampling(20, 0.2, 4, 4.0)
+    loader = DataLoader(Rows(), batch_size=2, num_workers=2, persistent_workers=True)
+    loader = private(strategy, words=seeded_words(4), loader=loader)
+    seen = []
+    for passes in range(3):
+        for batch in loader:
+            seen.append(batch["y"].tolist())
+            if passes == 1 and len(seen) == 6:
+                break
+    assert seen == [strategy.draw(step, seeded_words(4)).tolist() for step in range(10)]
+
+
+def test_batches_keep_their_order_when_workers_may_deliver_out_of_order():
+    loader = DataLoader(Rows(), batch_size=2, num_workers=2, in_order=False)
+    logical = [[number] for number in range(20)]
+    assert rows_of(private(Fixed(*logical), loader=loader)) == logical
+
+
+def test_spawned_workers_receive_nothing_of_ours(seeded_words):
+    data = TensorDataset(torch.arange(20.0))
+    loader = DataLoader(data, batch_size=2, num_workers=1, multiprocessing_context="spawn")
+    recorder = Recorder()
+    recorder.lambda_that_does_not_pickle = lambda: None
+    batches = list(private(Fixed([], [3, 4], [5]), words=lambda *_: None, loader=loader, recorder=recorder))
+    assert [batch[0].tolist() for batch in batches] == [[], [3.0, 4.0], [5.0]]
+    assert len(recorder.handed) == 3
+
+
+def test_rn5_global_generators_go_on_as_with_the_users_loader(seeded_words):
+    class Noisy(Rows):
+        def __getitem__(self, index):
+            torch.rand(1)
+            return super().__getitem__(index)
+
+    torch.manual_seed(5)
+    plain = DataLoader(Noisy(), batch_size=2)
+    next(iter(plain))  # one seed for workers, and two rows
+    expected = torch.get_rng_state()
+    torch.manual_seed(5)
+    next(iter(private(Fixed([4, 9]), words=seeded_words(), loader=DataLoader(Noisy(), batch_size=2))))
+    assert torch.equal(torch.get_rng_state(), expected)
+
+
+def test_the_loaders_generator_gives_the_seed_of_workers():
+    state = torch.get_rng_state()
+    generator = torch.Generator().manual_seed(1)
+    before = generator.get_state()
+    list(private(Fixed([1]), loader=DataLoader(Rows(), batch_size=2, generator=generator)))
+    assert torch.equal(torch.get_rng_state(), state)
+    assert not torch.equal(generator.get_state(), before)
+
+
+@pytest.mark.parametrize("workers", WORKERS)
+def test_f_d3_f_b14_an_empty_data_set_runs_on_an_example(workers, seeded_words):
+    loader = DataLoader(Rows(0), batch_size=4, num_workers=workers)
+    strategy = strategy_for(loader, sample_rate=0.25, expected_batch_size=4)
+    with pytest.raises(SamplingError, match="example_input="):
+        private(strategy, loader=loader)
+    batches = list(private(strategy, words=seeded_words(), loader=loader, example_input=Rows()[0]))
+    assert rows_of(batches) == [[], [], [], []]
+    assert batches[0]["x"].shape == (0, 3)
+
+
+def test_a_row_0_that_cannot_be_read_is_explained():
+    class Locked(Rows):
+        def __getitem__(self, index):
+            raise OSError("closed in the main process")
+
+    loader = DataLoader(Locked(), batch_size=2)
+    with pytest.raises(SamplingError, match=r"dataset\[0\] of Locked.*OSError: closed.*example_input="):
+        private(Fixed([1]), loader=loader)
+    private(Fixed([1]), loader=loader, example_input=Rows()[0])
+
+
+def test_time_major_batches_lose_their_second_axis():
+    def collate(rows):
+        return torch.stack([row["x"] for row in rows], dim=1), torch.tensor([row["y"] for row in rows])
+
+    loader = DataLoader(Rows(), batch_size=2, collate_fn=collate)
+    (empty, labels), (full, _) = private(Fixed([], [1, 2]), loader=loader, batch_first=False)
+    assert (empty.shape, labels.shape, full.shape) == ((3, 0), (0,), (3, 2))
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "says"),
+    [
+        ({"physical_batch_size": 0}, ValueError, "physical_batch_size must be at least 1"),
+        ({"physical_batch_size": 2.0}, TypeError, "physical_batch_size must be a whole number"),
+        ({"accumulation_steps": 0}, ValueError, "accumulation_steps must be at least 1"),
+        ({"physical_batch_size": 4, "accumulation_steps": 2}, ValueError, "Pass one of them"),
+    ],
+)
+def test_a_bad_argument_is_named(options, error, says):
+    with pytest.raises(error, match=says):
+        private(Fixed([1]), **options)
+
+
+def test_a_strategy_for_other_data_is_refused():
+    with pytest.raises(SamplingError, match="has 20 rows, the strategy draws from 21"):
+        private(Fixed([1], rows=21), loader=DataLoader(Rows(20), batch_size=2))
+
+
+@pytest.mark.parametrize("drop_last", [False, True])
+@pytest.mark.parametrize("rows", [1, 5, 93, 99, 105, 1999])
+def test_v3_the_length_is_that_of_the_users_loader(rows, drop_last, seeded_words):
+    loader = DataLoader(Rows(rows), batch_size=16, drop_last=drop_last)
+    copied = private(strategy_for(loader), words=seeded_words(), loader=loader)
+    assert len(copied) == len(loader) == sum(1 for _ in copied)

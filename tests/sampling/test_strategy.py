@@ -1,0 +1,40 @@
+"""What every strategy promises."""
+
+import numpy as np
+import pytest
+
+from dpengine.sampling import AbstractBatchStrategy, PoissonSampling, ShuffleSampling
+
+STRATEGIES = [
+    PoissonSampling(500, 0.1, steps_per_epoch=10, expected_batch_size=50.0),
+    PoissonSampling(3, 1.0, steps_per_epoch=1, expected_batch_size=3.0),
+    PoissonSampling(40, 0.01, steps_per_epoch=100, expected_batch_size=0.4),
+    ShuffleSampling(500, 50),
+    ShuffleSampling(7, 3, drop_last=True),
+    ShuffleSampling(1, 5),
+]
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES, ids=repr)
+def test_a_draw_is_sorted_distinct_in_range_and_repeatable(strategy, seeded_words):
+    for step in range(25):
+        indices = strategy.draw(step, seeded_words(1))
+        assert indices.dtype == np.int64
+        assert np.all(np.diff(indices) > 0)
+        assert np.all((indices >= 0) & (indices < strategy.num_examples))
+        assert np.array_equal(indices, strategy.draw(step, seeded_words(1)))
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES, ids=repr)
+def test_the_facts_for_accounting_are_plain_numbers(strategy):
+    assert type(strategy.num_examples) is int
+    assert type(strategy.steps_per_epoch) is int
+    assert type(strategy.sample_rate) is float
+    assert type(strategy.expected_batch_size) is float
+    assert type(strategy.law) is str
+    assert type(strategy.claims_epsilon) is bool
+
+
+def test_every_law_is_in_the_table():
+    ours = {kind for kind in AbstractBatchStrategy.__subclasses__() if kind.__module__.startswith("dpengine.")}
+    assert {type(strategy) for strategy in STRATEGIES} == ours

@@ -1,0 +1,36 @@
+"""Tickets stand for one logical batch and one process."""
+
+import copy
+import pickle
+
+import pytest
+
+from dpengine.sampling import Ticket
+
+
+def test_a_ticket_knows_its_step_and_rows():
+    ticket = Ticket(4, (3, 0, 2))
+    assert (ticket.step, ticket.rows, ticket.size) == (4, (3, 0, 2), 5)
+
+
+@pytest.mark.parametrize("duplicate", [copy.copy, copy.deepcopy, pickle.dumps], ids=lambda function: function.__name__)
+def test_a_ticket_cannot_be_copied_or_pickled(duplicate):
+    with pytest.raises(TypeError, match=r"one logical batch|this process"):
+        duplicate(Ticket(0, (1,)))
+    with pytest.raises(TypeError):
+        duplicate([Ticket(0, (1,))] if duplicate is not copy.copy else Ticket(0, (1,)))
+
+
+def test_two_tickets_with_equal_contents_are_different():
+    first, second = Ticket(0, (1,)), Ticket(0, (1,))
+    assert first != second
+    assert len({first, second}) == 2
+
+
+def test_a_ticket_cannot_be_changed():
+    with pytest.raises(AttributeError):
+        Ticket(0, (1,)).step = 1
+
+
+def test_the_size_that_was_drawn_does_not_show_in_messages():
+    assert "37" not in repr(Ticket(0, (37,)))

@@ -1,0 +1,210 @@
+"""What ``check`` says of each kind of layer."""
+
+import pytest
+import torch
+from cases import CASES
+from torch import nn
+from torch.nn.utils import parametrizations
+
+from dpengine.errors import UnsupportedLayerError
+from dpengine.grad_samplers import BUILTIN, REGISTERED, register_grad_sampler
+from dpengine.layers import TWINS
+from dpengine.validation import CheckReport, Finding, check
+from dpengine.validation.obstacles import OBSTACLES
+
+
+class Own(nn.Module):
+    """A layer of unknown kind."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(3))
+
+    def forward(self, x):
+        return x * self.scale
+
+
+class Container(nn.Module):
+    """A parameter of its own beside a layer."""
+
+    def __init__(self):
+        super().__init__()
+        self.token = nn.Parameter(torch.zeros(1, 1, 3))
+        self.inner = nn.Linear(3, 3)
+
+
+class NewBatchNorm(nn.BatchNorm2d):
+    """A subclass, which may do anything."""
+
+
+def half(layer):
+    return layer.half()
+
+
+FIX = r"Run before creating the optimizer: model, changes = dp.fix\(model\)"
+BLOCKED = {
+    "batch-norm-1d": (lambda: nn.BatchNorm1d(4), "mixes the rows", FIX),
+    "batch-norm-2d": (lambda: nn.BatchNorm2d(4), "mixes the rows", FIX),
+    "batch-norm-3d": (lambda: nn.BatchNorm3d(4), "mixes the rows", FIX),
+    "batch-norm-plain": (lambda: nn.BatchNorm2d(4, affine=False), "mixes the rows", FIX),
+    "batch-norm-without-statistics": (lambda: nn.BatchNorm2d(4, track_running_stats=False), "mixes the rows", FIX),
+    "batch-norm-frozen": (lambda: nn.BatchNorm2d(4).requires_grad_(False), "mixes the rows", FIX),
+    "batch-norm-in-eval-mode": (lambda: nn.BatchNorm2d(4).eval(), "mixes the rows", FIX),
+    "batch-norm-subclass": (lambda: NewBatchNorm(4), "mixes the rows", FIX),
+    "batch-norm-lazy": (lambda: nn.LazyBatchNorm2d(affine=False), "shape is not known", r"model\(example_input\)"),
+    "sync-batch-norm": (lambda: nn.SyncBatchNorm(4), "mixes the rows", FIX),
+    "instance-norm-tracking": (lambda: nn.InstanceNorm2d(4, track_running_stats=True), "statistics of the batch", FIX),
+    "embedding-by-frequency": (lambda: nn.Embedding(4, 3, scale_grad_by_freq=True), "counts over the whole batch", FIX),
+    "bag-by-frequency": (lambda: nn.EmbeddingBag(4, 3, scale_grad_by_freq=True), "counts over the whole batch", FIX),
+    "embedding-with-max-norm": (lambda: nn.Embedding(4, 3, max_norm=1.0), "rescales the entries", FIX),
+    "data-parallel": (lambda: nn.DataParallel(nn.Linear(2, 2)), "several devices", r"make_private\(model.module"),
+    "lazy": (lambda: nn.LazyLinear(3), "shape is not known", r"model\(example_input\)"),
+    "spectral-norm-old": (lambda: nn.utils.spectral_norm(nn.Linear(3, 3)), "power iteration", "remove_spectral_norm"),
+    "spectral-norm": (lambda: parametrizations.spectral_norm(nn.Linear(3, 3)), "power iteration", "remove_parametriz"),
+    "half": (lambda: half(nn.Linear(2, 2)), "float16", r"model.bfloat16\(\)"),
+    "complex": (lambda: nn.Linear(2, 2, dtype=torch.complex64), "complex", "view_as_real"),
+}
+NOT_BLOCKED = {
+    "instance-norm": (lambda: nn.InstanceNorm2d(4, affine=True), "supported"),
+    "sparse-embedding": (lambda: nn.Embedding(4, 3, sparse=True), "supported"),
+    "local-response-norm": (lambda: nn.CrossMapLRN2d(2), "no trainable parameters"),
+    "bfloat16": (lambda: nn.Linear(2, 2).bfloat16(), "supported"),
+    "frozen": (lambda: nn.Linear(2, 2).requires_grad_(False), "no trainable parameters"),
+    "frozen-half": (lambda: half(nn.Linear(2, 2)).requires_grad_(False), "no trainable parameters"),
+    "frozen-spectral-norm": (
+        lambda: parametrizations.spectral_norm(nn.Linear(3, 3)).requires_grad_(False),
+        "no trainable parameters",
+    ),
+    "weight-norm": (lambda: parametrizations.weight_norm(nn.Linear(2, 2)), "fallback"),
+    "unknown": (Own, "fallback"),
+    "subclass": (lambda: type("NewLinear", (nn.Linear,), {})(2, 2), "fallback"),
+    "forward-of-its-own": (lambda: with_other_forward(nn.Linear(2, 2)), "fallback"),
+    "container": (Container, "supported"),
+}
+
+
+def with_other_forward(layer):
+    layer.forward = lambda x: x
+    return layer
+
+
+def finding_for(layer) -> Finding:
+    """What is said of a layer that sits deep in a model."""
+    model = nn.Sequential(nn.Linear(2, 2), nn.ModuleDict({"block": nn.Sequential(layer)}))
+    found = {finding.name: finding for finding in check(model).findings}
+    assert found["0"].verdict == "supported"
+    return found["1.block.0"]
+
+
+@pytest.mark.parametrize("case", BLOCKED)
+def test_what_breaks_the_guarantee_is_blocked_and_says_why_and_what_to_do(case):
+    make, why, remedy = BLOCKED[case]
+    layer = make()
+    model = nn.Sequential(nn.Linear(2, 2), nn.ModuleDict({"block": nn.Sequential(layer)}))
+    report = check(model)
+    assert not report.ok
+    assert [(f.name, f.type, f.verdict) for f in report.blocked] == [("1.block.0", type(layer).__name__, "blocked")]
+    with pytest.raises(UnsupportedLayerError, match=f"{why}.*{remedy}") as refusal:
+        report.raise_if_blocked()
+    assert str(refusal.value).startswith(f"[DPE001] 1.block.0 ({type(layer).__name__}) ")
+    assert refusal.value.fix == report.blocked[0].remedy
+
+
+def test_every_obstacle_is_met_by_a_case():
+    met = {next(o for o in OBSTACLES if o.applies(make())) for make, _, _ in BLOCKED.values()}
+    assert met == set(OBSTACLES)
+
+
+@pytest.mark.parametrize("case", NOT_BLOCKED)
+def test_what_keeps_rows_apart_is_let_through(case):
+    make, verdict = NOT_BLOCKED[case]
+    assert finding_for(make()).verdict == verdict
+
+
+@pytest.mark.parametrize("layer", list(TWINS), ids=lambda layer: layer.__name__)
+def test_layers_with_a_twin_say_so_before_and_after_they_are_turned(layer):
+    for kind in (layer, TWINS[layer]):
+        finding = finding_for(kind(4, 4))
+        assert (finding.verdict, finding.how) == ("twin", f"{TWINS[layer].__name__}, operation by operation")
+
+
+def test_every_layer_with_a_built_in_rule_is_supported():
+    layers = [case.make() for case in CASES]
+    findings = [(type(layer), finding_for(layer)) for layer in layers]
+    assert set(BUILTIN) <= {kind for kind, finding in findings if finding.how == "built-in rule"}
+    assert {finding.verdict for kind, finding in findings if kind in BUILTIN} <= {"supported", "blocked"}
+
+
+def test_a_registered_rule_is_named():
+    register_grad_sampler(Own)(lambda layer, activations, backprops: {})
+    try:
+        assert finding_for(Own()).how == "registered rule"
+    finally:
+        del REGISTERED[Own]
+
+
+def test_a_container_is_listed_for_its_own_parameter_and_its_layers_for_theirs():
+    findings = check(nn.Sequential(Container(), nn.ReLU())).findings
+    assert [(f.name, f.verdict) for f in findings] == [
+        ("0", "supported"),
+        ("0.inner", "supported"),
+        ("1", "no trainable parameters"),
+    ]
+    assert findings[0].how == "bare parameter, operation by operation"
+
+
+def test_parts_of_a_parametrized_layer_are_not_listed():
+    model = nn.Sequential(parametrizations.weight_norm(nn.Linear(2, 2)))
+    assert [(f.name, f.verdict) for f in check(model).findings] == [("0", "fallback")]
+
+
+def test_all_blocked_layers_are_named_in_one_error():
+    model = nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4), nn.Sequential(nn.BatchNorm2d(4)))
+    with pytest.raises(UnsupportedLayerError) as refusal:
+        check(model).raise_if_blocked()
+    assert str(refusal.value) == (
+        "[DPE001] 1 (BatchNorm2d) mixes the rows of a batch, so one record changes the gradients of others. "
+        "Also blocked: 2.0 (BatchNorm2d). Run before creating the optimizer: model, changes = dp.fix(model)"
+    )
+
+
+@pytest.mark.parametrize("model", [nn.Sequential(nn.Linear(2, 2).requires_grad_(False)), nn.Sequential(nn.ReLU())])
+def test_a_model_without_trainable_parameters_is_refused(model):
+    report = check(model)
+    assert [f.name for f in report.blocked] == [""]
+    with pytest.raises(UnsupportedLayerError, match=r"The model \(Sequential\) has no trainable parameter"):
+        report.raise_if_blocked()
+
+
+def test_a_model_that_is_one_layer_is_checked_itself():
+    assert [(f.name, f.verdict) for f in check(nn.Linear(2, 2)).findings] == [("", "supported")]
+    with pytest.raises(UnsupportedLayerError, match=r"The model \(BatchNorm1d\) mixes the rows"):
+        check(nn.BatchNorm1d(3)).raise_if_blocked()
+
+
+def test_a_sound_model_passes():
+    report = check(nn.Sequential(nn.Linear(2, 2), nn.ReLU()))
+    assert report.ok
+    assert report.blocked == ()
+    assert report.raise_if_blocked() is None
+
+
+def test_checking_changes_nothing():
+    model = nn.Sequential(nn.Embedding(4, 4), nn.LSTM(4, 4), nn.BatchNorm1d(4))
+    before = {name: (type(module), dict(vars(module))) for name, module in model.named_modules()}
+    check(model)
+    assert {name: (type(module), dict(vars(module))) for name, module in model.named_modules()} == before
+
+
+def test_the_table_shows_a_row_for_each_layer_then_the_reasons():
+    report = CheckReport(
+        (Finding("a", "Linear", "supported", "built-in rule"), Finding("b.c", "X", "blocked", why="w", remedy="r"))
+    )
+    assert str(report).splitlines() == [
+        "layer  type    verdict    how",
+        "-" * len("a      Linear  supported  built-in rule"),
+        "a      Linear  supported  built-in rule",
+        "b.c    X       blocked",
+        "",
+        "b.c (X) w. r",
+    ]

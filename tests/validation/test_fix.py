@@ -1,0 +1,256 @@
+"""What ``fix`` changes, what it keeps, and what it guarantees of the result."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils import parametrizations
+
+from dpengine.layers import PrivateGRU, PrivateLSTM, PrivateMultiheadAttention, PrivateRNN
+from dpengine.validation import check, fix
+
+SPACE = {nn.BatchNorm1d: (), nn.BatchNorm2d: (3, 3), nn.BatchNorm3d: (2, 2, 2), nn.SyncBatchNorm: (3, 3)}
+CHANNELS = [*range(2, 70), 96, 100, 127, 128, 130, 256, 384, 512, 1000]
+
+
+class Block(nn.Module):
+    """As in a residual network, in-place ReLU included."""
+
+    def __init__(self, channels):
+        super().__init__()
+        self.conv1, self.bn1 = nn.Conv2d(channels, channels, 3, padding=1, bias=False), nn.BatchNorm2d(channels)
+        self.conv2, self.bn2 = nn.Conv2d(channels, channels, 3, padding=1, bias=False), nn.BatchNorm2d(channels)
+        self.relu = nn.ReLU(inplace=True)
+
+    def forward(self, x):
+        out = self.bn2(self.conv2(self.relu(self.bn1(self.conv1(x)))))
+        out += x
+        return self.relu(out)
+
+
+class Tagger(nn.Module):
+    """Text to one class: a table, a recurrent layer, a head."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Embedding(10, 4, scale_grad_by_freq=True)
+        self.lstm = nn.LSTM(4, 4, batch_first=True, bidirectional=True)
+        self.head = nn.Linear(8, 2)
+
+    def forward(self, x):
+        return self.head(self.lstm(self.table(x))[0].mean(dim=1))
+
+
+class Mixed(nn.Module):
+    """Every kind of change at once."""
+
+    def __init__(self):
+        super().__init__()
+        self.image = nn.Sequential(
+            nn.Conv1d(4, 8, 3, padding=1), nn.InstanceNorm1d(8, affine=True, track_running_stats=True)
+        )
+        self.norm = nn.BatchNorm1d(8)
+        self.rnn = nn.RNN(8, 8, batch_first=True)
+        self.gru = nn.GRU(8, 8, batch_first=True)
+        self.encoder = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+
+    def forward(self, x):
+        x = self.norm(self.image(x)).transpose(1, 2)
+        return self.encoder(self.gru(self.rnn(x)[0])[0])
+
+
+MODELS = {
+    "resnet-like": lambda: (
+        nn.Sequential(nn.Conv2d(3, 16, 3), nn.BatchNorm2d(16), Block(16), Block(16), nn.Flatten(), nn.LazyLinear(3)),
+        torch.randn(4, 3, 6, 6),
+    ),
+    "lstm": lambda: (Tagger(), torch.randint(10, (4, 5))),
+    "mixed": lambda: (Mixed(), torch.randn(4, 4, 6)),
+}
+
+
+def made(name):
+    """A model of the table, and inputs."""
+    torch.manual_seed(0)
+    model, inputs = MODELS[name]()
+    model(inputs)
+    return model, inputs
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_nothing_is_blocked_afterwards_and_rows_stay_apart(name):
+    model, inputs = made(name)
+    assert not check(model).ok
+    mended, changes = fix(model)
+    assert check(mended).ok
+    assert changes
+    assert all(change.after is not None for change in changes)
+    # Dropout would draw other masks.
+    for module in mended.modules():
+        module.dropout = (
+            0.0 if isinstance(getattr(module, "dropout", None), float) else getattr(module, "dropout", None)
+        )
+        module.p = 0.0 if isinstance(module, nn.Dropout) else getattr(module, "p", None)
+    together = mended(inputs)
+    alone = torch.cat([mended(row[None]) for row in inputs])
+    torch.testing.assert_close(together, alone, atol=1e-5, rtol=1e-5)
+    together.sum().backward()
+    assert all(p.grad is not None for p in mended.parameters())
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_given_model_is_left_as_it_was(name):
+    model, _ = made(name)
+    before, state = repr(model), copy.deepcopy(model.state_dict())
+    mended, _ = fix(model)
+    assert repr(model) == before
+    assert {id(p) for p in model.parameters()}.isdisjoint({id(p) for p in mended.parameters()})
+    with torch.no_grad():
+        for parameter in mended.parameters():
+            parameter.add_(1)
+    torch.testing.assert_close(dict(model.state_dict()), dict(state))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_fixing_twice_changes_nothing_more(name):
+    mended, _ = fix(made(name)[0])
+    assert fix(mended)[1] == []
+
+
+@pytest.mark.parametrize("layer", SPACE, ids=lambda layer: layer.__name__)
+def test_the_output_of_what_replaces_a_batch_norm_has_variance_of_order_one(layer):
+    torch.manual_seed(0)
+    for channels in CHANNELS:
+        mended, _ = fix(layer(channels))
+        output = mended(3 + 5 * torch.randn(64, channels, *SPACE[layer])).detach()
+        assert isinstance(mended, nn.GroupNorm)
+        assert mended.num_channels // mended.num_groups >= 2
+        assert output.var() == pytest.approx(1, abs=0.1), channels
+
+
+def test_vectors_are_normalised_in_groups_of_about_sixteen():
+    sizes = {channels: channels // fix(nn.BatchNorm1d(channels))[0].num_groups for channels in CHANNELS}
+    assert [sizes[c] for c in (2, 16, 32, 64, 100, 127, 512)] == [2, 16, 16, 16, 20, 127, 16]
+
+
+def test_images_are_normalised_in_about_thirty_two_groups():
+    groups = {channels: fix(nn.BatchNorm2d(channels))[0].num_groups for channels in CHANNELS}
+    assert [groups[c] for c in (2, 3, 16, 32, 64, 96, 512)] == [1, 1, 8, 16, 32, 32, 32]
+
+
+@pytest.mark.parametrize("layer", SPACE, ids=lambda layer: layer.__name__)
+def test_scale_shift_and_settings_are_kept(layer):
+    norm = layer(8, eps=0.25, dtype=torch.float64).eval()
+    with torch.no_grad():
+        norm.weight.normal_()
+        norm.bias.normal_()
+    norm.bias.requires_grad_(False)
+    mended, (change,) = fix(nn.Sequential(norm))
+    found = mended[0]
+    assert torch.equal(found.weight, norm.weight)
+    assert torch.equal(found.bias, norm.bias)
+    assert (found.weight.requires_grad, found.bias.requires_grad) == (True, False)
+    assert (found.eps, found.training, found.weight.dtype) == (0.25, False, torch.float64)
+    assert mended.training
+    assert change.name == "0"
+
+
+def test_a_norm_without_scale_stays_without():
+    norm, _ = fix(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4, affine=False)))
+    assert list(norm[1].parameters()) == []
+    assert not norm[1].affine
+
+
+def test_the_device_is_kept():
+    norm, _ = fix(nn.BatchNorm2d(4, device="meta"))
+    assert norm.weight.device.type == "meta"
+    plain, _ = fix(nn.BatchNorm2d(4))
+    assert plain.weight.device.type == "cpu"
+
+
+def test_a_shared_layer_stays_shared():
+    norm = nn.BatchNorm1d(4)
+    mended, changes = fix(nn.ModuleDict({"a": norm, "b": nn.Sequential(nn.Linear(4, 4), norm)}))
+    assert isinstance(mended["a"], nn.GroupNorm)
+    assert mended["a"] is mended["b"][1]
+    assert [change.name for change in changes] == ["a"]
+
+
+def test_a_shared_parameter_stays_shared():
+    first, second = nn.BatchNorm1d(4), nn.BatchNorm1d(4)
+    second.weight = first.weight
+    mended, _ = fix(nn.Sequential(first, second))
+    assert mended[0].weight is mended[1].weight
+
+
+@pytest.mark.parametrize(
+    ("layer", "twin"),
+    [
+        (nn.RNN(4, 4), PrivateRNN),
+        (nn.GRU(4, 4), PrivateGRU),
+        (nn.LSTM(4, 4, proj_size=2), PrivateLSTM),
+        (nn.MultiheadAttention(4, 2), PrivateMultiheadAttention),
+    ],
+    ids=lambda x: getattr(x, "__name__", ""),
+)
+def test_recurrent_and_attention_layers_become_their_twins(layer, twin):
+    mended, (change,) = fix(nn.ModuleList([layer]))
+    assert type(mended[0]) is twin
+    assert change.after.startswith(f"{twin.__name__}(")
+    mended.load_state_dict(nn.ModuleList([layer]).state_dict(), strict=True)
+
+
+def test_instance_norm_stops_tracking():
+    layer = nn.InstanceNorm1d(3, affine=True, track_running_stats=True)
+    mended, _ = fix(layer)
+    x = torch.randn(2, 3, 5)
+    assert list(mended.buffers()) == []
+    torch.testing.assert_close(mended(x), layer(x))
+    torch.testing.assert_close(mended.eval()(x), mended.train()(x))
+
+
+@pytest.mark.parametrize("layer", [nn.Embedding, nn.EmbeddingBag])
+def test_embeddings_lose_what_mixes_rows_and_nothing_else(layer):
+    mended, (change,) = fix(layer(5, 3, scale_grad_by_freq=True, max_norm=1.0, sparse=True, padding_idx=2))
+    assert (mended.scale_grad_by_freq, mended.max_norm, mended.sparse, mended.padding_idx) == (False, None, True, 2)
+    assert "scale_grad_by_freq" in change.why
+    assert "max_norm" in change.why
+
+
+@pytest.mark.parametrize(
+    ("layer", "reason"),
+    [
+        (lambda: nn.utils.spectral_norm(nn.Linear(3, 3)), "power iteration"),
+        (lambda: parametrizations.spectral_norm(nn.Linear(3, 3)), "power iteration"),
+        (lambda: nn.BatchNorm1d(1), "one channel alone"),
+        (lambda: type("Special", (nn.BatchNorm2d,), {})(4), "replace it by hand"),
+        (lambda: nn.LazyLinear(2), "shape is not known yet"),
+        (lambda: nn.Linear(2, 2).half(), "float16"),
+    ],
+    ids=["spectral-norm-old", "spectral-norm", "one-channel", "subclass", "lazy", "half"],
+)
+def test_what_cannot_be_fixed_is_left_and_listed(layer, reason):
+    model = nn.Sequential(nn.Linear(2, 2), layer())
+    mended, (change,) = fix(model)
+    assert type(mended[1]) is type(model[1])
+    assert (change.name, change.after) == ("1", None)
+    assert reason in change.why
+    assert [finding.name for finding in check(mended).blocked] == ["1"]
+
+
+def test_a_change_reads_as_one_line():
+    _, (change,) = fix(nn.Sequential(nn.BatchNorm2d(4)))
+    assert str(change).startswith("0: BatchNorm2d(4, ")
+    assert " -> GroupNorm(2, 4, " in str(change)
+    assert str(change).endswith(": batch norm mixes the rows of a batch; group norm looks at one row")
+    _, (left,) = fix(nn.Sequential(nn.LazyLinear(2)))
+    assert str(left).startswith("0: LazyLinear -> NOT FIXED: has parameters whose shape is not known yet.")
+
+
+def test_a_model_without_faults_is_copied_without_changes():
+    model = nn.Sequential(nn.Linear(2, 2), nn.ReLU(inplace=True), nn.Dropout())
+    mended, changes = fix(model)
+    assert changes == []
+    assert repr(mended) == repr(model)
+    assert mended is not model
