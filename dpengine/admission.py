@@ -3,29 +3,33 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable, Collection
 from typing import Any
 
 from torch import nn
+from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
-from dpengine.accounting import check_delta, suggested_delta
+from dpengine.accounting import calibrate, check_delta, suggested_delta
+from dpengine.clipping import AbstractClip, clipping_from
 from dpengine.errors import InvalidBudgetError, ParameterMismatchError, UnknownParameterError, notice
 from dpengine.optimizer import parameters_of
+from dpengine.sampling import AbstractBatchStrategy
 
 attached_models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-_engines_of: dict[int, weakref.ref[Any]] = {}
+_engines_of: dict[int, tuple[weakref.ref[Any], Callable[[], Any]]] = {}  # by id of the data set, with a way to it
 
 
-def refuse_unknown(argument: str, value: str, choices: tuple[str, ...]) -> None:
+def refuse_unknown(argument: str, value: str, choices: Collection[str]) -> None:
     """Refuses a name that is not in a list."""
-    if value not in choices:
+    if not isinstance(value, str) or value not in choices:
         raise ValueError(f"{argument}={value!r} is not known. Choose one of: {', '.join(map(repr, choices))}.")
 
 
 def delta_for(given: float | None, num_examples: int, allow_large: bool) -> float:
     """The delta given, checked, or the one suggested for so many examples."""
     delta = suggested_delta(num_examples) if given is None else given
-    check_delta(delta, num_examples, allow_large=allow_large)
+    check_delta(delta, max(num_examples, 1), allow_large=allow_large)
     return delta
 
 
@@ -39,19 +43,74 @@ def planned_steps(epochs: int | None, steps: int | None, steps_per_epoch: int) -
     return steps if epochs is None else epochs * steps_per_epoch
 
 
-def refuse_attached(module: nn.Module) -> None:
-    """Refuses a model that is private already, in whichever engine."""
-    if module in attached_models:
-        raise UnknownParameterError(
-            f"The model ({type(module).__name__}) is private already.", fix="Call engine.detach(model) first."
+def noise_for(
+    sigma: float | None,
+    target: float | None,
+    delta: float,
+    strategy: AbstractBatchStrategy,
+    planned: int | None,
+    accountant: str,
+) -> float:
+    """The noise multiplier that was given, or the one that keeps the target over the planned steps."""
+    if (sigma is None) == (target is None):
+        given = "both were given" if sigma is not None else "neither was given"
+        raise InvalidBudgetError(
+            f"Exactly one of noise_multiplier and target_epsilon is needed; {given}.",
+            fix="Pass noise_multiplier=1.1, or target_epsilon=3.0 with epochs=10.",
         )
+    if target is None:
+        return sigma  # type: ignore[return-value]
+    if not strategy.claims_epsilon:
+        raise InvalidBudgetError(
+            f"target_epsilon={target!r} cannot be kept with sampling={strategy.law!r}: no epsilon is claimed for it.",
+            fix='Pass sampling="poisson", or noise_multiplier=1.1.',
+        )
+    if planned is None:
+        raise InvalidBudgetError("target_epsilon needs to know how long training is.", fix="Pass epochs= or steps=.")
+    return calibrate(
+        target_epsilon=target,
+        target_delta=delta,
+        sample_rate=strategy.sample_rate,
+        steps=planned,
+        accountant=accountant,
+    ).noise_multiplier
+
+
+def clipping_for(module: nn.Module, value: str | AbstractClip, max_grad_norm: Any) -> AbstractClip:
+    """The clipping policy that was meant, which must fit the model."""
+    if max_grad_norm is None and isinstance(value, str):
+        max_grad_norm = 1.0
+    policy = clipping_from(value, max_grad_norm)
+    policy.group_of([name for name, p in module.named_parameters() if p.requires_grad])
+    return policy
+
+
+def refuse_attached(module: nn.Module) -> None:
+    """Refuses a model that is private already, in whole or in part and in whichever engine."""
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"module is a {type(module).__name__}; pass a torch.nn.Module.")
+    below = set(module.modules())
+    if any(model in below or module in set(model.modules()) for model in attached_models):
+        raise UnknownParameterError(
+            f"The model ({type(module).__name__}), or a part of it, is private already.",
+            fix="Call engine.detach(model) first.",
+        )
+
+
+def refuse_companions(grad_scaler: Any, lr_scheduler: Any) -> None:
+    """Refuses what stands in the place of a gradient scaler or scheduler and is none."""
+    if grad_scaler is not None and not isinstance(grad_scaler, GradScaler):
+        raise TypeError(f"grad_scaler is a {type(grad_scaler).__name__}; pass the torch.amp.GradScaler of the loop.")
+    if lr_scheduler is not None and not callable(getattr(lr_scheduler, "step", None)):
+        raise TypeError(f"lr_scheduler is a {type(lr_scheduler).__name__}; pass a scheduler, which has step().")
 
 
 def warn_of_other_engine(engine: Any, dataset: Any) -> None:
     """Notices a second engine over one data set: neither knows what the other spends."""
-    other = _engines_of.setdefault(id(dataset), weakref.ref(engine))()
-    if other is None:  # the engine, or another data set that had this id, is gone
-        _engines_of[id(dataset)] = weakref.ref(engine)
+    owner, same = _engines_of.get(id(dataset), (lambda: None, lambda: None))
+    other = owner()
+    if other is None or same() is not dataset:  # the engine, or another data set that had this id, is gone
+        _engines_of[id(dataset)] = (weakref.ref(engine), _way_to(dataset))
     elif other is not engine:
         notice(
             "DPE012",
@@ -59,6 +118,13 @@ def warn_of_other_engine(engine: Any, dataset: Any) -> None:
             "other. Use one engine for both.",
             key="two engines",
         )
+
+
+def _way_to(dataset: Any) -> Callable[[], Any]:
+    try:
+        return weakref.ref(dataset)
+    except TypeError:  # a list, say
+        return lambda: dataset
 
 
 def refuse_foreign_parameters(module: nn.Module, optimizer: Optimizer) -> None:
@@ -69,12 +135,13 @@ def refuse_foreign_parameters(module: nn.Module, optimizer: Optimizer) -> None:
     if foreign:
         shapes = ", ".join(str(tuple(p.shape)) for p in foreign[:3])
         raise ParameterMismatchError(
-            f"{len(foreign)} optimizer parameters are not in the model (shapes {shapes}). Likely: fix, PEFT or .to(dtype) "
-            "ran after the optimizer was built.",
+            f"{len(foreign)} optimizer parameters are not in the model (shapes {shapes}). Likely: fix, PEFT or "
+            ".to(dtype) ran after the optimizer was built.",
             fix="Build the optimizer last.",
         )
-    if len(set(held)) < len(held):
+    held_set = set(held)
+    if len(held_set) < len(held):
         raise ParameterMismatchError("A parameter is in the optimizer's groups twice.", fix="List each parameter once.")
-    left = [name for name, p in module.named_parameters() if p.requires_grad and p not in set(held)]
+    left = [name for name, p in module.named_parameters() if p.requires_grad and p not in held_set]
     if left:
         notice("DPE003", f"{len(left)} trainable parameters are not in the optimizer and will not change: {left[:3]}.")

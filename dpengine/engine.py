@@ -2,34 +2,45 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
-from dpengine.accounting import Ledger, PrivacySpent, Relation, accountant_used, calibrate, epsilon, privacy_spent
+from dpengine.accounting import Ledger, PrivacySpent, Relation, accountant_used, epsilon, privacy_spent
 from dpengine.admission import (
+    clipping_for,
     delta_for,
+    noise_for,
     planned_steps,
     refuse_attached,
+    refuse_companions,
     refuse_foreign_parameters,
     refuse_unknown,
     warn_of_other_engine,
 )
-from dpengine.clipping import AbstractClip, ClippedSums, clipping_from
-from dpengine.errors import InvalidBudgetError, UnknownParameterError, notice
+from dpengine.clipping import AbstractClip, ClippedSums
+from dpengine.errors import (
+    AccountingRefusedError,
+    InvalidBudgetError,
+    UnknownParameterError,
+    notice,
+)
+from dpengine.gradients import MODES
 from dpengine.names import suggests_names
 from dpengine.noise import NoiseSource
+from dpengine.optimizer import refuse_optimizer
 from dpengine.plan import DPExecutionPlan
 from dpengine.release import Release
-from dpengine.run import Budget, Run, make_twins
-from dpengine.sampling import private_loader, strategy_for
+from dpengine.run import Budget, Run, from_twins, make_twins
+from dpengine.sampling import AbstractBatchStrategy, WordStream, private_loader, strategy_for
 from dpengine.validation import check
 
 M = TypeVar("M", bound=nn.Module)
-O = TypeVar("O", bound=Optimizer)  # noqa: E741 - pairs with M
+O = TypeVar("O", bound=Optimizer)
 
 
 class PrivacyEngine:
@@ -71,7 +82,7 @@ class PrivacyEngine:
         target_delta: float | None = None,
         epochs: int | None = None,
         steps: int | None = None,
-        max_grad_norm: float | list[float] = 1.0,
+        max_grad_norm: float | list[float] | None = None,
         clipping: str | AbstractClip = "flat",
         sampling: str = "poisson",
         sample_rate: float | None = None,
@@ -90,7 +101,9 @@ class PrivacyEngine:
     ) -> tuple[M, O, DataLoader[Any]]:
         """Makes a model's training private, in place: the loop below the call stays as it is.
 
-        Exactly one of ``noise_multiplier`` and ``target_epsilon`` is given.
+        Exactly one of ``noise_multiplier`` and ``target_epsilon`` is given. What cannot be made private is refused with
+        a ``PrivacyError`` that says what to do, an argument out of its range with a ``ValueError``; nothing has changed
+        then.
 
         Args:
             module: The model. The same object is returned; ``detach`` takes everything off again.
@@ -101,7 +114,8 @@ class PrivacyEngine:
             target_delta: The delta of the statement; None takes ``N ** -1.1``. At or above ``1 / N`` it is refused.
             epochs: Planned passes over the loader, with ``target_epsilon``.
             steps: Planned logical batches, instead of ``epochs``.
-            max_grad_norm: What the L2 norm of each sample's gradient is clipped to; a list with ``"per_layer"``.
+            max_grad_norm: What the L2 norm of each sample's gradient is clipped to; a list with ``"per_layer"``. None
+                takes 1.0, or what the policy says.
             clipping: ``"flat"``, ``"per_layer"``, ``"automatic"``, ``"adaptive"``, or a policy.
             sampling: ``"poisson"``; or ``"shuffle"``, for which no epsilon is claimed.
             sample_rate: The probability of each example, as a constant. None derives it from the loader, which makes
@@ -121,47 +135,50 @@ class PrivacyEngine:
 
         Returns:
             The same model, the same optimizer, and the private loader.
-
-        Raises:
-            PrivacyError: If something cannot be made private; the message says what to do.
-            ValueError: If an argument is out of its range.
         """
         refuse_unknown("unused_parameters", unused_parameters, ("error", "zero"))
         refuse_unknown("on_budget", on_budget, ("stop", "raise", "warn"))
+        refuse_unknown("loss_reduction", loss_reduction, ("mean", "sum"))
+        refuse_unknown("grad_sample_mode", grad_sample_mode, MODES)
+        refuse_companions(grad_scaler, lr_scheduler)
         refuse_attached(module)
+        refuse_optimizer(optimizer)
+        check(module).raise_if_blocked()
+        refuse_foreign_parameters(module, optimizer)
         strategy = strategy_for(
             data_loader, sampling=sampling, sample_rate=sample_rate, expected_batch_size=expected_batch_size
         )
-        constants = sample_rate is not None and expected_batch_size is not None
-        delta = delta_for(target_delta, len(data_loader.dataset), allow_large_delta)  # type: ignore[arg-type]
+        policy = clipping_for(module, clipping, max_grad_norm)
+        delta = delta_for(target_delta, strategy.num_examples, allow_large_delta)
         planned = planned_steps(epochs, steps, strategy.steps_per_epoch)
-        sigma = self._noise_multiplier(noise_multiplier, target_epsilon, delta, strategy.sample_rate, planned)
-        policy = clipping_from(clipping, max_grad_norm)
+        sigma = noise_for(noise_multiplier, target_epsilon, delta, strategy, planned, self.accountant)
+        constants = None not in (sample_rate, expected_batch_size, target_delta)
         relation = Relation.ADD_OR_REMOVE_ONE if constants else Relation.ZERO_OUT
         plan = DPExecutionPlan(strategy, policy, sigma, strategy.expected_batch_size, relation)
-        check(module).raise_if_blocked()
-        refuse_foreign_parameters(module, optimizer)
 
         budget = Budget(target_epsilon, delta, planned, on_budget, self.accountant)
         run = self._build(module, optimizer, plan, budget, grad_sample_mode, batch_first, loss_reduction)
         run.release.unused_parameters = unused_parameters
         run.grad_scaler, run.lr_scheduler = grad_scaler, lr_scheduler
-        release, source = run.release, run.release.source
-        loader = private_loader(
-            data_loader,
-            strategy=strategy,
-            words=lambda count, *, step, block: source.words(count, domain="mask", step=step, block=block),
-            physical_batch_size=physical_batch_size,
-            accumulation_steps=accumulation_steps,
-            batch_first=batch_first,
-            on_handout=release.handed_out,
-            may_draw=lambda step: on_budget != "stop" or budget.allows(release, release.unsettled + 1),
-            example_input=example_input,
-        )
+        try:
+            loader = private_loader(
+                data_loader,
+                strategy=strategy,
+                words=_mask_words(run.release.source),
+                physical_batch_size=physical_batch_size,
+                accumulation_steps=accumulation_steps,
+                batch_first=batch_first,
+                on_handout=run.release.handed_out,
+                may_draw=lambda step: budget.may_draw(run.release),
+                example_input=example_input,
+            )
+            self._tell(plan, data_loader.dataset)
+        except BaseException:
+            run.abandon()
+            raise
         run.attach()
         self.runs.append(run)
         self._delta = delta
-        self._tell(plan, data_loader.dataset)
         return module, optimizer, loader
 
     @suggests_names
@@ -174,7 +191,7 @@ class PrivacyEngine:
         target_epsilon: float,
         target_delta: float,
         epochs: int,
-        max_grad_norm: float | list[float] = 1.0,
+        max_grad_norm: float | list[float] | None = None,
         clipping: str | AbstractClip = "flat",
         physical_batch_size: int | None = None,
         batch_first: bool = True,
@@ -201,17 +218,26 @@ class PrivacyEngine:
             grad_sample_mode=grad_sample_mode,
         )
 
+    @suggests_names
+    def backward(self, loss_per_example: Tensor) -> None:
+        """The backward pass of a loss that was not reduced: ``loss_reduction`` is applied over rows, and nothing else.
+
+        Args:
+            loss_per_example: ``(B,)``, a loss for each row of the batch, as ``reduction="none"`` gives it. Another shape
+                is a ``BatchDependentLossError``, another number of rows a ``BatchMismatchError``.
+        """
+        self._last_run().backward(loss_per_example)
+
     # What was spent
 
     def get_epsilon(self, delta: float) -> float:
         """Epsilon spent so far, an upper bound, for this delta; 0.0 before the first step.
 
         Args:
-            delta: In (0, 1).
+            delta: In (0, 1); else an ``InvalidBudgetError``.
 
-        Raises:
-            InvalidBudgetError: If delta is not in (0, 1).
-            AccountingRefusedError: If the history has a step for which no epsilon can be claimed.
+        Returns:
+            Epsilon. A history that has a step for which none can be claimed is an ``AccountingRefusedError``.
         """
         return epsilon(self.ledger.history, delta, accountant=self.accountant, relation=self._relation)
 
@@ -242,14 +268,18 @@ class PrivacyEngine:
 
         Args:
             nonprivate: Adds figures that follow from private data, under ``nonprivate/``. Do not publish them.
+
+        Returns:
+            Numbers by name. ``privacy/epsilon`` is missing where no epsilon can be claimed.
         """
         run = self._last_run()
         values: dict[str, float] = {
-            "privacy/epsilon": self.epsilon,
             "privacy/delta": self.delta,
             "privacy/noise_multiplier": run.release.plan.noise_multiplier,
             "privacy/step": self.ledger.steps,
         }
+        with contextlib.suppress(AccountingRefusedError):  # then there is no epsilon to log
+            values["privacy/epsilon"] = self.epsilon
         if run.budget.target_epsilon is not None:
             values["privacy/budget_used"] = values["privacy/epsilon"] / run.budget.target_epsilon
         if nonprivate:
@@ -311,34 +341,17 @@ class PrivacyEngine:
         loss_reduction: str,
     ) -> Run:
         twins = make_twins(module)
-        sums = ClippedSums(
-            module, policy=plan.clipping, mode=mode, batch_first=batch_first, loss_reduction=loss_reduction
-        )
+        try:
+            sums = ClippedSums(
+                module, policy=plan.clipping, mode=mode, batch_first=batch_first, loss_reduction=loss_reduction
+            )
+        except BaseException:
+            from_twins(twins)
+            raise
         release = Release(plan, sums, self._source(), self.ledger)
-        release.may_charge = lambda count: budget.allows(release, count)
+        release.overspend = lambda count: budget.overspend(release, count)
         sums.on_backward_end = release.backward_ended
         return Run(module, optimizer, release, budget, twins=twins)
-
-    def _noise_multiplier(
-        self, sigma: float | None, target: float | None, delta: float, rate: float, planned: int | None
-    ) -> float:
-        if (sigma is None) == (target is None):
-            given = "both were given" if sigma is not None else "neither was given"
-            raise InvalidBudgetError(
-                f"Exactly one of noise_multiplier and target_epsilon is needed; {given}.",
-                fix="Pass noise_multiplier=1.1, or target_epsilon=3.0 with epochs=10.",
-            )
-        if target is None:
-            return float(sigma)  # type: ignore[arg-type]
-        if planned is None:
-            raise InvalidBudgetError("target_epsilon needs to know how long training is.", fix="Pass epochs= or steps=.")
-        return calibrate(
-            target_epsilon=target,
-            target_delta=delta,
-            sample_rate=rate,
-            steps=planned,
-            accountant=self.accountant,
-        ).noise_multiplier
 
     def _tell(self, plan: DPExecutionPlan, dataset: Any) -> None:
         if plan.noise_multiplier == 0:
@@ -346,3 +359,13 @@ class PrivacyEngine:
         if not plan.sampling.claims_epsilon:
             notice("DPE012", f"epsilon not claimed (sampling={plan.sampling.law!r}).", key="sampling")
         warn_of_other_engine(self, dataset)
+
+
+def _mask_words(source: NoiseSource) -> WordStream:
+    """The words that batches are drawn with."""
+
+    def words(count: int, *, step: int, block: int) -> Any:
+        # A request is less than 2**32 of the source's blocks long, so the next one of the step does not repeat it.
+        return source.words(count, domain="mask", step=step, block=block << 32)
+
+    return words

@@ -38,14 +38,17 @@ class Attachment:
     skipped: bool = False
 
 
-def attach(optimizer: Optimizer, release: Release) -> None:
-    """Makes an optimizer private, in place.
+def refuse_optimizer(optimizer: Optimizer) -> None:
+    """Refuses what cannot be made private.
 
     Raises:
+        TypeError: If it is no optimizer of torch.
         UnknownParameterError: If its kind cannot be made private, or it is private already.
     """
     base = type(optimizer)
-    if _ATTACHED in optimizer.__dict__ or hasattr(base, "dp_base"):
+    if not isinstance(optimizer, Optimizer):
+        raise TypeError(f"optimizer is a {base.__name__}; pass an optimizer of torch.optim, such as SGD or AdamW.")
+    if _ATTACHED in optimizer.__dict__:
         raise UnknownParameterError(
             f"The optimizer ({base.__name__}) is private already.", fix="Call engine.detach(model) first."
         )
@@ -55,6 +58,12 @@ def attach(optimizer: Optimizer, release: Release) -> None:
                 f"{base.__name__} cannot be made private: {REFUSED[kind.__name__]}.",
                 fix="Use another optimizer of torch.optim, such as SGD or AdamW.",
             )
+
+
+def attach(optimizer: Optimizer, release: Release) -> None:
+    """Makes an optimizer, or a copy of a private one, private in place."""
+    refuse_optimizer(optimizer)
+    base = getattr(type(optimizer), "dp_base", type(optimizer))
     instance_step = optimizer.__dict__.pop("step", None)
     optimizer.__dict__[_ATTACHED] = Attachment(release, base, instance_step)
     optimizer.__class__ = private_class(base)
@@ -121,7 +130,8 @@ def _attachment(optimizer: Optimizer) -> Attachment:
 def _step(self: Any, closure: Callable[[], Any] | None = None) -> Any:
     """Charges, noises and applies the clipped sums of a logical batch; only the last chunk of one changes weights."""
     attachment = _attachment(self)
-    if hasattr(self, "grad_scale"):
+    if "grad_scale" in self.__dict__:
+        del self.grad_scale, self.found_inf  # the scaler's message to this step, and no other
         raise ScaledGradientError(
             "Gradients are scaled by a GradScaler that the engine does not know: clipping would use the wrong unit.",
             fix="Prefer torch.autocast(dtype=torch.bfloat16), or pass make_private(..., grad_scaler=scaler).",
@@ -130,8 +140,16 @@ def _step(self: Any, closure: Callable[[], Any] | None = None) -> Any:
     if closure is not None:
         with torch.enable_grad():
             loss = closure()
-    attachment.skipped = not attachment.release.step(lambda: attachment.base.step(self))
+    attachment.skipped = not attachment.release.step(functools.partial(_update, self, attachment))
     return loss
+
+
+def _update(optimizer: Optimizer, attachment: Attachment) -> None:
+    """The base's own update, by gradients that the engine wrote and no others. A frozen parameter may hold a raw one."""
+    for parameter in parameters_of(optimizer):
+        if parameter not in attachment.release.released:
+            parameter.grad = None
+    attachment.base.step(optimizer)
 
 
 # torch wraps the ``step`` of classes it sees first, to run user hooks; ours calls the base's, which is wrapped already.
@@ -168,7 +186,9 @@ def _repr(self: Any) -> str:
     if attachment is not None:
         plan = attachment.release.plan
         insecure = ", INSECURE_SEED" if attachment.release.source.insecure_seed else ""
-        settings = f"noise_multiplier={plan.noise_multiplier:g}, max_grad_norm={plan.clipping.max_grad_norm:g}{insecure}"
+        settings = (
+            f"noise_multiplier={plan.noise_multiplier:g}, max_grad_norm={plan.clipping.max_grad_norm:g}{insecure}"
+        )
     return f"DP{self.dp_base.__name__}({settings}) of {self.dp_base.__repr__(self)}"
 
 

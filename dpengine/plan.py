@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import numbers
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +11,10 @@ from dpengine.accounting import Event, Relation, UnclaimedEvent, release_event
 from dpengine.clipping import AbstractClip
 from dpengine.errors import InvalidBudgetError
 from dpengine.sampling import AbstractBatchStrategy
+
+LEAST_STD = 2.0**-100
+"""Least standard deviation of noise: float32 sums hold it with all their bits."""
+
 
 @dataclass(frozen=True, eq=False)
 class DPExecutionPlan:
@@ -23,7 +28,9 @@ class DPExecutionPlan:
         relation: The neighbouring relation of the statement.
 
     Raises:
-        InvalidBudgetError: If the noise multiplier is negative or not finite, or the batch size not positive.
+        InvalidBudgetError: If the noise multiplier is negative or not finite, so small that the noise would vanish, or
+            more than the clipping policy allows; or if the batch size is not positive.
+        TypeError: If the relation is not one of ``accounting.Relation``.
     """
 
     sampling: AbstractBatchStrategy
@@ -33,10 +40,23 @@ class DPExecutionPlan:
     relation: Relation
 
     def __post_init__(self) -> None:
-        if not (math.isfinite(self.noise_multiplier) and self.noise_multiplier >= 0):
+        """Refuses a plan that no run could keep."""
+        sigma = self.noise_multiplier
+        known = isinstance(sigma, numbers.Real) and not isinstance(sigma, bool)
+        if not (known and math.isfinite(sigma) and sigma >= 0):
             raise InvalidBudgetError(
-                f"noise_multiplier={self.noise_multiplier!r} is not a finite number of at least 0.",
+                f"noise_multiplier={sigma!r} is not a finite number of at least 0.",
                 fix="Pass noise_multiplier=1.0, or target_epsilon= to have it found.",
+            )
+        object.__setattr__(self, "noise_multiplier", float(sigma))
+        if not isinstance(self.relation, Relation):
+            names = ", ".join(f"Relation.{one.name}" for one in Relation)
+            raise TypeError(f"relation={self.relation!r} is not known. Choose one of: {names}.")
+        if sigma > 0 and self.noise_std < LEAST_STD:
+            raise InvalidBudgetError(
+                f"noise_multiplier={sigma!r} at sensitivity {self.clipping.sensitivity():g} is noise that would round "
+                "to nothing.",
+                fix="Pass noise_multiplier=1.0, and max_grad_norm=1.0.",
             )
         if not (math.isfinite(self.expected_batch_size) and self.expected_batch_size > 0):
             raise InvalidBudgetError(

@@ -19,12 +19,13 @@ from dpengine.clipping import ClippedSums, ClipStatistics
 from dpengine.errors import (
     BudgetExceeded,
     MissingGradientError,
-    PrivacyError,
     RepeatedBackwardError,
     StaleGradientError,
     TicketError,
+    UnknownParameterError,
     notice,
 )
+from dpengine.gradients import FlatBuffer, forget_grad_samples
 from dpengine.noise import GaussianNoise, NoiseSource
 from dpengine.plan import DPExecutionPlan
 from dpengine.sampling import Ticket
@@ -39,6 +40,7 @@ class Stage(enum.Enum):
     CHARGED = "charged"  # the ledger has it; the weights do not yet
     RELEASED = "released"  # the weights changed; waits for zero_grad
     VOID = "void"  # given up; waits for the next batch
+    CLOSED = "closed"  # the model is private no longer; batches are of no concern
 
 
 @dataclass(eq=False)
@@ -51,7 +53,7 @@ class Release:
         source: Where private randomness comes from.
         ledger: What was spent.
         unused_parameters: ``"error"`` or ``"zero"``: what to do with a parameter that took no part in a step.
-        may_charge: Whether so many more charges stay within the budget.
+        overspend: Epsilon after so many more charges, where that passes the target; else None.
         loss_scale: What the loss is multiplied by before ``backward``.
         statistics: Of the last backward pass. Not private.
     """
@@ -61,35 +63,48 @@ class Release:
     source: NoiseSource
     ledger: Ledger
     unused_parameters: str = "error"
-    may_charge: Callable[[int], bool] = lambda count: True
+    overspend: Callable[[int], float | None] = lambda count: None
     loss_scale: Callable[[], float] = lambda: 1.0
     stage: Stage = Stage.IDLE
     statistics: ClipStatistics = field(default_factory=ClipStatistics)
     dropped_rows: int = 0
     tickets: list[Ticket] = field(default_factory=list)  # logical batches whose gradients are in the sums
     released: dict[nn.Parameter, tuple[Tensor, int]] = field(default_factory=dict)  # gradients we wrote, as written
-    charged: int = 0  # logical batches of this run in the ledger
+    cleared: dict[nn.Parameter, tuple[Tensor, int]] = field(default_factory=dict)  # gradients as zero_grad left them
+    last_step: int = -1  # of the newest ticket
+    joined: int = 1  # tickets in the last release
     chunk: int = 0  # of the last ticket
     done: bool = False  # whether this chunk went through backward
 
     def __post_init__(self) -> None:
+        """Makes the mechanism that draws from the source."""
         self.noise = GaussianNoise(self.source)
 
     # From the loader
 
     def handed_out(self, ticket: Ticket, chunk: int) -> None:
         """A chunk is given to the user."""
+        if self.stage is Stage.CLOSED:
+            return
         self._settle()
         if chunk == 0:
             self._next_ticket(ticket)
         elif self.stage is Stage.VOID:
             return
-        elif not self.done and self._rows() > 0:
+        elif not self.done and self.rows > 0:
             self.void()
             return
         self.chunk, self.done = chunk, False
 
     def _next_ticket(self, ticket: Ticket) -> None:
+        if ticket.step <= self.last_step:
+            # Noise is addressed by the step: the difference of two releases with one address would have none.
+            self.void()
+            raise TicketError(
+                f"Step {ticket.step} was handed out before in this run; its noise must not be used again.",
+                fix="Do not set the loader back: detach the model and call make_private again.",
+            )
+        self.last_step = ticket.step
         if self.stage is Stage.OPEN:
             untouched = self.chunk == 0 and not self.done
             if untouched and len(self.tickets) > 1:
@@ -101,23 +116,20 @@ class Release:
         self.tickets.append(ticket)
         self.stage = Stage.OPEN
 
-    def _rows(self) -> int:
+    @property
+    def rows(self) -> int:
+        """Rows of the chunk that was handed out last."""
         return self.tickets[-1].rows[self.chunk]
 
     # From capture
 
     def backward_ended(self) -> None:
-        """A backward pass over the model is over.
-
-        Raises:
-            TicketError: If its batch did not come from the private loader, or was given up.
-            RepeatedBackwardError: If its rows went through a backward pass already.
-            StaleGradientError: If ``zero_grad`` was not called after the last step.
-        """
+        """A backward pass over the model is over. One that must not count is refused, and its batch given up."""
         try:
             self._refuse_backward()
-            self.statistics = self.sums.clip(rows=self._rows(), loss_scale=self.loss_scale())
-        except PrivacyError:
+            self._follow_parameters()
+            self.statistics = self.sums.clip(rows=self.rows, loss_scale=self.loss_scale())
+        except BaseException:  # whatever it is: the sums may hold a part of the batch
             self.sums.forget_pass()
             self.void()
             raise
@@ -125,9 +137,15 @@ class Release:
         self._chunk_done()
 
     def _refuse_backward(self) -> None:
+        if self.stage is Stage.CLOSED:
+            raise TicketError(
+                "Backward ran over a forward pass from before the model was detached; it leaves no gradients.",
+                fix="Run the forward pass again.",
+            )
         if self.stage is Stage.VOID:
             raise TicketError(
-                "This logical batch was given up, because an error ended it or a chunk of it was left out.",
+                "This logical batch was given up: an error ended it, a chunk of it was left out, or zero_grad() "
+                "discarded it.",
                 fix="Go on with the next batch of the loader.",
             )
         if self.stage is Stage.IDLE or (self.stage is Stage.RELEASED and not self.tickets):
@@ -137,7 +155,7 @@ class Release:
             )
         if self.stage is Stage.RELEASED or self.done:
             raise RepeatedBackwardError(
-                f"The {self._rows()} rows of this batch were used in 2 backward passes in one step; each would count "
+                f"The {self.rows} rows of this batch were used in 2 backward passes in one step; each would count "
                 "fully.",
                 fix="Add the losses: (a + b).backward().",
             )
@@ -150,6 +168,20 @@ class Release:
                 "optimizer.zero_grad() was not called after the last step.", fix="Add it at the top of the loop."
             )
 
+    def _follow_parameters(self) -> None:
+        """Makes the sums those of the parameters that train now; within a release they may not change."""
+        trainable = self.sums.trainable()
+        if self.sums.buffer.fits(trainable.values()):
+            return
+        if not self.sums.buffer.clean:
+            named = self.sums.model.named_parameters()
+            changed = [repr(name) for name, p in named if p.requires_grad != (p in self.sums.buffer.views)]
+            raise UnknownParameterError(
+                f"Parameters changed in the middle of a step: {', '.join(changed) or 'their device or dtype'}.",
+                fix="Freeze, thaw or move parameters after optimizer.step(), before the next batch.",
+            )
+        self.sums.buffer = FlatBuffer(trainable.values())
+
     def _chunk_done(self) -> None:
         self.done = True
         if self.chunk == len(self.tickets[-1].rows) - 1:
@@ -158,11 +190,18 @@ class Release:
     # From the optimizer
 
     def zero_grad(self) -> None:
-        """The user cleared the gradients."""
+        """The user cleared the gradients: logical batches that are complete and were not stepped are given up."""
         self.released = {}
+        self.cleared = {p: (p.grad, p.grad._version) for p in self.sums.buffer.views if p.grad is not None}
         if self.stage is Stage.RELEASED:
             self.stage = Stage.IDLE
             self.tickets = []
+        elif self.stage is Stage.CLIPPED:
+            self.void()
+        elif self.stage is Stage.OPEN and len(self.tickets) > 1 and self.chunk == 0 and not self.done:
+            present = self.tickets.pop()
+            self.void()
+            self.tickets, self.stage = [present], Stage.OPEN
 
     def step(self, apply: Callable[[], None]) -> bool:
         """Charges, noises and applies the sums, if the logical batch is complete.
@@ -172,18 +211,17 @@ class Release:
 
         Returns:
             Whether the weights changed; False for all but the last chunk of a logical batch.
-
-        Raises:
-            PrivacyError: If there is nothing to release, or the budget does not allow it.
         """
         self._settle()
         self._refuse_step()
-        if self._rows() == 0 and not self.done:
+        if self.rows == 0 and not self.done:
+            self._refuse_stale()
             self._chunk_done()  # an empty batch may skip its backward pass
         if self.stage is Stage.OPEN:
             return False
-        self._refuse_over_budget()
+        self._refuse_over_budget(len(self.tickets))
         try:
+            self._follow_parameters()
             self._refuse_unused()
             self._charge()
             self._write_gradients()
@@ -205,6 +243,8 @@ class Release:
             self.backward_ended()
 
     def _refuse_step(self) -> None:
+        if self.stage in {Stage.IDLE, Stage.RELEASED}:
+            self._refuse_over_budget(1)  # the loader may have ended for that reason
         if self.stage is Stage.RELEASED:
             raise StaleGradientError(
                 "step() was called twice for one batch, or optimizer.zero_grad() was not called after the last step.",
@@ -219,7 +259,7 @@ class Release:
             return "this logical batch was given up; go on with the next one."
         if self.stage is Stage.IDLE:
             return "no batch was drawn. Iterate over the loader that make_private returned."
-        if self.done or self._rows() == 0:
+        if self.done or self.rows == 0:
             return ""
         if self.sums.capture.leaks or not self.sums.model.training:
             return "the model was in eval mode. Call model.train() before the forward pass."
@@ -233,18 +273,21 @@ class Release:
             raise MissingGradientError(
                 f"Parameter '{name}' took no part in this step"
                 + (f" (nor did {len(missing) - 1} others)." if len(missing) > 1 else "."),
-                fix=f"Freeze it: model.get_parameter('{name}').requires_grad_(False), or pass unused_parameters='zero'.",
+                fix=f"Freeze it: model.get_parameter('{name}').requires_grad_(False), or pass unused_parameters=\"zero\".",
             )
 
-    def _refuse_over_budget(self) -> None:
-        if not self.may_charge(len(self.tickets)):
+    def _refuse_over_budget(self, count: int) -> None:
+        reached = self.overspend(count)
+        if reached is None:
+            return
+        if self.stage is Stage.CLIPPED:
             # Not charged: that this step is one too many is public, and nothing of its batch leaves.
             self.tickets, self.stage = [], Stage.VOID
             self.sums.discard()
-            raise BudgetExceeded(
-                f"Step {self.ledger.steps + 1:,} would spend more than the target epsilon. Training stopped.",
-                fix="Raise target_epsilon deliberately, or report now.",
-            )
+        raise BudgetExceeded(
+            f"Step {self.ledger.steps + count:,} would reach epsilon={reached:.4g}, above the target; training stopped.",
+            fix="Raise target_epsilon deliberately, or report now.",
+        )
 
     def _charge(self) -> None:
         count = len(self.tickets)
@@ -255,11 +298,12 @@ class Release:
                 f"accumulation_steps={count} costs less privacy.",
             )
         self.ledger.charge(self.plan.event(count), count=count)
-        self.charged += count
+        self.joined = count
         self.stage = Stage.CHARGED
 
     def _write_gradients(self) -> None:
         """Noise on the sums, then the division by public constants, then ``p.grad``; the sums are destroyed."""
+        self.released = {}
         buffer, std, step = self.sums.buffer, self.plan.noise_std, self.tickets[-1].step
         mean = self.sums.loss_reduction == "mean"
         divisor = self.plan.expected_batch_size * len(self.tickets) if mean else 1.0
@@ -274,7 +318,7 @@ class Release:
         for parameter, view in buffer.views.items():
             grad = scaled[(view.device, view.dtype)].as_strided(view.shape, view.stride(), view.storage_offset())
             grad = grad.to(parameter.dtype)
-            if parameter.grad is not None and not self._is_zero_or_ours(parameter):
+            if self._was_changed(parameter):
                 notice(
                     "DPE015",
                     "p.grad was changed between backward and step; that has no effect on the private update. Use "
@@ -283,32 +327,40 @@ class Release:
             parameter.grad = grad
             self.released[parameter] = (grad, grad._version)
 
-    def _is_zero_or_ours(self, parameter: nn.Parameter) -> bool:
+    def _was_changed(self, parameter: nn.Parameter) -> bool:
+        """Whether somebody wrote into ``p.grad``, which is None or as ``zero_grad`` left it until the release."""
         grad = parameter.grad
-        return grad is not None and (parameter in self.released or not bool(grad.any()))
+        if grad is None:
+            return False
+        if parameter in self.cleared and self.cleared[parameter][0] is grad:
+            return self.cleared[parameter][1] != grad._version
+        return bool(grad.any())  # model.zero_grad(set_to_none=False) leaves zeros, and does not tell
 
     # The end
 
     @property
-    def unsettled(self) -> int:
-        """Logical batches handed out and not charged yet."""
-        return len(self.tickets) if self.stage in {Stage.OPEN, Stage.CLIPPED} else 0
+    def next_count(self) -> int:
+        """How many charges the next logical batch leads to at once, going by the last release."""
+        waiting = len(self.tickets) if self.stage in {Stage.OPEN, Stage.CLIPPED} else 0
+        return max(waiting + 1, self.joined)
 
     def void(self) -> None:
         """Gives up the tickets at hand: destroys their sums and charges them."""
-        if self.stage in {Stage.OPEN, Stage.CLIPPED} and self.tickets:
-            self._charge_void(self.tickets)
-        self.tickets = []
-        self.sums.discard()
-        self.stage = Stage.VOID
+        try:
+            if self.stage in {Stage.OPEN, Stage.CLIPPED} and self.tickets:
+                self._charge_void(self.tickets)
+        finally:
+            self.tickets = []
+            self.sums.discard()
+            self.stage = Stage.VOID
 
     def _charge_void(self, tickets: list[Ticket]) -> None:
         self.ledger.charge(self.plan.event(), count=len(tickets), kind="void")
-        self.charged += len(tickets)
 
     def close(self) -> None:
-        """Gives up what is unfinished and destroys the sums."""
+        """Gives up what is unfinished and destroys the sums, for good."""
         if self.stage in {Stage.OPEN, Stage.CLIPPED}:
             self.void()
         self.sums.detach()
-        self.stage = Stage.IDLE
+        forget_grad_samples(self.sums.model.parameters())
+        self.released, self.cleared, self.stage = {}, {}, Stage.CLOSED

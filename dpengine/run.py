@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from dpengine import companions
 from dpengine import optimizer as private_optimizer
-from dpengine.accounting import Ledger, epsilon
+from dpengine.accounting import Charge, Event, epsilon
 from dpengine.admission import attached_models
-from dpengine.errors import notice
+from dpengine.errors import BatchDependentLossError, BatchMismatchError, notice
 from dpengine.layers import from_twin, to_twin
 from dpengine.release import Release
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Budget:
     """What a run may spend.
 
@@ -34,23 +35,51 @@ class Budget:
     planned_steps: int | None
     on_budget: str
     accountant: str
+    # How many charges of an event fit beside a history, as far as is known: an evaluation may cost a second.
+    _fits: dict[tuple[Event, tuple[Charge, ...]], int] = field(default_factory=dict)
 
-    def allows(self, release: Release, count: int) -> bool:
-        """Whether so many more charges stay within the target."""
-        plan = release.plan
-        if self.target_epsilon is None or self.planned_steps is None or plan.noise_multiplier == 0:
-            return True
-        if release.charged + count <= self.planned_steps:
-            return True
-        trial = Ledger()
-        trial.load_state_dict(release.ledger.state_dict())
-        trial.charge(plan.event(), count=count)
-        after = epsilon(trial.history, self.delta, accountant=self.accountant, relation=plan.relation)
-        if after <= self.target_epsilon:
-            return True
-        if self.on_budget == "warn":
-            notice("DPE011", f"The next step reaches epsilon={after:.3g} > {self.target_epsilon:g}.")
-        return self.on_budget == "warn"
+    def may_draw(self, release: Release) -> bool:
+        """Whether the loader may hand out one more logical batch."""
+        return self.on_budget != "stop" or self._reached(release, release.next_count) is None
+
+    def overspend(self, release: Release, count: int) -> float | None:
+        """Epsilon after ``count`` more charges, for one release, if that is above the target and not allowed."""
+        reached = self._reached(release, count)
+        if reached is not None and self.on_budget == "warn":
+            notice("DPE011", f"The next step reaches epsilon={reached:.3g} > {self.target_epsilon:g}.")
+            return None
+        return reached
+
+    def _reached(self, release: Release, count: int) -> float | None:
+        if self.target_epsilon is None or release.plan.noise_multiplier == 0:
+            return None
+        event, history = release.plan.event(count), release.ledger.history
+        beside = tuple(charge for charge in history if charge.event != event)
+        needed = count + sum(charge.count for charge in history if charge.event == event)
+        as_planned = not beside and event == release.plan.event() and self.planned_steps is not None
+        fits = self._fits.get((event, beside), self.planned_steps if as_planned else 0)
+
+        def epsilon_of(number: int) -> float:
+            charges = (*beside, Charge(event, number))
+            return epsilon(charges, self.delta, accountant=self.accountant, relation=release.plan.relation)
+
+        if needed > fits:
+            reached = epsilon_of(needed)
+            if reached > self.target_epsilon:
+                return reached
+            fits = self._look_ahead(epsilon_of, needed)
+        self._fits = {(event, beside): fits}
+        return None
+
+    def _look_ahead(self, epsilon_of: Callable[[int], float], fits: int) -> int:
+        """A number of charges that fits, found by halving: the largest, or an eighth more than is known to fit."""
+        low, high = fits, fits + max(8, fits // 8)
+        if epsilon_of(high) <= self.target_epsilon:  # type: ignore[operator]
+            return high
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (middle, high) if epsilon_of(middle) <= self.target_epsilon else (low, middle)
+        return low
 
 
 @dataclass(eq=False)
@@ -78,12 +107,32 @@ class Run:
         attached_models.add(self.model)
         self.attached = True
 
+    def backward(self, loss_B: Tensor) -> None:
+        """The backward pass of a loss with one number for each row."""
+        if loss_B.dim() != 1:
+            raise BatchDependentLossError(
+                f"loss_per_example has shape {tuple(loss_B.shape)}; one number for each row is needed: a loss "
+                "that is reduced already may mix rows.",
+                fix='Compute it with reduction="none", and reduce every axis but the first.',
+            )
+        if self.release.tickets and loss_B.shape[0] != self.release.rows:
+            raise BatchMismatchError(
+                f"loss_per_example has {loss_B.shape[0]} numbers for the {self.release.rows} rows of this batch.",
+                fix="Reduce every axis but the first, which is the batch.",
+            )
+        mean = self.release.sums.loss_reduction == "mean"
+        loss = loss_B.sum() / (max(len(loss_B), 1) if mean else 1)
+        (loss if self.grad_scaler is None else self.grad_scaler.scale(loss)).backward()
+
+    def abandon(self) -> None:
+        """Undoes what was built, where nothing is attached yet."""
+        self.release.close()
+        from_twins(self.twins)
+
     def detach(self) -> None:
         """Takes everything off."""
-        self.release.close()
+        self.abandon()
         private_optimizer.detach(self.optimizer)
-        for layer in self.twins:
-            from_twin(layer)
         if self.grad_scaler is not None:
             companions.detach_scaler(self.grad_scaler)
         if self.lr_scheduler is not None:
@@ -95,3 +144,9 @@ class Run:
 def make_twins(model: nn.Module) -> list[nn.Module]:
     """Turns layers that have a private twin into it, in place, and gives those that were turned."""
     return [layer for layer in model.modules() if to_twin(layer) is not None]
+
+
+def from_twins(layers: list[nn.Module]) -> None:
+    """Turns the layers that ``make_twins`` gave back into what they were."""
+    for layer in layers:
+        from_twin(layer)

@@ -107,8 +107,7 @@ def epsilon(
     """  # noqa: DOC502 - the checks raise on our behalf
     delta = arguments.delta_in_range(delta)
     answer = ACCOUNTANTS[accountant_used(accountant)].epsilon
-    composition = compose(history)
-    return 0.0 if composition.is_empty else answer(composition, delta, Relation(relation))
+    return answer(compose(history), delta, Relation(relation))
 
 
 def delta_of(
@@ -130,8 +129,7 @@ def delta_of(
     """
     epsilon = arguments.epsilon_in_range(epsilon)
     answer = ACCOUNTANTS[accountant_used(accountant)].delta
-    composition = compose(history)
-    return 0.0 if composition.is_empty else answer(composition, epsilon, Relation(relation))
+    return answer(compose(history), epsilon, Relation(relation))
 
 
 def advantage_of(

@@ -34,11 +34,6 @@ class Composition:
     sampled: tuple[SampledGaussian, ...]
     non_private: bool
 
-    @property
-    def is_empty(self) -> bool:
-        """Whether nothing was charged that costs privacy."""
-        return not (self.non_private or self.sampled or self.precision > 0)
-
     def mu(self, relation: Relation) -> float:
         """The exact mu of the unsampled Gaussians alone: mu**2 adds, and replace-one moves the sum twice as far."""
         return math.sqrt(self.precision) * (2.0 if relation is Relation.REPLACE_ONE else 1.0)

@@ -104,9 +104,9 @@ class LayerHook:
 
     def _origin(self, name: str, parameter: nn.Parameter) -> Origin:
         capture, dotted = self.capture, _join(self.watch.name, name)
-        capture.uses[parameter] += 1
 
         def tap_rows(origin: Origin, rows: int) -> Tensor:
+            capture.uses[parameter] += 1
             report = RowsReport(capture, Use(parameter, dotted))
             return RowsTap.apply(capture.anchor, report, parameter.detach(), rows)
 

@@ -70,42 +70,37 @@ def watch_list(
     """
     found: list[Watch] = []
     seen: set[nn.Module] = set()
-    _collect(model, "", lookup, unit_rule, seen, found)
+
+    def visit(module: nn.Module, name: str) -> None:
+        if module in seen:
+            return
+        seen.add(module)
+        watch = _watch(module, name, lookup, unit_rule, by_operations)
+        if watch is not None:
+            found.append(watch)
+            if watch.kind is Kind.UNIT:
+                seen.update(module.modules())
+                return
+        for child_name, child in module.named_children():
+            visit(child, f"{name}.{child_name}" if name else child_name)
+
+    visit(model, "")
     return found
 
 
-def _collect(
-    module: nn.Module,
-    name: str,
-    lookup: Lookup,
-    unit_rule: Callable[[nn.Module], Any],
-    seen: set[nn.Module],
-    found: list[Watch],
-) -> None:
-    if module in seen:
-        return
-    seen.add(module)
-    watch = _watch(module, name, lookup, unit_rule)
-    if watch is not None:
-        found.append(watch)
-        if watch.kind is Kind.UNIT:
-            seen.update(module.modules())
-            return
-    for child_name, child in module.named_children():
-        _collect(child, f"{name}.{child_name}" if name else child_name, lookup, unit_rule, seen, found)
-
-
-def _watch(module: nn.Module, name: str, lookup: Lookup, unit_rule: Callable[[nn.Module], Any]) -> Watch | None:
+def _watch(
+    module: nn.Module, name: str, lookup: Lookup, unit_rule: Callable[[nn.Module], Any], by_operations: bool
+) -> Watch | None:
     if parametrize.is_parametrized(module):
         return Watch(name, module, Kind.UNIT, unit_rule(module))
     if not has_own_parameters(module):
         return None
-    if type(module) in _TWIN_TYPES:
+    if by_operations and type(module) in _TWIN_TYPES:
         return Watch(name, module, Kind.OPERATIONS)
     rule = lookup(module)
     if rule is not None:
         return Watch(name, module, Kind.LAYER, rule, in_place=isinstance(rule, Mapping))
-    if any(has_own_parameters(child) for child in _below(module)):
+    if by_operations and any(has_own_parameters(child) for child in _below(module)):
         return Watch(name, module, Kind.OPERATIONS)
     return Watch(name, module, Kind.UNIT, unit_rule(module))
 

@@ -67,7 +67,7 @@ class ClippedSums:
         self.capture, self.strategy = watch_model(model, self, mode, batch_first=batch_first)
         self.buffer = FlatBuffer(self.trainable().values())
         self.contributed: set[nn.Parameter] = set()
-        self._groups: tuple[tuple[nn.Parameter, ...], dict[nn.Parameter, int], int] | None = None
+        self._groups: tuple[tuple[int, ...], dict[nn.Parameter, int], int] | None = None
 
     def trainable(self) -> dict[str, nn.Parameter]:
         """The parameters that train now, by dotted name."""
@@ -155,7 +155,7 @@ class ClippedSums:
         return ClipStatistics(rows, float(finite.square().sum(dim=1).max().sqrt()), clipped, dropped)
 
     def _group(self, trainable: Mapping[str, nn.Parameter]) -> tuple[dict[nn.Parameter, int], int]:
-        key = tuple(trainable.values())
+        key = tuple(map(id, trainable.values()))
         if self._groups is None or self._groups[0] != key:
             assigned = self.policy.group_of(list(trainable))
             groups = dict(zip(trainable.values(), assigned, strict=True))

@@ -102,6 +102,11 @@ def _padding(layer: Any) -> list[tuple[int, int]]:
 _PAD_MODE = {"zeros": "constant", "reflect": "reflect", "replicate": "replicate", "circular": "circular"}
 
 
+def _weight_shape(call: LayerCall) -> tuple[int, ...]:
+    weight: Any = call.layer.weight
+    return tuple(weight.shape)
+
+
 def _reversed(sides: Sequence[tuple[int, int]]) -> list[int]:
     return [size for side in reversed(sides) for size in side]
 
@@ -118,7 +123,7 @@ def _correlate(c: _Correlation, weight_shape: Sequence[int], groups: int) -> Ten
 def _weight_grad(call: LayerCall) -> Tensor:
     rows = call.batch_size
     if rows == 0:
-        return call.grad_output.new_zeros(0, *call.layer.weight.shape)  # type: ignore[union-attr]
+        return call.grad_output.new_zeros(0, *_weight_shape(call))
     c = _correlation(call)
     channels, *window = c.weight_shape
     if _windows_pay(c):
@@ -150,16 +155,17 @@ def _weight_sq_norm(call: LayerCall) -> Tensor:
 def _weight_norm_pays(call: LayerCall) -> bool:
     if call.batch_size == 0:
         return True
-    narrow = argument(call, 0, "input") if call.layer.transposed else call.grad_output
-    channels, *window = call.layer.weight.shape  # type: ignore[union-attr]
-    features = (channels // call.layer.groups, math.prod(window))  # type: ignore[operator]
+    layer: Any = call.layer
+    narrow = argument(call, 0, "input") if layer.transposed else call.grad_output
+    channels, *window = _weight_shape(call)
+    features = (channels // layer.groups, math.prod(window))
     return gram_pays(math.prod(narrow.shape[2:]), features, narrow.dtype)
 
 
 @full_precision()
 def _weight_sum(call: LayerCall, factor_B: Tensor) -> Tensor:
     if call.batch_size == 0:
-        return call.grad_output.new_zeros(call.layer.weight.shape)  # type: ignore[union-attr]
+        return call.grad_output.new_zeros(_weight_shape(call))
     acts, grads = argument(call, 0, "input"), call.grad_output
     if acts.numel() < grads.numel():
         acts = acts * _beside(factor_B, acts)

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call, vjp, vmap
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils import _pytree as pytree
 
 from dpengine.capture import LayerCall
@@ -151,12 +152,14 @@ class _Rows:
 
         def one(inputs: list[Tensor], grads: list[Tensor]) -> tuple[dict[str, Tensor], list[Tensor]]:
             batches_of_one = [tensor.unsqueeze(0) for tensor in inputs]
-            outputs, pull = vjp(lambda parameters: self.run(parameters, batches_of_one), self.parameters)
+            pulled: Any = vjp(lambda parameters: self.run(parameters, batches_of_one), self.parameters)
+            outputs, pull = pulled
             return pull([_like(o, g.unsqueeze(0)) for o, g in zip(outputs, grads, strict=True)])[0], outputs
 
         row_bytes = sum(p.numel() * p.element_size() for p in self.parameters.values())
         chunk = min(self.count, max(1, CHUNK_BYTES // max(1, row_bytes)))
-        grads, outputs = vmap(one, chunk_size=chunk)([self.leaves[place] for place in self.cut], self.grads)
+        with sdpa_kernel(SDPBackend.MATH):  # the fused ones have no batching rule
+            grads, outputs = vmap(one, chunk_size=chunk)([self.leaves[place] for place in self.cut], self.grads)
         return grads, [output.flatten(0, 1) for output in outputs]
 
     def one_by_one(self) -> tuple[dict[str, Tensor], list[Tensor]]:
@@ -173,7 +176,7 @@ class _Rows:
                 tensors, cotangents = zip(*ends, strict=True)
                 grads = torch.autograd.grad(tensors, list(parameters.values()), cotangents, allow_unused=True)
             for (name, parameter), grad in zip(parameters.items(), grads, strict=True):
-                found[name].append(torch.zeros_like(parameter) if grad is None else grad)
+                found[name].append(torch.zeros_like(parameter) if grad is None else grad.to_dense())
             outputs.append([o.detach() for o in one])
         stacked = {name: torch.stack(grads).detach() for name, grads in found.items()}
         return stacked, [torch.cat(parts) for parts in zip(*outputs, strict=True)]

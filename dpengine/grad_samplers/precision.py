@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,25 +17,28 @@ def full_precision() -> Iterator[None]:
     The norm of a gradient and the clipped sum come from different products. TF32 rounds each operand to 11 bits, so
     that the sum could exceed by one part in a thousand what the norm said.
     """
-    lowered = [(owner, name, old) for owner, name, exact in _SETTINGS if (old := getattr(owner, name)) not in exact]
-    for owner, name, _ in lowered:
-        setattr(owner, name, _EXACT[name][0])
+    lowered = _lowered()
+    for put, exact, _ in lowered:
+        put(exact)
     try:
         yield
     finally:
-        for owner, name, old in lowered:
-            setattr(owner, name, old)
+        for put, _, before in lowered:
+            put(before)
 
 
-_EXACT: dict[str, tuple[Any, ...]] = {"fp32_precision": ("ieee", "none"), "allow_tf32": (False,)}
-
-
-def _settings() -> list[tuple[Any, str, tuple[Any, ...]]]:
+def _lowered() -> list[tuple[Callable[[Any], None], Any, Any]]:
+    """For each setting that allows less: how to set it, its exact value, and its value now."""
     backends: Any = torch.backends
-    if not hasattr(backends, "fp32_precision"):  # before torch 2.9
-        return [(owner, "allow_tf32", _EXACT["allow_tf32"]) for owner in (backends.cuda.matmul, backends.cudnn)]
-    operations = (backends.cuda.matmul, backends.cudnn.conv, backends.mkldnn.matmul, backends.mkldnn.conv)
-    return [(owner, "fp32_precision", _EXACT["fp32_precision"]) for owner in operations]
-
-
-_SETTINGS = _settings()
+    try:
+        matmul, conv = torch.get_float32_matmul_precision(), backends.cudnn.allow_tf32
+    except RuntimeError:  # torch cannot say, since the user chose by operation, as one can since 2.9
+        operations = (backends.cuda.matmul, backends.cudnn.conv, backends.mkldnn.matmul, backends.mkldnn.conv)
+        settings = [(partial(setattr, op, "fp32_precision"), "ieee", op.fp32_precision) for op in operations]
+        return [setting for setting in settings if setting[2] in {"tf32", "bf16"}]
+    found: list[tuple[Callable[[Any], None], Any, Any]] = []
+    if matmul != "highest":
+        found.append((torch.set_float32_matmul_precision, "highest", matmul))
+    if conv:
+        found.append((partial(setattr, backends.cudnn, "allow_tf32"), False, True))
+    return found

@@ -72,8 +72,7 @@ def register_grad_sampler(
             )
 
     def register(function: GradFunction) -> GradFunction:
-        for cls in classes:
-            REGISTERED[cls] = _joint(function)
+        REGISTERED.update(dict.fromkeys(classes, _joint(function)))
         return function
 
     return register

@@ -121,7 +121,7 @@ class Bookkeep(AbstractGradients):
         for parameter, entry in reversed(self._entries.items()):
             weight_B = weights_BK[:, groups[parameter]].to(wide(parameter.dtype))
             if entry.kept is not None:
-                into.add(parameter, weight_B.to(entry.kept.dtype) @ entry.kept.flatten(1))
+                into.add(parameter, weight_B.to(entry.kept.dtype) @ _flat(entry.kept))
             else:
                 for call, sampler in entry.calls:
                     into.add(parameter, sampler.total(call, weight_B))
@@ -155,7 +155,12 @@ _SQ_NORM = {Method.KEEP: _keep, Method.GHOST: _ghost, Method.DISCARD: _discard}
 
 
 def _sq_norm(grad: Tensor) -> Tensor:
-    return torch.linalg.vector_norm(grad.flatten(1), dim=1).double().square()
+    return torch.linalg.vector_norm(_flat(grad), dim=1).double().square()
+
+
+def _flat(grad: Tensor) -> Tensor:
+    """``(B, P)``; a scalar parameter has P = 1."""
+    return grad.flatten(1) if grad.dim() > 1 else grad.unsqueeze(1)
 
 
 def _situation(entry: _Entry, rows: int, bytes_kept: int, bytes_left: int) -> Situation:

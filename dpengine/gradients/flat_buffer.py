@@ -46,7 +46,7 @@ class FlatBuffer:
     def fits(self, parameters: Iterable[nn.Parameter]) -> bool:
         """Whether the buffer is for exactly these parameters, where they are now."""
         listed = list(parameters)
-        return list(self.views) == listed and all(
+        return list(map(id, self.views)) == list(map(id, listed)) and all(
             self.views[p].device == p.device and self.views[p].dtype == wide(p.dtype) for p in listed
         )
 

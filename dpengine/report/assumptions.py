@@ -129,7 +129,7 @@ def _generator(facts: RunFacts) -> Assumption:
     if "cryptographic" not in facts.noise:
         return Assumption(name, "not checked", "the source of the noise is not known", critical=False)
     if facts.noise["cryptographic"]:
-        return Assumption(name, "yes", f"{kind}, keyed anew for each use", critical=False)
+        return Assumption(name, "yes", f"drawn by {kind}, keyed anew for each use", critical=False)
     stamp = "generator: not cryptographic"
     return Assumption(name, "no", f"{stamp} ({kind})", critical=False, stamp=stamp)
 

@@ -64,8 +64,8 @@ def figures_of(facts: RunFacts) -> Figures:
 
 
 def epsilon_by_step(facts: RunFacts) -> Points:
-    """Epsilon after up to 16 evenly spaced steps, as pairs of step and epsilon, from (0, 0) on."""
-    steps = sorted({round(facts.steps * part / _CURVE_STEPS) for part in range(_CURVE_STEPS + 1)})
+    """Epsilon after up to 16 of the steps, closer together where it rises fast: pairs of step and epsilon from (0, 0)."""
+    steps = sorted({math.ceil(facts.steps * (part / _CURVE_STEPS) ** 2) for part in range(_CURVE_STEPS + 1)})
     return tuple((step, _epsilon(_first(facts.history, step), facts)) for step in steps)
 
 

@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from dp_accounting.rdp import RdpAccountant
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import integrate
@@ -16,6 +17,7 @@ from dpengine.accounting import (
     epsilon_of,
     pld,
     rdp,
+    to_dp_accounting,
 )
 from dpengine.accounting.composition import compose
 from dpengine.errors import AccountingRefusedError
@@ -55,6 +57,14 @@ def test_tiny_rates_keep_their_relative_accuracy():
 def test_unsampled_gaussians_have_the_linear_curve():
     curve = rdp.curve(compose((Charge(GaussianEvent(2.0), 3),)), ADD_REMOVE)
     assert curve.rho == pytest.approx(np.array(rdp.ORDERS) * 3 / 8)
+
+
+@pytest.mark.parametrize(("rate", "sigma", "steps", "delta"), [(256 / 60000, 1.1, 14040, 1e-5), (1e-4, 1, 10**6, 1e-7)])
+def test_epsilon_is_that_of_dp_accounting_at_the_same_orders(rate, sigma, steps, delta):
+    other = RdpAccountant(rdp.ORDERS)
+    other.compose(to_dp_accounting(PoissonGaussianEvent(rate, sigma), steps))
+    history = (Charge(PoissonGaussianEvent(rate, sigma), steps),)
+    assert epsilon(history, delta, "rdp") == pytest.approx(other.get_epsilon(delta), rel=1e-9)
 
 
 GRID = [

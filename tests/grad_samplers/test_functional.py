@@ -35,11 +35,11 @@ def is_float(leaf):
 def truth_of(call):
     """By a loop over rows that shares no code with the fallback."""
     rows = next(g for g in pytree.tree_leaves(call.grad_output) if g is not None).shape[0]
-    cut = (
-        lambda tree, i: pytree.tree_map(  # noqa: E731
-            lambda x: x[i : i + 1] if isinstance(x, torch.Tensor) and x.dim() and len(x) == rows else x, tree
-        )
-    )
+
+    def cut(tree, i):
+        carries_rows = lambda x: isinstance(x, torch.Tensor) and x.dim() and len(x) == rows  # noqa: E731
+        return pytree.tree_map(lambda x: x[i : i + 1] if carries_rows(x) else x, tree)
+
     parameters = {name: p for name, p in call.layer.named_parameters() if p.requires_grad}
     found = []
     for i in range(rows):

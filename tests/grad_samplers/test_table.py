@@ -143,5 +143,5 @@ def test_a_rule_that_returns_foreign_keys_is_refused_by_name():
 
 @pytest.mark.parametrize("wrong", [Scale(), int, "Scale", [nn.Linear, 3]], ids=str)
 def test_only_module_classes_can_be_registered(wrong):
-    with pytest.raises(TypeError, match="subclass of torch.nn.Module"):
+    with pytest.raises(TypeError, match=r"subclass of torch\.nn\.Module"):
         register_grad_sampler(wrong)

@@ -1,0 +1,364 @@
+"""Capture on the models and loops that people write: what is recorded, and that nothing is left behind."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from dpengine.clipping import ClippedSums, Flat
+from dpengine.errors import BatchMismatchError, MissingGradientError, RepeatedBackwardError
+from oracle import clip_by_loop, relative_error
+
+ROWS = 5
+MODES = ["auto", "hooks", "ghost"]
+
+
+class Net(nn.Module):
+    """Two blocks and a head; blocks may be checkpointed, the activation is in place."""
+
+    def __init__(self, reentrant=None):
+        super().__init__()
+        self.first = nn.Linear(4, 6)
+        self.block = nn.Sequential(nn.Linear(6, 6), nn.ReLU(inplace=True), nn.Linear(6, 6))
+        self.head = nn.Linear(6, 3)
+        self.reentrant = reentrant
+
+    def forward(self, x):
+        x = F.relu_(self.first(x))
+        if self.reentrant is None:
+            return self.head(self.block(x))
+        return self.head(checkpoint(self.block, x, use_reentrant=self.reentrant))
+
+
+def batch(dtype=torch.float64, rows=ROWS, time=None):
+    torch.manual_seed(0)
+    shape = (rows, 4) if time is None else (rows, time, 4)
+    return torch.randn(shape, dtype=dtype), torch.arange(rows) % 3
+
+
+def attached(model, mode="auto", **options):
+    sums = ClippedSums(model, policy=Flat(1.0), mode=mode, **options)
+    sums.attach()
+    return sums
+
+
+def totals(sums):
+    names = {p: name for name, p in sums.model.named_parameters()}
+    return {names[p]: total.double().clone() for p, total in sums.buffer}
+
+
+def truth_of(model, inputs, targets):
+    return clip_by_loop(model, (inputs,), lambda output, i: F.cross_entropy(output, targets[i]), len(targets))[0]
+
+
+def assert_nothing_is_left(sums, model):
+    assert all(isinstance(p, nn.Parameter) for p in model.parameters())
+    assert not sums.pending and not sums.capture.swapped
+    assert all(p.grad is None for p in model.parameters())
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("reentrant", [None, False, True], ids=["plain", "checkpoint", "reentrant-checkpoint"])
+def test_in_place_activations_and_checkpoints_give_the_sums_of_a_loop(mode, reentrant):
+    model = Net(reentrant).double()
+    inputs, targets = batch()
+    sums = attached(model, mode)
+    F.cross_entropy(model(inputs), targets).backward()
+    sums.clip(rows=ROWS)
+    assert relative_error(totals(sums), truth_of(_plain(model), inputs, targets)) < 1e-9
+    assert_nothing_is_left(sums, model)
+
+
+def _plain(model):
+    model = copy.deepcopy(model)
+    model.reentrant = None
+    return model
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_the_end_of_backward_is_told_once_and_after_every_layer(reentrant):
+    model = Net(reentrant).double()
+    seen = []
+    sums = attached(model)
+    sums.on_backward_end = lambda: seen.append(set(sums.strategy.rows))
+    inputs, targets = batch()
+    F.cross_entropy(model(inputs), targets).backward()
+    assert seen == [{"first", "block.0", "block.2", "head"}]
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_several_backward_passes_add_up(mode):
+    model = Net().double()
+    inputs, targets = batch()
+    sums = attached(model, mode)
+    for part in (slice(0, 2), slice(2, 2), slice(2, 5)):
+        F.cross_entropy(model(inputs[part]), targets[part]).backward()
+        sums.clip()
+    assert relative_error(totals(sums), truth_of(model, inputs, targets)) < 1e-9
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_frozen_parameters_stay_out_and_thawed_ones_come_in(mode):
+    model = Net().double()
+    model.block.requires_grad_(False)
+    model.first.bias.requires_grad_(False)
+    inputs, targets = batch()
+    sums = attached(model, mode)
+    for _ in range(2):
+        F.cross_entropy(model(inputs), targets).backward()
+        sums.clip(rows=ROWS)
+        assert relative_error(totals(sums), truth_of(model, inputs, targets)) < 1e-9
+        sums.discard()
+        model.requires_grad_(True)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_eval_mode_and_no_grad_record_nothing(mode):
+    model = Net().double()
+    inputs, targets = batch()
+    sums = attached(model, mode)
+    with torch.no_grad():
+        model(inputs)
+    model.eval()
+    model(inputs)
+    loss = F.cross_entropy(model(inputs), targets)
+    gradients = torch.autograd.grad(loss, list(model.parameters()))
+    assert all(g is not None for g in gradients)  # an ordinary model in eval mode
+    assert not sums.pending
+    model.train()
+    model(inputs)  # a forward pass for a log, without backward
+    F.cross_entropy(model(inputs), targets).backward()
+    sums.clip(rows=ROWS)
+    assert relative_error(totals(sums), truth_of(model, inputs, targets)) < 1e-9
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_m1_autocast_gives_the_float32_sums_to_half_precision(mode):
+    model = Net()
+    inputs, targets = batch(torch.float32)
+    sums = attached(model, mode)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        loss = F.cross_entropy(model(inputs), targets)
+    loss.backward()
+    sums.clip(rows=ROWS)
+    assert {view.dtype for _, view in sums.buffer} == {torch.float32}
+    assert relative_error(totals(sums), truth_of(model, inputs, targets)) < 3e-2
+
+
+class Two(nn.Module):
+    """Takes a mapping, a tuple, and a keyword; its layers take several inputs and keywords; its output is a dict."""
+
+    def __init__(self):
+        super().__init__()
+        self.both = nn.Bilinear(4, 3, 5)
+        self.mix = nn.Linear(5, 5)
+        self.head = nn.Linear(5, 3)
+
+    def forward(self, named, pair, *, scale):
+        mixed = self.mix(input=self.both(named["a"], input2=pair[0]))
+        return {"scores": self.head(mixed * scale), "other": None}
+
+
+@pytest.mark.parametrize("mode", [*MODES, "functorch", "ew"])
+def test_mappings_tuples_and_keywords_go_in_and_mappings_come_out(mode):
+    torch.manual_seed(1)
+    model = Two().double()
+    inputs = ({"a": torch.randn(ROWS, 4).double()}, (torch.randn(ROWS, 3).double(), "text"))
+    scale, targets = torch.rand(ROWS, 1).double(), torch.arange(ROWS) % 3
+    sums = attached(model, mode)
+    F.cross_entropy(model(*inputs, scale=scale)["scores"], targets).backward()
+    sums.clip(rows=ROWS)
+
+    class Positional(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.model = copy.deepcopy(model)
+
+        def forward(self, named, pair, scale):
+            return self.model(named, pair, scale=scale)["scores"]
+
+    loss_of_row = lambda output, i: F.cross_entropy(output, targets[i])  # noqa: E731
+    truth, _ = clip_by_loop(Positional(), (*inputs, scale), loss_of_row, ROWS)
+    assert relative_error(totals(sums), {name.removeprefix("model."): t for name, t in truth.items()}) < 1e-9
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_time_major_models_clip_along_the_second_axis(mode):
+    class TimeMajor(nn.Module):
+        def __init__(self, axis):
+            super().__init__()
+            self.embedding, self.mix, self.head = nn.Embedding(7, 4), nn.Linear(4, 5), nn.Linear(5, 3)
+            self.axis = axis
+
+        def forward(self, ids):
+            return self.head(torch.tanh(self.mix(self.embedding(ids))).mean(dim=self.axis))
+
+    torch.manual_seed(2)
+    model, rowwise = TimeMajor(0).double(), TimeMajor(1).double()
+    rowwise.load_state_dict(model.state_dict())
+    ids, targets = torch.randint(0, 7, (6, ROWS)), torch.arange(ROWS) % 3
+    sums = attached(model, mode, batch_first=False)
+    F.cross_entropy(model(ids), targets).backward()
+    assert sums.clip(rows=ROWS).rows == ROWS
+    assert relative_error(totals(sums), truth_of(rowwise, ids.T, targets)) < 1e-9
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+@pytest.mark.parametrize("mode", MODES)
+def test_f_l4_an_exception_leaves_a_clean_state(mode, where):
+    class Failing(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, grad):
+            raise ArithmeticError("in backward")
+
+    class Fragile(Net):
+        fail = None
+
+        def forward(self, x):
+            x = F.relu_(self.first(x))
+            if self.fail == "forward":
+                raise ArithmeticError("in forward")
+            x = Failing.apply(x) if self.fail == "backward" else x
+            return self.head(self.block(x))
+
+    model = Fragile().double()
+    inputs, targets = batch()
+    sums = attached(model, mode)
+    model.fail = where
+    with pytest.raises(ArithmeticError):
+        F.cross_entropy(model(inputs), targets).backward()
+    model.fail = None
+    assert all(isinstance(p, nn.Parameter) for p in model.parameters())
+    F.cross_entropy(model(inputs), targets).backward()
+    sums.clip(rows=ROWS)
+    assert relative_error(totals(sums), truth_of(model, inputs, targets)) < 1e-9
+
+
+def test_an_interrupt_inside_forward_is_mended_by_the_next_pass():
+    class Interrupted(Net):
+        fail = True
+
+        def forward(self, x):
+            return super().forward(x)
+
+    model = Interrupted().double()
+    inputs, targets = batch()
+    sums = attached(model)
+
+    def interrupt(module, args):
+        if Interrupted.fail:
+            raise KeyboardInterrupt
+
+    model.block[1].register_forward_pre_hook(interrupt)
+    handle = model.block[0].register_forward_hook(lambda *a: interrupt(None, None), prepend=True)
+    with pytest.raises(KeyboardInterrupt):
+        model(inputs)
+    Interrupted.fail = False
+    handle.remove()
+    F.cross_entropy(model(inputs), targets).backward()
+    sums.clip(rows=ROWS)
+    assert_nothing_is_left(sums, model)
+
+
+def test_k2_copies_are_plain_models_and_k1_keys_stay():
+    plain = Net().double()
+    keys = list(plain.state_dict())
+    sums = attached(plain)
+    assert list(plain.state_dict()) == keys
+    inputs, targets = batch()
+    for other in (copy.deepcopy(plain), pickle.loads(pickle.dumps(plain)), torch.optim.swa_utils.AveragedModel(plain)):
+        F.cross_entropy(other(inputs), targets).backward()
+        assert all(p.grad is not None for p in other.parameters())  # autograd works as if we had never been there
+    assert not sums.pending and not sums.capture.leaks
+    sums.detach()
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in plain.modules())
+    assert not any(p._post_accumulate_grad_hooks for p in plain.parameters())
+
+
+def test_f_m5_a_weight_used_outside_its_layer_is_refused_by_name():
+    class Functional(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embedding, self.mix = nn.Embedding(7, 4), nn.Linear(4, 4)
+
+        def forward(self, ids):
+            return F.linear(self.mix(self.embedding(ids).mean(dim=1)), self.embedding.weight)
+
+    model = Functional()
+    sums = attached(model)
+    F.cross_entropy(model(torch.randint(0, 7, (ROWS, 3))), torch.arange(ROWS)).backward()
+    with pytest.raises(MissingGradientError, match=r"DPE002.*'embedding.weight'.*Call the layer itself"):
+        sums.clip(rows=ROWS)
+    assert_nothing_is_left(sums, model)
+
+
+def test_f_c6_a_second_backward_over_one_forward_is_refused():
+    model = Net().double()
+    sums = attached(model)
+    inputs, targets = batch()
+    output = model(inputs)
+    F.cross_entropy(output, targets).backward(retain_graph=True)
+    with pytest.raises(RepeatedBackwardError, match=r"DPE017.*\(loss_a \+ loss_b\)"):
+        output.square().sum().backward()
+    sums.discard()
+
+
+@pytest.mark.parametrize("fold", [lambda x: x.flatten(0, 1), lambda x: x.transpose(0, 1)], ids=["folded", "time-first"])
+def test_f_m9_a_layer_that_does_not_see_the_rows_is_refused_by_name(fold):
+    class Folding(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = nn.Linear(4, 3)
+
+        def forward(self, x):
+            return self.inner(fold(x)).sum() + torch.zeros(len(x), 3)
+
+    model = Folding()
+    sums = attached(model)
+    inputs, targets = batch(torch.float32, time=7)
+    F.cross_entropy(model(inputs), targets).backward()
+    with pytest.raises(BatchMismatchError, match=r"DPE018.*'inner'.*Keep the batch on axis 0"):
+        sums.clip(rows=ROWS)
+
+
+def test_a_model_called_twice_in_one_loss_is_clipped_as_one_sample():
+    model = Net().double()
+    inputs, targets = batch()
+    sums = attached(model)
+    (F.cross_entropy(model(inputs), targets) + model(2 * inputs).square().sum(dim=1).mean()).backward()
+    sums.clip(rows=ROWS)
+
+    class Both(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.net = copy.deepcopy(model)
+
+        def forward(self, x):
+            return torch.cat([self.net(x), self.net(2 * x)], dim=1)
+
+    def loss_of_row(output, i):
+        return F.cross_entropy(output[:, :3], targets[i]) + output[:, 3:].square().sum()
+
+    truth, _ = clip_by_loop(Both(), (inputs,), loss_of_row, ROWS)
+    assert relative_error(totals(sums), {name.removeprefix("net."): t for name, t in truth.items()}) < 1e-9
+
+
+def test_users_hooks_and_in_place_changes_of_the_output_do_no_harm():
+    model = Net().double()
+    model.head.register_forward_hook(lambda module, args, output: output * 2)
+    inputs, targets = batch()
+    sums = attached(model)
+    output = model(inputs).mul_(0.5)
+    F.cross_entropy(output, targets).backward()
+    sums.clip(rows=ROWS)
+    plain = Net().double()
+    plain.load_state_dict(model.state_dict())
+    assert relative_error(totals(sums), truth_of(plain, inputs, targets)) < 1e-9

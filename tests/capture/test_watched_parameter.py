@@ -1,0 +1,105 @@
+"""Parameters that a module uses by itself, beside children: each understood use is exact, every other is refused."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from dpengine.clipping import ClippedSums, Flat
+from dpengine.errors import UnsupportedLayerError
+from oracle import clip_by_engine, clip_by_loop, relative_error
+
+ROWS, TIME, WIDTH = 5, 4, 3
+
+USES = {
+    "scale": ((WIDTH,), lambda p, x: x * p),
+    "scale-first": ((WIDTH,), lambda p, x: p * x),
+    "one-plus-scale": ((WIDTH,), lambda p, x: x * (1 + p)),
+    "position": ((1, TIME, WIDTH), lambda p, x: x + p),
+    "position-without-batch-axis": ((TIME, WIDTH), lambda p, x: x + p),
+    "sliced-position": ((1, 9, WIDTH), lambda p, x: x + p[:, :TIME]),
+    "in-place": ((WIDTH,), lambda p, x: x.clone().mul_(p)),
+    "augmented": ((WIDTH,), lambda p, x: _augmented(p, x)),
+    "class-token": ((1, 1, WIDTH), lambda p, x: torch.cat([p.expand(len(x), -1, -1), x], dim=1)),
+    "class-token-by-repeat": ((1, 1, WIDTH), lambda p, x: torch.cat((p.repeat(len(x), 1, 1), x), dim=1)),
+    "class-token-wider-expand": ((1, 1, 1), lambda p, x: torch.cat([p.expand(len(x), 2, WIDTH), x], dim=1)),
+    "token-as-input": ((1, 1, WIDTH), lambda p, x: x + nn.Identity()(p.expand(len(x), -1, -1))),
+    "linear": ((WIDTH, WIDTH), lambda p, x: F.linear(x, p)),
+    "linear-slice": ((2 * WIDTH, WIDTH), lambda p, x: F.linear(x, p[WIDTH:]) * F.linear(x, p[:WIDTH])),
+    "used-twice": ((WIDTH,), lambda p, x: torch.tanh(x * p) - p),
+    "function-of-it": ((WIDTH,), lambda p, x: x / F.softplus(p) - torch.sigmoid(p)),
+    "scalar": ((), lambda p, x: x * p),
+    "transposed-view": ((WIDTH, TIME), lambda p, x: x + p.transpose(0, 1)),
+    "unsqueezed": ((WIDTH,), lambda p, x: x - p[None, None]),
+    # As many positions as rows: axis 0 of the expanded parameter is time, not the batch.
+    "time-looks-like-rows": ((1, WIDTH), lambda p, x: _as_wide(x) + p.expand(ROWS, WIDTH)),
+}
+
+
+def _augmented(p, x):
+    x = x + 0
+    x += p
+    return x
+
+
+def _as_wide(x):
+    return torch.cat([x, x], dim=1)[:, :ROWS]
+
+
+class Holder(nn.Module):
+    """Holds a parameter beside a child."""
+
+    def __init__(self, shape, use):
+        super().__init__()
+        self.own = nn.Parameter(torch.randn(shape))
+        self.inner = nn.Linear(WIDTH, WIDTH)
+        self.use = use
+
+    def forward(self, x):
+        return torch.tanh(self.inner(self.use(self.own, x))).mean(dim=1)
+
+
+@pytest.mark.parametrize("mode", ["auto", "hooks", "ghost"])
+@pytest.mark.parametrize("use", USES.values(), ids=USES)
+def test_understood_uses_give_the_sums_of_a_loop(use, mode):
+    torch.manual_seed(0)
+    model = Holder(*use).double()
+    inputs, targets = (torch.randn(ROWS, TIME, WIDTH).double(),), torch.arange(ROWS) % 3
+    found, _ = clip_by_engine(
+        model, inputs, lambda o: F.cross_entropy(o, targets), mode=mode, reduction="mean"
+    )
+    # A row alone: what depends on the number of rows must not change, so the oracle runs the use on one row.
+    truth, _ = clip_by_loop(model, inputs, lambda o, i: F.cross_entropy(o, targets[i]), ROWS)
+    assert relative_error(found, truth) < 1e-9
+
+
+REFUSED = {
+    "matrix-product": ((WIDTH, WIDTH), lambda p, x: x @ p),
+    "norm": ((WIDTH,), lambda p, x: x * p.norm()),
+    "softmax-then-scale": ((WIDTH,), lambda p, x: x * torch.softmax(p, 0)),
+    "joined-along-the-batch": ((1, TIME, WIDTH), lambda p, x: torch.cat([x, p.expand(2, -1, -1)], dim=0)[: len(x)]),
+    "with-a-constant": ((WIDTH,), lambda p, x: x * (p * torch.ones(WIDTH).double())),
+    "one-row-per-sample": ((ROWS, WIDTH), lambda p, x: x[:, 0] * p + 0 * x.sum(dim=1)),
+}
+
+
+@pytest.mark.parametrize("use", REFUSED.values(), ids=REFUSED)
+def test_other_uses_are_refused_by_name_before_any_gradient(use):
+    model = Holder(*use).double()
+    sums = ClippedSums(model, policy=Flat(1.0))
+    sums.attach()
+    with pytest.raises(UnsupportedLayerError, match=r"DPE001.*'own'.*functorch"):
+        model(torch.randn(ROWS, TIME, WIDTH).double())
+    assert isinstance(model.own, nn.Parameter) and isinstance(model.inner.weight, nn.Parameter)
+
+
+@pytest.mark.parametrize("use", ["matrix-product", "norm", "softmax-then-scale"])
+def test_what_is_refused_works_through_the_fallback(use):
+    torch.manual_seed(0)
+    model = Holder(*REFUSED[use]).double()
+    inputs, targets = (torch.randn(ROWS, TIME, WIDTH).double(),), torch.arange(ROWS) % 3
+    found, _ = clip_by_engine(
+        model, inputs, lambda o: F.cross_entropy(o, targets), mode="functorch", reduction="mean"
+    )
+    truth, _ = clip_by_loop(model, inputs, lambda o, i: F.cross_entropy(o, targets[i]), ROWS)
+    assert relative_error(found, truth) < 1e-9
