@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
+import copyreg
 import functools
 from typing import Any
 
 from torch import Tensor
 from torch.amp.grad_scaler import GradScaler
-from torch.optim import Optimizer
 
 
 def attach_scaler(scaler: GradScaler) -> None:
     """Freezes a GradScaler's scale, in place: it is divided out before clipping, and no step is ever skipped."""
-    scaler.__class__ = _frozen_class(type(scaler))
+    scaler.__class__ = _frozen_class(type(scaler))  # type: ignore[arg-type]
 
 
-def detach_scaler(scaler: GradScaler) -> None:
-    """Gives a scaler its own class back."""
-    base = getattr(type(scaler), "dp_base", None)
-    if base is not None:
-        scaler.__class__ = base
+def attach_scheduler(scheduler: Any) -> None:
+    """Makes a scheduler skip when its optimizer skipped, in place."""
+    scheduler.__class__ = _skipping_class(type(scheduler))
+
+
+def detach(companion: Any) -> None:
+    """Gives a scaler or scheduler its own class back."""
+    companion.__class__ = getattr(type(companion), "dp_base", type(companion))
 
 
 @functools.cache
@@ -27,6 +30,8 @@ def _frozen_class(base: type[GradScaler]) -> type[GradScaler]:
     members = {
         "dp_base": base,
         "__doc__": "A GradScaler whose scale is divided out before clipping and stays as it is.",
+        "__module__": __name__,
+        "__reduce_ex__": _reduce_to_base,
         "step": lambda self, optimizer, *args, **kwargs: optimizer.step(*args, **kwargs),
         "unscale_": lambda self, optimizer: None,
         "update": _update,
@@ -38,24 +43,25 @@ def _update(self: Any, new_scale: float | Tensor | None = None) -> None:
     """Does nothing: growth and backoff would follow from private gradients."""
 
 
-class SkippingStep:
-    """Stands in the ``step`` slot of a scheduler: does nothing after an optimizer step that only accumulated."""
-
-    def __init__(self, scheduler: Any, optimizer: Optimizer):
-        self.scheduler = scheduler
-        self.optimizer = optimizer
-
-    def __call__(self, *args: Any, **kwargs: Any) -> None:
-        if not getattr(self.optimizer, "step_was_skipped", False):
-            type(self.scheduler).step(self.scheduler, *args, **kwargs)
-
-
-def attach_scheduler(scheduler: Any, optimizer: Optimizer) -> None:
-    """Makes a scheduler skip when its optimizer skipped."""
-    scheduler.__dict__["step"] = SkippingStep(scheduler, optimizer)
+@functools.cache
+def _skipping_class(base: type[Any]) -> type[Any]:
+    # A class and not a `step` on the instance: that would end up in the scheduler's state_dict.
+    members = {
+        "dp_base": base,
+        "__doc__": f"{base.__name__} that does nothing after an optimizer step that only accumulated.",
+        "__module__": __name__,
+        "__reduce_ex__": _reduce_to_base,
+        "step": _step_unless_skipped,
+    }
+    return type(f"DP{base.__name__}", (base,), members)
 
 
-def detach_scheduler(scheduler: Any) -> None:
-    """Gives a scheduler its own step back."""
-    if isinstance(scheduler.__dict__.get("step"), SkippingStep):
-        del scheduler.__dict__["step"]
+def _step_unless_skipped(self: Any, *args: Any, **kwargs: Any) -> None:
+    if not getattr(self.optimizer, "step_was_skipped", False):
+        self.dp_base.step(self, *args, **kwargs)
+
+
+def _reduce_to_base(self: Any, protocol: Any) -> tuple[Any, ...]:
+    """Copies and pickles are of the user's own class."""
+    getstate = getattr(self, "__getstate__", None)  # every object has one from Python 3.11 on
+    return copyreg.__newobj__, (self.dp_base,), dict(self.__dict__) if getstate is None else getstate()  # type: ignore[attr-defined]

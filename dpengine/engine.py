@@ -36,7 +36,7 @@ from dpengine.optimizer import refuse_optimizer
 from dpengine.plan import DPExecutionPlan
 from dpengine.release import Release
 from dpengine.run import Budget, Run, from_twins, make_twins
-from dpengine.sampling import AbstractBatchStrategy, WordStream, private_loader, strategy_for
+from dpengine.sampling import WordStream, private_loader, strategy_for
 from dpengine.validation import check
 
 M = TypeVar("M", bound=nn.Module)
@@ -220,7 +220,7 @@ class PrivacyEngine:
 
     @suggests_names
     def backward(self, loss_per_example: Tensor) -> None:
-        """The backward pass of a loss that was not reduced: ``loss_reduction`` is applied over rows, and nothing else.
+        """The backward pass of a loss that is not reduced yet: ``loss_reduction`` over rows, and nothing else.
 
         Args:
             loss_per_example: ``(B,)``, a loss for each row of the batch, as ``reduction="none"`` gives it. Another shape

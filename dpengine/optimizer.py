@@ -145,7 +145,7 @@ def _step(self: Any, closure: Callable[[], Any] | None = None) -> Any:
 
 
 def _update(optimizer: Optimizer, attachment: Attachment) -> None:
-    """The base's own update, by gradients that the engine wrote and no others. A frozen parameter may hold a raw one."""
+    """The base's own update, by gradients that the engine wrote only. A frozen parameter may hold a raw one."""
     for parameter in parameters_of(optimizer):
         if parameter not in attachment.release.released:
             parameter.grad = None

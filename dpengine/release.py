@@ -273,7 +273,8 @@ class Release:
             raise MissingGradientError(
                 f"Parameter '{name}' took no part in this step"
                 + (f" (nor did {len(missing) - 1} others)." if len(missing) > 1 else "."),
-                fix=f"Freeze it: model.get_parameter('{name}').requires_grad_(False), or pass unused_parameters=\"zero\".",
+                fix=f"Freeze it: model.get_parameter('{name}').requires_grad_(False), or pass "
+                "unused_parameters='zero'.",
             )
 
     def _refuse_over_budget(self, count: int) -> None:
@@ -285,7 +286,7 @@ class Release:
             self.tickets, self.stage = [], Stage.VOID
             self.sums.discard()
         raise BudgetExceeded(
-            f"Step {self.ledger.steps + count:,} would reach epsilon={reached:.4g}, above the target; training stopped.",
+            f"Step {self.ledger.steps + count:,} would reach epsilon {reached:.4g}, above the target: training stopped.",
             fix="Raise target_epsilon deliberately, or report now.",
         )
 

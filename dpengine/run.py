@@ -103,7 +103,7 @@ class Run:
             self.release.loss_scale = lambda: float(self.grad_scaler.get_scale())
             companions.attach_scaler(self.grad_scaler)
         if self.lr_scheduler is not None:
-            companions.attach_scheduler(self.lr_scheduler, self.optimizer)
+            companions.attach_scheduler(self.lr_scheduler)
         attached_models.add(self.model)
         self.attached = True
 
@@ -133,10 +133,9 @@ class Run:
         """Takes everything off."""
         self.abandon()
         private_optimizer.detach(self.optimizer)
-        if self.grad_scaler is not None:
-            companions.detach_scaler(self.grad_scaler)
-        if self.lr_scheduler is not None:
-            companions.detach_scheduler(self.lr_scheduler)
+        for companion in (self.grad_scaler, self.lr_scheduler):
+            if companion is not None:
+                companions.detach(companion)
         attached_models.discard(self.model)
         self.attached = False
 

@@ -27,7 +27,7 @@ DEFAULT_INTERVAL = 1e-4
 
 _GRID_EXCESS = 2e-5
 """Share of epsilon that the grid may add, where the number of cells allows it."""
-_MAX_STEP_CELLS, _MAX_RUN_CELLS = 2**18, 2**21
+_MAX_STEP_CELLS, _MAX_RUN_CELLS = 2**19, 2**22
 _MAX_DISTINCT = 48
 """Distributions composed at most; more distinct pairs of rate and noise are rounded to the private side and merged."""
 _UNIT = 2.0**-53
@@ -51,7 +51,7 @@ def epsilon(composition: Composition, delta: float, relation: Relation) -> float
     if _scale(composition, delta, relation)[0] > _HOPELESS:
         return ceiling
     spacing = interval(composition, delta, relation)
-    return min(ceiling, _least(lambda h: epsilon_on_grid(composition, delta, relation, h), spacing))
+    return min(ceiling, _best(lambda h: epsilon_on_grid(composition, delta, relation, h), spacing))
 
 
 def delta(composition: Composition, epsilon: float, relation: Relation) -> float:
@@ -66,15 +66,26 @@ def delta(composition: Composition, epsilon: float, relation: Relation) -> float
     def on_grid(spacing: float) -> float:
         return max(0.0, float(_composed(composition, relation, spacing).get_delta_for_epsilon(epsilon)))
 
-    return min(ceiling, _least(on_grid, interval(composition, anchor, relation)) + _slack(composition))
+    return min(ceiling, _best(on_grid, interval(composition, anchor, relation)) + _slack(composition))
 
 
 def epsilon_on_grid(composition: Composition, delta: float, relation: Relation, interval: float) -> float:
-    """The bound on a grid of the caller's choice; infinite where its rounding exceeds ``delta``."""
+    """The bound on a grid of the caller's choice, or on one of as many cells as we allow.
+
+    Args:
+        composition: What was released, with at least one sampled release.
+        delta: Strictly between 0 and 1.
+        relation: The neighbouring relation.
+        interval: Spacing of the grid.
+
+    Returns:
+        An upper bound on epsilon; infinite where the rounding on the grid exceeds ``delta``.
+    """
     remaining = delta - _slack(composition)
     if remaining <= 0:
         return math.inf
-    return float(_composed(composition, relation, interval).get_epsilon_for_delta(remaining))
+    spacing = max(interval, _least_spacing(composition, relation))
+    return float(_composed(composition, relation, spacing).get_epsilon_for_delta(remaining))
 
 
 def is_available() -> bool:
@@ -122,18 +133,21 @@ def interval(composition: Composition, delta: float, relation: Relation) -> floa
     """
     guess, slope = _scale(composition, delta, relation)
     wanted = math.sqrt(12 * _GRID_EXCESS * guess / (_compositions(composition) * slope))
-    shape = [_loss_shape(g.sample_rate, _at_distance_one(g.noise_multiplier, relation)) for g in composition.sampled]
-    spread = math.sqrt(
-        composition.mu(relation) ** 2
-        + sum(s.variance * g.count for s, g in zip(shape, composition.sampled, strict=True))
-    )
-    least = max(max(s.span for s in shape) / _MAX_STEP_CELLS, 20 * spread / _MAX_RUN_CELLS)
-    return float(
-        DEFAULT_INTERVAL * 2.0 ** math.floor(math.log2(max(min(wanted, 1.0), least, 1e-12) / DEFAULT_INTERVAL))
-    )
+    wanted = max(min(wanted, 1.0), 2 * _least_spacing(composition, relation), 1e-12)
+    return float(DEFAULT_INTERVAL * 2.0 ** math.floor(math.log2(wanted / DEFAULT_INTERVAL)))
 
 
-def _least(bound: Callable[[float], float], spacing: float) -> float:
+def _least_spacing(composition: Composition, relation: Relation) -> float:
+    """The spacing at which the grid has the most cells that we allow, for one release or for the run."""
+    groups = [
+        (_loss_shape(g.sample_rate, _at_distance_one(g.noise_multiplier, relation)), g.count)
+        for g in composition.sampled
+    ]
+    spread = math.sqrt(composition.mu(relation) ** 2 + sum(shape.variance * count for shape, count in groups))
+    return max(max(shape.span for shape, _ in groups) / _MAX_STEP_CELLS, 20 * spread / _MAX_RUN_CELLS)
+
+
+def _best(bound: Callable[[float], float], spacing: float) -> float:
     """The bound on this grid, or on coarser ones: below some spacing the rounding of cell masses, ~u/h, adds up."""
     value = bound(spacing)
     if spacing < DEFAULT_INTERVAL / 8:

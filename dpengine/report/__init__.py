@@ -1,4 +1,4 @@
-"""What leaves the machine beside the model: the privacy statement, the report in three forms, and the trade-off plot."""
+"""What leaves the machine beside the model: the privacy statement, the report in three forms, the trade-off plot."""
 
 from . import plots
 from .assumptions import Assumption, assumptions, stamps

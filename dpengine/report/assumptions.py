@@ -67,7 +67,7 @@ def _poisson(facts: RunFacts) -> Assumption:
     rates = sorted({_rate(charge.event) for charge in facts.history if _rate(charge.event) is not None})
     planned = facts.plan.get("sample_rate")
     if not rates:
-        return Assumption(name, "yes", "the sampler of the plan draws so; nothing was charged yet")
+        return Assumption(name, "yes", "the sampler of the plan draws so; no charge depends on it yet")
     if planned is not None and not any(0 <= rate - planned <= _HALF_A_RATE_BIT for rate in rates):
         return Assumption(
             name, "not checked", f"the ledger's rates ({_listed(rates)}) are not the plan's ({planned:.6g})"
@@ -109,7 +109,9 @@ def _noise(facts: RunFacts) -> Assumption:
     name = "Every release has noise"
     if facts.is_private:
         sigma = facts.plan.get("noise_multiplier")
-        return Assumption(name, "yes", "every charge has some" + (f"; the plan's multiplier is {sigma:.6g}" if sigma else ""))
+        return Assumption(
+            name, "yes", "every charge has some" + (f"; the plan's multiplier is {sigma:.6g}" if sigma else "")
+        )
     return Assumption(name, "no", "noise_multiplier=0: sums of gradients leave as they are", stamp="NOT PRIVATE")
 
 

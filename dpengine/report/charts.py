@@ -90,7 +90,9 @@ def _axis_x(frame: _Frame) -> list[str]:
     parts = [f'<line class="axis" x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{base}" y2="{base}"/>']
     for tick in frame.x.ticks():
         px, _ = frame.at(tick, frame.y.low)
-        parts.append(f'<text class="tick" x="{px:.1f}" y="{base + 18}" text-anchor="middle">{frame.x.form(tick)}</text>')
+        parts.append(
+            f'<text class="tick" x="{px:.1f}" y="{base + 18}" text-anchor="middle">{frame.x.form(tick)}</text>'
+        )
     middle = (_LEFT + _WIDTH - _RIGHT) / 2
     parts.append(f'<text class="name" x="{middle}" y="{_HEIGHT - 6}" text-anchor="middle">{frame.x.label}</text>')
     return parts
@@ -101,7 +103,9 @@ def _axis_y(frame: _Frame) -> list[str]:
     for tick in frame.y.ticks():
         _, py = frame.at(frame.x.low, tick)
         parts.append(f'<line class="grid" x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{py:.1f}" y2="{py:.1f}"/>')
-        parts.append(f'<text class="tick" x="{_LEFT - 8}" y="{py + 4:.1f}" text-anchor="end">{frame.y.form(tick)}</text>')
+        parts.append(
+            f'<text class="tick" x="{_LEFT - 8}" y="{py + 4:.1f}" text-anchor="end">{frame.y.form(tick)}</text>'
+        )
     middle = (_TOP + _HEIGHT - _BOTTOM) / 2
     parts.append(
         f'<text class="name" transform="translate(14 {middle}) rotate(-90)" text-anchor="middle">{frame.y.label}</text>'
@@ -115,4 +119,5 @@ def _label(frame: _Frame, line: Line) -> str:
     dot = f'<circle class="dot" cx="{px:.1f}" cy="{py:.1f}" r="3.5"/>' if line.style == "line" else ""
     # Above the line's end where there is room, else below it.
     below = py < _TOP + 18
-    return f'{dot}<text class="value" x="{px - 6:.1f}" y="{py + (18 if below else -9):.1f}" text-anchor="end">{line.label}</text>'
+    text_y = py + (18 if below else -9)
+    return f'{dot}<text class="value" x="{px - 6:.1f}" y="{text_y:.1f}" text-anchor="end">{line.label}</text>'

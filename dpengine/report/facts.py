@@ -145,8 +145,8 @@ class RunFacts:
         unknown = values.keys() - {item.name for item in fields(cls)}
         if schema != _STATE_SCHEMA or unknown:
             raise ValueError(
-                f"report.RunFacts.from_state: schema {schema!r} with unknown fields {sorted(unknown)}; this version reads "
-                f"schema {_STATE_SCHEMA}. Rebuild the report with the version that wrote it."
+                f"report.RunFacts.from_state: schema {schema!r} with unknown fields {sorted(unknown)}; this version "
+                f"reads schema {_STATE_SCHEMA}. Rebuild the report with the version that wrote it."
             )
         for name in ("history", "unamplified"):
             ledger = Ledger()

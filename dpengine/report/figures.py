@@ -1,4 +1,4 @@
-"""The numbers of a report. Every one is an upper bound that the accounting part gave for this history and this delta."""
+"""The numbers of a report: upper bounds that the accounting part gives for this history and this delta."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from dpengine.accounting import (
     Relation,
     UnclaimedEvent,
     accountant_used,
+    discretization_of,
     epsilon,
     privacy_profile,
     privacy_spent,
@@ -40,6 +41,7 @@ class Figures:
         refusal: Why not; empty if ``spent`` is there.
         profile: Pairs of delta and epsilon.
         accountant: The accountant that answered, or would have.
+        grid: Spacing of its grid of losses; None where it uses none.
         unamplified: Epsilon of a shuffled run without credit for shuffling; None where it is not known.
     """
 
@@ -47,6 +49,7 @@ class Figures:
     refusal: str
     profile: Points
     accountant: str
+    grid: float | None = None
     unamplified: float | None = None
 
 
@@ -54,17 +57,17 @@ def figures_of(facts: RunFacts) -> Figures:
     """Asks the accounting part. Nothing is kept from one delta to another."""
     accountant = accountant_used(facts.accountant)
     if facts.is_private and not facts.law_is_known:
-        reason = _unclaimed_reason(facts)
-        return Figures(None, f"not claimed: Poisson assumption not met ({reason})", (), accountant, _unamplified(facts))
+        reason = f"Poisson assumption not met ({_unclaimed_reason(facts)})"
+        return Figures(None, reason, (), accountant, unamplified=_unamplified(facts))
     try:
-        spent, profile = _answers(_history(facts), facts.delta, facts.accountant, facts.relation)
+        spent, profile, grid = _answers(_history(facts), facts.delta, facts.accountant, facts.relation)
     except AccountingRefusedError as error:
-        return Figures(None, f"not claimed: {error}", (), accountant)
-    return Figures(replace(spent, steps=facts.steps), "", profile, accountant)
+        return Figures(None, str(error).rstrip("."), (), accountant)
+    return Figures(replace(spent, steps=facts.steps), "", profile, accountant, grid)
 
 
 def epsilon_by_step(facts: RunFacts) -> Points:
-    """Epsilon after up to 16 of the steps, closer together where it rises fast: pairs of step and epsilon from (0, 0)."""
+    """Pairs of step and epsilon, from (0, 0) on, for up to 16 of the steps; closer together where epsilon rises fast."""
     steps = sorted({math.ceil(facts.steps * (part / _CURVE_STEPS) ** 2) for part in range(_CURVE_STEPS + 1)})
     return tuple((step, _epsilon(_first(facts.history, step), facts)) for step in steps)
 
@@ -99,13 +102,18 @@ def true_positives_at(facts: RunFacts, figures: Figures, false_positive_rate: fl
 
 
 def delta_floor(facts: RunFacts) -> float | None:
-    """What the end of the noise's range adds to delta, or None if that end is not known.
+    """What the end of the noise's range adds to delta.
 
-    Normals stop at ``largest_normal`` standard deviations; beyond it a shifted output shows its shift, with at most this
-    probability over all releases.
+    Normals stop at ``largest_normal`` standard deviations; an output beyond it betrays that it was shifted.
+
+    Args:
+        facts: The facts.
+
+    Returns:
+        The probability of such an output in all releases together, or None if the end is not known or nothing was noised.
     """
     end = facts.noise.get("largest_normal")
-    if end is None:
+    if end is None or not any(getattr(charge.event, "noise_multiplier", 0.0) > 0 for charge in facts.history):
         return None
     distance = 2.0 if facts.relation is Relation.REPLACE_ONE else 1.0
     total = 0.0
@@ -120,9 +128,10 @@ def delta_floor(facts: RunFacts) -> float | None:
 @functools.lru_cache(maxsize=8)
 def _answers(
     history: tuple[Charge, ...], delta: float, accountant: str, relation: Relation
-) -> tuple[PrivacySpent, Points]:
+) -> tuple[PrivacySpent, Points, float | None]:
     spent = privacy_spent(history, delta, accountant, relation)
-    return spent, privacy_profile(history, {*_DECADES, delta}, accountant, relation)
+    profile = privacy_profile(history, {*_DECADES, delta}, accountant, relation)
+    return spent, profile, discretization_of(history, delta, accountant, relation)
 
 
 @functools.lru_cache(maxsize=8)

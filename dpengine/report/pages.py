@@ -50,7 +50,11 @@ def _render(name: str, context: Mapping[str, Any], *, autoescape: bool) -> str:
         raise MissingDependencyError("jinja2 is needed for reports:", fix="pip install jinja2") from error
     source = resources.files("dpengine.report").joinpath(name).read_text(encoding="utf-8")
     environment = jinja2.Environment(
-        autoescape=autoescape, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True, undefined=jinja2.StrictUndefined
+        autoescape=autoescape,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+        undefined=jinja2.StrictUndefined,
     )
     environment.filters["md"] = lambda text: _MARKDOWN.sub(r"\\\1", str(text))
     return environment.from_string(source).render(context)
@@ -62,6 +66,7 @@ def _context(facts: RunFacts, figures: Figures) -> dict[str, Any]:
     return {
         "facts": facts,
         "stamps": stamps(facts),
+        "mark": _mark(facts),
         "headline": sentences.headline(facts, figures),
         "epsilon": None if spent is None else round_up(spent.epsilon),
         "mu": None if spent is None else round_up(spent.mu),
@@ -90,6 +95,10 @@ def _context(facts: RunFacts, figures: Figures) -> dict[str, Any]:
     }
 
 
+def _mark(facts: RunFacts) -> str:
+    return "".join(f" [{stamp}]" for stamp in stamps(facts))
+
+
 def _hashes(value: Any) -> dict[str, str]:
     if not value:
         return {}
@@ -103,12 +112,12 @@ def _charts(facts: RunFacts, figures: Figures) -> list[dict[str, str]]:
         {
             "title": "What each step cost",
             "svg": _steps_chart(facts),
-            "note": f"ε at δ = {round_up_delta(facts.delta)}, if the run had stopped there.",
+            "note": f"ε at δ = {round_up_delta(facts.delta)}, if the run had stopped there.{_mark(facts)}",
         },
         {
             "title": "What an attacker can achieve",
             "svg": _attack_chart(facts, figures),
-            "note": "No membership test lies above the line. The dashed one is guessing.",
+            "note": f"No membership test lies above the line. The dashed one is guessing.{_mark(facts)}",
         },
     ]
 

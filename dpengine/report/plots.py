@@ -97,7 +97,9 @@ def _grouped(runs: Iterable[TrainedRun]) -> tuple[dict[float, list[float]], floa
             deltas.add(run.delta)
     if len(deltas) != 1 or None in deltas:
         shown = ", ".join(sorted(map(str, deltas))) or "no private run"
-        raise ValueError(f"report.plots.tradeoff: private runs must share one delta; got {shown}. Draw one plot for each.")
+        raise ValueError(
+            f"report.plots.tradeoff: private runs must share one delta; got {shown}. Draw one plot for each."
+        )
     return dict(sorted(scores.items())), deltas.pop()
 
 
@@ -110,7 +112,9 @@ def _draw(axes: Any, scores: Mapping[float, list[float]], metric: str, percent: 
     axes.errorbar(list(private), means, yerr=spread, color=_ACCENT, marker="o", markersize=6, capsize=3, linewidth=1.6)
     for eps, mean in zip(private, means, strict=True):
         label = f"{mean:.1%}" if percent else f"{mean:.4g}"
-        axes.annotate(label, (eps, mean), (0, -16), textcoords="offset points", ha="center", va="top", color=_INK, fontsize=9)
+        axes.annotate(
+            label, (eps, mean), (0, -16), textcoords="offset points", ha="center", va="top", color=_INK, fontsize=9
+        )
     for eps, name, style in ((math.inf, "non-private", "--"), (0.0, "no data", ":")):
         if eps in scores:
             mean = statistics.fmean(scores[eps])
@@ -125,7 +129,9 @@ def _draw(axes: Any, scores: Mapping[float, list[float]], metric: str, percent: 
     axes.minorticks_off()
     axes.margins(x=0.12, y=0.22)
     if percent:
-        axes.yaxis.set_major_formatter(lambda value, _: f"{value:.4g}".rstrip() if value > 1 else f"{100 * value:.4g} %")
+        axes.yaxis.set_major_formatter(
+            lambda value, _: f"{value:.4g}".rstrip() if value > 1 else f"{100 * value:.4g} %"
+        )
     axes.set_xlabel("ε (log scale; smaller is more private)", color=_SOFT)
     axes.set_ylabel(metric, color=_SOFT)
     axes.spines[["top", "right"]].set_visible(False)

@@ -64,7 +64,7 @@ class PrivacyReport:
                 "accountant": figures.accountant,
                 "library": library,
                 "version": version,
-                "discretization": sentences.discretization(facts, figures),
+                "discretization": figures.grid,
                 "assumptions": [
                     {"name": item.name, "holds": item.holds, "evidence": item.evidence} for item in assumptions(facts)
                 ],

@@ -15,6 +15,7 @@ from .rounding import percent_up, round_up, round_up_delta
 
 SETTING = "central"
 _ALARM_RATE = 0.01
+_LISTED = 6  # items of a list that a sentence can bear
 
 _NEIGHBOURS = {
     Relation.ADD_OR_REMOVE_ONE: "one has one {unit} more than the other (add or remove one); how many there are is private",
@@ -22,18 +23,13 @@ _NEIGHBOURS = {
     Relation.REPLACE_ONE: "they differ in one {unit} (replace one); how many there are is public",
 }
 _LIBRARIES = {"pld": "dp-accounting"}
-_GRIDS = {
-    "pld": "pessimistic grid of the privacy loss, spacing chosen for each history",
-    "rdp": "Renyi divergence at fixed orders",
-}
-_CLOSED_FORM = "none: closed form"
 
 
 def headline(facts: RunFacts, figures: Figures) -> str:
     """The guarantee in one line, never without its stamps."""
     shown = "".join(f" [{stamp}]" for stamp in stamps(facts) if stamp != "NOT CLAIMED" or figures.spent is not None)
     if figures.spent is None:
-        return f"ε {figures.refusal}{shown}"
+        return f"ε not claimed: {figures.refusal}{shown}"
     eps, delta = round_up(figures.spent.epsilon), round_up_delta(facts.delta)
     if math.isinf(figures.spent.epsilon):
         return f"ε = ∞ at δ = {delta}: no differential privacy for any {facts.unit}{shown}"
@@ -67,7 +63,7 @@ def plain_words(facts: RunFacts, figures: Figures) -> str:
     unit = facts.unit
     if figures.spent is None:
         return (
-            f"For this run no privacy guarantee is stated: {figures.refusal}. Someone may be able to find out whether a "
+            f"For this run no privacy guarantee is stated, for a reason: {figures.refusal}. Someone may be able to find out whether a "
             f"given {unit} was used."
         )
     if math.isinf(figures.spent.epsilon):
@@ -110,8 +106,8 @@ def described(value: Any) -> Any:
     """A policy's description as text, where it is a mapping."""
     if not isinstance(value, dict):
         return value
-    inner = ", ".join(f"{key}={item:.6g}" if isinstance(item, float) else f"{key}={item}" for key, item in value.items())
-    return inner
+    options = [f"{key}={_number(item)}" for key, item in value.items() if key != "policy"]
+    return " ".join([str(value.get("policy", "")), f"({', '.join(options)})"]).strip()
 
 
 def accounting_library(accountant: str) -> tuple[str, str]:
@@ -124,20 +120,16 @@ def accounting(figures: Figures) -> str:
     """Who accounts, in which version, and how the number is to be read."""
     library, version = accounting_library(figures.accountant)
     own = "" if library == "dpengine" else f", with dpengine {version_of('dpengine')}"
-    return f"accountant {figures.accountant!r} of {library} {version}{own}; upper bounds, rounded up at the last digit."
-
-
-def discretization(facts: RunFacts, figures: Figures) -> str:
-    """What the accountant does to a continuous loss."""
-    sampled = any(isinstance(charge.event, PoissonGaussianEvent) for charge in facts.history)
-    return _GRIDS.get(figures.accountant, _CLOSED_FORM) if sampled else _CLOSED_FORM
+    grid = f", on a pessimistic grid of spacing {figures.grid:.3g}" if figures.grid is not None else ""
+    return f"accountant {figures.accountant!r} of {library} {version}{own}{grid}; upper bounds, rounded up at the last digit."
 
 
 def unamplified(facts: RunFacts, figures: Figures) -> str:
     """The bound of a shuffled run, under its own name; empty if there is none."""
     if figures.unamplified is None:
         return ""
-    return f"no amplification: {round_up(figures.unamplified)} at δ = {round_up_delta(facts.delta)}, without any credit for the order of the rows."
+    bound, delta = round_up(figures.unamplified), round_up_delta(facts.delta)
+    return f"no amplification: {bound} at δ = {delta}, without any credit for the order of the rows."
 
 
 def covers(facts: RunFacts) -> list[str]:
@@ -180,4 +172,13 @@ def version_of(package: str) -> str:
 def _given(name: str, value: Any) -> str:
     if value is None:
         return ""
-    return f"{name} {value:.6g}" if isinstance(value, (int, float)) else f"{name} {value}"
+    return f"{name} {_number(value)}"
+
+
+def _number(value: Any) -> str:
+    if isinstance(value, list):
+        shown = ", ".join(_number(item) for item in value[:_LISTED])
+        return f"[{shown}, and {len(value) - _LISTED} more]" if len(value) > _LISTED else f"[{shown}]"
+    if isinstance(value, dict):
+        return _number([f"{key} {_number(item)}" for key, item in value.items()])
+    return f"{value:.6g}" if isinstance(value, float) else str(value)

@@ -1,0 +1,70 @@
+"""Sensitivity, tested directly: one sample more or less moves the sum by no more than the policy says."""
+
+import copy
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from architectures import ROWS, plans
+from dpengine.clipping import Adaptive, Automatic, ClippedSums, Flat, PerLayer
+from dpengine.gradients import MODES
+from dpengine.layers import to_twin
+from oracle import clip_by_loop, relative_error
+
+POLICIES = {
+    "flat": lambda: Flat(0.5),
+    "per-layer": lambda: PerLayer(0.7),
+    "automatic": lambda: Automatic(0.4),
+    "adaptive": lambda: Adaptive(0.3),
+}
+
+
+def clipped(model, plan, inputs, policy, mode):
+    model = copy.deepcopy(model)
+    for layer in list(model.modules()):
+        to_twin(layer)
+    sums = ClippedSums(model, policy=policy, mode=mode, loss_reduction=plan.reduction)
+    sums.attach()
+    plan.loss_of(model(inputs)).backward()
+    sums.clip(rows=len(inputs))
+    names = {p: name for name, p in model.named_parameters()}
+    return {names[p]: total.clone() for p, total in sums.buffer}
+
+
+def check_one(plan, policy_name, mode, left_out):
+    model, inputs = plan.build()
+    policy = POLICIES[policy_name]()
+    together = clipped(model, plan, inputs, policy, mode)
+    rest = [i for i in range(ROWS) if i != left_out]
+    without = clipped(model, plan, inputs[rest], policy, mode)
+    moved = torch.cat([(together[name] - without[name]).flatten() for name in together]).norm()
+    # Sums are float64: what is left of rounding is far below the slack that the policies keep.
+    assert float(moved) <= policy.sensitivity()
+    if policy_name == "flat":
+        loss_of_row = lambda output, i: plan.loss_of(output)  # noqa: E731
+        truth, _ = clip_by_loop(model, (inputs,), loss_of_row, ROWS, max_norm=0.5)
+        assert relative_error(together, truth) < 1e-8
+
+
+CHOICES = {
+    "plan": plans(),
+    "policy_name": st.sampled_from(sorted(POLICIES)),
+    "mode": st.sampled_from(sorted(MODES)),
+    "left_out": st.integers(0, ROWS - 1),
+}
+QUIET = {"deadline": None, "suppress_health_check": list(HealthCheck), "derandomize": True, "database": None}
+
+
+@settings(max_examples=300, **QUIET)
+@given(**CHOICES)
+def test_one_sample_moves_the_sum_of_any_model_by_at_most_the_sensitivity(plan, policy_name, mode, left_out):
+    check_one(plan, policy_name, mode, left_out)
+
+
+@pytest.mark.slow
+@settings(max_examples=3000, **QUIET)
+@given(**CHOICES)
+def test_the_same_for_many_more_models(plan, policy_name, mode, left_out):
+    check_one(plan, policy_name, mode, left_out)
