@@ -29,14 +29,16 @@ from torch import nn
 from benchmarks.models import CELLS, Cell
 
 LEARNING_RATE = 0.01
+LARGE_RATE = 1e4  # for the comparison with the loop: the update outweighs the rounding of the weights
 OUR_MODES = ("auto", "hooks", "ghost", "ew", "functorch")
 OPACUS_MODES = ("hooks", "functorch", "ew", "ghost")
 Step = Callable[[], None]
+Build = Callable[["Cell", nn.Module, int, float, float], "tuple[Step, nn.Module]"]
 
 
-def plain(cell: Cell, model: nn.Module, rows: int, sigma: float) -> Step:
+def plain(cell: Cell, model: nn.Module, rows: int, sigma: float, rate: float) -> tuple[Step, nn.Module]:
     """The ordinary step."""
-    optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
+    optimizer = torch.optim.SGD(model.parameters(), lr=rate)
     inputs, targets = cell.batch(rows)
 
     def step() -> None:
@@ -44,17 +46,17 @@ def plain(cell: Cell, model: nn.Module, rows: int, sigma: float) -> Step:
         F.cross_entropy(model(inputs), targets).backward()
         optimizer.step()
 
-    return step
+    return step, model
 
 
-def ours(mode: str) -> Callable[[Cell, nn.Module, int, float], Step]:
+def ours(mode: str) -> Build:
     """The same loop after ``make_private``."""
 
-    def build(cell: Cell, model: nn.Module, rows: int, sigma: float) -> Step:
+    def build(cell: Cell, model: nn.Module, rows: int, sigma: float, rate: float) -> tuple[Step, nn.Module]:
         import dpengine
         from dpengine.sampling import Ticket
 
-        optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
+        optimizer = torch.optim.SGD(model.parameters(), lr=rate)
         inputs, targets = cell.batch(rows)
         data = torch.utils.data.TensorDataset(torch.zeros(rows, 1))
         loader = torch.utils.data.DataLoader(data, batch_size=rows)
@@ -69,22 +71,21 @@ def ours(mode: str) -> Callable[[Cell, nn.Module, int, float], Step]:
             F.cross_entropy(model(inputs), targets).backward()
             optimizer.step()
 
-        return step
+        return step, model
 
     return build
 
 
-def opacus(mode: str) -> Callable[[Cell, nn.Module, int, float], Step]:
+def opacus(mode: str) -> Build:
     """Opacus 1.6, as its documentation says."""
 
-    def build(cell: Cell, model: nn.Module, rows: int, sigma: float) -> Step:
+    def build(cell: Cell, model: nn.Module, rows: int, sigma: float, rate: float) -> tuple[Step, nn.Module]:
         from opacus import PrivacyEngine
         from opacus.validators import ModuleValidator
 
         inputs, targets = cell.batch(rows)
-        model = ModuleValidator.fix(model)
-        model.train()
-        optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
+        model = model if ModuleValidator.is_valid(model) else ModuleValidator.fix(model).train()
+        optimizer = torch.optim.SGD(model.parameters(), lr=rate)
         loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(inputs, targets), batch_size=rows)
         made = PrivacyEngine().make_private(
             module=model,
@@ -104,12 +105,12 @@ def opacus(mode: str) -> Callable[[Cell, nn.Module, int, float], Step]:
             criterion(wrapped(inputs), targets).backward()
             private.step()
 
-        return step
+        return step, model
 
     return build
 
 
-CONTENDERS: dict[str, Callable[[Cell, nn.Module, int, float], Step]] = {
+CONTENDERS: dict[str, Build] = {
     "plain": plain,
     **{f"dpengine {mode}": ours(mode) for mode in OUR_MODES},
     **{f"opacus {mode}": opacus(mode) for mode in OPACUS_MODES},
@@ -132,22 +133,12 @@ def deviation(name: str, cell: Cell, rows: int = 4) -> float:
             total += grad * min(1.0, float(1 / norm))
     before = {n: p.detach().clone() for n, p in model.named_parameters()}
     torch.manual_seed(1)
-    trained: list[nn.Module] = []
-    step = CONTENDERS[name](cell, _noted(model, trained), rows, 0.0)
+    step, trained = CONTENDERS[name](cell, model, rows, 0.0, LARGE_RATE)
     step()
-    after = dict((trained[-1] if trained else model).named_parameters())
-    moved = [(before[n] - after[_same(n, after)].detach()).double() * rows / LEARNING_RATE for n in before]
-    error = torch.stack([(m.view_as(t) - t).norm() for m, t in zip(moved, sums, strict=True)]).norm()
+    after = trained.state_dict()
+    moved = [(before[n] - after[n]).double() * rows / LARGE_RATE for n in before]
+    error = torch.stack([(m - t).norm() for m, t in zip(moved, sums, strict=True)]).norm()
     return float(error / torch.stack([t.norm() for t in sums]).norm())
-
-
-def _noted(model: nn.Module, trained: list[nn.Module]) -> nn.Module:
-    trained.append(model)
-    return model
-
-
-def _same(name: str, names: dict[str, Any]) -> str:
-    return name if name in names else f"_module.{name}"
 
 
 def run_cell(name: str, contenders: list[str], steps: int, warm_up: int) -> dict[str, Any]:
@@ -158,7 +149,7 @@ def run_cell(name: str, contenders: list[str], steps: int, warm_up: int) -> dict
     for contender in contenders:
         torch.manual_seed(0)
         try:
-            runners[contender] = CONTENDERS[contender](cell, cell.make(), cell.rows, 1.0)
+            runners[contender], _ = CONTENDERS[contender](cell, cell.make(), cell.rows, 1.0, LEARNING_RATE)
             for _ in range(warm_up):
                 runners[contender]()
         except Exception as error:

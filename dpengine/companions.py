@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copyreg
 import functools
 from typing import Any
 
@@ -64,4 +63,8 @@ def _step_unless_skipped(self: Any, *args: Any, **kwargs: Any) -> None:
 def _reduce_to_base(self: Any, protocol: Any) -> tuple[Any, ...]:
     """Copies and pickles are of the user's own class."""
     getstate = getattr(self, "__getstate__", None)  # every object has one from Python 3.11 on
-    return copyreg.__newobj__, (self.dp_base,), dict(self.__dict__) if getstate is None else getstate()  # type: ignore[attr-defined]
+    return _blank, (self.dp_base,), dict(self.__dict__) if getstate is None else getstate()
+
+
+def _blank(kind: type[Any]) -> Any:
+    return kind.__new__(kind)

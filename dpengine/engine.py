@@ -223,13 +223,14 @@ class PrivacyEngine:
         """The backward pass of a loss that is not reduced yet: ``loss_reduction`` over rows, and nothing else.
 
         Args:
-            loss_per_example: ``(B,)``, a loss for each row of the batch, as ``reduction="none"`` gives it. Another shape
-                is a ``BatchDependentLossError``, another number of rows a ``BatchMismatchError``.
+            loss_per_example: ``(B,)``, a loss for each row of the batch, as ``reduction="none"`` gives it. Another
+                shape is a ``BatchDependentLossError``, another number of rows a ``BatchMismatchError``.
         """
         self._last_run().backward(loss_per_example)
 
     # What was spent
 
+    @suggests_names
     def get_epsilon(self, delta: float) -> float:
         """Epsilon spent so far, an upper bound, for this delta; 0.0 before the first step.
 
@@ -263,6 +264,7 @@ class PrivacyEngine:
         relations = {run.release.plan.relation for run in self.runs}
         return relations.pop() if len(relations) == 1 else Relation.ZERO_OUT
 
+    @suggests_names
     def metrics(self, *, nonprivate: bool = False) -> dict[str, float]:
         """A flat dictionary for loggers.
 
@@ -302,6 +304,7 @@ class PrivacyEngine:
         self.ledger.load_state_dict(state["ledger"], merge=True)
         self._delta = self._delta if self._delta is not None else state["delta"]
 
+    @suggests_names
     def detach(self, module: nn.Module) -> None:
         """Takes everything off a model and its optimizer again. What was spent stays in the ledger.
 
@@ -340,7 +343,6 @@ class PrivacyEngine:
         batch_first: bool,
         loss_reduction: str,
     ) -> Run:
-        twins = make_twins(module)
         try:
             sums = ClippedSums(
                 module, policy=plan.clipping, mode=mode, batch_first=batch_first, loss_reduction=loss_reduction
@@ -351,7 +353,7 @@ class PrivacyEngine:
         release = Release(plan, sums, self._source(), self.ledger)
         release.overspend = lambda count: budget.overspend(release, count)
         sums.on_backward_end = release.backward_ended
-        return Run(module, optimizer, release, budget, twins=twins)
+        return Run(module, optimizer, release, budget)
 
     def _tell(self, plan: DPExecutionPlan, dataset: Any) -> None:
         if plan.noise_multiplier == 0:

@@ -11,9 +11,10 @@ from torch import Tensor, nn
 from dpengine.capture import LayerCall, Use
 from dpengine.errors import MissingGradientError
 from dpengine.gradients import common_rows, forget_grad_samples, watch_model
-from dpengine.layers import from_twin, to_twin
+from dpengine.names import suggests_names
 
 
+@suggests_names
 class GradSampleModule(nn.Module):
     """Wraps a module so that ``backward`` leaves ``p.grad_sample`` on every trainable parameter.
 
@@ -44,7 +45,6 @@ class GradSampleModule(nn.Module):
             raise ValueError(f"loss_reduction={loss_reduction!r} is not known. Choose one of: 'mean', 'sum'.")
         self.module = module
         self._loss_reduction = loss_reduction
-        self._twins = [layer for layer in module.modules() if to_twin(layer) is not None]
         receiver = _Shower(self)
         mode = "functorch" if force_functorch else "hooks"
         self._capture, self._strategy = watch_model(module, receiver, mode, batch_first=batch_first)
@@ -63,8 +63,6 @@ class GradSampleModule(nn.Module):
         """Takes everything off, and gives the module back."""
         self._capture.detach()
         self.zero_grad()
-        for layer in self._twins:
-            from_twin(layer)
         return self.module
 
 

@@ -6,23 +6,29 @@ import difflib
 import functools
 import inspect
 from collections.abc import Callable
-from typing import ParamSpec, TypeVar
+from typing import Any, TypeVar
 
-P = ParamSpec("P")
-R = TypeVar("R")
+C = TypeVar("C", bound=Callable[..., Any])
 
 
-def suggests_names(function: Callable[P, R]) -> Callable[P, R]:
-    """Makes a public function answer an unknown keyword with the nearest one that it knows."""
+def suggests_names(target: C) -> C:
+    """Makes a public function or class answer an unknown keyword with the nearest one that it knows."""
+    if isinstance(target, type):
+        target.__init__ = _checked(target.__init__, target.__qualname__)  # type: ignore[misc]
+        return target
+    return _checked(target, target.__qualname__)
+
+
+def _checked(function: Any, called: str) -> Any:
     known = [p.name for p in inspect.signature(function).parameters.values() if p.name != "self"]
 
     @functools.wraps(function)
-    def checked(*args: P.args, **kwargs: P.kwargs) -> R:
+    def checked(*args: Any, **kwargs: Any) -> Any:
         for name in kwargs:
             if name not in known:
                 near = difflib.get_close_matches(name, known, n=1)
                 hint = f" Did you mean {near[0]!r}?" if near else f" It takes: {', '.join(known)}."
-                raise TypeError(f"{function.__qualname__}() has no argument {name!r}.{hint}")
+                raise TypeError(f"{called}() has no argument {name!r}.{hint}")
         return function(*args, **kwargs)
 
     return checked

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from dpengine.errors import DetachedError, ScaledGradientError, UnknownParameterError
 from dpengine.gradients import forget_grad_samples
+from dpengine.names import suggests_names
 from dpengine.release import Release
 
 REFUSED = {
@@ -71,6 +72,7 @@ def attach(optimizer: Optimizer, release: Release) -> None:
         optimizer.__dict__["step"] = _counted(optimizer, private_class(base).step)
 
 
+@suggests_names
 def detach(optimizer: Optimizer) -> None:
     """Gives an optimizer, attached or a copy, its own class back: it trains without privacy from here on."""
     base = getattr(type(optimizer), "dp_base", None)

@@ -8,6 +8,7 @@ and it is charged all the same, since the reason may depend on the data.
 from __future__ import annotations
 
 import enum
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -55,6 +56,8 @@ class Release:
         unused_parameters: ``"error"`` or ``"zero"``: what to do with a parameter that took no part in a step.
         overspend: Epsilon after so many more charges, where that passes the target; else None.
         loss_scale: What the loss is multiplied by before ``backward``.
+        ahead: How many chunks a trainer fetches before it uses the first. Above 0, backward passes take chunks in the
+            order of the loader, and the trainer must be one that runs one backward pass for each.
         statistics: Of the last backward pass. Not private.
     """
 
@@ -65,12 +68,14 @@ class Release:
     unused_parameters: str = "error"
     overspend: Callable[[int], float | None] = lambda count: None
     loss_scale: Callable[[], float] = lambda: 1.0
+    ahead: int = 0
     stage: Stage = Stage.IDLE
     statistics: ClipStatistics = field(default_factory=ClipStatistics)
     dropped_rows: int = 0
     tickets: list[Ticket] = field(default_factory=list)  # logical batches whose gradients are in the sums
     released: dict[nn.Parameter, tuple[Tensor, int]] = field(default_factory=dict)  # gradients we wrote, as written
     cleared: dict[nn.Parameter, tuple[Tensor, int]] = field(default_factory=dict)  # gradients as zero_grad left them
+    fetched: deque[tuple[Ticket, int]] = field(default_factory=deque)  # chunks that wait for their backward pass
     last_step: int = -1  # of the newest ticket
     joined: int = 1  # tickets in the last release
     chunk: int = 0  # of the last ticket
@@ -87,6 +92,15 @@ class Release:
         if self.stage is Stage.CLOSED:
             return
         self._settle()
+        waiting = self.stage is Stage.OPEN and not self.done
+        if self.fetched or (waiting and self.ahead):
+            self.fetched.append((ticket, chunk))
+            if len(self.fetched) > self.ahead:
+                self._begin(*self.fetched.popleft())
+        else:
+            self._begin(ticket, chunk)
+
+    def _begin(self, ticket: Ticket, chunk: int) -> None:
         if chunk == 0:
             self._next_ticket(ticket)
         elif self.stage is Stage.VOID:
@@ -126,6 +140,7 @@ class Release:
     def backward_ended(self) -> None:
         """A backward pass over the model is over. One that must not count is refused, and its batch given up."""
         try:
+            self._take_fetched()
             self._refuse_backward()
             self._follow_parameters()
             self.statistics = self.sums.clip(rows=self.rows, loss_scale=self.loss_scale())
@@ -135,6 +150,17 @@ class Release:
             raise
         self.dropped_rows += self.statistics.dropped
         self._chunk_done()
+
+    def _next_is_empty(self) -> bool:
+        """Whether ``step`` is for a chunk fetched ahead that has no rows, and so perhaps no backward pass."""
+        ticket, chunk = self.fetched[0]
+        return self.stage is not Stage.CLIPPED and (self.stage is not Stage.OPEN or self.done) and not ticket.rows[chunk]
+
+    def _take_fetched(self) -> None:
+        """Finds the chunk that a backward pass is over, among those fetched ahead: one that was left out is void."""
+        seen = self.sums.strategy.rows.values()
+        while self.fetched and (self.stage is not Stage.OPEN or self.done or self.rows not in seen):
+            self._begin(*self.fetched.popleft())
 
     def _refuse_backward(self) -> None:
         if self.stage is Stage.CLOSED:
@@ -213,6 +239,8 @@ class Release:
             Whether the weights changed; False for all but the last chunk of a logical batch.
         """
         self._settle()
+        if self.fetched and self._next_is_empty():
+            self._begin(*self.fetched.popleft())
         self._refuse_step()
         if self.rows == 0 and not self.done:
             self._refuse_stale()
@@ -286,7 +314,7 @@ class Release:
             self.tickets, self.stage = [], Stage.VOID
             self.sums.discard()
         raise BudgetExceeded(
-            f"Step {self.ledger.steps + count:,} would reach epsilon {reached:.4g}, above the target: training stopped.",
+            f"Step {self.ledger.steps + count:,} would reach epsilon {reached:.4g}, above the target. Training ended.",
             fix="Raise target_epsilon deliberately, or report now.",
         )
 
@@ -343,12 +371,12 @@ class Release:
     def next_count(self) -> int:
         """How many charges the next logical batch leads to at once, going by the last release."""
         waiting = len(self.tickets) if self.stage in {Stage.OPEN, Stage.CLIPPED} else 0
-        return max(waiting + 1, self.joined)
+        return max(waiting + len(self.fetched) + 1, self.joined)
 
     def void(self) -> None:
         """Gives up the tickets at hand: destroys their sums and charges them."""
         try:
-            if self.stage in {Stage.OPEN, Stage.CLIPPED} and self.tickets:
+            if self.stage in {Stage.OPEN, Stage.CLIPPED}:
                 self._charge_void(self.tickets)
         finally:
             self.tickets = []
@@ -356,12 +384,15 @@ class Release:
             self.stage = Stage.VOID
 
     def _charge_void(self, tickets: list[Ticket]) -> None:
-        self.ledger.charge(self.plan.event(), count=len(tickets), kind="void")
+        if tickets:
+            self.ledger.charge(self.plan.event(), count=len(tickets), kind="void")
 
     def close(self) -> None:
         """Gives up what is unfinished and destroys the sums, for good."""
         if self.stage in {Stage.OPEN, Stage.CLIPPED}:
             self.void()
+        self._charge_void([ticket for ticket, chunk in self.fetched if chunk == 0])
+        self.fetched.clear()
         self.sums.detach()
         forget_grad_samples(self.sums.model.parameters())
         self.released, self.cleared, self.stage = {}, {}, Stage.CLOSED

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
@@ -14,7 +14,6 @@ from dpengine import optimizer as private_optimizer
 from dpengine.accounting import Charge, Event, epsilon
 from dpengine.admission import attached_models
 from dpengine.errors import BatchDependentLossError, BatchMismatchError, notice
-from dpengine.layers import from_twin, to_twin
 from dpengine.release import Release
 
 
@@ -93,10 +92,9 @@ class Run:
     grad_scaler: Any = None
     lr_scheduler: Any = None
     attached: bool = False
-    twins: list[nn.Module] = field(default_factory=list)
 
     def attach(self) -> None:
-        """Puts everything on. The model's layers must be twins already where they have one."""
+        """Puts everything on."""
         private_optimizer.attach(self.optimizer, self.release)
         self.release.sums.attach()
         if self.grad_scaler is not None:
@@ -138,14 +136,3 @@ class Run:
                 companions.detach(companion)
         attached_models.discard(self.model)
         self.attached = False
-
-
-def make_twins(model: nn.Module) -> list[nn.Module]:
-    """Turns layers that have a private twin into it, in place, and gives those that were turned."""
-    return [layer for layer in model.modules() if to_twin(layer) is not None]
-
-
-def from_twins(layers: list[nn.Module]) -> None:
-    """Turns the layers that ``make_twins`` gave back into what they were."""
-    for layer in layers:
-        from_twin(layer)

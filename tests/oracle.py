@@ -7,7 +7,6 @@ import copy
 import torch
 
 from dpengine.clipping import ClippedSums, Flat
-from dpengine.layers import to_twin
 from reference import per_sample_gradients
 
 SLACK = 2.0**-20  # thresholds are met with this much to spare
@@ -16,8 +15,6 @@ SLACK = 2.0**-20  # thresholds are met with this much to spare
 def clip_by_engine(model, inputs, loss_of, *, policy=None, mode="auto", reduction="sum", batch_first=True):
     """Names to clipped sums, and the statistics, of one forward and backward pass of a copy of the model."""
     model = copy.deepcopy(model)
-    for layer in model.modules():
-        to_twin(layer)
     sums = ClippedSums(
         model, policy=policy or Flat(1.0), mode=mode, loss_reduction=reduction, batch_first=batch_first
     )

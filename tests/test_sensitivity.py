@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from architectures import ROWS, plans
 from dpengine.clipping import Adaptive, Automatic, ClippedSums, Flat, PerLayer
 from dpengine.gradients import MODES
-from dpengine.layers import to_twin
 from oracle import clip_by_loop, relative_error
 
 POLICIES = {
@@ -23,8 +22,6 @@ POLICIES = {
 
 def clipped(model, plan, inputs, policy, mode):
     model = copy.deepcopy(model)
-    for layer in list(model.modules()):
-        to_twin(layer)
     sums = ClippedSums(model, policy=policy, mode=mode, loss_reduction=plan.reduction)
     sums.attach()
     plan.loss_of(model(inputs)).backward()

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from dpengine.errors import CalibrationError
+from dpengine.names import suggests_names
 
 from . import arguments, gdp, pld, rdp
 from .accountant import accountant_used, epsilon
@@ -15,7 +16,7 @@ from .ledger import Charge
 LEAST_NOISE, MOST_NOISE = 1e-2, 1e6
 
 _COARSE, _FINER = 32.0, (2, 8)
-"""The search runs on a grid so much coarser than the final one, and is corrected with grids so much finer than that."""
+"""The search runs on a grid up to so much coarser than the final one, and is corrected with grids so much finer."""
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,7 @@ class Calibration:
     accountant_used: str
 
 
+@suggests_names
 def calibrate(
     *,
     target_epsilon: float,
@@ -170,7 +172,8 @@ def _calibrate_pld(
     """Searches on coarse grids, which take milliseconds, extrapolates to the fine one, and verifies there."""
     pld.check_trusted(compose(history(1.0)), delta)
     start = _starting_noise(search, history, delta, relation)
-    spacing = _COARSE * pld.interval(compose(history(start)), delta, relation)
+    finest = pld.interval(compose(history(start)), delta, relation)
+    spacing = max(finest, min(_COARSE * finest, search.target / 100))
 
     def on_grid(sigma: float, spacing: float) -> float:
         return pld.epsilon_on_grid(compose(history(sigma)), delta, relation, spacing)
@@ -182,7 +185,7 @@ def _calibrate_pld(
     sigma = coarse.noise_multiplier
     points = {spacing: coarse.epsilon} | {spacing / k: on_grid(sigma, spacing / k) for k in _FINER}
     fine = _extrapolated(points, pld.interval(compose(history(sigma)), delta, relation))
-    if not 0 < fine < math.inf:
+    if not 0.8 * coarse.epsilon < fine < 1.1 * coarse.epsilon:  # not yet in the range where the excess follows its law
         return search.solve(reported, sigma, coarse.slope)
     # The step to the root of the final grid is long enough for the slope to matter: take it on a cheaper grid first.
     middle = spacing / _FINER[-1]

@@ -15,6 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.variable import Variable
 
+from dpengine.layers import from_twin, to_twin
+
 from .hooks import Hook, LayerHook, RootHook
 from .record import LayerCall, Use
 from .replay import Replay
@@ -76,6 +78,7 @@ class Capture:
     swapped: list[tuple[nn.Module, str, nn.Parameter]] = field(default_factory=list)  # by forward passes that still run
     anchor: Tensor = field(default_factory=lambda: torch.zeros((), requires_grad=True))  # note [anchor] in tap.py
     _handles: list[Any] = field(default_factory=list)
+    _twins: list[nn.Module] = field(default_factory=list)  # layers that run as their private twins while attached
     _unwatched: dict[str, nn.Parameter] = field(default_factory=dict)  # frozen, as far as is known
     _ending: int | None = None  # graph task whose end will be reported
 
@@ -84,6 +87,7 @@ class Capture:
         if self.state is not CaptureState.DETACHED:
             raise RuntimeError("capture is attached already; detach it first.")
         _forget_compiled_code()
+        self._twins = [layer for layer in self.model.modules() if to_twin(layer) is not None]
         for watch in self.watches:
             hook = LayerHook(self, watch)
             before = watch.module.register_forward_pre_hook(hook.before, with_kwargs=True)
@@ -108,6 +112,9 @@ class Capture:
             handle.remove()
         self._handles.clear()
         self.restore()
+        for layer in self._twins:
+            from_twin(layer)
+        self._twins = []
         self.leaks.clear()
         self.state = CaptureState.DETACHED
 
@@ -131,7 +138,8 @@ class Capture:
             owner._parameters[name] = parameter
 
     def _leaked(self, name: str, parameter: nn.Parameter) -> None:
-        self.leaks[parameter] = name
+        if self.model.training:  # a gradient that was asked for in eval mode never reaches the weights
+            self.leaks[parameter] = name
 
     @property
     def recording(self) -> bool:

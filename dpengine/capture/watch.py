@@ -95,7 +95,7 @@ def _watch(
         return Watch(name, module, Kind.UNIT, unit_rule(module))
     if not has_own_parameters(module):
         return None
-    if by_operations and type(module) in _TWIN_TYPES:
+    if type(module) in _TWIN_TYPES:
         return Watch(name, module, Kind.OPERATIONS)
     rule = lookup(module)
     if rule is not None:
@@ -114,4 +114,4 @@ def _below(module: nn.Module) -> Iterable[nn.Module]:
     return (m for m in module.modules() if m is not module)
 
 
-_TWIN_TYPES = frozenset(TWINS.values())
+_TWIN_TYPES = TWINS.keys() | set(TWINS.values())

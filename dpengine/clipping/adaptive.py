@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from dpengine.errors import InvalidBudgetError
+from dpengine.names import suggests_names
 
 from .policy import AbstractClip, NormalStream, check_norms, factors_within, positive
 
@@ -18,6 +19,7 @@ _DOMAIN = "clip"
 
 
 @final
+@suggests_names
 class Adaptive(AbstractClip):
     """Flat clipping whose threshold C moves towards a quantile of the norms.
 

@@ -9,12 +9,15 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
+from dpengine.names import suggests_names
+
 from .policy import SLACK, AbstractClip, check_norms, positive, selected
 
 _WHERE = "clipping.Automatic"
 
 
 @final
+@suggests_names
 @dataclass(frozen=True)
 class Automatic(AbstractClip):
     """Multiplies each sample's gradient by ``max_norm / (norm + stability)``, which leaves it below norm ``max_norm``.

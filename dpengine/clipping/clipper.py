@@ -5,11 +5,13 @@ from __future__ import annotations
 from torch import nn
 
 from dpengine.errors import TicketError
+from dpengine.names import suggests_names
 
 from .clipped_sums import ClippedSums, ClipStatistics
 from .policy import AbstractClip
 
 
+@suggests_names
 class PerSampleGradientClipper:
     """Clips the gradient of every sample of a module and accumulates the clipped gradients.
 

@@ -8,10 +8,13 @@ from typing import Any, final
 
 from torch import Tensor
 
+from dpengine.names import suggests_names
+
 from .policy import AbstractClip, check_norms, factors_within, positive
 
 
 @final
+@suggests_names
 @dataclass(frozen=True)
 class Flat(AbstractClip):
     """Scales each sample's gradient down to norm ``max_norm`` at most.

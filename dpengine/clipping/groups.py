@@ -9,12 +9,15 @@ from typing import Any, final
 
 from torch import Tensor
 
+from dpengine.names import suggests_names
+
 from .policy import AbstractClip, check_norms, factors_within, positive
 
 _WHERE = "clipping.Groups"
 
 
 @final
+@suggests_names
 @dataclass(frozen=True)
 class Groups(AbstractClip):
     """Scales each sample's gradient group by group.

@@ -9,12 +9,15 @@ from typing import Any, final
 
 from torch import Tensor
 
+from dpengine.names import suggests_names
+
 from .policy import AbstractClip, check_norms, factors_within, positive
 
 _WHERE = "clipping.PerLayer"
 
 
 @final
+@suggests_names
 @dataclass(frozen=True)
 class PerLayer(AbstractClip):
     """Scales each sample's gradient layer by layer.

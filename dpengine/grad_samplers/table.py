@@ -8,10 +8,10 @@ from typing import Any
 
 from torch import Tensor, nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
-from torch.nn.utils import parametrize
 
 from dpengine.capture import LayerCall
 from dpengine.errors import UnsupportedLayerError
+from dpengine.names import suggests_names
 
 from . import bilinear, conv, embedding, embedding_bag, group_norm, instance_norm, layer_norm, linear, prelu, rms_norm
 from .sampler import GradSampler, JointSampler
@@ -43,6 +43,7 @@ REGISTERED: dict[type[nn.Module], JointSampler] = {}
 GradFunction = Callable[[Any, "list[Any]", Any], Mapping[nn.Parameter, Tensor]]
 
 
+@suggests_names
 def register_grad_sampler(
     layer_class: type[nn.Module] | Sequence[type[nn.Module]],
 ) -> Callable[[GradFunction], GradFunction]:
@@ -89,10 +90,10 @@ def sampler_for(module: nn.Module, *, name: str = "") -> Mapping[str, GradSample
 
     Returns:
         One sampler for each parameter, or a joint one; None if the type is not known, if this instance computes
-        something else than its class (a ``forward`` of its own, a parametrization), or if it holds parameters that the
-        rule does not know (old weight norm, pruning).
+        something else than its class (a ``forward`` of its own; a parametrization makes a class of its own), or if it
+        holds parameters that the rule does not know (old weight norm, pruning).
     """
-    if "forward" in vars(module) or parametrize.is_parametrized(module):
+    if "forward" in vars(module):
         return None
     if type(module) in REGISTERED:
         return REGISTERED[type(module)]

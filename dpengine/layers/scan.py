@@ -84,9 +84,8 @@ def _trace(
 
 
 def _slots(first_B: Tensor, schedule: Schedule) -> Tensor:
-    # Where rows differ in length some slots are never written, but read as padding.
-    make = first_B.new_empty if schedule.ragged is None else first_B.new_zeros
-    buffer = make((schedule.steps + 1, *first_B.shape))
+    # Where rows differ in length some slots are never written; what is computed from them is masked.
+    buffer = first_B.new_empty((schedule.steps + 1, *first_B.shape))
     buffer[schedule.start(buffer)] = schedule.ordered(first_B)
     return buffer
 
@@ -97,8 +96,7 @@ def _results(trace: Trace, schedule: Schedule) -> Results:
 
 
 def _last(buffer_SB: Tensor, schedule: Schedule) -> Tensor:
-    # A copy: what the caller does to it in place must not reach the buffer.
-    return schedule.restored(buffer_SB[schedule.end(buffer_SB)]).clone()
+    return schedule.restored(buffer_SB[schedule.end(buffer_SB)])
 
 
 class Scan(torch.autograd.Function):

@@ -144,13 +144,13 @@ class NoiseSource:
         Raises:
             ValueError: If a number is negative or the address passes 2**64.
         """
-        last = _address("block", block) + -(-_address("count", count) // WORDS_PER_BLOCK)
-        if last > _LIMIT:
+        first, size = _address("block", block), _address("count", count)
+        if first - (-size // WORDS_PER_BLOCK) > _LIMIT:
             raise ValueError(
                 f"noise.NoiseSource.words: block {block} and count {count} pass the last block, 2**64 - 1."
             )
-        out = np.empty(count, np.uint64)
-        self._stream.fill(self._subkey(b"words", domain, step), block, out)
+        out = np.empty(size, np.uint64)
+        self._stream.fill(self._subkey(b"words", domain, step), first, out)
         return out
 
     def normal_(self, out: Tensor, *, domain: str, step: int, start: int = 0) -> Tensor:
@@ -212,7 +212,8 @@ class NoiseSource:
 
     def _draw(self, tensor: Tensor, std: float, domain: str, step: int, start: int, *, overwrite: bool) -> Tensor:
         _check_drawable(tensor)
-        if _address("start", start) + tensor.numel() > _LIMIT:
+        start = _address("start", start)
+        if start + tensor.numel() > _LIMIT:
             raise ValueError(f"noise.NoiseSource: start {start} and {tensor.numel()} elements pass 2**64.")
         subkey, flat = self._subkey(b"normal", domain, step), tensor.detach()
         if overwrite:

@@ -64,7 +64,7 @@ def _poisson(facts: RunFacts) -> Assumption:
         law = facts.plan.get("sampling", "an unknown law")
         law = law if law != "poisson" else "another law, in an earlier run"
         return Assumption(name, "no", f"batches were drawn by {law}", stamp="NOT CLAIMED")
-    rates = sorted({_rate(charge.event) for charge in facts.history if _rate(charge.event) is not None})
+    rates = sorted({rate for charge in facts.history if (rate := _rate(charge.event)) is not None})
     planned = facts.plan.get("sample_rate")
     if not rates:
         return Assumption(name, "yes", "the sampler of the plan draws so; no charge depends on it yet")
@@ -180,6 +180,6 @@ def _rate(event: object) -> float | None:
     return 1.0 if isinstance(event, GaussianEvent) else None
 
 
-def _listed(rates: list[float | None]) -> str:
+def _listed(rates: list[float]) -> str:
     shown = ", ".join(f"{rate:.6g}" for rate in rates[:4])
     return shown if len(rates) <= 4 else f"{shown} and {len(rates) - 4} more"

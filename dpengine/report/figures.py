@@ -67,7 +67,7 @@ def figures_of(facts: RunFacts) -> Figures:
 
 
 def epsilon_by_step(facts: RunFacts) -> Points:
-    """Pairs of step and epsilon, from (0, 0) on, for up to 16 of the steps; closer together where epsilon rises fast."""
+    """Pairs of step and epsilon, from (0, 0) on, for up to 16 of the steps; closer where epsilon rises fast."""
     steps = sorted({math.ceil(facts.steps * (part / _CURVE_STEPS) ** 2) for part in range(_CURVE_STEPS + 1)})
     return tuple((step, _epsilon(_first(facts.history, step), facts)) for step in steps)
 
@@ -110,7 +110,7 @@ def delta_floor(facts: RunFacts) -> float | None:
         facts: The facts.
 
     Returns:
-        The probability of such an output in all releases together, or None if the end is not known or nothing was noised.
+        The probability of such an output in all releases together; None if the end is not known or nothing was noised.
     """
     end = facts.noise.get("largest_normal")
     if end is None or not any(getattr(charge.event, "noise_multiplier", 0.0) > 0 for charge in facts.history):
@@ -184,7 +184,10 @@ def _first(history: tuple[Charge, ...], steps: int) -> tuple[Charge, ...]:
 
 
 def _epsilon(history: tuple[Charge, ...], facts: RunFacts) -> float:
-    return epsilon(history, facts.delta, facts.accountant, facts.relation)
+    return _remembered_epsilon(history, facts.delta, facts.accountant, facts.relation)
+
+
+_remembered_epsilon = functools.lru_cache(maxsize=128)(epsilon)
 
 
 def _unamplified(facts: RunFacts) -> float | None:

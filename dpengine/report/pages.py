@@ -65,6 +65,8 @@ def _context(facts: RunFacts, figures: Figures) -> dict[str, Any]:
     runs = facts.runs_of_steps()
     return {
         "facts": facts,
+        "data": {key: facts.data.get(key) for key in ("name", "source", "licence")},
+        "utility": {key: facts.utility.get(key) for key in ("metric", "value", "split")},
         "stamps": stamps(facts),
         "mark": _mark(facts),
         "headline": sentences.headline(facts, figures),

@@ -45,8 +45,8 @@ def tradeoff(
 ) -> list[Path]:
     """Draws quality over epsilon: each seed as a dot, each epsilon as mean and standard deviation over its seeds.
 
-    Runs without privacy are a dashed line, runs that saw no data a dotted one. The picture says how many seeds there were
-    and at which delta epsilon holds.
+    Runs without privacy are a dashed line, runs that saw no data a dotted one. The picture says how many seeds there
+    were and at which delta epsilon holds. Runs without a common delta are a ``ValueError``: they share no axis.
 
     Args:
         runs: At least one with a finite epsilon above 0; these must share one delta.
@@ -60,21 +60,22 @@ def tradeoff(
 
     Raises:
         MissingDependencyError: If matplotlib is not installed.
-        ValueError: If no run is private, or they have several deltas or none: their epsilons do not share an axis.
     """
     scores, delta = _grouped(runs)
     try:
         import matplotlib
         from matplotlib.figure import Figure
+        from matplotlib.ticker import PercentFormatter
     except ImportError as error:
         raise MissingDependencyError("matplotlib is needed for plots:", fix="pip install 'dpengine[plots]'") from error
     # Own figure and local settings: neither pyplot's state nor the user's style takes part.
-    settings = {"svg.fonttype": "none", "svg.hashsalt": "dpengine", "font.family": "sans-serif", "font.size": 10}
     with matplotlib.rc_context():
         matplotlib.rcdefaults()
-        matplotlib.rcParams.update(settings)
+        matplotlib.rc("svg", fonttype="none", hashsalt="dpengine")  # text stays text, and equal runs give equal files
         figure = Figure(figsize=(6.4, 4.2), layout="constrained", facecolor="white")
         _draw(figure.add_subplot(), scores, metric, percent)
+        if percent:
+            figure.axes[0].yaxis.set_major_formatter(PercentFormatter(xmax=1, symbol=" %"))
         lead = f"{title}: " if title else ""
         figure.suptitle(f"{lead}{metric} by ε", x=0.02, ha="left", color=_INK, fontsize=12, fontweight="bold")
         figure.axes[0].set_title(_small_print(scores, delta), loc="left", color=_SOFT, fontsize=9)
@@ -86,52 +87,46 @@ def tradeoff(
 
 
 def _grouped(runs: Iterable[TrainedRun]) -> tuple[dict[float, list[float]], float]:
-    scores: defaultdict[float, list[float]] = defaultdict(list)
-    deltas = set()
+    groups: defaultdict[str, list[TrainedRun]] = defaultdict(list)
+    deltas: set[float | None] = set()
     for run in runs:
         if not run.epsilon >= 0:
             raise ValueError(f"report.plots.tradeoff: epsilon={run.epsilon!r} is not a number of at least 0.")
         # Seeds of one setting spend the same but for the last digits of a calibration.
-        scores[float(f"{run.epsilon:.4g}")].append(run.score)
+        groups[f"{run.epsilon:.4g}"].append(run)
         if 0 < run.epsilon < math.inf:
             deltas.add(run.delta)
-    if len(deltas) != 1 or None in deltas:
+    delta = min(deltas, key=str, default=None)
+    if delta is None or len(deltas) > 1:
         shown = ", ".join(sorted(map(str, deltas))) or "no private run"
         raise ValueError(
-            f"report.plots.tradeoff: private runs must share one delta; got {shown}. Draw one plot for each."
+            f"report.plots.tradeoff: private runs must share one delta, got {shown}. Draw a plot for each."
         )
-    return dict(sorted(scores.items())), deltas.pop()
+    scores = {max(run.epsilon for run in group): [run.score for run in group] for group in groups.values()}
+    return dict(sorted(scores.items())), delta
 
 
 def _draw(axes: Any, scores: Mapping[float, list[float]], metric: str, percent: bool) -> None:
     private = {eps: values for eps, values in scores.items() if 0 < eps < math.inf}
-    for eps, values in private.items():
-        axes.plot([eps] * len(values), values, "o", color=_ACCENT, alpha=0.3, markersize=4, markeredgewidth=0)
     means = [statistics.fmean(values) for values in private.values()]
     spread = [statistics.stdev(values) if len(values) > 1 else 0.0 for values in private.values()]
+    for eps, values in private.items():
+        axes.plot([eps] * len(values), values, "o", color=_ACCENT, alpha=0.3, markersize=4, markeredgewidth=0)
     axes.errorbar(list(private), means, yerr=spread, color=_ACCENT, marker="o", markersize=6, capsize=3, linewidth=1.6)
-    for eps, mean in zip(private, means, strict=True):
-        label = f"{mean:.1%}" if percent else f"{mean:.4g}"
-        axes.annotate(
-            label, (eps, mean), (0, -16), textcoords="offset points", ha="center", va="top", color=_INK, fontsize=9
-        )
+    for (eps, values), mean, deviation in zip(private.items(), means, spread, strict=True):
+        lowest = min([*values, mean - deviation])  # below everything that was drawn there
+        text = {"textcoords": "offset points", "ha": "center", "va": "top", "color": _INK, "fontsize": 9}
+        axes.annotate(_score(mean, percent), (eps, lowest), (0, -9), **text)
     for eps, name, style in ((math.inf, "non-private", "--"), (0.0, "no data", ":")):
         if eps in scores:
             mean = statistics.fmean(scores[eps])
-            shown = f"{mean:.1%}" if percent else f"{mean:.4g}"
             axes.axhline(mean, color=_SOFT, linestyle=style, linewidth=1.2)
-            axes.annotate(
-                f"{name} {shown}", (1.0, mean), (-2, 4), xycoords=("axes fraction", "data"),
-                textcoords="offset points", ha="right", color=_SOFT, fontsize=9,
-            )  # fmt: skip
+            text = {"xycoords": ("axes fraction", "data"), "textcoords": "offset points", "color": _SOFT, "fontsize": 9}
+            axes.annotate(f"{name} {_score(mean, percent)}", (0.0, mean), (6, 4), **text)
     axes.set_xscale("log")
     axes.set_xticks(list(private), [round_up(eps).rstrip("0").rstrip(".") for eps in private])
     axes.minorticks_off()
     axes.margins(x=0.12, y=0.22)
-    if percent:
-        axes.yaxis.set_major_formatter(
-            lambda value, _: f"{value:.4g}".rstrip() if value > 1 else f"{100 * value:.4g} %"
-        )
     axes.set_xlabel("ε (log scale; smaller is more private)", color=_SOFT)
     axes.set_ylabel(metric, color=_SOFT)
     axes.spines[["top", "right"]].set_visible(False)
@@ -139,6 +134,10 @@ def _draw(axes: Any, scores: Mapping[float, list[float]], metric: str, percent: 
     axes.tick_params(colors=_SOFT)
     axes.grid(axis="y", color=_RULE, linewidth=0.8)
     axes.set_axisbelow(True)
+
+
+def _score(value: float, percent: bool) -> str:
+    return f"{100 * value:.1f} %" if percent else f"{value:.4g}"
 
 
 def _small_print(scores: Mapping[float, list[float]], delta: float) -> str:

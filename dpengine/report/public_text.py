@@ -10,7 +10,7 @@ _FOLDERS = re.compile(
     r"""(?: file:/*                             # a file URL,
           | (?<![\w:/\\.~-])                    # or not inside a web address, a relative path, a DOI or a fraction,
             (?: ~[\w.-]* | [A-Za-z]: )? )       # a home or a drive
-        [/\\]+ (?: [^\s/\\]+ [/\\]+ )*          # folders
+        [/\\]+ (?=[^\s/\\]) (?: [^\s/\\]+ [/\\]+ )*  # folders
         ( [^\s/\\]* )                           # and the name that stays""",
     re.VERBOSE,
 )

@@ -24,8 +24,8 @@ SCHEMA_VERSION = 1
 class PrivacyReport:
     """What may be published about the privacy of a run.
 
-    Every epsilon in it is an upper bound at the delta of the facts. The size of the training set is withheld unless it is
-    public, and nothing is read from the machine but the versions of two packages.
+    Every epsilon in it is an upper bound at the delta of the facts. The size of the training set is withheld unless it
+    is public, and nothing is read from the machine but the versions of two packages.
 
     Args:
         facts: The facts of the run.

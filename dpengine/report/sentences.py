@@ -18,7 +18,7 @@ _ALARM_RATE = 0.01
 _LISTED = 6  # items of a list that a sentence can bear
 
 _NEIGHBOURS = {
-    Relation.ADD_OR_REMOVE_ONE: "one has one {unit} more than the other (add or remove one); how many there are is private",
+    Relation.ADD_OR_REMOVE_ONE: "one has one {unit} more (add or remove one); how many there are is private",
     Relation.ZERO_OUT: "one {unit} of one contributes nothing in the other (zero-out); how many there are is public",
     Relation.REPLACE_ONE: "they differ in one {unit} (replace one); how many there are is public",
 }
@@ -63,22 +63,22 @@ def plain_words(facts: RunFacts, figures: Figures) -> str:
     unit = facts.unit
     if figures.spent is None:
         return (
-            f"For this run no privacy guarantee is stated, for a reason: {figures.refusal}. Someone may be able to find out whether a "
-            f"given {unit} was used."
+            f"For this run no privacy guarantee is stated. The reason: {figures.refusal}. Someone may be able to find "
+            f"out whether a given {unit} was used."
         )
     if math.isinf(figures.spent.epsilon):
         return (
-            f"This run is not private. Someone who sees the model may be able to tell for sure whether a given {unit} was "
-            "used to train it, and to recover parts of it."
+            f"This run is not private. Someone who sees the model may be able to tell for sure whether a given {unit} "
+            "was used to train it, and to recover parts of it."
         )
     right = percent_up((1 + figures.spent.advantage) / 2)
     found = percent_up(true_positives_at(facts, figures, _ALARM_RATE))
     secret = ", as long as the seed of the noise stays secret" if "INSECURE_SEED" in stamps(facts) else ""
     return (
-        f"Someone who knows every other record, and sees every model that this run produced, tries to find out whether one "
-        f"particular {unit} was used. If used and not used are equally likely, a coin flip is right 50 % of the time; they "
-        f"are right at most {right} of the time{secret}. If they accept {percent_up(_ALARM_RATE)} false alarms, they recognise at "
-        f"most {found} of what was used."
+        f"Someone who knows every other record, and sees every model that this run produced, tries to find out whether "
+        f"one particular {unit} was used. If used and not used are equally likely, a coin flip is right 50 % of the "
+        f"time; they are right at most {right} of the time{secret}. If they accept {percent_up(_ALARM_RATE)} false "
+        f"alarms, they recognise at most {found} of what was used."
     )
 
 
@@ -121,7 +121,8 @@ def accounting(figures: Figures) -> str:
     library, version = accounting_library(figures.accountant)
     own = "" if library == "dpengine" else f", with dpengine {version_of('dpengine')}"
     grid = f", on a pessimistic grid of spacing {figures.grid:.3g}" if figures.grid is not None else ""
-    return f"accountant {figures.accountant!r} of {library} {version}{own}{grid}; upper bounds, rounded up at the last digit."
+    who = f"accountant {figures.accountant!r} of {library} {version}{own}{grid}"
+    return f"{who}; upper bounds, rounded up at the last digit."
 
 
 def unamplified(facts: RunFacts, figures: Figures) -> str:

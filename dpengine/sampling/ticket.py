@@ -25,11 +25,5 @@ class Ticket:
         """Rows in the whole logical batch."""
         return sum(self.rows)
 
-    def __copy__(self) -> NoReturn:
-        raise TypeError(f"{self!r} stands for one logical batch and cannot be copied.")
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
-        raise TypeError(f"{self!r} stands for one logical batch and cannot be copied.")
-
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        raise TypeError(f"{self!r} belongs to this process and cannot be pickled.")
+        raise TypeError(f"{self!r} stands for one logical batch of this process and cannot be copied or pickled.")

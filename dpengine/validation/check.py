@@ -12,6 +12,7 @@ from dpengine.capture import Kind, Watch, watch_list
 from dpengine.errors import UnsupportedLayerError
 from dpengine.grad_samplers import REGISTERED, sampler_for
 from dpengine.layers import TWINS
+from dpengine.names import suggests_names
 
 from .obstacles import obstacle_of
 
@@ -82,6 +83,7 @@ class CheckReport:
         return "\n".join([lines[0], "-" * max(map(len, lines)), *lines[1:], *([""] if notes else []), *notes])
 
 
+@suggests_names
 def check(model: nn.Module) -> CheckReport:
     """Says for each layer of a model how its per-sample gradients are found, or why it cannot be trained privately.
 

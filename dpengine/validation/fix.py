@@ -11,6 +11,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
 
 from dpengine.layers import to_twin
+from dpengine.names import suggests_names
 
 from .check import check
 
@@ -35,6 +36,7 @@ class Change:
         return f"{self.name or '(model)'}: {self.before} -> {self.after or 'NOT FIXED'}: {self.why}"
 
 
+@suggests_names
 def fix(model: nn.Module) -> tuple[nn.Module, list[Change]]:
     """Makes a copy of a model that can be trained privately.
 

@@ -10,10 +10,12 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from dpengine.errors import BatchDependentLossError, ReductionError
+from dpengine.names import suggests_names
 
 LossFunction = Callable[[Any, Any], Tensor]
 
 
+@suggests_names
 def check_loss(
     model: nn.Module, loss_fn: LossFunction, batch: tuple[Any, Any], *, loss_reduction: str = "mean", rows: int = 2
 ) -> None:

@@ -76,6 +76,14 @@ def test_f_a9_random_targets_are_kept_by_rdp(seed):
     check_random_target(random.Random(1000 + seed), "rdp")
 
 
+@pytest.mark.parametrize(
+    ("target", "delta", "rate", "steps"), [(0.0943, 5.7e-7, 0.0033, 3), (0.202, 8.9e-8, 0.00104, 26)]
+)
+def test_f_a9_targets_smaller_than_the_grid_of_the_first_guess_are_kept(target, delta, rate, steps):
+    found = calibrate(target_epsilon=target, target_delta=delta, sample_rate=rate, steps=steps)
+    assert_is_tight(found, target, delta, rate)
+
+
 @pytest.mark.slow
 def test_f_a9_two_hundred_random_targets_are_kept():
     rng = random.Random(2)

@@ -99,11 +99,12 @@ def test_a_million_rows_overshoot_by_nothing(case, dtype):
 
 
 @pytest.mark.parametrize("case", ["flat", "per-layer-shared-out", "per-layer-listed", "groups", "adaptive"])
-def test_norms_within_their_threshold_are_left_alone(case):
+@pytest.mark.parametrize("threshold", [1e-6, 2.0, 1e6])
+def test_norms_within_their_threshold_are_left_alone(case, threshold):
     make, bounds_of = CASES[case]
-    bounds = bounds_of(2.0)
+    bounds = bounds_of(threshold)
     norms = torch.stack([torch.zeros(len(bounds)), torch.tensor(bounds) * 0.99])
-    assert make(2.0).factors(norms).equal(torch.ones_like(norms))
+    assert make(threshold).factors(norms).equal(torch.ones_like(norms))
 
 
 @pytest.mark.parametrize("case", ["flat", "per-layer-shared-out", "per-layer-listed", "groups", "adaptive"])

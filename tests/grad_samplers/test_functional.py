@@ -327,6 +327,12 @@ def test_mixing_random_and_stateful_layers_are_refused_by_name(forward, dtype):
         assert "random" in str(refusal.value.__cause__)
 
 
+def test_rare_randomness_is_refused_at_once_and_not_in_some_later_step():
+    layer = layer_of(lambda self, x: F.dropout(x, 1e-12) * self.w, w=(3,))
+    with pytest.raises(UnsupportedLayerError, match="random"):
+        functional_sampler(layer).grads(make_call(layer, normal(5, 3)))
+
+
 def test_batch_norm_in_training_is_refused():
     layer = nn.Sequential(nn.Conv2d(2, 3, 3), nn.BatchNorm2d(3)).double()
     call = make_call(layer, normal(5, 2, 6, 6))

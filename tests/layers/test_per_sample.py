@@ -93,8 +93,12 @@ def inputs_of(kind):
     }[kind]
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("case", CASES)
+# The functional mode cuts a layer's inputs into rows along axis 0, which these do not carry the batch on.
+NOT_CUT = {"rnn", "gru-packed", "lstm-packed-both-projected", "lstm-packed-no-bias"}
+PAIRS = [(case, mode) for case in CASES for mode in MODES if not (mode == "functorch" and case in NOT_CUT)]
+
+
+@pytest.mark.parametrize(("case", "mode"), PAIRS)
 def test_the_clipped_sum_is_that_of_a_loop_over_rows(case, mode):
     torch.manual_seed(0)
     make, kind = CASES[case]

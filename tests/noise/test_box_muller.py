@@ -8,7 +8,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dpengine.noise.box_muller import CHUNK, HALF, LARGEST_NORMAL, ChunkScratch, chunk_normals, normals_from_words
+from dpengine.noise.box_muller import (
+    APART,
+    BLOCK,
+    CHUNK,
+    LARGEST_NORMAL,
+    ChunkScratch,
+    chunk_normals,
+    normals_from_words,
+)
 
 WORDS = np.random.default_rng(0).integers(0, 2**64, CHUNK, dtype=np.uint64)
 EXTREME = [0, 1, 2**11, 2**52, 2**53 + 1, 2**62, 2**63 - 1, 2**63, 2**63 + 1, 2**64 - 2, 2**64 - 1]
@@ -33,24 +41,25 @@ def by_the_formula(first, second):
 
 def test_normals_are_those_of_the_formula():
     got = drawn(WORDS)
-    for i in range(0, HALF, 37):
-        low, high = by_the_formula(WORDS[i], WORDS[HALF + i])
-        assert got[i] == pytest.approx(low, rel=1e-13, abs=1e-15)
-        assert got[HALF + i] == pytest.approx(high, rel=1e-13, abs=1e-15)
+    for start in range(0, CHUNK, 5 * BLOCK):
+        for i in range(start, start + APART, 7):
+            low, high = by_the_formula(WORDS[i], WORDS[i + APART])
+            assert got[i] == pytest.approx(low, rel=1e-13, abs=1e-15)
+            assert got[i + APART] == pytest.approx(high, rel=1e-13, abs=1e-15)
 
 
 def test_extreme_words_give_finite_normals_up_to_the_largest():
     """F-N8: 64-bit words reach 9.42; float32 uniforms stop at 5.77."""
     words = WORDS.copy()
     pairs = [(a, b) for a in EXTREME for b in EXTREME]
-    words[: len(pairs)], words[HALF : HALF + len(pairs)] = zip(*pairs, strict=True)
+    words[: len(pairs)], words[APART : APART + len(pairs)] = zip(*pairs, strict=True)
     got = drawn(words)
     assert np.isfinite(got).all() and np.abs(got).max() == pytest.approx(LARGEST_NORMAL, rel=1e-15)
     assert LARGEST_NORMAL == pytest.approx(9.4193, abs=1e-4)
     for i, pair in enumerate(pairs):
         low, high = by_the_formula(*pair)
         assert got[i] == pytest.approx(low, rel=1e-12, abs=1e-14)
-        assert got[HALF + i] == pytest.approx(high, rel=1e-12, abs=1e-14)
+        assert got[APART + i] == pytest.approx(high, rel=1e-12, abs=1e-14)
 
 
 @given(st.tuples(st.integers(0, CHUNK), st.integers(0, CHUNK)).map(sorted))
@@ -61,7 +70,8 @@ def test_a_value_does_not_depend_on_what_is_drawn_with_it(ends):
 
 
 @pytest.mark.parametrize(
-    ("low", "high"), [(0, 1), (0, HALF), (HALF - 1, HALF + 1), (HALF, CHUNK), (CHUNK - 1, CHUNK), (700, 1900), (5, 5)]
+    ("low", "high"),
+    [(0, 1), (0, BLOCK), (BLOCK - 1, BLOCK + 1), (BLOCK, CHUNK), (CHUNK - 1, CHUNK), (700, 1900), (5, 5)],
 )
 def test_a_value_does_not_depend_on_what_is_drawn_with_it_at_the_edges(low, high):
     assert np.array_equal(drawn(WORDS, low, high), drawn(WORDS)[low:high])

@@ -69,9 +69,10 @@ def test_a_restored_mechanism_remembers_what_was_used():
 
 
 def test_a_standard_deviation_of_zero_adds_nothing():
-    sums = torch.linspace(-1, 1, 100)
-    GaussianNoise(NoiseSource.seeded(1)).add(sums, std=0.0, step=0)
+    mechanism, sums = GaussianNoise(NoiseSource.seeded(1)), torch.linspace(-1, 1, 100)
+    mechanism.add(sums, std=0.0, step=0)
     assert sums.equal(torch.linspace(-1, 1, 100))
+    mechanism.add(sums, std=1.0, step=0)  # and has used up no address
 
 
 @pytest.mark.parametrize("std", [-1.0, math.nan, math.inf])

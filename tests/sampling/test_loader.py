@@ -169,6 +169,13 @@ def test_persistent_workers_survive_passes_and_breaks(seeded_words):
     assert seen == [strategy.draw(step, seeded_words(4)).tolist() for step in range(10)]
 
 
+def test_persistent_workers_of_the_original_stay_with_it():
+    loader = DataLoader(Rows(), batch_size=10, num_workers=1, persistent_workers=True)
+    original = rows_of(loader)
+    assert rows_of(private(Fixed([1], [2]), loader=loader)) == [[1], [2]]
+    assert rows_of(loader) == original
+
+
 def test_batches_keep_their_order_when_workers_may_deliver_out_of_order():
     loader = DataLoader(Rows(), batch_size=2, num_workers=2, in_order=False)
     logical = [[number] for number in range(20)]

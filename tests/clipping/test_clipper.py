@@ -1,0 +1,174 @@
+"""The clipper on its own, as its specification reads: any number of minibatches, then the average in ``.grad``."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from dpengine import Flat, PerLayer, PerSampleGradientClipper
+from dpengine.errors import MissingGradientError, TicketError
+from oracle import SLACK, relative_error
+from reference import per_sample_gradients
+
+SIZES = (4, 4, 3, 1)
+
+
+def model_of(dtype=torch.float64):
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 6), nn.ReLU(inplace=True), nn.Linear(6, 3)).to(dtype)
+
+
+def data(rows=sum(SIZES)):
+    torch.manual_seed(1)
+    return torch.randn(rows, 4).double(), torch.arange(rows) % 3
+
+
+def truth(model, inputs, targets, bound):
+    rows = per_sample_gradients(model, lambda o, t: F.cross_entropy(o, t), (inputs,), targets)
+    norms = [float(torch.cat([g.flatten() for g in row.values()]).norm()) for row in rows]
+    factors = [min(1.0, (1 - SLACK) * bound / norm) for norm in norms]
+    total = {n: sum(f * row[n] for f, row in zip(factors, rows, strict=True)) for n in rows[0]}
+    return total, max(norms)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize("mode", ["auto", "hooks", "functorch", "ew", "ghost"])
+def test_unequal_minibatches_give_the_average_over_all_samples(reduction, mode):
+    model = model_of()
+    inputs, targets = data()
+    clipper = PerSampleGradientClipper(model, Flat(0.4), loss_reduction=reduction, grad_sample_mode=mode)
+    for part in zip(inputs.split(SIZES), targets.split(SIZES), strict=True):
+        F.cross_entropy(model(part[0]), part[1], reduction=reduction).backward()
+        clipper.clip_and_accumulate()
+        assert all(p.grad is None for p in model.parameters())
+    threshold, largest = clipper.pre_step()
+    total, largest_truth = truth(model, inputs, targets, 0.4)
+    divisor = sum(SIZES) if reduction == "mean" else 1
+    found = {name: p.grad * divisor for name, p in model.named_parameters()}
+    assert relative_error(found, total) < 1e-9
+    assert threshold == 0.4
+    assert largest == pytest.approx(largest_truth, rel=1e-9)
+
+
+def test_a_second_round_starts_from_nothing():
+    model = model_of()
+    inputs, targets = data(4)
+    clipper = PerSampleGradientClipper(model, Flat(0.4))
+    found = []
+    for _ in range(2):
+        model.zero_grad()
+        F.cross_entropy(model(inputs), targets).backward()
+        clipper.clip_and_accumulate()
+        clipper.pre_step()
+        found.append([p.grad.clone() for p in model.parameters()])
+    for first, second in zip(*found, strict=True):
+        torch.testing.assert_close(first, second, rtol=0, atol=0)
+
+
+def test_batch_first_false_takes_the_batch_from_the_second_axis():
+    torch.manual_seed(2)
+    embedding, head = nn.Embedding(7, 4).double(), nn.Linear(4, 3).double()
+
+    class TimeMajor(nn.Module):
+        def __init__(self, axis):
+            super().__init__()
+            self.embedding, self.head, self.axis = embedding, head, axis
+
+        def forward(self, ids):
+            return self.head(self.embedding(ids)).mean(dim=self.axis)
+
+    ids, targets = torch.randint(0, 7, (5, 3)), torch.tensor([0, 1, 2])
+    model = TimeMajor(0)
+    rowwise = copy.deepcopy(TimeMajor(1))
+    clipper = PerSampleGradientClipper(model, Flat(0.2), batch_first=False)
+    F.cross_entropy(model(ids), targets).backward()
+    clipper.clip_and_accumulate()
+    clipper.pre_step()
+    total, _ = truth_of_ids(rowwise, ids.T, targets)
+    assert relative_error({n: p.grad * 3 for n, p in model.named_parameters()}, total) < 1e-9
+
+
+def truth_of_ids(model, ids, targets):
+    rows = per_sample_gradients(model, lambda o, t: F.cross_entropy(o, t), (ids,), targets)
+    norms = [float(torch.cat([g.flatten() for g in row.values()]).norm()) for row in rows]
+    factors = [min(1.0, (1 - SLACK) * 0.2 / norm) for norm in norms]
+    return {n: sum(f * row[n] for f, row in zip(factors, rows, strict=True)) for n in rows[0]}, norms
+
+
+def test_per_layer_gives_every_threshold():
+    model = model_of()
+    inputs, targets = data(4)
+    clipper = PerSampleGradientClipper(model, PerLayer([0.1, 0.3]))
+    F.cross_entropy(model(inputs), targets).backward()
+    clipper.clip_and_accumulate()
+    threshold, _ = clipper.pre_step()
+    assert threshold == [0.1, 0.3]
+
+
+def test_an_empty_minibatch_counts_nothing():
+    model = model_of()
+    inputs, targets = data(4)
+    clipper = PerSampleGradientClipper(model, Flat(0.4))
+    for part in (slice(0, 4), slice(4, 4)):
+        F.cross_entropy(model(inputs[part]), targets[part]).backward()
+        clipper.clip_and_accumulate()
+    clipper.pre_step()
+    total, _ = truth(model, inputs, targets, 0.4)
+    assert relative_error({n: p.grad * 4 for n, p in model.named_parameters()}, total) < 1e-9
+
+
+def test_calls_out_of_order_say_what_is_missing():
+    model = model_of()
+    inputs, targets = data(4)
+    clipper = PerSampleGradientClipper(model, Flat(0.4))
+    with pytest.raises(TicketError, match=r"DPE022.*Run forward in train mode and backward first"):
+        clipper.clip_and_accumulate()
+    with pytest.raises(TicketError, match=r"DPE022.*Call clip_and_accumulate\(\) first"):
+        clipper.pre_step()
+    F.cross_entropy(model(inputs), targets).backward()
+    with pytest.raises(TicketError, match=r"DPE022.*Call clip_and_accumulate\(\) after every backward"):
+        F.cross_entropy(model(inputs), targets).backward()
+
+
+def test_an_unknown_reduction_or_mode_is_refused_before_hooks_go_on():
+    model = model_of()
+    with pytest.raises(ValueError, match="loss_reduction='avg'"):
+        PerSampleGradientClipper(model, Flat(0.4), loss_reduction="avg")
+    with pytest.raises(ValueError, match="grad_sample_mode='magic'.*'auto'"):
+        PerSampleGradientClipper(model, Flat(0.4), grad_sample_mode="magic")
+    assert not any(m._forward_hooks for m in model.modules())
+
+
+def test_recurrent_and_attention_layers_need_no_preparation():
+    class Both(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.lstm, self.head = nn.LSTM(4, 5, batch_first=True), nn.Linear(5, 3)
+            self.attention = nn.MultiheadAttention(5, 1, batch_first=True)
+
+        def forward(self, x):
+            states = self.lstm(x)[0]
+            return self.head(self.attention(states, states, states)[0][:, -1])
+
+    torch.manual_seed(3)
+    model = Both().double()
+    inputs, targets = torch.randn(4, 6, 4).double(), torch.tensor([0, 1, 2, 0])
+    total, _ = truth(copy.deepcopy(model), inputs, targets, 0.4)
+    clipper = PerSampleGradientClipper(model, Flat(0.4))
+    F.cross_entropy(model(inputs), targets).backward()
+    clipper.clip_and_accumulate()
+    clipper.pre_step()
+    assert relative_error({n: p.grad * 4 for n, p in model.named_parameters()}, total) < 1e-9
+    clipper.detach()
+    assert type(model.lstm) is nn.LSTM and type(model.attention) is nn.MultiheadAttention
+
+
+def test_a_parameter_used_outside_its_layer_is_refused():
+    model = model_of()
+    inputs, targets = data(4)
+    clipper = PerSampleGradientClipper(model, Flat(0.4))
+    (F.cross_entropy(model(inputs), targets) + model[0].weight.square().sum()).backward()
+    with pytest.raises(MissingGradientError, match=r"'0.weight'"):
+        clipper.clip_and_accumulate()

@@ -1,0 +1,95 @@
+"""A small private run, and what one step of it must be by a loop over single rows, in float64."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from reference import clipped_sum, per_sample_gradients
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from dpengine import PrivacyEngine
+
+SLACK = 2.0**-20  # thresholds are met with this much to spare
+ROWS, BATCH, FEATURES, CLASSES = 24, 6, 4, 3
+
+
+def mlp(*, bias=True):
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(FEATURES, 5, bias=bias), nn.Tanh(), nn.Linear(5, CLASSES, bias=bias))
+
+
+def examples(rows=ROWS, *, scale=1.0):
+    generator = torch.Generator().manual_seed(2)
+    inputs = scale * torch.randn(rows, FEATURES, generator=generator)
+    return TensorDataset(inputs, torch.randint(0, CLASSES, (rows,), generator=generator))
+
+
+@dataclass
+class Loop:
+    """All that a training loop has at hand."""
+
+    engine: PrivacyEngine
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    loader: DataLoader
+
+    @property
+    def release(self):
+        return self.engine.runs[-1].release
+
+    def backward(self, inputs, targets):
+        loss = F.cross_entropy(self.model(inputs), targets)
+        loss.backward()
+        return loss
+
+    def step(self, inputs, targets):
+        self.optimizer.zero_grad()
+        self.backward(inputs, targets)
+        self.optimizer.step()
+
+
+def make_loop(model=None, *, make_optimizer=None, engine=None, dataset=None, batch_size=BATCH, seed=0, **options):
+    """``make_private`` on small things; without noise unless it is asked for."""
+    model = mlp() if model is None else model
+    make_optimizer = make_optimizer or (lambda parameters: torch.optim.SGD(parameters, lr=0.5))
+    optimizer = make_optimizer([p for p in model.parameters() if p.requires_grad])
+    engine = engine or PrivacyEngine(seed=seed)
+    if "target_epsilon" not in options:
+        options.setdefault("noise_multiplier", 0.0)
+    loader = DataLoader(examples() if dataset is None else dataset, batch_size=batch_size)
+    return Loop(engine, *engine.make_private(model, optimizer, loader, **options))
+
+
+def first_batch(loader, *, least=1):
+    """The first batch with so many rows."""
+    return next(batch for batch in loader if len(batch[-1]) >= least)
+
+
+def expected_gradients(model, batches, *, max_norm=1.0, divisor=BATCH, loss_fn=F.cross_entropy):
+    """What a step without noise leaves in ``p.grad`` after these batches, by a loop over their rows."""
+    plain = copy.deepcopy(model).float()
+    rows = [row for inputs, targets in batches for row in per_sample_gradients(plain, loss_fn, (inputs,), targets)]
+    if not rows:
+        return {name: torch.zeros_like(p, dtype=torch.float64) for name, p in plain.named_parameters()}
+    return {name: total / divisor for name, total in clipped_sum(rows, (1 - SLACK) * max_norm).items()}
+
+
+def gradients_of(model):
+    return {name: p.grad.detach().clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def assert_same_gradients(found, expected, *, rtol=1e-5):
+    """Equal, relative to the length of the whole: what the symbol of equality in the user rules means."""
+    assert found.keys() == expected.keys()
+    scale = torch.cat([g.flatten().double() for g in expected.values()]).norm()
+    for name, gradient in expected.items():
+        torch.testing.assert_close(found[name].double(), gradient, rtol=rtol, atol=rtol * float(scale), msg=name)
+
+
+def state_of(module):
+    """The parameters, as they are now."""
+    return {name: value.detach().clone() for name, value in module.state_dict().items()}

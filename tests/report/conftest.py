@@ -1,0 +1,75 @@
+"""Facts of an ordinary run, to be varied."""
+
+import dataclasses
+
+import pytest
+
+from dpengine.accounting import Charge, GaussianEvent, NonPrivateEvent, PoissonGaussianEvent, Relation, UnclaimedEvent
+from dpengine.report import RunFacts
+
+PLAN = {
+    "sampling": "poisson",
+    "sample_rate": 0.02,
+    "expected_batch_size": 100.0,
+    "clipping": {"policy": "flat", "max_norm": 0.5},
+    "sensitivity": 0.5,
+    "noise_multiplier": 1.5,
+    "noise_std_of_sum": 0.75,
+    "noise_std_of_mean": 0.0075,
+    "relation": "zero-out",
+}
+ORDINARY = RunFacts(
+    plan=PLAN,
+    history=(Charge(PoissonGaussianEvent(0.02 + 2.0**-60, 1.5), 200),),
+    delta=1e-5,
+    relation=Relation.ZERO_OUT,
+    num_examples=5003,
+    noise={"kind": "chacha20", "cryptographic": True, "insecure_seed": False, "largest_normal": 9.4},
+    target_epsilon=2.5,
+    planned_steps=200,
+    ledger_on_disk=True,
+    loss_checked=True,
+    data={"name": "Census", "source": "a public archive", "licence": "CC BY 4.0", "sha256": {"a.data": "ab" * 32}},
+    utility={"metric": "accuracy", "value": 0.8493, "split": "test"},
+    torch="2.13.0",
+    device="cpu",
+)
+VARIANTS = {
+    "ordinary": {},
+    "not-private": {"plan": PLAN | {"noise_multiplier": 0.0}, "history": (Charge(NonPrivateEvent(), 3),)},
+    "shuffled": {
+        "plan": PLAN | {"sampling": "shuffle"},
+        "history": (Charge(UnclaimedEvent("sampling='shuffle' does not draw Poisson batches"), 7),),
+        "unamplified": (Charge(GaussianEvent(1.5), 2),),
+    },
+    "not-started": {"history": ()},
+    "full-batch": {"history": (Charge(GaussianEvent(4.0), 9),), "plan": PLAN | {"sample_rate": 1.0}},
+    "bare": {"plan": {}, "noise": {}, "data": {}, "utility": {}, "torch": None, "device": None, "num_examples": None},
+    "add-or-remove": {"relation": Relation.ADD_OR_REMOVE_ONE, "constants_declared": True},
+    "seeded": {"noise": {"kind": "philox", "cryptographic": False, "insecure_seed": True}},
+    "voids-and-clips": {
+        "history": (
+            Charge(PoissonGaussianEvent(0.02, 1.5), 3),
+            Charge(PoissonGaussianEvent(0.02, 1.5), 2, "void"),
+            Charge(PoissonGaussianEvent(0.02, 30.0), 5, "clip"),
+            Charge(PoissonGaussianEvent(0.02, 1.5), 1),
+        )
+    },
+    "delta-too-small": {"delta": 1e-15},
+}
+
+
+@pytest.fixture
+def make_facts():
+    """The ordinary run with some facts changed; a text names a variant."""
+
+    def make(variant: str = "ordinary", **changes):
+        return dataclasses.replace(ORDINARY, **(VARIANTS[variant] | changes))
+
+    return make
+
+
+@pytest.fixture(params=VARIANTS, ids=str)
+def any_facts(request, make_facts):
+    """Every kind of run that a report must bear."""
+    return make_facts(request.param)

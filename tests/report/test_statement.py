@@ -1,0 +1,142 @@
+import re
+
+import pytest
+
+from dpengine.accounting import Charge, GaussianEvent, NonPrivateEvent, PoissonGaussianEvent, Relation, UnclaimedEvent
+from dpengine.report import PrivacyReport, assumptions, statement
+
+BARE_EPSILON = re.compile(r"(ε|epsilon)\s*(=|≤|:|of)?\s*\d", re.IGNORECASE)
+
+
+def flat(text):
+    """The statement without its line breaks."""
+    return " ".join(text.split())
+
+
+def test_a_statement_names_all_that_a_number_needs(make_facts):
+    text = flat(statement(make_facts("full-batch")))
+    # sqrt(9) / 4 is a mu of 0.75: epsilon 3.14680 at 1e-5, advantage 29.234 %.
+    for part in (
+        "(ε = 3.15, δ = 1e-05)",
+        "central differential privacy",
+        "Unit: one training example.",
+        "zero-out",
+        "how many there are is public (5,003)",
+        "μ-GDP 0.75 (exact)",
+        "membership advantage ≤ 29.3 %",
+        "accountant 'pld' of dp-accounting 0.",
+        "clipping flat (max_norm=0.5)",
+        "noise multiplier 1.5",
+        "9 steps charged of 200 planned; target ε = 2.5",
+        "hyper-parameters",
+        "accuracy on test",
+        "training loss",
+        "pre-training",
+    ):
+        assert part in text, part
+
+
+def test_every_assumption_is_in_the_statement_with_its_verdict(any_facts):
+    text = flat(statement(any_facts))
+    for item in assumptions(any_facts):
+        assert flat(f"[{item.holds}] {item.name}: {item.evidence}.") in text
+
+
+@pytest.mark.parametrize(
+    ("relation", "words"),
+    [
+        (Relation.ADD_OR_REMOVE_ONE, "one has one person more (add or remove one); how many there are is private."),
+        (Relation.ZERO_OUT, "one person of one contributes nothing in the other (zero-out)"),
+        (Relation.REPLACE_ONE, "they differ in one person (replace one)"),
+    ],
+)
+def test_relation_and_unit_are_in_words(make_facts, relation, words):
+    text = flat(statement(make_facts(relation=relation, unit="person")))
+    assert words in text
+    assert "privacy for each person" in text
+    assert "several rows" not in text
+
+
+def test_r1_a_shuffled_run_never_shows_a_bare_epsilon(make_facts):
+    facts = make_facts("shuffled")
+    report = PrivacyReport(facts)
+    for text in (statement(facts), repr(report), report.to_markdown(), report.to_html()):
+        assert "not claimed: Poisson assumption not met" in flat(text)
+        assert not BARE_EPSILON.search(text), BARE_EPSILON.search(text)
+    assert report.to_dict()["guarantee"]["epsilon"] is None
+    assert report.to_dict()["profile"] == []
+
+
+@pytest.mark.parametrize(
+    "history",
+    [
+        (),
+        (Charge(PoissonGaussianEvent(0.02, 1.5), 9),),
+        (Charge(PoissonGaussianEvent(0.02, 1.5), 9), Charge(UnclaimedEvent("shuffled"), 1)),
+    ],
+)
+def test_r1_holds_whatever_the_history_of_a_shuffled_run(make_facts, history):
+    text = statement(make_facts("shuffled", history=history))
+    assert text.startswith("ε not claimed: Poisson assumption not met")
+
+
+def test_r1_one_shuffled_step_in_a_poisson_run_takes_the_claim_away(make_facts):
+    history = (Charge(PoissonGaussianEvent(0.02, 1.5), 9), Charge(UnclaimedEvent("shuffled"), 1))
+    assert statement(make_facts(history=history)).startswith("ε not claimed: Poisson assumption not met (shuffled)")
+
+
+def test_a_shuffled_run_shows_its_bound_under_another_name(make_facts):
+    text = flat(statement(make_facts("shuffled")))
+    assert "no amplification: 4.09 at δ = 1e-05" in text  # two Gaussians of 1.5: mu 0.9428, epsilon 4.08923
+    assert "no amplification" not in statement(make_facts("shuffled", unamplified=()))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"variant": "not-private"},
+        {"variant": "not-private", "history": ()},
+        {"history": (Charge(GaussianEvent(1.0), 4), Charge(NonPrivateEvent(), 1))},
+    ],
+)
+def test_r3_without_noise_epsilon_is_infinite_and_the_run_not_private(make_facts, changes):
+    facts = make_facts(**changes)
+    report = PrivacyReport(facts)
+    for text in (statement(facts), repr(report), report.to_markdown(), report.to_html()):
+        assert "NOT PRIVATE" in text
+        assert "∞" in text
+        assert not BARE_EPSILON.search(text.replace("target ε = 2.5", ""))
+    assert report.to_dict()["guarantee"]["epsilon"] == "inf"
+
+
+def test_a_seed_stamps_every_epsilon(make_facts):
+    facts = make_facts("seeded")
+    report = PrivacyReport(facts)
+    for text in (statement(facts).splitlines()[0], repr(report)):
+        assert text.rstrip(")").endswith("[INSECURE_SEED] [generator: not cryptographic]")
+    assert report.to_html().count("INSECURE_SEED") >= 4
+    assert report.to_dict()["run"]["seed_policy"] == "INSECURE_SEED"
+    assert "as long as the seed of the noise stays secret" in flat(report.to_markdown())
+
+
+def test_a_failed_assumption_stands_beside_the_epsilon(make_facts):
+    assert "[ASSUMPTION NOT MET]" in statement(make_facts(loss_checked=False)).splitlines()[0]
+
+
+def test_nothing_spent_is_zero(make_facts):
+    assert "(ε = 0.00, δ = 1e-05)" in statement(make_facts("not-started"))
+
+
+def test_a_private_size_is_not_shown(make_facts):
+    report = PrivacyReport(make_facts("add-or-remove"))
+    for text in (str(report), report.to_json(), report.to_markdown(), report.to_html()):
+        assert "5003" not in text
+        assert "5,003" not in text
+
+
+def test_more_exclusions_of_the_user_are_listed(make_facts):
+    assert "- the tokenizer" in statement(make_facts(excludes=("the tokenizer",)))
+
+
+def test_lines_fit_a_terminal(any_facts):
+    assert max(map(len, statement(any_facts).splitlines()[1:])) <= 100

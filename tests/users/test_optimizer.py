@@ -1,0 +1,525 @@
+"""Section 1.1 of the user rules: the optimizer stays the object that the user's tools know."""
+
+import copy
+import functools
+import io
+import pickle
+import warnings
+
+import pytest
+import torch
+from loops import (
+    assert_same_gradients,
+    expected_gradients,
+    first_batch,
+    gradients_of,
+    make_loop,
+    mlp,
+    state_of,
+)
+from torch import nn
+from torch.optim import lr_scheduler
+
+import dpengine
+from dpengine.errors import DetachedError, LedgerError, PrivacyWarning, UnknownParameterError
+from dpengine.optimizer import REFUSED
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*DPE012")
+
+KINDS = [
+    value
+    for value in vars(torch.optim).values()
+    if isinstance(value, type) and issubclass(value, torch.optim.Optimizer) and value is not torch.optim.Optimizer
+]
+PRIVATE = [kind for kind in KINDS if kind.__name__ not in REFUSED]
+every_optimizer = pytest.mark.parametrize("kind", PRIVATE, ids=lambda kind: kind.__name__)
+SCHEDULERS = {
+    "StepLR": lambda o: lr_scheduler.StepLR(o, 1, gamma=0.5),
+    "LambdaLR": lambda o: lr_scheduler.LambdaLR(o, lambda step: 1 / (1 + step)),
+    "CosineAnnealingLR": lambda o: lr_scheduler.CosineAnnealingLR(o, 4),
+    "OneCycleLR": lambda o: lr_scheduler.OneCycleLR(o, 0.1, total_steps=8, cycle_momentum=False),
+    "CyclicLR": lambda o: lr_scheduler.CyclicLR(o, 0.01, 0.1, step_size_up=2, cycle_momentum=False),
+    "SequentialLR": lambda o: lr_scheduler.SequentialLR(
+        o, [lr_scheduler.ConstantLR(o, 0.5), lr_scheduler.ExponentialLR(o, 0.9)], milestones=[2]
+    ),
+    "ChainedScheduler": lambda o: lr_scheduler.ChainedScheduler(
+        [lr_scheduler.LinearLR(o), lr_scheduler.ExponentialLR(o, 0.9)]
+    ),
+    "MultiplicativeLR": lambda o: lr_scheduler.MultiplicativeLR(o, lambda step: 0.5),
+}
+every_scheduler = pytest.mark.parametrize("schedule", SCHEDULERS.values(), ids=SCHEDULERS)
+
+
+def loop_with(kind, **options):
+    """A run over matrices only, since one optimizer takes nothing else."""
+    return make_loop(mlp(bias=False), make_optimizer=functools.partial(kind, lr=0.05), **options)
+
+
+class Shadow:
+    """The user's own optimizer on a copy of the model, fed with the gradients that were released."""
+
+    def __init__(self, model, kind):
+        self.model = copy.deepcopy(model)
+        self.optimizer = kind(self.model.parameters(), lr=0.05)
+
+    def follow(self, model):
+        for mine, theirs in zip(self.model.parameters(), model.parameters(), strict=True):
+            mine.grad = theirs.grad.clone()
+        self.optimizer.step()
+
+    def assert_equal(self, model):
+        for mine, theirs in zip(self.model.parameters(), model.parameters(), strict=True):
+            torch.testing.assert_close(mine, theirs, rtol=0, atol=0)
+
+
+@every_optimizer
+def test_o1_the_objects_stay_what_they_are(kind):
+    model = mlp(bias=False)
+    optimizer = kind(model.parameters(), lr=0.05)
+    groups, state, defaults, keys = optimizer.param_groups, optimizer.state, optimizer.defaults, optimizer.state_dict()
+    loop = make_loop(model, make_optimizer=lambda parameters: optimizer)
+    assert loop.model is model
+    assert type(model) is nn.Sequential
+    assert loop.optimizer is optimizer
+    assert isinstance(optimizer, kind)
+    assert optimizer.param_groups is groups
+    assert optimizer.state is state
+    assert optimizer.defaults is defaults
+    assert optimizer.state_dict() == keys
+    loop.step(*first_batch(loop.loader))
+    assert optimizer.state_dict().keys() == keys.keys()
+    assert optimizer.state_dict()["param_groups"][0].keys() == keys["param_groups"][0].keys()
+
+
+@every_optimizer
+def test_o2_a_scheduler_from_before_counts_private_steps(kind):
+    model = mlp(bias=False)
+    optimizer = kind(model.parameters(), lr=0.05)
+    scheduler = lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+    loop = make_loop(model, make_optimizer=lambda parameters: optimizer, noise_multiplier=1.0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for steps, batch in enumerate(loop.loader, start=1):
+            loop.step(*batch)
+            scheduler.step()
+            assert loop.engine.ledger.steps == steps  # the private step ran, and not the one that stood on the instance
+    assert scheduler.get_last_lr()[0] == pytest.approx(0.05 * 0.5**4)
+    assert loop.release.released.keys() == set(model.parameters())
+
+
+@every_scheduler
+@pytest.mark.parametrize("before", [True, False], ids=["before", "after"])
+def test_o2_o3_the_learning_rate_follows_the_schedule(schedule, before):
+    model = mlp(bias=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    scheduler = schedule(optimizer) if before else None
+    loop = make_loop(model, make_optimizer=lambda parameters: optimizer)
+    scheduler = scheduler or schedule(optimizer)
+    shadow = Shadow(model, torch.optim.SGD)
+    shadow_scheduler = schedule(shadow.optimizer)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for batch in loop.loader:
+            loop.step(*batch)
+            shadow.follow(model)
+            scheduler.step()
+            shadow_scheduler.step()
+            assert scheduler.get_last_lr() == shadow_scheduler.get_last_lr()
+    shadow.assert_equal(model)
+
+
+@every_optimizer
+def test_o3_a_scheduler_from_after_sets_the_rate_of_the_next_step(kind):
+    loop = loop_with(kind)
+    scheduler = lr_scheduler.StepLR(loop.optimizer, 1, gamma=0.1)
+    shadow = Shadow(loop.model, kind)
+    shadow_scheduler = lr_scheduler.StepLR(shadow.optimizer, 1, gamma=0.1)
+    for batch in loop.loader:
+        loop.step(*batch)
+        shadow.follow(loop.model)
+        scheduler.step()
+        shadow_scheduler.step()
+    shadow.assert_equal(loop.model)
+
+
+class ClosureSpy(torch.optim.SGD):
+    """Notes what its step is given."""
+
+    def step(self, closure=None):
+        self.given = [*getattr(self, "given", []), closure]
+        return super().step()
+
+
+@every_optimizer
+def test_o4_a_closure_runs_once_and_its_loss_comes_back(kind):
+    loop = loop_with(kind)
+    inputs, targets = first_batch(loop.loader)
+    calls, losses = [], []
+
+    def closure():
+        calls.append(torch.is_grad_enabled())
+        loop.optimizer.zero_grad()
+        losses.append(loop.backward(inputs, targets))
+        return losses[-1]
+
+    with torch.no_grad():
+        returned = loop.optimizer.step(closure)
+    assert calls == [True]
+    assert returned is losses[0]
+    assert loop.engine.ledger.steps == 1
+
+
+def test_o4_the_base_step_never_gets_the_closure():
+    loop = loop_with(ClosureSpy)
+    inputs, targets = first_batch(loop.loader)
+    expected = expected_gradients(loop.model, [(inputs, targets)])
+    loop.optimizer.step(lambda: loop.backward(inputs, targets))
+    assert loop.optimizer.given == [None]
+    assert_same_gradients(gradients_of(loop.model), expected)
+
+
+@every_optimizer
+def test_o5_user_hooks_fire_once_and_see_noised_gradients(kind):
+    loop = loop_with(kind, noise_multiplier=1.0)
+    seen = {"pre": [], "post": []}
+    loop.optimizer.register_step_pre_hook(lambda *_: seen["pre"].append(gradients_of(loop.model)))
+    loop.optimizer.register_step_post_hook(lambda *_: seen["post"].append(gradients_of(loop.model)))
+    inputs, targets = first_batch(loop.loader)
+    without_noise = expected_gradients(loop.model, [(inputs, targets)])
+    loop.step(inputs, targets)
+    for gradients in seen.values():
+        assert len(gradients) == 1
+        for name, gradient in gradients[0].items():
+            assert torch.equal(gradient, loop.model.get_parameter(name).grad)
+            assert not torch.isclose(gradient.double(), without_noise[name], atol=1e-6).any()
+
+
+def reload_state(optimizer):
+    optimizer.load_state_dict(optimizer.state_dict())
+
+
+def replace_groups(optimizer):
+    optimizer.param_groups = [dict(group) for group in optimizer.param_groups]  # as accelerate.prepare does
+
+
+@every_optimizer
+@pytest.mark.parametrize("replace", [reload_state, replace_groups])
+def test_o6_rates_take_effect_after_the_groups_were_replaced(kind, replace):
+    loop = loop_with(kind)
+    shadow = Shadow(loop.model, kind)
+    for position, batch in enumerate(loop.loader):
+        loop.step(*batch)
+        shadow.follow(loop.model)
+        if position == 0:
+            replace(loop.optimizer)
+        for one in (loop.optimizer, shadow.optimizer):
+            one.param_groups[0]["lr"] = 0.01 * (position + 1)
+    shadow.assert_equal(loop.model)
+
+
+def by_torch_save(optimizer):
+    file = io.BytesIO()
+    torch.save(optimizer, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+COPIES = {"deepcopy": copy.deepcopy, "pickle": lambda o: pickle.loads(pickle.dumps(o)), "torch.save": by_torch_save}
+
+
+@every_optimizer
+@pytest.mark.parametrize("make_copy", COPIES.values(), ids=COPIES)
+def test_o7_a_copy_has_the_state_and_no_engine(kind, make_copy):
+    loop = loop_with(kind)
+    lr_scheduler.StepLR(loop.optimizer, 1)  # leaves a step of its own on the instance
+    loop.step(*first_batch(loop.loader))
+    other = make_copy(loop.optimizer)
+    assert isinstance(other, kind)
+    assert str(other.state_dict()) == str(loop.optimizer.state_dict())
+    before = [p.detach().clone() for p in other.param_groups[0]["params"]]
+    with pytest.raises(DetachedError, match=r"DPE019.*dpengine\.detach\(optimizer\)"):
+        other.step()
+    assert all(torch.equal(a, b) for a, b in zip(before, other.param_groups[0]["params"], strict=True))
+    dpengine.detach(other)
+    assert type(other) is kind
+    for p in other.param_groups[0]["params"]:
+        p.grad = torch.ones_like(p)
+    other.step()
+    assert not any(torch.equal(a, b) for a, b in zip(before, other.param_groups[0]["params"], strict=True))
+
+
+def test_o7_a_copy_can_be_attached_again():
+    loop = make_loop()
+    model, optimizer = copy.deepcopy((loop.model, loop.optimizer))
+    second = make_loop(model, make_optimizer=lambda parameters: optimizer, engine=loop.engine)
+    batch = first_batch(second.loader)
+    expected = expected_gradients(model, [batch])
+    second.step(*batch)
+    assert_same_gradients(gradients_of(model), expected)
+    second.engine.detach(model)
+    assert type(optimizer) is torch.optim.SGD
+
+
+@every_optimizer
+def test_o8_the_repr_says_that_it_is_private(kind):
+    loop = loop_with(kind, noise_multiplier=1.25, max_grad_norm=0.5)
+    assert repr(loop.optimizer).startswith(f"DP{kind.__name__}(noise_multiplier=1.25, max_grad_norm=0.5")
+    assert "INSECURE_SEED" in repr(loop.optimizer)
+    assert "detached copy" in repr(copy.deepcopy(loop.optimizer))
+
+
+def test_o9_a_group_added_later_is_refused_by_name():
+    loop = make_loop()
+    extra = nn.Linear(2, 2)
+    with pytest.raises(UnknownParameterError, match=r"DPE016.*Parameter\(2, 2\), Parameter\(2,\).*engine\.detach"):
+        loop.optimizer.add_param_group({"params": extra.parameters()})
+    with pytest.raises(UnknownParameterError, match=r"\(0\.weight\)"):
+        loop.optimizer.add_param_group({"params": loop.model[0].weight})
+    with pytest.raises(UnknownParameterError, match=r"\(head\)"):
+        loop.optimizer.add_param_group({"params": [("head", extra.weight)]})
+    assert len(loop.optimizer.param_groups) == 1
+
+
+def test_o9_a_detached_copy_takes_groups():
+    other = copy.deepcopy(make_loop().optimizer)
+    other.add_param_group({"params": nn.Linear(2, 2).parameters()})
+    assert len(other.param_groups) == 2
+
+
+@every_optimizer
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_o10_zero_grad_works_either_way(kind, set_to_none):
+    loop = loop_with(kind)
+    shadow = Shadow(loop.model, kind)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for inputs, targets in loop.loader:
+            loop.optimizer.zero_grad(set_to_none=set_to_none)
+            assert all(p.grad is None or not p.grad.any() for p in loop.model.parameters())
+            expected = expected_gradients(loop.model, [(inputs, targets)])
+            loop.backward(inputs, targets)
+            loop.optimizer.step()
+            shadow.follow(loop.model)
+            assert_same_gradients(gradients_of(loop.model), expected)
+    shadow.assert_equal(loop.model)
+
+
+def test_o10_every_optimizer_of_torch_is_private_or_refused():
+    assert {kind.__name__ for kind in KINDS} == {kind.__name__ for kind in PRIVATE} | set(REFUSED)
+    assert set(REFUSED) == {"LBFGS", "SparseAdam"}
+
+
+@pytest.mark.parametrize("name", sorted(REFUSED))
+@pytest.mark.parametrize("derived", [False, True])
+def test_o10_two_optimizers_are_refused_and_left_alone(name, derived):
+    kind = getattr(torch.optim, name)
+    kind = type("Mine", (kind,), {}) if derived else kind
+    model = mlp(bias=False)
+    optimizer = kind(model.parameters())
+    before = dict(optimizer.__dict__)
+    with pytest.raises(UnknownParameterError, match=r"DPE016.*cannot be made private.*SGD or AdamW"):
+        make_loop(model, make_optimizer=lambda parameters: optimizer)
+    assert type(optimizer) is kind
+    assert optimizer.__dict__ == before
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+
+
+class Recurrent(nn.Module):
+    """Has layers that are exchanged for twins while they are private."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(3)
+        self.rnn = nn.LSTM(4, 4, batch_first=True)
+        self.mix = nn.MultiheadAttention(4, 2, batch_first=True)
+        self.head = nn.Linear(4, 3)
+
+    def forward(self, inputs):
+        hidden = self.rnn(inputs.unsqueeze(1))[0]
+        return self.head(self.mix(hidden, hidden, hidden)[0][:, 0])
+
+
+def hooks_of(model):
+    names = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    found = [hook for module in model.modules() for name in names for hook in getattr(module, name).values()]
+    return found + [hook for p in model.parameters() for hook in (p._post_accumulate_grad_hooks or {}).values()]
+
+
+def plain_training(model, optimizer, batches):
+    for inputs, targets in batches:
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(inputs), targets).backward()
+        optimizer.step()
+    return state_of(model)
+
+
+@pytest.mark.parametrize("make_model", [mlp, Recurrent])
+@pytest.mark.parametrize("mode", ["auto", "hooks", "functorch", "ew", "ghost"])
+def test_o11_after_detach_nothing_is_left(make_model, mode):
+    model, never = make_model(), make_model()
+    model.load_state_dict(start := state_of(never))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    scheduler = lr_scheduler.StepLR(optimizer, 1)
+    own_step, attributes = optimizer.__dict__["step"], set(optimizer.__dict__)
+    modules = [(module, type(module), set(module.__dict__)) for module in model.modules()]
+    parameters = [(p, set(p.__dict__)) for p in model.parameters()]
+
+    loop = make_loop(
+        model, make_optimizer=lambda _: optimizer, noise_multiplier=1.0, grad_sample_mode=mode, lr_scheduler=scheduler
+    )
+    batches = list(loop.loader)
+    for batch in loop.loader:
+        loop.step(*batch)
+    loop.engine.detach(model)
+
+    assert type(optimizer) is torch.optim.SGD
+    assert type(scheduler) is lr_scheduler.StepLR
+    assert optimizer.__dict__["step"] is own_step
+    assert set(optimizer.__dict__) - {"_opt_called"} == attributes - {"_opt_called"}
+    assert [(m, type(m), set(m.__dict__)) for m, _, _ in modules] == modules
+    assert [(p, set(p.__dict__)) for p, _ in parameters] == parameters
+    assert not hooks_of(model)
+    model.load_state_dict(start)
+    optimizer.state.clear()
+    found = plain_training(model, optimizer, batches)
+    truth = plain_training(never, torch.optim.SGD(never.parameters(), lr=0.1, momentum=0.9), batches)
+    assert all(torch.equal(found[name], truth[name]) for name in truth)
+
+
+def test_o11_a_scheduler_from_in_between_goes_on_counting_after_detach():
+    loop = make_loop()
+    scheduler = lr_scheduler.StepLR(loop.optimizer, 1, gamma=0.5)
+    loop.step(*first_batch(loop.loader))
+    scheduler.step()
+    loop.engine.detach(loop.model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        loop.step(*first_batch(loop.loader))
+        scheduler.step()
+    assert loop.optimizer.param_groups[0]["lr"] == pytest.approx(0.5 * 0.25)
+    assert loop.engine.ledger.steps == 1  # what was spent stays, and plain steps add nothing
+
+
+PUBLIC = [name for name in dpengine.__all__ if name != "PrivacyWarning"]
+
+
+def unknown_keywords():
+    """Every public callable with a keyword that is one letter off."""
+    engine = dpengine.PrivacyEngine
+    cases = [(name, getattr(dpengine, name)) for name in PUBLIC]
+    members = ("make_private", "make_private_with_epsilon", "get_epsilon", "metrics", "backward", "detach")
+    cases += [(f"PrivacyEngine.{name}", functools.partial(getattr(engine, name), None)) for name in members]
+    return [pytest.param(call, id=name) for name, call in cases]
+
+
+@pytest.mark.parametrize("call", unknown_keywords())
+def test_o12_an_unknown_keyword_is_a_type_error(call):
+    with pytest.raises(TypeError, match="no argument 'entirely_unknown'"):
+        call(entirely_unknown=1)
+
+
+@pytest.mark.parametrize(
+    ("call", "given", "near"),
+    [
+        (dpengine.PrivacyEngine, "secure_rgn", "secure_rng"),
+        (dpengine.PrivacyEngine, "acountant", "accountant"),
+        (functools.partial(dpengine.PrivacyEngine.make_private, None), "noise_multipler", "noise_multiplier"),
+        (functools.partial(dpengine.PrivacyEngine.make_private, None), "max_gard_norm", "max_grad_norm"),
+        (dpengine.calibrate, "target_epsilom", "target_epsilon"),
+        (dpengine.Flat, "max_norms", "max_norm"),
+        (dpengine.GradSampleModule, "batch_fist", "batch_first"),
+        (dpengine.PerSampleGradientClipper, "norm_cliper", "norm_clipper"),
+        (dpengine.check_loss, "los_fn", "loss_fn"),
+        (dpengine.fix, "modle", "model"),
+    ],
+)
+def test_o12_the_nearest_name_is_suggested(call, given, near):
+    with pytest.raises(TypeError, match=f"no argument '{given}'. Did you mean '{near}'"):
+        call(**{given: 1})
+
+
+def assigned(model):
+    for p in model.parameters():
+        p.grad = torch.full_like(p, 7.0)
+
+
+def clipped_by_hand(model):
+    nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+
+
+@pytest.mark.parametrize(("edit", "set_to_none"), [(assigned, True), (assigned, False), (clipped_by_hand, False)])
+def test_o13_edits_before_the_step_change_nothing_and_are_noticed(edit, set_to_none):
+    loop = make_loop()
+    batches = iter(loop.loader)
+    loop.step(*next(batches))
+    loop.optimizer.zero_grad(set_to_none)
+    inputs, targets = next(batches)
+    expected = expected_gradients(loop.model, [(inputs, targets)])
+    loop.backward(inputs, targets)
+    edit(loop.model)
+    with pytest.warns(PrivacyWarning, match="DPE015.*max_grad_norm"):
+        loop.optimizer.step()
+    assert_same_gradients(gradients_of(loop.model), expected)
+
+
+def test_o13_no_gradient_is_there_before_the_step():
+    loop = make_loop()
+    loop.backward(*first_batch(loop.loader))
+    assert all(p.grad is None for p in loop.model.parameters())
+
+
+def test_o13_a_raw_gradient_of_a_frozen_parameter_is_never_applied():
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    nn.functional.cross_entropy(model(torch.randn(4, 4)), torch.tensor([0, 1, 2, 0])).backward()
+    model[0].requires_grad_(False)
+    loop = make_loop(model, make_optimizer=lambda parameters: optimizer)
+    frozen = state_of(model[0])
+    inputs, targets = first_batch(loop.loader)
+    loop.backward(inputs, targets)
+    with pytest.warns(PrivacyWarning, match="DPE015"):
+        loop.optimizer.step()
+    assert all(torch.equal(frozen[name], value) for name, value in state_of(model[0]).items())
+
+
+class Boom(RuntimeError):
+    pass
+
+
+class FailingSGD(torch.optim.SGD):
+    """Fails when it should change the weights."""
+
+    def step(self, closure=None):
+        raise Boom
+
+
+def test_o14_the_ledger_is_written_before_the_weights_change():
+    loop = make_loop(make_optimizer=lambda parameters: FailingSGD(parameters, lr=0.5), noise_multiplier=1.0)
+    loop.backward(*first_batch(loop.loader))
+    before = state_of(loop.model)
+    with pytest.raises(Boom):
+        loop.optimizer.step()
+    assert [(charge.kind, charge.count) for charge in loop.engine.ledger.history] == [("release", 1)]
+    assert all(torch.equal(before[name], value) for name, value in state_of(loop.model).items())
+
+
+@pytest.mark.parametrize("error", [LedgerError("The disk is full."), OSError(28, "No space left"), KeyboardInterrupt()])
+def test_o14_a_step_that_cannot_be_charged_changes_nothing(error, monkeypatch):
+    loop = make_loop(noise_multiplier=1.0)
+    batches = iter(loop.loader)
+    loop.backward(*next(batches))
+    before = state_of(loop.model)
+
+    def refuse(*args, **kwargs):
+        raise error
+
+    monkeypatch.setattr(loop.engine.ledger, "charge", refuse)
+    with pytest.raises(type(error)):
+        loop.optimizer.step()
+    assert all(torch.equal(before[name], value) for name, value in state_of(loop.model).items())
+    assert all(p.grad is None for p in loop.model.parameters())
+    assert loop.release.sums.buffer.clean
+    assert all(not flat.any() for flat in loop.release.sums.buffer.flats.values())
+    monkeypatch.undo()
+    loop.step(*next(batches))
+    assert loop.engine.ledger.steps == 1

@@ -1,0 +1,228 @@
+"""Section 1.3 of the user rules, first half: mixed precision, loss scalers and compiled models."""
+
+import copy
+import math
+import pickle
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import TensorDataset
+
+from dpengine.errors import ScaledGradientError
+from loops import (
+    BATCH,
+    CLASSES,
+    FEATURES,
+    assert_same_gradients,
+    examples,
+    expected_gradients,
+    first_batch,
+    gradients_of,
+    make_loop,
+    mlp,
+    state_of,
+)
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*DPE012", "ignore:.*lr_scheduler.step")
+
+MODES = ["auto", "hooks", "functorch", "ew", "ghost"]
+every_mode = pytest.mark.parametrize("mode", MODES)
+
+
+class Small(nn.Module):
+    """A convolution, a norm and a dense layer."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(1)
+        self.conv = nn.Conv1d(1, 4, 2)
+        self.norm = nn.GroupNorm(2, 4)
+        self.head = nn.Linear(4 * (FEATURES - 1), CLASSES)
+
+    def forward(self, inputs):
+        return self.head(self.norm(self.conv(inputs.unsqueeze(1))).tanh().flatten(1))
+
+
+# M1
+
+
+@every_mode
+@pytest.mark.parametrize("max_norm", [0.1, 100.0], ids=["clipping", "not clipping"])
+@pytest.mark.parametrize("how", ["autocast", "parameters"])
+def test_m1_bfloat16_works_in_every_mode(how, max_norm, mode):
+    model = Small()
+    dataset = examples()
+    if how == "parameters":
+        model.bfloat16()
+        dataset = TensorDataset(dataset.tensors[0].bfloat16(), dataset.tensors[1])
+    loop = make_loop(model, dataset=dataset, grad_sample_mode=mode, max_grad_norm=max_norm)
+    inputs, targets = first_batch(loop.loader, least=4)
+    expected = expected_gradients(model, [(inputs.float(), targets)], max_norm=max_norm)
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=how == "autocast"):
+        loss = F.cross_entropy(model(inputs), targets)
+    loss.backward()
+    assert {flat.dtype for flat in loop.release.sums.buffer.flats.values()} == {torch.float32}
+    sums = torch.cat([total.flatten() for _, total in loop.release.sums.buffer])
+    assert sums.norm() <= len(targets) * max_norm
+    loop.optimizer.step()
+    found = gradients_of(model)
+    assert {gradient.dtype for gradient in found.values()} == {next(model.parameters()).dtype}
+    # bfloat16 keeps 8 bits, and the pass is some ten roundings long
+    assert_same_gradients(found, expected, rtol=0.03)
+
+
+@every_mode
+def test_m1_sums_of_bfloat16_gradients_do_not_stagnate(mode):
+    rows, max_norm = 400, 2.0**-10
+    model = nn.Linear(1, 1, bias=False).bfloat16()
+    dataset = TensorDataset(torch.ones(rows, 1, dtype=torch.bfloat16), torch.zeros(rows))
+    loop = make_loop(model, dataset=dataset, batch_size=rows, physical_batch_size=5, grad_sample_mode=mode)
+    loop.release.plan.clipping.__dict__["max_norm"] = max_norm
+    for inputs, _ in loop.loader:
+        model(inputs).mean().backward()
+    total = float(next(iter(loop.release.sums.buffer))[1])
+    assert total == pytest.approx(rows * max_norm, rel=1e-5)  # in bfloat16 it would stop at 256 * max_norm
+
+
+def test_m1_noise_is_drawn_in_float32_and_cast_after_the_division():
+    model = nn.Linear(FEATURES, CLASSES).bfloat16()
+    dataset = TensorDataset(examples().tensors[0].bfloat16(), examples().tensors[1])
+    loop = make_loop(model, dataset=dataset, noise_multiplier=1.0)
+    seen = []
+    add = loop.release.noise.add
+    loop.release.noise.add = lambda flat, **rest: (seen.append(flat.dtype), add(flat, **rest))
+    loop.step(*first_batch(loop.loader))
+    assert seen == [torch.float32]
+    assert model.weight.grad.dtype is torch.bfloat16
+
+
+# M2
+
+
+@every_mode
+@pytest.mark.parametrize("max_norm", [0.05, 100.0], ids=["clipping", "not clipping"])
+def test_m2_a_scaler_changes_nothing(max_norm, mode):
+    scaler = torch.amp.GradScaler("cpu", init_scale=65536.0)
+    on = make_loop(grad_scaler=scaler, max_grad_norm=max_norm, grad_sample_mode=mode)
+    off = make_loop(max_grad_norm=max_norm, grad_sample_mode=mode)
+    for (inputs, targets), same in zip(on.loader, off.loader, strict=True):
+        assert torch.equal(inputs, same[0])
+        off.step(*same)
+        on.optimizer.zero_grad()
+        scaler.scale(F.cross_entropy(on.model(inputs), targets)).backward()
+        scaler.unscale_(on.optimizer)
+        scaler.step(on.optimizer)
+        scaler.update()
+        truth = {name: gradient.double() for name, gradient in gradients_of(off.model).items()}
+        assert_same_gradients(gradients_of(on.model), truth)
+    assert scaler.get_scale() == 65536.0
+    assert isinstance(scaler, torch.amp.GradScaler)
+    assert scaler.state_dict()["scale"] == 65536.0
+    assert type(copy.deepcopy(scaler)) is type(pickle.loads(pickle.dumps(scaler))) is torch.amp.GradScaler
+    on.engine.detach(on.model)
+    assert type(scaler) is torch.amp.GradScaler
+
+
+@pytest.mark.parametrize("unscale", [False, True])
+def test_m2_a_scaler_that_was_not_passed_is_refused(unscale):
+    scaler = torch.amp.GradScaler("cpu", init_scale=65536.0)
+    loop = make_loop(noise_multiplier=1.0)
+    inputs, targets = first_batch(loop.loader)
+    before = state_of(loop.model)
+    scaler.scale(F.cross_entropy(loop.model(inputs), targets)).backward()
+    if unscale:
+        scaler.unscale_(loop.optimizer)
+    with pytest.raises(ScaledGradientError, match=r"DPE009.*torch\.bfloat16.*grad_scaler=scaler"):
+        scaler.step(loop.optimizer)
+    assert all(torch.equal(before[name], value) for name, value in state_of(loop.model).items())
+    loop.optimizer.zero_grad()
+    loop.step(*first_batch(loop.loader))  # what the scaler left on the optimizer is gone
+
+
+@pytest.mark.parametrize("given", [True, False])
+def test_m2_a_scaler_that_is_off_is_no_hindrance(given):
+    scaler = torch.amp.GradScaler("cpu", enabled=False)
+    loop = make_loop(grad_scaler=scaler if given else None)
+    inputs, targets = first_batch(loop.loader)
+    expected = expected_gradients(loop.model, [(inputs, targets)])
+    scaler.scale(F.cross_entropy(loop.model(inputs), targets)).backward()
+    scaler.step(loop.optimizer)
+    scaler.update()
+    assert_same_gradients(gradients_of(loop.model), expected)
+
+
+# M3
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_m3_no_row_makes_the_scaler_skip_a_step(bad):
+    dataset = examples()
+    dataset.tensors[0][::2] = bad
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**16, growth_interval=1)
+    loop = make_loop(dataset=dataset, grad_scaler=scaler, noise_multiplier=1.0)
+    for inputs, targets in loop.loader:
+        before = state_of(loop.model)
+        loop.optimizer.zero_grad()
+        scaler.scale(F.cross_entropy(loop.model(inputs), targets)).backward()
+        scaler.step(loop.optimizer)
+        scaler.update()
+        after = state_of(loop.model)
+        assert not any(torch.equal(before[name], after[name]) for name in after)
+        assert all(value.isfinite().all() for value in after.values())
+    assert scaler.get_scale() == 2.0**16
+    assert loop.engine.ledger.steps == len(loop.loader)
+
+
+def test_m3_a_loss_that_overflows_releases_noise_alone():
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**127)
+    loop = make_loop(grad_scaler=scaler)
+    inputs, targets = first_batch(loop.loader, least=3)
+    scaler.scale(100 * F.cross_entropy(loop.model(inputs), targets)).backward()
+    scaler.step(loop.optimizer)
+    assert loop.release.dropped_rows == len(targets)
+    assert all(not p.grad.any() for p in loop.model.parameters())
+
+
+# C1
+
+
+def compiled(model):
+    return torch.compile(model, backend="aot_eager")
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # torch's own, while it compiles
+@pytest.mark.parametrize("when", ["before", "before, and used", "after", "in place", "in place, and used"])
+def test_c1_a_compiled_model_trains_as_it_does_eager(when):
+    model, batches = mlp(), []
+    outer = compiled(model) if when.startswith("before") else model
+    if when.startswith("in place"):
+        model.compile(backend="aot_eager")
+    if when.endswith("used"):
+        F.cross_entropy(outer(examples().tensors[0]), examples().tensors[1]).backward()
+        model.zero_grad()
+    loop = make_loop(outer, max_grad_norm=0.3)
+    called = compiled(model) if when == "after" else outer
+    for position, (inputs, targets) in enumerate(loop.loader):
+        batches.append((inputs, targets))
+        plain = mlp()
+        plain.load_state_dict(state_of(model))
+        expected = expected_gradients(plain, [(inputs, targets)], max_norm=0.3)
+        loop.optimizer.zero_grad()
+        F.cross_entropy(called(inputs), targets).backward()
+        loop.optimizer.step()
+        assert_same_gradients(gradients_of(model), expected)
+        if position == 2:
+            break
+    loop.engine.detach(outer)
+    plain.load_state_dict(start := state_of(model))
+    for one in (called, plain):
+        one.zero_grad()
+        F.cross_entropy(one(batches[0][0]), batches[0][1]).backward()
+    assert_same_gradients(gradients_of(model), {name: p.grad.double() for name, p in plain.named_parameters()})
+    assert list(start) == list(mlp().state_dict())
+
+
+def test_the_batches_here_are_of_the_expected_size():
+    assert BATCH == 6
