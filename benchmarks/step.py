@@ -127,7 +127,9 @@ def deviation(name: str, cell: Cell, rows: int = 4) -> float:
     wide = inputs.double() if inputs.is_floating_point() else inputs
     sums = [torch.zeros_like(p) for p in truth.parameters()]
     for i in range(rows):
-        grads = torch.autograd.grad(F.cross_entropy(truth(wide[i : i + 1]), targets[i : i + 1]), list(truth.parameters()))
+        grads = torch.autograd.grad(
+            F.cross_entropy(truth(wide[i : i + 1]), targets[i : i + 1]), list(truth.parameters())
+        )
         norm = torch.stack([g.norm() for g in grads]).norm()
         for total, grad in zip(sums, grads, strict=True):
             total += grad * min(1.0, float(1 / norm))
@@ -195,7 +197,10 @@ def _memory_of(cell: str, contender: str) -> None:
 
 def table(results: dict[str, Any]) -> str:
     """The results as a Markdown table."""
-    lines = ["| cell | B | contender | ratio | median ms | min | IQR | peak MiB | deviation |", "|---|---|---|---|---|---|---|---|---|"]
+    lines = [
+        "| cell | B | contender | ratio | median ms | min | IQR | peak MiB | deviation |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
     for cell, result in results["cells"].items():
         for contender, row in result["results"].items():
             memory, deviates = result["memory"].get(contender), result["deviation"].get(contender)

@@ -35,7 +35,7 @@ from dpengine.noise import NoiseSource
 from dpengine.optimizer import refuse_optimizer
 from dpengine.plan import DPExecutionPlan
 from dpengine.release import Release
-from dpengine.run import Budget, Run, from_twins, make_twins
+from dpengine.run import Budget, Run
 from dpengine.sampling import WordStream, private_loader, strategy_for
 from dpengine.validation import check
 
@@ -160,23 +160,19 @@ class PrivacyEngine:
         run = self._build(module, optimizer, plan, budget, grad_sample_mode, batch_first, loss_reduction)
         run.release.unused_parameters = unused_parameters
         run.grad_scaler, run.lr_scheduler = grad_scaler, lr_scheduler
-        try:
-            loader = private_loader(
-                data_loader,
-                strategy=strategy,
-                words=_mask_words(run.release.source),
-                physical_batch_size=physical_batch_size,
-                accumulation_steps=accumulation_steps,
-                batch_first=batch_first,
-                on_handout=run.release.handed_out,
-                may_draw=lambda step: budget.may_draw(run.release),
-                example_input=example_input,
-            )
-            self._tell(plan, data_loader.dataset)
-        except BaseException:
-            run.abandon()
-            raise
-        run.attach()
+        loader = private_loader(
+            data_loader,
+            strategy=strategy,
+            words=_mask_words(run.release.source),
+            physical_batch_size=physical_batch_size,
+            accumulation_steps=accumulation_steps,
+            batch_first=batch_first,
+            on_handout=run.release.handed_out,
+            may_draw=lambda step: budget.may_draw(run.release),
+            example_input=example_input,
+        )
+        self._tell(plan, data_loader.dataset)
+        run.attach()  # the first change to anything of the user's: all that may be refused was refused
         self.runs.append(run)
         self._delta = delta
         return module, optimizer, loader
@@ -343,13 +339,9 @@ class PrivacyEngine:
         batch_first: bool,
         loss_reduction: str,
     ) -> Run:
-        try:
-            sums = ClippedSums(
-                module, policy=plan.clipping, mode=mode, batch_first=batch_first, loss_reduction=loss_reduction
-            )
-        except BaseException:
-            from_twins(twins)
-            raise
+        sums = ClippedSums(
+            module, policy=plan.clipping, mode=mode, batch_first=batch_first, loss_reduction=loss_reduction
+        )
         release = Release(plan, sums, self._source(), self.ledger)
         release.overspend = lambda count: budget.overspend(release, count)
         sums.on_backward_end = release.backward_ended

@@ -80,7 +80,7 @@ class BatchDependentLossError(PrivacyError):
     code = "DPE010"
 
 
-class BudgetExceeded(PrivacyError):  # noqa: N818 - the name is part of the public catalogue
+class BudgetExceeded(PrivacyError):
     """The next step would spend more than the target."""
 
     code = "DPE011"

@@ -154,7 +154,8 @@ class Release:
     def _next_is_empty(self) -> bool:
         """Whether ``step`` is for a chunk fetched ahead that has no rows, and so perhaps no backward pass."""
         ticket, chunk = self.fetched[0]
-        return self.stage is not Stage.CLIPPED and (self.stage is not Stage.OPEN or self.done) and not ticket.rows[chunk]
+        free = self.done if self.stage is Stage.OPEN else self.stage is not Stage.CLIPPED
+        return free and ticket.rows[chunk] == 0
 
     def _take_fetched(self) -> None:
         """Finds the chunk that a backward pass is over, among those fetched ahead: one that was left out is void."""

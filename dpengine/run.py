@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor, nn
@@ -122,14 +122,9 @@ class Run:
         loss = loss_B.sum() / (max(len(loss_B), 1) if mean else 1)
         (loss if self.grad_scaler is None else self.grad_scaler.scale(loss)).backward()
 
-    def abandon(self) -> None:
-        """Undoes what was built, where nothing is attached yet."""
-        self.release.close()
-        from_twins(self.twins)
-
     def detach(self) -> None:
         """Takes everything off."""
-        self.abandon()
+        self.release.close()
         private_optimizer.detach(self.optimizer)
         for companion in (self.grad_scaler, self.lr_scheduler):
             if companion is not None:

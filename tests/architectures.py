@@ -1,4 +1,4 @@
-"""Random architectures, for hypothesis: reuse, tying, freezing, branches, odd shapes, several kinds of layers and losses."""
+"""Random architectures, for hypothesis: reuse, tying, freezing, branches, odd shapes, many kinds of layers."""
 
 from __future__ import annotations
 

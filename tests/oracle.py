@@ -5,9 +5,9 @@ from __future__ import annotations
 import copy
 
 import torch
+from reference import per_sample_gradients
 
 from dpengine.clipping import ClippedSums, Flat
-from reference import per_sample_gradients
 
 SLACK = 2.0**-20  # thresholds are met with this much to spare
 
@@ -15,9 +15,7 @@ SLACK = 2.0**-20  # thresholds are met with this much to spare
 def clip_by_engine(model, inputs, loss_of, *, policy=None, mode="auto", reduction="sum", batch_first=True):
     """Names to clipped sums, and the statistics, of one forward and backward pass of a copy of the model."""
     model = copy.deepcopy(model)
-    sums = ClippedSums(
-        model, policy=policy or Flat(1.0), mode=mode, loss_reduction=reduction, batch_first=batch_first
-    )
+    sums = ClippedSums(model, policy=policy or Flat(1.0), mode=mode, loss_reduction=reduction, batch_first=batch_first)
     sums.attach()
     loss_of(model(*inputs) if isinstance(inputs, tuple) else model(**inputs)).backward()
     seen = sums.clip()

@@ -4,13 +4,13 @@ import copy
 
 import pytest
 import torch
+from architectures import ROWS, plans
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from oracle import clip_by_loop, relative_error
 
-from architectures import ROWS, plans
 from dpengine.clipping import Adaptive, Automatic, ClippedSums, Flat, PerLayer
 from dpengine.gradients import MODES
-from oracle import clip_by_loop, relative_error
 
 POLICIES = {
     "flat": lambda: Flat(0.5),

@@ -69,7 +69,7 @@ class LayerHook:
         self.open.append((len(capture.swapped), finish))
         for owner, name, dotted, parameter in live:
             capture.swapped.append((owner, name, parameter))
-            owner._parameters[name] = stand_ins[dotted]
+            owner._parameters[name] = stand_ins[dotted]  # type: ignore[assignment]
         return args, kwargs
 
     def _stand_ins(

@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+
 @dataclass(frozen=True, eq=False)
 class LayerCall:
     """One use of a layer: what went in, and the gradient of what came out.

@@ -63,8 +63,7 @@ class Replay:
     def run(self, model: nn.Module, select: Callable[[Tensor], Tensor]) -> None:
         """Runs each pass forward and backward again; ``select`` is applied to every output gradient.
 
-        Raises:
-            UnsupportedLayerError: If the outputs differ, so that the gradients would belong to another computation.
+        Outputs that differ from the first time are refused: the gradients would belong to another computation.
         """
         self.running = True
         try:

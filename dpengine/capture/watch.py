@@ -67,6 +67,9 @@ def watch_list(
         unit_rule: The rule that fits any module, for those that no other way fits.
         by_operations: Whether a module that holds parameters beside children is followed operation by operation; else
             it is one unit with all that is below it.
+
+    Returns:
+        One entry for each module that is watched, parents before children.
     """
     found: list[Watch] = []
     seen: set[nn.Module] = set()

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from dpengine.capture import LayerCall, Use
 from dpengine.errors import BatchMismatchError, MissingGradientError
-from dpengine.gradients import FlatBuffer, common_rows, watch_model
+from dpengine.gradients import KEEP_THE_BATCH_FIRST, FlatBuffer, common_rows, watch_model
 
 from .policy import AbstractClip
 
@@ -122,9 +122,11 @@ class ClippedSums:
             rows: The rows that were handed out; None takes the batch size that the layers showed.
             loss_scale: What the loss was multiplied by before ``backward``.
 
-        Raises:
-            BatchMismatchError: If a layer saw another number of rows.
-            MissingGradientError: If autograd filled a ``.grad`` on its own.
+        A layer that saw another number of rows (BatchMismatchError), and a ``.grad`` that autograd filled on its own
+        (MissingGradientError), are refused, and the pass is dropped.
+
+        Returns:
+            What the pass showed.
         """
         try:
             self._refuse_leaks()
@@ -180,7 +182,7 @@ class ClippedSums:
                 raise BatchMismatchError(
                     f"Layer '{name}' saw {seen} rows, the sampler drew {rows}: something duplicates or merges rows "
                     "after the loader, or axis 0 of this layer's input is not the batch.",
-                    fix="Keep the batch on axis 0 of every layer: use (B, T, features), not (B*T, features) or (T, B, ...).",
+                    fix=KEEP_THE_BATCH_FIRST,
                 )
 
     def missing(self) -> list[str]:

@@ -64,7 +64,7 @@ class PerSampleGradientClipper:
             self._sums.forget_pass()
             self._ended = False
             raise TicketError(
-                "A second batch went through the module before clip_and_accumulate() was called; the first was dropped.",
+                "A second batch went through the module before clip_and_accumulate() was called; both are dropped.",
                 fix="Call clip_and_accumulate() after every backward().",
             )
         self._ended = True
@@ -73,9 +73,7 @@ class PerSampleGradientClipper:
         """Clips the gradients of the last backward pass, and adds them to the accumulator.
 
         Raises:
-            TicketError: If no backward pass came before.
-            MissingGradientError: If a parameter was used outside its layer.
-            BatchMismatchError: If the layers disagree on the batch size.
+            TicketError: If no backward pass came before. What ``ClippedSums.clip`` refuses is refused too.
         """
         if not self._sums.pending and not self._ended:
             raise TicketError(

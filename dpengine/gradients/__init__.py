@@ -3,9 +3,10 @@
 from .flat_buffer import FlatBuffer
 from .materialize import forget_grad_samples, show_grad_sample
 from .modes import MODES, watch_model
-from .strategy import AbstractGradients, common_rows
+from .strategy import KEEP_THE_BATCH_FIRST, AbstractGradients, common_rows
 
 __all__ = [
+    "KEEP_THE_BATCH_FIRST",
     "MODES",
     "AbstractGradients",
     "FlatBuffer",

@@ -179,7 +179,9 @@ def widened(call: LayerCall) -> LayerCall:
     trees = (call.inputs, dict(call.kwargs), call.grad_output, call.output)
     if not any(_is_narrow(leaf) for leaf in pytree.tree_leaves(trees)):
         return call
-    inputs, kwargs, grad_output, output = pytree.tree_map(lambda leaf: leaf.float() if _is_narrow(leaf) else leaf, trees)
+    inputs, kwargs, grad_output, output = pytree.tree_map(
+        lambda leaf: leaf.float() if _is_narrow(leaf) else leaf, trees
+    )
     return call.replace(inputs=inputs, kwargs=kwargs, grad_output=grad_output, output=output)
 
 

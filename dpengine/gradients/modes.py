@@ -64,6 +64,9 @@ def watch_model(
 ) -> tuple[Capture, AbstractGradients]:
     """The capture and the strategy for one mode; nothing is attached yet.
 
+    Returns:
+        The capture, which tells the receiver, and the strategy, to which the receiver hands on.
+
     Raises:
         ValueError: If the mode is not in the table.
     """

@@ -14,6 +14,10 @@ from dpengine.grad_samplers import JointSampler
 
 from .flat_buffer import FlatBuffer
 
+KEEP_THE_BATCH_FIRST = (
+    "Keep the batch on axis 0 of every layer's input: use (B, T, features), not (B*T, features) or (T, B, ...)."
+)
+
 
 class AbstractGradients(ABC):
     """Holds what one backward pass reported, until its clipped sums are formed.
@@ -64,6 +68,9 @@ def note_rows(rows: dict[str, int], name: str, seen: int) -> None:
 def common_rows(rows: Mapping[str, int]) -> int:
     """The batch size on which all layers agree.
 
+    Returns:
+        That size, 0 if there was no layer.
+
     Raises:
         BatchMismatchError: If they do not agree.
     """
@@ -71,9 +78,9 @@ def common_rows(rows: Mapping[str, int]) -> int:
     if len(sizes) > 1:
         name, other = _two_that_differ(rows)
         raise BatchMismatchError(
-            f"Layer '{name}' saw {rows[name]} rows and layer '{other}' saw {rows[other]} in one backward pass; axis 0 must "
-            "be the batch in every layer (axis 1 with batch_first=False).",
-            fix="Keep the batch on axis 0 of every layer's input: use (B, T, features), not (B*T, features) or (T, B, ...).",
+            f"Layer '{name}' saw {rows[name]} rows and layer '{other}' saw {rows[other]} in one backward pass; axis 0 "
+            "must be the batch in every layer (axis 1 with batch_first=False).",
+            fix=KEEP_THE_BATCH_FIRST,
         )
     return sizes.pop() if sizes else 0
 
@@ -85,6 +92,9 @@ def _two_that_differ(rows: Mapping[str, int]) -> tuple[str, str]:
 
 def joint_gradients(call: LayerCall, uses: Mapping[str, Use], rule: JointSampler) -> list[tuple[Use, Tensor]]:
     """Per-sample gradients of every used parameter from a rule that gives all at once.
+
+    Returns:
+        Each use with its gradients ``(B, *param.shape)``.
 
     Raises:
         MissingGradientError: If the rule leaves one out, or gives another shape.

@@ -30,9 +30,10 @@ def check_loss(
         loss_reduction: What was declared to ``make_private``.
         rows: How many rows are recomputed. The batch must have at least two.
 
+    An output or a loss gradient of a row that depends on the other rows raises BatchDependentLossError; a loss that is
+    summed where a mean was declared, or the other way round, ReductionError.
+
     Raises:
-        BatchDependentLossError: If an output or a loss gradient of a row depends on the other rows.
-        ReductionError: If the loss is summed where a mean was declared, or the other way round.
         ValueError: If the batch has fewer than two rows.
     """
     inputs, targets = batch
@@ -45,7 +46,9 @@ def check_loss(
         outputs, by_outputs = _loss_gradients(model, loss_fn, inputs, targets)
         for row in range(min(rows, size)):
             one = lambda leaf, row=row: leaf[row : row + 1] if _carries_rows(leaf, size) else leaf  # noqa: E731
-            alone, by_alone = _loss_gradients(model, loss_fn, pytree.tree_map(one, inputs), pytree.tree_map(one, targets))
+            alone, by_alone = _loss_gradients(
+                model, loss_fn, pytree.tree_map(one, inputs), pytree.tree_map(one, targets)
+            )
             _compare_outputs(row, [one(o) for o in outputs], alone)
             _compare_gradients(row, size, loss_reduction, [one(g) for g in by_outputs], by_alone)
     finally:
@@ -65,20 +68,23 @@ def per_example(loss_fn: LossFunction) -> LossFunction:
     def of_batch(outputs: Any, targets: Any) -> Tensor:
         tensors = [t for t in pytree.tree_leaves(outputs) if isinstance(t, Tensor)]
         size = tensors[0].shape[0]
-        losses = [
-            loss_fn(*pytree.tree_map(lambda leaf: leaf[i : i + 1] if _carries_rows(leaf, size) else leaf, (outputs, targets)))
-            for i in range(size)
-        ]
+        losses = [loss_fn(*_row((outputs, targets), i, size)) for i in range(size)]
         return torch.stack(losses).mean() if losses else tensors[0].sum() * 0.0
 
     return of_batch
+
+
+def _row(tree: Any, i: int, size: int) -> Any:
+    return pytree.tree_map(lambda leaf: leaf[i : i + 1] if _carries_rows(leaf, size) else leaf, tree)
 
 
 def _carries_rows(leaf: Any, size: int) -> bool:
     return isinstance(leaf, Tensor) and leaf.dim() > 0 and leaf.shape[0] == size
 
 
-def _loss_gradients(model: nn.Module, loss_fn: LossFunction, inputs: Any, targets: Any) -> tuple[list[Tensor], list[Tensor]]:
+def _loss_gradients(
+    model: nn.Module, loss_fn: LossFunction, inputs: Any, targets: Any
+) -> tuple[list[Tensor], list[Tensor]]:
     with torch.no_grad():
         raw = _call(model, inputs)
     leaves, spec = pytree.tree_flatten(raw)
@@ -126,7 +132,7 @@ def _compare_gradients(row: int, size: int, declared: str, together: list[Tensor
         )
     shown = norms[0] * (size if declared == "mean" else 1)
     raise BatchDependentLossError(
-        f"The loss of row {row} changes with its batch (gradient {shown:.3g} vs {norms[1]:.3g} alone): a mean over tokens "
-        "or classes, or a loss between rows.",
-        fix="Use dpengine.per_example(loss_fn).",
+        f"The loss of row {row} changes with its batch (gradient {shown:.3g} vs {norms[1]:.3g} alone): a mean over "
+        "tokens or classes, or a loss between rows.",
+        fix="Use dpengine.validation.per_example(loss_fn).",
     )

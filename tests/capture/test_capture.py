@@ -6,12 +6,12 @@ import pickle
 import pytest
 import torch
 import torch.nn.functional as F
+from oracle import clip_by_loop, relative_error
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from dpengine.clipping import ClippedSums, Flat
 from dpengine.errors import BatchMismatchError, MissingGradientError, RepeatedBackwardError
-from oracle import clip_by_loop, relative_error
 
 ROWS = 5
 MODES = ["auto", "hooks", "ghost"]

@@ -3,11 +3,11 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from oracle import clip_by_engine, clip_by_loop, relative_error
 from torch import nn
 
 from dpengine.clipping import ClippedSums, Flat
 from dpengine.errors import UnsupportedLayerError
-from oracle import clip_by_engine, clip_by_loop, relative_error
 
 ROWS, TIME, WIDTH = 5, 4, 3
 
@@ -65,9 +65,7 @@ def test_understood_uses_give_the_sums_of_a_loop(use, mode):
     torch.manual_seed(0)
     model = Holder(*use).double()
     inputs, targets = (torch.randn(ROWS, TIME, WIDTH).double(),), torch.arange(ROWS) % 3
-    found, _ = clip_by_engine(
-        model, inputs, lambda o: F.cross_entropy(o, targets), mode=mode, reduction="mean"
-    )
+    found, _ = clip_by_engine(model, inputs, lambda o: F.cross_entropy(o, targets), mode=mode, reduction="mean")
     # A row alone: what depends on the number of rows must not change, so the oracle runs the use on one row.
     truth, _ = clip_by_loop(model, inputs, lambda o, i: F.cross_entropy(o, targets[i]), ROWS)
     assert relative_error(found, truth) < 1e-9
@@ -98,8 +96,6 @@ def test_what_is_refused_works_through_the_fallback(use):
     torch.manual_seed(0)
     model = Holder(*REFUSED[use]).double()
     inputs, targets = (torch.randn(ROWS, TIME, WIDTH).double(),), torch.arange(ROWS) % 3
-    found, _ = clip_by_engine(
-        model, inputs, lambda o: F.cross_entropy(o, targets), mode="functorch", reduction="mean"
-    )
+    found, _ = clip_by_engine(model, inputs, lambda o: F.cross_entropy(o, targets), mode="functorch", reduction="mean")
     truth, _ = clip_by_loop(model, inputs, lambda o, i: F.cross_entropy(o, targets[i]), ROWS)
     assert relative_error(found, truth) < 1e-9

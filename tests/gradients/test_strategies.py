@@ -3,13 +3,13 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
-
 from cases import CASES, MODELS
-from dpengine.clipping import Automatic, Flat, Groups, PerLayer
-from dpengine.gradients import MODES
 from oracle import SLACK, clip_by_engine, clip_by_loop, relative_error
 from reference import per_sample_gradients
+from torch import nn
+
+from dpengine.clipping import Automatic, Flat, Groups, PerLayer
+from dpengine.gradients import MODES
 
 ROWS = 4
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-5}
@@ -97,7 +97,9 @@ def test_every_policy_works_with_every_strategy(policy, mode):
     torch.manual_seed(2)
     model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)).double()
     inputs, targets = (torch.randn(ROWS, 4, dtype=torch.float64),), torch.tensor([0, 1, 2, 1])
-    found, _ = clip_by_engine(model, inputs, lambda o: F.cross_entropy(o, targets), policy=policy, mode=mode, reduction="mean")
+    found, _ = clip_by_engine(
+        model, inputs, lambda o: F.cross_entropy(o, targets), policy=policy, mode=mode, reduction="mean"
+    )
     rows = per_sample_gradients(model, lambda o, t: F.cross_entropy(o, t), inputs, targets)
     stacked = {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
     factors = by_policy(policy, list(stacked), {n: g.flatten(1).norm(dim=1) for n, g in stacked.items()})

@@ -61,7 +61,7 @@ def test_a_single_seed_is_called_that_and_unequal_numbers_too(tmp_path):
 
 
 def test_seeds_of_one_setting_are_grouped_under_the_largest_epsilon(tmp_path):
-    runs = [TrainedRun(1.00004, 0.8, 0, 1e-5), TrainedRun(1.00001, 0.9, 1, 1e-5)]
+    runs = [TrainedRun(1.00004, 0.8, 0, 1e-5), TrainedRun(0.99998, 0.9, 1, 1e-5)]
     _, svg = plots.tradeoff(runs, tmp_path / "tradeoff")
     text = svg.read_text(encoding="utf-8")
     assert "2 seeds" in text

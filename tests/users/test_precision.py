@@ -7,10 +7,6 @@ import pickle
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
-from torch.utils.data import TensorDataset
-
-from dpengine.errors import ScaledGradientError
 from loops import (
     BATCH,
     CLASSES,
@@ -24,6 +20,10 @@ from loops import (
     mlp,
     state_of,
 )
+from torch import nn
+from torch.utils.data import TensorDataset
+
+from dpengine.errors import ScaledGradientError
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*DPE012", "ignore:.*lr_scheduler.step")
 

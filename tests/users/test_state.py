@@ -1,0 +1,144 @@
+"""Section 1.3 of the user rules, second half: what is saved is the plain model, and copies of it are plain."""
+
+import copy
+import io
+import pickle
+
+import pytest
+import torch
+import torch.nn.functional as F
+from loops import (
+    CLASSES,
+    assert_same_gradients,
+    examples,
+    expected_gradients,
+    first_batch,
+    gradients_of,
+    make_loop,
+    mlp,
+)
+from loops import state_of as parameters_of
+from safetensors.torch import load_file, save_file
+from torch import nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*DPE012")
+
+MODES = ["auto", "hooks", "functorch", "ew", "ghost"]
+
+
+class Recurrent(nn.Module):
+    """Has layers that run as twins while they are private, and a parameter of its own."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(3)
+        self.scale = nn.Parameter(torch.ones(4))
+        self.rnn = nn.GRU(4, 4, batch_first=True)
+        self.mix = nn.MultiheadAttention(4, 2, batch_first=True)
+        self.head = nn.Linear(4, CLASSES)
+
+    def forward(self, inputs):
+        hidden = self.rnn(inputs.unsqueeze(1))[0]
+        return self.head(self.mix(hidden, hidden, hidden)[0][:, 0] * self.scale)
+
+
+every_model = pytest.mark.parametrize("make_model", [mlp, Recurrent])
+every_mode = pytest.mark.parametrize("mode", MODES)
+
+
+def by_torch_save(model):
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+COPIES = {"deepcopy": copy.deepcopy, "pickle": lambda m: pickle.loads(pickle.dumps(m)), "torch.save": by_torch_save}
+
+
+@every_model
+def test_k1_the_state_is_that_of_a_plain_model(make_model, tmp_path):
+    loop = make_loop(make_model(), noise_multiplier=1.0)
+    for batch in loop.loader:
+        loop.step(*batch)
+    assert list(loop.model.state_dict()) == list(make_model().state_dict())
+    torch.save(loop.model.state_dict(), tmp_path / "model.pt")
+    save_file(loop.model.state_dict(), tmp_path / "model.safetensors")
+    inputs = examples().tensors[0]
+    for state in (torch.load(tmp_path / "model.pt", weights_only=True), load_file(tmp_path / "model.safetensors")):
+        plain = make_model()
+        plain.load_state_dict(state, strict=True)
+        torch.testing.assert_close(plain.eval()(inputs), loop.model.eval()(inputs))
+
+
+@every_model
+def test_k1_a_state_loads_into_a_private_model(make_model):
+    torch.manual_seed(8)
+    other = {name: torch.randn_like(value) for name, value in make_model().state_dict().items()}
+    loop = make_loop(make_model())
+    loop.model.load_state_dict(other, strict=True)
+    inputs, targets = first_batch(loop.loader)
+    expected = expected_gradients(loop.model, [(inputs, targets)])
+    loop.step(inputs, targets)
+    assert_same_gradients(gradients_of(loop.model), expected)
+
+
+@every_mode
+@every_model
+@pytest.mark.parametrize("make_copy", COPIES.values(), ids=COPIES)
+def test_k2_copies_of_a_private_model_are_inert(make_copy, make_model, mode):
+    loop = make_loop(make_model(), noise_multiplier=1.0, grad_sample_mode=mode)
+    batches = iter(loop.loader)
+    loop.step(*next(batches))
+    other = make_copy(loop.model)
+    inputs, targets = examples().tensors
+    plain = make_model()
+    plain.load_state_dict(parameters_of(loop.model))
+    for one in (other, plain):
+        one.zero_grad()
+        F.cross_entropy(one(inputs), targets).backward()
+    truth = {name: p.grad.double() for name, p in plain.named_parameters()}
+    assert_same_gradients(gradients_of(other), truth)
+    assert loop.engine.ledger.steps == 1
+    loop.step(*next(batches))  # and the original goes on
+    assert loop.engine.ledger.steps == 2
+
+
+def test_k2_a_copy_holds_nothing_of_the_engine():
+    loop = make_loop(noise_multiplier=1.0)
+    loop.backward(*first_batch(loop.loader))
+    size = len(pickle.dumps(loop.model))
+    loop.engine.detach(loop.model)
+    assert size < len(pickle.dumps(loop.model)) + 4000  # the names of inert hooks, and no buffer, key or ledger
+    memo = {}
+    copy.deepcopy(make_loop().model, memo)
+    kinds = {type(thing).__name__ for thing in memo.values()}
+    assert not kinds & {"Capture", "Release", "ClippedSums", "NoiseSource", "Ledger", "PrivacyEngine"}
+
+
+@every_model
+def test_k2_a_copy_can_be_made_private_itself(make_model):
+    first = make_loop(make_model())
+    loop = make_loop(copy.deepcopy(first.model), engine=first.engine)
+    inputs, targets = first_batch(loop.loader)
+    expected = expected_gradients(loop.model, [(inputs, targets)])
+    loop.step(inputs, targets)
+    assert_same_gradients(gradients_of(loop.model), expected)
+    assert all(p.grad is None for p in first.model.parameters())
+
+
+@every_model
+def test_k2_averaged_models_follow(make_model):
+    loop = make_loop(make_model(), noise_multiplier=1.0)
+    averaged = AveragedModel(loop.model, multi_avg_fn=get_ema_multi_avg_fn(0.5))
+    truth = None
+    for batch in loop.loader:
+        loop.step(*batch)
+        averaged.update_parameters(loop.model)
+        now = parameters_of(loop.model)
+        truth = now if truth is None else {name: 0.5 * truth[name] + 0.5 * value for name, value in now.items()}
+    for name, value in averaged.module.state_dict().items():
+        torch.testing.assert_close(value, truth[name])
+    averaged.module(examples().tensors[0]).sum().backward()
+    assert all(p.grad is not None for p in averaged.module.parameters())
