@@ -338,7 +338,6 @@ class Release:
         mean = self.sums.loss_reduction == "mean"
         divisor = self.plan.expected_batch_size * len(self.tickets) if mean else 1.0
         with torch.no_grad():
-            buffer.clean = False
             start = 0
             for flat in buffer.flats.values():
                 self.noise.add(flat, std=std, step=step, start=start)

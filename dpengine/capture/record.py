@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,7 +37,9 @@ class LayerCall:
     def batch_size(self) -> int:
         """Number of rows."""
         grad = self.grad_output
-        return (grad if isinstance(grad, Tensor) else next(g for g in grad if g is not None)).shape[0]
+        if isinstance(grad, Tensor):
+            return grad.shape[0]
+        return next(leaf for leaf in pytree.tree_leaves(grad) if isinstance(leaf, Tensor)).shape[0]
 
     def replace(self, **changes: Any) -> LayerCall:
         """A copy with some fields changed."""

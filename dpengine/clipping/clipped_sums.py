@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from dpengine.capture import LayerCall, Use
-from dpengine.errors import BatchMismatchError, MissingGradientError
+from dpengine.errors import BatchMismatchError, MissingGradientError, UnsupportedLayerError
 from dpengine.gradients import KEEP_THE_BATCH_FIRST, FlatBuffer, common_rows, watch_model
 
 from .policy import AbstractClip
@@ -150,6 +150,12 @@ class ClippedSums:
             self.strategy.drop(dropped_B)
         self.policy.observe(norms_BK)
         self.strategy.add_sums(groups, factors_BK * scale, self.buffer)
+        if dropped and not self.buffer.is_finite():
+            self.discard()
+            raise UnsupportedLayerError(
+                "A row whose gradient is not finite could not be kept out of the sum.",
+                fix="Keep NaN and infinity out of the data: replace them before the model.",
+            )
         if not rows:
             return ClipStatistics()
         finite = norms_BK.masked_fill(dropped_B.unsqueeze(1), 0)

@@ -47,7 +47,7 @@ def clipping_from(value: str | AbstractClip, max_grad_norm: float | Sequence[flo
         raise ValueError(f"clipping={value!r} is not known. Pass a policy, or one of: {', '.join(SHORT_FORMS)}.")
     if max_grad_norm is None:
         raise InvalidBudgetError(f"clipping={value!r} needs a threshold.", fix="Pass max_grad_norm=1.0.")
-    if isinstance(max_grad_norm, Sequence) and value != "per_layer":
+    if isinstance(max_grad_norm, Sequence) and not isinstance(max_grad_norm, str) and value != "per_layer":
         raise InvalidBudgetError(
             f"max_grad_norm={max_grad_norm!r} is a list, which clipping={value!r} does not take.",
             fix="Pass one number, or clipping='per_layer'.",

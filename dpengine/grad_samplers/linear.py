@@ -13,7 +13,7 @@ from torch import Tensor
 from dpengine.capture import LayerCall
 
 from .arguments import argument
-from .gram import gram_pays, gram_sq_norm, outer_sum
+from .gram import gram_pays, gram_sq_norm, keep_pays, outer_sum
 from .precision import full_precision
 from .sampler import GradSampler
 
@@ -44,6 +44,11 @@ def _weight_norm_pays(call: LayerCall) -> bool:
     return gram_pays(acts_BTI.shape[1], (acts_BTI.shape[2], grads_BTO.shape[2]), acts_BTI.dtype)
 
 
+def _weight_keep_pays(call: LayerCall) -> bool:
+    acts_BTI, grads_BTO = _acts_and_grads(call)
+    return keep_pays(acts_BTI.shape[1], (acts_BTI.shape[2], grads_BTO.shape[2]), acts_BTI.device)
+
+
 @full_precision()
 def _weight_sum(call: LayerCall, factor_B: Tensor) -> Tensor:
     acts_BTI, grads_BTO = _acts_and_grads(call)
@@ -65,6 +70,6 @@ def _bias_grad(call: LayerCall) -> Tensor:
 
 
 SAMPLERS = {
-    "weight": GradSampler(_weight_grad, _weight_sq_norm, _weight_sum, _weight_norm_pays, _concat),
+    "weight": GradSampler(_weight_grad, _weight_sq_norm, _weight_sum, _weight_norm_pays, _concat, _weight_keep_pays),
     "bias": GradSampler(_bias_grad),
 }

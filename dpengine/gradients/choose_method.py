@@ -43,9 +43,11 @@ Choose = Callable[[Situation], Method]
 def by_shape(situation: Situation) -> Method:
     """The shortcut where it pays; else keep while the budget lasts; else discard."""
     sampler, call = situation.sampler, situation.call
+    fits = situation.bytes_kept <= situation.bytes_left
     if sampler is not None and call is not None and sampler.use_sq_norm(call):
-        return Method.GHOST
-    return Method.DISCARD if situation.in_rows and situation.bytes_kept > situation.bytes_left else Method.KEEP
+        if not (fits and sampler.keep_pays is not None and sampler.keep_pays(call)):
+            return Method.GHOST
+    return Method.KEEP if fits or not situation.in_rows else Method.DISCARD
 
 
 def always_keep(situation: Situation) -> Method:

@@ -26,22 +26,34 @@ class FlatBuffer:
             sizes[key] = sizes.get(key, 0) + parameter.numel()
         self.flats = {key: torch.zeros(size, device=key[0], dtype=key[1]) for key, size in sizes.items()}
         self.views = {p: self.flats[key][at : at + p.numel()].view(p.shape) for p, key, at in places}
-        self.clean = True
+        self._empty = set(self.views)  # parameters whose sum is still zero
 
     def __iter__(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
         return iter(self.views.items())
 
     def add(self, parameter: nn.Parameter, total: Tensor) -> None:
         """Adds to one parameter's sum."""
-        self.views[parameter].add_(total.view(parameter.shape))
-        self.clean = False
+        view = self.views[parameter]
+        if parameter in self._empty:
+            view.copy_(total.view(parameter.shape))  # one pass over memory less than adding to zero
+            self._empty.discard(parameter)
+        else:
+            view.add_(total.view(parameter.shape))
+
+    @property
+    def clean(self) -> bool:
+        """Whether nothing was added since the sums were destroyed."""
+        return len(self._empty) == len(self.views)
+
+    def is_finite(self) -> bool:
+        """Whether every sum is a number."""
+        return all(bool(flat.isfinite().all()) for flat in self.flats.values())
 
     def zero(self) -> None:
-        """Destroys the sums."""
-        if not self.clean:
-            for flat in self.flats.values():
-                flat.zero_()
-            self.clean = True
+        """Destroys the sums, and whatever noise was added to them."""
+        for flat in self.flats.values():
+            flat.zero_()
+        self._empty = set(self.views)
 
     def fits(self, parameters: Iterable[nn.Parameter]) -> bool:
         """Whether the buffer is for exactly these parameters, where they are now."""

@@ -153,3 +153,35 @@ def test_hooks_mode_shows_the_gradient_of_each_rows_own_loss():
     wrapped.zero_grad()
     assert not any(hasattr(p, "grad_sample") for p in model.parameters())
     assert wrapped.to_standard_module() is model and not model[0]._forward_hooks
+
+
+@pytest.mark.parametrize("values", [torch.ones, torch.rand], ids=["constant", "positive"])
+def test_f_c1_the_norm_of_millions_of_float32_numbers_is_not_too_small(values):
+    from dpengine.gradients.bookkeep import _sq_norm
+
+    grad = values(2, 3_000_001)
+    truth = grad.double().square().sum(dim=1)
+    assert ((_sq_norm(grad) - truth) / truth).abs().max() < 2e-6
+
+
+def test_rows_of_a_flat_bag_are_not_taken_for_rows_of_the_batch():
+    torch.manual_seed(5)
+    bag = nn.EmbeddingBag(4, 3, mode="sum").double()
+    entries, offsets, weights = torch.tensor([1, 1, 3]), torch.tensor([0, 2, 2]), torch.randn(3).double()
+    cotangent = torch.randn(3, 3).double()
+    cotangent[0] = float("nan")
+    found, seen = clip_by_engine(_Bag(bag), (entries, offsets, weights), weighted(cotangent))
+    assert seen.dropped == 1
+    clean = cotangent.clone()
+    clean[0] = 0
+    expected, _ = clip_by_engine(_Bag(bag), (entries, offsets, weights), weighted(clean))
+    assert relative_error(found, expected) < 1e-12
+
+
+class _Bag(nn.Module):
+    def __init__(self, bag):
+        super().__init__()
+        self.bag = bag
+
+    def forward(self, entries, offsets, weights):
+        return self.bag(entries, offsets, weights)
