@@ -17,7 +17,11 @@ setup(
     license_files=["LICENSE", "dpengine/data/adult/SOURCE.md"],
     python_requires=">=3.10",
     packages=find_packages(include=["dpengine", "dpengine.*"]),
-    package_data={"dpengine": ["py.typed"], "dpengine.data": ["adult/*.xz", "adult/*.md"]},
+    package_data={
+        "dpengine": ["py.typed"],
+        "dpengine.data": ["adult/*.xz", "adult/*.md"],
+        "dpengine.report": ["*.json", "*.jinja"],
+    },
     install_requires=[
         "torch>=2.6",
         "numpy>=1.26",

@@ -367,11 +367,12 @@ class Release:
 
     # The end
 
-    @property
-    def next_count(self) -> int:
-        """How many charges the next logical batch leads to at once, going by the last release."""
-        waiting = len(self.tickets) if self.stage in {Stage.OPEN, Stage.CLIPPED} else 0
-        return max(waiting + len(self.fetched) + 1, self.joined)
+    def upcoming(self) -> tuple[int, int]:
+        """What the next logical batch leads to: batches charged apart from it, and those charged with it."""
+        if self.stage is Stage.CLIPPED:
+            return 0, max(len(self.tickets) + 1, self.joined)
+        apart = len(self.tickets) if self.stage is Stage.OPEN else 0
+        return apart + sum(chunk == 0 for _, chunk in self.fetched), self.joined
 
     def void(self) -> None:
         """Gives up the tickets at hand: destroys their sums and charges them."""
@@ -381,7 +382,7 @@ class Release:
         finally:
             self.tickets = []
             self.sums.discard()
-            self.stage = Stage.VOID
+            self.stage = Stage.CLOSED if self.stage is Stage.CLOSED else Stage.VOID
 
     def _charge_void(self, tickets: list[Ticket]) -> None:
         if tickets:

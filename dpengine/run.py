@@ -39,20 +39,22 @@ class Budget:
 
     def may_draw(self, release: Release) -> bool:
         """Whether the loader may hand out one more logical batch."""
-        return self.on_budget != "stop" or self._reached(release, release.next_count) is None
+        apart, together = release.upcoming()
+        return self.on_budget != "stop" or self._reached(release, together, apart) is None
 
     def overspend(self, release: Release, count: int) -> float | None:
         """Epsilon after ``count`` more charges, for one release, if that is above the target and not allowed."""
-        reached = self._reached(release, count)
+        reached = self._reached(release, count, 0)
         if reached is not None and self.on_budget == "warn":
             notice("DPE011", f"The next step reaches epsilon={reached:.3g} > {self.target_epsilon:g}.")
             return None
         return reached
 
-    def _reached(self, release: Release, count: int) -> float | None:
+    def _reached(self, release: Release, count: int, apart: int) -> float | None:
         if self.target_epsilon is None or release.plan.noise_multiplier == 0:
             return None
         event, history = release.plan.event(count), release.ledger.history
+        history += (Charge(release.plan.event(), apart),) if apart else ()
         beside = tuple(charge for charge in history if charge.event != event)
         needed = count + sum(charge.count for charge in history if charge.event == event)
         as_planned = not beside and event == release.plan.event() and self.planned_steps is not None

@@ -138,8 +138,7 @@ class Capture:
             owner._parameters[name] = parameter
 
     def _leaked(self, name: str, parameter: nn.Parameter) -> None:
-        if self.model.training:  # a gradient that was asked for in eval mode never reaches the weights
-            self.leaks[parameter] = name
+        self.leaks[parameter] = name
 
     @property
     def recording(self) -> bool:

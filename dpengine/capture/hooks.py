@@ -142,6 +142,7 @@ class RootHook:
         capture.uses.clear()
         capture.rows = capture.rows_of(tensors_in((args, kwargs)))
         capture.receiver.forward_started(capture.rows)
+        capture.leaks.clear()  # of backward passes before this, which were none of ours: in eval mode, say
         if capture.replay is not None:
             capture.replay.begin(args, kwargs)
 

@@ -362,3 +362,27 @@ def test_users_hooks_and_in_place_changes_of_the_output_do_no_harm():
     plain = Net().double()
     plain.load_state_dict(model.state_dict())
     assert relative_error(totals(sums), truth_of(plain, inputs, targets)) < 1e-9
+
+
+def test_f_m5_a_leak_is_found_also_when_the_model_is_in_eval_mode_by_then():
+    model = Net().double()
+    sums = attached(model)
+    inputs, targets = batch()
+    loss = F.cross_entropy(model(inputs), targets) + model.head.weight.square().sum()
+    model.eval()
+    loss.backward()
+    with pytest.raises(MissingGradientError, match="'head.weight'"):
+        sums.clip(rows=ROWS)
+
+
+def test_a_backward_pass_in_eval_mode_does_not_stand_in_the_way_of_the_next():
+    model = Net().double()
+    sums = attached(model)
+    inputs, targets = batch()
+    model.eval()
+    model(inputs).sum().backward()
+    model.train()
+    model.zero_grad()
+    F.cross_entropy(model(inputs), targets).backward()
+    sums.clip(rows=ROWS)
+    assert relative_error(totals(sums), truth_of(model, inputs, targets)) < 1e-9

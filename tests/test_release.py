@@ -1,0 +1,439 @@
+"""The life of a release, section 4.1 of the faults: any order of calls keeps the books and the sums right."""
+
+import collections
+import copy
+import random
+
+import pytest
+import torch
+import torch.nn.functional as F
+from loops import BATCH, SLACK, examples, first_batch, gradients_of, make_loop, state_of
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from dpengine import PrivacyEngine
+from dpengine.errors import PrivacyError, TicketError
+from dpengine.release import Stage
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*DPE006", "ignore:.*DPE012", "ignore:.*DPE015")
+
+
+class Boom(Exception):
+    """What a user's own code may raise."""
+
+
+class Fragile(torch.optim.SGD):
+    """An optimizer whose update fails when it is told to."""
+
+    fails = False
+
+    def step(self, closure=None):
+        if self.fails:
+            raise Boom
+        return super().step()
+
+
+def clipped_sum_of(weight, bias, rows, max_norm):
+    """The clipped sum of a dense layer under cross-entropy, in closed form: (softmax - onehot) x^T for each row."""
+    total_weight, total_bias = torch.zeros_like(weight), torch.zeros_like(bias)
+    for inputs, target in rows:
+        error = torch.softmax(weight @ inputs + bias, 0)
+        error[target] -= 1
+        norm = float(error.norm() * (inputs.square().sum() + 1).sqrt())
+        factor = min(1.0, (1 - SLACK) * max_norm / max(norm, 1e-300))
+        total_weight += factor * torch.outer(error, inputs)
+        total_bias += factor * error
+    return total_weight, total_bias
+
+
+class Trace:
+    """A user who calls everything in any order, and an auditor who looks on."""
+
+    FEATURES, CLASSES, ROWS, MAX_NORM = 3, 2, 8, 0.7
+
+    def __init__(self, seed):
+        self.choose = choose = random.Random(seed)
+        torch.manual_seed(seed)
+        self.model = nn.Sequential(nn.Linear(self.FEATURES, self.CLASSES))
+        data = TensorDataset(torch.randn(self.ROWS, self.FEATURES), torch.randint(0, self.CLASSES, (self.ROWS,)))
+        chunks = choose.choice(
+            [{}, {}, {"accumulation_steps": 2}, {"accumulation_steps": 3}, {"physical_batch_size": 2}]
+        )
+        self.engine = PrivacyEngine(seed=seed)
+        _, self.optimizer, self.loader = self.engine.make_private(
+            self.model,
+            Fragile(self.model.parameters(), lr=0.3),
+            DataLoader(data, batch_size=choose.choice([1, 3, 6])),
+            noise_multiplier=1.0,
+            max_grad_norm=self.MAX_NORM,
+            grad_sample_mode=choose.choice(["auto", "hooks", "functorch", "ew", "ghost"]),
+            target_delta=1e-2,
+            **chunks,
+        )
+        self.release = self.engine.runs[0].release
+        self.batches = iter(self.loader)
+        self.batch = self.outputs = None
+        self.handed_out = collections.defaultdict(list)  # rows by step
+        self.released = []  # steps, in the order of their releases
+        self.noised = []  # the addresses of noise
+        self._watch()
+
+    def _watch(self):
+        release = self.release
+        hand, write, add = release.handed_out, release._write_gradients, release.noise.add
+        current = []
+
+        def handed_out(ticket, chunk):
+            current[:] = [ticket]
+            hand(ticket, chunk)
+
+        def writing():
+            steps = [ticket.step for ticket in release.tickets]
+            self.released += steps
+            self._compare_sums(steps)
+            write()
+
+        def adding(flat, *, std, step, start):
+            self.noised.append((step, start))
+            add(flat, std=std, step=step, start=start)
+
+        self.loader._batches._on_handout = handed_out
+        release._write_gradients, release.noise.add = writing, adding
+        self.current = current
+
+    def _compare_sums(self, steps):
+        """A release holds every row of its tickets once, at the present weights, and nothing else."""
+        layer = self.model[0]
+        rows = [row for step in steps for row in self.handed_out[step]]
+        weight, bias = layer.weight.detach().double(), layer.bias.detach().double()
+        expected = clipped_sum_of(weight, bias, rows, self.MAX_NORM)
+        for parameter, truth in zip((layer.weight, layer.bias), expected, strict=True):
+            found = self.release.sums.buffer.views[parameter].double()
+            torch.testing.assert_close(found, truth, rtol=1e-5, atol=2e-5)
+
+    # What the user may do
+
+    def next_batch(self):
+        self.outputs = None
+        batch = next(self.batches, None)
+        if batch is None:
+            return self.start_over()
+        self.batch = batch
+        rows = zip(batch[0].double(), batch[1], strict=True)
+        self.handed_out[self.current[0].step] += list(rows)
+
+    def start_over(self):
+        self.batches = iter(self.loader)
+
+    def zero_grad(self):
+        self.optimizer.zero_grad(self.choose.random() < 0.8)
+
+    def zero_grad_of_the_model(self):
+        self.model.zero_grad()
+
+    def forward(self):
+        self.outputs = self.model(self.batch[0])
+
+    def backward(self):
+        outputs = self.model(self.batch[0]) if self.outputs is None else self.outputs
+        self.outputs = None
+        F.cross_entropy(outputs, self.batch[1]).backward()
+
+    def a_whole_step(self):
+        self.zero_grad()
+        self.backward()
+        self.step()
+
+    def backward_that_fails_at_the_output(self):
+        outputs = self.model(self.batch[0])
+        outputs.register_hook(self._fail)
+        outputs.sum().backward()
+
+    def backward_that_fails_at_the_end(self):
+        inputs = self.batch[0].clone().requires_grad_()
+        inputs.register_hook(self._fail)
+        self.model(inputs).sum().backward()
+
+    def backward_that_fails_in_the_sums(self):
+        buffer = self.release.sums.buffer
+        calls = []
+
+        def failing(parameter, total):
+            calls.append(parameter)
+            type(buffer).add(buffer, parameter, total)
+            if len(calls) == 2:
+                raise MemoryError
+
+        buffer.add = failing
+        try:
+            self.backward()
+        finally:
+            del buffer.add
+
+    def backward_in_eval_mode(self):
+        self.model.eval()
+        try:
+            F.cross_entropy(self.model(self.batch[0]), self.batch[1]).backward()
+        finally:
+            self.model.train()
+
+    def forward_in_eval_mode(self):
+        self.model.eval()
+        self.model(self.batch[0])
+        self.model.train()
+
+    def forward_that_fails(self):
+        self.model(self.batch[0][:, :1])
+
+    def step(self):
+        self.optimizer.step()
+
+    def step_twice(self):
+        self.optimizer.step()
+        self.optimizer.step()
+
+    def step_whose_update_fails(self):
+        self.optimizer.fails = True
+        try:
+            self.optimizer.step()
+        finally:
+            self.optimizer.fails = False
+
+    def step_with_closure(self):
+        self.optimizer.step(self.backward)
+
+    @staticmethod
+    def _fail(*_):
+        raise Boom
+
+    # What the auditor demands
+
+    def run(self, length):
+        self.next_batch()
+        seen = collections.Counter()
+        for _ in range(length):
+            (action,) = self.choose.choices(list(ACTIONS), ACTIONS.values())
+            before, weights = self.engine.ledger.steps, [p.detach().clone() for p in self.model.parameters()]
+            count = len(self.released)
+            try:
+                action(self)
+            except (PrivacyError, Boom, MemoryError) as error:
+                seen[getattr(error, "code", type(error).__name__)] += 1
+            except RuntimeError as error:
+                assert "mat1 and mat2" in str(error)  # the forward pass that fails on purpose
+            self._audit(before, count, weights)
+        self._finish()
+        return seen
+
+    def _audit(self, before, count, weights):
+        ledger = self.engine.ledger
+        assert ledger.steps >= before
+        assert ledger.steps >= len(self.released)
+        assert len(set(self.released)) == len(self.released)
+        assert len(set(self.noised)) == len(self.noised)
+        changed = any(not torch.equal(w, p) for w, p in zip(weights, self.model.parameters(), strict=True))
+        assert not changed or len(self.released) > count
+        if self.release.stage in {Stage.IDLE, Stage.VOID, Stage.RELEASED}:
+            assert not any(flat.any() for flat in self.release.sums.buffer.flats.values())
+
+    def _finish(self):
+        self.engine.detach(self.model)
+        # every batch that was handed out was charged once: released, or given up
+        assert self.engine.ledger.steps == len(self.handed_out)
+        modules = list(self.model.modules())
+        assert not any(m._forward_hooks or m._forward_pre_hooks for m in modules)
+        assert not any(p._post_accumulate_grad_hooks for p in self.model.parameters())
+        assert not any(hasattr(p, "grad_sample") for p in self.model.parameters())
+        assert not any(flat.any() for flat in self.release.sums.buffer.flats.values())
+        assert not self.release.sums.strategy.rows
+        assert type(self.optimizer) is Fragile
+        self.model.zero_grad()
+        F.cross_entropy(self.model(torch.ones(2, self.FEATURES)), torch.tensor([0, 1])).backward()
+        assert all(p.grad is not None for p in self.model.parameters())
+
+
+ACTIONS = {
+    Trace.next_batch: 6, Trace.a_whole_step: 8, Trace.backward: 4, Trace.step: 4, Trace.zero_grad: 3, Trace.forward: 1,
+    Trace.start_over: 1, Trace.step_twice: 1, Trace.zero_grad_of_the_model: 1, Trace.step_with_closure: 1,
+    Trace.backward_that_fails_at_the_output: 1, Trace.backward_that_fails_at_the_end: 1,
+    Trace.backward_that_fails_in_the_sums: 1, Trace.backward_in_eval_mode: 1, Trace.forward_in_eval_mode: 1,
+    Trace.forward_that_fails: 1, Trace.step_whose_update_fails: 1,
+}  # fmt: skip
+
+
+def fuzz(seeds):
+    seen, released = collections.Counter(), 0
+    for seed in seeds:
+        trace = Trace(seed)
+        try:
+            seen += trace.run(40)
+        except BaseException as error:
+            raise AssertionError(f"trace {seed} failed: {error!r}") from error
+        released += len(trace.released)
+    return seen, released
+
+
+def test_any_order_of_calls_keeps_the_books_and_the_sums():
+    seen, released = fuzz(range(300))
+    assert released > 500
+    assert set(seen) >= {"DPE005", "DPE017", "DPE022", "Boom", "MemoryError"}  # the traces go where they should
+
+
+@pytest.mark.slow
+def test_ten_thousand_orders_of_calls_keep_the_books_and_the_sums():
+    _, released = fuzz(range(1000, 11000))
+    assert released > 15000
+
+
+# After a void the next sum is that of a fresh engine, bit for bit, noise included
+
+
+def leave_it(loop, batch, chunks):
+    """The batch is drawn and not used."""
+
+
+def break_off_the_pass(loop, batch, chunks):
+    loop.backward(*batch)
+    return iter(loop.loader)
+
+
+def fail_in_backward(loop, batch, chunks):
+    outputs = loop.model(batch[0])
+    outputs.register_hook(lambda grad: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        outputs.sum().backward()
+
+
+def go_twice(loop, batch, chunks):
+    loop.backward(*batch)
+    with pytest.raises(PrivacyError, match="DPE017"):
+        loop.backward(*batch)
+
+
+def double_the_rows(loop, batch, chunks):
+    with pytest.raises(PrivacyError, match="DPE018"):
+        loop.backward(batch[0].repeat(2, 1), batch[1].repeat(2))
+
+
+def discard_it(loop, batch, chunks):
+    loop.backward(*batch)
+    loop.optimizer.zero_grad()
+
+
+def fail_in_the_update(loop, batch, chunks):
+    loop.backward(*batch)
+    loop.optimizer.fails = True
+    with pytest.raises(Boom):
+        loop.optimizer.step()
+    loop.optimizer.fails = False
+
+
+def forget_to_clear(loop, batch, chunks):
+    loop.backward(*batch)
+    loop.optimizer.step()
+    with pytest.raises(PrivacyError, match="DPE005"):
+        loop.backward(*next(chunks))
+
+
+def leave_out_a_parameter(loop, batch, chunks):
+    hidden = loop.model[0](batch[0])
+    hidden.square().mean().backward()
+    with pytest.raises(PrivacyError, match="DPE002"):
+        loop.optimizer.step()
+
+
+VOIDS = [
+    leave_it,
+    break_off_the_pass,
+    fail_in_backward,
+    go_twice,
+    double_the_rows,
+    discard_it,
+    fail_in_the_update,
+    forget_to_clear,
+    leave_out_a_parameter,
+]
+
+
+@pytest.mark.parametrize("mode", ["auto", "hooks", "functorch", "ew", "ghost"])
+@pytest.mark.parametrize("spoil", VOIDS, ids=lambda f: f.__name__)
+def test_after_a_void_the_next_release_is_that_of_a_fresh_engine(spoil, mode):
+    options = {"noise_multiplier": 1.0, "make_optimizer": lambda ps: Fragile(ps, lr=0.5), "grad_sample_mode": mode}
+    loop = make_loop(**options)
+    chunks = iter(loop.loader)
+    chunks = spoil(loop, next(chunks), chunks) or chunks
+    position = loop.loader.position
+    fresh = make_loop(copy.deepcopy(loop.model), **options)
+    fresh.loader.load_state_dict({"position": position})
+    loop.step(*next(chunks))
+    fresh.step(*first_batch(fresh.loader, least=0))
+    found, truth = gradients_of(loop.model), gradients_of(fresh.model)
+    assert all(torch.equal(found[name], truth[name]) for name in truth)
+    assert loop.engine.ledger.steps == position + 1
+    assert "void" in {charge.kind for charge in loop.engine.ledger.history} or spoil is fail_in_the_update
+
+
+# One step of the state machine at a time
+
+
+def test_the_stages_of_an_ordinary_step():
+    loop = make_loop(accumulation_steps=2)
+    stages = [loop.release.stage]
+    for _, batch in zip(range(2), loop.loader, strict=False):
+        stages.append(loop.release.stage)
+        loop.optimizer.zero_grad()
+        loop.backward(*batch)
+        stages.append(loop.release.stage)
+        loop.optimizer.step()
+    stages.append(loop.release.stage)
+    loop.optimizer.zero_grad()
+    stages.append(loop.release.stage)
+    assert [stage.value for stage in stages] == ["idle", "open", "open", "open", "clipped", "released", "idle"]
+
+
+def test_the_charge_is_there_when_the_update_runs():
+    loop = make_loop()
+    seen = []
+    loop.optimizer.register_step_pre_hook(lambda *_: seen.append((loop.release.stage, loop.engine.ledger.steps)))
+    loop.step(*first_batch(loop.loader))
+    assert seen == [(Stage.CHARGED, 1)]
+
+
+@pytest.mark.parametrize("before", [0, 1])
+def test_rows_from_elsewhere_are_refused(before):
+    loop = make_loop(noise_multiplier=1.0)
+    for _, batch in zip(range(before), loop.loader, strict=False):
+        loop.step(*batch)
+    loop.optimizer.zero_grad()
+    weights = state_of(loop.model)
+    with pytest.raises(TicketError, match=r"DPE022.*did not come from the private loader"):
+        loop.backward(*examples().tensors)
+    with pytest.raises(TicketError):
+        loop.optimizer.step()
+    assert all(torch.equal(weights[name], value) for name, value in state_of(loop.model).items())
+    assert loop.engine.ledger.steps == before
+
+
+def test_the_sums_are_destroyed_by_the_release():
+    loop = make_loop()
+    loop.backward(*first_batch(loop.loader))
+    assert any(flat.any() for flat in loop.release.sums.buffer.flats.values())
+    loop.optimizer.step()
+    assert not any(flat.any() for flat in loop.release.sums.buffer.flats.values())
+    assert all(p.grad.any() for p in loop.model.parameters())
+
+
+def test_the_divisor_is_the_expected_size_whatever_was_drawn():
+    loop = make_loop(batch_size=BATCH)
+    sizes = set()
+    for inputs, targets in loop.loader:
+        before = copy.deepcopy(loop.model)
+        loop.optimizer.zero_grad()
+        loop.backward(inputs, targets)
+        sums = {p: total.clone() for p, total in loop.release.sums.buffer}
+        loop.optimizer.step()
+        for p, total in sums.items():
+            torch.testing.assert_close(p.grad, total / BATCH, rtol=1e-6, atol=0)
+        assert before is not loop.model
+        sizes.add(len(targets))
+    assert len(sizes) > 1
