@@ -13,8 +13,9 @@ from torch.optim import Optimizer
 from dpengine.accounting import calibrate, check_delta, suggested_delta
 from dpengine.clipping import AbstractClip, clipping_from
 from dpengine.errors import InvalidBudgetError, ParameterMismatchError, UnknownParameterError, notice
-from dpengine.optimizer import parameters_of
+from dpengine.optimizer import parameters_of, refuse_optimizer
 from dpengine.sampling import AbstractBatchStrategy
+from dpengine.validation import check
 
 attached_models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 _engines_of: dict[int, tuple[weakref.ref[Any], Callable[[], Any]]] = {}  # by id of the data set, with a way to it
@@ -85,8 +86,20 @@ def clipping_for(module: nn.Module, value: str | AbstractClip, max_grad_norm: An
     return policy
 
 
-def refuse_attached(module: nn.Module) -> None:
-    """Refuses a model that is private already, in whole or in part and in whichever engine."""
+def admit(module: nn.Module, optimizer: Optimizer, grad_scaler: Any, lr_scheduler: Any) -> None:
+    """Refuses a model, an optimizer or their companions that cannot be made private."""
+    if grad_scaler is not None and not isinstance(grad_scaler, GradScaler):
+        raise TypeError(f"grad_scaler is a {type(grad_scaler).__name__}; pass the torch.amp.GradScaler of the loop.")
+    if lr_scheduler is not None and not callable(getattr(lr_scheduler, "step", None)):
+        raise TypeError(f"lr_scheduler is a {type(lr_scheduler).__name__}; pass a scheduler, which has step().")
+    _refuse_attached(module)
+    refuse_optimizer(optimizer)
+    check(module).raise_if_blocked()
+    _refuse_foreign_parameters(module, optimizer)
+
+
+def _refuse_attached(module: nn.Module) -> None:
+    """A model may be private once, in whole or in part and in whichever engine."""
     if not isinstance(module, nn.Module):
         raise TypeError(f"module is a {type(module).__name__}; pass a torch.nn.Module.")
     below = set(module.modules())
@@ -95,14 +108,6 @@ def refuse_attached(module: nn.Module) -> None:
             f"The model ({type(module).__name__}), or a part of it, is private already.",
             fix="Call engine.detach(model) first.",
         )
-
-
-def refuse_companions(grad_scaler: Any, lr_scheduler: Any) -> None:
-    """Refuses what stands in the place of a gradient scaler or scheduler and is none."""
-    if grad_scaler is not None and not isinstance(grad_scaler, GradScaler):
-        raise TypeError(f"grad_scaler is a {type(grad_scaler).__name__}; pass the torch.amp.GradScaler of the loop.")
-    if lr_scheduler is not None and not callable(getattr(lr_scheduler, "step", None)):
-        raise TypeError(f"lr_scheduler is a {type(lr_scheduler).__name__}; pass a scheduler, which has step().")
 
 
 def warn_of_other_engine(engine: Any, dataset: Any) -> None:
@@ -127,8 +132,8 @@ def _way_to(dataset: Any) -> Callable[[], Any]:
         return lambda: dataset
 
 
-def refuse_foreign_parameters(module: nn.Module, optimizer: Optimizer) -> None:
-    """Refuses an optimizer that holds other parameters than the model's."""
+def _refuse_foreign_parameters(module: nn.Module, optimizer: Optimizer) -> None:
+    """An optimizer may hold no other parameters than the model's."""
     held = parameters_of(optimizer)
     known = dict.fromkeys(module.parameters())
     foreign = [p for p in held if p not in known]

@@ -12,13 +12,11 @@ from torch.utils.data import DataLoader
 
 from dpengine.accounting import Ledger, PrivacySpent, Relation, accountant_used, epsilon, privacy_spent
 from dpengine.admission import (
+    admit,
     clipping_for,
     delta_for,
     noise_for,
     planned_steps,
-    refuse_attached,
-    refuse_companions,
-    refuse_foreign_parameters,
     refuse_unknown,
     warn_of_other_engine,
 )
@@ -32,12 +30,10 @@ from dpengine.errors import (
 from dpengine.gradients import MODES
 from dpengine.names import suggests_names
 from dpengine.noise import NoiseSource
-from dpengine.optimizer import refuse_optimizer
 from dpengine.plan import DPExecutionPlan
 from dpengine.release import Release
 from dpengine.run import Budget, Run
 from dpengine.sampling import WordStream, private_loader, strategy_for
-from dpengine.validation import check
 
 M = TypeVar("M", bound=nn.Module)
 O = TypeVar("O", bound=Optimizer)
@@ -140,11 +136,7 @@ class PrivacyEngine:
         refuse_unknown("on_budget", on_budget, ("stop", "raise", "warn"))
         refuse_unknown("loss_reduction", loss_reduction, ("mean", "sum"))
         refuse_unknown("grad_sample_mode", grad_sample_mode, MODES)
-        refuse_companions(grad_scaler, lr_scheduler)
-        refuse_attached(module)
-        refuse_optimizer(optimizer)
-        check(module).raise_if_blocked()
-        refuse_foreign_parameters(module, optimizer)
+        admit(module, optimizer, grad_scaler, lr_scheduler)
         strategy = strategy_for(
             data_loader, sampling=sampling, sample_rate=sample_rate, expected_batch_size=expected_batch_size
         )
@@ -160,17 +152,7 @@ class PrivacyEngine:
         run = self._build(module, optimizer, plan, budget, grad_sample_mode, batch_first, loss_reduction)
         run.release.unused_parameters = unused_parameters
         run.grad_scaler, run.lr_scheduler = grad_scaler, lr_scheduler
-        loader = private_loader(
-            data_loader,
-            strategy=strategy,
-            words=_mask_words(run.release.source),
-            physical_batch_size=physical_batch_size,
-            accumulation_steps=accumulation_steps,
-            batch_first=batch_first,
-            on_handout=run.release.handed_out,
-            may_draw=lambda step: budget.may_draw(run.release),
-            example_input=example_input,
-        )
+        loader = _loader(run, data_loader, physical_batch_size, accumulation_steps, batch_first, example_input)
         self._tell(plan, data_loader.dataset)
         run.attach()  # the first change to anything of the user's: all that may be refused was refused
         self.runs.append(run)
@@ -353,6 +335,27 @@ class PrivacyEngine:
         if not plan.sampling.claims_epsilon:
             notice("DPE012", f"epsilon not claimed (sampling={plan.sampling.law!r}).", key="sampling")
         warn_of_other_engine(self, dataset)
+
+
+def _loader(
+    run: Run,
+    data_loader: DataLoader[Any],
+    physical_batch_size: int | None,
+    accumulation_steps: int,
+    batch_first: bool,
+    example_input: Any,
+) -> DataLoader[Any]:
+    return private_loader(
+        data_loader,
+        strategy=run.release.plan.sampling,
+        words=_mask_words(run.release.source),
+        physical_batch_size=physical_batch_size,
+        accumulation_steps=accumulation_steps,
+        batch_first=batch_first,
+        on_handout=run.release.handed_out,
+        may_draw=lambda step: run.budget.may_draw(run.release),
+        example_input=example_input,
+    )
 
 
 def _mask_words(source: NoiseSource) -> WordStream:

@@ -12,7 +12,6 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-import torch
 from torch import Tensor, nn
 
 from dpengine.accounting import Ledger
@@ -332,21 +331,24 @@ class Release:
         self.stage = Stage.CHARGED
 
     def _write_gradients(self) -> None:
-        """Noise on the sums, then the division by public constants, then ``p.grad``; the sums are destroyed."""
+        """Noise on the sums, then the division by public constants, then ``p.grad``, in the memory of the sums."""
         self.released = {}
         buffer, std, step = self.sums.buffer, self.plan.noise_std, self.tickets[-1].step
         mean = self.sums.loss_reduction == "mean"
         divisor = self.plan.expected_batch_size * len(self.tickets) if mean else 1.0
-        with torch.no_grad():
-            start = 0
-            for flat in buffer.flats.values():
+        flats, views = buffer.take()
+        start = 0
+        try:
+            for flat in flats:
                 self.noise.add(flat, std=std, step=step, start=start)
                 start += flat.numel()
-            scaled = {key: flat / divisor for key, flat in buffer.flats.items()}
-        buffer.zero()
-        for parameter, view in buffer.views.items():
-            grad = scaled[(view.device, view.dtype)].as_strided(view.shape, view.stride(), view.storage_offset())
-            grad = grad.to(parameter.dtype)
+                flat.div_(divisor)
+        except BaseException:
+            for flat in flats:
+                flat.zero_()
+            raise
+        for parameter, view in views.items():
+            grad = view.to(parameter.dtype)
             if self._was_changed(parameter):
                 notice(
                     "DPE015",

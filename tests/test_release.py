@@ -107,9 +107,9 @@ class Trace:
         rows = [row for step in steps for row in self.handed_out[step]]
         weight, bias = layer.weight.detach().double(), layer.bias.detach().double()
         expected = clipped_sum_of(weight, bias, rows, self.MAX_NORM)
+        found = dict(self.release.sums.buffer)
         for parameter, truth in zip((layer.weight, layer.bias), expected, strict=True):
-            found = self.release.sums.buffer.views[parameter].double()
-            torch.testing.assert_close(found, truth, rtol=1e-5, atol=2e-5)
+            torch.testing.assert_close(found[parameter].double(), truth, rtol=1e-5, atol=2e-5)
 
     # What the user may do
 
@@ -143,6 +143,10 @@ class Trace:
         self.zero_grad()
         self.backward()
         self.step()
+
+    def an_ordinary_turn(self):
+        self.next_batch()
+        self.a_whole_step()
 
     def backward_that_fails_at_the_output(self):
         outputs = self.model(self.batch[0])
@@ -253,11 +257,11 @@ class Trace:
 
 
 ACTIONS = {
-    Trace.next_batch: 6, Trace.a_whole_step: 8, Trace.backward: 4, Trace.step: 4, Trace.zero_grad: 3, Trace.forward: 1,
-    Trace.start_over: 1, Trace.step_twice: 1, Trace.zero_grad_of_the_model: 1, Trace.step_with_closure: 1,
-    Trace.backward_that_fails_at_the_output: 1, Trace.backward_that_fails_at_the_end: 1,
-    Trace.backward_that_fails_in_the_sums: 1, Trace.backward_in_eval_mode: 1, Trace.forward_in_eval_mode: 1,
-    Trace.forward_that_fails: 1, Trace.step_whose_update_fails: 1,
+    Trace.next_batch: 6, Trace.an_ordinary_turn: 6, Trace.a_whole_step: 3, Trace.backward: 4, Trace.step: 4,
+    Trace.zero_grad: 3, Trace.forward: 1, Trace.start_over: 1, Trace.step_twice: 1, Trace.zero_grad_of_the_model: 1,
+    Trace.step_with_closure: 1, Trace.step_whose_update_fails: 1, Trace.backward_that_fails_at_the_output: 1,
+    Trace.backward_that_fails_at_the_end: 1, Trace.backward_that_fails_in_the_sums: 1, Trace.backward_in_eval_mode: 1,
+    Trace.forward_in_eval_mode: 1, Trace.forward_that_fails: 1,
 }  # fmt: skip
 
 
@@ -266,7 +270,7 @@ def fuzz(seeds):
     for seed in seeds:
         trace = Trace(seed)
         try:
-            seen += trace.run(40)
+            seen += trace.run(30)
         except BaseException as error:
             raise AssertionError(f"trace {seed} failed: {error!r}") from error
         released += len(trace.released)

@@ -73,7 +73,9 @@ class Capture:
     replay: Replay | None = None
     state: CaptureState = CaptureState.DETACHED
     rows: int | None = None  # of the running forward pass
-    uses: Counter[nn.Parameter] = field(default_factory=Counter)  # taps made for each parameter since the pass began
+    uses: Counter[nn.Parameter] = field(
+        default_factory=Counter
+    )  # taps made for each parameter since the last backward pass
     leaks: dict[nn.Parameter, str] = field(default_factory=dict)  # filled by autograd, not through a watched layer
     swapped: list[tuple[nn.Module, str, nn.Parameter]] = field(default_factory=list)  # by forward passes that still run
     anchor: Tensor = field(default_factory=lambda: torch.zeros((), requires_grad=True))  # note [anchor] in tap.py
@@ -151,8 +153,9 @@ class Capture:
         return self._ending is not None
 
     def forget_backward(self) -> None:
-        """Drops the memory of a backward pass that broke off."""
+        """Drops what is known of a backward pass that is done with, or broke off."""
         self._ending = None
+        self.uses.clear()
 
     def end_backward(self) -> None:
         """Called by autograd when the outermost backward pass is over."""
@@ -163,6 +166,8 @@ class Capture:
         """Asks autograd for a call at the end of the running backward pass, once."""
         task = torch._C._current_graph_task_id()
         if self._ending != task:
+            if self.backward_broke_off:  # and this pass is over an older forward, whose start could not tell
+                self.receiver.forward_started(self.rows)
             self._ending = task
             Variable._execution_engine.queue_callback(self.end_backward)
 

@@ -139,7 +139,6 @@ class RootHook:
             return
         capture.watch_leaks()
         capture.restore()  # an interrupt may have ended the last pass before its hooks could
-        capture.uses.clear()
         capture.rows = capture.rows_of(tensors_in((args, kwargs)))
         capture.receiver.forward_started(capture.rows)
         capture.leaks.clear()  # of backward passes before this, which were none of ours: in eval mode, say

@@ -95,8 +95,6 @@ class ClippedSums:
             self.forget_pass()
         elif self.pending:
             self.backward_ended()
-        if not self.pending:
-            self.strategy.clear()
 
     def receive(self, call: LayerCall, uses: Mapping[str, Use], rule: Any) -> None:
         """A layer's output gradient arrived."""
@@ -109,6 +107,7 @@ class ClippedSums:
 
     def backward_ended(self) -> None:
         """A backward pass is over."""
+        self.strategy.backward_ended()
         if self.on_backward_end is not None:
             self.on_backward_end()
 

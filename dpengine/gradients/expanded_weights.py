@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Mapping, Sequence, Set
 from typing import Any
 
@@ -24,7 +25,7 @@ class ExpandedWeights(AbstractGradients):
 
     def __init__(self) -> None:
         self._inner = Bookkeep(always_keep)
-        self._copies: list[tuple[Use, Tensor]] = []
+        self._copies: list[tuple[Use, weakref.ref[Tensor]]] = []
 
     def swap(
         self, watch: Watch, real: Mapping[str, nn.Parameter], inputs: Sequence[Tensor], rows: int | None
@@ -37,18 +38,19 @@ class ExpandedWeights(AbstractGradients):
         swapped: dict[str, Tensor] = {}
         for name, parameter in real.items():
             copy = parameter.detach().requires_grad_()
-            self._copies.append((Use(parameter, f"{watch.name}.{name}" if watch.name else name), copy))
+            use = Use(parameter, f"{watch.name}.{name}" if watch.name else name)
+            self._copies.append((use, weakref.ref(copy)))  # it lives as long as the graph of its forward pass
             swapped[name] = ExpandedWeight(copy, rows, "sum")
         return swapped
 
-    def _collect(self) -> None:
+    def backward_ended(self) -> None:
         waiting = []
         for use, copy in self._copies:
-            grad = getattr(copy, "grad_sample", None)
-            if grad is None:
-                waiting.append((use, copy))
-            else:
+            grad = _gradient(copy)
+            if grad is not None:
                 self._inner.receive_rows(use, grad)
+            elif copy() is not None:
+                waiting.append((use, copy))
         self._copies = waiting
 
     def receive(self, call: LayerCall, uses: Mapping[str, Use], rule: Any) -> None:
@@ -59,16 +61,13 @@ class ExpandedWeights(AbstractGradients):
 
     @property
     def rows(self) -> Mapping[str, int]:
-        self._collect()
         return self._inner.rows
 
     @property
     def parameters(self) -> Set[nn.Parameter]:
-        self._collect()
         return self._inner.parameters
 
     def sq_norms(self, groups: Mapping[nn.Parameter, int], num_groups: int, scale: float) -> Tensor:
-        self._collect()
         return self._inner.sq_norms(groups, num_groups, scale)
 
     def drop(self, rows_B: Tensor) -> None:
@@ -79,7 +78,12 @@ class ExpandedWeights(AbstractGradients):
 
     def clear(self) -> None:
         self._inner.clear()
-        self._copies = []
+        # What has no gradient yet belongs to a forward pass whose backward may still come.
+        self._copies = [(use, copy) for use, copy in self._copies if _gradient(copy) is None and copy() is not None]
+
+
+def _gradient(copy: weakref.ref[Tensor]) -> Tensor | None:
+    return getattr(copy(), "grad_sample", None)
 
 
 def _followed(module: nn.Module, inputs: Sequence[Tensor]) -> bool:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from dpengine.capture import LayerCall, Use
+from dpengine.errors import UnsupportedLayerError
 
 from .bookkeep import Bookkeep
 from .flat_buffer import FlatBuffer
@@ -38,14 +39,26 @@ class Reweight(AbstractGradients):
 
     def receive(self, call: LayerCall, uses: Mapping[str, Use], rule: Any) -> None:
         note_rows(self._rows, call.name, call.batch_size)
+        #self._refuse_second_norm(list(uses.values()))
         once = all(self._uses(use.parameter) <= 1 for use in uses.values())
         with self._one(once) as one:
             one.receive(call, uses, rule)
 
     def receive_rows(self, use: Use, grad: Tensor) -> None:
         note_rows(self._rows, use.name, grad.shape[0])
+        self._refuse_second_norm([use])
         with self._one(self._uses(use.parameter) <= 1) as one:
             one.receive_rows(use, grad)
+
+    def _refuse_second_norm(self, uses: Sequence[Use]) -> None:
+        # Of the first use only the norm is left, and the norm of a sum does not follow from norms.
+        for use in uses:
+            if self._take is None and use.parameter in self._sq_norms:
+                raise UnsupportedLayerError(
+                    f"Parameter '{use.name}' was reached a second time in one backward pass, over forward passes from "
+                    "before the last one; grad_sample_mode='ghost' cannot join their norms.",
+                    fix="Run the forward passes again, or use grad_sample_mode='auto'.",
+                )
 
     def _one(self, once: bool) -> _Passing:
         if self._take is not None:

@@ -33,6 +33,9 @@ class AbstractGradients(ABC):
     def receive_rows(self, use: Use, grad: Tensor) -> None:
         """Takes a part ``(B, *param.shape)`` of a parameter's per-sample gradient; parts add up."""
 
+    def backward_ended(self) -> None:  # noqa: B027 - most strategies have everything by then
+        """Fetches what the backward pass left elsewhere, while its graph is still there."""
+
     @property
     @abstractmethod
     def rows(self) -> Mapping[str, int]:

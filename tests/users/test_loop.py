@@ -34,12 +34,14 @@ from dpengine.accounting import Charge, epsilon, release_event
 from dpengine.errors import (
     BatchDependentLossError,
     BatchMismatchError,
+    MissingGradientError,
     PrivacyWarning,
     ReductionError,
     RepeatedBackwardError,
     SamplingError,
     StaleGradientError,
     TicketError,
+    UnsupportedLayerError,
 )
 from dpengine.validation.loss import check_loss, per_example
 
@@ -542,6 +544,57 @@ def test_s8_nor_between_backward_and_step(interlude, mode):
     expected = expected_gradients(loop.model, [(inputs, targets)])
     loop.backward(inputs, targets)
     interlude(loop, *examples(7, scale=3.0).tensors)
+    loop.optimizer.step()
+    assert_same_gradients(gradients_of(loop.model), expected)
+
+
+@every_mode
+def test_s8_two_forward_passes_may_share_a_backward(mode):
+    loop = make_loop(grad_sample_mode=mode)
+    inputs, targets = first_batch(loop.loader)
+    twice = lambda outputs, t: F.cross_entropy(outputs[0], t) + F.cross_entropy(outputs[1], t)  # noqa: E731
+
+    class Twice(nn.Module):
+        def __init__(self, inner):
+            super().__init__()
+            self.inner = inner
+
+        def forward(self, values):
+            return self.inner(values), self.inner(2 * values)
+
+    plain = Twice(copy.deepcopy(loop.model))
+    expected = expected_gradients(plain, [(inputs, targets)], loss_fn=twice)
+    twice((loop.model(inputs), loop.model(2 * inputs)), targets).backward()
+    loop.optimizer.step()
+    assert_same_gradients(gradients_of(loop.model), {n.removeprefix("inner."): g for n, g in expected.items()})
+
+
+@every_mode
+def test_s8_two_older_forward_passes_never_escape_the_threshold(mode):
+    loop = make_loop(grad_sample_mode=mode, max_grad_norm=0.01)
+    inputs, targets = first_batch(loop.loader)
+    older, oldest = loop.model(inputs), loop.model(2 * inputs)
+    fail_inside_backward(loop, inputs, targets)
+    try:
+        (F.cross_entropy(older, targets) + F.cross_entropy(oldest, targets)).backward()
+        loop.optimizer.step()
+    except (TicketError, UnsupportedLayerError, MissingGradientError):
+        return  # refused is fine
+    released = torch.cat([gradient.flatten() for gradient in gradients_of(loop.model).values()])
+    assert released.norm() <= 0.01 * len(targets) / BATCH
+
+
+@every_mode
+def test_s8_a_pass_that_failed_at_its_end_does_not_join_an_older_forward(mode):
+    loop = make_loop(grad_sample_mode=mode)
+    inputs, targets = first_batch(loop.loader)
+    expected = expected_gradients(loop.model, [(inputs, targets)])
+    older = loop.model(inputs)
+    watched = inputs.clone().requires_grad_()
+    watched.register_hook(lambda grad: 1 / 0)  # runs after all layers have reported
+    with pytest.raises(ZeroDivisionError):
+        loop.backward(watched, targets)
+    F.cross_entropy(older, targets).backward()
     loop.optimizer.step()
     assert_same_gradients(gradients_of(loop.model), expected)
 

@@ -1,0 +1,50 @@
+"""``dpengine check``: whether a model can be trained privately, before anything is trained."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import json
+import os
+import sys
+from argparse import Namespace
+
+from torch import nn
+
+from dpengine.validation import check
+
+from .commands import CommandError
+from .main import DONE, FAILED, WRONG_USE
+from .screen import strong
+
+
+def run(arguments: Namespace) -> int:
+    """Prints one row for each layer; the exit code is 1 if something blocks private training."""
+    report = check(_model(arguments.model))
+    if arguments.json:
+        findings = [dataclasses.asdict(finding) for finding in report.findings]
+        print(json.dumps({"ok": report.ok, "findings": findings}, ensure_ascii=False, indent=2))
+    else:
+        verdict = (
+            "Nothing blocks private training." if report.ok else f"Blocked by {len(report.blocked)} of the layers."
+        )
+        print(f"{report}\n\n{strong(verdict)}")
+    return DONE if report.ok else FAILED
+
+
+def _model(text: str) -> nn.Module:
+    """The model that ``MODULE:FACTORY`` makes. The module is imported, so it should do nothing but define."""
+    module_name, _, attribute = text.partition(":")
+    if not attribute:
+        raise CommandError(f"{text!r} is not of the form MODULE:FACTORY, such as mymodels:make.", exit_code=WRONG_USE)
+    sys.path.insert(0, os.getcwd())  # as `python -m` does
+    try:
+        found = importlib.import_module(module_name)
+        for name in attribute.split("."):
+            found = getattr(found, name)
+    except (ImportError, AttributeError) as error:
+        raise CommandError(f"{text} cannot be found: {error}.", exit_code=WRONG_USE) from error
+    model = found if isinstance(found, nn.Module) else found() if callable(found) else found
+    if not isinstance(model, nn.Module):
+        raise CommandError(f"{text} gives a {type(model).__name__}, not a torch.nn.Module.", exit_code=WRONG_USE)
+    return model

@@ -1,0 +1,165 @@
+"""The commands and their options, one row each. What a command does is in the module of its row, loaded when it runs."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+
+class CommandError(Exception):
+    """A command cannot go on, for a reason that its user can do something about.
+
+    Args:
+        message: What, and what to do.
+        exit_code: 1 if something failed, 2 if the command was called in a wrong way.
+    """
+
+    def __init__(self, message: str, *, exit_code: int = 1):
+        self.exit_code = exit_code
+        super().__init__(message)
+
+
+@dataclass(frozen=True)
+class Command:
+    """One command.
+
+    Attributes:
+        name: What is typed.
+        module: The module of this part whose ``run(arguments)`` does it.
+        summary: A few words, for the list of commands.
+        description: For the command's own help.
+        example: A line to type.
+        add_options: Adds the options to a parser.
+    """
+
+    name: str
+    module: str
+    summary: str
+    description: str
+    example: str
+    add_options: Callable[[argparse.ArgumentParser], None]
+
+
+def _demo(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--data",
+        choices=("adult", "fashion-mnist"),
+        help="one data set; without it Adult, and FashionMNIST if it is on this machine",
+    )
+    parser.add_argument("--full", action="store_true", help="the long training of the image models")
+    parser.add_argument("--quick", action="store_true", help="a few steps only, to see that everything works")
+    parser.add_argument("--out", type=Path, default=Path("runs/demo"), metavar="DIR", help="default: %(default)s")
+    parser.add_argument("--seed", type=int, metavar="N", help="repeatable noise, which is no secret: for tests only")
+    _json(parser)
+
+
+def _calibrate(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--epsilon", type=float, required=True, metavar="E", help="what the run may spend")
+    _run_options(parser)
+
+
+def _epsilon(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--sigma", type=float, required=True, metavar="S", help="the noise multiplier")
+    _run_options(parser)
+
+
+def _run_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--n", type=int, required=True, metavar="N", help="rows of the training set")
+    parser.add_argument("--batch", type=int, required=True, metavar="B", help="expected rows of a logical batch")
+    length = parser.add_mutually_exclusive_group(required=True)
+    length.add_argument("--epochs", type=int, metavar="K", help="passes over the training set")
+    length.add_argument("--steps", type=int, metavar="K", help="logical batches, instead of --epochs")
+    parser.add_argument("--delta", type=float, metavar="D", help="default: N to the power of -1.1")
+    parser.add_argument("--accountant", choices=("pld", "rdp", "gdp"), default="pld", help="default: %(default)s")
+    _json(parser)
+
+
+def _report(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("folder", type=Path, metavar="RUN_DIR", help="a folder that has privacy_state.json")
+    parser.add_argument("--out", type=Path, metavar="DIR", help="where to write; default: RUN_DIR")
+    _json(parser)
+
+
+def _check(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model", metavar="MODULE:FACTORY", help="a function without arguments that returns the model")
+    _json(parser)
+
+
+def _data(parser: argparse.ArgumentParser) -> None:
+    actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
+    list_parser = actions.add_parser("list", help="what is known, and what is on this machine")
+    _json(list_parser)
+    get_parser = actions.add_parser("get", help="download one and check its SHA-256")
+    get_parser.add_argument("name", metavar="NAME", help="as `dpengine data list` shows it")
+
+
+def _doctor(parser: argparse.ArgumentParser) -> None:
+    _json(parser)
+
+
+def _json(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", action="store_true", help="print JSON instead of text")
+
+
+COMMANDS = (
+    Command(
+        "demo",
+        "demo",
+        "train on real data with and without privacy, and write a report",
+        "Trains on real data at several budgets and without privacy, prints a table, and writes the privacy report,\n"
+        "the trade-off plot and the model to a folder. Needs no network.",
+        "dpengine demo --data adult --out runs/demo",
+        _demo,
+    ),
+    Command(
+        "calibrate",
+        "budget",
+        "the noise for a budget, with its statement",
+        "Finds the least noise that keeps DP-SGD with Poisson batches within a budget, and states what is guaranteed.",
+        "dpengine calibrate --epsilon 3 --delta 1e-5 --n 60000 --batch 2048 --epochs 20",
+        _calibrate,
+    ),
+    Command(
+        "epsilon",
+        "budget",
+        "what a run costs, with its statement",
+        "Computes what DP-SGD with Poisson batches costs at a given noise, and states what is guaranteed.",
+        "dpengine epsilon --sigma 1.1 --delta 1e-5 --n 60000 --batch 2048 --epochs 20",
+        _epsilon,
+    ),
+    Command(
+        "report",
+        "rebuild",
+        "write the report of a run again",
+        "Writes privacy_report.json, .md and .html again from the privacy_state.json of a run, and prints its statement.",
+        "dpengine report runs/demo",
+        _report,
+    ),
+    Command(
+        "check",
+        "check_model",
+        "what stands between a model and private training",
+        "Says for each layer of a model how its per-sample gradients are found. The exit code is 1 if something blocks\n"
+        "private training.",
+        "dpengine check mypackage.models:make_model",
+        _check,
+    ),
+    Command(
+        "data",
+        "data_sets",
+        "data sets and models by name",
+        "Lists the data sets and models that are known by name, or downloads one.",
+        "dpengine data get fashion-mnist",
+        _data,
+    ),
+    Command(
+        "doctor",
+        "doctor",
+        "versions and devices, for a bug report",
+        "Shows what matters in a bug report: versions, devices, accountants, generators of noise, data sets.",
+        "dpengine doctor",
+        _doctor,
+    ),
+)

@@ -1,0 +1,88 @@
+"""``dpengine doctor``: one screen for a bug report. Nothing of the user's goes into it: no paths, no names."""
+
+from __future__ import annotations
+
+import json
+import platform
+from argparse import Namespace
+from collections.abc import Callable
+from importlib import metadata
+
+import torch
+
+import dpengine
+from dpengine.accounting import accountant_used
+from dpengine.data import SOURCES, find_files
+from dpengine.devices import best_device, device_text
+from dpengine.noise import NoiseSource
+
+from .screen import columns
+
+_PACKAGES = ("numpy", "scipy", "dp-accounting", "opt-einsum", "safetensors", "tqdm", "jinja2", "matplotlib")
+_FRAMEWORKS = ("transformers", "accelerate", "peft", "lightning", "pytorch-lightning", "opacus")
+
+
+def run(arguments: Namespace) -> int:
+    """Prints what is here."""
+    facts = {name: find() for name, find in _ROWS.items()}
+    print(json.dumps(facts, ensure_ascii=False, indent=2) if arguments.json else columns(list(facts.items())))
+    return 0
+
+
+def _cuda() -> str:
+    if not torch.cuda.is_available():
+        return "not available" if torch.version.cuda is None else f"built for {torch.version.cuda}, no device"
+    return f"{torch.version.cuda}, {torch.cuda.device_count()} x {torch.cuda.get_device_name()}"
+
+
+def _bf16() -> str:
+    device = best_device()
+    try:
+        ones = torch.ones(2, 2, dtype=torch.bfloat16, device=device)
+        return f"works on {device.type}" if float((ones @ ones)[0, 0]) == 2 else f"wrong on {device.type}"
+    except RuntimeError as error:
+        return f"fails on {device.type}: {error}".splitlines()[0]
+
+
+def _accountant() -> str:
+    used = accountant_used("pld")
+    return "pld, by dp-accounting" if used == "pld" else f"{used}: dp-accounting is missing, so bounds are looser"
+
+
+def _noise() -> str:
+    device = best_device()
+    kinds = [NoiseSource.fresh().describe(device), NoiseSource.fresh(kind="chacha20").describe(device)]
+    return "; secure_rng: ".join(
+        f"{kind['kind']} ({'' if kind['cryptographic'] else 'not '}cryptographic)" for kind in kinds
+    )
+
+
+def _version(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return "–"
+
+
+def _versions(packages: tuple[str, ...]) -> str:
+    return ", ".join(f"{package} {_version(package)}" for package in packages)
+
+
+def _data() -> str:
+    return ", ".join(name for name, source in SOURCES.items() if not source.package or find_files(name))
+
+
+_ROWS: dict[str, Callable[[], str]] = {
+    "dpengine": lambda: dpengine.__version__,
+    "python": lambda: f"{platform.python_version()} on {platform.system()} {platform.machine()}",
+    "torch": lambda: torch.__version__,
+    "device": lambda: device_text(best_device()),
+    "cuda": _cuda,
+    "bfloat16": _bf16,
+    "path optimisation": lambda: "opt_einsum" if torch.backends.opt_einsum.is_available() else "none",
+    "accountant": _accountant,
+    "noise": _noise,
+    "packages": lambda: _versions(_PACKAGES),
+    "frameworks": lambda: _versions(_FRAMEWORKS),
+    "data here": _data,
+}

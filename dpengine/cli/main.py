@@ -1,0 +1,73 @@
+"""Reads the arguments, runs a command, and turns what went wrong into a message and an exit code."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+
+import dpengine
+from dpengine.errors import InvalidBudgetError, PrivacyError
+
+from .commands import COMMANDS, CommandError
+
+DONE, FAILED, WRONG_USE = 0, 1, 2
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command.
+
+    Args:
+        argv: The arguments after the program's name; None takes those of the process.
+
+    Returns:
+        0 if it did what was asked; 1 if the answer is no, or something failed; 2 if it was called in a wrong way.
+    """
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(
+                errors="replace"
+            )  # a terminal that has no ε shows a question mark instead of a traceback
+    arguments = _parser().parse_args(argv)  # leaves with code 2 by itself
+    command = importlib.import_module(f".{arguments.module}", __package__)
+    try:
+        return int(command.run(arguments))
+    except InvalidBudgetError as error:
+        return _failed(str(error), WRONG_USE)
+    except CommandError as error:
+        return _failed(str(error), error.exit_code)
+    except PrivacyError as error:
+        return _failed(str(error), FAILED)
+    except BrokenPipeError:  # the reader of a pipe went away, such as `head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return DONE
+    except KeyboardInterrupt:
+        return _failed("interrupted", 130)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="dpengine",
+        description="PyTorch training with differential privacy. Start with: dpengine demo",
+        epilog="Each command has its own help: dpengine calibrate --help",
+    )
+    parser.add_argument("--version", action="version", version=f"dpengine {dpengine.__version__}")
+    parsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    for command in COMMANDS:
+        child = parsers.add_parser(
+            command.name,
+            help=command.summary,
+            description=command.description,
+            epilog=f"Example:\n  {command.example}",
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        command.add_options(child)
+        child.set_defaults(module=command.module)
+    return parser
+
+
+def _failed(message: str, code: int) -> int:
+    print(f"dpengine: {message}", file=sys.stderr)
+    return code
