@@ -220,8 +220,7 @@ class Release:
         self.released = {}
         self.cleared = {p: (p.grad, p.grad._version) for p in self.sums.buffer.views if p.grad is not None}
         if self.stage is Stage.RELEASED:
-            self.stage = Stage.IDLE
-            self.tickets = []
+            self.tickets, self.stage = [], Stage.IDLE
         elif self.stage is Stage.CLIPPED:
             self.void()
         elif self.stage is Stage.OPEN and len(self.tickets) > 1 and self.chunk == 0 and not self.done:
@@ -278,8 +277,7 @@ class Release:
                 "step() was called twice for one batch, or optimizer.zero_grad() was not called after the last step.",
                 fix="Call optimizer.zero_grad() at the top of the loop, and step() once for each batch.",
             )
-        cause = self._why_not_ready()
-        if cause:
+        if cause := self._why_not_ready():
             raise TicketError(f"step() has nothing to release: {cause}")
 
     def _why_not_ready(self) -> str:
@@ -295,13 +293,11 @@ class Release:
 
     def _refuse_unused(self) -> None:
         missing = self.sums.missing()
-        seen_rows = any(sum(ticket.rows) for ticket in self.tickets)
-        if missing and seen_rows and self.unused_parameters == "error":
-            name = missing[0]
+        if missing and self.unused_parameters == "error" and any(sum(ticket.rows) for ticket in self.tickets):
+            others = f" (nor did {len(missing) - 1} others)" if len(missing) > 1 else ""
             raise MissingGradientError(
-                f"Parameter '{name}' took no part in this step"
-                + (f" (nor did {len(missing) - 1} others)." if len(missing) > 1 else "."),
-                fix=f"Freeze it: model.get_parameter('{name}').requires_grad_(False), or pass "
+                f"Parameter '{missing[0]}' took no part in this step{others}.",
+                fix=f"Freeze it: model.get_parameter('{missing[0]}').requires_grad_(False), or pass "
                 "unused_parameters='zero'.",
             )
 

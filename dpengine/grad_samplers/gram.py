@@ -51,6 +51,9 @@ def keep_pays(length: int, features: Sequence[int], device: torch.device) -> boo
     """Whether gradients that are kept cost less time than the Gram, which leaves the weighted sum still to be formed.
 
     The Gram takes ``2 T^2 sum(F)`` operations a row; a kept gradient is written and read about three times in float32.
+
+    Returns:
+        True if so, by shapes and a rough speed of the device.
     """
     operations_per_byte = 7 if device.type == "cpu" else 100  # what a processor computes while it moves one byte
     return 2 * length**2 * sum(features) > 12 * operations_per_byte * math.prod(features)

@@ -28,8 +28,8 @@ class GradSampler:
         weighted_sum: ``param.shape``, the sum over rows of ``factor_B[i] * grad[i]``, without forming it.
         norm_pays: Whether ``sq_norm`` is cheaper than ``grad`` for a call of this shape. Reads shapes only.
         concat: Joins several calls of one parameter into one whose ``grad`` is the sum of theirs.
-        keep_pays: Whether forming and keeping ``grad`` is cheaper than ``sq_norm`` and ``weighted_sum`` together, memory
-            aside, since the kept gradients give the weighted sum nearly for nothing. Reads shapes only.
+        keep_pays: Whether forming and keeping ``grad`` is cheaper than ``sq_norm`` and ``weighted_sum`` together,
+            memory aside, since the kept gradients give the weighted sum nearly for nothing. Reads shapes only.
     """
 
     grad: Callable[[LayerCall], Tensor]

@@ -158,8 +158,11 @@ _SQ_NORM = {Method.KEEP: _keep, Method.GHOST: _ghost, Method.DISCARD: _discard}
 def _sq_norm(grad: Tensor) -> Tensor:
     """Squared norms ``(B,)`` in float64.
 
-    One float32 norm over millions of elements comes out low by up to a per cent, since torch adds squares in sequence on
-    the CPU. Over blocks of 256, added in float64, the error is below 1e-6.
+    One float32 norm over millions of elements comes out low by up to a per cent, since torch adds squares in sequence
+    on the CPU. Over blocks of 256, added in float64, the error is below 1e-6.
+
+    Returns:
+        The squared norm of each row.
     """
     flat_BP = _flat(grad)
     if flat_BP.dtype is torch.float64:

@@ -25,7 +25,8 @@ class ExpandedWeights(AbstractGradients):
 
     def __init__(self) -> None:
         self._inner = Bookkeep(always_keep)
-        self._copies: list[tuple[Use, weakref.ref[Tensor]]] = []
+        # Each copy, and the stand-in for it, which lives as long as the graph of its forward pass.
+        self._copies: list[tuple[Use, Tensor, weakref.ref[Tensor]]] = []
 
     def swap(
         self, watch: Watch, real: Mapping[str, nn.Parameter], inputs: Sequence[Tensor], rows: int | None
@@ -39,19 +40,20 @@ class ExpandedWeights(AbstractGradients):
         for name, parameter in real.items():
             copy = parameter.detach().requires_grad_()
             use = Use(parameter, f"{watch.name}.{name}" if watch.name else name)
-            self._copies.append((use, weakref.ref(copy)))  # it lives as long as the graph of its forward pass
             swapped[name] = ExpandedWeight(copy, rows, "sum")
+            self._copies.append((use, copy, weakref.ref(swapped[name])))
         return swapped
 
     def backward_ended(self) -> None:
-        waiting = []
-        for use, copy in self._copies:
+        for use, copy, _ in self._copies:
             grad = _gradient(copy)
             if grad is not None:
                 self._inner.receive_rows(use, grad)
-            elif copy() is not None:
-                waiting.append((use, copy))
-        self._copies = waiting
+        self._forget_used()
+
+    def _forget_used(self) -> None:
+        # What has no gradient yet may belong to a forward pass whose backward is still to come.
+        self._copies = [one for one in self._copies if _gradient(one[1]) is None and one[2]() is not None]
 
     def receive(self, call: LayerCall, uses: Mapping[str, Use], rule: Any) -> None:
         self._inner.receive(call, uses, rule)
@@ -61,6 +63,7 @@ class ExpandedWeights(AbstractGradients):
 
     @property
     def rows(self) -> Mapping[str, int]:
+        self.backward_ended()
         return self._inner.rows
 
     @property
@@ -78,12 +81,11 @@ class ExpandedWeights(AbstractGradients):
 
     def clear(self) -> None:
         self._inner.clear()
-        # What has no gradient yet belongs to a forward pass whose backward may still come.
-        self._copies = [(use, copy) for use, copy in self._copies if _gradient(copy) is None and copy() is not None]
+        self._forget_used()
 
 
-def _gradient(copy: weakref.ref[Tensor]) -> Tensor | None:
-    return getattr(copy(), "grad_sample", None)
+def _gradient(copy: Tensor) -> Tensor | None:
+    return getattr(copy, "grad_sample", None)
 
 
 def _followed(module: nn.Module, inputs: Sequence[Tensor]) -> bool:

@@ -39,7 +39,7 @@ class Reweight(AbstractGradients):
 
     def receive(self, call: LayerCall, uses: Mapping[str, Use], rule: Any) -> None:
         note_rows(self._rows, call.name, call.batch_size)
-        #self._refuse_second_norm(list(uses.values()))
+        self._refuse_second_norm(list(uses.values()))
         once = all(self._uses(use.parameter) <= 1 for use in uses.values())
         with self._one(once) as one:
             one.receive(call, uses, rule)

@@ -371,7 +371,7 @@ def test_f_m5_a_leak_is_found_also_when_the_model_is_in_eval_mode_by_then():
     loss = F.cross_entropy(model(inputs), targets) + model.head.weight.square().sum()
     model.eval()
     loss.backward()
-    with pytest.raises(MissingGradientError, match="'head.weight'"):
+    with pytest.raises(MissingGradientError, match=r"'head.weight'"):
         sums.clip(rows=ROWS)
 
 
