@@ -16,7 +16,7 @@ def attach_scaler(scaler: GradScaler) -> None:
 
 def attach_scheduler(scheduler: Any) -> None:
     """Makes a scheduler skip when its optimizer skipped, in place."""
-    scheduler.__class__ = _skipping_class(type(scheduler))
+    scheduler.__class__ = _skipping_class(type(scheduler))  # type: ignore[arg-type]
 
 
 def detach(companion: Any) -> None:
@@ -67,4 +67,4 @@ def _reduce_to_base(self: Any, protocol: Any) -> tuple[Any, ...]:
 
 
 def _blank(kind: type[Any]) -> Any:
-    return kind.__new__(kind)
+    return object.__new__(kind)

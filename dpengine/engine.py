@@ -29,7 +29,7 @@ from dpengine.errors import (
 )
 from dpengine.gradients import MODES
 from dpengine.names import suggests_names
-from dpengine.noise import NoiseSource
+from dpengine.noise import DEFAULT_KIND, NoiseSource
 from dpengine.plan import DPExecutionPlan
 from dpengine.release import Release
 from dpengine.run import Budget, Run
@@ -61,7 +61,7 @@ class PrivacyEngine:
         accountant_used(accountant)  # refuses a name that is not known
         self.accountant = accountant
         self.ledger = Ledger()
-        self._kind = {"kind": "chacha20"} if secure_rng else {}
+        self._kind = "chacha20" if secure_rng else DEFAULT_KIND
         self._seed = seed
         self.runs: list[Run] = []
         self._delta: float | None = None
@@ -308,8 +308,8 @@ class PrivacyEngine:
     def _source(self) -> NoiseSource:
         run = len(self.runs)
         if self._seed is None:
-            return NoiseSource.fresh(**self._kind)
-        return NoiseSource.seeded(self._seed, incarnation=run, **self._kind)
+            return NoiseSource.fresh(self._kind)
+        return NoiseSource.seeded(self._seed, self._kind, incarnation=run)
 
     def _build(
         self,

@@ -67,9 +67,9 @@ def attach(optimizer: Optimizer, release: Release) -> None:
     base = getattr(type(optimizer), "dp_base", type(optimizer))
     instance_step = optimizer.__dict__.pop("step", None)
     optimizer.__dict__[_ATTACHED] = Attachment(release, base, instance_step)
-    optimizer.__class__ = private_class(base)
+    optimizer.__class__ = private_class(base)  # type: ignore[arg-type]
     if instance_step is not None:
-        optimizer.__dict__["step"] = _counted(optimizer, private_class(base).step)
+        optimizer.__dict__["step"] = _counted(optimizer, private_class(base).step)  # type: ignore[arg-type]
 
 
 @suggests_names
@@ -196,7 +196,7 @@ def _repr(self: Any) -> str:
 
 def _rebuild(base: type[Optimizer], state: dict[str, Any]) -> Optimizer:
     """A copy of a private optimizer: it has the state, and no engine."""
-    copy = object.__new__(private_class(base))
+    copy = object.__new__(private_class(base))  # type: ignore[arg-type]
     copy.__setstate__(state)
     return copy
 

@@ -57,8 +57,8 @@ class Budget:
         history += (Charge(release.plan.event(), apart),) if apart else ()
         beside = tuple(charge for charge in history if charge.event != event)
         needed = count + sum(charge.count for charge in history if charge.event == event)
-        as_planned = not beside and event == release.plan.event() and self.planned_steps is not None
-        fits = self._fits.get((event, beside), self.planned_steps if as_planned else 0)
+        planned = self.planned_steps if not beside and event == release.plan.event() else None
+        fits = self._fits.get((event, beside), planned or 0)
 
         def epsilon_of(number: int) -> float:
             charges = (*beside, Charge(event, number))
@@ -68,19 +68,20 @@ class Budget:
             reached = epsilon_of(needed)
             if reached > self.target_epsilon:
                 return reached
-            fits = self._look_ahead(epsilon_of, needed)
+            fits = _look_ahead(epsilon_of, self.target_epsilon, needed)
         self._fits = {(event, beside): fits}
         return None
 
-    def _look_ahead(self, epsilon_of: Callable[[int], float], fits: int) -> int:
-        """A number of charges that fits, found by halving: the largest, or an eighth more than is known to fit."""
-        low, high = fits, fits + max(8, fits // 8)
-        if epsilon_of(high) <= self.target_epsilon:  # type: ignore[operator]
-            return high
-        while high - low > 1:
-            middle = (low + high) // 2
-            low, high = (middle, high) if epsilon_of(middle) <= self.target_epsilon else (low, middle)
-        return low
+
+def _look_ahead(epsilon_of: Callable[[int], float], target: float, fits: int) -> int:
+    """A number of charges that fits, found by halving: the largest, or an eighth more than is known to fit."""
+    low, high = fits, fits + max(8, fits // 8)
+    if epsilon_of(high) <= target:
+        return high
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if epsilon_of(middle) <= target else (low, middle)
+    return low
 
 
 @dataclass(eq=False)
