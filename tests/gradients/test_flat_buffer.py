@@ -1,0 +1,46 @@
+"""The buffer of clipped sums: exact, of a wide dtype, and never the same memory before and after a release."""
+
+import torch
+from torch import nn
+
+from dpengine.gradients.flat_buffer import FlatBuffer
+
+
+def parameters():
+    return [
+        nn.Parameter(torch.zeros(3, 2)),
+        nn.Parameter(torch.zeros(4, dtype=torch.bfloat16)),
+        nn.Parameter(torch.zeros(())),
+    ]
+
+
+def test_sums_add_up_and_what_was_not_written_is_zero():
+    first, second, third = listed = parameters()
+    buffer = FlatBuffer(listed)
+    for _ in range(3):
+        buffer.add(first, torch.ones(3, 2))
+    buffer.add(third, torch.tensor(5.0))
+    found = dict(buffer)
+    assert found[first].eq(3).all() and found[second].eq(0).all() and found[third] == 5
+    assert {view.dtype for view in found.values()} == {torch.float32}
+    buffer.zero()
+    assert not any(view.any() for _, view in buffer)
+
+
+def test_what_was_taken_is_never_written_again():
+    listed = parameters()
+    buffer = FlatBuffer(listed)
+    buffer.add(listed[0], torch.ones(3, 2))
+    flats, views = buffer.take()
+    assert buffer.clean
+    buffer.add(listed[0], torch.full((3, 2), 7.0))
+    assert views[listed[0]].eq(1).all() and views[listed[1]].eq(0).all()
+    assert [len(flat) for flat in flats] == [11]
+
+
+def test_f_u3_thousands_of_small_sums_do_not_stagnate_in_half_precision():
+    parameter = nn.Parameter(torch.zeros(1, dtype=torch.bfloat16))
+    buffer = FlatBuffer([parameter])
+    for _ in range(20_000):
+        buffer.add(parameter, torch.full((1,), 1e-3))
+    assert abs(float(dict(buffer)[parameter]) - 20.0) < 0.01
