@@ -188,7 +188,7 @@ def peak_memory(cell: str, contender: str) -> float | None:
 def _memory_of(cell: str, contender: str) -> None:
     torch.set_num_threads(2)
     torch.manual_seed(0)
-    step = CONTENDERS[contender](CELLS[cell], CELLS[cell].make(), CELLS[cell].rows, 1.0)
+    step, _ = CONTENDERS[contender](CELLS[cell], CELLS[cell].make(), CELLS[cell].rows, 1.0, LEARNING_RATE)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     for _ in range(3):
         step()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, TypeVar
 
 from torch import Tensor, nn
@@ -31,10 +31,14 @@ from dpengine.gradients import MODES
 from dpengine.names import suggests_names
 from dpengine.noise import DEFAULT_KIND, NoiseSource
 from dpengine.plan import DPExecutionPlan
+from dpengine.progress import progress
 from dpengine.release import Release
+from dpengine.report import PrivacyReport
+from dpengine.report_of_run import report_of_run
 from dpengine.run import Budget, Run
 from dpengine.sampling import WordStream, private_loader, strategy_for
 
+B = TypeVar("B")
 M = TypeVar("M", bound=nn.Module)
 O = TypeVar("O", bound=Optimizer)
 
@@ -268,6 +272,31 @@ class PrivacyEngine:
             values["nonprivate/largest_norm"] = seen.largest_norm
             values["nonprivate/dropped_rows"] = run.release.dropped_rows
         return values
+
+    def progress(self, loader: Iterable[B], *, total: int | None = None) -> Iterator[B]:
+        """The batches of a loader, beside a bar with epsilon; silent where nobody looks. See `dpengine.progress`."""
+        target = self._last_run().budget.target_epsilon
+        return progress(self, loader, target_epsilon=target, total=total)
+
+    @suggests_names
+    def report(
+        self,
+        *,
+        data: Mapping[str, Any] | None = None,
+        utility: Mapping[str, Any] | None = None,
+        excludes: tuple[str, ...] = (),
+    ) -> PrivacyReport:
+        """The report of what was spent so far: ``print`` states it, ``save(directory)`` writes its files.
+
+        Args:
+            data: ``name``, ``source``, ``licence``, ``sha256`` of the data, as far as they shall be known.
+            utility: ``metric``, ``value`` and ``split`` of a score. The guarantee does not cover it, and says so.
+            excludes: Sentences on what else the guarantee does not cover.
+
+        Returns:
+            The report, with the plan of the last run and the charges of all.
+        """
+        return report_of_run(self._last_run(), self.ledger, self._relation, data or {}, utility or {}, excludes)
 
     def describe(self) -> dict[str, Any]:
         """What the last run does: sampling, clipping, standard deviations, relation."""

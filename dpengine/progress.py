@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import importlib.util
 import math
 import os
+import shutil
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sized
-from typing import Any, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 import torch
 
@@ -51,16 +53,18 @@ def progress(
     Yields:
         What ``loader`` yields.
     """
-    bar_type = _bar_type()
-    if bar_type is None:
+    if not is_shown():
         yield from loader
         return
+    from tqdm.auto import tqdm
+
     if total is None and isinstance(loader, Sized):
         total = len(loader)
     shown = _Throttled(lambda: spent_text(engine, target_epsilon))
     before = engine.ledger.steps
     layout = _BAR_WITHOUT_TOTAL if total is None else _BAR
-    with bar_type(total=total, bar_format=layout, desc=shown.look(), leave=True, dynamic_ncols=True) as bar:
+    width = shutil.get_terminal_size().columns  # 80 where the terminal does not know
+    with tqdm(total=total, bar_format=layout, desc=spent_text(engine, target_epsilon), ncols=width) as bar:
 
         def show(*, at_once: bool = False) -> None:
             # Steps charged, not chunks yielded: a logical batch may come in several chunks.
@@ -88,6 +92,15 @@ def spent_text(engine: Spender, target_epsilon: float | None) -> str:
     return f"ε {round_up(spent)}/{target_epsilon:.2f} ({math.ceil(100 * spent / target_epsilon)} %)"
 
 
+def is_shown() -> bool:
+    """Whether ``progress`` shows a bar here."""
+    wanted = os.environ.get("DPENGINE_PROGRESS")
+    notebook = "ipykernel" in sys.modules
+    if wanted == "0" or _rank() != 0 or not (wanted == "1" or notebook or sys.stderr.isatty()):
+        return False
+    return importlib.util.find_spec("tqdm") is not None
+
+
 class _Throttled:
     """A text that is made anew only now and then."""
 
@@ -103,19 +116,6 @@ class _Throttled:
             ended = time.monotonic()
             self._next = ended + max(_LEAST_PAUSE, _COST_SHARE * (ended - began))
         return self._text
-
-
-def _bar_type() -> Any:
-    """The class of tqdm that suits the place, or None where nothing shall be shown."""
-    wanted = os.environ.get("DPENGINE_PROGRESS")
-    notebook = "ipykernel" in sys.modules
-    if wanted == "0" or _rank() != 0 or not (wanted == "1" or notebook or sys.stderr.isatty()):
-        return None
-    try:
-        from tqdm.auto import tqdm
-    except ImportError:
-        return None
-    return tqdm
 
 
 def _rank() -> int:

@@ -379,7 +379,7 @@ class Release:
                 self._charge_void(self.tickets)
         finally:
             self.tickets = []
-            self.sums.discard()
+            self.sums.discard_sums()
             self.stage = Stage.CLOSED if self.stage is Stage.CLOSED else Stage.VOID
 
     def _charge_void(self, tickets: list[Ticket]) -> None:

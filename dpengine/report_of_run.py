@@ -15,12 +15,10 @@ from dpengine.run import Run
 def report_of_run(
     run: Run,
     ledger: Ledger,
-    *,
     relation: Relation,
-    data: Mapping[str, Any] | None = None,
-    utility: Mapping[str, Any] | None = None,
-    excludes: tuple[str, ...] = (),
-    num_examples_public: bool = False,
+    data: Mapping[str, Any],
+    utility: Mapping[str, Any],
+    excludes: tuple[str, ...],
 ) -> PrivacyReport:
     """Makes the report of a run. It reads the parts of the run, the versions of two packages, and nothing else.
 
@@ -31,7 +29,6 @@ def report_of_run(
         data: ``name``, ``source``, ``licence``, ``sha256``.
         utility: ``metric``, ``value``, ``split``.
         excludes: Sentences on what else the guarantee does not cover.
-        num_examples_public: Whether the number of examples may be shown where the relation keeps it private.
 
     Returns:
         The report; ``save(directory)`` writes its files.
@@ -45,14 +42,13 @@ def report_of_run(
         relation=relation,
         accountant=budget.accountant,
         num_examples=plan.sampling.num_examples,
-        num_examples_public=num_examples_public,
         # make_private states add-or-remove only for a run whose constants were all given.
         constants_declared=relation is Relation.ADD_OR_REMOVE_ONE,
         noise=run.release.source.describe(device),
         target_epsilon=budget.target_epsilon,
         planned_steps=budget.planned_steps,
-        data=data or {},
-        utility=utility or {},
+        data=data,
+        utility=utility,
         torch=torch.__version__,
         device=device,
         excludes=excludes,

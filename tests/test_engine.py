@@ -284,6 +284,8 @@ def noise_of(steps=4, **options):
     """Released noise in units of what the sum got, from steps on which no row has a gradient."""
     model = nn.Linear(60, 50)
     dataset = TensorDataset(torch.zeros(ROWS, 60), torch.zeros(ROWS, dtype=torch.long))
+    if "clipping" not in options:
+        options.setdefault("max_grad_norm", 1.0)
     loop = make_loop(model, dataset=dataset, **{"noise_multiplier": 2.0, **options})
     found = []
     batches = (batch for _ in range(steps) for batch in loop.loader)
@@ -327,6 +329,23 @@ def test_adaptive_clipping_leaves_room_for_its_count():
 def test_every_parameter_gets_noise_of_its_own():
     noise = noise_of(steps=1)[0]
     assert len(noise.unique()) == len(noise)
+
+
+def test_parameters_of_two_dtypes_share_no_noise():
+    class Mixed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.narrow, self.wide = nn.Linear(4, 50), nn.Linear(4, 50).double()
+
+        def forward(self, inputs):
+            return self.narrow(inputs).double() + self.wide(inputs.double())
+
+    loop = make_loop(Mixed(), noise_multiplier=1.0)
+    loop.optimizer.zero_grad()
+    (loop.model(first_batch(loop.loader)[0]) * 0).sum().backward()
+    loop.optimizer.step()
+    narrow, wide = loop.model.narrow.weight.grad.double().flatten(), loop.model.wide.weight.grad.flatten()
+    assert abs(float(torch.corrcoef(torch.stack([narrow, wide]))[0, 1])) < 5 / math.sqrt(len(wide))
 
 
 @pytest.mark.parametrize("secure", [True, False])

@@ -161,8 +161,12 @@ class RootHook:
 
 
 def _copied(args: Any, kwargs: Any, output: Tensor) -> Tensor:
-    # The swapped layer's own Function gives views, after which an in-place operation would raise.
-    return output.clone()
+    # The swapped layer's own Function gives views, after which an in-place operation would raise, and takes gradients
+    # for contiguous.
+    copied = output.clone()
+    if copied.requires_grad:
+        copied.register_hook(Tensor.contiguous)
+    return copied
 
 
 def _output_tensors(output: Any) -> list[Tensor]:

@@ -1,4 +1,4 @@
-"""``dpengine calibrate`` and ``dpengine epsilon``: noise for a budget, a budget for noise, both with their statement."""
+"""``dpengine calibrate`` and ``dpengine epsilon``: noise for a budget, what noise costs, both with their statement."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from dpengine.accounting import (
     Relation,
     calibrate,
     check_delta,
+    epsilon,
     release_event,
     sample_rate_of,
     steps_per_epoch,
@@ -48,6 +49,7 @@ def run(arguments: Namespace) -> int:
         target_epsilon=target,
         planned_steps=steps,
     )
+    epsilon(facts.history, delta, facts.accountant, facts.relation)  # where there is no number, this raises
     if arguments.json:
         print(_json(facts))
     else:

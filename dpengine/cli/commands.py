@@ -1,4 +1,4 @@
-"""The commands and their options, one row each. What a command does is in the module of its row, loaded when it runs."""
+"""The commands and their options, one row each. What a command does is in the module of its row, loaded to run it."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import argparse
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 
 class CommandError(Exception):
@@ -89,10 +90,20 @@ def _check(parser: argparse.ArgumentParser) -> None:
 
 def _data(parser: argparse.ArgumentParser) -> None:
     actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
-    list_parser = actions.add_parser("list", help="what is known, and what is on this machine")
+    list_parser = actions.add_parser(
+        "list", help="what is known, and what is on this machine", **help_texts("", "dpengine data list --json")
+    )
     _json(list_parser)
-    get_parser = actions.add_parser("get", help="download one and check its SHA-256")
+    get_parser = actions.add_parser(
+        "get", help="download one and check its SHA-256", **help_texts("", "dpengine data get fashion-mnist")
+    )
     get_parser.add_argument("name", metavar="NAME", help="as `dpengine data list` shows it")
+
+
+def help_texts(description: str, example: str) -> dict[str, Any]:
+    """What the help of a command says beside its options."""
+    texts = {"description": description, "epilog": f"Example:\n  {example}"}
+    return texts | {"formatter_class": argparse.RawDescriptionHelpFormatter}
 
 
 def _doctor(parser: argparse.ArgumentParser) -> None:
@@ -133,7 +144,7 @@ COMMANDS = (
         "report",
         "rebuild",
         "write the report of a run again",
-        "Writes privacy_report.json, .md and .html again from the privacy_state.json of a run, and prints its statement.",
+        "Writes privacy_report.json, .md and .html again from the privacy_state.json of a run; prints the statement.",
         "dpengine report runs/demo",
         _report,
     ),
@@ -141,8 +152,8 @@ COMMANDS = (
         "check",
         "check_model",
         "what stands between a model and private training",
-        "Says for each layer of a model how its per-sample gradients are found. The exit code is 1 if something blocks\n"
-        "private training.",
+        "Says for each layer of a model how its per-sample gradients are found.\n"
+        "The exit code is 1 if something blocks private training.",
         "dpengine check mypackage.models:make_model",
         _check,
     ),

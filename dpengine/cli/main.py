@@ -11,7 +11,8 @@ from collections.abc import Sequence
 import dpengine
 from dpengine.errors import InvalidBudgetError, PrivacyError
 
-from .commands import COMMANDS, CommandError
+from .commands import COMMANDS, CommandError, help_texts
+from .screen import columns
 
 DONE, FAILED, WRONG_USE = 0, 1, 2
 
@@ -48,21 +49,17 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
+    listed = columns([(f"  {command.name}", command.summary) for command in COMMANDS])
     parser = argparse.ArgumentParser(
         prog="dpengine",
         description="PyTorch training with differential privacy. Start with: dpengine demo",
-        epilog="Each command has its own help: dpengine calibrate --help",
+        epilog=f"commands:\n{listed}\n\nEach has its own help, with an example: dpengine calibrate --help",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"dpengine {dpengine.__version__}")
-    parsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    parsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True, help="one of those below")
     for command in COMMANDS:
-        child = parsers.add_parser(
-            command.name,
-            help=command.summary,
-            description=command.description,
-            epilog=f"Example:\n  {command.example}",
-            formatter_class=argparse.RawDescriptionHelpFormatter,
-        )
+        child = parsers.add_parser(command.name, **help_texts(command.description, command.example))
         command.add_options(child)
         child.set_defaults(module=command.module)
     return parser

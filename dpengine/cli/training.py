@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset
 
 from dpengine import PrivacyEngine
+from dpengine.data import LabelledData
 from dpengine.progress import progress
+from dpengine.validation import check_loss
 
 from .tasks import DELTA, Task
 
@@ -32,17 +35,52 @@ class Outcome:
 
     Attributes:
         model: The model.
-        engine: What made it private, None if nothing did.
         accuracy: On the test split.
         seconds: What training took, without calibration.
-        curve: Steps charged and epsilon after each epoch.
     """
 
     model: nn.Module
-    engine: PrivacyEngine | None
     accuracy: float
     seconds: float
-    curve: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True, eq=False)
+class PrivateOutcome:
+    """What a private run left.
+
+    Attributes:
+        trained: The model.
+        engine: What was spent on it.
+        curve: Steps charged and epsilon after each epoch.
+    """
+
+    trained: Outcome
+    engine: PrivacyEngine
+    curve: tuple[tuple[int, float], ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Results:
+    """All that was trained for one task.
+
+    Attributes:
+        task: The task.
+        data: What it was trained on.
+        private: The private runs by their target.
+        plain: The model that was trained without privacy.
+        seed: What the runs were seeded with, if they were.
+    """
+
+    task: Task
+    data: LabelledData
+    private: Mapping[float, PrivateOutcome]
+    plain: Outcome
+    seed: int | None
+
+    @property
+    def reported(self) -> PrivateOutcome:
+        """The run whose report and model are written."""
+        return self.private[self.task.reported]
 
 
 @dataclass(eq=False)
@@ -57,7 +95,12 @@ class PrivateTraining:
     target_epsilon: float
     device: torch.device
 
-    def run(self, split: Split) -> Outcome:
+    @property
+    def steps(self) -> int:
+        """Planned logical batches."""
+        return self.task.epochs * len(self.loader)
+
+    def run(self, split: Split) -> PrivateOutcome:
         """Trains to the end of the budget."""
         began = time.monotonic()
         curve: list[tuple[int, float]] = []
@@ -67,22 +110,23 @@ class PrivateTraining:
                 yield from self.loader
                 curve.append((self.engine.ledger.steps, self.engine.epsilon))
 
-        total = self.task.epochs * len(self.loader)
-        for inputs, labels in progress(
-            self.engine, batches(), target_epsilon=self.target_epsilon, total=total
-        ):
+        for inputs, labels in progress(self.engine, batches(), target_epsilon=self.target_epsilon, total=self.steps):
             self.optimizer.zero_grad()
-            nn.functional.cross_entropy(self.model(inputs.to(self.device)), labels.to(self.device)).backward()
+            cross_entropy(self.model(inputs.to(self.device)), labels.to(self.device)).backward()
             self.optimizer.step()
         seconds = time.monotonic() - began
-        return Outcome(self.model, self.engine, accuracy(self.model, split, self.device), seconds, tuple(curve))
+        trained = Outcome(self.model, accuracy(self.model, split, self.device), seconds)
+        return PrivateOutcome(trained, self.engine, tuple(curve))
 
 
-def prepare(task: Task, split: Split, target_epsilon: float, *, seed: int | None, device: torch.device) -> PrivateTraining:
+def prepare(
+    task: Task, split: Split, target_epsilon: float, *, seed: int | None, device: torch.device
+) -> PrivateTraining:
     """Makes the training of a task private; the noise is found for the target."""
     torch.manual_seed(seed or 0)  # the first weights are public; the noise has a source of its own
     model = task.model().to(device)
-    optimizer = torch.optim.SGD(model.parameters(), lr=task.lr, momentum=task.momentum)
+    check_loss(model, cross_entropy, (split.train_inputs[:8].to(device), split.train_labels[:8].to(device)))
+    optimizer = task.optimizer(model.parameters())
     data = TensorDataset(split.train_inputs, split.train_labels)
     batch_size = _batch_size(task.batch_size, len(data))
     engine = PrivacyEngine(seed=seed)
@@ -105,17 +149,17 @@ def train_plainly(task: Task, split: Split, *, seed: int | None, device: torch.d
     """Trains the same model without privacy, at the settings that suit that."""
     torch.manual_seed(seed or 0)
     model = task.model().to(device)
-    optimizer = torch.optim.SGD(model.parameters(), lr=task.plain_lr, momentum=task.momentum)
+    optimizer = task.plain_optimizer(model.parameters())
     data = TensorDataset(split.train_inputs, split.train_labels)
     loader = DataLoader(data, batch_size=_batch_size(task.plain_batch_size, len(data)), shuffle=True)
     began = time.monotonic()
     for _ in range(task.plain_epochs):
         for inputs, labels in loader:
             optimizer.zero_grad()
-            nn.functional.cross_entropy(model(inputs.to(device)), labels.to(device)).backward()
+            cross_entropy(model(inputs.to(device)), labels.to(device)).backward()
             optimizer.step()
     seconds = time.monotonic() - began
-    return Outcome(model, None, accuracy(model, split, device), seconds)
+    return Outcome(model, accuracy(model, split, device), seconds)
 
 
 @torch.no_grad()

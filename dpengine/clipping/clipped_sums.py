@@ -204,6 +204,10 @@ class ClippedSums:
     def discard(self) -> None:
         """Destroys the sums and everything that is pending."""
         self.forget_pass()
+        self.discard_sums()
+
+    def discard_sums(self) -> None:
+        """Destroys the sums. A backward pass that is not in them yet stays."""
         self.buffer.zero()
         self.contributed.clear()
         self.policy.discard()

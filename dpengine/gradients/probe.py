@@ -5,7 +5,7 @@ sorts the batch, takes a mean over it or has time on axis 0 adds up gradients of
 that capture sees would tell. So the model runs forward and backward again with the same random numbers, from the
 gradients that its outputs had: once as it was, and once with other data in the rows that are not kept. The output
 gradients of those rows are zero both times. No more rows than were kept may then have a gradient, their norms must be
-those of the real pass, and the kept rows must have the same outputs and norms both times.
+those of the real pass, and the kept rows must have the same outputs and norms both times. Then the other rows are kept.
 
 Axes: B rows, P parameters.
 """
@@ -76,7 +76,9 @@ class Probed(AbstractGradients):
         if self._left < 0 and replay is not None and replay.reached and len(norms_BK) > 1:
             self._left = self._every - 1
             self._probes += 1
-            Company(self._capture, replay, norms_BK.sum(dim=1), scale, seed=self._probes).ask()
+            norms_B = norms_BK.sum(dim=1)
+            for keep_B in _halves(norms_B, self._probes):
+                Company(self._capture, replay, norms_B, scale, keep_B).ask()
         self._arm()
         return norms_BK
 
@@ -85,6 +87,9 @@ class Probed(AbstractGradients):
         if self._own is not None:
             self._own.clear()
             self._capture.replay = self._own if self._left <= 0 else None
+
+    def backward_ended(self) -> None:
+        self._inner.backward_ended()
 
     def drop(self, rows_B: Tensor) -> None:
         self._inner.drop(rows_B)
@@ -109,6 +114,15 @@ class _Run:
         return self.norms_BP.sum(dim=1)
 
 
+def _halves(norms_B: Tensor, seed: int) -> list[Tensor]:
+    """Two sets of rows with a finite norm: about half of them, and the others."""
+    usable = norms_B.isfinite().nonzero().flatten()
+    order = torch.randperm(len(usable), generator=torch.Generator().manual_seed(seed)).to(usable.device)
+    parts = usable[order].tensor_split(2)
+    nothing_B = torch.zeros_like(norms_B, dtype=torch.bool)
+    return [nothing_B.index_fill(0, part, True) for part in parts if 0 < len(part) < len(norms_B)]
+
+
 class Company:
     """One probe of one batch.
 
@@ -117,15 +131,15 @@ class Company:
         replay: The forward passes that the backward pass reached.
         norms_B: Squared norms of the rows' whole gradients, as the strategy found them.
         scale: By what the gradients were multiplied for these norms.
-        seed: Which rows are kept follows from it. Public.
+        keep_B: Which rows are kept.
     """
 
-    def __init__(self, capture: Capture, replay: Replay, norms_B: Tensor, scale: float, *, seed: int):
+    def __init__(self, capture: Capture, replay: Replay, norms_B: Tensor, scale: float, keep_B: Tensor):
         self._capture = capture
         self._replay = replay
         self._norms_B = norms_B
         self._scale = scale
-        self._keep_B = self._kept(seed)
+        self._keep_B = keep_B
         self._outputs = [output for one in replay.reached for output in one.outputs]
         grads = [grad for one in replay.reached for grad in one.grads if grad is not None]
         self._all_masked = all(self._front(grad) is not None for grad in grads)
@@ -133,17 +147,8 @@ class Company:
         half = half or any(on for one in replay.reached for _, on, _ in one.autocast)
         self._tolerance = _HALF if half else _EXACT
 
-    def _kept(self, seed: int) -> Tensor:
-        """About half of the rows that have a finite norm, never all."""
-        usable = self._norms_B.isfinite().nonzero().flatten()
-        order = torch.randperm(len(usable), generator=torch.Generator().manual_seed(seed)).to(usable.device)
-        count = max(1, len(usable) // 2) if len(usable) > 1 else len(usable)
-        return torch.zeros_like(self._norms_B, dtype=torch.bool).index_fill_(0, usable[order[:count]], True)
-
     def ask(self) -> None:
         """Raises UnsupportedLayerError where rows do not stay apart."""
-        if not self._keep_B.any():
-            return
         same = self._try(lambda tensor: tensor)
         if same is None or not self._outputs_agree(self._outputs, same.outputs, torch.ones_like(self._keep_B)):
             notice(
@@ -185,7 +190,7 @@ class Company:
         args, kwargs = one.args, one.kwargs
         if self._can_be_changed((args, kwargs)):
             args, kwargs = pytree.tree_map(lambda v: arrange(v) if isinstance(v, Tensor) else v, (args, kwargs))
-        outputs = one.forward(self._capture.model, args, kwargs)
+        outputs = _forward(self._capture.model, one, args, kwargs)
         ends = [(o, self._masked(g)) for o, g in zip(outputs, one.grads, strict=True) if g is not None]
         ends = [(o, g) for o, g in ends if o.requires_grad]
         torch.autograd.backward([o for o, _ in ends], [g for _, g in ends])
@@ -200,10 +205,11 @@ class Company:
         return self._keep_B.to(front.device).view(-1, *[1] * (front.dim() - 1))
 
     def _can_be_changed(self, inputs: Any) -> bool:
-        """Whether it is known which inputs carry rows: indices of another length may be flat bags."""
+        """Whether it is known which inputs carry rows: indices may be flat bags, as long as the batch by chance."""
         tensors = [leaf for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, Tensor) and leaf.dim()]
-        shared = [t for t in tensors if self._front(t) is None and self._capture.batch_to_front(t).shape[0] != 1]
-        return all(t.is_floating_point() or t.dtype is torch.bool for t in shared)
+        indices = [t for t in tensors if not t.is_floating_point() and t.dtype is not torch.bool]
+        shared = [t for t in indices if self._front(t) is None and self._capture.batch_to_front(t).shape[0] != 1]
+        return not shared and not any(_may_be_offsets(t) for t in indices)
 
     def _others_changed(self, tensor: Tensor) -> Tensor:
         """Every row that is not kept gets the data of the row before it."""
@@ -240,10 +246,10 @@ class Company:
 
     def _outputs_agree(self, then: list[Tensor], now: list[Tensor], rows_B: Tensor) -> bool:
         for one, other in zip(then, now, strict=True):
-            fronts = self._front(one), self._front(other)
-            if fronts[0] is None or fronts[1] is None or not one.is_floating_point():
+            front, front_now = self._front(one), self._front(other)
+            if front is None or front_now is None or not one.is_floating_point():
                 continue
-            a, b = (front[rows_B.to(front.device)] for front in fronts)
+            a, b = front[rows_B.to(front.device)], front_now[rows_B.to(front.device)]
             finite = a.isfinite()
             scale = float(torch.where(finite, a.abs(), 0).max()) if a.numel() else 0.0
             if not ((a - b).abs() <= self._tolerance * (a.abs() + scale)).logical_or(~finite).all():
@@ -262,6 +268,11 @@ class Company:
             fix="Look for what sorts, averages or normalises over axis 0, or has time there. Sort before the model, or "
             "put the rows back in order before the next layer.",
         )
+
+
+def _may_be_offsets(indices: Tensor) -> bool:
+    """Whether these could be where bags begin among entries that are listed one after the other."""
+    return indices.dim() == 1 and int(indices[0]) == 0 and bool((indices.diff() >= 0).all())
 
 
 def _close(now: Tensor, then: Tensor, tolerance: float) -> bool:
@@ -288,6 +299,19 @@ class _Listener:
     def backward_ended(self) -> None: ...
 
 
+def _forward(model: nn.Module, one: Any, args: Any, kwargs: Any) -> list[Tensor]:
+    """The outputs of a forward pass under the random state and autocast settings that another one had."""
+    devices = [name for name, _ in one.random if name != "cpu"]
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(torch.random.fork_rng(devices=devices))
+        stack.enter_context(torch.enable_grad())
+        for name, state in one.random:
+            torch.set_rng_state(state) if name == "cpu" else torch.cuda.set_rng_state(state, name)
+        for kind, on, dtype in one.autocast:
+            stack.enter_context(torch.autocast(kind, enabled=on, dtype=dtype))
+        return [leaf for leaf in pytree.tree_leaves(model(*args, **kwargs)) if isinstance(leaf, Tensor)]
+
+
 _PARTS = frozenset({"_parameters", "_modules", "_buffers"})
 
 
@@ -298,19 +322,19 @@ def _state_kept(model: nn.Module) -> Iterator[None]:
         (
             vars(module),
             {name: value for name, value in vars(module).items() if name not in _PARTS},
-            {name: (buffer, None if buffer is None else buffer.clone()) for name, buffer in module._buffers.items()},
+            dict(module._buffers),
+            {name: buffer.clone() for name, buffer in module._buffers.items() if buffer is not None},
         )
         for module in model.modules()
     ]
     try:
         yield
     finally:
-        for now, attributes, buffers in before:
+        for now, attributes, buffers, values in before:
             for name in now.keys() - attributes.keys() - _PARTS:
                 del now[name]
             now.update(attributes)
             now["_buffers"].clear()
-            for name, (buffer, value) in buffers.items():
-                now["_buffers"][name] = buffer
-                if buffer is not None and not torch.equal(buffer, value):
-                    buffer.copy_(value)
+            now["_buffers"].update(buffers)
+            for name, value in values.items():
+                now["_buffers"][name].data.copy_(value)

@@ -1,0 +1,165 @@
+"""``dpengine demo``: the same model with privacy at several budgets and without, on real data, with all artefacts."""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+import time
+from argparse import Namespace
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+import dpengine
+from dpengine.accounting import PrivacySpent, accountant_used
+from dpengine.data import LabelledData, find_files
+from dpengine.devices import best_device, device_text
+from dpengine.progress import is_shown
+from dpengine.report import percent_up, round_up, round_up_delta
+
+from .artefacts import write_artefacts
+from .screen import line, strong, table
+from .tasks import DELTA, Task, tasks_for
+from .training import PrivateOutcome, Results, Split, prepare, train_plainly
+
+_QUICK = "QUICK RUN: a few steps on few rows, to see that everything works. The accuracies mean nothing."
+_NOT_COVERED = (
+    "Not covered: choice of hyper-parameters, the accuracies above, running several of these models on the same rows."
+)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One row of the table, a trained model or the share of the largest class.
+
+    Attributes:
+        run: ``"majority"``, ``"private"`` or ``"non-private"``.
+        epsilon: What it spent.
+        accuracy: On the test split.
+        sigma: The noise multiplier of a private run.
+        seconds: What training took.
+    """
+
+    run: str
+    epsilon: float
+    accuracy: float
+    sigma: float | None = None
+    seconds: float | None = None
+
+    def cells(self) -> tuple[str, ...]:
+        """What the table shows."""
+        sigma = "–" if self.sigma is None else f"{self.sigma:.2f}"
+        seconds = "–" if self.seconds is None else f"{self.seconds:.1f}"
+        return (self.run, round_up(self.epsilon), f"{100 * self.accuracy:.1f} %", sigma, seconds)
+
+    def json(self) -> dict[str, Any]:
+        """The row for programs: JSON has no infinity."""
+        return vars(self) | {"epsilon": self.epsilon if math.isfinite(self.epsilon) else "inf"}
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What all tasks of one demonstration share: the device, the seed if there is one, and where texts go."""
+
+    device: torch.device
+    seed: int | None
+    say: Callable[[str], None]
+
+
+def run(arguments: Namespace) -> int:
+    """Trains the tasks that were asked for, one after the other, each with its own table and files."""
+    say = _silent if arguments.json else functools.partial(print, flush=True)
+    setting = Setting(best_device(), arguments.seed, say)
+    tasks = tasks_for(
+        arguments.data,
+        full=arguments.full,
+        quick=arguments.quick,
+        images_here=find_files("fashion-mnist") is not None,
+    )
+    shown = []
+    for number, task in enumerate(tasks):
+        data = task.load()
+        _introduce(task, data, setting, quick=arguments.quick, first=number == 0)
+        results = _train_all(task, data, setting)
+        rows = _rows(results)
+        say(table(("run", "ε", "accuracy", "σ", "seconds"), [row.cells() for row in rows], "<^^^^"))
+        say(f"{_guarantee(results.reported.engine.spent)}\n{_NOT_COVERED}")
+        folder = arguments.out / task.name if number else arguments.out
+        written, missing = write_artefacts(folder, results)
+        say("\n".join([f"wrote to {folder}: {'  '.join(written)}", *missing]))
+        shown.append(
+            {"data": data.name, "model": task.model_name, "delta": DELTA, "runs": [row.json() for row in rows]}
+        )
+    if arguments.data is None and len(tasks) == 1:
+        say("FashionMNIST is not on this machine. To have it here too: dpengine data get fashion-mnist")
+    say(f"next: open {arguments.out / 'privacy_report.html'} · dpengine calibrate --help")
+    if arguments.json:
+        print(json.dumps(shown, ensure_ascii=False, indent=2))
+    return 0
+
+
+def _silent(text: str) -> None:
+    """Takes a text and shows it to nobody."""
+
+
+def _introduce(task: Task, data: LabelledData, setting: Setting, *, quick: bool, first: bool) -> None:
+    versions = f"dpengine {dpengine.__version__} · torch {torch.__version__} · {device_text(setting.device)} · "
+    setting.say(strong(versions + data.describe()) if first else f"\n{strong(data.describe())}")
+    if first and quick:
+        setting.say(_QUICK)
+    if first and setting.seed is not None:
+        setting.say(f"INSECURE_SEED: with --seed {setting.seed} the noise repeats, so it is no secret. For tests only.")
+    setting.say(f"model: {task.model_name}")
+
+
+def _train_all(task: Task, data: LabelledData, setting: Setting) -> Results:
+    split = _split(task, data, setting)
+    private = {target: _train_privately(task, split, target, setting) for target in task.epsilons}
+    plain = train_plainly(task, split, seed=setting.seed, device=setting.device)
+    setting.say(line(f"training without privacy, epochs: {task.plain_epochs}", f"{plain.seconds:.1f} s"))
+    return Results(task, data, private, plain, setting.seed)
+
+
+def _split(task: Task, data: LabelledData, setting: Setting) -> Split:
+    began = time.monotonic()
+    with torch.no_grad():
+        inputs = [task.inputs(part) for part in (data.train_inputs, data.test_inputs)]
+    seconds = time.monotonic() - began
+    if seconds > 1:
+        setting.say(line("computing the inputs of the model, each from its own image", f"{seconds:.1f} s"))
+    return Split(inputs[0], data.train_labels, inputs[1], data.test_labels)
+
+
+def _train_privately(task: Task, split: Split, target: float, setting: Setting) -> PrivateOutcome:
+    began = time.monotonic()
+    training = prepare(task, split, target, seed=setting.seed, device=setting.device)
+    plan = training.engine.describe()
+    found = f"σ={plan['noise_multiplier']:.2f} ({accountant_used().upper()}, Poisson q={plan['sample_rate']:.4f})"
+    asked = f"calibrating ε={target:.2f} δ={DELTA:g} over {training.steps:,} steps"
+    setting.say(line(f"{asked} … {found}", f"{time.monotonic() - began:.1f} s"))
+    outcome = training.run(split)
+    if not is_shown():
+        steps = outcome.engine.ledger.steps
+        done = f"training {steps:,}/{training.steps:,}  ε {round_up(outcome.engine.epsilon)}/{target:.2f}"
+        setting.say(line(done, f"{outcome.trained.seconds:.1f} s"))
+    return outcome
+
+
+def _rows(results: Results) -> list[Row]:
+    counts = torch.bincount(results.data.test_labels)
+    rows = [Row("majority", 0.0, int(counts.max()) / int(counts.sum()))]
+    for outcome in results.private.values():
+        sigma = outcome.engine.describe()["noise_multiplier"]
+        rows.append(Row("private", outcome.engine.epsilon, outcome.trained.accuracy, sigma, outcome.trained.seconds))
+    return [*rows, Row("non-private", math.inf, results.plain.accuracy, seconds=results.plain.seconds)]
+
+
+def _guarantee(spent: PrivacySpent) -> str:
+    eps, delta = round_up(spent.epsilon), round_up_delta(spent.delta)
+    return (
+        f"Guarantee (ε={eps} run): ({eps}, {delta})-DP per training row, add/remove; μ-GDP {round_up(spent.mu)}; "
+        f"membership advantage ≤ {percent_up(spent.advantage)}."
+    )

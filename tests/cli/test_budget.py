@@ -1,0 +1,79 @@
+"""``calibrate`` and ``epsilon`` print statements, and their numbers are those of the design's reference table."""
+
+import json
+
+import pytest
+
+from dpengine.cli import main
+
+ADULT = ["--n", "32561", "--batch", "1024", "--epochs", "15", "--delta", "1e-5"]
+FASHION = ["--n", "60000", "--batch", "2048", "--steps", "600", "--delta", "1e-5"]
+
+
+def printed(capsys, *argv):
+    assert main(list(argv)) == 0
+    out, err = capsys.readouterr()
+    assert err == ""
+    return out
+
+
+@pytest.mark.parametrize(("epsilon", "sigma"), [("0.5", 4.978), ("1", 2.738), ("3", 1.236)])
+def test_calibrate_finds_the_reference_noise(capsys, epsilon, sigma):
+    # Reference: a PLD search at a coarser grid, so it may be a little larger.
+    found = json.loads(printed(capsys, "calibrate", "--epsilon", epsilon, *ADULT, "--json"))
+    assert found["noise_multiplier"] == pytest.approx(sigma, rel=2e-3)
+    assert found["epsilon"] <= float(epsilon)
+    assert found["steps"] == 480  # ceil(32561 / 1024) = 32 batches an epoch
+
+
+def test_epsilon_finds_the_reference_numbers(capsys):
+    found = json.loads(printed(capsys, "epsilon", "--sigma", "2.15", *FASHION, "--json"))
+    assert found["epsilon"] == pytest.approx(1.664, rel=2e-3)
+    assert found["mu_gdp"] == pytest.approx(0.433, rel=0.05)
+    assert found["advantage"] == pytest.approx(0.162, rel=5e-3)
+
+
+def test_epsilon_undoes_calibrate(capsys):
+    found = json.loads(printed(capsys, "calibrate", "--epsilon", "2", *FASHION, "--json"))
+    back = json.loads(printed(capsys, "epsilon", "--sigma", repr(found["noise_multiplier"]), *FASHION, "--json"))
+    assert back["epsilon"] == pytest.approx(found["epsilon"], rel=1e-9)
+
+
+@pytest.mark.parametrize("argv", [["calibrate", "--epsilon", "3", *ADULT], ["epsilon", "--sigma", "1.236", *ADULT]])
+def test_what_is_printed_is_a_statement_and_not_a_bare_number(capsys, argv):
+    out = printed(capsys, *argv)
+    for needed in (
+        "add-or-remove-one",
+        "δ = 1e-05",
+        "Unit:",
+        "Not covered:",
+        "[not checked]",
+        "'pld' of dp-accounting",
+    ):
+        assert needed in out
+    statement = json.loads(printed(capsys, *argv, "--json"))["statement"]
+    assert statement in out
+
+
+def test_the_noise_that_is_printed_is_enough(capsys):
+    out = printed(capsys, "calibrate", "--epsilon", "1", *ADULT)
+    sigma = out.split("noise_multiplier = ")[1].split("\n")[0]
+    again = json.loads(printed(capsys, "epsilon", "--sigma", sigma, *ADULT, "--json"))
+    assert again["epsilon"] <= 1
+
+
+def test_delta_follows_from_the_rows_where_it_is_not_given(capsys):
+    found = json.loads(printed(capsys, "epsilon", "--sigma", "1", *"--n 60000 --batch 256 --steps 10 --json".split()))
+    assert found["delta"] == pytest.approx(60000**-1.1)
+
+
+def test_no_noise_is_said_to_be_not_private(capsys):
+    out = printed(capsys, "epsilon", "--sigma", "0", *ADULT)
+    assert "ε = ∞" in out
+    assert "NOT PRIVATE" in out
+
+
+def test_another_accountant_is_named(capsys):
+    found = json.loads(printed(capsys, "epsilon", "--sigma", "2.15", *FASHION, "--accountant", "rdp", "--json"))
+    assert found["accountant"] == "rdp"
+    assert found["epsilon"] > 1.664  # its bound is looser

@@ -1,0 +1,55 @@
+"""``dpengine check`` says no, by its exit code too, where something blocks private training."""
+
+import json
+
+import pytest
+
+from dpengine.cli import main
+
+MODULE = """
+import torch
+from torch import nn
+
+def good():
+    return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
+
+def bad():
+    return nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
+
+class Zoo:
+    small = nn.Linear(2, 2)
+"""
+
+
+@pytest.fixture
+def models(tmp_path, monkeypatch):
+    (tmp_path / "models_to_check.py").write_text(MODULE, encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.path", ["", *__import__("sys").path])
+    yield "models_to_check"
+    __import__("sys").modules.pop("models_to_check", None)
+
+
+def test_a_model_that_can_be_trained_gives_0(capsys, models):
+    assert main(["check", f"{models}:good"]) == 0
+    out = capsys.readouterr().out
+    assert "Nothing blocks private training." in out
+    assert out.count("Linear") == 2
+
+
+def test_a_model_that_is_blocked_gives_1_and_the_remedy(capsys, models):
+    assert main(["check", f"{models}:bad"]) == 1
+    out = capsys.readouterr().out
+    assert "BatchNorm1d" in out
+    assert "fix(model)" in out
+
+
+def test_an_object_below_a_name_will_do(capsys, models):
+    assert main(["check", f"{models}:Zoo.small"]) == 0
+
+
+def test_json_has_the_findings(capsys, models):
+    assert main(["check", f"{models}:bad", "--json"]) == 1
+    found = json.loads(capsys.readouterr().out)
+    assert found["ok"] is False
+    assert [finding["verdict"] for finding in found["findings"]] == ["supported", "blocked"]

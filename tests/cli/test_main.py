@@ -1,0 +1,127 @@
+"""B1: every command has help with an example, and exit codes are 0 for done, 1 for no, 2 for a wrong call."""
+
+import json
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import dpengine
+from dpengine.cli import commands, main
+from dpengine.cli import main as main_module
+
+ROOT = Path(__file__).resolve().parents[2]
+NAMES = [command.name for command in commands.COMMANDS]
+
+
+def exit_code(capsys, *argv):
+    """What the shell would see, and what was printed."""
+    try:
+        code = main(list(argv))
+    except SystemExit as left:
+        code = left.code
+    return code, *capsys.readouterr()
+
+
+@pytest.mark.parametrize("command", commands.COMMANDS, ids=lambda command: command.name)
+def test_b1_the_help_of_a_command_has_an_example_that_its_parser_takes(capsys, command):
+    code, out, err = exit_code(capsys, command.name, "--help")
+    assert (code, err) == (0, "")
+    (example,) = re.findall(r"^  dpengine (.+)$", out, flags=re.MULTILINE)
+    parsed = main_module.__globals__["_parser"]().parse_args(shlex.split(example))
+    assert parsed.command == command.name
+
+
+@pytest.mark.parametrize("action", ["list", "get"])
+def test_b1_actions_have_an_example_too(capsys, action):
+    code, out, _ = exit_code(capsys, "data", action, "--help")
+    assert code == 0
+    assert f"  dpengine data {action}" in out
+
+
+def test_the_help_lists_every_command(capsys):
+    code, out, _ = exit_code(capsys, "--help")
+    assert code == 0
+    assert [name for name in NAMES if not re.search(rf"^  {name} ", out, flags=re.MULTILINE)] == []
+
+
+def test_the_documented_commands_are_there():
+    assert NAMES == ["demo", "calibrate", "epsilon", "report", "check", "data", "doctor"]
+
+
+def test_the_version_is_that_of_the_package(capsys):
+    assert exit_code(capsys, "--version")[:2] == (0, f"dpengine {dpengine.__version__}\n")
+
+
+WRONG = {
+    "no-command": [],
+    "unknown-command": ["train"],
+    "unknown-option": ["doctor", "--jsn"],
+    "missing-option": ["calibrate", "--epsilon", "3"],
+    "not-a-number": ["epsilon", "--sigma", "much", "--n", "10", "--batch", "2", "--epochs", "1"],
+    "epochs-and-steps": ["epsilon", "--sigma", "1", "--n", "10", "--batch", "2", "--epochs", "1", "--steps", "3"],
+    "delta-too-large": ["epsilon", "--sigma", "1", "--n", "10", "--batch", "2", "--epochs", "1", "--delta", "0.2"],
+    "no-rows": ["epsilon", "--sigma", "1", "--n", "0", "--batch", "2", "--epochs", "1"],
+    "negative-epsilon": ["calibrate", "--epsilon", "-1", "--n", "100", "--batch", "2", "--epochs", "1"],
+    "not-a-factory": ["check", "torch"],
+    "no-such-module": ["check", "no_such_module:model"],
+    "no-such-name": ["check", "torch:no_such_name"],
+    "not-a-model": ["check", "collections:OrderedDict"],
+    "unknown-data": ["data", "get", "cifar10"],
+}
+
+
+@pytest.mark.parametrize("argv", WRONG.values(), ids=WRONG)
+def test_b1_a_wrong_call_gives_2_and_a_message_without_a_traceback(capsys, argv):
+    code, out, err = exit_code(capsys, *argv)
+    assert (code, out) == (2, "")
+    assert "dpengine" in err
+    assert "Traceback" not in err
+
+
+FAILING = {
+    "out-of-reach": [*"calibrate --epsilon 1e-4 --n 100 --batch 50 --epochs 90 --delta 1e-9 --accountant rdp".split()],
+    "gdp-with-sampling": [
+        *["epsilon", "--sigma", "1", "--n", "100", "--batch", "2", "--epochs", "1", "--accountant", "gdp"]
+    ],
+    "no-run": ["report", "no_such_folder"],
+}
+
+
+@pytest.mark.parametrize("argv", FAILING.values(), ids=FAILING)
+def test_b1_what_cannot_be_done_gives_1_and_a_message(capsys, argv):
+    code, out, err = exit_code(capsys, *argv)
+    assert (code, out) == (1, "")
+    assert err.startswith("dpengine: ")
+    assert "Traceback" not in err
+
+
+def test_python_m_runs_the_same_program():
+    command = [sys.executable, "-m", "dpengine", "data", "list", "--json"]
+    result = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT)
+    assert {row["name"] for row in json.loads(result.stdout)} >= {"adult", "fashion-mnist"}
+
+
+def test_help_is_quick_since_it_loads_no_torch():
+    script = (
+        "import sys; from dpengine.cli import main\n"
+        "try: main(['--help'])\nexcept SystemExit: assert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", script], capture_output=True, check=True, cwd=ROOT)
+
+
+def test_a_reader_that_goes_away_is_no_error():
+    line = f"{shlex.quote(sys.executable)} -m dpengine doctor | true"
+    result = subprocess.run(["sh", "-c", line], capture_output=True, text=True, check=False, cwd=ROOT)
+    assert result.stderr == ""
+
+
+def test_a_terminal_without_the_letter_epsilon_gets_a_question_mark():
+    command = [sys.executable, "-m", "dpengine", "epsilon", *"--sigma 1 --n 1000 --batch 10 --steps 5".split()]
+    environment = {"PYTHONIOENCODING": "ascii", "PYTHONPATH": str(ROOT)}
+    result = subprocess.run(command, capture_output=True, check=False, cwd=ROOT, env=environment)
+    assert result.returncode == 0, result.stderr
+    assert b"(? = " in result.stdout

@@ -1,0 +1,225 @@
+"""F-L1: whatever the order of calls, a batch is released at most once, charged exactly once, and clipped by itself."""
+
+import random
+
+import pytest
+import torch
+import torch.nn.functional as F
+from faults.neighbours import CLASSES, FEATURES
+from reference import clipped_sum, per_sample_gradients
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from dpengine import PrivacyEngine
+from dpengine.errors import PrivacyError, StaleGradientError
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*DPE0")
+SLACK = 2.0**-20
+LR = 0.5
+
+
+class Trace:
+    """A user who calls things in any order, and an account of what may come of it."""
+
+    def __init__(self, choose, **options):
+        torch.manual_seed(0)
+        self.choose = choose
+        self.model = nn.Linear(FEATURES, CLASSES)
+        generator = torch.Generator().manual_seed(1)
+        data = TensorDataset(torch.randn(6, FEATURES, generator=generator), torch.arange(6) % CLASSES)
+        self.engine = PrivacyEngine(seed=choose.randrange(1000))
+        optimizer = torch.optim.SGD(self.model.parameters(), lr=LR)
+        _, self.optimizer, self.loader = self.engine.make_private(
+            self.model, optimizer, DataLoader(data, batch_size=2), noise_multiplier=0.0, **options
+        )
+        self.release = self.engine.runs[0].release
+        self.batches, self.batch, self.losses = iter(self.loader), None, []
+        self.drawn, self.released, self.releases = set(), set(), 0
+        self.sums = {}  # of each chunk that went through backward, by ticket and chunk
+        self.calls = []
+
+    def draw(self):
+        try:
+            self.batch = next(self.batches)
+        except StopIteration:
+            self.batches = iter(self.loader)
+            return
+        self.drawn.add(self.release.last_step)
+        self.losses = self.losses if self.choose.random() < 0.2 else []
+
+    def break_off(self):
+        self.batches = iter(self.loader)
+
+    def forward(self):
+        if self.batch is not None:
+            inputs, targets = self.batch
+            loss = F.cross_entropy(self.model(inputs), targets, reduction="sum") / max(len(targets), 1)
+            self.losses.append((loss, self.truth() if self.model.training else None))
+
+    def truth(self):
+        inputs, targets = self.batch
+        rows = per_sample_gradients(self.model, F.cross_entropy, (inputs,), targets)
+        return clipped_sum(rows, 1 - SLACK) if rows else {n: torch.zeros(p.shape) for n, p in self.named()}
+
+    def named(self):
+        return list(self.model.named_parameters())
+
+    def backward(self):
+        if not self.losses:
+            return
+        loss, truth = self.losses.pop(self.choose.randrange(len(self.losses)))
+        loss.backward(retain_graph=self.choose.random() < 0.2)
+        if truth is not None:
+            self.sums[self.release.last_step, self.release.chunk] = truth
+
+    def usual(self):
+        """A step as it should be: all chunks of a batch."""
+        self.model.train()
+        self.losses = []
+        for _ in range(4):
+            self.draw()
+            self.optimizer.zero_grad()
+            self.forward()
+            self.backward()
+            self.step()
+            if not self.optimizer.step_was_skipped:
+                break
+
+    def accumulate(self):
+        """Two batches in one step, undeclared."""
+        for _ in range(2):
+            self.draw()
+            self.losses = []
+            self.forward()
+            self.backward()
+        self.step()
+
+    def again(self):
+        """Two backward passes over one batch."""
+        for _ in range(2):
+            self.forward()
+            self.backward()
+        self.step()
+
+    def step(self):
+        before = {name: p.detach().clone() for name, p in self.named()}
+        charged = self.engine.ledger.steps
+        try:
+            self.optimizer.step()
+        finally:
+            moved = any(not torch.equal(before[name], p) for name, p in self.named())
+            took_place = self.release.stage.value == "released" and charged < self.engine.ledger.steps
+            assert took_place or not moved
+            if took_place:
+                self.check_release(before, self.engine.ledger.steps - charged)
+
+    def check_release(self, before, charged):
+        tickets = self.release.tickets
+        assert (
+            charged
+            == len(tickets)
+            == self.engine.ledger.history[-1].count - (self.engine.ledger.history[-1].count - charged)
+        )
+        steps = {ticket.step for ticket in tickets}
+        assert not steps & self.released and steps <= self.drawn
+        self.released |= steps
+        self.releases += 1
+        parts = [self.sums[t.step, c] for t in tickets for c, rows in enumerate(t.rows) if rows]
+        for name, parameter in self.named():
+            expected = before[name] - LR / (2.0 * len(tickets)) * sum((part[name] for part in parts), torch.zeros(()))
+            torch.testing.assert_close(parameter.detach(), expected.float(), rtol=1e-4, atol=1e-5)
+
+    def zero_grad(self):
+        (self.optimizer if self.choose.random() < 0.7 else self.model).zero_grad(self.choose.random() < 0.7)
+
+    def toggle(self):
+        self.model.train(not self.model.training)
+
+    def fail(self):
+        if self.batch is not None:
+            with pytest.raises(ArithmeticError):
+                handle = self.model.register_forward_hook(fail_in_backward)
+                try:
+                    F.cross_entropy(self.model(self.batch[0]), self.batch[1]).backward()
+                    raise ArithmeticError  # an empty batch
+                finally:
+                    handle.remove()
+
+    def scribble(self):
+        self.model.weight.grad = torch.ones_like(self.model.weight)
+
+    def look(self):
+        self.model(torch.randn(3, FEATURES))
+
+    CALLS = (
+        ["draw", "forward", "backward", "step", "zero_grad"] * 3
+        + ["usual"] * 5
+        + ["accumulate", "again", "toggle", "break_off", "fail", "scribble", "look"]
+    )
+
+    def run(self, length):
+        for _ in range(length):
+            call = self.choose.choice(self.CALLS)
+            self.calls.append(call)
+            try:
+                getattr(self, call)()
+            except PrivacyError as error:
+                self.calls.append(f"! {error.code}")
+                if isinstance(error, StaleGradientError):
+                    self.optimizer.zero_grad()
+            except RuntimeError as error:
+                assert "backward through the graph a second time" in str(error) or "does not require grad" in str(error)
+            self.check()
+        self.engine.detach(self.model)
+        assert self.engine.ledger.steps == len(self.drawn)  # each batch was charged once
+
+    def check(self):
+        waiting = len(self.release.tickets) if self.release.stage.value in {"open", "clipped"} else 0
+        assert self.engine.ledger.steps + waiting >= len(self.drawn)
+        assert self.engine.ledger.steps >= self.releases
+        if self.release.stage.value in {"void", "idle", "released"}:
+            assert self.release.sums.buffer.clean
+
+
+def fail_in_backward(module, args, output):
+    if not output.requires_grad:
+        raise ArithmeticError
+    output.register_hook(raise_arithmetic)
+    return output
+
+
+def raise_arithmetic(grad):
+    raise ArithmeticError
+
+
+OPTIONS = [
+    {},
+    {"accumulation_steps": 2},
+    {"physical_batch_size": 1},
+    {"grad_sample_mode": "ghost"},
+    {"grad_sample_mode": "ew"},
+]
+
+
+def trace_all(seeds, options):
+    releases = 0
+    for seed in seeds:
+        trace = Trace(random.Random(seed), **options)
+        try:
+            trace.run(30)
+        except BaseException:
+            print(f"seed {seed}: {' '.join(trace.calls)}")
+            raise
+        releases += trace.releases
+    assert releases > len(seeds)  # or it would prove nothing
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=lambda options: "-".join(map(str, options)) or "plain")
+def test_f_l1_no_order_of_calls_releases_a_batch_twice_or_for_nothing(options):
+    trace_all(range(25), options)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", OPTIONS, ids=lambda options: "-".join(map(str, options)) or "plain")
+def test_f_l1_nor_do_ten_thousand_others(options):
+    trace_all(range(25, 2025), options)
