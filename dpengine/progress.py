@@ -63,8 +63,9 @@ def progress(
     shown = _Throttled(lambda: spent_text(engine, target_epsilon))
     before = engine.ledger.steps
     layout = _BAR_WITHOUT_TOTAL if total is None else _BAR
-    width = shutil.get_terminal_size().columns  # 80 where the terminal does not know
-    with tqdm(total=total, bar_format=layout, desc=spent_text(engine, target_epsilon), ncols=width) as bar:
+    columns, rows = shutil.get_terminal_size()  # 80 and 24 where the terminal does not know, as in some CI
+    text = spent_text(engine, target_epsilon)
+    with tqdm(total=total, bar_format=layout, desc=text, ncols=columns, nrows=rows) as bar:
 
         def show(*, at_once: bool = False) -> None:
             # Steps charged, not chunks yielded: a logical batch may come in several chunks.

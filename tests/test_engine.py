@@ -30,6 +30,7 @@ from dpengine.errors import (
     AccountingRefusedError,
     BudgetExceeded,
     InvalidBudgetError,
+    MissingGradientError,
     PrivacyWarning,
     TicketError,
     UnknownParameterError,
@@ -509,6 +510,25 @@ def test_a_parameter_that_took_no_part_may_get_noise_alone():
     train(quiet)
     assert all(torch.equal(before[name], value) for name, value in state_of(quiet.model.spare).items())
     assert loop.model.spare.weight.grad.std() > 0.5 / BATCH
+
+
+def test_a_parameter_is_missed_in_every_step_anew():
+    class Branches(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.left, self.right, self.both = nn.Linear(4, 3), nn.Linear(4, 3), True
+
+        def forward(self, inputs):
+            return self.left(inputs) + (self.right(inputs) if self.both else 0)
+
+    loop = make_loop(Branches(), noise_multiplier=1.0)
+    batches = iter(loop.loader)
+    loop.step(*next(batches))
+    loop.model.both = False
+    with pytest.raises(
+        MissingGradientError, match=r"DPE002.*'right\.weight' took no part in this step \(nor did 1 others"
+    ):
+        loop.step(*next(batches))
 
 
 def test_two_models_train_side_by_side():

@@ -143,7 +143,7 @@ class RootHook:
         capture.receiver.forward_started(capture.rows)
         capture.leaks.clear()  # of backward passes before this, which were none of ours: in eval mode, say
         if capture.replay is not None:
-            capture.replay.begin(args, kwargs)
+            capture.replay.begin(module, args, kwargs)
 
     def _after(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         capture = self.capture

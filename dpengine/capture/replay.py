@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +22,7 @@ class _Pass:
     replay: Replay
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
+    modes: dict[nn.Module, bool]
     random: list[tuple[str, Tensor]]
     autocast: list[tuple[str, bool, torch.dtype]]
     outputs: Sequence[Tensor] = ()
@@ -41,14 +43,15 @@ class Replay:
         self.running = False
         self._current: _Pass | None = None
 
-    def begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Notes the inputs and the random state of a pass that begins."""
+    def begin(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Notes the inputs, the random state and the modes of the modules of a pass that begins."""
+        modes = {module: module.training for module in model.modules()}
         devices = {t.device for t in tensors_in((args, kwargs))}
         random = [("cpu", torch.get_rng_state())]
         random += [(str(d), torch.cuda.get_rng_state(d)) for d in devices if d.type == "cuda"]
         kinds = {"cpu", *(d.type for d in devices)}
         autocast = [(k, torch.is_autocast_enabled(k), torch.get_autocast_dtype(k)) for k in sorted(kinds)]
-        self._current = _Pass(self, _detached(args), _detached(kwargs), random, autocast)
+        self._current = _Pass(self, _detached(args), _detached(kwargs), modes, random, autocast)
 
     def end(self, output: Any, anchor: Tensor) -> Any:
         """Notes the outputs of the pass, and gives them with a tap behind."""
@@ -77,7 +80,7 @@ class Replay:
         with torch.random.fork_rng(devices=devices), torch.enable_grad():
             for name, state in one.random:
                 torch.set_rng_state(state) if name == "cpu" else torch.cuda.set_rng_state(state, name)
-            with _autocast(one.autocast):
+            with _autocast(one.autocast), _modes(one.modes):
                 outputs = tensors_in(model(*one.args, **one.kwargs))
         for before, now in zip(one.outputs, outputs, strict=True):
             if before.shape != now.shape or not torch.allclose(before, now, rtol=1e-3, atol=1e-5, equal_nan=True):
@@ -97,6 +100,19 @@ class Replay:
 def _detached(tree: Any) -> Any:
     tensors, others, spec = take_tensors(tree)
     return put_tensors([t.detach() for t in tensors], others, spec)
+
+
+@contextlib.contextmanager
+def _modes(training: Mapping[nn.Module, bool]) -> Iterator[None]:
+    """Puts modules into train or eval mode for a while."""
+    before = {module: module.training for module in training}
+    try:
+        for module, mode in training.items():
+            module.training = mode
+        yield
+    finally:
+        for module, mode in before.items():
+            module.training = mode
 
 
 class _autocast:

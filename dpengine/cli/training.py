@@ -18,6 +18,8 @@ from dpengine.validation import check_loss
 
 from .tasks import DELTA, Task
 
+_CHUNK = 2000  # rows at once where no gradient is needed
+
 
 @dataclass(frozen=True, eq=False)
 class Split:
@@ -166,7 +168,7 @@ def train_plainly(task: Task, split: Split, *, seed: int | None, device: torch.d
 def accuracy(model: nn.Module, split: Split, device: torch.device) -> float:
     """Share of the test rows whose label the model finds."""
     model.eval()
-    parts = zip(split.test_inputs.split(2000), split.test_labels.split(2000), strict=True)
+    parts = zip(split.test_inputs.split(_CHUNK), split.test_labels.split(_CHUNK), strict=True)
     right = sum(int((model(inputs.to(device)).argmax(1).cpu() == labels).sum()) for inputs, labels in parts)
     model.train()
     return right / len(split.test_labels)

@@ -1,4 +1,4 @@
-"""The replay detector: the same step on a data set and on its neighbours, without noise, and how far the sums part."""
+"""The replay detector: the same step on a data set and its neighbours, without noise, and how far the sums part."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import copy
 
 import torch
 import torch.nn.functional as F
+from reference import clipped_sum, per_sample_gradients
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -13,6 +14,7 @@ from dpengine import PrivacyEngine
 
 MODES = ["auto", "hooks", "functorch", "ew", "ghost"]
 ROWS, FEATURES, CLASSES = 6, 4, 3
+SLACK = 2.0**-20  # by which thresholds are lowered, so that rounding stays within them
 ROUNDING = 1e-6  # float32 sums of a few rows, relative to the threshold
 
 
@@ -67,3 +69,18 @@ def influence(model, data, step=plain_step, **options):
     assert whole.isfinite().all() and whole.norm() > 0  # a sum of nothing would move by nothing
     parted = [whole - release_of(model, without(data, row), step, **options) for row in range(len(data[0]))]
     return max(float(difference.norm()) for difference in parted)
+
+
+def truth_of(model, data, max_norm=1.0):
+    """The clipped sum of a loop over rows, as one float64 vector."""
+    rows = per_sample_gradients(model, F.cross_entropy, (data[0],), data[1])
+    total = clipped_sum(rows, (1 - SLACK) * max_norm)
+    return torch.cat([total[name].flatten() for name, p in model.named_parameters() if p.requires_grad])
+
+
+def assert_right(model, data, step=plain_step, *, plain=None, **options):
+    """The released sum is that of a loop over rows, and no row moves it by more than the threshold."""
+    truth = truth_of(plain or model, data)
+    found = release_of(model, data, step, **options)
+    assert float((found - truth).norm() / truth.norm()) < 1e-5
+    assert influence(model, data, step, **options) <= 1 + ROUNDING

@@ -5,7 +5,7 @@ import random
 import pytest
 import torch
 import torch.nn.functional as F
-from faults.neighbours import CLASSES, FEATURES
+from faults.neighbours import CLASSES, FEATURES, SLACK
 from reference import clipped_sum, per_sample_gradients
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -14,7 +14,6 @@ from dpengine import PrivacyEngine
 from dpengine.errors import PrivacyError, StaleGradientError
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*DPE0")
-SLACK = 2.0**-20
 LR = 0.5
 
 

@@ -10,12 +10,14 @@ from faults.neighbours import (
     FEATURES,
     MODES,
     ROUNDING,
+    SLACK,
     influence,
     mlp,
     plain_step,
     private,
     release_of,
     tensors,
+    truth_of,
     without,
 )
 from reference import clipped_sum, per_sample_gradients
@@ -27,7 +29,6 @@ from dpengine.errors import BatchMismatchError, InvalidBudgetError, RepeatedBack
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*DPE012")
 every_mode = pytest.mark.parametrize("mode", MODES)
-SLACK = 2.0**-20
 
 
 class Recurrent(nn.Module):
@@ -83,12 +84,6 @@ def make(name, dtype=torch.float32):
     model, shape = ZOO[name][0]().to(dtype), ZOO[name][1]
     inputs, targets = tensors(*shape)
     return model, (inputs.to(dtype), targets)
-
-
-def truth_of(model, data, max_norm=1.0):
-    rows = per_sample_gradients(model, F.cross_entropy, (data[0],), data[1])
-    total = clipped_sum(rows, (1 - SLACK) * max_norm)
-    return torch.cat([total[name].flatten() for name, p in model.named_parameters() if p.requires_grad])
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 3e-6), (torch.float64, 1e-12)])

@@ -818,7 +818,7 @@ def test_s12_backward_of_the_engine_takes_batches_without_rows():
 
 
 @pytest.mark.parametrize("shape", [(), (5, 7)])
-def test_s12_backward_of_the_engine_wants_one_loss_for_each_row(shape):
+def test_s12_fb16_backward_of_the_engine_wants_one_loss_for_each_row(shape):
     loop = make_loop()
     next(iter(loop.loader))
     with pytest.raises(BatchDependentLossError, match=r'DPE010.*one number for each row.*reduction="none"'):

@@ -1,0 +1,126 @@
+"""Notices buffers that a forward pass writes: running statistics of the batch would leave with the model, raw."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+from dpengine.errors import BufferUpdateError
+
+_EVERY = 500  # passes from one comparison of all values to the next
+
+
+@dataclass(frozen=True, eq=False)
+class _Noted:
+    """One buffer before a forward pass."""
+
+    owner: nn.Module
+    name: str  # in the owner
+    dotted: str
+    buffer: Tensor
+    version: int
+    value: Tensor | None
+
+    def written(self) -> bool:
+        """Whether the buffer holds something else than before, as far as can be told."""
+        now = self.owner._buffers.get(self.name)
+        if now is None or now.shape != self.buffer.shape:
+            return True
+        if now is not self.buffer:  # then the old one is still what it was
+            return not _equal(now, self.buffer) and not _counts(self.buffer, now)
+        if self.value is None:
+            return now._version != self.version
+        return not _equal(now, self.value) and not _counts(self.value, now)
+
+    def put_back(self) -> None:
+        """Undoes what was written, where the old value is known."""
+        self.owner._buffers[self.name] = self.buffer
+        if self.value is not None:
+            self.buffer.data.copy_(self.value)
+
+
+class BufferWatch:
+    """Compares all buffers of a model before and after each forward pass in train mode.
+
+    Whether one was written shows in its version or its identity. Writes past these, through ``.data``, show in values,
+    which are compared at the first passes and every few hundred. What does not depend on the batch may be written: the
+    same value again, and a counter that goes up by one.
+
+    Args:
+        model: The model.
+    """
+
+    def __init__(self, model: nn.Module):
+        self._model = model
+        self._passes = 0
+        self._noted: list[_Noted] | None = None  # None when no pass runs
+        self._rewritten: set[str] = set()  # buffers whose version went up though their value stayed
+
+    def note(self) -> None:
+        """A forward pass begins."""
+        self._passes += 1
+        whole = self._passes & (self._passes - 1) == 0 or self._passes % _EVERY == 0
+        self._noted = []
+        for owner, name, dotted, buffer in self._buffers():
+            keep = whole or dotted in self._rewritten or _may_count(buffer)
+            value = buffer.detach().clone() if keep else None
+            self._noted.append(_Noted(owner, name, dotted, buffer, buffer._version, value))
+
+    def put_back(self) -> list[tuple[str, nn.Module]]:
+        """The forward pass is over, perhaps by an exception: undoes what it wrote, where the old value is known.
+
+        Returns:
+            Dotted name and owner of each buffer that was written or made.
+        """
+        noted, self._noted = self._noted, None
+        if noted is None:
+            return []
+        written = [one for one in noted if one.written()]
+        self._rewritten |= {one.dotted for one in noted if one.buffer._version != one.version}
+        known = {(one.owner, one.name) for one in noted}
+        made = [(owner, name, dotted) for owner, name, dotted, _ in self._buffers() if (owner, name) not in known]
+        for one in written:
+            one.put_back()
+        for owner, name, _ in made:
+            owner._buffers[name] = None
+        return [(one.dotted, one.owner) for one in written] + [(dotted, owner) for owner, _, dotted in made]
+
+    def refuse_written(self) -> None:
+        """The forward pass is over.
+
+        Raises:
+            BufferUpdateError: If it wrote a buffer, or made a new one.
+        """
+        found = self.put_back()
+        if not found:
+            return
+        dotted, owner = found[0]
+        others = f" Also: {', '.join(repr(name) for name, _ in found[1:4])}." if len(found) > 1 else ""
+        raise BufferUpdateError(
+            f"Buffer '{dotted}' ({type(owner).__name__}) was written by the forward pass of a batch. It is part of the "
+            f"model, and would leave without noise.{others}",
+            fix="Use a layer without running statistics (dp.fix(model) knows some), keep this one in eval mode, or "
+            "fill a cache by a forward pass before make_private.",
+        )
+
+    def _buffers(self) -> Iterator[tuple[nn.Module, str, str, Tensor]]:
+        for prefix, module in self._model.named_modules():
+            for name, buffer in module._buffers.items():
+                if buffer is not None:
+                    yield module, name, f"{prefix}.{name}" if prefix else name, buffer
+
+
+def _may_count(buffer: Tensor) -> bool:
+    return buffer.numel() == 1 and not (buffer.is_floating_point() or buffer.is_complex())
+
+
+def _counts(before: Tensor, now: Tensor) -> bool:
+    return _may_count(before) and bool(now == before + 1)
+
+
+def _equal(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors hold the same, NaN included, wherever and in whatever type they are."""
+    other = other.to(device=one.device, dtype=one.dtype)
+    return bool(((one == other) | ((one != one) & (other != other))).all())

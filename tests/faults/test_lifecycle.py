@@ -1,0 +1,452 @@
+"""F-L: the life of a step, from the draw of a batch to the weights."""
+
+import copy
+import gc
+import logging
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from faults.neighbours import CLASSES, FEATURES, MODES, ROUNDING, assert_right, influence, mlp, plain_step, tensors
+from loops import expected_gradients, first_batch, gradients_of, make_loop, state_of
+from loops import mlp as loop_mlp
+from torch import nn
+from torch.optim import lr_scheduler
+
+from dpengine.errors import (
+    MissingGradientError,
+    PrivacyError,
+    PrivacyWarning,
+    StaleGradientError,
+    TicketError,
+    UnknownParameterError,
+)
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*DPE012")
+every_mode = pytest.mark.parametrize("mode", MODES)
+
+
+def ledger_of(loop):
+    return [(charge.kind, charge.count) for charge in loop.engine.ledger.history]
+
+
+def assert_same(found, expected, tolerance=1e-5):
+    scale = max(float(value.norm()) for value in expected.values())
+    for name, value in expected.items():
+        assert float((found[name].double() - value.double()).norm()) <= tolerance * scale, name
+
+
+def test_f_l1_a_missing_zero_grad_is_refused():
+    loop = make_loop()
+    batches = iter(loop.loader)
+    loop.step(*next(batches))
+    with pytest.raises(StaleGradientError, match=r"DPE005.*zero_grad"):
+        loop.backward(*next(batches))
+
+
+@pytest.mark.parametrize(
+    ("prepare", "says"),
+    [
+        (lambda loop: None, "no batch was drawn"),
+        (lambda loop: first_batch(loop.loader), "no backward pass ran"),
+        (lambda loop: loop.model.eval() and loop.backward(*first_batch(loop.loader)), "eval mode"),
+    ],
+    ids=["no-batch", "no-backward", "eval-mode"],
+)
+def test_f_l2_a_step_with_nothing_to_release_names_the_cause(prepare, says):
+    loop = make_loop(noise_multiplier=1.0)
+    before = state_of(loop.model)
+    prepare(loop)
+    with pytest.raises(TicketError, match=rf"DPE022.*{says}"):
+        loop.optimizer.step()
+    assert all(torch.equal(before[name], value) for name, value in state_of(loop.model).items())
+
+
+@every_mode
+def test_f_l3_forward_passes_for_the_log_leave_no_trace(mode):
+    def step(model, optimizer, inputs, targets):
+        model(inputs[:1])
+        float(F.cross_entropy(model(3 * inputs), targets))
+        plain_step(model, optimizer, inputs, targets)
+        model(inputs)
+
+    assert influence(mlp(), tensors(), step, mode=mode) <= 1 + ROUNDING
+
+
+@every_mode
+def test_f_l3_eval_mode_between_forward_and_backward_changes_nothing(mode):
+    def step(model, optimizer, inputs, targets):
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(inputs), targets)
+        model.eval()
+        loss.backward()
+        optimizer.step()
+        assert not model.training
+
+    assert_right(nn.Sequential(mlp(), nn.Dropout(0.0)), tensors(), step, plain=mlp(), mode=mode)
+
+
+# F-L4: whatever ends a logical batch early, its sums are destroyed and it is charged
+
+
+def stop_iterating(loop, chunks):
+    return iter(loop.loader)
+
+
+def fail_in_forward(loop, chunks):
+    inputs, _ = next(chunks)
+    with pytest.raises(RuntimeError):
+        loop.model(inputs[:, :2])
+    return chunks
+
+
+def fail_in_backward(loop, chunks):
+    inputs, targets = next(chunks)
+    output = loop.model(inputs)
+    output.register_hook(lambda grad: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        F.cross_entropy(output, targets).backward()
+    return chunks
+
+
+def out_of_memory(loop, chunks):
+    batch = next(chunks)
+    add = loop.release.sums.buffer.add
+
+    def fail(parameter, total):
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    loop.release.sums.buffer.add = fail
+    with pytest.raises(torch.OutOfMemoryError):
+        loop.backward(*batch)
+    loop.release.sums.buffer.add = add
+    return chunks
+
+
+@pytest.mark.parametrize("end", [stop_iterating, fail_in_forward, fail_in_backward, out_of_memory])
+@every_mode
+def test_f_l4_a_batch_that_ended_early_is_charged_and_leaves_nothing_behind(mode, end):
+    loop = make_loop(accumulation_steps=3, batch_size=12, grad_sample_mode=mode)
+    chunks = iter(loop.loader)
+    loop.backward(*next(chunks))
+    assert not loop.release.sums.buffer.clean
+    chunks = end(loop, chunks)
+    while loop.release.stage.value != "idle":  # the rest of the batch that was given up, and then a whole one
+        loop.optimizer.zero_grad()
+        expected = []
+        for position in range(3):
+            batch = next(chunks)
+            step = loop.release.last_step
+            expected.append((step, batch))
+            try:
+                loop.backward(*batch)
+                loop.optimizer.step()
+            except TicketError:
+                expected.clear()
+                break
+            if position == 2:
+                assert len({step for step, _ in expected}) == 1
+        if len(expected) == 3 and not loop.optimizer.step_was_skipped:
+            break
+    assert ledger_of(loop) == [("void", 1), ("release", 1)]
+    truth = expected_gradients(loop_mlp(), [batch for _, batch in expected], divisor=12)
+    assert_same(gradients_of(loop.model), truth)
+
+
+def test_f_l5_the_charge_is_there_before_the_weights_change():
+    seen = []
+
+    class Watched(torch.optim.SGD):
+        def step(self, closure=None):
+            seen.append(loop.engine.ledger.steps)
+            assert all(p.grad is not None for p in loop.model.parameters())
+            return super().step(closure)
+
+    loop = make_loop(make_optimizer=lambda parameters: Watched(parameters, lr=0.1), noise_multiplier=1.0)
+    for batch in loop.loader:
+        loop.step(*batch)
+    assert seen == [1, 2, 3, 4]
+
+
+def test_f_l5_a_charge_that_fails_leaves_the_weights_alone(monkeypatch):
+    loop = make_loop(noise_multiplier=1.0)
+    before = state_of(loop.model)
+    charge = loop.engine.ledger.charge
+    monkeypatch.setattr(loop.engine.ledger, "charge", lambda *a, **k: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        loop.step(*first_batch(loop.loader))
+    assert all(torch.equal(before[name], value) for name, value in state_of(loop.model).items())
+    assert all(p.grad is None for p in loop.model.parameters())
+    monkeypatch.setattr(loop.engine.ledger, "charge", charge)
+    loop.step(*first_batch(loop.loader))
+
+
+@every_mode
+def test_f_l6_a_loss_scale_changes_neither_the_clipping_nor_the_number_of_steps(mode):
+    def run(scale):
+        scaler = torch.amp.GradScaler("cpu", init_scale=scale)
+        loop = make_loop(grad_scaler=scaler, grad_sample_mode=mode, max_grad_norm=0.3)
+        for inputs, targets in loop.loader:
+            loop.optimizer.zero_grad()
+            scaler.scale(F.cross_entropy(loop.model(inputs), targets)).backward()
+            scaler.step(loop.optimizer)
+            scaler.update()
+        assert ledger_of(loop) == [("release", 4)]
+        return state_of(loop.model)
+
+    assert_same(run(2.0**16), run(1.0))
+
+
+def test_f_l7_a_closure_is_evaluated_once_for_one_charge():
+    calls = []
+    loop = make_loop(noise_multiplier=1.0)
+    for inputs, targets in loop.loader:
+
+        def closure(inputs=inputs, targets=targets):
+            calls.append(1)
+            loop.optimizer.zero_grad()
+            return loop.backward(inputs, targets)
+
+        loop.optimizer.step(closure)
+    assert len(calls) == 4
+    assert ledger_of(loop) == [("release", 4)]
+    with pytest.raises(UnknownParameterError, match=r"DPE016.*LBFGS"):
+        make_loop(make_optimizer=torch.optim.LBFGS)
+
+
+@every_mode
+def test_f_l8_gradients_that_were_written_by_hand_are_never_used(mode):
+    def step(model, optimizer, inputs, targets):
+        optimizer.zero_grad()
+        F.cross_entropy(model(inputs), targets).backward()
+        assert all(p.grad is None for p in model.parameters())
+        for parameter in model.parameters():
+            parameter.grad = 1000 * inputs.sum() * torch.ones_like(parameter)
+        with pytest.warns(PrivacyWarning, match="DPE015"):
+            optimizer.step()
+
+    from dpengine.errors import forget_notices
+
+    def afresh(*args):
+        forget_notices()
+        step(*args)
+
+    assert influence(mlp(), tensors(), afresh, mode=mode) <= 1 + ROUNDING
+
+
+# F-L9: parameters that come, go, thaw or are swapped
+
+
+def test_f_l9_a_thawed_parameter_gets_noise_of_its_own():
+    model = loop_mlp()
+    model[0].requires_grad_(False)
+    loop = make_loop(model, make_optimizer=lambda _: torch.optim.SGD(model.parameters(), lr=1.0), noise_multiplier=50.0)
+    batches = iter(loop.loader)
+    loop.step(*next(batches))
+    assert model[0].weight.grad is None
+    model.requires_grad_(True)
+    loop.step(*next(batches))
+    for parameter in model.parameters():
+        assert 0.3 < float(parameter.grad.std()) * 6 / 50 < 3
+
+
+@pytest.mark.parametrize("when", ["before backward", "before step"])
+@pytest.mark.parametrize("what", ["swap", "freeze", "thaw", "add"])
+@every_mode
+def test_f_l9_inside_a_step_parameters_stay_what_they_are(mode, what, when, request):
+    if when == "before backward" and what in {"swap", "freeze"} and mode != "functorch":
+        request.applymarker(pytest.mark.xfail(strict=True, raises=KeyError, reason="a KeyError that shows the weights"))
+    model = loop_mlp()
+    model[0].weight.requires_grad_(what != "thaw")
+    loop = make_loop(
+        model, make_optimizer=lambda _: torch.optim.SGD(model.parameters(), lr=1.0), grad_sample_mode=mode,
+        noise_multiplier=1.0,
+    )  # fmt: skip
+    before = state_of(model)
+    loss = F.cross_entropy(model(first_batch_inputs(loop)), loop.targets)
+    change = {
+        "swap": lambda: setattr(model[0], "weight", nn.Parameter(torch.zeros(5, FEATURES))),
+        "freeze": lambda: model[0].weight.requires_grad_(False),
+        "thaw": lambda: model[0].weight.requires_grad_(True),
+        "add": lambda: model.add_module("3", nn.Linear(CLASSES, CLASSES)),
+    }[what]
+    with pytest.raises(PrivacyError, match=r"DPE0(01|02|16)"):
+        if when == "before backward":
+            change()
+            loss.backward()
+        else:
+            loss.backward()
+            change()
+        loop.optimizer.step()
+    loop.engine.detach(model)
+    assert ledger_of(loop) == [("void", 1)]
+    for name in ("0.bias", "2.weight", "2.bias"):
+        assert torch.equal(model.get_parameter(name), before[name])
+
+
+def first_batch_inputs(loop):
+    inputs, loop.targets = first_batch(loop.loader)
+    return inputs
+
+
+def test_f_l9_a_new_group_is_refused_by_name():
+    loop = make_loop(noise_multiplier=1.0)
+    loop.model.add_module("3", nn.Linear(CLASSES, CLASSES))
+    with pytest.raises(UnknownParameterError, match=r"DPE016.*3\.weight"):
+        loop.optimizer.add_param_group({"params": loop.model[3].parameters()})
+
+
+@pytest.mark.xfail(strict=True, reason="the optimizer goes on with the old parameter, and nobody is told")
+def test_f_l9_a_parameter_swapped_between_steps_is_noticed_since_the_optimizer_does_not_have_it():
+    loop = make_loop(noise_multiplier=1.0)
+    batches = iter(loop.loader)
+    loop.step(*next(batches))
+    loop.model[0].weight = nn.Parameter(torch.zeros(5, FEATURES))
+    with pytest.warns(PrivacyWarning, match="DPE003"):
+        try:
+            loop.step(*next(batches))
+        except PrivacyError:
+            return
+
+
+@pytest.mark.parametrize("before", [True, False], ids=["built-before", "built-after"])
+def test_f_l10_a_scheduler_changes_rates_and_never_goes_around_the_noise(before):
+    model = loop_mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    scheduler = lr_scheduler.ExponentialLR(optimizer, 0.5) if before else None
+    loop = make_loop(model, make_optimizer=lambda _: optimizer, noise_multiplier=100.0, max_grad_norm=0.01)
+    scheduler = scheduler or lr_scheduler.ExponentialLR(optimizer, 0.5)
+    for position, batch in enumerate(loop.loader):
+        weights = state_of(model)
+        loop.step(*batch)
+        for name, parameter in model.named_parameters():
+            moved = weights[name] - parameter.detach()
+            torch.testing.assert_close(moved, 0.5**position * parameter.grad, rtol=1e-4, atol=1e-6)
+            assert parameter.grad.count_nonzero() == parameter.numel()
+        scheduler.step()
+
+
+@pytest.mark.xfail(strict=True, reason="not warned of yet")
+def test_f_l11_a_schedule_that_follows_the_loss_is_warned_of():
+    model = loop_mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    scheduler = lr_scheduler.ReduceLROnPlateau(optimizer)
+    with pytest.warns(PrivacyWarning, match="ReduceLROnPlateau"):
+        make_loop(model, make_optimizer=lambda _: optimizer, noise_multiplier=1.0, lr_scheduler=scheduler)
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9, weight_decay=0.1, nesterov=True),
+        lambda parameters: torch.optim.AdamW(parameters, lr=0.1, weight_decay=0.1),
+    ],
+    ids=["sgd", "adamw"],
+)
+def test_f_l12_momentum_and_decay_follow_from_released_gradients_alone(kind):
+    loop = make_loop(make_optimizer=kind, noise_multiplier=1.0)
+    replay = copy.deepcopy(loop.model)
+    optimizer = kind(replay.parameters())
+    average = torch.optim.swa_utils.AveragedModel(loop.model)
+    replayed = torch.optim.swa_utils.AveragedModel(replay)
+    for batch in loop.loader:
+        loop.step(*batch)
+        for one, other in zip(loop.model.parameters(), replay.parameters(), strict=True):
+            other.grad = one.grad.clone()
+        optimizer.step()
+        average.update_parameters(loop.model)
+        replayed.update_parameters(replay)
+    assert_same(state_of(replay), state_of(loop.model), 1e-6)
+    assert_same(dict(replayed.named_parameters()), dict(average.named_parameters()), 1e-6)
+
+
+def test_f_l13_nothing_that_follows_from_rows_is_logged_or_printed(caplog, capsys):
+    caplog.set_level(logging.DEBUG)
+    loop = make_loop(noise_multiplier=1.0)
+    sizes = []
+    for inputs, targets in loop.loader:
+        sizes.append(len(targets))
+        loop.step(inputs, targets)
+    shown = caplog.text + "".join(capsys.readouterr())
+    assert shown == ""
+    assert not any("nonprivate" in name for name in loop.engine.metrics())
+    assert all(name.startswith(("privacy/", "nonprivate/")) for name in loop.engine.metrics(nonprivate=True))
+    public = f"{loop.optimizer!r} {loop.engine.describe()} {loop.release.plan!r} {loop.release.tickets!r}"
+    assert "rows" not in public
+    assert f"{loop.release.statistics.largest_norm}" not in public and sizes
+
+
+# F-L14: hooks that went away
+
+
+@pytest.mark.parametrize(
+    "which",
+    [
+        "both",
+        "pre",
+        pytest.param("post", marks=pytest.mark.xfail(strict=True, reason="the parameter stays swapped, and unseen")),
+    ],
+)
+@pytest.mark.parametrize("mode", ["auto", "hooks", "ghost"])
+def test_f_l14_a_layer_whose_hooks_were_dropped_is_refused(mode, which):
+    loop = make_loop(noise_multiplier=1.0, grad_sample_mode=mode)
+    if which != "post":
+        loop.model[0]._forward_pre_hooks.clear()
+    if which != "pre":
+        loop.model[0]._forward_hooks.clear()
+    with pytest.raises((MissingGradientError, UnknownParameterError), match=r"DPE0(02|16).*'0\."):
+        loop.step(*first_batch(loop.loader))
+    assert ledger_of(loop) == [("void", 1)]
+
+
+def test_f_l14_hooks_dropped_from_the_model_itself_change_nothing_that_is_released():
+    loop = make_loop()
+    loop.model._forward_pre_hooks.clear()
+    loop.model._forward_hooks.clear()
+    inputs, targets = first_batch(loop.loader)
+    expected = expected_gradients(loop.model, [(inputs, targets)])
+    loop.step(inputs, targets)
+    assert_same(gradients_of(loop.model), expected)
+
+
+@pytest.mark.parametrize("transform", ["vmap", "grad"])
+@pytest.mark.xfail(strict=True, raises=RuntimeError, reason="torch's own error about setup_context comes first")
+def test_f_l14_functional_transforms_of_a_private_model_work_and_leave_no_trace(transform):
+    loop = make_loop()
+    inputs, targets = first_batch(loop.loader)
+    parameters = {name: p.detach() for name, p in loop.model.named_parameters()}
+
+    def loss_of(parameters):
+        return F.cross_entropy(torch.func.functional_call(loop.model, parameters, (inputs,)), targets)
+
+    if transform == "grad":
+        found = torch.func.grad(loss_of)(parameters)
+        assert all(value.isfinite().all() for value in found.values())
+    else:
+        torch.func.vmap(loop.model)(inputs)
+    expected = expected_gradients(loop.model, [(inputs, targets)])
+    loop.step(inputs, targets)
+    assert_same(gradients_of(loop.model), expected)
+
+
+@pytest.mark.xfail(strict=True, raises=KeyError, reason="a KeyError that shows the tensors")
+@pytest.mark.parametrize("leaf", [True, False])
+def test_f_l14_other_tensors_in_the_place_of_parameters_are_refused_by_name(leaf):
+    loop = make_loop()
+    inputs, targets = first_batch(loop.loader)
+    given = {
+        name: p.detach().clone().requires_grad_() if leaf else p * 1.0 for name, p in loop.model.named_parameters()
+    }
+    with pytest.raises(PrivacyError, match=r"DPE0.*'0\.weight'|DPE0.*'2\.weight'"):
+        F.cross_entropy(torch.func.functional_call(loop.model, given, (inputs,)), targets).backward()
+
+
+def test_f_l15_a_misspelt_keyword_is_a_type_error_that_names_the_right_one():
+    model = loop_mlp()
+    for wrong, right in {"noise_multplier": "noise_multiplier", "max_norm": "max_grad_norm"}.items():
+        with pytest.raises(TypeError, match=right):
+            make_loop(model, **{wrong: 1.0})
+    gc.collect()
+    assert not model._forward_hooks
+    assert math.isfinite(1.0)
