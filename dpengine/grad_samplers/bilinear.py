@@ -13,7 +13,7 @@ from torch import Tensor
 from dpengine.capture import LayerCall
 
 from .arguments import argument
-from .gram import gram_pays, gram_sq_norm, outer_sum
+from .gram import gram_pays, gram_sq_norm, outer_sum, product_of_norms
 from .linear import SAMPLERS as LINEAR
 from .linear import tokens
 from .precision import full_precision
@@ -53,12 +53,24 @@ def _weight_sum(call: LayerCall, factor_B: Tensor) -> Tensor:
     return outer_sum(*as_one_row).view(_sizes(as_one_row))
 
 
+def _weight_spread(call: LayerCall) -> Tensor:
+    # Cauchy for two of the factors; at no position is the third larger than its norm.
+    return product_of_norms(*_factors(call))
+
+
 def _concat(calls: Sequence[LayerCall]) -> LayerCall:
     grads, first, second = (torch.cat(parts, dim=1) for parts in zip(*map(_factors, calls), strict=True))
     return calls[0].replace(inputs=(first, second), kwargs={}, grad_output=grads)
 
 
 SAMPLERS = {
-    "weight": GradSampler(_weight_grad, _weight_sq_norm, _weight_sum, _weight_norm_pays, _concat),
+    "weight": GradSampler(
+        grad=_weight_grad,
+        sq_norm=_weight_sq_norm,
+        weighted_sum=_weight_sum,
+        norm_pays=_weight_norm_pays,
+        concat=_concat,
+        spread=_weight_spread,
+    ),
     "bias": LINEAR["bias"],
 }

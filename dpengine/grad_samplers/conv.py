@@ -22,7 +22,7 @@ from torch import Tensor
 from dpengine.capture import LayerCall
 
 from .arguments import argument
-from .gram import WORKSPACE_BYTES, gram_pays, gram_sq_norm
+from .gram import WORKSPACE_BYTES, gram_pays, gram_sq_norm, product_of_norms
 from .precision import full_precision
 from .sampler import GradSampler
 
@@ -175,6 +175,14 @@ def _weight_sum(call: LayerCall, factor_B: Tensor) -> Tensor:
     return _correlate(c, c.weight_shape, c.groups)
 
 
+def _weight_spread(call: LayerCall) -> Tensor:
+    # No input is in more windows than the kernel has taps, nor repeated more often than padding reaches.
+    layer: Any = call.layer
+    repeats = 1 if layer.padding_mode == "zeros" else math.prod(1 + left + right for left, right in _padding(layer))
+    shared = math.sqrt(repeats * math.prod(layer.kernel_size))
+    return product_of_norms(argument(call, 0, "input"), call.grad_output) * shared
+
+
 def _beside(factor_B: Tensor, tensor: Tensor) -> Tensor:
     return factor_B.to(tensor.dtype).view(-1, *[1] * (tensor.dim() - 1))
 
@@ -184,6 +192,12 @@ def _bias_grad(call: LayerCall) -> Tensor:
 
 
 SAMPLERS = {
-    "weight": GradSampler(_weight_grad, _weight_sq_norm, _weight_sum, _weight_norm_pays),
+    "weight": GradSampler(
+        grad=_weight_grad,
+        sq_norm=_weight_sq_norm,
+        weighted_sum=_weight_sum,
+        norm_pays=_weight_norm_pays,
+        spread=_weight_spread,
+    ),
     "bias": GradSampler(_bias_grad),
 }

@@ -5,6 +5,7 @@ Axes: B rows, N uses of an entry, M different pairs of row and entry, V entries,
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +16,7 @@ from dpengine.capture import LayerCall
 from dpengine.errors import UnsupportedLayerError
 
 from .arguments import argument
+from .gram import product_of_norms
 from .linear import tokens
 from .sampler import GradSampler
 
@@ -114,10 +116,15 @@ def _weighted_sum(call: LayerCall, factor_B: Tensor) -> Tensor:
     return summed(uses, grad_ND * factor_N.unsqueeze(1), weight_of(call))
 
 
+def _spread(call: LayerCall) -> Tensor:
+    uses = argument(call, 0, "input")[:1].numel()
+    return product_of_norms(call.grad_output) * math.sqrt(uses)
+
+
 def _concat(calls: Any) -> LayerCall:
     entries = torch.cat([argument(call, 0, "input").reshape(call.batch_size, -1) for call in calls], dim=1)
     grads = torch.cat([tokens(call.grad_output) for call in calls], dim=1)
     return calls[0].replace(inputs=(entries,), kwargs={}, grad_output=grads)
 
 
-SAMPLERS = {"weight": GradSampler(_grad, _sq_norm, _weighted_sum, concat=_concat)}
+SAMPLERS = {"weight": GradSampler(_grad, _sq_norm, _weighted_sum, concat=_concat, spread=_spread)}

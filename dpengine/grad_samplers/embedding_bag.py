@@ -14,6 +14,7 @@ from dpengine.capture import LayerCall
 
 from .arguments import argument
 from .embedding import Uses, dense, merged, per_row, summed, weight_of
+from .gram import product_of_norms
 from .sampler import GradSampler
 
 
@@ -77,6 +78,14 @@ def _weighted_sum(call: LayerCall, factor_B: Tensor) -> Tensor:
     return summed(uses, weight_N.unsqueeze(1) * (call.grad_output * factor_B1)[uses.row_N], weight_of(call))
 
 
+def _spread(call: LayerCall) -> Tensor:
+    # The parts of a bag are its own gradient, times what each use counts for.
+    if call.layer.mode == "max":
+        return product_of_norms(call.grad_output)
+    uses, weight_N = _uses(call)
+    return product_of_norms(call.grad_output) * per_row(uses, weight_N.abs())
+
+
 def _winners(call: LayerCall) -> tuple[Tensor, Tensor]:
     """For each bag and feature the entry that holds the maximum, as forward found it, and the gradient it gets."""
     layer: Any = call.layer
@@ -94,4 +103,4 @@ def _winners(call: LayerCall) -> tuple[Tensor, Tensor]:
 _MAX = 2  # torch's number for the mode
 _NONE = -1  # never an entry
 
-SAMPLERS = {"weight": GradSampler(_grad, _sq_norm, _weighted_sum)}
+SAMPLERS = {"weight": GradSampler(_grad, _sq_norm, _weighted_sum, spread=_spread)}

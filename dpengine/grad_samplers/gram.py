@@ -120,6 +120,11 @@ def outer_sum(*factors_BTF: Tensor) -> Tensor:
     return torch.bmm(left_BTF.transpose(1, 2), factors_BTF[-1])
 
 
+def product_of_norms(*tensors: Tensor) -> Tensor:
+    """Product ``(B,)`` of each row's norms in all tensors; by Cauchy, at least what outer products over T add up to."""
+    return _product([torch.linalg.vector_norm(t.flatten(1), dim=1).to(_widest(t)) for t in tensors])
+
+
 def _product(tensors: Sequence[Tensor]) -> Tensor:
     """Overwrites the first."""
     return functools.reduce(Tensor.mul_, tensors)

@@ -13,7 +13,7 @@ from torch import Tensor
 from dpengine.capture import LayerCall
 
 from .arguments import argument
-from .gram import gram_pays, gram_sq_norm, keep_pays, outer_sum
+from .gram import gram_pays, gram_sq_norm, keep_pays, outer_sum, product_of_norms
 from .precision import full_precision
 from .sampler import GradSampler
 
@@ -60,6 +60,13 @@ def _weight_sum(call: LayerCall, factor_B: Tensor) -> Tensor:
     return grads_BTO.flatten(0, 1).T @ acts_BTI.flatten(0, 1)
 
 
+def _weight_spread(call: LayerCall) -> Tensor:
+    acts_BTI, grads_BTO = _acts_and_grads(call)
+    if acts_BTI.shape[1] <= 1:
+        return acts_BTI.new_zeros(acts_BTI.shape[0])  # one part cancels with nothing
+    return product_of_norms(acts_BTI, grads_BTO)
+
+
 def _concat(calls: Sequence[LayerCall]) -> LayerCall:
     acts, grads = zip(*map(_acts_and_grads, calls), strict=True)
     return calls[0].replace(inputs=(torch.cat(acts, dim=1),), kwargs={}, grad_output=torch.cat(grads, dim=1))
@@ -70,6 +77,14 @@ def _bias_grad(call: LayerCall) -> Tensor:
 
 
 SAMPLERS = {
-    "weight": GradSampler(_weight_grad, _weight_sq_norm, _weight_sum, _weight_norm_pays, _concat, _weight_keep_pays),
+    "weight": GradSampler(
+        grad=_weight_grad,
+        sq_norm=_weight_sq_norm,
+        weighted_sum=_weight_sum,
+        norm_pays=_weight_norm_pays,
+        concat=_concat,
+        keep_pays=_weight_keep_pays,
+        spread=_weight_spread,
+    ),
     "bias": GradSampler(_bias_grad),
 }

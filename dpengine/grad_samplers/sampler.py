@@ -30,6 +30,8 @@ class GradSampler:
         concat: Joins several calls of one parameter into one whose ``grad`` is the sum of theirs.
         keep_pays: Whether forming and keeping ``grad`` is cheaper than ``sq_norm`` and ``weighted_sum`` together,
             memory aside, since the kept gradients give the weighted sum nearly for nothing. Reads shapes only.
+        spread: ``(B,)``, at least the norms, added up, of the parts of a row that ``weighted_sum`` adds one by one.
+            Where they cancel, it tells how much rounding is left. Needed beside ``weighted_sum``.
     """
 
     grad: Callable[[LayerCall], Tensor]
@@ -38,6 +40,7 @@ class GradSampler:
     norm_pays: Callable[[LayerCall], bool] | None = None
     concat: Callable[[Sequence[LayerCall]], LayerCall] | None = None
     keep_pays: Callable[[LayerCall], bool] | None = None
+    spread: Callable[[LayerCall], Tensor] | None = None
 
     def use_sq_norm(self, call: LayerCall) -> bool:
         """Whether to take the norm by the shortcut."""

@@ -18,6 +18,7 @@ from .flat_buffer import FlatBuffer, wide
 from .strategy import AbstractGradients, common_rows, joint_gradients, note_rows
 
 KEEP_BUDGET = 512 * 2**20  # bytes of per-sample gradients kept at most, over all parameters
+_LEFT = 2.0**-11  # of the threshold, at most, is left by rounding where parts of a row cancel
 _BLOCK = 256  # squares added in float32 before they go into a float64 sum
 CHUNK_BYTES = 32 * 2**20  # bytes of per-sample gradients formed at a time where they are not kept
 
@@ -143,13 +144,41 @@ def _keep(entry: _Entry, rows: int) -> Tensor:
 def _ghost(entry: _Entry, rows: int) -> Tensor:
     call, sampler = entry.calls[0]
     assert sampler.sq_norm is not None
-    return sampler.sq_norm(call)
+    return _raised(entry, sampler.sq_norm(call))
 
 
 def _discard(entry: _Entry, rows: int) -> Tensor:
     step = max(1, CHUNK_BYTES // (4 * entry.use.parameter.numel()))
     parts = [_sq_norm(entry.form(i, min(i + step, rows), rows)) for i in range(0, rows, step)]
-    return torch.cat(parts)
+    return _raised(entry, torch.cat(parts))
+
+
+def _raised(entry: _Entry, sq_norm_B: Tensor) -> Tensor:
+    """Squared norms, raised where the parts of a row cancel so far that rounding would be most of their sum.
+
+    The weighted sum adds parts one by one, so what it holds of a row is off by about ``u`` times the norms of the
+    parts, which together may be far above the norm of the gradient. A norm of ``u / _LEFT`` times theirs keeps that
+    within the threshold. Usual rows stay as they are: in float32 their parts are less than 8192 times the sum.
+
+    Returns:
+        The squared norms, or larger ones.
+    """
+    dtype = wide(entry.use.parameter.dtype)
+    if dtype is torch.float64:
+        return sq_norm_B
+    spread_B = _spread(entry)
+    if spread_B is None:
+        return sq_norm_B
+    floor_B = (spread_B * (torch.finfo(dtype).eps / 2 / _LEFT)).square()
+    return torch.maximum(sq_norm_B.to(floor_B.dtype), floor_B)
+
+
+def _spread(entry: _Entry) -> Tensor | None:
+    """The sum of the norms of all parts, None where each row's gradient is formed as one before it is added."""
+    parts = [sampler.spread(call) for call, sampler in entry.calls if sampler.spread is not None]
+    if len(entry.calls) > 1:
+        parts += [_sq_norm(sampler.grad(call)).sqrt() for call, sampler in entry.calls if sampler.spread is None]
+    return torch.stack(parts).sum(dim=0) if parts else None
 
 
 _SQ_NORM = {Method.KEEP: _keep, Method.GHOST: _ghost, Method.DISCARD: _discard}

@@ -5,7 +5,7 @@ from reference import per_sample_gradients, stacked
 from torch import nn
 
 from dpengine.capture import LayerCall
-from dpengine.grad_samplers import BUILTIN, sampler_for
+from dpengine.grad_samplers import BUILTIN, JointSampler, sampler_for
 
 ROWS = 5
 F32, F64 = torch.float32, torch.float64
@@ -69,6 +69,34 @@ def test_gradients_are_those_of_each_row_alone(case, dtype):
         found = run.samplers[name].grad(run.call)
         assert found.dtype == dtype
         assert_close(found, truth[name], TOLERANCE[dtype])
+
+
+FEATURES_FIRST = (nn.modules.conv._ConvNd,)
+
+
+def parts_of(run):
+    """The output gradient at one position at a time: what a weighted sum adds one by one, or less of it."""
+    moved = run.cotangent.movedim(1, -1) if isinstance(run.layer, FEATURES_FIRST) else run.cotangent
+    flat = moved.reshape(len(moved), -1, moved.shape[-1])
+    for t in range(flat.shape[1]):
+        part = torch.zeros_like(flat)
+        part[:, t] = flat[:, t]
+        part = part.reshape(moved.shape)
+        yield part.movedim(-1, 1) if isinstance(run.layer, FEATURES_FIRST) else part
+
+
+@every_case
+def test_the_spread_is_at_least_what_the_parts_of_a_row_add_up_to(case):
+    run = Run(case)
+    for name in run.names:
+        sampler = run.samplers[name]
+        if isinstance(run.samplers, JointSampler) or sampler.weighted_sum is None:
+            continue
+        parts = [sampler.grad(run.call.replace(grad_output=part)).flatten(1).norm(dim=1) for part in parts_of(run)]
+        spread = sampler.spread(run.call)
+        assert spread.shape == (ROWS,)
+        if len(parts) > 1:
+            assert (spread >= sum(parts) * (1 - 1e-9)).all()
 
 
 @every_case
