@@ -2,7 +2,7 @@
 
 from .capture import Capture, CaptureState, Receiver
 from .record import LayerCall, Use
-from .replay import Replay
+from .replay import Pass, Replay
 from .watch import Kind, Watch, has_own_parameters, watch_list
 
 __all__ = [
@@ -10,6 +10,7 @@ __all__ = [
     "CaptureState",
     "Kind",
     "LayerCall",
+    "Pass",
     "Receiver",
     "Replay",
     "Use",

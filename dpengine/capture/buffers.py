@@ -22,6 +22,7 @@ class _Noted:
     buffer: Tensor
     version: int
     value: Tensor | None
+    look: bool  # at the value even where version and identity are as before
 
     def written(self) -> bool:
         """Whether the buffer holds something else than before, as far as can be told."""
@@ -30,8 +31,9 @@ class _Noted:
             return True
         if now is not self.buffer:  # then the old one is still what it was
             return not _equal(now, self.buffer) and not _counts(self.buffer, now)
-        if self.value is None:
-            return now._version != self.version
+        touched = now._version != self.version
+        if self.value is None or not (touched or self.look):
+            return touched
         return not _equal(now, self.value) and not _counts(self.value, now)
 
     def put_back(self) -> None:
@@ -57,16 +59,19 @@ class BufferWatch:
         self._passes = 0
         self._noted: list[_Noted] | None = None  # None when no pass runs
         self._rewritten: set[str] = set()  # buffers whose version went up though their value stayed
+        self._modules: dict[str, nn.Module] = {}
 
     def note(self) -> None:
         """A forward pass begins."""
         self._passes += 1
         whole = self._passes & (self._passes - 1) == 0 or self._passes % _EVERY == 0
+        if whole:
+            self._modules = dict(self._model.named_modules())
         self._noted = []
         for owner, name, dotted, buffer in self._buffers():
             keep = whole or dotted in self._rewritten or _may_count(buffer)
             value = buffer.detach().clone() if keep else None
-            self._noted.append(_Noted(owner, name, dotted, buffer, buffer._version, value))
+            self._noted.append(_Noted(owner, name, dotted, buffer, buffer._version, value, whole))
 
     def put_back(self) -> list[tuple[str, nn.Module]]:
         """The forward pass is over, perhaps by an exception: undoes what it wrote, where the old value is known.
@@ -106,7 +111,7 @@ class BufferWatch:
         )
 
     def _buffers(self) -> Iterator[tuple[nn.Module, str, str, Tensor]]:
-        for prefix, module in self._model.named_modules():
+        for prefix, module in self._modules.items():
             for name, buffer in module._buffers.items():
                 if buffer is not None:
                     yield module, name, f"{prefix}.{name}" if prefix else name, buffer

@@ -145,7 +145,17 @@ class Capture:
     @property
     def recording(self) -> bool:
         """Whether a forward pass would be recorded now."""
-        return self.state is CaptureState.ATTACHED and self.model.training and torch.is_grad_enabled()
+        return self.watching and torch.is_grad_enabled()
+
+    @property
+    def watching(self) -> bool:
+        """Whether the model is attached and in train mode."""
+        return self.state is CaptureState.ATTACHED and self.model.training
+
+    @property
+    def rerunning(self) -> bool:
+        """Whether forward passes are those of a replay."""
+        return self.replay is not None and self.replay.running
 
     @property
     def backward_broke_off(self) -> bool:

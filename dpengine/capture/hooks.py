@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from .buffers import BufferWatch
+from .outputs import tensors_in_outputs
 from .record import Use
 from .reports import CallReport, RowsReport
 from .tap import RowsTap, tensors_in
@@ -120,7 +122,7 @@ class LayerHook:
 
 
 class RootHook:
-    """Notes the batch size of a forward pass, and asks to be told when its backward pass is over.
+    """Notes the batch size of a forward pass, watches its buffers, and asks to be told when its backward pass is over.
 
     Note [end of backward]: a callback queued from inside a checkpointed block runs when the nested backward pass ends,
     which is too early. The node behind the model's output belongs to the outer pass. Where an in-place operation on a
@@ -129,13 +131,17 @@ class RootHook:
 
     def __init__(self, capture: Capture):
         self.capture = capture
+        self.buffers = BufferWatch(capture.model)
         self.before = Hook(torch.compiler.disable(self._before, recursive=True))
         self.after = Hook(torch.compiler.disable(self._after, recursive=True))
 
     def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         capture = self.capture
+        if not capture.watching or capture.rerunning:
+            return
+        self.buffers.note()
         again = torch._C._current_graph_task_id() != -1  # a recomputation inside a backward pass
-        if not capture.recording or again or (capture.replay is not None and capture.replay.running):
+        if not capture.recording or again:
             return
         capture.watch_leaks()
         capture.restore()  # an interrupt may have ended the last pass before its hooks could
@@ -147,11 +153,17 @@ class RootHook:
 
     def _after(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         capture = self.capture
-        if output is None or not capture.recording or (capture.replay is not None and capture.replay.running):
+        if capture.rerunning:
+            return None
+        if output is None:  # perhaps after an exception, which another one must not hide
+            self.buffers.put_back()
+            return None
+        self.buffers.refuse_written()
+        if not capture.recording:
             return None
         if capture.replay is not None:
             output = capture.replay.end(output, capture.anchor)
-        for tensor in _output_tensors(output):
+        for tensor in tensors_in_outputs(output):
             if tensor.grad_fn is not None:
                 tensor.grad_fn.register_prehook(self._reached)
         return output if capture.replay is not None else None
@@ -167,11 +179,6 @@ def _copied(args: Any, kwargs: Any, output: Tensor) -> Tensor:
     if copied.requires_grad:
         copied.register_hook(Tensor.contiguous)
     return copied
-
-
-def _output_tensors(output: Any) -> list[Tensor]:
-    fields = getattr(output, "__dict__", None)
-    return tensors_in(output) or (tensors_in(fields) if isinstance(fields, dict) else [])
 
 
 def _realised(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:

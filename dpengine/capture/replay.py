@@ -1,9 +1,9 @@
-"""Runs the forward pass of a batch a second time, for the strategy that keeps nothing between two passes."""
+"""Runs a batch a second time: for the strategy that keeps nothing between two passes, and for the probe."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,12 +12,26 @@ from torch import Tensor, nn
 
 from dpengine.errors import UnsupportedLayerError
 
+from .outputs import map_outputs, tensors_in_outputs
 from .tap import CopyTap, put_tensors, take_tensors, tensors_in
+
+GradsOf = Callable[[list[Tensor]], Sequence["Tensor | None"]]
 
 
 @dataclass(eq=False)
-class _Pass:
-    """One forward pass: what is needed to run it again, and the gradients of its outputs."""
+class Pass:
+    """One forward pass: what is needed to run it again, and the gradients of its outputs.
+
+    Attributes:
+        replay: Where it is noted.
+        args: Its inputs, detached.
+        kwargs: Its inputs by keyword, detached.
+        modes: Which modules were in train mode.
+        random: The state of random generators, by device.
+        autocast: Device type, whether it was on, and its type.
+        outputs: The tensors that it gave, detached.
+        grads: Their gradients, None where there is none.
+    """
 
     replay: Replay
     args: tuple[Any, ...]
@@ -34,14 +48,42 @@ class _Pass:
         self.grads = grad
         self.replay.reached.append(self)
 
+    def again(self, model: nn.Module, grads_of: GradsOf, args: Any = None, kwargs: Any = None) -> list[Tensor]:
+        """Runs the model forward and backward again, perhaps on other inputs. What it writes to itself is undone.
+
+        Args:
+            model: The model.
+            grads_of: Gives the gradient of each output, from where the backward pass starts; None where there is none.
+            args: Inputs in the place of those of the pass.
+            kwargs: Inputs by keyword in the place of those of the pass.
+
+        Returns:
+            The tensors of its output, detached.
+        """
+        args, kwargs = (self.args, self.kwargs) if args is None else (args, kwargs)
+        devices = [name for name, _ in self.random if name != "cpu"]
+        with torch.random.fork_rng(devices=devices), torch.enable_grad(), _state_kept(model):
+            for module, mode in self.modes.items():
+                module.training = mode
+            for name, state in self.random:
+                torch.set_rng_state(state) if name == "cpu" else torch.cuda.set_rng_state(state, name)
+            with contextlib.ExitStack() as stack:
+                for kind, on, dtype in self.autocast:
+                    stack.enter_context(torch.autocast(kind, enabled=on, dtype=dtype))
+                outputs = tensors_in_outputs(model(*args, **kwargs))
+            pairs = zip(outputs, grads_of(outputs), strict=True)
+            ends = [(output, grad) for output, grad in pairs if grad is not None and output.requires_grad]
+            torch.autograd.backward([output for output, _ in ends], [grad for _, grad in ends])
+        return [output.detach() for output in outputs]
+
 
 class Replay:
     """Remembers the forward passes that a backward pass reached. A pass that none reaches goes with its graph."""
 
     def __init__(self) -> None:
-        self.reached: list[_Pass] = []
+        self.reached: list[Pass] = []
         self.running = False
-        self._current: _Pass | None = None
+        self._current: Pass | None = None
 
     def begin(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Notes the inputs, the random state and the modes of the modules of a pass that begins."""
@@ -51,17 +93,17 @@ class Replay:
         random += [(str(d), torch.cuda.get_rng_state(d)) for d in devices if d.type == "cuda"]
         kinds = {"cpu", *(d.type for d in devices)}
         autocast = [(k, torch.is_autocast_enabled(k), torch.get_autocast_dtype(k)) for k in sorted(kinds)]
-        self._current = _Pass(self, _detached(args), _detached(kwargs), modes, random, autocast)
+        self._current = Pass(self, _detached(args), _detached(kwargs), modes, random, autocast)
 
     def end(self, output: Any, anchor: Tensor) -> Any:
         """Notes the outputs of the pass, and gives them with a tap behind."""
-        outputs, others, spec = take_tensors(output)
+        outputs = tensors_in_outputs(output)
         current, self._current = self._current, None
-        if current is None:
+        if current is None or not outputs:
             return output
-        tapped = CopyTap.apply(anchor, current, len(outputs), *outputs)
+        tapped = iter(CopyTap.apply(anchor, current, len(outputs), *outputs))
         current.outputs = [t.detach() for t in outputs]
-        return put_tensors(tapped, others, spec)
+        return map_outputs(lambda _: next(tapped), output)
 
     def run(self, model: nn.Module, select: Callable[[Tensor], Tensor]) -> None:
         """Runs each pass forward and backward again; ``select`` is applied to every output gradient.
@@ -75,22 +117,18 @@ class Replay:
         finally:
             self.running = False
 
-    def _run(self, model: nn.Module, one: _Pass, select: Callable[[Tensor], Tensor]) -> None:
-        devices = [name for name, _ in one.random if name != "cpu"]
-        with torch.random.fork_rng(devices=devices), torch.enable_grad():
-            for name, state in one.random:
-                torch.set_rng_state(state) if name == "cpu" else torch.cuda.set_rng_state(state, name)
-            with _autocast(one.autocast), _modes(one.modes):
-                outputs = tensors_in(model(*one.args, **one.kwargs))
-        for before, now in zip(one.outputs, outputs, strict=True):
-            if before.shape != now.shape or not torch.allclose(before, now, rtol=1e-3, atol=1e-5, equal_nan=True):
-                raise UnsupportedLayerError(
-                    "The forward pass gave another output when it was run again; grad_sample_mode='ghost' needs one "
-                    "that repeats, apart from torch's own random numbers.",
-                    fix="Use grad_sample_mode='auto'.",
-                )
-        pairs = [(o, select(g)) for o, g in zip(outputs, one.grads, strict=True) if g is not None and o.requires_grad]
-        torch.autograd.backward([o for o, _ in pairs], [g for _, g in pairs])
+    def _run(self, model: nn.Module, one: Pass, select: Callable[[Tensor], Tensor]) -> None:
+        def grads_of(outputs: list[Tensor]) -> list[Tensor | None]:
+            for before, now in zip(one.outputs, outputs, strict=True):
+                if before.shape != now.shape or not torch.allclose(before, now, rtol=1e-3, atol=1e-5, equal_nan=True):
+                    raise UnsupportedLayerError(
+                        "The forward pass gave another output when it was run again; grad_sample_mode='ghost' needs "
+                        "one that repeats, apart from torch's own random numbers.",
+                        fix="Use grad_sample_mode='auto'.",
+                    )
+            return [None if grad is None else select(grad) for grad in one.grads]
+
+        one.again(model, grads_of)
 
     def clear(self) -> None:
         """Forgets the batch."""
@@ -102,29 +140,29 @@ def _detached(tree: Any) -> Any:
     return put_tensors([t.detach() for t in tensors], others, spec)
 
 
+_PARTS = frozenset({"_parameters", "_modules", "_buffers"})
+
+
 @contextlib.contextmanager
-def _modes(training: Mapping[nn.Module, bool]) -> Iterator[None]:
-    """Puts modules into train or eval mode for a while."""
-    before = {module: module.training for module in training}
+def _state_kept(model: nn.Module) -> Iterator[None]:
+    """Puts back buffers and attributes that forward writes."""
+    before = [
+        (
+            vars(module),
+            {name: value for name, value in vars(module).items() if name not in _PARTS},
+            dict(module._buffers),
+            {name: buffer.clone() for name, buffer in module._buffers.items() if buffer is not None},
+        )
+        for module in model.modules()
+    ]
     try:
-        for module, mode in training.items():
-            module.training = mode
         yield
     finally:
-        for module, mode in before.items():
-            module.training = mode
-
-
-class _autocast:
-    """Enters the autocast settings that a pass had."""
-
-    def __init__(self, settings: list[tuple[str, bool, torch.dtype]]):
-        self.contexts = [torch.autocast(kind, enabled=on, dtype=dtype) for kind, on, dtype in settings]
-
-    def __enter__(self) -> None:
-        for context in self.contexts:
-            context.__enter__()
-
-    def __exit__(self, *exception: Any) -> None:
-        for context in reversed(self.contexts):
-            context.__exit__(*exception)
+        for now, attributes, buffers, values in before:
+            for name in now.keys() - attributes.keys() - _PARTS:
+                del now[name]
+            now.update(attributes)
+            now["_buffers"].clear()
+            now["_buffers"].update(buffers)
+            for name, value in values.items():
+                now["_buffers"][name].data.copy_(value)

@@ -14,6 +14,7 @@ from dpengine.grad_samplers import BUILTIN, functional_sampler, sampler_for
 from .bookkeep import Bookkeep
 from .expanded_weights import ExpandedWeights
 from .materialize import Materialize
+from .probe import Probed
 from .reweight import Reweight
 from .strategy import AbstractGradients
 
@@ -75,4 +76,4 @@ def watch_model(
     chosen = MODES[mode]
     watches = watch_list(model, chosen.lookup, functional_sampler, by_operations=chosen.by_operations)
     capture = Capture(model, watches, receiver, linear_rule=BUILTIN[nn.Linear], batch_first=batch_first)
-    return capture, chosen.build(capture)
+    return capture, Probed(chosen.build(capture), capture)

@@ -3,17 +3,17 @@
 Clipping row by row bounds what a sample can do only where the model keeps rows apart, and in one order. A layer that
 sorts the batch, takes a mean over it or has time on axis 0 adds up gradients of several samples in one row, and nothing
 that capture sees would tell. So the model runs forward and backward again with the same random numbers, from the
-gradients that its outputs had: once as it was, and once with other data in the rows that are not kept. The output
-gradients of those rows are zero both times. No more rows than were kept may then have a gradient, their norms must be
-those of the real pass, and the kept rows must have the same outputs and norms both times. Then the other rows are kept.
+gradients that its outputs had: once as it was; then half of the rows are kept, and the output gradients of the others
+are zero; then the others get other data, too. No more rows than were kept may then have a gradient, their norms must be
+those of the whole batch, and the kept rows must have the same outputs and norms whatever is beside them. At last the
+other half is kept.
 
 Axes: B rows, P parameters.
 """
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Mapping, Set
+from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from dpengine.capture import Capture, LayerCall, Replay, Use
+from dpengine.capture import Capture, LayerCall, Pass, Replay, Use
 from dpengine.errors import UnsupportedLayerError, notice
 
 from .bookkeep import Bookkeep
@@ -30,7 +30,6 @@ from .strategy import AbstractGradients
 
 EVERY = 500  # backward passes from one probe to the next
 _EXACT, _HALF = 1e-4, 2e-2  # relative: what two runs of the same rows may differ by
-_METHODS = 0.05  # of a squared norm: what two methods may differ by, error bounds included
 _NOTHING = 1e-8  # of the largest squared norm: a row with less has no gradient
 
 
@@ -76,9 +75,7 @@ class Probed(AbstractGradients):
         if self._left < 0 and replay is not None and replay.reached and len(norms_BK) > 1:
             self._left = self._every - 1
             self._probes += 1
-            norms_B = norms_BK.sum(dim=1)
-            for keep_B in _halves(norms_B, self._probes):
-                Company(self._capture, replay, norms_B, scale, keep_B).ask()
+            Company(self._capture, replay, norms_BK.sum(dim=1), self._probes).ask()
         self._arm()
         return norms_BK
 
@@ -114,13 +111,13 @@ class _Run:
         return self.norms_BP.sum(dim=1)
 
 
-def _halves(norms_B: Tensor, seed: int) -> list[Tensor]:
-    """Two sets of rows with a finite norm: about half of them, and the others."""
-    usable = norms_B.isfinite().nonzero().flatten()
+def _halves(usable_B: Tensor, seed: int) -> list[Tensor]:
+    """Two sets of usable rows: about half of them, and the others."""
+    usable = usable_B.nonzero().flatten()
     order = torch.randperm(len(usable), generator=torch.Generator().manual_seed(seed)).to(usable.device)
     parts = usable[order].tensor_split(2)
-    nothing_B = torch.zeros_like(norms_B, dtype=torch.bool)
-    return [nothing_B.index_fill(0, part, True) for part in parts if 0 < len(part) < len(norms_B)]
+    nothing_B = torch.zeros_like(usable_B)
+    return [nothing_B.index_fill(0, part, True) for part in parts if 0 < len(part) < len(usable_B)]
 
 
 class Company:
@@ -129,17 +126,16 @@ class Company:
     Args:
         capture: What watches the model.
         replay: The forward passes that the backward pass reached.
-        norms_B: Squared norms of the rows' whole gradients, as the strategy found them.
-        scale: By what the gradients were multiplied for these norms.
-        keep_B: Which rows are kept.
+        norms_B: Norms as the strategy found them; a row without a finite one is not kept.
+        seed: Of the choice of rows.
     """
 
-    def __init__(self, capture: Capture, replay: Replay, norms_B: Tensor, scale: float, keep_B: Tensor):
+    def __init__(self, capture: Capture, replay: Replay, norms_B: Tensor, seed: int):
         self._capture = capture
         self._replay = replay
-        self._norms_B = norms_B
-        self._scale = scale
-        self._keep_B = keep_B
+        self._usable_B = norms_B.isfinite()
+        self._seed = seed
+        self._keep_B = torch.ones_like(self._usable_B)
         self._outputs = [output for one in replay.reached for output in one.outputs]
         grads = [grad for one in replay.reached for grad in one.grads if grad is not None]
         self._all_masked = all(self._front(grad) is not None for grad in grads)
@@ -149,8 +145,8 @@ class Company:
 
     def ask(self) -> None:
         """Raises UnsupportedLayerError where rows do not stay apart."""
-        same = self._try(lambda tensor: tensor)
-        if same is None or not self._outputs_agree(self._outputs, same.outputs, torch.ones_like(self._keep_B)):
+        whole = self._try(_as_it_is)
+        if whole is None or not self._outputs_agree(self._outputs, whole.outputs, self._keep_B):
             notice(
                 "DPE012",
                 "The forward pass gave another output when it was run again, so it is not known whether the model "
@@ -159,9 +155,12 @@ class Company:
                 key="probe",
             )
             return
-        changed = self._try(self._others_changed) or same  # data that do not belong together may break any model
-        if not (self._apart(same) and self._unchanged(same, changed)):
-            self._refuse(same, changed)
+        for keep_B in _halves(self._usable_B, self._seed):
+            self._keep_B = keep_B
+            same = self._try(_as_it_is) or whole
+            changed = self._try(self._others_changed) or same  # data that do not belong together may break any model
+            if not (self._apart(whole, same) and self._unchanged(whole, same, changed)):
+                self._refuse(same, changed)
 
     # The runs
 
@@ -177,24 +176,20 @@ class Company:
         self._capture.receiver, self._capture.swap, self._replay.running = listener, None, True
         outputs: list[Tensor] = []
         try:
-            with _state_kept(self._capture.model):
-                for one in self._replay.reached:
-                    outputs += self._once(one, arrange)
+            for one in self._replay.reached:
+                outputs += self._once(one, arrange)
         finally:
             self._capture.receiver, self._capture.swap, self._replay.running = receiver, swap, False
         columns = {parameter: i for i, parameter in enumerate(listener.strategy.parameters)}
-        norms_BP = listener.strategy.sq_norms(columns, len(columns), self._scale)
+        norms_BP = listener.strategy.sq_norms(columns, len(columns), 1.0)
         return _Run(outputs, norms_BP, list(columns))
 
-    def _once(self, one: Any, arrange: Callable[[Tensor], Tensor]) -> list[Tensor]:
+    def _once(self, one: Pass, arrange: Callable[[Tensor], Tensor]) -> list[Tensor]:
         args, kwargs = one.args, one.kwargs
         if self._can_be_changed((args, kwargs)):
             args, kwargs = pytree.tree_map(lambda v: arrange(v) if isinstance(v, Tensor) else v, (args, kwargs))
-        outputs = _forward(self._capture.model, one, args, kwargs)
-        ends = [(o, self._masked(g)) for o, g in zip(outputs, one.grads, strict=True) if g is not None]
-        ends = [(o, g) for o, g in ends if o.requires_grad]
-        torch.autograd.backward([o for o, _ in ends], [g for _, g in ends])
-        return [o.detach() for o in outputs]
+        grads = [None if grad is None else self._masked(grad) for grad in one.grads]
+        return one.again(self._capture.model, lambda outputs: grads, args, kwargs)
 
     def _front(self, tensor: Tensor) -> Tensor | None:
         """The tensor with its rows in front, None if it has none."""
@@ -226,20 +221,23 @@ class Company:
 
     # What they show
 
-    def _with_gradient(self, run: _Run) -> Tensor:
-        return run.norms_B > _NOTHING * self._norms_B[self._keep_B].max()
+    def _with_gradient(self, whole: _Run, run: _Run) -> Tensor:
+        return run.norms_B > _NOTHING * whole.norms_B[self._keep_B].max()
 
-    def _apart(self, same: _Run) -> bool:
+    def _apart(self, whole: _Run, same: _Run) -> bool:
         """Whether the kept samples have one row each, if perhaps not their own, and their whole gradient there."""
         if not self._all_masked:
             return True
-        rows_B = self._with_gradient(same)
+        rows_B = self._with_gradient(whole, same)
         few = int(rows_B.sum()) <= int(self._keep_B.sum())
-        return few and _close(same.norms_B[rows_B], self._norms_B[rows_B], _METHODS)
+        return few and _close(same.norms_B[rows_B], whole.norms_B[rows_B], self._tolerance)
 
-    def _unchanged(self, same: _Run, changed: _Run) -> bool:
+    def _unchanged(self, whole: _Run, same: _Run, changed: _Run) -> bool:
         """Whether the kept samples noticed nothing of the change. With a loss inside the model others show, too."""
-        norms = [run.norms_B[self._with_gradient(run) if self._all_masked else self._keep_B] for run in (same, changed)]
+        norms = [
+            run.norms_B[self._with_gradient(whole, run) if self._all_masked else self._keep_B]
+            for run in (same, changed)
+        ]
         then, now = (found.sort().values if self._all_masked else found for found in norms)
         agree = then.shape == now.shape and _close(now, then, self._tolerance)
         return agree and self._outputs_agree(same.outputs, changed.outputs, self._keep_B)
@@ -270,6 +268,10 @@ class Company:
         )
 
 
+def _as_it_is(tensor: Tensor) -> Tensor:
+    return tensor
+
+
 def _may_be_offsets(indices: Tensor) -> bool:
     """Whether these could be where bags begin among entries that are listed one after the other."""
     return indices.dim() == 1 and int(indices[0]) == 0 and bool((indices.diff() >= 0).all())
@@ -297,44 +299,3 @@ class _Listener:
         self.strategy.receive_rows(use, grad)
 
     def backward_ended(self) -> None: ...
-
-
-def _forward(model: nn.Module, one: Any, args: Any, kwargs: Any) -> list[Tensor]:
-    """The outputs of a forward pass under the random state and autocast settings that another one had."""
-    devices = [name for name, _ in one.random if name != "cpu"]
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(torch.random.fork_rng(devices=devices))
-        stack.enter_context(torch.enable_grad())
-        for name, state in one.random:
-            torch.set_rng_state(state) if name == "cpu" else torch.cuda.set_rng_state(state, name)
-        for kind, on, dtype in one.autocast:
-            stack.enter_context(torch.autocast(kind, enabled=on, dtype=dtype))
-        return [leaf for leaf in pytree.tree_leaves(model(*args, **kwargs)) if isinstance(leaf, Tensor)]
-
-
-_PARTS = frozenset({"_parameters", "_modules", "_buffers"})
-
-
-@contextlib.contextmanager
-def _state_kept(model: nn.Module) -> Iterator[None]:
-    """Puts back buffers and attributes that forward writes."""
-    before = [
-        (
-            vars(module),
-            {name: value for name, value in vars(module).items() if name not in _PARTS},
-            dict(module._buffers),
-            {name: buffer.clone() for name, buffer in module._buffers.items() if buffer is not None},
-        )
-        for module in model.modules()
-    ]
-    try:
-        yield
-    finally:
-        for now, attributes, buffers, values in before:
-            for name in now.keys() - attributes.keys() - _PARTS:
-                del now[name]
-            now.update(attributes)
-            now["_buffers"].clear()
-            now["_buffers"].update(buffers)
-            for name, value in values.items():
-                now["_buffers"][name].data.copy_(value)

@@ -34,6 +34,7 @@ class Reweight(AbstractGradients):
         self._held = Bookkeep(keep_budget=0)
         self._sq_norms: dict[nn.Parameter, Tensor] = {}
         self._rows: dict[str, int] = {}
+        self._expected: set[nn.Parameter] = set()  # in the second pass
         self._dropped: Tensor | None = None
         self._take: Callable[[Bookkeep], None] | None = None  # what to do with a call of the second pass
 
@@ -87,6 +88,7 @@ class Reweight(AbstractGradients):
         for parameter, sq_norm_B in self._sq_norms.items():
             norms = norms.to(sq_norm_B.device)
             norms[:, groups[parameter]] += sq_norm_B
+        self._expected = set(self.parameters)
         self._held.clear()
         return norms * scale**2
 
@@ -96,24 +98,40 @@ class Reweight(AbstractGradients):
     def add_sums(self, groups: Mapping[nn.Parameter, int], weights_BK: Tensor, into: FlatBuffer) -> None:
         dropped = self._dropped
 
+        seen: set[nn.Parameter] = set()
+
         def take(one: Bookkeep) -> None:
+            seen.update(one.parameters)
             if dropped is not None:
                 one.drop(dropped)
             one.add_sums(groups, weights_BK, into)
 
         def select(grad: Tensor) -> Tensor:
-            return grad if dropped is None else grad.masked_fill(dropped.view(-1, *[1] * (grad.dim() - 1)), 0)
+            if (
+                dropped is None or grad.dim() == 0 or len(grad) != len(dropped)
+            ):  # a loss, perhaps: take() drops rows too
+                return grad
+            return grad.masked_fill(dropped.view(-1, *[1] * (grad.dim() - 1)), 0)
 
         self._take = take
         try:
             self._rerun(select)
         finally:
             self._take = None
+        missing = self._expected - seen
+        if missing:
+            raise UnsupportedLayerError(
+                f"{len(missing)} parameters had a gradient that was not there when the batch was run again: "
+                "grad_sample_mode='ghost' starts from the tensors that the model's forward returns, in tuples, lists, "
+                "dicts or the fields of one object, outside any checkpoint.",
+                fix="Return the tensors that the loss is made of, or use grad_sample_mode='auto'.",
+            )
 
     def clear(self) -> None:
         self._held.clear()
         self._sq_norms = {}
         self._rows = {}
+        self._expected = set()
         self._dropped = None
 
 

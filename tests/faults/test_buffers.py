@@ -10,7 +10,6 @@ from dpengine.capture.buffers import BufferWatch
 from dpengine.errors import BufferUpdateError
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*DPE012")
-not_hooked_in = pytest.mark.xfail(strict=True, reason="BufferWatch is not called by the hook on the model yet")
 
 
 class Keeps(nn.Module):
@@ -196,7 +195,6 @@ def test_f_m3_not_a_number_stays_what_it_is():
 # The whole engine
 
 
-@not_hooked_in
 @pytest.mark.parametrize("write", WRITES, ids=lambda write: write.__name__)
 @pytest.mark.parametrize("mode", ["auto", "ghost"])
 def test_f_m3_the_engine_refuses_a_written_buffer_and_releases_nothing(mode, write):

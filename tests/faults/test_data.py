@@ -81,11 +81,7 @@ class Scored(nn.Module):
 
 
 @every_mode
-def test_f_d5_a_poisoned_row_of_a_model_with_its_loss_inside_counts_nothing(mode, request):
-    if mode == "ghost":
-        request.applymarker(
-            pytest.mark.xfail(strict=True, raises=RuntimeError, reason="masks a loss without rows as if it had rows")
-        )
+def test_f_d5_a_poisoned_row_of_a_model_with_its_loss_inside_counts_nothing(mode):
 
     def step(model, optimizer, inputs, targets):
         optimizer.zero_grad()
