@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import weakref
 from collections.abc import Callable, Collection
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 from torch import nn
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from dpengine.accounting import calibrate, check_delta, suggested_delta
 from dpengine.clipping import AbstractClip, clipping_from
@@ -78,10 +80,10 @@ def noise_for(
 
 
 def clipping_for(module: nn.Module, value: str | AbstractClip, max_grad_norm: Any) -> AbstractClip:
-    """The clipping policy that was meant, which must fit the model."""
+    """The clipping policy that was meant, which must fit the model. A copy: it may hold a threshold that moves."""
     if max_grad_norm is None and isinstance(value, str):
         max_grad_norm = 1.0
-    policy = clipping_from(value, max_grad_norm)
+    policy = copy.deepcopy(clipping_from(value, max_grad_norm))
     policy.group_of([name for name, p in module.named_parameters() if p.requires_grad])
     return policy
 
@@ -92,6 +94,13 @@ def admit(module: nn.Module, optimizer: Optimizer, grad_scaler: Any, lr_schedule
         raise TypeError(f"grad_scaler is a {type(grad_scaler).__name__}; pass the torch.amp.GradScaler of the loop.")
     if lr_scheduler is not None and not callable(getattr(lr_scheduler, "step", None)):
         raise TypeError(f"lr_scheduler is a {type(lr_scheduler).__name__}; pass a scheduler, which has step().")
+    if isinstance(lr_scheduler, ReduceLROnPlateau):
+        notice(
+            "DPE012",
+            "ReduceLROnPlateau follows a loss. Of the training data, that is a release which no accountant knows of: "
+            "give it the loss on public data.",
+            key="plateau",
+        )
     _refuse_attached(module)
     refuse_optimizer(optimizer)
     check(module).raise_if_blocked()

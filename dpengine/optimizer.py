@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from dpengine.errors import DetachedError, ScaledGradientError, UnknownParameterError
+from dpengine.errors import DetachedError, ScaledGradientError, UnknownParameterError, notice
 from dpengine.gradients import forget_grad_samples
 from dpengine.names import suggests_names
 from dpengine.release import Release
@@ -31,11 +31,13 @@ class Attachment:
         release: The run.
         base: The class that the optimizer had.
         instance_step: What stood in the instance's own ``step`` slot (a scheduler's counter), if anything.
+        known: The model's parameters when the run began.
     """
 
     release: Release
     base: type[Optimizer]
     instance_step: Any
+    known: frozenset[nn.Parameter]
     skipped: bool = False
 
 
@@ -66,7 +68,8 @@ def attach(optimizer: Optimizer, release: Release) -> None:
     refuse_optimizer(optimizer)
     base = getattr(type(optimizer), "dp_base", type(optimizer))
     instance_step = optimizer.__dict__.pop("step", None)
-    optimizer.__dict__[_ATTACHED] = Attachment(release, base, instance_step)
+    known = frozenset(release.sums.model.parameters())
+    optimizer.__dict__[_ATTACHED] = Attachment(release, base, instance_step, known)
     optimizer.__class__ = private_class(base)  # type: ignore[arg-type]
     if instance_step is not None:
         optimizer.__dict__["step"] = _counted(optimizer, private_class(base).step)  # type: ignore[arg-type]
@@ -148,9 +151,17 @@ def _step(self: Any, closure: Callable[[], Any] | None = None) -> Any:
 
 def _update(optimizer: Optimizer, attachment: Attachment) -> None:
     """The base's own update, by gradients that the engine wrote only. A frozen parameter may hold a raw one."""
-    for parameter in parameters_of(optimizer):
-        if parameter not in attachment.release.released:
+    released, held = attachment.release.released, parameters_of(optimizer)
+    for parameter in held:
+        if parameter not in released:
             parameter.grad = None
+    if left := len(released.keys() - attachment.known - set(held)):
+        notice(
+            "DPE003",
+            f"{left} parameters that the model has since make_private are not in the optimizer, and do not change. "
+            "Call engine.detach(model), build the optimizer anew, and call make_private again.",
+            key="in a step",
+        )
     attachment.base.step(optimizer)
 
 

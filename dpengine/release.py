@@ -138,6 +138,9 @@ class Release:
 
     def backward_ended(self) -> None:
         """A backward pass over the model is over. One that must not count is refused, and its batch given up."""
+        if not (self.sums.pending or self.sums.trainable()):
+            self.sums.forget_pass()  # a model that is frozen as a whole hands gradients on, and has none itself
+            return
         try:
             self._take_fetched()
             self._refuse_backward()

@@ -343,7 +343,7 @@ def forget_to_clear(loop, batch, chunks):
 def leave_out_a_parameter(loop, batch, chunks):
     hidden = loop.model[0](batch[0])
     hidden.square().mean().backward()
-    with pytest.raises(PrivacyError, match="DPE002|DPE001.*run again"):  # by ghost, since the model did not run
+    with pytest.raises(PrivacyError, match=r"DPE002|DPE001.*run again"):  # by ghost, since the model did not run
         loop.optimizer.step()
 
 

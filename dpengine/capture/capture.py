@@ -13,14 +13,18 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch._C import _functorch
 from torch.autograd.variable import Variable
 
+from dpengine.errors import UnknownParameterError
 from dpengine.layers import from_twin, to_twin
 
 from .hooks import Hook, LayerHook, RootHook
 from .record import LayerCall, Use
 from .replay import Replay
 from .watch import Watch
+
+_peek_transform = _functorch.peek_interpreter_stack  # None outside torch.func.vmap, grad and their like
 
 
 class CaptureState(enum.Enum):
@@ -133,6 +137,18 @@ class Capture:
         """Puts back parameters that an interrupted forward pass left swapped."""
         self.unswap(0)
 
+    def refuse_lost_hooks(self) -> None:
+        """After a forward pass of the whole model: every layer must have put its parameters back."""
+        if not self.swapped:
+            return
+        lost = self.swapped[-1][2]
+        self.restore()
+        name = next((name for name, parameter in self.model.named_parameters() if parameter is lost), "?")
+        raise UnknownParameterError(
+            f"The hooks of the layer with parameter '{name}' are gone, so its gradients would not be clipped.",
+            fix="Leave _forward_hooks as they are; or call engine.detach and make_private again.",
+        )
+
     def unswap(self, mark: int) -> None:
         """Puts back all parameters swapped since ``swapped`` had length ``mark``."""
         while len(self.swapped) > mark:
@@ -145,7 +161,7 @@ class Capture:
     @property
     def recording(self) -> bool:
         """Whether a forward pass would be recorded now."""
-        return self.watching and torch.is_grad_enabled()
+        return self.watching and torch.is_grad_enabled() and _peek_transform() is None
 
     @property
     def watching(self) -> bool:

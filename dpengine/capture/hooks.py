@@ -159,6 +159,7 @@ class RootHook:
             self.buffers.put_back()
             return None
         self.buffers.refuse_written()
+        capture.refuse_lost_hooks()
         if not capture.recording:
             return None
         if capture.replay is not None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from dpengine.capture import LayerCall, Use
-from dpengine.errors import BatchMismatchError, MissingGradientError, UnsupportedLayerError
+from dpengine.errors import BatchMismatchError, MissingGradientError, UnknownParameterError, UnsupportedLayerError
 from dpengine.gradients import KEEP_THE_BATCH_FIRST, FlatBuffer, common_rows, watch_model
 
 from .policy import AbstractClip
@@ -140,6 +140,7 @@ class ClippedSums:
         groups, num_groups = self._group(trainable)
         if not self.buffer.fits(trainable.values()):
             self.buffer = FlatBuffer(trainable.values())
+        self._refuse_strangers(trainable)
         self.contributed |= set(self.strategy.parameters)
         norms_BK = self.strategy.sq_norms(groups, num_groups, scale).sqrt()
         factors_BK = self.policy.factors(norms_BK)
@@ -168,6 +169,16 @@ class ClippedSums:
             groups = dict(zip(trainable.values(), assigned, strict=True))
             self._groups = (key, groups, max(assigned, default=0) + 1)
         return self._groups[1], self._groups[2]
+
+    def _refuse_strangers(self, trainable: Mapping[str, nn.Parameter]) -> None:
+        known = set(trainable.values())
+        strangers = [name for parameter, name in self.strategy.parameters.items() if parameter not in known]
+        if strangers:
+            raise UnknownParameterError(
+                f"'{strangers[0]}' had a gradient, but is no trainable parameter of the model: it was frozen or "
+                "replaced since the forward pass, or was given for one call only.",
+                fix="Freeze, thaw or replace parameters after optimizer.step(), before the next batch.",
+            )
 
     def _refuse_leaks(self) -> None:
         if self.capture.leaks:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Set
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -91,8 +91,8 @@ class Bookkeep(AbstractGradients):
         return self._rows
 
     @property
-    def parameters(self) -> Set[nn.Parameter]:
-        return self._entries.keys()
+    def parameters(self) -> Mapping[nn.Parameter, str]:
+        return {parameter: entry.use.name for parameter, entry in self._entries.items()}
 
     def kept(self) -> dict[nn.Parameter, Tensor]:
         """The per-sample gradients that are kept, unscaled."""

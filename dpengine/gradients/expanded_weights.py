@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -67,7 +67,7 @@ class ExpandedWeights(AbstractGradients):
         return self._inner.rows
 
     @property
-    def parameters(self) -> Set[nn.Parameter]:
+    def parameters(self) -> Mapping[nn.Parameter, str]:
         return self._inner.parameters
 
     def sq_norms(self, groups: Mapping[nn.Parameter, int], num_groups: int, scale: float) -> Tensor:

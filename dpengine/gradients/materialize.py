@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Set
+from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor, nn
@@ -36,7 +36,7 @@ class Materialize(AbstractGradients):
         return self._inner.rows
 
     @property
-    def parameters(self) -> Set[nn.Parameter]:
+    def parameters(self) -> Mapping[nn.Parameter, str]:
         return self._inner.parameters
 
     def sq_norms(self, groups: Mapping[nn.Parameter, int], num_groups: int, scale: float) -> Tensor:

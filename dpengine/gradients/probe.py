@@ -13,7 +13,7 @@ Axes: B rows, P parameters.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -65,7 +65,7 @@ class Probed(AbstractGradients):
         return self._inner.rows
 
     @property
-    def parameters(self) -> Set[nn.Parameter]:
+    def parameters(self) -> Mapping[nn.Parameter, str]:
         return self._inner.parameters
 
     def sq_norms(self, groups: Mapping[nn.Parameter, int], num_groups: int, scale: float) -> Tensor:

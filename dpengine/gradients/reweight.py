@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -33,6 +33,7 @@ class Reweight(AbstractGradients):
         self._rerun = rerun
         self._held = Bookkeep(keep_budget=0)
         self._sq_norms: dict[nn.Parameter, Tensor] = {}
+        self._names: dict[nn.Parameter, str] = {}  # of the parameters in `_sq_norms`
         self._rows: dict[str, int] = {}
         self._expected: set[nn.Parameter] = set()  # in the second pass
         self._dropped: Tensor | None = None
@@ -70,6 +71,7 @@ class Reweight(AbstractGradients):
         parameters = list(one.parameters)
         columns = {parameter: i for i, parameter in enumerate(parameters)}
         sq_norms_BP = one.sq_norms(columns, len(parameters), 1.0)
+        self._names.update(one.parameters)
         self._sq_norms.update({parameter: sq_norms_BP[:, i] for parameter, i in columns.items()})
 
     @property
@@ -77,8 +79,8 @@ class Reweight(AbstractGradients):
         return self._rows
 
     @property
-    def parameters(self) -> Set[nn.Parameter]:
-        return self._sq_norms.keys() | self._held.parameters
+    def parameters(self) -> Mapping[nn.Parameter, str]:
+        return {**self._names, **self._held.parameters}
 
     def sq_norms(self, groups: Mapping[nn.Parameter, int], num_groups: int, scale: float) -> Tensor:
         rows = common_rows(self._rows)
@@ -129,7 +131,7 @@ class Reweight(AbstractGradients):
 
     def clear(self) -> None:
         self._held.clear()
-        self._sq_norms = {}
+        self._sq_norms, self._names = {}, {}
         self._rows = {}
         self._expected = set()
         self._dropped = None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Set
+from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor, nn
@@ -43,8 +43,8 @@ class AbstractGradients(ABC):
 
     @property
     @abstractmethod
-    def parameters(self) -> Set[nn.Parameter]:
-        """The parameters that took part."""
+    def parameters(self) -> Mapping[nn.Parameter, str]:
+        """The parameters that took part, with their dotted names."""
 
     @abstractmethod
     def sq_norms(self, groups: Mapping[nn.Parameter, int], num_groups: int, scale: float) -> Tensor:
