@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from torch import nn
@@ -12,7 +12,7 @@ from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from dpengine.accounting import calibrate, check_delta, suggested_delta
+from dpengine.accounting import Charge, calibrate, check_delta, suggested_delta
 from dpengine.clipping import AbstractClip, clipping_from
 from dpengine.errors import InvalidBudgetError, ParameterMismatchError, UnknownParameterError, notice
 from dpengine.optimizer import parameters_of, refuse_optimizer
@@ -53,8 +53,9 @@ def noise_for(
     strategy: AbstractBatchStrategy,
     planned: int | None,
     accountant: str,
+    spent: Sequence[Charge],
 ) -> float:
-    """The noise multiplier that was given, or the one that keeps the target over the planned steps."""
+    """The noise multiplier that was given, or the one that keeps the target: with what was spent and is planned."""
     if (sigma is None) == (target is None):
         given = "both were given" if sigma is not None else "neither was given"
         raise InvalidBudgetError(
@@ -76,6 +77,7 @@ def noise_for(
         sample_rate=strategy.sample_rate,
         steps=planned,
         accountant=accountant,
+        spent=spent,
     ).noise_multiplier
 
 

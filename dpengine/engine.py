@@ -110,7 +110,8 @@ class PrivacyEngine:
             optimizer: Any optimizer of ``torch.optim`` but LBFGS and SparseAdam, over the model's parameters.
             data_loader: An ordinary loader. The one returned draws Poisson batches of the same expected size.
             noise_multiplier: Standard deviation of the noise over the sensitivity. 0 trains without privacy.
-            target_epsilon: The epsilon that all planned steps together may spend; the noise is found for it.
+            target_epsilon: What all planned steps may spend, with the runs of this engine before; the noise is found
+                for it. The first run after ``load_state_dict`` resumes: the same noise, and the steps that are left.
             target_delta: The delta of the statement; None takes ``N ** -1.1``. At or above ``1 / N`` it is refused.
             epochs: Planned passes over the loader, with ``target_epsilon``.
             steps: Planned logical batches, instead of ``epochs``.
@@ -147,7 +148,9 @@ class PrivacyEngine:
         policy = clipping_for(module, clipping, max_grad_norm)
         delta = delta_for(target_delta, strategy.num_examples, allow_large_delta)
         planned = planned_steps(epochs, steps, strategy.steps_per_epoch)
-        sigma = noise_for(noise_multiplier, target_epsilon, delta, strategy, planned, self.accountant)
+        # A first run after load_state_dict resumes: it has the noise of before, and the steps that are left.
+        spent = self.ledger.history if self.runs else ()
+        sigma = noise_for(noise_multiplier, target_epsilon, delta, strategy, planned, self.accountant, spent)
         constants = None not in (sample_rate, expected_batch_size, target_delta)
         relation = Relation.ADD_OR_REMOVE_ONE if constants else Relation.ZERO_OUT
         plan = DPExecutionPlan(strategy, policy, sigma, strategy.expected_batch_size, relation)

@@ -29,6 +29,7 @@ from dpengine.accounting import Charge, Ledger, Relation, epsilon, release_event
 from dpengine.errors import (
     AccountingRefusedError,
     BudgetExceeded,
+    CalibrationError,
     InvalidBudgetError,
     MissingGradientError,
     PrivacyWarning,
@@ -169,6 +170,19 @@ def test_v4_what_was_spent_before_counts():
     straight = make_loop(target_epsilon=2.0, steps=8, target_delta=1e-3)
     train(straight, epochs=3)
     assert engine.ledger.steps < 4 + straight.engine.ledger.steps
+
+
+def test_v4_a_second_run_shares_the_target_with_the_first():
+    engine = PrivacyEngine(seed=1)
+    first = make_loop(engine=engine, target_epsilon=1.0, steps=4, target_delta=1e-3)
+    train(first)
+    engine.detach(first.model)
+    second = make_loop(engine=engine, target_epsilon=2.0, steps=4, target_delta=1e-3)
+    train(second)
+    assert engine.ledger.steps == 8
+    assert 1.99 < engine.epsilon <= 2.0
+    with pytest.raises(CalibrationError, match=r"DPE008.*with what was spent before"):
+        make_loop(engine=engine, target_epsilon=0.99 * engine.epsilon, steps=4, target_delta=1e-3)
 
 
 def test_v4_a_resumed_run_gets_the_steps_that_are_left():

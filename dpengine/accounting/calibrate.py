@@ -1,7 +1,7 @@
 """Calibration: the least noise whose epsilon, as the reporting accountant will print it, keeps to a target."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from dpengine.errors import CalibrationError
@@ -45,6 +45,7 @@ def calibrate(
     steps: int,
     accountant: str = "pld",
     relation: Relation = Relation.ADD_OR_REMOVE_ONE,
+    spent: Sequence[Charge] = (),
     tol: float = 1e-5,
 ) -> Calibration:
     """Finds the noise for a target.
@@ -56,6 +57,7 @@ def calibrate(
         steps: Number of batches, at least 1.
         accountant: The one that will report: "pld", "rdp" or "gdp".
         relation: Which data sets are neighbours.
+        spent: What was released from the same data before; the target holds for all together.
         tol: How far, relatively, epsilon or the noise may stay on the private side of the best.
 
     Returns:
@@ -75,14 +77,16 @@ def calibrate(
     used, relation = accountant_used(accountant), Relation(relation)
 
     def history(sigma: float) -> tuple[Charge, ...]:
-        return (Charge(release_event(noise_multiplier=sigma, sample_rate=rate), steps),)
+        return (*spent, Charge(release_event(noise_multiplier=sigma, sample_rate=rate), steps))
 
     def reported(sigma: float) -> float:
         return epsilon(history(sigma), delta, used, relation)
 
     search = _Search(target, tol)
     try:
-        if rate == 1:
+        if spent:
+            root = search.solve(reported, 1.0)
+        elif rate == 1:
             mu = gdp.largest_mu(target, delta)
             start = math.sqrt(steps) * (2.0 if relation is Relation.REPLACE_ONE else 1.0) / mu
             root = search.settle(reported, start) if used != "rdp" else search.solve(reported, start)
@@ -93,7 +97,7 @@ def calibrate(
     except _UnreachableError as error:
         raise CalibrationError(
             f"epsilon={target:g} needs noise_multiplier > {MOST_NOISE:g} at sample_rate={rate:g}, {steps:,} steps; "
-            f"smallest reachable here: {error.epsilon:.4g}.",
+            f"smallest reachable here: {error.epsilon:.4g}{' with what was spent before' if spent else ''}.",
             fix="Use fewer epochs, a smaller batch or a larger delta.",
         ) from None
     return Calibration(root.noise_multiplier, root.epsilon, steps, used)

@@ -3,7 +3,7 @@ import random
 
 import pytest
 
-from dpengine.accounting import Charge, GaussianEvent, Relation, calibrate, epsilon, epsilon_of
+from dpengine.accounting import Charge, GaussianEvent, Relation, calibrate, epsilon, epsilon_of, release_event
 from dpengine.errors import AccountingRefusedError, CalibrationError, InvalidBudgetError
 
 GOLDEN = [  # target epsilon, rate, steps, noise multiplier, relative tolerance
@@ -21,6 +21,19 @@ def test_published_calibrations_are_met(target, rate, steps, golden, tolerance):
     assert found.noise_multiplier == pytest.approx(golden, rel=tolerance)
     assert found.noise_multiplier <= golden * (1 + 1e-4)
     assert_is_tight(found, target, 1e-5, rate)
+
+
+def test_what_was_spent_before_is_composed():
+    spent = (Charge(GaussianEvent(2.0), 3), Charge(release_event(noise_multiplier=1.5, sample_rate=0.05), 40))
+    found = calibrate(target_epsilon=6.0, target_delta=1e-5, sample_rate=0.02, steps=200, spent=spent)
+    alone = calibrate(target_epsilon=6.0, target_delta=1e-5, sample_rate=0.02, steps=200)
+    assert found.noise_multiplier > alone.noise_multiplier
+    least = epsilon(spent, 1e-5, accountant="pld", relation=Relation.ADD_OR_REMOVE_ONE)
+    whole = (*spent, Charge(release_event(noise_multiplier=found.noise_multiplier, sample_rate=0.02), 200))
+    assert epsilon(whole, 1e-5, accountant="pld", relation=Relation.ADD_OR_REMOVE_ONE) == found.epsilon <= 6.0
+    assert found.epsilon > 6.0 * (1 - 1e-3)
+    with pytest.raises(CalibrationError, match="with what was spent before"):
+        calibrate(target_epsilon=0.99 * least, target_delta=1e-5, sample_rate=0.02, steps=200, spent=spent)
 
 
 def assert_is_tight(found, target, delta, rate, accountant="pld", relation=Relation.ADD_OR_REMOVE_ONE, tol=1e-5):
