@@ -42,7 +42,7 @@ def _weight_sq_norm(call: LayerCall) -> Tensor:
 
 def _weight_norm_pays(call: LayerCall) -> bool:
     factors = _factors(call)
-    return gram_pays(factors[0].shape[1], _sizes(factors), factors[0].dtype)
+    return gram_pays(factors[0].shape[1], _sizes(factors), factors[0].dtype, factors[0].device)
 
 
 @full_precision()

@@ -159,7 +159,7 @@ def _weight_norm_pays(call: LayerCall) -> bool:
     narrow = argument(call, 0, "input") if layer.transposed else call.grad_output
     channels, *window = _weight_shape(call)
     features = (channels // layer.groups, math.prod(window))
-    return gram_pays(math.prod(narrow.shape[2:]), features, narrow.dtype)
+    return gram_pays(math.prod(narrow.shape[2:]), features, narrow.dtype, narrow.device)
 
 
 @full_precision()

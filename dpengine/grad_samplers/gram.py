@@ -8,7 +8,8 @@ Axes: B rows, T positions, F features of one factor.
 Note [guard]: a Gram entry of ``F`` products, added in blocks of ``n``, is off by at most ``(n + F / n) u |x_t| |x_s|``,
 whatever the order inside a block (u is the unit roundoff). Over all entries that is
 ``gamma * u * (sum_t |x_t| |y_t|)^2``, which is added, so that rounding and cancellation never make a norm too small.
-``gamma`` sums ``n + F / n`` over the factors, and 16 for the product and the pairwise final sum.
+``gamma`` sums ``n + F / n`` over the factors, and 16 for the product and the pairwise final sum. Where the device is
+fast in float64 the Gram is taken in that, and the guard is nothing.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from torch import Tensor
 
 WORKSPACE_BYTES = 64 * 2**20
 _BLOCK = 64  # features added before rounding errors start anew
-_SMALL = 2**22  # multiplications up to which float64 costs nothing that shows, and the guard vanishes
+_FAST_IN_FLOAT64 = frozenset({(6, 0), (7, 0), (8, 0), (9, 0), (10, 0)})  # CUDA capabilities; others take 16 to 64 times
 _REDO = 0.01  # where the guard is more than this share of a squared norm, the gradient itself is formed
 
 
@@ -31,20 +32,32 @@ def gram_sq_norm(*factors_BTF: Tensor) -> Tensor:
     rows, length, _ = factors_BTF[0].shape
     if length == 1:
         return _product([factor_BTF.square().sum(dim=(1, 2)).to(_widest(factor_BTF)) for factor_BTF in factors_BTF])
-    dtype = factors_BTF[0].dtype
-    if rows * length**2 * sum(factor.shape[2] for factor in factors_BTF) <= _SMALL:
-        dtype = _widest(factors_BTF[0])
+    dtype = torch.float64 if _fast_in_float64(factors_BTF[0].device) else factors_BTF[0].dtype
     step = max(1, WORKSPACE_BYTES // max(1, 2 * dtype.itemsize * length * _tile(length, dtype)))
     chunks = [[factor[i : i + step].to(dtype) for factor in factors_BTF] for i in range(0, rows, step)]
     return torch.cat([_guarded(chunk) for chunk in chunks]) if chunks else factors_BTF[0].new_zeros(0)
 
 
-def gram_pays(length: int, features: Sequence[int], dtype: torch.dtype) -> bool:
+def gram_pays(length: int, features: Sequence[int], dtype: torch.dtype, device: torch.device) -> bool:
     """Whether the Gram costs less than the gradient, and the guard is small where positions are not correlated."""
     if length <= 1:
         return True
+    if _fast_in_float64(device):
+        return _work(length, features, device) < math.prod(features)
     # Of uncorrelated positions n^2 is about T |x|^2 |y|^2, and the guard gamma u T^2 |x|^2 |y|^2.
-    return length * sum(features) < math.prod(features) and _guard(features, dtype) * length < _REDO / 2
+    return _work(length, features, device) < math.prod(features) and _guard(features, dtype) * length < _REDO / 2
+
+
+def _work(length: int, features: Sequence[int], device: torch.device) -> int:
+    """Operations of the Gram at one position, in float32 terms."""
+    return length * sum(features) * (2 if _fast_in_float64(device) else 1)
+
+
+def _fast_in_float64(device: torch.device) -> bool:
+    """Whether float64 takes about twice the time of float32."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_capability(device) in _FAST_IN_FLOAT64
+    return device.type == "cpu"
 
 
 def keep_pays(length: int, features: Sequence[int], device: torch.device) -> bool:
@@ -56,7 +69,7 @@ def keep_pays(length: int, features: Sequence[int], device: torch.device) -> boo
         True if so, by shapes and a rough speed of the device.
     """
     operations_per_byte = 7 if device.type == "cpu" else 100  # what a processor computes while it moves one byte
-    return 2 * length**2 * sum(features) > 12 * operations_per_byte * math.prod(features)
+    return 2 * length * _work(length, features, device) > 12 * operations_per_byte * math.prod(features)
 
 
 def _guard(features: Sequence[int], dtype: torch.dtype) -> float:

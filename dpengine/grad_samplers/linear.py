@@ -41,7 +41,8 @@ def _weight_sq_norm(call: LayerCall) -> Tensor:
 
 def _weight_norm_pays(call: LayerCall) -> bool:
     acts_BTI, grads_BTO = _acts_and_grads(call)
-    return gram_pays(acts_BTI.shape[1], (acts_BTI.shape[2], grads_BTO.shape[2]), acts_BTI.dtype)
+    features = (acts_BTI.shape[2], grads_BTO.shape[2])
+    return gram_pays(acts_BTI.shape[1], features, acts_BTI.dtype, acts_BTI.device)
 
 
 def _weight_keep_pays(call: LayerCall) -> bool:

@@ -100,11 +100,12 @@ class Probed(AbstractGradients):
 
 @dataclass(frozen=True, eq=False)
 class _Run:
-    """What a run left: the outputs, and squared norms by row and parameter."""
+    """What a run left: the outputs, squared norms by row and parameter, and the shapes that layers gave."""
 
     outputs: list[Tensor]
     norms_BP: Tensor
     parameters: list[nn.Parameter]
+    shapes: list[tuple[str, torch.Size]]
 
     @property
     def norms_B(self) -> Tensor:
@@ -158,7 +159,11 @@ class Company:
         for keep_B in _halves(self._usable_B, self._seed):
             self._keep_B = keep_B
             same = self._try(_as_it_is) or whole
-            changed = self._try(self._others_changed) or same  # data that do not belong together may break any model
+            changed = self._try(self._others_changed)
+            if changed is None or changed.shapes != same.shapes:
+                # Data that do not belong together may break any model; and where some shape follows from the batch,
+                # as in padding to its longest row, random numbers of dropout fall on other places.
+                changed = same
             if not (self._apart(whole, same) and self._unchanged(whole, same, changed)):
                 self._refuse(same, changed)
 
@@ -182,7 +187,7 @@ class Company:
             self._capture.receiver, self._capture.swap, self._replay.running = receiver, swap, False
         columns = {parameter: i for i, parameter in enumerate(listener.strategy.parameters)}
         norms_BP = listener.strategy.sq_norms(columns, len(columns), 1.0)
-        return _Run(outputs, norms_BP, list(columns))
+        return _Run(outputs, norms_BP, list(columns), listener.shapes)
 
     def _once(self, one: Pass, arrange: Callable[[Tensor], Tensor]) -> list[Tensor]:
         args, kwargs = one.args, one.kwargs
@@ -287,15 +292,18 @@ class _Listener:
 
     def __init__(self, capture: Capture):
         self.strategy = Bookkeep(keep_budget=0)
+        self.shapes: list[tuple[str, torch.Size]] = []
         self._capture = capture
 
     def forward_started(self, rows: int | None) -> None: ...
 
     def receive(self, call: LayerCall, uses: Mapping[str, Use], rule: Any) -> None:
+        self.shapes += [(call.name, tensor.shape) for tensor in pytree.tree_leaves(call.grad_output)]
         with self._capture.paused():
             self.strategy.receive(call, uses, rule)
 
     def receive_rows(self, use: Use, grad: Tensor) -> None:
+        self.shapes.append((use.name, grad.shape))
         self.strategy.receive_rows(use, grad)
 
     def backward_ended(self) -> None: ...

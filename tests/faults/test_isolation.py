@@ -188,6 +188,22 @@ class Packed(nn.Module):
         return self.head(self.lstm(packed)[1][0][0])
 
 
+class Trimmed(nn.Module):
+    """Cuts padding off, down to the longest row: shapes, and so dropout, follow from the batch."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.entry, self.head = nn.Linear(FEATURES, 4), nn.Linear(4, CLASSES)
+
+    def forward(self, inputs):
+        lengths = 1 + (inputs[:, 0, 0].abs() * 10).long() % inputs.shape[1]
+        longest = int(lengths.max()) if len(inputs) else 1
+        hidden = F.dropout(self.entry(inputs[:, :longest]), 0.5)
+        real = torch.arange(longest) < lengths.unsqueeze(1)
+        return self.head((hidden * real.unsqueeze(2)).sum(dim=1))
+
+
 class TimeMajor(nn.Module):
     def __init__(self):
         super().__init__()
@@ -224,9 +240,10 @@ class Cached(nn.Module):
         (lambda: nn.Sequential(mlp(), nn.Dropout(0.5)), ()),
         (Sorting, ()),
         (Packed, (5, FEATURES)),
+        (Trimmed, (5, FEATURES)),
         (Cached, (5, FEATURES)),
     ],
-    ids=["mlp", "dropout", "sorted-at-entry", "packed", "cached"],
+    ids=["mlp", "dropout", "sorted-at-entry", "packed", "trimmed", "cached"],
 )
 def test_f_m2_models_that_keep_rows_apart_pass(make, shape, mode):
     with warnings.catch_warnings():

@@ -18,8 +18,8 @@ MAKERS = {
 
 @pytest.fixture
 def in_float32(monkeypatch):
-    """Small products too are taken in float32, as large ones are."""
-    monkeypatch.setattr(gram, "_SMALL", 0)
+    """As on a device that is slow in float64."""
+    monkeypatch.setattr(gram, "_fast_in_float64", lambda device: False)
 
 
 def truth(*factors):
@@ -97,13 +97,23 @@ def test_the_workspace_stays_below_its_bound(monkeypatch, in_float32, workspace)
     assert workspace / 4 < 2 * 4 * max(entries) <= workspace
 
 
+CPU = torch.device("cpu")
+
+
 def test_the_gram_pays_for_short_sequences_of_wide_features_only():
-    pays = lambda length, *sizes: gram_pays(length, sizes, torch.float32)  # noqa: E731
+    pays = lambda length, *sizes: gram_pays(length, sizes, torch.float32, CPU)  # noqa: E731
     assert pays(1, 3, 4) and pays(8, 64, 64) and pays(128, 768, 768)
     assert not pays(32, 64, 64) and not pays(500, 768, 768)
 
 
-def test_the_gram_does_not_pay_where_its_guard_would_show():
+def test_the_gram_does_not_pay_where_its_guard_would_show(in_float32):
     """At 4096 features and 1024 positions the operations are fewer, but the guard would exceed what is allowed."""
-    assert not gram_pays(1024, (4096, 4096), torch.float32)
-    assert gram_pays(1024, (4096, 4096), torch.float64)
+    assert not gram_pays(1024, (4096, 4096), torch.float32, CPU)
+    assert gram_pays(1024, (4096, 4096), torch.float64, CPU)
+
+
+@pytest.mark.parametrize(("length", "sizes"), [(64, (256, 2304)), (128, (768, 768))])
+def test_where_float64_is_fast_large_norms_are_as_exact_as_the_project_promises(length, sizes):
+    torch.manual_seed(0)
+    factors = [torch.randn(2, length, size) + 0.3 for size in sizes]
+    torch.testing.assert_close(gram_sq_norm(*factors).double(), truth(*factors), rtol=1e-9, atol=0)
