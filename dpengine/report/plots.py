@@ -16,6 +16,7 @@ from dpengine.errors import MissingDependencyError
 from .rounding import round_up, round_up_delta
 
 _INK, _SOFT, _RULE, _ACCENT = "#1d1c1a", "#66635c", "#e2dfd6", "#0b6b5e"
+_LEAST_SPAN = 0.04  # of the axis of shares
 
 
 @dataclass(frozen=True)
@@ -75,7 +76,7 @@ def tradeoff(
         figure = Figure(figsize=(6.4, 4.2), layout="constrained", facecolor="white")
         _draw(figure.add_subplot(), scores, metric, percent)
         if percent:
-            figure.axes[0].yaxis.set_major_formatter(PercentFormatter(xmax=1, symbol=" %"))
+            figure.axes[0].yaxis.set_major_formatter(PercentFormatter(xmax=1, decimals=1, symbol=" %"))
         lead = f"{title}: " if title else ""
         figure.suptitle(f"{lead}{metric} by ε", x=0.02, ha="left", color=_INK, fontsize=12, fontweight="bold")
         figure.axes[0].set_title(_small_print(scores, delta), loc="left", color=_SOFT, fontsize=9)
@@ -122,11 +123,15 @@ def _draw(axes: Any, scores: Mapping[float, list[float]], metric: str, percent: 
             mean = statistics.fmean(scores[eps])
             axes.axhline(mean, color=_SOFT, linestyle=style, linewidth=1.2)
             text = {"xycoords": ("axes fraction", "data"), "textcoords": "offset points", "color": _SOFT, "fontsize": 9}
-            axes.annotate(f"{name} {_score(mean, percent)}", (0.0, mean), (6, 4), **text)
+            axes.annotate(f"{name}\n{_score(mean, percent)}", (1.0, mean), (6, 0), va="center", **text)
     axes.set_xscale("log")
     axes.set_xticks(list(private), [round_up(eps).rstrip("0").rstrip(".") for eps in private])
     axes.minorticks_off()
     axes.margins(x=0.12, y=0.22)
+    low, high = axes.get_ylim()
+    if percent and high - low < _LEAST_SPAN:  # closer up, the differences between seeds would look like a law
+        middle = (low + high) / 2
+        axes.set_ylim(middle - _LEAST_SPAN / 2, middle + _LEAST_SPAN / 2)
     axes.set_xlabel("ε (log scale; smaller is more private)", color=_SOFT)
     axes.set_ylabel(metric, color=_SOFT)
     axes.spines[["top", "right"]].set_visible(False)

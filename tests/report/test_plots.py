@@ -1,5 +1,6 @@
 import math
 import random
+import re
 import sys
 
 import pytest
@@ -47,10 +48,17 @@ def test_the_picture_states_seeds_delta_epsilons_and_the_non_private_line(tmp_pa
         ">0.5<",
         ">1<",
         ">3<",
-        "non-private 85.1 %",
+        ">non-private<",
+        ">85.1 %<",
     ):
         assert part in text, part
     assert "stroke-dasharray" in text
+
+
+def test_differences_between_seeds_do_not_fill_the_picture(tmp_path):
+    _, svg = plots.tradeoff(trained(), tmp_path / "tradeoff")
+    ticks = [float(tick) for tick in re.findall(r">([0-9.]+) %<", svg.read_text(encoding="utf-8"))]
+    assert 83 <= min(ticks) <= 84.5 and 85.5 <= max(ticks) <= 87
 
 
 def test_a_single_seed_is_called_that_and_unequal_numbers_too(tmp_path):
@@ -70,7 +78,8 @@ def test_seeds_of_one_setting_are_grouped_under_the_largest_epsilon(tmp_path):
 
 def test_a_run_that_saw_no_data_is_a_line(tmp_path):
     _, svg = plots.tradeoff([*trained(), TrainedRun(0.0, 0.7638)], tmp_path / "tradeoff")
-    assert "no data 76.4 %" in svg.read_text(encoding="utf-8")
+    text = svg.read_text(encoding="utf-8")
+    assert ">no data<" in text and ">76.4 %<" in text
 
 
 @pytest.mark.parametrize(
