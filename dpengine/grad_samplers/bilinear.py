@@ -13,7 +13,7 @@ from torch import Tensor
 from dpengine.capture import LayerCall
 
 from .arguments import argument
-from .gram import gram_pays, gram_sq_norm, outer_sum, product_of_norms
+from .gram import gram_pays, gram_sq_norm, outer_sum, spread_of
 from .linear import SAMPLERS as LINEAR
 from .linear import tokens
 from .precision import full_precision
@@ -55,7 +55,8 @@ def _weight_sum(call: LayerCall, factor_B: Tensor) -> Tensor:
 
 def _weight_spread(call: LayerCall) -> Tensor:
     # Cauchy for two of the factors; at no position is the third larger than its norm.
-    return product_of_norms(*_factors(call))
+    factors = _factors(call)
+    return spread_of(factors[0].shape[1], *factors)
 
 
 def _concat(calls: Sequence[LayerCall]) -> LayerCall:

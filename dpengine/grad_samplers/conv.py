@@ -22,7 +22,7 @@ from torch import Tensor
 from dpengine.capture import LayerCall
 
 from .arguments import argument
-from .gram import WORKSPACE_BYTES, gram_pays, gram_sq_norm, product_of_norms
+from .gram import WORKSPACE_BYTES, gram_pays, gram_sq_norm, spread_of
 from .precision import full_precision
 from .sampler import GradSampler
 
@@ -180,7 +180,9 @@ def _weight_spread(call: LayerCall) -> Tensor:
     layer: Any = call.layer
     repeats = 1 if layer.padding_mode == "zeros" else math.prod(1 + left + right for left, right in _padding(layer))
     shared = math.sqrt(repeats * math.prod(layer.kernel_size))
-    return product_of_norms(argument(call, 0, "input"), call.grad_output) * shared
+    acts, grads = argument(call, 0, "input"), call.grad_output
+    positions = math.prod((acts if layer.transposed else grads).shape[2:])
+    return spread_of(positions, acts, grads) * shared
 
 
 def _beside(factor_B: Tensor, tensor: Tensor) -> Tensor:

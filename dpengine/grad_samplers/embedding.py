@@ -73,8 +73,10 @@ def _uses(call: LayerCall) -> tuple[Uses, Tensor]:
 
 def merged(uses: Uses, value_N: Tensor, size: int) -> tuple[Uses, Tensor]:
     """Adds the values of equal pairs of row and entry."""
+    # In float64: long sums of values that cancel are as exact as the values. MPS has none.
     pair_M, place_N = torch.unique(uses.row_N * size + uses.entry_N, return_inverse=True)
-    value_M = value_N.new_zeros(len(pair_M), *value_N.shape[1:]).index_add_(0, place_N, value_N)
+    wide_N = value_N if value_N.device.type == "mps" else value_N.double()
+    value_M = wide_N.new_zeros(len(pair_M), *value_N.shape[1:]).index_add_(0, place_N, wide_N)
     return Uses(pair_M // size, pair_M % size, uses.rows), value_M
 
 
@@ -83,16 +85,24 @@ def per_row(uses: Uses, value_N: Tensor) -> Tensor:
     return value_N.new_zeros(uses.rows).index_add_(0, uses.row_N, value_N)
 
 
-def dense(uses: Uses, grad_ND: Tensor, weight: Tensor) -> Tensor:
-    """Gradients ``(B, V, D)``."""
+def dense(pairs: Uses, grad_MD: Tensor, weight: Tensor) -> Tensor:
+    """Gradients ``(B, V, D)`` of what ``merged`` gave."""
     size, features = weight.shape
-    flat = grad_ND.new_zeros(uses.rows * size, features).index_add_(0, uses.row_N * size + uses.entry_N, grad_ND)
-    return flat.view(uses.rows, size, features)
+    flat = torch.zeros(pairs.rows * size, features, dtype=wide(weight), device=grad_MD.device)
+    flat[pairs.row_N * size + pairs.entry_N] = grad_MD.to(flat.dtype)
+    return flat.view(pairs.rows, size, features)
 
 
-def summed(uses: Uses, grad_ND: Tensor, weight: Tensor) -> Tensor:
-    """Gradient ``(V, D)`` of all rows."""
-    return grad_ND.new_zeros(weight.shape).index_add_(0, uses.entry_N, grad_ND)
+def summed(pairs: Uses, grad_MD: Tensor, factor_B: Tensor, weight: Tensor) -> Tensor:
+    """Gradient ``(V, D)`` of all rows of what ``merged`` gave, each times its factor."""
+    weighted_MD = grad_MD * factor_B.to(grad_MD.dtype)[pairs.row_N].unsqueeze(1)
+    total_VD = torch.zeros(weight.shape, dtype=wide(weight), device=grad_MD.device)
+    return total_VD.index_add_(0, pairs.entry_N, weighted_MD.to(total_VD.dtype))
+
+
+def wide(weight: Tensor) -> torch.dtype:
+    """The type of a weight's gradients: float32 at least."""
+    return torch.promote_types(weight.dtype, torch.float32)
 
 
 def weight_of(call: LayerCall) -> Tensor:
@@ -102,21 +112,24 @@ def weight_of(call: LayerCall) -> Tensor:
 
 
 def _grad(call: LayerCall) -> Tensor:
-    return dense(*_uses(call), weight_of(call))
+    return dense(*_pairs(call), weight_of(call))
+
+
+def _pairs(call: LayerCall) -> tuple[Uses, Tensor]:
+    return merged(*_uses(call), weight_of(call).shape[0])
 
 
 def _sq_norm(call: LayerCall) -> Tensor:
-    uses, grad_MD = merged(*_uses(call), weight_of(call).shape[0])
-    return per_row(uses, grad_MD.square().sum(dim=1))
+    pairs, grad_MD = _pairs(call)
+    return per_row(pairs, grad_MD.square().sum(dim=1))
 
 
 def _weighted_sum(call: LayerCall, factor_B: Tensor) -> Tensor:
-    uses, grad_ND = _uses(call)
-    factor_N = factor_B.to(grad_ND.dtype)[uses.row_N]
-    return summed(uses, grad_ND * factor_N.unsqueeze(1), weight_of(call))
+    return summed(*_pairs(call), factor_B, weight_of(call))
 
 
 def _spread(call: LayerCall) -> Tensor:
+    # Of a row, one part for each entry: their norms are at most those of all uses, and there is no long sum of them.
     uses = argument(call, 0, "input")[:1].numel()
     return product_of_norms(call.grad_output) * math.sqrt(uses)
 

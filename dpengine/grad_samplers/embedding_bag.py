@@ -63,19 +63,19 @@ def _grad(call: LayerCall) -> Tensor:
 
 def _sq_norm(call: LayerCall) -> Tensor:
     if call.layer.mode == "max":
-        return _winners(call)[1].square().sum(dim=1)
+        return product_of_norms(_winners(call)[1]).square()
     # All entries of a bag get its gradient, times what they count for: the norm is that of the counts times that of it.
     pairs, weight_M = _pairs(call)
-    return per_row(pairs, weight_M.square()) * call.grad_output.square().sum(dim=1)
+    return per_row(pairs, weight_M.square()) * product_of_norms(call.grad_output).square()
 
 
 def _weighted_sum(call: LayerCall, factor_B: Tensor) -> Tensor:
-    factor_B1 = factor_B.to(call.grad_output.dtype).unsqueeze(1)
     if call.layer.mode == "max":
         entries_BD, grads_BD = _winners(call)
+        factor_B1 = factor_B.to(grads_BD.dtype).unsqueeze(1)
         return grads_BD.new_zeros(weight_of(call).shape).scatter_add_(0, entries_BD, grads_BD * factor_B1)
-    uses, weight_N = _uses(call)
-    return summed(uses, weight_N.unsqueeze(1) * (call.grad_output * factor_B1)[uses.row_N], weight_of(call))
+    pairs, weight_M = _pairs(call)
+    return summed(pairs, weight_M.unsqueeze(1) * call.grad_output[pairs.row_N], factor_B, weight_of(call))
 
 
 def _spread(call: LayerCall) -> Tensor:

@@ -31,7 +31,7 @@ def gram_sq_norm(*factors_BTF: Tensor) -> Tensor:
     """Squared norm ``(B,)`` of each row's sum over T of the outer product of the factors, never too small."""
     rows, length, _ = factors_BTF[0].shape
     if length == 1:
-        return _product([factor_BTF.square().sum(dim=(1, 2)).to(_widest(factor_BTF)) for factor_BTF in factors_BTF])
+        return product_of_norms(*factors_BTF).square()
     dtype = torch.float64 if _fast_in_float64(factors_BTF[0].device) else factors_BTF[0].dtype
     step = max(1, WORKSPACE_BYTES // max(1, 2 * dtype.itemsize * length * _tile(length, dtype)))
     chunks = [[factor[i : i + step].to(dtype) for factor in factors_BTF] for i in range(0, rows, step)]
@@ -78,13 +78,12 @@ def _guard(features: Sequence[int], dtype: torch.dtype) -> float:
 
 
 def _guarded(factors_BTF: list[Tensor]) -> Tensor:
-    lengths_BT = _product([factor_BTF.square().sum(dim=2).sqrt() for factor_BTF in factors_BTF])
+    lengths_BT = _product([_norms(factor_BTF, 2) for factor_BTF in factors_BTF])
     guard = _guard([factor.shape[2] for factor in factors_BTF], factors_BTF[0].dtype)
     guard_B = guard * lengths_BT.sum(dim=1).square()
-    sq_norm_B = _gram_sum(factors_BTF).clamp(min=0) + guard_B
-    redo_B = ~(guard_B <= _REDO * sq_norm_B)  # also where either overflowed
+    sq_norm_B = _gram_sum(factors_BTF).to(guard_B.dtype).clamp(min=0) + guard_B
+    redo_B = ~(guard_B <= _REDO * sq_norm_B)  # also where either overflowed, or the Gram underflowed
     if redo_B.any():
-        sq_norm_B = sq_norm_B.to(_widest(sq_norm_B))
         sq_norm_B[redo_B] = _direct([factor_BTF[redo_B] for factor_BTF in factors_BTF])
     return sq_norm_B
 
@@ -135,7 +134,17 @@ def outer_sum(*factors_BTF: Tensor) -> Tensor:
 
 def product_of_norms(*tensors: Tensor) -> Tensor:
     """Product ``(B,)`` of each row's norms in all tensors; by Cauchy, at least what outer products over T add up to."""
-    return _product([torch.linalg.vector_norm(t.flatten(1), dim=1).to(_widest(t)) for t in tensors])
+    return _product([_norms(tensor.flatten(1), 1) for tensor in tensors])
+
+
+def spread_of(parts: int, *factors: Tensor) -> Tensor:
+    """What `GradSampler.spread` asks for, of a sum of so many outer products for each row."""
+    return product_of_norms(*factors) * (1 + parts / _BLOCK)
+
+
+def _norms(tensor: Tensor, dim: int) -> Tensor:
+    """Along one axis, in the widest type: squares of float32 numbers below 1e-22 would be lost."""
+    return torch.linalg.vector_norm(tensor, dim=dim, dtype=_widest(tensor))
 
 
 def _product(tensors: Sequence[Tensor]) -> Tensor:

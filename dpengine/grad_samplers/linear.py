@@ -13,7 +13,7 @@ from torch import Tensor
 from dpengine.capture import LayerCall
 
 from .arguments import argument
-from .gram import gram_pays, gram_sq_norm, keep_pays, outer_sum, product_of_norms
+from .gram import gram_pays, gram_sq_norm, keep_pays, outer_sum, spread_of
 from .precision import full_precision
 from .sampler import GradSampler
 
@@ -65,7 +65,7 @@ def _weight_spread(call: LayerCall) -> Tensor:
     acts_BTI, grads_BTO = _acts_and_grads(call)
     if acts_BTI.shape[1] <= 1:
         return acts_BTI.new_zeros(acts_BTI.shape[0])  # one part cancels with nothing
-    return product_of_norms(acts_BTI, grads_BTO)
+    return spread_of(acts_BTI.shape[1], acts_BTI, grads_BTO)
 
 
 def _concat(calls: Sequence[LayerCall]) -> LayerCall:

@@ -30,8 +30,9 @@ class GradSampler:
         concat: Joins several calls of one parameter into one whose ``grad`` is the sum of theirs.
         keep_pays: Whether forming and keeping ``grad`` is cheaper than ``sq_norm`` and ``weighted_sum`` together,
             memory aside, since the kept gradients give the weighted sum nearly for nothing. Reads shapes only.
-        spread: ``(B,)``, at least the norms, added up, of the parts of a row that ``weighted_sum`` adds one by one.
-            Where they cancel, it tells how much rounding is left. Needed beside ``weighted_sum``.
+        spread: ``(B,)``, at least the norms, added up, of the parts of a row that ``weighted_sum`` adds one by one, and
+            for each 64 of them as much again, since errors of a long sum add up. Where parts cancel, it tells how much
+            rounding is left. Needed beside ``weighted_sum``.
     """
 
     grad: Callable[[LayerCall], Tensor]

@@ -6,11 +6,12 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from dpengine.capture import LayerCall
-from dpengine.errors import UnsupportedLayerError
+from dpengine.errors import MissingGradientError, UnsupportedLayerError
 from dpengine.names import suggests_names
 
 from . import bilinear, conv, embedding, embedding_bag, group_norm, instance_norm, layer_norm, linear, prelu, rms_norm
@@ -62,10 +63,10 @@ def register_grad_sampler(
         A decorator that returns the function unchanged.
 
     Raises:
-        TypeError: If something other than a subclass of ``nn.Module`` is given.
+        TypeError: If something other than a subclass of ``nn.Module`` is given, or the decorated rule is no function.
     """
     classes = list(layer_class) if isinstance(layer_class, Sequence) else [layer_class]
-    for cls in classes:
+    for cls in classes or [layer_class]:
         if not (isinstance(cls, type) and issubclass(cls, nn.Module)):
             raise TypeError(
                 f"register_grad_sampler takes a subclass of torch.nn.Module, or a list of them; got {cls!r}. Write "
@@ -73,6 +74,11 @@ def register_grad_sampler(
             )
 
     def register(function: GradFunction) -> GradFunction:
+        if not callable(function):
+            raise TypeError(
+                f"The grad sampler for {', '.join(cls.__name__ for cls in classes)} is {function!r}, which cannot be "
+                "called. Write @register_grad_sampler(MyLayer) above a function."
+            )
         REGISTERED.update(dict.fromkeys(classes, _joint(function)))
         return function
 
@@ -112,6 +118,12 @@ def _joint(function: GradFunction) -> JointSampler:
             return {n: p.new_zeros(0, *p.shape) for n, p in parameters.items() if p.requires_grad}
         names = {parameter: name for name, parameter in parameters.items()}
         found = function(call.layer, _activations(call), call.grad_output)
+        if not isinstance(found, Mapping):
+            raise MissingGradientError(
+                f"The grad sampler registered for {type(call.layer).__name__} returned {torch.typename(found)} for "
+                f"layer '{call.name}'; expected a mapping.",
+                fix="Return {layer.weight: ..., layer.bias: ...}, with the parameter objects as keys.",
+            )
         if not found.keys() <= names.keys():
             raise UnsupportedLayerError(
                 f"The grad sampler registered for {type(call.layer).__name__} returned a key that is not a parameter "

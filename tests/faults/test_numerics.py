@@ -113,6 +113,67 @@ def test_f_u2_parts_that_cancel_within_a_row_do_not_round_away_the_other_rows(mo
     assert float(moved.norm()) <= 1.01
 
 
+SMALL_AND_LARGE = {
+    "linear": (lambda: nn.Linear(256, 4, bias=False), lambda layer, x: layer(x), (256,), (4,)),
+    "linear-over-time": (
+        lambda: nn.Linear(64, 4, bias=False),
+        lambda layer, x: layer(x.view(-1, 4, 64)),
+        (256,),
+        (4, 4),
+    ),
+    "conv": (lambda: nn.Conv1d(1, 4, 256, bias=False), lambda layer, x: layer(x.unsqueeze(1)), (256,), (4, 1)),
+    "bag": (
+        lambda: nn.EmbeddingBag(256, 4, mode="sum"),
+        lambda layer, x: layer(torch.arange(256).expand(len(x), 256), per_sample_weights=x),
+        (256,),
+        (4,),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SMALL_AND_LARGE)
+@every_mode
+def test_f_u1_a_gradient_whose_factors_have_squares_below_all_floats_is_clipped(mode, name):
+    make, call, shape, out = SMALL_AND_LARGE[name]
+    torch.manual_seed(0)
+    inputs, weights = torch.zeros(16, *shape), torch.zeros(16, *out)
+    inputs[0], weights[0] = 2.6e-23, 9e18 * 16 * 64
+    model, data = Weighted(make(), call), (inputs, weights)
+    whole = release_of(model, data, weighted_step, mode=mode)
+    moved = whole - release_of(model, without(data, 0), weighted_step, mode=mode)
+    assert 0.5 < float(moved.norm()) <= 1 + 1e-5
+
+
+@pytest.mark.parametrize("name", ["embedding", "bag", "linear"])
+@pytest.mark.parametrize("mode", ["auto", "ghost"])
+def test_f_u2_a_long_sum_of_parts_that_cancel_leaves_no_more_than_the_threshold(mode, name):
+    """Small parts get lost beside large ones, but after the factor they would not: norm and sum must see the same."""
+    large, count, factor = 6144.0, 512, 0.53
+    parts = [large / count] * count + [0.49 * 2**-11] * count + [-large / count] * count + [1 / factor]
+    weights = torch.zeros(2, len(parts), 1)
+    weights[0] = torch.tensor(parts).unsqueeze(1)
+    layer, call, inputs = {
+        "embedding": (nn.Embedding(2, 1), lambda layer, x: layer(x), torch.zeros(2, len(parts), dtype=torch.long)),
+        "bag": (
+            nn.EmbeddingBag(2, 1, mode="sum"),
+            lambda layer, x: layer(torch.zeros(x.shape, dtype=torch.long), per_sample_weights=x).unsqueeze(1),
+            weights.squeeze(2),
+        ),
+        "linear": (nn.Linear(1, 1, bias=False), lambda layer, x: layer(x), torch.ones(2, len(parts), 1)),
+    }[name]
+    data = inputs, torch.ones(2, 1, 1) if name == "bag" else weights
+    model = Weighted(layer, call)
+
+    def step(model, optimizer, inputs, weights):
+        optimizer.zero_grad()
+        model(inputs, weights).sum().backward()
+        optimizer.step()
+
+    whole = release_of(model, data, step, mode=mode, loss_reduction="sum")
+    moved = whole - release_of(model, without(data, 0), step, mode=mode, loss_reduction="sum")
+    assert float(moved.norm()) <= 1.01
+
+
 @every_mode
 def test_f_u3_a_sum_of_small_half_precision_gradients_does_not_stagnate(mode):
     rows = 4000
