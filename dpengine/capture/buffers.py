@@ -1,4 +1,4 @@
-"""Notices buffers that a forward pass writes: running statistics of the batch would leave with the model, raw."""
+"""Notices buffers and parameters that a forward pass writes: statistics of a batch would leave with the model, raw."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ _EVERY = 500  # passes from one comparison of all values to the next
 
 @dataclass(frozen=True, eq=False)
 class _Noted:
-    """One buffer before a forward pass."""
+    """One buffer or parameter before a forward pass."""
 
-    owner: nn.Module
-    name: str  # in the owner
+    slots: dict[str, Tensor | None]  # of the owner
+    name: str  # in the slots
     dotted: str
     buffer: Tensor
     version: int
@@ -26,7 +26,7 @@ class _Noted:
 
     def written(self) -> bool:
         """Whether the buffer holds something else than before, as far as can be told."""
-        now = self.owner._buffers.get(self.name)
+        now = self.slots.get(self.name)
         if now is None or now.shape != self.buffer.shape:
             return True
         if now is not self.buffer:  # then the old one is still what it was
@@ -38,13 +38,13 @@ class _Noted:
 
     def put_back(self) -> None:
         """Undoes what was written, where the old value is known."""
-        self.owner._buffers[self.name] = self.buffer
+        self.slots[self.name] = self.buffer
         if self.value is not None:
             self.buffer.data.copy_(self.value)
 
 
 class BufferWatch:
-    """Compares all buffers of a model before and after each forward pass in train mode.
+    """Compares all buffers and parameters of a model before and after each forward pass in train mode.
 
     Whether one was written shows in its version or its identity. Writes past these, through ``.data``, show in values,
     which are compared at the first passes and every few hundred. What does not depend on the batch may be written: the
@@ -68,53 +68,55 @@ class BufferWatch:
         if whole:
             self._modules = dict(self._model.named_modules())
         self._noted = []
-        for owner, name, dotted, buffer in self._buffers():
+        for slots, name, dotted, buffer in self._tensors():
             keep = whole or dotted in self._rewritten or _may_count(buffer)
             value = buffer.detach().clone() if keep else None
-            self._noted.append(_Noted(owner, name, dotted, buffer, buffer._version, value, whole))
+            self._noted.append(_Noted(slots, name, dotted, buffer, buffer._version, value, whole))
 
-    def put_back(self) -> list[tuple[str, nn.Module]]:
+    def put_back(self) -> list[str]:
         """The forward pass is over, perhaps by an exception: undoes what it wrote, where the old value is known.
 
         Returns:
-            Dotted name and owner of each buffer that was written or made.
+            Dotted name of each buffer and parameter that was written or made.
         """
         noted, self._noted = self._noted, None
         if noted is None:
             return []
         written = [one for one in noted if one.written()]
         self._rewritten |= {one.dotted for one in noted if one.buffer._version != one.version}
-        known = {(one.owner, one.name) for one in noted}
-        made = [(owner, name, dotted) for owner, name, dotted, _ in self._buffers() if (owner, name) not in known]
+        known = {one.dotted for one in noted}
+        made = [(slots, name, dotted) for slots, name, dotted, _ in self._tensors() if dotted not in known]
         for one in written:
             one.put_back()
-        for owner, name, _ in made:
-            owner._buffers[name] = None
-        return [(one.dotted, one.owner) for one in written] + [(dotted, owner) for owner, _, dotted in made]
+        for slots, name, _ in made:
+            slots[name] = None
+        return [one.dotted for one in written] + [dotted for _, _, dotted in made]
 
     def refuse_written(self) -> None:
         """The forward pass is over.
 
         Raises:
-            BufferUpdateError: If it wrote a buffer, or made a new one.
+            BufferUpdateError: If it wrote a buffer or a parameter, or made a new one.
         """
         found = self.put_back()
         if not found:
             return
-        dotted, owner = found[0]
-        others = f" Also: {', '.join(repr(name) for name, _ in found[1:4])}." if len(found) > 1 else ""
+        owner = self._modules.get(found[0].rpartition(".")[0], self._model)
+        kind = "Parameter" if found[0].rpartition(".")[2] in owner._parameters else "Buffer"
+        others = f" Also: {', '.join(map(repr, found[1:4]))}." if len(found) > 1 else ""
         raise BufferUpdateError(
-            f"Buffer '{dotted}' ({type(owner).__name__}) was written by the forward pass of a batch. It is part of the "
-            f"model, and would leave without noise.{others}",
-            fix="Use a layer without running statistics (dp.fix(model) knows some), keep this one in eval mode, or "
-            "fill a cache by a forward pass before make_private.",
+            f"{kind} '{found[0]}' ({type(owner).__name__}) was written by the forward pass of a batch. It is part of "
+            f"the model, and would leave without noise.{others}",
+            fix="Use a layer without running statistics (dp.fix(model) knows some), keep this one in eval mode, fill a "
+            "cache by a forward pass before make_private, or update an average of weights after optimizer.step().",
         )
 
-    def _buffers(self) -> Iterator[tuple[nn.Module, str, str, Tensor]]:
+    def _tensors(self) -> Iterator[tuple[dict[str, Tensor | None], str, str, Tensor]]:
         for prefix, module in self._modules.items():
-            for name, buffer in module._buffers.items():
-                if buffer is not None:
-                    yield module, name, f"{prefix}.{name}" if prefix else name, buffer
+            for slots in (module._buffers, module._parameters):
+                for name, tensor in slots.items():
+                    if tensor is not None:
+                        yield slots, name, f"{prefix}.{name}" if prefix else name, tensor  # type: ignore[misc]
 
 
 def _may_count(buffer: Tensor) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from dpengine.errors import UnsupportedLayerError
 
+from .model_state import ModelState
 from .outputs import map_outputs, tensors_in_outputs
 from .tap import CopyTap, put_tensors, take_tensors, tensors_in
 
@@ -24,9 +25,9 @@ class Pass:
 
     Attributes:
         replay: Where it is noted.
-        args: Its inputs, detached.
-        kwargs: Its inputs by keyword, detached.
-        modes: Which modules were in train mode.
+        args: Copies of its inputs.
+        kwargs: Copies of its inputs by keyword.
+        state: What the model was before.
         random: The state of random generators, by device.
         autocast: Device type, whether it was on, and its type.
         outputs: The tensors that it gave, detached.
@@ -36,13 +37,14 @@ class Pass:
     replay: Replay
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    modes: dict[nn.Module, bool]
+    state: ModelState
     random: list[tuple[str, Tensor]]
     autocast: list[tuple[str, bool, torch.dtype]]
     outputs: Sequence[Tensor] = ()
     grads: Sequence[Tensor | None] = ()
     name: str = "the model"
     needs_output: bool = False
+    random_after: list[tuple[str, Tensor]] = field(default_factory=list)  # as the last run again left it
 
     def fire(self, saved: tuple[Tensor, ...], grad: Any) -> None:
         self.grads = grad
@@ -60,17 +62,17 @@ class Pass:
         Returns:
             The tensors of its output, detached.
         """
-        args, kwargs = (self.args, self.kwargs) if args is None else (args, kwargs)
+        given = (self.args, self.kwargs) if args is None else (args, kwargs)
+        args, kwargs = _copies(given)  # which forward may write, and run once more
         devices = [name for name, _ in self.random if name != "cpu"]
-        with torch.random.fork_rng(devices=devices), torch.enable_grad(), _state_kept(model):
-            for module, mode in self.modes.items():
-                module.training = mode
+        with torch.random.fork_rng(devices=devices), torch.enable_grad(), _as_before(model, self.state):
             for name, state in self.random:
                 torch.set_rng_state(state) if name == "cpu" else torch.cuda.set_rng_state(state, name)
             with contextlib.ExitStack() as stack:
                 for kind, on, dtype in self.autocast:
                     stack.enter_context(torch.autocast(kind, enabled=on, dtype=dtype))
                 outputs = tensors_in_outputs(model(*args, **kwargs))
+            self.random_after = _random_states([name for name, _ in self.random])
             pairs = zip(outputs, grads_of(outputs), strict=True)
             ends = [(output, grad) for output, grad in pairs if grad is not None and output.requires_grad]
             torch.autograd.backward([output for output, _ in ends], [grad for _, grad in ends])
@@ -86,14 +88,12 @@ class Replay:
         self._current: Pass | None = None
 
     def begin(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Notes the inputs, the random state and the modes of the modules of a pass that begins."""
-        modes = {module: module.training for module in model.modules()}
+        """Notes the inputs of a pass that begins, the random state and the state of the model."""
         devices = {t.device for t in tensors_in((args, kwargs))}
-        random = [("cpu", torch.get_rng_state())]
-        random += [(str(d), torch.cuda.get_rng_state(d)) for d in devices if d.type == "cuda"]
+        random = _random_states(["cpu", *sorted(str(d) for d in devices if d.type == "cuda")])
         kinds = {"cpu", *(d.type for d in devices)}
         autocast = [(k, torch.is_autocast_enabled(k), torch.get_autocast_dtype(k)) for k in sorted(kinds)]
-        self._current = Pass(self, _detached(args), _detached(kwargs), modes, random, autocast)
+        self._current = Pass(self, _copies(args), _copies(kwargs), ModelState.of(model), random, autocast)
 
     def end(self, output: Any, anchor: Tensor) -> Any:
         """Notes the outputs of the pass, and gives them with a tap behind."""
@@ -135,34 +135,20 @@ class Replay:
         self.reached = []
 
 
-def _detached(tree: Any) -> Any:
+def _copies(tree: Any) -> Any:
     tensors, others, spec = take_tensors(tree)
-    return put_tensors([t.detach() for t in tensors], others, spec)
+    return put_tensors([t.detach().clone() for t in tensors], others, spec)
 
 
-_PARTS = frozenset({"_parameters", "_modules", "_buffers"})
+def _random_states(devices: Sequence[str]) -> list[tuple[str, Tensor]]:
+    return [(d, torch.get_rng_state() if d == "cpu" else torch.cuda.get_rng_state(d)) for d in devices]
 
 
 @contextlib.contextmanager
-def _state_kept(model: nn.Module) -> Iterator[None]:
-    """Puts back buffers and attributes that forward writes."""
-    before = [
-        (
-            vars(module),
-            {name: value for name, value in vars(module).items() if name not in _PARTS},
-            dict(module._buffers),
-            {name: buffer.clone() for name, buffer in module._buffers.items() if buffer is not None},
-        )
-        for module in model.modules()
-    ]
+def _as_before(model: nn.Module, state: ModelState) -> Iterator[None]:
+    now = ModelState.of(model)
+    state.put_back()
     try:
         yield
     finally:
-        for now, attributes, buffers, values in before:
-            for name in now.keys() - attributes.keys() - _PARTS:
-                del now[name]
-            now.update(attributes)
-            now["_buffers"].clear()
-            now["_buffers"].update(buffers)
-            for name, value in values.items():
-                now["_buffers"][name].data.copy_(value)
+        now.put_back()

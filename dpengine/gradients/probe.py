@@ -5,8 +5,9 @@ sorts the batch, takes a mean over it or has time on axis 0 adds up gradients of
 that capture sees would tell. So the model runs forward and backward again with the same random numbers, from the
 gradients that its outputs had: once as it was; then half of the rows are kept, and the output gradients of the others
 are zero; then the others get other data, too. No more rows than were kept may then have a gradient, their norms must be
-those of the whole batch, and the kept rows must have the same outputs and norms whatever is beside them. At last the
-other half is kept.
+those of the whole batch, and the kept rows must have the same outputs, norms and sum of gradients whatever is beside
+them. Then the other half is kept, and then some more halves, since two rows that were exchanged show only if one of
+them is kept.
 
 Axes: B rows, P parameters.
 """
@@ -28,8 +29,10 @@ from .bookkeep import Bookkeep
 from .flat_buffer import FlatBuffer
 from .strategy import AbstractGradients
 
-EVERY = 500  # backward passes from one probe to the next
+EVERY = 500  # backward passes from one probe to the next; the first ones are at 1, 4, 16, 64 and 256
+_HALVES = 4  # further ones, on which only gradients are looked at
 _EXACT, _HALF = 1e-4, 2e-2  # relative: what two runs of the same rows may differ by
+_ALL = 0.05  # relative: what squared norms by two methods may differ by
 _NOTHING = 1e-8  # of the largest squared norm: a row with less has no gradient
 
 
@@ -37,7 +40,8 @@ class Probed(AbstractGradients):
     """Any strategy, with a probe before its norms are used: at the first pass, and at every ``every``-th.
 
     Rows that do not stay apart raise UnsupportedLayerError, which names the parameter that shows it most. A model whose
-    forward does not repeat itself under the same random state cannot be probed, which is noticed once.
+    forward does not repeat itself under the same random state cannot be probed, nor can gradients that did not come
+    through its outputs, which is noticed once.
 
     Args:
         inner: The strategy that does the work.
@@ -49,8 +53,8 @@ class Probed(AbstractGradients):
         self._inner = inner
         self._capture = capture
         self._every = every
-        self._left = 0  # passes until the next probe
-        self._probes = 0
+        self._passes = 0
+        self._next = 1  # the pass that is probed next
         self._own = Replay() if capture.replay is None else None
         self._arm()
 
@@ -71,11 +75,10 @@ class Probed(AbstractGradients):
     def sq_norms(self, groups: Mapping[nn.Parameter, int], num_groups: int, scale: float) -> Tensor:
         norms_BK = self._inner.sq_norms(groups, num_groups, scale)
         replay = self._capture.replay
-        self._left -= 1
-        if self._left < 0 and replay is not None and replay.reached and len(norms_BK) > 1:
-            self._left = self._every - 1
-            self._probes += 1
-            Company(self._capture, replay, norms_BK.sum(dim=1), self._probes).ask()
+        self._passes += 1
+        if self._passes >= self._next and replay is not None and len(norms_BK) > 1:
+            self._next = min(4 * self._passes, self._passes + self._every)
+            Company(self._capture, replay, norms_BK.sum(dim=1) / scale**2, self._passes).ask()
         self._arm()
         return norms_BK
 
@@ -83,7 +86,7 @@ class Probed(AbstractGradients):
         """Has the next forward pass noted if a probe is due, where no strategy has it noted anyway."""
         if self._own is not None:
             self._own.clear()
-            self._capture.replay = self._own if self._left <= 0 else None
+            self._capture.replay = self._own if self._passes + 1 >= self._next else None
 
     def backward_ended(self) -> None:
         self._inner.backward_ended()
@@ -100,12 +103,23 @@ class Probed(AbstractGradients):
 
 @dataclass(frozen=True, eq=False)
 class _Run:
-    """What a run left: the outputs, squared norms by row and parameter, and the shapes that layers gave."""
+    """What a run left.
+
+    Attributes:
+        outputs: What the model gave.
+        norms_BP: Squared norms by row and parameter.
+        parameters: These parameters.
+        sums: The gradients of each parameter, added over rows.
+        shapes: The shapes that layers gave.
+        random: The states of random generators after the forward passes.
+    """
 
     outputs: list[Tensor]
     norms_BP: Tensor
     parameters: list[nn.Parameter]
+    sums: dict[nn.Parameter, Tensor]
     shapes: list[tuple[str, torch.Size]]
+    random: list[Tensor]
 
     @property
     def norms_B(self) -> Tensor:
@@ -113,10 +127,11 @@ class _Run:
 
 
 def _halves(usable_B: Tensor, seed: int) -> list[Tensor]:
-    """Two sets of usable rows: about half of them, and the others."""
+    """Sets of usable rows: about half of them, and the others; then other halves."""
     usable = usable_B.nonzero().flatten()
-    order = torch.randperm(len(usable), generator=torch.Generator().manual_seed(seed)).to(usable.device)
-    parts = usable[order].tensor_split(2)
+    generator = torch.Generator().manual_seed(seed)
+    orders = [torch.randperm(len(usable), generator=generator).to(usable.device) for _ in range(1 + _HALVES)]
+    parts = [*usable[orders[0]].tensor_split(2), *(usable[order].tensor_split(2)[0] for order in orders[1:])]
     nothing_B = torch.zeros_like(usable_B)
     return [nothing_B.index_fill(0, part, True) for part in parts if 0 < len(part) < len(usable_B)]
 
@@ -127,45 +142,81 @@ class Company:
     Args:
         capture: What watches the model.
         replay: The forward passes that the backward pass reached.
-        norms_B: Norms as the strategy found them; a row without a finite one is not kept.
+        sq_norms_B: Squared norms as the strategy found them; a row without a finite one is not kept.
         seed: Of the choice of rows.
     """
 
-    def __init__(self, capture: Capture, replay: Replay, norms_B: Tensor, seed: int):
+    def __init__(self, capture: Capture, replay: Replay, sq_norms_B: Tensor, seed: int):
         self._capture = capture
         self._replay = replay
-        self._usable_B = norms_B.isfinite()
+        self._sq_norms_B = sq_norms_B
+        self._usable_B = sq_norms_B.isfinite()
         self._seed = seed
         self._keep_B = torch.ones_like(self._usable_B)
+        self._first_inputs = [t for one in replay.reached for t in _tensors_with_axes((one.args, one.kwargs))[:1]]
         self._outputs = [output for one in replay.reached for output in one.outputs]
-        grads = [grad for one in replay.reached for grad in one.grads if grad is not None]
-        self._all_masked = all(self._front(grad) is not None for grad in grads)
+        self._grads = [grad for one in replay.reached for grad in one.grads]
+        self._all_masked = all(self._front(grad) is not None for grad in self._grads if grad is not None)
         half = any(output.dtype in {torch.float16, torch.bfloat16} for output in self._outputs)
         half = half or any(on for one in replay.reached for _, on, _ in one.autocast)
         self._tolerance = _HALF if half else _EXACT
 
     def ask(self) -> None:
         """Raises UnsupportedLayerError where rows do not stay apart."""
-        whole = self._try(_as_it_is)
+        whole = self._try(_as_it_is) if self._replay.reached else None
         if whole is None or not self._outputs_agree(self._outputs, whole.outputs, self._keep_B):
-            notice(
-                "DPE012",
-                "The forward pass gave another output when it was run again, so it is not known whether the model "
-                "keeps the rows of a batch apart. Draw random numbers by torch alone, and keep nothing from one batch "
-                "to the next.",
-                key="probe",
+            if self._replay.reached:
+                _notice_unknown(
+                    "The forward pass gave another output when it was run again", "Draw random numbers by torch alone, "
+                    "and keep nothing from one batch to the next."
+                )  # fmt: skip
+            else:
+                _notice_unknown("The loss is not made of what the model returns", "Call the model as a whole.")
+            return
+        if not self._is_all(whole):
+            _notice_unknown(
+                "Gradients came by other ways than what the model returns", "Return all that the loss is made of."
+            )
+        for round_, keep_B in enumerate(_halves(self._usable_B, self._seed)):
+            self._keep_B = keep_B
+            self._ask_half(whole, with_others=round_ < 2)
+
+    def _ask_half(self, whole: _Run, *, with_others: bool) -> None:
+        same = self._try(_as_it_is) or whole
+        changed = self._try(self._others_changed) if with_others else same
+        if changed is None or not self._comparable(same, changed):
+            changed = same
+        if self._apart(whole, same) and self._unchanged(whole, same, changed):
+            return
+        alone = self._try(self._others_changed_in_the_first) if with_others else None
+        if (
+            alone is not None
+            and self._comparable(same, alone)
+            and self._apart(whole, same)
+            and self._unchanged(whole, same, alone)
+        ):
+            _notice_unknown(
+                "An input is as long as the batch, and it could not be told whether it holds rows",
+                "Register what all rows share as a buffer of the model.",
             )
             return
-        for keep_B in _halves(self._usable_B, self._seed):
-            self._keep_B = keep_B
-            same = self._try(_as_it_is) or whole
-            changed = self._try(self._others_changed)
-            if changed is None or changed.shapes != same.shapes:
-                # Data that do not belong together may break any model; and where some shape follows from the batch,
-                # as in padding to its longest row, random numbers of dropout fall on other places.
-                changed = same
-            if not (self._apart(whole, same) and self._unchanged(whole, same, changed)):
-                self._refuse(same, changed)
+        self._refuse(same, changed)
+
+    def _comparable(self, one: _Run, other: _Run) -> bool:
+        """Whether random numbers fell on the same places.
+
+        Where a shape follows from the data of the batch, as in padding to its longest row, those of dropout do not.
+
+        Returns:
+            False if that is not so, or not known.
+        """
+        none_drawn = _equal(one.random, [state for p in self._replay.reached for _, state in p.random])
+        return _equal(one.random, other.random) and (none_drawn or one.shapes == other.shapes)
+
+    def _is_all(self, whole: _Run) -> bool:
+        """Whether the run again brought the gradients that the strategy saw."""
+        expected = self._sq_norms_B[self._usable_B].sum()
+        return bool((whole.norms_B[self._usable_B].sum() - expected).abs() <= _ALL * expected)
 
     # The runs
 
@@ -187,7 +238,13 @@ class Company:
             self._capture.receiver, self._capture.swap, self._replay.running = receiver, swap, False
         columns = {parameter: i for i, parameter in enumerate(listener.strategy.parameters)}
         norms_BP = listener.strategy.sq_norms(columns, len(columns), 1.0)
-        return _Run(outputs, norms_BP, list(columns), listener.shapes)
+        buffer = FlatBuffer(columns)
+        finite_B = norms_BP.sum(dim=1).isfinite()
+        listener.strategy.drop(~finite_B)  # their data may have been put into other rows
+        counted_B = finite_B if self._all_masked else finite_B & self._keep_B
+        listener.strategy.add_sums(columns, counted_B.unsqueeze(1).expand_as(norms_BP).to(norms_BP.dtype), buffer)
+        random = [state for one in self._replay.reached for _, state in one.random_after]
+        return _Run(outputs, norms_BP, list(columns), dict(buffer), listener.shapes, random)
 
     def _once(self, one: Pass, arrange: Callable[[Tensor], Tensor]) -> list[Tensor]:
         args, kwargs = one.args, one.kwargs
@@ -206,7 +263,7 @@ class Company:
 
     def _can_be_changed(self, inputs: Any) -> bool:
         """Whether it is known which inputs carry rows: indices may be flat bags, as long as the batch by chance."""
-        tensors = [leaf for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, Tensor) and leaf.dim()]
+        tensors = _tensors_with_axes(inputs)
         indices = [t for t in tensors if not t.is_floating_point() and t.dtype is not torch.bool]
         shared = [t for t in indices if self._front(t) is None and self._capture.batch_to_front(t).shape[0] != 1]
         return not shared and not any(_may_be_offsets(t) for t in indices)
@@ -217,6 +274,11 @@ class Company:
         if front is None:
             return tensor
         return self._capture.batch_to_front(torch.where(self._chosen(front), front, front.roll(1, dims=0)))
+
+    def _others_changed_in_the_first(self, tensor: Tensor) -> Tensor:
+        """The same for the first input alone, which is the batch; another may be as long as it by chance."""
+        first = next((t for t in self._first_inputs if t is tensor), None)
+        return tensor if first is None else self._others_changed(tensor)
 
     def _masked(self, grad: Tensor) -> Tensor:
         front = self._front(grad)
@@ -245,12 +307,17 @@ class Company:
         ]
         then, now = (found.sort().values if self._all_masked else found for found in norms)
         agree = then.shape == now.shape and _close(now, then, self._tolerance)
+        size = float(same.norms_B.sqrt().nan_to_num(0, 0, 0).sum())
+        for parameter in same.sums.keys() | changed.sums.keys():
+            zero = torch.zeros(())
+            moved = same.sums.get(parameter, zero) - changed.sums.get(parameter, zero)
+            agree = agree and not bool(moved.norm() > 10 * self._tolerance * size)  # which overflow is not
         return agree and self._outputs_agree(same.outputs, changed.outputs, self._keep_B)
 
     def _outputs_agree(self, then: list[Tensor], now: list[Tensor], rows_B: Tensor) -> bool:
-        for one, other in zip(then, now, strict=True):
+        for one, other, grad in zip(then, now, self._grads, strict=True):
             front, front_now = self._front(one), self._front(other)
-            if front is None or front_now is None or not one.is_floating_point():
+            if grad is None or front is None or front_now is None or front.shape != front_now.shape:
                 continue
             a, b = front[rows_B.to(front.device)], front_now[rows_B.to(front.device)]
             finite = a.isfinite()
@@ -261,7 +328,8 @@ class Company:
 
     def _refuse(self, same: _Run, changed: _Run) -> None:
         names = {parameter: name for name, parameter in self._capture.model.named_parameters()}
-        share_P = (changed.norms_BP - same.norms_BP)[self._keep_B].abs().amax(dim=0)
+        comparable = same.parameters == changed.parameters
+        share_P = ((changed if comparable else same).norms_BP - same.norms_BP)[self._keep_B].abs().amax(dim=0)
         if self._all_masked:
             share_P = torch.maximum(share_P, same.norms_BP[~self._keep_B].amax(dim=0))
         most = names.get(same.parameters[int(share_P.argmax())]) if share_P.numel() else None
@@ -271,6 +339,18 @@ class Company:
             fix="Look for what sorts, averages or normalises over axis 0, or has time there. Sort before the model, or "
             "put the rows back in order before the next layer.",
         )
+
+
+def _tensors_with_axes(tree: Any) -> list[Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor) and leaf.dim()]
+
+
+def _equal(some: list[Tensor], others: list[Tensor]) -> bool:
+    return len(some) == len(others) and all(map(torch.equal, some, others))
+
+
+def _notice_unknown(what: str, fix: str) -> None:
+    notice("DPE012", f"{what}, so it is not known whether the model keeps the rows of a batch apart. {fix}", key=what)
 
 
 def _as_it_is(tensor: Tensor) -> Tensor:

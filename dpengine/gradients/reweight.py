@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from dpengine.capture import LayerCall, Use
 from dpengine.errors import UnsupportedLayerError
@@ -16,6 +17,7 @@ from .flat_buffer import FlatBuffer
 from .strategy import AbstractGradients, common_rows, note_rows
 
 Rerun = Callable[[Callable[[Tensor], Tensor]], None]
+_SAME = 2e-3  # relative: what the squared norms of a layer's gradients may differ by in two passes
 
 
 class Reweight(AbstractGradients):
@@ -35,22 +37,50 @@ class Reweight(AbstractGradients):
         self._sq_norms: dict[nn.Parameter, Tensor] = {}
         self._names: dict[nn.Parameter, str] = {}  # of the parameters in `_sq_norms`
         self._rows: dict[str, int] = {}
-        self._expected: set[nn.Parameter] = set()  # in the second pass
+        self._arrived: tuple[dict[str, Tensor], dict[str, Tensor]] = ({}, {})  # squared norms, by layer, in both passes
         self._dropped: Tensor | None = None
         self._take: Callable[[Bookkeep], None] | None = None  # what to do with a call of the second pass
 
     def receive(self, call: LayerCall, uses: Mapping[str, Use], rule: Any) -> None:
-        note_rows(self._rows, call.name, call.batch_size)
+        if self._take is None:
+            note_rows(self._rows, call.name, call.batch_size)
+        for grad in pytree.tree_leaves(call.grad_output):
+            self._note_arrival(call.name, grad)
         self._refuse_second_norm(list(uses.values()))
         once = all(self._uses(use.parameter) <= 1 for use in uses.values())
         with self._one(once) as one:
             one.receive(call, uses, rule)
 
     def receive_rows(self, use: Use, grad: Tensor) -> None:
-        note_rows(self._rows, use.name, grad.shape[0])
+        if self._take is None:
+            note_rows(self._rows, use.name, grad.shape[0])
+        self._note_arrival(use.name, grad)
         self._refuse_second_norm([use])
         with self._one(self._uses(use.parameter) <= 1) as one:
             one.receive_rows(use, grad)
+
+    def _note_arrival(self, name: str, grad: Tensor) -> None:
+        wide_type = torch.promote_types(grad.dtype, torch.float32)
+        sq_norm_B = torch.linalg.vector_norm(
+            grad.flatten(1) if grad.dim() > 1 else grad.unsqueeze(1), dim=1, dtype=wide_type
+        ).square()
+        arrived = self._arrived[self._take is not None]
+        arrived[name] = arrived[name] + sq_norm_B if name in arrived else sq_norm_B
+
+    def _refuse_other_gradients(self) -> None:
+        """Norms are those of the first pass, sums those of the second: the same gradients must have arrived in both."""
+        first, second = self._arrived
+        for name, then_B in first.items():
+            now_B = second.get(name, torch.zeros_like(then_B))
+            usable_B = then_B.isfinite() if self._dropped is None else then_B.isfinite() & ~self._dropped
+            off_B = (now_B - then_B).abs() > _SAME * then_B + 1e-9 * then_B[usable_B].sum()
+            if now_B.shape != then_B.shape or bool((off_B & usable_B).any()):
+                raise UnsupportedLayerError(
+                    f"Layer '{name}' had other gradients when the batch was run again: grad_sample_mode='ghost' starts "
+                    "from the tensors that the model's forward returns, in tuples, lists, dicts or the fields of one "
+                    "object, outside any checkpoint.",
+                    fix="Return all tensors that the loss is made of, or use grad_sample_mode='auto'.",
+                )
 
     def _refuse_second_norm(self, uses: Sequence[Use]) -> None:
         # Of the first use only the norm is left, and the norm of a sum does not follow from norms.
@@ -90,7 +120,6 @@ class Reweight(AbstractGradients):
         for parameter, sq_norm_B in self._sq_norms.items():
             norms = norms.to(sq_norm_B.device)
             norms[:, groups[parameter]] += sq_norm_B
-        self._expected = set(self.parameters)
         self._held.clear()
         return norms * scale**2
 
@@ -100,10 +129,7 @@ class Reweight(AbstractGradients):
     def add_sums(self, groups: Mapping[nn.Parameter, int], weights_BK: Tensor, into: FlatBuffer) -> None:
         dropped = self._dropped
 
-        seen: set[nn.Parameter] = set()
-
         def take(one: Bookkeep) -> None:
-            seen.update(one.parameters)
             if dropped is not None:
                 one.drop(dropped)
             one.add_sums(groups, weights_BK, into)
@@ -120,20 +146,13 @@ class Reweight(AbstractGradients):
             self._rerun(select)
         finally:
             self._take = None
-        missing = self._expected - seen
-        if missing:
-            raise UnsupportedLayerError(
-                f"{len(missing)} parameters had a gradient that was not there when the batch was run again: "
-                "grad_sample_mode='ghost' starts from the tensors that the model's forward returns, in tuples, lists, "
-                "dicts or the fields of one object, outside any checkpoint.",
-                fix="Return the tensors that the loss is made of, or use grad_sample_mode='auto'.",
-            )
+        self._refuse_other_gradients()
 
     def clear(self) -> None:
         self._held.clear()
         self._sq_norms, self._names = {}, {}
         self._rows = {}
-        self._expected = set()
+        self._arrived = ({}, {})
         self._dropped = None
 
 

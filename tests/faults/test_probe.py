@@ -1,0 +1,245 @@
+"""F-M2: what the isolation probe sees beyond the planted operations, what it must not mistake, and what it leaves."""
+
+import itertools
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+from faults.neighbours import CLASSES, FEATURES, influence, mlp, plain_step, private, release_of, tensors
+from torch import nn
+
+from dpengine.errors import BufferUpdateError, PrivacyWarning, UnsupportedLayerError
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*NOT PRIVATE")
+both_kinds = pytest.mark.parametrize("mode", ["auto", "ghost"])
+APART = r"DPE001.*rows of a batch apart"
+
+
+class Made(nn.Module):
+    """A body, a head, and a forward pass that is given."""
+
+    def __init__(self, run, *, width=8):
+        super().__init__()
+        torch.manual_seed(0)
+        self.body, self.head = nn.Linear(FEATURES, width), nn.Linear(width, CLASSES)
+        self.run = run
+
+    def forward(self, inputs):
+        return self.run(self, inputs)
+
+
+def sign_of_the_batch(model, inputs):
+    hidden = model.body(inputs)
+    turned = (1e3 * hidden.mean().detach()).sin().sign() * (hidden - hidden.detach())
+    return model.head(torch.tanh(hidden.detach() + turned))
+
+
+def scaled_by_the_first_batch(model, inputs):
+    if not hasattr(model, "mean"):
+        model.mean = inputs.mean(dim=0)
+    return model.head(torch.tanh(model.body(inputs - model.mean)))
+
+
+def cut_to_the_mean_length(model, inputs):
+    length = 1 + int(inputs[:, 0, 0].abs().mean() * 10) % inputs.shape[1]
+    return model.head(torch.tanh(model.body(inputs[:, :length])).sum(dim=1))
+
+
+@both_kinds
+@pytest.mark.parametrize(
+    ("run", "shape"),
+    [(sign_of_the_batch, ()), (scaled_by_the_first_batch, ()), (cut_to_the_mean_length, (7, FEATURES))],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_f_m2_operations_that_keep_norms_or_shapes_in_part_are_found(run, shape, mode):
+    with pytest.raises(UnsupportedLayerError, match=APART):
+        release_of(Made(run), tensors(*shape), mode=mode)
+
+
+def test_f_m2_nearly_every_exchange_of_two_rows_is_found_at_once():
+    found = 0
+    for pair in itertools.combinations(range(6), 2):
+
+        def exchanged(model, inputs, pair=pair):
+            order = torch.arange(len(inputs))
+            if len(inputs) == 6:
+                order[list(pair)] = order[list(pair[::-1])]
+            return model.head(torch.tanh(model.body(inputs))[order])
+
+        try:
+            release_of(Made(exchanged), tensors())
+        except UnsupportedLayerError:
+            found += 1
+    assert found >= 13  # of 15
+
+
+def in_place(model, inputs):
+    inputs.mul_(10.0)
+    return model.head(F.normalize(model.body(inputs), dim=1))
+
+
+@both_kinds
+def test_f_m2_a_forward_pass_that_writes_its_input_is_right(mode):
+    def step(model, optimizer, inputs, targets):
+        optimizer.zero_grad()
+        (50 * F.cross_entropy(model(inputs.clone()), targets)).backward()
+        optimizer.step()
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*rows of a batch apart")
+        assert influence(Made(in_place), tensors(), step, mode=mode) <= 1 + 1e-6
+
+
+# What is noticed
+
+
+class TwoDoors(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.net = mlp()
+
+    def encode(self, inputs):
+        return self.net(inputs)
+
+    def forward(self, inputs):
+        hidden = self.net[1](self.net[0](inputs))
+        self.extra = hidden.square().mean(dim=1)
+        return self.net[2](hidden)
+
+
+def by_the_other_door(model, optimizer, inputs, targets):
+    optimizer.zero_grad()
+    F.cross_entropy(model.encode(inputs), targets).backward()
+    optimizer.step()
+
+
+def with_a_loss_beside(model, optimizer, inputs, targets):
+    optimizer.zero_grad()
+    outputs = model(inputs)
+    (F.cross_entropy(outputs, targets) + 5 * model.extra.mean()).backward()
+    optimizer.step()
+
+
+@pytest.mark.parametrize(
+    ("step", "says"),
+    [(by_the_other_door, "not made of what the model returns"), (with_a_loss_beside, "came by other ways")],
+)
+def test_f_m2_gradients_that_do_not_come_through_the_outputs_are_noticed(step, says):
+    with pytest.warns(PrivacyWarning, match=rf"DPE012.*{says}.*not known whether"):
+        release_of(TwoDoors(), tensors(), step)
+
+
+def test_f_c1_ghost_refuses_gradients_that_it_cannot_run_again():
+    with pytest.raises(UnsupportedLayerError, match=r"DPE001.*Layer 'net\.[02]' had other gradients.*return"):
+        release_of(TwoDoors(), tensors(), with_a_loss_beside, mode="ghost")
+
+
+class Masked(nn.Module):
+    """A square mask over positions, which may be as many as rows."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.body, self.head = nn.Linear(FEATURES, 4), nn.Linear(4, CLASSES)
+
+    def forward(self, inputs, mask):
+        hidden = self.body(inputs)
+        weights = (hidden @ hidden.transpose(1, 2)).masked_fill(mask, -1e9).softmax(dim=2)
+        return self.head((weights @ hidden).mean(dim=1))
+
+
+def test_f_m2_a_mask_as_long_as_the_batch_is_noticed_and_not_refused():
+    def step(model, optimizer, inputs, targets):
+        optimizer.zero_grad()
+        F.cross_entropy(model(inputs, torch.ones(6, 6).triu(1).bool()), targets).backward()
+        optimizer.step()
+
+    with pytest.warns(PrivacyWarning, match=r"DPE012.*as long as the batch"):
+        assert release_of(Masked(), tensors(6, FEATURES), step).norm() > 0
+
+
+# No false alarms, and nothing left behind
+
+
+def leaky(model, inputs):
+    return model.head(F.rrelu(model.body(inputs), training=True))
+
+
+def noise_where_it_is_real(model, inputs):
+    hidden = model.body(inputs)
+    real = inputs[..., 0] > 0
+    noise = torch.zeros_like(hidden)
+    noise[real] = torch.randn(int(real.sum()), hidden.shape[-1])
+    return model.head(hidden + noise)
+
+
+def own_generator(model, inputs):
+    if not hasattr(model, "generator"):
+        model.generator = torch.Generator().manual_seed(3)
+    hidden = model.body(inputs)
+    return model.head(hidden + torch.randn(hidden.shape, generator=model.generator))
+
+
+@both_kinds
+@pytest.mark.parametrize("run", [leaky, noise_where_it_is_real, own_generator], ids=lambda run: run.__name__)
+def test_f_m2_random_numbers_are_no_hindrance(run, mode):
+    model = Made(run)
+    if run is own_generator:
+        model.generator = torch.Generator().manual_seed(3)
+    _, model, optimizer, loader = private(model, tensors(), mode=mode)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for batch in loader:
+            plain_step(model, optimizer, *batch)
+
+
+def counting(model, inputs):
+    model.calls.append(len(inputs))
+    model.seen["rows"] = model.seen.get("rows", 0) + len(inputs)
+    model.total += 1
+    return model.head(torch.tanh(model.body(inputs)))
+
+
+@both_kinds
+def test_f_m2_what_a_forward_pass_keeps_on_the_model_is_kept_once(mode):
+    model = Made(counting)
+    model.calls, model.seen, model.total = [], {}, torch.zeros(())
+    _, model, optimizer, loader = private(model, tensors(), mode=mode)
+    for batch in loader:
+        plain_step(model, optimizer, *batch)
+    assert model.calls == [6] and model.seen == {"rows": 6} and int(model.total) == 1
+
+
+# F-M3 for parameters
+
+
+def data_in_a_bias(model, inputs):
+    if not hasattr(model, "ready"):
+        model.body.bias.data.copy_(-inputs.mean())
+        model.ready = True
+    return model.head(model.body(inputs))
+
+
+def average_in_a_frozen_weight(model, inputs):
+    with torch.no_grad():
+        model.frozen.mul_(0.9).add_(inputs.mean(dim=0))
+    return model.head(model.body(inputs))
+
+
+@pytest.mark.parametrize("run", [data_in_a_bias, average_in_a_frozen_weight], ids=lambda run: run.__name__)
+def test_f_m3_a_parameter_that_forward_writes_is_refused_and_put_back(run):
+    model = Made(run)
+    model.frozen = nn.Parameter(torch.zeros(FEATURES), requires_grad=False)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    with pytest.raises(BufferUpdateError, match=r"DPE026.*Parameter '(body\.bias|frozen)'.*without noise"):
+        release_of_same(model)
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+
+
+def release_of_same(model):
+    engine, model, optimizer, loader = private(model, tensors())
+    try:
+        plain_step(model, optimizer, *next(iter(loader)))
+    finally:
+        engine.detach(model)
