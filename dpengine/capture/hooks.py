@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from dpengine.errors import UnsupportedLayerError
+
 from .buffers import BufferWatch
 from .outputs import tensors_in_outputs
 from .record import Use
@@ -57,6 +59,7 @@ class LayerHook:
         self.slots = watch.slots()
         # One entry for each forward that runs: where its swaps begin, and what to do with its output.
         self.open: list[tuple[int, Finish | None]] = []
+        self.shared = False  # whether indices of one axis were other than rows once
         self.before = Hook(torch.compiler.disable(self._before, recursive=True))
         self.after = Hook(torch.compiler.disable(self._after, recursive=True))
 
@@ -83,12 +86,40 @@ class LayerHook:
             return {}, None
         if watch.kind is Kind.OPERATIONS:
             return {name: WatchedParameter.of(p.detach(), self._origin(name, p)) for name, p in real.items()}, None
+        if self._is_shared_table(args, kwargs):
+            return {name: p.detach() for name, p in real.items()}, partial(self._watched_entries, real)
         if capture.swap is not None and watch.kind is Kind.LAYER:
             tensors = tensors_in((args, kwargs))
             swapped = capture.swap(watch, real, tensors, capture.rows_of(tensors))
             if swapped is not None:
                 return swapped, _copied
         return {name: p.detach() for name, p in real.items()}, partial(self._tapped, real)
+
+    def _is_shared_table(self, args: Any, kwargs: Any) -> bool:
+        """Whether all rows share the entries that are looked up, as those of positions ``(1, T)`` or ``(T,)``."""
+        capture = self.capture
+        if not isinstance(self.watch.module, nn.Embedding) or capture.rows is None or not capture.batch_first:
+            return False
+        indices = tensors_in((args, kwargs))[0]
+        if indices.dim() == 1:  # as many positions as rows, some day: what was shared before is then, too
+            self.shared = self.shared or len(indices) != capture.rows
+            return self.shared
+        return indices.dim() > 1 and indices.shape[0] == 1 != capture.rows
+
+    def _watched_entries(self, real: Mapping[str, nn.Parameter], args: Any, kwargs: Any, output: Tensor) -> Tensor:
+        """The entries, followed operation by operation until they meet a tensor that carries the batch."""
+        capture, indices = self.capture, tensors_in((args, kwargs))[0]
+        ((name, parameter),) = real.items()
+        dotted = _join(self.watch.name, name)
+
+        def tap_rows(origin: Origin, rows: int) -> Tensor:
+            capture.uses[parameter] += 1
+            report = CallReport(capture, self.watch, {name: Use(parameter, dotted)}, batch_first=True)
+            entries = output.detach().expand(rows, *output.shape).clone()
+            return report.tap((indices.expand(rows, *indices.shape),), {}, entries)
+
+        origin = Origin(parameter, dotted, tap_rows, _no_linear, lambda: capture.rows)
+        return WatchedParameter.of(output.detach(), origin)
 
     def _after(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         if not self.open:
@@ -171,6 +202,14 @@ class RootHook:
 
     def _reached(self, grads: Any) -> None:
         self.capture.expect_end()
+
+
+def _no_linear(origins: Mapping[str, Origin], inputs: Tensor, output: Tensor) -> Tensor:
+    origin = next(iter(origins.values()))
+    raise UnsupportedLayerError(
+        f"Entries of '{origin.name}' that all rows share are used as the weight of F.linear.",
+        fix="Tie weights by sharing the parameter of a layer.",
+    )
 
 
 def _copied(args: Any, kwargs: Any, output: Tensor) -> Tensor:

@@ -125,7 +125,7 @@ class Bookkeep(AbstractGradients):
             if entry.kept is not None:
                 into.add(parameter, weight_B.to(entry.kept.dtype) @ _flat(entry.kept))
             else:
-                # At most 1 inside the product: an input of 1e38 with no gradient must not overflow before it is nothing.
+                # At most 1 inside the product: an input of 1e38 without gradient must not overflow before it vanishes.
                 largest = weight_B.max().clamp(min=1.0) if len(weight_B) else weight_B.new_ones(())
                 for call, sampler in entry.calls:
                     into.add(parameter, sampler.total(call, weight_B / largest) * largest)

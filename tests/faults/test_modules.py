@@ -507,6 +507,49 @@ def test_f_m4_a_container_with_a_way_of_its_own_is_right(mode):
     assert_right(Skipping(nn.Linear(FEATURES, 5), nn.Tanh(), nn.Linear(5, CLASSES)), tensors(), mode=mode)
 
 
+# F-M9: tables that all rows share
+
+
+class Positions(nn.Module):
+    """Position embeddings as they are written: ids of shape (1, T) or (T,), taken beside the batch."""
+
+    def __init__(self, ids, tied):
+        super().__init__()
+        torch.manual_seed(0)
+        self.table, self.head = nn.Embedding(9, FEATURES), nn.Linear(FEATURES, CLASSES)
+        self.register_buffer("ids", ids)
+        self.tied = tied
+
+    def forward(self, inputs):
+        hidden = inputs + self.table(self.ids[..., : inputs.shape[1]])
+        if self.tied:  # the same table by rows, too
+            hidden = hidden + self.table(inputs[..., 0].abs().long() % 9)
+        return self.head(torch.tanh(hidden).mean(dim=1))
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["alone", "with-rows"])
+@pytest.mark.parametrize("ids", [torch.arange(9).unsqueeze(0), torch.arange(9)], ids=["1-T", "T"])
+@every_mode
+def test_f_m9_position_embeddings_beside_the_batch_are_right(mode, ids, tied):
+    plain = Positions(ids, tied)
+    data = tensors(8, FEATURES)
+    by_row = copy.deepcopy(plain)
+    assert_right(plain, data, plain=by_row, mode=mode)
+    release_of(Positions(ids, tied), [t[:1] for t in data], mode=mode)
+    _, model, *_ = private(Positions(ids, tied), data, mode=mode)
+    assert model(data[0][:0]).shape == (0, CLASSES)
+
+
+@pytest.mark.parametrize("mode", ["auto", "ghost"])
+def test_f_m9_as_many_positions_as_rows_are_refused_at_first_and_right_later(mode):
+    with pytest.raises(UnsupportedLayerError, match="rows of a batch apart"):
+        release_of(Positions(torch.arange(9), False), tensors(6, FEATURES), mode=mode)
+    _, model, optimizer, loader = private(Positions(torch.arange(9), False), tensors(5, FEATURES), mode=mode)
+    for inputs, targets in loader:
+        plain_step(model, optimizer, inputs, targets)
+    assert model.table.weight.grad[:5].norm() > 0
+
+
 # Outputs that hold the loss
 
 
