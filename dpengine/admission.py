@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from torch import nn
@@ -14,12 +14,14 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from dpengine.accounting import Charge, calibrate, check_delta, suggested_delta
 from dpengine.clipping import AbstractClip, clipping_from
-from dpengine.errors import InvalidBudgetError, ParameterMismatchError, UnknownParameterError, notice
+from dpengine.errors import InvalidBudgetError, LedgerError, ParameterMismatchError, UnknownParameterError, notice
 from dpengine.optimizer import parameters_of, refuse_optimizer
+from dpengine.plan import rate_to_book
 from dpengine.sampling import AbstractBatchStrategy
 from dpengine.validation import check
 
 attached_models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+_PASS_STATE = "Pass what engine.state_dict() returned."
 _engines_of: dict[int, tuple[weakref.ref[Any], Callable[[], Any]]] = {}  # by id of the data set, with a way to it
 
 
@@ -27,6 +29,27 @@ def refuse_unknown(argument: str, value: str, choices: Collection[str]) -> None:
     """Refuses a name that is not in a list."""
     if not isinstance(value, str) or value not in choices:
         raise ValueError(f"{argument}={value!r} is not known. Choose one of: {', '.join(map(repr, choices))}.")
+
+
+def refuse_other_than_bool(**arguments: Any) -> None:
+    """Refuses an argument that is neither True nor False: ``"no"`` would count as True."""
+    for name, value in arguments.items():
+        if not isinstance(value, bool):
+            raise TypeError(f"{name}={value!r} is a {type(value).__name__}; pass True or False.")
+
+
+def refuse_state(state: Any) -> None:
+    """Refuses what is no state of an engine. The charges in it are read, and refused, by the ledger."""
+    if not isinstance(state, Mapping):
+        raise LedgerError(f"The engine's state is a {type(state).__name__}.", fix=_PASS_STATE)
+    for name in ("ledger", "delta"):
+        if name not in state:
+            raise LedgerError(f"The engine's state has no {name!r}; it has {list(state)}.", fix=_PASS_STATE)
+    ledger, delta = state["ledger"], state["delta"]
+    if not isinstance(ledger, Mapping):
+        raise LedgerError(f"The engine's state has a {type(ledger).__name__} as its 'ledger'.", fix=_PASS_STATE)
+    if delta is not None and not (isinstance(delta, float) and 0 < delta < 1):
+        raise LedgerError(f"The engine's state has delta={delta!r}, which is not in (0, 1).", fix=_PASS_STATE)
 
 
 def delta_for(given: float | None, num_examples: int, allow_large: bool) -> float:
@@ -74,7 +97,7 @@ def noise_for(
     return calibrate(
         target_epsilon=target,
         target_delta=delta,
-        sample_rate=strategy.sample_rate,
+        sample_rate=rate_to_book(strategy.sample_rate),
         steps=planned,
         accountant=accountant,
         spent=spent,
@@ -96,6 +119,7 @@ def admit(module: nn.Module, optimizer: Optimizer, grad_scaler: Any, lr_schedule
         raise TypeError(f"grad_scaler is a {type(grad_scaler).__name__}; pass the torch.amp.GradScaler of the loop.")
     if lr_scheduler is not None and not callable(getattr(lr_scheduler, "step", None)):
         raise TypeError(f"lr_scheduler is a {type(lr_scheduler).__name__}; pass a scheduler, which has step().")
+    _refuse_foreign_scheduler(lr_scheduler, optimizer)
     if isinstance(lr_scheduler, ReduceLROnPlateau):
         notice(
             "DPE012",
@@ -107,6 +131,19 @@ def admit(module: nn.Module, optimizer: Optimizer, grad_scaler: Any, lr_schedule
     refuse_optimizer(optimizer)
     check(module).raise_if_blocked()
     _refuse_foreign_parameters(module, optimizer)
+
+
+def _refuse_foreign_scheduler(lr_scheduler: Any, optimizer: Any) -> None:
+    """A scheduler skips when its optimizer skipped, so that must be the one that is made private."""
+    if lr_scheduler is None or getattr(lr_scheduler, "optimizer", None) is optimizer:
+        return
+    kind = type(lr_scheduler).__name__
+    if isinstance(lr_scheduler, Optimizer):
+        raise TypeError(f"lr_scheduler is an optimizer ({kind}); pass a scheduler, such as StepLR(optimizer, 10).")
+    raise ValueError(
+        f"lr_scheduler ({kind}) belongs to another optimizer than the one given, or to none: its .optimizer is not "
+        f"this {type(optimizer).__name__}. Build it over the optimizer that make_private is given."
+    )
 
 
 def _refuse_attached(module: nn.Module) -> None:

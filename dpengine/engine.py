@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 from torch import Tensor, nn
@@ -17,6 +17,8 @@ from dpengine.admission import (
     delta_for,
     noise_for,
     planned_steps,
+    refuse_other_than_bool,
+    refuse_state,
     refuse_unknown,
     warn_of_other_engine,
 )
@@ -34,9 +36,9 @@ from dpengine.plan import DPExecutionPlan
 from dpengine.progress import progress
 from dpengine.release import Release
 from dpengine.report import PrivacyReport
-from dpengine.report_of_run import report_of_run
+from dpengine.report_of_run import refuse_unknown_facts, report_of_run
 from dpengine.run import Budget, Run
-from dpengine.sampling import WordStream, private_loader, strategy_for
+from dpengine.sampling import strategy_for
 
 B = TypeVar("B")
 M = TypeVar("M", bound=nn.Module)
@@ -58,11 +60,14 @@ class PrivacyEngine:
 
     Raises:
         ValueError: If the accountant is not known.
+        TypeError: If the seed is not an integer.
     """
 
     @suggests_names
     def __init__(self, accountant: str = "pld", *, secure_rng: bool = False, seed: int | None = None):
         accountant_used(accountant)  # refuses a name that is not known
+        if seed is not None:
+            NoiseSource.seeded(seed)  # refuses what is no integer
         self.accountant = accountant
         self.ledger = Ledger()
         self._kind = "chacha20" if secure_rng else DEFAULT_KIND
@@ -141,6 +146,7 @@ class PrivacyEngine:
         refuse_unknown("on_budget", on_budget, ("stop", "raise", "warn"))
         refuse_unknown("loss_reduction", loss_reduction, ("mean", "sum"))
         refuse_unknown("grad_sample_mode", grad_sample_mode, MODES)
+        refuse_other_than_bool(batch_first=batch_first, allow_large_delta=allow_large_delta)
         admit(module, optimizer, grad_scaler, lr_scheduler)
         strategy = strategy_for(
             data_loader, sampling=sampling, sample_rate=sample_rate, expected_batch_size=expected_batch_size
@@ -159,7 +165,7 @@ class PrivacyEngine:
         run = self._build(module, optimizer, plan, budget, grad_sample_mode, batch_first, loss_reduction)
         run.release.unused_parameters = unused_parameters
         run.grad_scaler, run.lr_scheduler = grad_scaler, lr_scheduler
-        loader = _loader(run, data_loader, physical_batch_size, accumulation_steps, batch_first, example_input)
+        loader = run.loader(data_loader, physical_batch_size, accumulation_steps, batch_first, example_input)
         self._tell(plan, data_loader.dataset)
         run.attach()  # the first change to anything of the user's: all that may be refused was refused
         self.runs.append(run)
@@ -257,7 +263,7 @@ class PrivacyEngine:
             nonprivate: Adds figures that follow from private data, under ``nonprivate/``. Do not publish them.
 
         Returns:
-            Numbers by name. ``privacy/epsilon`` is missing where no epsilon can be claimed.
+            Numbers by name. ``privacy/epsilon`` and its share of the target are missing where none can be claimed.
         """
         run = self._last_run()
         values: dict[str, float] = {
@@ -267,8 +273,8 @@ class PrivacyEngine:
         }
         with contextlib.suppress(AccountingRefusedError):  # then there is no epsilon to log
             values["privacy/epsilon"] = self.epsilon
-        if run.budget.target_epsilon is not None:
-            values["privacy/budget_used"] = values["privacy/epsilon"] / run.budget.target_epsilon
+            if run.budget.target_epsilon is not None:
+                values["privacy/budget_used"] = values["privacy/epsilon"] / run.budget.target_epsilon
         if nonprivate:
             seen = run.release.statistics
             values["nonprivate/clip_fraction"] = seen.clipped / max(seen.rows, 1)
@@ -276,6 +282,7 @@ class PrivacyEngine:
             values["nonprivate/dropped_rows"] = run.release.dropped_rows
         return values
 
+    @suggests_names
     def progress(self, loader: Iterable[B], *, total: int | None = None) -> Iterator[B]:
         """The batches of a loader, beside a bar with epsilon; silent where nobody looks. See `dpengine.progress`."""
         target = self._last_run().budget.target_epsilon
@@ -287,9 +294,11 @@ class PrivacyEngine:
         *,
         data: Mapping[str, Any] | None = None,
         utility: Mapping[str, Any] | None = None,
-        excludes: tuple[str, ...] = (),
+        excludes: Sequence[str] = (),
     ) -> PrivacyReport:
         """The report of what was spent so far: ``print`` states it, ``save(directory)`` writes its files.
+
+        An unknown key of an argument is a ``ValueError``, what has another type a ``TypeError``.
 
         Args:
             data: ``name``, ``source``, ``licence``, ``sha256`` of the data, as far as they shall be known.
@@ -299,18 +308,23 @@ class PrivacyEngine:
         Returns:
             The report, with the plan of the last run and the charges of all.
         """
-        return report_of_run(self._last_run(), self.ledger, self._relation, data or {}, utility or {}, excludes)
+        refuse_unknown_facts(data, utility, excludes)
+        return report_of_run(self._last_run(), self.ledger, self._relation, data or {}, utility or {}, tuple(excludes))
 
+    @suggests_names
     def describe(self) -> dict[str, Any]:
         """What the last run does: sampling, clipping, standard deviations, relation."""
         return self._last_run().release.plan.describe()
 
+    @suggests_names
     def state_dict(self) -> dict[str, Any]:
         """What was spent, as plain JSON values."""
         return {"accountant": self.accountant, "delta": self._delta, "ledger": self.ledger.state_dict()}
 
+    @suggests_names
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Adds a stored history to what this engine has spent."""
+        """Adds a stored history to what this engine has spent; a state that is damaged is a ``LedgerError``."""
+        refuse_state(state)
         self.ledger.load_state_dict(state["ledger"], merge=True)
         self._delta = self._delta if self._delta is not None else state["delta"]
 
@@ -367,34 +381,3 @@ class PrivacyEngine:
         if not plan.sampling.claims_epsilon:
             notice("DPE012", f"epsilon not claimed (sampling={plan.sampling.law!r}).", key="sampling")
         warn_of_other_engine(self, dataset)
-
-
-def _loader(
-    run: Run,
-    data_loader: DataLoader[Any],
-    physical_batch_size: int | None,
-    accumulation_steps: int,
-    batch_first: bool,
-    example_input: Any,
-) -> DataLoader[Any]:
-    return private_loader(
-        data_loader,
-        strategy=run.release.plan.sampling,
-        words=_mask_words(run.release.source),
-        physical_batch_size=physical_batch_size,
-        accumulation_steps=accumulation_steps,
-        batch_first=batch_first,
-        on_handout=run.release.handed_out,
-        may_draw=lambda step: run.budget.may_draw(run.release),
-        example_input=example_input,
-    )
-
-
-def _mask_words(source: NoiseSource) -> WordStream:
-    """The words that batches are drawn with."""
-
-    def words(count: int, *, step: int, block: int) -> Any:
-        # A request is less than 2**32 of the source's blocks long, so the next one of the step does not repeat it.
-        return source.words(count, domain="mask", step=step, block=block << 32)
-
-    return words

@@ -29,6 +29,7 @@ class GradSampleModule(nn.Module):
         force_functorch: Whether every layer goes through the ``torch.func`` fallback.
 
     Raises:
+        TypeError: If the module is no ``torch.nn.Module``.
         ValueError: If ``loss_reduction`` is not known.
     """
 
@@ -41,6 +42,10 @@ class GradSampleModule(nn.Module):
         force_functorch: bool = False,
     ):
         super().__init__()
+        if not isinstance(module, nn.Module):
+            raise TypeError(
+                f"GradSampleModule: module is {torch.typename(module)}; pass an instance of torch.nn.Module."
+            )
         if loss_reduction not in {"mean", "sum"}:
             raise ValueError(f"loss_reduction={loss_reduction!r} is not known. Choose one of: 'mean', 'sum'.")
         self.module = module

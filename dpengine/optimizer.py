@@ -67,10 +67,10 @@ def attach(optimizer: Optimizer, release: Release) -> None:
     """Makes an optimizer, or a copy of a private one, private in place."""
     refuse_optimizer(optimizer)
     base = getattr(type(optimizer), "dp_base", type(optimizer))
-    instance_step = optimizer.__dict__.pop("step", None)
     known = frozenset(release.sums.model.parameters())
+    optimizer.__class__ = private_class(base)  # type: ignore[arg-type]  # first: Python may refuse it
+    instance_step = optimizer.__dict__.pop("step", None)
     optimizer.__dict__[_ATTACHED] = Attachment(release, base, instance_step, known)
-    optimizer.__class__ = private_class(base)  # type: ignore[arg-type]
     if instance_step is not None:
         optimizer.__dict__["step"] = _counted(optimizer, private_class(base).step)  # type: ignore[arg-type]
 
@@ -202,7 +202,10 @@ def _repr(self: Any) -> str:
         settings = (
             f"noise_multiplier={plan.noise_multiplier:g}, max_grad_norm={plan.clipping.max_grad_norm:g}{insecure}"
         )
-    return f"DP{self.dp_base.__name__}({settings}) of {self.dp_base.__repr__(self)}"
+    own, kind = self.dp_base.__repr__(self), type(self).__name__
+    if own.startswith(kind):  # torch begins with the name of the class, which is ours
+        own = self.dp_base.__name__ + own.removeprefix(kind)
+    return f"{kind}({settings}) of {own}"
 
 
 def _rebuild(base: type[Optimizer], state: dict[str, Any]) -> Optimizer:

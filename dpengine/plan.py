@@ -16,6 +16,13 @@ LEAST_STD = 2.0**-100
 """Least standard deviation of noise: float32 sums hold it with all their bits."""
 
 
+def rate_to_book(sample_rate: float) -> float:
+    """The rate to charge for a draw at ``sample_rate``: above any probability that the draw may have."""
+    # The draw compares 64-bit words; its probability is above the rate by 2**-60 at most. Beside a rate of 2**-7 or
+    # more that rounds to nothing, so the next float is taken there.
+    return min(1.0, max(sample_rate + 2.0**-60, math.nextafter(sample_rate, 1.0)))
+
+
 @dataclass(frozen=True, eq=False)
 class DPExecutionPlan:
     """What one run does, fixed before its first batch.
@@ -69,8 +76,7 @@ class DPExecutionPlan:
         if self.noise_multiplier > 0 and not self.sampling.claims_epsilon:
             return UnclaimedEvent(f"sampling={self.sampling.law!r} does not draw Poisson batches")
         sigma = self.noise_multiplier / math.sqrt(batches)
-        # The draw compares 64-bit words; its probability is above the rate by at most this much.
-        return release_event(noise_multiplier=sigma, sample_rate=min(1.0, self.sampling.sample_rate + 2.0**-60))
+        return release_event(noise_multiplier=sigma, sample_rate=rate_to_book(self.sampling.sample_rate))
 
     @property
     def noise_std(self) -> float:

@@ -15,6 +15,7 @@ import torch
 
 from dpengine.accounting import Ledger
 from dpengine.errors import AccountingRefusedError
+from dpengine.names import suggests_names
 from dpengine.report import round_up
 
 B = TypeVar("B")
@@ -35,6 +36,7 @@ class Spender(Protocol):
         """Epsilon spent so far."""
 
 
+@suggests_names
 def progress(
     engine: Spender, loader: Iterable[B], *, target_epsilon: float | None = None, total: int | None = None
 ) -> Iterator[B]:

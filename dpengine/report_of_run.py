@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import difflib
+from collections.abc import Mapping, Sequence
+from numbers import Real
 from typing import Any
 
 import torch
@@ -10,6 +12,43 @@ import torch
 from dpengine.accounting import Ledger, Relation
 from dpengine.report import PrivacyReport, RunFacts
 from dpengine.run import Run
+from dpengine.validation import loss_was_checked
+
+_TEXT = (str, type(None))
+_KEYS: dict[str, dict[str, tuple[type, ...]]] = {
+    "data": {"name": _TEXT, "source": _TEXT, "licence": _TEXT, "sha256": (*_TEXT, Mapping)},
+    "utility": {"metric": _TEXT, "value": (*_TEXT, Real), "split": _TEXT},
+}
+"""What the user may say of a run, and the types that each value may have."""
+
+
+def refuse_unknown_facts(data: Any, utility: Any, excludes: Any) -> None:
+    """Refuses what a report cannot show: other keys than it knows, and values of other types.
+
+    Raises:
+        TypeError: If something has another type than the report's schema says.
+        ValueError: If a key is not known.
+    """
+    for argument, given in (("data", data), ("utility", utility)):
+        if given is not None and not isinstance(given, Mapping):
+            raise TypeError(
+                f"{argument} is a {type(given).__name__}; pass a dictionary with {', '.join(_KEYS[argument])}."
+            )
+        for key, value in (given or {}).items():
+            if key not in _KEYS[argument]:
+                near = difflib.get_close_matches(str(key), _KEYS[argument], n=1)
+                hint = f"Did you mean {near[0]!r}?" if near else f"It takes: {', '.join(_KEYS[argument])}."
+                raise ValueError(f"{argument} has no key {key!r}. {hint}")
+            if not isinstance(value, _KEYS[argument][key]) or isinstance(value, bool):
+                known = " or ".join(kind.__name__ for kind in _KEYS[argument][key])
+                raise TypeError(f"{argument}[{key!r}] is a {type(value).__name__}, not {known}.")
+    found = type(excludes).__name__
+    if isinstance(excludes, Sequence) and not isinstance(excludes, (str, bytes)):
+        wrong = next((sentence for sentence in excludes if not isinstance(sentence, str)), None)
+        if wrong is None and None not in excludes:
+            return
+        found = f"{found} that holds a {type(wrong).__name__}"
+    raise TypeError(f"excludes is a {found}; pass a list of sentences, such as ['the tuning of the rates'].")
 
 
 def report_of_run(
@@ -51,6 +90,7 @@ def report_of_run(
         utility=utility,
         torch=torch.__version__,
         device=device,
+        loss_checked=loss_was_checked(run.model) or None,  # None: not probed, as far as is known here
         excludes=excludes,
     )
     return PrivacyReport(facts)

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils.data import DataLoader
 
 from dpengine import companions
 from dpengine import optimizer as private_optimizer
 from dpengine.accounting import Charge, Event, epsilon
 from dpengine.admission import attached_models
 from dpengine.errors import BatchDependentLossError, BatchMismatchError, notice
+from dpengine.noise import NoiseSource
 from dpengine.release import Release
+from dpengine.sampling import WordStream, private_loader
 
 
 @dataclass(eq=False)
@@ -97,16 +101,43 @@ class Run:
     attached: bool = False
 
     def attach(self) -> None:
-        """Puts everything on."""
-        private_optimizer.attach(self.optimizer, self.release)
-        self.release.sums.attach()
-        if self.grad_scaler is not None:
-            self.release.loss_scale = lambda: float(self.grad_scaler.get_scale())
-            companions.attach_scaler(self.grad_scaler)
-        if self.lr_scheduler is not None:
-            companions.attach_scheduler(self.lr_scheduler)
-        attached_models.add(self.model)
+        """Puts everything on, or nothing: what raises in between is undone first."""
+        with contextlib.ExitStack() as undo:
+            private_optimizer.attach(self.optimizer, self.release)
+            undo.callback(private_optimizer.detach, self.optimizer)
+            undo.callback(self.release.sums.detach)  # before it begins, since it may stop between two hooks
+            self.release.sums.attach()
+            if self.grad_scaler is not None:
+                self.release.loss_scale = lambda: float(self.grad_scaler.get_scale())
+                companions.attach_scaler(self.grad_scaler)
+                undo.callback(companions.detach, self.grad_scaler)
+            if self.lr_scheduler is not None:
+                companions.attach_scheduler(self.lr_scheduler)
+                undo.callback(companions.detach, self.lr_scheduler)
+            attached_models.add(self.model)
+            undo.pop_all()  # all is well: nothing is undone
         self.attached = True
+
+    def loader(
+        self,
+        data_loader: DataLoader[Any],
+        physical_batch_size: int | None,
+        accumulation_steps: int,
+        batch_first: bool,
+        example_input: Any,
+    ) -> DataLoader[Any]:
+        """The private loader of this run, which tells its release what is handed out."""
+        return private_loader(
+            data_loader,
+            strategy=self.release.plan.sampling,
+            words=_mask_words(self.release.source),
+            physical_batch_size=physical_batch_size,
+            accumulation_steps=accumulation_steps,
+            batch_first=batch_first,
+            on_handout=self.release.handed_out,
+            may_draw=lambda step: self.budget.may_draw(self.release),
+            example_input=example_input,
+        )
 
     def backward(self, loss_B: Tensor) -> None:
         """The backward pass of a loss with one number for each row."""
@@ -134,3 +165,13 @@ class Run:
                 companions.detach(companion)
         attached_models.discard(self.model)
         self.attached = False
+
+
+def _mask_words(source: NoiseSource) -> WordStream:
+    """The words that batches are drawn with."""
+
+    def words(count: int, *, step: int, block: int) -> Any:
+        # A request is less than 2**32 of the source's blocks long, so the next one of the step does not repeat it.
+        return source.words(count, domain="mask", step=step, block=block << 32)
+
+    return words

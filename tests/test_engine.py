@@ -25,12 +25,13 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from dpengine import Adaptive, Automatic, Flat, PerLayer, PrivacyEngine
-from dpengine.accounting import Charge, Ledger, Relation, epsilon, release_event
+from dpengine.accounting import Charge, Ledger, Relation, calibrate, epsilon, release_event
 from dpengine.errors import (
     AccountingRefusedError,
     BudgetExceeded,
     CalibrationError,
     InvalidBudgetError,
+    LedgerError,
     MissingGradientError,
     PrivacyWarning,
     TicketError,
@@ -250,6 +251,16 @@ def test_the_charged_rate_is_not_below_the_drawn_one():
     assert loop.release.plan.event().sample_rate == 2.0**-40 + 2.0**-60
 
 
+def test_noise_is_found_for_the_rate_that_is_charged(monkeypatch):
+    asked = []
+    monkeypatch.setattr(
+        "dpengine.admission.calibrate", lambda **given: asked.append(given["sample_rate"]) or calibrate(**given)
+    )
+    loop = make_loop(target_epsilon=3.0, steps=4, sample_rate=0.1)
+    assert asked == [loop.release.plan.event().sample_rate]
+    assert asked[0] > 0.1
+
+
 def test_without_noise_epsilon_is_infinite_and_it_is_said():
     with pytest.warns(PrivacyWarning, match=r"DPE012.*NOT PRIVATE"):
         loop = make_loop(noise_multiplier=0)
@@ -265,6 +276,17 @@ def test_for_shuffled_batches_no_epsilon_is_claimed():
     with pytest.raises(AccountingRefusedError, match="shuffle"):
         loop.engine.get_epsilon(1e-3)
     assert "privacy/epsilon" not in loop.engine.metrics()
+
+
+def test_metrics_need_no_epsilon_where_a_target_is_set():
+    unclaimed = make_loop(sampling="shuffle", noise_multiplier=1.0)
+    train(unclaimed)
+    loop = make_loop(target_epsilon=3.0, steps=4)
+    assert loop.engine.metrics()["privacy/budget_used"] == 0
+    loop.engine.load_state_dict(unclaimed.engine.state_dict())
+    found = loop.engine.metrics()
+    assert found["privacy/step"] == 4
+    assert not {"privacy/epsilon", "privacy/budget_used"} & set(found)
 
 
 def test_the_relation_is_add_or_remove_only_where_all_constants_are_given():
@@ -283,6 +305,35 @@ def test_the_state_is_plain_json_and_loads_on_top():
     assert two.engine.ledger.steps == 8
     both = [*one.engine.ledger.history, Charge(release_event(noise_multiplier=2.0, sample_rate=0.25), 4)]
     assert two.engine.get_epsilon(1e-3) == pytest.approx(epsilon(both, 1e-3))
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (lambda state: None, "NoneType"),
+        (lambda state: {}, "no 'ledger'"),
+        (lambda state: {"ledger": state["ledger"]}, "no 'delta'"),
+        (lambda state: state | {"ledger": None}, "NoneType as its 'ledger'"),
+        (lambda state: state | {"ledger": {}}, "schema None"),
+        *[(lambda state, delta=delta: state | {"delta": delta}, "delta=") for delta in (7.0, 0.0, "1e-5", math.nan)],
+    ],
+)
+def test_a_state_that_is_damaged_is_refused_and_changes_nothing(change, says):
+    stored = make_loop(noise_multiplier=1.0)
+    train(stored)
+    engine = PrivacyEngine()
+    with pytest.raises(LedgerError, match=f"DPE021.*{says}"):
+        engine.load_state_dict(change(stored.engine.state_dict()))
+    assert engine.ledger.history == ()
+    engine.load_state_dict(stored.engine.state_dict())
+    assert engine.epsilon == stored.engine.epsilon
+
+
+@pytest.mark.parametrize("seed", ["x", True, 1.5])
+def test_a_seed_that_is_no_integer_is_refused_at_once(seed):
+    with pytest.raises(TypeError, match=f"seed must be an int, got {type(seed).__name__}"):
+        PrivacyEngine(seed=seed)
+    assert PrivacyEngine(seed=-3)._source().insecure_seed
 
 
 def test_an_engine_without_a_run_says_what_to_call():

@@ -17,6 +17,13 @@ def trained(**options):
     return loop
 
 
+@pytest.mark.parametrize("rate", [0.01, 0.25, 0.9])
+def test_the_light_of_poisson_sampling_is_green_at_every_rate(rate):
+    loop = trained(noise_multiplier=1.5, target_delta=1e-3, sample_rate=rate)
+    lights = loop.engine.report().to_dict()["accounting"]["assumptions"]
+    assert next(light for light in lights if "Poisson" in light["name"])["holds"] == "yes"
+
+
 @pytest.mark.filterwarnings("ignore:.*DPE012")
 def test_each_fact_is_that_of_the_run():
     loop = trained(noise_multiplier=1.5, target_delta=1e-3)

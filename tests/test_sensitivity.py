@@ -9,14 +9,22 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from oracle import clip_by_loop, relative_error
 
-from dpengine.clipping import Adaptive, Automatic, ClippedSums, Flat, PerLayer
+from dpengine.clipping import AbstractClip, Adaptive, Automatic, ClippedSums, Flat, Groups, PerLayer
 from dpengine.gradients import MODES
 
-POLICIES = {
-    "flat": lambda: Flat(0.5),
-    "per-layer": lambda: PerLayer(0.7),
-    "automatic": lambda: Automatic(0.4),
-    "adaptive": lambda: Adaptive(0.3),
+
+def groups_of(names):
+    """A group for each child of the model, with thresholds that differ."""
+    children = dict.fromkeys(name.partition(".")[0] for name in names)
+    return Groups({child: 0.2 + 0.1 * place for place, child in enumerate(children)})
+
+
+POLICIES = {  # for the names of a model's trainable parameters
+    "flat": lambda names: Flat(0.5),
+    "per-layer": lambda names: PerLayer(0.7),
+    "automatic": lambda names: Automatic(0.4),
+    "adaptive": lambda names: Adaptive(0.3),
+    "groups": groups_of,
 }
 
 
@@ -32,7 +40,7 @@ def clipped(model, plan, inputs, policy, mode):
 
 def check_one(plan, policy_name, mode, left_out):
     model, inputs = plan.build()
-    policy = POLICIES[policy_name]()
+    policy = POLICIES[policy_name]([name for name, p in model.named_parameters() if p.requires_grad])
     together = clipped(model, plan, inputs, policy, mode)
     rest = [i for i in range(ROWS) if i != left_out]
     without = clipped(model, plan, inputs[rest], policy, mode)
@@ -43,6 +51,12 @@ def check_one(plan, policy_name, mode, left_out):
         loss_of_row = lambda output, i: plan.loss_of(output)  # noqa: E731
         truth, _ = clip_by_loop(model, (inputs,), loss_of_row, ROWS, max_norm=0.5)
         assert relative_error(together, truth) < 1e-8
+
+
+def test_every_policy_is_drawn():
+    drawn = {type(make(["a.weight", "b.weight"])) for make in POLICIES.values()}
+    known = {policy for policy in AbstractClip.__subclasses__() if policy.__module__.startswith("dpengine.")}
+    assert drawn == known
 
 
 CHOICES = {

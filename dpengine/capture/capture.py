@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import enum
 import sys
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -25,6 +26,9 @@ from .replay import Replay
 from .watch import Watch
 
 _peek_transform = _functorch.peek_interpreter_stack  # None outside torch.func.vmap, grad and their like
+
+
+_watched: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # modules of all models that are attached
 
 
 class CaptureState(enum.Enum):
@@ -92,18 +96,25 @@ class Capture:
         """Puts the hooks on."""
         if self.state is not CaptureState.DETACHED:
             raise RuntimeError("capture is attached already; detach it first.")
+        if any(module in _watched for module in self.model.modules()):
+            raise UnknownParameterError(
+                f"The model ({type(self.model).__name__}), or a part of it, is watched already: by an engine, a "
+                "GradSampleModule or a PerSampleGradientClipper, which would each see the passes of the other.",
+                fix="Call engine.detach(model), to_standard_module() or clipper.detach() first.",
+            )
         _forget_compiled_code()
         self._twins = [layer for layer in self.model.modules() if to_twin(layer) is not None]
         for watch in self.watches:
             hook = LayerHook(self, watch)
-            before = watch.module.register_forward_pre_hook(hook.before, with_kwargs=True)
+            self._handles.append(watch.module.register_forward_pre_hook(hook.before, with_kwargs=True))
             after = watch.module.register_forward_hook(hook.after, with_kwargs=True, always_call=True, prepend=True)
-            self._handles += [before, after]
+            self._handles.append(after)
         root = RootHook(self)
         self._handles.append(self.model.register_forward_pre_hook(root.before, with_kwargs=True, prepend=True))
         self._handles.append(self.model.register_forward_hook(root.after, with_kwargs=True, always_call=True))
         self._unwatched = dict(self.model.named_parameters())
         self.watch_leaks()
+        _watched.update(self.model.modules())
         self.state = CaptureState.ATTACHED
 
     def watch_leaks(self) -> None:
@@ -122,6 +133,9 @@ class Capture:
             from_twin(layer)
         self._twins = []
         self.leaks.clear()
+        if self.state is not CaptureState.DETACHED:
+            for module in self.model.modules():
+                _watched.discard(module)
         self.state = CaptureState.DETACHED
 
     @contextlib.contextmanager

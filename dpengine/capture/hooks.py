@@ -170,12 +170,13 @@ class RootHook:
         capture = self.capture
         if not capture.watching or capture.rerunning:
             return
-        self.buffers.note()
         again = torch._C._current_graph_task_id() != -1  # a recomputation inside a backward pass
+        if not again:
+            capture.restore()  # an interrupt may have ended the last pass before its hooks could
+        self.buffers.note()
         if not capture.recording or again:
             return
         capture.watch_leaks()
-        capture.restore()  # an interrupt may have ended the last pass before its hooks could
         capture.rows = capture.rows_of(tensors_in((args, kwargs)))
         capture.receiver.forward_started(capture.rows)
         capture.leaks.clear()  # of backward passes before this, which were none of ours: in eval mode, say

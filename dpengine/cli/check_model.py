@@ -8,6 +8,8 @@ import json
 import os
 import sys
 from argparse import Namespace
+from collections.abc import Callable
+from typing import Any
 
 from torch import nn
 
@@ -32,6 +34,17 @@ def run(arguments: Namespace) -> int:
     return DONE if report.ok else FAILED
 
 
+def _made(factory: Callable[[], Any], text: str) -> Any:
+    try:
+        return factory()
+    except Exception as error:
+        raise CommandError(
+            f"{text} must be a function without arguments that returns the model; calling it failed with "
+            f"{type(error).__name__}: {error}",
+            exit_code=WRONG_USE,
+        ) from error
+
+
 def _model(text: str) -> nn.Module:
     """The model that ``MODULE:FACTORY`` makes. The module is imported, so it should do nothing but define."""
     module_name, _, attribute = text.partition(":")
@@ -44,7 +57,7 @@ def _model(text: str) -> nn.Module:
             found = getattr(found, name)
     except (ImportError, AttributeError) as error:
         raise CommandError(f"{text} cannot be found: {error}.", exit_code=WRONG_USE) from error
-    model = found if isinstance(found, nn.Module) else found() if callable(found) else found
+    model = found if isinstance(found, nn.Module) or not callable(found) else _made(found, text)
     if not isinstance(model, nn.Module):
         raise CommandError(f"{text} gives a {type(model).__name__}, not a torch.nn.Module.", exit_code=WRONG_USE)
     return model

@@ -73,6 +73,13 @@ def _run_options(parser: argparse.ArgumentParser) -> None:
     length.add_argument("--epochs", type=int, metavar="K", help="passes over the training set")
     length.add_argument("--steps", type=int, metavar="K", help="logical batches, instead of --epochs")
     parser.add_argument("--delta", type=float, metavar="D", help="default: N to the power of -1.1")
+    parser.add_argument(
+        "--sample-rate",
+        type=float,
+        metavar="Q",
+        help="the chance of each row to be in a batch, as a constant, with --steps; default: B / N. "
+        "Given with --delta, nothing follows from N, and the statement is for add-or-remove-one",
+    )
     parser.add_argument("--accountant", choices=("pld", "rdp", "gdp"), default="pld", help="default: %(default)s")
     _json(parser)
 

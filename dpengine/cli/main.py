@@ -68,3 +68,7 @@ def _parser() -> argparse.ArgumentParser:
 def _failed(message: str, code: int) -> int:
     print(f"dpengine: {message}", file=sys.stderr)
     return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

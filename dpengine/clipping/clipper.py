@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import torch
 from torch import nn
 
-from dpengine.errors import TicketError
+from dpengine.errors import TicketError, UnsupportedLayerError
 from dpengine.names import suggests_names
 
 from .clipped_sums import ClippedSums, ClipStatistics
@@ -26,13 +27,15 @@ class PerSampleGradientClipper:
 
     Args:
         module: The module whose trainable parameters are clipped. It must be in train mode to be recorded.
-        norm_clipper: A clipping policy, such as ``Flat(1.0)``.
+        norm_clipper: A clipping policy, such as ``Flat(1.0)``, that fits the module.
         batch_first: Whether axis 0 of the inputs is the batch; else axis 1, as in time-major models.
         loss_reduction: ``"mean"`` if the loss averages over the samples of a minibatch, ``"sum"`` if it adds them.
         grad_sample_mode: How per-sample gradients are had; a key of ``gradients.MODES``.
 
     Raises:
-        ValueError: If ``loss_reduction`` or ``grad_sample_mode`` is not known.
+        TypeError: If the module is no ``torch.nn.Module``, or the policy no policy.
+        ValueError: If ``loss_reduction`` or ``grad_sample_mode`` is not known, or the policy does not fit the module.
+        UnsupportedLayerError: If the module has no trainable parameter.
     """
 
     def __init__(
@@ -44,6 +47,7 @@ class PerSampleGradientClipper:
         *,
         grad_sample_mode: str = "auto",
     ):
+        _refuse_misfits(module, norm_clipper)
         self.module = module
         self.norm_clipper = norm_clipper
         self.loss_reduction = loss_reduction
@@ -113,3 +117,24 @@ class PerSampleGradientClipper:
         """Takes all hooks off the module."""
         self.reset()
         self._sums.detach()
+
+
+def _refuse_misfits(module: nn.Module, policy: AbstractClip) -> None:
+    """Refuses what is no module or no policy, and a policy that does not fit the module."""
+    if not isinstance(module, nn.Module):
+        raise TypeError(
+            f"PerSampleGradientClipper: module is {torch.typename(module)}; pass an instance of torch.nn.Module."
+        )
+    if not isinstance(policy, AbstractClip):
+        raise TypeError(
+            f"PerSampleGradientClipper: norm_clipper={policy!r} is no clipping policy. Pass one, such as "
+            "dpengine.Flat(1.0)."
+        )
+    trainable = [name for name, p in module.named_parameters() if p.requires_grad]
+    if not trainable:
+        raise UnsupportedLayerError(
+            f"PerSampleGradientClipper: the module ({type(module).__name__}) has no trainable parameter, so there is "
+            "nothing to clip.",
+            fix="Thaw what shall be trained: module.requires_grad_(True).",
+        )
+    policy.group_of(trainable)  # refuses a model that it does not fit

@@ -65,8 +65,8 @@ def register_grad_sampler(
     Raises:
         TypeError: If something other than a subclass of ``nn.Module`` is given, or the decorated rule is no function.
     """
-    classes = list(layer_class) if isinstance(layer_class, Sequence) else [layer_class]
-    for cls in classes or [layer_class]:
+    classes: list[Any] = list(layer_class) if isinstance(layer_class, Sequence) else [layer_class]
+    for cls in classes or [layer_class]:  # an empty list is no class either
         if not (isinstance(cls, type) and issubclass(cls, nn.Module)):
             raise TypeError(
                 f"register_grad_sampler takes a subclass of torch.nn.Module, or a list of them; got {cls!r}. Write "

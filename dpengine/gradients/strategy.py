@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from dpengine.capture import LayerCall, Use
@@ -100,7 +101,7 @@ def joint_gradients(call: LayerCall, uses: Mapping[str, Use], rule: JointSampler
         Each use with its gradients ``(B, *param.shape)``.
 
     Raises:
-        MissingGradientError: If the rule leaves one out, or gives another shape.
+        MissingGradientError: If the rule leaves one out, or gives something else than floats, or another shape.
     """
     grads = rule.grads(call)
     found = {uses[name].parameter: (uses[name], grad) for name, grad in grads.items() if name in uses}
@@ -111,11 +112,18 @@ def joint_gradients(call: LayerCall, uses: Mapping[str, Use], rule: JointSampler
                 f"'{use.name}'.",
                 fix="Return {parameter: per-sample gradient} for every trainable parameter of the layer.",
             )
+        grad = found[use.parameter][1]
+        if not (isinstance(grad, Tensor) and grad.is_floating_point()):
+            raise MissingGradientError(
+                f"The grad sampler of '{call.name}' ({type(call.layer).__name__}) gave {torch.typename(grad)} for "
+                f"parameter '{use.name}'; expected a tensor of floating point numbers.",
+                fix="Return one gradient for each row, as a tensor of the parameter's dtype.",
+            )
         expected = (call.batch_size, *use.parameter.shape)
-        if tuple(found[use.parameter][1].shape) != expected:
+        if tuple(grad.shape) != expected:
             raise MissingGradientError(
                 f"The grad sampler of '{call.name}' ({type(call.layer).__name__}) gave shape "
-                f"{tuple(found[use.parameter][1].shape)} for parameter '{use.name}'; expected {expected}.",
+                f"{tuple(grad.shape)} for parameter '{use.name}'; expected {expected}.",
                 fix="Return one gradient for each row, batch first.",
             )
     return list(found.values())

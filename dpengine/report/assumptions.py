@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
@@ -14,7 +15,7 @@ from .figures import delta_floor
 Holds = Literal["yes", "no", "not checked"]
 Light = Literal["green", "amber", "red"]
 
-_HALF_A_RATE_BIT = 2.0**-59  # the ledger books a rate that lies 2**-60 above the sampler's
+_RATE_BIT = 2.0**-59  # the ledger books a rate that lies 2**-60, or else one float, above the sampler's
 _NEGLIGIBLE_SHARE = 1e-3  # of delta
 
 _OTHER_STAMP = "ASSUMPTION NOT MET"
@@ -68,7 +69,7 @@ def _poisson(facts: RunFacts) -> Assumption:
     planned = facts.plan.get("sample_rate")
     if not rates:
         return Assumption(name, "yes", "the sampler of the plan draws so; no charge depends on it yet")
-    if planned is not None and not any(0 <= rate - planned <= _HALF_A_RATE_BIT for rate in rates):
+    if planned is not None and not any(0 <= rate - planned <= max(_RATE_BIT, math.ulp(planned)) for rate in rates):
         return Assumption(
             name, "not checked", f"the ledger's rates ({_listed(rates)}) are not the plan's ({planned:.6g})"
         )

@@ -34,7 +34,7 @@ class PoissonSampling(AbstractBatchStrategy):
 
     A draw takes time and memory in proportion to the batch, whatever ``num_examples`` is. Given all other inclusions,
     the probability of one differs from ``sample_rate`` by less than 2**-61; an accountant that books
-    ``sample_rate + 2**-60`` is on the safe side.
+    the next float above ``sample_rate``, and ``sample_rate + 2**-60`` at least, is on the safe side.
 
     Args:
         num_examples: The size of the data set, from 0 to 2**53.

@@ -2,6 +2,6 @@
 
 from .check import CheckReport, Finding, check
 from .fix import Change, fix
-from .loss import check_loss, per_example
+from .loss import check_loss, loss_was_checked, per_example
 
-__all__ = ["Change", "CheckReport", "Finding", "check", "check_loss", "fix", "per_example"]
+__all__ = ["Change", "CheckReport", "Finding", "check", "check_loss", "fix", "loss_was_checked", "per_example"]

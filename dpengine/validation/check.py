@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import nn
 
 from dpengine.capture import Kind, Watch, watch_list
@@ -95,7 +96,12 @@ def check(model: nn.Module) -> CheckReport:
 
     Returns:
         A report with one row for each layer: what owns parameters, what has no children, and all that is blocked.
+
+    Raises:
+        TypeError: If the model is no ``torch.nn.Module``.
     """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"check: model is {torch.typename(model)}; pass an instance of torch.nn.Module.")
     lookup = _Lookup()
     watches = {watch.module: watch for watch in watch_list(model, lookup, lambda module: None)}
     inside = {m for watch in watches.values() if watch.kind is Kind.UNIT for m in watch.module.modules()}

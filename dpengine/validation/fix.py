@@ -6,6 +6,7 @@ import copy
 import math
 from dataclasses import dataclass
 
+import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
@@ -54,7 +55,12 @@ def fix(model: nn.Module) -> tuple[nn.Module, list[Change]]:
     Returns:
         The copy, and a list of what was changed and of what could not be (``after`` is None), which ``check(copy)``
         still blocks.
+
+    Raises:
+        TypeError: If the model is no ``torch.nn.Module``.
     """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"fix: model is {torch.typename(model)}; pass an instance of torch.nn.Module.")
     mended = copy.deepcopy(model)
     changes: list[Change] = []
     replaced: dict[nn.Module, nn.Module] = {}

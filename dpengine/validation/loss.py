@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.loss import _Loss
 from torch.utils import _pytree as pytree
 
 from dpengine.errors import BatchDependentLossError, ReductionError
 from dpengine.names import suggests_names
 
 LossFunction = Callable[[Any, Any], Tensor]
+_checked: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # whose last check found nothing
 
 
 @suggests_names
@@ -21,7 +24,8 @@ def check_loss(
 ) -> None:
     """Recomputes a few rows of a batch alone, and compares what they did in the company of the others.
 
-    Runs in eval mode, so that dropout does not disturb the comparison; changes nothing in the model.
+    Runs in eval mode, so that dropout does not disturb the comparison; changes nothing in the model. A report of the
+    model's run says whether the last check found the rows apart.
 
     Args:
         model: The model.
@@ -31,15 +35,17 @@ def check_loss(
         rows: How many rows are recomputed. The batch must have at least two.
 
     An output or a loss gradient of a row that depends on the other rows raises BatchDependentLossError; a loss that is
-    summed where a mean was declared, or the other way round, ReductionError.
+    summed where a mean was declared, or the other way round, ReductionError; arguments of a wrong kind, TypeError.
 
     Raises:
-        ValueError: If the batch has fewer than two rows.
+        ValueError: If the batch has fewer than two rows, or ``loss_reduction`` is not known.
     """
+    _refuse_wrong_arguments(model, loss_fn, batch, loss_reduction)
     inputs, targets = batch
     size = next(t.shape[0] for t in pytree.tree_leaves(targets) if isinstance(t, Tensor) and t.dim())
     if size < 2:
         raise ValueError(f"check_loss: the batch has {size} rows; two are needed to see whether they mix.")
+    _checked.discard(model)
     mode = model.training
     try:
         model.eval()
@@ -53,6 +59,28 @@ def check_loss(
             _compare_gradients(row, size, loss_reduction, [one(g) for g in by_outputs], by_alone)
     finally:
         model.train(mode)
+    _checked.add(model)
+
+
+def loss_was_checked(model: nn.Module) -> bool:
+    """Whether ``check_loss`` ran for this model in this process, and found nothing the last time."""
+    return model in _checked
+
+
+def _refuse_wrong_arguments(model: Any, loss_fn: Any, batch: Any, loss_reduction: Any) -> None:
+    needed = "call check_loss(model, loss_fn, (inputs, targets))."
+    if not isinstance(model, nn.Module) or isinstance(model, _Loss):
+        kind = "a loss" if isinstance(model, _Loss) else "no torch.nn.Module"
+        raise TypeError(f"check_loss: model is {torch.typename(model)}, which is {kind}; {needed}")
+    if not callable(loss_fn):
+        raise TypeError(f"check_loss: loss_fn is {torch.typename(loss_fn)}, which cannot be called; {needed}")
+    if not (isinstance(batch, (tuple, list)) and len(batch) == 2):
+        size = f" of {len(batch)}" if isinstance(batch, (tuple, list)) else ""
+        raise TypeError(f"check_loss: batch is {torch.typename(batch)}{size}, which is no pair; {needed}")
+    if not any(isinstance(t, Tensor) and t.dim() for t in pytree.tree_leaves(batch[1])):
+        raise TypeError(f"check_loss: targets ({torch.typename(batch[1])}) hold no tensor with rows; {needed}")
+    if loss_reduction not in ("mean", "sum"):
+        raise ValueError(f"loss_reduction={loss_reduction!r} is not known. Choose one of: 'mean', 'sum'.")
 
 
 def per_example(loss_fn: LossFunction) -> LossFunction:

@@ -34,7 +34,7 @@ class Obstacle:
 
 def obstacle_of(module: nn.Module) -> Obstacle | None:
     """The first obstacle that applies to a module itself, not to its children."""
-    return next((obstacle for obstacle in OBSTACLES if obstacle.applies(module)), None)
+    return next((obstacle for obstacle in (SCRIPTED, *OBSTACLES) if obstacle.applies(module)), None)
 
 
 def has_spectral_norm(module: nn.Module) -> bool:
@@ -77,6 +77,13 @@ def _iterates_in_training(module: nn.Module) -> bool:
 def _trains(module: nn.Module, holds: Callable[[torch.dtype], bool]) -> bool:
     return any(parameter.requires_grad and holds(parameter.dtype) for parameter in module.parameters(recurse=False))
 
+
+SCRIPTED = Obstacle(
+    lambda module: isinstance(module, torch.jit.ScriptModule),
+    "is compiled by torch.jit, which takes no hooks and does not show what it does with the rows of a batch",
+    "Pass the ordinary module that was scripted or traced, and script it after training",
+)
+"""Looked at before all others: the kinds of what is inside cannot be told."""
 
 OBSTACLES = (
     Obstacle(

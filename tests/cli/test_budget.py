@@ -42,14 +42,7 @@ def test_epsilon_undoes_calibrate(capsys):
 @pytest.mark.parametrize("argv", [["calibrate", "--epsilon", "3", *ADULT], ["epsilon", "--sigma", "1.236", *ADULT]])
 def test_what_is_printed_is_a_statement_and_not_a_bare_number(capsys, argv):
     out = printed(capsys, *argv)
-    for needed in (
-        "add-or-remove-one",
-        "δ = 1e-05",
-        "Unit:",
-        "Not covered:",
-        "[not checked]",
-        "'pld' of dp-accounting",
-    ):
+    for needed in ("zero-out", "δ = 1e-05", "Unit:", "Not covered:", "'pld' of dp-accounting"):
         assert needed in out
     statement = json.loads(printed(capsys, *argv, "--json"))["statement"]
     assert statement in out
@@ -77,3 +70,38 @@ def test_another_accountant_is_named(capsys):
     found = json.loads(printed(capsys, "epsilon", "--sigma", "2.15", *FASHION, "--accountant", "rdp", "--json"))
     assert found["accountant"] == "rdp"
     assert found["epsilon"] > 1.664  # its bound is looser
+
+
+RUN = ["epsilon", "--sigma", "1.1", "--n", "60000", "--batch", "2048", "--steps", "600"]
+CONSTANTS = {"--sample-rate": ["--sample-rate", "0.03"], "--delta": ["--delta", "1e-6"]}
+
+
+@pytest.mark.parametrize("given", [[], ["--delta"], ["--sample-rate"]], ids=str)
+def test_what_follows_from_the_number_of_rows_makes_it_public(capsys, given):
+    argv = [*RUN, *(word for name in given for word in CONSTANTS[name])]
+    out = printed(capsys, *argv)
+    assert "(zero-out)" in out and "public (60,000)" in out and "add-or-remove-one" not in out
+    assert json.loads(printed(capsys, *argv, "--json"))["adjacency"] == "zero-out"
+
+
+def test_constants_keep_the_number_of_rows_private(capsys):
+    argv = [*RUN, *CONSTANTS["--sample-rate"], *CONSTANTS["--delta"]]
+    out = printed(capsys, *argv)
+    assert "add-or-remove-one" in out and "rate 0.03," in out and "60,000" not in out
+    found = json.loads(printed(capsys, *argv, "--json"))
+    assert (found["adjacency"], found["sample_rate"]) == ("add-or-remove-one", 0.03)
+
+
+def test_a_rate_without_the_number_of_steps_is_a_wrong_call(capsys):
+    argv = ["epsilon", *"--sigma 1 --n 600 --batch 20 --epochs 2 --sample-rate 0.03".split()]
+    assert main(argv) == 2
+    assert "--steps" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("argv", [RUN, ["calibrate", "--epsilon", "3", *RUN[3:]]], ids=["epsilon", "calibrate"])
+def test_no_run_is_claimed_to_have_taken_place(capsys, argv):
+    out = printed(capsys, *argv)
+    assert "Steps: 600 would be charged." in out
+    for claimed in ("steps charged", "planned", "in memory", "of the ledger", "[yes]", "[no]", "was not probed"):
+        assert claimed not in out
+    assert "The loss of a row depends on that row alone." in " ".join(out.split())

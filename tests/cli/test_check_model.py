@@ -1,6 +1,7 @@
 """``dpengine check`` says no, by its exit code too, where something blocks private training."""
 
 import json
+import re
 
 import pytest
 
@@ -12,6 +13,12 @@ from torch import nn
 
 def good():
     return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
+
+def with_argument(width):
+    return nn.Linear(width, width)
+
+def broken():
+    return nn.Linear(-1, 2)
 
 def bad():
     return nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
@@ -53,3 +60,11 @@ def test_json_has_the_findings(capsys, models):
     found = json.loads(capsys.readouterr().out)
     assert found["ok"] is False
     assert [finding["verdict"] for finding in found["findings"]] == ["supported", "blocked"]
+
+
+@pytest.mark.parametrize(("name", "why"), [("with_argument", "TypeError: .*'width'"), ("broken", "RuntimeError: .*-1")])
+def test_a_factory_that_cannot_be_called_is_no_traceback(capsys, models, name, why):
+    assert main(["check", f"{models}:{name}"]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert re.search(rf"dpengine: {models}:{name} must be a function without arguments.*{why}", err)

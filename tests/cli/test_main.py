@@ -70,6 +70,7 @@ WRONG = {
     "no-such-module": ["check", "no_such_module:model"],
     "no-such-name": ["check", "torch:no_such_name"],
     "not-a-model": ["check", "collections:OrderedDict"],
+    "a-class-that-needs-arguments": ["check", "torch.nn:Linear"],
     "unknown-data": ["data", "get", "cifar10"],
 }
 
@@ -99,8 +100,9 @@ def test_b1_what_cannot_be_done_gives_1_and_a_message(capsys, argv):
     assert "Traceback" not in err
 
 
-def test_python_m_runs_the_same_program():
-    command = [sys.executable, "-m", "dpengine", "data", "list", "--json"]
+@pytest.mark.parametrize("module", ["dpengine", "dpengine.cli.main"])
+def test_python_m_runs_the_same_program(module):
+    command = [sys.executable, "-m", module, "data", "list", "--json"]
     result = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT)
     assert {row["name"] for row in json.loads(result.stdout)} >= {"adult", "fashion-mnist"}
 

@@ -1,6 +1,7 @@
 """The clipper on its own, as its specification reads: any number of minibatches, then the average in ``.grad``."""
 
 import copy
+import re
 
 import pytest
 import torch
@@ -9,8 +10,8 @@ from oracle import SLACK, relative_error
 from reference import per_sample_gradients
 from torch import nn
 
-from dpengine import Flat, PerLayer, PerSampleGradientClipper
-from dpengine.errors import MissingGradientError, TicketError
+from dpengine import Flat, GradSampleModule, Groups, PerLayer, PerSampleGradientClipper
+from dpengine.errors import MissingGradientError, TicketError, UnsupportedLayerError
 
 SIZES = (4, 4, 3, 1)
 
@@ -172,3 +173,47 @@ def test_a_parameter_used_outside_its_layer_is_refused():
     (F.cross_entropy(model(inputs), targets) + model[0].weight.square().sum()).backward()
     with pytest.raises(MissingGradientError, match=r"'0.weight'"):
         clipper.clip_and_accumulate()
+
+
+@pytest.mark.parametrize("wrong", [1.0, "flat", Flat, None], ids=repr)
+def test_what_is_no_policy_is_refused_at_once(wrong):
+    model = model_of()
+    with pytest.raises(TypeError, match=rf"norm_clipper={re.escape(repr(wrong))} .*dpengine\.Flat\(1\.0\)"):
+        PerSampleGradientClipper(model, wrong)
+    assert not any(m._forward_hooks for m in model.modules())
+
+
+@pytest.mark.parametrize(
+    "policy", [PerLayer([0.1, 0.2, 0.3]), Groups({"0": 1.0}), Groups({"": 1.0, "9": 1.0})], ids=repr
+)
+def test_a_policy_that_does_not_fit_is_refused_before_hooks_go_on(policy):
+    model = model_of()
+    with pytest.raises(ValueError, match=r"3 thresholds for 2 layers|\['2.weight', '2.bias'\]|\['9'\]"):
+        PerSampleGradientClipper(model, policy)
+    assert not any(m._forward_hooks for m in model.modules())
+
+
+def test_a_policy_need_not_speak_of_frozen_parameters():
+    model = model_of()
+    model[2].requires_grad_(False)
+    PerSampleGradientClipper(model, Groups({"0": 1.0}))
+
+
+def test_a_frozen_module_is_refused_at_once():
+    with pytest.raises(UnsupportedLayerError, match=r"DPE001.*no trainable parameter.*requires_grad_\(True\)"):
+        PerSampleGradientClipper(model_of().requires_grad_(False), Flat(1.0))
+
+
+NO_MODULES = {
+    "NoneType": None,
+    "Linear": nn.Linear,
+    "SGD": torch.optim.SGD([nn.Parameter(torch.ones(1))]),
+    "list": [nn.Linear(2, 2)],
+}
+
+
+@pytest.mark.parametrize("wrap", [lambda m: PerSampleGradientClipper(m, Flat(1.0)), GradSampleModule])
+@pytest.mark.parametrize("got", NO_MODULES)
+def test_what_is_no_module_is_named(wrap, got):
+    with pytest.raises(TypeError, match=rf"module is .*{got}; pass an instance of torch\.nn\.Module"):
+        wrap(NO_MODULES[got])

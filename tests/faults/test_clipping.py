@@ -24,7 +24,7 @@ from reference import clipped_sum, per_sample_gradients
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from dpengine import Adaptive, Automatic, Flat, PerLayer, PrivacyEngine
+from dpengine import Adaptive, Automatic, Flat, Groups, PerLayer, PrivacyEngine
 from dpengine.errors import BatchMismatchError, InvalidBudgetError, RepeatedBackwardError
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*DPE012")
@@ -124,6 +124,7 @@ POLICIES = {
     "per-layer-list": lambda: PerLayer([0.3, 0.4]),
     "automatic": lambda: Automatic(0.5),
     "adaptive": lambda: Adaptive(0.5),
+    "groups": lambda: Groups({"0": 0.3, "": 0.4}),
 }
 
 

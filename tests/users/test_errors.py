@@ -418,6 +418,12 @@ def with_parameter_twice():
     return Subject.make(model=model, optimizer=optimizer)
 
 
+def scripted():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        return torch.jit.script(mlp())
+
+
 def loading(make):
     return lambda: Subject.make(loader=make())
 
@@ -447,6 +453,10 @@ def frozen():
 
 def with_foreign_optimizer():
     return Subject.make(model=mlp(), optimizer=torch.optim.SGD(mlp().parameters(), lr=0.1))
+
+
+def other_optimizer():
+    return torch.optim.SGD(mlp().parameters(), lr=0.1)
 
 
 def given(id, kind, argument, values, *, match="", noise=True, **rest):
@@ -513,11 +523,20 @@ BAD = [
     Bad("F-B15", errors.SamplingError, "is not a torch DataLoader", {}, loading(lambda: [1, 2])),
     Bad("F-B17", errors.UnsupportedLayerError, "float16", {}, modelling(lambda: mlp().half())),
     Bad("layer", errors.UnsupportedLayerError, "BatchNorm1d", {}, modelling(batch_norm)),
+    Bad("scripted", errors.UnsupportedLayerError, r"The model \(\w+\) is compiled by torch.jit.*ordinary module", {},
+        modelling(scripted)),
+    Bad("scripted", errors.UnsupportedLayerError, r"1 \(\w+\) is compiled by torch.jit.*ordinary module", {},
+        modelling(lambda: nn.Sequential(nn.Linear(4, 4), scripted()))),
     Bad("F-B18", TypeError, "Did you mean 'noise_multiplier'", {"noise_multipler": 1.0}),
     Bad("type", TypeError, "module is a list", {}, modelling(lambda: [mlp()])),
     Bad("type", TypeError, "optimizer is a dict", {}, lambda: Subject.make(optimizer={"lr": 1})),
     Bad("type", TypeError, "grad_scaler is a str", {"grad_scaler": "cpu"}),
     Bad("type", TypeError, "lr_scheduler is a float", {"lr_scheduler": 0.1}),
+    Bad("type", TypeError, r"lr_scheduler is an optimizer \(SGD\)", {"lr_scheduler": other_optimizer()}),
+    Bad("scheduler", ValueError, r"lr_scheduler \(StepLR\) belongs to another optimizer.* SGD",
+        {"lr_scheduler": torch.optim.lr_scheduler.StepLR(other_optimizer(), 1)}),
+    *given("type", TypeError, "batch_first", ("no", 1, None)),
+    *given("type", TypeError, "allow_large_delta", ("no", 1)),
 ]  # fmt: skip
 
 

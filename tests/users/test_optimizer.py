@@ -23,6 +23,7 @@ from torch.optim import lr_scheduler
 import dpengine
 from dpengine.errors import DetachedError, LedgerError, PrivacyWarning, UnknownParameterError
 from dpengine.optimizer import REFUSED
+from dpengine.progress import progress
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*DPE012")
 
@@ -266,6 +267,9 @@ def test_o8_the_repr_says_that_it_is_private(kind):
     assert repr(loop.optimizer).startswith(f"DP{kind.__name__}(noise_multiplier=1.25, max_grad_norm=0.5")
     assert "INSECURE_SEED" in repr(loop.optimizer)
     assert "detached copy" in repr(copy.deepcopy(loop.optimizer))
+    shown = repr(loop.optimizer)
+    loop.engine.detach(loop.model)
+    assert shown.endswith(f") of {loop.optimizer!r}")
 
 
 def test_o9_a_group_added_later_is_refused_by_name():
@@ -406,8 +410,9 @@ def unknown_keywords():
     """Every public callable with a keyword that is one letter off."""
     engine = dpengine.PrivacyEngine
     cases = [(name, getattr(dpengine, name)) for name in PUBLIC]
-    members = ("make_private", "make_private_with_epsilon", "get_epsilon", "metrics", "backward", "detach")
+    members = [name for name, value in vars(engine).items() if callable(value) and not name.startswith("_")]
     cases += [(f"PrivacyEngine.{name}", functools.partial(getattr(engine, name), None)) for name in members]
+    cases += [("progress.progress", progress)]
     return [pytest.param(call, id=name) for name, call in cases]
 
 
@@ -424,6 +429,9 @@ def test_o12_an_unknown_keyword_is_a_type_error(call):
         (dpengine.PrivacyEngine, "acountant", "accountant"),
         (functools.partial(dpengine.PrivacyEngine.make_private, None), "noise_multipler", "noise_multiplier"),
         (functools.partial(dpengine.PrivacyEngine.make_private, None), "max_gard_norm", "max_grad_norm"),
+        (functools.partial(dpengine.PrivacyEngine.progress, None), "totl", "total"),
+        (functools.partial(dpengine.PrivacyEngine.load_state_dict, None), "sttate", "state"),
+        (progress, "totl", "total"),
         (dpengine.calibrate, "target_epsilom", "target_epsilon"),
         (dpengine.Flat, "max_norms", "max_norm"),
         (dpengine.GradSampleModule, "batch_fist", "batch_first"),

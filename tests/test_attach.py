@@ -1,0 +1,62 @@
+"""What make_private puts on is put on as a whole, or not at all."""
+
+import pytest
+import torch
+from loops import examples, mlp
+from torch.optim import lr_scheduler
+from torch.utils.data import DataLoader
+
+from dpengine import PrivacyEngine, companions
+from dpengine.admission import attached_models
+
+
+def fail(*args, **kwargs):
+    raise RuntimeError("in between")
+
+
+class Closed:
+    add = staticmethod(fail)
+
+
+# Where it stops: in the optimizer, between two hooks, at either companion, and at the very end.
+STOPS = {
+    "optimizer": lambda model, patch: patch.setattr("dpengine.optimizer.private_class", fail),
+    "hooks": lambda model, patch: patch.setattr(model[2], "register_forward_pre_hook", fail),
+    "scaler": lambda model, patch: patch.setattr(companions, "attach_scaler", fail),
+    "scheduler": lambda model, patch: patch.setattr(companions, "attach_scheduler", fail),
+    "models": lambda model, patch: patch.setattr("dpengine.run.attached_models", Closed),
+}
+
+
+def hooks_of(model):
+    names = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    found = [hook for module in model.modules() for name in names for hook in getattr(module, name).values()]
+    return found + [hook for p in model.parameters() for hook in (p._post_accumulate_grad_hooks or {}).values()]
+
+
+@pytest.mark.parametrize("stop", STOPS)
+def test_what_stops_halfway_leaves_nothing_on(stop, monkeypatch):
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scheduler, scaler = lr_scheduler.StepLR(optimizer, 1), torch.amp.GradScaler("cpu")
+    engine, before = PrivacyEngine(), dict(optimizer.__dict__)
+
+    def make():
+        loader = DataLoader(examples(), batch_size=6)
+        options = {"noise_multiplier": 1.0, "lr_scheduler": scheduler, "grad_scaler": scaler}
+        return engine.make_private(model, optimizer, loader, **options)
+
+    with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="in between"):
+        STOPS[stop](model, patch)
+        make()
+    assert [type(one) for one in (optimizer, scheduler, scaler)] == [
+        torch.optim.SGD,
+        lr_scheduler.StepLR,
+        torch.amp.GradScaler,
+    ]
+    assert optimizer.__dict__ == before
+    assert not hooks_of(model)
+    assert model not in attached_models
+    assert engine.runs == []
+    make()
+    assert model in attached_models and engine.runs[0].attached

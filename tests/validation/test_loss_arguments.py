@@ -1,0 +1,38 @@
+"""``check_loss`` says what it needs where it got something else."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from dpengine import check_loss
+
+MODEL = nn.Linear(3, 2)
+BATCH = (torch.ones(4, 3), torch.zeros(4, dtype=torch.long))
+WRONG = {
+    "no-loss": ((MODEL, None, BATCH), "loss_fn is NoneType"),
+    "no-batch": ((MODEL, F.cross_entropy, 3), "batch is int"),
+    "three-parts": ((MODEL, F.cross_entropy, (*BATCH, BATCH[0])), "batch is tuple of 3"),
+    "inputs-alone": ((MODEL, F.cross_entropy, torch.ones(2, 3)), "batch is torch.FloatTensor"),
+    "targets-without-rows": ((MODEL, F.cross_entropy, (BATCH[0], 1)), r"targets \(int\) hold no tensor"),
+    "function-and-model": ((F.cross_entropy, MODEL, BATCH), "model is .*cross_entropy, which is no torch.nn.Module"),
+    "loss-module-and-model": ((nn.CrossEntropyLoss(), MODEL, BATCH), "model is .*CrossEntropyLoss, which is a loss"),
+    "batch-and-loss": ((MODEL, BATCH, F.cross_entropy), "loss_fn is tuple"),
+    "class": ((nn.Linear, F.cross_entropy, BATCH), "model is .*Linear, which is no torch.nn.Module"),
+}
+
+
+@pytest.mark.parametrize(("given", "said"), WRONG.values(), ids=WRONG)
+def test_a_wrong_argument_is_named_with_what_is_needed(given, said):
+    with pytest.raises(TypeError, match=rf"check_loss: {said}.*check_loss\(model, loss_fn, \(inputs, targets\)\)"):
+        check_loss(*given)
+
+
+def test_an_unknown_reduction_is_refused():
+    with pytest.raises(ValueError, match="loss_reduction='avg'"):
+        check_loss(MODEL, F.cross_entropy, BATCH, loss_reduction="avg")
+
+
+@pytest.mark.parametrize("batch", [BATCH, list(BATCH)], ids=["tuple", "list"])
+def test_what_a_loader_gives_will_do(batch):
+    check_loss(MODEL, nn.CrossEntropyLoss(), batch)
