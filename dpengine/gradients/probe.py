@@ -37,7 +37,7 @@ _NOTHING = 1e-8  # of the largest squared norm: a row with less has no gradient
 
 
 class Probed(AbstractGradients):
-    """Any strategy, with a probe before its norms are used: at the first pass, and at every ``every``-th.
+    """Any strategy, with a probe before its norms are used: at some of the first passes, and at every ``every``-th.
 
     Rows that do not stay apart raise UnsupportedLayerError, which names the parameter that shows it most. A model whose
     forward does not repeat itself under the same random state cannot be probed, nor can gradients that did not come
@@ -182,7 +182,10 @@ class Company:
             self._ask_half(whole, with_others=round_ < 2)
 
     def _ask_half(self, whole: _Run, *, with_others: bool) -> None:
-        same = self._try(_as_it_is) or whole
+        same = self._try(_as_it_is)
+        if same is None:  # for want of memory, say
+            _notice_unknown("A batch could not be run again", "See that there is memory for it.")
+            return
         changed = self._try(self._others_changed) if with_others else same
         if changed is None or not self._comparable(same, changed):
             changed = same

@@ -268,6 +268,18 @@ def test_f_c9_no_clipped_row_is_longer_than_the_threshold(mode, dtype):
     assert 0.69 < longest <= 0.7
 
 
+@pytest.mark.parametrize("max_norm", [0.1, 0.7, 1.0, 3e4])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_f_c9_no_factor_of_a_million_is_too_large_in_any_precision(dtype, max_norm):
+    generator = torch.Generator().manual_seed(0)
+    exponents = torch.rand(1_000_000, generator=generator, dtype=torch.float64) * 24 - 8
+    norms_B = torch.cat([10**exponents, max_norm * (1 + torch.linspace(-1e-5, 1e-5, 1000).double())]).to(dtype)
+    for policy in (Flat(max_norm), Automatic(max_norm), Adaptive(max_norm)):
+        factors_B = policy.factors(norms_B.unsqueeze(1)).squeeze(1).to(dtype)
+        assert (factors_B.double() * norms_B.double() <= max_norm).all()
+        assert float((factors_B.double() * norms_B.double()).max()) > 0.99 * max_norm
+
+
 @pytest.mark.parametrize("bad", [math.nan, math.inf, 0.0, -1.0])
 def test_f_c10_a_threshold_that_means_nothing_is_refused_and_nothing_is_changed(bad):
     model = mlp()
