@@ -27,7 +27,7 @@ def _checked(function: Any, called: str) -> Any:
         for name in kwargs:
             if name not in known:
                 near = difflib.get_close_matches(name, known, n=1)
-                hint = f" Did you mean {near[0]!r}?" if near else f" It takes: {', '.join(known)}."
+                hint = f" Did you mean {near[0]!r}?" if near else f" It takes: {', '.join(known) or 'none'}."
                 raise TypeError(f"{called}() has no argument {name!r}.{hint}")
         return function(*args, **kwargs)
 

@@ -98,7 +98,7 @@ class LayerHook:
     def _is_shared_table(self, args: Any, kwargs: Any) -> bool:
         """Whether all rows share the entries that are looked up, as those of positions ``(1, T)`` or ``(T,)``."""
         capture = self.capture
-        if not isinstance(self.watch.module, nn.Embedding) or capture.rows is None or not capture.batch_first:
+        if type(self.watch.module) is not nn.Embedding or capture.rows is None or not capture.batch_first:
             return False
         indices = tensors_in((args, kwargs))[0]
         if indices.dim() == 1:  # as many positions as rows, some day: what was shared before is then, too

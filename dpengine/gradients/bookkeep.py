@@ -160,7 +160,7 @@ def _raised(entry: _Entry, sq_norm_B: Tensor) -> Tensor:
 
     The weighted sum adds parts one by one, so what it holds of a row is off by about ``u`` times the norms of the
     parts, which together may be far above the norm of the gradient. A norm of ``u / _LEFT`` times theirs keeps that
-    within the threshold. Usual rows stay as they are: in float32 their parts are less than 8192 times the sum.
+    within the threshold. Usual rows stay as they are: in float32 their spread is less than 8192 times their norm.
 
     Returns:
         The squared norms, or larger ones.

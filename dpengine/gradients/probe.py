@@ -280,8 +280,7 @@ class Company:
 
     def _others_changed_in_the_first(self, tensor: Tensor) -> Tensor:
         """The same for the first input alone, which is the batch; another may be as long as it by chance."""
-        first = next((t for t in self._first_inputs if t is tensor), None)
-        return tensor if first is None else self._others_changed(tensor)
+        return self._others_changed(tensor) if any(t is tensor for t in self._first_inputs) else tensor
 
     def _masked(self, grad: Tensor) -> Tensor:
         front = self._front(grad)

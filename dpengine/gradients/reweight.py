@@ -70,17 +70,22 @@ class Reweight(AbstractGradients):
     def _refuse_other_gradients(self) -> None:
         """Norms are those of the first pass, sums those of the second: the same gradients must have arrived in both."""
         first, second = self._arrived
-        for name, then_B in first.items():
-            now_B = second.get(name, torch.zeros_like(then_B))
-            usable_B = then_B.isfinite() if self._dropped is None else then_B.isfinite() & ~self._dropped
-            off_B = (now_B - then_B).abs() > _SAME * then_B + 1e-9 * then_B[usable_B].sum()
-            if now_B.shape != then_B.shape or bool((off_B & usable_B).any()):
+        for name in first.keys() | second.keys():
+            then_B, now_B = first.get(name), second.get(name)
+            if then_B is None or now_B is None or not self._same(then_B, now_B):
                 raise UnsupportedLayerError(
                     f"Layer '{name}' had other gradients when the batch was run again: grad_sample_mode='ghost' starts "
                     "from the tensors that the model's forward returns, in tuples, lists, dicts or the fields of one "
                     "object, outside any checkpoint.",
                     fix="Return all tensors that the loss is made of, or use grad_sample_mode='auto'.",
                 )
+
+    def _same(self, then_B: Tensor, now_B: Tensor) -> bool:
+        if then_B.shape != now_B.shape:
+            return False
+        usable_B = then_B.isfinite() if self._dropped is None else then_B.isfinite() & ~self._dropped
+        within_B = (now_B - then_B).abs() <= _SAME * then_B + 1e-9 * then_B[usable_B].sum()
+        return bool(within_B[usable_B].all())
 
     def _refuse_second_norm(self, uses: Sequence[Use]) -> None:
         # Of the first use only the norm is left, and the norm of a sum does not follow from norms.
@@ -135,10 +140,8 @@ class Reweight(AbstractGradients):
             one.add_sums(groups, weights_BK, into)
 
         def select(grad: Tensor) -> Tensor:
-            if (
-                dropped is None or grad.dim() == 0 or len(grad) != len(dropped)
-            ):  # a loss, perhaps: take() drops rows too
-                return grad
+            if dropped is None or grad.dim() == 0 or len(grad) != len(dropped):
+                return grad  # perhaps that of a loss: its rows are dropped by take()
             return grad.masked_fill(dropped.view(-1, *[1] * (grad.dim() - 1)), 0)
 
         self._take = take

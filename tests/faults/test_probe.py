@@ -135,6 +135,28 @@ def test_f_c1_ghost_refuses_gradients_that_it_cannot_run_again():
         release_of(TwoDoors(), tensors(), with_a_loss_beside, mode="ghost")
 
 
+class Inside(nn.Module):
+    """Shows its hidden layer, so that a backward pass may end there."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = mlp()
+
+    def forward(self, inputs):
+        self.hidden = self.net[1](self.net[0](inputs))
+        return self.net[2](self.hidden)
+
+
+def test_f_c1_ghost_refuses_gradients_whose_norm_it_did_not_see():
+    def step(model, optimizer, inputs, targets):
+        optimizer.zero_grad()
+        F.cross_entropy(model(inputs), targets).backward(inputs=[model.hidden])
+        optimizer.step()
+
+    with pytest.raises(UnsupportedLayerError, match=r"DPE001.*Layer 'net\.0' had other gradients"):
+        release_of(Inside(), tensors(), step, mode="ghost", unused_parameters="zero")
+
+
 class Masked(nn.Module):
     """A square mask over positions, which may be as many as rows."""
 
