@@ -339,9 +339,8 @@ class Release:
         start = 0
         try:
             for flat in flats:
-                self.noise.add(flat, std=std, step=step, start=start)
+                self.noise.add(flat, std=std, step=step, start=start, scale=1 / divisor)
                 start += flat.numel()
-                flat.div_(divisor)
         except BaseException:
             for flat in flats:
                 flat.zero_()

@@ -15,6 +15,7 @@ ORDER = (
     "errors",
     "names",
     "devices",
+    "kernels",
     "data",
     "distributed",
     "layers",

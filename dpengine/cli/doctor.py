@@ -14,7 +14,7 @@ import dpengine
 from dpengine.accounting import accountant_used
 from dpengine.data import SOURCES, find_files
 from dpengine.devices import best_device, device_text
-from dpengine.noise import NoiseSource
+from dpengine.noise import NoiseSource, native_normals
 
 from .screen import columns
 
@@ -82,6 +82,7 @@ _ROWS: dict[str, Callable[[], str]] = {
     "path optimisation": lambda: "opt_einsum" if torch.backends.opt_einsum.is_available() else "none",
     "accountant": _accountant,
     "noise": _noise,
+    "noise on the CPU": lambda: "native code" if native_normals() else "NumPy: no C compiler when it was installed",
     "packages": lambda: _versions(_PACKAGES),
     "frameworks": lambda: _versions(_FRAMEWORKS),
     "data here": _data,

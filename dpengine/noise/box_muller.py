@@ -1,95 +1,121 @@
-"""64-bit words -> standard normals in float64, by Box and Muller.
+"""Keystream -> standard normals in float64, by Box and Muller.
 
-Words come in blocks of ``2 * APART``; words ``i`` and ``i + APART`` of a block give elements ``i`` and ``i + APART``.
-As signed numbers v and w they make a uniform u = |v + 1/2| / 2**63 and an angle t = pi w / 2**63, hence
-``sqrt(-2 ln u) * (sin t, cos t)``. So the largest value is 9.42; a generator that draws float32 uniforms, as torch does
-on the CPU, stops at 5.77: a floor under delta.
+Normals come in groups of 512. A group takes 48 blocks of 16 32-bit words; word ``w`` of blocks ``16 p`` to ``16 p+15``
+makes row ``16 p + w`` of a table. Read row by row, its first two thirds are 256 64-bit words v, its last third 256
+32-bit words t, and each pair of these makes elements ``i`` and ``i + 256``::
+
+    u = (v + 1/2) / 2**64                          sqrt(-ln u) * (cos y + sin y), its sign the first bit of t
+    y = (r + 1/2 - 2**29) / 2**29 * pi / 4         sqrt(-ln u) * (cos y - sin y), its sign the second bit of t
+
+where r are the other 30 bits of t: a point of the quarter circle and two signs are a point of the circle. So the
+largest value is 9.49; a generator that draws float32 uniforms, as torch does on the CPU, stops at 5.77: a floor under
+delta. Logarithm, sine and cosine are series in operations that every machine rounds alike, good to 1e-10: noise can be
+drawn again anywhere, in native code or here.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-# Long enough for vectorised code, which may leave the end of a row to scalar code with other last bits: rows that are
-# aligned and a multiple of its width have no such end. Short enough that few elements need few words.
-APART = 512
-BLOCK = 2 * APART
+PAIRS = 256
+GROUP = 2 * PAIRS  # normals
+WORDS_PER_GROUP = 3 * PAIRS // 2  # 64-bit words
+BLOCKS_PER_GROUP = 48
+LARGEST_NORMAL = math.sqrt(2 * 65 * math.log(2))  # at u = 2**-65
+APART = 512  # words of a pair on an accelerator
 
-# What one thread draws at a time. torch splits work of more than 2**15 elements over its own threads, which must not
-# happen inside ours; with less work in each call, threads wait for the interpreter lock more often.
-CHUNK = 2**16
-LARGEST_NORMAL = math.sqrt(2 * 64 * math.log(2))  # at u = 2**-64
+_COLUMNS = 16
+_GROUPS_AT_ONCE = 32  # of a few kilobytes each, so that what is in between stays in the cache
+_ROOT = np.float64(math.sqrt(0.5)).view(np.uint64)
+_ONE = np.uint64(1 << 52)
+_LN_2 = 0.6931471805599453
+_LOGARITHM = [1 / 15, 1 / 13, 1 / 11, 1 / 9, 1 / 7, 1 / 5, 1 / 3, 1.0]
+_SINE = [-1 / 39916800, 1 / 362880, -1 / 5040, 1 / 120, -1 / 6]
+_COSINE = [1 / 479001600, -1 / 3628800, 1 / 40320, -1 / 720, 1 / 24, -0.5, 1.0]
 
-_ALIGNMENT = 64  # bytes
-_SCALE = 2.0**-63
-
-
-class ChunkScratch:
-    """Buffers for one thread."""
-
-    def __init__(self) -> None:
-        self.words = _aligned(CHUNK).view(np.uint64)
-        self.radius = _aligned(CHUNK // 2)
+Fill = Callable[[int, np.ndarray], None]
 
 
-def chunk_normals(
-    fill: Callable[[int, np.ndarray], None], low: int, high: int, std: float, scratch: ChunkScratch
-) -> np.ndarray:
-    """Elements ``low`` to ``high`` of one chunk, times ``std``.
+def add_normals(fill: Fill, first: int, std: float, scale: float, to: np.ndarray) -> None:
+    """``to = (to + std * normals) * scale`` in place, in float64, rounded once.
 
     Args:
-        fill: ``fill(first, out)`` writes the chunk's words from number ``first`` on, a multiple of ``BLOCK``.
-        low: First element.
-        high: One past the last element, at most ``CHUNK``.
+        fill: ``fill(block, out)`` writes the keystream from a 64-byte block on into a ``uint64`` array.
+        first: Number of the normal that is added to ``to[0]``.
         std: Standard deviation.
-        scratch: Buffers of this thread.
-
-    Returns:
-        A float64 view into ``scratch``. Each value depends on its own two words only, not on ``low`` and ``high``.
+        scale: What the sum is multiplied by.
+        to: Contiguous float32 or float64 numbers.
     """
-    first = low // BLOCK * BLOCK
-    flat = scratch.words[: -(-(high - first) // BLOCK) * BLOCK]
-    fill(first, flat)
-    words = flat.view(np.int64).reshape(-1, 2, APART)
-    normals = flat.view(np.float64).reshape(-1, 2, APART)  # each word is overwritten once it was read
-    radius, angle = scratch.radius[: len(flat) // 2].reshape(-1, APART), normals[:, 0]
-    # NumPy has the lower cost per call, torch the faster log, sin and cos.
-    np.add(words[:, 0], 0.5, out=radius)
-    np.abs(radius, out=radius)
-    np.multiply(radius, _SCALE, out=radius)
-    torch.from_numpy(radius).log_()
-    np.multiply(radius, -2.0, out=radius)
-    np.sqrt(radius, out=radius)
-    np.multiply(radius, std, out=radius)
-    np.multiply(words[:, 1], math.pi * _SCALE, out=angle)
-    torch.cos(torch.from_numpy(angle), out=torch.from_numpy(normals[:, 1]))
-    torch.from_numpy(angle).sin_()
-    np.multiply(normals, radius[:, None], out=normals)
-    return flat.view(np.float64)[low - first : high - first]
+    done = 0
+    while done < len(to):
+        group, low = divmod(first + done, GROUP)
+        groups = min(_GROUPS_AT_ONCE, -(-(low + len(to) - done) // GROUP))
+        words = np.empty(groups * WORDS_PER_GROUP, np.uint64)
+        fill(group * BLOCKS_PER_GROUP, words)
+        normals = normals_of_keystream(words, std)[low : low + len(to) - done]
+        part = to[done : done + len(normals)]
+        np.multiply(np.add(part, normals, dtype=np.float64), scale, out=part, casting="same_kind")
+        done += len(normals)
+
+
+def normals_of_keystream(words: np.ndarray, std: float) -> np.ndarray:
+    """Normals times ``std``, float64, of whole groups of keystream words (uint64, little end first)."""
+    table = words.astype("<u8", copy=False).view("<u4").reshape(-1, 3, _COLUMNS, 16)
+    rows = np.ascontiguousarray(table.transpose(0, 1, 3, 2)).reshape(-1, 3 * PAIRS)
+    far = np.ascontiguousarray(rows[:, : 2 * PAIRS]).view("<u8")
+    turn = rows[:, 2 * PAIRS :].astype(np.uint64)
+    y = ((turn & np.uint64(0x3FFFFFFF)).astype(np.float64) - (2.0**29 - 0.5)) * (0.7853981633974483 / 2.0**29)
+    q = y * y
+    sine, cosine = (_series(_SINE, q) * q) * y + y, _series(_COSINE, q)
+    length = _radius(far) * std
+    normals = np.stack([(cosine + sine) * length, (cosine - sine) * length], axis=1)
+    signs = np.stack(
+        [(turn & np.uint64(1 << 31)) << np.uint64(32), (turn & np.uint64(1 << 30)) << np.uint64(33)], axis=1
+    )
+    return (normals.view(np.uint64) ^ signs).view(np.float64).reshape(-1)
+
+
+def _radius(far: np.ndarray) -> np.ndarray:
+    """``sqrt(-ln((far + 1/2) / 2**64))``."""
+    high, low = (far >> np.uint64(32)).astype(np.float64), (far & np.uint64(0xFFFFFFFF)).astype(np.float64)
+    u = (high * 2.0**32 + low) + 0.5
+    bits = u.view(np.uint64) - _ROOT  # u = m * 2**e, with m from sqrt(1/2) to sqrt(2)
+    m = ((bits & (_ONE - np.uint64(1))) + _ROOT).view(np.float64)
+    e = ((bits + _ONE) >> np.uint64(52)).astype(np.float64) - 65.0
+    s = (m - 1.0) / (m + 1.0)  # ln m = 2 (s + s**3 / 3 + s**5 / 5 + ...)
+    return np.sqrt(-(e * _LN_2 + (s + s) * _series(_LOGARITHM, s * s)))
+
+
+def _series(coefficients: list[float], q: np.ndarray) -> np.ndarray:
+    total = q * coefficients[0] + coefficients[1]
+    for coefficient in coefficients[2:]:
+        total *= q
+        total += coefficient
+    return total
 
 
 def normals_from_words(words: Tensor) -> Tensor:
-    """The same map on any device with float64.
+    """Normals of random bits on any device with float64: words ``i`` and ``i + APART`` make one pair.
 
     Args:
-        words: ``(n,)`` int64 of uniform bits, n a multiple of ``BLOCK``.
+        words: ``(n,)`` int64 of uniform bits, n a multiple of ``2 * APART``.
 
     Returns:
         ``(n,)`` float64 standard normals.
     """
     first, second = words.view(-1, 2, APART).to(torch.float64).unbind(dim=1)
-    radius = first.add_(0.5).abs_().mul_(_SCALE).log_().mul_(-2).sqrt_()
-    angle = second.mul_(math.pi * _SCALE)
+    radius = first.add_(0.5).abs_().mul_(2.0**-63).log_().mul_(-2).sqrt_()
+    angle = second.mul_(math.pi * 2.0**-63)
     return torch.stack((torch.sin(angle).mul_(radius), torch.cos(angle).mul_(radius)), dim=1).view(-1)
 
 
-def _aligned(count: int) -> np.ndarray:
-    """Room for float64 numbers, from a multiple of ``_ALIGNMENT`` bytes on."""
-    raw = np.empty(8 * count + _ALIGNMENT, np.uint8)
-    skip = -raw.ctypes.data % _ALIGNMENT
-    return raw[skip : skip + 8 * count].view(np.float64)
+def add_native_normals(library: Any, key: bytes, first: int, std: float, scale: float, to: np.ndarray) -> None:
+    """``add_normals`` with the ChaCha20 keystream of a key, by the compiled library."""
+    function = library.add_normals_f32 if to.dtype == np.float32 else library.add_normals_f64
+    function(key, first, len(to), std, scale, to.ctypes.data)

@@ -29,8 +29,8 @@ class GaussianNoise(AbstractNoise):
         self._domain = domain
         self._next = (0, 0)  # (step, index): the first address not used yet
 
-    def add(self, sums: Tensor, *, std: float, step: int, start: int = 0) -> None:
-        """Adds this step's noise in place.
+    def add(self, sums: Tensor, *, std: float, step: int, start: int = 0, scale: float = 1.0) -> None:
+        """Adds this step's noise in place, and multiplies by ``scale``.
 
         Slices of one step's vector come in the order of their ``start``.
 
@@ -39,12 +39,14 @@ class GaussianNoise(AbstractNoise):
             std: Noise multiplier times sensitivity, in units of ``sums``. 0 adds nothing and uses up nothing.
             step: Number of the release, above those before it.
             start: Index of ``sums[0]`` in the whole vector.
+            scale: What the noisy sums are multiplied by.
 
         Raises:
             PrivacyError: If this address has been used.
         """
         check_release("noise.GaussianNoise.add", sums, std)
         if std == 0:
+            sums.mul_(scale)
             return
         if (step, start) < self._next:
             raise PrivacyError(
@@ -53,7 +55,7 @@ class GaussianNoise(AbstractNoise):
                 fix="Give each release its own step, and each slice of one vector its own start.",
             )
         self._next = (step, start + sums.numel())  # before drawing: an address that failed half-way is used up too
-        self._source.add_normal_(sums, std, domain=self._domain, step=step, start=start)
+        self._source.add_normal_(sums, std, domain=self._domain, step=step, start=start, scale=scale)
 
     def state_dict(self) -> dict[str, Any]:
         """The first address not used yet."""

@@ -20,14 +20,15 @@ class AbstractNoise(abc.ABC):
     """
 
     @abc.abstractmethod
-    def add(self, sums: Tensor, *, std: float, step: int, start: int = 0) -> None:
-        """Adds this step's noise in place.
+    def add(self, sums: Tensor, *, std: float, step: int, start: int = 0, scale: float = 1.0) -> None:
+        """Adds this step's noise in place, and multiplies by a public constant.
 
         Args:
             sums: Contiguous 1-D tensor of clipped sums, float32 or float64.
             std: Noise multiplier times sensitivity, in units of ``sums``. 0 adds nothing.
             step: Number of the release. Two releases must have two numbers, also where the first was voided.
             start: Index of ``sums[0]`` in the whole vector, where ``sums`` is a slice of it (a rank's, a device's).
+            scale: What noisy sums are multiplied by, as 1 / expected batch size. One pass over memory does both.
         """
 
     @abc.abstractmethod

@@ -12,8 +12,7 @@ import hashlib
 import operator
 import os
 import struct
-import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Any, NoReturn, final
 
@@ -23,12 +22,13 @@ from torch import Tensor
 
 from dpengine.errors import PrivacyError
 
-from .box_muller import CHUNK, LARGEST_NORMAL, ChunkScratch, chunk_normals, normals_from_words
+from .box_muller import GROUP, LARGEST_NORMAL, normals_from_words
 from .chacha20 import WORDS_PER_BLOCK
 from .keyed_streams import DEFAULT_KIND, stream_kind
 
 _KEY_BYTES = 32
 _LIMIT = 2**64  # of steps, blocks and incarnations: addresses are 64-bit and never wrap
+_PER_THREAD = 2**14  # normals that are worth waking a thread for
 _DEVICE_CHUNK = 2**21  # elements drawn together on an accelerator: 16 MiB of words
 _GENERATOR_DEVICES = ("cuda",)  # draw with torch's generator there; any other device receives what the CPU drew
 
@@ -61,7 +61,6 @@ class NoiseSource:
         self._incarnation = _address("incarnation", incarnation)
         self._insecure_seed = insecure_seed
         self._pid = os.getpid()
-        self._scratch = threading.local()  # a buffer belongs to a thread, so that sources may be shared by threads
         self._pool: ThreadPoolExecutor | None = None
 
     @classmethod
@@ -155,24 +154,28 @@ class NoiseSource:
 
     def normal_(self, out: Tensor, *, domain: str, step: int, start: int = 0) -> Tensor:
         """Fills ``out`` with standard normals; the arguments are those of ``add_normal_``."""
-        return self._draw(out, 1.0, domain, step, start, overwrite=True)
+        return self._draw(out, 1.0, 1.0, domain, step, start, overwrite=True)
 
-    def add_normal_(self, flat: Tensor, std: float, *, domain: str, step: int, start: int = 0) -> Tensor:
-        """Adds ``std`` times independent standard normals in place.
+    def add_normal_(
+        self, flat: Tensor, std: float, *, domain: str, step: int, start: int = 0, scale: float = 1.0
+    ) -> Tensor:
+        """Adds ``std`` times independent standard normals in place, then multiplies by ``scale``, in one pass.
 
-        On the CPU the work is shared by ``torch.get_num_threads()`` threads; the values do not depend on their number.
+        On the CPU the work is shared by ``torch.get_num_threads()`` threads; the values do not depend on their number,
+        nor on whether native code draws them.
 
         Args:
-            flat: Contiguous 1-D tensor, float32 or float64.
+            flat: Contiguous 1-D tensor, float32 or float64. Sums are formed in float64 and rounded once.
             std: Standard deviation, in units of ``flat``.
             domain: What the noise is for. Two purposes must have two domains.
             step: The release it belongs to. Two releases must have two steps.
             start: Index of ``flat[0]`` in the whole vector, where ``flat`` is one rank's or one device's slice of it.
+            scale: What the noisy vector is multiplied by.
 
         Returns:
             ``flat``.
         """
-        return self._draw(flat, std, domain, step, start, overwrite=False)
+        return self._draw(flat, std, scale, domain, step, start, overwrite=False)
 
     def close(self) -> None:
         """Overwrites the key, as far as Python allows, and ends the threads. Drawing afterwards raises."""
@@ -210,7 +213,9 @@ class NoiseSource:
         keyed.update(domain.encode())
         return keyed.digest()
 
-    def _draw(self, tensor: Tensor, std: float, domain: str, step: int, start: int, *, overwrite: bool) -> Tensor:
+    def _draw(
+        self, tensor: Tensor, std: float, scale: float, domain: str, step: int, start: int, *, overwrite: bool
+    ) -> Tensor:
         _check_drawable(tensor)
         start = _address("start", start)
         if start + tensor.numel() > _LIMIT:
@@ -222,50 +227,36 @@ class NoiseSource:
             return tensor
         if flat.device.type in _GENERATOR_DEVICES:
             _add_on_device(flat, std, subkey, start)
+            flat.mul_(scale)
         elif flat.device.type == "cpu":
-            self._add_on_cpu(flat.numpy(), std, subkey, start)
+            self._add_on_cpu(flat.numpy(), std, scale, subkey, start)
         else:
             drawn = torch.zeros(flat.numel(), dtype=flat.dtype, device="cpu")
-            self._add_on_cpu(drawn.numpy(), std, subkey, start)
-            flat.add_(drawn.to(flat.device))
+            self._add_on_cpu(drawn.numpy(), std, 1.0, subkey, start)
+            flat.add_(drawn.to(flat.device)).mul_(scale)
         return tensor
 
-    def _add_on_cpu(self, target: np.ndarray, std: float, subkey: bytes, start: int) -> None:
-        first_chunk, end = start // CHUNK, start + len(target)
+    def _add_on_cpu(self, target: np.ndarray, std: float, scale: float, subkey: bytes, start: int) -> None:
+        """Shares the vector out to threads, this one included, cut between groups of normals."""
+        add = self._stream.add_normals
+        count = min(torch.get_num_threads(), -(-len(target) // _PER_THREAD))
+        size = -(-len(target) // count // GROUP) * GROUP
+        ends = [0, *(max(0, min(len(target), (start // GROUP * GROUP) + k * size - start)) for k in range(1, count))]
+        parts = [slice(low, high) for low, high in zip(ends, [*ends[1:], len(target)], strict=True)]
 
-        def add_chunk(number: int) -> None:
-            if not hasattr(self._scratch, "buffers"):
-                self._scratch.buffers = ChunkScratch()
-            base = (first_chunk + number) * CHUNK
-            low, high = max(start, base), min(end, base + CHUNK)
+        def add_part(part: slice) -> None:
+            add(subkey, start + part.start, std, scale, target[part])
 
-            def fill(first: int, out: np.ndarray) -> None:
-                self._stream.fill(subkey, (base + first) // WORDS_PER_BLOCK, out)
-
-            noise = chunk_normals(fill, low - base, high - base, std, self._scratch.buffers)
-            part = target[low - start : high - start]
-            np.add(part, noise, out=part, casting="same_kind")  # summed in float64, rounded once
-
-        self._for_each(add_chunk, (end - 1) // CHUNK - first_chunk + 1)
-
-    def _for_each(self, work: Callable[[int], None], count: int) -> None:
-        """Calls ``work`` with each number below ``count``, shared out to threads, this one included."""
-        workers = min(torch.get_num_threads(), count)
-        if workers == 1:
-            return _each(work, range(count))
+        if count == 1:
+            return add_part(parts[0])
         self._pool = self._pool or ThreadPoolExecutor(os.cpu_count(), thread_name_prefix="dpengine-noise")
-        futures = [self._pool.submit(_each, work, range(k, count, workers)) for k in range(1, workers)]
+        futures = [self._pool.submit(add_part, part) for part in parts[1:]]
         try:
-            _each(work, range(0, count, workers))
+            add_part(parts[0])
         finally:
             wait(futures)  # never leave a thread writing to a tensor that the caller believes finished
         for future in futures:
             future.result()
-
-
-def _each(work: Callable[[int], None], numbers: range) -> None:
-    for number in numbers:
-        work(number)
 
 
 def _add_on_device(flat: Tensor, std: float, subkey: bytes, start: int) -> None:

@@ -1,5 +1,6 @@
-"""The normals of given words, against the formula in Python numbers."""
+"""The normals of given keystream words, against the formula in Python numbers, and native code against plain code."""
 
+import functools
 import math
 
 import numpy as np
@@ -8,90 +9,150 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dpengine.kernels import native_library
+from dpengine.noise import keyed_streams
 from dpengine.noise.box_muller import (
     APART,
-    BLOCK,
-    CHUNK,
+    GROUP,
     LARGEST_NORMAL,
-    ChunkScratch,
-    chunk_normals,
+    PAIRS,
+    WORDS_PER_GROUP,
+    add_native_normals,
+    add_normals,
     normals_from_words,
+    normals_of_keystream,
 )
+from dpengine.noise.chacha20 import fill_keystream
 
-WORDS = np.random.default_rng(0).integers(0, 2**64, CHUNK, dtype=np.uint64)
+GROUPS = 40
+WORDS = np.random.default_rng(0).integers(0, 2**64, GROUPS * WORDS_PER_GROUP, dtype=np.uint64)
+WHOLE = normals_of_keystream(WORDS, 1.0)
 EXTREME = [0, 1, 2**11, 2**52, 2**53 + 1, 2**62, 2**63 - 1, 2**63, 2**63 + 1, 2**64 - 2, 2**64 - 1]
+TURNS = [0, 1, 2**29 - 1, 2**29, 2**30 - 1, 2**30, 2**31, 2**31 + 2**30, 2**32 - 1]
+KEY = bytes(range(32))
+native = pytest.mark.skipif(native_library() is None, reason="native code is not built here")
 
 
-def drawn(words, low=0, high=CHUNK, std=1.0):
-    def fill(first, out):
-        out[:] = words[first : first + len(out)]
+def drawn_from_words(first, count, std=1.0, scale=1.0):
+    def fill(block, out):
+        out[:] = WORDS[8 * block : 8 * block + len(out)]
 
-    return chunk_normals(fill, low, high, std, ChunkScratch()).copy()
-
-
-def signed(word):
-    return word - 2**64 if word >= 2**63 else word
+    out = np.zeros(count)
+    add_normals(fill, first, std, scale, out)
+    return out
 
 
-def by_the_formula(first, second):
-    uniform = abs(2 * signed(int(first)) + 1) / 2**64  # exact integers, rounded once
-    radius, angle = math.sqrt(-2 * math.log(uniform)), math.pi * signed(int(second)) / 2**63
-    return radius * math.sin(angle), radius * math.cos(angle)
+def keystream(far, turn):
+    """The words of one group that read as these numbers: the inverse of the layout, word by word."""
+    rows = [number >> shift & 0xFFFFFFFF for number in far for shift in (0, 32)] + list(turn)
+    words = [0] * len(rows)
+    for row in range(48):
+        for column in range(16):
+            words[(row // 16 * 16 + column) * 16 + row % 16] = rows[16 * row + column]
+    return np.array(words, np.uint32).view(np.uint64)
 
 
-def test_normals_are_those_of_the_formula():
-    got = drawn(WORDS)
-    for start in range(0, CHUNK, 5 * BLOCK):
-        for i in range(start, start + APART, 7):
-            low, high = by_the_formula(WORDS[i], WORDS[i + APART])
-            assert got[i] == pytest.approx(low, rel=1e-13, abs=1e-15)
-            assert got[i + APART] == pytest.approx(high, rel=1e-13, abs=1e-15)
+def by_the_formula(far, turn):
+    uniform = (2 * far + 1) / 2**65  # exact integers, rounded once
+    radius = math.sqrt(-math.log(uniform)) if far < 2**63 else math.sqrt(-math.log1p(-(2**65 - 2 * far - 1) / 2**65))
+    angle = (2 * (turn & (2**30 - 1)) + 1 - 2**30) / 2**30 * math.pi / 4
+    signs = (-1) ** (turn >> 31), (-1) ** (turn >> 30 & 1)
+    return (
+        signs[0] * radius * (math.cos(angle) + math.sin(angle)),
+        signs[1] * radius * (math.cos(angle) - math.sin(angle)),
+    )
 
 
-def test_extreme_words_give_finite_normals_up_to_the_largest():
-    """F-N8: 64-bit words reach 9.42; float32 uniforms stop at 5.77."""
-    words = WORDS.copy()
-    pairs = [(a, b) for a in EXTREME for b in EXTREME]
-    words[: len(pairs)], words[APART : APART + len(pairs)] = zip(*pairs, strict=True)
-    got = drawn(words)
-    assert np.isfinite(got).all() and np.abs(got).max() == pytest.approx(LARGEST_NORMAL, rel=1e-15)
-    assert LARGEST_NORMAL == pytest.approx(9.4193, abs=1e-4)
-    for i, pair in enumerate(pairs):
-        low, high = by_the_formula(*pair)
-        assert got[i] == pytest.approx(low, rel=1e-12, abs=1e-14)
-        assert got[APART + i] == pytest.approx(high, rel=1e-12, abs=1e-14)
+@pytest.mark.parametrize("extreme", [False, True])
+def test_normals_are_those_of_the_formula(extreme):
+    """F-N8: 64-bit words reach 9.49; float32 uniforms stop at 5.77."""
+    generator = np.random.default_rng(1)
+    far = [int(word) for word in generator.integers(0, 2**64, PAIRS, dtype=np.uint64)]
+    turn = [int(word) for word in generator.integers(0, 2**32, PAIRS, dtype=np.uint64)]
+    if extreme:
+        pairs = [(a, b) for a in EXTREME for b in TURNS]
+        far[: len(pairs)], turn[: len(pairs)] = zip(*pairs, strict=True)
+    got = normals_of_keystream(keystream(far, turn), 1.0)
+    for i in range(PAIRS):
+        one, two = by_the_formula(far[i], turn[i])
+        assert got[i] == pytest.approx(one, rel=1e-9, abs=1e-9)
+        assert got[i + PAIRS] == pytest.approx(two, rel=1e-9, abs=1e-9)
+    if extreme:
+        assert np.abs(got).max() == pytest.approx(LARGEST_NORMAL, rel=1e-8)
+        assert LARGEST_NORMAL == pytest.approx(9.4926, abs=1e-4)
 
 
-@given(st.tuples(st.integers(0, CHUNK), st.integers(0, CHUNK)).map(sorted))
+@given(st.tuples(st.integers(0, GROUPS * GROUP), st.integers(0, GROUPS * GROUP)).map(sorted))
 @settings(max_examples=60, deadline=None)
 def test_a_value_does_not_depend_on_what_is_drawn_with_it(ends):
     low, high = ends
-    assert np.array_equal(drawn(WORDS, low, high), drawn(WORDS)[low:high])
+    assert np.array_equal(drawn_from_words(low, high - low), WHOLE[low:high])
 
 
+def test_the_standard_deviation_and_the_scale_multiply():
+    assert np.allclose(drawn_from_words(0, 999, std=2.5, scale=0.25), 0.625 * WHOLE[:999], rtol=1e-15)
+
+
+def test_float32_is_added_to_in_float64_and_rounded_once():
+    to = np.linspace(-3, 3, 999, dtype=np.float32)
+    expected = ((to.astype(np.float64) + normals(999, 1.5)) * 0.3).astype(np.float32)
+    add_normals(functools.partial(fill_keystream, KEY, 0), 0, 1.5, 0.3, to)
+    assert np.array_equal(to, expected)
+
+
+def normals(count, std):
+    out = np.zeros(count)
+    add_normals(functools.partial(fill_keystream, KEY, 0), 0, std, 1.0, out)
+    return out
+
+
+@native
+@pytest.mark.parametrize("vectors", [0, 1, 2])
+@pytest.mark.parametrize("dtype", [np.float32, np.float64], ids=str)
 @pytest.mark.parametrize(
-    ("low", "high"),
-    [(0, 1), (0, BLOCK), (BLOCK - 1, BLOCK + 1), (BLOCK, CHUNK), (CHUNK - 1, CHUNK), (700, 1900), (5, 5)],
+    ("first", "count"), [(0, 512), (5, 70_000), (511, 2), (512, 1), (2**63 + 77, 5000), (2**64 - 1000, 1000)]
 )
-def test_a_value_does_not_depend_on_what_is_drawn_with_it_at_the_edges(low, high):
-    assert np.array_equal(drawn(WORDS, low, high), drawn(WORDS)[low:high])
+def test_native_code_gives_the_bits_of_plain_code(vectors, dtype, first, count):
+    library = native_library()
+    library.allow_vectors(vectors)
+    try:
+        got, expected = np.linspace(-3, 3, count).astype(dtype), np.linspace(-3, 3, count).astype(dtype)
+        add_native_normals(library, KEY, first, 1.3, 0.01, got)
+    finally:
+        library.allow_vectors(2)
+    add_normals(functools.partial(fill_keystream, KEY, 0), first, 1.3, 0.01, expected)
+    assert np.array_equal(got, expected)
 
 
-def test_a_few_elements_need_few_words():
-    asked = []
+@native
+def test_native_code_that_gives_other_bits_is_not_used(monkeypatch):
+    """As on a machine whose compiler fuses products with sums."""
 
-    def fill(first, out):
-        asked.append(len(out))
-        out[:] = WORDS[first : first + len(out)]
+    def off_by_one_bit(library, key, first, std, scale, to):
+        add_native_normals(library, key, first, std, scale, to)
+        to[7] = np.nextafter(to[7], 9)
 
-    chunk_normals(fill, 10, 20, 1.0, ChunkScratch())
-    assert sum(asked) <= 1024
+    monkeypatch.setattr(keyed_streams, "add_native_normals", off_by_one_bit)
+    keyed_streams.native_normals.cache_clear()
+    try:
+        assert keyed_streams.native_normals() is None
+    finally:
+        keyed_streams.native_normals.cache_clear()
 
 
-def test_the_standard_deviation_multiplies():
-    assert np.allclose(drawn(WORDS, std=2.5), 2.5 * drawn(WORDS), rtol=1e-15)
+def test_without_native_code_the_same_noise_is_drawn(monkeypatch):
+    with_it, without = np.zeros(3000), np.zeros(3000)
+    kind = keyed_streams.stream_kind("chacha20")
+    kind.add_normals(KEY, 100, 1.0, 1.0, with_it)
+    monkeypatch.setattr(keyed_streams, "native_normals", lambda: None)
+    kind.add_normals(KEY, 100, 1.0, 1.0, without)
+    assert np.array_equal(with_it, without) and with_it.std() > 0.9
 
 
-def test_the_map_for_devices_is_the_same():
-    got = normals_from_words(torch.from_numpy(WORDS.view(np.int64)))
-    assert np.allclose(got.numpy(), drawn(WORDS), rtol=1e-13, atol=1e-15)
+def test_the_map_for_devices_is_that_of_box_and_muller():
+    words = WORDS[: 4 * APART].view(np.int64)
+    got = normals_from_words(torch.from_numpy(words)).numpy().reshape(-1, 2, APART)
+    first, second = (words.reshape(-1, 2, APART)[:, i].astype(np.float64) for i in (0, 1))
+    radius = np.sqrt(-2 * np.log(np.abs(first + 0.5) / 2**63))
+    assert np.allclose(got[:, 0], radius * np.sin(np.pi * second / 2**63), rtol=1e-12, atol=1e-14)
+    assert np.allclose(got[:, 1], radius * np.cos(np.pi * second / 2**63), rtol=1e-12, atol=1e-14)

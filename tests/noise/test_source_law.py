@@ -9,7 +9,7 @@ import torch
 from scipy import stats
 
 from dpengine.noise import NoiseSource
-from dpengine.noise.box_muller import APART, CHUNK
+from dpengine.noise.box_muller import GROUP, PAIRS
 from dpengine.noise.keyed_streams import STREAM_KINDS
 
 MILLION = 1_000_000
@@ -41,8 +41,8 @@ def test_moments_are_those_of_the_standard_normal(kind, dtype):
 @every_kind
 def test_the_distribution_is_normal(kind):
     """Kolmogorov and Smirnov, a million draws, p > 1e-6; both halves of the pairs apart."""
-    drawn = normals(NoiseSource.seeded(12, kind), 16 * CHUNK).numpy()
-    halves = drawn.reshape(-1, 2, APART)
+    drawn = normals(NoiseSource.seeded(12, kind), 2048 * GROUP).numpy()
+    halves = drawn.reshape(-1, 2, PAIRS)
     for part in (drawn, halves[:, 0].ravel(), halves[:, 1].ravel()):
         assert stats.kstest(part, "norm").pvalue > 1e-6
 
@@ -84,7 +84,7 @@ def test_elements_are_uncorrelated_with_their_neighbours_and_partners(kind):
     """Lags that a layout in chunks, halves, blocks or lanes could betray, for values and for their squares."""
     drawn = normals(NoiseSource.seeded(17, kind), 2 * MILLION)
     squares = (drawn**2 - 1) / 2**0.5
-    for lag in (1, 2, 4, 8, 64, APART - 1, APART, APART + 1, 2 * APART, CHUNK // 2, CHUNK):
+    for lag in (1, 2, 4, 8, 16, 64, PAIRS - 1, PAIRS, PAIRS + 1, GROUP, 32 * GROUP, 2**16):
         assert correlation(drawn[lag:], drawn[:-lag]) < SIGMAS
         assert correlation(squares[lag:], squares[:-lag]) < SIGMAS
 

@@ -1,0 +1,33 @@
+"""The compiled library, which setup.py builds where there is a C compiler."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from importlib.machinery import EXTENSION_SUFFIXES
+from pathlib import Path
+
+_HERE = Path(__file__).resolve().parent
+_POINTER, _COUNT, _REAL = ctypes.c_void_p, ctypes.c_uint64, ctypes.c_double
+
+
+@functools.cache
+def native_library() -> ctypes.CDLL | None:
+    """The library, None where it was not built or does not load. Its calls let other threads run meanwhile."""
+    for suffix in EXTENSION_SUFFIXES:
+        path = _HERE / f"native{suffix}"
+        if path.exists():
+            try:
+                return _typed(ctypes.CDLL(str(path)))
+            except (OSError, AttributeError):  # built for another machine, or by another version
+                continue
+    return None
+
+
+def _typed(library: ctypes.CDLL) -> ctypes.CDLL:
+    for name in ("add_normals_f32", "add_normals_f64"):
+        function = getattr(library, name)
+        function.argtypes = (ctypes.c_char_p, _COUNT, _COUNT, _REAL, _REAL, _POINTER)
+        function.restype = None
+    library.allow_vectors.argtypes = (ctypes.c_int,)
+    return library

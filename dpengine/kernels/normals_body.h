@@ -1,0 +1,131 @@
+/* One family of processors: LANES 32-bit words are computed together. Included by normals.c, more than once. */
+
+#define REALS (LANES / 2)
+#define words NAMED(words)
+#define reals NAMED(reals)
+#define bits NAMED(bits)
+#define halves NAMED(halves)
+
+typedef uint32_t words __attribute__((vector_size(4 * LANES)));
+typedef double reals __attribute__((vector_size(8 * REALS)));
+typedef uint64_t bits __attribute__((vector_size(8 * REALS)));
+typedef uint32_t halves __attribute__((vector_size(4 * REALS)));
+
+#ifndef GROUP
+enum { COLUMNS = 16, PARTS = 3, BLOCKS = PARTS * COLUMNS, PAIRS = 256, GROUP = 2 * PAIRS };
+#define GROUP GROUP
+#define QUARTER(a, b, c, d)                                                                                            \
+    a += b; d ^= a; d = (d << 16) | (d >> 16);                                                                         \
+    c += d; b ^= c; b = (b << 12) | (b >> 20);                                                                         \
+    a += b; d ^= a; d = (d << 8) | (d >> 24);                                                                          \
+    c += d; b ^= c; b = (b << 7) | (b >> 25);
+#endif
+
+/* LANES blocks of keystream, from number `first` on: word w of block l goes to out[COLUMNS * w + l]. */
+INLINE(TARGET) void NAMED(blocks)(const uint32_t *key, uint64_t first, uint32_t *out) {
+    words x[16], start[16];
+    for (int w = 0; w < 16; w++) start[w] = (words){0};
+    for (int w = 0; w < 8; w++) start[4 + w] += key[w];
+    start[0] += 0x61707865u, start[1] += 0x3320646eu, start[2] += 0x79622d32u, start[3] += 0x6b206574u;
+    for (int l = 0; l < LANES; l++) start[12][l] = (uint32_t)(first + l), start[13][l] = (uint32_t)((first + l) >> 32);
+    memcpy(x, start, sizeof x);
+    for (int i = 0; i < 10; i++) {
+        QUARTER(x[0], x[4], x[8], x[12]) QUARTER(x[1], x[5], x[9], x[13])
+        QUARTER(x[2], x[6], x[10], x[14]) QUARTER(x[3], x[7], x[11], x[15])
+        QUARTER(x[0], x[5], x[10], x[15]) QUARTER(x[1], x[6], x[11], x[12])
+        QUARTER(x[2], x[7], x[8], x[13]) QUARTER(x[3], x[4], x[9], x[14])
+    }
+    for (int w = 0; w < 16; w++) {
+        x[w] += start[w];
+        memcpy(out + COLUMNS * w, &x[w], sizeof x[w]);
+    }
+}
+
+INLINE(TARGET) reals NAMED(as_reals)(bits x) {
+    reals y;
+    memcpy(&y, &x, sizeof y);
+    return y;
+}
+
+INLINE(TARGET) bits NAMED(as_bits)(reals x) {
+    bits y;
+    memcpy(&y, &x, sizeof y);
+    return y;
+}
+
+/* Whole numbers below 2**32 as reals: put into the last bits of 2**52, which is then taken away. */
+INLINE(TARGET) reals NAMED(whole)(bits x) { return NAMED(as_reals)(x | 0x4330000000000000ull) - 0x1p52; }
+
+/* sqrt(-ln u), u = (word + 1/2) / 2**64 */
+INLINE(TARGET) reals NAMED(radius)(bits word) {
+    const uint64_t root = 0x3fe6a09e667f3bcdull; /* sqrt(1/2) */
+    reals u = (NAMED(whole)(word >> 32) * 0x1p32 + NAMED(whole)(word & 0xffffffffull)) + 0.5;
+    bits b = NAMED(as_bits)(u) - root; /* u = m * 2**e, m in [sqrt(1/2), sqrt(2)) */
+    reals m = NAMED(as_reals)((b & 0x000fffffffffffffull) + root);
+    reals e = NAMED(whole)((b + 0x0010000000000000ull) >> 52) - 65.0;
+    reals s = (m - 1.0) / (m + 1.0), q = s * s; /* ln m = 2 (s + s**3 / 3 + s**5 / 5 + ...) */
+    reals p = q * (1.0 / 15) + (1.0 / 13);
+    p = p * q + (1.0 / 11);
+    p = p * q + (1.0 / 9);
+    p = p * q + (1.0 / 7);
+    p = p * q + (1.0 / 5);
+    p = p * q + (1.0 / 3);
+    p = p * q + 1.0;
+    reals square = -(e * 0.6931471805599453 + (s + s) * p), root_of;
+    for (int i = 0; i < REALS; i++) root_of[i] = __builtin_sqrt(square[i]);
+    return root_of;
+}
+
+/* The normals of one group, times std. */
+INLINE(TARGET) void NAMED(normals)(const uint32_t *key, uint64_t group, double std, double *z) {
+    uint32_t drawn[PARTS * 16 * COLUMNS] __attribute__((aligned(64)));
+    for (int part = 0; part < PARTS; part++)
+        for (int l = 0; l < COLUMNS; l += LANES)
+            NAMED(blocks)(key, group * BLOCKS + part * COLUMNS + l, drawn + part * 16 * COLUMNS + l);
+    for (int i = 0; i < PAIRS; i += REALS) {
+        bits far;
+        halves turn;
+        memcpy(&far, drawn + 2 * i, sizeof far);
+        memcpy(&turn, drawn + 2 * PAIRS + i, sizeof turn);
+        bits t = __builtin_convertvector(turn, bits);
+        reals y = (NAMED(whole)(t & 0x3fffffffull) - (0x1p29 - 0.5)) * (0.7853981633974483 / 0x1p29), q = y * y;
+        reals sine = q * (-1.0 / 39916800) + (1.0 / 362880);
+        sine = sine * q + (-1.0 / 5040);
+        sine = sine * q + (1.0 / 120);
+        sine = sine * q + (-1.0 / 6);
+        sine = (sine * q) * y + y;
+        reals cosine = q * (1.0 / 479001600) + (-1.0 / 3628800);
+        cosine = cosine * q + (1.0 / 40320);
+        cosine = cosine * q + (-1.0 / 720);
+        cosine = cosine * q + (1.0 / 24);
+        cosine = cosine * q + (-0.5);
+        cosine = cosine * q + 1.0;
+        reals length = NAMED(radius)(far) * std;
+        bits one = NAMED(as_bits)((cosine + sine) * length) ^ ((t & 0x80000000ull) << 32);
+        bits two = NAMED(as_bits)((cosine - sine) * length) ^ ((t & 0x40000000ull) << 33);
+        memcpy(z + i, &one, sizeof one);
+        memcpy(z + PAIRS + i, &two, sizeof two);
+    }
+}
+
+#define ADD(name, number)                                                                                              \
+    TARGET static void NAMED(name)(const uint32_t *key, uint64_t first, uint64_t count, double std, double scale,      \
+                                   number *to) {                                                                       \
+        double z[GROUP] __attribute__((aligned(64)));                                                                  \
+        for (uint64_t done = 0; done < count;) {                                                                       \
+            uint64_t low = (first + done) % GROUP, here = GROUP - low < count - done ? GROUP - low : count - done;     \
+            NAMED(normals)(key, (first + done) / GROUP, std, z);                                                       \
+            for (uint64_t k = 0; k < here; k++) to[done + k] = (number)((to[done + k] + z[low + k]) * scale);          \
+            done += here;                                                                                              \
+        }                                                                                                              \
+    }
+
+ADD(add_normals_f32, float)
+ADD(add_normals_f64, double)
+
+#undef ADD
+#undef REALS
+#undef words
+#undef reals
+#undef bits
+#undef halves
