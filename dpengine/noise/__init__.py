@@ -1,8 +1,7 @@
 """Noise: sums -> noisy sums, from randomness that is addressed and never repeats."""
 
 from .gaussian import GaussianNoise
-from .keyed_streams import native_normals
-from .keyed_streams import DEFAULT_KIND
+from .keyed_streams import DEFAULT_KIND, native_normals
 from .mechanism import AbstractNoise, check_release
 from .source import NoiseSource
 
