@@ -204,7 +204,7 @@ class Release:
             return
         if not self.sums.buffer.clean:
             named = self.sums.model.named_parameters()
-            changed = [repr(name) for name, p in named if p.requires_grad != (p in self.sums.buffer.views)]
+            changed = [repr(name) for name, p in named if p.requires_grad != (p in self.sums.buffer.parameters)]
             raise UnknownParameterError(
                 f"Parameters changed in the middle of a step: {', '.join(changed) or 'their device or dtype'}.",
                 fix="Freeze, thaw or move parameters after optimizer.step(), before the next batch.",
@@ -221,7 +221,7 @@ class Release:
     def zero_grad(self) -> None:
         """The user cleared the gradients: logical batches that are complete and were not stepped are given up."""
         self.released = {}
-        self.cleared = {p: (p.grad, p.grad._version) for p in self.sums.buffer.views if p.grad is not None}
+        self.cleared = {p: (p.grad, p.grad._version) for p in self.sums.buffer.parameters if p.grad is not None}
         if self.stage is Stage.RELEASED:
             self.tickets, self.stage = [], Stage.IDLE
         elif self.stage is Stage.CLIPPED:

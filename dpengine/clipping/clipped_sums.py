@@ -149,7 +149,8 @@ class ClippedSums:
         if dropped:
             self.strategy.drop(dropped_B)
         self.policy.observe(norms_BK)
-        self.strategy.add_sums(groups, factors_BK * scale, self.buffer)
+        largest = max(1.0, float(factors_BK.max())) if rows else 1.0
+        self.strategy.add_sums(groups, factors_BK / largest, scale * largest, self.buffer)
         if dropped and not self.buffer.is_finite():
             self.discard()
             raise UnsupportedLayerError(

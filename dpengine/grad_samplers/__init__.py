@@ -1,15 +1,22 @@
 """Stage 3: a LayerCall becomes per-sample gradients, norms and weighted sums of one layer."""
 
 from .functional import functional_sampler
-from .sampler import GradSampler, JointSampler
+from .gram import GramNorm, gram_norms
+from .machine import operations_per_byte, operations_per_second
+from .sampler import Cost, GradSampler, JointSampler
 from .table import BUILTIN, REGISTERED, register_grad_sampler, sampler_for
 
 __all__ = [
     "BUILTIN",
     "REGISTERED",
+    "Cost",
     "GradSampler",
+    "GramNorm",
     "JointSampler",
     "functional_sampler",
+    "gram_norms",
+    "operations_per_byte",
+    "operations_per_second",
     "register_grad_sampler",
     "sampler_for",
 ]

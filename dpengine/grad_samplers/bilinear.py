@@ -13,16 +13,16 @@ from torch import Tensor
 from dpengine.capture import LayerCall
 
 from .arguments import argument
-from .gram import gram_pays, gram_sq_norm, outer_sum, spread_of
+from .gram import gram_sq_norm, outer_sum, spread_of
 from .linear import SAMPLERS as LINEAR
-from .linear import tokens
+from .linear import gram_cost, tokens
 from .precision import full_precision
-from .sampler import GradSampler
+from .sampler import Cost, GradSampler
 
 
-def _factors(call: LayerCall) -> list[Tensor]:
+def _factors(call: LayerCall) -> tuple[Tensor, ...]:
     """Output gradient ``(B, T, O)`` and the inputs ``(B, T, I)``, ``(B, T, J)``."""
-    return [tokens(call.grad_output), tokens(argument(call, 0, "input1")), tokens(argument(call, 1, "input2"))]
+    return tokens(call.grad_output), tokens(argument(call, 0, "input1")), tokens(argument(call, 1, "input2"))
 
 
 def _sizes(factors: Sequence[Tensor]) -> list[int]:
@@ -40,9 +40,8 @@ def _weight_sq_norm(call: LayerCall) -> Tensor:
     return gram_sq_norm(*_factors(call))
 
 
-def _weight_norm_pays(call: LayerCall) -> bool:
-    factors = _factors(call)
-    return gram_pays(factors[0].shape[1], _sizes(factors), factors[0].dtype, factors[0].device)
+def _weight_cost(call: LayerCall) -> Cost:
+    return gram_cost(_factors(call))
 
 
 @full_precision()
@@ -69,9 +68,11 @@ SAMPLERS = {
         grad=_weight_grad,
         sq_norm=_weight_sq_norm,
         weighted_sum=_weight_sum,
-        norm_pays=_weight_norm_pays,
         concat=_concat,
         spread=_weight_spread,
+        factors=_factors,
+        cost=_weight_cost,
+        sq_norm_name="gram",
     ),
     "bias": LINEAR["bias"],
 }

@@ -10,6 +10,7 @@ of ``wide`` over all channels of a group.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -22,9 +23,12 @@ from torch import Tensor
 from dpengine.capture import LayerCall
 
 from .arguments import argument
-from .gram import WORKSPACE_BYTES, gram_pays, gram_sq_norm, spread_of
+from .gram import WORKSPACE_BYTES, gram_operations, gram_sq_norm, spread_of
+from .machine import fast_in_float64, operations_per_byte
 from .precision import full_precision
-from .sampler import GradSampler
+from .sampler import Cost, GradSampler
+
+_ONE_CALL = 2e6  # floating point operations in the time of one call from Python
 
 
 @dataclass(frozen=True, eq=False)
@@ -120,31 +124,45 @@ def _correlate(c: _Correlation, weight_shape: Sequence[int], groups: int) -> Ten
 
 
 @full_precision()
-def _weight_grad(call: LayerCall) -> Tensor:
-    rows = call.batch_size
+def _grouped_grad(call: LayerCall) -> Tensor:
+    """Rows become groups, so that one call of the backward kernel gives the gradients of all."""
+    rows, shape = call.batch_size, _weight_shape(call)
     if rows == 0:
-        return call.grad_output.new_zeros(0, *_weight_shape(call))
+        return call.grad_output.new_zeros(0, *shape)
     c = _correlation(call)
-    channels, *window = c.weight_shape
-    if _windows_pay(c):
-        parts = [torch.bmm(part.narrow_NCT(), part.windows_NFT().transpose(1, 2)) for part in c.some_rows()]
-        return torch.cat(parts).reshape(rows, channels, *window)
-    # Rows become groups, so that one call of the backward kernel gives the gradients of all.
-    fold = replace(
-        c, wide=c.wide.reshape(1, -1, *c.wide.shape[2:]), narrow=c.narrow.reshape(1, -1, *c.narrow.shape[2:])
-    )
-    return _correlate(fold, (rows * channels, *window), rows * c.groups).reshape(rows, channels, *window)
-
-
-def _windows_pay(c: _Correlation) -> bool:
-    """Whether copying windows and multiplying beats the grouped kernel, which is slow at both ends of the range."""
-    # Measured on CPU: 2 to 4 times faster for few input channels, and for small maps with many channels.
-    channels, window = c.features
-    return c.wide.shape[1] // c.groups <= 4 < channels or c.positions * (channels + window) < channels * window
+    wide, narrow = (t.reshape(1, -1, *t.shape[2:]) for t in (c.wide, c.narrow))
+    folded = replace(c, wide=wide, narrow=narrow)
+    return _correlate(folded, (rows * shape[0], *shape[1:]), rows * c.groups).reshape(rows, *shape)
 
 
 @full_precision()
-def _weight_sq_norm(call: LayerCall) -> Tensor:
+def _looped_grad(call: LayerCall) -> Tensor:
+    """One call of the backward kernel for each row."""
+    c = _correlation(call)
+    grads = c.narrow.new_empty(call.batch_size, *c.weight_shape)
+    for i, grad in enumerate(grads):
+        one = replace(c, wide=c.wide[i : i + 1], narrow=c.narrow[i : i + 1])
+        grad.copy_(_correlate(one, c.weight_shape, c.groups))
+    return grads
+
+
+@full_precision()
+def _unfolded_grad(call: LayerCall) -> Tensor:
+    """All windows are copied, and multiplied."""
+    c = _correlation(call)
+    grads = c.narrow.new_empty(call.batch_size, *c.weight_shape)
+    by_group = grads.view(call.batch_size * c.groups, *c.features)
+    done = 0
+    for part in c.some_rows():
+        narrow = part.narrow_NCT()
+        torch.bmm(narrow, part.windows_NFT().transpose(1, 2), out=by_group[done : done + len(narrow)])
+        done += len(narrow)
+    return grads
+
+
+@full_precision()
+def _gram_sq_norm(call: LayerCall) -> Tensor:
+    """By the Gram of all windows, which are copied."""
     if call.batch_size == 0:
         return call.grad_output.new_zeros(0)
     c = _correlation(call)
@@ -152,14 +170,65 @@ def _weight_sq_norm(call: LayerCall) -> Tensor:
     return torch.cat(parts).view(-1, c.groups).sum(dim=1)
 
 
-def _weight_norm_pays(call: LayerCall) -> bool:
+@full_precision()
+def _shifted_sq_norm(call: LayerCall) -> Tensor:
+    """By one Gram of the padded tensor itself, in float64.
+
+    Two windows have the product ``sum_k <wide[t + k], wide[s + k]>`` over the places k of the kernel: a sum of shifted
+    parts of that Gram. No window is copied, and no product is formed twice.
+
+    Returns:
+        ``(B,)``, float64.
+    """
     if call.batch_size == 0:
-        return True
-    layer: Any = call.layer
-    narrow = argument(call, 0, "input") if layer.transposed else call.grad_output
-    channels, *window = _weight_shape(call)
-    features = (channels // layer.groups, math.prod(window))
-    return gram_pays(math.prod(narrow.shape[2:]), features, narrow.dtype, narrow.device)
+        return call.grad_output.new_zeros(0)
+    c = _correlation(call)
+    wide = F.pad(c.wide, _reversed([(p, p) for p in c.padding])).double()
+    wide = wide.reshape(-1, wide.shape[1] // c.groups, *wide.shape[2:])
+    narrow_NCT = c.narrow_NCT().double()
+    places, size = wide.shape[2:], math.prod(wide.shape[2:])
+    step = max(1, WORKSPACE_BYTES // (8 * (size**2 + 2 * c.positions**2)))
+    sq_norms = []
+    for wide_N, narrow_N in zip(wide.flatten(2).split(step), narrow_NCT.split(step), strict=True):
+        gram = torch.bmm(wide_N.transpose(1, 2), wide_N).view(-1, *places, *places)
+        first, *others = (gram[(slice(None), *shift, *shift)] for shift in _shifts(c))
+        windows = first.clone()
+        for other in others:
+            windows += other
+        windows = windows.view(-1, c.positions**2)
+        narrow = torch.bmm(narrow_N.transpose(1, 2), narrow_N).view(-1, c.positions**2)
+        sq_norms.append(torch.bmm(windows.unsqueeze(1), narrow.unsqueeze(2)).flatten())
+    return torch.cat(sq_norms).clamp(min=0).view(-1, c.groups).sum(dim=1)
+
+
+def _shifts(c: _Correlation) -> Iterator[tuple[slice, ...]]:
+    """For each place of the kernel, the positions of ``wide`` that it meets, axis by axis."""
+    axes = zip(c.kernel, c.stride, c.dilation, c.narrow.shape[2:], strict=True)
+    starts = [
+        [slice(k * dilation, k * dilation + (n - 1) * stride + 1, stride) for k in range(size)]
+        for size, stride, dilation, n in axes
+    ]
+    yield from itertools.product(*starts)
+
+
+def _weight_cost(call: LayerCall) -> Cost:
+    if call.batch_size == 0:
+        return Cost({"grouped": 0.0}, {}, 0.0)
+    c = _correlation(call)
+    (channels, window), length, device = c.features, c.positions, c.wide.device
+    product = 2.0 * length * channels * window * c.groups
+    traffic = 12.0 * length * window * c.groups * operations_per_byte(device)
+    # The grouped kernel is slow at both ends of its range: few channels, and many on a small map.
+    slow = c.wide.shape[1] // c.groups <= 4 < channels or length * (channels + window) < channels * window
+    grads = {"grouped": product * (4 if slow else 1), "unfold": product + traffic, "loop": 2 * product + _ONE_CALL}
+    gram = gram_operations(length, (channels, window), c.wide.dtype, device)
+    sq_norms = {} if gram is None else {"gram": gram * c.groups + traffic}
+    if fast_in_float64(device) and c.wide.dtype is torch.float32:
+        spread_out = math.prod(n + 2 * p for n, p in zip(c.wide.shape[2:], c.padding, strict=True))
+        places = math.prod(c.kernel) * 16 * operations_per_byte(device)
+        inside = 4 * spread_out**2 * c.wide.shape[1] + length**2 * (4 * channels + places) * c.groups
+        sq_norms["shifted gram"] = float(inside)
+    return Cost(grads, sq_norms, product)
 
 
 @full_precision()
@@ -195,11 +264,15 @@ def _bias_grad(call: LayerCall) -> Tensor:
 
 SAMPLERS = {
     "weight": GradSampler(
-        grad=_weight_grad,
-        sq_norm=_weight_sq_norm,
+        grad=_grouped_grad,
+        sq_norm=_gram_sq_norm,
         weighted_sum=_weight_sum,
-        norm_pays=_weight_norm_pays,
         spread=_weight_spread,
+        cost=_weight_cost,
+        more_grads={"unfold": _unfolded_grad, "loop": _looped_grad},
+        more_sq_norms={"shifted gram": _shifted_sq_norm},
+        grad_name="grouped",
+        sq_norm_name="gram",
     ),
     "bias": GradSampler(_bias_grad),
 }

@@ -9,7 +9,8 @@ Note [guard]: a Gram entry of ``F`` products, added in blocks of ``n``, is off b
 whatever the order inside a block (u is the unit roundoff). Over all entries that is
 ``gamma * u * (sum_t |x_t| |y_t|)^2``, which is added, so that rounding and cancellation never make a norm too small.
 ``gamma`` sums ``n + F / n`` over the factors, and 16 for the product and the pairwise final sum. Where the device is
-fast in float64 the Gram is taken in that, and the guard is nothing.
+fast in float64 the Gram of float32 tensors is taken in that, and there is nothing to guard: what is left of rounding is
+far below what adding up the weighted gradients in float32 leaves.
 """
 
 from __future__ import annotations
@@ -17,59 +18,101 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from .machine import fast_in_float64
+from .precision import full_precision
+
 WORKSPACE_BYTES = 64 * 2**20
 _BLOCK = 64  # features added before rounding errors start anew
-_FAST_IN_FLOAT64 = frozenset({(6, 0), (7, 0), (8, 0), (9, 0), (10, 0)})  # CUDA capabilities; others take 16 to 64 times
 _REDO = 0.01  # where the guard is more than this share of a squared norm, the gradient itself is formed
+
+Factors = Sequence[Tensor]  # (B, T, F) each
+
+
+@dataclass(frozen=True, eq=False)
+class GramNorm:
+    """What Grams tell of the sum over T of outer products.
+
+    Attributes:
+        sq_norm_B: Its squared norm, never too small.
+        spread_B: The norms of its parts, added up; at least twice as much for a long sum. See ``GradSampler.spread``.
+    """
+
+    sq_norm_B: Tensor
+    spread_B: Tensor
 
 
 def gram_sq_norm(*factors_BTF: Tensor) -> Tensor:
     """Squared norm ``(B,)`` of each row's sum over T of the outer product of the factors, never too small."""
-    rows, length, _ = factors_BTF[0].shape
-    if length == 1:
-        return product_of_norms(*factors_BTF).square()
-    dtype = torch.float64 if _fast_in_float64(factors_BTF[0].device) else factors_BTF[0].dtype
-    step = max(1, WORKSPACE_BYTES // max(1, 2 * dtype.itemsize * length * _tile(length, dtype)))
-    chunks = [[factor[i : i + step].to(dtype) for factor in factors_BTF] for i in range(0, rows, step)]
-    return torch.cat([_guarded(chunk) for chunk in chunks]) if chunks else factors_BTF[0].new_zeros(0)
+    return gram_norms([factors_BTF])[0].sq_norm_B
 
 
-def gram_pays(length: int, features: Sequence[int], dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether the Gram costs less than the gradient, and the guard is small where positions are not correlated."""
-    if length <= 1:
-        return True
-    if _fast_in_float64(device):
-        return _work(length, features, device) < math.prod(features)
-    # Of uncorrelated positions n^2 is about T |x|^2 |y|^2, and the guard gamma u T^2 |x|^2 |y|^2.
-    return _work(length, features, device) < math.prod(features) and _guard(features, dtype) * length < _REDO / 2
+@full_precision()
+def gram_norms(products: Sequence[Factors]) -> list[GramNorm]:
+    """The norms of several sums of outer products. The Gram of a tensor that several of them have is formed once.
 
-
-def _work(length: int, features: Sequence[int], device: torch.device) -> int:
-    """Operations of the Gram at one position, in float32 terms."""
-    return length * sum(features) * (2 if _fast_in_float64(device) else 1)
-
-
-def _fast_in_float64(device: torch.device) -> bool:
-    """Whether float64 takes about twice the time of float32."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_capability(device) in _FAST_IN_FLOAT64
-    return device.type == "cpu"
-
-
-def keep_pays(length: int, features: Sequence[int], device: torch.device) -> bool:
-    """Whether gradients that are kept cost less time than the Gram, which leaves the weighted sum still to be formed.
-
-    The Gram takes ``2 T^2 sum(F)`` operations a row; a kept gradient is written and read about three times in float32.
+    Args:
+        products: The factors of each.
 
     Returns:
-        True if so, by shapes and a rough speed of the device.
+        The norms, in the order of the products.
     """
-    operations_per_byte = 7 if device.type == "cpu" else 100  # what a processor computes while it moves one byte
-    return 2 * length * _work(length, features, device) > 12 * operations_per_byte * math.prod(features)
+    found: dict[int, GramNorm] = {}
+    for members in _that_share(products):
+        for i, norm in zip(members, _norms_of([products[i] for i in members]), strict=True):
+            found[i] = norm
+    return [found[i] for i in range(len(products))]
+
+
+def _that_share(products: Sequence[Factors]) -> list[list[int]]:
+    """Indices of products, those together that have a tensor in common."""
+    sets: list[tuple[list[int], set[object]]] = []
+    for i, factors in enumerate(products):
+        keys = set(map(_key, factors))
+        joined = [one for one in sets if one[1] & keys]
+        sets = [one for one in sets if not one[1] & keys]
+        sets.append(([k for one in joined for k in one[0]] + [i], keys.union(*(one[1] for one in joined))))
+    return [members for members, _ in sets]
+
+
+def _key(tensor: Tensor) -> object:
+    """The same for views of the same numbers."""
+    return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
+
+
+def _norms_of(products: Sequence[Factors]) -> list[GramNorm]:
+    rows, length, _ = products[0][0].shape
+    if length <= 1 or rows == 0:
+        norms = [product_of_norms(*factors) for factors in products]
+        return [
+            GramNorm(norm_B.square(), torch.zeros_like(norm_B)) for norm_B in norms
+        ]  # one part cancels with nothing
+    tensors = {_key(factor): factor for factors in products for factor in factors}
+    dtype = torch.float64 if fast_in_float64(products[0][0].device) else products[0][0].dtype
+    entries = (len(tensors) + 1) * length * _tile(length, dtype) + length * sum(t.shape[2] for t in tensors.values())
+    step = max(1, WORKSPACE_BYTES // (dtype.itemsize * entries))
+    parts = []
+    for i in range(0, rows, step):
+        cut = {key: tensor[i : i + step].to(dtype) for key, tensor in tensors.items()}
+        chunks = [[cut[_key(factor)] for factor in factors] for factors in products]
+        parts.append(_guarded(chunks) if dtype is products[0][0].dtype else _gram_sums(chunks))
+    return [
+        GramNorm(torch.cat([p[k].sq_norm_B for p in parts]), torch.cat([p[k].spread_B for p in parts]))
+        for k in range(len(products))
+    ]
+
+
+def gram_operations(length: int, features: Sequence[int], dtype: torch.dtype, device: torch.device) -> float | None:
+    """Operations of the Gram norms of one row, for a cost; None where the guard would be large for usual data."""
+    # Of uncorrelated positions n^2 is about T |x|^2 |y|^2, and the guard gamma u T^2 |x|^2 |y|^2.
+    if length > 1 and not fast_in_float64(device) and _guard(features, dtype) * length >= _REDO / 2:
+        return None
+    halved = 1 if length < 128 else 0.625  # four tiles a side: ten of sixteen are computed
+    return halved * length**2 * (2 * sum(features) + 4) * (2 if fast_in_float64(device) else 1)
 
 
 def _guard(features: Sequence[int], dtype: torch.dtype) -> float:
@@ -77,29 +120,50 @@ def _guard(features: Sequence[int], dtype: torch.dtype) -> float:
     return (sum(min(n, _BLOCK) + math.ceil(n / _BLOCK) for n in features) + 16) * torch.finfo(dtype).eps / 2
 
 
-def _guarded(factors_BTF: list[Tensor]) -> Tensor:
-    lengths_BT = _product([_norms(factor_BTF, 2) for factor_BTF in factors_BTF])
-    guard = _guard([factor.shape[2] for factor in factors_BTF], factors_BTF[0].dtype)
-    guard_B = guard * lengths_BT.sum(dim=1).square()
-    sq_norm_B = _gram_sum(factors_BTF).to(guard_B.dtype).clamp(min=0) + guard_B
-    redo_B = ~(guard_B <= _REDO * sq_norm_B)  # also where either overflowed, or the Gram underflowed
-    if redo_B.any():
-        sq_norm_B[redo_B] = _direct([factor_BTF[redo_B] for factor_BTF in factors_BTF])
-    return sq_norm_B
+def _guarded(products: Sequence[Factors]) -> list[GramNorm]:
+    """As ``_gram_sums``, raised by the bound of note [guard], and formed directly where that is much."""
+    guarded = []
+    for factors_BTF, norm in zip(products, _gram_sums(products), strict=True):
+        lengths_BT = _product([_norms(factor_BTF, 2) for factor_BTF in factors_BTF])
+        guard = _guard([factor.shape[2] for factor in factors_BTF], factors_BTF[0].dtype)
+        guard_B = guard * lengths_BT.sum(dim=1).square()
+        sq_norm_B = norm.sq_norm_B.to(guard_B.dtype) + guard_B
+        redo_B = ~(guard_B <= _REDO * sq_norm_B)  # also where either overflowed, or the Gram underflowed
+        if redo_B.any():
+            sq_norm_B[redo_B] = _direct([factor_BTF[redo_B] for factor_BTF in factors_BTF])
+        guarded.append(GramNorm(sq_norm_B, _long(lengths_BT.sum(dim=1), lengths_BT.shape[1])))
+    return guarded
 
 
-def _gram_sum(factors_BTF: list[Tensor]) -> Tensor:
-    """Sum of the entries of the product of Grams; they are symmetric, so tiles below the diagonal count twice."""
-    rows, length, _ = factors_BTF[0].shape
-    tile = _tile(length, factors_BTF[0].dtype)
-    total_B = factors_BTF[0].new_zeros(rows)
-    for start in range(0, length, max(1, tile)):
-        product_BTT = _product([_gram(factor[:, start : start + tile], factor[:, start:]) for factor in factors_BTF])
-        total_B += 2 * product_BTT.sum(dim=(1, 2)) - product_BTT[:, :, :tile].sum(dim=(1, 2))
-    return total_B
+def _gram_sums(products: Sequence[Factors]) -> list[GramNorm]:
+    """Sums of the entries of products of Grams; they are symmetric, so tiles below the diagonal count twice."""
+    rows, length, _ = products[0][0].shape
+    first = products[0][0]
+    tile = _tile(length, first.dtype)
+    tensors = {_key(factor): factor for factors in products for factor in factors}
+    totals = [first.new_zeros(rows) for _ in products]
+    spreads = [first.new_zeros(rows) for _ in products]
+    for start in range(0, length, tile):
+        grams = {key: _gram(factor[:, start : start + tile], factor[:, start:]) for key, factor in tensors.items()}
+        for k, factors in enumerate(products):
+            *some, last = [grams[_key(factor)] for factor in factors]
+            rest = functools.reduce(torch.mul, some) if some else torch.ones_like(last)
+            totals[k] += 2 * _dot(rest, last) - _dot(rest[:, :, :tile], last[:, :, :tile])
+            diagonals = [gram.diagonal(dim1=1, dim2=2).clamp(min=0) for gram in (rest, last)]
+            spreads[k] += torch.mul(*diagonals).sqrt().sum(dim=1)
+    return [GramNorm(total.clamp(min=0), _long(spread, length)) for total, spread in zip(totals, spreads, strict=True)]
+
+
+def _dot(one_BTS: Tensor, other_BTS: Tensor) -> Tensor:
+    """Sum of products of entries, ``(B,)``."""
+    if one_BTS.dtype is torch.float32:
+        return (one_BTS * other_BTS).sum(dim=(1, 2))  # pairwise, as note [guard] has it
+    return torch.bmm(one_BTS.flatten(1).unsqueeze(1), other_BTS.flatten(1).unsqueeze(2)).flatten()
 
 
 def _gram(left_BTF: Tensor, right_BTF: Tensor) -> Tensor:
+    if left_BTF.dtype is torch.float64:
+        return torch.bmm(left_BTF, right_BTF.transpose(1, 2))
     blocks = zip(left_BTF.split(_BLOCK, dim=2), right_BTF.split(_BLOCK, dim=2), strict=True)
     left, right = next(blocks)
     gram_BTT = torch.bmm(left, right.transpose(1, 2))
@@ -110,7 +174,7 @@ def _gram(left_BTF: Tensor, right_BTF: Tensor) -> Tensor:
 
 def _tile(length: int, dtype: torch.dtype) -> int:
     """Positions on one side of a tile: a quarter of the length, unless that is too few for a fast product."""
-    pieces = min(4, max(1, length // 64))
+    pieces = min(4, max(1, length // 32))
     return min(math.ceil(length / pieces), max(1, WORKSPACE_BYTES // (2 * dtype.itemsize * max(1, length))))
 
 
@@ -139,7 +203,11 @@ def product_of_norms(*tensors: Tensor) -> Tensor:
 
 def spread_of(parts: int, *factors: Tensor) -> Tensor:
     """What `GradSampler.spread` asks for, of a sum of so many outer products for each row."""
-    return product_of_norms(*factors) * (1 + parts / _BLOCK)
+    return _long(product_of_norms(*factors), parts)
+
+
+def _long(spread_B: Tensor, parts: int) -> Tensor:
+    return spread_B * (1 + parts / _BLOCK)
 
 
 def _norms(tensor: Tensor, dim: int) -> Tensor:

@@ -5,6 +5,7 @@ Axes: B rows, T positions (all axes between the batch and the features, as one),
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -13,9 +14,9 @@ from torch import Tensor
 from dpengine.capture import LayerCall
 
 from .arguments import argument
-from .gram import gram_pays, gram_sq_norm, keep_pays, outer_sum, spread_of
+from .gram import gram_operations, gram_sq_norm, outer_sum, spread_of
 from .precision import full_precision
-from .sampler import GradSampler
+from .sampler import Cost, GradSampler
 
 
 def tokens(features: Tensor) -> Tensor:
@@ -33,32 +34,49 @@ def _weight_grad(call: LayerCall) -> Tensor:
     return outer_sum(grads_BTO, acts_BTI)
 
 
-@full_precision()
-def _weight_sq_norm(call: LayerCall) -> Tensor:
+def _factors(call: LayerCall) -> tuple[Tensor, Tensor]:
     acts_BTI, grads_BTO = _acts_and_grads(call)
-    return gram_sq_norm(grads_BTO, acts_BTI)
-
-
-def _weight_norm_pays(call: LayerCall) -> bool:
-    acts_BTI, grads_BTO = _acts_and_grads(call)
-    features = (acts_BTI.shape[2], grads_BTO.shape[2])
-    return gram_pays(acts_BTI.shape[1], features, acts_BTI.dtype, acts_BTI.device)
-
-
-def _weight_keep_pays(call: LayerCall) -> bool:
-    acts_BTI, grads_BTO = _acts_and_grads(call)
-    return keep_pays(acts_BTI.shape[1], (acts_BTI.shape[2], grads_BTO.shape[2]), acts_BTI.device)
+    return grads_BTO, acts_BTI
 
 
 @full_precision()
-def _weight_sum(call: LayerCall, factor_B: Tensor) -> Tensor:
+def _weight_sq_norm(call: LayerCall) -> Tensor:
+    return gram_sq_norm(*_factors(call))
+
+
+def gram_cost(factors: Sequence[Tensor]) -> Cost:
+    """Of a weight that is a sum over T of outer products of these factors."""
+    length, features = factors[0].shape[1], [factor.shape[2] for factor in factors]
+    product = 2.0 * length * math.prod(features)
+    norm = gram_operations(length, features, factors[0].dtype, factors[0].device)
+    return Cost({"direct": product}, {} if norm is None else {"gram": norm}, product)
+
+
+def _weight_cost(call: LayerCall) -> Cost:
+    return gram_cost(_factors(call))
+
+
+def _weighted(call: LayerCall, factor_B: Tensor) -> tuple[Tensor, Tensor]:
+    """Output gradients and inputs of all positions of all rows, ``(B T, ...)``, the narrower times the factors."""
     acts_BTI, grads_BTO = _acts_and_grads(call)
     factor_B11 = factor_B.to(acts_BTI.dtype).view(-1, 1, 1)
     if acts_BTI.shape[2] < grads_BTO.shape[2]:
         acts_BTI = acts_BTI * factor_B11
     else:
         grads_BTO = grads_BTO * factor_B11
-    return grads_BTO.flatten(0, 1).T @ acts_BTI.flatten(0, 1)
+    return grads_BTO.flatten(0, 1), acts_BTI.flatten(0, 1)
+
+
+@full_precision()
+def _weight_sum(call: LayerCall, factor_B: Tensor) -> Tensor:
+    grads_NO, acts_NI = _weighted(call, factor_B)
+    return grads_NO.T @ acts_NI
+
+
+@full_precision()
+def _add_weight_sum(call: LayerCall, factor_B: Tensor, scale: float, keep: float, out: Tensor) -> None:
+    grads_NO, acts_NI = _weighted(call, factor_B)
+    torch.addmm(out, grads_NO.T, acts_NI, alpha=scale, beta=keep, out=out)
 
 
 def _weight_spread(call: LayerCall) -> Tensor:
@@ -82,10 +100,12 @@ SAMPLERS = {
         grad=_weight_grad,
         sq_norm=_weight_sq_norm,
         weighted_sum=_weight_sum,
-        norm_pays=_weight_norm_pays,
+        add_weighted_sum=_add_weight_sum,
         concat=_concat,
-        keep_pays=_weight_keep_pays,
         spread=_weight_spread,
+        factors=_factors,
+        cost=_weight_cost,
+        sq_norm_name="gram",
     ),
     "bias": GradSampler(_bias_grad),
 }

@@ -6,13 +6,30 @@ from ``grad`` is used.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from dpengine.capture import LayerCall
+
+Rows = Callable[[LayerCall], Tensor]
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What a call costs by each way, for the first guess, in floating point operations of one row. Shapes only.
+
+    Attributes:
+        grads: For each way to form ``grad``.
+        sq_norms: For each way to form ``sq_norm``; a way that does not fit the call is left out.
+        weighted_sum: For ``weighted_sum``.
+    """
+
+    grads: Mapping[str, float]
+    sq_norms: Mapping[str, float]
+    weighted_sum: float
 
 
 @dataclass(frozen=True)
@@ -26,26 +43,44 @@ class GradSampler:
         sq_norm: ``(B,)``, the squared norms of ``grad``, without forming it. Never below the truth by more than
             rounding: where the method can cancel, raised by its error bound.
         weighted_sum: ``param.shape``, the sum over rows of ``factor_B[i] * grad[i]``, without forming it.
-        norm_pays: Whether ``sq_norm`` is cheaper than ``grad`` for a call of this shape. Reads shapes only.
+        add_weighted_sum: ``(call, factor_B, scale, keep, out)``: ``out`` times ``keep``, which is 0 or 1, plus
+            ``scale`` times ``weighted_sum``, into ``out``. For layers whose product can be written where it belongs;
+            with 0, ``out`` may hold anything.
         concat: Joins several calls of one parameter into one whose ``grad`` is the sum of theirs.
-        keep_pays: Whether forming and keeping ``grad`` is cheaper than ``sq_norm`` and ``weighted_sum`` together,
-            memory aside, since the kept gradients give the weighted sum nearly for nothing. Reads shapes only.
         spread: ``(B,)``, at least the norms, added up, of the parts of a row that ``weighted_sum`` adds one by one, and
             for each 64 of them as much again, since errors of a long sum add up. Where parts cancel, it tells how much
             rounding is left. Needed beside ``weighted_sum``.
+        factors: Tensors ``(B, T, F)`` whose outer product, summed over T, is ``grad`` but for its shape. ``sq_norm``
+            follows, and Grams of tensors that several parameters share are formed once.
+        cost: What each way costs; without it ``sq_norm`` is taken if there is one.
+        more_grads: Other ways to form ``grad``, by name.
+        more_sq_norms: Other ways to form ``sq_norm``, by name.
+        grad_name: What ``grad`` is called beside them.
+        sq_norm_name: What ``sq_norm`` is called beside them.
     """
 
-    grad: Callable[[LayerCall], Tensor]
-    sq_norm: Callable[[LayerCall], Tensor] | None = None
+    grad: Rows
+    sq_norm: Rows | None = None
     weighted_sum: Callable[[LayerCall, Tensor], Tensor] | None = None
-    norm_pays: Callable[[LayerCall], bool] | None = None
+    add_weighted_sum: Callable[[LayerCall, Tensor, float, float, Tensor], None] | None = None
     concat: Callable[[Sequence[LayerCall]], LayerCall] | None = None
-    keep_pays: Callable[[LayerCall], bool] | None = None
-    spread: Callable[[LayerCall], Tensor] | None = None
+    spread: Rows | None = None
+    factors: Callable[[LayerCall], tuple[Tensor, ...]] | None = None
+    cost: Callable[[LayerCall], Cost] | None = None
+    more_grads: Mapping[str, Rows] = field(default_factory=dict)
+    more_sq_norms: Mapping[str, Rows] = field(default_factory=dict)
+    grad_name: str = "direct"
+    sq_norm_name: str = "shortcut"
 
-    def use_sq_norm(self, call: LayerCall) -> bool:
-        """Whether to take the norm by the shortcut."""
-        return self.sq_norm is not None and (self.norm_pays is None or self.norm_pays(call))
+    @property
+    def grads(self) -> Mapping[str, Rows]:
+        """All ways to form ``grad``."""
+        return {self.grad_name: self.grad, **self.more_grads}
+
+    @property
+    def sq_norms(self) -> Mapping[str, Rows]:
+        """All ways to form ``sq_norm``."""
+        return {} if self.sq_norm is None else {self.sq_norm_name: self.sq_norm, **self.more_sq_norms}
 
     def total(self, call: LayerCall, factor_B: Tensor) -> Tensor:
         """The sum of gradients weighted by ``factor_B``, shape of the parameter."""

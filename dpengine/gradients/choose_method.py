@@ -1,55 +1,278 @@
-"""Which method gives a parameter's norms and sums. Reads shapes only, never data."""
+"""Which way gives each parameter's norms and sums: by timing, within a memory budget. Reads shapes and clocks, no data.
+
+Estimates from shapes rule out what is hopeless, and decide where there is nothing to win. The rest is timed once for
+each kind of call, on random numbers, norm and clipped sum together, and remembered by a signature in which sizes of
+batches and sequences are rounded, since under Poisson sampling they change with every step.
+"""
 
 from __future__ import annotations
 
-import enum
-from collections.abc import Callable
+import json
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from dpengine.capture import LayerCall
-from dpengine.grad_samplers import GradSampler
+from dpengine.grad_samplers import GradSampler, operations_per_byte, operations_per_second
 
+from .entry import Entry
+from .flat_buffer import FlatBuffer, wide
+from .method import KEEP, Method, Way
+from .rows import in_rows, shapes_of, some_rows
 
-class Method(enum.Enum):
-    """How norms and sums of one parameter are formed."""
-
-    GHOST = "ghost"  # the norm by a shortcut, the sum by one weighted product
-    KEEP = "keep"  # per-sample gradients are kept
-    DISCARD = "discard"  # per-sample gradients are formed for some rows at a time, for the norm, and not kept
+KEEP_BUDGET = 512 * 2**20  # bytes of per-sample gradients kept at most, over all parameters
+_HOPELESS = 4.0  # times the best estimate: not worth timing
+_WORTH_TIMING = 1e-4  # seconds of the best estimate, below which estimates decide
+_TIMED_BYTES = 64 * 2**20  # of the gradients and inputs of the rows that are timed
+_REPEATS = 3
 
 
 @dataclass(frozen=True)
-class Situation:
-    """What the choice may depend on.
+class Choice:
+    """How one parameter is treated, and why.
 
     Attributes:
-        sampler: The sampler, None where gradients arrive per sample already.
-        call: The one call that stands for all uses, None where several calls could not be joined.
-        bytes_kept: What keeping this parameter's gradients would cost, in bytes.
-        bytes_left: What may still be kept.
-        in_rows: Whether the calls can be cut into rows.
+        name: Dotted name of the parameter.
+        layer: Its layer, in a few words.
+        way: The way.
+        why: A few words.
+        seconds: What norm and sum take, as timed or estimated, for one batch; None where there was no choice.
+        kept_bytes: Memory for gradients that are kept.
     """
 
-    sampler: GradSampler | None
-    call: LayerCall | None
-    bytes_kept: int
-    bytes_left: int
-    in_rows: bool
+    name: str
+    layer: str
+    way: Way
+    why: str
+    seconds: float | None
+    kept_bytes: int
 
 
-Choose = Callable[[Situation], Method]
+Plan = Mapping[nn.Parameter, Choice]
+Planner = Callable[[Sequence[Entry], int], Plan]
 
 
-def by_shape(situation: Situation) -> Method:
-    """The shortcut where it pays; else keep while the budget lasts; else discard."""
-    sampler, call = situation.sampler, situation.call
-    fits = situation.bytes_kept <= situation.bytes_left
-    if sampler is not None and call is not None and sampler.use_sq_norm(call):
-        if not (fits and sampler.keep_pays is not None and sampler.keep_pays(call)):
-            return Method.GHOST
-    return Method.KEEP if fits or not situation.in_rows else Method.DISCARD
+class MethodTable:
+    """Remembers how long each way takes, and chooses.
+
+    Args:
+        keep_budget: Bytes of per-sample gradients kept at most, over all parameters.
+        timed: Whether ways are timed; else estimates decide, which are the same on every machine.
+    """
+
+    def __init__(self, *, keep_budget: int = KEEP_BUDGET, timed: bool = True):
+        self.keep_budget = keep_budget
+        self.timed = timed
+        self.seconds: dict[str, dict[str, float]] = {}  # signature -> way -> seconds for a batch of the rounded size
+
+    def plan(self, entries: Sequence[Entry], rows: int) -> Plan:
+        """A way for each parameter of a backward pass over so many rows."""
+        offers = [self._offer(entry, rows) for entry in entries]
+        left = self.keep_budget
+        keeping: set[int] = set()
+        # What saves most time for each byte goes first; where nothing is known, what is small.
+        for i in sorted(range(len(offers)), key=lambda i: offers[i].urgency, reverse=True):
+            if offers[i].keep is not None and (offers[i].other is None or offers[i].kept_bytes <= left):
+                keeping.add(i)
+                left -= offers[i].kept_bytes
+        return {
+            entry.use.parameter: offer.choice(entry, keeps=i in keeping)
+            for i, (entry, offer) in enumerate(zip(entries, offers, strict=True))
+        }
+
+    def with_budget(self, keep_budget: int) -> MethodTable:
+        """The same table, to which the times go too, under another budget."""
+        other = MethodTable(keep_budget=keep_budget, timed=self.timed)
+        other.seconds = self.seconds
+        return other
+
+    def save(self, path: str | Path) -> None:
+        """Writes what was timed, to be passed to another run on the same kind of machine."""
+        Path(path).write_text(json.dumps({"version": 1, "seconds": self.seconds}, indent=1, sort_keys=True))
+
+    @classmethod
+    def load(cls, path: str | Path, *, keep_budget: int = KEEP_BUDGET, timed: bool = True) -> MethodTable:
+        """A table that another run saved. Calls that are not in it are timed, or estimated with ``timed=False``.
+
+        Args:
+            path: The file.
+            keep_budget: As for the class.
+            timed: As for the class.
+
+        Returns:
+            The table.
+
+        Raises:
+            ValueError: If the file is no such table.
+        """
+        table = cls(keep_budget=keep_budget, timed=timed)
+        try:
+            stored = json.loads(Path(path).read_text())
+            for signature, seconds in stored["seconds"].items():
+                table.seconds[signature] = {str(Way.of(way)): float(value) for way, value in seconds.items()}
+        except (ValueError, KeyError, AttributeError, TypeError) as error:
+            raise ValueError(f"{path} is no table of methods: {error}. Write one with MethodTable.save().") from None
+        return table
+
+    def _offer(self, entry: Entry, rows: int) -> _Offer:
+        numel = entry.use.parameter.numel()
+        kept_bytes = rows * numel * wide(entry.use.parameter.dtype).itemsize
+        if entry.kept is not None:
+            return _Offer(KEEP, None, {}, 0, "arrives per sample")
+        cut = rows > 1 and all(in_rows(call, rows) for call, _ in entry.calls)
+        first, sampler = entry.calls[0]
+        if len(entry.calls) > 1 or sampler.cost is None:
+            if len(entry.calls) == 1 and sampler.sq_norm is not None:
+                return _Offer(None, Way(Method.GHOST, sampler.sq_norm_name), {}, 0, "has a shortcut")
+            several = "several uses" if len(entry.calls) > 1 else "no shortcut"
+            grad_name = sampler.grad_name
+            other = Way(Method.DISCARD, grad_name) if cut else None
+            return _Offer(Way(Method.KEEP, grad_name), other, {}, kept_bytes, several)
+        estimates = _estimates(first, sampler, rows, numel, cut)
+        seconds, why = self._times(entry, rows, estimates)
+        keep = _fastest(seconds, lambda way: way.method is Method.KEEP)
+        other = _fastest(seconds, lambda way: way.method is not Method.KEEP)
+        if keep is not None and other is not None and seconds[str(other)] <= seconds[str(keep)]:
+            keep = None
+        return _Offer(keep, other, seconds, kept_bytes, why)
+
+    def _times(self, entry: Entry, rows: int, estimates: Mapping[str, float]) -> tuple[Mapping[str, float], str]:
+        """Seconds by way, and where they are from."""
+        signature = _signature(entry, rows)
+        known = self.seconds.get(signature)
+        if known is not None and known.keys() & estimates.keys():
+            return {way: known[way] for way in known.keys() & estimates.keys()}, "timed"
+        best = min(estimates.values())
+        if not self.timed or best < _WORTH_TIMING:
+            return estimates, "estimated" if best >= _WORTH_TIMING else "too small to time"
+        hopeful = [way for way, seconds in estimates.items() if seconds <= _HOPELESS * best]
+        # The budget may rule out a keep, so a way without it is timed in any case.
+        if others := [way for way in estimates if not way.startswith(Method.KEEP.value)]:
+            hopeful = list(dict.fromkeys([*hopeful, min(others, key=estimates.__getitem__)]))
+        if len(hopeful) == 1:
+            return {hopeful[0]: estimates[hopeful[0]]}, "nothing comes near"
+        self.seconds[signature] = time_ways(entry, [Way.of(way) for way in hopeful], rows)
+        return self.seconds[signature], "timed"
 
 
-def always_keep(situation: Situation) -> Method:
+@dataclass(frozen=True)
+class _Offer:
+    """What there is to choose from for one parameter: keeping, if that is faster, and the best way without it."""
+
+    keep: Way | None
+    other: Way | None
+    seconds: Mapping[str, float]
+    kept_bytes: int
+    why: str
+
+    @property
+    def urgency(self) -> float:
+        """Seconds saved for each byte that is kept; infinite where nothing else is known, most so for small ones."""
+        if self.keep is None or self.other is None or not self.seconds:
+            return 1e9 / (1 + self.kept_bytes)
+        return (self.seconds[str(self.other)] - self.seconds[str(self.keep)]) / (1 + self.kept_bytes)
+
+    def choice(self, entry: Entry, *, keeps: bool) -> Choice:
+        """What is said of the way that was taken."""
+        way = self.keep if keeps else self.other
+        assert way is not None
+        layer = entry.calls[0][0].layer if entry.calls else None
+        shown = "" if layer is None else f"{type(layer).__name__}({layer.extra_repr()})"
+        kept_bytes = self.kept_bytes if keeps else 0
+        return Choice(entry.use.name, shown, way, self.why, self.seconds.get(str(way)), kept_bytes)
+
+
+def _estimates(call: LayerCall, sampler: GradSampler, rows: int, numel: int, cut: bool) -> dict[str, float]:
+    assert sampler.cost is not None
+    cost, device = sampler.cost(call), call.grad_output.device
+    read = 4.0 * numel * operations_per_byte(device)
+    operations = {Way(Method.GHOST, name): norm + cost.weighted_sum for name, norm in cost.sq_norms.items()}
+    for name, grad in cost.grads.items():
+        operations[Way(Method.KEEP, name)] = grad + 3 * read
+        if cut:
+            operations[Way(Method.DISCARD, name)] = grad + 2 * read + cost.weighted_sum
+    return {str(way): rows * count / operations_per_second(device) for way, count in operations.items()}
+
+
+def _fastest(seconds: Mapping[str, float], fits: Callable[[Way], bool]) -> Way | None:
+    ways = [way for way in map(Way.of, seconds) if fits(way)]
+    return min(ways, key=lambda way: seconds[str(way)]) if ways else None
+
+
+def time_ways(entry: Entry, ways: Sequence[Way], rows: int) -> dict[str, float]:
+    """Seconds that each way takes for norm and sum, on random numbers of the shape and layout of an entry's call."""
+    ((real, sampler),) = entry.calls
+    numbers = sum(t.numel() for t in pytree.tree_leaves((real.inputs, real.grad_output)) if isinstance(t, Tensor))
+    row_bytes = 4 * (numbers // rows + entry.use.parameter.numel())
+    some = max(1, min(rows, _TIMED_BYTES // row_bytes))
+    call = _random(some_rows(real, 0, some) if some < rows else real)
+    device = call.grad_output.device
+    weight_B, buffer = torch.ones(some, device=device), FlatBuffer([entry.use.parameter])
+    seconds: dict[str, float] = {}
+    for way in ways:
+        times = []
+        for repeat in range(1 + _REPEATS):  # the first one warms up
+            one = Entry(entry.use, [(call, sampler)])
+            _synchronise(device)
+            start = time.perf_counter()
+            one.add_sum_after_norm(way, some, weight_B, buffer)
+            _synchronise(device)
+            times.append(time.perf_counter() - start)
+            if repeat == 0 and seconds and times[0] > 3 * min(seconds.values()) * some / rows:
+                break
+        seconds[str(way)] = min(times) * rows / some
+    return seconds
+
+
+def _random(call: LayerCall) -> LayerCall:
+    generators: dict[torch.device, torch.Generator] = {}
+
+    def drawn(leaf: Any) -> Any:
+        if not (isinstance(leaf, Tensor) and leaf.is_floating_point()):
+            return leaf
+        generator = generators.setdefault(leaf.device, torch.Generator(leaf.device).manual_seed(0))
+        return torch.empty_like(leaf).normal_(generator=generator)  # the generators of the user are left alone
+
+    inputs, kwargs, grad = pytree.tree_map(drawn, (call.inputs, dict(call.kwargs), call.grad_output))
+    return call.replace(inputs=inputs, kwargs=kwargs, grad_output=grad)
+
+
+def _synchronise(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _signature(entry: Entry, rows: int) -> str:
+    """What a time may depend on, in words: the layer's settings, shapes, types and the device."""
+    ((call, _),) = entry.calls
+    shapes = ["x".join(str(_rounded(n)) for n in shape) + f" {dtype}" for shape, dtype in shapes_of(call)]
+    device = call.grad_output.device
+    kind = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{device.type} {torch.get_num_threads()}"
+    name = entry.use.name.rpartition(".")[2]
+    layer = f"{type(call.layer).__name__}({call.layer.extra_repr()})"
+    return f"{layer}.{name} | {_rounded(rows)} rows | {', '.join(shapes)} | {kind}".replace("torch.", "")
+
+
+def _rounded(size: int) -> int:
+    """A size up to a factor of the fourth root of 2, so that many sizes share a time."""
+    return round(2 ** (round(2 * math.log2(size)) / 2)) if size > 8 else size
+
+
+def plan_key(entries: Sequence[Entry], rows: int) -> object:
+    """Equal for passes that one plan is for. Parameters are told apart by their place in memory, while they live."""
+    return _rounded(rows), tuple(
+        (id(entry.use.parameter), entry.kept is None, tuple(shapes_of(call) for call, _ in entry.calls))
+        for entry in entries
+    )
+
+
+def keep_all(entries: Sequence[Entry], rows: int) -> Plan:
     """Every per-sample gradient is kept."""
-    return Method.KEEP
+    return {e.use.parameter: Choice(e.use.name, "", KEEP, "asked for", None, 0) for e in entries}

@@ -13,7 +13,7 @@ from torch.nn.utils._expanded_weights.expanded_weights_impl import ExpandedWeigh
 from dpengine.capture import LayerCall, Use, Watch
 
 from .bookkeep import Bookkeep
-from .choose_method import always_keep
+from .choose_method import keep_all
 from .flat_buffer import FlatBuffer
 from .strategy import AbstractGradients
 
@@ -24,7 +24,7 @@ class ExpandedWeights(AbstractGradients):
     """Swaps parameters for ``ExpandedWeight`` copies, whose backward leaves per-sample gradients on the copy."""
 
     def __init__(self) -> None:
-        self._inner = Bookkeep(always_keep)
+        self._inner = Bookkeep(keep_all)
         # Each copy, and the stand-in for it, which lives as long as the graph of its forward pass.
         self._copies: list[tuple[Use, Tensor, weakref.ref[Tensor]]] = []
 
@@ -76,8 +76,8 @@ class ExpandedWeights(AbstractGradients):
     def drop(self, rows_B: Tensor) -> None:
         self._inner.drop(rows_B)
 
-    def add_sums(self, groups: Mapping[nn.Parameter, int], weights_BK: Tensor, into: FlatBuffer) -> None:
-        self._inner.add_sums(groups, weights_BK, into)
+    def add_sums(self, groups: Mapping[nn.Parameter, int], weights_BK: Tensor, scale: float, into: FlatBuffer) -> None:
+        self._inner.add_sums(groups, weights_BK, scale, into)
 
     def clear(self) -> None:
         self._inner.clear()

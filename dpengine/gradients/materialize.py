@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from dpengine.capture import LayerCall, Use
 
 from .bookkeep import Bookkeep
-from .choose_method import always_keep
+from .choose_method import keep_all
 from .flat_buffer import FlatBuffer
 from .strategy import AbstractGradients
 
@@ -23,7 +23,7 @@ class Materialize(AbstractGradients):
     """
 
     def __init__(self) -> None:
-        self._inner = Bookkeep(always_keep)
+        self._inner = Bookkeep(keep_all)
 
     def receive(self, call: LayerCall, uses: Mapping[str, Use], rule: Any) -> None:
         self._inner.receive(call, uses, rule)
@@ -48,8 +48,8 @@ class Materialize(AbstractGradients):
     def drop(self, rows_B: Tensor) -> None:
         self._inner.drop(rows_B)
 
-    def add_sums(self, groups: Mapping[nn.Parameter, int], weights_BK: Tensor, into: FlatBuffer) -> None:
-        self._inner.add_sums(groups, weights_BK, into)
+    def add_sums(self, groups: Mapping[nn.Parameter, int], weights_BK: Tensor, scale: float, into: FlatBuffer) -> None:
+        self._inner.add_sums(groups, weights_BK, scale, into)
 
     def clear(self) -> None:
         self._inner.clear()

@@ -12,6 +12,7 @@ from dpengine.capture import Capture, Receiver, Replay, watch_list
 from dpengine.grad_samplers import BUILTIN, functional_sampler, sampler_for
 
 from .bookkeep import Bookkeep
+from .choose_method import MethodTable
 from .expanded_weights import ExpandedWeights
 from .materialize import Materialize
 from .probe import Probed
@@ -29,17 +30,18 @@ class Mode:
         by_operations: Whether modules with parameters beside children are followed operation by operation.
     """
 
-    build: Callable[[Capture], AbstractGradients]
+    build: Callable[[Capture, MethodTable], AbstractGradients]
     lookup: Callable[[nn.Module], Any] = sampler_for
     by_operations: bool = True
 
 
-def _reweight(capture: Capture) -> AbstractGradients:
+def _reweight(capture: Capture, methods: MethodTable) -> AbstractGradients:
     replay = capture.replay = Replay()
-    return Reweight(lambda parameter: capture.uses[parameter], lambda select: replay.run(capture.model, select))
+    rerun = lambda select: replay.run(capture.model, select)  # noqa: E731
+    return Reweight(lambda parameter: capture.uses[parameter], rerun, methods.with_budget(0).plan)
 
 
-def _expanded(capture: Capture) -> AbstractGradients:
+def _expanded(capture: Capture, methods: MethodTable) -> AbstractGradients:
     strategy = ExpandedWeights()
     capture.swap = strategy.swap
     return strategy
@@ -52,18 +54,32 @@ def _rule_where_rows_cannot_be_cut(module: nn.Module) -> Any:
 
 
 MODES: dict[str, Mode] = {
-    "auto": Mode(lambda capture: Bookkeep()),
-    "hooks": Mode(lambda capture: Materialize()),
-    "functorch": Mode(lambda capture: Materialize(), lookup=_rule_where_rows_cannot_be_cut, by_operations=False),
+    "auto": Mode(lambda capture, methods: Bookkeep(methods.plan)),
+    "hooks": Mode(lambda capture, methods: Materialize()),
+    "functorch": Mode(
+        lambda capture, methods: Materialize(), lookup=_rule_where_rows_cannot_be_cut, by_operations=False
+    ),
     "ew": Mode(_expanded),
     "ghost": Mode(_reweight),
 }
 
 
 def watch_model(
-    model: nn.Module, receiver: Receiver, mode: str, *, batch_first: bool = True
+    model: nn.Module,
+    receiver: Receiver,
+    mode: str,
+    *,
+    batch_first: bool = True,
+    methods: MethodTable | None = None,
 ) -> tuple[Capture, AbstractGradients]:
     """The capture and the strategy for one mode; nothing is attached yet.
+
+    Args:
+        model: The model.
+        receiver: Who is told of its passes.
+        mode: A key of ``MODES``.
+        batch_first: Whether axis 0 of its inputs is the batch.
+        methods: Which way is the fastest, as far as is known; None starts a table.
 
     Returns:
         The capture, which tells the receiver, and the strategy, to which the receiver hands on.
@@ -76,4 +92,4 @@ def watch_model(
     chosen = MODES[mode]
     watches = watch_list(model, chosen.lookup, functional_sampler, by_operations=chosen.by_operations)
     capture = Capture(model, watches, receiver, linear_rule=BUILTIN[nn.Linear], batch_first=batch_first)
-    return capture, Probed(chosen.build(capture), capture)
+    return capture, Probed(chosen.build(capture, MethodTable() if methods is None else methods), capture)

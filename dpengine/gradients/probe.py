@@ -26,6 +26,7 @@ from dpengine.capture import Capture, LayerCall, Pass, Replay, Use
 from dpengine.errors import UnsupportedLayerError, notice
 
 from .bookkeep import Bookkeep
+from .choose_method import MethodTable
 from .flat_buffer import FlatBuffer
 from .strategy import AbstractGradients
 
@@ -94,8 +95,8 @@ class Probed(AbstractGradients):
     def drop(self, rows_B: Tensor) -> None:
         self._inner.drop(rows_B)
 
-    def add_sums(self, groups: Mapping[nn.Parameter, int], weights_BK: Tensor, into: FlatBuffer) -> None:
-        self._inner.add_sums(groups, weights_BK, into)
+    def add_sums(self, groups: Mapping[nn.Parameter, int], weights_BK: Tensor, scale: float, into: FlatBuffer) -> None:
+        self._inner.add_sums(groups, weights_BK, scale, into)
 
     def clear(self) -> None:
         self._inner.clear()
@@ -245,7 +246,7 @@ class Company:
         finite_B = norms_BP.sum(dim=1).isfinite()
         listener.strategy.drop(~finite_B)  # their data may have been put into other rows
         counted_B = finite_B if self._all_masked else finite_B & self._keep_B
-        listener.strategy.add_sums(columns, counted_B.unsqueeze(1).expand_as(norms_BP).to(norms_BP.dtype), buffer)
+        listener.strategy.add_sums(columns, counted_B.unsqueeze(1).expand_as(norms_BP).to(norms_BP.dtype), 1.0, buffer)
         random = [state for one in self._replay.reached for _, state in one.random_after]
         return _Run(outputs, norms_BP, list(columns), dict(buffer), listener.shapes, random)
 
@@ -373,7 +374,7 @@ class _Listener:
     """Receives what the probe's own runs report."""
 
     def __init__(self, capture: Capture):
-        self.strategy = Bookkeep(keep_budget=0)
+        self.strategy = Bookkeep(MethodTable(keep_budget=0, timed=False).plan)
         self.shapes: list[tuple[str, torch.Size]] = []
         self._capture = capture
 

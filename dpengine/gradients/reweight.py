@@ -13,6 +13,7 @@ from dpengine.capture import LayerCall, Use
 from dpengine.errors import UnsupportedLayerError
 
 from .bookkeep import Bookkeep
+from .choose_method import Planner
 from .flat_buffer import FlatBuffer
 from .strategy import AbstractGradients, common_rows, note_rows
 
@@ -28,12 +29,14 @@ class Reweight(AbstractGradients):
     Args:
         uses: How often a parameter was used in the running forward pass.
         rerun: Runs the batch again, applying a function to the gradients of the model's outputs.
+        planner: Chooses the way of each parameter; should keep nothing.
     """
 
-    def __init__(self, uses: Callable[[nn.Parameter], int], rerun: Rerun):
+    def __init__(self, uses: Callable[[nn.Parameter], int], rerun: Rerun, planner: Planner):
         self._uses = uses
         self._rerun = rerun
-        self._held = Bookkeep(keep_budget=0)
+        self._held = Bookkeep(planner)
+        self._single = Bookkeep(planner)  # for one call at a time
         self._sq_norms: dict[nn.Parameter, Tensor] = {}
         self._names: dict[nn.Parameter, str] = {}  # of the parameters in `_sq_norms`
         self._rows: dict[str, int] = {}
@@ -99,8 +102,8 @@ class Reweight(AbstractGradients):
 
     def _one(self, once: bool) -> _Passing:
         if self._take is not None:
-            return _Passing(Bookkeep(keep_budget=0), self._take)
-        return _Passing(Bookkeep(keep_budget=0), self._note_norms) if once else _Passing(self._held, _do_nothing)
+            return _Passing(self._single, self._take)
+        return _Passing(self._single, self._note_norms) if once else _Passing(self._held, None)
 
     def _note_norms(self, one: Bookkeep) -> None:
         parameters = list(one.parameters)
@@ -131,13 +134,13 @@ class Reweight(AbstractGradients):
     def drop(self, rows_B: Tensor) -> None:
         self._dropped = rows_B
 
-    def add_sums(self, groups: Mapping[nn.Parameter, int], weights_BK: Tensor, into: FlatBuffer) -> None:
+    def add_sums(self, groups: Mapping[nn.Parameter, int], weights_BK: Tensor, scale: float, into: FlatBuffer) -> None:
         dropped = self._dropped
 
         def take(one: Bookkeep) -> None:
             if dropped is not None:
                 one.drop(dropped)
-            one.add_sums(groups, weights_BK, into)
+            one.add_sums(groups, weights_BK, scale, into)
 
         def select(grad: Tensor) -> Tensor:
             if dropped is None or grad.dim() == 0 or len(grad) != len(dropped):
@@ -160,9 +163,9 @@ class Reweight(AbstractGradients):
 
 
 class _Passing:
-    """Lets one call through a strategy and does something with it at once."""
+    """Lets one call through a strategy and, unless it is to be held, does something with it at once."""
 
-    def __init__(self, inner: Bookkeep, then: Callable[[Bookkeep], None]):
+    def __init__(self, inner: Bookkeep, then: Callable[[Bookkeep], None] | None):
         self.inner = inner
         self.then = then
 
@@ -170,9 +173,10 @@ class _Passing:
         return self.inner
 
     def __exit__(self, kind: Any, *rest: Any) -> None:
-        if kind is None:
-            self.then(self.inner)
-
-
-def _do_nothing(one: Bookkeep) -> None:
-    pass
+        if self.then is None:
+            return
+        try:
+            if kind is None:
+                self.then(self.inner)
+        finally:
+            self.inner.clear()

@@ -56,8 +56,11 @@ class AbstractGradients(ABC):
         """Makes the rows where ``rows_B`` is True contribute exactly zero, whatever their values."""
 
     @abstractmethod
-    def add_sums(self, groups: Mapping[nn.Parameter, int], weights_BK: Tensor, into: FlatBuffer) -> None:
-        """Adds to the buffer, for each parameter, the sum over rows of weight times unscaled gradient."""
+    def add_sums(self, groups: Mapping[nn.Parameter, int], weights_BK: Tensor, scale: float, into: FlatBuffer) -> None:
+        """Adds to the buffer, for each parameter, ``scale`` times the sum over rows of weight times unscaled gradient.
+
+        Weights are at most 1: an input of 1e38 without gradient must not overflow before it vanishes.
+        """
 
     @abstractmethod
     def clear(self) -> None:

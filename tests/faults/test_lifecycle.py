@@ -112,15 +112,15 @@ def fail_in_backward(loop, chunks):
 
 def out_of_memory(loop, chunks):
     batch = next(chunks)
-    add = loop.release.sums.buffer.add
+    fill = loop.release.sums.buffer.fill
 
-    def fail(parameter, total):
+    def fail(parameter, write):
         raise torch.OutOfMemoryError("CUDA out of memory.")
 
-    loop.release.sums.buffer.add = fail
+    loop.release.sums.buffer.fill = fail
     with pytest.raises(torch.OutOfMemoryError):
         loop.backward(*batch)
-    loop.release.sums.buffer.add = add
+    loop.release.sums.buffer.fill = fill
     return chunks
 
 

@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from dpengine.grad_samplers import gram
-from dpengine.grad_samplers.gram import gram_pays, gram_sq_norm
+from dpengine.grad_samplers.gram import gram_norms, gram_operations, gram_sq_norm
 
 MAKERS = {
     "normal": lambda *shape: torch.randn(shape),
@@ -19,7 +19,7 @@ MAKERS = {
 @pytest.fixture
 def in_float32(monkeypatch):
     """As on a device that is slow in float64."""
-    monkeypatch.setattr(gram, "_fast_in_float64", lambda device: False)
+    monkeypatch.setattr(gram, "fast_in_float64", lambda device: False)
 
 
 def truth(*factors):
@@ -94,22 +94,51 @@ def test_the_workspace_stays_below_its_bound(monkeypatch, in_float32, workspace)
 
     monkeypatch.setattr(gram, "_gram", counted)
     gram_sq_norm(torch.randn(20, 90, 4), torch.randn(20, 90, 3))
-    assert workspace / 4 < 2 * 4 * max(entries) <= workspace
+    assert workspace / 8 < 2 * 4 * max(entries) <= workspace
 
 
 CPU = torch.device("cpu")
 
 
-def test_the_gram_pays_for_short_sequences_of_wide_features_only():
-    pays = lambda length, *sizes: gram_pays(length, sizes, torch.float32, CPU)  # noqa: E731
-    assert pays(1, 3, 4) and pays(8, 64, 64) and pays(128, 768, 768)
-    assert not pays(32, 64, 64) and not pays(500, 768, 768)
-
-
-def test_the_gram_does_not_pay_where_its_guard_would_show(in_float32):
+def test_the_gram_is_not_offered_where_its_guard_would_show(in_float32):
     """At 4096 features and 1024 positions the operations are fewer, but the guard would exceed what is allowed."""
-    assert not gram_pays(1024, (4096, 4096), torch.float32, CPU)
-    assert gram_pays(1024, (4096, 4096), torch.float64, CPU)
+    assert gram_operations(1024, (4096, 4096), torch.float32, CPU) is None
+    assert gram_operations(1024, (4096, 4096), torch.float64, CPU) is not None
+    assert gram_operations(8, (64, 64), torch.float32, CPU) is not None
+
+
+@pytest.mark.parametrize("narrow", [False, True], ids=["float64-gram", "float32-gram"])
+@pytest.mark.parametrize("length", [1, 6, 70])
+def test_norms_formed_together_are_those_formed_alone(monkeypatch, narrow, length):
+    if narrow:
+        monkeypatch.setattr(gram, "fast_in_float64", lambda device: False)
+    torch.manual_seed(0)
+    shared, a, b, c = (torch.randn(5, length, size) for size in (7, 4, 9, 3))
+    products = [(a, shared), (c, b), (b, shared), (shared,), (a, b, c)]
+    formed = []
+    original = gram._gram
+    monkeypatch.setattr(gram, "_gram", lambda *args: formed.append(1) or original(*args))
+    together = gram_norms(products)
+    count = len(formed)
+    for factors, found in zip(products, together, strict=True):
+        alone = gram_norms([factors])[0]
+        torch.testing.assert_close(found.sq_norm_B, alone.sq_norm_B, rtol=1e-12, atol=0)
+        torch.testing.assert_close(found.spread_B, alone.spread_B, rtol=1e-12, atol=0)
+        torch.testing.assert_close(found.sq_norm_B.double(), truth(*factors), rtol=0.0101, atol=0)
+    assert count < len(formed) - count or length == 1  # ten factors are four tensors
+
+
+@pytest.mark.parametrize("narrow", [False, True], ids=["float64-gram", "float32-gram"])
+def test_the_spread_is_what_the_parts_have_together(monkeypatch, narrow):
+    if narrow:
+        monkeypatch.setattr(gram, "fast_in_float64", lambda device: False)
+    torch.manual_seed(0)
+    for length in (6, 300):
+        a, b = torch.randn(3, length, 8), torch.randn(3, length, 5)
+        parts_B = (a.norm(dim=2) * b.norm(dim=2)).sum(dim=1).double()
+        found_B = gram_norms([(a, b)])[0].spread_B.double()
+        assert (found_B >= parts_B * (1 + length / 64) * (1 - 1e-5)).all()
+        assert (found_B <= parts_B * (1 + length / 64) * (1 + 1e-5)).all()
 
 
 @pytest.mark.parametrize(("length", "sizes"), [(64, (256, 2304)), (128, (768, 768))])

@@ -116,6 +116,41 @@ def test_norm_shortcuts_are_never_low_and_hardly_high(case, dtype):
 
 @every_case
 @both_types
+def test_every_way_gives_the_gradients_and_norms_of_the_definition(case, dtype):
+    run = Run(case, dtype)
+    truth = run.truth()
+    for name in run.names:
+        sampler, true = run.samplers[name], truth[name].flatten(1).square().sum(dim=1)
+        scale = truth[name].abs().max() if truth[name].numel() else 0.0
+        for form in sampler.grads.values():
+            assert ((form(run.call).double() - truth[name]).abs() <= TOLERANCE[dtype] * scale).all()
+        for form in sampler.sq_norms.values():
+            assert (form(run.call).double() >= true * (1 - 1e-6)).all()
+            assert (form(run.call).double() <= true * (1 + (0.0101 if dtype == F32 else 1e-9)) + 1e-30).all()
+        if sampler.cost is not None:
+            cost = sampler.cost(run.call)
+            assert cost.grads.keys() <= sampler.grads.keys() and cost.sq_norms.keys() <= sampler.sq_norms.keys()
+
+
+@every_case
+@both_types
+def test_weighted_sums_are_added_where_they_belong(case, dtype):
+    run = Run(case, dtype)
+    truth = run.truth()
+    for name in run.names:
+        add = run.samplers[name].add_weighted_sum
+        if add is None:
+            continue
+        expected = torch.tensordot(factors(), truth[name], dims=1)
+        out = torch.full(expected.shape, torch.nan, dtype=dtype)
+        add(run.call, factors(dtype), 3.0, 0.0, out)
+        add(run.call, factors(dtype), -1.0, 1.0, out)
+        scale = truth[name].abs().max() if truth[name].numel() else 0.0
+        assert ((out.double() - 2 * expected).abs() <= 10 * TOLERANCE[dtype] * scale).all()
+
+
+@every_case
+@both_types
 def test_weighted_sums_are_those_of_the_weighted_rows(case, dtype):
     run = Run(case, dtype)
     truth = run.truth()
@@ -153,7 +188,10 @@ def test_an_empty_batch_gives_empty_gradients_and_zero_sums(case, dtype):
         assert sampler.sq_norm is None or sampler.sq_norm(call).shape == (0,)
         total = sampler.total(call, torch.zeros(0, dtype=dtype))
         assert total.shape == parameter.shape and not total.any()
-        sampler.use_sq_norm(call)
+        for way in (*sampler.grads.values(), *sampler.sq_norms.values()):
+            assert len(way(call)) == 0
+        if sampler.cost is not None:
+            assert sampler.cost(call).grads.keys() <= sampler.grads.keys()
 
 
 @every_case

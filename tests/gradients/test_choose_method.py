@@ -1,4 +1,6 @@
-"""Every method gives the same norms and sums, and the choice keeps to its budget."""
+"""Every way gives the same norms and sums; the choice keeps to its budget, reads no data, and can be saved."""
+
+import json
 
 import pytest
 import torch
@@ -6,66 +8,209 @@ from torch import nn
 
 from dpengine.capture import LayerCall, Use
 from dpengine.grad_samplers import BUILTIN
+from dpengine.gradients import choose_method
 from dpengine.gradients.bookkeep import Bookkeep
-from dpengine.gradients.choose_method import Method, Situation, by_shape
+from dpengine.gradients.choose_method import Choice, MethodTable, time_ways
+from dpengine.gradients.entry import Entry
 from dpengine.gradients.flat_buffer import FlatBuffer
+from dpengine.gradients.method import Method, Way
 
-LINEAR = BUILTIN[nn.Linear]
+LINEAR, CONV = BUILTIN[nn.Linear], BUILTIN[nn.Conv2d]
+WAYS = {
+    "linear": [Way(Method.GHOST, "gram"), Way(Method.KEEP, "direct"), Way(Method.DISCARD, "direct")],
+    "conv": [
+        *(Way(Method.GHOST, name) for name in ("gram", "shifted gram")),
+        *(Way(method, name) for method in (Method.KEEP, Method.DISCARD) for name in ("grouped", "unfold", "loop")),
+    ],
+}
 
 
-def call_of(rows, time, inside, outside):
+def linear_call(rows, time, inside, outside):
     layer = nn.Linear(inside, outside)
     return LayerCall(layer, (torch.randn(rows, time, inside),), torch.randn(rows, time, outside), name="layer")
 
 
-@pytest.mark.parametrize("method", Method)
-def test_every_method_gives_the_same_norms_and_sums(method):
+def conv_call(rows, inside, outside, size):
+    layer = nn.Conv2d(inside, outside, 3, padding=1)
+    inputs, grads = torch.randn(rows, inside, size, size), torch.randn(rows, outside, size, size)
+    return LayerCall(layer, (inputs,), grads, name="layer")
+
+
+def entry_of(call, samplers, name="weight"):
+    return Entry(Use(getattr(call.layer, name), f"layer.{name}"), [(call, samplers[name])])
+
+
+def forced(way):
+    return lambda entries, rows: {e.use.parameter: Choice(e.use.name, "", way, "", None, 0) for e in entries}
+
+
+def planned(call, samplers=LINEAR, **settings):
+    table = MethodTable(**settings)
+    (choice,) = table.plan([entry_of(call, samplers)], call.batch_size).values()
+    return choice
+
+
+def test_the_table_of_ways_is_complete():
+    assert {way.name for way in WAYS["conv"]} == CONV["weight"].grads.keys() | CONV["weight"].sq_norms.keys()
+    assert {way.name for way in WAYS["linear"]} == LINEAR["weight"].grads.keys() | LINEAR["weight"].sq_norms.keys()
+
+
+@pytest.mark.parametrize("way", WAYS["linear"] + WAYS["conv"], ids=str)
+def test_every_way_gives_the_same_norms_and_sums(way):
     torch.manual_seed(0)
-    call = call_of(5, 7, 6, 4)
+    kind = "linear" if way in WAYS["linear"] else "conv"
+    call, samplers = (linear_call(5, 7, 6, 4), LINEAR) if kind == "linear" else (conv_call(5, 3, 4, 6), CONV)
     weight = call.layer.weight
-    found = Bookkeep(choose=lambda situation: method)
-    found.receive(call, {"weight": Use(weight, "layer.weight")}, LINEAR)
-    per_row = torch.einsum("bto,bti->boi", call.grad_output.double(), call.inputs[0].double())
+    found = Bookkeep(forced(way))
+    found.receive(call, {"weight": Use(weight, "layer.weight")}, samplers)
+    truth_B = []
+    for row in range(5):
+        output = call.layer.double()(call.inputs[0][row : row + 1].double())
+        truth_B.append(torch.autograd.grad(output, weight, call.grad_output[row : row + 1].double())[0])
+    call.layer.float()
+    per_row = torch.stack(truth_B)
     norms = found.sq_norms({weight: 0}, 1, 2.0)[:, 0]
     torch.testing.assert_close(norms, 4 * per_row.flatten(1).norm(dim=1) ** 2, rtol=1e-5, atol=0)
-    factors = torch.rand(5, 1)
-    buffer = FlatBuffer([weight])
-    found.add_sums({weight: 0}, factors, buffer)
-    truth = torch.einsum("b,boi->oi", factors[:, 0].double(), per_row)
-    torch.testing.assert_close(dict(buffer)[weight].double(), truth, rtol=1e-5, atol=1e-6)
+    factors, buffer = torch.rand(5, 1), FlatBuffer([weight])
+    found.add_sums({weight: 0}, factors, 3.0, buffer)
+    truth = 3 * torch.tensordot(factors[:, 0].double(), per_row, dims=1)
+    torch.testing.assert_close(dict(buffer)[weight].double(), truth, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize(
-    ("time", "width", "left", "expected"),
+    ("time", "width", "budget", "expected"),
     [
         (1, 64, 10**9, Method.GHOST),  # one position: the norm is a product of two norms
         (16, 256, 10**9, Method.GHOST),  # few positions, many features
-        (200, 256, 10**9, Method.KEEP),  # many positions: the Gram costs more than the gradient
-        (200, 256, 0, Method.DISCARD),  # the same, and no memory to keep it
-        (60, 256, 10**9, Method.KEEP),  # the Gram costs fewer operations, but keeping saves the weighted product
-        (60, 256, 0, Method.GHOST),
+        (400, 256, 10**9, Method.KEEP),  # many positions: the Gram costs more than the gradient
+        (400, 256, 0, Method.DISCARD),  # the same, and no memory to keep it
+        (80, 256, 10**9, Method.KEEP),  # the Gram costs fewer operations, but keeping saves the weighted product
+        (80, 256, 0, Method.GHOST),
     ],
 )
-def test_the_choice_follows_shape_and_budget(time, width, left, expected):
-    call = call_of(2, time, width, width)
-    situation = Situation(LINEAR["weight"], call, 2 * width * width * 4, left, in_rows=True)
-    assert by_shape(situation) is expected
+def test_estimates_follow_shape_and_budget(time, width, budget, expected):
+    call = linear_call(2, time, width, width)
+    assert planned(call, keep_budget=budget, timed=False).way.method is expected
 
 
 def test_the_choice_does_not_look_at_data():
-    call = call_of(2, 16, 64, 64)
-    other = call.replace(inputs=(call.inputs[0] * float("nan"),), grad_output=call.grad_output * 1e30)
-    chosen = {by_shape(Situation(LINEAR["weight"], one, 1, 10**9, in_rows=True)) for one in (call, other)}
-    assert len(chosen) == 1
+    """Numbers that are not finite, or denormal and so slow, change nothing: what is timed is random."""
+    seen = []
+    call = conv_call(4, 8, 8, 12)
+    for value in (1.0, float("nan"), 1e-42, 1e30):
+        other = call.replace(inputs=(torch.full_like(call.inputs[0], value),))
+        timed = choose_method._random(other)
+        seen.append(timed.inputs[0])
+        assert planned(other, CONV, timed=False) == planned(call, CONV, timed=False)
+    assert all(torch.equal(seen[0], inputs) for inputs in seen[1:])
 
 
-def test_what_is_kept_stays_within_the_budget():
-    calls = [call_of(2, 200, 64, 64) for _ in range(4)]
-    one = 2 * 64 * 64 * 4
-    found = Bookkeep(keep_budget=2 * one)
-    weights = [call.layer.weight for call in calls]
-    for i, call in enumerate(calls):
-        found.receive(call.replace(name=f"layer{i}"), {"weight": Use(weights[i], f"layer{i}.weight")}, LINEAR)
-    found.sq_norms(dict.fromkeys(weights, 0), 1, 1.0)
-    assert sum(grad.numel() * 4 for grad in found.kept().values()) <= 2 * one
-    assert len(found.kept()) == 2
+def test_timing_leaves_the_generators_alone():
+    entry, before = entry_of(linear_call(3, 5, 6, 7), LINEAR), torch.get_rng_state()
+    time_ways(entry, WAYS["linear"], 3)
+    assert torch.equal(before, torch.get_rng_state())
+
+
+def test_what_was_timed_decides(monkeypatch):
+    call = linear_call(64, 64, 256, 256)
+    for fastest in WAYS["linear"]:
+        monkeypatch.setattr(
+            choose_method, "time_ways", lambda entry, ways, rows, f=fastest: {str(w): 1.0 + (w != f) for w in ways}
+        )
+        choice = planned(call)
+        assert choice.way == fastest and choice.why == "timed" and choice.seconds == 1.0
+
+
+def test_each_kind_of_call_is_timed_once_and_sizes_are_rounded(monkeypatch):
+    timed = []
+    monkeypatch.setattr(
+        choose_method, "time_ways", lambda entry, ways, rows: timed.append(rows) or {str(way): 1.0 for way in ways}
+    )
+    table = MethodTable()
+    for rows in (64, 60, 70, 64, 66):
+        table.plan([entry_of(linear_call(rows, 64, 256, 256), LINEAR)], rows)
+    assert timed == [64]
+    table.plan([entry_of(linear_call(200, 64, 256, 256), LINEAR)], 200)
+    assert timed == [64, 200]
+
+
+def test_a_small_layer_is_not_timed(monkeypatch):
+    monkeypatch.setattr(choose_method, "time_ways", lambda *args: pytest.fail("timed"))
+    assert planned(linear_call(8, 4, 16, 16)).why == "too small to time"
+
+
+def test_times_are_those_of_norm_and_sum_on_this_machine():
+    """A Gram of 2000 positions takes many times what a product of 8 by 8 takes."""
+    entry = entry_of(linear_call(4, 2000, 8, 8), LINEAR)
+    seconds = time_ways(entry, WAYS["linear"], 4)
+    assert seconds["ghost: gram"] > 3 * seconds["keep: direct"]
+    assert entry.kept is None and len(entry.calls) == 1  # the pass itself is not touched
+
+
+def test_the_budget_goes_to_what_saves_most_for_a_byte(monkeypatch):
+    wide, narrow = linear_call(8, 64, 512, 512), linear_call(8, 64, 256, 256)
+    saving = {512: 2.0, 256: 1.5}  # the narrow layer takes a quarter of the memory
+    monkeypatch.setattr(
+        choose_method,
+        "time_ways",
+        lambda entry, ways, rows: {
+            str(way): 1.0 if way.method is Method.KEEP else 1.0 + saving[entry.use.parameter.shape[0]] for way in ways
+        },
+    )
+    entries = [entry_of(wide, LINEAR), entry_of(narrow, LINEAR)]
+    for budget, kept in (
+        (8 * 256 * 256 * 4, [256]),
+        (8 * 512 * 512 * 4, [256]),
+        (8 * (512**2 + 256**2) * 4, [512, 256]),
+    ):
+        plan = MethodTable(keep_budget=budget).plan(entries, 8)
+        assert [p.shape[0] for p, choice in plan.items() if choice.way.method is Method.KEEP] == kept
+        assert sum(choice.kept_bytes for choice in plan.values()) <= budget
+
+
+def test_a_saved_table_is_used_instead_of_timing(tmp_path, monkeypatch):
+    call = linear_call(64, 64, 256, 256)
+    table = MethodTable()
+    table.plan([entry_of(call, LINEAR)], 64)
+    (signature,) = table.seconds
+    assert "Linear(in_features=256" in signature and ".weight" in signature and "64 rows" in signature
+    table.seconds[signature] = {"discard: direct": 1e-9, "keep: direct": 1.0}
+    table.save(tmp_path / "methods.json")
+    monkeypatch.setattr(choose_method, "time_ways", lambda *args: pytest.fail("timed"))
+    loaded = MethodTable.load(tmp_path / "methods.json")
+    (choice,) = loaded.plan([entry_of(call, LINEAR)], 64).values()
+    assert choice.way == Way(Method.DISCARD, "direct") and loaded.seconds == table.seconds
+
+
+@pytest.mark.parametrize(
+    "text", ["", "{}", "[]", '{"seconds": {"a": {"hover: gram": 1}}}', '{"seconds": {"a": {"keep": "fast"}}}']
+)
+def test_a_file_that_is_no_table_is_refused(tmp_path, text):
+    (tmp_path / "methods.json").write_text(text)
+    with pytest.raises(ValueError, match="is no table of methods"):
+        MethodTable.load(tmp_path / "methods.json")
+
+
+def test_a_table_that_knows_other_ways_only_does_not_stop_training(tmp_path):
+    """It may be of another version."""
+    call = linear_call(64, 64, 256, 256)
+    table = MethodTable()
+    table.plan([entry_of(call, LINEAR)], 64)
+    (signature,) = table.seconds
+    stored = {"version": 1, "seconds": {signature: {"ghost: by magic": 1e-9}}}
+    (tmp_path / "methods.json").write_text(json.dumps(stored))
+    choice = MethodTable.load(tmp_path / "methods.json").plan([entry_of(call, LINEAR)], 64)[call.layer.weight]
+    assert choice.way.name in {"gram", "direct"}
+
+
+def test_a_pass_that_repeats_a_shape_is_not_planned_again():
+    planned_rows = []
+    table = MethodTable(timed=False)
+    found = Bookkeep(lambda entries, rows: planned_rows.append(rows) or table.plan(entries, rows))
+    call = linear_call(9, 5, 6, 4)
+    for rows in (9, 9, 3, 9):
+        part = call.replace(inputs=(call.inputs[0][:rows],), grad_output=call.grad_output[:rows])
+        found.receive(part, {"weight": Use(call.layer.weight, "layer.weight")}, LINEAR)
+        found.sq_norms({call.layer.weight: 0}, 1, 1.0)
+        found.clear()
+    assert planned_rows == [9, 3]

@@ -663,15 +663,15 @@ def test_s8_a_failure_while_gradients_are_summed_voids_the_batch(monkeypatch):
     loop = make_loop(noise_multiplier=1.0)
     chunks = iter(loop.loader)
     batch = next(chunks)
-    add, calls = loop.release.sums.buffer.add, []
+    fill, calls = loop.release.sums.buffer.fill, []
 
-    def fail_at_the_third(parameter, total):
+    def fail_at_the_third(parameter, write):
         calls.append(parameter)
         if len(calls) == 3:
             raise MemoryError
-        add(parameter, total)
+        fill(parameter, write)
 
-    monkeypatch.setattr(loop.release.sums.buffer, "add", fail_at_the_third)
+    monkeypatch.setattr(loop.release.sums.buffer, "fill", fail_at_the_third)
     with pytest.raises(MemoryError):
         loop.backward(*batch)
     monkeypatch.undo()

@@ -1,0 +1,159 @@
+"""What a backward pass reported of one parameter, and each way to its norms and its sum."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from dpengine.capture import LayerCall, Use
+from dpengine.grad_samplers import GradSampler, GramNorm, gram_norms
+
+from .flat_buffer import FlatBuffer, wide
+from .method import Method, Way
+from .rows import some_rows, without_rows, zeroed
+
+CHUNK_BYTES = 32 * 2**20  # bytes of per-sample gradients formed at a time where they are not kept
+_LEFT = 2.0**-11  # of the threshold, at most, is left by rounding where parts of a row cancel
+_BLOCK = 256  # squares added in float32 before they go into a float64 sum
+
+
+@dataclass(eq=False)
+class Entry:
+    """All uses of one parameter in a backward pass. Their gradients add up before any norm is taken."""
+
+    use: Use
+    calls: list[tuple[LayerCall, GradSampler]] = field(default_factory=list)
+    kept: Tensor | None = None  # (B, *param.shape)
+
+    def keep(self, grad: Tensor) -> None:
+        """Adds per-sample gradients to those that are kept."""
+        self.kept = grad if self.kept is None else self.kept + grad
+
+    def join(self) -> None:
+        """Several calls become one where the sampler knows how."""
+        samplers = {id(sampler): sampler for _, sampler in self.calls}
+        if len(self.calls) > 1 and len(samplers) == 1 and self.kept is None:
+            sampler = self.calls[0][1]
+            if sampler.concat is not None:
+                self.calls = [(sampler.concat([call for call, _ in self.calls]), sampler)]
+
+    def sq_norm(self, way: Way, rows: int) -> Tensor:
+        """Squared norms ``(B,)``, by one way. What is kept is kept from here on."""
+        if way.method is Method.GHOST:
+            ((call, sampler),) = self.calls
+            return self._raised(sampler.sq_norms[way.name](call), self._spread())
+        if way.method is Method.KEEP:
+            if self.calls:
+                self.keep(self._form(way.name, 0, rows, rows))
+                self.calls = []
+            assert self.kept is not None
+            return sq_norms(self.kept)
+        step = max(1, CHUNK_BYTES // (4 * self.use.parameter.numel()))
+        parts = [sq_norms(self._form(way.name, i, min(i + step, rows), rows)) for i in range(0, rows, step)]
+        return self._raised(torch.cat(parts), self._spread())
+
+    def add_sum(self, weight_B: Tensor, scale: float, into: FlatBuffer) -> None:
+        """Adds ``scale`` times the weighted sum of gradients. Weights are 1 at most."""
+        parameter = self.use.parameter
+        weight_B = weight_B.to(wide(parameter.dtype))
+        if self.kept is not None:
+            flat_BP = self.kept.reshape(len(self.kept), parameter.numel())
+            weight_B = weight_B.to(flat_BP.dtype)
+            into.fill(parameter, lambda out, keep: _add_product(out, flat_BP, weight_B, scale, keep))
+        for call, sampler in self.calls:
+            if sampler.add_weighted_sum is not None and wide(parameter.dtype) == call.grad_output.dtype:
+                add = sampler.add_weighted_sum
+                into.fill(parameter, lambda out, keep: add(call, weight_B, scale, keep, out))  # noqa: B023 - at once
+            else:
+                into.add(parameter, sampler.total(call, weight_B), scale)
+
+    def add_sum_after_norm(self, way: Way, rows: int, weight_B: Tensor, into: FlatBuffer) -> None:
+        """Both in turn, as one pass does them."""
+        self.sq_norm(way, rows)
+        self.add_sum(weight_B, 1.0, into)
+
+    def drop(self, rows_B: Tensor) -> None:
+        """Makes rows zero."""
+        self.calls = [(without_rows(call, rows_B), sampler) for call, sampler in self.calls]
+        if self.kept is not None:
+            self.kept = zeroed(self.kept, rows_B)
+
+    def _form(self, name: str, start: int, stop: int, rows: int) -> Tensor:
+        """Gradients of some rows, ``(stop - start, *param.shape)``, summed over the calls."""
+        whole = start == 0 and stop == rows
+        total: Tensor | None = None
+        for call, sampler in self.calls:
+            grad = sampler.grads.get(name, sampler.grad)(call if whole else some_rows(call, start, stop))
+            total = grad if total is None else total + grad
+        assert total is not None
+        return total
+
+    def _raised(self, sq_norm_B: Tensor, spread_B: Tensor | None) -> Tensor:
+        """Squared norms, raised where the parts of a row cancel so far that rounding would be most of their sum.
+
+        The weighted sum adds parts one by one, so what it holds of a row is off by about ``u`` times the norms of the
+        parts, which together may be far above the norm of the gradient. A norm of ``u / _LEFT`` times theirs keeps that
+        within the threshold. Usual rows stay as they are: in float32 their spread is less than 8192 times their norm.
+
+        Returns:
+            The squared norms, or larger ones.
+        """
+        dtype = wide(self.use.parameter.dtype)
+        if dtype is torch.float64 or spread_B is None:
+            return sq_norm_B
+        floor_B = (spread_B * (torch.finfo(dtype).eps / 2 / _LEFT)).square()
+        return torch.maximum(sq_norm_B.to(floor_B.dtype), floor_B)
+
+    def _spread(self) -> Tensor | None:
+        """The sum of the norms of all parts, None where each row's gradient is formed as one before it is added."""
+        if wide(self.use.parameter.dtype) is torch.float64:
+            return None
+        parts = [sampler.spread(call) for call, sampler in self.calls if sampler.spread is not None]
+        if len(self.calls) > 1:
+            parts += [sq_norms(sampler.grad(call)).sqrt() for call, sampler in self.calls if sampler.spread is None]
+        return torch.stack(parts).sum(dim=0) if parts else None
+
+    @property
+    def gram_factors(self) -> tuple[Tensor, ...] | None:
+        """Whose Grams give the norm, where the sampler says so."""
+        if len(self.calls) != 1 or self.calls[0][1].factors is None:
+            return None
+        call, sampler = self.calls[0]
+        assert sampler.factors is not None
+        return sampler.factors(call)
+
+    def from_gram(self, norm: GramNorm) -> Tensor:
+        """Squared norms ``(B,)`` by Grams that were formed with those of other parameters."""
+        return self._raised(norm.sq_norm_B, norm.spread_B)
+
+
+def gram_sq_norms(entries: Sequence[Entry]) -> list[Tensor]:
+    """Squared norms of several parameters that have ``gram_factors``; Grams that they share are formed once."""
+    norms = gram_norms([entry.gram_factors or () for entry in entries])
+    return [entry.from_gram(norm) for entry, norm in zip(entries, norms, strict=True)]
+
+
+def sq_norms(grad: Tensor) -> Tensor:
+    """Squared norms ``(B,)`` in float64.
+
+    One float32 norm over millions of elements comes out low by up to a per cent, since torch adds squares in sequence
+    on the CPU. Over blocks of 256, added in float64, the error is below 1e-6.
+
+    Returns:
+        The squared norm of each row.
+    """
+    flat_BP = grad.flatten(1) if grad.dim() > 1 else grad.unsqueeze(1)
+    if flat_BP.dtype is torch.float64:
+        return torch.linalg.vector_norm(flat_BP, dim=1).square()
+    whole = flat_BP.shape[1] // _BLOCK * _BLOCK
+    blocks_BNF = flat_BP[:, :whole].reshape(len(flat_BP), whole // _BLOCK, _BLOCK)
+    rest_B = torch.linalg.vector_norm(flat_BP[:, whole:], dim=1)
+    return torch.linalg.vector_norm(blocks_BNF, dim=2).double().square().sum(dim=1) + rest_B.double().square()
+
+
+def _add_product(out: Tensor, flat_BP: Tensor, weight_B: Tensor, scale: float, keep: float) -> None:
+    target = out.view(-1)
+    torch.addmv(target, flat_BP.t(), weight_B, alpha=scale, beta=keep, out=target)
