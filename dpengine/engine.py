@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, TypeVar
 
 from torch import Tensor, nn
@@ -23,13 +24,8 @@ from dpengine.admission import (
     warn_of_other_engine,
 )
 from dpengine.clipping import AbstractClip, ClippedSums
-from dpengine.errors import (
-    AccountingRefusedError,
-    InvalidBudgetError,
-    UnknownParameterError,
-    notice,
-)
-from dpengine.gradients import MODES
+from dpengine.errors import AccountingRefusedError, InvalidBudgetError, UnknownParameterError, notice
+from dpengine.gradients import MODES, MethodTable, explain, method_table
 from dpengine.names import suggests_names
 from dpengine.noise import DEFAULT_KIND, NoiseSource
 from dpengine.plan import DPExecutionPlan
@@ -57,18 +53,27 @@ class PrivacyEngine:
         accountant: ``"pld"`` (tight, the default), ``"rdp"``, or ``"gdp"`` where that is exact.
         secure_rng: Whether all private randomness comes from a cryptographic generator. Slower.
         seed: Makes noise and batches repeat, for tests. The noise is then no secret, and every statement says so.
+        methods: Times of methods that another run learnt: a ``MethodTable``, or the file that its ``save`` wrote.
 
     Raises:
-        ValueError: If the accountant is not known.
+        ValueError: If the accountant is not known, or the file holds no methods.
         TypeError: If the seed is not an integer.
     """
 
     @suggests_names
-    def __init__(self, accountant: str = "pld", *, secure_rng: bool = False, seed: int | None = None):
+    def __init__(
+        self,
+        accountant: str = "pld",
+        *,
+        secure_rng: bool = False,
+        seed: int | None = None,
+        methods: MethodTable | str | Path | None = None,
+    ):
         accountant_used(accountant)  # refuses a name that is not known
         if seed is not None:
             NoiseSource.seeded(seed)  # refuses what is no integer
         self.accountant = accountant
+        self.methods = method_table(methods)
         self.ledger = Ledger()
         self._kind = "chacha20" if secure_rng else DEFAULT_KIND
         self._seed = seed
@@ -316,6 +321,16 @@ class PrivacyEngine:
         """What the last run does: sampling, clipping, standard deviations, relation."""
         return self._last_run().release.plan.describe()
 
+    def explain(self) -> str:
+        """A table, one row a parameter: how its norms and sums were formed in the last pass, why, and what that costs.
+
+        ``hooks``, ``functorch`` and ``ew`` keep everything.
+
+        Returns:
+            The table; its head only before the first backward pass.
+        """
+        return explain(self._last_run().release.sums.strategy.choices)
+
     @suggests_names
     def state_dict(self) -> dict[str, Any]:
         """What was spent, as plain JSON values."""
@@ -367,9 +382,8 @@ class PrivacyEngine:
         batch_first: bool,
         loss_reduction: str,
     ) -> Run:
-        sums = ClippedSums(
-            module, policy=plan.clipping, mode=mode, batch_first=batch_first, loss_reduction=loss_reduction
-        )
+        layout: dict[str, Any] = {"batch_first": batch_first, "loss_reduction": loss_reduction}
+        sums = ClippedSums(module, policy=plan.clipping, mode=mode, methods=self.methods, **layout)
         release = Release(plan, sums, self._source(), self.ledger)
         release.overspend = lambda count: budget.overspend(release, count)
         sums.on_backward_end = release.backward_ended

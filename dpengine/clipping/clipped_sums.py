@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from dpengine.capture import LayerCall, Use
 from dpengine.errors import BatchMismatchError, MissingGradientError, UnknownParameterError, UnsupportedLayerError
-from dpengine.gradients import KEEP_THE_BATCH_FIRST, FlatBuffer, common_rows, watch_model
+from dpengine.gradients import KEEP_THE_BATCH_FIRST, FlatBuffer, MethodTable, common_rows, watch_model
 
 from .policy import AbstractClip
 
@@ -45,6 +45,7 @@ class ClippedSums:
         batch_first: Whether axis 0 of the model's inputs is the batch; else axis 1.
         loss_reduction: ``"mean"`` if the loss is a mean over the rows of a batch, ``"sum"`` if it is their sum.
         on_backward_end: Called when a backward pass is over; without it, the owner calls ``clip`` itself.
+        methods: Which way to norms and sums is the fastest, as far as is known.
     """
 
     def __init__(
@@ -56,6 +57,7 @@ class ClippedSums:
         batch_first: bool = True,
         loss_reduction: str = "mean",
         on_backward_end: Callable[[], None] | None = None,
+        methods: MethodTable | None = None,
     ):
         if loss_reduction not in REDUCTIONS:
             raise ValueError(f"loss_reduction={loss_reduction!r} is not known. Choose one of: 'mean', 'sum'.")
@@ -64,7 +66,7 @@ class ClippedSums:
         self.mode = mode
         self.loss_reduction = loss_reduction
         self.on_backward_end = on_backward_end
-        self.capture, self.strategy = watch_model(model, self, mode, batch_first=batch_first)
+        self.capture, self.strategy = watch_model(model, self, mode, batch_first=batch_first, methods=methods)
         self.buffer = FlatBuffer(self.trainable().values())
         self.contributed: set[nn.Parameter] = set()
         self._groups: tuple[tuple[int, ...], dict[nn.Parameter, int], int] | None = None
@@ -150,7 +152,11 @@ class ClippedSums:
             self.strategy.drop(dropped_B)
         self.policy.observe(norms_BK)
         largest = max(1.0, float(factors_BK.max())) if rows else 1.0
-        self.strategy.add_sums(groups, factors_BK / largest, scale * largest, self.buffer)
+        try:
+            self.strategy.add_sums(groups, factors_BK / largest, scale * largest, self.buffer)
+        except BaseException:
+            self.discard_sums()  # a part of this pass may be in them
+            raise
         if dropped and not self.buffer.is_finite():
             self.discard()
             raise UnsupportedLayerError(

@@ -85,7 +85,11 @@ class PerSampleGradientClipper:
                 fix="Run forward in train mode and backward first.",
             )
         self._ended = False
-        self._passes.append(self._sums.clip())
+        try:
+            self._passes.append(self._sums.clip())
+        finally:
+            if self._sums.buffer.clean and not self._sums.contributed:
+                self._passes = []  # the sums were destroyed, since a part of a pass was in them
 
     def pre_step(self) -> tuple[float | list[float], float]:
         """Puts the clipped gradients into ``p.grad``: their average over all samples seen, or their sum.

@@ -1,5 +1,7 @@
 """Stage 4: the records of a batch become norms, and factors become clipped sums."""
 
+from .choose_method import MethodTable, method_table
+from .explain import explain
 from .flat_buffer import FlatBuffer
 from .materialize import forget_grad_samples, show_grad_sample
 from .modes import MODES, watch_model
@@ -10,8 +12,11 @@ __all__ = [
     "MODES",
     "AbstractGradients",
     "FlatBuffer",
+    "MethodTable",
     "common_rows",
+    "explain",
     "forget_grad_samples",
+    "method_table",
     "show_grad_sample",
     "watch_model",
 ]

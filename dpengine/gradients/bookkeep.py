@@ -13,7 +13,7 @@ from dpengine.grad_samplers import JointSampler
 
 from .choose_method import Choice, MethodTable, Plan, Planner, plan_key
 from .entry import Entry, gram_sq_norms
-from .flat_buffer import FlatBuffer, wide
+from .flat_buffer import Sums, wide
 from .method import Method
 from .rows import widened
 from .strategy import AbstractGradients, common_rows, joint_gradients, note_rows
@@ -25,11 +25,11 @@ class Bookkeep(AbstractGradients):
     """Norms by the fastest sound way for each parameter, sums by one weighted product.
 
     Args:
-        planner: Chooses the way of each parameter: ``MethodTable.plan``, say.
+        planner: Chooses the way of each parameter.
     """
 
     def __init__(self, planner: Planner | None = None):
-        self.planner = MethodTable().plan if planner is None else planner
+        self.planner = MethodTable() if planner is None else planner
         self._entries: dict[nn.Parameter, Entry] = {}
         self._rows: dict[str, int] = {}
         self._plans: dict[object, Plan] = {}
@@ -89,11 +89,11 @@ class Bookkeep(AbstractGradients):
 
     def _planned(self, rows: int) -> Plan:
         entries = list(self._entries.values())
-        key = plan_key(entries, rows)
+        key = (self.planner.version, plan_key(entries, rows))
         if key not in self._plans:
             if len(self._plans) >= _PLANS:
                 self._plans.clear()
-            self._plans[key] = self.planner(entries, rows)
+            self._plans[key] = self.planner.plan(entries, rows)
         return self._plans[key]
 
     def _each_sq_norm(self, rows: int) -> list[tuple[nn.Parameter, Tensor]]:
@@ -112,8 +112,9 @@ class Bookkeep(AbstractGradients):
         for entry in self._entries.values():
             entry.drop(rows_B)
 
-    def add_sums(self, groups: Mapping[nn.Parameter, int], weights_BK: Tensor, scale: float, into: FlatBuffer) -> None:
-        for parameter, entry in reversed(self._entries.items()):
+    def add_sums(self, groups: Mapping[nn.Parameter, int], weights_BK: Tensor, scale: float, into: Sums) -> None:
+        while self._entries:  # the last layer first; what it held is free before the next one is summed
+            parameter, entry = self._entries.popitem()
             entry.add_sum(weights_BK[:, groups[parameter]], scale, into)
 
     def clear(self) -> None:

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -56,7 +56,19 @@ class Choice:
 
 
 Plan = Mapping[nn.Parameter, Choice]
-Planner = Callable[[Sequence[Entry], int], Plan]
+
+
+class Planner(Protocol):
+    """Who chooses.
+
+    Attributes:
+        version: Rises when what was planned before may not hold any more.
+    """
+
+    version: int
+
+    def plan(self, entries: Sequence[Entry], rows: int) -> Plan:
+        """A way for each parameter of a backward pass over so many rows."""
 
 
 class MethodTable:
@@ -71,6 +83,7 @@ class MethodTable:
         self.keep_budget = keep_budget
         self.timed = timed
         self.seconds: dict[str, dict[str, float]] = {}  # signature -> way -> seconds for a batch of the rounded size
+        self.version = 0
 
     def plan(self, entries: Sequence[Entry], rows: int) -> Plan:
         """A way for each parameter of a backward pass over so many rows."""
@@ -90,8 +103,23 @@ class MethodTable:
     def with_budget(self, keep_budget: int) -> MethodTable:
         """The same table, to which the times go too, under another budget."""
         other = MethodTable(keep_budget=keep_budget, timed=self.timed)
-        other.seconds = self.seconds
+        other.seconds = self.seconds  # the same dictionary, in which each finds what the other timed
         return other
+
+    def share(self) -> None:
+        """Gives rank 0's times to every rank of ``torch.distributed``; the others time nothing from here on.
+
+        A collective operation: every rank calls it at the same place. Before it, each rank decides for itself, which
+        changes speed and rounding only.
+        """
+        if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+            return
+        shared = [dict(self.seconds)]
+        torch.distributed.broadcast_object_list(shared, src=0)
+        self.seconds.clear()
+        self.seconds.update(shared[0])
+        self.timed = self.timed and torch.distributed.get_rank() == 0
+        self.version += 1
 
     def save(self, path: str | Path) -> None:
         """Writes what was timed, to be passed to another run on the same kind of machine."""
@@ -160,6 +188,15 @@ class MethodTable:
             return {hopeful[0]: estimates[hopeful[0]]}, "nothing comes near"
         self.seconds[signature] = time_ways(entry, [Way.of(way) for way in hopeful], rows)
         return self.seconds[signature], "timed"
+
+
+def method_table(given: MethodTable | str | Path | None) -> MethodTable:
+    """The table that was meant: that one, one from a file, or a new one; TypeError for anything else."""
+    if isinstance(given, MethodTable):
+        return given
+    if given is None or isinstance(given, (str, Path)):
+        return MethodTable() if given is None else MethodTable.load(given)
+    raise TypeError(f"methods is a {type(given).__name__}; pass a MethodTable, or a file that one was saved to.")
 
 
 @dataclass(frozen=True)
@@ -273,6 +310,11 @@ def plan_key(entries: Sequence[Entry], rows: int) -> object:
     )
 
 
-def keep_all(entries: Sequence[Entry], rows: int) -> Plan:
-    """Every per-sample gradient is kept."""
-    return {e.use.parameter: Choice(e.use.name, "", KEEP, "asked for", None, 0) for e in entries}
+class KeepAll:
+    """Has every per-sample gradient kept."""
+
+    version = 0
+
+    def plan(self, entries: Sequence[Entry], rows: int) -> Plan:
+        """Keeps them all."""
+        return {e.use.parameter: Choice(e.use.name, "", KEEP, "asked for", None, 0) for e in entries}

@@ -11,7 +11,7 @@ from torch import Tensor
 from dpengine.capture import LayerCall, Use
 from dpengine.grad_samplers import GradSampler, GramNorm, gram_norms
 
-from .flat_buffer import FlatBuffer, wide
+from .flat_buffer import Sums, wide
 from .method import Method, Way
 from .rows import some_rows, without_rows, zeroed
 
@@ -55,7 +55,7 @@ class Entry:
         parts = [sq_norms(self._form(way.name, i, min(i + step, rows), rows)) for i in range(0, rows, step)]
         return self._raised(torch.cat(parts), self._spread())
 
-    def add_sum(self, weight_B: Tensor, scale: float, into: FlatBuffer) -> None:
+    def add_sum(self, weight_B: Tensor, scale: float, into: Sums) -> None:
         """Adds ``scale`` times the weighted sum of gradients. Weights are 1 at most."""
         parameter = self.use.parameter
         weight_B = weight_B.to(wide(parameter.dtype))
@@ -70,7 +70,7 @@ class Entry:
             else:
                 into.add(parameter, sampler.total(call, weight_B), scale)
 
-    def add_sum_after_norm(self, way: Way, rows: int, weight_B: Tensor, into: FlatBuffer) -> None:
+    def add_sum_after_norm(self, way: Way, rows: int, weight_B: Tensor, into: Sums) -> None:
         """Both in turn, as one pass does them."""
         self.sq_norm(way, rows)
         self.add_sum(weight_B, 1.0, into)

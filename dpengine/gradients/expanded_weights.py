@@ -13,8 +13,8 @@ from torch.nn.utils._expanded_weights.expanded_weights_impl import ExpandedWeigh
 from dpengine.capture import LayerCall, Use, Watch
 
 from .bookkeep import Bookkeep
-from .choose_method import keep_all
-from .flat_buffer import FlatBuffer
+from .choose_method import Choice, KeepAll
+from .flat_buffer import Sums
 from .strategy import AbstractGradients
 
 EXPANDED = frozenset({nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.Embedding, nn.LayerNorm, nn.GroupNorm})
@@ -24,7 +24,7 @@ class ExpandedWeights(AbstractGradients):
     """Swaps parameters for ``ExpandedWeight`` copies, whose backward leaves per-sample gradients on the copy."""
 
     def __init__(self) -> None:
-        self._inner = Bookkeep(keep_all)
+        self._inner = Bookkeep(KeepAll())
         # Each copy, and the stand-in for it, which lives as long as the graph of its forward pass.
         self._copies: list[tuple[Use, Tensor, weakref.ref[Tensor]]] = []
 
@@ -70,13 +70,17 @@ class ExpandedWeights(AbstractGradients):
     def parameters(self) -> Mapping[nn.Parameter, str]:
         return self._inner.parameters
 
+    @property
+    def choices(self) -> Sequence[Choice]:
+        return self._inner.choices
+
     def sq_norms(self, groups: Mapping[nn.Parameter, int], num_groups: int, scale: float) -> Tensor:
         return self._inner.sq_norms(groups, num_groups, scale)
 
     def drop(self, rows_B: Tensor) -> None:
         self._inner.drop(rows_B)
 
-    def add_sums(self, groups: Mapping[nn.Parameter, int], weights_BK: Tensor, scale: float, into: FlatBuffer) -> None:
+    def add_sums(self, groups: Mapping[nn.Parameter, int], weights_BK: Tensor, scale: float, into: Sums) -> None:
         self._inner.add_sums(groups, weights_BK, scale, into)
 
     def clear(self) -> None:

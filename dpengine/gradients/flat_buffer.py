@@ -3,11 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
 Key = tuple[torch.device, torch.dtype]
+
+
+class Sums(Protocol):
+    """Where sums of gradients go."""
+
+    def add(self, parameter: nn.Parameter, total: Tensor, scale: float = 1.0) -> None:
+        """Adds ``scale * total`` to one parameter's sum."""
+
+    def fill(self, parameter: nn.Parameter, write: Callable[[Tensor, float], None]) -> None:
+        """Has one parameter's sum written where it lies. See ``FlatBuffer.fill``."""
 
 
 class FlatBuffer:

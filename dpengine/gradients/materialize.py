@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from dpengine.capture import LayerCall, Use
 
 from .bookkeep import Bookkeep
-from .choose_method import keep_all
-from .flat_buffer import FlatBuffer
+from .choose_method import Choice, KeepAll
+from .flat_buffer import Sums
 from .strategy import AbstractGradients
 
 
@@ -23,7 +23,7 @@ class Materialize(AbstractGradients):
     """
 
     def __init__(self) -> None:
-        self._inner = Bookkeep(keep_all)
+        self._inner = Bookkeep(KeepAll())
 
     def receive(self, call: LayerCall, uses: Mapping[str, Use], rule: Any) -> None:
         self._inner.receive(call, uses, rule)
@@ -39,6 +39,10 @@ class Materialize(AbstractGradients):
     def parameters(self) -> Mapping[nn.Parameter, str]:
         return self._inner.parameters
 
+    @property
+    def choices(self) -> Sequence[Choice]:
+        return self._inner.choices
+
     def sq_norms(self, groups: Mapping[nn.Parameter, int], num_groups: int, scale: float) -> Tensor:
         norms = self._inner.sq_norms(groups, num_groups, scale)
         for parameter, grad in self._inner.kept().items():
@@ -48,7 +52,7 @@ class Materialize(AbstractGradients):
     def drop(self, rows_B: Tensor) -> None:
         self._inner.drop(rows_B)
 
-    def add_sums(self, groups: Mapping[nn.Parameter, int], weights_BK: Tensor, scale: float, into: FlatBuffer) -> None:
+    def add_sums(self, groups: Mapping[nn.Parameter, int], weights_BK: Tensor, scale: float, into: Sums) -> None:
         self._inner.add_sums(groups, weights_BK, scale, into)
 
     def clear(self) -> None:

@@ -38,7 +38,7 @@ class Mode:
 def _reweight(capture: Capture, methods: MethodTable) -> AbstractGradients:
     replay = capture.replay = Replay()
     rerun = lambda select: replay.run(capture.model, select)  # noqa: E731
-    return Reweight(lambda parameter: capture.uses[parameter], rerun, methods.with_budget(0).plan)
+    return Reweight(lambda parameter: capture.uses[parameter], rerun, methods.with_budget(0))
 
 
 def _expanded(capture: Capture, methods: MethodTable) -> AbstractGradients:
@@ -54,7 +54,7 @@ def _rule_where_rows_cannot_be_cut(module: nn.Module) -> Any:
 
 
 MODES: dict[str, Mode] = {
-    "auto": Mode(lambda capture, methods: Bookkeep(methods.plan)),
+    "auto": Mode(lambda capture, methods: Bookkeep(methods)),
     "hooks": Mode(lambda capture, methods: Materialize()),
     "functorch": Mode(
         lambda capture, methods: Materialize(), lookup=_rule_where_rows_cannot_be_cut, by_operations=False

@@ -14,7 +14,7 @@ Axes: B rows, P parameters.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,8 +26,9 @@ from dpengine.capture import Capture, LayerCall, Pass, Replay, Use
 from dpengine.errors import UnsupportedLayerError, notice
 
 from .bookkeep import Bookkeep
-from .choose_method import MethodTable
-from .flat_buffer import FlatBuffer
+from .choose_method import Choice, MethodTable
+from .flat_buffer import Sums
+from .sketch import Sketches, norm_of_sketch
 from .strategy import AbstractGradients
 
 EVERY = 500  # backward passes from one probe to the next; the first ones are at 1, 4, 16, 64 and 256
@@ -38,7 +39,7 @@ _NOTHING = 1e-8  # of the largest squared norm: a row with less has no gradient
 
 
 class Probed(AbstractGradients):
-    """Any strategy, with a probe before its norms are used: at some of the first passes, and at every ``every``-th.
+    """Any strategy, with a probe before its sums are used: at some of the first passes, and at every ``every``-th.
 
     Rows that do not stay apart raise UnsupportedLayerError, which names the parameter that shows it most. A model whose
     forward does not repeat itself under the same random state cannot be probed, nor can gradients that did not come
@@ -56,6 +57,7 @@ class Probed(AbstractGradients):
         self._every = every
         self._passes = 0
         self._next = 1  # the pass that is probed next
+        self._sq_norms_B = torch.zeros(0)
         self._own = Replay() if capture.replay is None else None
         self._arm()
 
@@ -73,14 +75,13 @@ class Probed(AbstractGradients):
     def parameters(self) -> Mapping[nn.Parameter, str]:
         return self._inner.parameters
 
+    @property
+    def choices(self) -> Sequence[Choice]:
+        return self._inner.choices
+
     def sq_norms(self, groups: Mapping[nn.Parameter, int], num_groups: int, scale: float) -> Tensor:
         norms_BK = self._inner.sq_norms(groups, num_groups, scale)
-        replay = self._capture.replay
-        self._passes += 1
-        if self._passes >= self._next and replay is not None and len(norms_BK) > 1:
-            self._next = min(4 * self._passes, self._passes + self._every)
-            Company(self._capture, replay, norms_BK.sum(dim=1) / scale**2, self._passes).ask()
-        self._arm()
+        self._sq_norms_B = norms_BK.sum(dim=1) / scale**2
         return norms_BK
 
     def _arm(self) -> None:
@@ -95,8 +96,15 @@ class Probed(AbstractGradients):
     def drop(self, rows_B: Tensor) -> None:
         self._inner.drop(rows_B)
 
-    def add_sums(self, groups: Mapping[nn.Parameter, int], weights_BK: Tensor, scale: float, into: FlatBuffer) -> None:
+    def add_sums(self, groups: Mapping[nn.Parameter, int], weights_BK: Tensor, scale: float, into: Sums) -> None:
+        # The probe comes last, when what was held of the batch is free: it needs as much once more.
         self._inner.add_sums(groups, weights_BK, scale, into)
+        replay, sq_norms_B = self._capture.replay, self._sq_norms_B
+        self._passes += 1
+        if self._passes >= self._next and replay is not None and len(sq_norms_B) > 1:
+            self._next = min(4 * self._passes, self._passes + self._every)
+            Company(self._capture, replay, sq_norms_B, self._passes).ask()
+        self._arm()
 
     def clear(self) -> None:
         self._inner.clear()
@@ -110,7 +118,7 @@ class _Run:
         outputs: What the model gave.
         norms_BP: Squared norms by row and parameter.
         parameters: These parameters.
-        sums: The gradients of each parameter, added over rows.
+        sums: Sketches of the gradients of each parameter, added over rows.
         shapes: The shapes that layers gave.
         random: The states of random generators after the forward passes.
     """
@@ -242,13 +250,13 @@ class Company:
             self._capture.receiver, self._capture.swap, self._replay.running = receiver, swap, False
         columns = {parameter: i for i, parameter in enumerate(listener.strategy.parameters)}
         norms_BP = listener.strategy.sq_norms(columns, len(columns), 1.0)
-        buffer = FlatBuffer(columns)
+        sums = Sketches()
         finite_B = norms_BP.sum(dim=1).isfinite()
         listener.strategy.drop(~finite_B)  # their data may have been put into other rows
         counted_B = finite_B if self._all_masked else finite_B & self._keep_B
-        listener.strategy.add_sums(columns, counted_B.unsqueeze(1).expand_as(norms_BP).to(norms_BP.dtype), 1.0, buffer)
+        listener.strategy.add_sums(columns, counted_B.unsqueeze(1).expand_as(norms_BP).to(norms_BP.dtype), 1.0, sums)
         random = [state for one in self._replay.reached for _, state in one.random_after]
-        return _Run(outputs, norms_BP, list(columns), dict(buffer), listener.shapes, random)
+        return _Run(outputs, norms_BP, list(columns), sums.of, listener.shapes, random)
 
     def _once(self, one: Pass, arrange: Callable[[Tensor], Tensor]) -> list[Tensor]:
         args, kwargs = one.args, one.kwargs
@@ -313,8 +321,8 @@ class Company:
         size = float(same.norms_B.sqrt().nan_to_num(0, 0, 0).sum())
         for parameter in same.sums.keys() | changed.sums.keys():
             zero = torch.zeros(())
-            moved = same.sums.get(parameter, zero) - changed.sums.get(parameter, zero)
-            agree = agree and not bool(moved.norm() > 10 * self._tolerance * size)  # which overflow is not
+            moved = norm_of_sketch(same.sums.get(parameter, zero) - changed.sums.get(parameter, zero))
+            agree = agree and not bool(moved > 10 * self._tolerance * size)  # which overflow is not
         return agree and self._outputs_agree(same.outputs, changed.outputs, self._keep_B)
 
     def _outputs_agree(self, then: list[Tensor], now: list[Tensor], rows_B: Tensor) -> bool:
@@ -374,7 +382,7 @@ class _Listener:
     """Receives what the probe's own runs report."""
 
     def __init__(self, capture: Capture):
-        self.strategy = Bookkeep(MethodTable(keep_budget=0, timed=False).plan)
+        self.strategy = Bookkeep(MethodTable(keep_budget=0, timed=False))
         self.shapes: list[tuple[str, torch.Size]] = []
         self._capture = capture
 

@@ -14,7 +14,7 @@ from dpengine.errors import UnsupportedLayerError
 
 from .bookkeep import Bookkeep
 from .choose_method import Planner
-from .flat_buffer import FlatBuffer
+from .flat_buffer import Sums
 from .strategy import AbstractGradients, common_rows, note_rows
 
 Rerun = Callable[[Callable[[Tensor], Tensor]], None]
@@ -134,7 +134,7 @@ class Reweight(AbstractGradients):
     def drop(self, rows_B: Tensor) -> None:
         self._dropped = rows_B
 
-    def add_sums(self, groups: Mapping[nn.Parameter, int], weights_BK: Tensor, scale: float, into: FlatBuffer) -> None:
+    def add_sums(self, groups: Mapping[nn.Parameter, int], weights_BK: Tensor, scale: float, into: Sums) -> None:
         dropped = self._dropped
 
         def take(one: Bookkeep) -> None:

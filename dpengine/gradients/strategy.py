@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,7 +13,8 @@ from dpengine.capture import LayerCall, Use
 from dpengine.errors import BatchMismatchError, MissingGradientError
 from dpengine.grad_samplers import JointSampler
 
-from .flat_buffer import FlatBuffer
+from .choose_method import Choice
+from .flat_buffer import Sums
 
 KEEP_THE_BATCH_FIRST = (
     "Keep the batch on axis 0 of every layer's input: use (B, T, features), not (B*T, features) or (T, B, ...)."
@@ -47,6 +48,11 @@ class AbstractGradients(ABC):
     def parameters(self) -> Mapping[nn.Parameter, str]:
         """The parameters that took part, with their dotted names."""
 
+    @property
+    def choices(self) -> Sequence[Choice]:
+        """How each parameter was treated in the last pass, where that is chosen."""
+        return ()
+
     @abstractmethod
     def sq_norms(self, groups: Mapping[nn.Parameter, int], num_groups: int, scale: float) -> Tensor:
         """Squared norms ``(B, K)`` of ``scale`` times the per-sample gradients, one column for each group."""
@@ -56,10 +62,11 @@ class AbstractGradients(ABC):
         """Makes the rows where ``rows_B`` is True contribute exactly zero, whatever their values."""
 
     @abstractmethod
-    def add_sums(self, groups: Mapping[nn.Parameter, int], weights_BK: Tensor, scale: float, into: FlatBuffer) -> None:
+    def add_sums(self, groups: Mapping[nn.Parameter, int], weights_BK: Tensor, scale: float, into: Sums) -> None:
         """Adds to the buffer, for each parameter, ``scale`` times the sum over rows of weight times unscaled gradient.
 
-        Weights are at most 1: an input of 1e38 without gradient must not overflow before it vanishes.
+        What was received is gone then, but for ``rows``. Weights are at most 1: an input of 1e38 without gradient must
+        not overflow before it vanishes.
         """
 
     @abstractmethod

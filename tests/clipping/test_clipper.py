@@ -217,3 +217,29 @@ NO_MODULES = {
 def test_what_is_no_module_is_named(wrap, got):
     with pytest.raises(TypeError, match=rf"module is .*{got}; pass an instance of torch\.nn\.Module"):
         wrap(NO_MODULES[got])
+
+
+def test_a_pass_that_fails_while_it_is_summed_leaves_nothing_of_itself():
+    """A model that mixes rows is found out when its pass is in the sums already."""
+
+    class Mixing(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer, self.mixes = nn.Linear(4, 3), False
+
+        def forward(self, x):
+            out = self.layer(x)
+            return out.cumsum(dim=0) if self.mixes else out
+
+    model = Mixing().double()
+    inputs, _ = data(4)
+    clipper = PerSampleGradientClipper(model, Flat(0.4))
+    for _ in range(3):
+        model(inputs).square().mean().backward()
+        clipper.clip_and_accumulate()
+    model.mixes = True
+    model(inputs).square().mean().backward()  # the fourth pass is probed
+    with pytest.raises(UnsupportedLayerError, match="rows of a batch apart"):
+        clipper.clip_and_accumulate()
+    with pytest.raises(TicketError, match="nothing accumulated"):
+        clipper.pre_step()

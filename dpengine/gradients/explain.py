@@ -1,0 +1,24 @@
+"""What was chosen for each parameter, as a table to read."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from .choose_method import Choice
+
+_HEAD = ("parameter", "layer", "method", "why", "ms", "kept MiB")
+
+
+def explain(choices: Sequence[Choice]) -> str:
+    """One row for each parameter: its layer, method, why, milliseconds for norm and sum, memory for what is kept."""
+    rows = [_HEAD, *(_row(choice) for choice in choices)]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(_HEAD))]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    return "\n".join(lines)
+
+
+def _row(choice: Choice) -> tuple[str, ...]:
+    layer = choice.layer if len(choice.layer) <= 60 else f"{choice.layer[:57]}..."
+    milliseconds = "" if choice.seconds is None else f"{1e3 * choice.seconds:.3f}"
+    kept = f"{choice.kept_bytes / 2**20:.1f}" if choice.kept_bytes else ""
+    return choice.name, layer, str(choice.way), choice.why, milliseconds, kept

@@ -1,0 +1,108 @@
+"""engine.explain(), and tables of methods that runs hand on."""
+
+import pytest
+import torch
+import torch.multiprocessing
+from loops import make_loop
+from torch import nn
+
+from dpengine import PrivacyEngine
+from dpengine.gradients import MethodTable, choose_method
+
+
+def images():
+    return nn.Sequential(nn.Unflatten(1, (1, 4)), nn.Conv1d(1, 2, 3), nn.Flatten(), nn.Linear(4, 3))
+
+
+def step_of(loop):
+    for batch in loop.loader:
+        loop.backward(*batch)
+        loop.optimizer.step()
+        break
+
+
+def test_explain_has_a_row_for_each_parameter():
+    torch.manual_seed(0)
+    loop = make_loop(nn.Sequential(nn.Linear(4, 5), nn.ReLU(), nn.LayerNorm(5), nn.Linear(5, 3)))
+    assert loop.engine.explain().splitlines()[1:] == []
+    step_of(loop)
+    head, *rows = loop.engine.explain().splitlines()
+    assert head.split() == ["parameter", "layer", "method", "why", "ms", "kept", "MiB"]
+    names = {row.split()[0] for row in rows}
+    assert names == {name for name, _ in loop.model.named_parameters()}
+    (weight,) = (row for row in rows if row.startswith("0.weight"))
+    assert "Linear(in_features=4, out_features=5" in weight and "ghost: gram" in weight
+    (norm,) = (row for row in rows if row.startswith("2.weight"))
+    assert "LayerNorm" in norm and "keep: direct" in norm and "no shortcut" in norm
+
+
+@pytest.mark.parametrize("mode", ["hooks", "functorch", "ew"])
+def test_modes_that_keep_everything_say_so(mode):
+    loop = make_loop(grad_sample_mode=mode)
+    step_of(loop)
+    assert "keep" in loop.engine.explain() and "ghost" not in loop.engine.explain()
+
+
+def test_explain_needs_a_model():
+    with pytest.raises(ValueError, match="Nothing is private yet"):
+        PrivacyEngine().explain()
+
+
+def test_a_table_goes_from_engine_to_engine(tmp_path, monkeypatch):
+    monkeypatch.setattr(choose_method, "_WORTH_TIMING", 0.0)
+    first = PrivacyEngine(seed=0)  # batches of one size
+    torch.manual_seed(0)
+    step_of(make_loop(images(), engine=first))
+    assert any("Conv1d" in signature for signature in first.methods.seconds)
+    first.methods.save(tmp_path / "methods.json")
+    monkeypatch.setattr(choose_method, "time_ways", lambda *args: pytest.fail("timed again"))
+    for given in (tmp_path / "methods.json", str(tmp_path / "methods.json"), first.methods):
+        second = PrivacyEngine(seed=0, methods=given)
+        torch.manual_seed(0)
+        step_of(make_loop(images(), engine=second))
+        assert "timed" in second.explain()
+
+
+@pytest.mark.parametrize("given", [3, {"seconds": {}}, True])
+def test_what_is_no_table_is_refused(given):
+    with pytest.raises(TypeError, match="MethodTable"):
+        PrivacyEngine(methods=given)
+
+
+def _share(rank, port, queue):
+    torch.distributed.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+    table = MethodTable()
+    table.seconds["a"] = {"ghost: gram": 1.0 + rank}
+    table.seconds[f"only {rank}"] = {"keep: direct": 1.0}
+    table.share()
+    queue.put((rank, table.seconds, table.timed, table.version))
+    torch.distributed.destroy_process_group()
+
+
+def test_rank_0_decides_for_all_ranks():
+    context = torch.multiprocessing.get_context("spawn")
+    with torch.multiprocessing.get_context("spawn").Manager() as manager:
+        queue, port = manager.Queue(), _free_port()
+        processes = [context.Process(target=_share, args=(rank, port, queue)) for rank in range(2)]
+        for process in processes:
+            process.start()
+        for process in processes:
+            process.join(timeout=120)
+        found = sorted(queue.get(timeout=10) for _ in range(2))
+    expected = {"a": {"ghost: gram": 1.0}, "only 0": {"keep: direct": 1.0}}
+    assert found == [(0, expected, True, 1), (1, expected, False, 1)]
+
+
+def test_sharing_in_one_process_changes_nothing():
+    table = MethodTable()
+    table.seconds["a"] = {"ghost: gram": 1.0}
+    table.share()
+    assert table.version == 0 and table.timed and table.seconds == {"a": {"ghost: gram": 1.0}}
+
+
+def _free_port():
+    import socket
+
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        return one.getsockname()[1]
