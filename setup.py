@@ -6,11 +6,11 @@ from setuptools import Extension, find_packages, setup
 
 HERE = Path(__file__).resolve().parent
 PLOTS = ["matplotlib>=3.8"]
-# Optional: without a C compiler the same is computed by NumPy. No product may be fused with a sum, so that both agree.
+# Optional: without a C compiler NumPy and torch compute the same. No product may be fused with a sum: bits must agree.
 NATIVE = Extension(
     "dpengine.kernels.native",
-    sources=["dpengine/kernels/normals.c"],
-    depends=["dpengine/kernels/normals_body.h"],
+    sources=[f"dpengine/kernels/{name}.c" for name in ("normals", "recurrent", "vectors")],
+    depends=[f"dpengine/kernels/{name}.h" for name in ("normals_body", "recurrent_body", "vectors")],
     extra_compile_args=["-O3", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-Wno-psabi"],
     optional=True,
 )

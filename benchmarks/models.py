@@ -1,28 +1,27 @@
-"""The benchmark's cells: a model, a batch and a loss each, with the sizes that the design documents name."""
+"""The models that are timed: plain PyTorch, written as one writes them without thinking of privacy."""
 
 from __future__ import annotations
-
-from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 
-@dataclass(frozen=True)
-class Cell:
-    """One benchmark cell.
+def mlp(inside: int = 784, width: int = 1024, depth: int = 2) -> nn.Module:
+    """A perceptron with so many hidden layers; 784-1024-1024-10 unless told."""
+    layers: list[nn.Module] = []
+    for _ in range(depth):
+        layers += [nn.Linear(inside, width), nn.ReLU()]
+        inside = width
+    return nn.Sequential(*layers, nn.Linear(inside, 10))
 
-    Attributes:
-        make: Builds the model.
-        batch: Makes ``(inputs, targets)`` for so many rows.
-        rows: Rows of a batch.
-    """
 
-    make: Callable[[], nn.Module]
-    batch: Callable[[int], tuple[Tensor, Tensor]]
-    rows: int
+def cnn() -> nn.Module:
+    """The 26,010-parameter tanh network that is usual for MNIST under privacy."""
+    return nn.Sequential(
+        *[nn.Conv2d(1, 16, 8, 2, 3), nn.Tanh(), nn.MaxPool2d(2, 1), nn.Conv2d(16, 32, 4, 2), nn.Tanh()],
+        *[nn.MaxPool2d(2, 1), nn.Flatten(), nn.Linear(512, 32), nn.Tanh(), nn.Linear(32, 10)],
+    )
 
 
 class Block(nn.Module):
@@ -35,7 +34,7 @@ class Block(nn.Module):
         self.conv2 = nn.Conv2d(outside, outside, 3, 1, 1, bias=False)
         self.skip = nn.Conv2d(inside, outside, 1, stride, bias=False) if inside != outside else nn.Identity()
 
-    def forward(self, x):
+    def forward(self, x: Tensor) -> Tensor:
         out = F.relu(self.norm1(x))
         skipped = self.skip(out if isinstance(self.skip, nn.Conv2d) else x)
         return self.conv2(F.relu(self.norm2(self.conv1(out)))) + skipped
@@ -53,25 +52,25 @@ def wide_resnet() -> nn.Module:
 
 
 class EncoderLayer(nn.Module):
-    """A pre-norm transformer layer."""
+    """A pre-norm transformer layer; ``causal`` lets a position see those before it only."""
 
-    def __init__(self, width: int, heads: int):
+    def __init__(self, width: int, heads: int, *, causal: bool = False):
         super().__init__()
-        self.heads = heads
+        self.heads, self.causal = heads, causal
         self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
         self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
         self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
 
-    def forward(self, x):
+    def forward(self, x: Tensor) -> Tensor:
         rows, time, width = x.shape
         q, k, v = self.qkv(self.norm1(x)).view(rows, time, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
-        attended = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(rows, time, width)
-        x = x + self.out(attended)
+        attended = F.scaled_dot_product_attention(q, k, v, is_causal=self.causal)
+        x = x + self.out(attended.transpose(1, 2).reshape(rows, time, width))
         return x + self.down(F.gelu(self.up(self.norm2(x))))
 
 
 class Encoder(nn.Module):
-    """A small BERT-like classifier."""
+    """BERT-mini with a classifier over the mean of all positions."""
 
     def __init__(self, words: int = 8000, width: int = 256, depth: int = 4, heads: int = 4, time: int = 128):
         super().__init__()
@@ -79,9 +78,43 @@ class Encoder(nn.Module):
         self.layers = nn.Sequential(*[EncoderLayer(width, heads) for _ in range(depth)])
         self.head = nn.Linear(width, 2)
 
-    def forward(self, ids):
-        places = torch.arange(ids.shape[1]).expand(ids.shape)
+    def forward(self, ids: Tensor) -> Tensor:
+        places = torch.arange(ids.shape[1], device=ids.device).repeat(len(ids), 1)
         return self.head(self.layers(self.words(ids) + self.places(places)).mean(dim=1))
+
+
+class TiedDecoder(nn.Module):
+    """GPT-mini: a causal language model whose head and word embedding are one parameter."""
+
+    def __init__(self, words: int = 8000, width: int = 256, depth: int = 4, heads: int = 4, time: int = 256):
+        super().__init__()
+        self.words, self.places = nn.Embedding(words, width), nn.Embedding(time, width)
+        nn.init.normal_(self.words.weight, std=0.02)  # as GPT-2: with std 1 the tied logits are of size sqrt(width)
+        self.layers = nn.Sequential(*[EncoderLayer(width, heads, causal=True) for _ in range(depth)])
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, words, bias=False)
+        self.head.weight = self.words.weight
+
+    def forward(self, ids: Tensor) -> Tensor:
+        places = torch.arange(ids.shape[1], device=ids.device).repeat(len(ids), 1)
+        return self.head(self.norm(self.layers(self.words(ids) + self.places(places))))
+
+
+class VisionTransformer(nn.Module):
+    """ViT-Ti/4 for 32 x 32 images: class token and positions are bare parameters of the model."""
+
+    def __init__(self, width: int = 192, depth: int = 6, heads: int = 3):
+        super().__init__()
+        self.patches = nn.Conv2d(3, width, 4, 4)
+        self.cls_token = nn.Parameter(0.02 * torch.randn(1, 1, width))
+        self.pos_embed = nn.Parameter(0.02 * torch.randn(1, 65, width))
+        self.layers = nn.Sequential(*[EncoderLayer(width, heads) for _ in range(depth)])
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, 10)
+
+    def forward(self, images: Tensor) -> Tensor:
+        patches = self.patches(images).flatten(2).transpose(1, 2)
+        tokens = torch.cat([self.cls_token.expand(len(images), -1, -1), patches], dim=1) + self.pos_embed
+        return self.head(self.norm(self.layers(tokens))[:, 0])
 
 
 class Recurrent(nn.Module):
@@ -92,31 +125,83 @@ class Recurrent(nn.Module):
         self.lstm = nn.LSTM(width, width, batch_first=True)
         self.head = nn.Linear(width, 10)
 
-    def forward(self, x):
+    def forward(self, x: Tensor) -> Tensor:
         return self.head(self.lstm(x)[0][:, -1])
 
 
-def mlp() -> nn.Module:
-    """784-1024-1024-10."""
-    return nn.Sequential(nn.Linear(784, 1024), nn.ReLU(), nn.Linear(1024, 1024), nn.ReLU(), nn.Linear(1024, 10))
+class WordAverage(nn.Module):
+    """A linear classifier over the mean of word embeddings."""
+
+    def __init__(self, words: int = 20_000, width: int = 128):
+        super().__init__()
+        self.words, self.head = nn.Embedding(words, width), nn.Linear(width, 10)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.head(self.words(ids).mean(dim=1))
 
 
-def cnn() -> nn.Module:
-    """The 26,010-parameter tanh network that is usual for MNIST under privacy."""
-    return nn.Sequential(
-        *[nn.Conv2d(1, 16, 8, 2, 3), nn.Tanh(), nn.MaxPool2d(2, 1), nn.Conv2d(16, 32, 4, 2), nn.Tanh()],
-        *[nn.MaxPool2d(2, 1), nn.Flatten(), nn.Linear(512, 32), nn.Tanh(), nn.Linear(32, 10)],
-    )
+class LowRankLinear(nn.Module):
+    """A frozen linear layer beside a trained product of two narrow ones (Hu et al. 2022)."""
+
+    def __init__(self, base: nn.Linear, rank: int):
+        super().__init__()
+        self.base = base.requires_grad_(False)
+        self.down = nn.Linear(base.in_features, rank, bias=False)
+        # Not zero, as training would begin: `down` would have no gradient to compare, and it moves at the first step.
+        self.up = nn.Linear(rank, base.out_features, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base(x) + self.up(self.down(x))
 
 
-def _images(*shape: int) -> Callable[[int], tuple[Tensor, Tensor]]:
-    return lambda rows: (torch.randn(rows, *shape), torch.randint(0, 10, (rows,)))
+def lora(rank: int = 8) -> nn.Module:
+    """BERT-mini, frozen, with low-rank updates on all linear layers."""
+    model = Encoder().requires_grad_(False)
+    linears = [(name, module) for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+    for name, module in linears:
+        owner, _, last = name.rpartition(".")
+        setattr(model.get_submodule(owner), last, LowRankLinear(module, rank))
+    return model
 
 
-CELLS = {
-    "mlp": Cell(mlp, _images(784), 256),
-    "cnn": Cell(cnn, _images(1, 28, 28), 256),
-    "wrn": Cell(wide_resnet, _images(3, 32, 32), 16),
-    "transformer": Cell(Encoder, lambda rows: (torch.randint(0, 8000, (rows, 128)), torch.randint(0, 2, (rows,))), 16),
-    "lstm": Cell(Recurrent, _images(64, 256), 32),
-}
+def bitfit() -> nn.Module:
+    """BERT-mini of which only the biases and the head train (Ben Zaken et al. 2022)."""
+    model = Encoder()
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name.endswith("bias") or name.startswith("head."))
+    return model
+
+
+class Maxout(nn.Module):
+    """The largest of several linear maps (Goodfellow et al. 2013): a layer that no library has a rule for."""
+
+    def __init__(self, inside: int, outside: int, pieces: int):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(pieces, inside, outside) * inside**-0.5)
+        self.bias = nn.Parameter(torch.zeros(pieces, outside))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (torch.einsum("bti,pio->btpo", x, self.weight) + self.bias).amax(dim=2)
+
+
+class MaxoutNet(nn.Module):
+    """Two maxout layers over a sequence, and a linear head over its mean."""
+
+    def __init__(self, width: int = 128, pieces: int = 4):
+        super().__init__()
+        self.layers = nn.Sequential(Maxout(width, width, pieces), Maxout(width, width, pieces))
+        self.head = nn.Linear(width, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.layers(x).mean(dim=1))
+
+
+class OneLayer(nn.Module):
+    """A transformer layer and a head, for the scaling curves."""
+
+    def __init__(self, width: int = 256, heads: int = 4):
+        super().__init__()
+        self.layer, self.head = EncoderLayer(width, heads), nn.Linear(width, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.layer(x).mean(dim=1))

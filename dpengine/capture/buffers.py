@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor, nn
 
 from dpengine.errors import BufferUpdateError
 
 _EVERY = 500  # passes from one comparison of all values to the next
+_LARGE = 2**16  # elements of a parameter from which on its digest is compared, for want of memory for a copy
 
 
 @dataclass(frozen=True, eq=False)
@@ -22,6 +24,7 @@ class _Noted:
     buffer: Tensor
     version: int
     value: Tensor | None
+    digest: Tensor | None
     look: bool  # at the value even where version and identity are as before
 
     def written(self) -> bool:
@@ -32,6 +35,8 @@ class _Noted:
         if now is not self.buffer:  # then the old one is still what it was
             return not _equal(now, self.buffer) and not _counts(self.buffer, now)
         touched = now._version != self.version
+        if self.digest is not None and not torch.equal(self.digest, _digest(now)):
+            return True
         if self.value is None or not (touched or self.look):
             return touched
         return not _equal(now, self.value) and not _counts(self.value, now)
@@ -69,9 +74,11 @@ class BufferWatch:
             self._modules = dict(self._model.named_modules())
         self._noted = []
         for slots, name, dotted, buffer in self._tensors():
-            keep = whole or dotted in self._rewritten or _may_count(buffer)
+            large = buffer.numel() > _LARGE and isinstance(buffer, nn.Parameter)
+            keep = (whole and not large) or dotted in self._rewritten or _may_count(buffer)
             value = buffer.detach().clone() if keep else None
-            self._noted.append(_Noted(slots, name, dotted, buffer, buffer._version, value, whole))
+            digest = _digest(buffer) if whole and large else None
+            self._noted.append(_Noted(slots, name, dotted, buffer, buffer._version, value, digest, whole))
 
     def put_back(self) -> list[str]:
         """The forward pass is over, perhaps by an exception: undoes what it wrote, where the old value is known.
@@ -117,6 +124,13 @@ class BufferWatch:
                 for name, tensor in slots.items():
                     if tensor is not None:
                         yield slots, name, f"{prefix}.{name}" if prefix else name, tensor  # type: ignore[misc]
+
+
+def _digest(tensor: Tensor) -> Tensor:
+    """Sums of the bits of all numbers, on which a write leaves its mark."""
+    bits = {1: torch.int8, 2: torch.int16, 4: torch.int32}
+    numbers = torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor.detach()
+    return numbers.view(bits.get(numbers.element_size(), torch.int64)).sum(dtype=torch.int64)
 
 
 def _may_count(buffer: Tensor) -> bool:

@@ -3,7 +3,7 @@
 During the module's forward each such parameter is a ``WatchedParameter``: a tensor that sees the operations it takes
 part in. Three uses are understood, each with its own tap:
 
-* ``F.linear(x, weight, bias)``: a Linear layer in all but name;
+* ``F.linear(x, weight, bias)``, or ``linear_place``: a Linear layer in all but name;
 * an elementwise operation with a tensor that carries the batch: the parameter is repeated for each row (``RowsTap``);
 * ``parameter.expand(B, ...)`` or ``repeat``, later joined with a tensor that carries the batch: the same.
 
@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dpengine.errors import UnsupportedLayerError
+from dpengine.layers import linear_place
 
 
 @dataclass(frozen=True, eq=False)
@@ -221,7 +222,7 @@ def _linear(func, args, kwargs):
     for origin in origins.values():
         if origin.steps and origin.place is None:
             raise _refusal(origin, func)
-    output = F.linear(inputs, plain(weight), plain(bias))
+    output = func(inputs, plain(weight), plain(bias))
     return next(iter(origins.values())).tap_linear(origins, inputs, output)
 
 
@@ -243,5 +244,5 @@ _HANDLERS: dict[Any, Callable[..., Any]] = {
     **dict.fromkeys(_ELEMENTWISE, _elementwise),
     **dict.fromkeys([Tensor.expand, Tensor.repeat], _expand),
     **dict.fromkeys([torch.cat, torch.concat, torch.concatenate], _join),
-    F.linear: _linear,
+    **dict.fromkeys([F.linear, linear_place], _linear),
 }

@@ -40,10 +40,11 @@ class GramNorm:
     Attributes:
         sq_norm_B: Its squared norm, never too small.
         spread_B: The norms of its parts, added up; at least twice as much for a long sum. See ``GradSampler.spread``.
+            None for one part, which has nothing to cancel with.
     """
 
     sq_norm_B: Tensor
-    spread_B: Tensor
+    spread_B: Tensor | None
 
 
 def gram_sq_norm(*factors_BTF: Tensor) -> Tensor:
@@ -100,8 +101,10 @@ def _norms_of(products: Sequence[Factors]) -> list[GramNorm]:
         cut = {key: tensor[i : i + step].to(dtype) for key, tensor in tensors.items()}
         chunks = [[cut[_key(factor)] for factor in factors] for factors in products]
         parts.append(_guarded(chunks) if dtype is products[0][0].dtype else _gram_sums(chunks))
+    if len(parts) == 1:
+        return parts[0]
     return [
-        GramNorm(torch.cat([p[k].sq_norm_B for p in parts]), torch.cat([p[k].spread_B for p in parts]))
+        GramNorm(torch.cat([p[k].sq_norm_B for p in parts]), torch.cat([p[k].spread_B for p in parts]))  # type: ignore[misc]
         for k in range(len(products))
     ]
 

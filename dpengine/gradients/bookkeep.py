@@ -79,13 +79,14 @@ class Bookkeep(AbstractGradients):
         for entry in self._entries.values():
             entry.join()
         self._plan = self._planned(rows)
-        norms_BK: Tensor | None = None
+        found: list[list[Tensor]] = [[] for _ in range(num_groups)]
         for parameter, sq_norm_B in self._each_sq_norm(rows):
-            if norms_BK is None:
-                norms_BK = sq_norm_B.new_zeros(rows, num_groups, dtype=torch.float64)
-            norms_BK[:, groups[parameter]] += sq_norm_B
-        assert norms_BK is not None
-        return norms_BK * scale**2
+            found[groups[parameter]].append(sq_norm_B.double())
+        like = next(one[0] for one in found if one)
+        sums = [
+            torch.stack([n.to(like.device) for n in one]).sum(dim=0) if one else torch.zeros_like(like) for one in found
+        ]
+        return torch.stack(sums, dim=1) * scale**2
 
     def _planned(self, rows: int) -> Plan:
         entries = list(self._entries.values())
@@ -113,9 +114,11 @@ class Bookkeep(AbstractGradients):
             entry.drop(rows_B)
 
     def add_sums(self, groups: Mapping[nn.Parameter, int], weights_BK: Tensor, scale: float, into: Sums) -> None:
+        narrow_BK = weights_BK.float()  # once for all parameters
         while self._entries:  # the last layer first; what it held is free before the next one is summed
             parameter, entry = self._entries.popitem()
-            entry.add_sum(weights_BK[:, groups[parameter]], scale, into)
+            weights = weights_BK if parameter.dtype is torch.float64 else narrow_BK
+            entry.add_sum(weights[:, groups[parameter]], scale, into)
 
     def clear(self) -> None:
         self._entries = {}

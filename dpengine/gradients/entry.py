@@ -17,6 +17,7 @@ from .rows import some_rows, without_rows, zeroed
 
 CHUNK_BYTES = 32 * 2**20  # bytes of per-sample gradients formed at a time where they are not kept
 _LEFT = 2.0**-11  # of the threshold, at most, is left by rounding where parts of a row cancel
+_FEW = 4096  # numbers of a row for which one call in float64 costs less than several in float32
 _BLOCK = 256  # squares added in float32 before they go into a float64 sum
 
 
@@ -104,7 +105,7 @@ class Entry:
         dtype = wide(self.use.parameter.dtype)
         if dtype is torch.float64 or spread_B is None:
             return sq_norm_B
-        floor_B = (spread_B * (torch.finfo(dtype).eps / 2 / _LEFT)).square()
+        floor_B = spread_B.square() * (torch.finfo(dtype).eps / 2 / _LEFT) ** 2
         return torch.maximum(sq_norm_B.to(floor_B.dtype), floor_B)
 
     def _spread(self) -> Tensor | None:
@@ -146,8 +147,8 @@ def sq_norms(grad: Tensor) -> Tensor:
         The squared norm of each row.
     """
     flat_BP = grad.flatten(1) if grad.dim() > 1 else grad.unsqueeze(1)
-    if flat_BP.dtype is torch.float64:
-        return torch.linalg.vector_norm(flat_BP, dim=1).square()
+    if flat_BP.dtype is torch.float64 or (flat_BP.shape[1] <= _FEW and flat_BP.device.type != "mps"):
+        return torch.linalg.vector_norm(flat_BP, dim=1, dtype=torch.float64).square()
     whole = flat_BP.shape[1] // _BLOCK * _BLOCK
     blocks_BNF = flat_BP[:, :whole].reshape(len(flat_BP), whole // _BLOCK, _BLOCK)
     rest_B = torch.linalg.vector_norm(flat_BP[:, whole:], dim=1)

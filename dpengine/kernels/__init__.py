@@ -1,4 +1,4 @@
-"""Native code for what Python and torch are slow at. Every kernel has a plain twin that gives the same bits."""
+"""Native code for what Python and torch are slow at. Every kernel has a plain twin, which gives the same."""
 
 from .library import native_library
 

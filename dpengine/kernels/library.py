@@ -9,6 +9,7 @@ from pathlib import Path
 
 _HERE = Path(__file__).resolve().parent
 _POINTER, _COUNT, _REAL = ctypes.c_void_p, ctypes.c_uint64, ctypes.c_double
+_RECURRENT = {"lstm_step_f32": 7, "lstm_back_f32": 7, "gru_step_f32": 7, "gru_back_f32": 8}
 
 
 @functools.cache
@@ -28,6 +29,10 @@ def _typed(library: ctypes.CDLL) -> ctypes.CDLL:
     for name in ("add_normals_f32", "add_normals_f64"):
         function = getattr(library, name)
         function.argtypes = (ctypes.c_char_p, _COUNT, _COUNT, _REAL, _REAL, _POINTER)
+        function.restype = None
+    for name, pointers in _RECURRENT.items():
+        function = getattr(library, name)
+        function.argtypes = (*[_COUNT] * 5, *[_POINTER] * pointers)
         function.restype = None
     library.allow_vectors.argtypes = (ctypes.c_int,)
     return library

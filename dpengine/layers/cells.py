@@ -2,9 +2,10 @@
 
 Each cell is written twice: ``step`` is the definition, made of ordinary operations; ``run`` and ``back`` are the same
 over all times, in place, outside the graph. In ``back``, the gradient by a pre-activation is a slope that needs no
-recurrence, formed for all times at once, times the gradient by the state, which is what the loop carries.
+recurrence, formed for all times at once, times the gradient by the state, which is what the loop carries. Where
+``native`` has compiled code for a cell, that runs in place of both.
 
-Axes: T time, S = T + 1 slots (see Note [slots]), B rows, H hidden, P hidden after projection, G gates times H.
+Axes: B rows, T time, S = T + 1 slots (see Note [slots]), H hidden, P hidden after projection, G gates times H.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .native import gru_back, gru_run, lstm_back, lstm_run, native_for
 from .schedule import Schedule
 
 Elementwise = Callable[[Tensor], Tensor]
@@ -38,17 +40,17 @@ class Trace:
     """What a loop over time leaves for the output and for the backward pass.
 
     Attributes:
-        states_SBP: Hidden states.
-        cells_SBH: Cell states (LSTM).
-        gates_TBG: Gates after their nonlinearity (LSTM, GRU).
-        extra_TBH: GRU: the hidden part of the candidate. LSTM: the output before projection, if there is one.
+        states_BSP: Hidden states.
+        cells_BSH: Cell states (LSTM).
+        gates_BTG: Gates after their nonlinearity (LSTM, GRU).
+        extra_BTH: GRU: the hidden part of the candidate. LSTM: the output before projection, if there is one.
     """
 
-    states_SBP: Tensor
+    states_BSP: Tensor
     # A tensor, or None in cells that have none.
-    cells_SBH: Any
-    gates_TBG: Any = None
-    extra_TBH: Any = None
+    cells_BSH: Any
+    gates_BTG: Any = None
+    extra_BTH: Any = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,9 +59,9 @@ class Cell:
 
     Attributes:
         step: ``(input part, hidden part, state, cell state or None) -> (output, cell state or None)`` of one step.
-        run: ``(input part (T, B, G), weights, states (S, B, P), cell states (S, B, H) or None, schedule) -> (gates,
+        run: ``(input part (B, T, G), weights, states (B, S, P), cell states (B, S, H) or None, schedule) -> (gates,
             extra)``. Fills the states from where they start; may overwrite the input part.
-        back: ``(trace, weights, schedule, gradient by the states (S, B, P), gradient by the last cell state) ->
+        back: ``(trace, weights, schedule, gradient by the states (B, S, P), gradient by the last cell state) ->
             (gradient by the input part, by the hidden part)``. Turns the two gradients that it is given into the full
             ones by every state and by the first cell state.
     """
@@ -81,7 +83,7 @@ def _rnn(nonlinearity: Elementwise, in_place: Elementwise, slope: Elementwise) -
         return None, None
 
     def back(trace: Trace, weights: HiddenWeights, schedule: Schedule, grad_states: Tensor, _grad_c: Any) -> Deltas:
-        deltas = slope(schedule.after(trace.states_SBP))
+        deltas = slope(schedule.after(trace.states_BSP))
         buffers = (deltas, schedule.after(grad_states), schedule.before(grad_states))
         for delta, g_new, g_old in schedule.steps_back(*buffers):
             g_old.addmm_(delta.mul_(g_new), weights.hidden_GP)
@@ -97,6 +99,9 @@ def _lstm_step(inputs: Tensor, hidden: Tensor, _state: Tensor, cell: Any) -> Ste
 
 
 def _lstm_run(inputs: Tensor, weights: HiddenWeights, states: Tensor, cells: Any, schedule: Schedule) -> Loop:
+    library = native_for(inputs, states, cells, weights.hidden_GP, weights.bias_G, weights.project_PH)
+    if library is not None:
+        return lstm_run(library, inputs, weights, states, cells, schedule)
     gates, size = inputs if weights.bias_G is None else inputs.add_(weights.bias_G), cells.shape[-1]
     weight, project = weights.hidden_GP.t(), weights.project_PH
     # Without projection the output of the cell is the state itself.
@@ -117,9 +122,12 @@ def _lstm_run(inputs: Tensor, weights: HiddenWeights, states: Tensor, cells: Any
 
 
 def _lstm_back(trace: Trace, weights: HiddenWeights, schedule: Schedule, grad_states: Tensor, grad_c: Any) -> Deltas:
+    library = native_for(trace.gates_BTG, trace.cells_BSH, weights.hidden_GP, weights.project_PH, grad_states, grad_c)
+    if library is not None:
+        return lstm_back(library, trace, weights, schedule, grad_states, grad_c)
     size, project = grad_c.shape[-1], weights.project_PH
-    c_before, tanh_c = schedule.before(trace.cells_SBH), schedule.after(trace.cells_SBH).tanh()
-    i, f, g, o = trace.gates_TBG.split(size, dim=-1)
+    c_before, tanh_c = schedule.before(trace.cells_BSH), schedule.after(trace.cells_BSH).tanh()
+    i, f, g, o = trace.gates_BTG.split(size, dim=-1)
     # i, f and g act through the cell state, o through the output.
     deltas = torch.cat([g * i * (1 - i), c_before * f * (1 - f), i * (1 - g * g), tanh_c * o * (1 - o)], dim=-1)
     through_c = o * (1 - tanh_c * tanh_c)
@@ -143,6 +151,9 @@ def _gru_step(inputs: Tensor, hidden: Tensor, state: Tensor, _cell: Any) -> Step
 
 
 def _gru_run(gates: Tensor, weights: HiddenWeights, states: Tensor, _cells: Any, schedule: Schedule) -> Loop:
+    library = native_for(gates, states, weights.hidden_GP, weights.bias_G)
+    if library is not None:
+        return gru_run(library, gates, weights, states, schedule)
     size, weight, bias = states.shape[-1], weights.hidden_GP.t(), weights.bias_G
     before, after = schedule.before(states), schedule.after(states)
     extra = torch.zeros_like(after)
@@ -157,12 +168,15 @@ def _gru_run(gates: Tensor, weights: HiddenWeights, states: Tensor, _cells: Any,
 
 
 def _gru_back(trace: Trace, weights: HiddenWeights, schedule: Schedule, grad_states: Tensor, _grad_c: Any) -> Deltas:
+    library = native_for(trace.gates_BTG, trace.states_BSP, trace.extra_BTH, weights.hidden_GP, grad_states)
+    if library is not None:
+        return gru_back(library, trace, weights, schedule, grad_states)
     size = grad_states.shape[-1]
-    r, z, n = trace.gates_TBG.split(size, dim=-1)
+    r, z, n = trace.gates_BTG.split(size, dim=-1)
     by_n = (1 - z) * (1 - n * n)
-    by_z = (schedule.before(trace.states_SBP) - n) * z * (1 - z)
+    by_z = (schedule.before(trace.states_BSP) - n) * z * (1 - z)
     # The candidate's hidden part is scaled by r, its input part is not.
-    deltas = torch.cat([by_n * trace.extra_TBH * r * (1 - r), by_z, by_n * r, by_n], dim=-1)
+    deltas = torch.cat([by_n * trace.extra_BTH * r * (1 - r), by_z, by_n * r, by_n], dim=-1)
     hidden = deltas[..., : 3 * size]
     buffers = (deltas.unflatten(-1, (4, size)), hidden, z, schedule.after(grad_states), schedule.before(grad_states))
     for delta, delta_hidden, keep, g_new, g_old in schedule.steps_back(*buffers):

@@ -1,4 +1,4 @@
-"""Twins of torch's recurrent layers that use each weight through ``F.linear``, with the batch on axis 0.
+"""Twins of torch's recurrent layers that use each weight as ``F.linear`` does, once, with the batch on axis 0.
 
 A twin has no state of its own: ``module.__class__ = PrivateLSTM`` turns an ``nn.LSTM`` into its twin, and back. It
 gives the output and the gradient of the original; who watches the uses of its weights learns the gradient of each row.
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 
 from .cells import CELLS, HiddenWeights
+from .linear_place import linear_place
 from .scan import Results, scan, unroll
 from .schedule import Ragged, Schedule
 
@@ -129,17 +130,19 @@ def _direction(module: nn.RNNBase, inputs_BTF: Tensor, layer: int, start: State,
         return getattr(module, f"{kind}_{suffix}", None)
 
     def hidden(states: Tensor) -> Tensor:
-        return F.linear(states, weight("weight_hh"), weight("bias_hh"))
+        return hidden_linear(states, weight("weight_hh"), weight("bias_hh"))
 
     def project(outputs: Tensor) -> Tensor:
-        return F.linear(outputs, weight("weight_hr"))
+        return hidden_linear(outputs, weight("weight_hr"))
 
+    transformed = torch._C._are_functorch_transforms_active()
+    hidden_linear: Callable[..., Tensor] = F.linear if transformed else linear_place
     gates_BTG = F.linear(inputs_BTF, weight("weight_ih"), weight("bias_ih"))
     cell = CELLS[module.mode]
     dtype = gates_BTG.dtype  # differs from that of the weights under autocast
     start = (start[0].to(dtype), None if start[1] is None else start[1].to(dtype))
     projection = project if module.proj_size > 0 else None
-    if torch._C._are_functorch_transforms_active():
+    if transformed:
         return unroll(cell, gates_BTG, start, schedule, hidden=hidden, project=projection)
     kinds = ("weight_hh", "bias_hh", "weight_hr")
     values = HiddenWeights(*(_value(weight(kind), dtype) for kind in kinds))

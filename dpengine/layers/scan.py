@@ -1,11 +1,11 @@
 """A recurrence over time whose weights are each used once.
 
 Note [two passes]: autograd through a loop over time would use the hidden weight once a step, and so would whoever
-watches that weight. Here the loop runs outside the graph. Then ``F.linear(previous states, hidden weight)`` is
-evaluated once for all times, only for its place in the graph: its value is not read, and its gradient is the gradient
+watches that weight. Here the loop runs outside the graph. Then the previous states meet the hidden weight once for all
+times, in ``linear_place``, which has the place of ``F.linear`` in the graph, but no value. Its gradient is the gradient
 by all pre-activations, which ``Scan`` finds by backpropagation through time. To the weight, time is an ordinary axis.
 
-Axes: B rows, T time, H hidden, P hidden after projection, G gates times H.
+Axes: B rows, T time, S slots of states (see Note [slots]), H hidden, P hidden after projection, G gates times H.
 """
 
 from __future__ import annotations
@@ -37,19 +37,19 @@ def scan(
 
     Args:
         cell: The recurrence.
-        inputs_BTG: The input part of the gates.
+        inputs_BTG: The input part of the gates. It is overwritten.
         start: First hidden state (B, P), and first cell state (B, H) or None.
         schedule: The order of steps.
         values: The weights inside the recurrence, outside the graph.
-        hidden: The hidden part of the gates, from states (B, T, P).
-        project: The projection of the output (B, T, H), or None.
+        hidden: ``linear_place`` of the hidden part of the gates, from states (B, T, P).
+        project: ``linear_place`` of the projection of the output (B, T, H), or None.
 
     Returns:
         Output (B, T, P), last hidden state, last cell state or None. The gradient is exact; its graph is refused.
     """
     trace = _trace(cell, inputs_BTG, start, schedule, values)
-    hidden_BTG = hidden(schedule.batch_first(schedule.before(trace.states_SBP)))
-    projected_BTP = None if project is None else project(schedule.batch_first(trace.extra_TBH))
+    hidden_BTG = hidden(schedule.callers(schedule.before(trace.states_BSP)))
+    projected_BTP = None if project is None else project(schedule.callers(trace.extra_BTH))
     return Scan.apply(inputs_BTG, hidden_BTG, projected_BTP, *start, cell, schedule, values, trace)
 
 
@@ -66,7 +66,7 @@ def unroll(
     # Rows are of one length here: torch's own unpacking does not take these transforms either.
     state, memory = start
     outputs = []
-    for (inputs,) in schedule.steps_of(inputs_BTG.transpose(0, 1)):
+    for (inputs,) in schedule.steps_of(inputs_BTG):
         state, memory = cell.step(inputs, hidden(state), state, memory)
         state = state if project is None else project(state)
         outputs.append(state)
@@ -79,24 +79,26 @@ def _trace(
     with torch.no_grad():
         states = _slots(start[0], schedule)
         cells = None if start[1] is None else _slots(start[1], schedule)
-        gates, extra = cell.run(schedule.time_first(inputs_BTG), values, states, cells, schedule)
+        gates, extra = cell.run(schedule.own_order(inputs_BTG.detach()), values, states, cells, schedule)
     return Trace(states, cells, gates, extra)
 
 
 def _slots(first_B: Tensor, schedule: Schedule) -> Tensor:
     # Where rows differ in length some slots are never written; what is computed from them is masked.
-    buffer = first_B.new_empty((schedule.steps + 1, *first_B.shape))
+    buffer = first_B.new_empty((len(first_B), schedule.steps + 1, *first_B.shape[1:]))
     buffer[schedule.start(buffer)] = schedule.ordered(first_B)
     return buffer
 
 
 def _results(trace: Trace, schedule: Schedule) -> Results:
-    last_cell = None if trace.cells_SBH is None else _last(trace.cells_SBH, schedule)
-    return schedule.batch_first(schedule.after(trace.states_SBP)), _last(trace.states_SBP, schedule), last_cell
+    # Copies, since the caller may change them in place.
+    output_BTP = schedule.callers(schedule.after(trace.states_BSP)).clone(memory_format=torch.contiguous_format)
+    last_cell = None if trace.cells_BSH is None else _last(trace.cells_BSH, schedule)
+    return output_BTP, _last(trace.states_BSP, schedule), last_cell
 
 
-def _last(buffer_SB: Tensor, schedule: Schedule) -> Tensor:
-    return schedule.restored(buffer_SB[schedule.end(buffer_SB)])
+def _last(buffer_BS: Tensor, schedule: Schedule) -> Tensor:
+    return schedule.restored(buffer_BS[schedule.end(buffer_BS)]).clone(memory_format=torch.contiguous_format)
 
 
 class Scan(torch.autograd.Function):
@@ -107,7 +109,7 @@ class Scan(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.cell, ctx.schedule = cell, schedule
         ctx.save_for_backward(
-            *(trace.states_SBP, trace.cells_SBH, trace.gates_TBG, trace.extra_TBH),
+            *(trace.states_BSP, trace.cells_BSH, trace.gates_BTG, trace.extra_BTH),
             *(values.hidden_GP, values.bias_G, values.project_PH),
         )
         return _results(trace, schedule)
@@ -124,20 +126,22 @@ class Scan(torch.autograd.Function):
         saved = ctx.saved_tensors
         trace, values = Trace(*saved[:4]), HiddenWeights(*saved[4:])
         schedule = ctx.schedule
-        grad_states = torch.zeros_like(trace.states_SBP)
+        grad_states = torch.zeros_like(trace.states_BSP)
         if grad_output is not None:
-            schedule.after(grad_states).copy_(schedule.ordered(grad_output).transpose(0, 1))
+            schedule.after(grad_states).copy_(schedule.ordered(grad_output))
         if grad_h is not None:
             grad_states[schedule.end(grad_states)] += schedule.ordered(grad_h)
-        if trace.cells_SBH is not None:
-            grad_c = torch.zeros_like(trace.cells_SBH[0]) if grad_c is None else schedule.ordered(grad_c).clone()
+        if trace.cells_BSH is not None:
+            shape = trace.cells_BSH[:, 0].shape
+            grad_c = grad_states.new_zeros(shape) if grad_c is None else schedule.ordered(grad_c)
+            grad_c = grad_c.clone(memory_format=torch.contiguous_format)
         by_inputs, by_hidden = ctx.cell.back(trace, values, schedule, grad_states, grad_c)
-        grad_inputs = schedule.batch_first(by_inputs)
+        grad_inputs = schedule.callers(by_inputs)
         # The same tensor where both are equal, so that work on it can be shared.
-        grad_hidden = grad_inputs if by_hidden is by_inputs else schedule.batch_first(by_hidden)
+        grad_hidden = grad_inputs if by_hidden is by_inputs else schedule.callers(by_hidden)
         grad_projected = None
         if values.project_PH is not None:
-            grad_projected = schedule.batch_first(schedule.after(grad_states))
+            grad_projected = schedule.callers(schedule.after(grad_states))
         grad_h0 = schedule.restored(grad_states[schedule.start(grad_states)])
         grad_c0 = None if grad_c is None else schedule.restored(grad_c)
         return grad_inputs, grad_hidden, grad_projected, grad_h0, grad_c0, None, None, None, None

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
-from dpengine.layers import from_twin, to_twin
+from dpengine.layers import from_twin, linear_place, to_twin
 
 ROWS, STEPS, FEATURES, HIDDEN = 5, 6, 3, 4
 LENGTHS = {"sorted": [6, 4, 4, 2, 1], "unsorted": [4, 1, 6, 2, 4]}
@@ -229,18 +229,18 @@ def test_wrong_shapes_are_refused_as_by_torch(shape, states):
 
 
 class Watched(Tensor):
-    """A parameter that may be used only by ``F.linear``, and counts how often it is."""
+    """A parameter that may be used only as ``F.linear`` does, and counts how often it is."""
 
     uses: list
 
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
         with torch._C.DisableTorchFunctionSubclass():
-            if func is F.linear:
+            if func in {F.linear, linear_place}:
                 inputs, *weights = args
                 for weight in (w for w in weights if isinstance(w, Watched)):
                     weight.uses.append(tuple(inputs.shape))
-                return F.linear(inputs, *(None if w is None else w.as_subclass(Tensor) for w in weights))
+                return func(inputs, *(None if w is None else w.as_subclass(Tensor) for w in weights))
             result = func(*args, **(kwargs or {}))
         assert not isinstance(result, Tensor), f"{func} gave a tensor made of a parameter"
         return result

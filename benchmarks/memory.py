@@ -1,0 +1,82 @@
+"""Peak memory of a contender's steps, in a process of its own.
+
+The first figure counts the first three steps, with what is only done once, such as a probe of the model; the second
+counts later steps alone. Both are above what was resident before the model was built: parameters, batch, gradients and
+activations are in them, libraries are not. Linux only on the CPU, where they are resident sizes.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from benchmarks.cells import CELLS, Cell, vectors
+from benchmarks.contenders import start
+from benchmarks.runner import Setting
+
+_MIB = 1 << 20
+_TINY = Cell(lambda: nn.Linear(2, 10), vectors(2), 4)
+
+
+def peak_memory(cell: str, contender: str, setting: Setting) -> dict[str, float] | None:
+    """``{"first": MiB, "later": MiB}``, or None if it could not be measured."""
+    if contender.startswith("jax"):
+        return None  # its process holds the compiler's memory as well
+    job = json.dumps({"cell": cell, "contender": contender, "setting": asdict(setting)})
+    command = [sys.executable, "-m", "benchmarks.memory", job]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    return json.loads(done.stdout.splitlines()[-1]) if done.returncode == 0 else None
+
+
+def _measure(cell: Cell, contender: str, setting: Setting) -> dict[str, float]:
+    torch.set_num_threads(setting.threads)
+    start(_TINY, contender, setting).step()  # imports what it imports, starts its threads
+    before, first, later = _probes(setting.device)
+    resting = before()
+    runner = start(cell, contender, setting)
+    for _ in range(3):
+        runner.step()
+    figures = {"first": (first() - resting) / _MIB}
+    for _ in range(2):  # dpengine looks again at its fourth pass
+        runner.step()
+    settle = later()
+    for _ in range(2):
+        runner.step()
+    return {**figures, "later": (settle() - resting) / _MIB}
+
+
+def _probes(device: str) -> tuple[Callable[[], int], Callable[[], int], Callable[[], Callable[[], int]]]:
+    """What is held now; the most so far; and a call that forgets the most so far and gives the probe for it."""
+    if device == "cuda":
+
+        def forget_cuda() -> Callable[[], int]:
+            torch.cuda.reset_peak_memory_stats()
+            return torch.cuda.max_memory_allocated
+
+        return torch.cuda.memory_allocated, torch.cuda.max_memory_allocated, forget_cuda
+
+    def forget() -> Callable[[], int]:
+        ctypes.CDLL(None).malloc_trim(0)  # what was freed is still resident otherwise
+        Path("/proc/self/clear_refs").write_text("5")
+        return lambda: _resident("VmHWM")
+
+    return lambda: _resident("VmRSS"), lambda: _resident("VmHWM"), forget
+
+
+def _resident(field: str) -> int:
+    """A size of this process; getrusage would count its parent in."""
+    status = Path("/proc/self/status").read_text()
+    return 1024 * int(status.split(f"{field}:")[1].split()[0])
+
+
+if __name__ == "__main__":
+    task = json.loads(sys.argv[1])
+    print(json.dumps(_measure(CELLS[task["cell"]], task["contender"], Setting(**task["setting"]))))

@@ -1,0 +1,94 @@
+"""Sampling from very many examples: milliseconds for a thousand sampled indices, and the memory that a draw takes.
+
+    python -m benchmarks.sampling
+
+A Poisson draw should cost what is drawn, whatever it is drawn from: a billion examples beside a million. `draw` is the
+sampler alone, `loader` a pass over the private loader that ``make_private`` returns, its data set a counter.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import itertools
+import statistics
+import time
+import tracemalloc
+import warnings
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+import dpengine
+from dpengine.noise import NoiseSource
+from dpengine.sampling import PoissonSampling
+
+
+class Counter(torch.utils.data.Dataset):
+    """As many examples as one likes, none of them stored."""
+
+    def __init__(self, count: int):
+        self.count = count
+
+    def __len__(self) -> int:
+        """As many as were asked for."""
+        return self.count
+
+    def __getitem__(self, index: int) -> Tensor:
+        """The same for all."""
+        return torch.zeros(1)
+
+
+def drawing(examples: int, batch: int) -> Callable[[int], int]:
+    """A call that draws one logical batch and returns its size."""
+    strategy = PoissonSampling(examples, batch / examples, steps_per_epoch=1, expected_batch_size=batch)
+    words = functools.partial(NoiseSource.fresh().words, domain="benchmark")
+    return lambda step: len(strategy.draw(step, words))
+
+
+def loading(examples: int, batch: int) -> Callable[[int], int]:
+    """A call that takes one logical batch from a private loader and returns its size."""
+    model = nn.Linear(1, 1)
+    loader = torch.utils.data.DataLoader(Counter(examples), batch_size=batch)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    _, _, private = dpengine.PrivacyEngine().make_private(model, optimizer, loader, noise_multiplier=1.0)
+    batches = itertools.chain.from_iterable(itertools.repeat(private))
+    return lambda step: len(next(batches))
+
+
+WAYS: dict[str, Callable[[int, int], Callable[[int], int]]] = {"draw": drawing, "loader": loading}
+
+
+def measure(way: str, examples: int, batch: int, repeats: int) -> tuple[float, float]:
+    """Median milliseconds for a thousand indices, and the peak of a draw in MiB."""
+    draw = WAYS[way](examples, batch)
+    draw(0)
+    cost = []
+    for step in range(1, repeats + 1):
+        start = time.perf_counter()
+        size = draw(step)
+        cost.append(1e6 * (time.perf_counter() - start) / max(size, 1))
+    tracemalloc.start()  # slows down what it watches: a draw of its own
+    draw(repeats + 1)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    return statistics.median(cost), peak / (1 << 20)
+
+
+def main() -> None:
+    """Prints the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--examples", type=int, nargs="+", default=[1_000_000, 1_000_000_000])
+    parser.add_argument("--batches", type=int, nargs="+", default=[1_000, 100_000])
+    parser.add_argument("--repeats", type=int, default=9)
+    given = parser.parse_args()
+    warnings.simplefilter("ignore")
+    print("| examples | expected batch | way | ms for 1,000 indices | peak MiB |\n|---|---|---|---|---|")
+    for way, batch, examples in itertools.product(WAYS, given.batches, given.examples):
+        cost, peak = measure(way, examples, batch, given.repeats)
+        print(f"| {examples:,} | {batch:,} | {way} | {cost:.3f} | {peak:.2f} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,56 @@
+/* What LSTM and GRU compute in one step beside their matrix products. Their plain twins, in dpengine/layers/cells.py,
+   say what is computed; here exp is a polynomial, with an error of at most 2e-7 in what is made of it.
+
+   A row is `size` numbers of each gate. Rows of a tensor lie a stride apart: `wide` for the gates and their gradients,
+   `narrow` for states. What matrix products read and write is packed: rows follow each other. All of it is float32. No
+   row is read for another, so that what is not finite stays where it is. */
+
+#include <stdint.h>
+#include <string.h>
+
+#include "vectors.h"
+
+#if defined(__x86_64__)
+
+#define TARGET AVX512
+#define NAMED(name) name##_avx512
+#include "recurrent_body.h"
+#undef TARGET
+#undef NAMED
+
+#define TARGET AVX2
+#define NAMED(name) name##_avx2
+#include "recurrent_body.h"
+#undef TARGET
+#undef NAMED
+
+#endif
+
+#define TARGET
+#define NAMED(name) name##_any
+#include "recurrent_body.h"
+
+void lstm_step_f32(uint64_t rows, uint64_t size, uint64_t wide, uint64_t narrow, uint64_t output_stride,
+                   const float *hidden, const float *bias, float *gates, const float *c_old, float *c_new,
+                   float *output, float *packed) {
+    (BEST(lstm_step))(rows, size, wide, narrow, output_stride, hidden, bias, gates, c_old, c_new, output, packed);
+}
+
+void lstm_back_f32(uint64_t rows, uint64_t size, uint64_t wide, uint64_t narrow, uint64_t grad_stride,
+                   const float *gates, const float *c_old, const float *c_new, const float *grad, float *grad_c,
+                   float *delta, float *packed) {
+    (BEST(lstm_back))(rows, size, wide, narrow, grad_stride, gates, c_old, c_new, grad, grad_c, delta, packed);
+}
+
+void gru_step_f32(uint64_t rows, uint64_t size, uint64_t wide, uint64_t narrow, uint64_t extra_stride,
+                  const float *hidden, const float *bias, float *gates, float *extra, const float *h_old, float *h_new,
+                  float *packed) {
+    (BEST(gru_step))(rows, size, wide, narrow, extra_stride, hidden, bias, gates, extra, h_old, h_new, packed);
+}
+
+void gru_back_f32(uint64_t rows, uint64_t size, uint64_t wide, uint64_t narrow, uint64_t extra_stride,
+                  const float *gates, const float *extra, const float *h_old, const float *grad, float *grad_old,
+                  float *delta, float *delta_hidden, float *packed) {
+    (BEST(gru_back))(rows, size, wide, narrow, extra_stride, gates, extra, h_old, grad, grad_old, delta, delta_hidden,
+                     packed);
+}

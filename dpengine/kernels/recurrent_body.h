@@ -1,0 +1,122 @@
+/* One family of processors, for which the compiler turns the inner loops into vectors. Included by recurrent.c, more
+   than once. */
+
+#define parted NAMED(parted)
+#define sigmoid NAMED(sigmoid)
+#define hyperbolic NAMED(hyperbolic)
+
+/* x = n ln 2 + r with |r| <= ln(2) / 2. Gives 2^n, and exp(r) - 1, whose polynomial is off by 1e-8. NaN stays NaN. */
+INLINE(TARGET) float parted(float x, float *power) {
+    float shifted = x * 1.44269504f + 12582912.0f, n = shifted - 12582912.0f; /* rounded where the unit is 1 */
+    float r = (x - n * 0.693359375f) + n * 2.12194440e-4f;                    /* the first product is exact */
+    uint32_t bits;
+    memcpy(&bits, &shifted, sizeof bits);
+    bits = (bits - 0x4b400000u + 127u) << 23;
+    memcpy(power, &bits, sizeof bits);
+    return r + r * r * ((((0x1.6d4326p-10f * r + 0x1.120b7p-7f) * r + 0x1.5554eap-5f) * r + 0x1.5554dcp-3f) * r + 0.5f);
+}
+
+INLINE(TARGET) float sigmoid(float x) {
+    float y = -x, power;
+    y = y < -87.0f ? -87.0f : y; /* comparisons with NaN fail, which keeps it */
+    y = y > 89.0f ? 89.0f : y;   /* 2^128 is infinite, and the result 0 */
+    float part = parted(y, &power);
+    return 1.0f / (1.0f + power * (1.0f + part));
+}
+
+/* By exp(2 x) - 1, which keeps small numbers exact. */
+INLINE(TARGET) float hyperbolic(float x) {
+    float y = x + x, power;
+    y = y < -40.0f ? -40.0f : y;
+    y = y > 40.0f ? 40.0f : y;
+    float part = parted(y, &power);
+    float less = (power - 1.0f) + power * part;
+    return less / (less + 2.0f);
+}
+
+TARGET static void NAMED(lstm_step)(uint64_t rows, uint64_t size, uint64_t wide, uint64_t narrow,
+                                    uint64_t output_stride, const float *hidden, const float *bias, float *gates,
+                                    const float *c_old, float *c_new, float *output, float *packed) {
+    for (uint64_t row = 0; row < rows; row++) {
+        const float *h = hidden + row * 4 * size, *old = c_old + row * narrow;
+        float *gate = gates + row * wide, *new = c_new + row * narrow;
+        float *out = output + row * output_stride, *flat = packed + row * size;
+#pragma GCC ivdep
+        for (uint64_t k = 0; k < size; k++) {
+            uint64_t at_f = size + k, at_g = 2 * size + k, at_o = 3 * size + k;
+            float i = sigmoid(gate[k] + (h[k] + bias[k])), f = sigmoid(gate[at_f] + (h[at_f] + bias[at_f]));
+            float g = hyperbolic(gate[at_g] + (h[at_g] + bias[at_g]));
+            float o = sigmoid(gate[at_o] + (h[at_o] + bias[at_o]));
+            float c = f * old[k] + i * g;
+            gate[k] = i, gate[at_f] = f, gate[at_g] = g, gate[at_o] = o;
+            new[k] = c;
+            out[k] = flat[k] = o * hyperbolic(c);
+        }
+    }
+}
+
+TARGET static void NAMED(lstm_back)(uint64_t rows, uint64_t size, uint64_t wide, uint64_t narrow, uint64_t grad_stride,
+                                    const float *gates, const float *c_old, const float *c_new, const float *grad,
+                                    float *grad_c, float *delta, float *packed) {
+    for (uint64_t row = 0; row < rows; row++) {
+        const float *gate = gates + row * wide, *old = c_old + row * narrow, *new = c_new + row * narrow;
+        const float *by_output = grad + row * grad_stride;
+        float *by_c = grad_c + row * size, *to = delta + row * wide, *flat = packed + row * 4 * size;
+#pragma GCC ivdep
+        for (uint64_t k = 0; k < size; k++) {
+            uint64_t at_f = size + k, at_g = 2 * size + k, at_o = 3 * size + k;
+            float i = gate[k], f = gate[at_f], g = gate[at_g], o = gate[at_o], tanh_c = hyperbolic(new[k]);
+            float c = by_c[k] + by_output[k] * (o * (1.0f - tanh_c * tanh_c));
+            to[k] = flat[k] = g * i * (1.0f - i) * c;
+            to[at_f] = flat[at_f] = old[k] * f * (1.0f - f) * c;
+            to[at_g] = flat[at_g] = i * (1.0f - g * g) * c;
+            to[at_o] = flat[at_o] = tanh_c * o * (1.0f - o) * by_output[k];
+            by_c[k] = c * f;
+        }
+    }
+}
+
+TARGET static void NAMED(gru_step)(uint64_t rows, uint64_t size, uint64_t wide, uint64_t narrow, uint64_t extra_stride,
+                                   const float *hidden, const float *bias, float *gates, float *extra,
+                                   const float *h_old, float *h_new, float *packed) {
+    for (uint64_t row = 0; row < rows; row++) {
+        const float *h = hidden + row * 3 * size, *old = h_old + row * narrow;
+        float *gate = gates + row * wide, *new = h_new + row * narrow;
+        float *hidden_n = extra + row * extra_stride, *flat = packed + row * size;
+#pragma GCC ivdep
+        for (uint64_t k = 0; k < size; k++) {
+            uint64_t at_z = size + k, at_n = 2 * size + k;
+            float r = sigmoid(gate[k] + (h[k] + bias[k])), z = sigmoid(gate[at_z] + (h[at_z] + bias[at_z]));
+            float candidate = h[at_n] + bias[at_n], n = hyperbolic(gate[at_n] + r * candidate);
+            gate[k] = r, gate[at_z] = z, gate[at_n] = n;
+            hidden_n[k] = candidate;
+            new[k] = flat[k] = n + z * (old[k] - n);
+        }
+    }
+}
+
+TARGET static void NAMED(gru_back)(uint64_t rows, uint64_t size, uint64_t wide, uint64_t narrow, uint64_t extra_stride,
+                                   const float *gates, const float *extra, const float *h_old, const float *grad,
+                                   float *grad_old, float *delta, float *delta_hidden, float *packed) {
+    for (uint64_t row = 0; row < rows; row++) {
+        const float *gate = gates + row * wide, *hidden_n = extra + row * extra_stride, *old = h_old + row * narrow;
+        const float *by_new = grad + row * narrow;
+        float *by_old = grad_old + row * narrow, *to = delta + row * wide, *to_hidden = delta_hidden + row * wide;
+        float *flat = packed + row * 3 * size;
+#pragma GCC ivdep
+        for (uint64_t k = 0; k < size; k++) {
+            uint64_t at_z = size + k, at_n = 2 * size + k;
+            float r = gate[k], z = gate[at_z], n = gate[at_n];
+            float by_n = (1.0f - z) * (1.0f - n * n) * by_new[k];
+            to[k] = to_hidden[k] = flat[k] = by_n * hidden_n[k] * r * (1.0f - r);
+            to[at_z] = to_hidden[at_z] = flat[at_z] = (old[k] - n) * z * (1.0f - z) * by_new[k];
+            to[at_n] = by_n;
+            to_hidden[at_n] = flat[at_n] = by_n * r;
+            by_old[k] += by_new[k] * z;
+        }
+    }
+}
+
+#undef parted
+#undef sigmoid
+#undef hyperbolic

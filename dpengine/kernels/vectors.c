@@ -1,0 +1,16 @@
+#include "vectors.h"
+
+/* 2 allows AVX-512, 1 AVX2, 0 neither: the results are the same. For tests. */
+static int allowed = 2;
+void allow_vectors(int most) { allowed = most; }
+
+int vector_level(void) {
+#if defined(__x86_64__)
+    int wide = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512dq") &&
+               __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl");
+    int best = wide ? 2 : __builtin_cpu_supports("avx2") ? 1 : 0;
+    return best < allowed ? best : allowed;
+#else
+    return 0;
+#endif
+}

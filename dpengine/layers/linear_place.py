@@ -1,0 +1,43 @@
+"""The place of ``F.linear`` in the graph, without its value."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.overrides import handle_torch_function, has_torch_function
+
+
+def linear_place(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """What ``F.linear`` gives, but for its value: for those who know that by other means (see Note [two passes]).
+
+    Returns:
+        Zeros whose gradients are those of ``F.linear``. They share one element, so they must not be written to. Can be
+        overridden like any function of torch.
+    """
+    operands = (input, weight) if bias is None else (input, weight, bias)
+    if has_torch_function(operands):
+        return handle_torch_function(linear_place, operands, input, weight, bias)
+    return _Place.apply(input, weight, bias)
+
+
+class _Place(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:  # type: ignore[override]
+        ctx.save_for_backward(input, weight)
+        # Detached, it is no view to autograd, so that a tap may mark it as changed in place.
+        return input.new_zeros(()).expand(*input.shape[:-1], weight.shape[0]).detach()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        input, weight = ctx.saved_tensors
+        by_input, by_weight, by_bias = ctx.needs_input_grad
+        rows, grad_rows = input.flatten(0, -2), grad.flatten(0, -2)
+        return (
+            grad @ weight.to(grad.dtype) if by_input else None,
+            grad_rows.t() @ rows.to(grad.dtype) if by_weight else None,
+            grad_rows.sum(dim=0) if by_bias else None,
+        )

@@ -1,0 +1,128 @@
+"""LSTM and GRU over all steps by the compiled steps of ``dpengine.kernels``, between matrix products of torch.
+
+They are ``Cell.run`` and ``Cell.back``, with the library in front. The library is told where a buffer is at time t, and
+how far its rows lie apart.
+
+Axes: B rows, T time, S slots (see Note [slots]), H hidden, P hidden after projection, G gates times H.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dpengine.kernels import native_library
+
+from .schedule import Schedule
+
+_BYTES = 4
+
+
+def native_for(*tensors: Tensor | None) -> ctypes.CDLL | None:
+    """The library, if it is there and takes these tensors."""
+    fits = all(
+        type(t) is Tensor and t.device.type == "cpu" and t.dtype == torch.float32 and t.is_contiguous()
+        for t in tensors
+        if t is not None
+    )
+    return native_library() if fits else None
+
+
+def lstm_run(
+    library: ctypes.CDLL, gates: Tensor, weights: Any, states: Tensor, cells: Tensor, schedule: Schedule
+) -> tuple[Tensor, Tensor | None]:
+    """Fills states and cell states; gives the gates, and the output before projection, if there is one."""
+    rows, size, project = len(gates), cells.shape[-1], weights.project_PH
+    hidden, bias = _scratch(gates, weights)
+    weight = weights.hidden_GP.t()
+    state = states[schedule.start(states)].contiguous()  # what products read is packed
+    outputs = None if project is None else gates.new_zeros(rows, schedule.steps, size)
+    packed = gates.new_empty(rows, size) if project is not None else state
+    buffer = states if outputs is None else outputs
+    strides = (size, gates.stride(0), cells.stride(0), buffer.stride(0))
+    for time, count, before, after in schedule.visits(rows):
+        torch.mm(_rows(state, count), weight, out=_rows(hidden, count))
+        library.lstm_step_f32(
+            *(count, *strides, hidden.data_ptr(), bias.data_ptr(), _at(gates, time), _at(cells, before)),
+            *(_at(cells, after), _at(buffer, after if outputs is None else time), packed.data_ptr()),
+        )
+        if project is not None:
+            torch.mm(_rows(packed, count), project.t(), out=_rows(state, count))
+            states[:count, after] = _rows(state, count)
+    return gates, outputs
+
+
+def lstm_back(
+    library: ctypes.CDLL, trace: Any, weights: Any, schedule: Schedule, grad_states: Tensor, grad_c: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Gradient by the pre-activations, twice."""
+    gates, cells, project = trace.gates_BTG, trace.cells_BSH, weights.project_PH
+    rows, size = grad_c.shape
+    deltas, packed = torch.empty_like(gates), gates.new_empty(rows, gates.shape[-1])
+    g_output = None if project is None else gates.new_empty(rows, size)
+    slots = grad_states.unbind(1)
+    strides = (size, gates.stride(0), cells.stride(0), (grad_states if g_output is None else g_output).stride(0))
+    for time, count, before, after in schedule.visits(rows)[::-1]:
+        if g_output is not None:
+            torch.mm(_rows(slots[after], count), project, out=_rows(g_output, count))
+        library.lstm_back_f32(
+            *(count, *strides, _at(gates, time), _at(cells, before), _at(cells, after)),
+            *(_at(grad_states, after) if g_output is None else g_output.data_ptr(), grad_c.data_ptr()),
+            *(_at(deltas, time), packed.data_ptr()),
+        )
+        _rows(slots[before], count).addmm_(_rows(packed, count), weights.hidden_GP)
+    return deltas, deltas
+
+
+def gru_run(
+    library: ctypes.CDLL, gates: Tensor, weights: Any, states: Tensor, schedule: Schedule
+) -> tuple[Tensor, Tensor]:
+    """Fills the states; gives the gates, and the hidden part of the candidate."""
+    rows, size = len(gates), states.shape[-1]
+    hidden, bias = _scratch(gates, weights)
+    weight = weights.hidden_GP.t()
+    state = states[schedule.start(states)].contiguous()
+    extra = gates.new_zeros(rows, schedule.steps, size)
+    strides = (size, gates.stride(0), states.stride(0), extra.stride(0))
+    for time, count, before, after in schedule.visits(rows):
+        torch.mm(_rows(state, count), weight, out=_rows(hidden, count))
+        library.gru_step_f32(
+            *(count, *strides, hidden.data_ptr(), bias.data_ptr(), _at(gates, time), _at(extra, time)),
+            *(_at(states, before), _at(states, after), state.data_ptr()),
+        )
+    return gates, extra
+
+
+def gru_back(
+    library: ctypes.CDLL, trace: Any, weights: Any, schedule: Schedule, grad_states: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Gradients by the input part and by the hidden part of the pre-activations."""
+    gates, states, extra = trace.gates_BTG, trace.states_BSP, trace.extra_BTH
+    rows, size = len(gates), states.shape[-1]
+    deltas, by_hidden = torch.empty_like(gates), torch.empty_like(gates)
+    packed, slots = gates.new_empty(rows, gates.shape[-1]), grad_states.unbind(1)
+    strides = (size, gates.stride(0), states.stride(0), extra.stride(0))
+    for time, count, before, after in schedule.visits(rows)[::-1]:
+        library.gru_back_f32(
+            *(count, *strides, _at(gates, time), _at(extra, time), _at(states, before), _at(grad_states, after)),
+            *(_at(grad_states, before), _at(deltas, time), _at(by_hidden, time), packed.data_ptr()),
+        )
+        _rows(slots[before], count).addmm_(_rows(packed, count), weights.hidden_GP)
+    return deltas, by_hidden
+
+
+def _scratch(gates: Tensor, weights: Any) -> tuple[Tensor, Tensor]:
+    """Room for the hidden part of the gates at one time, and its bias."""
+    width = gates.shape[-1]
+    return gates.new_empty(len(gates), width), gates.new_zeros(width) if weights.bias_G is None else weights.bias_G
+
+
+def _rows(tensor_B: Tensor, count: int) -> Tensor:
+    return tensor_B if count == len(tensor_B) else tensor_B[:count]
+
+
+def _at(buffer: Tensor, index: int) -> int:
+    return buffer.data_ptr() + index * buffer.stride(1) * _BYTES

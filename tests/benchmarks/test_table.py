@@ -1,0 +1,89 @@
+"""What the tables say of results that are known."""
+
+import pytest
+
+from benchmarks import table
+
+
+def row(median, **more):
+    return {"median_ms": median, "min_ms": median, "iqr_ms": 0.5, "steps": 20, "ratio": median / 10.0, **more}
+
+
+def cell(results, **more):
+    empty = {"rows": 8, "goals": [], "gate": {}, "failed": {}, "labels": {}, "memory": {}}
+    return {**empty, "results": results, **more}
+
+
+def goal(target, stretch=None, against="plain"):
+    return {"target": target, "stretch": stretch, "against": against}
+
+
+def only(found):
+    return {"cells": {"one": found}}
+
+
+PEERS = {"plain": row(10.0), "dpengine auto": row(12.6), "opacus ew": row(18.0), "opake": row(15.0)}
+
+
+def test_the_summary_names_the_fastest_peer_and_by_how_much_the_target_is_missed():
+    line = table.summary(only(cell(PEERS, goals=[goal(1.2, 1.1)]))).splitlines()[-1]
+    assert line == "| one | 8 | 10.0 | 1.26 | - | - | - | - | opake 1.50 | 0.84 | 1.20 (1.10) | 5 % |"
+
+
+@pytest.mark.parametrize(
+    "aim, said",
+    [
+        (goal(1.3, 1.2), "met"),
+        (goal(1.4, 1.3), "met, stretch too"),
+        (goal(0.8, against="opacus"), "met"),
+        (goal(0.5, against="opacus"), "40 %"),
+        (goal(0.5, against="jax"), "no time"),
+    ],
+)
+def test_goals_are_judged(aim, said):
+    line = table.summary(only(cell(PEERS, goals=[aim]))).splitlines()[-1]
+    assert line.endswith(f" | {said} |")
+
+
+def test_what_is_labelled_or_without_privacy_is_not_the_fastest_peer():
+    found = cell({**PEERS, "jax plain": row(5.0)}, labels={"opake": "does something else"})
+    assert table.fastest(found) == "opacus ew"
+    assert table.fastest(found, "opake") is None
+    assert "\\* one: opake does something else." in table.report(only(found))
+    assert "| one | 1.80 | 1.50\\* |" in table.report(only(found))
+
+
+def test_a_cell_in_which_we_have_no_time_says_so():
+    found = cell({"plain": row(10.0)}, goals=[goal(1.2)], failed={"dpengine auto": "deviates by 1e-1"})
+    assert table.summary(only(found)).splitlines()[-1].endswith("| - | - | 1.20 | no time |")
+    assert "| dpengine auto | one | deviates by 1e-1 |" in table.failures(only(found))
+
+
+def test_memory_is_a_ratio_to_the_ordinary_step():
+    held = {"plain": {"first": 50.0, "later": 40.0}, "dpengine auto": {"first": 100.0, "later": 44.0}, "opake": None}
+    lines = table.memory(only(cell(PEERS, memory=held))).splitlines()
+    assert lines[-1] == "| one | 50 / 40 | 2.00 / 1.10 | - | - |"
+
+
+def test_every_contender_has_a_line_of_its_own_in_the_detail():
+    found = cell(
+        {**PEERS, "jax-privacy": row(30.0, own_ratio=1.5)}, gate={"opake": {"deviation": 2e-7, "overshoot": None}}
+    )
+    text = table.detail(only(found))
+    assert "| one | 8 | opake | 1.50 | 15.0 | 15.0 | 0.5 | 20 | - | - | 2e-07 | - |" in text
+    assert "| jax-privacy | 3.00 (1.50 to its own) |" in text
+
+
+def test_later_files_replace_the_cells_of_earlier_ones():
+    first = {"threads": 2, "cells": {"one": cell({"plain": row(1.0)}), "two": cell(PEERS)}}
+    whole = table.merged([first, only(cell({"plain": row(3.0)}))])
+    assert list(whole["cells"]) == ["one", "two"]
+    assert whole["cells"]["one"]["results"]["plain"]["median_ms"] == 3.0
+    assert whole["threads"] == 2
+
+
+def test_the_chart_is_written(tmp_path):
+    pytest.importorskip("matplotlib")
+    path = tmp_path / "ratios.svg"
+    table.plot(only(cell(PEERS, goals=[goal(1.2)])), str(path))
+    assert "<svg" in path.read_text()

@@ -1,0 +1,57 @@
+"""The oracle is ``F.linear``."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from dpengine.layers import linear_place
+
+
+@pytest.mark.parametrize(
+    "needed", [(True, True, True), (False, True, True), (True, False, False), (False, True, False)]
+)
+@pytest.mark.parametrize("shape", [(4, 3), (4, 5, 3), (2, 3, 4, 3), (0, 5, 3)], ids=str)
+@pytest.mark.parametrize("with_bias", [True, False])
+def test_gradients_are_those_of_a_linear(with_bias, shape, needed):
+    torch.manual_seed(0)
+    operands = [torch.randn(shape, dtype=torch.float64), *(torch.randn(s, dtype=torch.float64) for s in [(2, 3), (2,)])]
+    operands = operands if with_bias else operands[:2]
+    wanted = [t.requires_grad_() for t, need in zip(operands, needed, strict=False) if need]
+    expected = F.linear(*operands)
+    cotangent = torch.randn_like(expected)
+    got = linear_place(*operands)
+    assert got.shape == expected.shape
+    assert got.dtype == expected.dtype
+    pairs = [torch.autograd.grad(output, wanted, cotangent) for output in (got, expected)]
+    torch.testing.assert_close(*pairs, atol=1e-12, rtol=1e-12)
+
+
+def test_its_zeros_take_the_room_of_one():
+    output = linear_place(torch.randn(100, 50, 3), torch.randn(70, 3, requires_grad=True))
+    assert output.shape == (100, 50, 70)
+    assert output.untyped_storage().nbytes() == 4
+    assert not output.any()
+
+
+def test_it_may_be_marked_as_changed_in_place():
+    output = linear_place(torch.randn(4, 3), torch.randn(2, 3))
+    assert output._base is None  # a view could not be, or would drag its base into the graph
+
+
+@pytest.mark.parametrize("place", [0, 1, 2])
+def test_it_can_be_overridden_by_any_operand(place):
+    class Mine(Tensor):
+        @classmethod
+        def __torch_function__(cls, func, types, args=(), kwargs=None):
+            return func, len(args)
+
+    operands = [torch.randn(4, 3), torch.randn(2, 3), torch.randn(2)]
+    operands[place] = operands[place].as_subclass(Mine)
+    assert linear_place(*operands) == (linear_place, 3)
+
+
+def test_a_weight_of_another_type_gets_its_gradient_in_its_own():
+    weight, bias = torch.randn(2, 3, requires_grad=True), torch.randn(2, requires_grad=True)
+    linear_place(torch.randn(4, 5, 3, dtype=torch.bfloat16), weight, bias).sum().backward()
+    assert weight.grad.dtype == bias.grad.dtype == torch.float32

@@ -1,0 +1,90 @@
+"""Compiled steps against their plain twins in ``cells``, over whole sequences."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils.rnn import pack_padded_sequence
+
+from dpengine.kernels import native_library
+from dpengine.layers import cells, to_twin
+from dpengine.layers.native import native_for
+
+ROWS, STEPS, FEATURES, HIDDEN = 4, 7, 5, 19
+SETTINGS = {
+    "lstm": (nn.LSTM, {}),
+    "lstm-no-bias": (nn.LSTM, {"bias": False}),
+    "lstm-both-ways": (nn.LSTM, {"bidirectional": True, "num_layers": 2}),
+    "lstm-projected": (nn.LSTM, {"proj_size": 6, "bidirectional": True}),
+    "gru": (nn.GRU, {}),
+    "gru-no-bias": (nn.GRU, {"bias": False}),
+    "gru-both-ways": (nn.GRU, {"bidirectional": True, "num_layers": 2}),
+}
+LENGTHS = {"one-length": None, "sorted": [7, 5, 5, 1], "unsorted": [3, 7, 1, 6]}
+
+
+def outcome(name, order, dtype=torch.float32):
+    torch.manual_seed(0)
+    layer, settings = SETTINGS[name]
+    module = to_twin(layer(FEATURES, HIDDEN, batch_first=True, **settings)).to(dtype)
+    inputs = torch.randn(ROWS, STEPS, FEATURES).to(dtype).requires_grad_()
+    given = inputs
+    if LENGTHS[order] is not None:
+        given = pack_padded_sequence(inputs, LENGTHS[order], batch_first=True, enforce_sorted=order == "sorted")
+    output, last = module(given)
+    leaves = [output if LENGTHS[order] is None else output.data, *(last if isinstance(last, tuple) else (last,))]
+    sum((leaf * torch.linspace(-1, 1, leaf.numel(), dtype=dtype).view_as(leaf)).sum() for leaf in leaves).backward()
+    return [*(leaf.detach() for leaf in leaves), inputs.grad, *(p.grad for p in module.parameters())]
+
+
+@pytest.mark.skipif(native_library() is None, reason="native code is not built here")
+@pytest.mark.parametrize("order", LENGTHS)
+@pytest.mark.parametrize("name", SETTINGS)
+def test_compiled_steps_equal_the_plain_ones(name, order, monkeypatch):
+    taken = []
+
+    def noted(*tensors):
+        taken.append(native_for(*tensors))
+        return taken[-1]
+
+    monkeypatch.setattr(cells, "native_for", noted)
+    compiled = outcome(name, order)
+    assert taken
+    assert None not in taken
+    monkeypatch.setattr(cells, "native_for", lambda *tensors: None)
+    plain, exact = outcome(name, order), outcome(name, order, torch.float64)
+    for got, other, wanted in zip(compiled, plain, exact, strict=True):
+        # Sums of some hundred terms of size 1, in either path.
+        torch.testing.assert_close(got, other, atol=2e-5, rtol=1e-5)
+        torch.testing.assert_close(got.double(), wanted, atol=2e-5, rtol=1e-5)
+
+
+class Special(torch.Tensor):
+    """What does not keep its numbers where its address says, perhaps."""
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.zeros(2, 3, dtype=torch.float64),
+        torch.zeros(2, 3, dtype=torch.bfloat16),
+        torch.zeros(3, 2).t(),
+        torch.zeros(2, 3, device="meta"),
+        torch.zeros(2, 3).as_subclass(Special),
+    ],
+    ids=["float64", "bfloat16", "transposed", "device", "subclass"],
+)
+def test_what_compiled_code_cannot_read_goes_another_way(tensor):
+    assert native_for(torch.zeros(2, 3), None) is native_library()
+    assert native_for(torch.zeros(2, 3), tensor) is None
+
+
+def test_a_row_that_is_not_finite_leaves_the_others_alone():
+    torch.manual_seed(0)
+    for layer in (nn.LSTM, nn.GRU, nn.RNN):
+        module = to_twin(layer(FEATURES, HIDDEN, batch_first=True))
+        inputs = torch.randn(ROWS, STEPS, FEATURES)
+        clean = module(inputs)[0]
+        inputs[1, 2] = torch.nan
+        dirty = module(inputs)[0]
+        assert torch.equal(clean[[0, 2, 3]], dirty[[0, 2, 3]])
+        assert dirty[1, 2:].isnan().all()
