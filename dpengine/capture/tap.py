@@ -37,13 +37,15 @@ def _fire(ctx: Any, grad: Any) -> None:
 
 
 class Tap(torch.autograd.Function):
-    """Identity on one output, in place, so that an in-place operation may follow."""
+    """Identity on one output, in the same memory, so that an in-place operation may follow."""
 
     @staticmethod
     def forward(ctx, output, anchor, report, *saved):
-        ctx.mark_dirty(output)
         ctx.report = report
         ctx.save_for_backward(*saved)
+        if output._is_view():  # what writes into a view has its gradient copied three times on the way back
+            return output.detach()
+        ctx.mark_dirty(output)
         return output
 
     @staticmethod

@@ -135,29 +135,41 @@ def _grouped_grad(call: LayerCall) -> Tensor:
     return _correlate(folded, (rows * shape[0], *shape[1:]), rows * c.groups).reshape(rows, *shape)
 
 
-@full_precision()
+def _new_grads(call: LayerCall) -> Tensor:
+    return call.grad_output.new_empty(call.batch_size, *_weight_shape(call))
+
+
 def _looped_grad(call: LayerCall) -> Tensor:
     """One call of the backward kernel for each row."""
-    c = _correlation(call)
-    grads = c.narrow.new_empty(call.batch_size, *c.weight_shape)
-    for i, grad in enumerate(grads):
-        one = replace(c, wide=c.wide[i : i + 1], narrow=c.narrow[i : i + 1])
-        grad.copy_(_correlate(one, c.weight_shape, c.groups))
+    grads = _new_grads(call)
+    _write_looped_grad(call, grads)
     return grads
 
 
 @full_precision()
+def _write_looped_grad(call: LayerCall, out: Tensor) -> None:
+    c = _correlation(call)
+    for i, grad in enumerate(out):
+        one = replace(c, wide=c.wide[i : i + 1], narrow=c.narrow[i : i + 1])
+        grad.copy_(_correlate(one, c.weight_shape, c.groups))
+
+
 def _unfolded_grad(call: LayerCall) -> Tensor:
     """All windows are copied, and multiplied."""
+    grads = _new_grads(call)
+    _write_unfolded_grad(call, grads)
+    return grads
+
+
+@full_precision()
+def _write_unfolded_grad(call: LayerCall, out: Tensor) -> None:
     c = _correlation(call)
-    grads = c.narrow.new_empty(call.batch_size, *c.weight_shape)
-    by_group = grads.view(call.batch_size * c.groups, *c.features)
+    by_group = out.view(call.batch_size * c.groups, *c.features)
     done = 0
     for part in c.some_rows():
         narrow = part.narrow_NCT()
         torch.bmm(narrow, part.windows_NFT().transpose(1, 2), out=by_group[done : done + len(narrow)])
         done += len(narrow)
-    return grads
 
 
 @full_precision()
@@ -271,6 +283,7 @@ SAMPLERS = {
         cost=_weight_cost,
         more_grads={"unfold": _unfolded_grad, "loop": _looped_grad},
         more_sq_norms={"shifted gram": _shifted_sq_norm},
+        write_grads={"unfold": _write_unfolded_grad, "loop": _write_looped_grad},
         grad_name="grouped",
         sq_norm_name="gram",
     ),

@@ -28,6 +28,7 @@ from .precision import full_precision
 
 WORKSPACE_BYTES = 64 * 2**20
 _BLOCK = 64  # features added before rounding errors start anew
+_SURE = 1e-12  # a norm above this, and below its inverse, had no square out of the range of float32 that counts
 _REDO = 0.01  # where the guard is more than this share of a squared norm, the gradient itself is formed
 
 Factors = Sequence[Tensor]  # (B, T, F) each
@@ -214,8 +215,21 @@ def _long(spread_B: Tensor, parts: int) -> Tensor:
 
 
 def _norms(tensor: Tensor, dim: int) -> Tensor:
-    """Along one axis, in the widest type: squares of float32 numbers below 1e-22 would be lost."""
-    return torch.linalg.vector_norm(tensor, dim=dim, dtype=_widest(tensor))
+    """Along the last axis, which is ``dim``, in float64, or as wide as there is."""
+    if tensor.dtype is not torch.float32 or tensor.device.type != "cpu":
+        return torch.linalg.vector_norm(tensor, dim=dim, dtype=_widest(tensor))
+    # On the CPU float64 takes ten times as long. Squares of numbers below 1e-19 lose bits in float32, which shows where
+    # there are no larger ones beside them.
+    whole = tensor.shape[-1] // _BLOCK * _BLOCK
+    parts = [torch.linalg.vector_norm(tensor[..., whole:], dim=dim).double().square()]
+    if whole:
+        blocks = tensor[..., :whole].unflatten(-1, (-1, _BLOCK))
+        parts.append(torch.linalg.vector_norm(blocks, dim=-1).double().square().sum(dim=-1))
+    norms = sum(parts[1:], parts[0]).sqrt()
+    doubtful = ~((norms > _SURE) & (norms < 1 / _SURE))
+    if doubtful.any():
+        norms[doubtful] = torch.linalg.vector_norm(tensor[doubtful], dim=-1, dtype=torch.float64)
+    return norms
 
 
 def _product(tensors: Sequence[Tensor]) -> Tensor:

@@ -34,6 +34,12 @@ def _weight_grad(call: LayerCall) -> Tensor:
     return outer_sum(grads_BTO, acts_BTI)
 
 
+@full_precision()
+def _write_weight_grad(call: LayerCall, out: Tensor) -> None:
+    acts_BTI, grads_BTO = _acts_and_grads(call)
+    torch.bmm(grads_BTO.transpose(1, 2), acts_BTI, out=out)
+
+
 def _factors(call: LayerCall) -> tuple[Tensor, Tensor]:
     acts_BTI, grads_BTO = _acts_and_grads(call)
     return grads_BTO, acts_BTI
@@ -105,6 +111,7 @@ SAMPLERS = {
         spread=_weight_spread,
         factors=_factors,
         cost=_weight_cost,
+        write_grads={"direct": _write_weight_grad},
         sq_norm_name="gram",
     ),
     "bias": GradSampler(_bias_grad),

@@ -16,6 +16,7 @@ from .entry import Entry, gram_sq_norms
 from .flat_buffer import Sums, wide
 from .method import Method
 from .rows import widened
+from .scratch import Scratch
 from .strategy import AbstractGradients, common_rows, joint_gradients, note_rows
 
 _PLANS = 500  # remembered; sequences and batches of many lengths have as many
@@ -34,6 +35,7 @@ class Bookkeep(AbstractGradients):
         self._rows: dict[str, int] = {}
         self._plans: dict[object, Plan] = {}
         self._plan: Plan = {}
+        self._scratch = Scratch()
 
     def receive(self, call: LayerCall, uses: Mapping[str, Use], rule: Any) -> None:
         call = widened(call)
@@ -105,7 +107,7 @@ class Bookkeep(AbstractGradients):
             if way.method is Method.GHOST and entry.calls[0][1].factors is not None:
                 by_gram.append(entry)
             else:
-                found.append((parameter, entry.sq_norm(way, rows)))
+                found.append((parameter, entry.sq_norm(way, rows, self._scratch)))
         norms = gram_sq_norms(by_gram) if by_gram else []
         return found + [(entry.use.parameter, norm_B) for entry, norm_B in zip(by_gram, norms, strict=True)]
 
@@ -119,10 +121,13 @@ class Bookkeep(AbstractGradients):
             parameter, entry = self._entries.popitem()
             weights = weights_BK if parameter.dtype is torch.float64 else narrow_BK
             entry.add_sum(weights[:, groups[parameter]], scale, into)
+            if entry.kept is not None:
+                self._scratch.wipe(entry.kept)
 
     def clear(self) -> None:
         self._entries = {}
         self._rows = {}
+        self._scratch.start_again()
 
 
 def _placed(grad: Tensor, use: Use) -> Tensor:

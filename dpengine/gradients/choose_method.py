@@ -26,6 +26,7 @@ from .entry import Entry
 from .flat_buffer import FlatBuffer, wide
 from .method import KEEP, Method, Way
 from .rows import in_rows, shapes_of, some_rows
+from .scratch import Scratch
 
 KEEP_BUDGET = 512 * 2**20  # bytes of per-sample gradients kept at most, over all parameters
 _HOPELESS = 4.0  # times the best estimate: not worth timing
@@ -251,7 +252,7 @@ def time_ways(entry: Entry, ways: Sequence[Way], rows: int) -> dict[str, float]:
     some = max(1, min(rows, _TIMED_BYTES // row_bytes))
     call = _random(some_rows(real, 0, some) if some < rows else real)
     device = call.grad_output.device
-    weight_B, buffer = torch.ones(some, device=device), FlatBuffer([entry.use.parameter])
+    weight_B, buffer, scratch = torch.ones(some, device=device), FlatBuffer([entry.use.parameter]), Scratch()
     seconds: dict[str, float] = {}
     for way in ways:
         times = []
@@ -259,7 +260,7 @@ def time_ways(entry: Entry, ways: Sequence[Way], rows: int) -> dict[str, float]:
             one = Entry(entry.use, [(call, sampler)])
             _synchronise(device)
             start = time.perf_counter()
-            one.add_sum_after_norm(way, some, weight_B, buffer)
+            one.norm_and_sum(way, some, scratch, weight_B, buffer)
             _synchronise(device)
             times.append(time.perf_counter() - start)
             if repeat == 0 and seconds and times[0] > 3 * min(seconds.values()) * some / rows:

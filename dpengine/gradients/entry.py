@@ -14,10 +14,11 @@ from dpengine.grad_samplers import GradSampler, GramNorm, gram_norms
 from .flat_buffer import Sums, wide
 from .method import Method, Way
 from .rows import some_rows, without_rows, zeroed
+from .scratch import Scratch
 
-CHUNK_BYTES = 32 * 2**20  # bytes of per-sample gradients formed at a time where they are not kept
+CHUNK_BYTES = 8 * 2**20  # bytes of per-sample gradients formed at a time where they are not kept; the cache has room
 _LEFT = 2.0**-11  # of the threshold, at most, is left by rounding where parts of a row cancel
-_FEW = 4096  # numbers of a row for which one call in float64 costs less than several in float32
+_FEW = 64  # numbers of a row for which one call in float64 costs less than several in float32
 _BLOCK = 256  # squares added in float32 before they go into a float64 sum
 
 
@@ -41,14 +42,14 @@ class Entry:
             if sampler.concat is not None:
                 self.calls = [(sampler.concat([call for call, _ in self.calls]), sampler)]
 
-    def sq_norm(self, way: Way, rows: int) -> Tensor:
-        """Squared norms ``(B,)``, by one way. What is kept is kept from here on."""
+    def sq_norm(self, way: Way, rows: int, scratch: Scratch) -> Tensor:
+        """Squared norms ``(B,)``, by one way. What is kept is kept from here on, in scratch memory where that goes."""
         if way.method is Method.GHOST:
             ((call, sampler),) = self.calls
             return self._raised(sampler.sq_norms[way.name](call), self._spread())
         if way.method is Method.KEEP:
             if self.calls:
-                self.keep(self._form(way.name, 0, rows, rows))
+                self.keep(self._written(way.name, rows, scratch))
                 self.calls = []
             assert self.kept is not None
             return sq_norms(self.kept)
@@ -71,10 +72,13 @@ class Entry:
             else:
                 into.add(parameter, sampler.total(call, weight_B), scale)
 
-    def add_sum_after_norm(self, way: Way, rows: int, weight_B: Tensor, into: Sums) -> None:
+    def norm_and_sum(self, way: Way, rows: int, scratch: Scratch, weight_B: Tensor, into: Sums) -> None:
         """Both in turn, as one pass does them."""
-        self.sq_norm(way, rows)
+        self.sq_norm(way, rows, scratch)
         self.add_sum(weight_B, 1.0, into)
+        if self.kept is not None:
+            scratch.wipe(self.kept)
+        scratch.start_again()
 
     def drop(self, rows_B: Tensor) -> None:
         """Makes rows zero."""
@@ -91,6 +95,17 @@ class Entry:
             total = grad if total is None else total + grad
         assert total is not None
         return total
+
+    def _written(self, name: str, rows: int, scratch: Scratch) -> Tensor:
+        """Gradients of all rows, in scratch memory if the way can write there."""
+        call, sampler = self.calls[0]
+        parameter = self.use.parameter
+        write = sampler.write_grads.get(name or sampler.grad_name)
+        if write is None or len(self.calls) > 1 or self.kept is not None or not rows:
+            return self._form(name, 0, rows, rows)
+        out = scratch.take((rows, *parameter.shape), call.grad_output.dtype, call.grad_output.device)
+        write(call, out)
+        return out
 
     def _raised(self, sq_norm_B: Tensor, spread_B: Tensor | None) -> Tensor:
         """Squared norms, raised where the parts of a row cancel so far that rounding would be most of their sum.

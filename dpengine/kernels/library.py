@@ -25,10 +25,25 @@ def native_library() -> ctypes.CDLL | None:
     return None
 
 
+@functools.cache
+def thread_team() -> int | None:
+    """The address of ``GOMP_parallel`` in the OpenMP library that torch runs on, None where that has another one."""
+    try:
+        mapped = {line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if "omp" in line}
+    except OSError:  # not Linux
+        return None
+    for path in sorted(mapped):
+        try:
+            return ctypes.cast(ctypes.CDLL(path).GOMP_parallel, _POINTER).value
+        except (OSError, AttributeError):
+            continue
+    return None
+
+
 def _typed(library: ctypes.CDLL) -> ctypes.CDLL:
     for name in ("add_normals_f32", "add_normals_f64"):
         function = getattr(library, name)
-        function.argtypes = (ctypes.c_char_p, _COUNT, _COUNT, _REAL, _REAL, _POINTER)
+        function.argtypes = (ctypes.c_char_p, _COUNT, _COUNT, _REAL, _REAL, _POINTER, ctypes.c_uint, _POINTER)
         function.restype = None
     for name, pointers in _RECURRENT.items():
         function = getattr(library, name)

@@ -31,10 +31,37 @@
 #define NAMED(name) name##_any
 #include "normals_body.h"
 
-/* to[k] = (to[k] + std * z[first + k]) * scale for k < count, where z are the normals that belong to the key. */
+/* A team of threads: OpenMP's GOMP_parallel of the library that torch has loaded. Threads of our own would have to wait
+   for those, which spin for a while when their work is done. */
+typedef void (*team)(void (*)(void *), void *, unsigned, unsigned);
+
+enum { SHARE = 32 * GROUP }; /* normals that a thread draws at a time */
+
+/* to[k] = (to[k] + std * z[first + k]) * scale for k < count, where z are the normals that belong to the key.
+   Shared out to `threads` threads if there is a team. */
 #define DEFINE(name, number)                                                                                           \
-    void name(const uint32_t *key, uint64_t first, uint64_t count, double std, double scale, number *to) {             \
-        (BEST(name))(key, first, count, std, scale, to);                                                               \
+    struct name##_job {                                                                                                \
+        const uint32_t *key;                                                                                           \
+        uint64_t first, count, next;                                                                                   \
+        double std, scale;                                                                                             \
+        number *to;                                                                                                    \
+    };                                                                                                                 \
+    static void name##_share(void *data) {                                                                             \
+        struct name##_job *job = data;                                                                                 \
+        uint64_t start, lead = job->first % SHARE;                                                                     \
+        while ((start = __atomic_fetch_add(&job->next, SHARE, __ATOMIC_RELAXED)) < job->count + lead) {                \
+            uint64_t low = start < lead ? 0 : start - lead, high = start + SHARE - lead;                               \
+            high = high < job->count ? high : job->count;                                                              \
+            (BEST(name))(job->key, job->first + low, high - low, job->std, job->scale, job->to + low);                 \
+        }                                                                                                              \
+    }                                                                                                                  \
+    void name(const uint32_t *key, uint64_t first, uint64_t count, double std, double scale, number *to,               \
+              unsigned threads, team run) {                                                                            \
+        struct name##_job job = {key, first, count, 0, std, scale, to};                                                \
+        if (run && threads > 1)                                                                                        \
+            run(name##_share, &job, threads, 0);                                                                       \
+        else                                                                                                           \
+            name##_share(&job);                                                                                        \
     }
 
 DEFINE(add_normals_f32, float)

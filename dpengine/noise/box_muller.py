@@ -23,6 +23,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from dpengine.kernels import thread_team
+
 PAIRS = 256
 GROUP = 2 * PAIRS  # normals
 WORDS_PER_GROUP = 3 * PAIRS // 2  # 64-bit words
@@ -115,7 +117,9 @@ def normals_from_words(words: Tensor) -> Tensor:
     return torch.stack((torch.sin(angle).mul_(radius), torch.cos(angle).mul_(radius)), dim=1).view(-1)
 
 
-def add_native_normals(library: Any, key: bytes, first: int, std: float, scale: float, to: np.ndarray) -> None:
-    """``add_normals`` with the ChaCha20 keystream of a key, by the compiled library."""
+def add_native_normals(
+    library: Any, key: bytes, first: int, std: float, scale: float, to: np.ndarray, threads: int = 1
+) -> None:
+    """``add_normals`` with the ChaCha20 keystream of a key, by the compiled library and torch's threads."""
     function = library.add_normals_f32 if to.dtype == np.float32 else library.add_normals_f64
-    function(key, first, len(to), std, scale, to.ctypes.data)
+    function(key, first, len(to), std, scale, to.ctypes.data, threads, thread_team())

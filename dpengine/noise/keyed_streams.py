@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from dpengine.kernels import native_library
+from dpengine.kernels import native_library, thread_team
 
 from .box_muller import add_native_normals, add_normals
 from .chacha20 import fill_keystream
@@ -32,13 +32,20 @@ class StreamKind:
     cryptographic: bool
     native: bool = False
 
-    def add_normals(self, subkey: bytes, first: int, std: float, scale: float, to: np.ndarray) -> None:
+    @property
+    def in_a_team(self) -> bool:
+        """Whether ``add_normals`` shares its work out to torch's own threads."""
+        return self.native and native_normals() is not None and thread_team() is not None
+
+    def add_normals(
+        self, subkey: bytes, first: int, std: float, scale: float, to: np.ndarray, threads: int = 1
+    ) -> None:
         """``to = (to + std * normals) * scale`` in place, with the normals of the stream from number ``first`` on."""
         library = native_normals() if self.native else None
         if library is None:
             add_normals(functools.partial(self.fill, subkey), first, std, scale, to)
         else:
-            add_native_normals(library, subkey, first, std, scale, to)
+            add_native_normals(library, subkey, first, std, scale, to, threads)
 
 
 @functools.cache

@@ -240,6 +240,8 @@ class NoiseSource:
         """Shares the vector out to threads, this one included, cut between groups of normals."""
         add = self._stream.add_normals
         count = min(torch.get_num_threads(), -(-len(target) // _PER_THREAD))
+        if self._stream.in_a_team:
+            return add(subkey, start, std, scale, target, count)
         size = -(-len(target) // count // GROUP) * GROUP
         ends = [0, *(max(0, min(len(target), (start // GROUP * GROUP) + k * size - start)) for k in range(1, count))]
         parts = [slice(low, high) for low, high in zip(ends, [*ends[1:], len(target)], strict=True)]
