@@ -16,6 +16,7 @@ from dpengine import optimizer as private_optimizer
 from dpengine.accounting import Charge, Event, epsilon
 from dpengine.admission import attached_models
 from dpengine.errors import BatchDependentLossError, BatchMismatchError, notice
+from dpengine.kernels import keep_freed_memory
 from dpengine.noise import NoiseSource
 from dpengine.release import Release
 from dpengine.sampling import WordStream, private_loader
@@ -117,6 +118,8 @@ class Run:
             attached_models.add(self.model)
             undo.pop_all()  # all is well: nothing is undone
         self.attached = True
+        if any(parameter.device.type == "cpu" for parameter in self.model.parameters()):
+            keep_freed_memory()
 
     def loader(
         self,

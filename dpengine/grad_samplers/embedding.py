@@ -16,7 +16,7 @@ from dpengine.capture import LayerCall
 from dpengine.errors import UnsupportedLayerError
 
 from .arguments import argument
-from .gram import product_of_norms
+from .gram import norms, spread_of
 from .linear import tokens
 from .sampler import GradSampler
 
@@ -120,18 +120,39 @@ def _pairs(call: LayerCall) -> tuple[Uses, Tensor]:
 
 
 def _sq_norm(call: LayerCall) -> Tensor:
-    pairs, grad_MD = _pairs(call)
-    return per_row(pairs, grad_MD.square().sum(dim=1))
+    """Squared norms of uses, those of one entry in one row merged first: they are few in most texts."""
+    uses, grad_ND = _uses(call)
+    _, place_N, count_M = torch.unique(
+        uses.row_N * weight_of(call).shape[0] + uses.entry_N, return_inverse=True, return_counts=True
+    )
+    sq_norm_N = norms(grad_ND, 1).square()
+    again_N = count_M[place_N] > 1
+    if not again_N.any():
+        return per_row(uses, sq_norm_N)
+    some = Uses(uses.row_N[again_N], uses.entry_N[again_N], uses.rows)
+    pairs, grad_MD = merged(some, grad_ND[again_N], weight_of(call).shape[0])
+    return per_row(uses, sq_norm_N.masked_fill(again_N, 0)) + per_row(pairs, grad_MD.square().sum(dim=1))
 
 
 def _weighted_sum(call: LayerCall, factor_B: Tensor) -> Tensor:
-    return summed(*_pairs(call), factor_B, weight_of(call))
+    weight = weight_of(call)
+    out = torch.empty(weight.shape, dtype=wide(weight), device=call.grad_output.device)
+    _add_weighted_sum(call, factor_B, 1.0, 0.0, out)
+    return out
+
+
+def _add_weighted_sum(call: LayerCall, factor_B: Tensor, scale: float, keep: float, out: Tensor) -> None:
+    uses, grad_ND = _uses(call)
+    weighted_ND = grad_ND * (factor_B.to(out.dtype) * scale)[uses.row_N].unsqueeze(1)
+    if not keep:
+        out.zero_()
+    out.index_add_(0, uses.entry_N, weighted_ND.to(out.dtype))
 
 
 def _spread(call: LayerCall) -> Tensor:
-    # Of a row, one part for each entry: their norms are at most those of all uses, and there is no long sum of them.
+    # Cauchy: norms of so many uses add up to so much at most.
     uses = argument(call, 0, "input")[:1].numel()
-    return product_of_norms(call.grad_output) * math.sqrt(uses)
+    return spread_of(uses, call.grad_output) * math.sqrt(uses)
 
 
 def _concat(calls: Any) -> LayerCall:
@@ -140,4 +161,8 @@ def _concat(calls: Any) -> LayerCall:
     return calls[0].replace(inputs=(entries,), kwargs={}, grad_output=grads)
 
 
-SAMPLERS = {"weight": GradSampler(_grad, _sq_norm, _weighted_sum, concat=_concat, spread=_spread)}
+SAMPLERS = {
+    "weight": GradSampler(
+        _grad, _sq_norm, _weighted_sum, add_weighted_sum=_add_weighted_sum, concat=_concat, spread=_spread
+    )
+}

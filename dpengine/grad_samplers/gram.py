@@ -128,7 +128,7 @@ def _guarded(products: Sequence[Factors]) -> list[GramNorm]:
     """As ``_gram_sums``, raised by the bound of note [guard], and formed directly where that is much."""
     guarded = []
     for factors_BTF, norm in zip(products, _gram_sums(products), strict=True):
-        lengths_BT = _product([_norms(factor_BTF, 2) for factor_BTF in factors_BTF])
+        lengths_BT = _product([norms(factor_BTF, 2) for factor_BTF in factors_BTF])
         guard = _guard([factor.shape[2] for factor in factors_BTF], factors_BTF[0].dtype)
         guard_B = guard * lengths_BT.sum(dim=1).square()
         sq_norm_B = norm.sq_norm_B.to(guard_B.dtype) + guard_B
@@ -202,7 +202,7 @@ def outer_sum(*factors_BTF: Tensor) -> Tensor:
 
 def product_of_norms(*tensors: Tensor) -> Tensor:
     """Product ``(B,)`` of each row's norms in all tensors; by Cauchy, at least what outer products over T add up to."""
-    return _product([_norms(tensor.flatten(1), 1) for tensor in tensors])
+    return _product([norms(tensor.flatten(1), 1) for tensor in tensors])
 
 
 def spread_of(parts: int, *factors: Tensor) -> Tensor:
@@ -214,7 +214,7 @@ def _long(spread_B: Tensor, parts: int) -> Tensor:
     return spread_B * (1 + parts / _BLOCK)
 
 
-def _norms(tensor: Tensor, dim: int) -> Tensor:
+def norms(tensor: Tensor, dim: int) -> Tensor:
     """Along the last axis, which is ``dim``, in float64, or as wide as there is."""
     if tensor.dtype is not torch.float32 or tensor.device.type != "cpu":
         return torch.linalg.vector_norm(tensor, dim=dim, dtype=_widest(tensor))
@@ -225,11 +225,11 @@ def _norms(tensor: Tensor, dim: int) -> Tensor:
     if whole:
         blocks = tensor[..., :whole].unflatten(-1, (-1, _BLOCK))
         parts.append(torch.linalg.vector_norm(blocks, dim=-1).double().square().sum(dim=-1))
-    norms = sum(parts[1:], parts[0]).sqrt()
-    doubtful = ~((norms > _SURE) & (norms < 1 / _SURE))
+    found = sum(parts[1:], parts[0]).sqrt()
+    doubtful = ~((found > _SURE) & (found < 1 / _SURE))
     if doubtful.any():
-        norms[doubtful] = torch.linalg.vector_norm(tensor[doubtful], dim=-1, dtype=torch.float64)
-    return norms
+        found[doubtful] = torch.linalg.vector_norm(tensor[doubtful], dim=-1, dtype=torch.float64)
+    return found
 
 
 def _product(tensors: Sequence[Tensor]) -> Tensor:

@@ -121,8 +121,6 @@ class Bookkeep(AbstractGradients):
             parameter, entry = self._entries.popitem()
             weights = weights_BK if parameter.dtype is torch.float64 else narrow_BK
             entry.add_sum(weights[:, groups[parameter]], scale, into)
-            if entry.kept is not None:
-                self._scratch.wipe(entry.kept)
 
     def clear(self) -> None:
         self._entries = {}

@@ -33,6 +33,7 @@ _HOPELESS = 4.0  # times the best estimate: not worth timing
 _WORTH_TIMING = 1e-4  # seconds of the best estimate, below which estimates decide
 _TIMED_BYTES = 64 * 2**20  # of the gradients and inputs of the rows that are timed
 _REPEATS = 3
+_CACHE_BYTES = 48 * 2**20  # more than most processors' caches hold
 
 
 @dataclass(frozen=True)
@@ -253,11 +254,13 @@ def time_ways(entry: Entry, ways: Sequence[Way], rows: int) -> dict[str, float]:
     call = _random(some_rows(real, 0, some) if some < rows else real)
     device = call.grad_output.device
     weight_B, buffer, scratch = torch.ones(some, device=device), FlatBuffer([entry.use.parameter]), Scratch()
+    broom = torch.empty(_CACHE_BYTES // 4, device=device)
     seconds: dict[str, float] = {}
     for way in ways:
         times = []
         for repeat in range(1 + _REPEATS):  # the first one warms up
             one = Entry(entry.use, [(call, sampler)])
+            broom.fill_(repeat)  # as in a pass, where other layers have written to the cache meanwhile
             _synchronise(device)
             start = time.perf_counter()
             one.norm_and_sum(way, some, scratch, weight_B, buffer)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -16,7 +16,7 @@ from .method import Method, Way
 from .rows import some_rows, without_rows, zeroed
 from .scratch import Scratch
 
-CHUNK_BYTES = 8 * 2**20  # bytes of per-sample gradients formed at a time where they are not kept; the cache has room
+CHUNK_BYTES = 4 * 2**20  # bytes of per-sample gradients formed at a time where they are not kept; the cache has room
 _LEFT = 2.0**-11  # of the threshold, at most, is left by rounding where parts of a row cancel
 _FEW = 64  # numbers of a row for which one call in float64 costs less than several in float32
 _BLOCK = 256  # squares added in float32 before they go into a float64 sum
@@ -53,9 +53,7 @@ class Entry:
                 self.calls = []
             assert self.kept is not None
             return sq_norms(self.kept)
-        step = max(1, CHUNK_BYTES // (4 * self.use.parameter.numel()))
-        parts = [sq_norms(self._form(way.name, i, min(i + step, rows), rows)) for i in range(0, rows, step)]
-        return self._raised(torch.cat(parts), self._spread())
+        return self._raised(self._discarded(way.name, rows, scratch), self._spread())
 
     def add_sum(self, weight_B: Tensor, scale: float, into: Sums) -> None:
         """Adds ``scale`` times the weighted sum of gradients. Weights are 1 at most."""
@@ -76,8 +74,6 @@ class Entry:
         """Both in turn, as one pass does them."""
         self.sq_norm(way, rows, scratch)
         self.add_sum(weight_B, 1.0, into)
-        if self.kept is not None:
-            scratch.wipe(self.kept)
         scratch.start_again()
 
     def drop(self, rows_B: Tensor) -> None:
@@ -96,14 +92,37 @@ class Entry:
         assert total is not None
         return total
 
+    def _discarded(self, name: str, rows: int, scratch: Scratch) -> Tensor:
+        """Squared norms ``(B,)`` of gradients that are formed some rows at a time, each time in the same memory."""
+        step = min(rows, max(1, CHUNK_BYTES // (4 * self.use.parameter.numel())))
+        starts = range(0, rows, max(1, step))
+        write = self._writer(name)
+        if write is None or not rows:
+            return torch.cat([sq_norms(self._form(name, i, min(i + step, rows), rows)) for i in starts])
+        ((call, _),) = self.calls
+        grad = call.grad_output
+        out = scratch.take((step, *self.use.parameter.shape), grad.dtype, grad.device)
+        parts = []
+        for i in starts:
+            some = out[: min(step, rows - i)]
+            write(some_rows(call, i, i + len(some)), some)
+            parts.append(sq_norms(some))
+        return torch.cat(parts)
+
+    def _writer(self, name: str) -> Callable[[LayerCall, Tensor], None] | None:
+        """What writes the gradients of the one call there is, if they are not to be added to others."""
+        if len(self.calls) != 1 or self.kept is not None:
+            return None
+        sampler = self.calls[0][1]
+        return sampler.write_grads.get(name or sampler.grad_name)
+
     def _written(self, name: str, rows: int, scratch: Scratch) -> Tensor:
         """Gradients of all rows, in scratch memory if the way can write there."""
-        call, sampler = self.calls[0]
-        parameter = self.use.parameter
-        write = sampler.write_grads.get(name or sampler.grad_name)
-        if write is None or len(self.calls) > 1 or self.kept is not None or not rows:
+        call, write = self.calls[0][0], self._writer(name)
+        if write is None or not rows:
             return self._form(name, 0, rows, rows)
-        out = scratch.take((rows, *parameter.shape), call.grad_output.dtype, call.grad_output.device)
+        grad = call.grad_output
+        out = scratch.take((rows, *self.use.parameter.shape), grad.dtype, grad.device)
         write(call, out)
         return out
 

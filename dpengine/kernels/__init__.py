@@ -1,5 +1,6 @@
 """Native code for what Python and torch are slow at. Every kernel has a plain twin, which gives the same."""
 
 from .library import native_library, thread_team
+from .memory import keep_freed_memory
 
-__all__ = ["native_library", "thread_team"]
+__all__ = ["keep_freed_memory", "native_library", "thread_team"]
