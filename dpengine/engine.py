@@ -321,6 +321,7 @@ class PrivacyEngine:
         """What the last run does: sampling, clipping, standard deviations, relation."""
         return self._last_run().release.plan.describe()
 
+    @suggests_names
     def explain(self) -> str:
         """A table, one row a parameter: how its norms and sums were formed in the last pass, why, and what that costs.
 

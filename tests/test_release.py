@@ -94,9 +94,9 @@ class Trace:
             self._compare_sums(steps)
             write()
 
-        def adding(flat, *, std, step, start):
+        def adding(flat, *, std, step, start, scale):
             self.noised.append((step, start))
-            add(flat, std=std, step=step, start=start)
+            add(flat, std=std, step=step, start=start, scale=scale)
 
         self.loader._batches._on_handout = handed_out
         release._write_gradients, release.noise.add = writing, adding
@@ -163,17 +163,17 @@ class Trace:
         buffer = self.release.sums.buffer
         calls = []
 
-        def failing(parameter, total):
+        def failing(parameter, write):
             calls.append(parameter)
-            type(buffer).add(buffer, parameter, total)
+            type(buffer).fill(buffer, parameter, write)
             if len(calls) == 2:
                 raise MemoryError
 
-        buffer.add = failing
+        buffer.fill = failing
         try:
             self.backward()
         finally:
-            del buffer.add
+            del buffer.fill
 
     def backward_in_eval_mode(self):
         self.model.eval()

@@ -38,7 +38,7 @@ def lstm_run(
     rows, size, project = len(gates), cells.shape[-1], weights.project_PH
     hidden, bias = _scratch(gates, weights)
     weight = weights.hidden_GP.t()
-    state = states[schedule.start(states)].contiguous()  # what products read is packed
+    state = states[schedule.start(states)].clone(memory_format=torch.contiguous_format)  # what products read is packed
     outputs = None if project is None else gates.new_zeros(rows, schedule.steps, size)
     packed = gates.new_empty(rows, size) if project is not None else state
     buffer = states if outputs is None else outputs
@@ -84,7 +84,7 @@ def gru_run(
     rows, size = len(gates), states.shape[-1]
     hidden, bias = _scratch(gates, weights)
     weight = weights.hidden_GP.t()
-    state = states[schedule.start(states)].contiguous()
+    state = states[schedule.start(states)].clone(memory_format=torch.contiguous_format)
     extra = gates.new_zeros(rows, schedule.steps, size)
     strides = (size, gates.stride(0), states.stride(0), extra.stride(0))
     for time, count, before, after in schedule.visits(rows):

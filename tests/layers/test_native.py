@@ -19,14 +19,15 @@ SETTINGS = {
     "gru-no-bias": (nn.GRU, {"bias": False}),
     "gru-both-ways": (nn.GRU, {"bidirectional": True, "num_layers": 2}),
 }
-LENGTHS = {"one-length": None, "sorted": [7, 5, 5, 1], "unsorted": [3, 7, 1, 6]}
+LENGTHS = {"one-length": None, "sorted": [7, 5, 5, 1], "unsorted": [3, 7, 1, 6], "one-row": None, "one-ragged": [7]}
 
 
 def outcome(name, order, dtype=torch.float32):
+    rows = 1 if order.startswith("one-r") else ROWS  # any slice of one row counts as contiguous
     torch.manual_seed(0)
     layer, settings = SETTINGS[name]
     module = to_twin(layer(FEATURES, HIDDEN, batch_first=True, **settings)).to(dtype)
-    inputs = torch.randn(ROWS, STEPS, FEATURES).to(dtype).requires_grad_()
+    inputs = torch.randn(rows, STEPS, FEATURES).to(dtype).requires_grad_()
     given = inputs
     if LENGTHS[order] is not None:
         given = pack_padded_sequence(inputs, LENGTHS[order], batch_first=True, enforce_sorted=order == "sorted")

@@ -1,0 +1,38 @@
+"""What is asked of the C library's allocator, and when it is left alone."""
+
+import subprocess
+import sys
+
+import pytest
+
+CODE = """
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+import dpengine
+from dpengine.kernels import memory
+model = torch.nn.Linear(2, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+loader = DataLoader(TensorDataset(torch.zeros(8, 2)), batch_size=4)
+dpengine.PrivacyEngine().make_private(model, optimizer, loader, noise_multiplier=1.0)
+assert memory.keep_freed_memory.cache_info().currsize == 1
+print(memory.keep_freed_memory())
+"""
+
+
+def said(**environment):
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", CODE], capture_output=True, text=True, check=True, env=environment
+    )
+    return done.stdout.strip()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="glibc only")
+@pytest.mark.parametrize("name", ["MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES"])
+def test_an_allocator_that_the_user_set_is_left_alone(name):
+    value = "glibc.malloc.trim_threshold=65536" if name == "GLIBC_TUNABLES" else "65536"
+    assert said(**{name: value}) == "False"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="glibc only")
+def test_freed_memory_is_kept_once_a_model_on_the_cpu_is_private():
+    assert said() == "True"
