@@ -5,6 +5,7 @@ from .gram import GramNorm, gram_norms
 from .machine import operations_per_byte, operations_per_second
 from .sampler import Cost, GradSampler, JointSampler
 from .table import BUILTIN, REGISTERED, register_grad_sampler, sampler_for
+from .tied import tied_cost, tied_norm
 
 __all__ = [
     "BUILTIN",
@@ -19,4 +20,6 @@ __all__ = [
     "operations_per_second",
     "register_grad_sampler",
     "sampler_for",
+    "tied_cost",
+    "tied_norm",
 ]

@@ -104,7 +104,7 @@ class Bookkeep(AbstractGradients):
         found, by_gram = [], []
         for parameter, entry in self._entries.items():
             way = self._plan[parameter].way
-            if way.method is Method.GHOST and entry.calls[0][1].factors is not None:
+            if way.method is Method.GHOST and len(entry.calls) == 1 and entry.calls[0][1].factors is not None:
                 by_gram.append(entry)
             else:
                 found.append((parameter, entry.sq_norm(way, rows, self._scratch)))

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from dpengine.capture import LayerCall
-from dpengine.grad_samplers import GradSampler, operations_per_byte, operations_per_second
+from dpengine.grad_samplers import Cost, operations_per_byte, operations_per_second, tied_cost
 
 from .entry import Entry
 from .flat_buffer import FlatBuffer, wide
@@ -158,14 +158,16 @@ class MethodTable:
             return _Offer(KEEP, None, {}, 0, "arrives per sample")
         cut = rows > 1 and all(in_rows(call, rows) for call, _ in entry.calls)
         first, sampler = entry.calls[0]
-        if len(entry.calls) > 1 or sampler.cost is None:
+        cost = tied_cost(entry.calls) if len(entry.calls) > 1 else sampler.cost and sampler.cost(first)
+        if cost is None:
             if len(entry.calls) == 1 and sampler.sq_norm is not None:
                 return _Offer(None, Way(Method.GHOST, sampler.sq_norm_name), {}, 0, "has a shortcut")
             several = "several uses" if len(entry.calls) > 1 else "no shortcut"
             grad_name = sampler.grad_name
             other = Way(Method.DISCARD, grad_name) if cut else None
             return _Offer(Way(Method.KEEP, grad_name), other, {}, kept_bytes, several)
-        estimates = _estimates(first, sampler, rows, numel, cut)
+        # Gradients of a tied weight are as large as the vocabulary, and are not kept.
+        estimates = _estimates(cost, rows, numel, first.grad_output.device, cut=cut, keep=len(entry.calls) == 1)
         seconds, why = self._times(entry, rows, estimates)
         keep = _fastest(seconds, lambda way: way.method is Method.KEEP)
         other = _fastest(seconds, lambda way: way.method is not Method.KEEP)
@@ -228,13 +230,12 @@ class _Offer:
         return Choice(entry.use.name, shown, way, self.why, self.seconds.get(str(way)), kept_bytes)
 
 
-def _estimates(call: LayerCall, sampler: GradSampler, rows: int, numel: int, cut: bool) -> dict[str, float]:
-    assert sampler.cost is not None
-    cost, device = sampler.cost(call), call.grad_output.device
+def _estimates(cost: Cost, rows: int, numel: int, device: torch.device, *, cut: bool, keep: bool) -> dict[str, float]:
     read = 4.0 * numel * operations_per_byte(device)
     operations = {Way(Method.GHOST, name): norm + cost.weighted_sum for name, norm in cost.sq_norms.items()}
     for name, grad in cost.grads.items():
-        operations[Way(Method.KEEP, name)] = grad + 3 * read
+        if keep:
+            operations[Way(Method.KEEP, name)] = grad + 3 * read
         if cut:
             operations[Way(Method.DISCARD, name)] = grad + 2 * read + cost.weighted_sum
     return {str(way): rows * count / operations_per_second(device) for way, count in operations.items()}
@@ -247,19 +248,20 @@ def _fastest(seconds: Mapping[str, float], fits: Callable[[Way], bool]) -> Way |
 
 def time_ways(entry: Entry, ways: Sequence[Way], rows: int) -> dict[str, float]:
     """Seconds that each way takes for norm and sum, on random numbers of the shape and layout of an entry's call."""
-    ((real, sampler),) = entry.calls
-    numbers = sum(t.numel() for t in pytree.tree_leaves((real.inputs, real.grad_output)) if isinstance(t, Tensor))
+    leaves = pytree.tree_leaves([(call.inputs, call.grad_output) for call, _ in entry.calls])
+    numbers = sum(leaf.numel() for leaf in leaves if isinstance(leaf, Tensor))
     row_bytes = 4 * (numbers // rows + entry.use.parameter.numel())
     some = max(1, min(rows, _TIMED_BYTES // row_bytes))
-    call = _random(some_rows(real, 0, some) if some < rows else real)
-    device = call.grad_output.device
+    size = entry.use.parameter.shape[0]
+    calls = [(_random(some_rows(call, 0, some) if some < rows else call, size), s) for call, s in entry.calls]
+    device = entry.calls[0][0].grad_output.device
     weight_B, buffer, scratch = torch.ones(some, device=device), FlatBuffer([entry.use.parameter]), Scratch()
     broom = torch.empty(_CACHE_BYTES // 4, device=device)
     seconds: dict[str, float] = {}
     for way in ways:
         times = []
         for repeat in range(1 + _REPEATS):  # the first one warms up
-            one = Entry(entry.use, [(call, sampler)])
+            one = Entry(entry.use, list(calls))
             broom.fill_(repeat)  # as in a pass, where other layers have written to the cache meanwhile
             _synchronise(device)
             start = time.perf_counter()
@@ -272,14 +274,17 @@ def time_ways(entry: Entry, ways: Sequence[Way], rows: int) -> dict[str, float]:
     return seconds
 
 
-def _random(call: LayerCall) -> LayerCall:
+def _random(call: LayerCall, entries: int) -> LayerCall:
+    """The call with other numbers: normal ones, and indices below ``entries``."""
     generators: dict[torch.device, torch.Generator] = {}
 
     def drawn(leaf: Any) -> Any:
-        if not (isinstance(leaf, Tensor) and leaf.is_floating_point()):
+        if not isinstance(leaf, Tensor):
             return leaf
         generator = generators.setdefault(leaf.device, torch.Generator(leaf.device).manual_seed(0))
-        return torch.empty_like(leaf).normal_(generator=generator)  # the generators of the user are left alone
+        if leaf.is_floating_point():  # the generators of the user are left alone
+            return torch.empty_like(leaf).normal_(generator=generator)
+        return torch.empty_like(leaf).random_(entries, generator=generator)
 
     inputs, kwargs, grad = pytree.tree_map(drawn, (call.inputs, dict(call.kwargs), call.grad_output))
     return call.replace(inputs=inputs, kwargs=kwargs, grad_output=grad)
@@ -292,8 +297,9 @@ def _synchronise(device: torch.device) -> None:
 
 def _signature(entry: Entry, rows: int) -> str:
     """What a time may depend on, in words: the layer's settings, shapes, types and the device."""
-    ((call, _),) = entry.calls
-    shapes = ["x".join(str(_rounded(n)) for n in shape) + f" {dtype}" for shape, dtype in shapes_of(call)]
+    call = entry.calls[0][0]
+    described = [shape for one, _ in entry.calls for shape in shapes_of(one)]
+    shapes = ["x".join(str(_rounded(n)) for n in shape) + f" {dtype}" for shape, dtype in described]
     device = call.grad_output.device
     kind = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{device.type} {torch.get_num_threads()}"
     name = entry.use.name.rpartition(".")[2]

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from dpengine.capture import LayerCall, Use
-from dpengine.grad_samplers import GradSampler, GramNorm, gram_norms
+from dpengine.grad_samplers import GradSampler, GramNorm, gram_norms, tied_norm
 
 from .flat_buffer import Sums, wide
 from .method import Method, Way
@@ -35,16 +35,22 @@ class Entry:
         self.kept = grad if self.kept is None else self.kept + grad
 
     def join(self) -> None:
-        """Several calls become one where the sampler knows how."""
-        samplers = {id(sampler): sampler for _, sampler in self.calls}
-        if len(self.calls) > 1 and len(samplers) == 1 and self.kept is None:
-            sampler = self.calls[0][1]
-            if sampler.concat is not None:
-                self.calls = [(sampler.concat([call for call, _ in self.calls]), sampler)]
+        """Several calls by one sampler become one where it knows how."""
+        if len(self.calls) < 2 or self.kept is not None:
+            return
+        by_sampler: dict[int, list[tuple[LayerCall, GradSampler]]] = {}
+        for call, sampler in self.calls:
+            by_sampler.setdefault(id(sampler), []).append((call, sampler))
+        self.calls = []
+        for same in by_sampler.values():
+            concat = same[0][1].concat
+            self.calls += [(concat([call for call, _ in same]), same[0][1])] if concat and len(same) > 1 else same
 
     def sq_norm(self, way: Way, rows: int, scratch: Scratch) -> Tensor:
         """Squared norms ``(B,)``, by one way. What is kept is kept from here on, in scratch memory where that goes."""
         if way.method is Method.GHOST:
+            if len(self.calls) > 1:
+                return self.from_gram(tied_norm(self.calls))
             ((call, sampler),) = self.calls
             return self._raised(sampler.sq_norms[way.name](call), self._spread())
         if way.method is Method.KEEP:

@@ -73,6 +73,24 @@ def test_in_place_activations_and_checkpoints_give_the_sums_of_a_loop(mode, reen
     assert_nothing_is_left(sums, model)
 
 
+def test_the_output_of_a_linear_layer_over_positions_may_be_changed_in_place():
+    """It is a view, and what writes into a view would have its gradient copied on the way back."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 5), nn.ReLU(inplace=True), nn.Flatten(), nn.Linear(15, 3)).double()
+    inputs, targets = torch.randn(6, 3, 4).double(), torch.arange(6) % 3
+    sums = attached(model, "auto")
+    output = model(inputs)
+    waiting, nodes = [output.grad_fn], set()
+    while waiting:
+        node = waiting.pop()
+        nodes.add(type(node).__name__)
+        waiting += [before for before, _ in node.next_functions if before is not None]
+    assert "TapBackward" in nodes and "CopySlices" not in nodes
+    F.cross_entropy(output, targets).backward()
+    sums.clip(rows=6)
+    assert relative_error(totals(sums), truth_of(copy.deepcopy(model), inputs, targets)) < 1e-9
+
+
 def _plain(model):
     model = copy.deepcopy(model)
     model.reentrant = None

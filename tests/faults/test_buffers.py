@@ -228,3 +228,28 @@ def test_f_m3_evaluation_may_write_what_it_likes():
     model.train()
     for batch in loader:
         plain_step(model, optimizer, *batch)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+def test_a_large_parameter_that_is_written_behind_its_version_is_found_by_its_digest(dtype):
+    class Writes(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight, self.writes = nn.Parameter(torch.randn(300, 300, dtype=dtype)), False
+
+        def forward(self, inputs):
+            if self.writes:
+                self.weight.data[7, 3] += 0.5
+            return inputs @ self.weight
+
+    model = Writes()
+    watch = BufferWatch(model)
+    for writes in (False, True):
+        model.writes = writes
+        watch.note()
+        model(torch.ones(2, 300, dtype=dtype))
+        if not writes:
+            watch.refuse_written()
+    assert all(one.value is None for one in watch._noted)  # no copy of it was made
+    with pytest.raises(BufferUpdateError, match="'weight'"):
+        watch.refuse_written()

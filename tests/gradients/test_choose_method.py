@@ -105,7 +105,7 @@ def test_the_choice_does_not_look_at_data():
     call = conv_call(4, 8, 8, 12)
     for value in (1.0, float("nan"), 1e-42, 1e30):
         other = call.replace(inputs=(torch.full_like(call.inputs[0], value),))
-        timed = choose_method._random(other)
+        timed = choose_method._random(other, 8)
         seen.append(timed.inputs[0])
         assert planned(other, CONV, timed=False) == planned(call, CONV, timed=False)
     assert all(torch.equal(seen[0], inputs) for inputs in seen[1:])

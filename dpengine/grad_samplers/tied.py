@@ -1,0 +1,84 @@
+"""A weight that is the table of an embedding and the matrix of a linear layer, as in language models.
+
+The gradient is the sum of both uses, so the squared norm has cross terms. With input ``a_s`` and output gradient
+``g_s`` of the linear layer at position s, and gradient ``e_t`` of the entry ``id_t`` at position t::
+
+    |sum_s g_s (outer) a_s + sum_t [id_t] (outer) e_t|^2 = linear^2 + embedding^2 + 2 sum_{s, t} <a_s, e_t> g_s[id_t]
+
+Axes: B rows, S positions of the linear layer, T of the embedding, V entries, D features.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from dpengine.capture import LayerCall
+
+from . import embedding, linear
+from .arguments import argument
+from .gram import WORKSPACE_BYTES, GramNorm, gram_norms
+from .linear import tokens
+from .machine import fast_in_float64
+from .precision import full_precision
+from .sampler import Cost, GradSampler
+
+Calls = Sequence[tuple[LayerCall, GradSampler]]
+
+
+def _head_and_words(calls: Calls) -> tuple[LayerCall, LayerCall] | None:
+    """The call of the linear layer and that of the embedding, if it is just these two."""
+    by_sampler = {id(sampler): call for call, sampler in calls}
+    head = by_sampler.get(id(linear.SAMPLERS["weight"]))
+    words = by_sampler.get(id(embedding.SAMPLERS["weight"]))
+    return None if head is None or words is None or len(calls) != 2 else (head, words)
+
+
+def tied_cost(calls: Calls) -> Cost | None:
+    """What the ways to the norm cost; None where the uses are others, or the device is slow in float64."""
+    found = _head_and_words(calls)
+    if found is None or not fast_in_float64(found[0].grad_output.device):
+        return None
+    head, words = found
+    cost = linear.gram_cost((tokens(head.grad_output), tokens(argument(head, 0, "input"))))
+    features = words.grad_output.shape[-1]
+    places = tokens(words.grad_output).shape[1] * tokens(head.grad_output).shape[1]
+    cross = places * (4.0 * features + 16)
+    return Cost(cost.grads, {name: norm + cross for name, norm in cost.sq_norms.items()}, cost.weighted_sum)
+
+
+@full_precision()
+def tied_norm(calls: Calls) -> GramNorm:
+    """Squared norms and spreads ``(B,)`` of the sum of both uses. The calls are those that ``tied_cost`` knows."""
+    found = _head_and_words(calls)
+    assert found is not None
+    head, words = found
+    grads_BSV, acts_BSD = tokens(head.grad_output), tokens(argument(head, 0, "input"))
+    (of_head,) = gram_norms([(grads_BSV, acts_BSD)])
+    sampler = embedding.SAMPLERS["weight"]
+    assert sampler.sq_norm is not None and sampler.spread is not None
+    sq_norm_B = of_head.sq_norm_B.double() + sampler.sq_norm(words).double()
+    sq_norm_B += 2 * _cross(grads_BSV, acts_BSD, words)
+    alone = sampler.spread(words).double()
+    head_spread_B = of_head.sq_norm_B.double().sqrt() if of_head.spread_B is None else of_head.spread_B.double()
+    return GramNorm(sq_norm_B.clamp(min=0), alone + head_spread_B)
+
+
+def _cross(grads_BSV: Tensor, acts_BSD: Tensor, words: LayerCall) -> Tensor:
+    rows = len(grads_BSV)
+    entries_BT = argument(words, 0, "input").reshape(rows, -1)
+    grads_BTD = words.grad_output.reshape(rows, entries_BT.shape[1], -1)
+    padding = words.layer.padding_idx
+    if padding is not None:
+        grads_BTD = grads_BTD.masked_fill((entries_BT == padding).unsqueeze(2), 0)
+    places = max(1, acts_BSD.shape[1] * entries_BT.shape[1])
+    step = max(1, WORKSPACE_BYTES // (16 * places))
+    parts = [acts_BSD.new_zeros(0, dtype=torch.float64)]
+    for i in range(0, rows, step):
+        some = slice(i, i + step)
+        products_BST = torch.bmm(acts_BSD[some].double(), grads_BTD[some].double().transpose(1, 2))
+        index_BST = entries_BT[some].unsqueeze(1).expand(-1, acts_BSD.shape[1], -1)
+        parts.append((products_BST * grads_BSV[some].gather(2, index_BST)).sum(dim=(1, 2)))
+    return torch.cat(parts)

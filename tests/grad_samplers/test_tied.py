@@ -1,0 +1,88 @@
+"""A weight shared by an embedding and a linear layer: the norm of the sum of both uses, cross terms included."""
+
+import pytest
+import torch
+from torch import nn
+
+from dpengine.capture import LayerCall, Use
+from dpengine.grad_samplers import BUILTIN, tied, tied_cost, tied_norm
+from dpengine.gradients import choose_method
+from dpengine.gradients.choose_method import MethodTable, time_ways
+from dpengine.gradients.entry import Entry
+from dpengine.gradients.method import Method, Way
+
+VOCABULARY, WIDTH, ROWS = 11, 5, 4
+WORDS, HEAD = BUILTIN[nn.Embedding]["weight"], BUILTIN[nn.Linear]["weight"]
+
+
+def calls_of(positions=6, *, padding=None, dtype=torch.float64, pooled=False, opposite=False):
+    torch.manual_seed(0)
+    words, head = nn.Embedding(VOCABULARY, WIDTH, padding_idx=padding), nn.Linear(WIDTH, VOCABULARY, bias=False)
+    words.to(dtype), head.to(dtype)
+    head.weight = words.weight
+    ids = torch.randint(0, VOCABULARY, (ROWS, positions))
+    by_words = torch.randn(ROWS, positions, WIDTH, dtype=dtype)
+    shape = (ROWS,) if pooled else (ROWS, positions + 2)  # the linear layer may have other positions, or none
+    inputs, by_head = torch.randn(*shape, WIDTH, dtype=dtype), torch.randn(*shape, VOCABULARY, dtype=dtype)
+    if opposite:  # the uses cancel but for one part in 1e5
+        ids[:, 1:] = ids[:, :1]
+        by_words = inputs[:, :positions] * (1 + 1e-5 * torch.rand(ROWS, positions, 1, dtype=dtype))
+        by_head[:] = 0
+        by_head.scatter_(2, ids[:, :1].unsqueeze(1).expand(-1, positions, -1), -1.0)
+    return [(LayerCall(words, (ids,), by_words, name="words"), WORDS), (LayerCall(head, (inputs,), by_head), HEAD)]
+
+
+def truth_of(calls):
+    total = 0
+    for call, sampler in calls:
+        total = total + sampler.grad(call.replace(grad_output=call.grad_output.double()) if sampler is WORDS else call)
+    return total.double().flatten(1).square().sum(dim=1)
+
+
+@pytest.mark.parametrize("order", [1, -1], ids=["words-first", "head-first"])
+@pytest.mark.parametrize("workspace", [1, 10**9])
+@pytest.mark.parametrize("padding", [None, 3])
+@pytest.mark.parametrize("pooled", [False, True])
+def test_the_norm_is_that_of_the_sum(monkeypatch, pooled, padding, workspace, order):
+    monkeypatch.setattr(tied, "WORKSPACE_BYTES", workspace)
+    calls = calls_of(pooled=pooled, padding=padding)
+    norm = tied_norm(calls[::order])
+    torch.testing.assert_close(norm.sq_norm_B, truth_of(calls), rtol=1e-10, atol=0)
+    alone = sum(sampler.sq_norm(call).double() for call, sampler in calls)
+    assert ((norm.sq_norm_B - alone).abs() > 1e-3 * alone).any()  # the cross terms count
+
+
+def test_float32_uses_that_cancel_have_a_norm_that_is_not_low():
+    calls = calls_of(positions=6, dtype=torch.float32, opposite=True)
+    calls[1] = (
+        calls[1][0].replace(inputs=(calls[1][0].inputs[0][:, :6],), grad_output=calls[1][0].grad_output[:, :6]),
+        HEAD,
+    )
+    wide = [(c.replace(inputs=tuple(t.double() if t.is_floating_point() else t for t in c.inputs),
+                       grad_output=c.grad_output.double()), s) for c, s in calls]  # fmt: skip
+    entry = Entry(Use(calls[0][0].layer.weight, "words.weight"), list(calls))
+    found = entry.sq_norm(Way(Method.GHOST, "gram"), ROWS, None)
+    assert (found.double() >= truth_of(wide) * (1 - 1e-6)).all()
+
+
+def test_other_uses_have_no_cross_terms_of_this_kind():
+    calls = calls_of()
+    assert tied_cost(calls) is not None
+    assert tied_cost(calls[:1]) is None and tied_cost([calls[0], calls[0]]) is None
+    bilinear = BUILTIN[nn.Bilinear]["weight"]
+    assert tied_cost([calls[0], (calls[1][0], bilinear)]) is None
+
+
+def test_a_tied_weight_is_not_kept_and_its_ways_are_timed(monkeypatch):
+    calls = calls_of(dtype=torch.float32)
+    entry = Entry(Use(calls[0][0].layer.weight, "words.weight"), list(calls))
+    ways = [Way(Method.GHOST, "gram"), Way(Method.DISCARD, "direct")]
+    assert time_ways(entry, ways, ROWS).keys() == {"ghost: gram", "discard: direct"}
+    timed = []
+    monkeypatch.setattr(choose_method, "_WORTH_TIMING", 0.0)
+    monkeypatch.setattr(
+        choose_method, "time_ways", lambda entry, ways, rows: timed.extend(ways) or {str(way): 1.0 for way in ways}
+    )
+    (choice,) = MethodTable().plan([entry], ROWS).values()
+    assert choice.way.method is not Method.KEEP and choice.kept_bytes == 0
+    assert set(timed) == set(ways)
