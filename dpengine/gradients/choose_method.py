@@ -153,7 +153,7 @@ class MethodTable:
 
     def _offer(self, entry: Entry, rows: int) -> _Offer:
         numel = entry.use.parameter.numel()
-        kept_bytes = rows * numel * wide(entry.use.parameter.dtype).itemsize
+        kept_bytes = _most(rows) * numel * wide(entry.use.parameter.dtype).itemsize
         if entry.kept is not None:
             return _Offer(KEEP, None, {}, 0, "arrives per sample")
         cut = rows > 1 and all(in_rows(call, rows) for call, _ in entry.calls)
@@ -178,19 +178,22 @@ class MethodTable:
     def _times(self, entry: Entry, rows: int, estimates: Mapping[str, float]) -> tuple[Mapping[str, float], str]:
         """Seconds by way, and where they are from."""
         signature = _signature(entry, rows)
-        known = self.seconds.get(signature)
-        if known is not None and known.keys() & estimates.keys():
-            return {way: known[way] for way in known.keys() & estimates.keys()}, "timed"
+        known = {way: s for way, s in self.seconds.get(signature, {}).items() if way in estimates}
+        if any(map(_frees, known)) or (known and not any(map(_frees, estimates))):
+            return known, "timed"
         best = min(estimates.values())
         if not self.timed or best < _WORTH_TIMING:
             return estimates, "estimated" if best >= _WORTH_TIMING else "too small to time"
         hopeful = [way for way, seconds in estimates.items() if seconds <= _HOPELESS * best]
         # The budget may rule out a keep, so a way without it is timed in any case.
-        if others := [way for way in estimates if not way.startswith(Method.KEEP.value)]:
+        if others := [way for way in estimates if _frees(way)]:
             hopeful = list(dict.fromkeys([*hopeful, min(others, key=estimates.__getitem__)]))
         if len(hopeful) == 1:
             return {hopeful[0]: estimates[hopeful[0]]}, "nothing comes near"
-        self.seconds[signature] = time_ways(entry, [Way.of(way) for way in hopeful], rows)
+        try:
+            self.seconds[signature] = time_ways(entry, [Way.of(way) for way in hopeful], rows)
+        except torch.OutOfMemoryError:
+            return estimates, "no memory to time"
         return self.seconds[signature], "timed"
 
 
@@ -305,6 +308,16 @@ def _signature(entry: Entry, rows: int) -> str:
     name = entry.use.name.rpartition(".")[2]
     layer = f"{type(call.layer).__name__}({call.layer.extra_repr()})"
     return f"{layer}.{name} | {_rounded(rows)} rows | {', '.join(shapes)} | {kind}".replace("torch.", "")
+
+
+def _frees(way: str) -> bool:
+    """Whether a way keeps no gradients."""
+    return Way.of(way).method is not Method.KEEP
+
+
+def _most(size: int) -> int:
+    """The largest size that is rounded like this one."""
+    return math.ceil(_rounded(size) * 2**0.25) if size > 8 else size
 
 
 def _rounded(size: int) -> int:

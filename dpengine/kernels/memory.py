@@ -8,13 +8,13 @@ import os
 import sys
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # malloc.h of glibc
-_KEPT_BYTES = 512 * 2**20
+_KEPT_BYTES = 128 * 2**20
 _LARGEST_BLOCK = 32 * 2**20  # the most that glibc takes from its own heap
 
 
 @functools.cache
 def keep_freed_memory() -> bool:
-    """Has glibc keep up to 512 MiB that was freed, for this process, once.
+    """Has glibc keep up to 128 MiB that was freed, for this process, once.
 
     By default it gives memory back to the system again and again, which clears each page before it is used the next
     time: on two cores that took 5 to 40 % of a step, ordinary ones included. Where ``MALLOC_TRIM_THRESHOLD_``,

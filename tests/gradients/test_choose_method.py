@@ -197,6 +197,32 @@ def test_a_file_that_is_no_table_is_refused(tmp_path, text):
         MethodTable.load(tmp_path / "methods.json")
 
 
+def test_a_table_that_knows_only_how_to_keep_does_not_break_the_budget(monkeypatch):
+    call = linear_call(64, 64, 256, 256)
+    table = MethodTable(keep_budget=0)
+    table.plan([entry_of(call, LINEAR)], 64)
+    (signature,) = table.seconds
+    table.seconds[signature] = {"keep: direct": 1e-9}
+    (choice,) = table.plan([entry_of(call, LINEAR)], 64).values()
+    assert choice.way.method is not Method.KEEP
+
+
+def test_the_budget_holds_for_the_largest_batch_that_a_plan_is_for():
+    """Batches of up to a fifth more rows are planned alike."""
+    one = 256 * 256 * 4
+    call = linear_call(64, 300, 256, 256)
+    assert planned(call, keep_budget=64 * one, timed=False).way.method is not Method.KEEP
+    assert planned(call, keep_budget=77 * one, timed=False).way.method is Method.KEEP
+
+
+def test_without_memory_for_timing_estimates_decide(monkeypatch):
+    def fails(*args):
+        raise torch.OutOfMemoryError("here")
+
+    monkeypatch.setattr(choose_method, "time_ways", fails)
+    assert planned(linear_call(64, 64, 256, 256)).why == "no memory to time"
+
+
 def test_a_table_that_knows_other_ways_only_does_not_stop_training(tmp_path):
     """It may be of another version."""
     call = linear_call(64, 64, 256, 256)
