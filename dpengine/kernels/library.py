@@ -29,10 +29,12 @@ def native_library() -> ctypes.CDLL | None:
 def thread_team() -> int | None:
     """The address of ``GOMP_parallel`` in the OpenMP library that torch runs on, None where that has another one."""
     try:
-        mapped = {line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if "omp" in line}
+        lines = Path("/proc/self/maps").read_text().splitlines()
     except OSError:  # not Linux
         return None
-    for path in sorted(mapped):
+    mapped = {line.split(maxsplit=5)[5] for line in lines if line.count("/")}
+    found = [path for path in mapped if Path(path).name.startswith(("libgomp", "libomp", "libiomp"))]
+    for path in sorted(found, key=lambda path: ("/torch" not in path, path)):  # other packages may bring their own
         try:
             return ctypes.cast(ctypes.CDLL(path).GOMP_parallel, _POINTER).value
         except (OSError, AttributeError):
