@@ -130,7 +130,8 @@ def _grouped_grad(call: LayerCall) -> Tensor:
     if rows == 0:
         return call.grad_output.new_zeros(0, *shape)
     c = _correlation(call)
-    wide, narrow = (t.reshape(1, -1, *t.shape[2:]) for t in (c.wide, c.narrow))
+    # Through one axis, since axes of size 1 may have strides by which the kernel takes the channels for last.
+    wide, narrow = (t.reshape(-1).view(1, -1, *t.shape[2:]) for t in (c.wide, c.narrow))
     folded = replace(c, wide=wide, narrow=narrow)
     return _correlate(folded, (rows * shape[0], *shape[1:]), rows * c.groups).reshape(rows, *shape)
 

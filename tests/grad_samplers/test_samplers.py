@@ -259,3 +259,24 @@ def test_rms_norm_of_half_precision_has_the_eps_that_it_ran_with():
     call = LayerCall(layer, (inputs.float(),), cotangent)
     normed = layer(inputs).float()  # its weight is one
     torch.testing.assert_close(sampler_for(layer)["weight"].grad(call), normed * cotangent, rtol=0.02, atol=1e-3)
+
+
+@pytest.mark.parametrize("dtype", [F32, F64], ids=str)
+@pytest.mark.parametrize("dimensions", [1, 2, 3])
+@pytest.mark.parametrize("size", [1, 4])
+@pytest.mark.parametrize("groups", [1, 2])
+def test_convolutions_take_channels_that_lie_last(groups, size, dimensions, dtype):
+    """With one position the strides say nothing, and torch's kernels may take them for another layout."""
+    torch.manual_seed(0)
+    layer_class = (nn.Conv1d, nn.Conv2d, nn.Conv3d)[dimensions - 1]
+    layer = layer_class(2, 2, 3, padding=1, groups=groups).to(dtype)
+    inputs = torch.randn(6, *[size] * dimensions, 2, dtype=dtype).movedim(-1, 1)
+    cotangent = torch.randn(6, *[size] * dimensions, 2, dtype=dtype).movedim(-1, 1)
+    call = LayerCall(layer, (inputs,), cotangent)
+    rows = [torch.autograd.grad(layer(inputs[i : i + 1]), layer.weight, cotangent[i : i + 1])[0] for i in range(6)]
+    sampler = BUILTIN[layer_class]["weight"]
+    for form in sampler.grads.values():
+        torch.testing.assert_close(form(call), torch.stack(rows), rtol=1e-4, atol=1e-5)
+    for form in sampler.sq_norms.values():
+        expected = torch.stack(rows).flatten(1).double().square().sum(dim=1)
+        torch.testing.assert_close(form(call).double(), expected, rtol=1e-4, atol=0)
