@@ -89,10 +89,7 @@ def _key(tensor: Tensor) -> object:
 def _norms_of(products: Sequence[Factors]) -> list[GramNorm]:
     rows, length, _ = products[0][0].shape
     if length <= 1 or rows == 0:
-        norms = [product_of_norms(*factors) for factors in products]
-        return [
-            GramNorm(norm_B.square(), torch.zeros_like(norm_B)) for norm_B in norms
-        ]  # one part cancels with nothing
+        return [GramNorm(product_of_norms(*factors).square(), None) for factors in products]
     tensors = {_key(factor): factor for factors in products for factor in factors}
     dtype = torch.float64 if fast_in_float64(products[0][0].device) else products[0][0].dtype
     entries = (len(tensors) + 1) * length * _tile(length, dtype) + length * sum(t.shape[2] for t in tensors.values())

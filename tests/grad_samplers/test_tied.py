@@ -65,6 +65,13 @@ def test_float32_uses_that_cancel_have_a_norm_that_is_not_low():
     assert (found.double() >= truth_of(wide) * (1 - 1e-6)).all()
 
 
+def test_a_linear_layer_at_one_position_has_a_part_that_may_cancel_too():
+    calls = calls_of(pooled=True)
+    (head, _), (words, _) = calls[1], calls[0]
+    alone_B = head.inputs[0].norm(dim=1) * head.grad_output.norm(dim=1)
+    assert (tied_norm(calls).spread_B >= (WORDS.spread(words) + alone_B) * (1 - 1e-9)).all()
+
+
 def test_other_uses_have_no_cross_terms_of_this_kind():
     calls = calls_of()
     assert tied_cost(calls) is not None
