@@ -6,11 +6,17 @@ from setuptools import Extension, find_packages, setup
 
 HERE = Path(__file__).resolve().parent
 PLOTS = ["matplotlib>=3.8"]
+
+
+def _kernels(pattern: str) -> list[str]:
+    return sorted(str(path.relative_to(HERE)) for path in (HERE / "dpengine" / "kernels").glob(pattern))
+
+
 # Optional: without a C compiler NumPy and torch compute the same. No product may be fused with a sum: bits must agree.
 NATIVE = Extension(
     "dpengine.kernels.native",
-    sources=[f"dpengine/kernels/{name}.c" for name in ("normals", "recurrent", "vectors")],
-    depends=[f"dpengine/kernels/{name}.h" for name in ("normals_body", "recurrent_body", "vectors")],
+    sources=_kernels("*.c"),
+    depends=_kernels("*.h"),
     extra_compile_args=["-O3", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-Wno-psabi"],
     optional=True,
 )

@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dpengine.capture import LayerCall
+from dpengine.kernels import products as native
 
 from .arguments import argument
 from .gram import WORKSPACE_BYTES, gram_operations, gram_sq_norm, spread_of
@@ -173,6 +174,28 @@ def _write_unfolded_grad(call: LayerCall, out: Tensor) -> None:
         done += len(narrow)
 
 
+def _padded(c: _Correlation) -> native.Windows:
+    wide = F.pad(c.wide, _reversed([(p, p) for p in c.padding])) if any(c.padding) else c.wide
+    return native.Windows(wide, c.narrow, c.groups, c.kernel, c.stride, c.dilation)
+
+
+def _compiled_grad(call: LayerCall) -> Tensor:
+    """By compiled code, which lays a few windows out at a time."""
+    grads = _new_grads(call)
+    _write_compiled_grad(call, grads)
+    return grads
+
+
+def _write_compiled_grad(call: LayerCall, out: Tensor) -> Tensor | None:
+    windows = _padded(_correlation(call))
+    return native.window_grads(windows, out) if windows.fit() else _write_unfolded_grad(call, out)
+
+
+def _compiled_sq_norm(call: LayerCall) -> Tensor:
+    windows = _padded(_correlation(call))
+    return native.window_grads(windows) if windows.fit() else _gram_sq_norm(call)
+
+
 @full_precision()
 def _gram_sq_norm(call: LayerCall) -> Tensor:
     """By the Gram of all windows, which are copied."""
@@ -236,6 +259,8 @@ def _weight_cost(call: LayerCall) -> Cost:
     grads = {"grouped": product * (4 if slow else 1), "unfold": product + traffic, "loop": 2 * product + _ONE_CALL}
     gram = gram_operations(length, (channels, window), c.wide.dtype, device)
     sq_norms = {} if gram is None else {"gram": gram * c.groups + traffic}
+    if native.Windows(c.wide, c.narrow, c.groups, c.kernel, c.stride, c.dilation).fit():
+        grads["compiled"] = sq_norms["compiled"] = 1.5 * product + _ONE_CALL / call.batch_size
     if fast_in_float64(device) and c.wide.dtype is torch.float32:
         spread_out = math.prod(n + 2 * p for n, p in zip(c.wide.shape[2:], c.padding, strict=True))
         places = math.prod(c.kernel) * 16 * operations_per_byte(device)
@@ -282,9 +307,9 @@ SAMPLERS = {
         weighted_sum=_weight_sum,
         spread=_weight_spread,
         cost=_weight_cost,
-        more_grads={"unfold": _unfolded_grad, "loop": _looped_grad},
-        more_sq_norms={"shifted gram": _shifted_sq_norm},
-        write_grads={"unfold": _write_unfolded_grad, "loop": _write_looped_grad},
+        more_grads={"unfold": _unfolded_grad, "loop": _looped_grad, "compiled": _compiled_grad},
+        more_sq_norms={"shifted gram": _shifted_sq_norm, "compiled": _compiled_sq_norm},
+        write_grads={"unfold": _write_unfolded_grad, "loop": _write_looped_grad, "compiled": _write_compiled_grad},
         grad_name="grouped",
         sq_norm_name="gram",
     ),

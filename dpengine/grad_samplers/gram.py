@@ -23,6 +23,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from dpengine.kernels import products as native
+
 from .machine import fast_in_float64
 from .precision import full_precision
 
@@ -91,7 +93,12 @@ def _norms_of(products: Sequence[Factors]) -> list[GramNorm]:
     if length <= 1 or rows == 0:
         return [GramNorm(product_of_norms(*factors).square(), None) for factors in products]
     tensors = {_key(factor): factor for factors in products for factor in factors}
-    dtype = torch.float64 if fast_in_float64(products[0][0].device) else products[0][0].dtype
+    in_float64 = fast_in_float64(products[0][0].device)
+    if in_float64 and native.takes(*tensors.values()) and native.gram_fits(length, len(tensors)):
+        places = {key: i for i, key in enumerate(tensors)}
+        found = native.gram_norms([*tensors.values()], [[places[_key(f)] for f in factors] for factors in products])
+        return [GramNorm(*norm) for norm in zip(found[0], _long(found[1], length), strict=True)]
+    dtype = torch.float64 if in_float64 else products[0][0].dtype
     entries = (len(tensors) + 1) * length * _tile(length, dtype) + length * sum(t.shape[2] for t in tensors.values())
     step = max(1, WORKSPACE_BYTES // (dtype.itemsize * entries))
     parts = []
@@ -113,6 +120,8 @@ def gram_operations(length: int, features: Sequence[int], dtype: torch.dtype, de
     if length > 1 and not fast_in_float64(device) and _guard(features, dtype) * length >= _REDO / 2:
         return None
     halved = 1 if length < 128 else 0.625  # four tiles a side: ten of sixteen are computed
+    if device.type == "cpu" and dtype is torch.float32 and native.gram_fits(length, len(features)):
+        halved = 0.5
     return halved * length**2 * (2 * sum(features) + 4) * (2 if fast_in_float64(device) else 1)
 
 
@@ -215,7 +224,9 @@ def norms(tensor: Tensor, dim: int) -> Tensor:
     """Along the last axis, which is ``dim``, in float64, or as wide as there is."""
     if tensor.dtype is not torch.float32 or tensor.device.type != "cpu":
         return torch.linalg.vector_norm(tensor, dim=dim, dtype=_widest(tensor))
-    # On the CPU float64 takes ten times as long. Squares of numbers below 1e-19 lose bits in float32, which shows where
+    if native.takes(tensor):
+        return native.sq_norms(tensor).sqrt_()
+    # In torch float64 takes ten times as long. Squares of numbers below 1e-19 lose bits in float32, which shows where
     # there are no larger ones beside them.
     whole = tensor.shape[-1] // _BLOCK * _BLOCK
     parts = [torch.linalg.vector_norm(tensor[..., whole:], dim=dim).double().square()]

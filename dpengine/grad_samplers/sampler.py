@@ -55,7 +55,8 @@ class GradSampler:
         cost: What each way costs; without it ``sq_norm`` is taken if there is one.
         more_grads: Other ways to form ``grad``, by name.
         more_sq_norms: Other ways to form ``sq_norm``, by name.
-        write_grads: For ways to form ``grad`` that can write it where it shall be: ``(call, out)``.
+        write_grads: For ways to form ``grad`` that can write it where it shall be: ``(call, out)``. They return its
+            squared norms ``(B,)`` if these come with it, else None.
         grad_name: What ``grad`` is called beside them.
         sq_norm_name: What ``sq_norm`` is called beside them.
     """
@@ -70,7 +71,7 @@ class GradSampler:
     cost: Callable[[LayerCall], Cost] | None = None
     more_grads: Mapping[str, Rows] = field(default_factory=dict)
     more_sq_norms: Mapping[str, Rows] = field(default_factory=dict)
-    write_grads: Mapping[str, Callable[[LayerCall, Tensor], None]] = field(default_factory=dict)
+    write_grads: Mapping[str, Callable[[LayerCall, Tensor], Tensor | None]] = field(default_factory=dict)
     grad_name: str = "direct"
     sq_norm_name: str = "shortcut"
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from dpengine.capture import LayerCall, Use
 from dpengine.grad_samplers import GradSampler, GramNorm, gram_norms, tied_norm
+from dpengine.kernels import products as native
 
 from .flat_buffer import Sums, wide
 from .method import Method, Way
@@ -54,11 +55,13 @@ class Entry:
             ((call, sampler),) = self.calls
             return self._raised(sampler.sq_norms[way.name](call), self._spread())
         if way.method is Method.KEEP:
+            found = None
             if self.calls:
-                self.keep(self._written(way.name, rows, scratch))
+                grad, found = self._written(way.name, rows, scratch)
+                self.keep(grad)
                 self.calls = []
             assert self.kept is not None
-            return sq_norms(self.kept)
+            return sq_norms(self.kept) if found is None else found
         return self._raised(self._discarded(way.name, rows, scratch), self._spread())
 
     def add_sum(self, weight_B: Tensor, scale: float, into: Sums) -> None:
@@ -111,26 +114,25 @@ class Entry:
         parts = []
         for i in starts:
             some = out[: min(step, rows - i)]
-            write(some_rows(call, i, i + len(some)), some)
-            parts.append(sq_norms(some))
+            found = write(some_rows(call, i, i + len(some)), some)
+            parts.append(sq_norms(some) if found is None else found)
         return torch.cat(parts)
 
-    def _writer(self, name: str) -> Callable[[LayerCall, Tensor], None] | None:
+    def _writer(self, name: str) -> Callable[[LayerCall, Tensor], Tensor | None] | None:
         """What writes the gradients of the one call there is, if they are not to be added to others."""
         if len(self.calls) != 1 or self.kept is not None:
             return None
         sampler = self.calls[0][1]
         return sampler.write_grads.get(name or sampler.grad_name)
 
-    def _written(self, name: str, rows: int, scratch: Scratch) -> Tensor:
-        """Gradients of all rows, in scratch memory if the way can write there."""
+    def _written(self, name: str, rows: int, scratch: Scratch) -> tuple[Tensor, Tensor | None]:
+        """Gradients of all rows, in scratch memory if the way can write there, and their squared norms if it says."""
         call, write = self.calls[0][0], self._writer(name)
         if write is None or not rows:
-            return self._form(name, 0, rows, rows)
+            return self._form(name, 0, rows, rows), None
         grad = call.grad_output
         out = scratch.take((rows, *self.use.parameter.shape), grad.dtype, grad.device)
-        write(call, out)
-        return out
+        return out, write(call, out)
 
     def _raised(self, sq_norm_B: Tensor, spread_B: Tensor | None) -> Tensor:
         """Squared norms, raised where the parts of a row cancel so far that rounding would be most of their sum.
@@ -187,6 +189,8 @@ def sq_norms(grad: Tensor) -> Tensor:
         The squared norm of each row.
     """
     flat_BP = grad.flatten(1) if grad.dim() > 1 else grad.unsqueeze(1)
+    if native.takes(flat_BP):
+        return native.sq_norms(flat_BP)
     if flat_BP.dtype is torch.float64 or (flat_BP.shape[1] <= _FEW and flat_BP.device.type != "mps"):
         return torch.linalg.vector_norm(flat_BP, dim=1, dtype=torch.float64).square()
     whole = flat_BP.shape[1] // _BLOCK * _BLOCK

@@ -10,6 +10,11 @@ from pathlib import Path
 _HERE = Path(__file__).resolve().parent
 _POINTER, _COUNT, _REAL = ctypes.c_void_p, ctypes.c_uint64, ctypes.c_double
 _RECURRENT = {"lstm_step_f32": 7, "lstm_back_f32": 7, "gru_step_f32": 7, "gru_back_f32": 8}
+_PRODUCTS = {
+    "sq_norms_f32": (_COUNT, _COUNT, _COUNT, _POINTER, _POINTER),
+    "gram_norms_f32": (_COUNT, _COUNT, _COUNT, _POINTER, _COUNT, *[_POINTER] * 4),
+    "outer_sums_f32": (_POINTER,),
+}
 
 
 @functools.cache
@@ -51,5 +56,11 @@ def _typed(library: ctypes.CDLL) -> ctypes.CDLL:
         function = getattr(library, name)
         function.argtypes = (*[_COUNT] * 5, *[_POINTER] * pointers)
         function.restype = None
+    team = (ctypes.c_uint, _POINTER)
+    for name, arguments in _PRODUCTS.items():
+        function = getattr(library, name)
+        function.argtypes, function.restype = (*arguments, *team), None
+    library.gram_work.argtypes, library.outer_work.argtypes = (_COUNT, _COUNT), (_POINTER,)
+    library.gram_work.restype = library.outer_work.restype = _COUNT
     library.allow_vectors.argtypes = (ctypes.c_int,)
     return library

@@ -4,6 +4,7 @@
 #include <stdint.h>
 #include <string.h>
 
+#include "team.h"
 #include "vectors.h"
 
 #if defined(__x86_64__)
@@ -31,10 +32,6 @@
 #define NAMED(name) name##_any
 #include "normals_body.h"
 
-/* A team of threads: OpenMP's GOMP_parallel of the library that torch has loaded. Threads of our own would have to wait
-   for those, which spin for a while when their work is done. */
-typedef void (*team)(void (*)(void *), void *, unsigned, unsigned);
-
 enum { SHARE = 32 * GROUP }; /* normals that a thread draws at a time */
 
 /* to[k] = (to[k] + std * z[first + k]) * scale for k < count, where z are the normals that belong to the key.
@@ -58,10 +55,7 @@ enum { SHARE = 32 * GROUP }; /* normals that a thread draws at a time */
     void name(const uint32_t *key, uint64_t first, uint64_t count, double std, double scale, number *to,               \
               unsigned threads, team run) {                                                                            \
         struct name##_job job = {key, first, count, 0, std, scale, to};                                                \
-        if (run && threads > 1)                                                                                        \
-            run(name##_share, &job, threads, 0);                                                                       \
-        else                                                                                                           \
-            name##_share(&job);                                                                                        \
+        share_out(name##_share, &job, threads, run);                                                                   \
     }
 
 DEFINE(add_normals_f32, float)

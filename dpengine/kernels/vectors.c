@@ -8,7 +8,7 @@ int vector_level(void) {
 #if defined(__x86_64__)
     int wide = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512dq") &&
                __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl");
-    int best = wide ? 2 : __builtin_cpu_supports("avx2") ? 1 : 0;
+    int best = wide ? 2 : __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") ? 1 : 0;
     return best < allowed ? best : allowed;
 #else
     return 0;

@@ -4,6 +4,7 @@
 
 #define AVX512 __attribute__((target("avx512f,avx512dq,avx512bw,avx512vl")))
 #define AVX2 __attribute__((target("avx2")))
+#define AVX2_FMA __attribute__((target("avx2,fma")))
 
 /* 2 for AVX-512, 1 for AVX2, 0 for neither. */
 int vector_level(void);

@@ -3,6 +3,7 @@ import torch
 
 from dpengine.grad_samplers import gram
 from dpengine.grad_samplers.gram import gram_norms, gram_operations, gram_sq_norm
+from dpengine.kernels import native_library
 
 MAKERS = {
     "normal": lambda *shape: torch.randn(shape),
@@ -22,6 +23,18 @@ def in_float32(monkeypatch):
     monkeypatch.setattr(gram, "fast_in_float64", lambda device: False)
 
 
+@pytest.fixture(params=["compiled", "float64-gram", "float32-gram"])
+def each_way(request, monkeypatch):
+    """The Grams in compiled code, in torch where that is off, and in float32."""
+    if request.param == "compiled" and native_library() is None:
+        pytest.skip("native code is not built here")
+    if request.param == "float64-gram":
+        monkeypatch.setattr(gram.native, "gram_fits", lambda length, factors: False)
+    if request.param == "float32-gram":
+        monkeypatch.setattr(gram, "fast_in_float64", lambda device: False)
+    return request.param
+
+
 def truth(*factors):
     letters = "ijk"[: len(factors)]
     equation = ",".join(f"bt{letter}" for letter in letters) + f"->b{letters}"
@@ -31,7 +44,7 @@ def truth(*factors):
 @pytest.mark.parametrize("second", MAKERS)
 @pytest.mark.parametrize("first", MAKERS)
 @pytest.mark.parametrize(("length", "sizes"), [(2, (64, 65)), (7, (300, 20)), (140, (40, 130))])
-def test_float32_norms_are_never_low_whatever_the_data(in_float32, first, second, length, sizes):
+def test_float32_norms_are_never_low_whatever_the_data(each_way, first, second, length, sizes):
     torch.manual_seed(0)
     factors = MAKERS[first](3, length, sizes[0]), MAKERS[second](3, length, sizes[1])
     true, found = truth(*factors), gram_sq_norm(*factors).double()
@@ -39,7 +52,7 @@ def test_float32_norms_are_never_low_whatever_the_data(in_float32, first, second
     assert (found <= true * 1.0101).all()
 
 
-def test_norms_are_not_lost_where_positions_cancel(in_float32):
+def test_norms_are_not_lost_where_positions_cancel(each_way):
     """The sum is 1e-3 of its terms; its square is lost in the rounding of a float32 Gram."""
     torch.manual_seed(0)
     acts = torch.randn(4, 1, 50).expand(4, 8, 50).clone()
@@ -51,20 +64,20 @@ def test_norms_are_not_lost_where_positions_cancel(in_float32):
     assert (found <= true * 1.0101).all()
 
 
-def test_exact_cancellation_gives_about_zero(in_float32):
+def test_exact_cancellation_gives_about_zero(each_way):
     acts = torch.ones(2, 4, 30)
     grads = torch.tensor([1.0, -1.0, 1.0, -1.0]).view(1, 4, 1).expand(2, 4, 20)
     assert (gram_sq_norm(acts, grads) < 1e-12).all()
 
 
-def test_huge_finite_gradients_have_finite_norms(in_float32):
+def test_huge_finite_gradients_have_finite_norms(each_way):
     acts, grads = torch.full((1, 3, 5), 1e11), torch.full((1, 3, 4), 1e12)
     true, found = truth(acts, grads), gram_sq_norm(acts, grads).double()
     torch.testing.assert_close(found, true, rtol=0.02, atol=0)
 
 
 @pytest.mark.parametrize("length", [1, 3])
-def test_only_the_row_that_is_not_finite_has_such_a_norm(in_float32, length):
+def test_only_the_row_that_is_not_finite_has_such_a_norm(each_way, length):
     torch.manual_seed(0)
     acts, grads = torch.randn(3, length, 5), torch.randn(3, length, 4)
     acts[1, 0, 0] = torch.nan
@@ -107,17 +120,15 @@ def test_the_gram_is_not_offered_where_its_guard_would_show(in_float32):
     assert gram_operations(8, (64, 64), torch.float32, CPU) is not None
 
 
-@pytest.mark.parametrize("narrow", [False, True], ids=["float64-gram", "float32-gram"])
 @pytest.mark.parametrize("length", [1, 6, 70])
-def test_norms_formed_together_are_those_formed_alone(monkeypatch, narrow, length):
-    if narrow:
-        monkeypatch.setattr(gram, "fast_in_float64", lambda device: False)
+def test_norms_formed_together_are_those_formed_alone(each_way, monkeypatch, length):
     torch.manual_seed(0)
     shared, a, b, c = (torch.randn(5, length, size) for size in (7, 4, 9, 3))
     products = [(a, shared), (c, b), (b, shared), (shared,), (a, b, c)]
     formed = []
-    original = gram._gram
+    original, compiled = gram._gram, gram.native.gram_norms
     monkeypatch.setattr(gram, "_gram", lambda *args: formed.append(1) or original(*args))
+    monkeypatch.setattr(gram.native, "gram_norms", lambda them, which: formed.extend(them) or compiled(them, which))
     together = gram_norms(products)
     count = len(formed)
     for factors, found in zip(products, together, strict=True):
@@ -128,10 +139,7 @@ def test_norms_formed_together_are_those_formed_alone(monkeypatch, narrow, lengt
     assert count < len(formed) - count or length == 1  # ten factors are four tensors
 
 
-@pytest.mark.parametrize("narrow", [False, True], ids=["float64-gram", "float32-gram"])
-def test_the_spread_is_what_the_parts_have_together(monkeypatch, narrow):
-    if narrow:
-        monkeypatch.setattr(gram, "fast_in_float64", lambda device: False)
+def test_the_spread_is_what_the_parts_have_together(each_way):
     torch.manual_seed(0)
     for length in (6, 300):
         a, b = torch.randn(3, length, 8), torch.randn(3, length, 5)
@@ -142,7 +150,9 @@ def test_the_spread_is_what_the_parts_have_together(monkeypatch, narrow):
 
 
 @pytest.mark.parametrize(("length", "sizes"), [(64, (256, 2304)), (128, (768, 768))])
-def test_where_float64_is_fast_large_norms_are_as_exact_as_the_project_promises(length, sizes):
+def test_where_float64_is_fast_large_norms_are_as_exact_as_the_project_promises(each_way, length, sizes):
+    if each_way == "float32-gram":
+        pytest.skip("float32 has a guard instead")
     torch.manual_seed(0)
     factors = [torch.randn(2, length, size) + 0.3 for size in sizes]
     torch.testing.assert_close(gram_sq_norm(*factors).double(), truth(*factors), rtol=1e-9, atol=0)

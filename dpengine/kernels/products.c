@@ -1,0 +1,129 @@
+/* Norms of per-sample weight gradients, which are sums over places of outer products, and these gradients.
+
+   The plain twins are the other ways of dpengine/grad_samplers, which torch computes. No row is read for another, so
+   that what is not finite stays where it is. Products may be fused with sums here. */
+
+#include <stdint.h>
+#include <string.h>
+
+#include "team.h"
+#include "vectors.h"
+
+#ifdef __clang__
+#pragma STDC FP_CONTRACT ON
+#else
+#pragma GCC optimize("fp-contract=fast")
+#endif
+
+/* One factor of the outer products: `width` features at each place of each row, and how far apart they lie. */
+struct factor {
+    const float *at;
+    uint64_t row, place, feature, width;
+};
+
+struct grams {
+    uint64_t rows, places, factors, products;
+    const struct factor *factor;
+    const uint64_t *product; /* of each, how many factors it has, and which */
+    double *sq_norm, *spread, *work;
+    uint64_t work_each, next, worker;
+};
+
+/* A tensor (rows, groups, channels, size...), and the windows that a kernel sees of it. */
+struct outers {
+    uint64_t rows, groups, channels, size[3], kernel[3], stride[3], dilation[3], places[3];
+    const float *wide;
+    const float *narrow; /* (rows, groups, high, places), with strides */
+    uint64_t high, row, group, channel, place;
+    float *out;      /* (rows, groups, high, features), or null */
+    double *sq_norm; /* (rows) */
+    float *work;
+    uint64_t work_each, next, worker;
+};
+
+enum { SPAN = 256 };         /* features of a factor that are widened at a time, so that they stay in the cache */
+enum { LAID_OUT = 1 << 15 }; /* numbers of windows that are laid out at a time */
+
+/* The tile of a Gram and the rows of a product that fit in the registers. */
+#if defined(__x86_64__)
+
+#define LANES 16
+#define SIDE 5
+#define HIGH 8
+#define TARGET AVX512
+#define NAMED(name) name##_avx512
+#include "products_body.h"
+
+#define LANES 8
+#define SIDE 3
+#define HIGH 4
+#define TARGET AVX2_FMA
+#define NAMED(name) name##_avx2
+#include "products_body.h"
+
+#endif
+
+#define LANES 4
+#define SIDE 3
+#define HIGH 4
+#define TARGET
+#define NAMED(name) name##_any
+#include "products_body.h"
+
+static void *of_worker(void *work, uint64_t each, uint64_t *worker) {
+    return (char *)work + each * __atomic_fetch_add(worker, 1, __ATOMIC_RELAXED);
+}
+
+struct rows {
+    const float *at;
+    uint64_t count, size, stride, next;
+    double *sq_norm;
+};
+
+static void square_share(void *data) {
+    struct rows *job = data;
+    for (uint64_t row; (row = __atomic_fetch_add(&job->next, 1, __ATOMIC_RELAXED)) < job->count;)
+        (BEST(squares))(job->at + row * job->stride, job->size, job->sq_norm + row);
+}
+
+/* The sum of the squares of each row, in float64. */
+void sq_norms_f32(uint64_t count, uint64_t size, uint64_t stride, const float *at, double *sq_norm, unsigned threads,
+                  team run) {
+    struct rows job = {at, count, size, stride, 0, sq_norm};
+    share_out(square_share, &job, count * size < 1 << 16 ? 1 : threads, run);
+}
+
+static void gram_share(void *data) {
+    struct grams *job = data;
+    double *work = of_worker(job->work, job->work_each, &job->worker);
+    for (uint64_t row; (row = __atomic_fetch_add(&job->next, 1, __ATOMIC_RELAXED)) < job->rows;)
+        (BEST(gram_row))(job, row, work);
+}
+
+/* Bytes that each thread needs for gram_norms_f32. */
+uint64_t gram_work(uint64_t places, uint64_t factors) { return 8 * (BEST(gram_doubles))(places, factors); }
+
+/* For each product of factors and each row: the squared norm of the sum over places of outer products, in float64, and
+   the norms of the parts, added up. `work` is aligned to 64 bytes, as are the results of gram_work. */
+void gram_norms_f32(uint64_t rows, uint64_t places, uint64_t factors, const struct factor *factor, uint64_t products,
+                    const uint64_t *product, double *sq_norm, double *spread, void *work, unsigned threads, team run) {
+    struct grams job = {rows, places, factors, products, factor, product, sq_norm, spread, work,
+                        gram_work(places, factors), 0, 0};
+    share_out(gram_share, &job, threads, run);
+}
+
+static void outer_share(void *data) {
+    struct outers *job = data;
+    float *work = of_worker(job->work, job->work_each, &job->worker);
+    for (uint64_t row; (row = __atomic_fetch_add(&job->next, 1, __ATOMIC_RELAXED)) < job->rows;)
+        (BEST(outer_row))(job, row, work);
+}
+
+/* Bytes that each thread needs for outer_sums_f32. */
+uint64_t outer_work(const struct outers *job) { return 4 * (BEST(outer_floats))(job); }
+
+/* For each row and group the sums over places of narrow (outer) window, and their squared norm. */
+void outer_sums_f32(struct outers *job, unsigned threads, team run) {
+    job->work_each = outer_work(job), job->next = job->worker = 0;
+    share_out(outer_share, job, threads, run);
+}

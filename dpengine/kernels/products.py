@@ -1,0 +1,153 @@
+"""Norms of per-sample weight gradients, and these gradients, by compiled code on the CPU.
+
+Every function takes float32 tensors on the CPU. Where the library was not built, ``takes`` says no.
+
+Axes: B rows, T places, F features, G groups, C channels of a group, K channels of ``narrow`` in a group.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .library import native_library, thread_team
+
+_COUNT, _POINTER = ctypes.c_uint64, ctypes.c_void_p
+_LINE = 64  # bytes to which work space is aligned
+_LARGEST_WORK = 16 * 2**20  # bytes for each thread
+
+
+def takes(*tensors: Tensor) -> bool:
+    """Whether there is compiled code for these tensors."""
+    return native_library() is not None and all(
+        type(t) is Tensor and t.dtype is torch.float32 and t.device.type == "cpu" and t.layout is torch.strided
+        for t in tensors
+    )
+
+
+def sq_norms(tensor: Tensor) -> Tensor:
+    """Squared norms along the last axis, ``(...)`` float64, exact but for its rounding. For a tensor ``(..., F)``."""
+    rows = tensor.reshape(math.prod(tensor.shape[:-1]), tensor.shape[-1])
+    if rows.stride(1) != 1:
+        rows = rows.contiguous()
+    found = rows.new_empty(len(rows), dtype=torch.float64)
+    sizes = (*rows.shape, rows.stride(0))
+    _library().sq_norms_f32(*sizes, rows.data_ptr(), found.data_ptr(), torch.get_num_threads(), thread_team())
+    return found.view(tensor.shape[:-1])
+
+
+def gram_fits(length: int, factors: int) -> bool:
+    """Whether Grams of so many factors over so many places are of a size that compiled code is good at."""
+    return native_library() is not None and _library().gram_work(length, factors) <= _LARGEST_WORK
+
+
+def gram_norms(factors: Sequence[Tensor], products: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
+    """Squared norms of sums over T of outer products, by Grams in float64. See ``grad_samplers.gram``.
+
+    Args:
+        factors: ``(B, T, F)`` each, with any strides.
+        products: For each product, the numbers of its factors.
+
+    Returns:
+        Squared norms ``(products, B)``, and the norms of the parts, added up, ``(products, B)``; both float64.
+    """
+    rows, length, _ = factors[0].shape
+    described = [number for t in factors for number in (t.data_ptr(), *t.stride(), t.shape[2])]
+    listed = [number for which in products for number in (len(which), *which)]
+    sq_norm, spread = torch.empty(2, len(products), rows, dtype=torch.float64)
+    work, threads = _work(_library().gram_work(length, len(factors)), rows)
+    _library().gram_norms_f32(
+        *(rows, length, len(factors), (_COUNT * len(described))(*described), len(products)),
+        *((_COUNT * len(listed))(*listed), sq_norm.data_ptr(), spread.data_ptr(), _aligned(work)),
+        *(threads, thread_team()),
+    )
+    return sq_norm, spread
+
+
+@dataclass(frozen=True, eq=False)
+class Windows:
+    """A correlation of two tensors in each row and group; one to three axes in space.
+
+    Attributes:
+        wide: ``(B, G * C, *size)``, with its padding.
+        narrow: ``(B, G * K, *places)``.
+        groups: G.
+        kernel: Size of a window, axis by axis.
+        stride: From one window to the next.
+        dilation: From one number of a window to the next.
+    """
+
+    wide: Tensor
+    narrow: Tensor
+    groups: int
+    kernel: tuple[int, ...]
+    stride: tuple[int, ...]
+    dilation: tuple[int, ...]
+
+    def fit(self) -> bool:
+        """Whether there is compiled code, and what a thread needs stays small."""
+        features = math.prod((self.wide.shape[1] // self.groups, *self.kernel))
+        sums = self.narrow.shape[1] // self.groups * features
+        return takes(self.wide, self.narrow) and 4 * (sums + 33 * (features + 16)) <= _LARGEST_WORK
+
+
+def window_grads(c: Windows, out: Tensor | None = None) -> Tensor:
+    """Sums over places of ``narrow`` (outer) window, in float32, and their norms.
+
+    Args:
+        c: What to correlate.
+        out: ``(B, G * K, C, *kernel)``, contiguous, where the sums go; None where only norms are asked for.
+
+    Returns:
+        The squared norms ``(B,)`` of what was summed, in float64.
+    """
+    wide, narrow, ones = c.wide.contiguous(), c.narrow.contiguous(), [1] * (3 - len(c.kernel))
+    rows, high, places = len(narrow), narrow.shape[1] // c.groups, math.prod(narrow.shape[2:])
+    sq_norm = torch.empty(rows, dtype=torch.float64)
+    axes = (wide.shape[2:], c.kernel, c.stride, c.dilation, narrow.shape[2:])
+    job = _Outers(
+        (_COUNT * 18)(rows, c.groups, wide.shape[1] // c.groups, *(n for axis in axes for n in (*ones, *axis))),
+        *(wide.data_ptr(), narrow.data_ptr()),
+        (_COUNT * 5)(high, c.groups * high * places, high * places, places, 1),
+        *(None if out is None else out.data_ptr(), sq_norm.data_ptr()),
+    )
+    work, threads = _work(_library().outer_work(ctypes.byref(job)), rows)
+    job.work = _aligned(work)
+    _library().outer_sums_f32(ctypes.byref(job), threads, thread_team())
+    return sq_norm
+
+
+class _Outers(ctypes.Structure):
+    """``struct outers`` of products.c."""
+
+    _fields_ = (
+        ("wide_sizes", _COUNT * 18),
+        ("wide", _POINTER),
+        ("narrow", _POINTER),
+        ("narrow_sizes", _COUNT * 5),
+        ("out", _POINTER),
+        ("sq_norm", _POINTER),
+        ("work", _POINTER),
+        ("progress", _COUNT * 3),
+    )
+
+
+def _library() -> ctypes.CDLL:
+    library = native_library()
+    assert library is not None
+    return library
+
+
+def _work(each: int, rows: int) -> tuple[Tensor, int]:
+    """Memory for the threads, and how many there are; GOMP may start fewer, never more."""
+    threads = max(1, min(torch.get_num_threads(), rows)) if thread_team() else 1
+    return torch.empty(threads * each + _LINE, dtype=torch.uint8), threads
+
+
+def _aligned(work: Tensor) -> int:
+    return -(-work.data_ptr() // _LINE) * _LINE

@@ -1,0 +1,253 @@
+/* One family of processors. Included by products.c, more than once. */
+
+#define REALS (LANES / 2)
+#define reals NAMED(reals)
+#define floats NAMED(floats)
+#define reals_of NAMED(reals_of)
+#define floats_of NAMED(floats_of)
+#define halves_of NAMED(halves_of)
+
+typedef double reals __attribute__((vector_size(8 * REALS)));
+typedef float floats __attribute__((vector_size(4 * LANES)));
+typedef double reals_of __attribute__((vector_size(8 * REALS), aligned(8), may_alias));
+typedef float halves_of __attribute__((vector_size(4 * REALS), aligned(4), may_alias));
+typedef float floats_of __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
+
+#ifndef UP
+#define UP(number, unit) (((number) + (unit)-1) / (unit) * (unit))
+#endif
+
+INLINE(TARGET) double NAMED(total)(reals x) {
+    double sum = 0;
+    for (int l = 0; l < REALS; l++) sum += x[l];
+    return sum;
+}
+
+/* The places from `first` on of a span of features in float64, with zeros around. */
+TARGET static void NAMED(widen)(const struct factor *factor, uint64_t row, uint64_t places, uint64_t from, uint64_t span,
+                                uint64_t stride, double *out) {
+    const float *at = factor->at + row * factor->row + from * factor->feature;
+    uint64_t padded = UP(span, REALS);
+    for (uint64_t t = 0; t < places; t++, at += factor->place, out += stride) {
+        if (factor->feature == 1)
+            for (uint64_t k = 0; k < span; k++) out[k] = at[k];
+        else
+            for (uint64_t k = 0; k < span; k++) out[k] = at[k * factor->feature];
+        for (uint64_t k = span; k < padded; k++) out[k] = 0;
+    }
+    memset(out, 0, (UP(places, SIDE) - places) * stride * sizeof *out);
+}
+
+/* Adds the products of SIDE places with SIDE others. */
+INLINE(TARGET) void NAMED(tile)(const double *left, const double *right, uint64_t stride, uint64_t span, double *out) {
+    reals sum[SIDE][SIDE] = {{{0}}};
+    for (uint64_t k = 0; k < span; k += REALS) {
+        reals one[SIDE];
+#pragma GCC unroll 8
+        for (int i = 0; i < SIDE; i++) one[i] = *(const reals_of *)(left + i * stride + k);
+#pragma GCC unroll 8
+        for (int j = 0; j < SIDE; j++) {
+            reals other = *(const reals_of *)(right + j * stride + k);
+#pragma GCC unroll 8
+            for (int i = 0; i < SIDE; i++) sum[i][j] += one[i] * other;
+        }
+    }
+#pragma GCC unroll 8
+    for (int i = 0; i < SIDE; i++)
+#pragma GCC unroll 8
+        for (int j = 0; j < SIDE; j++) out[i * SIDE + j] += NAMED(total)(sum[i][j]);
+}
+
+/* A Gram has the tiles on its diagonal, then those above it. */
+TARGET static uint64_t NAMED(gram_doubles)(uint64_t places, uint64_t factors) {
+    uint64_t blocks = UP(places, SIDE) / SIDE;
+    return UP(blocks * SIDE * (SPAN + 8), 8) + factors * UP(blocks * (blocks + 1) / 2 * SIDE * SIDE, 8);
+}
+
+TARGET static void NAMED(gram)(const struct factor *factor, uint64_t row, uint64_t places, double *wide, double *gram) {
+    uint64_t blocks = UP(places, SIDE) / SIDE;
+    memset(gram, 0, blocks * (blocks + 1) / 2 * SIDE * SIDE * sizeof *gram);
+    for (uint64_t from = 0; from < factor->width; from += SPAN) {
+        uint64_t span = factor->width - from < SPAN ? factor->width - from : SPAN;
+        uint64_t stride = UP(span, 16) + 8; /* rows must not all fall on the same lines of the cache */
+        NAMED(widen)(factor, row, places, from, span, stride, wide);
+        double *above = gram + blocks * SIDE * SIDE;
+        for (uint64_t i = 0; i < blocks; i++) {
+            const double *left = wide + i * SIDE * stride;
+            NAMED(tile)(left, left, stride, span, gram + i * SIDE * SIDE);
+            for (uint64_t j = i + 1; j < blocks; j++, above += SIDE * SIDE)
+                NAMED(tile)(left, wide + j * SIDE * stride, stride, span, above);
+        }
+    }
+}
+
+/* The sum of the products of entries. */
+TARGET static double NAMED(entries)(const uint64_t *which, uint64_t count, const double *grams, uint64_t each,
+                                    uint64_t from, uint64_t to) {
+    reals sum = {0};
+    double rest = 0;
+    uint64_t e = from;
+    for (; e + REALS <= to; e += REALS) {
+        reals product = *(const reals_of *)(grams + which[0] * each + e);
+        for (uint64_t f = 1; f < count; f++) product *= *(const reals_of *)(grams + which[f] * each + e);
+        sum += product;
+    }
+    for (; e < to; e++) {
+        double product = grams[which[0] * each + e];
+        for (uint64_t f = 1; f < count; f++) product *= grams[which[f] * each + e];
+        rest += product;
+    }
+    return NAMED(total)(sum) + rest;
+}
+
+TARGET static void NAMED(squares)(const float *at, uint64_t size, double *out) {
+    reals sums[4] = {{0}};
+    double rest = 0;
+    uint64_t k = 0;
+    for (; k + 4 * REALS <= size; k += 4 * REALS)
+#pragma GCC unroll 4
+        for (int s = 0; s < 4; s++) {
+            reals x = __builtin_convertvector(*(const halves_of *)(at + k + s * REALS), reals);
+            sums[s] += x * x;
+        }
+    for (; k < size; k++) rest += (double)at[k] * (double)at[k];
+    *out = NAMED(total)((sums[0] + sums[1]) + (sums[2] + sums[3])) + rest;
+}
+
+TARGET static void NAMED(gram_row)(const struct grams *job, uint64_t row, double *work) {
+    uint64_t blocks = UP(job->places, SIDE) / SIDE, tiles = blocks * (blocks + 1) / 2;
+    uint64_t each = UP(tiles * SIDE * SIDE, 8), diagonal = blocks * SIDE * SIDE;
+    double *grams = work + UP(blocks * SIDE * (SPAN + 8), 8);
+    for (uint64_t f = 0; f < job->factors; f++)
+        NAMED(gram)(job->factor + f, row, job->places, work, grams + f * each);
+    const uint64_t *which = job->product;
+    for (uint64_t p = 0; p < job->products; p++) {
+        uint64_t count = *which++;
+        double sum = NAMED(entries)(which, count, grams, each, 0, diagonal), spread = 0;
+        sum += 2 * NAMED(entries)(which, count, grams, each, diagonal, tiles * SIDE * SIDE);
+        for (uint64_t t = 0; t < job->places; t++) {
+            double product = 1;
+            for (uint64_t f = 0; f < count; f++)
+                product *= grams[which[f] * each + t / SIDE * SIDE * SIDE + t % SIDE * (SIDE + 1)];
+            spread += __builtin_sqrt(product);
+        }
+        job->sq_norm[p * job->rows + row] = sum < 0 ? 0 : sum; /* what is not a number stays so */
+        job->spread[p * job->rows + row] = spread;
+        which += count;
+    }
+}
+
+/* Windows of some places, features side by side, then zeros. */
+TARGET static void NAMED(lay_out)(const struct outers *job, const float *wide, uint64_t first, uint64_t count,
+                                  uint64_t features, uint64_t stride, float *out) {
+    const uint64_t *size = job->size, *kernel = job->kernel;
+    for (uint64_t t = first; t < first + count; t++, out += stride) {
+        uint64_t at[3] = {t / (job->places[1] * job->places[2]), t / job->places[2] % job->places[1], t % job->places[2]};
+        const float *corner = wide;
+        for (int axis = 0; axis < 3; axis++)
+            corner += at[axis] * job->stride[axis] * (axis == 0 ? size[1] * size[2] : axis == 1 ? size[2] : 1);
+        float *to = out;
+        for (uint64_t c = 0; c < job->channels; c++, corner += size[0] * size[1] * size[2])
+            for (uint64_t i = 0; i < kernel[0]; i++)
+                for (uint64_t j = 0; j < kernel[1]; j++, to += kernel[2]) {
+                    const float *from = corner + (i * job->dilation[0] * size[1] + j * job->dilation[1]) * size[2];
+                    switch (job->dilation[2] == 1 ? kernel[2] : 0) {
+                    case 1: memcpy(to, from, 1 * sizeof *to); break;
+                    case 3: memcpy(to, from, 3 * sizeof *to); break;
+                    case 4: memcpy(to, from, 4 * sizeof *to); break;
+                    case 5: memcpy(to, from, 5 * sizeof *to); break;
+                    case 7: memcpy(to, from, 7 * sizeof *to); break;
+                    case 8: memcpy(to, from, 8 * sizeof *to); break;
+                    default:
+                        for (uint64_t k = 0; k < kernel[2]; k++) to[k] = from[k * job->dilation[2]];
+                    }
+                }
+        for (uint64_t k = features; k < stride; k++) out[k] = 0;
+    }
+}
+
+/* Adds, for some channels of `narrow`, the products with so many vectors of features. */
+INLINE(TARGET) void NAMED(strip)(const float *narrow, uint64_t channel, uint64_t place, const float *laid,
+                                 uint64_t stride, uint64_t count, float *out, const int high, const int vectors) {
+    floats sum[HIGH][2];
+    for (int c = 0; c < high; c++)
+        for (int v = 0; v < vectors; v++) sum[c][v] = *(const floats_of *)(out + c * stride + v * LANES);
+    for (uint64_t t = 0; t < count; t++, narrow += place, laid += stride) {
+        floats window[2];
+#pragma GCC unroll 8
+        for (int v = 0; v < vectors; v++) window[v] = *(const floats_of *)(laid + v * LANES);
+#pragma GCC unroll 8
+        for (int c = 0; c < high; c++)
+#pragma GCC unroll 8
+            for (int v = 0; v < vectors; v++) sum[c][v] += narrow[c * channel] * window[v];
+    }
+    for (int c = 0; c < high; c++)
+        for (int v = 0; v < vectors; v++) *(floats_of *)(out + c * stride + v * LANES) = sum[c][v];
+}
+
+INLINE(TARGET) uint64_t NAMED(features)(const struct outers *job) {
+    return job->channels * job->kernel[0] * job->kernel[1] * job->kernel[2];
+}
+
+INLINE(TARGET) uint64_t NAMED(at_a_time)(const struct outers *job, uint64_t stride) {
+    uint64_t places = job->places[0] * job->places[1] * job->places[2];
+    uint64_t some = LAID_OUT / stride < 32 ? 32 : LAID_OUT / stride;
+    return places < some ? places : some;
+}
+
+TARGET static uint64_t NAMED(outer_floats)(const struct outers *job) {
+    uint64_t stride = UP(NAMED(features)(job), LANES);
+    return UP((job->high + NAMED(at_a_time)(job, stride)) * stride, 16);
+}
+
+TARGET static void NAMED(outer_row)(const struct outers *job, uint64_t row, float *work) {
+    uint64_t features = NAMED(features)(job), stride = UP(features, LANES), some = NAMED(at_a_time)(job, stride);
+    uint64_t places = job->places[0] * job->places[1] * job->places[2];
+    float *laid = work, *sums = work + some * stride;
+    job->sq_norm[row] = 0;
+    for (uint64_t g = 0; g < job->groups; g++) {
+        const float *wide = job->wide + (row * job->groups + g) * job->channels * job->size[0] * job->size[1] * job->size[2];
+        memset(sums, 0, job->high * stride * sizeof *sums);
+        for (uint64_t first = 0; first < places; first += some) {
+            uint64_t count = places - first < some ? places - first : some;
+            NAMED(lay_out)(job, wide, first, count, features, stride, laid);
+            const float *narrow = job->narrow + row * job->row + g * job->group + first * job->place;
+            for (uint64_t f = 0, v; f < stride; f += v * LANES) {
+                v = f + 2 * LANES <= stride ? 2 : 1;
+                for (uint64_t c = 0, h; c < job->high; c += h) {
+                    h = c + HIGH <= job->high ? HIGH : 1;
+                    const float *by = narrow + c * job->channel;
+                    float *to = sums + c * stride + f;
+                    if (h == HIGH && v == 2)
+                        NAMED(strip)(by, job->channel, job->place, laid + f, stride, count, to, HIGH, 2);
+                    else if (h == HIGH)
+                        NAMED(strip)(by, job->channel, job->place, laid + f, stride, count, to, HIGH, 1);
+                    else if (v == 2)
+                        NAMED(strip)(by, job->channel, job->place, laid + f, stride, count, to, 1, 2);
+                    else
+                        NAMED(strip)(by, job->channel, job->place, laid + f, stride, count, to, 1, 1);
+                }
+            }
+        }
+        for (uint64_t c = 0; c < job->high; c++) {
+            const float *sum = sums + c * stride;
+            double square;
+            NAMED(squares)(sum, features, &square);
+            job->sq_norm[row] += square;
+            if (job->out)
+                memcpy(job->out + ((row * job->groups + g) * job->high + c) * features, sum, features * sizeof *sum);
+        }
+    }
+}
+
+#undef REALS
+#undef reals
+#undef floats
+#undef reals_of
+#undef floats_of
+#undef halves_of
+#undef LANES
+#undef SIDE
+#undef HIGH
+#undef TARGET
+#undef NAMED
