@@ -6,7 +6,9 @@ The reference is a loop over single rows in float64 on the CPU that shares no co
 from __future__ import annotations
 
 import copy
+import functools
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import torch
@@ -16,6 +18,7 @@ from benchmarks.cells import Batch, Cell
 from benchmarks.contenders import CONTENDERS, Contender
 from benchmarks.runner import Setting, layers_of, trainable
 
+STEADY = 5e-6  # relative: how far the ordinary gradient in float32 may be from that in float64
 LARGE_RATE = 1e4  # the update outweighs the rounding of the weights that it is read from
 SINGLE_ROWS = 2  # how many rows are tried alone
 
@@ -35,26 +38,29 @@ class Verdict:
     why_not: str | None = None
 
 
-def row_gradients(cell: Cell, model: nn.Module, batch: Batch) -> list[dict[str, Tensor]]:
-    """The gradient of each row's loss, in float64."""
+def row_gradients(cell: Cell, model: nn.Module, batch: Batch) -> Iterator[dict[str, Tensor]]:
+    """The gradient of each row's loss, in float64, one after the other."""
     truth, criterion = copy.deepcopy(model).double(), cell.loss()
     inputs, targets = batch
     wide = inputs.double() if inputs.is_floating_point() else inputs
     parameters = trainable(truth)
-    rows = []
     for i in range(len(inputs)):
         loss = criterion(truth(wide[i : i + 1]), targets[i : i + 1])
-        rows.append(dict(zip(parameters, torch.autograd.grad(loss, list(parameters.values())), strict=True)))
-    return rows
+        yield dict(zip(parameters, torch.autograd.grad(loss, list(parameters.values())), strict=True))
 
 
-def groups_of(names: list[str], cell: Cell, contender: Contender) -> list[str]:
-    """The name of what each parameter is clipped together with."""
+def clipped_together(cell: Cell, contender: Contender) -> str:
+    """What one threshold is for: ``"all"``, or what the contender clips as a layer."""
     if cell.clipping == "flat":
-        return ["all"] * len(names)
+        return "all"
     if contender.groups is None:
         raise NotImplementedError(f"has no {cell.clipping} clipping")
-    return {"layer": layers_of(names), "parameter": list(names)}[contender.groups]
+    return contender.groups
+
+
+def groups_of(names: list[str], together: str) -> list[str]:
+    """The name of what each parameter is clipped together with."""
+    return {"all": ["all"] * len(names), "layer": layers_of(names), "parameter": list(names)}[together]
 
 
 def group_norms(grads: dict[str, Tensor], groups: list[str]) -> dict[str, float]:
@@ -65,9 +71,10 @@ def group_norms(grads: dict[str, Tensor], groups: list[str]) -> dict[str, float]
     return {group: math.sqrt(square) for group, square in squares.items()}
 
 
-def judge(name: str, cell: Cell, setting: Setting, *, rows: int = 4) -> Verdict:
-    """Puts a contender to the test. What it raises is its ``why_not``."""
+def judge(name: str, cell: Cell, setting: Setting, *, rows: int | None = None) -> Verdict:
+    """Puts a contender to the test, on as many rows as are timed or on these. What it raises is its ``why_not``."""
     contender = CONTENDERS[name]
+    rows = rows or contender.gate_rows or cell.rows
     setting = replace(setting, autocast=False)
     try:
         deviation = _deviation(contender, cell, setting, rows)
@@ -83,23 +90,70 @@ def judge(name: str, cell: Cell, setting: Setting, *, rows: int = 4) -> Verdict:
     return Verdict(deviation, overshoot)
 
 
+def _start(cell: Cell, rows: int) -> tuple[nn.Module, Batch]:
+    return _seeded(cell, rows, _steady_seed(cell, rows))
+
+
+def _seeded(cell: Cell, rows: int, seed: int) -> tuple[nn.Module, Batch]:
+    torch.manual_seed(seed)
+    return cell.make(), cell.batch(rows)
+
+
+@functools.lru_cache(maxsize=4)
+def _steady_seed(cell: Cell, rows: int) -> int:
+    """A model and batch whose ordinary gradient is the same in float32 as in float64.
+
+    Where one ReLU among millions is at its kink, rounding alone moves the gradient by 1e-4 and more.
+
+    Returns:
+        The seed.
+
+    Raises:
+        ValueError: If there is none among the first 100.
+    """
+    for seed in range(100):
+        model, (inputs, targets) = _seeded(cell, rows, seed)
+        narrow, truth = (
+            torch.autograd.grad(cell.loss()(one(x), targets), list(trainable(one).values()))
+            for one, x in (
+                (copy.deepcopy(model), inputs),
+                (copy.deepcopy(model).double(), inputs.double() if inputs.is_floating_point() else inputs),
+            )
+        )
+        names = list(trainable(model))
+        error = _norm({n: a.double() - b for n, a, b in zip(names, narrow, truth, strict=True)})
+        if error <= STEADY * _norm(dict(zip(names, truth, strict=True))):
+            return seed
+    raise ValueError("float32 and float64 give other gradients for every seed that was tried")
+
+
+@functools.lru_cache(maxsize=1)  # contenders of a cell follow each other
+def clipped_sums(cell: Cell, rows: int, together: str) -> dict[float, dict[str, Tensor]]:
+    """The clipped sum of a batch for two thresholds, by a loop over its rows.
+
+    Below all norms every row's own norm shows; between them some rows are clipped and some are not.
+
+    Returns:
+        ``{threshold: {parameter: sum}}``.
+    """
+    model, batch = _start(cell, rows)
+    groups = groups_of(list(trainable(model)), together)
+    parts = [group_norms(row, groups) for row in row_gradients(cell, model, batch)]
+    norms = sorted(math.hypot(*part.values()) for part in parts)
+    sums: dict[float, dict[str, Tensor]] = {0.5 * norms[0]: {}, norms[(rows - 1) // 2]: {}}
+    for row, part in zip(row_gradients(cell, model, batch), parts, strict=True):
+        for max_norm, expected in sums.items():
+            bound = max_norm / math.sqrt(len(set(groups)))
+            for group, (name, grad) in zip(groups, row.items(), strict=True):
+                clipped = grad * min(1.0, bound / part[group])
+                expected[name] = expected[name].add_(clipped) if name in expected else clipped
+    return sums
+
+
 def _deviation(contender: Contender, cell: Cell, setting: Setting, rows: int) -> float:
-    torch.manual_seed(0)
-    model, batch = cell.make(), cell.batch(rows)
-    grads = row_gradients(cell, model, batch)
-    names = list(grads[0])
-    groups = groups_of(names, cell, contender)
-    norms = sorted(_norm(row) for row in grads)
     worst = 0.0
-    # Below all norms every row's own norm shows; between them some rows are clipped and some are not.
-    for max_norm in (0.5 * norms[0], norms[(rows - 1) // 2]):
-        bound = max_norm / math.sqrt(len(set(groups)))
-        expected = {name: torch.zeros_like(grad) for name, grad in grads[0].items()}
-        for row in grads:
-            parts = group_norms(row, groups)
-            for group, name in zip(groups, names, strict=True):
-                expected[name] += row[name] * min(1.0, bound / parts[group])
-        got = _update(contender, cell, copy.deepcopy(model), batch, replace(setting, max_norm=max_norm))
+    for max_norm, expected in clipped_sums(cell, rows, clipped_together(cell, contender)).items():
+        got = _update(contender, cell, *_start(cell, rows), replace(setting, max_norm=max_norm))
         error = _norm({name: got[name] - total for name, total in expected.items()}) / _norm(expected)
         worst = max(worst, error if math.isfinite(error) else math.inf)  # max would drop a nan
     return worst
@@ -108,8 +162,8 @@ def _deviation(contender: Contender, cell: Cell, setting: Setting, rows: int) ->
 def _overshoot(contender: Contender, cell: Cell, setting: Setting, seed: int) -> float:
     torch.manual_seed(seed)
     model, batch = cell.make(), cell.batch(1)
-    grads = row_gradients(cell, model, batch)[0]
-    groups = groups_of(list(grads), cell, contender)
+    grads = next(row_gradients(cell, model, batch))
+    groups = groups_of(list(grads), clipped_together(cell, contender))
     max_norm = 0.1 * _norm(grads)
     got = _update(contender, cell, model, batch, replace(setting, max_norm=max_norm))
     bound = max_norm / math.sqrt(len(set(groups)))

@@ -152,8 +152,11 @@ class ClippedSums:
             self.strategy.drop(dropped_B)
         self.policy.observe(norms_BK)
         largest = max(1.0, float(factors_BK.max())) if rows else 1.0
+        weights_BK = factors_BK / largest
+        # Sums are float32, where a number below the smallest normal one may be rounded up to twice what it was.
+        weights_BK = weights_BK.masked_fill(weights_BK < torch.finfo(torch.float32).smallest_normal, 0)
         try:
-            self.strategy.add_sums(groups, factors_BK / largest, scale * largest, self.buffer)
+            self.strategy.add_sums(groups, weights_BK, scale * largest, self.buffer)
         except BaseException:
             self.discard_sums()  # a part of this pass may be in them
             raise

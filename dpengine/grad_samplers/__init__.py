@@ -1,7 +1,7 @@
 """Stage 3: a LayerCall becomes per-sample gradients, norms and weighted sums of one layer."""
 
 from .functional import functional_sampler
-from .gram import GramNorm, gram_norms
+from .gram import GramNorm, gram_norms, norms
 from .machine import operations_per_byte, operations_per_second
 from .sampler import Cost, GradSampler, JointSampler
 from .table import BUILTIN, REGISTERED, register_grad_sampler, sampler_for
@@ -16,6 +16,7 @@ __all__ = [
     "JointSampler",
     "functional_sampler",
     "gram_norms",
+    "norms",
     "operations_per_byte",
     "operations_per_second",
     "register_grad_sampler",

@@ -265,7 +265,8 @@ def _weight_cost(call: LayerCall) -> Cost:
         spread_out = math.prod(n + 2 * p for n, p in zip(c.wide.shape[2:], c.padding, strict=True))
         places = math.prod(c.kernel) * 16 * operations_per_byte(device)
         inside = 4 * spread_out**2 * c.wide.shape[1] + length**2 * (4 * channels + places) * c.groups
-        sq_norms["shifted gram"] = float(inside)
+        if 8 * (spread_out**2 + 2 * length**2) <= WORKSPACE_BYTES:  # of one row
+            sq_norms["shifted gram"] = float(inside)
     return Cost(grads, sq_norms, product)
 
 

@@ -228,6 +228,7 @@ def norms(tensor: Tensor, dim: int) -> Tensor:
         return native.sq_norms(tensor).sqrt_()
     # In torch float64 takes ten times as long. Squares of numbers below 1e-19 lose bits in float32, which shows where
     # there are no larger ones beside them.
+    tensor = tensor.contiguous()  # else torch adds the squares one by one
     whole = tensor.shape[-1] // _BLOCK * _BLOCK
     parts = [torch.linalg.vector_norm(tensor[..., whole:], dim=dim).double().square()]
     if whole:

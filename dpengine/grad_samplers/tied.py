@@ -63,7 +63,11 @@ def tied_norm(calls: Calls) -> GramNorm:
     sq_norm_B += 2 * _cross(grads_BSV, acts_BSD, words)
     alone = sampler.spread(words).double()
     head_spread_B = of_head.sq_norm_B.double().sqrt() if of_head.spread_B is None else of_head.spread_B.double()
-    return GramNorm(sq_norm_B.clamp(min=0), alone + head_spread_B)
+    spread_B = alone + head_spread_B
+    if grads_BSV.dtype is torch.float64:  # these are no wider than the numbers; see note [guard] of gram.py
+        terms = acts_BSD.shape[2] + acts_BSD.shape[1] + words.grad_output[0].numel() // acts_BSD.shape[2] + 16
+        sq_norm_B += terms * torch.finfo(torch.float64).eps / 2 * spread_B.square()
+    return GramNorm(sq_norm_B.clamp(min=0), spread_B)
 
 
 def _cross(grads_BSV: Tensor, acts_BSD: Tensor, words: LayerCall) -> Tensor:

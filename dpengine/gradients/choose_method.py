@@ -33,6 +33,7 @@ _HOPELESS = 4.0  # times the best estimate: not worth timing
 _WORTH_TIMING = 1e-4  # seconds of the best estimate, below which estimates decide
 _TIMED_BYTES = 64 * 2**20  # of the gradients and inputs of the rows that are timed
 _REPEATS = 3
+_VERSION = 1  # of saved tables
 _CACHE_BYTES = 48 * 2**20  # more than most processors' caches hold
 
 
@@ -125,7 +126,7 @@ class MethodTable:
 
     def save(self, path: str | Path) -> None:
         """Writes what was timed, to be passed to another run on the same kind of machine."""
-        Path(path).write_text(json.dumps({"version": 1, "seconds": self.seconds}, indent=1, sort_keys=True))
+        Path(path).write_text(json.dumps({"version": _VERSION, "seconds": self.seconds}, indent=1, sort_keys=True))
 
     @classmethod
     def load(cls, path: str | Path, *, keep_budget: int = KEEP_BUDGET, timed: bool = True) -> MethodTable:
@@ -145,9 +146,11 @@ class MethodTable:
         table = cls(keep_budget=keep_budget, timed=timed)
         try:
             stored = json.loads(Path(path).read_text())
+            if stored["version"] != _VERSION:
+                raise ValueError(f"its version is {stored['version']!r}, not {_VERSION}")
             for signature, seconds in stored["seconds"].items():
                 table.seconds[signature] = {str(Way.of(way)): float(value) for way, value in seconds.items()}
-        except (ValueError, KeyError, AttributeError, TypeError) as error:
+        except (ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
             raise ValueError(f"{path} is no table of methods: {error}. Write one with MethodTable.save().") from None
         return table
 
@@ -156,7 +159,10 @@ class MethodTable:
         kept_bytes = _most(rows) * numel * wide(entry.use.parameter.dtype).itemsize
         if entry.kept is not None:
             return _Offer(KEEP, None, {}, 0, "arrives per sample")
-        cut = rows > 1 and all(in_rows(call, rows) for call, _ in entry.calls)
+        # Without a sum of its own that knows what its parts had, a sampler's norm must be of the very numbers that are
+        # summed: formed for fewer rows, torch may add them in another order.
+        sums = all(sampler.weighted_sum is not None for _, sampler in entry.calls)
+        cut = sums and (rows == 1 or all(in_rows(call, rows) for call, _ in entry.calls))
         first, sampler = entry.calls[0]
         cost = tied_cost(entry.calls) if len(entry.calls) > 1 else sampler.cost and sampler.cost(first)
         if cost is None:
@@ -192,7 +198,9 @@ class MethodTable:
             return {hopeful[0]: estimates[hopeful[0]]}, "nothing comes near"
         try:
             self.seconds[signature] = time_ways(entry, [Way.of(way) for way in hopeful], rows)
-        except torch.OutOfMemoryError:
+        except RuntimeError as error:  # on the CPU, memory that is not there is no OutOfMemoryError
+            if not isinstance(error, torch.OutOfMemoryError) and "allocate memory" not in str(error):
+                raise
             return estimates, "no memory to time"
         return self.seconds[signature], "timed"
 

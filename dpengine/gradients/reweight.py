@@ -14,11 +14,12 @@ from dpengine.errors import UnsupportedLayerError
 
 from .bookkeep import Bookkeep
 from .choose_method import Planner
+from .entry import sq_norms
 from .flat_buffer import Sums
 from .strategy import AbstractGradients, common_rows, note_rows
 
 Rerun = Callable[[Callable[[Tensor], Tensor]], None]
-_SAME = 2e-3  # relative: what the squared norms of a layer's gradients may differ by in two passes
+_SAME = 2e-3  # relative: what the squared norms of a layer's inputs and gradients may differ by in two passes
 
 
 class Reweight(AbstractGradients):
@@ -40,7 +41,7 @@ class Reweight(AbstractGradients):
         self._sq_norms: dict[nn.Parameter, Tensor] = {}
         self._names: dict[nn.Parameter, str] = {}  # of the parameters in `_sq_norms`
         self._rows: dict[str, int] = {}
-        self._arrived: tuple[dict[str, Tensor], dict[str, Tensor]] = ({}, {})  # squared norms, by layer, in both passes
+        self._arrived: tuple[dict[str, Tensor], dict[str, Tensor]] = ({}, {})  # squared norms in both passes
         self._dropped: Tensor | None = None
         self._take: Callable[[Bookkeep], None] | None = None  # what to do with a call of the second pass
 
@@ -48,7 +49,10 @@ class Reweight(AbstractGradients):
         if self._take is None:
             note_rows(self._rows, call.name, call.batch_size)
         for grad in pytree.tree_leaves(call.grad_output):
-            self._note_arrival(call.name, grad)
+            self._note_arrival(f"'{call.name}' had other gradients", grad)
+        for given in pytree.tree_leaves((call.inputs, dict(call.kwargs))):
+            if isinstance(given, Tensor) and given.dim() and len(given) == call.batch_size:
+                self._note_arrival(f"'{call.name}' had another input", given)
         self._refuse_second_norm(list(uses.values()))
         once = all(self._uses(use.parameter) <= 1 for use in uses.values())
         with self._one(once) as one:
@@ -57,29 +61,28 @@ class Reweight(AbstractGradients):
     def receive_rows(self, use: Use, grad: Tensor) -> None:
         if self._take is None:
             note_rows(self._rows, use.name, grad.shape[0])
-        self._note_arrival(use.name, grad)
+        self._note_arrival(f"'{use.name}' had other gradients", grad)
         self._refuse_second_norm([use])
         with self._one(self._uses(use.parameter) <= 1) as one:
             one.receive_rows(use, grad)
 
-    def _note_arrival(self, name: str, grad: Tensor) -> None:
-        wide_type = torch.promote_types(grad.dtype, torch.float32)
-        sq_norm_B = torch.linalg.vector_norm(
-            grad.flatten(1) if grad.dim() > 1 else grad.unsqueeze(1), dim=1, dtype=wide_type
-        ).square()
+    def _note_arrival(self, difference: str, tensor: Tensor) -> None:
+        """Notes a tensor by its squared norms, and what is to be said if they are others in the second pass."""
+        tensor = tensor.to(torch.promote_types(tensor.dtype, torch.float32))
+        sq_norm_B = sq_norms(tensor)
         arrived = self._arrived[self._take is not None]
-        arrived[name] = arrived[name] + sq_norm_B if name in arrived else sq_norm_B
+        arrived[difference] = arrived[difference] + sq_norm_B if difference in arrived else sq_norm_B
 
-    def _refuse_other_gradients(self) -> None:
-        """Norms are those of the first pass, sums those of the second: the same gradients must have arrived in both."""
+    def _refuse_another_pass(self) -> None:
+        """Norms are those of the first pass, sums those of the second: the same must have arrived in both."""
         first, second = self._arrived
-        for name in first.keys() | second.keys():
-            then_B, now_B = first.get(name), second.get(name)
+        for difference in sorted(first.keys() | second.keys()):
+            then_B, now_B = first.get(difference), second.get(difference)
             if then_B is None or now_B is None or not self._same(then_B, now_B):
                 raise UnsupportedLayerError(
-                    f"Layer '{name}' had other gradients when the batch was run again: grad_sample_mode='ghost' starts "
-                    "from the tensors that the model's forward returns, in tuples, lists, dicts or the fields of one "
-                    "object, outside any checkpoint.",
+                    f"Layer {difference} when the batch was run again: grad_sample_mode='ghost' runs the model's "
+                    "forward twice, which must compute the same, and starts backward from the tensors that it returns, "
+                    "in tuples, lists, dicts or the fields of one object, outside any checkpoint.",
                     fix="Return all tensors that the loss is made of, or use grad_sample_mode='auto'.",
                 )
 
@@ -152,7 +155,7 @@ class Reweight(AbstractGradients):
             self._rerun(select)
         finally:
             self._take = None
-        self._refuse_other_gradients()
+        self._refuse_another_pass()
 
     def clear(self) -> None:
         self._held.clear()

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import os
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 
+_PROCESS = os.getpid()
 _HERE = Path(__file__).resolve().parent
+_VERSION = 2  # of the functions' arguments; interface_version() of vectors.c
 _POINTER, _COUNT, _REAL = ctypes.c_void_p, ctypes.c_uint64, ctypes.c_double
 _RECURRENT = {"lstm_step_f32": 7, "lstm_back_f32": 7, "gru_step_f32": 7, "gru_back_f32": 8}
 _PRODUCTS = {
@@ -19,7 +22,7 @@ _PRODUCTS = {
 
 @functools.cache
 def native_library() -> ctypes.CDLL | None:
-    """The library, None where it was not built or does not load. Its calls let other threads run meanwhile."""
+    """The library, None where it was not built for this version, or does not load. Its calls release the GIL."""
     for suffix in EXTENSION_SUFFIXES:
         path = _HERE / f"native{suffix}"
         if path.exists():
@@ -30,9 +33,19 @@ def native_library() -> ctypes.CDLL | None:
     return None
 
 
-@functools.cache
 def thread_team() -> int | None:
-    """The address of ``GOMP_parallel`` in the OpenMP library that torch runs on, None where that has another one."""
+    """The address of ``GOMP_parallel`` in the OpenMP library that torch runs on, None where that has another one.
+
+    A forked process has a copy of the team without its threads, for which it would wait for ever.
+
+    Returns:
+        The address, None in a forked process too.
+    """
+    return _team() if os.getpid() == _PROCESS else None
+
+
+@functools.cache
+def _team() -> int | None:
     try:
         lines = Path("/proc/self/maps").read_text().splitlines()
     except OSError:  # not Linux
@@ -48,6 +61,8 @@ def thread_team() -> int | None:
 
 
 def _typed(library: ctypes.CDLL) -> ctypes.CDLL:
+    if library.interface_version() != _VERSION:
+        raise OSError("built from another version of dpengine; install it again")
     for name in ("add_normals_f32", "add_normals_f64"):
         function = getattr(library, name)
         function.argtypes = (ctypes.c_char_p, _COUNT, _COUNT, _REAL, _REAL, _POINTER, ctypes.c_uint, _POINTER)

@@ -267,12 +267,18 @@ def _add_on_device(flat: Tensor, std: float, subkey: bytes, start: int) -> None:
     for chunk in range(start // _DEVICE_CHUNK, (end - 1) // _DEVICE_CHUNK + 1):
         base = chunk * _DEVICE_CHUNK
         low, high = max(start, base), min(end, base + _DEVICE_CHUNK)
-        digest = hashlib.blake2b(chunk.to_bytes(8, "little"), digest_size=8, key=subkey).digest()
-        generator.manual_seed(int.from_bytes(digest, "little") >> 1)
-        words = torch.empty(_DEVICE_CHUNK, dtype=torch.int64, device=flat.device)
-        words.random_(-(2**63), None, generator=generator)  # the full range: 64 bits
+        words = _device_words(generator, subkey, chunk)
         noise = normals_from_words(words)[low - base : high - base].mul_(std)
         flat[low - start : high - start] += noise.to(flat.dtype)
+
+
+def _device_words(generator: torch.Generator, subkey: bytes, chunk: int) -> Tensor:
+    """Two streams, one over the other: seeds have 64 bits, of which two would be equal in a long run."""
+    digest = hashlib.blake2b(chunk.to_bytes(8, "little"), digest_size=16, key=subkey).digest()
+    words, others = torch.empty(2, _DEVICE_CHUNK, dtype=torch.int64, device=generator.device)
+    for drawn, seed in ((words, digest[:8]), (others, digest[8:])):
+        drawn.random_(-(2**63), None, generator=generator.manual_seed(int.from_bytes(seed, "little")))
+    return words.bitwise_xor_(others)
 
 
 def _check_drawable(flat: Tensor) -> None:

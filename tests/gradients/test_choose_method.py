@@ -197,7 +197,13 @@ def test_a_saved_table_is_used_instead_of_timing(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "text", ["", "{}", "[]", '{"seconds": {"a": {"hover: gram": 1}}}', '{"seconds": {"a": {"keep": "fast"}}}']
+    "text",
+    [
+        *("", "{}", "[]", "[" * 100_000),
+        '{"version": 1, "seconds": {"a": {"hover: gram": 1}}}',
+        '{"version": 1, "seconds": {"a": {"keep": "fast"}}}',
+        '{"version": 99, "seconds": {}}',
+    ],
 )
 def test_a_file_that_is_no_table_is_refused(tmp_path, text):
     (tmp_path / "methods.json").write_text(text)
@@ -223,12 +229,41 @@ def test_the_budget_holds_for_the_largest_batch_that_a_plan_is_for():
     assert planned(call, keep_budget=77 * one, timed=False).way.method is Method.KEEP
 
 
-def test_without_memory_for_timing_estimates_decide(monkeypatch):
+@pytest.mark.parametrize(
+    "error", [torch.OutOfMemoryError("here"), RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried")]
+)
+def test_without_memory_for_timing_estimates_decide(monkeypatch, error):
     def fails(*args):
-        raise torch.OutOfMemoryError("here")
+        raise error
 
     monkeypatch.setattr(choose_method, "time_ways", fails)
     assert planned(linear_call(64, 64, 256, 256)).why == "no memory to time"
+
+
+def test_what_fails_in_timing_for_another_reason_is_raised(monkeypatch):
+    def fails(*args):
+        raise RuntimeError("shapes do not match")
+
+    monkeypatch.setattr(choose_method, "time_ways", fails)
+    with pytest.raises(RuntimeError, match="shapes do not match"):
+        planned(linear_call(64, 64, 256, 256))
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+def test_a_large_image_alone_is_not_put_through_a_gram(rows):
+    call = conv_call(rows, 64, 64, 112)
+    ways = []
+    choose = planned(call, CONV, keep_budget=0, timed=False)
+    ways = MethodTable(timed=False)._offer(entry_of(call, CONV), rows).seconds
+    assert "ghost: shifted gram" not in ways
+    assert choose.way != Way(Method.GHOST, "gram")
+    assert any(way.startswith("discard") for way in ways)
+
+
+def test_a_gradient_without_a_sum_of_its_own_is_kept_whatever_the_budget():
+    call = linear_call(64, 3, 8, 50_000)
+    (choice,) = MethodTable(keep_budget=0).plan([entry_of(call, LINEAR, "bias")], 64).values()
+    assert choice.way.method is Method.KEEP
 
 
 def test_a_table_that_knows_other_ways_only_does_not_stop_training(tmp_path):

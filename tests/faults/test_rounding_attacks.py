@@ -1,0 +1,142 @@
+"""F-U: rows made so that a norm and a sum of other rounding would differ, found by attack on the methods."""
+
+import itertools
+
+import pytest
+import torch
+from torch import nn
+
+from dpengine.capture import LayerCall, Use
+from dpengine.clipping.clipped_sums import ClippedSums
+from dpengine.clipping.flat import Flat
+from dpengine.errors import UnsupportedLayerError
+from dpengine.grad_samplers import BUILTIN
+from dpengine.gradients.choose_method import MethodTable
+from dpengine.gradients.entry import Entry
+from dpengine.gradients.method import Method, Way
+
+ROUNDING = 1e-5
+
+
+def clipped(model, loss, *, mode="auto", bound=1.0, **settings):
+    """The norm of the clipped sum over the threshold, and all of it as one vector."""
+    sums = ClippedSums(model, policy=Flat(bound), mode=mode, loss_reduction="sum", **settings)
+    sums.attach()
+    try:
+        loss(model).backward()
+        sums.clip()
+        total = torch.cat([view.double().flatten() for _, view in sums.buffer])
+    finally:
+        sums.detach()
+    return float(total.norm()) / bound, total
+
+
+def order_matters(positions=9, columns=7):
+    """Numbers ``(T,)`` whose sum over positions is 0 or not, depending on how many rows stand beside them."""
+    torch.manual_seed(0)
+    best, kept = 0.0, None
+    for _ in range(4000):
+        parts = torch.randn(positions, columns) * 4
+        i, j = torch.randperm(positions)[:2].tolist()
+        large = 2.0 ** float(torch.empty(1).uniform_(24, 28))
+        parts[i], parts[j] = large, -large
+        few = parts.unsqueeze(1).expand(positions, 1, columns).contiguous().transpose(0, 1).sum(dim=1)[0]
+        many = parts.repeat(1, 32).view(positions, 1, -1).transpose(0, 1).sum(dim=1)[0, :columns]
+        ratio = few.abs() / many.abs().clamp(min=0.01)
+        if float(ratio.max()) > best:
+            best, kept = float(ratio.max()), parts[:, int(ratio.argmax())].clone()
+    return kept
+
+
+@pytest.mark.parametrize(("mode", "budget"), [("ghost", 0), ("auto", 0), ("auto", 2**29)])
+@pytest.mark.parametrize("kind", ["Linear", "LayerNorm"])
+def test_f_u2_a_vector_is_summed_from_the_gradients_that_were_normed(kind, mode, budget):
+    rows, positions, width = 87, 9, 33001  # more than is formed at a time
+    layer = nn.Linear(1, width) if kind == "Linear" else nn.LayerNorm(width)
+    layer.weight.requires_grad_(False)
+    grads = torch.zeros(positions, rows, width)
+    grads[:, -1, -7:-1] = order_matters().view(positions, 1)
+    inputs = torch.zeros(positions, rows, layer.weight.shape[-1])
+    moved, _ = clipped(
+        layer,
+        lambda m: (m(inputs) * grads).sum(),
+        mode=mode,
+        bound=0.01,
+        batch_first=False,
+        methods=MethodTable(keep_budget=budget),
+    )
+    assert moved <= 1 + ROUNDING
+
+
+@pytest.mark.parametrize("mode", ["auto", "ghost"])
+@pytest.mark.parametrize("rows", [9, 257])
+def test_f_u2_a_float64_row_that_cancels_does_not_wipe_out_the_others(rows, mode):
+    torch.manual_seed(0)
+    model = nn.Linear(4, 4, bias=False).double()
+    nn.init.zeros_(model.weight)
+    inputs, targets = torch.randn(rows, 3, 4).double(), torch.ones(rows, 3, 4).double() * 5
+    inputs[-1] = 0
+    crafted, wanted = inputs.clone(), targets.clone()
+    crafted[-1, :2], wanted[-1] = 1e12, torch.tensor([[1e12], [-1e12], [0.0]]).expand(3, 4)
+    loss = lambda x, y: lambda m: ((m(x) - y) ** 2).sum() / 2  # noqa: E731
+    _, without = clipped(model, loss(inputs[:-1], targets[:-1]), mode=mode)
+    _, with_it = clipped(model, loss(crafted, wanted), mode=mode)
+    assert float((with_it - without).norm()) <= 1e-3
+
+
+def test_f_u2_a_float64_weight_with_two_uses_that_cancel_has_a_norm():
+    words, head = nn.Embedding(5, 3).double(), nn.Linear(3, 5, bias=False).double()
+    head.weight = words.weight
+    for seed in range(50):
+        torch.manual_seed(seed)
+        acts, by_head = torch.randn(1, 1, 3).double() * 1e10, torch.zeros(1, 1, 5).double()
+        by_head[0, 0, 2] = 1e10 * (1 + torch.rand(()))
+        by_words = -(1 + 2e-9) * by_head[0, 0, 2] * acts
+        true = float((by_head[0, 0, 2] * acts + by_words).norm())
+        calls = [
+            (LayerCall(words, (torch.tensor([[2]]),), by_words), BUILTIN[nn.Embedding]["weight"]),
+            (LayerCall(head, (acts,), by_head), BUILTIN[nn.Linear]["weight"]),
+        ]
+        entry = Entry(Use(words.weight, "words.weight"), calls)
+        assert float(entry.sq_norm(Way(Method.GHOST, "gram"), 1, None)) >= true**2
+
+
+def test_f_u1_a_factor_below_all_normal_numbers_is_not_rounded_up():
+    worst = 0.0
+    for k in range(0, 200, 4):
+        model = nn.Linear(4, 1, bias=False)
+        nn.init.ones_(model.weight)
+        row = torch.full((1, 4), 10 ** (21.9 + 0.004 * k))
+        worst = max(worst, clipped(model, lambda m: (m(row) ** 2).sum() / 2)[0])  # noqa: B023 - called at once
+    assert worst <= 1 + ROUNDING
+
+
+def test_f_c1_ghost_refuses_a_layer_that_gets_another_input_when_it_runs_again():
+    count = itertools.count()  # state outside the model, which cannot be put back
+
+    class Counting(nn.Module):
+        """Another input from the second forward on, of which the output shows nothing."""
+
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(4, 2, bias=False)
+
+        def forward(self, inputs):
+            hidden = self.layer(inputs * (1000.0 if next(count) else 1.0))
+            return hidden - hidden.detach() + inputs[:, :2]
+
+    torch.manual_seed(0)
+    inputs = torch.randn(2, 4)
+    with pytest.raises(UnsupportedLayerError, match=r"DPE001.*Layer 'layer' had another input"):
+        clipped(Counting(), lambda m: m(inputs).sum(), mode="ghost", bound=0.1)
+
+
+def test_rows_that_are_crafted_to_cancel_stay_near_the_threshold():
+    """Float32 rounding leaves 0.8 % here; the bound that the code states is a 32nd."""
+    length = 2048
+    parts = torch.full((length,), 1.51)
+    parts[0], parts[-1], parts[1] = 6072064.534690503, -6072064.534690503, 53453.3
+    layer = nn.Linear(1, 1, bias=False)
+    inputs = parts.view(1, length, 1)
+    moved, _ = clipped(layer, lambda m: m(inputs).sum(), mode="ghost", methods=MethodTable(timed=False))
+    assert moved <= 1 + 1 / 32
