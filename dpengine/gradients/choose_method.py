@@ -162,7 +162,7 @@ class MethodTable:
         # Without a sum of its own that knows what its parts had, a sampler's norm must be of the very numbers that are
         # summed: formed for fewer rows, torch may add them in another order.
         sums = all(sampler.weighted_sum is not None for _, sampler in entry.calls)
-        cut = sums and (rows == 1 or all(in_rows(call, rows) for call, _ in entry.calls))
+        cut = sums and rows > 0 and (rows == 1 or all(in_rows(call, rows) for call, _ in entry.calls))
         first, sampler = entry.calls[0]
         cost = tied_cost(entry.calls) if len(entry.calls) > 1 else sampler.cost and sampler.cost(first)
         if cost is None:

@@ -76,7 +76,7 @@ class Reweight(AbstractGradients):
     def _refuse_another_pass(self) -> None:
         """Norms are those of the first pass, sums those of the second: the same must have arrived in both."""
         first, second = self._arrived
-        for difference in sorted(first.keys() | second.keys()):
+        for difference in {**first, **second}:
             then_B, now_B = first.get(difference), second.get(difference)
             if then_B is None or now_B is None or not self._same(then_B, now_B):
                 raise UnsupportedLayerError(

@@ -42,6 +42,7 @@ struct outers {
 };
 
 enum { SPAN = 256 };         /* features of a factor that are widened at a time, so that they stay in the cache */
+enum { ROWS = 8 };           /* rows that a thread takes at a time */
 enum { LAID_OUT = 1 << 15 }; /* numbers of windows that are laid out at a time */
 
 /* The tile of a Gram and the rows of a product that fit in the registers. */
@@ -82,8 +83,9 @@ struct rows {
 
 static void square_share(void *data) {
     struct rows *job = data;
-    for (uint64_t row; (row = __atomic_fetch_add(&job->next, 1, __ATOMIC_RELAXED)) < job->count;)
-        (BEST(squares))(job->at + row * job->stride, job->size, job->sq_norm + row);
+    for (uint64_t row, end; (row = __atomic_fetch_add(&job->next, ROWS, __ATOMIC_RELAXED)) < job->count;)
+        for (end = row + ROWS < job->count ? row + ROWS : job->count; row < end; row++)
+            (BEST(squares))(job->at + row * job->stride, job->size, job->sq_norm + row);
 }
 
 /* The sum of the squares of each row, in float64. */
