@@ -12,12 +12,13 @@ from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from dpengine.accounting import Charge, calibrate, check_delta, suggested_delta
+from dpengine.accounting import Charge, Relation, calibrate, check_delta, suggested_delta
 from dpengine.clipping import AbstractClip, clipping_from
 from dpengine.errors import InvalidBudgetError, LedgerError, ParameterMismatchError, UnknownParameterError, notice
+from dpengine.noise import BandMF, Recurrence
 from dpengine.optimizer import parameters_of, refuse_optimizer
 from dpengine.plan import rate_to_book
-from dpengine.sampling import AbstractBatchStrategy
+from dpengine.sampling import AbstractBatchStrategy, CyclicPoissonSampling, Partition, PoissonSampling
 from dpengine.validation import check
 
 attached_models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
@@ -94,14 +95,51 @@ def noise_for(
         )
     if planned is None:
         raise InvalidBudgetError("target_epsilon needs to know how long training is.", fix="Pass epochs= or steps=.")
+    cycle = strategy.cycle_length if isinstance(strategy, CyclicPoissonSampling) else 1
     return calibrate(
         target_epsilon=target,
         target_delta=delta,
         sample_rate=rate_to_book(strategy.sample_rate),
-        steps=planned,
+        steps=-(-planned // cycle),
         accountant=accountant,
         spent=spent,
     ).noise_multiplier
+
+
+def sampling_and_noise(
+    strategy: AbstractBatchStrategy, noise: BandMF | None, planned: int | None, relation: Relation
+) -> tuple[AbstractBatchStrategy, Recurrence | None]:
+    """The sampling that noise with bands needs, with batches as large as before, and the noise of the planned steps."""
+    if noise is None:
+        return strategy, None
+    if not isinstance(noise, BandMF):
+        raise TypeError(f"noise is a {type(noise).__name__}; pass noise=BandMF(num_bands=16), or leave it out.")
+    if planned is None:
+        raise InvalidBudgetError("noise=BandMF(...) needs to know how long training is.", fix="Pass epochs= or steps=.")
+    if not isinstance(strategy, PoissonSampling):
+        raise InvalidBudgetError(
+            f"noise=BandMF(...) does not go with sampling={strategy.law!r}.", fix='Pass sampling="poisson".'
+        )
+    bands, rate = noise.num_bands, strategy.sample_rate
+    if bands * rate > 1 + 1e-12:
+        raise InvalidBudgetError(
+            f"{bands} bands need batches of at most 1/{bands} of the data set, and these have 1/{1 / rate:.4g} of it.",
+            fix=f"Pass BandMF(num_bands={max(1, int(1 / rate))}), or a smaller batch.",
+        )
+    if bands > planned:
+        raise InvalidBudgetError(
+            f"noise=BandMF(num_bands={bands}) has more bands than the {planned:,} steps that are planned.",
+            fix=f"Pass BandMF(num_bands={planned}) at most, or plan for more steps.",
+        )
+    sampling = CyclicPoissonSampling(
+        strategy.num_examples,
+        min(1.0, bands * rate),
+        bands,
+        strategy.steps_per_epoch,
+        strategy.expected_batch_size,
+        Partition.INDEPENDENT if relation is Relation.ADD_OR_REMOVE_ONE else Partition.EQUAL_SPLIT,
+    )
+    return sampling, noise.recurrence(planned)
 
 
 def clipping_for(module: nn.Module, value: str | AbstractClip, max_grad_norm: Any) -> AbstractClip:

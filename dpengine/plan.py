@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import math
 import numbers
-from dataclasses import dataclass
+import secrets
+from dataclasses import dataclass, field
 from typing import Any
 
-from dpengine.accounting import Event, Relation, UnclaimedEvent, release_event
-from dpengine.clipping import AbstractClip
-from dpengine.errors import InvalidBudgetError
-from dpengine.sampling import AbstractBatchStrategy
+from dpengine.accounting import CyclicGaussianEvent, Event, NonPrivateEvent, Relation, UnclaimedEvent, release_event
+from dpengine.clipping import AbstractClip, Adaptive
+from dpengine.errors import BudgetExceeded, InvalidBudgetError
+from dpengine.noise import Recurrence
+from dpengine.sampling import AbstractBatchStrategy, CyclicPoissonSampling, Partition
 
 LEAST_STD = 2.0**-100
 """Least standard deviation of noise: float32 sums hold it with all their bits."""
@@ -33,6 +35,9 @@ class DPExecutionPlan:
         noise_multiplier: Standard deviation of the noise in units of the sensitivity; 0 means not private.
         expected_batch_size: The public constant by which sums are divided.
         relation: The neighbouring relation of the statement.
+        noise: How the noise hangs together over steps; None for independent noise. The largest column norm of its
+            strategy is 1.
+        run: Tells this run from others in the ledger, where its noise hangs together.
 
     Raises:
         InvalidBudgetError: If the noise multiplier is negative or not finite, so small that the noise would vanish, or
@@ -45,6 +50,8 @@ class DPExecutionPlan:
     noise_multiplier: float
     expected_batch_size: float
     relation: Relation
+    noise: Recurrence | None = None
+    run: str = field(default_factory=lambda: secrets.token_hex(8))
 
     def __post_init__(self) -> None:
         """Refuses a plan that no run could keep."""
@@ -70,11 +77,60 @@ class DPExecutionPlan:
                 f"expected_batch_size={self.expected_batch_size!r} is not a finite number above 0.",
                 fix="Pass the number of rows that a logical batch has on average.",
             )
+        if self.noise is not None:
+            self._refuse_noise(self.noise)
+
+    def _refuse_noise(self, noise: Recurrence) -> None:
+        """Refuses noise that hangs together over steps where nobody knows what that costs."""
+        bands, sampling = noise.facts.get("bands"), self.sampling
+        if not isinstance(sampling, CyclicPoissonSampling) or bands is None or bands > sampling.cycle_length:
+            raise InvalidBudgetError(
+                f"Noise of {bands} bands needs examples that take part at most every {bands} steps, and "
+                f"sampling={sampling.law!r} does not draw so.",
+                fix="Leave sampling as it is: noise=BandMF(num_bands=...) brings its own.",
+            )
+        if sampling.partition is Partition.EQUAL_SPLIT and self.relation is Relation.ADD_OR_REMOVE_ONE:
+            raise InvalidBudgetError(
+                "Groups of equal size tell how many rows there are, which add-or-remove keeps private.",
+                fix="Use Partition.INDEPENDENT, or the relation zero-out.",
+            )
+        if isinstance(self.clipping, Adaptive):
+            raise InvalidBudgetError(
+                "Noise that hangs together over steps needs one clipping threshold for the whole run, and "
+                'clipping="adaptive" moves it.',
+                fix='Pass clipping="flat", or leave out noise=.',
+            )
+
+    def has_step(self, step: int) -> bool:
+        """Whether the run may draw a batch of this number, from 0."""
+        return self.noise is None or self.noise.size is None or step < self.noise.size
+
+    def refuse_step(self, step: int) -> None:
+        """Raises BudgetExceeded for a batch that the run does not have."""
+        if self.noise is not None and not self.has_step(step):
+            raise BudgetExceeded(
+                f"The noise of this run was planned for {self.noise.size:,} steps, and all of them were drawn.",
+                fix="Plan for more with steps= or epochs=, or call make_private again for a run that adds to this one.",
+            )
+
+    def why_not_joined(self, batches: int) -> str:
+        """Why so many logical batches cannot be one release, or nothing."""
+        if batches < 2 or self.noise is None:
+            return ""
+        return (
+            f"{batches} sampled batches in one step do not fit the noise, which hangs together over steps of one batch "
+            "each. Pass accumulation_steps= to split a batch."
+        )
 
     def event(self, batches: int = 1) -> Event:
         """What one logical batch costs when the noise of one release serves ``batches`` of them."""
         if self.noise_multiplier > 0 and not self.sampling.claims_epsilon:
             return UnclaimedEvent(f"sampling={self.sampling.law!r} does not draw Poisson batches")
+        if self.noise is not None and isinstance(self.sampling, CyclicPoissonSampling):
+            if self.noise_multiplier == 0:
+                return NonPrivateEvent()
+            rate = rate_to_book(self.sampling.sample_rate)
+            return CyclicGaussianEvent(rate, self.noise_multiplier, self.sampling.cycle_length, self.run)
         sigma = self.noise_multiplier / math.sqrt(batches)
         return release_event(noise_multiplier=sigma, sample_rate=rate_to_book(self.sampling.sample_rate))
 
@@ -95,4 +151,5 @@ class DPExecutionPlan:
             "noise_std_of_sum": self.noise_std,
             "noise_std_of_mean": self.noise_std / self.expected_batch_size,
             "relation": self.relation.value,
+            **({} if self.noise is None else {"correlated_noise": dict(self.noise.facts)}),
         }

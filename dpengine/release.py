@@ -26,7 +26,7 @@ from dpengine.errors import (
     notice,
 )
 from dpengine.gradients import FlatBuffer, forget_grad_samples
-from dpengine.noise import GaussianNoise, NoiseSource
+from dpengine.noise import NoiseSource, mechanism_for
 from dpengine.plan import DPExecutionPlan
 from dpengine.sampling import Ticket
 
@@ -82,7 +82,7 @@ class Release:
 
     def __post_init__(self) -> None:
         """Makes the mechanism that draws from the source."""
-        self.noise = GaussianNoise(self.source)
+        self.noise = mechanism_for(self.source, self.plan.noise)
 
     # From the loader
 
@@ -117,6 +117,7 @@ class Release:
                 f"Step {ticket.step} was handed out before in this run; its noise must not be used again.",
                 fix="Do not set the loader back: detach the model and call make_private again.",
             )
+        self.plan.refuse_step(ticket.step)
         self.last_step = ticket.step
         if self.stage is Stage.OPEN:
             untouched = self.chunk == 0 and not self.done
@@ -280,7 +281,7 @@ class Release:
                 "step() was called twice for one batch, or optimizer.zero_grad() was not called after the last step.",
                 fix="Call optimizer.zero_grad() at the top of the loop, and step() once for each batch.",
             )
-        if cause := self._why_not_ready():
+        if cause := self._why_not_ready() or self.plan.why_not_joined(len(self.tickets)):
             raise TicketError(f"step() has nothing to release: {cause}")
 
     def _why_not_ready(self) -> str:

@@ -138,9 +138,12 @@ class Run:
             accumulation_steps=accumulation_steps,
             batch_first=batch_first,
             on_handout=self.release.handed_out,
-            may_draw=lambda step: self.budget.may_draw(self.release),
+            may_draw=self._may_draw,
             example_input=example_input,
         )
+
+    def _may_draw(self, step: int) -> bool:
+        return self.release.plan.has_step(step) and self.budget.may_draw(self.release)
 
     def backward(self, loss_B: Tensor) -> None:
         """The backward pass of a loss with one number for each row."""

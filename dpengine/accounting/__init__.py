@@ -17,6 +17,7 @@ from .accountant import (
 from .calibrate import Calibration, calibrate
 from .constants import check_delta, sample_rate_of, steps_per_epoch, suggested_delta
 from .events import (
+    CyclicGaussianEvent,
     Event,
     GaussianEvent,
     NonPrivateEvent,
@@ -36,6 +37,7 @@ __all__ = [
     "Accountant",
     "Calibration",
     "Charge",
+    "CyclicGaussianEvent",
     "Event",
     "GaussianEvent",
     "Ledger",

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from dpengine.errors import AccountingRefusedError
 
-from .events import GaussianEvent, NonPrivateEvent, Relation, UnclaimedEvent
+from .events import CyclicGaussianEvent, GaussianEvent, NonPrivateEvent, Relation, UnclaimedEvent
 from .ledger import Charge
 
 
@@ -53,6 +53,7 @@ def compose(history: Iterable[Charge]) -> Composition:
     """
     unsampled: Counter[float] = Counter()
     sampled: Counter[tuple[float, float]] = Counter()
+    cyclic: Counter[CyclicGaussianEvent] = Counter()
     non_private = False
     for charge in history:
         event = charge.event
@@ -63,10 +64,17 @@ def compose(history: Iterable[Charge]) -> Composition:
             )
         if isinstance(event, NonPrivateEvent) or event.noise_multiplier == 0:
             non_private = True
+        elif isinstance(event, CyclicGaussianEvent):
+            cyclic[event] += charge.count  # of one run, whatever lies between in the history
         elif isinstance(event, GaussianEvent) or event.sample_rate == 1:
             unsampled[event.noise_multiplier] += charge.count
         else:
             sampled[event.sample_rate, event.noise_multiplier] += charge.count
+    for event, steps in cyclic.items():
+        if event.sample_rate == 1:
+            unsampled[event.noise_multiplier] += event.cycles(steps)
+        else:
+            sampled[event.sample_rate, event.noise_multiplier] += event.cycles(steps)
     # Integer counts first, then fsum, which rounds once: neither order nor splits of a history can show.
     groups = tuple(SampledGaussian(rate, sigma, count) for (rate, sigma), count in sorted(sampled.items()))
     precision = math.fsum(count / sigma / sigma for sigma, count in unsampled.items())

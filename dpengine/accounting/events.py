@@ -44,6 +44,38 @@ class PoissonGaussianEvent:
 
 
 @dataclass(frozen=True)
+class CyclicGaussianEvent:
+    """One step of a run with banded noise, in which examples take part in turn.
+
+    Each example is in one of ``cycle_length`` groups; a step draws from one group, with ``sample_rate`` for each of its
+    examples, and the noise has at most ``cycle_length`` bands. All steps of the run together cost what so many
+    Poisson-sampled Gaussians cost as there are cycles, a begun one included (Choquette-Choo et al. 2023, theorem 4).
+
+    Attributes:
+        sample_rate: Within the group.
+        noise_multiplier: Standard deviation of the noise over the sensitivity to one participation.
+        cycle_length: Groups.
+        run: Tells the steps of one run from those of others, whose noise is independent of theirs.
+    """
+
+    sample_rate: float
+    noise_multiplier: float
+    cycle_length: int
+    run: str
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "sample_rate", arguments.sample_rate(self.sample_rate))
+        object.__setattr__(self, "noise_multiplier", arguments.noise_multiplier(self.noise_multiplier))
+        object.__setattr__(self, "cycle_length", arguments.count("cycle_length", self.cycle_length))
+        if not isinstance(self.run, str):
+            raise TypeError(f"CyclicGaussianEvent.run is a {type(self.run).__name__}; it must be a str.")
+
+    def cycles(self, steps: int) -> int:
+        """How often an example can take part in so many steps of the run."""
+        return -(-steps // self.cycle_length)
+
+
+@dataclass(frozen=True)
 class NonPrivateEvent:
     """A release without noise: epsilon is infinite from here on."""
 
@@ -59,7 +91,7 @@ class UnclaimedEvent:
     reason: str
 
 
-Event = GaussianEvent | PoissonGaussianEvent | NonPrivateEvent | UnclaimedEvent
+Event = GaussianEvent | PoissonGaussianEvent | CyclicGaussianEvent | NonPrivateEvent | UnclaimedEvent
 
 
 def release_event(*, noise_multiplier: float, sample_rate: float = 1.0) -> Event:
@@ -82,6 +114,7 @@ def release_event(*, noise_multiplier: float, sample_rate: float = 1.0) -> Event
 _TYPES: dict[str, Callable[..., Event]] = {
     "gaussian": GaussianEvent,
     "poisson-gaussian": PoissonGaussianEvent,
+    "cyclic-gaussian": CyclicGaussianEvent,
     "non-private": NonPrivateEvent,
     "unclaimed": UnclaimedEvent,
 }
@@ -118,6 +151,8 @@ def event_from_state(state: Mapping[str, Any]) -> Event:
 def to_dp_accounting(event: Event, count: int = 1) -> Any:
     """States ``count`` such releases as an event of the dp-accounting library, for a second opinion.
 
+    Cyclic ones are those of one run, from its first step on.
+
     Under replace-one, dp-accounting's RDP accountant takes a Gaussian at distance 1 where its PLD accountant takes
     distance 2: give it half the noise multiplier there.
 
@@ -144,6 +179,9 @@ def to_dp_accounting(event: Event, count: int = 1) -> Any:
     if isinstance(event, NonPrivateEvent) or event.noise_multiplier == 0:
         return dp_accounting.NonPrivateDpEvent()
     gaussian = dp_accounting.GaussianDpEvent(event.noise_multiplier)
+    if isinstance(event, CyclicGaussianEvent):
+        sampled = dp_accounting.PoissonSampledDpEvent(event.sample_rate, gaussian)
+        return dp_accounting.SelfComposedDpEvent(sampled, event.cycles(count))
     if isinstance(event, PoissonGaussianEvent):
         sampled = dp_accounting.PoissonSampledDpEvent(event.sample_rate, gaussian)
         return dp_accounting.SelfComposedDpEvent(sampled, count)

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from dpengine.accounting import GaussianEvent, Ledger, PoissonGaussianEvent, Relation
+from dpengine.accounting import CyclicGaussianEvent, GaussianEvent, Ledger, PoissonGaussianEvent, Relation
 from dpengine.errors import PrivacyError
 from dpengine.report import PrivacyReport, RunFacts
 
@@ -47,8 +47,10 @@ def _facts_of_engine(state: Mapping[str, Any]) -> RunFacts:
     events = [charge.event for charge in ledger.history if charge.kind != "clip"]
     last = events[-1] if events else None
     plan: dict[str, Any] = {"sampling": "poisson"}
-    if isinstance(last, (PoissonGaussianEvent, GaussianEvent)):
-        rate = last.sample_rate if isinstance(last, PoissonGaussianEvent) else 1.0
+    if isinstance(last, CyclicGaussianEvent):
+        plan |= {"sampling": "cyclic-poisson", "correlated_noise": {"bands": last.cycle_length}}
+    if isinstance(last, (PoissonGaussianEvent, CyclicGaussianEvent, GaussianEvent)):
+        rate = 1.0 if isinstance(last, GaussianEvent) else last.sample_rate
         plan |= {"sample_rate": rate, "noise_multiplier": last.noise_multiplier}
     # Zero-out is what a run states unless it was given its constants, and that is not in the state.
     return RunFacts(plan, ledger.history, state["delta"], Relation.ZERO_OUT, accountant=state["accountant"])

@@ -38,7 +38,7 @@ class NoiseSource:
     """A root key, and the random words and normals that follow from it.
 
     On the CPU words come from a keyed stream (``keyed_streams.STREAM_KINDS``); on CUDA from torch's Philox generator,
-    keyed for each step and chunk with 63 bits that follow from the key, which is not cryptographic. Normals are
+    keyed for each step and chunk with 128 bits that follow from the key, which is not cryptographic. Normals are
     computed in float64 from 64-bit words everywhere. The global generators of torch, NumPy and Python are neither read
     nor advanced.
 
@@ -154,10 +154,18 @@ class NoiseSource:
 
     def normal_(self, out: Tensor, *, domain: str, step: int, start: int = 0) -> Tensor:
         """Fills ``out`` with standard normals; the arguments are those of ``add_normal_``."""
-        return self._draw(out, 1.0, 1.0, domain, step, start, overwrite=True)
+        return self._draw(out, 1.0, 1.0, self._subkey(b"normal", domain, step), start, overwrite=True)
 
     def add_normal_(
-        self, flat: Tensor, std: float, *, domain: str, step: int, start: int = 0, scale: float = 1.0
+        self,
+        flat: Tensor,
+        std: float,
+        *,
+        domain: str,
+        step: int,
+        start: int = 0,
+        scale: float = 1.0,
+        incarnation: int | None = None,
     ) -> Tensor:
         """Adds ``std`` times independent standard normals in place, then multiplies by ``scale``, in one pass.
 
@@ -171,11 +179,14 @@ class NoiseSource:
             step: The release it belongs to. Two releases must have two steps.
             start: Index of ``flat[0]`` in the whole vector, where ``flat`` is one rank's or one device's slice of it.
             scale: What the noisy vector is multiplied by.
+            incarnation: The life of the run whose normals these are; None for the present one. An earlier one is for
+                mechanisms that need noise again which was drawn before a resume.
 
         Returns:
             ``flat``.
         """
-        return self._draw(flat, std, scale, domain, step, start, overwrite=False)
+        subkey = self._subkey(b"normal", domain, step, incarnation)
+        return self._draw(flat, std, scale, subkey, start, overwrite=False)
 
     def close(self) -> None:
         """Overwrites the key, as far as Python allows, and ends the threads. Drawing afterwards raises."""
@@ -206,21 +217,20 @@ class NoiseSource:
             raise PrivacyError("noise.NoiseSource is closed.", fix="Make another with NoiseSource.fresh().")
         return bytes(self._key)
 
-    def _subkey(self, use: bytes, domain: str, step: int) -> bytes:
+    def _subkey(self, use: bytes, domain: str, step: int, incarnation: int | None = None) -> bytes:
         # Fixed-width numbers come first, so no two addresses give one message. `use` keeps words and normals apart.
-        numbers = struct.pack("<QQ", self._incarnation, _address("step", step))
+        life = self._incarnation if incarnation is None else _address("incarnation", incarnation)
+        numbers = struct.pack("<QQ", life, _address("step", step))
         keyed = hashlib.blake2b(numbers, digest_size=_KEY_BYTES, key=self._open_key(), person=b"dpengine " + use)
         keyed.update(domain.encode())
         return keyed.digest()
 
-    def _draw(
-        self, tensor: Tensor, std: float, scale: float, domain: str, step: int, start: int, *, overwrite: bool
-    ) -> Tensor:
+    def _draw(self, tensor: Tensor, std: float, scale: float, subkey: bytes, start: int, *, overwrite: bool) -> Tensor:
         _check_drawable(tensor)
         start = _address("start", start)
         if start + tensor.numel() > _LIMIT:
             raise ValueError(f"noise.NoiseSource: start {start} and {tensor.numel()} elements pass 2**64.")
-        subkey, flat = self._subkey(b"normal", domain, step), tensor.detach()
+        flat = tensor.detach()
         if overwrite:
             flat.zero_()
         if flat.numel() == 0:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-from dpengine.accounting import GaussianEvent, PoissonGaussianEvent, Relation
+from dpengine.accounting import CyclicGaussianEvent, GaussianEvent, PoissonGaussianEvent, Relation
 
 from .facts import RunFacts
 from .figures import delta_floor
@@ -176,7 +176,7 @@ _CHECKS: tuple[Callable[[RunFacts], Assumption], ...] = (
 
 
 def _rate(event: object) -> float | None:
-    if isinstance(event, PoissonGaussianEvent):
+    if isinstance(event, (PoissonGaussianEvent, CyclicGaussianEvent)):
         return event.sample_rate
     return 1.0 if isinstance(event, GaussianEvent) else None
 

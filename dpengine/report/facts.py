@@ -95,7 +95,7 @@ class RunFacts:
     def law_is_known(self) -> bool:
         """Whether every batch was drawn by a law that accounting knows."""
         unclaimed = any(isinstance(charge.event, UnclaimedEvent) for charge in self.history)
-        return self.plan.get("sampling", "poisson") == "poisson" and not unclaimed
+        return self.plan.get("sampling", "poisson") in ("poisson", "cyclic-poisson") and not unclaimed
 
     @property
     def rows_are_public(self) -> bool:

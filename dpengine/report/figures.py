@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 from dpengine.accounting import (
     Charge,
     NonPrivateEvent,
-    PoissonGaussianEvent,
     PrivacySpent,
     Relation,
     UnclaimedEvent,
@@ -120,7 +119,7 @@ def delta_floor(facts: RunFacts) -> float | None:
     for charge in facts.history:
         sigma = getattr(charge.event, "noise_multiplier", 0.0)
         if sigma > 0:
-            rate = charge.event.sample_rate if isinstance(charge.event, PoissonGaussianEvent) else 1.0
+            rate = getattr(charge.event, "sample_rate", 1.0)
             total += charge.count * rate * 0.5 * math.erfc((end - distance / sigma) / math.sqrt(2))
     return min(1.0, total)
 

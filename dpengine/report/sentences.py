@@ -6,7 +6,7 @@ import math
 from importlib import metadata
 from typing import Any
 
-from dpengine.accounting import GaussianEvent, PoissonGaussianEvent, Relation
+from dpengine.accounting import CyclicGaussianEvent, GaussianEvent, PoissonGaussianEvent, Relation
 
 from .assumptions import stamps
 from .facts import RunFacts
@@ -47,7 +47,10 @@ def other_measures(facts: RunFacts, figures: Figures) -> str:
     spent = figures.spent
     if spent is None:
         return "none, since no ε is claimed."
-    if any(isinstance(charge.event, PoissonGaussianEvent) for charge in facts.history) and figures.profile:
+    if (
+        any(isinstance(charge.event, (PoissonGaussianEvent, CyclicGaussianEvent)) for charge in facts.history)
+        and figures.profile
+    ):
         smallest = min(delta for delta, _ in figures.profile)
         range_ = f"a Gaussian curve above this run's for δ from {round_up_delta(smallest)} up"
     else:
@@ -92,8 +95,10 @@ def budget(facts: RunFacts, figures: Figures) -> str:
 def mechanism(facts: RunFacts) -> str:
     """The mechanism in one line."""
     plan = facts.plan
+    correlated = plan.get("correlated_noise")
+    name = "DP-SGD" if correlated is None else f"DP-SGD with noise of {correlated.get('bands')} bands (BandMF)"
     parts = [
-        f"DP-SGD, {plan.get('sampling', 'unknown')} batches",
+        f"{name}, {plan.get('sampling', 'unknown')} batches",
         _given("rate", plan.get("sample_rate")),
         _given("noise multiplier", plan.get("noise_multiplier")),
         _given("clipping", described(plan.get("clipping"))),
@@ -135,7 +140,11 @@ def unamplified(facts: RunFacts, figures: Figures) -> str:
 
 def covers(facts: RunFacts) -> list[str]:
     """The data accesses that the figure pays for."""
-    laws = {GaussianEvent: "every row", PoissonGaussianEvent: "a Poisson batch"}
+    laws = {
+        GaussianEvent: "every row",
+        PoissonGaussianEvent: "a Poisson batch",
+        CyclicGaussianEvent: "a Poisson batch of one group of rows",
+    }
     seen = {laws[type(charge.event)] for charge in facts.history if type(charge.event) in laws}
     of = f" ({' or '.join(sorted(seen))} each)" if seen else ""
     return [

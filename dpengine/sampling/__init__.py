@@ -4,6 +4,7 @@ from .batches import PrivateBatchSampler
 from .check import check_loader
 from .choose_strategy import strategy_for
 from .collate import EmptyAwareCollate, empty_template
+from .cyclic import CyclicPoissonSampling, Partition
 from .loader import private_loader
 from .poisson import PoissonSampling
 from .shuffle import ShuffleSampling
@@ -12,7 +13,9 @@ from .ticket import Ticket
 
 __all__ = [
     "AbstractBatchStrategy",
+    "CyclicPoissonSampling",
     "EmptyAwareCollate",
+    "Partition",
     "PoissonSampling",
     "PrivateBatchSampler",
     "ShuffleSampling",

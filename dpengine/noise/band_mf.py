@@ -1,0 +1,91 @@
+"""BandMF: banded Toeplitz noise with the least error, as an argument of ``make_private``."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import numpy as np
+
+from .correlated import Recurrence
+from .optimize import optimize_banded
+from .recurrences import banded_toeplitz, checked_column
+from .toeplitz import banded_loss
+from .toeplitz import momentum as momentum_workload
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BandMF:
+    """Noise of each step takes back a part of the noise of the steps before, for the same guarantee.
+
+    Examples are put into as many groups as there are bands, and each step draws from the next group, so that no example
+    meets the same noise twice. Batches must be at most ``1 / num_bands`` of the data set, and the run as long as was
+    planned.
+
+    Source: Choquette-Choo et al. 2023, (Amplified) Banded Matrix Factorization (arXiv:2306.08153).
+
+    Args:
+        num_bands: Bands of the strategy, at least 1. One band is independent noise.
+        momentum: Of the optimizer, in [0, 1): the strategy that is best for it is taken.
+        loss: ``"mean"`` or ``"max"``: which error over the steps is the least.
+        column_normalize: Divides each column of the strategy by its norm, which makes the last steps less noisy.
+        strategy: First column of the strategy, instead of the best one; ``num_bands`` numbers.
+
+    Raises:
+        ValueError: If a number is outside its range, or the strategy has another length.
+        TypeError: If ``num_bands`` is not a whole number.
+    """
+
+    num_bands: int
+    momentum: float = 0.0
+    loss: str = "mean"
+    column_normalize: bool = False
+    strategy: Sequence[float] | None = None
+
+    def __post_init__(self) -> None:
+        """Refuses what is no such noise."""
+        if isinstance(self.num_bands, bool) or not isinstance(self.num_bands, int):
+            raise TypeError(f"noise.BandMF: num_bands must be a whole number, got {self.num_bands!r}.")
+        if self.num_bands < 1:
+            raise ValueError(f"noise.BandMF: num_bands must be at least 1, got {self.num_bands}.")
+        momentum_workload(1, self.momentum)
+        if self.loss not in ("mean", "max"):
+            raise ValueError(f"noise.BandMF: loss={self.loss!r} is not known. Choose one of: 'mean', 'max'.")
+        if self.strategy is not None:
+            column = checked_column("strategy", self.strategy)
+            if len(column) != self.num_bands:
+                raise ValueError(f"noise.BandMF: strategy has {len(column)} numbers for {self.num_bands} bands.")
+            object.__setattr__(self, "strategy", tuple(float(value) for value in column))
+
+    def column(self, iterations: int) -> np.ndarray:
+        """First column of the strategy for so many steps.
+
+        Returns:
+            ``(num_bands,)``, of norm 1.
+
+        Raises:
+            ValueError: If there are more bands than steps.
+        """
+        if self.num_bands > iterations:
+            raise ValueError(f"noise.BandMF: {self.num_bands} bands for {iterations} steps; take at most as many.")
+        if self.strategy is not None:
+            given = np.asarray(self.strategy)
+            return given / np.linalg.norm(given)
+        workload = momentum_workload(iterations, self.momentum) if self.momentum else None
+        return optimize_banded(iterations, self.num_bands, workload=workload, loss=self.loss)
+
+    def recurrence(self, iterations: int) -> Recurrence:
+        """The noise of so many steps; it ends with them."""
+        column = self.column(iterations)
+        made = banded_toeplitz(column, column_normalized_steps=iterations if self.column_normalize else None)
+        workload = momentum_workload(iterations, self.momentum)
+        gain = banded_loss([1.0], workload, self.loss) / banded_loss(column, workload, self.loss)
+        facts = {
+            "noise": "banded-toeplitz",
+            "bands": self.num_bands,
+            "iterations": iterations,
+            "column_normalized": self.column_normalize,
+            "strategy": [float(value) for value in column],
+            "error_of_independent_noise_over_this": float(np.sqrt(gain)),
+        }
+        return dataclasses.replace(made, size=iterations, facts=facts)

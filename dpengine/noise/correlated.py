@@ -1,0 +1,200 @@
+"""Noise that hangs together over steps: step t gets row t of ``S^-1 Z``, where Z has a fresh normal row for each step.
+
+A recurrence says how a row follows from the fresh ones and from what is kept; this file keeps it, addresses it, and
+refuses what the guarantee does not cover. A step that was given up has a row all the same: otherwise the steps of one
+example would move closer together than the guarantee allows.
+
+Axes: K rows of state, D numbers of the slice that is noised.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, final
+
+from torch import Tensor
+
+from dpengine.errors import PrivacyError
+
+from .gaussian import GaussianNoise
+from .mechanism import AbstractNoise, check_release
+from .source import NoiseSource
+
+Fresh = Callable[[Tensor, float, int], None]
+"""``fresh(out, weight, step)`` adds ``weight`` times that step's fresh row to ``out`` ``(D,)``."""
+
+
+@dataclass(frozen=True)
+class Recurrence:
+    """How the noise of a step follows from fresh normals.
+
+    Attributes:
+        name: What it is called in reports and checkpoints.
+        row: ``row(t, fresh, state_KD, out)`` adds row t of ``S^-1 Z`` to ``out`` ``(D,)``, which is zero, and brings
+            the state forward. Rows come in order.
+        kept: Rows of state, K.
+        past: How many steps back fresh rows are asked for again.
+        size: Steps after which there is no row; None if there is no end.
+        facts: What reports say of it.
+    """
+
+    name: str
+    row: Callable[[int, Fresh, Tensor, Tensor], None]
+    kept: int = 0
+    past: int = 0
+    size: int | None = None
+    facts: Mapping[str, Any] = field(default_factory=dict)
+
+
+@final
+class CorrelatedNoise(AbstractNoise):
+    """Adds ``std`` times row t of ``S^-1 Z`` at step t, counted from 0.
+
+    The guarantee is for the whole matrix, so ``std`` is the same at every step, no row is used twice, and none is asked
+    for beyond the last. What is kept is secret: with it, a part of the noise of later steps can be told.
+
+    Args:
+        source: Where fresh normals come from.
+        recurrence: The matrix.
+        domain: What the normals are for, as against other uses of the same source.
+    """
+
+    def __init__(self, source: NoiseSource, recurrence: Recurrence, *, domain: str = "noise"):
+        self._source = source
+        self._recurrence = recurrence
+        self._domain = domain
+        self._next = (0, 0)  # (step, index): the first address not used yet
+        self._std: float | None = None
+        self._slices: dict[int, _Slice] = {}  # by where they begin
+        self._lives: dict[int, int] = {}  # incarnation of the source by the first step that was drawn in it
+
+    def add(self, sums: Tensor, *, std: float, step: int, start: int = 0, scale: float = 1.0) -> None:
+        """Adds this step's noise in place, and multiplies by ``scale``.
+
+        Slices of one step's vector come in the order of their ``start``, and are cut alike at every step.
+
+        Args:
+            sums: Contiguous 1-D tensor of clipped sums, float32 or float64. Noise is computed and kept in its type.
+            std: Standard deviation of the fresh rows, the same at every step. 0 adds nothing.
+            step: The row: number of the logical batch since the run began, above those before it.
+            start: Index of ``sums[0]`` in the whole vector.
+            scale: What the noisy sums are multiplied by.
+
+        Raises:
+            PrivacyError: If the address has been used, the matrix is at its end, or ``std`` or the slices changed.
+        """  # noqa: DOC502 - the checks raise on our behalf
+        where = "noise.CorrelatedNoise.add"
+        check_release(where, sums, std)
+        self._refuse(where, std, step, start)
+        part = self._slice(where, sums, step, start)
+        self._std = std
+        self._next = (step, start + sums.numel())  # before drawing: an address that failed half-way is used up too
+        if not self._lives or self._source.incarnation != next(reversed(self._lives.values())):
+            self._lives[part.rows] = self._source.incarnation
+        if std == 0:
+            part.rows = step + 1
+            sums.mul_(scale)
+            return
+
+        def fresh(out: Tensor, weight: float, drawn: int) -> None:
+            life = next(life for first, life in reversed(self._lives.items()) if first <= drawn)
+            self._source.add_normal_(out, weight, domain=self._domain, step=drawn, start=start, incarnation=life)
+
+        noise = sums.new_empty(sums.shape)
+        while part.rows <= step:  # rows of steps that were given up go into the state alone
+            noise.zero_()
+            self._recurrence.row(part.rows, fresh, part.state_KD, noise)
+            part.rows += 1
+        sums.add_(noise, alpha=std).mul_(scale)
+
+    def _refuse(self, where: str, std: float, step: int, start: int) -> None:
+        if (step, start) < self._next:
+            raise PrivacyError(
+                f"{where}: got step {step} from index {start}, after step {self._next[0]} up to index "
+                f"{self._next[1]}. The same noise in two releases cancels in their difference.",
+                fix="Give each release its own step, and each slice of one vector its own start.",
+            )
+        size = self._recurrence.size
+        if size is not None and step >= size:
+            raise PrivacyError(
+                f"{where}: step {step} of a run whose noise was planned for {size} steps.",
+                fix="Plan for as many steps as the run has, or begin a new run, which composes with this one.",
+            )
+        if self._std is not None and std != self._std:
+            raise PrivacyError(
+                f"{where}: std is {std!r} now and was {self._std!r}. The guarantee of correlated noise is for the "
+                "whole run with one noise multiplier and one sensitivity.",
+                fix="Keep noise multiplier and clipping threshold as they are, or use independent noise.",
+            )
+
+    def _slice(self, where: str, sums: Tensor, step: int, start: int) -> _Slice:
+        """What is kept for these numbers of the vector, which must be the same at every step."""
+        part = self._slices.get(start)
+        begun = max((other.rows for other in self._slices.values()), default=0)
+        if part is None and begun in (0, step + 1):  # the first step, whose slices arrive one by one
+            if not self._slices or all(other.first == step for other in self._slices.values()):
+                part = self._slices[start] = _Slice(sums.new_zeros(self._recurrence.kept, sums.numel()), first=step)
+        if part is None or part.state_KD.shape[1:] != sums.shape:
+            raise PrivacyError(
+                f"{where}: the vector is cut otherwise than at earlier steps (index {start}, {sums.numel()} numbers).",
+                fix="Freeze, thaw or move parameters before training starts.",
+            )
+        return part
+
+    def state_dict(self) -> dict[str, Any]:
+        """All that later noise depends on beside the source. Secret."""
+        parts = {
+            start: {"first": part.first, "rows": part.rows, "state": part.state_KD.clone()}
+            for start, part in self._slices.items()
+        }
+        return {
+            "recurrence": self._recurrence.name,
+            "step": self._next[0],
+            "index": self._next[1],
+            "std": self._std,
+            "lives": dict(self._lives),
+            "slices": parts,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Goes on from ``state_dict()``, bit by bit as if nothing had been between.
+
+        Args:
+            state: What that returned.
+
+        Raises:
+            ValueError: If it is of another mechanism.
+        """
+        if state["recurrence"] != self._recurrence.name:
+            raise ValueError(
+                f"noise.CorrelatedNoise: the state is of {state['recurrence']!r}, this is {self._recurrence.name!r}. "
+                "Load it into the mechanism that it was taken from."
+            )
+        self._next = (state["step"], state["index"])
+        self._std = state["std"]
+        self._lives = {int(first): int(life) for first, life in state["lives"].items()}
+        self._slices = {
+            int(start): _Slice(part["state"].clone(), first=part["first"], rows=part["rows"])
+            for start, part in state["slices"].items()
+        }
+
+
+def mechanism_for(source: NoiseSource, recurrence: Recurrence | None) -> AbstractNoise:
+    """The mechanism that draws from a source: independent noise where no recurrence is given."""
+    return GaussianNoise(source) if recurrence is None else CorrelatedNoise(source, recurrence)
+
+
+@dataclass(eq=False)
+class _Slice:
+    """What is kept for a slice of the vector.
+
+    Attributes:
+        state_KD: The recurrence's own.
+        first: The step at which it was first seen.
+        rows: Rows that were drawn.
+    """
+
+    state_KD: Tensor
+    first: int
+    rows: int = 0

@@ -1,0 +1,236 @@
+"""Strategies with the least error for their sensitivity, by gradients that are written out.
+
+With ``beta`` the first column of ``A S^-1`` the loss is ``E v``, where ``E = sum_t w_t beta_t^2`` and ``v`` is the
+squared sensitivity. ``beta`` solves ``c * beta = a``, so that ``dE/dc_k = -sum_{t>=k} lambda_t beta_{t-k}`` with the
+adjoint ``lambda``: the same recursive filter, run backwards over ``2 w beta``.
+
+Source: Choquette-Choo et al. 2023 (arXiv:2306.08153) for bands, Kalinin and Lampert 2025 (arXiv:2505.12128) for
+inverses with bands.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from .sensitivity import overlapped, rounds
+from .toeplitz import error_weights, inverse, prefix_sums, product, root, root_of_prefix_sums, solve
+
+Loss = Callable[[np.ndarray], tuple[float, np.ndarray]]
+_MOST_STEPS = 500
+
+
+def optimize_banded(
+    size: int,
+    bands: int,
+    *,
+    workload: np.ndarray | None = None,
+    loss: str = "mean",
+    separation: int | None = None,
+    steps: int = _MOST_STEPS,
+) -> np.ndarray:
+    """The banded Toeplitz strategy with the least error.
+
+    Args:
+        size: Steps of the run, at least 1.
+        bands: Coefficients of the strategy, at most ``size``.
+        workload: First column of what is wanted of the sums, ``(size,)``; None for running totals.
+        loss: ``"mean"`` or ``"max"`` over the steps.
+        separation: Steps between two participations of an example, where these are fewer than the bands; None where
+            its participations never fall into the same bands.
+        steps: Iterations of the search, at most.
+
+    Returns:
+        ``(bands,)``, of norm 1, the first one positive.
+
+    Raises:
+        ValueError: If a number is out of its range.
+    """  # noqa: DOC502 - the checks raise on our behalf
+    _check_size(size, bands)
+    a = prefix_sums(size) if workload is None else _checked_workload(workload, size)
+    weights = error_weights(size, loss)
+    start = (root_of_prefix_sums(bands) if workload is None else root(np.abs(a[:bands]) + 0.0))[:bands]
+    sensitivity = _column_norm if separation is None or bands <= separation else _overlapping(size, bands, separation)
+    return _normalised(_minimise(lambda c: _banded_loss(c, a, weights, sensitivity), start, steps))
+
+
+def optimize_scheduled(
+    size: int, bands: int, *, rates: np.ndarray, momentum: float = 0.0, steps: int = 500
+) -> np.ndarray:
+    """The banded Toeplitz strategy for momentum and a learning rate that changes, whose workload is not Toeplitz.
+
+    The model after step t holds ``sum_{s <= t} rate_s m_s``, with ``m_s = momentum m_{s-1} + sum_s``. Takes
+    ``O(size^2)`` time and memory.
+
+    Args:
+        size: Steps of the run.
+        bands: Coefficients of the strategy.
+        rates: Learning rates, ``(size,)``.
+        momentum: In [0, 1).
+        steps: Iterations of the search, at most.
+
+    Returns:
+        ``(bands,)``, of norm 1, the first one positive.
+
+    Raises:
+        ValueError: If a number is out of its range.
+    """
+    _check_size(size, bands)
+    rates = _checked_workload(rates, size)
+    if not 0 <= momentum < 1:
+        raise ValueError(f"noise.optimize: momentum must be in [0, 1), got {momentum!r}.")
+    decay = momentum ** np.arange(size)
+    start = root_of_prefix_sums(bands)
+    return _normalised(_minimise(lambda c: _scheduled_loss(c, rates, decay), start, steps))
+
+
+def optimize_banded_inverse(
+    size: int,
+    bands: int,
+    *,
+    workload: np.ndarray | None = None,
+    loss: str = "mean",
+    separation: int | None = None,
+    participations: int | None = None,
+    steps: int = _MOST_STEPS,
+) -> np.ndarray:
+    """The noising coefficients, few and banded, with the least error. Their strategy is not banded.
+
+    Args:
+        size: Steps of the run.
+        bands: Coefficients of the inverse of the strategy.
+        workload: First column of what is wanted of the sums; None for running totals.
+        loss: ``"mean"`` or ``"max"`` over the steps.
+        separation: Steps between two participations of an example; None for a single participation.
+        participations: At most so many; None for as many as fit.
+        steps: Iterations of the search, at most.
+
+    Returns:
+        ``(bands,)``, the first one 1.
+
+    Raises:
+        ValueError: If a number is out of its range.
+    """  # noqa: DOC502 - the checks raise on our behalf
+    _check_size(size, bands)
+    a = prefix_sums(size) if workload is None else _checked_workload(workload, size)
+    weights, gap = error_weights(size, loss), separation or size
+    times = rounds(size, gap, participations if separation is not None else 1)
+    start = banded_inverse_square_root(size, bands, a)
+
+    def value(d: np.ndarray) -> tuple[float, np.ndarray]:
+        beta, c = product(a, d, size), inverse(d, size)
+        error, by_beta = float(weights @ np.square(beta)), 2 * weights * beta
+        by_error = np.array([by_beta[k:] @ a[: size - k] for k in range(bands)])
+        total = overlapped(c, size, gap, times)
+        sq_norm = float(total @ total)
+        by_c = np.zeros(size)
+        for i in range(times):
+            by_c[: size - i * gap] += 2 * total[i * gap :]
+        adjoint = solve(d, by_c[::-1])[::-1]
+        by_norm = -np.array([adjoint[k:] @ c[: size - k] for k in range(bands)])
+        return error * sq_norm, sq_norm * by_error + error * by_norm
+
+    found = _minimise(value, start, steps)
+    return found / found[0]
+
+
+def banded_inverse_square_root(size: int, bands: int, workload: np.ndarray | None = None) -> np.ndarray:
+    """The first coefficients of the inverse of the workload's square root (BISR), ``(bands,)``.
+
+    Source: Kalinin and Lampert 2025 (arXiv:2505.12128).
+
+    Returns:
+        Noising coefficients; those of running totals begin 1, -1/2, -1/8.
+
+    Raises:
+        ValueError: If a number is out of its range.
+    """  # noqa: DOC502 - the checks raise on our behalf
+    _check_size(size, bands)
+    of = root_of_prefix_sums(bands) if workload is None else root(_checked_workload(workload, size)[:bands])
+    return inverse(of, bands)
+
+
+def _check_size(size: int, bands: int) -> None:
+    if not 1 <= bands <= size:
+        raise ValueError(f"noise.optimize: got {bands} bands for {size} steps; there must be 1 to {size}.")
+
+
+def _checked_workload(workload: np.ndarray, size: int) -> np.ndarray:
+    a = np.asarray(workload, dtype=np.float64)
+    if a.shape != (size,) or not np.isfinite(a).all() or a[0] <= 0:
+        raise ValueError(
+            f"noise.optimize: a workload must have shape ({size},), finite entries and a positive first one; got shape "
+            f"{a.shape}."
+        )
+    return a
+
+
+def _column_norm(c: np.ndarray) -> tuple[float, np.ndarray]:
+    return float(c @ c), 2 * c
+
+
+def _overlapping(size: int, bands: int, separation: int) -> Loss:
+    """The squared sensitivity of a strategy whose columns overlap, and its gradient."""
+    times = rounds(size, separation)
+
+    def value(c: np.ndarray) -> tuple[float, np.ndarray]:
+        total = overlapped(c, size, separation, times)
+        by_c = np.zeros(bands)
+        for i in range(times):
+            seen = total[i * separation :][:bands]
+            by_c[: len(seen)] += 2 * seen
+        return float(total @ total), by_c
+
+    return value
+
+
+def _banded_loss(c: np.ndarray, a: np.ndarray, weights: np.ndarray, sensitivity: Loss) -> tuple[float, np.ndarray]:
+    beta = solve(c, a)
+    error = float(weights @ np.square(beta))
+    adjoint = solve(c, (2 * weights * beta)[::-1])[::-1]
+    by_error = -_correlated(adjoint, beta, len(c))
+    sq_norm, by_norm = sensitivity(c)
+    return error * sq_norm, sq_norm * by_error + error * by_norm
+
+
+def _scheduled_loss(c: np.ndarray, rates: np.ndarray, decay: np.ndarray) -> tuple[float, np.ndarray]:
+    size, bands = len(rates), len(c)
+    g = solve(c, decay)
+    # B[t, j] = sum_{s=j}^t rate_s g_{s-j}: a running total down each column.
+    steps = np.zeros((size, size))
+    for k in range(size):
+        steps[np.arange(k, size), np.arange(size - k)] = rates[k:] * g[k]
+    errors = np.cumsum(steps, axis=0)
+    errors[np.triu_indices(size, 1)] = 0
+    error = float(np.square(errors).sum()) / size
+    by_step = np.cumsum(2 / size * errors[::-1], axis=0)[::-1]
+    by_g = np.array([np.diagonal(by_step, -k) @ rates[k:] for k in range(size)])
+    adjoint = solve(c, by_g[::-1])[::-1]
+    sq_norm = float(c @ c)
+    return error * sq_norm, -sq_norm * _correlated(adjoint, g, bands) + 2 * error * c
+
+
+def _correlated(one: np.ndarray, other: np.ndarray, bands: int) -> np.ndarray:
+    """``sum_{t>=k} one_t other_{t-k}`` for ``k < bands``."""
+    return np.array([one[k:] @ other[: len(other) - k] for k in range(bands)])
+
+
+def _minimise(value: Loss, start: np.ndarray, steps: int) -> np.ndarray:
+    from scipy.optimize import minimize
+
+    def finite(c: np.ndarray) -> tuple[float, np.ndarray]:
+        with np.errstate(all="ignore"):
+            found, gradient = value(c)
+        usable = np.isfinite(found) and np.isfinite(gradient).all()
+        return (float(found), gradient) if usable else (np.inf, np.zeros_like(c))
+
+    if len(start) == 1 or steps <= 0:
+        return start
+    settings = {"maxiter": steps, "ftol": 1e-15, "gtol": 1e-10}
+    best: np.ndarray = minimize(finite, start, jac=True, method="L-BFGS-B", options=settings).x
+    return best if finite(best)[0] <= finite(start)[0] else start
+
+
+def _normalised(c: np.ndarray) -> np.ndarray:
+    return c / np.linalg.norm(c) * (1 if c[0] > 0 else -1)

@@ -1,0 +1,136 @@
+"""How far one example can move what a strategy matrix measures, when it takes part several times.
+
+An example takes part in at most ``participations`` steps, at least ``separation`` apart. Over all such sets of steps
+``I``, the squared sensitivity is the largest ``sum_{i,j in I} |X_ij|`` with ``X = S^T S``, for contributions of norm 1
+each. Columns that overlap add up.
+
+Source: Choquette-Choo et al. 2023 (arXiv:2306.08153); Kalinin and Lampert 2024 (arXiv:2405.13763) for Toeplitz ones.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from .toeplitz import Coefficients
+
+
+def rounds(size: int, separation: int, participations: int | None = None) -> int:
+    """How often an example can take part in so many steps.
+
+    Args:
+        size: Steps.
+        separation: Steps from one participation to the next, at least 1.
+        participations: At most so many; None for as many as fit.
+
+    Returns:
+        The smaller of the two limits.
+
+    Raises:
+        ValueError: If a number is below 1, or the size below 0.
+    """
+    if size < 0 or separation < 1 or (participations is not None and participations < 1):
+        raise ValueError(
+            f"noise.sensitivity: got {size} steps, separation {separation}, participations {participations}; the "
+            "separation and the participations are at least 1."
+        )
+    fit = -(-size // separation)
+    return fit if participations is None else min(participations, fit)
+
+
+def toeplitz_sq_sensitivity(
+    column: Coefficients, size: int, separation: int, participations: int | None = None
+) -> float:
+    """Squared sensitivity of a Toeplitz strategy.
+
+    Exact where the coefficients are not negative and do not rise; else an upper bound.
+
+    Args:
+        column: First column of the strategy.
+        size: Steps.
+        separation: Steps from one participation to the next.
+        participations: At most so many; None for as many as fit.
+
+    Returns:
+        The squared sensitivity for contributions of norm 1.
+    """
+    shape = falling(column)[:size]
+    times = rounds(size, separation, participations)
+    if len(shape) <= separation:
+        # Columns do not overlap: the longest ones count, and only the last may be cut.
+        squares = np.cumsum(np.square(shape))
+        starts = np.arange(times) * separation
+        return float(squares[np.minimum(len(squares), size - starts) - 1].sum())
+    return float(np.sum(np.square(overlapped(shape, size, separation, times))))
+
+
+def falling(column: Coefficients) -> np.ndarray:
+    """The coefficients, or the smallest falling ones above their absolute values where they are not so already."""
+    c = np.abs(np.asarray(column, dtype=np.float64))
+    return np.maximum.accumulate(c[::-1])[::-1]
+
+
+def overlapped(column: np.ndarray, size: int, separation: int, times: int) -> np.ndarray:
+    """Sum ``(size,)`` of the columns at 0, separation, 2 separation..., so many of them."""
+    total = np.zeros(size)
+    for i in range(times):
+        start = i * separation
+        total[start:] += np.concatenate([column, np.zeros(max(0, size - len(column)))])[: size - start]
+    return total
+
+
+def largest_sum(values: np.ndarray, separation: int, times: int) -> float:
+    """The largest sum of at most so many values, at least ``separation`` apart."""
+    size = len(values)
+    best = np.zeros(size + separation)
+    for _ in range(times):
+        best[:size] = values + best[separation : size + separation]
+        best[:size] = np.maximum(0, np.maximum.accumulate(best[:size][::-1])[::-1])
+        best[size:] = 0
+    return float(best[0]) if size else 0.0
+
+
+def sq_sensitivity(strategy: np.ndarray, separation: int, participations: int | None = None) -> float:
+    """Squared sensitivity of any strategy ``(size, size)``: exact if columns at the separation do not overlap.
+
+    Args:
+        strategy: The matrix.
+        separation: Steps from one participation to the next.
+        participations: At most so many; None for as many as fit.
+
+    Returns:
+        The squared sensitivity, or an upper bound where columns overlap.
+    """
+    gram = np.abs(strategy.T @ strategy)
+    size = len(gram)
+    times = rounds(size, separation, participations)
+    i, j = np.indices(gram.shape)
+    if not np.any(gram[np.abs(i - j) >= separation]):
+        return largest_sum(np.diag(gram).copy(), separation, times)
+    return largest_sum(np.array([largest_sum(row, separation, times) for row in gram]), separation, times)
+
+
+def epochs_sq_sensitivity(strategy: np.ndarray, epochs: int) -> float:
+    """Squared sensitivity where each example takes part at the same place of every epoch.
+
+    Args:
+        strategy: The matrix ``(size, size)``.
+        epochs: How many equal epochs the run has.
+
+    Returns:
+        The squared sensitivity.
+
+    Raises:
+        ValueError: If the epochs do not divide the steps.
+    """
+    size = len(strategy)
+    if epochs < 1 or size % epochs:
+        raise ValueError(f"noise.sensitivity: {epochs} epochs do not divide {size} steps.")
+    gram, period = np.abs(strategy.T @ strategy), size // epochs
+    return max(float(gram[offset::period, offset::period].sum()) for offset in range(period))
+
+
+def norm(column: Coefficients) -> float:
+    """The norm of a first column: the sensitivity of a banded strategy, once for each round."""
+    return math.sqrt(math.fsum(float(c) ** 2 for c in column))

@@ -1,0 +1,99 @@
+"""Cyclic Poisson sampling: examples are put into groups once, and each step draws from the next group in turn."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from typing import ClassVar
+
+import numpy as np
+import numpy.typing as npt
+
+from .permutation import KEY_WORDS, KeyedPermutation
+from .poisson import PoissonSampling, checked_batch_size, checked_sample_rate
+from .strategy import AbstractBatchStrategy, IndexBatch, WordStream, whole_number
+
+_GROUPS_AT = (1 << 63, 0)  # (step, block) of the words from which the groups follow; no step is as late
+
+
+class Partition(enum.Enum):
+    """How examples are put into groups."""
+
+    EQUAL_SPLIT = "equal-split"
+    """Groups of exactly ``N // groups``; what is left over never takes part. Sizes follow from N, which is public."""
+    INDEPENDENT = "independent"
+    """Each example goes to a group of its own choice, whatever the others do. Sizes vary, and N stays private."""
+
+
+@dataclasses.dataclass(frozen=True)
+class CyclicPoissonSampling(AbstractBatchStrategy):
+    """Step t draws from group ``t mod cycle_length`` alone, each of its examples on its own with one probability.
+
+    An example can take part at steps that lie ``cycle_length`` apart, or a multiple of it, and no others. Time and
+    memory of a draw are those of its batch, whatever ``num_examples`` is.
+
+    Args:
+        num_examples: The size of the data set.
+        sample_rate: The probability, in (0, 1], of an example of the group. With 1, the batch is the group.
+        cycle_length: Groups, at least 1. With one group this is Poisson sampling.
+        steps_per_epoch: Logical batches in one pass over the loader.
+        expected_batch_size: The public constant by which sums are divided.
+        partition: How groups are made.
+
+    Raises:
+        TypeError: If a count is not a whole number, or the partition none of ``Partition``.
+        ValueError: If an argument is outside its range.
+    """
+
+    num_examples: int
+    sample_rate: float
+    cycle_length: int
+    steps_per_epoch: int
+    expected_batch_size: float
+    partition: Partition = Partition.EQUAL_SPLIT
+
+    law: ClassVar[str] = "cyclic-poisson"
+    claims_epsilon: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        owner = type(self).__name__
+        fields = {
+            "num_examples": whole_number(owner, "num_examples", self.num_examples, at_least=0),
+            "sample_rate": checked_sample_rate(owner, self.sample_rate),
+            "cycle_length": whole_number(owner, "cycle_length", self.cycle_length, at_least=1),
+            "steps_per_epoch": whole_number(owner, "steps_per_epoch", self.steps_per_epoch, at_least=0),
+            "expected_batch_size": checked_batch_size(owner, self.expected_batch_size),
+        }
+        if not isinstance(self.partition, Partition):
+            names = ", ".join(f"Partition.{one.name}" for one in Partition)
+            raise TypeError(f"{owner}: partition must be one of {names}, got {self.partition!r}.")
+        for name, value in fields.items():
+            object.__setattr__(self, name, value)
+
+    def draw(self, step: int, words: WordStream) -> IndexBatch:
+        """Returns the examples of one logical batch, sorted. See `AbstractBatchStrategy.draw`."""
+        permutation, ends = self._groups(words)
+        group = step % self.cycle_length
+        start, size = (0 if group == 0 else int(ends[group - 1])), int(ends[group])
+        size -= start
+        inside = PoissonSampling(size, self.sample_rate, 0, self.expected_batch_size)
+        return np.sort(permutation(start + inside.draw(step, words)))
+
+    def group_of(self, words: WordStream) -> npt.NDArray[np.int64]:
+        """The group of each example ``(num_examples,)``, -1 for one that is in none. For checks: it takes memory."""
+        permutation, ends = self._groups(words)
+        groups = np.full(self.num_examples, -1, dtype=np.int64)
+        places = permutation(np.arange(int(ends[-1])))
+        groups[places] = np.searchsorted(ends, np.arange(int(ends[-1])), side="right")
+        return groups
+
+    def _groups(self, words: WordStream) -> tuple[KeyedPermutation, npt.NDArray[np.int64]]:
+        """The order of the examples, and where in it each group ends."""
+        step, block = _GROUPS_AT
+        drawn = words(KEY_WORDS + 4, step=step, block=block)
+        permutation = KeyedPermutation(self.num_examples, [int(word) for word in drawn[:KEY_WORDS]])
+        if self.partition is Partition.EQUAL_SPLIT:
+            return permutation, np.arange(1, self.cycle_length + 1) * (self.num_examples // self.cycle_length)
+        generator = np.random.Generator(np.random.Philox(key=drawn[KEY_WORDS : KEY_WORDS + 2]))
+        sizes = generator.multinomial(self.num_examples, np.full(self.cycle_length, 1 / self.cycle_length))
+        return permutation, np.cumsum(sizes)

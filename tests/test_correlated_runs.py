@@ -1,0 +1,179 @@
+"""Runs with noise that hangs together over steps, through ``make_private`` alone."""
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+from loops import BATCH, MAX_NORM, ROWS, make_loop, mlp, state_of
+
+from dpengine import Adaptive, PrivacyEngine
+from dpengine.accounting import Charge, PoissonGaussianEvent, Relation, calibrate, epsilon
+from dpengine.errors import BudgetExceeded, InvalidBudgetError, TicketError
+from dpengine.noise import BandMF
+from dpengine.plan import rate_to_book
+from dpengine.sampling import CyclicPoissonSampling, Partition, Ticket
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*DPE012", "ignore:.*DPE006")
+BANDS, STEPS, DELTA = 3, 10, 1e-3
+NOISE = BandMF(num_bands=BANDS)
+
+
+def banded_loop(**options):
+    options = {"noise": NOISE, "steps": STEPS, "noise_multiplier": 1.0, **options}
+    return make_loop(**options)
+
+
+def train(loop, epochs=3):
+    taken = 0
+    for _ in range(epochs):
+        for batch in loop.loader:
+            loop.step(*batch)
+            taken += 1
+    return taken
+
+
+def test_a_run_draws_in_turn_noises_and_ends_with_its_plan():
+    loop = banded_loop()
+    before = state_of(loop.model)
+    plan = loop.release.plan
+    assert isinstance(plan.sampling, CyclicPoissonSampling) and plan.sampling.partition is Partition.EQUAL_SPLIT
+    assert plan.sampling.sample_rate == pytest.approx(BANDS * BATCH / ROWS)
+    assert plan.sampling.expected_batch_size == BATCH and plan.relation is Relation.ZERO_OUT
+    assert train(loop, epochs=5) == STEPS
+    assert any(not torch.equal(value, before[name]) for name, value in state_of(loop.model).items())
+
+
+def test_the_noise_of_a_run_is_that_of_the_whole_matrices():
+    """Two runs of one seed that differ in the noise alone: without it the same batches give the same sums."""
+    released = {}
+    for sigma in (1e-9, 1.0):
+        loop = banded_loop(noise_multiplier=sigma, make_optimizer=lambda p: torch.optim.SGD(p, lr=1e-12))
+        rows = []
+        for _ in range(3):
+            for batch in loop.loader:
+                loop.step(*batch)
+                rows.append(torch.cat([p.grad.flatten() for p in loop.model.parameters()]).double())
+        released[sigma] = torch.stack(rows)
+    noise = (released[1.0] - released[1e-9]).numpy() * BATCH / MAX_NORM
+    source, strategy = loop.release.source, np.array(loop.release.plan.noise.facts["strategy"])
+    fresh = torch.stack(
+        [source.normal_(torch.empty(noise.shape[1], dtype=torch.float64), domain="noise", step=t) for t in range(STEPS)]
+    )
+    whole = sum(np.eye(STEPS, k=-k) * c for k, c in enumerate(strategy))
+    np.testing.assert_allclose(noise, np.linalg.solve(whole, fresh.numpy()), atol=1e-4)
+
+
+def test_epsilon_can_be_asked_for_at_any_step():
+    loop = banded_loop()
+    rate = rate_to_book(loop.release.plan.sampling.sample_rate)
+    assert loop.engine.get_epsilon(DELTA) == 0
+    taken = 0
+    for batch in loop.loader:
+        loop.step(*batch)
+        taken += 1
+        charges = (Charge(PoissonGaussianEvent(rate, 1.0), -(-taken // BANDS)),)
+        assert loop.engine.get_epsilon(DELTA) == epsilon(charges, DELTA, relation=Relation.ZERO_OUT)
+    assert "BandMF" in str(loop.engine.report()) and loop.engine.describe()["correlated_noise"]["bands"] == BANDS
+
+
+def test_a_target_is_kept_by_all_planned_steps():
+    loop = banded_loop(noise_multiplier=None, target_epsilon=2.0, target_delta=DELTA)
+    rate = rate_to_book(loop.release.plan.sampling.sample_rate)
+    found = calibrate(target_epsilon=2.0, target_delta=DELTA, sample_rate=rate, steps=-(-STEPS // BANDS))
+    assert loop.release.plan.noise_multiplier == found.noise_multiplier
+    assert train(loop) == STEPS
+    assert 1.99 < loop.engine.get_epsilon(DELTA) <= 2.0
+
+
+def test_a_second_run_adds_to_the_first():
+    engine = PrivacyEngine(seed=0)
+    for _ in range(2):
+        loop = banded_loop(engine=engine, steps=BANDS)
+        train(loop, epochs=1)
+        engine.detach(loop.model)
+    rate = rate_to_book(loop.release.plan.sampling.sample_rate)
+    assert engine.get_epsilon(DELTA) == epsilon((Charge(PoissonGaussianEvent(rate, 1.0), 2),), DELTA)
+
+
+def test_with_constants_groups_are_independent_and_the_size_stays_private():
+    loop = banded_loop(sample_rate=0.25, expected_batch_size=6.0, target_delta=DELTA)
+    assert loop.release.plan.sampling.partition is Partition.INDEPENDENT
+    assert loop.release.plan.relation is Relation.ADD_OR_REMOVE_ONE
+    assert train(loop) == STEPS
+
+
+def test_large_batches_in_chunks_and_given_up_ones_keep_their_rows():
+    loop = banded_loop(physical_batch_size=2)
+    for number, batch in enumerate(iter(loop.loader)):
+        if number == 1 and len(batch[-1]):
+            loop.optimizer.zero_grad()  # the batch is given up before its backward pass
+            continue
+        loop.step(*batch)
+    assert loop.engine.ledger.steps <= STEPS
+
+
+def test_more_steps_than_planned_are_refused():
+    loop = banded_loop(steps=BANDS)
+    assert train(loop, epochs=3) == BANDS
+    with pytest.raises(BudgetExceeded, match="planned for 3 steps"):
+        loop.release.handed_out(Ticket(BANDS, (2,)), 0)
+
+
+def test_two_batches_in_one_step_are_refused():
+    loop = banded_loop()
+    batches = iter(loop.loader)
+    for _ in range(2):
+        loop.backward(*next(batches))
+    with pytest.raises(TicketError, match="hangs together over steps"):
+        loop.optimizer.step()
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "says"),
+    [
+        ({"steps": None}, InvalidBudgetError, "how long training is"),
+        ({"noise": BandMF(num_bands=5)}, InvalidBudgetError, r"5 bands need batches of at most 1/5.*1/4"),
+        ({"noise": BandMF(num_bands=4), "steps": 3}, InvalidBudgetError, "more bands than the 3 steps"),
+        ({"noise": 16}, TypeError, "noise is a int"),
+        ({"sampling": "shuffle"}, InvalidBudgetError, "does not go with sampling='shuffle'"),
+        ({"clipping": Adaptive()}, InvalidBudgetError, "one clipping threshold"),
+    ],
+)
+def test_plans_that_do_not_fit_are_refused_with_the_numbers(options, error, says):
+    model = mlp()
+    before = state_of(model)
+    with pytest.raises(error, match=says):
+        banded_loop(model=model, **options)
+    assert all(torch.equal(value, before[name]) for name, value in state_of(model).items())
+
+
+def test_a_run_without_noise_is_not_private():
+    loop = banded_loop(noise_multiplier=0.0)
+    train(loop)
+    assert loop.engine.get_epsilon(DELTA) == float("inf")
+
+
+def test_the_noise_that_the_weights_feel_is_less():
+    """The sum of the noise over the run, of 40 runs with 43 weights: its variance is 0.6 of the usual one."""
+    variances = {}
+    for name, noise in (("independent", None), ("banded", NOISE)):
+        totals = []
+        for seed in range(40):
+            loop = banded_loop(seed=seed, noise=noise, make_optimizer=lambda p: torch.optim.SGD(p, lr=1e-12))
+            quiet = banded_loop(seed=seed, noise=noise, noise_multiplier=1e-9)
+            noisy, plain = (gradient_total(one) for one in (loop, quiet))
+            totals.append(noisy - plain)
+        variances[name] = float(torch.stack(totals).var())
+    assert variances["banded"] < 0.8 * variances["independent"]
+
+
+def gradient_total(loop):
+    """What all steps of the plan wrote into ``p.grad``, added up."""
+    loop.optimizer.param_groups[0]["lr"] = 1e-12
+    batches = itertools.chain.from_iterable(iter(loop.loader) for _ in range(5))
+    total = 0
+    for batch in itertools.islice(batches, STEPS):
+        loop.step(*batch)
+        total = total + torch.cat([p.grad.flatten() for p in loop.model.parameters()])
+    return total
