@@ -1,0 +1,210 @@
+"""The sum of clipped trees over the examples of a batch, microbatch by microbatch.
+
+Axes: B examples, K groups that are clipped together.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from .bounded import BoundedSensitivityCallable, finite_positive
+from .clip_tree import Group, factors, group_norms, groups_of, total_bound
+from .grid import grid_bound, on_grid
+from .per_example import Batch, batch_of
+
+Rows = Callable[[Batch], tuple[Any, Any, Any]]
+"""Of each example: the tree that is clipped, the value of the function, and what it returned beside it."""
+
+
+def identity(tree: Any) -> Any:
+    """The tree."""
+    return tree
+
+
+@dataclass(frozen=True)
+class Options:
+    """What is done with the tree of each example."""
+
+    where: str
+    bound: Any
+    rescale: bool
+    normalize_by: float
+    microbatch_size: int | None
+    nan_safe: bool
+    dtype: torch.dtype | None
+    grid_scale: float | None
+    process_group: Any
+    transform: Callable[[Any], Any]
+    norms: bool
+
+    @property
+    def l2_norm_bound(self) -> float:
+        """How much one example adds to the sum, at most."""
+        if self.grid_scale is not None:
+            return self.grid_scale
+        bound = math.sqrt(len(pytree.tree_leaves(self.bound))) if self.rescale else total_bound(self.bound)
+        return bound / self.normalize_by
+
+
+@dataclass(frozen=True)
+class Summed:
+    """The sum over a batch, and what there is of each example: norms before clipping, values, and the rest."""
+
+    total: Any
+    norms: Any
+    values: Any
+    aux: Any
+
+
+@dataclass(frozen=True)
+class _Sums:
+    """Sums in float64 or int64, the types that they shall have, and how they nest."""
+
+    leaves: list[Tensor]
+    dtypes: list[torch.dtype]
+    spec: Any
+
+    def plus(self, other: _Sums) -> _Sums:
+        return replace(self, leaves=[a + b for a, b in zip(self.leaves, other.leaves, strict=True)])
+
+
+def options_for(
+    where: str,
+    bound: Any,
+    rescale: bool,
+    normalize_by: Any,
+    microbatch_size: int | None,
+    nan_safe: bool,
+    dtype: torch.dtype | None,
+    grid_scale: float | None,
+    process_group: Any,
+    *,
+    transform: Callable[[Any], Any],
+    norms: bool,
+) -> Options:
+    """The options, checked; ValueError for one that is out of its range."""
+    normalize_by = finite_positive(where, "normalize_by", normalize_by)
+    for leaf in pytree.tree_leaves(bound):
+        groups_of(leaf, torch.zeros(()))  # refuses what is no threshold
+    if microbatch_size is not None and (isinstance(microbatch_size, bool) or not microbatch_size >= 1):
+        raise ValueError(f"{where}: microbatch_size must be at least 1, got {microbatch_size!r}.")
+    if grid_scale is not None:
+        grid_scale = finite_positive(where, "grid_scale", grid_scale)
+        if rescale or normalize_by != 1 or not isinstance(bound, (int, float)) or not 0 < bound < math.inf:
+            raise ValueError(
+                f"{where}: grid_scale goes with one positive, finite l2_clip_norm, without rescale_to_unit_norm and "
+                "normalize_by: multiply by l2_clip_norm / grid_scale after the noise."
+            )
+    return Options(
+        where, bound, rescale, normalize_by, microbatch_size, nan_safe, dtype, grid_scale, process_group, transform,
+        norms,
+    )  # fmt: skip
+
+
+def bounded_sum(
+    rows: Rows,
+    outputs: Callable[[Summed], Any],
+    options: Options,
+    batch_places: tuple[int, ...],
+    seed_place: int | None,
+    has_pair: bool,
+) -> BoundedSensitivityCallable:
+    """The function of a batch that sums what ``rows`` gives, and hands it to ``outputs``."""
+
+    def call(*args: Any, is_padding_example: Tensor | None = None, **kwargs: Any) -> Any:
+        batch = batch_of(options.where, args, kwargs, batch_places, seed_place)
+        padding_B = _checked_padding(options.where, is_padding_example, batch.size)
+        return outputs(_summed(rows, batch, padding_B, options))
+
+    return BoundedSensitivityCallable(call, options.l2_norm_bound, has_pair)
+
+
+def _checked_padding(where: str, given: Tensor | None, size: int) -> Tensor:
+    if given is None:
+        return torch.zeros(size, dtype=torch.bool)
+    if not isinstance(given, Tensor) or given.dtype is not torch.bool or tuple(given.shape) != (size,):
+        raise ValueError(f"{where}: is_padding_example must be a bool tensor of shape ({size},).")
+    return given
+
+
+def _summed(rows: Rows, batch: Batch, padding_B: Tensor, options: Options) -> Summed:
+    """The sum over microbatches; example i is in microbatch ``i mod (B / microbatch_size)``."""
+    if batch.size == 0:
+        alone = _summed(rows, batch.stand_in(), torch.ones(1, dtype=torch.bool), replace(options, microbatch_size=None))
+        none = lambda tree: pytree.tree_map(lambda leaf: leaf[:0], tree)  # noqa: E731
+        return Summed(alone.total, none(alone.norms), none(alone.values), none(alone.aux))
+    size = options.microbatch_size or batch.size
+    if batch.size % size:
+        raise ValueError(
+            f"{options.where}: microbatch_size={size} does not divide the {batch.size} examples; pad them with "
+            "pad_to_multiple_of, and pass is_padding_example."
+        )
+    count = batch.size // size
+    totals: _Sums | None = None
+    order, parts = [], []
+    for first in range(count):
+        index = torch.arange(first, batch.size, count)
+        trees, values, aux = rows(batch if count == 1 else batch.take(index))
+        sums, norms = _clipped_sum(trees, padding_B[index], batch.size, options)
+        totals = sums if totals is None else totals.plus(sums)
+        order.append(index)
+        parts.append((norms, values, aux))
+    assert totals is not None
+    back = torch.argsort(torch.cat(order))
+    joined = [_joined([part[k] for part in parts], back) for k in range(3)]
+    return Summed(_finished(totals, options), *joined)
+
+
+def _clipped_sum(trees: Any, padding_B: Tensor, batch: int, options: Options) -> tuple[_Sums, Any]:
+    """Sum of the clipped trees of some examples, and the norms before."""
+    if options.dtype is not None:
+        trees = pytree.tree_map(lambda leaf: leaf.to(options.dtype), trees)
+    norms: Any = ()
+    if options.norms:
+        given = [leaf.detach() for leaf in pytree.tree_leaves(trees)]
+        raw, bounds_spec = groups_of(options.bound if options.transform is identity else math.inf, trees)
+        norms = pytree.tree_unflatten(list(group_norms(given, raw).unbind(dim=1)), bounds_spec)
+    if options.transform is not identity:
+        trees = torch.func.vmap(options.transform)(trees)
+    leaves, spec = pytree.tree_flatten(trees)
+    leaves = [leaf.detach() for leaf in leaves]
+    groups, _ = groups_of(options.bound, trees)
+    if options.grid_scale is not None:
+        numbers = sum(leaf[0].numel() for leaf in leaves)
+        groups = [Group(grid_bound(float(options.bound), options.grid_scale, numbers, batch), groups[0].leaves)]
+    norms_BK = group_norms(leaves, groups)
+    factors_BK = factors(norms_BK, groups, options.rescale)
+    keep_B = ~padding_B.to(norms_BK.device)
+    if options.nan_safe or options.grid_scale is not None:
+        keep_B = keep_B & norms_BK.isfinite().all(dim=1)
+    zero = torch.zeros((), dtype=torch.float64)
+    chosen = [torch.where(keep_B.view(-1, *[1] * (leaf.dim() - 1)), leaf.double(), zero) for leaf in leaves]
+    if options.grid_scale is not None:
+        whole = on_grid(chosen, factors_BK[:, 0], float(options.bound), options.grid_scale)
+        return _Sums([leaf.sum(dim=0) for leaf in whole], [torch.int64] * len(whole), spec), norms
+    weights = {i: factors_BK[:, k] for k, group in enumerate(groups) for i in group.leaves}
+    sums = [torch.einsum("b,b...->...", weights[i], leaf) for i, leaf in enumerate(chosen)]
+    return _Sums(
+        sums, [options.dtype or torch.promote_types(leaf.dtype, torch.float32) for leaf in leaves], spec
+    ), norms
+
+
+def _finished(sums: _Sums, options: Options) -> Any:
+    """Adds up over ranks, divides, and rounds once."""
+    if options.process_group is not None:
+        for leaf in sums.leaves:
+            torch.distributed.all_reduce(leaf, group=options.process_group)
+    leaves = [(leaf / options.normalize_by).to(dtype) for leaf, dtype in zip(sums.leaves, sums.dtypes, strict=True)]
+    return pytree.tree_unflatten(leaves if options.grid_scale is None else sums.leaves, sums.spec)
+
+
+def _joined(parts: list[Any], back: Tensor) -> Any:
+    """Outputs of microbatches in the order of the batch."""
+    return pytree.tree_map(lambda *leaves: torch.cat(leaves)[back.to(leaves[0].device)], *parts)
