@@ -69,6 +69,7 @@ def clipped_grad(
     """
     places = _places("clipped_grad", argnums=argnums, batch_argnums=batch_argnums, prng_argnum=prng_argnum)
     differentiated, single = places["argnums"], isinstance(argnums, int)
+    has_pair = has_aux or return_values or return_grad_norms
 
     def loss(chosen: tuple[Any, ...], args: list[Any], kwargs: Any) -> tuple[Tensor, Any]:
         args = list(args)
@@ -94,19 +95,17 @@ def clipped_grad(
         return grads, values, aux
 
     def outputs(found: Summed) -> Any:
-        if not (has_aux or return_values or return_grad_norms):
-            return found.total
-        return found.total, AuxiliaryOutput(
+        extra = AuxiliaryOutput(
             found.values if return_values else None,
             found.norms if return_grad_norms else None,
             found.aux if has_aux else None,
         )
+        return (found.total, extra) if has_pair else found.total
 
     options = options_for(
         "clipped_grad", l2_clip_norm, rescale_to_unit_norm, normalize_by, microbatch_size, nan_safe, dtype, grid_scale,
         process_group, transform=pre_clipping_transform, norms=return_grad_norms,
     )  # fmt: skip
-    has_pair = has_aux or return_values or return_grad_norms
     return bounded_sum(rows, outputs, options, places["batch_argnums"], prng_argnum, has_pair)
 
 

@@ -110,7 +110,7 @@ class MethodTable:
         return other
 
     def share(self) -> None:
-        """Gives rank 0's times to every rank of ``torch.distributed``; the others time nothing from here on.
+        """Gives rank 0's times to every rank of ``torch.distributed``. From here on none times, so that all agree.
 
         A collective operation: every rank calls it at the same place. Before it, each rank decides for itself, which
         changes speed and rounding only.
@@ -121,7 +121,7 @@ class MethodTable:
         torch.distributed.broadcast_object_list(shared, src=0)
         self.seconds.clear()
         self.seconds.update(shared[0])
-        self.timed = self.timed and torch.distributed.get_rank() == 0
+        self.timed = False
         self.version += 1
 
     def save(self, path: str | Path) -> None:

@@ -90,7 +90,7 @@ def test_rank_0_decides_for_all_ranks():
             process.join(timeout=120)
         found = sorted(queue.get(timeout=10) for _ in range(2))
     expected = {"a": {"ghost: gram": 1.0}, "only 0": {"keep: direct": 1.0}}
-    assert found == [(0, expected, True, 1), (1, expected, False, 1)]
+    assert found == [(0, expected, False, 1), (1, expected, False, 1)]
 
 
 def test_sharing_in_one_process_changes_nothing():
