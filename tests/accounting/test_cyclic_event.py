@@ -30,8 +30,8 @@ def test_a_cycle_that_was_begun_counts_whole(steps, count):
 
 def test_steps_of_one_run_count_together_whatever_lies_between():
     other = Charge(GaussianEvent(50.0))
-    history = (Charge(EVENT, 2), other, Charge(EVENT, 1, "void"), Charge(EVENT, 1))
-    assert epsilon(history, DELTA) == epsilon((Charge(PoissonGaussianEvent(0.2, 1.3)), other), DELTA)
+    history = (Charge(EVENT, 3), other, Charge(EVENT, 2, "void"), Charge(EVENT, 3))
+    assert epsilon(history, DELTA) == epsilon((Charge(PoissonGaussianEvent(0.2, 1.3), 2), other), DELTA)
 
 
 def test_runs_do_not_share_cycles():

@@ -14,7 +14,7 @@ from torch import nn
 from dpengine import Flat
 from dpengine.accounting import Relation
 from dpengine.clipping import ClippedSums
-from dpengine.functional import clipped_fun, clipped_grad
+from dpengine.functional import clipped_fun, clipped_grad, grid
 
 INF = math.inf
 
@@ -263,6 +263,13 @@ def test_whole_numbers_have_the_promised_norm_exactly(scale, numbers, dtype):
         assert total.dtype is torch.int64
         assert sum(int(v) ** 2 for v in total.tolist()) <= int(scale) ** 2
     assert grad.sensitivity() == scale
+
+
+def test_a_norm_that_shrinking_left_too_large_is_lowered_one_by_one(monkeypatch):
+    """As rounding of the root could leave it."""
+    monkeypatch.setattr(grid.math, "sqrt", lambda value: 1.0)
+    row = grid._within(torch.tensor([3.0, -5.0, 4.0]), 30)
+    assert row.tolist() == [3.0, -3.0, 3.0]
 
 
 def test_whole_numbers_are_near_the_clipped_gradient():
