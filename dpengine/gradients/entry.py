@@ -139,9 +139,8 @@ class Entry:
 
         The weighted sum adds parts one by one, so what it holds of a row is off by about ``u`` times the norms of the
         parts, which together may be far above the norm of the gradient. A norm of ``u / _LEFT`` times theirs keeps that
-        to a 32nd of the threshold, however many parts are added one by one. The most that was found is 0.8 %, for a
-        row that was searched for. Usual rows stay as they are: in float32
-        their spread is less than 8192 times their norm.
+        to a 32nd of the threshold, however many parts are added one by one. The most that was found is 0.8 %, for a row
+        that was searched for. Usual rows stay as they are: in float32 their spread is less than 8192 times their norm.
 
         Returns:
             The squared norms, or larger ones.
