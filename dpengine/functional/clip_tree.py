@@ -49,7 +49,7 @@ def clip_tree(tree: Any, c: Any, rescale_to_unit_norm: bool = False) -> tuple[An
     rows = [leaf.unsqueeze(0) for leaf in leaves]
     norms_BK = group_norms(rows, groups)
     factors_BK = factors(norms_BK, groups, rescale_to_unit_norm)
-    clipped = [leaf.squeeze(0).to(leaf.dtype) for leaf in scaled(rows, groups, factors_BK)]
+    clipped = [leaf.squeeze(0) for leaf in scaled(rows, groups, factors_BK)]
     clipped = [new.to(old.dtype) for new, old in zip(clipped, leaves, strict=True)]
     norms = pytree.tree_unflatten(list(norms_BK[0].unbind()), bounds_spec)
     return pytree.tree_unflatten(clipped, spec), norms

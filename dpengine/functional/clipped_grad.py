@@ -55,8 +55,8 @@ def clipped_grad(
         pre_clipping_transform: Maps one example's gradient to any tree, which is then clipped.
         microbatch_size: Examples whose gradients are held at a time; it divides the batch.
         nan_safe: Whether an example whose norm is not finite adds exactly nothing; else it spreads.
-        dtype: Of gradients, before they are clipped, and of the sum. None leaves gradients as they are, and sums half
-            precision in float32: rounding of a half-precision sum may move it further than any example.
+        dtype: Of gradients, before they are clipped, and of the sum: float32 or float64. None leaves gradients as they
+            are, and sums half precision in float32, since rounding may move a narrower sum further than any example.
         prng_argnum: An argument that is an integer seed; each example gets one of its own.
         grid_scale: Sums whole numbers: each example is clipped, multiplied by ``grid_scale / l2_clip_norm`` and rounded
             so that its norm is at most ``grid_scale`` exactly. Returns int64.

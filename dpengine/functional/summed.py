@@ -95,6 +95,11 @@ def options_for(
         groups_of(leaf, torch.zeros(()))  # refuses what is no threshold
     if microbatch_size is not None and (isinstance(microbatch_size, bool) or not microbatch_size >= 1):
         raise ValueError(f"{where}: microbatch_size must be at least 1, got {microbatch_size!r}.")
+    if dtype not in (None, torch.float32, torch.float64):
+        raise ValueError(
+            f"{where}: dtype={dtype} is none that sums can be rounded to: that may move them further than any example. "
+            "Pass torch.float32 or torch.float64."
+        )
     if grid_scale is not None:
         grid_scale = finite_positive(where, "grid_scale", grid_scale)
         if rescale or normalize_by != 1 or not isinstance(bound, (int, float)) or not 0 < bound < math.inf:
@@ -143,8 +148,8 @@ def _summed(rows: Rows, batch: Batch, padding_B: Tensor, options: Options) -> Su
     size = options.microbatch_size or batch.size
     if batch.size % size:
         raise ValueError(
-            f"{options.where}: microbatch_size={size} does not divide the {batch.size} examples; pad them with "
-            "pad_to_multiple_of, and pass is_padding_example."
+            f"{options.where}: microbatch_size={size} does not divide the {batch.size} examples; pad them, "
+            "and pass is_padding_example."
         )
     count = batch.size // size
     totals: _Sums | None = None

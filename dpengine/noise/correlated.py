@@ -34,7 +34,6 @@ class Recurrence:
         row: ``row(t, fresh, state_KD, out)`` adds row t of ``S^-1 Z`` to ``out`` ``(D,)``, which is zero, and brings
             the state forward. Rows come in order.
         kept: Rows of state, K.
-        past: How many steps back fresh rows are asked for again.
         size: Steps after which there is no row; None if there is no end.
         facts: What reports say of it.
     """
@@ -42,7 +41,6 @@ class Recurrence:
     name: str
     row: Callable[[int, Fresh, Tensor, Tensor], None]
     kept: int = 0
-    past: int = 0
     size: int | None = None
     facts: Mapping[str, Any] = field(default_factory=dict)
 

@@ -5,8 +5,6 @@ Source: Canonne, Kamath, Steinke 2020 (arXiv:2004.00010), by rejection from a di
 
 from __future__ import annotations
 
-import math
-
 import numpy as np
 import torch
 from torch import Tensor
@@ -75,10 +73,3 @@ def _taken(words: np.ndarray, sigma: float) -> np.ndarray:
     proposed = np.floor(np.log(uniform[0]) / rate) - np.floor(np.log(uniform[1]) / rate)
     exponent = -((np.abs(proposed) - sigma * sigma / scale) ** 2) / (2 * sigma * sigma)
     return proposed[uniform[2] < np.exp(exponent)].astype(np.int64)
-
-
-def discrete_variance(sigma: float) -> float:
-    """Variance of the discrete Gaussian, below ``sigma ** 2``."""
-    reach = np.arange(1, math.ceil(40 * sigma) + 2, dtype=np.float64)
-    weights = np.exp(-np.square(reach) / (2 * sigma * sigma))
-    return float(2 * (weights @ np.square(reach)) / (1 + 2 * weights.sum()))

@@ -91,7 +91,7 @@ def banded_inverse(coefficients: Coefficients) -> Recurrence:
             fresh(out, float(weight), t - j)
 
     facts = {"inverse_coefficients": [float(value) for value in d]}
-    return Recurrence(f"banded-inverse-{_named(d)}", row, past=len(d) - 1, facts=facts)
+    return Recurrence(f"banded-inverse-{_named(d)}", row, facts=facts)
 
 
 def blt(decays: Coefficients, scales: Coefficients) -> Recurrence:
@@ -153,7 +153,7 @@ def dense(strategy: np.ndarray) -> Recurrence:
             fresh(out, float(rows[t, j]), int(j))
 
     size = len(matrix)
-    return Recurrence(f"dense-{_named(matrix.reshape(-1))}", row, past=size - 1, size=size, facts={"steps": size})
+    return Recurrence(f"dense-{_named(matrix.reshape(-1))}", row, size=size, facts={"steps": size})
 
 
 def checked_column(name: str, column: Coefficients) -> np.ndarray:

@@ -9,8 +9,6 @@ Source: Choquette-Choo et al. 2023 (arXiv:2306.08153); Kalinin and Lampert 2024 
 
 from __future__ import annotations
 
-import math
-
 import numpy as np
 
 from .toeplitz import Coefficients
@@ -129,8 +127,3 @@ def epochs_sq_sensitivity(strategy: np.ndarray, epochs: int) -> float:
         raise ValueError(f"noise.sensitivity: {epochs} epochs do not divide {size} steps.")
     gram, period = np.abs(strategy.T @ strategy), size // epochs
     return max(float(gram[offset::period, offset::period].sum()) for offset in range(period))
-
-
-def norm(column: Coefficients) -> float:
-    """The norm of a first column: the sensitivity of a banded strategy, once for each round."""
-    return math.sqrt(math.fsum(float(c) ** 2 for c in column))

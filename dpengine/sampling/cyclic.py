@@ -90,10 +90,10 @@ class CyclicPoissonSampling(AbstractBatchStrategy):
     def _groups(self, words: WordStream) -> tuple[KeyedPermutation, npt.NDArray[np.int64]]:
         """The order of the examples, and where in it each group ends."""
         step, block = _GROUPS_AT
-        drawn = words(KEY_WORDS + 4, step=step, block=block)
+        drawn = words(KEY_WORDS + 2, step=step, block=block)
         permutation = KeyedPermutation(self.num_examples, [int(word) for word in drawn[:KEY_WORDS]])
         if self.partition is Partition.EQUAL_SPLIT:
             return permutation, np.arange(1, self.cycle_length + 1) * (self.num_examples // self.cycle_length)
-        generator = np.random.Generator(np.random.Philox(key=drawn[KEY_WORDS : KEY_WORDS + 2]))
+        generator = np.random.Generator(np.random.Philox(key=drawn[KEY_WORDS:]))
         sizes = generator.multinomial(self.num_examples, np.full(self.cycle_length, 1 / self.cycle_length))
         return permutation, np.cumsum(sizes)

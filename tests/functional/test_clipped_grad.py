@@ -317,6 +317,8 @@ P, X = torch.tensor(1.0), torch.ones(4)
         ({"grid_scale": 10.0, "normalize_by": 2.0}, "grid_scale goes with"),
         ({"grid_scale": 10.0, "l2_clip_norm": [1.0]}, "grid_scale goes with"),
         ({"grid_scale": -1.0}, "grid_scale must be positive"),
+        ({"dtype": torch.bfloat16}, "dtype=torch.bfloat16 is none"),
+        ({"dtype": torch.int64}, "dtype=torch.int64 is none"),
     ],
 )
 def test_options_out_of_range_are_refused_before_any_call(options, says):

@@ -74,7 +74,3 @@ def test_equal_epochs_are_tried_at_each_offset():
 def test_impossible_numbers_of_steps_are_refused(bad):
     with pytest.raises(ValueError, match=r"noise\.sensitivity"):
         sensitivity.rounds(*bad)
-
-
-def test_a_norm_is_one():
-    assert sensitivity.norm([3.0, 4.0]) == 5.0
