@@ -17,7 +17,7 @@ from dpengine.clipping import AbstractClip, clipping_from
 from dpengine.errors import InvalidBudgetError, LedgerError, ParameterMismatchError, UnknownParameterError, notice
 from dpengine.noise import BandMF, Recurrence
 from dpengine.optimizer import parameters_of, refuse_optimizer
-from dpengine.plan import rate_to_book
+from dpengine.plan import DPExecutionPlan, rate_to_book
 from dpengine.sampling import AbstractBatchStrategy, CyclicPoissonSampling, Partition, PoissonSampling
 from dpengine.validation import check
 
@@ -236,3 +236,11 @@ def _refuse_foreign_parameters(module: nn.Module, optimizer: Optimizer) -> None:
     left = [name for name, p in module.named_parameters() if p.requires_grad and p not in held_set]
     if left:
         notice("DPE003", f"{len(left)} trainable parameters are not in the optimizer and will not change: {left[:3]}.")
+
+
+def tell_of_plan(plan: DPExecutionPlan) -> None:
+    """Says so where what follows is not private, or no epsilon is claimed for it."""
+    if plan.noise_multiplier == 0:
+        notice("DPE012", "NOT PRIVATE (noise_multiplier=0).", key="noise")
+    if not plan.sampling.claims_epsilon:
+        notice("DPE012", f"epsilon not claimed (sampling={plan.sampling.law!r}).", key="sampling")

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -22,10 +21,12 @@ from dpengine.admission import (
     refuse_state,
     refuse_unknown,
     sampling_and_noise,
+    tell_of_plan,
     warn_of_other_engine,
 )
 from dpengine.clipping import AbstractClip, ClippedSums
-from dpengine.errors import AccountingRefusedError, InvalidBudgetError, UnknownParameterError, notice
+from dpengine.compiled import CompiledBackward
+from dpengine.errors import InvalidBudgetError, UnknownParameterError
 from dpengine.gradients import MODES, MethodTable, explain, method_table
 from dpengine.names import suggests_names
 from dpengine.noise import DEFAULT_KIND, BandMF, NoiseSource
@@ -33,7 +34,7 @@ from dpengine.plan import DPExecutionPlan
 from dpengine.progress import progress
 from dpengine.release import Release
 from dpengine.report import PrivacyReport
-from dpengine.report_of_run import refuse_unknown_facts, report_of_run
+from dpengine.report_of_run import metrics_of_run, refuse_unknown_facts, report_of_run
 from dpengine.run import Budget, Run
 from dpengine.sampling import strategy_for
 
@@ -174,7 +175,8 @@ class PrivacyEngine:
         run.release.unused_parameters = unused_parameters
         run.grad_scaler, run.lr_scheduler = grad_scaler, lr_scheduler
         loader = run.loader(data_loader, physical_batch_size, accumulation_steps, batch_first, example_input)
-        self._tell(plan, data_loader.dataset)
+        tell_of_plan(plan)
+        warn_of_other_engine(self, data_loader.dataset)
         run.attach()  # the first change to anything of the user's: all that may be refused was refused
         self.runs.append(run)
         self._delta = delta
@@ -227,6 +229,28 @@ class PrivacyEngine:
         """
         self._last_run().backward(loss_per_example)
 
+    @suggests_names
+    def compile_backward(
+        self,
+        loss_fn: Callable[..., Tensor],
+        *,
+        multiple_of: int | None = None,
+        backend: str | Callable[..., Any] = "inductor",
+    ) -> CompiledBackward:
+        """Compiles forward, loss and clipped backward pass into one graph: ``loss = backward(inputs, targets)``.
+
+        Args:
+            loss_fn: The loss of a batch, ``lambda x, y: criterion(model(x), y)``. What it reads besides its arguments,
+                the model and torch's random numbers is fixed when it is traced.
+            multiple_of: Batches are padded to a multiple of this, since each size is compiled; None takes the root of
+                the expected batch size.
+            backend: Of ``torch.compile``, by name or as a function.
+
+        Returns:
+            What takes the place of ``loss.backward()`` in the loop; see `dpengine.compiled.CompiledBackward`.
+        """
+        return self._last_run().compile_backward(loss_fn, multiple_of, backend)
+
     # What was spent
 
     @suggests_names
@@ -273,22 +297,7 @@ class PrivacyEngine:
         Returns:
             Numbers by name. ``privacy/epsilon`` and its share of the target are missing where none can be claimed.
         """
-        run = self._last_run()
-        values: dict[str, float] = {
-            "privacy/delta": self.delta,
-            "privacy/noise_multiplier": run.release.plan.noise_multiplier,
-            "privacy/step": self.ledger.steps,
-        }
-        with contextlib.suppress(AccountingRefusedError):  # then there is no epsilon to log
-            values["privacy/epsilon"] = self.epsilon
-            if run.budget.target_epsilon is not None:
-                values["privacy/budget_used"] = values["privacy/epsilon"] / run.budget.target_epsilon
-        if nonprivate:
-            seen = run.release.statistics
-            values["nonprivate/clip_fraction"] = seen.clipped / max(seen.rows, 1)
-            values["nonprivate/largest_norm"] = seen.largest_norm
-            values["nonprivate/dropped_rows"] = run.release.dropped_rows
-        return values
+        return metrics_of_run(self._last_run(), self.ledger, self.delta, self.get_epsilon, nonprivate=nonprivate)
 
     @suggests_names
     def progress(self, loader: Iterable[B], *, total: int | None = None) -> Iterator[B]:
@@ -390,10 +399,3 @@ class PrivacyEngine:
         release.overspend = lambda count: budget.overspend(release, count)
         sums.on_backward_end = release.backward_ended
         return Run(module, optimizer, release, budget)
-
-    def _tell(self, plan: DPExecutionPlan, dataset: Any) -> None:
-        if plan.noise_multiplier == 0:
-            notice("DPE012", "NOT PRIVATE (noise_multiplier=0).", key="noise")
-        if not plan.sampling.claims_epsilon:
-            notice("DPE012", f"epsilon not claimed (sampling={plan.sampling.law!r}).", key="sampling")
-        warn_of_other_engine(self, dataset)

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from numbers import Real
 from typing import Any
 
 import torch
 
 from dpengine.accounting import Ledger, Relation
+from dpengine.errors import AccountingRefusedError
 from dpengine.report import PrivacyReport, RunFacts
 from dpengine.run import Run
 from dpengine.validation import loss_was_checked
@@ -94,3 +96,24 @@ def report_of_run(
         excludes=excludes,
     )
     return PrivacyReport(facts)
+
+
+def metrics_of_run(
+    run: Run, ledger: Ledger, delta: float, epsilon_at: Callable[[float], float], *, nonprivate: bool
+) -> dict[str, float]:
+    """What ``PrivacyEngine.metrics`` gives."""
+    values: dict[str, float] = {
+        "privacy/delta": delta,
+        "privacy/noise_multiplier": run.release.plan.noise_multiplier,
+        "privacy/step": ledger.steps,
+    }
+    with contextlib.suppress(AccountingRefusedError):  # then there is no epsilon to log
+        values["privacy/epsilon"] = epsilon_at(delta)
+        if run.budget.target_epsilon is not None:
+            values["privacy/budget_used"] = values["privacy/epsilon"] / run.budget.target_epsilon
+    if nonprivate:
+        seen = run.release.statistics
+        values["nonprivate/clip_fraction"] = seen.clipped / max(seen.rows, 1)
+        values["nonprivate/largest_norm"] = seen.largest_norm
+        values["nonprivate/dropped_rows"] = run.release.dropped_rows
+    return values

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
@@ -15,7 +17,8 @@ from dpengine import companions
 from dpengine import optimizer as private_optimizer
 from dpengine.accounting import Charge, Event, epsilon
 from dpengine.admission import attached_models
-from dpengine.errors import BatchDependentLossError, BatchMismatchError, notice
+from dpengine.compiled import CompiledBackward
+from dpengine.errors import BatchDependentLossError, BatchMismatchError, UnsupportedLayerError, notice
 from dpengine.kernels import keep_freed_memory
 from dpengine.noise import NoiseSource
 from dpengine.release import Release
@@ -161,6 +164,26 @@ class Run:
         mean = self.release.sums.loss_reduction == "mean"
         loss = loss_B.sum() / (max(len(loss_B), 1) if mean else 1)
         (loss if self.grad_scaler is None else self.grad_scaler.scale(loss)).backward()
+
+    def compile_backward(
+        self, loss_fn: Callable[..., Tensor], multiple_of: int | None, backend: Any
+    ) -> CompiledBackward:
+        """What takes the place of ``loss.backward()``, compiled as a whole."""
+        sums = self.release.sums
+        for wrong, name, wanted in (
+            (sums.mode != "auto", "grad_sample_mode", "'auto'"),
+            (not sums.capture.batch_first, "batch_first", "True"),
+            (self.grad_scaler is not None, "grad_scaler", "None: use bfloat16, or no autocast"),
+        ):
+            if wrong:
+                raise UnsupportedLayerError(f"A compiled pass needs {name}={wanted}.", fix="Pass that to make_private.")
+        if multiple_of is None:
+            multiple_of = max(1, round(math.sqrt(self.release.plan.expected_batch_size)))
+        if isinstance(multiple_of, bool) or not isinstance(multiple_of, int) or multiple_of < 1:
+            raise ValueError(f"multiple_of={multiple_of!r}; expected a whole number of at least 1.")
+        if not callable(loss_fn):
+            raise TypeError(f"loss_fn is {torch.typename(loss_fn)}; pass a function of a batch that gives its loss.")
+        return CompiledBackward(sums, loss_fn, multiple_of=multiple_of, backend=backend)
 
     def detach(self) -> None:
         """Takes everything off."""

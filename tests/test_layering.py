@@ -26,6 +26,7 @@ ORDER = (
     "gradients",
     "grad_sample_module",
     "clipping",
+    "compiled",
     "noise",
     "accounting",
     "plan",

@@ -85,6 +85,7 @@ class Capture:
         default_factory=Counter
     )  # taps made for each parameter since the last backward pass
     leaks: dict[nn.Parameter, str] = field(default_factory=dict)  # filled by autograd, not through a watched layer
+    is_lent: bool = False  # whether layers report to a receiver that sees single passes
     swapped: list[tuple[nn.Module, str, nn.Parameter]] = field(default_factory=list)  # by forward passes that still run
     anchor: Tensor = field(default_factory=lambda: torch.zeros((), requires_grad=True))  # note [anchor] in tap.py
     _handles: list[Any] = field(default_factory=list)
@@ -147,6 +148,17 @@ class Capture:
         finally:
             self.state = before
 
+    @contextlib.contextmanager
+    def lent(self, receiver: Receiver, rows: int) -> Iterator[None]:
+        """Lets the layers of forward passes inside report to another receiver. The model as a whole is not watched."""
+        before = self.receiver, self.rows, self._ending
+        self.receiver, self.rows, self.is_lent = receiver, rows, True
+        try:
+            yield
+        finally:
+            (self.receiver, self.rows, self._ending), self.is_lent = before, False
+            self.uses.clear()
+
     def restore(self) -> None:
         """Puts back parameters that an interrupted forward pass left swapped."""
         self.unswap(0)
@@ -184,8 +196,8 @@ class Capture:
 
     @property
     def rerunning(self) -> bool:
-        """Whether forward passes are those of a replay."""
-        return self.replay is not None and self.replay.running
+        """Whether forward passes are those of a replay, or for another receiver."""
+        return self.is_lent or (self.replay is not None and self.replay.running)
 
     @property
     def backward_broke_off(self) -> bool:

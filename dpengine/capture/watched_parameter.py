@@ -20,8 +20,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from dpengine.errors import UnsupportedLayerError
+from dpengine.kernels import traced
 from dpengine.layers import linear_place
 
 
@@ -66,7 +68,7 @@ class WatchedParameter(Tensor):
     def of(cls, value: Tensor, origin: Origin) -> WatchedParameter:
         """Wraps a value that depends on nothing but the parameter."""
         with torch._C.DisableTorchFunctionSubclass():
-            wrapped = value.as_subclass(cls)
+            wrapped = _Traced.around(value) if traced(value) else value.as_subclass(cls)
         wrapped.origin = origin
         return wrapped
 
@@ -83,6 +85,26 @@ class WatchedParameter(Tensor):
         raise _refusal(_first(args, kwargs).origin, func)
 
 
+class _Traced(WatchedParameter):
+    """One that wraps a tensor without numbers, which cannot become an instance of another class."""
+
+    value: Tensor
+
+    @classmethod
+    def around(cls, value: Tensor) -> _Traced:
+        """A tensor of the same shape that stands for the value."""
+        wrapped: _Traced = Tensor._make_wrapper_subclass(
+            cls, value.shape, strides=value.stride(), dtype=value.dtype, device=value.device
+        )
+        wrapped.value = value
+        return wrapped
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):  # type: ignore[override]
+        args, kwargs = pytree.tree_map_only(_Traced, lambda one: one.value, (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+
 def realise(value: Any) -> Any:
     """Gives a watched value that was expanded over the batch as an ordinary tensor, on its way into a module."""
     if not isinstance(value, WatchedParameter):
@@ -97,7 +119,7 @@ def plain(value: Any) -> Any:
     if not isinstance(value, WatchedParameter):
         return value
     with torch._C.DisableTorchFunctionSubclass():
-        return value.as_subclass(Tensor)
+        return value.value if isinstance(value, _Traced) else value.as_subclass(Tensor)
 
 
 def _aligned(value: WatchedParameter) -> Tensor:
@@ -109,11 +131,11 @@ def _aligned(value: WatchedParameter) -> Tensor:
 
 
 def _first(args: Any, kwargs: Any) -> WatchedParameter:
-    return next(v for v in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(v, WatchedParameter))
+    return next(v for v in pytree.tree_leaves((args, kwargs)) if isinstance(v, WatchedParameter))
 
 
 def _holds_tensor(result: Any) -> bool:
-    return any(isinstance(leaf, Tensor) for leaf in torch.utils._pytree.tree_leaves(result))
+    return any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(result))
 
 
 def _refusal(origin: Origin, func: Any) -> UnsupportedLayerError:
@@ -128,7 +150,7 @@ def _refusal(origin: Origin, func: Any) -> UnsupportedLayerError:
 def _unary(func, args, kwargs):
     """An operation on the parameter alone: remembered, to be replayed for each row."""
     value, *rest = args
-    if any(isinstance(leaf, Tensor) for leaf in torch.utils._pytree.tree_leaves((rest, kwargs))):
+    if any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves((rest, kwargs))):
         raise _refusal(_first(args, kwargs).origin, func)
     with torch._C.DisableTorchFunctionSubclass():
         result = func(value, *rest, **kwargs)

@@ -11,7 +11,14 @@ from torch import Tensor, nn
 
 from dpengine.capture import LayerCall, Use
 from dpengine.errors import BatchMismatchError, MissingGradientError, UnknownParameterError, UnsupportedLayerError
-from dpengine.gradients import KEEP_THE_BATCH_FIRST, FlatBuffer, MethodTable, common_rows, watch_model
+from dpengine.gradients import (
+    KEEP_THE_BATCH_FIRST,
+    AbstractGradients,
+    FlatBuffer,
+    MethodTable,
+    common_rows,
+    watch_model,
+)
 
 from .policy import AbstractClip
 
@@ -66,7 +73,8 @@ class ClippedSums:
         self.mode = mode
         self.loss_reduction = loss_reduction
         self.on_backward_end = on_backward_end
-        self.capture, self.strategy = watch_model(model, self, mode, batch_first=batch_first, methods=methods)
+        self.capture, self._probed = watch_model(model, self, mode, batch_first=batch_first, methods=methods)
+        self.strategy: AbstractGradients = self._probed
         self.buffer = FlatBuffer(self.trainable().values())
         self.contributed: set[nn.Parameter] = set()
         self._groups: tuple[tuple[int, ...], dict[nn.Parameter, int], int] | None = None
@@ -88,6 +96,15 @@ class ClippedSums:
     def pending(self) -> bool:
         """Whether a backward pass was seen whose gradients are not clipped yet."""
         return bool(self.strategy.rows)
+
+    @property
+    def probe_due(self) -> bool:
+        """Whether the next pass must go through the model's hooks."""
+        return self._probed.due
+
+    def groups(self) -> tuple[dict[nn.Parameter, int], int]:
+        """The group of each trainable parameter, and how many there are."""
+        return self._group(self.trainable())
 
     # What capture tells
 
@@ -112,6 +129,15 @@ class ClippedSums:
         self.strategy.backward_ended()
         if self.on_backward_end is not None:
             self.on_backward_end()
+
+    def take(self, done: AbstractGradients) -> None:
+        """A pass over the model is over that ran elsewhere, and gave these gradients."""
+        self.strategy = done
+        try:
+            self.backward_ended()
+        finally:
+            self.strategy = self._probed
+        self._probed.passed_elsewhere()
 
     # What the owner asks
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from dpengine.capture import LayerCall
 from dpengine.errors import UnsupportedLayerError
+from dpengine.kernels import traced
 
 from .arguments import argument
 from .gram import norms, spread_of
@@ -67,6 +68,8 @@ def _uses(call: LayerCall) -> tuple[Uses, Tensor]:
     padding = call.layer.padding_idx
     if padding is not None:
         real_N = entry_N != padding
+        if traced(grad_ND):
+            return Uses(row_N, entry_N, rows), grad_ND.where(real_N.unsqueeze(1), 0)
         row_N, entry_N, grad_ND = row_N[real_N], entry_N[real_N], grad_ND[real_N]
     return Uses(row_N, entry_N, rows), grad_ND
 
@@ -122,6 +125,8 @@ def _pairs(call: LayerCall) -> tuple[Uses, Tensor]:
 def _sq_norm(call: LayerCall) -> Tensor:
     """Squared norms of uses, those of one entry in one row merged first: they are few in most texts."""
     uses, grad_ND = _uses(call)
+    if traced(grad_ND):
+        return _sq_norm_by_pairs(uses, grad_ND)
     _, place_N, count_M = torch.unique(
         uses.row_N * weight_of(call).shape[0] + uses.entry_N, return_inverse=True, return_counts=True
     )
@@ -132,6 +137,13 @@ def _sq_norm(call: LayerCall) -> Tensor:
     some = Uses(uses.row_N[again_N], uses.entry_N[again_N], uses.rows)
     pairs, grad_MD = merged(some, grad_ND[again_N], weight_of(call).shape[0])
     return per_row(uses, sq_norm_N.masked_fill(again_N, 0)) + per_row(pairs, grad_MD.square().sum(dim=1))
+
+
+def _sq_norm_by_pairs(uses: Uses, grad_ND: Tensor) -> Tensor:
+    """The same from products of all pairs of a row that have one entry, in shapes that no number decides."""
+    entry_BT, grad_BTD = uses.entry_N.view(uses.rows, -1), grad_ND.double().view(uses.rows, -1, grad_ND.shape[1])
+    products_BTT = torch.bmm(grad_BTD, grad_BTD.transpose(1, 2))
+    return products_BTT.where(entry_BT.unsqueeze(1) == entry_BT.unsqueeze(2), 0).sum(dim=(1, 2)).clamp(min=0)
 
 
 def _weighted_sum(call: LayerCall, factor_B: Tensor) -> Tensor:

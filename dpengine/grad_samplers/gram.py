@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from dpengine.kernels import products as native
+from dpengine.kernels import traced
 
 from .machine import fast_in_float64
 from .precision import full_precision
@@ -85,7 +86,8 @@ def _that_share(products: Sequence[Factors]) -> list[list[int]]:
 
 def _key(tensor: Tensor) -> object:
     """The same for views of the same numbers."""
-    return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
+    place = tensor.untyped_storage()._cdata if traced(tensor) else tensor.data_ptr()
+    return place, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype
 
 
 def _norms_of(products: Sequence[Factors]) -> list[GramNorm]:
@@ -93,7 +95,8 @@ def _norms_of(products: Sequence[Factors]) -> list[GramNorm]:
     if length <= 1 or rows == 0:
         return [GramNorm(product_of_norms(*factors).square(), None) for factors in products]
     tensors = {_key(factor): factor for factors in products for factor in factors}
-    in_float64 = fast_in_float64(products[0][0].device)
+    # The guard of float32 looks at numbers.
+    in_float64 = fast_in_float64(products[0][0].device) or traced(products[0][0])
     if in_float64 and native.takes(*tensors.values()) and native.gram_fits(length, len(tensors)):
         places = {key: i for i, key in enumerate(tensors)}
         found = native.gram_norms([*tensors.values()], [[places[_key(f)] for f in factors] for factors in products])
@@ -222,7 +225,7 @@ def _long(spread_B: Tensor, parts: int) -> Tensor:
 
 def norms(tensor: Tensor, dim: int) -> Tensor:
     """Along the last axis, which is ``dim``, in float64, or as wide as there is."""
-    if tensor.dtype is not torch.float32 or tensor.device.type != "cpu":
+    if tensor.dtype is not torch.float32 or tensor.device.type != "cpu" or traced(tensor):
         return torch.linalg.vector_norm(tensor, dim=dim, dtype=_widest(tensor))
     if native.takes(tensor):
         return native.sq_norms(tensor).sqrt_()

@@ -1,22 +1,28 @@
 """Stage 4: the records of a batch become norms, and factors become clipped sums."""
 
+from .bookkeep import Bookkeep
 from .choose_method import MethodTable, method_table
 from .explain import explain
-from .flat_buffer import FlatBuffer
+from .flat_buffer import FlatBuffer, Sums, wide
 from .materialize import forget_grad_samples, show_grad_sample
 from .modes import MODES, watch_model
+from .probed import Probed
 from .strategy import KEEP_THE_BATCH_FIRST, AbstractGradients, common_rows
 
 __all__ = [
     "KEEP_THE_BATCH_FIRST",
     "MODES",
     "AbstractGradients",
+    "Bookkeep",
     "FlatBuffer",
     "MethodTable",
+    "Probed",
+    "Sums",
     "common_rows",
     "explain",
     "forget_grad_samples",
     "method_table",
     "show_grad_sample",
     "watch_model",
+    "wide",
 ]

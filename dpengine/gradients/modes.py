@@ -15,7 +15,7 @@ from .bookkeep import Bookkeep
 from .choose_method import MethodTable
 from .expanded_weights import ExpandedWeights
 from .materialize import Materialize
-from .probe import Probed
+from .probed import Probed
 from .reweight import Reweight
 from .strategy import AbstractGradients
 
@@ -71,7 +71,7 @@ def watch_model(
     *,
     batch_first: bool = True,
     methods: MethodTable | None = None,
-) -> tuple[Capture, AbstractGradients]:
+) -> tuple[Capture, Probed]:
     """The capture and the strategy for one mode; nothing is attached yet.
 
     Args:

@@ -14,7 +14,7 @@ Axes: B rows, P parameters.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,88 +26,13 @@ from dpengine.capture import Capture, LayerCall, Pass, Replay, Use
 from dpengine.errors import UnsupportedLayerError, notice
 
 from .bookkeep import Bookkeep
-from .choose_method import Choice, MethodTable
-from .flat_buffer import Sums
+from .choose_method import MethodTable
 from .sketch import Sketches, norm_of_sketch
-from .strategy import AbstractGradients
 
-EVERY = 500  # backward passes from one probe to the next; the first ones are at 1, 4, 16, 64 and 256
 _HALVES = 4  # further ones, on which only gradients are looked at
 _EXACT, _HALF = 1e-4, 2e-2  # relative: what two runs of the same rows may differ by
 _ALL = 0.05  # relative: what squared norms by two methods may differ by
 _NOTHING = 1e-8  # of the largest squared norm: a row with less has no gradient
-
-
-class Probed(AbstractGradients):
-    """Any strategy, with a probe before its sums are used: at some of the first passes, and at every ``every``-th.
-
-    Rows that do not stay apart raise UnsupportedLayerError, which names the parameter that shows it most. A model whose
-    forward does not repeat itself under the same random state cannot be probed, nor can gradients that did not come
-    through its outputs, which is noticed once.
-
-    Args:
-        inner: The strategy that does the work.
-        capture: What it hears from.
-        every: Backward passes from one probe to the next.
-    """
-
-    def __init__(self, inner: AbstractGradients, capture: Capture, every: int = EVERY):
-        self._inner = inner
-        self._capture = capture
-        self._every = every
-        self._passes = 0
-        self._next = 1  # the pass that is probed next
-        self._sq_norms_B = torch.zeros(0)
-        self._own = Replay() if capture.replay is None else None
-        self._arm()
-
-    def receive(self, call: LayerCall, uses: Mapping[str, Use], rule: Any) -> None:
-        self._inner.receive(call, uses, rule)
-
-    def receive_rows(self, use: Use, grad: Tensor) -> None:
-        self._inner.receive_rows(use, grad)
-
-    @property
-    def rows(self) -> Mapping[str, int]:
-        return self._inner.rows
-
-    @property
-    def parameters(self) -> Mapping[nn.Parameter, str]:
-        return self._inner.parameters
-
-    @property
-    def choices(self) -> Sequence[Choice]:
-        return self._inner.choices
-
-    def sq_norms(self, groups: Mapping[nn.Parameter, int], num_groups: int, scale: float) -> Tensor:
-        norms_BK = self._inner.sq_norms(groups, num_groups, scale)
-        self._sq_norms_B = norms_BK.sum(dim=1) / scale**2
-        return norms_BK
-
-    def _arm(self) -> None:
-        """Has the next forward pass noted if a probe is due, where no strategy has it noted anyway."""
-        if self._own is not None:
-            self._own.clear()
-            self._capture.replay = self._own if self._passes + 1 >= self._next else None
-
-    def backward_ended(self) -> None:
-        self._inner.backward_ended()
-
-    def drop(self, rows_B: Tensor) -> None:
-        self._inner.drop(rows_B)
-
-    def add_sums(self, groups: Mapping[nn.Parameter, int], weights_BK: Tensor, scale: float, into: Sums) -> None:
-        # The probe comes last, when what was held of the batch is free: it needs as much once more.
-        self._inner.add_sums(groups, weights_BK, scale, into)
-        replay, sq_norms_B = self._capture.replay, self._sq_norms_B
-        self._passes += 1
-        if self._passes >= self._next and replay is not None and len(sq_norms_B) > 1:
-            self._next = min(4 * self._passes, self._passes + self._every)
-            Company(self._capture, replay, sq_norms_B, self._passes).ask()
-        self._arm()
-
-    def clear(self) -> None:
-        self._inner.clear()
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,0 +1,116 @@
+"""A private step as one compiled graph beside hooks, and both beside the ordinary step, eager and compiled.
+
+    python -m benchmarks.compiled --cells mlp,cnn,vit,bert
+
+Each cell compiles for a minute or several; what is timed is the steps after that. The isolation probe is put off, since
+it is due after 1, 4, 16, 64, 256 steps and then after every 500th, and runs through hooks. Before anything is timed,
+one compiled step without noise is compared with the same step by hooks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import warnings
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+
+from benchmarks import models
+from benchmarks.cells import CELLS, Batch, Cell, vectors
+from benchmarks.contenders import ours, plain
+from benchmarks.runner import Build, Runner, Setting, timed, trainable
+
+MORE = {"transformer layer": Cell(models.OneLayer, vectors(128, 256), 16)}
+
+
+def compiled(build: Build) -> Build:
+    """The same, with the model compiled before."""
+    return lambda cell, model, batch, setting: build(cell, torch.compile(model), batch, setting)  # type: ignore[arg-type]
+
+
+def one_graph(cell: Cell, model: nn.Module, batch: Batch, setting: Setting) -> Runner:
+    """The loop with ``compile_backward``, past the steps that go through hooks."""
+    import dpengine
+    from dpengine.sampling import Ticket
+
+    criterion, optimizer = cell.loss(), torch.optim.SGD(trainable(model).values(), lr=0.0)
+    rows = len(batch[0])
+    data = torch.utils.data.TensorDataset(torch.zeros(max(rows, 10_000), 1))
+    loader = torch.utils.data.DataLoader(data, batch_size=rows)
+    engine = dpengine.PrivacyEngine()
+    engine.make_private(
+        model, optimizer, loader, noise_multiplier=setting.sigma, max_grad_norm=setting.max_norm, clipping=cell.clipping
+    )
+    release, tickets = engine.runs[-1].release, iter(range(10**9))
+    backward = engine.compile_backward(lambda x, y: criterion(model(x), y), multiple_of=rows)
+
+    def step() -> None:
+        release.handed_out(Ticket(next(tickets), (rows,)), 0)
+        optimizer.zero_grad()
+        backward(*batch)
+        optimizer.step()
+
+    for _ in range(20):  # five of them by hooks; with a rate of 0 the weights stay
+        step()
+    optimizer.param_groups[0]["lr"] = setting.rate
+    return Runner(step, lambda: trainable(model))
+
+
+CONTENDERS: dict[str, Build] = {
+    "plain": plain,
+    "plain, compiled": compiled(plain),
+    "dpengine auto": ours("auto"),
+    "dpengine, one graph": one_graph,
+}
+
+
+def main() -> None:
+    """Prints one table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cells", default="mlp,transformer layer", help="of benchmarks.step, or 'transformer layer'")
+    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--threads", type=int, default=2)
+    args = parser.parse_args()
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(args.threads)
+    setting = Setting(threads=args.threads)
+    print(f"torch {torch.__version__}, {args.threads} threads\n")
+    print("| cell | way | ms | over plain | deviation |\n|---|---|---|---|---|", flush=True)
+    for name in args.cells.split(","):
+        cell = {**CELLS, **MORE}[name]
+        off = _deviation(_update(one_graph, cell, setting), _update(ours("auto"), cell, setting))
+        torch.compiler.reset()
+        runners = {way: _started(build, cell, setting) for way, build in CONTENDERS.items()}
+        seconds: dict[str, list[float]] = {way: [] for way in runners}
+        for step in range(5 + args.steps):
+            for way, runner in runners.items():
+                seconds[way] += [timed(runner.step, "cpu")][step < 5 :]
+        middle = {way: statistics.median(times) for way, times in seconds.items()}
+        for way, value in middle.items():
+            deviation = f"{off:.0e}" if "graph" in way else ""
+            print(f"| {name} | {way} | {1e3 * value:.2f} | {value / middle['plain']:.2f} | {deviation} |", flush=True)
+
+
+def _started(build: Build, cell: Cell, setting: Setting) -> Runner:
+    torch.manual_seed(0)
+    model = cell.make()
+    return build(cell, model, cell.batch(cell.rows), setting)
+
+
+def _update(build: Build, cell: Cell, setting: Setting) -> list[Tensor]:
+    """By how much one step without noise moves each weight."""
+    runner = _started(build, cell, replace(setting, sigma=0.0))
+    before = [weight.clone() for weight in runner.weights().values()]
+    runner.step()
+    return [weight - old for weight, old in zip(runner.weights().values(), before, strict=True)]
+
+
+def _deviation(moved: list[Tensor], truth: list[Tensor]) -> float:
+    off = torch.cat([(a - b).flatten() for a, b in zip(moved, truth, strict=True)])
+    return float(off.norm() / torch.cat([b.flatten() for b in truth]).norm())
+
+
+if __name__ == "__main__":
+    main()
