@@ -17,8 +17,8 @@ from dpengine.clipping import AbstractClip, clipping_from
 from dpengine.errors import InvalidBudgetError, LedgerError, ParameterMismatchError, UnknownParameterError, notice
 from dpengine.noise import BandMF, Recurrence
 from dpengine.optimizer import parameters_of, refuse_optimizer
-from dpengine.plan import DPExecutionPlan, rate_to_book
-from dpengine.sampling import AbstractBatchStrategy, CyclicPoissonSampling, Partition, PoissonSampling
+from dpengine.run_plan import RunPlan, rate_to_book
+from dpengine.sampling import AbstractBatchStrategy, CyclicPoissonStrategy, Partition, PoissonSampling
 from dpengine.validation import check
 
 attached_models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
@@ -30,6 +30,19 @@ def refuse_unknown(argument: str, value: str, choices: Collection[str]) -> None:
     """Refuses a name that is not in a list."""
     if not isinstance(value, str) or value not in choices:
         raise ValueError(f"{argument}={value!r} is not known. Choose one of: {', '.join(map(repr, choices))}.")
+
+
+_CHOICES = {
+    "unused_parameters": ("error", "zero"),
+    "on_budget": ("stop", "raise", "warn"),
+    "loss_reduction": ("mean", "sum"),
+}
+
+
+def refuse_unknown_choices(**arguments: str) -> None:
+    """Refuses names that are not in the list of their argument."""
+    for argument, value in arguments.items():
+        refuse_unknown(argument, value, _CHOICES[argument])
 
 
 def refuse_other_than_bool(**arguments: Any) -> None:
@@ -95,7 +108,7 @@ def noise_for(
         )
     if planned is None:
         raise InvalidBudgetError("target_epsilon needs to know how long training is.", fix="Pass epochs= or steps=.")
-    cycle = strategy.cycle_length if isinstance(strategy, CyclicPoissonSampling) else 1
+    cycle = strategy.cycle_length if isinstance(strategy, CyclicPoissonStrategy) else 1
     return calibrate(
         target_epsilon=target,
         target_delta=delta,
@@ -131,7 +144,7 @@ def sampling_and_noise(
             f"noise=BandMF(num_bands={bands}) has more bands than the {planned:,} steps that are planned.",
             fix=f"Pass BandMF(num_bands={planned}) at most, or plan for more steps.",
         )
-    sampling = CyclicPoissonSampling(
+    sampling = CyclicPoissonStrategy(
         strategy.num_examples,
         min(1.0, bands * rate),
         bands,
@@ -238,7 +251,7 @@ def _refuse_foreign_parameters(module: nn.Module, optimizer: Optimizer) -> None:
         notice("DPE003", f"{len(left)} trainable parameters are not in the optimizer and will not change: {left[:3]}.")
 
 
-def tell_of_plan(plan: DPExecutionPlan) -> None:
+def tell_of_plan(plan: RunPlan) -> None:
     """Says so where what follows is not private, or no epsilon is claimed for it."""
     if plan.noise_multiplier == 0:
         notice("DPE012", "NOT PRIVATE (noise_multiplier=0).", key="noise")

@@ -13,30 +13,26 @@ from torch.utils.data import DataLoader
 from dpengine.accounting import Ledger, PrivacySpent, Relation, accountant_used, epsilon, privacy_spent
 from dpengine.admission import (
     admit,
-    clipping_for,
-    delta_for,
-    noise_for,
-    planned_steps,
     refuse_other_than_bool,
     refuse_state,
     refuse_unknown,
-    sampling_and_noise,
+    refuse_unknown_choices,
     tell_of_plan,
     warn_of_other_engine,
 )
+from dpengine.arrange import Batching, Spending, Wanted, arranged
 from dpengine.clipping import AbstractClip, ClippedSums
 from dpengine.compiled import CompiledBackward
 from dpengine.errors import InvalidBudgetError, UnknownParameterError
 from dpengine.gradients import MODES, MethodTable, explain, method_table
 from dpengine.names import suggests_names
 from dpengine.noise import DEFAULT_KIND, BandMF, NoiseSource
-from dpengine.plan import DPExecutionPlan
+from dpengine.plan import AbstractPlanConfig, DPExecutionPlan
 from dpengine.progress import progress
 from dpengine.release import Release
 from dpengine.report import PrivacyReport
 from dpengine.report_of_run import metrics_of_run, refuse_unknown_facts, report_of_run
-from dpengine.run import Budget, Run
-from dpengine.sampling import strategy_for
+from dpengine.run import Run
 
 B = TypeVar("B")
 M = TypeVar("M", bound=nn.Module)
@@ -97,6 +93,7 @@ class PrivacyEngine:
         max_grad_norm: float | list[float] | None = None,
         clipping: str | AbstractClip = "flat",
         noise: BandMF | None = None,
+        plan: DPExecutionPlan | AbstractPlanConfig | None = None,
         sampling: str = "poisson",
         sample_rate: float | None = None,
         expected_batch_size: float | None = None,
@@ -114,9 +111,9 @@ class PrivacyEngine:
     ) -> tuple[M, O, DataLoader[Any]]:
         """Makes a model's training private, in place: the loop below the call stays as it is.
 
-        Exactly one of ``noise_multiplier`` and ``target_epsilon`` is given. What cannot be made private is refused with
-        a ``PrivacyError`` that says what to do, an argument out of its range with a ``ValueError``; nothing has changed
-        then.
+        Exactly one of ``noise_multiplier``, ``target_epsilon`` and ``plan`` is given. What cannot be made private is
+        refused with a ``PrivacyError`` that says what to do, an argument out of its range with a ``ValueError``;
+        nothing has changed then.
 
         Args:
             module: The model. The same object is returned; ``detach`` takes everything off again.
@@ -132,6 +129,8 @@ class PrivacyEngine:
                 takes 1.0, or what the policy says.
             clipping: ``"flat"``, ``"per_layer"``, ``"automatic"``, ``"adaptive"``, or a policy.
             noise: ``BandMF(num_bands=16)`` for less error at the same cost, over the planned ``epochs`` or ``steps``.
+            plan: Instead of all that concerns noise, clipping and sampling: see `dpengine.plan`. ``p.grad`` is then the
+                sum that the plan says, divided by its ``normalize_by``; the run ends with its iterations.
             sampling: ``"poisson"``; or ``"shuffle"``, for which no epsilon is claimed.
             sample_rate: The probability of each example, as a constant. None derives it from the loader, which makes
                 the number of examples public.
@@ -151,35 +150,28 @@ class PrivacyEngine:
         Returns:
             The same model, the same optimizer, and the private loader.
         """
-        refuse_unknown("unused_parameters", unused_parameters, ("error", "zero"))
-        refuse_unknown("on_budget", on_budget, ("stop", "raise", "warn"))
-        refuse_unknown("loss_reduction", loss_reduction, ("mean", "sum"))
         refuse_unknown("grad_sample_mode", grad_sample_mode, MODES)
+        refuse_unknown_choices(unused_parameters=unused_parameters, on_budget=on_budget, loss_reduction=loss_reduction)
         refuse_other_than_bool(batch_first=batch_first, allow_large_delta=allow_large_delta)
         admit(module, optimizer, grad_scaler, lr_scheduler)
-        strategy = strategy_for(
-            data_loader, sampling=sampling, sample_rate=sample_rate, expected_batch_size=expected_batch_size
-        )
-        policy = clipping_for(module, clipping, max_grad_norm)
-        delta = delta_for(target_delta, strategy.num_examples, allow_large_delta)
-        planned = planned_steps(epochs, steps, strategy.steps_per_epoch)
         # A first run after load_state_dict resumes: it has the noise of before, and the steps that are left.
         spent = self.ledger.history if self.runs else ()
-        constants = None not in (sample_rate, expected_batch_size, target_delta)
-        relation = Relation.ADD_OR_REMOVE_ONE if constants else Relation.ZERO_OUT
-        strategy, recurrence = sampling_and_noise(strategy, noise, planned, relation)
-        sigma = noise_for(noise_multiplier, target_epsilon, delta, strategy, planned, self.accountant, spent)
-        plan = DPExecutionPlan(strategy, policy, sigma, strategy.expected_batch_size, relation, recurrence)
-        budget = Budget(target_epsilon, delta, planned, on_budget, self.accountant)
-        run = self._build(module, optimizer, plan, budget, grad_sample_mode, batch_first, loss_reduction)
-        run.release.unused_parameters = unused_parameters
-        run.grad_scaler, run.lr_scheduler = grad_scaler, lr_scheduler
+        spending = Spending(
+            target_epsilon, target_delta, epochs, steps, on_budget, allow_large_delta, self.accountant, spent
+        )
+        batching = Batching(sampling, sample_rate, expected_batch_size)
+        wanted = Wanted(noise_multiplier, noise, plan, clipping, max_grad_norm, spending, batching)
+        run_plan, budget = arranged(module, data_loader, wanted)
+        layout: dict[str, Any] = {"batch_first": batch_first, "loss_reduction": loss_reduction}
+        sums = ClippedSums(module, policy=run_plan.clipping, mode=grad_sample_mode, methods=self.methods, **layout)
+        release = Release(run_plan, sums, self._source(), self.ledger, unused_parameters)
+        run = Run(module, optimizer, release, budget, grad_scaler, lr_scheduler)
         loader = run.loader(data_loader, physical_batch_size, accumulation_steps, batch_first, example_input)
-        tell_of_plan(plan)
+        tell_of_plan(run_plan)
         warn_of_other_engine(self, data_loader.dataset)
         run.attach()  # the first change to anything of the user's: all that may be refused was refused
         self.runs.append(run)
-        self._delta = delta
+        self._delta = budget.delta
         return module, optimizer, loader
 
     @suggests_names
@@ -382,20 +374,3 @@ class PrivacyEngine:
         if self._seed is None:
             return NoiseSource.fresh(self._kind)
         return NoiseSource.seeded(self._seed, self._kind, incarnation=run)
-
-    def _build(
-        self,
-        module: nn.Module,
-        optimizer: Optimizer,
-        plan: DPExecutionPlan,
-        budget: Budget,
-        mode: str,
-        batch_first: bool,
-        loss_reduction: str,
-    ) -> Run:
-        layout: dict[str, Any] = {"batch_first": batch_first, "loss_reduction": loss_reduction}
-        sums = ClippedSums(module, policy=plan.clipping, mode=mode, methods=self.methods, **layout)
-        release = Release(plan, sums, self._source(), self.ledger)
-        release.overspend = lambda count: budget.overspend(release, count)
-        sums.on_backward_end = release.backward_ended
-        return Run(module, optimizer, release, budget)

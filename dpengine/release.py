@@ -27,7 +27,7 @@ from dpengine.errors import (
 )
 from dpengine.gradients import FlatBuffer, forget_grad_samples
 from dpengine.noise import NoiseSource, mechanism_for
-from dpengine.plan import DPExecutionPlan
+from dpengine.run_plan import RunPlan
 from dpengine.sampling import Ticket
 
 
@@ -60,7 +60,7 @@ class Release:
         statistics: Of the last backward pass. Not private.
     """
 
-    plan: DPExecutionPlan
+    plan: RunPlan
     sums: ClippedSums
     source: NoiseSource
     ledger: Ledger
@@ -334,8 +334,7 @@ class Release:
         """Noise on the sums, then the division by public constants, then ``p.grad``, in the memory of the sums."""
         self.released = {}
         buffer, std, step = self.sums.buffer, self.plan.noise_std, self.tickets[-1].step
-        mean = self.sums.loss_reduction == "mean"
-        divisor = self.plan.expected_batch_size * len(self.tickets) if mean else 1.0
+        divisor = self.plan.divisor(len(self.tickets), mean=self.sums.loss_reduction == "mean")
         flats, views = buffer.take()
         start = 0
         try:

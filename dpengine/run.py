@@ -104,6 +104,11 @@ class Run:
     lr_scheduler: Any = None
     attached: bool = False
 
+    def __post_init__(self) -> None:
+        """Lets the release ask the budget, and hear of backward passes."""
+        self.release.overspend = lambda count: self.budget.overspend(self.release, count)
+        self.release.sums.on_backward_end = self.release.backward_ended
+
     def attach(self) -> None:
         """Puts everything on, or nothing: what raises in between is undone first."""
         with contextlib.ExitStack() as undo:
@@ -178,7 +183,7 @@ class Run:
             if wrong:
                 raise UnsupportedLayerError(f"A compiled pass needs {name}={wanted}.", fix="Pass that to make_private.")
         if multiple_of is None:
-            multiple_of = max(1, round(math.sqrt(self.release.plan.expected_batch_size)))
+            multiple_of = max(1, round(math.sqrt(self.release.plan.sampling.expected_batch_size)))
         if isinstance(multiple_of, bool) or not isinstance(multiple_of, int) or multiple_of < 1:
             raise ValueError(f"multiple_of={multiple_of!r}; expected a whole number of at least 1.")
         if not callable(loss_fn):

@@ -11,8 +11,8 @@ from dpengine import Adaptive, PrivacyEngine
 from dpengine.accounting import Charge, PoissonGaussianEvent, Relation, calibrate, epsilon
 from dpengine.errors import BudgetExceeded, InvalidBudgetError, TicketError
 from dpengine.noise import BandMF
-from dpengine.plan import rate_to_book
-from dpengine.sampling import CyclicPoissonSampling, Partition, Ticket
+from dpengine.run_plan import rate_to_book
+from dpengine.sampling import CyclicPoissonStrategy, Partition, Ticket
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*DPE012", "ignore:.*DPE006")
 BANDS, STEPS, DELTA = 3, 10, 1e-3
@@ -37,7 +37,7 @@ def test_a_run_draws_in_turn_noises_and_ends_with_its_plan():
     loop = banded_loop()
     before = state_of(loop.model)
     plan = loop.release.plan
-    assert isinstance(plan.sampling, CyclicPoissonSampling) and plan.sampling.partition is Partition.EQUAL_SPLIT
+    assert isinstance(plan.sampling, CyclicPoissonStrategy) and plan.sampling.partition is Partition.EQUAL_SPLIT
     assert plan.sampling.sample_rate == pytest.approx(BANDS * BATCH / ROWS)
     assert plan.sampling.expected_batch_size == BATCH and plan.relation is Relation.ZERO_OUT
     assert train(loop, epochs=5) == STEPS

@@ -7,7 +7,14 @@ from dataclasses import dataclass
 
 from dpengine.errors import AccountingRefusedError
 
-from .events import CyclicGaussianEvent, GaussianEvent, NonPrivateEvent, Relation, UnclaimedEvent
+from .events import (
+    CyclicGaussianEvent,
+    GaussianEvent,
+    MatrixGaussianEvent,
+    NonPrivateEvent,
+    Relation,
+    UnclaimedEvent,
+)
 from .ledger import Charge
 
 
@@ -54,6 +61,7 @@ def compose(history: Iterable[Charge]) -> Composition:
     unsampled: Counter[float] = Counter()
     sampled: Counter[tuple[float, float]] = Counter()
     cyclic: Counter[CyclicGaussianEvent] = Counter()
+    matrices: Counter[MatrixGaussianEvent] = Counter()
     non_private = False
     for charge in history:
         event = charge.event
@@ -66,6 +74,8 @@ def compose(history: Iterable[Charge]) -> Composition:
             non_private = True
         elif isinstance(event, CyclicGaussianEvent):
             cyclic[event] += charge.count  # of one run, whatever lies between in the history
+        elif isinstance(event, MatrixGaussianEvent):
+            matrices[event] += charge.count
         elif isinstance(event, GaussianEvent) or event.sample_rate == 1:
             unsampled[event.noise_multiplier] += charge.count
         else:
@@ -77,5 +87,6 @@ def compose(history: Iterable[Charge]) -> Composition:
             sampled[event.sample_rate, event.noise_multiplier] += event.cycles(steps)
     # Integer counts first, then fsum, which rounds once: neither order nor splits of a history can show.
     groups = tuple(SampledGaussian(rate, sigma, count) for (rate, sigma), count in sorted(sampled.items()))
-    precision = math.fsum(count / sigma / sigma for sigma, count in unsampled.items())
+    parts = [count / sigma / sigma for sigma, count in unsampled.items()]
+    precision = math.fsum([*parts, *(event.precision(steps) for event, steps in matrices.items())])
     return Composition(precision, groups, non_private)

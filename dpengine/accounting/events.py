@@ -1,6 +1,7 @@
 """Events: inert records that state completely what one release did, as accountants need it."""
 
 import enum
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -76,6 +77,56 @@ class CyclicGaussianEvent:
 
 
 @dataclass(frozen=True)
+class MatrixGaussianEvent:
+    """One step of a run whose noise hangs together over steps, and in which examples take part once in every cycle.
+
+    The steps so far are one Gaussian release, of the contributions of all participations together.
+
+    Attributes:
+        noise_multiplier: Standard deviation of the noise over the sensitivity to one participation.
+        cycle_length: Steps from one participation to the next, at least.
+        sq_sensitivities: By the number of cycles that have begun: the squared sensitivity of all steps so far, over
+            that of one participation. Never falling.
+        run: Tells the steps of one run from those of others, whose noise is independent of theirs.
+    """
+
+    noise_multiplier: float
+    cycle_length: int
+    sq_sensitivities: tuple[float, ...]
+    run: str
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "noise_multiplier", arguments.noise_multiplier(self.noise_multiplier))
+        object.__setattr__(self, "cycle_length", arguments.count("cycle_length", self.cycle_length))
+        squares = tuple(arguments.epsilon_in_range(square, "sq_sensitivities") for square in self.sq_sensitivities)
+        if not squares or list(squares) != sorted(squares):
+            raise ValueError("MatrixGaussianEvent.sq_sensitivities must hold a number for each cycle, none falling.")
+        object.__setattr__(self, "sq_sensitivities", squares)
+        if not isinstance(self.run, str):
+            raise TypeError(f"MatrixGaussianEvent.run is a {type(self.run).__name__}; it must be a str.")
+
+    def precision(self, steps: int) -> float:
+        """``1 / noise_multiplier**2`` of the one Gaussian that so many steps are.
+
+        Args:
+            steps: Of the run, at least 1.
+
+        Returns:
+            The precision.
+
+        Raises:
+            AccountingRefusedError: If the run was planned for fewer.
+        """
+        cycles = -(-steps // self.cycle_length)
+        if cycles > len(self.sq_sensitivities):
+            raise AccountingRefusedError(
+                f"{steps:,} steps were charged to a run of correlated noise that was planned for "
+                f"{len(self.sq_sensitivities) * self.cycle_length:,} at most."
+            )
+        return self.sq_sensitivities[cycles - 1] / self.noise_multiplier / self.noise_multiplier
+
+
+@dataclass(frozen=True)
 class NonPrivateEvent:
     """A release without noise: epsilon is infinite from here on."""
 
@@ -91,7 +142,9 @@ class UnclaimedEvent:
     reason: str
 
 
-Event = GaussianEvent | PoissonGaussianEvent | CyclicGaussianEvent | NonPrivateEvent | UnclaimedEvent
+Event = (
+    GaussianEvent | PoissonGaussianEvent | CyclicGaussianEvent | MatrixGaussianEvent | NonPrivateEvent | UnclaimedEvent
+)
 
 
 def release_event(*, noise_multiplier: float, sample_rate: float = 1.0) -> Event:
@@ -115,6 +168,7 @@ _TYPES: dict[str, Callable[..., Event]] = {
     "gaussian": GaussianEvent,
     "poisson-gaussian": PoissonGaussianEvent,
     "cyclic-gaussian": CyclicGaussianEvent,
+    "matrix-gaussian": MatrixGaussianEvent,
     "non-private": NonPrivateEvent,
     "unclaimed": UnclaimedEvent,
 }
@@ -178,6 +232,8 @@ def to_dp_accounting(event: Event, count: int = 1) -> Any:
         raise AccountingRefusedError(f"accounting.to_dp_accounting: {event.reason}")
     if isinstance(event, NonPrivateEvent) or event.noise_multiplier == 0:
         return dp_accounting.NonPrivateDpEvent()
+    if isinstance(event, MatrixGaussianEvent):
+        return dp_accounting.GaussianDpEvent(1 / math.sqrt(event.precision(count)))
     gaussian = dp_accounting.GaussianDpEvent(event.noise_multiplier)
     if isinstance(event, CyclicGaussianEvent):
         sampled = dp_accounting.PoissonSampledDpEvent(event.sample_rate, gaussian)

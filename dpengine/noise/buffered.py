@@ -39,12 +39,17 @@ class BLTStrategy:
 
     def column(self, size: int) -> np.ndarray:
         """First column of the strategy, ``(size,)``."""
-        return _column(_wide(self.decays), _wide(self.scales), size).numpy()
+        return blt_column(self.decays, self.scales, size)
 
     def inverse_column(self, size: int) -> np.ndarray:
         """First column of its inverse, ``(size,)``."""
         theta, hat = _wide(self.decays), _wide(self.inverse_decays)
         return _column(hat, _residues(hat, theta), size).numpy()
+
+
+def blt_column(decays: tuple[float, ...], scales: tuple[float, ...], size: int) -> np.ndarray:
+    """First column ``(size,)`` of the strategy with these buffers."""
+    return _column(_wide(decays), _wide(scales), size).numpy()
 
 
 def blt_from_decays(decays: tuple[float, ...], inverse_decays: tuple[float, ...]) -> BLTStrategy:

@@ -35,6 +35,7 @@ class Recurrence:
             the state forward. Rows come in order.
         kept: Rows of state, K.
         size: Steps after which there is no row; None if there is no end.
+        column_norm: Largest column norm of S: the sensitivity to one participation, by which noise is multiplied.
         facts: What reports say of it.
     """
 
@@ -42,6 +43,7 @@ class Recurrence:
     row: Callable[[int, Fresh, Tensor, Tensor], None]
     kept: int = 0
     size: int | None = None
+    column_norm: float = 1.0
     facts: Mapping[str, Any] = field(default_factory=dict)
 
 

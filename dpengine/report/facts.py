@@ -28,7 +28,7 @@ class RunFacts:
     Counts that follow from private rows, such as rows that were dropped, have no place here.
 
     Attributes:
-        plan: ``DPExecutionPlan.describe()``.
+        plan: ``RunPlan.describe()``.
         history: Everything that was charged: ``ledger.history``.
         delta: The delta of the statement.
         relation: Which data sets are neighbours.

@@ -4,25 +4,31 @@ from .batches import PrivateBatchSampler
 from .check import check_loader
 from .choose_strategy import strategy_for
 from .collate import EmptyAwareCollate, empty_template
-from .cyclic import CyclicPoissonSampling, Partition
+from .cyclic import CyclicPoissonStrategy, Partition
 from .loader import private_loader
 from .poisson import PoissonSampling
 from .shuffle import ShuffleSampling
-from .strategy import AbstractBatchStrategy, WordStream
+from .strategy import AbstractBatchStrategy, IndexBatch, WordStream, whole_number
+from .subset import TruncatedStrategy, numbers_below, uniform_subset
 from .ticket import Ticket
 
 __all__ = [
     "AbstractBatchStrategy",
-    "CyclicPoissonSampling",
+    "CyclicPoissonStrategy",
     "EmptyAwareCollate",
+    "IndexBatch",
     "Partition",
     "PoissonSampling",
     "PrivateBatchSampler",
     "ShuffleSampling",
     "Ticket",
+    "TruncatedStrategy",
     "WordStream",
     "check_loader",
     "empty_template",
+    "numbers_below",
     "private_loader",
     "strategy_for",
+    "uniform_subset",
+    "whole_number",
 ]

@@ -26,7 +26,7 @@ class Partition(enum.Enum):
 
 
 @dataclasses.dataclass(frozen=True)
-class CyclicPoissonSampling(AbstractBatchStrategy):
+class CyclicPoissonStrategy(AbstractBatchStrategy):
     """Step t draws from group ``t mod cycle_length`` alone, each of its examples on its own with one probability.
 
     An example can take part at steps that lie ``cycle_length`` apart, or a multiple of it, and no others. Time and
@@ -34,7 +34,7 @@ class CyclicPoissonSampling(AbstractBatchStrategy):
 
     Args:
         num_examples: The size of the data set.
-        sample_rate: The probability, in (0, 1], of an example of the group. With 1, the batch is the group.
+        sample_rate: The probability, in [0, 1], of an example of the group. With 1, the batch is the group.
         cycle_length: Groups, at least 1. With one group this is Poisson sampling.
         steps_per_epoch: Logical batches in one pass over the loader.
         expected_batch_size: The public constant by which sums are divided.
@@ -59,7 +59,7 @@ class CyclicPoissonSampling(AbstractBatchStrategy):
         owner = type(self).__name__
         fields = {
             "num_examples": whole_number(owner, "num_examples", self.num_examples, at_least=0),
-            "sample_rate": checked_sample_rate(owner, self.sample_rate),
+            "sample_rate": 0.0 if self.sample_rate == 0 else checked_sample_rate(owner, self.sample_rate),
             "cycle_length": whole_number(owner, "cycle_length", self.cycle_length, at_least=1),
             "steps_per_epoch": whole_number(owner, "steps_per_epoch", self.steps_per_epoch, at_least=0),
             "expected_batch_size": checked_batch_size(owner, self.expected_batch_size),
@@ -72,6 +72,8 @@ class CyclicPoissonSampling(AbstractBatchStrategy):
 
     def draw(self, step: int, words: WordStream) -> IndexBatch:
         """Returns the examples of one logical batch, sorted. See `AbstractBatchStrategy.draw`."""
+        if self.sample_rate == 0:
+            return np.empty(0, dtype=np.int64)
         permutation, ends = self._groups(words)
         group = step % self.cycle_length
         start, size = (0 if group == 0 else int(ends[group - 1])), int(ends[group])

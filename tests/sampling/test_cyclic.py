@@ -9,14 +9,14 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from dpengine.sampling import CyclicPoissonSampling, Partition, PoissonSampling
+from dpengine.sampling import CyclicPoissonStrategy, Partition, PoissonSampling
 
 ROWS, RATE, CYCLE = 205, 0.3, 4
 both = pytest.mark.parametrize("partition", Partition)
 
 
 def sampling(rows=ROWS, rate=RATE, cycle=CYCLE, partition=Partition.EQUAL_SPLIT):
-    return CyclicPoissonSampling(rows, rate, cycle, 1, 5.0, partition)
+    return CyclicPoissonStrategy(rows, rate, cycle, 1, 5.0, partition)
 
 
 @both
@@ -133,4 +133,4 @@ def test_more_groups_than_examples_are_no_error(seeded_words, partition):
 )
 def test_arguments_out_of_range_are_refused(arguments, error, says):
     with pytest.raises(error, match=says):
-        CyclicPoissonSampling(*arguments)
+        CyclicPoissonStrategy(*arguments)

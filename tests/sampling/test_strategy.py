@@ -5,7 +5,7 @@ import pytest
 
 from dpengine.sampling import (
     AbstractBatchStrategy,
-    CyclicPoissonSampling,
+    CyclicPoissonStrategy,
     Partition,
     PoissonSampling,
     ShuffleSampling,
@@ -15,8 +15,8 @@ STRATEGIES = [
     PoissonSampling(500, 0.1, steps_per_epoch=10, expected_batch_size=50.0),
     PoissonSampling(3, 1.0, steps_per_epoch=1, expected_batch_size=3.0),
     PoissonSampling(40, 0.01, steps_per_epoch=100, expected_batch_size=0.4),
-    CyclicPoissonSampling(500, 0.2, 5, 10, 20.0),
-    CyclicPoissonSampling(7, 1.0, 3, 3, 2.0, Partition.INDEPENDENT),
+    CyclicPoissonStrategy(500, 0.2, 5, 10, 20.0),
+    CyclicPoissonStrategy(7, 1.0, 3, 3, 2.0, Partition.INDEPENDENT),
     ShuffleSampling(500, 50),
     ShuffleSampling(7, 3, drop_last=True),
     ShuffleSampling(1, 5),

@@ -37,7 +37,7 @@ import dpengine
 from dpengine import PrivacyEngine, errors
 from dpengine.accounting import PoissonGaussianEvent, Relation, suggested_delta, to_dp_accounting
 from dpengine.clipping import Adaptive, Flat
-from dpengine.plan import DPExecutionPlan
+from dpengine.run_plan import RunPlan
 from dpengine.sampling import PoissonSampling
 from dpengine.validation.loss import check_loss, per_example
 
@@ -586,11 +586,11 @@ def test_errors_fb8_a_plan_takes_relations_of_the_enum_only():
     sampling = PoissonSampling(10, 0.1, 10, 1.0)
     for relation in ("zero-out", "anything", None):
         with pytest.raises(TypeError, match=r"relation=.*Relation\.ADD_OR_REMOVE_ONE"):
-            DPExecutionPlan(sampling, Flat(1.0), 1.0, 1.0, relation)
-    DPExecutionPlan(sampling, Flat(1.0), 1.0, 1.0, Relation.ZERO_OUT)
+            RunPlan(sampling, Flat(1.0), 1.0, 1.0, relation)
+    RunPlan(sampling, Flat(1.0), 1.0, 1.0, Relation.ZERO_OUT)
     for size in (0.0, -1.0, nan, inf):
         with pytest.raises(Budget, match="expected_batch_size"):
-            DPExecutionPlan(sampling, Flat(1.0), 1.0, size, Relation.ZERO_OUT)
+            RunPlan(sampling, Flat(1.0), 1.0, size, Relation.ZERO_OUT)
 
 
 def test_errors_fb8_an_unknown_accountant_is_refused():

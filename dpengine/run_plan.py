@@ -12,7 +12,7 @@ from dpengine.accounting import CyclicGaussianEvent, Event, NonPrivateEvent, Rel
 from dpengine.clipping import AbstractClip, Adaptive
 from dpengine.errors import BudgetExceeded, InvalidBudgetError
 from dpengine.noise import Recurrence
-from dpengine.sampling import AbstractBatchStrategy, CyclicPoissonSampling, Partition
+from dpengine.sampling import AbstractBatchStrategy, CyclicPoissonStrategy, Partition
 
 LEAST_STD = 2.0**-100
 """Least standard deviation of noise: float32 sums hold it with all their bits."""
@@ -26,7 +26,7 @@ def rate_to_book(sample_rate: float) -> float:
 
 
 @dataclass(frozen=True, eq=False)
-class DPExecutionPlan:
+class RunPlan:
     """What one run does, fixed before its first batch.
 
     Attributes:
@@ -37,6 +37,9 @@ class DPExecutionPlan:
         relation: The neighbouring relation of the statement.
         noise: How the noise hangs together over steps; None for independent noise. The largest column norm of its
             strategy is 1.
+        iterations: Logical batches of the run; None if there is no end.
+        claim: What each logical batch costs, where an execution plan says it. Then ``expected_batch_size`` divides the
+            sums whatever the loss does over rows.
         run: Tells this run from others in the ledger, where its noise hangs together.
 
     Raises:
@@ -51,6 +54,8 @@ class DPExecutionPlan:
     expected_batch_size: float
     relation: Relation
     noise: Recurrence | None = None
+    iterations: int | None = None
+    claim: Event | None = None
     run: str = field(default_factory=lambda: secrets.token_hex(8))
 
     def __post_init__(self) -> None:
@@ -77,13 +82,13 @@ class DPExecutionPlan:
                 f"expected_batch_size={self.expected_batch_size!r} is not a finite number above 0.",
                 fix="Pass the number of rows that a logical batch has on average.",
             )
-        if self.noise is not None:
+        if self.noise is not None and self.claim is None:
             self._refuse_noise(self.noise)
 
     def _refuse_noise(self, noise: Recurrence) -> None:
         """Refuses noise that hangs together over steps where nobody knows what that costs."""
         bands, sampling = noise.facts.get("bands"), self.sampling
-        if not isinstance(sampling, CyclicPoissonSampling) or bands is None or bands > sampling.cycle_length:
+        if not isinstance(sampling, CyclicPoissonStrategy) or bands is None or bands > sampling.cycle_length:
             raise InvalidBudgetError(
                 f"Noise of {bands} bands needs examples that take part at most every {bands} steps, and "
                 f"sampling={sampling.law!r} does not draw so.",
@@ -103,30 +108,45 @@ class DPExecutionPlan:
 
     def has_step(self, step: int) -> bool:
         """Whether the run may draw a batch of this number, from 0."""
-        return self.noise is None or self.noise.size is None or step < self.noise.size
+        return self._last is None or step < self._last
 
     def refuse_step(self, step: int) -> None:
         """Raises BudgetExceeded for a batch that the run does not have."""
-        if self.noise is not None and not self.has_step(step):
+        if not self.has_step(step):
             raise BudgetExceeded(
-                f"The noise of this run was planned for {self.noise.size:,} steps, and all of them were drawn.",
+                f"This run was planned for {self._last:,} steps, and all of them were drawn.",
                 fix="Plan for more with steps= or epochs=, or call make_private again for a run that adds to this one.",
             )
 
+    @property
+    def _last(self) -> int | None:
+        """The number of steps that the run may have."""
+        ends = [self.iterations, None if self.noise is None else self.noise.size]
+        return min((end for end in ends if end is not None), default=None)
+
     def why_not_joined(self, batches: int) -> str:
         """Why so many logical batches cannot be one release, or nothing."""
-        if batches < 2 or self.noise is None:
+        if batches < 2 or (self.noise is None and self.claim is None):
             return ""
+        what = "the plan, whose steps are" if self.noise is None else "the noise, which hangs together over steps"
         return (
-            f"{batches} sampled batches in one step do not fit the noise, which hangs together over steps of one batch "
-            "each. Pass accumulation_steps= to split a batch."
+            f"{batches} sampled batches in one step do not fit {what} of one batch each. Pass accumulation_steps= to "
+            "split a batch."
         )
+
+    def divisor(self, batches: int, *, mean: bool) -> float:
+        """What sums of so many logical batches are divided by; ``mean`` says whether the loss is a mean over rows."""
+        if self.claim is not None:
+            return self.expected_batch_size
+        return self.expected_batch_size * batches if mean else 1.0
 
     def event(self, batches: int = 1) -> Event:
         """What one logical batch costs when the noise of one release serves ``batches`` of them."""
+        if self.claim is not None:
+            return self.claim
         if self.noise_multiplier > 0 and not self.sampling.claims_epsilon:
             return UnclaimedEvent(f"sampling={self.sampling.law!r} does not draw Poisson batches")
-        if self.noise is not None and isinstance(self.sampling, CyclicPoissonSampling):
+        if self.noise is not None and isinstance(self.sampling, CyclicPoissonStrategy):
             if self.noise_multiplier == 0:
                 return NonPrivateEvent()
             rate = rate_to_book(self.sampling.sample_rate)
@@ -137,7 +157,10 @@ class DPExecutionPlan:
     @property
     def noise_std(self) -> float:
         """Standard deviation of the noise on the sum of clipped gradients."""
-        return self.clipping.gradient_noise_multiplier(self.noise_multiplier) * self.clipping.sensitivity()
+        column_norm = 1.0 if self.noise is None else self.noise.column_norm
+        return (
+            self.clipping.gradient_noise_multiplier(self.noise_multiplier) * self.clipping.sensitivity() * column_norm
+        )
 
     def describe(self) -> dict[str, Any]:
         """The plan as plain data, for reports and for the eye."""

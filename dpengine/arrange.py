@@ -1,0 +1,190 @@
+"""From the arguments of ``make_private`` to the plan of a run: by single numbers, or by an execution plan."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import secrets
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import nn
+from torch.utils.data import DataLoader
+
+from dpengine.accounting import Charge, Relation, UnclaimedEvent
+from dpengine.admission import clipping_for, delta_for, noise_for, planned_steps, sampling_and_noise
+from dpengine.clipping import AbstractClip
+from dpengine.errors import InvalidBudgetError
+from dpengine.noise import BandMF
+from dpengine.plan import AbstractPlanConfig, DPExecutionPlan
+from dpengine.run import Budget
+from dpengine.run_plan import RunPlan
+from dpengine.sampling import CyclicPoissonStrategy, strategy_for
+
+_NEAR = 0.02  # relative: how far the plan's batches may be from the loader's
+
+
+@dataclasses.dataclass(frozen=True)
+class Spending:
+    """What may be spent, and over how many steps; as ``make_private`` was given it."""
+
+    target_epsilon: float | None
+    target_delta: float | None
+    epochs: int | None
+    steps: int | None
+    on_budget: str
+    allow_large_delta: bool
+    accountant: str
+    before: Sequence[Charge]
+
+
+@dataclasses.dataclass(frozen=True)
+class Batching:
+    """How batches are drawn; as ``make_private`` was given it."""
+
+    sampling: str
+    sample_rate: float | None
+    expected_batch_size: float | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Wanted:
+    """What was asked for; as ``make_private`` was given it."""
+
+    noise_multiplier: float | None
+    noise: BandMF | None
+    plan: Any
+    clipping: str | AbstractClip
+    max_grad_norm: Any
+    spending: Spending
+    batching: Batching
+
+
+def arranged(module: nn.Module, loader: DataLoader[Any], wanted: Wanted) -> tuple[RunPlan, Budget]:
+    """The plan and the budget of a run.
+
+    Args:
+        module: The model.
+        loader: The user's loader.
+        wanted: What was asked for.
+
+    Returns:
+        Both. What does not fit together is refused.
+    """
+    return _by_numbers(module, loader, wanted) if wanted.plan is None else _by_plan(module, loader, wanted)
+
+
+def _by_numbers(module: nn.Module, loader: DataLoader[Any], wanted: Wanted) -> tuple[RunPlan, Budget]:
+    spending, batching = wanted.spending, wanted.batching
+    strategy = strategy_for(
+        loader,
+        sampling=batching.sampling,
+        sample_rate=batching.sample_rate,
+        expected_batch_size=batching.expected_batch_size,
+    )
+    policy = clipping_for(module, wanted.clipping, wanted.max_grad_norm)
+    delta = delta_for(spending.target_delta, strategy.num_examples, spending.allow_large_delta)
+    planned = planned_steps(spending.epochs, spending.steps, strategy.steps_per_epoch)
+    constants = None not in (batching.sample_rate, batching.expected_batch_size, spending.target_delta)
+    relation = Relation.ADD_OR_REMOVE_ONE if constants else Relation.ZERO_OUT
+    strategy, recurrence = sampling_and_noise(strategy, wanted.noise, planned, relation)
+    sigma = noise_for(
+        wanted.noise_multiplier,
+        spending.target_epsilon,
+        delta,
+        strategy,
+        planned,
+        spending.accountant,
+        spending.before,
+    )
+    plan = RunPlan(strategy, policy, sigma, strategy.expected_batch_size, relation, recurrence)
+    return plan, Budget(spending.target_epsilon, delta, planned, spending.on_budget, spending.accountant)
+
+
+def _by_plan(module: nn.Module, loader: DataLoader[Any], wanted: Wanted) -> tuple[RunPlan, Budget]:
+    config = _config_of(wanted.plan)
+    _refuse_said_twice(wanted)
+    rows = len(loader.dataset)  # type: ignore[arg-type]
+    selection = config.selection
+    strategy = selection.over(rows)
+    sigma = config.make().config.noise_multiplier
+    assert sigma is not None
+    run = secrets.token_hex(8)
+    claim = config.claim(sigma, run)
+    if isinstance(claim, UnclaimedEvent) or not isinstance(strategy, CyclicPoissonStrategy):
+        raise InvalidBudgetError(
+            f"The engine's ledger has no event for such a plan: {getattr(claim, 'reason', selection.accounting)}.",
+            fix="Use the parts of the plan in a loop of your own; or leave out truncated_batch_size and "
+            "fixed_batch_size.",
+        )
+    _refuse_misfit(config, strategy, loader, wanted)
+    public = config.num_examples is not None
+    if public:  # else the length of a pass would tell how many rows there are
+        passes = math.ceil(rows / strategy.expected_batch_size)
+        strategy = dataclasses.replace(strategy, steps_per_epoch=min(config.iterations, max(1, passes)))
+    elif wanted.spending.target_delta is None:
+        raise InvalidBudgetError(
+            "The plan keeps the number of rows private, and a delta that follows from it would tell.",
+            fix="Pass target_delta=, or num_examples= to the plan if that number is public.",
+        )
+    divisor = config.normalize_by * (config.l2_clip_norm if config.rescale_to_unit_norm else 1.0)
+    policy = clipping_for(module, "flat", config.l2_clip_norm)
+    plan = RunPlan(strategy, policy, sigma, divisor, config.relation, config.recurrence, config.iterations, claim, run)
+    spending = wanted.spending
+    delta = delta_for(spending.target_delta, rows, spending.allow_large_delta)
+    return plan, Budget(None, delta, config.iterations, spending.on_budget, spending.accountant)
+
+
+def _config_of(plan: Any) -> AbstractPlanConfig:
+    config = plan.config if isinstance(plan, DPExecutionPlan) else plan
+    if not isinstance(config, AbstractPlanConfig):
+        raise TypeError(f"plan is a {type(plan).__name__}; pass what config.make() returns, or a calibrated config.")
+    return config
+
+
+def _refuse_said_twice(wanted: Wanted) -> None:
+    """A plan says all of this."""
+    given: Mapping[str, Any] = {
+        "noise_multiplier": wanted.noise_multiplier,
+        "target_epsilon": wanted.spending.target_epsilon,
+        "max_grad_norm": wanted.max_grad_norm,
+        "clipping": None if wanted.clipping == "flat" else wanted.clipping,
+        "noise": wanted.noise,
+        "sampling": None if wanted.batching.sampling == "poisson" else wanted.batching.sampling,
+        "sample_rate": wanted.batching.sample_rate,
+        "expected_batch_size": wanted.batching.expected_batch_size,
+    }
+    twice = [name for name, value in given.items() if value is not None]
+    if twice:
+        raise InvalidBudgetError(
+            f"{', '.join(twice)} {'is' if len(twice) == 1 else 'are'} given beside plan=, which says it.",
+            fix="Leave it out, or give it to the plan's config.",
+        )
+
+
+def _refuse_misfit(
+    config: AbstractPlanConfig, strategy: CyclicPoissonStrategy, loader: DataLoader[Any], wanted: Wanted
+) -> None:
+    """Refuses a plan that is for other data, other batches or another number of steps."""
+    checked = strategy_for(loader, sampling="poisson", sample_rate=None, expected_batch_size=None)
+    rows, usual = strategy.num_examples, checked.expected_batch_size
+    if config.num_examples is not None and config.num_examples != rows:
+        raise InvalidBudgetError(
+            f"The plan is for num_examples={config.num_examples:,}, and the data set has {rows:,}.",
+            fix=f"Make the plan with num_examples={rows}.",
+        )
+    if abs(strategy.expected_batch_size - usual) > max(1.0, _NEAR * usual):
+        raise InvalidBudgetError(
+            f"The plan draws batches of {strategy.expected_batch_size:.4g} rows on average (sampling_prob="
+            f"{strategy.sample_rate:.4g} of {rows:,} rows in {strategy.cycle_length} groups), and the loader has "
+            f"batch_size={usual:g}.",
+            fix=f"Make the plan with sampling_prob={min(1.0, usual * strategy.cycle_length / max(rows, 1)):.6g}, or "
+            "the loader with that batch size.",
+        )
+    passes = math.ceil(rows / strategy.expected_batch_size)
+    said = planned_steps(wanted.spending.epochs, wanted.spending.steps, passes)
+    if said is not None and said != config.iterations:
+        raise InvalidBudgetError(
+            f"The plan has {config.iterations:,} iterations, and {said:,} steps were asked for.",
+            fix="Leave out epochs= and steps=.",
+        )

@@ -1,0 +1,35 @@
+"""Public laws of batches: fixed before the data are seen, and drawn with ``law.batch_iterator(num_examples, rng)``."""
+
+from dpengine.sampling import Partition
+
+from .balls_in_bins import BallsInBinsSampling
+from .cyclic_poisson import CyclicPoissonSampling
+from .fixed_size import FixedBatchSampling
+from .law import AbstractBatchSelection, Batches, BatchSampler
+from .min_separation import BMinSepSampling
+from .multi_owner import MultiOwnerGraph, MultiOwnerSelection, greedy_contribution_bound
+from .padding import PADDING, pad_to_multiple_of, split_and_pad_global_batch
+from .random_allocation import RandomAllocationSampling
+from .streams import KeyedWords, words_from
+from .users import UserSelectionStrategy
+
+__all__ = [
+    "PADDING",
+    "AbstractBatchSelection",
+    "BMinSepSampling",
+    "BallsInBinsSampling",
+    "BatchSampler",
+    "Batches",
+    "CyclicPoissonSampling",
+    "FixedBatchSampling",
+    "KeyedWords",
+    "MultiOwnerGraph",
+    "MultiOwnerSelection",
+    "Partition",
+    "RandomAllocationSampling",
+    "UserSelectionStrategy",
+    "greedy_contribution_bound",
+    "pad_to_multiple_of",
+    "split_and_pad_global_batch",
+    "words_from",
+]

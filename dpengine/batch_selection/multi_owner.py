@@ -1,0 +1,131 @@
+"""Examples that belong to several users at once, as a message belongs to all who are in the conversation."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any, ClassVar
+
+import numpy as np
+import numpy.typing as npt
+
+from dpengine.sampling import IndexBatch, whole_number
+
+from .law import AbstractBatchSelection, Batches
+from .streams import words_from
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class MultiOwnerGraph:
+    """Who owns what: one edge for each pair of an example and a user. Public.
+
+    Args:
+        examples: ``(E,)`` indices of examples, from 0; every example has an owner.
+        users: ``(E,)`` indices of users, from 0.
+
+    Raises:
+        ValueError: If the arrays do not fit, an edge is there twice, or an example has no owner.
+    """
+
+    examples: npt.NDArray[np.int64]
+    users: npt.NDArray[np.int64]
+
+    def __post_init__(self) -> None:
+        examples, users = (np.asarray(given) for given in (self.examples, self.users))
+        owner = "MultiOwnerGraph"
+        if examples.ndim != 1 or examples.shape != users.shape:
+            raise ValueError(f"{owner}: examples and users have shapes {examples.shape} and {users.shape}.")
+        whole = all(given.dtype.kind in "iu" and (given >= 0).all() for given in (examples, users) if given.size)
+        if not whole:
+            raise ValueError(f"{owner}: examples and users must be whole numbers from 0.")
+        edges = np.unique(np.stack([examples, users]), axis=1)
+        if edges.shape[1] < len(examples):
+            raise ValueError(f"{owner}: {len(examples) - edges.shape[1]} edges are there more than once.")
+        missing = np.setdiff1d(np.arange(examples.max(initial=-1) + 1), examples)
+        if len(missing):
+            raise ValueError(f"{owner}: {len(missing)} examples have no owner, the first is {missing[0]}.")
+        object.__setattr__(self, "examples", edges[0].astype(np.int64))  # sorted by example, then user
+        object.__setattr__(self, "users", edges[1].astype(np.int64))
+
+    @property
+    def num_examples(self) -> int:
+        """Examples."""
+        return int(self.examples.max(initial=-1)) + 1
+
+    @property
+    def num_users(self) -> int:
+        """Users, up to the largest index."""
+        return int(self.users.max(initial=-1)) + 1
+
+
+def greedy_contribution_bound(graph: MultiOwnerGraph, max_degree: int = 8) -> IndexBatch:
+    """Examples such that no user owns two of them: in the order of (owners, index), each that takes no user twice.
+
+    Source: Ganesh et al. 2025 (arXiv:2503.03622).
+
+    Args:
+        graph: Who owns what.
+        max_degree: Examples with more owners are left out.
+
+    Returns:
+        The indices of what is kept, sorted.
+    """
+    max_degree = whole_number("greedy_contribution_bound", "max_degree", max_degree, at_least=1)
+    degree = np.bincount(graph.examples, minlength=graph.num_examples)
+    rank = np.empty(graph.num_examples, dtype=np.int64)
+    rank[np.lexsort((np.arange(graph.num_examples), degree))] = np.arange(graph.num_examples)
+    open_edge = degree[graph.examples] <= max_degree
+    example, user = graph.examples[open_edge], graph.users[open_edge]
+    taken = np.zeros(graph.num_users, dtype=bool)
+    kept: list[IndexBatch] = []
+    # In each round every user who is free votes for his first example; one that all of its owners vote for is the first
+    # for each of them, so the order would have kept it too.
+    while len(example):
+        best = np.full(graph.num_users, graph.num_examples, dtype=np.int64)
+        np.minimum.at(best, user, rank[example])
+        agrees = np.bincount(example[best[user] == rank[example]], minlength=graph.num_examples)
+        chosen = np.flatnonzero((agrees == degree) & (degree > 0))
+        kept.append(chosen)
+        taken[user[np.isin(example, chosen)]] = True
+        lost = np.zeros(graph.num_examples, dtype=bool)
+        lost[example[taken[user]]] = True
+        example, user = example[~lost[example]], user[~lost[example]]
+    return np.sort(np.concatenate(kept)) if kept else np.empty(0, dtype=np.int64)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MultiOwnerSelection:
+    """Another law over the examples that `greedy_contribution_bound` keeps, so that each user is in one at most.
+
+    Args:
+        base: The law of those examples.
+        max_degree: Examples with more owners are left out.
+
+    Raises:
+        TypeError: If ``base`` is no law.
+    """
+
+    base: AbstractBatchSelection
+    max_degree: int = 8
+
+    law: ClassVar[str] = "multi-owner"
+    accounting: ClassVar[str] = "that of the base, for users"
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.base, AbstractBatchSelection):
+            raise TypeError(f"MultiOwnerSelection: base is a {type(self.base).__name__}; pass a law of batches.")
+        whole_number("MultiOwnerSelection", "max_degree", self.max_degree, at_least=1)
+
+    def batch_iterator(self, graph: MultiOwnerGraph, rng: Any = None) -> Iterator[IndexBatch]:
+        """The batches of one run: see `AbstractBatchSelection.batch_iterator`.
+
+        Args:
+            graph: Who owns what.
+            rng: Where randomness comes from.
+
+        Returns:
+            An iterator over arrays of indices of examples, int64.
+        """
+        kept = greedy_contribution_bound(graph, self.max_degree)
+        drawn = Batches(self.base.over(len(kept)), self.base.iterations, words_from(rng))
+        return (kept[batch] for batch in drawn)

@@ -1,0 +1,56 @@
+"""Batches of indices brought to sizes that compiled code likes, with -1 where there is no example."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from dpengine.sampling import IndexBatch, whole_number
+
+PADDING = -1
+"""The index of no example. ``indices == PADDING`` is what `functional.clipped_grad` takes as ``is_padding_example``."""
+
+
+def pad_to_multiple_of(indices: npt.ArrayLike, multiple: int, *, microbatch_size: int | None = None) -> IndexBatch:
+    """Adds -1 until the size is a multiple.
+
+    Args:
+        indices: ``(B,)``, or ``(B, k)`` for users.
+        multiple: The size is brought to a multiple of this, at least 1.
+        microbatch_size: The size of the microbatches that will be made of the result: what is added is put where all of
+            it falls into the last ones. It must divide ``multiple``.
+
+    Returns:
+        ``(P, ...)`` int64.
+
+    Raises:
+        ValueError: If the microbatches do not fit.
+    """
+    multiple = whole_number("pad_to_multiple_of", "multiple", multiple, at_least=1)
+    given = np.asarray(indices, dtype=np.int64)
+    missing = -len(given) % multiple
+    padded = np.concatenate([given, np.full((missing, *given.shape[1:]), PADDING, dtype=np.int64)])
+    if microbatch_size is None:
+        return padded
+    size = whole_number("pad_to_multiple_of", "microbatch_size", microbatch_size, at_least=1)
+    if len(padded) % size:
+        raise ValueError(
+            f"pad_to_multiple_of: microbatch_size={size} does not divide the {len(padded)} rows. Pass a multiple of it "
+            "as multiple."
+        )
+    # Row i goes to microbatch i mod (P / m): in this order microbatch j gets what was at j * m to (j + 1) * m.
+    return padded.reshape(-1, size, *padded.shape[1:]).swapaxes(0, 1).reshape(padded.shape)
+
+
+def split_and_pad_global_batch(indices: npt.ArrayLike, size: int) -> list[IndexBatch]:
+    """Cuts a batch into parts of one size, the last of which is padded. A batch of none has no part.
+
+    Args:
+        indices: ``(B,)`` or ``(B, k)``.
+        size: Rows of each part.
+
+    Returns:
+        Arrays ``(size, ...)``.
+    """
+    padded = pad_to_multiple_of(indices, size)
+    return [padded[i : i + size] for i in range(0, len(padded), size)]

@@ -1,0 +1,153 @@
+"""BandMF over groups of examples that take turns."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any, ClassVar, Self, final
+
+import numpy as np
+
+from dpengine.accounting import Event, Relation
+from dpengine.batch_selection import AbstractBatchSelection
+from dpengine.noise import (
+    Recurrence,
+    banded_toeplitz,
+    checked_column,
+    column_norms,
+    optimize_banded,
+    toeplitz_inverse,
+)
+
+from . import checks
+from .config import AbstractPlanConfig, example_relation
+from .poisson_batches import PoissonBatches, checked_cut, known, participation
+
+
+@final
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BandMFConfig(AbstractPlanConfig):
+    """Banded noise over cyclic Poisson batches: BandMF with amplification by sampling.
+
+    An example is in one of as many groups as there are bands, and step t draws from group ``t mod bands``. The expected
+    batch is ``num_examples * sampling_prob / bands``. A number of iterations that the bands divide is best.
+
+    Source: Choquette-Choo et al. 2023 (arXiv:2306.08153).
+
+    Attributes:
+        strategy: First column of the strategy, its first number positive; a multiple of it is the same mechanism.
+        sampling_prob: The probability of each example of the group, in [0, 1].
+        expected_participations: ``sampling_prob * iterations / bands``: the other way to say it. With neither, all
+            examples of the group take part.
+        truncated_batch_size: Larger batches are cut to a uniform subset of this size; needs ``num_examples``.
+        column_normalize: Divides each column of the strategy by its norm.
+    """
+
+    strategy: tuple[float, ...]
+    sampling_prob: float | None = None
+    expected_participations: float | None = None
+    truncated_batch_size: int | None = None
+    column_normalize: bool = False
+
+    aliases: ClassVar[tuple[str, ...]] = ("BandMFExecutionPlanConfig",)
+
+    @classmethod
+    def default(cls, *, num_bands: int, iterations: int, strategy_optimization_steps: int = 500, **fields: Any) -> Self:
+        """The config with the strategy that has the least mean squared error over prefix sums.
+
+        Args:
+            num_bands: Bands of the strategy.
+            iterations: Steps of the run.
+            strategy_optimization_steps: Most steps of the search for it.
+            fields: Other fields.
+
+        Returns:
+            The config.
+
+        Raises:
+            ValueError: If there are more bands than steps.
+        """
+        bands = checks.whole(cls.__name__, "num_bands", num_bands, at_least=1)
+        if bands > iterations:
+            raise ValueError(f"{cls.__name__}: num_bands={bands} for {iterations} iterations; take at most as many.")
+        column = optimize_banded(iterations, bands, steps=strategy_optimization_steps)
+        return cls(iterations=iterations, strategy=tuple(map(float, column)), **fields)
+
+    def _checked(self) -> dict[str, Any]:
+        owner = type(self).__name__
+        column = checked_column("strategy", self.strategy)
+        if len(column) > self.iterations:
+            raise ValueError(f"{owner}: strategy has {len(column)} numbers for {self.iterations} iterations.")
+        if not isinstance(self.column_normalize, bool):
+            raise TypeError(f"{owner}: column_normalize={self.column_normalize!r} must be True or False.")
+        cut = checked_cut(owner, self.truncated_batch_size, self.num_examples)
+        shares = participation(owner, self.sampling_prob, self.expected_participations, self.iterations / len(column))
+        return {"strategy": tuple(map(float, column)), "truncated_batch_size": cut, **shares}
+
+    @property
+    def num_bands(self) -> int:
+        """Bands of the strategy, and groups of examples."""
+        return len(self.strategy)
+
+    @property
+    def selection(self) -> AbstractBatchSelection:
+        """Cyclic Poisson sampling with as many groups as bands."""
+        return self._batches.selection
+
+    @property
+    def relation(self) -> Relation:
+        """See `AbstractPlanConfig.relation`."""
+        return example_relation(self.num_examples)
+
+    @property
+    def recurrence(self) -> Recurrence:
+        """The noise; its largest column norm is 1."""
+        column = np.asarray(self.strategy) / np.linalg.norm(self.strategy)
+        made = banded_toeplitz(column, column_normalized_steps=self.iterations if self.column_normalize else None)
+        return dataclasses.replace(made, size=self.iterations, facts={**made.facts, "noise": "banded-toeplitz"})
+
+    def claim(self, noise_multiplier: float, run: str = "") -> Event:
+        """See `AbstractPlanConfig.claim`."""
+        return self._batches.claim(noise_multiplier, run)
+
+    def _library_event(self, noise_multiplier: float) -> Any:
+        return self._batches.library_event(noise_multiplier)
+
+    def _epsilon_of(self, noise_multiplier: float, steps: int, delta: float, accountant: str) -> float:
+        return self._batches.epsilon(noise_multiplier, steps, delta, accountant)
+
+    def _least_noise(self, target: float, delta: float, accountant: str, tol: float) -> float:
+        return self._batches.least_noise(target, delta, accountant, tol)
+
+    @property
+    def _batches(self) -> PoissonBatches:
+        return PoissonBatches(
+            cycle_length=self.num_bands,
+            sampling_prob=known(self.sampling_prob),
+            iterations=self.iterations,
+            truncated_batch_size=self.truncated_batch_size,
+            num_examples=self.num_examples,
+            relation=self.relation,
+        )
+
+    @property
+    def rmse(self) -> float:
+        """Root of the mean squared error of the prefix sums, for clipped gradients of norm 1, for each participation.
+
+        Smaller is better, among configs of one budget.
+
+        Raises:
+            ValueError: If nobody takes part, or there is no noise multiplier yet.
+        """
+        if not self.expected_participations:
+            raise ValueError("BandMFConfig: rmse needs expected_participations above 0.")
+        column = np.asarray(self.strategy) / np.linalg.norm(self.strategy)
+        noising = toeplitz_inverse(column, self.iterations)
+        scales = column_norms(column, self.iterations) if self.column_normalize else np.ones(self.iterations)
+        errors = np.zeros(self.iterations)
+        for j in range(self.iterations):  # one column of the prefix sums of the noising matrix after the other
+            errors[j:] += np.square(np.cumsum(scales[j:] * noising[: self.iterations - j]))
+        return self._noise_multiplier() * math.sqrt(errors.mean()) / self.expected_participations
+
+
+BandMFExecutionPlanConfig = BandMFConfig

@@ -1,0 +1,88 @@
+"""What runs share whose examples take part once in every cycle, and whose noise hangs together over more than that."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+
+from dpengine.accounting import Charge, Event, MatrixGaussianEvent, NonPrivateEvent, Relation, calibrate, epsilon
+from dpengine.accounting import to_dp_accounting as as_library_event
+from dpengine.batch_selection import CyclicPoissonSampling, Partition
+from dpengine.noise import toeplitz_sq_sensitivity
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Cycles:
+    """Batches that go through the data set in one order, again and again.
+
+    Nobody takes part again sooner than after a whole cycle. Chance earns nothing here; what counts is how the columns
+    of the strategy add up.
+
+    Attributes:
+        cycle_length: Steps of a pass.
+        iterations: Steps of the run.
+        column: First column of the Toeplitz strategy, ``(iterations,)``.
+        num_examples: The size of the data set, where that is public.
+        relation: Which data sets are neighbours.
+    """
+
+    cycle_length: int
+    iterations: int
+    column: np.ndarray
+    num_examples: int | None
+    relation: Relation
+
+    @property
+    def selection(self) -> CyclicPoissonSampling:
+        """The law: all examples of the group, at its step."""
+        return CyclicPoissonSampling(
+            sampling_prob=1.0,
+            iterations=self.iterations,
+            cycle_length=self.cycle_length,
+            partition_type=Partition.INDEPENDENT if self.num_examples is None else Partition.EQUAL_SPLIT,
+        )
+
+    @property
+    def column_norm(self) -> float:
+        """The sensitivity to one participation."""
+        return float(np.linalg.norm(self.column))
+
+    @property
+    def sq_sensitivities(self) -> tuple[float, ...]:
+        """By how many cycles have begun: of the steps so far, over that of one participation."""
+        cycles = range(1, -(-self.iterations // self.cycle_length) + 1)
+        ends = [min(cycle * self.cycle_length, self.iterations) for cycle in cycles]
+        found = [toeplitz_sq_sensitivity(self.column, end, self.cycle_length) for end in ends]
+        return tuple(sq / self.column_norm**2 for sq in found)
+
+    def claim(self, noise_multiplier: float, run: str) -> Event:
+        """What each step costs."""
+        if noise_multiplier == 0:
+            return NonPrivateEvent()
+        return MatrixGaussianEvent(noise_multiplier, self.cycle_length, self.sq_sensitivities, run)
+
+    def library_event(self, noise_multiplier: float) -> Any:
+        """What the run releases, as an event of the dp-accounting library."""
+        return as_library_event(self.claim(noise_multiplier, ""), self.iterations)
+
+    def epsilon(self, noise_multiplier: float, steps: int, delta: float, accountant: str) -> float:
+        """Epsilon of the first steps."""
+        return epsilon((Charge(self.claim(noise_multiplier, ""), steps),), delta, accountant, self.relation)
+
+    def least_noise(self, target: float, delta: float, accountant: str, tol: float) -> float:
+        """The least noise at which the accountant finds a target kept."""
+        one = calibrate(
+            target_epsilon=target,
+            target_delta=delta,
+            sample_rate=1.0,
+            steps=1,
+            accountant=accountant,
+            relation=self.relation,
+            tol=tol,
+        ).noise_multiplier
+        sigma = one * self.sq_sensitivities[-1] ** 0.5
+        while self.epsilon(sigma, self.iterations, delta, accountant) > target:
+            sigma *= 1 + 1e-15  # the root was rounded
+        return sigma

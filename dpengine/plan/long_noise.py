@@ -1,0 +1,190 @@
+"""Configs whose noise hangs together over more steps than a cycle has: buffered linear Toeplitz and banded inverse."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Self, final
+
+import numpy as np
+
+from dpengine.accounting import Event, Relation
+from dpengine.batch_selection import AbstractBatchSelection
+from dpengine.noise import (
+    Recurrence,
+    banded_inverse,
+    blt,
+    blt_column,
+    checked_column,
+    optimize_banded_inverse,
+    optimize_blt,
+    toeplitz_inverse,
+)
+
+from . import checks
+from .config import AbstractPlanConfig, example_relation
+from .cycles import Cycles
+
+
+@final
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BLTConfig(AbstractPlanConfig):
+    """Buffered linear Toeplitz noise: a few buffers of the model's size, for runs of any length.
+
+    Each example takes part once in every cycle, in an order that is fixed at the start; chance earns no credit.
+
+    Source: Dvijotham et al. 2024 (arXiv:2404.16706), McMahan et al. 2024 (arXiv:2408.08868).
+
+    Attributes:
+        decays: Of the buffers of the strategy, in [0, 1].
+        scales: How much of each buffer counts; as many.
+        cycle_length: Steps of a pass over the data set; the batch is ``num_examples / cycle_length``.
+    """
+
+    decays: tuple[float, ...]
+    scales: tuple[float, ...]
+    cycle_length: int
+
+    @classmethod
+    def default(cls, *, iterations: int, cycle_length: int, num_buffers: int | None = None, **fields: Any) -> Self:
+        """The config with buffers of the least largest error over prefix sums, for one participation.
+
+        Args:
+            iterations: Steps of the run.
+            cycle_length: Steps of a pass.
+            num_buffers: None for as many as still help.
+            fields: Other fields.
+
+        Returns:
+            The config.
+        """
+        found = optimize_blt(iterations, buffers=num_buffers)
+        return cls(iterations=iterations, cycle_length=cycle_length, decays=found.decays, scales=found.scales, **fields)
+
+    def _checked(self) -> dict[str, Any]:
+        owner = type(self).__name__
+        blt(self.decays, self.scales)  # refuses what is none
+        return {
+            "decays": tuple(map(float, self.decays)),
+            "scales": tuple(map(float, self.scales)),
+            "cycle_length": checks.whole(owner, "cycle_length", self.cycle_length, at_least=1),
+        }
+
+    @property
+    def selection(self) -> AbstractBatchSelection:
+        """One order, again and again."""
+        return self._cycles.selection
+
+    @property
+    def relation(self) -> Relation:
+        """See `AbstractPlanConfig.relation`."""
+        return example_relation(self.num_examples)
+
+    @property
+    def recurrence(self) -> Recurrence:
+        """The noise."""
+        made, norm = blt(self.decays, self.scales), self._cycles.column_norm
+        return dataclasses.replace(made, size=self.iterations, column_norm=norm, facts={**made.facts, "noise": "blt"})
+
+    def claim(self, noise_multiplier: float, run: str = "") -> Event:
+        """See `AbstractPlanConfig.claim`."""
+        return self._cycles.claim(noise_multiplier, run)
+
+    def _library_event(self, noise_multiplier: float) -> Any:
+        return self._cycles.library_event(noise_multiplier)
+
+    def _epsilon_of(self, noise_multiplier: float, steps: int, delta: float, accountant: str) -> float:
+        return self._cycles.epsilon(noise_multiplier, steps, delta, accountant)
+
+    def _least_noise(self, target: float, delta: float, accountant: str, tol: float) -> float:
+        return self._cycles.least_noise(target, delta, accountant, tol)
+
+    @property
+    def _cycles(self) -> Cycles:
+        return _cycles_of(self, self.cycle_length, blt_column(self.decays, self.scales, self.iterations))
+
+
+@final
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BandedInverseConfig(AbstractPlanConfig):
+    """Noise that takes back a part of the fresh noise of the steps before, which is drawn again: nothing is kept.
+
+    Each example takes part once in every cycle, in an order that is fixed at the start; chance earns no credit.
+
+    Source: Kalinin and Lampert 2025 (arXiv:2505.12128); with coefficients ``(1, -lambda)`` it is DP-lambda-CGD
+    (arXiv:2601.22334).
+
+    Attributes:
+        coefficients: First column of the noising matrix, its first number positive.
+        cycle_length: Steps of a pass over the data set; the batch is ``num_examples / cycle_length``.
+    """
+
+    coefficients: tuple[float, ...]
+    cycle_length: int
+
+    @classmethod
+    def default(cls, *, num_bands: int, iterations: int, cycle_length: int, **fields: Any) -> Self:
+        """The config with the coefficients of the least mean squared error over prefix sums.
+
+        Args:
+            num_bands: Coefficients.
+            iterations: Steps of the run.
+            cycle_length: Steps of a pass.
+            fields: Other fields.
+
+        Returns:
+            The config.
+        """
+        found = optimize_banded_inverse(iterations, num_bands, separation=cycle_length)
+        return cls(iterations=iterations, cycle_length=cycle_length, coefficients=tuple(map(float, found)), **fields)
+
+    def _checked(self) -> dict[str, Any]:
+        owner = type(self).__name__
+        column = checked_column("coefficients", self.coefficients)
+        if len(column) > self.iterations:
+            raise ValueError(f"{owner}: coefficients has {len(column)} numbers for {self.iterations} iterations.")
+        length = checks.whole(owner, "cycle_length", self.cycle_length, at_least=1)
+        return {"coefficients": tuple(map(float, column)), "cycle_length": length}
+
+    @property
+    def selection(self) -> AbstractBatchSelection:
+        """One order, again and again."""
+        return self._cycles.selection
+
+    @property
+    def relation(self) -> Relation:
+        """See `AbstractPlanConfig.relation`."""
+        return example_relation(self.num_examples)
+
+    @property
+    def recurrence(self) -> Recurrence:
+        """The noise."""
+        made, norm = banded_inverse(self.coefficients), self._cycles.column_norm
+        facts = {**made.facts, "noise": "banded-inverse"}
+        return dataclasses.replace(made, size=self.iterations, column_norm=norm, facts=facts)
+
+    def claim(self, noise_multiplier: float, run: str = "") -> Event:
+        """See `AbstractPlanConfig.claim`."""
+        return self._cycles.claim(noise_multiplier, run)
+
+    def _library_event(self, noise_multiplier: float) -> Any:
+        return self._cycles.library_event(noise_multiplier)
+
+    def _epsilon_of(self, noise_multiplier: float, steps: int, delta: float, accountant: str) -> float:
+        return self._cycles.epsilon(noise_multiplier, steps, delta, accountant)
+
+    def _least_noise(self, target: float, delta: float, accountant: str, tol: float) -> float:
+        return self._cycles.least_noise(target, delta, accountant, tol)
+
+    @property
+    def _cycles(self) -> Cycles:
+        return _cycles_of(self, self.cycle_length, toeplitz_inverse(self.coefficients, self.iterations))
+
+
+def _cycles_of(config: AbstractPlanConfig, cycle_length: int, column: np.ndarray) -> Cycles:
+    return Cycles(
+        cycle_length=cycle_length,
+        iterations=config.iterations,
+        column=column,
+        num_examples=config.num_examples,
+        relation=config.relation,
+    )

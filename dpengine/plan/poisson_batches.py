@@ -1,0 +1,170 @@
+"""What runs with cyclic Poisson batches share: their law, what it may claim, and the noise that a target needs."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+from dpengine.accounting import (
+    Charge,
+    CyclicGaussianEvent,
+    Event,
+    NonPrivateEvent,
+    Relation,
+    UnclaimedEvent,
+    calibrate,
+    epsilon,
+    release_event,
+    to_dp_accounting,
+)
+from dpengine.batch_selection import CyclicPoissonSampling, Partition
+from dpengine.errors import InvalidBudgetError
+from dpengine.run_plan import rate_to_book
+
+from . import checks
+from .library_accounting import calibrated_by_library, epsilon_by_library, library_accountant
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PoissonBatches:
+    """Batches of a run whose noise has no more bands than the cycle has groups.
+
+    Attributes:
+        cycle_length: Groups.
+        sampling_prob: The probability of each example of the group.
+        iterations: Steps of the run.
+        truncated_batch_size: Larger batches are cut; None for no cut.
+        num_examples: The size of the data set, where that is public.
+        relation: Which data sets are neighbours.
+    """
+
+    cycle_length: int
+    sampling_prob: float
+    iterations: int
+    truncated_batch_size: int | None
+    num_examples: int | None
+    relation: Relation
+
+    @property
+    def selection(self) -> CyclicPoissonSampling:
+        """The law."""
+        return CyclicPoissonSampling(
+            sampling_prob=self.sampling_prob,
+            iterations=self.iterations,
+            truncated_batch_size=self.truncated_batch_size,
+            cycle_length=self.cycle_length,
+            partition_type=Partition.INDEPENDENT if self.num_examples is None else Partition.EQUAL_SPLIT,
+        )
+
+    def claim(self, noise_multiplier: float, run: str) -> Event:
+        """What each step costs, in the engine's own terms."""
+        if noise_multiplier == 0:
+            return NonPrivateEvent()
+        if self.truncated_batch_size is not None:
+            return UnclaimedEvent(
+                "batches are cut to a largest size, which only config.epsilon and the dp-accounting library account for"
+            )
+        rate = rate_to_book(self.sampling_prob)
+        if self.cycle_length == 1:
+            return release_event(noise_multiplier=noise_multiplier, sample_rate=rate)
+        return CyclicGaussianEvent(rate, noise_multiplier, self.cycle_length, run)
+
+    def library_event(self, noise_multiplier: float, steps: int | None = None) -> Any:
+        """What so many steps release, as an event of the dp-accounting library."""
+        steps = self.iterations if steps is None else steps
+        if self.truncated_batch_size is None or noise_multiplier == 0:
+            return to_dp_accounting(self.claim(noise_multiplier, ""), steps)
+        import dp_accounting
+
+        assert self.num_examples is not None
+        step = dp_accounting.TruncatedSubsampledGaussianDpEvent(
+            dataset_size=self.num_examples // self.cycle_length,
+            sampling_probability=rate_to_book(self.sampling_prob),
+            truncated_batch_size=self.truncated_batch_size,
+            noise_multiplier=noise_multiplier,
+        )
+        return dp_accounting.SelfComposedDpEvent(step, self._cycles(steps))
+
+    def epsilon(self, noise_multiplier: float, steps: int, delta: float, accountant: str) -> float:
+        """Epsilon of the first steps."""
+        if self.truncated_batch_size is None or noise_multiplier == 0:
+            return epsilon((Charge(self.claim(noise_multiplier, ""), steps),), delta, accountant, self.relation)
+        event = self.library_event(noise_multiplier, steps)
+        return epsilon_by_library(event, library_accountant(accountant), self.relation, delta)
+
+    def least_noise(self, target: float, delta: float, accountant: str, tol: float) -> float:
+        """The least noise at which the accountant finds a target kept."""
+        if self.sampling_prob == 0:
+            raise InvalidBudgetError(
+                "sampling_prob=0 draws nobody: there is nothing to calibrate.", fix="Pass sampling_prob above 0."
+            )
+        if self.truncated_batch_size is not None:
+            factory = library_accountant(accountant)
+            return calibrated_by_library(self.library_event, factory, self.relation, target, delta, tol)
+        return calibrate(
+            target_epsilon=target,
+            target_delta=delta,
+            sample_rate=rate_to_book(self.sampling_prob),
+            steps=self._cycles(self.iterations),
+            accountant=accountant,
+            relation=self.relation,
+            tol=tol,
+        ).noise_multiplier
+
+    def _cycles(self, steps: int) -> int:
+        return -(-steps // self.cycle_length)
+
+
+def checked_cut(owner: str, size: Any, num_examples: int | None) -> int | None:
+    """A size that no batch exceeds, or None. It follows from the number of examples what a cut does to privacy."""
+    if size is None:
+        return None
+    if num_examples is None:
+        raise ValueError(
+            f"{owner}: truncated_batch_size={size!r} needs num_examples, since how often batches are cut hangs on it. "
+            "Pass num_examples if that is public."
+        )
+    return checks.whole(owner, "truncated_batch_size", size, at_least=0)
+
+
+def participation(owner: str, probability: Any, expected: Any, cycles: float) -> dict[str, float]:
+    """Both ways to say how often an example takes part, from one of them; from neither, in every cycle.
+
+    Args:
+        owner: The config.
+        probability: Of an example of the group at its step.
+        expected: Participations over the run.
+        cycles: Of the run, as a fraction.
+
+    Returns:
+        ``sampling_prob`` and ``expected_participations``.
+
+    Raises:
+        ValueError: If they do not agree, or are out of range.
+    """
+    if probability is None and expected is None:
+        probability = 1.0
+    if probability is None:
+        wanted = checks.number(owner, "expected_participations", expected)
+        if wanted > cycles * (1 + 1e-12):
+            raise ValueError(
+                f"{owner}: expected_participations={wanted:g} is more than the {cycles:g} cycles of the run."
+            )
+        return {"sampling_prob": min(1.0, wanted / cycles), "expected_participations": wanted}
+    chance = checks.probability(owner, "sampling_prob", probability)
+    if expected is None:
+        return {"sampling_prob": chance, "expected_participations": chance * cycles}
+    wanted = checks.number(owner, "expected_participations", expected)
+    if not math.isclose(wanted, chance * cycles, rel_tol=1e-9, abs_tol=1e-12):
+        raise ValueError(
+            f"{owner}: sampling_prob={chance!r} means {chance * cycles:g} participations, and "
+            f"expected_participations={wanted!r} was given. Pass one of them, the other as None."
+        )
+    return {"sampling_prob": chance, "expected_participations": wanted}
+
+
+def known(probability: float | None) -> float:
+    """A field that the config has filled in."""
+    assert probability is not None
+    return probability

@@ -1,0 +1,307 @@
+"""What each law of batches promises: who is in a batch, how often, how far apart; and that a run can be resumed."""
+
+import itertools
+import math
+import random
+
+import numpy as np
+import pytest
+from scipy import stats
+
+from dpengine.batch_selection import (
+    BallsInBinsSampling,
+    BMinSepSampling,
+    CyclicPoissonSampling,
+    FixedBatchSampling,
+    KeyedWords,
+    Partition,
+    RandomAllocationSampling,
+    words_from,
+)
+
+SURE = 1e-4  # chance that a sound law fails a test
+
+LAWS = {
+    "poisson": CyclicPoissonSampling(sampling_prob=0.3, iterations=20),
+    "cyclic": CyclicPoissonSampling(sampling_prob=0.4, iterations=20, cycle_length=4),
+    "independent": CyclicPoissonSampling(
+        sampling_prob=0.4, iterations=20, cycle_length=4, partition_type=Partition.INDEPENDENT
+    ),
+    "truncated": CyclicPoissonSampling(sampling_prob=0.3, iterations=20, truncated_batch_size=10),
+    "balls": BallsInBinsSampling(iterations=20, cycle_length=5),
+    "rest": BMinSepSampling(sampling_prob=0.3, iterations=20, min_separation=4),
+    "cold": BMinSepSampling(sampling_prob=0.3, iterations=20, min_separation=4, warm_start=False),
+    "rest, cut": BMinSepSampling(sampling_prob=0.5, iterations=20, min_separation=3, truncated_batch_size=6),
+    "allocation": RandomAllocationSampling(participations=3, iterations=20),
+    "fixed": FixedBatchSampling(batch_size=8, iterations=20),
+    "fixed, again": FixedBatchSampling(batch_size=8, iterations=20, replace=True),
+}
+EXAMPLES = 40
+
+
+def run(law, seed, examples=EXAMPLES):
+    """Who takes part, ``(iterations, examples)``, as counts."""
+    table = np.zeros((law.iterations, examples), dtype=int)
+    for step, batch in enumerate(law.batch_iterator(examples, np.random.default_rng(seed))):
+        np.add.at(table[step], batch, 1)
+    return table
+
+
+@pytest.fixture(scope="module")
+def runs():
+    """Many runs of each law, made once."""
+    made = {}
+
+    def of(name):
+        if name not in made:
+            made[name] = np.stack([run(LAWS[name], seed) for seed in range(600)])
+        return made[name]
+
+    return of
+
+
+@pytest.mark.parametrize("name", LAWS)
+def test_batches_are_sorted_indices(name):
+    law = LAWS[name]
+    batches = list(law.batch_iterator(EXAMPLES, np.random.default_rng(0)))
+    assert len(batches) == law.iterations
+    for batch in batches:
+        assert batch.dtype == np.int64
+        assert (np.diff(batch) >= (0 if "again" in name else 1)).all()
+        assert ((batch >= 0) & (batch < EXAMPLES)).all()
+
+
+@pytest.mark.parametrize("name", LAWS)
+def test_a_run_resumed_goes_on_as_if_nothing_had_been(name):
+    law, words = LAWS[name], KeyedWords((1, 2))
+    whole = [batch.tolist() for batch in law.batch_iterator(EXAMPLES, words)]
+    first = law.batch_iterator(EXAMPLES, words)
+    for _ in range(7):
+        next(first)
+    resumed = law.batch_iterator(EXAMPLES, KeyedWords((1, 2)))
+    resumed.load_state_dict(first.state_dict())
+    assert len(resumed) == 13
+    assert [batch.tolist() for batch in resumed] == whole[7:]
+
+
+@pytest.mark.parametrize("name", LAWS)
+def test_a_draw_is_a_function_of_its_step(name):
+    law, words = LAWS[name], KeyedWords((3, 4))
+    strategy = law.over(EXAMPLES)
+    forwards = {step: strategy.draw(step, words).tolist() for step in range(6)}
+    assert {step: strategy.draw(step, words).tolist() for step in (5, 2, 2, 0, 4, 1, 3)} == forwards
+    assert strategy.draw(2, KeyedWords((3, 5))).tolist() != forwards[2] or name == "fixed"
+
+
+@pytest.mark.parametrize("name", LAWS)
+def test_other_randomness_gives_other_batches(name):
+    assert (run(LAWS[name], 1) != run(LAWS[name], 2)).any()
+
+
+RATES = {
+    "poisson": 0.3,
+    "cyclic": 0.4 / 4,
+    "independent": 0.4 / 4,
+    "balls": 1 / 5,
+    "rest": 0.3 / (1 + 3 * 0.3),
+    "allocation": 3 / 20,
+    "fixed": 8 / 40,
+    "fixed, again": 8 / 40,
+}
+
+
+@pytest.mark.parametrize("name", RATES)
+def test_every_example_is_as_likely_at_every_step(name, runs):
+    rate, made = RATES[name], runs(name)
+    variance = rate * (1 - (rate if "again" not in name else 1 / EXAMPLES)) * len(made)
+    z = (made.sum(axis=0) - rate * len(made)) / math.sqrt(variance)
+    # Each step and each example has a table of its own; steps of one run hang together.
+    tests = [(z[step] ** 2).sum() for step in (0, 7, 19)]
+    degrees = {"fixed": EXAMPLES - 1, "fixed, again": EXAMPLES - 1}.get(name, EXAMPLES)
+    if "fixed" in name:
+        tests = [value * (EXAMPLES - 1) / EXAMPLES if name == "fixed" else value for value in tests]
+    for value in tests:
+        assert SURE < stats.chi2.sf(value, degrees) < 1 - SURE
+
+
+@pytest.mark.parametrize("name, p", [("poisson", 0.3), ("rest", 0.3 / 1.9), ("cold", None)])
+def test_examples_do_not_depend_on_each_other(name, p, runs):
+    made = runs(name)[:, 9].astype(float)
+    correlation = np.corrcoef(made.T)[np.triu_indices(EXAMPLES, 1)]
+    z = correlation * math.sqrt(len(made))
+    assert SURE < stats.chi2.sf((z**2).sum(), len(z)) < 1 - SURE
+    if p is not None:
+        sizes = made.sum(axis=1).astype(int)
+        edges = stats.binom.ppf([0.1, 0.3, 0.5, 0.7, 0.9], EXAMPLES, p)
+        bounds = [-1, *edges, EXAMPLES]
+        expected = np.diff(stats.binom.cdf(bounds, EXAMPLES, p)) * len(sizes)
+        counts = np.histogram(sizes, bins=np.asarray(bounds) + 0.5)[0]
+        assert stats.chisquare(counts, expected).pvalue > SURE
+
+
+@pytest.mark.parametrize("name, cycle", [("cyclic", 4), ("independent", 4), ("balls", 5)])
+def test_nobody_is_outside_his_group(name, cycle, runs):
+    made = runs(name)[:50]
+    for one in made:
+        steps = [np.flatnonzero(one[:, i]) % cycle for i in range(EXAMPLES)]
+        assert all(len(set(phases)) <= 1 for phases in steps)
+
+
+def test_the_union_over_a_cycle_is_everybody():
+    everything = CyclicPoissonSampling(sampling_prob=1.0, iterations=4, cycle_length=4)
+    assert (run(everything, 0).sum(axis=0) == 1).all()
+    assert (run(everything, 0).sum(axis=1) == EXAMPLES // 4).all()
+    balls = BallsInBinsSampling(iterations=5, cycle_length=5)
+    assert (run(balls, 0).sum(axis=0) == 1).all()
+    left = run(CyclicPoissonSampling(sampling_prob=1.0, iterations=3, cycle_length=3), 0)
+    assert left.sum() == 39  # 40 mod 3 never takes part
+
+
+@pytest.mark.parametrize("name, gap", [("rest", 4), ("cold", 4), ("rest, cut", 3)])
+def test_who_took_part_rests(name, gap, runs):
+    made = runs(name)[:200]
+    for lag in range(1, gap):
+        assert not (made[:, lag:] & made[:, :-lag]).any()
+    assert (made[:, gap:] & made[:, :-gap]).any()
+
+
+def test_a_warm_start_is_the_middle_of_a_run(runs):
+    warm, cold = runs("rest").sum(axis=2).mean(axis=0), runs("cold").sum(axis=2).mean(axis=0)
+    expected = EXAMPLES * 0.3 / 1.9
+    error = 4 * math.sqrt(expected / 600)
+    assert np.abs(warm - expected).max() < error
+    assert cold[0] == pytest.approx(12, abs=0.4)
+
+
+def test_with_certainty_rest_is_balls_in_bins():
+    made = np.stack([run(BMinSepSampling(sampling_prob=1.0, iterations=12, min_separation=4), s) for s in range(400)])
+    firsts = made.argmax(axis=1)
+    assert (made[:, 4:] == made[:, :-4]).all()
+    assert stats.chisquare(np.bincount(firsts.ravel(), minlength=4)).pvalue > SURE
+
+
+def test_what_is_cut_is_a_uniform_subset(runs):
+    made, whole = runs("truncated"), runs("poisson")
+    assert made.sum(axis=2).max() == 10
+    assert (made <= whole).all()  # the same words drew both
+    cut = whole.sum(axis=2) > 10
+    assert (made.sum(axis=2) == np.minimum(whole.sum(axis=2), 10)).all()
+    share = made[cut].sum(axis=0) / whole[cut].sum(axis=0)
+    z = (share - share.mean()) / np.sqrt(share.mean() * (1 - share.mean()) / whole[cut].sum(axis=0))
+    assert SURE < stats.chi2.sf((z**2).sum(), EXAMPLES - 1) < 1 - SURE
+
+
+def test_allocations_are_of_one_size_and_uniform(runs):
+    made = runs("allocation")
+    assert (made.sum(axis=1) == 3).all()
+    pairs = made[:, :, 0] @ np.array([1 << i for i in range(20)])
+    small = np.stack([run(RandomAllocationSampling(participations=2, iterations=4), s, 30) for s in range(300)])
+    patterns = small.transpose(0, 2, 1).reshape(-1, 4) @ np.array([1, 2, 4, 8])
+    counts = [np.sum(patterns == (1 << a) + (1 << b)) for a, b in itertools.combinations(range(4), 2)]
+    assert sum(counts) == len(patterns)
+    assert stats.chisquare(counts).pvalue > SURE
+    assert len(set(pairs.tolist())) > 500
+
+
+def test_fixed_batches_are_uniform_subsets():
+    law = FixedBatchSampling(batch_size=2, iterations=3000)
+    counts = dict.fromkeys(itertools.combinations(range(5), 2), 0)
+    for batch in law.batch_iterator(5, np.random.default_rng(0)):
+        counts[tuple(batch.tolist())] += 1
+    assert stats.chisquare(list(counts.values())).pvalue > SURE
+    large = FixedBatchSampling(batch_size=3, iterations=2000)
+    seen = np.concatenate(list(large.batch_iterator(1000, np.random.default_rng(1))))
+    assert stats.chisquare(np.histogram(seen, bins=20, range=(0, 1000))[0]).pvalue > SURE
+
+
+@pytest.mark.parametrize("name", ["poisson", "cyclic", "independent", "truncated", "rest", "fixed"])
+def test_a_billion_examples_take_no_memory(name):
+    laws = {
+        "rest": BMinSepSampling(sampling_prob=1e-6, iterations=3, min_separation=3),
+        "fixed": FixedBatchSampling(batch_size=1000, iterations=3),
+        "truncated": CyclicPoissonSampling(sampling_prob=1e-6, iterations=3, truncated_batch_size=900),
+        "poisson": CyclicPoissonSampling(sampling_prob=1e-6, iterations=3),
+        "cyclic": CyclicPoissonSampling(sampling_prob=1e-5, iterations=3, cycle_length=10),
+        "independent": CyclicPoissonSampling(
+            sampling_prob=1e-5, iterations=3, cycle_length=10, partition_type=Partition.INDEPENDENT
+        ),
+    }
+    sizes = [len(batch) for batch in laws[name].batch_iterator(10**9)]
+    assert all(700 < size < 1300 for size in sizes)
+
+
+@pytest.mark.parametrize("name", LAWS)
+def test_no_examples_give_empty_batches(name):
+    if name == "fixed":
+        with pytest.raises(ValueError, match="more than the 0 examples"):
+            LAWS[name].over(0)
+    elif name == "fixed, again":
+        with pytest.raises(ValueError, match="0 examples"):
+            LAWS[name].over(0)
+    else:
+        assert [len(batch) for batch in LAWS[name].batch_iterator(0)] == [0] * 20
+
+
+def test_probability_zero_draws_nobody():
+    for law in (
+        CyclicPoissonSampling(sampling_prob=0.0, iterations=3),
+        BMinSepSampling(sampling_prob=0.0, iterations=3, min_separation=2),
+        RandomAllocationSampling(participations=0, iterations=3),
+    ):
+        assert not run(law, 0).any()
+
+
+@pytest.mark.parametrize(
+    "make, message",
+    [
+        (lambda: CyclicPoissonSampling(sampling_prob=1.5, iterations=3), r"sampling_prob must be in \[0, 1\]"),
+        (lambda: CyclicPoissonSampling(sampling_prob=math.nan, iterations=3), r"sampling_prob must be in \[0, 1\]"),
+        (lambda: CyclicPoissonSampling(sampling_prob=0.5, iterations=-1), "iterations must be at least 0"),
+        (lambda: CyclicPoissonSampling(sampling_prob=0.5, iterations=3, cycle_length=0), "cycle_length"),
+        (lambda: CyclicPoissonSampling(sampling_prob=0.5, iterations=3, truncated_batch_size=-1), "truncated_"),
+        (lambda: BallsInBinsSampling(iterations=3, cycle_length=0), "cycle_length must be at least 1"),
+        (lambda: BMinSepSampling(sampling_prob=-0.1, iterations=3, min_separation=2), "sampling_prob"),
+        (lambda: BMinSepSampling(sampling_prob=0.1, iterations=3, min_separation=0), "min_separation"),
+        (lambda: RandomAllocationSampling(participations=4, iterations=3), "iterations must be at least 4"),
+        (lambda: FixedBatchSampling(batch_size=-1, iterations=3), "batch_size"),
+        (lambda: FixedBatchSampling(batch_size=9, iterations=3).over(8), "more than the 8 examples"),
+        (lambda: LAWS["poisson"].batch_iterator(8).load_state_dict({"step": 21}), "step=21"),
+    ],
+)  # fmt: skip
+def test_bad_numbers_are_refused_by_name(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+@pytest.mark.parametrize("iterations", [2.0, True, "3"])
+def test_counts_are_whole_numbers(iterations):
+    with pytest.raises(TypeError, match="iterations must be a whole number"):
+        CyclicPoissonSampling(sampling_prob=0.5, iterations=iterations)
+    with pytest.raises(TypeError, match="partition_type"):
+        CyclicPoissonSampling(sampling_prob=0.5, iterations=3, partition_type="equal")
+
+
+@pytest.mark.parametrize("rng", [None, np.random.default_rng(1), random.Random(1), random.SystemRandom()], ids=repr)
+def test_randomness_may_come_from_anywhere(rng):
+    words = words_from(rng)
+    drawn = words(10_000, step=3, block=1)
+    assert stats.kstest(drawn / 2.0**64, "uniform").pvalue > SURE
+    assert (words(10_000, step=3, block=1) == drawn).all()
+    assert not (words(10_000, step=4, block=1) == drawn).any()
+    assert not (words(10_000, step=3, block=2) == drawn).any()
+    assert words_from(words) is words
+
+
+def test_a_bare_number_is_no_randomness():
+    with pytest.raises(TypeError, match=r"rng is a int; pass None, a numpy\.random\.Generator"):
+        LAWS["poisson"].batch_iterator(5, 0)
+
+
+def test_a_loader_reads_the_same_batches():
+    torch = pytest.importorskip("torch")
+    law, words = LAWS["cyclic"], KeyedWords((5, 6))
+    sampler = law.batch_sampler(EXAMPLES, words)
+    assert len(sampler) == 20
+    data = torch.arange(EXAMPLES)
+    loader = torch.utils.data.DataLoader(data, batch_sampler=sampler, collate_fn=lambda rows: [int(r) for r in rows])
+    assert list(loader) == [batch.tolist() for batch in law.batch_iterator(EXAMPLES, words)]

@@ -1,0 +1,167 @@
+"""Users, owners and padding."""
+
+import itertools
+
+import numpy as np
+import pytest
+
+from dpengine.batch_selection import (
+    PADDING,
+    CyclicPoissonSampling,
+    KeyedWords,
+    MultiOwnerGraph,
+    MultiOwnerSelection,
+    UserSelectionStrategy,
+    greedy_contribution_bound,
+    pad_to_multiple_of,
+    split_and_pad_global_batch,
+)
+
+ALL = CyclicPoissonSampling(sampling_prob=1.0, iterations=4)
+SOME = CyclicPoissonSampling(sampling_prob=0.5, iterations=30)
+
+
+def test_users_bring_their_examples_in_turn():
+    ids = ["b", "a", "b", "c", "b", "a"]
+    batches = list(UserSelectionStrategy(base=ALL, examples_per_user=2).batch_iterator(ids))
+    assert batches[0].tolist() == [[1, 5], [0, 2], [3, 3]]
+    assert batches[1].tolist() == [[1, 5], [4, 0], [3, 3]]
+    assert batches[2].tolist() == [[1, 5], [2, 4], [3, 3]]
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_users_are_drawn_by_the_base(shuffle):
+    ids, words = np.array([3, 1, 1, 2, 3, 3]), KeyedWords((1, 2))
+    strategy = UserSelectionStrategy(base=SOME, examples_per_user=2, shuffle=shuffle)
+    users = [batch.tolist() for batch in SOME.batch_iterator(3, words)]
+    for batch, drawn in zip(strategy.batch_iterator(ids, words), users, strict=True):
+        assert (ids[batch] == np.array(drawn).reshape(-1, 1) + 1).all()
+
+
+def test_shuffled_users_bring_each_example_as_often():
+    ids = np.repeat([0, 1], [5, 2])
+    law = UserSelectionStrategy(base=CyclicPoissonSampling(sampling_prob=1.0, iterations=10), shuffle=True)
+    orders = []
+    for seed in range(40):
+        seen = np.concatenate([batch.ravel() for batch in law.batch_iterator(ids, KeyedWords((seed, 0)))])
+        assert np.bincount(seen).tolist() == [2, 2, 2, 2, 2, 5, 5]
+        orders.append(tuple(seen[seen < 5][:5]))
+    assert len(set(orders)) > 20
+
+
+def test_a_run_over_users_resumes():
+    ids, words = np.array([0, 0, 0, 1, 1, 2]), KeyedWords((3, 4))
+    law = UserSelectionStrategy(base=SOME, examples_per_user=2)
+    whole = [batch.tolist() for batch in law.batch_iterator(ids, words)]
+    first = law.batch_iterator(ids, words)
+    for _ in range(11):
+        next(first)
+    resumed = law.batch_iterator(ids, words)
+    resumed.load_state_dict(first.state_dict())
+    assert [batch.tolist() for batch in resumed] == whole[11:]
+    with pytest.raises(ValueError, match="of 3 users; there are 2"):
+        law.batch_iterator([0, 1], words).load_state_dict(first.state_dict())
+
+
+def test_no_users():
+    assert [batch.shape for batch in UserSelectionStrategy(base=ALL).batch_iterator([])] == [(0, 1)] * 4
+
+
+def test_bad_users_are_refused():
+    with pytest.raises(TypeError, match="base is a int"):
+        UserSelectionStrategy(base=3)
+    with pytest.raises(ValueError, match="examples_per_user must be at least 1"):
+        UserSelectionStrategy(base=ALL, examples_per_user=0)
+    with pytest.raises(ValueError, match=r"user_ids has shape \(2, 2\)"):
+        UserSelectionStrategy(base=ALL).batch_iterator(np.zeros((2, 2)))
+
+
+def slowly(graph, max_degree):
+    """One example after the other, as the rule says it."""
+    owners = {}
+    for example, user in zip(graph.examples.tolist(), graph.users.tolist(), strict=True):
+        owners.setdefault(example, set()).add(user)
+    kept, taken = [], set()
+    for example in sorted(owners, key=lambda one: (len(owners[one]), one)):
+        if len(owners[example]) <= max_degree and not owners[example] & taken:
+            kept.append(example)
+            taken |= owners[example]
+    return sorted(kept)
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_greedy_in_rounds_is_greedy_one_by_one(seed):
+    generator = np.random.default_rng(seed)
+    users = int(generator.integers(1, 25))
+    edges = [
+        (example, user)
+        for example in range(int(generator.integers(1, 40)))
+        for user in generator.choice(users, size=min(users, int(generator.integers(1, 6))), replace=False)
+    ]
+    generator.shuffle(edges)
+    examples, owners = np.array(edges).T
+    graph = MultiOwnerGraph(examples, owners)
+    for max_degree in (1, 2, 8):
+        assert greedy_contribution_bound(graph, max_degree).tolist() == slowly(graph, max_degree)
+
+
+def test_no_user_is_in_two_examples_of_a_run():
+    graph = MultiOwnerGraph(np.array([0, 0, 1, 2, 2, 3]), np.array([0, 1, 1, 2, 3, 4]))
+    selection = MultiOwnerSelection(base=SOME)
+    seen = set(itertools.chain.from_iterable(batch.tolist() for batch in selection.batch_iterator(graph)))
+    assert seen == {1, 2, 3}
+    assert len(list(selection.batch_iterator(graph))) == 30
+    empty = MultiOwnerGraph(np.empty(0, dtype=int), np.empty(0, dtype=int))
+    assert not len(greedy_contribution_bound(empty))
+
+
+@pytest.mark.parametrize(
+    "examples, users, message",
+    [
+        ([0, 1], [0], "shapes"),
+        ([0, 0], [1, 1], "more than once"),
+        ([0, 2], [0, 0], "1 examples have no owner, the first is 1"),
+        ([0, -1], [0, 0], "whole numbers"),
+        ([0.0, 1.0], [0.0, 0.0], "whole numbers"),
+    ],
+)
+def test_bad_graphs_are_refused(examples, users, message):
+    with pytest.raises(ValueError, match=message):
+        MultiOwnerGraph(np.array(examples), np.array(users))
+
+
+def test_bad_bounds_are_refused():
+    graph = MultiOwnerGraph(np.array([0]), np.array([0]))
+    with pytest.raises(ValueError, match="max_degree must be at least 1"):
+        greedy_contribution_bound(graph, 0)
+    with pytest.raises(TypeError, match="base is a str"):
+        MultiOwnerSelection(base="poisson")
+
+
+@pytest.mark.parametrize("count", [0, 1, 5, 8, 13])
+def test_padding_brings_to_a_multiple(count):
+    padded = pad_to_multiple_of(np.arange(count), 8)
+    assert len(padded) % 8 == 0
+    assert len(padded) - count < 8
+    assert padded[:count].tolist() == list(range(count))
+    assert (padded[count:] == PADDING).all()
+    parts = split_and_pad_global_batch(np.arange(count), 4)
+    assert all(len(part) == 4 for part in parts)
+    assert [i for part in parts for i in part.tolist() if i != PADDING] == list(range(count))
+
+
+def test_padding_falls_into_the_last_microbatches():
+    padded = pad_to_multiple_of(np.arange(5), 12, microbatch_size=3)
+    # Row i goes to microbatch i mod 4.
+    microbatches = [padded[j::4].tolist() for j in range(4)]
+    assert microbatches == [[0, 1, 2], [3, 4, -1], [-1, -1, -1], [-1, -1, -1]]
+
+
+def test_users_are_padded_by_rows():
+    assert pad_to_multiple_of([[1, 2], [3, 4], [5, 6]], 2).tolist() == [[1, 2], [3, 4], [5, 6], [-1, -1]]
+
+
+@pytest.mark.parametrize("multiple, microbatch", [(0, None), (8, 0), (8, 3)])
+def test_bad_multiples_are_refused(multiple, microbatch):
+    with pytest.raises(ValueError, match=r"multiple|microbatch_size"):
+        pad_to_multiple_of(np.arange(5), multiple, microbatch_size=microbatch)
