@@ -11,6 +11,7 @@ from dpengine.errors import CalibrationError
 AccountantFactory = Callable[[Any], Any]
 """Makes an accountant for a ``dp_accounting.NeighboringRelation``."""
 _MOST_NOISE = 1e6
+_INTERVAL = 1e-3  # of its grid; an upper bound at any interval
 
 
 def library_relation(relation: Relation) -> Any:
@@ -29,7 +30,7 @@ def library_accountant(name: str) -> AccountantFactory:
     import dp_accounting
 
     table: dict[str, AccountantFactory] = {
-        "pld": dp_accounting.pld.PLDAccountant,
+        "pld": lambda relation: dp_accounting.pld.PLDAccountant(relation, _INTERVAL),
         "rdp": lambda relation: dp_accounting.rdp.RdpAccountant(neighboring_relation=relation),
     }
     return table[name]

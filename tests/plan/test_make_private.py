@@ -1,0 +1,221 @@
+"""``make_private(plan=...)``: the engine trains by the plan, and refuses one that does not fit."""
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from dpengine import PrivacyEngine
+from dpengine.errors import BudgetExceeded, InvalidBudgetError, TicketError
+from dpengine.noise import BandMF
+from dpengine.plan import BandedInverseConfig, BandMFConfig, BLTConfig, DPSGDConfig
+from dpengine.sampling import Ticket
+
+from .test_parts_alone import CONFIGS, DRAWS, STEPS, agrees, covariance, expected_covariance
+
+ROWS = 120
+
+
+class Still(nn.Module):
+    """A parameter for each draw, whose gradient is zero."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(DRAWS))
+
+    def forward(self, x):
+        return 0 * (x * self.weight).sum(dim=1)
+
+
+def loader(rows=ROWS, batch_size=30, width=4):
+    generator = torch.Generator().manual_seed(3)
+    x = torch.randn(rows, width, generator=generator)
+    return DataLoader(TensorDataset(x, torch.randint(0, 3, (rows,), generator=generator)), batch_size=batch_size)
+
+
+def private(plan, model=None, data=None, *, seed=7, delta=1e-5, **settings):
+    torch.manual_seed(0)
+    model = nn.Linear(4, 3) if model is None else model
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    engine = PrivacyEngine(seed=seed)
+    data = loader() if data is None else data
+    return engine, *engine.make_private(model, optimizer, data, plan=plan, target_delta=delta, **settings)
+
+
+PLANS = {
+    "dp-sgd": DPSGDConfig(iterations=8, sampling_prob=0.25, noise_multiplier=1.0),
+    "band-mf": BandMFConfig(iterations=8, strategy=(1.0, 0.5), sampling_prob=0.5, noise_multiplier=1.0),
+    "public": BandMFConfig(
+        iterations=8, strategy=(1.0, 0.5), sampling_prob=0.5, noise_multiplier=1.0, num_examples=ROWS,
+        l2_clip_norm=0.2, rescale_to_unit_norm=False, normalize_by=30.0,
+    ),
+    "blt": BLTConfig(iterations=8, cycle_length=4, decays=(0.9,), scales=(0.3,), noise_multiplier=1.0),
+    "inverse": BandedInverseConfig(
+        iterations=8, cycle_length=4, coefficients=(1.0, -0.5), noise_multiplier=1.0, num_examples=ROWS
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PLANS)
+@pytest.mark.parametrize("made", [False, True], ids=["config", "plan"])
+def test_the_run_is_the_plan(name, made):
+    config = PLANS[name]
+    engine, model, optimizer, batches = private(config.make() if made else config)
+    steps, epochs = 0, 0
+    while steps < config.iterations:
+        assert epochs < 5
+        for x, y in batches:
+            optimizer.zero_grad()
+            F.cross_entropy(model(x), y).backward()
+            optimizer.step()
+            steps += 1
+            assert engine.epsilon == pytest.approx(config.epsilon(1e-5, steps), rel=1e-9)
+        epochs += 1
+    assert list(batches) == []  # the run is over
+    assert engine.ledger.steps == config.iterations
+    said = engine.describe()
+    assert said["noise_multiplier"] == 1.0
+    assert said["relation"] == config.relation.value
+    assert "epsilon" in str(engine.report()).lower() or "ε" in str(engine.report())
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_batches_are_those_of_the_law(name):
+    config = PLANS[name]
+    engine, _, _, batches = private(config)
+    cycle = config.selection.cycle_length
+    strategy = engine.runs[-1].release.plan.sampling
+    assert strategy.cycle_length == cycle
+    assert strategy.sample_rate == config.selection.sampling_prob
+    assert strategy.partition is config.selection.partition_type
+    drawn = [x for epoch in range(8) for x, _ in batches]
+    assert len(drawn) == 8
+    for early, late in itertools.combinations(range(8), 2):
+        if (late - early) % cycle:
+            rows = {tuple(row.tolist()) for row in drawn[early]}
+            assert not rows & {tuple(row.tolist()) for row in drawn[late]}
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_the_optimizer_adds_the_noise_of_the_plan(name):
+    config = CONFIGS[name]
+    data = DataLoader(TensorDataset(torch.zeros(40, 1)), batch_size=40 // config.selection.cycle_length)
+    _, model, optimizer, batches = private(config, Still(), data)
+    rows = []
+    for (x,) in itertools.islice(itertools.chain.from_iterable(itertools.repeat(batches)), STEPS):
+        optimizer.zero_grad()
+        model(x).mean().backward()
+        optimizer.step()
+        rows.append(model.weight.grad.double().numpy().copy())
+    assert agrees(covariance(np.stack(rows)), expected_covariance(config, 1.0), DRAWS).all()
+
+
+@pytest.mark.parametrize("rescale", [False, True])
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_gradients_are_those_of_the_functional_path(rescale, reduction):
+    config = DPSGDConfig(
+        iterations=3, sampling_prob=0.25, noise_multiplier=0.0, l2_clip_norm=0.4, rescale_to_unit_norm=rescale,
+        normalize_by=8.0,
+    )  # fmt: skip
+    engine, model, optimizer, batches = private(config, loss_reduction=reduction)
+
+    def loss(params, x, y):
+        return F.cross_entropy(torch.func.functional_call(model, params, (x,)), y)
+
+    functional = config.make().clipped_grad(loss, batch_argnums=(1, 2))
+    for x, y in batches:
+        params = {name: p.detach().clone() for name, p in model.named_parameters()}
+        optimizer.zero_grad()
+        F.cross_entropy(model(x), y, reduction=reduction).backward()
+        optimizer.step()
+        with torch.no_grad(), engine.runs[-1].release.sums.capture.paused():
+            expected = functional(params, x, y)
+        for name, p in model.named_parameters():
+            torch.testing.assert_close(p.grad, expected[name], rtol=1e-5, atol=1e-7)
+
+
+def test_a_step_past_the_run_is_refused():
+    engine, *_ = private(PLANS["dp-sgd"])
+    release = engine.runs[-1].release
+    with pytest.raises(BudgetExceeded, match="planned for 8 steps"):
+        release.handed_out(Ticket(8, (3,)), 0)
+
+
+def test_two_batches_are_not_one_step_of_the_plan():
+    _, model, optimizer, batches = private(PLANS["dp-sgd"])
+    for _, (x, y) in zip(range(2), batches, strict=False):
+        F.cross_entropy(model(x), y).backward()
+    with pytest.raises(TicketError, match="do not fit the plan"):
+        optimizer.step()
+
+
+MISFITS = [
+    ({"plan": DPSGDConfig(iterations=8, sampling_prob=0.5, noise_multiplier=1.0)}, r"60 rows.*batch_size=30.*0\.25"),
+    (
+        {"plan": DPSGDConfig(iterations=8, sampling_prob=0.25, noise_multiplier=1.0, num_examples=100)},
+        "num_examples=100, and the data set has 120",
+    ),
+    ({"plan": PLANS["dp-sgd"], "steps": 9}, "8 iterations, and 9 steps"),
+    ({"plan": PLANS["dp-sgd"], "epochs": 3}, "8 iterations, and 12 steps"),
+    ({"plan": PLANS["dp-sgd"], "noise_multiplier": 1.0}, "noise_multiplier is given beside plan="),
+    ({"plan": PLANS["dp-sgd"], "target_epsilon": 1.0, "max_grad_norm": 1.0}, "target_epsilon, max_grad_norm are given"),
+    ({"plan": PLANS["dp-sgd"], "noise": BandMF(num_bands=2)}, "noise is given"),
+    ({"plan": PLANS["dp-sgd"], "clipping": "per_layer"}, "clipping is given"),
+    ({"plan": PLANS["dp-sgd"], "sampling": "shuffle"}, "sampling is given"),
+    ({"plan": PLANS["dp-sgd"], "sample_rate": 0.25, "expected_batch_size": 30}, "sample_rate, expected_batch_size are"),
+    ({"plan": PLANS["dp-sgd"], "delta": None}, "keeps the number of rows private"),
+    (
+        {
+            "plan": DPSGDConfig(
+                iterations=8, sampling_prob=0.25, noise_multiplier=1.0, num_examples=ROWS, truncated_batch_size=60
+            )
+        },
+        "no event for such a plan: batches are cut",
+    ),
+    (
+        {"plan": DPSGDConfig(iterations=8, fixed_batch_size=30, noise_multiplier=1.0, num_examples=ROWS)},
+        "no event for such a plan: batches have one size",
+    ),
+]
+
+
+@pytest.mark.parametrize("settings, message", MISFITS, ids=[message[:30] for _, message in MISFITS])
+def test_a_plan_that_does_not_fit_is_refused_with_the_numbers(settings, message):
+    with pytest.raises(InvalidBudgetError, match=message):
+        private(**settings)
+
+
+def test_a_plan_without_noise_multiplier_is_refused():
+    with pytest.raises(ValueError, match="Call calibrate"):
+        private(DPSGDConfig(iterations=8, sampling_prob=0.25))
+    with pytest.raises(TypeError, match="plan is a float"):
+        private(1.0)
+
+
+def test_epochs_that_agree_may_be_said():
+    engine, *_ = private(PLANS["dp-sgd"], epochs=2)
+    assert engine.runs[-1].release.plan.iterations == 8
+
+
+def test_a_public_number_of_rows_gives_passes_and_a_delta():
+    engine, _, _, batches = private(PLANS["public"], delta=None)
+    assert len(batches) == 4
+    assert engine.delta == pytest.approx(ROWS**-1.1)
+    _, _, _, whole = private(PLANS["band-mf"])
+    assert len(whole) == 8  # a pass is the whole run where the number of rows is private
+
+
+def test_calibrated_plans_keep_their_target_in_training():
+    config = BandMFConfig.default(num_bands=4, iterations=12, sampling_prob=1.0).calibrate(epsilon=2.0, delta=1e-5)
+    engine, model, optimizer, batches = private(config)
+    for x, y in batches:
+        optimizer.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+    assert 1.99 < engine.epsilon <= 2.0
+    assert math.isfinite(engine.epsilon)
