@@ -14,11 +14,25 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from dpengine.accounting import Charge, Relation, calibrate, check_delta, suggested_delta
 from dpengine.clipping import AbstractClip, clipping_from
-from dpengine.errors import InvalidBudgetError, LedgerError, ParameterMismatchError, UnknownParameterError, notice
+from dpengine.errors import (
+    InvalidBudgetError,
+    LedgerError,
+    ParameterMismatchError,
+    UnknownParameterError,
+    UnsupportedLayerError,
+    notice,
+)
 from dpengine.noise import BandMF, Recurrence
 from dpengine.optimizer import parameters_of, refuse_optimizer
 from dpengine.run_plan import RunPlan, rate_to_book
-from dpengine.sampling import AbstractBatchStrategy, CyclicPoissonStrategy, Partition, PoissonSampling
+from dpengine.sampling import (
+    AbstractBatchStrategy,
+    CyclicPoissonStrategy,
+    Partition,
+    PoissonSampling,
+    UnitIds,
+    unit_numbers,
+)
 from dpengine.validation import check
 
 attached_models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
@@ -36,6 +50,7 @@ _CHOICES = {
     "unused_parameters": ("error", "zero"),
     "on_budget": ("stop", "raise", "warn"),
     "loss_reduction": ("mean", "sum"),
+    "unit_reduction": ("mean", "sum"),
 }
 
 
@@ -257,3 +272,15 @@ def tell_of_plan(plan: RunPlan) -> None:
         notice("DPE012", "NOT PRIVATE (noise_multiplier=0).", key="noise")
     if not plan.sampling.claims_epsilon:
         notice("DPE012", f"epsilon not claimed (sampling={plan.sampling.law!r}).", key="sampling")
+
+
+def units_for(privacy_unit: Any, loader: Any, mode: str) -> tuple[UnitIds | None, int | None, str]:
+    """The unit of each example, how many there are, and what one is called."""
+    if privacy_unit is None:
+        return None, None, "training example"
+    if mode != "auto":
+        raise UnsupportedLayerError(
+            f"privacy_unit= needs grad_sample_mode='auto', got {mode!r}.", fix="Leave grad_sample_mode out."
+        )
+    units = unit_numbers(privacy_unit, loader.dataset)
+    return units, int(units.max(initial=-1)) + 1, privacy_unit if isinstance(privacy_unit, str) else "user"

@@ -19,7 +19,7 @@ from dpengine.noise import BandMF
 from dpengine.plan import AbstractPlanConfig, DPExecutionPlan
 from dpengine.run import Budget
 from dpengine.run_plan import RunPlan
-from dpengine.sampling import CyclicPoissonStrategy, strategy_for
+from dpengine.sampling import AbstractBatchStrategy, CyclicPoissonStrategy, PoissonSampling, strategy_for
 
 _NEAR = 0.02  # relative: how far the plan's batches may be from the loader's
 
@@ -45,6 +45,7 @@ class Batching:
     sampling: str
     sample_rate: float | None
     expected_batch_size: float | None
+    num_units: int | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,6 +83,8 @@ def _by_numbers(module: nn.Module, loader: DataLoader[Any], wanted: Wanted) -> t
         sample_rate=batching.sample_rate,
         expected_batch_size=batching.expected_batch_size,
     )
+    if batching.num_units is not None:
+        strategy = _over_units(strategy, batching)
     policy = clipping_for(module, wanted.clipping, wanted.max_grad_norm)
     delta = delta_for(spending.target_delta, strategy.num_examples, spending.allow_large_delta)
     planned = planned_steps(spending.epochs, spending.steps, strategy.steps_per_epoch)
@@ -101,10 +104,23 @@ def _by_numbers(module: nn.Module, loader: DataLoader[Any], wanted: Wanted) -> t
     return plan, Budget(spending.target_epsilon, delta, planned, spending.on_budget, spending.accountant)
 
 
+def _over_units(strategy: AbstractBatchStrategy, batching: Batching) -> AbstractBatchStrategy:
+    """The same probability for each unit as for each example."""
+    if not isinstance(strategy, PoissonSampling):
+        raise InvalidBudgetError(
+            f"privacy_unit= does not go with sampling={strategy.law!r}.", fix='Pass sampling="poisson".'
+        )
+    assert batching.num_units is not None
+    expected = batching.expected_batch_size
+    if expected is None:
+        expected = max(strategy.sample_rate * batching.num_units, 1e-9)
+    return dataclasses.replace(strategy, num_examples=batching.num_units, expected_batch_size=expected)
+
+
 def _by_plan(module: nn.Module, loader: DataLoader[Any], wanted: Wanted) -> tuple[RunPlan, Budget]:
     config = _config_of(wanted.plan)
     _refuse_said_twice(wanted)
-    rows = len(loader.dataset)  # type: ignore[arg-type]
+    rows = len(loader.dataset) if wanted.batching.num_units is None else wanted.batching.num_units  # type: ignore[arg-type]
     selection = config.selection
     strategy = selection.over(rows)
     sigma = config.make().config.noise_multiplier
@@ -167,7 +183,8 @@ def _refuse_misfit(
 ) -> None:
     """Refuses a plan that is for other data, other batches or another number of steps."""
     checked = strategy_for(loader, sampling="poisson", sample_rate=None, expected_batch_size=None)
-    rows, usual = strategy.num_examples, checked.expected_batch_size
+    rows = strategy.num_examples
+    usual = checked.sample_rate * rows
     if config.num_examples is not None and config.num_examples != rows:
         raise InvalidBudgetError(
             f"The plan is for num_examples={config.num_examples:,}, and the data set has {rows:,}.",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -18,11 +18,11 @@ from dpengine.admission import (
     refuse_unknown,
     refuse_unknown_choices,
     tell_of_plan,
+    units_for,
     warn_of_other_engine,
 )
 from dpengine.arrange import Batching, Spending, Wanted, arranged
 from dpengine.clipping import AbstractClip, ClippedSums
-from dpengine.compiled import CompiledBackward
 from dpengine.errors import InvalidBudgetError, UnknownParameterError
 from dpengine.gradients import MODES, MethodTable, explain, method_table
 from dpengine.names import suggests_names
@@ -33,6 +33,9 @@ from dpengine.release import Release
 from dpengine.report import PrivacyReport
 from dpengine.report_of_run import metrics_of_run, refuse_unknown_facts, report_of_run
 from dpengine.run import Run
+
+if TYPE_CHECKING:
+    from dpengine.compiled import CompiledBackward
 
 B = TypeVar("B")
 M = TypeVar("M", bound=nn.Module)
@@ -101,6 +104,8 @@ class PrivacyEngine:
         accumulation_steps: int = 1,
         batch_first: bool = True,
         loss_reduction: str = "mean",
+        privacy_unit: Any = None,
+        unit_reduction: str = "mean",
         grad_sample_mode: str = "auto",
         unused_parameters: str = "error",
         on_budget: str = "stop",
@@ -139,6 +144,9 @@ class PrivacyEngine:
             accumulation_steps: Number of chunks that every logical batch comes in.
             batch_first: Whether axis 0 of the model's inputs is the batch; else axis 1.
             loss_reduction: ``"mean"`` or ``"sum"``: what the loss does over the rows of a batch.
+            privacy_unit: Whose each example is: an id for each, or a column of the data set. Then units are drawn, each
+                with all of its examples, clipped as one, and protected; batch size and rate are those of units.
+            unit_reduction: ``"mean"`` or ``"sum"``: what a unit's gradient is of those of its examples.
             grad_sample_mode: ``"auto"``, ``"hooks"``, ``"functorch"``, ``"ew"`` or ``"ghost"``.
             unused_parameters: ``"error"``, or ``"zero"`` to give a parameter that took no part noise only.
             on_budget: ``"stop"`` ends the loader before the target is passed, ``"raise"`` raises, ``"warn"`` warns.
@@ -152,6 +160,7 @@ class PrivacyEngine:
         """
         refuse_unknown("grad_sample_mode", grad_sample_mode, MODES)
         refuse_unknown_choices(unused_parameters=unused_parameters, on_budget=on_budget, loss_reduction=loss_reduction)
+        refuse_unknown_choices(unit_reduction=unit_reduction)
         refuse_other_than_bool(batch_first=batch_first, allow_large_delta=allow_large_delta)
         admit(module, optimizer, grad_scaler, lr_scheduler)
         # A first run after load_state_dict resumes: it has the noise of before, and the steps that are left.
@@ -159,13 +168,15 @@ class PrivacyEngine:
         spending = Spending(
             target_epsilon, target_delta, epochs, steps, on_budget, allow_large_delta, self.accountant, spent
         )
-        batching = Batching(sampling, sample_rate, expected_batch_size)
+        units, num_units, unit = units_for(privacy_unit, data_loader, grad_sample_mode)
+        batching = Batching(sampling, sample_rate, expected_batch_size, num_units)
         wanted = Wanted(noise_multiplier, noise, plan, clipping, max_grad_norm, spending, batching)
         run_plan, budget = arranged(module, data_loader, wanted)
         layout: dict[str, Any] = {"batch_first": batch_first, "loss_reduction": loss_reduction}
         sums = ClippedSums(module, policy=run_plan.clipping, mode=grad_sample_mode, methods=self.methods, **layout)
         release = Release(run_plan, sums, self._source(), self.ledger, unused_parameters)
-        run = Run(module, optimizer, release, budget, grad_scaler, lr_scheduler)
+        release.unit_reduction = unit_reduction
+        run = Run(module, optimizer, release, budget, grad_scaler, lr_scheduler, units, unit)
         loader = run.loader(data_loader, physical_batch_size, accumulation_steps, batch_first, example_input)
         tell_of_plan(run_plan)
         warn_of_other_engine(self, data_loader.dataset)

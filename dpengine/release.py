@@ -7,11 +7,11 @@ and it is charged all the same, since the reason may depend on the data.
 
 from __future__ import annotations
 
-import enum
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor, nn
 
 from dpengine.accounting import Ledger
@@ -25,22 +25,11 @@ from dpengine.errors import (
     UnknownParameterError,
     notice,
 )
-from dpengine.gradients import FlatBuffer, forget_grad_samples
+from dpengine.gradients import FlatBuffer, Units, forget_grad_samples
 from dpengine.noise import NoiseSource, mechanism_for
 from dpengine.run_plan import RunPlan
 from dpengine.sampling import Ticket
-
-
-class Stage(enum.Enum):
-    """Where the present logical batch is."""
-
-    IDLE = "idle"  # nothing handed out, or the last release was cleared by zero_grad
-    OPEN = "open"  # handed out; some chunk has not been through backward
-    CLIPPED = "clipped"  # all chunks are in the sums
-    CHARGED = "charged"  # the ledger has it; the weights do not yet
-    RELEASED = "released"  # the weights changed; waits for zero_grad
-    VOID = "void"  # given up; waits for the next batch
-    CLOSED = "closed"  # the model is private no longer; batches are of no concern
+from dpengine.stage import Stage
 
 
 @dataclass(eq=False)
@@ -57,6 +46,7 @@ class Release:
         loss_scale: What the loss is multiplied by before ``backward``.
         ahead: How many chunks a trainer fetches before it uses the first. Above 0, backward passes take chunks in the
             order of the loader, and the trainer must be one that runs one backward pass for each.
+        unit_reduction: ``"mean"`` or ``"sum"``: what a unit's gradient is of those of its rows, where units are drawn.
         statistics: Of the last backward pass. Not private.
     """
 
@@ -68,6 +58,7 @@ class Release:
     overspend: Callable[[int], float | None] = lambda count: None
     loss_scale: Callable[[], float] = lambda: 1.0
     ahead: int = 0
+    unit_reduction: str = "mean"
     stage: Stage = Stage.IDLE
     statistics: ClipStatistics = field(default_factory=ClipStatistics)
     dropped_rows: int = 0
@@ -135,6 +126,14 @@ class Release:
         """Rows of the chunk that was handed out last."""
         return self.tickets[-1].rows[self.chunk]
 
+    def _units(self) -> Units | None:
+        """Which rows of this chunk belong together."""
+        units = self.tickets[-1].units
+        if not units or not self.rows:
+            return None
+        place_B = torch.from_numpy(units[self.chunk])
+        return Units(place_B, int(place_B[-1]) + 1, mean=self.unit_reduction == "mean")
+
     # From capture
 
     def backward_ended(self) -> None:
@@ -146,7 +145,7 @@ class Release:
             self._take_fetched()
             self._refuse_backward()
             self._follow_parameters()
-            self.statistics = self.sums.clip(rows=self.rows, loss_scale=self.loss_scale())
+            self.statistics = self.sums.clip(rows=self.rows, loss_scale=self.loss_scale(), units=self._units())
         except BaseException:  # whatever it is: the sums may hold a part of the batch
             self.sums.forget_pass()
             self.void()

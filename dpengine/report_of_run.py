@@ -83,6 +83,7 @@ def report_of_run(
         relation=relation,
         accountant=budget.accountant,
         num_examples=plan.sampling.num_examples,
+        unit=run.unit,
         # make_private states add-or-remove only for a run whose constants were all given.
         constants_declared=relation is Relation.ADD_OR_REMOVE_ONE,
         noise=run.release.source.describe(device),

@@ -6,7 +6,7 @@ import contextlib
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -17,12 +17,15 @@ from dpengine import companions
 from dpengine import optimizer as private_optimizer
 from dpengine.accounting import Charge, Event, epsilon
 from dpengine.admission import attached_models
-from dpengine.compiled import CompiledBackward
 from dpengine.errors import BatchDependentLossError, BatchMismatchError, UnsupportedLayerError, notice
 from dpengine.kernels import keep_freed_memory
 from dpengine.noise import NoiseSource
 from dpengine.release import Release
-from dpengine.sampling import WordStream, private_loader
+from dpengine.report import RunFacts
+from dpengine.sampling import UnitIds, UnitStrategy, WordStream, private_loader
+
+if TYPE_CHECKING:
+    from dpengine.compiled import CompiledBackward
 
 
 @dataclass(eq=False)
@@ -102,6 +105,8 @@ class Run:
     budget: Budget
     grad_scaler: Any = None
     lr_scheduler: Any = None
+    units: UnitIds | None = None  # of each example, where a unit of privacy has several
+    unit: str = RunFacts.unit  # what a unit is called
     attached: bool = False
 
     def __post_init__(self) -> None:
@@ -138,9 +143,10 @@ class Run:
         example_input: Any,
     ) -> DataLoader[Any]:
         """The private loader of this run, which tells its release what is handed out."""
+        strategy = self.release.plan.sampling
         return private_loader(
             data_loader,
-            strategy=self.release.plan.sampling,
+            strategy=strategy if self.units is None else UnitStrategy(strategy, self.units),
             words=_mask_words(self.release.source),
             physical_batch_size=physical_batch_size,
             accumulation_steps=accumulation_steps,
@@ -178,6 +184,7 @@ class Run:
         for wrong, name, wanted in (
             (sums.mode != "auto", "grad_sample_mode", "'auto'"),
             (not sums.capture.batch_first, "batch_first", "True"),
+            (self.units is not None, "privacy_unit", "None"),
             (self.grad_scaler is not None, "grad_scaler", "None: use bfloat16, or no autocast"),
         ):
             if wrong:
@@ -188,6 +195,8 @@ class Run:
             raise ValueError(f"multiple_of={multiple_of!r}; expected a whole number of at least 1.")
         if not callable(loss_fn):
             raise TypeError(f"loss_fn is {torch.typename(loss_fn)}; pass a function of a batch that gives its loss.")
+        from dpengine.compiled import CompiledBackward  # brings the compiler, which takes a second
+
         return CompiledBackward(sums, loss_fn, multiple_of=multiple_of, backend=backend)
 
     def detach(self) -> None:

@@ -33,6 +33,7 @@ ORDER = (
     "run_plan",
     "report",
     "progress",
+    "stage",
     "release",
     "optimizer",
     "companions",

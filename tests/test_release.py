@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from dpengine import PrivacyEngine
 from dpengine.errors import PrivacyError, TicketError
-from dpengine.release import Stage
+from dpengine.stage import Stage
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*DPE006", "ignore:.*DPE012", "ignore:.*DPE015")
 

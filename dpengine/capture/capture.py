@@ -89,6 +89,7 @@ class Capture:
     swapped: list[tuple[nn.Module, str, nn.Parameter]] = field(default_factory=list)  # by forward passes that still run
     anchor: Tensor = field(default_factory=lambda: torch.zeros((), requires_grad=True))  # note [anchor] in tap.py
     _handles: list[Any] = field(default_factory=list)
+    _layer_hooks: list[LayerHook] = field(default_factory=list)
     _twins: list[nn.Module] = field(default_factory=list)  # layers that run as their private twins while attached
     _unwatched: dict[str, nn.Parameter] = field(default_factory=dict)  # frozen, as far as is known
     _ending: int | None = None  # graph task whose end will be reported
@@ -107,6 +108,7 @@ class Capture:
         self._twins = [layer for layer in self.model.modules() if to_twin(layer) is not None]
         for watch in self.watches:
             hook = LayerHook(self, watch)
+            self._layer_hooks.append(hook)
             self._handles.append(watch.module.register_forward_pre_hook(hook.before, with_kwargs=True))
             after = watch.module.register_forward_hook(hook.after, with_kwargs=True, always_call=True, prepend=True)
             self._handles.append(after)
@@ -129,6 +131,7 @@ class Capture:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+        self._layer_hooks.clear()
         self.restore()
         for layer in self._twins:
             from_twin(layer)
@@ -151,13 +154,23 @@ class Capture:
     @contextlib.contextmanager
     def lent(self, receiver: Receiver, rows: int) -> Iterator[None]:
         """Lets the layers of forward passes inside report to another receiver. The model as a whole is not watched."""
-        before = self.receiver, self.rows, self._ending
+        before, mark = (self.receiver, self.rows, self._ending), len(self.swapped)
         self.receiver, self.rows, self.is_lent = receiver, rows, True
         try:
             yield
         finally:
             (self.receiver, self.rows, self._ending), self.is_lent = before, False
             self.uses.clear()
+            self.unswap(mark)  # an interrupt may have ended a forward pass before its hooks could
+            for hook in self._layer_hooks:
+                hook.open.clear()
+
+    def begin(self, rows: int | None) -> None:
+        """A forward pass of the whole model begins that will be clipped."""
+        self.watch_leaks()
+        self.rows = rows
+        self.receiver.forward_started(rows)
+        self.leaks.clear()  # of backward passes before this, which were none of ours: in eval mode, say
 
     def restore(self) -> None:
         """Puts back parameters that an interrupted forward pass left swapped."""

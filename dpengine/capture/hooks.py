@@ -176,10 +176,7 @@ class RootHook:
         self.buffers.note()
         if not capture.recording or again:
             return
-        capture.watch_leaks()
-        capture.rows = capture.rows_of(tensors_in((args, kwargs)))
-        capture.receiver.forward_started(capture.rows)
-        capture.leaks.clear()  # of backward passes before this, which were none of ours: in eval mode, say
+        capture.begin(capture.rows_of(tensors_in((args, kwargs))))
         if capture.replay is not None:
             capture.replay.begin(module, args, kwargs)
 

@@ -16,6 +16,7 @@ from dpengine.gradients import (
     AbstractGradients,
     FlatBuffer,
     MethodTable,
+    Units,
     common_rows,
     watch_model,
 )
@@ -142,12 +143,13 @@ class ClippedSums:
     # What the owner asks
 
     @torch.no_grad()
-    def clip(self, *, rows: int | None = None, loss_scale: float = 1.0) -> ClipStatistics:
+    def clip(self, *, rows: int | None = None, loss_scale: float = 1.0, units: Units | None = None) -> ClipStatistics:
         """Clips what the last backward pass left, and adds it to the sums.
 
         Args:
             rows: The rows that were handed out; None takes the batch size that the layers showed.
             loss_scale: What the loss was multiplied by before ``backward``.
+            units: Which rows are clipped together, as one; None for each by itself.
 
         A layer that saw another number of rows (BatchMismatchError), and a ``.grad`` that autograd filled on its own
         (MissingGradientError), are refused, and the pass is dropped.
@@ -159,7 +161,11 @@ class ClippedSums:
             self._refuse_leaks()
             self._refuse_other_rows(rows)
             seen = common_rows(self.strategy.rows)
-            return self._add(seen, (seen if self.loss_reduction == "mean" else 1.0) / loss_scale)
+            scale = (seen if self.loss_reduction == "mean" else 1.0) / loss_scale
+            if units is not None:
+                self._probed.combine(units)
+                seen = units.count
+            return self._add(seen, scale)
         finally:
             self.forget_pass()
 

@@ -6,26 +6,27 @@ Axes: B rows of the batch, P rows it is padded to, K groups of parameters that a
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+import threading
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from dpengine.capture import LayerCall, Use
 from dpengine.clipping import ClippedSums
 from dpengine.errors import BatchMismatchError, UnsupportedLayerError
-from dpengine.gradients import AbstractGradients, Sums
 
+from .compare import random_numbers_kept, refuse_difference, refuse_mixed_order
+from .done import Done
 from .graphs import Graphs, traced_graphs
+from .keys import autocast_key, kind_of, model_key, plain_arguments
 from .one_pass import OnePass
 
 Loss = Callable[..., Tensor]
-_FULL, _HALF = 1e-2, 1e-1  # relative: what a compiled pass may differ by, far above rounding and below any mistake
+_MOST_GRAPHS = 64
+_one_at_a_time = threading.RLock()  # while one thread traces, no other may run what was compiled
 
 
 class CompiledBackward:
@@ -34,12 +35,13 @@ class CompiledBackward:
     Batches that the isolation probe is due for, the first among them, and those with a row whose gradient is not finite
     go through the hooks, as without compilation. Others are padded, with rows of their own that count nothing, since a
     graph is compiled for every size; the loss that is returned counts these rows, too. Every graph is compared with the
-    hooks on the first batch that it sees.
+    hooks on the first batches that it sees.
 
     Args:
         sums: Where clipped gradients add up; attached to the model.
-        loss_fn: The loss of a batch. It calls the model. What it reads besides its arguments, the model and torch's
-            random numbers is fixed when it is traced.
+        loss_fn: The loss of a batch, a sum or mean over rows that keeps their order. It calls the model. What it reads
+            besides its arguments, the model's parameters, buffers and settings, and torch's random numbers is fixed
+            when it is traced.
         multiple_of: Batches are padded to a multiple of this.
         backend: Of ``torch.compile``, by name or as a function.
     """
@@ -58,7 +60,7 @@ class CompiledBackward:
         """Forward, loss and clipped backward pass over one batch.
 
         Args:
-            args: Arguments of ``loss_fn``. Their tensors have the batch on axis 0.
+            args: Arguments of ``loss_fn``: tensors with the batch on axis 0, and plain values.
             kwargs: The same.
 
         Tensors that differ in the size of axis 0 are a BatchMismatchError; a pass that cannot be traced, or whose
@@ -67,22 +69,28 @@ class CompiledBackward:
         Returns:
             The loss, detached.
         """
+        with _one_at_a_time:
+            return self._pass(args, kwargs)
+
+    def _pass(self, args: Any, kwargs: Any) -> Tensor:
         leaves, spec = pytree.tree_flatten((args, kwargs))
-        rows = _rows(leaves)
-        sums = self._sums
+        rows, sums = _rows(leaves), self._sums
         if rows == 0 or not sums.capture.watching or sums.probe_due:
             return self._by_hooks(args, kwargs)
-        sums.forward_started(rows)
+        sums.capture.restore()  # an interrupt may have ended the last pass before its hooks could
+        sums.capture.begin(rows)
         padded = math.ceil(rows / self._multiple_of) * self._multiple_of
         batch = [_padded(leaf, padded) for leaf in leaves if isinstance(leaf, Tensor)]
         with torch.no_grad():
             graphs, state = self._graphs_for(batch, leaves, spec)
-            loss, sq_norms_PK, held = graphs.norms([*state, *batch])
-            if not bool(sq_norms_PK.isfinite().all()):
+            if not graphs.verified:
                 return self._by_hooks(args, kwargs)
-        stretch = padded / rows if sums.loss_reduction == "mean" else 1.0
+            loss, sq_norms_PK, held = graphs.norms([*state, *batch])
+            mean = sums.loss_reduction == "mean"
+            if not bool((sq_norms_PK * float(padded if mean else 1) ** 2).isfinite().all()):
+                return self._by_hooks(args, kwargs)
         named = {name: parameter for name, parameter in sums.trainable().items() if parameter in graphs.parameters}
-        sums.take(_Done(graphs, held, sq_norms_PK, rows, stretch, named))
+        sums.take(Done(graphs, held, sq_norms_PK, rows, padded / rows if mean else 1.0, named))
         return loss
 
     def _by_hooks(self, args: Any, kwargs: Any) -> Tensor:
@@ -93,78 +101,59 @@ class CompiledBackward:
 
     def _graphs_for(self, batch: Sequence[Tensor], leaves: Sequence[Any], spec: Any) -> tuple[Graphs, list[Tensor]]:
         """The graphs for such a batch, and the model's state in the order in which they take it."""
-        model = self._sums.model
-        others = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        others = plain_arguments(leaves)
         groups, num_groups = self._sums.groups()
-        one = OnePass(self._sums.capture, partial(self._loss_of, others, spec), groups, num_groups)
-        state = one.state()
-        key = (
-            tuple(_kind(tensor) for tensor in batch),
-            tuple((_kind(tensor), tensor.requires_grad) for tensor in state),
-            tuple(module.training for module in model.modules()),
-            (repr(others), repr(spec), torch.is_autocast_enabled(batch[0].device.type), num_groups),
-        )
+        values = [None if other is None else other[1] for other in others]
+        tensors = [isinstance(leaf, Tensor) for leaf in leaves]
+        one = OnePass(self._sums.capture, partial(self._loss_of, tensors, values, spec), groups, num_groups)
+        state, device = one.state(), batch[0].device
+        call = (others, repr(spec), tuple(map(kind_of, batch)), autocast_key(device))
+        key = (call, model_key(self._sums.model, state), tuple(groups.values()))
         state = [tensor.detach() for tensor in state]
+        graphs = self._graphs.get(key)
+        if graphs is None or not graphs.verified:
+            graphs = self._checked(key, one, state, batch, num_groups)
+        return graphs, state
+
+    def _checked(
+        self, key: object, one: OnePass, state: list[Tensor], batch: Sequence[Tensor], num_groups: int
+    ) -> Graphs:
+        """The graphs for a key, compared with the hooks as far as this batch allows."""
+        weights_PK = torch.rand(len(batch[0]), num_groups, dtype=torch.float64, device=batch[0].device)
         if key not in self._graphs:
-            weights_PK = torch.rand(len(batch[0]), num_groups, dtype=torch.float64, device=batch[0].device)
-            graphs = traced_graphs(one, state, batch, weights_PK, self._compile)
-            _compare(one, graphs, state, batch, weights_PK)
-            self._graphs[key] = graphs
-        return self._graphs[key], state
+            if len(self._graphs) >= _MOST_GRAPHS:
+                raise UnsupportedLayerError(
+                    f"More than {_MOST_GRAPHS} graphs were compiled: a setting of the model, a plain argument or a "
+                    "shape changes all the time.",
+                    fix="Pass what changes as a tensor, raise multiple_of, or call loss.backward().",
+                )
+            self._graphs[key] = traced_graphs(one, state, batch, weights_PK, self._compile)
+        graphs = self._graphs[key]
+        with random_numbers_kept(batch[0].device):
+            _, *expected = one.run(state, batch, weights_PK)
+        with random_numbers_kept(batch[0].device):
+            _, found_PK, held = graphs.norms([*state, *batch])
+            found = [found_PK, *graphs.sums(held, weights_PK)]
+        half = any(tensor.dtype in {torch.float16, torch.bfloat16} for tensor in [*state, *batch])
+        if refuse_difference(expected, found, half=half or torch.is_autocast_enabled(batch[0].device.type)):
+            refuse_mixed_order(one, state, batch, weights_PK)
+            graphs.verified = True
+        return graphs
 
-    def _loss_of(self, others: Sequence[Any], spec: Any, batch: Sequence[Tensor]) -> Tensor:
-        tensors = iter(batch)
-        args, kwargs = pytree.tree_unflatten([next(tensors) if leaf is None else leaf for leaf in others], spec)
+    def _loss_of(self, tensors: Sequence[bool], values: Sequence[Any], spec: Any, batch: Sequence[Tensor]) -> Tensor:
+        given = iter(batch)
+        leaves = [next(given) if is_tensor else value for is_tensor, value in zip(tensors, values, strict=True)]
+        args, kwargs = pytree.tree_unflatten(leaves, spec)
         return self._loss_fn(*args, **kwargs)
-
-
-@dataclass(eq=False)
-class _Done(AbstractGradients):
-    """A pass of which norms are known, and from which sums can be had."""
-
-    graphs: Graphs
-    held: list[Tensor]
-    sq_norms_PK: Tensor
-    num_rows: int
-    stretch: float
-    named: Mapping[str, nn.Parameter]
-
-    def receive(self, call: LayerCall, uses: Mapping[str, Use], rule: Any) -> None:
-        raise UnsupportedLayerError(f"Layer '{call.name}' reported a pass that is over.")
-
-    def receive_rows(self, use: Use, grad: Tensor) -> None:
-        raise UnsupportedLayerError(f"'{use.name}' reported a pass that is over.")
-
-    @property
-    def rows(self) -> Mapping[str, int]:
-        return {"the model": self.num_rows} if self.held else {}
-
-    @property
-    def parameters(self) -> Mapping[nn.Parameter, str]:
-        return {parameter: name for name, parameter in self.named.items()}
-
-    def sq_norms(self, groups: Mapping[nn.Parameter, int], num_groups: int, scale: float) -> Tensor:
-        return self.sq_norms_PK[: self.num_rows] * (scale * self.stretch) ** 2
-
-    def drop(self, rows_B: Tensor) -> None:
-        raise UnsupportedLayerError("A row that is not finite reached a compiled pass.")
-
-    def add_sums(self, groups: Mapping[nn.Parameter, int], weights_BK: Tensor, scale: float, into: Sums) -> None:
-        weights_PK = weights_BK.new_zeros(self.sq_norms_PK.shape)
-        weights_PK[: self.num_rows] = weights_BK
-        for parameter, total in zip(self.named.values(), self.graphs.sums(self.held, weights_PK), strict=True):
-            into.add(parameter, total, scale * self.stretch)
-
-    def clear(self) -> None:
-        self.held = []
 
 
 def _rows(leaves: Sequence[Any]) -> int:
     """The size of axis 0 that all tensors have."""
-    sizes = [tuple(leaf.shape[:1]) for leaf in leaves if isinstance(leaf, Tensor)]
-    if not sizes or () in sizes or len(set(sizes)) > 1:
+    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    sizes = [tuple(tensor.shape[:1]) for tensor in tensors]
+    if not sizes or () in sizes or len(set(sizes)) > 1 or any(t.layout is not torch.strided for t in tensors):
         raise BatchMismatchError(
-            f"The tensors of a compiled pass must all have the batch on axis 0; found sizes {sizes}.",
+            f"The tensors of a compiled pass must all be dense, with the batch on axis 0; found sizes {sizes}.",
             fix="Let loss_fn read tensors that are no part of the batch from outside.",
         )
     return sizes[0][0]
@@ -175,38 +164,3 @@ def _padded(tensor: Tensor, rows: int) -> Tensor:
     if len(tensor) == rows:
         return tensor.detach()
     return tensor.detach()[torch.arange(rows, device=tensor.device) % len(tensor)]
-
-
-def _kind(tensor: Tensor) -> object:
-    return tensor.shape, tensor.dtype, tensor.device, tensor.stride()
-
-
-def _compare(one: OnePass, graphs: Graphs, state: list[Tensor], batch: Sequence[Tensor], weights_PK: Tensor) -> None:
-    """Refuses graphs that do not compute what the hooks do. Some faults of compilers show in gradients of rows only."""
-    with _random_numbers_kept(batch[0].device):
-        _, expected_PK, *expected = one.run(state, batch, weights_PK)
-    with _random_numbers_kept(batch[0].device):
-        _, found_PK, held = graphs.norms([*state, *batch])
-        found = graphs.sums(held, weights_PK)
-    half = any(tensor.dtype in {torch.float16, torch.bfloat16} for tensor in [*state, *batch])
-    tolerance = _HALF if half or torch.is_autocast_enabled(batch[0].device.type) else _FULL
-    expected_PK, found_PK = expected_PK.sqrt(), found_PK.sqrt()
-    finite = expected_PK.isfinite()
-    largest = float(expected_PK.where(finite, 0).max())
-    agree = (expected_PK - found_PK).abs() <= tolerance * expected_PK + 1e-6 * largest
-    good = bool((agree | ~finite).all()) and bool((finite | ~found_PK.isfinite()).all())
-    if good and bool(finite.all()):
-        off = sum(float((a - b).double().square().sum()) for a, b in zip(expected, found, strict=True))
-        good = math.sqrt(off) <= tolerance * largest
-    if not good:
-        raise UnsupportedLayerError(
-            "What was compiled does not give the per-sample gradients that the hooks give: the model or the loss draws "
-            "random numbers outside torch or keeps state between calls, or it is compiled wrongly.",
-            fix="Call loss.backward() instead of the compiled pass.",
-        )
-
-
-@contextmanager
-def _random_numbers_kept(device: torch.device) -> Iterator[None]:
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-        yield

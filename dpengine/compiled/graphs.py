@@ -7,7 +7,8 @@ second.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence, Set
+import contextlib
+from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,8 +17,10 @@ from torch import Tensor, fx, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from dpengine.errors import PrivacyError, UnsupportedLayerError
+from dpengine.grad_samplers import full_precision
 from dpengine.kernels import traced
 
+from .compare import refuse_orders
 from .one_pass import OnePass
 
 Compile = Callable[[fx.GraphModule], Callable[..., Any]]
@@ -25,7 +28,7 @@ _NO_GRAPH = "Forward, loss and backward cannot be traced as one graph: "
 _FIX = "Call loss.backward() instead of the compiled pass."
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Graphs:
     """A pass in two functions.
 
@@ -34,21 +37,34 @@ class Graphs:
         second: From those of the model and batch that it needs, what ``first`` left, and the weights, to the sums.
         again: Which tensors of model and batch ``second`` needs, by place.
         parameters: Whose sums it gives.
+        device: Where.
+        verified: Whether they were found to compute what the hooks do.
     """
 
     first: Callable[..., Any]
     second: Callable[..., Any]
     again: Sequence[int]
     parameters: Set[nn.Parameter]
+    device: torch.device
+    verified: bool = False
 
     def norms(self, given: Sequence[Tensor]) -> tuple[Tensor, Tensor, list[Tensor]]:
         """The loss, squared norms ``(B, K)``, and what ``sums`` needs."""
-        loss, sq_norms_BK, *held = self.first(*given)
+        with _as_traced(self.device):
+            loss, sq_norms_BK, *held = self.first(*given)
         return loss, sq_norms_BK, [*(given[i] for i in self.again), *held]
 
     def sums(self, held: Sequence[Tensor], weights_BK: Tensor) -> list[Tensor]:
         """The weighted sum of gradients for each parameter."""
-        return list(self.second(*held, weights_BK))
+        with _as_traced(self.device):
+            return list(self.second(*held, weights_BK))
+
+
+@contextlib.contextmanager
+def _as_traced(device: torch.device) -> Iterator[None]:
+    """Casts of autocast are in the graph already, and would be made twice; TF32 would round sums and not norms."""
+    with torch.autocast(device.type, enabled=False), full_precision():
+        yield
 
 
 def traced_graphs(
@@ -80,7 +96,8 @@ def traced_graphs(
         with torch.compiler.set_stance("force_eager"), torch.no_grad():
             whole = trace(flat)
             # In-place operations would be in the wrong order once the graph is cut.
-            whole = trace(torch.func.functionalize(whole))
+            with _as_traced(batch[0].device):
+                whole = trace(torch.func.functionalize(whole))
     except Exception as error:  # there is no list of what cannot be traced
         if isinstance(error, PrivacyError):
             raise
@@ -89,8 +106,21 @@ def traced_graphs(
         ) from error
     if any(traced(constant) for constant in _constants(whole)):
         raise UnsupportedLayerError(_NO_GRAPH + "a layer works in memory of its own, as recurrent ones do.", fix=_FIX)
+    constants = [constant for constant in _constants(whole) if constant is not one.capture.anchor]
+    if any(constant.requires_grad and constant.is_leaf for constant in constants):
+        raise UnsupportedLayerError(
+            "The loss reads a tensor that trains and is no parameter of the model; a compiled pass leaves it out.",
+            fix="Make it a parameter of the model, or call loss.backward() instead of the compiled pass.",
+        )
+    if any(constant.dim() > 0 and len(constant) == len(batch[0]) for constant in constants):
+        raise UnsupportedLayerError(
+            "The loss reads a tensor with as many rows as the batch that is none of its arguments; a graph would keep "
+            "this batch's for ever.",
+            fix="Pass it as an argument.",
+        )
+    refuse_orders(whole, len(batch[0]), count, len(batch))
     first, second, again = _cut(whole)
-    return Graphs(compile(first), compile(second), again, frozenset(one.took_part))
+    return Graphs(compile(first), compile(second), again, frozenset(one.took_part), batch[0].device)
 
 
 def _constants(whole: fx.GraphModule) -> list[Tensor]:

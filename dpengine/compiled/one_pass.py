@@ -58,10 +58,11 @@ class OnePass:
         groups = {cast(nn.Parameter, stand_ins[parameter]): group for parameter, group in self.groups.items()}
         versions = {value: value._version for value in stand_ins.values()}
         taken = _Taken(self.capture)
+        trained = [stand_in for stand_in in stand_ins.values() if stand_in.requires_grad]
         with torch.enable_grad(), _standing_in(self.capture.model, stand_ins), self.capture.lent(taken, rows):
             loss = self.loss([tensor.detach() for tensor in batch])
             self._refuse_written(versions)
-            loss.backward()
+            loss.backward(inputs=[self.capture.anchor, *trained])  # and into nothing of the user's
         self._refuse_leaks(stand_ins)
         with torch.no_grad():
             sq_norms_BK = taken.strategy.sq_norms(groups, self.num_groups, 1.0)
@@ -139,12 +140,15 @@ def _places(model: nn.Module) -> list[tuple[dict[str, Any], str]]:
 
 @contextlib.contextmanager
 def _standing_in(model: nn.Module, stand_ins: Mapping[Tensor, Tensor]) -> Iterator[None]:
-    """Gives the model other parameters and buffers."""
-    places = [(table, name, table[name]) for table, name in _places(model)]
+    """Gives the model other parameters and buffers; afterwards its modules are what they were, all attributes too."""
+    attributes = [(vars(module), dict(vars(module))) for module in model.modules()]
+    tables = [(table, dict(table)) for module in model.modules() for table in (module._parameters, module._buffers)]
     try:
-        for table, name, own in places:
-            table[name] = stand_ins[own]
+        for table, name in _places(model):
+            table[name] = stand_ins[table[name]]
         yield
     finally:
-        for table, name, own in places:
-            table[name] = own
+        for now, then in [*attributes, *tables]:
+            for name in now.keys() - then.keys():
+                del now[name]
+            now.update(then)

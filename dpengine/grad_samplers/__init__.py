@@ -3,6 +3,7 @@
 from .functional import functional_sampler
 from .gram import GramNorm, gram_norms, norms
 from .machine import operations_per_byte, operations_per_second
+from .precision import full_precision
 from .sampler import Cost, GradSampler, JointSampler
 from .table import BUILTIN, REGISTERED, register_grad_sampler, sampler_for
 from .tied import tied_cost, tied_norm
@@ -14,6 +15,7 @@ __all__ = [
     "GradSampler",
     "GramNorm",
     "JointSampler",
+    "full_precision",
     "functional_sampler",
     "gram_norms",
     "norms",

@@ -8,6 +8,7 @@ from .materialize import forget_grad_samples, show_grad_sample
 from .modes import MODES, watch_model
 from .probed import Probed
 from .strategy import KEEP_THE_BATCH_FIRST, AbstractGradients, common_rows
+from .units import Units
 
 __all__ = [
     "KEEP_THE_BATCH_FIRST",
@@ -18,6 +19,7 @@ __all__ = [
     "MethodTable",
     "Probed",
     "Sums",
+    "Units",
     "common_rows",
     "explain",
     "forget_grad_samples",

@@ -18,6 +18,7 @@ from .method import Method
 from .rows import widened
 from .scratch import Scratch
 from .strategy import AbstractGradients, common_rows, joint_gradients, note_rows
+from .units import Units
 
 _PLANS = 500  # remembered; sequences and batches of many lengths have as many
 
@@ -53,6 +54,14 @@ class Bookkeep(AbstractGradients):
     def receive_rows(self, use: Use, grad: Tensor) -> None:
         note_rows(self._rows, use.name, grad.shape[0])
         self._entry(use).keep(grad.to(wide(grad.dtype)))
+
+    def combine(self, units: Units) -> None:
+        """From here on a row is a unit of privacy."""
+        rows = common_rows(self._rows)
+        for entry in self._entries.values():
+            entry.join()
+            entry.combine(units, rows)
+        self._rows = dict.fromkeys(self._rows, units.count)
 
     def _entry(self, use: Use) -> Entry:
         return self._entries.setdefault(use.parameter, Entry(use))

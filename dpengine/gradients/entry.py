@@ -14,8 +14,9 @@ from dpengine.kernels import products as native
 
 from .flat_buffer import Sums, wide
 from .method import Method, Way
-from .rows import some_rows, without_rows, zeroed
+from .rows import in_rows, some_rows, without_rows, zeroed
 from .scratch import Scratch
+from .units import Units
 
 CHUNK_BYTES = 4 * 2**20  # bytes of per-sample gradients formed at a time where they are not kept; the cache has room
 _LEFT = 2.0**-11  # of the threshold is one rounding, at most, of the sum of a row whose parts cancel
@@ -46,6 +47,19 @@ class Entry:
         for same in by_sampler.values():
             concat = same[0][1].concat
             self.calls += [(concat([call for call, _ in same]), same[0][1])] if concat and len(same) > 1 else same
+
+    def combine(self, units: Units, rows: int) -> None:
+        """The gradients of rows become those of units, which are kept."""
+        parameter = self.use.parameter
+        out = torch.zeros(units.count, *parameter.shape, dtype=wide(parameter.dtype), device=parameter.device)
+        if self.kept is not None:
+            units.add_rows(out, self.kept, 0, rows)
+        whole = not all(in_rows(call, rows) for call, _ in self.calls)
+        step = rows if whole else max(1, CHUNK_BYTES // (4 * parameter.numel()))
+        for start in range(0, rows if self.calls else 0, max(1, step)):
+            stop = min(start + step, rows)
+            units.add_rows(out, self._form("", start, stop, rows), start, stop)
+        self.kept, self.calls = out, []
 
     def sq_norm(self, way: Way, rows: int, scratch: Scratch) -> Tensor:
         """Squared norms ``(B,)``, by one way. What is kept is kept from here on, in scratch memory where that goes."""

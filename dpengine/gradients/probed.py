@@ -9,11 +9,14 @@ import torch
 from torch import Tensor, nn
 
 from dpengine.capture import Capture, LayerCall, Replay, Use
+from dpengine.errors import UnsupportedLayerError
 
+from .bookkeep import Bookkeep
 from .choose_method import Choice
 from .flat_buffer import Sums
 from .probe import Company
 from .strategy import AbstractGradients
+from .units import Units
 
 EVERY = 500  # backward passes from one probe to the next; the first ones are at 1, 4, 16, 64 and 256
 
@@ -39,6 +42,7 @@ class Probed(AbstractGradients):
         self._next = 1  # the pass that is probed next
         self._sq_norms_B = torch.zeros(0)
         self._own = Replay() if capture.replay is None else None
+        self._combined = False  # whether rows are units now
         self._arm()
 
     def receive(self, call: LayerCall, uses: Mapping[str, Use], rule: Any) -> None:
@@ -59,9 +63,22 @@ class Probed(AbstractGradients):
     def choices(self) -> Sequence[Choice]:
         return self._inner.choices
 
+    def combine(self, units: Units) -> None:
+        """From here on a row is a unit of privacy. The probe looks at rows, before that."""
+        if not isinstance(self._inner, Bookkeep):
+            raise UnsupportedLayerError(
+                "Gradients of a unit of privacy are formed by grad_sample_mode='auto' alone.", fix="Pass that."
+            )
+        if self.due:
+            everything = dict.fromkeys(self._inner.parameters, 0)
+            self._sq_norms_B = self._inner.sq_norms(everything, 1, 1.0).sum(dim=1)
+        self._combined = True
+        self._inner.combine(units)
+
     def sq_norms(self, groups: Mapping[nn.Parameter, int], num_groups: int, scale: float) -> Tensor:
         norms_BK = self._inner.sq_norms(groups, num_groups, scale)
-        self._sq_norms_B = norms_BK.sum(dim=1) / scale**2
+        if not self._combined:
+            self._sq_norms_B = norms_BK.sum(dim=1) / scale**2
         return norms_BK
 
     def _arm(self) -> None:
@@ -97,4 +114,5 @@ class Probed(AbstractGradients):
         self._arm()
 
     def clear(self) -> None:
+        self._combined = False
         self._inner.clear()

@@ -7,11 +7,10 @@ import dataclasses
 import json
 import math
 from collections.abc import Callable
-from typing import Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from dpengine.accounting import Event, Relation, accountant_used
 from dpengine.batch_selection import AbstractBatchSelection
-from dpengine.functional import BoundedSensitivityCallable, clipped_grad
 from dpengine.names import suggests_names
 from dpengine.noise import NoiseTransform, Recurrence
 
@@ -19,6 +18,9 @@ from . import checks
 from .execution_plan import DPExecutionPlan
 from .flags import PerformanceFlags
 from .library_accounting import AccountantFactory, calibrated_by_library
+
+if TYPE_CHECKING:
+    from dpengine.functional import BoundedSensitivityCallable
 
 _VERSION = 1  # of the JSON form
 
@@ -249,6 +251,7 @@ class AbstractPlanConfig(abc.ABC):
 
 def _with_bound(bound: dict[str, Any]) -> Callable[..., BoundedSensitivityCallable]:
     """``clipped_grad`` with options that the plan has fixed."""
+    from dpengine.functional import clipped_grad  # brings the compiler, which takes a second
 
     def plan_clipped_grad(*args: Any, **options: Any) -> BoundedSensitivityCallable:
         again = sorted(options.keys() & bound.keys())

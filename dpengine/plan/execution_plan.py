@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 from dpengine.accounting import Relation
 from dpengine.batch_selection import AbstractBatchSelection
-from dpengine.functional import BoundedSensitivityCallable
 from dpengine.noise import NoiseTransform
 
 if TYPE_CHECKING:
+    from dpengine.functional import BoundedSensitivityCallable
+
     from .config import AbstractPlanConfig
 
 

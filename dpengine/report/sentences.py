@@ -6,7 +6,13 @@ import math
 from importlib import metadata
 from typing import Any
 
-from dpengine.accounting import CyclicGaussianEvent, GaussianEvent, PoissonGaussianEvent, Relation
+from dpengine.accounting import (
+    CyclicGaussianEvent,
+    GaussianEvent,
+    MatrixGaussianEvent,
+    PoissonGaussianEvent,
+    Relation,
+)
 
 from .assumptions import stamps
 from .facts import RunFacts
@@ -144,6 +150,7 @@ def covers(facts: RunFacts) -> list[str]:
         GaussianEvent: "every row",
         PoissonGaussianEvent: "a Poisson batch",
         CyclicGaussianEvent: "a Poisson batch of one group of rows",
+        MatrixGaussianEvent: "one group of rows, the groups taking turns",
     }
     seen = {laws[type(charge.event)] for charge in facts.history if type(charge.event) in laws}
     of = f" ({' or '.join(sorted(seen))} each)" if seen else ""

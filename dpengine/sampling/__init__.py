@@ -11,6 +11,7 @@ from .shuffle import ShuffleSampling
 from .strategy import AbstractBatchStrategy, IndexBatch, WordStream, whole_number
 from .subset import TruncatedStrategy, numbers_below, uniform_subset
 from .ticket import Ticket
+from .units import UnitIds, UnitStrategy, unit_numbers
 
 __all__ = [
     "AbstractBatchStrategy",
@@ -23,6 +24,8 @@ __all__ = [
     "ShuffleSampling",
     "Ticket",
     "TruncatedStrategy",
+    "UnitIds",
+    "UnitStrategy",
     "WordStream",
     "check_loader",
     "empty_template",
@@ -30,5 +33,6 @@ __all__ = [
     "private_loader",
     "strategy_for",
     "uniform_subset",
+    "unit_numbers",
     "whole_number",
 ]

@@ -10,8 +10,9 @@ from typing import Any, NamedTuple, NoReturn
 import numpy as np
 from torch.utils.data import Sampler
 
-from .strategy import AbstractBatchStrategy, WordStream
+from .strategy import AbstractBatchStrategy, IndexBatch, WordStream
 from .ticket import Ticket
+from .units import UnitStrategy
 
 
 class DrawnBatch(NamedTuple):
@@ -55,11 +56,14 @@ class LogicalBatches:
     def draw(self, step: int) -> DrawnBatch:
         """Returns the logical batch of a step. Drawing has no effect: the same step gives the same batch again."""
         indices = self.strategy.draw(step, self._words)
-        parts = self._accumulation_steps
-        if self._physical_batch_size is not None:
-            parts = max(1, -(-len(indices) // self._physical_batch_size))
-        chunks = [part.tolist() for part in np.array_split(indices, parts)]
-        return DrawnBatch(Ticket(step, tuple(map(len, chunks))), chunks)
+        parts, size = self._accumulation_steps, self._physical_batch_size
+        units: tuple[IndexBatch, ...] = ()
+        if isinstance(self.strategy, UnitStrategy):
+            cut = self.strategy.chunks(indices, size=size, parts=parts)
+            units = tuple(map(self.strategy.places, cut))
+        else:
+            cut = np.array_split(indices, parts if size is None else max(1, -(-len(indices) // size)))
+        return DrawnBatch(Ticket(step, tuple(map(len, cut)), units), [part.tolist() for part in cut])
 
     def hand_out(self, ticket: Ticket, chunk: int) -> None:
         """Notes that a chunk is about to reach the user."""

@@ -5,6 +5,9 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, NoReturn
 
+import numpy as np
+import numpy.typing as npt
+
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Ticket:
@@ -15,10 +18,12 @@ class Ticket:
     Args:
         step: The logical batch, counted from the start of the run.
         rows: The rows in each physical chunk, in the order in which the chunks are handed out.
+        units: For each chunk the unit of privacy of each row, from 0; empty where every row is one.
     """
 
     step: int
     rows: tuple[int, ...] = dataclasses.field(repr=False)  # sizes that were drawn are private: not in messages or logs
+    units: tuple[npt.NDArray[np.int64], ...] = dataclasses.field(default=(), repr=False)
 
     @property
     def size(self) -> int:

@@ -2,7 +2,9 @@
 
 import itertools
 import math
+import threading
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -10,7 +12,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from dpengine import PrivacyEngine, errors
-from dpengine.compiled.backward import _Done
+from dpengine.compiled.done import Done
 
 CLASSES = 4
 
@@ -117,13 +119,13 @@ class Training:
 def passes(monkeypatch):
     """Rows of the passes that were compiled."""
     seen = []
-    original = _Done.add_sums
+    original = Done.add_sums
 
     def add_sums(self, *args):
         seen.append(self.num_rows)
         original(self, *args)
 
-    monkeypatch.setattr(_Done, "add_sums", add_sums)
+    monkeypatch.setattr(Done, "add_sums", add_sums)
     return seen
 
 
@@ -377,3 +379,238 @@ def test_inductor_trains_as_the_hooks_do(passes):
     compiled = Training(make, data(shape), compiled=True, backend="inductor", multiple_of=32).run()
     torch.testing.assert_close(compiled, hooks, rtol=1e-5, atol=1e-6)
     assert passes
+
+
+# What a review found
+
+
+def after_first(training):
+    """The batches of a run whose first one went through the hooks."""
+    batches = iter(training.loader)
+    training.step(next(batches))
+    training.optimizer.zero_grad()
+    return next(batches)
+
+
+ORDERS = {
+    "sort": lambda x: x[x[:, 0].argsort(descending=True)],
+    "roll": lambda x: x.roll(1, 0),
+    "flip": lambda x: x.flip(0),
+    "random": lambda x: x[torch.randperm(len(x))],
+    "largest": lambda x: x[x[:, 0].topk(len(x)).indices],
+}
+
+
+@pytest.mark.parametrize("name", ORDERS)
+def test_rows_in_another_order_are_refused(name):
+    """Rows that pad a batch are known by their place; a row in such a place would count several times."""
+    training = Training(MODELS["linear"][0], data((6,)), compiled=True, multiple_of=64)
+    training.backward._loss_fn = lambda x, y: training.model(ORDERS[name](x)).square().sum(dim=1).mean()
+    batch = after_first(training)
+    with pytest.raises(errors.UnsupportedLayerError, match=r"change places|another order"):
+        training.backward(*batch)
+
+
+def test_a_loss_divided_by_the_batch_is_refused():
+    training = Training(MODELS["linear"][0], data((6,)), compiled=True, multiple_of=64)
+    weight = torch.tensor([1.0, 5.0, 1.0, 9.0])
+    training.backward._loss_fn = lambda x, y: F.cross_entropy(training.model(x), y, weight=weight)
+    batch = after_first(training)
+    with pytest.raises(errors.UnsupportedLayerError, match="divides by something of the whole batch"):
+        training.backward(*batch)
+
+
+@pytest.mark.parametrize("name", ["linear", "convolution", "sequence"])
+def test_under_autocast_no_row_exceeds_the_threshold(name, passes):
+    make, shape = MODELS[name]
+    x, y = data(shape).tensors
+    for row in range(6):
+        alike = TensorDataset(x[row : row + 1].repeat_interleave(8, 0), y[row : row + 1].repeat(8))
+        training = Training(make, alike, compiled=True, noise_multiplier=0.0, target_delta=1e-3, max_grad_norm=0.01)
+        for _ in range(2):
+            (batch,) = training.loader
+            training.optimizer.zero_grad()
+            with torch.autocast("cpu", torch.bfloat16):
+                training.backward(*batch)
+            training.optimizer.step()
+        norm = torch.cat([p.grad.flatten() for p in training.model.parameters()]).norm()
+        assert norm <= 0.01 * (1 + 1e-5)  # of eight rows that are the same, divided by eight
+    assert passes
+
+
+class Remembering(nn.Module):
+    """Keeps a table of positions, a moving mean and a new buffer, as modules do."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.positions, self.mean = nn.Linear(6, CLASSES), None, torch.zeros(6)
+
+    def forward(self, x):
+        if self.positions is None or len(self.positions) < x.shape[1]:
+            self.positions = torch.arange(x.shape[1])
+        self.mean = 0.9 * self.mean + 0.1 * x.detach().mean()
+        return self.layer(x * self.positions)
+
+
+def test_a_trace_leaves_no_trace():
+    training = Training(Remembering, data((6,)), compiled=True)
+    training.run()
+    assert type(training.model.mean) is torch.Tensor
+    assert type(training.model.positions) is torch.Tensor
+    training.backward = training.by_hooks
+    training.engine.detach(training.model)
+    training.model(torch.randn(3, 6)).sum().backward()
+
+
+@pytest.mark.parametrize("where", [0, 1])
+def test_an_interrupt_in_the_middle_leaves_the_model_as_it_was(where, monkeypatch):
+    training = Training(lambda: nn.Sequential(nn.PReLU(6), nn.Linear(6, CLASSES)), data((6,)), compiled=True)
+    batch = after_first(training)
+    calls = []
+    original = F.prelu
+
+    def prelu(*args):
+        calls.append(1)
+        if len(calls) == where + 1:
+            raise KeyboardInterrupt
+        return original(*args)
+
+    monkeypatch.setattr(F, "prelu", prelu)
+    with pytest.raises(KeyboardInterrupt):
+        training.backward(*batch)
+    monkeypatch.undo()
+    assert all(type(p) is nn.Parameter for p in training.model.parameters())
+    training.run(3)
+    assert all(type(p) is nn.Parameter for p in training.model.parameters())
+
+
+SETTINGS = {
+    "a module": lambda model: model.__setitem__(1, nn.Tanh()),
+    "a number": lambda model: setattr(model[1], "negative_slope", 2.0),
+    "a flag": lambda model: setattr(model[1], "inplace", True),
+}
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_settings_that_change_are_seen(name, passes):
+    def trained(compiled):
+        make = lambda: nn.Sequential(nn.Linear(6, 7), nn.LeakyReLU(0.1), nn.Linear(7, CLASSES))  # noqa: E731
+        training = Training(make, data((6,)), compiled, multiple_of=64)
+        training.run(3)
+        SETTINGS[name](training.model)
+        return training.run(4)
+
+    torch.testing.assert_close(trained(True), trained(False), rtol=1e-5, atol=1e-6)
+    assert passes
+
+
+def test_weights_tied_otherwise_are_seen(passes):
+    def trained(compiled):
+        make = lambda: nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 4))  # noqa: E731
+        training = Training(make, data((6,)), compiled, multiple_of=64, unused_parameters="zero")
+        model = training.model
+        own = model[2].weight
+        model[2].weight = model[0].weight
+        training.run(3)
+        model[2].weight = own
+        return training.run(4)
+
+    torch.testing.assert_close(trained(True), trained(False), rtol=1e-5, atol=1e-6)
+    assert passes
+
+
+@pytest.mark.parametrize("argument", [np.zeros(3), object(), {1, 2}], ids=["array", "object", "set"])
+def test_arguments_are_tensors_or_plain(argument):
+    training = Training(MODELS["linear"][0], data((6,)), compiled=True)
+    x, y = after_first(training)
+    training.backward._loss_fn = lambda x, y, more: F.cross_entropy(training.model(x), y)
+    with pytest.raises(errors.UnsupportedLayerError, match="whose content a graph would keep"):
+        training.backward(x, y, argument)
+
+
+def test_plain_arguments_are_told_apart(passes):
+    training = Training(MODELS["linear"][0], data((6,)), compiled=True, multiple_of=64)
+    after_first(training)
+    training.backward._loss_fn = lambda x, y, by: by * F.cross_entropy(training.model(x), y)
+    x, y = data((6,)).tensors
+    norms = []
+    for by in (1, 1.0, 2, True):
+        leaves, spec = torch.utils._pytree.tree_flatten(((x[:64], y[:64], by), {}))
+        with torch.no_grad():
+            graphs, state = training.backward._graphs_for([x[:64], y[:64]], leaves, spec)
+            norms.append(graphs.norms([*state, x[:64], y[:64]])[1].sqrt().sum())
+    assert len(training.backward._graphs) == 4
+    assert float(norms[2] / norms[0]) == pytest.approx(2, rel=1e-5)
+
+
+def test_too_many_graphs_are_refused(monkeypatch):
+    monkeypatch.setattr("dpengine.compiled.backward._MOST_GRAPHS", 2)
+    training = Training(MODELS["linear"][0], data((6,)), compiled=True, multiple_of=1)
+    with pytest.raises(errors.UnsupportedLayerError, match="More than 2 graphs"):
+        training.run()
+
+
+def test_what_trains_outside_the_model_is_refused():
+    training = Training(MODELS["linear"][0], data((6,)), compiled=True)
+    temperature = nn.Parameter(torch.ones(()))
+    training.backward._loss_fn = lambda x, y: F.cross_entropy(training.model(x) * temperature, y)
+    batch = after_first(training)
+    temperature.grad = None
+    with pytest.raises(errors.UnsupportedLayerError, match="no parameter of the model"):
+        training.backward(*batch)
+    assert temperature.grad is None
+
+
+def test_a_batch_from_outside_is_refused():
+    training = Training(MODELS["linear"][0], data((6,)), compiled=True, multiple_of=64)
+    outside = torch.randn(64, CLASSES)
+    training.backward._loss_fn = lambda x, y: (training.model(x) - outside[: len(x)]).square().sum(dim=1).mean()
+    x, y = data((6,)).tensors
+    after_first(training)
+    with pytest.raises(errors.UnsupportedLayerError, match="as many rows as the batch"):
+        training.backward(x[:64], y[:64])
+
+
+def test_a_bad_first_batch_does_not_spare_the_check():
+    rows = data((6,))
+    training = Training(MODELS["linear"][0], rows, compiled=True, backend=wrong_sums, multiple_of=64)
+    batches = iter(training.loader)
+    training.step(next(batches))
+    x, y = next(batches)
+    x[0] = math.nan
+    training.step((x, y))
+    with pytest.raises(errors.UnsupportedLayerError, match="per-sample gradients that the hooks give"):
+        training.step(next(batches))
+
+
+def test_an_attack_in_eval_mode_between_steps_is_none_of_ours(passes):
+    training = Training(MODELS["linear"][0], data((6,)), compiled=True)
+    for batch in itertools.islice(training.loader, 6):
+        training.model.eval()
+        training.model(batch[0]).sum().backward()
+        training.model.train()
+        training.step(batch)
+    assert passes
+
+
+def test_sparse_tensors_are_refused():
+    training = Training(MODELS["linear"][0], data((6,)), compiled=True)
+    with pytest.raises(errors.BatchMismatchError, match="dense"):
+        training.backward(torch.zeros(3, 6).to_sparse(), torch.zeros(3))
+
+
+def test_two_threads_compile_in_turn():
+    trained = {}
+
+    def work(name):
+        trained[name] = Training(MODELS["linear"][0], TensorDataset(*data((6,)).tensors), compiled=True).run()
+
+    alone = Training(MODELS["linear"][0], TensorDataset(*data((6,)).tensors), compiled=False).run()
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(trained) == 2
+    Training(MODELS["linear"][0], TensorDataset(*data((6,)).tensors), compiled=True).run()
+    assert alone.isfinite().all()

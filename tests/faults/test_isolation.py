@@ -11,7 +11,7 @@ from faults.neighbours import CLASSES, FEATURES, MODES, influence, mlp, plain_st
 from torch import nn
 
 from dpengine.errors import BatchDependentLossError, PrivacyError, PrivacyWarning, UnsupportedLayerError
-from dpengine.gradients import probe
+from dpengine.gradients import probe, probed
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*NOT PRIVATE")
 
@@ -285,7 +285,7 @@ def test_f_m2_half_precision_is_no_hindrance():
 
 def test_f_m2_a_probe_changes_nothing(monkeypatch):
     def run(every):
-        monkeypatch.setattr(probe, "EVERY", every)
+        monkeypatch.setattr(probed, "EVERY", every)
         torch.manual_seed(3)
         model = Cached()
         released = release_of(model, tensors(5, FEATURES))
