@@ -281,7 +281,11 @@ def test_counts_are_whole_numbers(iterations):
         CyclicPoissonSampling(sampling_prob=0.5, iterations=3, partition_type="equal")
 
 
-@pytest.mark.parametrize("rng", [None, np.random.default_rng(1), random.Random(1), random.SystemRandom()], ids=repr)
+@pytest.mark.parametrize(
+    "rng",
+    [None, np.random.default_rng(1), random.Random(1), random.SystemRandom()],
+    ids=["none", "numpy", "python", "system"],
+)
 def test_randomness_may_come_from_anywhere(rng):
     words = words_from(rng)
     drawn = words(10_000, step=3, block=1)
