@@ -29,10 +29,10 @@ from dpengine import PrivacyEngine
 from dpengine.noise import AbstractNoise, NoiseSource, banded_toeplitz, mechanism_for, optimize_banded
 from dpengine.plan import BandMFConfig
 
-BATCH, EPOCHS, DELTA, BOUND = 500, 10, 1e-5, 0.1
-RATES = (0.5, 1.0, 2.0, 4.0, 8.0)
-EPSILONS = (1.0, 2.0, 4.0, 8.0)
-BANDS = (1, 8, 16)
+BATCH, EPOCHS, DELTA, BOUND = 100, 2, 1e-5, 0.1
+RATES = (0.5, 1.0, 2.0, 4.0)
+EPSILONS = (0.5, 1.0, 2.0, 4.0)
+BANDS = (1, 16, 32)
 
 
 def plan_for(bands: int, epsilon: float, rows: int) -> BandMFConfig:

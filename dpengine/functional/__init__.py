@@ -4,6 +4,7 @@ from .bounded import AuxiliaryOutput, BoundedSensitivityCallable
 from .clip_gradient import clip_gradient
 from .clip_tree import clip_tree
 from .clipped_grad import clipped_fun, clipped_grad
+from .compiled import compiled
 
 __all__ = [
     "AuxiliaryOutput",
@@ -12,4 +13,5 @@ __all__ = [
     "clip_tree",
     "clipped_fun",
     "clipped_grad",
+    "compiled",
 ]

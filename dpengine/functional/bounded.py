@@ -32,11 +32,13 @@ class BoundedSensitivityCallable:
         function: What is called.
         l2_norm_bound: How much one example can add to that output, in L2 norm.
         has_aux: Whether it returns a pair, of which only the first is bounded.
+        batch_argnums: Which arguments hold the examples.
     """
 
     function: Callable[..., Any]
     l2_norm_bound: float
     has_aux: bool
+    batch_argnums: tuple[int, ...] = (0,)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the function."""

@@ -128,7 +128,7 @@ def bounded_sum(
         padding_B = _checked_padding(options.where, is_padding_example, batch.size)
         return outputs(_summed(rows, batch, padding_B, options))
 
-    return BoundedSensitivityCallable(call, options.l2_norm_bound, has_pair)
+    return BoundedSensitivityCallable(call, options.l2_norm_bound, has_pair, batch_places)
 
 
 def _checked_padding(where: str, given: Tensor | None, size: int) -> Tensor:

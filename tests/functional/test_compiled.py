@@ -1,0 +1,72 @@
+"""A compiled clipped sum is used only if it adds for each example what the uncompiled one adds."""
+
+import pytest
+import torch
+from torch import nn
+
+from dpengine.errors import UnsupportedLayerError
+from dpengine.functional import clip_gradient, clipped_fun, clipped_grad, compiled
+
+
+def loss(params, x, y):
+    return ((torch.tanh(x @ params["w"]) + params["b"] - y) ** 2).mean()
+
+
+def problem(rows=6):
+    generator = torch.Generator().manual_seed(0)
+    params = {"w": torch.randn(4, 3, generator=generator), "b": torch.zeros(3)}
+    return params, torch.randn(rows, 4, generator=generator), torch.randn(rows, 3, generator=generator)
+
+
+def assert_same(one, other):
+    for a, b in zip(torch.utils._pytree.tree_leaves(one), torch.utils._pytree.tree_leaves(other), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"return_values": True}, {"microbatch_size": 2}, {"keep_batch_dim": False}, {"rescale_to_unit_norm": True}],
+    ids=str,
+)
+def test_it_gives_the_same(options):
+    slow = clipped_grad(loss, batch_argnums=(1, 2), l2_clip_norm=0.5, **options)
+    fast = compiled(slow, *problem(), backend="aot_eager")
+    assert_same(fast(*problem()), slow(*problem()))
+    assert_same(fast(*problem(4)), slow(*problem(4)))
+    assert fast.sensitivity() == slow.sensitivity()
+
+
+@pytest.mark.slow
+def test_it_gives_the_same_by_inductor():
+    slow = clipped_grad(loss, batch_argnums=(1, 2), l2_clip_norm=0.5)
+    fast = compiled(slow, *problem())
+    assert_same(fast(*problem()), slow(*problem()))
+    mean = clipped_fun(lambda v: v, l2_clip_norm=1.0)
+    assert_same(compiled(mean, problem()[1])(problem()[1]), mean(problem()[1]))
+
+
+def test_a_bounded_gradient_stays_bounded():
+    def bounded(params, x, y):
+        return (clip_gradient(x @ params["w"], -0.01, 0.01) - y).square().sum()
+
+    slow = clipped_grad(bounded, batch_argnums=(1, 2), l2_clip_norm=10.0)
+    assert_same(compiled(slow, *problem(), backend="aot_eager")(*problem()), slow(*problem()))
+
+
+def test_a_compiler_that_is_wrong_for_one_row_is_refused():
+    slow = clipped_grad(loss, batch_argnums=(1, 2), l2_clip_norm=0.5)
+
+    torch.compiler.reset()  # else what other tests compiled is used again
+
+    def wrong(graph, inputs):
+        return lambda *args: [out * 1.01 if out.is_floating_point() and out.dim() else out for out in graph(*args)]
+
+    with pytest.raises(UnsupportedLayerError, match="is off by"):
+        compiled(slow, *problem(), backend=wrong)
+
+
+def test_bad_arguments_are_refused():
+    with pytest.raises(TypeError, match="none of clipped_grad"):
+        compiled(nn.Linear(2, 2), torch.zeros(3))
+    with pytest.raises(ValueError, match="no rows"):
+        compiled(clipped_fun(lambda v: v, l2_clip_norm=1.0), torch.zeros(0, 2))
