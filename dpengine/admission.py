@@ -31,6 +31,7 @@ from dpengine.sampling import (
     Partition,
     PoissonSampling,
     UnitIds,
+    refuse_reordering,
     unit_numbers,
 )
 from dpengine.validation import check
@@ -283,4 +284,5 @@ def units_for(privacy_unit: Any, loader: Any, mode: str) -> tuple[UnitIds | None
             f"privacy_unit= needs grad_sample_mode='auto', got {mode!r}.", fix="Leave grad_sample_mode out."
         )
     units = unit_numbers(privacy_unit, loader.dataset)
+    refuse_reordering(loader.collate_fn, loader.dataset)
     return units, int(units.max(initial=-1)) + 1, privacy_unit if isinstance(privacy_unit, str) else "user"

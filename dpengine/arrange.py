@@ -36,6 +36,7 @@ class Spending:
     allow_large_delta: bool
     accountant: str
     before: Sequence[Charge]
+    resumed: int  # steps of a plan that were taken before the state was loaded
 
 
 @dataclasses.dataclass(frozen=True)
@@ -145,8 +146,15 @@ def _by_plan(module: nn.Module, loader: DataLoader[Any], wanted: Wanted) -> tupl
         )
     divisor = config.normalize_by * (config.l2_clip_norm if config.rescale_to_unit_norm else 1.0)
     policy = clipping_for(module, "flat", config.l2_clip_norm)
-    plan = RunPlan(strategy, policy, sigma, divisor, config.relation, config.recurrence, config.iterations, claim, run)
     spending = wanted.spending
+    left = config.iterations - spending.resumed
+    if left <= 0:
+        raise InvalidBudgetError(
+            f"The plan has {config.iterations:,} iterations, and the state that was loaded has {spending.resumed:,} "
+            "steps already.",
+            fix="Report now, or make a plan with more iterations.",
+        )
+    plan = RunPlan(strategy, policy, sigma, divisor, config.relation, config.recurrence, left, claim, run)
     delta = delta_for(spending.target_delta, rows, spending.allow_large_delta)
     return plan, Budget(None, delta, config.iterations, spending.on_budget, spending.accountant)
 

@@ -145,7 +145,8 @@ class PrivacyEngine:
             batch_first: Whether axis 0 of the model's inputs is the batch; else axis 1.
             loss_reduction: ``"mean"`` or ``"sum"``: what the loss does over the rows of a batch.
             privacy_unit: Whose each example is: an id for each, or a column of the data set. Then units are drawn, each
-                with all of its examples, clipped as one, and protected; batch size and rate are those of units.
+                with all of its examples, clipped as one, and protected; batch size and rate are those of units. The
+                loop must leave the rows of a batch in their order.
             unit_reduction: ``"mean"`` or ``"sum"``: what a unit's gradient is of those of its examples.
             grad_sample_mode: ``"auto"``, ``"hooks"``, ``"functorch"``, ``"ew"`` or ``"ghost"``.
             unused_parameters: ``"error"``, or ``"zero"`` to give a parameter that took no part noise only.
@@ -165,8 +166,9 @@ class PrivacyEngine:
         admit(module, optimizer, grad_scaler, lr_scheduler)
         # A first run after load_state_dict resumes: it has the noise of before, and the steps that are left.
         spent = self.ledger.history if self.runs else ()
+        resumed = 0 if self.runs else self.ledger.steps
         spending = Spending(
-            target_epsilon, target_delta, epochs, steps, on_budget, allow_large_delta, self.accountant, spent
+            target_epsilon, target_delta, epochs, steps, on_budget, allow_large_delta, self.accountant, spent, resumed
         )
         units, num_units, unit = units_for(privacy_unit, data_loader, grad_sample_mode)
         batching = Batching(sampling, sample_rate, expected_batch_size, num_units)

@@ -109,11 +109,13 @@ class Release:
                 fix="Do not set the loader back: detach the model and call make_private again.",
             )
         self.plan.refuse_step(ticket.step)
+        if self.last_step >= 0 and self.plan.takes_turns:  # who takes part hangs on the step: those jumped over count
+            self._charge_void(ticket.step - self.last_step - 1)
         self.last_step = ticket.step
         if self.stage is Stage.OPEN:
             untouched = self.chunk == 0 and not self.done
             if untouched and len(self.tickets) > 1:
-                self._charge_void([self.tickets.pop()])  # the batches before it stay in the sums
+                self._charge_void(len([self.tickets.pop()]))  # the batches before it stay in the sums
             else:
                 self.void()
         if self.stage is not Stage.CLIPPED:  # clipped batches that were not stepped join the next release
@@ -377,21 +379,21 @@ class Release:
         """Gives up the tickets at hand: destroys their sums and charges them."""
         try:
             if self.stage in {Stage.OPEN, Stage.CLIPPED}:
-                self._charge_void(self.tickets)
+                self._charge_void(len(self.tickets))
         finally:
             self.tickets = []
             self.sums.discard_sums()
             self.stage = Stage.CLOSED if self.stage is Stage.CLOSED else Stage.VOID
 
-    def _charge_void(self, tickets: list[Ticket]) -> None:
+    def _charge_void(self, tickets: int) -> None:
         if tickets:
-            self.ledger.charge(self.plan.event(), count=len(tickets), kind="void")
+            self.ledger.charge(self.plan.event(), count=tickets, kind="void")
 
     def close(self) -> None:
         """Gives up what is unfinished and destroys the sums, for good."""
         if self.stage in {Stage.OPEN, Stage.CLIPPED}:
             self.void()
-        self._charge_void([ticket for ticket, chunk in self.fetched if chunk == 0])
+        self._charge_void(sum(chunk == 0 for _, chunk in self.fetched))
         self.fetched.clear()
         self.sums.detach()
         forget_grad_samples(self.sums.model.parameters())

@@ -8,7 +8,15 @@ import secrets
 from dataclasses import dataclass, field
 from typing import Any
 
-from dpengine.accounting import CyclicGaussianEvent, Event, NonPrivateEvent, Relation, UnclaimedEvent, release_event
+from dpengine.accounting import (
+    CyclicGaussianEvent,
+    Event,
+    MatrixGaussianEvent,
+    NonPrivateEvent,
+    Relation,
+    UnclaimedEvent,
+    release_event,
+)
 from dpengine.clipping import AbstractClip, Adaptive
 from dpengine.errors import BudgetExceeded, InvalidBudgetError
 from dpengine.noise import Recurrence
@@ -153,6 +161,11 @@ class RunPlan:
             return CyclicGaussianEvent(rate, self.noise_multiplier, self.sampling.cycle_length, self.run)
         sigma = self.noise_multiplier / math.sqrt(batches)
         return release_event(noise_multiplier=sigma, sample_rate=rate_to_book(self.sampling.sample_rate))
+
+    @property
+    def takes_turns(self) -> bool:
+        """Whether examples take part in turn, so that the cost of steps hangs on which they are."""
+        return isinstance(self.event(), (CyclicGaussianEvent, MatrixGaussianEvent))
 
     @property
     def noise_std(self) -> float:

@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from dpengine import PrivacyEngine
-from dpengine.errors import InvalidBudgetError, UnsupportedLayerError
+from dpengine.errors import InvalidBudgetError, SamplingError, UnsupportedLayerError
 from dpengine.noise import BandMF
 from dpengine.plan import BandMFConfig
 from dpengine.sampling import PoissonSampling, UnitStrategy, unit_numbers
@@ -272,6 +272,56 @@ def test_it_is_not_compiled():
     )  # fmt: skip
     with pytest.raises(UnsupportedLayerError, match="privacy_unit=None"):
         engine.compile_backward(lambda x, y: F.cross_entropy(model(x), y))
+
+
+# What a review found
+
+
+def test_ids_of_any_kind_are_told_apart():
+    assert unit_numbers(np.array([5, "a", 5, 2.5, "a"], dtype=object), range(5)).tolist() == [0, 1, 0, 2, 1]
+    assert unit_numbers(["x", "y", "x"], range(3)).tolist() == [0, 1, 0]
+    with pytest.raises(ValueError, match="3 examples have no id, the first is example 1"):
+        unit_numbers(np.array([5, math.nan, 1, math.nan, 5, math.nan], dtype=object), range(6))
+
+
+def sorted_by_target(examples):
+    return torch.utils.data.default_collate(sorted(examples, key=lambda one: float(one[0].sum())))
+
+
+def centred(examples):
+    x, y, index = torch.utils.data.default_collate(examples)
+    return x - x.mean(dim=0) * (y == y[0]).float().mean() * torch.arange(len(x)).view(-1, 1), y, index
+
+
+@pytest.mark.parametrize("collate", [sorted_by_target, centred])
+def test_a_collate_that_reorders_is_refused(collate):
+    model = nn.Linear(6, CLASSES)
+    loader = DataLoader(data((6,)), batch_size=15, collate_fn=collate)
+    with pytest.raises(SamplingError, match="another order"):
+        PrivacyEngine().make_private(
+            model, torch.optim.SGD(model.parameters(), lr=0.1), loader, noise_multiplier=1.0, privacy_unit=user_ids()
+        )
+
+
+@pytest.mark.parametrize("settings", [{"physical_batch_size": 4}, {"accumulation_steps": 3}, {}], ids=str)
+def test_nobody_may_be_drawn(settings):
+    model = nn.Linear(6, CLASSES)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    engine = PrivacyEngine(seed=0)
+    _, _, loader = engine.make_private(
+        model, optimizer, DataLoader(data((6,)), batch_size=1), noise_multiplier=1.0, privacy_unit=user_ids(),
+        target_delta=1e-3, **settings,
+    )  # fmt: skip
+    sizes = []
+    for x, y, _ in loader:
+        optimizer.zero_grad()
+        if len(x):
+            F.cross_entropy(model(x), y).backward()
+        if "accumulation_steps" not in settings:
+            sizes.append(len(x))
+            optimizer.step()
+    if sizes:
+        assert 0 in sizes
 
 
 @pytest.mark.parametrize("size", [1, 3, 7, 100])

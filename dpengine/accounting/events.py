@@ -108,22 +108,17 @@ class MatrixGaussianEvent:
     def precision(self, steps: int) -> float:
         """``1 / noise_multiplier**2`` of the one Gaussian that so many steps are.
 
+        More steps than the run has are counted as those of another one: a history that was loaded twice.
+
         Args:
             steps: Of the run, at least 1.
 
         Returns:
             The precision.
-
-        Raises:
-            AccountingRefusedError: If the run was planned for fewer.
         """
-        cycles = -(-steps // self.cycle_length)
-        if cycles > len(self.sq_sensitivities):
-            raise AccountingRefusedError(
-                f"{steps:,} steps were charged to a run of correlated noise that was planned for "
-                f"{len(self.sq_sensitivities) * self.cycle_length:,} at most."
-            )
-        return self.sq_sensitivities[cycles - 1] / self.noise_multiplier / self.noise_multiplier
+        runs, cycles = divmod(-(-steps // self.cycle_length), len(self.sq_sensitivities))
+        rest = self.sq_sensitivities[cycles - 1] if cycles else 0.0
+        return (runs * self.sq_sensitivities[-1] + rest) / self.noise_multiplier / self.noise_multiplier
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,8 @@ from typing import Any, ClassVar
 
 from dpengine.sampling import AbstractBatchStrategy, IndexBatch, WordStream
 
-from .streams import words_from
+from .remembering import RememberingStrategy
+from .streams import KeyedWords, words_from
 
 
 class AbstractBatchSelection(abc.ABC):
@@ -72,22 +73,30 @@ class Batches(Iterator[IndexBatch]):
     def __len__(self) -> int:
         return self._iterations - self._step
 
-    def state_dict(self) -> dict[str, int]:
-        """The position. With the same law and randomness it is all that a resumed run needs."""
-        return {"step": self._step}
+    def state_dict(self) -> dict[str, Any]:
+        """The position, the key of the randomness where it has one, and what is kept of batches before. Secret."""
+        key = list(self._words.key) if isinstance(self._words, KeyedWords) else None
+        kept = self._strategy.kept(self._words) if isinstance(self._strategy, RememberingStrategy) else None
+        return {"step": self._step, "key": key, "kept": kept}
 
-    def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Goes on from a stored position.
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes on from a stored position, with the randomness that was stored.
 
         Args:
             state: What `state_dict` returned.
 
         Raises:
-            ValueError: If there is no step of the run in it.
+            ValueError: If there is no step of the run in it, or the randomness has no key to be told by.
         """
-        step = state.get("step")
+        step, key = state.get("step"), state.get("key")
         if isinstance(step, bool) or not isinstance(step, int) or not 0 <= step <= self._iterations:
             raise ValueError(f"load_state_dict: step={step!r} is none of a run of {self._iterations} batches.")
+        if (key is None) == isinstance(self._words, KeyedWords):
+            raise ValueError("load_state_dict: the state is of a run with randomness of another kind.")
+        if key is not None:
+            self._words = KeyedWords((int(key[0]), int(key[1])))
+        if state.get("kept") is not None and isinstance(self._strategy, RememberingStrategy):
+            self._strategy.remember(self._words, state["kept"])
         self._step = step
 
 

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import abc
 import dataclasses
+from collections.abc import Mapping
 from typing import Any, ClassVar
+
+import numpy as np
 
 from dpengine.sampling import AbstractBatchStrategy, IndexBatch, WordStream
 
@@ -51,10 +54,25 @@ class RememberingStrategy(AbstractBatchStrategy):
     def draw(self, step: int, words: WordStream) -> IndexBatch:
         """Returns the examples of one logical batch, sorted. Quick if steps are drawn in order."""
         memory = self._memory
-        if memory.words is not words or memory.step > step:
+        if memory.words is not words or memory.step > step or (memory.step == step and memory.batch is None):
             memory.words, memory.step, memory.state, memory.batch = words, -1, self.begin(words), None
         while memory.step < step:
             memory.state, memory.batch = self.advance(memory.state, memory.step + 1, words)
             memory.step += 1
         assert memory.batch is not None
         return memory.batch
+
+    def kept(self, words: WordStream) -> dict[str, Any] | None:
+        """What later batches follow from, as plain values; None before the first draw of this stream."""
+        memory = self._memory
+        if memory.words is not words or memory.step < 0:
+            return None
+        arrays = memory.state if isinstance(memory.state, tuple) else (memory.state,)
+        return {"step": memory.step, "state": [array.tolist() for array in arrays]}
+
+    def remember(self, words: WordStream, kept: Mapping[str, Any]) -> None:
+        """Goes on from what ``kept`` gave. The last batch itself is not known any more."""
+        arrays = tuple(np.asarray(values, dtype=np.int64) for values in kept["state"])
+        memory = self._memory
+        memory.words, memory.step, memory.batch = words, int(kept["step"]), None
+        memory.state = arrays if isinstance(self.begin(words), tuple) else arrays[0]

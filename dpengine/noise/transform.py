@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from dpengine.errors import BudgetExceeded
+
 from .correlated import Recurrence, mechanism_for
 from .mechanism import AbstractNoise
 from .source import NoiseSource
@@ -27,6 +29,7 @@ class NoiseTransform:
             norm of S.
         recurrence: How noise hangs together over steps; None for independent noise.
         noise_seed: None for the operating system's randomness. With a seed noise repeats, and is no secret.
+        iterations: Steps of the run, after which there is no noise; None for no end.
 
     Raises:
         ValueError: If ``stddev`` is negative or not finite.
@@ -35,6 +38,7 @@ class NoiseTransform:
     stddev: float
     recurrence: Recurrence | None = None
     noise_seed: int | None = None
+    iterations: int | None = None
 
     def __post_init__(self) -> None:
         """Refuses what is no standard deviation."""
@@ -66,7 +70,13 @@ class NoiseTransform:
 
         Raises:
             ValueError: If the sums have other shapes than at the start.
+            BudgetExceeded: If the run is over.
         """
+        if self.iterations is not None and state.step >= self.iterations:
+            raise BudgetExceeded(
+                f"This run was planned for {self.iterations:,} steps, and all of them were taken.",
+                fix="Make a plan with more iterations.",
+            )
         leaves, spec = pytree.tree_flatten(sums)
         if _shapes(sums) != state.shapes:
             raise ValueError(

@@ -13,7 +13,6 @@ from dpengine.batch_selection import AbstractBatchSelection
 from dpengine.noise import (
     Recurrence,
     banded_toeplitz,
-    checked_column,
     column_norms,
     optimize_banded,
     toeplitz_inverse,
@@ -68,6 +67,7 @@ class BandMFConfig(AbstractPlanConfig):
             ValueError: If there are more bands than steps.
         """
         bands = checks.whole(cls.__name__, "num_bands", num_bands, at_least=1)
+        iterations = checks.whole(cls.__name__, "iterations", iterations, at_least=1)
         if bands > iterations:
             raise ValueError(f"{cls.__name__}: num_bands={bands} for {iterations} iterations; take at most as many.")
         column = optimize_banded(iterations, bands, steps=strategy_optimization_steps)
@@ -75,14 +75,24 @@ class BandMFConfig(AbstractPlanConfig):
 
     def _checked(self) -> dict[str, Any]:
         owner = type(self).__name__
-        column = checked_column("strategy", self.strategy)
+        column = checks.column(owner, "strategy", self.strategy)
         if len(column) > self.iterations:
             raise ValueError(f"{owner}: strategy has {len(column)} numbers for {self.iterations} iterations.")
         if not isinstance(self.column_normalize, bool):
             raise TypeError(f"{owner}: column_normalize={self.column_normalize!r} must be True or False.")
         cut = checked_cut(owner, self.truncated_batch_size, self.num_examples)
         shares = participation(owner, self.sampling_prob, self.expected_participations, self.iterations / len(column))
-        return {"strategy": tuple(map(float, column)), "truncated_batch_size": cut, **shares}
+        return {"strategy": column, "truncated_batch_size": cut, **shares}
+
+    @property
+    def _unit_strategy(self) -> np.ndarray:
+        scaled = np.asarray(self.strategy) / self.strategy[0]  # first, since squares of small numbers vanish
+        return scaled / np.linalg.norm(scaled)
+
+    @property
+    def accountants(self) -> tuple[str, ...]:
+        """See `AbstractPlanConfig.accountants`."""
+        return self._batches.accountants
 
     @property
     def num_bands(self) -> int:
@@ -102,7 +112,7 @@ class BandMFConfig(AbstractPlanConfig):
     @property
     def recurrence(self) -> Recurrence:
         """The noise; its largest column norm is 1."""
-        column = np.asarray(self.strategy) / np.linalg.norm(self.strategy)
+        column = self._unit_strategy
         made = banded_toeplitz(column, column_normalized_steps=self.iterations if self.column_normalize else None)
         return dataclasses.replace(made, size=self.iterations, facts={**made.facts, "noise": "banded-toeplitz"})
 
@@ -141,7 +151,7 @@ class BandMFConfig(AbstractPlanConfig):
         """
         if not self.expected_participations:
             raise ValueError("BandMFConfig: rmse needs expected_participations above 0.")
-        column = np.asarray(self.strategy) / np.linalg.norm(self.strategy)
+        column = self._unit_strategy
         noising = toeplitz_inverse(column, self.iterations)
         scales = column_norms(column, self.iterations) if self.column_normalize else np.ones(self.iterations)
         errors = np.zeros(self.iterations)

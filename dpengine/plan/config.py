@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from dpengine.accounting import Event, Relation, accountant_used
 from dpengine.batch_selection import AbstractBatchSelection
+from dpengine.errors import AccountingRefusedError
 from dpengine.names import suggests_names
 from dpengine.noise import NoiseTransform, Recurrence
 
@@ -115,9 +116,11 @@ class AbstractPlanConfig(abc.ABC):
         return self._library_event(self._noise_multiplier())
 
     @suggests_names
-    def epsilon(self, delta: float, step: int | None = None, *, accountant: str = "pld") -> float:
+    def epsilon(self, delta: float, step: int | None = None, *, accountant: str | None = None) -> float:
         """Epsilon of the run, or of its first steps. See `DPExecutionPlan.epsilon`."""
         sigma, steps = self._noise_multiplier(), self._steps(step)
+        accountant = self._accountant(accountant)
+        checks.fraction(type(self).__name__, "delta", delta)
         return self._epsilon_of(sigma, steps, delta, accountant) if steps else 0.0
 
     @suggests_names
@@ -127,7 +130,7 @@ class AbstractPlanConfig(abc.ABC):
         epsilon: float,
         delta: float,
         tol: float | None = None,
-        accountant: str | AccountantFactory = "pld",
+        accountant: str | AccountantFactory | None = None,
     ) -> Self:
         """The same config with the least noise that keeps a target.
 
@@ -135,20 +138,22 @@ class AbstractPlanConfig(abc.ABC):
             epsilon: Of the whole run; infinity means no noise.
             delta: In (0, 1).
             tol: How far, relatively, the noise may be above the least. None takes 1e-5.
-            accountant: As for ``PrivacyEngine``; or a function that makes an accountant of the dp-accounting library
-                for a ``NeighboringRelation``.
+            accountant: As for ``PrivacyEngine``, None for the one that suits the batches; or a function that makes an
+                accountant of the dp-accounting library for a ``NeighboringRelation``.
 
         Returns:
             A new config, whose ``epsilon(delta)`` is at most the target.
         """
         tol = 1e-5 if tol is None else checks.number(type(self).__name__, "tol", tol, above=True)
+        owner = type(self).__name__
+        checks.fraction(owner, "delta", delta)
         if epsilon == math.inf:
             return dataclasses.replace(self, noise_multiplier=0.0)
+        checks.number(owner, "epsilon", epsilon, above=True)
         if callable(accountant):
             found = calibrated_by_library(self._library_event, accountant, self.relation, epsilon, delta, tol)
         else:
-            accountant_used(accountant)
-            found = self._least_noise(epsilon, delta, accountant, tol)
+            found = self._least_noise(epsilon, delta, self._accountant(accountant), tol)
         return dataclasses.replace(self, noise_multiplier=found)
 
     @suggests_names
@@ -170,8 +175,11 @@ class AbstractPlanConfig(abc.ABC):
             "microbatch_size": flags.microbatch_size,
             "keep_batch_dim": flags.keep_batch_dim,
             "process_group": flags.process_group,
+            "nan_safe": True,
+            "grid_scale": None,
         }
-        transform = NoiseTransform(sigma * self.sensitivity * self._column_norm, self.recurrence, flags.noise_seed)
+        stddev = sigma * self.sensitivity * self._column_norm
+        transform = NoiseTransform(stddev, self.recurrence, flags.noise_seed, self.iterations)
         return DPExecutionPlan(_with_bound(bound), self.selection, transform, self.relation, self)
 
     @property
@@ -182,6 +190,23 @@ class AbstractPlanConfig(abc.ABC):
     @property
     def _column_norm(self) -> float:
         return 1.0 if self.recurrence is None else self.recurrence.column_norm
+
+    def _accountant(self, name: str | None) -> str:
+        """The accountant that was asked for, if it can judge these batches."""
+        if name is None:
+            return self.accountants[0]
+        accountant_used(name)
+        if name not in self.accountants:
+            raise AccountingRefusedError(
+                f"accountant {name!r} cannot judge such batches.",
+                fix=f"Choose one of: {', '.join(map(repr, self.accountants))}.",
+            )
+        return name
+
+    @property
+    @abc.abstractmethod
+    def accountants(self) -> tuple[str, ...]:
+        """Those that can judge the batches, the usual one first."""
 
     def _noise_multiplier(self) -> float:
         if self.noise_multiplier is None:
@@ -233,19 +258,19 @@ class AbstractPlanConfig(abc.ABC):
         """
         try:
             fields = json.loads(text)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ValueError(f"{cls.__name__}.from_json: this is no JSON ({error}).") from error
         if not isinstance(fields, dict) or fields.pop("config", None) not in (cls.__name__, *cls.aliases):
             raise ValueError(f"{cls.__name__}.from_json: this is no {cls.__name__}.")
         version = fields.pop("version", None)
-        if version != _VERSION:
+        if version != _VERSION or isinstance(version, bool):
             raise ValueError(f"{cls.__name__}.from_json: version {version!r} is not known; this one writes {_VERSION}.")
         known = {field.name for field in dataclasses.fields(cls)}
         if unknown := sorted(set(fields) - known):
             raise ValueError(f"{cls.__name__}.from_json: unknown fields {unknown}; known are {sorted(known)}.")
         try:
             return cls(**fields)
-        except TypeError as error:
+        except (TypeError, OverflowError) as error:
             raise ValueError(f"{cls.__name__}.from_json: {error}") from error
 
 

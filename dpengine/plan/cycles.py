@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import numpy as np
@@ -52,10 +53,7 @@ class Cycles:
     @property
     def sq_sensitivities(self) -> tuple[float, ...]:
         """By how many cycles have begun: of the steps so far, over that of one participation."""
-        cycles = range(1, -(-self.iterations // self.cycle_length) + 1)
-        ends = [min(cycle * self.cycle_length, self.iterations) for cycle in cycles]
-        found = [toeplitz_sq_sensitivity(self.column, end, self.cycle_length) for end in ends]
-        return tuple(sq / self.column_norm**2 for sq in found)
+        return _sq_sensitivities(self.column.tobytes(), self.cycle_length)
 
     def claim(self, noise_multiplier: float, run: str) -> Event:
         """What each step costs."""
@@ -86,3 +84,14 @@ class Cycles:
         while self.epsilon(sigma, self.iterations, delta, accountant) > target:
             sigma *= 1 + 1e-15  # the root was rounded
         return sigma
+
+
+@functools.lru_cache(maxsize=16)
+def _sq_sensitivities(column: bytes, cycle_length: int) -> tuple[float, ...]:
+    """Remembered, since each report asks for it, and long runs have many cycles."""
+    values = np.frombuffer(column)
+    iterations = len(values)
+    cycles = range(1, -(-iterations // cycle_length) + 1)
+    ends = [min(cycle * cycle_length, iterations) for cycle in cycles]
+    norm = float(np.sum(np.square(values)))
+    return tuple(toeplitz_sq_sensitivity(values, end, cycle_length) / norm for end in ends)

@@ -49,7 +49,7 @@ class DPSGDConfig(AbstractPlanConfig):
                 "truncated_batch_size": cut,
                 **participation(owner, self.sampling_prob, self.expected_participations, float(self.iterations)),
             }
-        size = checks.whole(owner, "fixed_batch_size", self.fixed_batch_size, at_least=0)
+        size = checks.whole(owner, "fixed_batch_size", self.fixed_batch_size, at_least=1)
         if self.num_examples is None or size > self.num_examples:
             raise ValueError(
                 f"{owner}: fixed_batch_size={size} needs num_examples of at least as many; got {self.num_examples}."
@@ -66,6 +66,11 @@ class DPSGDConfig(AbstractPlanConfig):
         if self.fixed_batch_size is not None:
             return FixedBatchSampling(batch_size=self.fixed_batch_size, iterations=self.iterations)
         return self._batches.selection
+
+    @property
+    def accountants(self) -> tuple[str, ...]:
+        """See `AbstractPlanConfig.accountants`."""
+        return self._batches.accountants if self.fixed_batch_size is None else ("rdp",)
 
     @property
     def recurrence(self) -> Recurrence | None:

@@ -55,7 +55,7 @@ class DPExecutionPlan:
         """Standard deviation of each fresh normal, in units of the clipped sum."""
         return self.noise_addition_transform.stddev
 
-    def epsilon(self, delta: float, step: int | None = None, *, accountant: str = "pld") -> float:
+    def epsilon(self, delta: float, step: int | None = None, *, accountant: str | None = None) -> float:
         """Epsilon of the whole run, or of its first steps, whose number was fixed in advance.
 
         If training stopped at a step for a reason that hangs on private data, the cost is that of the whole run: the
@@ -64,7 +64,7 @@ class DPExecutionPlan:
         Args:
             delta: In (0, 1).
             step: Steps taken; None for all of them.
-            accountant: As for ``PrivacyEngine``.
+            accountant: As for ``PrivacyEngine``; None for the one that suits the batches.
 
         Returns:
             An upper bound on epsilon.

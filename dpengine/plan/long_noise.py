@@ -14,7 +14,6 @@ from dpengine.noise import (
     banded_inverse,
     blt,
     blt_column,
-    checked_column,
     optimize_banded_inverse,
     optimize_blt,
     toeplitz_inverse,
@@ -57,15 +56,17 @@ class BLTConfig(AbstractPlanConfig):
         Returns:
             The config.
         """
+        iterations = checks.whole(cls.__name__, "iterations", iterations, at_least=1)
         found = optimize_blt(iterations, buffers=num_buffers)
         return cls(iterations=iterations, cycle_length=cycle_length, decays=found.decays, scales=found.scales, **fields)
 
     def _checked(self) -> dict[str, Any]:
         owner = type(self).__name__
-        blt(self.decays, self.scales)  # refuses what is none
+        decays, scales = (checks.numbers(owner, name, getattr(self, name)) for name in ("decays", "scales"))
+        blt(decays, scales)  # refuses what is none
         return {
-            "decays": tuple(map(float, self.decays)),
-            "scales": tuple(map(float, self.scales)),
+            "decays": decays,
+            "scales": scales,
             "cycle_length": checks.whole(owner, "cycle_length", self.cycle_length, at_least=1),
         }
 
@@ -78,6 +79,11 @@ class BLTConfig(AbstractPlanConfig):
     def relation(self) -> Relation:
         """See `AbstractPlanConfig.relation`."""
         return example_relation(self.num_examples)
+
+    @property
+    def accountants(self) -> tuple[str, ...]:
+        """See `AbstractPlanConfig.accountants`."""
+        return ("pld", "rdp", "gdp")
 
     @property
     def recurrence(self) -> Recurrence:
@@ -114,7 +120,7 @@ class BandedInverseConfig(AbstractPlanConfig):
     (arXiv:2601.22334).
 
     Attributes:
-        coefficients: First column of the noising matrix, its first number positive.
+        coefficients: First column of the noising matrix, its first number positive; kept divided by that.
         cycle_length: Steps of a pass over the data set; the batch is ``num_examples / cycle_length``.
     """
 
@@ -134,16 +140,17 @@ class BandedInverseConfig(AbstractPlanConfig):
         Returns:
             The config.
         """
+        iterations = checks.whole(cls.__name__, "iterations", iterations, at_least=1)
         found = optimize_banded_inverse(iterations, num_bands, separation=cycle_length)
         return cls(iterations=iterations, cycle_length=cycle_length, coefficients=tuple(map(float, found)), **fields)
 
     def _checked(self) -> dict[str, Any]:
         owner = type(self).__name__
-        column = checked_column("coefficients", self.coefficients)
+        column = checks.column(owner, "coefficients", self.coefficients)
         if len(column) > self.iterations:
             raise ValueError(f"{owner}: coefficients has {len(column)} numbers for {self.iterations} iterations.")
         length = checks.whole(owner, "cycle_length", self.cycle_length, at_least=1)
-        return {"coefficients": tuple(map(float, column)), "cycle_length": length}
+        return {"coefficients": tuple(value / column[0] for value in column), "cycle_length": length}
 
     @property
     def selection(self) -> AbstractBatchSelection:
@@ -154,6 +161,11 @@ class BandedInverseConfig(AbstractPlanConfig):
     def relation(self) -> Relation:
         """See `AbstractPlanConfig.relation`."""
         return example_relation(self.num_examples)
+
+    @property
+    def accountants(self) -> tuple[str, ...]:
+        """See `AbstractPlanConfig.accountants`."""
+        return ("pld", "rdp", "gdp")
 
     @property
     def recurrence(self) -> Recurrence:

@@ -47,6 +47,13 @@ class PoissonBatches:
     relation: Relation
 
     @property
+    def accountants(self) -> tuple[str, ...]:
+        """Those that can judge such batches, the usual one first."""
+        if self.truncated_batch_size is not None:
+            return ("pld",)
+        return ("pld", "rdp", "gdp")
+
+    @property
     def selection(self) -> CyclicPoissonSampling:
         """The law."""
         return CyclicPoissonSampling(

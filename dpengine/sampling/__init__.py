@@ -11,7 +11,7 @@ from .shuffle import ShuffleSampling
 from .strategy import AbstractBatchStrategy, IndexBatch, WordStream, whole_number
 from .subset import TruncatedStrategy, numbers_below, uniform_subset
 from .ticket import Ticket
-from .units import UnitIds, UnitStrategy, unit_numbers
+from .units import UnitIds, UnitStrategy, refuse_reordering, unit_numbers
 
 __all__ = [
     "AbstractBatchStrategy",
@@ -31,6 +31,7 @@ __all__ = [
     "empty_template",
     "numbers_below",
     "private_loader",
+    "refuse_reordering",
     "strategy_for",
     "uniform_subset",
     "unit_numbers",

@@ -7,10 +7,16 @@ from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from dpengine.errors import SamplingError
 
 from .strategy import AbstractBatchStrategy, IndexBatch, WordStream
 
 UnitIds = npt.NDArray[np.int64]
+_PAIRS = 17  # examples of a data set that are put beside its first
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -79,6 +85,8 @@ class UnitStrategy(AbstractBatchStrategy):
         Returns:
             The chunks, in order.
         """
+        if not len(indices):
+            return [indices] * (parts if size is None else 1)
         firsts = np.flatnonzero(np.diff(self.unit_N[indices], prepend=-1))
         if size is None:
             cuts = [int(part[0]) for part in np.array_split(firsts, parts) if len(part)]
@@ -100,7 +108,7 @@ def unit_numbers(given: Any, dataset: Any) -> UnitIds:
     """The unit of each example, as numbers from 0.
 
     Args:
-        given: ``(N,)`` ids of any kind that can be sorted, or the name of a column of the data set.
+        given: ``(N,)`` ids, numbers, strings or anything hashable; or the name of a column of the data set.
         dataset: The data set.
 
     Returns:
@@ -123,10 +131,37 @@ def unit_numbers(given: Any, dataset: Any) -> UnitIds:
         raise ValueError(
             f"privacy_unit has shape {values.shape} for {len(dataset):,} examples. Pass one id for each example."
         )
-    missing = values == None if values.dtype == object else values != values  # noqa: E711 - of an array; NaN is not itself
+    missing = np.array([value is None or value != value for value in values.tolist()], dtype=bool)  # NaN is not itself
     if np.any(missing):
         raise ValueError(
             f"privacy_unit: {int(np.sum(missing))} examples have no id, the first is example "
             f"{int(np.flatnonzero(missing)[0])}. Give each its unit, or leave it out of the data set."
         )
-    return np.unique(values, return_inverse=True)[1].reshape(-1).astype(np.int64)
+    if values.dtype != object:
+        return np.unique(values, return_inverse=True)[1].reshape(-1).astype(np.int64)
+    numbers: dict[Any, int] = {}  # in the order of their first example: ids of several kinds cannot be sorted
+    return np.array([numbers.setdefault(value, len(numbers)) for value in values.tolist()], dtype=np.int64)
+
+
+def refuse_reordering(collate: Any, dataset: Any) -> None:
+    """Refuses a ``collate_fn`` that puts rows into another order: whose each row is would not be known.
+
+    Args:
+        collate: What makes a batch of examples.
+        dataset: The data set; some pairs of its first examples are collated both ways.
+
+    Raises:
+        SamplingError: If a batch of two examples does not turn round when they do.
+    """
+    for i in range(1, min(len(dataset), _PAIRS)):
+        pair = [dataset[0], dataset[i]]
+        forth, back = (pytree.tree_leaves(collate(list(order))) for order in (pair, pair[::-1]))
+        for one, other in zip(forth, back, strict=True):
+            if not isinstance(one, Tensor) or one.dim() == 0 or one.shape != other.shape or len(one) != len(pair):
+                continue
+            if not torch.equal(torch.nan_to_num(one), torch.nan_to_num(other.flip(0))):
+                raise SamplingError(
+                    "collate_fn puts rows into another order, or changes a row for what is beside it, and with "
+                    "privacy_unit= it must be known whose each row is.",
+                    fix="Keep the order of examples in collate_fn; sort inside the model.",
+                )

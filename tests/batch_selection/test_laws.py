@@ -1,6 +1,7 @@
 """What each law of batches promises: who is in a batch, how often, how far apart; and that a run can be resumed."""
 
 import itertools
+import json
 import math
 import random
 
@@ -78,8 +79,8 @@ def test_a_run_resumed_goes_on_as_if_nothing_had_been(name):
     first = law.batch_iterator(EXAMPLES, words)
     for _ in range(7):
         next(first)
-    resumed = law.batch_iterator(EXAMPLES, KeyedWords((1, 2)))
-    resumed.load_state_dict(first.state_dict())
+    resumed = law.batch_iterator(EXAMPLES)  # with randomness of its own, until the state is loaded
+    resumed.load_state_dict(json.loads(json.dumps(first.state_dict())))
     assert len(resumed) == 13
     assert [batch.tolist() for batch in resumed] == whole[7:]
 
@@ -294,6 +295,18 @@ def test_randomness_may_come_from_anywhere(rng):
     assert not (words(10_000, step=4, block=1) == drawn).any()
     assert not (words(10_000, step=3, block=2) == drawn).any()
     assert words_from(words) is words
+
+
+def test_randomness_without_a_key_resumes_only_with_its_like():
+    words = KeyedWords((1, 2))
+    stream = lambda count, *, step, block: words(count, step=step, block=block)  # noqa: E731
+    law = LAWS["rest"]
+    whole = [batch.tolist() for batch in law.batch_iterator(EXAMPLES, stream)]
+    resumed = law.batch_iterator(EXAMPLES, stream)
+    resumed.load_state_dict({"step": 9, "key": None, "kept": None})
+    assert [batch.tolist() for batch in resumed] == whole[9:]
+    with pytest.raises(ValueError, match="another kind"):
+        law.batch_iterator(EXAMPLES).load_state_dict({"step": 9, "key": None})
 
 
 def test_a_bare_number_is_no_randomness():

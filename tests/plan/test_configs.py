@@ -11,7 +11,7 @@ import pytest
 
 from dpengine.accounting import Relation
 from dpengine.batch_selection import CyclicPoissonSampling, FixedBatchSampling, Partition
-from dpengine.errors import PrivacyError
+from dpengine.errors import AccountingRefusedError, PrivacyError
 from dpengine.noise.sensitivity import sq_sensitivity
 from dpengine.noise.toeplitz import inverse, matrix
 from dpengine.plan import (
@@ -231,6 +231,9 @@ def test_options_of_the_plan_cannot_be_given_again():
     plan = noisy(CONFIGS["dp-sgd"]).make()
     with pytest.raises(TypeError, match="l2_clip_norm, normalize_by are in the plan"):
         plan.clipped_grad(lambda p, x: p, l2_clip_norm=3.0, normalize_by=2.0)
+    for option in ({"grid_scale": 1000.0}, {"nan_safe": False}):
+        with pytest.raises(TypeError, match="is in the plan"):
+            plan.clipped_grad(lambda p, x: p, **option)
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -373,6 +376,80 @@ def test_bands_fit_the_run(bands):
 def test_targets_are_in_range(name, target):
     with pytest.raises(ValueError, match=r"epsilon|delta"):
         CONFIGS[name].calibrate(**target)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("delta", [0.0, 1.0, 2.0, math.nan, -1.0])
+def test_deltas_are_in_range(name, delta):
+    with pytest.raises(ValueError, match="delta"):
+        noisy(CONFIGS[name]).epsilon(delta)
+
+
+@pytest.mark.parametrize(
+    "name, accountant", [("fixed", "pld"), ("fixed", "gdp"), ("truncated", "rdp"), ("truncated", "gdp")]
+)
+def test_an_accountant_that_cannot_judge_is_refused(name, accountant):
+    for ask in (
+        lambda: noisy(CONFIGS[name]).epsilon(1e-5, accountant=accountant),
+        lambda: CONFIGS[name].calibrate(epsilon=1.0, delta=1e-5, accountant=accountant),
+    ):
+        with pytest.raises(AccountingRefusedError, match="cannot judge"):
+            ask()
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_unknown_accountants_are_refused(name):
+    with pytest.raises(ValueError, match="accountant"):
+        noisy(CONFIGS[name]).epsilon(1e-5, accountant="typo")
+
+
+@pytest.mark.parametrize("size", [1e-162, 1e-300, 1e90])
+def test_the_size_of_a_strategy_is_no_part_of_the_mechanism(size):
+    base = [3.0] + [1.5] * 100
+    one, other = (
+        BandMFConfig(iterations=101, strategy=tuple(factor * value for value in base), noise_multiplier=1.0)
+        for factor in (1.0, size)
+    )
+    assert np.allclose(rows_of(one.recurrence, 5), rows_of(other.recurrence, 5), rtol=1e-9)
+    inverses = [
+        BandedInverseConfig(
+            iterations=20, cycle_length=5, coefficients=(factor, -0.5 * factor), noise_multiplier=1.0
+        ).make().stddev
+        for factor in (1.0, size)
+    ]  # fmt: skip
+    assert inverses[0] == pytest.approx(inverses[1], rel=1e-12)
+
+
+HOSTILE = [
+    '{"config": "DPSGDConfig", "version": 1, "iterations": 1' + "0" * 400 + "}",
+    '{"config": "DPSGDConfig", "version": 1, "iterations": 5, "noise_multiplier": 1' + "0" * 400 + "}",
+    '{"config": "DPSGDConfig", "version": true, "iterations": 5}',
+    '{"config": "DPSGDConfig", "version": 1, "iterations": 5, "fixed_batch_size": 0, "num_examples": 0}',
+    "[" * 100_000,
+]
+
+
+@pytest.mark.parametrize("text", HOSTILE, ids=["steps", "noise", "version", "nobody", "nested"])
+def test_hostile_json_is_refused(text):
+    with pytest.raises(ValueError, match="DPSGDConfig"):
+        DPSGDConfig.from_json(text)
+
+
+@pytest.mark.parametrize("strategy", [["1.0"], [True, False], 1.0, "1.0", [1e200], [1e-200, 1.0], [[1.0]]], ids=str)
+def test_strategies_are_lists_of_numbers(strategy):
+    with pytest.raises((ValueError, TypeError), match="strategy"):
+        BandMFConfig(iterations=5, strategy=strategy)
+
+
+@pytest.mark.parametrize("strategy", [[2, 1], np.array([2.0, 1.0]), (2.0, 1.0)], ids=["list", "array", "tuple"])
+def test_strategies_may_come_as_any_list(strategy):
+    assert BandMFConfig(iterations=5, strategy=strategy).strategy == (2.0, 1.0)
+
+
+def test_a_ledger_that_was_loaded_twice_still_tells():
+    claim = dataclasses.replace(CONFIGS["blt"], noise_multiplier=1.0).claim(1.0, "run")
+    assert claim.precision(120) == pytest.approx(2 * claim.precision(60))
+    assert claim.precision(61) > claim.precision(60)
 
 
 def test_nobody_drawn_needs_no_noise():

@@ -219,3 +219,62 @@ def test_calibrated_plans_keep_their_target_in_training():
         optimizer.step()
     assert 1.99 < engine.epsilon <= 2.0
     assert math.isfinite(engine.epsilon)
+
+
+# What a review found
+
+
+@pytest.mark.parametrize("name", ["band-mf", "blt"])
+def test_steps_that_are_jumped_over_count(name):
+    """Whoever takes part at steps 0, 4, 8 ... takes part in each of them."""
+    config = PLANS[name]
+    engine, model, optimizer, batches = private(config)
+    cycle = config.selection.cycle_length
+    for position in range(0, 8, cycle):
+        batches.load_state_dict({"position": position})
+        x, y = next(iter(batches))
+        optimizer.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+    assert engine.epsilon >= config.epsilon(1e-5, 8 - cycle + 1) * (1 - 1e-9)
+
+
+def test_steps_that_are_jumped_over_are_free_where_chance_decides():
+    engine, model, optimizer, batches = private(PLANS["dp-sgd"])
+    for position in (0, 4):
+        batches.load_state_dict({"position": position})
+        x, y = next(iter(batches))
+        optimizer.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+    assert engine.ledger.steps == 2
+
+
+def test_a_resumed_run_has_the_steps_that_are_left():
+    config = PLANS["dp-sgd"]
+    engine, model, optimizer, batches = private(config)
+    for (x, y), _ in zip(batches, range(5), strict=False):
+        optimizer.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+
+    def resumed(state):
+        later = PrivacyEngine(seed=8)
+        later.load_state_dict(state)
+        other = nn.Linear(4, 3)
+        made = later.make_private(
+            other, torch.optim.SGD(other.parameters(), lr=0.0), loader(), plan=config, target_delta=1e-5
+        )
+        return later, *made
+
+    later, model, optimizer, batches = resumed(engine.state_dict())
+    taken = 0
+    for x, y in itertools.chain(batches, batches):
+        optimizer.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+        taken += 1
+    assert taken == 3
+    assert later.epsilon == pytest.approx(config.epsilon(1e-5), rel=1e-6)
+    with pytest.raises(InvalidBudgetError, match="has 8 steps already"):
+        resumed(later.state_dict())
