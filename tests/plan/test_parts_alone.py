@@ -47,9 +47,9 @@ def covariance(noise_NP):
 
 
 def agrees(found, expected, draws):
-    """Each entry within 4.5 standard errors of a covariance of normals."""
+    """Each entry within 4 standard errors of a covariance of normals."""
     error = np.sqrt((expected**2 + np.outer(np.diag(expected), np.diag(expected))) / draws)
-    return np.abs(found - expected) <= 4.5 * error
+    return np.abs(found - expected) <= 4 * error
 
 
 def expected_covariance(config, unit):
