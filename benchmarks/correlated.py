@@ -131,6 +131,10 @@ def plot(rows: list[dict[str, Any]]) -> str:
     for e in epsilons:
         parts.append(f'<text x="{place[e]:.1f}" y="{height - bottom + 18}" text-anchor="middle">{e:g}</text>')
     parts.append(f'<text x="{(left + width - 120) / 2:.0f}" y="{height - 12}" text-anchor="middle">epsilon</text>')
+    parts.append(
+        f'<text x="{left - 48}" y="14">accuracy on the test rows; bars: one standard deviation over seeds</text>'
+    )
+    named: list[float] = []  # where names of lines are, so that they do not cover each other
     tick = round(low * 100 + 0.5)
     while tick / 100 < high:
         y = level(tick / 100)
@@ -149,7 +153,11 @@ def plot(rows: list[dict[str, Any]]) -> str:
             parts.append(f'<circle cx="{x:.1f}" cy="{level(mean):.1f}" r="3" fill="{colour}"/>')
         name = "independent" if bands == 1 else f"{bands} bands"
         x, mean, _ = means[-1]
-        parts.append(f'<text x="{x + 10:.1f}" y="{level(mean) + 4:.1f}" fill="{colour}">{name}</text>')
+        y = level(mean) + 4
+        while any(abs(y - other) < 14 for other in named):
+            y -= 1
+        named.append(y)
+        parts.append(f'<text x="{x + 10:.1f}" y="{y:.1f}" fill="{colour}">{name}</text>')
     return "\n".join([*parts, "</svg>", ""])
 
 

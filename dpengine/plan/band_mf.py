@@ -8,8 +8,6 @@ from typing import Any, ClassVar, Self, final
 
 import numpy as np
 
-from dpengine.accounting import Event, Relation
-from dpengine.batch_selection import AbstractBatchSelection
 from dpengine.noise import (
     Recurrence,
     banded_toeplitz,
@@ -19,7 +17,8 @@ from dpengine.noise import (
 )
 
 from . import checks
-from .config import AbstractPlanConfig, example_relation
+from .claims import Claims
+from .config import AbstractPlanConfig
 from .poisson_batches import PoissonBatches, checked_cut, known, participation
 
 
@@ -90,24 +89,9 @@ class BandMFConfig(AbstractPlanConfig):
         return scaled / np.linalg.norm(scaled)
 
     @property
-    def accountants(self) -> tuple[str, ...]:
-        """See `AbstractPlanConfig.accountants`."""
-        return self._batches.accountants
-
-    @property
     def num_bands(self) -> int:
         """Bands of the strategy, and groups of examples."""
         return len(self.strategy)
-
-    @property
-    def selection(self) -> AbstractBatchSelection:
-        """Cyclic Poisson sampling with as many groups as bands."""
-        return self._batches.selection
-
-    @property
-    def relation(self) -> Relation:
-        """See `AbstractPlanConfig.relation`."""
-        return example_relation(self.num_examples)
 
     @property
     def recurrence(self) -> Recurrence:
@@ -116,28 +100,14 @@ class BandMFConfig(AbstractPlanConfig):
         made = banded_toeplitz(column, column_normalized_steps=self.iterations if self.column_normalize else None)
         return dataclasses.replace(made, size=self.iterations, facts={**made.facts, "noise": "banded-toeplitz"})
 
-    def claim(self, noise_multiplier: float, run: str = "") -> Event:
-        """See `AbstractPlanConfig.claim`."""
-        return self._batches.claim(noise_multiplier, run)
-
-    def _library_event(self, noise_multiplier: float) -> Any:
-        return self._batches.library_event(noise_multiplier)
-
-    def _epsilon_of(self, noise_multiplier: float, steps: int, delta: float, accountant: str) -> float:
-        return self._batches.epsilon(noise_multiplier, steps, delta, accountant)
-
-    def _least_noise(self, target: float, delta: float, accountant: str, tol: float) -> float:
-        return self._batches.least_noise(target, delta, accountant, tol)
-
     @property
-    def _batches(self) -> PoissonBatches:
+    def _claims(self) -> Claims:
         return PoissonBatches(
             cycle_length=self.num_bands,
             sampling_prob=known(self.sampling_prob),
             iterations=self.iterations,
             truncated_batch_size=self.truncated_batch_size,
             num_examples=self.num_examples,
-            relation=self.relation,
         )
 
     @property

@@ -16,6 +16,7 @@ from dpengine.names import suggests_names
 from dpengine.noise import NoiseTransform, Recurrence
 
 from . import checks
+from .claims import Claims
 from .execution_plan import DPExecutionPlan
 from .flags import PerformanceFlags
 from .library_accounting import AccountantFactory, calibrated_by_library
@@ -75,45 +76,46 @@ class AbstractPlanConfig(abc.ABC):
 
     @property
     @abc.abstractmethod
-    def selection(self) -> AbstractBatchSelection:
-        """The law of batches."""
-
-    @property
-    @abc.abstractmethod
     def recurrence(self) -> Recurrence | None:
         """The noise, None for independent noise."""
 
+    @property
     @abc.abstractmethod
+    def _claims(self) -> Claims:
+        """The law of batches, and what it earns with this noise."""
+
+    # What is the same
+
+    @property
+    def selection(self) -> AbstractBatchSelection:
+        """The law of batches."""
+        return self._claims.selection
+
+    @property
+    def relation(self) -> Relation:
+        """Which data sets are neighbours."""
+        return self._claims.relation
+
+    @property
+    def accountants(self) -> tuple[str, ...]:
+        """Those that can judge the batches, the usual one first."""
+        return self._claims.accountants
+
     def claim(self, noise_multiplier: float, run: str = "") -> Event:
         """What each step of a run costs, as the engine's ledger has it.
 
         Args:
             noise_multiplier: The noise.
             run: Tells the run from others.
+
+        Returns:
+            The event, an unclaimed one where the engine has none.
         """
-
-    @abc.abstractmethod
-    def _library_event(self, noise_multiplier: float) -> Any:
-        """What the whole run releases, as an event of the dp-accounting library."""
-
-    @abc.abstractmethod
-    def _epsilon_of(self, noise_multiplier: float, steps: int, delta: float, accountant: str) -> float:
-        """Epsilon of the first steps, at least one."""
-
-    @abc.abstractmethod
-    def _least_noise(self, target: float, delta: float, accountant: str, tol: float) -> float:
-        """The noise multiplier at which the accountant finds the target kept."""
-
-    @property
-    @abc.abstractmethod
-    def relation(self) -> Relation:
-        """Which data sets are neighbours."""
-
-    # What is the same
+        return self._claims.claim(noise_multiplier, run)
 
     def dp_event(self) -> Any:
         """What the whole run releases, as an event of the dp-accounting library."""
-        return self._library_event(self._noise_multiplier())
+        return self._claims.library_event(self._noise_multiplier())
 
     @suggests_names
     def epsilon(self, delta: float, step: int | None = None, *, accountant: str | None = None) -> float:
@@ -121,7 +123,7 @@ class AbstractPlanConfig(abc.ABC):
         sigma, steps = self._noise_multiplier(), self._steps(step)
         accountant = self._accountant(accountant)
         checks.fraction(type(self).__name__, "delta", delta)
-        return self._epsilon_of(sigma, steps, delta, accountant) if steps else 0.0
+        return self._claims.epsilon(sigma, steps, delta, accountant) if steps else 0.0
 
     @suggests_names
     def calibrate(
@@ -151,9 +153,9 @@ class AbstractPlanConfig(abc.ABC):
             return dataclasses.replace(self, noise_multiplier=0.0)
         checks.number(owner, "epsilon", epsilon, above=True)
         if callable(accountant):
-            found = calibrated_by_library(self._library_event, accountant, self.relation, epsilon, delta, tol)
+            found = calibrated_by_library(self._claims.library_event, accountant, self.relation, epsilon, delta, tol)
         else:
-            found = self._least_noise(epsilon, delta, self._accountant(accountant), tol)
+            found = self._claims.least_noise(epsilon, delta, self._accountant(accountant), tol)
         return dataclasses.replace(self, noise_multiplier=found)
 
     @suggests_names
@@ -202,11 +204,6 @@ class AbstractPlanConfig(abc.ABC):
                 fix=f"Choose one of: {', '.join(map(repr, self.accountants))}.",
             )
         return name
-
-    @property
-    @abc.abstractmethod
-    def accountants(self) -> tuple[str, ...]:
-        """Those that can judge the batches, the usual one first."""
 
     def _noise_multiplier(self) -> float:
         if self.noise_multiplier is None:
@@ -285,8 +282,3 @@ def _with_bound(bound: dict[str, Any]) -> Callable[..., BoundedSensitivityCallab
         return clipped_grad(*args, **{**options, **bound})
 
     return plan_clipped_grad
-
-
-def example_relation(num_examples: int | None) -> Relation:
-    """Zero-out where the number of examples is public, else add-or-remove."""
-    return Relation.ADD_OR_REMOVE_ONE if num_examples is None else Relation.ZERO_OUT

@@ -13,6 +13,8 @@ from dpengine.accounting import to_dp_accounting as as_library_event
 from dpengine.batch_selection import CyclicPoissonSampling, Partition
 from dpengine.noise import toeplitz_sq_sensitivity
 
+from .claims import example_relation
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Cycles:
@@ -26,14 +28,22 @@ class Cycles:
         iterations: Steps of the run.
         column: First column of the Toeplitz strategy, ``(iterations,)``.
         num_examples: The size of the data set, where that is public.
-        relation: Which data sets are neighbours.
     """
 
     cycle_length: int
     iterations: int
     column: np.ndarray
     num_examples: int | None
-    relation: Relation
+
+    @property
+    def relation(self) -> Relation:
+        """Which data sets are neighbours."""
+        return example_relation(self.num_examples)
+
+    @property
+    def accountants(self) -> tuple[str, ...]:
+        """Those that can judge, the usual one first."""
+        return ("pld", "rdp", "gdp")
 
     @property
     def selection(self) -> CyclicPoissonSampling:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Self, final
+from typing import Any, ClassVar, Self, final
 
 from dpengine.accounting import Event, NonPrivateEvent, Relation, UnclaimedEvent, to_dp_accounting
 from dpengine.batch_selection import AbstractBatchSelection, FixedBatchSampling
 from dpengine.noise import Recurrence
 
 from . import checks
-from .config import AbstractPlanConfig, example_relation
+from .claims import Claims
+from .config import AbstractPlanConfig
 from .library_accounting import calibrated_by_library, epsilon_by_library, library_accountant
 from .poisson_batches import PoissonBatches, checked_cut, known, participation
 
@@ -61,73 +62,60 @@ class DPSGDConfig(AbstractPlanConfig):
         return {"fixed_batch_size": size}
 
     @property
-    def selection(self) -> AbstractBatchSelection:
-        """Poisson sampling, or subsets of one size."""
-        if self.fixed_batch_size is not None:
-            return FixedBatchSampling(batch_size=self.fixed_batch_size, iterations=self.iterations)
-        return self._batches.selection
-
-    @property
-    def accountants(self) -> tuple[str, ...]:
-        """See `AbstractPlanConfig.accountants`."""
-        return self._batches.accountants if self.fixed_batch_size is None else ("rdp",)
-
-    @property
     def recurrence(self) -> Recurrence | None:
         """None: noise is independent."""
         return None
 
     @property
-    def relation(self) -> Relation:
-        """Replace-one for batches of one size, which have no other analysis."""
+    def _claims(self) -> Claims:
         if self.fixed_batch_size is not None:
-            return Relation.REPLACE_ONE
-        return example_relation(self.num_examples)
-
-    def claim(self, noise_multiplier: float, run: str = "") -> Event:
-        """See `AbstractPlanConfig.claim`."""
-        if self.fixed_batch_size is None:
-            return self._batches.claim(noise_multiplier, run)
-        if noise_multiplier == 0:
-            return NonPrivateEvent()
-        return UnclaimedEvent(
-            "batches have one size, which only config.epsilon and the dp-accounting library account for"
-        )
-
-    def _library_event(self, noise_multiplier: float) -> Any:
-        """For batches of one size with half the noise: the library's RDP accountant takes replace-one at distance 1."""
-        if self.fixed_batch_size is None:
-            return self._batches.library_event(noise_multiplier)
-        return self._fixed_event(noise_multiplier, self.iterations)
-
-    def _fixed_event(self, noise_multiplier: float, steps: int) -> Any:
-        import dp_accounting
-
-        if noise_multiplier == 0:
-            return to_dp_accounting(NonPrivateEvent())
-        gaussian = dp_accounting.GaussianDpEvent(noise_multiplier / 2)
-        step = dp_accounting.SampledWithoutReplacementDpEvent(self.num_examples, self.fixed_batch_size, gaussian)
-        return dp_accounting.SelfComposedDpEvent(step, steps)
-
-    def _epsilon_of(self, noise_multiplier: float, steps: int, delta: float, accountant: str) -> float:
-        if self.fixed_batch_size is None:
-            return self._batches.epsilon(noise_multiplier, steps, delta, accountant)
-        event = self._fixed_event(noise_multiplier, steps)
-        return epsilon_by_library(event, library_accountant("rdp"), self.relation, delta)
-
-    def _least_noise(self, target: float, delta: float, accountant: str, tol: float) -> float:
-        if self.fixed_batch_size is None:
-            return self._batches.least_noise(target, delta, accountant, tol)
-        factory = library_accountant("rdp")
-        return calibrated_by_library(self._library_event, factory, self.relation, target, delta, tol)
-
-    @property
-    def _batches(self) -> PoissonBatches:
+            assert self.num_examples is not None
+            return _FixedBatches(self.fixed_batch_size, self.num_examples, self.iterations)
         return PoissonBatches(
             cycle_length=1,
             sampling_prob=known(self.sampling_prob),
             iterations=self.iterations,
             truncated_batch_size=self.truncated_batch_size,
             num_examples=self.num_examples,
-            relation=self.relation,
         )
+
+
+@dataclasses.dataclass(frozen=True)
+class _FixedBatches:
+    """Subsets of one size. The library's RDP accountant alone judges them, under replace-one."""
+
+    size: int
+    num_examples: int
+    iterations: int
+
+    relation: ClassVar[Relation] = Relation.REPLACE_ONE
+    accountants: ClassVar[tuple[str, ...]] = ("rdp",)
+
+    @property
+    def selection(self) -> AbstractBatchSelection:
+        return FixedBatchSampling(batch_size=self.size, iterations=self.iterations)
+
+    def claim(self, noise_multiplier: float, run: str) -> Event:
+        if noise_multiplier == 0:
+            return NonPrivateEvent()
+        return UnclaimedEvent(
+            "batches have one size, which only config.epsilon and the dp-accounting library account for"
+        )
+
+    def library_event(self, noise_multiplier: float, steps: int | None = None) -> Any:
+        """With half the noise, since that accountant takes replace-one at distance 1."""
+        import dp_accounting
+
+        if noise_multiplier == 0:
+            return to_dp_accounting(NonPrivateEvent())
+        gaussian = dp_accounting.GaussianDpEvent(noise_multiplier / 2)
+        step = dp_accounting.SampledWithoutReplacementDpEvent(self.num_examples, self.size, gaussian)
+        return dp_accounting.SelfComposedDpEvent(step, self.iterations if steps is None else steps)
+
+    def epsilon(self, noise_multiplier: float, steps: int, delta: float, accountant: str) -> float:
+        event = self.library_event(noise_multiplier, steps)
+        return epsilon_by_library(event, library_accountant(accountant), self.relation, delta)
+
+    def least_noise(self, target: float, delta: float, accountant: str, tol: float) -> float:
+        factory = library_accountant(accountant)
+        return calibrated_by_library(self.library_event, factory, self.relation, target, delta, tol)

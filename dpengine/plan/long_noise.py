@@ -7,8 +7,6 @@ from typing import Any, Self, final
 
 import numpy as np
 
-from dpengine.accounting import Event, Relation
-from dpengine.batch_selection import AbstractBatchSelection
 from dpengine.noise import (
     Recurrence,
     banded_inverse,
@@ -20,7 +18,7 @@ from dpengine.noise import (
 )
 
 from . import checks
-from .config import AbstractPlanConfig, example_relation
+from .config import AbstractPlanConfig
 from .cycles import Cycles
 
 
@@ -71,41 +69,13 @@ class BLTConfig(AbstractPlanConfig):
         }
 
     @property
-    def selection(self) -> AbstractBatchSelection:
-        """One order, again and again."""
-        return self._cycles.selection
-
-    @property
-    def relation(self) -> Relation:
-        """See `AbstractPlanConfig.relation`."""
-        return example_relation(self.num_examples)
-
-    @property
-    def accountants(self) -> tuple[str, ...]:
-        """See `AbstractPlanConfig.accountants`."""
-        return ("pld", "rdp", "gdp")
-
-    @property
     def recurrence(self) -> Recurrence:
         """The noise."""
-        made, norm = blt(self.decays, self.scales), self._cycles.column_norm
+        made, norm = blt(self.decays, self.scales), self._claims.column_norm
         return dataclasses.replace(made, size=self.iterations, column_norm=norm, facts={**made.facts, "noise": "blt"})
 
-    def claim(self, noise_multiplier: float, run: str = "") -> Event:
-        """See `AbstractPlanConfig.claim`."""
-        return self._cycles.claim(noise_multiplier, run)
-
-    def _library_event(self, noise_multiplier: float) -> Any:
-        return self._cycles.library_event(noise_multiplier)
-
-    def _epsilon_of(self, noise_multiplier: float, steps: int, delta: float, accountant: str) -> float:
-        return self._cycles.epsilon(noise_multiplier, steps, delta, accountant)
-
-    def _least_noise(self, target: float, delta: float, accountant: str, tol: float) -> float:
-        return self._cycles.least_noise(target, delta, accountant, tol)
-
     @property
-    def _cycles(self) -> Cycles:
+    def _claims(self) -> Cycles:
         return _cycles_of(self, self.cycle_length, blt_column(self.decays, self.scales, self.iterations))
 
 
@@ -153,42 +123,14 @@ class BandedInverseConfig(AbstractPlanConfig):
         return {"coefficients": tuple(value / column[0] for value in column), "cycle_length": length}
 
     @property
-    def selection(self) -> AbstractBatchSelection:
-        """One order, again and again."""
-        return self._cycles.selection
-
-    @property
-    def relation(self) -> Relation:
-        """See `AbstractPlanConfig.relation`."""
-        return example_relation(self.num_examples)
-
-    @property
-    def accountants(self) -> tuple[str, ...]:
-        """See `AbstractPlanConfig.accountants`."""
-        return ("pld", "rdp", "gdp")
-
-    @property
     def recurrence(self) -> Recurrence:
         """The noise."""
-        made, norm = banded_inverse(self.coefficients), self._cycles.column_norm
+        made, norm = banded_inverse(self.coefficients), self._claims.column_norm
         facts = {**made.facts, "noise": "banded-inverse"}
         return dataclasses.replace(made, size=self.iterations, column_norm=norm, facts=facts)
 
-    def claim(self, noise_multiplier: float, run: str = "") -> Event:
-        """See `AbstractPlanConfig.claim`."""
-        return self._cycles.claim(noise_multiplier, run)
-
-    def _library_event(self, noise_multiplier: float) -> Any:
-        return self._cycles.library_event(noise_multiplier)
-
-    def _epsilon_of(self, noise_multiplier: float, steps: int, delta: float, accountant: str) -> float:
-        return self._cycles.epsilon(noise_multiplier, steps, delta, accountant)
-
-    def _least_noise(self, target: float, delta: float, accountant: str, tol: float) -> float:
-        return self._cycles.least_noise(target, delta, accountant, tol)
-
     @property
-    def _cycles(self) -> Cycles:
+    def _claims(self) -> Cycles:
         return _cycles_of(self, self.cycle_length, toeplitz_inverse(self.coefficients, self.iterations))
 
 
@@ -198,5 +140,4 @@ def _cycles_of(config: AbstractPlanConfig, cycle_length: int, column: np.ndarray
         iterations=config.iterations,
         column=column,
         num_examples=config.num_examples,
-        relation=config.relation,
     )

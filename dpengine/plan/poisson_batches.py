@@ -23,6 +23,7 @@ from dpengine.errors import InvalidBudgetError
 from dpengine.run_plan import rate_to_book
 
 from . import checks
+from .claims import example_relation
 from .library_accounting import calibrated_by_library, epsilon_by_library, library_accountant
 
 
@@ -36,7 +37,6 @@ class PoissonBatches:
         iterations: Steps of the run.
         truncated_batch_size: Larger batches are cut; None for no cut.
         num_examples: The size of the data set, where that is public.
-        relation: Which data sets are neighbours.
     """
 
     cycle_length: int
@@ -44,7 +44,11 @@ class PoissonBatches:
     iterations: int
     truncated_batch_size: int | None
     num_examples: int | None
-    relation: Relation
+
+    @property
+    def relation(self) -> Relation:
+        """Which data sets are neighbours."""
+        return example_relation(self.num_examples)
 
     @property
     def accountants(self) -> tuple[str, ...]:
