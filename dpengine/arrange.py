@@ -124,7 +124,8 @@ def _by_plan(module: nn.Module, loader: DataLoader[Any], wanted: Wanted) -> tupl
     rows = len(loader.dataset) if wanted.batching.num_units is None else wanted.batching.num_units  # type: ignore[arg-type]
     selection = config.selection
     strategy = selection.over(rows)
-    sigma = config.make().config.noise_multiplier
+    config.make()  # refuses one that has no noise yet
+    sigma = config.noise_multiplier
     assert sigma is not None
     run = secrets.token_hex(8)
     claim = config.claim(sigma, run)

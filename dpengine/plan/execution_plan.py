@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 class DPExecutionPlan:
     """The parts of a mechanism, from a config's ``make``.
 
-    ``make_private(plan=...)`` trains by it; or a loop of your own does::
+    ``make_private(plan=...)`` trains by it, without its performance flags; or a loop of your own does::
 
         state = plan.noise_addition_transform.init(params)
         gradient = plan.clipped_grad(loss)
