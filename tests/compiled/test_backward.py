@@ -411,6 +411,26 @@ def test_rows_in_another_order_are_refused(name):
         training.backward(*batch)
 
 
+def test_an_order_that_hangs_on_numbers_is_refused_even_where_it_changes_nothing_yet():
+    rows = data((6,))
+    rows.tensors[0][:, 0] = 0
+    training = Training(MODELS["linear"][0], rows, compiled=True)
+    order = lambda x: x[x[:, 0].argsort(stable=True)]  # noqa: E731
+    training.backward._loss_fn = lambda x, y: F.cross_entropy(training.model(order(x)), y)
+    batch = after_first(training)
+    with pytest.raises(errors.UnsupportedLayerError, match="change places"):
+        training.backward(*batch)
+
+
+def test_rows_picked_by_a_tensor_of_the_batch_are_refused():
+    rows = data((6,))
+    training = Training(MODELS["linear"][0], rows, compiled=True, multiple_of=64)
+    training.backward._loss_fn = lambda x, y: F.cross_entropy(training.model(x[y * 0]) + training.model(x), y)
+    batch = after_first(training)
+    with pytest.raises(errors.UnsupportedLayerError, match="change places"):
+        training.backward(*batch)
+
+
 def test_a_loss_divided_by_the_batch_is_refused():
     training = Training(MODELS["linear"][0], data((6,)), compiled=True, multiple_of=64)
     weight = torch.tensor([1.0, 5.0, 1.0, 9.0])
