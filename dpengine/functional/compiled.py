@@ -22,7 +22,6 @@ def compiled(
     function: BoundedSensitivityCallable,
     *example: Any,
     backend: str | Callable[..., Any] = "inductor",
-    **kwargs: Any,
 ) -> BoundedSensitivityCallable:
     """The same function, compiled.
 
@@ -34,7 +33,6 @@ def compiled(
         function: What ``clipped_grad`` or ``clipped_fun`` returned.
         example: Arguments for it, with a batch as it will be; other sizes are compiled when they come.
         backend: Of ``torch.compile``, by name or as a function.
-        kwargs: Keyword arguments for it.
 
     Returns:
         The compiled function, of the same sensitivity.
@@ -54,8 +52,7 @@ def compiled(
     for i in range(min(size, _MOST_EXAMPLES)):
         others = torch.arange(size) != i
         slow_sum, fast_sum = (
-            _leaves(function, _seeded(call, *example, is_padding_example=others, **kwargs))
-            for call in (function.function, fast)
+            _leaves(function, _seeded(call, *example, is_padding_example=others)) for call in (function.function, fast)
         )
         norm = sum(float(leaf.double().square().sum()) for leaf in slow_sum) ** 0.5
         off = sum(float((a - b).double().square().sum()) for a, b in zip(slow_sum, fast_sum, strict=True)) ** 0.5
@@ -73,8 +70,8 @@ def _leaves(function: BoundedSensitivityCallable, output: Any) -> list[Tensor]:
     return pytree.tree_leaves(output[0] if function.has_aux else output)
 
 
-def _seeded(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _seeded(call: Callable[..., Any], *args: Any, is_padding_example: Tensor) -> Any:
     """Calls it with the same random numbers each time, and leaves the generators as they were."""
     with torch.random.fork_rng(devices=range(torch.cuda.device_count()) if torch.cuda.is_initialized() else []):
         torch.manual_seed(0)
-        return call(*args, **kwargs)
+        return call(*args, is_padding_example=is_padding_example)
