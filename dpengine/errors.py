@@ -134,6 +134,18 @@ class TicketError(PrivacyError):
     code = "DPE022"
 
 
+class MechanismMismatchError(PrivacyError, ValueError):
+    """What was stored belongs to another mechanism than the one that should go on with it."""
+
+    code = "DPE023"
+
+
+class CorruptFileError(PrivacyError):
+    """A stored file is missing, damaged, or of a version that is not known."""
+
+    code = "DPE024"
+
+
 class AccountingRefusedError(PrivacyError):
     """No sound number can be given for this history."""
 

@@ -19,10 +19,9 @@ from dpengine.accounting import Charge, Event, epsilon
 from dpengine.admission import attached_models
 from dpengine.errors import BatchDependentLossError, BatchMismatchError, UnsupportedLayerError, notice
 from dpengine.kernels import keep_freed_memory
-from dpengine.noise import NoiseSource
 from dpengine.release import Release
 from dpengine.report import RunFacts
-from dpengine.sampling import UnitIds, UnitStrategy, WordStream, private_loader
+from dpengine.sampling import PARTITION_STEP, UnitIds, UnitStrategy, private_loader
 
 if TYPE_CHECKING:
     from dpengine.compiled import CompiledBackward
@@ -108,6 +107,8 @@ class Run:
     units: UnitIds | None = None  # of each example, where a unit of privacy has several
     unit: str = RunFacts.unit  # what a unit is called
     attached: bool = False
+    first_life: int | None = None  # of the source, where it is another now: who is in which group was drawn in it
+    batches: Any = None  # the private loader
 
     def __post_init__(self) -> None:
         """Lets the release ask the budget, and hear of backward passes."""
@@ -144,10 +145,10 @@ class Run:
     ) -> DataLoader[Any]:
         """The private loader of this run, which tells its release what is handed out."""
         strategy = self.release.plan.sampling
-        return private_loader(
+        loader = private_loader(
             data_loader,
             strategy=strategy if self.units is None else UnitStrategy(strategy, self.units),
-            words=_mask_words(self.release.source),
+            words=self._mask_words,
             physical_batch_size=physical_batch_size,
             accumulation_steps=accumulation_steps,
             batch_first=batch_first,
@@ -155,6 +156,14 @@ class Run:
             may_draw=self._may_draw,
             example_input=example_input,
         )
+        self.batches = loader
+        return loader
+
+    def _mask_words(self, count: int, *, step: int, block: int) -> Any:
+        """The words that batches are drawn with."""
+        # A request is less than 2**32 of the source's blocks long, so the next one of the step does not repeat it.
+        life = self.first_life if step >= PARTITION_STEP else None
+        return self.release.source.words(count, domain="mask", step=step, block=block << 32, incarnation=life)
 
     def _may_draw(self, step: int) -> bool:
         return self.release.plan.has_step(step) and self.budget.may_draw(self.release)
@@ -208,13 +217,3 @@ class Run:
                 companions.detach(companion)
         attached_models.discard(self.model)
         self.attached = False
-
-
-def _mask_words(source: NoiseSource) -> WordStream:
-    """The words that batches are drawn with."""
-
-    def words(count: int, *, step: int, block: int) -> Any:
-        # A request is less than 2**32 of the source's blocks long, so the next one of the step does not repeat it.
-        return source.words(count, domain="mask", step=step, block=block << 32)
-
-    return words

@@ -140,6 +140,7 @@ class CorrelatedNoise(AbstractNoise):
                 f"{where}: the vector is cut otherwise than at earlier steps (index {start}, {sums.numel()} numbers).",
                 fix="Freeze, thaw or move parameters before training starts.",
             )
+        part.state_KD = part.state_KD.to(sums)  # a state that was loaded is on the CPU
         return part
 
     def state_dict(self) -> dict[str, Any]:

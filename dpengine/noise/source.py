@@ -128,7 +128,9 @@ class NoiseSource:
         """Whether the key follows from a seed, which voids the guarantee against whoever knows it."""
         return self._insecure_seed
 
-    def words(self, count: int, *, domain: str, step: int, block: int = 0) -> np.ndarray:
+    def words(
+        self, count: int, *, domain: str, step: int, block: int = 0, incarnation: int | None = None
+    ) -> np.ndarray:
         """Uniform 64-bit words.
 
         Args:
@@ -136,6 +138,7 @@ class NoiseSource:
             domain: What they are for. Two purposes must have two domains.
             step: The step they belong to.
             block: Where to start, in blocks of 8 words.
+            incarnation: The life of the run; None for the present one.
 
         Returns:
             ``(count,)`` uint64, a pure function of the arguments, the key and the incarnation.
@@ -149,7 +152,7 @@ class NoiseSource:
                 f"noise.NoiseSource.words: block {block} and count {count} pass the last block, 2**64 - 1."
             )
         out = np.empty(size, np.uint64)
-        self._stream.fill(self._subkey(b"words", domain, step), first, out)
+        self._stream.fill(self._subkey(b"words", domain, step, incarnation), first, out)
         return out
 
     def normal_(self, out: Tensor, *, domain: str, step: int, start: int = 0) -> Tensor:

@@ -4,7 +4,7 @@ from .batches import PrivateBatchSampler
 from .check import check_loader
 from .choose_strategy import strategy_for
 from .collate import EmptyAwareCollate, empty_template
-from .cyclic import CyclicPoissonStrategy, Partition
+from .cyclic import PARTITION_STEP, CyclicPoissonStrategy, Partition
 from .loader import private_loader
 from .poisson import PoissonSampling
 from .shuffle import ShuffleSampling
@@ -14,6 +14,7 @@ from .ticket import Ticket
 from .units import UnitIds, UnitStrategy, refuse_reordering, unit_numbers
 
 __all__ = [
+    "PARTITION_STEP",
     "AbstractBatchStrategy",
     "CyclicPoissonStrategy",
     "EmptyAwareCollate",

@@ -13,7 +13,8 @@ from .permutation import KEY_WORDS, KeyedPermutation
 from .poisson import PoissonSampling, checked_batch_size, checked_sample_rate
 from .strategy import AbstractBatchStrategy, IndexBatch, WordStream, whole_number
 
-_GROUPS_AT = (1 << 63, 0)  # (step, block) of the words from which the groups follow; no step is as late
+PARTITION_STEP = 1 << 63
+"""The step whose words say who is in which group. No batch is as late."""
 
 
 class Partition(enum.Enum):
@@ -91,8 +92,7 @@ class CyclicPoissonStrategy(AbstractBatchStrategy):
 
     def _groups(self, words: WordStream) -> tuple[KeyedPermutation, npt.NDArray[np.int64]]:
         """The order of the examples, and where in it each group ends."""
-        step, block = _GROUPS_AT
-        drawn = words(KEY_WORDS + 2, step=step, block=block)
+        drawn = words(KEY_WORDS + 2, step=PARTITION_STEP, block=0)
         permutation = KeyedPermutation(self.num_examples, [int(word) for word in drawn[:KEY_WORDS]])
         if self.partition is Partition.EQUAL_SPLIT:
             return permutation, np.arange(1, self.cycle_length + 1) * (self.num_examples // self.cycle_length)

@@ -7,29 +7,15 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from plans import CONFIGS, DRAWS, PLANS, ROWS, STEPS, Still, agrees, covariance, expected_covariance
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from dpengine import PrivacyEngine
 from dpengine.errors import BudgetExceeded, InvalidBudgetError, TicketError
 from dpengine.noise import BandMF
-from dpengine.plan import BandedInverseConfig, BandMFConfig, BLTConfig, DPSGDConfig
+from dpengine.plan import BandMFConfig, DPSGDConfig
 from dpengine.sampling import Ticket
-
-from .test_parts_alone import CONFIGS, DRAWS, STEPS, agrees, covariance, expected_covariance
-
-ROWS = 120
-
-
-class Still(nn.Module):
-    """A parameter for each draw, whose gradient is zero."""
-
-    def __init__(self):
-        super().__init__()
-        self.weight = nn.Parameter(torch.zeros(DRAWS))
-
-    def forward(self, x):
-        return 0 * (x * self.weight).sum(dim=1)
 
 
 def loader(rows=ROWS, batch_size=30, width=4):
@@ -45,20 +31,6 @@ def private(plan, model=None, data=None, *, seed=7, delta=1e-5, **settings):
     engine = PrivacyEngine(seed=seed)
     data = loader() if data is None else data
     return engine, *engine.make_private(model, optimizer, data, plan=plan, target_delta=delta, **settings)
-
-
-PLANS = {
-    "dp-sgd": DPSGDConfig(iterations=8, sampling_prob=0.25, noise_multiplier=1.0),
-    "band-mf": BandMFConfig(iterations=8, strategy=(1.0, 0.5), sampling_prob=0.5, noise_multiplier=1.0),
-    "public": BandMFConfig(
-        iterations=8, strategy=(1.0, 0.5), sampling_prob=0.5, noise_multiplier=1.0, num_examples=ROWS,
-        l2_clip_norm=0.2, rescale_to_unit_norm=False, normalize_by=30.0,
-    ),
-    "blt": BLTConfig(iterations=8, cycle_length=4, decays=(0.9,), scales=(0.3,), noise_multiplier=1.0),
-    "inverse": BandedInverseConfig(
-        iterations=8, cycle_length=4, coefficients=(1.0, -0.5), noise_multiplier=1.0, num_examples=ROWS
-    ),
-}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", PLANS)

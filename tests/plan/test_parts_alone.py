@@ -5,56 +5,12 @@ import math
 import numpy as np
 import pytest
 import torch
+from plans import CONFIGS, DRAWS, STEPS, agrees, covariance, expected_covariance
 
 from dpengine.accounting import Relation
 from dpengine.errors import PrivacyError
 from dpengine.noise import NoiseTransform, banded_toeplitz
-from dpengine.noise.toeplitz import inverse, matrix
-from dpengine.plan import BandedInverseConfig, BandMFConfig, BLTConfig, DPSGDConfig, PerformanceFlags
-
-STEPS = 8
-DRAWS = 100_000
-NOISE = {"noise_multiplier": 1.5, "l2_clip_norm": 2.0}
-CONFIGS = {
-    "independent": DPSGDConfig(iterations=STEPS, **NOISE),
-    "banded": BandMFConfig(iterations=STEPS, strategy=(2.0, 1.0, 0.4), **NOISE),
-    "column-normalised": BandMFConfig(iterations=STEPS, strategy=(2.0, 1.0, 0.4), column_normalize=True, **NOISE),
-    "blt": BLTConfig(iterations=STEPS, cycle_length=4, decays=(0.9, 0.5), scales=(0.3, 0.2), **NOISE),
-    "banded inverse": BandedInverseConfig(iterations=STEPS, cycle_length=4, coefficients=(1.0, -0.5, -0.1), **NOISE),
-}
-
-
-def strategy_of(config):
-    """S ``(STEPS, STEPS)``, with 1 as its largest column norm, built whole."""
-    if isinstance(config, DPSGDConfig):
-        return np.eye(STEPS)
-    if isinstance(config, BandMFConfig):
-        s = matrix(np.array(config.strategy), STEPS)
-        norms = np.linalg.norm(s, axis=0)
-        return s / (norms if config.column_normalize else norms.max())
-    if isinstance(config, BLTConfig):
-        column = [1.0] + [
-            sum(w * d**k for w, d in zip(config.scales, config.decays, strict=True)) for k in range(STEPS - 1)
-        ]
-        s = matrix(np.array(column), STEPS)
-    else:
-        s = matrix(inverse(config.coefficients, STEPS), STEPS)
-    return s / np.linalg.norm(s[:, 0])
-
-
-def covariance(noise_NP):
-    return noise_NP @ noise_NP.T / noise_NP.shape[1]
-
-
-def agrees(found, expected, draws):
-    """Each entry within 4 standard errors of a covariance of normals."""
-    error = np.sqrt((expected**2 + np.outer(np.diag(expected), np.diag(expected))) / draws)
-    return np.abs(found - expected) <= 4 * error
-
-
-def expected_covariance(config, unit):
-    noising = np.linalg.inv(strategy_of(config))
-    return (config.noise_multiplier * unit) ** 2 * noising @ noising.T
+from dpengine.plan import BandMFConfig, PerformanceFlags
 
 
 @pytest.mark.parametrize("name", CONFIGS)
