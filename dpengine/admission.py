@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
@@ -107,6 +108,8 @@ def noise_for(
     planned: int | None,
     accountant: str,
     spent: Sequence[Charge],
+    *,
+    sq_sensitivity: float | None = None,
 ) -> float:
     """The noise multiplier that was given, or the one that keeps the target: with what was spent and is planned."""
     if (sigma is None) == (target is None):
@@ -124,6 +127,11 @@ def noise_for(
         )
     if planned is None:
         raise InvalidBudgetError("target_epsilon needs to know how long training is.", fix="Pass epochs= or steps=.")
+    if sq_sensitivity is not None:  # chance earns nothing: the run is one release, of so much more sensitivity
+        one = calibrate(
+            target_epsilon=target, target_delta=delta, sample_rate=1.0, steps=1, accountant=accountant, spent=spent
+        ).noise_multiplier
+        return one * math.sqrt(sq_sensitivity) * (1 + 1e-12)
     cycle = strategy.cycle_length if isinstance(strategy, CyclicPoissonStrategy) else 1
     return calibrate(
         target_epsilon=target,
@@ -136,13 +144,14 @@ def noise_for(
 
 
 def sampling_and_noise(
-    strategy: AbstractBatchStrategy, noise: BandMF | None, planned: int | None, relation: Relation
+    strategy: AbstractBatchStrategy, noise: Any, planned: int | None, relation: Relation
 ) -> tuple[AbstractBatchStrategy, Recurrence | None]:
     """The sampling that noise with bands needs, with batches as large as before, and the noise of the planned steps."""
     if noise is None:
         return strategy, None
     if not isinstance(noise, BandMF):
-        raise TypeError(f"noise is a {type(noise).__name__}; pass noise=BandMF(num_bands=16), or leave it out.")
+        known = "BandMF(num_bands=16), BLT() or BandedInverse(num_bands=4)"
+        raise TypeError(f"noise is a {type(noise).__name__}; pass noise={known}.")
     if planned is None:
         raise InvalidBudgetError("noise=BandMF(...) needs to know how long training is.", fix="Pass epochs= or steps=.")
     if not isinstance(strategy, PoissonSampling):

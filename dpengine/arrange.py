@@ -11,12 +11,12 @@ from typing import Any
 from torch import nn
 from torch.utils.data import DataLoader
 
-from dpengine.accounting import Charge, Relation, UnclaimedEvent
+from dpengine.accounting import Charge, MatrixGaussianEvent, Relation, UnclaimedEvent
 from dpengine.admission import clipping_for, delta_for, noise_for, planned_steps, sampling_and_noise
 from dpengine.clipping import AbstractClip
 from dpengine.errors import InvalidBudgetError
-from dpengine.noise import BandMF
-from dpengine.plan import AbstractPlanConfig, DPExecutionPlan
+from dpengine.noise import BLT, BandedInverse, BandMF
+from dpengine.plan import AbstractPlanConfig, BandedInverseConfig, BLTConfig, DPExecutionPlan
 from dpengine.run import Budget
 from dpengine.run_plan import RunPlan
 from dpengine.sampling import AbstractBatchStrategy, CyclicPoissonStrategy, PoissonSampling, strategy_for
@@ -54,7 +54,7 @@ class Wanted:
     """What was asked for; as ``make_private`` was given it."""
 
     noise_multiplier: float | None
-    noise: BandMF | None
+    noise: BandMF | BLT | BandedInverse | None
     plan: Any
     clipping: str | AbstractClip
     max_grad_norm: Any
@@ -91,6 +91,9 @@ def _by_numbers(module: nn.Module, loader: DataLoader[Any], wanted: Wanted) -> t
     planned = planned_steps(spending.epochs, spending.steps, strategy.steps_per_epoch)
     constants = None not in (batching.sample_rate, batching.expected_batch_size, spending.target_delta)
     relation = Relation.ADD_OR_REMOVE_ONE if constants else Relation.ZERO_OUT
+    if isinstance(wanted.noise, (BLT, BandedInverse)):
+        plan = _in_turn(wanted, wanted.noise, strategy, policy, delta, planned, relation)
+        return plan, Budget(spending.target_epsilon, delta, planned, spending.on_budget, spending.accountant)
     strategy, recurrence = sampling_and_noise(strategy, wanted.noise, planned, relation)
     sigma = noise_for(
         wanted.noise_multiplier,
@@ -103,6 +106,58 @@ def _by_numbers(module: nn.Module, loader: DataLoader[Any], wanted: Wanted) -> t
     )
     plan = RunPlan(strategy, policy, sigma, strategy.expected_batch_size, relation, recurrence)
     return plan, Budget(spending.target_epsilon, delta, planned, spending.on_budget, spending.accountant)
+
+
+def _in_turn(
+    wanted: Wanted,
+    noise: BLT | BandedInverse,
+    strategy: AbstractBatchStrategy,
+    policy: AbstractClip,
+    delta: float,
+    planned: int | None,
+    relation: Relation,
+) -> RunPlan:
+    """A run in which groups of a batch each take turns, and the noise takes back that of all steps before."""
+    name, spending = type(noise).__name__, wanted.spending
+    if planned is None:
+        raise InvalidBudgetError(
+            f"noise={name}(...) needs to know how long training is.", fix="Pass epochs= or steps=."
+        )
+    if not isinstance(strategy, PoissonSampling):
+        raise InvalidBudgetError(
+            f"noise={name}(...) does not go with sampling={strategy.law!r}.", fix='Pass sampling="poisson".'
+        )
+    public = relation is not Relation.ADD_OR_REMOVE_ONE
+    shared: dict[str, Any] = {
+        "iterations": planned,
+        "cycle_length": max(1, round(1 / strategy.sample_rate)),
+        "num_examples": strategy.num_examples if public else None,
+    }
+    config: AbstractPlanConfig
+    if isinstance(noise, BLT):
+        config = BLTConfig.default(num_buffers=noise.num_buffers, **shared)
+    else:
+        config = BandedInverseConfig.default(num_bands=noise.num_bands, **shared)
+    drawn = config.selection.over(strategy.num_examples)
+    assert isinstance(drawn, CyclicPoissonStrategy)
+    if wanted.batching.expected_batch_size is not None:  # a declared constant stays what it is
+        drawn = dataclasses.replace(drawn, expected_batch_size=strategy.expected_batch_size)
+    drawn = dataclasses.replace(drawn, steps_per_epoch=shared["cycle_length"])
+    whole_run = config.claim(1.0)
+    assert isinstance(whole_run, MatrixGaussianEvent)
+    sigma = noise_for(
+        wanted.noise_multiplier,
+        spending.target_epsilon,
+        delta,
+        drawn,
+        planned,
+        spending.accountant,
+        spending.before,
+        sq_sensitivity=whole_run.sq_sensitivities[-1],
+    )
+    run = secrets.token_hex(8)
+    divisor, claim = drawn.expected_batch_size, config.claim(sigma, run)
+    return RunPlan(drawn, policy, sigma, divisor, relation, config.recurrence, planned, claim, run=run)
 
 
 def _over_units(strategy: AbstractBatchStrategy, batching: Batching) -> AbstractBatchStrategy:
@@ -155,7 +210,8 @@ def _by_plan(module: nn.Module, loader: DataLoader[Any], wanted: Wanted) -> tupl
             "steps already.",
             fix="Report now, or make a plan with more iterations.",
         )
-    plan = RunPlan(strategy, policy, sigma, divisor, config.relation, config.recurrence, left, claim, run)
+    relation, noise = config.relation, config.recurrence
+    plan = RunPlan(strategy, policy, sigma, divisor, relation, noise, left, claim, divides_always=True, run=run)
     delta = delta_for(spending.target_delta, rows, spending.allow_large_delta)
     return plan, Budget(None, delta, config.iterations, spending.on_budget, spending.accountant)
 

@@ -26,7 +26,7 @@ from dpengine.clipping import AbstractClip, ClippedSums
 from dpengine.errors import InvalidBudgetError, UnknownParameterError
 from dpengine.gradients import MODES, MethodTable, explain, method_table
 from dpengine.names import suggests_names
-from dpengine.noise import DEFAULT_KIND, BandMF, NoiseSource
+from dpengine.noise import BLT, DEFAULT_KIND, BandedInverse, BandMF, NoiseSource
 from dpengine.plan import AbstractPlanConfig, DPExecutionPlan
 from dpengine.progress import progress
 from dpengine.release import Release
@@ -95,7 +95,7 @@ class PrivacyEngine:
         steps: int | None = None,
         max_grad_norm: float | list[float] | None = None,
         clipping: str | AbstractClip = "flat",
-        noise: BandMF | None = None,
+        noise: BandMF | BLT | BandedInverse | None = None,
         plan: DPExecutionPlan | AbstractPlanConfig | None = None,
         sampling: str = "poisson",
         sample_rate: float | None = None,
@@ -133,7 +133,8 @@ class PrivacyEngine:
             max_grad_norm: What the L2 norm of each sample's gradient is clipped to; a list with ``"per_layer"``. None
                 takes 1.0, or what the policy says.
             clipping: ``"flat"``, ``"per_layer"``, ``"automatic"``, ``"adaptive"``, or a policy.
-            noise: ``BandMF(num_bands=16)`` for less error at the same cost, over the planned ``epochs`` or ``steps``.
+            noise: ``BandMF(num_bands=16)``, ``BLT()`` or ``BandedInverse(num_bands=4)`` of `dpengine.noise`, for less
+                error at the same cost over the planned ``epochs`` or ``steps``.
             plan: Instead of all that concerns noise, clipping and sampling: see `dpengine.plan`. ``p.grad`` is then the
                 sum that the plan says, divided by its ``normalize_by``; the run ends with its iterations.
             sampling: ``"poisson"``; or ``"shuffle"``, for which no epsilon is claimed.

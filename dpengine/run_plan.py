@@ -46,8 +46,8 @@ class RunPlan:
         noise: How the noise hangs together over steps; None for independent noise. The largest column norm of its
             strategy is 1.
         iterations: Logical batches of the run; None if there is no end.
-        claim: What each logical batch costs, where an execution plan says it. Then ``expected_batch_size`` divides the
-            sums whatever the loss does over rows.
+        claim: What each logical batch costs, where that does not follow from the other fields.
+        divides_always: Whether ``expected_batch_size`` divides the sums whatever the loss does over rows.
         run: Tells this run from others in the ledger, where its noise hangs together.
 
     Raises:
@@ -64,6 +64,7 @@ class RunPlan:
     noise: Recurrence | None = None
     iterations: int | None = None
     claim: Event | None = None
+    divides_always: bool = False
     run: str = field(default_factory=lambda: secrets.token_hex(8))
 
     def __post_init__(self) -> None:
@@ -90,6 +91,12 @@ class RunPlan:
                 f"expected_batch_size={self.expected_batch_size!r} is not a finite number above 0.",
                 fix="Pass the number of rows that a logical batch has on average.",
             )
+        if self.noise is not None and isinstance(self.clipping, Adaptive):
+            raise InvalidBudgetError(
+                "Noise that hangs together over steps needs one clipping threshold for the whole run, and "
+                'clipping="adaptive" moves it.',
+                fix='Pass clipping="flat", or leave out noise=.',
+            )
         if self.noise is not None and self.claim is None:
             self._refuse_noise(self.noise)
 
@@ -106,12 +113,6 @@ class RunPlan:
             raise InvalidBudgetError(
                 "Groups of equal size tell how many rows there are, which add-or-remove keeps private.",
                 fix="Use Partition.INDEPENDENT, or the relation zero-out.",
-            )
-        if isinstance(self.clipping, Adaptive):
-            raise InvalidBudgetError(
-                "Noise that hangs together over steps needs one clipping threshold for the whole run, and "
-                'clipping="adaptive" moves it.',
-                fix='Pass clipping="flat", or leave out noise=.',
             )
 
     def has_step(self, step: int) -> bool:
@@ -144,7 +145,7 @@ class RunPlan:
 
     def divisor(self, batches: int, *, mean: bool) -> float:
         """What sums of so many logical batches are divided by; ``mean`` says whether the loss is a mean over rows."""
-        if self.claim is not None:
+        if self.divides_always:
             return self.expected_batch_size
         return self.expected_batch_size * batches if mean else 1.0
 

@@ -5,12 +5,14 @@ import itertools
 import numpy as np
 import pytest
 import torch
-from loops import BATCH, MAX_NORM, ROWS, make_loop, mlp, state_of
+from loops import BATCH, MAX_NORM, ROWS, examples, make_loop, mlp, state_of
+from torch.utils.data import DataLoader
 
 from dpengine import Adaptive, PrivacyEngine
-from dpengine.accounting import Charge, PoissonGaussianEvent, Relation, calibrate, epsilon
+from dpengine.accounting import Charge, MatrixGaussianEvent, PoissonGaussianEvent, Relation, calibrate, epsilon
 from dpengine.errors import BudgetExceeded, InvalidBudgetError, TicketError
-from dpengine.noise import BandMF
+from dpengine.noise import BLT, BandedInverse, BandMF
+from dpengine.plan import BandedInverseConfig, BLTConfig
 from dpengine.run_plan import rate_to_book
 from dpengine.sampling import CyclicPoissonStrategy, Partition, Ticket
 
@@ -177,3 +179,89 @@ def gradient_total(loop):
         loop.step(*batch)
         total = total + torch.cat([p.grad.flatten() for p in loop.model.parameters()])
     return total
+
+
+# Noise over the whole run, in turns
+
+
+LONG = {"blt": BLT(num_buffers=2), "inverse": BandedInverse(num_bands=3)}
+
+
+@pytest.mark.parametrize("name", LONG)
+def test_groups_of_a_batch_take_turns(name):
+    loop = banded_loop(noise=LONG[name])
+    plan = loop.release.plan
+    assert plan.sampling.sample_rate == 1 and plan.sampling.cycle_length == ROWS // BATCH
+    assert plan.relation is Relation.ZERO_OUT and plan.divisor(1, mean=True) == BATCH
+    assert plan.divisor(1, mean=False) == 1
+    assert train(loop, epochs=5) == STEPS
+    claim = plan.event()
+    assert isinstance(claim, MatrixGaussianEvent) and loop.engine.ledger.history == (Charge(claim, STEPS),)
+    assert {"blt": "BLT", "inverse": "banded inverse"}[name] in str(loop.engine.report())
+
+
+@pytest.mark.parametrize("name", LONG)
+def test_noise_in_turns_is_that_of_the_config(name):
+    shared = {"iterations": STEPS, "cycle_length": ROWS // BATCH, "num_examples": ROWS, "noise_multiplier": 1.0}
+    config = {
+        "blt": lambda: BLTConfig.default(num_buffers=2, **shared),
+        "inverse": lambda: BandedInverseConfig.default(num_bands=3, **shared),
+    }[name]()
+    plan = banded_loop(noise=LONG[name], max_grad_norm=0.5).release.plan
+    assert plan.noise_std == pytest.approx(0.5 * config.recurrence.column_norm)
+    assert plan.event().sq_sensitivities == config.claim(1.0).sq_sensitivities
+    assert plan.noise.facts == config.recurrence.facts
+
+
+@pytest.mark.parametrize("name", LONG)
+def test_a_target_is_kept_in_turns(name):
+    loop = banded_loop(noise=LONG[name], noise_multiplier=None, target_epsilon=2.0, target_delta=DELTA)
+    assert train(loop, epochs=5) == STEPS
+    assert 2.0 * (1 - 1e-4) < loop.engine.epsilon <= 2.0
+
+
+def test_what_was_spent_counts_in_turns():
+    loop = banded_loop(noise=None, noise_multiplier=3.0, target_delta=DELTA)
+    first = train(loop, epochs=1)
+    loop.engine.detach(loop.model)
+    alone = banded_loop(noise=BLT(), noise_multiplier=None, target_epsilon=2.0, target_delta=DELTA).release.plan
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    data = DataLoader(examples(), batch_size=BATCH)
+    loop.engine.make_private(model, optimizer, data, noise=BLT(), steps=STEPS, target_epsilon=2.0, target_delta=DELTA)
+    assert first and loop.engine.runs[-1].release.plan.noise_multiplier > alone.noise_multiplier * 1.01
+
+
+def test_constants_that_are_declared_stay():
+    constants = {"sample_rate": 0.25, "expected_batch_size": 6.0, "target_delta": DELTA}
+    plan = banded_loop(noise=BLT(), **constants).release.plan
+    assert plan.relation is Relation.ADD_OR_REMOVE_ONE and plan.sampling.partition is Partition.INDEPENDENT
+    assert plan.sampling.cycle_length == 4 and plan.divisor(1, mean=True) == 6.0
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"steps": None}, r"noise=BLT\(\.\.\.\) needs to know how long"),
+        ({"sampling": "shuffle"}, "does not go with sampling='shuffle'"),
+        ({"clipping": Adaptive(), "max_grad_norm": None}, "one clipping threshold for the whole run"),
+    ],
+)
+def test_what_does_not_fit_turns_is_refused(options, says):
+    with pytest.raises(InvalidBudgetError, match=says):
+        banded_loop(noise=BLT(), **options)
+
+
+@pytest.mark.parametrize(
+    ("make", "kind", "says"),
+    [
+        (lambda: BLT(num_buffers=16), ValueError, "at most 15, got 16"),
+        (lambda: BLT(num_buffers=True), TypeError, "whole number, got True"),
+        (lambda: BandedInverse(num_bands=0), ValueError, "at least 1, got 0"),
+        (lambda: BandedInverse(num_bands=2.0), TypeError, "whole number"),
+        (lambda: banded_loop(noise="blt"), TypeError, r"pass noise=BandMF\(num_bands=16\), BLT\(\)"),
+    ],
+)
+def test_what_is_no_noise_is_refused(make, kind, says):
+    with pytest.raises(kind, match=says):
+        make()

@@ -9,15 +9,18 @@ from .mechanism import AbstractNoise, check_release
 from .optimize import optimize_banded, optimize_banded_inverse
 from .recurrences import banded_inverse, banded_toeplitz, blt, checked_column, dense, independent, lambda_cgd
 from .sensitivity import toeplitz_sq_sensitivity
+from .short_forms import BLT, BandedInverse
 from .source import NoiseSource
 from .toeplitz import column_norms
 from .toeplitz import inverse as toeplitz_inverse
 from .transform import NoiseState, NoiseTransform
 
 __all__ = [
+    "BLT",
     "DEFAULT_KIND",
     "AbstractNoise",
     "BandMF",
+    "BandedInverse",
     "CorrelatedNoise",
     "GaussianNoise",
     "NoiseSource",

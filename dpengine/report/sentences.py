@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from importlib import metadata
 from typing import Any
 
@@ -102,7 +103,7 @@ def mechanism(facts: RunFacts) -> str:
     """The mechanism in one line."""
     plan = facts.plan
     correlated = plan.get("correlated_noise")
-    name = "DP-SGD" if correlated is None else f"DP-SGD with noise of {correlated.get('bands')} bands (BandMF)"
+    name = "DP-SGD" if correlated is None else f"DP-SGD with {_noise_in_words(correlated)}"
     parts = [
         f"{name}, {plan.get('sampling', 'unknown')} batches",
         _given("rate", plan.get("sample_rate")),
@@ -111,6 +112,13 @@ def mechanism(facts: RunFacts) -> str:
         _given("sums divided by", plan.get("expected_batch_size")),
     ]
     return ", ".join(part for part in parts if part) + "."
+
+
+def _noise_in_words(facts: Mapping[str, Any]) -> str:
+    """What noise is called that hangs together over steps."""
+    banded = f"noise of {facts.get('bands')} bands (BandMF)"
+    long = {"blt": "buffered linear Toeplitz noise (BLT)", "banded-inverse": "banded inverse noise"}
+    return long.get(str(facts.get("noise")), banded)
 
 
 def described(value: Any) -> Any:
