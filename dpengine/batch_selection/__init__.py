@@ -8,9 +8,11 @@ from .fixed_size import FixedBatchSampling
 from .law import AbstractBatchSelection, Batches, BatchSampler
 from .min_separation import BMinSepSampling
 from .multi_owner import MultiOwnerGraph, MultiOwnerSelection, greedy_contribution_bound
+from .multi_owner_separation import MultiOwnerMinSepSampling, MultiOwnerSchedule
 from .padding import PADDING, pad_to_multiple_of, split_and_pad_global_batch
 from .random_allocation import RandomAllocationSampling
 from .streams import KeyedWords, words_from
+from .truncation import cut_probability, suggest_cap
 from .users import UserSelectionStrategy
 
 __all__ = [
@@ -24,12 +26,16 @@ __all__ = [
     "FixedBatchSampling",
     "KeyedWords",
     "MultiOwnerGraph",
+    "MultiOwnerMinSepSampling",
+    "MultiOwnerSchedule",
     "MultiOwnerSelection",
     "Partition",
     "RandomAllocationSampling",
     "UserSelectionStrategy",
+    "cut_probability",
     "greedy_contribution_bound",
     "pad_to_multiple_of",
     "split_and_pad_global_batch",
+    "suggest_cap",
     "words_from",
 ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Iterator
 from typing import Any, ClassVar
 
@@ -52,6 +53,18 @@ class MultiOwnerGraph:
         """Examples."""
         return int(self.examples.max(initial=-1)) + 1
 
+    @functools.cached_property
+    def degree(self) -> IndexBatch:
+        """Owners of each example ``(num_examples,)``."""
+        return np.bincount(self.examples, minlength=self.num_examples)
+
+    @functools.cached_property
+    def rank(self) -> IndexBatch:
+        """Place of each example ``(num_examples,)`` in the order of (owners, index)."""
+        rank = np.empty(self.num_examples, dtype=np.int64)
+        rank[np.lexsort((np.arange(self.num_examples), self.degree))] = np.arange(self.num_examples)
+        return rank
+
     @property
     def num_users(self) -> int:
         """Users, up to the largest index."""
@@ -71,11 +84,22 @@ def greedy_contribution_bound(graph: MultiOwnerGraph, max_degree: int = 8) -> In
         The indices of what is kept, sorted.
     """
     max_degree = whole_number("greedy_contribution_bound", "max_degree", max_degree, at_least=1)
-    degree = np.bincount(graph.examples, minlength=graph.num_examples)
-    rank = np.empty(graph.num_examples, dtype=np.int64)
-    rank[np.lexsort((np.arange(graph.num_examples), degree))] = np.arange(graph.num_examples)
-    open_edge = degree[graph.examples] <= max_degree
-    example, user = graph.examples[open_edge], graph.users[open_edge]
+    open_edge = graph.degree[graph.examples] <= max_degree
+    return np.sort(independent_examples(graph, graph.examples[open_edge], graph.users[open_edge]))
+
+
+def independent_examples(graph: MultiOwnerGraph, example: IndexBatch, user: IndexBatch) -> IndexBatch:
+    """Of some examples, in the graph's order, each that takes no user twice.
+
+    Args:
+        graph: Who owns what.
+        example: ``(E,)``, of the edges of these examples, all of each.
+        user: ``(E,)``, of the same edges.
+
+    Returns:
+        The examples, in no order.
+    """
+    rank, degree = graph.rank, graph.degree
     taken = np.zeros(graph.num_users, dtype=bool)
     kept: list[IndexBatch] = []
     # In each round every user who is free votes for his first example; one that all of its owners vote for is the first
@@ -90,7 +114,7 @@ def greedy_contribution_bound(graph: MultiOwnerGraph, max_degree: int = 8) -> In
         lost = np.zeros(graph.num_examples, dtype=bool)
         lost[example[taken[user]]] = True
         example, user = example[~lost[example]], user[~lost[example]]
-    return np.sort(np.concatenate(kept)) if kept else np.empty(0, dtype=np.int64)
+    return np.concatenate(kept) if kept else np.empty(0, dtype=np.int64)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -6,6 +6,7 @@ from .dp_sgd import DPSGDConfig
 from .execution_plan import DPExecutionPlan
 from .flags import PerformanceFlags
 from .long_noise import BandedInverseConfig, BLTConfig
+from .non_private import NonPrivateConfig
 
 __all__ = [
     "AbstractPlanConfig",
@@ -15,5 +16,6 @@ __all__ = [
     "BandedInverseConfig",
     "DPExecutionPlan",
     "DPSGDConfig",
+    "NonPrivateConfig",
     "PerformanceFlags",
 ]

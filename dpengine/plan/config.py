@@ -180,7 +180,7 @@ class AbstractPlanConfig(abc.ABC):
             "nan_safe": True,
             "grid_scale": None,
         }
-        stddev = sigma * self.sensitivity * self._column_norm
+        stddev = sigma * self.sensitivity * self._column_norm if sigma else 0.0  # a sensitivity may be infinite
         transform = NoiseTransform(stddev, self.recurrence, flags.noise_seed, self.iterations)
         return DPExecutionPlan(_with_bound(bound), self.selection, transform, self.relation, self)
 

@@ -18,8 +18,8 @@ from dpengine.accounting import (
     release_event,
     to_dp_accounting,
 )
-from dpengine.batch_selection import CyclicPoissonSampling, Partition
-from dpengine.errors import InvalidBudgetError
+from dpengine.batch_selection import CyclicPoissonSampling, Partition, cut_probability, suggest_cap
+from dpengine.errors import InvalidBudgetError, notice
 from dpengine.run_plan import rate_to_book
 
 from . import checks
@@ -101,6 +101,7 @@ class PoissonBatches:
         """Epsilon of the first steps."""
         if self.truncated_batch_size is None or noise_multiplier == 0:
             return epsilon((Charge(self.claim(noise_multiplier, ""), steps),), delta, accountant, self.relation)
+        self._warn_of_cut(delta)
         event = self.library_event(noise_multiplier, steps)
         return epsilon_by_library(event, library_accountant(accountant), self.relation, delta)
 
@@ -111,6 +112,7 @@ class PoissonBatches:
                 "sampling_prob=0 draws nobody: there is nothing to calibrate.", fix="Pass sampling_prob above 0."
             )
         if self.truncated_batch_size is not None:
+            self._warn_of_cut(delta)
             factory = library_accountant(accountant)
             return calibrated_by_library(self.library_event, factory, self.relation, target, delta, tol)
         return calibrate(
@@ -122,6 +124,20 @@ class PoissonBatches:
             relation=self.relation,
             tol=tol,
         ).noise_multiplier
+
+    def _warn_of_cut(self, delta: float) -> None:
+        """Notices a cut that is steep: one that happens often beside delta."""
+        assert self.num_examples is not None and self.truncated_batch_size is not None
+        group, rounds = max(1, self.num_examples // self.cycle_length), self._cycles(self.iterations)
+        enough = suggest_cap(group, self.sampling_prob, rounds=rounds, delta=delta)
+        if self.truncated_batch_size < enough:
+            often = cut_probability(group, self.sampling_prob, self.truncated_batch_size)
+            notice(
+                "DPE012",
+                f"truncated_batch_size={self.truncated_batch_size} cuts a batch with probability {often:.2g}, which "
+                f"costs privacy in each of {rounds:,} rounds. From {enough} on it costs nothing.",
+                key="cut",
+            )
 
     def _cycles(self, steps: int) -> int:
         return -(-steps // self.cycle_length)

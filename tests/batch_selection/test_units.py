@@ -10,6 +10,7 @@ from dpengine.batch_selection import (
     CyclicPoissonSampling,
     KeyedWords,
     MultiOwnerGraph,
+    MultiOwnerMinSepSampling,
     MultiOwnerSelection,
     UserSelectionStrategy,
     greedy_contribution_bound,
@@ -165,3 +166,76 @@ def test_users_are_padded_by_rows():
 def test_bad_multiples_are_refused(multiple, microbatch):
     with pytest.raises(ValueError, match=r"multiple|microbatch_size"):
         pad_to_multiple_of(np.arange(5), multiple, microbatch_size=microbatch)
+
+
+# Multi-owner batches with a rest
+
+
+def graph_of(owners):
+    return MultiOwnerGraph(*np.array([(i, user) for i, users in enumerate(owners) for user in users]).T)
+
+
+def steps_of_users(graph, batches):
+    owners = {}
+    for example, user in zip(graph.examples.tolist(), graph.users.tolist(), strict=True):
+        owners.setdefault(example, []).append(user)
+    steps = {}
+    for step, batch in enumerate(batches):
+        for example in batch.tolist():
+            for user in owners[example]:
+                steps.setdefault(user, []).append(step)
+    return steps
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_users_rest_between_batches(seed):
+    generator = np.random.default_rng(seed)
+    users = int(generator.integers(3, 40))
+    graph = graph_of([generator.choice(users, size=int(generator.integers(1, 4)), replace=False) for _ in range(60)])
+    law = MultiOwnerMinSepSampling(batch_size=4, iterations=25, min_separation=3)
+    plan = law.schedule(graph)
+    steps = steps_of_users(graph, plan.batches)
+    assert all(later - earlier >= 3 for met in steps.values() for earlier, later in itertools.pairwise(met))
+    assert plan.user_participations == max(map(len, steps.values()))
+    counts = np.bincount(np.concatenate(plan.batches), minlength=60)
+    assert plan.example_participations == counts.max()
+    assert all(len(batch) <= 4 and (np.diff(batch) > 0).all() for batch in plan.batches)
+    assert [batch.tolist() for batch in law.batch_iterator(graph)] == [batch.tolist() for batch in plan.batches]
+
+
+def test_every_example_comes_before_any_comes_again():
+    graph = graph_of([[i] for i in range(12)])
+    plan = MultiOwnerMinSepSampling(batch_size=3, iterations=8, min_separation=4).schedule(graph)
+    first, second = (sorted(np.concatenate(half).tolist()) for half in (plan.batches[:4], plan.batches[4:]))
+    assert first == second == list(range(12))
+    assert (plan.user_participations, plan.example_participations) == (2, 2)
+
+
+def test_users_with_several_examples_bring_new_ones_first():
+    graph = graph_of([[0], [0], [1], [1]])
+    plan = MultiOwnerMinSepSampling(batch_size=2, iterations=4, min_separation=2).schedule(graph)
+    assert [batch.tolist() for batch in plan.batches] == [[0, 2], [], [1, 3], []]
+    assert (plan.user_participations, plan.example_participations) == (2, 1)
+
+
+def test_limits_grow_only_where_they_alone_stand_in_the_way():
+    graph = graph_of([[0], [1], [0, 1]])
+    plan = MultiOwnerMinSepSampling(batch_size=3, iterations=2, min_separation=5).schedule(graph)
+    assert [batch.tolist() for batch in plan.batches] == [[0, 1], []]  # nobody else is there who has rested
+    assert (plan.user_participations, plan.example_participations) == (1, 1)
+
+
+def test_examples_of_many_owners_stay_out():
+    plan = MultiOwnerMinSepSampling(batch_size=2, iterations=3, min_separation=1, max_degree=1).schedule(
+        graph_of([[0, 1], [2]])
+    )
+    assert [batch.tolist() for batch in plan.batches] == [[1], [1], [1]]
+
+
+@pytest.mark.parametrize("name", ["batch_size", "iterations", "min_separation", "max_degree"])
+def test_bad_numbers_of_a_schedule_are_refused(name):
+    good = {"batch_size": 2, "iterations": 3, "min_separation": 1}
+    with pytest.raises(ValueError, match=f"{name} must be at least"):
+        MultiOwnerMinSepSampling(**{**good, name: -1})
+    with pytest.raises(TypeError, match=name):
+        MultiOwnerMinSepSampling(**{**good, name: 1.5})

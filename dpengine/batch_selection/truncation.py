@@ -1,0 +1,58 @@
+"""How often batches of Poisson sampling are cut to a largest size, which is what a cut costs."""
+
+from __future__ import annotations
+
+from dpengine.sampling import whole_number
+
+from .checks import checked_probability
+
+_NOTHING_BESIDE_DELTA = 0.01
+
+
+def cut_probability(num_examples: int, sampling_prob: float, largest: int) -> float:
+    """The probability that the other examples alone fill a batch, so that one more displaces one of them.
+
+    Source: Ganesh et al. 2025 (arXiv:2508.15089).
+
+    Args:
+        num_examples: Examples that may be in the batch, at least 1.
+        sampling_prob: The probability of each, in [0, 1].
+        largest: The size that no batch exceeds.
+
+    Returns:
+        ``P[Bin(num_examples - 1, sampling_prob) >= largest]``.
+    """
+    from scipy import stats  # takes a second to import
+
+    owner = "cut_probability"
+    num_examples = whole_number(owner, "num_examples", num_examples, at_least=1)
+    largest = whole_number(owner, "largest", largest, at_least=0)
+    sampling_prob = checked_probability(owner, "sampling_prob", sampling_prob)
+    return float(stats.binom.sf(largest - 1, num_examples - 1, sampling_prob))
+
+
+def suggest_cap(num_examples: int, sampling_prob: float, *, rounds: int, delta: float) -> int:
+    """The smallest largest size at which cutting batches costs nothing that counts.
+
+    Args:
+        num_examples: Examples that may be in each batch, at least 1.
+        sampling_prob: The probability of each, in [0, 1].
+        rounds: Batches that one example may be in.
+        delta: Of the guarantee, in (0, 1).
+
+    Returns:
+        The least size that is exceeded in any of the rounds with a probability of at most a hundredth of ``delta``.
+
+    Raises:
+        ValueError: If an argument is out of range.
+    """
+    rounds = whole_number("suggest_cap", "rounds", rounds, at_least=1)
+    whole_number("suggest_cap", "num_examples", num_examples, at_least=1)
+    if not 0 < delta < 1:
+        raise ValueError(f"suggest_cap: delta must be in (0, 1), got {delta!r}.")
+    low, high = 0, num_examples  # the batch has at most num_examples, so the others never fill one of that size
+    while low < high:
+        middle = (low + high) // 2
+        enough = rounds * cut_probability(num_examples, sampling_prob, middle) <= _NOTHING_BESIDE_DELTA * delta
+        low, high = (low, middle) if enough else (middle + 1, high)
+    return low
