@@ -78,6 +78,7 @@ def arranged(module: nn.Module, loader: DataLoader[Any], wanted: Wanted) -> tupl
 
 def _by_numbers(module: nn.Module, loader: DataLoader[Any], wanted: Wanted) -> tuple[RunPlan, Budget]:
     spending, batching = wanted.spending, wanted.batching
+    in_turn = isinstance(wanted.noise, (BLT, BandedInverse))
     strategy = strategy_for(
         loader,
         sampling=batching.sampling,
@@ -88,6 +89,8 @@ def _by_numbers(module: nn.Module, loader: DataLoader[Any], wanted: Wanted) -> t
         strategy = _over_units(strategy, batching)
     policy = clipping_for(module, wanted.clipping, wanted.max_grad_norm)
     delta = delta_for(spending.target_delta, strategy.num_examples, spending.allow_large_delta)
+    if in_turn:
+        strategy = _in_equal_groups(strategy, wanted)
     planned = planned_steps(spending.epochs, spending.steps, strategy.steps_per_epoch)
     constants = None not in (batching.sample_rate, batching.expected_batch_size, spending.target_delta)
     relation = Relation.ADD_OR_REMOVE_ONE if constants else Relation.ZERO_OUT
@@ -108,6 +111,24 @@ def _by_numbers(module: nn.Module, loader: DataLoader[Any], wanted: Wanted) -> t
     return plan, Budget(spending.target_epsilon, delta, planned, spending.on_budget, spending.accountant)
 
 
+def _in_equal_groups(strategy: AbstractBatchStrategy, wanted: Wanted) -> AbstractBatchStrategy:
+    """The same with as many steps in a pass as there are batches in the data set, which must divide it about evenly."""
+    if not isinstance(strategy, PoissonSampling):
+        raise InvalidBudgetError(
+            f"noise={type(wanted.noise).__name__}(...) does not go with sampling={strategy.law!r}.",
+            fix='Pass sampling="poisson".',
+        )
+    rows, rate = strategy.num_examples, strategy.sample_rate
+    groups = max(1, round(1 / rate))
+    if abs(rows / groups - rate * rows) > max(1.0, _NEAR * rate * rows):
+        raise InvalidBudgetError(
+            f"noise={type(wanted.noise).__name__}(...) puts the {rows:,} examples into groups of a batch each, and "
+            f"batches of {rate * rows:g} do not divide them: {groups} groups would have {rows / groups:.4g} each.",
+            fix=f"Pass a loader with batch_size={math.ceil(rows / groups)} or {math.ceil(rows / (groups + 1))}.",
+        )
+    return dataclasses.replace(strategy, steps_per_epoch=groups)
+
+
 def _in_turn(
     wanted: Wanted,
     noise: BLT | BandedInverse,
@@ -123,14 +144,10 @@ def _in_turn(
         raise InvalidBudgetError(
             f"noise={name}(...) needs to know how long training is.", fix="Pass epochs= or steps=."
         )
-    if not isinstance(strategy, PoissonSampling):
-        raise InvalidBudgetError(
-            f"noise={name}(...) does not go with sampling={strategy.law!r}.", fix='Pass sampling="poisson".'
-        )
     public = relation is not Relation.ADD_OR_REMOVE_ONE
     shared: dict[str, Any] = {
         "iterations": planned,
-        "cycle_length": max(1, round(1 / strategy.sample_rate)),
+        "cycle_length": strategy.steps_per_epoch,
         "num_examples": strategy.num_examples if public else None,
     }
     config: AbstractPlanConfig
@@ -142,7 +159,7 @@ def _in_turn(
     assert isinstance(drawn, CyclicPoissonStrategy)
     if wanted.batching.expected_batch_size is not None:  # a declared constant stays what it is
         drawn = dataclasses.replace(drawn, expected_batch_size=strategy.expected_batch_size)
-    drawn = dataclasses.replace(drawn, steps_per_epoch=shared["cycle_length"])
+    drawn = dataclasses.replace(drawn, steps_per_epoch=strategy.steps_per_epoch)
     whole_run = config.claim(1.0)
     assert isinstance(whole_run, MatrixGaussianEvent)
     sigma = noise_for(
@@ -187,8 +204,7 @@ def _by_plan(module: nn.Module, loader: DataLoader[Any], wanted: Wanted) -> tupl
     if isinstance(claim, UnclaimedEvent) or not isinstance(strategy, CyclicPoissonStrategy):
         raise InvalidBudgetError(
             f"The engine's ledger has no event for such a plan: {getattr(claim, 'reason', selection.accounting)}.",
-            fix="Use the parts of the plan in a loop of your own; or leave out truncated_batch_size and "
-            "fixed_batch_size.",
+            fix="Use the parts of the plan in a loop of your own, or a plan with plain or cyclic Poisson batches.",
         )
     _refuse_misfit(config, strategy, loader, wanted)
     public = config.num_examples is not None

@@ -53,6 +53,12 @@ def refuse_unknown_facts(data: Any, utility: Any, excludes: Any) -> None:
     raise TypeError(f"excludes is a {found}; pass a list of sentences, such as ['the tuning of the rates'].")
 
 
+_RESUMED = (
+    "Releases of the process that saved the checkpoint from which this run went on, if they came after it and are not "
+    "in this ledger."
+)
+
+
 def report_of_run(
     run: Run,
     ledger: Ledger,
@@ -94,7 +100,7 @@ def report_of_run(
         torch=torch.__version__,
         device=device,
         loss_checked=loss_was_checked(run.model) or None,  # None: not probed, as far as is known here
-        excludes=excludes,
+        excludes=(*excludes, *([_RESUMED] if run.resumed else [])),
     )
     return PrivacyReport(facts)
 

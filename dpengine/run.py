@@ -109,6 +109,7 @@ class Run:
     attached: bool = False
     first_life: int | None = None  # of the source, where it is another now: who is in which group was drawn in it
     batches: Any = None  # the private loader
+    resumed: bool = False  # whether it goes on with a run that was saved
 
     def __post_init__(self) -> None:
         """Lets the release ask the budget, and hear of backward passes."""

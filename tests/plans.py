@@ -16,6 +16,7 @@ CONFIGS = {
     "banded": BandMFConfig(iterations=STEPS, strategy=(2.0, 1.0, 0.4), **NOISE),
     "column-normalised": BandMFConfig(iterations=STEPS, strategy=(2.0, 1.0, 0.4), column_normalize=True, **NOISE),
     "blt": BLTConfig(iterations=STEPS, cycle_length=4, decays=(0.9, 0.5), scales=(0.3, 0.2), **NOISE),
+    "lambda-cgd": BandedInverseConfig(iterations=STEPS, cycle_length=4, coefficients=(1.0, -0.8), **NOISE),
     "banded inverse": BandedInverseConfig(iterations=STEPS, cycle_length=4, coefficients=(1.0, -0.5, -0.1), **NOISE),
 }
 

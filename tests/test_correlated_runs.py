@@ -12,6 +12,7 @@ from dpengine import Adaptive, PrivacyEngine
 from dpengine.accounting import Charge, MatrixGaussianEvent, PoissonGaussianEvent, Relation, calibrate, epsilon
 from dpengine.errors import BudgetExceeded, InvalidBudgetError, TicketError
 from dpengine.noise import BLT, BandedInverse, BandMF
+from dpengine.noise.optimize import optimize_scheduled, scheduled_loss
 from dpengine.plan import BandedInverseConfig, BLTConfig
 from dpengine.run_plan import rate_to_book
 from dpengine.sampling import CyclicPoissonStrategy, Partition, Ticket
@@ -200,6 +201,15 @@ def test_groups_of_a_batch_take_turns(name):
     assert {"blt": "BLT", "inverse": "banded inverse"}[name] in str(loop.engine.report())
 
 
+def test_passes_are_counted_in_groups():
+    data = torch.utils.data.TensorDataset(torch.randn(201, 5), torch.randint(0, 3, (201,)))
+    loop = banded_loop(noise=BLT(), dataset=data, batch_size=20, steps=None, epochs=2)
+    plan = loop.release.plan
+    assert len(loop.loader) == plan.sampling.cycle_length == 10  # and not 11: the last batch is no group of its own
+    assert plan.iterations == loop.engine.runs[0].budget.planned_steps == 20
+    assert plan.divisor(1, mean=True) == pytest.approx(20.1, abs=0.2)
+
+
 @pytest.mark.parametrize("name", LONG)
 def test_noise_in_turns_is_that_of_the_config(name):
     shared = {"iterations": STEPS, "cycle_length": ROWS // BATCH, "num_examples": ROWS, "noise_multiplier": 1.0}
@@ -242,6 +252,7 @@ def test_constants_that_are_declared_stay():
 @pytest.mark.parametrize(
     ("options", "says"),
     [
+        ({"batch_size": 10}, r"batches of 10 do not divide them: 2 groups would have 12 each.*batch_size=12 or 8"),
         ({"steps": None}, r"noise=BLT\(\.\.\.\) needs to know how long"),
         ({"sampling": "shuffle"}, "does not go with sampling='shuffle'"),
         ({"clipping": Adaptive(), "max_grad_norm": None}, "one clipping threshold for the whole run"),
@@ -265,3 +276,26 @@ def test_what_does_not_fit_turns_is_refused(options, says):
 def test_what_is_no_noise_is_refused(make, kind, says):
     with pytest.raises(kind, match=says):
         make()
+
+
+def test_a_schedule_has_the_strategy_that_is_best_for_it():
+    rates = np.linspace(1.0, 0.0, STEPS)
+    plan = banded_loop(noise=BandMF(num_bands=BANDS, momentum=0.9, learning_rates=rates)).release.plan
+    best = optimize_scheduled(STEPS, BANDS, rates=rates, momentum=0.9)
+    np.testing.assert_allclose(plan.noise.facts["strategy"], best)
+    plain = BandMF(num_bands=BANDS, momentum=0.9).recurrence(STEPS).facts["strategy"]
+    losses = [scheduled_loss(column, rates=rates, momentum=0.9) for column in (best, plain, [1.0])]
+    assert losses[0] < losses[1] < losses[2]
+    gain = plan.noise.facts["error_of_independent_noise_over_this"]
+    assert gain == pytest.approx((losses[2] / losses[0]) ** 0.5)
+
+
+@pytest.mark.parametrize("rates, loss", [([], "mean"), ([0.0, 1.0], "mean"), ([1.0, -1.0], "mean"), ([1.0], "max")])
+def test_bad_schedules_are_refused(rates, loss):
+    with pytest.raises(ValueError, match="learning_rates must be finite"):
+        BandMF(num_bands=2, learning_rates=rates, loss=loss)
+
+
+def test_a_schedule_is_of_the_whole_run():
+    with pytest.raises(ValueError, match="9 learning_rates for 10 steps"):
+        banded_loop(noise=BandMF(num_bands=BANDS, learning_rates=[1.0] * 9))

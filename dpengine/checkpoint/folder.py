@@ -12,7 +12,7 @@ from pathlib import Path
 
 from dpengine.errors import CorruptFileError
 
-_NEW, _OLD = ".new", ".old"
+_NEW, _OLD = "new", "old"
 _SECRET_MODE, _SECRET_FOLDER_MODE = 0o600, 0o700
 
 
@@ -20,7 +20,7 @@ def write(folder: Path, files: Mapping[str, bytes], secret: Mapping[str, bytes],
     """Puts files into a folder, in place of all that was in it.
 
     Args:
-        folder: Where.
+        folder: Where; a link is followed.
         files: By name.
         secret: By name; readable by the owner alone, in a folder of their own.
         secret_folder: Its name.
@@ -28,6 +28,7 @@ def write(folder: Path, files: Mapping[str, bytes], secret: Mapping[str, bytes],
     Raises:
         FileExistsError: If there is something at ``folder`` that is no checkpoint.
     """
+    folder = folder.resolve()
     if folder.exists() and not (folder / secret_folder).is_dir() and (not folder.is_dir() or any(folder.iterdir())):
         raise FileExistsError(f"checkpoint: {folder} holds something else. Choose another folder.")
     new, old = _beside(folder, _NEW), _beside(folder, _OLD)
@@ -57,7 +58,7 @@ def present(folder: Path) -> Path:
     """Where the last complete folder is.
 
     Args:
-        folder: Where it was written.
+        folder: Where it was written; a link is followed.
 
     Returns:
         ``folder``, or the one beside it that a process which died left behind.
@@ -65,10 +66,12 @@ def present(folder: Path) -> Path:
     Raises:
         FileNotFoundError: If there is none.
     """
+    folder = folder.resolve()
+    new, old = _beside(folder, _NEW), _beside(folder, _OLD)
     # Between the two renames both are complete; the new one is complete as soon as the old one has moved.
-    for name in (folder, *((_beside(folder, _NEW), _beside(folder, _OLD)) if _beside(folder, _OLD).is_dir() else ())):
-        if name.is_dir():
-            return name
+    for place in (folder, new, old) if old.is_dir() else (folder,):
+        if place.is_dir():
+            return place
     raise FileNotFoundError(f"checkpoint: there is no folder {folder}.")
 
 
@@ -90,8 +93,9 @@ def read(path: Path) -> bytes:
         raise CorruptFileError(f"{path} is missing.", fix="Copy the whole folder, its private part too.") from None
 
 
-def _beside(folder: Path, ending: str) -> Path:
-    return folder.with_name(folder.name + ending)
+def _beside(folder: Path, which: str) -> Path:
+    """A folder that nobody else would name so: what is in it may be deleted."""
+    return folder.with_name(f".{folder.name}.dpengine-{which}")
 
 
 def _write(path: Path, data: bytes, mode: int) -> None:

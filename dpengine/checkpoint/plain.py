@@ -30,8 +30,9 @@ def apart(state: Any, name: str) -> tuple[Any, dict[str, Tensor]]:
 
     def plain(value: Any, path: str) -> Any:
         if isinstance(value, Tensor):
-            tensors[path] = value
-            return {_TENSOR: path}
+            mark = f"{name}.{len(tensors)}"  # paths of different keys may look alike
+            tensors[mark] = value
+            return {_TENSOR: mark}
         if isinstance(value, Mapping):  # as pairs, since keys may be numbers and marks may be keys
             return {_PAIRS: [[plain(key, path), plain(part, f"{path}.{key}")] for key, part in value.items()]}
         if isinstance(value, (list, tuple)):

@@ -1,8 +1,10 @@
 """What a run needs to go on where it was: where it is, the key of its randomness, and what its noise keeps. Secret.
 
-A run that goes on draws fresh batches and fresh normals, in a new life of the same source: whatever came after the
-checkpoint the first time, nothing is drawn twice. Correlated noise keeps its past, so it goes on as the same matrix,
-and who is in which group stays as it was drawn.
+A run that goes on draws fresh batches and fresh normals, in a new life of the same source, so nothing is drawn twice.
+
+Noise that hangs together over steps goes on as one matrix only if nothing that came after the checkpoint was released:
+else there would be two ends of one matrix, which share what one example did before, and no accountant here knows what
+both cost together. So it begins anew, as a mechanism of its own, unless the caller says that nothing was.
 """
 
 from __future__ import annotations
@@ -11,12 +13,15 @@ import dataclasses
 import hashlib
 import json
 import secrets
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
-from dpengine.errors import MechanismMismatchError, TicketError
-from dpengine.noise import NoiseSource, mechanism_for
+from dpengine.accounting import Charge, CyclicGaussianEvent, MatrixGaussianEvent
+from dpengine.errors import LedgerError, MechanismMismatchError, TicketError
+from dpengine.noise import AbstractNoise, NoiseSource, mechanism_for
 from dpengine.run import Run
+from dpengine.run_plan import RunPlan
+from dpengine.sampling import UnitIds
 from dpengine.stage import Stage
 
 _BETWEEN_STEPS = (Stage.IDLE, Stage.RELEASED, Stage.VOID)
@@ -44,6 +49,8 @@ def taken(run: Run) -> dict[str, Any]:
     source = release.source.secret_state()
     return {
         "fingerprint": fingerprint(run),
+        "noise_multiplier": release.plan.noise_multiplier,
+        "matrix": None if release.plan.noise is None else release.plan.noise.name,
         "run": release.plan.run,
         "last_step": release.last_step,
         "source": source,
@@ -55,22 +62,117 @@ def taken(run: Run) -> dict[str, Any]:
     }
 
 
-def refuse_other(run: Run, state: Mapping[str, Any]) -> None:
-    """Refuses a state of another run, and a run that has begun.
+@dataclasses.dataclass(frozen=True)
+class Resumption:
+    """All that will change in a run, ready before anything does.
+
+    Attributes:
+        state: What `taken` returned.
+        plan: With the noise multiplier that was saved.
+        source: In a new life.
+        noise: With its past, or without.
+        first_life: The life in which groups were drawn, if that was another.
+    """
+
+    state: Mapping[str, Any]
+    plan: RunPlan
+    source: NoiseSource
+    noise: AbstractNoise
+    first_life: int | None
+
+    def apply(self, run: Run) -> None:
+        """Lets the run go on from here."""
+        release, state = run.release, self.state
+        release.source.close()
+        release.plan, release.source, release.noise = self.plan, self.source, self.noise
+        release.plan.clipping.load_state_dict(dict(state["clipping"]))
+        release.last_step = state["last_step"]
+        release.dropped_rows, release.joined = state["dropped_rows"], state["joined"]
+        run.first_life = self.first_life
+        run.resumed = True
+        run.batches.load_state_dict({"position": state["last_step"] + 1})
+
+
+def resumption(run: Run, state: Mapping[str, Any], known: Iterable[Charge], *, nothing_left_since: bool) -> Resumption:
+    """What lets a run go on from a state.
 
     Args:
-        run: The run that shall go on.
+        run: A run that has not begun.
         state: What `taken` returned.
+        known: What the engine has charged.
+        nothing_left_since: Whether nothing that came after the checkpoint was released.
+
+    Returns:
+        The changes; none was made.
 
     Raises:
-        MechanismMismatchError: If the plan, the parameters or the data set are others; the message says which.
-        TicketError: If the run drew batches already.
+        MechanismMismatchError: If the run is another one; the message says in what.
+        TicketError: If the run has begun, or was resumed already.
+        LedgerError: If the engine knows of later steps, and is told that there were none.
     """
-    if run.release.last_step >= 0 or not run.attached:
+    if run.release.last_step >= 0 or run.resumed or not run.attached:
         raise TicketError(
-            "The run that shall go on has drawn batches already, or is private no longer.",
+            "The run that shall go on has drawn batches already, was loaded before, or is private no longer.",
             fix="Call make_private, then load, then train.",
         )
+    _refuse_other(run, state)
+    plan = _with_noise_multiplier(run.release.plan, state["noise_multiplier"])
+    source = NoiseSource.from_secret_state(state["source"], incarnation=_next_life(state))
+    first = state["last_step"] + 1
+    if not nothing_left_since:
+        return Resumption(state, plan, source, mechanism_for(source, plan.noise, first_step=first), None)
+    if any(getattr(charge.event, "run", None) == state["run"] for charge in known):
+        raise LedgerError(
+            "This engine has charged steps of the very run that is loaded, so something may have left since.",
+            fix="Leave out nothing_left_since=True: the noise then begins anew, and both are counted.",
+        )
+    if plan.noise is not None and plan.noise.name != state["matrix"]:
+        raise MechanismMismatchError(
+            f"The noise cannot go on as one matrix: it was {state['matrix']}, and this run has {plan.noise.name}, "
+            "perhaps since another machine optimised it.",
+            fix="Leave out nothing_left_since=True, or give the matrix in numbers: a plan, or BandMF(strategy=...).",
+        )
+    noise = mechanism_for(source, plan.noise)
+    noise.load_state_dict(dict(state["noise"]))
+    claim = plan.claim
+    if isinstance(claim, (CyclicGaussianEvent, MatrixGaussianEvent)):
+        claim = dataclasses.replace(claim, run=state["run"])
+    plan = dataclasses.replace(plan, run=state["run"], claim=claim)
+    return Resumption(state, plan, source, noise, state["first_life"])
+
+
+def fingerprint(run: Run) -> dict[str, Any]:
+    """What must be the same for one run to go on as another."""
+    plan, noise = run.release.plan, run.release.plan.noise
+    moving = plan.clipping.state_dict()
+    names = {parameter: name for name, parameter in run.model.named_parameters()}
+    target = run.budget.target_epsilon
+    parts = {
+        "sampling": repr(plan.sampling),
+        "clipping": {name: value for name, value in plan.clipping.describe().items() if name not in moving},
+        # With a target the noise was found beside what had been spent, which another process may not know.
+        "noise multiplier": plan.noise_multiplier if target is None else f"for epsilon {target!r}",
+        "loss_reduction": run.release.sums.loss_reduction,
+        "divisor": plan.divisor(1, mean=run.release.sums.loss_reduction == "mean"),
+        "relation": plan.relation.value,
+        "noise": None if noise is None else {key: noise.facts.get(key) for key in ("noise", "bands")},
+        "iterations": plan.iterations if noise is None else noise.size,
+        "privacy unit": [run.unit, run.release.unit_reduction, _hash(run.units)],
+        "seed": run.release.source.insecure_seed,
+        "optimizer": [
+            _name_of(getattr(type(run.optimizer), "dp_base", type(run.optimizer))),
+            [[names.get(parameter, "") for parameter in group["params"]] for group in run.optimizer.param_groups],
+        ],
+        "parameters": [
+            [name, list(parameter.shape), str(parameter.dtype), parameter.device.type]
+            for name, parameter in run.model.named_parameters()
+            if parameter.requires_grad
+        ],
+    }
+    return json.loads(json.dumps(parts))  # type: ignore[no-any-return]  # as it is read from a file
+
+
+def _refuse_other(run: Run, state: Mapping[str, Any]) -> None:
     now, then = fingerprint(run), state["fingerprint"]
     differing = [name for name in {**now, **then} if now.get(name) != then.get(name)]
     if differing:
@@ -82,51 +184,21 @@ def refuse_other(run: Run, state: Mapping[str, Any]) -> None:
         )
 
 
-def resume(run: Run, state: Mapping[str, Any]) -> None:
-    """Lets a run go on from a state that was not refused.
-
-    Args:
-        run: A run that has not begun.
-        state: What `taken` returned.
-    """
-    release, plan = run.release, run.release.plan
-    source = NoiseSource.from_secret_state(state["source"], incarnation=_next_life(state))
-    noise = mechanism_for(source, plan.noise)
-    noise.load_state_dict(dict(state["noise"]))
+def _with_noise_multiplier(plan: RunPlan, sigma: float) -> RunPlan:
+    if sigma == plan.noise_multiplier:
+        return plan
     claim = plan.claim
-    if claim is not None and hasattr(claim, "run"):
-        claim = dataclasses.replace(claim, run=state["run"])
-    release.source.close()
-    release.plan = dataclasses.replace(plan, run=state["run"], claim=claim)
-    release.source, release.noise = source, noise
-    release.plan.clipping.load_state_dict(dict(state["clipping"]))
-    release.last_step = state["last_step"]
-    release.dropped_rows, release.joined = state["dropped_rows"], state["joined"]
-    run.first_life = state["first_life"]
-    run.batches.load_state_dict({"position": state["last_step"] + 1})
+    if isinstance(claim, (CyclicGaussianEvent, MatrixGaussianEvent)):
+        claim = dataclasses.replace(claim, noise_multiplier=sigma)
+    return dataclasses.replace(plan, noise_multiplier=sigma, claim=claim)
 
 
-def fingerprint(run: Run) -> dict[str, Any]:
-    """What must be the same for one run to go on as another."""
-    plan = run.release.plan
-    moving = plan.clipping.state_dict()
-    clipping = {name: value for name, value in plan.clipping.describe().items() if name not in moving}
-    parts = {
-        "sampling": repr(plan.sampling),
-        "clipping": clipping,
-        "noise_multiplier": plan.noise_multiplier,
-        "divisor": plan.expected_batch_size,
-        "relation": plan.relation.value,
-        "noise": None if plan.noise is None else {"name": plan.noise.name, **plan.noise.facts},
-        "iterations": plan.iterations,
-        "unit": [run.unit, run.release.unit_reduction],
-        "parameters": [
-            [name, list(parameter.shape), str(parameter.dtype), parameter.device.type]
-            for name, parameter in run.model.named_parameters()
-            if parameter.requires_grad
-        ],
-    }
-    return json.loads(json.dumps(parts))  # type: ignore[no-any-return]  # as it is read from a file
+def _name_of(kind: type) -> str:
+    return f"{kind.__module__}.{kind.__qualname__}"
+
+
+def _hash(ids: UnitIds | None) -> str | None:
+    return None if ids is None else hashlib.sha256(ids.tobytes()).hexdigest()
 
 
 def _next_life(state: Mapping[str, Any]) -> int:

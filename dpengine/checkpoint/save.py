@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
+from torch import Tensor
+
+from dpengine.accounting import Ledger
 from dpengine.errors import CorruptFileError, InvalidBudgetError, MechanismMismatchError
 from dpengine.run import Run
 
 from . import folder as folders
 from .plain import apart, together
-from .run_state import refuse_other, resume, taken
+from .run_state import resumption, taken
 from .tensor_file import from_bytes, to_bytes
 
 _VERSION = 1
@@ -28,6 +33,7 @@ class Engine(Protocol):
     """What is asked of a ``PrivacyEngine``."""
 
     runs: list[Run]
+    ledger: Ledger
 
     def state_dict(self) -> dict[str, Any]:
         """What was spent."""
@@ -39,26 +45,28 @@ class Engine(Protocol):
 def save(folder: str | Path, engine: Engine) -> None:
     """Writes the last run of an engine into a folder, as a whole or not at all.
 
-    ``model.safetensors``, ``optimizer.safetensors`` and ``privacy_state.json`` are for anybody: all in them follows
-    from releases. The folder ``private`` holds the key of the noise; with it and the model the noise can be taken off
-    again. It is readable by its owner alone, and must not be published.
+    ``model.safetensors``, ``optimizer.safetensors`` and ``privacy_state.json`` may be given away as far as the model
+    may: they follow from releases, and from what else the program wrote into the model. The folder ``private`` holds
+    the key of the noise, with which noise can be taken off again. It is readable by its owner alone, and must not be
+    published.
 
     Args:
         folder: Where. What an earlier ``save`` wrote there is replaced when the new files are complete.
-        engine: The engine, between ``optimizer.step()`` and the next batch.
+        engine: The engine, between ``optimizer.step()`` and the next batch. A ``lr_scheduler`` and a ``grad_scaler``
+            that it was given are saved with it.
 
     Raises:
         TicketError: If a batch is at hand.
         InvalidBudgetError: If the engine has no run, or more than one that is not detached.
         FileExistsError: If there is something else in the folder.
-        TypeError: If the optimizer keeps something that is neither a tensor nor a number.
+        TypeError: If the model, the optimizer or their companions keep what is neither a tensor nor plain data.
     """  # noqa: DOC502 - what is called raises on our behalf
     run = _only_run(engine)
     state, tensors = apart({"version": _VERSION, **taken(run)}, "run")
-    optimizer, optimizer_tensors = apart(run.optimizer.state_dict(), "optimizer")
+    others, other_tensors = apart({name: one.state_dict() for name, one in _companions(run).items()}, "state")
     public = {
         _MODEL: to_bytes(_without_ties(run.model.state_dict()), _FORMAT),
-        _OPTIMIZER: to_bytes(optimizer_tensors, {"state": json.dumps(optimizer)}),
+        _OPTIMIZER: to_bytes(other_tensors, {"state": json.dumps(others)}),
         _PUBLIC: (json.dumps(engine.state_dict(), indent=1) + "\n").encode(),
     }
     secret = {_RUN: to_bytes(tensors, {"state": json.dumps(state)})}
@@ -67,20 +75,28 @@ def save(folder: str | Path, engine: Engine) -> None:
     folders.write(Path(folder), public, secret, secret_folder=_SECRET)
 
 
-def load(folder: str | Path, engine: Engine) -> None:
+def load(folder: str | Path, engine: Engine, *, nothing_left_since: bool = False) -> None:
     """Goes on with a run that was saved: call ``make_private`` as the first time, then this, then train.
 
-    Model, optimizer, what was spent, the place in the run and the past of correlated noise are those of the checkpoint.
-    Batches and noise from here on are fresh. What was released after the checkpoint by the process that saved it is
-    not known here, and its cost is not either: add the state of a later ``engine.state_dict()`` if there is one.
+    Model, optimizer, what was spent and the place in the run are those of the checkpoint. Batches and noise from here
+    on are fresh, so nothing is drawn twice. What the saving process released afterwards, its cost included, is not
+    known here: add it with ``engine.load_state_dict`` if its state is there.
+
+    Noise that hangs together over steps begins anew, as a mechanism that adds to what was spent: that costs some more
+    than the run would have. With ``nothing_left_since`` it goes on as the one matrix that was planned.
+
+    The data set must be the same, in the same order. It is not compared, apart from its length.
 
     Args:
         folder: Where it was saved.
-        engine: An engine whose last run has not begun.
+        engine: An engine whose last run has not begun. Nothing of the run's history needs loading before.
+        nothing_left_since: Your word that nothing which the saving process made after the checkpoint was released,
+            not even shown: it crashed, say, and its weights are gone.
 
     Raises:
         MechanismMismatchError: If the run is another one.
-        CorruptFileError: If a file is missing or damaged. Nothing has changed then.
+        CorruptFileError: If a file is missing or damaged.
+        LedgerError: If ``nothing_left_since`` is not so, as far as this engine knows.
         FileNotFoundError: If there is no such folder.
         TicketError: If the run has begun.
         InvalidBudgetError: If the engine has no run, or more than one that is not detached.
@@ -92,16 +108,39 @@ def load(folder: str | Path, engine: Engine) -> None:
     if not isinstance(state, dict) or state.get("version") != _VERSION:
         version = state.get("version") if isinstance(state, dict) else None
         raise CorruptFileError(f"{_RUN} has version {version!r}; this one reads {_VERSION}.", fix=_EARLIER)
-    refuse_other(run, state)
+    changes = resumption(run, state, engine.ledger.history, nothing_left_since=nothing_left_since)
     weights, _ = from_bytes(files[_MODEL], _MODEL)
     _refuse_other_weights(run.model.state_dict(), weights)
-    optimizer_tensors, metadata = from_bytes(files[_OPTIMIZER], _OPTIMIZER)
-    optimizer = together(_json(metadata.get("state", ""), _OPTIMIZER), optimizer_tensors)
+    other_tensors, metadata = from_bytes(files[_OPTIMIZER], _OPTIMIZER)
+    others = together(_json(metadata.get("state", ""), _OPTIMIZER), other_tensors)
+    if others.keys() != _companions(run).keys():
+        raise MechanismMismatchError(
+            f"The checkpoint has {sorted(others)}, and this run has {sorted(_companions(run))}.",
+            fix="Give make_private the same lr_scheduler= and grad_scaler=.",
+        )
     spent = _json(files[_PUBLIC].decode(errors="replace"), _PUBLIC)
-    run.optimizer.load_state_dict(optimizer)  # refuses another one before it changes anything
-    engine.load_state_dict(spent)
-    run.model.load_state_dict(weights, strict=False)  # a tied tensor is there under its first name
-    resume(run, state)
+    with _all_or_nothing(run):
+        run.model.load_state_dict(weights, strict=False)  # a tied tensor is there under its first name
+        for name, companion in _companions(run).items():
+            companion.load_state_dict(others[name])
+        engine.load_state_dict(spent)
+    changes.apply(run)
+
+
+def _companions(run: Run) -> dict[str, Any]:
+    """What keeps a state beside the model."""
+    found = {"optimizer": run.optimizer, "lr_scheduler": run.lr_scheduler, "grad_scaler": run.grad_scaler}
+    return {name: one for name, one in found.items() if one is not None}
+
+
+@contextlib.contextmanager
+def _all_or_nothing(run: Run) -> Iterator[None]:
+    """Puts model and companions back if one of them does not take its state."""
+    with contextlib.ExitStack() as undo:
+        for one in (run.model, *_companions(run).values()):
+            undo.callback(one.load_state_dict, copy.deepcopy(one.state_dict()))
+        yield
+        undo.pop_all()  # all is well: nothing is undone
 
 
 def _only_run(engine: Engine) -> Run:
@@ -135,6 +174,9 @@ def _json(text: str, where: str) -> Any:
 
 def _without_ties(weights: Mapping[str, Any]) -> dict[str, Any]:
     """Each tensor once, under its first name: readers of such files refuse tensors that share memory."""
+    strange = [name for name, tensor in weights.items() if not isinstance(tensor, Tensor)]
+    if strange:
+        raise TypeError(f"checkpoint: {strange[0]!r} in the model's state is no tensor. Leave out get_extra_state.")
     first: dict[tuple[Any, ...], str] = {}
     for name, tensor in weights.items():
         first.setdefault(_memory(name, tensor), name)

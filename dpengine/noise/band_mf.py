@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 
 import numpy as np
 
 from .correlated import Recurrence
-from .optimize import optimize_banded
+from .optimize import optimize_banded, optimize_scheduled, scheduled_loss
 from .recurrences import banded_toeplitz, checked_column
-from .toeplitz import banded_loss
+from .toeplitz import Coefficients, banded_loss
 from .toeplitz import momentum as momentum_workload
 
 
@@ -28,6 +29,8 @@ class BandMF:
         num_bands: Bands of the strategy, at least 1. One band is independent noise.
         momentum: Of the optimizer, in [0, 1): the strategy that is best for it is taken.
         loss: ``"mean"`` or ``"max"``: which error over the steps is the least.
+        learning_rates: Of each step, where a schedule changes them; the strategy that is best for it is taken, for the
+            loss "mean". Their unit does not matter.
         column_normalize: Divides each column of the strategy by its norm, which makes the last steps less noisy.
         strategy: First column of the strategy, instead of the best one; ``num_bands`` numbers.
 
@@ -39,6 +42,7 @@ class BandMF:
     num_bands: int
     momentum: float = 0.0
     loss: str = "mean"
+    learning_rates: Sequence[float] | None = None
     column_normalize: bool = False
     strategy: Sequence[float] | None = None
 
@@ -51,6 +55,18 @@ class BandMF:
         momentum_workload(1, self.momentum)
         if self.loss not in ("mean", "max"):
             raise ValueError(f"noise.BandMF: loss={self.loss!r} is not known. Choose one of: 'mean', 'max'.")
+        if self.learning_rates is not None:
+            rates = tuple(float(rate) for rate in self.learning_rates)
+            if (
+                self.loss != "mean"
+                or not all(rate >= 0 and math.isfinite(rate) for rate in rates)
+                or not any(rates[:1])
+            ):
+                raise ValueError(
+                    "noise.BandMF: learning_rates must be finite, at least 0 and begin above it, and go with "
+                    f"loss='mean'; got {list(rates[:3])}... and loss={self.loss!r}."
+                )
+            object.__setattr__(self, "learning_rates", rates)
         if self.strategy is not None:
             column = checked_column("strategy", self.strategy)
             if len(column) != self.num_bands:
@@ -64,22 +80,31 @@ class BandMF:
             ``(num_bands,)``, of norm 1.
 
         Raises:
-            ValueError: If there are more bands than steps.
+            ValueError: If there are more bands than steps, or another number of learning rates.
         """
+        if self.learning_rates is not None and len(self.learning_rates) != iterations:
+            raise ValueError(f"noise.BandMF: {len(self.learning_rates)} learning_rates for {iterations} steps.")
         if self.num_bands > iterations:
             raise ValueError(f"noise.BandMF: {self.num_bands} bands for {iterations} steps; take at most as many.")
         if self.strategy is not None:
             given = np.asarray(self.strategy)
             return given / np.linalg.norm(given)
+        if self.learning_rates is not None:
+            rates = np.array(self.learning_rates)
+            return optimize_scheduled(iterations, self.num_bands, rates=rates, momentum=self.momentum)
         workload = momentum_workload(iterations, self.momentum) if self.momentum else None
         return optimize_banded(iterations, self.num_bands, workload=workload, loss=self.loss)
+
+    def _loss(self, column: Coefficients, iterations: int) -> float:
+        if self.learning_rates is not None:
+            return scheduled_loss(column, rates=np.array(self.learning_rates), momentum=self.momentum)
+        return banded_loss(column, momentum_workload(iterations, self.momentum), self.loss)
 
     def recurrence(self, iterations: int) -> Recurrence:
         """The noise of so many steps; it ends with them."""
         column = self.column(iterations)
         made = banded_toeplitz(column, column_normalized_steps=iterations if self.column_normalize else None)
-        workload = momentum_workload(iterations, self.momentum)
-        gain = banded_loss([1.0], workload, self.loss) / banded_loss(column, workload, self.loss)
+        gain = self._loss([1.0], iterations) / self._loss(column, iterations)
         facts = {
             "noise": "banded-toeplitz",
             "bands": self.num_bands,

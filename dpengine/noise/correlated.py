@@ -58,13 +58,15 @@ class CorrelatedNoise(AbstractNoise):
         source: Where fresh normals come from.
         recurrence: The matrix.
         domain: What the normals are for, as against other uses of the same source.
+        first_step: The step that has row 0.
     """
 
-    def __init__(self, source: NoiseSource, recurrence: Recurrence, *, domain: str = "noise"):
+    def __init__(self, source: NoiseSource, recurrence: Recurrence, *, domain: str = "noise", first_step: int = 0):
         self._source = source
         self._recurrence = recurrence
         self._domain = domain
-        self._next = (0, 0)  # (step, index): the first address not used yet
+        self._first = first_step
+        self._next = (first_step, 0)  # (step, index): the first address not used yet
         self._std: float | None = None
         self._slices: dict[int, _Slice] = {}  # by where they begin
         self._lives: dict[int, int] = {}  # incarnation of the source by the first step that was drawn in it
@@ -77,7 +79,7 @@ class CorrelatedNoise(AbstractNoise):
         Args:
             sums: Contiguous 1-D tensor of clipped sums, float32 or float64. Noise is computed and kept in its type.
             std: Standard deviation of the fresh rows, the same at every step. 0 adds nothing.
-            step: The row: number of the logical batch since the run began, above those before it.
+            step: Number of the logical batch since the run began, above those before it.
             start: Index of ``sums[0]`` in the whole vector.
             scale: What the noisy sums are multiplied by.
 
@@ -92,17 +94,19 @@ class CorrelatedNoise(AbstractNoise):
         self._next = (step, start + sums.numel())  # before drawing: an address that failed half-way is used up too
         if not self._lives or self._source.incarnation != next(reversed(self._lives.values())):
             self._lives[part.rows] = self._source.incarnation
+        last = step - self._first
         if std == 0:
-            part.rows = step + 1
+            part.rows = last + 1
             sums.mul_(scale)
             return
 
         def fresh(out: Tensor, weight: float, drawn: int) -> None:
             life = next(life for first, life in reversed(self._lives.items()) if first <= drawn)
-            self._source.add_normal_(out, weight, domain=self._domain, step=drawn, start=start, incarnation=life)
+            address = drawn + self._first
+            self._source.add_normal_(out, weight, domain=self._domain, step=address, start=start, incarnation=life)
 
         noise = sums.new_empty(sums.shape)
-        while part.rows <= step:  # rows of steps that were given up go into the state alone
+        while part.rows <= last:  # rows of steps that were given up go into the state alone
             noise.zero_()
             self._recurrence.row(part.rows, fresh, part.state_KD, noise)
             part.rows += 1
@@ -116,9 +120,9 @@ class CorrelatedNoise(AbstractNoise):
                 fix="Give each release its own step, and each slice of one vector its own start.",
             )
         size = self._recurrence.size
-        if size is not None and step >= size:
+        if size is not None and step - self._first >= size:
             raise PrivacyError(
-                f"{where}: step {step} of a run whose noise was planned for {size} steps.",
+                f"{where}: step {step - self._first} of a run whose noise was planned for {size} steps.",
                 fix="Plan for as many steps as the run has, or begin a new run, which composes with this one.",
             )
         if self._std is not None and std != self._std:
@@ -132,7 +136,7 @@ class CorrelatedNoise(AbstractNoise):
         """What is kept for these numbers of the vector, which must be the same at every step."""
         part = self._slices.get(start)
         begun = max((other.rows for other in self._slices.values()), default=0)
-        if part is None and begun in (0, step + 1):  # the first step, whose slices arrive one by one
+        if part is None and begun in (0, step - self._first + 1):  # the first step, whose slices arrive one by one
             if not self._slices or all(other.first == step for other in self._slices.values()):
                 part = self._slices[start] = _Slice(sums.new_zeros(self._recurrence.kept, sums.numel()), first=step)
         if part is None or part.state_KD.shape[1:] != sums.shape:
@@ -151,6 +155,7 @@ class CorrelatedNoise(AbstractNoise):
         }
         return {
             "recurrence": self._recurrence.name,
+            "first_step": self._first,
             "step": self._next[0],
             "index": self._next[1],
             "std": self._std,
@@ -172,6 +177,7 @@ class CorrelatedNoise(AbstractNoise):
                 f"noise.CorrelatedNoise: the state is of {state['recurrence']!r}, this is {self._recurrence.name!r}. "
                 "Load it into the mechanism that it was taken from."
             )
+        self._first = state["first_step"]
         self._next = (state["step"], state["index"])
         self._std = state["std"]
         self._lives = {int(first): int(life) for first, life in state["lives"].items()}
@@ -181,9 +187,9 @@ class CorrelatedNoise(AbstractNoise):
         }
 
 
-def mechanism_for(source: NoiseSource, recurrence: Recurrence | None) -> AbstractNoise:
+def mechanism_for(source: NoiseSource, recurrence: Recurrence | None, *, first_step: int = 0) -> AbstractNoise:
     """The mechanism that draws from a source: independent noise where no recurrence is given."""
-    return GaussianNoise(source) if recurrence is None else CorrelatedNoise(source, recurrence)
+    return GaussianNoise(source) if recurrence is None else CorrelatedNoise(source, recurrence, first_step=first_step)
 
 
 @dataclass(eq=False)

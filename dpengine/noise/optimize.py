@@ -15,7 +15,7 @@ from collections.abc import Callable
 import numpy as np
 
 from .sensitivity import overlapped, rounds
-from .toeplitz import error_weights, inverse, prefix_sums, product, root, root_of_prefix_sums, solve
+from .toeplitz import Coefficients, error_weights, inverse, prefix_sums, product, root, root_of_prefix_sums, solve
 
 Loss = Callable[[np.ndarray], tuple[float, np.ndarray]]
 _MOST_STEPS = 500
@@ -83,6 +83,12 @@ def optimize_scheduled(
     decay = momentum ** np.arange(size)
     start = root_of_prefix_sums(bands)
     return _normalised(_minimise(lambda c: _scheduled_loss(c, rates, decay), start, steps))
+
+
+def scheduled_loss(column: Coefficients, *, rates: np.ndarray, momentum: float = 0.0) -> float:
+    """What `optimize_scheduled` minimises: mean squared error over the steps, times the squared column norm."""
+    decay = momentum ** np.arange(len(rates))
+    return _scheduled_loss(np.asarray(column, dtype=np.float64), np.asarray(rates, dtype=np.float64), decay)[0]
 
 
 def optimize_banded_inverse(

@@ -53,6 +53,15 @@ class NonPrivateConfig(AbstractPlanConfig):
     def _claims(self) -> Claims:
         return _Nothing(self.batch_size, self.iterations)
 
+    def calibrate(
+        self, *, epsilon: float, delta: float, tol: float | None = None, accountant: Any = None
+    ) -> NonPrivateConfig:
+        """The config itself where epsilon is infinite; every other target is an InvalidBudgetError."""
+        checks.fraction(type(self).__name__, "delta", delta)
+        if epsilon != math.inf:
+            self._claims.least_noise(epsilon, delta, "pld", 0.0)  # refuses
+        return self
+
     def _fields(self) -> dict[str, Any]:
         return {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.init}
 
@@ -82,5 +91,5 @@ class _Nothing:
 
     def least_noise(self, target: float, delta: float, accountant: str, tol: float) -> NoReturn:
         raise InvalidBudgetError(
-            f"NonPrivateConfig adds no noise: it cannot keep epsilon={target:g}.", fix="Use DPSGDConfig."
+            f"NonPrivateConfig adds no noise: it cannot keep epsilon={target!r}.", fix="Use DPSGDConfig."
         )

@@ -61,6 +61,8 @@ def stamps(facts: RunFacts) -> tuple[str, ...]:
 
 def _poisson(facts: RunFacts) -> Assumption:
     name = "Batches hold each row independently, with one known probability (Poisson sampling)"
+    if facts.plan.get("sampling") == "cyclic-poisson":
+        name = "Rows are in fixed groups that take turns; a row of the group is in the batch with one known probability"
     if not facts.law_is_known:
         law = facts.plan.get("sampling", "an unknown law")
         law = law if law != "poisson" else "another law, in an earlier run"

@@ -85,6 +85,7 @@ STATES = [
     {"pairs": [1, 2], "tuple": (1,), "float": None},
     [math.inf, -math.inf, 0.1, True, None, "x", [], {}, ()],
     torch.zeros(2),
+    {"a.b": torch.zeros(1), "a": {"b": torch.ones(1)}, 1: torch.full((1,), 2.0), "1": torch.full((1,), 3.0)},
 ]
 
 
@@ -173,3 +174,23 @@ def test_an_empty_folder_will_do(tmp_path):
     (tmp_path / "empty").mkdir()
     folders.write(tmp_path / "empty", {"a": b"1"}, {}, secret_folder="private")
     assert contents(tmp_path / "empty") == {"a": b"1"}
+
+
+def test_a_link_is_followed(tmp_path):
+    folders.write(tmp_path / "run", {"a": b"1"}, {}, secret_folder="private")
+    (tmp_path / "link").symlink_to(tmp_path / "run")
+    folders.write(tmp_path / "link", {"a": b"2"}, {}, secret_folder="private")
+    assert contents(folders.present(tmp_path / "link")) == {"a": b"2"} == contents(tmp_path / "run")
+    assert (tmp_path / "link").is_symlink()
+
+
+def test_folders_of_the_user_are_left_alone(tmp_path):
+    for name in ("run.old", "run.new", "run.bak"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "thesis.txt").write_text("years of work")
+    for value in (b"1", b"2"):
+        folders.write(tmp_path / "run", {"a": value}, {}, secret_folder="private")
+    assert len(list(tmp_path.rglob("thesis.txt"))) == 3
+    (tmp_path / "run").rename(tmp_path / "run.last")
+    with pytest.raises(FileNotFoundError):
+        folders.present(tmp_path / "run")

@@ -13,8 +13,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from dpengine import Adaptive, PrivacyEngine, checkpoint
 from dpengine.checkpoint.tensor_file import from_bytes
-from dpengine.errors import CorruptFileError, InvalidBudgetError, MechanismMismatchError, TicketError
-from dpengine.noise import BandMF
+from dpengine.errors import CorruptFileError, InvalidBudgetError, LedgerError, MechanismMismatchError, TicketError
+from dpengine.noise import BLT, BandedInverse, BandMF
 
 ROWS = 120
 
@@ -55,8 +55,8 @@ class Run:
         checkpoint.save(folder, self.engine)
         return self
 
-    def resumed(self, folder):
-        checkpoint.load(folder, self.engine)
+    def resumed(self, folder, **options):
+        checkpoint.load(folder, self.engine, **options)
         return self
 
     @property
@@ -98,54 +98,154 @@ def test_a_seed_repeats_what_comes_after(tmp_path):
     assert not torch.equal(a.weights, first.weights)  # noise of the first life, over other batches
 
 
+def still(name):
+    """A run whose weights move by noise alone."""
+    cycles = {"banded": 3, "column-normalised": 3}.get(
+        name, 4 if name in ("blt", "banded inverse", "lambda-cgd") else 1
+    )
+    model = Still()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    data = DataLoader(TensorDataset(torch.zeros(84, 1)), batch_size=84 // cycles)
+    engine = PrivacyEngine(seed=5)
+    return engine, *engine.make_private(model, optimizer, data, plan=CONFIGS[name], target_delta=1e-5)
+
+
+def noise_of(run, count):
+    """What was added to the weights in so many steps."""
+    _, model, optimizer, batches = run
+    steps = []
+    while len(steps) < count:
+        for (x,) in itertools.islice(batches, count - len(steps)):
+            before = model.weight.detach().clone()
+            optimizer.zero_grad()
+            model(x).mean().backward()
+            optimizer.step()
+            steps.append((before - model.weight.detach()).double().numpy())
+    return steps
+
+
 @pytest.mark.parametrize("name", CONFIGS)
 @pytest.mark.parametrize("at", [1, 3, 6])
-def test_noise_goes_on_as_one_matrix(tmp_path, name, at):
-    config = CONFIGS[name]
-    steps = []
-
-    def still():
-        data = DataLoader(TensorDataset(torch.zeros(40, 1)), batch_size=10 if name in ("blt", "banded inverse") else 40)
-        model = Still()
-        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-        engine = PrivacyEngine(seed=5)
-        cycles = {"banded": 3, "column-normalised": 3}.get(name)
-        data = DataLoader(TensorDataset(torch.zeros(42, 1)), batch_size=14) if cycles else data
-        return engine, *engine.make_private(model, optimizer, data, plan=config, target_delta=1e-5)
-
-    def train(model, optimizer, batches, count):
-        while count > 0:
-            for (x,) in itertools.islice(batches, count):
-                before = model.weight.detach().clone()
-                optimizer.zero_grad()
-                model(x).mean().backward()
-                optimizer.step()
-                steps.append((before - model.weight.detach()).double().numpy())
-                count -= 1
-
-    engine, *parts = still()
-    train(*parts, at)
-    checkpoint.save(tmp_path / "run", engine)
-    engine, *parts = still()
-    checkpoint.load(tmp_path / "run", engine)
-    train(*parts, STEPS - at)
-    assert engine.epsilon == pytest.approx(config.epsilon(1e-5), rel=1e-9)  # one run, and not two
-    found, expected = covariance(np.stack(steps)), expected_covariance(config, 1.0)
-    assert agrees(found, expected, DRAWS).all()
-    if name != "independent":
-        restarted = expected.copy()
-        restarted[at:, :at] = restarted[:at, at:] = 0
-        assert not agrees(found, restarted, DRAWS).all()
+def test_noise_goes_on_as_one_matrix_where_nothing_left_since(tmp_path, name, at):
+    first, second = still(name), still(name)
+    steps = noise_of(first, at)
+    checkpoint.save(tmp_path / "run", first[0])
+    checkpoint.load(tmp_path / "run", second[0], nothing_left_since=True)
+    steps += noise_of(second, STEPS - at)
+    assert second[0].epsilon == pytest.approx(CONFIGS[name].epsilon(1e-5), rel=1e-9)  # one run, and not two
+    expected = expected_covariance(CONFIGS[name], 1.0)
+    assert agrees(covariance(np.stack(steps)), expected, DRAWS).all()
 
 
-def test_groups_stay_as_they_were_drawn(tmp_path):
+@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("at", [1, 3, 6])
+def test_noise_begins_anew_unless_that_is_said(tmp_path, name, at):
+    first, second = still(name), still(name)
+    steps = noise_of(first, at)
+    checkpoint.save(tmp_path / "run", first[0])
+    checkpoint.load(tmp_path / "run", second[0])
+    steps += noise_of(second, STEPS - at)
+    whole = expected_covariance(CONFIGS[name], 1.0)
+    expected = np.zeros_like(whole)
+    expected[:at, :at] = whole[:at, :at]
+    expected[at:, at:] = whole[: STEPS - at, : STEPS - at]
+    assert agrees(covariance(np.stack(steps)), expected, DRAWS).all()
+    events = {charge.event for charge in second[0].ledger.history}
+    assert len(events) == (1 if name == "independent" else 2)
+    assert second[0].epsilon >= CONFIGS[name].epsilon(1e-5) * (1 - 1e-9)
+
+
+@pytest.mark.parametrize("noise", [BandMF(num_bands=4), BLT(num_buffers=1), BandedInverse(num_bands=2)], ids=str)
+def test_each_end_of_a_run_that_was_rolled_back_counts(tmp_path, noise):
+    """Whoever takes part in each of them was released so often: as in a run of so many passes."""
+    settings = {"noise": noise, "steps": 12, "epochs": None}
+    run = Run(**settings).train(1).saved(tmp_path / "run")
+    once = run.engine.epsilon
+    for _ in range(3):
+        run.train(1)
+        run.engine.detach(run.model)
+        _, _, run.loader = run.engine.make_private(
+            run.model, run.optimizer, loader(), target_delta=1e-3, noise_multiplier=1.0, noise=noise, steps=12
+        )
+        run.resumed(tmp_path / "run")
+    run.train(1)
+    rounds = [charge.event for charge in run.engine.ledger.history]
+    assert len({event.run for event in rounds}) == 4
+    assert run.engine.epsilon > 1.5 * once
+
+
+def test_later_steps_that_are_known_of_stand_against_one_matrix(tmp_path):
+    settings = {"noise": BandMF(num_bands=2), "steps": 8, "epochs": None}
+    first = Run(**settings).train(2).saved(tmp_path / "run").train(1)
+    second = Run(**settings)
+    second.engine.load_state_dict(first.engine.state_dict())
+    with pytest.raises(LedgerError, match="charged steps of the very run"):
+        second.resumed(tmp_path / "run", nothing_left_since=True)
+    second.resumed(tmp_path / "run").train(1)
+    assert second.engine.ledger.steps == 6
+
+
+def test_groups_stay_as_they_were_drawn_where_nothing_left_since(tmp_path):
     settings = {"noise": BandMF(num_bands=2), "steps": 8, "epochs": None}
     first = Run(data=loader(batch_size=60), **settings).train(3).saved(tmp_path / "run")
-    second = Run(data=loader(batch_size=60), **settings).resumed(tmp_path / "run").train(5)
-    batches = first.batches + second.batches
-    even, odd = set().union(*batches[::2]), set().union(*batches[1::2])
-    assert even.isdisjoint(odd)
-    assert len(even) == len(odd) == ROWS // 2  # the whole group takes part at this rate
+    for options, apart in (({"nothing_left_since": True}, True), ({}, False)):
+        second = Run(data=loader(batch_size=60), **settings).resumed(tmp_path / "run", **options).train(5)
+        batches = first.batches + second.batches
+        even, odd = set().union(*batches[::2]), set().union(*batches[1::2])
+        assert even.isdisjoint(odd) == apart
+
+
+def test_a_matrix_that_is_another_does_not_go_on(tmp_path):
+    settings = {"steps": 8, "epochs": None}
+    Run(noise=BandMF(num_bands=2, strategy=[1.0, 0.5]), **settings).train(2).saved(tmp_path / "run")
+    other = Run(noise=BandMF(num_bands=2, strategy=[1.0, 0.50001]), **settings)
+    with pytest.raises(MechanismMismatchError, match="cannot go on as one matrix"):
+        other.resumed(tmp_path / "run", nothing_left_since=True)
+    other.resumed(tmp_path / "run").train(1)
+
+
+def test_the_noise_of_a_target_is_that_of_the_first_time(tmp_path):
+    settings = {"noise_multiplier": None, "target_epsilon": 3.0, "epochs": 3}
+    run = Run(**settings).train(4)
+    run.engine.detach(run.model)
+    settings |= {"target_epsilon": 5.0}
+    run.model, engine = nn.Linear(4, 3), run.engine
+    run.optimizer = torch.optim.Adam(run.model.parameters(), lr=0.01)
+    _, _, run.loader = engine.make_private(run.model, run.optimizer, loader(), target_delta=1e-3, **settings)
+    run.train(2).saved(tmp_path / "run")
+    again = Run(**settings)
+    assert again.engine.describe()["noise_multiplier"] != engine.describe()["noise_multiplier"]
+    again.resumed(tmp_path / "run")
+    assert again.engine.describe()["noise_multiplier"] == engine.describe()["noise_multiplier"]
+    assert again.engine.epsilon == engine.epsilon
+    again.train(10)
+    assert 4.9 < again.engine.epsilon <= 5.0 and list(again.loader) == []
+
+
+def test_a_scheduler_goes_on(tmp_path):
+    def scheduled():
+        model = nn.Linear(4, 3)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+        run = Run(model=model, optimizer=lambda parameters, lr: optimizer, lr_scheduler=scheduler)
+        return run, scheduler
+
+    run, scheduler = scheduled()
+    for _ in range(3):
+        run.train(1)
+        scheduler.step()
+    run.saved(tmp_path / "run")
+    again, other = scheduled()
+    again.resumed(tmp_path / "run")
+    assert other.last_epoch == 3 and again.optimizer.param_groups[0]["lr"] == run.optimizer.param_groups[0]["lr"]
+    with pytest.raises(MechanismMismatchError, match="lr_scheduler"):
+        Run(optimizer=torch.optim.SGD).resumed(tmp_path / "run")
+
+
+def test_the_report_says_that_a_run_went_on(tmp_path):
+    Run().train(1).saved(tmp_path / "run")
+    assert "checkpoint" not in str(Run().train(1).engine.report())
+    assert "after it and are not in this ledger" in str(Run().resumed(tmp_path / "run").engine.report())
 
 
 def test_the_threshold_of_adaptive_clipping_goes_on(tmp_path):
@@ -199,7 +299,7 @@ def test_a_plain_model_loads_the_weights(tmp_path):
 @pytest.mark.parametrize(
     ("settings", "says"),
     [
-        ({"noise_multiplier": 1.1}, "noise_multiplier"),
+        ({"noise_multiplier": 1.1}, "noise multiplier"),
         ({"max_grad_norm": 2.0}, "clipping"),
         ({"data": loader(rows=100)}, "sampling"),
         ({"noise": BandMF(num_bands=2)}, "noise"),
@@ -207,6 +307,13 @@ def test_a_plain_model_loads_the_weights(tmp_path):
         ({"model": nn.Linear(4, 3, bias=False)}, "parameters"),
         ({"sample_rate": 0.25, "expected_batch_size": 31}, "divisor"),
         ({"plan": PLANS["band-mf"]}, "sampling"),
+        ({"sample_rate": 0.25, "expected_batch_size": 30}, "relation"),
+        ({"loss_reduction": "sum"}, "loss_reduction, divisor"),
+        ({"privacy_unit": torch.arange(ROWS) // 2}, "privacy unit"),
+        ({"noise_multiplier": None, "target_epsilon": 2.0}, "noise multiplier"),
+        ({"seed": 3}, "seed"),
+        ({"optimizer": torch.optim.SGD}, "optimizer"),
+        ({"optimizer": lambda parameters, lr: torch.optim.Adam(list(parameters)[::-1], lr=lr)}, "optimizer"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -232,13 +339,48 @@ def test_other_buffers_are_refused(tmp_path):
         Run(model=Scaled(2)).resumed(tmp_path / "run")
 
 
-def test_another_optimizer_is_refused(tmp_path):
-    Run().train(1).saved(tmp_path / "run")
-    torch.manual_seed(0)
-    other = Run(optimizer=lambda parameters, lr: torch.optim.SGD([{"params": [p]} for p in parameters], lr=lr))
-    with pytest.raises(ValueError, match="parameter group"):
+def test_other_units_and_steps_are_refused(tmp_path):
+    settings = {"noise": BandMF(num_bands=2), "steps": 8, "epochs": None}
+    Run(**settings, privacy_unit=torch.arange(ROWS) // 2).train(1).saved(tmp_path / "units")
+    with pytest.raises(MechanismMismatchError, match="privacy unit"):
+        Run(**settings, privacy_unit=torch.arange(ROWS) % 60).resumed(tmp_path / "units")
+    Run(**settings).train(1).saved(tmp_path / "steps")
+    with pytest.raises(MechanismMismatchError, match="iterations"):
+        Run(**{**settings, "steps": 9}).resumed(tmp_path / "steps")
+
+
+def test_a_load_that_fails_changes_nothing(tmp_path):
+    Run().train(2).saved(tmp_path / "run")
+    other = Run()
+    before = other.weights
+
+    def refuse(*arguments):
+        raise RuntimeError("not this one")
+
+    hook = other.model.register_load_state_dict_post_hook(refuse)
+    with pytest.raises(RuntimeError, match="not this one"):
         other.resumed(tmp_path / "run")
-    assert other.engine.ledger.steps == 0
+    hook.remove()
+    assert other.engine.ledger.steps == 0 and other.optimizer.state_dict()["state"] == {}
+    damaged = other.engine.load_state_dict
+    other.engine.load_state_dict = refuse
+    with pytest.raises(RuntimeError, match="not this one"):
+        other.resumed(tmp_path / "run")
+    other.engine.load_state_dict = damaged
+    assert other.optimizer.state_dict()["state"] == {} and torch.equal(other.weights, before)
+    other.resumed(tmp_path / "run")
+    assert other.engine.ledger.steps == 2 and not torch.equal(other.weights, before)
+    with pytest.raises(TicketError, match="was loaded before"):
+        other.resumed(tmp_path / "run")
+
+
+def test_what_is_no_tensor_in_the_model_is_named(tmp_path):
+    class Extra(nn.Linear):
+        def get_extra_state(self):
+            return {"a": 1}
+
+    with pytest.raises(TypeError, match="'_extra_state' in the model's state is no tensor"):
+        Run(model=Extra(4, 3)).saved(tmp_path / "run")
 
 
 def test_a_batch_at_hand_is_not_saved(tmp_path):

@@ -39,6 +39,7 @@ def test_it_comes_back_from_json_and_says_what_it_is():
 def test_there_is_nothing_to_calibrate():
     with pytest.raises(InvalidBudgetError, match=r"cannot keep epsilon=1.*Use DPSGDConfig"):
         CONFIG.calibrate(epsilon=1.0, delta=1e-5)
+    assert CONFIG.calibrate(epsilon=math.inf, delta=1e-5) == CONFIG
     with pytest.raises(ValueError, match="noise_multiplier"):
         dataclasses.replace(CONFIG, noise_multiplier=1.0)
 

@@ -9,7 +9,7 @@ from plans import CONFIGS, DRAWS, STEPS, agrees, covariance, expected_covariance
 
 from dpengine.accounting import Relation
 from dpengine.errors import PrivacyError
-from dpengine.noise import NoiseTransform, banded_toeplitz
+from dpengine.noise import NoiseTransform, banded_toeplitz, dense
 from dpengine.plan import BandMFConfig, PerformanceFlags
 
 
@@ -28,6 +28,19 @@ def test_noise_has_the_covariance_of_the_plan(name):
     assert not agrees(found, 1.1 * expected, DRAWS).all()
     if name == "column-normalised":
         assert not agrees(found, expected_covariance(CONFIGS["banded"], 1.0), DRAWS).all()
+
+
+def test_noise_of_any_matrix_has_its_covariance():
+    strategy = np.tril(np.random.default_rng(3).uniform(0.2, 1.0, (STEPS, STEPS))) + np.eye(STEPS)
+    transform = NoiseTransform(1.5, dense(strategy), noise_seed=1)
+    state, rows = transform.init(torch.zeros(DRAWS)), []
+    for _ in range(STEPS):
+        noisy, state = transform.update(torch.zeros(DRAWS), state)
+        rows.append(noisy.double().numpy())
+    noising = np.linalg.inv(strategy)
+    expected = 1.5**2 * noising @ noising.T
+    assert agrees(covariance(np.stack(rows)), expected, DRAWS).all()
+    assert not agrees(covariance(np.stack(rows)), np.diag(np.diag(expected)), DRAWS).all()
 
 
 @pytest.mark.parametrize("name", CONFIGS)
