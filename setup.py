@@ -52,7 +52,17 @@ setup(
     ],
     extras_require={
         "plots": PLOTS,
-        "test": ["pytest>=8", "setuptools>=77", "pytest-xdist", "hypothesis", "ruff", "mypy", "scikit-learn", *PLOTS],
+        "test": [
+            "pytest>=8",
+            "setuptools>=77",
+            "pytest-xdist",
+            "hypothesis",
+            "mpmath",
+            "ruff",
+            "mypy",
+            "scikit-learn",
+            *PLOTS,
+        ],
     },
     entry_points={"console_scripts": ["dpengine=dpengine.cli:main"]},
 )

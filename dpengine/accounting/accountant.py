@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from statistics import NormalDist
 
-from dpengine.errors import AccountingRefusedError, notice
+from dpengine.errors import AccountingRefusedError
 
 from . import arguments, gdp, pld, rdp
 from .composition import Composition, compose
@@ -60,7 +60,7 @@ def accountant_used(accountant: str = "pld") -> str:
         accountant: A name of `ACCOUNTANTS`.
 
     Returns:
-        The same name, or "rdp" for "pld" where the dp-accounting library is absent; a notice then says so once.
+        The same name.
 
     Raises:
         ValueError: If the name is unknown or reserved.
@@ -70,14 +70,6 @@ def accountant_used(accountant: str = "pld") -> str:
         raise ValueError(f"accountant={accountant!r} is a reserved name without an implementation. Choose {choices}.")
     if accountant not in ACCOUNTANTS:
         raise ValueError(f"accountant={accountant!r} is not known. Choose {choices}.")
-    if accountant == "pld" and not pld.is_available():
-        notice(
-            "DPE020",
-            "dp-accounting is not installed, so accountant 'rdp' answers for 'pld': a valid bound that is looser. "
-            "pip install dp-accounting",
-            key="accountant",
-        )
-        return "rdp"
     return accountant
 
 
@@ -110,6 +102,23 @@ def epsilon(
     return answer(compose(history), delta, Relation(relation))
 
 
+def epsilon_bounds(
+    history: Iterable[Charge], delta: float, relation: Relation = Relation.ADD_OR_REMOVE_ONE
+) -> tuple[float, float, float]:
+    """Returns epsilon from both sides: ``(lower, estimate, upper)``. What may be reported is the upper one.
+
+    Args:
+        history: Everything that was charged.
+        delta: Strictly between 0 and 1.
+        relation: Which data sets are neighbours.
+
+    Returns:
+        Two bounds by the accountant "pld", and between them the best guess.
+    """
+    found = pld.bounds(compose(history), arguments.delta_in_range(delta), Relation(relation))
+    return found.lower, found.estimate, found.upper
+
+
 def delta_of(
     history: Iterable[Charge],
     epsilon: float,
@@ -125,7 +134,7 @@ def delta_of(
         relation: Which data sets are neighbours.
 
     Returns:
-        Between 0 and 1; "pld" has a numerical floor of about 2e-15 per release.
+        Between 0 and 1.
     """
     epsilon = arguments.epsilon_in_range(epsilon)
     answer = ACCOUNTANTS[accountant_used(accountant)].delta
@@ -205,10 +214,9 @@ def discretization_of(
     relation: Relation = Relation.ADD_OR_REMOVE_ONE,
 ) -> float | None:
     """Returns the grid spacing of the loss behind `epsilon`, for the statement; None where no grid is used."""
-    composition = compose(history)
-    if accountant_used(accountant) != "pld" or composition.non_private or not composition.sampled:
+    if accountant_used(accountant) != "pld":
         return None
-    return pld.interval(composition, arguments.delta_in_range(delta), Relation(relation))
+    return pld.spacing(compose(history), arguments.delta_in_range(delta), Relation(relation))
 
 
 def privacy_spent(

@@ -15,8 +15,8 @@ from .ledger import Charge
 
 LEAST_NOISE, MOST_NOISE = 1e-2, 1e6
 
-_COARSE, _FINER = 32.0, (2, 8)
-"""The search runs on a grid up to so much coarser than the final one, and is corrected with grids so much finer."""
+_ROUGHLY = 1e-3
+"""Relative accuracy of the lattices that the search begins on."""
 
 
 @dataclass(frozen=True)
@@ -173,41 +173,17 @@ def _calibrate_pld(
     delta: float,
     relation: Relation,
 ) -> _Root:
-    """Searches on coarse grids, which take milliseconds, extrapolates to the fine one, and verifies there."""
-    pld.check_trusted(compose(history(1.0)), delta)
+    """Searches on coarse lattices, which take milliseconds, and ends on the one that reports."""
+
+    def roughly(sigma: float) -> float:
+        return pld.rough_epsilon(compose(history(sigma)), delta, relation, _ROUGHLY)
+
     start = _starting_noise(search, history, delta, relation)
-    finest = pld.interval(compose(history(start)), delta, relation)
-    spacing = max(finest, min(_COARSE * finest, search.target / 100))
-
-    def on_grid(sigma: float, spacing: float) -> float:
-        return pld.epsilon_on_grid(compose(history(sigma)), delta, relation, spacing)
-
     try:
-        coarse = search.solve(lambda sigma: on_grid(sigma, spacing), start)
+        rough = _Search(search.target, _ROUGHLY / 10).solve(roughly, start)
     except _UnreachableError:
         return search.solve(reported, start)
-    sigma = coarse.noise_multiplier
-    points = {spacing: coarse.epsilon} | {spacing / k: on_grid(sigma, spacing / k) for k in _FINER}
-    fine = _extrapolated(points, pld.interval(compose(history(sigma)), delta, relation))
-    if not 0.8 * coarse.epsilon < fine < 1.1 * coarse.epsilon:  # not yet in the range where the excess follows its law
-        return search.solve(reported, sigma, coarse.slope)
-    # The step to the root of the final grid is long enough for the slope to matter: take it on a cheaper grid first.
-    middle = spacing / _FINER[-1]
-    aim = search.target * (1 - search.tol / 2)
-    moved = sigma * (aim / fine) ** (1 / coarse.slope)
-    value = on_grid(moved, middle) * (fine / points[middle])
-    if not 0 < value < math.inf or moved == sigma:
-        return search.solve(reported, moved, coarse.slope)
-    slope = min(-0.1, math.log(value / fine) / math.log(moved / sigma))
-    return search.solve(reported, moved * (aim / value) ** (1 / slope), slope)
-
-
-def _extrapolated(points: dict[float, float], spacing: float) -> float:
-    """Epsilon on a finer grid from that on coarser ones: the excess is an even function of the spacing."""
-    return math.fsum(
-        value * math.prod((spacing**2 - other**2) / (at**2 - other**2) for other in points if other != at)
-        for at, value in points.items()
-    )
+    return search.solve(reported, rough.noise_multiplier, rough.slope)
 
 
 def _starting_noise(

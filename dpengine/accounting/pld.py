@@ -1,232 +1,282 @@
-"""Privacy loss distributions: the default accountant, an upper bound within about 1e-5 of the truth.
+"""Privacy loss distributions: the default accountant, an upper bound within about 2e-5 of the truth, at any delta.
 
-The loss of a step is put on a grid by the pessimistic connect-the-dots rule (Doroshenko et al. 2022, 2207.04380) and
-composed by FFT, both by the dp-accounting library, for each direction of add-or-remove over the whole run. Around it we
-choose the grid, keep unsampled releases off it, add a bound on its rounding, and refuse where that rounding would rule.
+Each release's loss goes on a lattice, tilted to where the answer is, and is composed by FFT, for each direction of the
+neighbouring relation over the whole run; the worse of them counts. Errors of the lattice, of its ends and of rounding
+are bounded and added. Unsampled releases never see a lattice.
 """
 
+from __future__ import annotations
+
 import functools
-import importlib.util
 import math
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from statistics import NormalDist
-from typing import Any
+from dataclasses import dataclass
 
 import numpy as np
 
-from dpengine.errors import AccountingRefusedError
-
-from . import gdp, rdp
+from . import gdp, one_release, rdp
 from .composition import Composition, SampledGaussian
 from .events import Relation
+from .loss_pairs import Direction, LossPair
+from .tilt import NoWindowError, Overview, Part
+from .tilted import TiltedSum, composed
 
-DEFAULT_INTERVAL = 1e-4
-"""Grid spacing of the loss in ordinary settings; `interval` says which is used."""
-
-_GRID_EXCESS = 2e-5
-"""Share of epsilon that the grid may add, where the number of cells allows it."""
-_MAX_STEP_CELLS, _MAX_RUN_CELLS = 2**19, 2**22
+_DIRECTIONS = {
+    Relation.ADD_OR_REMOVE_ONE: (Direction.REMOVE, Direction.ADD),
+    Relation.ZERO_OUT: (Direction.REMOVE, Direction.ADD),
+    Relation.REPLACE_ONE: (Direction.REPLACE,),
+}
+_ACCURACY = 2e-5  # share of epsilon that the lattice may add
+_LEAST_BINS, _MOST_BINS = 2**12, 2**21
+_COARSE = 8.0  # how much less accurate the direction is that does not count
+_TAIL_SHARE = 1e-5  # of delta, for all releases together
+_LEAST_TAIL = 1e-290
+_LEAST_NOISE = 0.02  # with less, losses are in the thousands, and epsilon tells nothing
 _MAX_DISTINCT = 48
 """Distributions composed at most; more distinct pairs of rate and noise are rounded to the private side and merged."""
-_UNIT = 2.0**-53
-_ROUNDING = 16
-"""Bound on the error in delta, in units of compositions * 2**-53.
 
-The cells of one release reproduce its delta at each grid point up to about two units, and by exchanging one release
-at a time such errors at most add. The largest error of the FFT itself that we measured is 0.6."""
-_TRUST = 1e3
-"""Delta must be this many such units, so that rounding stays below 2 % of it."""
-_HOPELESS = 1e4
-"""Above this epsilon nobody needs the sharper bound."""
+
+@dataclass(frozen=True)
+class Bounds:
+    """Epsilon between two bounds.
+
+    Attributes:
+        lower: Epsilon is at least this.
+        estimate: About what it is.
+        upper: Epsilon is at most this. What is reported.
+    """
+
+    lower: float
+    estimate: float
+    upper: float
 
 
 def epsilon(composition: Composition, delta: float, relation: Relation) -> float:
     """Upper bound on epsilon: never above that of RDP, exact without sampling."""
+    return rough_epsilon(composition, delta, relation, _ACCURACY)
+
+
+def rough_epsilon(composition: Composition, delta: float, relation: Relation, accuracy: float) -> float:
+    """`epsilon` to another relative accuracy: for searches."""
     if composition.non_private or not composition.sampled:
         return gdp.epsilon(composition, delta, relation)
-    check_trusted(composition, delta)
     ceiling = _other_epsilon(composition, delta, relation)
-    if _scale(composition, delta, relation)[0] > _HOPELESS:
-        return ceiling
-    spacing = interval(composition, delta, relation)
-    return min(ceiling, _best(lambda h: epsilon_on_grid(composition, delta, relation, h), spacing))
+    return min(ceiling, _on_lattices(composition, delta, relation, accuracy).epsilon) if ceiling > 0 else 0.0
+
+
+def spacing(composition: Composition, delta: float, relation: Relation) -> float | None:
+    """The spacing of the lattice of losses behind `epsilon`; None where there is none."""
+    if composition.non_private or not composition.sampled:
+        return None
+    return _on_lattices(composition, delta, relation, _ACCURACY).step
 
 
 def delta(composition: Composition, epsilon: float, relation: Relation) -> float:
-    """Upper bound on delta, with a numerical floor: never below the bound on the FFT's rounding."""
+    """Upper bound on delta."""
     if composition.non_private or not composition.sampled:
         return gdp.delta(composition, epsilon, relation)
     ceiling = _other_delta(composition, epsilon, relation)
-    anchor = min(max(ceiling, 1e-9), 1e-5)  # the grid is chosen for a delta: this one often shares it with epsilon
-    if _scale(composition, anchor, relation)[0] > _HOPELESS:
+    if ceiling < _LEAST_TAIL:
         return ceiling
-
-    def on_grid(spacing: float) -> float:
-        return max(0.0, float(_composed(composition, relation, spacing).get_delta_for_epsilon(epsilon)))
-
-    return min(ceiling, _best(on_grid, interval(composition, anchor, relation)) + _slack(composition))
-
-
-def epsilon_on_grid(composition: Composition, delta: float, relation: Relation, interval: float) -> float:
-    """The bound on a grid of the caller's choice, or on one of as many cells as we allow.
-
-    Args:
-        composition: What was released, with at least one sampled release.
-        delta: Strictly between 0 and 1.
-        relation: The neighbouring relation.
-        interval: Spacing of the grid.
-
-    Returns:
-        An upper bound on epsilon; infinite where the rounding on the grid exceeds ``delta``.
-    """
-    remaining = delta - _slack(composition)
-    if remaining <= 0:
-        return math.inf
-    spacing = max(interval, _least_spacing(composition, relation))
-    return float(_composed(composition, relation, spacing).get_epsilon_for_delta(remaining))
+    if min(group.noise_multiplier for group in composition.sampled) < _LEAST_NOISE:
+        return ceiling
+    with np.errstate(all="ignore"):
+        return min(ceiling, _delta_on_lattices(composition, epsilon, relation, ceiling))
 
 
-def is_available() -> bool:
-    """Whether the dp-accounting library is installed. Does not import it."""
-    return importlib.util.find_spec("dp_accounting") is not None
+def _delta_on_lattices(composition: Composition, epsilon: float, relation: Relation, ceiling: float) -> float:
+    """The bound on delta of the worse direction; ``ceiling`` is another one."""
+    found = []
+    for direction in _DIRECTIONS[relation]:
+        parts = _parts(composition, direction)
+        rough = _Question(parts, ceiling).overview
+        tilt = rough.tilt_for_epsilon(epsilon)
+        chernoff = rough.log_moment(tilt) - tilt * epsilon
+        question = _Question(parts, max(_LEAST_TAIL, min(ceiling, math.exp(min(0.0, chernoff - 5)))))
+        tilt = question.overview.tilt_for_epsilon(epsilon)
+        try:
+            found.append(question.law(tilt, 2 * question.bins(tilt, _ACCURACY)).log_delta(epsilon)[0])
+        except NoWindowError:
+            return ceiling
+    return math.exp(min(0.0, max(found)))
 
 
-def smallest_delta(composition: Composition) -> float:
-    """The smallest delta that this accountant answers for; 0 where it uses the closed form."""
-    return _TRUST * _UNIT * _compositions(composition) if composition.sampled else 0.0
-
-
-def check_trusted(composition: Composition, delta: float) -> None:
-    """Refuses a delta at which the FFT's rounding would decide the answer.
+def bounds(composition: Composition, delta: float, relation: Relation) -> Bounds:
+    """Epsilon from below and above, and the best guess.
 
     Args:
         composition: What was released.
-        delta: The delta that epsilon is asked for.
-
-    Raises:
-        AccountingRefusedError: If ``delta`` is below `smallest_delta`.
-    """
-    floor = smallest_delta(composition)
-    if delta < floor:
-        raise AccountingRefusedError(
-            f"accountant 'pld' is not trusted below delta={floor:.1e} after {_compositions(composition):,} releases, "
-            f"where rounding decides; delta={delta:g} was asked.",
-            fix=f"Ask at delta >= {floor:.1e}, or use accountant='rdp', which is looser and has no such floor.",
-        )
-
-
-def interval(composition: Composition, delta: float, relation: Relation) -> float:
-    """Chooses the grid spacing: `DEFAULT_INTERVAL` times a power of two.
-
-    The grid raises epsilon by about ``k h**2 (theta + 1) / 12`` for k releases, spacing h, and theta the slope of
-    ``-log delta`` in epsilon. That sets h; the number of cells then bounds it from below.
-
-    Args:
-        composition: What was released, with at least one sampled release.
-        delta: The delta that epsilon is asked for.
+        delta: Strictly between 0 and 1.
         relation: The neighbouring relation.
 
     Returns:
-        The spacing.
+        The bounds. Without sampling all three are one number.
     """
-    guess, slope = _scale(composition, delta, relation)
-    wanted = math.sqrt(12 * _GRID_EXCESS * guess / (_compositions(composition) * slope))
-    wanted = max(min(wanted, 1.0), 2 * _least_spacing(composition, relation), 1e-12)
-    return float(DEFAULT_INTERVAL * 2.0 ** math.floor(math.log2(wanted / DEFAULT_INTERVAL)))
-
-
-def _least_spacing(composition: Composition, relation: Relation) -> float:
-    """The spacing at which the grid has the most cells that we allow, for one release or for the run."""
-    groups = [
-        (_loss_shape(g.sample_rate, _at_distance_one(g.noise_multiplier, relation)), g.count)
-        for g in composition.sampled
-    ]
-    spread = math.sqrt(composition.mu(relation) ** 2 + sum(shape.variance * count for shape, count in groups))
-    return max(max(shape.span for shape, _ in groups) / _MAX_STEP_CELLS, 20 * spread / _MAX_RUN_CELLS)
-
-
-def _best(bound: Callable[[float], float], spacing: float) -> float:
-    """The bound on this grid, or on coarser ones: below some spacing the rounding of cell masses, ~u/h, adds up."""
-    value = bound(spacing)
-    if spacing < DEFAULT_INTERVAL / 8:
-        while (coarser := bound(spacing := 2 * spacing)) < value:
-            value = coarser
-    return value
+    if composition.non_private or not composition.sampled:
+        exact = gdp.epsilon(composition, delta, relation)
+        return Bounds(exact, exact, exact)
+    answer, ceiling = (
+        _on_lattices(composition, delta, relation, _ACCURACY),
+        _other_epsilon(composition, delta, relation),
+    )
+    upper = min(answer.epsilon, ceiling)
+    if upper == 0:
+        return Bounds(0.0, 0.0, 0.0)
+    directions = [_parts(composition, direction) for direction in _DIRECTIONS[relation]]
+    lower = 0.0
+    if math.isfinite(answer.epsilon):
+        with np.errstate(all="ignore"):
+            lower = min(max(_lower(parts, delta, upper) for parts in directions), upper)
+    return Bounds(lower, min(max(answer.epsilon - answer.excess, lower), upper), upper)
 
 
 @dataclass(frozen=True)
-class _LossShape:
-    """Moments of the loss of one sampled release, and the width that its grid must cover. Only used to choose grids."""
+class _Answer:
+    """An upper bound on epsilon, about its distance from the truth, and the spacing of the lattice behind it."""
 
-    mean: float
-    variance: float
-    span: float
-
-
-@functools.lru_cache(maxsize=256)
-def _loss_shape(rate: float, sigma: float) -> _LossShape:
-    points = np.linspace(-10, 10, 1001)
-    density = np.exp(-points * points / 2) / math.sqrt(2 * math.pi) * (points[1] - points[0])
-
-    def loss(x: Any) -> Any:
-        return np.logaddexp(math.log1p(-rate), math.log(rate) + (2 * x - 1) / 2 / sigma / sigma)
-
-    out, into = loss(points * sigma), loss(1 + points * sigma)
-    mean = float(np.sum(density * ((1 - rate) * out + rate * into)))
-    second = float(np.sum(density * ((1 - rate) * (out - mean) ** 2 + rate * (into - mean) ** 2)))
-    return _LossShape(mean, second, float(into[-1] - out[0]))
+    epsilon: float
+    excess: float = 0.0
+    step: float | None = None
 
 
-def _scale(composition: Composition, delta: float, relation: Relation) -> tuple[float, float]:
-    """Guesses epsilon and 1 + the slope of ``-log delta`` there. Decides cost and tightness only, never soundness."""
-    halved = replace(
-        composition,
-        precision=composition.mu(relation) ** 2,
-        sampled=tuple(
-            replace(g, noise_multiplier=_at_distance_one(g.noise_multiplier, relation)) for g in composition.sampled
-        ),
-    )
-    bound, order = rdp.curve(halved, Relation.ADD_OR_REMOVE_ONE).epsilon(delta)
-    if order < rdp.ORDERS[-1]:
-        return bound / 1.5, float(order)
-    # The orders end too early for so small an epsilon: take the sum of losses as normal.
-    shapes = [(_loss_shape(g.sample_rate, g.noise_multiplier), g.count) for g in halved.sampled]
-    mean = halved.precision / 2 + sum(s.mean * count for s, count in shapes)
-    deviation = math.sqrt(halved.precision + sum(s.variance * count for s, count in shapes))
-    z = max(0.5, -NormalDist().inv_cdf(delta))
-    return max(mean + z * deviation, 1e-12), 1 + z / max(deviation, 1e-12)
+@functools.lru_cache(maxsize=32)
+def _on_lattices(composition: Composition, delta: float, relation: Relation, accuracy: float) -> _Answer:
+    """The bound of the worse direction; the other one is only looked at closely enough to tell that it is the other."""
+    if delta < _LEAST_TAIL or min(group.noise_multiplier for group in composition.sampled) < _LEAST_NOISE:
+        return _Answer(math.inf)
+    with np.errstate(all="ignore"):
+        first, *others = (_Question(_parts(composition, direction), delta) for direction in _DIRECTIONS[relation])
+        best = first.epsilon(accuracy)
+        for question in others:
+            if question.epsilon(accuracy * _COARSE).epsilon > best.epsilon:
+                best = max(best, question.epsilon(accuracy), key=lambda answer: answer.epsilon)
+    return best
 
 
-def _at_distance_one(sigma: float, relation: Relation) -> float:
-    return sigma / 2 if relation is Relation.REPLACE_ONE else sigma
+class _Question:
+    """The epsilon of one direction at one delta.
+
+    Args:
+        parts: What was released.
+        delta: About the one that is asked for.
+    """
+
+    def __init__(self, parts: tuple[Part, ...], delta: float):
+        self.parts = parts
+        self.log_delta = math.log(delta)
+        share = math.log10(_TAIL_SHARE * max(delta, _LEAST_TAIL)) - math.log10(sum(part.count for part in parts))
+        # A power of ten, so that releases are found again in caches.
+        self.overview = Overview(parts, 10.0 ** max(math.floor(share), math.log10(_LEAST_TAIL)))
+
+    def law(self, tilt: float, bins: int) -> TiltedSum:
+        """The law of the sum on a lattice of about so many points, from above."""
+        return composed(self.parts, self.overview.window(tilt, bins), bins=bins)
+
+    def law_below(self, tilt: float, bins: int) -> TiltedSum:
+        """The same from below."""
+        return composed(self.parts, self.overview.window_below(tilt), bins=bins, above=False)
+
+    def bins(self, tilt: float, accuracy: float) -> int:
+        """A guess at the points of a lattice that is as accurate."""
+        aim, bins = accuracy * max(self.overview.mean(tilt), 0.0), _LEAST_BINS
+        window = self.overview.window(tilt, bins)
+        while bins < _MOST_BINS and self.overview.excess(window, bins) > aim:
+            bins *= 2
+        return bins
+
+    def epsilon(self, accuracy: float) -> _Answer:
+        """An upper bound, on finer and finer lattices until they agree."""
+        found = self._on_finer_lattices(accuracy)
+        if len(self.parts) == self.parts[0].count == 1 and len(self.parts[0].mixture) == 1:
+            exact = one_release.epsilon(self.parts[0].mixture[0][1], math.exp(self.log_delta))
+            found = found if found.epsilon <= exact else _Answer(exact)
+        return found if found.epsilon <= self._largest_loss() else _Answer(self._largest_loss())
+
+    def _largest_loss(self) -> float:
+        """An example that is added lowers no probability by more than its absence; other losses have no end."""
+        pairs = [(pair, part.count) for part in self.parts for _, pair in part.mixture]
+        if any(pair.direction is not Direction.ADD or pair.rate == 1 for pair, _ in pairs):
+            return math.inf
+        return math.fsum(-math.log1p(-pair.rate) * count for pair, count in pairs) * (1 + 1e-12)
+
+    def _on_finer_lattices(self, accuracy: float) -> _Answer:
+        tilt = self.overview.tilt_for_delta(self.log_delta)
+        try:
+            bins, last = self.bins(tilt, accuracy) // 2, math.inf
+        except NoWindowError:
+            return _Answer(math.inf)
+        while True:
+            law = self.law(tilt, bins)
+            value = _least_epsilon(law, self.log_delta)
+            excess = (last - value) / 3  # it falls with the square of the spacing
+            if bins >= _MOST_BINS or value == 0 or excess <= accuracy * value:
+                return _Answer(value, max(0.0, excess) if math.isfinite(excess) else 0.0, law.step)
+            bins, last = 2 * bins, value
+
+
+def _least_epsilon(law: TiltedSum, log_delta: float) -> float:
+    """The least epsilon of the window at which the bound on delta is small enough; infinite if there is none."""
+    low, high = max(0.0, law.first), law.last
+    if high < low:
+        return 0.0 if law.log_moment + math.log(law.over + 1e-300) <= log_delta else math.inf
+    if law.log_delta(low)[0] <= log_delta:
+        return low
+    if law.log_delta(high)[0] > log_delta:
+        return math.inf
+    x = (low + high) / 2
+    while True:
+        value, slope = law.log_delta(x)
+        low, high = (low, x) if value <= log_delta else (x, high)
+        newton = x - (value - log_delta) / slope if slope < 0 and math.isfinite(value) else math.nan
+        # On the safe side by a little, so that the bracket closes from above.
+        moved = newton + 1e-12 * (1 + newton) if low < newton < high else (low + high) / 2
+        if high - low <= 1e-10 * high or moved in (low, high) or not low < moved < high:
+            return high
+        x = moved
+
+
+def _lower(parts: tuple[Part, ...], delta: float, upper: float) -> float:
+    """A lower bound on the epsilon of one direction."""
+    question = _Question(parts, delta)
+    tilt = question.overview.tilt_for_delta(question.log_delta)
+    law = question.law_below(tilt, 2 * question.bins(tilt, _ACCURACY))
+    x = min(upper, law.last)
+    for _ in range(12):
+        value, slope = law.log_delta(x)
+        if value >= question.log_delta:
+            return max(0.0, x)
+        if not math.isfinite(value) or slope >= 0:
+            return 0.0
+        x -= 1.02 * (question.log_delta - value) / -slope + 1e-12 * x
+        if x <= max(0.0, law.first):
+            return 0.0
+    return 0.0
+
+
+def _parts(composition: Composition, direction: Direction) -> tuple[Part, ...]:
+    """All releases as pairs of this direction."""
+    groups = _limited(composition.sampled)
+    parts = [Part(((1.0, LossPair(g.sample_rate, g.noise_multiplier, direction)),), g.count) for g in groups]
+    if composition.precision > 0:
+        parts.append(Part(((1.0, LossPair(1.0, 1 / math.sqrt(composition.precision), direction)),), 1))
+    return tuple(parts)
 
 
 def _other_epsilon(composition: Composition, delta: float, relation: Relation) -> float:
-    if relation is not Relation.REPLACE_ONE:
-        return rdp.epsilon(composition, delta, relation)
-    return gdp.epsilon(_without_sampling(composition), delta, relation)
+    all_rows = gdp.epsilon(_without_sampling(composition), delta, relation)
+    return all_rows if relation is Relation.REPLACE_ONE else min(all_rows, rdp.epsilon(composition, delta, relation))
 
 
 def _other_delta(composition: Composition, epsilon: float, relation: Relation) -> float:
-    if relation is not Relation.REPLACE_ONE:
-        return rdp.delta(composition, epsilon, relation)
-    return gdp.delta(_without_sampling(composition), epsilon, relation)
+    all_rows = gdp.delta(_without_sampling(composition), epsilon, relation)
+    return all_rows if relation is Relation.REPLACE_ONE else min(all_rows, rdp.delta(composition, epsilon, relation))
 
 
 def _without_sampling(composition: Composition) -> Composition:
     """The same releases over all rows: sampling can only help."""
     extra = math.fsum(g.count / g.noise_multiplier / g.noise_multiplier for g in composition.sampled)
     return Composition(composition.precision + extra, (), composition.non_private)
-
-
-def _compositions(composition: Composition) -> int:
-    return sum(group.count for group in composition.sampled) + (composition.precision > 0)
-
-
-def _slack(composition: Composition) -> float:
-    return _ROUNDING * _UNIT * _compositions(composition)
 
 
 def _limited(sampled: tuple[SampledGaussian, ...]) -> tuple[SampledGaussian, ...]:
@@ -243,38 +293,6 @@ def _limited(sampled: tuple[SampledGaussian, ...]) -> tuple[SampledGaussian, ...
     return sampled
 
 
-def _rounded(value: float, digits: int, direction: Any) -> float:
+def _rounded(value: float, digits: int, direction: Callable[[float], int]) -> float:
     unit = 10.0 ** (math.floor(math.log10(value)) + 1 - digits)
     return float(direction(value / unit) * unit)
-
-
-@functools.lru_cache(maxsize=8)
-def _composed(composition: Composition, relation: Relation, spacing: float) -> Any:
-    """The loss distribution of the whole history. The last few are kept: one serves epsilon, advantage and profile."""
-    groups = _limited(composition.sampled)
-    parts = [_step(g.sample_rate, g.noise_multiplier, relation, spacing).self_compose(g.count) for g in groups]
-    if composition.precision > 0:
-        parts.append(_step(1.0, 1 / math.sqrt(composition.precision), relation, spacing))
-    while len(parts) > 1:  # in pairs, so that arrays of like size meet; an odd one waits
-        pairs = zip(parts[::2], parts[1::2], strict=False)
-        parts = [left.compose(right) for left, right in pairs] + parts[len(parts) & ~1 :]
-    return parts[0]
-
-
-@functools.lru_cache(maxsize=64)
-def _step(rate: float, sigma: float, relation: Relation, spacing: float) -> Any:
-    """The loss distribution of one release; it is what takes time, and does not depend on how often it is composed."""
-    from dp_accounting import NeighboringRelation
-    from dp_accounting.pld import privacy_loss_distribution
-
-    relations = {
-        Relation.ADD_OR_REMOVE_ONE: NeighboringRelation.ADD_OR_REMOVE_ONE,
-        Relation.ZERO_OUT: NeighboringRelation.REPLACE_SPECIAL,
-        Relation.REPLACE_ONE: NeighboringRelation.REPLACE_ONE,
-    }
-    return privacy_loss_distribution.from_gaussian_mechanism(
-        sigma,
-        value_discretization_interval=spacing,
-        sampling_prob=rate,
-        neighboring_relation=relations[relation],
-    )

@@ -45,8 +45,7 @@ def _bf16() -> str:
 
 
 def _accountant() -> str:
-    used = accountant_used("pld")
-    return "pld, by dp-accounting" if used == "pld" else f"{used}: dp-accounting is missing, so bounds are looser"
+    return accountant_used("pld")
 
 
 def _noise() -> str:

@@ -40,7 +40,7 @@ class PrivacyReport:
         """
         facts, figures = self.facts, figures_of(self.facts)
         spent = figures.spent
-        library, version = sentences.accounting_library(figures.accountant)
+        library, version = "dpengine", sentences.version_of("dpengine")
         report = {
             "schema_version": SCHEMA_VERSION,
             "guarantee": {

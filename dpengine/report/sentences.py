@@ -29,7 +29,6 @@ _NEIGHBOURS = {
     Relation.ZERO_OUT: "one {unit} of one contributes nothing in the other (zero-out); how many there are is public",
     Relation.REPLACE_ONE: "they differ in one {unit} (replace one); how many there are is public",
 }
-_LIBRARIES = {"pld": "dp-accounting"}
 
 
 def headline(facts: RunFacts, figures: Figures) -> str:
@@ -129,18 +128,10 @@ def described(value: Any) -> Any:
     return " ".join([str(value.get("policy", "")), f"({', '.join(options)})"]).strip()
 
 
-def accounting_library(accountant: str) -> tuple[str, str]:
-    """The library that composes for an accountant, and its version."""
-    library = _LIBRARIES.get(accountant, "dpengine")
-    return library, version_of(library)
-
-
 def accounting(figures: Figures) -> str:
     """Who accounts, in which version, and how the number is to be read."""
-    library, version = accounting_library(figures.accountant)
-    own = "" if library == "dpengine" else f", with dpengine {version_of('dpengine')}"
     grid = f", on a pessimistic grid of spacing {figures.grid:.3g}" if figures.grid is not None else ""
-    who = f"accountant {figures.accountant!r} of {library} {version}{own}{grid}"
+    who = f"accountant {figures.accountant!r} of dpengine {version_of('dpengine')}{grid}"
     return f"{who}; upper bounds, rounded up at the last digit."
 
 

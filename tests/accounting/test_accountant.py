@@ -11,19 +11,19 @@ from dpengine.accounting import (
     NonPrivateEvent,
     PoissonGaussianEvent,
     UnclaimedEvent,
-    accountant_used,
     advantage_of,
-    calibrate,
     delta_of,
     discretization_of,
     epsilon,
     epsilon_of,
+    loss_grid,
     mu_gdp,
     pld,
     privacy_profile,
     privacy_spent,
+    tilted,
 )
-from dpengine.errors import AccountingRefusedError, InvalidBudgetError, PrivacyWarning, forget_notices
+from dpengine.errors import AccountingRefusedError, InvalidBudgetError
 
 SAMPLED = (Charge(PoissonGaussianEvent(0.02, 1.5), 200),)
 MIXED = (
@@ -107,22 +107,6 @@ def test_unknown_and_reserved_accountants_list_the_choices(name):
     assert ("reserved" in str(caught.value)) == (name == "prv")
 
 
-def test_without_dp_accounting_rdp_answers_and_says_so_once(monkeypatch):
-    forget_notices()
-    monkeypatch.setattr(pld, "is_available", lambda: False)
-    with pytest.warns(PrivacyWarning, match="DPE020.*pip install dp-accounting"):
-        assert epsilon(SAMPLED, 1e-5) == epsilon(SAMPLED, 1e-5, "rdp")
-    assert accountant_used("pld") == "rdp"
-    assert privacy_spent(SAMPLED, 1e-5).accountant_used == "rdp"
-    assert discretization_of(SAMPLED, 1e-5) is None
-    calibration = calibrate(target_epsilon=1, target_delta=1e-5, sample_rate=0.02, steps=200)
-    assert calibration.accountant_used == "rdp"
-    assert epsilon_of(
-        noise_multiplier=calibration.noise_multiplier, sample_rate=0.02, steps=200, delta=1e-5
-    ) == pytest.approx(1, rel=1e-4)
-    forget_notices()
-
-
 @pytest.mark.parametrize(
     ("rate", "sigma", "steps", "eps", "mu", "advantage"),
     [(2048 / 60000, 2.15, 600, 1.664, 0.433, 0.162), (1024 / 32561, 2.738, 480, 1.0, 0.27, 0.103)],
@@ -153,19 +137,13 @@ def test_delta_inverts_epsilon_and_the_profile_is_made_of_epsilons(accountant):
         assert delta_of(SAMPLED, eps, accountant) == pytest.approx(delta, rel=1e-3)
 
 
-def test_a_profile_leaves_out_what_the_accountant_refuses():
-    history = (Charge(PoissonGaussianEvent(0.02, 1.5), 200),)
-    assert [delta for delta, _ in privacy_profile(history, [1e-5, 1e-14])] == [1e-5]
-    assert len(privacy_profile(history, [1e-5, 1e-14], "rdp")) == 2
-
-
 def test_advantage_is_below_the_chance_of_being_sampled_at_all():
     history = (Charge(PoissonGaussianEvent(0.01, 0.3), 5),)
     assert advantage_of(history) <= 1 - 0.99**5 + 1e-9
 
 
 def test_discretization_is_that_of_the_grid_and_absent_without_one():
-    assert discretization_of(SAMPLED, 1e-5) in {pld.DEFAULT_INTERVAL * 2.0**j for j in range(-30, 20)}
+    assert 1e-7 < discretization_of(SAMPLED, 1e-5) < 1e-2
     assert discretization_of(SAMPLED, 1e-5, "rdp") is None
     assert discretization_of((Charge(GaussianEvent(1.0)),), 1e-5) is None
 
@@ -188,7 +166,7 @@ def test_the_answer_does_not_depend_on_what_was_asked_before():
     answers = []
     for clear in (True, False, True):
         if clear:
-            pld._step.cache_clear()
-            pld._composed.cache_clear()
+            for cached in (pld._on_lattices, tilted._released, loss_grid.sketch):
+                cached.cache_clear()
         answers.append((epsilon(MIXED, 1e-5), epsilon(SAMPLED, 1e-7), epsilon(MIXED, 1e-5)))
     assert len(set(answers)) == 1

@@ -42,7 +42,7 @@ def test_epsilon_undoes_calibrate(capsys):
 @pytest.mark.parametrize("argv", [["calibrate", "--epsilon", "3", *ADULT], ["epsilon", "--sigma", "1.236", *ADULT]])
 def test_what_is_printed_is_a_statement_and_not_a_bare_number(capsys, argv):
     out = printed(capsys, *argv)
-    for needed in ("zero-out", "δ = 1e-05", "Unit:", "Not covered:", "'pld' of dp-accounting"):
+    for needed in ("zero-out", "δ = 1e-05", "Unit:", "Not covered:", "'pld' of dpengine"):
         assert needed in out
     statement = json.loads(printed(capsys, *argv, "--json"))["statement"]
     assert statement in out

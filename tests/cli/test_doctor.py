@@ -32,9 +32,3 @@ def test_it_has_no_folder_host_or_user_in_it(capsys):
     assert str(Path.home()) not in out
     assert platform.node() not in out
     assert f" {getpass.getuser()}" not in out
-
-
-def test_a_missing_accountant_is_said_and_not_an_error(capsys, monkeypatch):
-    monkeypatch.setattr("dpengine.cli.doctor.accountant_used", lambda name: "rdp")
-    assert main(["doctor"]) == 0
-    assert "rdp: dp-accounting is missing" in capsys.readouterr().out

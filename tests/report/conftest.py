@@ -55,7 +55,7 @@ VARIANTS = {
             Charge(PoissonGaussianEvent(0.02, 1.5), 1),
         )
     },
-    "delta-too-small": {"delta": 1e-15},
+    "refused": {"accountant": "gdp"},
 }
 
 

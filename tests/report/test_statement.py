@@ -24,7 +24,7 @@ def test_a_statement_names_all_that_a_number_needs(make_facts):
         "how many there are is public (5,003)",
         "μ-GDP 0.75 (exact)",
         "membership advantage ≤ 29.3 %",
-        "accountant 'pld' of dp-accounting 0.",
+        "accountant 'pld' of dpengine 0.",
         "clipping flat (max_norm=0.5)",
         "noise multiplier 1.5",
         "9 steps charged of 200 planned; target ε = 2.5",

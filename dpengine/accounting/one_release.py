@@ -1,0 +1,40 @@
+"""The privacy curve of a single release, in closed form: two tails of normal mixtures, and a bound on their rounding.
+
+For the pair (P, Q) of `LossPair`, delta at an epsilon is ``P[x > a] - e^epsilon Q[x > a]`` with a the output whose loss
+is epsilon. Sharp where the two do not cancel: for tiny epsilon the lattice is better.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from .loss_pairs import LossPair
+
+_ROUNDING = 2.0**-47
+
+
+def epsilon(pair: LossPair, delta: float) -> float:
+    """The least epsilon at which the bound on delta is small enough; infinite if none below 1e6 is."""
+    low, high = 0.0, 1.0
+    if delta_of(pair, low) <= delta:
+        return 0.0
+    while delta_of(pair, high) > delta:
+        low, high = high, 2 * high
+        if high > 1e6:
+            return math.inf
+    while low < (middle := (low + high) / 2) < high and high - low > 1e-15 * high:
+        low, high = (low, middle) if delta_of(pair, middle) <= delta else (middle, high)
+    return high
+
+
+def delta_of(pair: LossPair, epsilon: float) -> float:
+    """An upper bound on delta at an epsilon."""
+    x = pair.output(np.array([epsilon]))
+    beyond = np.array([x[0], np.inf])
+    masses = pair.masses(beyond)
+    p, q = float(masses.p[0]), float(masses.q[0])
+    weighted = math.exp(epsilon + math.log(q)) if q > 0 else 0.0
+    # The cut may be off by rounding, and so may each tail; the loss there is epsilon, so both move alike.
+    return max(0.0, p - weighted) + _ROUNDING * (1 + epsilon + abs(float(x[0])) / pair.sigma) ** 2 * (p + weighted)
