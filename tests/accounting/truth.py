@@ -19,10 +19,7 @@ import numpy as np
 def one_step(rate, sigma, delta, direction, digits=40):
     """Epsilon of a single release, in closed form."""
     with mpmath.workdps(digits):
-        q, s, target = mpmath.mpf(rate), mpmath.mpf(sigma), mpmath.mpf(delta)
-
-        def below(z):
-            return mpmath.erfc(-z / mpmath.sqrt(2)) / 2
+        q, s = mpmath.mpf(rate), mpmath.mpf(sigma)
 
         def cut(y):  # where log(1 - q + q e^((2x-1)/(2 s^2))) is y
             return s * s * mpmath.log(1 + mpmath.expm1(y) / q) + mpmath.mpf(1) / 2
@@ -36,37 +33,37 @@ def one_step(rate, sigma, delta, direction, digits=40):
             a = cut(-eps)
             return below(a / s) - mpmath.exp(eps) * ((1 - q) * below(a / s) + q * below((a - 1) / s))
 
-        if delta_at(mpmath.mpf(0)) <= target:
-            return 0.0
-        low, high = mpmath.mpf(0), mpmath.mpf("1e-12")
-        while delta_at(high) > target:
-            low, high = high, 4 * high
-        for _ in range(4 * digits):
-            middle = (low + high) / 2
-            low, high = (middle, high) if delta_at(middle) > target else (low, middle)
-        return float(high)
+        return least_epsilon(delta_at, delta, digits)
 
 
 def gaussian(mu, delta, digits=40):
     """Epsilon of mu-GDP."""
     with mpmath.workdps(digits):
-        m, target = mpmath.mpf(mu), mpmath.mpf(delta)
-
-        def below(z):
-            return mpmath.erfc(-z / mpmath.sqrt(2)) / 2
+        m = mpmath.mpf(mu)
 
         def delta_at(eps):
             return below(m / 2 - eps / m) - mpmath.exp(eps) * below(-m / 2 - eps / m)
 
-        if delta_at(mpmath.mpf(0)) <= target:
-            return 0.0
-        low, high = mpmath.mpf(0), mpmath.mpf("1e-12")
-        while delta_at(high) > target:
-            low, high = high, 4 * high
-        for _ in range(4 * digits):
-            middle = (low + high) / 2
-            low, high = (middle, high) if delta_at(middle) > target else (low, middle)
-        return float(high)
+        return least_epsilon(delta_at, delta, digits)
+
+
+def below(z):
+    """The normal distribution function."""
+    return mpmath.erfc(-z / mpmath.sqrt(2)) / 2
+
+
+def least_epsilon(delta_at, delta, digits):
+    """By halving, in all digits."""
+    target = mpmath.mpf(delta)
+    if delta_at(mpmath.mpf(0)) <= target:
+        return 0.0
+    low, high = mpmath.mpf(0), mpmath.mpf("1e-12")
+    while delta_at(high) > target:
+        low, high = high, 4 * high
+    for _ in range(4 * digits):
+        middle = (low + high) / 2
+        low, high = (middle, high) if delta_at(middle) > target else (low, middle)
+    return float(high)
 
 
 class Contour:
