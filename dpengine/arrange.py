@@ -78,7 +78,6 @@ def arranged(module: nn.Module, loader: DataLoader[Any], wanted: Wanted) -> tupl
 
 def _by_numbers(module: nn.Module, loader: DataLoader[Any], wanted: Wanted) -> tuple[RunPlan, Budget]:
     spending, batching = wanted.spending, wanted.batching
-    in_turn = isinstance(wanted.noise, (BLT, BandedInverse))
     strategy = strategy_for(
         loader,
         sampling=batching.sampling,
@@ -89,7 +88,7 @@ def _by_numbers(module: nn.Module, loader: DataLoader[Any], wanted: Wanted) -> t
         strategy = _over_units(strategy, batching)
     policy = clipping_for(module, wanted.clipping, wanted.max_grad_norm)
     delta = delta_for(spending.target_delta, strategy.num_examples, spending.allow_large_delta)
-    if in_turn:
+    if isinstance(wanted.noise, (BLT, BandedInverse)):
         strategy = _in_equal_groups(strategy, wanted)
     planned = planned_steps(spending.epochs, spending.steps, strategy.steps_per_epoch)
     constants = None not in (batching.sample_rate, batching.expected_batch_size, spending.target_delta)

@@ -225,6 +225,8 @@ def _merged(pair: LossPair, ends: Integers, step: float) -> tuple[Floats, Floats
     """Losses of cells about lattice points, in steps, and their masses."""
     x = pair.output(np.asarray((ends - 0.5) * step, dtype=np.float64))
     found = pair.masses(x)
-    p, r = found.p, found.q
+    # As far to the safe side as rounding may have moved them.
+    p = found.p - _ROUNDING * (found.p + found.p_tails)
+    r = found.q + _ROUNDING * (found.q + found.q_tails)
     there = (p > 0) & (r > 0)
     return (np.log(p[there]) - np.log(r[there])) / step, p[there]

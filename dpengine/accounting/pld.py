@@ -164,6 +164,7 @@ class _Question:
 
     def __init__(self, parts: tuple[Part, ...], delta: float):
         self.parts = parts
+        self.delta = delta
         self.log_delta = math.log(delta)
         share = math.log10(_TAIL_SHARE * max(delta, _LEAST_TAIL)) - math.log10(sum(part.count for part in parts))
         # A power of ten, so that releases are found again in caches.
@@ -189,7 +190,7 @@ class _Question:
         """An upper bound, on finer and finer lattices until they agree."""
         found = self._on_finer_lattices(accuracy)
         if len(self.parts) == self.parts[0].count == 1 and len(self.parts[0].mixture) == 1:
-            exact = one_release.epsilon(self.parts[0].mixture[0][1], math.exp(self.log_delta))
+            exact = one_release.epsilon(self.parts[0].mixture[0][1], self.delta)
             found = found if found.epsilon <= exact else _Answer(exact)
         return found if found.epsilon <= self._largest_loss() else _Answer(self._largest_loss())
 

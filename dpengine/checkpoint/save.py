@@ -79,8 +79,9 @@ def load(folder: str | Path, engine: Engine, *, nothing_left_since: bool = False
     """Goes on with a run that was saved: call ``make_private`` as the first time, then this, then train.
 
     Model, optimizer, what was spent and the place in the run are those of the checkpoint. Batches and noise from here
-    on are fresh, so nothing is drawn twice. What the saving process released afterwards, its cost included, is not
-    known here: add it with ``engine.load_state_dict`` if its state is there.
+    on are fresh, so nothing is drawn twice; only a run with a seed repeats itself if it goes on twice from one place.
+    What the saving process released afterwards, its cost included, is not known here: add it with
+    ``engine.load_state_dict`` if its state is there.
 
     Noise that hangs together over steps begins anew, as a mechanism that adds to what was spent: that costs some more
     than the run would have. With ``nothing_left_since`` it goes on as the one matrix that was planned.

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 
+from dpengine.sampling import whole_number
+
 _MOST_BUFFERS = 15
 
 
@@ -29,7 +31,9 @@ class BLT:
     def __post_init__(self) -> None:
         """Refuses what is no number of buffers."""
         if self.num_buffers is not None:
-            _check_whole("BLT", "num_buffers", self.num_buffers, 0, _MOST_BUFFERS)
+            found = whole_number("noise.BLT", "num_buffers", self.num_buffers, at_least=0)
+            if found > _MOST_BUFFERS:
+                raise ValueError(f"noise.BLT: num_buffers must be at most {_MOST_BUFFERS}, got {found}.")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -52,13 +56,4 @@ class BandedInverse:
 
     def __post_init__(self) -> None:
         """Refuses what is no number of bands."""
-        _check_whole("BandedInverse", "num_bands", self.num_bands, 1, None)
-
-
-def _check_whole(owner: str, name: str, value: object, least: int, most: int | None) -> None:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"noise.{owner}: {name} must be a whole number, got {value!r}.")
-    if value < least or (most is not None and value > most):
-        raise ValueError(
-            f"noise.{owner}: {name} must be at least {least}{f', at most {most}' if most else ''}, got {value}."
-        )
+        whole_number("noise.BandedInverse", "num_bands", self.num_bands, at_least=1)
