@@ -13,7 +13,7 @@ from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from dpengine.accounting import Charge, Relation, calibrate, check_delta, suggested_delta
+from dpengine.accounting import Charge, Relation, calibration, check_delta, suggested_delta
 from dpengine.clipping import AbstractClip, clipping_from
 from dpengine.errors import (
     InvalidBudgetError,
@@ -128,12 +128,12 @@ def noise_for(
     if planned is None:
         raise InvalidBudgetError("target_epsilon needs to know how long training is.", fix="Pass epochs= or steps=.")
     if sq_sensitivity is not None:  # chance earns nothing: the run is one release, of so much more sensitivity
-        one = calibrate(
+        one = calibration(
             target_epsilon=target, target_delta=delta, sample_rate=1.0, steps=1, accountant=accountant, spent=spent
         ).noise_multiplier
         return one * math.sqrt(sq_sensitivity) * (1 + 1e-12)
     cycle = strategy.cycle_length if isinstance(strategy, CyclicPoissonStrategy) else 1
-    return calibrate(
+    return calibration(
         target_epsilon=target,
         target_delta=delta,
         sample_rate=rate_to_book(strategy.sample_rate),

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
-from dpengine.accounting import Ledger, PrivacySpent, Relation, accountant_used, epsilon, privacy_spent
+from dpengine.accounting import Ledger, PrivacySpent, Relation, accountant_used, epsilon_of, privacy_spent
 from dpengine.admission import (
     admit,
     refuse_other_than_bool,
@@ -269,7 +269,7 @@ class PrivacyEngine:
         Returns:
             Epsilon. A history that has a step for which none can be claimed is an ``AccountingRefusedError``.
         """
-        return epsilon(self.ledger.history, delta, accountant=self.accountant, relation=self._relation)
+        return epsilon_of(self.ledger.history, delta, accountant=self.accountant, relation=self._relation)
 
     @property
     def epsilon(self) -> float:

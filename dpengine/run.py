@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 
 from dpengine import companions
 from dpengine import optimizer as private_optimizer
-from dpengine.accounting import Charge, Event, epsilon
+from dpengine.accounting import Charge, Event, epsilon_of
 from dpengine.admission import attached_models
 from dpengine.errors import BatchDependentLossError, BatchMismatchError, UnsupportedLayerError, notice
 from dpengine.kernels import keep_freed_memory
@@ -70,27 +70,27 @@ class Budget:
         planned = self.planned_steps if not beside and event == release.plan.event() else None
         fits = self._fits.get((event, beside), planned or 0)
 
-        def epsilon_of(number: int) -> float:
+        def epsilon(number: int) -> float:
             charges = (*beside, Charge(event, number))
-            return epsilon(charges, self.delta, accountant=self.accountant, relation=release.plan.relation)
+            return epsilon_of(charges, self.delta, accountant=self.accountant, relation=release.plan.relation)
 
         if needed > fits:
-            reached = epsilon_of(needed)
+            reached = epsilon(needed)
             if reached > self.target_epsilon:
                 return reached
-            fits = _look_ahead(epsilon_of, self.target_epsilon, needed)
+            fits = _look_ahead(epsilon, self.target_epsilon, needed)
         self._fits = {(event, beside): fits}
         return None
 
 
-def _look_ahead(epsilon_of: Callable[[int], float], target: float, fits: int) -> int:
+def _look_ahead(epsilon: Callable[[int], float], target: float, fits: int) -> int:
     """A number of charges that fits, found by halving: the largest, or an eighth more than is known to fit."""
     low, high = fits, fits + max(8, fits // 8)
-    if epsilon_of(high) <= target:
+    if epsilon(high) <= target:
         return high
     while high - low > 1:
         middle = (low + high) // 2
-        low, high = (middle, high) if epsilon_of(middle) <= target else (low, middle)
+        low, high = (middle, high) if epsilon(middle) <= target else (low, middle)
     return low
 
 

@@ -9,7 +9,7 @@ from loops import BATCH, MAX_NORM, ROWS, examples, make_loop, mlp, state_of
 from torch.utils.data import DataLoader
 
 from dpengine import Adaptive, PrivacyEngine
-from dpengine.accounting import Charge, MatrixGaussianEvent, PoissonGaussianEvent, Relation, calibrate, epsilon
+from dpengine.accounting import Charge, MatrixGaussianEvent, PoissonGaussianEvent, Relation, calibration, epsilon_of
 from dpengine.errors import BudgetExceeded, InvalidBudgetError, TicketError
 from dpengine.noise import BLT, BandedInverse, BandMF
 from dpengine.noise.optimize import optimize_scheduled, scheduled_loss
@@ -76,14 +76,14 @@ def test_epsilon_can_be_asked_for_at_any_step():
         loop.step(*batch)
         taken += 1
         charges = (Charge(PoissonGaussianEvent(rate, 1.0), -(-taken // BANDS)),)
-        assert loop.engine.get_epsilon(DELTA) == epsilon(charges, DELTA, relation=Relation.ZERO_OUT)
+        assert loop.engine.get_epsilon(DELTA) == epsilon_of(charges, DELTA, relation=Relation.ZERO_OUT)
     assert "BandMF" in str(loop.engine.report()) and loop.engine.describe()["correlated_noise"]["bands"] == BANDS
 
 
 def test_a_target_is_kept_by_all_planned_steps():
     loop = banded_loop(noise_multiplier=None, target_epsilon=2.0, target_delta=DELTA)
     rate = rate_to_book(loop.release.plan.sampling.sample_rate)
-    found = calibrate(target_epsilon=2.0, target_delta=DELTA, sample_rate=rate, steps=-(-STEPS // BANDS))
+    found = calibration(target_epsilon=2.0, target_delta=DELTA, sample_rate=rate, steps=-(-STEPS // BANDS))
     assert loop.release.plan.noise_multiplier == found.noise_multiplier
     assert train(loop) == STEPS
     assert 1.99 < loop.engine.get_epsilon(DELTA) <= 2.0
@@ -96,7 +96,7 @@ def test_a_second_run_adds_to_the_first():
         train(loop, epochs=1)
         engine.detach(loop.model)
     rate = rate_to_book(loop.release.plan.sampling.sample_rate)
-    assert engine.get_epsilon(DELTA) == epsilon((Charge(PoissonGaussianEvent(rate, 1.0), 2),), DELTA)
+    assert engine.get_epsilon(DELTA) == epsilon_of((Charge(PoissonGaussianEvent(rate, 1.0), 2),), DELTA)
 
 
 def test_with_constants_groups_are_independent_and_the_size_stays_private():

@@ -25,7 +25,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from dpengine import Adaptive, Automatic, Flat, PerLayer, PrivacyEngine
-from dpengine.accounting import Charge, Ledger, Relation, calibrate, epsilon, release_event
+from dpengine.accounting import Charge, Ledger, Relation, calibration, epsilon_of, release_event
 from dpengine.errors import (
     AccountingRefusedError,
     BudgetExceeded,
@@ -104,7 +104,7 @@ def test_v4_stop_ends_the_loader_before_the_target_is_passed(accountant):
     assert steps >= 2 * len(loop.loader)
     assert 1.9 < loop.engine.epsilon <= 2.0
     one_more = [*loop.engine.ledger.history, Charge(loop.release.plan.event(), 1)]
-    assert epsilon(one_more, 1e-3, accountant=accountant) > 2.0
+    assert epsilon_of(one_more, 1e-3, accountant=accountant) > 2.0
     assert list(loop.loader) == []
     before = state_of(loop.model)
     for _ in range(2):
@@ -212,7 +212,7 @@ def test_v4_the_budget_agrees_with_the_accountant_on_any_history():
             after = Ledger()
             after.load_state_dict(ledger.state_dict())
             after.charge(event, count=count)
-            spent = epsilon(after.history, 1e-3, accountant="rdp", relation=Relation.ZERO_OUT)
+            spent = epsilon_of(after.history, 1e-3, accountant="rdp", relation=Relation.ZERO_OUT)
             reached = budget.overspend(loop.release, count)
             assert (reached is None) == (spent <= target)
             assert reached is None or reached == spent
@@ -240,7 +240,7 @@ def test_epsilon_is_zero_before_the_first_step_and_grows_with_each():
         seen.append(loop.engine.epsilon)
     assert seen == sorted(set(seen))
     direct = (Charge(release_event(noise_multiplier=1.0, sample_rate=BATCH / ROWS), 4),)
-    assert seen[-1] == pytest.approx(epsilon(direct, ROWS**-1.1))
+    assert seen[-1] == pytest.approx(epsilon_of(direct, ROWS**-1.1))
     assert loop.engine.spent.steps == 4
     assert loop.engine.metrics()["privacy/epsilon"] == seen[-1]
     assert "nonprivate" not in str(loop.engine.metrics())
@@ -254,7 +254,7 @@ def test_the_charged_rate_is_not_below_the_drawn_one():
 def test_noise_is_found_for_the_rate_that_is_charged(monkeypatch):
     asked = []
     monkeypatch.setattr(
-        "dpengine.admission.calibrate", lambda **given: asked.append(given["sample_rate"]) or calibrate(**given)
+        "dpengine.admission.calibrate", lambda **given: asked.append(given["sample_rate"]) or calibration(**given)
     )
     loop = make_loop(target_epsilon=3.0, steps=4, sample_rate=0.1)
     assert asked == [loop.release.plan.event().sample_rate]
@@ -304,7 +304,7 @@ def test_the_state_is_plain_json_and_loads_on_top():
     two.engine.load_state_dict(json.loads(json.dumps(one.engine.state_dict())))
     assert two.engine.ledger.steps == 8
     both = [*one.engine.ledger.history, Charge(release_event(noise_multiplier=2.0, sample_rate=0.25), 4)]
-    assert two.engine.get_epsilon(1e-3) == pytest.approx(epsilon(both, 1e-3))
+    assert two.engine.get_epsilon(1e-3) == pytest.approx(epsilon_of(both, 1e-3))
 
 
 @pytest.mark.parametrize(

@@ -6,17 +6,17 @@ from .accountant import (
     PrivacySpent,
     accountant_used,
     advantage_of,
+    bounds_of,
     delta_of,
     discretization_of,
-    epsilon,
-    epsilon_bounds,
     epsilon_of,
     mu_gdp,
     privacy_profile,
     privacy_spent,
 )
-from .calibrate import Calibration, calibrate
+from .calibrate import Calibration, calibration
 from .constants import check_delta, sample_rate_of, steps_per_epoch, suggested_delta
+from .dp_sgd import calibrate, delta, epsilon, epsilon_bounds, steps_within
 from .events import (
     CyclicGaussianEvent,
     Event,
@@ -51,8 +51,11 @@ __all__ = [
     "UnclaimedEvent",
     "accountant_used",
     "advantage_of",
+    "bounds_of",
     "calibrate",
+    "calibration",
     "check_delta",
+    "delta",
     "delta_of",
     "discretization_of",
     "epsilon",
@@ -67,6 +70,7 @@ __all__ = [
     "sample_rate_of",
     "steps_of",
     "steps_per_epoch",
+    "steps_within",
     "suggested_delta",
     "to_dp_accounting",
 ]

@@ -10,23 +10,27 @@ from statistics import NormalDist
 from dpengine.errors import AccountingRefusedError
 
 from . import arguments, gdp, pld, rdp
-from .composition import Composition, compose
-from .events import Relation, release_event
+from .composition import Bounds, Composition, compose
+from .events import Relation
 from .ledger import Charge, steps_of
 
 
 @dataclass(frozen=True)
 class Accountant:
-    """One way to bound privacy loss: both directions of the privacy curve of a composition."""
+    """One way to bound privacy loss: both directions of the privacy curve of a composition, and epsilon from two sides.
+
+    ``bounds`` is None where there is no bound from below.
+    """
 
     epsilon: Callable[[Composition, float, Relation], float]
     delta: Callable[[Composition, float, Relation], float]
+    bounds: Callable[[Composition, float, Relation], Bounds] | None = None
 
 
 ACCOUNTANTS = {
-    "pld": Accountant(pld.epsilon, pld.delta),
+    "pld": Accountant(pld.epsilon, pld.delta, pld.bounds),
     "rdp": Accountant(rdp.epsilon, rdp.delta),
-    "gdp": Accountant(gdp.epsilon, gdp.delta),
+    "gdp": Accountant(gdp.epsilon, gdp.delta, gdp.bounds),
 }
 _RESERVED = ("prv",)
 
@@ -73,7 +77,7 @@ def accountant_used(accountant: str = "pld") -> str:
     return accountant
 
 
-def epsilon(
+def epsilon_of(
     history: Iterable[Charge],
     delta: float,
     accountant: str = "pld",
@@ -102,20 +106,31 @@ def epsilon(
     return answer(compose(history), delta, Relation(relation))
 
 
-def epsilon_bounds(
-    history: Iterable[Charge], delta: float, relation: Relation = Relation.ADD_OR_REMOVE_ONE
+def bounds_of(
+    history: Iterable[Charge],
+    delta: float,
+    accountant: str = "pld",
+    relation: Relation = Relation.ADD_OR_REMOVE_ONE,
 ) -> tuple[float, float, float]:
     """Returns epsilon from both sides: ``(lower, estimate, upper)``. What may be reported is the upper one.
 
     Args:
         history: Everything that was charged.
         delta: Strictly between 0 and 1.
+        accountant: One that bounds from both sides; "rdp" does not.
         relation: Which data sets are neighbours.
 
     Returns:
-        Two bounds by the accountant "pld", and between them the best guess.
+        Two bounds, and between them the best guess.
+
+    Raises:
+        AccountingRefusedError: If the accountant has no bound from below, or no sound answer.
     """
-    found = pld.bounds(compose(history), arguments.delta_in_range(delta), Relation(relation))
+    answer = ACCOUNTANTS[accountant_used(accountant)].bounds
+    if answer is None:
+        both = ", ".join(repr(name) for name, one in ACCOUNTANTS.items() if one.bounds is not None)
+        raise AccountingRefusedError(f"accountant {accountant!r} has no bound from below.", fix=f"Choose {both}.")
+    found = answer(compose(history), arguments.delta_in_range(delta), Relation(relation))
     return found.lower, found.estimate, found.upper
 
 
@@ -130,7 +145,7 @@ def delta_of(
     Args:
         history: Everything that was charged.
         epsilon: At least 0 and finite.
-        accountant: As for `epsilon`.
+        accountant: As for `epsilon_of`.
         relation: Which data sets are neighbours.
 
     Returns:
@@ -162,7 +177,7 @@ def mu_gdp(
         history: Everything that was charged.
         delta: The curve is covered at every decade of delta from 1e-9 up, and at this one. Where the accountant does
             not answer for so small a delta, from the smallest decade that it answers for.
-        accountant: As for `epsilon`.
+        accountant: As for `epsilon_of`.
         relation: Which data sets are neighbours.
 
     Returns:
@@ -190,7 +205,7 @@ def privacy_profile(
     Args:
         history: Everything that was charged.
         deltas: Where to evaluate. Those too small for the accountant's arithmetic are left out.
-        accountant: As for `epsilon`.
+        accountant: As for `epsilon_of`.
         relation: Which data sets are neighbours.
 
     Returns:
@@ -201,7 +216,7 @@ def privacy_profile(
     points = []
     for delta in sorted((arguments.delta_in_range(value) for value in deltas), reverse=True):
         try:
-            points.append((delta, epsilon(history, delta, accountant, relation)))
+            points.append((delta, epsilon_of(history, delta, accountant, relation)))
         except AccountingRefusedError:
             continue
     return tuple(points)
@@ -213,7 +228,7 @@ def discretization_of(
     accountant: str = "pld",
     relation: Relation = Relation.ADD_OR_REMOVE_ONE,
 ) -> float | None:
-    """Returns the grid spacing of the loss behind `epsilon`, for the statement; None where no grid is used."""
+    """Returns the grid spacing of the loss behind `epsilon_of`, for the statement; None where no grid is used."""
     if accountant_used(accountant) != "pld":
         return None
     return pld.spacing(compose(history), arguments.delta_in_range(delta), Relation(relation))
@@ -230,41 +245,14 @@ def privacy_spent(
     Args:
         history: Everything that was charged.
         delta: For ``epsilon``; strictly between 0 and 1.
-        accountant: As for `epsilon`.
+        accountant: As for `epsilon_of`.
         relation: Which data sets are neighbours.
 
     Returns:
         The numbers, with the name of the accountant that gave them.
     """
     history = tuple(history)
-    spent = epsilon(history, delta, accountant, relation)
+    spent = epsilon_of(history, delta, accountant, relation)
     mu = mu_gdp(history, delta, accountant, relation)
     advantage = advantage_of(history, accountant, relation)
     return PrivacySpent(spent, float(delta), mu, advantage, steps_of(history), accountant_used(accountant))
-
-
-def epsilon_of(
-    *,
-    noise_multiplier: float,
-    sample_rate: float,
-    steps: int,
-    delta: float,
-    accountant: str = "pld",
-    relation: Relation = Relation.ADD_OR_REMOVE_ONE,
-) -> float:
-    """Returns the epsilon of a plain run of DP-SGD.
-
-    Args:
-        noise_multiplier: Standard deviation of the noise over the sensitivity.
-        sample_rate: Chance of each row to be in a batch.
-        steps: Number of batches, at least 0.
-        delta: Strictly between 0 and 1.
-        accountant: As for `epsilon`.
-        relation: Which data sets are neighbours.
-
-    Returns:
-        As `epsilon`.
-    """
-    event = release_event(noise_multiplier=noise_multiplier, sample_rate=sample_rate)
-    history = (Charge(event, steps),) if arguments.count("steps", steps, least=0) else ()
-    return epsilon(history, delta, accountant, relation)

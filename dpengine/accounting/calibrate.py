@@ -8,7 +8,7 @@ from dpengine.errors import CalibrationError
 from dpengine.names import suggests_names
 
 from . import arguments, gdp, pld, rdp
-from .accountant import accountant_used, epsilon
+from .accountant import accountant_used, epsilon_of
 from .composition import compose
 from .events import Relation, release_event
 from .ledger import Charge
@@ -37,7 +37,7 @@ class Calibration:
 
 
 @suggests_names
-def calibrate(
+def calibration(
     *,
     target_epsilon: float,
     target_delta: float,
@@ -80,7 +80,7 @@ def calibrate(
         return (*spent, Charge(release_event(noise_multiplier=sigma, sample_rate=rate), steps))
 
     def reported(sigma: float) -> float:
-        return epsilon(history(sigma), delta, used, relation)
+        return epsilon_of(history(sigma), delta, used, relation)
 
     search = _Search(target, tol)
     try:

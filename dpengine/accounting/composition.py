@@ -46,6 +46,21 @@ class Composition:
         return math.sqrt(self.precision) * (2.0 if relation is Relation.REPLACE_ONE else 1.0)
 
 
+@dataclass(frozen=True)
+class Bounds:
+    """Epsilon between two bounds.
+
+    Attributes:
+        lower: Epsilon is at least this.
+        estimate: About what it is.
+        upper: Epsilon is at most this. What is reported.
+    """
+
+    lower: float
+    estimate: float
+    upper: float
+
+
 def compose(history: Iterable[Charge]) -> Composition:
     """Boils a history down.
 

@@ -21,6 +21,13 @@ class Relation(enum.Enum):
     REPLACE_ONE = "replace-one"
     """One row differs, so a sum moves by up to twice its bound."""
 
+    @classmethod
+    def _missing_(cls, value: object) -> "Relation | None":
+        """Short names: "add_remove", "zero_out", "replace_one", also with dashes."""
+        short = {"add-remove": cls.ADD_OR_REMOVE_ONE, "replace-special": cls.ZERO_OUT}
+        spelled = value.lower().replace("_", "-") if isinstance(value, str) else ""
+        return short.get(spelled) or next((one for one in cls if one.value == spelled), None)
+
 
 @dataclass(frozen=True)
 class GaussianEvent:

@@ -9,7 +9,7 @@ import math
 
 from dpengine.errors import AccountingRefusedError
 
-from .composition import Composition
+from .composition import Bounds, Composition
 from .events import Relation
 
 _LOG_SQRT_2PI = 0.5 * math.log(2 * math.pi)
@@ -23,6 +23,12 @@ def epsilon(composition: Composition, delta: float, relation: Relation) -> float
 def delta(composition: Composition, epsilon: float, relation: Relation) -> float:
     """Exact delta of unsampled Gaussians. Refuses anything else."""
     return delta_of_mu(exact_mu(composition, relation), epsilon)
+
+
+def bounds(composition: Composition, delta: float, relation: Relation) -> Bounds:
+    """The exact epsilon, three times."""
+    exact = epsilon(composition, delta, relation)
+    return Bounds(exact, exact, exact)
 
 
 def exact_mu(composition: Composition, relation: Relation) -> float:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from . import gdp, one_release, rdp
-from .composition import Composition, SampledGaussian
+from .composition import Bounds, Composition, SampledGaussian
 from .events import Relation
 from .loss_pairs import Direction, LossPair
 from .tilt import NoWindowError, Overview, Part
@@ -35,21 +35,6 @@ _LEAST_TAIL = 1e-290
 _LEAST_NOISE = 0.02  # with less, losses are in the thousands, and epsilon tells nothing
 _MAX_DISTINCT = 48
 """Distributions composed at most; more distinct pairs of rate and noise are rounded to the private side and merged."""
-
-
-@dataclass(frozen=True)
-class Bounds:
-    """Epsilon between two bounds.
-
-    Attributes:
-        lower: Epsilon is at least this.
-        estimate: About what it is.
-        upper: Epsilon is at most this. What is reported.
-    """
-
-    lower: float
-    estimate: float
-    upper: float
 
 
 def epsilon(composition: Composition, delta: float, relation: Relation) -> float:

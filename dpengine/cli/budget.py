@@ -9,9 +9,9 @@ from argparse import Namespace
 from dpengine.accounting import (
     Charge,
     Relation,
-    calibrate,
+    calibration,
     check_delta,
-    epsilon,
+    epsilon_of,
     release_event,
     sample_rate_of,
     steps_per_epoch,
@@ -29,7 +29,7 @@ _LEAD = "A run that keeps to these settings would be stated so:"
 def run(arguments: Namespace) -> int:
     """Prints the noise multiplier or epsilon, and what the statement of a run that keeps to it would say."""
     facts = _facts(arguments)
-    epsilon(facts.history, facts.delta, facts.accountant, facts.relation)  # where there is no number, this raises
+    epsilon_of(facts.history, facts.delta, facts.accountant, facts.relation)  # where there is no number, this raises
     if arguments.json:
         print(_json(facts))
     else:
@@ -52,7 +52,7 @@ def _facts(arguments: Namespace) -> RunFacts:
     if target is None:
         sigma = arguments.sigma
     else:
-        sigma = calibrate(
+        sigma = calibration(
             target_epsilon=target,
             target_delta=delta,
             sample_rate=rate,

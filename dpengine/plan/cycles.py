@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from dpengine.accounting import Charge, Event, MatrixGaussianEvent, NonPrivateEvent, Relation, calibrate, epsilon
+from dpengine.accounting import Charge, Event, MatrixGaussianEvent, NonPrivateEvent, Relation, calibration, epsilon_of
 from dpengine.accounting import to_dp_accounting as as_library_event
 from dpengine.batch_selection import CyclicPoissonSampling, Partition
 from dpengine.noise import toeplitz_sq_sensitivity
@@ -77,11 +77,11 @@ class Cycles:
 
     def epsilon(self, noise_multiplier: float, steps: int, delta: float, accountant: str) -> float:
         """Epsilon of the first steps."""
-        return epsilon((Charge(self.claim(noise_multiplier, ""), steps),), delta, accountant, self.relation)
+        return epsilon_of((Charge(self.claim(noise_multiplier, ""), steps),), delta, accountant, self.relation)
 
     def least_noise(self, target: float, delta: float, accountant: str, tol: float) -> float:
         """The least noise at which the accountant finds a target kept."""
-        one = calibrate(
+        one = calibration(
             target_epsilon=target,
             target_delta=delta,
             sample_rate=1.0,

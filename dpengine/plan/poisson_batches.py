@@ -13,8 +13,8 @@ from dpengine.accounting import (
     NonPrivateEvent,
     Relation,
     UnclaimedEvent,
-    calibrate,
-    epsilon,
+    calibration,
+    epsilon_of,
     release_event,
     to_dp_accounting,
 )
@@ -100,7 +100,7 @@ class PoissonBatches:
     def epsilon(self, noise_multiplier: float, steps: int, delta: float, accountant: str) -> float:
         """Epsilon of the first steps."""
         if self.truncated_batch_size is None or noise_multiplier == 0:
-            return epsilon((Charge(self.claim(noise_multiplier, ""), steps),), delta, accountant, self.relation)
+            return epsilon_of((Charge(self.claim(noise_multiplier, ""), steps),), delta, accountant, self.relation)
         self._warn_of_cut(delta)
         event = self.library_event(noise_multiplier, steps)
         return epsilon_by_library(event, library_accountant(accountant), self.relation, delta)
@@ -115,7 +115,7 @@ class PoissonBatches:
             self._warn_of_cut(delta)
             factory = library_accountant(accountant)
             return calibrated_by_library(self.library_event, factory, self.relation, target, delta, tol)
-        return calibrate(
+        return calibration(
             target_epsilon=target,
             target_delta=delta,
             sample_rate=rate_to_book(self.sampling_prob),

@@ -16,7 +16,7 @@ from dpengine.accounting import (
     UnclaimedEvent,
     accountant_used,
     discretization_of,
-    epsilon,
+    epsilon_of,
     privacy_profile,
     privacy_spent,
 )
@@ -186,7 +186,7 @@ def _epsilon(history: tuple[Charge, ...], facts: RunFacts) -> float:
     return _remembered_epsilon(history, facts.delta, facts.accountant, facts.relation)
 
 
-_remembered_epsilon = functools.lru_cache(maxsize=128)(epsilon)
+_remembered_epsilon = functools.lru_cache(maxsize=128)(epsilon_of)
 
 
 def _unamplified(facts: RunFacts) -> float | None:

@@ -34,7 +34,7 @@ MIXED = (
     Charge(GaussianEvent(33.3), 3, "clip"),
 )
 QUESTIONS = [
-    lambda history, accountant: epsilon(history, 1e-5, accountant),
+    lambda history, accountant: epsilon_of(history, 1e-5, accountant),
     lambda history, accountant: delta_of(history, 0.5, accountant),
     lambda history, accountant: advantage_of(history, accountant),
     lambda history, accountant: mu_gdp(history, 1e-5, accountant),
@@ -55,15 +55,15 @@ def test_f_a5_nothing_charged_costs_nothing(accountant):
 def test_f_a6_a_delta_outside_zero_one_is_refused(accountant, delta):
     for history in ((), (Charge(GaussianEvent(1.0)),)):
         with pytest.raises(InvalidBudgetError, match="delta="):
-            epsilon(history, delta, accountant)
+            epsilon_of(history, delta, accountant)
 
 
 @pytest.mark.parametrize("accountant", ["pld", "rdp"])
 def test_f_a6_epsilon_is_never_negative(accountant):
     weak = (Charge(PoissonGaussianEvent(0.001, 100.0)),)
     for delta in (1e-9, 0.1, 0.5, 0.99):
-        assert epsilon(weak, delta, accountant) >= 0
-    assert epsilon(weak, 0.5, accountant) == 0
+        assert epsilon_of(weak, delta, accountant) >= 0
+    assert epsilon_of(weak, 0.5, accountant) == 0
 
 
 @pytest.mark.parametrize("accountant", ["pld", "rdp"])
@@ -78,16 +78,16 @@ def test_f_a3_split_and_permuted_histories_agree(accountant):
 
 @pytest.mark.parametrize("accountant", ["pld", "rdp"])
 def test_f_a3_every_charge_of_a_mixed_history_counts(accountant):
-    whole = epsilon(MIXED, 1e-5, accountant)
+    whole = epsilon_of(MIXED, 1e-5, accountant)
     for left_out in range(len(MIXED)):
-        assert epsilon(MIXED[:left_out] + MIXED[left_out + 1 :], 1e-5, accountant) < whole
+        assert epsilon_of(MIXED[:left_out] + MIXED[left_out + 1 :], 1e-5, accountant) < whole
 
 
 @pytest.mark.parametrize("accountant", ACCOUNTANTS)
 def test_a_release_without_noise_makes_everything_infinite(accountant):
     for event in (NonPrivateEvent(), GaussianEvent(0.0), PoissonGaussianEvent(0.5, 0.0)):
         history = (Charge(GaussianEvent(1.0), 3), Charge(event))
-        assert epsilon(history, 1e-5, accountant) == math.inf
+        assert epsilon_of(history, 1e-5, accountant) == math.inf
         assert delta_of(history, 3.0, accountant) == advantage_of(history, accountant) == 1.0
         assert mu_gdp(history, accountant=accountant) == math.inf
 
@@ -103,7 +103,7 @@ def test_an_unclaimed_release_is_refused_with_its_reason(accountant):
 @pytest.mark.parametrize("name", ["prv", "clt", "PLD", "", None])
 def test_unknown_and_reserved_accountants_list_the_choices(name):
     with pytest.raises(ValueError, match="'pld', 'rdp', 'gdp'") as caught:
-        epsilon(SAMPLED, 1e-5, name)
+        epsilon_of(SAMPLED, 1e-5, name)
     assert ("reserved" in str(caught.value)) == (name == "prv")
 
 
@@ -123,7 +123,7 @@ def test_the_curve_of_mu_covers_the_profile_and_the_advantage():
     mu = mu_gdp(SAMPLED)
     covering = (Charge(GaussianEvent(1 / mu)),)
     for delta, eps in privacy_profile(SAMPLED, [1e-9, 1e-7, 1e-5, 1e-3, 1e-1]):
-        assert eps <= epsilon(covering, delta, "gdp") * (1 + 1e-9)
+        assert eps <= epsilon_of(covering, delta, "gdp") * (1 + 1e-9)
     assert advantage_of(SAMPLED) <= advantage_of(covering, "gdp")
 
 
@@ -133,7 +133,7 @@ def test_delta_inverts_epsilon_and_the_profile_is_made_of_epsilons(accountant):
     profile = privacy_profile(SAMPLED, deltas, accountant)
     assert [delta for delta, _ in profile] == [1e-3, 1e-5, 1e-7]
     for delta, eps in profile:
-        assert eps == epsilon(SAMPLED, delta, accountant)
+        assert eps == epsilon_of(SAMPLED, delta, accountant)
         assert delta_of(SAMPLED, eps, accountant) == pytest.approx(delta, rel=1e-3)
 
 
@@ -149,11 +149,11 @@ def test_discretization_is_that_of_the_grid_and_absent_without_one():
 
 
 def test_epsilon_of_is_the_epsilon_of_a_plain_run():
-    assert epsilon_of(noise_multiplier=1.5, sample_rate=0.02, steps=200, delta=1e-5) == epsilon(SAMPLED, 1e-5)
-    assert epsilon_of(noise_multiplier=1.5, sample_rate=0.02, steps=0, delta=1e-5) == 0.0
+    assert epsilon(noise_multiplier=1.5, sample_rate=0.02, steps=200, delta=1e-5) == epsilon_of(SAMPLED, 1e-5)
+    assert epsilon(noise_multiplier=1.5, sample_rate=0.02, steps=0, delta=1e-5) == 0.0
     for steps in (-1, 1.5, True):
         with pytest.raises(InvalidBudgetError, match="steps="):
-            epsilon_of(noise_multiplier=1.5, sample_rate=0.02, steps=steps, delta=1e-5)
+            epsilon(noise_multiplier=1.5, sample_rate=0.02, steps=steps, delta=1e-5)
 
 
 @pytest.mark.parametrize("eps", [-0.1, math.inf, math.nan, "1"])
@@ -168,5 +168,5 @@ def test_the_answer_does_not_depend_on_what_was_asked_before():
         if clear:
             for cached in (pld._on_lattices, tilted._released, loss_grid.sketch):
                 cached.cache_clear()
-        answers.append((epsilon(MIXED, 1e-5), epsilon(SAMPLED, 1e-7), epsilon(MIXED, 1e-5)))
+        answers.append((epsilon_of(MIXED, 1e-5), epsilon_of(SAMPLED, 1e-7), epsilon_of(MIXED, 1e-5)))
     assert len(set(answers)) == 1

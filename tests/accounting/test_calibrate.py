@@ -3,7 +3,7 @@ import random
 
 import pytest
 
-from dpengine.accounting import Charge, GaussianEvent, Relation, calibrate, epsilon, epsilon_of, release_event
+from dpengine.accounting import Charge, GaussianEvent, Relation, calibration, epsilon, epsilon_of, release_event
 from dpengine.errors import AccountingRefusedError, CalibrationError, InvalidBudgetError
 
 GOLDEN = [  # target epsilon, rate, steps, noise multiplier, relative tolerance
@@ -17,7 +17,7 @@ GOLDEN = [  # target epsilon, rate, steps, noise multiplier, relative tolerance
 
 @pytest.mark.parametrize(("target", "rate", "steps", "golden", "tolerance"), GOLDEN)
 def test_published_calibrations_are_met(target, rate, steps, golden, tolerance):
-    found = calibrate(target_epsilon=target, target_delta=1e-5, sample_rate=rate, steps=steps)
+    found = calibration(target_epsilon=target, target_delta=1e-5, sample_rate=rate, steps=steps)
     assert found.noise_multiplier == pytest.approx(golden, rel=tolerance)
     assert found.noise_multiplier <= golden * (1 + 1e-4)
     assert_is_tight(found, target, 1e-5, rate)
@@ -25,22 +25,22 @@ def test_published_calibrations_are_met(target, rate, steps, golden, tolerance):
 
 def test_what_was_spent_before_is_composed():
     spent = (Charge(GaussianEvent(2.0), 3), Charge(release_event(noise_multiplier=1.5, sample_rate=0.05), 40))
-    found = calibrate(target_epsilon=6.0, target_delta=1e-5, sample_rate=0.02, steps=200, spent=spent)
-    alone = calibrate(target_epsilon=6.0, target_delta=1e-5, sample_rate=0.02, steps=200)
+    found = calibration(target_epsilon=6.0, target_delta=1e-5, sample_rate=0.02, steps=200, spent=spent)
+    alone = calibration(target_epsilon=6.0, target_delta=1e-5, sample_rate=0.02, steps=200)
     assert found.noise_multiplier > alone.noise_multiplier
-    least = epsilon(spent, 1e-5, accountant="pld", relation=Relation.ADD_OR_REMOVE_ONE)
+    least = epsilon_of(spent, 1e-5, accountant="pld", relation=Relation.ADD_OR_REMOVE_ONE)
     whole = (*spent, Charge(release_event(noise_multiplier=found.noise_multiplier, sample_rate=0.02), 200))
-    assert epsilon(whole, 1e-5, accountant="pld", relation=Relation.ADD_OR_REMOVE_ONE) == found.epsilon <= 6.0
+    assert epsilon_of(whole, 1e-5, accountant="pld", relation=Relation.ADD_OR_REMOVE_ONE) == found.epsilon <= 6.0
     assert found.epsilon > 6.0 * (1 - 1e-3)
     with pytest.raises(CalibrationError, match="with what was spent before"):
-        calibrate(target_epsilon=0.99 * least, target_delta=1e-5, sample_rate=0.02, steps=200, spent=spent)
+        calibration(target_epsilon=0.99 * least, target_delta=1e-5, sample_rate=0.02, steps=200, spent=spent)
 
 
 def assert_is_tight(found, target, delta, rate, accountant="pld", relation=Relation.ADD_OR_REMOVE_ONE, tol=1e-5):
     """The returned noise keeps to the target by the reporting accountant, and a little less noise does not."""
 
     def reported(sigma):
-        return epsilon_of(
+        return epsilon(
             noise_multiplier=sigma,
             sample_rate=rate,
             steps=found.steps,
@@ -66,7 +66,7 @@ def check_random_target(rng, accountant):
     case = random_target(rng)
     target, delta, rate = case["target_epsilon"], case["target_delta"], case["rate"]
     try:
-        found = calibrate(
+        found = calibration(
             target_epsilon=target, target_delta=delta, sample_rate=rate, steps=case["steps"], accountant=accountant
         )
     except CalibrationError:
@@ -93,7 +93,7 @@ def test_f_a9_random_targets_are_kept_by_rdp(seed):
     ("target", "delta", "rate", "steps"), [(0.0943, 5.7e-7, 0.0033, 3), (0.202, 8.9e-8, 0.00104, 26)]
 )
 def test_f_a9_targets_smaller_than_the_grid_of_the_first_guess_are_kept(target, delta, rate, steps):
-    found = calibrate(target_epsilon=target, target_delta=delta, sample_rate=rate, steps=steps)
+    found = calibration(target_epsilon=target, target_delta=delta, sample_rate=rate, steps=steps)
     assert_is_tight(found, target, delta, rate)
 
 
@@ -111,30 +111,30 @@ def test_f_a9_runs_without_sampling_are_calibrated_too(accountant, relation):
         if accountant == "rdp" and target == 0.01:
             continue  # below what its orders reach
         arguments = {"sample_rate": 1.0, "steps": steps, "accountant": accountant, "relation": relation}
-        found = calibrate(target_epsilon=target, target_delta=delta, **arguments)
+        found = calibration(target_epsilon=target, target_delta=delta, **arguments)
         assert_is_tight(found, target, delta, 1.0, accountant, relation)
-        exact = epsilon((Charge(GaussianEvent(found.noise_multiplier), steps),), delta, "gdp", relation)
+        exact = epsilon_of((Charge(GaussianEvent(found.noise_multiplier), steps),), delta, "gdp", relation)
         assert exact <= target
 
 
 def test_replace_one_needs_more_noise():
     arguments = {"target_epsilon": 2.0, "target_delta": 1e-5, "sample_rate": 0.05, "steps": 100}
-    found = calibrate(**arguments, relation=Relation.REPLACE_ONE)
-    assert found.noise_multiplier > 1.2 * calibrate(**arguments).noise_multiplier
+    found = calibration(**arguments, relation=Relation.REPLACE_ONE)
+    assert found.noise_multiplier > 1.2 * calibration(**arguments).noise_multiplier
     assert_is_tight(found, 2.0, 1e-5, 0.05, relation=Relation.REPLACE_ONE)
 
 
 def test_a_looser_tolerance_stays_on_the_private_side():
     arguments = {"target_epsilon": 1.0, "target_delta": 1e-5, "sample_rate": 0.05, "steps": 100}
-    best = calibrate(**arguments, tol=1e-6)
-    loose = calibrate(**arguments, tol=1e-2)
+    best = calibration(**arguments, tol=1e-6)
+    loose = calibration(**arguments, tol=1e-2)
     assert loose.epsilon <= 1.0
     assert best.epsilon >= 1.0 - 2e-6
     assert best.noise_multiplier * (1 - 1e-6) <= loose.noise_multiplier <= best.noise_multiplier * 1.02
 
 
 def test_an_easy_target_gets_the_least_noise_that_is_offered():
-    found = calibrate(target_epsilon=5e4, target_delta=1e-5, sample_rate=0.5, steps=1)
+    found = calibration(target_epsilon=5e4, target_delta=1e-5, sample_rate=0.5, steps=1)
     assert found.noise_multiplier == pytest.approx(0.01, rel=1e-4)
     assert found.epsilon <= 5e4
 
@@ -144,7 +144,7 @@ def test_an_easy_target_gets_the_least_noise_that_is_offered():
 )
 def test_an_unreachable_target_names_the_smallest_epsilon(accountant, target, delta, steps):
     with pytest.raises(CalibrationError, match=r"smallest reachable here: [0-9.e-]+\.") as caught:
-        calibrate(target_epsilon=target, target_delta=delta, sample_rate=0.9, steps=steps, accountant=accountant)
+        calibration(target_epsilon=target, target_delta=delta, sample_rate=0.9, steps=steps, accountant=accountant)
     assert caught.value.code == "DPE008"
     assert f"epsilon={target:g} needs noise_multiplier > 1e+06" in str(caught.value)
 
@@ -162,12 +162,12 @@ def test_an_unreachable_target_names_the_smallest_epsilon(accountant, target, de
 def test_illegal_arguments_are_named(name, value):
     arguments = {"target_epsilon": 1.0, "target_delta": 1e-5, "sample_rate": 0.1, "steps": 10, name: value}
     with pytest.raises(InvalidBudgetError, match=f"{name}="):
-        calibrate(**arguments)
+        calibration(**arguments)
 
 
 def test_what_the_accountant_refuses_cannot_be_calibrated():
     arguments = {"target_epsilon": 1.0, "sample_rate": 0.1, "steps": 10**6}
     with pytest.raises(AccountingRefusedError, match="pld"):
-        calibrate(**arguments, target_delta=1e-5, accountant="gdp")
+        calibration(**arguments, target_delta=1e-5, accountant="gdp")
     with pytest.raises(ValueError, match="reserved"):
-        calibrate(**arguments, target_delta=1e-5, accountant="prv")
+        calibration(**arguments, target_delta=1e-5, accountant="prv")

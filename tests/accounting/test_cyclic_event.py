@@ -8,7 +8,7 @@ from dpengine.accounting import (
     GaussianEvent,
     Ledger,
     PoissonGaussianEvent,
-    epsilon,
+    epsilon_of,
     event_from_state,
     event_to_state,
     to_dp_accounting,
@@ -20,23 +20,23 @@ EVENT = CyclicGaussianEvent(0.2, 1.3, 4, "a")
 
 
 def cycles(count, rate=0.2, sigma=1.3):
-    return epsilon((Charge(PoissonGaussianEvent(rate, sigma), count),), DELTA)
+    return epsilon_of((Charge(PoissonGaussianEvent(rate, sigma), count),), DELTA)
 
 
 @pytest.mark.parametrize(("steps", "count"), [(1, 1), (3, 1), (4, 1), (5, 2), (8, 2), (9, 3)])
 def test_a_cycle_that_was_begun_counts_whole(steps, count):
-    assert epsilon((Charge(EVENT, steps),), DELTA) == cycles(count)
+    assert epsilon_of((Charge(EVENT, steps),), DELTA) == cycles(count)
 
 
 def test_steps_of_one_run_count_together_whatever_lies_between():
     other = Charge(GaussianEvent(50.0))
     history = (Charge(EVENT, 3), other, Charge(EVENT, 2, "void"), Charge(EVENT, 3))
-    assert epsilon(history, DELTA) == epsilon((Charge(PoissonGaussianEvent(0.2, 1.3), 2), other), DELTA)
+    assert epsilon_of(history, DELTA) == epsilon_of((Charge(PoissonGaussianEvent(0.2, 1.3), 2), other), DELTA)
 
 
 def test_runs_do_not_share_cycles():
     second = CyclicGaussianEvent(0.2, 1.3, 4, "b")
-    assert epsilon((Charge(EVENT, 1), Charge(second, 1)), DELTA) == cycles(2)
+    assert epsilon_of((Charge(EVENT, 1), Charge(second, 1)), DELTA) == cycles(2)
     ledger = Ledger()
     ledger.charge(EVENT)
     ledger.charge(second)
@@ -45,7 +45,7 @@ def test_runs_do_not_share_cycles():
 
 def test_where_all_of_a_group_take_part_cycles_are_plain_gaussians():
     event = CyclicGaussianEvent(1.0, 3.0, 5, "a")
-    assert epsilon((Charge(event, 11),), DELTA) == epsilon((Charge(GaussianEvent(3.0), 3),), DELTA)
+    assert epsilon_of((Charge(event, 11),), DELTA) == epsilon_of((Charge(GaussianEvent(3.0), 3),), DELTA)
 
 
 @pytest.mark.parametrize("accountant", ["pld", "rdp"])
@@ -56,7 +56,7 @@ def test_dp_accounting_agrees(accountant):
     event = to_dp_accounting(EVENT, 11)
     assert event == dp_accounting.SelfComposedDpEvent(to_dp_accounting(PoissonGaussianEvent(0.2, 1.3)).event, 3)
     theirs = {"pld": pld.PLDAccountant, "rdp": rdp.RdpAccountant}[accountant]().compose(event).get_epsilon(DELTA)
-    assert epsilon((Charge(EVENT, 11),), DELTA, accountant) == pytest.approx(theirs, rel=2e-3)
+    assert epsilon_of((Charge(EVENT, 11),), DELTA, accountant) == pytest.approx(theirs, rel=2e-3)
 
 
 def test_an_event_survives_a_round_trip():

@@ -63,7 +63,7 @@ def test_dp_accounting_reads_our_events():
     accountant.compose(to_dp_accounting(PoissonGaussianEvent(0.05, 2.0), 100))
     accountant.compose(to_dp_accounting(GaussianEvent(20.0), 5))
     history = (accounting.Charge(PoissonGaussianEvent(0.05, 2.0), 100), accounting.Charge(GaussianEvent(20.0), 5))
-    assert accounting.epsilon(history, 1e-5) == pytest.approx(accountant.get_epsilon(1e-5), rel=1e-4)
+    assert accounting.epsilon_of(history, 1e-5) == pytest.approx(accountant.get_epsilon(1e-5), rel=1e-4)
     assert to_dp_accounting(GaussianEvent(0.0)) == dp_accounting.NonPrivateDpEvent()
     with pytest.raises(AccountingRefusedError, match="shuffled"):
         to_dp_accounting(UnclaimedEvent("shuffled"))

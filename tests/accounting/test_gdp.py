@@ -12,7 +12,7 @@ from dpengine.accounting import (
     PoissonGaussianEvent,
     Relation,
     delta_of,
-    epsilon,
+    epsilon_of,
     mu_gdp,
 )
 from dpengine.accounting.gdp import delta_of_mu, epsilon_of_mu, largest_mu
@@ -52,7 +52,7 @@ def exact_epsilon(mu, delta):
 @pytest.mark.parametrize("accountant", ["gdp", "pld"])
 def test_f_a1_unsampled_gaussians_are_exact_down_to_tiny_delta(accountant, sigma, steps, delta):
     truth = exact_epsilon(math.sqrt(steps) / sigma, delta)
-    answer = epsilon((Charge(GaussianEvent(sigma), steps),), delta, accountant)
+    answer = epsilon_of((Charge(GaussianEvent(sigma), steps),), delta, accountant)
     assert truth * (1 - 1e-14) <= answer <= truth * (1 + 1e-9)
 
 
@@ -82,19 +82,19 @@ def test_advantage_at_epsilon_zero_is_the_total_variation_distance():
 def test_f_a4_replace_one_doubles_mu():
     history = (Charge(GaussianEvent(2.0), 3),)
     for accountant in ("gdp", "pld", "rdp"):
-        doubled = epsilon((Charge(GaussianEvent(1.0), 3),), 1e-5, accountant)
-        assert epsilon(history, 1e-5, accountant, Relation.REPLACE_ONE) == pytest.approx(doubled, rel=1e-12)
+        doubled = epsilon_of((Charge(GaussianEvent(1.0), 3),), 1e-5, accountant)
+        assert epsilon_of(history, 1e-5, accountant, Relation.REPLACE_ONE) == pytest.approx(doubled, rel=1e-12)
     assert mu_gdp(history, relation=Relation.REPLACE_ONE) == pytest.approx(math.sqrt(3))
     assert mu_gdp(history, relation=Relation.ZERO_OUT) == pytest.approx(math.sqrt(3) / 2)
 
 
 def test_f_a2_no_central_limit_form_for_sampled_releases():
     with pytest.raises(AccountingRefusedError, match="accountant='pld'"):
-        epsilon((Charge(PoissonGaussianEvent(0.1, 1.0), 3),), 1e-5, "gdp")
+        epsilon_of((Charge(PoissonGaussianEvent(0.1, 1.0), 3),), 1e-5, "gdp")
 
 
 def test_a_rate_of_one_is_no_sampling():
-    assert epsilon((Charge(PoissonGaussianEvent(1.0, 1.0), 3),), 1e-5, "gdp") == epsilon(
+    assert epsilon_of((Charge(PoissonGaussianEvent(1.0, 1.0), 3),), 1e-5, "gdp") == epsilon_of(
         (Charge(GaussianEvent(1.0), 3),), 1e-5, "gdp"
     )
 

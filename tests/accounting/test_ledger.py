@@ -9,7 +9,7 @@ from dpengine.accounting import (
     NonPrivateEvent,
     PoissonGaussianEvent,
     UnclaimedEvent,
-    epsilon,
+    epsilon_of,
 )
 from dpengine.errors import InvalidBudgetError, LedgerError
 
@@ -50,7 +50,7 @@ def test_voids_and_clip_noise_count_for_epsilon():
     for ledger, kind in ((void, "void"), (clip, "clip")):
         ledger.charge(STEP, count=5)
         ledger.charge(STEP, count=5, kind=kind)
-    assert epsilon(release.history, 1e-5) == epsilon(void.history, 1e-5) == epsilon(clip.history, 1e-5) > 0
+    assert epsilon_of(release.history, 1e-5) == epsilon_of(void.history, 1e-5) == epsilon_of(clip.history, 1e-5) > 0
 
 
 def test_a_ledger_survives_json():

@@ -12,9 +12,9 @@ from dpengine.accounting import (
     GaussianEvent,
     PoissonGaussianEvent,
     Relation,
+    bounds_of,
     delta_of,
-    epsilon,
-    epsilon_bounds,
+    epsilon_of,
     pld,
 )
 from dpengine.accounting.composition import Composition, SampledGaussian
@@ -53,12 +53,12 @@ def hockey_stick(rate, sigma, eps, *, remove, distance=1.0):
     ],
 )
 def test_published_points_are_met_from_above(rate, sigma, steps, delta, truth, digits):
-    answer = epsilon(poisson(rate, sigma, steps), delta)
+    answer = epsilon_of(poisson(rate, sigma, steps), delta)
     assert truth - digits <= answer <= truth * (1 + 5e-5) + digits
 
 
 def test_a_published_point_without_sampling_takes_the_closed_form():
-    assert epsilon((Charge(GaussianEvent(600.0), 100_000),), 1e-10) == pytest.approx(3.278323, abs=5e-7)
+    assert epsilon_of((Charge(GaussianEvent(600.0), 100_000),), 1e-10) == pytest.approx(3.278323, abs=5e-7)
 
 
 @pytest.mark.parametrize(
@@ -77,7 +77,7 @@ def test_a_published_point_without_sampling_takes_the_closed_form():
 )
 def test_never_below_the_truth_and_close_above_it(rate, sigma, steps, delta):
     truth = max(Contour([(rate, sigma, steps)], direction).epsilon(delta) for direction in ("remove", "add"))
-    assert truth <= epsilon(poisson(rate, sigma, steps), delta) <= truth * (1 + 1e-4)
+    assert truth <= epsilon_of(poisson(rate, sigma, steps), delta) <= truth * (1 + 1e-4)
 
 
 @pytest.mark.parametrize(("rate", "sigma"), [(0.01, 1.0), (0.5, 2.0), (0.1, 0.5), (0.9, 5.0)])
@@ -98,21 +98,21 @@ def test_one_step_under_replace_one_is_its_own_pair(rate, sigma):
 
 def test_f_a4_replace_one_costs_more_and_zero_out_the_same():
     history = poisson(0.01, 1.0, 1000)
-    base = epsilon(history, 1e-5)
-    assert epsilon(history, 1e-5, relation=Relation.ZERO_OUT) == base
-    assert epsilon(history, 1e-5, relation=Relation.REPLACE_ONE) == pytest.approx(1.56 * base, rel=0.01)
+    base = epsilon_of(history, 1e-5)
+    assert epsilon_of(history, 1e-5, relation=Relation.ZERO_OUT) == base
+    assert epsilon_of(history, 1e-5, relation=Relation.REPLACE_ONE) == pytest.approx(1.56 * base, rel=0.01)
 
 
 @pytest.mark.parametrize(("sigma", "steps", "delta"), [(10.0, 100, 1e-5), (2.0, 3, 1e-9), (600.0, 100_000, 2e-6)])
 def test_the_lattice_reproduces_the_closed_form_as_the_rate_tends_to_one(sigma, steps, delta):
     truth = epsilon_of_mu(math.sqrt(steps) / sigma, delta)
-    assert truth * (1 - 1e-9) <= epsilon(poisson(1 - 2.0**-40, sigma, steps), delta) <= truth * (1 + 1e-4)
+    assert truth * (1 - 1e-9) <= epsilon_of(poisson(1 - 2.0**-40, sigma, steps), delta) <= truth * (1 + 1e-4)
 
 
 @pytest.mark.parametrize("delta", [1e-12, 1e-40, 1e-100, 1e-250])
 def test_f_a1_rounding_decides_at_no_delta(delta):
     truth = epsilon_of_mu(1.0, delta)
-    assert truth * (1 - 1e-9) <= epsilon(poisson(1 - 2.0**-40, 10.0, 100), delta) <= truth * (1 + 1e-4)
+    assert truth * (1 - 1e-9) <= epsilon_of(poisson(1 - 2.0**-40, 10.0, 100), delta) <= truth * (1 + 1e-4)
 
 
 def test_sampled_and_unsampled_releases_compose():
@@ -121,24 +121,24 @@ def test_sampled_and_unsampled_releases_compose():
         Charge(GaussianEvent(30.0), 10),
         Charge(GaussianEvent(7.0)),
     )
-    parts = epsilon(together[:1], 1e-6), epsilon(together[1:], 1e-6)
-    assert max(parts) * 1.01 < epsilon(together, 1e-6) < epsilon(together, 1e-6, "rdp")
+    parts = epsilon_of(together[:1], 1e-6), epsilon_of(together[1:], 1e-6)
+    assert max(parts) * 1.01 < epsilon_of(together, 1e-6) < epsilon_of(together, 1e-6, "rdp")
     # Releases over all rows bound sampled ones from above.
     all_rows = (Charge(GaussianEvent(2.0), 100), *together[1:])
-    assert epsilon(together, 1e-6) < epsilon(all_rows, 1e-6)
+    assert epsilon_of(together, 1e-6) < epsilon_of(all_rows, 1e-6)
 
 
 @pytest.mark.parametrize("groups", [2, 3, 5, 6])
 def test_every_group_of_a_schedule_is_composed(groups):
     schedule = tuple(Charge(PoissonGaussianEvent(0.02, 1.5 + i * 1e-6), 60 // groups) for i in range(groups))
-    assert epsilon(schedule, 1e-5) == pytest.approx(epsilon(poisson(0.02, 1.5, 60), 1e-5), rel=1e-4)
+    assert epsilon_of(schedule, 1e-5) == pytest.approx(epsilon_of(poisson(0.02, 1.5, 60), 1e-5), rel=1e-4)
 
 
 def test_a_grid_that_is_too_coarse_never_costs_more_than_rdp(monkeypatch):
     history = poisson(0.02, 1.5, 100)
-    tight, bound = epsilon(history, 1e-5), epsilon(history, 1e-5, "rdp")
+    tight, bound = epsilon_of(history, 1e-5), epsilon_of(history, 1e-5, "rdp")
     monkeypatch.setattr(pld, "_on_lattices", lambda *_: pld._Answer(math.inf))
-    assert tight < epsilon(history, 1e-5) == bound
+    assert tight < epsilon_of(history, 1e-5) == bound
 
 
 def test_many_distinct_releases_are_merged_to_the_private_side():
@@ -169,10 +169,10 @@ def test_rounding_never_leaves_the_private_side():
 
 
 def test_epsilon_grows_with_steps_and_falls_with_noise_and_delta():
-    steps = [epsilon(poisson(0.02, 1.5, n), 1e-5) for n in (1, 2, 10, 100, 101, 1000)]
-    noise = [epsilon(poisson(0.02, sigma, 100), 1e-5) for sigma in (0.5, 0.9, 1.5, 3.0, 20.0)]
-    rates = [epsilon(poisson(rate, 1.5, 100), 1e-5) for rate in (1e-4, 0.01, 0.02, 0.5, 1.0)]
-    deltas = [epsilon(poisson(0.02, 1.5, 100), delta) for delta in (1e-9, 1e-7, 1e-5, 1e-2)]
+    steps = [epsilon_of(poisson(0.02, 1.5, n), 1e-5) for n in (1, 2, 10, 100, 101, 1000)]
+    noise = [epsilon_of(poisson(0.02, sigma, 100), 1e-5) for sigma in (0.5, 0.9, 1.5, 3.0, 20.0)]
+    rates = [epsilon_of(poisson(rate, 1.5, 100), 1e-5) for rate in (1e-4, 0.01, 0.02, 0.5, 1.0)]
+    deltas = [epsilon_of(poisson(0.02, 1.5, 100), delta) for delta in (1e-9, 1e-7, 1e-5, 1e-2)]
     assert steps == sorted(steps)
     assert rates == sorted(rates)
     assert noise == sorted(noise, reverse=True)
@@ -182,7 +182,7 @@ def test_epsilon_grows_with_steps_and_falls_with_noise_and_delta():
 @pytest.mark.parametrize("sigma", [1e-200, 1e-3, 0.05, 1e5])
 @pytest.mark.parametrize("relation", [ADD_REMOVE, Relation.REPLACE_ONE])
 def test_extreme_noise_gives_a_bound_and_no_crash(sigma, relation):
-    answer = epsilon(poisson(0.2, sigma, 10), 1e-5, relation=relation)
+    answer = epsilon_of(poisson(0.2, sigma, 10), 1e-5, relation=relation)
     assert answer >= 0
     assert (answer > 1) == (sigma < 1)
 
@@ -214,7 +214,7 @@ def random_setting(rng, most=math.inf):
 
 
 def check_bounds(rate, sigma, steps, delta, truth):
-    lower, estimate, upper = epsilon_bounds(poisson(rate, sigma, steps), delta)
+    lower, estimate, upper = bounds_of(poisson(rate, sigma, steps), delta)
     assert lower <= truth * (1 + 1e-9), (rate, sigma, steps, delta)
     assert truth * (1 - 1e-9) <= upper <= truth * (1 + 1e-3), (rate, sigma, steps, delta)
     assert lower <= estimate <= upper
@@ -249,7 +249,7 @@ def test_bounds_hold_at_random_settings():
 
 @pytest.mark.parametrize(("steps", "sigma", "delta"), [(1, 0.1, 1e-100), (100_000, 600.0, 1e-10), (7, 3.0, 1e-2)])
 def test_bounds_without_sampling_are_one_number(steps, sigma, delta):
-    lower, estimate, upper = epsilon_bounds((Charge(GaussianEvent(sigma), steps),), delta)
+    lower, estimate, upper = bounds_of((Charge(GaussianEvent(sigma), steps),), delta)
     assert lower == estimate == upper == pytest.approx(gaussian(math.sqrt(steps) / sigma, delta), rel=1e-12)
 
 
@@ -264,6 +264,6 @@ def test_sampled_releases_of_several_kinds_are_met_from_above():
     kinds = [(0.02, 1.5, 200), (0.1, 4.0, 50), (1.0, 30.0, 9)]
     for relation, directions in ((ADD_REMOVE, ("remove", "add")), (Relation.REPLACE_ONE, ("replace",))):
         truth = max(Contour(kinds, direction).epsilon(1e-6) for direction in directions)
-        lower, estimate, upper = epsilon_bounds(history, 1e-6, relation)
+        lower, estimate, upper = bounds_of(history, 1e-6, relation=relation)
         assert lower <= truth <= upper <= truth * (1 + 1e-4)
         assert estimate == pytest.approx(truth, rel=1e-5)

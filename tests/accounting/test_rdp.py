@@ -64,7 +64,7 @@ def test_epsilon_is_that_of_dp_accounting_at_the_same_orders(rate, sigma, steps,
     other = RdpAccountant(rdp.ORDERS)
     other.compose(to_dp_accounting(PoissonGaussianEvent(rate, sigma), steps))
     history = (Charge(PoissonGaussianEvent(rate, sigma), steps),)
-    assert epsilon(history, delta, "rdp") == pytest.approx(other.get_epsilon(delta), rel=1e-9)
+    assert epsilon_of(history, delta, "rdp") == pytest.approx(other.get_epsilon(delta), rel=1e-9)
 
 
 GRID = [
@@ -87,7 +87,7 @@ def test_f_a7_rdp_is_never_below_the_loss_distribution(rate, sigma, steps, delta
 
 def test_f_a4_poisson_under_replace_one_is_refused():
     with pytest.raises(AccountingRefusedError, match="replace-one"):
-        epsilon((Charge(PoissonGaussianEvent(0.1, 1.0)),), 1e-5, "rdp", Relation.REPLACE_ONE)
+        epsilon_of((Charge(PoissonGaussianEvent(0.1, 1.0)),), 1e-5, "rdp", Relation.REPLACE_ONE)
 
 
 rates = st.floats(1e-6, 1.0)
@@ -99,7 +99,7 @@ deltas = st.floats(1e-12, 0.5)
 @given(rates, sigmas, st.integers(1, 10**6), deltas, st.floats(1.0, 3.0))
 def test_more_noise_less_sampling_fewer_steps_never_cost_more(rate, sigma, steps, delta, factor):
     def eps(rate=rate, sigma=sigma, steps=steps, delta=delta):
-        return epsilon_of(noise_multiplier=sigma, sample_rate=rate, steps=steps, delta=delta, accountant="rdp")
+        return epsilon(noise_multiplier=sigma, sample_rate=rate, steps=steps, delta=delta, accountant="rdp")
 
     base = eps()
     slack = 1e-9 * (1 + base)
@@ -114,5 +114,5 @@ def test_more_noise_less_sampling_fewer_steps_never_cost_more(rate, sigma, steps
 @given(rates, sigmas, st.integers(1, 10**4), deltas)
 def test_delta_inverts_epsilon(rate, sigma, steps, delta):
     history = (Charge(PoissonGaussianEvent(rate, sigma), steps),)
-    eps = epsilon(history, delta, "rdp")
+    eps = epsilon_of(history, delta, "rdp")
     assert delta_of(history, eps * (1 + 1e-12), "rdp") <= delta * (1 + 1e-6)

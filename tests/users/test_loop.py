@@ -30,7 +30,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, SubsetRandomS
 
 import dpengine
 from dpengine import PrivacyEngine
-from dpengine.accounting import Charge, epsilon, release_event
+from dpengine.accounting import Charge, epsilon_of, release_event
 from dpengine.errors import (
     BatchDependentLossError,
     BatchMismatchError,
@@ -230,7 +230,7 @@ def test_s3_undeclared_accumulation_costs_each_batch_at_its_share_of_the_noise(c
     booked = math.nextafter(BATCH / ROWS, 1)  # the rate, and what the draw may lie above it
     event = release_event(noise_multiplier=2.0 / math.sqrt(count), sample_rate=booked)
     assert loop.engine.ledger.history == (Charge(event, 4),)
-    apart = epsilon((Charge(release_event(noise_multiplier=2.0, sample_rate=BATCH / ROWS), 4),), 1e-3)
+    apart = epsilon_of((Charge(release_event(noise_multiplier=2.0, sample_rate=BATCH / ROWS), 4),), 1e-3)
     assert loop.engine.get_epsilon(1e-3) > apart
 
 
@@ -717,8 +717,8 @@ def test_s10_a_second_model_on_one_engine_composes():
         Charge(release_event(noise_multiplier=1.0, sample_rate=6 / ROWS), 4),
         Charge(release_event(noise_multiplier=2.0, sample_rate=3 / ROWS), 8),
     ]
-    assert one.engine.get_epsilon(1e-3) == pytest.approx(epsilon(charges, 1e-3))
-    assert one.engine.get_epsilon(1e-3) > max(epsilon([charge], 1e-3) for charge in charges)
+    assert one.engine.get_epsilon(1e-3) == pytest.approx(epsilon_of(charges, 1e-3))
+    assert one.engine.get_epsilon(1e-3) > max(epsilon_of([charge], 1e-3) for charge in charges)
 
 
 def test_s10_two_engines_on_one_data_set_warn():

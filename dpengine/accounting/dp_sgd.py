@@ -1,0 +1,199 @@
+"""Plain DP-SGD in one call: what it costs, the noise it needs, the steps that a budget buys.
+
+Each call stands for a run of Poisson batches with Gaussian noise. Runs that are anything else have a history: see
+`epsilon_of` and its neighbours.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+from dpengine.errors import InvalidBudgetError
+from dpengine.names import suggests_names
+
+from . import arguments
+from . import calibrate as calibrating
+from .accountant import bounds_of, delta_of, epsilon_of
+from .events import Relation, release_event
+from .ledger import Charge
+
+_MOST_STEPS = 2**40
+_SQUARE_ROOT = 0.5
+_GUESSES = 16  # then by halving
+
+
+@suggests_names
+def epsilon(
+    *,
+    noise_multiplier: float,
+    sample_rate: float,
+    steps: int,
+    delta: float,
+    accountant: str = "pld",
+    relation: Relation | str = Relation.ADD_OR_REMOVE_ONE,
+) -> float:
+    """Returns the epsilon of a run.
+
+    Args:
+        noise_multiplier: Standard deviation of the noise over the add/remove sensitivity of the sum.
+        sample_rate: Chance of each row to be in a batch, in (0, 1].
+        steps: Number of batches, at least 0.
+        delta: Strictly between 0 and 1; well below 1/N.
+        accountant: A name of `ACCOUNTANTS`.
+        relation: Which data sets are neighbours: a `Relation`, or "add_remove", "zero_out" or "replace_one".
+
+    Returns:
+        An upper bound: 0.0 without steps, infinity without noise.
+
+    Raises:
+        InvalidBudgetError: If an argument is out of range.
+        AccountingRefusedError: If the accountant has no sound answer for such runs.
+    """  # noqa: DOC502 - the checks raise on our behalf
+    return epsilon_of(_history(noise_multiplier, sample_rate, steps), delta, accountant, Relation(relation))
+
+
+@suggests_names
+def epsilon_bounds(
+    *,
+    noise_multiplier: float,
+    sample_rate: float,
+    steps: int,
+    delta: float,
+    accountant: str = "pld",
+    relation: Relation | str = Relation.ADD_OR_REMOVE_ONE,
+) -> tuple[float, float, float]:
+    """Returns epsilon from both sides: ``(lower, estimate, upper)``. What may be reported is the upper one.
+
+    Args:
+        noise_multiplier: As for `epsilon`.
+        sample_rate: As for `epsilon`.
+        steps: As for `epsilon`.
+        delta: As for `epsilon`.
+        accountant: "pld" or "prv".
+        relation: As for `epsilon`.
+
+    Returns:
+        Two bounds, and between them the best guess.
+    """
+    return bounds_of(_history(noise_multiplier, sample_rate, steps), delta, accountant, Relation(relation))
+
+
+@suggests_names
+def delta(
+    *,
+    noise_multiplier: float,
+    sample_rate: float,
+    steps: int,
+    epsilon: float,
+    accountant: str = "pld",
+    relation: Relation | str = Relation.ADD_OR_REMOVE_ONE,
+) -> float:
+    """Returns the delta of a run at a given epsilon.
+
+    Args:
+        noise_multiplier: As for `epsilon`.
+        sample_rate: As for `epsilon`.
+        steps: As for `epsilon`.
+        epsilon: At least 0 and finite.
+        accountant: As for `epsilon`.
+        relation: As for `epsilon`.
+
+    Returns:
+        An upper bound, between 0 and 1.
+    """
+    return delta_of(_history(noise_multiplier, sample_rate, steps), epsilon, accountant, Relation(relation))
+
+
+@suggests_names
+def calibrate(
+    *,
+    target_epsilon: float,
+    target_delta: float,
+    sample_rate: float,
+    steps: int,
+    accountant: str = "pld",
+    relation: Relation | str = Relation.ADD_OR_REMOVE_ONE,
+) -> float:
+    """Returns the noise multiplier for a target, on the safe side: `epsilon` at it is at most the target.
+
+    Args:
+        target_epsilon: Positive and finite.
+        target_delta: Strictly between 0 and 1.
+        sample_rate: As for `epsilon`.
+        steps: Number of batches, at least 1.
+        accountant: The one that will report.
+        relation: As for `epsilon`.
+
+    Returns:
+        The noise multiplier. `calibration` also tells what it costs, and takes what was spent before into account.
+    """
+    return calibrating.calibration(
+        target_epsilon=target_epsilon,
+        target_delta=target_delta,
+        sample_rate=sample_rate,
+        steps=steps,
+        accountant=accountant,
+        relation=Relation(relation),
+    ).noise_multiplier
+
+
+@suggests_names
+def steps_within(
+    *,
+    target_epsilon: float,
+    target_delta: float,
+    noise_multiplier: float,
+    sample_rate: float,
+    accountant: str = "pld",
+    relation: Relation | str = Relation.ADD_OR_REMOVE_ONE,
+) -> int:
+    """Returns how many steps a budget buys.
+
+    Args:
+        target_epsilon: Positive and finite.
+        target_delta: Strictly between 0 and 1.
+        noise_multiplier: As for `epsilon`.
+        sample_rate: As for `epsilon`.
+        accountant: The one that will report.
+        relation: As for `epsilon`.
+
+    Returns:
+        The most steps whose `epsilon` is at most the target; 0 if one is too many.
+
+    Raises:
+        InvalidBudgetError: If an argument is out of range, or a million million steps cost less than the target.
+    """
+    target = arguments.epsilon_in_range(target_epsilon, "target_epsilon", zero=False)
+    low, high = 0, _MOST_STEPS + 1  # low fits, high does not
+    steps, exponent, last = 1, _SQUARE_ROOT, (0, 0.0)
+    for attempt in itertools.count():
+        if high - low <= 1:
+            break
+        spent = epsilon(
+            noise_multiplier=noise_multiplier,
+            sample_rate=sample_rate,
+            steps=steps,
+            delta=target_delta,
+            accountant=accountant,
+            relation=relation,
+        )
+        low, high = (steps, high) if spent <= target else (low, steps)
+        if 0 < last[1] < math.inf and 0 < spent < math.inf and spent != last[1]:
+            exponent = max(0.2, math.log(spent / last[1]) / math.log(steps / last[0]))
+        last = (steps, spent)
+        # Epsilon is about a power of the steps: aim at the last number that fits, then look at its neighbours.
+        guess = steps * min(1e3, (target / spent) ** (1 / exponent)) if 0 < spent < math.inf else 1e3 * steps
+        near = math.floor(guess) + (math.floor(guess) == low)
+        steps = near if attempt < _GUESSES and low < near < high else (low + high) // 2
+    if low == _MOST_STEPS:
+        raise InvalidBudgetError(
+            f"accounting.steps_within: {low:,} steps cost less than target_epsilon={target:g}.",
+            fix="There is no limit worth a number: choose the steps by what training needs.",
+        )
+    return low
+
+
+def _history(noise_multiplier: float, sample_rate: float, steps: int) -> tuple[Charge, ...]:
+    event = release_event(noise_multiplier=noise_multiplier, sample_rate=sample_rate)
+    return (Charge(event, steps),) if arguments.count("steps", steps, least=0) else ()
