@@ -254,7 +254,7 @@ def test_the_charged_rate_is_not_below_the_drawn_one():
 def test_noise_is_found_for_the_rate_that_is_charged(monkeypatch):
     asked = []
     monkeypatch.setattr(
-        "dpengine.admission.calibrate", lambda **given: asked.append(given["sample_rate"]) or calibration(**given)
+        "dpengine.admission.calibration", lambda **given: asked.append(given["sample_rate"]) or calibration(**given)
     )
     loop = make_loop(target_epsilon=3.0, steps=4, sample_rate=0.1)
     assert asked == [loop.release.plan.event().sample_rate]
