@@ -29,12 +29,30 @@ def epsilon(pair: LossPair, delta: float) -> float:
     return high
 
 
+def epsilon_below(pair: LossPair, delta: float) -> float:
+    """An epsilon at which a lower bound on delta is still above ``delta``; 0 if there is none."""
+    low, high = 0.0, 1.0
+    while _delta(pair, high, -1) > delta:
+        low, high = high, 2 * high
+        if high > 1e6:
+            return low
+    while low < (middle := (low + high) / 2) < high and high - low > 1e-15 * high:
+        low, high = (middle, high) if _delta(pair, middle, -1) > delta else (low, middle)
+    return low
+
+
 def delta_of(pair: LossPair, epsilon: float) -> float:
     """An upper bound on delta at an epsilon."""
+    return _delta(pair, epsilon, 1)
+
+
+def _delta(pair: LossPair, epsilon: float, side: int) -> float:
+    """Delta, and a bound on its rounding added, or taken off where ``side`` is -1."""
     x = pair.output(np.array([epsilon]))
     beyond = np.array([x[0], np.inf])
     masses = pair.masses(beyond)
     p, q = float(masses.p[0]), float(masses.q[0])
     weighted = math.exp(epsilon + math.log(q)) if q > 0 else 0.0
     # The cut may be off by rounding, and so may each tail; the loss there is epsilon, so both move alike.
-    return max(0.0, p - weighted) + _ROUNDING * (1 + epsilon + abs(float(x[0])) / pair.sigma) ** 2 * (p + weighted)
+    rounding = _ROUNDING * (1 + epsilon + abs(float(x[0])) / pair.sigma) ** 2 * (p + weighted)
+    return max(0.0, p - weighted) + side * rounding

@@ -20,6 +20,7 @@ _SETBACKS = (0.0, 2.0, 4.0, 7.0, 11.0, 16.0)
 _MARGIN = 0.02
 _LIFTED = 1e-11  # share of the tilted mass that is moved up, over all releases
 _NEAREST, _FARTHEST, _MOVES = 0.05, 500.0, 60  # of the tilts that bound the ends, in units of 1 / deviation
+_FARTHEST_PLACE = 2.0**50  # places are whole numbers in float64
 _POINTS, _ZOOMS = 49, 5
 _EXCESS, _ROUNDING = 0.4, 4e-14  # what a lattice and an FFT add, from measurements of both
 
@@ -122,7 +123,7 @@ class Overview:
             deviation = self._deviation(lower)
             window = self._window(tilt, lower, deviation, _OUTSIDE + setback)
             step = (window.high - window.low) / bins
-            if not 0 < step * lower < math.inf:
+            if not 0 < step * lower < math.inf or max(abs(window.low), abs(window.high)) > _FARTHEST_PLACE * step:
                 continue
             rounding = _ROUNDING * self._count * math.exp(setback) * deviation * math.sqrt(1 + 1 / (lower * step))
             loss = self.excess(window, bins) + rounding

@@ -8,19 +8,20 @@ window, by folding and by rounding is bounded and added.
 
 from __future__ import annotations
 
-import functools
 import math
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
 from .loss_grid import Mixture, View, atoms_above, atoms_below
 from .loss_pairs import Floats
+from .memory import Memory
+from .tail_sums import Complex, TailSums, tail_sums
 from .tilt import Part, Window
 
 _UNIT = 2.0**-53
-_RELEVANT = 60.0  # -log of weights that no longer count
+_FADED = -80.0  # log of frequencies that are left out
+_MOST_BYTES = 2**28
 _PER_OCTAVE = 4  # spacings are rounded to few values, so that releases are found again in the cache
 
 
@@ -29,20 +30,20 @@ class TiltedSum:
     """The tilted law of the sum of all losses.
 
     Attributes:
-        masses: On the window, ``(N,)``, of sum 1 up to rounding.
-        first: Loss at the first of them.
+        law: On a lattice, of sum 1 up to rounding.
+        first: Loss at its first point.
         step: The lattice.
         tilt: theta.
         log_moment: ``K = log E[e^(theta S)]`` of the discrete law.
         infinite: Mass at infinite loss.
         over: Bound on the tilted mass above the window, which was added at a wrong place.
         under: Bound on that below it.
-        rounding: Bound on the error of ``masses`` in the L2 norm.
+        rounding: Bound on the error of the law in the L2 norm.
         relative: Bound on the error of K.
         sign: 1 for an upper bound, -1 for a lower one.
     """
 
-    masses: Floats
+    law: TailSums
     first: float
     step: float
     tilt: float
@@ -57,14 +58,14 @@ class TiltedSum:
     @property
     def last(self) -> float:
         """Loss at the end of the window."""
-        return self.first + self.step * (len(self.masses) - 1)
+        return self.first + self.step * (self.law.size - 1)
 
     def _doubt(self, epsilon: float) -> float:
         """How far the sum of weighted masses may be off to the unsafe side."""
         # A mass x above epsilon has the weight e^(-tilt x) (1 - e^-x), at most 1 and at most x e^(-tilt x).
         theta, step = self.tilt, self.step
         squares = min(1 + 1 / (2 * theta * step), 1 / (4 * theta**3 * step) + 1 / (math.e * theta) ** 2)
-        rounding = self.rounding * math.sqrt(min(squares, float(len(self.masses))))
+        rounding = self.rounding * math.sqrt(min(squares, float(self.law.size)))
         largest = min(1.0, 1 / (math.e * theta))
         if self.sign < 0:
             return rounding + (self.over + self.under) * largest
@@ -75,17 +76,15 @@ class TiltedSum:
     def log_delta(self, epsilon: float) -> tuple[float, float]:
         """Log of the bound on delta at an epsilon, and its slope there without the bounds on errors."""
         start = max(0, math.floor((epsilon - self.first) / self.step) + 1)
-        length = max(0, min(len(self.masses) - start, math.ceil(_RELEVANT / (self.tilt * self.step)) + 1))
-        gap = self.first + self.step * np.arange(start, start + length) - epsilon
-        weights = self.masses[start : start + length] * np.exp(-self.tilt * gap)
-        value, slope = float(weights @ -np.expm1(-gap)), float(weights @ np.exp(-gap))
-        value += self.sign * self._doubt(epsilon)
+        gap = self.first + self.step * start - epsilon
+        tail = self.law.tail(start, gap, self.step, self.tilt)
+        value = tail.value + self.sign * (tail.rounding + self._doubt(epsilon))
         if value <= 0:
             return (math.log(self.infinite) if self.infinite > 0 else -math.inf), 0.0
         scale = self.log_moment - self.tilt * epsilon + self.sign * self.relative
         finite = scale + math.log(value)
         log_delta = float(np.logaddexp(finite, math.log(self.infinite))) if self.infinite > 0 else finite
-        return log_delta, -math.exp(min(700.0, scale - log_delta)) * max(slope, 0.0)
+        return log_delta, -math.exp(min(700.0, scale - log_delta)) * max(tail.slope, 0.0)
 
 
 def composed(parts: tuple[Part, ...], window: Window, *, bins: int, above: bool = True) -> TiltedSum:
@@ -104,25 +103,24 @@ def composed(parts: tuple[Part, ...], window: Window, *, bins: int, above: bool 
     step = 2.0 ** (math.ceil(math.log2((window.high - window.low) / bins) * _PER_OCTAVE) / _PER_OCTAVE)
     first = math.floor(window.low / step) - 1
     size = 1 << math.ceil(math.log2(math.ceil(window.high / step) - first + 2))
-    transform = np.ones(size // 2 + 1, dtype=np.complex128)
+    laws = [(_released(part, window.view, step, size, above), part.count) for part in parts]
     log_moment = infinite = norms = shift = relative = low_moment = high_moment = 0.0
-    for part in parts:
-        law = _released(part.mixture, window.view, step, size, above)
-        transform *= law.transform**part.count
-        log_moment += part.count * (law.log_moment + tilt * law.shift)
-        shift += part.count * law.shift
-        infinite += part.count * law.infinite
-        norms += part.count * law.norm
-        relative += part.count * (64 + 32 * tilt * law.size)
-        low_moment += part.count * law.log_moment_at(window.low_move)
-        high_moment += part.count * law.log_moment_at(window.high_move)
-    masses = np.roll(np.fft.irfft(transform, size), -(first % size))
+    for law, number in laws:
+        log_moment += number * (law.log_moment + tilt * law.shift)
+        shift += number * law.shift
+        infinite += number * law.infinite
+        norms += number * law.norm
+        relative += number * (64 + 32 * tilt * law.size)
+        low_moment += number * law.log_moment_at(window.low_move)
+        high_moment += number * law.log_moment_at(window.high_move)
+    law_of_sum = tail_sums(_power(laws), first, size)
     count, rounds = sum(part.count for part in parts), math.log2(size)
     # Chernoff at the ends of the array; what is beyond them was folded in.
     above_all = math.exp(min(0.0, high_moment - window.high_move * ((first + size - 1) * step)))
     below_all = math.exp(min(0.0, low_moment - window.low_move * (first * step)))
+    rounding = 8 * _UNIT * (rounds * norms + (count + rounds) * law_of_sum.norm) + size * math.exp(_FADED)
     return TiltedSum(
-        masses=masses,
+        law=law_of_sum,
         first=first * step + shift,
         step=step,
         tilt=tilt,
@@ -130,10 +128,25 @@ def composed(parts: tuple[Part, ...], window: Window, *, bins: int, above: bool 
         infinite=min(1.0, infinite),
         over=above_all,
         under=below_all,
-        rounding=8 * _UNIT * (rounds * norms + (count + rounds) * float(np.linalg.norm(masses))),
+        rounding=rounding,
         relative=relative * _UNIT,
         sign=1 if above else -1,
     )
+
+
+def _power(laws: list[tuple[_Law, int]]) -> Complex:
+    """The transform of the sum, up to where it has faded: of many releases little is left."""
+    length = min(len(law.transform) for law, _ in laws)
+    log_size = np.zeros(length)
+    for law, count in laws:
+        log_size += count * law.log_size[:length]
+    there = log_size > _FADED
+    length -= int(np.argmax(there[::-1]))
+    there = there[:length]
+    power = there.astype(np.complex128)
+    for law, count in laws:
+        power[there] *= law.transform[:length][there] ** count
+    return power
 
 
 @dataclass(frozen=True)
@@ -143,7 +156,8 @@ class _Law:
     Attributes:
         losses: Without their shift ``(A,)``.
         log_masses: Tilted, of sum 1.
-        transform: Of the masses, folded to the window's size.
+        transform: Of the masses, folded to the window's size, up to where that of so many releases has faded.
+        log_size: Log of its absolute values.
         norm: Of the folded masses.
         size: Mean of the absolute loss.
         log_moment: By which they were divided.
@@ -153,7 +167,8 @@ class _Law:
 
     losses: Floats
     log_masses: Floats
-    transform: npt.NDArray[np.complex128]
+    transform: Complex
+    log_size: Floats
     norm: float
     size: float
     log_moment: float
@@ -167,14 +182,14 @@ class _Law:
         return top + math.log(float(np.exp(exponents - top).sum()))
 
 
-@functools.lru_cache(maxsize=64)
-def _released(
-    mixture: Mixture,
-    view: View,
-    step: float,
-    size: int,
-    above: bool,
-) -> _Law:
+def _released(part: Part, view: View, step: float, size: int, above: bool) -> _Law:
+    """One release, as it is needed for at least so many of them as the power of two below the count."""
+    many = 1 << (part.count.bit_length() - 1)
+    key = (part.mixture, many, view, step, size, above)
+    return _laws.get(key, lambda: _law(part.mixture, many, view, step, size, above))
+
+
+def _law(mixture: Mixture, many: int, view: View, step: float, size: int, above: bool) -> _Law:
     atoms = (atoms_above if above else atoms_below)(mixture, view, step)
     losses: Floats = np.asarray(atoms.places * step, dtype=np.float64)
     exponents = np.log(atoms.masses) + view.tilt * losses
@@ -182,13 +197,22 @@ def _released(
     log_moment = top + math.log(math.fsum(np.exp(exponents - top)))
     masses = np.exp(exponents - log_moment)
     folded = np.bincount(atoms.places % size, masses, minlength=size)
+    transform = np.fft.rfft(folded)
+    log_size = np.log(np.abs(transform))
+    length = len(transform) - int(np.argmax(many * log_size[::-1] > _FADED))
     return _Law(
         losses=losses,
         log_masses=exponents - log_moment,
-        transform=np.fft.rfft(folded),
+        transform=transform[:length].copy(),
+        log_size=log_size[:length].copy(),
         norm=float(np.linalg.norm(folded)),
         size=float(masses @ np.abs(losses)),
         log_moment=log_moment,
         shift=atoms.shift,
         infinite=atoms.infinite,
     )
+
+
+_laws = Memory[_Law](
+    _MOST_BYTES, lambda law: sum(part.nbytes for part in (law.losses, law.log_masses, law.transform, law.log_size))
+)

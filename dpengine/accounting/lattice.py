@@ -1,0 +1,219 @@
+"""Epsilon and delta of one direction of many releases, on lattices of losses as fine as an accuracy needs.
+
+How fine, under which tilt and between which ends is found once for a whole range of counts, at the top of the range,
+and kept: a run that asks after every step composes on a lattice that is there already. What is bounded is bounded for
+the counts that are asked for, so the choice can cost accuracy and never soundness. It follows from the counts alone.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from dataclasses import dataclass, replace
+
+from . import one_release
+from .loss_pairs import Direction
+from .tilt import NoWindowError, Overview, Part, Window
+from .tilted import TiltedSum, composed
+
+Parts = tuple[Part, ...]
+
+LEAST_TAIL = 1e-290
+_LEAST_BINS, _MOST_BINS = 2**12, 2**21
+_TAIL_SHARE = 1e-5  # of delta, for all releases together
+_RANGE_BITS = 6  # leading bits of a count that tell its range
+_CLOSE = 1e-9  # share of epsilon by which a search may stay above its aim
+
+
+@dataclass(frozen=True)
+class Answer:
+    """An upper bound on epsilon, about its distance from the truth, and the spacing of the lattice behind it."""
+
+    epsilon: float
+    excess: float = 0.0
+    step: float | None = None
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """A lattice, and what it gives at the top of its range of counts. Without a window it gives nothing."""
+
+    epsilon: float
+    excess: float = 0.0
+    step: float | None = None
+    window: Window | None = None
+    bins: int = 0
+
+
+def upper_epsilon(parts: Parts, delta: float, accuracy: float) -> Answer:
+    """An upper bound on epsilon.
+
+    Args:
+        parts: What was released.
+        delta: Strictly between 0 and 1.
+        accuracy: Share of epsilon that the lattice may add.
+
+    Returns:
+        The bound.
+    """
+    found = _on_lattice(parts, delta, accuracy)
+    if len(parts) == parts[0].count == 1 and len(parts[0].mixture) == 1:
+        exact = one_release.epsilon(parts[0].mixture[0][1], delta)
+        found = found if found.epsilon <= exact else Answer(exact)
+    largest = _largest_loss(parts)
+    return found if found.epsilon <= largest else Answer(largest)
+
+
+def lower_epsilon(parts: Parts, delta: float, upper: float, accuracy: float) -> float:
+    """A lower bound on epsilon, at most ``upper``."""
+    search = _Search(parts, delta)
+    tilt = search.overview.tilt_for_delta(math.log(delta))
+    bins = 2 * search.bins(tilt, accuracy)
+    found = _greatest_epsilon(
+        composed(parts, search.overview.window_below(tilt), bins=bins, above=False), math.log(delta), upper
+    )
+    if len(parts) == parts[0].count == 1 and len(parts[0].mixture) == 1:
+        found = max(found, min(upper, one_release.epsilon_below(parts[0].mixture[0][1], delta)))
+    return found
+
+
+def upper_log_delta(parts: Parts, epsilon: float, ceiling: float, accuracy: float) -> float:
+    """Log of an upper bound on delta.
+
+    Args:
+        parts: What was released.
+        epsilon: At least 0.
+        ceiling: Another bound on delta.
+        accuracy: As for `upper_epsilon`.
+
+    Returns:
+        The bound, which may be above the ceiling. Where no lattice holds the losses, a ``NoWindowError``.
+    """
+    rough = _Search(parts, ceiling).overview
+    tilt = rough.tilt_for_epsilon(epsilon)
+    chernoff = rough.log_moment(tilt) - tilt * epsilon
+    search = _Search(parts, max(LEAST_TAIL, min(ceiling, math.exp(min(0.0, chernoff - 5)))))
+    tilt = search.overview.tilt_for_epsilon(epsilon)
+    bins = 2 * search.bins(tilt, accuracy)
+    return composed(parts, search.overview.window(tilt, bins), bins=bins).log_delta(epsilon)[0]
+
+
+def _on_lattice(parts: Parts, delta: float, accuracy: float) -> Answer:
+    top = tuple(_top_of_range(part) for part in parts)
+    plan = _planned(top, delta, accuracy)
+    if top != parts and plan.window is not None and 0 < plan.epsilon < math.inf:
+        law = composed(parts, plan.window, bins=plan.bins)
+        value = _least_epsilon(law, math.log(delta), plan.epsilon)
+        if 0 < value < math.inf:
+            return Answer(value, plan.excess * value / plan.epsilon, law.step)
+    plan = _planned(parts, delta, accuracy)
+    return Answer(plan.epsilon, plan.excess, plan.step)
+
+
+def _top_of_range(part: Part) -> Part:
+    """The same with the count rounded up, or the noise rounded down, to the end of a range."""
+    spare = part.count.bit_length() - _RANGE_BITS
+    if spare > 0:
+        return replace(part, count=-(-part.count >> spare) << spare)
+    (_, pair), *others = part.mixture
+    if others or pair.rate < 1:
+        return part
+    mantissa, exponent = math.frexp(pair.sigma)
+    sigma = math.ldexp(math.floor(mantissa * 2**_RANGE_BITS), exponent - _RANGE_BITS)
+    return replace(part, mixture=((1.0, replace(pair, sigma=sigma)),))
+
+
+@functools.lru_cache(maxsize=512)
+def _planned(parts: Parts, delta: float, accuracy: float) -> _Plan:
+    """A lattice for releases, by finer and finer ones until they agree."""
+    search, log_delta = _Search(parts, delta), math.log(delta)
+    tilt = search.overview.tilt_for_delta(log_delta)
+    try:
+        bins, last = search.bins(tilt, accuracy) // 2, math.inf
+    except NoWindowError:
+        return _Plan(math.inf)
+    while True:
+        window = search.overview.window(tilt, bins)
+        law = composed(parts, window, bins=bins)
+        value = _least_epsilon(law, log_delta, last)
+        excess = (last - value) / 3  # it falls with the square of the spacing
+        if bins >= _MOST_BINS or value == 0 or excess <= accuracy * value:
+            return _Plan(value, max(0.0, excess) if math.isfinite(excess) else 0.0, law.step, window, bins)
+        bins, last = 2 * bins, value
+
+
+class _Search:
+    """Where the answer lies for one direction.
+
+    Args:
+        parts: What was released.
+        delta: About the one that is asked for.
+    """
+
+    def __init__(self, parts: Parts, delta: float):
+        share = math.log10(_TAIL_SHARE * max(delta, LEAST_TAIL)) - math.log10(sum(part.count for part in parts))
+        # A power of ten, so that releases are found again in caches.
+        self.overview = Overview(parts, 10.0 ** max(math.floor(share), math.log10(LEAST_TAIL)))
+
+    def bins(self, tilt: float, accuracy: float) -> int:
+        """A guess at the points of a lattice that is as accurate."""
+        aim, bins = accuracy * max(self.overview.mean(tilt), 0.0), _LEAST_BINS
+        window = self.overview.window(tilt, bins)
+        while bins < _MOST_BINS and self.overview.excess(window, bins) > aim:
+            bins *= 2
+        return bins
+
+
+def _largest_loss(parts: Parts) -> float:
+    """An example that is added lowers no probability by more than its absence; other losses have no end."""
+    pairs = [(pair, part.count) for part in parts for _, pair in part.mixture]
+    if any(pair.direction is not Direction.ADD or pair.rate == 1 for pair, _ in pairs):
+        return math.inf
+    return math.fsum(-math.log1p(-pair.rate) * count for pair, count in pairs) * (1 + 1e-12)
+
+
+def _least_epsilon(law: TiltedSum, log_delta: float, start: float) -> float:
+    """The least epsilon of the window at which the bound on delta is small enough; infinite if there is none."""
+    least, most = max(0.0, law.first), law.last
+    if most < least:
+        return 0.0 if law.log_moment + math.log(law.over + 1e-300) <= log_delta else math.inf
+    low, high, found = least, most, math.inf
+    x = start if least <= start <= most else (least + most) / 2
+    while True:
+        value, slope = law.log_delta(x)
+        if value > log_delta:
+            low = x
+        else:
+            high = found = x
+            if x == least or log_delta - value <= _CLOSE * -slope * x:
+                return x
+        if high - low <= 1e-10 * high:
+            return found
+        newton = x - (value - log_delta) / slope if slope < 0 and math.isfinite(value) else math.nan
+        # On the safe side by a little, so that the bracket closes from above.
+        moved = newton + 1e-12 * (1 + newton)
+        if low < moved < high:
+            x = moved
+        elif moved <= low == least and x != least:
+            x = least
+        elif moved >= high == most and x != most:
+            x = most
+        else:
+            x = (low + high) / 2
+            if not low < x < high:
+                return found
+
+
+def _greatest_epsilon(law: TiltedSum, log_delta: float, upper: float) -> float:
+    """An epsilon at which the lower bound on delta is still large enough; 0 if none is found."""
+    x = min(upper, law.last)
+    for _ in range(12):
+        value, slope = law.log_delta(x)
+        if value >= log_delta:
+            return max(0.0, x)
+        if not math.isfinite(value) or slope >= 0:
+            return 0.0
+        x -= 1.02 * (log_delta - value) / -slope + 1e-12 * x
+        if x <= max(0.0, law.first):
+            return 0.0
+    return 0.0
