@@ -7,13 +7,16 @@ the counts that are asked for, so the choice can cost accuracy and never soundne
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from . import one_release
+from .convolved import ConvolvedSum, convolved
 from .loss_pairs import Direction
-from .tilt import NoWindowError, Overview, Part, Window
+from .tilt import NoWindowError, Overview, Part
 from .tilted import TiltedSum, composed
 
 Parts = tuple[Part, ...]
@@ -23,6 +26,11 @@ _LEAST_BINS, _MOST_BINS = 2**12, 2**21
 _TAIL_SHARE = 1e-5  # of delta, for all releases together
 _RANGE_BITS = 6  # leading bits of a count that tell its range
 _CLOSE = 1e-9  # share of epsilon by which a search may stay above its aim
+_DOUBTFUL = 2.0  # times the accuracy: with more, convolution is tried
+_LOOSE = 1e-3  # share of epsilon between the bounds from which on it is tried for the lower one
+_LEAST_CONVOLVED, _MOST_CONVOLVED = 2**10, 2**13
+_LOWEST, _HIGHEST = -0.5, 4.0  # between which sums are convolved, over epsilon
+_NEXT_TO_NOTHING = -14.0  # log of a share of delta
 
 
 @dataclass(frozen=True)
@@ -36,13 +44,12 @@ class Answer:
 
 @dataclass(frozen=True)
 class _Plan:
-    """A lattice, and what it gives at the top of its range of counts. Without a window it gives nothing."""
+    """A way to compose, and what it gives at the top of its range of counts. None if there is no way."""
 
     epsilon: float
     excess: float = 0.0
     step: float | None = None
-    window: Window | None = None
-    bins: int = 0
+    compose: Callable[[Parts], TiltedSum | ConvolvedSum] | None = None
 
 
 def upper_epsilon(parts: Parts, delta: float, accuracy: float) -> Answer:
@@ -66,14 +73,18 @@ def upper_epsilon(parts: Parts, delta: float, accuracy: float) -> Answer:
 
 def lower_epsilon(parts: Parts, delta: float, upper: float, accuracy: float) -> float:
     """A lower bound on epsilon, at most ``upper``."""
-    search = _Search(parts, delta)
-    tilt = search.overview.tilt_for_delta(math.log(delta))
-    bins = 2 * search.bins(tilt, accuracy)
-    found = _greatest_epsilon(
-        composed(parts, search.overview.window_below(tilt), bins=bins, above=False), math.log(delta), upper
-    )
+    log_delta, found = math.log(delta), 0.0
+    with contextlib.suppress(NoWindowError):
+        search = _Search(parts, delta)
+        tilt = search.overview.tilt_for_delta(log_delta)
+        bins = 2 * search.bins(tilt, accuracy)
+        law = composed(parts, search.overview.window_below(tilt), bins=bins, above=False)
+        found = _greatest_epsilon(law, log_delta, upper)
     if len(parts) == parts[0].count == 1 and len(parts[0].mixture) == 1:
         found = max(found, min(upper, one_release.epsilon_below(parts[0].mixture[0][1], delta)))
+    if found < (1 - _LOOSE) * upper:
+        other = convolved(parts, _LOWEST * upper, _HIGHEST * upper, _MOST_CONVOLVED, above=False)
+        found = max(found, _greatest_epsilon(other, log_delta, upper))
     return found
 
 
@@ -101,8 +112,10 @@ def upper_log_delta(parts: Parts, epsilon: float, ceiling: float, accuracy: floa
 def _on_lattice(parts: Parts, delta: float, accuracy: float) -> Answer:
     top = tuple(_top_of_range(part) for part in parts)
     plan = _planned(top, delta, accuracy)
-    if top != parts and plan.window is not None and 0 < plan.epsilon < math.inf:
-        law = composed(parts, plan.window, bins=plan.bins)
+    if plan.epsilon == 0:
+        return Answer(0.0, step=plan.step)
+    if top != parts and plan.compose is not None and plan.epsilon < math.inf:
+        law = plan.compose(parts)
         value = _least_epsilon(law, math.log(delta), plan.epsilon)
         if 0 < value < math.inf:
             return Answer(value, plan.excess * value / plan.epsilon, law.step)
@@ -125,21 +138,49 @@ def _top_of_range(part: Part) -> Part:
 
 @functools.lru_cache(maxsize=512)
 def _planned(parts: Parts, delta: float, accuracy: float) -> _Plan:
-    """A lattice for releases, by finer and finer ones until they agree."""
+    """A way to compose releases: by FFT, or by convolution where that is not accurate."""
     search, log_delta = _Search(parts, delta), math.log(delta)
     tilt = search.overview.tilt_for_delta(log_delta)
-    try:
-        bins, last = search.bins(tilt, accuracy) // 2, math.inf
-    except NoWindowError:
-        return _Plan(math.inf)
-    while True:
-        window = search.overview.window(tilt, bins)
-        law = composed(parts, window, bins=bins)
-        value = _least_epsilon(law, log_delta, last)
-        excess = (last - value) / 3  # it falls with the square of the spacing
-        if bins >= _MOST_BINS or value == 0 or excess <= accuracy * value:
-            return _Plan(value, max(0.0, excess) if math.isfinite(excess) else 0.0, law.step, window, bins)
-        bins, last = 2 * bins, value
+    plan, doubt = _by_fft(parts, search, tilt, log_delta, accuracy)
+    if plan.epsilon == 0 or plan.excess + doubt <= _DOUBTFUL * accuracy * plan.epsilon:
+        return plan
+    start = min(plan.epsilon, (search.overview.log_moment(tilt) - log_delta) / tilt, _largest_loss(parts))
+    other = _by_convolution(parts, start, log_delta, accuracy)
+    return other if other.epsilon < plan.epsilon else plan
+
+
+def _by_fft(parts: Parts, search: _Search, tilt: float, log_delta: float, accuracy: float) -> tuple[_Plan, float]:
+    """Finer and finer lattices until they agree; and how much of epsilon is there for bounds on errors."""
+    plan, doubt, bins = _Plan(math.inf), math.inf, 0
+    with contextlib.suppress(NoWindowError):
+        while True:
+            bins = 2 * bins or search.bins(tilt, accuracy) // 2
+            compose = functools.partial(composed, window=search.overview.window(tilt, bins), bins=bins)
+            law = compose(parts)
+            value = _least_epsilon(law, log_delta, plan.epsilon)
+            excess = (plan.epsilon - value) / 3  # it falls with the square of the spacing
+            plan = _Plan(value, max(0.0, excess) if math.isfinite(excess) else 0.0, law.step, compose)
+            doubt = law.doubt(value) if value < math.inf else math.inf
+            if bins >= _MOST_BINS or value == 0 or excess <= accuracy * value:
+                break
+    return plan, doubt
+
+
+def _by_convolution(parts: Parts, start: float, log_delta: float, accuracy: float) -> _Plan:
+    """The same by convolution, where ``start`` is about epsilon, or above."""
+    plan, highest, points = _Plan(math.inf), _HIGHEST * start, _LEAST_CONVOLVED
+    while 0 < highest < math.inf:
+        lowest = _LOWEST * min(start, plan.epsilon)
+        compose = functools.partial(convolved, lowest=lowest, highest=highest, points=points, above=True)
+        law = compose(parts)
+        value = _least_epsilon(law, log_delta, min(start, plan.epsilon))
+        excess = (plan.epsilon - value) / 3
+        if value <= plan.epsilon:
+            plan = _Plan(value, max(0.0, excess) if math.isfinite(excess) else 0.0, law.step, compose)
+        if points >= _MOST_CONVOLVED or value == 0 or 0 <= excess <= accuracy * value:
+            break
+        points, highest = 2 * points, law.quantile(log_delta + _NEXT_TO_NOTHING)
+    return plan
 
 
 class _Search:
@@ -172,11 +213,11 @@ def _largest_loss(parts: Parts) -> float:
     return math.fsum(-math.log1p(-pair.rate) * count for pair, count in pairs) * (1 + 1e-12)
 
 
-def _least_epsilon(law: TiltedSum, log_delta: float, start: float) -> float:
+def _least_epsilon(law: TiltedSum | ConvolvedSum, log_delta: float, start: float) -> float:
     """The least epsilon of the window at which the bound on delta is small enough; infinite if there is none."""
     least, most = max(0.0, law.first), law.last
     if most < least:
-        return 0.0 if law.log_moment + math.log(law.over + 1e-300) <= log_delta else math.inf
+        return 0.0 if law.log_delta(0.0)[0] <= log_delta else math.inf
     low, high, found = least, most, math.inf
     x = start if least <= start <= most else (least + most) / 2
     while True:
@@ -204,7 +245,7 @@ def _least_epsilon(law: TiltedSum, log_delta: float, start: float) -> float:
                 return found
 
 
-def _greatest_epsilon(law: TiltedSum, log_delta: float, upper: float) -> float:
+def _greatest_epsilon(law: TiltedSum | ConvolvedSum, log_delta: float, upper: float) -> float:
     """An epsilon at which the lower bound on delta is still large enough; 0 if none is found."""
     x = min(upper, law.last)
     for _ in range(12):

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -21,8 +22,9 @@ from .loss_pairs import Floats, LossPair
 Integers = npt.NDArray[np.int64]
 
 Mixture = tuple[tuple[float, LossPair], ...]
+EndsOf = Callable[[LossPair], Integers]
 
-_SKETCH_POINTS = 2001
+SKETCH_POINTS = 2001
 _WIDENING = 0.4  # cells are as wide as the mass beyond them to minus this: the excess they cause stays bounded
 _SHARE_MOVED = 0.25
 _MOST_CELLS = 2**21
@@ -95,17 +97,18 @@ class Sketch:
 
 
 @functools.lru_cache(maxsize=256)
-def sketch(pair: LossPair, tail: float) -> Sketch:
+def sketch(pair: LossPair, tail: float, points: int = SKETCH_POINTS) -> Sketch:
     """Looks at a release from afar.
 
     Args:
         pair: The release.
         tail: Mass above the highest output that counts.
+        points: Outputs.
 
     Returns:
         The sketch.
     """
-    x = np.linspace(*pair.reach(tail), _SKETCH_POINTS)
+    x = np.linspace(*pair.reach(tail), points)
     masses = pair.masses(x).p
     losses = pair.loss((x[1:] + x[:-1]) / 2)
     there = masses > 0
@@ -133,15 +136,14 @@ class View:
         return sketch(pair, self.tail).floor((self.focus, self.tilt), self.share)
 
 
-def cell_ends(pair: LossPair, view: View, step: float, *, bulk: float = 1.0) -> Integers:
+def cell_ends(pair: LossPair, view: View, step: float, *, above: bool) -> Integers:
     """Where cells end, as multiples of the step: denser where the tilted loss has its mass.
 
     Args:
         pair: The release.
         view: Which part of the loss counts.
         step: The lattice.
-        bulk: Cells are as wide as the step where at least this share of the tilted mass lies beyond them; from there
-            on they widen.
+        above: For `atoms_above`. For `atoms_below`, which is less accurate, cells widen further out.
 
     Returns:
         Rising integers, at least two.
@@ -152,7 +154,7 @@ def cell_ends(pair: LossPair, view: View, step: float, *, bulk: float = 1.0) -> 
     last = max(math.ceil(high / step), first + 1)
     weights = seen.tilted(view.focus)
     below = np.cumsum(weights)
-    beyond = np.maximum(np.minimum(below, 1 - below + weights), 1e-30) / bulk
+    beyond = np.maximum(np.minimum(below, 1 - below + weights), 1e-30) / (1.0 if above else _BULK_BELOW)
     # In steps: as the mass beyond allows, and no wider than what the tilt makes of mass that moves through the cell.
     widths = np.minimum(beyond**-_WIDENING, -_SHARE_MOVED * np.log(np.minimum(beyond, 1.0)) / (1 + view.focus) / step)
     widths = np.maximum(widths, 1.0)
@@ -165,18 +167,18 @@ def cell_ends(pair: LossPair, view: View, step: float, *, bulk: float = 1.0) -> 
     return np.unique(np.concatenate([[first], inner, [last]]))
 
 
-def atoms_above(mixture: Mixture, view: View, step: float) -> Atoms:
+def atoms_above(mixture: Mixture, ends_of: EndsOf, step: float) -> Atoms:
     """A discrete pair that dominates a release.
 
     Args:
         mixture: The release: the chance of each pair, which the attacker is told.
-        view: Which part of the loss counts.
+        ends_of: Where the cells of a pair end.
         step: The lattice.
 
     Returns:
         Its losses under P.
     """
-    found = [(weight, *_spread_out(pair, cell_ends(pair, view, step), step)) for weight, pair in mixture]
+    found = [(weight, *_spread_out(pair, ends_of(pair), step)) for weight, pair in mixture]
     places = np.concatenate([ends for _, ends, _, _ in found])
     masses = np.concatenate([weight * mass for weight, _, mass, _ in found])
     there = masses > 0
@@ -199,18 +201,18 @@ def _spread_out(pair: LossPair, ends: Integers, step: float) -> tuple[Integers, 
     return np.concatenate([ends[:-1], ends[1:], ends[:1]]), np.concatenate([p - up, up, [low]]), float(high)
 
 
-def atoms_below(mixture: Mixture, view: View, step: float) -> Atoms:
+def atoms_below(mixture: Mixture, ends_of: EndsOf, step: float) -> Atoms:
     """A discrete pair that a release dominates.
 
     Args:
         mixture: As for `atoms_above`.
-        view: Which part of the loss counts.
+        ends_of: As for `atoms_above`.
         step: The lattice.
 
     Returns:
         Its losses under P.
     """
-    found = [(weight, *_merged(pair, cell_ends(pair, view, step, bulk=_BULK_BELOW), step)) for weight, pair in mixture]
+    found = [(weight, *_merged(pair, ends_of(pair), step)) for weight, pair in mixture]
     losses = np.concatenate([loss for _, loss, _ in found])
     masses = np.concatenate([weight * mass for weight, _, mass in found])
     # Cells about lattice points have their merged loss near them. One shift for all of those costs less than rounding.

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from .loss_grid import Mixture, Sketch, View, sketch
+from .loss_grid import SKETCH_POINTS, Mixture, Sketch, View, sketch
 from .loss_pairs import Floats, LossPair
 
 _OUTSIDE = 18.0  # -log of the tilted mass that the window leaves out, over that above the answer
@@ -22,6 +22,7 @@ _LIFTED = 1e-11  # share of the tilted mass that is moved up, over all releases
 _NEAREST, _FARTHEST, _MOVES = 0.05, 500.0, 60  # of the tilts that bound the ends, in units of 1 / deviation
 _FARTHEST_PLACE = 2.0**50  # places are whole numbers in float64
 _POINTS, _ZOOMS = 49, 5
+_LEAST_POINTS = 201  # of a sketch, where releases are of many kinds
 _EXCESS, _ROUNDING = 0.4, 4e-14  # what a lattice and an FFT add, from measurements of both
 
 
@@ -69,7 +70,9 @@ class Overview:
 
     def __init__(self, parts: tuple[Part, ...], tail: float):
         self._parts, self._tail = parts, tail
-        self._sketches = [(part.count, _together(part.mixture, tail)) for part in parts]
+        self._points = max(_LEAST_POINTS, SKETCH_POINTS // len(parts))
+        self._sketches = [(part.count, self._together(part.mixture)) for part in parts]
+        self._candidates: dict[float, list[tuple[float, float, Window]]] = {}
         self._count = sum(part.count for part in parts)
         self._share = _LIFTED * 0.5 ** math.ceil(math.log2(self._count))
         second = sum(count * float(seen.tilted(0.0) @ seen.losses**2) for count, seen in self._sketches)
@@ -116,13 +119,11 @@ class Overview:
         Raises:
             NoWindowError: If float64 has no room for one.
         """
-        answer, top = self.mean(tilt), self.log_moment(tilt)
         best, found = math.inf, None
-        for setback in _SETBACKS:
-            lower = self._set_back(tilt, top, answer, setback)
-            deviation = self._deviation(lower)
-            window = self._window(tilt, lower, deviation, _OUTSIDE + setback)
-            step = (window.high - window.low) / bins
+        if tilt not in self._candidates:
+            self._candidates[tilt] = self._windows(tilt)
+        for setback, deviation, window in self._candidates[tilt]:
+            lower, step = window.view.tilt, (window.high - window.low) / bins
             if not 0 < step * lower < math.inf or max(abs(window.low), abs(window.high)) > _FARTHEST_PLACE * step:
                 continue
             rounding = _ROUNDING * self._count * math.exp(setback) * deviation * math.sqrt(1 + 1 / (lower * step))
@@ -131,6 +132,15 @@ class Overview:
                 best, found = loss, window
         if found is None:
             raise NoWindowError
+        return found
+
+    def _windows(self, tilt: float) -> list[tuple[float, float, Window]]:
+        """For each setback, the deviation of the sum and its window."""
+        answer, top, found = self.mean(tilt), self.log_moment(tilt), []
+        for setback in _SETBACKS:
+            lower = self._set_back(tilt, top, answer, setback)
+            deviation = self._deviation(lower)
+            found.append((setback, deviation, self._window(tilt, lower, deviation, _OUTSIDE + setback)))
         return found
 
     def _window(self, focus: float, tilt: float, deviation: float, outside: float) -> Window:
@@ -163,7 +173,7 @@ class Overview:
     def _log_moments(self, tilts: Floats, view: View | None = None) -> Floats:
         total = np.zeros(len(tilts))
         for part, (count, seen) in zip(self._parts, self._sketches, strict=True):
-            law = seen if view is None else _together(part.mixture, self._tail, view)
+            law = seen if view is None else self._together(part.mixture, view)
             total += count * law.log_moments(tilts)
         return total
 
@@ -176,14 +186,13 @@ class Overview:
             low, high = float(grid[max(best - 1, 0)]), float(grid[min(best + 1, _POINTS - 1)])
         return math.exp((low + high) / 2)
 
+    def _together(self, mixture: Mixture, view: View | None = None) -> Sketch:
+        seen = [(math.log(weight), self._seen(pair, view)) for weight, pair in mixture if weight > 0]
+        return Sketch(
+            np.concatenate([one.losses for _, one in seen]),
+            np.concatenate([weight + one.log_masses for weight, one in seen]),
+        )
 
-def _together(mixture: Mixture, tail: float, view: View | None = None) -> Sketch:
-    seen = [(math.log(weight), _seen(pair, tail, view)) for weight, pair in mixture if weight > 0]
-    return Sketch(
-        np.concatenate([one.losses for _, one in seen]),
-        np.concatenate([weight + one.log_masses for weight, one in seen]),
-    )
-
-
-def _seen(pair: LossPair, tail: float, view: View | None) -> Sketch:
-    return sketch(pair, tail) if view is None else sketch(pair, tail).lifted(view.floor(pair))
+    def _seen(self, pair: LossPair, view: View | None) -> Sketch:
+        seen = sketch(pair, self._tail, self._points)
+        return seen if view is None else seen.lifted(view.floor(pair))

@@ -13,10 +13,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from .loss_grid import Mixture, View, atoms_above, atoms_below
+from .loss_grid import Mixture, View, atoms_above, atoms_below, cell_ends
 from .loss_pairs import Floats
 from .memory import Memory
-from .tail_sums import Complex, TailSums, tail_sums
+from .tail_sums import Complex, Tail, TailSums, tail_sums
 from .tilt import Part, Window
 
 _UNIT = 2.0**-53
@@ -73,11 +73,19 @@ class TiltedSum:
         beyond = self.over * math.exp(-theta * reach) * min(1.0, reach + 1 / theta)
         return rounding + beyond + (self.under * largest if epsilon < self.first else 0.0)
 
+    def doubt(self, epsilon: float) -> float:
+        """About how much of epsilon is there for bounds on errors, and for mass at infinity."""
+        tail = self._tail(epsilon)
+        infinite = self.infinite * math.exp(min(700.0, self.tilt * epsilon - self.log_moment))
+        return (tail.rounding + self._doubt(epsilon) + infinite) / max(tail.slope, 1e-300)
+
+    def _tail(self, epsilon: float) -> Tail:
+        start = max(0, math.floor((epsilon - self.first) / self.step) + 1)
+        return self.law.tail(start, self.first + self.step * start - epsilon, self.step, self.tilt)
+
     def log_delta(self, epsilon: float) -> tuple[float, float]:
         """Log of the bound on delta at an epsilon, and its slope there without the bounds on errors."""
-        start = max(0, math.floor((epsilon - self.first) / self.step) + 1)
-        gap = self.first + self.step * start - epsilon
-        tail = self.law.tail(start, gap, self.step, self.tilt)
+        tail = self._tail(epsilon)
         value = tail.value + self.sign * (tail.rounding + self._doubt(epsilon))
         if value <= 0:
             return (math.log(self.infinite) if self.infinite > 0 else -math.inf), 0.0
@@ -190,7 +198,9 @@ def _released(part: Part, view: View, step: float, size: int, above: bool) -> _L
 
 
 def _law(mixture: Mixture, many: int, view: View, step: float, size: int, above: bool) -> _Law:
-    atoms = (atoms_above if above else atoms_below)(mixture, view, step)
+    atoms = (atoms_above if above else atoms_below)(
+        mixture, lambda pair: cell_ends(pair, view, step, above=above), step
+    )
     losses: Floats = np.asarray(atoms.places * step, dtype=np.float64)
     exponents = np.log(atoms.masses) + view.tilt * losses
     top = float(exponents.max())

@@ -34,17 +34,11 @@ class Convolution:
         law = np.full(len(y), -np.inf)
         law[1:] = np.logaddexp(law[1:], log_p + np.log(np.maximum(up, 1e-300)))
         law[:-1] = np.logaddexp(law[:-1], log_p + np.log(np.maximum(1 - up, 1e-300)))
-        self.h, self.places = h, places
         beyond = log_tail(rate, sigma, y[-1])
-        # Steeply falling masses leave float64's range: a tilt brings them back, and is taken off at the end.
-        tilt = -float(np.polyfit(y[len(y) // 4 :], law[len(y) // 4 :], 1)[0])
-        weights = law + tilt * y
-        self.top = float(weights.max())
-        self.tilt, self.steps = tilt, steps
-        masses, first = power(np.exp(weights - self.top), lowest, steps, cells)
+        masses, first = power(np.exp(law), lowest, steps, cells)
         self.loss = (first + np.arange(len(masses))) * h
         with np.errstate(divide="ignore"):
-            self.log_masses = np.log(masses) + steps * self.top - tilt * self.loss
+            self.log_masses = np.log(masses)
         self.infinite = steps * math.exp(beyond)
 
     def log_delta(self, eps):
@@ -98,9 +92,7 @@ def log_between(z):
 def log_tail(rate, sigma, y):
     """Log of P's mass above a loss."""
     x = float(output(rate, sigma, np.array([y]))[0])
-    return float(
-        np.logaddexp(math.log(rate) + log_ndtr((1 - x) / sigma), math.log1p(-rate) + log_ndtr(-x / sigma))
-    )
+    return float(np.logaddexp(math.log(rate) + log_ndtr((1 - x) / sigma), math.log1p(-rate) + log_ndtr(-x / sigma)))
 
 
 def output(rate, sigma, y):
@@ -110,7 +102,16 @@ def output(rate, sigma, y):
     return np.where(np.isnan(inside), -np.inf, sigma * sigma * inside + 0.5)
 
 
-def convolved(rate, sigma, steps, delta, most, cells=2**13):
-    """Epsilon, and about its error."""
+def highest(rate, sigma, steps, delta, least):
+    """A loss above which next to nothing of delta is left."""
+    most = 5 * least
+    while log_tail(rate, sigma, most) > math.log(delta / steps) - 16:
+        most *= 1.5
+    return most
+
+
+def convolved(rate, sigma, steps, delta, about, cells=2**13):
+    """Epsilon, given about what it is, and about the error of the answer."""
+    most = highest(rate, sigma, steps, delta, about)
     coarse, fine = (Convolution(rate, sigma, steps, most, n).epsilon(delta) for n in (cells // 2, cells))
     return fine - (coarse - fine) / 3, abs(coarse - fine) / 3
