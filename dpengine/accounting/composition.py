@@ -1,9 +1,13 @@
 """A history boiled down to what its privacy depends on: the order, the kinds and the splits do not matter."""
 
+from __future__ import annotations
+
 import math
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
+
+import numpy as np
 
 from dpengine.errors import AccountingRefusedError
 
@@ -16,6 +20,10 @@ from .events import (
     UnclaimedEvent,
 )
 from .ledger import Charge
+
+MOST_DISTINCT = 96
+_FINEST = 20
+_ROUNDING = 1e-12
 
 
 @dataclass(frozen=True)
@@ -44,6 +52,36 @@ class Composition:
     def mu(self, relation: Relation) -> float:
         """The exact mu of the unsampled Gaussians alone: mu**2 adds, and replace-one moves the sum twice as far."""
         return math.sqrt(self.precision) * (2.0 if relation is Relation.REPLACE_ONE else 1.0)
+
+    def limited(self, *, above: bool = True) -> Composition:
+        """The same with few distinct sampled releases: neighbours are merged where there are more than `MOST_DISTINCT`.
+
+        Rates and noise go to powers of one base, the finest of a few that does, so that a schedule that goes on merges
+        alike.
+
+        Args:
+            above: Rates go up and noise down, which costs privacy; else the other way, for bounds from below.
+
+        Returns:
+            A composition that costs at least as much, or at most as much.
+        """
+        if len(self.sampled) <= MOST_DISTINCT:
+            return self
+        values = np.array([(group.sample_rate, group.noise_multiplier) for group in self.sampled])
+        side = np.array([1.0, -1.0]) if above else np.array([-1.0, 1.0])  # where each of the two goes
+        bits, powers, which = _FINEST, np.zeros((0, 2)), np.array([])
+        while not 0 < len(powers) <= MOST_DISTINCT:
+            rounded = side * np.ceil(side * np.log2(values) * 2.0**bits) / 2.0**bits
+            powers, which = np.unique(rounded, axis=0, return_inverse=True)
+            bits -= 1
+        counts = np.zeros(len(powers), dtype=np.int64)
+        np.add.at(counts, which.reshape(-1), [group.count for group in self.sampled])
+        merged = 2.0**powers * (1 + side * _ROUNDING)
+        groups = [
+            SampledGaussian(min(1.0, rate), sigma, count)
+            for (rate, sigma), count in zip(merged.tolist(), counts.tolist(), strict=True)
+        ]
+        return Composition(self.precision, tuple(groups), self.non_private)
 
 
 @dataclass(frozen=True)

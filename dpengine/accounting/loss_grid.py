@@ -28,7 +28,7 @@ SKETCH_POINTS = 2001
 _WIDENING = 0.4  # cells are as wide as the mass beyond them to minus this: the excess they cause stays bounded
 _SHARE_MOVED = 0.25
 _MOST_CELLS = 2**21
-_BULK_BELOW = 1e-4
+_BULK_ABOVE, _BULK_BELOW = 0.05, 1e-4  # share of the mass beyond cells from which on they widen
 _ROUNDING = 2.0**-50
 _ROUNDED_DOWN = 1e-3  # share of the mass whose loss is a step lower than need be, so that the rest is not shifted far
 
@@ -154,7 +154,7 @@ def cell_ends(pair: LossPair, view: View, step: float, *, above: bool) -> Intege
     last = max(math.ceil(high / step), first + 1)
     weights = seen.tilted(view.focus)
     below = np.cumsum(weights)
-    beyond = np.maximum(np.minimum(below, 1 - below + weights), 1e-30) / (1.0 if above else _BULK_BELOW)
+    beyond = np.maximum(np.minimum(below, 1 - below + weights), 1e-30) / (_BULK_ABOVE if above else _BULK_BELOW)
     # In steps: as the mass beyond allows, and no wider than what the tilt makes of mass that moves through the cell.
     widths = np.minimum(beyond**-_WIDENING, -_SHARE_MOVED * np.log(np.minimum(beyond, 1.0)) / (1 + view.focus) / step)
     widths = np.maximum(widths, 1.0)

@@ -9,13 +9,11 @@ from __future__ import annotations
 
 import functools
 import math
-from collections import Counter
-from collections.abc import Callable
 
 import numpy as np
 
 from . import gdp, rdp
-from .composition import Bounds, Composition, SampledGaussian
+from .composition import Bounds, Composition
 from .events import Relation
 from .lattice import LEAST_TAIL, Answer, lower_epsilon, upper_epsilon, upper_log_delta
 from .loss_pairs import Direction, LossPair
@@ -29,8 +27,6 @@ _DIRECTIONS = {
 _ACCURACY = 2e-5  # share of epsilon that the lattice may add
 _COARSE = 8.0  # how much less accurate the direction is that does not count
 _LEAST_NOISE = 0.02  # with less, losses are in the thousands, and epsilon tells nothing
-_MAX_DISTINCT = 48
-"""Distributions composed at most; more distinct pairs of rate and noise are rounded to the private side and merged."""
 
 
 def epsilon(composition: Composition, delta: float, relation: Relation) -> float:
@@ -42,6 +38,7 @@ def rough_epsilon(composition: Composition, delta: float, relation: Relation, ac
     """`epsilon` to another relative accuracy: for searches."""
     if composition.non_private or not composition.sampled:
         return gdp.epsilon(composition, delta, relation)
+    composition = composition.limited()
     ceiling = _other_epsilon(composition, delta, relation)
     return min(ceiling, _on_lattices(composition, delta, relation, accuracy).epsilon) if ceiling > 0 else 0.0
 
@@ -50,13 +47,14 @@ def spacing(composition: Composition, delta: float, relation: Relation) -> float
     """The spacing of the lattice of losses behind `epsilon`; None where there is none."""
     if composition.non_private or not composition.sampled:
         return None
-    return _on_lattices(composition, delta, relation, _ACCURACY).step
+    return _on_lattices(composition.limited(), delta, relation, _ACCURACY).step
 
 
 def delta(composition: Composition, epsilon: float, relation: Relation) -> float:
     """Upper bound on delta."""
     if composition.non_private or not composition.sampled:
         return gdp.delta(composition, epsilon, relation)
+    composition = composition.limited()
     ceiling = _other_delta(composition, epsilon, relation)
     if ceiling < LEAST_TAIL:
         return ceiling
@@ -90,14 +88,12 @@ def bounds(composition: Composition, delta: float, relation: Relation) -> Bounds
     if composition.non_private or not composition.sampled:
         exact = gdp.epsilon(composition, delta, relation)
         return Bounds(exact, exact, exact)
-    answer, ceiling = (
-        _on_lattices(composition, delta, relation, _ACCURACY),
-        _other_epsilon(composition, delta, relation),
-    )
+    above, below = composition.limited(), composition.limited(above=False)
+    answer, ceiling = _on_lattices(above, delta, relation, _ACCURACY), _other_epsilon(above, delta, relation)
     upper = min(answer.epsilon, ceiling)
     if upper == 0:
         return Bounds(0.0, 0.0, 0.0)
-    directions = [_parts(composition, direction) for direction in _DIRECTIONS[relation]]
+    directions = [_parts(below, direction) for direction in _DIRECTIONS[relation]]
     lower = 0.0
     if math.isfinite(answer.epsilon):
         with np.errstate(all="ignore"):
@@ -121,8 +117,9 @@ def _on_lattices(composition: Composition, delta: float, relation: Relation, acc
 
 def _parts(composition: Composition, direction: Direction) -> tuple[Part, ...]:
     """All releases as pairs of this direction."""
-    groups = _limited(composition.sampled)
-    parts = [Part(((1.0, LossPair(g.sample_rate, g.noise_multiplier, direction)),), g.count) for g in groups]
+    parts = [
+        Part(((1.0, LossPair(g.sample_rate, g.noise_multiplier, direction)),), g.count) for g in composition.sampled
+    ]
     if composition.precision > 0:
         parts.append(Part(((1.0, LossPair(1.0, 1 / math.sqrt(composition.precision), direction)),), 1))
     return tuple(parts)
@@ -142,22 +139,3 @@ def _without_sampling(composition: Composition) -> Composition:
     """The same releases over all rows: sampling can only help."""
     extra = math.fsum(g.count / g.noise_multiplier / g.noise_multiplier for g in composition.sampled)
     return Composition(composition.precision + extra, (), composition.non_private)
-
-
-def _limited(sampled: tuple[SampledGaussian, ...]) -> tuple[SampledGaussian, ...]:
-    """Merges neighbours until at most `_MAX_DISTINCT` are left: rates go up and noise down, which costs privacy."""
-    for digits in (6, 5, 4, 3, 2):
-        if len(sampled) <= _MAX_DISTINCT:
-            break
-        merged: Counter[tuple[float, float]] = Counter()
-        for group in sampled:
-            rate = _rounded(group.sample_rate, digits, math.ceil)
-            sigma = _rounded(group.noise_multiplier, digits, math.floor)
-            merged[min(1.0, max(rate, group.sample_rate)), min(sigma, group.noise_multiplier)] += group.count
-        sampled = tuple(SampledGaussian(rate, sigma, count) for (rate, sigma), count in sorted(merged.items()))
-    return sampled
-
-
-def _rounded(value: float, digits: int, direction: Callable[[float], int]) -> float:
-    unit = 10.0 ** (math.floor(math.log10(value)) + 1 - digits)
-    return float(direction(value / unit) * unit)

@@ -77,7 +77,7 @@ def curve(composition: Composition, relation: Relation) -> RdpCurve:
             "accountant 'rdp' has no bound for Poisson sampling under replace-one.", fix="Use accountant='pld'."
         )
     rho = _orders() * (composition.mu(relation) ** 2 / 2)
-    for group in composition.sampled:
+    for group in composition.limited().sampled:
         rho = rho + group.count * _sampled_gaussian(group.sample_rate, group.noise_multiplier)
     return RdpCurve(rho)
 

@@ -11,11 +11,9 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
-import numpy.typing as npt
 
 from .loss_pairs import Floats
-
-Complex = npt.NDArray[np.complex128]
+from .transform import Complex
 
 _UNIT = 2.0**-53
 _RELEVANT = 60.0  # -log of weights that no longer count

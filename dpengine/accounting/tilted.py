@@ -16,11 +16,11 @@ import numpy as np
 from .loss_grid import Mixture, View, atoms_above, atoms_below, cell_ends
 from .loss_pairs import Floats
 from .memory import Memory
-from .tail_sums import Complex, Tail, TailSums, tail_sums
+from .tail_sums import Tail, TailSums, tail_sums
 from .tilt import Part, Window
+from .transform import FADED, Complex, Transform, transform
 
 _UNIT = 2.0**-53
-_FADED = -80.0  # log of frequencies that are left out
 _MOST_BYTES = 2**28
 _PER_OCTAVE = 4  # spacings are rounded to few values, so that releases are found again in the cache
 
@@ -112,12 +112,12 @@ def composed(parts: tuple[Part, ...], window: Window, *, bins: int, above: bool 
     first = math.floor(window.low / step) - 1
     size = 1 << math.ceil(math.log2(math.ceil(window.high / step) - first + 2))
     laws = [(_released(part, window.view, step, size, above), part.count) for part in parts]
-    log_moment = infinite = norms = shift = relative = low_moment = high_moment = 0.0
+    log_moment = infinite = errors = shift = relative = low_moment = high_moment = 0.0
     for law, number in laws:
         log_moment += number * (law.log_moment + tilt * law.shift)
         shift += number * law.shift
         infinite += number * law.infinite
-        norms += number * law.norm
+        errors += number * law.transform.error
         relative += number * (64 + 32 * tilt * law.size)
         low_moment += number * law.log_moment_at(window.low_move)
         high_moment += number * law.log_moment_at(window.high_move)
@@ -126,7 +126,7 @@ def composed(parts: tuple[Part, ...], window: Window, *, bins: int, above: bool 
     # Chernoff at the ends of the array; what is beyond them was folded in.
     above_all = math.exp(min(0.0, high_moment - window.high_move * ((first + size - 1) * step)))
     below_all = math.exp(min(0.0, low_moment - window.low_move * (first * step)))
-    rounding = 8 * _UNIT * (rounds * norms + (count + rounds) * law_of_sum.norm) + size * math.exp(_FADED)
+    rounding = errors + 8 * _UNIT * (count + rounds) * law_of_sum.norm + size * math.exp(FADED)
     return TiltedSum(
         law=law_of_sum,
         first=first * step + shift,
@@ -144,16 +144,16 @@ def composed(parts: tuple[Part, ...], window: Window, *, bins: int, above: bool 
 
 def _power(laws: list[tuple[_Law, int]]) -> Complex:
     """The transform of the sum, up to where it has faded: of many releases little is left."""
-    length = min(len(law.transform) for law, _ in laws)
+    length = min(len(law.transform.values) for law, _ in laws)
     log_size = np.zeros(length)
     for law, count in laws:
-        log_size += count * law.log_size[:length]
-    there = log_size > _FADED
+        log_size += count * law.transform.log_size[:length]
+    there = log_size > FADED
     length -= int(np.argmax(there[::-1]))
     there = there[:length]
     power = there.astype(np.complex128)
     for law, count in laws:
-        power[there] *= law.transform[:length][there] ** count
+        power[there] *= law.transform.values[:length][there] ** count
     return power
 
 
@@ -164,9 +164,7 @@ class _Law:
     Attributes:
         losses: Without their shift ``(A,)``.
         log_masses: Tilted, of sum 1.
-        transform: Of the masses, folded to the window's size, up to where that of so many releases has faded.
-        log_size: Log of its absolute values.
-        norm: Of the folded masses.
+        transform: Of the masses, folded to the window's size.
         size: Mean of the absolute loss.
         log_moment: By which they were divided.
         shift: Of all losses.
@@ -175,9 +173,7 @@ class _Law:
 
     losses: Floats
     log_masses: Floats
-    transform: Complex
-    log_size: Floats
-    norm: float
+    transform: Transform
     size: float
     log_moment: float
     shift: float
@@ -206,16 +202,10 @@ def _law(mixture: Mixture, many: int, view: View, step: float, size: int, above:
     top = float(exponents.max())
     log_moment = top + math.log(math.fsum(np.exp(exponents - top)))
     masses = np.exp(exponents - log_moment)
-    folded = np.bincount(atoms.places % size, masses, minlength=size)
-    transform = np.fft.rfft(folded)
-    log_size = np.log(np.abs(transform))
-    length = len(transform) - int(np.argmax(many * log_size[::-1] > _FADED))
     return _Law(
         losses=losses,
         log_masses=exponents - log_moment,
-        transform=transform[:length].copy(),
-        log_size=log_size[:length].copy(),
-        norm=float(np.linalg.norm(folded)),
+        transform=transform(atoms.places, masses, size, many),
         size=float(masses @ np.abs(losses)),
         log_moment=log_moment,
         shift=atoms.shift,
@@ -223,6 +213,8 @@ def _law(mixture: Mixture, many: int, view: View, step: float, size: int, above:
     )
 
 
-_laws = Memory[_Law](
-    _MOST_BYTES, lambda law: sum(part.nbytes for part in (law.losses, law.log_masses, law.transform, law.log_size))
-)
+def _bytes(law: _Law) -> int:
+    return law.losses.nbytes + law.log_masses.nbytes + law.transform.values.nbytes + law.transform.log_size.nbytes
+
+
+_laws = Memory[_Law](_MOST_BYTES, _bytes)

@@ -18,7 +18,7 @@ from dpengine.accounting import (
     lattice,
     pld,
 )
-from dpengine.accounting.composition import Composition, SampledGaussian
+from dpengine.accounting.composition import MOST_DISTINCT, Composition, SampledGaussian
 from dpengine.accounting.gdp import epsilon_of_mu
 
 from .truth import Contour, gaussian, one_step
@@ -143,30 +143,36 @@ def test_a_grid_that_is_too_coarse_never_costs_more_than_rdp(monkeypatch):
 
 
 def test_many_distinct_releases_are_merged_to_the_private_side():
-    sigmas = [2.0 + i / 100 for i in range(90)]
+    sigmas = [2.0 + i / 100 for i in range(190)]
     groups = tuple(SampledGaussian(0.01 + i * 1e-5, sigma, 2) for i, sigma in enumerate(sigmas))
-    merged = pld._limited(groups)
-    assert len(merged) <= pld._MAX_DISTINCT
-    assert sum(group.count for group in merged) == 180
-    for group in groups:
-        assert any(m.sample_rate >= group.sample_rate and m.noise_multiplier <= group.noise_multiplier for m in merged)
     composition = Composition(0.0, groups, False)
-    answer = pld.epsilon(composition, 1e-5, ADD_REMOVE)
-    least = pld.epsilon(Composition(0.0, (SampledGaussian(0.01, sigmas[-1], 180),), False), 1e-5, ADD_REMOVE)
-    most = pld.epsilon(Composition(0.0, (SampledGaussian(0.0109, sigmas[0], 180),), False), 1e-5, ADD_REMOVE)
-    assert least < answer < most
-
-
-def test_rounding_never_leaves_the_private_side():
-    rng = np.random.default_rng(0)
-    for value in np.exp(rng.uniform(-20, 20, 200)):
-        group = SampledGaussian(min(value, 0.99), value, 1)
-        many = tuple(
-            SampledGaussian(group.sample_rate, value * (1 + i * 1e-9), 1) for i in range(pld._MAX_DISTINCT + 1)
+    answer, least, most = (
+        pld.bounds(one, 1e-5, ADD_REMOVE)
+        for one in (
+            composition,
+            Composition(0.0, (SampledGaussian(0.01, sigmas[-1], 380),), False),
+            Composition(0.0, (SampledGaussian(0.0119, sigmas[0], 380),), False),
         )
-        for merged in pld._limited(many):
-            assert merged.sample_rate >= group.sample_rate
-            assert merged.noise_multiplier <= many[-1].noise_multiplier
+    )
+    assert least.upper < answer.lower < answer.upper < most.lower
+    assert answer.upper < 1.05 * answer.lower
+
+
+@pytest.mark.parametrize("above", [True, False])
+def test_rounding_never_leaves_its_side(above):
+    rng = np.random.default_rng(0)
+    sign = 1 if above else -1
+    for value in np.exp(rng.uniform(-20, 20, 50)):
+        rate = min(value, 0.99)
+        many = tuple(SampledGaussian(rate, value * (1 + i * 1e-4), i + 1) for i in range(3 * MOST_DISTINCT))
+        merged = Composition(0.0, many, False).limited(above=above).sampled
+        assert len(merged) <= MOST_DISTINCT
+        assert sum(group.count for group in merged) == sum(group.count for group in many)
+        assert all(sign * group.sample_rate >= sign * rate for group in merged)
+        # In order of noise, each release is counted among those on its side.
+        kept = np.repeat([g.noise_multiplier for g in merged], [g.count for g in merged])
+        true = np.repeat([g.noise_multiplier for g in many], [g.count for g in many])
+        assert np.all(sign * kept <= sign * true)
 
 
 def test_epsilon_grows_with_steps_and_falls_with_noise_and_delta():

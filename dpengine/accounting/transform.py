@@ -1,0 +1,102 @@
+"""The Fourier transform of masses on a long lattice: by FFT, or of the lowest frequencies alone.
+
+Of many releases only the lowest frequencies of one count, since the others fade when the transform is raised to the
+number of releases. Masses are then gathered in few wide cells with their moments about the middle of the cell; a short
+FFT for each moment, and the exponential series of the phase within a cell, give what counts to full precision.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from .loss_pairs import Floats
+
+Complex = npt.NDArray[np.complex128]
+Integers = npt.NDArray[np.int64]
+
+FADED = -80.0  # log of what is left out
+_UNIT = 2.0**-53
+_SHARE = 64  # with no more than this part of all frequencies it is worth it
+_CELLS, _TERMS = (
+    2,
+    23,
+)  # cells over frequencies; the phase within half a cell is at most pi / 2: so many terms are exact
+
+
+@dataclass(frozen=True)
+class Transform:
+    """The transform of the masses of one release, up to where that of many has faded.
+
+    Attributes:
+        values: ``(F,)``.
+        log_size: Log of their absolute values ``(F,)``.
+        error: Bound on the error of the whole, as masses, in the L2 norm.
+    """
+
+    values: Complex
+    log_size: Floats
+    error: float
+
+
+def transform(places: Integers, masses: Floats, size: int, many: int) -> Transform:
+    """Transforms masses that are folded to a lattice.
+
+    Args:
+        places: Of the masses ``(A,)``; one may come more than once.
+        masses: ``(A,)``, of sum about 1.
+        size: Points of the lattice, a power of two.
+        many: How many releases there are at least.
+
+    Returns:
+        The transform.
+    """
+    length = _length(places, masses, size, many)
+    if length * _SHARE <= size:
+        values = _series(places, masses, size, length)
+        error = 64 * _UNIT * math.sqrt(2 * length / size)
+    else:
+        folded = np.bincount(places % size, masses, minlength=size)
+        values = np.asarray(np.fft.rfft(folded), dtype=np.complex128)
+        error = 8 * _UNIT * math.log2(size) * float(np.linalg.norm(folded))
+    log_size = np.log(np.abs(values))
+    kept = len(values) - int(np.argmax(many * log_size[::-1] > FADED))
+    return Transform(values[:kept].copy(), log_size[:kept].copy(), error)
+
+
+def _length(places: Integers, masses: Floats, size: int, many: int) -> int:
+    """A frequency from which on the transform, raised to the number of releases, has surely faded."""
+    # With p = a + b, all of them at least 0, summation by parts gives |p^(w)| <= sum(b) + variation(a) / 2 sin(w / 2).
+    # a is the least of each three neighbours: it lies where there are no gaps.
+    where, index = np.unique(places, return_inverse=True)
+    p: Floats = np.bincount(index, masses).astype(np.float64)
+    next_to = np.diff(where) == 1
+    smooth = np.zeros(len(p))
+    inner = next_to[1:] & next_to[:-1]
+    smooth[1:-1] = np.where(inner, np.minimum(np.minimum(p[:-2], p[2:]), p[1:-1]), 0.0)
+    steps = np.abs(np.diff(smooth))
+    ends = np.where(next_to, steps, smooth[1:] + smooth[:-1])
+    variation = float(ends.sum() + smooth[0] + smooth[-1])
+    least = math.exp(FADED / many) - (float(p.sum()) - float(smooth.sum())) * (1 + 1e-12)
+    sine = variation / 2 / least if least > 0 else math.inf
+    return size // 2 + 1 if sine >= 1 else math.ceil(2 * math.asin(sine) * size / (2 * math.pi)) + 1
+
+
+def _series(places: Integers, masses: Floats, size: int, length: int) -> Complex:
+    """The first frequencies."""
+    cells = 1 << math.ceil(math.log2(_CELLS * length))
+    width = size // cells
+    cell, within = np.divmod(places % size, width)
+    offset = (2 * within + 1 - width) / width  # from the middle, in half cells
+    phase = -1j * math.pi / cells * np.arange(length)  # of half a cell
+    values, factor = np.zeros(length, dtype=np.complex128), np.ones(length, dtype=np.complex128)
+    weighted: Floats = masses
+    for term in range(_TERMS):
+        values += factor * np.fft.rfft(np.bincount(cell, weighted, minlength=cells))[:length]
+        weighted = np.asarray(weighted * offset, dtype=np.float64)
+        factor = np.asarray(factor * phase / (term + 1), dtype=np.complex128)
+    middle = (width - 1) / width
+    return np.asarray(values * np.exp(middle * phase), dtype=np.complex128)

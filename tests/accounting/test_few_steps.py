@@ -1,0 +1,70 @@
+"""Few releases that seldom lose much, and then a lot: no tilt brings their losses to one size."""
+
+import numpy as np
+import pytest
+
+from dpengine.accounting import Charge, PoissonGaussianEvent, bounds_of, epsilon_of, lattice, pld
+from dpengine.accounting.composition import Composition, SampledGaussian
+from dpengine.accounting.loss_pairs import Direction
+
+from .convolution import convolved
+from .truth import one_step
+
+
+def parts_of(rate, sigma, steps):
+    return pld._parts(Composition(0.0, (SampledGaussian(rate, sigma, steps),), False), Direction.REMOVE)
+
+
+@pytest.mark.parametrize(
+    ("rate", "sigma", "steps", "delta"),
+    [
+        (6.59e-6, 0.807, 3, 1e-20),
+        (4.23e-7, 0.767, 9, 1e-20),
+        (4.81e-6, 0.934, 92, 1e-70),
+        (7.43e-6, 0.703, 51, 1e-100),
+        (1.18e-6, 0.62, 2, 1e-40),
+        (5.16e-6, 3.14, 11, 1e-100),
+        (1.66e-6, 0.335, 37, 1e-20),
+    ],
+)
+def test_bounds_hold_where_losses_are_small_or_large(rate, sigma, steps, delta):
+    lower, estimate, upper = bounds_of((Charge(PoissonGaussianEvent(rate, sigma), steps),), delta)
+    truth, error = convolved(rate, sigma, steps, delta, upper, cells=2**12)
+    assert error < 2e-4 * truth
+    assert 0.99 * truth < lower <= estimate <= upper
+    assert lower <= truth + 2 * error
+    assert truth - 2 * error <= upper <= truth * (1 + 1e-4) + 2 * error
+
+
+@pytest.mark.parametrize(("rate", "sigma", "delta"), [(0.002, 1.1, 1e-12), (0.3, 0.8, 1e-6)])
+def test_the_reference_is_the_closed_form_of_one_release(rate, sigma, delta):
+    exact = one_step(rate, sigma, delta, "remove")
+    truth, error = convolved(rate, sigma, 1, delta, exact)
+    assert truth == pytest.approx(exact, abs=2 * error + 1e-7 * exact)
+
+
+def test_convolution_and_fft_agree_where_both_can_be_had():
+    parts, delta = parts_of(0.01, 1.2, 100), 1e-6
+    with np.errstate(all="ignore"):
+        by_fft = lattice.upper_epsilon(parts, delta, 2e-5).epsilon
+        by_convolution = lattice._by_convolution(parts, by_fft, np.log(delta), 2e-5).epsilon
+        from_below = lattice._greatest_epsilon(
+            lattice.convolved(parts, -by_fft, 4 * by_fft, 2**13, above=False), np.log(delta), by_fft
+        )
+    assert by_fft * (1 - 1e-5) < by_convolution < by_fft * (1 + 1e-3)
+    assert 0.99 * by_fft < from_below < by_fft * (1 - 1e-9)
+
+
+@pytest.mark.parametrize(("rate", "sigma", "delta"), [(0.01, 1.0, 1e-6), (0.2, 6.0, 1e-30), (1e-4, 0.8, 1e-5)])
+def test_asking_step_by_step_is_asking_afresh(rate, sigma, delta):
+    """Counts of one range share a lattice; the answer is that of a lattice of their own."""
+    for steps in (65, 127, 128, 4099, 8191):
+        answer = epsilon_of((Charge(PoissonGaussianEvent(rate, sigma), steps),), delta)
+        with np.errstate(all="ignore"):
+            alone = lattice._planned(parts_of(rate, sigma, steps), delta, 2e-5).epsilon
+        assert answer == pytest.approx(alone, rel=5e-5)
+
+
+def test_within_a_range_of_counts_epsilon_rises_with_every_step():
+    answers = [epsilon_of((Charge(PoissonGaussianEvent(0.01, 1.0), steps),), 1e-6) for steps in range(8193, 8320)]
+    assert answers == sorted(answers)
