@@ -29,7 +29,7 @@ _CLOSE = 1e-9  # share of epsilon by which a search may stay above its aim
 _DOUBTFUL = 2.0  # times the accuracy: with more, convolution is tried
 _LOOSE = 1e-3  # share of epsilon between the bounds from which on it is tried for the lower one
 _LEAST_CONVOLVED, _MOST_CONVOLVED = 2**10, 2**13
-_LOWEST, _HIGHEST = -0.5, 4.0  # between which sums are convolved, over epsilon
+_LOWEST, _HIGHEST = -0.25, 4.0  # between which sums are convolved, over epsilon
 _NEXT_TO_NOTHING = -14.0  # log of a share of delta
 
 
