@@ -51,7 +51,8 @@ class PrivacyEngine:
         model, optimizer, loader = engine.make_private(model, optimizer, loader, noise_multiplier=1.1)
 
     Args:
-        accountant: ``"pld"`` (tight, the default), ``"rdp"``, or ``"gdp"`` where that is exact.
+        accountant: ``"pld"`` (tight, the default), ``"rdp"``, ``"gdp"`` where that is exact, or a second opinion:
+            ``"prv"``, ``"dp_accounting"`` or ``"dp_accounting_rdp"``.
         secure_rng: Whether all private randomness comes from a cryptographic generator. Slower.
         seed: Makes noise and batches repeat, for tests. The noise is then no secret, and every statement says so.
         methods: Times of methods that another run learnt: a ``MethodTable``, or the file that its ``save`` wrote.

@@ -32,6 +32,7 @@ from .events import (
     to_dp_accounting,
 )
 from .ledger import KINDS, Charge, Ledger, steps_of
+from .library import library_relation
 
 __all__ = [
     "ACCOUNTANTS",
@@ -63,6 +64,7 @@ __all__ = [
     "epsilon_of",
     "event_from_state",
     "event_to_state",
+    "library_relation",
     "mu_gdp",
     "privacy_profile",
     "privacy_spent",

@@ -9,7 +9,7 @@ from statistics import NormalDist
 
 from dpengine.errors import AccountingRefusedError
 
-from . import arguments, gdp, pld, rdp
+from . import arguments, gdp, library, pld, prv, rdp
 from .composition import Bounds, Composition, compose
 from .events import Relation
 from .ledger import Charge, steps_of
@@ -19,20 +19,23 @@ from .ledger import Charge, steps_of
 class Accountant:
     """One way to bound privacy loss: both directions of the privacy curve of a composition, and epsilon from two sides.
 
-    ``bounds`` is None where there is no bound from below.
+    ``bounds`` is None where there is no bound from below, ``spacing`` where no grid of losses is used.
     """
 
     epsilon: Callable[[Composition, float, Relation], float]
     delta: Callable[[Composition, float, Relation], float]
     bounds: Callable[[Composition, float, Relation], Bounds] | None = None
+    spacing: Callable[[Composition, float, Relation], float | None] | None = None
 
 
 ACCOUNTANTS = {
-    "pld": Accountant(pld.epsilon, pld.delta, pld.bounds),
+    "pld": Accountant(pld.epsilon, pld.delta, pld.bounds, pld.spacing),
     "rdp": Accountant(rdp.epsilon, rdp.delta),
     "gdp": Accountant(gdp.epsilon, gdp.delta, gdp.bounds),
+    "prv": Accountant(prv.epsilon, prv.delta, prv.bounds, prv.spacing),
+    "dp_accounting": Accountant(library.pld_epsilon, library.pld_delta, spacing=library.pld_spacing),
+    "dp_accounting_rdp": Accountant(library.rdp_epsilon, library.rdp_delta),
 }
-_RESERVED = ("prv",)
 
 
 @dataclass(frozen=True)
@@ -67,12 +70,10 @@ def accountant_used(accountant: str = "pld") -> str:
         The same name.
 
     Raises:
-        ValueError: If the name is unknown or reserved.
+        ValueError: If the name is unknown.
     """
-    choices = ", ".join(repr(name) for name in ACCOUNTANTS)
-    if accountant in _RESERVED:
-        raise ValueError(f"accountant={accountant!r} is a reserved name without an implementation. Choose {choices}.")
     if accountant not in ACCOUNTANTS:
+        choices = ", ".join(repr(name) for name in ACCOUNTANTS)
         raise ValueError(f"accountant={accountant!r} is not known. Choose {choices}.")
     return accountant
 
@@ -90,7 +91,8 @@ def epsilon_of(
     Args:
         history: Everything that was charged, such as ``ledger.history``. Voids count like releases.
         delta: Strictly between 0 and 1; well below 1/N.
-        accountant: "pld" (tight), "rdp" (fast, looser) or "gdp" (exact, without sampling only).
+        accountant: "pld" (tight), "rdp" (fast, looser) or "gdp" (exact, without sampling only); for a second opinion
+            "prv", and by the dp-accounting library "dp_accounting" and "dp_accounting_rdp".
         relation: Which data sets are neighbours.
 
     Returns:
@@ -117,7 +119,7 @@ def bounds_of(
     Args:
         history: Everything that was charged.
         delta: Strictly between 0 and 1.
-        accountant: One that bounds from both sides; "rdp" does not.
+        accountant: One that bounds from both sides: "pld", "prv", or "gdp".
         relation: Which data sets are neighbours.
 
     Returns:
@@ -229,9 +231,8 @@ def discretization_of(
     relation: Relation = Relation.ADD_OR_REMOVE_ONE,
 ) -> float | None:
     """Returns the grid spacing of the loss behind `epsilon_of`, for the statement; None where no grid is used."""
-    if accountant_used(accountant) != "pld":
-        return None
-    return pld.spacing(compose(history), arguments.delta_in_range(delta), Relation(relation))
+    answer = ACCOUNTANTS[accountant_used(accountant)].spacing
+    return None if answer is None else answer(compose(history), arguments.delta_in_range(delta), Relation(relation))
 
 
 def privacy_spent(

@@ -17,6 +17,7 @@ LEAST_NOISE, MOST_NOISE = 1e-2, 1e6
 
 _ROUGHLY = 1e-3
 """Relative accuracy of the lattices that the search begins on."""
+_EXACT_WITHOUT_SAMPLING = ("pld", "gdp", "prv")
 
 
 @dataclass(frozen=True)
@@ -55,7 +56,7 @@ def calibration(
         target_delta: Strictly between 0 and 1.
         sample_rate: Chance of each row to be in a batch, in (0, 1].
         steps: Number of batches, at least 1.
-        accountant: The one that will report: "pld", "rdp" or "gdp".
+        accountant: The one that will report: a name of `ACCOUNTANTS`.
         relation: Which data sets are neighbours.
         spent: What was released from the same data before; the target holds for all together.
         tol: How far, relatively, epsilon or the noise may stay on the private side of the best.
@@ -84,16 +85,15 @@ def calibration(
 
     search = _Search(target, tol)
     try:
-        if spent:
-            root = search.solve(reported, 1.0)
-        elif rate == 1:
+        if rate == 1 and not spent:
             mu = gdp.largest_mu(target, delta)
             start = math.sqrt(steps) * (2.0 if relation is Relation.REPLACE_ONE else 1.0) / mu
-            root = search.settle(reported, start) if used != "rdp" else search.solve(reported, start)
-        elif used == "pld":
-            root = _calibrate_pld(search, history, reported, delta, relation)
-        else:
+            exact = used in _EXACT_WITHOUT_SAMPLING
+            root = search.settle(reported, start) if exact else search.solve(reported, start)
+        elif used in ("rdp", "gdp") or (spent and used == "pld"):
             root = search.solve(reported, 1.0)
+        else:
+            root = _calibrate_slowly(search, history, reported, delta, relation, 1.0 if spent else None)
     except _UnreachableError as error:
         raise CalibrationError(
             f"epsilon={target:g} needs noise_multiplier > {MOST_NOISE:g} at sample_rate={rate:g}, {steps:,} steps; "
@@ -166,19 +166,20 @@ class _Search:
         return _Root(sigma, value)
 
 
-def _calibrate_pld(
+def _calibrate_slowly(
     search: _Search,
     history: Callable[[float], tuple[Charge, ...]],
     reported: Callable[[float], float],
     delta: float,
     relation: Relation,
+    start: float | None,
 ) -> _Root:
-    """Searches on coarse lattices, which take milliseconds, and ends on the one that reports."""
+    """Searches on coarse lattices, which take milliseconds, and ends on the accountant that reports."""
 
     def roughly(sigma: float) -> float:
         return pld.rough_epsilon(compose(history(sigma)), delta, relation, _ROUGHLY)
 
-    start = _starting_noise(search, history, delta, relation)
+    start = _starting_noise(search, history, delta, relation) if start is None else start
     try:
         rough = _Search(search.target, _ROUGHLY / 10).solve(roughly, start)
     except _UnreachableError:

@@ -70,7 +70,7 @@ def epsilon_bounds(
         sample_rate: As for `epsilon`.
         steps: As for `epsilon`.
         delta: As for `epsilon`.
-        accountant: "pld" or "prv".
+        accountant: "pld", "prv" or, without sampling, "gdp".
         relation: As for `epsilon`.
 
     Returns:

@@ -28,6 +28,7 @@ _RANGE_BITS = 6  # leading bits of a count that tell its range
 _CLOSE = 1e-9  # share of epsilon by which a search may stay above its aim
 _DOUBTFUL = 2.0  # times the accuracy: with more, convolution is tried
 _LOOSE = 1e-3  # share of epsilon between the bounds from which on it is tried for the lower one
+_FEW_KINDS = 8
 _LEAST_CONVOLVED, _MOST_CONVOLVED = 2**10, 2**13
 _LOWEST, _HIGHEST = -0.25, 4.0  # between which sums are convolved, over epsilon
 _NEXT_TO_NOTHING = -14.0  # log of a share of delta
@@ -82,7 +83,7 @@ def lower_epsilon(parts: Parts, delta: float, upper: float, accuracy: float) -> 
         found = _greatest_epsilon(law, log_delta, upper)
     if len(parts) == parts[0].count == 1 and len(parts[0].mixture) == 1:
         found = max(found, min(upper, one_release.epsilon_below(parts[0].mixture[0][1], delta)))
-    if found < (1 - _LOOSE) * upper:
+    if found < (1 - _LOOSE) * upper and len(parts) <= _FEW_KINDS:
         other = convolved(parts, _LOWEST * upper, _HIGHEST * upper, _MOST_CONVOLVED, above=False)
         found = max(found, _greatest_epsilon(other, log_delta, upper))
     return found

@@ -19,6 +19,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from .events import Relation
+
 Floats = npt.NDArray[np.float64]
 
 _erfc = np.frompyfunc(math.erfc, 1, 1)
@@ -31,6 +33,14 @@ class Direction(enum.Enum):
     REMOVE = "remove"
     ADD = "add"
     REPLACE = "replace"
+
+
+DIRECTIONS = {
+    Relation.ADD_OR_REMOVE_ONE: (Direction.REMOVE, Direction.ADD),
+    Relation.ZERO_OUT: (Direction.REMOVE, Direction.ADD),
+    Relation.REPLACE_ONE: (Direction.REPLACE,),
+}
+"""Those of a relation, each to be composed over the whole run."""
 
 
 @dataclass(frozen=True)

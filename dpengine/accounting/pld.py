@@ -16,14 +16,9 @@ from . import gdp, rdp
 from .composition import Bounds, Composition
 from .events import Relation
 from .lattice import LEAST_TAIL, Answer, lower_epsilon, upper_epsilon, upper_log_delta
-from .loss_pairs import Direction, LossPair
+from .loss_pairs import DIRECTIONS, Direction, LossPair
 from .tilt import NoWindowError, Part
 
-_DIRECTIONS = {
-    Relation.ADD_OR_REMOVE_ONE: (Direction.REMOVE, Direction.ADD),
-    Relation.ZERO_OUT: (Direction.REMOVE, Direction.ADD),
-    Relation.REPLACE_ONE: (Direction.REPLACE,),
-}
 _ACCURACY = 2e-5  # share of epsilon that the lattice may add
 _COARSE = 8.0  # how much less accurate the direction is that does not count
 _LEAST_NOISE = 0.02  # with less, losses are in the thousands, and epsilon tells nothing
@@ -66,7 +61,7 @@ def delta(composition: Composition, epsilon: float, relation: Relation) -> float
 
 def _delta_on_lattices(composition: Composition, epsilon: float, relation: Relation, ceiling: float) -> float:
     """The bound on delta of the worse direction; ``ceiling`` is another one."""
-    directions = [_parts(composition, direction) for direction in _DIRECTIONS[relation]]
+    directions = [_parts(composition, direction) for direction in DIRECTIONS[relation]]
     try:
         found = max(upper_log_delta(parts, epsilon, ceiling, _ACCURACY) for parts in directions)
     except NoWindowError:
@@ -93,7 +88,7 @@ def bounds(composition: Composition, delta: float, relation: Relation) -> Bounds
     upper = min(answer.epsilon, ceiling)
     if upper == 0:
         return Bounds(0.0, 0.0, 0.0)
-    directions = [_parts(below, direction) for direction in _DIRECTIONS[relation]]
+    directions = [_parts(below, direction) for direction in DIRECTIONS[relation]]
     lower = 0.0
     if math.isfinite(answer.epsilon):
         with np.errstate(all="ignore"):
@@ -107,7 +102,7 @@ def _on_lattices(composition: Composition, delta: float, relation: Relation, acc
     if delta < LEAST_TAIL or min(group.noise_multiplier for group in composition.sampled) < _LEAST_NOISE:
         return Answer(math.inf)
     with np.errstate(all="ignore"):
-        first, *others = (_parts(composition, direction) for direction in _DIRECTIONS[relation])
+        first, *others = (_parts(composition, direction) for direction in DIRECTIONS[relation])
         best = upper_epsilon(first, delta, accuracy)
         for parts in others:
             if upper_epsilon(parts, delta, accuracy * _COARSE).epsilon > best.epsilon:

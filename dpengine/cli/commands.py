@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from dpengine.accounting import ACCOUNTANTS
+
 
 class CommandError(Exception):
     """A command cannot go on, for a reason that its user can do something about.
@@ -80,7 +82,7 @@ def _run_options(parser: argparse.ArgumentParser) -> None:
         help="the chance of each row to be in a batch, as a constant, with --steps; default: B / N. "
         "Given with --delta, nothing follows from N, and the statement is for add-or-remove-one",
     )
-    parser.add_argument("--accountant", choices=("pld", "rdp", "gdp"), default="pld", help="default: %(default)s")
+    parser.add_argument("--accountant", choices=tuple(ACCOUNTANTS), default="pld", help="default: %(default)s")
     _json(parser)
 
 

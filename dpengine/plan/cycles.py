@@ -8,7 +8,16 @@ from typing import Any
 
 import numpy as np
 
-from dpengine.accounting import Charge, Event, MatrixGaussianEvent, NonPrivateEvent, Relation, calibration, epsilon_of
+from dpengine.accounting import (
+    ACCOUNTANTS,
+    Charge,
+    Event,
+    MatrixGaussianEvent,
+    NonPrivateEvent,
+    Relation,
+    calibration,
+    epsilon_of,
+)
 from dpengine.accounting import to_dp_accounting as as_library_event
 from dpengine.batch_selection import CyclicPoissonSampling, Partition
 from dpengine.noise import toeplitz_sq_sensitivity
@@ -43,7 +52,7 @@ class Cycles:
     @property
     def accountants(self) -> tuple[str, ...]:
         """Those that can judge, the usual one first."""
-        return ("pld", "rdp", "gdp")
+        return tuple(ACCOUNTANTS)
 
     @property
     def selection(self) -> CyclicPoissonSampling:

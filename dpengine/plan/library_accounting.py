@@ -1,28 +1,17 @@
-"""Accountants of the dp-accounting library, for laws of batches that it alone knows, and as a second opinion."""
+"""Accountants of the dp-accounting library, for laws of batches that it alone knows."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
 
-from dpengine.accounting import Relation
+from dpengine.accounting import Relation, library_relation
 from dpengine.errors import CalibrationError
 
 AccountantFactory = Callable[[Any], Any]
 """Makes an accountant for a ``dp_accounting.NeighboringRelation``."""
 _MOST_NOISE = 1e6
 _INTERVAL = 1e-3  # of its grid; an upper bound at any interval
-
-
-def library_relation(relation: Relation) -> Any:
-    """The relation as the library names it."""
-    import dp_accounting
-
-    return {
-        Relation.ADD_OR_REMOVE_ONE: dp_accounting.NeighboringRelation.ADD_OR_REMOVE_ONE,
-        Relation.ZERO_OUT: dp_accounting.NeighboringRelation.REPLACE_SPECIAL,
-        Relation.REPLACE_ONE: dp_accounting.NeighboringRelation.REPLACE_ONE,
-    }[relation]
 
 
 def library_accountant(name: str) -> AccountantFactory:

@@ -6,7 +6,7 @@ import dataclasses
 import math
 from typing import Any, ClassVar, NoReturn, final
 
-from dpengine.accounting import Event, NonPrivateEvent, Relation, to_dp_accounting
+from dpengine.accounting import ACCOUNTANTS, Event, NonPrivateEvent, Relation, to_dp_accounting
 from dpengine.batch_selection import AbstractBatchSelection, FixedBatchSampling
 from dpengine.errors import InvalidBudgetError
 from dpengine.noise import Recurrence
@@ -74,7 +74,7 @@ class _Nothing:
     iterations: int
 
     relation: ClassVar[Relation] = Relation.ADD_OR_REMOVE_ONE
-    accountants: ClassVar[tuple[str, ...]] = ("pld", "rdp", "gdp")
+    accountants: ClassVar[tuple[str, ...]] = tuple(ACCOUNTANTS)
 
     @property
     def selection(self) -> AbstractBatchSelection:

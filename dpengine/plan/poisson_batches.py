@@ -7,6 +7,7 @@ import math
 from typing import Any
 
 from dpengine.accounting import (
+    ACCOUNTANTS,
     Charge,
     CyclicGaussianEvent,
     Event,
@@ -55,7 +56,7 @@ class PoissonBatches:
         """Those that can judge such batches, the usual one first."""
         if self.truncated_batch_size is not None:
             return ("pld",)
-        return ("pld", "rdp", "gdp")
+        return tuple(ACCOUNTANTS)
 
     @property
     def selection(self) -> CyclicPoissonSampling:

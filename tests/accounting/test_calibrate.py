@@ -169,5 +169,25 @@ def test_what_the_accountant_refuses_cannot_be_calibrated():
     arguments = {"target_epsilon": 1.0, "sample_rate": 0.1, "steps": 10**6}
     with pytest.raises(AccountingRefusedError, match="pld"):
         calibration(**arguments, target_delta=1e-5, accountant="gdp")
-    with pytest.raises(ValueError, match="reserved"):
-        calibration(**arguments, target_delta=1e-5, accountant="prv")
+    with pytest.raises(AccountingRefusedError, match="prv"):
+        calibration(**arguments | {"steps": 100}, target_delta=1e-15, accountant="prv")
+
+
+@pytest.mark.parametrize(
+    ("accountant", "relation"),
+    [
+        ("prv", Relation.ADD_OR_REMOVE_ONE),
+        ("prv", Relation.REPLACE_ONE),
+        ("dp_accounting", Relation.REPLACE_ONE),
+        ("dp_accounting_rdp", Relation.ADD_OR_REMOVE_ONE),
+    ],
+)
+def test_second_opinions_are_calibrated_too(accountant, relation):
+    arguments = {"target_delta": 1e-5, "accountant": accountant, "relation": relation, "steps": 100}
+    for target, rate in [(2.0, 0.05), (3.0, 1.0)]:
+        found = calibration(target_epsilon=target, sample_rate=rate, **arguments)
+        assert_is_tight(found, target, 1e-5, rate, accountant, relation)
+        assert found.accountant_used == accountant
+    spent = (Charge(GaussianEvent(8.0)),)
+    found = calibration(target_epsilon=2.0, sample_rate=0.05, spent=spent, **arguments)
+    assert 2.0 * (1 - 1e-4) < found.epsilon <= 2.0
