@@ -141,7 +141,7 @@ class MechanismMismatchError(PrivacyError, ValueError):
 
 
 class CorruptFileError(PrivacyError):
-    """A stored file is missing, damaged, or of a version that is not known."""
+    """A stored file is missing, damaged, edited, or of a version that is not known."""
 
     code = "DPE024"
 

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+import math
 import textwrap
 from argparse import Namespace
+from typing import Any
 
 from dpengine.accounting import (
+    ACCOUNTANTS,
     Charge,
     Relation,
+    bounds_of,
     calibration,
     check_delta,
     epsilon_of,
@@ -17,6 +21,7 @@ from dpengine.accounting import (
     steps_per_epoch,
     suggested_delta,
 )
+from dpengine.errors import PrivacyError
 from dpengine.report import PrivacyReport, RunFacts, assumptions, round_up, statement
 
 from .commands import CommandError
@@ -28,16 +33,27 @@ _LEAD = "A run that keeps to these settings would be stated so:"
 
 def run(arguments: Namespace) -> int:
     """Prints the noise multiplier or epsilon, and what the statement of a run that keeps to it would say."""
-    facts = _facts(arguments)
-    epsilon_of(facts.history, facts.delta, facts.accountant, facts.relation)  # where there is no number, this raises
-    if arguments.json:
-        print(_json(facts))
-    else:
-        sigma = round_up(facts.plan["noise_multiplier"], 4)
-        found = f"noise_multiplier = {sigma}\n\n" if facts.target_epsilon is not None else ""
-        first, rest = _would_be(facts).split("\n", 1)
-        print(f"{strong(found)}{_LEAD}\n\n{strong(first)}\n{rest}", end="")
+    try:
+        facts = _facts(arguments)
+        epsilon_of(facts.history, facts.delta, facts.accountant, facts.relation)  # without a number, this raises
+        shown = _json(facts) if arguments.json else _text(facts)
+    except PrivacyError:
+        raise
+    except (ArithmeticError, ValueError) as error:
+        raise CommandError(
+            f"these numbers are too large or too small to account for: {error}. Check --n, --steps, the noise and the "
+            "budget.",
+            exit_code=WRONG_USE,
+        ) from error
+    print(shown)
     return 0
+
+
+def _text(facts: RunFacts) -> str:
+    sigma = round_up(facts.plan["noise_multiplier"], 4)
+    found = f"noise_multiplier = {sigma}\n\n" if facts.target_epsilon is not None else ""
+    first, rest = _would_be(facts).split("\n", 1)
+    return f"{strong(found)}{_LEAD}\n\n{strong(first)}\n{rest}".removesuffix("\n")
 
 
 def _facts(arguments: Namespace) -> RunFacts:
@@ -46,9 +62,8 @@ def _facts(arguments: Namespace) -> RunFacts:
     delta = suggested_delta(arguments.n) if arguments.delta is None else arguments.delta
     check_delta(delta, arguments.n)
     target = arguments.epsilon if arguments.command == "calibrate" else None
-    # As in make_private: what follows from the number of rows makes that number public.
     constants = None not in (arguments.sample_rate, arguments.delta)
-    relation = Relation.ADD_OR_REMOVE_ONE if constants else Relation.ZERO_OUT
+    relation = _relation(arguments.relation, constants)
     if target is None:
         sigma = arguments.sigma
     else:
@@ -73,7 +88,25 @@ def _facts(arguments: Namespace) -> RunFacts:
     )
 
 
+def _relation(asked: str | None, constants: bool) -> Relation:
+    """As in make_private: what follows from the number of rows makes that number public."""
+    if asked is None:
+        return Relation.ADD_OR_REMOVE_ONE if constants else Relation.ZERO_OUT
+    relation = Relation(asked)
+    if relation is Relation.ADD_OR_REMOVE_ONE and not constants:
+        raise CommandError(
+            "--relation add-remove keeps N private, but here the rate or delta follows from N. Give --sample-rate with "
+            "--steps, and --delta, as constants; or take --relation zero-out, whose numbers are the same.",
+            exit_code=WRONG_USE,
+        )
+    return relation
+
+
 def _rate_and_steps(arguments: Namespace) -> tuple[float, int]:
+    if arguments.batch > arguments.n > 0:
+        raise CommandError(
+            f"--batch {arguments.batch} is more than the {arguments.n} rows of --n.", exit_code=WRONG_USE
+        )
     if arguments.sample_rate is not None:
         if arguments.steps is None:
             raise CommandError("--sample-rate needs --steps: an epoch follows from N.", exit_code=WRONG_USE)
@@ -98,4 +131,15 @@ def _would_be(facts: RunFacts) -> str:
 def _json(facts: RunFacts) -> str:
     report = PrivacyReport(facts).to_dict()
     numbers = report["guarantee"] | report["mechanism"] | {"accountant": report["accounting"]["accountant"]}
-    return json.dumps(numbers | {"statement": _would_be(facts)}, ensure_ascii=False, indent=2)
+    return json.dumps(numbers | {"bounds": _bounds(facts), "statement": _would_be(facts)}, ensure_ascii=False, indent=2)
+
+
+def _bounds(facts: RunFacts) -> dict[str, Any] | None:
+    """Epsilon from both sides, where the accountant has both."""
+    if ACCOUNTANTS[facts.accountant].bounds is None:
+        return None
+    found = bounds_of(facts.history, facts.delta, facts.accountant, facts.relation)
+    return {
+        name: value if math.isfinite(value) else "inf"
+        for name, value in zip(("lower", "estimate", "upper"), found, strict=True)
+    }

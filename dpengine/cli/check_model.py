@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import importlib
 import json
@@ -22,7 +23,9 @@ from .screen import strong
 
 def run(arguments: Namespace) -> int:
     """Prints one row for each layer; the exit code is 1 if something blocks private training."""
-    report = check(_model(arguments.model))
+    with contextlib.redirect_stdout(sys.stderr):  # what the user's module prints is no part of the answer
+        model = _model(arguments.model)
+    report = check(model)
     if arguments.json:
         findings = [dataclasses.asdict(finding) for finding in report.findings]
         print(json.dumps({"ok": report.ok, "findings": findings}, ensure_ascii=False, indent=2))
@@ -37,7 +40,7 @@ def run(arguments: Namespace) -> int:
 def _made(factory: Callable[[], Any], text: str) -> Any:
     try:
         return factory()
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise CommandError(
             f"{text} must be a function without arguments that returns the model; calling it failed with "
             f"{type(error).__name__}: {error}",
@@ -48,7 +51,7 @@ def _made(factory: Callable[[], Any], text: str) -> Any:
 def _model(text: str) -> nn.Module:
     """The model that ``MODULE:FACTORY`` makes. The module is imported, so it should do nothing but define."""
     module_name, _, attribute = text.partition(":")
-    if not attribute:
+    if not module_name or not attribute:
         raise CommandError(f"{text!r} is not of the form MODULE:FACTORY, such as mymodels:make.", exit_code=WRONG_USE)
     sys.path.insert(0, os.getcwd())  # as `python -m` does
     try:
@@ -57,6 +60,12 @@ def _model(text: str) -> nn.Module:
             found = getattr(found, name)
     except (ImportError, AttributeError) as error:
         raise CommandError(f"{text} cannot be found: {error}.", exit_code=WRONG_USE) from error
+    except (Exception, SystemExit) as error:
+        raise CommandError(
+            f"{module_name} must be a module that can be imported; importing it failed with "
+            f"{type(error).__name__}: {error}",
+            exit_code=WRONG_USE,
+        ) from error
     model = found if isinstance(found, nn.Module) or not callable(found) else _made(found, text)
     if not isinstance(model, nn.Module):
         raise CommandError(f"{text} gives a {type(model).__name__}, not a torch.nn.Module.", exit_code=WRONG_USE)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -45,6 +46,38 @@ class Command:
     add_options: Callable[[argparse.ArgumentParser], None]
 
 
+def _folder(text: str) -> Path:
+    path = Path(text)
+    if path.exists() and not path.is_dir():
+        raise argparse.ArgumentTypeError(f"{text} is a file; pass a folder")
+    return path
+
+
+def _count(text: str) -> int:
+    if not text.strip().isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not an integer of at least 1")
+    return int(text)
+
+
+def _number(range_: str, fits: Callable[[float], bool]) -> Callable[[str], float]:
+    def read(text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            value = math.nan
+        if not fits(value):
+            raise argparse.ArgumentTypeError(f"{text!r} is not a number {range_}")
+        return value
+
+    return read
+
+
+_POSITIVE = _number("above 0", lambda value: 0 < value < math.inf)
+_NOISE = _number("of at least 0", lambda value: 0 <= value < math.inf)
+_DELTA = _number("strictly between 0 and 1", lambda value: 0 < value < 1)
+_RATE = _number("above 0 and at most 1", lambda value: 0 < value <= 1)
+
+
 def _demo(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--data",
@@ -53,42 +86,53 @@ def _demo(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--full", action="store_true", help="the long training of the image models")
     parser.add_argument("--quick", action="store_true", help="a few steps only, to see that everything works")
-    parser.add_argument("--out", type=Path, default=Path("runs/demo"), metavar="DIR", help="default: %(default)s")
+    parser.add_argument("--out", type=_folder, default=Path("runs/demo"), metavar="DIR", help="default: %(default)s")
     parser.add_argument("--seed", type=int, metavar="N", help="repeatable noise, which is no secret: for tests only")
     _json(parser)
 
 
 def _calibrate(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--epsilon", type=float, required=True, metavar="E", help="what the run may spend")
+    parser.add_argument("--epsilon", type=_POSITIVE, required=True, metavar="E", help="what the run may spend")
     _run_options(parser)
 
 
 def _epsilon(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--sigma", type=float, required=True, metavar="S", help="the noise multiplier")
+    parser.add_argument("--sigma", type=_NOISE, required=True, metavar="S", help="the noise multiplier")
     _run_options(parser)
 
 
 def _run_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--n", type=int, required=True, metavar="N", help="rows of the training set")
-    parser.add_argument("--batch", type=int, required=True, metavar="B", help="expected rows of a logical batch")
+    parser.add_argument("--n", type=_count, required=True, metavar="N", help="rows of the training set")
+    parser.add_argument("--batch", type=_count, required=True, metavar="B", help="expected rows of a logical batch")
     length = parser.add_mutually_exclusive_group(required=True)
-    length.add_argument("--epochs", type=int, metavar="K", help="passes over the training set")
-    length.add_argument("--steps", type=int, metavar="K", help="logical batches, instead of --epochs")
-    parser.add_argument("--delta", type=float, metavar="D", help="default: N to the power of -1.1")
+    length.add_argument("--epochs", type=_count, metavar="K", help="passes over the training set")
+    length.add_argument("--steps", type=_count, metavar="K", help="logical batches, instead of --epochs")
+    parser.add_argument("--delta", type=_DELTA, metavar="D", help="default: N to the power of -1.1")
     parser.add_argument(
         "--sample-rate",
-        type=float,
+        type=_RATE,
         metavar="Q",
         help="the chance of each row to be in a batch, as a constant, with --steps; default: B / N. "
         "Given with --delta, nothing follows from N, and the statement is for add-or-remove-one",
+    )
+    parser.add_argument(
+        "--relation",
+        choices=("add-remove", "zero-out", "replace-one"),
+        help="which data sets are neighbours. add-remove keeps N private, so it needs --sample-rate and --delta; "
+        "default: add-remove if these are given, else zero-out",
     )
     parser.add_argument("--accountant", choices=tuple(ACCOUNTANTS), default="pld", help="default: %(default)s")
     _json(parser)
 
 
 def _report(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("folder", type=Path, metavar="RUN_DIR", help="a folder that has privacy_state.json")
-    parser.add_argument("--out", type=Path, metavar="DIR", help="where to write; default: RUN_DIR")
+    parser.add_argument(
+        "path",
+        type=Path,
+        metavar="PATH",
+        help="a privacy_state.json or privacy_report.json, or a folder that has one; it takes the first if it has both",
+    )
+    parser.add_argument("--out", type=_folder, metavar="DIR", help="where to write; default: the folder of the file")
     _json(parser)
 
 
@@ -153,7 +197,9 @@ COMMANDS = (
         "report",
         "rebuild",
         "write the report of a run again",
-        "Writes privacy_report.json, .md and .html again from the privacy_state.json of a run; prints the statement.",
+        "Writes privacy_report.json, .md and .html again from the privacy_state.json of a run, or from its\n"
+        "privacy_report.json alone; prints the statement. A report that was cut or edited is refused: its digest is a\n"
+        "checksum against accidents and careless edits, no signature.",
         "dpengine report runs/demo",
         _report,
     ),

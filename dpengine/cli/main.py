@@ -39,11 +39,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _failed(str(error), WRONG_USE)
     except CommandError as error:
         return _failed(str(error), error.exit_code)
-    except PrivacyError as error:
-        return _failed(str(error), FAILED)
     except BrokenPipeError:  # the reader of a pipe went away, such as `head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return DONE
+    except (PrivacyError, OSError) as error:
+        return _failed(str(error), FAILED)
     except KeyboardInterrupt:
         return _failed("interrupted", 130)
 

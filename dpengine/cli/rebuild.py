@@ -9,35 +9,57 @@ from pathlib import Path
 from typing import Any
 
 from dpengine.accounting import CyclicGaussianEvent, GaussianEvent, Ledger, PoissonGaussianEvent, Relation
-from dpengine.errors import PrivacyError
-from dpengine.report import PrivacyReport, RunFacts
+from dpengine.errors import CorruptFileError, PrivacyError
+from dpengine.report import REPORT_FILE, PrivacyReport, RunFacts
 
 from .commands import CommandError
+from .main import WRONG_USE
 
 STATE_FILE = "privacy_state.json"
 
 
 def run(arguments: Namespace) -> int:
     """Writes the report files, and prints the statement and where the files are."""
-    report = PrivacyReport(_facts(arguments.folder / STATE_FILE))
-    paths = report.save(arguments.out or arguments.folder)
+    path = _file(arguments.path)
+    report = _report(path)
+    paths = report.save(arguments.out or path.parent)
     if arguments.json:
-        print(report.to_json())
+        print(report.to_json(), end="")
     else:
         print(f"{report}\nwrote {'  '.join(str(path) for path in paths)}")
     return 0
 
 
-def _facts(path: Path) -> RunFacts:
+def _file(path: Path) -> Path:
+    if not path.is_dir():
+        return path
+    found = next((path / name for name in (STATE_FILE, REPORT_FILE) if (path / name).exists()), None)
+    if found is None:
+        raise CommandError(
+            f"{path} has neither {STATE_FILE} nor {REPORT_FILE}. Pass the folder that a run wrote one of them to.",
+            exit_code=WRONG_USE,
+        )
+    return found
+
+
+def _report(path: Path) -> PrivacyReport:
     try:
+        if path.name != STATE_FILE:
+            return PrivacyReport.load(path)
         state = json.loads(path.read_text(encoding="utf-8"))
-        return RunFacts.from_state(state["facts"]) if "facts" in state else _facts_of_engine(state)
+        if not isinstance(state, dict):
+            raise ValueError("it holds no JSON object")
+        return PrivacyReport(RunFacts.from_state(state["facts"]) if "facts" in state else _facts_of_engine(state))
     except FileNotFoundError:
-        raise CommandError(f"{path} is not there. Pass the folder that a run wrote {STATE_FILE} to.") from None
+        raise CommandError(f"{path} is not there.", exit_code=WRONG_USE) from None
+    except CorruptFileError as error:
+        raise CommandError(str(error), exit_code=WRONG_USE) from error
     except PrivacyError as error:
-        raise CommandError(f"{path}: {error}") from error
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise CommandError(f"{path} cannot be read: {error!r}. Restore it from a backup.") from error
+        raise CommandError(f"{path}: {error}", exit_code=WRONG_USE) from error
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise CommandError(
+            f"{path} cannot be read: {error!r}. Restore it from a backup.", exit_code=WRONG_USE
+        ) from error
 
 
 def _facts_of_engine(state: Mapping[str, Any]) -> RunFacts:

@@ -3,11 +3,13 @@
 from . import plots
 from .assumptions import Assumption, assumptions, stamps
 from .facts import RunFacts
+from .reading import REPORT_FILE
 from .report import PrivacyReport
 from .rounding import percent_up, round_up, round_up_delta
 from .statement import statement
 
 __all__ = [
+    "REPORT_FILE",
     "Assumption",
     "PrivacyReport",
     "RunFacts",

@@ -120,7 +120,7 @@ def _noise(facts: RunFacts) -> Assumption:
 
 def _key(facts: RunFacts) -> Assumption:
     name = "The key of all noise and batches is secret, from the operating system's entropy"
-    if "insecure_seed" not in facts.noise:
+    if facts.noise.get("insecure_seed") is None:
         return Assumption(name, "not checked", "the source of the noise is not known")
     if facts.noise["insecure_seed"]:
         evidence = "INSECURE_SEED: whoever knows or guesses the seed can subtract the noise"
@@ -131,7 +131,7 @@ def _key(facts: RunFacts) -> Assumption:
 def _generator(facts: RunFacts) -> Assumption:
     name = "The generator of the noise is cryptographic"
     kind = facts.noise.get("kind", "unknown")
-    if "cryptographic" not in facts.noise:
+    if facts.noise.get("cryptographic") is None:
         return Assumption(name, "not checked", "the source of the noise is not known", critical=False)
     if facts.noise["cryptographic"]:
         return Assumption(name, "yes", f"drawn by {kind}, keyed anew for each use", critical=False)

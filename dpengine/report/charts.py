@@ -9,7 +9,7 @@ from dataclasses import dataclass
 Points = tuple[tuple[float, float], ...]
 
 _WIDTH, _HEIGHT = 520.0, 300.0
-_LEFT, _RIGHT, _TOP, _BOTTOM = 68.0, 24.0, 16.0, 46.0
+_LEFT, _RIGHT, _TOP, _BOTTOM = 76.0, 24.0, 18.0, 48.0
 _TICKS = 5
 
 

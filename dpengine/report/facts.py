@@ -12,10 +12,10 @@ from dpengine.accounting import (
     NonPrivateEvent,
     Relation,
     UnclaimedEvent,
-    event_to_state,
     steps_of,
 )
 
+from .history_rows import rows_of
 from .public_text import public_text, public_values
 
 _STATE_SCHEMA = 1
@@ -104,21 +104,7 @@ class RunFacts:
 
     def runs_of_steps(self) -> list[dict[str, Any]]:
         """The history as run lengths. Void batches cost what released ones do and are not told apart."""
-        rows: list[dict[str, Any]] = []
-        for charge in self.history:
-            state = event_to_state(charge.event)
-            row = {
-                "law": state["type"],
-                "noise_multiplier": 0.0 if state["type"] == "non-private" else state.get("noise_multiplier"),
-                "sample_rate": 1.0 if state["type"] == "gaussian" else state.get("sample_rate"),
-                "kind": "clip" if charge.kind == "clip" else "step",
-                "steps": charge.count,
-            }
-            if rows and all(rows[-1][key] == row[key] for key in row if key != "steps"):
-                rows[-1]["steps"] += charge.count
-            else:
-                rows.append(row)
-        return rows
+        return rows_of(self.history)
 
     def state_dict(self) -> dict[str, Any]:
         """The facts as plain JSON values, from which `from_state` makes equal ones. A private size is left out."""

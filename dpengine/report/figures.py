@@ -6,7 +6,8 @@ import functools
 import itertools
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from importlib import metadata
 
 from dpengine.accounting import (
     Charge,
@@ -23,12 +24,22 @@ from dpengine.accounting import (
 from dpengine.errors import AccountingRefusedError
 
 from .facts import RunFacts
+from .history_rows import as_released
+from .public_text import public_text
 
 Points = tuple[tuple[float, float], ...]
 
 _DECADES = tuple(10.0**-k for k in range(1, 10))
 _CURVE_STEPS = 16
 _ATTACK_DELTAS = 24
+
+
+def version_of(package: str) -> str:
+    """Version of an installed package."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return "unknown"
 
 
 @dataclass(frozen=True)
@@ -42,6 +53,7 @@ class Figures:
         accountant: The accountant that answered, or would have.
         grid: Spacing of its grid of losses; None where it uses none.
         unamplified: Epsilon of a shuffled run without credit for shuffling; None where it is not known.
+        version: Of the dpengine that gave them.
     """
 
     spent: PrivacySpent | None
@@ -50,6 +62,12 @@ class Figures:
     accountant: str
     grid: float | None = None
     unamplified: float | None = None
+    version: str = field(default_factory=lambda: version_of("dpengine"))
+
+    @property
+    def are_ours(self) -> bool:
+        """Whether this version gave them, so that others may be asked for that go with them."""
+        return self.version == version_of("dpengine")
 
 
 def figures_of(facts: RunFacts) -> Figures:
@@ -68,7 +86,8 @@ def figures_of(facts: RunFacts) -> Figures:
 def epsilon_by_step(facts: RunFacts) -> Points:
     """Pairs of step and epsilon, from (0, 0) on, for up to 16 of the steps; closer where epsilon rises fast."""
     steps = sorted({math.ceil(facts.steps * (part / _CURVE_STEPS) ** 2) for part in range(_CURVE_STEPS + 1)})
-    return tuple((step, _epsilon(_first(facts.history, step), facts)) for step in steps)
+    history = as_released(facts.history)
+    return tuple((step, _epsilon(_first(history, step), facts)) for step in steps)
 
 
 def attack_bound(facts: RunFacts, figures: Figures) -> Points:
@@ -149,6 +168,8 @@ def _curve(facts: RunFacts, figures: Figures) -> Points:
     advantage = figures.spent.advantage
     if not math.isfinite(figures.spent.epsilon):
         return ((advantage, 0.0),)
+    if not figures.are_ours:  # fewer pairs: a bound that holds too, and is somewhat larger
+        return ((advantage, 0.0), *figures.profile)
     # The advantage is the delta that belongs to epsilon 0.
     dense = _dense_profile(_history(facts), 0.95 * advantage, facts.accountant, facts.relation)
     return ((advantage, 0.0), *figures.profile, *dense)
@@ -165,9 +186,10 @@ def _missed(delta: float, eps: float, false_positive_rate: float) -> float:
 
 def _history(facts: RunFacts) -> tuple[Charge, ...]:
     """What accounting is asked about. A run without noise counts as a bare release from its start."""
+    history = as_released(facts.history)
     if facts.is_private:
-        return facts.history
-    known = tuple(charge for charge in facts.history if not isinstance(charge.event, UnclaimedEvent))
+        return history
+    known = tuple(charge for charge in history if not isinstance(charge.event, UnclaimedEvent))
     return (*known, Charge(NonPrivateEvent()))
 
 
@@ -198,4 +220,4 @@ def _unamplified(facts: RunFacts) -> float | None:
 
 def _unclaimed_reason(facts: RunFacts) -> str:
     reasons = [charge.event.reason for charge in facts.history if isinstance(charge.event, UnclaimedEvent)]
-    return reasons[0].rstrip(".") if reasons else f"sampling={facts.plan.get('sampling')!r}"
+    return public_text(reasons[0]).rstrip(".") if reasons else f"sampling={facts.plan.get('sampling')!r}"

@@ -85,13 +85,14 @@ def _context(facts: RunFacts, figures: Figures) -> dict[str, Any]:
         "clipping": sentences.described(facts.plan.get("clipping")),
         "accounting": sentences.accounting(figures),
         "assumptions": assumptions(facts),
+        "void": any(item.light == "red" for item in assumptions(facts)),
         "covers": sentences.covers(facts),
         "excludes": sentences.excludes(facts),
         "runs": runs[:_SHOWN_RUNS],
         "more_runs": max(0, len(runs) - _SHOWN_RUNS),
         "profile": [(round_up_delta(delta), round_up(eps)) for delta, eps in figures.profile],
         "examples": facts.num_examples if facts.rows_are_public else None,
-        "versions": {"dpengine": sentences.version_of("dpengine"), "torch": facts.torch},
+        "versions": {"dpengine": figures.version, "torch": facts.torch},
         "significant": lambda value: f"{value:.6g}" if isinstance(value, (int, float)) else "–",
         "hashes": _hashes(facts.data.get("sha256")),
     }
@@ -110,18 +111,19 @@ def _hashes(value: Any) -> dict[str, str]:
 def _charts(facts: RunFacts, figures: Figures) -> list[dict[str, str]]:
     if figures.spent is None or not math.isfinite(figures.spent.epsilon) or figures.spent.epsilon <= 0:
         return []
-    return [
-        {
-            "title": "What each step cost",
-            "svg": _steps_chart(facts),
-            "note": f"ε at δ = {round_up_delta(facts.delta)}, if the run had stopped there.{_mark(facts)}",
-        },
-        {
-            "title": "What an attacker can achieve",
-            "svg": _attack_chart(facts, figures),
-            "note": f"No membership test lies above the line. The dashed one is guessing.{_mark(facts)}",
-        },
-    ]
+    attack = {
+        "title": "What an attacker can achieve",
+        "svg": _attack_chart(facts, figures),
+        "note": f"No membership test lies above the line. The dashed one is guessing.{_mark(facts)}",
+    }
+    if not figures.are_ours:  # what each step cost is for the version to say that said what all of them cost
+        return [attack]
+    steps = {
+        "title": "What each step cost",
+        "svg": _steps_chart(facts),
+        "note": f"ε at δ = {round_up_delta(facts.delta)}, if the run had stopped there.{_mark(facts)}",
+    }
+    return [steps, attack]
 
 
 def _steps_chart(facts: RunFacts) -> str:

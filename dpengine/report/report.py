@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
+import copy
 import json
-import math
 import os
 import tempfile
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, final
 
 from . import pages, sentences
-from .assumptions import assumptions
+from .document import document_of, facts_of, figures_in
 from .facts import RunFacts
-from .figures import figures_of
-from .statement import statement
-
-SCHEMA_VERSION = 1
+from .figures import Figures, figures_of
+from .reading import read_document, read_file
+from .statement import statement_of
 
 
 @final
@@ -25,58 +25,63 @@ class PrivacyReport:
     """What may be published about the privacy of a run.
 
     Every epsilon in it is an upper bound at the delta of the facts. The size of the training set is withheld unless it
-    is public, and nothing is read from the machine but the versions of two packages.
+    is public, and nothing is read from the machine but the versions of two packages. All forms follow from the JSON,
+    from which `from_json` and `load` make the same report again.
 
     Args:
         facts: The facts of the run.
     """
 
     facts: RunFacts
+    _recorded: Mapping[str, Any] | None = field(default=None, kw_only=True, compare=False)
+
+    @classmethod
+    def from_json(cls, text: str) -> PrivacyReport:
+        """Makes a report again from what `to_json` gave.
+
+        The digest in it finds accidents and careless edits; it is no signature. Where this version of dpengine wrote
+        the report, all that follows from the run's history is computed again and compared. A report of another version
+        keeps its numbers, and its pages lack the chart that would need new ones.
+
+        Args:
+            text: The JSON.
+
+        Returns:
+            A report whose JSON, Markdown and HTML are those of the first.
+
+        Raises:
+            CorruptFileError: If the text was cut or edited, is no report, or is of another schema.
+        """  # noqa: DOC502 - read_document raises on our behalf
+        return cls._of_text(text, "report.from_json")
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> PrivacyReport:
+        """Makes a report again from a file, as `from_json` does.
+
+        Args:
+            path: ``privacy_report.json``, or the folder that has it.
+
+        Returns:
+            The report.
+
+        Raises:
+            CorruptFileError: As for `from_json`, and if there is no such file.
+        """  # noqa: DOC502 - read_document raises on our behalf
+        return cls._of_text(read_file(Path(path)), os.fspath(path))
+
+    @classmethod
+    def _of_text(cls, text: str, where: str) -> PrivacyReport:
+        document = read_document(text, where)
+        return cls(facts_of(document), _recorded=document)
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the report as plain JSON values; its form is that of ``schema.json`` beside this module.
 
         Infinity is ``"inf"``; an epsilon that is not claimed, and whatever is not known, is None.
         """
-        facts, figures = self.facts, figures_of(self.facts)
-        spent = figures.spent
-        library, version = "dpengine", sentences.version_of("dpengine")
-        report = {
-            "schema_version": SCHEMA_VERSION,
-            "guarantee": {
-                "epsilon": None if spent is None else spent.epsilon,
-                "delta": facts.delta,
-                "mu_gdp": None if spent is None else spent.mu,
-                "advantage": None if spent is None else spent.advantage,
-                "adjacency": facts.relation.value,
-                "unit": facts.unit,
-                "setting": sentences.SETTING,
-            },
-            "mechanism": {
-                "noise_multiplier": facts.plan.get("noise_multiplier"),
-                "clipping": facts.plan.get("clipping"),
-                "sampling": facts.plan.get("sampling"),
-                "sample_rate": facts.plan.get("sample_rate"),
-                "steps": facts.steps,
-                "expected_batch_size": facts.plan.get("expected_batch_size"),
-            },
-            "accounting": {
-                "accountant": figures.accountant,
-                "library": library,
-                "version": version,
-                "discretization": figures.grid,
-                "assumptions": [
-                    {"name": item.name, "holds": item.holds, "evidence": item.evidence} for item in assumptions(facts)
-                ],
-            },
-            "coverage": {"covers": sentences.covers(facts), "excludes": sentences.excludes(facts)},
-            "profile": [list(point) for point in figures.profile],
-            "history": facts.runs_of_steps(),
-            "run": self._run(),
-            "data": self._data(),
-            "utility": {key: facts.utility.get(key) for key in ("metric", "value", "split")},
-        }
-        return _strict(report)
+        if self._recorded is not None:
+            return copy.deepcopy(dict(self._recorded))
+        return document_of(self.facts, figures_of(self.facts))
 
     def to_json(self) -> str:
         """Returns ``to_dict`` as strict JSON, without NaN or Infinity."""
@@ -84,11 +89,11 @@ class PrivacyReport:
 
     def to_markdown(self) -> str:
         """Returns the model card, with front matter."""
-        return pages.model_card(self.facts, figures_of(self.facts))
+        return pages.model_card(*self._stated())
 
     def to_html(self) -> str:
         """Returns a page that needs no network."""
-        return pages.html_page(self.facts, figures_of(self.facts), self.to_markdown())
+        return pages.html_page(*self._stated(), self.to_markdown())
 
     def save(self, directory: str | os.PathLike[str]) -> list[Path]:
         """Writes ``privacy_report.json``, ``.md`` and ``.html``.
@@ -108,40 +113,16 @@ class PrivacyReport:
 
     def __str__(self) -> str:
         """The statement."""
-        return statement(self.facts)
+        return statement_of(*self._stated())
 
     def __repr__(self) -> str:
         """The guarantee in one line, with its stamps."""
-        return f"PrivacyReport({sentences.headline(self.facts, figures_of(self.facts))})"
+        return f"PrivacyReport({sentences.headline(*self._stated())})"
 
-    def _run(self) -> dict[str, Any]:
-        noise = self.facts.noise
-        policies = {True: "INSECURE_SEED", False: "operating-system entropy", None: "unknown"}
-        return {
-            "seed_policy": policies[noise.get("insecure_seed")],
-            "rng": {"kind": noise.get("kind"), "cryptographic": noise.get("cryptographic")},
-            "torch": self.facts.torch,
-            "dpengine": sentences.version_of("dpengine"),
-            "device": self.facts.device,
-            "git": self.facts.git,
-        }
-
-    def _data(self) -> dict[str, Any]:
-        public = self.facts.rows_are_public
-        # A private size is withheld: under add-or-remove the exact number of rows is itself a release.
-        size = {"value": self.facts.num_examples if public else None, "public": public}
-        return {"n": size} | {key: self.facts.data.get(key) for key in ("source", "licence", "sha256")}
-
-
-def _strict(value: Any) -> Any:
-    """The value with infinities as texts and NaN as None, so that any JSON parser reads it."""
-    if isinstance(value, dict):
-        return {key: _strict(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_strict(item) for item in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return None if math.isnan(value) else ("inf" if value > 0 else "-inf")
-    return value
+    def _stated(self) -> tuple[RunFacts, Figures]:
+        # By way of the JSON, so that it has all that the other forms show.
+        document = self.to_dict()
+        return facts_of(document), figures_in(document)
 
 
 def _write(path: Path, text: str) -> Path:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from importlib import metadata
 from typing import Any
 
 from dpengine.accounting import (
@@ -131,7 +130,7 @@ def described(value: Any) -> Any:
 def accounting(figures: Figures) -> str:
     """Who accounts, in which version, and how the number is to be read."""
     grid = f", on a pessimistic grid of spacing {figures.grid:.3g}" if figures.grid is not None else ""
-    who = f"accountant {figures.accountant!r} of dpengine {version_of('dpengine')}{grid}"
+    who = f"accountant {figures.accountant!r} of dpengine {figures.version}{grid}"
     return f"{who}; upper bounds, rounded up at the last digit."
 
 
@@ -175,14 +174,6 @@ def excludes(facts: RunFacts) -> list[str]:
         "side channels, such as time and memory, and the machine and people that hold the training data",
         *facts.excludes,
     ]
-
-
-def version_of(package: str) -> str:
-    """Version of an installed package."""
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return "unknown"
 
 
 def _given(name: str, value: Any) -> str:

@@ -7,7 +7,7 @@ import textwrap
 from . import sentences
 from .assumptions import assumptions
 from .facts import RunFacts
-from .figures import figures_of
+from .figures import Figures, figures_of
 
 _WIDTH = 100
 
@@ -24,7 +24,11 @@ def statement(facts: RunFacts) -> str:
     Returns:
         Plain text of several lines.
     """
-    figures = figures_of(facts)
+    return statement_of(facts, figures_of(facts))
+
+
+def statement_of(facts: RunFacts, figures: Figures) -> str:
+    """The statement with figures that were found before."""
     entries = {
         "Setting": f"{sentences.SETTING} differential privacy: whoever trains sees the data, others see what leaves.",
         "Unit": f"one {facts.unit}.",

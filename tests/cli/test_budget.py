@@ -105,3 +105,43 @@ def test_no_run_is_claimed_to_have_taken_place(capsys, argv):
     for claimed in ("steps charged", "planned", "in memory", "of the ledger", "[yes]", "[no]", "was not probed"):
         assert claimed not in out
     assert "The loss of a row depends on that row alone." in " ".join(out.split())
+
+
+SHORT = ["epsilon", "--sigma", "1", "--n", "1000", "--batch", "10", "--steps", "5", "--delta", "1e-5"]
+
+EXACT = ["--sample-rate", "1", "--accountant", "gdp"]  # a closed form, and quick
+
+
+def test_a_relation_can_be_asked_for(capsys):
+    found = {
+        name: json.loads(printed(capsys, *SHORT, *EXACT, "--relation", name, "--json"))
+        for name in ("add-remove", "zero-out", "replace-one")
+    }
+    assert [one["adjacency"] for one in found.values()] == ["add-or-remove-one", "zero-out", "replace-one"]
+    assert found["add-remove"]["epsilon"] == found["zero-out"]["epsilon"] < found["replace-one"]["epsilon"]
+    assert "1,000" in found["zero-out"]["statement"] and "1,000" not in found["add-remove"]["statement"]
+    assert "differ in one training example" in " ".join(found["replace-one"]["statement"].split())
+
+
+def test_noise_is_found_for_a_relation(capsys):
+    rest = [*SHORT[3:], *EXACT, "--json"]
+    sigma = [
+        json.loads(printed(capsys, "calibrate", "--epsilon", "1", *rest, "--relation", name))["noise_multiplier"]
+        for name in ("zero-out", "replace-one")
+    ]
+    assert sigma[1] == pytest.approx(2 * sigma[0], rel=1e-4)  # a row that is replaced moves a sum twice as far
+
+
+def test_add_remove_is_refused_where_something_follows_from_the_number_of_rows(capsys):
+    assert main([*SHORT, "--relation", "add-remove"]) == 2
+    assert "--sample-rate" in capsys.readouterr().err
+
+
+def test_json_has_bounds_from_both_sides_where_the_accountant_has_them(capsys):
+    found = json.loads(printed(capsys, *SHORT, "--steps", "1", "--json"))
+    bounds = found["bounds"]
+    assert bounds["lower"] <= bounds["estimate"] <= bounds["upper"] == found["epsilon"]
+    assert bounds["upper"] < 1.01 * bounds["lower"]
+    assert json.loads(printed(capsys, *SHORT, *EXACT, "--accountant", "rdp", "--json"))["bounds"] is None
+    infinite = json.loads(printed(capsys, *SHORT, "--sigma", "0", "--json"))["bounds"]
+    assert set(infinite.values()) == {"inf"}

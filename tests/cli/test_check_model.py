@@ -2,6 +2,7 @@
 
 import json
 import re
+from pathlib import Path
 
 import pytest
 
@@ -16,6 +17,13 @@ def good():
 
 def with_argument(width):
     return nn.Linear(width, width)
+
+def leaving():
+    raise SystemExit(3)
+
+def talkative():
+    print("made")
+    return nn.Linear(2, 2)
 
 def broken():
     return nn.Linear(-1, 2)
@@ -62,7 +70,30 @@ def test_json_has_the_findings(capsys, models):
     assert [finding["verdict"] for finding in found["findings"]] == ["supported", "blocked"]
 
 
-@pytest.mark.parametrize(("name", "why"), [("with_argument", "TypeError: .*'width'"), ("broken", "RuntimeError: .*-1")])
+def test_what_a_module_prints_is_no_part_of_the_json(capsys, models):
+    assert main(["check", f"{models}:talkative", "--json"]) == 0
+    out, err = capsys.readouterr()
+    assert json.loads(out)["ok"] is True
+    assert "made" in err
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [("def make(:", "SyntaxError"), ("1 / 0", "ZeroDivisionError"), ("raise SystemExit(0)", "SystemExit: 0")],
+    ids=["syntax", "raises", "leaves"],
+)
+def test_a_module_that_cannot_be_imported_is_no_traceback(capsys, models, text, why):
+    Path("unsound_module.py").write_text(text, encoding="utf-8")
+    assert main(["check", "unsound_module:make"]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert re.search(rf"dpengine: unsound_module must be a module that can be imported; .*{why}", err)
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [("with_argument", "TypeError: .*'width'"), ("broken", "RuntimeError: .*-1"), ("leaving", "SystemExit: 3")],
+)
 def test_a_factory_that_cannot_be_called_is_no_traceback(capsys, models, name, why):
     assert main(["check", f"{models}:{name}"]) == 2
     out, err = capsys.readouterr()

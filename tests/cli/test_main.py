@@ -56,6 +56,7 @@ def test_the_version_is_that_of_the_package(capsys):
     assert exit_code(capsys, "--version")[:2] == (0, f"dpengine {dpengine.__version__}\n")
 
 
+EPSILON = ["epsilon", "--sigma", "1", "--n", "1000", "--batch", "10", "--steps", "5"]
 WRONG = {
     "no-command": [],
     "unknown-command": ["train"],
@@ -72,6 +73,28 @@ WRONG = {
     "not-a-model": ["check", "collections:OrderedDict"],
     "a-class-that-needs-arguments": ["check", "torch.nn:Linear"],
     "unknown-data": ["data", "get", "cifar10"],
+    "nothing-before-the-colon": ["check", ":make"],
+    "a-relative-module": ["check", ".models:make"],
+    "no-run": ["report", "no_such_folder"],
+    "a-folder-without-report": ["report", str(ROOT / "docs")],
+    "a-file-that-is-no-report": ["report", str(ROOT / "setup.py")],
+    "a-picture": ["report", str(ROOT / "docs" / "report.png")],
+    "demo-into-a-file": ["demo", "--quick", "--out", str(ROOT / "setup.py")],
+    "add-remove-without-constants": [*EPSILON, "--relation", "add-remove"],
+    "unknown-relation": [*EPSILON, "--relation", "swap"],
+    **{
+        " ".join(change): [*EPSILON, *change]
+        for change in (
+            *[("--sigma", value) for value in ("-1", "nan", "inf", "", "1e300")],
+            *[("--n", value) for value in ("0", "-5", "1.5", "nan")],
+            *[("--batch", value) for value in ("0", "-3", "1001", "2.5")],
+            *[("--steps", value) for value in ("0", "-1", "1e3")],
+            *[("--delta", value) for value in ("0", "1", "-1", "nan", "inf", "0.002")],
+            *[("--sample-rate", value) for value in ("0", "-1", "1.5", "nan", "1e-300")],
+        )
+    },
+    **{f"epsilon-{value}": ["calibrate", "--epsilon", value, *EPSILON[3:]] for value in ("0", "nan", "inf", "1e300")},
+    "no-epochs": ["epsilon", "--sigma", "1", "--n", "10", "--batch", "2", "--epochs", "0"],
 }
 
 
@@ -81,6 +104,16 @@ def test_b1_a_wrong_call_gives_2_and_a_message_without_a_traceback(capsys, argv)
     assert (code, out) == (2, "")
     assert "dpengine" in err
     assert "Traceback" not in err
+    assert len(err.split("dpengine", 1)[1].splitlines()[-1]) < 500
+
+
+@pytest.mark.parametrize(
+    ("option", "value"), [("--sigma", "-1"), ("--batch", "0"), ("--steps", "-2"), ("--delta", "0")], ids=str
+)
+def test_a_number_out_of_range_is_said_of_its_option(capsys, option, value):
+    code, _, err = exit_code(capsys, *EPSILON, option, value)
+    assert code == 2
+    assert f"{option}: '{value}' is not" in err
 
 
 FAILING = {
@@ -88,7 +121,7 @@ FAILING = {
     "gdp-with-sampling": [
         *["epsilon", "--sigma", "1", "--n", "100", "--batch", "2", "--epochs", "1", "--accountant", "gdp"]
     ],
-    "no-run": ["report", "no_such_folder"],
+    "rdp-with-replacement": [*EPSILON, "--accountant", "rdp", "--relation", "replace-one"],
 }
 
 

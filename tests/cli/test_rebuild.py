@@ -8,10 +8,12 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from dpengine import PrivacyEngine
+from dpengine.accounting import Charge, GaussianEvent, Relation
 from dpengine.cli import main
+from dpengine.report import PrivacyReport, RunFacts
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def engine():
     torch.manual_seed(0)
     model = nn.Linear(4, 2)
@@ -76,10 +78,79 @@ def test_the_state_of_a_run_can_still_be_loaded_by_an_engine(engine):
     ["", "{", "[]", "{}", '{"facts": {"schema": 99}}', '{"ledger": {"schema": 7}, "delta": 1e-5, "accountant": "pld"}'],
     ids=["empty", "cut", "a-list", "nothing", "other-schema", "other-ledger"],
 )
-def test_a_damaged_state_gives_1_and_a_message(tmp_path, capsys, text):
+def test_a_damaged_state_gives_2_and_a_message(tmp_path, capsys, text):
     (tmp_path / "privacy_state.json").write_text(text, encoding="utf-8")
-    assert main(["report", str(tmp_path)]) == 1
+    assert main(["report", str(tmp_path)]) == 2
     err = capsys.readouterr().err
     assert "privacy_state.json" in err
     assert "Traceback" not in err
     assert [path.name for path in tmp_path.iterdir()] == ["privacy_state.json"]
+
+
+@pytest.fixture(scope="module")
+def reported(tmp_path_factory):
+    """A folder with the three files of a report, and no state."""
+    folder = tmp_path_factory.mktemp("reported")
+    history = (Charge(GaussianEvent(4.0), 9),)  # a closed form, and quick
+    facts = RunFacts({"noise_multiplier": 4.0}, history, 1e-3, Relation.ZERO_OUT, excludes=("the moon",))
+    PrivacyReport(facts).save(folder)
+    return folder
+
+
+@pytest.mark.parametrize("renamed", [None, "of-model-7.json"])
+def test_the_json_of_a_report_alone_gives_all_its_files_again(reported, tmp_path, capsys, renamed):
+    name = renamed or "privacy_report.json"
+    (tmp_path / name).write_bytes((reported / "privacy_report.json").read_bytes())
+    assert main(["report", str(tmp_path / name if renamed else tmp_path)]) == 0
+    out = capsys.readouterr().out
+    assert "-differential privacy for each training example" in out
+    for path in reported.iterdir():
+        assert (tmp_path / path.name).read_bytes() == path.read_bytes()
+        assert path.name in out
+
+
+def test_json_prints_the_bytes_of_the_file(reported, tmp_path, capsys):
+    assert main(["report", str(reported / "privacy_report.json"), "--out", str(tmp_path), "--json"]) == 0
+    assert capsys.readouterr().out == (reported / "privacy_report.json").read_text(encoding="utf-8")
+
+
+def test_the_state_is_taken_where_both_are_there(engine, tmp_path, capsys):
+    folder = write_state(tmp_path / "run", engine.state_dict())
+    (folder / "privacy_report.json").write_text("edited", encoding="utf-8")
+    assert main(["report", str(folder), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["mechanism"]["steps"] == 6
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (lambda text: text[:700], "cut"),
+        (lambda text: text.replace('"schema_version": 2', '"schema_version": 3'), "upgrade"),
+        (lambda text: text.replace("the moon", "nothing"), "no signature"),
+        (lambda text: text.replace('"delta": 0.001', '"delta": NaN'), "NaN"),
+    ],
+    ids=["cut", "newer", "edited", "nan"],
+)
+def test_a_report_that_is_not_as_it_was_written_gives_2_and_writes_nothing(reported, tmp_path, capsys, spoil, message):
+    text = (reported / "privacy_report.json").read_text(encoding="utf-8")
+    (tmp_path / "privacy_report.json").write_text(spoil(text), encoding="utf-8")
+    assert main(["report", str(tmp_path), "--out", str(tmp_path / "out")]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("dpengine: [DPE024] ") and "privacy_report.json: " in err and message in err
+    assert err.count("\n") == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["privacy_report.json"]
+
+
+def test_a_folder_that_cannot_be_made_gives_1_and_a_message(reported, tmp_path, capsys):
+    (tmp_path / "file").write_text("", encoding="utf-8")
+    assert main(["report", str(reported), "--out", str(tmp_path / "file" / "below")]) == 1
+    assert "file" in capsys.readouterr().err
+
+
+def test_a_file_is_no_folder_to_write_to(reported, tmp_path, capsys):
+    (tmp_path / "file").write_text("kept", encoding="utf-8")
+    with pytest.raises(SystemExit, match="2"):
+        main(["report", str(reported), "--out", str(tmp_path / "file")])
+    assert "pass a folder" in capsys.readouterr().err
+    assert (tmp_path / "file").read_text(encoding="utf-8") == "kept"

@@ -4,7 +4,15 @@ import dataclasses
 
 import pytest
 
-from dpengine.accounting import Charge, GaussianEvent, NonPrivateEvent, PoissonGaussianEvent, Relation, UnclaimedEvent
+from dpengine.accounting import (
+    Charge,
+    GaussianEvent,
+    MatrixGaussianEvent,
+    NonPrivateEvent,
+    PoissonGaussianEvent,
+    Relation,
+    UnclaimedEvent,
+)
 from dpengine.report import RunFacts
 
 PLAN = {
@@ -56,6 +64,10 @@ VARIANTS = {
         )
     },
     "refused": {"accountant": "gdp"},
+    "correlated": {
+        "plan": PLAN | {"sampling": "cyclic-poisson", "correlated_noise": {"noise": "blt", "decays": [0.9, 0.5]}},
+        "history": (Charge(MatrixGaussianEvent(4.0, 5, (1.0, 1.5), "0123abcd"), 8),),
+    },
 }
 
 

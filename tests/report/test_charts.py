@@ -18,6 +18,6 @@ def test_the_corners_of_the_range_are_the_corners_of_the_frame():
     axis = Axis("x", 0.0, 2.0, str)
     svg = line_chart("t", axis, axis, [Line(((0.0, 0.0), (2.0, 2.0)), "line", "end")])
     (points,) = re.findall(r'<polyline class="line" points="([^"]*)"', svg)
-    assert points == "68.0,254.0 496.0,16.0"
+    assert points == "76.0,252.0 496.0,18.0"
     assert ">end</text>" in svg
     assert svg.startswith("<svg") and svg.endswith("</svg>")

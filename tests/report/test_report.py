@@ -5,15 +5,24 @@ from importlib import resources
 
 import pytest
 
-from dpengine.report import PrivacyReport, plots
+from dpengine.report import PrivacyReport, plots, schema_check
 
 KEYS = {
-    "guarantee": {"epsilon", "delta", "mu_gdp", "advantage", "adjacency", "unit", "setting"},
-    "mechanism": {"noise_multiplier", "clipping", "sampling", "sample_rate", "steps", "expected_batch_size"},
+    "guarantee": {
+        *{"epsilon", "delta", "mu_gdp", "advantage", "adjacency", "unit", "setting"},
+        *{"refusal", "epsilon_unamplified"},
+    },
+    "mechanism": {
+        *{"noise_multiplier", "clipping", "sampling", "sample_rate", "steps", "expected_batch_size"},
+        "correlated_noise",
+    },
     "accounting": {"accountant", "library", "version", "discretization", "assumptions"},
-    "coverage": {"covers", "excludes"},
-    "run": {"seed_policy", "rng", "torch", "dpengine", "device", "git"},
-    "data": {"n", "source", "licence", "sha256"},
+    "coverage": {"covers", "excludes", "excludes_added"},
+    "run": {
+        *{"seed_policy", "rng", "torch", "dpengine", "device", "git", "target_epsilon", "planned_steps"},
+        *{"ledger_on_disk", "constants_declared", "loss_checked"},
+    },
+    "data": {"n", "name", "source", "licence", "sha256"},
     "utility": {"metric", "value", "split"},
 }
 SCHEMA = json.loads(resources.files("dpengine.report").joinpath("schema.json").read_text())
@@ -47,7 +56,7 @@ def violations(value, schema, where="report"):
         elif keyword == "additionalProperties":
             found += [f"{where}: {key} is not known" for key in value if key not in schema["properties"]]
         elif keyword == "items":
-            found += [line for i, item in enumerate(value) for line in violations(item, rule, f"{where}[{i}]")]
+            found += [line for i, item in enumerate(value or ()) for line in violations(item, rule, f"{where}[{i}]")]
         elif keyword == "anyOf":
             if all(violations(value, part, where) for part in rule):
                 found.append(f"{where}: {value!r} fits none of {rule}")
@@ -83,6 +92,7 @@ def strictly_parsed(text):
 def test_every_run_gives_a_report_of_the_shipped_schema(any_facts):
     report = strictly_parsed(PrivacyReport(any_facts).to_json())
     assert violations(report, SCHEMA) == []
+    assert list(schema_check.violations(report, SCHEMA)) == []
 
 
 def test_the_schema_check_sees_what_is_wrong(make_facts):
@@ -90,11 +100,12 @@ def test_the_schema_check_sees_what_is_wrong(make_facts):
     spoilt = report | {"guarantee": report["guarantee"] | {"epsilon": -1.0, "delta": 1, "unit": None, "note": ""}}
     del spoilt["utility"]
     assert len(violations(spoilt, SCHEMA)) == 5
+    assert len(list(schema_check.violations(spoilt, SCHEMA))) == 5
 
 
 def test_every_key_is_present_and_no_other(any_facts):
     report = PrivacyReport(any_facts).to_dict()
-    assert set(report) == {*KEYS, "schema_version", "profile", "history"}
+    assert set(report) == {*KEYS, "schema_version", "profile", "history", "history_unamplified", "digest"}
     assert {name: set(report[name]) for name in KEYS} == KEYS
     for item in report["accounting"]["assumptions"]:
         assert set(item) == {"name", "holds", "evidence"}

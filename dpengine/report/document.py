@@ -1,0 +1,176 @@
+"""The report as plain values, and back: whatever the pages say follows from this document alone."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from dpengine.accounting import PrivacySpent, Relation
+
+from . import sentences
+from .assumptions import assumptions
+from .facts import RunFacts
+from .figures import Figures
+from .history_rows import charges_of, rows_of
+
+SCHEMA_VERSION = 2
+
+_PLAN = ("noise_multiplier", "clipping", "sampling", "sample_rate", "expected_batch_size", "correlated_noise")
+_RUN = ("torch", "device", "git", "target_epsilon", "planned_steps", "ledger_on_disk", "constants_declared")
+_DATA = ("name", "source", "licence", "sha256")
+_UTILITY = ("metric", "value", "split")
+_SEED_POLICIES = {True: "INSECURE_SEED", False: "operating-system entropy", None: "unknown"}
+
+
+def document_of(facts: RunFacts, figures: Figures) -> dict[str, Any]:
+    """States a run as plain JSON values, in the form of ``schema.json`` and with its digest.
+
+    Args:
+        facts: The facts.
+        figures: Their numbers.
+
+    Returns:
+        The document. Infinity is ``"inf"``; what is not claimed or not known is None.
+    """
+    document = {
+        "schema_version": SCHEMA_VERSION,
+        "guarantee": _guarantee(facts, figures),
+        "mechanism": {key: facts.plan.get(key) for key in _PLAN} | {"steps": facts.steps},
+        "accounting": {
+            "accountant": figures.accountant,
+            "library": "dpengine",
+            "version": figures.version,
+            "discretization": figures.grid,
+            "assumptions": [
+                {"name": item.name, "holds": item.holds, "evidence": item.evidence} for item in assumptions(facts)
+            ],
+        },
+        "coverage": {
+            "covers": sentences.covers(facts),
+            "excludes": sentences.excludes(facts),
+            "excludes_added": list(facts.excludes),
+        },
+        "profile": [list(point) for point in figures.profile],
+        "history": rows_of(facts.history),
+        "history_unamplified": rows_of(facts.unamplified),
+        "run": _run(facts, figures),
+        "data": _data(facts),
+        "utility": {key: facts.utility.get(key) for key in _UTILITY},
+    }
+    document = _strict(document)
+    return document | {"digest": digest_of(document)}
+
+
+def digest_of(document: Mapping[str, Any]) -> str:
+    """Hashes everything but the digest.
+
+    That finds accidents and careless edits. It is no signature: whoever edits the document can compute it again.
+
+    Args:
+        document: With or without a digest.
+
+    Returns:
+        SHA-256, in hexadecimal, of JSON in UTF-8 with sorted keys and no spaces.
+    """
+    rest = {key: value for key, value in document.items() if key != "digest"}
+    text = json.dumps(rest, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def facts_of(document: Mapping[str, Any]) -> RunFacts:
+    """The facts that a document states."""
+    guarantee, run, data = document["guarantee"], document["run"], document["data"]
+    rng = {key: value for key, value in run["rng"].items() if value is not None}
+    seeded = next(key for key, policy in _SEED_POLICIES.items() if policy == run["seed_policy"])
+    return RunFacts(
+        plan={key: document["mechanism"][key] for key in _PLAN if document["mechanism"][key] is not None},
+        history=charges_of(document["history"]),
+        delta=guarantee["delta"],
+        relation=Relation(guarantee["adjacency"]),
+        accountant=document["accounting"]["accountant"],
+        num_examples=data["n"]["value"],
+        num_examples_public=data["n"]["public"],
+        noise=rng | ({} if seeded is None else {"insecure_seed": seeded}),
+        unit=guarantee["unit"],
+        loss_checked=run["loss_checked"],
+        data={key: data[key] for key in _DATA},
+        utility=document["utility"],
+        excludes=tuple(document["coverage"]["excludes_added"]),
+        unamplified=charges_of(document["history_unamplified"]),
+        **{key: run[key] for key in _RUN},
+    )
+
+
+def figures_in(document: Mapping[str, Any]) -> Figures:
+    """The figures that a document states."""
+    guarantee, accounting = document["guarantee"], document["accounting"]
+    spent = None
+    if guarantee["epsilon"] is not None:
+        spent = PrivacySpent(
+            epsilon=_number(guarantee["epsilon"]),
+            delta=guarantee["delta"],
+            mu=_number(guarantee["mu_gdp"]),
+            advantage=guarantee["advantage"],
+            steps=document["mechanism"]["steps"],
+            accountant_used=accounting["accountant"],
+        )
+    unamplified = guarantee["epsilon_unamplified"]
+    return Figures(
+        spent=spent,
+        refusal=guarantee["refusal"] or "",
+        profile=tuple((delta, _number(epsilon)) for delta, epsilon in document["profile"]),
+        accountant=accounting["accountant"],
+        grid=accounting["discretization"],
+        unamplified=None if unamplified is None else _number(unamplified),
+        version=accounting["version"],
+    )
+
+
+def _guarantee(facts: RunFacts, figures: Figures) -> dict[str, Any]:
+    spent = figures.spent
+    return {
+        "epsilon": None if spent is None else spent.epsilon,
+        "delta": facts.delta,
+        "mu_gdp": None if spent is None else spent.mu,
+        "advantage": None if spent is None else spent.advantage,
+        "refusal": figures.refusal or None,
+        "epsilon_unamplified": figures.unamplified,
+        "adjacency": facts.relation.value,
+        "unit": facts.unit,
+        "setting": sentences.SETTING,
+    }
+
+
+def _run(facts: RunFacts, figures: Figures) -> dict[str, Any]:
+    noise = facts.noise
+    return {
+        "seed_policy": _SEED_POLICIES[noise.get("insecure_seed")],
+        "rng": {key: noise.get(key) for key in ("kind", "cryptographic", "largest_normal")},
+        "dpengine": figures.version,
+        "loss_checked": facts.loss_checked,
+    } | {key: getattr(facts, key) for key in _RUN}
+
+
+def _data(facts: RunFacts) -> dict[str, Any]:
+    public = facts.rows_are_public
+    # A private size is withheld: under add-or-remove the exact number of rows is itself a release.
+    size = {"value": facts.num_examples if public else None, "public": public}
+    return {"n": size} | {key: facts.data.get(key) for key in _DATA}
+
+
+def _strict(value: Any) -> Any:
+    """The value with infinities as texts and NaN as None, so that any JSON parser reads it."""
+    if isinstance(value, dict):
+        return {key: _strict(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_strict(item) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None if math.isnan(value) else ("inf" if value > 0 else "-inf")
+    return value
+
+
+def _number(value: Any) -> float:
+    return math.inf if value == "inf" else value

@@ -1,0 +1,58 @@
+"""A history as rows of plain values, and back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from dpengine.accounting import Charge, event_from_state, event_to_state
+
+from .public_text import public_values
+
+_FIELDS = {
+    "gaussian": ("noise_multiplier",),
+    "poisson-gaussian": ("noise_multiplier", "sample_rate"),
+    "cyclic-gaussian": ("noise_multiplier", "sample_rate", "cycle_length", "run"),
+    "matrix-gaussian": ("noise_multiplier", "cycle_length", "sq_sensitivities", "run"),
+    "non-private": (),
+    "unclaimed": ("reason",),
+}
+"""What each law needs to be stated. A row has the other columns too; most are None there."""
+
+_COLUMNS = ("noise_multiplier", "sample_rate", "cycle_length", "sq_sensitivities", "run", "reason")
+
+
+def rows_of(history: Iterable[Charge]) -> list[dict[str, Any]]:
+    """The history as run lengths. Void batches cost what released ones do and are not told apart."""
+    rows: list[dict[str, Any]] = []
+    numbers: dict[str, int] = {}
+    for charge in history:
+        state = event_to_state(charge.event)
+        law = state["type"]
+        row = {"law": law} | {column: public_values(state.get(column)) for column in _COLUMNS}
+        row |= {"non-private": {"noise_multiplier": 0.0}, "gaussian": {"sample_rate": 1.0}}.get(law, {})
+        if row["run"] is not None:  # a random name
+            row["run"] = numbers.setdefault(state["run"], len(numbers) + 1)
+        row |= {"kind": "clip" if charge.kind == "clip" else "step", "steps": charge.count}
+        if rows and all(rows[-1][key] == row[key] for key in row if key != "steps"):
+            rows[-1]["steps"] += charge.count
+        else:
+            rows.append(row)
+    return rows
+
+
+def as_released(history: Iterable[Charge]) -> tuple[Charge, ...]:
+    """The history with voids as releases, which cost the same: what can be made again from its rows."""
+    return charges_of(rows_of(history))
+
+
+def charges_of(rows: Sequence[Mapping[str, Any]]) -> tuple[Charge, ...]:
+    """The charges that `rows_of` gave these rows for, voids as releases."""
+    charges = []
+    for row in rows:
+        fields = {name: row[name] for name in _FIELDS[row["law"]]}
+        if "run" in fields:
+            fields["run"] = str(fields["run"])
+        event = event_from_state({"type": row["law"], **fields})
+        charges.append(Charge(event, row["steps"], "clip" if row["kind"] == "clip" else "release"))
+    return tuple(charges)

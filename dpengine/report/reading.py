@@ -1,0 +1,145 @@
+"""Reads ``privacy_report.json`` again, and refuses one that is not as dpengine wrote it."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, NoReturn
+
+from dpengine.errors import CorruptFileError, PrivacyError
+
+from .document import SCHEMA_VERSION, digest_of, document_of, facts_of
+from .figures import figures_of, version_of
+from .schema_check import report_schema, shortened, violations
+
+REPORT_FILE = "privacy_report.json"
+
+_AGAIN = "Take the file that the run wrote, or make it again from privacy_state.json: dpengine report RUN_DIR."
+_NO_SIGNATURE = (
+    "The digest finds accidents and careless edits; it is no signature, and does not say who wrote a report."
+)
+_SAME = 1e-6  # relatively; other machines sum in another order
+
+
+def read_file(path: Path) -> str:
+    """The text of a file.
+
+    Args:
+        path: The file, or the folder that has ``privacy_report.json``.
+
+    Returns:
+        Its text.
+
+    Raises:
+        CorruptFileError: If it is not there, cannot be read, or is no text.
+    """
+    file = path / REPORT_FILE if path.is_dir() else path
+    try:
+        return file.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise CorruptFileError(f"{file} is not there.", fix=f"Pass a {REPORT_FILE}, or its folder.") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise CorruptFileError(f"{file} cannot be read: {error}.", fix=_AGAIN) from error
+
+
+def read_document(text: str, where: str) -> dict[str, Any]:
+    """Reads the JSON of a report and checks all that can be checked of it.
+
+    Its form must be that of ``schema.json`` and its digest that of its content. If this version of dpengine wrote it,
+    everything in it that follows from its history and its other facts is computed again and compared.
+
+    Args:
+        text: The JSON.
+        where: What it is called in an error.
+
+    Returns:
+        The document.
+
+    Raises:
+        CorruptFileError: If the text is not a report of this schema, or is not as it was written.
+    """  # noqa: DOC502 - the checks raise on our behalf
+    document = _parsed(text, where)
+    _check_schema(document, where)
+    _check_digest(document, where)
+    _check_what_follows(document, where)
+    return document
+
+
+def _parsed(text: str, where: str) -> Any:
+    try:
+        return json.loads(text, parse_constant=_refuse_constant, object_pairs_hook=_object)
+    except json.JSONDecodeError as error:
+        if error.pos >= len(text.rstrip()) or "Unterminated" in error.msg:
+            _refuse(where, f"the text ends too early, in line {text.count(chr(10)) + 1}; the file was cut")
+        _refuse(where, f"this is not JSON: {error}")
+    except (ValueError, RecursionError) as error:
+        _refuse(where, f"this is not JSON as dpengine writes it: {error}")
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    keys = [key for key, _ in pairs]
+    twice = next((key for key in keys if keys.count(key) > 1), None)
+    if twice is not None:
+        raise ValueError(f"the key {twice!r} is there twice")
+    return dict(pairs)
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is no number of JSON")
+
+
+def _check_schema(document: Any, where: str) -> None:
+    if not isinstance(document, dict) or "schema_version" not in document:
+        _refuse(where, "this is no privacy report: it has no schema_version", f"Pass a {REPORT_FILE}.")
+    version = document["schema_version"]
+    if type(version) is int and version > SCHEMA_VERSION:
+        found = f"written by a newer dpengine, schema {version}; this one reads {SCHEMA_VERSION}: upgrade"
+        _refuse(where, found, "pip install --upgrade dpengine")
+    if type(version) is int and version < SCHEMA_VERSION:
+        found = f"written by an older dpengine, schema {version}; this one reads {SCHEMA_VERSION}"
+        _refuse(where, found, "Make it again from privacy_state.json: dpengine report RUN_DIR.")
+    found = next(violations(document, report_schema()), "")
+    if found:
+        _refuse(where, f"not a report of schema {SCHEMA_VERSION}: {found}")
+
+
+def _check_digest(document: Mapping[str, Any], where: str) -> None:
+    try:
+        same = digest_of(document) == document["digest"]
+    except UnicodeEncodeError:  # half of a surrogate pair, which no text that dpengine writes has
+        same = False
+    if not same:
+        _refuse(where, f"it was changed after it was written: its content does not have its digest. {_NO_SIGNATURE}")
+
+
+def _check_what_follows(document: Mapping[str, Any], where: str) -> None:
+    try:
+        facts = facts_of(document)
+        if document["accounting"]["version"] != version_of("dpengine"):
+            return  # another version may rightly have other bounds and other words
+        again = document_of(facts, figures_of(facts))
+    except (PrivacyError, ValueError, TypeError) as error:
+        _refuse(where, f"what it states is not possible: {error}")
+    for name, here, there in _differences(document, again):
+        _refuse(where, f"{name} is {shortened(here)}, but what the report says of the run gives {shortened(there)}")
+
+
+def _differences(here: Any, there: Any, name: str = "") -> Iterator[tuple[str, Any, Any]]:
+    if isinstance(here, dict) and isinstance(there, dict):
+        for key in sorted(here.keys() | there.keys()):
+            if name or key != "digest":
+                yield from _differences(here.get(key), there.get(key), f"{name}.{key}" if name else key)
+    elif isinstance(here, list) and isinstance(there, list) and len(here) == len(there):
+        for index, (one, other) in enumerate(zip(here, there, strict=True)):
+            yield from _differences(one, other, f"{name}[{index}]")
+    elif isinstance(here, float) and isinstance(there, float):
+        if not math.isclose(here, there, rel_tol=_SAME, abs_tol=1e-15):
+            yield name, here, there
+    elif here != there:
+        yield name, here, there
+
+
+def _refuse(where: str, found: str, fix: str = _AGAIN) -> NoReturn:
+    raise CorruptFileError(f"{where}: {found.rstrip('.')}.", fix=fix) from None

@@ -1,0 +1,219 @@
+"""A report is made again from its JSON alone, and a JSON that is not as dpengine wrote it is refused."""
+
+import hashlib
+import json
+import math
+import re
+
+import pytest
+
+from dpengine.accounting import Charge, CyclicGaussianEvent, MatrixGaussianEvent, PoissonGaussianEvent, UnclaimedEvent
+from dpengine.errors import CorruptFileError
+from dpengine.report import PrivacyReport
+from dpengine.report.history_rows import charges_of, rows_of
+
+
+def resealed(document):
+    """The document with the digest that it should have, by the words of the documentation."""
+    rest = {key: value for key, value in document.items() if key != "digest"}
+    text = json.dumps(rest, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
+    return rest | {"digest": hashlib.sha256(text.encode("utf-8")).hexdigest()}
+
+
+def changed(document, path, value):
+    """A copy in which one value is another."""
+    copy = json.loads(json.dumps(document))
+    *way, last = path
+    place = copy
+    for key in way:
+        place = place[key]
+    place[last] = value
+    return copy
+
+
+@pytest.fixture
+def report(make_facts):
+    return PrivacyReport(make_facts("full-batch"))
+
+
+def test_all_three_forms_and_the_statement_are_made_again_from_the_json(any_facts):
+    first = PrivacyReport(any_facts)
+    again = PrivacyReport.from_json(first.to_json())
+    assert again.to_json() == first.to_json()
+    assert again.to_markdown() == first.to_markdown()
+    assert again.to_html() == first.to_html()
+    assert (str(again), repr(again)) == (str(first), repr(first))
+
+
+def test_what_is_known_of_a_reason_and_of_sentences_survives(make_facts):
+    facts = make_facts("shuffled", excludes=("the moon",), utility={"metric": "loss", "value": math.nan})
+    again = PrivacyReport.from_json(PrivacyReport(facts).to_json())
+    assert again.facts.excludes == ("the moon",)
+    assert again.facts.history == facts.history
+    assert again.to_html() == PrivacyReport(facts).to_html()
+
+
+def test_a_file_or_its_folder_can_be_read_and_saved_again(report, tmp_path):
+    first = report.save(tmp_path / "first")
+    for path in (tmp_path / "first", tmp_path / "first" / "privacy_report.json", str(tmp_path / "first")):
+        second = PrivacyReport.load(path).save(tmp_path / "second")
+        assert [path.read_bytes() for path in second] == [path.read_bytes() for path in first]
+
+
+def test_other_spaces_and_another_order_are_no_change(report):
+    text = json.dumps(report.to_dict(), sort_keys=True, separators=(", ", ":"))
+    assert PrivacyReport.from_json(text).to_html() == report.to_html()
+
+
+def test_the_digest_is_what_the_documentation_says(report):
+    assert report.to_dict() == resealed(report.to_dict())
+
+
+def test_rows_hold_all_that_an_event_states():
+    cyclic = CyclicGaussianEvent(0.1, 2.0, 4, "random-name")
+    history = (
+        Charge(cyclic, 12),
+        Charge(CyclicGaussianEvent(0.1, 2.0, 4, "another"), 3),
+        Charge(MatrixGaussianEvent(4.0, 5, (1.0, 1.5), "third"), 8),
+        Charge(PoissonGaussianEvent(0.1, 9.0), 2, "clip"),
+        Charge(UnclaimedEvent("no analysis"), 7),
+        Charge(cyclic, 5),
+    )
+    rows = json.loads(json.dumps(rows_of(history)))
+    again = charges_of(rows)
+    assert [row["run"] for row in rows] == [1, 2, 3, None, None, 1]
+    assert [(type(one.event), one.count, one.kind) for one in again] == [
+        (type(one.event), one.count, one.kind) for one in history
+    ]
+    assert again[2].event.sq_sensitivities == (1.0, 1.5)
+    assert rows_of(again) == rows
+
+
+def test_void_batches_are_not_told_apart(make_facts):
+    report = PrivacyReport(make_facts("voids-and-clips"))
+    assert "void" not in report.to_json()
+    assert {charge.kind for charge in PrivacyReport.from_json(report.to_json()).facts.history} == {"release", "clip"}
+
+
+def test_a_private_size_is_not_in_it(make_facts):
+    text = PrivacyReport(make_facts("not-started", num_examples=5003, relation="add-or-remove-one")).to_json()
+    assert "5003" not in text
+    assert PrivacyReport.from_json(text).facts.num_examples is None
+
+
+SPOILT_TEXTS = {
+    "empty": (lambda text: "", "cut"),
+    "cut-in-the-middle": (lambda text: text[: len(text) // 2], "cut"),
+    "without-its-last-brace": (lambda text: text.rstrip()[:-1], "cut"),
+    "no-json": (lambda text: "ε = 1", "not JSON"),
+    "more-than-json": (lambda text: text + "}", "not JSON"),
+    "a-list": (lambda text: "[]", "no privacy report"),
+    "no-version": (lambda text: text.replace('"schema_version"', '"version"'), "no privacy report"),
+    "nan": (lambda text: text.replace('"delta": 1e-05', '"delta": NaN'), "NaN is no number"),
+    "infinity": (lambda text: text.replace('"delta": 1e-05', '"delta": Infinity'), "Infinity is no number"),
+    "infinity-in-digits": (lambda text: text.replace('"delta": 1e-05', '"delta": 1e999'), "guarantee.delta"),
+    "a-key-twice": (lambda text: text.replace('"delta":', '"delta": 1e-9, "delta":', 1), "'delta' is there twice"),
+    "too-deep": (lambda text: "[" * 100_000, "not JSON"),
+    "half-a-character": (lambda text: text.replace("Census", "Census\\ud800"), "digest"),
+    "newer": (
+        lambda text: text.replace('"schema_version": 2', '"schema_version": 3'),
+        "written by a newer dpengine, schema 3; this one reads 2: upgrade",
+    ),
+    "older": (lambda text: '{"schema_version": 1}', "older dpengine, schema 1"),
+    "version-is-no-number": (lambda text: text.replace('_version": 2', '_version": "2"'), 'schema_version is "2"'),
+    "edited": (lambda text: text.replace('"delta": 1e-05', '"delta": 1e-06'), "digest.*no signature"),
+}
+
+
+@pytest.mark.parametrize(("spoil", "message"), SPOILT_TEXTS.values(), ids=SPOILT_TEXTS)
+def test_a_text_that_is_not_as_it_was_written_is_refused(report, spoil, message):
+    text = report.to_json()
+    assert spoil(text) != text
+    with pytest.raises(CorruptFileError, match=rf"DPE024. report\.from_json: .*{message}"):
+        PrivacyReport.from_json(spoil(text))
+
+
+@pytest.mark.parametrize("key", ["guarantee", "history_unamplified", "digest"])
+def test_a_missing_key_is_named(report, key):
+    document = report.to_dict()
+    del document[key]
+    with pytest.raises(CorruptFileError, match=f"{key} is missing"):
+        PrivacyReport.from_json(json.dumps(document))
+
+
+WRONG_FORMS = {
+    ("note",): "",
+    ("guarantee", "note"): "",
+    ("guarantee", "delta"): "1e-5",
+    ("guarantee", "epsilon"): True,
+    ("guarantee", "advantage"): 1.5,
+    ("guarantee", "adjacency"): "none",
+    ("mechanism", "steps"): 2.5,
+    ("accounting", "assumptions"): [],
+    ("history", 0, "law"): "laplace",
+    ("history", 0, "steps"): 0,
+    ("run", "ledger_on_disk"): 1,
+    ("data", "n"): {"value": -1, "public": True},
+    ("profile", 0): [0.1],
+}
+
+
+@pytest.mark.parametrize(("path", "value"), WRONG_FORMS.items(), ids=str)
+def test_what_is_against_the_schema_is_refused_with_its_place(report, path, value):
+    place = ".".join(str(key) for key in path).replace(".0", "[0]")
+    with pytest.raises(CorruptFileError, match=f"schema 2: {re.escape(place)}"):
+        PrivacyReport.from_json(json.dumps(resealed(changed(report.to_dict(), path, value))))
+
+
+EDITS = {
+    ("guarantee", "epsilon"): 0.5,
+    ("guarantee", "mu_gdp"): 0.1,
+    ("guarantee", "advantage"): 0.01,
+    ("profile", 3): [1e-4, 0.1],
+    ("mechanism", "steps"): 2,
+    ("accounting", "assumptions", 5, "evidence"): "all is well",
+    ("coverage", "excludes", 0): "nothing",
+    ("data", "n", "public"): False,
+    ("run", "dpengine"): "9.9",
+}
+
+
+@pytest.mark.parametrize(("path", "value"), EDITS.items(), ids=str)
+def test_an_edit_with_a_new_digest_is_refused_if_it_does_not_follow_from_the_history(report, path, value):
+    with pytest.raises(CorruptFileError, match=f"{path[0]}.*what the report says of the run gives"):
+        PrivacyReport.from_json(json.dumps(resealed(changed(report.to_dict(), path, value))))
+
+
+@pytest.mark.parametrize(
+    ("path", "value"), [(("accounting", "accountant"), "abacus"), (("history", 0, "noise_multiplier"), None)], ids=str
+)
+def test_what_cannot_be_is_refused(report, path, value):
+    with pytest.raises(CorruptFileError, match="not possible"):
+        PrivacyReport.from_json(json.dumps(resealed(changed(report.to_dict(), path, value))))
+
+
+def test_the_last_digits_of_another_machine_are_taken_as_they_are(report):
+    epsilon = report.to_dict()["guarantee"]["epsilon"] * (1 + 1e-9)
+    again = PrivacyReport.from_json(json.dumps(resealed(changed(report.to_dict(), ("guarantee", "epsilon"), epsilon))))
+    assert again.to_dict()["guarantee"]["epsilon"] == epsilon
+
+
+def test_a_report_of_another_version_keeps_its_numbers(report):
+    document = report.to_dict()
+    for path, value in {("accounting", "version"): "7.1", ("run", "dpengine"): "7.1"}.items():
+        document = changed(document, path, value)
+    document = resealed(changed(document, ("guarantee", "epsilon"), 4.321))
+    again = PrivacyReport.from_json(json.dumps(document))
+    page = again.to_html()
+    assert again.to_dict() == document
+    assert "4.33" in page and "dpengine 7.1" in page
+    assert page.count('<polyline class="line"') == 1  # what each step cost was not in it
+    assert "(ε = 4.33, δ = 1e-05)" in str(again)
+
+
+def test_a_file_that_is_not_there_or_no_text_is_named(tmp_path):
+    with pytest.raises(CorruptFileError, match=r"privacy_report\.json is not there"):
+        PrivacyReport.load(tmp_path)
+    (tmp_path / "picture").write_bytes(b"\xff\xfe")
+    with pytest.raises(CorruptFileError, match="picture cannot be read"):
+        PrivacyReport.load(tmp_path / "picture")
