@@ -33,6 +33,9 @@ from .events import (
 )
 from .ledger import KINDS, Charge, Ledger, steps_of
 from .library import library_relation
+from .monte_carlo import MonteCarloClaim, monte_carlo_epsilon, verify
+from .monte_carlo_verified import threshold_for, verified_delta
+from .sampled_matrix import SampledMatrixEvent
 
 __all__ = [
     "ACCOUNTANTS",
@@ -45,10 +48,12 @@ __all__ = [
     "GaussianEvent",
     "Ledger",
     "MatrixGaussianEvent",
+    "MonteCarloClaim",
     "NonPrivateEvent",
     "PoissonGaussianEvent",
     "PrivacySpent",
     "Relation",
+    "SampledMatrixEvent",
     "UnclaimedEvent",
     "accountant_used",
     "advantage_of",
@@ -65,6 +70,7 @@ __all__ = [
     "event_from_state",
     "event_to_state",
     "library_relation",
+    "monte_carlo_epsilon",
     "mu_gdp",
     "privacy_profile",
     "privacy_spent",
@@ -74,5 +80,8 @@ __all__ = [
     "steps_per_epoch",
     "steps_within",
     "suggested_delta",
+    "threshold_for",
     "to_dp_accounting",
+    "verified_delta",
+    "verify",
 ]

@@ -9,7 +9,7 @@ from statistics import NormalDist
 
 from dpengine.errors import AccountingRefusedError
 
-from . import arguments, gdp, library, pld, prv, rdp
+from . import arguments, gdp, library, monte_carlo, pld, prv, rdp
 from .composition import Bounds, Composition, compose
 from .events import Relation
 from .ledger import Charge, steps_of
@@ -35,6 +35,7 @@ ACCOUNTANTS = {
     "prv": Accountant(prv.epsilon, prv.delta, prv.bounds, prv.spacing),
     "dp_accounting": Accountant(library.pld_epsilon, library.pld_delta, spacing=library.pld_spacing),
     "dp_accounting_rdp": Accountant(library.rdp_epsilon, library.rdp_delta),
+    "monte_carlo": Accountant(monte_carlo.epsilon, monte_carlo.delta),
 }
 
 
@@ -92,7 +93,8 @@ def epsilon_of(
         history: Everything that was charged, such as ``ledger.history``. Voids count like releases.
         delta: Strictly between 0 and 1; well below 1/N.
         accountant: "pld" (tight), "rdp" (fast, looser) or "gdp" (exact, without sampling only); for a second opinion
-            "prv", and by the dp-accounting library "dp_accounting" and "dp_accounting_rdp".
+            "prv", and by the dp-accounting library "dp_accounting" and "dp_accounting_rdp"; "monte_carlo" (by
+            simulation, for a history with one run that has no closed form; up to half a minute).
         relation: Which data sets are neighbours.
 
     Returns:
@@ -187,7 +189,7 @@ def mu_gdp(
     """
     history = tuple(history)
     composition, relation = compose(history), Relation(relation)
-    if composition.non_private or not composition.sampled:
+    if composition.non_private or composition.unsampled:
         return gdp.exact_mu(composition, relation)
     deltas = {10.0**-decade for decade in range(1, 10)} | {arguments.delta_in_range(delta)}
     points = privacy_profile(history, deltas, accountant, relation)
@@ -212,15 +214,20 @@ def privacy_profile(
 
     Returns:
         The pairs, each an upper bound computed at its own delta.
-    """
+
+    Raises:
+        AccountingRefusedError: If the accountant answers for none of them.
+    """  # noqa: DOC502 - the last refusal
     history = tuple(history)
     compose(history)  # an unclaimed release refuses here, for all deltas
-    points = []
+    points, refusal = [], None
     for delta in sorted((arguments.delta_in_range(value) for value in deltas), reverse=True):
         try:
             points.append((delta, epsilon_of(history, delta, accountant, relation)))
-        except AccountingRefusedError:
-            continue
+        except AccountingRefusedError as error:
+            refusal = error
+    if refusal is not None and not points:
+        raise refusal
     return tuple(points)
 
 

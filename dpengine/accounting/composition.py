@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -20,6 +20,7 @@ from .events import (
     UnclaimedEvent,
 )
 from .ledger import Charge
+from .sampled_matrix import SampledMatrixEvent
 
 MOST_DISTINCT = 96
 _FINEST = 20
@@ -43,11 +44,31 @@ class Composition:
         precision: Sum of 1 / noise_multiplier**2 over the unsampled Gaussians, which together are one such Gaussian.
         sampled: The sampled ones, each pair (rate, noise) once, sorted.
         non_private: Whether something left without noise.
+        runs: Those that have no closed form, and how often each was charged, sorted.
     """
 
     precision: float
     sampled: tuple[SampledGaussian, ...]
     non_private: bool
+    runs: tuple[tuple[SampledMatrixEvent, int], ...] = ()
+
+    @property
+    def empty(self) -> bool:
+        """Whether nothing was released."""
+        return not (self.precision or self.sampled or self.non_private or self.runs)
+
+    @property
+    def unsampled(self) -> bool:
+        """Whether all of it together is one Gaussian."""
+        return not (self.sampled or self.runs)
+
+    def refuse_runs(self) -> None:
+        """For accountants that work with closed forms."""
+        if self.runs:
+            raise AccountingRefusedError(
+                f"This history holds a {self.runs[0][0].scheme} run, whose epsilon has no closed form.",
+                fix="Use accountant='monte_carlo'.",
+            )
 
     def mu(self, relation: Relation) -> float:
         """The exact mu of the unsampled Gaussians alone: mu**2 adds, and replace-one moves the sum twice as far."""
@@ -81,7 +102,7 @@ class Composition:
             SampledGaussian(min(1.0, rate), sigma, count)
             for (rate, sigma), count in zip(merged.tolist(), counts.tolist(), strict=True)
         ]
-        return Composition(self.precision, tuple(groups), self.non_private)
+        return replace(self, sampled=tuple(groups))
 
 
 @dataclass(frozen=True)
@@ -115,6 +136,7 @@ def compose(history: Iterable[Charge]) -> Composition:
     sampled: Counter[tuple[float, float]] = Counter()
     cyclic: Counter[CyclicGaussianEvent] = Counter()
     matrices: Counter[MatrixGaussianEvent] = Counter()
+    runs: Counter[SampledMatrixEvent] = Counter()
     non_private = False
     for charge in history:
         event = charge.event
@@ -129,6 +151,8 @@ def compose(history: Iterable[Charge]) -> Composition:
             cyclic[event] += charge.count  # of one run, whatever lies between in the history
         elif isinstance(event, MatrixGaussianEvent):
             matrices[event] += charge.count
+        elif isinstance(event, SampledMatrixEvent):
+            runs[event] += charge.count
         elif isinstance(event, GaussianEvent) or event.sample_rate == 1:
             unsampled[event.noise_multiplier] += charge.count
         else:
@@ -142,4 +166,4 @@ def compose(history: Iterable[Charge]) -> Composition:
     groups = tuple(SampledGaussian(rate, sigma, count) for (rate, sigma), count in sorted(sampled.items()))
     parts = [count / sigma / sigma for sigma, count in unsampled.items()]
     precision = math.fsum([*parts, *(event.precision(steps) for event, steps in matrices.items())])
-    return Composition(precision, groups, non_private)
+    return Composition(precision, groups, non_private, tuple(sorted(runs.items(), key=repr)))

@@ -9,6 +9,7 @@ from typing import Any
 from dpengine.errors import AccountingRefusedError, LedgerError, MissingDependencyError
 
 from . import arguments
+from .sampled_matrix import SampledMatrixEvent
 
 
 class Relation(enum.Enum):
@@ -145,7 +146,13 @@ class UnclaimedEvent:
 
 
 Event = (
-    GaussianEvent | PoissonGaussianEvent | CyclicGaussianEvent | MatrixGaussianEvent | NonPrivateEvent | UnclaimedEvent
+    GaussianEvent
+    | PoissonGaussianEvent
+    | CyclicGaussianEvent
+    | MatrixGaussianEvent
+    | SampledMatrixEvent
+    | NonPrivateEvent
+    | UnclaimedEvent
 )
 
 
@@ -171,6 +178,7 @@ _TYPES: dict[str, Callable[..., Event]] = {
     "poisson-gaussian": PoissonGaussianEvent,
     "cyclic-gaussian": CyclicGaussianEvent,
     "matrix-gaussian": MatrixGaussianEvent,
+    "sampled-matrix": SampledMatrixEvent,
     "non-private": NonPrivateEvent,
     "unclaimed": UnclaimedEvent,
 }
@@ -220,7 +228,7 @@ def to_dp_accounting(event: Event, count: int = 1) -> Any:
         A ``dp_accounting.DpEvent``.
 
     Raises:
-        AccountingRefusedError: If the event is unclaimed.
+        AccountingRefusedError: If the event is unclaimed, or has no closed form.
         MissingDependencyError: If dp-accounting is not installed.
     """
     try:
@@ -234,6 +242,8 @@ def to_dp_accounting(event: Event, count: int = 1) -> Any:
         raise AccountingRefusedError(f"accounting.to_dp_accounting: {event.reason}")
     if isinstance(event, NonPrivateEvent) or event.noise_multiplier == 0:
         return dp_accounting.NonPrivateDpEvent()
+    if isinstance(event, SampledMatrixEvent):
+        raise AccountingRefusedError(f"dp-accounting has no event for {event.scheme} runs, which are simulated.")
     if isinstance(event, MatrixGaussianEvent):
         return dp_accounting.GaussianDpEvent(1 / math.sqrt(event.precision(count)))
     gaussian = dp_accounting.GaussianDpEvent(event.noise_multiplier)

@@ -42,8 +42,9 @@ def exact_mu(composition: Composition, relation: Relation) -> float:
         mu; infinite where something left without noise.
 
     Raises:
-        AccountingRefusedError: If any release was sampled.
+        AccountingRefusedError: If any release was sampled, or has no closed form.
     """
+    composition.refuse_runs()
     if composition.sampled:
         raise AccountingRefusedError(
             "accountant 'gdp' is exact only without sampling; its central-limit form for sampled releases gives an "

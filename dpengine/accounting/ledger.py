@@ -8,6 +8,7 @@ from dpengine.errors import InvalidBudgetError, LedgerError
 
 from . import arguments
 from .events import Event, event_from_state, event_to_state
+from .sampled_matrix import SampledMatrixEvent
 
 KINDS = ("release", "void", "clip")
 """A noised sum that left, a batch that was drawn but not released, and the noised count of adaptive clipping."""
@@ -93,7 +94,11 @@ class Ledger:
 
 def steps_of(history: Iterable[Charge]) -> int:
     """How many batches a history charged, released or void."""
-    return sum(charge.count for charge in history if charge.kind != "clip")
+    return sum(_batches(charge.event) * charge.count for charge in history if charge.kind != "clip")
+
+
+def _batches(event: Event) -> int:
+    return event.steps if isinstance(event, SampledMatrixEvent) else 1
 
 
 def _read(state: Mapping[str, Any]) -> list[Charge]:

@@ -85,6 +85,7 @@ def _something(composition: Composition) -> bool:
 
 
 def _answer(kind: str, composition: Composition, relation: Relation, question: str, value: float) -> float:
+    composition.refuse_runs()
     if not _something(composition):
         return 0.0
     if kind == "rdp" and composition.sampled and relation is Relation.REPLACE_ONE:

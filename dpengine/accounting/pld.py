@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
+from dataclasses import replace
 
 import numpy as np
 
@@ -112,6 +113,7 @@ def _on_lattices(composition: Composition, delta: float, relation: Relation, acc
 
 def _parts(composition: Composition, direction: Direction) -> tuple[Part, ...]:
     """All releases as pairs of this direction."""
+    composition.refuse_runs()
     parts = [
         Part(((1.0, LossPair(g.sample_rate, g.noise_multiplier, direction)),), g.count) for g in composition.sampled
     ]
@@ -133,4 +135,4 @@ def _other_delta(composition: Composition, epsilon: float, relation: Relation) -
 def _without_sampling(composition: Composition) -> Composition:
     """The same releases over all rows: sampling can only help."""
     extra = math.fsum(g.count / g.noise_multiplier / g.noise_multiplier for g in composition.sampled)
-    return Composition(composition.precision + extra, (), composition.non_private)
+    return replace(composition, precision=composition.precision + extra, sampled=())

@@ -145,6 +145,7 @@ def _delta(composition: Composition, epsilon: float, relation: Relation) -> floa
 
 def _releases(composition: Composition, delta: float, relation: Relation) -> list[Releases]:
     """All releases as pairs, by direction."""
+    composition.refuse_runs()
     kinds = len(composition.sampled) + (composition.precision > 0)
     count = sum(group.count for group in composition.sampled) + (composition.precision > 0)
     least = min(group.noise_multiplier for group in composition.sampled)

@@ -70,8 +70,10 @@ def curve(composition: Composition, relation: Relation) -> RdpCurve:
         The curve of the composition.
 
     Raises:
-        AccountingRefusedError: For Poisson sampling under replace-one, which this bound does not cover.
+        AccountingRefusedError: For Poisson sampling under replace-one, which this bound does not cover, and for runs
+            without a closed form.
     """
+    composition.refuse_runs()
     if composition.sampled and relation is Relation.REPLACE_ONE:
         raise AccountingRefusedError(
             "accountant 'rdp' has no bound for Poisson sampling under replace-one.", fix="Use accountant='pld'."

@@ -139,7 +139,8 @@ def delta_floor(facts: RunFacts) -> float | None:
         sigma = getattr(charge.event, "noise_multiplier", 0.0)
         if sigma > 0:
             rate = getattr(charge.event, "sample_rate", 1.0)
-            total += charge.count * rate * 0.5 * math.erfc((end - distance / sigma) / math.sqrt(2))
+            releases = charge.count * getattr(charge.event, "steps", 1)
+            total += releases * rate * 0.5 * math.erfc((end - distance / sigma) / math.sqrt(2))
     return min(1.0, total)
 
 

@@ -12,6 +12,7 @@ from dpengine.accounting import (
     MatrixGaussianEvent,
     PoissonGaussianEvent,
     Relation,
+    SampledMatrixEvent,
 )
 
 from .assumptions import stamps
@@ -52,10 +53,8 @@ def other_measures(facts: RunFacts, figures: Figures) -> str:
     spent = figures.spent
     if spent is None:
         return "none, since no ε is claimed."
-    if (
-        any(isinstance(charge.event, (PoissonGaussianEvent, CyclicGaussianEvent)) for charge in facts.history)
-        and figures.profile
-    ):
+    by_chance = (PoissonGaussianEvent, CyclicGaussianEvent, SampledMatrixEvent)
+    if any(isinstance(charge.event, by_chance) for charge in facts.history) and figures.profile:
         smallest = min(delta for delta, _ in figures.profile)
         range_ = f"a Gaussian curve above this run's for δ from {round_up_delta(smallest)} up"
     else:
@@ -149,6 +148,7 @@ def covers(facts: RunFacts) -> list[str]:
         PoissonGaussianEvent: "a Poisson batch",
         CyclicGaussianEvent: "a Poisson batch of one group of rows",
         MatrixGaussianEvent: "one group of rows, the groups taking turns",
+        SampledMatrixEvent: "a batch of random rows",
     }
     seen = {laws[type(charge.event)] for charge in facts.history if type(charge.event) in laws}
     of = f" ({' or '.join(sorted(seen))} each)" if seen else ""

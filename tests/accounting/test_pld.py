@@ -97,6 +97,13 @@ def test_one_step_under_replace_one_is_its_own_pair(rate, sigma):
         assert truth - 1e-11 <= answer <= truth * (1 + 1e-2) + 1e-9
 
 
+def test_delta_is_that_of_the_other_direction_where_one_has_no_such_loss():
+    history = poisson(0.1, 1.0, 20)  # an example that is added has losses up to 2.107
+    for eps in (2.0, 2.2, 4.0):
+        truth = math.exp(Contour([(0.1, 1.0, 20)], "remove").log_delta(eps))
+        assert truth <= delta_of(history, eps) <= truth * (1 + 1e-3)
+
+
 def test_f_a4_replace_one_costs_more_and_zero_out_the_same():
     history = poisson(0.01, 1.0, 1000)
     base = epsilon_of(history, 1e-5)
