@@ -99,7 +99,8 @@ def upper_log_delta(parts: Parts, epsilon: float, ceiling: float, accuracy: floa
         accuracy: As for `upper_epsilon`.
 
     Returns:
-        The bound, which may be above the ceiling; minus infinity where no loss is so large. Where no lattice holds the losses, a ``NoWindowError``.
+        The bound, which may be above the ceiling; minus infinity where no loss is so large. Where no lattice holds the
+        losses, a ``NoWindowError``.
     """
     if epsilon >= _largest_loss(parts):
         return -math.inf
