@@ -13,14 +13,22 @@ from torch.utils.data import DataLoader
 
 from dpengine.accounting import Charge, MatrixGaussianEvent, Relation, UnclaimedEvent
 from dpengine.admission import clipping_for, delta_for, noise_for, planned_steps, sampling_and_noise
+from dpengine.batch_selection import FixedSizeStrategy
 from dpengine.clipping import AbstractClip
 from dpengine.errors import InvalidBudgetError
 from dpengine.noise import BLT, BandedInverse, BandMF
 from dpengine.plan import AbstractPlanConfig, BandedInverseConfig, BLTConfig, DPExecutionPlan
 from dpengine.run import Budget
 from dpengine.run_plan import RunPlan
-from dpengine.sampling import AbstractBatchStrategy, CyclicPoissonStrategy, PoissonSampling, strategy_for
+from dpengine.sampling import (
+    AbstractBatchStrategy,
+    CyclicPoissonStrategy,
+    PoissonSampling,
+    TruncatedStrategy,
+    strategy_for,
+)
 
+_Planned = CyclicPoissonStrategy | TruncatedStrategy | FixedSizeStrategy
 _NEAR = 0.02  # relative: how far the plan's batches may be from the loader's
 
 
@@ -200,7 +208,7 @@ def _by_plan(module: nn.Module, loader: DataLoader[Any], wanted: Wanted) -> tupl
     assert sigma is not None
     run = secrets.token_hex(8)
     claim = config.claim(sigma, run)
-    if isinstance(claim, UnclaimedEvent) or not isinstance(strategy, CyclicPoissonStrategy):
+    if isinstance(claim, UnclaimedEvent) or not isinstance(strategy, _Planned):
         raise InvalidBudgetError(
             f"The engine's ledger has no event for such a plan: {getattr(claim, 'reason', selection.accounting)}.",
             fix="Use the parts of the plan in a loop of your own, or a plan with plain or cyclic Poisson batches.",
@@ -209,7 +217,7 @@ def _by_plan(module: nn.Module, loader: DataLoader[Any], wanted: Wanted) -> tupl
     public = config.num_examples is not None
     if public:  # else the length of a pass would tell how many rows there are
         passes = math.ceil(rows / strategy.expected_batch_size)
-        strategy = dataclasses.replace(strategy, steps_per_epoch=min(config.iterations, max(1, passes)))
+        strategy = _with_passes(strategy, min(config.iterations, max(1, passes)))
     elif wanted.spending.target_delta is None:
         raise InvalidBudgetError(
             "The plan keeps the number of rows private, and a delta that follows from it would tell.",
@@ -229,6 +237,20 @@ def _by_plan(module: nn.Module, loader: DataLoader[Any], wanted: Wanted) -> tupl
     plan = RunPlan(strategy, policy, sigma, divisor, relation, noise, left, claim, divides_always=True, run=run)
     delta = delta_for(spending.target_delta, rows, spending.allow_large_delta)
     return plan, Budget(None, delta, config.iterations, spending.on_budget, spending.accountant)
+
+
+def _with_passes(strategy: _Planned, steps: int) -> _Planned:
+    """The strategy with so many batches in a pass over the loader."""
+    if isinstance(strategy, TruncatedStrategy):
+        assert isinstance(strategy.drawn, CyclicPoissonStrategy)
+        return dataclasses.replace(strategy, drawn=dataclasses.replace(strategy.drawn, steps_per_epoch=steps))
+    return dataclasses.replace(strategy, steps_per_epoch=steps)
+
+
+def _groups(strategy: _Planned) -> int:
+    """How many groups of examples take turns."""
+    drawn = strategy.drawn if isinstance(strategy, TruncatedStrategy) else strategy
+    return drawn.cycle_length if isinstance(drawn, CyclicPoissonStrategy) else 1
 
 
 def _config_of(plan: Any) -> AbstractPlanConfig:
@@ -258,9 +280,7 @@ def _refuse_said_twice(wanted: Wanted) -> None:
         )
 
 
-def _refuse_misfit(
-    config: AbstractPlanConfig, strategy: CyclicPoissonStrategy, loader: DataLoader[Any], wanted: Wanted
-) -> None:
+def _refuse_misfit(config: AbstractPlanConfig, strategy: _Planned, loader: DataLoader[Any], wanted: Wanted) -> None:
     """Refuses a plan that is for other data, other batches or another number of steps."""
     checked = strategy_for(loader, sampling="poisson", sample_rate=None, expected_batch_size=None)
     rows = strategy.num_examples
@@ -273,9 +293,9 @@ def _refuse_misfit(
     if abs(strategy.expected_batch_size - usual) > max(1.0, _NEAR * usual):
         raise InvalidBudgetError(
             f"The plan draws batches of {strategy.expected_batch_size:.4g} rows on average (sampling_prob="
-            f"{strategy.sample_rate:.4g} of {rows:,} rows in {strategy.cycle_length} groups), and the loader has "
+            f"{strategy.sample_rate:.4g} of {rows:,} rows in {_groups(strategy)} groups), and the loader has "
             f"batch_size={usual:g}.",
-            fix=f"Make the plan with sampling_prob={min(1.0, usual * strategy.cycle_length / max(rows, 1)):.6g}, or "
+            fix=f"Make the plan with sampling_prob={min(1.0, usual * _groups(strategy) / max(rows, 1)):.6g}, or "
             "the loader with that batch size.",
         )
     passes = math.ceil(rows / strategy.expected_batch_size)

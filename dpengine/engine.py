@@ -270,7 +270,7 @@ class PrivacyEngine:
         Returns:
             Epsilon. A history that has a step for which none can be claimed is an ``AccountingRefusedError``.
         """
-        return epsilon_of(self.ledger.history, delta, accountant=self.accountant, relation=self._relation)
+        return epsilon_of(self.ledger.totals, delta, accountant=self.accountant, relation=self._relation)
 
     @property
     def epsilon(self) -> float:

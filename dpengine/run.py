@@ -63,7 +63,7 @@ class Budget:
     def _reached(self, release: Release, count: int, apart: int) -> float | None:
         if self.target_epsilon is None or release.plan.noise_multiplier == 0:
             return None
-        event, history = release.plan.event(count), release.ledger.history
+        event, history = release.plan.event(count), release.ledger.totals
         history += (Charge(release.plan.event(), apart),) if apart else ()
         beside = tuple(charge for charge in history if charge.event != event)
         needed = count + sum(charge.count for charge in history if charge.event == event)

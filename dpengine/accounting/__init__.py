@@ -14,7 +14,8 @@ from .accountant import (
     privacy_profile,
     privacy_spent,
 )
-from .calibrate import Calibration, calibration
+from .batch_events import FixedSizeGaussianEvent, MixtureGaussianEvent, TruncatedGaussianEvent
+from .calibrate import Calibration, calibration, least_noise
 from .constants import check_delta, sample_rate_of, steps_per_epoch, suggested_delta
 from .dp_sgd import calibrate, delta, epsilon, epsilon_bounds, steps_within
 from .events import (
@@ -29,13 +30,14 @@ from .events import (
     event_from_state,
     event_to_state,
     release_event,
-    to_dp_accounting,
 )
 from .ledger import KINDS, Charge, Ledger, steps_of
 from .library import library_relation
+from .library_events import to_dp_accounting
 from .monte_carlo import MonteCarloClaim, monte_carlo_epsilon, verify
 from .monte_carlo_verified import threshold_for, verified_delta
 from .sampled_matrix import SampledMatrixEvent
+from .tuning import RepeatAndSelectEvent
 
 __all__ = [
     "ACCOUNTANTS",
@@ -45,15 +47,19 @@ __all__ = [
     "Charge",
     "CyclicGaussianEvent",
     "Event",
+    "FixedSizeGaussianEvent",
     "GaussianEvent",
     "Ledger",
     "MatrixGaussianEvent",
+    "MixtureGaussianEvent",
     "MonteCarloClaim",
     "NonPrivateEvent",
     "PoissonGaussianEvent",
     "PrivacySpent",
     "Relation",
+    "RepeatAndSelectEvent",
     "SampledMatrixEvent",
+    "TruncatedGaussianEvent",
     "UnclaimedEvent",
     "accountant_used",
     "advantage_of",
@@ -69,6 +75,7 @@ __all__ = [
     "epsilon_of",
     "event_from_state",
     "event_to_state",
+    "least_noise",
     "library_relation",
     "monte_carlo_epsilon",
     "mu_gdp",

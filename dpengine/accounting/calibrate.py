@@ -10,7 +10,7 @@ from dpengine.names import suggests_names
 from . import arguments, gdp, pld, rdp
 from .accountant import accountant_used, epsilon_of
 from .composition import compose
-from .events import Relation, release_event
+from .events import Event, Relation, release_event
 from .ledger import Charge
 
 LEAST_NOISE, MOST_NOISE = 1e-2, 1e6
@@ -101,6 +101,52 @@ def calibration(
             fix="Use fewer epochs, a smaller batch or a larger delta.",
         ) from None
     return Calibration(root.noise_multiplier, root.epsilon, steps, used)
+
+
+def least_noise(
+    event_of: Callable[[float], Event],
+    *,
+    target_epsilon: float,
+    target_delta: float,
+    steps: int,
+    accountant: str = "pld",
+    relation: Relation = Relation.ADD_OR_REMOVE_ONE,
+    tol: float = 1e-5,
+) -> float:
+    """Finds the noise of a run whose steps are any event.
+
+    Args:
+        event_of: What a step releases at a noise multiplier.
+        target_epsilon: As for `calibration`.
+        target_delta: As for `calibration`.
+        steps: Of the run.
+        accountant: As for `calibration`.
+        relation: As for `calibration`.
+        tol: As for `calibration`.
+
+    Returns:
+        A noise multiplier at which epsilon is at most the target.
+
+    Raises:
+        CalibrationError: If no noise up to `MOST_NOISE` is enough.
+    """
+    target = arguments.epsilon_in_range(target_epsilon, "target_epsilon", zero=False)
+    delta = arguments.delta_in_range(target_delta, "target_delta")
+
+    def history(sigma: float) -> tuple[Charge, ...]:
+        return (Charge(event_of(sigma), steps),)
+
+    def reported(sigma: float) -> float:
+        return epsilon_of(history(sigma), delta, accountant, relation)
+
+    try:
+        return _calibrate_slowly(_Search(target, tol), history, reported, delta, relation, 1.0).noise_multiplier
+    except _UnreachableError as error:
+        raise CalibrationError(
+            f"epsilon={target:g} needs noise_multiplier > {MOST_NOISE:g} in {steps:,} steps; smallest reachable here: "
+            f"{error.epsilon:.4g}.",
+            fix="Use fewer steps, a smaller batch or a larger delta.",
+        ) from None
 
 
 class _UnreachableError(Exception):

@@ -11,6 +11,7 @@ import numpy as np
 
 from dpengine.errors import AccountingRefusedError
 
+from .batch_events import FixedSizeGaussianEvent, MixtureGaussianEvent, TruncatedGaussianEvent
 from .events import (
     CyclicGaussianEvent,
     GaussianEvent,
@@ -21,6 +22,9 @@ from .events import (
 )
 from .ledger import Charge
 from .sampled_matrix import SampledMatrixEvent
+from .tuning import RepeatAndSelectEvent
+
+BatchEvent = TruncatedGaussianEvent | FixedSizeGaussianEvent | MixtureGaussianEvent
 
 MOST_DISTINCT = 96
 _FINEST = 20
@@ -45,22 +49,26 @@ class Composition:
         sampled: The sampled ones, each pair (rate, noise) once, sorted.
         non_private: Whether something left without noise.
         runs: Those that have no closed form, and how often each was charged, sorted.
+        batches: Releases over batches that are not plain Poisson, and how often an example can take part, sorted.
+        selections: Mechanisms of which the best of several results left, and how often, sorted.
     """
 
     precision: float
     sampled: tuple[SampledGaussian, ...]
     non_private: bool
     runs: tuple[tuple[SampledMatrixEvent, int], ...] = ()
+    batches: tuple[tuple[BatchEvent, int], ...] = ()
+    selections: tuple[tuple[RepeatAndSelectEvent, int], ...] = ()
 
     @property
     def empty(self) -> bool:
         """Whether nothing was released."""
-        return not (self.precision or self.sampled or self.non_private or self.runs)
+        return not (self.precision or self.sampled or self.non_private or self.runs or self.batches or self.selections)
 
     @property
     def unsampled(self) -> bool:
         """Whether all of it together is one Gaussian."""
-        return not (self.sampled or self.runs)
+        return not (self.sampled or self.runs or self.batches or self.selections)
 
     def refuse_runs(self) -> None:
         """For accountants that work with closed forms."""
@@ -68,6 +76,22 @@ class Composition:
             raise AccountingRefusedError(
                 f"This history holds a {self.runs[0][0].scheme} run, whose epsilon has no closed form.",
                 fix="Use accountant='monte_carlo'.",
+            )
+
+    def refuse_batches(self, accountant: str) -> None:
+        """For accountants that know plain Poisson batches only."""
+        if self.batches:
+            raise AccountingRefusedError(
+                f"accountant {accountant!r} has no bound for a {type(self.batches[0][0]).__name__}.",
+                fix="Use accountant='pld'.",
+            )
+
+    def refuse_selections(self) -> None:
+        """For accountants that compose losses: the best of several results has a bound on Renyi divergences alone."""
+        if self.selections:
+            raise AccountingRefusedError(
+                "This history holds the best of several results, which has a bound by Renyi divergences alone.",
+                fix="Use accountant='rdp'.",
             )
 
     def mu(self, relation: Relation) -> float:
@@ -137,6 +161,8 @@ def compose(history: Iterable[Charge]) -> Composition:
     cyclic: Counter[CyclicGaussianEvent] = Counter()
     matrices: Counter[MatrixGaussianEvent] = Counter()
     runs: Counter[SampledMatrixEvent] = Counter()
+    batches: Counter[BatchEvent] = Counter()
+    selections: Counter[RepeatAndSelectEvent] = Counter()
     non_private = False
     for charge in history:
         event = charge.event
@@ -145,7 +171,9 @@ def compose(history: Iterable[Charge]) -> Composition:
                 f"No epsilon is claimed for this history: {event.reason}",
                 fix="Use Poisson sampling for a guarantee.",
             )
-        if isinstance(event, NonPrivateEvent) or event.noise_multiplier == 0:
+        if isinstance(event, RepeatAndSelectEvent):
+            selections[event] += charge.count
+        elif isinstance(event, NonPrivateEvent) or event.noise_multiplier == 0:
             non_private = True
         elif isinstance(event, CyclicGaussianEvent):
             cyclic[event] += charge.count  # of one run, whatever lies between in the history
@@ -153,6 +181,8 @@ def compose(history: Iterable[Charge]) -> Composition:
             matrices[event] += charge.count
         elif isinstance(event, SampledMatrixEvent):
             runs[event] += charge.count
+        elif isinstance(event, BatchEvent):
+            batches[event] += charge.count
         elif isinstance(event, GaussianEvent) or event.sample_rate == 1:
             unsampled[event.noise_multiplier] += charge.count
         else:
@@ -166,4 +196,16 @@ def compose(history: Iterable[Charge]) -> Composition:
     groups = tuple(SampledGaussian(rate, sigma, count) for (rate, sigma), count in sorted(sampled.items()))
     parts = [count / sigma / sigma for sigma, count in unsampled.items()]
     precision = math.fsum([*parts, *(event.precision(steps) for event, steps in matrices.items())])
-    return Composition(precision, groups, non_private, tuple(sorted(runs.items(), key=repr)))
+    return Composition(
+        precision,
+        groups,
+        non_private,
+        tuple(sorted(runs.items(), key=repr)),
+        tuple(sorted(((event, _rounds(event, steps)) for event, steps in batches.items()), key=repr)),
+        tuple(sorted(selections.items(), key=repr)),
+    )
+
+
+def _rounds(event: BatchEvent, steps: int) -> int:
+    """How often an example can take part in so many steps."""
+    return event.cycles(steps) if isinstance(event, TruncatedGaussianEvent) else steps

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from .loss_grid import Atoms, Integers, atoms_above, atoms_below
-from .loss_pairs import Floats, LossPair
+from .loss_pairs import Floats, Pair
 from .tilt import Part
 
 _UNIT = 2.0**-53
@@ -79,7 +79,7 @@ def convolved(parts: tuple[Part, ...], lowest: float, highest: float, points: in
     window = _Window(low, high, above)
     total, levels, shift = None, 0.0, 0.0
 
-    def every_point(pair: LossPair) -> Integers:
+    def every_point(pair: Pair) -> Integers:
         ends = pair.loss(np.array(pair.reach(_LOST)))
         return np.arange(max(low, math.floor(ends[0] / step)), min(high, max(math.ceil(ends[1] / step), 1)) + 1)
 

@@ -6,10 +6,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from dpengine.errors import AccountingRefusedError, LedgerError, MissingDependencyError
+from dpengine.errors import LedgerError
 
 from . import arguments
+from .batch_events import FixedSizeGaussianEvent, MixtureGaussianEvent, TruncatedGaussianEvent
 from .sampled_matrix import SampledMatrixEvent
+from .tuning import RepeatAndSelectEvent
 
 
 class Relation(enum.Enum):
@@ -151,6 +153,10 @@ Event = (
     | CyclicGaussianEvent
     | MatrixGaussianEvent
     | SampledMatrixEvent
+    | TruncatedGaussianEvent
+    | FixedSizeGaussianEvent
+    | MixtureGaussianEvent
+    | RepeatAndSelectEvent
     | NonPrivateEvent
     | UnclaimedEvent
 )
@@ -179,6 +185,10 @@ _TYPES: dict[str, Callable[..., Event]] = {
     "cyclic-gaussian": CyclicGaussianEvent,
     "matrix-gaussian": MatrixGaussianEvent,
     "sampled-matrix": SampledMatrixEvent,
+    "truncated-gaussian": TruncatedGaussianEvent,
+    "fixed-size-gaussian": FixedSizeGaussianEvent,
+    "mixture-gaussian": MixtureGaussianEvent,
+    "repeat-and-select": RepeatAndSelectEvent,
     "non-private": NonPrivateEvent,
     "unclaimed": UnclaimedEvent,
 }
@@ -187,7 +197,11 @@ _NAMES = {make: name for name, make in _TYPES.items()}
 
 def event_to_state(event: Event) -> dict[str, Any]:
     """Returns the event as plain JSON values."""
-    return {"type": _NAMES[type(event)], **asdict(event)}
+    state = {"type": _NAMES[type(event)], **asdict(event)}
+    if isinstance(event, RepeatAndSelectEvent):
+        state["base"] = [[event_to_state(one), count] for one, count in event.base]
+        state["shape"] = None if math.isinf(event.shape) else event.shape
+    return state
 
 
 def event_from_state(state: Mapping[str, Any]) -> Event:
@@ -207,50 +221,9 @@ def event_from_state(state: Mapping[str, Any]) -> Event:
     if name not in _TYPES:
         raise LedgerError(f"The ledger holds an event of unknown type {name!r}.", fix=f"Known: {', '.join(_TYPES)}.")
     try:
+        if name == "repeat-and-select":
+            fields["base"] = tuple((event_from_state(one), count) for one, count in fields["base"])
+            fields["shape"] = math.inf if fields["shape"] is None else fields["shape"]
         return _TYPES[name](**fields)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, KeyError) as error:
         raise LedgerError(f"The ledger holds a damaged event {dict(state)!r}: {error}") from error
-
-
-def to_dp_accounting(event: Event, count: int = 1) -> Any:
-    """States ``count`` such releases as an event of the dp-accounting library, for a second opinion.
-
-    Cyclic ones are those of one run, from its first step on.
-
-    Under replace-one, dp-accounting's RDP accountant takes a Gaussian at distance 1 where its PLD accountant takes
-    distance 2: give it half the noise multiplier there.
-
-    Args:
-        event: What was released.
-        count: How often.
-
-    Returns:
-        A ``dp_accounting.DpEvent``.
-
-    Raises:
-        AccountingRefusedError: If the event is unclaimed, or has no closed form.
-        MissingDependencyError: If dp-accounting is not installed.
-    """
-    try:
-        import dp_accounting
-    except ImportError as error:
-        raise MissingDependencyError(
-            "dp-accounting is needed to state a history as its events.", fix="pip install dp-accounting"
-        ) from error
-    count = arguments.count("count", count)
-    if isinstance(event, UnclaimedEvent):
-        raise AccountingRefusedError(f"accounting.to_dp_accounting: {event.reason}")
-    if isinstance(event, NonPrivateEvent) or event.noise_multiplier == 0:
-        return dp_accounting.NonPrivateDpEvent()
-    if isinstance(event, SampledMatrixEvent):
-        raise AccountingRefusedError(f"dp-accounting has no event for {event.scheme} runs, which are simulated.")
-    if isinstance(event, MatrixGaussianEvent):
-        return dp_accounting.GaussianDpEvent(1 / math.sqrt(event.precision(count)))
-    gaussian = dp_accounting.GaussianDpEvent(event.noise_multiplier)
-    if isinstance(event, CyclicGaussianEvent):
-        sampled = dp_accounting.PoissonSampledDpEvent(event.sample_rate, gaussian)
-        return dp_accounting.SelfComposedDpEvent(sampled, event.cycles(count))
-    if isinstance(event, PoissonGaussianEvent):
-        sampled = dp_accounting.PoissonSampledDpEvent(event.sample_rate, gaussian)
-        return dp_accounting.SelfComposedDpEvent(sampled, count)
-    return dp_accounting.SelfComposedDpEvent(gaussian, count)

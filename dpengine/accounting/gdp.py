@@ -45,7 +45,7 @@ def exact_mu(composition: Composition, relation: Relation) -> float:
         AccountingRefusedError: If any release was sampled, or has no closed form.
     """
     composition.refuse_runs()
-    if composition.sampled:
+    if not composition.unsampled:
         raise AccountingRefusedError(
             "accountant 'gdp' is exact only without sampling; its central-limit form for sampled releases gives an "
             "epsilon that is too small.",

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 
 from . import one_release
 from .convolved import ConvolvedSum, convolved
-from .loss_pairs import Direction
+from .loss_pairs import LossPair
 from .tilt import NoWindowError, Overview, Part
 from .tilted import TiltedSum, composed
 
@@ -133,7 +133,7 @@ def _top_of_range(part: Part) -> Part:
     if spare > 0:
         return replace(part, count=-(-part.count >> spare) << spare)
     (_, pair), *others = part.mixture
-    if others or pair.rate < 1:
+    if others or not isinstance(pair, LossPair) or pair.rate < 1:
         return part
     mantissa, exponent = math.frexp(pair.sigma)
     sigma = math.ldexp(math.floor(mantissa * 2**_RANGE_BITS), exponent - _RANGE_BITS)
@@ -210,11 +210,9 @@ class _Search:
 
 
 def _largest_loss(parts: Parts) -> float:
-    """An example that is added lowers no probability by more than its absence; other losses have no end."""
-    pairs = [(pair, part.count) for part in parts for _, pair in part.mixture]
-    if any(pair.direction is not Direction.ADD or pair.rate == 1 for pair, _ in pairs):
-        return math.inf
-    return math.fsum(-math.log1p(-pair.rate) * count for pair, count in pairs) * (1 + 1e-12)
+    """No sum of losses is above it."""
+    largest = [max(pair.largest_loss for _, pair in part.mixture) * part.count for part in parts]
+    return math.fsum(largest) * (1 + 1e-12)
 
 
 def _least_epsilon(law: TiltedSum | ConvolvedSum, log_delta: float, start: float) -> float:

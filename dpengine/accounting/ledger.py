@@ -38,6 +38,7 @@ class Ledger:
 
     def __init__(self) -> None:
         self._charges: list[Charge] = []
+        self._counts: dict[Event, int] = {}
 
     def charge(self, event: Event, *, count: int = 1, kind: str = "release") -> None:
         """Appends ``count`` equal entries; to be called before what they pay for leaves.
@@ -50,6 +51,7 @@ class Ledger:
         self._append(Charge(event, count, kind))
 
     def _append(self, charge: Charge) -> None:
+        self._counts[charge.event] = self._counts.get(charge.event, 0) + charge.count
         last = self._charges[-1] if self._charges else None
         if last is not None and (last.event, last.kind) == (charge.event, charge.kind):
             self._charges[-1] = Charge(last.event, last.count + charge.count, last.kind)
@@ -60,6 +62,11 @@ class Ledger:
     def history(self) -> tuple[Charge, ...]:
         """All charges in order, equal neighbours merged."""
         return tuple(self._charges)
+
+    @property
+    def totals(self) -> tuple[Charge, ...]:
+        """What epsilon depends on: each event once, with its count over all kinds. As short after a million steps."""
+        return tuple(Charge(event, count) for event, count in self._counts.items())
 
     @property
     def steps(self) -> int:

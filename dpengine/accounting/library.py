@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import functools
 import math
+from dataclasses import replace
 from typing import Any
 
 from dpengine.errors import AccountingRefusedError, MissingDependencyError
 
 from . import rdp
+from .batch_events import FixedSizeGaussianEvent
 from .composition import Composition
-from .events import GaussianEvent, PoissonGaussianEvent, Relation, to_dp_accounting
+from .events import GaussianEvent, PoissonGaussianEvent, Relation
+from .library_events import to_dp_accounting
 
 _UNIT = 2.0**-53
 _INTERVAL = 1e-4  # the library's own
@@ -81,7 +84,7 @@ def rdp_delta(composition: Composition, epsilon: float, relation: Relation) -> f
 
 
 def _something(composition: Composition) -> bool:
-    return bool(composition.sampled) or composition.precision > 0
+    return not composition.empty
 
 
 def _answer(kind: str, composition: Composition, relation: Relation, question: str, value: float) -> float:
@@ -107,6 +110,10 @@ def _composed(kind: str, composition: Composition, relation: Relation) -> Any:
     events = [
         to_dp_accounting(PoissonGaussianEvent(g.sample_rate, g.noise_multiplier), g.count) for g in composition.sampled
     ]
+    for event, count in (*composition.batches, *composition.selections):
+        if kind == "rdp" and isinstance(event, FixedSizeGaussianEvent):  # which it takes at distance 1, as a Gaussian
+            event = replace(event, noise_multiplier=event.noise_multiplier / 2)
+        events.append(to_dp_accounting(event, count))
     if composition.precision > 0:
         # Its Renyi divergences take replace-one at distance 1, its loss distributions at distance 2.
         mu = composition.mu(relation if kind == "rdp" else Relation.ADD_OR_REMOVE_ONE)
@@ -126,12 +133,14 @@ def _composed(kind: str, composition: Composition, relation: Relation) -> Any:
 def _interval(composition: Composition, relation: Relation) -> float:
     """The library's own interval, or a wider one where losses are so large that its grid would fill the memory."""
     distance = 2.0 if relation is Relation.REPLACE_ONE else 1.0
-    largest = rdp.epsilon(composition, _LEAST_DELTA, Relation.ADD_OR_REMOVE_ONE) * distance * distance
+    known = replace(composition, batches=())
+    largest = rdp.epsilon(known, _LEAST_DELTA, Relation.ADD_OR_REMOVE_ONE) * distance * distance
     return _INTERVAL * max(1.0, largest / 100)
 
 
 def _check_delta(composition: Composition, delta: float) -> None:
     count = sum(group.count for group in composition.sampled) + (composition.precision > 0)
+    count += sum(number for _, number in composition.batches)
     least = max(_LEAST_DELTA, _NOISE * count * _UNIT)
     if delta < least:
         raise _refused(f"rounding in its FFT hides a delta of {delta:.2g}; here it answers from {least:.2g} on")

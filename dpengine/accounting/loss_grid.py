@@ -17,12 +17,12 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from .loss_pairs import Floats, LossPair
+from .loss_pairs import Floats, Pair
 
 Integers = npt.NDArray[np.int64]
 
-Mixture = tuple[tuple[float, LossPair], ...]
-EndsOf = Callable[[LossPair], Integers]
+Mixture = tuple[tuple[float, Pair], ...]
+EndsOf = Callable[[Pair], Integers]
 
 SKETCH_POINTS = 2001
 _WIDENING = 0.4  # cells are as wide as the mass beyond them to minus this: the excess they cause stays bounded
@@ -97,7 +97,7 @@ class Sketch:
 
 
 @functools.lru_cache(maxsize=256)
-def sketch(pair: LossPair, tail: float, points: int = SKETCH_POINTS) -> Sketch:
+def sketch(pair: Pair, tail: float, points: int = SKETCH_POINTS) -> Sketch:
     """Looks at a release from afar.
 
     Args:
@@ -131,12 +131,12 @@ class View:
     tail: float
     share: float
 
-    def floor(self, pair: LossPair) -> float:
+    def floor(self, pair: Pair) -> float:
         """The loss below which nothing counts."""
         return sketch(pair, self.tail).floor((self.focus, self.tilt), self.share)
 
 
-def cell_ends(pair: LossPair, view: View, step: float, *, above: bool) -> Integers:
+def cell_ends(pair: Pair, view: View, step: float, *, above: bool) -> Integers:
     """Where cells end, as multiples of the step: denser where the tilted loss has its mass.
 
     Args:
@@ -185,7 +185,7 @@ def atoms_above(mixture: Mixture, ends_of: EndsOf, step: float) -> Atoms:
     return Atoms(places[there], masses[there], math.fsum(weight * infinite for weight, _, _, infinite in found))
 
 
-def _spread_out(pair: LossPair, ends: Integers, step: float) -> tuple[Integers, Floats, float]:
+def _spread_out(pair: Pair, ends: Integers, step: float) -> tuple[Integers, Floats, float]:
     """Places and masses of the cells' ends, and the mass beyond the last."""
     y: Floats = np.asarray(ends * step, dtype=np.float64)
     x = pair.output(y)
@@ -223,7 +223,7 @@ def atoms_below(mixture: Mixture, ends_of: EndsOf, step: float) -> Atoms:
     return Atoms(np.floor(losses - shift).astype(np.int64), masses, shift=shift * step)
 
 
-def _merged(pair: LossPair, ends: Integers, step: float) -> tuple[Floats, Floats]:
+def _merged(pair: Pair, ends: Integers, step: float) -> tuple[Floats, Floats]:
     """Losses of cells about lattice points, in steps, and their masses."""
     x = pair.output(np.asarray((ends - 0.5) * step, dtype=np.float64))
     found = pair.masses(x)

@@ -15,6 +15,7 @@ from __future__ import annotations
 import enum
 import math
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -90,9 +91,9 @@ class LossPair:
 
     def masses(self, x: Floats) -> Masses:
         """The masses between neighbouring outputs x, rising, ends at infinity included."""
-        between = {mean: _between((x - mean) / self.sigma) for mean in {self._p_mean, self._q_mean, 0.0}}
-        p, p_tails = self._mixed(between, self._p_mean)
-        q, q_tails = self._mixed(between, self._q_mean)
+        parts = {mean: between((x - mean) / self.sigma) for mean in {self._p_mean, self._q_mean, 0.0}}
+        p, p_tails = self._mixed(parts, self._p_mean)
+        q, q_tails = self._mixed(parts, self._q_mean)
         return Masses(p, q, p_tails, q_tails)
 
     @property
@@ -103,11 +104,17 @@ class LossPair:
     def _q_mean(self) -> float:
         return 0.0 if self.direction is Direction.REMOVE else -1.0
 
-    def _mixed(self, between: dict[float, tuple[Floats, Floats]], mean: float) -> tuple[Floats, Floats]:
+    def _mixed(self, parts: dict[float, tuple[Floats, Floats]], mean: float) -> tuple[Floats, Floats]:
         if mean == 0 or self.rate == 1:
-            return between[mean]
-        (near, near_tails), (far, far_tails) = between[0.0], between[mean]
+            return parts[mean]
+        (near, near_tails), (far, far_tails) = parts[0.0], parts[mean]
         return (1 - self.rate) * near + self.rate * far, (1 - self.rate) * near_tails + self.rate * far_tails
+
+    @property
+    def largest_loss(self) -> float:
+        """An example that is added lowers no probability by more than its absence; other losses have no end."""
+        bounded = self.direction is Direction.ADD and self.rate < 1
+        return -math.log1p(-self.rate) if bounded else math.inf
 
     def reach(self, tail: float) -> tuple[float, float]:
         """Outputs below which P has less than 1e-20, and above which it has less than ``tail``."""
@@ -149,7 +156,7 @@ class LossPair:
         return np.sign(y) * variance * (half + inner)
 
 
-def _between(z: Floats) -> tuple[Floats, Floats]:
+def between(z: Floats) -> tuple[Floats, Floats]:
     """Standard normal mass between neighbouring points, and the larger of the two tails of which it is a difference."""
     tail = _tail(np.abs(z))
     low, high = z[:-1], z[1:]
@@ -164,3 +171,30 @@ def _tail(z: Floats) -> Floats:
     # Error functions of numerical libraries lose digits there, at random from point to point, which matters where the
     # masses of neighbouring narrow cells are differences. The C library's does not.
     return np.asarray(_erfc(z / math.sqrt(2)), dtype=np.float64) / 2
+
+
+class Pair(Protocol):
+    """What a lattice needs of a pair; frozen. The methods are those of `LossPair`."""
+
+    def __hash__(self) -> int:
+        """Pairs are found again in caches."""
+
+    @property
+    def sigma(self) -> float:
+        """A scale of outputs."""
+
+    @property
+    def largest_loss(self) -> float:
+        """No loss is above it."""
+
+    def loss(self, x: Floats) -> Floats:
+        """The loss at outputs x, rising."""
+
+    def output(self, y: Floats) -> Floats:
+        """The output at which the loss is y."""
+
+    def masses(self, x: Floats) -> Masses:
+        """The masses between neighbouring outputs."""
+
+    def reach(self, tail: float) -> tuple[float, float]:
+        """Between which outputs all that counts lies."""

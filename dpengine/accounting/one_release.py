@@ -1,6 +1,6 @@
 """The privacy curve of a single release, in closed form: two tails of normal mixtures, and a bound on their rounding.
 
-For the pair (P, Q) of `LossPair`, delta at an epsilon is ``P[x > a] - e^epsilon Q[x > a]`` with a the output whose loss
+For the pair (P, Q) of `Pair`, delta at an epsilon is ``P[x > a] - e^epsilon Q[x > a]`` with a the output whose loss
 is epsilon. Sharp where the two do not cancel: for tiny epsilon the lattice is better.
 """
 
@@ -10,12 +10,12 @@ import math
 
 import numpy as np
 
-from .loss_pairs import LossPair
+from .loss_pairs import Pair
 
 _ROUNDING = 2.0**-47
 
 
-def epsilon(pair: LossPair, delta: float) -> float:
+def epsilon(pair: Pair, delta: float) -> float:
     """The least epsilon at which the bound on delta is small enough; infinite if none below 1e6 is."""
     low, high = 0.0, 1.0
     if delta_of(pair, low) <= delta:
@@ -29,7 +29,7 @@ def epsilon(pair: LossPair, delta: float) -> float:
     return high
 
 
-def epsilon_below(pair: LossPair, delta: float) -> float:
+def epsilon_below(pair: Pair, delta: float) -> float:
     """An epsilon at which a lower bound on delta is still above ``delta``; 0 if there is none."""
     low, high = 0.0, 1.0
     while _delta(pair, high, -1) > delta:
@@ -41,12 +41,12 @@ def epsilon_below(pair: LossPair, delta: float) -> float:
     return low
 
 
-def delta_of(pair: LossPair, epsilon: float) -> float:
+def delta_of(pair: Pair, epsilon: float) -> float:
     """An upper bound on delta at an epsilon."""
     return _delta(pair, epsilon, 1)
 
 
-def _delta(pair: LossPair, epsilon: float, side: int) -> float:
+def _delta(pair: Pair, epsilon: float, side: int) -> float:
     """Delta, and a bound on its rounding added, or taken off where ``side`` is -1."""
     x = pair.output(np.array([epsilon]))
     beyond = np.array([x[0], np.inf])

@@ -13,7 +13,10 @@ from dataclasses import replace
 
 import numpy as np
 
+from dpengine.errors import AccountingRefusedError
+
 from . import gdp, rdp
+from .batch_laws import BATCH_LAWS
 from .composition import Bounds, Composition
 from .events import Relation
 from .lattice import LEAST_TAIL, Answer, lower_epsilon, upper_epsilon, upper_log_delta
@@ -32,29 +35,29 @@ def epsilon(composition: Composition, delta: float, relation: Relation) -> float
 
 def rough_epsilon(composition: Composition, delta: float, relation: Relation, accuracy: float) -> float:
     """`epsilon` to another relative accuracy: for searches."""
-    if composition.non_private or not composition.sampled:
+    if composition.non_private or composition.unsampled:
         return gdp.epsilon(composition, delta, relation)
-    composition = composition.limited()
+    composition = _checked(composition, relation)
     ceiling = _other_epsilon(composition, delta, relation)
     return min(ceiling, _on_lattices(composition, delta, relation, accuracy).epsilon) if ceiling > 0 else 0.0
 
 
 def spacing(composition: Composition, delta: float, relation: Relation) -> float | None:
     """The spacing of the lattice of losses behind `epsilon`; None where there is none."""
-    if composition.non_private or not composition.sampled:
+    if composition.non_private or composition.unsampled:
         return None
-    return _on_lattices(composition.limited(), delta, relation, _ACCURACY).step
+    return _on_lattices(_checked(composition, relation), delta, relation, _ACCURACY).step
 
 
 def delta(composition: Composition, epsilon: float, relation: Relation) -> float:
     """Upper bound on delta."""
-    if composition.non_private or not composition.sampled:
+    if composition.non_private or composition.unsampled:
         return gdp.delta(composition, epsilon, relation)
-    composition = composition.limited()
+    composition = _checked(composition, relation)
     ceiling = _other_delta(composition, epsilon, relation)
     if ceiling < LEAST_TAIL:
         return ceiling
-    if min(group.noise_multiplier for group in composition.sampled) < _LEAST_NOISE:
+    if _least_noise(composition) < _LEAST_NOISE:
         return ceiling
     with np.errstate(all="ignore"):
         return min(ceiling, _delta_on_lattices(composition, epsilon, relation, ceiling))
@@ -79,19 +82,20 @@ def bounds(composition: Composition, delta: float, relation: Relation) -> Bounds
         relation: The neighbouring relation.
 
     Returns:
-        The bounds. Without sampling all three are one number.
+        The bounds. Without sampling all three are one number. For batches that are cut or of one size the lower one is
+        0: what is composed for them is itself an upper bound.
     """
-    if composition.non_private or not composition.sampled:
+    if composition.non_private or composition.unsampled:
         exact = gdp.epsilon(composition, delta, relation)
         return Bounds(exact, exact, exact)
-    above, below = composition.limited(), composition.limited(above=False)
+    above, below = _checked(composition, relation), composition.limited(above=False)
     answer, ceiling = _on_lattices(above, delta, relation, _ACCURACY), _other_epsilon(above, delta, relation)
     upper = min(answer.epsilon, ceiling)
     if upper == 0:
         return Bounds(0.0, 0.0, 0.0)
     directions = [_parts(below, direction) for direction in DIRECTIONS[relation]]
     lower = 0.0
-    if math.isfinite(answer.epsilon):
+    if math.isfinite(answer.epsilon) and all(BATCH_LAWS[type(event)].exact for event, _ in below.batches):
         with np.errstate(all="ignore"):
             lower = min(max(lower_epsilon(parts, delta, upper, _ACCURACY) for parts in directions), upper)
     return Bounds(lower, min(max(answer.epsilon - answer.excess, lower), upper), upper)
@@ -100,7 +104,7 @@ def bounds(composition: Composition, delta: float, relation: Relation) -> Bounds
 @functools.lru_cache(maxsize=32)
 def _on_lattices(composition: Composition, delta: float, relation: Relation, accuracy: float) -> Answer:
     """The bound of the worse direction; the other one is only looked at closely enough to tell that it is the other."""
-    if delta < LEAST_TAIL or min(group.noise_multiplier for group in composition.sampled) < _LEAST_NOISE:
+    if delta < LEAST_TAIL or _least_noise(composition) < _LEAST_NOISE:
         return Answer(math.inf)
     with np.errstate(all="ignore"):
         first, *others = (_parts(composition, direction) for direction in DIRECTIONS[relation])
@@ -113,26 +117,49 @@ def _on_lattices(composition: Composition, delta: float, relation: Relation, acc
 
 def _parts(composition: Composition, direction: Direction) -> tuple[Part, ...]:
     """All releases as pairs of this direction."""
-    composition.refuse_runs()
     parts = [
         Part(((1.0, LossPair(g.sample_rate, g.noise_multiplier, direction)),), g.count) for g in composition.sampled
     ]
     if composition.precision > 0:
         parts.append(Part(((1.0, LossPair(1.0, 1 / math.sqrt(composition.precision), direction)),), 1))
+    parts += [Part(BATCH_LAWS[type(event)].mixture(event, direction), count) for event, count in composition.batches]
     return tuple(parts)
 
 
+def _least_noise(composition: Composition) -> float:
+    sampled = (group.noise_multiplier for group in composition.sampled)
+    return min([*sampled, *(event.noise_multiplier for event, _ in composition.batches)])
+
+
+def _checked(composition: Composition, relation: Relation) -> Composition:
+    """The composition, with few distinct releases, or a refusal of what has no pairs under this relation."""
+    composition.refuse_runs()
+    composition.refuse_selections()
+    for event, _ in composition.batches:
+        law = BATCH_LAWS[type(event)]
+        if relation not in law.relations:
+            known = " or ".join(one.value for one in law.relations)
+            raise AccountingRefusedError(
+                f"There is no bound for {law.name} under {relation.value}.", fix=f"Ask for {known}."
+            )
+    return composition.limited()
+
+
 def _other_epsilon(composition: Composition, delta: float, relation: Relation) -> float:
-    all_rows = gdp.epsilon(_without_sampling(composition), delta, relation)
-    return all_rows if relation is Relation.REPLACE_ONE else min(all_rows, rdp.epsilon(composition, delta, relation))
+    all_rows = gdp.epsilon(_without_sampling(composition, relation), delta, relation)
+    known_to_rdp = relation is not Relation.REPLACE_ONE and not composition.batches
+    return all_rows if not known_to_rdp else min(all_rows, rdp.epsilon(composition, delta, relation))
 
 
 def _other_delta(composition: Composition, epsilon: float, relation: Relation) -> float:
-    all_rows = gdp.delta(_without_sampling(composition), epsilon, relation)
-    return all_rows if relation is Relation.REPLACE_ONE else min(all_rows, rdp.delta(composition, epsilon, relation))
+    all_rows = gdp.delta(_without_sampling(composition, relation), epsilon, relation)
+    known_to_rdp = relation is not Relation.REPLACE_ONE and not composition.batches
+    return all_rows if not known_to_rdp else min(all_rows, rdp.delta(composition, epsilon, relation))
 
 
-def _without_sampling(composition: Composition) -> Composition:
+def _without_sampling(composition: Composition, relation: Relation) -> Composition:
     """The same releases over all rows: sampling can only help."""
     extra = math.fsum(g.count / g.noise_multiplier / g.noise_multiplier for g in composition.sampled)
-    return replace(composition, precision=composition.precision + extra, sampled=())
+    squares = math.fsum(count * BATCH_LAWS[type(event)].distance(event) ** 2 for event, count in composition.batches)
+    extra += squares / (4 if relation is Relation.REPLACE_ONE else 1)  # which doubles the distance of the rest
+    return replace(composition, precision=composition.precision + extra, sampled=(), batches=())

@@ -53,21 +53,21 @@ def bounds(composition: Composition, delta: float, relation: Relation) -> Bounds
         AccountingRefusedError: If the rounding of the FFT is more than a hundredth of delta, or no mesh that fits gives
             an upper bound within a twentieth of the truth.
     """  # noqa: DOC502 - raised on our behalf
-    if composition.non_private or not composition.sampled:
+    if composition.non_private or composition.unsampled:
         return gdp.bounds(composition, delta, relation)
     return _bracket(composition, delta, relation)[0]
 
 
 def spacing(composition: Composition, delta: float, relation: Relation) -> float | None:
     """The spacing of the mesh of losses behind `epsilon`; None where there is none."""
-    if composition.non_private or not composition.sampled:
+    if composition.non_private or composition.unsampled:
         return None
     return _bracket(composition, delta, relation)[1]
 
 
 def delta(composition: Composition, epsilon: float, relation: Relation) -> float:
     """Upper bound on delta; exact without sampling. Refuses where rounding or the mesh would decide."""
-    if composition.non_private or not composition.sampled:
+    if composition.non_private or composition.unsampled:
         return gdp.delta(composition, epsilon, relation)
     return _delta(composition, epsilon, relation)
 
@@ -146,6 +146,8 @@ def _delta(composition: Composition, epsilon: float, relation: Relation) -> floa
 def _releases(composition: Composition, delta: float, relation: Relation) -> list[Releases]:
     """All releases as pairs, by direction."""
     composition.refuse_runs()
+    composition.refuse_batches("prv")
+    composition.refuse_selections()
     kinds = len(composition.sampled) + (composition.precision > 0)
     count = sum(group.count for group in composition.sampled) + (composition.precision > 0)
     least = min(group.noise_multiplier for group in composition.sampled)

@@ -14,8 +14,10 @@ import numpy.typing as npt
 
 from dpengine.errors import AccountingRefusedError
 
-from .composition import Composition
+from .composition import Composition, compose
 from .events import Relation
+from .ledger import Charge
+from .tuning import selected_rho
 
 Floats = npt.NDArray[np.float64]
 
@@ -70,10 +72,11 @@ def curve(composition: Composition, relation: Relation) -> RdpCurve:
         The curve of the composition.
 
     Raises:
-        AccountingRefusedError: For Poisson sampling under replace-one, which this bound does not cover, and for runs
-            without a closed form.
+        AccountingRefusedError: For Poisson sampling under replace-one, which this bound does not cover, for batches
+            that are not plain Poisson, and for runs without a closed form.
     """
     composition.refuse_runs()
+    composition.refuse_batches("rdp")
     if composition.sampled and relation is Relation.REPLACE_ONE:
         raise AccountingRefusedError(
             "accountant 'rdp' has no bound for Poisson sampling under replace-one.", fix="Use accountant='pld'."
@@ -81,6 +84,10 @@ def curve(composition: Composition, relation: Relation) -> RdpCurve:
     rho = _orders() * (composition.mu(relation) ** 2 / 2)
     for group in composition.limited().sampled:
         rho = rho + group.count * _sampled_gaussian(group.sample_rate, group.noise_multiplier)
+    for event, count in composition.selections:
+        one = compose(Charge(released, times) for released, times in event.base)
+        base = np.full(len(ORDERS), np.inf) if one.non_private else curve(one, relation).rho
+        rho = rho + count * selected_rho(event, _orders(), base)
     return RdpCurve(rho)
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from .loss_grid import SKETCH_POINTS, Mixture, Sketch, View, sketch
-from .loss_pairs import Floats, LossPair
+from .loss_pairs import Floats, Pair
 
 _OUTSIDE = 18.0  # -log of the tilted mass that the window leaves out, over that above the answer
 _OUTSIDE_BELOW = 32.0  # the same for lower bounds, from which all of it is taken off
@@ -193,6 +193,6 @@ class Overview:
             np.concatenate([weight + one.log_masses for weight, one in seen]),
         )
 
-    def _seen(self, pair: LossPair, view: View | None) -> Sketch:
+    def _seen(self, pair: Pair, view: View | None) -> Sketch:
         seen = sketch(pair, self._tail, self._points)
         return seen if view is None else seen.lifted(view.floor(pair))

@@ -4,7 +4,7 @@ from dpengine.sampling import Partition
 
 from .balls_in_bins import BallsInBinsSampling
 from .cyclic_poisson import CyclicPoissonSampling
-from .fixed_size import FixedBatchSampling
+from .fixed_size import FixedBatchSampling, FixedSizeStrategy
 from .law import AbstractBatchSelection, Batches, BatchSampler
 from .min_separation import BMinSepSampling
 from .multi_owner import MultiOwnerGraph, MultiOwnerSelection, greedy_contribution_bound
@@ -24,6 +24,7 @@ __all__ = [
     "Batches",
     "CyclicPoissonSampling",
     "FixedBatchSampling",
+    "FixedSizeStrategy",
     "KeyedWords",
     "MultiOwnerGraph",
     "MultiOwnerMinSepSampling",

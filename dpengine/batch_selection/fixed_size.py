@@ -38,7 +38,7 @@ class FixedBatchSampling(AbstractBatchSelection):
     replace: bool = False
 
     law: ClassVar[str] = "fixed-size"
-    accounting: ClassVar[str] = "sampling without replacement under replace-one, by RDP; with replacement none"
+    accounting: ClassVar[str] = "sampling without replacement under replace-one; with replacement none"
 
     def __post_init__(self) -> None:
         owner = type(self).__name__

@@ -8,7 +8,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from dpengine.accounting import CyclicGaussianEvent, GaussianEvent, Ledger, PoissonGaussianEvent, Relation
+from dpengine.accounting import (
+    CyclicGaussianEvent,
+    FixedSizeGaussianEvent,
+    GaussianEvent,
+    Ledger,
+    PoissonGaussianEvent,
+    Relation,
+    TruncatedGaussianEvent,
+)
 from dpengine.errors import CorruptFileError, PrivacyError
 from dpengine.report import REPORT_FILE, PrivacyReport, RunFacts
 
@@ -74,5 +82,10 @@ def _facts_of_engine(state: Mapping[str, Any]) -> RunFacts:
     if isinstance(last, (PoissonGaussianEvent, CyclicGaussianEvent, GaussianEvent)):
         rate = 1.0 if isinstance(last, GaussianEvent) else last.sample_rate
         plan |= {"sample_rate": rate, "noise_multiplier": last.noise_multiplier}
+    if isinstance(last, TruncatedGaussianEvent):
+        plan |= {"sampling": "truncated", "sample_rate": last.sample_rate, "noise_multiplier": last.noise_multiplier}
+    if isinstance(last, FixedSizeGaussianEvent):
+        rate = last.batch_size / last.num_examples
+        plan |= {"sampling": "fixed-size", "sample_rate": rate, "noise_multiplier": last.noise_multiplier}
     # Zero-out is what a run states unless it was given its constants, and that is not in the state.
     return RunFacts(plan, ledger.history, state["delta"], Relation.ZERO_OUT, accountant=state["accountant"])

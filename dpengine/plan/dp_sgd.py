@@ -5,14 +5,22 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, ClassVar, Self, final
 
-from dpengine.accounting import Event, NonPrivateEvent, Relation, UnclaimedEvent, to_dp_accounting
+from dpengine.accounting import (
+    Charge,
+    Event,
+    FixedSizeGaussianEvent,
+    NonPrivateEvent,
+    Relation,
+    epsilon_of,
+    least_noise,
+    to_dp_accounting,
+)
 from dpengine.batch_selection import AbstractBatchSelection, FixedBatchSampling
 from dpengine.noise import Recurrence
 
 from . import checks
 from .claims import Claims
 from .config import AbstractPlanConfig
-from .library_accounting import calibrated_by_library, epsilon_by_library, library_accountant
 from .poisson_batches import PoissonBatches, checked_cut, known, participation
 
 
@@ -29,7 +37,7 @@ class DPSGDConfig(AbstractPlanConfig):
         expected_participations: ``sampling_prob * iterations``: the other way to say it.
         truncated_batch_size: Larger batches are cut to a uniform subset of this size; needs ``num_examples``.
         fixed_batch_size: Batches are uniform subsets of this size instead; needs ``num_examples``. The guarantee is for
-            data sets in which one example is another (replace-one), by the library's RDP accountant.
+            data sets in which one example is another (replace-one).
     """
 
     sampling_prob: float | None = None
@@ -82,14 +90,14 @@ class DPSGDConfig(AbstractPlanConfig):
 
 @dataclasses.dataclass(frozen=True)
 class _FixedBatches:
-    """Subsets of one size. The library's RDP accountant alone judges them, under replace-one."""
+    """Subsets of one size, under replace-one."""
 
     size: int
     num_examples: int
     iterations: int
 
     relation: ClassVar[Relation] = Relation.REPLACE_ONE
-    accountants: ClassVar[tuple[str, ...]] = ("rdp",)
+    accountants: ClassVar[tuple[str, ...]] = ("pld", "dp_accounting_rdp")
 
     @property
     def selection(self) -> AbstractBatchSelection:
@@ -98,24 +106,22 @@ class _FixedBatches:
     def claim(self, noise_multiplier: float, run: str) -> Event:
         if noise_multiplier == 0:
             return NonPrivateEvent()
-        return UnclaimedEvent(
-            "batches have one size, which only config.epsilon and the dp-accounting library account for"
-        )
+        return FixedSizeGaussianEvent(self.num_examples, self.size, noise_multiplier)
 
-    def library_event(self, noise_multiplier: float, steps: int | None = None) -> Any:
-        """With half the noise, since that accountant takes replace-one at distance 1."""
-        import dp_accounting
-
-        if noise_multiplier == 0:
-            return to_dp_accounting(NonPrivateEvent())
-        gaussian = dp_accounting.GaussianDpEvent(noise_multiplier / 2)
-        step = dp_accounting.SampledWithoutReplacementDpEvent(self.num_examples, self.size, gaussian)
-        return dp_accounting.SelfComposedDpEvent(step, self.iterations if steps is None else steps)
+    def library_event(self, noise_multiplier: float) -> Any:
+        """With half the noise, since the library's RDP accountant takes replace-one at distance 1."""
+        return to_dp_accounting(self.claim(noise_multiplier / 2, ""), self.iterations)
 
     def epsilon(self, noise_multiplier: float, steps: int, delta: float, accountant: str) -> float:
-        event = self.library_event(noise_multiplier, steps)
-        return epsilon_by_library(event, library_accountant(accountant), self.relation, delta)
+        return epsilon_of((Charge(self.claim(noise_multiplier, ""), steps),), delta, accountant, self.relation)
 
     def least_noise(self, target: float, delta: float, accountant: str, tol: float) -> float:
-        factory = library_accountant(accountant)
-        return calibrated_by_library(self.library_event, factory, self.relation, target, delta, tol)
+        return least_noise(
+            lambda sigma: self.claim(sigma, ""),
+            target_epsilon=target,
+            target_delta=delta,
+            steps=self.iterations,
+            accountant=accountant,
+            relation=self.relation,
+            tol=tol,
+        )

@@ -1,4 +1,4 @@
-"""Accountants of the dp-accounting library, for laws of batches that it alone knows."""
+"""Noise by an accountant that the user brings, of the dp-accounting library or of its kind."""
 
 from __future__ import annotations
 
@@ -11,25 +11,6 @@ from dpengine.errors import CalibrationError
 AccountantFactory = Callable[[Any], Any]
 """Makes an accountant for a ``dp_accounting.NeighboringRelation``."""
 _MOST_NOISE = 1e6
-_INTERVAL = 1e-3  # of its grid; an upper bound at any interval
-
-
-def library_accountant(name: str) -> AccountantFactory:
-    """``"pld"`` or ``"rdp"`` of the library."""
-    import dp_accounting
-
-    table: dict[str, AccountantFactory] = {
-        "pld": lambda relation: dp_accounting.pld.PLDAccountant(relation, _INTERVAL),
-        "rdp": lambda relation: dp_accounting.rdp.RdpAccountant(neighboring_relation=relation),
-    }
-    return table[name]
-
-
-def epsilon_by_library(event: Any, factory: AccountantFactory, relation: Relation, delta: float) -> float:
-    """Epsilon of an event. One that the accountant cannot judge raises the library's ``UnsupportedEventError``."""
-    accountant = factory(library_relation(relation))
-    accountant.compose(event)
-    return float(accountant.get_epsilon(delta))
 
 
 def calibrated_by_library(
@@ -61,7 +42,9 @@ def calibrated_by_library(
         raise ValueError(f"calibrate: epsilon={target!r} must be above 0, and delta={delta!r} in (0, 1).")
 
     def keeps(sigma: float) -> bool:
-        return epsilon_by_library(event_of(sigma), factory, relation, delta) <= target
+        accountant = factory(library_relation(relation))
+        accountant.compose(event_of(sigma))
+        return float(accountant.get_epsilon(delta)) <= target
 
     good = 1.0
     while not keeps(good):

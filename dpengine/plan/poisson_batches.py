@@ -13,9 +13,10 @@ from dpengine.accounting import (
     Event,
     NonPrivateEvent,
     Relation,
-    UnclaimedEvent,
+    TruncatedGaussianEvent,
     calibration,
     epsilon_of,
+    least_noise,
     release_event,
     to_dp_accounting,
 )
@@ -25,7 +26,6 @@ from dpengine.run_plan import rate_to_book
 
 from . import checks
 from .claims import example_relation
-from .library_accounting import calibrated_by_library, epsilon_by_library, library_accountant
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -55,7 +55,7 @@ class PoissonBatches:
     def accountants(self) -> tuple[str, ...]:
         """Those that can judge such batches, the usual one first."""
         if self.truncated_batch_size is not None:
-            return ("pld",)
+            return ("pld", "dp_accounting")
         return tuple(ACCOUNTANTS)
 
     @property
@@ -74,37 +74,32 @@ class PoissonBatches:
         if noise_multiplier == 0:
             return NonPrivateEvent()
         if self.truncated_batch_size is not None:
-            return UnclaimedEvent(
-                "batches are cut to a largest size, which only config.epsilon and the dp-accounting library account for"
-            )
+            return self._cut_claim(noise_multiplier, run)
         rate = rate_to_book(self.sampling_prob)
         if self.cycle_length == 1:
             return release_event(noise_multiplier=noise_multiplier, sample_rate=rate)
         return CyclicGaussianEvent(rate, noise_multiplier, self.cycle_length, run)
 
-    def library_event(self, noise_multiplier: float, steps: int | None = None) -> Any:
-        """What so many steps release, as an event of the dp-accounting library."""
-        steps = self.iterations if steps is None else steps
-        if self.truncated_batch_size is None or noise_multiplier == 0:
-            return to_dp_accounting(self.claim(noise_multiplier, ""), steps)
-        import dp_accounting
-
-        assert self.num_examples is not None
-        step = dp_accounting.TruncatedSubsampledGaussianDpEvent(
-            dataset_size=self.num_examples // self.cycle_length,
-            sampling_probability=rate_to_book(self.sampling_prob),
-            truncated_batch_size=self.truncated_batch_size,
+    def _cut_claim(self, noise_multiplier: float, run: str) -> TruncatedGaussianEvent:
+        assert self.num_examples is not None and self.truncated_batch_size is not None
+        return TruncatedGaussianEvent(
+            num_examples=max(1, self.num_examples // self.cycle_length),
+            sample_rate=rate_to_book(self.sampling_prob),
+            largest_batch=self.truncated_batch_size,
             noise_multiplier=noise_multiplier,
+            cycle_length=self.cycle_length,
+            run=run if self.cycle_length > 1 else "",
         )
-        return dp_accounting.SelfComposedDpEvent(step, self._cycles(steps))
+
+    def library_event(self, noise_multiplier: float) -> Any:
+        """What the whole run releases, as an event of the dp-accounting library."""
+        return to_dp_accounting(self.claim(noise_multiplier, ""), self.iterations)
 
     def epsilon(self, noise_multiplier: float, steps: int, delta: float, accountant: str) -> float:
         """Epsilon of the first steps."""
-        if self.truncated_batch_size is None or noise_multiplier == 0:
-            return epsilon_of((Charge(self.claim(noise_multiplier, ""), steps),), delta, accountant, self.relation)
-        self._warn_of_cut(delta)
-        event = self.library_event(noise_multiplier, steps)
-        return epsilon_by_library(event, library_accountant(accountant), self.relation, delta)
+        if self.truncated_batch_size is not None and noise_multiplier > 0:
+            self._warn_of_cut(delta)
+        return epsilon_of((Charge(self.claim(noise_multiplier, ""), steps),), delta, accountant, self.relation)
 
     def least_noise(self, target: float, delta: float, accountant: str, tol: float) -> float:
         """The least noise at which the accountant finds a target kept."""
@@ -114,8 +109,15 @@ class PoissonBatches:
             )
         if self.truncated_batch_size is not None:
             self._warn_of_cut(delta)
-            factory = library_accountant(accountant)
-            return calibrated_by_library(self.library_event, factory, self.relation, target, delta, tol)
+            return least_noise(
+                lambda sigma: self.claim(sigma, ""),
+                target_epsilon=target,
+                target_delta=delta,
+                steps=self.iterations,
+                accountant=accountant,
+                relation=self.relation,
+                tol=tol,
+            )
         return calibration(
             target_epsilon=target,
             target_delta=delta,

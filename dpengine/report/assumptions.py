@@ -7,9 +7,16 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-from dpengine.accounting import CyclicGaussianEvent, GaussianEvent, PoissonGaussianEvent, Relation
+from dpengine.accounting import (
+    CyclicGaussianEvent,
+    FixedSizeGaussianEvent,
+    GaussianEvent,
+    PoissonGaussianEvent,
+    Relation,
+    TruncatedGaussianEvent,
+)
 
-from .facts import RunFacts
+from .facts import LAWS, RunFacts
 from .figures import delta_floor
 
 Holds = Literal["yes", "no", "not checked"]
@@ -60,9 +67,7 @@ def stamps(facts: RunFacts) -> tuple[str, ...]:
 
 
 def _poisson(facts: RunFacts) -> Assumption:
-    name = "Batches hold each row independently, with one known probability (Poisson sampling)"
-    if facts.plan.get("sampling") == "cyclic-poisson":
-        name = "Rows are in fixed groups that take turns; a row of the group is in the batch with one known probability"
+    name = LAWS.get(str(facts.plan.get("sampling")), LAWS["poisson"])
     if not facts.law_is_known:
         law = facts.plan.get("sampling", "an unknown law")
         law = law if law != "poisson" else "another law, in an earlier run"
@@ -178,7 +183,9 @@ _CHECKS: tuple[Callable[[RunFacts], Assumption], ...] = (
 
 
 def _rate(event: object) -> float | None:
-    if isinstance(event, (PoissonGaussianEvent, CyclicGaussianEvent)):
+    if isinstance(event, FixedSizeGaussianEvent):
+        return event.batch_size / event.num_examples
+    if isinstance(event, (PoissonGaussianEvent, CyclicGaussianEvent, TruncatedGaussianEvent)):
         return event.sample_rate
     return 1.0 if isinstance(event, GaussianEvent) else None
 

@@ -21,6 +21,20 @@ from .public_text import public_text, public_values
 _STATE_SCHEMA = 1
 
 
+LAWS = {
+    "poisson": "Batches hold each row independently, with one known probability (Poisson sampling)",
+    "cyclic-poisson": (
+        "Rows are in fixed groups that take turns; a row of the group is in the batch with one known probability"
+    ),
+    "truncated": (
+        "Rows are drawn independently, with one known probability, and a batch above a known size is cut to a uniform "
+        "subset"
+    ),
+    "fixed-size": "Each batch is a uniform subset of the rows, of one known size",
+}
+"""What is assumed of batches, by the name of their law."""
+
+
 @dataclass(frozen=True)
 class RunFacts:
     """All that a report knows of a run. Nothing in it is read from the machine, and texts lose absolute paths.
@@ -95,7 +109,7 @@ class RunFacts:
     def law_is_known(self) -> bool:
         """Whether every batch was drawn by a law that accounting knows."""
         unclaimed = any(isinstance(charge.event, UnclaimedEvent) for charge in self.history)
-        return self.plan.get("sampling", "poisson") in ("poisson", "cyclic-poisson") and not unclaimed
+        return self.plan.get("sampling", "poisson") in LAWS and not unclaimed
 
     @property
     def rows_are_public(self) -> bool:

@@ -14,10 +14,15 @@ _FIELDS = {
     "poisson-gaussian": ("noise_multiplier", "sample_rate"),
     "cyclic-gaussian": ("noise_multiplier", "sample_rate", "cycle_length", "run"),
     "matrix-gaussian": ("noise_multiplier", "cycle_length", "sq_sensitivities", "run"),
+    "sampled-matrix": ("noise_multiplier", "sample_rate", "cycle_length"),
+    "truncated-gaussian": ("noise_multiplier", "sample_rate", "cycle_length", "run"),
+    "fixed-size-gaussian": ("noise_multiplier",),
+    "mixture-gaussian": ("noise_multiplier",),
+    "repeat-and-select": (),
     "non-private": (),
     "unclaimed": ("reason",),
 }
-"""What each law needs to be stated. A row has the other columns too; most are None there."""
+"""What each law needs to be stated, beside its column ``more``. A row has all columns; most are None there."""
 
 _COLUMNS = ("noise_multiplier", "sample_rate", "cycle_length", "sq_sensitivities", "run", "reason")
 
@@ -30,6 +35,8 @@ def rows_of(history: Iterable[Charge]) -> list[dict[str, Any]]:
         state = event_to_state(charge.event)
         law = state["type"]
         row = {"law": law} | {column: public_values(state.get(column)) for column in _COLUMNS}
+        more = {key: value for key, value in state.items() if key not in ("type", *_COLUMNS)}
+        row["more"] = public_values(more) if more else None
         row |= {"non-private": {"noise_multiplier": 0.0}, "gaussian": {"sample_rate": 1.0}}.get(law, {})
         if row["run"] is not None:  # a random name
             row["run"] = numbers.setdefault(state["run"], len(numbers) + 1)
@@ -50,7 +57,7 @@ def charges_of(rows: Sequence[Mapping[str, Any]]) -> tuple[Charge, ...]:
     """The charges that `rows_of` gave these rows for, voids as releases."""
     charges = []
     for row in rows:
-        fields = {name: row[name] for name in _FIELDS[row["law"]]}
+        fields = {name: row[name] for name in _FIELDS[row["law"]]} | (row["more"] or {})
         if "run" in fields:
             fields["run"] = str(fields["run"])
         event = event_from_state({"type": row["law"], **fields})

@@ -8,11 +8,16 @@ from typing import Any
 
 from dpengine.accounting import (
     CyclicGaussianEvent,
+    FixedSizeGaussianEvent,
     GaussianEvent,
     MatrixGaussianEvent,
+    MixtureGaussianEvent,
+    NonPrivateEvent,
     PoissonGaussianEvent,
     Relation,
+    RepeatAndSelectEvent,
     SampledMatrixEvent,
+    TruncatedGaussianEvent,
 )
 
 from .assumptions import stamps
@@ -53,8 +58,8 @@ def other_measures(facts: RunFacts, figures: Figures) -> str:
     spent = figures.spent
     if spent is None:
         return "none, since no ε is claimed."
-    by_chance = (PoissonGaussianEvent, CyclicGaussianEvent, SampledMatrixEvent)
-    if any(isinstance(charge.event, by_chance) for charge in facts.history) and figures.profile:
+    exact = (GaussianEvent, MatrixGaussianEvent, NonPrivateEvent)
+    if any(not isinstance(charge.event, exact) for charge in facts.history) and figures.profile:
         smallest = min(delta for delta, _ in figures.profile)
         range_ = f"a Gaussian curve above this run's for δ from {round_up_delta(smallest)} up"
     else:
@@ -149,6 +154,10 @@ def covers(facts: RunFacts) -> list[str]:
         CyclicGaussianEvent: "a Poisson batch of one group of rows",
         MatrixGaussianEvent: "one group of rows, the groups taking turns",
         SampledMatrixEvent: "a batch of random rows",
+        TruncatedGaussianEvent: "a Poisson batch that was cut where it was too large",
+        FixedSizeGaussianEvent: "a uniform subset of one size",
+        MixtureGaussianEvent: "a batch that may hold several rows of a unit",
+        RepeatAndSelectEvent: "the best of several runs",
     }
     seen = {laws[type(charge.event)] for charge in facts.history if type(charge.event) in laws}
     of = f" ({' or '.join(sorted(seen))} each)" if seen else ""

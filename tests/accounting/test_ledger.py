@@ -118,3 +118,16 @@ def test_the_history_cannot_be_edited_from_outside():
     with pytest.raises(AttributeError):
         before[0].count = 0
     assert ledger.history == before
+
+
+def test_totals_have_each_event_once_and_cost_the_same():
+    ledger = Ledger()
+    for step in range(40):
+        ledger.charge(PoissonGaussianEvent(0.1, 1.5), kind="void" if step == 3 else "release")
+        ledger.charge(PoissonGaussianEvent(0.1, 20.0), kind="clip")
+    assert len(ledger.history) == 80
+    assert [charge.count for charge in ledger.totals] == [40, 40]
+    assert epsilon_of(ledger.totals, 1e-5) == epsilon_of(ledger.history, 1e-5)
+    restored = Ledger()
+    restored.load_state_dict(ledger.state_dict())
+    assert restored.totals == ledger.totals

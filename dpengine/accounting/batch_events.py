@@ -1,0 +1,116 @@
+"""Events of releases over batches that are not plain Poisson: cut ones, ones of one size, ones with repeated units."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from dpengine.errors import InvalidBudgetError
+
+from . import arguments
+
+
+@dataclass(frozen=True)
+class TruncatedGaussianEvent:
+    """A Gaussian sum over a Poisson batch that was cut to a uniform subset where it was larger than a size.
+
+    For zero-out, with a public number of examples. With noise of several bands and groups that take turns, it is one
+    step of the run, as `CyclicGaussianEvent`.
+
+    Source: Ganesh et al. 2025 (arXiv:2508.15089).
+
+    Attributes:
+        num_examples: Of the group that the batch is drawn from.
+        sample_rate: Chance of each before the cut.
+        largest_batch: The size that no batch exceeds.
+        noise_multiplier: Standard deviation of the noise over the add/remove sensitivity of the sum.
+        cycle_length: Groups that take turns.
+        run: Tells the steps of one run from those of others; needed where groups take turns.
+    """
+
+    num_examples: int
+    sample_rate: float
+    largest_batch: int
+    noise_multiplier: float
+    cycle_length: int = 1
+    run: str = ""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "num_examples", arguments.count("num_examples", self.num_examples))
+        object.__setattr__(self, "sample_rate", arguments.sample_rate(self.sample_rate))
+        object.__setattr__(self, "largest_batch", arguments.count("largest_batch", self.largest_batch, least=0))
+        object.__setattr__(self, "noise_multiplier", arguments.noise_multiplier(self.noise_multiplier))
+        object.__setattr__(self, "cycle_length", arguments.count("cycle_length", self.cycle_length))
+        if not isinstance(self.run, str):
+            raise TypeError(f"TruncatedGaussianEvent.run is a {type(self.run).__name__}; it must be a str.")
+
+    def cycles(self, steps: int) -> int:
+        """How often an example can take part in so many steps of the run."""
+        return -(-steps // self.cycle_length)
+
+
+@dataclass(frozen=True)
+class FixedSizeGaussianEvent:
+    """A Gaussian sum over a uniform subset of one size.
+
+    For replace-one, and zero-out by the same bound, with a public number of examples.
+
+    Source: Balle, Barthe, Gaboardi 2018 (arXiv:1807.01647), theorem 11.
+
+    Attributes:
+        num_examples: Of the data set.
+        batch_size: At most all of them.
+        noise_multiplier: Standard deviation of the noise over the add/remove sensitivity of the sum; one that takes the
+            place of another moves it twice as far.
+    """
+
+    num_examples: int
+    batch_size: int
+    noise_multiplier: float
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "num_examples", arguments.count("num_examples", self.num_examples))
+        object.__setattr__(self, "batch_size", arguments.count("batch_size", self.batch_size))
+        object.__setattr__(self, "noise_multiplier", arguments.noise_multiplier(self.noise_multiplier))
+        if self.batch_size > self.num_examples:
+            raise InvalidBudgetError(
+                f"batch_size={self.batch_size} is more than the {self.num_examples} examples.",
+                fix="Pass a batch_size of at most num_examples.",
+            )
+
+
+@dataclass(frozen=True)
+class MixtureGaussianEvent:
+    """A Gaussian sum to which what one unit adds has one of several norms, by chance.
+
+    Such as a user with several examples, of which a batch holds none, some or all. For add-or-remove and zero-out.
+
+    Source: Choquette-Choo et al. 2024 (arXiv:2310.15526).
+
+    Attributes:
+        noise_multiplier: Standard deviation of the noise, in units of the norms.
+        norms: None negative; 0 if the unit may be absent.
+        probabilities: Of each norm, of sum 1.
+    """
+
+    noise_multiplier: float
+    norms: tuple[float, ...]
+    probabilities: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "noise_multiplier", arguments.noise_multiplier(self.noise_multiplier))
+        object.__setattr__(self, "norms", _numbers("norms", self.norms))
+        object.__setattr__(self, "probabilities", _numbers("probabilities", self.probabilities))
+        if len(self.norms) != len(self.probabilities) or abs(math.fsum(self.probabilities) - 1) > 1e-9:
+            raise InvalidBudgetError(
+                "MixtureGaussianEvent needs one probability for each norm, of sum 1.",
+                fix="Pass norms=(0.0, 1.0), probabilities=(0.99, 0.01).",
+            )
+
+
+def _numbers(name: str, values: Sequence[float]) -> tuple[float, ...]:
+    numbers = tuple(arguments.real(name, value) for value in values)
+    if not numbers or any(not (math.isfinite(number) and number >= 0) for number in numbers):
+        raise InvalidBudgetError(f"{name} must hold finite numbers of at least 0.", fix=f"Pass {name}=(0.0, 1.0).")
+    return numbers

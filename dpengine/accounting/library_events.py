@@ -1,0 +1,97 @@
+"""Releases as events of the dp-accounting library, for a second opinion."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+from dpengine.errors import AccountingRefusedError, MissingDependencyError
+
+from . import arguments, events
+from .batch_events import FixedSizeGaussianEvent, MixtureGaussianEvent, TruncatedGaussianEvent
+from .sampled_matrix import SampledMatrixEvent
+from .tuning import RepeatAndSelectEvent
+
+
+def to_dp_accounting(event: events.Event, count: int = 1) -> Any:
+    """States ``count`` such releases as an event of the dp-accounting library.
+
+    Those of a run whose examples take turns are from its first step on.
+
+    Under replace-one, dp-accounting's RDP accountant takes a Gaussian, and sampling without replacement, at distance 1
+    where its PLD accountant takes distance 2: give it half the noise multiplier there.
+
+    Args:
+        event: What was released.
+        count: How often.
+
+    Returns:
+        A ``dp_accounting.DpEvent``.
+
+    Raises:
+        AccountingRefusedError: If the event is unclaimed, or has no closed form.
+        MissingDependencyError: If dp-accounting is not installed.
+    """
+    try:
+        import dp_accounting
+    except ImportError as error:
+        raise MissingDependencyError(
+            "dp-accounting is needed to state a history as its events.", fix="pip install dp-accounting"
+        ) from error
+    count = arguments.count("count", count)
+    if isinstance(event, events.UnclaimedEvent):
+        raise AccountingRefusedError(f"accounting.to_dp_accounting: {event.reason}")
+    if isinstance(event, SampledMatrixEvent):
+        raise AccountingRefusedError(f"dp-accounting has no event for {event.scheme} runs, which are simulated.")
+    if isinstance(event, events.NonPrivateEvent) or getattr(event, "noise_multiplier", 1) == 0:
+        return dp_accounting.NonPrivateDpEvent()
+    one, number = _STATED[type(event)](dp_accounting, event, count)
+    return dp_accounting.SelfComposedDpEvent(one, number) if number is not None else one
+
+
+def _poisson(library: Any, event: Any, count: int) -> tuple[Any, int]:
+    return library.PoissonSampledDpEvent(event.sample_rate, library.GaussianDpEvent(event.noise_multiplier)), count
+
+
+def _cyclic(library: Any, event: Any, count: int) -> tuple[Any, int]:
+    return _poisson(library, event, event.cycles(count))
+
+
+def _truncated(library: Any, event: TruncatedGaussianEvent, count: int) -> tuple[Any, int]:
+    one = library.TruncatedSubsampledGaussianDpEvent(
+        dataset_size=event.num_examples,
+        sampling_probability=event.sample_rate,
+        truncated_batch_size=event.largest_batch,
+        noise_multiplier=event.noise_multiplier,
+    )
+    return one, event.cycles(count)
+
+
+def _fixed_size(library: Any, event: FixedSizeGaussianEvent, count: int) -> tuple[Any, int]:
+    gaussian = library.GaussianDpEvent(event.noise_multiplier)
+    return library.SampledWithoutReplacementDpEvent(event.num_examples, event.batch_size, gaussian), count
+
+
+def _mixture(library: Any, event: MixtureGaussianEvent, count: int) -> tuple[Any, int]:
+    return library.dp_event.MixtureOfGaussiansDpEvent(event.noise_multiplier, event.norms, event.probabilities), count
+
+
+def _selection(library: Any, event: RepeatAndSelectEvent, count: int) -> tuple[Any, int]:
+    base = library.ComposedDpEvent([to_dp_accounting(one, times) for one, times in event.base])
+    return library.dp_event.RepeatAndSelectDpEvent(base, event.mean, event.shape), count
+
+
+_STATED: dict[type, Callable[[Any, Any, int], tuple[Any, int | None]]] = {
+    events.GaussianEvent: lambda library, event, count: (library.GaussianDpEvent(event.noise_multiplier), count),
+    events.PoissonGaussianEvent: _poisson,
+    events.CyclicGaussianEvent: _cyclic,
+    events.MatrixGaussianEvent: lambda library, event, count: (
+        library.GaussianDpEvent(1 / math.sqrt(event.precision(count))),
+        None,
+    ),
+    TruncatedGaussianEvent: _truncated,
+    FixedSizeGaussianEvent: _fixed_size,
+    MixtureGaussianEvent: _mixture,
+    RepeatAndSelectEvent: _selection,
+}

@@ -1,0 +1,100 @@
+"""The cost of tuning: a mechanism is run a random number of times, and the best of its results is published.
+
+Source: Papernot, Steinke 2022 (arXiv:2110.03620), theorems 2 and 6. The number of runs has a truncated negative
+binomial law (geometric for shape 1, logarithmic for shape 0) or that of Poisson. It must not depend on the data, and
+nothing but the best result may leave.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from dpengine.errors import InvalidBudgetError
+
+from . import arguments
+
+Floats = npt.NDArray[np.float64]
+_HALVINGS = 200
+
+
+@dataclass(frozen=True)
+class RepeatAndSelectEvent:
+    """Runs of one mechanism, of which the best is published.
+
+    Attributes:
+        base: What one run releases: events with their counts, none of them a `RepeatAndSelectEvent`.
+        mean: Of the number of runs; at least 1, for Poisson above 0.
+        shape: Of the truncated negative binomial law, at least 0; infinity for Poisson.
+    """
+
+    base: tuple[tuple[Any, int], ...]
+    mean: float
+    shape: float = 1.0
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "base", tuple((event, arguments.count("count", count)) for event, count in self.base))
+        mean, shape = arguments.real("mean", self.mean), arguments.real("shape", self.shape)
+        if not self.base or any(isinstance(event, RepeatAndSelectEvent) for event, _ in self.base):
+            raise InvalidBudgetError(
+                "RepeatAndSelectEvent.base must hold what one run releases, and no selection itself.",
+                fix="Pass base=((PoissonGaussianEvent(0.01, 1.0), 1000),).",
+            )
+        if not (shape >= 0 and math.isfinite(mean) and (mean >= 1 or (mean > 0 and math.isinf(shape)))):
+            raise InvalidBudgetError(
+                f"mean={mean!r} must be at least 1 (above 0 for Poisson), and shape={shape!r} at least 0.",
+                fix="Pass mean=10.0, shape=1.0.",
+            )
+        object.__setattr__(self, "mean", mean)
+        object.__setattr__(self, "shape", shape)
+
+
+def selected_rho(event: RepeatAndSelectEvent, orders: Floats, rho: Floats) -> Floats:
+    """Renyi divergence of the published result.
+
+    Args:
+        event: The law of the number of runs.
+        orders: Above 1.
+        rho: Of one run, at each order.
+
+    Returns:
+        At each order; infinite where there is no bound.
+    """
+    if math.isinf(event.shape):
+        return _poisson(event.mean, orders, rho)
+    if event.mean == 1 and event.shape >= 0:
+        return rho  # exactly one run
+    gamma = _success(event.mean, event.shape)
+    # At another order of our choice, whatever is best.
+    chosen = (1 + event.shape) * (1 - 1 / orders) * rho + (1 + event.shape) * -math.log(gamma) / orders
+    return np.asarray(rho + float(chosen.min()) + math.log(event.mean) / (orders - 1))
+
+
+def _poisson(mean: float, orders: Floats, rho: Floats) -> Floats:
+    """Theorem 6: where one run has (eps, delta) with ``e^eps <= 1 + 1 / (order - 1)``."""
+    epsilon = np.log1p(1 / (orders - 1))
+    # Delta of one run at that epsilon, by its own divergences (Canonne, Kamath, Steinke 2020, Prop. 12).
+    exponents = (orders - 1) * (rho - epsilon[:, None] + np.log1p(-1 / orders)) - np.log(orders)
+    delta = np.exp(np.minimum(0.0, exponents.min(axis=1)))
+    return np.asarray(rho + mean * delta + math.log(mean) / (orders - 1))
+
+
+def _success(mean: float, shape: float) -> float:
+    """The parameter of the law with this mean, from below."""
+    low, high = 0.0, 1.0  # the mean falls as it grows
+    for _ in range(_HALVINGS):
+        middle = (low + high) / 2
+        if not low < middle < high:
+            break
+        low, high = (middle, high) if _mean(middle, shape) > mean else (low, middle)
+    return max(low, 1e-300)
+
+
+def _mean(gamma: float, shape: float) -> float:
+    if shape == 0:
+        return (1 / gamma - 1) / -math.log(gamma)
+    return shape * (1 - gamma) / gamma / -math.expm1(shape * math.log(gamma))

@@ -1,0 +1,242 @@
+"""Batches that are cut, batches of one size, units with several rows, and the best of several runs."""
+
+import itertools
+import json
+import math
+
+import dp_accounting
+import numpy as np
+import pytest
+from scipy import integrate
+
+from dpengine.accounting import (
+    ACCOUNTANTS,
+    Charge,
+    FixedSizeGaussianEvent,
+    GaussianEvent,
+    Ledger,
+    MixtureGaussianEvent,
+    PoissonGaussianEvent,
+    Relation,
+    RepeatAndSelectEvent,
+    TruncatedGaussianEvent,
+    bounds_of,
+    delta_of,
+    epsilon_of,
+    event_from_state,
+    event_to_state,
+    library_relation,
+    mu_gdp,
+    to_dp_accounting,
+)
+from dpengine.accounting.batch_laws import cut_of
+from dpengine.accounting.batch_pairs import FixedSizePair, MixturePair
+from dpengine.accounting.loss_pairs import Direction
+from dpengine.accounting.rdp import ORDERS
+from dpengine.errors import AccountingRefusedError, InvalidBudgetError
+
+TRUNCATED = TruncatedGaussianEvent(10_000, 0.01, 110, 1.2)
+FIXED = FixedSizeGaussianEvent(60_000, 600, 1.2)
+MIXTURE = MixtureGaussianEvent(2.0, (0.0, 1.0, 2.0, 3.0), (0.9, 0.06, 0.03, 0.01))
+SELECTED = RepeatAndSelectEvent(((PoissonGaussianEvent(0.01, 1.5), 300), (GaussianEvent(40.0), 2)), 10.0, 1.0)
+RELATION = {TRUNCATED: Relation.ZERO_OUT, FIXED: Relation.REPLACE_ONE, MIXTURE: Relation.ADD_OR_REMOVE_ONE}
+
+
+def normal(x, mean, sigma):
+    return np.exp(-(((x - mean) / sigma) ** 2) / 2) / (sigma * math.sqrt(2 * math.pi))
+
+
+def integrated(p, q, eps, x):
+    return integrate.trapezoid(np.maximum(p - math.exp(eps) * q, 0), x)
+
+
+@pytest.mark.parametrize(("event", "steps"), [(TRUNCATED, 50), (MIXTURE, 20)])
+def test_the_library_agrees_on_cut_batches_and_mixtures(event, steps):
+    relation = library_relation(RELATION[event])
+    accountant = dp_accounting.pld.PLDAccountant(relation, 1e-2 if event is MIXTURE else 1e-3)
+    accountant.compose(to_dp_accounting(event, steps))
+    theirs = accountant.get_epsilon(1e-6)
+    assert theirs * (1 - 3e-3) < epsilon_of((Charge(event, steps),), 1e-6, relation=RELATION[event]) < theirs * 1.00001
+
+
+def test_the_law_of_a_cut_is_that_of_enumeration():
+    """Seven rows, one of them ours; how often the others fill the batch, and how often we are in it then."""
+    n, q, most = 7, 0.4, 2
+    full = taken = 0.0
+    for pattern in itertools.product([0, 1], repeat=n):
+        chance = math.prod(q if one else 1 - q for one in pattern)
+        if sum(pattern[1:]) >= most:
+            full += chance
+            taken += chance * pattern[0] * most / sum(pattern)
+    found = cut_of(TruncatedGaussianEvent(n, q, most, 1.0))
+    assert found == pytest.approx((full, taken / full), rel=1e-8)
+    assert found[0] >= full * (1 - 1e-12) and found[1] >= taken / full * (1 - 1e-12)
+
+
+def test_a_cut_that_never_happens_costs_nothing_and_one_that_does_costs():
+    plain = epsilon_of((Charge(PoissonGaussianEvent(0.01, 1.2), 50),), 1e-5)
+    costs = []
+    for largest in (200, 140, 120, 100):
+        history = (Charge(TruncatedGaussianEvent(10_000, 0.01, largest, 1.2), 50),)
+        costs.append(epsilon_of(history, 1e-5, relation=Relation.ZERO_OUT))
+    assert costs[0] == pytest.approx(plain, rel=1e-5)
+    assert costs == sorted(costs) and costs[-1] > 2 * plain
+
+
+def test_steps_of_a_cut_run_whose_groups_take_turns_are_counted_by_cycles():
+    turns = TruncatedGaussianEvent(10_000, 0.01, 110, 1.2, cycle_length=4, run="a")
+    cut = epsilon_of((Charge(turns, 9),), 1e-5, relation=Relation.ZERO_OUT)
+    assert cut == epsilon_of((Charge(TRUNCATED, 3),), 1e-5, relation=Relation.ZERO_OUT)
+
+
+@pytest.mark.parametrize(("rate", "sigma"), [(0.01, 1.2), (0.3, 0.8), (1.0, 2.0)])
+@pytest.mark.parametrize("eps", [0.05, 1.0, 4.0])
+def test_the_pair_of_subsets_of_one_size_is_the_theorem_on_both_sides(rate, sigma, eps):
+    pair, s = FixedSizePair(rate, sigma), sigma / 2
+    x = np.linspace(-14 * s - 1, 14 * s + 2, 400_001)
+    subset = (1 - rate) * normal(x, 0, s) + rate * normal(x, 1, s)
+    masses = pair.masses(np.linspace(-14 * s, 14 * s, 200_001))
+    # Above 1: the subset against none of it; below 1: the roles exchanged. Both by the densities themselves.
+    assert np.maximum(masses.p - math.exp(eps) * masses.q, 0).sum() == pytest.approx(
+        integrated(subset, normal(x, 0, s), eps, x), abs=1e-6
+    )
+    assert np.maximum(masses.p - math.exp(-eps) * masses.q, 0).sum() == pytest.approx(
+        integrated(normal(x, 0, s), subset, -eps, x), abs=1e-6
+    )
+    assert masses.p.sum() == pytest.approx(1, abs=1e-12) and masses.q.sum() == pytest.approx(1, abs=1e-12)
+
+
+def test_subsets_of_one_size_cost_less_than_by_renyi_and_more_than_poisson_claims():
+    history, relation = (Charge(FIXED, 500),), Relation.REPLACE_ONE
+    found = epsilon_of(history, 1e-5, relation=relation)
+    assert found < 0.75 * epsilon_of(history, 1e-5, "dp_accounting_rdp", relation)
+    assert found > 4 * epsilon_of((Charge(PoissonGaussianEvent(0.01, 1.2), 500),), 1e-5, relation=relation)
+    assert bounds_of(history, 1e-5, relation=relation)[0] == 0.0  # the pair is an upper bound itself
+    all_rows = FixedSizeGaussianEvent(50, 50, 2.0)
+    exact = epsilon_of((Charge(GaussianEvent(2.0)),), 1e-5, relation=relation)
+    assert epsilon_of((Charge(all_rows),), 1e-5, relation=relation) == pytest.approx(exact, rel=1e-9)
+
+
+@pytest.mark.parametrize("direction", [Direction.REMOVE, Direction.ADD])
+@pytest.mark.parametrize("norms", [(0.0, 1.0, 3.0), (0.5, 1.0, 3.0)])
+def test_the_pair_of_a_mixture_is_its_densities(direction, norms):
+    chances, sigma = (0.9, 0.07, 0.03), 1.5
+    pair = MixturePair(norms, chances, sigma, direction)
+    sign = 1 if direction is Direction.REMOVE else -1
+    x = np.linspace(-20, 22, 400_001) * 1.0
+    mixed = sum(c * normal(x, sign * s, sigma) for s, c in zip(norms, chances, strict=True))
+    p, q = (mixed, normal(x, 0, sigma)) if sign > 0 else (normal(x, 0, sigma), mixed)
+    masses = pair.masses(x)
+    for eps in (-0.3, 0.0, 0.05, 1.0):
+        assert np.maximum(masses.p - math.exp(eps) * masses.q, 0).sum() == pytest.approx(
+            integrated(p, q, eps, x), abs=1e-7
+        )
+    losses = pair.loss(x[::5000])
+    back = pair.output(losses)
+    assert np.all((np.abs(back - x[::5000]) < 1e-9) | (np.abs(losses - pair.loss(back)) < 1e-12))
+
+
+def test_a_mixture_of_two_norms_is_a_poisson_batch():
+    two = MixtureGaussianEvent(2.0, (0.0, 1.0), (0.9, 0.1))
+    for delta in (1e-3, 1e-6, 1e-30):
+        one = epsilon_of((Charge(PoissonGaussianEvent(0.1, 2.0), 100),), delta)
+        assert epsilon_of((Charge(two, 100),), delta) == pytest.approx(one, rel=1e-5)
+
+
+@pytest.mark.parametrize("shape", [0.0, 0.5, 1.0, 3.0])
+@pytest.mark.parametrize("mean", [1.5, 10.0, 1000.0])
+def test_the_cost_of_tuning_is_that_of_the_library(mean, shape):
+    event = RepeatAndSelectEvent(SELECTED.base, mean, shape)
+    accountant = dp_accounting.rdp.RdpAccountant(orders=ORDERS)
+    accountant.compose(to_dp_accounting(event))
+    assert epsilon_of((Charge(event),), 1e-6, "rdp") == pytest.approx(accountant.get_epsilon(1e-6), rel=1e-6)
+
+
+def test_tuning_costs_more_than_a_run_and_little_for_many_runs():
+    one = tuple(Charge(event, count) for event, count in SELECTED.base)
+    costs = [
+        epsilon_of((Charge(RepeatAndSelectEvent(SELECTED.base, mean, math.inf)),), 1e-6, "rdp")
+        for mean in (2.0, 10.0, 100.0)
+    ]
+    assert epsilon_of(one, 1e-6, "rdp") < costs[0] < costs[1] < costs[2] < 100 / 2 * costs[0]
+    alone = RepeatAndSelectEvent(SELECTED.base, 1.0, 1.0)  # always one run
+    assert epsilon_of((Charge(alone),), 1e-6, "rdp") == epsilon_of(one, 1e-6, "rdp")
+
+
+def test_all_kinds_compose_and_neither_order_nor_splits_show():
+    beside = Charge(PoissonGaussianEvent(0.02, 1.5), 30)
+    for event, relation in RELATION.items():
+        if relation is Relation.REPLACE_ONE:
+            continue
+        whole = epsilon_of((Charge(event, 20), beside), 1e-5, relation=relation)
+        split = (Charge(event, 7), beside, Charge(event, 13))
+        assert epsilon_of(split, 1e-5, relation=relation) == whole
+        assert whole > epsilon_of((Charge(event, 20),), 1e-5, relation=relation)
+        assert delta_of(split, whole, relation=relation) == pytest.approx(1e-5, rel=1e-2)
+        assert mu_gdp(split, relation=relation) > 0
+
+
+@pytest.mark.parametrize(
+    ("event", "relation"),
+    [
+        (TRUNCATED, Relation.ADD_OR_REMOVE_ONE),
+        (TRUNCATED, Relation.REPLACE_ONE),
+        (FIXED, Relation.ADD_OR_REMOVE_ONE),
+        (MIXTURE, Relation.REPLACE_ONE),
+    ],
+)
+def test_relations_without_a_bound_are_refused(event, relation):
+    for question in (epsilon_of, delta_of, bounds_of):
+        with pytest.raises(AccountingRefusedError, match="There is no bound for"):
+            question((Charge(event, 3),), 0.01, relation=relation)
+
+
+@pytest.mark.parametrize("accountant", [name for name in ACCOUNTANTS if not name.startswith("dp_accounting")])
+def test_accountants_without_a_bound_refuse(accountant):
+    for event, relation in RELATION.items():
+        if accountant != "pld":
+            with pytest.raises(AccountingRefusedError):
+                epsilon_of((Charge(event, 3), Charge(GaussianEvent(5.0))), 1e-5, accountant, relation)
+    if accountant != "rdp":
+        for question in (epsilon_of, delta_of):
+            with pytest.raises(AccountingRefusedError):
+                question((Charge(SELECTED), Charge(GaussianEvent(5.0))), 0.1, accountant)
+
+
+@pytest.mark.parametrize("event", [*RELATION, SELECTED, RepeatAndSelectEvent(SELECTED.base, 3.0, math.inf)])
+def test_events_are_kept_in_ledgers(event):
+    assert event_from_state(json.loads(json.dumps(event_to_state(event), allow_nan=False))) == event
+    ledger, again = Ledger(), Ledger()
+    ledger.charge(event, count=3)
+    again.load_state_dict(json.loads(json.dumps(ledger.state_dict())))
+    assert again.history == ledger.history
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: TruncatedGaussianEvent(0, 0.1, 5, 1.0),
+        lambda: TruncatedGaussianEvent(10, 0.0, 5, 1.0),
+        lambda: TruncatedGaussianEvent(10, 0.1, -1, 1.0),
+        lambda: FixedSizeGaussianEvent(10, 11, 1.0),
+        lambda: FixedSizeGaussianEvent(10, 0, 1.0),
+        lambda: MixtureGaussianEvent(1.0, (0.0, 1.0), (0.5, 0.6)),
+        lambda: MixtureGaussianEvent(1.0, (0.0, -1.0), (0.5, 0.5)),
+        lambda: MixtureGaussianEvent(1.0, (), ()),
+        lambda: RepeatAndSelectEvent((), 10.0),
+        lambda: RepeatAndSelectEvent(SELECTED.base, 0.5),
+        lambda: RepeatAndSelectEvent(SELECTED.base, math.inf),
+        lambda: RepeatAndSelectEvent(SELECTED.base, 3.0, -1.0),
+        lambda: RepeatAndSelectEvent(((SELECTED, 1),), 3.0),
+    ],
+)
+def test_bad_events_are_refused(make):
+    with pytest.raises(InvalidBudgetError):
+        make()
+
+
+def test_without_noise_nothing_is_private():
+    for event in (TruncatedGaussianEvent(10, 0.1, 5, 0.0), FixedSizeGaussianEvent(10, 5, 0.0)):
+        assert epsilon_of((Charge(event),), 1e-5, relation=Relation.ZERO_OUT) == math.inf
+    bare = RepeatAndSelectEvent(((GaussianEvent(0.0), 1),), 5.0)
+    assert epsilon_of((Charge(bare),), 1e-5, "rdp") == math.inf
