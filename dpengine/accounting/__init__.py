@@ -31,12 +31,14 @@ from .events import (
     event_to_state,
     release_event,
 )
+from .gdp import central_limit_epsilon
 from .ledger import KINDS, Charge, Ledger, steps_of
 from .library import library_relation
 from .library_events import to_dp_accounting
 from .monte_carlo import MonteCarloClaim, monte_carlo_epsilon, verify
 from .monte_carlo_verified import threshold_for, verified_delta
 from .sampled_matrix import SampledMatrixEvent
+from .trade_off import trade_off
 from .tuning import RepeatAndSelectEvent
 
 __all__ = [
@@ -66,6 +68,7 @@ __all__ = [
     "bounds_of",
     "calibrate",
     "calibration",
+    "central_limit_epsilon",
     "check_delta",
     "delta",
     "delta_of",
@@ -89,6 +92,7 @@ __all__ = [
     "suggested_delta",
     "threshold_for",
     "to_dp_accounting",
+    "trade_off",
     "verified_delta",
     "verify",
 ]
