@@ -279,8 +279,8 @@ def fuzz(seeds):
 
 
 def test_any_order_of_calls_keeps_the_books_and_the_sums():
-    seen, released = fuzz(range(300))
-    assert released > 500
+    seen, released = fuzz(range(130))
+    assert released > 200
     assert set(seen) >= {"DPE005", "DPE017", "DPE022", "Boom", "MemoryError"}  # the traces go where they should
 
 

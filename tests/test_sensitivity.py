@@ -68,14 +68,14 @@ CHOICES = {
 QUIET = {"deadline": None, "suppress_health_check": list(HealthCheck), "derandomize": True, "database": None}
 
 
-@settings(max_examples=300, **QUIET)
+@settings(max_examples=100, **QUIET)
 @given(**CHOICES)
 def test_one_sample_moves_the_sum_of_any_model_by_at_most_the_sensitivity(plan, policy_name, mode, left_out):
     check_one(plan, policy_name, mode, left_out)
 
 
 @pytest.mark.slow
-@settings(max_examples=400, **QUIET)
+@settings(max_examples=700, **QUIET)
 @given(**CHOICES)
 def test_the_same_for_many_more_models(plan, policy_name, mode, left_out):
     check_one(plan, policy_name, mode, left_out)

@@ -10,9 +10,13 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 TUTORIALS = sorted((ROOT / "tutorials").glob("*.py"))
+LONG = {"02_noise_that_hangs_together"}
 
 
-@pytest.mark.parametrize("path", TUTORIALS, ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "path",
+    [pytest.param(path, marks=[pytest.mark.slow] if path.stem in LONG else [], id=path.stem) for path in TUTORIALS],
+)
 def test_a_tutorial_runs_without_a_warning(path, tmp_path):
     environment = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "error::Warning"}
     command = [sys.executable, "-W", "error", str(path)]

@@ -33,7 +33,7 @@ def bounds(composition: Composition, delta: float, relation: Relation) -> Bounds
 
 
 def central_limit_epsilon(*, noise_multiplier: float, sample_rate: float, steps: int, delta: float) -> float:
-    """An APPROXIMATION of the epsilon of Poisson-sampled Gaussians, by a central limit theorem. No bound, not to report.
+    """An APPROXIMATION of the epsilon of Poisson-sampled Gaussians, by a central limit theorem: no bound.
 
     It is below the truth more often than not, by a third where rates and noise are small. For comparison with papers.
 
