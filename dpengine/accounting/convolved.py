@@ -26,9 +26,9 @@ class ConvolvedSum:
 
     Attributes:
         masses: Under P, ``(N,)``.
-        first: Loss at the first of them. What is below counts there, or not at all in a lower bound.
+        first: Loss at the first of them. What is below counts there, and not at all in a lower bound.
         step: The lattice.
-        infinite: Mass at infinite loss, or above the last point.
+        infinite: Mass at infinite loss, or above the last point; none in a lower bound.
         relative: Bound on the relative error of each mass.
         sign: 1 for an upper bound, -1 for a lower one.
     """
@@ -106,7 +106,10 @@ class _Law:
 
 @dataclass(frozen=True)
 class _Window:
-    """The places that are kept. What is below counts as the lowest, or is left out; what is above, as infinite."""
+    """The places that are kept. For an upper bound what is below counts as the lowest, and what is above as infinite.
+
+    For a lower bound both are left out.
+    """
 
     low: int
     high: int
@@ -125,7 +128,7 @@ class _Window:
     def _kept(self, masses: Floats, first: int, infinite: float) -> _Law:
         beyond = max(0, first + len(masses) - 1 - self.high)
         if beyond:
-            infinite += float(masses[-beyond:].sum())
+            infinite += float(masses[-beyond:].sum()) if self.above else 0.0
             masses = masses[:-beyond]
         below = min(max(0, self.low - first), len(masses) - 1)
         if below:

@@ -56,8 +56,7 @@ def transform(places: Integers, masses: Floats, size: int, many: int) -> Transfo
     """
     length = _length(places, masses, size, many)
     if length * _SHARE <= size:
-        values = _series(places, masses, size, length)
-        error = 64 * _UNIT * math.sqrt(2 * length / size)
+        values, error = _series(places, masses, size, length)
     else:
         folded = np.bincount(places % size, masses, minlength=size)
         values = np.asarray(np.fft.rfft(folded), dtype=np.complex128)
@@ -85,8 +84,8 @@ def _length(places: Integers, masses: Floats, size: int, many: int) -> int:
     return size // 2 + 1 if sine >= 1 else math.ceil(2 * math.asin(sine) * size / (2 * math.pi)) + 1
 
 
-def _series(places: Integers, masses: Floats, size: int, length: int) -> Complex:
-    """The first frequencies."""
+def _series(places: Integers, masses: Floats, size: int, length: int) -> tuple[Complex, float]:
+    """The first frequencies, and a bound on their error as masses."""
     cells = 1 << math.ceil(math.log2(_CELLS * length))
     width = size // cells
     cell, within = np.divmod(places % size, width)
@@ -99,4 +98,7 @@ def _series(places: Integers, masses: Floats, size: int, length: int) -> Complex
         weighted = np.asarray(weighted * offset, dtype=np.float64)
         factor = np.asarray(factor * phase / (term + 1), dtype=np.complex128)
     middle = (width - 1) / width
-    return np.asarray(values * np.exp(middle * phase), dtype=np.complex128)
+    # No moment is larger than the mass, and the factors of all terms add up to less than e^(pi / 2).
+    norm = math.exp(math.pi / 2) * math.sqrt(2 * cells / size) * float(np.linalg.norm(np.bincount(cell, masses)))
+    error = 8 * _UNIT * (math.log2(cells) + 8) * norm
+    return np.asarray(values * np.exp(middle * phase), dtype=np.complex128), error

@@ -48,11 +48,15 @@ def test_convolution_and_fft_agree_where_both_can_be_had():
     with np.errstate(all="ignore"):
         by_fft = lattice.upper_epsilon(parts, delta, 2e-5).epsilon
         by_convolution = lattice._by_convolution(parts, by_fft, np.log(delta), 2e-5).epsilon
-        from_below = lattice._greatest_epsilon(
-            lattice.convolved(parts, -by_fft, 4 * by_fft, 2**13, above=False), np.log(delta), by_fft
+        from_below, cut_short = (
+            lattice._greatest_epsilon(
+                lattice.convolved(parts, -by_fft, most * by_fft, 2**13, above=False), np.log(delta), 1.01 * by_fft
+            )
+            for most in (4.0, 1.05)  # what lies above the window must not count as more than it is
         )
     assert by_fft * (1 - 1e-5) < by_convolution < by_fft * (1 + 1e-3)
     assert 0.99 * by_fft < from_below < by_fft * (1 - 1e-9)
+    assert 0.9 * by_fft < cut_short <= from_below
 
 
 @pytest.mark.parametrize(("rate", "sigma", "delta"), [(0.01, 1.0, 1e-6), (0.2, 6.0, 1e-30), (1e-4, 0.8, 1e-5)])
