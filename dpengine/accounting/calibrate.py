@@ -178,7 +178,7 @@ class _Search:
         bad, good = low, math.inf  # log noise: epsilon is above the target at bad, and not above it at good
         at_bad, at_good = math.inf, 0.0
         aim = math.log(self.target) - self.tol / 2
-        x, last, repeats = min(max(math.log(start), low), high), None, 0
+        x, last, repeats = math.log(min(max(start, LEAST_NOISE), MOST_NOISE)), None, 0
         for attempt in range(100):
             value = epsilon_at(math.exp(x))
             repeats = repeats + 1 if last is not None and (value <= self.target) == (last[1] <= self.target) else 0

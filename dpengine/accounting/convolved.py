@@ -28,7 +28,7 @@ class ConvolvedSum:
         masses: Under P, ``(N,)``.
         first: Loss at the first of them. What is below counts there, and not at all in a lower bound.
         step: The lattice.
-        infinite: Mass at infinite loss, or above the last point; none in a lower bound.
+        infinite: Mass at infinite loss, or above the last point. In a lower bound, what is above counts at that point.
         relative: Bound on the relative error of each mass.
         sign: 1 for an upper bound, -1 for a lower one.
     """
@@ -106,9 +106,10 @@ class _Law:
 
 @dataclass(frozen=True)
 class _Window:
-    """The places that are kept. For an upper bound what is below counts as the lowest, and what is above as infinite.
+    """The places that are kept.
 
-    For a lower bound both are left out.
+    What is below counts as the lowest, what is above as infinite; in a lower bound the one is left out, and the other
+    counts as the highest.
     """
 
     low: int
@@ -128,8 +129,12 @@ class _Window:
     def _kept(self, masses: Floats, first: int, infinite: float) -> _Law:
         beyond = max(0, first + len(masses) - 1 - self.high)
         if beyond:
-            infinite += float(masses[-beyond:].sum()) if self.above else 0.0
-            masses = masses[:-beyond]
+            over = float(masses[-beyond:].sum())
+            masses = masses[:-beyond].copy()
+            if self.above:
+                infinite += over
+            else:
+                masses[-1] += over
         below = min(max(0, self.low - first), len(masses) - 1)
         if below:
             under = float(masses[:below].sum())

@@ -183,7 +183,7 @@ def steps_within(
             exponent = max(0.2, math.log(spent / last[1]) / math.log(steps / last[0]))
         last = (steps, spent)
         # Epsilon is about a power of the steps: aim at the last number that fits, then look at its neighbours.
-        guess = steps * min(1e3, (target / spent) ** (1 / exponent)) if 0 < spent < math.inf else 1e3 * steps
+        guess = steps * min(1e3, min(1e30, target / spent) ** (1 / exponent)) if 0 < spent < math.inf else 1e3 * steps
         near = math.floor(guess) + (math.floor(guess) == low)
         steps = near if attempt < _GUESSES and low < near < high else (low + high) // 2
     if low == _MOST_STEPS:

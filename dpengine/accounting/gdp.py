@@ -86,7 +86,8 @@ def delta_of_mu(mu: float, epsilon: float) -> float:
         return 0.0
     if math.isinf(mu):
         return 1.0
-    return min(1.0, math.exp(_log_delta(mu, epsilon)))
+    # At epsilon 0 it is 2 Phi(mu / 2) - 1, below mu / sqrt(2 pi): for a mu so small that rounding decides.
+    return min(1.0, 0.4 * mu, math.exp(min(0.0, _log_delta(mu, epsilon))))
 
 
 def epsilon_of_mu(mu: float, delta: float) -> float:
@@ -94,7 +95,7 @@ def epsilon_of_mu(mu: float, delta: float) -> float:
     if math.isinf(mu):
         return math.inf
     target = math.log(delta)
-    if mu == 0 or _log_delta(mu, 0.0) <= target:
+    if 0.4 * mu <= delta or _log_delta(mu, 0.0) <= target:
         return 0.0
     # delta <= Phi(mu/2 - eps/mu) <= exp(-(eps/mu - mu/2)**2 / 2) for eps >= mu**2 / 2, so this end is safe.
     low, high = 0.0, mu * mu / 2 + mu * math.sqrt(-2 * target)

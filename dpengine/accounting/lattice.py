@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 
 from . import one_release
 from .convolved import ConvolvedSum, convolved
-from .loss_pairs import LossPair
+from .loss_pairs import LossPair, Pair
 from .tilt import NoWindowError, Overview, Part
 from .tilted import TiltedSum, composed
 
@@ -65,8 +65,8 @@ def upper_epsilon(parts: Parts, delta: float, accuracy: float) -> Answer:
         The bound.
     """
     found = _on_lattice(parts, delta, accuracy)
-    if len(parts) == parts[0].count == 1 and len(parts[0].mixture) == 1:
-        exact = one_release.epsilon(parts[0].mixture[0][1], delta)
+    if (pair := _alone(parts)) is not None:
+        exact = one_release.epsilon(pair, delta)
         found = found if found.epsilon <= exact else Answer(exact)
     largest = _largest_loss(parts)
     return found if found.epsilon <= largest else Answer(largest)
@@ -81,11 +81,15 @@ def lower_epsilon(parts: Parts, delta: float, upper: float, accuracy: float) -> 
         bins = 2 * search.bins(tilt, accuracy)
         law = composed(parts, search.overview.window_below(tilt), bins=bins, above=False)
         found = _greatest_epsilon(law, log_delta, upper)
-    if len(parts) == parts[0].count == 1 and len(parts[0].mixture) == 1:
-        found = max(found, min(upper, one_release.epsilon_below(parts[0].mixture[0][1], delta)))
+    if (pair := _alone(parts)) is not None:
+        found = max(found, min(upper, one_release.epsilon_below(pair, delta)))
     if found < (1 - _LOOSE) * upper and len(parts) <= _FEW_KINDS:
-        other = convolved(parts, _LOWEST * upper, _HIGHEST * upper, _MOST_CONVOLVED, above=False)
-        found = max(found, _greatest_epsilon(other, log_delta, upper))
+        highest, points = _HIGHEST * upper, _LEAST_CONVOLVED
+        while points <= _MOST_CONVOLVED:
+            other = convolved(parts, -_HIGHEST * upper, highest, points, above=False)  # what is below is left out
+            found = max(found, _greatest_epsilon(other, log_delta, upper))
+            quantile = other.quantile(log_delta + _NEXT_TO_NOTHING)
+            points, highest = 2 * points, 4 * highest if quantile > other.last else max(_HIGHEST * upper, quantile)
     return found
 
 
@@ -110,7 +114,17 @@ def upper_log_delta(parts: Parts, epsilon: float, ceiling: float, accuracy: floa
     search = _Search(parts, max(LEAST_TAIL, min(ceiling, math.exp(min(0.0, chernoff - 5)))))
     tilt = search.overview.tilt_for_epsilon(epsilon)
     bins = 2 * search.bins(tilt, accuracy)
-    return composed(parts, search.overview.window(tilt, bins), bins=bins).log_delta(epsilon)[0]
+    law = composed(parts, search.overview.window(tilt, bins), bins=bins)
+    found = law.log_delta(epsilon)[0]
+    if (pair := _alone(parts)) is not None:
+        found = min(found, math.log(max(LEAST_TAIL, one_release.delta_of(pair, epsilon))))
+    if epsilon > 0 and law.doubt(epsilon) > _DOUBTFUL * accuracy * epsilon:
+        highest, points = _HIGHEST * epsilon, _LEAST_CONVOLVED
+        while points <= _MOST_CONVOLVED:
+            other = convolved(parts, _LOWEST * epsilon, highest, points, above=True)
+            found = min(found, other.log_delta(epsilon)[0])
+            points, highest = 2 * points, max(_HIGHEST * epsilon, other.quantile(found + _NEXT_TO_NOTHING))
+    return found
 
 
 def _on_lattice(parts: Parts, delta: float, accuracy: float) -> Answer:
@@ -173,7 +187,7 @@ def _by_fft(parts: Parts, search: _Search, tilt: float, log_delta: float, accura
 def _by_convolution(parts: Parts, start: float, log_delta: float, accuracy: float) -> _Plan:
     """The same by convolution, where ``start`` is about epsilon, or above."""
     plan, highest, points = _Plan(math.inf), _HIGHEST * start, _LEAST_CONVOLVED
-    while 0 < highest < math.inf:
+    while LEAST_TAIL < highest < math.inf:  # below it a step is no number
         lowest = _LOWEST * min(start, plan.epsilon)
         compose = functools.partial(convolved, lowest=lowest, highest=highest, points=points, above=True)
         law = compose(parts)
@@ -207,6 +221,12 @@ class _Search:
         while bins < _MOST_BINS and self.overview.excess(window, bins) > aim:
             bins *= 2
         return bins
+
+
+def _alone(parts: Parts) -> Pair | None:
+    """The pair, if there is only one release, which has a closed form."""
+    (_, pair), *others = parts[0].mixture
+    return pair if len(parts) == parts[0].count == 1 and not others else None
 
 
 def _largest_loss(parts: Parts) -> float:

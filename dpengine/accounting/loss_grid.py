@@ -30,6 +30,7 @@ _SHARE_MOVED = 0.25
 _MOST_CELLS = 2**21
 _BULK_ABOVE, _BULK_BELOW = 0.05, 1e-4  # share of the mass beyond cells from which on they widen
 _ROUNDING = 2.0**-50
+_LEAST_MASS = 1e-290  # with less, digits are lost
 _ROUNDED_DOWN = 1e-3  # share of the mass whose loss is a step lower than need be, so that the rest is not shifted far
 
 
@@ -85,7 +86,7 @@ class Sketch:
 
     def lifted(self, floor: float) -> Sketch:
         """The same with all losses at least ``floor``."""
-        first = int(np.searchsorted(self.losses, floor))
+        first = min(int(np.searchsorted(self.losses, floor)), len(self.losses) - 1)  # a finer sketch may reach beyond
         below = math.log(float(np.exp(self.log_masses[: first + 1]).sum()))
         return Sketch(self.losses[first:], np.concatenate([[below], self.log_masses[first + 1 :]]))
 
@@ -230,5 +231,10 @@ def _merged(pair: Pair, ends: Integers, step: float) -> tuple[Floats, Floats]:
     # As far to the safe side as rounding may have moved them.
     p = found.p - _ROUNDING * (found.p + found.p_tails)
     r = found.q + _ROUNDING * (found.q + found.q_tails)
-    there = (p > 0) & (r > 0)
-    return (np.log(p[there]) - np.log(r[there])) / step, p[there]
+    there = p > 0
+    # Far out the mass of Q is too small for float64; the loss is at least that of the cell's lower end.
+    y = (ends[:-1] - 0.5) * step
+    least = y - _ROUNDING * (np.abs(y) + 1 / pair.sigma / pair.sigma)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        losses = np.where(r > _LEAST_MASS, np.log(p) - np.log(r), least)
+    return losses[there] / step, p[there]

@@ -26,6 +26,7 @@ from .tilt import NoWindowError, Part
 _ACCURACY = 2e-5  # share of epsilon that the lattice may add
 _COARSE = 8.0  # how much less accurate the direction is that does not count
 _LEAST_NOISE = 0.02  # with less, losses are in the thousands, and epsilon tells nothing
+_MOST_NOISE = 1e15  # with more, losses are lost in rounding
 
 
 def epsilon(composition: Composition, delta: float, relation: Relation) -> float:
@@ -57,7 +58,7 @@ def delta(composition: Composition, epsilon: float, relation: Relation) -> float
     ceiling = _other_delta(composition, epsilon, relation)
     if ceiling < LEAST_TAIL:
         return ceiling
-    if _least_noise(composition) < _LEAST_NOISE:
+    if _out_of_range(composition):
         return ceiling
     with np.errstate(all="ignore"):
         return min(ceiling, _delta_on_lattices(composition, epsilon, relation, ceiling))
@@ -65,12 +66,18 @@ def delta(composition: Composition, epsilon: float, relation: Relation) -> float
 
 def _delta_on_lattices(composition: Composition, epsilon: float, relation: Relation, ceiling: float) -> float:
     """The bound on delta of the worse direction; ``ceiling`` is another one."""
-    directions = [_parts(composition, direction) for direction in DIRECTIONS[relation]]
-    try:
-        found = max(upper_log_delta(parts, epsilon, ceiling, _ACCURACY) for parts in directions)
-    except NoWindowError:
-        return ceiling
-    return math.exp(min(0.0, found))
+    found, unknown = -math.inf, []
+    for parts in (_parts(composition, direction) for direction in DIRECTIONS[relation]):
+        try:
+            found = max(found, upper_log_delta(parts, epsilon, ceiling, _ACCURACY))
+        except NoWindowError:  # losses of this direction hardly come near epsilon
+            unknown.append(parts)
+    answer = math.exp(min(0.0, found))
+    if unknown:
+        answer = max(answer, LEAST_TAIL)
+        if any(upper_epsilon(parts, answer, _ACCURACY * _COARSE).epsilon > epsilon for parts in unknown):
+            return ceiling
+    return answer
 
 
 def bounds(composition: Composition, delta: float, relation: Relation) -> Bounds:
@@ -89,7 +96,9 @@ def bounds(composition: Composition, delta: float, relation: Relation) -> Bounds
         exact = gdp.epsilon(composition, delta, relation)
         return Bounds(exact, exact, exact)
     above, below = _checked(composition, relation), composition.limited(above=False)
-    answer, ceiling = _on_lattices(above, delta, relation, _ACCURACY), _other_epsilon(above, delta, relation)
+    if (ceiling := _other_epsilon(above, delta, relation)) == 0:
+        return Bounds(0.0, 0.0, 0.0)
+    answer = _on_lattices(above, delta, relation, _ACCURACY)
     upper = min(answer.epsilon, ceiling)
     if upper == 0:
         return Bounds(0.0, 0.0, 0.0)
@@ -104,7 +113,7 @@ def bounds(composition: Composition, delta: float, relation: Relation) -> Bounds
 @functools.lru_cache(maxsize=32)
 def _on_lattices(composition: Composition, delta: float, relation: Relation, accuracy: float) -> Answer:
     """The bound of the worse direction; the other one is only looked at closely enough to tell that it is the other."""
-    if delta < LEAST_TAIL or _least_noise(composition) < _LEAST_NOISE:
+    if delta < LEAST_TAIL or _out_of_range(composition):
         return Answer(math.inf)
     with np.errstate(all="ignore"):
         first, *others = (_parts(composition, direction) for direction in DIRECTIONS[relation])
@@ -113,6 +122,12 @@ def _on_lattices(composition: Composition, delta: float, relation: Relation, acc
             if upper_epsilon(parts, delta, accuracy * _COARSE).epsilon > best.epsilon:
                 best = max(best, upper_epsilon(parts, delta, accuracy), key=lambda answer: answer.epsilon)
     return best
+
+
+def _out_of_range(composition: Composition) -> bool:
+    noise = [group.noise_multiplier for group in composition.sampled]
+    noise += [event.noise_multiplier for event, _ in composition.batches]
+    return not all(_LEAST_NOISE <= sigma <= _MOST_NOISE for sigma in noise)
 
 
 def _parts(composition: Composition, direction: Direction) -> tuple[Part, ...]:
@@ -124,11 +139,6 @@ def _parts(composition: Composition, direction: Direction) -> tuple[Part, ...]:
         parts.append(Part(((1.0, LossPair(1.0, 1 / math.sqrt(composition.precision), direction)),), 1))
     parts += [Part(BATCH_LAWS[type(event)].mixture(event, direction), count) for event, count in composition.batches]
     return tuple(parts)
-
-
-def _least_noise(composition: Composition) -> float:
-    sampled = (group.noise_multiplier for group in composition.sampled)
-    return min([*sampled, *(event.noise_multiplier for event, _ in composition.batches)])
 
 
 def _checked(composition: Composition, relation: Relation) -> Composition:
@@ -145,14 +155,23 @@ def _checked(composition: Composition, relation: Relation) -> Composition:
     return composition.limited()
 
 
+def _chance(composition: Composition) -> float:
+    """Bounds delta at any epsilon: of the example to take part at all."""
+    if composition.precision or composition.batches:
+        return 1.0
+    return math.fsum(group.count * group.sample_rate for group in composition.sampled) * (1 + 1e-12)
+
+
 def _other_epsilon(composition: Composition, delta: float, relation: Relation) -> float:
+    if _chance(composition) <= delta:
+        return 0.0
     all_rows = gdp.epsilon(_without_sampling(composition, relation), delta, relation)
     known_to_rdp = relation is not Relation.REPLACE_ONE and not composition.batches
     return all_rows if not known_to_rdp else min(all_rows, rdp.epsilon(composition, delta, relation))
 
 
 def _other_delta(composition: Composition, epsilon: float, relation: Relation) -> float:
-    all_rows = gdp.delta(_without_sampling(composition, relation), epsilon, relation)
+    all_rows = min(gdp.delta(_without_sampling(composition, relation), epsilon, relation), _chance(composition))
     known_to_rdp = relation is not Relation.REPLACE_ONE and not composition.batches
     return all_rows if not known_to_rdp else min(all_rows, rdp.delta(composition, epsilon, relation))
 

@@ -94,6 +94,8 @@ def curve(composition: Composition, relation: Relation) -> RdpCurve:
 @functools.lru_cache(maxsize=256)
 def _sampled_gaussian(rate: float, sigma: float) -> Floats:
     """Divergence of one release at each order: log of the moment ``E[(dP/dQ)^order]`` over ``order - 1``."""
+    if rate == 1:  # of releases that were merged
+        return _orders() / sigma / sigma / 2
     j = np.arange(ORDERS[-1] + 1, dtype=np.float64)
     with np.errstate(divide="ignore", over="ignore", invalid="ignore"):
         exponent = (j * j - j) / sigma / sigma / 2

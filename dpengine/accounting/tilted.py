@@ -64,7 +64,7 @@ class TiltedSum:
         """How far the sum of weighted masses may be off to the unsafe side."""
         # A mass x above epsilon has the weight e^(-tilt x) (1 - e^-x), at most 1 and at most x e^(-tilt x).
         theta, step = self.tilt, self.step
-        squares = min(1 + 1 / (2 * theta * step), 1 / (4 * theta**3 * step) + 1 / (math.e * theta) ** 2)
+        squares = min(1 + 1 / (2 * theta * step), (1 / (4 * theta * step) + math.exp(-2)) / theta / theta)
         rounding = self.rounding * math.sqrt(min(squares, float(self.law.size)))
         largest = min(1.0, 1 / (math.e * theta))
         if self.sign < 0:

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from dpengine.accounting import Charge, PoissonGaussianEvent, bounds_of, epsilon_of, lattice, pld
+from dpengine.accounting import Charge, PoissonGaussianEvent, Relation, bounds_of, delta_of, epsilon_of, lattice, pld
 from dpengine.accounting.composition import Composition, SampledGaussian
 from dpengine.accounting.loss_pairs import Direction
 
@@ -72,3 +72,41 @@ def test_asking_step_by_step_is_asking_afresh(rate, sigma, delta):
 def test_within_a_range_of_counts_epsilon_rises_with_every_step():
     answers = [epsilon_of((Charge(PoissonGaussianEvent(0.01, 1.0), steps),), 1e-6) for steps in range(8193, 8320)]
     assert answers == sorted(answers)
+
+
+@pytest.mark.parametrize("reach", [2, 4, 20])
+def test_a_lower_bound_counts_no_loss_above_its_window_as_infinite(reach):
+    parts, eps = parts_of(0.01, 20.0, 4), 5e-4
+    with np.errstate(all="ignore"):
+        below = lattice.convolved(parts, -reach * eps, reach * eps, 2**12, above=False).log_delta(eps)[0]
+        above = lattice.upper_log_delta(parts, eps, 1.0, 2e-5)
+    assert below < above
+    assert reach < 20 or below > above - 0.05
+
+
+@pytest.mark.parametrize(
+    ("rate", "sigma", "steps", "delta"),
+    [
+        (0.00013590688369, 1.78881528046, 20, 3.68571933905e-05),
+    ],
+)
+def test_the_lower_bound_of_a_large_delta_is_one(rate, sigma, steps, delta):
+    lower, _, upper = bounds_of((Charge(PoissonGaussianEvent(rate, sigma), steps),), delta)
+    truth, error = convolved(rate, sigma, steps, delta, 4 * upper, cells=2**12)
+    assert 0.9 * truth < lower <= truth + 2 * error
+    assert truth - 2 * error <= upper
+
+
+@pytest.mark.parametrize(
+    ("rate", "sigma", "steps", "delta"),
+    [(1.6e-7, 3.54, 5, 1.5e-63), (1.96e-6, 4.41, 1, 3e-47), (3.55e-5, 1.83, 5, 3e-88)],
+)
+def test_delta_is_as_close_as_epsilon(rate, sigma, steps, delta):
+    history = (Charge(PoissonGaussianEvent(rate, sigma), steps),)
+    assert delta_of(history, epsilon_of(history, delta) * (1 + 1e-4)) <= delta
+
+
+def test_an_epsilon_next_to_nothing_is_no_error():
+    history = (Charge(PoissonGaussianEvent(1.2949933072100793e-06, 182.37435719328894), 2),)
+    delta = delta_of(history, 0.0, relation=Relation.REPLACE_ONE)
+    assert 0 <= epsilon_of(history, delta, relation=Relation.REPLACE_ONE) < 1e-10

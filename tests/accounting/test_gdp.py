@@ -101,3 +101,11 @@ def test_a_rate_of_one_is_no_sampling():
 
 def test_mu_is_infinite_without_noise():
     assert mu_gdp((Charge(NonPrivateEvent()),)) == math.inf
+
+
+@pytest.mark.parametrize("mu", [1e-300, 1e-160, 1e-19, 1e-14])
+def test_a_tiny_mu_gives_a_tiny_delta(mu):
+    for eps in (0.0, 1.0):
+        assert delta_of_mu(mu, eps) <= mu
+    assert delta_of_mu(mu, 0.0) >= 0.398 * mu
+    assert epsilon_of_mu(mu, 1e-5) == 0

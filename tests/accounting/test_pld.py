@@ -17,6 +17,7 @@ from dpengine.accounting import (
     epsilon_of,
     lattice,
     pld,
+    release_event,
 )
 from dpengine.accounting.composition import MOST_DISTINCT, Composition, SampledGaussian
 from dpengine.accounting.gdp import epsilon_of_mu
@@ -281,3 +282,28 @@ def test_sampled_releases_of_several_kinds_are_met_from_above():
         lower, estimate, upper = bounds_of(history, 1e-6, relation=relation)
         assert lower <= truth <= upper <= truth * (1 + 1e-4)
         assert estimate == pytest.approx(truth, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    "kinds",
+    [
+        [(1.0, 0.6, 13_069), (0.00514, 421.0, 1)],  # under Q, losses above 700 have no mass in float64
+        [(1.0, 2.343, 3), (0.0506, 224.6, 933), (0.00196, 0.2967, 10)],  # of one kind, nothing counts
+    ],
+)
+def test_kinds_of_very_different_losses_compose(kinds):
+    history = tuple(Charge(release_event(noise_multiplier=sigma, sample_rate=rate), n) for rate, sigma, n in kinds)
+    lower, _, upper = bounds_of(history, 2.37e-20)
+    assert 0.99 * upper < lower
+    for share in (0.5, 1.0, 2.0):
+        assert 0 <= delta_of(history, share * upper) <= 1
+
+
+def test_delta_is_close_where_one_direction_has_no_window():
+    history = (*poisson(0.9999999999985402, 81.945, 5), *poisson(0.01479, 0.62448, 4))
+    assert delta_of(history, epsilon_of(history, 1.3e-5) * (1 + 1e-4)) <= 1.3e-5
+
+
+def test_who_hardly_ever_takes_part_loses_nothing():
+    assert bounds_of(poisson(5e-324, 0.5, 1000), 1e-5) == (0.0, 0.0, 0.0)
+    assert delta_of(poisson(1e-12, 0.1, 1000), 1.0) <= 1.001e-9
