@@ -118,7 +118,7 @@ def upper_log_delta(parts: Parts, epsilon: float, ceiling: float, accuracy: floa
     found = law.log_delta(epsilon)[0]
     if (pair := _alone(parts)) is not None:
         found = min(found, math.log(max(LEAST_TAIL, one_release.delta_of(pair, epsilon))))
-    if epsilon > 0 and law.doubt(epsilon) > _DOUBTFUL * accuracy * epsilon:
+    if epsilon > LEAST_TAIL and law.doubt(epsilon) > _DOUBTFUL * accuracy * epsilon:
         highest, points = _HIGHEST * epsilon, _LEAST_CONVOLVED
         while points <= _MOST_CONVOLVED:
             other = convolved(parts, _LOWEST * epsilon, highest, points, above=True)

@@ -1,0 +1,348 @@
+"""Epsilon by closed forms, contour integrals and convolution, each with a bound on its own error.
+
+The ways are those of `tests.accounting`; here they are solved faster, for both directions, and bound their errors.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import mpmath
+import numpy as np
+import numpy.typing as npt
+
+from tests.accounting import convolution
+from tests.accounting.truth import gaussian, least_epsilon, one_step
+
+from .accounting_settings import Kind, Setting
+
+_UNIT = 2.0**-53
+_DIGITS = 60  # of closed forms; what they lose by cancelling is at most some ten
+_BLOCK, _MOST_POINTS = 128, 2**20  # along a contour
+_LEAST_WIDTHS = 100  # of the integrand's peak, that are integrated over
+_MOST_IN_DIGITS = 10_000  # points
+_CLOSE = 1e-12  # share of epsilon within which Newton's method stops
+_CELLS = 2**14
+_LEFT_OUT = 16.0  # log of a share of delta
+_FEW = 1000  # steps; each may lower the sum by a cell
+_REACH = 120.0  # in sigmas
+_FADED = 45.0  # log of what is left at the ends of a contour's outputs
+
+
+@dataclass(frozen=True)
+class Truth:
+    """Epsilon, a bound on its error, the way it was found, and the direction that it belongs to."""
+
+    epsilon: float
+    error: float
+    way: str
+    direction: str
+
+
+def truth(setting: Setting) -> Truth:
+    """The truth of a setting, by the first way that is open to it.
+
+    Args:
+        setting: With one kind or several.
+
+    Returns:
+        The truth of the worse direction.
+
+    Raises:
+        ArithmeticError: If no way gives an answer.
+    """
+    directions = ("replace",) if setting.relation == "replace_one" else ("remove", "add")
+    if all(rate == 1 for rate, _, _ in setting.kinds):
+        mu = math.fsum(count / sigma**2 for _, sigma, count in setting.kinds) ** 0.5
+        epsilon = gaussian(mu * (2 if setting.relation == "replace_one" else 1), setting.delta, _DIGITS)
+        return Truth(epsilon, 4 * _UNIT * epsilon * len(setting.kinds), "closed form", directions[0])
+    if sum(count for _, _, count in setting.kinds) == 1:
+        ((rate, sigma, _),) = setting.kinds
+        one = one_replacement if setting.relation == "replace_one" else one_step
+        found = {way: one(rate, sigma, setting.delta, way, _DIGITS) for way in directions}
+        worst = max(found, key=lambda way: found[way])
+        return Truth(found[worst], 2 * _UNIT * found[worst], "closed form", worst)
+    few = len(setting.kinds) == 1 and setting.kinds[0][2] <= _FEW and setting.relation == "add_remove"
+    try:
+        return _by_contour(setting, directions)
+    except ArithmeticError:
+        if not few:
+            raise
+    return _by_convolution(setting)
+
+
+def one_replacement(rate: float, sigma: float, delta: float, direction: str, digits: int) -> float:
+    """Epsilon of a single release when a row is replaced, in closed form: the loss rises with the output."""
+    with mpmath.workdps(digits):
+        q, s = mpmath.mpf(rate), mpmath.mpf(sigma)
+        at_zero = mpmath.exp(-1 / (2 * s * s))
+
+        def above(cut: mpmath.mpf, mean: int) -> mpmath.mpf:
+            return (1 - q) * mpmath.erfc(cut / s / mpmath.sqrt(2)) / 2 + q * (
+                mpmath.erfc((cut - mean) / s / mpmath.sqrt(2)) / 2
+            )
+
+        def delta_at(eps: mpmath.mpf) -> mpmath.mpf:
+            # With u = e^(x / s^2): (1 - q + q c u) = e^eps (1 - q + q c / u), a quadratic equation.
+            a, b = q * at_zero, (1 - q) * mpmath.expm1(eps)
+            cut = s * s * mpmath.log((b + mpmath.sqrt(b * b + 4 * a * a * mpmath.exp(eps))) / (2 * a))
+            return above(cut, 1) - mpmath.exp(eps) * above(cut, -1)
+
+        return float(least_epsilon(delta_at, delta, digits))
+
+
+def _by_convolution(setting: Setting) -> Truth:
+    """Few steps of one kind that seldom lose much, on three lattices, the error of second order extrapolated away."""
+    ((rate, sigma, steps),) = setting.kinds
+    # By Chernoff, next to nothing of delta is in sums of losses above this; such sums are left out.
+    most = Line(setting.kinds, "remove").chernoff(math.log(setting.delta) - _LEFT_OUT)
+    laws = [convolution.Convolution(rate, sigma, steps, most, _CELLS >> i) for i in (2, 1, 0)]
+    coarse, middle, fine = (law.epsilon(setting.delta) for law in laws)
+    # Each lattice's answer is above those of finer ones. In second order, four times less is left each time.
+    regular = 3.5 < (coarse - middle) / (middle - fine) < 4.5
+    if not 0 <= 1.5 * (middle - fine) <= coarse - middle:
+        raise ArithmeticError("convolutions do not converge")
+    first, second = middle - (coarse - middle) / 3, fine - (middle - fine) / 3
+    left = abs(first - second) if regular else 2 * (middle - fine)
+    if second < -steps * math.log1p(-rate):
+        raise ArithmeticError("the other direction may be worse")
+    step = 1e-4 * second
+    slope = (laws[-1].log_delta(fine - step) - laws[-1].log_delta(fine + step)) / (2 * step)
+    return Truth(second, left + 2 * math.exp(-_LEFT_OUT) / slope, "convolution", "remove")
+
+
+def _by_contour(setting: Setting, directions: tuple[str, ...]) -> Truth:
+    """The first direction, and the others only if delta does not suffice for them there."""
+    best = None
+    for direction in directions:
+        line = Line(setting.kinds, direction)
+        if best is not None and line.may_be_below(best.epsilon, setting.delta):
+            continue
+        epsilon, error = line.epsilon(setting.delta)
+        if best is None or epsilon > best.epsilon:
+            best = Truth(epsilon, error, "contour", direction)
+    assert best is not None
+    # Far out on the line losses turn quickly from output to output: see what three times as many outputs say.
+    value, slope, error = Line(setting.kinds, best.direction, finer=3).log_delta(best.epsilon)
+    if error == math.inf:
+        raise ArithmeticError("the integral over more outputs does not converge")
+    off = (math.log(setting.delta) - value) / slope
+    return Truth(float(best.epsilon + off), float(best.error + 2 * abs(off)), best.way, best.direction)
+
+
+class Line:
+    """The contour integral of one direction, solved by Newton's method with the error it has."""
+
+    def __init__(self, kinds: tuple[Kind, ...], direction: str, finer: int = 1):
+        self.kinds, self.direction, self.reach = kinds, direction, 0.0
+        self.laws = [(*_outputs(rate, sigma, direction, finer), count) for rate, sigma, count in kinds]
+        tilts = np.exp(np.linspace(-12, 18, 121))
+        self.tilts = tilts[[self._sees_all(float(tilt)) for tilt in tilts]]
+        if not len(self.tilts):
+            raise ArithmeticError("outputs are cut off")
+        self.moments = np.array([self._log_moment(tilt) for tilt in self.tilts])
+
+    def epsilon(self, delta: float) -> tuple[float, float]:
+        """Epsilon and a bound on its error."""
+        target = math.log(delta)
+        x, high, before = self.chernoff(target), math.inf, 0.0
+        for _ in range(60):
+            value, slope, error = self.log_delta(x)
+            if not error < 1e-2:  # digits fail where delta is much too small
+                high = min(x, high)
+                x = (before + high) / 2 if before else 0.85 * x
+                continue
+            moved = max(x - (value - target) / slope, x / 4)
+            if abs(moved - x) <= max(_CLOSE * x, error / -slope):
+                return float(moved), float(2 * error / -slope + _CLOSE * x)
+            before, x = x, moved if moved < high else (x + high) / 2
+            if x < 1e-6:
+                return 0.0, 0.0
+        raise ArithmeticError("Newton's method does not converge")
+
+    def chernoff(self, target: float) -> float:
+        """An epsilon at which delta suffices."""
+        return float(np.min((self.moments - target) / self.tilts))
+
+    def may_be_below(self, epsilon: float, delta: float) -> bool:
+        """Whether this direction is surely not the worse one."""
+        most = math.inf
+        if self.direction == "add" and all(rate < 1 for rate, _, _ in self.kinds):
+            most = -math.fsum(math.log1p(-rate) * count for rate, _, count in self.kinds)
+        if epsilon >= most * (1 + 1e-12) or self.chernoff(math.log(delta)) <= epsilon:
+            return True
+        value, _, error = self.log_delta(epsilon)
+        if error == math.inf:
+            raise ArithmeticError("the integral of the other direction does not converge")
+        return value + error < math.log(delta)
+
+    def log_delta(self, epsilon: float) -> tuple[float, float, float]:
+        """Log of delta, its slope, and a bound on the error of the first; it is infinite where digits fail."""
+        theta, curvature = self.saddle(epsilon)
+        scale = self._log_moment(theta) - theta * epsilon
+        width, last = curvature**-0.5, math.nan
+        rounding = 256 * _UNIT * (sum(count for *_, count in self.kinds) + abs(scale) + theta * epsilon + 32)
+        for spacing in (0.2, 0.1, 0.05, 0.025):
+            value, slope, biggest = self._sums(epsilon, theta, scale, width, spacing * width)
+            change = abs(value - last) + rounding * biggest
+            if value > 0 and change < max(1e-8 * value, 2 * rounding * biggest):
+                return scale + math.log(value), slope / value, change / value
+            last = value
+        return -math.inf, 0.0, math.inf
+
+    def saddle(self, epsilon: float) -> tuple[float, float]:
+        """The tilt under which the integrand is least, as far as outputs reach, and its curvature there."""
+        on_grid = self.moments - self.tilts * epsilon - np.log(self.tilts * (self.tilts + 1))
+        best = int(np.argmin(on_grid))
+        low, high = self.tilts[max(best - 1, 0)], self.tilts[min(best + 1, len(self.tilts) - 1)]
+
+        def f(theta: float) -> float:
+            return self._log_moment(theta) - theta * epsilon - math.log(theta * (theta + 1))
+
+        for _ in range(12):
+            a, b = low + (high - low) * 0.382, low + (high - low) * 0.618
+            low, high = (low, b) if f(a) < f(b) else (a, high)
+        theta = (low + high) / 2
+        step = 1e-3 * theta
+        return theta, max((f(theta + step) - 2 * f(theta) + f(theta - step)) / step**2, 1e-12)
+
+    def _log_moment(self, theta: float) -> float:
+        total = 0.0
+        for p, loss, count in self.laws:
+            exponents = p + theta * loss
+            total += count * (math.log(np.exp(exponents - exponents.max()).sum()) + exponents.max())
+        return float(total)
+
+    def _sees_all(self, theta: float) -> bool:
+        """Whether nothing that counts lies beyond the outputs that are looked at."""
+        exponents = [p + theta * loss for p, loss, _ in self.laws]
+        return all(max(each[0], each[-1]) < each.max() - _FADED for each in exponents)
+
+    def _sums(
+        self, epsilon: float, theta: float, scale: float, width: float, step: float
+    ) -> tuple[float, float, float]:
+        """The integral, its derivative, and that of its absolute values; along the line by blocks of points."""
+        laws = []
+        for p, loss, count in self.laws:
+            exponents = p + theta * loss
+            there = exponents > exponents.max() - 60
+            turns = np.exp(1j * step * np.arange(_BLOCK)[:, None] * loss[there])
+            laws.append((exponents[there] - exponents.max(), loss[there], turns, count, exponents.max()))
+        value = slope = size = 0.0
+        largest: list[float] = []  # of each block
+        look = _LEAST_WIDTHS * width / (_BLOCK * step)
+        for first in range(0, _MOST_POINTS, _BLOCK):
+            t = np.arange(first, first + _BLOCK) * step
+            z = theta + 1j * t
+            log_f = -z * epsilon - scale
+            for exponents, loss, turns, count, top in laws:
+                log_f += count * (np.log(turns @ np.exp(exponents + 1j * t[0] * loss)) + top)
+            f = np.exp(log_f) / (z * (z + 1)) * step / math.pi
+            if first == 0:
+                f[0] /= 2
+            value, slope, size = value + f.real.sum(), slope - (f * z).real.sum(), size + np.abs(f).sum()
+            largest.append(float(np.abs(f * z).max()))
+            if len(largest) < look:
+                continue
+            # It may come and go like the transform of a lattice: all of the farther half must be small.
+            if max(largest[len(largest) // 2 :]) < 1e-17 * abs(value):
+                self.reach = (first + _BLOCK) * step
+                return float(value), float(slope), float(size)
+            look = 1.1 * len(largest) + 1
+        raise ArithmeticError("the integrand does not fall off")
+
+
+def _outputs(rate: float, sigma: float, direction: str, finer: int) -> tuple[npt.NDArray, npt.NDArray]:
+    """Log of P's masses at outputs, and the losses there."""
+    spacing = min(0.04 * sigma, 0.15 * sigma * sigma) / finer
+    x = np.arange(-14 * sigma - 1, 1 + _REACH * sigma, spacing)
+    normal = -((x / sigma) ** 2) / 2 + math.log(spacing / sigma / math.sqrt(2 * math.pi))
+
+    def ratio(sign: int) -> npt.NDArray:  # log of M(sign) over N(0), without cancelling
+        t = (2 * sign * x - 1) / (2 * sigma * sigma)
+        if rate == 1:
+            return t
+        small = np.log1p(rate * np.expm1(np.minimum(t, 30)))
+        return np.where(t < 30, small, np.logaddexp(math.log1p(-rate), math.log(rate) + t))
+
+    if direction == "add":
+        return normal, -ratio(-1)
+    return normal + ratio(1), ratio(1) - (ratio(-1) if direction == "replace" else 0.0)
+
+
+def off_by(setting: Setting, epsilon: float, direction: str, digits: int = 30) -> float:
+    """By how much of it an epsilon by contour is above that of the same integral in so many digits."""
+    line = Line(setting.kinds, direction)
+    theta, curvature = line.saddle(epsilon)
+    _, slope, _ = line.log_delta(epsilon)
+    if line.reach > _MOST_IN_DIGITS * 0.2 * curvature**-0.5:
+        raise ArithmeticError("too many points")
+    with mpmath.workdps(digits + 10):
+        last = None
+        for spacing in (0.2, 0.1, 0.05, 0.025):
+            found = _in_digits(setting.kinds, direction, epsilon, theta, spacing * curvature**-0.5, line.reach)
+            if last is not None and abs(found - last) < mpmath.mpf(10) ** (-digits // 2) * found:
+                return float((mpmath.log(found) - mpmath.log(setting.delta)) / slope / epsilon)
+            last = found
+    raise ArithmeticError("the integral in many digits does not converge")
+
+
+def _in_digits(
+    kinds: tuple[Kind, ...], direction: str, epsilon: float, theta: float, step: float, reach: float
+) -> mpmath.mpf:
+    """Delta by the trapezoidal rule with that spacing; powers along the line by multiplication, in fixed point."""
+    laws = [_Powers(kind, direction, theta, step, mpmath.mp.dps) for kind in kinds]
+    total, eps, steps = mpmath.mpf(0), mpmath.mpf(epsilon), 0
+    while True:
+        z = mpmath.mpc(theta, step * mpmath.mpf(steps))
+        f = mpmath.exp(mpmath.fsum(law.log_moment() * law.count for law in laws) - z * eps) / (z * (z + 1))
+        total += f.real / (2 if steps == 0 else 1)
+        if steps * step > reach:
+            return total * step / mpmath.pi
+        steps += 1
+        for law in laws:
+            law.advance()
+
+
+class _Powers:
+    """``M(theta + i step n)`` of one release for n = 0, 1, ..., as integers over a power of two."""
+
+    def __init__(self, kind: Kind, direction: str, theta: float, step: float, digits: int):
+        rate, sigma, self.count = mpmath.mpf(kind[0]), mpmath.mpf(kind[1]), kind[2]
+        spacing = min(0.1 * kind[1], 0.2 * kind[1] ** 2)
+        points = np.arange(-14 * kind[1] - 1, 1 + _REACH * kind[1], spacing)
+        pairs = [_point(mpmath.mpf(float(x)), rate, sigma, direction) for x in points]
+        exponents = [p + theta * loss for p, loss in pairs]
+        top = max(exponents)
+        pairs = [pair for pair, exponent in zip(pairs, exponents, strict=True) if exponent > top - 100]
+        self.top = top + mpmath.log(spacing)
+        self.bits = int(3.33 * (digits + 14))
+        one = mpmath.mpf(2) ** self.bits
+        turns = [mpmath.expj(step * loss) for _, loss in pairs]
+        self.real: npt.NDArray = np.array([int(mpmath.exp(p + theta * loss - top) * one) for p, loss in pairs], object)
+        self.imag: npt.NDArray = np.zeros_like(self.real)
+        self.cos = np.array([int(turn.real * one) for turn in turns], dtype=object)
+        self.sin = np.array([int(turn.imag * one) for turn in turns], dtype=object)
+
+    def log_moment(self) -> mpmath.mpc:
+        """At the point that was reached."""
+        one = mpmath.mpf(2) ** self.bits
+        return mpmath.log(mpmath.mpc(int(self.real.sum()), int(self.imag.sum())) / one) + self.top
+
+    def advance(self) -> None:
+        """To the next point."""
+        real = (self.real * self.cos - self.imag * self.sin) >> self.bits
+        self.imag = (self.real * self.sin + self.imag * self.cos) >> self.bits
+        self.real = real
+
+
+def _point(x: mpmath.mpf, q: mpmath.mpf, s: mpmath.mpf, direction: str) -> tuple[mpmath.mpf, mpmath.mpf]:
+    """Log of P's density at an output, and the loss there."""
+    normal = -((x / s) ** 2) / 2 - mpmath.log(s * mpmath.sqrt(2 * mpmath.pi))
+    plus, minus = (mpmath.log1p(q * mpmath.expm1((2 * sign * x - 1) / (2 * s * s))) for sign in (1, -1))
+    return {
+        "remove": (normal + plus, plus),
+        "add": (normal, -minus),
+        "replace": (normal + plus, plus - minus),
+    }[direction]
