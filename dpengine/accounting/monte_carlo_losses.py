@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -22,7 +23,8 @@ from .sampled_matrix import SampledMatrixEvent
 
 Floats = npt.NDArray[np.float64]
 Steps = npt.NDArray[np.int64]
-Rng = np.random.Generator
+if TYPE_CHECKING:  # numpy loads its generators where they are first named
+    Rng = np.random.Generator
 
 _CHUNK = 2**19
 """Numbers that are held at a time for a quantity of all steps."""
