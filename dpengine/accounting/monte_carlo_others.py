@@ -29,7 +29,7 @@ def curve_of(composition: Composition, relation: Relation, tail: float) -> tuple
         An upper bound on the curve, and where it has come down to ``tail``.
     """
     rest = dataclasses.replace(composition, runs=())
-    if not rest.sampled and rest.precision == 0:
+    if rest.empty:
         return alone, 0.0
     end = pld.epsilon(rest, tail, relation)
     points = np.linspace(0.0, max(end, 1e-9), _POINTS)

@@ -14,7 +14,9 @@ from dpengine.accounting import (
     NonPrivateEvent,
     PoissonGaussianEvent,
     Relation,
+    RepeatAndSelectEvent,
     SampledMatrixEvent,
+    TruncatedGaussianEvent,
     advantage_of,
     bounds_of,
     delta_of,
@@ -68,6 +70,16 @@ def test_the_accountant_is_a_function_of_the_charges(few):
     assert found > epsilon_of(history[:1], 1e-2, "monte_carlo")
     restored = tuple(Charge(event_from_state(event_to_state(c.event)), c.count, c.kind) for c in history)
     assert epsilon_of(restored, 1e-2, "monte_carlo") == found
+
+
+def test_every_kind_of_release_beside_a_run_counts(few):
+    cut = Charge(TruncatedGaussianEvent(100, 0.1, 12, 0.6), 20)
+    alone = epsilon_of((Charge(run("cold")),), 1e-2, "monte_carlo", Relation.ZERO_OUT)
+    beside = epsilon_of((cut,), 1e-2, relation=Relation.ZERO_OUT)
+    assert epsilon_of((Charge(run("cold")), cut), 1e-2, "monte_carlo", Relation.ZERO_OUT) > max(alone, beside)
+    selected = RepeatAndSelectEvent(((GaussianEvent(9.0), 1),), 5.0)
+    with pytest.raises(AccountingRefusedError, match="best of several"):
+        epsilon_of((Charge(run("cold")), Charge(selected)), 1e-2, "monte_carlo")
 
 
 def test_the_accountant_refuses_a_delta_that_its_samples_do_not_verify(few):
