@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
-from dpengine.accounting import Event, Relation
+from dpengine.accounting import Event, Relation, least_noise
 from dpengine.batch_selection import AbstractBatchSelection
 
 
@@ -39,3 +39,16 @@ class Claims(Protocol):
 def example_relation(num_examples: int | None) -> Relation:
     """Zero-out where the number of examples is public, else add-or-remove."""
     return Relation.ADD_OR_REMOVE_ONE if num_examples is None else Relation.ZERO_OUT
+
+
+def claimed_noise(claims: Claims, steps: int, target: float, delta: float, accountant: str, tol: float) -> float:
+    """The least noise of so many steps that cost what is claimed for them. See `accounting.least_noise`."""
+    return least_noise(
+        lambda sigma: claims.claim(sigma, ""),
+        target_epsilon=target,
+        target_delta=delta,
+        steps=steps,
+        accountant=accountant,
+        relation=claims.relation,
+        tol=tol,
+    )

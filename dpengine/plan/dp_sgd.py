@@ -12,14 +12,13 @@ from dpengine.accounting import (
     NonPrivateEvent,
     Relation,
     epsilon_of,
-    least_noise,
     to_dp_accounting,
 )
 from dpengine.batch_selection import AbstractBatchSelection, FixedBatchSampling
 from dpengine.noise import Recurrence
 
 from . import checks
-from .claims import Claims
+from .claims import Claims, claimed_noise
 from .config import AbstractPlanConfig
 from .poisson_batches import PoissonBatches, checked_cut, known, participation
 
@@ -116,12 +115,4 @@ class _FixedBatches:
         return epsilon_of((Charge(self.claim(noise_multiplier, ""), steps),), delta, accountant, self.relation)
 
     def least_noise(self, target: float, delta: float, accountant: str, tol: float) -> float:
-        return least_noise(
-            lambda sigma: self.claim(sigma, ""),
-            target_epsilon=target,
-            target_delta=delta,
-            steps=self.iterations,
-            accountant=accountant,
-            relation=self.relation,
-            tol=tol,
-        )
+        return claimed_noise(self, self.iterations, target, delta, accountant, tol)

@@ -16,7 +16,6 @@ from dpengine.accounting import (
     TruncatedGaussianEvent,
     calibration,
     epsilon_of,
-    least_noise,
     release_event,
     to_dp_accounting,
 )
@@ -25,7 +24,7 @@ from dpengine.errors import InvalidBudgetError, notice
 from dpengine.run_plan import rate_to_book
 
 from . import checks
-from .claims import example_relation
+from .claims import claimed_noise, example_relation
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -109,15 +108,7 @@ class PoissonBatches:
             )
         if self.truncated_batch_size is not None:
             self._warn_of_cut(delta)
-            return least_noise(
-                lambda sigma: self.claim(sigma, ""),
-                target_epsilon=target,
-                target_delta=delta,
-                steps=self.iterations,
-                accountant=accountant,
-                relation=self.relation,
-                tol=tol,
-            )
+            return claimed_noise(self, self.iterations, target, delta, accountant, tol)
         return calibration(
             target_epsilon=target,
             target_delta=delta,
