@@ -14,6 +14,7 @@ from .accountant import (
     privacy_profile,
     privacy_spent,
 )
+from .arguments import MOST_COUNT
 from .batch_events import FixedSizeGaussianEvent, MixtureGaussianEvent, TruncatedGaussianEvent
 from .calibrate import Calibration, calibration, least_noise
 from .constants import check_delta, sample_rate_of, steps_per_epoch, suggested_delta
@@ -37,6 +38,7 @@ from .library import library_relation
 from .library_events import to_dp_accounting
 from .monte_carlo import MonteCarloClaim, monte_carlo_epsilon, verify
 from .monte_carlo_verified import threshold_for, verified_delta
+from .rounding import percent_up, round_up, round_up_delta
 from .sampled_matrix import SampledMatrixEvent
 from .trade_off import trade_off
 from .tuning import RepeatAndSelectEvent
@@ -44,6 +46,7 @@ from .tuning import RepeatAndSelectEvent
 __all__ = [
     "ACCOUNTANTS",
     "KINDS",
+    "MOST_COUNT",
     "Accountant",
     "Calibration",
     "Charge",
@@ -82,9 +85,12 @@ __all__ = [
     "library_relation",
     "monte_carlo_epsilon",
     "mu_gdp",
+    "percent_up",
     "privacy_profile",
     "privacy_spent",
     "release_event",
+    "round_up",
+    "round_up_delta",
     "sample_rate_of",
     "steps_of",
     "steps_per_epoch",

@@ -12,20 +12,22 @@ from dpengine.errors import AccountingRefusedError
 from . import arguments, gdp, library, monte_carlo, pld, prv, rdp
 from .composition import Bounds, Composition, compose
 from .events import Relation
-from .ledger import Charge, steps_of
+from .ledger import Charge, checked_history, steps_of
 
 
 @dataclass(frozen=True)
 class Accountant:
     """One way to bound privacy loss: both directions of the privacy curve of a composition, and epsilon from two sides.
 
-    ``bounds`` is None where there is no bound from below, ``spacing`` where no grid of losses is used.
+    ``bounds`` is None where there is no bound from below, ``spacing`` where no grid of losses is used. ``simulates``
+    says that it answers for runs without a closed form, and not for plain DP-SGD.
     """
 
     epsilon: Callable[[Composition, float, Relation], float]
     delta: Callable[[Composition, float, Relation], float]
     bounds: Callable[[Composition, float, Relation], Bounds] | None = None
     spacing: Callable[[Composition, float, Relation], float | None] | None = None
+    simulates: bool = False
 
 
 ACCOUNTANTS = {
@@ -35,7 +37,7 @@ ACCOUNTANTS = {
     "prv": Accountant(prv.epsilon, prv.delta, prv.bounds, prv.spacing),
     "dp_accounting": Accountant(library.pld_epsilon, library.pld_delta, spacing=library.pld_spacing),
     "dp_accounting_rdp": Accountant(library.rdp_epsilon, library.rdp_delta),
-    "monte_carlo": Accountant(monte_carlo.epsilon, monte_carlo.delta),
+    "monte_carlo": Accountant(monte_carlo.epsilon, monte_carlo.delta, simulates=True),
 }
 
 
@@ -73,7 +75,7 @@ def accountant_used(accountant: str = "pld") -> str:
     Raises:
         ValueError: If the name is unknown.
     """
-    if accountant not in ACCOUNTANTS:
+    if not isinstance(accountant, str) or accountant not in ACCOUNTANTS:
         choices = ", ".join(repr(name) for name in ACCOUNTANTS)
         raise ValueError(f"accountant={accountant!r} is not known. Choose {choices}.")
     return accountant
@@ -101,13 +103,14 @@ def epsilon_of(
         0.0 if nothing was charged, infinity if something left without noise.
 
     Raises:
-        InvalidBudgetError: If ``delta`` is out of range.
+        InvalidBudgetError: If ``delta`` is out of range, or the charges are more than can be counted.
+        TypeError: If the history holds anything but charges.
         AccountingRefusedError: If the history holds an unclaimed release, or the accountant has no sound answer.
         ValueError: If the accountant is unknown.
     """  # noqa: DOC502 - the checks raise on our behalf
     delta = arguments.delta_in_range(delta)
     answer = ACCOUNTANTS[accountant_used(accountant)].epsilon
-    return answer(compose(history), delta, Relation(relation))
+    return answer(_composed(history), delta, Relation(relation))
 
 
 def bounds_of(
@@ -134,7 +137,7 @@ def bounds_of(
     if answer is None:
         both = ", ".join(repr(name) for name, one in ACCOUNTANTS.items() if one.bounds is not None)
         raise AccountingRefusedError(f"accountant {accountant!r} has no bound from below.", fix=f"Choose {both}.")
-    found = answer(compose(history), arguments.delta_in_range(delta), Relation(relation))
+    found = answer(_composed(history), arguments.delta_in_range(delta), Relation(relation))
     return found.lower, found.estimate, found.upper
 
 
@@ -157,7 +160,7 @@ def delta_of(
     """
     epsilon = arguments.epsilon_in_range(epsilon)
     answer = ACCOUNTANTS[accountant_used(accountant)].delta
-    return answer(compose(history), epsilon, Relation(relation))
+    return answer(_composed(history), epsilon, Relation(relation))
 
 
 def advantage_of(
@@ -187,8 +190,8 @@ def mu_gdp(
     Returns:
         mu; infinite if something left without noise.
     """
-    history = tuple(history)
-    composition, relation = compose(history), Relation(relation)
+    history = checked_history(history)
+    composition, relation = _composed(history), Relation(relation)
     if composition.non_private or composition.unsampled:
         return gdp.exact_mu(composition, relation)
     deltas = {10.0**-decade for decade in range(1, 10)} | {arguments.delta_in_range(delta)}
@@ -218,8 +221,8 @@ def privacy_profile(
     Raises:
         AccountingRefusedError: If the accountant answers for none of them.
     """  # noqa: DOC502 - the last refusal
-    history = tuple(history)
-    compose(history)  # an unclaimed release refuses here, for all deltas
+    history = checked_history(history)
+    _composed(history)  # an unclaimed release refuses here, for all deltas
     points, refusal = [], None
     for delta in sorted((arguments.delta_in_range(value) for value in deltas), reverse=True):
         try:
@@ -239,7 +242,7 @@ def discretization_of(
 ) -> float | None:
     """Returns the grid spacing of the loss behind `epsilon_of`, for the statement; None where no grid is used."""
     answer = ACCOUNTANTS[accountant_used(accountant)].spacing
-    return None if answer is None else answer(compose(history), arguments.delta_in_range(delta), Relation(relation))
+    return None if answer is None else answer(_composed(history), arguments.delta_in_range(delta), Relation(relation))
 
 
 def privacy_spent(
@@ -259,8 +262,12 @@ def privacy_spent(
     Returns:
         The numbers, with the name of the accountant that gave them.
     """
-    history = tuple(history)
+    history = checked_history(history)
     spent = epsilon_of(history, delta, accountant, relation)
     mu = mu_gdp(history, delta, accountant, relation)
     advantage = advantage_of(history, accountant, relation)
     return PrivacySpent(spent, float(delta), mu, advantage, steps_of(history), accountant_used(accountant))
+
+
+def _composed(history: Iterable[Charge]) -> Composition:
+    return compose(checked_history(history))

@@ -6,23 +6,38 @@ import operator
 
 from dpengine.errors import InvalidBudgetError
 
+MOST_COUNT = 2**62
+"""The largest count, of one argument and of all charges of a history together: sums of counts fit into 64 bits."""
+
+_LONGEST = 60  # characters of a value in a message
+
 
 def real(name: str, value: object) -> float:
     """Returns ``value`` as a Python float, or raises if it is no number."""
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
-        raise InvalidBudgetError(f"{name}={value!r} is not a number.", fix=f"Pass {name} as a float.")
-    return float(value)
+        raise InvalidBudgetError(f"{name}={_shown(value)} is not a number.", fix=f"Pass {name} as a float.")
+    try:
+        return float(value)
+    except OverflowError:
+        raise InvalidBudgetError(
+            f"{name}={_shown(value)} is more than a float can hold.", fix=f"Pass {name} as a float."
+        ) from None
 
 
 def count(name: str, value: object, *, least: int = 1) -> int:
-    """Returns ``value`` as a Python int, or raises unless it is an integer of at least ``least``."""
+    """Returns ``value`` as a Python int, or raises unless it is an integer from ``least`` to `MOST_COUNT`."""
     try:
         number = least - 1 if isinstance(value, bool) else operator.index(value)  # type: ignore[arg-type]
     except TypeError:
         number = least - 1
     if number < least:
         raise InvalidBudgetError(
-            f"{name}={value!r} must be an integer of at least {least}.", fix=f"Pass {name} as an int."
+            f"{name}={_shown(value)} must be an integer of at least {least}.", fix=f"Pass {name} as an int."
+        )
+    if number > MOST_COUNT:
+        raise InvalidBudgetError(
+            f"{name}={_shown(number)} is more than 2**62, the most that is counted here.",
+            fix=f"Check {name}: at a million a second, 2**62 of them take 146,000 years.",
         )
     return number
 
@@ -62,3 +77,14 @@ def epsilon_in_range(value: object, name: str = "epsilon", *, zero: bool = True)
         bound = "at least 0" if zero else "above 0"
         raise InvalidBudgetError(f"{name}={epsilon!r} must be finite and {bound}.", fix="Common targets are 1 to 8.")
     return epsilon
+
+
+def _shown(value: object) -> str:
+    """A value in a message: large integers by their size, since Python writes none of more than 4,300 digits."""
+    if isinstance(value, int) and value.bit_length() > 80:
+        return f"about {'-' if value < 0 else ''}10**{round((value.bit_length() - 1) * math.log10(2))}"
+    try:
+        text = repr(value)
+    except ValueError:  # such an integer inside it
+        text = f"a {type(value).__name__}"
+    return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 3]}..."

@@ -13,6 +13,7 @@ from .loss_grid import Mixture
 from .loss_pairs import Direction, LossPair
 
 _ROUNDED_UP = 1 + 1e-9  # probabilities of a cut, whose tails a library computes
+_LEAST_NORM = 1e-12  # of the largest; a larger one only helps the attacker
 _NEVER = 1e-300  # beside any delta that is answered
 
 
@@ -37,31 +38,32 @@ class BatchLaw:
 
 def _truncated(event: TruncatedGaussianEvent, direction: Direction) -> Mixture:
     """Whether the others alone fill the batch is told the attacker; then one that takes part displaces another."""
-    full, rate = cut_of(event)
+    open_, full, rate = cut_of(event)
     free = LossPair(event.sample_rate, event.noise_multiplier, direction)
     if full == 0 or rate == 0:
         return ((1.0, free),)
     displacing = LossPair(rate, event.noise_multiplier / 2, Direction.REPLACE)
-    return ((1 - full, free), (full, displacing)) if full < 1 else ((1.0, displacing),)
+    return ((open_, free), (full, displacing))  # both from above: together they may be a little more than 1
 
 
-def cut_of(event: TruncatedGaussianEvent) -> tuple[float, float]:
-    """How often the others alone fill a batch, and how often the example takes part then; from above.
+def cut_of(event: TruncatedGaussianEvent) -> tuple[float, float, float]:
+    """How often the others alone leave room in a batch, and fill it, and the example takes part then; from above.
 
     Args:
         event: The release.
 
     Returns:
-        Two probabilities. The first is 0 where it is too small to count.
+        Three probabilities. The second is 0 where it is too small to count.
     """
     from scipy import stats  # takes a second to import
 
     n, q, most = event.num_examples, event.sample_rate, event.largest_batch
     full = float(stats.binom.sf(most - 1, n - 1, q)) * _ROUNDED_UP
     if full < _NEVER:
-        return 0.0, 0.0
+        return 1.0, 0.0, 0.0
     above = float(stats.binom.sf(most, n, q)) * _ROUNDED_UP
-    return min(1.0, full), min(1.0, most / n * above / full * _ROUNDED_UP**2)
+    room = float(stats.binom.cdf(most - 1, n - 1, q)) * _ROUNDED_UP
+    return min(1.0, room), min(1.0, full), min(1.0, most / n * above / full * _ROUNDED_UP**2)
 
 
 def _fixed_size(event: FixedSizeGaussianEvent, direction: Direction) -> Mixture:
@@ -69,7 +71,9 @@ def _fixed_size(event: FixedSizeGaussianEvent, direction: Direction) -> Mixture:
 
 
 def _mixture(event: MixtureGaussianEvent, direction: Direction) -> Mixture:
-    return ((1.0, MixturePair(event.norms, event.probabilities, event.noise_multiplier, direction)),)
+    largest = max(event.norms)
+    norms = tuple(0.0 if norm == 0 else max(norm / largest, _LEAST_NORM) for norm in event.norms)
+    return ((1.0, MixturePair(norms, event.probabilities, event.noise_multiplier / largest, direction)),)
 
 
 BATCH_LAWS = {

@@ -11,7 +11,8 @@ from . import arguments, gdp, pld, rdp
 from .accountant import accountant_used, epsilon_of
 from .composition import compose
 from .events import Event, Relation, release_event
-from .ledger import Charge
+from .ledger import Charge, checked_history
+from .rounding import round_up
 
 LEAST_NOISE, MOST_NOISE = 1e-2, 1e6
 
@@ -75,7 +76,7 @@ def calibration(
     rate = arguments.sample_rate(sample_rate)
     steps = arguments.count("steps", steps)
     tol = max(1e-12, arguments.epsilon_in_range(tol, "tol", zero=False))
-    used, relation = accountant_used(accountant), Relation(relation)
+    used, relation, spent = accountant_used(accountant), Relation(relation), checked_history(spent)
 
     def history(sigma: float) -> tuple[Charge, ...]:
         return (*spent, Charge(release_event(noise_multiplier=sigma, sample_rate=rate), steps))
@@ -97,7 +98,7 @@ def calibration(
     except _UnreachableError as error:
         raise CalibrationError(
             f"epsilon={target:g} needs noise_multiplier > {MOST_NOISE:g} at sample_rate={rate:g}, {steps:,} steps; "
-            f"smallest reachable here: {error.epsilon:.4g}{' with what was spent before' if spent else ''}.",
+            f"smallest reachable here: {round_up(error.epsilon)}{' with what was spent before' if spent else ''}.",
             fix="Use fewer epochs, a smaller batch or a larger delta.",
         ) from None
     return Calibration(root.noise_multiplier, root.epsilon, steps, used)
@@ -144,7 +145,7 @@ def least_noise(
     except _UnreachableError as error:
         raise CalibrationError(
             f"epsilon={target:g} needs noise_multiplier > {MOST_NOISE:g} in {steps:,} steps; smallest reachable here: "
-            f"{error.epsilon:.4g}.",
+            f"{round_up(error.epsilon)}.",
             fix="Use fewer steps, a smaller batch or a larger delta.",
         ) from None
 

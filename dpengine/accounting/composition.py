@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections import Counter
 from collections.abc import Iterable
@@ -21,14 +22,13 @@ from .events import (
     UnclaimedEvent,
 )
 from .ledger import Charge
+from .merging import Kinds, cells, typical
 from .sampled_matrix import SampledMatrixEvent
 from .tuning import RepeatAndSelectEvent
 
 BatchEvent = TruncatedGaussianEvent | FixedSizeGaussianEvent | MixtureGaussianEvent
 
-MOST_DISTINCT = 96
-_FINEST = 20
-_ROUNDING = 1e-12
+MOST_DISTINCT = 128
 
 
 @dataclass(frozen=True)
@@ -99,34 +99,19 @@ class Composition:
         return math.sqrt(self.precision) * (2.0 if relation is Relation.REPLACE_ONE else 1.0)
 
     def limited(self, *, above: bool = True) -> Composition:
-        """The same with few distinct sampled releases: neighbours are merged where there are more than `MOST_DISTINCT`.
-
-        Rates and noise go to powers of one base, the finest of a few that does, so that a schedule that goes on merges
-        alike.
+        """The same with at most `MOST_DISTINCT` distinct sampled releases: those that are alike count as equal.
 
         Args:
-            above: Rates go up and noise down, which costs privacy; else the other way, for bounds from below.
+            above: They count as one that costs at least as much as each; else at most as much, for bounds from below.
 
         Returns:
             A composition that costs at least as much, or at most as much.
         """
-        if len(self.sampled) <= MOST_DISTINCT:
-            return self
-        values = np.array([(group.sample_rate, group.noise_multiplier) for group in self.sampled])
-        side = np.array([1.0, -1.0]) if above else np.array([-1.0, 1.0])  # where each of the two goes
-        bits, powers, which = _FINEST, np.zeros((0, 2)), np.array([])
-        while not 0 < len(powers) <= MOST_DISTINCT:
-            rounded = side * np.ceil(side * np.log2(values) * 2.0**bits) / 2.0**bits
-            powers, which = np.unique(rounded, axis=0, return_inverse=True)
-            bits -= 1
-        counts = np.zeros(len(powers), dtype=np.int64)
-        np.add.at(counts, which.reshape(-1), [group.count for group in self.sampled])
-        merged = 2.0**powers * (1 + side * _ROUNDING)
-        groups = [
-            SampledGaussian(min(1.0, rate), sigma, count)
-            for (rate, sigma), count in zip(merged.tolist(), counts.tolist(), strict=True)
-        ]
-        return replace(self, sampled=tuple(groups))
+        return self if len(self.sampled) <= MOST_DISTINCT else _limited(self, MOST_DISTINCT, above)
+
+    def typical(self) -> Composition:
+        """`limited` to releases that cost about the mean of those they stand for: for best guesses, no bound."""
+        return self if len(self.sampled) <= MOST_DISTINCT else _limited(self, MOST_DISTINCT, None)
 
 
 @dataclass(frozen=True)
@@ -209,3 +194,15 @@ def compose(history: Iterable[Charge]) -> Composition:
 def _rounds(event: BatchEvent, steps: int) -> int:
     """How often an example can take part in so many steps."""
     return event.cycles(steps) if isinstance(event, TruncatedGaussianEvent) else steps
+
+
+@functools.lru_cache(maxsize=8)
+def _limited(composition: Composition, most: int, above: bool | None) -> Composition:
+    """Merged to one side, or if ``above`` is None to neither."""
+    kinds = Kinds(*np.array([(g.sample_rate, g.noise_multiplier, g.count) for g in composition.sampled]).T)
+    counts: Counter[tuple[float, float]] = Counter()
+    for cell in cells(kinds, most, above=above is not False):
+        merged = typical(kinds, cell) if above is None else kinds.corner(cell, above=above)
+        counts[merged] += sum(composition.sampled[place].count for place in cell.tolist())
+    groups = tuple(SampledGaussian(rate, sigma, count) for (rate, sigma), count in sorted(counts.items()))
+    return replace(composition, sampled=groups)

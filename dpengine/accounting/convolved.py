@@ -17,7 +17,7 @@ from .loss_pairs import Floats, Pair
 from .tilt import Part
 
 _UNIT = 2.0**-53
-_LOST = 1e-300  # bound on all products that are too small for float64
+LOST = 1e-300  # bound on all products that are too small for float64
 
 
 @dataclass(frozen=True)
@@ -75,29 +75,23 @@ def convolved(parts: tuple[Part, ...], lowest: float, highest: float, points: in
         The law of the sum.
     """
     step = (highest - lowest) / points
-    low, high = math.floor(lowest / step), math.ceil(highest / step)
-    window = _Window(low, high, above)
+    window = CoarseWindow(math.floor(lowest / step), math.ceil(highest / step), above)
     total, levels, shift = None, 0.0, 0.0
-
-    def every_point(pair: Pair) -> Integers:
-        ends = pair.loss(np.array(pair.reach(_LOST)))
-        return np.arange(max(low, math.floor(ends[0] / step)), min(high, max(math.ceil(ends[1] / step), 1)) + 1)
-
     for part in parts:
-        atoms = (atoms_above if above else atoms_below)(part.mixture, every_point, step)
-        law = _power(window.law(atoms), part.count, window)
+        atoms = (atoms_above if above else atoms_below)(part.mixture, lambda pair: window.ends(pair, step), step)
+        law = power(window.law(atoms), part.count, window)
         shift += part.count * atoms.shift
         levels += part.count
         total = law if total is None else window.sum(total, law)
     assert total is not None
     relative = levels * (len(total.masses) + 64) * 4 * _UNIT + 8 * len(total.masses) * _UNIT
-    infinite = total.infinite + _LOST if above else total.infinite
+    infinite = total.infinite + LOST if above else total.infinite
     return ConvolvedSum(total.masses, total.first * step + shift, step, infinite, relative, 1 if above else -1)
 
 
 @dataclass(frozen=True)
-class _Law:
-    """Masses from a place on, and the mass above."""
+class CoarseLaw:
+    """Masses from a place on, and the mass at infinity."""
 
     masses: Floats
     first: int
@@ -105,7 +99,7 @@ class _Law:
 
 
 @dataclass(frozen=True)
-class _Window:
+class CoarseWindow:
     """The places that are kept.
 
     What is below counts as the lowest, what is above as infinite; in a lower bound the one is left out, and the other
@@ -116,17 +110,23 @@ class _Window:
     high: int
     above: bool
 
-    def law(self, atoms: Atoms) -> _Law:
+    def ends(self, pair: Pair, step: float) -> Integers:
+        """All places to which losses of a release come."""
+        first, last = pair.loss(np.array(pair.reach(LOST)))
+        return np.arange(max(self.low, math.floor(first / step)), min(self.high, max(math.ceil(last / step), 1)) + 1)
+
+    def law(self, atoms: Atoms) -> CoarseLaw:
         """The law of one release."""
         first = int(atoms.places.min())
-        return self._kept(np.bincount(atoms.places - first, atoms.masses).astype(np.float64), first, atoms.infinite)
+        return self.kept(np.bincount(atoms.places - first, atoms.masses).astype(np.float64), first, atoms.infinite)
 
-    def sum(self, one: _Law, other: _Law) -> _Law:
+    def sum(self, one: CoarseLaw, other: CoarseLaw) -> CoarseLaw:
         """The law of the sum of two."""
         infinite = min(1.0, one.infinite + other.infinite)
-        return self._kept(np.convolve(one.masses, other.masses), one.first + other.first, infinite)
+        return self.kept(np.convolve(one.masses, other.masses), one.first + other.first, infinite)
 
-    def _kept(self, masses: Floats, first: int, infinite: float) -> _Law:
+    def kept(self, masses: Floats, first: int, infinite: float) -> CoarseLaw:
+        """The law with what lies outside put where it counts."""
         beyond = max(0, first + len(masses) - 1 - self.high)
         if beyond:
             over = float(masses[-beyond:].sum())
@@ -140,10 +140,10 @@ class _Window:
             under = float(masses[:below].sum())
             masses, first = masses[below:].copy(), first + below
             masses[0] += under if self.above else 0.0
-        return _Law(masses, first, infinite)
+        return CoarseLaw(masses, first, infinite)
 
 
-def _power(law: _Law, count: int, window: _Window) -> _Law:
+def power(law: CoarseLaw, count: int, window: CoarseWindow) -> CoarseLaw:
     """The law of the sum of so many equal ones, by squaring."""
     found, square = None, law
     while True:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from dpengine.errors import LedgerError
+from dpengine.errors import InvalidBudgetError, LedgerError
 
 from . import arguments
 from .batch_events import FixedSizeGaussianEvent, MixtureGaussianEvent, TruncatedGaussianEvent
@@ -25,11 +25,16 @@ class Relation(enum.Enum):
     """One row differs, so a sum moves by up to twice its bound."""
 
     @classmethod
-    def _missing_(cls, value: object) -> "Relation | None":
-        """Short names: "add_remove", "zero_out", "replace_one", also with dashes."""
+    def _missing_(cls, value: object) -> "Relation":
+        """Short names: "add_remove", "zero_out", "replace_one", also with dashes. What is none raises with the list."""
         short = {"add-remove": cls.ADD_OR_REMOVE_ONE, "replace-special": cls.ZERO_OUT}
         spelled = value.lower().replace("_", "-") if isinstance(value, str) else ""
-        return short.get(spelled) or next((one for one in cls if one.value == spelled), None)
+        found = short.get(spelled) or next((one for one in cls if one.value == spelled), None)
+        if found is None:
+            raise InvalidBudgetError(
+                f"{value!r} is not a valid Relation.", fix=f"Choose one of {', '.join(repr(one.value) for one in cls)}."
+            )
+        return found
 
 
 @dataclass(frozen=True)
@@ -216,9 +221,11 @@ def event_from_state(state: Mapping[str, Any]) -> Event:
     Raises:
         LedgerError: If the type is not known or the fields are not those of the type.
     """
+    if not isinstance(state, Mapping):
+        raise LedgerError(f"An event of the ledger is a {type(state).__name__}, not a dictionary.")
     fields = dict(state)
     name = fields.pop("type", None)
-    if name not in _TYPES:
+    if not isinstance(name, str) or name not in _TYPES:
         raise LedgerError(f"The ledger holds an event of unknown type {name!r}.", fix=f"Known: {', '.join(_TYPES)}.")
     try:
         if name == "repeat-and-select":

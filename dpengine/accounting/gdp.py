@@ -13,23 +13,26 @@ from . import arguments
 from .composition import Bounds, Composition
 from .events import Relation
 
+_MU_ROUNDING = 2.0**-50  # of the sum behind mu, its root and its double
+_ENORMOUS = 1e10
 _LOG_SQRT_2PI = 0.5 * math.log(2 * math.pi)
 
 
 def epsilon(composition: Composition, delta: float, relation: Relation) -> float:
     """Exact epsilon of unsampled Gaussians. Refuses anything else."""
-    return epsilon_of_mu(exact_mu(composition, relation), delta)
+    return epsilon_of_mu(exact_mu(composition, relation) * (1 + _MU_ROUNDING), delta)
 
 
 def delta(composition: Composition, epsilon: float, relation: Relation) -> float:
     """Exact delta of unsampled Gaussians. Refuses anything else."""
-    return delta_of_mu(exact_mu(composition, relation), epsilon)
+    return delta_of_mu(exact_mu(composition, relation) * (1 + _MU_ROUNDING), epsilon)
 
 
 def bounds(composition: Composition, delta: float, relation: Relation) -> Bounds:
-    """The exact epsilon, three times."""
-    exact = epsilon(composition, delta, relation)
-    return Bounds(exact, exact, exact)
+    """The exact epsilon, rounded down and up."""
+    mu = exact_mu(composition, relation)
+    upper = epsilon_of_mu(mu * (1 + _MU_ROUNDING), delta)
+    return Bounds(min(epsilon_of_mu(mu * (1 - _MU_ROUNDING), delta, above=False), upper), upper, upper)
 
 
 def central_limit_epsilon(*, noise_multiplier: float, sample_rate: float, steps: int, delta: float) -> float:
@@ -90,21 +93,21 @@ def delta_of_mu(mu: float, epsilon: float) -> float:
     return min(1.0, 0.4 * mu, math.exp(min(0.0, _log_delta(mu, epsilon))))
 
 
-def epsilon_of_mu(mu: float, delta: float) -> float:
-    """Returns the smallest float epsilon at which mu-GDP keeps to ``delta``; at least 0."""
+def epsilon_of_mu(mu: float, delta: float, *, above: bool = True) -> float:
+    """Returns the smallest float epsilon at which mu-GDP keeps to ``delta``, rounded up or down; at least 0."""
     if math.isinf(mu):
         return math.inf
     target = math.log(delta)
-    if 0.4 * mu <= delta or _log_delta(mu, 0.0) <= target:
+    if 0.4 * mu <= delta or _log_delta(mu, 0.0, above=above) <= target:
         return 0.0
     # delta <= Phi(mu/2 - eps/mu) <= exp(-(eps/mu - mu/2)**2 / 2) for eps >= mu**2 / 2, so this end is safe.
     low, high = 0.0, mu * mu / 2 + mu * math.sqrt(-2 * target)
     while low < (middle := (low + high) / 2) < high:
-        if _log_delta(mu, middle) <= target:
+        if _log_delta(mu, middle, above=above) <= target:
             high = middle
         else:
             low = middle
-    return high
+    return high if above else low
 
 
 def largest_mu(epsilon: float, delta: float) -> float:
@@ -112,6 +115,9 @@ def largest_mu(epsilon: float, delta: float) -> float:
     if math.isinf(epsilon):
         return math.inf
     target = math.log(delta)
+    if epsilon > _ENORMOUS:  # then digits are lost, and the bound of `epsilon_of_mu` is as good
+        spare = math.sqrt(-2 * target)
+        return math.hypot(spare, math.sqrt(2) * math.sqrt(epsilon)) - spare
     low, high = 0.0, 1.0
     while _log_delta(high, epsilon) <= target:
         low, high = high, 2 * high
@@ -123,14 +129,15 @@ def largest_mu(epsilon: float, delta: float) -> float:
     return low
 
 
-def _log_delta(mu: float, epsilon: float) -> float:
-    """Log of delta, raised by a bound on its own rounding error."""
+def _log_delta(mu: float, epsilon: float, *, above: bool = True) -> float:
+    """Log of delta, raised or lowered by a bound on its own rounding error."""
     near, far = mu / 2 - epsilon / mu, -mu / 2 - epsilon / mu
     # e^eps phi(far) = phi(near), so the two terms differ by a ratio of Mills ratios alone and nothing large cancels.
     mills_near, mills_far = _log_mills(near), _log_mills(far)
     ratio = min(mills_far - mills_near, -1e-300)
     rounding = 2.0**-50 * (1 + near * near + (1 + abs(mills_near) + abs(mills_far)) / -ratio)
-    return mills_near - near * near / 2 - _LOG_SQRT_2PI + math.log(-math.expm1(ratio)) + rounding
+    log_delta = mills_near - near * near / 2 - _LOG_SQRT_2PI + math.log(-math.expm1(ratio))
+    return log_delta + (rounding if above else -rounding)
 
 
 def _log_mills(x: float) -> float:

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from . import one_release
+from .bulk_and_jumps import Aim, bulk_and_jumps
 from .convolved import ConvolvedSum, convolved
 from .loss_pairs import LossPair, Pair
 from .tilt import NoWindowError, Overview, Part
@@ -26,17 +27,22 @@ _LEAST_BINS, _MOST_BINS = 2**12, 2**21
 _TAIL_SHARE = 1e-5  # of delta, for all releases together
 _RANGE_BITS = 6  # leading bits of a count that tell its range
 _CLOSE = 1e-9  # share of epsilon by which a search may stay above its aim
-_DOUBTFUL = 2.0  # times the accuracy: with more, convolution is tried
+_DOUBTFUL = 12.0  # times the accuracy: with more, convolution is tried
 _LOOSE = 1e-3  # share of epsilon between the bounds from which on it is tried for the lower one
 _FEW_KINDS = 8
-_LEAST_CONVOLVED, _MOST_CONVOLVED = 2**10, 2**13
+_LEAST_CONVOLVED, _ENOUGH, _MOST_CONVOLVED = 2**10, 2**12, 2**13
+_MANY, _SPLIT = 64, 2**11  # releases, and points, from which on bulk and jumps are told apart
+_FINE_SHARE = 0.1  # of the accuracy, for the lattice of the bulk
 _LOWEST, _HIGHEST = -0.25, 4.0  # between which sums are convolved, over epsilon
 _NEXT_TO_NOTHING = -14.0  # log of a share of delta
 
 
 @dataclass(frozen=True)
 class Answer:
-    """An upper bound on epsilon, about its distance from the truth, and the spacing of the lattice behind it."""
+    """An upper bound on epsilon, about its distance from the truth, and the spacing of the lattice behind it.
+
+    The distance is infinite where it is not known.
+    """
 
     epsilon: float
     excess: float = 0.0
@@ -48,7 +54,7 @@ class _Plan:
     """A way to compose, and what it gives at the top of its range of counts. None if there is no way."""
 
     epsilon: float
-    excess: float = 0.0
+    excess: float = math.inf
     step: float | None = None
     compose: Callable[[Parts], TiltedSum | ConvolvedSum] | None = None
 
@@ -160,7 +166,7 @@ def _planned(parts: Parts, delta: float, accuracy: float) -> _Plan:
     search, log_delta = _Search(parts, delta), math.log(delta)
     tilt = search.overview.tilt_for_delta(log_delta)
     plan, doubt = _by_fft(parts, search, tilt, log_delta, accuracy)
-    if plan.epsilon == 0 or plan.excess + doubt <= _DOUBTFUL * accuracy * plan.epsilon:
+    if plan.epsilon == 0 or plan.excess + doubt <= _DOUBTFUL * accuracy * plan.epsilon < math.inf:
         return plan
     start = min(plan.epsilon, (search.overview.log_moment(tilt) - log_delta) / tilt, _largest_loss(parts))
     other = _by_convolution(parts, start, log_delta, accuracy)
@@ -176,8 +182,8 @@ def _by_fft(parts: Parts, search: _Search, tilt: float, log_delta: float, accura
             compose = functools.partial(composed, window=search.overview.window(tilt, bins), bins=bins)
             law = compose(parts)
             value = _least_epsilon(law, log_delta, plan.epsilon)
-            excess = (plan.epsilon - value) / 3  # it falls with the square of the spacing
-            plan = _Plan(value, max(0.0, excess) if math.isfinite(excess) else 0.0, law.step, compose)
+            excess = _third(plan.epsilon - value)  # it falls with the square of the spacing
+            plan = _Plan(value, max(0.0, excess), law.step, compose)
             doubt = law.doubt(value) if value < math.inf else math.inf
             if bins >= _MOST_BINS or value == 0 or excess <= accuracy * value:
                 break
@@ -185,20 +191,34 @@ def _by_fft(parts: Parts, search: _Search, tilt: float, log_delta: float, accura
 
 
 def _by_convolution(parts: Parts, start: float, log_delta: float, accuracy: float) -> _Plan:
-    """The same by convolution, where ``start`` is about epsilon, or above."""
-    plan, highest, points = _Plan(math.inf), _HIGHEST * start, _LEAST_CONVOLVED
+    """The same by convolution, where ``start`` is about epsilon, or above; of many releases bulk and jumps apart."""
+    plan, highest, points, slope = _Plan(math.inf), _HIGHEST * start, _LEAST_CONVOLVED, 0.0
+    many = max(part.count for part in parts) >= _MANY
     while LEAST_TAIL < highest < math.inf:  # below it a step is no number
-        lowest = _LOWEST * min(start, plan.epsilon)
-        compose = functools.partial(convolved, lowest=lowest, highest=highest, points=points, above=True)
+        near = min(start, plan.epsilon)
+        compose: Callable[[Parts], ConvolvedSum] = functools.partial(
+            convolved, lowest=_LOWEST * near, highest=highest, points=points, above=True
+        )
+        if many and points >= _SPLIT and slope < 0:
+            aim = Aim(log_delta, -slope, _FINE_SHARE * accuracy * near)
+            compose = functools.partial(bulk_and_jumps, lowest=_LOWEST * near, highest=highest, points=points, aim=aim)
         law = compose(parts)
-        value = _least_epsilon(law, log_delta, min(start, plan.epsilon))
-        excess = (plan.epsilon - value) / 3
+        value = _least_epsilon(law, log_delta, near)
+        excess = _third(plan.epsilon - value)
         if value <= plan.epsilon:
-            plan = _Plan(value, max(0.0, excess) if math.isfinite(excess) else 0.0, law.step, compose)
-        if points >= _MOST_CONVOLVED or value == 0 or 0 <= excess <= accuracy * value:
+            plan = _Plan(value, max(0.0, excess), law.step, compose)
+        # With bulk and jumps apart a short lattice is enough; what does not gain by then will hardly.
+        most = _MOST_CONVOLVED if plan.epsilon < start and not many else _ENOUGH
+        if points >= most or value == 0 or 0 <= excess <= accuracy * value:
             break
+        slope = law.log_delta(value)[1] if value < math.inf else 0.0
         points, highest = 2 * points, law.quantile(log_delta + _NEXT_TO_NOTHING)
     return plan
+
+
+def _third(fall: float) -> float:
+    """A third of what the last refinement took off; infinite where none is known to have worked before."""
+    return fall / 3 if math.isfinite(fall) else math.inf
 
 
 class _Search:

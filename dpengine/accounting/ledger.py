@@ -39,6 +39,7 @@ class Ledger:
     def __init__(self) -> None:
         self._charges: list[Charge] = []
         self._counts: dict[Event, int] = {}
+        self._total = 0
 
     def charge(self, event: Event, *, count: int = 1, kind: str = "release") -> None:
         """Appends ``count`` equal entries; to be called before what they pay for leaves.
@@ -47,10 +48,16 @@ class Ledger:
             event: What is about to be released.
             count: How often, at least 1.
             kind: One of `KINDS`.
-        """
-        self._append(Charge(event, count, kind))
+
+        Raises:
+            InvalidBudgetError: If an argument is out of range, or all charges together are more than can be counted.
+        """  # noqa: DOC502 - the checks raise on our behalf
+        charge = Charge(event, count, kind)
+        _check_total(self._total + charge.count)
+        self._append(charge)
 
     def _append(self, charge: Charge) -> None:
+        self._total += charge.count
         self._counts[charge.event] = self._counts.get(charge.event, 0) + charge.count
         last = self._charges[-1] if self._charges else None
         if last is not None and (last.event, last.kind) == (charge.event, charge.kind):
@@ -95,26 +102,94 @@ class Ledger:
                 f"This ledger already holds {self.steps} steps, which loading would forget.",
                 fix="Load before the first step, or pass merge=True to keep both.",
             )
-        for charge in _read(state):
+        charges = _read(state)
+        try:
+            _check_total(self._total + sum(charge.count for charge in charges))
+        except InvalidBudgetError as error:
+            raise LedgerError(f"The ledger state cannot be added: {error}") from error
+        for charge in charges:
             self._append(charge)
+
+
+def checked_history(history: Iterable[Charge]) -> tuple[Charge, ...]:
+    """The charges of a history, or a refusal of what is none.
+
+    Args:
+        history: What a caller passed as one.
+
+    Returns:
+        All of them.
+
+    Raises:
+        TypeError: If there is anything in it but charges.
+        InvalidBudgetError: If their counts add up to more than can be counted.
+    """  # noqa: DOC502 - the check raises on our behalf
+    if isinstance(history, (Ledger, Charge)):
+        found, fix = (
+            ("a Ledger", "ledger.history") if isinstance(history, Ledger) else ("a Charge", "a sequence: [charge]")
+        )
+        raise TypeError(f"A history is a sequence of charges, and this is {found}. Pass {fix}.")
+    charges = tuple(history)
+    for charge in charges:
+        if not isinstance(charge, Charge):
+            kind = type(charge).__name__
+            raise TypeError(
+                f"A history holds charges, and this one holds a {kind}. Say how often each event was released: "
+                "Charge(event, count), of dpengine.accounting."
+            )
+    _check_total(sum(charge.count for charge in charges))
+    return charges
 
 
 def steps_of(history: Iterable[Charge]) -> int:
     """How many batches a history charged, released or void."""
-    return sum(_batches(charge.event) * charge.count for charge in history if charge.kind != "clip")
+    return sum(_batches(charge.event) * charge.count for charge in checked_history(history) if charge.kind != "clip")
 
 
 def _batches(event: Event) -> int:
     return event.steps if isinstance(event, SampledMatrixEvent) else 1
 
 
+def _check_total(total: int) -> None:
+    if total > arguments.MOST_COUNT:
+        raise InvalidBudgetError(
+            f"The charges of one history would add up to {total:,}, more than 2**62, the most that is counted here.",
+            fix="Check the counts: at a million steps a second, 2**62 take 146,000 years.",
+        )
+
+
 def _read(state: Mapping[str, Any]) -> list[Charge]:
+    if not isinstance(state, Mapping):
+        raise _damaged(f"it is a {type(state).__name__}, not the dictionary that state_dict gave")
     if state.get("schema") != _SCHEMA:
         raise LedgerError(
             f"The ledger state has schema {state.get('schema')!r}; this version reads {_SCHEMA}.",
             fix="Load it with the version that wrote it.",
         )
+    _check_keys("the state", state, ("schema", "charges"))
+    rows = state["charges"]
+    if not isinstance(rows, (list, tuple)):
+        raise _damaged(f"charges is a {type(rows).__name__}, not a list")
+    return [_charge_of(row, f"charges[{index}]") for index, row in enumerate(rows)]
+
+
+def _charge_of(row: Any, where: str) -> Charge:
+    if not isinstance(row, Mapping):
+        raise _damaged(f"{where} is a {type(row).__name__}, not a dictionary")
+    _check_keys(where, row, ("event", "count", "kind"))
     try:
-        return [Charge(event_from_state(row["event"]), row["count"], row["kind"]) for row in state["charges"]]
-    except (KeyError, TypeError, InvalidBudgetError) as error:
-        raise LedgerError(f"The ledger state is damaged: {error!r}.", fix="Restore it from a backup.") from error
+        return Charge(event_from_state(row["event"]), row["count"], row["kind"])
+    except (TypeError, InvalidBudgetError, LedgerError) as error:
+        raise _damaged(f"{where}: {error}") from error
+
+
+def _check_keys(where: str, state: Mapping[Any, Any], known: tuple[str, ...]) -> None:
+    """What is not known may be what makes a charge cost more."""
+    unknown, missing = [key for key in state if key not in known], [key for key in known if key not in state]
+    if unknown or missing:
+        wrong = f"has {unknown[0]!r}, which this version does not know" if unknown else f"lacks {missing[0]!r}"
+        raise _damaged(f"{where} {wrong}")
+
+
+def _damaged(found: str) -> LedgerError:
+    return LedgerError(f"The ledger state is damaged: {found.rstrip('.')}.", fix="Restore it from a backup.")

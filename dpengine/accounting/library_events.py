@@ -31,6 +31,7 @@ def to_dp_accounting(event: events.Event, count: int = 1) -> Any:
 
     Raises:
         AccountingRefusedError: If the event is unclaimed, or has no closed form.
+        TypeError: If it is no event.
         MissingDependencyError: If dp-accounting is not installed.
     """
     try:
@@ -46,6 +47,9 @@ def to_dp_accounting(event: events.Event, count: int = 1) -> Any:
         raise AccountingRefusedError(f"dp-accounting has no event for {event.scheme} runs, which are simulated.")
     if isinstance(event, events.NonPrivateEvent) or getattr(event, "noise_multiplier", 1) == 0:
         return dp_accounting.NonPrivateDpEvent()
+    if type(event) not in _STATED:
+        known = ", ".join(kind.__name__ for kind in _STATED)
+        raise TypeError(f"accounting.to_dp_accounting takes an event, not a {type(event).__name__}: one of {known}.")
     one, number = _STATED[type(event)](dp_accounting, event, count)
     return dp_accounting.SelfComposedDpEvent(one, number) if number is not None else one
 

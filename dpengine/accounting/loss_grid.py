@@ -69,12 +69,6 @@ class Sketch:
         top = exponents.max(axis=1)
         return np.asarray(top + np.log(np.exp(exponents - top[:, None]).sum(axis=1)))
 
-    def moments(self, tilt: float) -> tuple[float, float]:
-        """Mean and variance of the tilted loss."""
-        weights = self.tilted(tilt)
-        mean = float(weights @ self.losses)
-        return mean, float(weights @ (self.losses - mean) ** 2)
-
     def floor(self, tilts: tuple[float, ...], share: float) -> float:
         """The highest loss to which all below may be lifted: what comes to lie there has that share under each tilt."""
         log_below = np.log(np.cumsum(np.exp(self.log_masses)))
@@ -97,7 +91,7 @@ class Sketch:
         return np.asarray(weights / weights.sum())
 
 
-@functools.lru_cache(maxsize=256)
+@functools.lru_cache(maxsize=1024)
 def sketch(pair: Pair, tail: float, points: int = SKETCH_POINTS) -> Sketch:
     """Looks at a release from afar.
 
@@ -179,14 +173,14 @@ def atoms_above(mixture: Mixture, ends_of: EndsOf, step: float) -> Atoms:
     Returns:
         Its losses under P.
     """
-    found = [(weight, *_spread_out(pair, ends_of(pair), step)) for weight, pair in mixture]
+    found = [(weight, *spread_out(pair, ends_of(pair), step)) for weight, pair in mixture]
     places = np.concatenate([ends for _, ends, _, _ in found])
     masses = np.concatenate([weight * mass for weight, _, mass, _ in found])
     there = masses > 0
     return Atoms(places[there], masses[there], math.fsum(weight * infinite for weight, _, _, infinite in found))
 
 
-def _spread_out(pair: Pair, ends: Integers, step: float) -> tuple[Integers, Floats, float]:
+def spread_out(pair: Pair, ends: Integers, step: float) -> tuple[Integers, Floats, float]:
     """Places and masses of the cells' ends, and the mass beyond the last."""
     y: Floats = np.asarray(ends * step, dtype=np.float64)
     x = pair.output(y)

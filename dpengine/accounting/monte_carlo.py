@@ -16,7 +16,7 @@ from dpengine.errors import AccountingRefusedError, InvalidBudgetError
 from . import arguments
 from .composition import Composition, compose
 from .events import Relation
-from .ledger import Charge
+from .ledger import Charge, checked_history
 from .monte_carlo_losses import loss_sampler
 from .monte_carlo_others import curve_of
 from .monte_carlo_tally import simulation
@@ -163,7 +163,7 @@ def delta(composition: Composition, epsilon: float, relation: Relation) -> float
 
 
 def _beside(event: SampledMatrixEvent, charges: Iterable[Charge], relation: Relation) -> Composition:
-    composition = compose((*charges, Charge(event)))
+    composition = compose((*checked_history(charges), Charge(event)))
     if composition.non_private:
         raise AccountingRefusedError("Something left without noise: no epsilon is finite.")
     _only_run(composition, relation)

@@ -89,12 +89,11 @@ def bounds(composition: Composition, delta: float, relation: Relation) -> Bounds
         relation: The neighbouring relation.
 
     Returns:
-        The bounds. Without sampling all three are one number. For batches that are cut or of one size the lower one is
-        0: what is composed for them is itself an upper bound.
+        The bounds. Without sampling they are one number, rounded down and up. For batches that are cut or of one size
+        the lower one is 0: what is composed for them is itself an upper bound.
     """
     if composition.non_private or composition.unsampled:
-        exact = gdp.epsilon(composition, delta, relation)
-        return Bounds(exact, exact, exact)
+        return gdp.bounds(composition, delta, relation)
     above, below = _checked(composition, relation), composition.limited(above=False)
     if (ceiling := _other_epsilon(above, delta, relation)) == 0:
         return Bounds(0.0, 0.0, 0.0)
@@ -107,7 +106,10 @@ def bounds(composition: Composition, delta: float, relation: Relation) -> Bounds
     if math.isfinite(answer.epsilon) and all(BATCH_LAWS[type(event)].exact for event, _ in below.batches):
         with np.errstate(all="ignore"):
             lower = min(max(lower_epsilon(parts, delta, upper, _ACCURACY) for parts in directions), upper)
-    return Bounds(lower, min(max(answer.epsilon - answer.excess, lower), upper), upper)
+    if len(composition.sampled) > len(above.sampled):  # the bounds lie to either side of what was merged
+        answer = _on_lattices(composition.typical(), delta, relation, _ACCURACY)
+    estimate = answer.epsilon - answer.excess if answer.excess < math.inf else answer.epsilon
+    return Bounds(lower, min(max(estimate, lower), upper), upper)
 
 
 @functools.lru_cache(maxsize=32)
@@ -126,7 +128,7 @@ def _on_lattices(composition: Composition, delta: float, relation: Relation, acc
 
 def _out_of_range(composition: Composition) -> bool:
     noise = [group.noise_multiplier for group in composition.sampled]
-    noise += [event.noise_multiplier for event, _ in composition.batches]
+    noise += [1 / max(BATCH_LAWS[type(event)].distance(event), 1e-300) for event, _ in composition.batches]
     return not all(_LEAST_NOISE <= sigma <= _MOST_NOISE for sigma in noise)
 
 
@@ -179,6 +181,7 @@ def _other_delta(composition: Composition, epsilon: float, relation: Relation) -
 def _without_sampling(composition: Composition, relation: Relation) -> Composition:
     """The same releases over all rows: sampling can only help."""
     extra = math.fsum(g.count / g.noise_multiplier / g.noise_multiplier for g in composition.sampled)
-    squares = math.fsum(count * BATCH_LAWS[type(event)].distance(event) ** 2 for event, count in composition.batches)
+    distances = [(BATCH_LAWS[type(event)].distance(event), count) for event, count in composition.batches]
+    squares = math.fsum(count * distance * distance for distance, count in distances)
     extra += squares / (4 if relation is Relation.REPLACE_ONE else 1)  # which doubles the distance of the rest
     return replace(composition, precision=composition.precision + extra, sampled=(), batches=())

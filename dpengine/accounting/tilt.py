@@ -11,8 +11,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from .loss_grid import SKETCH_POINTS, Mixture, Sketch, View, sketch
-from .loss_pairs import Floats, Pair
+from .loss_grid import SKETCH_POINTS, Mixture, View
+from .loss_pairs import Floats
+from .sketches import sketches
 
 _OUTSIDE = 18.0  # -log of the tilted mass that the window leaves out, over that above the answer
 _OUTSIDE_BELOW = 32.0  # the same for lower bounds, from which all of it is taken off
@@ -69,14 +70,13 @@ class Overview:
     """
 
     def __init__(self, parts: tuple[Part, ...], tail: float):
-        self._parts, self._tail = parts, tail
-        self._points = max(_LEAST_POINTS, SKETCH_POINTS // len(parts))
-        self._sketches = [(part.count, self._together(part.mixture)) for part in parts]
+        points = max(_LEAST_POINTS, SKETCH_POINTS // len(parts))
+        self._tail = tail
+        self._sketches = sketches([part.mixture for part in parts], [part.count for part in parts], tail, points)
         self._candidates: dict[float, list[tuple[float, float, Window]]] = {}
         self._count = sum(part.count for part in parts)
         self._share = _LIFTED * 0.5 ** math.ceil(math.log2(self._count))
-        second = sum(count * float(seen.tilted(0.0) @ seen.losses**2) for count, seen in self._sketches)
-        self._spread = math.sqrt(max(second, 1e-300))
+        self._spread = math.sqrt(max(self._sketches.squares(), 1e-300))
 
     def tilt_for_delta(self, log_delta: float) -> float:
         """The tilt of the least Chernoff bound on epsilon."""
@@ -88,11 +88,11 @@ class Overview:
 
     def log_moment(self, tilt: float) -> float:
         """``log E[e^(tilt * sum of losses)]``."""
-        return float(self._log_moments(np.array([tilt]))[0])
+        return float(self._sketches.log_moments(np.array([tilt]))[0])
 
     def mean(self, tilt: float) -> float:
         """Mean of the tilted sum: about the answer, at the best tilt."""
-        return sum(count * seen.moments(tilt)[0] for count, seen in self._sketches)
+        return self._sketches.moments(tilt)[0]
 
     def excess(self, window: Window, bins: int) -> float:
         """About what a lattice of so many points adds to epsilon."""
@@ -149,8 +149,9 @@ class Overview:
         widest, narrowest = max(deviation, self._deviation(focus)), min(deviation, self._deviation(focus))
         moves = np.geomspace(_NEAREST / widest, _FARTHEST / narrowest, _MOVES)
         left_out = outside - self.log_moment(tilt)
-        above = (self._log_moments(tilt + moves) + left_out) / moves
-        below = -(self._log_moments(tilt - moves, view) + left_out) / moves
+        above = (self._sketches.log_moments(tilt + moves) + left_out) / moves
+        lifted = self._sketches.lifted((focus, tilt), view.share)
+        below = -(lifted.log_moments(tilt - moves) + left_out) / moves
         high, low = int(np.argmin(above)), int(np.argmax(below))
         margin = _MARGIN * float(above[high] - below[low])  # what a lattice adds to losses must not reach beyond
         return Window(
@@ -167,32 +168,13 @@ class Overview:
         return high
 
     def _deviation(self, tilt: float) -> float:
-        variance = sum(count * seen.moments(tilt)[1] for count, seen in self._sketches)
-        return math.sqrt(max(variance, 1e-300))
-
-    def _log_moments(self, tilts: Floats, view: View | None = None) -> Floats:
-        total = np.zeros(len(tilts))
-        for part, (count, seen) in zip(self._parts, self._sketches, strict=True):
-            law = seen if view is None else self._together(part.mixture, view)
-            total += count * law.log_moments(tilts)
-        return total
+        return math.sqrt(max(self._sketches.moments(tilt)[1], 1e-300))
 
     def _least(self, score: Callable[[Floats, Floats], Floats]) -> float:
         low, high = math.log(1e-5 / self._spread), math.log(1e14 / self._spread)
         for _ in range(_ZOOMS):
             grid = np.linspace(low, high, _POINTS)
             tilts = np.exp(grid)
-            best = int(np.argmin(score(self._log_moments(tilts), tilts)))
+            best = int(np.argmin(score(self._sketches.log_moments(tilts), tilts)))
             low, high = float(grid[max(best - 1, 0)]), float(grid[min(best + 1, _POINTS - 1)])
         return math.exp((low + high) / 2)
-
-    def _together(self, mixture: Mixture, view: View | None = None) -> Sketch:
-        seen = [(math.log(weight), self._seen(pair, view)) for weight, pair in mixture if weight > 0]
-        return Sketch(
-            np.concatenate([one.losses for _, one in seen]),
-            np.concatenate([weight + one.log_masses for weight, one in seen]),
-        )
-
-    def _seen(self, pair: Pair, view: View | None) -> Sketch:
-        seen = sketch(pair, self._tail, self._points)
-        return seen if view is None else seen.lifted(view.floor(pair))

@@ -8,17 +8,19 @@ window, by folding and by rounding is bounded and added.
 
 from __future__ import annotations
 
+import functools
 import math
+from collections.abc import Hashable
 from dataclasses import dataclass
 
 import numpy as np
 
-from .loss_grid import Mixture, View, atoms_above, atoms_below, cell_ends
+from .loss_grid import Integers, Mixture, View, atoms_above, atoms_below, cell_ends
 from .loss_pairs import Floats
 from .memory import Memory
 from .tail_sums import Tail, TailSums, tail_sums
 from .tilt import Part, Window
-from .transform import FADED, Complex, Transform, transform
+from .transform import FADED, Complex, Fading, Transform, faded_from, fading, transform
 
 _UNIT = 2.0**-53
 _MOST_BYTES = 2**28
@@ -111,18 +113,20 @@ def composed(parts: tuple[Part, ...], window: Window, *, bins: int, above: bool 
     step = 2.0 ** (math.ceil(math.log2((window.high - window.low) / bins) * _PER_OCTAVE) / _PER_OCTAVE)
     first = math.floor(window.low / step) - 1
     size = 1 << math.ceil(math.log2(math.ceil(window.high / step) - first + 2))
-    laws = [(_released(part, window.view, step, size, above), part.count) for part in parts]
+    laws = [_released(part.mixture, window.view, step, above) for part in parts]
+    transforms = _transforms_of(parts, laws, size)
     log_moment = infinite = errors = shift = relative = low_moment = high_moment = 0.0
-    for law, number in laws:
+    for part, law, of_one in zip(parts, laws, transforms, strict=True):
+        number = part.count
         log_moment += number * (law.log_moment + tilt * law.shift)
         shift += number * law.shift
         infinite += number * law.infinite
-        errors += number * law.transform.error
+        errors += number * of_one.error
         relative += number * (64 + 32 * tilt * law.size)
         low_moment += number * law.log_moment_at(window.low_move)
         high_moment += number * law.log_moment_at(window.high_move)
-    law_of_sum = tail_sums(_power(laws), first, size)
     count, rounds = sum(part.count for part in parts), math.log2(size)
+    law_of_sum = tail_sums(_power(transforms, [part.count for part in parts]), first, size)
     # Chernoff at the ends of the array; what is beyond them was folded in.
     above_all = math.exp(min(0.0, high_moment - window.high_move * ((first + size - 1) * step)))
     below_all = math.exp(min(0.0, low_moment - window.low_move * (first * step)))
@@ -142,18 +146,28 @@ def composed(parts: tuple[Part, ...], window: Window, *, bins: int, above: bool 
     )
 
 
-def _power(laws: list[tuple[_Law, int]]) -> Complex:
+def _transforms_of(parts: tuple[Part, ...], laws: list[_Law], size: int) -> list[Transform]:
+    """The transforms of releases, as far as that of at least so many as the powers of two below the counts counts."""
+    many = [1 << (part.count.bit_length() - 1) for part in parts]
+    length = faded_from(tuple((law.fading, number) for law, number in zip(laws, many, strict=True)), size)
+    return [
+        _transforms.get((law.key, size, length, number), functools.partial(law.transform, size, length, number))
+        for law, number in zip(laws, many, strict=True)
+    ]
+
+
+def _power(transforms: list[Transform], counts: list[int]) -> Complex:
     """The transform of the sum, up to where it has faded: of many releases little is left."""
-    length = min(len(law.transform.values) for law, _ in laws)
+    length = min(len(one.values) for one in transforms)
     log_size = np.zeros(length)
-    for law, count in laws:
-        log_size += count * law.transform.log_size[:length]
+    for one, count in zip(transforms, counts, strict=True):
+        log_size += count * one.log_size[:length]
     there = log_size > FADED
     length -= int(np.argmax(there[::-1]))
     there = there[:length]
     power = there.astype(np.complex128)
-    for law, count in laws:
-        power[there] *= law.transform.values[:length][there] ** count
+    for one, count in zip(transforms, counts, strict=True):
+        power[there] *= one.values[:length][there] ** count
     return power
 
 
@@ -162,38 +176,44 @@ class _Law:
     """The tilted law of one release.
 
     Attributes:
-        losses: Without their shift ``(A,)``.
+        key: What it is the law of.
+        places: Losses without their shift, in steps ``(A,)``.
         log_masses: Tilted, of sum 1.
-        transform: Of the masses, folded to the window's size.
+        step: The lattice.
         size: Mean of the absolute loss.
         log_moment: By which they were divided.
         shift: Of all losses.
         infinite: Mass at infinite loss.
+        fading: Of the transform.
     """
 
-    losses: Floats
+    key: Hashable
+    places: Integers
     log_masses: Floats
-    transform: Transform
+    step: float
     size: float
     log_moment: float
     shift: float
     infinite: float
+    fading: Fading
 
     def log_moment_at(self, move: float) -> float:
         """Log of the tilted law's moment."""
-        exponents = self.log_masses + move * self.losses
+        exponents = self.log_masses + move * (self.places * self.step)
         top = float(exponents.max())
         return top + math.log(float(np.exp(exponents - top).sum()))
 
-
-def _released(part: Part, view: View, step: float, size: int, above: bool) -> _Law:
-    """One release, as it is needed for at least so many of them as the power of two below the count."""
-    many = 1 << (part.count.bit_length() - 1)
-    key = (part.mixture, many, view, step, size, above)
-    return _laws.get(key, lambda: _law(part.mixture, many, view, step, size, above))
+    def transform(self, size: int, length: int, many: int) -> Transform:
+        """Of the masses, folded to so many points."""
+        return transform(self.places, np.exp(self.log_masses), size, length, many)
 
 
-def _law(mixture: Mixture, many: int, view: View, step: float, size: int, above: bool) -> _Law:
+def _released(mixture: Mixture, view: View, step: float, above: bool) -> _Law:
+    key = (mixture, view, step, above)
+    return _laws.get(key, lambda: _law(key, *key))
+
+
+def _law(key: Hashable, mixture: Mixture, view: View, step: float, above: bool) -> _Law:
     atoms = (atoms_above if above else atoms_below)(
         mixture, lambda pair: cell_ends(pair, view, step, above=above), step
     )
@@ -203,18 +223,17 @@ def _law(mixture: Mixture, many: int, view: View, step: float, size: int, above:
     log_moment = top + math.log(math.fsum(np.exp(exponents - top)))
     masses = np.exp(exponents - log_moment)
     return _Law(
-        losses=losses,
+        key=key,
+        places=atoms.places,
         log_masses=exponents - log_moment,
-        transform=transform(atoms.places, masses, size, many),
+        step=step,
         size=float(masses @ np.abs(losses)),
         log_moment=log_moment,
         shift=atoms.shift,
         infinite=atoms.infinite,
+        fading=fading(atoms.places, masses),
     )
 
 
-def _bytes(law: _Law) -> int:
-    return law.losses.nbytes + law.log_masses.nbytes + law.transform.values.nbytes + law.transform.log_size.nbytes
-
-
-_laws = Memory[_Law](_MOST_BYTES, _bytes)
+_laws = Memory[_Law](_MOST_BYTES // 2, lambda law: law.places.nbytes + law.log_masses.nbytes)
+_transforms = Memory[Transform](_MOST_BYTES // 2, lambda one: one.values.nbytes + one.log_size.nbytes)

@@ -16,7 +16,7 @@ from dpengine.errors import InvalidBudgetError
 from . import arguments
 from .accountant import delta_of, epsilon_of
 from .events import Relation
-from .ledger import Charge
+from .ledger import Charge, checked_history
 from .loss_pairs import Floats
 
 _POINTS = 24
@@ -43,7 +43,7 @@ def trade_off(
     Raises:
         InvalidBudgetError: If a rate is not in [0, 1].
     """
-    history = tuple(history)
+    history = checked_history(history)
     rates = [arguments.real("false_positive_rates", rate) for rate in false_positive_rates]
     if any(not 0 <= rate <= 1 for rate in rates):
         raise InvalidBudgetError("false_positive_rates must lie in [0, 1].", fix="Pass [0.001, 0.01, 0.1].")

@@ -7,6 +7,7 @@ FFT for each moment, and the exponential series of the phase within a cell, give
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass
 
@@ -40,19 +41,27 @@ class Transform:
     error: float
 
 
-def transform(places: Integers, masses: Floats, size: int, many: int) -> Transform:
+@dataclass(frozen=True)
+class Fading:
+    """At an angle w per place the transform of a release is at most ``rest + variation / 2 sin(w / 2)``."""
+
+    rest: float
+    variation: float
+
+
+def transform(places: Integers, masses: Floats, size: int, length: int, many: int) -> Transform:
     """Transforms masses that are folded to a lattice.
 
     Args:
         places: Of the masses ``(A,)``; one may come more than once.
         masses: ``(A,)``, of sum about 1.
         size: Points of the lattice, a power of two.
-        many: How many releases there are at least.
+        length: Frequencies that count, by `faded_from`.
+        many: How many releases there are of this kind at least.
 
     Returns:
         The transform.
     """
-    length = _length(places, masses, size, many)
     if length * _SHARE <= size:
         values, error = _series(places, masses, size, length)
     else:
@@ -64,12 +73,14 @@ def transform(places: Integers, masses: Floats, size: int, many: int) -> Transfo
     return Transform(values[:kept].copy(), log_size[:kept].copy(), error)
 
 
-def _length(places: Integers, masses: Floats, size: int, many: int) -> int:
-    """A frequency from which on the transform, raised to the number of releases, has surely faded."""
+def fading(places: Integers, masses: Floats) -> Fading:
+    """Bounds the transform of masses at places, of which one may come more than once."""
     # With p = a + b, all of them at least 0, summation by parts gives |p^(w)| <= sum(b) + variation(a) / 2 sin(w / 2).
     # a is the least of each three neighbours: it lies where there are no gaps.
-    where, index = np.unique(places, return_inverse=True)
-    p: Floats = np.bincount(index, masses).astype(np.float64)
+    order = np.argsort(places, kind="stable")  # fast, as places come in rising runs
+    ordered = places[order]
+    first = np.flatnonzero(np.diff(ordered, prepend=ordered[0] - 1))
+    where, p = ordered[first], np.add.reduceat(masses[order], first)
     next_to = np.diff(where) == 1
     smooth = np.zeros(len(p))
     inner = next_to[1:] & next_to[:-1]
@@ -77,9 +88,29 @@ def _length(places: Integers, masses: Floats, size: int, many: int) -> int:
     steps = np.abs(np.diff(smooth))
     ends = np.where(next_to, steps, smooth[1:] + smooth[:-1])
     variation = float(ends.sum() + smooth[0] + smooth[-1])
-    least = math.exp(FADED / many) - (float(p.sum()) - float(smooth.sum())) * (1 + 1e-12)
-    sine = variation / 2 / least if least > 0 else math.inf
-    return size // 2 + 1 if sine >= 1 else math.ceil(2 * math.asin(sine) * size / (2 * math.pi)) + 1
+    return Fading((float(p.sum()) - float(smooth.sum())) * (1 + 1e-12), variation)
+
+
+@functools.lru_cache(maxsize=256)
+def faded_from(laws: tuple[tuple[Fading, int], ...], size: int) -> int:
+    """A frequency from which on the transform of the sum has surely faded.
+
+    Args:
+        laws: Of each kind of releases, and how many there are at least.
+        size: Points of the lattice, a power of two.
+
+    Returns:
+        How many frequencies count.
+    """
+    rest, variation = (np.array([getattr(law, name) for law, _ in laws]) for name in ("rest", "variation"))
+    counts = np.array([count for _, count in laws], dtype=np.float64)
+    low, high = 0, size // 2 + 1
+    while high - low > 1:
+        middle = (low + high) // 2
+        bound = np.minimum(rest + variation / 2 / math.sin(math.pi * middle / size), 1.0)
+        faded = float(np.log(np.maximum(bound, 1e-300)) @ counts) <= FADED
+        low, high = (low, middle) if faded else (middle, high)
+    return high
 
 
 def _series(places: Integers, masses: Floats, size: int, length: int) -> tuple[Complex, float]:

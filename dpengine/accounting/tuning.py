@@ -28,7 +28,7 @@ class RepeatAndSelectEvent:
 
     Attributes:
         base: What one run releases: events with their counts, none of them a `RepeatAndSelectEvent`.
-        mean: Of the number of runs; at least 1, for Poisson above 0.
+        mean: Of the number of runs, at least 1: below it the bound for Poisson would fall below 0.
         shape: Of the truncated negative binomial law, at least 0; infinity for Poisson.
     """
 
@@ -44,9 +44,9 @@ class RepeatAndSelectEvent:
                 "RepeatAndSelectEvent.base must hold what one run releases, and no selection itself.",
                 fix="Pass base=((PoissonGaussianEvent(0.01, 1.0), 1000),).",
             )
-        if not (shape >= 0 and math.isfinite(mean) and (mean >= 1 or (mean > 0 and math.isinf(shape)))):
+        if not (shape >= 0 and math.isfinite(mean) and mean >= 1):
             raise InvalidBudgetError(
-                f"mean={mean!r} must be at least 1 (above 0 for Poisson), and shape={shape!r} at least 0.",
+                f"mean={mean!r} must be at least 1, and shape={shape!r} at least 0.",
                 fix="Pass mean=10.0, shape=1.0.",
             )
         object.__setattr__(self, "mean", mean)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import textwrap
 from argparse import Namespace
 from typing import Any
 
 from dpengine.accounting import (
     ACCOUNTANTS,
+    MOST_COUNT,
     Charge,
     Relation,
     bounds_of,
@@ -17,17 +19,19 @@ from dpengine.accounting import (
     check_delta,
     epsilon_of,
     release_event,
+    round_up,
     sample_rate_of,
     steps_per_epoch,
     suggested_delta,
 )
-from dpengine.errors import PrivacyError
-from dpengine.report import PrivacyReport, RunFacts, assumptions, round_up, statement
+from dpengine.errors import AccountingRefusedError, PrivacyError
+from dpengine.report import PrivacyReport, RunFacts, assumptions, statement
 
 from .commands import CommandError
 from .main import WRONG_USE
 from .screen import strong
 
+_ARGUMENT = re.compile(r"\b(accountant)='(\w+)'")  # as Python has it
 _LEAD = "A run that keeps to these settings would be stated so:"
 
 
@@ -37,6 +41,8 @@ def run(arguments: Namespace) -> int:
         facts = _facts(arguments)
         epsilon_of(facts.history, facts.delta, facts.accountant, facts.relation)  # without a number, this raises
         shown = _json(facts) if arguments.json else _text(facts)
+    except AccountingRefusedError as error:
+        raise CommandError(_ARGUMENT.sub(r"--\1 \2", str(error)), exit_code=WRONG_USE) from error
     except PrivacyError:
         raise
     except (ArithmeticError, ValueError) as error:
@@ -114,6 +120,12 @@ def _rate_and_steps(arguments: Namespace) -> tuple[float, int]:
     steps = arguments.steps
     if steps is None:
         steps = arguments.epochs * steps_per_epoch(arguments.n, arguments.batch)
+        if steps > MOST_COUNT:
+            raise CommandError(
+                f"--epochs {arguments.epochs:,} of --n {arguments.n:,} rows in batches of {arguments.batch:,} are more "
+                "than 2**62 steps, the most that is counted here.",
+                exit_code=WRONG_USE,
+            )
     return sample_rate_of(arguments.n, arguments.batch), steps
 
 

@@ -9,7 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dpengine.accounting import ACCOUNTANTS
+from dpengine.accounting import ACCOUNTANTS, MOST_COUNT
+
+_LONGEST = 40  # characters of a value in a message
 
 
 class CommandError(Exception):
@@ -54,9 +56,15 @@ def _folder(text: str) -> Path:
 
 
 def _count(text: str) -> int:
-    if not text.strip().isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not an integer of at least 1")
-    return int(text)
+    digits = text.strip().lstrip("0")
+    # By their number first: Python reads no integer of more than 4,300 digits.
+    if not digits.isdecimal() or len(digits) > len(str(MOST_COUNT)) or not 1 <= int(digits) <= MOST_COUNT:
+        raise argparse.ArgumentTypeError(f"{_shortened(text)!r} is not an integer from 1 to 2**62")
+    return int(digits)
+
+
+def _shortened(text: str) -> str:
+    return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 3]}..."
 
 
 def _number(range_: str, fits: Callable[[float], bool]) -> Callable[[str], float]:
@@ -66,7 +74,7 @@ def _number(range_: str, fits: Callable[[float], bool]) -> Callable[[str], float
         except ValueError:
             value = math.nan
         if not fits(value):
-            raise argparse.ArgumentTypeError(f"{text!r} is not a number {range_}")
+            raise argparse.ArgumentTypeError(f"{_shortened(text)!r} is not a number {range_}")
         return value
 
     return read
@@ -121,7 +129,8 @@ def _run_options(parser: argparse.ArgumentParser) -> None:
         help="which data sets are neighbours. add-remove keeps N private, so it needs --sample-rate and --delta; "
         "default: add-remove if these are given, else zero-out",
     )
-    parser.add_argument("--accountant", choices=tuple(ACCOUNTANTS), default="pld", help="default: %(default)s")
+    choices = tuple(name for name, one in ACCOUNTANTS.items() if not one.simulates)
+    parser.add_argument("--accountant", choices=choices, default="pld", help="default: %(default)s")
     _json(parser)
 
 

@@ -138,12 +138,12 @@ def _train_privately(task: Task, split: Split, target: float, setting: Setting) 
     training = prepare(task, split, target, seed=setting.seed, device=setting.device)
     plan = training.engine.describe()
     found = f"σ={plan['noise_multiplier']:.2f} ({accountant_used().upper()}, Poisson q={plan['sample_rate']:.4f})"
-    asked = f"calibrating ε={target:.2f} δ={DELTA:g} over {training.steps:,} steps"
+    asked = f"calibrating ε={round_up(target)} δ={DELTA:g} over {training.steps:,} steps"
     setting.say(line(f"{asked} … {found}", f"{time.monotonic() - began:.1f} s"))
     outcome = training.run(split)
     if not is_shown():
         steps = outcome.engine.ledger.steps
-        done = f"training {steps:,}/{training.steps:,}  ε {round_up(outcome.engine.epsilon)}/{target:.2f}"
+        done = f"training {steps:,}/{training.steps:,}  ε {round_up(outcome.engine.epsilon)}/{round_up(target)}"
         setting.say(line(done, f"{outcome.trained.seconds:.1f} s"))
     return outcome
 

@@ -1,11 +1,12 @@
 """What leaves the machine beside the model: the privacy statement, the report in three forms, the trade-off plot."""
 
+from dpengine.accounting import percent_up, round_up, round_up_delta
+
 from . import plots
 from .assumptions import Assumption, assumptions, stamps
 from .facts import RunFacts
 from .reading import REPORT_FILE
 from .report import PrivacyReport
-from .rounding import percent_up, round_up, round_up_delta
 from .statement import statement
 
 __all__ = [

@@ -17,7 +17,7 @@ from dpengine.accounting import (
 )
 
 from .facts import LAWS, RunFacts
-from .figures import delta_floor
+from .figures import Figures, delta_floor
 
 Holds = Literal["yes", "no", "not checked"]
 Light = Literal["green", "amber", "red"]
@@ -60,9 +60,19 @@ def assumptions(facts: RunFacts) -> list[Assumption]:
     return [check(facts) for check in _CHECKS]
 
 
-def stamps(facts: RunFacts) -> tuple[str, ...]:
-    """The warnings that go with every epsilon of a run, the worst first."""
+def stamps(facts: RunFacts, figures: Figures | None = None) -> tuple[str, ...]:
+    """The warnings that go with every epsilon of a run, the worst first.
+
+    Args:
+        facts: The facts.
+        figures: Their numbers, if they are known: an infinite epsilon is not private, whatever noise there was.
+
+    Returns:
+        The stamps.
+    """
     failed = {item.stamp for item in assumptions(facts) if item.holds == "no"}
+    if figures is not None and figures.spent is not None and math.isinf(figures.spent.epsilon):
+        failed.add("NOT PRIVATE")
     return tuple(stamp for stamp in _WORST_FIRST if stamp in failed)
 
 

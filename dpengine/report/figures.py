@@ -77,10 +77,19 @@ def figures_of(facts: RunFacts) -> Figures:
         reason = f"Poisson assumption not met ({_unclaimed_reason(facts)})"
         return Figures(None, reason, (), accountant, unamplified=_unamplified(facts))
     try:
-        spent, profile, grid = _answers(_history(facts), facts.delta, facts.accountant, facts.relation)
+        spent, profile, grid = _answers(accounted_history(facts), facts.delta, facts.accountant, facts.relation)
     except AccountingRefusedError as error:
         return Figures(None, str(error).rstrip("."), (), accountant)
     return Figures(replace(spent, steps=facts.steps), "", profile, accountant, grid)
+
+
+def accounted_history(facts: RunFacts) -> tuple[Charge, ...]:
+    """What accounting is asked about. A run without noise counts as a bare release from its start."""
+    history = as_released(facts.history)
+    if facts.is_private:
+        return history
+    known = tuple(charge for charge in history if not isinstance(charge.event, UnclaimedEvent))
+    return (*known, Charge(NonPrivateEvent()))
 
 
 def epsilon_by_step(facts: RunFacts) -> Points:
@@ -172,7 +181,7 @@ def _curve(facts: RunFacts, figures: Figures) -> Points:
     if not figures.are_ours:  # fewer pairs: a bound that holds too, and is somewhat larger
         return ((advantage, 0.0), *figures.profile)
     # The advantage is the delta that belongs to epsilon 0.
-    dense = _dense_profile(_history(facts), 0.95 * advantage, facts.accountant, facts.relation)
+    dense = _dense_profile(accounted_history(facts), 0.95 * advantage, facts.accountant, facts.relation)
     return ((advantage, 0.0), *figures.profile, *dense)
 
 
@@ -183,15 +192,6 @@ def _missed(delta: float, eps: float, false_positive_rate: float) -> float:
     slope = math.exp(eps)
     one, other = 1 - delta - slope * false_positive_rate, (1 - delta - false_positive_rate) / slope
     return max(0.0, one, other)
-
-
-def _history(facts: RunFacts) -> tuple[Charge, ...]:
-    """What accounting is asked about. A run without noise counts as a bare release from its start."""
-    history = as_released(facts.history)
-    if facts.is_private:
-        return history
-    known = tuple(charge for charge in history if not isinstance(charge.event, UnclaimedEvent))
-    return (*known, Charge(NonPrivateEvent()))
 
 
 def _first(history: tuple[Charge, ...], steps: int) -> tuple[Charge, ...]:

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from dpengine.accounting import Charge, event_from_state, event_to_state
+from dpengine.errors import LedgerError
 
 from .public_text import public_values
 
@@ -55,11 +56,24 @@ def as_released(history: Iterable[Charge]) -> tuple[Charge, ...]:
 
 def charges_of(rows: Sequence[Mapping[str, Any]]) -> tuple[Charge, ...]:
     """The charges that `rows_of` gave these rows for, voids as releases."""
-    charges = []
+    charges: list[Charge] = []
     for row in rows:
         fields = {name: row[name] for name in _FIELDS[row["law"]]} | (row["more"] or {})
         if "run" in fields:
             fields["run"] = str(fields["run"])
         event = event_from_state({"type": row["law"], **fields})
-        charges.append(Charge(event, row["steps"], "clip" if row["kind"] == "clip" else "release"))
+        charge = Charge(event, row["steps"], "clip" if row["kind"] == "clip" else "release")
+        _check_row(row, charge, len(charges))
+        charges.append(charge)
     return tuple(charges)
+
+
+def _check_row(row: Mapping[str, Any], charge: Charge, index: int) -> None:
+    """A row must say no more than its charge: what is not understood may be what makes it cost more."""
+    (again,) = rows_of([charge])
+    for column in again.keys() - {"run"}:
+        if row[column] != again[column]:
+            raise LedgerError(
+                f"history[{index}].{column} is {row[column]!r}, and a {row['law']} row has {again[column]!r} there.",
+                fix="Restore it from a backup.",
+            )

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from importlib import resources
 from typing import Any
 
+from dpengine.accounting import percent_up, round_up, round_up_delta
 from dpengine.errors import MissingDependencyError
 
 from . import sentences
@@ -16,7 +17,7 @@ from .assumptions import assumptions, stamps
 from .charts import Axis, Line, line_chart
 from .facts import RunFacts
 from .figures import Figures, attack_bound, epsilon_by_step
-from .rounding import percent_up, round_up, round_up_delta
+from .other_versions import made_by
 
 _MARKDOWN = re.compile(r"([\\`*_{}\[\]<>#|~&])")
 _SHOWN_RUNS = 12
@@ -67,8 +68,8 @@ def _context(facts: RunFacts, figures: Figures) -> dict[str, Any]:
         "facts": facts,
         "data": {key: facts.data.get(key) for key in ("name", "source", "licence")},
         "utility": {key: facts.utility.get(key) for key in ("metric", "value", "split")},
-        "stamps": stamps(facts),
-        "mark": _mark(facts),
+        "stamps": stamps(facts, figures),
+        "mark": _mark(facts, figures),
         "headline": sentences.headline(facts, figures),
         "epsilon": None if spent is None else round_up(spent.epsilon),
         "mu": None if spent is None else round_up(spent.mu),
@@ -84,6 +85,7 @@ def _context(facts: RunFacts, figures: Figures) -> dict[str, Any]:
         "mechanism": sentences.mechanism(facts),
         "clipping": sentences.described(facts.plan.get("clipping")),
         "accounting": sentences.accounting(figures),
+        "made_by": made_by(facts, figures),
         "assumptions": assumptions(facts),
         "void": any(item.light == "red" for item in assumptions(facts)),
         "covers": sentences.covers(facts),
@@ -98,8 +100,8 @@ def _context(facts: RunFacts, figures: Figures) -> dict[str, Any]:
     }
 
 
-def _mark(facts: RunFacts) -> str:
-    return "".join(f" [{stamp}]" for stamp in stamps(facts))
+def _mark(facts: RunFacts, figures: Figures) -> str:
+    return "".join(f" [{stamp}]" for stamp in stamps(facts, figures))
 
 
 def _hashes(value: Any) -> dict[str, str]:
@@ -114,14 +116,14 @@ def _charts(facts: RunFacts, figures: Figures) -> list[dict[str, str]]:
     attack = {
         "title": "What an attacker can achieve",
         "svg": _attack_chart(facts, figures),
-        "note": f"No membership test lies above the line. The dashed one is guessing.{_mark(facts)}",
+        "note": f"No membership test lies above the line. The dashed one is guessing.{_mark(facts, figures)}",
     }
     if not figures.are_ours:  # what each step cost is for the version to say that said what all of them cost
         return [attack]
     steps = {
         "title": "What each step cost",
         "svg": _steps_chart(facts),
-        "note": f"ε at δ = {round_up_delta(facts.delta)}, if the run had stopped there.{_mark(facts)}",
+        "note": f"ε at δ = {round_up_delta(facts.delta)}, if the run had stopped there.{_mark(facts, figures)}",
     }
     return [steps, attack]
 
@@ -173,7 +175,7 @@ def _registry_entry(facts: RunFacts, figures: Figures) -> dict[str, Any]:
             "privacy_unit": facts.unit,
             "number_of_privacy_units": 1,
             "privacy_parameters": {"epsilon": bound, "delta": round_up_delta(facts.delta)},
-            "privacy_parameters_details": "; ".join(stamps(facts)) or sentences.accounting(figures),
+            "privacy_parameters_details": "; ".join(stamps(facts, figures)) or sentences.accounting(figures),
         },
         "deployment_model": {"model_name": "Central", "data_source_type": "Static", "access_type": "Non-interactive"},
         "implementation": {

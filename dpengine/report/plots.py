@@ -11,9 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from dpengine.accounting import round_up, round_up_delta
 from dpengine.errors import MissingDependencyError
-
-from .rounding import round_up, round_up_delta
 
 _INK, _SOFT, _RULE, _ACCENT = "#1d1c1a", "#66635c", "#e2dfd6", "#0b6b5e"
 _LEAST_SPAN = 0.04  # of the axis of shares
@@ -94,7 +93,7 @@ def _grouped(runs: Iterable[TrainedRun]) -> tuple[dict[float, list[float]], floa
         if not run.epsilon >= 0:
             raise ValueError(f"report.plots.tradeoff: epsilon={run.epsilon!r} is not a number of at least 0.")
         # Seeds of one setting spend the same but for the last digits of a calibration.
-        groups[f"{run.epsilon:.4g}"].append(run)
+        groups[format(run.epsilon, ".4g")].append(run)
         if 0 < run.epsilon < math.inf:
             deltas.add(run.delta)
     delta = min(deltas, key=str, default=None)

@@ -8,10 +8,14 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
+from dpengine.accounting import UnclaimedEvent
 from dpengine.errors import CorruptFileError, PrivacyError
 
-from .document import SCHEMA_VERSION, digest_of, document_of, facts_of
+from .document import SCHEMA_VERSION, digest_of, document_of, facts_of, figures_in
+from .facts import RunFacts
 from .figures import figures_of, version_of
+from .other_versions import too_low
+from .public_text import public_text
 from .schema_check import report_schema, shortened, violations
 
 REPORT_FILE = "privacy_report.json"
@@ -20,7 +24,7 @@ _AGAIN = "Take the file that the run wrote, or make it again from privacy_state.
 _NO_SIGNATURE = (
     "The digest finds accidents and careless edits; it is no signature, and does not say who wrote a report."
 )
-_SAME = 1e-6  # relatively; other machines sum in another order
+_SAME = 1e-8  # relatively: the last bits of another machine
 
 
 def read_file(path: Path) -> str:
@@ -48,7 +52,8 @@ def read_document(text: str, where: str) -> dict[str, Any]:
     """Reads the JSON of a report and checks all that can be checked of it.
 
     Its form must be that of ``schema.json`` and its digest that of its content. If this version of dpengine wrote it,
-    everything in it that follows from its history and its other facts is computed again and compared.
+    everything in it that follows from its history and its other facts is computed again and compared. If another one
+    did, which may rightly have other bounds and other words, no number may lie below this version's lower bound.
 
     Args:
         text: The JSON.
@@ -115,15 +120,34 @@ def _check_digest(document: Mapping[str, Any], where: str) -> None:
 
 
 def _check_what_follows(document: Mapping[str, Any], where: str) -> None:
+    made, ran = document["accounting"]["version"], document["run"]["dpengine"]
+    if made != ran:
+        _refuse(where, f"run.dpengine is {shortened(ran)}, but accounting.version is {shortened(made)}")
+    if not made or public_text(made) != made:
+        _refuse(where, f"accounting.version is {shortened(made)}, which is no version")
     try:
         facts = facts_of(document)
-        if document["accounting"]["version"] != version_of("dpengine"):
-            return  # another version may rightly have other bounds and other words
-        again = document_of(facts, figures_of(facts))
+        if made == version_of("dpengine"):
+            found = list(_differences(document, document_of(facts, figures_of(facts))))
+        else:
+            found = list(_doubts(document, facts))
     except (PrivacyError, ValueError, TypeError) as error:
         _refuse(where, f"what it states is not possible: {error}")
-    for name, here, there in _differences(document, again):
+    for name, here, there in found:
         _refuse(where, f"{name} is {shortened(here)}, but what the report says of the run gives {shortened(there)}")
+
+
+def _doubts(document: Mapping[str, Any], facts: RunFacts) -> Iterator[tuple[str, Any, Any]]:
+    """What another version cannot have found either."""
+    figures = figures_in(document)
+    if document["mechanism"]["steps"] != facts.steps:
+        yield "mechanism.steps", document["mechanism"]["steps"], facts.steps
+    if figures.spent is not None and any(isinstance(charge.event, UnclaimedEvent) for charge in facts.history):
+        raise ValueError("it states an epsilon, and its history has a release of which no epsilon is claimed")
+    for name, here, least in too_low(facts, figures):
+        raise ValueError(
+            f"{name} is {here:.6g}, below {least:.6g}, the lower bound of this dpengine {version_of('dpengine')}"
+        )
 
 
 def _differences(here: Any, there: Any, name: str = "") -> Iterator[tuple[str, Any, Any]]:
@@ -135,7 +159,7 @@ def _differences(here: Any, there: Any, name: str = "") -> Iterator[tuple[str, A
         for index, (one, other) in enumerate(zip(here, there, strict=True)):
             yield from _differences(one, other, f"{name}[{index}]")
     elif isinstance(here, float) and isinstance(there, float):
-        if not math.isclose(here, there, rel_tol=_SAME, abs_tol=1e-15):
+        if not math.isclose(here, there, rel_tol=_SAME):
             yield name, here, there
     elif here != there:
         yield name, here, there

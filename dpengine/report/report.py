@@ -41,7 +41,8 @@ class PrivacyReport:
 
         The digest in it finds accidents and careless edits; it is no signature. Where this version of dpengine wrote
         the report, all that follows from the run's history is computed again and compared. A report of another version
-        keeps its numbers, and its pages lack the chart that would need new ones.
+        keeps its numbers, unless one lies below this version's lower bound; every form of it says that no more was
+        checked, and its page lacks the chart that would need new ones.
 
         Args:
             text: The JSON.
@@ -117,7 +118,9 @@ class PrivacyReport:
 
     def __repr__(self) -> str:
         """The guarantee in one line, with its stamps."""
-        return f"PrivacyReport({sentences.headline(*self._stated())})"
+        facts, figures = self._stated()
+        made = "" if figures.are_ours else f", by dpengine {figures.version}"
+        return f"PrivacyReport({sentences.headline(facts, figures)}{made})"
 
     def _stated(self) -> tuple[RunFacts, Figures]:
         # By way of the JSON, so that it has all that the other forms show.

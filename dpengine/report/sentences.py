@@ -18,12 +18,14 @@ from dpengine.accounting import (
     RepeatAndSelectEvent,
     SampledMatrixEvent,
     TruncatedGaussianEvent,
+    percent_up,
+    round_up,
+    round_up_delta,
 )
 
 from .assumptions import stamps
 from .facts import RunFacts
 from .figures import Figures, true_positives_at
-from .rounding import percent_up, round_up, round_up_delta
 
 SETTING = "central"
 _ALARM_RATE = 0.01
@@ -38,7 +40,8 @@ _NEIGHBOURS = {
 
 def headline(facts: RunFacts, figures: Figures) -> str:
     """The guarantee in one line, never without its stamps."""
-    shown = "".join(f" [{stamp}]" for stamp in stamps(facts) if stamp != "NOT CLAIMED" or figures.spent is not None)
+    claimed = figures.spent is not None
+    shown = "".join(f" [{stamp}]" for stamp in stamps(facts, figures) if stamp != "NOT CLAIMED" or claimed)
     if figures.spent is None:
         return f"ε not claimed: {figures.refusal}{shown}"
     eps, delta = round_up(figures.spent.epsilon), round_up_delta(facts.delta)

@@ -8,6 +8,7 @@ from . import sentences
 from .assumptions import assumptions
 from .facts import RunFacts
 from .figures import Figures, figures_of
+from .other_versions import made_by
 
 _WIDTH = 100
 
@@ -33,6 +34,7 @@ def statement_of(facts: RunFacts, figures: Figures) -> str:
         "Setting": f"{sentences.SETTING} differential privacy: whoever trains sees the data, others see what leaves.",
         "Unit": f"one {facts.unit}.",
         "Adjacency": f"{facts.relation.value}: {sentences.neighbours(facts)}",
+        "Numbers": made_by(facts, figures),
         "Also": sentences.other_measures(facts, figures),
         "Bound": sentences.unamplified(facts, figures),
         "Mechanism": sentences.mechanism(facts),

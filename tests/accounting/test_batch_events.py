@@ -69,8 +69,18 @@ def test_the_law_of_a_cut_is_that_of_enumeration():
             full += chance
             taken += chance * pattern[0] * most / sum(pattern)
     found = cut_of(TruncatedGaussianEvent(n, q, most, 1.0))
-    assert found == pytest.approx((full, taken / full), rel=1e-8)
-    assert found[0] >= full * (1 - 1e-12) and found[1] >= taken / full * (1 - 1e-12)
+    assert found == pytest.approx((1 - full, full, taken / full), rel=1e-8)
+    assert found[0] >= (1 - full) * (1 - 1e-12)
+    assert found[1] >= full * (1 - 1e-12) and found[2] >= taken / full * (1 - 1e-12)
+
+
+def test_room_that_hardly_ever_is_left_still_counts():
+    """At a tiny delta one batch in 10**9 that is not full decides: its example is alone with the noise."""
+    n, q, most, sigma, delta = 30, 0.52, 1, 10.0, 1e-15
+    room = (1 - q) ** (n - 1)
+    alone = epsilon_of((Charge(PoissonGaussianEvent(q, sigma)),), delta / room)
+    found = epsilon_of((Charge(TruncatedGaussianEvent(n, q, most, sigma)),), delta, relation=Relation.ZERO_OUT)
+    assert found >= alone > 0.2
 
 
 def test_a_cut_that_never_happens_costs_nothing_and_one_that_does_costs():
@@ -143,6 +153,22 @@ def test_a_mixture_of_two_norms_is_a_poisson_batch():
         assert epsilon_of((Charge(two, 100),), delta) == pytest.approx(one, rel=1e-5)
 
 
+@pytest.mark.parametrize("unit", [1e-200, 1e-3, 1.0, 1e12])
+def test_only_the_ratio_of_noise_and_norms_counts(unit):
+    one = MixtureGaussianEvent(1.0, (0.0, 0.5, 1.0), (0.9, 0.05, 0.05))
+    scaled = MixtureGaussianEvent(unit, (0.0, 0.5 * unit, unit), (0.9, 0.05, 0.05))
+    assert epsilon_of((Charge(scaled, 7),), 1e-6) == pytest.approx(epsilon_of((Charge(one, 7),), 1e-6), rel=1e-9)
+
+
+def test_norms_of_any_size_have_an_answer():
+    tiny = MixtureGaussianEvent(1.0, (1e-300, 1.0), (0.5, 0.5))
+    assert epsilon_of((Charge(tiny),), 1e-5) == pytest.approx(
+        epsilon_of((Charge(PoissonGaussianEvent(0.5, 1.0)),), 1e-5), rel=1e-6
+    )
+    assert epsilon_of((Charge(MixtureGaussianEvent(1.0, (0.0, 1e300), (0.5, 0.5))),), 1e-5) == math.inf
+    assert epsilon_of((Charge(MixtureGaussianEvent(1.0, (0.0, 0.0), (0.5, 0.5))),), 1e-5) == 0
+
+
 @pytest.mark.parametrize("shape", [0.0, 0.5, 1.0, 3.0])
 @pytest.mark.parametrize("mean", [1.5, 10.0, 1000.0])
 def test_the_cost_of_tuning_is_that_of_the_library(mean, shape):
@@ -203,6 +229,14 @@ def test_accountants_without_a_bound_refuse(accountant):
                 question((Charge(SELECTED), Charge(GaussianEvent(5.0))), 0.1, accountant)
 
 
+@pytest.mark.parametrize("shape", [0.0, 1.0, 5.0, math.inf])
+@pytest.mark.parametrize("mean", [1.0, 1.001, 2.0, 50.0])
+def test_tuning_never_lowers_what_was_spent_before(mean, shape):
+    spent = Charge(GaussianEvent(0.3))
+    selected = Charge(RepeatAndSelectEvent(((GaussianEvent(1e4), 1),), mean, shape), 15)
+    assert epsilon_of((spent, selected), 1e-5, "rdp") >= epsilon_of((spent,), 1e-5, "rdp")
+
+
 @pytest.mark.parametrize("event", [*RELATION, SELECTED, RepeatAndSelectEvent(SELECTED.base, 3.0, math.inf)])
 def test_events_are_kept_in_ledgers(event):
     assert event_from_state(json.loads(json.dumps(event_to_state(event), allow_nan=False))) == event
@@ -225,6 +259,7 @@ def test_events_are_kept_in_ledgers(event):
         lambda: MixtureGaussianEvent(1.0, (), ()),
         lambda: RepeatAndSelectEvent((), 10.0),
         lambda: RepeatAndSelectEvent(SELECTED.base, 0.5),
+        lambda: RepeatAndSelectEvent(SELECTED.base, 0.5, math.inf),  # the bound for Poisson would fall below 0
         lambda: RepeatAndSelectEvent(SELECTED.base, math.inf),
         lambda: RepeatAndSelectEvent(SELECTED.base, 3.0, -1.0),
         lambda: RepeatAndSelectEvent(((SELECTED, 1),), 3.0),

@@ -52,7 +52,10 @@ def test_a_release_is_stated_in_its_simplest_form():
     assert release_event(noise_multiplier=2, sample_rate=0.5) == PoissonGaussianEvent(0.5, 2.0)
 
 
-@pytest.mark.parametrize("state", [{"type": "laplace"}, {}, {"type": "gaussian", "sigma": 1.0}, {"type": "gaussian"}])
+@pytest.mark.parametrize(
+    "state",
+    [{"type": "laplace"}, {}, {"type": "gaussian", "sigma": 1.0}, {"type": "gaussian"}, None, [], {"type": []}, 3],
+)
 def test_a_damaged_event_is_refused(state):
     with pytest.raises(LedgerError):
         event_from_state(state)

@@ -109,3 +109,14 @@ def test_a_tiny_mu_gives_a_tiny_delta(mu):
         assert delta_of_mu(mu, eps) <= mu
     assert delta_of_mu(mu, 0.0) >= 0.398 * mu
     assert epsilon_of_mu(mu, 1e-5) == 0
+
+
+@pytest.mark.parametrize("delta", [1e-2, 1e-5, 1e-100])
+def test_enormous_epsilons_have_their_mu(delta):
+    found = [largest_mu(eps, delta) for eps in (9.9e9, 1.01e10, 1e12, 1e50, 1e200, 1e300, 1.7e308)]
+    assert found[-1] < math.inf
+    assert found == sorted(found)
+    assert found[1] == pytest.approx(found[0], rel=0.02)
+    for eps, mu in zip((1.01e10, 1e12), found[1:3], strict=True):
+        assert epsilon_of_mu(mu, delta) <= eps * (1 + 1e-12)
+        assert mu == pytest.approx(math.sqrt(2 * eps), rel=1e-3)

@@ -3,13 +3,23 @@ import json
 import pytest
 
 from dpengine.accounting import (
+    MOST_COUNT,
     Charge,
     GaussianEvent,
     Ledger,
     NonPrivateEvent,
     PoissonGaussianEvent,
     UnclaimedEvent,
+    advantage_of,
+    bounds_of,
+    calibration,
+    delta_of,
     epsilon_of,
+    mu_gdp,
+    privacy_profile,
+    privacy_spent,
+    steps_of,
+    trade_off,
 )
 from dpengine.errors import InvalidBudgetError, LedgerError
 
@@ -82,6 +92,13 @@ def test_loading_never_forgets():
         lambda state: state["charges"][2].update(kind="gift"),
         lambda state: state["charges"][2]["event"].update(type="laplace"),
         lambda state: state["charges"][2]["event"].update(noise_multiplier=-1.0),
+        lambda state: state["charges"][2].update(count=10**400),
+        lambda state: state["charges"][2]["event"].update(noise_multiplier=10**400),
+        lambda state: state["charges"][2]["event"].update(type=["gaussian"]),
+        lambda state: state["charges"][2].update(event=None),
+        lambda state: state["charges"].append("gaussian"),
+        lambda state: state.update(charges=3),
+        lambda state: state.update(charges={"event": 1}),
     ],
 )
 def test_a_damaged_state_is_refused_and_changes_nothing(damage):
@@ -131,3 +148,83 @@ def test_totals_have_each_event_once_and_cost_the_same():
     restored = Ledger()
     restored.load_state_dict(ledger.state_dict())
     assert restored.totals == ledger.totals
+
+
+@pytest.mark.parametrize(
+    ("damage", "named"),
+    [
+        (lambda state: state["charges"][2].update(weight=0.5), r"charges\[2\] has 'weight'"),
+        (lambda state: state["charges"][2].update({1: 2}), r"charges\[2\] has 1"),
+        (lambda state: state.update(epsilon=0.1), "state has 'epsilon'"),
+        (lambda state: state["charges"][2].pop("count"), r"charges\[2\] lacks 'count'"),
+        (lambda state: state.pop("charges"), "state lacks 'charges'"),
+        (lambda state: state["charges"][2]["event"].update(sigma=2.0), "sigma"),
+    ],
+)
+def test_keys_that_are_not_known_or_lack_are_named(damage, named):
+    state = mixed_ledger().state_dict()
+    damage(state)
+    ledger = Ledger()
+    with pytest.raises(LedgerError, match=named):
+        ledger.load_state_dict(state)
+    assert ledger.history == ()
+
+
+@pytest.mark.parametrize("state", [None, [], "ledger", 3])
+def test_what_is_no_state_is_refused(state):
+    with pytest.raises(LedgerError, match=f"a {type(state).__name__}"):
+        Ledger().load_state_dict(state)
+
+
+def test_charges_that_add_up_to_more_than_can_be_counted_are_refused_and_change_nothing():
+    ledger = Ledger()
+    ledger.charge(STEP, count=MOST_COUNT - 1)
+    ledger.charge(OTHER)
+    before, state = ledger.history, ledger.state_dict()
+    for event in (STEP, OTHER, GaussianEvent(3.0)):
+        with pytest.raises(InvalidBudgetError, match=r"2\*\*62"):
+            ledger.charge(event)
+    with pytest.raises(LedgerError, match=r"2\*\*62"):
+        ledger.load_state_dict(state, merge=True)
+    assert ledger.history == before and ledger.state_dict() == state
+    assert (
+        epsilon_of(ledger.history, 1e-5) == epsilon_of(ledger.totals, 1e-5) > epsilon_of(before[:1], 1e-5) * 0.99 > 1e15
+    )
+
+
+def test_a_history_that_adds_up_to_more_than_can_be_counted_is_refused():
+    history = [Charge(PoissonGaussianEvent(0.1 + i / 1e4, 1.0), 2**61) for i in range(200)]
+    with pytest.raises(InvalidBudgetError, match=r"2\*\*62"):
+        epsilon_of(history, 1e-5)
+    few = [
+        Charge(PoissonGaussianEvent(0.1 + i / 1e4, 1.0), 2**54) for i in range(200)
+    ]  # more kinds than are kept apart
+    assert 2**54 < epsilon_of(few, 1e-5, "rdp") < 1e22
+
+
+QUESTIONS = {
+    "epsilon_of": lambda history: epsilon_of(history, 1e-5),
+    "delta_of": lambda history: delta_of(history, 1.0),
+    "bounds_of": lambda history: bounds_of(history, 1e-5),
+    "advantage_of": advantage_of,
+    "mu_gdp": mu_gdp,
+    "privacy_profile": lambda history: privacy_profile(history, [1e-5]),
+    "privacy_spent": lambda history: privacy_spent(history, 1e-5),
+    "steps_of": steps_of,
+    "trade_off": lambda history: trade_off(history, [0.1]),
+    "calibration": lambda history: calibration(
+        target_epsilon=1.0, target_delta=1e-5, sample_rate=0.1, steps=10, spent=history
+    ),
+}
+
+
+@pytest.mark.parametrize("ask", QUESTIONS.values(), ids=QUESTIONS)
+def test_an_event_where_a_charge_is_needed_is_told_how_to_be_one(ask):
+    with pytest.raises(TypeError, match=r"PoissonGaussianEvent.*Charge\(event, count\)"):
+        ask([STEP])
+    with pytest.raises(TypeError, match=r"a tuple.*Charge\(event, count\)"):
+        ask([(STEP, 3)])
+    with pytest.raises(TypeError, match=r"a Ledger.*ledger\.history"):
+        ask(Ledger())
+    with pytest.raises(TypeError, match=r"a Charge.*\[charge\]"):
+        ask(Charge(STEP))

@@ -3,6 +3,7 @@
 import contextlib
 import math
 
+import mpmath
 import numpy as np
 import pytest
 from scipy import integrate
@@ -263,9 +264,12 @@ def test_bounds_hold_at_random_settings():
 
 
 @pytest.mark.parametrize(("steps", "sigma", "delta"), [(1, 0.1, 1e-100), (100_000, 600.0, 1e-10), (7, 3.0, 1e-2)])
-def test_bounds_without_sampling_are_one_number(steps, sigma, delta):
+def test_bounds_without_sampling_are_one_number_rounded_both_ways(steps, sigma, delta):
     lower, estimate, upper = bounds_of((Charge(GaussianEvent(sigma), steps),), delta)
-    assert lower == estimate == upper == pytest.approx(gaussian(math.sqrt(steps) / sigma, delta), rel=1e-12)
+    with mpmath.workdps(40):
+        truth = gaussian(mpmath.sqrt(steps) / mpmath.mpf(sigma), delta)
+        assert lower < truth < upper == estimate
+    assert upper == pytest.approx(lower, rel=1e-12)
 
 
 def test_the_contour_is_the_closed_form_where_there_is_one():

@@ -100,7 +100,7 @@ def test_every_legal_history_has_bounds_in_their_order(runs, delta, relation, sh
 def test_schedules_of_many_kinds_have_bounds_in_their_order(rate):
     runs = [(rate * (1 - i * 1e-6), 5.0 + i / 100, 1 + i % 3) for i in range(MOST_DISTINCT + 4)]
     lower, upper = silent_bounds(history_of(*runs), 1e-6)
-    assert 0.9 * upper < lower < upper < epsilon_of(history_of(*runs), 1e-6, "rdp")
+    assert 0.995 * upper < lower < upper < epsilon_of(history_of(*runs), 1e-6, "rdp")
 
 
 @pytest.mark.parametrize("delta", [1e-300, 1e-6, 0.999999])

@@ -5,7 +5,7 @@ import pytest
 
 from dpengine.accounting.memory import Memory
 from dpengine.accounting.tail_sums import tail_sums
-from dpengine.accounting.transform import FADED, transform
+from dpengine.accounting.transform import FADED, faded_from, fading, transform
 
 SIZE = 2**16
 
@@ -20,12 +20,16 @@ def law(kind):
     return places, masses / masses.sum()
 
 
+def transformed(places, masses, many):
+    return transform(places, masses, SIZE, faded_from(((fading(places, masses), many),), SIZE), many)
+
+
 @pytest.mark.parametrize("kind", ["smooth", "with spikes"])
 @pytest.mark.parametrize("many", [1, 64, 4096, 10**6])
 def test_what_is_kept_is_right_and_what_is_left_out_has_faded(kind, many):
     places, masses = law(kind)
     whole = np.fft.rfft(np.bincount(places % SIZE, masses, minlength=SIZE))
-    found = transform(places, masses, SIZE, many)
+    found = transformed(places, masses, many)
     kept = len(found.values)
     assert np.abs(found.values - whole[:kept]).max() < 1e-14
     assert np.sqrt(2 * np.square(np.abs(found.values - whole[:kept])).sum() / SIZE) <= found.error < 1e-12
@@ -34,7 +38,21 @@ def test_what_is_kept_is_right_and_what_is_left_out_has_faded(kind, many):
 
 
 def test_of_many_smooth_releases_few_frequencies_are_left():
-    assert len(transform(*law("smooth"), SIZE, 4096).values) < 200
+    assert len(transformed(*law("smooth"), 4096).values) < 200
+
+
+def test_releases_of_many_kinds_fade_together():
+    laws, sums = [], 0.0
+    for width in np.linspace(100, 300, 50):
+        places = np.arange(-900, 900)
+        masses = np.exp(-((places / width) ** 2) / 2)
+        masses /= masses.sum()
+        laws.append((fading(places, masses), 100))
+        with np.errstate(divide="ignore"):
+            sums += 100 * np.log(np.abs(np.fft.rfft(np.bincount(places % SIZE, masses, minlength=SIZE))))
+    length = faded_from(tuple(laws), SIZE)
+    assert sums[length:].max() <= FADED
+    assert 1.5 * length < min(faded_from((law,), SIZE) for law in laws)
 
 
 @pytest.mark.parametrize("tilt", [1e-3, 0.5, 40.0])

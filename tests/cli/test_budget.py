@@ -1,6 +1,7 @@
 """``calibrate`` and ``epsilon`` print statements, and their numbers are those of the design's reference table."""
 
 import json
+import re
 
 import pytest
 
@@ -145,3 +146,23 @@ def test_json_has_bounds_from_both_sides_where_the_accountant_has_them(capsys):
     assert json.loads(printed(capsys, *SHORT, *EXACT, "--accountant", "rdp", "--json"))["bounds"] is None
     infinite = json.loads(printed(capsys, *SHORT, "--sigma", "0", "--json"))["bounds"]
     assert set(infinite.values()) == {"inf"}
+
+
+@pytest.mark.parametrize("sigma", ["1e-200", "1e-320"])
+def test_noise_that_is_almost_none_is_said_to_be_not_private(capsys, sigma):
+    first = printed(capsys, *SHORT, "--sigma", sigma).split("\n\n")[1].splitlines()[0]
+    assert "ε = ∞" in first and "[NOT PRIVATE]" in first
+    assert "[NOT PRIVATE]" in json.loads(printed(capsys, *SHORT, "--sigma", sigma, "--json"))["statement"]
+
+
+@pytest.mark.parametrize("sigma", ["1e16", "1e300", "1.7e308"])
+def test_noise_beyond_measure_costs_nothing(capsys, sigma):
+    out = printed(capsys, *SHORT, "--sigma", sigma)
+    assert "(ε = 0.00, δ = 1e-05)" in out and f"{float(sigma):.6g}" in out
+    assert json.loads(printed(capsys, *SHORT, "--sigma", sigma, "--json"))["epsilon"] == 0
+
+
+def test_the_largest_number_of_steps_is_answered(capsys):
+    out = printed(capsys, *SHORT, "--steps", str(2**62))
+    assert f"Steps: {2**62:,} would be charged." in out
+    assert float(re.search(r"\(ε = ([\d.]+), ", out)[1]) > 2**62 * 0.01**2  # the mean of the losses is about that

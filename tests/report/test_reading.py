@@ -7,7 +7,14 @@ import re
 
 import pytest
 
-from dpengine.accounting import Charge, CyclicGaussianEvent, MatrixGaussianEvent, PoissonGaussianEvent, UnclaimedEvent
+from dpengine.accounting import (
+    Charge,
+    CyclicGaussianEvent,
+    MatrixGaussianEvent,
+    PoissonGaussianEvent,
+    TruncatedGaussianEvent,
+    UnclaimedEvent,
+)
 from dpengine.errors import CorruptFileError
 from dpengine.report import PrivacyReport
 from dpengine.report.history_rows import charges_of, rows_of
@@ -174,7 +181,6 @@ EDITS = {
     ("accounting", "assumptions", 5, "evidence"): "all is well",
     ("coverage", "excludes", 0): "nothing",
     ("data", "n", "public"): False,
-    ("run", "dpengine"): "9.9",
 }
 
 
@@ -192,23 +198,139 @@ def test_what_cannot_be_is_refused(report, path, value):
         PrivacyReport.from_json(json.dumps(resealed(changed(report.to_dict(), path, value))))
 
 
-def test_the_last_digits_of_another_machine_are_taken_as_they_are(report):
-    epsilon = report.to_dict()["guarantee"]["epsilon"] * (1 + 1e-9)
+@pytest.mark.parametrize("share", [1 - 9e-7, 1 - 1e-7, 1 + 1e-7])
+@pytest.mark.parametrize("path", [("guarantee", "epsilon"), ("guarantee", "mu_gdp"), ("profile", 3, 1)], ids=str)
+def test_a_number_of_this_version_that_is_another_is_refused(report, path, share):
+    value = report.to_dict()
+    for key in path:
+        value = value[key]
+    with pytest.raises(CorruptFileError, match="what the report says of the run gives"):
+        PrivacyReport.from_json(json.dumps(resealed(changed(report.to_dict(), path, value * share))))
+
+
+def test_the_last_bit_of_another_machine_is_taken_as_it_is(report):
+    epsilon = math.nextafter(report.to_dict()["guarantee"]["epsilon"], math.inf)
     again = PrivacyReport.from_json(json.dumps(resealed(changed(report.to_dict(), ("guarantee", "epsilon"), epsilon))))
     assert again.to_dict()["guarantee"]["epsilon"] == epsilon
 
 
-def test_a_report_of_another_version_keeps_its_numbers(report):
-    document = report.to_dict()
-    for path, value in {("accounting", "version"): "7.1", ("run", "dpengine"): "7.1"}.items():
-        document = changed(document, path, value)
-    document = resealed(changed(document, ("guarantee", "epsilon"), 4.321))
+def by_version(document, version="7.1", **changes):
+    """The document as another version would have written it, with other numbers of the guarantee."""
+    for path in (("accounting", "version"), ("run", "dpengine")):
+        document = changed(document, path, version)
+    for name, value in changes.items():
+        document = changed(document, ("guarantee", name), value)
+    return resealed(document)
+
+
+@pytest.mark.parametrize("path", [("accounting", "version"), ("run", "dpengine")], ids=str)
+def test_versions_that_contradict_each_other_are_refused(report, path):
+    document = changed(changed(report.to_dict(), path, "99.0"), ("guarantee", "epsilon"), 0.1)
+    with pytest.raises(CorruptFileError, match=r"run.dpengine is .*, but accounting.version is .*99.0|99.0.*, but"):
+        PrivacyReport.from_json(json.dumps(resealed(document)))
+
+
+@pytest.mark.parametrize("version", ["", "0.1.0\n\n# Checked", " 0.1.0 "], ids=repr)
+def test_a_version_that_is_more_than_a_name_is_refused(report, version):
+    with pytest.raises(CorruptFileError, match="is no version"):
+        PrivacyReport.from_json(json.dumps(by_version(report.to_dict(), version)))
+
+
+@pytest.mark.parametrize("variant", ["full-batch", "ordinary", "voids-and-clips", "correlated"])
+def test_a_report_of_another_version_keeps_its_numbers_and_says_whose_they_are(make_facts, variant):
+    first = PrivacyReport(make_facts(variant)).to_dict()
+    document = by_version(first, epsilon=1.1 * first["guarantee"]["epsilon"])
     again = PrivacyReport.from_json(json.dumps(document))
-    page = again.to_html()
     assert again.to_dict() == document
+    ours = first["accounting"]["version"]
+    said = f"dpengine 7.1 made these numbers; dpengine {ours} has checked them against its own lower bound alone"
+    for text in (str(again), again.to_markdown().replace("\\", ""), again.to_html()):
+        assert said in " ".join(text.split())
+    assert "dpengine 7.1" in repr(again)
+    for text in (str(PrivacyReport(make_facts(variant))), PrivacyReport(make_facts(variant)).to_html()):
+        assert "lower bound" not in text
+
+
+def test_the_page_of_another_version_lacks_what_would_need_new_numbers(report):
+    again = PrivacyReport.from_json(json.dumps(by_version(report.to_dict(), epsilon=4.321)))
+    page = again.to_html()
     assert "4.33" in page and "dpengine 7.1" in page
     assert page.count('<polyline class="line"') == 1  # what each step cost was not in it
     assert "(ε = 4.33, δ = 1e-05)" in str(again)
+
+
+FORGED = {
+    "epsilon": lambda document: document["guarantee"].update(epsilon=0.99 * document["guarantee"]["epsilon"]),
+    "epsilon-of-nothing": lambda document: document["guarantee"].update(epsilon=0.0),
+    "mu": lambda document: document["guarantee"].update(mu_gdp=0.98 * document["guarantee"]["mu_gdp"]),
+    "advantage": lambda document: document["guarantee"].update(advantage=0.98 * document["guarantee"]["advantage"]),
+    "profile": lambda document: document["profile"][4].__setitem__(1, 0.5 * document["profile"][4][1]),
+}
+
+
+@pytest.mark.parametrize("variant", ["full-batch", "ordinary", "voids-and-clips", "correlated"])
+@pytest.mark.parametrize("forge", FORGED.values(), ids=FORGED)
+def test_a_number_of_another_version_below_the_lower_bound_is_refused(make_facts, variant, forge):
+    document = by_version(PrivacyReport(make_facts(variant)).to_dict())
+    PrivacyReport.from_json(json.dumps(document))
+    forge(document)
+    with pytest.raises(CorruptFileError, match=r"below .*lower bound"):
+        PrivacyReport.from_json(json.dumps(resealed(document)))
+
+
+def test_another_version_cannot_make_a_bare_release_private(make_facts):
+    document = by_version(PrivacyReport(make_facts("not-private")).to_dict(), epsilon=3.0, mu_gdp=0.5, advantage=0.4)
+    with pytest.raises(CorruptFileError, match=r"below .*lower bound"):
+        PrivacyReport.from_json(json.dumps(document))
+
+
+def test_another_version_cannot_claim_what_the_history_says_is_not_claimed(make_facts):
+    document = by_version(
+        PrivacyReport(make_facts("shuffled")).to_dict(), epsilon=3.0, mu_gdp=0.5, advantage=0.4, refusal=None
+    )
+    with pytest.raises(CorruptFileError, match=r"no .* claimed"):
+        PrivacyReport.from_json(json.dumps(document))
+
+
+def test_a_bound_without_amplification_is_held_against_its_own_charges(make_facts):
+    first = PrivacyReport(make_facts("shuffled")).to_dict()
+    PrivacyReport.from_json(json.dumps(by_version(first)))
+    low = 0.9 * first["guarantee"]["epsilon_unamplified"]
+    with pytest.raises(CorruptFileError, match=r"epsilon_unamplified.* below .*lower bound"):
+        PrivacyReport.from_json(json.dumps(by_version(first, epsilon_unamplified=low)))
+
+
+def test_numbers_that_nothing_here_can_check_are_said_to_be_unchecked(make_facts):
+    cut = TruncatedGaussianEvent(5003, 0.02, 150, 1.5)
+    plan = make_facts().plan | {"sampling": "truncated"}
+    first = PrivacyReport(make_facts(plan=plan, history=(Charge(cut, 3),))).to_dict()
+    again = PrivacyReport.from_json(json.dumps(by_version(first, epsilon=0.01)))
+    for text in (str(again), again.to_markdown(), again.to_html()):
+        assert "has no lower bound for such a run and could not check them" in " ".join(text.split())
+
+
+def test_steps_that_are_not_those_of_the_history_are_refused_in_every_version(report):
+    document = changed(by_version(report.to_dict()), ("mechanism", "steps"), 2)
+    with pytest.raises(CorruptFileError, match=r"mechanism\.steps is 2"):
+        PrivacyReport.from_json(json.dumps(resealed(document)))
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        (("history", 0, "cycle_length"), 5),
+        (("history", 0, "reason"), "none"),
+        (("history", 0, "sample_rate"), 0.5),
+        (("history", 0, "more"), {"weight": 0.1}),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("version", [None, "7.1"])
+def test_what_a_row_says_beyond_its_law_is_refused_by_name(report, path, value, version):
+    document = report.to_dict() if version is None else by_version(report.to_dict(), version)
+    named = "weight" if isinstance(value, dict) else path[-1]
+    with pytest.raises(CorruptFileError, match=named):
+        PrivacyReport.from_json(json.dumps(resealed(changed(document, path, value))))
 
 
 def test_a_file_that_is_not_there_or_no_text_is_named(tmp_path):

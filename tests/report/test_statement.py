@@ -140,3 +140,13 @@ def test_more_exclusions_of_the_user_are_listed(make_facts):
 
 def test_lines_fit_a_terminal(any_facts):
     assert max(map(len, statement(any_facts).splitlines()[1:])) <= 100
+
+
+def test_an_infinite_epsilon_is_never_without_its_stamp(make_facts):
+    facts = make_facts(
+        history=(Charge(PoissonGaussianEvent(0.02, 1e-200), 3),), plan=make_facts().plan | {"noise_multiplier": 1e-200}
+    )
+    report = PrivacyReport(facts)
+    for text in (repr(report), str(report), report.to_markdown().replace("\\", ""), report.to_html()):
+        assert "NOT PRIVATE" in text
+    assert "<li>NOT PRIVATE</li>" in report.to_html()

@@ -4,6 +4,7 @@ import decimal
 import math
 
 _CONTEXT = decimal.Context(prec=40)
+_LARGE = 15  # digits before the point; beyond them six are shown, and the power of ten
 
 
 def round_up(value: float, decimals: int = 2) -> str:
@@ -11,7 +12,8 @@ def round_up(value: float, decimals: int = 2) -> str:
 
     Args:
         value: At least 0; may be infinite.
-        decimals: Digits after the point. Where they would show less than two digits that count, two are shown.
+        decimals: Digits after the point. Where they would show less than two digits that count, two are shown; from
+            1e15 on there are none.
 
     Returns:
         Text that reads back as at least ``value``; ``"∞"`` for infinity.
@@ -19,6 +21,8 @@ def round_up(value: float, decimals: int = 2) -> str:
     if math.isinf(value):
         return "∞"
     exact = _exact(value)
+    if exact.adjusted() >= _LARGE:
+        return f"{_ceiling(exact, exact.adjusted() - 5).normalize(_CONTEXT):e}"
     if 0 < exact < decimal.Decimal(10) ** (1 - decimals):
         decimals = 1 - exact.adjusted()
     return f"{_ceiling(exact, -decimals):f}"

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dpengine.report import percent_up, round_up, round_up_delta
+from dpengine.accounting import percent_up, round_up, round_up_delta
 
 
 @given(st.floats(min_value=1e-300, max_value=1e9))
@@ -14,6 +14,12 @@ def test_a_bound_is_never_printed_below_itself_nor_a_whole_digit_above(value):
     last_digit = Fraction(1, 10 ** len(text.partition(".")[2]))
     assert float(text) >= value
     assert Fraction(text) - last_digit < Fraction(value)
+
+
+@given(st.floats(min_value=1e9, max_value=1e307))
+def test_an_enormous_bound_is_printed_short_and_never_below_itself(value):
+    assert value <= float(round_up(value)) <= value * (1 + 1e-5)
+    assert len(round_up(value)) <= 19
 
 
 @given(st.floats(min_value=1e-300, max_value=1, exclude_max=True))
@@ -36,6 +42,10 @@ def test_a_share_is_never_printed_below_itself(share):
         (0.1, "0.10"),
         (0.00123, "0.0013"),
         (math.inf, "∞"),
+        (9866089203292.357, "9866089203292.36"),
+        (2.5620478194867347e17, "2.56205e+17"),
+        (1e300, "1e+300"),
+        (9.9999999e299, "1e+300"),
     ],
 )
 def test_epsilon_keeps_two_digits_that_count(value, text):

@@ -1,0 +1,100 @@
+"""What this version can say of the numbers that another version of dpengine stated."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Iterator
+
+from dpengine.accounting import (
+    Charge,
+    FixedSizeGaussianEvent,
+    GaussianEvent,
+    Relation,
+    RepeatAndSelectEvent,
+    SampledMatrixEvent,
+    TruncatedGaussianEvent,
+    bounds_of,
+    epsilon_of,
+)
+from dpengine.errors import AccountingRefusedError
+
+from .facts import RunFacts
+from .figures import Figures, accounted_history, version_of
+from .history_rows import as_released
+
+_SLACK = 1e-3  # relatively: how far below our bound a number of another version may lie
+_UNBOUNDED = (SampledMatrixEvent, RepeatAndSelectEvent, TruncatedGaussianEvent, FixedSizeGaussianEvent)
+"""Events of which only upper bounds are known. Without them a history costs no more."""
+
+
+def made_by(facts: RunFacts, figures: Figures) -> str:
+    """Whose the numbers are, if they are another version's, and what was checked of them; empty if they are ours."""
+    if figures.are_ours:
+        return ""
+    made, ours = f"dpengine {figures.version} made these numbers", f"dpengine {version_of('dpengine')}"
+    if figures.spent is None:
+        return f"{made}, and claims no ε."
+    if lowest_epsilon(accounted_history(facts), facts.delta, facts.relation) > 0:
+        return f"{made}; {ours} has checked them against its own lower bound alone."
+    return f"{made}; {ours} has no lower bound for such a run and could not check them."
+
+
+def too_low(facts: RunFacts, figures: Figures) -> Iterator[tuple[str, float, float]]:
+    """Numbers that lie below this version's lower bound, which no version can have rightly stated.
+
+    Args:
+        facts: What the report says of the run.
+        figures: What it says of its cost.
+
+    Yields:
+        The dotted name of a number, the number, and the least that it can be.
+    """
+    history, spent = accounted_history(facts), figures.spent
+    if figures.unamplified is not None:
+        floor = lowest_epsilon(as_released(facts.unamplified), facts.delta, facts.relation)
+        yield from _below("guarantee.epsilon_unamplified", figures.unamplified, floor)
+    if spent is None:
+        return
+    floor = lowest_epsilon(history, facts.delta, facts.relation)
+    yield from _below("guarantee.epsilon", spent.epsilon, floor)
+    yield from _below("epsilon by guarantee.mu_gdp", _gaussian_epsilon(spent.mu, facts.delta), floor)
+    for index, (delta, epsilon) in enumerate(figures.profile):
+        floor = lowest_epsilon(history, delta, facts.relation)
+        yield from _below(f"profile[{index}]", epsilon, floor)
+        yield from _below(f"epsilon by guarantee.mu_gdp at delta {delta:g}", _gaussian_epsilon(spent.mu, delta), floor)
+    # It is the delta of epsilon 0: where epsilon is above 0 at a delta, the advantage is above that delta.
+    least = max(spent.advantage * (1 + _SLACK), 1e-300)
+    if least < 1 and lowest_epsilon(history, least, facts.relation) > 0:
+        yield "guarantee.advantage", spent.advantage, least
+
+
+@functools.lru_cache(maxsize=64)
+def lowest_epsilon(history: tuple[Charge, ...], delta: float, relation: Relation) -> float:
+    """A lower bound on the epsilon of a history.
+
+    Args:
+        history: Everything that was charged.
+        delta: Strictly between 0 and 1.
+        relation: Which data sets are neighbours.
+
+    Returns:
+        The bound; 0 where none is known.
+    """
+    bounded = tuple(charge for charge in history if not isinstance(charge.event, _UNBOUNDED))
+    try:
+        return bounds_of(bounded, delta, "pld", relation)[0]
+    except AccountingRefusedError:
+        return 0.0
+
+
+def _below(name: str, stated: float, floor: float) -> Iterator[tuple[str, float, float]]:
+    if stated < floor * (1 - _SLACK):
+        yield name, stated, floor
+
+
+def _gaussian_epsilon(mu: float, delta: float) -> float:
+    """What a mu claims of epsilon, which the whole of its curve must cover."""
+    if not 1e-300 < mu < math.inf:
+        return mu
+    return epsilon_of((Charge(GaussianEvent(1 / mu)),), delta, "gdp")
