@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import secrets
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -59,7 +58,7 @@ class Batching:
 
 @dataclasses.dataclass(frozen=True)
 class Wanted:
-    """What was asked for; as ``make_private`` was given it."""
+    """What was asked for, as ``make_private`` was given it; and ``run``, which tells this run from others."""
 
     noise_multiplier: float | None
     noise: BandMF | BLT | BandedInverse | None
@@ -68,6 +67,7 @@ class Wanted:
     max_grad_norm: Any
     spending: Spending
     batching: Batching
+    run: str
 
 
 def arranged(module: nn.Module, loader: DataLoader[Any], wanted: Wanted) -> tuple[RunPlan, Budget]:
@@ -114,7 +114,7 @@ def _by_numbers(module: nn.Module, loader: DataLoader[Any], wanted: Wanted) -> t
         spending.accountant,
         spending.before,
     )
-    plan = RunPlan(strategy, policy, sigma, strategy.expected_batch_size, relation, recurrence)
+    plan = RunPlan(strategy, policy, sigma, strategy.expected_batch_size, relation, recurrence, run=wanted.run)
     return plan, Budget(spending.target_epsilon, delta, planned, spending.on_budget, spending.accountant)
 
 
@@ -179,7 +179,7 @@ def _in_turn(
         spending.before,
         sq_sensitivity=whole_run.sq_sensitivities[-1],
     )
-    run = secrets.token_hex(8)
+    run = wanted.run
     divisor, claim = drawn.expected_batch_size, config.claim(sigma, run)
     return RunPlan(drawn, policy, sigma, divisor, relation, config.recurrence, planned, claim, run=run)
 
@@ -206,7 +206,7 @@ def _by_plan(module: nn.Module, loader: DataLoader[Any], wanted: Wanted) -> tupl
     config.make()  # refuses one that has no noise yet
     sigma = config.noise_multiplier
     assert sigma is not None
-    run = secrets.token_hex(8)
+    run = wanted.run
     claim = config.claim(sigma, run)
     if isinstance(claim, UnclaimedEvent) or not isinstance(strategy, _Planned):
         raise InvalidBudgetError(

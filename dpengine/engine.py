@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -23,6 +24,7 @@ from dpengine.admission import (
 )
 from dpengine.arrange import Batching, Spending, Wanted, arranged
 from dpengine.clipping import AbstractClip, ClippedSums
+from dpengine.distributed import Topology, topology_of, unwrapped
 from dpengine.errors import InvalidBudgetError, UnknownParameterError
 from dpengine.gradients import MODES, MethodTable, explain, method_table
 from dpengine.names import suggests_names
@@ -32,7 +34,7 @@ from dpengine.progress import progress
 from dpengine.release import Release
 from dpengine.report import PrivacyReport
 from dpengine.report_of_run import metrics_of_run, refuse_unknown_facts, report_of_run
-from dpengine.run import Run
+from dpengine.run import Run, refuse_disagreement
 
 if TYPE_CHECKING:
     from dpengine.compiled import CompiledBackward
@@ -167,22 +169,23 @@ class PrivacyEngine:
         refuse_other_than_bool(batch_first=batch_first, allow_large_delta=allow_large_delta)
         admit(module, optimizer, grad_scaler, lr_scheduler)
         # A first run after load_state_dict resumes: it has the noise of before, and the steps that are left.
-        spent = self.ledger.history if self.runs else ()
-        resumed = 0 if self.runs else self.ledger.steps
-        spending = Spending(
-            target_epsilon, target_delta, epochs, steps, on_budget, allow_large_delta, self.accountant, spent, resumed
-        )
+        spent, resumed = (self.ledger.history, 0) if self.runs else ((), self.ledger.steps)
+        length = (target_epsilon, target_delta, epochs, steps)
+        spending = Spending(*length, on_budget, allow_large_delta, self.accountant, spent, resumed)
         units, num_units, unit = units_for(privacy_unit, data_loader, grad_sample_mode)
         batching = Batching(sampling, sample_rate, expected_batch_size, num_units)
-        wanted = Wanted(noise_multiplier, noise, plan, clipping, max_grad_norm, spending, batching)
-        run_plan, budget = arranged(module, data_loader, wanted)
-        layout: dict[str, Any] = {"batch_first": batch_first, "loss_reduction": loss_reduction}
-        sums = ClippedSums(module, policy=run_plan.clipping, mode=grad_sample_mode, methods=self.methods, **layout)
-        release = Release(run_plan, sums, self._source(), self.ledger, unused_parameters)
-        release.unit_reduction = unit_reduction
+        topology, inner = topology_of(module), unwrapped(module)
+        name = topology.everyone.from_first(secrets.token_hex(8))
+        wanted = Wanted(noise_multiplier, noise, plan, clipping, max_grad_norm, spending, batching, name)
+        run_plan, budget = arranged(inner, data_loader, wanted)
+        layout: dict[str, Any] = {"batch_first": batch_first, "loss_reduction": loss_reduction, "topology": topology}
+        sums = ClippedSums(inner, policy=run_plan.clipping, mode=grad_sample_mode, methods=self.methods, **layout)
+        source = self._source(topology)
+        release = Release(run_plan, sums, source, self.ledger, unused_parameters, unit_reduction=unit_reduction)
         run = Run(module, optimizer, release, budget, grad_scaler, lr_scheduler, units, unit)
         loader = run.loader(data_loader, physical_batch_size, accumulation_steps, batch_first, example_input)
         tell_of_plan(run_plan)
+        refuse_disagreement(run, physical_batch_size, accumulation_steps)
         warn_of_other_engine(self, data_loader.dataset)
         run.attach()  # the first change to anything of the user's: all that may be refused was refused
         self.runs.append(run)
@@ -384,8 +387,10 @@ class PrivacyEngine:
             raise InvalidBudgetError("Nothing is private yet.", fix="Call make_private first.")
         return self.runs[-1]
 
-    def _source(self) -> NoiseSource:
+    def _source(self, topology: Topology) -> NoiseSource:
         run = len(self.runs)
         if self._seed is None:
-            return NoiseSource.fresh(self._kind)
+            return NoiseSource.from_secret_state(
+                topology.everyone.from_first(NoiseSource.fresh(self._kind).secret_state())
+            )
         return NoiseSource.seeded(self._seed, self._kind, incarnation=run)

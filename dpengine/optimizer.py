@@ -151,7 +151,7 @@ def _step(self: Any, closure: Callable[[], Any] | None = None) -> Any:
 
 def _update(optimizer: Optimizer, attachment: Attachment) -> None:
     """The base's own update, by gradients that the engine wrote only. A frozen parameter may hold a raw one."""
-    released, held = attachment.release.released, parameters_of(optimizer)
+    released, held = attachment.release.gradients.released, parameters_of(optimizer)
     for parameter in held:
         if parameter not in released:
             parameter.grad = None

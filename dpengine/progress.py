@@ -13,10 +13,9 @@ from typing import Protocol, TypeVar
 
 import torch
 
-from dpengine.accounting import Ledger
+from dpengine.accounting import Ledger, round_up
 from dpengine.errors import AccountingRefusedError
 from dpengine.names import suggests_names
-from dpengine.report import round_up
 
 B = TypeVar("B")
 
@@ -92,7 +91,7 @@ def spent_text(engine: Spender, target_epsilon: float | None) -> str:
         return "ε not claimed"
     if target_epsilon is None:
         return f"ε {round_up(spent)}"
-    return f"ε {round_up(spent)}/{target_epsilon:.2f} ({math.ceil(100 * spent / target_epsilon)} %)"
+    return f"ε {round_up(spent)}/{round_up(target_epsilon)} ({math.ceil(100 * spent / target_epsilon)} %)"
 
 
 def is_shown() -> bool:

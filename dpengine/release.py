@@ -12,9 +12,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor, nn
 
-from dpengine.accounting import Ledger
+from dpengine.accounting import Ledger, round_up
 from dpengine.clipping import ClippedSums, ClipStatistics
 from dpengine.errors import (
     BudgetExceeded,
@@ -26,10 +25,11 @@ from dpengine.errors import (
     notice,
 )
 from dpengine.gradients import FlatBuffer, Units, forget_grad_samples
-from dpengine.noise import NoiseSource, mechanism_for
+from dpengine.noise import NoiseSource, add_noise, mechanism_for
 from dpengine.run_plan import RunPlan
 from dpengine.sampling import Ticket
 from dpengine.stage import Stage
+from dpengine.written_gradients import WrittenGradients
 
 
 @dataclass(eq=False)
@@ -63,8 +63,6 @@ class Release:
     statistics: ClipStatistics = field(default_factory=ClipStatistics)
     dropped_rows: int = 0
     tickets: list[Ticket] = field(default_factory=list)  # logical batches whose gradients are in the sums
-    released: dict[nn.Parameter, tuple[Tensor, int]] = field(default_factory=dict)  # gradients we wrote, as written
-    cleared: dict[nn.Parameter, tuple[Tensor, int]] = field(default_factory=dict)  # gradients as zero_grad left them
     fetched: deque[tuple[Ticket, int]] = field(default_factory=deque)  # chunks that wait for their backward pass
     last_step: int = -1  # of the newest ticket
     joined: int = 1  # tickets in the last release
@@ -74,6 +72,8 @@ class Release:
     def __post_init__(self) -> None:
         """Makes the mechanism that draws from the source."""
         self.noise = mechanism_for(self.source, self.plan.noise)
+        self.gradients = WrittenGradients(self.sums.topology)
+        self.sums.facts = self._facts
 
     # From the loader
 
@@ -193,8 +193,7 @@ class Release:
         self._refuse_stale()
 
     def _refuse_stale(self) -> None:
-        stale = [p for p, (grad, version) in self.released.items() if p.grad is grad and grad._version == version]
-        if stale:
+        if self.gradients.stale:
             raise StaleGradientError(
                 "optimizer.zero_grad() was not called after the last step.", fix="Add it at the top of the loop."
             )
@@ -205,13 +204,13 @@ class Release:
         if self.sums.buffer.fits(trainable.values()):
             return
         if not self.sums.buffer.clean:
-            named = self.sums.model.named_parameters()
+            named = self.sums.topology.parameters(self.sums.model).items()
             changed = [repr(name) for name, p in named if p.requires_grad != (p in self.sums.buffer.parameters)]
             raise UnknownParameterError(
                 f"Parameters changed in the middle of a step: {', '.join(changed) or 'their device or dtype'}.",
                 fix="Freeze, thaw or move parameters after optimizer.step(), before the next batch.",
             )
-        self.sums.buffer = FlatBuffer(trainable.values())
+        self.sums.buffer = FlatBuffer(trainable.values(), self.sums.topology)
 
     def _chunk_done(self) -> None:
         self.done = True
@@ -222,8 +221,7 @@ class Release:
 
     def zero_grad(self) -> None:
         """The user cleared the gradients: logical batches that are complete and were not stepped are given up."""
-        self.released = {}
-        self.cleared = {p: (p.grad, p.grad._version) for p in self.sums.buffer.parameters if p.grad is not None}
+        self.gradients.zero_grad(self.sums.buffer.parameters)
         if self.stage is Stage.RELEASED:
             self.tickets, self.stage = [], Stage.IDLE
         elif self.stage is Stage.CLIPPED:
@@ -261,7 +259,8 @@ class Release:
         except BaseException:
             self.void()
             raise
-        self.plan.clipping.finish_step(self.source, self.tickets[-1].step, self.plan.expected_batch_size)
+        step, size, total = self.tickets[-1].step, self.plan.expected_batch_size, self.sums.topology.total
+        self.plan.clipping.finish_step(self.source, step, size, total)
         self.sums.contributed.clear()
         self.stage = Stage.RELEASED
         return True
@@ -315,8 +314,8 @@ class Release:
             self.tickets, self.stage = [], Stage.VOID
             self.sums.discard()
         raise BudgetExceeded(
-            f"Step {self.ledger.steps + count:,} would reach epsilon {reached:.4g}, above the target. Training ended.",
-            fix="Raise target_epsilon deliberately, or report now.",
+            f"Step {self.ledger.steps + count:,} would reach epsilon {round_up(reached, 4)}, above the target.",
+            fix="Training ended. Raise target_epsilon deliberately, or report now.",
         )
 
     def _charge(self) -> None:
@@ -333,38 +332,23 @@ class Release:
 
     def _write_gradients(self) -> None:
         """Noise on the sums, then the division by public constants, then ``p.grad``, in the memory of the sums."""
-        self.released = {}
         buffer, std, step = self.sums.buffer, self.plan.noise_std, self.tickets[-1].step
         divisor = self.plan.divisor(len(self.tickets), mean=self.sums.loss_reduction == "mean")
-        flats, views = buffer.take()
-        start = 0
+        topology, facts = self.sums.topology, ("release", *self._facts(), len(self.tickets), divisor)
+        taken = buffer.take()
         try:
-            for flat in flats:
-                self.noise.add(flat, std=std, step=step, start=start, scale=1 / divisor)
-                start += flat.numel()
+            add_noise(taken, self.noise, std=std, step=step, scale=1 / divisor, replicas=topology.replicas, facts=facts)
         except BaseException:
-            for flat in flats:
+            for flat in taken.flats:
                 flat.zero_()
             raise
-        for parameter, view in views.items():
-            grad = view.to(parameter.dtype)
-            if self._was_changed(parameter):
-                notice(
-                    "DPE015",
-                    "p.grad was changed between backward and step; that has no effect on the private update. Use "
-                    "max_grad_norm to clip, and set clipping outside the engine to None.",
-                )
-            parameter.grad = grad
-            self.released[parameter] = (grad, grad._version)
+        self.gradients.write(taken.views)
 
-    def _was_changed(self, parameter: nn.Parameter) -> bool:
-        """Whether somebody wrote into ``p.grad``, which is None or as ``zero_grad`` left it until the release."""
-        grad = parameter.grad
-        if grad is None:
-            return False
-        if parameter in self.cleared and self.cleared[parameter][0] is grad:
-            return self.cleared[parameter][1] != grad._version
-        return bool(grad.any())  # model.zero_grad(set_to_none=False) leaves zeros, and does not tell
+    def _facts(self) -> tuple[object, ...]:
+        """What every rank must have alike at this moment."""
+        ticket = self.tickets[-1] if self.tickets else None
+        place = (None if ticket is None else ticket.step, self.chunk, len(self.tickets))
+        return (*place, self.plan.noise_std, *self.plan.clipping.bounds, self.ledger.steps)
 
     # The end
 
@@ -397,4 +381,5 @@ class Release:
         self.fetched.clear()
         self.sums.detach()
         forget_grad_samples(self.sums.model.parameters())
-        self.released, self.cleared, self.stage = {}, {}, Stage.CLOSED
+        self.gradients.forget()
+        self.stage = Stage.CLOSED

@@ -26,6 +26,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from dpengine import Adaptive, Automatic, Flat, PerLayer, PrivacyEngine
 from dpengine.accounting import Charge, Ledger, Relation, calibration, epsilon_of, release_event
+from dpengine.distributed import SINGLE
 from dpengine.errors import (
     AccountingRefusedError,
     BudgetExceeded,
@@ -333,7 +334,7 @@ def test_a_state_that_is_damaged_is_refused_and_changes_nothing(change, says):
 def test_a_seed_that_is_no_integer_is_refused_at_once(seed):
     with pytest.raises(TypeError, match=f"seed must be an int, got {type(seed).__name__}"):
         PrivacyEngine(seed=seed)
-    assert PrivacyEngine(seed=-3)._source().insecure_seed
+    assert PrivacyEngine(seed=-3)._source(SINGLE).insecure_seed
 
 
 def test_an_engine_without_a_run_says_what_to_call():

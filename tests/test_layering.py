@@ -34,6 +34,7 @@ ORDER = (
     "report",
     "progress",
     "stage",
+    "written_gradients",
     "release",
     "optimizer",
     "companions",

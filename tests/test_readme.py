@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from dpengine import accounting
+
 README = Path(__file__).resolve().parents[1] / "README.md"
 BLOCK = re.compile(r"^```python\n(.*?)^```$", flags=re.MULTILINE | re.DOTALL)
 
@@ -40,3 +42,13 @@ def test_the_readme_names_no_file_that_is_not_there():
     links = re.findall(r"\]\((?!https?:)([^)#]+)\)", README.read_text(encoding="utf-8"))
     assert links
     assert [link for link in links if not (README.parent / link).exists()] == []
+
+
+def test_the_history_of_two_charges_costs_what_the_readme_says(after_the_readme):
+    history, both = after_the_readme["history"], after_the_readme["both"]
+    assert len(history) == 2
+    assert both == accounting.epsilon_of(history, 1e-5) > max(accounting.epsilon_of([one], 1e-5) for one in history)
+    assert f"# {accounting.round_up(both, 4)}" in README.read_text(encoding="utf-8")
+    assert f"# {accounting.round_up(accounting.epsilon(**after_the_readme['run'], delta=1e-5), 4)}" in README.read_text(
+        encoding="utf-8"
+    )

@@ -28,6 +28,7 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset, WeightedRandomSampler
 
 import dpengine
+from dpengine.accounting import round_up
 from dpengine.data import load_adult
 
 torch.manual_seed(0)
@@ -107,7 +108,7 @@ for epoch in range(5):
         optimizer.zero_grad()
         cross_entropy(model(inputs), targets).backward()
         optimizer.step()
-    print(f"epoch {epoch + 1}: {accuracy(model):.1%} of the test rows, epsilon = {engine.epsilon:.3f}")
+    print(f"epoch {epoch + 1}: {accuracy(model):.1%} of the test rows, epsilon = {round_up(engine.epsilon, 3)}")
 
 private = accuracy(model)
 assert engine.epsilon <= 1.0
@@ -127,7 +128,7 @@ assert private > ordinary - 0.02
 
 # %%
 for delta in (1e-4, 1e-5, 1e-6):
-    print(f"delta = {delta:g}: epsilon = {engine.get_epsilon(delta):.3f}")
+    print(f"delta = {delta:g}: epsilon = {round_up(engine.get_epsilon(delta), 3)}")
 
 # %% [markdown]
 # What does epsilon = 1 mean? Somebody who knows every other record guesses whether one particular person is in the
@@ -292,7 +293,7 @@ for inputs, targets in loader:
     loss_B = cross_entropy(model(inputs), targets, weight=torch.tensor([1.0, 3.0]), reduction="none")
     engine.backward(loss_B)
     optimizer.step()
-print(f"epsilon = {engine.epsilon:.2f}")
+print(f"epsilon = {round_up(engine.epsilon)}")
 
 # %% [markdown]
 # ## 7. Before you publish

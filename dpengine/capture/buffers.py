@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
+from dpengine.distributed import SINGLE, Topology
 from dpengine.errors import BufferUpdateError
 
 _EVERY = 500  # passes from one comparison of all values to the next
@@ -26,26 +27,27 @@ class _Noted:
     value: Tensor | None
     digest: Tensor | None
     look: bool  # at the value even where version and identity are as before
+    local: Callable[[Tensor], Tensor]  # the part of a tensor that is here
 
     def written(self) -> bool:
         """Whether the buffer holds something else than before, as far as can be told."""
-        now = self.slots.get(self.name)
+        now, local = self.slots.get(self.name), self.local
         if now is None or now.shape != self.buffer.shape:
             return True
         if now is not self.buffer:  # then the old one is still what it was
-            return not _equal(now, self.buffer) and not _counts(self.buffer, now)
+            return not _equal(local(now), local(self.buffer)) and not _counts(self.buffer, now)
         touched = now._version != self.version
-        if self.digest is not None and not torch.equal(self.digest, _digest(now)):
+        if self.digest is not None and not torch.equal(self.digest, _digest(local(now))):
             return True
         if self.value is None or not (touched or self.look):
             return touched
-        return not _equal(now, self.value) and not _counts(self.value, now)
+        return not _equal(local(now), self.value) and not _counts(self.value, now)
 
     def put_back(self) -> None:
         """Undoes what was written, where the old value is known."""
         self.slots[self.name] = self.buffer
         if self.value is not None:
-            self.buffer.data.copy_(self.value)
+            self.local(self.buffer.data).copy_(self.value)
 
 
 class BufferWatch:
@@ -57,10 +59,13 @@ class BufferWatch:
 
     Args:
         model: The model.
+        topology: What of it is here. Parameters whose place others take while a module runs, sharded ones, leave
+            nothing of what was written to the whole, and are not compared.
     """
 
-    def __init__(self, model: nn.Module):
+    def __init__(self, model: nn.Module, topology: Topology = SINGLE):
         self._model = model
+        self._topology = topology
         self._passes = 0
         self._noted: list[_Noted] | None = None  # None when no pass runs
         self._rewritten: set[str] = set()  # buffers whose version went up though their value stayed
@@ -72,13 +77,13 @@ class BufferWatch:
         whole = self._passes & (self._passes - 1) == 0 or self._passes % _EVERY == 0
         if whole:
             self._modules = dict(self._model.named_modules())
-        self._noted = []
+        self._noted, local = [], self._topology.local
         for slots, name, dotted, buffer in self._tensors():
             large = buffer.numel() > _LARGE and isinstance(buffer, nn.Parameter)
             keep = (whole and not large) or dotted in self._rewritten or _may_count(buffer)
-            value = buffer.detach().clone() if keep else None
-            digest = _digest(buffer) if whole and large else None
-            self._noted.append(_Noted(slots, name, dotted, buffer, buffer._version, value, digest, whole))
+            value = local(buffer).detach().clone() if keep else None
+            digest = _digest(local(buffer)) if whole and large else None
+            self._noted.append(_Noted(slots, name, dotted, buffer, buffer._version, value, digest, whole, local))
 
     def put_back(self) -> list[str]:
         """The forward pass is over, perhaps by an exception: undoes what it wrote, where the old value is known.
@@ -122,7 +127,7 @@ class BufferWatch:
         for prefix, module in self._modules.items():
             for slots in (module._buffers, module._parameters):
                 for name, tensor in slots.items():
-                    if tensor is not None:
+                    if tensor is not None and (module, name) not in self._topology.slots:
                         yield slots, name, f"{prefix}.{name}" if prefix else name, tensor  # type: ignore[misc]
 
 

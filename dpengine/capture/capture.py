@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch._C import _functorch
 from torch.autograd.variable import Variable
 
+from dpengine.distributed import SINGLE, Topology
 from dpengine.errors import UnknownParameterError
 from dpengine.layers import from_twin, to_twin
 
@@ -70,6 +71,7 @@ class Capture:
         batch_first: Whether axis 0 carries the batch; else axis 1 of tensors with three axes or more, and of indices.
         swap: Another way to follow a layer's parameters; None from it means the ordinary way.
         replay: Where forward passes are noted so that they can be run again, if they shall be.
+        topology: Who holds what: where parameters are sharded, modules show others while they run.
     """
 
     model: nn.Module
@@ -79,6 +81,7 @@ class Capture:
     batch_first: bool = True
     swap: Swap | None = None
     replay: Replay | None = None
+    topology: Topology = SINGLE
     state: CaptureState = CaptureState.DETACHED
     rows: int | None = None  # of the running forward pass
     uses: Counter[nn.Parameter] = field(
@@ -91,6 +94,7 @@ class Capture:
     _handles: list[Any] = field(default_factory=list)
     _layer_hooks: list[LayerHook] = field(default_factory=list)
     _twins: list[nn.Module] = field(default_factory=list)  # layers that run as their private twins while attached
+    _shown: dict[nn.Parameter, nn.Parameter] = field(default_factory=dict)  # what modules show, to what is registered
     _unwatched: dict[str, nn.Parameter] = field(default_factory=dict)  # frozen, as far as is known
     _ending: int | None = None  # graph task whose end will be reported
 
@@ -115,10 +119,23 @@ class Capture:
         root = RootHook(self)
         self._handles.append(self.model.register_forward_pre_hook(root.before, with_kwargs=True, prepend=True))
         self._handles.append(self.model.register_forward_hook(root.after, with_kwargs=True, always_call=True))
-        self._unwatched = dict(self.model.named_parameters())
+        self._unwatched = self.topology.parameters(self.model)
         self.watch_leaks()
         _watched.update(self.model.modules())
         self.state = CaptureState.ATTACHED
+
+    def registered(self, present: nn.Parameter, owner: nn.Module | None = None, name: str = "") -> nn.Parameter:
+        """The parameter that the optimizer holds, for the one that stands in a module while it runs."""
+        if not self.topology.slots:
+            return present
+        if present not in self._shown and owner is not None:
+            known = self.topology.registered(owner, name, present)
+            self._shown[present] = known
+            if known is not present and present.requires_grad:
+                dotted = next(n for n, p in self.topology.parameters(self.model).items() if p is known)
+                hook = Hook(partial(self._leaked, dotted))
+                self._handles.append(present.register_post_accumulate_grad_hook(hook))
+        return self._shown.get(present, present)
 
     def watch_leaks(self) -> None:
         """Watches what autograd does to parameters that train; those thawed since the last call are new among them."""
@@ -182,7 +199,8 @@ class Capture:
             return
         lost = self.swapped[-1][2]
         self.restore()
-        name = next((name for name, parameter in self.model.named_parameters() if parameter is lost), "?")
+        named = self.topology.parameters(self.model).items()
+        name = next((name for name, parameter in named if parameter is lost), "?")
         raise UnknownParameterError(
             f"The hooks of the layer with parameter '{name}' are gone, so its gradients would not be clipped.",
             fix="Leave _forward_hooks as they are; or call engine.detach and make_private again.",

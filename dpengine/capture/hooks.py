@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +14,7 @@ from dpengine.errors import UnsupportedLayerError
 
 from .buffers import BufferWatch
 from .outputs import tensors_in_outputs
+from .part_hook import PartHook
 from .record import Use
 from .reports import CallReport, RowsReport
 from .tap import RowsTap, tensors_in
@@ -60,16 +62,25 @@ class LayerHook:
         # One entry for each forward that runs: where its swaps begin, and what to do with its output.
         self.open: list[tuple[int, Finish | None]] = []
         self.shared = False  # whether indices of one axis were other than rows once
-        self.before = Hook(torch.compiler.disable(self._before, recursive=True))
+        before, self._tap = self.begin, self.tapped
+        if capture.topology.splits.size > 1:
+            part = PartHook(self)
+            before, self._tap = part.begin, part.tapped
+        self.before = Hook(torch.compiler.disable(before, recursive=True))
         self.after = Hook(torch.compiler.disable(self._after, recursive=True))
 
-    def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Before a call: parameters are swapped."""
         capture = self.capture
         if not capture.recording:
             return None
         args, kwargs = _realised(args, kwargs)
         found = [(owner, name, dotted, owner._parameters[name]) for owner, name, dotted in self.slots]
-        live = [(owner, name, dotted, p) for owner, name, dotted, p in found if p is not None and p.requires_grad]
+        live = [
+            (owner, name, dotted, p)
+            for owner, name, dotted, p in found
+            if p is not None and capture.registered(p, owner, name).requires_grad
+        ]
         stand_ins, finish = self._stand_ins({dotted: p for _, _, dotted, p in live}, args, kwargs)
         self.open.append((len(capture.swapped), finish))
         for owner, name, dotted, parameter in live:
@@ -86,16 +97,16 @@ class LayerHook:
             return {}, None
         if watch.kind is Kind.OPERATIONS:
             return {name: WatchedParameter.of(p.detach(), self._origin(name, p)) for name, p in real.items()}, None
-        if self._is_shared_table(args, kwargs):
+        if self.is_shared_table(args, kwargs):
             return {name: p.detach() for name, p in real.items()}, partial(self._watched_entries, real)
         if capture.swap is not None and watch.kind is Kind.LAYER:
             tensors = tensors_in((args, kwargs))
             swapped = capture.swap(watch, real, tensors, capture.rows_of(tensors))
             if swapped is not None:
                 return swapped, _copied
-        return {name: p.detach() for name, p in real.items()}, partial(self._tapped, real)
+        return {name: p.detach() for name, p in real.items()}, partial(self._tap, real)
 
-    def _is_shared_table(self, args: Any, kwargs: Any) -> bool:
+    def is_shared_table(self, args: Any, kwargs: Any) -> bool:
         """Whether all rows share the entries that are looked up, as those of positions ``(1, T)`` or ``(T,)``."""
         capture = self.capture
         if type(self.watch.module) is not nn.Embedding or capture.rows is None or not capture.batch_first:
@@ -113,8 +124,8 @@ class LayerHook:
         dotted = _join(self.watch.name, name)
 
         def tap_rows(origin: Origin, rows: int) -> Tensor:
-            capture.uses[parameter] += 1
-            report = CallReport(capture, self.watch, {name: Use(parameter, dotted)}, batch_first=True)
+            use = self._use(parameter, dotted)
+            report = CallReport(capture, self.watch, {name: use}, batch_first=True)
             entries = output.detach().expand(rows, *output.shape).clone()
             return report.tap((indices.expand(rows, *indices.shape),), {}, entries)
 
@@ -130,22 +141,31 @@ class LayerHook:
             return None
         return finish(args, kwargs, output)
 
-    def _tapped(self, real: Mapping[str, nn.Parameter], args: Any, kwargs: Any, output: Any) -> Any:
-        self.capture.uses.update(real.values())
-        uses = {name: Use(p, _join(self.watch.name, name)) for name, p in real.items()}
+    def _use(self, parameter: nn.Parameter, dotted: str, place: slice | None = None) -> Use:
+        """A use of a parameter, by the one that the optimizer holds."""
+        registered = self.capture.registered(parameter)
+        self.capture.uses[registered] += 1
+        return Use(registered, dotted, place)
+
+    def tapped(self, real: Mapping[str, nn.Parameter], args: Any, kwargs: Any, output: Any) -> Any:
+        """After a call: the output with a tap behind it."""
+        uses = {name: self._use(p, _join(self.watch.name, name)) for name, p in real.items()}
         return CallReport(self.capture, self.watch, uses).tap(args, kwargs, output)
+
+    def uses(self, real: Mapping[str, nn.Parameter], parts: Mapping[str, tuple[int, ...]]) -> dict[str, Use]:
+        """Uses of parameters of which these parts are here."""
+        found = {name: self._use(p, _join(self.watch.name, name)) for name, p in real.items()}
+        return {name: replace(use, part=parts[name]) for name, use in found.items()}
 
     def _origin(self, name: str, parameter: nn.Parameter) -> Origin:
         capture, dotted = self.capture, _join(self.watch.name, name)
 
         def tap_rows(origin: Origin, rows: int) -> Tensor:
-            capture.uses[parameter] += 1
-            report = RowsReport(capture, Use(parameter, dotted))
+            report = RowsReport(capture, self._use(parameter, dotted))
             return RowsTap.apply(capture.anchor, report, parameter.detach(), rows)
 
         def tap_linear(origins: Mapping[str, Origin], inputs: Tensor, output: Tensor) -> Tensor:
-            uses = {n: Use(o.parameter, o.name, o.place) for n, o in origins.items()}
-            capture.uses.update(use.parameter for use in uses.values())
+            uses = {n: self._use(o.parameter, o.name, o.place) for n, o in origins.items()}
             report = CallReport(capture, self.watch, uses, capture.linear_rule, batch_first=True)
             return report.tap((inputs,), {}, output)
 
@@ -162,7 +182,7 @@ class RootHook:
 
     def __init__(self, capture: Capture):
         self.capture = capture
-        self.buffers = BufferWatch(capture.model)
+        self.buffers = BufferWatch(capture.model, capture.topology)
         self.before = Hook(torch.compiler.disable(self._before, recursive=True))
         self.after = Hook(torch.compiler.disable(self._after, recursive=True))
 

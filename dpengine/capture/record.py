@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -54,8 +55,20 @@ class Use:
         parameter: The parameter.
         name: Its dotted name in the model.
         place: The slice of its leading axis that was used, None for all of it.
+        part: Shape of the part that is here, where the layer is split over processes; None for the whole.
     """
 
     parameter: nn.Parameter
     name: str
     place: slice | None = None
+    part: tuple[int, ...] | None = None
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the gradients that are formed here."""
+        return tuple(self.parameter.shape) if self.part is None else self.part
+
+    @property
+    def numel(self) -> int:
+        """Numbers in a gradient that is formed here."""
+        return math.prod(self.shape)

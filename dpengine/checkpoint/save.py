@@ -58,6 +58,7 @@ def save(folder: str | Path, engine: Engine) -> None:
     Raises:
         TicketError: If a batch is at hand.
         InvalidBudgetError: If the engine has no run, or more than one that is not detached.
+        MechanismMismatchError: If the run is spread over several processes.
         FileExistsError: If there is something else in the folder.
         TypeError: If the model, the optimizer or their companions keep what is neither a tensor nor plain data.
     """  # noqa: DOC502 - what is called raises on our behalf
@@ -150,6 +151,12 @@ def _only_run(engine: Engine) -> Run:
         raise InvalidBudgetError(
             f"A checkpoint is of one run, and this engine has {len(runs)}.",
             fix="Call make_private first." if not runs else "Detach the others, or use an engine for each.",
+        )
+    if runs[0].release.sums.topology.everyone.size > 1:
+        raise MechanismMismatchError(
+            "A checkpoint is of a run in one process; this one is spread over several, each with a part of its state.",
+            fix="Save model and optimizer with torch.distributed.checkpoint, and engine.state_dict() beside them: a "
+            "run that goes on from there adds to what was spent.",
         )
     return runs[0]
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from dpengine.errors import InvalidBudgetError
 from dpengine.names import suggests_names
 
-from .policy import AbstractClip, NormalStream, check_norms, factors_within, positive
+from .policy import AbstractClip, NormalStream, Total, check_norms, factors_within, positive
 
 _WHERE = "clipping.Adaptive"
 _DOMAIN = "clip"
@@ -116,11 +116,11 @@ class Adaptive(AbstractClip):
         below, above = (norms_BK <= self._norm).sum(), ((norms_BK > self._norm) & norms_BK.isfinite()).sum()
         self._centred_count = self._centred_count + (below - above) / 2
 
-    def finish_step(self, source: NormalStream, step: int, expected_batch_size: float) -> None:
+    def finish_step(self, source: NormalStream, step: int, expected_batch_size: float, total: Total = float) -> None:
         size = positive(_WHERE, "expected_batch_size", expected_batch_size)
         noise = torch.empty(1, dtype=torch.float64, device="cpu")
         source.normal_(noise, domain=_DOMAIN, step=step)
-        count = float(self._centred_count) + self.count_noise_multiplier * noise.item()
+        count = total(self._centred_count) + self.count_noise_multiplier * noise.item()
         self.discard()
         # The centred count over the size is the share less 1/2, whatever the size of the batch that was drawn.
         change = -self.learning_rate * (count / size + 0.5 - self.target_quantile)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from dpengine.capture import LayerCall, Use
+from dpengine.distributed import SINGLE, Topology
 from dpengine.errors import BatchMismatchError, MissingGradientError, UnknownParameterError, UnsupportedLayerError
 from dpengine.gradients import (
     KEEP_THE_BATCH_FIRST,
@@ -54,6 +55,10 @@ class ClippedSums:
         loss_reduction: ``"mean"`` if the loss is a mean over the rows of a batch, ``"sum"`` if it is their sum.
         on_backward_end: Called when a backward pass is over; without it, the owner calls ``clip`` itself.
         methods: Which way to norms and sums is the fastest, as far as is known.
+        topology: Who holds what, where several processes train the model.
+
+    Attributes:
+        facts: What every rank must have alike when it sums.
     """
 
     def __init__(
@@ -66,6 +71,7 @@ class ClippedSums:
         loss_reduction: str = "mean",
         on_backward_end: Callable[[], None] | None = None,
         methods: MethodTable | None = None,
+        topology: Topology = SINGLE,
     ):
         if loss_reduction not in REDUCTIONS:
             raise ValueError(f"loss_reduction={loss_reduction!r} is not known. Choose one of: 'mean', 'sum'.")
@@ -74,15 +80,21 @@ class ClippedSums:
         self.mode = mode
         self.loss_reduction = loss_reduction
         self.on_backward_end = on_backward_end
-        self.capture, self._probed = watch_model(model, self, mode, batch_first=batch_first, methods=methods)
+        self.topology = topology
+        self.facts: Callable[[], tuple[object, ...]] = tuple
+        self.capture, self._probed = watch_model(
+            model, self, mode, batch_first=batch_first, methods=methods, topology=topology
+        )
         self.strategy: AbstractGradients = self._probed
-        self.buffer = FlatBuffer(self.trainable().values())
+        self.buffer = FlatBuffer(self.trainable().values(), topology)
         self.contributed: set[nn.Parameter] = set()
         self._groups: tuple[tuple[int, ...], dict[nn.Parameter, int], int] | None = None
+        # These groups, and the same with parameters that are here as a whole in groups of their own behind them.
+        self._apart: tuple[Mapping[nn.Parameter, int], dict[nn.Parameter, int]] | None = None
 
     def trainable(self) -> dict[str, nn.Parameter]:
         """The parameters that train now, by dotted name."""
-        return {name: p for name, p in self.model.named_parameters() if p.requires_grad}
+        return {name: p for name, p in self.topology.parameters(self.model).items() if p.requires_grad}
 
     def attach(self) -> None:
         """Starts to watch the model."""
@@ -173,10 +185,10 @@ class ClippedSums:
         trainable = self.trainable()
         groups, num_groups = self._group(trainable)
         if not self.buffer.fits(trainable.values()):
-            self.buffer = FlatBuffer(trainable.values())
+            self.buffer = FlatBuffer(trainable.values(), self.topology)
         self._refuse_strangers(trainable)
         self.contributed |= set(self.strategy.parameters)
-        norms_BK = self.strategy.sq_norms(groups, num_groups, scale).sqrt()
+        norms_BK = self._sq_norms(groups, num_groups, scale).sqrt()
         factors_BK = self.policy.factors(norms_BK)
         dropped_B = ~torch.isfinite(norms_BK).all(dim=1)
         dropped = int(dropped_B.sum())
@@ -189,6 +201,7 @@ class ClippedSums:
         weights_BK = weights_BK.masked_fill(weights_BK < torch.finfo(torch.float32).smallest_normal, 0)
         try:
             self.strategy.add_sums(groups, weights_BK, scale * largest, self.buffer)
+            self.buffer.settle(self.facts())
         except BaseException:
             self.discard_sums()  # a part of this pass may be in them
             raise
@@ -203,6 +216,19 @@ class ClippedSums:
         finite = norms_BK.masked_fill(dropped_B.unsqueeze(1), 0)
         clipped = int(((factors_BK < 1 - 2**-19).any(dim=1) & ~dropped_B).sum())
         return ClipStatistics(rows, float(finite.square().sum(dim=1).max().sqrt()), clipped, dropped)
+
+    def _sq_norms(self, groups: Mapping[nn.Parameter, int], num_groups: int, scale: float) -> Tensor:
+        """Squared norms ``(B, K)`` of whole gradients."""
+        topology = self.topology
+        if topology.splits.size == 1:
+            return self.strategy.sq_norms(groups, num_groups, scale)
+        if self._apart is None or self._apart[0] is not groups:
+            apart = {p: group if topology.in_parts(p) else num_groups + group for p, group in groups.items()}
+            self._apart = (groups, apart)
+        apart = self._apart[1]
+        own_BK, whole_BK = self.strategy.sq_norms(apart, 2 * num_groups, scale).split(num_groups, dim=1)
+        device = next(iter(self.trainable().values())).device
+        return topology.reduce_sq_norms(own_BK, whole_BK, self.facts(), device)
 
     def _group(self, trainable: Mapping[str, nn.Parameter]) -> tuple[dict[nn.Parameter, int], int]:
         key = tuple(map(id, trainable.values()))

@@ -8,7 +8,7 @@ from __future__ import annotations
 import abc
 import math
 import numbers
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -22,6 +22,9 @@ RELATIONS = {"add-or-remove-one": 1.0, "zero-out": 1.0, "replace-one": 2.0}
 # Norms and factors are rounded, and so is each product and partial sum of a clipped gradient. Thresholds are met with
 # this much to spare, which covers pairwise float32 sums of up to 2**24 terms.
 SLACK = 2.0**-20
+
+
+Total = Callable[[Tensor | float], float]
 
 
 class NormalStream(Protocol):
@@ -101,8 +104,17 @@ class AbstractClip(abc.ABC):
     def observe(self, norms_BK: Tensor) -> None:  # noqa: B027 - most policies learn nothing
         """Takes note of the norms of one physical batch, padding rows left out."""
 
-    def finish_step(self, source: NormalStream, step: int, expected_batch_size: float) -> None:  # noqa: B027
-        """Adapts to what was observed since the last step. Called once for each release, after it."""
+    def finish_step(  # noqa: B027 - most policies do not adapt
+        self, source: NormalStream, step: int, expected_batch_size: float, total: Total = float
+    ) -> None:
+        """Adapts to what was observed since the last step. Called once for each release, after it.
+
+        Args:
+            source: Where noise comes from.
+            step: Of the release.
+            expected_batch_size: The public constant, over all processes.
+            total: Adds up a number over the processes that share the rows of a batch.
+        """
 
     def discard(self) -> None:  # noqa: B027
         """Forgets what was observed since the last step, for a batch that is given up."""

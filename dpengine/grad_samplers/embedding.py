@@ -141,7 +141,9 @@ def _sq_norm(call: LayerCall) -> Tensor:
 
 def _sq_norm_by_pairs(uses: Uses, grad_ND: Tensor) -> Tensor:
     """The same from products of all pairs of a row that have one entry, in shapes that no number decides."""
-    entry_BT, grad_BTD = uses.entry_N.view(uses.rows, -1), grad_ND.double().view(uses.rows, -1, grad_ND.shape[1])
+    places = len(uses.entry_N) // max(1, uses.rows)
+    entry_BT = uses.entry_N.view(uses.rows, places)
+    grad_BTD = grad_ND.double().view(uses.rows, places, grad_ND.shape[1])
     products_BTT = torch.bmm(grad_BTD, grad_BTD.transpose(1, 2))
     return products_BTT.where(entry_BT.unsqueeze(1) == entry_BT.unsqueeze(2), 0).sum(dim=(1, 2)).clamp(min=0)
 
@@ -168,7 +170,8 @@ def _spread(call: LayerCall) -> Tensor:
 
 
 def _concat(calls: Any) -> LayerCall:
-    entries = torch.cat([argument(call, 0, "input").reshape(call.batch_size, -1) for call in calls], dim=1)
+    looked_up = [argument(call, 0, "input") for call in calls]
+    entries = torch.cat([one.reshape(len(one), math.prod(one.shape[1:])) for one in looked_up], dim=1)
     grads = torch.cat([tokens(call.grad_output) for call in calls], dim=1)
     return calls[0].replace(inputs=(entries,), kwargs={}, grad_output=grads)
 

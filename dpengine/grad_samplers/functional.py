@@ -213,9 +213,9 @@ def _rows_close(now: Tensor, then: Tensor, tolerance: float) -> bool:
         return False
     if traced(then):  # no numbers to look at; a pass before looked
         return True
-    now, then = now.reshape(len(now), -1), then.reshape(len(then), -1)
-    if now.shape[1] == 0:
+    if now.numel() == 0:
         return True
+    now, then = now.reshape(len(now), -1), then.reshape(len(then), -1)
     finite = then.isfinite()
     scale_B = torch.where(finite, then.abs(), 0).amax(dim=1)
     scale_B = scale_B + 0.01 * scale_B.median()  # a row near zero may have lost digits on its way there

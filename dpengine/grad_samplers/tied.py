@@ -10,6 +10,7 @@ Axes: B rows, S positions of the linear layer, T of the embedding, V entries, D 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -65,15 +66,16 @@ def tied_norm(calls: Calls) -> GramNorm:
     head_spread_B = of_head.sq_norm_B.double().sqrt() if of_head.spread_B is None else of_head.spread_B.double()
     spread_B = alone + head_spread_B
     if grads_BSV.dtype is torch.float64:  # these are no wider than the numbers; see note [guard] of gram.py
-        terms = acts_BSD.shape[2] + acts_BSD.shape[1] + words.grad_output[0].numel() // acts_BSD.shape[2] + 16
+        terms = acts_BSD.shape[2] + acts_BSD.shape[1] + math.prod(words.grad_output.shape[1:-1]) + 16
         sq_norm_B += terms * torch.finfo(torch.float64).eps / 2 * spread_B.square()
     return GramNorm(sq_norm_B.clamp(min=0), spread_B)
 
 
 def _cross(grads_BSV: Tensor, acts_BSD: Tensor, words: LayerCall) -> Tensor:
     rows = len(grads_BSV)
-    entries_BT = argument(words, 0, "input").reshape(rows, -1)
-    grads_BTD = words.grad_output.reshape(rows, entries_BT.shape[1], -1)
+    entries = argument(words, 0, "input")
+    entries_BT = entries.reshape(rows, math.prod(entries.shape[1:]))  # -1 is not known without rows
+    grads_BTD = words.grad_output.reshape(*entries_BT.shape, words.grad_output.shape[-1])
     padding = words.layer.padding_idx
     if padding is not None:
         grads_BTD = grads_BTD.masked_fill((entries_BT == padding).unsqueeze(2), 0)

@@ -139,6 +139,6 @@ class Bookkeep(AbstractGradients):
 
 def _placed(grad: Tensor, use: Use) -> Tensor:
     """The gradient of a slice of a parameter, in the shape of the whole."""
-    whole = grad.new_zeros(grad.shape[0], *use.parameter.shape)
+    whole = grad.new_zeros(grad.shape[0], *use.shape)
     whole[:, use.place] = grad
     return whole

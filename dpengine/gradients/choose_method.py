@@ -109,6 +109,12 @@ class MethodTable:
         other.seconds = self.seconds  # the same dictionary, in which each finds what the other timed
         return other
 
+    def untimed(self, seconds: dict[str, dict[str, float]]) -> MethodTable:
+        """A table of given times that learns no others, so that all processes which have these choose alike."""
+        other = MethodTable(keep_budget=self.keep_budget, timed=False)
+        other.seconds = dict(seconds)
+        return other
+
     def share(self) -> None:
         """Gives rank 0's times to every rank of ``torch.distributed``. From here on none times, so that all agree.
 
@@ -155,7 +161,7 @@ class MethodTable:
         return table
 
     def _offer(self, entry: Entry, rows: int) -> _Offer:
-        numel = entry.use.parameter.numel()
+        numel = entry.use.numel
         kept_bytes = _most(rows) * numel * wide(entry.use.parameter.dtype).itemsize
         if entry.kept is not None:
             return _Offer(KEEP, None, {}, 0, "arrives per sample")
@@ -261,9 +267,9 @@ def time_ways(entry: Entry, ways: Sequence[Way], rows: int) -> dict[str, float]:
     """Seconds that each way takes for norm and sum, on random numbers of the shape and layout of an entry's call."""
     leaves = pytree.tree_leaves([(call.inputs, call.grad_output) for call, _ in entry.calls])
     numbers = sum(leaf.numel() for leaf in leaves if isinstance(leaf, Tensor))
-    row_bytes = 4 * (numbers // rows + entry.use.parameter.numel())
+    row_bytes = 4 * (numbers // rows + entry.use.numel)
     some = max(1, min(rows, _TIMED_BYTES // row_bytes))
-    size = entry.use.parameter.shape[0]
+    size = entry.use.shape[0]
     calls = [(_random(some_rows(call, 0, some) if some < rows else call, size), s) for call, s in entry.calls]
     device = entry.calls[0][0].grad_output.device
     weight_B, buffer, scratch = torch.ones(some, device=device), FlatBuffer([entry.use.parameter]), Scratch()

@@ -51,11 +51,11 @@ class Entry:
     def combine(self, units: Units, rows: int) -> None:
         """The gradients of rows become those of units, which are kept."""
         parameter = self.use.parameter
-        out = torch.zeros(units.count, *parameter.shape, dtype=wide(parameter.dtype), device=parameter.device)
+        out = torch.zeros(units.count, *self.use.shape, dtype=wide(parameter.dtype), device=parameter.device)
         if self.kept is not None:
             units.add_rows(out, self.kept, 0, rows)
         whole = not all(in_rows(call, rows) for call, _ in self.calls)
-        step = rows if whole else max(1, CHUNK_BYTES // (4 * parameter.numel()))
+        step = rows if whole else max(1, CHUNK_BYTES // (4 * self.use.numel))
         for start in range(0, rows if self.calls else 0, max(1, step)):
             stop = min(start + step, rows)
             units.add_rows(out, self._form("", start, stop, rows), start, stop)
@@ -83,7 +83,7 @@ class Entry:
         parameter = self.use.parameter
         weight_B = weight_B.to(wide(parameter.dtype))
         if self.kept is not None:
-            flat_BP = self.kept.reshape(len(self.kept), parameter.numel())
+            flat_BP = self.kept.reshape(len(self.kept), self.use.numel)
             weight_B = weight_B.to(flat_BP.dtype)
             into.fill(parameter, lambda out, keep: _add_product(out, flat_BP, weight_B, scale, keep))
         for call, sampler in self.calls:
@@ -117,14 +117,14 @@ class Entry:
 
     def _discarded(self, name: str, rows: int, scratch: Scratch) -> Tensor:
         """Squared norms ``(B,)`` of gradients that are formed some rows at a time, each time in the same memory."""
-        step = min(rows, max(1, CHUNK_BYTES // (4 * self.use.parameter.numel())))
+        step = min(rows, max(1, CHUNK_BYTES // (4 * self.use.numel)))
         starts = range(0, rows, max(1, step))
         write = self._writer(name)
         if write is None or rows <= 1:
             return torch.cat([sq_norms(self._form(name, i, min(i + step, rows), rows)) for i in starts])
         ((call, _),) = self.calls
         grad = call.grad_output
-        out = scratch.take((step, *self.use.parameter.shape), grad.dtype, grad.device)
+        out = scratch.take((step, *self.use.shape), grad.dtype, grad.device)
         parts = []
         for i in starts:
             some = out[: min(step, rows - i)]
@@ -145,7 +145,7 @@ class Entry:
         if write is None or not rows:
             return self._form(name, 0, rows, rows), None
         grad = call.grad_output
-        out = scratch.take((rows, *self.use.parameter.shape), grad.dtype, grad.device)
+        out = scratch.take((rows, *self.use.shape), grad.dtype, grad.device)
         return out, write(call, out)
 
     def _raised(self, sq_norm_B: Tensor, spread_B: Tensor | None) -> Tensor:

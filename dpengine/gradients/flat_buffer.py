@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
 from torch import Tensor, nn
+
+from dpengine.distributed import SINGLE, Held, Seal, Topology
+
+from .outbox import Outbox
 
 Key = tuple[torch.device, torch.dtype]
 
@@ -21,26 +26,68 @@ class Sums(Protocol):
         """Has one parameter's sum written where it lies. See ``FlatBuffer.fill``."""
 
 
+@dataclass(frozen=True, eq=False)
+class Stretch:
+    """Sums that lie side by side, here and in the vector of all parameters that noise is addressed by.
+
+    Attributes:
+        sums: ``(n,)``.
+        start: Place of the first in the vector of all.
+        held: Set where the places are no run: the sums are a part of that parameter, which begins at ``start``.
+    """
+
+    sums: Tensor
+    start: int
+    held: Held | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Taken:
+    """Sums that were handed over.
+
+    Attributes:
+        flats: The memory of the sums, by device and dtype.
+        sealed: The same with the words behind it that travel with sums.
+        views: Each parameter's sum, in the flats.
+        stretches: The flats cut where places in the vector of all jump, in the order of that vector.
+    """
+
+    flats: list[Tensor]
+    sealed: list[Tensor]
+    views: dict[nn.Parameter, Tensor]
+    stretches: list[Stretch]
+
+
 class FlatBuffer:
     """Clipped sums of many parameters, contiguous for each device and dtype.
 
     Sums are float32, or float64 for float64 parameters, whatever else the model's dtype is. Memory is had when the
-    first sum comes, and is not cleared: the first sum of a parameter overwrites it, which saves two passes.
+    first sum comes, and is not cleared: the first sum of a parameter overwrites it, which saves two passes. Where ranks
+    keep parts of parameters, sums of whole ones go through an outbox, and ``settle`` brings what is kept of them.
 
     Args:
         parameters: The parameters, in the order that addresses their noise.
+        topology: What this process holds of each.
     """
 
-    def __init__(self, parameters: Iterable[nn.Parameter]):
+    def __init__(self, parameters: Iterable[nn.Parameter], topology: Topology = SINGLE):
         self._sizes: dict[Key, int] = {}
         self._places: dict[nn.Parameter, tuple[Key, int]] = {}
+        self._held: dict[nn.Parameter, Held] = {}
         for parameter in parameters:
             key = (parameter.device, wide(parameter.dtype))
+            held = self._held[parameter] = topology.held(parameter)
             self._places[parameter] = (key, self._sizes.get(key, 0))
-            self._sizes[key] = self._sizes.get(key, 0) + parameter.numel()
-        self._flats: dict[Key, Tensor] = {}
+            self._sizes[key] = self._sizes.get(key, 0) + held.kept.numel
+        self._runs = _runs(self._places, self._held, list(self._sizes))
+        self._seals = Seal.WORDS if topology.ranks > 1 else 0
+        self._memory: dict[Key, Tensor] = {}
         self._views: dict[nn.Parameter, Tensor] = {}
         self._unwritten = set(self._places)
+        self.outbox: Outbox | None = None
+        if topology.shards.size > 1:
+            dtypes = [(parameter, key[1]) for parameter, (key, _) in self._places.items()]
+            self.outbox = Outbox(dtypes, topology, self._held)
 
     def __iter__(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
         self._finish()
@@ -63,21 +110,44 @@ class FlatBuffer:
             write: ``write(view, keep)`` writes ``view * keep`` plus what is to be added into ``view``. ``keep`` is 0,
                 and the view holds anything, if there was no sum yet; else it is 1.
         """
+        if self.outbox is not None:
+            self.outbox.fill(parameter, write, dtype=self._places[parameter][0][1])
+            return
+        self._write(parameter, write)
+
+    def _write(self, parameter: nn.Parameter, write: Callable[[Tensor, float], None]) -> None:
         self._have_memory()
         write(self._views[parameter], 0.0 if parameter in self._unwritten else 1.0)
         self._unwritten.discard(parameter)
+
+    def settle(self, facts: tuple[object, ...]) -> None:
+        """Brings what other ranks summed of the parts that are kept here. All ranks call it after each pass.
+
+        Args:
+            facts: What must be the same on all of them.
+
+        Raises:
+            MechanismMismatchError: If it is not.
+        """  # noqa: DOC502 - the outbox raises on our behalf
+        if self.outbox is None:
+            return
+        for parameter, kept in self.outbox.deliver(facts):
+            self._write(parameter, lambda view, keep, kept=kept: _add(view, kept, 1.0, keep))  # type: ignore[misc]
 
     @property
     def flats(self) -> dict[Key, Tensor]:
         """The sums as they are now, flat, by device and dtype."""
         self._finish()
-        return self._flats
+        return {key: memory[: self._sizes[key]] for key, memory in self._memory.items()}
 
     def _have_memory(self) -> None:
-        if len(self._flats) != len(self._sizes):
-            self._flats = {key: torch.empty(size, device=key[0], dtype=key[1]) for key, size in self._sizes.items()}
+        if len(self._memory) != len(self._sizes):
+            self._memory = {
+                key: torch.empty(size + self._seals, device=key[0], dtype=key[1]) for key, size in self._sizes.items()
+            }
             self._views = {
-                p: self._flats[key][at : at + p.numel()].view(p.shape) for p, (key, at) in self._places.items()
+                p: self._memory[key][at : at + self._held[p].kept.numel].view(self._held[p].kept.size)
+                for p, (key, at) in self._places.items()
             }
 
     def _finish(self) -> None:
@@ -88,28 +158,30 @@ class FlatBuffer:
     @property
     def clean(self) -> bool:
         """Whether nothing was added since the sums were destroyed or taken."""
-        return len(self._unwritten) == len(self._places)
+        return len(self._unwritten) == len(self._places) and (self.outbox is None or self.outbox.empty)
 
     def is_finite(self) -> bool:
         """Whether every sum is a number."""
         return all(bool(self._views[p].isfinite().all()) for p in self._places.keys() - self._unwritten)
 
-    def take(self) -> tuple[list[Tensor], dict[nn.Parameter, Tensor]]:
-        """Hands the sums over, and starts again in other memory.
+    def take(self) -> Taken:
+        """Hands the sums over, and starts again in other memory."""
+        flats, sealed, views = list(self.flats.values()), list(self._memory.values()), self._views
+        taken = Taken(flats, sealed, views, list(self._stretches()))
+        self._memory, self._views, self._unwritten = {}, {}, set(self._places)
+        return taken
 
-        Returns:
-            The flat sums, to which noise is to be added in place, and each parameter's view of them.
-        """
-        self._finish()
-        flats, views = list(self._flats.values()), self._views
-        self._flats, self._views, self._unwritten = {}, {}, set(self._places)
-        return flats, views
+    def _stretches(self) -> Iterator[Stretch]:
+        for run in self._runs:
+            yield Stretch(self._memory[run.key][run.at : run.at + run.count], run.start, run.held)
 
     def zero(self) -> None:
         """Destroys the sums."""
         for parameter in self._places.keys() - self._unwritten:
             self._views[parameter].zero_()
         self._unwritten = set(self._places)
+        if self.outbox is not None:
+            self.outbox.clear()
 
     def fits(self, parameters: Iterable[nn.Parameter]) -> bool:
         """Whether the buffer is for exactly these parameters, where they are now."""
@@ -122,6 +194,41 @@ class FlatBuffer:
 def wide(dtype: torch.dtype) -> torch.dtype:
     """The dtype in which norms and sums of such gradients are formed."""
     return torch.float64 if dtype is torch.float64 else torch.float32
+
+
+@dataclass(frozen=True)
+class _Run:
+    """A stretch before there is memory for it."""
+
+    key: Key
+    at: int
+    count: int
+    start: int
+    held: Held | None
+
+    def followed_by(self, other: _Run) -> bool:
+        """Whether the other lies right behind this one, here and in the vector of all."""
+        alike = self.key == other.key and self.held is None and other.held is None
+        return alike and (other.at - self.at, other.start - self.start) == (self.count, self.count)
+
+
+def _runs(
+    places: Mapping[nn.Parameter, tuple[Key, int]], held: Mapping[nn.Parameter, Held], keys: list[Key]
+) -> list[_Run]:
+    """Where sums lie in the vector of all: devices and dtypes one after the other, and parameters in their order."""
+    found: list[_Run] = []
+    base = 0
+    for parameter in sorted(places, key=lambda p: keys.index(places[p][0])):  # a stable sort
+        (key, at), cut = places[parameter], held[parameter]
+        offset, _ = cut.span
+        whole_rows = cut.cut is None
+        run = _Run(key, at, cut.kept.numel, base + offset if whole_rows else base, None if whole_rows else cut)
+        base += cut.numel
+        if found and found[-1].followed_by(run):
+            found[-1] = replace(found[-1], count=found[-1].count + run.count)
+        elif run.count:
+            found.append(run)
+    return found
 
 
 def _add(view: Tensor, total: Tensor, scale: float, keep: float) -> None:

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
 
-from dpengine.capture import Capture, Receiver, Replay, watch_list
+from dpengine.capture import Capture, Kind, Receiver, Replay, Watch, watch_list
+from dpengine.distributed import SINGLE, Topology
+from dpengine.errors import UnsupportedLayerError
 from dpengine.grad_samplers import BUILTIN, functional_sampler, sampler_for
 
 from .bookkeep import Bookkeep
 from .choose_method import MethodTable
 from .expanded_weights import ExpandedWeights
 from .materialize import Materialize
-from .probed import Probed
+from .probed import EVERY, Probed
 from .reweight import Reweight
 from .strategy import AbstractGradients
 
@@ -64,6 +66,9 @@ MODES: dict[str, Mode] = {
 }
 
 
+_ONE_PASS = ("auto", "hooks", "functorch")
+
+
 def watch_model(
     model: nn.Module,
     receiver: Receiver,
@@ -71,6 +76,7 @@ def watch_model(
     *,
     batch_first: bool = True,
     methods: MethodTable | None = None,
+    topology: Topology = SINGLE,
 ) -> tuple[Capture, Probed]:
     """The capture and the strategy for one mode; nothing is attached yet.
 
@@ -80,16 +86,50 @@ def watch_model(
         mode: A key of ``MODES``.
         batch_first: Whether axis 0 of its inputs is the batch.
         methods: Which way is the fastest, as far as is known; None starts a table.
+        topology: Who holds what, where several processes train the model.
 
     Returns:
         The capture, which tells the receiver, and the strategy, to which the receiver hands on.
 
     Raises:
         ValueError: If the mode is not in the table.
-    """
+        UnsupportedLayerError: If the mode does not go with the topology.
+    """  # noqa: DOC502 - the check below raises on our behalf
     if mode not in MODES:
         raise ValueError(f"grad_sample_mode={mode!r} is not known. Choose one of: {', '.join(map(repr, MODES))}.")
     chosen = MODES[mode]
     watches = watch_list(model, chosen.lookup, functional_sampler, by_operations=chosen.by_operations)
-    capture = Capture(model, watches, receiver, linear_rule=BUILTIN[nn.Linear], batch_first=batch_first)
-    return capture, Probed(chosen.build(capture, MethodTable() if methods is None else methods), capture)
+    capture = Capture(
+        model, watches, receiver, linear_rule=BUILTIN[nn.Linear], batch_first=batch_first, topology=topology
+    )
+    _refuse_mode(mode, topology, watches)
+    methods = MethodTable() if methods is None else methods
+    if topology.splits.size > 1:
+        # Sums of parameters that each rank holds as a whole must be the same bits, so none may be formed otherwise.
+        methods = methods.untimed(topology.splits.from_first(methods.seconds))
+    strategy = chosen.build(capture, methods)
+    return capture, Probed(strategy, capture, EVERY if topology.runs_by_itself else None)
+
+
+def _refuse_mode(mode: str, topology: Topology, watches: Sequence[Watch]) -> None:
+    if topology.slots and mode not in _ONE_PASS:
+        raise UnsupportedLayerError(
+            f"grad_sample_mode={mode!r} runs the model again within a backward pass, when sharded parameters are not "
+            "there.",
+            fix="Leave grad_sample_mode out.",
+        )
+    if topology.splits.size == 1:
+        return
+    if mode != "auto":
+        raise UnsupportedLayerError(
+            f"grad_sample_mode={mode!r} forms gradients of whole layers, and some are split over processes.",
+            fix="Leave grad_sample_mode out.",
+        )
+    for watch in watches:
+        inside = next((part for layer, part in topology.parts.items() if layer in set(watch.module.modules())), None)
+        if watch.kind is Kind.UNIT and inside is not None:
+            raise UnsupportedLayerError(
+                f"'{watch.name}' ({type(watch.module).__name__}) is run as one, and layer '{inside.name}' in it is "
+                "split over processes.",
+                fix="Leave that layer out of the plan of parallelize_module.",
+            )

@@ -31,10 +31,10 @@ class Probed(AbstractGradients):
     Args:
         inner: The strategy that does the work.
         capture: What it hears from.
-        every: Backward passes from one probe to the next.
+        every: Backward passes from one probe to the next; None for no probe.
     """
 
-    def __init__(self, inner: AbstractGradients, capture: Capture, every: int = EVERY):
+    def __init__(self, inner: AbstractGradients, capture: Capture, every: int | None = EVERY):
         self._inner = inner
         self._capture = capture
         self._every = every
@@ -90,7 +90,7 @@ class Probed(AbstractGradients):
     @property
     def due(self) -> bool:
         """Whether the next pass is probed."""
-        return self._passes + 1 >= self._next
+        return self._every is not None and self._passes + 1 >= self._next
 
     def passed_elsewhere(self) -> None:
         """Counts a pass that was not seen here."""
@@ -108,7 +108,7 @@ class Probed(AbstractGradients):
         self._inner.add_sums(groups, weights_BK, scale, into)
         replay, sq_norms_B = self._capture.replay, self._sq_norms_B
         self._passes += 1
-        if self._passes >= self._next and replay is not None and len(sq_norms_B) > 1:
+        if self._every is not None and self._passes >= self._next and replay is not None and len(sq_norms_B) > 1:
             self._next = min(4 * self._passes, self._passes + self._every)
             Company(self._capture, replay, sq_norms_B, self._passes).ask()
         self._arm()

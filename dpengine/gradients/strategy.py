@@ -129,7 +129,7 @@ def joint_gradients(call: LayerCall, uses: Mapping[str, Use], rule: JointSampler
                 f"parameter '{use.name}'; expected a tensor of floating point numbers.",
                 fix="Return one gradient for each row, as a tensor of the parameter's dtype.",
             )
-        expected = (call.batch_size, *use.parameter.shape)
+        expected = (call.batch_size, *use.shape)
         if tuple(grad.shape) != expected:
             raise MissingGradientError(
                 f"The grad sampler of '{call.name}' ({type(call.layer).__name__}) gave shape "

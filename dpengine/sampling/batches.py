@@ -32,6 +32,7 @@ class LogicalBatches:
         accumulation_steps: The number of chunks, if above 1.
         on_handout: Called with the ticket and the chunk's number right before a chunk is given out.
         may_draw: Asked with the step before each logical batch; False ends the pass.
+        share: Which of how many processes this is: each hands out its own part of every chunk.
     """
 
     def __init__(
@@ -43,11 +44,13 @@ class LogicalBatches:
         accumulation_steps: int,
         on_handout: Callable[[Ticket, int], None],
         may_draw: Callable[[int], bool],
+        share: tuple[int, int] = (0, 1),
     ):
         self.strategy = strategy
         self.may_draw = may_draw
         self.position = 0  # logical batches handed out since the start of the run, and so the step of the next one
         self.open_pass: Pass | None = None
+        self.share = share
         self._words = words
         self._physical_batch_size = physical_batch_size
         self._accumulation_steps = accumulation_steps
@@ -56,14 +59,25 @@ class LogicalBatches:
     def draw(self, step: int) -> DrawnBatch:
         """Returns the logical batch of a step. Drawing has no effect: the same step gives the same batch again."""
         indices = self.strategy.draw(step, self._words)
-        parts, size = self._accumulation_steps, self._physical_batch_size
+        parts, size, (rank, ranks) = self._accumulation_steps, self._physical_batch_size, self.share
         units: tuple[IndexBatch, ...] = ()
         if isinstance(self.strategy, UnitStrategy):
-            cut = self.strategy.chunks(indices, size=size, parts=parts)
+            cut = self._units_of(self.strategy, indices)
             units = tuple(map(self.strategy.places, cut))
         else:
-            cut = np.array_split(indices, parts if size is None else max(1, -(-len(indices) // size)))
+            parts = parts if size is None else max(1, -(-len(indices) // (size * ranks)))
+            cut = np.array_split(indices, parts * ranks)[rank::ranks]
         return DrawnBatch(Ticket(step, tuple(map(len, cut)), units), [part.tolist() for part in cut])
+
+    def _units_of(self, strategy: UnitStrategy, indices: IndexBatch) -> list[IndexBatch]:
+        """This process's chunks of whole units; all processes have equally many, the last ones perhaps empty."""
+        rank, ranks = self.share
+        chunks = [
+            strategy.chunks(part, size=self._physical_batch_size, parts=self._accumulation_steps)
+            for part in strategy.chunks(indices, size=None, parts=ranks)
+        ]
+        most = max(map(len, chunks))
+        return [*chunks[rank], *[indices[:0]] * (most - len(chunks[rank]))]
 
     def hand_out(self, ticket: Ticket, chunk: int) -> None:
         """Notes that a chunk is about to reach the user."""
@@ -156,12 +170,12 @@ class PrivateBatchSampler(Sampler[list[int]]):
         batches: The run.
 
     Attributes:
-        batch_size: The expected batch size, rounded. Frameworks read it.
+        batch_size: The expected batch size of this process, rounded. Frameworks read it.
         drop_last: Always False.
     """
 
     def __init__(self, batches: LogicalBatches):
-        self.batch_size = max(1, round(batches.strategy.expected_batch_size))
+        self.batch_size = max(1, round(batches.strategy.expected_batch_size / batches.share[1]))
         self.drop_last = False
         self._batches = batches
 

@@ -31,7 +31,8 @@ _WHY_REFUSED = {
     ),
     DistributedSampler: (
         "repeats rows so that all ranks get equally many; a repeated row counts twice.",
-        f"Give every rank the whole data set, the engine takes each rank's slice of one draw. {_PLAIN_LOADER}",
+        f"Give every rank the whole data set, the engine takes each rank's part of one draw. {_PLAIN_LOADER} "
+        "batch_size is that of all ranks together.",
     ),
 }
 

@@ -32,6 +32,7 @@ def private_loader(
     accumulation_steps: int = 1,
     batch_first: bool = True,
     example_input: Any = None,
+    share: tuple[int, int] = (0, 1),
 ) -> DataLoader[Any]:
     """Returns a copy of ``loader`` that draws its batches by ``strategy``.
 
@@ -58,6 +59,7 @@ def private_loader(
         accumulation_steps: Splits each logical batch into exactly so many chunks, some perhaps without rows.
         batch_first: Which axis counts rows, where a batch of one row and one of two do not show it.
         example_input: An example as the data set returns it, for a data set whose row 0 cannot be read.
+        share: Which of how many processes this is. Each draws the same batches, and loads its own part of every chunk.
 
     Returns:
         The private loader, with ``position``, ``state_dict()`` and ``load_state_dict()``.
@@ -86,6 +88,7 @@ def private_loader(
         accumulation_steps=accumulation_steps,
         on_handout=on_handout,
         may_draw=may_draw,
+        share=share,
     )
     template = _template(loader, example_input, batch_first=batch_first)
     batch_sampler = PrivateBatchSampler(batches)

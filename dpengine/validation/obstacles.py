@@ -46,7 +46,8 @@ def has_spectral_norm(module: nn.Module) -> bool:
 
 
 def _is_wrapper(module: nn.Module) -> bool:
-    return isinstance(module, (nn.DataParallel, nn.parallel.DistributedDataParallel))
+    # The older FSDP keeps a flat vector of all parameters, in which layers cannot be told apart.
+    return isinstance(module, nn.DataParallel) or type(module).__name__ == "FullyShardedDataParallel"
 
 
 def _is_lazy(module: nn.Module) -> bool:
@@ -89,7 +90,8 @@ OBSTACLES = (
     Obstacle(
         _is_wrapper,
         "wraps the model for several devices, and moves gradients before they are clipped and noised",
-        "Pass the model inside it: make_private(model.module, ...)",
+        "Use torch.nn.parallel.DistributedDataParallel or torch.distributed.fsdp.fully_shard under torchrun, or pass "
+        "the model inside it: make_private(model.module, ...)",
     ),
     Obstacle(
         _is_lazy,

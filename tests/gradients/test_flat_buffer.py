@@ -31,7 +31,8 @@ def test_what_was_taken_is_never_written_again():
     listed = parameters()
     buffer = FlatBuffer(listed)
     buffer.add(listed[0], torch.ones(3, 2))
-    flats, views = buffer.take()
+    taken = buffer.take()
+    flats, views = taken.flats, taken.views
     assert buffer.clean
     buffer.add(listed[0], torch.full((3, 2), 7.0))
     assert views[listed[0]].eq(1).all() and views[listed[1]].eq(0).all()

@@ -119,6 +119,32 @@ def test_an_empty_batch_gives_zero_sums(mode):
     assert seen.rows == 0
 
 
+class Reused(nn.Module):
+    """An embedding used twice, or once as the last layer's weight too."""
+
+    def __init__(self, *, tied):
+        super().__init__()
+        self.embedding = nn.Embedding(6, 4)
+        self.head = nn.Linear(4, 6, bias=False) if tied else nn.Linear(4, 6)
+        if tied:
+            self.head.weight = self.embedding.weight
+
+    def forward(self, words):
+        x = self.embedding(words)
+        return self.head(x if self.head.weight is self.embedding.weight else x + self.embedding(words.flip(1)))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("mode", MODES)
+def test_an_empty_batch_of_words_gives_zero_sums(mode, tied, dtype):
+    found, seen = clip_by_engine(
+        Reused(tied=tied).to(dtype), (torch.zeros(0, 3, dtype=torch.int64),), lambda o: o.square().sum(), mode=mode
+    )
+    assert all(not total.any() and total.isfinite().all() for total in found.values())
+    assert seen.rows == 0
+
+
 @pytest.mark.parametrize("poison", [float("nan"), float("inf"), 1e38])
 @pytest.mark.parametrize("mode", MODES)
 def test_f_d5_a_poisoned_row_counts_nothing_and_leaves_the_others_as_they_are(mode, poison):

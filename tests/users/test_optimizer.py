@@ -105,7 +105,7 @@ def test_o2_a_scheduler_from_before_counts_private_steps(kind):
             scheduler.step()
             assert loop.engine.ledger.steps == steps  # the private step ran, and not the one that stood on the instance
     assert scheduler.get_last_lr()[0] == pytest.approx(0.05 * 0.5**4)
-    assert loop.release.released.keys() == set(model.parameters())
+    assert loop.release.gradients.released.keys() == set(model.parameters())
 
 
 @every_scheduler

@@ -1,0 +1,72 @@
+"""Models whose parameters ``torch.distributed.fsdp.fully_shard`` cut over ranks, on a mesh of one or two axes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from dpengine.errors import UnsupportedLayerError
+
+from .dtensors import read_as_dtensors
+from .ranks import ALONE, Ranks, world
+from .topology import Slot, Topology
+
+
+def fully_sharded(model: nn.Module) -> Topology | None:
+    """The topology of a model that ``fully_shard`` was applied to.
+
+    Returns:
+        None for any other model.
+
+    Raises:
+        UnsupportedLayerError: If only a part of the parameters is sharded, or they are on several meshes.
+    """
+    parts = [part for module in model.modules() for part in _parts_of(module)]
+    if not parts:
+        return None
+    infos = {(id(part.mesh_info.mesh), type(part.mesh_info).__name__): part.mesh_info for part in parts}
+    if len({_groups_of(info) for info in infos.values()}) > 1:
+        raise UnsupportedLayerError(
+            "Parts of the model are sharded over different meshes.", fix="Pass the same mesh to every fully_shard call."
+        )
+    slots = {slot: part.sharded_param for part in parts for slot in _slots_of(part)}
+    for prefix, module in model.named_modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None and (module, name) not in slots and parameter.requires_grad:
+                raise UnsupportedLayerError(
+                    f"Parameter '{prefix}.{name}' is not sharded, and others are: its gradient would not be added over "
+                    "the ranks.",
+                    fix="Call fully_shard(model) on the whole model too, after its parts.",
+                )
+    info = next(iter(infos.values()))
+    replicated = hasattr(info, "replicate_process_group")
+    return Topology(
+        name="hybrid sharded" if replicated else "fully sharded",
+        replicas=Ranks.of(info.replicate_process_group) if replicated else ALONE,
+        shards=Ranks.of(info.shard_process_group),
+        everyone=world(),
+        slots=slots,
+        **read_as_dtensors(data_axes=info.mesh.ndim),
+    )
+
+
+def _parts_of(module: nn.Module) -> list[Any]:
+    """What FSDP keeps for each parameter of the group that begins at a module."""
+    state = module._get_fsdp_state() if hasattr(module, "_get_fsdp_state") else None  # type: ignore[operator]
+    if state is None:
+        return []
+    groups = getattr(state, "_fsdp_param_groups", None)
+    if groups is None:  # before torch 2.11 a module had one group at most
+        groups = [state._fsdp_param_group] if state._fsdp_param_group is not None else []
+    return [part for group in groups for part in group.fsdp_params]
+
+
+def _slots_of(part: Any) -> list[Slot]:
+    info = part._module_info
+    tied = zip(info.shared_modules, info.shared_param_names, strict=True)
+    return [(info.module, info.param_name), *tied]
+
+
+def _groups_of(info: Any) -> tuple[Any, Any]:
+    return getattr(info, "shard_process_group", None), getattr(info, "replicate_process_group", None)

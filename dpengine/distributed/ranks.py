@@ -1,0 +1,85 @@
+"""A group of processes as the engine sees it: how many they are, which of them this is, and what they do together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Ranks:
+    """The ranks of one process group.
+
+    Attributes:
+        group: The group of ``torch.distributed``; None for a process that is alone.
+        rank: This process among them, from 0.
+        size: How many there are.
+    """
+
+    group: Any = None
+    rank: int = 0
+    size: int = 1
+
+    @classmethod
+    def of(cls, group: Any) -> Ranks:
+        """The ranks of a group, which are alone if there is one of them."""
+        size = dist.get_world_size(group)
+        return cls(group, dist.get_rank(group), size) if size > 1 else ALONE
+
+    def add_up(self, tensor: Tensor) -> Callable[[], None]:
+        """Begins to replace a tensor by its sum over the ranks; what is returned waits for that."""
+        if self.size == 1:
+            return _nothing
+        return _waiting(dist.all_reduce(tensor, group=self.group, async_op=True), tensor)
+
+    def scatter_sum(self, whole: Tensor, part: Tensor) -> Callable[[], None]:
+        """Begins to sum ``whole`` ``(size * n,)`` over the ranks, of which each gets its ``part`` ``(n,)``."""
+        exchange = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor  # as it was called before
+        return _waiting(exchange(part, whole, group=self.group, async_op=True), whole, part)
+
+    def all_of(self, value: Any) -> list[Any]:
+        """What each rank has: any object that can be pickled. Waits for all."""
+        if self.size == 1:
+            return [value]
+        found: list[Any] = [None] * self.size
+        dist.all_gather_object(found, value, group=self.group)
+        return found
+
+    def from_first(self, value: Any) -> Any:
+        """What the first of the ranks has. Nothing else of the others is sent."""
+        if self.size == 1:
+            return value
+        shared = [value if self.rank == 0 else None]
+        first = 0 if self.group is None else dist.get_global_rank(self.group, 0)
+        dist.broadcast_object_list(shared, src=first, group=self.group)
+        return shared[0]
+
+
+def world() -> Ranks:
+    """All processes; this one alone where ``torch.distributed`` does not run."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return ALONE
+    return Ranks.of(dist.group.WORLD)
+
+
+def _waiting(work: Any, *held: Tensor) -> Callable[[], None]:
+    """Waits for what was begun; the tensors live until then."""
+
+    def wait() -> None:
+        if work is not None:
+            work.wait()
+        assert all(isinstance(one, torch.Tensor) for one in held)
+
+    return wait
+
+
+def _nothing() -> None:
+    """Nothing was begun."""
+
+
+ALONE = Ranks()

@@ -1,0 +1,142 @@
+"""Who holds what: the contract through which all other parts ask, without knowing how a run is spread over processes.
+
+Three groups say it all, and each may be this process alone. *Replicas* hold the same parameters, for other rows.
+*Shards* hold parts of one copy of the parameters, for other rows. *Splits* hold parts of each layer, for the same rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dpengine.errors import MechanismMismatchError
+
+from .held import Held
+from .layer_parts import LayerPart, cut_axis
+from .ranks import ALONE, Ranks
+from .split_norms import add_up_sq_norms
+
+Slot = tuple[nn.Module, str]
+"""Where a parameter is registered: its module, and its name there."""
+
+
+def _whole(parameter: nn.Parameter) -> Held:
+    return Held.whole(parameter.shape)
+
+
+def _same(parameter: nn.Parameter, value: Tensor) -> Tensor:
+    return value
+
+
+def _itself(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Topology:
+    """How a run is spread over processes.
+
+    Attributes:
+        name: What it is called in reports.
+        replicas: Those that hold the same parameters, for other rows.
+        shards: Those that hold parts of one copy of the parameters, for other rows.
+        splits: Those that hold parts of each layer, for the same rows.
+        everyone: All ranks of the run.
+        slots: The parameters that the optimizer holds, where a module shows others while it runs.
+        held: How a parameter's sum is formed and kept.
+        gradient: ``gradient(parameter, kept)`` is what stands in ``p.grad``, made of the part that is kept.
+        local: The part of a tensor that is here.
+        parts: Layers that are split, with the part of each that is here.
+        data_axes: Of the meshes of parameters that are DTensors, how many are those of replicas and shards.
+    """
+
+    name: str = "single"
+    replicas: Ranks = ALONE
+    shards: Ranks = ALONE
+    splits: Ranks = ALONE
+    everyone: Ranks = ALONE
+    slots: Mapping[Slot, nn.Parameter] = field(default_factory=dict)
+    held: Callable[[nn.Parameter], Held] = _whole
+    gradient: Callable[[nn.Parameter, Tensor], Tensor] = _same
+    local: Callable[[Tensor], Tensor] = _itself
+    parts: Mapping[nn.Module, LayerPart] = field(default_factory=dict)
+    data_axes: int = 0
+
+    @property
+    def rank(self) -> int:
+        """This process among those that share the rows of a batch."""
+        return self.replicas.rank * self.shards.size + self.shards.rank
+
+    @property
+    def ranks(self) -> int:
+        """How many share the rows of a batch."""
+        return self.replicas.size * self.shards.size
+
+    @property
+    def runs_by_itself(self) -> bool:
+        """Whether this process can run the model without the others, as a second look at a batch does."""
+        return not self.slots and self.splits.size == 1
+
+    def in_parts(self, parameter: nn.Parameter) -> bool:
+        """Whether ranks that have the same rows hold parts of a parameter; else each has all that its shard keeps."""
+        return self.splits.size > 1 and cut_axis(self.held(parameter)) is not None
+
+    def reduce_sq_norms(
+        self, own_BK: Tensor, whole_BK: Tensor, facts: Sequence[object], device: torch.device
+    ) -> Tensor:
+        """Squared norms of gradients that lie in parts on several ranks. See `split_norms.add_up_sq_norms`."""
+        return add_up_sq_norms(self.splits, own_BK, whole_BK, facts, device)
+
+    def total(self, number: Tensor | float) -> float:
+        """The sum of a number over the processes that share the rows of a batch, exact for halves."""
+        summed = torch.as_tensor(number, dtype=torch.float64).clone()
+        for ranks in (self.shards, self.replicas):
+            ranks.add_up(summed)()
+        return float(summed)
+
+    def parameters(self, model: nn.Module) -> dict[str, nn.Parameter]:
+        """The parameters that the optimizer holds, by dotted name; those that are tied once."""
+        if not self.slots:
+            return dict(model.named_parameters())
+        found: dict[nn.Parameter, str] = {}
+        for prefix, owner in model.named_modules():
+            for name, present in owner._parameters.items():
+                if present is not None:
+                    found.setdefault(self.registered(owner, name, present), f"{prefix}.{name}" if prefix else name)
+        return {name: parameter for parameter, name in found.items()}
+
+    def registered(self, owner: nn.Module, name: str, present: nn.Parameter) -> nn.Parameter:
+        """The parameter that the optimizer holds, where ``present`` stands in the module now."""
+        return self.slots.get((owner, name), present)
+
+    def agree(self, **facts: Any) -> None:
+        """Refuses a run in which ranks differ. Every rank calls it at the same place.
+
+        Args:
+            facts: What must be the same everywhere, as values whose ``repr`` says all.
+
+        Raises:
+            MechanismMismatchError: If some differ; it says which, and on which ranks.
+        """
+        mine = {name: repr(value) for name, value in facts.items()}
+        all_facts = self.everyone.all_of(mine)
+        for name in mine:
+            values = [facts_of_rank.get(name) for facts_of_rank in all_facts]
+            if len(set(values)) > 1:
+                other = next(i for i, value in enumerate(values) if value != values[0])
+                raise MechanismMismatchError(
+                    f"The ranks do not agree on {name}: rank 0 has {_short(values[0])}, rank {other} has "
+                    f"{_short(values[other])}.",
+                    fix="Build model, optimizer, loader and arguments alike in every process.",
+                )
+
+
+SINGLE = Topology()
+
+
+def _short(text: str | None) -> str:
+    return str(text) if text is None or len(text) <= 120 else f"{text[:117]}..."

@@ -1,0 +1,122 @@
+"""Sums of whole parameters on their way to the ranks that keep parts of them, where parameters are sharded.
+
+They leave when a pass is over, in buckets that are the same on all ranks and in one order, whatever took part in it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from dpengine.distributed import Held, Seal, Topology
+
+BUCKET_BYTES = 25 * 2**20
+
+
+@dataclass(eq=False)
+class Bucket:
+    """Parameters whose sums are added over the ranks together.
+
+    Attributes:
+        parameters: In the order in which they lie in the bucket.
+        device: Of the sums.
+        dtype: Of the sums.
+        waits: Ends the exchange; None if it has not begun.
+        part: What this rank gets.
+    """
+
+    parameters: list[nn.Parameter]
+    device: torch.device
+    dtype: torch.dtype
+    waits: Callable[[], None] | None = None
+    part: Tensor = field(default_factory=lambda: torch.empty(0))
+
+
+class Outbox:
+    """Adds up sums of whole parameters over the ranks, of which each keeps its part.
+
+    Args:
+        parameters: Each with the dtype of its sum.
+        topology: Who the ranks are.
+        held: How each parameter is cut.
+    """
+
+    def __init__(
+        self,
+        parameters: Iterable[tuple[nn.Parameter, torch.dtype]],
+        topology: Topology,
+        held: dict[nn.Parameter, Held],
+    ):
+        self._ranks, self._held = topology.shards, held
+        self._buckets: list[Bucket] = []
+        self._sums: dict[nn.Parameter, Tensor] = {}  # of this rank's rows, whole
+        self._next = 0  # the bucket that leaves next
+        size = 0
+        for parameter, dtype in reversed(list(parameters)):
+            bucket = self._buckets[-1] if self._buckets else None
+            if bucket is None or size >= BUCKET_BYTES or (bucket.device, bucket.dtype) != (parameter.device, dtype):
+                self._buckets.append(bucket := Bucket([], parameter.device, dtype))
+                size = 0
+            bucket.parameters.append(parameter)
+            size += held[parameter].formed.numel * dtype.itemsize
+
+    @property
+    def empty(self) -> bool:
+        """Whether nothing is on its way."""
+        return not self._sums and self._next == 0
+
+    def fill(self, parameter: nn.Parameter, write: Callable[[Tensor, float], None], *, dtype: torch.dtype) -> None:
+        """Has one parameter's sum written, or added to what there is of it. See ``FlatBuffer.fill``."""
+        keep = 1.0
+        if parameter not in self._sums:
+            self._sums[parameter] = torch.empty(self._held[parameter].formed.size, device=parameter.device, dtype=dtype)
+            keep = 0.0
+        write(self._sums[parameter], keep)
+
+    def deliver(self, facts: Sequence[object]) -> Iterable[tuple[nn.Parameter, Tensor]]:
+        """Ends the exchange: each parameter with the part of its sum that this rank keeps, flat."""
+        while self._next < len(self._buckets):
+            self._send(facts)
+        for bucket in self._buckets:
+            assert bucket.waits is not None
+            bucket.waits()
+            Seal.refuse_other(bucket.part[-Seal.WORDS :], self._ranks.size)
+            at = 0
+            for parameter in bucket.parameters:
+                held = self._held[parameter]
+                yield parameter, bucket.part[at : at + held.kept.numel]
+                at += _each(held, self._ranks.size)
+        self.clear()
+
+    def clear(self) -> None:
+        """Destroys what is on its way."""
+        for bucket in self._buckets[: self._next]:
+            bucket.waits, bucket.part = None, torch.empty(0)
+        self._sums, self._next = {}, 0
+
+    def _send(self, facts: Sequence[object]) -> None:
+        bucket, ranks = self._buckets[self._next], self._ranks.size
+        each = sum(_each(self._held[p], ranks) for p in bucket.parameters) + Seal.WORDS
+        whole = torch.zeros(ranks, each, device=bucket.device, dtype=bucket.dtype)
+        at = 0
+        for parameter in bucket.parameters:
+            held, formed = self._held[parameter], self._sums.pop(parameter, None)
+            size = _each(held, ranks)
+            if formed is not None:
+                for row, part in zip(whole, formed.chunk(ranks, held.axis), strict=False):
+                    row[at : at + part.numel()].view(part.shape).copy_(part)
+            at += size
+        for row in whole:
+            Seal.write(row[at:], (self._next, *facts))
+        bucket.part = torch.empty(each, device=bucket.device, dtype=bucket.dtype)
+        bucket.waits = self._ranks.scatter_sum(whole.view(-1), bucket.part)
+        self._next += 1
+
+
+def _each(held: Held, ranks: int) -> int:
+    """Numbers that each rank gets of a parameter, the padding of the last ones included."""
+    shape = held.formed.size
+    return 0 if not held.formed.numel else -(-shape[held.axis] // ranks) * (held.formed.numel // shape[held.axis])

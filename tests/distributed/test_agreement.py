@@ -1,0 +1,210 @@
+"""What ranks must have alike is looked at before the first batch, and again in every sum."""
+
+import re
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from launch import launched
+from spread_runs import data, plain, wrapped
+from torch import nn
+from torch.utils.data import DataLoader, DistributedSampler
+
+from dpengine import PrivacyEngine, checkpoint
+from dpengine.distributed import Seal
+from dpengine.errors import MechanismMismatchError, SamplingError, UnsupportedLayerError
+
+
+def private(*, seed=1, weights=0, topology="data", batch=12, **more):
+    """A private run, as each rank sets it up; ``weights`` seeds the model."""
+    torch.manual_seed(weights)
+    model = wrapped(plain(), topology)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loader = DataLoader(data(), batch_size=batch, shuffle=True)
+    arguments = {"noise_multiplier": 1.0, "max_grad_norm": 1.0, **more}
+    return PrivacyEngine(seed=seed).make_private(model, optimizer, loader, **arguments)
+
+
+def rank():
+    return dist.get_rank()
+
+
+def one_step(model, optimizer, batch):
+    words, following = batch
+    optimizer.zero_grad()
+    F.cross_entropy(model(words).flatten(0, 1), following.flatten()).backward()
+    optimizer.step()
+
+
+def other_noise():
+    private(noise_multiplier=1.0 + rank())
+
+
+def other_key():
+    private(seed=rank())
+
+
+def other_weights():
+    private(weights=rank())
+
+
+def other_chunks():
+    private(physical_batch_size=2 + rank())
+
+
+def other_data():
+    torch.manual_seed(0)
+    model = plain()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    rows = list(data())[: 90 + rank()]
+    loader = DataLoader(rows, batch_size=12)
+    PrivacyEngine(seed=1).make_private(
+        model, optimizer, loader, noise_multiplier=1.0, sample_rate=0.1, expected_batch_size=10.0, target_delta=1e-5
+    )
+
+
+DISAGREEMENTS = {
+    "noise": (other_noise, "plan"),
+    "key": (other_key, "key"),
+    "weights": (other_weights, "'embedding.weight' is not the same"),
+    "chunks": (other_chunks, "chunks"),
+    "data": (other_data, "data|plan"),
+}
+
+
+def refusals(folder):
+    """What is refused, on one rank of two, one after the other."""
+    settings = {name: setting for name, (setting, _) in DISAGREEMENTS.items()}
+    settings |= {"skips": skips_a_batch, "saves": lambda: saves(folder), "partly sharded": only_a_part_is_sharded}
+    found = {}
+    for name, setting in settings.items():
+        try:
+            setting()
+        except (MechanismMismatchError, UnsupportedLayerError) as error:
+            found[name] = error
+    return found
+
+
+@pytest.fixture(scope="module")
+def refused(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("checkpoint") / "run"
+    found = launched(2, refusals, folder)
+    assert not folder.exists()
+    return found
+
+
+def test_f_x5_ranks_that_do_not_agree_at_the_start_are_refused(refused):
+    for found in refused:
+        for name, (_, what) in DISAGREEMENTS.items():
+            assert isinstance(found[name], MechanismMismatchError) and re.search(what, str(found[name]))
+
+
+def skips_a_batch():
+    model, optimizer, loader = private()
+    batches = iter(loader)
+    if rank() == 1:
+        next(batches)
+    one_step(model, optimizer, next(batches))
+
+
+def test_f_x5_a_rank_at_another_step_is_found_in_the_sum(refused):
+    for found in refused:
+        assert isinstance(found["skips"], MechanismMismatchError) and "not at the same step" in str(found["skips"])
+
+
+def raises_in_the_middle():
+    torch.manual_seed(0)
+    model = plain()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loader = DataLoader(data(), batch_size=12)
+    engine = PrivacyEngine(seed=1)
+    model, optimizer, loader = engine.make_private(model, optimizer, loader, noise_multiplier=1.0)
+    before = [p.detach().clone() for p in model.parameters()]
+    try:
+        for step, batch in enumerate(loader):
+            if rank() == 1 and step == 2:
+                raise OSError("a disk is full")
+            one_step(model, optimizer, batch)
+            before = [p.detach().clone() for p in model.parameters()]
+    except Exception as error:
+        same = all(torch.equal(p, old) for p, old in zip(model.parameters(), before, strict=True))
+        return type(error).__name__, engine.ledger.steps, same
+
+
+def test_f_x3_where_one_rank_fails_the_others_end_with_an_error_and_the_step_is_charged():
+    (kind, charged, same), (other, _, _) = launched(2, raises_in_the_middle, seconds=10.0)
+    assert other == "OSError" and kind in {"RuntimeError", "DistBackendError", "DistNetworkError"}
+    assert charged == 3 and same  # two steps, and the one that broke off; its gradients were not applied
+
+
+def odd_wrappers():
+    found = []
+    torch.manual_seed(0)
+    for wrap in (nn.DataParallel, type("FullyShardedDataParallel", (nn.Sequential,), {})):
+        model = wrap(nn.Linear(3, 2))
+        try:
+            PrivacyEngine().make_private(
+                model, torch.optim.SGD(model.parameters(), 0.1), DataLoader(data(), 12), noise_multiplier=1.0
+            )
+        except UnsupportedLayerError as error:
+            found.append(str(error))
+    return found
+
+
+def test_wrappers_that_cannot_be_made_private_are_refused_by_name():
+    dataparallel, older = odd_wrappers()
+    assert "DataParallel" in dataparallel and "fully_shard" in dataparallel
+    assert "FullyShardedDataParallel" in older
+
+
+def saves(folder):
+    torch.manual_seed(0)
+    model = plain()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    engine = PrivacyEngine(seed=1)
+    engine.make_private(model, optimizer, DataLoader(data(), 12), noise_multiplier=1.0)
+    checkpoint.save(folder, engine)
+
+
+def test_a_checkpoint_of_one_process_is_not_made_of_several(refused):
+    for found in refused:
+        assert "torch.distributed.checkpoint" in str(found["saves"])
+
+
+def only_a_part_is_sharded():
+    from torch.distributed.fsdp import fully_shard
+
+    model = plain()
+    fully_shard(model.blocks[0])
+    PrivacyEngine().make_private(
+        model, torch.optim.SGD(model.parameters(), 0.1), DataLoader(data(), 12), noise_multiplier=1.0
+    )
+
+
+def test_a_model_that_is_sharded_in_part_is_refused(refused):
+    for found in refused:
+        assert isinstance(found["partly sharded"], UnsupportedLayerError)
+        assert "embedding.weight" in str(found["partly sharded"])
+
+
+def test_f_s8_a_sampler_that_repeats_rows_is_refused():
+    model = plain()
+    sampler = DistributedSampler(data(), num_replicas=2, rank=0)
+    with pytest.raises(SamplingError, match="repeats rows"):
+        PrivacyEngine().make_private(
+            model,
+            torch.optim.SGD(model.parameters(), 0.1),
+            DataLoader(data(), batch_size=12, sampler=sampler),
+            noise_multiplier=1.0,
+        )
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 64, 5000])
+def test_a_seal_is_whole_only_if_all_wrote_the_same(ranks):
+    words, other = torch.zeros(2, Seal.WORDS)
+    Seal.write(words, ("step", 7))
+    Seal.write(other, ("step", 8))
+    Seal.refuse_other(words * ranks, ranks)
+    with pytest.raises(MechanismMismatchError):
+        Seal.refuse_other(words * (ranks - 1) + other, ranks)

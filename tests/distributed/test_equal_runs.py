@@ -1,0 +1,62 @@
+"""A run is the same run whatever the number of processes and however they share the model."""
+
+import pytest
+import torch
+from launch import launched
+from spread_runs import Case, all_trained, trained
+
+CASES = [
+    *(
+        Case(model=model, clipping=clipping)
+        for model in ("tied", "frozen", "adapted")
+        for clipping in ("flat", "per_layer")
+    ),
+    *(Case(model=model, noise=noise) for model in ("tied", "adapted") for noise in ("bandmf", "inverse")),
+    Case(model="frozen", noise="inverse", clipping="per_layer", physical=2),
+    Case(model="tied", noise="bandmf", clipping="per_layer", physical=3),
+    Case(batch=2),  # most processes have no row
+    Case(clipping="adaptive", physical=2),
+    Case(clipping="automatic", model="tied"),
+    Case(model="tied", more=(("accumulation_steps", 3),)),
+]
+
+
+A_FEW = [
+    Case(model="tied", clipping="per_layer", physical=2),
+    Case(model="adapted", noise="bandmf"),
+    Case(batch=2),
+    Case(clipping="adaptive", more=(("accumulation_steps", 2),)),
+]
+
+
+def difference(found, expected):
+    a, b = (torch.cat([w.flatten() for w in weights.values()]) for weights in (found, expected))
+    return float((a - b).norm() / b.norm())
+
+
+def refuse_differences(case, of_ranks, expected):
+    for one in of_ranks:
+        assert one["weights"].keys() == expected["weights"].keys()
+        assert difference(one["weights"], expected["weights"]) < 1e-6, case
+        assert one["epsilon"] == expected["epsilon"]
+        assert all(torch.equal(w, of_ranks[0]["weights"][name]) for name, w in one["weights"].items()), case
+
+
+def compare(cases, topology, ranks, steps):
+    found = launched(ranks, all_trained, cases, topology, steps)
+    assert all(isinstance(one, list) for one in found), found
+    for i, case in enumerate(cases):
+        refuse_differences(case, [one[i] for one in found], trained(case, steps=steps))
+    rare = cases.index(Case(batch=2))
+    assert any(one[rare]["empty"] for one in found)  # a process without rows takes part
+
+
+@pytest.mark.parametrize("topology", ["ddp", "fsdp"])
+def test_two_processes_give_the_weights_of_one(topology):
+    compare(A_FEW, topology, 2, steps=6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("topology", "ranks"), [("ddp", 2), ("data", 4), ("fsdp", 2), ("fsdp", 4), ("hybrid", 4)])
+def test_the_weights_are_those_of_one_process_and_the_same_on_all(topology, ranks):
+    compare(CASES, topology, ranks, steps=20)

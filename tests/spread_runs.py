@@ -1,0 +1,217 @@
+"""Small private runs that one process or several take, for tests that they are the same run."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from dpengine import PrivacyEngine
+from dpengine.noise import BandedInverse, BandMF
+
+VOCABULARY, WIDTH, LENGTH, ROWS = 11, 8, 5, 96
+
+
+class Block(nn.Module):
+    """A layer norm and two linear layers, beside the identity."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.inner = nn.Linear(WIDTH, 2 * WIDTH)
+        self.outer = nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.outer(torch.relu(self.inner(self.norm(x))))
+
+
+class Adapted(nn.Module):
+    """A frozen linear layer with a trainable one of low rank beside it."""
+
+    def __init__(self, linear: nn.Linear):
+        super().__init__()
+        self.frozen = linear.requires_grad_(False)
+        self.down = nn.Linear(linear.in_features, 2, bias=False)
+        self.up = nn.Linear(2, linear.out_features, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.frozen(x) + self.up(self.down(x))
+
+
+class Words(nn.Module):
+    """Predicts each next word: embedding, blocks, and a last layer that may be the embedding again."""
+
+    def __init__(self, *, tied: bool = False):
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, WIDTH)
+        self.blocks = nn.ModuleList([Block(), Block()])
+        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+        if tied:
+            self.head.weight = self.embedding.weight
+
+    def forward(self, words: Tensor) -> Tensor:
+        x = self.embedding(words)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def plain() -> nn.Module:
+    """All of it trains."""
+    return Words()
+
+
+def tied() -> nn.Module:
+    """The last layer has the weight of the first."""
+    return Words(tied=True)
+
+
+def frozen() -> nn.Module:
+    """The embedding and a part of a block are frozen."""
+    model = Words()
+    model.embedding.requires_grad_(False)
+    model.blocks[0].inner.requires_grad_(False)
+    return model
+
+
+def adapted() -> nn.Module:
+    """Low-rank adapters beside frozen layers."""
+    model = Words().requires_grad_(False)
+    for block in model.blocks:
+        block.inner = Adapted(block.inner)
+        block.outer = Adapted(block.outer)
+    return model
+
+
+MODELS = {"plain": plain, "tied": tied, "frozen": frozen, "adapted": adapted}
+NOISE: dict[str, Any] = {
+    "gaussian": lambda: {},
+    "bandmf": lambda: {"noise": BandMF(num_bands=4), "steps": 20},
+    "inverse": lambda: {"noise": BandedInverse(num_bands=4), "steps": 20},
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One run.
+
+    Attributes:
+        model: A key of ``MODELS``.
+        noise: A key of ``NOISE``.
+        clipping: As for ``make_private``.
+        batch: Expected rows of a batch, over all processes.
+        physical: Most rows of a process at once.
+        more: Other arguments of ``make_private``.
+    """
+
+    model: str = "plain"
+    noise: str = "gaussian"
+    clipping: str = "flat"
+    batch: int = 12
+    physical: int | None = None
+    more: tuple[tuple[str, Any], ...] = ()
+
+    @property
+    def name(self) -> str:
+        """For ``pytest``."""
+        return "-".join(str(part) for part in (self.model, self.noise, self.clipping, self.batch, self.physical))
+
+
+def data() -> TensorDataset:
+    """Sentences of a fixed length."""
+    generator = torch.Generator().manual_seed(5)
+    words = torch.randint(0, VOCABULARY, (ROWS, LENGTH + 1), generator=generator)
+    return TensorDataset(words[:, :-1], words[:, 1:])
+
+
+def wrapped(model: nn.Module, topology: str) -> nn.Module:
+    """The model as a user of that topology has it; ``"data"`` does nothing."""
+    ranks = dist.get_world_size() if dist.is_initialized() else 1
+    if topology.startswith("tp"):
+        return split(model, ranks // 2, topology)
+    if topology == "ddp":
+        return nn.parallel.DistributedDataParallel(model)
+    if topology in ("fsdp", "hybrid"):
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import fully_shard
+
+        shape, names = ((ranks,), ("shard",)) if topology == "fsdp" else ((2, ranks // 2), ("replica", "shard"))
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
+        for block in model.blocks:
+            fully_shard(block, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+    return model
+
+
+def split(model: nn.Module, others: int, topology: str) -> nn.Module:
+    """Each layer in two parts, on a mesh that has so many other ranks beside each part: replicas or shards."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import Replicate
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    mesh = init_device_mesh("cpu", (others, 2), mesh_dim_names=("data", "split"))
+    tied = model.head.weight is model.embedding.weight
+    plan: dict[str, Any] = {"head": ColwiseParallel(output_layouts=Replicate())}
+    entries, features = RowwiseParallel(input_layouts=Replicate()), ColwiseParallel(output_layouts=Replicate())
+    plan["embedding"] = features if topology == "tp_features" else entries
+    for name, module in model.named_modules():
+        if type(module) is nn.Linear and name.endswith("inner"):
+            plan[name] = ColwiseParallel()
+        elif type(module) is nn.Linear and name.endswith("outer"):
+            plan[name] = RowwiseParallel()
+    parallelize_module(model, mesh["split"], plan)
+    if tied:
+        model.head.weight = model.embedding.weight
+    if topology == "tp_fsdp":
+        for block in model.blocks:
+            fully_shard(block, mesh=mesh["data"])
+        fully_shard(model, mesh=mesh["data"])
+    return model
+
+
+def trained(case: Case, topology: str = "data", *, seed: int = 1, steps: int = 20) -> dict[str, Any]:
+    """Trains for some steps; all weights, epsilon, and how many chunks had no rows in this process."""
+    torch.manual_seed(0)
+    model = MODELS[case.model]()
+    model = wrapped(model, topology)
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.3, momentum=0.9)
+    loader = DataLoader(data(), batch_size=case.batch, shuffle=True)
+    engine = PrivacyEngine(seed=seed)
+    model, optimizer, loader = engine.make_private(
+        model,
+        optimizer,
+        loader,
+        noise_multiplier=0.8,
+        max_grad_norm=0.7,
+        clipping=case.clipping,
+        physical_batch_size=case.physical,
+        **NOISE[case.noise](),
+        **dict(case.more),
+    )
+    empty = taken = 0
+    while taken < steps:
+        for words, following in loader:
+            optimizer.zero_grad()
+            logits = model(words)
+            F.cross_entropy(logits.flatten(0, 1), following.flatten()).backward()
+            optimizer.step()
+            empty += len(words) == 0
+            taken += not optimizer.step_was_skipped
+            if taken == steps:
+                break
+    return {"weights": whole_weights(model), "epsilon": engine.get_epsilon(1e-5), "empty": empty}
+
+
+def whole_weights(model: nn.Module) -> dict[str, Tensor]:
+    """Every parameter as a whole, by its name in the model as it was built."""
+    named = model.module.named_parameters() if hasattr(model, "module") else model.named_parameters()
+    return {name: (p.full_tensor() if hasattr(p, "full_tensor") else p).detach().clone() for name, p in named}
+
+
+def all_trained(cases: list[Case], topology: str, steps: int = 20) -> list[dict[str, Any]]:
+    """Several runs, one after the other."""
+    return [trained(case, topology, steps=steps) for case in cases]

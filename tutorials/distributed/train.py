@@ -1,0 +1,92 @@
+"""One private training script, for one process and for several.
+
+    python train.py
+    torchrun --nproc-per-node 2 train.py --wrap ddp
+    torchrun --nproc-per-node 2 train.py --wrap fsdp
+
+All three are the same run: the same batches, the same noise, the same weights up to rounding, and the same epsilon.
+"""
+
+import argparse
+import os
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, TensorDataset
+
+from dpengine import PrivacyEngine
+from dpengine.data import load_adult
+
+
+class Network(nn.Module):
+    """Two hidden layers over the columns of the census."""
+
+    def __init__(self, columns: int):
+        super().__init__()
+        self.hidden = nn.ModuleList([nn.Linear(columns, 64), nn.Linear(64, 64)])
+        self.last = nn.Linear(64, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Scores of the two classes, ``(B, 2)``, for rows ``(B, columns)``."""
+        for layer in self.hidden:
+            x = torch.relu(layer(x))
+        return self.last(x)
+
+
+def wrapped(model: Network, how: str) -> nn.Module:
+    """The model as PyTorch spreads it over processes. Nothing here is dpengine's."""
+    if how == "ddp":
+        return DistributedDataParallel(model)
+    if how == "fsdp":
+        for layer in model.hidden:
+            fully_shard(layer)
+        fully_shard(model)
+    return model
+
+
+def main() -> None:
+    """Trains, and says what was spent."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--wrap", choices=["none", "ddp", "fsdp"], default="none")
+    parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--seed", type=int, help="makes the noise repeat: for comparing runs, never for a release")
+    arguments = parser.parse_args()
+    several = "WORLD_SIZE" in os.environ  # torchrun sets it
+    if several:
+        dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
+
+    torch.manual_seed(0)  # every process begins with the same weights
+    data = load_adult()
+    model = wrapped(Network(data.train_inputs.shape[1]), arguments.wrap)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    # The whole data set in every process; 512 is the batch of all processes together.
+    loader = DataLoader(TensorDataset(data.train_inputs, data.train_labels), batch_size=512, shuffle=True)
+    engine = PrivacyEngine(seed=arguments.seed)
+    model, optimizer, loader = engine.make_private(
+        model, optimizer, loader, target_epsilon=2.0, target_delta=1e-5, steps=arguments.steps, max_grad_norm=1.0
+    )
+    taken = 0
+    while taken < arguments.steps:
+        for x, y in loader:  # this process's part of the batch, which may be empty
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(model(x), y).backward()
+            optimizer.step()
+            taken += 1
+            if taken == arguments.steps:
+                break
+
+    model.eval()
+    with torch.no_grad():
+        accuracy = float((model(data.test_inputs).argmax(1) == data.test_labels).double().mean())
+    if not several or dist.get_rank() == 0:
+        print(f"accuracy {accuracy:.4f}")
+        print(engine.report())
+    if several:
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
