@@ -339,7 +339,7 @@ class Release:
         try:
             add_noise(taken, self.noise, std=std, step=step, scale=1 / divisor, replicas=topology.replicas, facts=facts)
         except BaseException:
-            for flat in taken.flats:
+            for flat in taken.flats.values():
                 flat.zero_()
             raise
         self.gradients.write(taken.views)

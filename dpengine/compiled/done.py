@@ -63,6 +63,7 @@ class Done(AbstractGradients):
         weights_PK[: self.num_rows] = weights_BK
         for parameter, total in zip(self.named.values(), self.graphs.sums(self.held, weights_PK), strict=True):
             into.add(parameter, total, scale * self.stretch)
+            into.complete(parameter)
 
     def clear(self) -> None:
         self.held = []

@@ -131,6 +131,9 @@ class _NewSums:
         else:
             write(before, 1.0)
 
+    def complete(self, parameter: nn.Parameter) -> None:
+        pass
+
 
 def _places(model: nn.Module) -> list[tuple[dict[str, Any], str]]:
     """Where modules hold parameters and buffers."""

@@ -126,10 +126,11 @@ class Bookkeep(AbstractGradients):
 
     def add_sums(self, groups: Mapping[nn.Parameter, int], weights_BK: Tensor, scale: float, into: Sums) -> None:
         narrow_BK = weights_BK.float()  # once for all parameters
-        while self._entries:  # the last layer first; what it held is free before the next one is summed
+        while self._entries:  # what arrived last first; what one held is free before the next one is summed
             parameter, entry = self._entries.popitem()
             weights = weights_BK if parameter.dtype is torch.float64 else narrow_BK
             entry.add_sum(weights[:, groups[parameter]], scale, into)
+            into.complete(parameter)
 
     def clear(self) -> None:
         self._entries = {}

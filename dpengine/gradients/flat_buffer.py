@@ -25,20 +25,44 @@ class Sums(Protocol):
     def fill(self, parameter: nn.Parameter, write: Callable[[Tensor, float], None]) -> None:
         """Has one parameter's sum written where it lies. See ``FlatBuffer.fill``."""
 
+    def complete(self, parameter: nn.Parameter) -> None:
+        """Nothing more comes for a parameter in this pass. Who cannot know need not say."""
 
-@dataclass(frozen=True, eq=False)
+
+@dataclass(frozen=True)
 class Stretch:
     """Sums that lie side by side, here and in the vector of all parameters that noise is addressed by.
 
     Attributes:
-        sums: ``(n,)``.
+        key: Device and dtype of the memory that they lie in.
+        at: Place of the first in that memory.
+        count: How many they are.
         start: Place of the first in the vector of all.
         held: Set where the places are no run: the sums are a part of that parameter, which begins at ``start``.
     """
 
-    sums: Tensor
+    key: Key
+    at: int
+    count: int
     start: int
     held: Held | None = None
+
+    @property
+    def places(self) -> tuple[int, int]:
+        """First place in the vector of all, and how many from there on, of which the sums are all or a part."""
+        if self.held is None:
+            return self.start, self.count
+        offset, count = self.held.span
+        return self.start + offset, count
+
+    def part(self, begin: int, stop: int) -> Stretch:
+        """Some of the sums of one that is a run."""
+        return replace(self, at=self.at + begin, count=stop - begin, start=self.start + begin)
+
+    def followed_by(self, other: Stretch) -> bool:
+        """Whether the other lies right behind this one, here and in the vector of all."""
+        alike = self.key == other.key and self.held is None and other.held is None
+        return alike and (other.at - self.at, other.start - self.start) == (self.count, self.count)
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,16 +70,20 @@ class Taken:
     """Sums that were handed over.
 
     Attributes:
-        flats: The memory of the sums, by device and dtype.
-        sealed: The same with the words behind it that travel with sums.
+        memory: Of the sums, by device and dtype, with the words behind it that travel with sums.
+        flats: The same without these words.
         views: Each parameter's sum, in the flats.
-        stretches: The flats cut where places in the vector of all jump, in the order of that vector.
+        stretches: Where the sums lie in the vector of all, in its order: all of the flats.
     """
 
-    flats: list[Tensor]
-    sealed: list[Tensor]
+    memory: dict[Key, Tensor]
+    flats: dict[Key, Tensor]
     views: dict[nn.Parameter, Tensor]
     stretches: list[Stretch]
+
+    def sums(self, stretch: Stretch) -> Tensor:
+        """The sums of a stretch, ``(n,)``."""
+        return self.flats[stretch.key][stretch.at : stretch.at + stretch.count]
 
 
 class FlatBuffer:
@@ -68,6 +96,9 @@ class FlatBuffer:
     Args:
         parameters: The parameters, in the order that addresses their noise.
         topology: What this process holds of each.
+
+    Attributes:
+        stretches: Where the sums lie in the vector of all parameters, in its order.
     """
 
     def __init__(self, parameters: Iterable[nn.Parameter], topology: Topology = SINGLE):
@@ -79,7 +110,7 @@ class FlatBuffer:
             held = self._held[parameter] = topology.held(parameter)
             self._places[parameter] = (key, self._sizes.get(key, 0))
             self._sizes[key] = self._sizes.get(key, 0) + held.kept.numel
-        self._runs = _runs(self._places, self._held, list(self._sizes))
+        self.stretches = _stretches(self._places, self._held, list(self._sizes))
         self._seals = Seal.WORDS if topology.ranks > 1 else 0
         self._memory: dict[Key, Tensor] = {}
         self._views: dict[nn.Parameter, Tensor] = {}
@@ -120,18 +151,29 @@ class FlatBuffer:
         write(self._views[parameter], 0.0 if parameter in self._unwritten else 1.0)
         self._unwritten.discard(parameter)
 
-    def settle(self, facts: tuple[object, ...]) -> None:
-        """Brings what other ranks summed of the parts that are kept here. All ranks call it after each pass.
+    def begin(self, facts: tuple[object, ...]) -> None:
+        """A pass begins to be summed. All ranks call it before each.
 
         Args:
             facts: What must be the same on all of them.
+        """
+        if self.outbox is not None:
+            self.outbox.begin(facts)
+
+    def complete(self, parameter: nn.Parameter) -> None:
+        """Nothing more comes for a parameter in this pass."""
+        if self.outbox is not None:
+            self.outbox.complete(parameter)
+
+    def settle(self) -> None:
+        """Brings what other ranks summed of the parts that are kept here. All ranks call it after each pass.
 
         Raises:
-            MechanismMismatchError: If it is not.
+            MechanismMismatchError: If they had other facts.
         """  # noqa: DOC502 - the outbox raises on our behalf
         if self.outbox is None:
             return
-        for parameter, kept in self.outbox.deliver(facts):
+        for parameter, kept in self.outbox.deliver():
             self._write(parameter, lambda view, keep, kept=kept: _add(view, kept, 1.0, keep))  # type: ignore[misc]
 
     @property
@@ -166,14 +208,9 @@ class FlatBuffer:
 
     def take(self) -> Taken:
         """Hands the sums over, and starts again in other memory."""
-        flats, sealed, views = list(self.flats.values()), list(self._memory.values()), self._views
-        taken = Taken(flats, sealed, views, list(self._stretches()))
+        taken = Taken(memory=self._memory, flats=self.flats, views=self._views, stretches=self.stretches)
         self._memory, self._views, self._unwritten = {}, {}, set(self._places)
         return taken
-
-    def _stretches(self) -> Iterator[Stretch]:
-        for run in self._runs:
-            yield Stretch(self._memory[run.key][run.at : run.at + run.count], run.start, run.held)
 
     def zero(self) -> None:
         """Destroys the sums."""
@@ -196,33 +233,17 @@ def wide(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype is torch.float64 else torch.float32
 
 
-@dataclass(frozen=True)
-class _Run:
-    """A stretch before there is memory for it."""
-
-    key: Key
-    at: int
-    count: int
-    start: int
-    held: Held | None
-
-    def followed_by(self, other: _Run) -> bool:
-        """Whether the other lies right behind this one, here and in the vector of all."""
-        alike = self.key == other.key and self.held is None and other.held is None
-        return alike and (other.at - self.at, other.start - self.start) == (self.count, self.count)
-
-
-def _runs(
+def _stretches(
     places: Mapping[nn.Parameter, tuple[Key, int]], held: Mapping[nn.Parameter, Held], keys: list[Key]
-) -> list[_Run]:
+) -> list[Stretch]:
     """Where sums lie in the vector of all: devices and dtypes one after the other, and parameters in their order."""
-    found: list[_Run] = []
+    found: list[Stretch] = []
     base = 0
     for parameter in sorted(places, key=lambda p: keys.index(places[p][0])):  # a stable sort
         (key, at), cut = places[parameter], held[parameter]
         offset, _ = cut.span
         whole_rows = cut.cut is None
-        run = _Run(key, at, cut.kept.numel, base + offset if whole_rows else base, None if whole_rows else cut)
+        run = Stretch(key, at, cut.kept.numel, base + offset if whole_rows else base, None if whole_rows else cut)
         base += cut.numel
         if found and found[-1].followed_by(run):
             found[-1] = replace(found[-1], count=found[-1].count + run.count)

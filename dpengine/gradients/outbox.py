@@ -1,6 +1,7 @@
 """Sums of whole parameters on their way to the ranks that keep parts of them, where parameters are sharded.
 
-They leave when a pass is over, in buckets that are the same on all ranks and in one order, whatever took part in it.
+They leave in buckets that are the same on all ranks and in one order, whatever took part in a pass: each as soon as it
+is complete and those before it have left, so that few whole parameters are held, and what is left is summed meanwhile.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from dpengine.distributed import Held, Seal, Topology
 
 BUCKET_BYTES = 25 * 2**20
+_ON_THEIR_WAY = 2  # buckets whose memory is held while they are exchanged
 
 
 @dataclass(eq=False)
@@ -24,22 +26,30 @@ class Bucket:
         parameters: In the order in which they lie in the bucket.
         device: Of the sums.
         dtype: Of the sums.
-        waits: Ends the exchange; None if it has not begun.
+        missing: Parameters that may still get something in this pass.
+        waits: Ends the exchange; None if it has not begun or is over.
         part: What this rank gets.
     """
 
     parameters: list[nn.Parameter]
     device: torch.device
     dtype: torch.dtype
+    missing: set[nn.Parameter] = field(default_factory=set)
     waits: Callable[[], None] | None = None
     part: Tensor = field(default_factory=lambda: torch.empty(0))
+
+    def finish(self) -> None:
+        """Waits for the exchange, and lets go of what was sent."""
+        if self.waits is not None:
+            self.waits()
+            self.waits = None
 
 
 class Outbox:
     """Adds up sums of whole parameters over the ranks, of which each keeps its part.
 
     Args:
-        parameters: Each with the dtype of its sum.
+        parameters: Each with the dtype of its sum, in the order in which they are likely to be complete.
         topology: Who the ranks are.
         held: How each parameter is cut.
     """
@@ -53,14 +63,17 @@ class Outbox:
         self._ranks, self._held = topology.shards, held
         self._buckets: list[Bucket] = []
         self._sums: dict[nn.Parameter, Tensor] = {}  # of this rank's rows, whole
+        self._bucket_of: dict[nn.Parameter, Bucket] = {}
         self._next = 0  # the bucket that leaves next
+        self._facts: Sequence[object] = ()
         size = 0
-        for parameter, dtype in reversed(list(parameters)):
+        for parameter, dtype in parameters:
             bucket = self._buckets[-1] if self._buckets else None
             if bucket is None or size >= BUCKET_BYTES or (bucket.device, bucket.dtype) != (parameter.device, dtype):
                 self._buckets.append(bucket := Bucket([], parameter.device, dtype))
                 size = 0
             bucket.parameters.append(parameter)
+            self._bucket_of[parameter] = bucket
             size += held[parameter].formed.numel * dtype.itemsize
 
     @property
@@ -68,21 +81,33 @@ class Outbox:
         """Whether nothing is on its way."""
         return not self._sums and self._next == 0
 
+    def begin(self, facts: Sequence[object]) -> None:
+        """A pass begins to be summed, in which these facts are the same on all ranks."""
+        self._facts = facts
+        for bucket in self._buckets:
+            bucket.missing = set(bucket.parameters)
+
     def fill(self, parameter: nn.Parameter, write: Callable[[Tensor, float], None], *, dtype: torch.dtype) -> None:
         """Has one parameter's sum written, or added to what there is of it. See ``FlatBuffer.fill``."""
+        assert parameter in self._bucket_of[parameter].missing, "a sum that has left gets something more"
         keep = 1.0
         if parameter not in self._sums:
             self._sums[parameter] = torch.empty(self._held[parameter].formed.size, device=parameter.device, dtype=dtype)
             keep = 0.0
         write(self._sums[parameter], keep)
 
-    def deliver(self, facts: Sequence[object]) -> Iterable[tuple[nn.Parameter, Tensor]]:
+    def complete(self, parameter: nn.Parameter) -> None:
+        """Nothing more comes for a parameter in this pass: its bucket leaves if it was the last, and is in its turn."""
+        self._bucket_of[parameter].missing.discard(parameter)
+        while self._next < len(self._buckets) and not self._buckets[self._next].missing:
+            self._send()
+
+    def deliver(self) -> Iterable[tuple[nn.Parameter, Tensor]]:
         """Ends the exchange: each parameter with the part of its sum that this rank keeps, flat."""
         while self._next < len(self._buckets):
-            self._send(facts)
+            self._send()
         for bucket in self._buckets:
-            assert bucket.waits is not None
-            bucket.waits()
+            bucket.finish()
             Seal.refuse_other(bucket.part[-Seal.WORDS :], self._ranks.size)
             at = 0
             for parameter in bucket.parameters:
@@ -97,8 +122,10 @@ class Outbox:
             bucket.waits, bucket.part = None, torch.empty(0)
         self._sums, self._next = {}, 0
 
-    def _send(self, facts: Sequence[object]) -> None:
+    def _send(self) -> None:
         bucket, ranks = self._buckets[self._next], self._ranks.size
+        if self._next >= _ON_THEIR_WAY:
+            self._buckets[self._next - _ON_THEIR_WAY].finish()
         each = sum(_each(self._held[p], ranks) for p in bucket.parameters) + Seal.WORDS
         whole = torch.zeros(ranks, each, device=bucket.device, dtype=bucket.dtype)
         at = 0
@@ -110,7 +137,7 @@ class Outbox:
                     row[at : at + part.numel()].view(part.shape).copy_(part)
             at += size
         for row in whole:
-            Seal.write(row[at:], (self._next, *facts))
+            Seal.write(row[at:], (self._next, *self._facts))
         bucket.part = torch.empty(each, device=bucket.device, dtype=bucket.dtype)
         bucket.waits = self._ranks.scatter_sum(whole.view(-1), bucket.part)
         self._next += 1

@@ -143,7 +143,7 @@ class Reweight(AbstractGradients):
         def take(one: Bookkeep) -> None:
             if dropped is not None:
                 one.drop(dropped)
-            one.add_sums(groups, weights_BK, scale, into)
+            one.add_sums(groups, weights_BK, scale, _InPieces(into))
 
         def select(grad: Tensor) -> Tensor:
             if dropped is None or grad.dim() == 0 or len(grad) != len(dropped):
@@ -163,6 +163,20 @@ class Reweight(AbstractGradients):
         self._rows = {}
         self._arrived = ({}, {})
         self._dropped = None
+
+
+class _InPieces:
+    """Sums of which only the end of the pass is the end: a parameter may be used in several calls.
+
+    Args:
+        sums: Where they go.
+    """
+
+    def __init__(self, sums: Sums):
+        self.add, self.fill = sums.add, sums.fill
+
+    def complete(self, parameter: nn.Parameter) -> None:
+        pass
 
 
 class _Passing:

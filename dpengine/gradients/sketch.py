@@ -32,6 +32,9 @@ class Sketches:
         write(total, 0.0)
         self.add(parameter, total)
 
+    def complete(self, parameter: nn.Parameter) -> None:
+        """Nothing waits for that here."""
+
 
 def norm_of_sketch(sketch: Tensor) -> Tensor:
     """About the norm of what was sketched."""

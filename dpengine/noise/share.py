@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -28,7 +29,8 @@ def add_noise(
     """Adds a step's noise to sums, multiplies them by a public constant, and adds them up over replicas.
 
     Noise comes before the exchange, with full standard deviation on each rank's share and nowhere else; so it costs no
-    message of its own, and a rank draws and keeps what it needs for its share only.
+    message of its own, and a rank draws and keeps what it needs for its share only. Each message leaves as soon as
+    its noise is in it, while that of the next is drawn.
 
     Args:
         taken: The sums of this rank's rows, changed in place.
@@ -42,47 +44,70 @@ def add_noise(
     Raises:
         MechanismMismatchError: If it is not.
     """  # noqa: DOC502 - the seal raises on our behalf
-    for stretch, mine in _shares(taken.stretches, replicas):
+    if replicas.size > 1:
+        for memory in taken.memory.values():
+            Seal.write(memory[-Seal.WORDS :], facts)
+    waits, unsent, done = [], list(_messages(taken, replicas)), 0
+    for stretch, mine in _cut(taken.stretches, replicas):
         if mine:
-            _noised(stretch, mechanism, std, step, scale)
+            _noised(taken.sums(stretch), stretch, mechanism, std, step, scale)
         else:
-            stretch.sums.mul_(scale)
-    if replicas.size == 1:
-        return
-    for memory in taken.sealed:
-        Seal.write(memory[-Seal.WORDS :], facts)
-    waits = [replicas.add_up(part) for memory in taken.sealed for part in memory.split(_TOGETHER // memory.itemsize)]
+            taken.sums(stretch).mul_(scale)
+        done += stretch.count
+        while unsent and unsent[0][0] <= done:
+            waits.append(replicas.add_up(unsent.pop(0)[1]))
     for wait in waits:
         wait()
-    for memory in taken.sealed:
-        Seal.refuse_other(memory[-Seal.WORDS :], replicas.size)
+    if replicas.size > 1:
+        for memory in taken.memory.values():
+            Seal.refuse_other(memory[-Seal.WORDS :], replicas.size)
 
 
-def _shares(stretches: list[Stretch], replicas: Ranks) -> Iterator[tuple[Stretch, bool]]:
-    """The stretches, cut so that each part is this rank's or another's to draw noise for."""
-    total = sum(stretch.sums.numel() for stretch in stretches)
+def drawn_places(stretches: Sequence[Stretch], replicas: Ranks) -> list[tuple[int, int]]:
+    """Which places of the vector of all parameters this rank draws noise for: the first, and how many, of each run."""
+    return [stretch.places for stretch, mine in _cut(stretches, replicas) if mine]
+
+
+def _messages(taken: Taken, replicas: Ranks) -> Iterator[tuple[int, Tensor]]:
+    """What leaves together, after how many of all sums have their noise."""
+    before = 0
+    for key, memory in taken.memory.items() if replicas.size > 1 else ():
+        size, each = len(taken.flats[key]), _numbers(memory.dtype)
+        for at, part in zip(range(0, len(memory), each), memory.split(each), strict=True):
+            yield before + min(at + each, size), part
+        before += size
+
+
+def _cut(stretches: Sequence[Stretch], replicas: Ranks) -> Iterator[tuple[Stretch, bool]]:
+    """The stretches, cut so that each part is this rank's or another's to draw noise for, and lies in one message."""
+    total = sum(stretch.count for stretch in stretches)
     first, end = (total * rank // replicas.size for rank in (replicas.rank, replicas.rank + 1))
-    at = 0
+    done = 0
     for stretch in stretches:
-        size = stretch.sums.numel()
-        if stretch.held is not None:  # one that is no run stays whole
-            yield stretch, first <= at < end
+        if stretch.held is not None or replicas.size == 1:  # one that is no run stays whole
+            yield stretch, first <= done < end
         else:
-            low, high = (min(max(edge - at, 0), size) for edge in (first, end))
-            for begin, stop, mine in ((0, low, False), (low, high, True), (high, size, False)):
-                if stop > begin:
-                    yield Stretch(stretch.sums[begin:stop], stretch.start + begin), mine
-        at += size
+            low, high = (min(max(edge - done, 0), stretch.count) for edge in (first, end))
+            each = _numbers(stretch.key[1])
+            ends = range(each - stretch.at % each, stretch.count, each)  # of the messages, where one begins at 0
+            edges = sorted({0, low, high, stretch.count, *ends})
+            for begin, stop in pairwise(edges):
+                yield stretch.part(begin, stop), low <= begin < high
+        done += stretch.count
 
 
-def _noised(stretch: Stretch, mechanism: AbstractNoise, std: float, step: int, scale: float) -> None:
-    sums, held = stretch.sums, stretch.held
+def _numbers(dtype: torch.dtype) -> int:
+    return _TOGETHER // dtype.itemsize
+
+
+def _noised(sums: Tensor, stretch: Stretch, mechanism: AbstractNoise, std: float, step: int, scale: float) -> None:
+    first, count = stretch.places
+    held = stretch.held
     if held is None:
-        mechanism.add(sums, std=std, step=step, start=stretch.start, scale=scale)
+        mechanism.add(sums, std=std, step=step, start=first, scale=scale)
         return
-    offset, count = held.span
     rows = torch.zeros(count, dtype=sums.dtype, device=sums.device)
-    mechanism.add(rows, std=std, step=step, start=stretch.start + offset)
+    mechanism.add(rows, std=std, step=step, start=first)
     assert held.cut is not None
     noise: Tensor = rows.view(held.kept.size[0], *held.shape[1:])[held.cut]
     sums.view(held.kept.size).add_(noise)

@@ -32,7 +32,7 @@ def test_what_was_taken_is_never_written_again():
     buffer = FlatBuffer(listed)
     buffer.add(listed[0], torch.ones(3, 2))
     taken = buffer.take()
-    flats, views = taken.flats, taken.views
+    flats, views = list(taken.flats.values()), taken.views
     assert buffer.clean
     buffer.add(listed[0], torch.full((3, 2), 7.0))
     assert views[listed[0]].eq(1).all() and views[listed[1]].eq(0).all()

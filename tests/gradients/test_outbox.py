@@ -1,0 +1,110 @@
+"""Sums on their way to the ranks that keep them: in fixed buckets, each as soon as it is complete and in its turn."""
+
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+from torch import nn
+
+from dpengine.distributed import Box, Held, Topology
+from dpengine.gradients import outbox as module
+from dpengine.gradients.flat_buffer import FlatBuffer
+
+
+@dataclass
+class TwoAlike:
+    """The first of two ranks, of which the other sums the same; it notes how much leaves, and what is waited for."""
+
+    rank: int = 0
+    size: int = 2
+    left: list[int] = field(default_factory=list)
+    waited: list[int] = field(default_factory=list)
+
+    def scatter_sum(self, whole, part):
+        part.copy_(2 * whole.view(2, -1)[0])
+        self.left.append(part.numel())
+        number = len(self.left) - 1
+        return lambda: self.waited.append(number)
+
+
+def half(parameter):
+    whole = Box.whole(parameter.shape)
+    return Held(tuple(parameter.shape), whole, whole.part(0, 0, 2))
+
+
+@pytest.fixture
+def parameters(monkeypatch):
+    monkeypatch.setattr(module, "BUCKET_BYTES", 4 * 8)
+    return [nn.Parameter(torch.zeros(4, 2)) for _ in range(5)]  # each fills a bucket
+
+
+@pytest.fixture
+def ranks():
+    return TwoAlike()
+
+
+@pytest.fixture
+def buffer(parameters, ranks):
+    buffer = FlatBuffer(parameters, Topology(shards=ranks, held=half))
+    buffer.begin(("facts",))
+    return buffer
+
+
+def summed(buffer, parameter, number=1.0):
+    buffer.add(parameter, torch.full((4, 2), number))
+    buffer.complete(parameter)
+
+
+def test_a_bucket_leaves_as_soon_as_it_is_complete(buffer, parameters, ranks):
+    for i, parameter in enumerate(parameters):
+        summed(buffer, parameter)
+        assert len(ranks.left) == i + 1
+
+
+def test_a_bucket_waits_for_its_turn_so_that_the_order_is_the_same_on_all_ranks(buffer, parameters, ranks):
+    for parameter in parameters[1:]:
+        summed(buffer, parameter)
+    assert ranks.left == []
+    summed(buffer, parameters[0])
+    assert len(ranks.left) == 5
+
+
+def test_the_memory_of_few_buckets_is_held(buffer, parameters, ranks):
+    for parameter in parameters:
+        summed(buffer, parameter)
+    assert ranks.waited == [0, 1, 2]
+
+
+def test_what_took_no_part_leaves_at_the_end_as_zeros(buffer, parameters, ranks):
+    summed(buffer, parameters[0])
+    summed(buffer, parameters[2], 3.0)
+    buffer.settle()
+    found = dict(buffer)
+    assert len(ranks.left) == 5 and sorted(ranks.waited) == [0, 1, 2, 3, 4]
+    assert [float(found[p].max()) for p in parameters] == [2, 0, 6, 0, 0]
+    assert {view.shape for view in found.values()} == {(2, 2)}
+
+
+def test_passes_add_up(buffer, parameters):
+    for _ in range(3):
+        buffer.begin(("facts",))
+        for parameter in parameters:
+            summed(buffer, parameter)
+        buffer.settle()
+    assert all(view.eq(6).all() for _, view in buffer)
+
+
+def test_nothing_is_added_to_what_has_left(buffer, parameters):
+    summed(buffer, parameters[0])
+    with pytest.raises(AssertionError, match="has left"):
+        summed(buffer, parameters[0])
+
+
+def test_what_is_on_its_way_is_destroyed_with_the_sums(buffer, parameters, ranks):
+    summed(buffer, parameters[0])
+    buffer.zero()
+    assert buffer.clean
+    buffer.begin(("facts",))
+    summed(buffer, parameters[0], 5.0)
+    buffer.settle()
+    assert dict(buffer)[parameters[0]].eq(10).all()
