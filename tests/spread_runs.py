@@ -173,37 +173,51 @@ def split(model: nn.Module, others: int, topology: str) -> nn.Module:
     return model
 
 
+class Spread:
+    """A run of a case that this process has begun, alone or with others."""
+
+    def __init__(self, case: Case, topology: str = "data", *, seed: int | None = 1, optimizer: str = "SGD"):
+        torch.manual_seed(0)
+        model = wrapped(MODELS[case.model](), topology)
+        settings: dict[str, Any] = {"lr": 0.3, "momentum": 0.9} if optimizer == "SGD" else {"lr": 0.03}
+        optimizer = getattr(torch.optim, optimizer)([p for p in model.parameters() if p.requires_grad], **settings)
+        self.engine = PrivacyEngine(seed=seed)
+        self.empty = 0  # chunks without rows in this process
+        self.model, self.optimizer, self.loader = self.engine.make_private(
+            model,
+            optimizer,
+            DataLoader(data(), batch_size=case.batch, shuffle=True),
+            noise_multiplier=0.8,
+            max_grad_norm=0.7,
+            clipping=case.clipping,
+            physical_batch_size=case.physical,
+            **NOISE[case.noise](),
+            **dict(case.more),
+        )
+
+    def train(self, steps: int) -> "Spread":
+        """Trains for some steps."""
+        taken = 0
+        while taken < steps:
+            for words, following in self.loader:
+                self.optimizer.zero_grad()
+                F.cross_entropy(self.model(words).flatten(0, 1), following.flatten()).backward()
+                self.optimizer.step()
+                self.empty += len(words) == 0
+                taken += not self.optimizer.step_was_skipped
+                if taken == steps:
+                    break
+        return self
+
+    def result(self) -> dict[str, Any]:
+        """All weights, epsilon, and how many chunks had no rows in this process."""
+        weights = whole_weights(self.model)
+        return {"weights": weights, "epsilon": self.engine.get_epsilon(1e-5), "empty": self.empty}
+
+
 def trained(case: Case, topology: str = "data", *, seed: int = 1, steps: int = 20) -> dict[str, Any]:
-    """Trains for some steps; all weights, epsilon, and how many chunks had no rows in this process."""
-    torch.manual_seed(0)
-    model = MODELS[case.model]()
-    model = wrapped(model, topology)
-    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.3, momentum=0.9)
-    loader = DataLoader(data(), batch_size=case.batch, shuffle=True)
-    engine = PrivacyEngine(seed=seed)
-    model, optimizer, loader = engine.make_private(
-        model,
-        optimizer,
-        loader,
-        noise_multiplier=0.8,
-        max_grad_norm=0.7,
-        clipping=case.clipping,
-        physical_batch_size=case.physical,
-        **NOISE[case.noise](),
-        **dict(case.more),
-    )
-    empty = taken = 0
-    while taken < steps:
-        for words, following in loader:
-            optimizer.zero_grad()
-            logits = model(words)
-            F.cross_entropy(logits.flatten(0, 1), following.flatten()).backward()
-            optimizer.step()
-            empty += len(words) == 0
-            taken += not optimizer.step_was_skipped
-            if taken == steps:
-                break
-    return {"weights": whole_weights(model), "epsilon": engine.get_epsilon(1e-5), "empty": empty}
+    """What training for some steps gives."""
+    return Spread(case, topology, seed=seed).train(steps).result()
 
 
 def whole_weights(model: nn.Module) -> dict[str, Tensor]:
@@ -215,3 +229,9 @@ def whole_weights(model: nn.Module) -> dict[str, Tensor]:
 def all_trained(cases: list[Case], topology: str, steps: int = 20) -> list[dict[str, Any]]:
     """Several runs, one after the other."""
     return [trained(case, topology, steps=steps) for case in cases]
+
+
+def difference(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
+    """Of all weights, relative to the expected ones."""
+    a, b = (torch.cat([w.flatten() for w in weights.values()]) for weights in (found, expected))
+    return float((a - b).norm() / b.norm())

@@ -1,5 +1,6 @@
 """A run in a folder: saved as a whole, and gone on with. Nothing that is read can be code."""
 
-from .save import load, save
+from .load import load
+from .save import save
 
 __all__ = ["load", "save"]

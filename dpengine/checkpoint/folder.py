@@ -5,25 +5,29 @@ A process may die at any moment. Then there is the old folder, or the new one, o
 
 from __future__ import annotations
 
+import hashlib
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable
 from pathlib import Path
 
 from dpengine.errors import CorruptFileError
 
 _NEW, _OLD = "new", "old"
+_AT_ONCE = 2**22  # bytes
+_WHOLE = "Copy the whole folder, its private part too."
 _SECRET_MODE, _SECRET_FOLDER_MODE = 0o600, 0o700
 
 
-def write(folder: Path, files: Mapping[str, bytes], secret: Mapping[str, bytes], *, secret_folder: str) -> None:
-    """Puts files into a folder, in place of all that was in it.
+def begin(folder: Path, *, secret_folder: str) -> Path:
+    """Makes an empty folder for all that shall be in another, beside it.
 
     Args:
-        folder: Where; a link is followed.
-        files: By name.
-        secret: By name; readable by the owner alone, in a folder of their own.
-        secret_folder: Its name.
+        folder: Where it shall be; a link is followed.
+        secret_folder: Name of a folder in it that only its owner may look into.
+
+    Returns:
+        Where files are to be written now.
 
     Raises:
         FileExistsError: If there is something at ``folder`` that is no checkpoint.
@@ -31,20 +35,32 @@ def write(folder: Path, files: Mapping[str, bytes], secret: Mapping[str, bytes],
     folder = folder.resolve()
     if folder.exists() and not (folder / secret_folder).is_dir() and (not folder.is_dir() or any(folder.iterdir())):
         raise FileExistsError(f"checkpoint: {folder} holds something else. Choose another folder.")
-    new, old = _beside(folder, _NEW), _beside(folder, _OLD)
-    if not folder.exists() and old.exists():  # a process died between the two renames below
+    new, old = begun(folder), _beside(folder, _OLD)
+    if not folder.exists() and old.exists():  # a process died between the two renames of `commit`
         present(folder).rename(folder)
     for left in (new, old):
         if left.exists():
             shutil.rmtree(left)
     new.mkdir(parents=True)
-    inner = new / secret_folder
-    inner.mkdir(mode=_SECRET_FOLDER_MODE)
-    for name, data in files.items():
-        _write(new / name, data, 0o644)
-    for name, data in secret.items():
-        _write(inner / name, data, _SECRET_MODE)
-    _sync(inner)
+    (new / secret_folder).mkdir(mode=_SECRET_FOLDER_MODE)
+    return new
+
+
+def begun(folder: Path) -> Path:
+    """Where the files of a folder are written that `begin` began."""
+    return _beside(folder.resolve(), _NEW)
+
+
+def commit(folder: Path, *, secret_folder: str) -> None:
+    """Puts what was written in the place of all that was in a folder, when every file of it is durable.
+
+    Args:
+        folder: As for `begin`.
+        secret_folder: As for `begin`.
+    """
+    folder = folder.resolve()
+    new, old = begun(folder), _beside(folder, _OLD)
+    _sync(new / secret_folder)
     _sync(new)
     if folder.exists():
         folder.rename(old)
@@ -52,6 +68,46 @@ def write(folder: Path, files: Mapping[str, bytes], secret: Mapping[str, bytes],
     _sync(folder.parent)
     if old.exists():
         shutil.rmtree(old)
+
+
+def write(path: Path, into: Callable[[Path], None], *, secret: bool) -> str:
+    """Writes a file that is not there yet, durably.
+
+    Args:
+        path: The file.
+        into: Writes what shall be in it; the file is there, and empty.
+        secret: Whether only its owner may read it.
+
+    Returns:
+        The SHA-256 of what is in it.
+    """
+    os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, _SECRET_MODE if secret else 0o644))
+    into(path)
+    with open(path, "rb+") as file:
+        os.fsync(file.fileno())
+    return digest(path)
+
+
+def digest(path: Path) -> str:
+    """The SHA-256 of a file.
+
+    Args:
+        path: The file.
+
+    Returns:
+        In hexadecimal.
+
+    Raises:
+        CorruptFileError: If it is not there.
+    """
+    try:
+        with open(path, "rb") as file:
+            whole = hashlib.sha256()
+            while part := file.read(_AT_ONCE):
+                whole.update(part)
+            return whole.hexdigest()
+    except FileNotFoundError:
+        raise CorruptFileError(f"{path} is missing.", fix=_WHOLE) from None
 
 
 def present(folder: Path) -> Path:
@@ -90,19 +146,12 @@ def read(path: Path) -> bytes:
     try:
         return path.read_bytes()
     except FileNotFoundError:
-        raise CorruptFileError(f"{path} is missing.", fix="Copy the whole folder, its private part too.") from None
+        raise CorruptFileError(f"{path} is missing.", fix=_WHOLE) from None
 
 
 def _beside(folder: Path, which: str) -> Path:
     """A folder that nobody else would name so: what is in it may be deleted."""
     return folder.with_name(f".{folder.name}.dpengine-{which}")
-
-
-def _write(path: Path, data: bytes, mode: int) -> None:
-    with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
 
 
 def _sync(folder: Path) -> None:

@@ -17,6 +17,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from dpengine.accounting import Charge, CyclicGaussianEvent, MatrixGaussianEvent
+from dpengine.distributed import unwrapped
 from dpengine.errors import LedgerError, MechanismMismatchError, TicketError
 from dpengine.noise import AbstractNoise, NoiseSource, mechanism_for
 from dpengine.run import Run
@@ -35,7 +36,8 @@ def taken(run: Run) -> dict[str, Any]:
         run: The run.
 
     Returns:
-        Numbers, strings and tensors. **The key is in it.**
+        Numbers, strings and tensors, of which ``["noise"]["slices"]`` are those of this rank alone. **The key is in
+        it.**
 
     Raises:
         TicketError: If a batch is at hand.
@@ -87,19 +89,24 @@ class Resumption:
         release.plan, release.source, release.noise = self.plan, self.source, self.noise
         release.plan.clipping.load_state_dict(dict(state["clipping"]))
         release.last_step = state["last_step"]
-        release.dropped_rows, release.joined = state["dropped_rows"], state["joined"]
+        release.joined = state["joined"]
+        first = release.sums.topology.everyone.rank == 0
+        release.dropped_rows = state["dropped_rows"] if first else 0  # they are those of all ranks
         run.first_life = self.first_life
         run.resumed = True
         run.batches.load_state_dict({"position": state["last_step"] + 1})
 
 
-def resumption(run: Run, state: Mapping[str, Any], known: Iterable[Charge], *, nothing_left_since: bool) -> Resumption:
+def resumption(
+    run: Run, state: Mapping[str, Any], known: Iterable[Charge], *, life: int, nothing_left_since: bool
+) -> Resumption:
     """What lets a run go on from a state.
 
     Args:
         run: A run that has not begun.
-        state: What `taken` returned.
+        state: What `taken` returned, with the slices that this rank draws.
         known: What the engine has charged.
+        life: From `next_life`, the same on all ranks.
         nothing_left_since: Whether nothing that came after the checkpoint was released.
 
     Returns:
@@ -117,7 +124,7 @@ def resumption(run: Run, state: Mapping[str, Any], known: Iterable[Charge], *, n
         )
     _refuse_other(run, state)
     plan = _with_noise_multiplier(run.release.plan, state["noise_multiplier"])
-    source = NoiseSource.from_secret_state(state["source"], incarnation=_next_life(state))
+    source = NoiseSource.from_secret_state(state["source"], incarnation=life)
     first = state["last_step"] + 1
     if not nothing_left_since:
         return Resumption(state, plan, source, mechanism_for(source, plan.noise, first_step=first), None)
@@ -145,7 +152,8 @@ def fingerprint(run: Run) -> dict[str, Any]:
     """What must be the same for one run to go on as another."""
     plan, noise = run.release.plan, run.release.plan.noise
     moving = plan.clipping.state_dict()
-    names = {parameter: name for name, parameter in run.model.named_parameters()}
+    parameters = run.release.sums.topology.parameters(unwrapped(run.model))
+    names = {parameter: name for name, parameter in parameters.items()}
     target = run.budget.target_epsilon
     parts = {
         "sampling": repr(plan.sampling),
@@ -165,7 +173,7 @@ def fingerprint(run: Run) -> dict[str, Any]:
         ],
         "parameters": [
             [name, list(parameter.shape), str(parameter.dtype), parameter.device.type]
-            for name, parameter in run.model.named_parameters()
+            for name, parameter in parameters.items()
             if parameter.requires_grad
         ],
     }
@@ -201,7 +209,7 @@ def _hash(ids: UnitIds | None) -> str | None:
     return None if ids is None else hashlib.sha256(ids.tobytes()).hexdigest()
 
 
-def _next_life(state: Mapping[str, Any]) -> int:
+def next_life(state: Mapping[str, Any]) -> int:
     """A life of the source that was not lived: by chance, but one that follows from the state where a seed is used."""
     if not state["source"]["insecure_seed"]:
         return secrets.randbits(_LIFE_BITS)

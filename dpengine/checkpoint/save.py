@@ -1,45 +1,24 @@
-"""``save`` and ``load``: a run in a folder, with what anybody may have apart from what must stay secret."""
+"""``save``: a run in a folder, with what anybody may have apart from what must stay secret."""
 
 from __future__ import annotations
 
-import contextlib
-import copy
-import hashlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
-from torch import Tensor
-
-from dpengine.accounting import Ledger
-from dpengine.errors import CorruptFileError, InvalidBudgetError, MechanismMismatchError
+from dpengine.distributed import Ranks, unwrapped
+from dpengine.errors import TicketError
 from dpengine.run import Run
 
 from . import folder as folders
-from .plain import apart, together
-from .run_state import resumption, taken
-from .tensor_file import from_bytes, to_bytes
+from . import run_state, spread
+from .layout import MODEL, NOISE, OPTIMIZER, PUBLIC, RUN, SEALS, SECRET, VERSION, Engine, companions, only_run
+from .layout import without_ties as each_once
+from .pieces import Part, file_name, writer
+from .plain import apart
 
-_VERSION = 1
-_SECRET = "private"
-_MODEL, _OPTIMIZER, _PUBLIC = "model.safetensors", "optimizer.safetensors", "privacy_state.json"
-_RUN, _SEALS = "run.safetensors", "seals.json"
 _FORMAT = {"format": "pt"}  # what other readers of such files look for
-_EARLIER = "Take an earlier checkpoint."
-
-
-class Engine(Protocol):
-    """What is asked of a ``PrivacyEngine``."""
-
-    runs: list[Run]
-    ledger: Ledger
-
-    def state_dict(self) -> dict[str, Any]:
-        """What was spent."""
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Adds what was spent."""
 
 
 def save(folder: str | Path, engine: Engine) -> None:
@@ -50,6 +29,10 @@ def save(folder: str | Path, engine: Engine) -> None:
     the key of the noise, with which noise can be taken off again. It is readable by its owner alone, and must not be
     published.
 
+    Where several processes train the model, each of them calls this, and all see the same folder. Each writes what it
+    holds, as ``model-00001-of-00004.safetensors`` and so on; `load` takes it into any other number of processes, and
+    so does ``torch.distributed.checkpoint`` with its ``HuggingFaceStorageReader``.
+
     Args:
         folder: Where. What an earlier ``save`` wrote there is replaced when the new files are complete.
         engine: The engine, between ``optimizer.step()`` and the next batch. A ``lr_scheduler`` and a ``grad_scaler``
@@ -58,152 +41,94 @@ def save(folder: str | Path, engine: Engine) -> None:
     Raises:
         TicketError: If a batch is at hand.
         InvalidBudgetError: If the engine has no run, or more than one that is not detached.
-        MechanismMismatchError: If the run is spread over several processes.
         FileExistsError: If there is something else in the folder.
-        TypeError: If the model, the optimizer or their companions keep what is neither a tensor nor plain data.
+        TypeError: If the model, the optimizer or their companions keep what is neither a tensor nor plain data, or an
+            optimizer has a state of which it is not known how it is sharded.
+        RuntimeError: If another process failed.
     """  # noqa: DOC502 - what is called raises on our behalf
-    run = _only_run(engine)
-    state, tensors = apart({"version": _VERSION, **taken(run)}, "run")
-    others, other_tensors = apart({name: one.state_dict() for name, one in _companions(run).items()}, "state")
-    public = {
-        _MODEL: to_bytes(_without_ties(run.model.state_dict()), _FORMAT),
-        _OPTIMIZER: to_bytes(other_tensors, {"state": json.dumps(others)}),
-        _PUBLIC: (json.dumps(engine.state_dict(), indent=1) + "\n").encode(),
-    }
-    secret = {_RUN: to_bytes(tensors, {"state": json.dumps(state)})}
-    seals = {name: hashlib.sha256(data).hexdigest() for name, data in {**public, **secret}.items()}
-    secret[_SEALS] = json.dumps(seals, indent=1).encode()
-    folders.write(Path(folder), public, secret, secret_folder=_SECRET)
+    run, folder = only_run(engine), Path(folder)
+    ranks = run.release.sums.topology.everyone
+    files = _Files(run)
+    facts = ranks.each(files.take)
+    ranks.each(lambda: files.collect(facts))
+    ranks.each(lambda: _on_first(ranks, lambda: folders.begin(folder, secret_folder=SECRET)))
+    seals = {name: seal for one in ranks.each(lambda: files.write(folders.begun(folder))) for name, seal in one.items()}
+    ranks.each(lambda: _on_first(ranks, lambda: _finish(folder, engine, seals)))
 
 
-def load(folder: str | Path, engine: Engine, *, nothing_left_since: bool = False) -> None:
-    """Goes on with a run that was saved: call ``make_private`` as the first time, then this, then train.
+def _on_first(ranks: Ranks, action: Callable[[], Any]) -> None:
+    if ranks.rank == 0:
+        action()
 
-    Model, optimizer, what was spent and the place in the run are those of the checkpoint. Batches and noise from here
-    on are fresh, so nothing is drawn twice; only a run with a seed repeats itself if it goes on twice from one place.
-    What the saving process released afterwards, its cost included, is not known here: add it with
-    ``engine.load_state_dict`` if its state is there.
 
-    Noise that hangs together over steps begins anew, as a mechanism that adds to what was spent: that costs some more
-    than the run would have. With ``nothing_left_since`` it goes on as the one matrix that was planned.
+def _finish(folder: Path, engine: Engine, seals: dict[str, str]) -> None:
+    """Writes what one rank writes, and puts the folder in its place."""
+    new = folders.begun(folder)
+    spent = (json.dumps(engine.state_dict(), indent=1) + "\n").encode()
+    seals[PUBLIC] = folders.write(new / PUBLIC, lambda path: _put(path, spent), secret=False)
+    sealed = json.dumps(seals, indent=1).encode()
+    folders.write(new / SECRET / SEALS, lambda path: _put(path, sealed), secret=True)
+    folders.commit(folder, secret_folder=SECRET)
 
-    The data set must be the same, in the same order. It is not compared, apart from its length.
+
+def _put(path: Path, data: bytes) -> None:
+    path.write_bytes(data)
+
+
+class _Files:
+    """The files that a rank writes.
 
     Args:
-        folder: Where it was saved.
-        engine: An engine whose last run has not begun. Nothing of the run's history needs loading before.
-        nothing_left_since: Your word that nothing which the saving process made after the checkpoint was released,
-            not even shown: it crashed, say, and its weights are gone.
+        run: The run.
+    """
 
-    Raises:
-        MechanismMismatchError: If the run is another one.
-        CorruptFileError: If a file is missing or damaged.
-        LedgerError: If ``nothing_left_since`` is not so, as far as this engine knows.
-        FileNotFoundError: If there is no such folder.
-        TicketError: If the run has begun.
-        InvalidBudgetError: If the engine has no run, or more than one that is not detached.
-    """  # noqa: DOC502 - what is called raises on our behalf
-    run = _only_run(engine)
-    files = _files(folders.present(Path(folder)))
-    tensors, metadata = from_bytes(files[_RUN], _RUN)
-    state = together(_json(metadata.get("state", ""), _RUN), tensors)
-    if not isinstance(state, dict) or state.get("version") != _VERSION:
-        version = state.get("version") if isinstance(state, dict) else None
-        raise CorruptFileError(f"{_RUN} has version {version!r}; this one reads {_VERSION}.", fix=_EARLIER)
-    changes = resumption(run, state, engine.ledger.history, nothing_left_since=nothing_left_since)
-    weights, _ = from_bytes(files[_MODEL], _MODEL)
-    _refuse_other_weights(run.model.state_dict(), weights)
-    other_tensors, metadata = from_bytes(files[_OPTIMIZER], _OPTIMIZER)
-    others = together(_json(metadata.get("state", ""), _OPTIMIZER), other_tensors)
-    if others.keys() != _companions(run).keys():
-        raise MechanismMismatchError(
-            f"The checkpoint has {sorted(others)}, and this run has {sorted(_companions(run))}.",
-            fix="Give make_private the same lr_scheduler= and grad_scaler=.",
+    def __init__(self, run: Run):
+        self._run = run
+        self._ranks = run.release.sums.topology.everyone
+        self._writers: list[tuple[str, Callable[[Path], None], bool]] = []
+
+    def take(self) -> tuple[dict[str, Any], int]:
+        """Takes the state of the run: what this rank says of its noise, and rows dropped that no other rank has."""
+        self._state = {"version": VERSION, **run_state.taken(self._run)}
+        self._slices = self._state["noise"].pop("slices")
+        alone = self._run.release.sums.topology.splits.rank == 0
+        return self._state["noise"], self._state["dropped_rows"] if alone else 0
+
+    def collect(self, facts: list[tuple[dict[str, Any], int]]) -> None:
+        """Makes all that will be written of what the ranks took. Refuses what cannot be."""
+        run, topology = self._run, self._run.release.sums.topology
+        weights = each_once(unwrapped(run.model).state_dict())
+        self._add(MODEL, spread.written(weights, topology), _FORMAT)
+        kept = {name: one.state_dict() for name, one in companions(run).items()}
+        others, tensors = apart(kept, "state")
+        metadata = {"state": json.dumps(others)}
+        metadata["of"] = json.dumps(spread.owners(tensors, run.optimizer, kept["optimizer"]))
+        self._add(OPTIMIZER, spread.written(tensors, topology), metadata)
+        if self._slices:
+            self._add(NOISE, spread.slice_parts(self._slices), {}, secret=True)
+        noise = {**_agreed([noise for noise, _ in facts]), "slices": {}}
+        state = {**self._state, "noise": noise, "dropped_rows": sum(dropped for _, dropped in facts)}
+        if self._ranks.rank == 0:
+            plain, tensors = apart(state, "run")
+            parts = {name: Part(tensor) for name, tensor in tensors.items()}
+            self._writers.append((f"{RUN}.safetensors", writer(parts, {"state": json.dumps(plain)}), True))
+
+    def _add(self, name: str, parts: dict[str, Part], metadata: dict[str, str], *, secret: bool = False) -> None:
+        self._writers.append((file_name(name, self._ranks.rank, self._ranks.size), writer(parts, metadata), secret))
+
+    def write(self, folder: Path) -> dict[str, str]:
+        """Writes them; the seal of each by its place in the folder."""
+        places = ((f"{SECRET}/{name}" if secret else name, into, secret) for name, into, secret in self._writers)
+        return {place: folders.write(folder / place, into, secret=secret) for place, into, secret in places}
+
+
+def _agreed(facts: list[dict[str, Any]]) -> dict[str, Any]:
+    """What the ranks that have drawn noise say of it; a rank whose share is empty has nothing to say."""
+    drawn = [one for one in facts if one.get("rows") is not None] or facts
+    found = {**drawn[0], "next_step": max(one["next_step"] for one in facts)}
+    if any({**one, "next_step": found["next_step"]} != found for one in drawn):
+        raise TicketError(
+            "The ranks have not drawn the noise of the same steps: one of them failed in the middle of a step.",
+            fix="Save after the next step that all of them make.",
         )
-    spent = _json(files[_PUBLIC].decode(errors="replace"), _PUBLIC)
-    with _all_or_nothing(run):
-        run.model.load_state_dict(weights, strict=False)  # a tied tensor is there under its first name
-        for name, companion in _companions(run).items():
-            companion.load_state_dict(others[name])
-        engine.load_state_dict(spent)
-    changes.apply(run)
-
-
-def _companions(run: Run) -> dict[str, Any]:
-    """What keeps a state beside the model."""
-    found = {"optimizer": run.optimizer, "lr_scheduler": run.lr_scheduler, "grad_scaler": run.grad_scaler}
-    return {name: one for name, one in found.items() if one is not None}
-
-
-@contextlib.contextmanager
-def _all_or_nothing(run: Run) -> Iterator[None]:
-    """Puts model and companions back if one of them does not take its state."""
-    with contextlib.ExitStack() as undo:
-        for one in (run.model, *_companions(run).values()):
-            undo.callback(one.load_state_dict, copy.deepcopy(one.state_dict()))
-        yield
-        undo.pop_all()  # all is well: nothing is undone
-
-
-def _only_run(engine: Engine) -> Run:
-    runs = [run for run in engine.runs if run.attached]
-    if len(runs) != 1:
-        raise InvalidBudgetError(
-            f"A checkpoint is of one run, and this engine has {len(runs)}.",
-            fix="Call make_private first." if not runs else "Detach the others, or use an engine for each.",
-        )
-    if runs[0].release.sums.topology.everyone.size > 1:
-        raise MechanismMismatchError(
-            "A checkpoint is of a run in one process; this one is spread over several, each with a part of its state.",
-            fix="Save model and optimizer with torch.distributed.checkpoint, and engine.state_dict() beside them: a "
-            "run that goes on from there adds to what was spent.",
-        )
-    return runs[0]
-
-
-def _files(folder: Path) -> dict[str, bytes]:
-    """All files of a checkpoint, each as it was sealed."""
-    secret = folder / _SECRET
-    seals = _json(folders.read(secret / _SEALS).decode(errors="replace"), _SEALS)
-    places = {_MODEL: folder, _OPTIMIZER: folder, _PUBLIC: folder, _RUN: secret}
-    files = {name: folders.read(place / name) for name, place in places.items()}
-    for name, data in files.items():
-        if not isinstance(seals, dict) or seals.get(name) != hashlib.sha256(data).hexdigest():
-            raise CorruptFileError(f"{name} is not as it was saved.", fix=_EARLIER)
-    return files
-
-
-def _json(text: str, where: str) -> Any:
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise CorruptFileError(f"{where} is damaged: {error}.", fix=_EARLIER) from error
-
-
-def _without_ties(weights: Mapping[str, Any]) -> dict[str, Any]:
-    """Each tensor once, under its first name: readers of such files refuse tensors that share memory."""
-    strange = [name for name, tensor in weights.items() if not isinstance(tensor, Tensor)]
-    if strange:
-        raise TypeError(f"checkpoint: {strange[0]!r} in the model's state is no tensor. Leave out get_extra_state.")
-    first: dict[tuple[Any, ...], str] = {}
-    for name, tensor in weights.items():
-        first.setdefault(_memory(name, tensor), name)
-    return {name: weights[name] for name in first.values()}
-
-
-def _memory(name: str, tensor: Any) -> tuple[Any, ...]:
-    whole = tensor.numel() and (tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device)
-    return whole or (name,)
-
-
-def _refuse_other_weights(now: Mapping[str, Any], then: Mapping[str, Any]) -> None:
-    expected = {name: tuple(tensor.shape) for name, tensor in _without_ties(now).items()}
-    found = {name: tuple(tensor.shape) for name, tensor in then.items()}
-    differing = sorted(name for name in expected.keys() | found.keys() if expected.get(name) != found.get(name))
-    if differing:
-        name = differing[0]
-        raise MechanismMismatchError(
-            f"The checkpoint is of another model: {len(differing)} tensors differ, the first is {name!r} "
-            f"({found.get(name)}, now {expected.get(name)}).",
-            fix="Build the model as the first time.",
-        )
+    return found

@@ -40,6 +40,13 @@ def local_part(tensor: Any) -> Any:
     return tensor.wait() if _is_arriving(tensor) else tensor
 
 
+def is_first_copy(tensor: Any) -> bool:
+    """Whether this rank is the first of those of a DTensor's mesh that hold the same part of it."""
+    mesh = tensor.device_mesh
+    copied = [at for at, placement in enumerate(tensor.placements) if placement.is_replicate()]
+    return all(mesh.get_local_rank(at) == 0 for at in copied)
+
+
 def _is_arriving(tensor: object) -> bool:
     known = sys.modules.get("torch.distributed._functional_collectives")
     return known is not None and isinstance(tensor, known.AsyncCollectiveTensor)

@@ -42,6 +42,17 @@ class Box:
         start = (*self.start[:axis], self.start[axis] + begin, *self.start[axis + 1 :])
         return Box(start, (*self.size[:axis], end - begin, *self.size[axis + 1 :]))
 
+    def common(self, other: Box) -> Box:
+        """What both have; empty if they have nothing in common."""
+        start = tuple(map(max, self.start, other.start))
+        ends = (min(a + m, b + n) for a, m, b, n in zip(self.start, self.size, other.start, other.size, strict=True))
+        return Box(start, tuple(max(0, end - begin) for begin, end in zip(start, ends, strict=True)))
+
+    def inside(self, outer: Box) -> tuple[slice, ...]:
+        """Where this part lies in a tensor that has the outer one."""
+        places = (begin - first for begin, first in zip(self.start, outer.start, strict=True))
+        return tuple(slice(place, place + length) for place, length in zip(places, self.size, strict=True))
+
 
 @dataclass(frozen=True)
 class Held:

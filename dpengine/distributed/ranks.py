@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,6 +51,31 @@ class Ranks:
         found: list[Any] = [None] * self.size
         dist.all_gather_object(found, value, group=self.group)
         return found
+
+    def each(self, action: Callable[[], T]) -> list[T]:
+        """What an action gives on each rank; if it fails on one, none goes on. It must not wait for other ranks.
+
+        Args:
+            action: What each does; all its answers can be pickled.
+
+        Returns:
+            The answers.
+
+        Raises:
+            RuntimeError: If it failed on another rank; where it failed, its own exception.
+        """
+        answer, error = None, None
+        try:
+            answer = action()
+        except Exception as caught:
+            error = caught
+        found = self.all_of((answer, None if error is None else f"{type(error).__name__}: {error}"))
+        if error is not None:
+            raise error
+        for rank, (_, text) in enumerate(found):
+            if text is not None:
+                raise RuntimeError(f"Rank {rank} failed, and so all end here: {text}")
+        return [one for one, _ in found]
 
     def from_first(self, value: Any) -> Any:
         """What the first of the ranks has. Nothing else of the others is sent."""

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from dpengine.errors import MechanismMismatchError
 
+from .dtensors import is_first_copy
 from .held import Held
 from .layer_parts import LayerPart, cut_axis
 from .ranks import ALONE, Ranks
@@ -108,6 +109,14 @@ class Topology:
                 if present is not None:
                     found.setdefault(self.registered(owner, name, present), f"{prefix}.{name}" if prefix else name)
         return {name: parameter for parameter, name in found.items()}
+
+    def writes(self, tensor: Tensor) -> bool:
+        """Whether this rank stores its part of a tensor: of ranks that hold the same, the first does."""
+        mesh: Any = getattr(tensor, "device_mesh", None)
+        copies = self.splits.rank if mesh is None or mesh.ndim <= self.data_axes else 0
+        if mesh is not None:
+            return self.replicas.rank == copies == 0 and is_first_copy(tensor)
+        return self.replicas.rank == self.shards.rank == copies == 0
 
     def registered(self, owner: nn.Module, name: str, present: nn.Parameter) -> nn.Parameter:
         """The parameter that the optimizer holds, where ``present`` stands in the module now."""

@@ -9,7 +9,7 @@ from .mechanism import AbstractNoise, check_release
 from .optimize import optimize_banded, optimize_banded_inverse
 from .recurrences import banded_inverse, banded_toeplitz, blt, checked_column, dense, independent, lambda_cgd
 from .sensitivity import toeplitz_sq_sensitivity
-from .share import add_noise
+from .share import add_noise, drawn_places
 from .short_forms import BLT, BandedInverse
 from .source import NoiseSource
 from .toeplitz import column_norms
@@ -37,6 +37,7 @@ __all__ = [
     "checked_column",
     "column_norms",
     "dense",
+    "drawn_places",
     "independent",
     "lambda_cgd",
     "mechanism_for",

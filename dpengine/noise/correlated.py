@@ -148,26 +148,38 @@ class CorrelatedNoise(AbstractNoise):
         return part
 
     def state_dict(self) -> dict[str, Any]:
-        """All that later noise depends on beside the source. Secret."""
-        parts = {
-            start: {"first": part.first, "rows": part.rows, "state": part.state_KD.clone()}
-            for start, part in self._slices.items()
-        }
+        """All that later noise depends on beside the source. Secret.
+
+        Returns:
+            ``"slices"`` has what is kept for the slices drawn here, ``(K, D)`` each, by where they begin; they may be
+            cut otherwise when they are loaded. The rest is the same wherever parts of one vector are drawn.
+
+        Raises:
+            PrivacyError: If a step's noise was drawn for some slices, and failed for others.
+        """
+        progress = {(part.first, part.rows) for part in self._slices.values()}
+        if len(progress) > 1:
+            raise PrivacyError(
+                "noise.CorrelatedNoise.state_dict: a step failed when a part of its noise was drawn.",
+                fix="Ask after the next step, which brings all of it forward.",
+            )
+        first, rows = progress.pop() if progress else (None, None)
         return {
             "recurrence": self._recurrence.name,
             "first_step": self._first,
-            "step": self._next[0],
-            "index": self._next[1],
+            "next_step": self._next[0] + (self._next[1] > 0),
             "std": self._std,
             "lives": dict(self._lives),
-            "slices": parts,
+            "first": first,
+            "rows": rows,
+            "slices": {start: part.state_KD.clone() for start, part in self._slices.items()},
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Goes on from ``state_dict()``, bit by bit as if nothing had been between.
 
         Args:
-            state: What that returned.
+            state: What that returned; its slices may be cut otherwise.
 
         Raises:
             ValueError: If it is of another mechanism.
@@ -178,12 +190,12 @@ class CorrelatedNoise(AbstractNoise):
                 "Load it into the mechanism that it was taken from."
             )
         self._first = state["first_step"]
-        self._next = (state["step"], state["index"])
+        self._next = (state["next_step"], 0)
         self._std = state["std"]
         self._lives = {int(first): int(life) for first, life in state["lives"].items()}
         self._slices = {
-            int(start): _Slice(part["state"].clone(), first=part["first"], rows=part["rows"])
-            for start, part in state["slices"].items()
+            int(start): _Slice(state_KD.clone(), first=state["first"], rows=state["rows"])
+            for start, state_KD in state["slices"].items()
         }
 
 

@@ -58,9 +58,9 @@ class GaussianNoise(AbstractNoise):
         self._source.add_normal_(sums, std, domain=self._domain, step=step, start=start, scale=scale)
 
     def state_dict(self) -> dict[str, Any]:
-        """The first address not used yet."""
-        return {"step": self._next[0], "index": self._next[1]}
+        """The first step of which no address was used."""
+        return {"next_step": self._next[0] + (self._next[1] > 0), "slices": {}}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Goes on from ``state_dict()``."""
-        self._next = (state["step"], state["index"])
+        self._next = (state["next_step"], 0)

@@ -33,7 +33,11 @@ class AbstractNoise(abc.ABC):
 
     @abc.abstractmethod
     def state_dict(self) -> dict[str, Any]:
-        """What a resumed run needs besides the noise source. Secret."""
+        """What a resumed run needs besides the noise source, between two steps. Secret.
+
+        Returns:
+            ``"next_step"`` is the first that was not drawn; ``"slices"`` has tensors ``(K, D)`` by where they begin.
+        """
 
     @abc.abstractmethod
     def load_state_dict(self, state: dict[str, Any]) -> None:

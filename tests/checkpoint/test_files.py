@@ -9,8 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dpengine.checkpoint import folder as folders
+from dpengine.checkpoint import pieces
 from dpengine.checkpoint.plain import apart, together
-from dpengine.checkpoint.tensor_file import from_bytes, to_bytes
+from dpengine.distributed import Box
 from dpengine.errors import CorruptFileError
 
 DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16,
@@ -24,34 +25,71 @@ def tensors():
     return made
 
 
-def test_tensors_come_back():
-    found, metadata = from_bytes(to_bytes(tensors(), {"a": "b"}), "x")
-    assert metadata == {"a": "b"}
-    assert found.keys() == tensors().keys()
-    for name, tensor in tensors().items():
-        assert found[name].dtype == tensor.dtype
-        assert torch.equal(found[name], tensor)
+def put(path, parts, metadata=None):
+    pieces.writer({name: pieces.Part(*part) for name, part in parts.items()}, metadata or {})(path)
+    return path
 
 
-def test_the_layout_is_that_of_the_format():
-    data = to_bytes({"a": torch.tensor([1.0, 2.0]), "b": torch.tensor([3], dtype=torch.int64)}, {})
-    length = int.from_bytes(data[:8], "little")
-    assert length % 8 == 0
-    header = json.loads(data[8 : 8 + length])
-    assert header["a"] == {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
-    assert header["b"] == {"dtype": "I64", "shape": [1], "data_offsets": [8, 16]}
-    assert data[8 + length :] == b"\x00\x00\x80?\x00\x00\x00@" + (3).to_bytes(8, "little")
+def test_tensors_come_back(tmp_path):
+    path = put(tmp_path / "x.safetensors", {name: (tensor,) for name, tensor in tensors().items()}, {"a": "b"})
+    with pieces.Stored([path]) as found:
+        assert found.metadata == {"a": "b"}
+        assert set(found.names) == tensors().keys()
+        for name, tensor in tensors().items():
+            assert found.shape(name) == tuple(tensor.shape)
+            assert found.read(name).dtype == tensor.dtype
+            assert torch.equal(found.read(name), tensor)
 
 
-def test_other_dtypes_are_refused():
-    with pytest.raises(TypeError, match=r"'c' is a torch\.complex64"):
-        to_bytes({"c": torch.zeros(1, dtype=torch.complex64)}, {})
+def test_a_part_of_a_larger_memory_is_stored_alone(tmp_path):
+    whole = torch.arange(1000.0)
+    path = put(tmp_path / "x.safetensors", {"a": (whole[10:20],), "b": (whole[15:25],)})
+    assert path.stat().st_size < 500
+    with pieces.Stored([path]) as found:
+        assert torch.equal(found.read("b"), whole[15:25])
 
 
-@settings(max_examples=300, deadline=None)
+CUTS = {
+    "rows": [Box((0, 0), (3, 5)), Box((3, 0), (4, 5))],
+    "columns": [Box((0, 0), (7, 2)), Box((0, 2), (7, 1)), Box((0, 3), (7, 2))],
+    "both": [Box((i, j), (n, m)) for i, n in ((0, 4), (4, 3)) for j, m in ((0, 3), (3, 2))],
+    "none": [Box((0, 0), (7, 5))],
+}
+
+
+@pytest.mark.parametrize("then", CUTS)
+@pytest.mark.parametrize("now", CUTS)
+def test_parts_are_read_however_they_were_cut(tmp_path, then, now):
+    whole = torch.randn(7, 5)
+    paths = [
+        put(
+            tmp_path / pieces.file_name("w", i, len(CUTS[then])),
+            {"w": (whole[box.inside(Box.whole((7, 5)))], box.start)},
+        )
+        for i, box in enumerate(CUTS[then])
+    ]
+    assert [path.name for path in paths] == pieces.files_of("w", [path.name for path in paths] + ["w2.safetensors"])
+    with pieces.Stored(paths) as found:
+        assert found.shape("w") == (7, 5)
+        for box in CUTS[now]:
+            assert torch.equal(found.read("w", box), whole[box.inside(Box.whole((7, 5)))])
+
+
+def test_a_part_that_is_missing_is_told(tmp_path):
+    path = put(tmp_path / "x.safetensors", {"w": (torch.zeros(2, 2), (2, 0))})
+    with pieces.Stored([path]) as found:
+        assert torch.equal(found.read("w", Box((3, 0), (1, 2))), torch.zeros(1, 2))
+        with pytest.raises(CorruptFileError, match="not there as a whole"):
+            found.read("w")
+
+
+@settings(max_examples=200, deadline=None)
 @given(st.data())
-def test_damaged_files_are_refused_or_read(data):
-    whole = to_bytes(tensors(), {"a": "b"})
+def test_damaged_files_are_refused_or_read(tmp_path_factory, data):
+    path = put(
+        tmp_path_factory.mktemp("x") / "x.safetensors", {"w": (torch.zeros(2, 2), (2, 0)), "b": (torch.ones(3),)}
+    )
+    whole = path.read_bytes()
     place = data.draw(st.integers(0, len(whole) - 1))
     broken = data.draw(
         st.one_of(
@@ -60,23 +98,26 @@ def test_damaged_files_are_refused_or_read(data):
             st.binary(max_size=200),
         )
     )
+    path.write_bytes(broken)
     try:
-        found, _ = from_bytes(broken, "x")
+        with pieces.Stored([path]) as stored:
+            found = [stored.read(name) for name in stored.names]
     except CorruptFileError as error:
         assert "DPE024" in str(error)
     else:
-        assert all(isinstance(tensor, torch.Tensor) for tensor in found.values())
+        assert all(isinstance(tensor, torch.Tensor) for tensor in found)
 
 
-def test_a_pickle_is_refused():
+def test_a_pickle_is_refused(tmp_path):
     import pickle
 
     class Harm:
         def __reduce__(self):
             return (pytest.fail, ("code of the file ran",))
 
+    (tmp_path / "x.safetensors").write_bytes(pickle.dumps(Harm()))
     with pytest.raises(CorruptFileError):
-        from_bytes(pickle.dumps(Harm()), "x")
+        pieces.Stored([tmp_path / "x.safetensors"])
 
 
 STATES = [
@@ -122,6 +163,16 @@ def contents(folder):
     return {path.name: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
+def write(where, files, secret):
+    """A whole folder, as ``save`` does it."""
+    new = folders.begin(where, secret_folder="private")
+    for name, data in files.items():
+        folders.write(new / name, lambda path, data=data: path.write_bytes(data), secret=False)
+    for name, data in secret.items():
+        folders.write(new / "private" / name, lambda path, data=data: path.write_bytes(data), secret=True)
+    folders.commit(where, secret_folder="private")
+
+
 class Dead(Exception):
     pass
 
@@ -142,21 +193,21 @@ def test_a_death_at_any_call_leaves_a_whole_folder(tmp_path, monkeypatch):
     old, new, last = ({"a": value, "s": value} for value in (b"1", b"2", b"3"))
     for death in range(1, 40):
         where = tmp_path / str(death) / "run"
-        folders.write(where, {"a": b"1"}, {"s": b"1"}, secret_folder="private")
+        write(where, {"a": b"1"}, {"s": b"1"})
         calls = [death]
         with monkeypatch.context() as patch:
             for owner, name in ((folders.Path, "rename"), (folders.Path, "mkdir"), (folders.os, "open"),
                                 (folders.os, "fsync"), (folders.shutil, "rmtree")):  # fmt: skip
                 patch.setattr(owner, name, dying(getattr(owner, name), calls))
             try:
-                folders.write(where, {"a": b"2"}, {"s": b"2"}, secret_folder="private")
+                write(where, {"a": b"2"}, {"s": b"2"})
             except Dead:
                 assert contents(folders.present(where)) in (old, new)
             else:
                 assert contents(where) == new
                 assert death > 10
                 return
-        folders.write(where, {"a": b"3"}, {"s": b"3"}, secret_folder="private")
+        write(where, {"a": b"3"}, {"s": b"3"})
         assert contents(where) == last
         assert [path.name for path in where.parent.iterdir()] == ["run"]
     pytest.fail("write never came to its end")
@@ -165,21 +216,21 @@ def test_a_death_at_any_call_leaves_a_whole_folder(tmp_path, monkeypatch):
 def test_a_folder_with_other_things_is_left_alone(tmp_path):
     (tmp_path / "thesis.txt").write_text("years of work")
     with pytest.raises(FileExistsError, match="something else"):
-        folders.write(tmp_path, {"a": b""}, {}, secret_folder="private")
+        write(tmp_path, {"a": b""}, {})
     assert (tmp_path / "thesis.txt").exists()
 
 
 def test_an_empty_folder_will_do(tmp_path):
-    folders.write(tmp_path / "run", {"a": b"1"}, {}, secret_folder="private")
+    write(tmp_path / "run", {"a": b"1"}, {})
     (tmp_path / "empty").mkdir()
-    folders.write(tmp_path / "empty", {"a": b"1"}, {}, secret_folder="private")
+    write(tmp_path / "empty", {"a": b"1"}, {})
     assert contents(tmp_path / "empty") == {"a": b"1"}
 
 
 def test_a_link_is_followed(tmp_path):
-    folders.write(tmp_path / "run", {"a": b"1"}, {}, secret_folder="private")
+    write(tmp_path / "run", {"a": b"1"}, {})
     (tmp_path / "link").symlink_to(tmp_path / "run")
-    folders.write(tmp_path / "link", {"a": b"2"}, {}, secret_folder="private")
+    write(tmp_path / "link", {"a": b"2"}, {})
     assert contents(folders.present(tmp_path / "link")) == {"a": b"2"} == contents(tmp_path / "run")
     assert (tmp_path / "link").is_symlink()
 
@@ -189,7 +240,7 @@ def test_folders_of_the_user_are_left_alone(tmp_path):
         (tmp_path / name).mkdir()
         (tmp_path / name / "thesis.txt").write_text("years of work")
     for value in (b"1", b"2"):
-        folders.write(tmp_path / "run", {"a": value}, {}, secret_folder="private")
+        write(tmp_path / "run", {"a": value}, {})
     assert len(list(tmp_path.rglob("thesis.txt"))) == 3
     (tmp_path / "run").rename(tmp_path / "run.last")
     with pytest.raises(FileNotFoundError):

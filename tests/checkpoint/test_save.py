@@ -8,11 +8,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from plans import CONFIGS, DRAWS, PLANS, STEPS, Still, agrees, covariance, expected_covariance
+from safetensors import safe_open
+from safetensors.torch import load_file
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from dpengine import Adaptive, PrivacyEngine, checkpoint
-from dpengine.checkpoint.tensor_file import from_bytes
 from dpengine.errors import CorruptFileError, InvalidBudgetError, LedgerError, MechanismMismatchError, TicketError
 from dpengine.noise import BLT, BandedInverse, BandMF
 
@@ -269,7 +270,7 @@ def test_tied_weights_are_stored_once(tmp_path):
 
     torch.manual_seed(1)
     first = Run(model=Tied()).train(2).saved(tmp_path / "run")
-    stored, _ = from_bytes((tmp_path / "run" / "model.safetensors").read_bytes(), "model")
+    stored = load_file(tmp_path / "run" / "model.safetensors")
     assert "b.weight" not in stored
     assert torch.equal(Run(model=Tied()).resumed(tmp_path / "run").weights, first.weights)
 
@@ -286,11 +287,11 @@ def test_the_key_is_in_the_private_folder_alone(tmp_path):
 
 def test_a_plain_model_loads_the_weights(tmp_path):
     run = Run().train(2).saved(tmp_path / "run")
-    tensors, metadata = from_bytes((tmp_path / "run" / "model.safetensors").read_bytes(), "model")
     plain = nn.Linear(4, 3)
-    plain.load_state_dict(tensors)
+    plain.load_state_dict(load_file(tmp_path / "run" / "model.safetensors"))
     assert torch.equal(plain.weight, run.model.weight)
-    assert metadata == {"format": "pt"}
+    with safe_open(tmp_path / "run" / "model.safetensors", "pt") as file:
+        assert file.metadata() == {"format": "pt"}
 
 
 # What is refused

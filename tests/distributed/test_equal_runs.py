@@ -3,7 +3,7 @@
 import pytest
 import torch
 from launch import launched
-from spread_runs import Case, all_trained, trained
+from spread_runs import Case, all_trained, difference, trained
 
 CASES = [
     *(
@@ -27,11 +27,6 @@ A_FEW = [
     Case(batch=2),
     Case(clipping="adaptive", more=(("accumulation_steps", 2),)),
 ]
-
-
-def difference(found, expected):
-    a, b = (torch.cat([w.flatten() for w in weights.values()]) for weights in (found, expected))
-    return float((a - b).norm() / b.norm())
 
 
 def refuse_differences(case, of_ranks, expected):

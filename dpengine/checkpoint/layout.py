@@ -1,0 +1,85 @@
+"""What a checkpoint is made of: the names of its files, and who keeps a state beside the model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from dpengine.accounting import Ledger
+from dpengine.distributed import local_part
+from dpengine.errors import InvalidBudgetError
+from dpengine.run import Run
+
+VERSION = 2
+SECRET = "private"
+MODEL, OPTIMIZER, RUN, NOISE = "model", "optimizer", "run", "noise"  # of tensors
+PUBLIC, SEALS = "privacy_state.json", "seals.json"
+EARLIER = "Take an earlier checkpoint."
+
+
+class Engine(Protocol):
+    """What is asked of a ``PrivacyEngine``."""
+
+    runs: list[Run]
+    ledger: Ledger
+
+    def state_dict(self) -> dict[str, Any]:
+        """What was spent."""
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Adds what was spent."""
+
+
+def only_run(engine: Engine) -> Run:
+    """The run of an engine that a checkpoint is of.
+
+    Args:
+        engine: The engine.
+
+    Returns:
+        Its one run.
+
+    Raises:
+        InvalidBudgetError: If there is none, or another.
+    """
+    runs = [run for run in engine.runs if run.attached]
+    if len(runs) != 1:
+        raise InvalidBudgetError(
+            f"A checkpoint is of one run, and this engine has {len(runs)}.",
+            fix="Call make_private first." if not runs else "Detach the others, or use an engine for each.",
+        )
+    return runs[0]
+
+
+def companions(run: Run) -> dict[str, Any]:
+    """What keeps a state beside the model, the optimizer first."""
+    found = {"optimizer": run.optimizer, "lr_scheduler": run.lr_scheduler, "grad_scaler": run.grad_scaler}
+    return {name: one for name, one in found.items() if one is not None}
+
+
+def without_ties(weights: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Each tensor once, under its first name: readers of such files refuse tensors that share memory.
+
+    Args:
+        weights: The state of a model.
+
+    Returns:
+        Its tensors by name.
+
+    Raises:
+        TypeError: If something else is in it.
+    """
+    strange = [name for name, tensor in weights.items() if not isinstance(tensor, Tensor)]
+    if strange:
+        raise TypeError(f"checkpoint: {strange[0]!r} in the model's state is no tensor. Leave out get_extra_state.")
+    first: dict[tuple[Any, ...], str] = {}
+    for name, tensor in weights.items():
+        first.setdefault(_memory(name, local_part(tensor)), name)
+    return {name: weights[name] for name in first.values()}
+
+
+def _memory(name: str, tensor: Any) -> tuple[Any, ...]:
+    whole = tensor.numel() and (tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device)
+    return whole or (name,)

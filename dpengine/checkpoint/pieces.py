@@ -1,0 +1,171 @@
+"""Tensors of which each process may have a part, in safetensors files. Nothing in such a file can be code.
+
+One process writes one file, ``NAME.safetensors``; several write ``NAME-00001-of-00004.safetensors`` and so on, each
+with where its parts lie, as ``torch.distributed.checkpoint`` has it: its ``HuggingFaceStorageReader`` reads them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from dpengine.distributed import Box
+from dpengine.errors import CorruptFileError
+
+_SUFFIX = ".safetensors"
+_PLACES, _OFFSETS = "DCP_SHARDING_INFO", "saved_offsets"  # as torch.distributed.checkpoint calls them
+_EARLIER = "Take an earlier checkpoint."
+
+
+@dataclass(frozen=True, eq=False)
+class Part:
+    """A part of a tensor.
+
+    Attributes:
+        tensor: The part.
+        start: Where it begins, along each axis; None for a tensor that is here as a whole.
+    """
+
+    tensor: Tensor
+    start: tuple[int, ...] | None = None
+
+
+def file_name(name: str, rank: int, ranks: int) -> str:
+    """What a rank's file is called."""
+    return f"{name}{_SUFFIX}" if ranks == 1 else f"{name}-{rank + 1:05d}-of-{ranks:05d}{_SUFFIX}"
+
+
+def files_of(name: str, files: Iterable[str]) -> list[str]:
+    """The files of all ranks among others."""
+    pattern = re.compile(rf"{re.escape(name)}(-\d{{5,}}-of-\d{{5,}})?{re.escape(_SUFFIX)}")
+    return sorted(file for file in files if pattern.fullmatch(file))
+
+
+def writer(parts: Mapping[str, Part], metadata: Mapping[str, str]) -> Callable[[Path], None]:
+    """What writes a file.
+
+    Args:
+        parts: By the name of the tensor.
+        metadata: Strings by name.
+
+    Returns:
+        Writes it to a path.
+    """
+    places = {name: {_OFFSETS: part.start} for name, part in parts.items() if part.start is not None}
+    if places:
+        others = {name: {_OFFSETS: [0] * part.tensor.dim()} for name, part in parts.items() if part.start is None}
+        metadata = {**metadata, _PLACES: json.dumps({**places, **others})}
+    tensors = {name: _alone(part.tensor.detach()) for name, part in parts.items()}
+    return lambda path: save_file(tensors, path, dict(metadata))
+
+
+def _alone(tensor: Tensor) -> Tensor:
+    """A tensor whose memory has nothing else, which such a file asks for."""
+    tensor = tensor.contiguous()
+    size = tensor.numel() * tensor.element_size()
+    return tensor if tensor.untyped_storage().nbytes() == size else tensor.clone()
+
+
+class Stored:
+    """The tensors in the files of all ranks, of which some or all of each can be read.
+
+    Use it in a ``with`` statement, which closes the files.
+
+    Args:
+        paths: The files.
+
+    Raises:
+        CorruptFileError: If one is no such file, or damaged.
+    """
+
+    def __init__(self, paths: Iterable[Path]):
+        self._parts: dict[str, list[tuple[Any, Box]]] = {}
+        self._files = contextlib.ExitStack()
+        self.metadata: dict[str, str] = {}
+        for path in paths:
+            with _damage_told(path.name):
+                file = self._files.enter_context(safe_open(path, framework="pt"))
+                found = dict(file.metadata() or {})
+                places = json.loads(found.pop(_PLACES, "{}"))
+                self.metadata = self.metadata or found
+                for name in file.keys():
+                    size = tuple(file.get_slice(name).get_shape())
+                    start = tuple(places[name][_OFFSETS]) if name in places else (0,) * len(size)
+                    if len(start) != len(size):
+                        raise ValueError(f"{name!r} is a part of something else")
+                    parts = self._parts.setdefault(name, [])
+                    if all(box != Box(start, size) for _, box in parts):  # ranks may have written the same
+                        parts.append((file, Box(start, size)))
+
+    def __enter__(self) -> Stored:
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        self._files.close()
+
+    @property
+    def names(self) -> list[str]:
+        """What the tensors are called."""
+        return list(self._parts)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Of a whole tensor."""
+        ends = [[a + n for a, n in zip(box.start, box.size, strict=True)] for _, box in self._parts[name]]
+        return tuple(map(max, zip(*ends, strict=True)))
+
+    def read(self, name: str, wanted: Box | None = None) -> Tensor:
+        """A part of a tensor.
+
+        Args:
+            name: Of the tensor.
+            wanted: Which part; None for all.
+
+        Returns:
+            The part, on the CPU, in memory of its own.
+
+        Raises:
+            CorruptFileError: If not all of it is there.
+        """
+        box = Box.whole(self.shape(name)) if wanted is None else wanted
+        out, found = None, 0
+        with _damage_told(name):
+            for file, part in self._parts[name]:
+                common = part.common(box)
+                if out is None or common.numel:
+                    values = _values(file, name, part, common)
+                    out = torch.empty(box.size, dtype=values.dtype) if out is None else out
+                    out[common.inside(box)] = values
+                    found += common.numel
+        if out is None or found != box.numel:
+            raise CorruptFileError(f"{name!r} is not there as a whole.", fix=_EARLIER)
+        return out
+
+
+def _values(file: Any, name: str, part: Box, common: Box) -> Tensor:
+    if common == part or not part.size:
+        return file.get_tensor(name)  # type: ignore[no-any-return]
+    if not common.numel:  # then its dtype is asked for
+        return file.get_slice(name)[tuple(slice(0, 0) for _ in part.size)].new_empty(common.size)  # type: ignore[no-any-return]
+    return file.get_slice(name)[common.inside(part)]  # type: ignore[no-any-return]
+
+
+@contextlib.contextmanager
+def _damage_told(what: str) -> Any:
+    try:
+        yield
+    except FileNotFoundError:
+        raise CorruptFileError(f"{what} is missing.", fix="Copy the whole folder, its private part too.") from None
+    except (SafetensorError, ValueError, TypeError, KeyError, AttributeError, RuntimeError, RecursionError) as error:
+        if isinstance(error, CorruptFileError):
+            raise
+        raise CorruptFileError(f"{what} is damaged, or no tensor file: {error}.", fix=_EARLIER) from error

@@ -1,0 +1,151 @@
+"""States of which each process has a part: what each writes, and what each takes of what all wrote."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils import _pytree as pytree
+
+from dpengine.distributed import Box, Topology, is_dtensor, local_part
+from dpengine.errors import CorruptFileError, MechanismMismatchError
+
+from .pieces import Part, Stored
+
+_SLICE = "noise"
+
+
+def written(tensors: Mapping[str, Tensor], topology: Topology) -> dict[str, Part]:
+    """What this rank writes of tensors that all have, or have parts of.
+
+    Args:
+        tensors: By name.
+        topology: Who holds what.
+
+    Returns:
+        Parts by name; each number is in those of one rank.
+    """
+    found = {}
+    for name, tensor in tensors.items():
+        if topology.writes(tensor):
+            start = topology.held(cast(nn.Parameter, tensor)).kept.start if is_dtensor(tensor) else None
+            part = Part(local_part(tensor), start)
+            if start is None or part.tensor.numel():
+                found[name] = part
+    return found
+
+
+def taken(stored: Stored, name: str, like: Tensor, topology: Topology) -> Tensor:
+    """A stored tensor as this rank has it: all of it, or its part, as a DTensor where ``like`` is one."""
+    if not is_dtensor(like):
+        return stored.read(name)
+    like = cast(nn.Parameter, like)
+    return topology.gradient(like, stored.read(name, topology.held(like).kept).to(like.device))
+
+
+def owners(tensors: Mapping[str, Tensor], optimizer: Optimizer, state: Mapping[str, Any]) -> dict[str, int]:
+    """Whose state a tensor of an optimizer is: the number of the parameter.
+
+    Args:
+        tensors: The tensors in the state, by name.
+        optimizer: The optimizer.
+        state: Its ``state_dict()``.
+
+    Returns:
+        Numbers by name.
+
+    Raises:
+        TypeError: If it cannot be told how one is cut, whose parameter is cut.
+    """
+    of = {id(leaf): i for i, kept in state.get("state", {}).items() for leaf in pytree.tree_leaves(kept)}
+    found = {name: of[id(tensor)] for name, tensor in tensors.items() if id(tensor) in of}
+    parameters = _listed(optimizer)
+    for name, i in found.items():
+        tensor = tensors[name]
+        if is_dtensor(parameters[i]) and not _alike(tensor, parameters[i]) and (tensor.dim() or is_dtensor(tensor)):
+            raise TypeError(
+                f"checkpoint: the optimizer keeps a tensor {tuple(tensor.shape)} for a sharded parameter "
+                f"{tuple(parameters[i].shape)}. Known are tensors that are cut as the parameter is, and single numbers."
+            )
+    return found
+
+
+def optimizer_tensors(
+    stored: Stored, of: Mapping[str, int], optimizer: Optimizer, topology: Topology
+) -> dict[str, Tensor]:
+    """The tensors of an optimizer's state as this rank has them.
+
+    Args:
+        stored: What was written.
+        of: From `owners`.
+        optimizer: The optimizer that will have them.
+        topology: Who holds what.
+
+    Returns:
+        Tensors by name.
+
+    Raises:
+        CorruptFileError: If there are more parameters in the state.
+        MechanismMismatchError: If a parameter is cut here, and it is not known how its state is.
+    """
+    parameters, found = _listed(optimizer), {}
+    for name in stored.names:
+        if name not in of:
+            found[name] = stored.read(name)
+            continue
+        if not 0 <= of[name] < len(parameters):
+            raise CorruptFileError(f"{name!r} belongs to no parameter.", fix="Take an earlier checkpoint.")
+        parameter, shape = parameters[of[name]], stored.shape(name)
+        if not is_dtensor(parameter) or not shape:
+            found[name] = stored.read(name)
+        elif shape == tuple(parameter.shape):
+            found[name] = taken(stored, name, parameter, topology)
+        else:
+            raise MechanismMismatchError(
+                f"The optimizer keeps a tensor {shape} for a parameter {tuple(parameter.shape)} that is sharded now.",
+                fix="Load it where parameters are as they were, or take an optimizer whose state is cut as they are.",
+            )
+    return found
+
+
+def _listed(optimizer: Optimizer) -> list[Any]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def _alike(tensor: Any, parameter: Any) -> bool:
+    return is_dtensor(tensor) and (tensor.shape, tensor.placements) == (parameter.shape, parameter.placements)
+
+
+def slice_parts(slices: Mapping[int, Tensor]) -> dict[str, Part]:
+    """What correlated noise keeps for its slices, ``(K, D)`` by where they begin, as parts of a file."""
+    return {f"{_SLICE}.{start}.{state_KD.shape[1]}": Part(state_KD) for start, state_KD in slices.items()}
+
+
+def cut_slices(stored: Stored, places: Sequence[tuple[int, int]]) -> dict[int, Tensor]:
+    """What was kept for slices, cut as this rank draws them now.
+
+    Args:
+        stored: What all ranks wrote.
+        places: First and number of the places that each slice has.
+
+    Returns:
+        ``(K, D)`` by where they begin.
+    """
+    begins = sorted((int(name.split(".")[1]), name) for name in stored.names)
+    return {first: _cut(stored, begins, first, count) for first, count in places}
+
+
+def _cut(stored: Stored, begins: Sequence[tuple[int, str]], first: int, count: int) -> Tensor:
+    pieces, place = [], first
+    for begin, name in begins:
+        kept, length = stored.shape(name)
+        stop = min(begin + length, first + count)
+        if begin <= place < stop:  # slices of several ranks may overlap, and are the same there
+            pieces.append(stored.read(name, Box((0, place - begin), (kept, stop - place))))
+            place = stop
+    if place < first + count:
+        raise CorruptFileError(f"The noise kept for place {place} is missing.", fix="Take an earlier checkpoint.")
+    return torch.cat(pieces, dim=1)

@@ -1,0 +1,174 @@
+"""A run that several processes saved goes on with any other number of them, and is the same run."""
+
+import json
+import stat
+
+import pytest
+import torch
+from launch import launched
+from spread_runs import Case, Spread, difference, whole_weights
+
+from dpengine import checkpoint
+from dpengine.errors import CorruptFileError, TicketError
+
+CASES = {
+    "gaussian": Case(model="tied"),
+    "bandmf": Case(noise="bandmf", clipping="per_layer"),
+    "inverse": Case(model="adapted", noise="inverse"),
+    "adaptive": Case(model="frozen", clipping="adaptive", physical=3),
+}
+BEFORE, AFTER = 5, 4
+
+
+def save_all(folder, topologies, names):
+    """Trains and saves each case in each topology."""
+    for topology in topologies:
+        for name in names:
+            run = Spread(CASES[name], topology, optimizer="Adam").train(BEFORE)
+            checkpoint.save(folder / topology / name, run.engine)
+
+
+def go_on(folder, topology, names, one_matrix):
+    """Loads and trains each case that was saved in a folder."""
+    found = {}
+    for name in names:
+        run = Spread(CASES[name], topology, optimizer="Adam")
+        checkpoint.load(folder / name, run.engine, nothing_left_since=one_matrix)
+        found[name, one_matrix] = run.train(AFTER).result()
+    return found
+
+
+def go_on_with_all(folders, topologies, names, ends):
+    """The same of several folders, in several topologies, each with its noise gone on in one or both ways."""
+    return {
+        (str(folder), topology): {k: v for one in ends for k, v in go_on(folder, topology, names, one).items()}
+        for folder in folders
+        for topology in topologies
+    }
+
+
+def refuse_others(of_ranks, expected):
+    assert all(isinstance(one, dict) for one in of_ranks), of_ranks
+    for where, cases in of_ranks[0].items():
+        for case, first in cases.items():
+            for one in (rank[where][case] for rank in of_ranks):
+                assert difference(one["weights"], expected[case]["weights"]) < 1e-6, (where, case)
+                assert one["epsilon"] == expected[case]["epsilon"], (where, case)
+                assert all(torch.equal(w, first["weights"][k]) for k, w in one["weights"].items()), (where, case)
+
+
+def saved_and_gone_on_alone(folder, names, ends):
+    save_all(folder, ["data"], names)
+    return go_on_with_all([folder / "data"], ["data"], names, ends)[str(folder / "data"), "data"]
+
+
+def test_a_run_goes_on_with_another_number_of_processes(tmp_path):
+    names, ends = ["gaussian", "bandmf"], [True]
+    expected = saved_and_gone_on_alone(tmp_path / "alone", names, ends)
+    assert launched(2, save_all, tmp_path, ["fsdp"], names) == [None] * 2
+    refuse_others([go_on_with_all([tmp_path / "fsdp"], ["data"], names, ends)], expected)
+
+
+@pytest.mark.slow
+def test_any_topology_goes_on_from_any(tmp_path):
+    names, ends = ["gaussian", "bandmf", "inverse"], [True, False]
+    expected = saved_and_gone_on_alone(tmp_path / "alone", names, ends)
+    four, two = ["data", "fsdp", "hybrid", "tp_fsdp"], ["ddp", "fsdp", "tp"]
+    assert launched(4, save_all, tmp_path / "4", four, names) == [None] * 4
+    assert launched(2, save_all, tmp_path / "2", two, names) == [None] * 2
+    by_four, by_two, alone = (
+        [tmp_path / n / one for one in kinds] for n, kinds in (("4", four), ("2", two), ("alone", ["data"]))
+    )
+    refuse_others([go_on_with_all(by_four + by_two, ["data"], names, ends)], expected)
+    refuse_others(launched(2, go_on_with_all, by_four + alone, two, names, ends), expected)
+    refuse_others(launched(4, go_on_with_all, by_two + alone, four, names, ends), expected)
+
+
+@pytest.mark.slow
+def test_adaptive_thresholds_and_chunks_go_on(tmp_path):
+    expected = saved_and_gone_on_alone(tmp_path / "alone", ["adaptive"], [True])
+    assert launched(2, save_all, tmp_path, ["ddp", "fsdp"], ["adaptive"]) == [None] * 2
+    folders = [tmp_path / "ddp", tmp_path / "fsdp"]
+    refuse_others([go_on_with_all(folders, ["data"], ["adaptive"], [True])], expected)
+
+
+def saved_and_looked_at(folder):
+    """What the files of a sharded run hold, and what torch.distributed.checkpoint reads of them."""
+    import torch.distributed as dist
+    import torch.distributed.checkpoint as dcp
+
+    run = Spread(Case(), "fsdp", seed=None).train(2)
+    checkpoint.save(folder, run.engine)
+    dist.barrier()
+    expected, found = whole_weights(run.model), {k: torch.zeros(w.shape) for k, w in whole_weights(run.model).items()}
+    dcp.load(found, storage_reader=dcp.HuggingFaceStorageReader(str(folder)))
+    key = run.engine.runs[0].release.source.secret_state()["key"]
+    holding = [path.name for path in folder.rglob("*") if path.is_file() and key.encode() in path.read_bytes()]
+    other = Spread(Case(), "fsdp", seed=None)
+    checkpoint.load(folder, other.engine)
+    again = other.train(2).result()["weights"]
+    return all(torch.equal(w, found[k]) for k, w in expected.items()), holding, again
+
+
+@pytest.fixture(scope="module")
+def sharded(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("sharded") / "run"
+    return folder, launched(2, saved_and_looked_at, folder)
+
+
+def test_torch_distributed_checkpoint_reads_the_files(sharded):
+    _, found = sharded
+    assert [whole for whole, _, _ in found] == [True, True]
+
+
+def test_no_process_writes_the_whole_model(sharded):
+    folder, _ = sharded
+    names = sorted(path.name for path in folder.iterdir())
+    assert names[:2] == ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
+    sizes = [(folder / name).stat().st_size for name in names[:2]]
+    whole = sum(w.numel() * 4 for w in Spread(Case()).model.parameters())
+    assert max(sizes) < 0.75 * whole + 3000  # headers
+
+
+def test_the_key_is_in_one_private_file(sharded):
+    folder, found = sharded
+    assert [holding for _, holding, _ in found] == [["run.safetensors"]] * 2
+    assert {stat.S_IMODE(path.stat().st_mode) for path in (folder / "private").iterdir()} == {0o600}
+
+
+def test_ranks_go_on_in_one_life_that_nobody_chose(sharded):
+    _, found = sharded
+    first, second = (again for _, _, again in found)
+    assert all(torch.equal(w, second[k]) for k, w in first.items())
+
+
+def test_a_file_of_another_rank_that_is_missing_or_changed_is_seen(sharded):
+    folder, _ = sharded
+    seals = json.loads((folder / "private" / "seals.json").read_text())
+    assert {name for name in seals if name.startswith(("model", "optimizer"))} == {
+        f"{kind}-0000{i}-of-00002.safetensors" for kind in ("model", "optimizer") for i in (1, 2)
+    }
+    path = folder / "model-00002-of-00002.safetensors"
+    data = path.read_bytes()
+    for changed in (data[:-1] + bytes([data[-1] ^ 1]), None):
+        path.unlink() if changed is None else path.write_bytes(changed)
+        with pytest.raises(CorruptFileError, match="model-00002"):
+            checkpoint.load(folder, Spread(Case(), seed=None).engine)
+        path.write_bytes(data)
+
+
+def saved_where_one_cannot(folder):
+    """One rank has a batch at hand when all save."""
+    import torch.distributed as dist
+
+    run = Spread(Case()).train(1)
+    if dist.get_rank() == 1:
+        next(iter(run.loader))
+    checkpoint.save(folder, run.engine)
+
+
+def test_where_one_rank_cannot_save_none_does(tmp_path):
+    first, second = launched(2, saved_where_one_cannot, tmp_path / "run")
+    assert isinstance(second, TicketError)
+    assert isinstance(first, RuntimeError) and "Rank 1" in str(first) and "between two steps" in str(first)
+    assert not (tmp_path / "run").exists()
