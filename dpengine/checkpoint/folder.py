@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import os
 import shutil
+import stat
 from collections.abc import Callable
 from pathlib import Path
 
@@ -82,7 +83,9 @@ def write(path: Path, into: Callable[[Path], None], *, secret: bool) -> str:
         The SHA-256 of what is in it.
     """
     os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, _SECRET_MODE if secret else 0o644))
+    mode = path.stat().st_mode
     into(path)
+    path.chmod(stat.S_IMODE(mode))  # some writers put a file of their own there
     with open(path, "rb+") as file:
         os.fsync(file.fileno())
     return digest(path)

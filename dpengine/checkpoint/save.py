@@ -104,8 +104,7 @@ class _Files:
         metadata = {"state": json.dumps(others)}
         metadata["of"] = json.dumps(spread.owners(tensors, run.optimizer, kept["optimizer"]))
         self._add(OPTIMIZER, spread.written(tensors, topology), metadata)
-        if self._slices:
-            self._add(NOISE, spread.slice_parts(self._slices), {}, secret=True)
+        self._add(NOISE, spread.slice_parts(self._slices), {}, secret=True)
         noise = {**_agreed([noise for noise, _ in facts]), "slices": {}}
         state = {**self._state, "noise": noise, "dropped_rows": sum(dropped for _, dropped in facts)}
         if self._ranks.rank == 0:
@@ -114,7 +113,8 @@ class _Files:
             self._writers.append((f"{RUN}.safetensors", writer(parts, {"state": json.dumps(plain)}), True))
 
     def _add(self, name: str, parts: dict[str, Part], metadata: dict[str, str], *, secret: bool = False) -> None:
-        self._writers.append((file_name(name, self._ranks.rank, self._ranks.size), writer(parts, metadata), secret))
+        if parts or (self._ranks.rank == 0 and not secret):
+            self._writers.append((file_name(name, self._ranks.rank, self._ranks.size), writer(parts, metadata), secret))
 
     def write(self, folder: Path) -> dict[str, str]:
         """Writes them; the seal of each by its place in the folder."""

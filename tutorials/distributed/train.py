@@ -3,12 +3,15 @@
     python train.py
     torchrun --nproc-per-node 2 train.py --wrap ddp
     torchrun --nproc-per-node 2 train.py --wrap fsdp
+    torchrun --nproc-per-node 2 --max-restarts 3 train.py --wrap fsdp --folder run
 
-All three are the same run: the same batches, the same noise, the same weights up to rounding, and the same epsilon.
+The first three are the same run: the same batches, the same noise, the same weights up to rounding, and the same
+epsilon. The last is saved now and then, and goes on where it was if a process dies, or if it is started again.
 """
 
 import argparse
 import os
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -17,7 +20,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
-from dpengine import PrivacyEngine
+from dpengine import PrivacyEngine, checkpoint
 from dpengine.data import load_adult
 
 
@@ -53,6 +56,7 @@ def main() -> None:
     parser.add_argument("--wrap", choices=["none", "ddp", "fsdp"], default="none")
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--seed", type=int, help="makes the noise repeat: for comparing runs, never for a release")
+    parser.add_argument("--folder", type=Path, help="where the run is saved, every 10 steps, and goes on from")
     arguments = parser.parse_args()
     several = "WORLD_SIZE" in os.environ  # torchrun sets it
     if several:
@@ -68,13 +72,17 @@ def main() -> None:
     model, optimizer, loader = engine.make_private(
         model, optimizer, loader, target_epsilon=2.0, target_delta=1e-5, steps=arguments.steps, max_grad_norm=1.0
     )
-    taken = 0
+    if arguments.folder is not None and arguments.folder.exists():
+        checkpoint.load(arguments.folder, engine)  # on as many processes as there are now
+    taken = loader.position
     while taken < arguments.steps:
         for x, y in loader:  # this process's part of the batch, which may be empty
             optimizer.zero_grad()
             nn.functional.cross_entropy(model(x), y).backward()
             optimizer.step()
             taken += 1
+            if arguments.folder is not None and taken % 10 == 0:
+                checkpoint.save(arguments.folder, engine)  # every process calls it
             if taken == arguments.steps:
                 break
 

@@ -1,0 +1,66 @@
+"""A process of several dies: torchrun starts all again, and the run goes on from its last checkpoint."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+TESTS = Path(__file__).resolve().parents[1]
+ROOT = TESTS.parent
+SCRIPT = """
+import os, signal, sys
+from pathlib import Path
+import torch, torch.distributed as dist
+from dpengine import checkpoint
+from dpengine.checkpoint import folder as folders
+from spread_runs import Case, Spread
+
+torch.set_num_threads(1)
+dist.init_process_group("gloo")
+folder, wrap, steps = Path(sys.argv[1]), sys.argv[2], 12
+deaths, rank = [folder.with_name(name) for name in ("in a step", "in a save")], dist.get_rank()
+run = Spread(Case(noise="bandmf"), wrap, seed=None, optimizer="Adam")
+if folder.exists():
+    checkpoint.load(folder, run.engine)
+begun = run.loader.position
+
+def die(death):
+    death.touch()
+    os.kill(os.getpid(), signal.SIGKILL)
+
+release, commit = run.engine.runs[0].release, folders.commit
+facts_of_step = release.sums.facts
+if rank == 1 and not deaths[0].exists():
+    release.sums.facts = lambda: die(deaths[0]) if release.last_step == 5 else facts_of_step()
+if rank == 0 and deaths[0].exists() and not deaths[1].exists():
+    folders.commit = lambda *a, **k: die(deaths[1]) if release.last_step == 7 else commit(*a, **k)
+while run.loader.position < steps:
+    run.train(1)
+    if run.loader.position % 2 == 0:
+        checkpoint.save(folder, run.engine)
+weights = torch.cat([w.flatten() for w in run.result()["weights"].values()])
+both = [torch.empty_like(weights) for _ in range(2)]
+dist.all_gather(both, weights)
+if rank == 0:
+    print("ENDED", torch.equal(*both), begun, run.engine.ledger.steps)
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("wrap", ["ddp", "fsdp"])
+def test_a_run_whose_processes_die_goes_on_from_its_last_checkpoint(tmp_path, wrap):
+    (tmp_path / "script.py").write_text(SCRIPT)
+    environment = os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{TESTS}", "OMP_NUM_THREADS": "1"}
+    # Without this, processes of a second start may meet the addresses of the first, which are dead (torch 2.13, gloo).
+    environment |= {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command += ["--max-restarts", "3", str(tmp_path / "script.py"), str(tmp_path / "run"), wrap]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment, timeout=150)
+    assert done.returncode == 0, done.stderr[-3000:]
+    ((same, begun, steps),) = re.findall(r"ENDED (\w+) (\d+) (\d+)", done.stdout)
+    assert sorted(path.name for path in tmp_path.iterdir() if path.name.startswith("in")) == ["in a save", "in a step"]
+    assert (same, begun, steps) == ("True", "6", "12")  # saved at 4 before the first death, at 6 before the second
