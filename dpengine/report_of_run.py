@@ -53,6 +53,9 @@ def refuse_unknown_facts(data: Any, utility: Any, excludes: Any) -> None:
     raise TypeError(f"excludes is a {found}; pass a list of sentences, such as ['the tuning of the rates'].")
 
 
+_SPREAD = (
+    "the network between the processes, and whoever reads along there: sums travel before all of their noise is in"
+)
 _RESUMED = (
     "Releases of the process that saved the checkpoint from which this run went on, if they came after it and are not "
     "in this ledger."
@@ -82,6 +85,8 @@ def report_of_run(
     """
     plan, budget = run.release.plan, run.budget
     device = next(run.model.parameters()).device.type
+    topology = run.release.sums.topology
+    spread = topology.everyone.size > 1
     facts = RunFacts(
         plan=plan.describe(),
         history=ledger.history,
@@ -98,9 +103,9 @@ def report_of_run(
         data=data,
         utility=utility,
         torch=torch.__version__,
-        device=device,
+        device=f"{device}, {topology.everyone.size} processes ({topology.name})" if spread else device,
         loss_checked=loss_was_checked(run.model) or None,  # None: not probed, as far as is known here
-        excludes=(*excludes, *([_RESUMED] if run.resumed else [])),
+        excludes=(*excludes, *([_RESUMED] if run.resumed else []), *([_SPREAD] if spread else [])),
     )
     return PrivacyReport(facts)
 

@@ -59,7 +59,7 @@ class RunFacts:
         data: ``name``, ``source``, ``licence``, ``sha256``.
         utility: ``metric``, ``value``, ``split``.
         torch: Its version.
-        device: Type of the device.
+        device: Type of the device, and how many processes share the run if not one.
         git: Commit of the training code.
         excludes: Sentences on what else the guarantee does not cover.
         unamplified: The charges of a shuffled run as if every row were in each release it can be in; for its bound.

@@ -11,7 +11,7 @@ from spread_runs import data, plain, wrapped
 from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler
 
-from dpengine import PrivacyEngine, checkpoint
+from dpengine import PrivacyEngine
 from dpengine.distributed import Seal
 from dpengine.errors import MechanismMismatchError, SamplingError, UnsupportedLayerError
 
@@ -73,10 +73,10 @@ DISAGREEMENTS = {
 }
 
 
-def refusals(folder):
+def refusals():
     """What is refused, on one rank of two, one after the other."""
     settings = {name: setting for name, (setting, _) in DISAGREEMENTS.items()}
-    settings |= {"skips": skips_a_batch, "saves": lambda: saves(folder), "partly sharded": only_a_part_is_sharded}
+    settings |= {"skips": skips_a_batch, "partly sharded": only_a_part_is_sharded}
     found = {}
     for name, setting in settings.items():
         try:
@@ -87,11 +87,8 @@ def refusals(folder):
 
 
 @pytest.fixture(scope="module")
-def refused(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("checkpoint") / "run"
-    found = launched(2, refusals, folder)
-    assert not folder.exists()
-    return found
+def refused():
+    return launched(2, refusals)
 
 
 def test_f_x5_ranks_that_do_not_agree_at_the_start_are_refused(refused):
@@ -156,20 +153,6 @@ def test_wrappers_that_cannot_be_made_private_are_refused_by_name():
     dataparallel, older = odd_wrappers()
     assert "DataParallel" in dataparallel and "fully_shard" in dataparallel
     assert "FullyShardedDataParallel" in older
-
-
-def saves(folder):
-    torch.manual_seed(0)
-    model = plain()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    engine = PrivacyEngine(seed=1)
-    engine.make_private(model, optimizer, DataLoader(data(), 12), noise_multiplier=1.0)
-    checkpoint.save(folder, engine)
-
-
-def test_a_checkpoint_of_one_process_is_not_made_of_several(refused):
-    for found in refused:
-        assert "torch.distributed.checkpoint" in str(found["saves"])
 
 
 def only_a_part_is_sharded():

@@ -107,7 +107,9 @@ def saved_and_looked_at(folder):
     other = Spread(Case(), "fsdp", seed=None)
     checkpoint.load(folder, other.engine)
     again = other.train(2).result()["weights"]
-    return all(torch.equal(w, found[k]) for k, w in expected.items()), holding, again
+    same = all(torch.equal(w, found[k]) for k, w in expected.items())
+    report = other.engine.report()
+    return same, holding, again, (report.to_dict()["run"]["device"], str(report))
 
 
 @pytest.fixture(scope="module")
@@ -118,7 +120,7 @@ def sharded(tmp_path_factory):
 
 def test_torch_distributed_checkpoint_reads_the_files(sharded):
     _, found = sharded
-    assert [whole for whole, _, _ in found] == [True, True]
+    assert [one[0] for one in found] == [True, True]
 
 
 def test_no_process_writes_the_whole_model(sharded):
@@ -132,14 +134,21 @@ def test_no_process_writes_the_whole_model(sharded):
 
 def test_the_key_is_in_one_private_file(sharded):
     folder, found = sharded
-    assert [holding for _, holding, _ in found] == [["run.safetensors"]] * 2
+    assert [one[1] for one in found] == [["run.safetensors"]] * 2
     assert {stat.S_IMODE(path.stat().st_mode) for path in (folder / "private").iterdir()} == {0o600}
 
 
 def test_ranks_go_on_in_one_life_that_nobody_chose(sharded):
     _, found = sharded
-    first, second = (again for _, _, again in found)
+    first, second = (one[2] for one in found)
     assert all(torch.equal(w, second[k]) for k, w in first.items())
+
+
+def test_the_report_says_over_how_many_processes(sharded):
+    _, found = sharded
+    for device, text in (one[3] for one in found):
+        assert device == "cpu, 2 processes (fully sharded)"
+        assert "the network between the processes" in text
 
 
 def test_a_file_of_another_rank_that_is_missing_or_changed_is_seen(sharded):
