@@ -335,6 +335,8 @@ class Release:
         buffer, std, step = self.sums.buffer, self.plan.noise_std, self.tickets[-1].step
         divisor = self.plan.divisor(len(self.tickets), mean=self.sums.loss_reduction == "mean")
         topology, facts = self.sums.topology, ("release", *self._facts(), len(self.tickets), divisor)
+        if buffer.waits:
+            buffer.settle()
         taken = buffer.take()
         try:
             add_noise(taken, self.noise, std=std, step=step, scale=1 / divisor, replicas=topology.replicas, facts=facts)

@@ -200,9 +200,11 @@ class ClippedSums:
         # Sums are float32, where a number below the smallest normal one may be rounded up to twice what it was.
         weights_BK = weights_BK.masked_fill(weights_BK < torch.finfo(torch.float32).smallest_normal, 0)
         try:
-            self.buffer.begin(self.facts())
+            wait = self.topology.defers()
+            self.buffer.begin(self.facts(), wait=wait)
             self.strategy.add_sums(groups, weights_BK, scale * largest, self.buffer)
-            self.buffer.settle()
+            if not wait:
+                self.buffer.settle()
         except BaseException:
             self.discard_sums()  # a part of this pass may be in them
             raise

@@ -22,11 +22,12 @@ def fully_sharded(model: nn.Module) -> Topology | None:
     Raises:
         UnsupportedLayerError: If only a part of the parameters is sharded, or they are on several meshes.
     """
-    parts = [part for module in model.modules() for part in _parts_of(module)]
+    sharded = [group for module in model.modules() for group in _groups_of(module)]
+    parts = [part for group in sharded for part in group.fsdp_params]
     if not parts:
         return None
     infos = {(id(part.mesh_info.mesh), type(part.mesh_info).__name__): part.mesh_info for part in parts}
-    if len({_groups_of(info) for info in infos.values()}) > 1:
+    if len({_processes_of(info) for info in infos.values()}) > 1:
         raise UnsupportedLayerError(
             "Parts of the model are sharded over different meshes.", fix="Pass the same mesh to every fully_shard call."
         )
@@ -47,19 +48,20 @@ def fully_sharded(model: nn.Module) -> Topology | None:
         shards=Ranks.of(info.shard_process_group),
         everyone=world(),
         slots=slots,
+        defers=lambda: not any(getattr(group, "reduce_grads", True) for group in sharded),
         **read_as_dtensors(data_axes=info.mesh.ndim),
     )
 
 
-def _parts_of(module: nn.Module) -> list[Any]:
-    """What FSDP keeps for each parameter of the group that begins at a module."""
+def _groups_of(module: nn.Module) -> list[Any]:
+    """What FSDP keeps for the parameters that it gathers together from a module on."""
     state = module._get_fsdp_state() if hasattr(module, "_get_fsdp_state") else None  # type: ignore[operator]
     if state is None:
         return []
     groups = getattr(state, "_fsdp_param_groups", None)
-    if groups is None:  # before torch 2.11 a module had one group at most
+    if groups is None:  # before torch 2.11 a module had one at most
         groups = [state._fsdp_param_group] if state._fsdp_param_group is not None else []
-    return [part for group in groups for part in group.fsdp_params]
+    return list(groups)
 
 
 def _slots_of(part: Any) -> list[Slot]:
@@ -68,5 +70,5 @@ def _slots_of(part: Any) -> list[Slot]:
     return [(info.module, info.param_name), *tied]
 
 
-def _groups_of(info: Any) -> tuple[Any, Any]:
+def _processes_of(info: Any) -> tuple[Any, Any]:
     return getattr(info, "shard_process_group", None), getattr(info, "replicate_process_group", None)

@@ -37,6 +37,10 @@ def _itself(tensor: Tensor) -> Tensor:
     return tensor
 
 
+def _never() -> bool:
+    return False
+
+
 @dataclass(frozen=True, eq=False)
 class Topology:
     """How a run is spread over processes.
@@ -52,6 +56,7 @@ class Topology:
         gradient: ``gradient(parameter, kept)`` is what stands in ``p.grad``, made of the part that is kept.
         local: The part of a tensor that is here.
         parts: Layers that are split, with the part of each that is here.
+        defers: Whether the user asked that sums wait for the step, where each pass would exchange them.
         data_axes: Of the meshes of parameters that are DTensors, how many are those of replicas and shards.
     """
 
@@ -65,6 +70,7 @@ class Topology:
     gradient: Callable[[nn.Parameter, Tensor], Tensor] = _same
     local: Callable[[Tensor], Tensor] = _itself
     parts: Mapping[nn.Module, LayerPart] = field(default_factory=dict)
+    defers: Callable[[], bool] = _never
     data_axes: int = 0
 
     @property

@@ -151,14 +151,15 @@ class FlatBuffer:
         write(self._views[parameter], 0.0 if parameter in self._unwritten else 1.0)
         self._unwritten.discard(parameter)
 
-    def begin(self, facts: tuple[object, ...]) -> None:
+    def begin(self, facts: tuple[object, ...], *, wait: bool = False) -> None:
         """A pass begins to be summed. All ranks call it before each.
 
         Args:
             facts: What must be the same on all of them.
+            wait: Whether whole sums are kept for further passes, before ``settle``.
         """
         if self.outbox is not None:
-            self.outbox.begin(facts)
+            self.outbox.begin(facts, wait=wait)
 
     def complete(self, parameter: nn.Parameter) -> None:
         """Nothing more comes for a parameter in this pass."""
@@ -166,7 +167,7 @@ class FlatBuffer:
             self.outbox.complete(parameter)
 
     def settle(self) -> None:
-        """Brings what other ranks summed of the parts that are kept here. All ranks call it after each pass.
+        """Brings what other ranks summed of the parts that are kept here. All ranks call it after the same passes.
 
         Raises:
             MechanismMismatchError: If they had other facts.
@@ -175,6 +176,11 @@ class FlatBuffer:
             return
         for parameter, kept in self.outbox.deliver():
             self._write(parameter, lambda view, keep, kept=kept: _add(view, kept, 1.0, keep))  # type: ignore[misc]
+
+    @property
+    def waits(self) -> bool:
+        """Whether ``settle`` is still to come, on all ranks."""
+        return self.outbox is not None and self.outbox.waits
 
     @property
     def flats(self) -> dict[Key, Tensor]:

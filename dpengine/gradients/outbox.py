@@ -52,6 +52,9 @@ class Outbox:
         parameters: Each with the dtype of its sum, in the order in which they are likely to be complete.
         topology: Who the ranks are.
         held: How each parameter is cut.
+
+    Attributes:
+        waits: Whether what there is waits for more before it leaves.
     """
 
     def __init__(
@@ -65,6 +68,7 @@ class Outbox:
         self._sums: dict[nn.Parameter, Tensor] = {}  # of this rank's rows, whole
         self._bucket_of: dict[nn.Parameter, Bucket] = {}
         self._next = 0  # the bucket that leaves next
+        self.waits = False
         self._facts: Sequence[object] = ()
         size = 0
         for parameter, dtype in parameters:
@@ -81,9 +85,9 @@ class Outbox:
         """Whether nothing is on its way."""
         return not self._sums and self._next == 0
 
-    def begin(self, facts: Sequence[object]) -> None:
-        """A pass begins to be summed, in which these facts are the same on all ranks."""
-        self._facts = facts
+    def begin(self, facts: Sequence[object], *, wait: bool) -> None:
+        """A pass begins to be summed, in which these facts are the same on all ranks; nothing leaves if it waits."""
+        self._facts, self.waits = facts, wait
         for bucket in self._buckets:
             bucket.missing = set(bucket.parameters)
 
@@ -99,11 +103,12 @@ class Outbox:
     def complete(self, parameter: nn.Parameter) -> None:
         """Nothing more comes for a parameter in this pass: its bucket leaves if it was the last, and is in its turn."""
         self._bucket_of[parameter].missing.discard(parameter)
-        while self._next < len(self._buckets) and not self._buckets[self._next].missing:
+        while not self.waits and self._next < len(self._buckets) and not self._buckets[self._next].missing:
             self._send()
 
     def deliver(self) -> Iterable[tuple[nn.Parameter, Tensor]]:
         """Ends the exchange: each parameter with the part of its sum that this rank keeps, flat."""
+        self.waits = False
         while self._next < len(self._buckets):
             self._send()
         for bucket in self._buckets:
@@ -120,7 +125,7 @@ class Outbox:
         """Destroys what is on its way."""
         for bucket in self._buckets[: self._next]:
             bucket.waits, bucket.part = None, torch.empty(0)
-        self._sums, self._next = {}, 0
+        self._sums, self._next, self.waits = {}, 0, False
 
     def _send(self) -> None:
         bucket, ranks = self._buckets[self._next], self._ranks.size

@@ -94,6 +94,17 @@ def test_passes_add_up(buffer, parameters):
     assert all(view.eq(6).all() for _, view in buffer)
 
 
+def test_sums_may_wait_for_more_passes_and_leave_once(buffer, parameters, ranks):
+    for _ in range(3):
+        buffer.begin(("facts",), wait=True)
+        for parameter in parameters:
+            summed(buffer, parameter)
+    assert ranks.left == [] and buffer.waits and not buffer.clean
+    buffer.settle()
+    assert len(ranks.left) == 5 and not buffer.waits
+    assert all(view.eq(6).all() for _, view in buffer)
+
+
 def test_nothing_is_added_to_what_has_left(buffer, parameters):
     summed(buffer, parameters[0])
     with pytest.raises(AssertionError, match="has left"):
