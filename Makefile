@@ -20,10 +20,10 @@ demo-quick: $(STAMP)
 	@$(VENV)/bin/dpengine demo --data adult --quick --out $(OUT)
 
 test: $(STAMP)
-	@$(PYTEST) -n $(JOBS)
+	@$(PYTEST) -n $(JOBS) --dist loadgroup
 
 slow: $(STAMP)
-	@$(PYTEST) -n $(JOBS) -m "slow and not gpu"
+	@$(PYTEST) -n $(JOBS) --dist loadgroup -m "slow and not gpu"
 
 readme: $(STAMP)
 	@$(PYTEST) tests/test_readme.py

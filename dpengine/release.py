@@ -66,6 +66,7 @@ class Release:
     fetched: deque[tuple[Ticket, int]] = field(default_factory=deque)  # chunks that wait for their backward pass
     last_step: int = -1  # of the newest ticket
     joined: int = 1  # tickets in the last release
+    released: int = 0  # how often weights were changed: a batch that was given up is charged too, and changes none
     chunk: int = 0  # of the last ticket
     done: bool = False  # whether this chunk went through backward
 
@@ -256,13 +257,13 @@ class Release:
             self._charge()
             self._write_gradients()
             apply()
+            step, size, total = self.tickets[-1].step, self.plan.expected_batch_size, self.sums.topology.total
+            self.plan.clipping.finish_step(self.source, step, size, total)  # it may wait for other ranks
         except BaseException:
             self.void()
             raise
-        step, size, total = self.tickets[-1].step, self.plan.expected_batch_size, self.sums.topology.total
-        self.plan.clipping.finish_step(self.source, step, size, total)
         self.sums.contributed.clear()
-        self.stage = Stage.RELEASED
+        self.stage, self.released = Stage.RELEASED, self.released + 1
         return True
 
     def _settle(self) -> None:
@@ -349,7 +350,7 @@ class Release:
     def _facts(self) -> tuple[object, ...]:
         """What every rank must have alike at this moment."""
         ticket = self.tickets[-1] if self.tickets else None
-        place = (None if ticket is None else ticket.step, self.chunk, len(self.tickets))
+        place = (None if ticket is None else ticket.step, self.chunk, len(self.tickets), self.released)
         return (*place, self.plan.noise_std, *self.plan.clipping.bounds, self.ledger.steps)
 
     # The end

@@ -1,4 +1,7 @@
-"""Functions run by several processes at once, on gloo, without a network: they meet through a file."""
+"""Functions run by several processes at once, on gloo, without a network: they meet through a file.
+
+Processes are forked from one that has imported what takes long, and nothing else: it has one thread.
+"""
 
 import datetime
 import tempfile
@@ -10,12 +13,24 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+IMPORTED = [
+    "torch.distributed.fsdp",
+    "torch.distributed.tensor.parallel",
+    "torch.fx.experimental.symbolic_shapes",  # takes a second, on the first call of a DTensor
+    "torch.testing",
+    "scipy.stats",
+]
+
 
 def launched(ranks: int, function: Callable[..., Any], *args: Any, seconds: float = 60.0) -> list[Any]:
-    """What ``function(*args)`` returns in each of so many processes, or the exception that it raised."""
+    """What ``function(*args)`` returns in each of so many processes, or the exception that it raised.
+
+    A process that was killed has None.
+    """
     with tempfile.TemporaryDirectory() as folder:
         meeting = Path(folder)
-        context = torch.multiprocessing.get_context("spawn")
+        context = torch.multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(IMPORTED)
         processes = [
             context.Process(target=_process, args=(rank, ranks, meeting, seconds, function, args))
             for rank in range(ranks)

@@ -33,6 +33,14 @@ class Ranks:
         size = dist.get_world_size(group)
         return cls(group, dist.get_rank(group), size) if size > 1 else ALONE
 
+    @property
+    def timeout(self) -> Any:
+        """How long they wait for each other, as was said when their group was made; None where it is not known."""
+        try:
+            return self.group._get_backend(self.group._device_types[0]).options._timeout
+        except AttributeError:  # alone, or in a torch that keeps it elsewhere
+            return None
+
     def add_up(self, tensor: Tensor) -> Callable[[], None]:
         """Begins to replace a tensor by its sum over the ranks; what is returned waits for that."""
         if self.size == 1:

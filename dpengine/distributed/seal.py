@@ -22,7 +22,7 @@ class Seal:
 
     @staticmethod
     def write(into: Tensor, facts: Sequence[object]) -> None:
-        """Writes the words of a fact into ``(16,)``."""
+        """Writes the words of a fact into ``(16,)``, or into each of several such."""
         digest = hashlib.blake2b(repr(tuple(facts)).encode(), digest_size=4).digest()
         words = [half for byte in digest for half in (byte >> 4, byte & 15)]
         into.copy_(torch.tensor([*words, *(word * word for word in words)], dtype=into.dtype))

@@ -99,7 +99,8 @@ def _replicas(topology: Topology, splits: Ranks) -> Ranks:
     if splits.size == world().size:
         return ALONE
     groups = sorted(set(map(tuple, world().all_of(dist.get_process_group_ranks(splits.group)))))
-    mine, _ = dist.new_subgroups_by_enumeration([list(column) for column in zip(*groups, strict=True)])
+    columns = [list(column) for column in zip(*groups, strict=True)]
+    mine, _ = dist.new_subgroups_by_enumeration(columns, timeout=world().timeout)
     return Ranks.of(mine)
 
 

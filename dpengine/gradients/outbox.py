@@ -137,15 +137,27 @@ class Outbox:
         for parameter in bucket.parameters:
             held, formed = self._held[parameter], self._sums.pop(parameter, None)
             size = _each(held, ranks)
-            if formed is not None:
-                for row, part in zip(whole, formed.chunk(ranks, held.axis), strict=False):
-                    row[at : at + part.numel()].view(part.shape).copy_(part)
+            if formed is not None and formed.numel():
+                _put(whole[:, at : at + size], formed, held.axis)
             at += size
-        for row in whole:
-            Seal.write(row[at:], (self._next, *self._facts))
+        Seal.write(whole[:, at:], (self._next, *self._facts))
         bucket.part = torch.empty(each, device=bucket.device, dtype=bucket.dtype)
         bucket.waits = self._ranks.scatter_sum(whole.view(-1), bucket.part)
         self._next += 1
+
+
+def _put(each: Tensor, formed: Tensor, axis: int) -> None:
+    """Lays a sum into ``(ranks, n)``: a row has what one rank keeps, cut along an axis as ``torch.chunk`` does."""
+    ranks, size = each.shape
+    if axis == 0:
+        flat = formed.view(-1)
+        whole = flat.numel() // size
+        each[:whole].copy_(flat[: whole * size].view(whole, size))
+        if rest := flat.numel() - whole * size:
+            each[whole, :rest].copy_(flat[-rest:])
+        return
+    for row, part in zip(each, formed.chunk(ranks, axis), strict=False):
+        row[: part.numel()].view(part.shape).copy_(part)
 
 
 def _each(held: Held, ranks: int) -> int:

@@ -15,6 +15,8 @@ from dpengine import PrivacyEngine
 from dpengine.distributed import Seal
 from dpengine.errors import MechanismMismatchError, SamplingError, UnsupportedLayerError
 
+pytestmark = pytest.mark.xdist_group("agreement")  # what they all look at is made once
+
 
 def private(*, seed=1, weights=0, topology="data", batch=12, **more):
     """A private run, as each rank sets it up; ``weights`` seeds the model."""

@@ -11,6 +11,8 @@ from spread_runs import Case, Spread, difference, whole_weights
 from dpengine import checkpoint
 from dpengine.errors import CorruptFileError, TicketError
 
+pytestmark = pytest.mark.xdist_group("checkpoints")  # what they all look at is made once
+
 CASES = {
     "gaussian": Case(model="tied"),
     "bandmf": Case(noise="bandmf", clipping="per_layer"),

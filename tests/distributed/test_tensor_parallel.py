@@ -31,6 +31,8 @@ from dpengine.gradients import FlatBuffer
 from dpengine.noise import BandMF, NoiseSource, add_noise, mechanism_for
 from dpengine.noise.gaussian import GaussianNoise
 
+pytestmark = pytest.mark.xdist_group("tensor_parallel")  # what they all look at is made once
+
 ROWS, INPUTS, HIDDEN = 24, 6, 8
 MIXED = Case(model="tied", noise="bandmf", clipping="per_layer", physical=3)
 CASES = [

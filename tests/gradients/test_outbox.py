@@ -119,3 +119,16 @@ def test_what_is_on_its_way_is_destroyed_with_the_sums(buffer, parameters, ranks
     summed(buffer, parameters[0], 5.0)
     buffer.settle()
     assert dict(buffer)[parameters[0]].eq(10).all()
+
+
+@pytest.mark.parametrize("axis", [0, 1, 2])
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 7])
+def test_each_rank_gets_the_part_that_chunk_cuts(axis, ranks):
+    whole = torch.arange(2.0 * 5 * 4).view(5, 4, 2) if axis else torch.arange(10.0).view(5, 2)
+    parts = whole.chunk(ranks, axis)
+    size = parts[0].numel()
+    each = torch.full((ranks, size), -1.0)
+    module._put(each, whole, axis)
+    for i in range(ranks):
+        kept = parts[i].reshape(-1) if i < len(parts) else torch.zeros(0)
+        assert torch.equal(each[i, : len(kept)], kept) and each[i, len(kept) :].eq(-1).all()

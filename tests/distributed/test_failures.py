@@ -1,0 +1,237 @@
+"""One rank fails in the middle of a step: every other ends with an error, its sums are destroyed, the step is charged.
+
+It is the last rank that fails. Each case has its own process group, so that one start of the processes serves many.
+"""
+
+import datetime
+import gc
+import itertools
+import os
+import signal
+import time
+from dataclasses import dataclass
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from launch import launched
+from spread_runs import data, plain, wrapped
+from torch.utils.data import DataLoader
+
+from dpengine import PrivacyEngine
+from dpengine.distributed import Ranks, Topology, local_part
+from dpengine.stage import Stage
+
+pytestmark = pytest.mark.xdist_group("failures")  # what they all look at is made once
+
+TIMEOUT = 4.0  # seconds, of the process groups
+LATE = 4.0  # seconds after the timeout by which all must have ended: two steps, and a busy machine
+WHOLE_STEPS = 2  # before the one in which a rank fails
+ENDS = {"RuntimeError", "DistBackendError", "DistNetworkError", "MechanismMismatchError"}
+ENDS_OF_THE_FAILED = ENDS | {"Failed", "RepeatedBackwardError"}
+
+
+@dataclass(frozen=True)
+class Case:
+    """How the last rank fails, and where."""
+
+    failure: str
+    topology: str
+
+    @property
+    def steps_alone(self) -> bool:
+        """Whether others have changed their own parts when they hear of it: they exchange nothing with it in a step."""
+        return self.topology != "ddp" and self.failure in (
+            "raises before the step",
+            "stalls before the step",
+            "skips",
+            "runs twice",
+        )
+
+
+class Failed(Exception):
+    """What the failing rank raises."""
+
+
+class Failing:
+    """Does to this rank, in one step, what a case says; nothing on other ranks, and before."""
+
+    def __init__(self, failure):
+        last = dist.is_initialized() and dist.get_rank() == dist.get_world_size() - 1
+        self.failure, self.step = failure if last else "", 0
+
+    def at(self, point, *, model=None, batch=None):
+        if self.step != WHOLE_STEPS:
+            return
+        if self.failure == f"raises {point}":
+            raise Failed
+        if self.failure == f"stalls {point}":
+            time.sleep(TIMEOUT + LATE + 1)
+        if self.failure == "is killed" and point == "before forward":
+            Ranks.add_up = Ranks.scatter_sum = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+        if self.failure == "runs twice" and point == "before the step":
+            loss_of(model, batch, self).backward()
+
+
+def loss_of(model, batch, failing):
+    words, following = batch
+    logits = model(words)
+    logits.register_hook(lambda grad: failing.at("in backward"))
+    failing.at("before backward")
+    return F.cross_entropy(logits.flatten(0, 1), following.flatten())
+
+
+def ending(case):
+    """How a run ends on this rank."""
+    torch.manual_seed(0)
+    failing, model, engine = Failing(case.failure), plain(), PrivacyEngine(seed=1)
+    model.blocks[1].norm.register_forward_pre_hook(lambda module, args: failing.at("in forward"))
+    model = wrapped(model, case.topology)
+    optimizer, loader = torch.optim.SGD(model.parameters(), lr=0.1), DataLoader(data(), batch_size=12)
+    for group in list(dist.distributed_c10d._world.pg_map):  # meshes make groups whose timeout is half an hour
+        dist.distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=TIMEOUT), group)
+    held = [p for group in optimizer.param_groups for p in group["params"]]
+    model, optimizer, loader = engine.make_private(model, optimizer, loader, noise_multiplier=1.0)
+    error, began, before, release = "", time.monotonic(), [], engine.runs[0].release
+    try:
+        for step, batch in enumerate(itertools.chain(loader, loader)):
+            failing.step = step
+            if step == WHOLE_STEPS:
+                before, began = [local_part(p).detach().clone() for p in held], time.monotonic()
+            optimizer.zero_grad()
+            failing.at("before forward")
+            loss_of(model, batch, failing).backward()
+            failing.at("before the step", model=model, batch=batch)
+            if not (failing.failure == "skips" and step == WHOLE_STEPS):
+                optimizer.step()
+    except Exception as raised:
+        error = f"{type(raised).__name__}: {raised}"
+    found = {
+        "error": error,
+        "seconds": time.monotonic() - began,
+        "charged": engine.ledger.steps,
+        "same weights": all(torch.equal(local_part(p), old) for p, old in zip(held, before, strict=True)),
+        "no gradients": all(p.grad is None or not local_part(p.grad).any() for p in held),
+        "void": release.stage is Stage.VOID and release.sums.buffer.clean,
+    }
+    engine.detach(model)
+    return found | {
+        "charged in the end": engine.ledger.steps,
+        "clean in the end": release.sums.buffer.clean and not release.sums.pending,
+    }
+
+
+def endings(cases, folder):
+    """How each of several runs ends on this rank, into files. Where one rank is killed, the next runs have one less."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    for number, case in enumerate(cases):
+        meet(folder, number, rank, ranks)
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        store = dist.FileStore(str(folder / f"store{number}"), ranks)
+        timeout = datetime.timedelta(seconds=TIMEOUT)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=timeout)
+        torch.save(ending(case), folder / f"ending{number}-{rank}")
+        ranks -= case.failure == "is killed"
+        dist.destroy_process_group()
+        gc.collect()  # as where a process ends: connections close, and the others hear of it
+    meet(folder, len(cases), rank, ranks)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # for the launcher to end
+
+
+def told(cases, ranks, folder):
+    """How each run ended, on each rank; None for one that was killed in it."""
+    launched(ranks, endings, cases, folder)
+    files = {case: [folder / f"ending{i}-{rank}" for rank in range(ranks)] for i, case in enumerate(cases)}
+    return {case: [torch.load(one) if one.exists() else None for one in of] for case, of in files.items()}
+
+
+def meet(folder, number, rank, ranks):
+    """Waits for all ranks that are left."""
+    (folder / f"met{number}-{rank}").touch()
+    until = time.monotonic() + 60
+    while len(list(folder.glob(f"met{number}-*"))) < ranks:
+        assert time.monotonic() < until, f"rank {rank} waited for others to end run {number}"
+        time.sleep(0.01)
+
+
+A_FEW = [
+    Case("raises in forward", "ddp"),
+    Case("stalls before backward", "ddp"),
+    Case("raises in backward", "fsdp"),
+    Case("raises before the step", "fsdp"),
+    Case("skips", "fsdp"),
+    Case("skips", "tp"),
+    Case("is killed", "tp"),
+]
+ALL = [
+    "raises in forward",
+    "raises before backward",
+    "raises in backward",
+    "raises before the step",
+    "stalls before backward",
+    "stalls before the step",
+    "skips",
+]
+
+
+def check(case, found):
+    """That a run ended as it should on each rank, of which the last one failed."""
+    failed = found[-1]
+    assert failed is None if case.failure == "is killed" else failed["charged in the end"] > WHOLE_STEPS
+    for one in found if failed is not None else found[:-1]:
+        assert one["error"].split(":")[0] in ENDS | ({"Failed", "RepeatedBackwardError"} if one is failed else set()), (
+            one
+        )
+        assert one is failed or one["seconds"] < TIMEOUT + LATE, one
+        assert one["no gradients"] and one["clean in the end"]
+        assert one["charged in the end"] - WHOLE_STEPS in (1, 2)
+        if one is not failed:
+            assert case.steps_alone or one["same weights"]
+            assert one["charged"] > WHOLE_STEPS or one["same weights"]
+            assert case.topology != "ddp" or one["void"]  # others fail within the step itself
+
+
+@pytest.mark.parametrize("case", A_FEW, ids=lambda case: f"{case.failure}-{case.topology}")
+def test_f_x3_where_one_rank_fails_all_others_end_with_an_error(few, case):
+    check(case, few[case])
+
+
+@pytest.fixture(scope="module")
+def few(tmp_path_factory):
+    return told(A_FEW, 2, tmp_path_factory.mktemp("few"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("topology", "ranks"),
+    [("ddp", 2), ("ddp", 4), ("fsdp", 2), ("fsdp", 4), ("hybrid", 4), ("tp", 2), ("tp_fsdp", 4), ("tp_data", 4)],
+)
+def test_f_x3_every_kind_of_failure_in_every_kind_of_run(topology, ranks, tmp_path):
+    """One that runs twice goes without the splits: gloo ends processes where messages of other sizes meet."""
+    kinds = [*ALL, *([] if "tp" in topology else ["runs twice"]), "is killed"]
+    cases = [Case(failure, topology) for failure in kinds]
+    for case, found in told(cases, ranks, tmp_path).items():
+        check(case, found)
+
+
+def test_f_x3_a_count_that_cannot_be_exchanged_is_destroyed_and_its_step_stays_charged(monkeypatch):
+    """The last exchange of a step, when the weights have changed: that of the rows below an adaptive threshold."""
+
+    def fails(topology, number):
+        raise Failed
+
+    torch.manual_seed(0)
+    model, engine = plain(), PrivacyEngine(seed=1)
+    optimizer, loader = torch.optim.SGD(model.parameters(), lr=0.1), DataLoader(data(), batch_size=12)
+    options = {"noise_multiplier": 1.0, "clipping": "adaptive"}
+    model, optimizer, loader = engine.make_private(model, optimizer, loader, **options)
+    release = engine.runs[0].release
+    loss_of(model, next(iter(loader)), Failing("")).backward()
+    assert float(release.plan.clipping._centred_count) != 0
+    with monkeypatch.context() as patch, pytest.raises(Failed):
+        patch.setattr(Topology, "total", fails)
+        optimizer.step()
+    assert float(release.plan.clipping._centred_count) == 0  # else the next step's count would have these rows twice
+    assert release.stage is Stage.VOID and engine.ledger.steps == 1

@@ -1,0 +1,232 @@
+"""Options of what wraps a model: the run is that of one process all the same, or it is refused by name."""
+
+import contextlib
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from launch import launched
+from spread_runs import VOCABULARY, WIDTH, Block, Words, data, plain, whole_weights, wrapped
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
+from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader
+
+from dpengine import PrivacyEngine
+
+pytestmark = pytest.mark.xdist_group("options")  # what they all look at is made once
+
+
+def itself(model):
+    return model
+
+
+def fully(**options):
+    """Shards each block and the rest."""
+
+    def wrap(model):
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        for part in (*model.blocks, model):
+            fully_shard(part, mesh=mesh, **options)
+        return model
+
+    return wrap
+
+
+def mixed(reduce_dtype):
+    return fully(mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=reduce_dtype))
+
+
+def copies(**options):
+    return lambda model: nn.parallel.DistributedDataParallel(model, **options)
+
+
+def kept(model):
+    """Each block as one that runs again in the backward pass."""
+    apply_activation_checkpointing(model, check_fn=lambda module: isinstance(module, Block))
+    return model
+
+
+class Recomputed(Words):
+    """The blocks run again in the backward pass."""
+
+    def forward(self, words):
+        x = self.embedding(words)
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False)
+        return self.head(x)
+
+
+def padded():
+    """One word has no gradient, and no vector."""
+    model = Words()
+    model.embedding = nn.Embedding(VOCABULARY, WIDTH, padding_idx=3)
+    return model
+
+
+def split(model):
+    return wrapped(model, "tp")
+
+
+def sequences(model):
+    """Norms run on parts of the sequences."""
+    given = RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1))
+    plan = {"embedding": given, "head": ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate())}
+    for i in range(len(model.blocks)):
+        plan[f"blocks.{i}.norm"] = SequenceParallel()
+        plan[f"blocks.{i}.inner"] = ColwiseParallel(input_layouts=Shard(1))
+        plan[f"blocks.{i}.outer"] = RowwiseParallel(output_layouts=Shard(1))
+    return parallelize_module(model, init_device_mesh("cpu", (2,)), plan)
+
+
+@contextlib.contextmanager
+def without_gradient_sync(model, chunk):
+    model.set_requires_gradient_sync(chunk % 3 == 2)
+    yield
+
+
+def without_sync(model, chunk):
+    return contextlib.nullcontext() if chunk % 3 == 2 else model.no_sync()
+
+
+@dataclass(frozen=True)
+class Case:
+    """An option.
+
+    Attributes:
+        wrap: What the user does to the model.
+        make: The model.
+        around: Around each forward and backward pass, given the model and the chunk.
+        more: For ``make_private``.
+        says: What is refused; None for a run that is that of one process.
+    """
+
+    wrap: Callable[[Any], Any]
+    make: Callable[[], Any] = plain
+    around: Callable[[Any, int], Any] = lambda model, chunk: contextlib.nullcontext()
+    more: dict[str, Any] = field(default_factory=dict)
+    says: str | None = None
+
+
+THREE_CHUNKS = {"accumulation_steps": 3}
+AGAIN = "UnsupportedLayerError.*runs the model again"
+CASES = {
+    "fsdp-checkpoint-wrapper-inside": Case(lambda model: fully()(kept(model))),
+    "fsdp-checkpoint-wrapper-outside": Case(lambda model: kept(fully()(model))),
+    "fsdp-checkpoint-non-reentrant": Case(fully(), make=Recomputed),
+    "fsdp-without-gradient-sync": Case(fully(), around=without_gradient_sync, more=THREE_CHUNKS),
+    "fsdp-offload": Case(fully(offload_policy=CPUOffloadPolicy(pin_memory=False))),  # pinning needs an accelerator
+    "fsdp-no-reshard": Case(fully(reshard_after_forward=False)),
+    "fsdp-hooks": Case(fully(), more={"grad_sample_mode": "hooks"}),
+    "fsdp-functorch": Case(fully(), more={"grad_sample_mode": "functorch"}),
+    "fsdp-ghost": Case(fully(), more={"grad_sample_mode": "ghost"}, says=AGAIN),
+    "fsdp-ew": Case(fully(), more={"grad_sample_mode": "ew"}, says=AGAIN),
+    "ddp-checkpoint-wrapper": Case(lambda model: copies()(kept(model))),
+    "ddp-checkpoint-non-reentrant": Case(copies(), make=Recomputed),
+    "ddp-no-sync": Case(copies(), around=without_sync, more=THREE_CHUNKS),
+    "ddp-find-unused": Case(copies(find_unused_parameters=True)),
+    "ddp-static-graph": Case(copies(static_graph=True)),
+    "ddp-bucket-view": Case(copies(gradient_as_bucket_view=True)),
+    "ddp-hooks": Case(copies(), more={"grad_sample_mode": "hooks"}),
+    "ddp-functorch": Case(copies(), more={"grad_sample_mode": "functorch"}),
+    "ddp-ghost": Case(copies(), more={"grad_sample_mode": "ghost"}),
+    "ddp-ew": Case(copies(), more={"grad_sample_mode": "ew"}),
+    "split-padding": Case(split, make=padded),
+    "split-sequences": Case(sequences, says=r"UnsupportedLayerError.*'blocks.0.norm' \(LayerNorm\)"),
+}
+EXACT = [name for name, case in CASES.items() if case.says is None]
+REFUSED = [name for name, case in CASES.items() if case.says is not None]
+
+
+def run(case, steps=6):
+    """The weights at the end, or what was raised."""
+    torch.manual_seed(0)
+    try:
+        model = case.wrap(case.make())
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.9)
+        loader = DataLoader(data(), batch_size=12)
+        options = {"noise_multiplier": 0.8, "max_grad_norm": 0.7, **case.more}
+        model, optimizer, loader = PrivacyEngine(seed=1).make_private(model, optimizer, loader, **options)
+        taken = 0
+        for chunk, (words, following) in enumerate(loader):
+            optimizer.zero_grad()
+            with case.around(model, chunk):
+                F.cross_entropy(model(words).flatten(0, 1), following.flatten()).backward()
+            optimizer.step()
+            taken += not optimizer.step_was_skipped
+            if taken == steps:
+                break
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return {name.replace("_checkpoint_wrapped_module.", ""): w for name, w in whole_weights(model).items()}
+
+
+def all_runs(names):
+    return {name: run(CASES[name]) for name in names}
+
+
+def mixed_runs():
+    """In bfloat16, where sums are to be exchanged in float32, and in bfloat16."""
+    return [run(Case(mixed(dtype))) for dtype in (torch.float32, torch.bfloat16)]
+
+
+@pytest.fixture(scope="module")
+def of_ranks():
+    """Everything that needs two processes, in one start of them."""
+    return launched(2, everything)
+
+
+def everything():
+    return all_runs(CASES) | {"mixed": mixed_runs()}
+
+
+def difference(found, expected):
+    a, b = (torch.cat([w.flatten() for w in weights.values()]) for weights in (found, expected))
+    return float((a - b).norm() / b.norm())
+
+
+def refuse_differences(of_ranks):
+    first, *others = of_ranks
+    assert all(torch.equal(w, first[name]) for other in others for name, w in other.items())
+
+
+@pytest.fixture(scope="module")
+def of_one():
+    """The run of one process, by what it trains and in how many chunks."""
+    keys = {(CASES[name].make, *(CASES[name].more.keys() & THREE_CHUNKS.keys())) for name in EXACT}
+    return {(make, *chunks): run(Case(itself, make, more=THREE_CHUNKS if chunks else {})) for make, *chunks in keys}
+
+
+@pytest.mark.parametrize("name", EXACT)
+def test_an_option_leaves_the_run_of_one_process(of_ranks, of_one, name):
+    case, found = CASES[name], [one[name] for one in of_ranks]
+    assert all(isinstance(one, dict) for one in found), found
+    refuse_differences(found)
+    expected = of_one[(case.make, *(case.more.keys() & THREE_CHUNKS.keys()))]
+    assert found[0].keys() == expected.keys()
+    assert difference(found[0], expected) < 1e-6
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_an_option_that_does_not_go_is_refused_by_name(of_ranks, name):
+    for one in of_ranks:
+        assert re.search(CASES[name].says, str(one[name])), one[name]
+
+
+def test_mixed_precision_is_that_of_one_process_and_sums_are_exchanged_in_float32(of_ranks):
+    """bfloat16 has 8 bits: sums of a rank's rows are rounded to 0.4 % each, other rows in another order."""
+    of_two = [one["mixed"] for one in of_ranks]
+    refuse_differences([weights for weights, _ in of_two])
+    refuse_differences(of_two[0])
+    ((alone, _),) = launched(1, mixed_runs)
+    assert difference(of_two[0][0], alone) < 1e-3
+    assert 1e-5 < difference(of_two[0][0], run(Case(itself))) < 1e-2  # rounded to bfloat16, and not much else
