@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Mapping, Sequence
+from dataclasses import astuple
 from typing import Any, cast
 
 import torch
@@ -10,9 +12,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
-from dpengine.distributed import Box, Topology, is_dtensor, local_part
+from dpengine.distributed import Box, Places, Topology, is_dtensor, local_part
 from dpengine.errors import CorruptFileError, MechanismMismatchError
 
+from .layout import EARLIER
 from .pieces import Part, Stored
 
 _SLICE = "noise"
@@ -97,7 +100,7 @@ def optimizer_tensors(
             found[name] = stored.read(name)
             continue
         if not 0 <= of[name] < len(parameters):
-            raise CorruptFileError(f"{name!r} belongs to no parameter.", fix="Take an earlier checkpoint.")
+            raise CorruptFileError(f"{name!r} belongs to no parameter.", fix=EARLIER)
         parameter, shape = parameters[of[name]], stored.shape(name)
         if not is_dtensor(parameter) or not shape:
             found[name] = stored.read(name)
@@ -119,33 +122,48 @@ def _alike(tensor: Any, parameter: Any) -> bool:
     return is_dtensor(tensor) and (tensor.shape, tensor.placements) == (parameter.shape, parameter.placements)
 
 
-def slice_parts(slices: Mapping[int, Tensor]) -> dict[str, Part]:
-    """What correlated noise keeps for its slices, ``(K, D)`` by where they begin, as parts of a file."""
-    return {f"{_SLICE}.{start}.{state_KD.shape[1]}": Part(state_KD) for start, state_KD in slices.items()}
+def slice_parts(slices: Mapping[Places, Tensor]) -> dict[str, Part]:
+    """What correlated noise keeps for its slices, ``(K, D)`` by their places, as parts of a file."""
+    return {".".join([_SLICE, *map(str, astuple(places))]): Part(state_KD) for places, state_KD in slices.items()}
 
 
-def cut_slices(stored: Stored, places: Sequence[tuple[int, int]]) -> dict[int, Tensor]:
+def cut_slices(stored: Stored, wanted: Sequence[Places]) -> dict[Places, Tensor]:
     """What was kept for slices, cut as this rank draws them now.
 
     Args:
         stored: What all ranks wrote.
-        places: First and number of the places that each slice has.
+        wanted: The places of the slices.
 
     Returns:
-        ``(K, D)`` by where they begin.
+        ``(K, D)`` by their places.
     """
-    begins = sorted((int(name.split(".")[1]), name) for name in stored.names)
-    return {first: _cut(stored, begins, first, count) for first, count in places}
+    rows = sorted(row for name in stored.names for row in _rows_of(name))
+    return {places: _cut(stored, rows, places) for places in wanted}
 
 
-def _cut(stored: Stored, begins: Sequence[tuple[int, str]], first: int, count: int) -> Tensor:
-    pieces, place = [], first
-    for begin, name in begins:
-        kept, length = stored.shape(name)
-        stop = min(begin + length, first + count)
-        if begin <= place < stop:  # slices of several ranks may overlap, and are the same there
-            pieces.append(stored.read(name, Box((0, place - begin), (kept, stop - place))))
-            place = stop
-    if place < first + count:
-        raise CorruptFileError(f"The noise kept for place {place} is missing.", fix="Take an earlier checkpoint.")
+def _rows_of(name: str) -> list[tuple[int, int, str, int]]:
+    """Where each row of a stored slice begins, how long it is, and where it lies in what is stored."""
+    places = Places(*map(int, name.split(".")[1:]))
+    return [(places.start + i * places.stride, places.length, name, i * places.length) for i in range(places.rows)]
+
+
+def _cut(stored: Stored, rows: Sequence[tuple[int, int, str, int]], wanted: Places) -> Tensor:
+    pieces: list[Tensor] = []
+    whole: dict[str, Tensor] = {}  # slices that have many rows are read once
+    for row in range(wanted.rows):
+        place = wanted.start + row * wanted.stride
+        end = place + wanted.length
+        at = bisect.bisect_right(rows, place, key=lambda one: one[0]) - 1
+        while place < end:
+            start, length, name, offset = rows[at] if 0 <= at < len(rows) else (end, 0, "", 0)
+            if not start <= place < start + length:
+                raise CorruptFileError(f"The noise kept for place {place} is missing.", fix=EARLIER)
+            stop = min(end, start + length)
+            kept, many = stored.shape(name)[0], stored.shape(name)[1] > length
+            if many:
+                state_KD = whole[name] if name in whole else whole.setdefault(name, stored.read(name))
+                pieces.append(state_KD[:, offset + place - start : offset + stop - start])
+            else:
+                pieces.append(stored.read(name, Box((0, place - start), (kept, stop - place))))
+            place, at = stop, at + 1
     return torch.cat(pieces, dim=1)

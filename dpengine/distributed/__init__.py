@@ -6,7 +6,7 @@ from torch.nn.parallel import DistributedDataParallel
 from .data_parallel import data_parallel, refuse_other_weights
 from .dtensors import is_dtensor, local_part
 from .fully_sharded import fully_sharded
-from .held import Box, Held
+from .held import Box, Held, Places
 from .layer_parts import LayerPart, ordinary
 from .ranks import ALONE, Ranks
 from .seal import Seal
@@ -30,6 +30,7 @@ __all__ = [
     "Box",
     "Held",
     "LayerPart",
+    "Places",
     "Ranks",
     "Seal",
     "Topology",

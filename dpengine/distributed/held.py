@@ -5,9 +5,10 @@ Noise is addressed by places in the whole, so that it is the same however a para
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 Shape = tuple[int, ...]
 
@@ -55,6 +56,32 @@ class Box:
 
 
 @dataclass(frozen=True)
+class Places:
+    """Places of numbers in a long vector: rows of one length, equally far apart.
+
+    Attributes:
+        start: Of the first.
+        length: Of each row.
+        rows: How many.
+        stride: From where a row begins to where the next one does; 0 for a single row.
+    """
+
+    start: int
+    length: int
+    rows: int = 1
+    stride: int = 0
+
+    @property
+    def count(self) -> int:
+        """How many they are."""
+        return self.rows * self.length
+
+    def behind(self, base: int) -> Places:
+        """The same places in a vector in which so many come before."""
+        return replace(self, start=self.start + base)
+
+
+@dataclass(frozen=True)
 class Held:
     """How one parameter's sum is formed on a rank, and what the rank keeps of it once all ranks' sums are added.
 
@@ -82,17 +109,20 @@ class Held:
         return math.prod(self.shape)
 
     @property
-    def span(self) -> tuple[int, int]:
-        """First place in the flat parameter that the smallest run of whole rows around ``kept`` has, and its length."""
-        if not self.shape or not self.kept.numel:
-            return 0, self.kept.numel
-        row = math.prod(self.shape[1:])
-        return self.kept.start[0] * row, self.kept.size[0] * row
+    def places(self) -> list[Places]:
+        """Where ``kept`` lies in the flat parameter, in the order in which it lies in memory."""
+        cut = [axis for axis, size in enumerate(self.kept.size) if size != self.shape[axis]]
+        if not cut or not self.kept.numel:
+            return [Places(0, self.kept.numel)] if self.kept.numel else []
+        strides = [math.prod(self.shape[axis + 1 :]) for axis in range(len(self.shape))]
+        inner, outer = cut[-1], cut[-2] if len(cut) > 1 else 0  # from outer to inner, rows are equally far apart
+        length, rows = self.kept.size[inner] * strides[inner], math.prod(self.kept.size[outer:inner])
+        stride = strides[inner - 1] if rows > 1 else 0
+        first = _product(self.kept.start, strides)
+        indices = itertools.product(*map(range, self.kept.size[: min(outer, inner)]))
+        return [Places(first + _product(index, strides), length, rows, stride) for index in indices]
 
-    @property
-    def cut(self) -> tuple[slice, ...] | None:
-        """Where ``kept`` lies in its span, viewed as rows; None where it is all of it."""
-        if self.kept.size[1:] == self.shape[1:] or not self.kept.numel:
-            return None
-        inside = zip(self.kept.start[1:], self.kept.size[1:], strict=True)
-        return (slice(None), *(slice(start, start + size) for start, size in inside))
+
+def _product(index: Sequence[int], strides: Sequence[int]) -> int:
+    """Where an element lies; leading axes are enough."""
+    return sum(i * stride for i, stride in zip(index, strides, strict=False))

@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from dpengine.distributed import SINGLE, Held, Seal, Topology
+from dpengine.distributed import SINGLE, Held, Places, Seal, Topology
 
 from .outbox import Outbox
 
@@ -36,33 +36,27 @@ class Stretch:
     Attributes:
         key: Device and dtype of the memory that they lie in.
         at: Place of the first in that memory.
-        count: How many they are.
-        start: Place of the first in the vector of all.
-        held: Set where the places are no run: the sums are a part of that parameter, which begins at ``start``.
+        places: In the vector of all.
     """
 
     key: Key
     at: int
-    count: int
-    start: int
-    held: Held | None = None
+    places: Places
 
     @property
-    def places(self) -> tuple[int, int]:
-        """First place in the vector of all, and how many from there on, of which the sums are all or a part."""
-        if self.held is None:
-            return self.start, self.count
-        offset, count = self.held.span
-        return self.start + offset, count
+    def count(self) -> int:
+        """How many they are."""
+        return self.places.count
 
     def part(self, begin: int, stop: int) -> Stretch:
-        """Some of the sums of one that is a run."""
-        return replace(self, at=self.at + begin, count=stop - begin, start=self.start + begin)
+        """Some of the sums of one that is a single row."""
+        return replace(self, at=self.at + begin, places=Places(self.places.start + begin, stop - begin))
 
     def followed_by(self, other: Stretch) -> bool:
         """Whether the other lies right behind this one, here and in the vector of all."""
-        alike = self.key == other.key and self.held is None and other.held is None
-        return alike and (other.at - self.at, other.start - self.start) == (self.count, self.count)
+        alike = self.key == other.key and self.places.rows == other.places.rows == 1
+        apart = (other.at - self.at, other.places.start - self.places.start)
+        return alike and apart == (self.count, self.count)
 
 
 @dataclass(frozen=True, eq=False)
@@ -246,15 +240,16 @@ def _stretches(
     found: list[Stretch] = []
     base = 0
     for parameter in sorted(places, key=lambda p: keys.index(places[p][0])):  # a stable sort
-        (key, at), cut = places[parameter], held[parameter]
-        offset, _ = cut.span
-        whole_rows = cut.cut is None
-        run = Stretch(key, at, cut.kept.numel, base + offset if whole_rows else base, None if whole_rows else cut)
-        base += cut.numel
-        if found and found[-1].followed_by(run):
-            found[-1] = replace(found[-1], count=found[-1].count + run.count)
-        elif run.count:
-            found.append(run)
+        key, at = places[parameter]
+        for one in held[parameter].places:
+            stretch = Stretch(key, at, one.behind(base))
+            at += stretch.count
+            if found and found[-1].followed_by(stretch):
+                joined = Places(found[-1].places.start, found[-1].count + stretch.count)
+                found[-1] = replace(found[-1], places=joined)
+            else:
+                found.append(stretch)
+        base += held[parameter].numel
     return found
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 _PROCESS = os.getpid()
 _HERE = Path(__file__).resolve().parent
-_VERSION = 2  # of the functions' arguments; interface_version() of vectors.c
+_VERSION = 3  # of the functions' arguments; interface_version() of vectors.c
 _POINTER, _COUNT, _REAL = ctypes.c_void_p, ctypes.c_uint64, ctypes.c_double
 _RECURRENT = {"lstm_step_f32": 7, "lstm_back_f32": 7, "gru_step_f32": 7, "gru_back_f32": 8}
 _PRODUCTS = {
@@ -65,7 +65,7 @@ def _typed(library: ctypes.CDLL) -> ctypes.CDLL:
         raise OSError("built from another version of dpengine; install it again")
     for name in ("add_normals_f32", "add_normals_f64"):
         function = getattr(library, name)
-        function.argtypes = (ctypes.c_char_p, _COUNT, _COUNT, _REAL, _REAL, _POINTER, ctypes.c_uint, _POINTER)
+        function.argtypes = (ctypes.c_char_p, *[_COUNT] * 4, _REAL, _REAL, _POINTER, ctypes.c_uint, _POINTER)
         function.restype = None
     for name, pointers in _RECURRENT.items():
         function = getattr(library, name)

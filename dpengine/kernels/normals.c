@@ -34,28 +34,38 @@
 
 enum { SHARE = 32 * GROUP }; /* normals that a thread draws at a time */
 
-/* to[k] = (to[k] + std * z[first + k]) * scale for k < count, where z are the normals that belong to the key.
-   Shared out to `threads` threads if there is a team. */
+/* to[r * length + k] = (to[r * length + k] + std * z[first + r * stride + k]) * scale for r < rows and k < length, where
+   z are the normals that belong to the key. Shared out to `threads` threads if there is a team: one row in parts that
+   have whole groups, several in runs of rows. */
 #define DEFINE(name, number)                                                                                           \
     struct name##_job {                                                                                                \
         const uint32_t *key;                                                                                           \
-        uint64_t first, count, next;                                                                                   \
+        uint64_t first, rows, length, stride, next;                                                                    \
         double std, scale;                                                                                             \
         number *to;                                                                                                    \
     };                                                                                                                 \
     static void name##_share(void *data) {                                                                             \
         struct name##_job *job = data;                                                                                 \
         uint64_t start, lead = job->first % SHARE;                                                                     \
-        while ((start = __atomic_fetch_add(&job->next, SHARE, __ATOMIC_RELAXED)) < job->count + lead) {                \
+        while ((start = __atomic_fetch_add(&job->next, SHARE, __ATOMIC_RELAXED)) < job->length + lead) {               \
             uint64_t low = start < lead ? 0 : start - lead, high = start + SHARE - lead;                               \
-            high = high < job->count ? high : job->count;                                                              \
-            (BEST(name))(job->key, job->first + low, high - low, job->std, job->scale, job->to + low);                 \
+            high = high < job->length ? high : job->length;                                                            \
+            (BEST(name))(job->key, job->first + low, 1, high - low, 0, job->std, job->scale, job->to + low);           \
         }                                                                                                              \
     }                                                                                                                  \
-    void name(const uint32_t *key, uint64_t first, uint64_t count, double std, double scale, number *to,               \
-              unsigned threads, team run) {                                                                            \
-        struct name##_job job = {key, first, count, 0, std, scale, to};                                                \
-        share_out(name##_share, &job, threads, run);                                                                   \
+    static void name##_share_rows(void *data) {                                                                        \
+        struct name##_job *job = data;                                                                                 \
+        uint64_t start, each = job->length < SHARE ? SHARE / job->length : 1;                                          \
+        while ((start = __atomic_fetch_add(&job->next, each, __ATOMIC_RELAXED)) < job->rows) {                         \
+            uint64_t rows = start + each < job->rows ? each : job->rows - start;                                       \
+            (BEST(name))(job->key, job->first + start * job->stride, rows, job->length, job->stride, job->std,         \
+                         job->scale, job->to + start * job->length);                                                   \
+        }                                                                                                              \
+    }                                                                                                                  \
+    void name(const uint32_t *key, uint64_t first, uint64_t rows, uint64_t length, uint64_t stride, double std,        \
+              double scale, number *to, unsigned threads, team run) {                                                  \
+        struct name##_job job = {key, first, rows, length, stride, 0, std, scale, to};                                 \
+        if (length) share_out(rows == 1 ? name##_share : name##_share_rows, &job, threads, run);                       \
     }
 
 DEFINE(add_normals_f32, float)

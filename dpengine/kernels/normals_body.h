@@ -109,15 +109,18 @@ INLINE(TARGET) void NAMED(normals)(const uint32_t *key, uint64_t group, double s
 }
 
 #define ADD(name, number)                                                                                              \
-    TARGET static void NAMED(name)(const uint32_t *key, uint64_t first, uint64_t count, double std, double scale,      \
-                                   number *to) {                                                                       \
+    TARGET static void NAMED(name)(const uint32_t *key, uint64_t first, uint64_t rows, uint64_t length,                \
+                                   uint64_t stride, double std, double scale, number *to) {                            \
         double z[GROUP] __attribute__((aligned(64)));                                                                  \
-        for (uint64_t done = 0; done < count;) {                                                                       \
-            uint64_t low = (first + done) % GROUP, here = GROUP - low < count - done ? GROUP - low : count - done;     \
-            NAMED(normals)(key, (first + done) / GROUP, std, z);                                                       \
-            for (uint64_t k = 0; k < here; k++) to[done + k] = (number)((to[done + k] + z[low + k]) * scale);          \
-            done += here;                                                                                              \
-        }                                                                                                              \
+        uint64_t held = UINT64_MAX; /* the group in z: short rows may share one */                                     \
+        for (uint64_t row = 0; row < rows; row++, first += stride, to += length)                                       \
+            for (uint64_t done = 0; done < length;) {                                                                  \
+                uint64_t place = first + done, low = place % GROUP;                                                    \
+                uint64_t here = GROUP - low < length - done ? GROUP - low : length - done;                             \
+                if (held != place / GROUP) NAMED(normals)(key, held = place / GROUP, std, z);                          \
+                for (uint64_t k = 0; k < here; k++) to[done + k] = (number)((to[done + k] + z[low + k]) * scale);      \
+                done += here;                                                                                          \
+            }                                                                                                          \
     }
 
 ADD(add_normals_f32, float)

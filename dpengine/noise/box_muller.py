@@ -118,8 +118,29 @@ def normals_from_words(words: Tensor) -> Tensor:
 
 
 def add_native_normals(
-    library: Any, key: bytes, first: int, std: float, scale: float, to: np.ndarray, threads: int = 1
+    library: Any,
+    key: bytes,
+    first: int,
+    std: float,
+    scale: float,
+    to: np.ndarray,
+    threads: int = 1,
+    *,
+    rows: int = 1,
+    stride: int = 0,
 ) -> None:
-    """``add_normals`` with the ChaCha20 keystream of a key, by the compiled library and torch's threads."""
+    """``add_normals`` with the ChaCha20 keystream of a key, by the compiled library and torch's threads.
+
+    Args:
+        library: The compiled library.
+        key: Of the keystream.
+        first: As for ``add_normals``.
+        std: As for ``add_normals``.
+        scale: As for ``add_normals``.
+        to: As for ``add_normals``; so many rows of one length.
+        threads: How many share the work.
+        rows: How many rows.
+        stride: The first normal of each row has this number above that of the row before.
+    """
     function = library.add_normals_f32 if to.dtype == np.float32 else library.add_normals_f64
-    function(key, first, len(to), std, scale, to.ctypes.data, threads, thread_team())
+    function(key, first, rows, len(to) // rows, stride, std, scale, to.ctypes.data, threads, thread_team())

@@ -15,10 +15,11 @@ from typing import Any, final
 
 from torch import Tensor
 
+from dpengine.distributed import Places
 from dpengine.errors import PrivacyError
 
 from .gaussian import GaussianNoise
-from .mechanism import AbstractNoise, check_release
+from .mechanism import AbstractNoise, check_release, end_of
 from .source import NoiseSource
 
 Fresh = Callable[[Tensor, float, int], None]
@@ -68,10 +69,20 @@ class CorrelatedNoise(AbstractNoise):
         self._first = first_step
         self._next = (first_step, 0)  # (step, index): the first address not used yet
         self._std: float | None = None
-        self._slices: dict[int, _Slice] = {}  # by where they begin
+        self._slices: dict[Places, _Slice] = {}
         self._lives: dict[int, int] = {}  # incarnation of the source by the first step that was drawn in it
 
-    def add(self, sums: Tensor, *, std: float, step: int, start: int = 0, scale: float = 1.0) -> None:
+    def add(
+        self,
+        sums: Tensor,
+        *,
+        std: float,
+        step: int,
+        start: int = 0,
+        scale: float = 1.0,
+        rows: int = 1,
+        stride: int = 0,
+    ) -> None:
         """Adds this step's noise in place, and multiplies by ``scale``.
 
         Slices of one step's vector come in the order of their ``start``, and are cut alike at every step.
@@ -82,6 +93,8 @@ class CorrelatedNoise(AbstractNoise):
             step: Number of the logical batch since the run began, above those before it.
             start: Index of ``sums[0]`` in the whole vector.
             scale: What the noisy sums are multiplied by.
+            rows: See ``AbstractNoise.add``.
+            stride: See ``AbstractNoise.add``.
 
         Raises:
             PrivacyError: If the address has been used, the matrix is at its end, or ``std`` or the slices changed.
@@ -89,9 +102,9 @@ class CorrelatedNoise(AbstractNoise):
         where = "noise.CorrelatedNoise.add"
         check_release(where, sums, std)
         self._refuse(where, std, step, start)
-        part = self._slice(where, sums, step, start)
+        part = self._slice(where, sums, step, Places(start, sums.numel() // rows, rows, stride))
         self._std = std
-        self._next = (step, start + sums.numel())  # before drawing: an address that failed half-way is used up too
+        self._next = (step, end_of(sums, start, rows, stride))  # before: an address that failed half-way is used up
         if not self._lives or self._source.incarnation != next(reversed(self._lives.values())):
             self._lives[part.rows] = self._source.incarnation
         last = step - self._first
@@ -102,8 +115,8 @@ class CorrelatedNoise(AbstractNoise):
 
         def fresh(out: Tensor, weight: float, drawn: int) -> None:
             life = next(life for first, life in reversed(self._lives.items()) if first <= drawn)
-            address = drawn + self._first
-            self._source.add_normal_(out, weight, domain=self._domain, step=address, start=start, incarnation=life)
+            address: dict[str, Any] = {"step": drawn + self._first, "start": start, "rows": rows, "stride": stride}
+            self._source.add_normal_(out, weight, domain=self._domain, incarnation=life, **address)
 
         noise = sums.new_empty(sums.shape)
         while part.rows <= last:  # rows of steps that were given up go into the state alone
@@ -132,16 +145,17 @@ class CorrelatedNoise(AbstractNoise):
                 fix="Keep noise multiplier and clipping threshold as they are, or use independent noise.",
             )
 
-    def _slice(self, where: str, sums: Tensor, step: int, start: int) -> _Slice:
+    def _slice(self, where: str, sums: Tensor, step: int, places: Places) -> _Slice:
         """What is kept for these numbers of the vector, which must be the same at every step."""
-        part = self._slices.get(start)
+        part = self._slices.get(places)
         begun = max((other.rows for other in self._slices.values()), default=0)
         if part is None and begun in (0, step - self._first + 1):  # the first step, whose slices arrive one by one
             if not self._slices or all(other.first == step for other in self._slices.values()):
-                part = self._slices[start] = _Slice(sums.new_zeros(self._recurrence.kept, sums.numel()), first=step)
-        if part is None or part.state_KD.shape[1:] != sums.shape:
+                part = self._slices[places] = _Slice(sums.new_zeros(self._recurrence.kept, sums.numel()), first=step)
+        if part is None:
             raise PrivacyError(
-                f"{where}: the vector is cut otherwise than at earlier steps (index {start}, {sums.numel()} numbers).",
+                f"{where}: the vector is cut otherwise than at earlier steps (index {places.start}, {places.count} "
+                "numbers).",
                 fix="Freeze, thaw or move parameters before training starts.",
             )
         part.state_KD = part.state_KD.to(sums)  # a state that was loaded is on the CPU
@@ -151,8 +165,8 @@ class CorrelatedNoise(AbstractNoise):
         """All that later noise depends on beside the source. Secret.
 
         Returns:
-            ``"slices"`` has what is kept for the slices drawn here, ``(K, D)`` each, by where they begin; they may be
-            cut otherwise when they are loaded. The rest is the same wherever parts of one vector are drawn.
+            ``"slices"`` has what is kept for the slices drawn here, ``(K, D)`` each, by their places; they may be cut
+            otherwise when they are loaded. The rest is the same wherever parts of one vector are drawn.
 
         Raises:
             PrivacyError: If a step's noise was drawn for some slices, and failed for others.
@@ -172,7 +186,7 @@ class CorrelatedNoise(AbstractNoise):
             "lives": dict(self._lives),
             "first": first,
             "rows": rows,
-            "slices": {start: part.state_KD.clone() for start, part in self._slices.items()},
+            "slices": {places: part.state_KD.clone() for places, part in self._slices.items()},
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -194,8 +208,8 @@ class CorrelatedNoise(AbstractNoise):
         self._std = state["std"]
         self._lives = {int(first): int(life) for first, life in state["lives"].items()}
         self._slices = {
-            int(start): _Slice(state_KD.clone(), first=state["first"], rows=state["rows"])
-            for start, state_KD in state["slices"].items()
+            places: _Slice(state_KD.clone(), first=state["first"], rows=state["rows"])
+            for places, state_KD in state["slices"].items()
         }
 
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from dpengine.errors import PrivacyError
 
-from .mechanism import AbstractNoise, check_release
+from .mechanism import AbstractNoise, check_release, end_of
 from .source import NoiseSource
 
 
@@ -29,7 +29,17 @@ class GaussianNoise(AbstractNoise):
         self._domain = domain
         self._next = (0, 0)  # (step, index): the first address not used yet
 
-    def add(self, sums: Tensor, *, std: float, step: int, start: int = 0, scale: float = 1.0) -> None:
+    def add(
+        self,
+        sums: Tensor,
+        *,
+        std: float,
+        step: int,
+        start: int = 0,
+        scale: float = 1.0,
+        rows: int = 1,
+        stride: int = 0,
+    ) -> None:
         """Adds this step's noise in place, and multiplies by ``scale``.
 
         Slices of one step's vector come in the order of their ``start``.
@@ -40,6 +50,8 @@ class GaussianNoise(AbstractNoise):
             step: Number of the release, above those before it.
             start: Index of ``sums[0]`` in the whole vector.
             scale: What the noisy sums are multiplied by.
+            rows: See ``AbstractNoise.add``.
+            stride: See ``AbstractNoise.add``.
 
         Raises:
             PrivacyError: If this address has been used.
@@ -54,8 +66,9 @@ class GaussianNoise(AbstractNoise):
                 f"{self._next[1]}. The same noise in two releases cancels in their difference.",
                 fix="Give each release its own step, and each slice of one vector its own start.",
             )
-        self._next = (step, start + sums.numel())  # before drawing: an address that failed half-way is used up too
-        self._source.add_normal_(sums, std, domain=self._domain, step=step, start=start, scale=scale)
+        self._next = (step, end_of(sums, start, rows, stride))  # before: an address that failed half-way is used up
+        cut = {"rows": rows, "stride": stride}
+        self._source.add_normal_(sums, std, domain=self._domain, step=step, start=start, scale=scale, **cut)
 
     def state_dict(self) -> dict[str, Any]:
         """The first step of which no address was used."""

@@ -37,6 +37,11 @@ class StreamKind:
         """Whether ``add_normals`` shares its work out to torch's own threads."""
         return self.native and native_normals() is not None and thread_team() is not None
 
+    @property
+    def by_rows(self) -> bool:
+        """Whether ``add_normals_by_rows`` goes."""
+        return self.native and native_normals() is not None
+
     def add_normals(
         self, subkey: bytes, first: int, std: float, scale: float, to: np.ndarray, threads: int = 1
     ) -> None:
@@ -46,6 +51,21 @@ class StreamKind:
             add_normals(functools.partial(self.fill, subkey), first, std, scale, to)
         else:
             add_native_normals(library, subkey, first, std, scale, to, threads)
+
+    def add_normals_by_rows(
+        self,
+        subkey: bytes,
+        first: int,
+        std: float,
+        scale: float,
+        to: np.ndarray,
+        threads: int = 1,
+        *,
+        rows: int,
+        stride: int,
+    ) -> None:
+        """The same for rows, each of which begins ``stride`` normals after the one before; native code only."""
+        add_native_normals(native_normals(), subkey, first, std, scale, to, threads, rows=rows, stride=stride)
 
 
 @functools.cache

@@ -20,7 +20,17 @@ class AbstractNoise(abc.ABC):
     """
 
     @abc.abstractmethod
-    def add(self, sums: Tensor, *, std: float, step: int, start: int = 0, scale: float = 1.0) -> None:
+    def add(
+        self,
+        sums: Tensor,
+        *,
+        std: float,
+        step: int,
+        start: int = 0,
+        scale: float = 1.0,
+        rows: int = 1,
+        stride: int = 0,
+    ) -> None:
         """Adds this step's noise in place, and multiplies by a public constant.
 
         Args:
@@ -29,6 +39,8 @@ class AbstractNoise(abc.ABC):
             step: Number of the release. Two releases must have two numbers, also where the first was voided.
             start: Index of ``sums[0]`` in the whole vector, where ``sums`` is a slice of it (a rank's, a device's).
             scale: What noisy sums are multiplied by, as 1 / expected batch size. One pass over memory does both.
+            rows: ``sums`` is so many rows of one length, each ``stride`` places after the one before in the vector.
+            stride: See ``rows``.
         """
 
     @abc.abstractmethod
@@ -36,7 +48,7 @@ class AbstractNoise(abc.ABC):
         """What a resumed run needs besides the noise source, between two steps. Secret.
 
         Returns:
-            ``"next_step"`` is the first that was not drawn; ``"slices"`` has tensors ``(K, D)`` by where they begin.
+            ``"next_step"`` is the first that was not drawn; ``"slices"`` has tensors ``(K, D)`` by their places.
         """
 
     @abc.abstractmethod
@@ -63,3 +75,8 @@ def check_release(where: str, sums: Tensor, std: float) -> None:
         )
     if not (std >= 0 and math.isfinite(std)):
         raise InvalidBudgetError(f"{where}: std must be finite and not negative, got {std!r}.")
+
+
+def end_of(sums: Tensor, start: int, rows: int, stride: int) -> int:
+    """The first place of the vector behind the sums. See ``AbstractNoise.add``."""
+    return start + (rows - 1) * stride + sums.numel() // rows

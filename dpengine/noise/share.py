@@ -8,7 +8,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from dpengine.distributed import Ranks, Seal
+from dpengine.distributed import Places, Ranks, Seal
 from dpengine.gradients import Stretch, Taken
 
 from .mechanism import AbstractNoise
@@ -49,10 +49,12 @@ def add_noise(
             Seal.write(memory[-Seal.WORDS :], facts)
     waits, unsent, done = [], list(_messages(taken, replicas)), 0
     for stretch, mine in _cut(taken.stretches, replicas):
+        sums, places = taken.sums(stretch), stretch.places
         if mine:
-            _noised(taken.sums(stretch), stretch, mechanism, std, step, scale)
+            cut = {"start": places.start, "rows": places.rows, "stride": places.stride}
+            mechanism.add(sums, std=std, step=step, scale=scale, **cut)
         else:
-            taken.sums(stretch).mul_(scale)
+            sums.mul_(scale)
         done += stretch.count
         while unsent and unsent[0][0] <= done:
             waits.append(replicas.add_up(unsent.pop(0)[1]))
@@ -63,8 +65,8 @@ def add_noise(
             Seal.refuse_other(memory[-Seal.WORDS :], replicas.size)
 
 
-def drawn_places(stretches: Sequence[Stretch], replicas: Ranks) -> list[tuple[int, int]]:
-    """Which places of the vector of all parameters this rank draws noise for: the first, and how many, of each run."""
+def drawn_places(stretches: Sequence[Stretch], replicas: Ranks) -> list[Places]:
+    """Which places of the vector of all parameters this rank draws noise for."""
     return [stretch.places for stretch, mine in _cut(stretches, replicas) if mine]
 
 
@@ -84,7 +86,7 @@ def _cut(stretches: Sequence[Stretch], replicas: Ranks) -> Iterator[tuple[Stretc
     first, end = (total * rank // replicas.size for rank in (replicas.rank, replicas.rank + 1))
     done = 0
     for stretch in stretches:
-        if stretch.held is not None or replicas.size == 1:  # one that is no run stays whole
+        if stretch.places.rows > 1 or replicas.size == 1:  # one of several rows stays whole
             yield stretch, first <= done < end
         else:
             low, high = (min(max(edge - done, 0), stretch.count) for edge in (first, end))
@@ -98,17 +100,3 @@ def _cut(stretches: Sequence[Stretch], replicas: Ranks) -> Iterator[tuple[Stretc
 
 def _numbers(dtype: torch.dtype) -> int:
     return _TOGETHER // dtype.itemsize
-
-
-def _noised(sums: Tensor, stretch: Stretch, mechanism: AbstractNoise, std: float, step: int, scale: float) -> None:
-    first, count = stretch.places
-    held = stretch.held
-    if held is None:
-        mechanism.add(sums, std=std, step=step, start=first, scale=scale)
-        return
-    rows = torch.zeros(count, dtype=sums.dtype, device=sums.device)
-    mechanism.add(rows, std=std, step=step, start=first)
-    assert held.cut is not None
-    noise: Tensor = rows.view(held.kept.size[0], *held.shape[1:])[held.cut]
-    sums.view(held.kept.size).add_(noise)
-    sums.mul_(scale)

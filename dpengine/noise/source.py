@@ -168,6 +168,8 @@ class NoiseSource:
         step: int,
         start: int = 0,
         scale: float = 1.0,
+        rows: int = 1,
+        stride: int = 0,
         incarnation: int | None = None,
     ) -> Tensor:
         """Adds ``std`` times independent standard normals in place, then multiplies by ``scale``, in one pass.
@@ -182,6 +184,9 @@ class NoiseSource:
             step: The release it belongs to. Two releases must have two steps.
             start: Index of ``flat[0]`` in the whole vector, where ``flat`` is one rank's or one device's slice of it.
             scale: What the noisy vector is multiplied by.
+            rows: ``flat`` is so many rows of one length, of which each begins ``stride`` places after the one before in
+                the whole vector: a rank's columns of a matrix, say.
+            stride: See ``rows``.
             incarnation: The life of the run whose normals these are; None for the present one. An earlier one is for
                 mechanisms that need noise again which was drawn before a resume.
 
@@ -189,7 +194,9 @@ class NoiseSource:
             ``flat``.
         """
         subkey = self._subkey(b"normal", domain, step, incarnation)
-        return self._draw(flat, std, scale, subkey, start, overwrite=False)
+        if rows == 1:
+            return self._draw(flat, std, scale, subkey, start, overwrite=False)
+        return self._draw_rows(flat, std, scale, subkey, start, rows, stride)
 
     def close(self) -> None:
         """Overwrites the key, as far as Python allows, and ends the threads. Drawing afterwards raises."""
@@ -248,6 +255,28 @@ class NoiseSource:
             self._add_on_cpu(drawn.numpy(), std, 1.0, subkey, start)
             flat.add_(drawn.to(flat.device)).mul_(scale)
         return tensor
+
+    def _draw_rows(
+        self, flat: Tensor, std: float, scale: float, subkey: bytes, start: int, rows: int, stride: int
+    ) -> Tensor:
+        length = flat.numel() // max(1, rows)
+        if rows < 1 or rows * length != flat.numel() or stride < length:
+            raise ValueError(
+                f"noise.NoiseSource: {flat.numel()} elements are not {rows} rows that begin {stride} places apart."
+            )
+        span = (rows - 1) * stride + length
+        if flat.device.type == "cpu" and self._stream.by_rows:
+            _check_drawable(flat)
+            start = _address("start", start)
+            _address("start", start + span)
+            threads = min(torch.get_num_threads(), -(-flat.numel() // _PER_THREAD))
+            target = flat.detach().numpy()
+            self._stream.add_normals_by_rows(subkey, start, std, scale, target, threads, rows=rows, stride=stride)
+            return flat
+        between = torch.zeros(span, dtype=flat.dtype, device=flat.device)
+        self._draw(between, std, 1.0, subkey, start, overwrite=False)
+        flat.detach().view(rows, length).add_(between.as_strided((rows, length), (stride, 1)))
+        return flat.mul_(scale)
 
     def _add_on_cpu(self, target: np.ndarray, std: float, scale: float, subkey: bytes, start: int) -> None:
         """Shares the vector out to threads, this one included, cut between groups of normals."""

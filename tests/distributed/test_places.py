@@ -1,0 +1,40 @@
+"""Where a part of a parameter lies in the flat one: what its noise is addressed by."""
+
+import itertools
+
+import pytest
+import torch
+
+from dpengine.distributed import Box, Held, Places
+
+
+def numbers(places):
+    return [places.start + row * places.stride + i for row in range(places.rows) for i in range(places.length)]
+
+
+def cuts(shape):
+    """Every box that takes a part, or all, of each axis."""
+    ways = [[(0, n), *([(1, n - 2), (n - 1, 1)] if n > 2 else [])] for n in shape]
+    for way in itertools.product(*ways):
+        yield Box(tuple(start for start, _ in way), tuple(size for _, size in way))
+
+
+@pytest.mark.parametrize("shape", [(), (7,), (5, 4), (4, 3, 5), (3, 4, 3, 5)], ids=str)
+def test_the_places_of_a_part_are_those_of_its_numbers(shape):
+    whole = torch.arange(torch.Size(shape).numel()).view(shape)
+    for box in cuts(shape):
+        found = Held(shape, Box.whole(shape), box).places
+        assert [n for places in found for n in numbers(places)] == whole[
+            box.inside(Box.whole(shape))
+        ].flatten().tolist()
+        assert sum(places.count for places in found) == box.numel
+
+
+def test_a_matrix_takes_one_description_however_it_is_cut():
+    for box in cuts((50, 40)):
+        assert len(Held((50, 40), Box.whole((50, 40)), box).places) == 1
+
+
+def test_an_empty_part_has_none():
+    assert Held((3, 4), Box.whole((3, 4)), Box((3, 0), (0, 4))).places == []
+    assert Places(3, 4, 2, 10).behind(100) == Places(103, 4, 2, 10)
