@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from dpengine.distributed import layer_type
 from dpengine.errors import UnsupportedLayerError
 
 from .buffers import BufferWatch
@@ -109,7 +110,7 @@ class LayerHook:
     def is_shared_table(self, args: Any, kwargs: Any) -> bool:
         """Whether all rows share the entries that are looked up, as those of positions ``(1, T)`` or ``(T,)``."""
         capture = self.capture
-        if type(self.watch.module) is not nn.Embedding or capture.rows is None or not capture.batch_first:
+        if layer_type(self.watch.module) is not nn.Embedding or capture.rows is None or not capture.batch_first:
             return False
         indices = tensors_in((args, kwargs))[0]
         if indices.dim() == 1:  # as many positions as rows, some day: what was shared before is then, too

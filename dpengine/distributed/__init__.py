@@ -7,7 +7,7 @@ from .data_parallel import data_parallel, refuse_other_weights
 from .dtensors import is_dtensor, local_part
 from .fully_sharded import fully_sharded
 from .held import Box, Held, Places
-from .layer_parts import LayerPart, ordinary
+from .layer_parts import LayerPart, layer_type, ordinary
 from .ranks import ALONE, Ranks
 from .seal import Seal
 from .tensor_parallel import tensor_parallel
@@ -35,6 +35,7 @@ __all__ = [
     "Seal",
     "Topology",
     "is_dtensor",
+    "layer_type",
     "local_part",
     "ordinary",
     "refuse_other_weights",

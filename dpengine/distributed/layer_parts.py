@@ -24,6 +24,12 @@ from .held import Held
 LAYERS = (nn.Linear, nn.Embedding)
 
 
+def layer_type(module: nn.Module) -> type[nn.Module]:
+    """The class that a module was built from: ``fully_shard`` puts one of its own in between, which changes no call."""
+    kinds = type(module).__mro__
+    return kinds[2] if kinds[1].__name__ == "FSDPModule" else kinds[0]
+
+
 @dataclass(frozen=True, eq=False)
 class LocalCall:
     """A call of a part.
@@ -67,7 +73,7 @@ class LayerPart:
         axes = {key: cut_axis(one) for key, one in held.items()}
         axis = axes.get("weight")
         of_bias = 0 if axis == 0 else None  # a bias goes with the outputs
-        if type(layer) not in LAYERS or axes.get("bias", of_bias) != of_bias:
+        if layer_type(layer) not in LAYERS or axes.get("bias", of_bias) != of_bias:
             raise UnsupportedLayerError(
                 f"Layer '{name}' ({type(layer).__name__}) is distributed over processes along axes {axes}; "
                 "known are Linear and Embedding, as ColwiseParallel and RowwiseParallel cut them.",

@@ -16,7 +16,7 @@ from torch import nn
 from dpengine.errors import UnsupportedLayerError
 
 from .dtensors import is_dtensor, read_as_dtensors
-from .layer_parts import LAYERS, LayerPart
+from .layer_parts import LAYERS, LayerPart, layer_type
 from .ranks import ALONE, Ranks, world
 from .topology import Slot, Topology
 
@@ -108,7 +108,7 @@ def _parts(model: nn.Module, found: Mapping[Slot, tuple[str, Any]], topology: To
     parts: dict[nn.Module, LayerPart] = {}
     for prefix, module in model.named_modules():
         split = {name: found[module, name] for name in module._parameters if (module, name) in found}
-        if not split or (type(module) not in LAYERS and not any(p.requires_grad for _, p in split.values())):
+        if not split or (layer_type(module) not in LAYERS and not any(p.requires_grad for _, p in split.values())):
             continue  # a frozen one has no gradients; should it be thawed, its calls are refused
         held = {name: topology.held(parameter) for name, (_, parameter) in split.items()}
         if len(split) < sum(parameter is not None for parameter in module._parameters.values()):

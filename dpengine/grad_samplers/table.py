@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from dpengine.capture import LayerCall
+from dpengine.distributed import layer_type
 from dpengine.errors import MissingGradientError, UnsupportedLayerError
 from dpengine.names import suggests_names
 
@@ -101,9 +102,10 @@ def sampler_for(module: nn.Module, *, name: str = "") -> Mapping[str, GradSample
     """
     if "forward" in vars(module):
         return None
-    if type(module) in REGISTERED:
-        return REGISTERED[type(module)]
-    samplers = BUILTIN.get(type(module))
+    kind = layer_type(module)
+    if kind in REGISTERED:
+        return REGISTERED[kind]
+    samplers = BUILTIN.get(kind)
     if samplers is None:
         return None
     embedding.refuse_unsafe_embedding(module, name)

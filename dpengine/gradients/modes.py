@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from dpengine.capture import Capture, Kind, Receiver, Replay, Watch, watch_list
-from dpengine.distributed import SINGLE, Topology
+from dpengine.distributed import SINGLE, Topology, layer_type
 from dpengine.errors import UnsupportedLayerError
 from dpengine.grad_samplers import BUILTIN, functional_sampler, sampler_for
 
@@ -51,7 +51,7 @@ def _expanded(capture: Capture, methods: MethodTable) -> AbstractGradients:
 
 def _rule_where_rows_cannot_be_cut(module: nn.Module) -> Any:
     """Flat bags have no batch axis, and sparse gradients no per-sample form: only the layer's own rule fits."""
-    flat = type(module) is nn.EmbeddingBag or (type(module) is nn.Embedding and module.sparse)
+    flat = layer_type(module) is nn.EmbeddingBag or (layer_type(module) is nn.Embedding and module.sparse)
     return sampler_for(module) if flat else None
 
 

@@ -22,6 +22,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
 from dpengine import PrivacyEngine
+from dpengine.grad_samplers import sampler_for
 
 pytestmark = pytest.mark.xdist_group("options")  # what they all look at is made once
 
@@ -40,6 +41,15 @@ def fully(**options):
         return model
 
     return wrap
+
+
+def each_layer(model):
+    """Shards every layer by itself, which gives it a class of its own."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for module in list(model.modules()):
+        if isinstance(module, (nn.Linear, nn.Embedding, nn.LayerNorm)):
+            fully_shard(module, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
 
 
 def mixed(reduce_dtype):
@@ -125,6 +135,7 @@ CASES = {
     "fsdp-checkpoint-non-reentrant": Case(fully(), make=Recomputed),
     "fsdp-without-gradient-sync": Case(fully(), around=without_gradient_sync, more=THREE_CHUNKS),
     "fsdp-offload": Case(fully(offload_policy=CPUOffloadPolicy(pin_memory=False))),  # pinning needs an accelerator
+    "fsdp-each-layer": Case(each_layer),
     "fsdp-no-reshard": Case(fully(reshard_after_forward=False)),
     "fsdp-hooks": Case(fully(), more={"grad_sample_mode": "hooks"}),
     "fsdp-functorch": Case(fully(), more={"grad_sample_mode": "functorch"}),
@@ -214,6 +225,19 @@ def test_an_option_leaves_the_run_of_one_process(of_ranks, of_one, name):
     expected = of_one[(case.make, *(case.more.keys() & THREE_CHUNKS.keys()))]
     assert found[0].keys() == expected.keys()
     assert difference(found[0], expected) < 1e-6
+
+
+def rules_of_sharded_layers():
+    """The rule of each kind of layer, by itself and sharded."""
+    layers = [nn.Linear(4, 4), nn.Embedding(4, 4), nn.LayerNorm(4)]
+    before = [sampler_for(layer) for layer in layers]
+    return [
+        old is not None and sampler_for(fully_shard(layer)) is old for layer, old in zip(layers, before, strict=True)
+    ]
+
+
+def test_a_layer_that_is_sharded_by_itself_keeps_its_rule():
+    assert launched(1, rules_of_sharded_layers) == [[True, True, True]]
 
 
 @pytest.mark.parametrize("name", REFUSED)
