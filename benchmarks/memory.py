@@ -39,7 +39,7 @@ def peak_memory(cell: str, contender: str, setting: Setting) -> dict[str, float]
 def _measure(cell: Cell, contender: str, setting: Setting) -> dict[str, float]:
     torch.set_num_threads(setting.threads)
     start(_TINY, contender, setting).step()  # imports what it imports, starts its threads
-    before, first, later = _probes(setting.device)
+    before, first, later = probes(setting.device)
     resting = before()
     runner = start(cell, contender, setting)
     for _ in range(3):
@@ -53,8 +53,8 @@ def _measure(cell: Cell, contender: str, setting: Setting) -> dict[str, float]:
     return {**figures, "later": (settle() - resting) / _MIB}
 
 
-def _probes(device: str) -> tuple[Callable[[], int], Callable[[], int], Callable[[], Callable[[], int]]]:
-    """What is held now; the most so far; and a call that forgets the most so far and gives the probe for it."""
+def probes(device: str) -> tuple[Callable[[], int], Callable[[], int], Callable[[], Callable[[], int]]]:
+    """Bytes held now; the most so far; and a call that forgets the most so far and gives the probe for it."""
     if device == "cuda":
 
         def forget_cuda() -> Callable[[], int]:

@@ -104,6 +104,7 @@ class Case:
         clipping: As for ``make_private``.
         batch: Expected rows of a batch, over all processes.
         physical: Most rows of a process at once.
+        skips_empty: Whether a process without rows leaves out forward and backward, and steps.
         more: Other arguments of ``make_private``.
     """
 
@@ -112,6 +113,7 @@ class Case:
     clipping: str = "flat"
     batch: int = 12
     physical: int | None = None
+    skips_empty: bool = False
     more: tuple[tuple[str, Any], ...] = ()
 
     @property
@@ -181,7 +183,7 @@ class Spread:
         model = wrapped(MODELS[case.model](), topology)
         settings: dict[str, Any] = {"lr": 0.3, "momentum": 0.9} if optimizer == "SGD" else {"lr": 0.03}
         optimizer = getattr(torch.optim, optimizer)([p for p in model.parameters() if p.requires_grad], **settings)
-        self.engine = PrivacyEngine(seed=seed)
+        self.case, self.engine = case, PrivacyEngine(seed=seed)
         self.empty = 0  # chunks without rows in this process
         self.model, self.optimizer, self.loader = self.engine.make_private(
             model,
@@ -201,7 +203,8 @@ class Spread:
         while taken < steps:
             for words, following in self.loader:
                 self.optimizer.zero_grad()
-                F.cross_entropy(self.model(words).flatten(0, 1), following.flatten()).backward()
+                if len(words) or not self.case.skips_empty:
+                    F.cross_entropy(self.model(words).flatten(0, 1), following.flatten()).backward()
                 self.optimizer.step()
                 self.empty += len(words) == 0
                 taken += not self.optimizer.step_was_skipped

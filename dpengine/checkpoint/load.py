@@ -112,7 +112,7 @@ class _Files:
         """Makes all that the run will have, and changes nothing."""
         topology = run.release.sums.topology
         if nothing_left_since and self._noise.names:
-            places = drawn_places(run.release.sums.buffer.stretches, topology.replicas)
+            places = drawn_places(run.release.sums.buffer, topology.replicas)
             self.state["noise"]["slices"] = spread.cut_slices(self._noise, places)
         self.changes = resumption(
             run, self.state, engine.ledger.history, life=life, nothing_left_since=nothing_left_since

@@ -48,6 +48,7 @@ def fully_sharded(model: nn.Module) -> Topology | None:
         shards=Ranks.of(info.shard_process_group),
         everyone=world(),
         slots=slots,
+        group={part.sharded_param: number for number, group in enumerate(sharded) for part in group.fsdp_params}.get,
         defers=lambda: not any(getattr(group, "reduce_grads", True) for group in sharded),
         **read_as_dtensors(data_axes=info.mesh.ndim),
     )

@@ -56,6 +56,7 @@ class Topology:
         gradient: ``gradient(parameter, kept)`` is what stands in ``p.grad``, made of the part that is kept.
         local: The part of a tensor that is here.
         parts: Layers that are split, with the part of each that is here.
+        group: Of parameters that are gathered together, the same; sums of these are exchanged together.
         defers: Whether the user asked that sums wait for the step, where each pass would exchange them.
         data_axes: Of the meshes of parameters that are DTensors, how many are those of replicas and shards.
     """
@@ -70,6 +71,7 @@ class Topology:
     gradient: Callable[[nn.Parameter, Tensor], Tensor] = _same
     local: Callable[[Tensor], Tensor] = _itself
     parts: Mapping[nn.Module, LayerPart] = field(default_factory=dict)
+    group: Callable[[nn.Parameter], object] = id
     defers: Callable[[], bool] = _never
     data_axes: int = 0
 

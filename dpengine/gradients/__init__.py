@@ -3,7 +3,7 @@
 from .bookkeep import Bookkeep
 from .choose_method import MethodTable, method_table
 from .explain import explain
-from .flat_buffer import FlatBuffer, Stretch, Sums, Taken, wide
+from .flat_buffer import FlatBuffer, Key, Stretch, Sums, Taken, wide
 from .materialize import forget_grad_samples, show_grad_sample
 from .modes import MODES, watch_model
 from .probed import Probed
@@ -16,6 +16,7 @@ __all__ = [
     "AbstractGradients",
     "Bookkeep",
     "FlatBuffer",
+    "Key",
     "MethodTable",
     "Probed",
     "Stretch",

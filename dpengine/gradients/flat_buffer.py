@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from dpengine.distributed import SINGLE, Held, Places, Seal, Topology
 
-from .outbox import Outbox
+from .outbox import BUCKET_BYTES, Outbox
 
 Key = tuple[torch.device, torch.dtype]
 
@@ -68,12 +68,14 @@ class Taken:
         flats: The same without these words.
         views: Each parameter's sum, in the flats.
         stretches: Where the sums lie in the vector of all, in its order: all of the flats.
+        messages: How many numbers of a memory ranks add up at a time.
     """
 
     memory: dict[Key, Tensor]
     flats: dict[Key, Tensor]
     views: dict[nn.Parameter, Tensor]
     stretches: list[Stretch]
+    messages: dict[Key, int]
 
     def sums(self, stretch: Stretch) -> Tensor:
         """The sums of a stretch, ``(n,)``."""
@@ -93,6 +95,8 @@ class FlatBuffer:
 
     Attributes:
         stretches: Where the sums lie in the vector of all parameters, in its order.
+        messages: How many numbers of a memory ranks add up at a time: no more messages than where parameters fill
+            buckets of ``BUCKET_BYTES`` as a whole, as they do in PyTorch.
     """
 
     def __init__(self, parameters: Iterable[nn.Parameter], topology: Topology = SINGLE):
@@ -105,6 +109,10 @@ class FlatBuffer:
             self._places[parameter] = (key, self._sizes.get(key, 0))
             self._sizes[key] = self._sizes.get(key, 0) + held.kept.numel
         self.stretches = _stretches(self._places, self._held, list(self._sizes))
+        largest = dict.fromkeys(self._sizes, 0)
+        for parameter, (key, _) in self._places.items():
+            largest[key] = max(largest[key], self._held[parameter].kept.numel)
+        self.messages = {key: size + BUCKET_BYTES // key[1].itemsize for key, size in largest.items()}
         self._seals = Seal.WORDS if topology.ranks > 1 else 0
         self._memory: dict[Key, Tensor] = {}
         self._views: dict[nn.Parameter, Tensor] = {}
@@ -208,7 +216,8 @@ class FlatBuffer:
 
     def take(self) -> Taken:
         """Hands the sums over, and starts again in other memory."""
-        taken = Taken(memory=self._memory, flats=self.flats, views=self._views, stretches=self.stretches)
+        flats = self.flats  # has the memory made, if there was no sum
+        taken = Taken(self._memory, flats, self._views, self.stretches, self.messages)
         self._memory, self._views, self._unwritten = {}, {}, set(self._places)
         return taken
 

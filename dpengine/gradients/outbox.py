@@ -70,12 +70,14 @@ class Outbox:
         self._next = 0  # the bucket that leaves next
         self.waits = False
         self._facts: Sequence[object] = ()
-        size = 0
+        size, last = 0, None
         for parameter, dtype in parameters:
-            bucket = self._buckets[-1] if self._buckets else None
-            if bucket is None or size >= BUCKET_BYTES or (bucket.device, bucket.dtype) != (parameter.device, dtype):
+            bucket, group = self._buckets[-1] if self._buckets else None, topology.group(parameter)
+            full = size >= BUCKET_BYTES and group != last  # what is gathered together is exchanged together
+            if bucket is None or full or (bucket.device, bucket.dtype) != (parameter.device, dtype):
                 self._buckets.append(bucket := Bucket([], parameter.device, dtype))
                 size = 0
+            last = group
             bucket.parameters.append(parameter)
             self._bucket_of[parameter] = bucket
             size += held[parameter].formed.numel * dtype.itemsize

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 
-import torch
 from torch import Tensor
 
 from dpengine.distributed import Places, Ranks, Seal
-from dpengine.gradients import Stretch, Taken
+from dpengine.gradients import FlatBuffer, Key, Stretch, Taken
 
 from .mechanism import AbstractNoise
-
-_TOGETHER = 25 * 2**20  # bytes that ranks add up in one message
 
 
 def add_noise(
@@ -48,7 +45,7 @@ def add_noise(
         for memory in taken.memory.values():
             Seal.write(memory[-Seal.WORDS :], facts)
     waits, unsent, done = [], list(_messages(taken, replicas)), 0
-    for stretch, mine in _cut(taken.stretches, replicas):
+    for stretch, mine in _cut(taken.stretches, replicas, taken.messages):
         sums, places = taken.sums(stretch), stretch.places
         if mine:
             cut = {"start": places.start, "rows": places.rows, "stride": places.stride}
@@ -65,22 +62,22 @@ def add_noise(
             Seal.refuse_other(memory[-Seal.WORDS :], replicas.size)
 
 
-def drawn_places(stretches: Sequence[Stretch], replicas: Ranks) -> list[Places]:
+def drawn_places(buffer: FlatBuffer, replicas: Ranks) -> list[Places]:
     """Which places of the vector of all parameters this rank draws noise for."""
-    return [stretch.places for stretch, mine in _cut(stretches, replicas) if mine]
+    return [stretch.places for stretch, mine in _cut(buffer.stretches, replicas, buffer.messages) if mine]
 
 
 def _messages(taken: Taken, replicas: Ranks) -> Iterator[tuple[int, Tensor]]:
     """What leaves together, after how many of all sums have their noise."""
     before = 0
     for key, memory in taken.memory.items() if replicas.size > 1 else ():
-        size, each = len(taken.flats[key]), _numbers(memory.dtype)
+        size, each = len(taken.flats[key]), taken.messages[key]
         for at, part in zip(range(0, len(memory), each), memory.split(each), strict=True):
             yield before + min(at + each, size), part
         before += size
 
 
-def _cut(stretches: Sequence[Stretch], replicas: Ranks) -> Iterator[tuple[Stretch, bool]]:
+def _cut(stretches: Sequence[Stretch], replicas: Ranks, messages: Mapping[Key, int]) -> Iterator[tuple[Stretch, bool]]:
     """The stretches, cut so that each part is this rank's or another's to draw noise for, and lies in one message."""
     total = sum(stretch.count for stretch in stretches)
     first, end = (total * rank // replicas.size for rank in (replicas.rank, replicas.rank + 1))
@@ -90,13 +87,9 @@ def _cut(stretches: Sequence[Stretch], replicas: Ranks) -> Iterator[tuple[Stretc
             yield stretch, first <= done < end
         else:
             low, high = (min(max(edge - done, 0), stretch.count) for edge in (first, end))
-            each = _numbers(stretch.key[1])
+            each = messages[stretch.key]
             ends = range(each - stretch.at % each, stretch.count, each)  # of the messages, where one begins at 0
             edges = sorted({0, low, high, stretch.count, *ends})
             for begin, stop in pairwise(edges):
                 yield stretch.part(begin, stop), low <= begin < high
         done += stretch.count
-
-
-def _numbers(dtype: torch.dtype) -> int:
-    return _TOGETHER // dtype.itemsize

@@ -51,6 +51,14 @@ def test_two_processes_give_the_weights_of_one(topology):
     compare(A_FEW, topology, 2, steps=6)
 
 
+def test_a_process_without_rows_may_leave_out_its_backward_pass_where_it_has_the_whole_model():
+    cases = [Case(batch=2, skips_empty=True), Case(batch=3, noise="bandmf", skips_empty=True)]
+    found = launched(2, all_trained, cases, "data", 8)
+    for i, case in enumerate(cases):
+        assert sum(one[i]["empty"] for one in found) > 1
+        refuse_differences(case, [one[i] for one in found], trained(case, steps=8))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("topology", "ranks"), [("ddp", 2), ("data", 4), ("fsdp", 2), ("fsdp", 4), ("hybrid", 4)])
 def test_the_weights_are_those_of_one_process_and_the_same_on_all(topology, ranks):

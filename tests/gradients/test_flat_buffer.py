@@ -45,3 +45,11 @@ def test_f_u3_thousands_of_small_sums_do_not_stagnate_in_half_precision():
     for _ in range(20_000):
         buffer.add(parameter, torch.full((1,), 1e-3))
     assert abs(float(dict(buffer)[parameter]) - 20.0) < 0.01
+
+
+def test_where_there_was_no_sum_all_is_handed_over_all_the_same():
+    listed = parameters()
+    taken = FlatBuffer(listed).take()
+    assert [len(memory) for memory in taken.memory.values()] == [len(flat) for flat in taken.flats.values()] == [11]
+    assert taken.views.keys() == set(listed)
+    assert not any(flat.any() for flat in taken.flats.values())

@@ -94,6 +94,16 @@ def test_passes_add_up(buffer, parameters):
     assert all(view.eq(6).all() for _, view in buffer)
 
 
+@pytest.mark.parametrize(("groups", "buckets"), [([0, 0, 1, 1, 1], 2), ([0, 1, 2, 3, 4], 5), ([0] * 5, 1)])
+def test_what_is_gathered_together_leaves_together(parameters, ranks, groups, buckets):
+    group = dict(zip(parameters, groups, strict=True)).get
+    buffer = FlatBuffer(parameters, Topology(shards=ranks, held=half, group=group))
+    buffer.begin(("facts",))
+    for parameter in parameters:
+        summed(buffer, parameter)
+    assert len(ranks.left) == buckets
+
+
 def test_sums_may_wait_for_more_passes_and_leave_once(buffer, parameters, ranks):
     for _ in range(3):
         buffer.begin(("facts",), wait=True)

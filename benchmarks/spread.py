@@ -1,0 +1,225 @@
+"""Models spread over processes as PyTorch does it, each ready to make private or ordinary steps."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import tempfile
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+Batch = tuple[Tensor, Tensor]
+PRIVATE, ORDINARY = "private", "ordinary"
+
+
+class Block(nn.Module):
+    """A causal transformer layer, whose ``qkv`` has the numbers of each head side by side: it may be cut by heads."""
+
+    def __init__(self, width: int, heads: int):
+        super().__init__()
+        self.size = width // heads
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows, time, _ = x.shape
+        q, k, v = self.qkv(self.norm1(x)).view(rows, time, -1, 3, self.size).permute(3, 0, 2, 1, 4)
+        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(attended.transpose(1, 2).reshape(rows, time, -1))
+        return x + self.down(F.gelu(self.up(self.norm2(x))))
+
+
+class Words(nn.Module):
+    """Predicts each next word."""
+
+    def __init__(self, words: int, width: int, depth: int, heads: int):
+        super().__init__()
+        self.embedding = nn.Embedding(words, width)
+        self.layers = nn.Sequential(*[Block(width, heads) for _ in range(depth)])
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, words, bias=False)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.head(self.norm(self.layers(self.embedding(ids)))).transpose(1, 2)
+
+
+class Layer(nn.Module):
+    """A linear layer, and ReLU behind it."""
+
+    def __init__(self, inside: int, outside: int):
+        super().__init__()
+        self.linear = nn.Linear(inside, outside)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.relu(self.linear(x))
+
+
+class Perceptron(nn.Module):
+    """Linear layers with ReLU between them."""
+
+    def __init__(self, *widths: int):
+        super().__init__()
+        *inner, last = itertools.pairwise(widths)
+        self.layers = nn.Sequential(*[Layer(*sizes) for sizes in inner])
+        self.head = nn.Linear(*last)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.layers(x))
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A model and its batches.
+
+    Attributes:
+        make: Builds the model.
+        batch: Makes ``(inputs, targets)`` for so many rows.
+        rows: Rows of a process.
+        title: What it is.
+    """
+
+    make: Callable[[], nn.Module]
+    batch: Callable[[int], Batch]
+    rows: int
+    title: str
+
+
+def _sentences(words: int, time: int) -> Callable[[int], Batch]:
+    return lambda rows: (torch.randint(0, words, (rows, time)), torch.randint(0, words, (rows, time)))
+
+
+def _perceptron(*widths: int, rows: int) -> Cell:
+    return Cell(
+        lambda: Perceptron(*widths),
+        lambda count: (torch.randn(count, widths[0]), torch.randint(0, widths[-1], (count,))),
+        rows,
+        "-".join(map(str, widths)),
+    )
+
+
+CELLS = {
+    "transformer": Cell(
+        lambda: Words(4000, 256, 4, 4), _sentences(4000, 64), 16, "4 layers of width 256, 4,000 words, T=64"
+    ),
+    "perceptron": _perceptron(784, 2048, 2048, 2048, 10, rows=128),
+    "tiny": _perceptron(8, 8, 8, rows=4),
+}
+TOPOLOGIES = {"ddp": 2, "fsdp2": 2, "tensor parallel": 2, "hybrid": 4}
+"""How models are spread, and over how many processes."""
+
+
+def wrapped(model: nn.Module, topology: str) -> nn.Module:
+    """The model as one has it who spreads it over processes; as it is on ``"one"`` process."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor.parallel import parallelize_module
+
+    if topology == "one":
+        return model
+    if topology == "ddp":
+        return nn.parallel.DistributedDataParallel(model)
+    ranks = dist.get_world_size()
+    if topology == "tensor parallel":
+        return parallelize_module(model, init_device_mesh("cpu", (ranks,)), split(model))
+    shape, names = ((ranks,), ("shard",)) if topology == "fsdp2" else ((2, ranks // 2), ("replica", "shard"))
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
+    for layer in model.layers:
+        fully_shard(layer, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
+def split(model: nn.Module) -> dict[str, Any]:
+    """Which layers are cut along their outputs, and which along their inputs."""
+    from torch.distributed.tensor import Replicate
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
+
+    if isinstance(model, Perceptron):
+        ways = (ColwiseParallel, RowwiseParallel)
+        plan: dict[str, Any] = {f"layers.{i}.linear": ways[i % 2]() for i in range(len(model.layers))}
+        return {**plan, "head": ways[len(model.layers) % 2]()}
+    plan = {
+        "embedding": RowwiseParallel(input_layouts=Replicate()),
+        "head": ColwiseParallel(output_layouts=Replicate()),
+    }
+    for name, _ in model.named_modules():
+        if name.endswith((".qkv", ".up")):
+            plan[name] = ColwiseParallel()
+        elif name.endswith((".out", ".down")):
+            plan[name] = RowwiseParallel()
+    return plan
+
+
+def stepping(cell: Cell, topology: str, kind: str, **options: Any) -> Callable[[], None]:
+    """Builds a model, with weights and a batch that are the same for both kinds.
+
+    The loader's part is played by a ticket for the whole batch, as in ``benchmarks.contenders``.
+
+    Args:
+        cell: The model.
+        topology: How it is spread.
+        kind: ``PRIVATE`` or ``ORDINARY``.
+        options: Others of ``make_private``.
+
+    Returns:
+        What makes one step.
+    """
+    together = topology == "tensor parallel"  # its processes have the same rows
+    rows = cell.rows
+    torch.manual_seed(0)
+    model = wrapped(cell.make(), topology)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    torch.manual_seed(1 if together else 1 + _rank())
+    inputs, targets = cell.batch(rows)
+
+    def ordinary() -> None:
+        optimizer.zero_grad()
+        F.cross_entropy(model(inputs), targets).backward()
+        optimizer.step()
+
+    if kind == ORDINARY:
+        return ordinary
+    from dpengine import PrivacyEngine
+    from dpengine.sampling import Ticket
+
+    logical = rows * (1 if together or topology == "one" else dist.get_world_size())
+    data = torch.utils.data.TensorDataset(torch.zeros(100 * logical, 1))
+    engine = PrivacyEngine()
+    loader = torch.utils.data.DataLoader(data, batch_size=logical)
+    engine.make_private(model, optimizer, loader, noise_multiplier=1.0, max_grad_norm=1.0, **options)
+    release, numbers = engine.runs[-1].release, iter(range(10**9))
+
+    def private() -> None:
+        release.handed_out(Ticket(next(numbers), (rows,)), 0)
+        ordinary()
+
+    return private
+
+
+def _rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def launched(ranks: int, function: Callable[..., Any], *args: Any) -> list[Any]:
+    """What ``function(*args)`` returns in each of so many new processes on gloo, one thread each, as JSON has it."""
+    with tempfile.TemporaryDirectory() as folder:
+        torch.multiprocessing.spawn(_process, args=(ranks, folder, function, args), nprocs=ranks)
+        return [json.loads((Path(folder) / str(rank)).read_text()) for rank in range(ranks)]
+
+
+def _process(rank: int, ranks: int, folder: str, function: Callable[..., Any], args: Any) -> None:
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    store = dist.FileStore(str(Path(folder) / "store"), ranks)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
+    found = function(*args)
+    (Path(folder) / str(rank)).write_text(json.dumps(found))
+    dist.destroy_process_group()

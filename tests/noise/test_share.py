@@ -1,0 +1,94 @@
+"""Noise of several ranks: each number once, and every message leaves when its noise is in it."""
+
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+from torch import nn
+
+from dpengine.distributed import ALONE, Box, Held, Topology
+from dpengine.errors import MechanismMismatchError
+from dpengine.gradients import FlatBuffer, flat_buffer
+from dpengine.noise import GaussianNoise, NoiseSource, add_noise, drawn_places
+
+SHAPES = [(30, 7), (11,), (5, 4, 3), (1,), (200,), (13, 13)]
+
+
+@dataclass
+class Ranks:
+    """One of several that notes what it would add up, and adds nothing."""
+
+    rank: int
+    size: int
+    sent: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
+
+    def add_up(self, tensor):
+        self.sent.append((tensor, tensor.clone()))
+        return lambda: None
+
+
+@pytest.fixture
+def small_messages(monkeypatch):
+    monkeypatch.setattr(flat_buffer, "BUCKET_BYTES", 4 * 40)
+
+
+def noised(ranks, held=None, dtypes=(torch.float32,)):
+    """What a rank has after its noise, where all sums are zero, and the buffer."""
+    parameters = [nn.Parameter(torch.zeros(s, dtype=dtypes[i % len(dtypes)])) for i, s in enumerate(SHAPES)]
+    topology = Topology(replicas=ranks) if held is None else Topology(replicas=ranks, held=held)
+    buffer = FlatBuffer(parameters, topology)
+    places = drawn_places(buffer, ranks)
+    taken, noise = buffer.take(), GaussianNoise(NoiseSource.seeded(4))
+    for flat in taken.flats.values():
+        flat.zero_()
+    try:
+        add_noise(taken, noise, std=2.0, step=3, scale=0.5, replicas=ranks, facts=("facts",))
+    except MechanismMismatchError:  # nobody added the words of the others
+        assert ranks.size > 1
+    return [flat.clone() for flat in taken.flats.values()], places
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 5])
+@pytest.mark.parametrize("dtypes", [(torch.float32,), (torch.float32, torch.float64)])
+def test_each_number_gets_its_noise_from_one_rank(small_messages, size, dtypes):
+    (alone, whole), of_ranks = (
+        noised(ALONE, dtypes=dtypes),
+        [noised(Ranks(i, size), dtypes=dtypes) for i in range(size)],
+    )
+    for flat, parts in zip(alone, zip(*(flats for flats, _ in of_ranks), strict=True), strict=True):
+        assert torch.equal(sum(parts), flat)
+        assert ((torch.stack(parts) != 0).sum(dim=0) == 1).all()
+    covered = sorted(n for _, places in of_ranks for one in places for n in range(one.start, one.start + one.count))
+    assert covered == list(range(sum(one.count for one in whole)))
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_message_leaves_when_it_is_complete_and_all_of_them_are_all_there_is(small_messages, rank):
+    ranks = Ranks(rank, 2)
+    flats, _ = noised(ranks)
+    assert len(ranks.sent) > 2
+    assert all(torch.equal(now, then) for now, then in ranks.sent)
+    together = torch.cat([now for now, _ in ranks.sent])
+    assert torch.equal(together[: len(flats[0])], flats[0]) and len(together) > len(flats[0])
+
+
+def test_columns_of_a_parameter_have_the_noise_of_their_places():
+    def columns(number):
+        def held(parameter):
+            whole = Box.whole(parameter.shape)
+            part = whole.part(1, number, 3) if parameter.dim() > 1 else whole
+            return Held(tuple(parameter.shape), part, part)
+
+        return held
+
+    (alone,), _ = noised(ALONE)
+    found = [noised(ALONE, columns(number))[0][0] for number in range(3)]
+    at, starts = 0, [0, 0, 0]
+    for shape in SHAPES:
+        size = torch.Size(shape).numel()
+        whole, parts = alone[at : at + size].view(shape), []
+        for number, part in enumerate(whole.chunk(3, 1) if len(shape) > 1 else [whole] * 3):
+            parts.append(found[number][starts[number] : starts[number] + part.numel()].view(part.shape))
+            starts[number] += part.numel()
+            assert torch.equal(parts[-1], part)
+        at += size
