@@ -22,6 +22,7 @@ from dpengine.admission import (
     units_for,
     warn_of_other_engine,
 )
+from dpengine.agreement import refuse_disagreement
 from dpengine.arrange import Batching, Spending, Wanted, arranged
 from dpengine.clipping import AbstractClip, ClippedSums
 from dpengine.distributed import Topology, topology_of, unwrapped
@@ -34,7 +35,7 @@ from dpengine.progress import progress
 from dpengine.release import Release
 from dpengine.report import PrivacyReport
 from dpengine.report_of_run import metrics_of_run, refuse_unknown_facts, report_of_run
-from dpengine.run import Run, refuse_disagreement
+from dpengine.run import Run
 
 if TYPE_CHECKING:
     from dpengine.compiled import CompiledBackward

@@ -4,6 +4,7 @@ An error says where (the dotted module or argument), what was found, and what to
 """
 
 import warnings
+from typing import Any
 
 
 class PrivacyError(RuntimeError):
@@ -20,10 +21,21 @@ class PrivacyError(RuntimeError):
         self.fix = fix
         super().__init__(f"[{self.code}] {message} {fix}".rstrip())
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Comes out of a pickle, as other processes send it, as it was."""
+        return _again, (type(self), self.args, self.fix, self.__dict__)
+
     @property
     def docs(self) -> str:
         """Anchor of this error in the documentation."""
         return f"docs/errors.md#{self.code.lower()}"
+
+
+def _again(kind: type[PrivacyError], args: tuple[Any, ...], fix: str, rest: dict[str, Any]) -> PrivacyError:
+    error = kind.__new__(kind, *args)
+    error.args, error.fix = args, fix
+    error.__dict__.update(rest)
+    return error
 
 
 class UnsupportedLayerError(PrivacyError):

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,7 +17,6 @@ from dpengine import companions
 from dpengine import optimizer as private_optimizer
 from dpengine.accounting import Charge, Event, epsilon_of, round_up
 from dpengine.admission import attached_models
-from dpengine.distributed import refuse_other_weights
 from dpengine.errors import BatchDependentLossError, BatchMismatchError, UnsupportedLayerError, notice
 from dpengine.kernels import keep_freed_memory
 from dpengine.release import Release
@@ -226,36 +223,3 @@ class Run:
                 companions.detach(companion)
         attached_models.discard(self.model)
         self.attached = False
-
-
-def refuse_disagreement(run: Run, physical_batch_size: int | None, accumulation_steps: int) -> None:
-    """Refuses a run that the processes which share it do not see alike; with one process, nothing.
-
-    Args:
-        run: The run.
-        physical_batch_size: As ``make_private`` was given it.
-        accumulation_steps: As ``make_private`` was given it.
-
-    Raises:
-        MechanismMismatchError: If ranks differ; it says in what.
-    """  # noqa: DOC502 - the topology raises on our behalf
-    release, sums = run.release, run.release.sums
-    topology, source = sums.topology, release.source
-    if topology.everyone.size == 1:
-        return
-    words = source.words(8, domain="agreement", step=0).tobytes()
-    topology.agree(
-        dpengine=version("dpengine"),
-        torch=torch.__version__,
-        topology=(topology.name, topology.replicas.size, topology.shards.size, topology.splits.size),
-        parameters=[(name, tuple(p.shape), str(p.dtype)) for name, p in sums.trainable().items()],
-        plan=release.plan.describe(),
-        event=release.plan.event(),
-        data=len(run.batches.dataset),
-        chunks=(physical_batch_size, accumulation_steps),
-        loss=(sums.loss_reduction, release.unit_reduction, sums.mode, release.unused_parameters),
-        budget=(run.budget.target_epsilon, run.budget.delta, run.budget.planned_steps, run.budget.on_budget),
-        ledger=release.ledger.totals,
-        key=hashlib.blake2b(words, digest_size=16).hexdigest(),
-    )
-    refuse_other_weights(sums.model, topology)

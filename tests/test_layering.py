@@ -40,6 +40,7 @@ ORDER = (
     "companions",
     "admission",
     "run",
+    "agreement",
     "report_of_run",
     "checkpoint",
     "functional",

@@ -52,6 +52,11 @@ def begun(folder: Path) -> Path:
     return _beside(folder.resolve(), _NEW)
 
 
+def discard(folder: Path) -> None:
+    """Deletes what was begun and is not complete, as far as that goes."""
+    shutil.rmtree(begun(folder), ignore_errors=True)
+
+
 def commit(folder: Path, *, secret_folder: str) -> None:
     """Puts what was written in the place of all that was in a folder, when every file of it is durable.
 

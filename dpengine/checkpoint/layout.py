@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Protocol
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from dpengine.accounting import Ledger
-from dpengine.distributed import local_part
+from dpengine.distributed import Topology, local_part
 from dpengine.errors import InvalidBudgetError
 from dpengine.run import Run
 
@@ -59,27 +59,37 @@ def companions(run: Run) -> dict[str, Any]:
     return {name: one for name, one in found.items() if one is not None}
 
 
-def without_ties(weights: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Each tensor once, under its first name: readers of such files refuse tensors that share memory.
+def without_ties(model: nn.Module, topology: Topology) -> dict[str, Tensor]:
+    """Each tensor of a model once, under its first name: readers of such files refuse tensors that share memory.
 
     Args:
-        weights: The state of a model.
+        model: The model.
+        topology: Who holds what.
 
     Returns:
-        Its tensors by name.
+        Its state by name.
 
     Raises:
         TypeError: If something else is in it.
     """
+    weights: dict[str, Any] = model.state_dict()
     strange = [name for name, tensor in weights.items() if not isinstance(tensor, Tensor)]
     if strange:
         raise TypeError(f"checkpoint: {strange[0]!r} in the model's state is no tensor. Leave out get_extra_state.")
-    first: dict[tuple[Any, ...], str] = {}
+    registered: dict[str, object] = {
+        f"{prefix}.{name}" if prefix else name: id(topology.registered(owner, name, present))
+        for prefix, owner in model.named_modules(remove_duplicate=False)
+        for name, present in owner._parameters.items()
+        if present is not None
+    }
+    first: dict[object, str] = {}
     for name, tensor in weights.items():
-        first.setdefault(_memory(name, local_part(tensor)), name)
+        first.setdefault(_memory(local_part(tensor)) or registered.get(name) or name, name)
     return {name: weights[name] for name in first.values()}
 
 
-def _memory(name: str, tensor: Any) -> tuple[Any, ...]:
-    whole = tensor.numel() and (tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device)
-    return whole or (name,)
+def _memory(tensor: Any) -> tuple[Any, ...]:
+    """What only tensors that share their memory have alike; nothing for an empty one."""
+    if not tensor.numel():
+        return ()
+    return (tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device)

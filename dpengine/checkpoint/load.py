@@ -69,32 +69,50 @@ def load(folder: str | Path, engine: Engine, *, nothing_left_since: bool = False
         RuntimeError: If another process failed.
     """  # noqa: DOC502 - what is called raises on our behalf
     run = only_run(engine)
-    ranks = run.release.sums.topology.everyone
-    ranks.each(lambda: _refuse_damage(folders.present(Path(folder)), ranks.rank, ranks.size))
+    topology = run.release.sums.topology
+    ranks = topology.everyone
+    seals = ranks.each(lambda: _refuse_damage(folders.present(Path(folder)), ranks.rank, ranks.size))
+    topology.agree(checkpoint=seals[ranks.rank], nothing_left_since=nothing_left_since)
     with contextlib.ExitStack() as opened:
-        files = _Files(folders.present(Path(folder)), opened)
-        ranks.each(files.open)
+        files = _Files(opened)
+        ranks.each(lambda: files.open(folders.present(Path(folder))))
         life = ranks.from_first(next_life(files.state))
         ranks.each(lambda: files.prepare(run, engine, life, nothing_left_since=nothing_left_since))
         with _all_or_nothing(run):
             ranks.each(lambda: files.fill(run, engine))
-        files.changes.apply(run)
+            ranks.each(lambda: files.changes.apply(run))
+
+
+def exists(folder: str | Path) -> bool:
+    """Whether `load` finds a run there. A ``save`` that broke off may have left it beside the folder.
+
+    Args:
+        folder: Where it was saved.
+
+    Returns:
+        Whether there is one.
+    """
+    try:
+        folders.present(Path(folder))
+    except FileNotFoundError:
+        return False
+    return True
 
 
 class _Files:
     """The files of a checkpoint, and what becomes of a run that takes them.
 
     Args:
-        folder: Where they are.
         opened: Closes them.
     """
 
-    def __init__(self, folder: Path, opened: contextlib.ExitStack):
-        self._folder, self._opened = folder, opened
+    def __init__(self, opened: contextlib.ExitStack):
+        self._opened = opened
 
-    def open(self) -> None:
+    def open(self, folder: Path) -> None:
         """Reads what is small."""
-        seals = _seals(self._folder)
+        self._folder = folder
+        seals = _seals(folder)
         names = [name.removeprefix(f"{SECRET}/") for name in seals]
 
         def stored(name: str, folder: Path) -> Stored:
@@ -117,7 +135,7 @@ class _Files:
         self.changes = resumption(
             run, self.state, engine.ledger.history, life=life, nothing_left_since=nothing_left_since
         )
-        now = without_ties(unwrapped(run.model).state_dict())
+        now = without_ties(unwrapped(run.model), topology)
         _refuse_other_weights(now, self._model)
         self._weights = {name: spread.taken(self._model, name, like, topology) for name, like in now.items()}
         metadata = self._optimizer.metadata
@@ -149,11 +167,12 @@ def _all_or_nothing(run: Run) -> Iterator[None]:
         undo.pop_all()  # all is well: nothing is undone
 
 
-def _refuse_damage(folder: Path, rank: int, ranks: int) -> None:
-    """Refuses files that are not as they were saved. Each rank reads some of them."""
+def _refuse_damage(folder: Path, rank: int, ranks: int) -> str:
+    """Refuses files that are not as they were saved. Each rank reads some of them; what they are sealed with."""
     for name, seal in list(_seals(folder).items())[rank::ranks]:
         if folders.digest(folder / name) != seal:
             raise CorruptFileError(f"{name} is not as it was saved.", fix=EARLIER)
+    return folders.digest(folder / SECRET / SEALS)
 
 
 def _seals(folder: Path) -> dict[str, str]:

@@ -13,8 +13,20 @@ from dpengine.run import Run
 
 from . import folder as folders
 from . import run_state, spread
-from .layout import MODEL, NOISE, OPTIMIZER, PUBLIC, RUN, SEALS, SECRET, VERSION, Engine, companions, only_run
-from .layout import without_ties as each_once
+from .layout import (
+    MODEL,
+    NOISE,
+    OPTIMIZER,
+    PUBLIC,
+    RUN,
+    SEALS,
+    SECRET,
+    VERSION,
+    Engine,
+    companions,
+    only_run,
+    without_ties,
+)
 from .pieces import Part, file_name, writer
 from .plain import apart
 
@@ -52,8 +64,13 @@ def save(folder: str | Path, engine: Engine) -> None:
     facts = ranks.each(files.take)
     ranks.each(lambda: files.collect(facts))
     ranks.each(lambda: _on_first(ranks, lambda: folders.begin(folder, secret_folder=SECRET)))
-    seals = {name: seal for one in ranks.each(lambda: files.write(folders.begun(folder))) for name, seal in one.items()}
-    ranks.each(lambda: _on_first(ranks, lambda: _finish(folder, engine, seals)))
+    try:
+        written = ranks.each(lambda: files.write(folders.begun(folder)))
+        seals = {name: seal for one in written for name, seal in one.items()}
+        ranks.each(lambda: _on_first(ranks, lambda: _finish(folder, engine, seals)))
+    except Exception:
+        _on_first(ranks, lambda: folders.discard(folder))  # the key is in it
+        raise
 
 
 def _on_first(ranks: Ranks, action: Callable[[], Any]) -> None:
@@ -97,7 +114,7 @@ class _Files:
     def collect(self, facts: list[tuple[dict[str, Any], int]]) -> None:
         """Makes all that will be written of what the ranks took. Refuses what cannot be."""
         run, topology = self._run, self._run.release.sums.topology
-        weights = each_once(unwrapped(run.model).state_dict())
+        weights = without_ties(unwrapped(run.model), topology)
         self._add(MODEL, spread.written(weights, topology), _FORMAT)
         kept = {name: one.state_dict() for name, one in companions(run).items()}
         others, tensors = apart(kept, "state")

@@ -17,6 +17,7 @@ from .topology import SINGLE, Topology
 
 def data_parallel(model: nn.Module) -> Topology:
     """The topology of a model that each rank holds as a whole: that of one process where there are no others."""
+    model = getattr(model, "_orig_mod", model)  # what torch.compile wraps
     if isinstance(model, DistributedDataParallel):
         replicas = Ranks.of(model.process_group)
     else:

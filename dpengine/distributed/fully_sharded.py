@@ -42,11 +42,24 @@ def fully_sharded(model: nn.Module) -> Topology | None:
                 )
     info = next(iter(infos.values()))
     replicated = hasattr(info, "replicate_process_group")
+    if not hasattr(info, "shard_process_group"):
+        raise UnsupportedLayerError(
+            f"The model's parameters are on a mesh that shards none ({type(info).__name__}).",
+            fix="Wrap it in torch.nn.parallel.DistributedDataParallel instead.",
+        )
+    shards = Ranks.of(info.shard_process_group)
+    replicas = Ranks.of(info.replicate_process_group) if replicated else ALONE
+    if replicated and replicas.size * shards.size != world().size and not _split(parts, info):
+        raise UnsupportedLayerError(
+            f"{world().size} processes run, and this model is on a mesh of {replicas.size} times {shards.size}. The "
+            "others would have the noise of this run if they trained a model too.",
+            fix="Use a mesh of all processes, or start each run by itself.",
+        )
     return Topology(
         name="hybrid sharded" if replicated else "fully sharded",
-        replicas=Ranks.of(info.replicate_process_group) if replicated else ALONE,
-        shards=Ranks.of(info.shard_process_group),
-        everyone=world(),
+        replicas=replicas,
+        shards=shards,
+        everyone=world() if replicated else shards,
         slots=slots,
         group={part.sharded_param: number for number, group in enumerate(sharded) for part in group.fsdp_params}.get,
         defers=lambda: not any(getattr(group, "reduce_grads", True) for group in sharded),
@@ -63,6 +76,11 @@ def _groups_of(module: nn.Module) -> list[Any]:
     if groups is None:  # before torch 2.11 a module had one at most
         groups = [state._fsdp_param_group] if state._fsdp_param_group is not None else []
     return list(groups)
+
+
+def _split(parts: list[Any], info: Any) -> bool:
+    """Whether layers are split too, which has a check of its own."""
+    return any(part.sharded_param.device_mesh.ndim > info.mesh.ndim for part in parts)
 
 
 def _slots_of(part: Any) -> list[Slot]:

@@ -69,6 +69,7 @@ class Taken:
         views: Each parameter's sum, in the flats.
         stretches: Where the sums lie in the vector of all, in its order: all of the flats.
         messages: How many numbers of a memory ranks add up at a time.
+        whole: See ``FlatBuffer``.
     """
 
     memory: dict[Key, Tensor]
@@ -76,6 +77,7 @@ class Taken:
     views: dict[nn.Parameter, Tensor]
     stretches: list[Stretch]
     messages: dict[Key, int]
+    whole: int
 
     def sums(self, stretch: Stretch) -> Tensor:
         """The sums of a stretch, ``(n,)``."""
@@ -97,6 +99,9 @@ class FlatBuffer:
         stretches: Where the sums lie in the vector of all parameters, in its order.
         messages: How many numbers of a memory ranks add up at a time: no more messages than where parameters fill
             buckets of ``BUCKET_BYTES`` as a whole, as they do in PyTorch.
+        whole: Length of the vector of all parameters, where replicas share out its noise by places: ranks that hold
+            parts of layers hold others as a whole, which must get theirs from the same replica. 0 where they share
+            out what is held, which is the same on all.
     """
 
     def __init__(self, parameters: Iterable[nn.Parameter], topology: Topology = SINGLE):
@@ -109,6 +114,7 @@ class FlatBuffer:
             self._places[parameter] = (key, self._sizes.get(key, 0))
             self._sizes[key] = self._sizes.get(key, 0) + held.kept.numel
         self.stretches = _stretches(self._places, self._held, list(self._sizes))
+        self.whole = sum(held.numel for held in self._held.values()) if topology.splits.size > 1 else 0
         largest = dict.fromkeys(self._sizes, 0)
         for parameter, (key, _) in self._places.items():
             largest[key] = max(largest[key], self._held[parameter].kept.numel)
@@ -217,7 +223,7 @@ class FlatBuffer:
     def take(self) -> Taken:
         """Hands the sums over, and starts again in other memory."""
         flats = self.flats  # has the memory made, if there was no sum
-        taken = Taken(self._memory, flats, self._views, self.stretches, self.messages)
+        taken = Taken(self._memory, flats, self._views, self.stretches, self.messages, self.whole)
         self._memory, self._views, self._unwritten = {}, {}, set(self._places)
         return taken
 

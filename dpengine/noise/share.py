@@ -45,7 +45,7 @@ def add_noise(
         for memory in taken.memory.values():
             Seal.write(memory[-Seal.WORDS :], facts)
     waits, unsent, done = [], list(_messages(taken, replicas)), 0
-    for stretch, mine in _cut(taken.stretches, replicas, taken.messages):
+    for stretch, mine in _cut(taken.stretches, replicas, taken.messages, taken.whole):
         sums, places = taken.sums(stretch), stretch.places
         if mine:
             cut = {"start": places.start, "rows": places.rows, "stride": places.stride}
@@ -55,6 +55,7 @@ def add_noise(
         done += stretch.count
         while unsent and unsent[0][0] <= done:
             waits.append(replicas.add_up(unsent.pop(0)[1]))
+    waits += [replicas.add_up(part) for _, part in unsent]  # where there is nothing but the words
     for wait in waits:
         wait()
     if replicas.size > 1:
@@ -64,7 +65,7 @@ def add_noise(
 
 def drawn_places(buffer: FlatBuffer, replicas: Ranks) -> list[Places]:
     """Which places of the vector of all parameters this rank draws noise for."""
-    return [stretch.places for stretch, mine in _cut(buffer.stretches, replicas, buffer.messages) if mine]
+    return [stretch.places for stretch, mine in _cut(buffer.stretches, replicas, buffer.messages, buffer.whole) if mine]
 
 
 def _messages(taken: Taken, replicas: Ranks) -> Iterator[tuple[int, Tensor]]:
@@ -77,16 +78,19 @@ def _messages(taken: Taken, replicas: Ranks) -> Iterator[tuple[int, Tensor]]:
         before += size
 
 
-def _cut(stretches: Sequence[Stretch], replicas: Ranks, messages: Mapping[Key, int]) -> Iterator[tuple[Stretch, bool]]:
+def _cut(
+    stretches: Sequence[Stretch], replicas: Ranks, messages: Mapping[Key, int], whole: int
+) -> Iterator[tuple[Stretch, bool]]:
     """The stretches, cut so that each part is this rank's or another's to draw noise for, and lies in one message."""
-    total = sum(stretch.count for stretch in stretches)
+    total = whole or sum(stretch.count for stretch in stretches)
     first, end = (total * rank // replicas.size for rank in (replicas.rank, replicas.rank + 1))
     done = 0
     for stretch in stretches:
+        begin_at = stretch.places.start if whole else done  # what the shares are cut by
         if stretch.places.rows > 1 or replicas.size == 1:  # one of several rows stays whole
-            yield stretch, first <= done < end
+            yield stretch, first <= begin_at < end
         else:
-            low, high = (min(max(edge - done, 0), stretch.count) for edge in (first, end))
+            low, high = (min(max(edge - begin_at, 0), stretch.count) for edge in (first, end))
             each = messages[stretch.key]
             ends = range(each - stretch.at % each, stretch.count, each)  # of the messages, where one begins at 0
             edges = sorted({0, low, high, stretch.count, *ends})

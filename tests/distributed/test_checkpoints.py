@@ -6,10 +6,11 @@ import stat
 import pytest
 import torch
 from launch import launched
-from spread_runs import Case, Spread, difference, whole_weights
+from spread_runs import Case, Spread, data, difference, whole_weights
+from torch.utils.data import DataLoader
 
 from dpengine import checkpoint
-from dpengine.errors import CorruptFileError, TicketError
+from dpengine.errors import CorruptFileError, MechanismMismatchError, TicketError
 
 pytestmark = pytest.mark.xdist_group("checkpoints")  # what they all look at is made once
 
@@ -183,3 +184,64 @@ def test_where_one_rank_cannot_save_none_does(tmp_path):
     assert isinstance(second, TicketError)
     assert isinstance(first, RuntimeError) and "Rank 1" in str(first) and "between two steps" in str(first)
     assert not (tmp_path / "run").exists()
+
+
+def loads_others(folder):
+    """Each rank loads a checkpoint of its own, and then one in a way of its own."""
+    import torch.distributed as dist
+
+    found = []
+    for where, one_matrix in ((folder / str(dist.get_rank()), False), (folder / "0", dist.get_rank() == 0)):
+        try:
+            checkpoint.load(where, Spread(Case(noise="bandmf")).engine, nothing_left_since=one_matrix)
+        except MechanismMismatchError as error:
+            found.append(str(error))
+    return found
+
+
+def test_ranks_that_load_other_checkpoints_are_refused(tmp_path):
+    for name in ("0", "1"):
+        checkpoint.save(tmp_path / name, Spread(Case(noise="bandmf"), seed=1 + int(name)).train(2).engine)
+    for found in launched(2, loads_others, tmp_path):
+        assert "do not agree on checkpoint" in found[0] and "do not agree on nothing_left_since" in found[1]
+
+
+class TiedRows(torch.nn.Module):
+    """Fewer rows than processes, which two layers share."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.head = torch.nn.Embedding(4, 3), torch.nn.Linear(3, 4, bias=False)
+        self.head.weight = self.embedding.weight
+
+
+def saved_and_loaded_with_an_empty_part(folder):
+    from torch.distributed.fsdp import fully_shard
+
+    from dpengine import PrivacyEngine
+
+    found = []
+    for going_on in (False, True):
+        torch.manual_seed(0)
+        model, engine = fully_shard(TiedRows()), PrivacyEngine()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        engine.make_private(model, optimizer, DataLoader(data(), batch_size=12), noise_multiplier=1.0)
+        checkpoint.load(folder, engine) if going_on else checkpoint.save(folder, engine)
+        found.append(whole_weights(model)["embedding.weight"])
+    return torch.equal(*found), model.embedding.weight.to_local().numel()
+
+
+def test_tied_weights_of_which_a_rank_has_nothing_are_stored_once_and_read_again(tmp_path):
+    found = launched(3, saved_and_loaded_with_an_empty_part, tmp_path / "run")
+    assert [same for same, _ in found] == [True] * 3 and found[-1][1] == 0
+
+
+def test_a_save_that_fails_leaves_no_key_behind(tmp_path, monkeypatch):
+    def full(*_, **__):
+        raise OSError("no space left")
+
+    run = Spread(Case()).train(1)
+    monkeypatch.setattr(checkpoint.save.__globals__["folders"], "commit", full)
+    with pytest.raises(OSError, match="no space"):
+        checkpoint.save(tmp_path / "run", run.engine)
+    assert list(tmp_path.iterdir()) == []

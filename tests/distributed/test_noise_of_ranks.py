@@ -182,3 +182,41 @@ def test_without_a_seed_the_noise_of_each_rank_s_share_is_full_and_its_own(launc
         assert abs(share.var().item() - 1) < SIGMAS * (2 / share.numel()) ** 0.5
     others = [of_one["gaussian"][0].double(), noise.roll(1, 0), noise.roll(shares[0].shape[1], 1)]
     assert all(abs((noise * other).mean().item()) * noise.numel() ** 0.5 < SIGMAS for other in others)
+
+
+def two_trials():
+    """Two models, each sharded over two of four processes; and one on a mesh that leaves two out."""
+    from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    def private(mesh):
+        torch.manual_seed(0)
+        model = fully_shard(Layers(), mesh=mesh)
+        loader = DataLoader(TensorDataset(torch.zeros(ROWS, INPUTS)), batch_size=BATCH)
+        return PrivacyEngine().make_private(
+            model, torch.optim.SGD(model.parameters(), lr=1.0), loader, noise_multiplier=1.0
+        )
+
+    model, optimizer, loader = private(init_device_mesh("cpu", (2, 2), mesh_dim_names=("trial", "shard"))["shard"])
+    (x,) = next(iter(loader))
+    (0 * model(x).sum()).backward()
+    optimizer.step()
+    noise = torch.cat([p.grad.full_tensor().flatten() for p in model.parameters()])
+    refused, rank = "", dist.get_rank()
+    mesh = DeviceMesh("cpu", [[0], [1]], mesh_dim_names=("replica", "shard"))
+    if rank < 2:
+        try:
+            private(mesh)
+        except Exception as error:
+            refused = str(error)
+    return noise, refused
+
+
+@pytest.mark.slow
+def test_two_models_of_one_start_have_each_their_own_noise():
+    found = launched(4, two_trials)
+    noises = [noise.double() for noise, _ in found]
+    assert torch.equal(noises[0], noises[1]) and torch.equal(noises[2], noises[3])
+    error = noises[0].numel() ** -0.5 * noises[0].var().item()
+    assert abs((noises[0] * noises[2]).mean().item()) < SIGMAS * error
+    assert all("this model is on a mesh of 2 times 1" in refused for _, refused in found[:2])

@@ -92,3 +92,35 @@ def test_columns_of_a_parameter_have_the_noise_of_their_places():
             starts[number] += part.numel()
             assert torch.equal(parts[-1], part)
         at += size
+
+
+@pytest.mark.parametrize("replica", [0, 1])
+def test_ranks_that_split_layers_unevenly_get_the_noise_of_whole_ones_from_the_same_replica(replica):
+    """Else the sums of what each holds as a whole would be added up in another order, and rounded otherwise."""
+
+    def places_of_whole(split):
+        def held(parameter):
+            whole = Box.whole(parameter.shape)
+            part = whole.part(0, split, 2) if parameter.dim() > 1 else whole
+            return Held(tuple(parameter.shape), part, part)
+
+        parameters = [nn.Parameter(torch.zeros(s)) for s in SHAPES]
+        topology = Topology(replicas=Ranks(replica, 2), splits=Ranks(split, 2), held=held)
+        drawn = drawn_places(FlatBuffer(parameters, topology), Ranks(replica, 2))
+        mine = {n for one in drawn for n in range(one.start, one.start + one.count)}
+        sizes = [torch.Size(s).numel() for s in SHAPES]
+        return [
+            {n for n in mine if sum(sizes[:i]) <= n < sum(sizes[: i + 1])} for i, s in enumerate(SHAPES) if len(s) == 1
+        ]
+
+    first, second = places_of_whole(0), places_of_whole(1)
+    assert first == second and any(first)
+
+
+def test_a_rank_without_any_sum_sends_its_words():
+    ranks, nothing = Ranks(0, 2), Held((3,), Box.whole((3,)), Box((3,), (0,)))
+    topology = Topology(replicas=ranks, held=lambda parameter: nothing)
+    taken, noise = FlatBuffer([nn.Parameter(torch.zeros(3))], topology).take(), GaussianNoise(NoiseSource.seeded(4))
+    with pytest.raises(MechanismMismatchError):  # nobody added the words of the others
+        add_noise(taken, noise, std=1.0, step=0, scale=1.0, replicas=ranks, facts=())
+    assert [len(now) for now, _ in ranks.sent] == [16]

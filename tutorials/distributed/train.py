@@ -72,7 +72,7 @@ def main() -> None:
     model, optimizer, loader = engine.make_private(
         model, optimizer, loader, target_epsilon=2.0, target_delta=1e-5, steps=arguments.steps, max_grad_norm=1.0
     )
-    if arguments.folder is not None and arguments.folder.exists():
+    if arguments.folder is not None and checkpoint.exists(arguments.folder):
         checkpoint.load(arguments.folder, engine)  # on as many processes as there are now
     taken = loader.position
     while taken < arguments.steps:
