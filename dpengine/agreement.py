@@ -37,10 +37,11 @@ def refuse_disagreement(run: Run, physical_batch_size: int | None, accumulation_
         return
     # The same example in another place on one rank would be one row twice, and another never. Examples that are changed
     # at random as they are read cannot be compared.
-    examples = topology.everyone.all_of(_examples(run.batches.dataset))
-    known = all(digest is not None for of_rank in examples for digest in of_rank)
     words = source.words(8, domain="agreement", step=0).tobytes()
+    examples = topology.everyone.all_of(_examples(run.batches.dataset, words))
+    known = all(digest is not None for of_rank in examples for digest in of_rank)
     topology.agree(
+        key=hashlib.blake2b(words, digest_size=16).hexdigest(),
         dpengine=version("dpengine"),
         torch=torch.__version__,
         topology=(topology.name, topology.replicas.size, topology.shards.size, topology.splits.size),
@@ -55,7 +56,6 @@ def refuse_disagreement(run: Run, physical_batch_size: int | None, accumulation_
         loss=(sums.loss_reduction, release.unit_reduction, sums.mode, release.unused_parameters),
         budget=(run.budget.target_epsilon, run.budget.delta, run.budget.planned_steps, run.budget.on_budget),
         ledger=release.ledger.totals,
-        key=hashlib.blake2b(words, digest_size=16).hexdigest(),
     )
     refuse_other_weights(sums.model, topology)
 
@@ -68,19 +68,20 @@ def _settings(optimizer: Optimizer) -> list[dict[str, Any]]:
     ]
 
 
-def _examples(data: Any) -> list[str | None]:
+def _examples(data: Any, key: bytes) -> list[str | None]:
     """Digests of some examples; None for one that is another each time it is read, or cannot be read."""
     size = len(data) if isinstance(data, Sized) else 0
     with _random_state_kept():
-        return [_digest_of(data, i * size // _EXAMPLES) for i in range(_EXAMPLES if size else 0)]
+        return [_digest_of(data, i * size // _EXAMPLES, key) for i in range(_EXAMPLES if size else 0)]
 
 
-def _digest_of(data: Any, index: int) -> str | None:
+def _digest_of(data: Any, index: int, key: bytes) -> str | None:
     try:
         first, second = (_words(data[index]) for _ in range(2))
     except Exception:  # the user's own code, which may ask for a batch, or for files that only some ranks have
         return None
-    return hashlib.blake2b(first, digest_size=8).hexdigest() if first == second else None
+    # With a key, since a message may show it: nobody else can try which example it is.
+    return hashlib.blake2b(first, digest_size=8, key=key).hexdigest() if first == second else None
 
 
 def _words(example: Any) -> bytes:

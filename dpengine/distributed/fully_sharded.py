@@ -49,7 +49,8 @@ def fully_sharded(model: nn.Module) -> Topology | None:
         )
     shards = Ranks.of(info.shard_process_group)
     replicas = Ranks.of(info.replicate_process_group) if replicated else ALONE
-    if replicated and replicas.size * shards.size != world().size and not _split(parts, info):
+    others = world().size - replicas.size * shards.size
+    if others and replicated and not _split(parts, info):
         raise UnsupportedLayerError(
             f"{world().size} processes run, and this model is on a mesh of {replicas.size} times {shards.size}. The "
             "others would have the noise of this run if they trained a model too.",
@@ -59,7 +60,7 @@ def fully_sharded(model: nn.Module) -> Topology | None:
         name="hybrid sharded" if replicated else "fully sharded",
         replicas=replicas,
         shards=shards,
-        everyone=world() if replicated else shards,
+        everyone=shards if others and not replicated else world(),
         slots=slots,
         group={part.sharded_param: number for number, group in enumerate(sharded) for part in group.fsdp_params}.get,
         defers=lambda: not any(getattr(group, "reduce_grads", True) for group in sharded),
