@@ -94,9 +94,9 @@ class Trace:
             self._compare_sums(steps)
             write()
 
-        def adding(flat, *, std, step, start, scale):
+        def adding(flat, *, step, start, **rest):
             self.noised.append((step, start))
-            add(flat, std=std, step=step, start=start, scale=scale)
+            add(flat, step=step, start=start, **rest)
 
         self.loader._batches._on_handout = handed_out
         release._write_gradients, release.noise.add = writing, adding

@@ -93,9 +93,9 @@ def test_f_n2_a_step_whose_noise_was_drawn_is_never_drawn_again():
     asked = []
     add = release.source.add_normal_
 
-    def recorded(flat, std, *, domain, step, start=0, scale=1.0):
+    def recorded(flat, std, *, domain, step, start=0, **rest):
         asked.append((domain, step, start))
-        return add(flat, std, domain=domain, step=step, start=start, scale=scale)
+        return add(flat, std, domain=domain, step=step, start=start, **rest)
 
     release.source.add_normal_ = recorded
     try:
