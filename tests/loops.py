@@ -5,17 +5,20 @@ from __future__ import annotations
 import copy
 from dataclasses import dataclass
 
+import pytest
 import torch
 import torch.nn.functional as F
 from reference import clipped_sum, per_sample_gradients
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from dpengine import PrivacyEngine
 
 SLACK = 2.0**-20  # thresholds are met with this much to spare
 ROWS, BATCH, FEATURES, CLASSES = 24, 6, 4, 3
 MAX_NORM = 1.4  # about the median: where all rows are clipped, a gradient that counts twice would not show
+MODES = ["auto", "hooks", "functorch", "ew", "ghost"]
+every_mode = pytest.mark.parametrize("mode", MODES)
 
 
 def mlp(*, bias=True):
@@ -27,6 +30,13 @@ def examples(rows=ROWS, *, scale=1.0):
     generator = torch.Generator().manual_seed(2)
     inputs = scale * torch.randn(rows, FEATURES, generator=generator)
     return TensorDataset(inputs, torch.randint(0, CLASSES, (rows,), generator=generator))
+
+
+class Stream(IterableDataset):
+    """The examples, without a length."""
+
+    def __iter__(self):
+        return iter(examples())
 
 
 @dataclass
@@ -70,6 +80,22 @@ def make_loop(model=None, *, make_optimizer=None, engine=None, dataset=None, bat
 def first_batch(loader, *, least=1):
     """The first batch with so many rows."""
     return next(batch for batch in loader if len(batch[-1]) >= least)
+
+
+def one_step(loop):
+    """A step on the first batch."""
+    loop.step(*first_batch(loop.loader))
+    return loop
+
+
+def train(loop, epochs=1):
+    """Steps through the loader; returns how many batches it gave."""
+    steps = 0
+    for _ in range(epochs):
+        for batch in loop.loader:
+            loop.step(*batch)
+            steps += 1
+    return steps
 
 
 def expected_gradients(model, batches, *, max_norm=MAX_NORM, divisor=BATCH, loss_fn=F.cross_entropy):

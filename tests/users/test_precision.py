@@ -12,6 +12,7 @@ from loops import (
     CLASSES,
     FEATURES,
     assert_same_gradients,
+    every_mode,
     examples,
     expected_gradients,
     first_batch,
@@ -26,9 +27,6 @@ from torch.utils.data import TensorDataset
 from dpengine.errors import ScaledGradientError
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*DPE012", "ignore:.*lr_scheduler.step")
-
-MODES = ["auto", "hooks", "functorch", "ew", "ghost"]
-every_mode = pytest.mark.parametrize("mode", MODES)
 
 
 class Small(nn.Module):

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from loops import (
     CLASSES,
     assert_same_gradients,
+    every_mode,
     examples,
     expected_gradients,
     first_batch,
@@ -23,8 +24,6 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*DPE012")
-
-MODES = ["auto", "hooks", "functorch", "ew", "ghost"]
 
 
 class Recurrent(nn.Module):
@@ -44,7 +43,6 @@ class Recurrent(nn.Module):
 
 
 every_model = pytest.mark.parametrize("make_model", [mlp, Recurrent])
-every_mode = pytest.mark.parametrize("mode", MODES)
 
 
 def by_torch_save(model):

@@ -1,0 +1,159 @@
+"""PrivacyEngine as a whole: what a run adds to its gradients, and which batches it draws."""
+
+import math
+import random
+
+import numpy as np
+import pytest
+import torch
+from loops import BATCH, ROWS, first_batch, gradients_of, make_loop, state_of, train
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from dpengine import Adaptive, Automatic, Flat, PerLayer, PrivacyEngine
+from dpengine.distributed import SINGLE
+from dpengine.errors import TicketError
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*DPE012", "ignore:.*DPE006")
+
+
+# What is added
+
+
+def noise_of(steps=4, **options):
+    """Released noise in units of what the sum got, from steps on which no row has a gradient."""
+    model = nn.Linear(60, 50)
+    dataset = TensorDataset(torch.zeros(ROWS, 60), torch.zeros(ROWS, dtype=torch.long))
+    if "clipping" not in options:
+        options.setdefault("max_grad_norm", 1.0)
+    loop = make_loop(model, dataset=dataset, **{"noise_multiplier": 2.0, **options})
+    found = []
+    batches = (batch for _ in range(steps) for batch in loop.loader)
+    for _, (inputs, _) in zip(range(steps), batches, strict=False):
+        loop.optimizer.zero_grad()
+        (model(inputs) * 0).sum().backward()
+        loop.optimizer.step()
+        found.append(torch.cat([p.grad.flatten().double() for p in model.parameters()]))
+    return torch.stack(found)
+
+
+# 4 steps of 3,050 draws: the standard deviation is known to 0.64 % (one sigma); five are allowed
+@pytest.mark.parametrize(
+    ("options", "std"),
+    [
+        ({"max_grad_norm": 0.5}, 2.0 * 0.5 / BATCH),
+        ({"max_grad_norm": 0.5, "loss_reduction": "sum"}, 2.0 * 0.5),
+        ({"expected_batch_size": 12.0}, 2.0 / 12),
+        ({"clipping": PerLayer([0.3])}, 2.0 * 0.3 / BATCH),
+        ({"clipping": Automatic(0.5)}, 2.0 * 0.5 / BATCH),
+        ({"clipping": Flat(0.25)}, 2.0 * 0.25 / BATCH),
+        ({"accumulation_steps": 1, "physical_batch_size": 50}, 2.0 / BATCH),
+        ({"grad_sample_mode": "ghost"}, 2.0 / BATCH),
+    ],
+    ids=str,
+)
+def test_noise_has_the_standard_deviation_that_is_charged(options, std):
+    noise = noise_of(**options)
+    assert float(noise.std()) == pytest.approx(std, rel=0.032)
+    assert abs(float(noise.mean())) < 5 * std / math.sqrt(noise.numel())
+    for first, second in ((0, 1), (0, 3), (2, 3)):
+        assert abs(float(torch.corrcoef(noise[[first, second]])[0, 1])) < 5 / math.sqrt(noise.shape[1])
+
+
+def test_adaptive_clipping_leaves_room_for_its_count():
+    noise = noise_of(steps=1, clipping=Adaptive(0.5, count_noise_multiplier=1.5))
+    expected = 0.5 * (2.0**-2 - 3.0**-2) ** -0.5 / BATCH
+    assert float(noise.std()) == pytest.approx(expected, rel=0.065)
+
+
+def test_every_parameter_gets_noise_of_its_own():
+    noise = noise_of(steps=1)[0]
+    assert len(noise.unique()) == len(noise)
+
+
+def test_parameters_of_two_dtypes_share_no_noise():
+    class Mixed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.narrow, self.wide = nn.Linear(4, 50), nn.Linear(4, 50).double()
+
+        def forward(self, inputs):
+            return self.narrow(inputs).double() + self.wide(inputs.double())
+
+    loop = make_loop(Mixed(), noise_multiplier=1.0)
+    loop.optimizer.zero_grad()
+    (loop.model(first_batch(loop.loader)[0]) * 0).sum().backward()
+    loop.optimizer.step()
+    narrow, wide = loop.model.narrow.weight.grad.double().flatten(), loop.model.wide.weight.grad.flatten()
+    assert abs(float(torch.corrcoef(torch.stack([narrow, wide]))[0, 1])) < 5 / math.sqrt(len(wide))
+
+
+@pytest.mark.parametrize("secure", [True, False])
+def test_without_a_seed_no_two_runs_share_noise_or_batches(secure):
+    def run():
+        loop = make_loop(engine=PrivacyEngine(secure_rng=secure), noise_multiplier=1.0)
+        batches = [inputs for inputs, _ in loop.loader]
+        loop.step(*first_batch(loop.loader))
+        return batches, gradients_of(loop.model)["0.weight"]
+
+    torch.manual_seed(0)
+    batches, noise = run()
+    torch.manual_seed(0)
+    others, other = run()
+    assert not torch.isclose(noise, other).all()
+    assert any(a.shape != b.shape or not torch.equal(a, b) for a, b in zip(batches, others, strict=True))
+
+
+def test_a_seed_repeats_the_run_and_is_stamped():
+    one, two = (make_loop(noise_multiplier=1.0, seed=3) for _ in range(2))
+    train(one)
+    train(two)
+    assert all(torch.equal(state_of(one.model)[name], value) for name, value in state_of(two.model).items())
+    assert "INSECURE_SEED" in repr(one.optimizer)
+    again = make_loop(engine=one.engine, noise_multiplier=1.0)  # another run of the engine is another stream
+    train(again)
+    assert not torch.equal(state_of(again.model)["0.weight"], state_of(two.model)["0.weight"])
+
+
+@pytest.mark.parametrize("seed", ["x", True, 1.5])
+def test_a_seed_that_is_no_integer_is_refused_at_once(seed):
+    with pytest.raises(TypeError, match=f"seed must be an int, got {type(seed).__name__}"):
+        PrivacyEngine(seed=seed)
+    assert PrivacyEngine(seed=-3)._source(SINGLE).insecure_seed
+
+
+def test_neither_noise_nor_masks_touch_the_global_generators():
+    loop = make_loop(noise_multiplier=1.0)
+    batches = iter(loop.loader)
+    loop.step(*next(batches))  # here torch's own loader draws a seed for its workers
+    before = torch.get_rng_state(), repr(np.random.get_state()), random.getstate()
+    for batch in batches:
+        loop.step(*batch)
+    assert torch.equal(torch.get_rng_state(), before[0])
+    assert (repr(np.random.get_state()), random.getstate()) == before[1:]
+
+
+# What is drawn
+
+
+def test_large_batches_do_not_repeat_their_random_words():
+    rows = 2**20
+    model = nn.Linear(1, 1)
+    loader = DataLoader(range(rows), batch_size=rows // 2)  # more words than one request gives
+    _, _, private = PrivacyEngine(seed=0).make_private(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), loader, noise_multiplier=1.0
+    )
+    gaps = np.diff(next(iter(private.batch_sampler)))
+    windows = np.lib.stride_tricks.sliding_window_view(gaps, 64)
+    keys = windows @ np.random.default_rng(0).integers(1, 2**40, 64)
+    assert len(np.unique(keys)) == len(keys)
+
+
+def test_a_loader_that_is_set_back_cannot_have_its_noise_twice():
+    loop = make_loop(noise_multiplier=1.0)
+    train(loop)
+    loop.loader.load_state_dict({"position": 1})
+    with pytest.raises(TicketError, match=r"DPE022.*Step 1 was handed out before.*make_private again"):
+        next(iter(loop.loader))
+    loop.loader.load_state_dict({"position": 9})  # forward is fine
+    train(loop)

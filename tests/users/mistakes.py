@@ -1,0 +1,15 @@
+"""Mistakes that both the catalogue of errors and the table of bad arguments know."""
+
+from torch import nn
+
+from dpengine import PrivacyEngine
+
+UNREACHABLE = {"target_epsilon": 1e-9, "target_delta": 1e-9, "steps": 9}
+
+
+def batch_norm():
+    return nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5), nn.Linear(5, 3))
+
+
+def rdp():
+    return PrivacyEngine(accountant="rdp")  # the fastest to say that it cannot be done

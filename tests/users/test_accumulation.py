@@ -1,0 +1,247 @@
+"""Section 1.2 of the user rules, S1 to S3: schedulers, and several batches or parts of one in a step."""
+
+import copy
+import itertools
+import math
+import pickle
+
+import pytest
+import torch
+from loops import (
+    BATCH,
+    ROWS,
+    assert_same_gradients,
+    every_mode,
+    expected_gradients,
+    first_batch,
+    gradients_of,
+    make_loop,
+    mlp,
+    state_of,
+)
+from torch.optim import lr_scheduler
+
+from dpengine.accounting import Charge, epsilon_of, release_event
+from dpengine.errors import PrivacyWarning, TicketError
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*DPE012", "ignore:.*DPE006")
+
+
+def released(loop, batches):
+    """The gradients of each logical step over these batches, all of the loop's own."""
+    found = []
+    for inputs, targets in batches:
+        loop.optimizer.zero_grad()
+        loop.backward(inputs, targets)
+        loop.optimizer.step()
+        if not loop.optimizer.step_was_skipped:
+            found.append(gradients_of(loop.model))
+    return found
+
+
+# S1
+
+
+def test_s1_step_was_skipped_says_that_a_step_only_accumulated():
+    loop = make_loop(accumulation_steps=3)
+    skipped = []
+    before = state_of(loop.model)
+    for inputs, targets in loop.loader:
+        loop.step(inputs, targets)
+        skipped.append(loop.optimizer.step_was_skipped)
+        same = all(torch.equal(before[name], value) for name, value in state_of(loop.model).items())
+        assert same is skipped[-1]
+        before = state_of(loop.model)
+    assert skipped == [True, True, False] * len(loop.loader)
+    assert loop.engine.ledger.steps == len(loop.loader)
+
+
+def test_s1_a_scheduler_that_was_passed_counts_logical_steps_only():
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    scheduler = lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+    state = set(scheduler.state_dict())
+    loop = make_loop(model, make_optimizer=lambda _: optimizer, accumulation_steps=3, lr_scheduler=scheduler)
+    for inputs, targets in loop.loader:
+        loop.step(inputs, targets)
+        scheduler.step()
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(0.5 ** len(loop.loader))
+    assert set(scheduler.state_dict()) == state
+    assert isinstance(scheduler, lr_scheduler.StepLR)
+    assert type(pickle.loads(pickle.dumps(scheduler))) is type(copy.deepcopy(scheduler)) is lr_scheduler.StepLR
+    loop.engine.detach(model)
+    assert type(scheduler) is lr_scheduler.StepLR
+
+
+def test_s1_a_scheduler_driven_by_a_metric_is_passed_its_metric():
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    scheduler = lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0)
+    loop = make_loop(model, make_optimizer=lambda _: optimizer, accumulation_steps=2, lr_scheduler=scheduler)
+    for inputs, targets in itertools.islice(loop.loader, 4):
+        loop.step(inputs, targets)
+        scheduler.step(1.0)
+    assert optimizer.param_groups[0]["lr"] == 0.5  # two logical steps: the first sets the best, the second is no better
+
+
+# S2
+
+
+@every_mode
+@pytest.mark.parametrize("chunks", [{"accumulation_steps": 3}, {"accumulation_steps": 9}, {"physical_batch_size": 2}])
+def test_s2_chunks_add_up_to_one_large_batch(chunks, mode):
+    whole, parts = make_loop(grad_sample_mode=mode), make_loop(grad_sample_mode=mode, **chunks)
+    drawn = list(parts.loader)
+    assert 0 in {len(targets) for _, targets in drawn} or "accumulation_steps" not in chunks or len(drawn) < 36
+    parts = make_loop(grad_sample_mode=mode, **chunks)  # the same batches again
+    for large, small in zip(released(whole, whole.loader), released(parts, parts.loader), strict=True):
+        assert_same_gradients(small, {name: value.double() for name, value in large.items()})
+
+
+def test_s2_one_step_after_all_chunks_is_the_same():
+    whole, parts = make_loop(), make_loop(accumulation_steps=4)
+    chunks = iter(parts.loader)
+    for inputs, targets in whole.loader:
+        whole.step(inputs, targets)
+        parts.optimizer.zero_grad()
+        for _ in range(4):
+            parts.backward(*next(chunks))
+        parts.optimizer.step()
+        assert_same_gradients(gradients_of(parts.model), {n: g.double() for n, g in gradients_of(whole.model).items()})
+    assert parts.engine.ledger.history == whole.engine.ledger.history
+
+
+def test_s2_the_loop_without_noise_is_the_loop_over_rows():
+    loop = make_loop(accumulation_steps=2, max_grad_norm=0.1)
+    chunks = iter(loop.loader)
+    for _ in range(len(loop.loader)):
+        before, batches = copy.deepcopy(loop.model), []
+        for _ in range(2):
+            batches.append(next(chunks))
+            loop.step(*batches[-1])
+        assert_same_gradients(gradients_of(loop.model), expected_gradients(before, batches, max_norm=0.1))
+
+
+def fetching_ahead(loader, count):
+    """Batches as a trainer sees them that always holds so many more."""
+    held = []
+    for batch in loader:
+        held.append(batch)
+        if len(held) > count:
+            yield held.pop(0)
+    yield from held
+
+
+@pytest.mark.parametrize("chunks", [{}, {"accumulation_steps": 3}, {"batch_size": 1}])
+@pytest.mark.parametrize("ahead", [1, 3])
+def test_s2_trainers_may_fetch_ahead(ahead, chunks):
+    plain, loop = make_loop(**chunks), make_loop(**chunks)
+    loop.release.ahead = ahead
+    expected = released(plain, plain.loader)
+    found = released(loop, fetching_ahead(loop.loader, ahead))
+    assert len(found) == len(expected)
+    for one, other in zip(found, expected, strict=True):
+        assert all(torch.equal(one[name], other[name]) for name in other)
+    assert loop.engine.ledger.history == plain.engine.ledger.history
+
+
+@pytest.mark.parametrize(("declared", "ahead"), [(1, 1), (3, 1), (3, 0)])
+def test_s2_what_was_fetched_ahead_and_left_out_is_charged(declared, ahead):
+    loop = make_loop()
+    loop.release.ahead = declared
+    batches = fetching_ahead(loop.loader, ahead)
+    sizes = set()
+    for inputs, targets in itertools.islice(batches, 1, None):  # the first is left out
+        sizes.add(len(targets))
+        expected = expected_gradients(loop.model, [(inputs, targets)])
+        loop.step(inputs, targets)
+        assert_same_gradients(gradients_of(loop.model), expected)
+    assert len(sizes) > 1
+    kinds = [charge.kind for charge in loop.engine.ledger.history for _ in range(charge.count)]
+    assert sorted(kinds) == ["release"] * (len(loop.loader) - 1) + ["void"]
+
+
+def test_s2_empty_batches_fetched_ahead_need_no_backward():
+    plain, loop = make_loop(batch_size=1, noise_multiplier=1.0), make_loop(batch_size=1, noise_multiplier=1.0)
+    loop.release.ahead = 2
+    sizes = []
+    for one, batches in ((plain, plain.loader), (loop, fetching_ahead(loop.loader, 2))):
+        for inputs, targets in batches:
+            one.optimizer.zero_grad()
+            if len(targets):
+                one.backward(inputs, targets)
+            one.optimizer.step()
+            sizes.append(len(targets))
+    assert 0 in sizes
+    assert all(torch.equal(state_of(plain.model)[name], value) for name, value in state_of(loop.model).items())
+    assert loop.engine.ledger.history == plain.engine.ledger.history
+
+
+def test_s2_detaching_charges_what_was_fetched_and_not_used():
+    loop = make_loop(noise_multiplier=1.0, accumulation_steps=2)
+    loop.release.ahead = 3
+    chunks = iter(loop.loader)
+    for _ in range(4):
+        next(chunks)
+    loop.engine.detach(loop.model)
+    assert [(charge.kind, charge.count) for charge in loop.engine.ledger.history] == [("void", 2)]
+
+
+# S3
+
+
+@pytest.mark.parametrize("count", [2, 4])
+def test_s3_undeclared_accumulation_costs_each_batch_at_its_share_of_the_noise(count):
+    loop = make_loop(noise_multiplier=2.0)
+    batches = list(itertools.islice(loop.loader, 0))
+    chunks = iter(loop.loader)
+    with pytest.warns(PrivacyWarning, match=f"DPE006.*accumulation_steps={count}") as seen:
+        for _ in range(4 // count):
+            loop.optimizer.zero_grad()
+            for _ in range(count):
+                batches.append(next(chunks))
+                loop.backward(*batches[-1])
+            loop.optimizer.step()
+    assert len([w for w in seen if "DPE006" in str(w.message)]) == 1  # once for each process
+    booked = math.nextafter(BATCH / ROWS, 1)  # the rate, and what the draw may lie above it
+    event = release_event(noise_multiplier=2.0 / math.sqrt(count), sample_rate=booked)
+    assert loop.engine.ledger.history == (Charge(event, 4),)
+    apart = epsilon_of((Charge(release_event(noise_multiplier=2.0, sample_rate=BATCH / ROWS), 4),), 1e-3)
+    assert loop.engine.get_epsilon(1e-3) > apart
+
+
+def test_s3_undeclared_accumulation_is_the_mean_over_all_rows():
+    loop = make_loop(max_grad_norm=0.3)
+    batches = list(itertools.islice(make_loop().loader, 2))
+    expected = expected_gradients(loop.model, batches, max_norm=0.3, divisor=2 * BATCH)
+    loop.optimizer.zero_grad()
+    for inputs, targets in itertools.islice(loop.loader, 2):
+        loop.backward(inputs, targets)
+    loop.optimizer.step()
+    assert_same_gradients(gradients_of(loop.model), expected)
+
+
+def test_s3_zero_grad_between_batches_discards_as_it_does_without_an_engine():
+    loop = make_loop(noise_multiplier=1.0)
+    quiet = make_loop()
+    chunks, same = iter(loop.loader), iter(quiet.loader)
+    loop.backward(*next(chunks))
+    next(same)
+    batch = next(chunks)
+    expected = expected_gradients(quiet.model, [next(same)])
+    for one in (loop, quiet):
+        one.optimizer.zero_grad()
+        one.backward(*batch)
+        one.optimizer.step()
+    assert_same_gradients(gradients_of(quiet.model), expected)
+    assert [charge.kind for charge in loop.engine.ledger.history] == ["void", "release"]
+
+
+def test_s3_zero_grad_before_the_step_leaves_nothing_to_release():
+    loop = make_loop(noise_multiplier=1.0)
+    loop.backward(*first_batch(loop.loader))
+    loop.optimizer.zero_grad()
+    assert not loop.release.sums.buffer.flats.popitem()[1].any()
+    with pytest.raises(TicketError, match="given up"):
+        loop.optimizer.step()
+    assert [(charge.kind, charge.count) for charge in loop.engine.ledger.history] == [("void", 1)]

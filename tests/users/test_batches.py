@@ -1,0 +1,238 @@
+"""Section 1.2 of the user rules, S6, S7, S9, S10 and U2: odd batches, data that models share, odd loaders."""
+
+import gc
+import math
+import warnings
+
+import pytest
+import torch
+from loops import (
+    CLASSES,
+    FEATURES,
+    ROWS,
+    Stream,
+    assert_same_gradients,
+    every_mode,
+    examples,
+    expected_gradients,
+    first_batch,
+    gradients_of,
+    make_loop,
+    mlp,
+    state_of,
+)
+from torch import nn
+from torch.utils.data import DataLoader, Dataset, SubsetRandomSampler, WeightedRandomSampler
+
+from dpengine import PrivacyEngine
+from dpengine.accounting import Charge, epsilon_of, release_event
+from dpengine.errors import BatchMismatchError, PrivacyWarning, SamplingError
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*DPE012", "ignore:.*DPE006")
+
+
+# S6
+
+
+class OfDicts(Dataset):
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, index):
+        generator = torch.Generator().manual_seed(index)
+        return {"x": {"values": torch.randn(FEATURES, generator=generator)}, "y": index % CLASSES}
+
+
+def test_s6_an_empty_batch_of_tuples_has_the_shapes_and_costs_a_step():
+    loop = make_loop(batch_size=1, noise_multiplier=1.0)
+    empty = 0
+    for inputs, targets in loop.loader:
+        before = state_of(loop.model)
+        loop.optimizer.zero_grad()
+        loss = loop.backward(inputs, targets)
+        loop.optimizer.step()
+        changed = [not torch.equal(before[name], value) for name, value in state_of(loop.model).items()]
+        assert all(changed)  # noise is added, rows or none
+        assert all(value.isfinite().all() for value in state_of(loop.model).values())
+        if len(targets) == 0:
+            empty += 1
+            assert inputs.shape == (0, FEATURES)
+            assert targets.dtype is torch.int64
+            assert loss.isnan()
+    assert empty > 0
+    assert loop.engine.ledger.steps == len(loop.loader) == ROWS
+    assert {charge.kind for charge in loop.engine.ledger.history} == {"release"}
+
+
+@pytest.mark.parametrize("leave_out", [True, False], ids=["without backward", "with backward"])
+def test_s6_an_empty_batch_of_dicts_goes_through_the_loop(leave_out):
+    loop = make_loop(batch_size=1, dataset=OfDicts(), seed=1)
+    sizes = []
+    for batch in loop.loader:
+        sizes.append(len(batch["y"]))
+        assert batch["x"]["values"].shape == (sizes[-1], FEATURES)
+        loop.optimizer.zero_grad()
+        if sizes[-1] or not leave_out:
+            loop.backward(batch["x"]["values"], batch["y"])
+        loop.optimizer.step()
+        if sizes[-1] == 0:
+            assert all(not p.grad.any() for p in loop.model.parameters())
+    assert 0 in sizes
+    assert loop.engine.ledger.steps == 8
+
+
+class FirstStep(nn.Module):
+    def __init__(self, layer):
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, inputs):
+        out = (
+            self.layer(inputs, inputs, inputs) if isinstance(self.layer, nn.MultiheadAttention) else self.layer(inputs)
+        )
+        return (out[0] if isinstance(out, tuple) else out)[:, 0]
+
+
+EMPTY_MODELS = {
+    "conv-groupnorm": (
+        lambda: nn.Sequential(nn.Conv2d(1, 4, 3), nn.GroupNorm(2, 4), nn.Flatten(), nn.Linear(64, 3)),
+        (1, 6, 6),
+    ),
+    "linear-layernorm": (lambda: nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 3)), (4,)),
+    "embedding": (lambda: nn.Sequential(nn.Embedding(5, 4), nn.Flatten(), nn.Linear(12, 3)), (3,)),
+    "attention": (
+        lambda: nn.Sequential(FirstStep(nn.MultiheadAttention(4, 2, batch_first=True)), nn.Linear(4, 3)),
+        (2, 4),
+    ),
+    "lstm": (lambda: nn.Sequential(FirstStep(nn.LSTM(4, 5, batch_first=True)), nn.Linear(5, 3)), (2, 4)),
+}
+
+
+@every_mode
+@pytest.mark.parametrize(("make_model", "shape"), EMPTY_MODELS.values(), ids=EMPTY_MODELS)
+def test_s6_layers_take_batches_without_rows(make_model, shape, mode):
+    torch.manual_seed(0)
+    inputs = torch.randint(0, 5, (6, *shape)) if shape == (3,) else torch.randn(6, *shape)
+    dataset = torch.utils.data.TensorDataset(inputs, torch.randint(0, CLASSES, (6,)))
+    loop = make_loop(make_model(), dataset=dataset, batch_size=1, grad_sample_mode=mode, max_grad_norm=0.5, seed=4)
+    sizes = set()
+    for batch, targets in loop.loader:
+        expected = expected_gradients(loop.model, [(batch, targets)], max_norm=0.5, divisor=1)
+        loop.step(batch, targets)
+        assert_same_gradients(gradients_of(loop.model), expected, rtol=1e-5 if len(targets) else 0)
+        sizes.add(len(targets))
+    assert sizes > {0}
+
+
+# S7
+
+
+@every_mode
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf, 1e38])
+def test_s7_rows_that_are_not_finite_count_for_nothing(bad, mode):
+    dataset = examples()
+    dataset.tensors[0][::3] = bad
+    loop = make_loop(dataset=dataset, grad_sample_mode=mode)
+    dropped = 0
+    for inputs, targets in loop.loader:
+        good = (inputs.abs() < 1e30).all(dim=1)
+        expected = expected_gradients(loop.model, [(inputs[good], targets[good])])
+        loop.step(inputs, targets)
+        dropped += int((~good).sum())
+        found = gradients_of(loop.model)
+        if bad == 1e38:  # finite: saturated units may leave a finite gradient, which is clipped
+            assert all(gradient.isfinite().all() for gradient in found.values())
+        else:
+            assert_same_gradients(found, expected)
+    assert all(value.isfinite().all() for value in state_of(loop.model).values())
+    if bad != 1e38:
+        assert loop.release.dropped_rows == dropped > 0
+        assert loop.engine.metrics(nonprivate=True)["nonprivate/dropped_rows"] == dropped
+
+
+# S9
+
+
+def test_s9_more_rows_than_were_drawn_are_refused():
+    loop = make_loop(noise_multiplier=1.0)
+    inputs, targets = first_batch(loop.loader)
+    size = len(targets)
+    message = rf"DPE018.*Layer '2' saw {2 * size} rows, the sampler drew {size}.*duplicates"
+    with pytest.raises(BatchMismatchError, match=message):
+        loop.backward(torch.cat([inputs, inputs]), torch.cat([targets, targets]))
+    assert [(charge.kind, charge.count) for charge in loop.engine.ledger.history] == [("void", 1)]
+
+
+def test_s9_fewer_rows_are_refused_too_since_axis_0_may_not_be_the_batch():
+    loop = make_loop()
+    inputs, targets = first_batch(loop.loader, least=2)
+    with pytest.raises(BatchMismatchError, match=r"DPE018.*axis 0"):
+        loop.backward(inputs[1:], targets[1:])
+
+
+# S10
+
+
+def test_s10_a_second_model_on_one_engine_composes():
+    dataset = examples()
+    one = make_loop(dataset=dataset, noise_multiplier=1.0)
+    two = make_loop(mlp(), engine=one.engine, dataset=dataset, noise_multiplier=2.0, batch_size=3)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for loop in (one, two):
+            for batch in loop.loader:
+                loop.step(*batch)
+    charges = [
+        Charge(release_event(noise_multiplier=1.0, sample_rate=6 / ROWS), 4),
+        Charge(release_event(noise_multiplier=2.0, sample_rate=3 / ROWS), 8),
+    ]
+    assert one.engine.get_epsilon(1e-3) == pytest.approx(epsilon_of(charges, 1e-3))
+    assert one.engine.get_epsilon(1e-3) > max(epsilon_of([charge], 1e-3) for charge in charges)
+
+
+def test_s10_two_engines_on_one_data_set_warn():
+    dataset = examples()
+    first = make_loop(dataset=dataset, noise_multiplier=1.0)
+    with pytest.warns(PrivacyWarning, match=r"DPE012.*Another engine.*Use one engine"):
+        make_loop(dataset=dataset, noise_multiplier=1.0)
+    assert first.engine is not None  # alive until here
+
+
+@pytest.mark.parametrize("as_list", [True, False])
+def test_s10_other_data_or_an_engine_that_is_gone_do_not_warn(as_list):
+    def data():
+        return list(examples()) if as_list else examples()
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        kept = [make_loop(dataset=data(), noise_multiplier=1.0).engine for _ in range(3)]
+        dataset = data()
+        loop = make_loop(dataset=dataset, noise_multiplier=1.0)
+        del loop
+        gc.collect()
+        make_loop(dataset=dataset, noise_multiplier=1.0)
+    assert len(kept) == 3
+
+
+# U2
+
+
+REFUSED_LOADERS = {
+    "WeightedRandomSampler": lambda: DataLoader(examples(), 6, sampler=WeightedRandomSampler([1.0] * ROWS, ROWS)),
+    "SubsetRandomSampler": lambda: DataLoader(examples(), 6, sampler=SubsetRandomSampler(range(8))),
+    "Stream": lambda: DataLoader(Stream(), 6),
+    "batch_size=None": lambda: DataLoader(examples(), batch_size=None),
+    "not a torch DataLoader": lambda: [examples().tensors],
+}
+
+
+@pytest.mark.parametrize("name", REFUSED_LOADERS)
+def test_u2_loaders_with_unequal_or_unknown_chances_are_refused(name):
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(SamplingError, match=f"DPE004.*{name}") as seen:
+        PrivacyEngine().make_private(model, optimizer, REFUSED_LOADERS[name](), noise_multiplier=1.0)
+    assert seen.value.fix in str(seen.value) and seen.value.fix
+    if name == "WeightedRandomSampler":
+        assert "Weight the loss instead" in str(seen.value)
+    assert type(optimizer) is torch.optim.SGD

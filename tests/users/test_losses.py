@@ -1,0 +1,121 @@
+"""Section 1.2 of the user rules, S11 and S12: how a loss is reduced, and losses that mix rows."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from loops import (
+    CLASSES,
+    FEATURES,
+    assert_same_gradients,
+    every_mode,
+    examples,
+    expected_gradients,
+    first_batch,
+    gradients_of,
+    make_loop,
+    mlp,
+    state_of,
+)
+
+import dpengine
+from dpengine.errors import BatchDependentLossError, BatchMismatchError, ReductionError
+from dpengine.validation.loss import check_loss, per_example
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*DPE012", "ignore:.*DPE006")
+
+
+# S11 and S12
+
+
+def token_mean(outputs, targets):
+    return F.cross_entropy(outputs.flatten(0, 1), targets.flatten(), ignore_index=-1)
+
+
+def token_batch():
+    torch.manual_seed(5)
+    inputs, targets = torch.randn(5, 7, FEATURES), torch.randint(0, CLASSES, (5, 7))
+    targets[0, 2:] = -1  # row 0 is short, so a mean over tokens weighs it by its neighbours
+    return inputs, targets
+
+
+def test_s11_a_summed_loss_is_found_where_a_mean_was_declared():
+    batch = examples().tensors
+    summed = lambda outputs, targets: F.cross_entropy(outputs, targets, reduction="sum")  # noqa: E731
+    with pytest.raises(ReductionError, match=r'DPE013.*looks like a sum, expected a mean.*loss_reduction="sum"'):
+        check_loss(mlp(), summed, batch)
+    check_loss(mlp(), summed, batch, loss_reduction="sum")
+    with pytest.raises(ReductionError, match=r'looks like a mean, expected a sum.*loss_reduction="mean"'):
+        check_loss(mlp(), F.cross_entropy, batch, loss_reduction="sum")
+    check_loss(mlp(), F.cross_entropy, batch)
+
+
+@every_mode
+def test_s11_a_declared_sum_gives_the_same_sums(mode):
+    loop = make_loop(loss_reduction="sum", grad_sample_mode=mode)
+    inputs, targets = first_batch(loop.loader)
+    expected = expected_gradients(loop.model, [(inputs, targets)], divisor=1)
+    F.cross_entropy(loop.model(inputs), targets, reduction="sum").backward()
+    loop.optimizer.step()
+    assert_same_gradients(gradients_of(loop.model), expected)
+
+
+def test_s12_a_loss_that_mixes_rows_is_found_and_its_remedy_works():
+    with pytest.raises(BatchDependentLossError, match=r"DPE010.*row 0 changes with its batch.*per_example\(loss_fn\)"):
+        check_loss(mlp(), token_mean, token_batch())
+    check_loss(mlp(), per_example(token_mean), token_batch())
+
+
+def per_row_tokens(outputs, targets):
+    """The loss of each row, ``(B,)``."""
+    each = F.cross_entropy(outputs.transpose(1, 2), targets, ignore_index=-1, reduction="none")
+    return each.sum(1) / (targets != -1).sum(1)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@every_mode
+def test_s12_backward_of_the_engine_keeps_rows_apart(reduction, mode):
+    dataset = torch.utils.data.TensorDataset(*token_batch())
+    loop = make_loop(dataset=dataset, batch_size=3, loss_reduction=reduction, grad_sample_mode=mode, max_grad_norm=0.8)
+    inputs, targets = first_batch(loop.loader, least=2)
+    expected = expected_gradients(
+        loop.model, [(inputs, targets)], max_norm=0.8, divisor=3 if reduction == "mean" else 1, loss_fn=token_mean
+    )
+    loop.engine.backward(per_row_tokens(loop.model(inputs), targets))
+    loop.optimizer.step()
+    assert_same_gradients(gradients_of(loop.model), expected)
+
+
+def test_s12_backward_of_the_engine_takes_batches_without_rows():
+    loop = make_loop(batch_size=1)
+    sizes = set()
+    for inputs, targets in loop.loader:
+        sizes.add(len(targets))
+        loop.optimizer.zero_grad()
+        loop.engine.backward(F.cross_entropy(loop.model(inputs), targets, reduction="none"))
+        loop.optimizer.step()
+    assert 0 in sizes
+    assert all(value.isfinite().all() for value in state_of(loop.model).values())
+
+
+@pytest.mark.parametrize("shape", [(), (5, 7)])
+def test_s12_fb16_backward_of_the_engine_wants_one_loss_for_each_row(shape):
+    loop = make_loop()
+    next(iter(loop.loader))
+    with pytest.raises(BatchDependentLossError, match=r'DPE010.*one number for each row.*reduction="none"'):
+        loop.engine.backward(torch.zeros(shape, requires_grad=True))
+    with pytest.raises(BatchMismatchError, match=r"DPE018.*loss_per_example has 99 numbers"):
+        loop.engine.backward(torch.zeros(99, requires_grad=True))
+
+
+def test_s12_backward_of_the_engine_scales_with_the_scaler():
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    loop = make_loop(grad_scaler=scaler)
+    inputs, targets = first_batch(loop.loader)
+    expected = expected_gradients(loop.model, [(inputs, targets)])
+    loop.engine.backward(F.cross_entropy(loop.model(inputs), targets, reduction="none"))
+    scaler.step(loop.optimizer)
+    assert_same_gradients(gradients_of(loop.model), expected)
+
+
+def test_the_public_names_used_here_exist():
+    assert dpengine.check_loss is check_loss

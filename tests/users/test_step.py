@@ -1,0 +1,97 @@
+"""Section 1.1 of the user rules, O13 and O14: which gradients a step applies, and when it is charged."""
+
+import pytest
+import torch
+from loops import assert_same_gradients, expected_gradients, first_batch, gradients_of, make_loop, mlp, state_of
+from torch import nn
+
+from dpengine.errors import LedgerError, PrivacyWarning
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*DPE012")
+
+
+def assigned(model):
+    for p in model.parameters():
+        p.grad = torch.full_like(p, 7.0)
+
+
+def clipped_by_hand(model):
+    nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+
+
+@pytest.mark.parametrize(("edit", "set_to_none"), [(assigned, True), (assigned, False), (clipped_by_hand, False)])
+def test_o13_edits_before_the_step_change_nothing_and_are_noticed(edit, set_to_none):
+    loop = make_loop()
+    batches = iter(loop.loader)
+    loop.step(*next(batches))
+    loop.optimizer.zero_grad(set_to_none)
+    inputs, targets = next(batches)
+    expected = expected_gradients(loop.model, [(inputs, targets)])
+    loop.backward(inputs, targets)
+    edit(loop.model)
+    with pytest.warns(PrivacyWarning, match="DPE015.*max_grad_norm"):
+        loop.optimizer.step()
+    assert_same_gradients(gradients_of(loop.model), expected)
+
+
+def test_o13_no_gradient_is_there_before_the_step():
+    loop = make_loop()
+    loop.backward(*first_batch(loop.loader))
+    assert all(p.grad is None for p in loop.model.parameters())
+
+
+def test_o13_a_raw_gradient_of_a_frozen_parameter_is_never_applied():
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    nn.functional.cross_entropy(model(torch.randn(4, 4)), torch.tensor([0, 1, 2, 0])).backward()
+    model[0].requires_grad_(False)
+    loop = make_loop(model, make_optimizer=lambda parameters: optimizer)
+    frozen = state_of(model[0])
+    inputs, targets = first_batch(loop.loader)
+    loop.backward(inputs, targets)
+    with pytest.warns(PrivacyWarning, match="DPE015"):
+        loop.optimizer.step()
+    assert all(torch.equal(frozen[name], value) for name, value in state_of(model[0]).items())
+
+
+class Boom(RuntimeError):
+    pass
+
+
+class FailingSGD(torch.optim.SGD):
+    """Fails when it should change the weights."""
+
+    def step(self, closure=None):
+        raise Boom
+
+
+def test_o14_the_ledger_is_written_before_the_weights_change():
+    loop = make_loop(make_optimizer=lambda parameters: FailingSGD(parameters, lr=0.5), noise_multiplier=1.0)
+    loop.backward(*first_batch(loop.loader))
+    before = state_of(loop.model)
+    with pytest.raises(Boom):
+        loop.optimizer.step()
+    assert [(charge.kind, charge.count) for charge in loop.engine.ledger.history] == [("release", 1)]
+    assert all(torch.equal(before[name], value) for name, value in state_of(loop.model).items())
+
+
+@pytest.mark.parametrize("error", [LedgerError("The disk is full."), OSError(28, "No space left"), KeyboardInterrupt()])
+def test_o14_a_step_that_cannot_be_charged_changes_nothing(error, monkeypatch):
+    loop = make_loop(noise_multiplier=1.0)
+    batches = iter(loop.loader)
+    loop.backward(*next(batches))
+    before = state_of(loop.model)
+
+    def refuse(*args, **kwargs):
+        raise error
+
+    monkeypatch.setattr(loop.engine.ledger, "charge", refuse)
+    with pytest.raises(type(error)):
+        loop.optimizer.step()
+    assert all(torch.equal(before[name], value) for name, value in state_of(loop.model).items())
+    assert all(p.grad is None for p in loop.model.parameters())
+    assert loop.release.sums.buffer.clean
+    assert all(not flat.any() for flat in loop.release.sums.buffer.flats.values())
+    monkeypatch.undo()
+    loop.step(*next(batches))
+    assert loop.engine.ledger.steps == 1
