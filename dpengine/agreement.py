@@ -104,7 +104,7 @@ def _random_state_kept() -> Iterator[None]:
     numpy = sys.modules.get("numpy")
     of_python, of_numpy = random.getstate(), numpy.random.get_state() if numpy else None
     try:
-        with torch.random.fork_rng():
+        with torch.random.fork_rng(devices=[]):  # with several accelerators it would warn of its cost
             yield
     finally:
         random.setstate(of_python)

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from launch import launched
-from spread_runs import VOCABULARY, WIDTH, Block, Words, data, plain, whole_weights, wrapped
+from spread_runs import VOCABULARY, WIDTH, Block, Words, data, difference, plain, whole_weights, wrapped
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
 from torch.distributed.device_mesh import init_device_mesh
@@ -198,11 +198,6 @@ def of_ranks():
 
 def everything():
     return all_runs(CASES) | {"mixed": mixed_runs()}
-
-
-def difference(found, expected):
-    a, b = (torch.cat([w.flatten() for w in weights.values()]) for weights in (found, expected))
-    return float((a - b).norm() / b.norm())
 
 
 def refuse_differences(of_ranks):
