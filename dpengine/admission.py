@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import threading
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
@@ -37,7 +38,28 @@ from dpengine.sampling import (
 )
 from dpengine.validation import check
 
-attached_models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+
+class _Attached:
+    """Models that are private now. Several threads may make models private at once."""
+
+    def __init__(self) -> None:
+        self._models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self._lock = threading.Lock()
+
+    def add(self, model: nn.Module) -> None:
+        with self._lock:
+            self._models.add(model)
+
+    def discard(self, model: nn.Module) -> None:
+        with self._lock:
+            self._models.discard(model)
+
+    def all(self) -> list[nn.Module]:
+        with self._lock:
+            return list(self._models)
+
+
+attached_models = _Attached()
 _PASS_STATE = "Pass what engine.state_dict() returned."
 _engines_of: dict[int, tuple[weakref.ref[Any], Callable[[], Any]]] = {}  # by id of the data set, with a way to it
 
@@ -227,7 +249,7 @@ def _refuse_attached(module: nn.Module) -> None:
     if not isinstance(module, nn.Module):
         raise TypeError(f"module is a {type(module).__name__}; pass a torch.nn.Module.")
     below = set(module.modules())
-    if any(model in below or module in set(model.modules()) for model in attached_models):
+    if any(model in below or module in set(model.modules()) for model in attached_models.all()):
         raise UnknownParameterError(
             f"The model ({type(module).__name__}), or a part of it, is private already.",
             fix="Call engine.detach(model) first.",

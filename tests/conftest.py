@@ -1,4 +1,4 @@
-"""What holds for every test: no network, one thread for each worker, and every notice shown afresh."""
+"""What holds for every test: no network, one thread a worker, the same draws in any order, every notice afresh."""
 
 import os
 import socket
@@ -37,6 +37,11 @@ sys.addaudithook(_refuse_network)
 @pytest.fixture(autouse=True)
 def _fresh_notices():
     forget_notices()
+
+
+@pytest.fixture(autouse=True)
+def _same_draws_in_any_order():
+    torch.manual_seed(0)  # else what a test draws hangs on the tests before it
 
 
 @pytest.fixture

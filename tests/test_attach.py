@@ -1,5 +1,8 @@
 """What make_private puts on is put on as a whole, or not at all."""
 
+import sys
+import threading
+
 import pytest
 import torch
 from loops import examples, mlp
@@ -56,7 +59,30 @@ def test_what_stops_halfway_leaves_nothing_on(stop, monkeypatch):
     ]
     assert optimizer.__dict__ == before
     assert not hooks_of(model)
-    assert model not in attached_models
+    assert model not in attached_models.all()
     assert engine.runs == []
     make()
-    assert model in attached_models and engine.runs[0].attached
+    assert model in attached_models.all() and engine.runs[0].attached
+
+
+def test_several_threads_may_make_models_private_at_once():
+    failed = []
+
+    def work():
+        models = [torch.nn.Identity() for _ in range(300)]
+        try:
+            for model in models:
+                attached_models.add(model)
+                attached_models.all()
+        except RuntimeError as error:  # the set changed while it was read
+            failed.append(error)
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    sys.setswitchinterval(interval)
+    assert not failed
