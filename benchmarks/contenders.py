@@ -60,8 +60,16 @@ def plain(cell: Cell, model: nn.Module, batch: Batch, setting: Setting) -> Runne
     return Runner(step, lambda: trainable(model))
 
 
-def ours(mode: str) -> Build:
-    """The same loop after ``make_private``; the loader's part is played by a ticket for the whole batch."""
+def ours(mode: str, **books: Any) -> Build:
+    """The same loop after ``make_private``; the loader's part is played by a ticket for the whole batch.
+
+    Args:
+        mode: The ``grad_sample_mode``.
+        books: The engine's ``ledger`` and ``reserve_steps``.
+
+    Returns:
+        What prepares it.
+    """
 
     def build(cell: Cell, model: nn.Module, batch: Batch, setting: Setting) -> Runner:
         import dpengine
@@ -70,7 +78,7 @@ def ours(mode: str) -> Build:
         criterion, optimizer = cell.loss(), torch.optim.SGD(trainable(model).values(), lr=setting.rate)
         rows = len(batch[0])
         data = torch.utils.data.TensorDataset(torch.zeros(max(rows, 10_000), 1))
-        engine = dpengine.PrivacyEngine()
+        engine = dpengine.PrivacyEngine(**books)
         engine.make_private(
             model,
             optimizer,

@@ -24,6 +24,7 @@ from dpengine.errors import (
     UnsupportedLayerError,
     notice,
 )
+from dpengine.gradients import MODES
 from dpengine.noise import BandMF, Recurrence
 from dpengine.optimizer import parameters_of, refuse_optimizer
 from dpengine.run_plan import RunPlan, rate_to_book
@@ -71,6 +72,7 @@ def refuse_unknown(argument: str, value: str, choices: Collection[str]) -> None:
 
 
 _CHOICES = {
+    "grad_sample_mode": MODES,
     "unused_parameters": ("error", "zero"),
     "on_budget": ("stop", "raise", "warn"),
     "loss_reduction": ("mean", "sum"),
@@ -262,7 +264,7 @@ def warn_of_other_engine(engine: Any, dataset: Any) -> None:
     other = owner()
     if other is None or same() is not dataset:  # the engine, or another data set that had this id, is gone
         _engines_of[id(dataset)] = (weakref.ref(engine), _way_to(dataset))
-    elif other is not engine:
+    elif other is not engine and other.ledger is not engine.ledger:
         notice(
             "DPE012",
             "Another engine trains on the same data set in this process; their costs add up, and neither knows of the "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import secrets
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -14,8 +15,9 @@ from dpengine.accounting import Charge, MatrixGaussianEvent, Relation, Unclaimed
 from dpengine.admission import clipping_for, delta_for, noise_for, planned_steps, sampling_and_noise
 from dpengine.batch_selection import FixedSizeStrategy
 from dpengine.clipping import AbstractClip
+from dpengine.distributed import Topology
 from dpengine.errors import InvalidBudgetError
-from dpengine.noise import BLT, BandedInverse, BandMF
+from dpengine.noise import BLT, BandedInverse, BandMF, NoiseSource
 from dpengine.plan import AbstractPlanConfig, BandedInverseConfig, BLTConfig, DPExecutionPlan
 from dpengine.run import Budget
 from dpengine.run_plan import RunPlan
@@ -82,6 +84,28 @@ def arranged(module: nn.Module, loader: DataLoader[Any], wanted: Wanted) -> tupl
         Both. What does not fit together is refused.
     """
     return _by_numbers(module, loader, wanted) if wanted.plan is None else _by_plan(module, loader, wanted)
+
+
+def name_for(topology: Topology) -> str:
+    """A name that tells a run from all others, the same on all of its processes."""
+    return str(topology.everyone.from_first(secrets.token_hex(8)))
+
+
+def source_for(topology: Topology, kind: str, seed: int | None, *, run: int) -> NoiseSource:
+    """The source of a run's private randomness, the same on all of its processes.
+
+    Args:
+        topology: The processes of the run.
+        kind: Of the generator.
+        seed: Makes it repeat; None takes a key from the operating system.
+        run: Number of the run in its engine, from 0: with a seed, each has a life of its own.
+
+    Returns:
+        The source.
+    """
+    if seed is not None:
+        return NoiseSource.seeded(seed, kind, incarnation=run)
+    return NoiseSource.from_secret_state(topology.everyone.from_first(NoiseSource.fresh(kind).secret_state()))
 
 
 def _by_numbers(module: nn.Module, loader: DataLoader[Any], wanted: Wanted) -> tuple[RunPlan, Budget]:

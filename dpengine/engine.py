@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -16,25 +15,25 @@ from dpengine.admission import (
     admit,
     refuse_other_than_bool,
     refuse_state,
-    refuse_unknown,
     refuse_unknown_choices,
     tell_of_plan,
     units_for,
     warn_of_other_engine,
 )
 from dpengine.agreement import refuse_disagreement
-from dpengine.arrange import Batching, Spending, Wanted, arranged
+from dpengine.arrange import Batching, Spending, Wanted, arranged, name_for, source_for
 from dpengine.clipping import AbstractClip, ClippedSums
-from dpengine.distributed import Topology, topology_of, unwrapped
+from dpengine.distributed import topology_of, unwrapped
 from dpengine.errors import InvalidBudgetError, UnknownParameterError
-from dpengine.gradients import MODES, MethodTable, explain, method_table
+from dpengine.gradients import MethodTable, explain, method_table
+from dpengine.ledger_file import Books, asked_for
 from dpengine.names import suggests_names
 from dpengine.noise import BLT, DEFAULT_KIND, BandedInverse, BandMF, NoiseSource
 from dpengine.plan import AbstractPlanConfig, DPExecutionPlan
 from dpengine.progress import progress
 from dpengine.release import Release
 from dpengine.report import PrivacyReport
-from dpengine.report_of_run import metrics_of_run, refuse_unknown_facts, report_of_run
+from dpengine.report_of_run import about_run, metrics_of_run, refuse_unknown_facts, report_of_run, versions
 from dpengine.run import Run
 
 if TYPE_CHECKING:
@@ -59,10 +58,14 @@ class PrivacyEngine:
         secure_rng: Whether all private randomness comes from a cryptographic generator. Slower.
         seed: Makes noise and batches repeat, for tests. The noise is then no secret, and every statement says so.
         methods: Times of methods that another run learnt: a ``MethodTable``, or the file that its ``save`` wrote.
+        ledger: A file for what is spent on one data set, by all runs that are given it: see `dpengine.ledger_file`.
+            Each step is charged on disk before the weights change. None keeps the ledger in memory.
+        reserve_steps: How many steps are charged on disk at once. A crash leaves those charged that were not made.
 
     Raises:
-        ValueError: If the accountant is not known, or the file holds no methods.
-        TypeError: If the seed is not an integer.
+        ValueError: If the accountant is not known, the file holds no methods, or ``reserve_steps`` is out of range.
+        TypeError: If the seed is not an integer, or the ledger no path.
+        LedgerError: If the file of the ledger was edited, or is none.
     """
 
     @suggests_names
@@ -73,13 +76,15 @@ class PrivacyEngine:
         secure_rng: bool = False,
         seed: int | None = None,
         methods: MethodTable | str | Path | None = None,
+        ledger: str | Path | None = None,
+        reserve_steps: int = 1,
     ):
         accountant_used(accountant)  # refuses a name that is not known
         if seed is not None:
             NoiseSource.seeded(seed)  # refuses what is no integer
         self.accountant = accountant
         self.methods = method_table(methods)
-        self.ledger = Ledger()
+        self._books = Books(ledger, reserve_steps)
         self._kind = "chacha20" if secure_rng else DEFAULT_KIND
         self._seed = seed
         self.runs: list[Run] = []
@@ -164,30 +169,30 @@ class PrivacyEngine:
         Returns:
             The same model, the same optimizer, and the private loader.
         """
-        refuse_unknown("grad_sample_mode", grad_sample_mode, MODES)
-        refuse_unknown_choices(unused_parameters=unused_parameters, on_budget=on_budget, loss_reduction=loss_reduction)
-        refuse_unknown_choices(unit_reduction=unit_reduction)
+        refuse_unknown_choices(grad_sample_mode=grad_sample_mode, unused_parameters=unused_parameters)
+        refuse_unknown_choices(on_budget=on_budget, loss_reduction=loss_reduction, unit_reduction=unit_reduction)
         refuse_other_than_bool(batch_first=batch_first, allow_large_delta=allow_large_delta)
         admit(module, optimizer, grad_scaler, lr_scheduler)
-        # A first run after load_state_dict resumes: it has the noise of before, and the steps that are left.
-        spent, resumed = (self.ledger.history, 0) if self.runs else ((), self.ledger.steps)
+        units, num_units, unit = units_for(privacy_unit, data_loader, grad_sample_mode)
+        topology, inner = topology_of(module), unwrapped(module)
+        asked = asked_for(plan, target_epsilon=target_epsilon, delta=target_delta, epochs=epochs, steps=steps)
+        spent, resumed = self._books.open(topology.everyone, asked, first=not self.runs)
         length = (target_epsilon, target_delta, epochs, steps)
         spending = Spending(*length, on_budget, allow_large_delta, self.accountant, spent, resumed)
-        units, num_units, unit = units_for(privacy_unit, data_loader, grad_sample_mode)
         batching = Batching(sampling, sample_rate, expected_batch_size, num_units)
-        topology, inner = topology_of(module), unwrapped(module)
-        name = topology.everyone.from_first(secrets.token_hex(8))
-        wanted = Wanted(noise_multiplier, noise, plan, clipping, max_grad_norm, spending, batching, name)
+        wanted = Wanted(noise_multiplier, noise, plan, clipping, max_grad_norm, spending, batching, name_for(topology))
         run_plan, budget = arranged(inner, data_loader, wanted)
         layout: dict[str, Any] = {"batch_first": batch_first, "loss_reduction": loss_reduction, "topology": topology}
         sums = ClippedSums(inner, policy=run_plan.clipping, mode=grad_sample_mode, methods=self.methods, **layout)
-        source = self._source(topology)
-        release = Release(run_plan, sums, source, self.ledger, unused_parameters, unit_reduction=unit_reduction)
+        source = source_for(topology, self._kind, self._seed, run=len(self.runs))
+        ledger = self._books.of_run(run_plan.run, topology.everyone)
+        release = Release(run_plan, sums, source, ledger, unused_parameters, unit_reduction=unit_reduction)
         run = Run(module, optimizer, release, budget, grad_scaler, lr_scheduler, units, unit)
         loader = run.loader(data_loader, physical_batch_size, accumulation_steps, batch_first, example_input)
         tell_of_plan(run_plan)
         refuse_disagreement(run, physical_batch_size, accumulation_steps)
         warn_of_other_engine(self, data_loader.dataset)
+        self._books.begin(ledger, about_run(run), asked=asked, versions=versions(), noise=source.describe())
         run.attach()  # the first change to anything of the user's: all that may be refused was refused
         self.runs.append(run)
         self._delta = budget.delta
@@ -282,6 +287,11 @@ class PrivacyEngine:
         return self.get_epsilon(self.delta)
 
     @property
+    def ledger(self) -> Ledger:
+        """All that was charged: by this engine, and by every run that its ledger file knows of."""
+        return self._books.ledger
+
+    @property
     def delta(self) -> float:
         """The delta of the last ``make_private``."""
         if self._delta is None:
@@ -295,8 +305,8 @@ class PrivacyEngine:
 
     @property
     def _relation(self) -> Relation:
-        relations = {run.release.plan.relation for run in self.runs}
-        return relations.pop() if len(relations) == 1 else Relation.ZERO_OUT
+        relations = {run.release.plan.relation for run in self.runs} | self._books.relations
+        return next(iter(relations)) if len(relations) == 1 else Relation.ZERO_OUT
 
     @suggests_names
     def metrics(self, *, nonprivate: bool = False) -> dict[str, float]:
@@ -348,23 +358,22 @@ class PrivacyEngine:
     def explain(self) -> str:
         """A table, one row a parameter: how its norms and sums were formed in the last pass, why, and what that costs.
 
-        ``hooks``, ``functorch`` and ``ew`` keep everything.
-
         Returns:
-            The table; its head only before the first backward pass.
+            The table; its head only before the first backward pass. ``hooks``, ``functorch`` and ``ew`` keep all.
         """
         return explain(self._last_run().release.sums.strategy.choices)
 
     @suggests_names
     def state_dict(self) -> dict[str, Any]:
-        """What was spent, as plain JSON values."""
-        return {"accountant": self.accountant, "delta": self._delta, "ledger": self.ledger.state_dict()}
+        """What was spent, as plain JSON values; and how far the file of the ledger had come, if there is one."""
+        state = {"accountant": self.accountant, "delta": self._delta, "ledger": self.ledger.state_dict()}
+        return state | ({} if self._books.anchor is None else {"anchor": self._books.anchor})
 
     @suggests_names
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Adds a stored history to what this engine has spent; a state that is damaged is a ``LedgerError``."""
+        """Adds a stored history to what was spent, unless the ledger file has it; if damaged, a ``LedgerError``."""
         refuse_state(state)
-        self.ledger.load_state_dict(state["ledger"], merge=True)
+        self._books.load(state["ledger"], state.get("anchor"))
         self._delta = self._delta if self._delta is not None else state["delta"]
 
     @suggests_names
@@ -374,24 +383,13 @@ class PrivacyEngine:
         Raises:
             UnknownParameterError: If the model is not private in this engine.
         """
-        for run in self.runs:
-            if run.model is module and run.attached:
-                run.detach()
-                return
-        raise UnknownParameterError(
-            f"The model ({type(module).__name__}) is not private in this engine.",
-            fix="Pass the model that make_private returned.",
-        )
+        run = next((run for run in self.runs if run.model is module and run.attached), None)
+        if run is None:
+            name, fix = type(module).__name__, "Pass the model that make_private returned."
+            raise UnknownParameterError(f"The model ({name}) is not private in this engine.", fix=fix)
+        run.detach()
 
     def _last_run(self) -> Run:
         if not self.runs:
             raise InvalidBudgetError("Nothing is private yet.", fix="Call make_private first.")
         return self.runs[-1]
-
-    def _source(self, topology: Topology) -> NoiseSource:
-        run = len(self.runs)
-        if self._seed is None:
-            return NoiseSource.from_secret_state(
-                topology.everyone.from_first(NoiseSource.fresh(self._kind).secret_state())
-            )
-        return NoiseSource.seeded(self._seed, self._kind, incarnation=run)

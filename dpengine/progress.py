@@ -28,7 +28,9 @@ _BAR_WITHOUT_TOTAL = "training {n_fmt} steps  {desc}  {elapsed}"
 class Spender(Protocol):
     """What a bar asks of an engine."""
 
-    ledger: Ledger
+    @property
+    def ledger(self) -> Ledger:
+        """What was charged."""
 
     @property
     def epsilon(self) -> float:

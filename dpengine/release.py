@@ -25,6 +25,7 @@ from dpengine.errors import (
     notice,
 )
 from dpengine.gradients import FlatBuffer, Units, forget_grad_samples
+from dpengine.ledger_file import RunLedger
 from dpengine.noise import NoiseSource, add_noise, mechanism_for
 from dpengine.run_plan import RunPlan
 from dpengine.sampling import Ticket
@@ -40,7 +41,7 @@ class Release:
         plan: What the run does.
         sums: Where clipped gradients add up.
         source: Where private randomness comes from.
-        ledger: What was spent.
+        ledger: What was spent; where it is on disk too, a charge is there before it counts here.
         unused_parameters: ``"error"`` or ``"zero"``: what to do with a parameter that took no part in a step.
         overspend: Epsilon after so many more charges, where that passes the target; else None.
         loss_scale: What the loss is multiplied by before ``backward``.
@@ -53,7 +54,7 @@ class Release:
     plan: RunPlan
     sums: ClippedSums
     source: NoiseSource
-    ledger: Ledger
+    ledger: Ledger | RunLedger
     unused_parameters: str = "error"
     overspend: Callable[[int], float | None] = lambda count: None
     loss_scale: Callable[[], float] = lambda: 1.0

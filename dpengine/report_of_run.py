@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import difflib
 from collections.abc import Callable, Mapping, Sequence
+from importlib.metadata import version
 from numbers import Real
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 
 from dpengine.accounting import Ledger, Relation
 from dpengine.errors import AccountingRefusedError
+from dpengine.ledger_file import RunLedger
 from dpengine.report import PrivacyReport, RunFacts
 from dpengine.run import Run
 from dpengine.validation import loss_was_checked
@@ -62,6 +64,18 @@ _RESUMED = (
 )
 
 
+def about_run(run: Run) -> dict[str, Any]:
+    """What a ledger file says of a run: nothing that is private, and nothing of the machine."""
+    budget = run.budget
+    goal = {"target_epsilon": budget.target_epsilon, "delta": budget.delta, "planned_steps": budget.planned_steps}
+    return {"unit": run.unit, **goal, **run.release.plan.describe()}
+
+
+def versions() -> dict[str, str]:
+    """Of the packages that made a run."""
+    return {name: version(name) for name in ("dpengine", "torch", "dp-accounting")}
+
+
 def report_of_run(
     run: Run,
     ledger: Ledger,
@@ -87,6 +101,7 @@ def report_of_run(
     device = next(run.model.parameters()).device.type
     topology = run.release.sums.topology
     spread = topology.everyone.size > 1
+    on_disk = isinstance(run.release.ledger, RunLedger)
     facts = RunFacts(
         plan=plan.describe(),
         history=ledger.history,
@@ -98,6 +113,7 @@ def report_of_run(
         # make_private states add-or-remove only for a run whose constants were all given.
         constants_declared=relation is Relation.ADD_OR_REMOVE_ONE,
         noise=run.release.source.describe(device),
+        ledger_on_disk=on_disk,
         target_epsilon=budget.target_epsilon,
         planned_steps=budget.planned_steps,
         data=data,
@@ -105,7 +121,7 @@ def report_of_run(
         torch=torch.__version__,
         device=f"{device}, {topology.everyone.size} processes ({topology.name})" if spread else device,
         loss_checked=loss_was_checked(run.model) or None,  # None: not probed, as far as is known here
-        excludes=(*excludes, *([_RESUMED] if run.resumed else []), *([_SPREAD] if spread else [])),
+        excludes=(*excludes, *([_RESUMED] if run.resumed and not on_disk else []), *([_SPREAD] if spread else [])),
     )
     return PrivacyReport(facts)
 

@@ -19,6 +19,7 @@ from dpengine.accounting import Charge, Event, epsilon_of, round_up
 from dpengine.admission import attached_models
 from dpengine.errors import BatchDependentLossError, BatchMismatchError, UnsupportedLayerError, notice
 from dpengine.kernels import keep_freed_memory
+from dpengine.ledger_file import RunLedger
 from dpengine.release import Release
 from dpengine.report import RunFacts
 from dpengine.sampling import PARTITION_STEP, UnitIds, UnitStrategy, private_loader
@@ -59,6 +60,16 @@ class Budget:
             notice("DPE011", f"The next step reaches epsilon={round_up(reached, 4)} > {self.target_epsilon:g}.")
             return None
         return reached
+
+    def room(self, release: Release, event: Event, count: int) -> int:
+        """How many charges of an event may be reserved, ``count`` of which are due now; no more than fit."""
+        ahead = release.plan.steps_after(release.last_step, self.planned_steps)
+        if self.target_epsilon is not None and release.plan.noise_multiplier > 0:
+            history = release.ledger.totals
+            beside = tuple(charge for charge in history if charge.event != event)
+            charged = sum(charge.count for charge in history if charge.event == event)
+            ahead = min(ahead, self._fits.get((event, beside), self.planned_steps or 0) - charged - count)
+        return count + max(0, ahead)
 
     def _reached(self, release: Release, count: int, apart: int) -> float | None:
         if self.target_epsilon is None or release.plan.noise_multiplier == 0:
@@ -115,6 +126,8 @@ class Run:
         """Lets the release ask the budget, and hear of backward passes."""
         self.release.overspend = lambda count: self.budget.overspend(self.release, count)
         self.release.sums.on_backward_end = self.release.backward_ended
+        if isinstance(self.release.ledger, RunLedger):
+            self.release.ledger.room = lambda event, count: self.budget.room(self.release, event, count)
 
     def attach(self) -> None:
         """Puts everything on, or nothing: what raises in between is undone first."""
@@ -217,6 +230,8 @@ class Run:
     def detach(self) -> None:
         """Takes everything off."""
         self.release.close()
+        if isinstance(self.release.ledger, RunLedger):
+            self.release.ledger.close()
         private_optimizer.detach(self.optimizer)
         for companion in (self.grad_scaler, self.lr_scheduler):
             if companion is not None:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from dpengine.accounting import (
+    MOST_COUNT,
     CyclicGaussianEvent,
     Event,
     MatrixGaussianEvent,
@@ -118,6 +119,11 @@ class RunPlan:
     def has_step(self, step: int) -> bool:
         """Whether the run may draw a batch of this number, from 0."""
         return self._last is None or step < self._last
+
+    def steps_after(self, step: int, planned: int | None) -> int:
+        """How many steps come after one of this number, as far as the run was planned; 2**62 if it was not."""
+        end = min((one for one in (self._last, planned) if one is not None), default=MOST_COUNT)
+        return max(0, end - step - 1)
 
     def refuse_step(self, step: int) -> None:
         """Raises BudgetExceeded for a batch that the run does not have."""

@@ -30,6 +30,7 @@ ORDER = (
     "compiled",
     "noise",
     "accounting",
+    "ledger_file",
     "run_plan",
     "report",
     "progress",

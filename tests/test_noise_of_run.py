@@ -11,7 +11,6 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from dpengine import Adaptive, Automatic, Flat, PerLayer, PrivacyEngine
-from dpengine.distributed import SINGLE
 from dpengine.errors import TicketError
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*DPE012", "ignore:.*DPE006")
@@ -119,7 +118,7 @@ def test_a_seed_repeats_the_run_and_is_stamped():
 def test_a_seed_that_is_no_integer_is_refused_at_once(seed):
     with pytest.raises(TypeError, match=f"seed must be an int, got {type(seed).__name__}"):
         PrivacyEngine(seed=seed)
-    assert PrivacyEngine(seed=-3)._source(SINGLE).insecure_seed
+    assert make_loop(engine=PrivacyEngine(seed=-3)).release.source.insecure_seed
 
 
 def test_neither_noise_nor_masks_touch_the_global_generators():

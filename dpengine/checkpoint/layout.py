@@ -23,7 +23,10 @@ class Engine(Protocol):
     """What is asked of a ``PrivacyEngine``."""
 
     runs: list[Run]
-    ledger: Ledger
+
+    @property
+    def ledger(self) -> Ledger:
+        """What was charged."""
 
     def state_dict(self) -> dict[str, Any]:
         """What was spent."""

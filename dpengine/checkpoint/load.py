@@ -35,16 +35,16 @@ from .layout import (
 )
 from .pieces import Stored, files_of
 from .plain import together
-from .run_state import next_life, resumption
+from .run_state import is_seeded, next_life, resumption
 
 
 def load(folder: str | Path, engine: Engine, *, nothing_left_since: bool = False) -> None:
     """Goes on with a run that was saved: call ``make_private`` as the first time, then this, then train.
 
     Model, optimizer, what was spent and the place in the run are those of the checkpoint. Batches and noise from here
-    on are fresh, so nothing is drawn twice; only a run with a seed repeats itself if it goes on twice from one place.
-    What the saving process released afterwards, its cost included, is not known here: add it with
-    ``engine.load_state_dict`` if its state is there.
+    on are fresh, so nothing is drawn twice; only a run with a seed goes on as if it had never stopped. What the saving
+    process released afterwards, its cost included, is in the ledger file, if there is one. Else it is not known here:
+    add it with ``engine.load_state_dict`` if its state is there.
 
     Noise that hangs together over steps begins anew, as a mechanism that adds to what was spent: that costs some more
     than the run would have. With ``nothing_left_since`` it goes on as the one matrix that was planned.
@@ -129,7 +129,7 @@ class _Files:
     def prepare(self, run: Run, engine: Engine, life: int, *, nothing_left_since: bool) -> None:
         """Makes all that the run will have, and changes nothing."""
         topology = run.release.sums.topology
-        if nothing_left_since and self._noise.names:
+        if (nothing_left_since or is_seeded(self.state)) and self._noise.names:
             places = drawn_places(run.release.sums.buffer, topology.replicas)
             self.state["noise"]["slices"] = spread.cut_slices(self._noise, places)
         self.changes = resumption(

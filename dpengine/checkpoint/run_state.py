@@ -1,6 +1,7 @@
 """What a run needs to go on where it was: where it is, the key of its randomness, and what its noise keeps. Secret.
 
 A run that goes on draws fresh batches and fresh normals, in a new life of the same source, so nothing is drawn twice.
+One with a seed goes on in the same life: it shall be the run that was not interrupted, and its noise is no secret.
 
 Noise that hangs together over steps goes on as one matrix only if nothing that came after the checkpoint was released:
 else there would be two ends of one matrix, which share what one example did before, and no accountant here knows what
@@ -126,16 +127,17 @@ def resumption(
     plan = _with_noise_multiplier(run.release.plan, state["noise_multiplier"])
     source = NoiseSource.from_secret_state(state["source"], incarnation=life)
     first = state["last_step"] + 1
-    if not nothing_left_since:
+    same_matrix = plan.noise is None or plan.noise.name == state["matrix"]
+    if not (nothing_left_since or (is_seeded(state) and same_matrix)):
         return Resumption(state, plan, source, mechanism_for(source, plan.noise, first_step=first), None)
-    if any(getattr(charge.event, "run", None) == state["run"] for charge in known):
+    if nothing_left_since and any(getattr(charge.event, "run", None) == state["run"] for charge in known):
         raise LedgerError(
             "This engine has charged steps of the very run that is loaded, so something may have left since.",
             fix="Leave out nothing_left_since=True: the noise then begins anew, and both are counted.",
         )
-    if plan.noise is not None and plan.noise.name != state["matrix"]:
+    if not same_matrix:
         raise MechanismMismatchError(
-            f"The noise cannot go on as one matrix: it was {state['matrix']}, and this run has {plan.noise.name}, "
+            f"The noise cannot go on as one matrix: it was {state['matrix']}, and this run has another, "
             "perhaps since another machine optimised it.",
             fix="Leave out nothing_left_since=True, or give the matrix in numbers: a plan, or BandMF(strategy=...).",
         )
@@ -210,8 +212,10 @@ def _hash(ids: UnitIds | None) -> str | None:
 
 
 def next_life(state: Mapping[str, Any]) -> int:
-    """A life of the source that was not lived: by chance, but one that follows from the state where a seed is used."""
-    if not state["source"]["insecure_seed"]:
-        return secrets.randbits(_LIFE_BITS)
-    words = json.dumps([state["source"]["incarnation"], state["last_step"]]).encode()
-    return int.from_bytes(hashlib.blake2b(words, digest_size=8).digest(), "little") >> (64 - _LIFE_BITS)
+    """A life of the source that was not lived; with a seed, the one that the run is in."""
+    return int(state["source"]["incarnation"]) if is_seeded(state) else secrets.randbits(_LIFE_BITS)
+
+
+def is_seeded(state: Mapping[str, Any]) -> bool:
+    """Whether a seed was given, so that the run shall repeat itself, and no noise of it is a secret."""
+    return bool(state["source"]["insecure_seed"])

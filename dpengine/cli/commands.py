@@ -162,6 +162,22 @@ def _data(parser: argparse.ArgumentParser) -> None:
     get_parser.add_argument("name", metavar="NAME", help="as `dpengine data list` shows it")
 
 
+def _ledger(parser: argparse.ArgumentParser) -> None:
+    actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
+    for action, summary, many in (
+        ("show", "the runs of a file, and what each was charged", False),
+        ("verify", "whether a file is as it was written", False),
+        ("total", "epsilon of all that is charged in one file, or in several on the same data", True),
+    ):
+        child = actions.add_parser(action, help=summary, **help_texts("", f"dpengine ledger {action} run.ledger"))
+        child.add_argument("paths", type=Path, nargs="+" if many else 1, metavar="FILE", help="a ledger file")
+        if many:
+            child.add_argument("--delta", type=_DELTA, metavar="D", help="default: that of the last run")
+            choices = tuple(name for name, one in ACCOUNTANTS.items() if not one.simulates)
+            child.add_argument("--accountant", choices=choices, default="pld", help="default: %(default)s")
+        _json(child)
+
+
 def help_texts(description: str, example: str) -> dict[str, Any]:
     """What the help of a command says beside its options."""
     texts = {"description": description, "epilog": f"Example:\n  {example}"}
@@ -220,6 +236,15 @@ COMMANDS = (
         "The exit code is 1 if something blocks private training.",
         "dpengine check mypackage.models:make_model",
         _check,
+    ),
+    Command(
+        "ledger",
+        "ledgers",
+        "what ledger files say was spent",
+        "Reads ledger files, which PrivacyEngine(ledger=...) writes. Epsilon follows from the files alone.\n"
+        "A file that was edited or cut is refused: its seals protect against accidents, not against its owner.",
+        "dpengine ledger total run.ledger --delta 1e-5",
+        _ledger,
     ),
     Command(
         "data",

@@ -35,11 +35,13 @@ def test_b1_the_help_of_a_command_has_an_example_that_its_parser_takes(capsys, c
     assert parsed.command == command.name
 
 
-@pytest.mark.parametrize("action", ["list", "get"])
-def test_b1_actions_have_an_example_too(capsys, action):
-    code, out, _ = exit_code(capsys, "data", action, "--help")
+@pytest.mark.parametrize(
+    "command, action", [("data", "list"), ("data", "get"), ("ledger", "total"), ("ledger", "show")]
+)
+def test_b1_actions_have_an_example_too(capsys, command, action):
+    code, out, _ = exit_code(capsys, command, action, "--help")
     assert code == 0
-    assert f"  dpengine data {action}" in out
+    assert f"  dpengine {command} {action}" in out
 
 
 def test_the_help_lists_every_command(capsys):
@@ -49,7 +51,7 @@ def test_the_help_lists_every_command(capsys):
 
 
 def test_the_documented_commands_are_there():
-    assert NAMES == ["demo", "calibrate", "epsilon", "report", "check", "data", "doctor"]
+    assert NAMES == ["demo", "calibrate", "epsilon", "report", "check", "ledger", "data", "doctor"]
 
 
 def test_the_version_is_that_of_the_package(capsys):

@@ -1,0 +1,292 @@
+"""The books of an engine: a ledger in memory, and where a path was given the same in a file."""
+
+from __future__ import annotations
+
+import datetime
+import hashlib
+import json
+import os
+import secrets
+import weakref
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dpengine.accounting import Charge, Ledger, Relation, steps_of
+from dpengine.distributed import Ranks
+from dpengine.errors import LedgerError, MechanismMismatchError
+
+from .contents import Contents, RunOfFile, read
+from .file import LedgerFile
+from .run_ledger import MOST_RESERVED, RunLedger
+
+_held: weakref.WeakValueDictionary[str, Held] = weakref.WeakValueDictionary()
+
+
+class Held:
+    """A ledger file that this process holds, and the same in memory. Engines of one process share it.
+
+    It is settled and let go when the last of them is gone, or when the process ends.
+
+    Args:
+        path: The file.
+    """
+
+    def __init__(self, path: Path):
+        self.file = LedgerFile(path)
+        self.ledger = Ledger()
+        _add(self.ledger, self.file.contents.history)
+        self.let_go = weakref.finalize(self, self.file.close)
+
+
+def held(path: Path) -> Held:
+    """The file, held by this process from here on."""
+    return _held_already(path) or _held.setdefault(os.path.realpath(path), Held(path))
+
+
+def _held_already(path: Path) -> Held | None:
+    found = _held.get(os.path.realpath(path))
+    if found is not None and not found.let_go.alive:  # let go by hand
+        del _held[os.path.realpath(path)]
+        return None
+    return found
+
+
+@dataclass(frozen=True)
+class _Told:
+    """What all processes of a run must know of the file."""
+
+    id: str
+    history: tuple[Charge, ...]
+    relations: frozenset[Relation]
+    spent: tuple[Charge, ...]
+    resumed: int
+
+
+class Books:
+    """Where an engine keeps what was spent.
+
+    Args:
+        path: A ledger file, or None for memory alone.
+        reserve: How many releases are charged at once, in one write.
+
+    Raises:
+        ValueError: If ``reserve`` is no whole number from 1 to 1000, or not 1 without a file.
+        TypeError: If the path is none.
+        LedgerError: If there is a file that was edited, or is none.
+    """
+
+    def __init__(self, path: str | Path | None, reserve: int):
+        if isinstance(reserve, bool) or not isinstance(reserve, int) or not 1 <= reserve <= MOST_RESERVED:
+            raise ValueError(f"reserve_steps={reserve!r}; expected a whole number from 1 to {MOST_RESERVED}.")
+        if path is None and reserve != 1:
+            raise ValueError(f"reserve_steps={reserve} needs a file to reserve them in. Pass ledger='run.ledger'.")
+        if not isinstance(path, (str, Path, type(None))):
+            raise TypeError(f"ledger is a {type(path).__name__}; pass the path of a file, or None for memory alone.")
+        self.path = None if path is None else Path(path).expanduser().absolute()
+        self.reserve = reserve
+        self._held: Held | None = None
+        self._ledger = Ledger()
+        self._told: _Told | None = None
+        self._relations: frozenset[Relation] = frozenset()
+        if self.path is not None:
+            self._held = _held_already(self.path)
+            contents = read(self.path)
+            _add(self._ledger, contents.history)
+            self._relations = _relations(contents)
+
+    @property
+    def ledger(self) -> Ledger:
+        """All that was charged, as far as this process knows."""
+        return self._ledger if self._held is None else self._held.ledger
+
+    @property
+    def relations(self) -> frozenset[Relation]:
+        """Which data sets were neighbours for the runs of the file; nothing where there is none."""
+        return self._relations
+
+    def open(self, ranks: Ranks, asked: Mapping[str, Any], *, first: bool) -> tuple[tuple[Charge, ...], int]:
+        """Gets ready for a run: the first of its processes holds the file from here on.
+
+        Args:
+            ranks: The processes of the run.
+            asked: What `make_private` was asked for that tells one run from another, as plain JSON values.
+            first: Whether it is the first run of the engine, which goes on with what broke off.
+
+        Returns:
+            What was spent before the run; and how many steps the run has behind it, if it goes on with another.
+
+        Raises:
+            LedgerError: If another process holds the file, or it cannot be read or written.
+            MechanismMismatchError: If the processes do not agree on whether there is one.
+            RuntimeError: If the first of several processes failed.
+        """  # noqa: DOC502 - what is called raises on our behalf
+        if len(set(ranks.all_of((self.path is not None, self.reserve)))) > 1:
+            raise MechanismMismatchError(
+                "The processes of this run were given another ledger= or reserve_steps=.",
+                fix="Give all of them the same; the first writes the file.",
+            )
+        if self.path is None:
+            return ((), self._ledger.steps) if first else (self._ledger.history, 0)
+        told = ranks.each(lambda: self._hold(asked) if ranks.rank == 0 else None)[0]
+        assert told is not None
+        if self._held is None and self._told is None:
+            self._ledger = Ledger()
+            _add(self._ledger, told.history)
+        self._told, self._relations = told, told.relations
+        return (told.spent, told.resumed) if first else (self.ledger.history, 0)
+
+    def _hold(self, asked: Mapping[str, Any]) -> _Told:
+        assert self.path is not None
+        self._held = self._held or held(self.path)
+        contents = self._held.file.contents
+        spent, resumed = tuple(self._held.ledger.history), 0
+        broken_off = _broken_off(contents, asked, self._held.file.session)
+        if broken_off is not None:
+            rest = Ledger()
+            for run in contents.runs.values():
+                if run is not broken_off:
+                    _add(rest, run.history)
+            spent, resumed = rest.history, steps_of(broken_off.history)
+        return _Told(contents.id, self._held.ledger.history, _relations(contents), spent, resumed)
+
+    def of_run(self, run: str, ranks: Ranks) -> Ledger | RunLedger:
+        """The ledger that a run charges.
+
+        Args:
+            run: Names it.
+            ranks: Its processes.
+
+        Returns:
+            The one in memory, or what writes the file before it.
+        """
+        if self.path is None:
+            return self._ledger
+        file = None if self._held is None else self._held.file
+        return RunLedger(self.ledger, run, ranks, file, self.reserve, holder=self._held)
+
+    def begin(self, ledger: Ledger | RunLedger, about: Mapping[str, Any], **facts: Any) -> None:
+        """Writes that a run begins.
+
+        Args:
+            ledger: From `of_run`.
+            about: What the run does: ``unit``, ``relation``, and more for whoever reads the file.
+            facts: ``asked``, ``versions``, ``noise``.
+
+        Raises:
+            LedgerError: If the file is of another unit of privacy, or cannot be written.
+        """  # noqa: DOC502 - the file raises on our behalf
+        if not isinstance(ledger, RunLedger):
+            return
+        fields = {"about": dict(about), "processes": ledger.ranks.size, **facts}
+        ledger.ranks.each(lambda: None if ledger.file is None else _open(ledger.file, ledger.run, fields))
+        self._relations |= {Relation(about["relation"])}
+
+    @property
+    def anchor(self) -> dict[str, Any] | None:
+        """Where the file is now, for what is stored elsewhere; None on processes that do not write it."""
+        if self._held is None:
+            return None
+        contents = self._held.file.contents
+        assert contents.last is not None
+        return {"ledger": contents.id, "seq": contents.last.seq, "hash": contents.last.seal}
+
+    def load(self, state: Mapping[str, Any], anchor: Any) -> None:
+        """Adds a stored history, unless the file has it already.
+
+        Args:
+            state: What ``Ledger.state_dict`` gave.
+            anchor: What `anchor` was then.
+
+        Raises:
+            LedgerError: If the state cannot be read, or the file is not the one that it was stored beside.
+        """
+        if self.path is None:
+            if anchor is not None:
+                raise LedgerError(
+                    "What is loaded was charged in a ledger file, and this engine has none.",
+                    fix="Pass PrivacyEngine(ledger=...) the path of that file.",
+                )
+            self._ledger.load_state_dict(state, merge=True)
+            return
+        if self._held is None and self._told is None:
+            self._held = held(self.path)
+        present = self._told.id if self._held is None and self._told else self._held.file.contents.id  # type: ignore[union-attr]
+        if anchor is not None and _ledger_of(anchor) == present:
+            if self._held is not None:
+                _refuse_shorter(self._held.file.contents, anchor)
+            return
+        stored = Ledger()
+        stored.load_state_dict(state)
+        if self._held is not None:
+            _adopt(self._held.file, stored.history)
+        self.ledger.load_state_dict(state, merge=True)
+
+
+def asked_for(plan: Any, **numbers: Any) -> dict[str, Any]:
+    """What tells the settings of one run from those of another, as plain JSON values."""
+    config = getattr(plan, "config", plan)
+    digest = None if plan is None else hashlib.sha256(repr(config).encode()).hexdigest()
+    return json.loads(json.dumps({"plan": digest, **numbers}, default=repr))  # type: ignore[no-any-return]
+
+
+def _add(ledger: Ledger, history: Any) -> None:
+    for charge in history:
+        ledger.charge(charge.event, count=charge.count, kind=charge.kind)
+
+
+def _relations(contents: Contents) -> frozenset[Relation]:
+    return frozenset(
+        Relation(about["relation"]) for run in contents.runs.values() if "relation" in (about := run.facts["about"])
+    )
+
+
+def _broken_off(contents: Contents, asked: Mapping[str, Any], session: str) -> RunOfFile | None:
+    """The last run, if it asked for the same, was neither ended nor detached, and is of a process that is gone."""
+    last = next(reversed(contents.runs.values()), None)
+    if last is None or last.closed or last.session == session or last.facts["asked"] != asked:
+        return None
+    planned = last.facts["about"].get("planned_steps")
+    return None if planned is not None and steps_of(last.history) >= planned else last
+
+
+def _open(file: LedgerFile, run: str, fields: Mapping[str, Any]) -> None:
+    unit = fields["about"]["unit"]
+    for other in file.contents.runs.values():
+        if other.facts["about"].get("unit", unit) != unit:
+            raise LedgerError(
+                f"{file.path} counts what was spent of each {other.facts['about']['unit']!r}, and this run protects "
+                f"each {unit!r}: the two do not add up.",
+                fix="Give each unit of privacy a ledger of its own.",
+            )
+    date = datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%dT%H:%MZ")
+    file.append(("open", {"run": run, "session": file.session, "date": date, **fields}))
+
+
+def _adopt(file: LedgerFile, history: tuple[Charge, ...]) -> None:
+    """Writes charges that were made elsewhere, as a run of their own."""
+    if not history:
+        return
+    run = secrets.token_hex(8)
+    file.append(("open", {"run": run, "session": file.session, "date": "", **_ELSEWHERE}))
+    for charge in history:
+        at, event = file.told_of_event(charge.event)
+        file.append(*event, ("charge", {"run": run, "event": at, "count": charge.count, "of": charge.kind}))
+    file.append(("close", {"run": run}))
+
+
+_ELSEWHERE = {"about": {"name": "charged elsewhere"}, "asked": {}, "versions": {}, "noise": {}, "processes": 1}
+
+
+def _ledger_of(anchor: Any) -> Any:
+    return anchor.get("ledger") if isinstance(anchor, Mapping) else None
+
+
+def _refuse_shorter(contents: Contents, anchor: Mapping[str, Any]) -> None:
+    seq = anchor.get("seq")
+    if type(seq) is not int or not 0 <= seq < len(contents.seals) or contents.seals[seq] != anchor.get("hash"):
+        raise LedgerError(
+            f"{contents.where} ends before what is loaded was stored, or was changed since: charges are missing in it.",
+            fix="Restore the ledger file from a backup that is as new as the checkpoint.",
+        )

@@ -1,0 +1,239 @@
+"""What a ledger file tells, entry by entry. The writer follows its own entries here too, so both agree on them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from dpengine.accounting import KINDS, MOST_COUNT, Charge, Event, event_from_state
+from dpengine.errors import InvalidBudgetError, LedgerError
+
+from .lines import BACKUP, Entry, entries_of
+
+SCHEMA = 1
+
+
+@dataclass
+class Row:
+    """A charge, or a reservation: charges that were paid for before they were made.
+
+    Attributes:
+        event: What was released.
+        counts: How often, by the kind of the charge.
+        reserved: Whether it is a reservation that nobody has settled: the steps it paid for may not have been made.
+    """
+
+    event: Event
+    counts: dict[str, int]
+    reserved: bool = False
+
+
+@dataclass
+class RunOfFile:
+    """A run, as far as the file knows.
+
+    Attributes:
+        session: The process that made it; a later one cannot write for it.
+        facts: What was said when it began: ``date``, ``asked``, ``about``, ``versions``, ``noise``, ``processes``.
+        rows: What it was charged, in order.
+        closed: Whether its model was detached.
+    """
+
+    session: str
+    facts: Mapping[str, Any]
+    rows: list[Row] = field(default_factory=list)
+    closed: bool = False
+
+    @property
+    def history(self) -> list[Charge]:
+        """Its charges in order, reservations as a whole where nobody settled them."""
+        return [Charge(row.event, count, kind) for row in self.rows for kind, count in row.counts.items() if count]
+
+    @property
+    def reserved(self) -> int:
+        """Charges of reservations that nobody settled."""
+        return sum(sum(row.counts.values()) for row in self.rows if row.reserved)
+
+
+class Contents:
+    """What the entries of a file add up to.
+
+    Args:
+        where: Name of the file, for messages.
+    """
+
+    def __init__(self, where: str):
+        self.where = where
+        self.id = ""
+        self.last: Entry | None = None
+        self.session = ""
+        self.runs: dict[str, RunOfFile] = {}
+        self.event_at: dict[int, Event] = {}
+        self.seals: list[str] = []
+        self._rows: list[Row] = []
+        self._row_at: dict[int, tuple[str, Row]] = {}
+
+    @property
+    def history(self) -> list[Charge]:
+        """All charges in order. Epsilon follows from them."""
+        return [Charge(row.event, count, kind) for row in self._rows for kind, count in row.counts.items() if count]
+
+    def take(self, entry: Entry) -> None:
+        """Follows one more entry.
+
+        Raises:
+            LedgerError: If it is not known, or cannot stand where it does.
+        """  # noqa: DOC502 - `damaged` makes it
+        known = _KINDS.get(entry.kind)
+        if known is None:
+            raise self.damaged(entry, f"is of kind {entry.kind!r}, which this version does not know")
+        types, take = known
+        wrong = [name for name in {**types, **entry.fields} if not _fits(entry.fields, types, name)]
+        if wrong:
+            raise self.damaged(entry, f"has no {wrong[0]} that this version knows")
+        if (entry.kind == "ledger") != (entry.seq == 0):
+            raise self.damaged(entry, f"is of kind {entry.kind!r}")
+        take(self, entry)
+        self.last = entry
+        self.seals.append(entry.seal)
+
+    def damaged(self, entry: Entry, what: str) -> LedgerError:
+        """The error for an entry."""
+        return LedgerError(f"{self.where}: line {entry.seq + 1} {what}.", fix=BACKUP)
+
+    def _begin(self, entry: Entry) -> None:
+        if entry.fields["schema"] != SCHEMA:
+            raise LedgerError(
+                f"{self.where} has schema {entry.fields['schema']!r}; this version reads {SCHEMA}.",
+                fix="Use the version that wrote it.",
+            )
+        self.id = entry.fields["id"]
+
+    def _event(self, entry: Entry) -> None:
+        self.event_at[entry.seq] = event_from_state(entry.fields["event"])
+
+    def _open(self, entry: Entry) -> None:
+        facts = dict(entry.fields)
+        run = facts.pop("run")
+        if run in self.runs:
+            raise self.damaged(entry, "opens a run for the second time")
+        self.session = facts.pop("session")
+        self.runs[run] = RunOfFile(self.session, facts)
+
+    def _charge(self, entry: Entry) -> None:
+        of = entry.fields["of"]
+        if of not in KINDS:
+            raise self.damaged(entry, f"charges for {of!r}")
+        self._add(entry, of)
+
+    def _reserve(self, entry: Entry) -> None:
+        self._row_at[entry.seq] = (entry.fields["run"], self._add(entry, "release", reserved=True))
+
+    def _add(self, entry: Entry, kind: str, *, reserved: bool = False) -> Row:
+        event, count = self.event_at.get(entry.fields["event"]), entry.fields["count"]
+        if event is None or not 1 <= count <= MOST_COUNT:
+            raise self.damaged(entry, "charges for nothing that was told before")
+        row = Row(event, {kind: count}, reserved)
+        self._open_run(entry).rows.append(row)
+        self._rows.append(row)
+        return row
+
+    def _settle(self, entry: Entry) -> None:
+        run, row = self._row_at.get(entry.fields["reserve"], (None, None))
+        used = entry.fields["used"]
+        if row is None or not row.reserved or run != entry.fields["run"]:
+            raise self.damaged(entry, "settles what was not reserved")
+        self._open_run(entry)
+        counts = list(used.values())
+        if not used.keys() <= set(KINDS) or any(type(count) is not int or count < 0 for count in counts):
+            raise self.damaged(entry, "settles for what is no number of steps")
+        if sum(counts) > sum(row.counts.values()):
+            raise self.damaged(entry, "settles for more than was reserved")
+        row.counts, row.reserved = dict(used), False
+
+    def _close(self, entry: Entry) -> None:
+        self._open_run(entry).closed = True
+
+    def _open_run(self, entry: Entry) -> RunOfFile:
+        """The run of an entry. Only the process that opened it writes for it, and none does after a later one came."""
+        run = self.runs.get(entry.fields["run"])
+        if run is None or run.closed or run.session != self.session:
+            raise self.damaged(entry, "is of a run that is not open")
+        return run
+
+
+_KINDS: Mapping[str, tuple[Mapping[str, type], Callable[[Contents, Entry], None]]] = {
+    "ledger": ({"schema": int, "id": str}, Contents._begin),
+    "event": ({"event": dict}, Contents._event),
+    "open": (
+        {
+            "run": str,
+            "session": str,
+            "date": str,
+            "asked": dict,
+            "about": dict,
+            "versions": dict,
+            "noise": dict,
+            "processes": int,
+        },
+        Contents._open,
+    ),
+    "charge": ({"run": str, "event": int, "count": int, "of": str}, Contents._charge),
+    "reserve": ({"run": str, "event": int, "count": int}, Contents._reserve),
+    "settle": ({"run": str, "reserve": int, "used": dict}, Contents._settle),
+    "close": ({"run": str}, Contents._close),
+}
+"""What each kind of entry has, and what follows from it."""
+
+
+def _fits(fields: Mapping[str, Any], types: Mapping[str, type], name: str) -> bool:
+    """What is not known may be what makes a charge cost more."""
+    return name in types and type(fields.get(name)) is types[name]
+
+
+def read(path: Path) -> Contents:
+    """Reads a ledger file that nobody need hold.
+
+    Args:
+        path: The file. One that is not there, or that a process began and did not come to write, has no entries.
+
+    Returns:
+        What it tells.
+
+    Raises:
+        LedgerError: If it was edited, or is none.
+    """
+    contents = Contents(str(path))
+    try:
+        with open(path, "rb") as file:
+            follow(contents, file)
+    except FileNotFoundError:
+        pass
+    except OSError as error:
+        raise LedgerError(f"{path} cannot be read: {error}.", fix="Pass the path of a ledger file.") from error
+    return contents
+
+
+def follow(contents: Contents, lines: Iterable[bytes]) -> int:
+    """Takes each entry of a file.
+
+    Args:
+        contents: What takes them.
+        lines: The file, opened for bytes.
+
+    Returns:
+        How many bytes of the file are entries: a last line without its end is none.
+
+    Raises:
+        LedgerError: If the file was edited, or is none.
+    """  # noqa: DOC502 - the lines raise on our behalf
+    end = 0
+    for entry, size in entries_of(lines, contents.where):
+        try:
+            contents.take(entry)
+        except (InvalidBudgetError, TypeError, ValueError) as error:
+            raise contents.damaged(entry, f"cannot be read: {error}") from error
+        end = size
+    return end

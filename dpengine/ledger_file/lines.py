@@ -1,0 +1,99 @@
+"""The lines of a ledger file. Each is sealed together with all before it, so none can be changed or left out unseen.
+
+A line is one JSON object that ends in its seal: the SHA-256 of the seal before it and of the rest of the line. That
+protects against accidents and careless edits, not against the owner of the file, who can write another.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from dpengine.errors import LedgerError
+
+_BEFORE_THE_FIRST = "0" * 64
+_SEAL = re.compile(rb',"hash":"([0-9a-f]{64})"\}$')
+BACKUP = "Restore it from a backup."
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One line.
+
+    Attributes:
+        seq: Its number, from 0.
+        kind: What it tells.
+        fields: The rest of what it tells.
+        seal: SHA-256 over all up to here, in hexadecimal.
+    """
+
+    seq: int
+    kind: str
+    fields: Mapping[str, Any]
+    seal: str
+
+
+def sealed(before: Entry | None, kind: str, fields: Mapping[str, Any]) -> tuple[bytes, Entry]:
+    """Makes the line that comes after another.
+
+    Args:
+        before: The last entry of the file, or None for the first line.
+        kind: What the line tells.
+        fields: Plain JSON values.
+
+    Returns:
+        The line with its end, and the entry that it is.
+    """
+    seq = 0 if before is None else before.seq + 1
+    text = json.dumps({"seq": seq, "kind": kind, **fields}, separators=(",", ":"), allow_nan=False)
+    seal = _seal_of(before, text.encode())
+    return f'{text[:-1]},"hash":"{seal}"}}\n'.encode(), Entry(seq, kind, dict(fields), seal)
+
+
+def entries_of(lines: Iterable[bytes], where: str) -> Iterator[tuple[Entry, int]]:
+    """Reads lines, and checks each seal.
+
+    The last line is left out if its end is missing: a process died while it wrote it, so nothing came of it.
+
+    Args:
+        lines: With their ends.
+        where: Name of the file, for messages.
+
+    Yields:
+        Each entry, and how many bytes of the file end with it.
+
+    Raises:
+        LedgerError: If a line is not as it was written, or not where it was.
+    """  # noqa: DOC502 - the reader of a line raises
+    before, size = None, 0
+    for line in lines:
+        if not line.endswith(b"\n"):
+            return
+        before, size = _read(line.removesuffix(b"\n"), before, where), size + len(line)
+        yield before, size
+
+
+def _read(line: bytes, before: Entry | None, where: str) -> Entry:
+    seq = 0 if before is None else before.seq + 1
+    found = _SEAL.search(line)
+    if found is None:
+        raise LedgerError(f"{where}: line {seq + 1} is no entry of a ledger.", fix=BACKUP)
+    text, seal = line[: found.start()] + b"}", found[1].decode()
+    if _seal_of(before, text) != seal:
+        raise LedgerError(f"{where}: line {seq + 1}, or one before it, was edited, moved or taken out.", fix=BACKUP)
+    try:
+        fields = json.loads(text)
+        if fields.pop("seq") != seq:
+            raise ValueError("its number is another")
+        return Entry(seq, fields.pop("kind"), fields, seal)
+    except (ValueError, KeyError, AttributeError, RecursionError) as error:
+        raise LedgerError(f"{where}: line {seq + 1} cannot be read: {error}.", fix=BACKUP) from error
+
+
+def _seal_of(before: Entry | None, text: bytes) -> str:
+    previous = _BEFORE_THE_FIRST if before is None else before.seal
+    return hashlib.sha256(previous.encode() + text).hexdigest()

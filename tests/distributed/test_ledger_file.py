@@ -1,0 +1,91 @@
+"""Where several processes share a run, the first writes the ledger file, and none goes on before it is written."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from launch import launched
+from spread_runs import data, plain, wrapped
+from torch.utils.data import DataLoader
+
+import dpengine.ledger_file.file
+from dpengine import PrivacyEngine
+from dpengine.accounting import epsilon_of, steps_of
+from dpengine.errors import LedgerError, MechanismMismatchError
+from dpengine.ledger_file import read
+
+pytestmark = pytest.mark.xdist_group("ledger file")
+
+
+def private(path, reserve=1, wrap="ddp"):
+    torch.manual_seed(0)
+    model = wrapped(plain(), wrap)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    engine = PrivacyEngine(ledger=path, reserve_steps=reserve)
+    loader = DataLoader(data(), batch_size=12)
+    model, optimizer, loader = engine.make_private(model, optimizer, loader, noise_multiplier=1.0, target_delta=1e-3)
+    return engine, model, optimizer, loader
+
+
+def train(model, optimizer, loader, steps):
+    for words, following in (batch for _ in range(steps) for batch in [next(iter(loader))]):
+        optimizer.zero_grad()
+        torch.nn.functional.cross_entropy(model(words).flatten(0, 1), following.flatten()).backward()
+        optimizer.step()
+
+
+def seven_steps(path, wrap):
+    engine, model, optimizer, loader = private(path, reserve=3, wrap=wrap)
+    train(model, optimizer, loader, 7)
+    engine.detach(model)
+    return engine.ledger.steps, engine.epsilon, "anchor" in engine.state_dict()
+
+
+@pytest.mark.parametrize("wrap", ["ddp", "fsdp"])
+def test_f_x5_all_ranks_charge_what_the_first_writes(tmp_path, wrap):
+    path = tmp_path / "run.ledger"
+    first, second = launched(2, seven_steps, path, wrap)
+    epsilon = epsilon_of(read(path).history, 1e-3)
+    assert first == (steps_of(read(path).history), epsilon, True)
+    assert second == (*first[:2], False)
+    assert sum(charge.count for charge in read(path).history if charge.kind == "release") == 7
+    again, other = launched(2, seven_steps, path, wrap)
+    assert again[:2] == other[:2] and again[0] == 2 * first[0] == steps_of(read(path).history)
+
+
+def full_disk(path):
+    _, model, optimizer, loader = private(path)
+    train(model, optimizer, loader, 2)
+    before = torch.cat([p.detach().flatten() for p in model.parameters()])
+
+    def refuse(*args):
+        raise OSError(28, "No space left on device")
+
+    dpengine.ledger_file.file._sync = refuse
+    try:
+        train(model, optimizer, loader, 1)
+    except (LedgerError, RuntimeError) as error:
+        found = str(error)
+    return found, torch.equal(before, torch.cat([p.detach().flatten() for p in model.parameters()]))
+
+
+def test_f_x5_no_rank_makes_a_step_that_the_first_cannot_write(tmp_path):
+    path = tmp_path / "run.ledger"
+    first, second = launched(2, full_disk, path, seconds=20)
+    assert "No space left" in first[0] or "could not be written" in first[0]
+    assert "Rank 0 failed" in second[0]
+    assert first[1] and second[1]
+    assert steps_of(read(path).history) == 2
+
+
+def of_one_rank(path):
+    private(path if dist.get_rank() else None)
+
+
+def of_two_sizes(path):
+    private(path, reserve=1 + dist.get_rank())
+
+
+@pytest.mark.parametrize("differing", [of_one_rank, of_two_sizes])
+def test_f_x5_ranks_that_were_told_of_another_ledger_are_refused(tmp_path, differing):
+    for answer in launched(2, differing, tmp_path / "run.ledger", seconds=20):
+        assert isinstance(answer, MechanismMismatchError)

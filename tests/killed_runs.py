@@ -1,0 +1,114 @@
+"""Runs that are killed, and go on from their last checkpoint. What they release they tell in a file of their own."""
+
+import hashlib
+import json
+import multiprocessing
+import os
+import signal
+
+import torch
+from ledger_runs import Run
+
+from dpengine import checkpoint
+from dpengine.ledger_file import file as ledger_file
+
+STEPS = 30
+SAVED_EVERY = 4
+FEW = 100  # bytes, less than a line has
+
+
+def started(function, *args, **settings):
+    """A process that runs a function, forked from one that has imported what takes long, and nothing else."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["dpengine", "dpengine.checkpoint", "torch._dynamo"])
+    process = context.Process(target=function, args=args, kwargs=settings)
+    process.start()
+    return process
+
+
+class Telling(torch.optim.SGD):
+    """Tells of each change of the weights before anything else can happen."""
+
+    def step(self, closure=None):
+        super().step()
+        self.tell()
+
+
+def begun(folder, **settings):
+    """The run of a folder, at its last checkpoint if it has one; each release is told in ``released``."""
+    torch.set_num_threads(1)
+    run = Run(folder / "run.ledger", optimizer=Telling, **settings)
+    if checkpoint.exists(folder / "saved"):
+        checkpoint.load(folder / "saved", run.engine)
+    release = run.engine.runs[0].release
+    key = hashlib.sha256(release.source.secret_state()["key"].encode()).hexdigest()
+
+    def tell():
+        told = {
+            "address": [key, release.source.incarnation, release.last_step],
+            "batch": hashlib.sha256(run.batch.numpy().tobytes()).hexdigest(),
+            "weights": hashlib.sha256(run.model.weight.detach().numpy().tobytes()).hexdigest(),
+        }
+        with open(folder / "released", "a") as file:
+            file.write(json.dumps(told) + "\n")
+
+    run.optimizer.tell = tell
+    return run
+
+
+def trained(folder, **settings):
+    """Trains to the end, and says so."""
+    run = begun(folder, **settings)
+    (folder / "begun").touch()
+    while run.loader.position < STEPS:
+        run.train(1)
+        if run.loader.position % SAVED_EVERY == 0:
+            checkpoint.save(folder / "saved", run.engine)
+    checkpoint.save(folder / "saved", run.engine)
+    (folder / "ended").touch()
+
+
+def killed_at(folder, place):
+    """Trains, and dies at one of the places where the file or the weights are about to change, or have."""
+    run = begun(folder, reserve=2)
+    left = [place]
+
+    def die_before_and_after(action):
+        def counted(*args):
+            die()
+            answer = action(*args)
+            die()
+            return answer
+
+        return counted
+
+    def die():
+        left[0] -= 1
+        if left[0] < 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def half(file, data, place):
+        return os.pwrite(file, data[: len(data) // 2] if len(data) > FEW else data, place)
+
+    class System:
+        """What the ledger file asks of the system, with a death between any two."""
+
+        pwrite = staticmethod(die_before_and_after(half))
+
+        def __getattr__(self, name):
+            return getattr(os, name)
+
+    run.train(1)
+    ledger_file.os = System()
+    ledger_file._sync = die_before_and_after(ledger_file._sync)
+    run.optimizer.tell = die_before_and_after(run.optimizer.tell)
+    run.train(3)
+    (folder / "ended").touch()
+
+
+def released(folder):
+    """What the runs of a folder told."""
+    path = folder / "released"
+    if not path.exists():
+        return []
+    return [json.loads(line) for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]

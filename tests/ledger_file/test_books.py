@@ -1,0 +1,215 @@
+"""An engine with a ledger file charges there first, and knows what every run before it spent."""
+
+import gc
+import itertools
+import json
+import os
+
+import pytest
+import torch
+import torch.nn.functional as F
+from ledger_runs import Run, data
+from torch import nn
+
+from dpengine import PrivacyEngine, checkpoint
+from dpengine.accounting import epsilon_of, steps_of
+from dpengine.errors import CalibrationError, LedgerError
+from dpengine.ledger_file import read
+from dpengine.noise import BandMF
+
+
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / "folder" / "run.ledger"
+
+
+def counts(path):
+    return [(charge.kind, charge.count) for charge in read(path).history]
+
+
+def test_f_a11_the_next_run_begins_with_what_the_last_one_spent(path):
+    first = Run(path).train(5).gone()
+    second = Run(path)
+    assert second.engine.ledger.steps == 5 and second.engine.epsilon == first.engine.epsilon
+    second.train(3)
+    assert second.engine.ledger.steps == 8 and steps_of(read(path).history) == 8
+    assert second.engine.epsilon > first.engine.epsilon
+
+
+def test_f_a11_engines_of_one_process_share_the_books_of_one_file(path, recwarn):
+    first, second = Run(path).train(2), Run(path).train(3)
+    assert first.engine.ledger is second.engine.ledger and first.engine.ledger.steps == 5
+    assert first.engine.epsilon == second.engine.epsilon
+    assert not [one for one in recwarn if "Another engine" in str(one.message)]
+
+
+def test_a_run_that_outlives_its_engine_goes_on_charging(path):
+    run = Run(path).train(1)
+    run.engine = None
+    gc.collect()
+    run.train(2)
+    assert steps_of(read(path).history) == 3
+
+
+def test_epsilon_follows_from_the_file_alone(path):
+    run = Run(path, reserve=4, noise=BandMF(num_bands=2), steps=9).train(7).gone()
+    assert epsilon_of(read(path).history, 1e-3) == run.engine.epsilon
+
+
+def test_f_l5_a_charge_is_on_disk_before_the_weights_change(path):
+    run = Run(path)
+    seen, step = [], torch.optim.SGD.step
+
+    def look(optimizer, closure=None):
+        seen.append(steps_of(read(path).history))
+        return step(optimizer, closure)
+
+    type(run.optimizer).dp_base.step, original = look, type(run.optimizer).dp_base.step
+    try:
+        run.train(3)
+    finally:
+        torch.optim.SGD.step = original
+    assert seen == [1, 2, 3]
+
+
+@pytest.mark.parametrize("ended", ["gone", "died"])
+def test_steps_are_reserved_and_settled_unless_the_process_dies(path, ended):
+    run = Run(path, reserve=10).train(13)
+    assert steps_of(read(path).history) == 20 and next(iter(read(path).runs.values())).reserved == 10
+    getattr(run, ended)()
+    assert counts(path) == (
+        [("release", 10), ("release", 3)] if ended == "gone" else [("release", 10), ("release", 10)]
+    )
+    assert Run(path).engine.ledger.steps == (13 if ended == "gone" else 20)
+
+
+def test_given_up_batches_are_taken_from_the_reservation_and_told(path):
+    run = Run(path, reserve=10)
+    for _ in itertools.islice(run.loader, 2):  # no backward pass: both are given up when the model is detached
+        pass
+    run.train(3)
+    run.engine.detach(run.model)
+    assert sum(count for kind, count in counts(path) if kind == "void") == 2
+    assert sum(count for kind, count in counts(path) if kind == "release") == 3
+    assert next(iter(read(path).runs.values())).closed
+
+
+def test_a_reservation_never_passes_the_budget(path):
+    run = Run(path, reserve=1000, target_epsilon=3.0, steps=7).train(3).died()
+    assert steps_of(read(path).history) == 7
+    assert epsilon_of(read(path).history, 1e-3) <= 3.0
+    assert run.engine.ledger.steps == 3
+
+
+def test_a_reservation_never_passes_a_budget_that_has_no_planned_end(path):
+    Run(path, reserve=50, target_epsilon=3.0, steps=20, on_budget="stop").train(20).gone()
+    assert epsilon_of(read(path).history, 1e-3) <= 3.0
+    assert Run(path, noise_multiplier=4.0, reserve=50).train(30).died()
+    assert steps_of(read(path).history) == 20 + 50
+
+
+def test_a_new_run_gets_what_the_runs_of_the_file_left_of_the_budget(path):
+    first = Run(path, target_epsilon=3.0, steps=10).train(10).gone()
+    second = Run(path, target_epsilon=3.5, steps=10).train(10)
+    noise = [run.engine.describe()["noise_multiplier"] for run in (first, second)]
+    assert noise[1] > noise[0] and 3.4 < second.engine.epsilon <= 3.5
+    second.gone()
+    with pytest.raises(CalibrationError):
+        Run(path, target_epsilon=3.0, steps=10)
+
+
+def test_a_run_that_broke_off_is_gone_on_with_under_its_budget(path, tmp_path):
+    first = Run(path, target_epsilon=3.0, steps=10, reserve=3).train(4)
+    checkpoint.save(tmp_path / "saved", first.engine)
+    first.train(3).died()
+    assert steps_of(read(path).history) == 9
+    second = Run(path, target_epsilon=3.0, steps=10, reserve=3)
+    assert second.engine.describe()["noise_multiplier"] == first.engine.describe()["noise_multiplier"]
+    checkpoint.load(tmp_path / "saved", second.engine)
+    assert second.engine.ledger.steps == 9  # counted once, those after the checkpoint too
+    second.train(10)
+    assert second.engine.ledger.steps == 10 and second.engine.epsilon <= 3.0  # then the loader ends
+    assert steps_of(read(path).history) == 10
+
+
+def test_f_p1_a_file_that_ends_before_the_checkpoint_is_refused(path, tmp_path):
+    first = Run(path).train(2)
+    older = path.read_bytes()
+    checkpoint.save(tmp_path / "saved", first.train(2).engine)
+    first.gone()
+    path.write_bytes(older)
+    second = Run(path)
+    before = second.model.weight.detach().clone()
+    with pytest.raises(LedgerError, match="charges are missing"):
+        checkpoint.load(tmp_path / "saved", second.engine)
+    assert torch.equal(second.model.weight, before)
+
+
+def test_f_p1_a_checkpoint_beside_a_file_is_not_loaded_without_it(path, tmp_path):
+    checkpoint.save(tmp_path / "saved", Run(path).train(2).engine)
+    with pytest.raises(LedgerError, match="PrivacyEngine"):
+        checkpoint.load(tmp_path / "saved", Run(None).engine)
+
+
+def test_what_was_charged_in_memory_is_written_when_it_is_loaded(path, tmp_path):
+    alone = Run(None).train(4)
+    engine = PrivacyEngine(ledger=path)
+    engine.load_state_dict(json.loads(json.dumps(alone.engine.state_dict())))
+    assert engine.ledger.steps == 4 and steps_of(read(path).history) == 4
+    other = Run(tmp_path / "other.ledger").train(2)
+    engine.load_state_dict(other.engine.state_dict())
+    assert steps_of(read(path).history) == 6
+    engine.load_state_dict(engine.state_dict())  # the file has it already
+    assert engine.ledger.steps == 6 == steps_of(read(path).history)
+
+
+def test_a_run_of_another_unit_is_refused(path):
+    Run(path).train(1).gone()
+    model = nn.Linear(4, 3)
+    engine = PrivacyEngine(ledger=path)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(LedgerError, match="do not add up"):
+        engine.make_private(
+            model, optimizer, data(), noise_multiplier=1.0, privacy_unit=torch.arange(60) // 2, target_delta=1e-3
+        )
+    F.cross_entropy(model(torch.ones(1, 4)), torch.tensor([0])).backward()
+    assert model.weight.grad is not None  # nothing was attached
+
+
+def test_the_relation_is_the_one_that_holds_for_all_runs_of_the_file(path):
+    Run(path, sample_rate=0.3, expected_batch_size=20).train(1).gone()
+    declared = Run(path, sample_rate=0.3, expected_batch_size=20).train(1)
+    assert "Adjacency: add-or-remove-one" in str(declared.engine.report())
+    declared.gone()
+    Run(path).train(1).gone()
+    assert "Adjacency: zero-out" in str(Run(path, sample_rate=0.3, expected_batch_size=20).train(1).engine.report())
+
+
+def test_the_report_says_whether_the_ledger_is_on_disk(path):
+    line = "[yes] Each charge is on disk before what it pays for leaves"
+    assert line in str(Run(path).train(1).engine.report())
+    assert line not in str(Run(None).train(1).engine.report())
+
+
+def test_the_file_tells_nothing_that_is_private(path):
+    Run(path, sample_rate=0.3, expected_batch_size=20).train(4).gone()
+    text = path.read_text()
+    for word in (os.uname().nodename, os.path.expanduser("~"), str(path.parent), "num_examples", '"rows"'):
+        assert word not in text
+    assert text.count("date") == 1  # and no time of a step
+
+
+@pytest.mark.parametrize("reserve", [0, -1, 1001, 1.0, True, "1"])
+def test_f_b_a_reservation_that_is_no_number_of_steps_is_refused(path, reserve):
+    with pytest.raises(ValueError, match="reserve_steps"):
+        PrivacyEngine(ledger=path, reserve_steps=reserve)
+    assert not path.exists()
+
+
+def test_what_does_not_fit_together_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="needs a file"):
+        PrivacyEngine(reserve_steps=10)
+    with pytest.raises(TypeError, match="path"):
+        PrivacyEngine(ledger=3)
+    with pytest.raises(LedgerError, match="cannot be read"):
+        PrivacyEngine(ledger=tmp_path)

@@ -1,0 +1,233 @@
+"""A ledger file is held by one process, and is as it was where it cannot be written."""
+
+import errno
+import multiprocessing
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from ledger_runs import Run
+
+from dpengine import PrivacyEngine
+from dpengine.accounting import GaussianEvent, steps_of
+from dpengine.errors import LedgerError
+from dpengine.ledger_file import read
+from dpengine.ledger_file.lines import sealed
+
+
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / "run.ledger"
+
+
+HOLD = """
+import sys
+from pathlib import Path
+from dpengine.ledger_file.books import held
+one = held(Path(sys.argv[1]))
+print("held", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_another_process_is_kept_out_until_the_first_is_gone(path):
+    other = subprocess.Popen(
+        [sys.executable, "-c", HOLD, str(path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert other.stdout.readline() == "held\n"
+    with pytest.raises(LedgerError, match="held by another process"):
+        Run(path)
+    other.communicate("")
+    assert Run(path).train(1).engine.ledger.steps == 1
+
+
+@pytest.mark.parametrize("cut", [1, 30])
+def test_a_last_line_that_a_process_died_over_is_cut_off(path, cut):
+    Run(path).train(3).gone()
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-cut])
+    assert Run(path).train(1).engine.ledger.steps == 3
+    assert whole.startswith(path.read_bytes()[: len(whole) - 200])
+    assert steps_of(read(path).history) == 3
+
+
+def test_a_file_that_was_begun_and_not_written_is_a_new_one(path):
+    path.write_bytes(b'{"seq":0,"kind":"led')
+    assert Run(path).train(1).engine.ledger.steps == 1
+
+
+@pytest.mark.parametrize("failing", ["pwrite", "sync"])
+def test_a_step_that_cannot_be_written_is_refused_and_the_file_is_as_it_was(path, monkeypatch, failing):
+    run = Run(path).train(2)
+    weights, content = run.model.weight.detach().clone(), path.read_bytes()
+    full = OSError(errno.ENOSPC, "No space left on device")
+
+    def half(file, data, place):
+        os.lseek(file, place, os.SEEK_SET)
+        os.write(file, data[: len(data) // 2])
+        raise full
+
+    def refuse(file):
+        raise full
+
+    with monkeypatch.context() as patch:
+        if failing == "pwrite":
+            patch.setattr("dpengine.ledger_file.file.os.pwrite", half)
+        else:
+            patch.setattr("dpengine.ledger_file.file._sync", refuse)
+        with pytest.raises(LedgerError, match="No space left"):
+            run.train(1)
+        assert torch.equal(run.model.weight, weights) and path.read_bytes() == content
+        assert run.engine.ledger.steps == 2
+        assert all(not flat.any() for flat in run.engine.runs[0].release.sums.buffer.flats.values())
+    if failing == "pwrite":
+        run.train(1)
+        assert run.engine.ledger.steps == steps_of(read(path).history) == 3
+    else:  # what is on disk is not known
+        with pytest.raises(LedgerError, match="could not be written before"):
+            run.train(1)
+
+
+def test_a_file_that_was_changed_moved_or_deleted_meanwhile_refuses_the_step(path):
+    run = Run(path).train(1)
+    content = path.read_bytes()
+    for change in (
+        lambda: path.write_bytes(content + b"x"),
+        lambda: path.unlink(),
+        lambda: path.write_bytes(content),  # another file of that name
+    ):
+        change()
+        weights = run.model.weight.detach().clone()
+        with pytest.raises(LedgerError, match="was changed, moved or deleted"):
+            run.train(1)
+        assert torch.equal(run.model.weight, weights)
+
+
+def charge_in_child(run, answers):
+    try:
+        run.engine.runs[0].release.ledger.charge(GaussianEvent(1.0))
+    except LedgerError as error:
+        answers.put(str(error))
+
+
+def test_f_n4_a_forked_process_neither_charges_nor_settles(path):
+    run = Run(path, reserve=5).train(5)
+    context = multiprocessing.get_context("fork")
+    answers = context.Queue()
+    child = context.Process(target=charge_in_child, args=(run, answers))
+    child.start()
+    assert "forked" in answers.get(timeout=60)
+    child.join(60)
+    assert child.exitcode == 0
+    run.train(2).gone()
+    assert steps_of(read(path).history) == 7
+
+
+def edited(path, change):
+    lines = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(b"".join(change(lines)))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda lines: [*lines[:3], *lines[4:]],
+        lambda lines: [line.replace(b'"count":1', b'"count":0') for line in lines],
+        lambda lines: [b"text\n"],
+        lambda lines: [*lines, b"\n"],
+    ],
+    ids=["taken out", "edited", "another file", "an empty line"],
+)
+def test_f_p1_an_edited_file_is_refused_before_anything_is_changed(path, change):
+    Run(path).train(3).gone()
+    edited(path, change)
+    content = path.read_bytes()
+    with pytest.raises(LedgerError, match="backup"):
+        PrivacyEngine(ledger=path)
+    assert path.read_bytes() == content
+
+
+# Sealed by someone who knows how; what they say cannot be. The run of the file is "r", and its event has the number 2.
+IMPOSSIBLE = {
+    "an unknown kind": [("gift", {"run": "r"})],
+    "an unknown field": [("charge", {"run": "r", "event": 2, "count": 1, "of": "release", "discount": 1})],
+    "a missing field": [("charge", {"run": "r", "event": 2, "of": "release"})],
+    "a count of 0": [("charge", {"run": "r", "event": 2, "count": 0, "of": "release"})],
+    "a negative count": [("charge", {"run": "r", "event": 2, "count": -3, "of": "release"})],
+    "a count that is no number": [("charge", {"run": "r", "event": 2, "count": "1", "of": "release"})],
+    "an unknown charge": [("charge", {"run": "r", "event": 2, "count": 1, "of": "gift"})],
+    "an event that was not told": [("charge", {"run": "r", "event": 1, "count": 1, "of": "release"})],
+    "a run that was not opened": [("charge", {"run": "s", "event": 2, "count": 1, "of": "release"})],
+    "a run opened twice": [("open", "again")],
+    "a second beginning": [("ledger", {"schema": 1, "id": "x"})],
+    "more used than reserved": [
+        ("reserve", {"run": "r", "event": 2, "count": 3}),
+        ("settle", {"run": "r", "reserve": 3, "used": {"release": 4}}),
+    ],
+    "settled twice": [
+        ("reserve", {"run": "r", "event": 2, "count": 3}),
+        ("settle", {"run": "r", "reserve": 3, "used": {"release": 2}}),
+        ("settle", {"run": "r", "reserve": 3, "used": {"release": 1}}),
+    ],
+    "a negative use": [
+        ("reserve", {"run": "r", "event": 2, "count": 3}),
+        ("settle", {"run": "r", "reserve": 3, "used": {"release": 4, "void": -2}}),
+    ],
+    "what was not reserved settled": [
+        ("charge", {"run": "r", "event": 2, "count": 3, "of": "release"}),
+        ("settle", {"run": "r", "reserve": 3, "used": {"release": 1}}),
+    ],
+    "settled by a later process": [
+        ("reserve", {"run": "r", "event": 2, "count": 3}),
+        ("open", "another session"),
+        ("settle", {"run": "r", "reserve": 3, "used": {"release": 0}}),
+    ],
+    "charged after its end": [
+        ("close", {"run": "r"}),
+        ("charge", {"run": "r", "event": 2, "count": 1, "of": "release"}),
+    ],
+    "a damaged event": [("event", {"event": {"type": "gaussian", "noise_multiplier": -1}})],
+}
+
+
+def opened(run, session):
+    empty = {"about": {"unit": "training example"}, "asked": {}, "versions": {}, "noise": {}, "processes": 1}
+    return "open", {"run": run, "session": session, "date": "2026-01-01T00:00Z", **empty}
+
+
+def forged(path, told, *, schema=1):
+    entries = [("ledger", {"schema": schema, "id": "i"}), opened("r", "s")]
+    entries.append(("event", {"event": {"type": "gaussian", "noise_multiplier": 1.0}}))
+    for kind, fields in told:
+        known = {"again": opened("r", "s"), "another session": opened("q", "t")}
+        entries.append(known[fields] if isinstance(fields, str) else (kind, fields))
+    last, data = None, b""
+    for kind, fields in entries:
+        line, last = sealed(last, kind, fields)
+        data += line
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize("told", IMPOSSIBLE.values(), ids=IMPOSSIBLE)
+def test_what_cannot_have_been_is_refused(path, told):
+    forged(path, told)
+    with pytest.raises(LedgerError, match=r"line \d+ .*|event"):
+        read(path)
+
+
+def test_what_can_have_been_is_read(path):
+    reserved = ("reserve", {"run": "r", "event": 2, "count": 3})
+    used = ("settle", {"run": "r", "reserve": 3, "used": {"release": 1, "void": 1}})
+    forged(
+        path, [reserved, used, ("charge", {"run": "r", "event": 2, "count": 2, "of": "clip"}), ("close", {"run": "r"})]
+    )
+    assert [(charge.kind, charge.count) for charge in read(path).history] == [("release", 1), ("void", 1), ("clip", 2)]
+
+
+@pytest.mark.parametrize("schema", [0, 2])
+def test_f_p7_another_schema_is_refused_by_its_number(path, schema):
+    forged(path, [], schema=schema)
+    with pytest.raises(LedgerError, match=rf"schema {schema}; this version reads 1"):
+        PrivacyEngine(ledger=path)

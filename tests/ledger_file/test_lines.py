@@ -1,0 +1,64 @@
+"""Every line of a ledger file is sealed with all before it."""
+
+import io
+
+import pytest
+
+from dpengine.errors import LedgerError
+from dpengine.ledger_file.lines import entries_of, sealed
+
+
+def written(count=4):
+    lines, last = [], None
+    for number in range(count):
+        line, last = sealed(last, "note", {"text": f"n{number}", "value": 0.1 * number})
+        lines.append(line)
+    return lines
+
+
+def read(lines):
+    return [entry for entry, _ in entries_of(io.BytesIO(b"".join(lines)), "a.ledger")]
+
+
+def test_what_was_written_is_read():
+    found = read(written())
+    assert [(one.seq, one.kind, one.fields["text"], one.fields["value"]) for one in found] == [
+        (number, "note", f"n{number}", 0.1 * number) for number in range(4)
+    ]
+
+
+def test_a_change_of_any_byte_is_found():
+    lines = written(2)
+    data = b"".join(lines)
+    for place in range(len(data)):
+        for bit in (1, 128):
+            changed = bytearray(data)
+            changed[place] ^= bit
+            try:
+                found = read([bytes(changed)])
+            except LedgerError:
+                continue
+            assert place == len(data) - 1 and len(found) == 1  # the end of the last line: a line that was never ended
+
+
+@pytest.mark.parametrize(
+    "order",
+    [(0, 2, 3), (1, 2, 3), (0, 2, 1, 3), (0, 1, 1, 2), (0, 1, 2, 2)],
+    ids=lambda order: "".join(map(str, order)),
+)
+def test_lines_left_out_moved_or_repeated_are_found(order):
+    lines = written()
+    with pytest.raises(LedgerError, match=r"a\.ledger: line \d"):
+        read([lines[place] for place in order])
+
+
+@pytest.mark.parametrize("cut", [1, 20, 60])
+def test_a_last_line_without_its_end_is_left_out(cut):
+    lines = written()
+    data = b"".join(lines)[:-cut]
+    entries = list(entries_of(io.BytesIO(data), "a.ledger"))
+    assert len(entries) == 3 and entries[-1][1] == sum(map(len, lines[:3]))
+
+
+def test_blocks_of_zeros_that_a_crash_left_at_the_end_are_left_out():
+    assert len(read([*written(), bytes(4096)])) == 4
