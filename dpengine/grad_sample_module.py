@@ -20,7 +20,8 @@ class GradSampleModule(nn.Module):
 
     ``p.grad_sample`` is ``(B, *p.shape)``, batch first whatever ``batch_first`` says: the gradient of each sample's own
     loss. After several backward passes it is a list with one tensor for each, until ``zero_grad``. ``p.grad`` stays
-    None. For training use ``PrivacyEngine.make_private``, which needs no wrapper.
+    None. Some passes are run again with other rows beside each row; where that changes something, ``backward`` raises
+    ``UnsupportedLayerError``. For training use ``PrivacyEngine.make_private``, which needs no wrapper.
 
     Args:
         module: The module. It is not copied.
@@ -105,5 +106,11 @@ class _Shower:
             rows = common_rows(strategy.rows)
             scale = rows if self._owner._loss_reduction == "mean" else 1.0
             strategy.sq_norms(dict.fromkeys(strategy.parameters, 0), 1, scale)  # forms and shows them
+            strategy.probe()
+        except BaseException:
+            forget_grad_samples(self._owner.module.parameters())
+            raise
         finally:
             strategy.clear()
+            if self._owner._capture.replay is not None:
+                self._owner._capture.replay.clear()

@@ -71,7 +71,8 @@ class CopyTap(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, *grads):
-        _fire(ctx, grads)
+        if any(grad is not None for grad in grads):  # else the pass came by, and nothing of it depends on the outputs
+            _fire(ctx, grads)
         return (None, None, None, *grads, *[None] * (len(ctx.needs_input_grad) - 3 - ctx.count))
 
 

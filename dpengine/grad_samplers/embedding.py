@@ -165,8 +165,11 @@ def _add_weighted_sum(call: LayerCall, factor_B: Tensor, scale: float, keep: flo
 
 def _spread(call: LayerCall) -> Tensor:
     # Cauchy: norms of so many uses add up to so much at most.
-    uses = argument(call, 0, "input")[:1].numel()
-    return spread_of(uses, call.grad_output) * math.sqrt(uses)
+    entries_BT, grad = argument(call, 0, "input"), call.grad_output
+    uses = entries_BT[:1].numel()
+    if call.layer.padding_idx is not None:  # what arrives there is never added, and may be large: norms divide by zeros
+        grad = grad.masked_fill((entries_BT == call.layer.padding_idx).unsqueeze(-1), 0)
+    return spread_of(uses, grad) * math.sqrt(uses)
 
 
 def _concat(calls: Any) -> LayerCall:

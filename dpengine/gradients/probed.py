@@ -106,6 +106,10 @@ class Probed(AbstractGradients):
     def add_sums(self, groups: Mapping[nn.Parameter, int], weights_BK: Tensor, scale: float, into: Sums) -> None:
         # The probe comes last, when what was held of the batch is free: it needs as much once more.
         self._inner.add_sums(groups, weights_BK, scale, into)
+        self.probe()
+
+    def probe(self) -> None:
+        """Ends a pass whose norms were asked for, with a probe if one is due."""
         replay, sq_norms_B = self._capture.replay, self._sq_norms_B
         self._passes += 1
         if self._every is not None and self._passes >= self._next and replay is not None and len(sq_norms_B) > 1:

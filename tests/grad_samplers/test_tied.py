@@ -10,6 +10,7 @@ from dpengine.gradients import choose_method
 from dpengine.gradients.choose_method import MethodTable, time_ways
 from dpengine.gradients.entry import Entry
 from dpengine.gradients.method import Method, Way
+from dpengine.gradients.scratch import Scratch
 
 VOCABULARY, WIDTH, ROWS = 11, 5, 4
 WORDS, HEAD = BUILTIN[nn.Embedding]["weight"], BUILTIN[nn.Linear]["weight"]
@@ -93,3 +94,16 @@ def test_a_tied_weight_is_not_kept_and_its_ways_are_timed(monkeypatch):
     (choice,) = MethodTable().plan([entry], ROWS).values()
     assert choice.way.method is not Method.KEEP and choice.kept_bytes == 0
     assert set(timed) == set(ways)
+
+
+def test_what_arrives_at_the_padding_makes_no_norm_larger():
+    """It is never added. Behind an entry of zeros a norm divides by the root of its eps, so it may be large."""
+    (words, sampler), _ = calls_of(padding=3, dtype=torch.float32)
+    at_padding = (words.inputs[0] == 3).unsqueeze(2)
+    assert at_padding.any()
+    large = words.replace(grad_output=words.grad_output.masked_fill(at_padding, 1e12))
+    assert torch.equal(sampler.spread(large), sampler.spread(words))
+    entry = lambda call: Entry(Use(call.layer.weight, "weight"), [(call, sampler)])  # noqa: E731
+    way, scratch = Way(Method.GHOST, "shortcut"), Scratch()
+    norms_B = [entry(call).sq_norm(way, ROWS, scratch) for call in (words, large)]
+    torch.testing.assert_close(norms_B[1], norms_B[0], rtol=1e-12, atol=0)

@@ -8,7 +8,9 @@ from oracle import SLACK, clip_by_engine, clip_by_loop, relative_error
 from reference import per_sample_gradients
 from torch import nn
 
+from dpengine import GradSampleModule
 from dpengine.clipping import Automatic, Flat, Groups, PerLayer
+from dpengine.errors import UnsupportedLayerError
 from dpengine.gradients import MODES
 from dpengine.gradients.entry import sq_norms
 
@@ -168,8 +170,6 @@ def test_hooks_mode_shows_the_gradient_of_each_rows_own_loss():
     torch.manual_seed(4)
     model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)).double()
     inputs, targets = torch.randn(ROWS, 4, dtype=torch.float64), torch.tensor([0, 1, 2, 1])
-    from dpengine import GradSampleModule
-
     wrapped = GradSampleModule(model)
     F.cross_entropy(wrapped(inputs), targets).backward()
     truth = per_sample_gradients(model, lambda o, t: F.cross_entropy(o, t), (inputs,), targets)
@@ -180,6 +180,28 @@ def test_hooks_mode_shows_the_gradient_of_each_rows_own_loss():
     wrapped.zero_grad()
     assert not any(hasattr(p, "grad_sample") for p in model.parameters())
     assert wrapped.to_standard_module() is model and not model[0]._forward_hooks
+
+
+class _Positions(nn.Module):
+    """Entries that all rows share, as many as there are rows: nothing in their shape tells what they are."""
+
+    def __init__(self):
+        super().__init__()
+        self.table, self.head = nn.Embedding(ROWS, 3), nn.Linear(3, 2)
+
+    def forward(self, x):
+        return self.head(torch.tanh(x + self.table(torch.arange(ROWS))))
+
+
+def test_a_grad_sample_that_holds_several_rows_is_refused_and_not_shown():
+    torch.manual_seed(4)
+    model = _Positions()
+    wrapped = GradSampleModule(model)
+    with pytest.raises(UnsupportedLayerError, match=r"rows of a batch apart.*'table\.weight'"):
+        wrapped(torch.randn(ROWS, ROWS, 3)).square().mean().backward()
+    assert not any(hasattr(p, "grad_sample") for p in model.parameters())
+    wrapped(torch.randn(ROWS + 1, ROWS, 3)).square().mean().backward()  # and here the shapes tell
+    assert {len(p.grad_sample) for p in model.parameters()} == {ROWS + 1}
 
 
 @pytest.mark.parametrize("values", [torch.ones, torch.rand], ids=["constant", "positive"])

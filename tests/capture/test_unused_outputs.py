@@ -1,0 +1,51 @@
+"""A backward pass may come by a layer whose outputs nothing depends on: autograd then hands over no gradient."""
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from dpengine.clipping import ClippedSums, Flat
+
+MODES = ["auto", "hooks", "functorch", "ew", "ghost"]
+
+
+class Scale(nn.Module):
+    """A layer that no table knows."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(4))
+
+    def forward(self, x):
+        return self.scale * x
+
+
+class Looked(nn.Module):
+    """A checkpointed block that reads its input, and is not differentiable in it."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale, self.table = Scale(), nn.Embedding(2, 3)
+
+    def forward(self, x):
+        read = lambda y: self.table((y.detach()[:, 0] > 0).long())  # noqa: E731
+        return checkpoint(read, self.scale(x), use_reentrant=True)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_layer_whose_outputs_have_no_gradient_takes_no_part(mode):
+    torch.manual_seed(0)
+    model, inputs = Looked(), torch.randn(5, 4)
+    model(inputs).square().sum().backward()
+    assert model.scale.scale.grad is None
+    plain = model.table.weight.grad
+    model.zero_grad()
+    sums = ClippedSums(model, policy=Flat(1e6), mode=mode, loss_reduction="sum")
+    sums.attach()
+    model(inputs).square().sum().backward()
+    assert sums.clip(rows=5).rows == 5
+    assert sums.missing() == ["scale.scale"]
+    found = dict(sums.buffer)
+    torch.testing.assert_close(found[model.table.weight], plain)
+    assert not found[model.scale.scale].any()

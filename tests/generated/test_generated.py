@@ -1,0 +1,105 @@
+"""A thousand models that nobody wrote: the engine's clipped sums are those of a loop over single rows, or refused."""
+
+import dataclasses
+
+import pytest
+import torch
+from generated import verdicts
+from generated.blocks import BLOCKS
+from generated.layers_of import LAYERS
+from generated.planted import PLANTED
+from generated.subjects import CLIPPINGS, DTYPES, FORMS, LAYOUTS, MODES, drawn, subject_of
+from generated.survey import survey
+from generated.verdicts import verdict_on
+
+from dpengine.clipping import Flat
+from dpengine.grad_samplers import BUILTIN
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # torch's own on dtypes and padding, and that sigma is 0
+
+
+def assert_none_wrong(seeds, capsys):
+    found = survey(seeds)
+    with capsys.disabled():
+        print(f"\n{found}" if found.of("wrong") else "", end="")
+    assert not found.of("wrong")
+    assert len(found.of("right")) >= 0.8 * len(found.verdicts)  # refusing all would not be wrong either
+
+
+@pytest.mark.parametrize("stretch", range(4))
+def test_the_sums_of_a_hundred_models_are_right_or_refused_by_name(stretch, capsys):
+    assert_none_wrong(range(25 * stretch, 25 * stretch + 25), capsys)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stretch", range(10))
+def test_the_sums_of_a_thousand_models_are_right_or_refused_by_name(stretch, capsys):
+    first = 1000 + 100 * stretch
+    assert_none_wrong(range(first, first + 100), capsys)
+
+
+def test_everything_there_is_to_draw_is_drawn():
+    subjects = [drawn(seed) for seed in range(1000, 2000)]
+    used = {name for subject in subjects for name in subject.used}
+    assert used >= {name for table in LAYERS.values() for name in table} | BLOCKS.keys()
+    assert {subject.planted for subject in subjects} == PLANTED.keys() | {None}
+    tables = {"mode": MODES, "clipping": CLIPPINGS, "dtype": DTYPES, "form": FORMS, "layout": LAYOUTS}
+    for name, table in tables.items():
+        assert {subject.settings[name] for subject in subjects} == set(table), name
+    kinds = {type(part) for subject in subjects for part in subject.model.modules()}
+    assert kinds >= BUILTIN.keys()
+
+
+# That the comparison can fail
+
+
+def scaled(sampler):
+    """A sampler that is one per cent off, and has no other way than the definition."""
+    return dataclasses.replace(
+        sampler,
+        grad=lambda call: 1.01 * sampler.grad(call),
+        sq_norm=None, weighted_sum=None, add_weighted_sum=None, concat=None, spread=None, factors=None, cost=None,
+        more_grads={}, more_sq_norms={}, write_grads={},
+    )  # fmt: skip
+
+
+def suited(kind, seeds=range(3000)):
+    """Subjects that train such a layer, in single precision or better and by its own rule."""
+    for seed in seeds:
+        subject = drawn(seed)
+        settings = subject.settings
+        exact = settings["dtype"] is not torch.bfloat16 and not settings["autocast"]
+        by_rule = settings["mode"] in {"auto", "hooks", "ghost"} or settings["path"] == "grad_sample"
+        layers = (m for m in subject.model.modules() if type(m) is kind)
+        trained = any(p.requires_grad for layer in layers for p in layer.parameters(recurse=False))
+        if exact and by_rule and trained and subject.planted is None:
+            yield subject_of(seed)
+
+
+@pytest.mark.parametrize("kind", BUILTIN, ids=lambda kind: kind.__name__)
+def test_a_layer_whose_gradients_are_one_per_cent_off_is_found(monkeypatch, kind):
+    wrong = {name: scaled(sampler) for name, sampler in BUILTIN[kind].items()}
+    monkeypatch.setitem(BUILTIN, kind, wrong)
+    tried = []
+    for subject in suited(kind):
+        tried.append(verdict_on(subject).kind)
+        if tried[-1] == "wrong" or len(tried) > 20:
+            break
+    assert tried[-1] == "wrong", f"not found in {len(tried)} models"
+
+
+def test_a_threshold_that_is_exceeded_is_found(monkeypatch):
+    bound = Flat.factors
+    monkeypatch.setattr(Flat, "factors", lambda self, norms_BK: bound(self, norms_BK) * (1 + 2e-6))
+    seeds = [seed for seed in range(200) if drawn(seed).settings["clipping"] == "flat"][:20]
+    whys = [verdict.why for verdict in survey(seeds).of("wrong").values()]
+    assert any("above the threshold" in why for why in whys)
+
+
+def test_a_refusal_without_a_reason_is_found(monkeypatch):
+    seed = next(seed for seed in range(1000) if drawn(seed).planted == "unused")
+    assert verdict_on(subject_of(seed)).kind == "refused"
+    subject = dataclasses.replace(subject_of(seed), planted=None)
+    assert verdict_on(subject).kind == "refused"  # for a parameter that truly takes no part
+    monkeypatch.setattr(verdicts, "untouched", lambda subject: set())
+    assert verdict_on(subject).kind == "wrong"

@@ -1,0 +1,182 @@
+"""A hundred million draws of each source: their law, and that steps, parameters and ranks share nothing.
+
+Each p-value below 1e-6 fails. The seeds are fixed, so a run that passes will pass again.
+"""
+
+import numpy as np
+import pytest
+import torch
+from noise.tallies import (
+    CHUNK,
+    HUNDRED_MILLION,
+    Correlation,
+    cells_p,
+    chunks,
+    counts_of_normals,
+    distance_p,
+    p_values_of_normals,
+    p_values_of_words,
+)
+
+from dpengine.noise import NoiseSource
+from dpengine.noise.discrete import add_discrete_normal_
+from dpengine.noise.keyed_streams import STREAM_KINDS
+
+LEAST = 1e-6
+SIGMA = 4.0  # of the discrete normal
+STEPS, PLACES = 25, 2**22  # 1.05e8 normals: of two parameters, of which each of two ranks draws a half
+every_kind = pytest.mark.parametrize("kind", STREAM_KINDS)
+
+
+def normals_of(source, scale=1.0):
+    def draw(start, count):
+        drawn = source.normal_(torch.empty(count, dtype=torch.float64), domain="noise", step=5, start=start)
+        return drawn.mul_(scale)
+
+    return draw
+
+
+def words_of(source):
+    return lambda start, count: source.words(count, domain="mask", step=5, block=start // 8)
+
+
+def assert_by_chance(found):
+    assert min(found.values()) > LEAST, found
+
+
+@pytest.mark.slow
+@every_kind
+def test_normals_are_those_of_the_law(kind):
+    assert_by_chance(p_values_of_normals(normals_of(NoiseSource.seeded(21, kind))))
+
+
+@pytest.mark.slow
+@every_kind
+def test_words_are_uniform_in_every_part_byte_and_bit(kind):
+    assert_by_chance(p_values_of_words(words_of(NoiseSource.seeded(22, kind))))
+
+
+@pytest.mark.slow
+def test_discrete_normals_are_those_of_the_law():
+    source, reach = NoiseSource.seeded(23), 100
+    counts = np.zeros(2 * reach + 1)
+    for step, (_, count) in enumerate(chunks(HUNDRED_MILLION)):
+        drawn = add_discrete_normal_(torch.zeros(count, dtype=torch.int64), SIGMA, source=source, step=step)
+        counts += np.bincount(drawn.numpy() + reach, minlength=2 * reach + 1)
+    masses = np.exp(-np.square(np.arange(-reach, reach + 1)) / (2 * SIGMA**2))
+    masses /= masses.sum()  # beyond 25 sigma there is no mass that counts
+    found = {"Kolmogorov-Smirnov": distance_p(counts, masses), "chi-square": cells_p(counts, masses)}
+    assert_by_chance(found)
+
+
+def correlations(source_of, steps=STEPS, places=PLACES):
+    """P-values by the names of what was compared. ``source_of(step)`` draws the noise of a step."""
+    found = {name: Correlation() for name in ("steps", "steps but one", "parameters", "ranks")}
+    before = []
+    for step in range(steps):
+        source, half = source_of(step), places // 4
+        # As shards do: each rank draws its own places of each parameter by their numbers in the whole vector.
+        slices = [
+            source.normal_(torch.empty(half, dtype=torch.float64), domain="noise", step=step, start=k * half)
+            for k in range(4)
+        ]
+        whole = torch.cat(slices)
+        for lag, name in enumerate(("steps", "steps but one"), start=1):
+            if step >= lag:
+                found[name].add(whole, before[-lag])
+        before = [*before[-1:], whole]
+        found["parameters"].add(whole[: 2 * half], whole[2 * half :])
+        for first in (0, 2):
+            found["ranks"].add(slices[first], slices[first + 1])
+    return {
+        f"{name}, {what}": p
+        for name, one in found.items()
+        for what, p in zip(("values", "squares"), one.p_values(), strict=True)
+    }
+
+
+@pytest.mark.slow
+@every_kind
+def test_steps_parameters_and_ranks_are_uncorrelated(kind):
+    source = NoiseSource.seeded(24, kind)
+    assert_by_chance(correlations(lambda step: source))
+
+
+# That these tests can fail
+
+
+@pytest.mark.slow
+def test_a_source_that_is_a_thousandth_too_wide_is_found():
+    found = p_values_of_normals(normals_of(NoiseSource.seeded(25), scale=1.001))
+    assert found["chi-square, 100 cells"] < LEAST
+
+
+class Repeating:
+    """A source that forgets the step."""
+
+    def __init__(self):
+        self.source = NoiseSource.seeded(26)
+
+    def normal_(self, out, *, domain, step, start):
+        return self.source.normal_(out, domain=domain, step=0, start=start)
+
+
+class SamePlaces(Repeating):
+    """A source that begins anew on each rank."""
+
+    def normal_(self, out, *, domain, step, start):
+        return self.source.normal_(out, domain=domain, step=step, start=0)
+
+
+class Flipping(Repeating):
+    """A source whose next step repeats the size of the noise and not its sign."""
+
+    def normal_(self, out, *, domain, step, start):
+        signs = self.source.words(out.numel(), domain="signs", step=step, block=start // 8) & np.uint64(1)
+        drawn = self.source.normal_(out, domain=domain, step=0, start=start).abs_()
+        return drawn.mul_(torch.from_numpy(1.0 - 2.0 * signs))
+
+
+@pytest.mark.parametrize(
+    "source, name",
+    [(Repeating(), "steps, values"), (SamePlaces(), "ranks, values"), (Flipping(), "steps, squares")],
+    ids=["steps", "ranks", "sizes"],
+)
+def test_a_stream_that_comes_again_is_found(source, name):
+    found = correlations(lambda step: source, steps=3, places=2**14)
+    assert found[name] < LEAST
+    right = NoiseSource.seeded(26)
+    assert min(correlations(lambda step: right, steps=3, places=2**14).values()) > LEAST
+
+
+def test_normals_of_another_law_are_found():
+    """Of the same mean and variance, but with steps of 1/64: the cells between hold nothing."""
+    source = NoiseSource.seeded(27)
+    rounded = lambda start, count: (normals_of(source)(start, count) * 64).round() / 64  # noqa: E731
+    assert p_values_of_normals(rounded, 10**6)["Kolmogorov-Smirnov"] < LEAST
+    assert_by_chance(p_values_of_normals(normals_of(source), 10**6))
+
+
+def test_a_draw_beyond_the_cells_is_noticed():
+    assert counts_of_normals(lambda start, count: torch.full((count,), 11.0), 10).sum() == 0
+    assert (
+        p_values_of_normals(lambda start, count: torch.full((count,), 11.0).index_fill(0, torch.tensor([0]), 1.0), 10)[
+            "lost"
+        ]
+        == 0
+    )
+
+
+def test_words_with_one_bit_that_leans_are_found():
+    source = NoiseSource.seeded(28)
+
+    def leaning(start, count):
+        words = words_of(source)(start, count)
+        rarely = source.words(count, domain="other", step=5, block=start // 8) < np.uint64(2**64 // 50)
+        return np.where(rarely, words | np.uint64(1 << 37), words)
+
+    found = p_values_of_words(leaning, 10**6)
+    assert found["chi-square of the bits of part 2"] < LEAST and found["chi-square of byte 4"] < LEAST
+    assert found["chi-square of part 0"] > LEAST
+    assert_by_chance(p_values_of_words(words_of(source), 10**6))
+    assert CHUNK % 8 == 0  # else words of two chunks would be of one block
