@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
 from dpengine.distributed import refuse_other_weights
+from dpengine.noise import NoiseSource
 from dpengine.run import Run
 
 _EXAMPLES = 16  # of the data set, that are compared
@@ -58,6 +59,20 @@ def refuse_disagreement(run: Run, physical_batch_size: int | None, accumulation_
         ledger=release.ledger.totals,
     )
     refuse_other_weights(sums.model, topology)
+
+
+def examples_of(run: Run, source: NoiseSource, life: int | None = None) -> list[str | None]:
+    """What some of the examples are, for a comparison with those of a run that goes on. Secret, as the key is.
+
+    Args:
+        run: The run.
+        source: Whose key the digests are made with.
+        life: Of the source; None for the present one.
+
+    Returns:
+        A digest of each; None for one that is another each time it is read, or cannot be read.
+    """
+    return _examples(run.batches.dataset, source.words(8, domain="agreement", step=0, incarnation=life).tobytes())
 
 
 def _settings(optimizer: Optimizer) -> list[dict[str, Any]]:

@@ -1,6 +1,8 @@
 """Stage 2: a forward and a backward pass become LayerCall records."""
 
 from .capture import Capture, CaptureState, Receiver
+from .model_state import ModelState
+from .outputs import tensors_in_outputs
 from .record import LayerCall, Use
 from .replay import Pass, Replay
 from .watch import Kind, Watch, has_own_parameters, watch_list
@@ -10,11 +12,13 @@ __all__ = [
     "CaptureState",
     "Kind",
     "LayerCall",
+    "ModelState",
     "Pass",
     "Receiver",
     "Replay",
     "Use",
     "Watch",
     "has_own_parameters",
+    "tensors_in_outputs",
     "watch_list",
 ]

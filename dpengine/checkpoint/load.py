@@ -35,7 +35,7 @@ from .layout import (
 )
 from .pieces import Stored, files_of
 from .plain import together
-from .run_state import is_seeded, next_life, resumption
+from .run_state import is_seeded, next_life, refuse_damaged, resumption
 
 
 def load(folder: str | Path, engine: Engine, *, nothing_left_since: bool = False) -> None:
@@ -49,9 +49,9 @@ def load(folder: str | Path, engine: Engine, *, nothing_left_since: bool = False
     Noise that hangs together over steps begins anew, as a mechanism that adds to what was spent: that costs some more
     than the run would have. With ``nothing_left_since`` it goes on as the one matrix that was planned.
 
-    The data set must be the same, in the same order. It is not compared, apart from its length. How many processes
-    there are, and how they share the model, may be as it was or not: the run that goes on is the same. Each of them
-    calls this.
+    The data set must be the same, in the same order. Its length is compared, and some of its examples, as far as they
+    are the same each time they are read. How many processes there are, and how they share the model, may be as it was
+    or not: the run that goes on is the same. Each of them calls this.
 
     Args:
         folder: Where it was saved.
@@ -125,6 +125,7 @@ class _Files:
         if not isinstance(self.state, dict) or self.state.get("version") != VERSION:
             version = self.state.get("version") if isinstance(self.state, dict) else None
             raise CorruptFileError(f"{RUN} has version {version!r}; this one reads {VERSION}.", fix=EARLIER)
+        refuse_damaged(self.state)
 
     def prepare(self, run: Run, engine: Engine, life: int, *, nothing_left_since: bool) -> None:
         """Makes all that the run will have, and changes nothing."""
@@ -140,11 +141,15 @@ class _Files:
         self._weights = {name: spread.taken(self._model, name, like, topology) for name, like in now.items()}
         metadata = self._optimizer.metadata
         of = _json(metadata.get("of", ""), OPTIMIZER)
+        if not isinstance(of, dict) or not all(isinstance(number, int) for number in of.values()):
+            raise CorruptFileError(f"{OPTIMIZER} does not tell whose its tensors are.", fix=EARLIER)
         tensors = spread.optimizer_tensors(self._optimizer, of, run.optimizer, topology)
         self._others = together(_json(metadata.get("state", ""), OPTIMIZER), tensors)
+        if not isinstance(self._others, dict):
+            raise CorruptFileError(f"{OPTIMIZER} has no states.", fix=EARLIER)
         if self._others.keys() != companions(run).keys():
             raise MechanismMismatchError(
-                f"The checkpoint has {sorted(self._others)}, and this run has {sorted(companions(run))}.",
+                f"The checkpoint has {list(self._others)}, and this run has {sorted(companions(run))}.",
                 fix="Give make_private the same lr_scheduler= and grad_scaler=.",
             )
         self._spent = _json(folders.read(self._folder / PUBLIC).decode(errors="replace"), PUBLIC)
@@ -153,7 +158,10 @@ class _Files:
         """Gives model, companions and ledger what was stored."""
         unwrapped(run.model).load_state_dict(self._weights, strict=False)  # a tied tensor is there under its first name
         for name, companion in companions(run).items():
-            companion.load_state_dict(self._others[name])
+            try:
+                companion.load_state_dict(self._others[name])
+            except (KeyError, TypeError, ValueError, AttributeError) as error:
+                raise CorruptFileError(f"The stored state does not fit the {name}: {error!r}.", fix=EARLIER) from error
         engine.load_state_dict(self._spent)
 
 

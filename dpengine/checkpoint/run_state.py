@@ -18,16 +18,32 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from dpengine.accounting import Charge, CyclicGaussianEvent, MatrixGaussianEvent
+from dpengine.agreement import examples_of
 from dpengine.distributed import unwrapped
-from dpengine.errors import LedgerError, MechanismMismatchError, TicketError
+from dpengine.errors import CorruptFileError, LedgerError, MechanismMismatchError, TicketError
 from dpengine.noise import AbstractNoise, NoiseSource, mechanism_for
 from dpengine.run import Run
 from dpengine.run_plan import RunPlan
 from dpengine.sampling import UnitIds
 from dpengine.stage import Stage
 
+from .layout import EARLIER
+
 _BETWEEN_STEPS = (Stage.IDLE, Stage.RELEASED, Stage.VOID)
 _LIFE_BITS = 63
+_KINDS: dict[str, Any] = {
+    "fingerprint": dict,
+    "noise_multiplier": float,
+    "matrix": (str, type(None)),
+    "run": str,
+    "last_step": int,
+    "source": {"kind": str, "key": str, "incarnation": int, "insecure_seed": bool},
+    "first_life": int,
+    "noise": dict,
+    "clipping": dict,
+    "dropped_rows": int,
+    "joined": int,
+}  # of what `taken` gives
 
 
 def taken(run: Run) -> dict[str, Any]:
@@ -62,7 +78,34 @@ def taken(run: Run) -> dict[str, Any]:
         "clipping": release.plan.clipping.state_dict(),
         "dropped_rows": release.dropped_rows,
         "joined": release.joined,
+        "examples": examples_of(run, release.source),
     }
+
+
+def refuse_damaged(state: Any) -> None:
+    """Refuses what `taken` cannot have given.
+
+    Args:
+        state: What was read.
+
+    Raises:
+        CorruptFileError: If a part is missing, or of another kind.
+    """
+    parts: list[tuple[tuple[str, ...], Any]] = []
+    for name, kinds in _KINDS.items():
+        parts += [((name, key), kind) for key, kind in kinds.items()] if isinstance(kinds, dict) else [((name,), kinds)]
+    for path, kind in parts:
+        found = state
+        for name in path:
+            if not isinstance(found, dict) or name not in found:
+                raise CorruptFileError(f"The state of the run has no {'.'.join(path)!r}.", fix=EARLIER)
+            found = found[name]
+        whole = kind is not int or (not isinstance(found, bool) and isinstance(found, int) and -1 <= found < 2**64)
+        if not isinstance(found, kind) or not whole:
+            shown = "number out of range" if isinstance(found, int) else type(found).__name__
+            raise CorruptFileError(f"The state of the run has a {shown} as {'.'.join(path)!r}.", fix=EARLIER)
+    if not all(isinstance(name, str) for name in state["fingerprint"]):
+        raise CorruptFileError("The state of the run has other names than words.", fix=EARLIER)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,6 +160,7 @@ def resumption(
         MechanismMismatchError: If the run is another one; the message says in what.
         TicketError: If the run has begun, or was resumed already.
         LedgerError: If the engine knows of later steps, and is told that there were none.
+        CorruptFileError: If the key is none.
     """
     if run.release.last_step >= 0 or run.resumed or not run.attached:
         raise TicketError(
@@ -125,7 +169,11 @@ def resumption(
         )
     _refuse_other(run, state)
     plan = _with_noise_multiplier(run.release.plan, state["noise_multiplier"])
-    source = NoiseSource.from_secret_state(state["source"], incarnation=life)
+    try:
+        source = NoiseSource.from_secret_state(state["source"], incarnation=life)
+    except ValueError as error:
+        raise CorruptFileError(f"The state of the run has no usable key: {error}", fix=EARLIER) from error
+    _refuse_other_examples(run, source, state)
     first = state["last_step"] + 1
     same_matrix = plan.noise is None or plan.noise.name == state["matrix"]
     if not (nothing_left_since or (is_seeded(state) and same_matrix)):
@@ -191,6 +239,20 @@ def _refuse_other(run: Run, state: Mapping[str, Any]) -> None:
             f"The checkpoint is of a run with another {', '.join(differing)} ({name}: {then.get(name)!r}, now "
             f"{now.get(name)!r}).",
             fix="Call make_private with the model, the data and the arguments of the run that was saved.",
+        )
+
+
+def _refuse_other_examples(run: Run, source: NoiseSource, state: Mapping[str, Any]) -> None:
+    then = state.get("examples")  # the first checkpoints had none
+    then = then if isinstance(then, list) else []
+    now = examples_of(run, source, state["source"]["incarnation"])
+    differing = [i for i, (a, b) in enumerate(zip(then, now, strict=False)) if a and b and a != b]
+    if differing:
+        source.close()
+        raise MechanismMismatchError(
+            f"The data set is not the one of the checkpoint: {len(differing)} of {len(now)} examples that were looked "
+            "at are others, or in another place.",
+            fix="Load with the data set that was there, in the same order; for another one, begin a run of its own.",
         )
 
 

@@ -68,11 +68,9 @@ def private_loader(
         SamplingError: If the loader is refused by `check_loader`, is of another size than ``strategy``, or gives no
             example to take the structure from.
         ValueError: If both ways to split are asked for, or a size is below 1.
-    """
+    """  # noqa: DOC502 - the checks raise on our behalf
     check_loader(loader)
-    rows = len(loader.dataset)  # type: ignore[arg-type]
-    if rows != strategy.num_examples:
-        raise SamplingError(f"The data set has {rows} rows, the strategy draws from {strategy.num_examples}.")
+    _refuse_other_size(loader, strategy)
     accumulation_steps = whole_number("private_loader", "accumulation_steps", accumulation_steps, at_least=1)
     if physical_batch_size is not None:
         physical_batch_size = whole_number("private_loader", "physical_batch_size", physical_batch_size, at_least=1)
@@ -108,6 +106,17 @@ def private_loader(
     fetch_empty = type(loader).__iter__ is not DataLoader.__iter__
     private = {**settings, **wrapped, "_batches": batches, "_fetch_empty": fetch_empty}
     return _changed(loader, _private_class(type(loader)), private)  # type: ignore[arg-type]
+
+
+def _refuse_other_size(loader: Any, strategy: AbstractBatchStrategy | None = None) -> None:
+    """A data set that has grown or shrunk is not the one whose examples have the chance that is accounted for."""
+    strategy = loader._batches.strategy if strategy is None else strategy
+    rows = len(loader.dataset)
+    if rows != strategy.num_examples:
+        raise SamplingError(
+            f"The data set has {rows} rows, the strategy draws from {strategy.num_examples}.",
+            fix="A data set stays as it is while a run goes on: call make_private on a loader of the new one.",
+        )
 
 
 def _changed(loader: DataLoader[Any], kind: type[DataLoader[Any]], attributes: dict[str, Any]) -> DataLoader[Any]:
@@ -163,6 +172,7 @@ class _PrivateIteration:
 
     def __iter__(self) -> Iterator[Any]:
         batches = self._batches
+        _refuse_other_size(self)
         this_pass = batches.start_pass(fetch_empty=self._fetch_empty)
         try:
             this_pass.source = super().__iter__()  # type: ignore[misc]

@@ -10,28 +10,35 @@ import torch
 from torch import nn
 
 from dpengine.capture import Kind, Watch, watch_list
-from dpengine.errors import UnsupportedLayerError
+from dpengine.errors import BatchDependentLossError, PrivacyError, ReductionError, UnsupportedLayerError
 from dpengine.grad_samplers import REGISTERED, sampler_for
 from dpengine.layers import TWINS
 from dpengine.names import suggests_names
 
+from .company import Company
+from .loss import LossFunction, parts_of, refuse_mixing
 from .obstacles import obstacle_of
 
 SUPPORTED, TWIN, FALLBACK, BLOCKED, NOTHING = "supported", "twin", "fallback", "blocked", "no trainable parameters"
+LAYER, LOSS = "layer", "loss"
 _PRIVATE = frozenset(TWINS.values())
+
+
+_WHOLE = {LAYER: "model", LOSS: "loss"}
 
 
 @dataclass(frozen=True)
 class Finding:
-    """What is known about one layer.
+    """What is known about one layer, or about the loss.
 
     Attributes:
-        name: Dotted name in the model, empty for the model itself.
-        type: Name of its class.
+        name: Dotted name in the model, empty for the model itself and for the loss.
+        type: Name of its class, or of the loss function.
         verdict: ``"supported"``, ``"twin"``, ``"fallback"``, ``"blocked"`` or ``"no trainable parameters"``.
         how: The rule that gives its per-sample gradients.
         why: For a blocked layer, what it does, as the rest of a sentence that begins with its name.
         remedy: For a blocked layer, what to do.
+        part: ``"layer"`` or ``"loss"``.
     """
 
     name: str
@@ -40,11 +47,12 @@ class Finding:
     how: str = ""
     why: str = ""
     remedy: str = ""
+    part: str = LAYER
 
     @property
     def where(self) -> str:
         """Name and type, for messages."""
-        return f"{self.name or 'The model'} ({self.type})"
+        return f"{self.name or f'The {_WHOLE[self.part]}'} ({self.type})"
 
 
 @dataclass(frozen=True)
@@ -68,16 +76,18 @@ class CheckReport:
 
         Raises:
             UnsupportedLayerError: With the reason and the remedy of the first, and the names of the others.
-        """
+            BatchDependentLossError: The same, where the first is the loss.
+        """  # noqa: DOC502 - one of the two
         if self.ok:
             return
         first, *others = self.blocked
         also = f" Also blocked: {', '.join(other.where for other in others)}." if others else ""
-        raise UnsupportedLayerError(f"{first.where} {first.why}.{also}", fix=first.remedy)
+        kind: type[PrivacyError] = BatchDependentLossError if first.part == LOSS else UnsupportedLayerError
+        raise kind(f"{first.where} {first.why}.{also}", fix=first.remedy)
 
     def __str__(self) -> str:
         header = ("layer", "type", "verdict", "how")
-        rows = [header, *((f.name or "(model)", f.type, f.verdict, f.how) for f in self.findings)]
+        rows = [header, *((f.name or f"({_WHOLE[f.part]})", f.type, f.verdict, f.how) for f in self.findings)]
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
         notes = [f"{finding.where} {finding.why}. {finding.remedy}" for finding in self.blocked]
@@ -85,23 +95,67 @@ class CheckReport:
 
 
 @suggests_names
-def check(model: nn.Module) -> CheckReport:
+def check(
+    model: nn.Module,
+    loss_fn: LossFunction | None = None,
+    batch: tuple[Any, Any] | None = None,
+    *,
+    loss_reduction: str = "mean",
+) -> CheckReport:
     """Says for each layer of a model how its per-sample gradients are found, or why it cannot be trained privately.
 
-    Looks at layers one by one, and changes nothing. That a layer of unknown kind, or the loss, keeps rows apart is
-    something only a batch can show: see ``check_loss``.
+    Looks at layers one by one. That a layer of unknown kind, or the loss, keeps the rows of a batch apart is something
+    that only a batch can show. With ``loss_fn`` and ``batch`` the model, in train mode, runs on the batch again and
+    again, while some of its rows get the data of others; the loss is asked the same, and each of two rows also alone.
+    The first layer in which a row notices other rows, or the batch before, is blocked, and so is such a loss. What the
+    data of the batch do not bring about is not found: a mean over tokens needs rows of different lengths.
+
+    The model is not changed. The batch runs on a copy of it.
 
     Args:
         model: The model, before or after ``fix``.
+        loss_fn: Called as ``loss_fn(model(inputs), targets)``.
+        batch: ``(inputs, targets)`` with at least two rows, on axis 0; inputs may be a tensor, a tuple of positional or
+            a mapping of keyword inputs.
+        loss_reduction: What will be declared to ``make_private``: ``"mean"`` or ``"sum"``.
 
     Returns:
         A report with one row for each layer: what owns parameters, what has no children, and all that is blocked.
 
     Raises:
-        TypeError: If the model is no ``torch.nn.Module``.
-    """
+        TypeError: If the model is no ``torch.nn.Module``, or only one of ``loss_fn`` and ``batch`` is given, or one
+            is of a wrong kind.
+        ValueError: If the batch has fewer than two rows or the model gives none, or ``loss_reduction`` is not known.
+    """  # noqa: DOC502 - what is called raises on our behalf
     if not isinstance(model, nn.Module):
         raise TypeError(f"check: model is {torch.typename(model)}; pass an instance of torch.nn.Module.")
+    findings = _of_layers(model)
+    if loss_fn is not None or batch is not None:
+        inputs, targets, size = parts_of("check", model, loss_fn, batch, loss_reduction)
+        assert loss_fn is not None  # parts_of has refused that
+        findings += _of_a_batch(findings, model, loss_fn, inputs, targets, size, loss_reduction)
+    return CheckReport(tuple(findings))
+
+
+def _of_a_batch(
+    known: list[Finding], model: nn.Module, loss_fn: LossFunction, inputs: Any, targets: Any, size: int, reduction: str
+) -> list[Finding]:
+    """What a batch shows beside what is known."""
+    found = []
+    coupling, outputs = Company(model, inputs, size).ask()
+    if coupling is not None and coupling.name not in {one.name for one in known if one.verdict == BLOCKED}:
+        found.append(Finding(coupling.name, coupling.type, BLOCKED, why=coupling.why, remedy=coupling.remedy))
+    try:
+        refuse_mixing(outputs, targets, loss_fn, size, reduction)
+    except (BatchDependentLossError, ReductionError) as refusal:
+        name = getattr(loss_fn, "__name__", type(loss_fn).__name__)
+        said = str(refusal).removeprefix(f"[{refusal.code}] ").removesuffix(refusal.fix).rstrip(" .")
+        found.append(Finding("", name, BLOCKED, why=f"was refused: {said}", remedy=refusal.fix, part=LOSS))
+    return found
+
+
+def _of_layers(model: nn.Module) -> list[Finding]:
+    """What is known of each layer by itself."""
     lookup = _Lookup()
     watches = {watch.module: watch for watch in watch_list(model, lookup, lambda module: None)}
     inside = {m for watch in watches.values() if watch.kind is Kind.UNIT for m in watch.module.modules()}
@@ -117,7 +171,7 @@ def check(model: nn.Module) -> CheckReport:
         why = "has no trainable parameter, so there is nothing to train"
         remedy = "Thaw what shall be trained: model.requires_grad_(True)"
         findings.insert(0, Finding("", type(model).__name__, BLOCKED, why=why, remedy=remedy))
-    return CheckReport(tuple(findings))
+    return findings
 
 
 class _Lookup:

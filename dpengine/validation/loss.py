@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,6 +14,9 @@ from torch.utils import _pytree as pytree
 from dpengine.errors import BatchDependentLossError, ReductionError
 from dpengine.names import suggests_names
 
+from .company import call, carries_rows, kept_rows, with_others_changed
+
+_HALF = {torch.float16, torch.bfloat16}
 LossFunction = Callable[[Any, Any], Tensor]
 _checked: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # whose last check found nothing
 
@@ -39,19 +42,15 @@ def check_loss(
 
     Raises:
         ValueError: If the batch has fewer than two rows, or ``loss_reduction`` is not known.
-    """
-    _refuse_wrong_arguments(model, loss_fn, batch, loss_reduction)
-    inputs, targets = batch
-    size = next(t.shape[0] for t in pytree.tree_leaves(targets) if isinstance(t, Tensor) and t.dim())
-    if size < 2:
-        raise ValueError(f"check_loss: the batch has {size} rows; two are needed to see whether they mix.")
+    """  # noqa: DOC502 - what is called raises on our behalf
+    inputs, targets, size = parts_of("check_loss", model, loss_fn, batch, loss_reduction)
     _checked.discard(model)
     mode = model.training
     try:
         model.eval()
         outputs, by_outputs = _loss_gradients(model, loss_fn, inputs, targets)
         for row in range(min(rows, size)):
-            one = lambda leaf, row=row: leaf[row : row + 1] if _carries_rows(leaf, size) else leaf  # noqa: E731
+            one = lambda leaf, row=row: leaf[row : row + 1] if carries_rows(leaf, size) else leaf  # noqa: E731
             alone, by_alone = _loss_gradients(
                 model, loss_fn, pytree.tree_map(one, inputs), pytree.tree_map(one, targets)
             )
@@ -67,20 +66,73 @@ def loss_was_checked(model: nn.Module) -> bool:
     return model in _checked
 
 
-def _refuse_wrong_arguments(model: Any, loss_fn: Any, batch: Any, loss_reduction: Any) -> None:
-    needed = "call check_loss(model, loss_fn, (inputs, targets))."
+def refuse_mixing(outputs: Any, targets: Any, loss_fn: LossFunction, size: int, loss_reduction: str) -> None:
+    """Refuses a loss in which rows meet: the outputs of some stay, those of others and their targets change.
+
+    Args:
+        outputs: What the model gave for a batch.
+        targets: Of the batch.
+        loss_fn: Called with both.
+        size: How many rows they have.
+        loss_reduction: What was declared to ``make_private``.
+
+    Raises:
+        BatchDependentLossError: If a loss gradient of a row depends on the other rows.
+        ReductionError: If the loss is summed where a mean was declared, or the other way round.
+    """  # noqa: DOC502 - the comparison raises on our behalf
+    _, together = _gradients_at(outputs, loss_fn, targets)
+    for keep_B in kept_rows(size):
+        changed = with_others_changed((outputs, targets), keep_B)
+        _, beside_others = _gradients_at(changed[0], loss_fn, changed[1])
+        for one, other in zip(together, beside_others, strict=True):
+            rows = keep_B.to(one.device).nonzero().flatten()
+            a, b = (grad[rows] if carries_rows(grad, size) else grad for grad in (one, other))
+            if not torch.allclose(a * size, b * size, rtol=1e-3, atol=1e-7):
+                raise BatchDependentLossError(
+                    "The loss of a row changes with its batch: its gradient was another when other rows had other "
+                    "outputs and targets. A mean over tokens or classes, or a loss between rows.",
+                    fix="Use dpengine.validation.per_example(loss_fn).",
+                )
+    for row in range(2):
+        _, alone = _gradients_at(_row(outputs, row, size), loss_fn, _row(targets, row, size))
+        _compare_gradients(row, size, loss_reduction, [_row(grad, row, size) for grad in together], alone)
+
+
+def parts_of(caller: str, model: Any, loss_fn: Any, batch: Any, loss_reduction: Any) -> tuple[Any, Any, int]:
+    """Inputs, targets and how many rows they have, or a refusal of what is none of it.
+
+    Args:
+        caller: What was called, for messages.
+        model: The model.
+        loss_fn: Called with outputs and targets.
+        batch: ``(inputs, targets)``.
+        loss_reduction: ``"mean"`` or ``"sum"``.
+
+    Returns:
+        The three.
+
+    Raises:
+        TypeError: If an argument is of a wrong kind.
+        ValueError: If the reduction is not known, or there are fewer than two rows.
+    """
+    needed = f"call {caller}(model, loss_fn, (inputs, targets))."
     if not isinstance(model, nn.Module) or isinstance(model, _Loss):
         kind = "a loss" if isinstance(model, _Loss) else "no torch.nn.Module"
-        raise TypeError(f"check_loss: model is {torch.typename(model)}, which is {kind}; {needed}")
+        raise TypeError(f"{caller}: model is {torch.typename(model)}, which is {kind}; {needed}")
     if not callable(loss_fn):
-        raise TypeError(f"check_loss: loss_fn is {torch.typename(loss_fn)}, which cannot be called; {needed}")
+        raise TypeError(f"{caller}: loss_fn is {torch.typename(loss_fn)}, which cannot be called; {needed}")
     if not (isinstance(batch, (tuple, list)) and len(batch) == 2):
         size = f" of {len(batch)}" if isinstance(batch, (tuple, list)) else ""
-        raise TypeError(f"check_loss: batch is {torch.typename(batch)}{size}, which is no pair; {needed}")
-    if not any(isinstance(t, Tensor) and t.dim() for t in pytree.tree_leaves(batch[1])):
-        raise TypeError(f"check_loss: targets ({torch.typename(batch[1])}) hold no tensor with rows; {needed}")
+        raise TypeError(f"{caller}: batch is {torch.typename(batch)}{size}, which is no pair; {needed}")
+    inputs, targets = batch
+    sizes = [t.shape[0] for t in pytree.tree_leaves(targets) if isinstance(t, Tensor) and t.dim()]
+    if not sizes:
+        raise TypeError(f"{caller}: targets ({torch.typename(targets)}) hold no tensor with rows; {needed}")
     if loss_reduction not in ("mean", "sum"):
         raise ValueError(f"loss_reduction={loss_reduction!r} is not known. Choose one of: 'mean', 'sum'.")
+    if sizes[0] < 2:
+        raise ValueError(f"{caller}: the batch has {sizes[0]} rows; two are needed to see whether they mix.")
+    return inputs, targets, sizes[0]
 
 
 def per_example(loss_fn: LossFunction) -> LossFunction:
@@ -103,20 +155,22 @@ def per_example(loss_fn: LossFunction) -> LossFunction:
 
 
 def _row(tree: Any, i: int, size: int) -> Any:
-    return pytree.tree_map(lambda leaf: leaf[i : i + 1] if _carries_rows(leaf, size) else leaf, tree)
-
-
-def _carries_rows(leaf: Any, size: int) -> bool:
-    return isinstance(leaf, Tensor) and leaf.dim() > 0 and leaf.shape[0] == size
+    return pytree.tree_map(lambda leaf: leaf[i : i + 1] if carries_rows(leaf, size) else leaf, tree)
 
 
 def _loss_gradients(
     model: nn.Module, loss_fn: LossFunction, inputs: Any, targets: Any
 ) -> tuple[list[Tensor], list[Tensor]]:
     with torch.no_grad():
-        raw = _call(model, inputs)
+        raw = call(model, inputs)
+    return _gradients_at(raw, loss_fn, targets)
+
+
+def _gradients_at(raw: Any, loss_fn: LossFunction, targets: Any) -> tuple[list[Tensor], list[Tensor]]:
+    """The outputs that are numbers, and the gradients of the loss by them."""
     leaves, spec = pytree.tree_flatten(raw)
-    floats = [leaf.detach().clone().requires_grad_() if _is_float(leaf) else leaf for leaf in leaves]
+    # In float32 at least: what a loss rounds off in half precision is more than what is looked for.
+    floats = [_wide(leaf.detach().clone()).requires_grad_() if _is_float(leaf) else leaf for leaf in leaves]
     watched = [leaf for leaf in floats if _is_float(leaf)]
     with torch.enable_grad():
         loss = loss_fn(pytree.tree_unflatten(floats, spec), targets)
@@ -124,14 +178,12 @@ def _loss_gradients(
     return watched, [torch.zeros_like(w) if g is None else g for w, g in zip(watched, grads, strict=True)]
 
 
+def _wide(tensor: Tensor) -> Tensor:
+    return tensor.float() if tensor.dtype in _HALF else tensor
+
+
 def _is_float(leaf: Any) -> bool:
     return isinstance(leaf, Tensor) and leaf.is_floating_point()
-
-
-def _call(model: nn.Module, inputs: Any) -> Any:
-    if isinstance(inputs, Mapping):
-        return model(**inputs)
-    return model(*inputs) if isinstance(inputs, tuple) else model(inputs)
 
 
 def _compare_outputs(row: int, together: list[Tensor], alone: list[Tensor]) -> None:

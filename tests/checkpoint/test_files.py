@@ -85,7 +85,7 @@ def test_a_part_that_is_missing_is_told(tmp_path):
 
 @settings(max_examples=200, deadline=None)
 @given(st.data())
-def test_damaged_files_are_refused_or_read(tmp_path_factory, data):
+def test_f_p5_damaged_files_are_refused_or_read(tmp_path_factory, data):
     path = put(
         tmp_path_factory.mktemp("x") / "x.safetensors", {"w": (torch.zeros(2, 2), (2, 0)), "b": (torch.ones(3),)}
     )
@@ -108,7 +108,7 @@ def test_damaged_files_are_refused_or_read(tmp_path_factory, data):
         assert all(isinstance(tensor, torch.Tensor) for tensor in found)
 
 
-def test_a_pickle_is_refused(tmp_path):
+def test_f_p5_a_pickle_is_refused(tmp_path):
     import pickle
 
     class Harm:
@@ -154,7 +154,7 @@ def test_what_is_not_plain_is_refused_with_its_place():
 @pytest.mark.parametrize(
     "plain", [{"tensor": "y"}, {"other": 1}, {}, {"a": 1, "b": 2}, {"pairs": [[1]]}, {"float": "x"}]
 )
-def test_damaged_values_are_refused(plain):
+def test_f_p5_damaged_values_are_refused(plain):
     with pytest.raises(CorruptFileError):
         together(plain, {})
 
@@ -189,7 +189,7 @@ def dying(function, calls):
     return call
 
 
-def test_a_death_at_any_call_leaves_a_whole_folder(tmp_path, monkeypatch):
+def test_f_p4_a_death_at_any_call_leaves_a_whole_folder(tmp_path, monkeypatch):
     old, new, last = ({"a": value, "s": value} for value in (b"1", b"2", b"3"))
     for death in range(1, 40):
         where = tmp_path / str(death) / "run"

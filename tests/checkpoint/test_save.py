@@ -1,6 +1,7 @@
 """A run that is saved and gone on with is the run that its plan says, and draws nothing twice."""
 
 import itertools
+import json
 import stat
 
 import numpy as np
@@ -14,6 +15,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from dpengine import Adaptive, PrivacyEngine, checkpoint
+from dpengine.checkpoint.plain import together
 from dpengine.errors import CorruptFileError, InvalidBudgetError, LedgerError, MechanismMismatchError, TicketError
 from dpengine.noise import BLT, BandedInverse, BandMF, NoiseSource
 
@@ -78,7 +80,7 @@ def test_everything_goes_on_where_it_was(tmp_path):
     assert second.engine.ledger.steps == 10
 
 
-def test_what_comes_after_is_drawn_afresh(tmp_path):
+def test_f_p2_what_comes_after_is_drawn_afresh(tmp_path):
     first = Run().train(3).saved(tmp_path / "run").train(2)
     others = [Run().resumed(tmp_path / "run").train(2) for _ in range(2)]
     runs = [first.batches[3:], *(run.batches for run in others)]
@@ -136,7 +138,7 @@ def noise_of(run, count):
 
 @pytest.mark.parametrize("name", CONFIGS)
 @pytest.mark.parametrize("at", [1, 3, 6])
-def test_noise_goes_on_as_one_matrix_where_nothing_left_since(tmp_path, name, at):
+def test_f_p3_noise_goes_on_as_one_matrix_where_nothing_left_since(tmp_path, name, at):
     first, second = still(name), still(name)
     steps = noise_of(first, at)
     checkpoint.save(tmp_path / "run", first[0])
@@ -149,7 +151,7 @@ def test_noise_goes_on_as_one_matrix_where_nothing_left_since(tmp_path, name, at
 
 @pytest.mark.parametrize("name", CONFIGS)
 @pytest.mark.parametrize("at", [1, 3, 6])
-def test_noise_begins_anew_unless_that_is_said(tmp_path, name, at, monkeypatch):
+def test_f_p2_f_p3_noise_begins_anew_unless_that_is_said(tmp_path, name, at, monkeypatch):
     monkeypatch.setattr(NoiseSource, "fresh", lambda kind: NoiseSource(bytes(range(32)), kind=kind))  # no seed
     monkeypatch.setattr("dpengine.checkpoint.run_state.secrets.randbits", lambda bits: 12345)
     first, second = still(name, PrivacyEngine()), still(name, PrivacyEngine())
@@ -168,7 +170,7 @@ def test_noise_begins_anew_unless_that_is_said(tmp_path, name, at, monkeypatch):
 
 
 @pytest.mark.parametrize("noise", [BandMF(num_bands=4), BLT(num_buffers=1), BandedInverse(num_bands=2)], ids=str)
-def test_each_end_of_a_run_that_was_rolled_back_counts(tmp_path, noise):
+def test_f_p2_each_end_of_a_run_that_was_rolled_back_counts(tmp_path, noise):
     """Whoever takes part in each of them was released so often: as in a run of so many passes."""
     settings = {"noise": noise, "steps": 12, "epochs": None}
     run = Run(**settings).train(1).saved(tmp_path / "run")
@@ -186,7 +188,7 @@ def test_each_end_of_a_run_that_was_rolled_back_counts(tmp_path, noise):
     assert run.engine.epsilon > 1.5 * once
 
 
-def test_later_steps_that_are_known_of_stand_against_one_matrix(tmp_path):
+def test_f_p3_later_steps_that_are_known_of_stand_against_one_matrix(tmp_path):
     settings = {"noise": BandMF(num_bands=2), "steps": 8, "epochs": None}
     first = Run(**settings).train(2).saved(tmp_path / "run").train(1)
     second = Run(**settings)
@@ -197,7 +199,7 @@ def test_later_steps_that_are_known_of_stand_against_one_matrix(tmp_path):
     assert second.engine.ledger.steps == 6
 
 
-def test_groups_stay_as_they_were_drawn_where_nothing_left_since(tmp_path):
+def test_f_s11_groups_stay_as_they_were_drawn_where_nothing_left_since(tmp_path):
     settings = {"noise": BandMF(num_bands=2), "steps": 8, "epochs": None}
     first = Run(data=loader(batch_size=60), **settings).train(3).saved(tmp_path / "run")
     for options, apart in (({"nothing_left_since": True}, True), ({}, False)):
@@ -207,7 +209,7 @@ def test_groups_stay_as_they_were_drawn_where_nothing_left_since(tmp_path):
         assert even.isdisjoint(odd) == apart
 
 
-def test_a_matrix_that_is_another_does_not_go_on(tmp_path):
+def test_f_p3_a_matrix_that_is_another_does_not_go_on(tmp_path):
     settings = {"steps": 8, "epochs": None}
     Run(noise=BandMF(num_bands=2, strategy=[1.0, 0.5]), **settings).train(2).saved(tmp_path / "run")
     other = Run(noise=BandMF(num_bands=2, strategy=[1.0, 0.50001]), **settings)
@@ -286,7 +288,7 @@ def test_tied_weights_are_stored_once(tmp_path):
     assert torch.equal(Run(model=Tied()).resumed(tmp_path / "run").weights, first.weights)
 
 
-def test_the_key_is_in_the_private_folder_alone(tmp_path):
+def test_f_n11_f_p6_the_key_is_in_the_private_folder_alone(tmp_path):
     run = Run().train(2).saved(tmp_path / "run")
     key = run.engine.runs[0].release.source.secret_state()["key"]
     holding = [p.name for p in (tmp_path / "run").rglob("*") if p.is_file() and key.encode() in p.read_bytes()]
@@ -338,6 +340,67 @@ def test_another_run_is_refused(tmp_path, settings, says):
     assert torch.equal(other.weights, before)
     assert other.engine.ledger.steps == 0
     other.train(1)
+
+
+class Shaken(torch.utils.data.Dataset):
+    """Examples that are others each time they are read."""
+
+    def __init__(self):
+        self.rows = loader().dataset
+
+    def __len__(self):
+        return ROWS
+
+    def __getitem__(self, index):
+        x, y = self.rows[index]
+        return x + torch.cat([torch.rand(4), torch.zeros(1)]), y
+
+
+def other_rows(change):
+    x, y = loader().dataset.tensors
+    return DataLoader(TensorDataset(*change(x.clone(), y.clone())), batch_size=30)
+
+
+OTHER_ROWS = {
+    "another value": lambda x, y: (x + (torch.arange(ROWS) >= ROWS // 2).unsqueeze(1), y),
+    "another order": lambda x, y: (x.roll(1, 0), y.roll(1, 0)),
+    "another label": lambda x, y: (x, (y + 1) % 3),
+    "another type": lambda x, y: (x.double(), y),
+}
+
+
+@pytest.mark.parametrize("change", OTHER_ROWS)
+def test_f_d6_another_data_set_of_the_same_length_is_refused(tmp_path, change):
+    Run().train(2).saved(tmp_path / "run")
+    other = Run(data=other_rows(OTHER_ROWS[change]))
+    before = other.weights
+    with pytest.raises(MechanismMismatchError, match=r"DPE023.*data set is not the one of the checkpoint"):
+        other.resumed(tmp_path / "run")
+    assert torch.equal(other.weights, before) and other.engine.ledger.steps == 0
+    assert Run(data=other_rows(lambda x, y: (x, y))).resumed(tmp_path / "run").train(1).loader.position == 3
+
+
+def test_f_d6_examples_that_change_as_they_are_read_are_no_other_data_set(tmp_path):
+    Run(data=DataLoader(Shaken(), batch_size=30)).train(2).saved(tmp_path / "run")
+    other = Run(data=DataLoader(Shaken(), batch_size=30))
+    random = torch.get_rng_state()
+    assert other.resumed(tmp_path / "run").loader.position == 2
+    assert torch.equal(random, torch.get_rng_state())
+
+
+def test_f_d6_what_examples_are_is_compared_under_the_key_and_stays_in_the_private_folder(tmp_path):
+    first, second = Run().train(1).saved(tmp_path / "one"), Run().train(1).saved(tmp_path / "two")
+    found = []
+    for name in ("one", "two"):
+        with safe_open(tmp_path / name / "private" / "run.safetensors", framework="pt") as file:
+            state = dict(together(json.loads(file.metadata()["state"]), {k: file.get_tensor(k) for k in file.keys()}))
+        digests = state["examples"]
+        assert len(digests) == 16 and len(set(digests)) == 16 and None not in digests
+        public = [path for path in (tmp_path / name).iterdir() if path.is_file()]
+        assert public and not any(digest.encode() in path.read_bytes() for path in public for digest in digests)
+        found.append(digests)
+    assert not set(found[0]) & set(found[1])  # the same examples, under two keys
+    assert first.engine.ledger.steps == second.engine.ledger.steps == 1
 
 
 def test_other_buffers_are_refused(tmp_path):
@@ -436,7 +499,7 @@ def test_nothing_is_found(tmp_path):
 @pytest.mark.parametrize("name", ["model.safetensors", "optimizer.safetensors", "privacy_state.json",
                                   "private/run.safetensors", "private/seals.json"])  # fmt: skip
 @pytest.mark.parametrize("damage", ["missing", "cut", "flipped", "empty"])
-def test_damage_is_seen_before_anything_changes(tmp_path, name, damage):
+def test_f_p5_damage_is_seen_before_anything_changes(tmp_path, name, damage):
     Run().train(2).saved(tmp_path / "run")
     path = tmp_path / "run" / name
     data = path.read_bytes()
@@ -453,7 +516,7 @@ def test_damage_is_seen_before_anything_changes(tmp_path, name, damage):
     assert other.optimizer.state_dict()["state"] == {}
 
 
-def test_files_of_two_checkpoints_do_not_mix(tmp_path):
+def test_f_p1_files_of_two_checkpoints_do_not_mix(tmp_path):
     run = Run().train(2).saved(tmp_path / "a").train(2).saved(tmp_path / "b")
     (tmp_path / "b" / "model.safetensors").write_bytes((tmp_path / "a" / "model.safetensors").read_bytes())
     with pytest.raises(CorruptFileError, match="not as it was saved"):

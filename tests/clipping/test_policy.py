@@ -164,7 +164,7 @@ def test_groups_are_numbered_without_gaps_and_as_many_as_the_thresholds(case):
 
 @every_policy
 @pytest.mark.parametrize("bad", [0, 0.0, -1.0, math.nan, math.inf, -math.inf, True, None, "1.0", torch.tensor(1.0)])
-def test_a_threshold_that_is_no_positive_finite_number_is_refused_by_name(case, bad):
+def test_f_c10_f_b2_a_threshold_that_is_no_positive_finite_number_is_refused_by_name(case, bad):
     """F-C10, F-B2."""
     constructors = {
         "flat": lambda: Flat(bad),

@@ -47,11 +47,11 @@ def compare(cases, topology, ranks, steps):
 
 
 @pytest.mark.parametrize("topology", ["ddp", "fsdp"])
-def test_two_processes_give_the_weights_of_one(topology):
+def test_f_s7_f_x1_f_x2_two_processes_give_the_weights_of_one(topology):
     compare(A_FEW, topology, 2, steps=6)
 
 
-def test_a_process_without_rows_may_leave_out_its_backward_pass_where_it_has_the_whole_model():
+def test_f_x2_a_process_without_rows_may_leave_out_its_backward_pass_where_it_has_the_whole_model():
     cases = [Case(batch=1, skips_empty=True), Case(batch=1, noise="bandmf", skips_empty=True)]
     found = launched(2, all_trained, cases, "data", 8)
     for i, case in enumerate(cases):
@@ -61,5 +61,5 @@ def test_a_process_without_rows_may_leave_out_its_backward_pass_where_it_has_the
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("topology", "ranks"), [("ddp", 2), ("data", 4), ("fsdp", 2), ("fsdp", 4), ("hybrid", 4)])
-def test_the_weights_are_those_of_one_process_and_the_same_on_all(topology, ranks):
+def test_f_s7_f_x1_f_x2_the_weights_are_those_of_one_process_and_the_same_on_all(topology, ranks):
     compare(CASES, topology, ranks, steps=20)

@@ -65,18 +65,18 @@ def one_trained(case, topology, steps):
     return trained(case, topology, steps=steps)
 
 
-def test_layers_split_give_the_run_of_one_process(checks):
+def test_f_x1_layers_split_give_the_run_of_one_process(checks):
     refuse_differences([one["run"] for one in checks], trained(Case(model="tied")))
 
 
 @pytest.mark.slow
-def test_layers_and_rows_split_give_the_run_of_one_process():
+def test_f_x1_layers_and_rows_split_give_the_run_of_one_process():
     refuse_differences(launched(4, one_trained, MIXED, "tp_fsdp", 6), one_trained(MIXED, "data", 6))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("topology", "ranks"), [("tp", 2), ("tp_fsdp", 4), ("tp_data", 4)])
-def test_every_kind_of_run_is_that_of_one_process(topology, ranks):
+def test_f_x1_every_kind_of_run_is_that_of_one_process(topology, ranks):
     found = launched(ranks, all_trained, CASES, topology)
     for i, case in enumerate(CASES):
         refuse_differences([one[i] for one in found], trained(case))
@@ -220,14 +220,14 @@ def test_one_exchange_of_norms_is_all_that_privacy_adds(checks):
         assert numbers == 3 * rows + 16
 
 
-def test_norms_are_added_up_and_what_all_hold_counts_once(checks):
+def test_f_x1_norms_are_added_up_and_what_all_hold_counts_once(checks):
     for one in checks:
         assert one["norms"] == [[10.0], [float("inf")], [14.0]]
         assert one["one is not finite"] == [[7.0], [9.0], [float("inf")]]
 
 
 @pytest.mark.parametrize("case", ["one differs", "other step"])
-def test_ranks_that_differ_are_refused_on_all_of_them(checks, case):
+def test_f_x5_ranks_that_differ_are_refused_on_all_of_them(checks, case):
     assert [one[case] for one in checks] == ["MechanismMismatchError"] * 2
 
 

@@ -2,7 +2,10 @@
 
 import copy
 import math
+import os
 import random
+import signal
+import time
 
 import pytest
 import torch
@@ -19,12 +22,22 @@ from faults.neighbours import (
     release_of,
     tensors,
 )
-from loops import examples, first_batch, make_loop
+from loops import (
+    Loop,
+    assert_same_gradients,
+    examples,
+    expected_gradients,
+    first_batch,
+    gradients_of,
+    make_loop,
+    state_of,
+    train,
+)
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from dpengine import PrivacyEngine
-from dpengine.errors import BatchMismatchError, PrivacyError, TicketError
+from dpengine.errors import BatchMismatchError, PrivacyError, SamplingError, TicketError
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*DPE0")
 every_mode = pytest.mark.parametrize("mode", MODES)
@@ -245,3 +258,84 @@ def test_a_copy_made_in_the_middle_of_a_step_is_a_plain_model_without_gradients(
         F.cross_entropy(other(inputs), targets).backward()
         assert all(p.grad is not None for p in other.parameters())
     assert loop.engine.ledger.steps == 1
+
+
+DEATHS = (RuntimeError, ConnectionError, EOFError)  # a worker is gone, or what it had begun to send
+
+
+class Deadly(Dataset):
+    """The worker that reads a certain row dies, once: as soon as a file is there."""
+
+    def __init__(self, row, folder):
+        self.rows, self.row = examples(8), row
+        self.go, self.done, self.main = folder / "go", folder / "done", os.getpid()
+
+    def __len__(self):
+        return len(self.rows)
+
+    def __getitem__(self, index):
+        if index == self.row and os.getpid() != self.main and not self.done.exists():
+            while not self.go.exists():
+                time.sleep(0.01)
+            self.done.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return self.rows[index]
+
+
+@pytest.fixture
+def deaths_are_found_by_asking(monkeypatch):
+    """Torch also lets the signal of a death raise wherever the program is then, in the test's own framework too."""
+    monkeypatch.setattr(torch.utils.data._utils.signal_handling, "_error_if_any_worker_fails", lambda: None)
+
+
+def loop_with_workers(data):
+    """Batches of all eight rows, in four chunks."""
+    loader = DataLoader(data, batch_size=8, num_workers=2, timeout=2)
+    model, engine = mlp(), PrivacyEngine(seed=0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    constants = {"sample_rate": 1.0, "expected_batch_size": 8.0, "target_delta": 1e-3, "physical_batch_size": 2}
+    made = engine.make_private(model, optimizer, loader, noise_multiplier=0.0, max_grad_norm=1.0, **constants)
+    return Loop(engine, *made)
+
+
+def test_f_d7_a_worker_that_dies_in_a_batch_voids_it_and_the_next_is_as_if_it_had_not_been(
+    tmp_path, deaths_are_found_by_asking
+):
+    data = Deadly(7, tmp_path)  # in the last chunk
+    loop = loop_with_workers(data)
+    before, began = state_of(loop.model), time.monotonic()
+    with pytest.raises(DEATHS):
+        for inputs, targets in loop.loader:
+            loop.step(inputs, targets)
+            data.go.touch()
+    assert data.done.exists() and time.monotonic() - began < 20
+    assert all(torch.equal(before[name], value) for name, value in state_of(loop.model).items())
+    for inputs, targets in loop.loader:
+        loop.step(inputs, targets)
+    assert [(one.kind, one.count) for one in loop.engine.ledger.history] == [("void", 1), ("release", 1)]
+    expected = expected_gradients(mlp(), [data.rows.tensors], max_norm=1.0, divisor=8.0)
+    assert_same_gradients(gradients_of(loop.model), expected)
+
+
+@pytest.mark.usefixtures("deaths_are_found_by_asking")
+def test_f_d7_a_worker_that_dies_before_its_batch_is_handed_out_costs_nothing(tmp_path):
+    """The same batch comes again: nothing was made of it, and nothing about it was decided anew."""
+    data = Deadly(1, tmp_path)  # in the first chunk
+    data.go.touch()
+    loop = loop_with_workers(data)
+    with pytest.raises(DEATHS):
+        train(loop)
+    assert data.done.exists() and loop.loader.position == loop.engine.ledger.steps == 0
+    assert train(loop) == 4 and [one.kind for one in loop.engine.ledger.history] == ["release"]
+
+
+def test_f_d6_a_data_set_that_grows_or_shrinks_between_two_passes_is_refused():
+    data = list(examples(8))
+    loop = loop_with_workers(data)
+    train(loop)
+    data.append(data[0])
+    with pytest.raises(SamplingError, match=r"DPE004.*9 rows.*8"):
+        next(iter(loop.loader))
+    assert loop.engine.ledger.steps == 1
+    data.pop()
+    assert train(loop) == 4

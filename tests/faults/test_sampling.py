@@ -1,13 +1,13 @@
 """F-S: what the engine's loader draws is what the ledger books, and an empty batch is a step like any other."""
 
+import dataclasses
 import random
 from fractions import Fraction
 
-import numpy as np
 import pytest
 import torch
 from faults.neighbours import MODES, mlp, plain_step, private, release_of, tensors, truth_of
-from scipy import stats
+from faults.sampler_law import masks, p_values
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -28,38 +28,16 @@ def private_loader(dataset, batch_size, *, seed=0, shuffle=True, **options):
     return engine, engine.make_private(model, optimizer, loader, **{"noise_multiplier": 1.0, **options})[2]
 
 
-def masks(loader, draws=DRAWS, rows=ROWS):
-    """Which examples the user sees in each logical batch, ``(draws, rows)``."""
-    found = np.zeros((draws, rows), dtype=int)
-    step = 0
-    while step < draws:
-        for batch in loader:
-            if step < draws:
-                np.add.at(found[step], batch.numpy(), 1)
-            step += 1
-    return found
-
-
-def p_values(found, rate):
-    """Two-sided p of each statistic of detector DS against Poisson sampling at this rate."""
-    draws, rows = found.shape
-    each = stats.chi2(rows).cdf(((found.sum(0) - draws * rate) ** 2).sum() / (draws * rate * (1 - rate)))
-    total = stats.binom(draws * rows, rate).cdf(found.sum())
-    sizes = found.sum(1)
-    spread = stats.chi2(draws).cdf(((sizes - rows * rate) ** 2).sum() / (rows * rate * (1 - rate)))
-    return {name: 2 * min(p, 1 - p) for name, p in {"each": each, "total": total, "spread": spread}.items()}
-
-
 @pytest.mark.parametrize("shuffle", [False, True])
 def test_f_s1_batches_are_poisson_whatever_the_order_of_the_users_loader(shuffle):
-    found = masks(private_loader(range(ROWS), BATCH, shuffle=shuffle)[1])
+    found = masks(private_loader(range(ROWS), BATCH, shuffle=shuffle)[1], DRAWS, ROWS)
     assert found.max() == 1
     assert min(p_values(found, BATCH / ROWS).values()) > 1e-4
 
 
 def test_f_s1_shuffled_batches_would_be_seen_and_no_epsilon_is_given_for_them():
     engine, loader = private_loader(range(ROWS), BATCH, sampling="shuffle")
-    wrong = p_values(masks(loader), BATCH / ROWS)
+    wrong = p_values(masks(loader, DRAWS, ROWS), BATCH / ROWS)
     assert wrong["each"] < 1e-6 and wrong["spread"] < 1e-6
     with pytest.raises(AccountingRefusedError):
         engine.get_epsilon(1e-3)
@@ -100,7 +78,7 @@ def assert_divided_by(divisor, run):
 
 
 def test_f_s2_a_rate_that_is_a_tenth_too_high_would_be_seen():
-    found = masks(private_loader(range(ROWS), BATCH, sample_rate=1.1 * BATCH / ROWS)[1], draws=2000)
+    found = masks(private_loader(range(ROWS), BATCH, sample_rate=1.1 * BATCH / ROWS)[1], 2000, ROWS)
     assert p_values(found, BATCH / ROWS)["total"] < 1e-6
     assert min(p_values(found, 1.1 * BATCH / ROWS).values()) > 1e-4
 
@@ -163,9 +141,44 @@ def test_f_s5_an_empty_batch_is_a_step_with_noise_and_a_charge(mode):
 
 
 def test_f_s5_batches_have_the_law_where_most_are_empty():
-    found = masks(private_loader(range(10), 1)[1], draws=1500, rows=10)
+    found = masks(private_loader(range(10), 1)[1], 1500, 10)
     assert (found.sum(1) == 0).mean() == pytest.approx(0.9**10, abs=0.06)
     assert min(p_values(found, 0.1).values()) > 1e-4
+
+
+def test_f_s12_nothing_that_happens_in_a_run_moves_its_rate_or_noise_and_each_step_is_booked_as_drawn():
+    """Counters inside the primitive functions against the ledger: detector DL."""
+    engine, model, optimizer, loader = private(mlp(), tensors(), sample_rate=0.5, noise_multiplier=1.0)
+    release = engine.runs[0].release
+    plan, drawn, noises = release.plan, [], []
+    strategy, add = plan.sampling, release.source.add_normal_
+    batches, draw = loader.batch_sampler._batches, type(strategy).draw
+
+    class Counted(type(strategy)):
+        def draw(self, step, words):
+            drawn.append((step, self.sample_rate))
+            return draw(self, step, words)
+
+    def noted(flat, std, *, domain, step, **rest):
+        noises.append((step, std))
+        return add(flat, std, domain=domain, step=step, **rest)
+
+    object.__setattr__(strategy, "__class__", Counted)
+    release.source.add_normal_ = noted
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    for _ in range(4):
+        for batch in loader:
+            plain_step(model, optimizer, *batch)
+            scheduler.step()
+            for frozen, name in ((plan, "noise_multiplier"), (strategy, "sample_rate"), (plan, "expected_batch_size")):
+                with pytest.raises(dataclasses.FrozenInstanceError):
+                    setattr(frozen, name, 0.25)
+    del release.source.add_normal_
+    (charge,) = engine.ledger.history
+    assert batches.strategy is strategy
+    assert [step for step, _ in drawn] == [step for step, _ in noises] == list(range(charge.count))
+    assert {std for _, std in noises} == {charge.event.noise_multiplier * plan.clipping.sensitivity()}
+    assert {rate for _, rate in drawn} == {0.5} and 0 <= charge.event.sample_rate - 0.5 <= 2**-53
 
 
 def empty_tensors():

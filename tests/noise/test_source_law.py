@@ -48,7 +48,7 @@ def test_the_distribution_is_normal(kind):
 
 
 @every_kind
-def test_the_tails_are_as_heavy_as_they_should_be(kind):
+def test_f_n8_the_tails_are_as_heavy_as_they_should_be(kind):
     """F-N8: counts beyond each level are Poisson; 10 million draws hold 5.7 beyond 5 on average."""
     drawn = normals(NoiseSource.seeded(13, kind), 10 * MILLION, dtype=torch.float32).abs()
     for level in (2.0, 3.0, 4.0, 5.0):
@@ -58,7 +58,7 @@ def test_the_tails_are_as_heavy_as_they_should_be(kind):
 
 
 @every_kind
-def test_steps_are_uncorrelated(kind):
+def test_f_n2_steps_are_uncorrelated(kind):
     """F-N2, lag one and two."""
     source = NoiseSource.seeded(14, kind)
     steps = [normals(source, step=step) for step in range(3)]

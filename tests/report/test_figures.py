@@ -117,7 +117,7 @@ def test_without_a_guarantee_every_member_may_be_found(make_facts):
 
 
 @pytest.mark.parametrize(("relation", "shift"), [(Relation.ZERO_OUT, 2.0), (Relation.REPLACE_ONE, 4.0)])
-def test_the_floor_under_delta_is_the_tail_beyond_the_last_normal(make_facts, relation, shift):
+def test_f_n8_the_floor_under_delta_is_the_tail_beyond_the_last_normal(make_facts, relation, shift):
     history = (Charge(PoissonGaussianEvent(0.1, 0.5), 30),)
     facts = make_facts(relation=relation, history=history, noise={"largest_normal": 6.0})
     assert delta_floor(facts) == pytest.approx(30 * 0.1 * norm.sf(6.0 - shift), rel=1e-9)

@@ -1,10 +1,12 @@
 import re
+from pathlib import Path
 
 import pytest
 
 from dpengine.accounting import Charge, GaussianEvent, NonPrivateEvent, PoissonGaussianEvent, Relation, UnclaimedEvent
 from dpengine.report import PrivacyReport, assumptions, statement
 
+README = Path(__file__).resolve().parents[2] / "README.md"
 BARE_EPSILON = re.compile(r"(ε|epsilon)\s*(=|≤|:|of)?\s*\d", re.IGNORECASE)
 
 
@@ -34,6 +36,12 @@ def test_a_statement_names_all_that_a_number_needs(make_facts):
         "pre-training",
     ):
         assert part in text, part
+
+
+def test_f_d4_statement_and_readme_say_that_preprocessing_fitted_to_rows_is_not_paid_for(make_facts):
+    assert "preprocessing that was fitted to rows" in flat(statement(make_facts()))
+    not_covered = README.read_text(encoding="utf-8").split("**Not covered.**")[1].split("##")[0]
+    assert "for preprocessing" in " ".join(not_covered.split())
 
 
 def test_every_assumption_is_in_the_statement_with_its_verdict(any_facts):

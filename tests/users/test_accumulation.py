@@ -89,7 +89,7 @@ def test_s1_a_scheduler_driven_by_a_metric_is_passed_its_metric():
 
 @every_mode
 @pytest.mark.parametrize("chunks", [{"accumulation_steps": 3}, {"accumulation_steps": 9}, {"physical_batch_size": 2}])
-def test_s2_chunks_add_up_to_one_large_batch(chunks, mode):
+def test_f_s9_s2_chunks_add_up_to_one_large_batch(chunks, mode):
     whole, parts = make_loop(grad_sample_mode=mode), make_loop(grad_sample_mode=mode, **chunks)
     drawn = list(parts.loader)
     assert 0 in {len(targets) for _, targets in drawn} or "accumulation_steps" not in chunks or len(drawn) < 36

@@ -243,8 +243,13 @@ def name_of(bad):
     return f"{bad.id}-{shown or bad.match[:20]}"
 
 
-@pytest.mark.parametrize("bad", BAD, ids=name_of)
-def test_errors_bad_arguments_are_refused_and_change_nothing(bad):
+def rows_of(*ids):
+    """The rows of ``BAD`` with these ids, for ``refuse``."""
+    return pytest.mark.parametrize("bad", [bad for bad in BAD if bad.id in ids], ids=name_of)
+
+
+def refuse(bad):
+    """The call is refused, and leaves everything as it was."""
     subject = bad.subject()
     before = subject.snapshot()
     options = {"noise_multiplier": 1.0, **bad.options} if bad.noise else bad.options
@@ -255,7 +260,99 @@ def test_errors_bad_arguments_are_refused_and_change_nothing(bad):
     assert subject.snapshot() == before
 
 
-def test_errors_fb_after_a_refusal_the_same_objects_train():
+@rows_of("F-B1")
+def test_f_b1_a_noise_multiplier_that_means_nothing_is_refused(bad):
+    refuse(bad)
+
+
+@rows_of("F-B2")
+def test_f_b2_a_threshold_that_means_nothing_is_refused(bad):
+    refuse(bad)
+
+
+@rows_of("F-B3")
+def test_f_b3_a_rate_or_size_out_of_range_is_refused(bad):
+    refuse(bad)
+
+
+@rows_of("F-B4")
+def test_f_b4_epochs_steps_and_chunks_are_whole_positive_numbers(bad):
+    refuse(bad)
+
+
+@rows_of("F-B5")
+def test_f_b5_a_delta_out_of_range_or_too_large_for_the_rows_is_refused(bad):
+    refuse(bad)
+
+
+@rows_of("F-B6")
+def test_f_b6_a_target_that_means_nothing_or_cannot_be_reached_is_refused(bad):
+    refuse(bad)
+
+
+@rows_of("F-B7")
+def test_f_b7_a_target_and_a_noise_multiplier_exclude_each_other_and_one_is_needed(bad):
+    refuse(bad)
+
+
+@rows_of("F-B8")
+def test_f_b8_unknown_names_are_refused_with_the_choices(bad):
+    refuse(bad)
+
+
+@rows_of("F-B10")
+def test_f_b10_a_model_without_trainable_parameters_is_refused(bad):
+    refuse(bad)
+
+
+@rows_of("F-B11")
+def test_f_b11_parameters_of_another_model_are_refused(bad):
+    refuse(bad)
+
+
+@rows_of("F-B12")
+def test_f_b12_a_parameter_twice_is_refused(bad):
+    refuse(bad)
+
+
+@rows_of("F-B13")
+def test_f_b13_what_is_private_already_is_refused(bad):
+    refuse(bad)
+
+
+@rows_of("F-B14")
+def test_f_b14_an_empty_data_set_without_an_example_is_refused(bad):
+    refuse(bad)
+
+
+@rows_of("F-B15")
+def test_f_b15_a_loader_with_batches_of_its_own_is_refused(bad):
+    refuse(bad)
+
+
+@rows_of("F-B17")
+def test_f_b17_float16_parameters_are_refused(bad):
+    refuse(bad)
+
+
+@rows_of("F-B18")
+def test_f_b18_an_unknown_keyword_is_refused_with_the_nearest_name(bad):
+    refuse(bad)
+
+
+@rows_of("layer", "scripted", "type", "scheduler")
+def test_errors_what_is_no_model_optimizer_or_companion_is_refused(bad):
+    refuse(bad)
+
+
+def test_every_row_of_the_table_is_refused_by_a_test_of_its_own():
+    tests = [value for name, value in globals().items() if name.startswith("test_") and hasattr(value, "pytestmark")]
+    marks = [mark for test in tests for mark in test.pytestmark if mark.name == "parametrize"]
+    met = [bad for mark in marks if mark.args[0] == "bad" for bad in mark.args[1]]
+    assert len(met) == len(BAD) and all(bad in met for bad in BAD)
+
+
+def test_errors_after_a_refusal_the_same_objects_train():
     subject = Subject.make(model=nn.Sequential(nn.Linear(4, 3)))
     for options in ({"noise_multiplier": -1}, {"noise_multiplier": 1.0, "accumulation_steps": 0}):
         with pytest.raises(ValueError):
@@ -268,7 +365,7 @@ def test_errors_fb_after_a_refusal_the_same_objects_train():
     assert subject.engine.ledger.steps == len(loader)
 
 
-def test_errors_fb_a_warning_that_is_an_error_changes_nothing_either():
+def test_errors_a_warning_that_is_an_error_changes_nothing_either():
     subject = Subject.make()
     before = subject.snapshot()
     with warnings.catch_warnings():
@@ -278,7 +375,7 @@ def test_errors_fb_a_warning_that_is_an_error_changes_nothing_either():
     assert subject.snapshot() == before
 
 
-def test_errors_fb8_a_plan_takes_relations_of_the_enum_only():
+def test_f_b8_a_plan_takes_relations_of_the_enum_only():
     sampling = PoissonSampling(10, 0.1, 10, 1.0)
     for relation in ("zero-out", "anything", None):
         with pytest.raises(TypeError, match=r"relation=.*Relation\.ADD_OR_REMOVE_ONE"):
@@ -289,17 +386,17 @@ def test_errors_fb8_a_plan_takes_relations_of_the_enum_only():
             RunPlan(sampling, Flat(1.0), 1.0, size, Relation.ZERO_OUT)
 
 
-def test_errors_fb8_an_unknown_accountant_is_refused():
+def test_f_b8_an_unknown_accountant_is_refused():
     with pytest.raises(ValueError, match=r"moments.*pld"):
         PrivacyEngine(accountant="moments")
 
 
-def test_errors_fb11_a_model_with_more_parameters_than_the_optimizer_is_told():
+def test_f_b11_a_model_with_more_parameters_than_the_optimizer_is_told():
     with pytest.warns(errors.PrivacyWarning, match=r"DPE003.*2 trainable parameters.*'2\.weight'"):
         make_loop(make_optimizer=lambda ps: torch.optim.SGD(ps[:2], lr=0.1), noise_multiplier=1.0)
 
 
-def test_errors_fb14_an_empty_data_set_trains_on_noise_alone():
+def test_f_b14_an_empty_data_set_trains_on_noise_alone():
     loop = make_loop(
         dataset=TensorDataset(torch.zeros(0, 4), torch.zeros(0, dtype=torch.long)),
         noise_multiplier=1.0,
@@ -317,7 +414,7 @@ def test_errors_fb14_an_empty_data_set_trains_on_noise_alone():
 
 
 @pytest.mark.filterwarnings("ignore:.*DPE012")
-def test_errors_fb13_a_second_make_private_after_detach_is_fine():
+def test_f_b13_a_second_make_private_after_detach_is_fine():
     loop = make_loop()
     loop.engine.detach(loop.model)
     with pytest.raises(errors.UnknownParameterError, match="not private in this engine"):

@@ -173,7 +173,7 @@ def test_s9_fewer_rows_are_refused_too_since_axis_0_may_not_be_the_batch():
 # S10
 
 
-def test_s10_a_second_model_on_one_engine_composes():
+def test_f_a11_s10_a_second_model_on_one_engine_composes():
     dataset = examples()
     one = make_loop(dataset=dataset, noise_multiplier=1.0)
     two = make_loop(mlp(), engine=one.engine, dataset=dataset, noise_multiplier=2.0, batch_size=3)
@@ -190,7 +190,7 @@ def test_s10_a_second_model_on_one_engine_composes():
     assert one.engine.get_epsilon(1e-3) > max(epsilon_of([charge], 1e-3) for charge in charges)
 
 
-def test_s10_two_engines_on_one_data_set_warn():
+def test_f_a11_s10_two_engines_on_one_data_set_warn():
     dataset = examples()
     first = make_loop(dataset=dataset, noise_multiplier=1.0)
     with pytest.warns(PrivacyWarning, match=r"DPE012.*Another engine.*Use one engine"):

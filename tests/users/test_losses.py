@@ -38,7 +38,7 @@ def token_batch():
     return inputs, targets
 
 
-def test_s11_a_summed_loss_is_found_where_a_mean_was_declared():
+def test_f_b16_s11_a_summed_loss_is_found_where_a_mean_was_declared():
     batch = examples().tensors
     summed = lambda outputs, targets: F.cross_entropy(outputs, targets, reduction="sum")  # noqa: E731
     with pytest.raises(ReductionError, match=r'DPE013.*looks like a sum, expected a mean.*loss_reduction="sum"'):
@@ -98,7 +98,7 @@ def test_s12_backward_of_the_engine_takes_batches_without_rows():
 
 
 @pytest.mark.parametrize("shape", [(), (5, 7)])
-def test_s12_fb16_backward_of_the_engine_wants_one_loss_for_each_row(shape):
+def test_f_b16_s12_backward_of_the_engine_wants_one_loss_for_each_row(shape):
     loop = make_loop()
     next(iter(loop.loader))
     with pytest.raises(BatchDependentLossError, match=r'DPE010.*one number for each row.*reduction="none"'):

@@ -84,7 +84,7 @@ def test_m1_sums_of_bfloat16_gradients_do_not_stagnate(mode):
     assert total == pytest.approx(rows * max_norm, rel=1e-5)  # in bfloat16 it would stop at 256 * max_norm
 
 
-def test_m1_noise_is_drawn_in_float32_and_cast_after_the_division():
+def test_f_n12_m1_noise_is_drawn_in_float32_and_cast_after_the_division():
     model = nn.Linear(FEATURES, CLASSES).bfloat16()
     dataset = TensorDataset(examples().tensors[0].bfloat16(), examples().tensors[1])
     loop = make_loop(model, dataset=dataset, noise_multiplier=1.0)

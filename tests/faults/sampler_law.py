@@ -1,0 +1,32 @@
+"""The sampler detector: which examples took part in which batch, against the law of Poisson sampling."""
+
+import numpy as np
+from scipy import stats
+
+
+def masks(loader, draws, rows):
+    """How often the user sees each example, a row number, in each logical batch: ``(draws, rows)``."""
+    found = np.zeros((draws, rows), dtype=int)
+    step = 0
+    while step < draws:
+        for batch in loader:
+            if step < draws:
+                np.add.at(found[step], batch.numpy(), 1)
+            step += 1
+    return found
+
+
+def p_values(found, rate):
+    """Two-sided p of each statistic of detector DS against Poisson sampling at this rate."""
+    draws, rows = found.shape
+    each = stats.chi2(rows).cdf(((found.sum(0) - draws * rate) ** 2).sum() / (draws * rate * (1 - rate)))
+    total = stats.binom(draws * rows, rate).cdf(found.sum())
+    sizes = found.sum(1)
+    spread = stats.chi2(draws).cdf(((sizes - rows * rate) ** 2).sum() / (rows * rate * (1 - rate)))
+    return {name: 2 * min(p, 1 - p) for name, p in {"each": each, "total": total, "spread": spread}.items()}
+
+
+def largest_pair_correlation(found):
+    """Of any two examples over draws, in units of its standard deviation."""
+    correlations = np.corrcoef(found.T.astype(float)) - np.eye(found.shape[1])
+    return float(np.abs(correlations).max()) * found.shape[0] ** 0.5

@@ -1,0 +1,199 @@
+"""F-P5: whatever stands in a file, reading it gives a value or a typed error, and nothing in it runs as code."""
+
+import hashlib
+import json
+import random
+import sys
+import warnings
+
+import pytest
+import torch
+from faults.broken_files import bent, exchanged
+from faults.neighbours import mlp, private, tensors
+from plans import CONFIGS
+
+from dpengine import PrivacyEngine
+from dpengine.accounting import GaussianEvent, Ledger, PoissonGaussianEvent, RepeatAndSelectEvent
+from dpengine.checkpoint import pieces
+from dpengine.checkpoint.plain import apart, together
+from dpengine.errors import CorruptFileError, LedgerError, PrivacyWarning
+from dpengine.plan import DPSGDConfig
+from dpengine.report import PrivacyReport
+
+CODE = {
+    "exec",
+    "compile",
+    "os.system",
+    "os.exec",
+    "os.posix_spawn",
+    "subprocess.Popen",
+    "pickle.find_class",
+    "ctypes.dlopen",
+}
+
+
+class _Watch:
+    """What runs as code while it is on, by the interpreter's own account."""
+
+    def __init__(self):
+        self.on, self.seen = False, []
+        sys.addaudithook(self._hear)  # which stays for good
+
+    def _hear(self, event, args):
+        if self.on and event in CODE:
+            self.seen.append((event, str(args)[:100]))
+
+
+@pytest.fixture(scope="module")
+def watch():
+    return _Watch()
+
+
+def of_tensors(folder):
+    """Of a file of tensors, and what reads it."""
+    path = folder / "x.safetensors"
+    parts = {"w": pieces.Part(torch.ones(2, 3), (0, 0)), "b": pieces.Part(torch.arange(4))}
+    pieces.writer(parts, {"state": "{}"})(path)
+
+    def read(data):
+        path.write_bytes(data)
+        with pieces.Stored([path]) as stored:
+            return [stored.read(name) for name in stored.names]
+
+    return path.read_bytes(), read, CorruptFileError
+
+
+def of_state(folder):
+    state = {"source": {"key": "00" * 32, "incarnation": 3}, "last_step": 4, "noise": {"slices": {0: torch.ones(2)}},
+             "clipping": (1.0, float("inf")), "examples": [None, "ab"]}  # fmt: skip
+    plain, tensors = apart(state, "run")
+    return json.dumps(plain).encode(), lambda data: together(parsed(data), tensors), CorruptFileError
+
+
+def charged():
+    ledger = Ledger()
+    ledger.charge(PoissonGaussianEvent(0.01, 1.5), count=30)
+    ledger.charge(GaussianEvent(4.0), count=2, kind="void")
+    ledger.charge(RepeatAndSelectEvent(((GaussianEvent(9.0), 3),), 10.0))
+    return ledger.state_dict()
+
+
+def of_ledger(folder):
+    return json.dumps(charged()).encode(), lambda data: Ledger().load_state_dict(parsed(data)), LedgerError
+
+
+def of_engine(folder):
+    whole = json.dumps({"ledger": charged(), "delta": 1e-5}).encode()
+    return whole, lambda data: PrivacyEngine().load_state_dict(parsed(data)), LedgerError
+
+
+def of_plan(folder):
+    return CONFIGS["independent"].to_json().encode(), lambda data: DPSGDConfig.from_json(as_text(data)), ValueError
+
+
+def of_report(folder):
+    engine = private(mlp(), tensors(), noise_multiplier=1.0)[0]
+    text = engine.report().to_json()
+    return text.encode(), lambda data: PrivacyReport.from_json(as_text(data)), CorruptFileError
+
+
+def of_sealed_report(folder):
+    """As one who edits the file and knows how its digest is made."""
+    whole, read, refusal = of_report(folder)
+    document = json.loads(whole)
+    document.pop("digest")
+
+    def sealed(data):
+        found = parsed(data)
+        text = json.dumps(found, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
+        if isinstance(found, dict):
+            found["digest"] = hashlib.sha256(text.encode("utf-8", errors="replace")).hexdigest()
+        return read(json.dumps(found).encode())
+
+    return json.dumps(document).encode(), sealed, refusal
+
+
+def as_text(data):
+    return data.decode("utf-8", errors="replace")
+
+
+class NoJson(Exception):
+    """The bytes are no JSON, which the caller's own reader has to say."""
+
+
+def parsed(data):
+    try:
+        return json.loads(as_text(data))
+    except (ValueError, RecursionError) as error:
+        raise NoJson from error
+
+
+READERS = {  # how many files in the slow run, of 100,000: those of tensors are really written
+    "tensors": (of_tensors, 10_000),
+    "state": (of_state, 22_000),
+    "ledger": (of_ledger, 22_000),
+    "engine": (of_engine, 20_000),
+    "plan": (of_plan, 20_000),
+    "report": (of_report, 5_000),
+    "sealed report": (of_sealed_report, 1_000),
+}
+
+
+def attack(name, folder, watch, count):
+    """Reads so many broken files; how many were refused, and how many could be read all the same."""
+    whole, read, refusal = READERS[name][0](folder)
+    choose, tree = random.Random(name), None if name == "tensors" else json.loads(whole)
+    found = {"refused": 0, "read": 0, "no json": 0}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", PrivacyWarning)
+        read(whole)  # what is imported late is now
+        watch.seen.clear()
+        for number in range(count):
+            if tree is None or choose.random() < 0.5:
+                data = bent(choose, whole)
+            else:
+                data = json.dumps(exchanged(choose, json.loads(whole))).encode()
+            watch.on = True
+            try:
+                read(data)
+                outcome = "read"
+            except refusal:
+                outcome = "refused"
+            except NoJson:
+                outcome = "no json"
+            except BaseException as error:
+                raise AssertionError(f"file {number} of {name}: {data!r}") from error
+            finally:
+                watch.on = False
+            found[outcome] += 1
+    assert not watch.seen, watch.seen[:3]
+    return found
+
+
+@pytest.mark.parametrize("name", READERS)
+def test_f_p5_a_few_hundred_corrupt_files_are_refused_or_read(tmp_path, watch, name):
+    found = attack(name, tmp_path, watch, 300)
+    assert found["refused"] > 50
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", READERS)
+def test_f_p5_and_so_are_a_hundred_thousand(tmp_path, watch, name):
+    count = READERS[name][1]
+    found = attack(name, tmp_path, watch, count)
+    assert sum(found.values()) == count and found["refused"] > count / 5
+    assert sum(count for _, count in READERS.values()) >= 100_000
+
+
+def test_f_p5_the_watch_sees_a_pickle_that_is_loaded_and_code_that_is_made(watch):
+    import pickle
+
+    watch.seen.clear()
+    watch.on = True
+    try:
+        with pytest.raises(Exception, match="nothing"):
+            pickle.loads(b"cnothing\nnothing\n.")
+        exec("pass")
+    finally:
+        watch.on = False
+    assert {event for event, _ in watch.seen} >= {"pickle.find_class", "exec"}

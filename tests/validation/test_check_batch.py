@@ -1,0 +1,340 @@
+"""``check`` with a batch names the layer in which rows meet, or the loss. Where they stay apart it has no objection."""
+
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+from case_models import MODELS
+from torch import nn
+
+from dpengine import PrivacyEngine, check
+from dpengine.errors import BatchDependentLossError, PrivacyWarning, UnsupportedLayerError
+from dpengine.validation import company, per_example
+
+ROWS, WIDTH, CLASSES = 6, 4, 3
+
+
+def inputs(*shape):
+    return torch.randn(ROWS, *(shape or (WIDTH,)), generator=torch.Generator().manual_seed(2))
+
+
+def targets(*shape):
+    return torch.randint(0, CLASSES, (ROWS, *shape), generator=torch.Generator().manual_seed(3))
+
+
+class Layer(nn.Module):
+    """A linear layer, and a function of what it gives."""
+
+    def __init__(self, function=torch.tanh):
+        super().__init__()
+        self.linear, self.function = nn.Linear(WIDTH, WIDTH), function
+
+    def forward(self, x):
+        return self.function(self.linear(x))
+
+
+class Remembers(nn.Module):
+    """Adds an average over all batches that it has seen."""
+
+    def __init__(self, *, buffer):
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        if buffer:
+            self.register_buffer("average", torch.zeros(WIDTH))
+        else:
+            self.average = torch.zeros(WIDTH)
+
+    def forward(self, x):
+        with torch.no_grad():
+            now = self.average
+            self.average = 0.9 * now + 0.1 * x.mean(dim=0)
+        return self.linear(x) + now
+
+
+class CentresAndCalls(nn.Module):
+    """Rows meet in its own forward, between two layers."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        hidden = self.first(x)
+        return self.second(hidden - hidden.mean(dim=0).detach())
+
+
+class MixesOnTheWayBack(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x * 1
+
+    @staticmethod
+    def backward(ctx, grad):
+        (x,) = ctx.saved_tensors
+        return grad * (1 + x.mean())
+
+
+def between(layer):
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(WIDTH, WIDTH), layer, nn.Linear(WIDTH, CLASSES))
+
+
+def cross_sample_attention(hidden):
+    return (hidden @ hidden.T).softmax(dim=1) @ hidden
+
+
+def normalised_over_rows(hidden):
+    return F.batch_norm(hidden, None, None, training=True)
+
+
+def third_sees_first(hidden):
+    return torch.cat([hidden[:2], hidden[2:3] + hidden[:1], hidden[3:]])
+
+
+MIXING = {
+    "batch-norm": (lambda: between(nn.BatchNorm1d(WIDTH)), "1", "BatchNorm1d"),
+    "functional-batch-norm": (lambda: between(Layer(normalised_over_rows)), "1", "Layer"),
+    "cross-sample-attention": (lambda: between(Layer(cross_sample_attention)), "1", "Layer"),
+    "softmax-over-rows": (lambda: between(Layer(lambda h: h + h.softmax(dim=0))), "1", "Layer"),
+    "largest-of-the-batch": (lambda: between(Layer(lambda h: h / h.norm(dim=1).amax())), "1", "Layer"),
+    "partner": (lambda: between(Layer(lambda h: h * h.flip(0))), "1", "Layer"),
+    "one-row-sees-one-other": (lambda: between(Layer(third_sees_first)), "1", "Layer"),
+    "between-two-calls": (lambda: between(CentresAndCalls()), "1", "CentresAndCalls"),
+    "way-back": (lambda: between(Layer(MixesOnTheWayBack.apply)), "", "Sequential"),
+    "a-buffer-that-remembers": (lambda: between(Remembers(buffer=True)), "1", "Remembers"),
+    "an-attribute-that-remembers": (lambda: between(Remembers(buffer=False)), "1", "Remembers"),
+    "running-statistics-alone": (lambda: between(nn.BatchNorm1d(WIDTH, affine=False)), "1", "BatchNorm1d"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MIXING)
+def test_the_first_layer_in_which_rows_meet_is_named(name):
+    make, where, kind = MIXING[name]
+    report = check(make(), F.cross_entropy, (inputs(), targets()))
+    assert [(one.name, one.type, one.part) for one in report.blocked] == [(where, kind, "layer")]
+    with pytest.raises(UnsupportedLayerError, match=rf"DPE001.*{kind}"):
+        report.raise_if_blocked()
+
+
+def test_of_a_forward_between_two_layers_it_says_where():
+    (found,) = check(MIXING["between-two-calls"][0](), F.cross_entropy, (inputs(), targets())).blocked
+    assert "in its own forward, before it calls '1.second'" in found.why
+
+
+def test_a_buffer_that_remembers_is_named_and_an_attribute_by_what_it_does():
+    batch = (inputs(), targets())
+    (buffer,) = check(MIXING["a-buffer-that-remembers"][0](), F.cross_entropy, batch).blocked
+    (attribute,) = check(MIXING["an-attribute-that-remembers"][0](), F.cross_entropy, batch).blocked
+    assert "into its buffer 'average'" in buffer.why and "remembers the batch before" in attribute.why
+
+
+def token_mean(outputs, words):
+    """Over all tokens of the batch that are no padding."""
+    return F.cross_entropy(outputs.flatten(0, 1), words.flatten(), ignore_index=0)
+
+
+def in_batch_negatives(outputs, _):
+    """Each row shall be nearer to itself than to the others."""
+    like = outputs @ outputs.T
+    return F.cross_entropy(like, torch.arange(len(like)))
+
+
+def batch_weights(outputs, classes):
+    counts = torch.bincount(classes, minlength=CLASSES).clamp(min=1)
+    return F.cross_entropy(outputs, classes, weight=1.0 / counts)
+
+
+def third_and_fourth(outputs, classes):
+    """Two rows of all."""
+    return F.cross_entropy(outputs, classes) + (outputs[2:3] * outputs[3:4]).sum()
+
+
+MIXING_LOSSES = {
+    "token_mean": (token_mean, (5, WIDTH), (5,)),
+    "in_batch_negatives": (in_batch_negatives, (), ()),
+    "batch_weights": (batch_weights, (), ()),
+    "third_and_fourth": (third_and_fourth, (), ()),
+}
+
+
+@pytest.mark.parametrize("name", MIXING_LOSSES)
+def test_a_loss_in_which_rows_meet_is_named_and_its_remedy_works(name):
+    loss_fn, of_inputs, of_targets = MIXING_LOSSES[name]
+    batch, model = (inputs(*of_inputs), targets(*of_targets)), between(nn.Tanh())
+    report = check(model, loss_fn, batch)
+    (found,) = report.blocked
+    assert (found.name, found.type, found.part) == ("", name, "loss") and "(loss)" in str(report)
+    with pytest.raises(BatchDependentLossError, match=rf"DPE010.*The loss \({name}\).*per_example"):
+        report.raise_if_blocked()
+    if name == "token_mean":
+        assert check(model, per_example(loss_fn), batch).ok
+
+
+def test_a_sum_where_a_mean_is_declared_is_told():
+    batch = (inputs(), targets())
+    loss_fn = nn.CrossEntropyLoss(reduction="sum")
+    (found,) = check(between(nn.Tanh()), loss_fn, batch).blocked
+    assert found.type == "CrossEntropyLoss" and "looks like a sum, expected a mean" in found.why
+    assert check(between(nn.Tanh()), loss_fn, batch, loss_reduction="sum").ok
+
+
+def test_a_layer_and_the_loss_are_both_named():
+    report = check(between(Layer(cross_sample_attention)), in_batch_negatives, (inputs(), targets()))
+    assert [one.part for one in report.blocked] == ["layer", "loss"]
+
+
+class Counts(nn.Module):
+    """What ordinary models keep: a counter of calls, and the last attention for the eye."""
+
+    def __init__(self):
+        super().__init__()
+        self.attention = nn.MultiheadAttention(WIDTH, 2, batch_first=True)
+        self.positions, self.head = nn.Embedding(5, WIDTH), nn.Linear(WIDTH, CLASSES)
+        self.register_buffer("calls", torch.zeros((), dtype=torch.long))
+
+    def forward(self, x):
+        self.calls += 1
+        x = F.dropout(x + self.positions(torch.arange(5).expand(len(x), 5)), 0.3)
+        mixed, self.last = self.attention(x, x, x, attn_mask=torch.ones(5, 5).triu(1).bool())
+        return self.head(mixed.mean(dim=1))
+
+
+class Trimmed(nn.Module):
+    """Cuts padding off, down to the longest row: shapes, and so dropout, follow from the batch."""
+
+    def __init__(self):
+        super().__init__()
+        self.entry, self.dropout, self.head = nn.Linear(WIDTH, 4), nn.Dropout(0.5), nn.Linear(4, CLASSES)
+
+    def forward(self, x):
+        lengths = 1 + (x[:, 0, 0].abs() * 10).long() % x.shape[1]
+        hidden = self.dropout(self.entry(x[:, : int(lengths.max())]))
+        real = torch.arange(int(lengths.max())) < lengths.unsqueeze(1)
+        return self.head((hidden * real.unsqueeze(2)).sum(dim=1))
+
+
+class Sorted(nn.Module):
+    """Rows take another order inside."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, CLASSES)
+
+    def forward(self, x):
+        order = x[:, 0].argsort()
+        return self.linear(x[order])[order.argsort()]
+
+
+class WithMask(nn.Module):
+    """An input of its own that all rows share, as long as the batch by chance."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, CLASSES)
+
+    def forward(self, x, shared):
+        return self.linear(x) * shared.sum()
+
+
+APART = {
+    "dropout": (lambda: between(nn.Dropout(0.5)), (inputs(),)),
+    "layer-norm": (lambda: between(nn.LayerNorm(WIDTH)), (inputs(),)),
+    "counts": (Counts, (inputs(5, WIDTH),)),
+    "trimmed": (Trimmed, (inputs(5, WIDTH),)),
+    "sorted": (Sorted, (inputs(),)),
+    "mask-as-long-as-the-batch": (WithMask, (inputs(), torch.arange(float(ROWS)))),
+    "half": (lambda: between(Layer()).bfloat16(), (inputs().bfloat16(),)),
+}
+OF_TABLE = {case.id: (case.make, case.inputs(ROWS, torch.float32)) for case in MODELS}
+
+
+@pytest.mark.parametrize("name", APART)
+def test_ordinary_models_raise_no_alarm(name):
+    assert_no_alarm(*APART[name])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", OF_TABLE)
+def test_nor_do_the_models_of_the_table(name):
+    assert_no_alarm(*OF_TABLE[name])
+
+
+def assert_no_alarm(make, args):
+    torch.manual_seed(0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", PrivacyWarning)
+        report = check(make(), F.cross_entropy, (args, targets()))
+    assert report.ok, str(report)
+
+
+def test_a_model_that_does_not_repeat_itself_is_noticed_and_not_blocked():
+    numbers = iter(range(1, 100))
+    with pytest.warns(PrivacyWarning, match="DPE012.*gives another output when it runs again"):
+        assert check(between(Layer(lambda h: h * next(numbers))), F.cross_entropy, (inputs(), targets())).ok
+
+
+def test_inputs_that_may_be_bags_are_left_alone_and_that_is_noticed():
+    class Bags(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.bag = nn.EmbeddingBag(9, CLASSES, mode="sum")
+
+        def forward(self, indices, offsets):
+            return self.bag(indices, offsets)
+
+    offsets = torch.tensor([0, 2, 2, 5, 6, 9])
+    with pytest.warns(PrivacyWarning, match=r"DPE012.*indices of bags"):
+        assert check(Bags(), F.cross_entropy, ((torch.arange(9) % 5, offsets), targets())).ok
+
+
+def test_the_model_and_the_generators_stay_as_they_are():
+    model = between(Remembers(buffer=True)).eval()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    random = torch.get_rng_state()
+    batch = (inputs(), targets())
+    check(model, F.cross_entropy, batch)
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+    assert torch.equal(random, torch.get_rng_state()) and not model.training
+    assert all(not module._forward_hooks and not module._forward_pre_hooks for module in model.modules())
+    assert torch.equal(batch[0], inputs())
+
+
+def test_a_private_model_is_checked_without_a_trace_in_its_run():
+    model = between(Layer(cross_sample_attention))
+    loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(inputs(), targets()), batch_size=3)
+    engine = PrivacyEngine()
+    engine.make_private(model, torch.optim.SGD(model.parameters(), 0.1), loader, noise_multiplier=1.0)
+    assert [one.name for one in check(model, F.cross_entropy, (inputs(), targets())).blocked] == ["1"]
+    assert engine.ledger.steps == 0 and engine.runs[0].release.stage.value == "idle"
+
+
+WRONG = {
+    "batch alone": (TypeError, "loss_fn is NoneType", {"batch": (inputs(), targets())}),
+    "loss alone": (TypeError, "batch is NoneType", {"loss_fn": F.cross_entropy}),
+    "one row": (ValueError, "has 1 rows", {"loss_fn": F.cross_entropy, "batch": (inputs()[:1], targets()[:1])}),
+    "reduction": (
+        ValueError, "loss_reduction='avg'",
+        {"loss_fn": F.cross_entropy, "batch": (inputs(), targets()), "loss_reduction": "avg"},
+    ),
+    "no rows": (
+        ValueError, "no output of the model has 3 rows",
+        {"loss_fn": F.cross_entropy, "batch": (inputs(), targets()[:3])},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_what_is_no_batch_with_a_loss_is_refused(name):
+    kind, says, given = WRONG[name]
+    with pytest.raises(kind, match=says):
+        check(between(nn.Tanh()), **given)
+
+
+@pytest.mark.parametrize("size", [2, 3, 8, 33])
+def test_any_row_is_kept_once_while_any_other_is_not(size):
+    sets = torch.stack(company.kept_rows(size))
+    for one in range(size):
+        for other in range(size):
+            assert one == other or bool((sets[:, one] & ~sets[:, other]).any())
