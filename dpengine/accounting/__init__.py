@@ -32,7 +32,7 @@ from .events import (
     event_to_state,
     release_event,
 )
-from .gdp import central_limit_epsilon
+from .gdp import central_limit_epsilon, epsilon_of_mu, largest_mu
 from .ledger import KINDS, Charge, Ledger, steps_of
 from .library import library_relation
 from .library_events import to_dp_accounting
@@ -79,8 +79,10 @@ __all__ = [
     "epsilon",
     "epsilon_bounds",
     "epsilon_of",
+    "epsilon_of_mu",
     "event_from_state",
     "event_to_state",
+    "largest_mu",
     "least_noise",
     "library_relation",
     "monte_carlo_epsilon",

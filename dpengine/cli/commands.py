@@ -178,6 +178,46 @@ def _ledger(parser: argparse.ArgumentParser) -> None:
         _json(child)
 
 
+def _audit(parser: argparse.ArgumentParser) -> None:
+    actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
+    _audit_one_run(actions)
+
+
+def _audit_one_run(actions: Any) -> None:
+    parser = actions.add_parser(
+        "one-run",
+        help="canaries in one training run: what epsilon is at least",
+        **help_texts(
+            "Trains a small model on a part of Adult with canaries, and bounds epsilon from below by what can be told\n"
+            "of them. For your own training, see dpengine.auditing.one_run. The exit code is 0 if no violation was\n"
+            "found, 1 if the claim is refuted, and 2 if nothing can be said.",
+            "dpengine audit one-run --canaries 2000 --steps 500 --delta 1e-5 --alpha 0.05",
+        ),
+    )
+    parser.add_argument("--canaries", type=_count, default=2000, metavar="M", help="default: %(default)s")
+    parser.add_argument("--steps", type=_count, default=500, metavar="T", help="default: %(default)s")
+    parser.add_argument("--delta", type=_DELTA, default=1e-5, metavar="D", help="default: %(default)s")
+    parser.add_argument(
+        "--alpha", type=_DELTA, default=0.05, metavar="A", help="chance of a false accusation; default: %(default)s"
+    )
+    parser.add_argument(
+        "--kind",
+        choices=("gradient", "input"),
+        default="gradient",
+        help="gradient: the adversary plants gradients and sees each release; input: rows with flipped labels, and "
+        "only the last model is seen; default: %(default)s",
+    )
+    noise = parser.add_mutually_exclusive_group()
+    noise.add_argument("--epsilon", type=_POSITIVE, default=4.0, metavar="E", help="the claim; default: %(default)s")
+    noise.add_argument("--noise-multiplier", type=_NOISE, metavar="S", help="instead of --epsilon")
+    parser.add_argument(
+        "--sample-rate", type=_RATE, default=0.1, metavar="Q", help="chance of a row in a batch; default: %(default)s"
+    )
+    parser.add_argument("--seed", type=int, metavar="N", help="repeatable coins, batches and noise: for tests")
+    _json(parser)
+    parser.set_defaults(module="audit_one_run")
+
+
 def help_texts(description: str, example: str) -> dict[str, Any]:
     """What the help of a command says beside its options."""
     texts = {"description": description, "epilog": f"Example:\n  {example}"}
@@ -245,6 +285,14 @@ COMMANDS = (
         "A file that was edited or cut is refused: its seals protect against accidents, not against its owner.",
         "dpengine ledger total run.ledger --delta 1e-5",
         _ledger,
+    ),
+    Command(
+        "audit",
+        "audit_one_run",
+        "look for violations of the guarantee, by experiment",
+        "Looks for violations of the guarantee, by experiment. A pass says that none was found, and no more.",
+        "dpengine audit one-run --canaries 2000 --steps 500 --delta 1e-5 --alpha 0.05",
+        _audit,
     ),
     Command(
         "data",

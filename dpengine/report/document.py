@@ -22,6 +22,7 @@ _PLAN = ("noise_multiplier", "clipping", "sampling", "sample_rate", "expected_ba
 _RUN = ("torch", "device", "git", "target_epsilon", "planned_steps", "ledger_on_disk", "constants_declared")
 _DATA = ("name", "source", "licence", "sha256")
 _UTILITY = ("metric", "value", "split")
+_AUDIT = ("detector", "kind", "n", "bound", "claimed", "delta", "alpha", "verdict")
 _SEED_POLICIES = {True: "INSECURE_SEED", False: "operating-system entropy", None: "unknown"}
 
 
@@ -60,6 +61,8 @@ def document_of(facts: RunFacts, figures: Figures) -> dict[str, Any]:
         "data": _data(facts),
         "utility": {key: facts.utility.get(key) for key in _UTILITY},
     }
+    if facts.audit:
+        document["audit"] = {key: facts.audit.get(key) for key in _AUDIT}
     document = _strict(document)
     return document | {"digest": digest_of(document)}
 
@@ -98,6 +101,7 @@ def facts_of(document: Mapping[str, Any]) -> RunFacts:
         loss_checked=run["loss_checked"],
         data={key: data[key] for key in _DATA},
         utility=document["utility"],
+        audit=document.get("audit", {}),
         excludes=tuple(document["coverage"]["excludes_added"]),
         unamplified=charges_of(document["history_unamplified"]),
         **{key: run[key] for key in _RUN},

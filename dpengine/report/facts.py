@@ -58,6 +58,7 @@ class RunFacts:
         loss_checked: Whether rows were probed for dependence on each other: True (none found), False (found), None.
         data: ``name``, ``source``, ``licence``, ``sha256``.
         utility: ``metric``, ``value``, ``split``.
+        audit: ``AuditReport.summary()`` of an audit of such a run, or empty.
         torch: Its version.
         device: Type of the device, and how many processes share the run if not one.
         git: Commit of the training code.
@@ -81,6 +82,7 @@ class RunFacts:
     loss_checked: bool | None = None
     data: Mapping[str, Any] = field(default_factory=dict)
     utility: Mapping[str, Any] = field(default_factory=dict)
+    audit: Mapping[str, Any] = field(default_factory=dict)
     torch: str | None = None
     device: str | None = None
     git: str | None = None
@@ -92,7 +94,7 @@ class RunFacts:
         object.__setattr__(self, "history", tuple(self.history))
         object.__setattr__(self, "unamplified", tuple(self.unamplified))
         object.__setattr__(self, "excludes", tuple(public_text(line) for line in self.excludes))
-        for name in ("plan", "noise", "data", "utility", "unit", "torch", "device", "git"):
+        for name in ("plan", "noise", "data", "utility", "audit", "unit", "torch", "device", "git"):
             object.__setattr__(self, name, public_values(getattr(self, name)))
 
     @property

@@ -85,6 +85,7 @@ def _context(facts: RunFacts, figures: Figures) -> dict[str, Any]:
         "mechanism": sentences.mechanism(facts),
         "clipping": sentences.described(facts.plan.get("clipping")),
         "accounting": sentences.accounting(figures),
+        "audit": sentences.audit(facts),
         "made_by": made_by(facts, figures),
         "assumptions": assumptions(facts),
         "void": any(item.light == "red" for item in assumptions(facts)),

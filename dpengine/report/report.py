@@ -7,7 +7,7 @@ import json
 import os
 import tempfile
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, final
 
@@ -16,6 +16,7 @@ from .document import document_of, facts_of, figures_in
 from .facts import RunFacts
 from .figures import Figures, figures_of
 from .reading import read_document, read_file
+from .schema_check import report_schema, violations
 from .statement import statement_of
 
 
@@ -74,6 +75,23 @@ class PrivacyReport:
     def _of_text(cls, text: str, where: str) -> PrivacyReport:
         document = read_document(text, where)
         return cls(facts_of(document), _recorded=document)
+
+    def with_audit(self, audit: Mapping[str, Any]) -> PrivacyReport:
+        """The same report with what an audit of such a run found, which is no part of the guarantee.
+
+        Args:
+            audit: ``AuditReport.summary()``.
+
+        Returns:
+            A new report, with an entry ``audit`` that others do not have.
+
+        Raises:
+            ValueError: If it is no such summary.
+        """
+        found = next(violations(audit, report_schema()["properties"]["audit"], "audit"), "")
+        if found:
+            raise ValueError(f"report.with_audit: {found}. Pass AuditReport.summary().")
+        return PrivacyReport(replace(self.facts, audit=audit))
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the report as plain JSON values; its form is that of ``schema.json`` beside this module.

@@ -188,6 +188,28 @@ def excludes(facts: RunFacts) -> list[str]:
     ]
 
 
+def audit(facts: RunFacts) -> str:
+    """What an audit found, or nothing. Its bound is from below, so it is rounded down."""
+    found = facts.audit
+    if not found:
+        return ""
+    said = {"pass": "no violation found", "violation": "THE CLAIM IS REFUTED"}.get(
+        found["verdict"], "nothing can be said"
+    )
+    bound, claimed, alpha = found.get("bound"), found.get("claimed"), found.get("alpha")
+    trials = f"{found['n']:,} {found['kind']} canaries" if found.get("kind") else f"{found['n']:,} trials"
+    least = "" if bound is None else f"; ε is at least {_down(bound)}"
+    trust = "" if bound is None or alpha is None else f" with {100 * (1 - alpha):g} % confidence"
+    beside = "" if claimed is None else f", where {_number(claimed)} was claimed"
+    return f"{found['detector']}, {trials}: {said}{least}{trust}{beside}. An experiment, no part of the guarantee."
+
+
+def _down(value: float | str) -> str:
+    if isinstance(value, str) or not math.isfinite(value):
+        return "∞"
+    return f"{math.floor(1000 * value) / 1000:g}"
+
+
 def _given(name: str, value: Any) -> str:
     if value is None:
         return ""

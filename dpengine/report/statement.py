@@ -40,6 +40,7 @@ def statement_of(facts: RunFacts, figures: Figures) -> str:
         "Mechanism": sentences.mechanism(facts),
         "Steps": sentences.budget(facts, figures),
         "Accounting": sentences.accounting(figures),
+        "Audit": sentences.audit(facts),
     }
     lines = [sentences.headline(facts, figures)]
     lines += [_entry(f"{name}: ", text) for name, text in entries.items() if text]

@@ -36,7 +36,8 @@ def test_b1_the_help_of_a_command_has_an_example_that_its_parser_takes(capsys, c
 
 
 @pytest.mark.parametrize(
-    "command, action", [("data", "list"), ("data", "get"), ("ledger", "total"), ("ledger", "show")]
+    "command, action",
+    [("data", "list"), ("data", "get"), ("ledger", "show"), ("ledger", "total"), ("audit", "one-run")],
 )
 def test_b1_actions_have_an_example_too(capsys, command, action):
     code, out, _ = exit_code(capsys, command, action, "--help")
@@ -51,7 +52,7 @@ def test_the_help_lists_every_command(capsys):
 
 
 def test_the_documented_commands_are_there():
-    assert NAMES == ["demo", "calibrate", "epsilon", "report", "check", "ledger", "data", "doctor"]
+    assert NAMES == ["demo", "calibrate", "epsilon", "report", "check", "ledger", "audit", "data", "doctor"]
 
 
 def test_the_version_is_that_of_the_package(capsys):

@@ -1,0 +1,172 @@
+"""A private run with canaries in it, watched while the user's own loop trains it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from dpengine.engine import PrivacyEngine
+from dpengine.errors import UnknownParameterError
+from dpengine.run import Run
+from dpengine.sampling import AbstractBatchStrategy, CyclicPoissonStrategy, TruncatedStrategy
+
+from .canaries import Canaries, Directions, Indices, PlantedGradients
+from .scores import Trace, strategy_of
+
+Floats = npt.NDArray[np.float64]
+
+
+class WatchedRun:
+    """The run of an engine. Inside ``planted()`` its canaries take part as their coins say.
+
+    Args:
+        engine: What the user's function made, private already.
+        canaries: The canaries.
+        directions: Of how many numbers, or None for canaries with gradients of their own.
+
+    Attributes:
+        run: The engine's.
+
+    Raises:
+        UnknownParameterError: If the engine has no run or several, or one of a kind that cannot be watched.
+    """
+
+    def __init__(
+        self,
+        engine: PrivacyEngine,
+        canaries: Canaries,
+        directions: Callable[[list[int]], Directions] | None,
+    ):
+        if not isinstance(engine, PrivacyEngine) or len(engine.runs) != 1 or not engine.runs[0].attached:
+            raise UnknownParameterError(
+                "make() must return an engine in which one run is private, and no other was.",
+                fix="Build a PrivacyEngine in make(), and call its make_private there.",
+            )
+        self.run: Run = engine.runs[-1]
+        self._refuse(canaries, gradient=directions is not None)
+        release, sums = self.run.release, self.run.release.sums
+        self._canaries = canaries
+        self._sizes = [p.numel() for p in sums.trainable().values()]
+        self._directions = None if directions is None else directions(self._sizes)
+        self._seen: dict[int, Floats] = {}  # by step, the release along each direction
+        self._planted = PlantedGradients(
+            sums.strategy,
+            canaries,
+            self._chunk,
+            self._directions,
+            self._trainable,
+            lambda: release.plan.clipping.max_grad_norm,
+        )
+
+    def _refuse(self, canaries: Canaries, *, gradient: bool) -> None:
+        sums, strategy = self.run.release.sums, self.run.release.plan.sampling
+        for wrong, what, fix in (
+            (self.run.units is not None, "a run with privacy_unit", "Leave it out of the audited run."),
+            (not sums.topology.runs_by_itself, "a run of several processes", "Audit the same run in one."),
+            (gradient and sums.mode == "ghost", "gradients in grad_sample_mode='ghost'", "Pass kind='input'."),
+        ):
+            if wrong:
+                raise UnknownParameterError(f"auditing.one_run cannot watch {what}.", fix=fix)
+        if strategy.num_examples != len(canaries.at):
+            raise UnknownParameterError(
+                f"The private loader draws from {strategy.num_examples:,} rows, and the data set that make() was given "
+                f"has {len(canaries.at):,}.",
+                fix="Build the loader in make() on that data set.",
+            )
+
+    @contextmanager
+    def planted(self) -> Iterator[None]:
+        """Canaries take part while this is open, and releases are noted."""
+        sums, probe = self.run.release.sums, self.run.release.sums.strategy
+        handle = self.run.optimizer.register_step_pre_hook(self._note)
+        every, sums.strategy = getattr(probe, "_every", None), self._planted
+        self._probe(probe, None)  # the batches' own gradients are not what it would see
+        try:
+            yield
+        finally:
+            handle.remove()
+            sums.strategy = probe
+            self._probe(probe, every)
+
+    @staticmethod
+    def _probe(probe: Any, every: int | None) -> None:
+        probe._every = every
+        probe._arm()
+
+    def _trainable(self) -> dict[str, nn.Parameter]:
+        found = self.run.release.sums.trainable()
+        if self._directions is not None and [p.numel() for p in found.values()] != self._sizes:
+            raise UnknownParameterError(
+                "Parameters were frozen, thawed or replaced since make(); gradient canaries have places in all.",
+                fix="Pass kind='input', or freeze parameters in make().",
+            )
+        return found
+
+    def _chunk(self) -> tuple[int, Indices]:
+        """The step and the rows of the data set of the chunk that a backward pass is over."""
+        release = self.run.release
+        step = release.tickets[-1].step
+        drawn = self.run.batches._batches.draw(step)  # a pure function: the same batch again
+        return step, np.asarray(drawn.chunks[release.chunk], dtype=np.int64)
+
+    def _note(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        """Before the optimizer's own update: the release is in ``p.grad``."""
+        if self._directions is None:
+            return
+        release = self.run.release
+        grads = [
+            torch.zeros(p.numel()) if p.grad is None else p.grad.detach().flatten().double().cpu()
+            for p in self._trainable().values()
+        ]
+        divisor = release.plan.divisor(len(release.tickets), mean=release.sums.loss_reduction == "mean")
+        unit = divisor / release.plan.clipping.sensitivity()
+        self._seen[release.tickets[-1].step] = self._directions.along(torch.cat(grads).numpy()) * unit
+
+    @property
+    def releases(self) -> int:
+        """How often weights changed since the run began."""
+        return self.run.release.released
+
+    def refuse_bypassed(self) -> None:
+        """Refuses a run whose canaries did not take part, such as one whose backward pass was compiled.
+
+        Raises:
+            UnknownParameterError: If batches were trained on that canaries had no part in.
+        """
+        if self.releases and not self._planted.drawn:
+            raise UnknownParameterError(
+                "The run trained without its canaries: their rows were never drawn, or a compiled backward pass went "
+                "past them.",
+                fix="Leave compile_backward out of the audited loop, and train for more steps.",
+            )
+
+    def trace(self) -> Trace:
+        """What was released along the directions, and what is known of batches."""
+        plan, canaries = self.run.release.plan, self._canaries
+        steps = 1 + max(max(self._seen, default=-1), max(self._planted.drawn, default=-1))
+        releases_TM, drawn_TM = np.zeros((steps, canaries.count)), np.zeros((steps, canaries.count), dtype=bool)
+        for step, along_M in self._seen.items():
+            releases_TM[step] = along_M
+        for step, chunks in self._planted.drawn.items():
+            drawn_TM[step, np.concatenate(chunks)] = True
+        turns_M, cycle = self._turns(plan.sampling)
+        sigma = plan.clipping.gradient_noise_multiplier(plan.noise_multiplier)
+        rate, strategy_TT = plan.sampling.sample_rate, strategy_of(plan.noise, steps)
+        return Trace(releases_TM, drawn_TM, sigma, rate, turns_M, cycle, strategy_TT)
+
+    def _turns(self, strategy: AbstractBatchStrategy) -> tuple[Indices | None, int]:
+        """The group of each canary, where groups take turns."""
+        inner = strategy.drawn if isinstance(strategy, TruncatedStrategy) else strategy
+        if not isinstance(inner, CyclicPoissonStrategy):
+            return None, 1
+        row_M = np.zeros(self._canaries.count, dtype=np.int64)
+        rows = np.flatnonzero(self._canaries.at >= 0)
+        row_M[self._canaries.at[rows]] = rows
+        return inner.group_of(self.run._mask_words)[row_M], inner.cycle_length

@@ -1,0 +1,94 @@
+"""``dpengine audit one-run``: a small training run with canaries, and what epsilon is at least."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.optim import SGD, Optimizer
+from torch.utils.data import DataLoader, Dataset, TensorDataset
+
+from dpengine import PrivacyEngine
+from dpengine.auditing import AuditReport, one_run
+from dpengine.data import load_adult
+
+from .commands import CommandError
+from .main import WRONG_USE
+from .screen import strong
+
+_ROWS = 2000  # of Adult, beside the canaries
+_FEATURES, _CLASSES = 107, 2
+
+
+def run(arguments: Namespace) -> int:
+    """Prints what was found; the exit code is 0 for a pass, 1 for a violation, 2 if nothing can be said."""
+    try:
+        report = _audited(arguments)
+    except ValueError as error:
+        raise CommandError(str(error), exit_code=WRONG_USE) from error
+    if arguments.json:
+        print(report.to_json())
+    else:
+        first, rest = str(report).split("\n", 1)
+        print(f"{strong(first)}\n{rest}")
+    return report.exit_code
+
+
+def _audited(arguments: Namespace) -> AuditReport:
+    data = load_adult()
+    rows = TensorDataset(data.train_inputs[:_ROWS], data.train_labels[:_ROWS])
+    flipped = TensorDataset(
+        data.train_inputs[_ROWS : _ROWS + arguments.canaries],
+        1 - data.train_labels[_ROWS : _ROWS + arguments.canaries],
+    )
+    sigma = arguments.noise_multiplier
+    length = {"target_epsilon": arguments.epsilon, "steps": arguments.steps} if sigma is None else {}
+
+    def make(dataset: Dataset[Any]) -> Any:
+        if arguments.seed is not None:
+            torch.manual_seed(arguments.seed)
+        width = max(32, -(-arguments.canaries // _FEATURES))  # a place for each canary
+        model = nn.Sequential(nn.Linear(_FEATURES, width), nn.Tanh(), nn.Linear(width, _CLASSES))
+        batch_size = max(1, round(arguments.sample_rate * (_ROWS + arguments.canaries)))
+        loader = DataLoader(dataset, batch_size=batch_size)
+        engine = PrivacyEngine(seed=arguments.seed)
+        private = engine.make_private(
+            model,
+            SGD(model.parameters(), lr=1.0),
+            loader,
+            noise_multiplier=sigma,
+            target_delta=arguments.delta,
+            **length,  # type: ignore[arg-type]
+        )
+        return engine, *private
+
+    def train(engine: PrivacyEngine, model: nn.Module, optimizer: Optimizer, loader: DataLoader[Any]) -> None:
+        left = arguments.steps
+        while left:
+            for inputs, labels in loader:
+                optimizer.zero_grad()
+                F.cross_entropy(model(inputs), labels).backward()
+                optimizer.step()
+                left -= 1
+                if not left:
+                    return
+
+    black_box = {"examples": flipped, "loss": _loss} if arguments.kind == "input" else {}
+    return one_run(
+        make,
+        train,
+        rows,
+        canaries=arguments.canaries,
+        kind=arguments.kind,
+        delta=arguments.delta,
+        alpha=arguments.alpha,
+        seed=arguments.seed,
+        **black_box,  # type: ignore[arg-type]
+    )
+
+
+def _loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    return F.cross_entropy(model(batch[0]), batch[1], reduction="none")

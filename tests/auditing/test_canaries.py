@@ -1,0 +1,158 @@
+"""Canaries in a run: one that is in adds exactly the threshold along its direction, one that is out adds nothing."""
+
+import numpy as np
+import pytest
+import torch
+from auditing.runs import made, rows, trained
+from reference import clipped_sum, per_sample_gradients
+from torch.nn.functional import cross_entropy
+
+from dpengine.auditing.canaries import Canaries, Directions
+from dpengine.auditing.one_run import plant
+from dpengine.auditing.watched_run import WatchedRun
+from dpengine.errors import UnknownParameterError
+from dpengine.noise import BandMF
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*DPE012", "ignore:.*DPE018")
+SLACK = 2.0**-20  # by which thresholds are lowered
+COUNT, NORM = 40, 0.5
+
+
+def watched(kind="gradient", *, steps=1, reduction="mean", sample_rate=1.0, noise=0.0, count=COUNT, **options):
+    """The trace of a run, its coins, its canaries' directions, and the first release as one vector."""
+    rng, grads = np.random.default_rng(0), []
+    dataset, canaries = plant(rows(), count, kind, None, rng)
+    settings = {"noise_multiplier": noise, "max_grad_norm": NORM, "lr": 0.0, **options}
+    parts = made(sample_rate=sample_rate, reduction=reduction, **settings)(dataset)
+    directions = (lambda sizes: Directions(sizes, count, rng)) if kind == "gradient" else None
+    run = WatchedRun(parts[0], canaries, directions)
+    before = run.run.release.sums.strategy
+
+    def see(model):
+        grads.append(torch.cat([p.grad.flatten().double() for p in model.parameters()]))
+
+    with run.planted():
+        trained(steps, reduction=reduction, see=see)(*parts)
+    assert run.run.release.sums.strategy is before
+    divisor = run.run.release.plan.divisor(1, mean=reduction == "mean")
+    return run, canaries, grads[0].numpy() * divisor, parts[1]
+
+
+def sum_of(model, data):
+    """The clipped sum of a loop over rows, as one vector."""
+    inputs, labels = data
+    gradients = per_sample_gradients(model, cross_entropy, (inputs,), labels)
+    total = clipped_sum(gradients, (1 - SLACK) * NORM)
+    return torch.cat([total[name].flatten() for name, _ in model.named_parameters()]).numpy()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {}, {"reduction": "sum"}, {"physical_batch_size": 23}, {"grad_sample_mode": "hooks"},
+        {"grad_sample_mode": "functorch"}, {"grad_sample_mode": "ew"},
+    ],
+    ids=["mean", "sum", "chunks", "hooks", "functorch", "ew"],
+)  # fmt: skip
+def test_a_gradient_canary_adds_its_direction_at_the_threshold_beside_the_other_rows(options):
+    run, canaries, found, model = watched(**options)
+    expected = sum_of(model, rows().tensors)
+    directions = run._directions
+    for canary in np.flatnonzero(canaries.coins):
+        np.add.at(expected, directions.places_MK[canary], (1 - SLACK) * NORM * directions.values_MK[canary])
+    assert 5 < canaries.coins.sum() < COUNT - 5
+    assert np.abs(found - expected).max() < 1e-5 * np.abs(expected).max()
+
+
+def test_the_trace_is_in_units_of_the_threshold():
+    run, canaries, _, model = watched()
+    trace = run.trace()
+    others = run._directions.along(sum_of(model, rows().tensors)) / NORM
+    assert trace.drawn_TM.all() and trace.releases_TM.shape == (1, COUNT)
+    assert trace.releases_TM[0] - others == pytest.approx(canaries.coins * (1 - SLACK), abs=1e-4)
+
+
+@pytest.mark.parametrize("mode", ["auto", "hooks", "functorch", "ew", "ghost"])
+def test_an_input_canary_that_is_out_has_a_gradient_of_zero(mode):
+    _, canaries, found, model = watched("input", grad_sample_mode=mode)
+    out = np.isin(canaries.at, np.flatnonzero(~canaries.coins))
+    assert out.sum() == (~canaries.coins).sum() > 5
+    expected = sum_of(model, [tensor[~out] for tensor in rows().tensors])
+    everything = sum_of(model, rows().tensors)
+    assert np.abs(found - expected).max() < 1e-5 * np.abs(expected).max()
+    assert np.abs(found - everything).max() > 1e-2 * np.abs(expected).max()
+
+
+def test_a_row_without_a_finite_gradient_stays_out_beside_canaries():
+    # A strategy that holds one set of dropped rows must not forget those that are out.
+    data = rows()
+    data.tensors[0][3] = float("nan")
+    canaries_at = np.full(100, -1)
+    canaries_at[10:50] = np.arange(40)
+    canaries = Canaries(np.arange(40) % 2 == 0, canaries_at)
+    parts = made(sample_rate=1.0, noise_multiplier=0.0, max_grad_norm=NORM, lr=0.0, grad_sample_mode="ghost")(data)
+    run, grads = WatchedRun(parts[0], canaries, None), []
+    with run.planted():
+        trained(1, see=lambda model: grads.extend(p.grad.flatten().double() for p in model.parameters()))(*parts)
+    left = (canaries_at < 0) | (canaries_at % 2 == 0)
+    left[3] = False
+    expected = sum_of(parts[1], [tensor[left] for tensor in data.tensors])
+    assert np.abs(torch.cat(grads).numpy() * 100 - expected).max() < 1e-5 * np.abs(expected).max()
+
+
+def test_who_was_drawn_is_what_the_loader_drew():
+    run, canaries, _, _ = watched(steps=30, sample_rate=0.2, noise=1.0)
+    drawn_TM = run.trace().drawn_TM
+    batches = run.run.batches._batches
+    for step in range(30):
+        indices = np.concatenate([np.array(part, dtype=int) for part in batches.draw(step).chunks])
+        expected = np.zeros(COUNT, bool)
+        expected[canaries.at[indices][canaries.at[indices] >= 0]] = True
+        assert (drawn_TM[step] == expected).all()
+    assert 0.1 < drawn_TM.mean() < 0.3
+
+
+def test_directions_are_unit_vectors_that_share_no_place():
+    directions = Directions([30, 5, 200], 9, np.random.default_rng(1))
+    dense = np.zeros((9, 235))
+    np.put_along_axis(dense, directions.places_MK, directions.values_MK, axis=1)
+    assert dense @ dense.T == pytest.approx(np.eye(9))
+    vector = np.random.default_rng(2).standard_normal(235)
+    assert directions.along(vector) == pytest.approx(dense @ vector)
+    parts = [
+        directions.rows(number, shape, np.array([4, -1, 7]), 3.0, torch.zeros(1, dtype=torch.float64))
+        for number, shape in enumerate([(5, 6), (5,), (2, 100)])
+    ]
+    joined = torch.cat([part.flatten(1) for part in parts], dim=1).numpy()
+    assert joined == pytest.approx(3.0 * np.stack([dense[4], np.zeros(235), dense[7]]))
+
+
+def test_more_canaries_than_numbers_are_refused():
+    with pytest.raises(ValueError, match="Pass canaries=12 or less"):
+        Directions([10, 2], 13, np.random.default_rng(0))
+
+
+def test_groups_that_take_turns_are_known():
+    run, canaries, _, _ = watched(steps=12, sample_rate=0.2, noise=1.0)
+    assert run.trace().turns_M is None
+    rng = np.random.default_rng(0)
+    dataset, canaries = plant(rows(), COUNT, "gradient", None, rng)
+    parts = made(sample_rate=0.2, noise_multiplier=1.0, steps=12, noise=BandMF(num_bands=3))(dataset)
+    run = WatchedRun(parts[0], canaries, lambda sizes: Directions(sizes, COUNT, rng))
+    with run.planted():
+        trained(12)(*parts)
+    trace = run.trace()
+    assert trace.cycle == 3 and set(np.unique(trace.turns_M)) <= {-1, 0, 1, 2}
+    assert trace.drawn_TM.sum() > 50
+    assert not (trace.drawn_TM & ~trace.possible_TM).any()
+    assert np.abs(trace.strategy_TT - np.eye(12)).max() > 0.1
+
+
+def test_parameters_that_change_are_refused():
+    rng = np.random.default_rng(0)
+    dataset, canaries = plant(rows(), COUNT, "gradient", None, rng)
+    parts = made(sample_rate=1.0, noise_multiplier=1.0)(dataset)
+    run = WatchedRun(parts[0], canaries, lambda sizes: Directions(sizes, COUNT, rng))
+    parts[1][0].bias.requires_grad_(False)
+    with run.planted(), pytest.raises(UnknownParameterError, match="frozen, thawed or replaced since make"):
+        trained(1)(*parts)
