@@ -378,12 +378,14 @@ class Release:
             self.ledger.charge(self.plan.event(), count=tickets, kind="void")
 
     def close(self) -> None:
-        """Gives up what is unfinished and destroys the sums, for good."""
-        if self.stage in {Stage.OPEN, Stage.CLIPPED}:
-            self.void()
-        self._charge_void(sum(chunk == 0 for _, chunk in self.fetched))
-        self.fetched.clear()
-        self.sums.detach()
-        forget_grad_samples(self.sums.model.parameters())
-        self.gradients.forget()
-        self.stage = Stage.CLOSED
+        """Gives up what is unfinished and destroys the sums, for good, also where that cannot be charged."""
+        try:
+            if self.stage in {Stage.OPEN, Stage.CLIPPED}:
+                self.void()
+            self._charge_void(sum(chunk == 0 for _, chunk in self.fetched))
+        finally:
+            self.fetched.clear()
+            self.sums.detach()
+            forget_grad_samples(self.sums.model.parameters())
+            self.gradients.forget()
+            self.stage = Stage.CLOSED

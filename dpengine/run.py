@@ -228,13 +228,15 @@ class Run:
         return CompiledBackward(sums, loss_fn, multiple_of=multiple_of, backend=backend)
 
     def detach(self) -> None:
-        """Takes everything off."""
-        self.release.close()
-        if isinstance(self.release.ledger, RunLedger):
-            self.release.ledger.close()
-        private_optimizer.detach(self.optimizer)
-        for companion in (self.grad_scaler, self.lr_scheduler):
-            if companion is not None:
-                companions.detach(companion)
-        attached_models.discard(self.model)
-        self.attached = False
+        """Takes everything off, also where the ledger file cannot be written."""
+        try:
+            self.release.close()
+            if isinstance(self.release.ledger, RunLedger):
+                self.release.ledger.close()
+        finally:
+            private_optimizer.detach(self.optimizer)
+            for companion in (self.grad_scaler, self.lr_scheduler):
+                if companion is not None:
+                    companions.detach(companion)
+            attached_models.discard(self.model)
+            self.attached = False

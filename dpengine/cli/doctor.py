@@ -14,7 +14,7 @@ import dpengine
 from dpengine.accounting import accountant_used
 from dpengine.data import SOURCES, find_files
 from dpengine.devices import best_device, device_text
-from dpengine.noise import NoiseSource, native_normals
+from dpengine.noise import SECURE_KIND, NoiseSource, native_normals
 
 from .screen import columns
 
@@ -50,7 +50,7 @@ def _accountant() -> str:
 
 def _noise() -> str:
     device = best_device()
-    kinds = [NoiseSource.fresh().describe(device), NoiseSource.fresh(kind="chacha20").describe(device)]
+    kinds = [NoiseSource.fresh().describe(device), NoiseSource.fresh(kind=SECURE_KIND).describe(device)]
     return "; secure_rng: ".join(
         f"{kind['kind']} ({'' if kind['cryptographic'] else 'not '}cryptographic)" for kind in kinds
     )

@@ -61,7 +61,6 @@ class _Told:
     history: tuple[Charge, ...]
     relations: frozenset[Relation]
     spent: tuple[Charge, ...]
-    resumed: int
 
 
 class Books:
@@ -115,7 +114,8 @@ class Books:
             first: Whether it is the first run of the engine, which goes on with what broke off.
 
         Returns:
-            What was spent before the run; and how many steps the run has behind it, if it goes on with another.
+            What was spent before the run; and how many of its steps were made, where ``load_state_dict`` said so. One
+            that is in a file goes on by a checkpoint, which knows them.
 
         Raises:
             LedgerError: If another process holds the file, or it cannot be read or written.
@@ -135,21 +135,21 @@ class Books:
             self._ledger = Ledger()
             _add(self._ledger, told.history)
         self._told, self._relations = told, told.relations
-        return (told.spent, told.resumed) if first else (self.ledger.history, 0)
+        return (told.spent if first else self.ledger.history), 0
 
     def _hold(self, asked: Mapping[str, Any]) -> _Told:
         assert self.path is not None
         self._held = self._held or held(self.path)
         contents = self._held.file.contents
-        spent, resumed = tuple(self._held.ledger.history), 0
+        spent = self._held.ledger.history
         broken_off = _broken_off(contents, asked, self._held.file.session)
         if broken_off is not None:
             rest = Ledger()
             for run in contents.runs.values():
                 if run is not broken_off:
                     _add(rest, run.history)
-            spent, resumed = rest.history, steps_of(broken_off.history)
-        return _Told(contents.id, self._held.ledger.history, _relations(contents), spent, resumed)
+            spent = rest.history
+        return _Told(contents.id, self._held.ledger.history, _relations(contents), spent)
 
     def of_run(self, run: str, ranks: Ranks) -> Ledger | RunLedger:
         """The ledger that a run charges.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import secrets
+import weakref
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,17 @@ _sync = getattr(os, "fdatasync", os.fsync)
 _MODE = 0o644
 
 Told = tuple[str, Mapping[str, Any]]
+_open_files: weakref.WeakSet[LedgerFile] = weakref.WeakSet()
+
+
+def _let_go_in_a_fork() -> None:
+    """A fork, such as the worker of a loader, would hold the lock for as long as it lives."""
+    for one in list(_open_files):
+        one.forget()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_let_go_in_a_fork)
 
 
 class LedgerFile:
@@ -51,6 +63,7 @@ class LedgerFile:
         except BaseException:
             os.close(self._file)
             raise
+        _open_files.add(self)
 
     def _opened(self) -> int:
         if fcntl is None:
@@ -161,7 +174,12 @@ class LedgerFile:
         except (LedgerError, OSError):
             pass  # the reservation stays charged as a whole
         finally:
-            file, self._file = self._file, -1
+            self.forget()
+
+    def forget(self) -> None:
+        """Closes the file, and nothing more."""
+        file, self._file = self._file, -1
+        if file >= 0:
             os.close(file)
 
     def settle(self, run: str) -> None:

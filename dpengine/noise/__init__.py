@@ -4,7 +4,7 @@ from .band_mf import BandMF
 from .buffered import blt_column, optimize_blt
 from .correlated import CorrelatedNoise, Recurrence, mechanism_for
 from .gaussian import GaussianNoise
-from .keyed_streams import DEFAULT_KIND, native_normals
+from .keyed_streams import DEFAULT_KIND, SECURE_KIND, native_normals
 from .mechanism import AbstractNoise, check_release
 from .optimize import optimize_banded, optimize_banded_inverse
 from .recurrences import banded_inverse, banded_toeplitz, blt, checked_column, dense, independent, lambda_cgd
@@ -19,6 +19,7 @@ from .transform import NoiseState, NoiseTransform
 __all__ = [
     "BLT",
     "DEFAULT_KIND",
+    "SECURE_KIND",
     "AbstractNoise",
     "BandMF",
     "BandedInverse",

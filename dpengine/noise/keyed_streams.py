@@ -15,6 +15,7 @@ from .box_muller import add_native_normals, add_normals
 from .chacha20 import fill_keystream
 
 DEFAULT_KIND = "chacha20"
+SECURE_KIND = "secure"  # chacha20, whatever the device that the noise is for
 
 
 @dataclass(frozen=True)
@@ -101,6 +102,8 @@ STREAM_KINDS = {
 
 def stream_kind(name: str) -> StreamKind:
     """The kind of that name; ValueError if there is none."""
+    if name == SECURE_KIND:
+        return STREAM_KINDS["chacha20"]
     if name not in STREAM_KINDS:
         raise ValueError(f"noise.NoiseSource: unknown kind {name!r}. Choose one of {sorted(STREAM_KINDS)}.")
     return STREAM_KINDS[name]

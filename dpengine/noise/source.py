@@ -24,7 +24,7 @@ from dpengine.errors import PrivacyError
 
 from .box_muller import GROUP, LARGEST_NORMAL, normals_from_words
 from .chacha20 import WORDS_PER_BLOCK
-from .keyed_streams import DEFAULT_KIND, stream_kind
+from .keyed_streams import DEFAULT_KIND, SECURE_KIND, stream_kind
 
 _KEY_BYTES = 32
 _LIMIT = 2**64  # of steps, blocks and incarnations: addresses are 64-bit and never wrap
@@ -47,7 +47,7 @@ class NoiseSource:
 
     Args:
         key: 32 secret bytes. ``NoiseSource.fresh()`` takes them from the operating system.
-        kind: A name in ``STREAM_KINDS``.
+        kind: A name in ``STREAM_KINDS``; or ``"secure"``, which draws for every device on the CPU, with chacha20.
         incarnation: Which life of the run this is. A resumed run that may draw other batches must use a new one.
         insecure_seed: Whether the key follows from something that people can guess.
     """
@@ -110,9 +110,9 @@ class NoiseSource:
 
     def describe(self, device: torch.device | str = "cpu") -> dict[str, Any]:
         """What a report says about noise drawn for tensors on ``device``. Public."""
-        on_device = torch.device(device).type in _GENERATOR_DEVICES
+        on_device = self._draws_on(torch.device(device))
         return {
-            "kind": "torch-philox" if on_device else self._kind,
+            "kind": "torch-philox" if on_device else "chacha20" if self._kind == SECURE_KIND else self._kind,
             "cryptographic": self._stream.cryptographic and not on_device,
             "insecure_seed": self._insecure_seed,
             "largest_normal": LARGEST_NORMAL,
@@ -245,7 +245,7 @@ class NoiseSource:
             flat.zero_()
         if flat.numel() == 0:
             return tensor
-        if flat.device.type in _GENERATOR_DEVICES:
+        if self._draws_on(flat.device):
             _add_on_device(flat, std, subkey, start)
             flat.mul_(scale)
         elif flat.device.type == "cpu":
@@ -255,6 +255,10 @@ class NoiseSource:
             self._add_on_cpu(drawn.numpy(), std, 1.0, subkey, start)
             flat.add_(drawn.to(flat.device)).mul_(scale)
         return tensor
+
+    def _draws_on(self, device: torch.device) -> bool:
+        """Whether the device's own generator draws what is for it; else the CPU does, and it is copied there."""
+        return device.type in _GENERATOR_DEVICES and self._kind != SECURE_KIND
 
     def _draw_rows(
         self, flat: Tensor, std: float, scale: float, subkey: bytes, start: int, rows: int, stride: int

@@ -16,6 +16,7 @@ from dpengine.accounting import epsilon_of, steps_of
 from dpengine.errors import CalibrationError, LedgerError
 from dpengine.ledger_file import read
 from dpengine.noise import BandMF
+from dpengine.plan import DPSGDConfig
 
 
 @pytest.fixture
@@ -130,6 +131,18 @@ def test_a_run_that_broke_off_is_gone_on_with_under_its_budget(path, tmp_path):
     second.train(10)
     assert second.engine.ledger.steps == 10 and second.engine.epsilon <= 3.0  # then the loader ends
     assert steps_of(read(path).history) == 10
+
+
+def test_a_run_by_a_plan_that_broke_off_is_gone_on_with_to_its_end(path, tmp_path):
+    config = DPSGDConfig(iterations=10, sampling_prob=1 / 3, noise_multiplier=1.0, num_examples=60)
+    settings = {"noise_multiplier": None, "plan": config}
+    first = Run(path, **settings).train(4)
+    checkpoint.save(tmp_path / "saved", first.engine)
+    first.train(3).died()
+    second = Run(path, **settings)
+    checkpoint.load(tmp_path / "saved", second.engine)
+    second.train(20)
+    assert second.loader.position == 10 and second.engine.ledger.steps == 7 + 6
 
 
 def test_f_p1_a_file_that_ends_before_the_checkpoint_is_refused(path, tmp_path):

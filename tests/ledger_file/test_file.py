@@ -3,6 +3,7 @@
 import errno
 import multiprocessing
 import os
+import signal
 import subprocess
 import sys
 
@@ -41,6 +42,29 @@ def test_another_process_is_kept_out_until_the_first_is_gone(path):
         Run(path)
     other.communicate("")
     assert Run(path).train(1).engine.ledger.steps == 1
+
+
+FORKED = """
+import os, sys, time
+from pathlib import Path
+from dpengine.ledger_file.books import held
+one = held(Path(sys.argv[1]))
+if os.fork() == 0:
+    time.sleep(60)
+print("held", flush=True)
+time.sleep(60)
+"""
+
+
+def test_a_fork_of_a_process_that_died_does_not_hold_the_file(path):
+    other = subprocess.Popen([sys.executable, "-c", FORKED, str(path)], stdout=subprocess.PIPE, start_new_session=True)
+    assert other.stdout.readline() == b"held\n"
+    other.kill()
+    other.wait()
+    try:
+        assert Run(path).train(1).engine.ledger.steps == 1
+    finally:
+        os.killpg(other.pid, signal.SIGKILL)
 
 
 @pytest.mark.parametrize("cut", [1, 30])
@@ -88,6 +112,17 @@ def test_a_step_that_cannot_be_written_is_refused_and_the_file_is_as_it_was(path
     else:  # what is on disk is not known
         with pytest.raises(LedgerError, match="could not be written before"):
             run.train(1)
+
+
+def test_a_model_is_taken_off_though_the_file_cannot_be_written(path):
+    run = Run(path).train(1)
+    path.unlink()
+    next(iter(run.loader))
+    with pytest.raises(LedgerError):
+        run.engine.detach(run.model)
+    run.optimizer.zero_grad()
+    run.model(torch.ones(2, 4)).sum().backward()
+    assert not run.engine.runs[0].attached and run.model.weight.grad is not None
 
 
 def test_a_file_that_was_changed_moved_or_deleted_meanwhile_refuses_the_step(path):

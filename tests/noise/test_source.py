@@ -379,3 +379,15 @@ def test_cuda_noise_is_normal_addressed_and_repeatable(dtype):
     assert whole[3_000_001:].equal(part) and torch.cuda.get_rng_state().equal(state)
     assert abs(whole.var().item() - 1) < 5 * 0.00063
     assert abs((whole * other).mean().item()) < 5 / size**0.5
+
+
+def test_a_secure_source_draws_for_an_accelerator_what_it_draws_for_the_cpu(monkeypatch):
+    """With the CPU in the place of an accelerator."""
+    expected = NoiseSource(bytes(32)).normal_(torch.empty(5000), domain="noise", step=3)
+    monkeypatch.setattr(noise_source, "_GENERATOR_DEVICES", ("cpu",))
+    secure, ordinary = NoiseSource(bytes(32), kind="secure"), NoiseSource(bytes(32))
+    assert torch.equal(secure.normal_(torch.empty(5000), domain="noise", step=3), expected)
+    assert not torch.equal(ordinary.normal_(torch.empty(5000), domain="noise", step=3), expected)
+    assert [source.describe()["cryptographic"] for source in (secure, ordinary)] == [True, False]
+    again = NoiseSource.from_secret_state(secure.secret_state())
+    assert again.describe() == secure.describe() and again.describe()["kind"] == "chacha20"
