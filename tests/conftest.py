@@ -1,4 +1,7 @@
-"""What holds for every test: no network, one thread a worker, the same draws in any order, every notice afresh."""
+"""What holds for every test: no network, one thread a worker, the same draws in any order, every notice afresh.
+
+``pytest --plant PB-7 TESTS`` runs tests in an engine in which that bug is planted; see `dpengine.auditing`.
+"""
 
 import os
 import socket
@@ -32,6 +35,19 @@ def _refuse_network(event: str, args: tuple) -> None:
 
 
 sys.addaudithook(_refuse_network)
+
+
+def pytest_addoption(parser):
+    parser.addoption("--plant", metavar="ID", help="plant a bug of dpengine.auditing.BUGS for the whole session")
+
+
+def pytest_configure(config):
+    if name := config.getoption("--plant"):
+        from dpengine.auditing import BUGS, planted
+
+        context = planted(BUGS[name])
+        context.__enter__()
+        config.add_cleanup(lambda: context.__exit__(None, None, None))
 
 
 @pytest.fixture(autouse=True)

@@ -48,8 +48,8 @@ def _made(factory: Callable[[], Any], text: str) -> Any:
         ) from error
 
 
-def _model(text: str) -> nn.Module:
-    """The model that ``MODULE:FACTORY`` makes. The module is imported, so it should do nothing but define."""
+def named(text: str) -> Any:
+    """What ``MODULE:NAME`` names. The module is imported, so it should do nothing but define."""
     module_name, _, attribute = text.partition(":")
     if not module_name or not attribute:
         raise CommandError(f"{text!r} is not of the form MODULE:FACTORY, such as mymodels:make.", exit_code=WRONG_USE)
@@ -66,6 +66,12 @@ def _model(text: str) -> nn.Module:
             f"{type(error).__name__}: {error}",
             exit_code=WRONG_USE,
         ) from error
+    return found
+
+
+def _model(text: str) -> nn.Module:
+    """The model that ``MODULE:FACTORY`` makes."""
+    found = named(text)
     model = found if isinstance(found, nn.Module) or not callable(found) else _made(found, text)
     if not isinstance(model, nn.Module):
         raise CommandError(f"{text} gives a {type(model).__name__}, not a torch.nn.Module.", exit_code=WRONG_USE)

@@ -80,6 +80,11 @@ def _number(range_: str, fits: Callable[[float], bool]) -> Callable[[str], float
     return read
 
 
+def _size(text: str) -> int:
+    value = _number("from 1 to 1e9", lambda value: 1 <= value <= 1e9)(text)
+    return round(value)
+
+
 _POSITIVE = _number("above 0", lambda value: 0 < value < math.inf)
 _NOISE = _number("of at least 0", lambda value: 0 <= value < math.inf)
 _DELTA = _number("strictly between 0 and 1", lambda value: 0 < value < 1)
@@ -180,6 +185,7 @@ def _ledger(parser: argparse.ArgumentParser) -> None:
 
 def _audit(parser: argparse.ArgumentParser) -> None:
     actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
+    _audit_direct(actions)
     _audit_one_run(actions)
 
 
@@ -216,6 +222,50 @@ def _audit_one_run(actions: Any) -> None:
     parser.add_argument("--seed", type=int, metavar="N", help="repeatable coins, batches and noise: for tests")
     _json(parser)
     parser.set_defaults(module="audit_one_run")
+
+
+def _audit_direct(actions: Any) -> None:
+    subject = (
+        "MODULE:FACTORY is a function without arguments that returns (model, optimizer, loader, loss_of), or the same\n"
+        "with the arguments of make_private behind it; loss_of(model, batch) is the loss of a batch. Without it, a\n"
+        "small classifier is looked at. The exit code is 0 if no violation was found, 1 if there is one, and 2 if\n"
+        "nothing can be said."
+    )
+    looks = (
+        ("quick", "all direct detectors", "Looks with every direct detector.", "quick mytraining:make"),
+        (
+            "replay",
+            "releases on neighbouring data sets",
+            "Compares releases on data sets that differ in one unit.",
+            "replay",
+        ),
+        ("noise", "the law of the noise", "Tests the noise of releases that hold nothing else.", "noise --coords 1e6"),
+        ("sampler", "the law of the sampler", "Tests which examples are in which batch.", "sampler --draws 3000"),
+    )
+    sizes = {"replay": ("--pairs", 20), "noise": ("--coords", 1_000_000), "sampler": ("--draws", 3000)}
+    for name, summary, what, example in looks:
+        texts = help_texts(f"{what}\n{subject}", f"dpengine audit {example}")
+        parser = actions.add_parser(name, help=summary, **texts)
+        parser.add_argument("make", nargs="?", metavar="MODULE:FACTORY", help="your own training")
+        if name == "quick":
+            parser.add_argument("--only", nargs="+", metavar="CODE", help="some of the detectors, such as DN")
+        if name in sizes:
+            option, size = sizes[name]
+            parser.add_argument(option, type=_size, default=size, metavar="N", dest="size", help="default: %(default)s")
+        _last_audit_options(parser)
+    trial = "Plants known bugs in the engine, one at a time, and sees that each is caught; then looks at it as it is."
+    texts = help_texts(
+        f"{trial}\nThe exit code is 1 if a bug is not caught, or the engine is accused.", "dpengine audit self-test"
+    )
+    parser = actions.add_parser("self-test", help="planted bugs, which must be caught", **texts)
+    parser.add_argument("--only", nargs="+", metavar="ID", help="some of the bugs, such as PB-7")
+    _last_audit_options(parser)
+
+
+def _last_audit_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--seed", type=int, default=0, metavar="K", help="of batches and noise; default: %(default)s")
+    _json(parser)
+    parser.set_defaults(module="audit_direct")
 
 
 def help_texts(description: str, example: str) -> dict[str, Any]:
@@ -288,10 +338,10 @@ COMMANDS = (
     ),
     Command(
         "audit",
-        "audit_one_run",
+        "audit_direct",
         "look for violations of the guarantee, by experiment",
         "Looks for violations of the guarantee, by experiment. A pass says that none was found, and no more.",
-        "dpengine audit one-run --canaries 2000 --steps 500 --delta 1e-5 --alpha 0.05",
+        "dpengine audit quick",
         _audit,
     ),
     Command(

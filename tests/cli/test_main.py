@@ -37,7 +37,14 @@ def test_b1_the_help_of_a_command_has_an_example_that_its_parser_takes(capsys, c
 
 @pytest.mark.parametrize(
     "command, action",
-    [("data", "list"), ("data", "get"), ("ledger", "show"), ("ledger", "total"), ("audit", "one-run")],
+    [
+        ("data", "list"),
+        ("data", "get"),
+        ("ledger", "show"),
+        ("ledger", "total"),
+        ("audit", "one-run"),
+        ("audit", "quick"),
+    ],
 )
 def test_b1_actions_have_an_example_too(capsys, command, action):
     code, out, _ = exit_code(capsys, command, action, "--help")

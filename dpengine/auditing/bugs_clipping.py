@@ -1,0 +1,269 @@
+"""Planted bugs of clipping, capture and of what becomes of rows."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from dpengine.gradients import Units
+
+from .built_in import OPTIONS, cross_entropy, rows, small
+from .planted import Patch, Planted
+from .subject import Subject
+
+_NORMS = "dpengine.gradients.bookkeep:Bookkeep._each_sq_norm"
+_UNITS = "dpengine.release:Release._units"
+_COPIES = 4
+
+
+def _normed(change: Callable[[nn.Parameter, str, Tensor], Tensor]) -> Patch:
+    """Other squared norms: ``change(parameter, name, norms)``."""
+
+    def wrong(each: Any) -> Any:
+        @functools.wraps(each)
+        def found(self: Any, rows: int) -> list[tuple[nn.Parameter, Tensor]]:
+            return [(p, change(p, self._entries[p].use.name, norm_B)) for p, norm_B in each(self, rows)]
+
+        return found
+
+    return Patch(_NORMS, wrong)
+
+
+def _each_layer_at_c(factors: Any) -> Any:
+    @functools.wraps(factors)
+    def each(self: Any, norms_BK: Tensor) -> Tensor:
+        return factors(self, norms_BK / math.sqrt(norms_BK.shape[1]))
+
+    return each
+
+
+def _no_row_is_clipped(factors: Any) -> Any:
+    @functools.wraps(factors)
+    def ones(self: Any, norms_BK: Tensor) -> Tensor:
+        return (factors(self, norms_BK) > 0).to(norms_BK.dtype)
+
+    return ones
+
+
+def _mean_is_clipped(add: Any) -> Any:
+    @functools.wraps(add)
+    def added(self: Any, rows: int, scale: float) -> Any:
+        found = add(self, rows, scale)
+        sums = [total for _, total in self.buffer]
+        norm = math.sqrt(sum(float(total.square().sum()) for total in sums))
+        factor = min(1.0, self.policy.max_grad_norm * max(1, rows) / max(norm, 1e-30))
+        for total in sums:
+            total.mul_(factor)
+        return found
+
+    return added
+
+
+def _pairs(units: Any) -> Any:
+    def paired(self: Any) -> Units | None:
+        if not self.rows:
+            return None
+        return Units(torch.arange(self.rows) // 2, (self.rows + 1) // 2, mean=False)
+
+    return paired
+
+
+def _one_layer_whole(add_sum: Any) -> Any:
+    @functools.wraps(add_sum)
+    def added(self: Any, weight_B: Tensor, scale: float, into: Any) -> None:
+        whole = self.use.name == "2.weight"
+        add_sum(self, (weight_B > 0).to(weight_B.dtype) if whole else weight_B, scale, into)
+
+    return added
+
+
+def _poison_kept(factors_within: Any) -> Any:
+    @functools.wraps(factors_within)
+    def within(bounds: Any, norms_BK: Tensor) -> Tensor:
+        found = factors_within(bounds, norms_BK)
+        return torch.where(norms_BK.isfinite(), found, torch.ones_like(found))
+
+    return within
+
+
+def _nothing(*_: Any, **__: Any) -> None:
+    """Does not do its work."""
+
+
+def _of_nothing(original: Any) -> Any:
+    return _nothing
+
+
+def _always(value: Any) -> Callable[[Any], Any]:
+    return lambda original: lambda *args, **kwargs: value
+
+
+def _deaf(receive: Any) -> Any:
+    @functools.wraps(receive)
+    def received(self: Any, call: Any, uses: Any, rule: Any) -> None:
+        if call.name != "2":
+            receive(self, call, uses, rule)
+
+    return received
+
+
+def _leaks_dropped(refuse: Any) -> Any:
+    def dropped(self: Any) -> None:
+        for parameter in self.capture.leaks:
+            parameter.grad = None
+        self.capture.leaks.clear()
+
+    return dropped
+
+
+class Centred(nn.Sequential):
+    """Takes the mean of the batch away from each row."""
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        hidden = self[0](inputs)
+        return self[2](self[1](hidden - hidden.mean(dim=0)))
+
+
+class Tied(nn.Sequential):
+    """Uses the weight of a layer a second time, past the layer."""
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        hidden = torch.tanh(self[0](inputs))
+        return self[2](torch.tanh(F.linear(hidden, self[0].get_parameter("weight"))))
+
+
+class TimeFirst(nn.Module):
+    """A recurrent layer that takes rows for steps of time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.recurrent = nn.GRU(6, 8)
+        self.last = nn.Linear(8, 3)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.last(self.recurrent(inputs.unsqueeze(1))[0][:, -1])
+
+
+def _of(kind: Callable[[], nn.Module], **changes: Any) -> Callable[[], Subject]:
+    def make() -> Subject:
+        model = kind()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        options = {**OPTIONS, **changes}
+        return Subject(model, optimizer, DataLoader(rows(), batch_size=6), cross_entropy, options)
+
+    return make
+
+
+def _three(kind: Callable[..., nn.Module], square: bool = False) -> Callable[[], nn.Module]:
+    width = 6 if square else 8
+    return lambda: kind(nn.Linear(6, width), nn.Tanh(), nn.Linear(width, 3))
+
+
+_NO_PROBE = Patch("dpengine.gradients.probe:Company.ask", _of_nothing)
+
+BUGS = (
+    Planted(
+        "PB-11",
+        "biases left out of the norm",
+        ("DR", "DO"),
+        (_normed(lambda p, name, norm_B: norm_B * (p.dim() > 1)),),
+    ),
+    Planted(
+        "PB-12",
+        "one ghost norm wrong",
+        ("DR", "DO"),
+        (_normed(lambda p, name, norm_B: norm_B / (4 if name == "2.weight" else 1)),),
+        make=small({"grad_sample_mode": "ghost"}),
+    ),
+    Planted(
+        "PB-13",
+        "each layer clipped at C",
+        ("DR", "DO"),
+        (Patch("dpengine.clipping.per_layer:PerLayer.factors", _each_layer_at_c),),
+        make=small({"clipping": "per_layer"}),
+    ),
+    Planted(
+        "PB-14",
+        "the mean of the batch is clipped",
+        ("DR", "DO"),
+        (
+            Patch("dpengine.clipping.flat:Flat.factors", _no_row_is_clipped),
+            Patch("dpengine.clipping.clipped_sums:ClippedSums._add", _mean_is_clipped),
+        ),
+    ),
+    Planted("PB-15", "pairs of rows are clipped together", ("DR", "DO"), (Patch(_UNITS, _pairs),)),
+    Planted(
+        "PB-16",
+        "one layer is not clipped",
+        ("DR", "DO"),
+        (Patch("dpengine.gradients.entry:Entry.add_sum", _one_layer_whole),),
+    ),
+    Planted(
+        "PB-17",
+        "NaN passes",
+        ("DR",),
+        (
+            Patch("dpengine.clipping.flat:factors_within", _poison_kept),
+            Patch("dpengine.gradients.bookkeep:Bookkeep.drop", _of_nothing),
+            Patch("dpengine.gradients.flat_buffer:FlatBuffer.is_finite", _always(True)),
+        ),
+    ),
+    Planted(
+        "PB-18",
+        "norms underflow in half precision",
+        ("DO",),
+        (_normed(lambda p, name, norm_B: norm_B.half().double()),),
+    ),
+    Planted(
+        "PB-19",
+        "sums of a batch that was given up stay",
+        ("DO",),
+        (Patch("dpengine.clipping.clipped_sums:ClippedSums.discard_sums", _of_nothing),),
+    ),
+    Planted(
+        "PB-36",
+        "a model mixes rows, and nothing probes for it",
+        ("DI", "DR"),
+        (_NO_PROBE,),
+        make=_of(_three(Centred)),
+    ),
+    Planted(
+        "PB-37",
+        "a weight that is used past its layer",
+        ("DO",),
+        (Patch("dpengine.clipping.clipped_sums:ClippedSums._refuse_leaks", _leaks_dropped),),
+        make=_of(_three(Tied, square=True)),
+    ),
+    Planted(
+        "PB-38",
+        "the hook of a layer is dropped",
+        ("DO",),
+        (
+            Patch("dpengine.clipping.clipped_sums:ClippedSums.receive", _deaf),
+            Patch("dpengine.clipping.clipped_sums:ClippedSums.missing", _always([])),
+        ),
+        instead="a model that torch.compile changed is refused or compiled as a whole; a hook that is not heard stands "
+        "for it",
+    ),
+    Planted(
+        "PB-39",
+        "examples of a unit are clipped one by one",
+        ("DR", "DO"),
+        (Patch(_UNITS, _always(None)),),
+        make=small({"privacy_unit": [row // _COPIES for row in range(40)], "unit_reduction": "sum"}),
+    ),
+    Planted(
+        "PB-48",
+        "the axis of time is taken for that of the batch",
+        ("DI", "DR"),
+        (_NO_PROBE, Patch("dpengine.clipping.clipped_sums:ClippedSums._refuse_other_rows", _of_nothing)),
+        make=_of(TimeFirst),
+    ),
+)

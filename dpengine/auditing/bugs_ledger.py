@@ -1,0 +1,187 @@
+"""Planted bugs of the ledger, the accountant, and what is written."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import importlib
+import math
+from typing import Any
+
+import numpy as np
+from scipy.special import ndtr
+
+from dpengine.stage import Stage
+
+from .built_in import small
+from .planted import Patch, Planted
+
+_CHARGE = "dpengine.release:Release._charge"
+_EVENT = "dpengine.run_plan:RunPlan.event"
+_POINTS = 1 << 16
+
+
+def _sometimes(charge: Any) -> Any:
+    @functools.wraps(charge)
+    def charged(release: Any) -> None:
+        if release.tickets[-1].step % 3 != 1:
+            charge(release)
+
+    return charged
+
+
+def _larger(event: Any) -> Any:
+    @functools.wraps(event)
+    def booked(plan: Any, batches: int = 1) -> Any:
+        found = event(plan, batches)
+        noise = getattr(found, "noise_multiplier", None)
+        return found if noise is None else dataclasses.replace(found, noise_multiplier=1.1 * noise)
+
+    return booked
+
+
+def _inflated(event: Any) -> Any:
+    @functools.wraps(event)
+    def booked(plan: Any, batches: int = 1) -> Any:
+        found = event(plan, batches)
+        added = plan.clipping.gradient_noise_multiplier(plan.noise_multiplier)
+        noise = getattr(found, "noise_multiplier", None)
+        return found if noise is None else dataclasses.replace(found, noise_multiplier=added / math.sqrt(batches))
+
+    return booked
+
+
+def _skipping(attach: Any) -> Any:
+    @functools.wraps(attach)
+    def attached(scaler: Any) -> None:
+        attach(scaler)
+
+        def step(optimizer: Any) -> None:
+            if not optimizer._dpengine.release.statistics.dropped:
+                optimizer.step()
+
+        scaler.step = step
+
+    return attached
+
+
+def _with_key(state_dict: Any) -> Any:
+    @functools.wraps(state_dict)
+    def state(engine: Any) -> dict[str, Any]:
+        return {**state_dict(engine), "source": [run.release.source.secret_state() for run in engine.runs]}
+
+    return state
+
+
+def _by_reciprocals(planned: Any) -> Any:
+    def steps_of(epochs: int | None, steps: int | None, steps_per_epoch: int) -> int | None:
+        return steps if epochs is None else epochs * int(1 / (1 / max(1, steps_per_epoch)))
+
+    return steps_of
+
+
+def _late(step: Any) -> Any:
+    """The charge comes after the update; `_put_off` keeps it from coming before."""
+
+    @functools.wraps(step)
+    def stepped(release: Any, apply: Any) -> bool:
+        def applied() -> None:
+            apply()
+            count = len(release.tickets)
+            release.ledger.charge(release.plan.event(count), count=count)
+            release.joined = count
+
+        return bool(step(release, applied))
+
+    return stepped
+
+
+def _put_off(charge: Any) -> Any:
+    def charged(release: Any) -> None:
+        release.stage = Stage.CHARGED
+
+    return charged
+
+
+def _plain_fft(on_lattices: Any) -> Any:
+    """Losses on one grid, composed by FFT as they are: rounding is absolute, about 1e-16 of the whole."""
+    answer_of = importlib.import_module("dpengine.accounting.lattice").Answer
+
+    def composed(composition: Any, delta: float, relation: Any, accuracy: float) -> Any:
+        answer = 0.0
+        for direction in (1, -1):
+            answer = max(answer, _untilted(composition.sampled, delta, direction))
+        return answer_of(answer)
+
+    return composed
+
+
+def _untilted(groups: Any, delta: float, direction: int) -> float:
+    """Epsilon of Poisson releases, by an FFT over losses that no tilt brings near the answer."""
+    mean = sum(g.count * g.sample_rate**2 / g.noise_multiplier**2 for g in groups) / 2
+    spread = math.sqrt(2 * mean) * (1 + math.sqrt(-2 * math.log(delta)))
+    farthest = max((2 * (1 + 9 * g.noise_multiplier) - 1) / (2 * g.noise_multiplier**2) for g in groups)
+    span = 4 * (mean + spread) + 2 * farthest
+    step = 2 * span / _POINTS
+    total = np.ones(_POINTS // 2 + 1, dtype=np.complex128)
+    for g in groups:
+        edges = np.linspace(-12 * g.noise_multiplier, 1 + 12 * g.noise_multiplier, 200_001)
+        losses = np.log1p(g.sample_rate * np.expm1((2 * edges - 1) / (2 * g.noise_multiplier**2)))
+        of_none = np.diff(ndtr(edges / g.noise_multiplier))
+        mixed = (1 - g.sample_rate) * of_none + g.sample_rate * np.diff(ndtr((edges - 1) / g.noise_multiplier))
+        masses, upper = (mixed, losses[1:]) if direction > 0 else (of_none, -losses[:-1])  # the worse end of each cell
+        places = np.ceil(upper / step).astype(np.int64) % _POINTS
+        total *= np.fft.rfft(np.bincount(places, masses, minlength=_POINTS)) ** g.count
+    law = np.roll(np.fft.irfft(total, _POINTS), _POINTS // 2)
+    at = (np.arange(_POINTS) - _POINTS // 2) * step
+    low, high = 0.0, span
+    for _ in range(60):
+        middle = (low + high) / 2
+        over = at > middle
+        reached = float(np.sum(law[over] * -np.expm1(middle - at[over])))
+        low, high = (middle, high) if reached > delta else (low, middle)
+    return high
+
+
+BUGS = (
+    Planted("PB-30", "the ledger misses steps", ("DL",), (Patch(_CHARGE, _sometimes),)),
+    Planted("PB-31", "the ledger books another noise multiplier", ("DL",), (Patch(_EVENT, _larger),)),
+    Planted(
+        "PB-35",
+        "a loss scaler skips a step",
+        ("DL",),
+        (Patch("dpengine.companions:attach_scaler", _skipping),),
+    ),
+    Planted(
+        "PB-40",
+        "adaptive clipping books the noise of its gradients alone",
+        ("DL",),
+        (Patch(_EVENT, _inflated),),
+        make=small({"clipping": "adaptive"}),
+    ),
+    Planted(
+        "PB-41",
+        "the key is in the file of what was spent",
+        ("DF",),
+        (Patch("dpengine.engine:PrivacyEngine.state_dict", _with_key),),
+    ),
+    Planted(
+        "PB-42",
+        "FFT without a tilt",
+        ("DA",),
+        (Patch("dpengine.accounting.pld:_on_lattices", _plain_fft),),
+    ),
+    Planted(
+        "PB-43",
+        "int(1 / q) loses a step",
+        ("DL",),
+        tuple(Patch(f"dpengine.{part}:planned_steps", _by_reciprocals) for part in ("arrange", "admission")),
+    ),
+    Planted(
+        "PB-47",
+        "the charge is written after the update",
+        ("DL",),
+        (Patch(_CHARGE, _put_off), Patch("dpengine.release:Release.step", _late)),
+        instead="the ledger is in memory; the order of charge and update is what a crash between them would tell",
+    ),
+)

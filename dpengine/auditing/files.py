@@ -1,0 +1,132 @@
+"""DF: what leaves the machine is searched for what must not: keys, sizes that were drawn, N, paths and names."""
+
+from __future__ import annotations
+
+import base64
+import getpass
+import logging
+import re
+import socket
+import tempfile
+import traceback
+from pathlib import Path
+
+from dpengine.accounting import Relation
+from dpengine.checkpoint import save
+from dpengine.errors import PrivacyError
+
+from .finding import AuditFinding, Evidence
+from .subject import LEFT_OUT, Listed, Maker, Trial, examples_of, made
+
+_ROWS = 1009  # a number that nothing else has
+_SECRET = "private"  # the folder that stays here
+_SHORTEST = 4  # letters of a name that is searched for
+
+
+def files(make: Maker, *, seed: int = 0) -> AuditFinding:
+    """Searches a saved run, its reports, what it prints and what it logs.
+
+    Args:
+        make: Makes the subject.
+        seed: Of masks and noise. The key that is searched for follows from it.
+
+    Returns:
+        The finding.
+    """
+    evidence = Evidence("DF", seed)
+    options = made(make).options
+    dataset = made(make).loader.dataset
+    few, sized = examples_of(dataset, 50), options.get("noise") is not None or options.get("plan") is not None
+    changes = {"allow_large_delta": True, **({"privacy_unit": LEFT_OUT} if "privacy_unit" in options else {})}
+    listed = None if sized else Listed([few[i % len(few)] for i in range(_ROWS)])
+    said: list[str] = []
+    handler = _Keep(said)
+    logging.getLogger().addHandler(handler)
+    try:
+        trial = Trial(make, seed=seed, dataset=listed, changes={} if sized else changes)
+        steps = trial.steps(6)
+        texts = _leaving(trial)
+    finally:
+        logging.getLogger().removeHandler(handler)
+    texts["logs"] = "\n".join(said).encode()
+    sizes = [len(step.drawn) for step in steps]
+    for where, content in texts.items():
+        evidence.n += 1
+        for what, pattern in _forbidden(trial, sizes).items():
+            if re.search(pattern, content):
+                evidence.fault(f"{where} holds {what}")
+    return evidence.finding()
+
+
+def _leaving(trial: Trial) -> dict[str, bytes]:
+    """Everything that others may see, by where it is."""
+    engine = trial.engine
+    found = {
+        "repr of the engine": repr(engine).encode(),
+        "repr of the optimizer": repr(trial.optimizer).encode(),
+        "repr of the noise": repr(trial.release.source).encode(),
+        "repr of a ticket": repr(trial.release.tickets).encode(),
+        "the statement": str(engine.report()).encode(),
+        "the metrics": repr(engine.metrics()).encode(),
+        "the state": repr(engine.state_dict()).encode(),
+        "a traceback": _traceback(trial),
+    }
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name) / "run"
+        save(folder, engine)
+        engine.report().save(Path(name) / "report")
+        for path in sorted(Path(name).rglob("*")):
+            place = path.relative_to(name)
+            if path.is_file() and _SECRET not in place.parts:
+                found[str(place)] = path.read_bytes()
+    return found
+
+
+def _traceback(trial: Trial) -> bytes:
+    """The message of a refusal, as a log would have it."""
+    try:
+        trial.optimizer.step()
+    except PrivacyError as error:
+        return "".join(traceback.format_exception_only(error)).encode()
+    return b""
+
+
+def _forbidden(trial: Trial, sizes: list[int]) -> dict[str, bytes]:
+    """What must not be found, as patterns."""
+    key = bytes.fromhex(trial.release.source.secret_state()["key"])
+    listed = re.escape(", ".join(map(str, sizes)))
+    patterns = {
+        "the key": re.escape(key),
+        "the key in hexadecimals": b"(?i)" + re.escape(key.hex().encode()),
+        "the key in base 64": re.escape(base64.b64encode(key)[:-2]),
+        "the sizes of batches": listed.replace(r",\ ", r",\s*").encode(),
+        "the name of the machine": _word(socket.gethostname()),
+        "the name of the user": _word(_user()),
+        "a path": _word(str(Path.home())) if len(str(Path.home())) > 5 else _word(""),
+    }
+    if trial.plan.relation is Relation.ADD_OR_REMOVE_ONE and len(trial.data) == _ROWS:
+        patterns["the number of examples"] = rb"(?<![\d.])%d(?![\d.])" % _ROWS
+    return patterns
+
+
+def _word(text: str) -> bytes:
+    """A pattern that finds this word, or nothing where it is too short to tell."""
+    return rb"\b" + re.escape(text.encode()) + rb"\b" if len(text) > _SHORTEST else rb"(?!)"
+
+
+def _user() -> str:
+    try:
+        return getpass.getuser()
+    except (OSError, KeyError):
+        return ""
+
+
+class _Keep(logging.Handler):
+    """Keeps what is logged."""
+
+    def __init__(self, said: list[str]):
+        super().__init__(logging.DEBUG)
+        self._said = said
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._said.append(record.getMessage())

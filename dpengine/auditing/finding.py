@@ -1,0 +1,142 @@
+"""What a detector says: whether it saw a violation, by which figure, out of how much."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+VERDICTS = ("pass", "violation", "inconclusive")
+_TEXTS = {"pass": "no violation found", "violation": "VIOLATION", "inconclusive": "inconclusive"}
+
+LEAST_P = 1e-6
+"""Below this, after Bonferroni, a statistic is a violation."""
+
+
+@dataclass(frozen=True)
+class AuditFinding:
+    """The answer of one detector. A pass says that no violation was found, and no more.
+
+    Attributes:
+        detector: Its code, such as ``"DN"``.
+        statistic: What was largest or least probable, and its value.
+        n: How many numbers, pairs or steps were looked at.
+        bound: What the statistic was compared with: a probability, or a limit.
+        verdict: One of `VERDICTS`.
+        seed: With which it repeats.
+        seconds: What it took.
+        reason: What was wrong, or why nothing can be said.
+    """
+
+    detector: str
+    statistic: str
+    n: int
+    bound: float
+    verdict: str
+    seed: int
+    seconds: float = 0.0
+    reason: str = ""
+
+    def to_dict(self) -> dict[str, Any]:
+        """The fields as plain data; the cost is in seconds."""
+        return {
+            "detector": self.detector,
+            "statistic": self.statistic,
+            "n": self.n,
+            "bound": self.bound,
+            "verdict": self.verdict,
+            "seed": self.seed,
+            "cost": {"seconds": round(self.seconds, 3)},
+            "reason": self.reason,
+        }
+
+    def __str__(self) -> str:
+        because = f": {self.reason}" if self.reason else ""
+        return f"{self.detector}  {_TEXTS[self.verdict]}{because}  [{self.statistic}, n={self.n}, {self.seconds:.1f} s]"
+
+
+@dataclass
+class Evidence:
+    """Collects what a detector sees, and makes its finding.
+
+    Attributes:
+        detector: Its code.
+        seed: With which it repeats.
+        n: How much was looked at.
+    """
+
+    detector: str
+    seed: int
+    n: int = 0
+    faults: list[str] = field(default_factory=list)
+    gaps: list[str] = field(default_factory=list)
+    probabilities: dict[str, float] = field(default_factory=dict)
+    ratios: dict[str, float] = field(default_factory=dict)
+
+    def fault(self, what: str) -> None:
+        """Notes something that must not be, once."""
+        if what not in self.faults:
+            self.faults.append(what)
+
+    def unknown(self, why: str) -> None:
+        """Notes something that cannot be looked at, once."""
+        if why not in self.gaps:
+            self.gaps.append(why)
+
+    def probability(self, name: str, p: float) -> None:
+        """Notes how probable a statistic is under the law; the least of each name counts."""
+        self.probabilities[name] = min(p, self.probabilities.get(name, 1.0))
+
+    def ratio(self, name: str, value: float) -> None:
+        """Notes a figure over its limit; the largest of each name counts, and what is no number counts as infinite."""
+        value = value if value == value else float("inf")
+        self.ratios[name] = max(value, self.ratios.get(name, 0.0))
+
+    def finding(self) -> AuditFinding:
+        """What all of it says."""
+        tests = max(1, len(self.probabilities))
+        faults = list(self.faults)
+        faults += [f"{name}: p={p:.1e}" for name, p in self.probabilities.items() if p * tests < LEAST_P]
+        faults += [f"{name}: {value:.4g} times the limit" for name, value in self.ratios.items() if value > 1]
+        statistic, bound = self._most_telling(tests)
+        verdict = "violation" if faults else "pass"
+        if not faults and (self.gaps or not self.n):
+            verdict = "inconclusive"
+        reason = "; ".join(faults[:3] or self.gaps[:3] or ([] if self.n else ["nothing was seen"]))
+        return AuditFinding(self.detector, statistic, self.n, bound, verdict, self.seed, reason=reason)
+
+    def _most_telling(self, tests: int) -> tuple[str, float]:
+        if self.probabilities:
+            name = min(self.probabilities, key=self.probabilities.__getitem__)
+            return f"{name} p={self.probabilities[name]:.2g}", LEAST_P / tests
+        if self.ratios:
+            name = max(self.ratios, key=self.ratios.__getitem__)
+            return f"{name} {self.ratios[name]:.4g} of its limit", 1.0
+        return f"{len(self.faults)} faults", 0.0
+
+
+def timed(detector: str, seed: int, look: Callable[[], AuditFinding]) -> AuditFinding:
+    """A finding with what it took. A detector that could not do its work is inconclusive.
+
+    Args:
+        detector: Its code.
+        seed: With which it repeats.
+        look: Does the work.
+
+    Returns:
+        The finding.
+    """
+    began = time.perf_counter()
+    try:
+        found = look()
+    except Exception as error:  # a model of the user's may fail in any way
+        text = f"{type(error).__name__}: {error}".splitlines()[0]
+        found = AuditFinding(detector, "none", 0, 0.0, "inconclusive", seed, reason=text)
+    return replace(found, seconds=time.perf_counter() - began)
+
+
+def worst_verdict(findings: Sequence[AuditFinding]) -> str:
+    """``"violation"`` if there is one; else ``"inconclusive"`` if there is one; else ``"pass"``."""
+    verdicts = {finding.verdict for finding in findings}
+    return next((one for one in ("violation", "inconclusive") if one in verdicts), "pass")

@@ -1,0 +1,336 @@
+"""What is audited, and private steps of it that repeat: the user's own model, loss and data, under a known seed."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils import _pytree as pytree
+from torch.utils.data import DataLoader
+
+from dpengine.engine import PrivacyEngine
+
+LossOf = Callable[[nn.Module, Any], Tensor]
+"""``loss_of(model, batch)``: forward pass and loss of one batch of the loader, as in the training loop."""
+
+LEFT_OUT = object()
+"""In place of an option: it is not passed at all."""
+
+
+class Subject(NamedTuple):
+    """What is audited. A plain tuple of four or five does as well.
+
+    Attributes:
+        model: Fresh, and not private yet.
+        optimizer: Over its parameters.
+        loader: Ordinary, over the training data.
+        loss_of: ``loss_of(model, batch)`` is the scalar loss of a batch.
+        options: The arguments of ``make_private``.
+    """
+
+    model: nn.Module
+    optimizer: Optimizer
+    loader: DataLoader
+    loss_of: LossOf
+    options: Mapping[str, Any] = {}
+
+
+Maker = Callable[[], Any]
+"""Returns a fresh `Subject`, or the tuple of one, at each call. There are dozens: the data set is better made once."""
+
+
+class Listed(torch.utils.data.Dataset):
+    """Some examples.
+
+    Args:
+        examples: The examples.
+    """
+
+    def __init__(self, examples: Sequence[Any]):
+        self._examples = list(examples)
+
+    def __len__(self) -> int:
+        return len(self._examples)
+
+    def __getitem__(self, index: int) -> Any:
+        return self._examples[index]
+
+
+class Watched(torch.utils.data.Dataset):
+    """A data set that notes which of its examples are read.
+
+    Args:
+        dataset: The data set.
+        widen: Whether floating-point tensors are handed out in float64.
+    """
+
+    def __init__(self, dataset: Any, *, widen: bool = False):
+        self._dataset = dataset
+        self._widen = widen
+        self._read: list[int] = []
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    def __getitem__(self, index: int) -> Any:
+        self._read.append(index)
+        example = self._dataset[index]
+        return pytree.tree_map(_widened, example) if self._widen else example
+
+    def taken(self) -> list[int]:
+        """The indices that were read since the last call."""
+        read, self._read = self._read, []
+        return read
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """One logical batch.
+
+    Attributes:
+        drawn: Indices that were loaded for it.
+        release: What stood in ``p.grad`` after ``optimizer.step()``, by name, in float64; empty where none was written.
+        std: What the plan said of its noise, in units of the sum.
+        bounds: The clipping thresholds that were in force.
+        sensitivity: How far one unit may move the sum.
+    """
+
+    drawn: tuple[int, ...]
+    release: dict[str, Tensor]
+    std: float
+    bounds: tuple[float, ...]
+    sensitivity: float
+
+    @property
+    def flat(self) -> Tensor:
+        """All of the release, as one vector."""
+        return torch.cat([one.flatten() for one in self.release.values()]) if self.release else torch.zeros(0)
+
+
+class Trial:
+    """A run of the subject that repeats: seeded batches, noise and weights, and no dropout.
+
+    Args:
+        make: Makes the subject.
+        seed: Of the engine.
+        dataset: In place of the subject's own.
+        changes: In place of the subject's own options; `LEFT_OUT` drops one.
+        double: Whether model and data are in float64.
+        prepare: Called with the model before it is made private.
+        engine: To go on with, instead of a new one.
+    """
+
+    def __init__(
+        self,
+        make: Maker,
+        *,
+        seed: int = 0,
+        dataset: Any = None,
+        changes: Mapping[str, Any] | None = None,
+        double: bool = False,
+        prepare: Callable[[nn.Module], Any] | None = None,
+        engine: PrivacyEngine | None = None,
+    ):
+        subject = made(make)
+        self.plain = subject
+        model = subject.model.double() if double else subject.model
+        without_dropout(model)
+        if prepare is not None:
+            prepare(model)
+        self.data = Watched(subject.loader.dataset if dataset is None else dataset, widen=double)
+        options = {**subject.options, **(changes or {})}
+        self.options = {name: value for name, value in options.items() if value is not LEFT_OUT}
+        batch_size = subject.loader.batch_size or 1
+        loader = DataLoader(
+            self.data,
+            batch_size=min(batch_size, max(1, len(self.data))),
+            collate_fn=subject.loader.collate_fn,
+        )
+        self.engine = PrivacyEngine(seed=seed) if engine is None else engine
+        with quiet():
+            private = self.engine.make_private(model, subject.optimizer, loader, **self.options)
+            self.model, self.optimizer = private[:2]
+            self.loader: Any = private[2]
+        self.loss_of = subject.loss_of
+        self._weights = [p.detach().clone() for p in model.parameters()]
+        self.data.taken()
+
+    @property
+    def release(self) -> Any:
+        """The engine's own record of this run."""
+        return self.engine.runs[-1].release
+
+    @property
+    def plan(self) -> Any:
+        """What the run does."""
+        return self.release.plan
+
+    @property
+    def divisor(self) -> float:
+        """What sums are divided by, as declared."""
+        if self.options.get("plan") is not None:
+            return float(self.plan.expected_batch_size)
+        if self.options.get("loss_reduction", "mean") == "sum":
+            return 1.0
+        declared = self.options.get("expected_batch_size")
+        return float(self.plan.expected_batch_size if declared is None else declared)
+
+    @property
+    def sensitivity(self) -> float:
+        """How far one unit may move the sum, as declared."""
+        given = self.options.get("max_grad_norm")
+        if isinstance(self.options.get("clipping", "flat"), str) and self.options.get("clipping") != "adaptive":
+            if isinstance(given, (int, float)):
+                return float(given)
+            if isinstance(given, (list, tuple)):
+                return math.hypot(*given)
+        return float(self.plan.clipping.sensitivity())
+
+    @property
+    def noise_multiplier(self) -> float:
+        """As declared."""
+        given = self.options.get("noise_multiplier")
+        return float(self.plan.noise_multiplier if given is None else given)
+
+    @property
+    def std(self) -> float:
+        """Of the noise on the sum of the next step, from what was declared."""
+        sigma = self.plan.clipping.gradient_noise_multiplier(self.noise_multiplier)
+        return float(sigma * self.sensitivity)
+
+    @property
+    def rounding(self) -> float:
+        """Of a number in the coarsest type that parameters have."""
+        kinds = {p.dtype for p in self.model.parameters() if p.requires_grad}
+        return max((torch.finfo(kind).eps for kind in kinds), default=0.0)
+
+    def passes(self, number: int, *, scale: float = 1.0, hold: bool = True) -> list[Step]:
+        """The steps of so many passes over the loader."""
+        return [step for _ in range(number) for step in self._pass(scale, hold)]
+
+    def steps(self, number: int, *, scale: float = 1.0, hold: bool = True) -> list[Step]:
+        """So many steps; fewer if a pass over the loader gives none.
+
+        Args:
+            number: How many.
+            scale: What the loss is multiplied by. With 0, rows have no gradient.
+            hold: Whether weights are put back after each step, so that all of them are steps from one place.
+
+        Returns:
+            The steps.
+        """
+        found: list[Step] = []
+        while len(found) < number:
+            before = len(found)
+            for step in self._pass(scale, hold):
+                found.append(step)
+                if len(found) == number:
+                    break
+            if len(found) == before:
+                break
+        return found
+
+    def _pass(self, scale: float, hold: bool) -> Iterator[Step]:
+        with quiet():
+            drawn: list[int] = []
+            for batch in self.loader:
+                drawn += self.data.taken()
+                promised = self.std, tuple(self.plan.clipping.bounds), self.sensitivity
+                self.optimizer.zero_grad()
+                self.backward(batch, scale)
+                self.optimizer.step()
+                if self.optimizer.step_was_skipped:  # type: ignore[attr-defined]
+                    continue
+                yield Step(tuple(drawn), self.gradients(), *promised)
+                drawn = []
+                if hold:
+                    self.hold()
+
+    def backward(self, batch: Any, scale: float = 1.0) -> None:
+        """The backward pass of one batch."""
+        loss = self.loss_of(self.model, batch)
+        (loss * scale if scale else (loss * 0.0).nan_to_num(0.0)).backward()
+
+    def gradients(self) -> dict[str, Tensor]:
+        """What stands in ``p.grad``; zeros where there is none."""
+        return {
+            name: (torch.zeros_like(p) if p.grad is None else p.grad).detach().cpu().double().clone()
+            for name, p in self.model.named_parameters()
+            if p.requires_grad
+        }
+
+    @torch.no_grad()
+    def hold(self) -> None:
+        """Puts the weights back."""
+        for parameter, weights in zip(self.model.parameters(), self._weights, strict=True):
+            parameter.copy_(weights)
+
+    def close(self) -> None:
+        """Takes everything off the model."""
+        self.engine.detach(self.model)
+
+
+def made(make: Maker) -> Subject:
+    """A fresh subject, the same each time.
+
+    Args:
+        make: The user's function.
+
+    Returns:
+        Its subject.
+
+    Raises:
+        TypeError: If it returns something else.
+    """
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        parts = make()
+    if not isinstance(parts, tuple) or not 4 <= len(parts) <= 5 or not isinstance(parts[0], nn.Module):
+        raise TypeError(
+            "auditing: the function must return (model, optimizer, loader, loss_of) or the same with the arguments of "
+            f"make_private behind it, fresh at each call; got {torch.typename(parts)}."
+        )
+    return Subject(*parts)
+
+
+def without_dropout(model: nn.Module) -> None:
+    """Switches dropout off, in place: its random numbers fall on other rows where the batch has another size."""
+    for module in model.modules():
+        if isinstance(module, nn.modules.dropout._DropoutNd):
+            module.p = 0.0
+        elif isinstance(getattr(module, "dropout", None), float):
+            module.dropout = 0.0  # type: ignore[assignment]
+
+
+def without_target(options: Mapping[str, Any], noise_multiplier: float) -> dict[str, Any]:
+    """Changes that give a run this noise, whatever it was to be found by."""
+    targets = {name: LEFT_OUT for name in ("target_epsilon", "epochs", "steps") if name in options}
+    return {**targets, "noise_multiplier": noise_multiplier}
+
+
+def examples_of(dataset: Any, number: int) -> list[Any]:
+    """The first examples."""
+    return [dataset[index] for index in range(min(number, len(dataset)))]
+
+
+def _widened(leaf: Any) -> Any:
+    return leaf.double() if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
+
+
+class quiet(warnings.catch_warnings):
+    """Says nothing of what a run without noise, or on few rows, is warned of."""
+
+    def __enter__(self) -> None:
+        super().__enter__()
+        warnings.simplefilter("ignore")
+
+
+def floats_of(example: Any) -> Iterable[Tensor]:
+    """The floating-point tensors of an example."""
+    return (one for one in pytree.tree_leaves(example) if isinstance(one, Tensor) and one.is_floating_point())

@@ -1,0 +1,132 @@
+"""The direct detectors, on an engine that is right and on set-ups of a user's own."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from dpengine.auditing import DETECTORS, AuditFinding, quick, replay, small, worst_verdict
+from dpengine.auditing.finding import Evidence, timed
+from dpengine.noise import BandMF
+
+UNITS = [row // 2 for row in range(40)]
+
+
+def images(**options):
+    """A convolution with dropout, whose loss adds up over rows."""
+
+    def make():
+        model = nn.Sequential(nn.Conv2d(1, 3, 3), nn.ReLU(), nn.Dropout(0.3), nn.Flatten(), nn.Linear(48, 4))
+        generator = torch.Generator().manual_seed(3)
+        inputs, targets = torch.randn(50, 1, 6, 6, generator=generator), torch.arange(50) % 4
+        loader = DataLoader(TensorDataset(inputs, targets), batch_size=8)
+
+        def loss_of(model, batch):
+            return F.cross_entropy(model(batch[0]), batch[1], reduction="sum")
+
+        return model, torch.optim.AdamW(model.parameters()), loader, loss_of, options
+
+    return make
+
+
+SLOW = {"DR": pytest.mark.slow}  # fewer pairs of data sets are looked at in the tests of the command
+
+
+@pytest.mark.parametrize("code", [pytest.param(code, marks=SLOW.get(code, ())) for code in DETECTORS])
+def test_the_engine_as_it_is_is_not_accused(code):
+    (finding,) = quick(small(), detectors=[code])
+    assert finding.verdict == "pass", str(finding)
+    assert finding.n > 0 and finding.detector == code
+
+
+@pytest.mark.parametrize(
+    ("options", "codes"),
+    [
+        ({"clipping": "per_layer"}, ["DO", "DL"]),
+        ({"clipping": "adaptive"}, ["DO", "DL"]),
+        ({"privacy_unit": UNITS}, ["DO", "DF"]),
+        ({"physical_batch_size": 2}, ["DL", "DO"]),
+        ({"accumulation_steps": 2}, ["DL", "DO"]),
+        ({"noise": BandMF(num_bands=4), "steps": 100}, ["DN", "DS", "DL"]),
+    ],
+    ids=str,
+)
+def test_what_may_be_asked_for_is_not_accused_either(options, codes):
+    findings = quick(small(), options, detectors=codes)
+    assert worst_verdict(findings) == "pass", "\n".join(map(str, findings))
+
+
+def test_a_model_of_the_users_own_is_looked_at():
+    findings = quick(images(loss_reduction="sum"), {"max_grad_norm": 2.0}, detectors=["DO", "DI", "DL"])
+    assert worst_verdict(findings) == "pass", "\n".join(map(str, findings))
+
+
+def test_a_loss_that_is_declared_wrongly_is_found():
+    (finding,) = quick(images(), detectors=["DI"])
+    assert finding.verdict == "violation" and "loss of a batch" in finding.reason
+
+
+def test_a_run_that_is_always_refused_is_inconclusive():
+    """The engine refuses a model that mixes rows on both of two neighbours, which tells nothing of what it does."""
+
+    class Mixing(nn.Linear):
+        def forward(self, inputs):
+            return super().forward(inputs - inputs.mean(dim=0))
+
+    def make():
+        model = Mixing(6, 3)
+        subject = small()()
+        return model, torch.optim.SGD(model.parameters(), lr=0.1), subject.loader, subject.loss_of, subject.options
+
+    (finding,) = quick(make, detectors=["DI"])
+    assert finding.verdict == "violation"
+    assert replay(make, pairs=1).verdict != "pass"
+
+
+def test_shuffled_batches_have_no_law_to_hold_them_to():
+    (finding,) = quick(
+        small({"sampling": "shuffle", "sample_rate": None, "expected_batch_size": None}), detectors=["DS"]
+    )
+    assert finding.verdict == "inconclusive"
+
+
+def test_what_is_no_subject_is_refused_at_once():
+    with pytest.raises(TypeError, match=r"\(model, optimizer, loader, loss_of\)"):
+        quick(lambda: nn.Linear(2, 2))
+    with pytest.raises(ValueError, match="'DX'"):
+        quick(small(), detectors=["DX"])
+
+
+def test_findings_say_what_was_found_and_never_that_it_is_private():
+    passed, failed, unknown = (
+        AuditFinding("DN", "p", 3, 1e-6, verdict, 0) for verdict in ("pass", "violation", "inconclusive")
+    )
+    assert "no violation found" in str(passed) and "VIOLATION" in str(failed)
+    assert not any("private" in str(one) for one in (passed, failed, unknown))
+    assert set(passed.to_dict()) >= {"detector", "statistic", "n", "bound", "verdict", "seed", "cost"}
+    assert worst_verdict([passed, unknown]) == "inconclusive"
+    assert worst_verdict([passed, unknown, failed]) == "violation"
+
+
+def test_many_statistics_share_one_probability_of_error():
+    alone, many = Evidence("DN", 0, n=1), Evidence("DN", 0, n=1)
+    alone.probability("one", 9e-7)
+    for number in range(2):
+        many.probability(str(number), 9e-7)
+    assert alone.finding().verdict == "violation" and many.finding().verdict == "pass"
+
+
+def test_what_is_no_number_is_a_violation_and_nothing_seen_is_inconclusive():
+    evidence = Evidence("DO", 0, n=1)
+    evidence.ratio("error", float("nan"))
+    assert evidence.finding().verdict == "violation"
+    assert Evidence("DO", 0).finding().verdict == "inconclusive"
+
+
+def test_a_detector_that_fails_is_inconclusive():
+    def fails():
+        raise RuntimeError("no memory")
+
+    found = timed("DR", 7, fails)
+    assert (found.verdict, found.seed) == ("inconclusive", 7) and "no memory" in found.reason

@@ -1,0 +1,90 @@
+"""``dpengine audit``: 0 if no violation was found, 1 if there is one, 2 if nothing can be said."""
+
+import json
+import sys
+
+import pytest
+
+from dpengine.auditing import BUGS, planted
+from dpengine.cli import main
+
+MODULE = """
+import torch
+from dpengine.auditing import small
+
+make = small()
+
+def mixing():
+    subject = small()()
+    model = torch.nn.Sequential(torch.nn.Linear(6, 3), Centred())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return subject._replace(model=model, optimizer=optimizer)
+
+class Centred(torch.nn.Module):
+    def forward(self, inputs):
+        return inputs - inputs.mean(dim=0)
+
+def nothing():
+    print("called")
+"""
+
+
+@pytest.fixture
+def module(tmp_path, monkeypatch):
+    (tmp_path / "trainings_to_audit.py").write_text(MODULE, encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.path", ["", *sys.path])
+    yield "trainings_to_audit"
+    sys.modules.pop("trainings_to_audit", None)
+
+
+def test_what_is_right_gives_0_and_no_promise(capsys, module):
+    assert main(["audit", "quick", f"{module}:make", "--only", "DI", "DL"]) == 0
+    out = capsys.readouterr().out
+    assert "No violation found." in out and "private" not in out
+
+
+def test_a_model_that_mixes_rows_gives_1(capsys, module):
+    assert main(["audit", "quick", f"{module}:mixing", "--only", "DI", "--json"]) == 1
+    answer = json.loads(capsys.readouterr().out)
+    assert answer["verdict"] == "violation" and answer["findings"][0]["detector"] == "DI"
+
+
+def test_what_cannot_be_looked_at_gives_2(capsys, module):
+    assert main(["audit", "quick", f"{module}:nothing"]) == 2
+    assert "(model, optimizer, loader, loss_of)" in capsys.readouterr().err
+    assert main(["audit", "quick", "--only", "DX"]) == 2
+    assert main(["audit", "self-test", "--only", "PB-99"]) == 2
+    assert main(["audit", "replay", f"{module}:nothing", "--pairs", "1"]) == 2
+
+
+@pytest.mark.parametrize(
+    "arguments", [["replay", "--pairs", "2"], ["noise", "--coords", "3e4"], ["sampler", "--draws", "200"]], ids=str
+)
+def test_a_size_may_be_given(capsys, arguments):
+    assert main(["audit", *arguments, "--json", "--seed", "3"]) == 0
+    (finding,) = json.loads(capsys.readouterr().out)["findings"]
+    assert finding["seed"] == 3 and finding["verdict"] == "pass"
+
+
+def test_a_sampler_that_is_wrong_gives_1(capsys):
+    with planted(BUGS["PB-26"]):
+        assert main(["audit", "sampler", "--draws", "400"]) == 1
+    assert "VIOLATION" in capsys.readouterr().out
+
+
+def test_the_self_test_lists_bugs_and_what_caught_them(capsys):
+    assert main(["audit", "self-test", "--only", "PB-31", "PB-38"]) == 0
+    out = capsys.readouterr().out
+    assert "2 of 2 planted bugs were caught." in out and "* PB-38" in out
+    assert main(["audit", "self-test", "--only", "PB-31", "--json"]) == 0
+    (row,) = json.loads(capsys.readouterr().out)["bugs"]
+    assert row["caught"] and row["detectors"] == ["DL"] and row["test"].startswith("tests/")
+
+
+def test_the_self_test_fails_where_a_bug_survives(capsys, monkeypatch):
+    import dataclasses
+
+    monkeypatch.setitem(BUGS, "PB-31", dataclasses.replace(BUGS["PB-31"], patches=()))
+    assert main(["audit", "self-test", "--only", "PB-31"]) == 1
+    assert "0 of 1" in capsys.readouterr().out

@@ -1,0 +1,35 @@
+"""Several ranks share one mask: each row that was drawn goes to one of them, and no other row to any."""
+
+import numpy as np
+import pytest
+from torch.utils.data import DataLoader
+
+from dpengine.noise import NoiseSource
+from dpengine.sampling import PoissonSampling, private_loader
+
+ROWS, STEPS = 48, 50
+
+
+def batches_of(rank, ranks):
+    """The rows that a rank loads, by step; each call draws from a source of its own."""
+    source = NoiseSource.seeded(4)
+    loader = private_loader(
+        DataLoader(range(ROWS), batch_size=6),
+        strategy=PoissonSampling(ROWS, 0.2, STEPS, 9.6),
+        words=lambda count, *, step, block: source.words(count, domain="mask", step=step, block=block << 32),
+        on_handout=lambda ticket, chunk: None,
+        may_draw=lambda step: True,
+        share=(rank, ranks),
+    )
+    return [batch.tolist() for batch in loader]
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_f_s7_f_s8_ranks_load_each_row_of_one_mask_once(ranks):
+    whole = batches_of(0, 1)
+    shares = [batches_of(rank, ranks) for rank in range(ranks)]
+    for step, rows in enumerate(whole):
+        assert sorted(row for share in shares for row in share[step]) == sorted(rows)
+    sizes = np.array([[len(batch) for batch in share] for share in shares])
+    assert sizes.sum() > 5 * STEPS  # of 9.6 expected in each
+    assert (sizes.max(0) - sizes.min(0)).max() <= 1
