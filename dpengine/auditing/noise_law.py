@@ -177,7 +177,7 @@ def _resumed(evidence: Evidence, make: Maker, seed: int) -> None:
     half = _LONG // 2
 
     def begun(folder: Path | None) -> Trial:
-        trial = _trial(make, seed, {}, _LONG)
+        trial = _trial(make, seed, {}, _LONG, engine=PrivacyEngine())  # one with a seed is to repeat itself
         if folder is not None:
             load(folder, trial.engine, nothing_left_since=trial.plan.noise is not None)
         return trial
