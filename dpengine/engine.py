@@ -33,7 +33,7 @@ from dpengine.plan import AbstractPlanConfig, DPExecutionPlan
 from dpengine.progress import progress
 from dpengine.release import Release
 from dpengine.report import PrivacyReport
-from dpengine.report_of_run import about_run, metrics_of_run, refuse_unknown_facts, report_of_run, versions
+from dpengine.report_of_run import about_run, metrics_of_run, refuse_unknown_facts, report_of_run
 from dpengine.run import Run
 
 if TYPE_CHECKING:
@@ -193,7 +193,7 @@ class PrivacyEngine:
         tell_of_plan(run_plan)
         refuse_disagreement(run, physical_batch_size, accumulation_steps)
         warn_of_other_engine(self, data_loader.dataset)
-        self._books.begin(ledger, about_run(run), asked=asked, versions=versions(), noise=source.describe())
+        self._books.begin(ledger, about_run(run), asked=asked, noise=source.describe())
         run.attach()  # the first change to anything of the user's: all that may be refused was refused
         self.runs.append(run)
         self._delta = budget.delta

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import difflib
 from collections.abc import Callable, Mapping, Sequence
-from importlib.metadata import version
 from numbers import Real
 from typing import Any
 
@@ -69,11 +68,6 @@ def about_run(run: Run) -> dict[str, Any]:
     budget = run.budget
     goal = {"target_epsilon": budget.target_epsilon, "delta": budget.delta, "planned_steps": budget.planned_steps}
     return {"unit": run.unit, **goal, **run.release.plan.describe()}
-
-
-def versions() -> dict[str, str]:
-    """Of the packages that made a run."""
-    return {name: version(name) for name in ("dpengine", "torch", "dp-accounting")}
 
 
 def report_of_run(

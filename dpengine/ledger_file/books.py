@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import hashlib
 import json
@@ -10,6 +11,7 @@ import secrets
 import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -172,14 +174,14 @@ class Books:
         Args:
             ledger: From `of_run`.
             about: What the run does: ``unit``, ``relation``, and more for whoever reads the file.
-            facts: ``asked``, ``versions``, ``noise``.
+            facts: ``asked`` and ``noise``.
 
         Raises:
             LedgerError: If the file is of another unit of privacy, or cannot be written.
         """  # noqa: DOC502 - the file raises on our behalf
         if not isinstance(ledger, RunLedger):
             return
-        fields = {"about": dict(about), "processes": ledger.ranks.size, **facts}
+        fields = {"about": dict(about), "processes": ledger.ranks.size, "versions": _versions(), **facts}
         ledger.ranks.each(lambda: None if ledger.file is None else _open(ledger.file, ledger.run, fields))
         self._relations |= {Relation(about["relation"])}
 
@@ -229,6 +231,15 @@ def asked_for(plan: Any, **numbers: Any) -> dict[str, Any]:
     config = getattr(plan, "config", plan)
     digest = None if plan is None else hashlib.sha256(repr(config).encode()).hexdigest()
     return json.loads(json.dumps({"plan": digest, **numbers}, default=repr))  # type: ignore[no-any-return]
+
+
+def _versions() -> dict[str, str]:
+    """Of the packages that make a run, as far as they are installed."""
+    found = {}
+    for name in ("dpengine", "torch", "dp-accounting"):
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            found[name] = metadata.version(name)
+    return found
 
 
 def _add(ledger: Ledger, history: Any) -> None:
