@@ -95,7 +95,8 @@ def report_of_run(
     device = next(run.model.parameters()).device.type
     topology = run.release.sums.topology
     spread = topology.everyone.size > 1
-    on_disk = isinstance(run.release.ledger, RunLedger)
+    books = run.release.ledger
+    knows_later = isinstance(books, RunLedger) and books.knows_later
     facts = RunFacts(
         plan=plan.describe(),
         history=ledger.history,
@@ -107,7 +108,7 @@ def report_of_run(
         # make_private states add-or-remove only for a run whose constants were all given.
         constants_declared=relation is Relation.ADD_OR_REMOVE_ONE,
         noise=run.release.source.describe(device),
-        ledger_on_disk=on_disk,
+        ledger_on_disk=isinstance(books, RunLedger),
         target_epsilon=budget.target_epsilon,
         planned_steps=budget.planned_steps,
         data=data,
@@ -115,7 +116,7 @@ def report_of_run(
         torch=torch.__version__,
         device=f"{device}, {topology.everyone.size} processes ({topology.name})" if spread else device,
         loss_checked=loss_was_checked(run.model) or None,  # None: not probed, as far as is known here
-        excludes=(*excludes, *([_RESUMED] if run.resumed and not on_disk else []), *([_SPREAD] if spread else [])),
+        excludes=(*excludes, *([_RESUMED] if run.resumed and not knows_later else []), *([_SPREAD] if spread else [])),
     )
     return PrivacyReport(facts)
 

@@ -38,6 +38,7 @@ class Budget:
         planned_steps: Logical batches for which the noise was found.
         on_budget: ``"stop"``, ``"raise"`` or ``"warn"``.
         accountant: The accountant that decides.
+        fits_plan: Whether the noise was found for the planned steps, so that they are known to fit.
     """
 
     target_epsilon: float | None
@@ -45,6 +46,7 @@ class Budget:
     planned_steps: int | None
     on_budget: str
     accountant: str
+    fits_plan: bool = True
     # How many charges of an event fit beside a history, as far as is known: an evaluation may cost a second.
     _fits: dict[tuple[Event, tuple[Charge, ...]], int] = field(default_factory=dict)
 
@@ -68,7 +70,7 @@ class Budget:
             history = release.ledger.totals
             beside = tuple(charge for charge in history if charge.event != event)
             charged = sum(charge.count for charge in history if charge.event == event)
-            ahead = min(ahead, self._fits.get((event, beside), self.planned_steps or 0) - charged - count)
+            ahead = min(ahead, self._fits.get((event, beside), 0) - charged - count)
         return count + max(0, ahead)
 
     def _reached(self, release: Release, count: int, apart: int) -> float | None:
@@ -78,7 +80,8 @@ class Budget:
         history += (Charge(release.plan.event(), apart),) if apart else ()
         beside = tuple(charge for charge in history if charge.event != event)
         needed = count + sum(charge.count for charge in history if charge.event == event)
-        planned = self.planned_steps if not beside and event == release.plan.event() else None
+        known = self.fits_plan and not beside and event == release.plan.event()
+        planned = self.planned_steps if known else None
         fits = self._fits.get((event, beside), planned or 0)
 
         def epsilon(number: int) -> float:

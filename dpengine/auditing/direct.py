@@ -89,17 +89,23 @@ def quick(
         A finding for each detector.
 
     Raises:
-        ValueError: If a detector is not known.
+        ValueError: If a detector is not known, or ``make`` returns one model twice.
     """
     unknown = [code for code in detectors if code not in DETECTORS]
     if unknown:
         raise ValueError(f"auditing.quick: no detector {unknown[0]!r}. Choose among: {', '.join(DETECTORS)}.")
     looked_at = _with_options(make, options or {})
-    looked_at()  # what is wrong with the function itself is told at once
+    _refuse_shared(looked_at(), looked_at())  # what is wrong with the function itself is told at once
     try:
         return [_look(code, looked_at, seed) for code in detectors]
     finally:
         forget_notices()  # that these runs had; the user's own shall be told of again
+
+
+def _refuse_shared(one: Subject, other: Subject) -> None:
+    """Two calls must not give one model: what one detector does to it, another would find."""
+    if {id(p) for p in one.model.parameters()} & {id(p) for p in other.model.parameters()}:
+        raise ValueError("auditing.quick: make() returned the same model twice. Build a fresh one at each call.")
 
 
 def _look(code: str, make: Maker, seed: int) -> AuditFinding:

@@ -85,10 +85,10 @@ class WatchedRun:
     def planted(self) -> Iterator[None]:
         """Canaries take part while this is open, and releases are noted."""
         sums, probe = self.run.release.sums, self.run.release.sums.strategy
-        handle = self.run.optimizer.register_step_pre_hook(self._note)
-        every, sums.strategy = getattr(probe, "_every", None), self._planted
-        self._probe(probe, None)  # the batches' own gradients are not what it would see
+        handle, every = self.run.optimizer.register_step_pre_hook(self._note), getattr(probe, "_every", None)
         try:
+            sums.strategy = self._planted
+            self._probe(probe, None)  # the batches' own gradients are not what it would see
             yield
         finally:
             handle.remove()

@@ -130,6 +130,9 @@ class Resumption:
         """Lets the run go on from here."""
         release, state = run.release, self.state
         release.source.close()
+        run.budget.fits_plan = (
+            self.plan.noise_multiplier >= release.plan.noise_multiplier
+        )  # it was found for other steps
         release.plan, release.source, release.noise = self.plan, self.source, self.noise
         release.plan.clipping.load_state_dict(dict(state["clipping"]))
         release.last_step = state["last_step"]

@@ -77,11 +77,13 @@ def _short(value: Any) -> str:
 def _verify(contents: list[Contents], arguments: Namespace) -> tuple[Any, str]:
     one = contents[0]
     assert one.last is not None
+    left_out = arguments.paths[0].stat().st_size - one.size
+    dropped = f"A last line of {left_out:,} bytes was not ended, and does not count.\n" if left_out > 0 else ""
     values = {"id": one.id, "entries": one.last.seq + 1, "last": one.last.seal, "steps": steps_of(one.history)}
     text = (
         f"{arguments.paths[0]}: {values['entries']:,} entries, as they were written; {values['steps']:,} steps "
         "charged.\n"
-        f"Whether entries are missing at the end is seen beside a checkpoint, or this number: {values['last']}"
+        f"{dropped}Whether entries are missing at the end is seen beside a checkpoint, or this number: {values['last']}"
     )
     return values, text
 
@@ -94,7 +96,7 @@ def _total(contents: list[Contents], arguments: Namespace) -> tuple[Any, str]:
     units = sorted({about["unit"] for about in said if "unit" in about})
     if len(units) > 1:
         raise CommandError(f"Costs of different units do not add up: {', '.join(units)}.", exit_code=WRONG_USE)
-    relations = {Relation(about["relation"]) for about in said if "relation" in about}
+    relations = {Relation(about.get("relation", Relation.ZERO_OUT.value)) for about in said}
     relation = relations.pop() if len(relations) == 1 else Relation.ZERO_OUT
     deltas = [about["delta"] for about in said if "delta" in about]
     delta = arguments.delta or (deltas[-1] if deltas else None)

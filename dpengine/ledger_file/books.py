@@ -8,6 +8,7 @@ import hashlib
 import json
 import os
 import secrets
+import threading
 import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -24,6 +25,8 @@ from .file import LedgerFile
 from .run_ledger import MOST_RESERVED, RunLedger
 
 _held: weakref.WeakValueDictionary[str, Held] = weakref.WeakValueDictionary()
+_known: weakref.WeakValueDictionary[str, Ledger] = weakref.WeakValueDictionary()  # by processes that do not write it
+_lock = threading.Lock()
 
 
 class Held:
@@ -44,7 +47,11 @@ class Held:
 
 def held(path: Path) -> Held:
     """The file, held by this process from here on."""
-    return _held_already(path) or _held.setdefault(os.path.realpath(path), Held(path))
+    with _lock:
+        found = _held_already(path)
+        if found is None:
+            found = _held[os.path.realpath(path)] = Held(path)
+        return found
 
 
 def _held_already(path: Path) -> Held | None:
@@ -90,6 +97,7 @@ class Books:
         self._held: Held | None = None
         self._ledger = Ledger()
         self._told: _Told | None = None
+        self._run: RunLedger | None = None
         self._relations: frozenset[Relation] = frozenset()
         if self.path is not None:
             self._held = _held_already(self.path)
@@ -100,12 +108,14 @@ class Books:
     @property
     def ledger(self) -> Ledger:
         """All that was charged, as far as this process knows."""
+        if self.path is not None and self._held is None:
+            self._held = _held_already(self.path)  # by another engine, since this one was made
         return self._ledger if self._held is None else self._held.ledger
 
     @property
     def relations(self) -> frozenset[Relation]:
         """Which data sets were neighbours for the runs of the file; nothing where there is none."""
-        return self._relations
+        return self._relations if self._held is None else _relations(self._held.file.contents)
 
     def open(self, ranks: Ranks, asked: Mapping[str, Any], *, first: bool) -> tuple[tuple[Charge, ...], int]:
         """Gets ready for a run: the first of its processes holds the file from here on.
@@ -134,8 +144,7 @@ class Books:
         told = ranks.each(lambda: self._hold(asked) if ranks.rank == 0 else None)[0]
         assert told is not None
         if self._held is None and self._told is None:
-            self._ledger = Ledger()
-            _add(self._ledger, told.history)
+            self._ledger = _followed(self.path, told)
         self._told, self._relations = told, told.relations
         return (told.spent if first else self.ledger.history), 0
 
@@ -145,10 +154,10 @@ class Books:
         contents = self._held.file.contents
         spent = self._held.ledger.history
         broken_off = _broken_off(contents, asked, self._held.file.session)
-        if broken_off is not None:
+        if broken_off:
             rest = Ledger()
             for run in contents.runs.values():
-                if run is not broken_off:
+                if not any(run is one for one in broken_off):
                     _add(rest, run.history)
             spent = rest.history
         return _Told(contents.id, self._held.ledger.history, _relations(contents), spent)
@@ -166,7 +175,8 @@ class Books:
         if self.path is None:
             return self._ledger
         file = None if self._held is None else self._held.file
-        return RunLedger(self.ledger, run, ranks, file, self.reserve, holder=self._held)
+        self._run = RunLedger(self.ledger, run, ranks, file, self.reserve, holder=self._held)
+        return self._run
 
     def begin(self, ledger: Ledger | RunLedger, about: Mapping[str, Any], **facts: Any) -> None:
         """Writes that a run begins.
@@ -218,7 +228,14 @@ class Books:
         if anchor is not None and _ledger_of(anchor) == present:
             if self._held is not None:
                 _refuse_shorter(self._held.file.contents, anchor)
+            if self._run is not None:
+                self._run.knows_later = True
             return
+        if anchor is not None:
+            raise LedgerError(
+                f"What is loaded was charged in another ledger file than {self.path}, which has nothing of it.",
+                fix="Pass PrivacyEngine(ledger=...) the path of that file; a new one would forget what came after.",
+            )
         stored = Ledger()
         stored.load_state_dict(state)
         if self._held is not None:
@@ -253,13 +270,35 @@ def _relations(contents: Contents) -> frozenset[Relation]:
     )
 
 
-def _broken_off(contents: Contents, asked: Mapping[str, Any], session: str) -> RunOfFile | None:
-    """The last run, if it asked for the same, was neither ended nor detached, and is of a process that is gone."""
-    last = next(reversed(contents.runs.values()), None)
-    if last is None or last.closed or last.session == session or last.facts["asked"] != asked:
-        return None
-    planned = last.facts["about"].get("planned_steps")
-    return None if planned is not None and steps_of(last.history) >= planned else last
+def _followed(path: Path, told: _Told) -> Ledger:
+    """The ledger of a process that does not write the file: one for all engines that were given its path."""
+    key = os.path.realpath(path)
+    found = _known.get(key)
+    if found is None or found.history != told.history:
+        found = _known[key] = Ledger()
+        _add(found, told.history)
+    return found
+
+
+def _broken_off(contents: Contents, asked: Mapping[str, Any], session: str) -> list[RunOfFile]:
+    """The last run and those that it went on with, if it broke off.
+
+    It did if it asked for the same, was not detached, has steps left, and is of a process that is gone.
+
+    Returns:
+        The runs, none if it did not.
+    """
+    found: list[RunOfFile] = []
+    for run in reversed(contents.runs.values()):
+        if not run.rows:
+            continue
+        if run.closed or run.session == session or run.facts["asked"] != asked:
+            break
+        planned = run.facts["about"].get("planned_steps")
+        if not found and planned is not None and steps_of(run.history) >= planned:
+            break
+        found.append(run)
+    return found
 
 
 def _open(file: LedgerFile, run: str, fields: Mapping[str, Any]) -> None:

@@ -67,6 +67,7 @@ class Contents:
     def __init__(self, where: str):
         self.where = where
         self.id = ""
+        self.size = 0  # bytes of the file that are entries
         self.last: Entry | None = None
         self.session = ""
         self.runs: dict[str, RunOfFile] = {}
@@ -229,11 +230,10 @@ def follow(contents: Contents, lines: Iterable[bytes]) -> int:
     Raises:
         LedgerError: If the file was edited, or is none.
     """  # noqa: DOC502 - the lines raise on our behalf
-    end = 0
     for entry, size in entries_of(lines, contents.where):
         try:
             contents.take(entry)
         except (InvalidBudgetError, TypeError, ValueError) as error:
             raise contents.damaged(entry, f"cannot be read: {error}") from error
-        end = size
-    return end
+        contents.size = size
+    return contents.size

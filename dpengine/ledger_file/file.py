@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import secrets
+import threading
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +56,7 @@ class LedgerFile:
         self.reservations: dict[str, Reservation] = {}
         self._process = os.getpid()
         self._broken = ""
+        self._lock = threading.RLock()
         self._file = self._opened()
         try:
             self._size = self._followed()
@@ -95,6 +98,11 @@ class LedgerFile:
         if os.fstat(self._file).st_size != size:
             os.ftruncate(self._file, size)
             _sync(self._file)
+        if (
+            size and os.pread(self._file, 1, size - 1) != b"\n"
+        ):  # it was written up to its seal, or an editor took it off
+            size += os.pwrite(self._file, b"\n", size)
+            _sync(self._file)
         return size
 
     def append(self, *told: Told) -> None:
@@ -106,26 +114,41 @@ class LedgerFile:
         Raises:
             LedgerError: If they cannot be written. The file is then as it was, as far as that can be had.
         """
-        self._refuse_other_hands()
-        data, entries, last = b"", [], self.contents.last
-        for kind, fields in told:
-            line, last = sealed(last, kind, fields)
-            data += line
-            entries.append(last)
-        try:
-            self._write(data)
-            _sync(self._file)
-        except BaseException as error:
-            self._take_back(error)
-            if not isinstance(error, OSError):
-                raise
-            raise LedgerError(
-                f"{self.path} cannot be written: {error}.",
-                fix="The step is not made, and its batch is given up. Make room, and go on with the next batch.",
-            ) from error
-        self._size += len(data)
-        for entry in entries:
-            self.contents.take(entry)
+        with self.held():
+            data, entries, last = b"", [], self.contents.last
+            for kind, fields in told:
+                line, last = sealed(last, kind, fields)
+                data += line
+                entries.append(last)
+            self._broken = "a write was interrupted"  # until all of it is done: whatever comes between is not known
+            try:
+                self._write(data)
+                _sync(self._file)
+            except BaseException as error:
+                self._take_back()
+                if not isinstance(error, OSError):
+                    raise
+                raise LedgerError(
+                    f"{self.path} cannot be written: {error}.",
+                    fix="The step is not made, and its batch is given up. Make room, and go on with the next batch.",
+                ) from error
+            self._size += len(data)
+            for entry in entries:
+                self.contents.take(entry)
+            self._broken = ""
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Keeps other threads away. Raises a ``LedgerError`` where the file cannot be written."""
+        self._refuse_fork()  # before the lock, which another thread may have had when this process was forked
+        with self._lock:
+            self._refuse_other_hands()
+            yield
+
+    @property
+    def is_open(self) -> bool:
+        """Whether this process may still write it."""
+        return self._file >= 0 and not self._broken and os.getpid() == self._process
 
     def _write(self, data: bytes) -> None:
         place = self._size
@@ -133,20 +156,24 @@ class LedgerFile:
             written = os.pwrite(self._file, data, place)
             data, place = data[written:], place + written
 
-    def _take_back(self, error: BaseException) -> None:
+    def _take_back(self) -> None:
         """Cuts off what was written. Where that fails, nothing more is written: the end of the file is not known."""
         try:
             os.ftruncate(self._file, self._size)
             _sync(self._file)
-        except OSError:
+        except OSError as error:
             self._broken = str(error)
+        else:
+            self._broken = ""
 
-    def _refuse_other_hands(self) -> None:
+    def _refuse_fork(self) -> None:
         if os.getpid() != self._process:
             raise LedgerError(
                 f"{self.path} is held by the process that opened it, and this one was forked from it.",
                 fix="Train in the process that called make_private.",
             )
+
+    def _refuse_other_hands(self) -> None:
         if self._broken or self._file < 0:
             raise LedgerError(
                 f"{self.path} could not be written before ({self._broken or 'it is closed'}).",
@@ -165,16 +192,16 @@ class LedgerFile:
 
     def close(self) -> None:
         """Settles what was reserved, and lets go of the file. Does nothing in a process that was forked."""
-        if self._file < 0:
+        if self._file < 0 or os.getpid() != self._process:
             return
-        try:
-            if os.getpid() == self._process:
+        with self._lock:  # a step of another thread is made as a whole before, or finds the file closed
+            try:
                 for run in list(self.reservations):
                     self.settle(run)
-        except (LedgerError, OSError):
-            pass  # the reservation stays charged as a whole
-        finally:
-            self.forget()
+            except (LedgerError, OSError):
+                pass  # the reservation stays charged as a whole
+            finally:
+                self.forget()
 
     def forget(self) -> None:
         """Closes the file, and nothing more."""
@@ -188,21 +215,25 @@ class LedgerFile:
         if reservation is not None:
             self.append(reservation.settled(run))
 
-    def told_of_event(self, event: Event, *, after: int = 0) -> tuple[int, Sequence[Told]]:
+    def told_of_event(self, event: Event, before: Sequence[Told] = ()) -> tuple[int, Sequence[Told]]:
         """The number of the entry that tells of an event, and the entry to write first if there is none yet.
 
         Args:
             event: The event.
-            after: How many entries will be written before that.
+            before: What will be written before that.
 
         Returns:
             Both.
         """
+        state = {"event": event_to_state(event)}
+        assert self.contents.last is not None
+        for place, (kind, fields) in enumerate(before):
+            if kind == "event" and fields == state:
+                return self.contents.last.seq + 1 + place, ()
         for seq, told in self.contents.event_at.items():
             if told == event:
                 return seq, ()
-        assert self.contents.last is not None
-        return self.contents.last.seq + 1 + after, [("event", {"event": event_to_state(event)})]
+        return self.contents.last.seq + 1 + len(before), [("event", state)]
 
 
 class Reservation:

@@ -17,6 +17,7 @@ from dpengine.errors import LedgerError
 
 _BEFORE_THE_FIRST = "0" * 64
 _SEAL = re.compile(rb',"hash":"([0-9a-f]{64})"\}$')
+_FIRST = b'{"seq":0,"kind":"ledger",'
 BACKUP = "Restore it from a backup."
 
 
@@ -57,7 +58,7 @@ def sealed(before: Entry | None, kind: str, fields: Mapping[str, Any]) -> tuple[
 def entries_of(lines: Iterable[bytes], where: str) -> Iterator[tuple[Entry, int]]:
     """Reads lines, and checks each seal.
 
-    The last line is left out if its end is missing: a process died while it wrote it, so nothing came of it.
+    The last line is left out if it was not written to its seal: a process died over it, so nothing came of it.
 
     Args:
         lines: With their ends.
@@ -68,13 +69,21 @@ def entries_of(lines: Iterable[bytes], where: str) -> Iterator[tuple[Entry, int]
 
     Raises:
         LedgerError: If a line is not as it was written, or not where it was.
-    """  # noqa: DOC502 - the reader of a line raises
+    """
     before, size = None, 0
     for line in lines:
         if not line.endswith(b"\n"):
-            return
+            if before is None and not _may_begin(line):
+                raise LedgerError(f"{where} is no ledger.", fix="Pass another path.")
+            if not _SEAL.search(line):
+                return
         before, size = _read(line.removesuffix(b"\n"), before, where), size + len(line)
         yield before, size
+
+
+def _may_begin(line: bytes) -> bool:
+    """Whether a process may have died over the first line of a ledger, and left this."""
+    return not line.strip(b"\0") or line.startswith(_FIRST) or _FIRST.startswith(line)
 
 
 def _read(line: bytes, before: Entry | None, where: str) -> Entry:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from dpengine.accounting import Charge, Event, Ledger
 from dpengine.distributed import Ranks
+from dpengine.errors import LedgerError
 
 from .file import LedgerFile, Reservation, Told
 
@@ -33,6 +35,7 @@ class RunLedger:
         reserve: How many releases are charged at once.
         room: How many charges of an event, of which so many are due now, the budget has room for.
         holder: Lets go of the file when nobody refers to it: a run may go on after its engine.
+        knows_later: Whether the run went on from a checkpoint, and all that came after that is in the file.
     """
 
     ledger: Ledger
@@ -42,7 +45,9 @@ class RunLedger:
     reserve: int = 1
     room: Callable[[Event, int], int] = _one
     holder: Any = None
+    knows_later: bool = False
     _reservation: Reservation | None = None
+    _owed: list[Charge] = field(default_factory=list)
 
     @property
     def history(self) -> tuple[Charge, ...]:
@@ -72,20 +77,32 @@ class RunLedger:
             RuntimeError: If the first of several processes could not write it.
         """  # noqa: DOC502 - the file raises on our behalf
         charge = Charge(event, count, kind)
-        reservation = self._reservation
-        if reservation is None or reservation.event != event or reservation.left < count:
-            told_ahead = min(self.reserve, self.room(event, count)) if kind == "release" else count
-            self._write(charge, max(count, told_ahead))
-        if self._reservation is not None and self._reservation.event == event and self._reservation.left >= count:
-            self._reservation.use(count, kind)
-        self.ledger.charge(event, count=count, kind=kind)
+        with contextlib.nullcontext() if self.file is None or kind != "release" else self.file.held():
+            if not self._is_reserved(charge):
+                self._write(charge)
+            if self._reservation is not None and self._is_reserved(charge):
+                self._reservation.use(count, kind)
+            self.ledger.charge(event, count=count, kind=kind)
 
-    def _write(self, charge: Charge, reserved: int) -> None:
-        if charge.kind != "release":  # of this process alone, perhaps: others may not wait for it
-            self._append(charge, charge.count)
+    def _is_reserved(self, charge: Charge) -> bool:
+        """Whether there is a reservation for it, which nobody has settled."""
+        here = self._reservation
+        if here is None or here.event != charge.event or here.left < charge.count:
+            return False
+        if charge.kind != "release" and self.ranks.size > 1:  # of this process alone, perhaps
+            return False
+        return self.file is None or (self.file.is_open and self.file.reservations.get(self.run) is here)
+
+    def _write(self, charge: Charge) -> None:
+        if charge.kind != "release":  # nothing leaves, and other processes may not know of it
+            try:
+                self._append(charge, charge.count)
+            except LedgerError:
+                self._owed.append(charge)  # it counts from now on, and is written before anything is released
             return
-        seqs = self.ranks.each(lambda: self._append(charge, reserved))
+        reserved = max(charge.count, min(self.reserve, self.room(charge.event, charge.count)))
         self._reservation = None
+        seqs = self.ranks.each(lambda: self._append(charge, reserved))
         if reserved > charge.count:
             self._reservation = Reservation(seqs[0], charge.event, reserved)
             if self.file is not None:
@@ -96,18 +113,19 @@ class RunLedger:
         if self.file is None:
             return 0
         told: list[Told] = []
-        before = self.file.reservations.get(self.run)
-        if charge.kind == "release" and before is not None:
-            told.append(before.settled(self.run))
-        at, event = self.file.told_of_event(charge.event, after=len(told))
-        told += event
-        if reserved > charge.count:
-            told.append(("reserve", {"run": self.run, "event": at, "count": reserved}))
-        else:
-            told.append(("charge", {"run": self.run, "event": at, "count": charge.count, "of": charge.kind}))
-        self.file.append(*told)
         if charge.kind == "release":
-            self.file.reservations.pop(self.run, None)
+            before = self.file.reservations.pop(self.run, None)  # if what follows fails, it stays charged as a whole
+            told += [] if before is None else [before.settled(self.run)]
+        for one in (*self._owed, charge):
+            at, event = self.file.told_of_event(one.event, told)
+            told += event
+            fields = {"run": self.run, "event": at, "count": one.count}
+            if one is charge and reserved > charge.count:
+                told.append(("reserve", {**fields, "count": reserved}))
+            else:
+                told.append(("charge", {**fields, "of": one.kind}))
+        self.file.append(*told)
+        self._owed.clear()
         assert self.file.contents.last is not None
         return self.file.contents.last.seq
 
@@ -116,4 +134,6 @@ class RunLedger:
         self._reservation = None
         if self.file is not None:
             self.file.settle(self.run)
+            while self._owed:
+                self._append(self._owed.pop(), 0)
             self.file.append(("close", {"run": self.run}))

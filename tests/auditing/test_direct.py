@@ -130,3 +130,12 @@ def test_a_detector_that_fails_is_inconclusive():
 
     found = timed("DR", 7, fails)
     assert (found.verdict, found.seed) == ("inconclusive", 7) and "no memory" in found.reason
+
+
+def test_a_function_that_gives_one_model_twice_is_refused_before_it_is_touched():
+    model, optimizer, loader, loss_of, *options = small()()
+    dropout = torch.nn.Dropout(0.5)
+    whole = torch.nn.Sequential(dropout, model)
+    with pytest.raises(ValueError, match="same model twice"):
+        quick(lambda: (whole, optimizer, loader, loss_of, *options))
+    assert dropout.p == 0.5

@@ -236,6 +236,19 @@ def test_the_noise_of_a_target_is_that_of_the_first_time(tmp_path):
     assert 4.9 < again.engine.epsilon <= 5.0 and list(again.loader) == []
 
 
+@pytest.mark.parametrize("longer", [{"epochs": 20}, {"steps": 200, "epochs": None}], ids=["epochs", "steps"])
+def test_a_target_is_kept_by_a_run_that_is_planned_for_longer_than_the_one_it_goes_on_with(tmp_path, longer):
+    settings = {"noise_multiplier": None, "target_epsilon": 3.0, "epochs": 2}
+    Run(**settings).train(2).saved(tmp_path / "run")
+    again = Run(**{**settings, **longer}).resumed(tmp_path / "run")
+    while batches := list(itertools.islice(again.loader, 1)):
+        x, y = batches[0]
+        again.optimizer.zero_grad()
+        F.cross_entropy(again.model(x[:, :4]), y).backward()
+        again.optimizer.step()
+    assert 2.9 < again.engine.epsilon <= 3.0
+
+
 def test_a_scheduler_goes_on(tmp_path):
     def scheduled():
         model = nn.Linear(4, 3)

@@ -119,7 +119,7 @@ def test_a_new_run_gets_what_the_runs_of_the_file_left_of_the_budget(path):
         Run(path, target_epsilon=3.0, steps=10)
 
 
-def test_a_run_that_broke_off_is_gone_on_with_under_its_budget(path, tmp_path):
+def test_a_run_that_broke_off_goes_on_under_its_budget(path, tmp_path):
     first = Run(path, target_epsilon=3.0, steps=10, reserve=3).train(4)
     checkpoint.save(tmp_path / "saved", first.engine)
     first.train(3).died()
@@ -169,11 +169,55 @@ def test_what_was_charged_in_memory_is_written_when_it_is_loaded(path, tmp_path)
     engine = PrivacyEngine(ledger=path)
     engine.load_state_dict(json.loads(json.dumps(alone.engine.state_dict())))
     assert engine.ledger.steps == 4 and steps_of(read(path).history) == 4
-    other = Run(tmp_path / "other.ledger").train(2)
-    engine.load_state_dict(other.engine.state_dict())
-    assert steps_of(read(path).history) == 6
     engine.load_state_dict(engine.state_dict())  # the file has it already
-    assert engine.ledger.steps == 6 == steps_of(read(path).history)
+    assert engine.ledger.steps == 4 == steps_of(read(path).history)
+
+
+def test_f_p1_a_new_file_does_not_take_the_place_of_one_that_is_missing(path, tmp_path):
+    first = Run(path).train(2)
+    checkpoint.save(tmp_path / "saved", first.engine)
+    first.train(5).gone()
+    path.unlink()
+    second = Run(path)
+    with pytest.raises(LedgerError, match="another ledger file"):
+        checkpoint.load(tmp_path / "saved", second.engine)
+
+
+def test_the_report_says_that_later_releases_may_be_missing_unless_the_file_has_them(path, tmp_path):
+    alone, kept = Run(None).train(2), Run(path).train(2)
+    checkpoint.save(tmp_path / "alone", alone.engine)
+    checkpoint.save(tmp_path / "kept", kept.engine)
+    kept.gone()
+    for name, missing in (("kept", False), ("alone", True)):
+        run = Run(path)
+        checkpoint.load(tmp_path / name, run.engine)
+        assert ("if they came after it" in " ".join(str(run.engine.report()).split())) == missing
+        run.gone()
+
+
+def test_an_engine_that_was_made_before_another_trained_knows_of_it(path):
+    early = PrivacyEngine(ledger=path)
+    run = Run(path).train(3)
+    assert early.ledger.steps == 3 and early.get_epsilon(1e-3) == run.engine.epsilon
+
+
+def test_a_relation_that_came_later_counts_for_all(path):
+    first = Run(path, sample_rate=0.3, expected_batch_size=20).train(1)
+    Run(path).train(1)
+    assert "Adjacency: zero-out" in str(first.engine.report())
+
+
+def test_two_deaths_leave_the_noise_of_the_first_time(path, tmp_path):
+    settings = {"target_epsilon": 3.0, "steps": 10}
+    first = Run(path, **settings).train(4)
+    checkpoint.save(tmp_path / "saved", first.engine)
+    first.died()
+    for _ in range(2):
+        again = Run(path, **settings)
+        assert again.engine.describe()["noise_multiplier"] == first.engine.describe()["noise_multiplier"]
+        checkpoint.load(tmp_path / "saved", again.engine)
+        again.train(1).died()
+        Run(path, target_epsilon=4.0, steps=10).died()  # it made no step
 
 
 def test_a_run_of_another_unit_is_refused(path):

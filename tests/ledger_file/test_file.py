@@ -1,21 +1,27 @@
 """A ledger file is held by one process, and is as it was where it cannot be written."""
 
 import errno
+import itertools
 import multiprocessing
 import os
 import signal
 import subprocess
 import sys
+import threading
 
 import pytest
 import torch
 from ledger_runs import Run
 
 from dpengine import PrivacyEngine
-from dpengine.accounting import GaussianEvent, steps_of
+from dpengine.accounting import GaussianEvent, Ledger, steps_of
+from dpengine.distributed import Ranks
 from dpengine.errors import LedgerError
-from dpengine.ledger_file import read
+from dpengine.ledger_file import RunLedger, read, run_ledger
+from dpengine.ledger_file import file as ledger_file
+from dpengine.ledger_file.file import LedgerFile
 from dpengine.ledger_file.lines import sealed
+from dpengine.noise import BandMF
 
 
 @pytest.fixture
@@ -67,13 +73,29 @@ def test_a_fork_of_a_process_that_died_does_not_hold_the_file(path):
         os.killpg(other.pid, signal.SIGKILL)
 
 
-@pytest.mark.parametrize("cut", [1, 30])
+@pytest.mark.parametrize("content", [b"my notes", b'{"a": 1}', b"x" * 5000], ids=["text", "json", "long"])
+def test_a_file_of_one_line_that_is_no_ledger_is_left_as_it_is(path, content):
+    path.write_bytes(content)
+    with pytest.raises(LedgerError, match="is no ledger"):
+        Run(path)
+    assert path.read_bytes() == content
+
+
+def test_a_last_line_up_to_its_seal_counts(path):
+    Run(path).train(3).gone()
+    path.write_bytes(path.read_bytes().removesuffix(b"\n"))
+    assert steps_of(read(path).history) == 3
+    assert Run(path).train(1).engine.ledger.steps == 4
+    assert steps_of(read(path).history) == 4
+
+
+@pytest.mark.parametrize("cut", [2, 30])
 def test_a_last_line_that_a_process_died_over_is_cut_off(path, cut):
     Run(path).train(3).gone()
     whole = path.read_bytes()
     path.write_bytes(whole[:-cut])
     assert Run(path).train(1).engine.ledger.steps == 3
-    assert whole.startswith(path.read_bytes()[: len(whole) - 200])
+    assert path.read_bytes().startswith(whole[: whole.rindex(b"\n", 0, -1) + 1])
     assert steps_of(read(path).history) == 3
 
 
@@ -104,14 +126,120 @@ def test_a_step_that_cannot_be_written_is_refused_and_the_file_is_as_it_was(path
         with pytest.raises(LedgerError, match="No space left"):
             run.train(1)
         assert torch.equal(run.model.weight, weights) and path.read_bytes() == content
-        assert run.engine.ledger.steps == 2
+        assert run.engine.ledger.steps == 3  # the batch was given up, which counts, and is written with the next charge
         assert all(not flat.any() for flat in run.engine.runs[0].release.sums.buffer.flats.values())
     if failing == "pwrite":
         run.train(1)
-        assert run.engine.ledger.steps == steps_of(read(path).history) == 3
+        assert run.engine.ledger.steps == steps_of(read(path).history) == 4
     else:  # what is on disk is not known
         with pytest.raises(LedgerError, match="could not be written before"):
             run.train(1)
+
+
+@pytest.mark.parametrize("noise", [None, BandMF(num_bands=2)], ids=["gaussian", "bandmf"])
+def test_batches_that_were_given_up_while_the_disk_was_full_are_charged_later(path, monkeypatch, noise):
+    run = Run(path, noise=noise, steps=12)
+    sync, full = ledger_file._sync, []
+
+    def sometimes(file):
+        if full:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        sync(file)
+
+    monkeypatch.setattr(ledger_file, "_sync", sometimes)
+
+    def take_back(self):
+        os.ftruncate(self._file, self._size)
+        self._broken = ""
+
+    monkeypatch.setattr(LedgerFile, "_take_back", take_back)
+    for step in range(12):
+        full[:] = [step] if step % 2 else []
+        if full:
+            with pytest.raises(LedgerError, match="No space"):
+                run.train(1)
+        else:
+            run.train(1)
+    full.clear()
+    assert run.engine.ledger.steps == 12  # those given up count at once
+    assert steps_of(read(path).history) == 11  # and are written with the next one that is released
+    run.engine.detach(run.model)
+    assert steps_of(read(path).history) == 12
+    assert sum(charge.count for charge in read(path).history if charge.kind == "void") == 6
+
+
+def test_nothing_is_taken_from_a_reservation_that_was_settled(path):
+    run = Run(path, reserve=10).train(2)
+    run.engine._books._held.file.close()  # as at the end of the process, while a thread still trains
+    weights = run.model.weight.detach().clone()
+    with pytest.raises(LedgerError):
+        run.train(1)
+    assert torch.equal(run.model.weight, weights) and steps_of(read(path).history) == 2
+
+
+def test_what_is_settled_while_the_run_goes_on_is_reserved_anew(path):
+    run = Run(path, reserve=10).train(2)
+    run.engine._books._held.file.settle(run.engine.runs[0].release.plan.run)
+    assert steps_of(read(path).history) == 2
+    run.train(1)
+    assert steps_of(read(path).history) == 2 + 10
+
+
+def test_threads_that_share_a_file_take_turns(path):
+    runs, failed = [Run(path, reserve=2) for _ in range(3)], []
+
+    def work(run):
+        try:
+            for _ in range(15):
+                run.engine.runs[0].release.ledger.charge(GaussianEvent(1.0))
+        except LedgerError as error:
+            failed.append(error)
+
+    threads = [threading.Thread(target=work, args=(run,)) for run in runs]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failed and runs[0].engine.ledger.steps == 45
+    runs[0].gone()
+    assert steps_of(read(path).history) == 45
+
+
+def test_an_interrupt_at_any_line_of_a_write_leaves_a_readable_file_and_no_release_uncharged(path):
+    """At every third of the lines that the two files which write run through in six charges."""
+    names = {ledger_file.__file__, run_ledger.__file__}
+    for place in itertools.count(1, 3):
+        target = path.with_name(f"{place}.ledger")
+        file = LedgerFile(target)
+        file.append(opened("r", file.session))
+        ledger = RunLedger(Ledger(), "r", Ranks(), file, reserve=2, room=lambda event, count: 5)
+        made, left = 0, place
+
+        def trace(frame, event, argument):
+            nonlocal left
+            if frame.f_code.co_filename not in names:
+                return None
+            if event == "line":
+                left -= 1
+                if left == 0:
+                    raise KeyboardInterrupt
+            return trace
+
+        for _ in range(6):
+            try:
+                sys.settrace(trace)
+                ledger.charge(GaussianEvent(1.0))
+                made += 1
+            except (KeyboardInterrupt, LedgerError):
+                pass
+            finally:
+                sys.settrace(None)
+        assert steps_of(read(target).history) >= made
+        file.close()
+        assert steps_of(read(target).history) >= made
+        if left > 0:
+            break
+    assert place > 300
 
 
 def test_a_model_is_taken_off_though_the_file_cannot_be_written(path):
