@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-VERDICTS = ("pass", "violation", "inconclusive")
 _TEXTS = {"pass": "no violation found", "violation": "VIOLATION", "inconclusive": "inconclusive"}
 
 LEAST_P = 1e-6
@@ -23,7 +22,7 @@ class AuditFinding:
         statistic: What was largest or least probable, and its value.
         n: How many numbers, pairs or steps were looked at.
         bound: What the statistic was compared with: a probability, or a limit.
-        verdict: One of `VERDICTS`.
+        verdict: A key of ``VERDICTS``.
         seed: With which it repeats.
         seconds: What it took.
         reason: What was wrong, or why nothing can be said.

@@ -130,9 +130,8 @@ class Resumption:
         """Lets the run go on from here."""
         release, state = run.release, self.state
         release.source.close()
-        run.budget.fits_plan = (
-            self.plan.noise_multiplier >= release.plan.noise_multiplier
-        )  # it was found for other steps
+        # Less noise than was found for this run's steps was found for others: then these are not known to fit.
+        run.budget.fits_plan = self.plan.noise_multiplier >= release.plan.noise_multiplier
         release.plan, release.source, release.noise = self.plan, self.source, self.noise
         release.plan.clipping.load_state_dict(dict(state["clipping"]))
         release.last_step = state["last_step"]

@@ -13,6 +13,7 @@ from dpengine.auditing import (
     BUGS,
     QUICK,
     TESTS,
+    VERDICTS,
     AuditFinding,
     Trialled,
     accusations,
@@ -31,7 +32,6 @@ from .commands import CommandError
 from .main import DONE, FAILED, WRONG_USE
 from .screen import strong, table
 
-_EXITS = {"pass": DONE, "violation": FAILED, "inconclusive": WRONG_USE}
 _TEXTS = {
     "pass": "No violation found.",
     "violation": "A violation was found.",
@@ -56,7 +56,7 @@ def run(arguments: Namespace) -> int:
     else:
         print("\n".join(map(str, findings)))
         print(strong(_TEXTS[verdict]))
-    return _EXITS[verdict]
+    return VERDICTS[verdict]
 
 
 def _findings(arguments: Namespace) -> list[AuditFinding]:

@@ -265,9 +265,10 @@ def _add(ledger: Ledger, history: Any) -> None:
 
 
 def _relations(contents: Contents) -> frozenset[Relation]:
+    abouts = [run.facts["about"] for run in contents.runs.values()]
     return frozenset(
-        Relation(about["relation"]) for run in contents.runs.values() if "relation" in (about := run.facts["about"])
-    )
+        Relation(about.get("relation", Relation.ZERO_OUT)) for about in abouts
+    )  # if it was not said, N shows
 
 
 def _followed(path: Path, told: _Told) -> Ledger:
@@ -319,11 +320,12 @@ def _adopt(file: LedgerFile, history: tuple[Charge, ...]) -> None:
     if not history:
         return
     run = secrets.token_hex(8)
-    file.append(("open", {"run": run, "session": file.session, "date": "", **_ELSEWHERE}))
-    for charge in history:
-        at, event = file.told_of_event(charge.event)
-        file.append(*event, ("charge", {"run": run, "event": at, "count": charge.count, "of": charge.kind}))
-    file.append(("close", {"run": run}))
+    with file.held():
+        file.append(("open", {"run": run, "session": file.session, "date": "", **_ELSEWHERE}))
+        for charge in history:
+            at, event = file.told_of_event(charge.event)
+            file.append(*event, ("charge", {"run": run, "event": at, "count": charge.count, "of": charge.kind}))
+        file.append(("close", {"run": run}))
 
 
 _ELSEWHERE = {"about": {"name": "charged elsewhere"}, "asked": {}, "versions": {}, "noise": {}, "processes": 1}

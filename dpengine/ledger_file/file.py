@@ -98,9 +98,8 @@ class LedgerFile:
         if os.fstat(self._file).st_size != size:
             os.ftruncate(self._file, size)
             _sync(self._file)
-        if (
-            size and os.pread(self._file, 1, size - 1) != b"\n"
-        ):  # it was written up to its seal, or an editor took it off
+        # A last line that was written up to its seal counts; all that it lacks is its end.
+        if size and os.pread(self._file, 1, size - 1) != b"\n":
             size += os.pwrite(self._file, b"\n", size)
             _sync(self._file)
         return size

@@ -112,22 +112,25 @@ class RunLedger:
         """Writes a charge, or a reservation that it is the first of, in the first process; the number of its entry."""
         if self.file is None:
             return 0
-        told: list[Told] = []
-        if charge.kind == "release":
-            before = self.file.reservations.pop(self.run, None)  # if what follows fails, it stays charged as a whole
-            told += [] if before is None else [before.settled(self.run)]
-        for one in (*self._owed, charge):
-            at, event = self.file.told_of_event(one.event, told)
-            told += event
-            fields = {"run": self.run, "event": at, "count": one.count}
-            if one is charge and reserved > charge.count:
-                told.append(("reserve", {**fields, "count": reserved}))
-            else:
-                told.append(("charge", {**fields, "of": one.kind}))
-        self.file.append(*told)
-        self._owed.clear()
-        assert self.file.contents.last is not None
-        return self.file.contents.last.seq
+        with self.file.held():  # the numbers of entries are those that will be written
+            told: list[Told] = []
+            if charge.kind == "release":
+                before = self.file.reservations.pop(
+                    self.run, None
+                )  # if what follows fails, it stays charged as a whole
+                told += [] if before is None else [before.settled(self.run)]
+            for one in (*self._owed, charge):
+                at, event = self.file.told_of_event(one.event, told)
+                told += event
+                fields = {"run": self.run, "event": at, "count": one.count}
+                if one is charge and reserved > charge.count:
+                    told.append(("reserve", {**fields, "count": reserved}))
+                else:
+                    told.append(("charge", {**fields, "of": one.kind}))
+            self.file.append(*told)
+            self._owed.clear()
+            assert self.file.contents.last is not None
+            return self.file.contents.last.seq
 
     def close(self) -> None:
         """Settles what was reserved, and says that the run is over; on the first process."""

@@ -169,8 +169,10 @@ def test_what_was_charged_in_memory_is_written_when_it_is_loaded(path, tmp_path)
     engine = PrivacyEngine(ledger=path)
     engine.load_state_dict(json.loads(json.dumps(alone.engine.state_dict())))
     assert engine.ledger.steps == 4 and steps_of(read(path).history) == 4
+    other = Run(path, sample_rate=0.3, expected_batch_size=20).train(1)
+    assert "Adjacency: zero-out" in str(other.engine.report())  # nobody said that N was private elsewhere
     engine.load_state_dict(engine.state_dict())  # the file has it already
-    assert engine.ledger.steps == 4 == steps_of(read(path).history)
+    assert engine.ledger.steps == 5 == steps_of(read(path).history)
 
 
 def test_f_p1_a_new_file_does_not_take_the_place_of_one_that_is_missing(path, tmp_path):

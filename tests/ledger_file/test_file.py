@@ -190,8 +190,9 @@ def test_threads_that_share_a_file_take_turns(path):
 
     def work(run):
         try:
-            for _ in range(15):
-                run.engine.runs[0].release.ledger.charge(GaussianEvent(1.0))
+            for number in range(15):  # each with an event of its own, which is told before it is charged
+                event = GaussianEvent(1.0 + 100 * runs.index(run) + number)
+                run.engine.runs[0].release.ledger.charge(event, kind="void" if number % 2 else "release")
         except LedgerError as error:
             failed.append(error)
 
