@@ -1,0 +1,1 @@
+"""Wrappers that leave per-sample gradients on parameters, and rules for them, by Opacus's names."""

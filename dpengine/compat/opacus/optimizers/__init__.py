@@ -1,0 +1,1 @@
+"""Optimizers that clip and add noise, by Opacus's names."""

@@ -1,0 +1,1 @@
+"""Tools of Opacus's names."""
