@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 from torch.nn.utils import parametrize
 
-from dpengine.layers import TWINS
+from dpengine.layers import TWINS, is_made_of_operations
 
 
 class Kind(enum.Enum):
@@ -103,6 +103,8 @@ def _watch(
     rule = lookup(module)
     if rule is not None:
         return Watch(name, module, Kind.LAYER, rule, in_place=isinstance(rule, Mapping))
+    if is_made_of_operations(module):
+        return Watch(name, module, Kind.OPERATIONS)
     if by_operations and any(has_own_parameters(child) for child in _below(module)):
         return Watch(name, module, Kind.OPERATIONS)
     return Watch(name, module, Kind.UNIT, unit_rule(module))
