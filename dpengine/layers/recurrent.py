@@ -207,14 +207,18 @@ def _value(weight: Any, dtype: torch.dtype | None = None) -> Any:
 
 
 def _start(module: Any, like: Tensor, rows: int, hx: State | None) -> list[State]:
-    """First states of each layer and direction."""
-    if hx is None:
-        count = module.num_layers * (2 if module.bidirectional else 1)
-        zeros_BP = like.new_zeros(rows, module.proj_size or module.hidden_size)
-        zeros_BH = like.new_zeros(rows, module.hidden_size) if _has_memory(module) else None
-        return [(zeros_BP, zeros_BH)] * count
-    cells = [None] * len(hx[0]) if hx[1] is None else list(hx[1].unbind(0))
-    return list(zip(hx[0].unbind(0), cells, strict=True))
+    """First states of each layer and direction, zeros where none are given."""
+    count = module.num_layers * (2 if module.bidirectional else 1)
+    hidden, memory = (None, None) if hx is None else hx
+    if hidden is None:
+        states = [like.new_zeros(rows, module.proj_size or module.hidden_size)] * count
+    else:
+        states = list(hidden.unbind(0))
+    if memory is None:
+        cells = [like.new_zeros(rows, module.hidden_size) if _has_memory(module) else None] * count
+    else:
+        cells = list(memory.unbind(0))
+    return list(zip(states, cells, strict=True))
 
 
 def _has_memory(module: Any) -> bool:
