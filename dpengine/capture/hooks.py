@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence
 
 from dpengine.distributed import layer_type
 from dpengine.errors import UnsupportedLayerError
@@ -197,7 +198,7 @@ class RootHook:
         self.buffers.note()
         if not capture.recording or again:
             return
-        capture.begin(capture.rows_of(tensors_in((args, kwargs))))
+        capture.begin(_rows_of(capture, args, kwargs))
         if capture.replay is not None:
             capture.replay.begin(module, args, kwargs)
 
@@ -221,6 +222,14 @@ class RootHook:
 
     def _reached(self, grads: Any) -> None:
         self.capture.expect_end()
+
+
+def _rows_of(capture: Capture, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
+    """Batch size of a call of the model."""
+    first = next(iter((*args, *kwargs.values())), None)
+    if isinstance(first, PackedSequence):  # whose data has an entry for each row and time
+        return int(first.batch_sizes[0])
+    return capture.rows_of(tensors_in((args, kwargs)))
 
 
 def _no_linear(origins: Mapping[str, Origin], inputs: Tensor, output: Tensor) -> Tensor:

@@ -13,8 +13,8 @@ from dpengine import GradSampleModule
 from dpengine.compat.opacus.layers import DPGRU, DPLSTM, DPRNN
 from dpengine.compat.opacus.layers.dp_rnn import DPGRUCell, DPLSTMCell, DPRNNBase, DPRNNCell, DPRNNCellBase, RNNLinear
 
-ROWS, STEPS, SIZE, HIDDEN = 4, 5, 3, 4
-LENGTHS = {"whole": None, "sorted": torch.tensor([5, 4, 2, 1]), "unsorted": torch.tensor([2, 5, 1, 4])}
+ROWS, STEPS, SIZE, HIDDEN = 3, 5, 3, 4  # another number of rows than of layers times directions
+LENGTHS = {"whole": None, "sorted": torch.tensor([5, 4, 1]), "unsorted": torch.tensor([2, 5, 1])}
 PAIRS = {
     "rnn": (nn.RNN, DPRNN, {}),
     "relu": (nn.RNN, DPRNN, {"nonlinearity": "relu"}),
@@ -54,12 +54,10 @@ def run(layer, x_BTF, lengths, states=None):
     return output, list(last) if isinstance(last, tuple) else [last]
 
 
-def first_states(layer, ours):
+def first_states(layer):
     sizes = [getattr(layer, "proj_size", 0) or HIDDEN] + ([HIDDEN] if isinstance(layer, nn.LSTM) else [])
-    states = [
-        torch.randn(layer.num_layers * (2 if layer.bidirectional else 1), ROWS, size, requires_grad=ours) for size in sizes
-    ]
-    states = [state.double().detach().requires_grad_() for state in states]
+    places = layer.num_layers * (2 if layer.bidirectional else 1)
+    states = [torch.randn(places, ROWS, size, dtype=torch.float64, requires_grad=True) for size in sizes]
     return tuple(states) if len(states) == 2 else states[0]
 
 
@@ -81,7 +79,7 @@ def renamed(layer):
 
 def assert_same(theirs, ours, lengths, given):
     x = torch.randn(ROWS, STEPS, SIZE, dtype=torch.float64)
-    states = first_states(theirs, given) if given else None
+    states = first_states(theirs) if given else None
     output, last = run(theirs, x, lengths, states)
     cotangents = [torch.randn_like(one) for one in [output, *last]]
     values, grads = results(theirs, x, lengths, states, cotangents)
@@ -90,19 +88,18 @@ def assert_same(theirs, ours, lengths, given):
     torch.testing.assert_close(found_grads, grads, rtol=1e-10, atol=1e-12)
 
 
-@pytest.mark.parametrize("given", [False, True], ids=["zeros", "state_init"])
 @pytest.mark.parametrize("lengths", LENGTHS)
 @pytest.mark.parametrize("kind", PAIRS)
-def test_rank_32_layers_compute_what_torch_computes_over_all_flags(kind, lengths, given):
-    for flags in FLAGS:
-        assert_same(*twins(kind, flags), LENGTHS[lengths], given)
+def test_rank_32_layers_compute_what_torch_computes_over_all_flags(kind, lengths):
+    for place, flags in enumerate(FLAGS[:: 3 if lengths == "sorted" else 1]):
+        assert_same(*twins(kind, flags), LENGTHS[lengths], given=(place // 4 + place) % 2 == 0)
 
 
 @pytest.mark.parametrize("lengths", LENGTHS)
 @pytest.mark.parametrize("kind", CELLS)
 def test_cells_over_time_compute_what_torch_computes(kind, lengths):
-    for flags in FLAGS[::3]:
-        assert_same(*twins(kind, flags, cells=True), LENGTHS[lengths], True)
+    for flags in FLAGS[::5]:
+        assert_same(*twins(kind, flags, cells=True), LENGTHS[lengths], given=True)
 
 
 @pytest.mark.parametrize("cells", [False, True], ids=["layer", "cells"])
@@ -134,15 +131,16 @@ def rows_by_torch(theirs, x, lengths, cotangent, states):
     return {name: torch.stack([one[name] for one in found]) for name in found[0]}
 
 
-@pytest.mark.parametrize("functorch", [False, True], ids=["hooks", "functorch"])
-@pytest.mark.parametrize("lengths", LENGTHS)
-@pytest.mark.parametrize("kind", [*PAIRS, "cells-gru", "cells-lstm", "cells-rnn"])
+@pytest.mark.parametrize(
+    ("lengths", "functorch"), [("whole", False), ("sorted", False), ("unsorted", False), ("unsorted", True)]
+)
+@pytest.mark.parametrize("kind", [*PAIRS, "cells-gru", "cells-lstm"])
 def test_per_sample_gradients_are_those_of_each_row_alone(kind, lengths, functorch):
     cells = kind.startswith("cells-")
     for flags in (FLAGS[0], {"num_layers": 2, "batch_first": False, "bidirectional": True}):
         theirs, ours = twins(kind.removeprefix("cells-"), flags, cells=cells)
         x = torch.randn(ROWS, STEPS, SIZE, dtype=torch.float64)
-        given = first_states(theirs, True)
+        given = first_states(theirs)
         states = [s.detach() for s in (given if isinstance(given, tuple) else (given,))]
         cotangent = torch.randn_like(run(theirs, x, None)[0])
         wrapped = GradSampleModule(ours, batch_first=ours.batch_first, loss_reduction="sum", force_functorch=functorch)
