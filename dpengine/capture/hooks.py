@@ -101,7 +101,7 @@ class LayerHook:
             return {name: WatchedParameter.of(p.detach(), self._origin(name, p)) for name, p in real.items()}, None
         if self.is_shared_table(args, kwargs):
             return {name: p.detach() for name, p in real.items()}, partial(self._watched_entries, real)
-        if capture.swap is not None and watch.kind is Kind.LAYER:
+        if capture.swap is not None and watch.kind is Kind.LAYER and (capture.batch_first or not watch.in_rows):
             tensors = tensors_in((args, kwargs))
             swapped = capture.swap(watch, real, tensors, capture.rows_of(tensors))
             if swapped is not None:
@@ -152,7 +152,7 @@ class LayerHook:
     def tapped(self, real: Mapping[str, nn.Parameter], args: Any, kwargs: Any, output: Any) -> Any:
         """After a call: the output with a tap behind it."""
         uses = {name: self._use(p, _join(self.watch.name, name)) for name, p in real.items()}
-        return CallReport(self.capture, self.watch, uses).tap(args, kwargs, output)
+        return CallReport(self.capture, self.watch, uses, batch_first=self.watch.in_rows).tap(args, kwargs, output)
 
     def uses(self, real: Mapping[str, nn.Parameter], parts: Mapping[str, tuple[int, ...]]) -> dict[str, Use]:
         """Uses of parameters of which these parts are here."""
