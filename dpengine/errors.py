@@ -38,7 +38,15 @@ def _again(kind: type[PrivacyError], args: tuple[Any, ...], fix: str, rest: dict
     return error
 
 
-class UnsupportedLayerError(PrivacyError):
+class UnsupportedError(ValueError):
+    """Something that cannot be trained privately as it is."""
+
+
+class UnsupportedModuleError(UnsupportedError):
+    """A module that cannot be trained privately as it is; what the engine refuses is an ``UnsupportedLayerError``."""
+
+
+class UnsupportedLayerError(PrivacyError, UnsupportedModuleError):
     """A layer whose per-sample gradients are not known, or which mixes the rows of a batch."""
 
     code = "DPE001"
