@@ -11,6 +11,7 @@ from dpengine.errors import AccountingRefusedError
 from .accountant import epsilon_of
 from .events import Relation, UnclaimedEvent
 from .ledger import Charge, checked_history
+from .renyi_orders import epsilon_by_orders
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,7 @@ def first_answer(
     delta: float,
     accountants: Sequence[str] = ("pld", "rdp", "monte_carlo"),
     relations: Sequence[Relation] = (Relation.ADD_OR_REMOVE_ONE, Relation.ZERO_OUT),
+    orders: Sequence[float] | None = None,
 ) -> FirstAnswer:
     """Returns an upper bound on epsilon whatever the history holds.
 
@@ -43,6 +45,7 @@ def first_answer(
         delta: Strictly between 0 and 1.
         accountants: Whom to ask, in this order: names of `ACCOUNTANTS`.
         relations: Each accountant is asked for these in turn. Some releases have a bound for one of them alone.
+        orders: At which "rdp" looks; None for its own, which are whole.
 
     Returns:
         The first finite answer; infinity where there is none, as without noise or for an unclaimed release.
@@ -54,17 +57,20 @@ def first_answer(
     unclaimed = [charge.event.reason for charge in charges if isinstance(charge.event, UnclaimedEvent)]
     if unclaimed:
         return FirstAnswer(math.inf, None, relations[0], (f"No epsilon is claimed: {unclaimed[0]}",))
-    refusals = []
-    answer = FirstAnswer(math.inf, None, relations[0])
+    refusals: list[str] = []
+    infinite: FirstAnswer | None = None
     for accountant in accountants:
         for relation in relations:
             try:
-                epsilon = epsilon_of(charges, delta, accountant, relation)
+                if accountant == "rdp" and orders is not None:
+                    epsilon = epsilon_by_orders(charges, delta, orders, relation)[0]
+                else:
+                    epsilon = epsilon_of(charges, delta, accountant, relation)
             except AccountingRefusedError as error:
                 refusals.append(str(error))
                 continue
-            answer = FirstAnswer(epsilon, accountant, relation, tuple(refusals))
             if epsilon < math.inf:
-                return answer
+                return FirstAnswer(epsilon, accountant, relation, tuple(refusals))
+            infinite = infinite or FirstAnswer(epsilon, accountant, relation, tuple(refusals))
             break
-    return answer if answer.accountant_used else FirstAnswer(math.inf, None, relations[0], tuple(refusals))
+    return infinite or FirstAnswer(math.inf, None, relations[0], tuple(refusals))

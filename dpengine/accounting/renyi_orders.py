@@ -29,7 +29,7 @@ def renyi_divergences(*, noise_multiplier: float, sample_rate: float, orders: It
         orders: Above 1.
 
     Returns:
-        One number for each order; infinity without noise, and where the noise is so small that it cannot be found.
+        One number for each order; infinity without noise.
 
     Raises:
         InvalidBudgetError: If an argument is out of range.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, MutableMapping, Sequence
 from typing import Any
 
-from dpengine.accounting import Charge, Ledger, first_answer
+from dpengine.accounting import ORDERS, Charge, Ledger, first_answer
 from dpengine.errors import LedgerError, notice
 
 from .accountant import IAccountant, check_state
@@ -14,6 +14,12 @@ from .history import History
 
 KEYWORDS = ("delta", "alphas", "eps_error", "delta_error", "poisson")
 """What some accountant's ``get_epsilon`` takes. The others ignore it, since a calibration passes it on to any."""
+
+USUAL_ORDERS = [1 + x / 10.0 for x in range(1, 100)] + list(range(12, 64))
+"""Of Renyi divergences, as Opacus has them."""
+
+ALL_ORDERS = (*USUAL_ORDERS, *(order for order in ORDERS if order > USUAL_ORDERS[-1]))
+"""And larger ones, which help where epsilon is small."""
 
 _OTHERS = ("rdp", "pld", "monte_carlo")  # who is asked where an accountant has no answer
 
@@ -70,6 +76,13 @@ class LedgerAccountant(IAccountant):
             ValueError: If either is out of range. Nothing is charged then.
         """  # noqa: DOC502 - the event raises on our behalf
         self._shared.charge(event_of(noise_multiplier, sample_rate))
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name != "_list"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self._list = History(self)
 
     def __len__(self) -> int:
         return len(self._entries())
@@ -137,7 +150,9 @@ class LedgerAccountant(IAccountant):
 
     def _epsilon(self, delta: float, accountant: str, charges: Sequence[Charge] | None = None) -> float:
         """An upper bound by one accountant, or if that has none by another, with a warning."""
-        answer = first_answer(self.ledger.totals if charges is None else charges, delta, (accountant, *_OTHERS))
+        answer = first_answer(
+            self.ledger.totals if charges is None else charges, delta, (accountant, *_OTHERS), orders=ALL_ORDERS
+        )
         if answer.refusals and answer.accountant_used != accountant:
             who = answer.accountant_used
             said = f"accountant {who!r} answered instead" if who else "epsilon is infinite"

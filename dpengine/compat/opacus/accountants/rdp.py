@@ -6,17 +6,17 @@ import math
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
-from dpengine.accounting import ORDERS, epsilon_by_orders
+from dpengine.accounting import epsilon_by_orders
 from dpengine.errors import AccountingRefusedError
 from dpengine.names import refuse_unknown
 
-from .ledger_accountant import KEYWORDS, LedgerAccountant
+from .ledger_accountant import ALL_ORDERS, KEYWORDS, USUAL_ORDERS, LedgerAccountant
 
 
 class RDPAccountant(LedgerAccountant):
     """Bounds epsilon by Renyi divergences: fast, and looser than ``PRVAccountant``."""
 
-    DEFAULT_ALPHAS: ClassVar[list[float]] = [1 + x / 10.0 for x in range(1, 100)] + list(range(12, 64))
+    DEFAULT_ALPHAS: ClassVar[list[float]] = USUAL_ORDERS
 
     def __init__(self) -> None:
         super().__init__()
@@ -37,7 +37,7 @@ class RDPAccountant(LedgerAccountant):
         Raises:
             ValueError: If an argument is out of range.
         """  # noqa: DOC502 - the checks raise on our behalf
-        orders = (*self.DEFAULT_ALPHAS, *_LARGER) if alphas is None else tuple(alphas)
+        orders = tuple(dict.fromkeys((*self.DEFAULT_ALPHAS, *ALL_ORDERS)) if alphas is None else alphas)
         try:
             epsilon, order = epsilon_by_orders(self.ledger.totals, delta, orders)
         except AccountingRefusedError:
@@ -64,6 +64,3 @@ class RDPAccountant(LedgerAccountant):
     def mechanism(cls) -> str:
         """Returns ``"rdp"``."""
         return "rdp"
-
-
-_LARGER = tuple(order for order in ORDERS if order > RDPAccountant.DEFAULT_ALPHAS[-1])
