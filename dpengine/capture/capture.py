@@ -69,6 +69,7 @@ class Capture:
         receiver: Who is told.
         linear_rule: The rule for ``F.linear`` on a module's own parameters.
         batch_first: Whether axis 0 carries the batch; else axis 1 of tensors with three axes or more, and of indices.
+        mean_loss: Whether losses are declared to be means over the rows; records say so.
         swap: Another way to follow a layer's parameters; None from it means the ordinary way.
         replay: Where forward passes are noted so that they can be run again, if they shall be.
         topology: Who holds what: where parameters are sharded, modules show others while they run.
@@ -79,6 +80,7 @@ class Capture:
     receiver: Receiver
     linear_rule: Any = None
     batch_first: bool = True
+    mean_loss: bool = False
     swap: Swap | None = None
     replay: Replay | None = None
     topology: Topology = SINGLE

@@ -25,6 +25,7 @@ class LayerCall:
         kwargs: Keyword inputs of ``forward``.
         output: The output itself where the receiver asked for it, else None.
         name: Dotted name of the layer in the model.
+        mean_loss: Whether the loss was declared to be a mean over the rows, so that a row's own loss is as much larger.
     """
 
     layer: nn.Module
@@ -33,6 +34,7 @@ class LayerCall:
     kwargs: Mapping[str, Any] = field(default_factory=dict)
     output: Any = None
     name: str = ""
+    mean_loss: bool = False
 
     @property
     def batch_size(self) -> int:

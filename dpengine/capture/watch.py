@@ -102,10 +102,15 @@ def _watch(
         return Watch(name, module, Kind.OPERATIONS)
     rule = lookup(module)
     if rule is not None:
-        return Watch(name, module, Kind.LAYER, rule, in_place=isinstance(rule, Mapping))
+        return Watch(name, module, Kind.LAYER, rule, in_place=_is_elementary(rule))
     if by_operations and any(has_own_parameters(child) for child in _below(module)):
         return Watch(name, module, Kind.OPERATIONS)
     return Watch(name, module, Kind.UNIT, unit_rule(module))
+
+
+def _is_elementary(rule: Any) -> bool:
+    """Whether a rule is by parameters, as only those of layers that are known in and out are."""
+    return isinstance(rule, Mapping) or getattr(rule, "by_parameters", False)
 
 
 def has_own_parameters(module: nn.Module) -> bool:

@@ -83,7 +83,13 @@ class ClippedSums:
         self.topology = topology
         self.facts: Callable[[], tuple[object, ...]] = tuple
         self.capture, self._probed = watch_model(
-            model, self, mode, batch_first=batch_first, methods=methods, topology=topology
+            model,
+            self,
+            mode,
+            batch_first=batch_first,
+            mean_loss=loss_reduction == "mean",
+            methods=methods,
+            topology=topology,
         )
         self.strategy: AbstractGradients = self._probed
         self.buffer = FlatBuffer(self.trainable().values(), topology)
