@@ -3,6 +3,7 @@ import torch
 from case_calls import Doubled, layer_of, make_call, normal
 from case_inputs import channels_last
 from cases import CASES, MODELS
+from oracle import clip_by_engine, clip_by_loop, relative_error
 from reference import per_sample_gradients, stacked
 from torch import nn
 from torch.nn.utils import parametrizations
@@ -309,3 +310,27 @@ def test_a_row_that_is_not_finite_does_not_disturb_the_others():
     call = make_call(layer, x)
     found = functional_sampler(layer).grads(call)["weight"]
     assert found.flatten(1).isfinite().all(dim=1).tolist() == [True, True, False, True, True]
+
+
+class Trailing(nn.Module):
+    """A layer that mixes positions, along whichever axis has them: no rule but a run of each row knows it."""
+
+    def __init__(self, axis):
+        super().__init__()
+        self.factor = nn.Parameter(torch.randn(3))
+        self.axis = axis
+
+    def forward(self, x, start):
+        return torch.cumsum(torch.tanh(x @ torch.diag(self.factor)), dim=self.axis) * start
+
+
+@pytest.mark.parametrize("mode", ["auto", "functorch", "ghost"])
+def test_a_module_with_the_batch_second_is_run_in_its_own_order(mode):
+    model, rowwise = Trailing(0).double(), Trailing(1).double()
+    rowwise.load_state_dict(model.state_dict())
+    x, start, cotangent = torch.randn(3, 5, 4, 3, dtype=F64)
+    loss_of = lambda output: (output * cotangent).sum()  # noqa: E731
+    found, _ = clip_by_engine(model, (x, start), loss_of, mode=mode, batch_first=False)
+    inputs, by_row = (x.transpose(0, 1), start.transpose(0, 1)), cotangent.transpose(0, 1)
+    truth, _ = clip_by_loop(rowwise, inputs, lambda o, i: (o * by_row[i]).sum(), 4)
+    assert relative_error(found, truth) <= 1e-9
