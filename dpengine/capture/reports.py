@@ -61,9 +61,8 @@ class CallReport:
                 output = self._outputs(outputs)
             front = self._outputs(grad)
         args, kwargs = put_tensors(map(self.to_front, saved), self.other_inputs, self.input_spec)
-        call = LayerCall(
-            self.watch.module, args, front, kwargs, output, self.name, self.batch_first, self.capture.mean_loss
-        )
+        order, mean_loss = self.batch_first, self.capture.mean_loss
+        call = LayerCall(self.watch.module, args, front, kwargs, output, self.name, order, mean_loss)
         self.capture.receiver.receive(call, self.uses, self.rule)
 
     def _outputs(self, values: Sequence[Tensor | None]) -> Any:

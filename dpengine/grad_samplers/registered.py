@@ -175,8 +175,7 @@ def _sq_norms(function: NormFunction, own_loss: bool) -> Callable[[str], Rows]:
                 return parameter.new_zeros(0)
             if call not in answers:  # one answer for all parameters of a call
                 answers[call] = _asked("norm", function, own_loss, call)
-            norm_B = answers[call].get(parameter)
-            _refuse_other_norms(call, name, norm_B)
+            norm_B = _checked(call, name, answers[call].get(parameter))
             return norm_B.to(torch.promote_types(norm_B.dtype, torch.float32)).square()
 
         return sq_norm
@@ -184,8 +183,8 @@ def _sq_norms(function: NormFunction, own_loss: bool) -> Callable[[str], Rows]:
     return sq_norm_of
 
 
-def _refuse_other_norms(call: LayerCall, name: str, norm_B: Any) -> None:
-    """Raises MissingGradientError for what are no norms, one for each row."""
+def _checked(call: LayerCall, name: str, norm_B: Any) -> Tensor:
+    """What was given for a parameter, or MissingGradientError if these are no norms, one for each row."""
     where = f"The norm sampler of '{call.name}' ({type(call.layer).__name__})"
     parameter = f"'{call.name}.{name}'" if call.name else repr(name)
     fix = "Return {parameter: norm of every row's gradient} for every trainable parameter of the layer."
@@ -202,6 +201,7 @@ def _refuse_other_norms(call: LayerCall, name: str, norm_B: Any) -> None:
             f"{where} gave shape {tuple(norm_B.shape)} for parameter {parameter}; expected {(call.batch_size,)}.",
             fix=fix,
         )
+    return norm_B
 
 
 def _asked(what: str, function: GradFunction, own_loss: bool, call: LayerCall) -> dict[nn.Parameter, Any]:

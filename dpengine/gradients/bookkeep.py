@@ -63,7 +63,8 @@ class Bookkeep(AbstractGradients):
                 self._entry(use).keep(_placed(rule[name].grad(call), use))
 
     def _receive_normed(self, call: LayerCall, uses: Mapping[str, Use], rule: NormedRule) -> None:
-        samplers: Mapping[str, Any] = rule.gradients if rule.by_parameters else joint_parts(call, uses, rule.gradients)
+        known = rule.gradients
+        samplers = joint_parts(call, uses, known) if isinstance(known, JointSampler) else known
         for name, sampler in samplers.items():
             if name in uses:
                 self._entry(uses[name]).calls.append((call, rule.normed(name, sampler)))

@@ -10,6 +10,7 @@ from torch.nn.utils import parametrizations
 from torch.utils import _pytree as pytree
 
 from dpengine.capture import LayerCall
+from dpengine.errors import UnsupportedLayerError
 from dpengine.grad_samplers import functional, functional_sampler
 
 F64 = torch.float64
@@ -334,3 +335,32 @@ def test_a_module_with_the_batch_second_is_run_in_its_own_order(mode):
     inputs, by_row = (x.transpose(0, 1), start.transpose(0, 1)), cotangent.transpose(0, 1)
     truth, _ = clip_by_loop(rowwise, inputs, lambda o, i: (o * by_row[i]).sum(), 4)
     assert relative_error(found, truth) <= 1e-9
+
+
+class Gated(nn.Module):
+    """A parameter of its own, and dropout inside."""
+
+    def __init__(self):
+        super().__init__()
+        self.factor = nn.Parameter(torch.randn(3))
+        self.drop = nn.Dropout(0.5)
+
+    def forward(self, x):
+        return self.drop(x * self.factor)
+
+
+@pytest.mark.parametrize("mode", ["auto", "hooks", "ew", "ghost"])
+def test_a_module_that_drops_out_is_followed_by_its_operations(mode):
+    model, (x, cotangent) = Gated().double(), torch.randn(2, 4, 3, dtype=F64)
+    torch.manual_seed(3)
+    mask = model.drop(torch.ones_like(x))
+    torch.manual_seed(3)
+    found, _ = clip_by_engine(model, (x,), lambda output: (output * cotangent).sum(), mode=mode)
+    rows = x * mask * cotangent
+    truth = {"factor": (rows * (1 / rows.norm(dim=1, keepdim=True)).clamp(max=1)).sum(0)}
+    assert mask.eq(0).any() and relative_error(found, truth) <= 1e-5  # thresholds are met with 1e-6 to spare
+
+
+def test_a_module_that_drops_out_is_refused_where_each_row_runs_alone():
+    with pytest.raises(UnsupportedLayerError, match=r"Gated.*random numbers.*move dropout"):
+        clip_by_engine(Gated(), (torch.randn(4, 3),), torch.sum, mode="functorch")

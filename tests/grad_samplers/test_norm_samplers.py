@@ -9,6 +9,7 @@ from reference import per_sample_gradients
 from torch import nn
 
 from dpengine import Flat, PerSampleGradientClipper, register_grad_sampler, register_norm_sampler
+from dpengine.capture import LayerCall, Use
 from dpengine.clipping import ClippedSums
 from dpengine.errors import MissingGradientError, UnsupportedLayerError
 from dpengine.grad_samplers import REGISTERED, REGISTERED_NORMS, rule_for, sampler_for
@@ -235,7 +236,7 @@ def test_an_empty_batch_gives_zero_sums_and_asks_nobody(source, mode):
 @pytest.mark.parametrize("mode", BY_NORMS)
 @pytest.mark.parametrize("source", SOURCES)
 def test_a_row_without_a_finite_norm_is_dropped(source, mode):
-    make, rule, right = SOURCES[source]
+    right = SOURCES[source][2]
     model, (inputs, cotangent) = registered(source, 1.0), batch()
 
     def norms(layer, activations, backprops):
@@ -292,8 +293,6 @@ def test_a_strategy_that_cannot_hold_hooks_still_forms_gradients():
 
 
 def call_of(layer):
-    from dpengine.capture import LayerCall, Use
-
     x, grad = torch.randn(2, ROWS, T, 5, dtype=torch.float64)
     return LayerCall(layer, (x,), grad), {name: Use(p, name) for name, p in layer.named_parameters()}
 

@@ -13,7 +13,7 @@ from .rules import gradients
 def compute_conv_grad_sample(
     layer: nn.Conv1d | nn.Conv2d | nn.Conv3d, activations: list[torch.Tensor], backprops: torch.Tensor
 ) -> dict[nn.Parameter, torch.Tensor]:
-    """Per-sample gradients of a convolution by the engine's rule, ``(B, *parameter.shape)``; any stride, padding mode and memory format."""
+    """Per-sample gradients ``(B, *parameter.shape)`` of a convolution: any stride, padding mode and memory format."""
     return gradients(BUILTIN[nn.Conv2d], layer, activations, backprops)
 
 

@@ -13,5 +13,5 @@ from .rules import gradients
 def compute_rnn_linear_grad_sample(
     layer: nn.Linear, activations: list[torch.Tensor], backprops: torch.Tensor
 ) -> dict[nn.Parameter, torch.Tensor]:
-    """Per-sample gradients of an ``RNNLinear``, which is an ``nn.Linear`` by the engine's rule, ``(B, *parameter.shape)``."""
+    """Per-sample gradients ``(B, *parameter.shape)`` of an ``RNNLinear``, which is an ``nn.Linear``."""
     return gradients(BUILTIN[nn.Linear], layer, activations, backprops)

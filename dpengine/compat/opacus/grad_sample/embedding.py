@@ -18,7 +18,7 @@ __all__ = ["compute_embedding_grad_sample", "compute_embedding_norm_sample", "co
 def compute_embedding_grad_sample(
     layer: nn.Embedding, activations: list[torch.Tensor], backprops: torch.Tensor
 ) -> dict[nn.Parameter, torch.Tensor]:
-    """Per-sample gradients of an ``nn.Embedding`` by the engine's rule, ``(B, *parameter.shape)``, zero at its padding."""
+    """Per-sample gradients ``(B, *parameter.shape)`` of an ``nn.Embedding``, zero at its padding."""
     return gradients(BUILTIN[nn.Embedding], layer, activations, backprops)
 
 

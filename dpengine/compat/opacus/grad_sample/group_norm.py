@@ -13,5 +13,5 @@ from .rules import gradients
 def compute_group_norm_grad_sample(
     layer: nn.GroupNorm, activations: list[torch.Tensor], backprops: torch.Tensor
 ) -> dict[nn.Parameter, torch.Tensor]:
-    """Per-sample gradients of a ``nn.GroupNorm`` by the engine's rule, ``(B, *parameter.shape)``, of those parameters that it has."""
+    """Per-sample gradients ``(B, *parameter.shape)`` of a ``nn.GroupNorm``, of those parameters that it has."""
     return gradients(BUILTIN[nn.GroupNorm], layer, activations, backprops)

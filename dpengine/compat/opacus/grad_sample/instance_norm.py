@@ -15,5 +15,5 @@ def compute_instance_norm_grad_sample(
     activations: list[torch.Tensor],
     backprops: torch.Tensor,
 ) -> dict[nn.Parameter, torch.Tensor]:
-    """Per-sample gradients of an ``nn.InstanceNorm`` by the engine's rule, ``(B, *parameter.shape)``."""
+    """Per-sample gradients ``(B, *parameter.shape)`` of an ``nn.InstanceNorm``."""
     return gradients(BUILTIN[nn.InstanceNorm2d], layer, activations, backprops)

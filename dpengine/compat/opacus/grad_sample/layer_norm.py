@@ -13,5 +13,5 @@ from .rules import gradients
 def compute_layer_norm_grad_sample(
     layer: nn.LayerNorm, activations: list[torch.Tensor], backprops: torch.Tensor
 ) -> dict[nn.Parameter, torch.Tensor]:
-    """Per-sample gradients of a ``nn.LayerNorm`` by the engine's rule, ``(B, *parameter.shape)``, of those parameters that it has."""
+    """Per-sample gradients ``(B, *parameter.shape)`` of a ``nn.LayerNorm``, of those parameters that it has."""
     return gradients(BUILTIN[nn.LayerNorm], layer, activations, backprops)

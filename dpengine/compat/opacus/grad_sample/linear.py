@@ -13,7 +13,7 @@ from .rules import gradients, norms
 def compute_linear_grad_sample(
     layer: nn.Linear, activations: list[torch.Tensor], backprops: torch.Tensor
 ) -> dict[nn.Parameter, torch.Tensor]:
-    """Per-sample gradients of an ``nn.Linear`` by the engine's rule, ``(B, *parameter.shape)``, for inputs of any number of axes."""
+    """Per-sample gradients ``(B, *parameter.shape)`` of an ``nn.Linear``, for inputs of any number of axes."""
     return gradients(BUILTIN[nn.Linear], layer, activations, backprops)
 
 

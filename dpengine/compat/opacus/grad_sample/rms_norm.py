@@ -13,5 +13,5 @@ from .rules import gradients
 def compute_rms_norm_grad_sample(
     layer: nn.RMSNorm, activations: list[torch.Tensor], backprops: torch.Tensor
 ) -> dict[nn.Parameter, torch.Tensor]:
-    """Per-sample gradients of an ``nn.RMSNorm`` by the engine's rule, ``(B, *parameter.shape)``, of those parameters that it has."""
+    """Per-sample gradients ``(B, *parameter.shape)`` of an ``nn.RMSNorm``, of those parameters that it has."""
     return gradients(BUILTIN[nn.RMSNorm], layer, activations, backprops)
