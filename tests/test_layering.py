@@ -38,6 +38,7 @@ ORDER = (
     "written_gradients",
     "release",
     "optimizer",
+    "schedulers",
     "companions",
     "admission",
     "run",
