@@ -1,5 +1,6 @@
 """Stage 3: a LayerCall becomes per-sample gradients, norms and weighted sums of one layer."""
 
+from .conv import padding_of, sliding_windows
 from .functional import functional_sampler
 from .gram import GramNorm, gram_norms, norms
 from .machine import operations_per_byte, operations_per_second
@@ -21,8 +22,10 @@ __all__ = [
     "norms",
     "operations_per_byte",
     "operations_per_second",
+    "padding_of",
     "register_grad_sampler",
     "sampler_for",
+    "sliding_windows",
     "tied_cost",
     "tied_norm",
 ]
