@@ -65,11 +65,16 @@ def without(data, row):
     return [torch.cat([t[:row], t[row + 1 :]]) for t in data]
 
 
+def unprobed():
+    """Without the probe, most of a step here: for neighbours of a batch that was probed as a whole."""
+    return unittest.mock.patch.object(dpengine.gradients.modes, "EVERY", None)
+
+
 def influence(model, data, step=plain_step, *, whole=None, **options):
     """How far the released sum moves when a row is left out, for the row that moves it most."""
     whole = release_of(model, data, step, **options) if whole is None else whole
     assert whole.isfinite().all() and whole.norm() > 0  # a sum of nothing would move by nothing
-    with unittest.mock.patch.object(dpengine.gradients.modes, "EVERY", None):  # the batch as a whole was probed
+    with unprobed():
         parted = [whole - release_of(model, without(data, row), step, **options) for row in range(len(data[0]))]
     return max(float(difference.norm()) for difference in parted)
 
