@@ -3,7 +3,19 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from faults.neighbours import CLASSES, FEATURES, MODES, ROUNDING, influence, mlp, private, release_of, tensors, unprobed, without
+from faults.neighbours import (
+    CLASSES,
+    FEATURES,
+    MODES,
+    ROUNDING,
+    influence,
+    mlp,
+    private,
+    release_of,
+    tensors,
+    unprobed,
+    without,
+)
 from torch import nn
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*DPE012")
