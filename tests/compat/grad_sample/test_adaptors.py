@@ -44,6 +44,7 @@ def named(layer, found):
 @pytest.mark.parametrize("case", KNOWN, ids=lambda case: case.id)
 def test_gradients_are_those_of_a_loop_over_rows(case):
     layer, activations, backprops, truth = call_of(case)
+    activations = [t.requires_grad_() if t is not None and t.is_floating_point() else t for t in activations]
     found = named(layer, GRAD_SAMPLERS[type(layer)](layer, activations, backprops))
     assert found.keys() == truth.keys()
     for name, grad in found.items():
@@ -82,11 +83,12 @@ def test_no_rows_give_no_gradients(kind):
     assert {tuple(grad.shape) for grad in found.values()} == {(0, *p.shape) for p in layer.parameters()}
 
 
-def test_half_precision_is_added_up_in_float32():
-    layer = nn.Linear(1, 1, bias=False)
-    acts, grads = torch.ones(1, 4096, 1), torch.ones(1, 4096, 1, dtype=torch.bfloat16)
-    grad = linear.compute_linear_grad_sample(layer, [acts], grads)[layer.weight]
-    assert grad.dtype is torch.bfloat16 and grad.item() == 4096  # in bfloat16 the sum stops at 256
+def test_half_precision_is_squared_and_added_up_in_float32():
+    layer = nn.Linear(1, 1)
+    acts, grads = torch.full((1, 1, 1), 10.0), torch.full((1, 1, 1), 300.0, dtype=torch.float16)
+    for parameter, norm in ((layer.weight, 3000), (layer.bias, 300)):
+        found = linear.compute_linear_norm_sample(layer, [acts], grads)[parameter]
+        assert found.dtype is torch.float16 and found.item() == norm  # whose square is no float16
 
 
 def test_an_embedding_that_mixes_rows_is_refused():
