@@ -1,5 +1,6 @@
 """Stage 3: a LayerCall becomes per-sample gradients, norms and weighted sums of one layer."""
 
+from .conv import padding_of, sliding_windows
 from .embedding import refuse_unsafe_embedding
 from .functional import functional_sampler
 from .gram import GramNorm, gram_norms, norms
@@ -36,11 +37,13 @@ __all__ = [
     "norms",
     "operations_per_byte",
     "operations_per_second",
+    "padding_of",
     "refuse_unsafe_embedding",
     "register_grad_sampler",
     "register_norm_sampler",
     "rule_for",
     "sampler_for",
+    "sliding_windows",
     "tied_cost",
     "tied_norm",
 ]
