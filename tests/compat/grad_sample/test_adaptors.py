@@ -11,6 +11,7 @@ from torch import nn
 from dpengine.compat.opacus.grad_sample import conv, dp_multihead_attention, dp_rnn, embedding, functorch, linear
 from dpengine.compat.opacus.grad_sample.utils import GRAD_SAMPLERS, NORM_SAMPLERS
 from dpengine.errors import UnsupportedLayerError
+from dpengine.layers import RNNLinear, SequenceBias
 
 ROWS, F64 = 3, torch.float64
 KNOWN = [case for case in CASES if type(case.make()) in GRAD_SAMPLERS]
@@ -98,9 +99,6 @@ def test_an_embedding_that_mixes_rows_is_refused():
 
 
 def test_the_linear_map_of_a_cell_is_a_linear_layer():
-    class RNNLinear(nn.Linear):
-        pass
-
     layer, x, backprops = RNNLinear(3, 4).double(), torch.randn(2, 5, 3, dtype=F64), torch.randn(2, 5, 4, dtype=F64)
     found = dp_rnn.compute_rnn_linear_grad_sample(layer, [x], backprops)
     rows = stacked(per_sample_gradients(layer, lambda o, c: (o * c).sum(), (x,), backprops))
@@ -108,15 +106,8 @@ def test_the_linear_map_of_a_cell_is_a_linear_layer():
 
 
 def test_the_bias_of_a_sequence_is_its_last_position():
-    class SequenceBias(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.bias = nn.Parameter(torch.randn(3, dtype=F64))
-
-        def forward(self, x):
-            return torch.cat([x, self.bias.expand(len(x), 1, 3)], dim=1)
-
-    layer, x, backprops = SequenceBias(), torch.randn(2, 5, 3, dtype=F64), torch.randn(2, 6, 3, dtype=F64)
+    layer = SequenceBias(3, batch_first=True).double()
+    x, backprops = torch.randn(2, 5, 3, dtype=F64), torch.randn(2, 6, 3, dtype=F64)
     found = dp_multihead_attention.compute_sequence_bias_grad_sample(layer, [x], backprops)
     rows = stacked(per_sample_gradients(layer, lambda o, c: (o * c).sum(), (x,), backprops))
     torch.testing.assert_close(named(layer, found), rows)

@@ -21,6 +21,7 @@ from dpengine.compat.opacus.grad_sample.utils import (
 from dpengine.compat.opacus.optimizers.optimizer import DPOptimizer
 from dpengine.grad_samplers import BUILTIN, REGISTERED, REGISTERED_NORMS, WITHDRAWN, rule_for, sampler_for
 from dpengine.gradients import MODES
+from dpengine.layers import RNNLinear, SequenceBias
 
 ROWS, T, F64 = 4, 3, torch.float64
 
@@ -130,14 +131,15 @@ def test_misuse_is_told():
         GRAD_SAMPLERS["Affine"] = affine_grads
 
 
-TWELVE = [
+FOURTEEN = [
+    *(RNNLinear, SequenceBias),
     *(nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.Linear, nn.Embedding, nn.EmbeddingBag, nn.LayerNorm, nn.GroupNorm),
     *(nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d, nn.RMSNorm),
 ]
 
 
 def test_the_views_show_what_is_built_in_and_what_is_registered():
-    assert set(TWELVE) <= set(GRAD_SAMPLERS) and set(NORM_SAMPLERS) == {nn.Linear, nn.Embedding}
+    assert set(FOURTEEN) == set(GRAD_SAMPLERS) and set(NORM_SAMPLERS) == {nn.Linear, nn.Embedding}
     before = len(GRAD_SAMPLERS)
     register_grad_sampler([Affine, nn.Linear])(affine_grads)
     assert len(GRAD_SAMPLERS) == before + 1 and list(GRAD_SAMPLERS)[-1] is Affine
