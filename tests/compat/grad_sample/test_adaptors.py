@@ -9,7 +9,7 @@ from reference import per_sample_gradients, stacked
 from torch import nn
 
 from dpengine.compat.opacus.grad_sample import conv, dp_multihead_attention, dp_rnn, embedding, functorch, linear
-from dpengine.compat.opacus.grad_sample.utils import GRAD_SAMPLERS, NORM_SAMPLERS
+from dpengine.compat.opacus.grad_sample.registries import GRAD_SAMPLERS, NORM_SAMPLERS
 from dpengine.errors import UnsupportedLayerError
 from dpengine.layers import RNNLinear, SequenceBias
 

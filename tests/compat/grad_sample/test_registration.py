@@ -12,12 +12,8 @@ from dpengine.compat.opacus.grad_sample.grad_sample_module_fast_gradient_clippin
 )
 from dpengine.compat.opacus.grad_sample.gsm_exp_weights import GradSampleModuleExpandedWeights
 from dpengine.compat.opacus.grad_sample.linear import compute_linear_grad_sample
-from dpengine.compat.opacus.grad_sample.utils import (
-    GRAD_SAMPLERS,
-    NORM_SAMPLERS,
-    register_grad_sampler,
-    register_norm_sampler,
-)
+from dpengine.compat.opacus.grad_sample.registries import GRAD_SAMPLERS, NORM_SAMPLERS
+from dpengine.compat.opacus.grad_sample.utils import register_grad_sampler, register_norm_sampler
 from dpengine.compat.opacus.optimizers.optimizer import DPOptimizer
 from dpengine.grad_samplers import BUILTIN, REGISTERED, REGISTERED_NORMS, WITHDRAWN, rule_for, sampler_for
 from dpengine.gradients import MODES
