@@ -40,6 +40,7 @@ class GradSampleHooksFastGradientClipping(GradSampleHooks):
         use_ghost_clipping: Accepted: the way to each norm is chosen by its cost.
     """
 
+    mode: ClassVar[str] = "auto"  # which uses norms from outside
     shows: ClassVar[bool] = False
     NORM_SAMPLERS: ClassVar[MutableMapping[type[nn.Module], Any]] = NORM_SAMPLERS
 
