@@ -153,7 +153,7 @@ DIFFERENT = {
     "default": (lambda a, *, b=1: None, lambda a, *, b=2: None),
     "kind": (lambda a, b=1: None, lambda a, *, b=1: None),
     "order": (lambda a, b: None, lambda b, a: None),
-    "more": (lambda a: None, lambda a, *, b=1: None),
+    "more": (lambda a: None, lambda a, *, b: None),
     "swallows": (lambda a: None, lambda a, **kwargs: None),
 }
 
