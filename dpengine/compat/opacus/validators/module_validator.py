@@ -113,7 +113,8 @@ class ModuleValidator:
     @classmethod
     def _refuse_unknown(cls, kwargs: dict[str, Any]) -> None:
         fixers = set(cls.FIXERS.values())
-        known = {*_KEYWORDS, *(name for fixer in fixers for name in list(inspect.signature(fixer).parameters)[1:])}
+        named = (p for fixer in fixers for p in list(inspect.signature(fixer).parameters.values())[1:])
+        known = {*_KEYWORDS, *(p.name for p in named if p.kind is not p.VAR_KEYWORD)}
         for name in kwargs:
             own = (fixer for fixer in fixers if not fixer.__module__.startswith(__package__))
             if name in known or any(_takes(fixer, name) for fixer in own):
