@@ -52,7 +52,7 @@ class UnsupportedLayerError(PrivacyError, UnsupportedModuleError):
     code = "DPE001"
 
 
-class MissingGradientError(PrivacyError):
+class MissingGradientError(PrivacyError, ValueError):
     """A trainable parameter without a per-sample gradient, or with one that did not come through its layer."""
 
     code = "DPE002"
@@ -70,7 +70,7 @@ class SamplingError(PrivacyError, ValueError):
     code = "DPE004"
 
 
-class StaleGradientError(PrivacyError):
+class StaleGradientError(PrivacyError, ValueError):
     """``zero_grad`` was not called since the last step."""
 
     code = "DPE005"
@@ -118,7 +118,7 @@ class UnknownParameterError(PrivacyError):
     code = "DPE016"
 
 
-class RepeatedBackwardError(PrivacyError):
+class RepeatedBackwardError(PrivacyError, ValueError):
     """The same rows went through two backward passes in one step."""
 
     code = "DPE017"
