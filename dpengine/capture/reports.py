@@ -52,13 +52,14 @@ class CallReport:
 
     def fire(self, saved: tuple[Tensor, ...], grad: Any) -> None:
         output = None
-        if self.output_spec is not None:
+        if self.output_spec is None:
+            front = self.to_front(grad)
+        else:
             if self.needs_output:
                 saved, outputs = saved[: -self.output_count], saved[-self.output_count :]
                 output = self._outputs(outputs)
-            grad = self._outputs(grad)
+            front = self._outputs(grad)
         args, kwargs = put_tensors(map(self.to_front, saved), self.other_inputs, self.input_spec)
-        front = self.to_front(grad) if isinstance(grad, Tensor) else grad
         call = LayerCall(self.watch.module, args, front, kwargs, output, self.name)
         self.capture.receiver.receive(call, self.uses, self.rule)
 
