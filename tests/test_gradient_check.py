@@ -187,6 +187,13 @@ def test_what_was_not_reached_counts_as_zero_and_another_shape_as_wrong():
     assert not compare(one, {"p": torch.ones(2, 1)}, atol=1e-5, rtol=0).ok
 
 
+def test_one_entry_that_is_no_number_is_wrong():
+    true = {"p": torch.ones(3, 2)}
+    off = {"p": torch.tensor([[1.0, 1.0], [1.0, math.nan], [1.0, 1.1]])}
+    (difference,) = compare(true, off, atol=1.0, rtol=0).differences
+    assert difference.row == 1 and not difference.ok
+
+
 def test_tolerances_are_absolute_and_relative():
     true, off = {"p": torch.full((2, 3), 100.0)}, {"p": torch.full((2, 3), 100.5)}
     assert compare(true, off, atol=0.6, rtol=0).ok and compare(true, off, atol=0, rtol=0.006).ok

@@ -68,7 +68,7 @@ def test_a_submodule_is_found_by_its_dotted_name():
 EQUAL = {"p": torch.tensor([1.0, 2.0]), "n": torch.tensor(3), "b": torch.tensor([True, False])}
 CHANGES = {
     "value": {"p": torch.tensor([1.0, 2.1])},
-    "shape": {"p": torch.tensor([1.0])},
+    "shape": {"p": torch.tensor([[1.0, 2.0]])},
     "count": {"n": torch.tensor(4)},
     "mask": {"b": torch.tensor([True, True])},
     "kind": {"n": 3},
