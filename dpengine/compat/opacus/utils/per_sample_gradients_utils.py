@@ -12,8 +12,8 @@ from typing import Any, ClassVar
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
+from dpengine.compat.opacus.grad_sample import wrap_model
 from dpengine.compat.opacus.utils.module_utils import clone_module
-from dpengine.grad_sample_module import GradSampleModule
 from dpengine.gradient_check import (
     REDUCTIONS,
     call,
@@ -119,13 +119,10 @@ def compute_opacus_grad_sample(
     Returns:
         ``(B, *parameter)`` for each trainable parameter.
     """
-    wrapped = GradSampleModule(
-        clone_module(module),
-        batch_first=batch_first,
-        loss_reduction=loss_reduction,
-        force_functorch=grad_sample_mode == "functorch",
+    wrapped = wrap_model(
+        clone_module(module), grad_sample_mode, batch_first=batch_first, loss_reduction=loss_reduction
     )
-    return gradients_together(wrapped, x, batch_first=batch_first, loss_reduction=loss_reduction)
+    return gradients_together(wrapped, x, batch_first=batch_first, loss_reduction=loss_reduction, inner="_module")
 
 
 def check_torch_version_for_ew_sample() -> bool:
