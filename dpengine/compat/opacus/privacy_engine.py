@@ -1,0 +1,264 @@
+"""``PrivacyEngine`` with Opacus's arguments: wraps model, optimizer and loader, over the engine's own parts."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader
+
+import dpengine
+from dpengine.names import suggests_names
+from dpengine.report import PrivacyReport
+
+from .accountants import create_accountant
+from .accountants.utils import get_noise_multiplier
+from .admission import adaptive_settings, admit
+from .checkpoints import Checkpoints
+from .preparation import Asked, Preparation
+from .validators import ModuleValidator
+
+
+class PrivacyEngine(Preparation, Checkpoints):
+    """Makes training private with wrappers, as Opacus does.
+
+    ::
+
+        privacy_engine = PrivacyEngine()
+        model, optimizer, data_loader = privacy_engine.make_private(
+            module=model, optimizer=optimizer, data_loader=data_loader, noise_multiplier=1.1, max_grad_norm=1.0
+        )
+
+    Args:
+        accountant: ``"prv"``, ``"rdp"``, ``"gdp"``, or what was given to ``register_accountant``.
+        secure_mode: Whether all noise comes from a cryptographic generator on the CPU, which no seed can be given.
+
+    Raises:
+        ValueError: If the accountant is not known.
+    """
+
+    _flat_adapts: ClassVar[dict[str, float] | None] = None  # settings, where "flat" means adaptive
+
+    @suggests_names
+    def __init__(self, *, accountant: str = "prv", secure_mode: bool = False):
+        self.accountant = create_accountant(mechanism=accountant)
+        self.secure_mode = secure_mode
+        self.secure_rng: Any = None
+        self.dataset = None
+        self.engine = dpengine.PrivacyEngine(secure_rng=secure_mode)
+        if hasattr(self.accountant, "ledger"):
+            self.accountant.ledger = self.engine.ledger
+
+    @suggests_names
+    def make_private(
+        self,
+        *,
+        module: nn.Module,
+        optimizer: Optimizer,
+        criterion: Any = nn.CrossEntropyLoss(),  # noqa: B008 - Opacus's default
+        data_loader: DataLoader[Any],
+        noise_multiplier: float,
+        max_grad_norm: float | list[float],
+        batch_first: bool = True,
+        loss_reduction: str = "mean",
+        poisson_sampling: bool = True,
+        clipping: str = "flat",
+        noise_generator: torch.Generator | None = None,
+        grad_sample_mode: str = "hooks",
+        wrap_model: bool = True,
+        rand_on_empty: bool = False,
+        target_unclipped_quantile: float | None = None,
+        clipbound_learning_rate: float | None = None,
+        max_clipbound: float | None = None,
+        min_clipbound: float | None = None,
+        unclipped_num_std: float | None = None,
+    ) -> tuple[Any, ...]:
+        """Wraps a model, an optimizer and a loader, so that the loop over them is private.
+
+        Args:
+            module: The model, or a wrapper of the same class and settings.
+            optimizer: Over parameters of the model, and no others.
+            criterion: What the criterion of ghost modes is made of.
+            data_loader: A plain loader. The one returned draws Poisson batches, as many in a pass.
+            noise_multiplier: Standard deviation of the noise over ``max_grad_norm``.
+            max_grad_norm: What norms are clipped to; a list, one for each parameter, with ``"per_layer"``.
+            batch_first: Whether axis 0 of the model's inputs is the batch; else axis 1.
+            loss_reduction: ``"mean"`` or ``"sum"``: what the loss does over rows.
+            poisson_sampling: False keeps the batches of the loader. Epsilon is then that of passes without any
+                amplification.
+            clipping: ``"flat"``, ``"per_layer"`` or ``"adaptive"``.
+            noise_generator: Makes the noise repeat, for tests. What is trained so is not private.
+            grad_sample_mode: ``"hooks"``, ``"functorch"``, ``"ew"``, ``"ghost"``, ``"ghost_fsdp"``, ``"ghost_tp"`` or
+                ``"no_op"``.
+            wrap_model: False puts hooks on the model, which is used as it is; the first value returned is theirs.
+            rand_on_empty: Whether an empty batch has one row of zeros and ones, whose gradient is dropped.
+            target_unclipped_quantile: Of ``"adaptive"``: see ``AdaClipDPOptimizer``. None takes 0.5.
+            clipbound_learning_rate: Of ``"adaptive"``; None takes 0.2.
+            max_clipbound: Of ``"adaptive"``; None takes 1e6.
+            min_clipbound: Of ``"adaptive"``; None takes 1e-6.
+            unclipped_num_std: Of ``"adaptive"``; None takes a twentieth of the batch size, and at least the noise
+                multiplier.
+
+        Returns:
+            Model, optimizer and loader; with a ghost mode the criterion before the loader. What cannot be made private
+            is refused, and nothing has changed then.
+        """
+        settings = {
+            "target_unclipped_quantile": target_unclipped_quantile,
+            "clipbound_learning_rate": clipbound_learning_rate,
+            "max_clipbound": max_clipbound,
+            "min_clipbound": min_clipbound,
+            "unclipped_num_std": unclipped_num_std,
+        }
+        size = admit(module, optimizer, data_loader, noise_generator, self.secure_mode)
+        if clipping == "flat" and self._flat_adapts is not None:
+            clipping = "adaptive"
+            settings = {**self._flat_adapts, **{k: v for k, v in settings.items() if v is not None}}
+        adapts: dict[str, Any] = adaptive_settings(clipping, settings, noise_multiplier, size)
+        asked = Asked(
+            module,
+            optimizer,
+            criterion,
+            data_loader,
+            noise_multiplier,
+            max_grad_norm,
+            batch_first,
+            loss_reduction,
+            poisson_sampling,
+            clipping,
+            noise_generator,
+            grad_sample_mode,
+            wrap_model,
+            rand_on_empty,
+        )
+        return self._parts(asked, size, adapts)
+
+    @suggests_names
+    def make_private_with_epsilon(
+        self,
+        *,
+        module: nn.Module,
+        optimizer: Optimizer,
+        criterion: Any = nn.CrossEntropyLoss(),  # noqa: B008 - Opacus's default
+        data_loader: DataLoader[Any],
+        target_epsilon: float,
+        target_delta: float,
+        epochs: int,
+        max_grad_norm: float | list[float],
+        batch_first: bool = True,
+        loss_reduction: str = "mean",
+        poisson_sampling: bool = True,
+        clipping: str = "flat",
+        noise_generator: torch.Generator | None = None,
+        grad_sample_mode: str = "hooks",
+        wrap_model: bool = True,
+        rand_on_empty: bool = False,
+        target_unclipped_quantile: float | None = None,
+        clipbound_learning_rate: float | None = None,
+        max_clipbound: float | None = None,
+        min_clipbound: float | None = None,
+        unclipped_num_std: float | None = None,
+        epsilon_tolerance: float = 0.01,
+        alphas: Sequence[float] | None = None,
+        eps_error: float | None = None,
+        delta_error: float | None = None,
+    ) -> tuple[Any, ...]:
+        """``make_private`` with the noise found for a target; of what was spent before, a warning says that it adds up.
+
+        Args:
+            module: As in ``make_private``, as all that is not listed here.
+            optimizer: As there.
+            criterion: As there.
+            data_loader: As there.
+            target_epsilon: What the planned passes may spend.
+            target_delta: The delta at which that holds.
+            epochs: Planned passes over the loader.
+            max_grad_norm: As there.
+            batch_first: As there.
+            loss_reduction: As there.
+            poisson_sampling: As there.
+            clipping: As there.
+            noise_generator: As there.
+            grad_sample_mode: As there.
+            wrap_model: As there.
+            rand_on_empty: As there.
+            target_unclipped_quantile: As there.
+            clipbound_learning_rate: As there.
+            max_clipbound: As there.
+            min_clipbound: As there.
+            unclipped_num_std: As there.
+            epsilon_tolerance: How far below the target the planned passes may stay.
+            alphas: Orders of the RDP accountant.
+            eps_error: Of the PRV accountant.
+            delta_error: Of the PRV accountant.
+
+        Returns:
+            As ``make_private``.
+        """
+        given = {"alphas": alphas, "eps_error": eps_error, "delta_error": delta_error}
+        steps = len(data_loader) if poisson_sampling else 1  # else every pass is one release of everybody's part
+        sigma = self._noise(target_epsilon, target_delta, steps, epochs, epsilon_tolerance, given)
+        return self.make_private(
+            module=module,
+            optimizer=optimizer,
+            criterion=criterion,
+            data_loader=data_loader,
+            noise_multiplier=sigma,
+            max_grad_norm=max_grad_norm,
+            batch_first=batch_first,
+            loss_reduction=loss_reduction,
+            poisson_sampling=poisson_sampling,
+            clipping=clipping,
+            noise_generator=noise_generator,
+            grad_sample_mode=grad_sample_mode,
+            wrap_model=wrap_model,
+            rand_on_empty=rand_on_empty,
+            target_unclipped_quantile=target_unclipped_quantile,
+            clipbound_learning_rate=clipbound_learning_rate,
+            max_clipbound=max_clipbound,
+            min_clipbound=min_clipbound,
+            unclipped_num_std=unclipped_num_std,
+        )
+
+    def _noise(
+        self, epsilon: float, delta: float, steps: int, epochs: int, tolerance: float, given: Mapping[str, Any]
+    ) -> float:
+        """The noise multiplier for a target."""
+        if len(self.accountant) > 0:
+            warnings.warn("This engine has spent before; the target is that of the new run alone.", stacklevel=4)
+        return get_noise_multiplier(
+            target_epsilon=epsilon,
+            target_delta=delta,
+            sample_rate=1 / steps,
+            epochs=epochs,
+            accountant=self.accountant.mechanism(),
+            epsilon_tolerance=tolerance,
+            **{name: value for name, value in given.items() if value is not None},
+        )
+
+    def get_epsilon(self, delta: float) -> float:
+        """Epsilon spent so far at this delta, by the accountant; 0 before the first step, infinite without noise."""
+        return float(self.accountant.get_epsilon(delta))
+
+    def report(self, **facts: Any) -> PrivacyReport:
+        """The report of what was spent so far: see ``dpengine.PrivacyEngine.report``."""
+        return self.engine.report(**facts)
+
+    def is_compatible(self, *, module: nn.Module, optimizer: Any, data_loader: Any) -> bool:
+        """Whether nothing stands in the way of the model. The others are looked at in ``make_private``."""
+        return ModuleValidator.is_valid(module)
+
+    def validate(self, *, module: nn.Module, optimizer: Any, data_loader: Any) -> None:
+        """Raises an ``UnsupportedModuleError`` for a model that stands in the way; else nothing."""
+        ModuleValidator.validate(module, strict=True)
+
+    @classmethod
+    def get_compatible_module(cls, module: nn.Module) -> nn.Module:
+        """A copy of a model whose layers were replaced where that helps, validated."""
+        fixed = ModuleValidator.fix(module)
+        ModuleValidator.validate(fixed, strict=True)
+        return fixed
