@@ -198,9 +198,14 @@ ALL_DOORS = [*DEFAULT_DOORS, *COMPAT_DOORS]
 LAYER_DOORS = [door for door in ALL_DOORS if not door.writes]  # those that find the gradients of layers themselves
 
 
-def through(doors: list[Door]) -> Any:
-    """Parametrizes a test with ``door``."""
-    return pytest.mark.parametrize("door", doors, ids=lambda door: door.id)
+QUICK = ("default-auto", "default-ghost", "compat-hooks", "compat-ghost")
+
+
+def through(doors: list[Door], *, quick: tuple[str, ...] = QUICK) -> Any:
+    """Parametrizes a test with ``door``; the doors that are not quick are left to the slow suite."""
+    slow = pytest.mark.slow
+    cases = [pytest.param(door, id=door.id, marks=() if door.id in quick else slow) for door in doors]
+    return pytest.mark.parametrize("door", cases)
 
 
 def opacus(path: str = "") -> Any:
