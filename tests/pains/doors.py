@@ -163,9 +163,10 @@ def _compat(mode: str, *, wrap: bool = True) -> Door:
         noise_multiplier: float = 0.0,
         make_optimizer: Callable[..., torch.optim.Optimizer] = _sgd,
         poisson: bool = False,
+        make_engine: Callable[[], Any] | None = None,
         **options: Any,
     ) -> Private:
-        engine = opacus().PrivacyEngine()
+        engine = make_engine() if make_engine else opacus().PrivacyEngine()
         criterion = criterion or nn.CrossEntropyLoss()
         found = engine.make_private(
             module=model,
@@ -195,6 +196,7 @@ COMPAT_DOORS = [
     *(_compat(mode, wrap=False) for mode in ("hooks", "functorch", "ghost")),
 ]
 ALL_DOORS = [*DEFAULT_DOORS, *COMPAT_DOORS]
+GHOST_DOORS = [door for door in COMPAT_DOORS if door.mode == "ghost"]
 LAYER_DOORS = [door for door in ALL_DOORS if not door.writes]  # those that find the gradients of layers themselves
 
 
@@ -246,6 +248,23 @@ def true_sum(
     inputs, targets = batch
     rows = per_sample_gradients(model, criterion, as_inputs(inputs), targets, row=row)
     return clipped_sum(rows, (1 - SLACK) * max_grad_norm)
+
+
+def true_sum_by_group(
+    model: nn.Module,
+    criterion: Callable[..., Tensor],
+    batch: tuple[Any, Tensor],
+    bounds: dict[str, float],
+    group_of: Callable[[str], str] = lambda name: name,
+) -> dict[str, Tensor]:
+    """The same, where each group of parameters has a threshold of its own: ``bounds`` by group."""
+    rows = per_sample_gradients(model, criterion, as_inputs(batch[0]), batch[1])
+    names = list(rows[0])
+    total = {}
+    for group, bound in bounds.items():
+        mine = [name for name in names if group_of(name) == group]
+        total |= clipped_sum([{name: one[name] for name in mine} for one in rows], (1 - SLACK) * bound)
+    return {name: total[name] for name in names}
 
 
 def as_vector(total: dict[str, Tensor]) -> Tensor:

@@ -9,6 +9,7 @@ from pains.doors import (
     ALL_DOORS,
     COMPAT_DOORS,
     DEFAULT_DOORS,
+    GHOST_DOORS,
     assert_bounded,
     assert_equal,
     fixed_loader,
@@ -168,10 +169,8 @@ def part_of(targets):
     return loss
 
 
-@through(COMPAT_DOORS, quick=("compat-ghost",))
+@through(GHOST_DOORS)
 def test_rank_29_with_the_shape_each_row_is_the_mean_over_its_own_tokens(door):
-    if door.mode != "ghost":
-        pytest.skip("only the criterion of ghost modes knows shape=")
     torch.manual_seed(1)
     model, tokens = Tokens(), token_batch(equal=False)
     truth = true_sum(model, flat_tokens, tokens, 0.2)
