@@ -52,9 +52,7 @@ CRITERIA = {
 @through(ALL_DOORS, quick=("compat-ghost",))
 def test_rank_02_a_criterion_may_be_a_function_or_a_module(door, name):
     criterion = CRITERIA[name]()
-    assert_equal(
-        door.clipped_sum(mlp(), criterion, batch(), 0.3), true_sum(mlp(), nn.CrossEntropyLoss(), batch(), 0.3)
-    )
+    assert_equal(door.clipped_sum(mlp(), criterion, batch(), 0.3), true_sum(mlp(), nn.CrossEntropyLoss(), batch(), 0.3))
     assert not hasattr(F.cross_entropy, "reduction")  # nothing is left on a function that all the world shares
 
 
@@ -141,9 +139,7 @@ class TokenLoss(nn.Module):
     reduction = "mean"
 
     def forward(self, scores, targets):
-        return F.cross_entropy(
-            scores.flatten(0, 1), targets.flatten(), ignore_index=-100, reduction=self.reduction
-        )
+        return F.cross_entropy(scores.flatten(0, 1), targets.flatten(), ignore_index=-100, reduction=self.reduction)
 
 
 @through(ALL_DOORS)
