@@ -294,7 +294,10 @@ class Release:
         if self.done or self.rows == 0:
             return ""
         if self.sums.capture.leaks or not self.sums.model.training:
-            return "the model was in eval mode. Call model.train() before the forward pass."
+            return (
+                "the model was in eval mode, or backward went around it. Call model.train() before the forward pass, "
+                "and the model that make_private was given."
+            )
         return "no backward pass ran over this batch in train mode. Call loss.backward() before optimizer.step()."
 
     def _refuse_unused(self) -> None:

@@ -1,4 +1,4 @@
-"""Ranks 7 to 13, and 30: layers in every layout and setting, and every use of a weight, are clipped by what they add."""
+"""Ranks 7 to 13, and 30: layers in every layout and setting, and every use of a weight, count for what they add."""
 
 import itertools
 
@@ -23,7 +23,7 @@ import dpengine
 from dpengine.errors import PrivacyError, UnsupportedLayerError
 
 LOSS = nn.CrossEntropyLoss()
-NORM = 0.3
+NORM = 0.6
 BOTH = ("default-auto", "compat-hooks")  # for tables that tests of samplers run through every strategy already
 
 
@@ -136,7 +136,7 @@ def test_rank_09_bags_with_offsets_and_weights_too(door, mode):
 def test_rank_09_a_row_of_repeated_entries_adds_no_more_than_the_bound(door):
     # Opacus's ghost mode: 50 x C
     entries = indices(5, 50)
-    entries[0] = 1
+    entries[1] = 1
     assert_bounded(door, seeded(lambda: Bags("sum")), LOSS, (entries, classes()), NORM)
 
 
