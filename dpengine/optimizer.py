@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from dpengine.errors import DetachedError, ScaledGradientError, UnknownParameterError, notice
+from dpengine.errors import DetachedError, ParameterMismatchError, ScaledGradientError, UnknownParameterError, notice
 from dpengine.gradients import forget_grad_samples
 from dpengine.names import suggests_names
 from dpengine.release import Release
@@ -152,6 +152,12 @@ def _step(self: Any, closure: Callable[[], Any] | None = None) -> Any:
 def _update(optimizer: Optimizer, attachment: Attachment) -> None:
     """The base's own update, by gradients that the engine wrote only. A frozen parameter may hold a raw one."""
     released, held = attachment.release.gradients.released, parameters_of(optimizer)
+    if released and held and released.keys().isdisjoint(held):
+        raise ParameterMismatchError(
+            "No parameter that trains is in the optimizer: they were all replaced since make_private, and no weight "
+            "would ever change.",
+            fix="Move, cast or wrap the model first, then build the optimizer, then call make_private.",
+        )
     for parameter in held:
         if parameter not in released:
             parameter.grad = None
