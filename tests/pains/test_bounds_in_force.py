@@ -118,7 +118,8 @@ def test_rank_05_a_grad_clip_scheduler_moves_the_clip(door):
 @through(COMPAT_DOORS)
 def test_rank_05_and_the_noise_and_not_what_is_booked(door):
     model, nothings = silent()
-    private = door.open(model, fixed_loader(COUNT), criterion=nothing, max_grad_norm=1.0, noise_multiplier=SIGMA)
+    options = {"criterion": nothing, "max_grad_norm": 1.0, "noise_multiplier": SIGMA, "poisson": True}
+    private = door.open(model, fixed_loader(COUNT), **options)
     clips = opacus("schedulers").ExponentialGradClip(private.optimizer, gamma=0.1)
     for threshold in (1.0, 0.1):
         assert std_of(one_step(private, nothings)) == pytest.approx(SIGMA * threshold, rel=WITHIN)
@@ -129,7 +130,8 @@ def test_rank_05_and_the_noise_and_not_what_is_booked(door):
 @through(COMPAT_DOORS)
 def test_rank_05_a_noise_scheduler_moves_the_noise_and_what_is_booked(door):
     model, nothings = silent()
-    private = door.open(model, fixed_loader(COUNT), criterion=nothing, max_grad_norm=1.0, noise_multiplier=SIGMA)
+    options = {"criterion": nothing, "max_grad_norm": 1.0, "noise_multiplier": SIGMA, "poisson": True}
+    private = door.open(model, fixed_loader(COUNT), **options)
     noises = opacus("schedulers").ExponentialNoise(private.optimizer, gamma=2.0)
     one_step(private, nothings)
     noises.step()
