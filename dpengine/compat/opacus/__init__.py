@@ -49,7 +49,6 @@ __all__ = [
     "module_utils",
     "optimizers",
     "packed_sequences",
-    "per_sample_gradients_utils",
     "privacy_engine",
     "schedulers",
     "tensor_utils",
