@@ -67,9 +67,10 @@ class Private:
         if not self.writes:
             self.criterion(run(self.model, inputs), targets).backward()
             return
-        rows = stacked(per_sample_gradients(self.bare, self.criterion, as_inputs(inputs), targets))
+        rows = per_sample_gradients(self.bare, self.criterion, as_inputs(inputs), targets)
+        each = stacked(rows) if rows else {}
         for name, p in trainable(self.bare).items():
-            p.grad_sample = rows[name].to(p.dtype)
+            p.grad_sample = each[name].to(p.dtype) if rows else p.new_zeros(0, *p.shape)
 
     def step(self, inputs: Any, targets: Tensor) -> None:
         """One turn of the loop."""
