@@ -26,6 +26,8 @@ from torch import nn
 from dpengine.clipping import Adaptive
 from dpengine.errors import PrivacyError
 
+pytestmark = pytest.mark.filterwarnings("ignore::dpengine.PrivacyWarning")
+
 LOSS = nn.CrossEntropyLoss()
 NORM = 1.5  # about the median: where all rows are clipped, a row that counts twice might not show
 
@@ -41,7 +43,7 @@ def assert_unmoved(model, before):
 # Rank 14
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("value", [float("nan"), pytest.param(float("inf"), marks=pytest.mark.slow)])
 @through(ALL_DOORS)
 def test_rank_14_a_row_that_is_not_finite_is_dropped_and_the_others_count(door, value):
     inputs, targets = batch()
@@ -85,7 +87,7 @@ def charges_of(door, private):
     return sum(steps for *_, steps in private.engine.accountant.history)
 
 
-@pytest.mark.parametrize("end", ["break", "exception"])
+@pytest.mark.parametrize("end", ["break", pytest.param("exception", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow)])
 @through(ALL_DOORS)
 def test_rank_15_a_batch_that_was_cut_leaves_nothing_to_the_next(door, workers, end):

@@ -21,6 +21,8 @@ from torch import nn
 
 from dpengine.clipping import Adaptive, PerLayer
 
+pytestmark = pytest.mark.filterwarnings("ignore::dpengine.PrivacyWarning")
+
 COUNT = 24  # adaptive clipping wants a few rows
 SIGMA, NOISES = 2.0, 50 * 61  # the deviation of so many draws is known to 1.3 % (one sigma); six are allowed
 WITHIN = 0.08

@@ -23,6 +23,8 @@ from torch import nn
 from dpengine.errors import BatchDependentLossError
 from dpengine.validation import check_loss
 
+pytestmark = pytest.mark.filterwarnings("ignore::dpengine.PrivacyWarning")
+
 GHOSTS = ("default-ghost", "compat-ghost")
 
 
@@ -63,7 +65,10 @@ def one_output():
     return model, (rows(4, count=16), (rows(count=16).unsqueeze(1) > 0).float())
 
 
-@pytest.mark.parametrize("criterion", [nn.BCEWithLogitsLoss(), nn.MSELoss()], ids=["bce", "mse"])
+@pytest.mark.parametrize(
+    "criterion",
+    [pytest.param(nn.BCEWithLogitsLoss(), id="bce"), pytest.param(nn.MSELoss(), id="mse", marks=pytest.mark.slow)],
+)
 @through(ALL_DOORS)
 def test_rank_03_losses_with_a_column_per_row_are_not_spread_over_the_batch(door, criterion):
     model, rows16 = one_output()

@@ -12,6 +12,8 @@ from torch import nn
 import dpengine
 from dpengine.errors import PrivacyError
 
+pytestmark = pytest.mark.filterwarnings("ignore::dpengine.PrivacyWarning")
+
 LOSS = nn.CrossEntropyLoss()
 
 

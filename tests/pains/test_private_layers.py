@@ -13,6 +13,8 @@ from torch import nn
 import dpengine
 from dpengine.layers import PrivateGRU, PrivateLSTM, PrivateMultiheadAttention, PrivateRNN
 
+pytestmark = pytest.mark.filterwarnings("ignore::dpengine.PrivacyWarning")
+
 LOSS = nn.CrossEntropyLoss()
 
 
@@ -137,7 +139,7 @@ def test_rank_33_no_group_of_a_fixed_batch_norm_has_one_value(fix, name, channel
     fixed = FIXES[fix](nn.Sequential(make(channels)))
     inputs = torch.randn(200, channels, *shape[1:])
     outputs = fixed(inputs)
-    assert 0.5 < float(outputs.var()) < 2
+    assert 0.5 < float(outputs.detach().var()) < 2
     for module in fixed.modules():
         if isinstance(module, nn.GroupNorm):
             assert module.num_channels // module.num_groups * math.prod(shape[1:]) > 1
