@@ -114,6 +114,27 @@ def test_rank_15_a_batch_that_was_cut_leaves_nothing_to_the_next(door, workers, 
         assert charges_of(door, private) == 2
 
 
+@pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow)])
+def test_rank_15_nor_where_wrapper_and_optimizer_were_made_by_hand_around_a_plain_loader(workers):
+    inputs, targets = batch()
+    model = opacus().GradSampleModule(mlp())
+    inner = torch.optim.SGD(model.parameters(), lr=1.0)
+    settings = {"noise_multiplier": 0.0, "max_grad_norm": NORM, "expected_batch_size": ROWS}
+    optimizer = opacus("optimizers").DPOptimizer(inner, **settings)
+    manager = opacus("utils.batch_memory_manager").BatchMemoryManager
+    plain = fixed_loader(ROWS, num_workers=workers)
+    for whole in (False, True):
+        with manager(data_loader=plain, max_physical_batch_size=2, optimizer=optimizer) as loader:
+            for (chunk,) in loader:
+                optimizer.zero_grad()
+                LOSS(model(inputs[chunk]), targets[chunk]).backward()
+                optimizer.step()
+                if not whole:
+                    break
+    found = {name: ROWS * p.grad.double() for name, p in model._module.named_parameters()}
+    assert_equal(found, true_sum(mlp(), LOSS, (inputs, targets), NORM))
+
+
 # Rank 16
 
 

@@ -7,6 +7,7 @@ import torch
 from pains.doors import (
     COMPAT_DOORS,
     DEFAULT_DOORS,
+    GHOST_DOORS,
     Private,
     as_vector,
     assert_equal,
@@ -111,10 +112,21 @@ def test_rank_05_a_grad_clip_scheduler_moves_the_clip(door):
     scheduler = opacus("schedulers").ExponentialGradClip(private.optimizer, gamma=0.1)
     for threshold in (1.0, 0.1):
         assert private.optimizer.max_grad_norm == pytest.approx(threshold)
+        if door.mode == "ghost":
+            assert private.module.max_grad_norm == pytest.approx(threshold)
         plain = mlp()
         plain.load_state_dict(private.bare.state_dict())
         assert_equal(one_step(private, batch()), true_sum(plain, nn.CrossEntropyLoss(), batch(), threshold))
         scheduler.step()
+
+
+@through(GHOST_DOORS)
+def test_rank_05_a_threshold_written_on_the_module_is_said_to_change_nothing(door):
+    private = door.open(mlp(), fixed_loader(COUNT), max_grad_norm=1.5)
+    with pytest.warns(UserWarning, match=r"Set optimizer\.max_grad_norm"):
+        private.module.max_grad_norm = 0.1
+    assert private.module.max_grad_norm == private.optimizer.max_grad_norm == 1.5
+    assert_equal(one_step(private, batch()), true_sum(mlp(), nn.CrossEntropyLoss(), batch(), 1.5))
 
 
 @through(COMPAT_DOORS)
