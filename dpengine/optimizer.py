@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from dpengine.errors import DetachedError, ScaledGradientError, UnknownParameterError, notice
+from dpengine.errors import DetachedError, ParameterMismatchError, ScaledGradientError, UnknownParameterError, notice
 from dpengine.gradients import forget_grad_samples
 from dpengine.names import suggests_names
 from dpengine.release import Release
@@ -173,17 +173,39 @@ def _step(self: Any, closure: Callable[[], Any] | None = None) -> Any:
 def _update(optimizer: Optimizer, attachment: Attachment) -> None:
     """The base's own update, by gradients that the engine wrote only. A frozen parameter may hold a raw one."""
     released, held = attachment.release.gradients.released, parameters_of(optimizer)
+    refuse_replaced(released.keys(), held, known=attachment.known)
     for parameter in held:
         if parameter not in released:
             parameter.grad = None
-    if left := len(released.keys() - attachment.known - set(held)):
+    attachment.base.step(optimizer)
+
+
+def refuse_replaced(
+    released: Set[nn.Parameter], held: Sequence[nn.Parameter], *, known: Set[nn.Parameter] = frozenset()
+) -> None:
+    """Refuses a step that would change no weight, and tells of weights that it leaves out.
+
+    Args:
+        released: The parameters that have a gradient.
+        held: Those of the optimizer.
+        known: Those that may be left out, since it was told before that they are.
+
+    Raises:
+        ParameterMismatchError: If the optimizer holds none of them.
+    """
+    if released and held and released.isdisjoint(held):
+        raise ParameterMismatchError(
+            "No parameter that trains is in the optimizer: they were all replaced since make_private, and no weight "
+            "would ever change.",
+            fix="Move, cast or wrap the model first, then build the optimizer, then call make_private.",
+        )
+    if left := len(released - known - set(held)):
         notice(
             "DPE003",
             f"{left} parameters that the model has since make_private are not in the optimizer, and do not change. "
             "Call engine.detach(model), build the optimizer anew, and call make_private again.",
             key="in a step",
         )
-    attachment.base.step(optimizer)
 
 
 # torch wraps the ``step`` of classes it sees first, to run user hooks; ours calls the base's, which is wrapped already.
