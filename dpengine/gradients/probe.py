@@ -314,7 +314,8 @@ class _Listener:
     def forward_started(self, rows: int | None) -> None: ...
 
     def receive(self, call: LayerCall, uses: Mapping[str, Use], rule: Any) -> None:
-        self.shapes += [(call.name, tensor.shape) for tensor in pytree.tree_leaves(call.grad_output)]
+        grads = [grad for grad in pytree.tree_leaves(call.grad_output) if grad is not None]
+        self.shapes += [(call.name, grad.shape) for grad in grads]
         with self._capture.paused():
             self.strategy.receive(call, uses, rule)
 
