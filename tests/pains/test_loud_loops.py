@@ -71,7 +71,10 @@ def assert_has_the_structure(found, rows):
     assert type(found) is type(expected) and list(found) == list(expected)
     assert isinstance(found["text"], list) and len(found["text"]) == rows
     assert type(found["pair"]) is type(expected["pair"])
-    for one, other in [*((found[k], expected[k]) for k in ("x", "half", "y")), *zip(found["pair"], expected["pair"], strict=True)]:
+    for one, other in [
+        *((found[k], expected[k]) for k in ("x", "half", "y")),
+        *zip(found["pair"], expected["pair"], strict=True),
+    ]:
         assert one.dtype is other.dtype and one.shape == (rows, *other.shape[1:])
 
 
@@ -79,7 +82,14 @@ def assert_has_the_structure(found, rows):
 def test_rank_39_empty_batches_have_the_structure_of_others_wherever_they_come(place):
     for seed in range(50):  # until the draw has an empty batch there
         model = mlp().double()
-        settings = {"noise_multiplier": 1.0, **({"sample_rate": 1e-9, "expected_batch_size": 1, "steps": 3, "target_delta": 1e-2} if place == "only" else {})}
+        settings = {
+            "noise_multiplier": 1.0,
+            **(
+                {"sample_rate": 1e-9, "expected_batch_size": 1, "steps": 3, "target_delta": 1e-2}
+                if place == "only"
+                else {}
+            ),
+        }
         engine = PrivacyEngine(seed=seed)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         if place == "only":
@@ -100,9 +110,7 @@ def test_rank_39_empty_batches_have_the_structure_of_others_wherever_they_come(p
 def test_rank_39_an_empty_batch_is_a_step_with_noise(door, skips):
     model = mlp()
     data = TensorDataset(torch.arange(ROWS))
-    private = door.open(
-        model, DataLoader(data, batch_size=1), criterion=CRITERION, noise_multiplier=1.0, poisson=True
-    )
+    private = door.open(model, DataLoader(data, batch_size=1), criterion=CRITERION, noise_multiplier=1.0, poisson=True)
     inputs, targets = batch()
     steps, empty = 0, 0
     while not empty or steps < 4:
@@ -216,7 +224,9 @@ def test_rank_47_a_second_engine_composes_what_the_first_spent():
     for engine in (first, second):
         model = mlp()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        _, optimizer, loader = engine.make_private(model, optimizer, DataLoader(TensorDataset(*batch(20)), batch_size=5), noise_multiplier=2.0)
+        _, optimizer, loader = engine.make_private(
+            model, optimizer, DataLoader(TensorDataset(*batch(20)), batch_size=5), noise_multiplier=2.0
+        )
         for x, y in loader:
             optimizer.zero_grad()
             CRITERION(model(x), y).backward()
@@ -327,7 +337,9 @@ def test_rank_48_a_copy_of_a_private_model_runs_forward_and_backward(door, copie
     torch.testing.assert_close(other(x), private.model(x))
     F.cross_entropy(other(x), y).backward()
     parameters = dict(other.named_parameters())
-    assert set(parameters) == {f"{'_module.' if hasattr(other, '_module') else ''}{n}" for n, _ in truth.named_parameters()}
+    assert set(parameters) == {
+        f"{'_module.' if hasattr(other, '_module') else ''}{n}" for n, _ in truth.named_parameters()
+    }
     for p in parameters.values():
         given = p.grad if p.grad is not None else getattr(p, "grad_sample", None)
         assert given is not None and given.isfinite().all()
@@ -374,7 +386,9 @@ def test_rank_48_a_checkpoint_of_compat_is_gone_on_with(door, tmp_path):
     for _ in first.loader:
         first.step(*rows)
     module = first.module if door.id.endswith("wrapped") is False else first.bare
-    first.engine.save_checkpoint(path=tmp_path / "state.pt", module=module, optimizer=first.optimizer, checkpoint_dict={"epoch": 3})
+    first.engine.save_checkpoint(
+        path=tmp_path / "state.pt", module=module, optimizer=first.optimizer, checkpoint_dict={"epoch": 3}
+    )
     other = second.module if module is first.module else second.bare
     said = second.engine.load_checkpoint(path=tmp_path / "state.pt", module=other, optimizer=second.optimizer)
     assert said["epoch"] == 3
@@ -425,7 +439,11 @@ def test_rank_56_two_models_with_two_optimizers_have_two_budgets(door):
 @through_some([d for d in COMPAT_DOORS if not d.writes and d.mode != "ew"])
 def test_rank_56_the_memory_manager_takes_batches_of_none(door):
     private = door.open(
-        mlp(), DataLoader(TensorDataset(*batch(8)), batch_size=1), criterion=CRITERION, noise_multiplier=1.0, poisson=True
+        mlp(),
+        DataLoader(TensorDataset(*batch(8)), batch_size=1),
+        criterion=CRITERION,
+        noise_multiplier=1.0,
+        poisson=True,
     )
     manager = opacus("utils.batch_memory_manager").BatchMemoryManager
     sizes, steps = [], 0
@@ -445,11 +463,16 @@ def test_rank_56_the_memory_manager_takes_batches_of_none(door):
 def test_rank_57_batches_padded_to_one_size_give_the_sum_of_the_rows_that_were_drawn():
     x, y = batch(40)
     weight = torch.randn(FEATURES, CLASSES)
-    gradient = clipped_grad(lambda w, one, target: F.cross_entropy(one @ w, target), l2_clip_norm=0.5, batch_argnums=(1, 2))
+    gradient = clipped_grad(
+        lambda w, one, target: F.cross_entropy(one @ w, target), l2_clip_norm=0.5, batch_argnums=(1, 2)
+    )
     model = mlp()
     engine = PrivacyEngine(seed=3)
     sampling = engine.make_private(
-        model, torch.optim.SGD(model.parameters(), lr=0.1), DataLoader(TensorDataset(torch.arange(40)), batch_size=5), noise_multiplier=1.0
+        model,
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        DataLoader(TensorDataset(torch.arange(40)), batch_size=5),
+        noise_multiplier=1.0,
     )[2]
     sizes = set()
     for (drawn,) in sampling:
@@ -473,7 +496,10 @@ def test_rank_57_a_reshape_to_a_fixed_size_is_named_when_it_breaks():
 
     model = Fixed()
     _, optimizer, loader = PrivacyEngine(seed=3).make_private(
-        model, torch.optim.SGD(model.parameters(), lr=0.1), DataLoader(TensorDataset(*batch(40)), batch_size=5), noise_multiplier=1.0
+        model,
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        DataLoader(TensorDataset(*batch(40)), batch_size=5),
+        noise_multiplier=1.0,
     )
     with pytest.raises(RuntimeError, match="shape"):
         for x, y in loader:

@@ -165,7 +165,9 @@ class CallsMixed(nn.Module):
 @through_some(LAYER_DOORS)
 def test_rank_41_layers_take_tuples_keywords_and_none_and_return_several(door):
     generator = torch.Generator().manual_seed(3)
-    inputs = {name: torch.randn(ROWS, size, generator=generator) for name, size in {"x": 4, "other": 4, "shift": 6}.items()}
+    inputs = {
+        name: torch.randn(ROWS, size, generator=generator) for name, size in {"x": 4, "other": 4, "shift": 6}.items()
+    }
     rows, first = (inputs, batch()[1]), lambda outputs, targets: F.cross_entropy(outputs[0], targets)
     model = CallsMixed()
     if door.mode != "ghost" or not door.compat:

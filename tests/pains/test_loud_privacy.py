@@ -41,7 +41,9 @@ CRITERION = nn.CrossEntropyLoss()
 
 def batch(rows=ROWS, seed=2, *, scale=1.0):
     generator = torch.Generator().manual_seed(seed)
-    return scale * torch.randn(rows, FEATURES, generator=generator), torch.randint(0, CLASSES, (rows,), generator=generator)
+    return scale * torch.randn(rows, FEATURES, generator=generator), torch.randint(
+        0, CLASSES, (rows,), generator=generator
+    )
 
 
 def mlp():
