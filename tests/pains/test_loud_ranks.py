@@ -81,7 +81,7 @@ SPREAD = [
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("wrapper", "mode", "clipping"), SPREAD, ids="-".join)
+@pytest.mark.parametrize(("wrapper", "mode", "clipping"), SPREAD, ids=["-".join(one) for one in SPREAD])
 def test_rank_54_two_ranks_of_compat_are_one_process(wrapper, mode, clipping):
     opacus("distributed")
     found = launched(2, compat_step, OPACUS, wrapper, mode, clipping, 0.0)

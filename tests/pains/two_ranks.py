@@ -1,4 +1,4 @@
-"""What each of two processes does in the tests of rank 54; in a module of its own, since processes import it by name."""
+"""What each of two processes does in the tests of rank 54; a module of its own, since they import it by name."""
 
 import copy
 import importlib
@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data.distributed import DistributedSampler
 
 from dpengine import PrivacyEngine
 
@@ -37,11 +38,12 @@ def compat_step(package, wrapper, mode, clipping, noise_multiplier):
     }
     spread = kinds[wrapper](model)
     bounds = [0.3] * 4 if clipping == "per_layer" else 0.6
+    numbers = TensorDataset(torch.arange(2 * ROWS))
     found = opacus.PrivacyEngine().make_private(
         module=spread,
         optimizer=torch.optim.SGD(spread.parameters(), lr=0.1),
         criterion=nn.CrossEntropyLoss(),
-        data_loader=DataLoader(TensorDataset(torch.arange(ROWS)), batch_size=ROWS),
+        data_loader=DataLoader(numbers, batch_size=ROWS, sampler=DistributedSampler(numbers, shuffle=False)),
         noise_multiplier=noise_multiplier,
         max_grad_norm=bounds,
         clipping=clipping,
@@ -51,9 +53,8 @@ def compat_step(package, wrapper, mode, clipping, noise_multiplier):
     private, optimizer, loader = found[0], found[1], found[-1]
     criterion = found[2] if len(found) == 4 else CRITERION
     x, y = batch()
-    mine = slice(dist.get_rank() * ROWS, (dist.get_rank() + 1) * ROWS)
     before = copy.deepcopy({name: p.detach() for name, p in model.named_parameters()})
-    for _ in loader:
+    for (mine,) in loader:
         optimizer.zero_grad()
         criterion(private(x[mine]), y[mine]).backward()
         optimizer.step()
