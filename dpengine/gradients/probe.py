@@ -307,15 +307,15 @@ class _Listener:
     """Receives what the probe's own runs report."""
 
     def __init__(self, capture: Capture):
-        self.strategy = Bookkeep(MethodTable(keep_budget=0, timed=False))
+        self.strategy = Bookkeep(MethodTable(keep_budget=0, timed=False), capture.paused)
         self.shapes: list[tuple[str, torch.Size]] = []
         self._capture = capture
 
     def forward_started(self, rows: int | None) -> None: ...
 
     def receive(self, call: LayerCall, uses: Mapping[str, Use], rule: Any) -> None:
-        grads = [grad for grad in pytree.tree_leaves(call.grad_output) if grad is not None]
-        self.shapes += [(call.name, grad.shape) for grad in grads]
+        leaves = pytree.tree_leaves(call.grad_output)  # None for an output of which nothing was made
+        self.shapes += [(call.name, tensor.shape) for tensor in leaves if isinstance(tensor, Tensor)]
         with self._capture.paused():
             self.strategy.receive(call, uses, rule)
 
