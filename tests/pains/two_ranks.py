@@ -7,7 +7,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
-from torch.utils.data.distributed import DistributedSampler
 
 from dpengine import PrivacyEngine
 
@@ -38,16 +37,14 @@ def compat_step(package, wrapper, mode, clipping, noise_multiplier):
     }
     spread = kinds[wrapper](model)
     bounds = [0.3] * 4 if clipping == "per_layer" else 0.6
-    numbers = TensorDataset(torch.arange(2 * ROWS))
     found = opacus.PrivacyEngine().make_private(
         module=spread,
         optimizer=torch.optim.SGD(spread.parameters(), lr=0.1),
         criterion=nn.CrossEntropyLoss(),
-        data_loader=DataLoader(numbers, batch_size=ROWS, sampler=DistributedSampler(numbers, shuffle=False)),
+        data_loader=DataLoader(TensorDataset(torch.arange(2 * ROWS)), batch_size=2 * ROWS),  # of both ranks together
         noise_multiplier=noise_multiplier,
         max_grad_norm=bounds,
         clipping=clipping,
-        poisson_sampling=False,
         grad_sample_mode=mode,
     )
     private, optimizer, loader = found[0], found[1], found[-1]

@@ -136,8 +136,8 @@ class DPLossFastGradientClipping:
                 f"The criterion gave shape {tuple(losses.shape)} for {rows} rows: each row needs numbers of its own.",
                 fix='Use a criterion that knows reduction="none", and pass shape=(B, T) for flattened tokens.',
             )
-        per_row = losses.reshape(rows, -1)
-        counted = self._counted(args, losses.shape).reshape(rows, -1)
+        each = (rows, losses.numel() // rows if rows else 1)
+        per_row, counted = losses.reshape(each), self._counted(args, losses).reshape(each)
         total_B = per_row.sum(dim=1)
         mean = self._own_reduction() == "mean"
         loss_B = total_B / counted.sum(dim=1).clamp(min=1) if mean else total_B
@@ -168,13 +168,13 @@ class DPLossFastGradientClipping:
             kwargs = {**kwargs, "reduction": "none"}
         return criterion(*args, **kwargs)  # type: ignore[no-any-return]
 
-    def _counted(self, args: Any, shape: torch.Size) -> Tensor:
+    def _counted(self, args: Any, losses: Tensor) -> Tensor:
         """Which numbers count in a mean: those of targets that are ignored do not."""
         ignored = getattr(self.criterion, "ignore_index", None)
         targets = args[1] if len(args) > 1 else None
-        if isinstance(targets, Tensor) and ignored is not None and targets.shape == shape:
+        if isinstance(targets, Tensor) and ignored is not None and targets.shape == losses.shape:
             return targets != ignored
-        return torch.ones(shape, device=args[0].device)
+        return torch.ones_like(losses, requires_grad=False)
 
 
 def _takes_reduction(function: Callable[..., Any]) -> bool:
