@@ -314,11 +314,39 @@ class Masked(nn.Linear):
         return F.linear(x, self.weight * self.mask, self.bias)
 
 
-@pytest.mark.parametrize("make", [WithBuffers, lambda: nn.Sequential(Masked(FEATURES, 6), nn.Tanh(), nn.Linear(6, 3))])
-@through_some(LAYER_DOORS)
+BUFFERED = {
+    "model": WithBuffers,
+    "layer": lambda: nn.Sequential(Masked(FEATURES, 6), nn.Tanh(), nn.Linear(6, CLASSES)),
+}
+buffered = pytest.mark.parametrize("make", BUFFERED.values(), ids=BUFFERED)
+STRICT = [door for door in COMPAT_DOORS if door.mode in ("hooks", "functorch", "ghost")]
+
+
+@buffered
+@through_some([door for door in LAYER_DOORS if door not in STRICT])
 def test_rank_58_buffers_that_forward_does_not_write_are_accepted(door, make):
     torch.manual_seed(1)
     assert_sum_is_right(door, make(), batch())
+
+
+@buffered
+@through_some(STRICT)
+def test_rank_58_compat_is_as_strict_as_it_says_and_its_remedy_works(door, make):
+    torch.manual_seed(1)
+    model, rows = make(), batch()
+    with pytest.raises(NotImplementedError, match=r"strict=False.*harmless"):
+        door.clipped_sum(model, CRITERION, rows)
+    if door.id.endswith("unwrapped"):
+        return
+    settings = {"functorch": {"force_functorch": True}, "ghost": {"max_grad_norm": 1.0}}.get(door.mode, {})
+    kind = "GradSampleModuleFastGradientClipping" if door.mode == "ghost" else "GradSampleModule"
+    truth = true_sum(model, CRITERION, rows)
+    wrapper = getattr(opacus(), kind)(model, strict=False, **settings)
+    private = door.open(wrapper, fixed_loader(ROWS), criterion=CRITERION)
+    assert private.module is wrapper
+    for _ in private.loader:
+        private.step(*rows)
+    assert_equal(private.sum(), {f"_module.{name}": value for name, value in truth.items()})
 
 
 @through_some(LAYER_DOORS)

@@ -213,8 +213,6 @@ def test_rank_45_a_scaled_loss_gives_the_sums_of_the_plain_one(mode, max_norm):
 
 @through_some(LAYER_DOORS)
 def test_rank_45_a_scaler_that_nobody_told_of_is_refused_with_the_remedy(door):
-    if door.compat and door.mode == "ghost":
-        pytest.skip("the loss of Opacus's ghost modes is no tensor, which a scaler could take")
     private, (x, y) = door.open(mlp(), fixed_loader(ROWS), criterion=CRITERION), batch()
     scaler = torch.amp.GradScaler("cpu")
     for _ in private.loader:
