@@ -26,6 +26,7 @@ ORDER = (
     "validation",
     "gradients",
     "grad_sample_module",
+    "gradient_check",
     "clipping",
     "compiled",
     "noise",

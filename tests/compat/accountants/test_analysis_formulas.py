@@ -157,7 +157,7 @@ def test_losses_by_hand_give_the_bounds_of_the_releases(composed):
 
 
 def test_the_masses_themselves_say_about_the_same(composed):
-    _, estimate, upper = composed.compute_epsilon(DELTA, DELTA / 1000, 0.01)
+    _, estimate, _ = composed.compute_epsilon(DELTA, DELTA / 1000, 0.01)
     alone = DiscretePRV(composed.pmf, composed.domain)
     assert len(alone) == composed.domain.size
     assert composed.pmf.sum() == pytest.approx(1.0)
