@@ -28,7 +28,9 @@ import dpengine
 from dpengine import PrivacyEngine, checkpoint
 from dpengine.accounting import epsilon
 from dpengine.batch_selection import pad_to_multiple_of
+from dpengine.errors import UnknownParameterError
 from dpengine.functional import clipped_grad
+from dpengine.public_pass import public
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*DPE012:dpengine.PrivacyWarning")
 
@@ -545,6 +547,69 @@ def test_rank_61_a_unit_with_a_thousand_rows_weighs_as_one():
             optimizer.step()
             assert_equal({name: 2 * p.grad.double() for name, p in private.named_parameters()}, truth)
             break
+
+
+# 62
+
+
+def plain_gradients(model, rows):
+    plain = copy.deepcopy(model)
+    plain.zero_grad()
+    CRITERION(plain(rows[0]), rows[1]).backward()
+    return {name: p.grad.double() for name, p in plain.named_parameters()}
+
+
+@pytest.mark.parametrize("when", ["before the pass", "between forward and backward", "before the step", "after it"])
+@through_some(DEFAULT_DOORS)
+def test_rank_62_a_public_pass_gives_an_ordinary_gradient_costs_nothing_and_stays_apart(door, when):
+    model, rows, others = mlp(), batch(), batch(9, seed=8)
+    private = opened(door, model, max_grad_norm=0.1)
+    public_gradients, truth = plain_gradients(model, others), true_sum(model, CRITERION, rows, 0.1)
+    found = []
+
+    def look():
+        with public(private.engine) as gradients:
+            for part in (slice(0, 4), slice(4, 9)):  # sums over passes, as p.grad does
+                (CRITERION(model(others[0][part]), others[1][part]) * len(others[1][part]) / 9).backward()
+        found.append({name: g.double() for name, g in gradients.items()})
+
+    for _ in private.loader:
+        private.optimizer.zero_grad()
+        if when.startswith("before the pass"):
+            look()
+        loss = CRITERION(model(rows[0]), rows[1])
+        if when.startswith("between"):
+            look()
+        loss.backward()
+        if when == "before the step":
+            look()
+        private.optimizer.step()
+        if when == "after it":
+            moved = plain_gradients(model, others)
+            look()
+            public_gradients = moved
+    assert_equal(found[0], public_gradients)
+    assert_equal(private.sum(), truth)
+    assert private.engine.ledger.steps == 1
+
+
+def test_rank_62_a_public_pass_needs_a_private_model():
+    with pytest.raises(UnknownParameterError, match="make_private"), public(PrivacyEngine()):
+        pass
+
+
+@through_some([door for door in COMPAT_DOORS if door.mode in ("hooks", "functorch", "ghost")])
+def test_rank_62_the_hooks_of_compat_can_be_switched_off_and_on(door):
+    model, rows, others = mlp(), batch(), batch(9, seed=8)
+    private, truth = opened(door, model, max_grad_norm=0.1), true_sum(model, CRITERION, rows, 0.1)
+    private.module.disable_hooks()
+    assert not private.module.hooks_enabled
+    CRITERION(private.model(others[0]), others[1]).backward()
+    assert_equal({name: p.grad.double() for name, p in model.named_parameters()}, plain_gradients(model, others))
+    private.module.enable_hooks()
+    for _ in private.loader:
+        private.step(*rows)
+    assert_equal(private.sum(), truth)
 
 
 # 63

@@ -1,4 +1,4 @@
-"""Loud pains with noise, numbers and policies: accountants, secure noise, precision, adaptive clipping, descriptions."""
+"""Loud pains with noise, numbers and policies: accountants, secure noise, precision, adaptive clipping."""
 
 import copy
 import math
