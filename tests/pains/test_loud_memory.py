@@ -45,7 +45,7 @@ def peak_of_a_step(private, x, y):
 # 51
 
 
-@through_some(FRUGAL)
+@through_some(FRUGAL, always={"default-auto", "compat-hooks"})
 def test_rank_51_a_large_embedding_needs_memory_for_its_tokens_and_not_for_rows_times_entries(door):
     entries, width = 10**6, 2
     table = 4 * entries * width
@@ -75,7 +75,7 @@ def by_estimates(monkeypatch):
     monkeypatch.setattr(MethodTable, "plan", untimed)
 
 
-@through_some(FRUGAL)
+@through_some(FRUGAL, always={"default-auto", "compat-hooks"})
 def test_rank_52_a_convolution_does_not_unfold_its_input(door, by_estimates):
     rows = 16
     torch.manual_seed(1)
