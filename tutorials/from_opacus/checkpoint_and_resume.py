@@ -1,4 +1,4 @@
-"""Training is cut off half way, saved, and goes on with new objects: weights, optimizer, schedule and what was spent."""
+"""Training is cut off half way, saved, and goes on with new objects: weights, optimizer, schedule and budget."""
 
 import argparse
 import json
@@ -7,12 +7,14 @@ import time
 from pathlib import Path
 
 import torch
-from dpengine.compat.opacus import PrivacyEngine
 from dpengine.compat.opacus.schedulers import StepNoise
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from dpengine.compat.opacus import PrivacyEngine
 from dpengine.data import load_adult
+
+MODES = ("hooks", "functorch", "ew", "ghost")
 
 
 def parse(argv=None):
@@ -23,7 +25,7 @@ def parse(argv=None):
     parser.add_argument("--sigma", type=float, default=1.5)
     parser.add_argument("--delta", type=float, default=1e-5)
     parser.add_argument("--max-grad-norm", type=float, default=1.0)
-    parser.add_argument("--mode", default="hooks", help="hooks, functorch, ew or ghost")
+    parser.add_argument("--mode", default="hooks", choices=MODES)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--quick", action="store_true", help="two epochs of larger batches")
     args = parser.parse_args(argv)

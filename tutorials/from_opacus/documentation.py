@@ -63,5 +63,3 @@ def _words(text: str) -> list[str]:
 def _numbers(text: str) -> list[int]:
     numbers = [1 + zlib.crc32(word.encode()) % (BUCKETS - 1) for word in _words(text)[:WORDS]]
     return numbers + [0] * (WORDS - len(numbers))
-
-

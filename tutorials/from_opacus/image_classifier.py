@@ -5,12 +5,14 @@ import json
 import time
 
 import torch
-from dpengine.compat.opacus import PrivacyEngine
 from dpengine.compat.opacus.validators import ModuleValidator
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from dpengine.compat.opacus import PrivacyEngine
 from dpengine.data import load_images
+
+MODES = ("hooks", "functorch", "ew", "ghost")
 
 
 def parse(argv=None):
@@ -22,7 +24,7 @@ def parse(argv=None):
     parser.add_argument("--epsilon", type=float, default=5.0)
     parser.add_argument("--delta", type=float, default=1e-4)
     parser.add_argument("--max-grad-norm", type=float, default=1.0)
-    parser.add_argument("--mode", default="hooks", help="hooks, functorch, ew or ghost")
+    parser.add_argument("--mode", default="hooks", choices=MODES)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--quick", action="store_true", help="one epoch")
     args = parser.parse_args(argv)

@@ -5,12 +5,14 @@ import json
 import time
 
 import torch
-from dpengine.compat.opacus import PrivacyEngine
 from dpengine.compat.opacus.utils.batch_memory_manager import BatchMemoryManager
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from dpengine.compat.opacus import PrivacyEngine
 from dpengine.data import load_adult
+
+MODES = ("hooks", "functorch", "ew")
 
 
 def parse(argv=None):
@@ -23,7 +25,7 @@ def parse(argv=None):
     parser.add_argument("--delta", type=float, default=1e-5)
     parser.add_argument("--max-grad-norm", type=float, default=0.3)
     parser.add_argument("--width", type=int, default=256)
-    parser.add_argument("--mode", default="hooks", help="hooks, functorch or ew")
+    parser.add_argument("--mode", default="hooks", choices=MODES)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--quick", action="store_true", help="one epoch")
     args = parser.parse_args(argv)

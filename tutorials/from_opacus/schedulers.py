@@ -5,13 +5,15 @@ import json
 import time
 
 import torch
-from dpengine.compat.opacus import PrivacyEngine
 from dpengine.compat.opacus.schedulers import ExponentialNoise, StepGradClip
 from torch import nn
 from torch.optim.lr_scheduler import CosineAnnealingLR
 from torch.utils.data import DataLoader, TensorDataset
 
+from dpengine.compat.opacus import PrivacyEngine
 from dpengine.data import load_adult
+
+MODES = ("hooks", "functorch", "ew", "ghost")
 
 
 def parse(argv=None):
@@ -23,7 +25,7 @@ def parse(argv=None):
     parser.add_argument("--noise-gamma", type=float, default=0.9, help="what it is multiplied by after each epoch")
     parser.add_argument("--delta", type=float, default=1e-5)
     parser.add_argument("--max-grad-norm", type=float, default=0.4, help="at the beginning; halved every third epoch")
-    parser.add_argument("--mode", default="hooks", help="hooks, functorch, ew or ghost")
+    parser.add_argument("--mode", default="hooks", choices=MODES)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--quick", action="store_true", help="three epochs of larger batches")
     args = parser.parse_args(argv)
@@ -77,7 +79,9 @@ def main(argv=None):
     steps, start = 0, time.perf_counter()
     for epoch in range(1, args.epochs + 1):
         rate = optimizer.param_groups[0]["lr"]
-        print(f"epoch {epoch}: sigma {optimizer.noise_multiplier:.3f}, C {optimizer.max_grad_norm:.3f}, rate {rate:.3f}")
+        print(
+            f"epoch {epoch}: sigma {optimizer.noise_multiplier:.3f}, C {optimizer.max_grad_norm:.3f}, rate {rate:.3f}"
+        )
         for inputs, targets in loader:
             optimizer.zero_grad()
             criterion(model(inputs), targets).backward()

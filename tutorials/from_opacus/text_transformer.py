@@ -6,10 +6,13 @@ import time
 
 import documentation
 import torch
-from dpengine.compat.opacus import PrivacyEngine
 from dpengine.compat.opacus.validators import ModuleValidator
 from torch import nn
 from torch.utils.data import DataLoader
+
+from dpengine.compat.opacus import PrivacyEngine
+
+MODES = ("hooks", "functorch", "ew", "ghost")
 
 
 def parse(argv=None):
@@ -21,7 +24,7 @@ def parse(argv=None):
     parser.add_argument("--epsilon", type=float, default=7.5)
     parser.add_argument("--delta", type=float, default=1e-4)
     parser.add_argument("--max-grad-norm", type=float, default=0.5)
-    parser.add_argument("--mode", default="hooks", help="hooks, functorch, ew or ghost")
+    parser.add_argument("--mode", default="hooks", choices=MODES)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--quick", action="store_true", help="one epoch over fewer rows")
     args = parser.parse_args(argv)
