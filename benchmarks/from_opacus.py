@@ -3,8 +3,9 @@
     python -m benchmarks.from_opacus --repeats 3 --threads 1
 
 Each run is a process of its own; runs of all contenders alternate, so that drifts of the machine hit all alike. Opacus
-runs a copy of each script whose ``dpengine.compat.opacus`` reads ``opacus``, in each mode that the script knows. Time is that of the training loop over its steps. Memory is the peak of what is resident above what the imports took,
-data included; Linux only. Accuracy is the mean over seeds, one for each repeat.
+runs a copy of each script whose ``dpengine.compat.opacus`` reads ``opacus``, in each mode that the script knows. Time
+is that of the training loop over its steps. Memory is the peak of what is resident above what the imports took, data
+included; Linux only. Accuracy is the mean over seeds, one for each repeat.
 """
 
 from __future__ import annotations
@@ -70,10 +71,9 @@ def measure(example: str, pairs: list[tuple[str, str]], args: argparse.Namespace
             name = f"{library} {mode}"
             if name not in broke:
                 folder = SCRIPTS if library == "dpengine" else copies
+                argv = [*(["--quick"] if args.quick else []), "--mode", mode, "--seed", str(seed)]
                 try:
-                    runs[name].append(
-                        run(folder, example, [*_options(args), "--mode", mode, "--seed", str(seed)], args.threads)
-                    )
+                    runs[name].append(run(folder, example, argv, args.threads))
                 except RuntimeError as error:
                     broke[name] = str(error)
     return {"runs": {name: past for name, past in runs.items() if name not in broke}, "broke": broke}
