@@ -76,9 +76,9 @@ class Run:
         steps = 0
         for _ in range(epochs):
             for inputs, targets in self.loader:
-                self.optimizer.zero_grad()
                 self.criterion(self.model(inputs), targets).backward()
                 self.optimizer.step()
+                self.optimizer.zero_grad()
                 steps += 1
             self.noise_scheduler.step()
         return steps

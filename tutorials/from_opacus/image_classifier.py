@@ -96,10 +96,10 @@ def main(argv=None):
     for epoch in range(1, args.epochs + 1):
         model.train()
         for inputs, targets in loader:
-            optimizer.zero_grad()
             loss = criterion(model(inputs), targets)
             loss.backward()
             optimizer.step()
+            optimizer.zero_grad()
             steps += 1
         epsilon = privacy_engine.get_epsilon(args.delta)
         print(f"epoch {epoch}: loss {loss.item():.3f}, epsilon {epsilon:.2f} (delta {args.delta:g})")

@@ -17,14 +17,14 @@ MODES = ("hooks", "functorch", "ew")
 
 def parse(argv=None):
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--epochs", type=int, default=8)
+    parser.add_argument("--epochs", type=int, default=4)
     parser.add_argument("--batch-size", type=int, default=2048)
     parser.add_argument("--max-physical-batch-size", type=int, default=256)
     parser.add_argument("--lr", type=float, default=2.0)
     parser.add_argument("--sigma", type=float, default=2.0)
     parser.add_argument("--delta", type=float, default=1e-5)
     parser.add_argument("--max-grad-norm", type=float, default=0.3)
-    parser.add_argument("--width", type=int, default=256)
+    parser.add_argument("--width", type=int, default=128)
     parser.add_argument("--mode", default="hooks", choices=MODES)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--quick", action="store_true", help="one epoch")
@@ -55,10 +55,10 @@ def train_epoch(args, model, criterion, optimizer, loader):
     ) as memory_safe_loader:
         for inputs, targets in memory_safe_loader:
             assert len(inputs) <= args.max_physical_batch_size
-            optimizer.zero_grad()
             loss = criterion(model(inputs), targets)
             loss.backward()
             optimizer.step()
+            optimizer.zero_grad()
             losses.append(loss.item())
             pieces += 1
     return sum(losses) / len(losses), pieces

@@ -83,9 +83,9 @@ def main(argv=None):
             f"epoch {epoch}: sigma {optimizer.noise_multiplier:.3f}, C {optimizer.max_grad_norm:.3f}, rate {rate:.3f}"
         )
         for inputs, targets in loader:
-            optimizer.zero_grad()
             criterion(model(inputs), targets).backward()
             optimizer.step()
+            optimizer.zero_grad()
             steps += 1
         noise_scheduler.step()
         clip_scheduler.step()

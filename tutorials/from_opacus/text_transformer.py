@@ -90,10 +90,10 @@ def main(argv=None):
     steps, start = 0, time.perf_counter()
     for epoch in range(1, args.epochs + 1):
         for numbers, libraries in loader:
-            optimizer.zero_grad()
             loss = criterion(model(numbers), libraries)
             loss.backward()
             optimizer.step()
+            optimizer.zero_grad()
             steps += 1
         epsilon, alpha = privacy_engine.accountant.get_privacy_spent(delta=args.delta)
         print(f"epoch {epoch}: loss {loss.item():.3f}, epsilon {epsilon:.2f} (delta {args.delta:g}, order {alpha})")
