@@ -20,7 +20,7 @@ def parse(argv=None):
     parser.add_argument("--rows", type=int, default=1000, help="of each library")
     parser.add_argument("--epochs", type=int, default=10)
     parser.add_argument("--batch-size", type=int, default=128)
-    parser.add_argument("--lr", type=float, default=0.003)
+    parser.add_argument("--lr", type=float, default=0.01)
     parser.add_argument("--epsilon", type=float, default=7.5)
     parser.add_argument("--delta", type=float, default=1e-4)
     parser.add_argument("--max-grad-norm", type=float, default=0.5)
@@ -38,12 +38,14 @@ def load(args):
 
 
 class Encoder(nn.Module):
-    """Words and places, two encoder layers, and a linear head over the mean of all positions."""
+    """Words and places, encoder layers, and a linear head over the mean of all positions."""
 
-    def __init__(self, width=64, heads=4, depth=2):
+    def __init__(self, width=64, heads=4, depth=1):
         super().__init__()
         self.words = nn.Embedding(documentation.BUCKETS, width)
         self.places = nn.Embedding(documentation.WORDS, width)
+        nn.init.normal_(self.words.weight, std=0.1)
+        nn.init.normal_(self.places.weight, std=0.1)
         layers = [
             nn.TransformerEncoderLayer(width, heads, dim_feedforward=2 * width, dropout=0.0, batch_first=True)
             for _ in range(depth)
@@ -52,7 +54,7 @@ class Encoder(nn.Module):
         self.head = nn.Linear(width, len(documentation.LIBRARIES))
 
     def forward(self, numbers):
-        places = torch.arange(numbers.shape[1]).expand(numbers.shape)
+        places = torch.arange(numbers.shape[1]).repeat(len(numbers), 1)
         return self.head(self.layers(self.words(numbers) + self.places(places)).mean(dim=1))
 
 
