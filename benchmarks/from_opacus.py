@@ -106,13 +106,13 @@ def run(folder: Path, example: str, argv: list[str], threads: int) -> Run:
 
 
 def _job(job: dict[str, Any]) -> Run:
+    sys.path.insert(0, job["folder"])
+    script = importlib.import_module(job["example"])
     import torch
 
     from benchmarks.memory import probes
 
     torch.set_num_threads(job["threads"])
-    sys.path.insert(0, job["folder"])
-    script = importlib.import_module(job["example"])
     before, _, later = probes("cpu")
     torch.ones(64, 64).mm(torch.ones(64, 64))  # starts what torch starts
     peak, resting = later(), before()
