@@ -304,7 +304,7 @@ def tell_of_plan(plan: RunPlan) -> None:
     """Says so where what follows is not private, or no epsilon is claimed for it."""
     if plan.noise_multiplier == 0:
         notice("DPE012", "NOT PRIVATE (noise_multiplier=0).", key="noise")
-    if not plan.sampling.claims_epsilon and plan.claim is None:
+    if not plan.sampling.claims_epsilon and plan.claim is None and not plan.claims_passes:
         notice("DPE012", f"epsilon not claimed (sampling={plan.sampling.law!r}).", key="sampling")
 
 

@@ -190,14 +190,32 @@ class PrivacyEngine:
         release = Release(run_plan, sums, source, ledger, unused_parameters, unit_reduction=unit_reduction)
         run = Run(module, optimizer, release, budget, grad_scaler, lr_scheduler, units, unit)
         loader = run.loader(data_loader, physical_batch_size, accumulation_steps, batch_first, example_input)
-        tell_of_plan(run_plan)
-        refuse_disagreement(run, physical_batch_size, accumulation_steps)
-        warn_of_other_engine(self, data_loader.dataset)
-        self._books.begin(ledger, about_run(run), asked=asked, noise=source.describe())
-        run.attach()  # the first change to anything of the user's: all that may be refused was refused
-        self.runs.append(run)
-        self._delta = budget.delta
+        self._enter(run, asked, (physical_batch_size, accumulation_steps))
         return module, optimizer, loader
+
+    def enlist(self, run: Run) -> None:
+        """Takes in a run that was put together elsewhere: its steps are charged to this engine's ledger from now on.
+
+        Args:
+            run: Attached, with its loader in ``run.batches``; no step was made. What ``make_private`` refuses of ranks
+                that disagree, and of the ledger file, is refused.
+        """
+        topology, budget = run.release.sums.topology, run.budget
+        asked = asked_for(None, target_epsilon=None, delta=budget.delta, epochs=None, steps=budget.planned_steps)
+        self._books.open(topology.everyone, asked, first=not self.runs)
+        run.release.ledger = self._books.of_run(run.release.plan.run, topology.everyone)
+        self._enter(run, asked, (None, 1))
+
+    def _enter(self, run: Run, asked: Mapping[str, Any], chunks: tuple[int | None, int]) -> None:
+        release = run.release
+        tell_of_plan(release.plan)
+        refuse_disagreement(run, *chunks)
+        warn_of_other_engine(self, run.batches.dataset)
+        self._books.begin(release.ledger, about_run(run), asked=asked, noise=release.source.describe())
+        if not run.attached:
+            run.attach()  # the first change to anything of the user's: all that may be refused was refused
+        self.runs.append(run)
+        self._delta = run.budget.delta
 
     @suggests_names
     def make_private_with_epsilon(
@@ -272,14 +290,7 @@ class PrivacyEngine:
 
     @suggests_names
     def get_epsilon(self, delta: float) -> float:
-        """Epsilon spent so far, an upper bound, for this delta; 0.0 before the first step.
-
-        Args:
-            delta: In (0, 1); else an ``InvalidBudgetError``.
-
-        Returns:
-            Epsilon. A history that has a step for which none can be claimed is an ``AccountingRefusedError``.
-        """
+        """Epsilon spent so far at a delta in (0, 1), an upper bound; AccountingRefusedError where none is claimed."""
         return epsilon_of(self.ledger.totals, delta, accountant=self.accountant, relation=self._relation)
 
     @property
@@ -311,14 +322,7 @@ class PrivacyEngine:
 
     @suggests_names
     def metrics(self, *, nonprivate: bool = False) -> dict[str, float]:
-        """A flat dictionary for loggers.
-
-        Args:
-            nonprivate: Adds figures that follow from private data, under ``nonprivate/``. Do not publish them.
-
-        Returns:
-            Numbers by name. ``privacy/epsilon`` and its share of the target are missing where none can be claimed.
-        """
+        """Numbers by name for loggers; with ``nonprivate`` also, under that name, some that must not be published."""
         return metrics_of_run(self._last_run(), self.ledger, self.delta, self.get_epsilon, nonprivate=nonprivate)
 
     @suggests_names
@@ -357,11 +361,7 @@ class PrivacyEngine:
 
     @suggests_names
     def explain(self) -> str:
-        """A table, one row a parameter: how its norms and sums were formed in the last pass, why, and what that costs.
-
-        Returns:
-            The table; its head only before the first backward pass. ``hooks``, ``functorch`` and ``ew`` keep all.
-        """
+        """A table, one row a parameter: how its norms and sums were formed in the last pass, why, and what that costs."""
         return explain(self._last_run().release.sums.strategy.choices)
 
     @suggests_names

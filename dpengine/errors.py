@@ -38,13 +38,21 @@ def _again(kind: type[PrivacyError], args: tuple[Any, ...], fix: str, rest: dict
     return error
 
 
-class UnsupportedLayerError(PrivacyError):
+class UnsupportedError(ValueError):
+    """Something that cannot be trained privately as it is."""
+
+
+class UnsupportedModuleError(UnsupportedError):
+    """A module that cannot be trained privately as it is; what the engine refuses is an ``UnsupportedLayerError``."""
+
+
+class UnsupportedLayerError(PrivacyError, UnsupportedModuleError):
     """A layer whose per-sample gradients are not known, or which mixes the rows of a batch."""
 
     code = "DPE001"
 
 
-class MissingGradientError(PrivacyError):
+class MissingGradientError(PrivacyError, ValueError):
     """A trainable parameter without a per-sample gradient, or with one that did not come through its layer."""
 
     code = "DPE002"
@@ -62,7 +70,7 @@ class SamplingError(PrivacyError, ValueError):
     code = "DPE004"
 
 
-class StaleGradientError(PrivacyError):
+class StaleGradientError(PrivacyError, ValueError):
     """``zero_grad`` was not called since the last step."""
 
     code = "DPE005"
@@ -110,7 +118,7 @@ class UnknownParameterError(PrivacyError):
     code = "DPE016"
 
 
-class RepeatedBackwardError(PrivacyError):
+class RepeatedBackwardError(PrivacyError, ValueError):
     """The same rows went through two backward passes in one step."""
 
     code = "DPE017"

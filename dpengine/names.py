@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
 C = TypeVar("C", bound=Callable[..., Any])
@@ -19,16 +19,30 @@ def suggests_names(target: C) -> C:
     return _checked(target, target.__qualname__)
 
 
+def refuse_unknown(called: str, names: Iterable[str], known: Sequence[str]) -> None:
+    """Refuses keywords that are not known.
+
+    Args:
+        called: What was called.
+        names: The keywords.
+        known: All that it takes.
+
+    Raises:
+        TypeError: If one is not known, with the nearest that is.
+    """
+    for name in names:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            hint = f" Did you mean {near[0]!r}?" if near else f" It takes: {', '.join(known) or 'none'}."
+            raise TypeError(f"{called}() has no argument {name!r}.{hint}")
+
+
 def _checked(function: Any, called: str) -> Any:
     known = [p.name for p in inspect.signature(function).parameters.values() if p.name != "self"]
 
     @functools.wraps(function)
     def checked(*args: Any, **kwargs: Any) -> Any:
-        for name in kwargs:
-            if name not in known:
-                near = difflib.get_close_matches(name, known, n=1)
-                hint = f" Did you mean {near[0]!r}?" if near else f" It takes: {', '.join(known) or 'none'}."
-                raise TypeError(f"{called}() has no argument {name!r}.{hint}")
+        refuse_unknown(called, kwargs, known)
         return function(*args, **kwargs)
 
     return checked

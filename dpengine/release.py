@@ -7,26 +7,21 @@ and it is charged all the same, since the reason may depend on the data.
 
 from __future__ import annotations
 
+import contextlib
 from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 
 from dpengine.accounting import Ledger, round_up
 from dpengine.clipping import ClippedSums, ClipStatistics
-from dpengine.errors import (
-    BudgetExceeded,
-    MissingGradientError,
-    RepeatedBackwardError,
-    StaleGradientError,
-    TicketError,
-    UnknownParameterError,
-    notice,
-)
+from dpengine.errors import BudgetExceeded, TicketError, UnknownParameterError, notice
 from dpengine.gradients import FlatBuffer, Units, forget_grad_samples
 from dpengine.ledger_file import RunLedger
 from dpengine.noise import NoiseSource, add_noise, mechanism_for
+from dpengine.refusals import refuse_backward, refuse_stale, refuse_step, refuse_unused
 from dpengine.run_plan import RunPlan
 from dpengine.sampling import Ticket
 from dpengine.stage import Stage
@@ -70,6 +65,11 @@ class Release:
     released: int = 0  # how often weights were changed: a batch that was given up is charged too, and changes none
     chunk: int = 0  # of the last ticket
     done: bool = False  # whether this chunk went through backward
+    hand_fed: bool = False  # whether batches come from elsewhere: each backward pass makes a ticket of its own
+    goes_on: bool = False  # where hand-fed: whether the next backward pass is of the same logical batch
+    pads_empty: bool = False  # whether a batch without rows comes with one of no meaning, whose gradient is dropped
+    changed: bool = False  # whether the plan is another than the one that the run began with
+    _next_plan: RunPlan | None = None  # waits until no gradient that was clipped by the present one is in the sums
 
     def __post_init__(self) -> None:
         """Makes the mechanism that draws from the source."""
@@ -114,6 +114,7 @@ class Release:
         if self.last_step >= 0 and self.plan.takes_turns:  # who takes part hangs on the step: those jumped over count
             self._charge_void(ticket.step - self.last_step - 1)
         self.last_step = ticket.step
+        self.plan = self.plan.at_step(ticket.step)
         if self.stage is Stage.OPEN:
             untouched = self.chunk == 0 and not self.done
             if untouched and len(self.tickets) > 1:
@@ -124,6 +125,42 @@ class Release:
             self.tickets = self.tickets if self.stage is Stage.OPEN else []
         self.tickets.append(ticket)
         self.stage = Stage.OPEN
+        self._follow_plan()
+
+    def change(self, **constants: Any) -> None:
+        """Goes on with other constants of the plan from the next release: for clip, noise and ledger alike.
+
+        What was clipped already for the logical batch at hand is released as it was clipped.
+
+        Args:
+            constants: ``noise_multiplier``, ``clipping`` or ``expected_batch_size``, as in the plan. What cannot change
+                is refused with an InvalidBudgetError, and nothing has changed then.
+        """
+        due = self.stage in {Stage.OPEN, Stage.CLIPPED}
+        first = self.tickets[0].step if due else self.last_step + 1
+        self._next_plan = (self._next_plan or self.plan).changed(first, **constants)
+        self._follow_plan()
+
+    @property
+    def asked_plan(self) -> RunPlan:
+        """The plan of the next release, as far as is known."""
+        return self._next_plan or self.plan
+
+    def _follow_plan(self) -> None:
+        if self._next_plan is None or not self.sums.buffer.clean:
+            return
+        due = self.stage in {Stage.OPEN, Stage.CLIPPED}
+        self.plan = self._next_plan.changed(self.tickets[0].step if due else self.last_step + 1)
+        self.sums.policy, self._next_plan, self.changed = self.plan.clipping, None, True
+
+    def _make_ticket(self) -> None:
+        """A ticket for a backward pass over rows that came from elsewhere."""
+        rows = self.sums.rows_pending
+        if self.stage is Stage.CLIPPED and self.goes_on:
+            self.tickets[-1] = replace(self.tickets[-1], rows=(*self.tickets[-1].rows, rows))
+            self.stage, self.chunk, self.done = Stage.OPEN, self.chunk + 1, False
+        else:
+            self._begin(Ticket(self.last_step + 1, (rows,)), 0)
 
     @property
     def rows(self) -> int:
@@ -146,8 +183,14 @@ class Release:
             self.sums.forget_pass()  # a model that is frozen as a whole hands gradients on, and has none itself
             return
         try:
+            if self.hand_fed:
+                self._make_ticket()
+            elif self.pads_empty and self.rows == 0 and self.stage is Stage.OPEN and not self.done:
+                self.sums.drop_pass()
+                self._chunk_done()
+                return
             self._take_fetched()
-            self._refuse_backward()
+            refuse_backward(self)
             self._follow_parameters()
             self.statistics = self.sums.clip(rows=self.rows, loss_scale=self.loss_scale(), units=self._units())
         except BaseException:  # whatever it is: the sums may hold a part of the batch
@@ -168,37 +211,6 @@ class Release:
         seen = self.sums.strategy.rows.values()
         while self.fetched and (self.stage is not Stage.OPEN or self.done or self.rows not in seen):
             self._begin(*self.fetched.popleft())
-
-    def _refuse_backward(self) -> None:
-        if self.stage is Stage.CLOSED:
-            raise TicketError(
-                "Backward ran over a forward pass from before the model was detached; it leaves no gradients.",
-                fix="Run the forward pass again.",
-            )
-        if self.stage is Stage.VOID:
-            raise TicketError(
-                "This logical batch was given up: an error ended it, a chunk of it was left out, or zero_grad() "
-                "discarded it.",
-                fix="Go on with the next batch of the loader.",
-            )
-        if self.stage is Stage.IDLE or (self.stage is Stage.RELEASED and not self.tickets):
-            raise TicketError(
-                "Backward ran on rows that did not come from the private loader.",
-                fix="Iterate over the loader that make_private returned.",
-            )
-        if self.stage is Stage.RELEASED or self.done:
-            raise RepeatedBackwardError(
-                f"The {self.rows} rows of this batch were used in 2 backward passes in one step; each would count "
-                "fully.",
-                fix="Add the losses: (a + b).backward().",
-            )
-        self._refuse_stale()
-
-    def _refuse_stale(self) -> None:
-        if self.gradients.stale:
-            raise StaleGradientError(
-                "optimizer.zero_grad() was not called after the last step.", fix="Add it at the top of the loop."
-            )
 
     def _follow_parameters(self) -> None:
         """Makes the sums those of the parameters that train now; within a release they may not change."""
@@ -242,22 +254,39 @@ class Release:
         Returns:
             Whether the weights changed; False for all but the last chunk of a logical batch.
         """
+        if not self.gather():
+            return False
+        with self.leaving():
+            self._write_gradients()
+            apply()
+        return True
+
+    def gather(self) -> bool:
+        """Brings what waits into the sums.
+
+        Returns:
+            Whether the logical batch is complete, and may be released.
+        """
         self._settle()
         if self.fetched and self._next_is_empty():
             self._begin(*self.fetched.popleft())
-        self._refuse_step()
+        if self.stage in {Stage.IDLE, Stage.RELEASED}:
+            self._refuse_over_budget(1)  # the loader may have ended for that reason
+        refuse_step(self)
         if self.rows == 0 and not self.done:
-            self._refuse_stale()
+            refuse_stale(self)
             self._chunk_done()  # an empty batch may skip its backward pass
-        if self.stage is Stage.OPEN:
-            return False
+        return self.stage is not Stage.OPEN
+
+    @contextlib.contextmanager
+    def leaving(self) -> Iterator[None]:
+        """Charges a logical batch that is complete; what leaves of it leaves inside. An error there voids it."""
         self._refuse_over_budget(len(self.tickets))
         try:
             self._follow_parameters()
-            self._refuse_unused()
+            refuse_unused(self)
             self._charge()
-            self._write_gradients()
-            apply()
+            yield
             step, size, total = self.tickets[-1].step, self.plan.expected_batch_size, self.sums.topology.total
             self.plan.clipping.finish_step(self.source, step, size, total)  # it may wait for other ranks
         except BaseException:
@@ -265,47 +294,15 @@ class Release:
             raise
         self.sums.contributed.clear()
         self.stage, self.released = Stage.RELEASED, self.released + 1
-        return True
+        self._follow_plan()
 
     def _settle(self) -> None:
         """Finishes a backward pass whose end nobody told of; gives up one that broke off."""
         if self.sums.capture.backward_broke_off:
             self.sums.forget_pass()
             self.void()
-        elif self.sums.pending:
+        while self.sums.pending:
             self.backward_ended()
-
-    def _refuse_step(self) -> None:
-        if self.stage in {Stage.IDLE, Stage.RELEASED}:
-            self._refuse_over_budget(1)  # the loader may have ended for that reason
-        if self.stage is Stage.RELEASED:
-            raise StaleGradientError(
-                "step() was called twice for one batch, or optimizer.zero_grad() was not called after the last step.",
-                fix="Call optimizer.zero_grad() at the top of the loop, and step() once for each batch.",
-            )
-        if cause := self._why_not_ready() or self.plan.why_not_joined(len(self.tickets)):
-            raise TicketError(f"step() has nothing to release: {cause}")
-
-    def _why_not_ready(self) -> str:
-        if self.stage is Stage.VOID:
-            return "this logical batch was given up; go on with the next one."
-        if self.stage is Stage.IDLE:
-            return "no batch was drawn. Iterate over the loader that make_private returned."
-        if self.done or self.rows == 0:
-            return ""
-        if self.sums.capture.leaks or not self.sums.model.training:
-            return "the model was in eval mode. Call model.train() before the forward pass."
-        return "no backward pass ran over this batch in train mode. Call loss.backward() before optimizer.step()."
-
-    def _refuse_unused(self) -> None:
-        missing = self.sums.missing()
-        if missing and self.unused_parameters == "error" and any(sum(ticket.rows) for ticket in self.tickets):
-            others = f" (nor did {len(missing) - 1} others)" if len(missing) > 1 else ""
-            raise MissingGradientError(
-                f"Parameter '{missing[0]}' took no part in this step{others}.",
-                fix=f"Freeze it: model.get_parameter('{missing[0]}').requires_grad_(False), or pass "
-                "unused_parameters='zero'.",
-            )
 
     def _refuse_over_budget(self, count: int) -> None:
         reached = self.overspend(count)
@@ -332,10 +329,22 @@ class Release:
         self.joined = count
         self.stage = Stage.CHARGED
 
-    def _write_gradients(self) -> None:
+    def watch(self, sums: ClippedSums) -> None:
+        """Takes sums from elsewhere from now on. Those of a logical batch at hand are given up."""
+        if not self.sums.buffer.clean:
+            self.void()
+        self.sums, sums.policy, sums.facts = sums, self.plan.clipping, self._facts
+
+    def draw_from(self, source: NoiseSource) -> None:
+        """Draws noise from another source, from the next release on."""
+        self.source = source
+        self.noise = mechanism_for(source, self.plan.noise)
+
+    def _write_gradients(self, *, divides: bool = True) -> None:
         """Noise on the sums, then the division by public constants, then ``p.grad``, in the memory of the sums."""
         buffer, std, step = self.sums.buffer, self.plan.noise_std, self.tickets[-1].step
-        divisor = self.plan.divisor(len(self.tickets), mean=self.sums.loss_reduction == "mean")
+        mean = self.sums.loss_reduction == "mean"
+        divisor = self.plan.divisor(len(self.tickets), mean=mean) if divides else 1.0
         topology, facts = self.sums.topology, ("release", *self._facts(), len(self.tickets), divisor)
         if buffer.waits:
             buffer.settle()
@@ -372,6 +381,7 @@ class Release:
             self.tickets = []
             self.sums.discard_sums()
             self.stage = Stage.CLOSED if self.stage is Stage.CLOSED else Stage.VOID
+            self._follow_plan()
 
     def _charge_void(self, tickets: int) -> None:
         if tickets:

@@ -80,7 +80,7 @@ class Budget:
         history += (Charge(release.plan.event(), apart),) if apart else ()
         beside = tuple(charge for charge in history if charge.event != event)
         needed = count + sum(charge.count for charge in history if charge.event == event)
-        known = self.fits_plan and not beside and event == release.plan.event()
+        known = self.fits_plan and not release.changed and not beside and event == release.plan.event()
         planned = self.planned_steps if known else None
         fits = self._fits.get((event, beside), planned or 0)
 

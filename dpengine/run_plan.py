@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 import numbers
 import secrets
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from dpengine.accounting import (
@@ -49,7 +50,9 @@ class RunPlan:
         iterations: Logical batches of the run; None if there is no end.
         claim: What each logical batch costs, where that does not follow from the other fields.
         divides_always: Whether ``expected_batch_size`` divides the sums whatever the loss does over rows.
-        run: Tells this run from others in the ledger, where its noise hangs together.
+        run: Tells this run from others in the ledger, where its steps hang together.
+        claims_passes: Whether every row is in one batch of each pass at most, and each pass is claimed as one release,
+            of which all that is known is that: no chance amplifies it.
 
     Raises:
         InvalidBudgetError: If the noise multiplier is negative or not finite, so small that the noise would vanish, or
@@ -67,6 +70,7 @@ class RunPlan:
     claim: Event | None = None
     divides_always: bool = False
     run: str = field(default_factory=lambda: secrets.token_hex(8))
+    claims_passes: bool = False
 
     def __post_init__(self) -> None:
         """Refuses a plan that no run could keep."""
@@ -139,8 +143,14 @@ class RunPlan:
         ends = [self.iterations, None if self.noise is None else self.noise.size]
         return min((end for end in ends if end is not None), default=None)
 
-    def why_not_joined(self, batches: int) -> str:
-        """Why so many logical batches cannot be one release, or nothing."""
+    def why_not_joined(self, steps: Sequence[int]) -> str:
+        """Why the logical batches of these steps cannot be one release, or nothing."""
+        batches = len(steps)
+        if self.claims_passes and len({step // self.sampling.steps_per_epoch for step in steps}) > 1:
+            return (
+                "batches of two passes over the data, in which an example may be twice. Call optimizer.step() and "
+                "optimizer.zero_grad() after the last batch of each pass."
+            )
         if batches < 2 or (self.noise is None and self.claim is None):
             return ""
         what = "the plan, whose steps are" if self.noise is None else "the noise, which hangs together over steps"
@@ -148,6 +158,38 @@ class RunPlan:
             f"{batches} sampled batches in one step do not fit {what} of one batch each. Pass accumulation_steps= to "
             "split a batch."
         )
+
+    def changed(self, step: int, **constants: Any) -> RunPlan:
+        """The same plan with other constants from a step on.
+
+        Args:
+            step: The first logical batch that is released by it.
+            constants: Fields of the plan: ``noise_multiplier``, ``clipping``, ``expected_batch_size``.
+
+        Returns:
+            The plan.
+
+        Raises:
+            InvalidBudgetError: If the noise hangs together over steps, or a constant is out of its range.
+        """
+        if self.noise is not None or self.claim is not None:
+            raise InvalidBudgetError(
+                "noise_multiplier and max_grad_norm cannot change in the middle of this run: its steps are accounted "
+                "for as one.",
+                fix="Leave out the scheduler, or noise= and plan=.",
+            )
+        return replace(self, run=self._named_from(step), **constants)
+
+    def at_step(self, step: int) -> RunPlan:
+        """The plan by which a step is booked: passes are counted from the first whole one since the last change."""
+        _, _, began = self.run.partition("@")
+        if not (self.claims_passes and began and int(began) % self.sampling.steps_per_epoch):
+            return self
+        return self if step % self.sampling.steps_per_epoch else replace(self, run=self._named_from(step))
+
+    def _named_from(self, step: int) -> str:
+        # The rest of a pass that was begun by another plan is booked as a pass: an example may be in both rests.
+        return f"{self.run.partition('@')[0]}@{step}" if self.claims_passes else self.run
 
     def divisor(self, batches: int, *, mean: bool) -> float:
         """What sums of so many logical batches are divided by; ``mean`` says whether the loss is a mean over rows."""
@@ -159,6 +201,9 @@ class RunPlan:
         """What one logical batch costs when the noise of one release serves ``batches`` of them."""
         if self.claim is not None:
             return self.claim
+        if self.claims_passes and self.noise_multiplier > 0:
+            # Given who is in which batch, a pass is one Gaussian release of an example's one contribution.
+            return CyclicGaussianEvent(1.0, self.noise_multiplier, self.sampling.steps_per_epoch, self.run)
         if self.noise_multiplier > 0 and not self.sampling.claims_epsilon:
             return UnclaimedEvent(f"sampling={self.sampling.law!r} does not draw Poisson batches")
         if self.noise is not None and isinstance(self.sampling, CyclicPoissonStrategy):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor, nn
 
 from dpengine.distributed import Topology
@@ -39,6 +40,12 @@ class WrittenGradients:
                 )
             parameter.grad = grad
             self.released[parameter] = (grad, grad._version)
+
+    def scale(self, factor: float) -> None:
+        """Multiplies what was written, in place."""
+        grads = {parameter: grad for parameter, (grad, _) in self.released.items()}
+        torch._foreach_mul_(list(grads.values()), factor)
+        self.released = {parameter: (grad, grad._version) for parameter, grad in grads.items()}
 
     def zero_grad(self, parameters: Iterable[nn.Parameter]) -> None:
         """The user cleared the gradients."""

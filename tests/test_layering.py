@@ -36,6 +36,7 @@ ORDER = (
     "progress",
     "stage",
     "written_gradients",
+    "refusals",
     "release",
     "optimizer",
     "companions",

@@ -98,7 +98,7 @@ class Trace:
             self.noised.append((step, start))
             add(flat, step=step, start=start, **rest)
 
-        self.loader._batches._on_handout = handed_out
+        self.loader._batches.on_handout = handed_out
         release._write_gradients, release.noise.add = writing, adding
         self.current = current
 

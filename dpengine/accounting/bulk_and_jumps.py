@@ -76,8 +76,9 @@ def _laws(part: Part, step: float, window: CoarseWindow, aim: Aim) -> list[Coars
     if part.count < _FEW:
         law = window.law(atoms_above(part.mixture, lambda pair: window.ends(pair, step), step))
         return [power(law, part.count, window)]
-    cut = max(1, math.ceil(_cut(part) / step))
-    halvings = max(0, math.ceil(math.log2(step / _fine_step(part, aim))))
+    cut = min(max(1, math.ceil(_cut(part) / step)), _MOST_POINTS)  # where all losses are jumps, that is as well
+    finer = math.ceil(math.log2(step / _fine_step(part, aim)))
+    halvings = max(0, min(finer, (_MOST_POINTS // cut).bit_length() - 1))  # a bulk is of at most twice those points
     while True:
         fine = step / 2**halvings
         bulk = _bulk(part.mixture, cut << halvings, fine)

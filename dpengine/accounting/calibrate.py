@@ -150,6 +150,44 @@ def least_noise(
         ) from None
 
 
+def least_noise_by(
+    epsilon_at: Callable[[float], float], *, target_epsilon: float, tolerance: float, start: float = 1.0
+) -> float:
+    """Finds the noise at which any accountant's epsilon is within a tolerance below a target.
+
+    Args:
+        epsilon_at: Epsilon of the whole run at a noise multiplier: not rising in it.
+        target_epsilon: Positive and finite.
+        tolerance: How far below the target epsilon may stay, in units of epsilon. It may stay lower where the noise is
+            `LEAST_NOISE`, and where epsilon jumps over the range; there the noise is within a millionth of the jump.
+        start: A guess.
+
+    Returns:
+        A noise multiplier at which epsilon is at most the target.
+
+    Raises:
+        CalibrationError: If no noise up to `MOST_NOISE` is enough.
+    """
+    target = arguments.epsilon_in_range(target_epsilon, "target_epsilon", zero=False)
+    room = arguments.epsilon_in_range(tolerance, "tolerance", zero=False)
+    try:
+        root = _Search(target, min(0.1, room / target / 4)).solve(epsilon_at, start)
+    except _UnreachableError as error:
+        raise CalibrationError(
+            f"epsilon={target:g} needs noise_multiplier > {MOST_NOISE:g}; smallest reachable here: "
+            f"{round_up(error.epsilon)}.",
+            fix="Use fewer steps, a smaller batch or a larger delta.",
+        ) from None
+    # The search was content with noise close to the best; where epsilon falls fast that is not close in epsilon.
+    low, high, found, stride = 0.0, root.noise_multiplier, root.epsilon, 1e-3
+    while found < target - room and high > LEAST_NOISE and high - low > 1e-6 * high:
+        middle = (low + high) / 2 if low else max(LEAST_NOISE, high * (1 - stride))
+        stride = min(0.5, 2 * stride)
+        value = epsilon_at(middle)
+        low, high, found = (low, middle, value) if value <= target else (middle, high, found)
+    return high
+
+
 class _UnreachableError(Exception):
     """Epsilon at `MOST_NOISE` is still above the target."""
 

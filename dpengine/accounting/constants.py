@@ -21,6 +21,22 @@ def steps_per_epoch(num_examples: int, batch_size: int) -> int:
     return -(-rows // arguments.count("batch_size", batch_size))
 
 
+def steps_of_epochs(epochs: float, sample_rate: float) -> int:
+    """Returns the steps of so many epochs of ``1 / sample_rate`` steps each, to the nearest, at least 1.
+
+    Where the rate is ``1 / n`` in floating point, that is ``epochs * n``; cutting off would lose a step for many n.
+
+    Args:
+        epochs: Positive.
+        sample_rate: In (0, 1].
+
+    Returns:
+        At least 1.
+    """
+    length = arguments.epsilon_in_range(epochs, "epochs", zero=False)
+    return max(1, round(length / arguments.sample_rate(sample_rate)))
+
+
 def sample_rate_of(num_examples: int, batch_size: int) -> float:
     """Returns the chance of each row to be in a batch, ``batch_size / num_examples`` and at most 1.
 

@@ -51,13 +51,38 @@ def central_limit_epsilon(*, noise_multiplier: float, sample_rate: float, steps:
     Returns:
         The approximation; infinity where it has none.
     """
+    mu = central_limit_mu(noise_multiplier=noise_multiplier, sample_rate=sample_rate, steps=steps)
+    delta = arguments.delta_in_range(delta)
+    return epsilon_of_mu(mu, delta) if mu > 0 else 0.0
+
+
+def central_limit_mu(*, noise_multiplier: float, sample_rate: float, steps: int, fixed_size: bool = False) -> float:
+    """An APPROXIMATION of the mu of sampled Gaussians in the limit of many steps and small rates: no bound.
+
+    Source: Bu, Dong, Long, Su 2020 (arXiv:1911.11607), ``mu = q sqrt(T (e^(1/sigma^2) - 1))`` for Poisson batches, and
+    ``mu = q sqrt(2 T (e^(1/sigma^2) Phi(3/(2 sigma)) + 3 Phi(-1/(2 sigma)) - 2))`` for batches of one size.
+
+    Args:
+        noise_multiplier: Standard deviation of the noise over the sensitivity.
+        sample_rate: Chance of each row to be in a batch.
+        steps: Number of batches, at least 0.
+        fixed_size: Whether batches are uniform subsets of one size, else Poisson.
+
+    Returns:
+        The approximation; infinity where it has none.
+    """
     sigma, rate = arguments.noise_multiplier(noise_multiplier), arguments.sample_rate(sample_rate)
-    steps, delta = arguments.count("steps", steps, least=0), arguments.delta_in_range(delta)
+    steps = arguments.count("steps", steps, least=0)
     if steps == 0:
         return 0.0
     if sigma == 0 or 1 / sigma / sigma > 700:
         return math.inf
-    return epsilon_of_mu(rate * math.sqrt(steps * math.expm1(1 / sigma / sigma)), delta)
+    excess = math.expm1(1 / sigma / sigma)
+    if fixed_size:
+        # 2 (e^(1/s^2) Phi(3/2s) + 3 Phi(-1/2s) - 2), written so that nothing cancels where sigma is large.
+        above, below = (math.erf(z / sigma / math.sqrt(2)) for z in (1.5, 0.5))
+        excess = excess * (1 + above) + above - 3 * below
+    return rate * math.sqrt(steps * max(0.0, excess))
 
 
 def exact_mu(composition: Composition, relation: Relation) -> float:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence
 
 from dpengine.distributed import layer_type
 from dpengine.errors import UnsupportedLayerError
@@ -100,7 +101,7 @@ class LayerHook:
             return {name: WatchedParameter.of(p.detach(), self._origin(name, p)) for name, p in real.items()}, None
         if self.is_shared_table(args, kwargs):
             return {name: p.detach() for name, p in real.items()}, partial(self._watched_entries, real)
-        if capture.swap is not None and watch.kind is Kind.LAYER:
+        if capture.swap is not None and watch.kind is Kind.LAYER and (capture.batch_first or not watch.in_rows):
             tensors = tensors_in((args, kwargs))
             swapped = capture.swap(watch, real, tensors, capture.rows_of(tensors))
             if swapped is not None:
@@ -151,7 +152,7 @@ class LayerHook:
     def tapped(self, real: Mapping[str, nn.Parameter], args: Any, kwargs: Any, output: Any) -> Any:
         """After a call: the output with a tap behind it."""
         uses = {name: self._use(p, _join(self.watch.name, name)) for name, p in real.items()}
-        return CallReport(self.capture, self.watch, uses).tap(args, kwargs, output)
+        return CallReport(self.capture, self.watch, uses, batch_first=self.watch.in_rows).tap(args, kwargs, output)
 
     def uses(self, real: Mapping[str, nn.Parameter], parts: Mapping[str, tuple[int, ...]]) -> dict[str, Use]:
         """Uses of parameters of which these parts are here."""
@@ -197,7 +198,7 @@ class RootHook:
         self.buffers.note()
         if not capture.recording or again:
             return
-        capture.begin(capture.rows_of(tensors_in((args, kwargs))))
+        capture.begin(_rows_of(capture, args, kwargs))
         if capture.replay is not None:
             capture.replay.begin(module, args, kwargs)
 
@@ -221,6 +222,14 @@ class RootHook:
 
     def _reached(self, grads: Any) -> None:
         self.capture.expect_end()
+
+
+def _rows_of(capture: Capture, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
+    """Batch size of a call of the model."""
+    first = next(iter((*args, *kwargs.values())), None)
+    if isinstance(first, PackedSequence):  # whose data has an entry for each row and time
+        return int(first.batch_sizes[0])
+    return capture.rows_of(tensors_in((args, kwargs)))
 
 
 def _no_linear(origins: Mapping[str, Origin], inputs: Tensor, output: Tensor) -> Tensor:

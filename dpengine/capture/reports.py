@@ -57,9 +57,10 @@ class CallReport:
                 saved, outputs = saved[: -self.output_count], saved[-self.output_count :]
                 output = self._outputs(outputs)
             grad = self._outputs(grad)
+        else:
+            grad = self.to_front(grad)
         args, kwargs = put_tensors(map(self.to_front, saved), self.other_inputs, self.input_spec)
-        front = self.to_front(grad) if isinstance(grad, Tensor) else grad
-        call = LayerCall(self.watch.module, args, front, kwargs, output, self.name)
+        call = LayerCall(self.watch.module, args, grad, kwargs, output, self.name)
         self.capture.receiver.receive(call, self.uses, self.rule)
 
     def _outputs(self, values: Sequence[Tensor | None]) -> Any:

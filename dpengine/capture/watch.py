@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import nn
 from torch.nn.utils import parametrize
 
-from dpengine.layers import TWINS
+from dpengine.layers import TWINS, is_made_of_operations
 
 
 class Kind(enum.Enum):
@@ -31,6 +31,7 @@ class Watch:
         kind: How its parameters are followed.
         rule: What the receiver needs to make gradients of a call; capture does not look inside.
         in_place: Whether the operation that makes the output is known not to need it in its own backward.
+        in_rows: Whether calls have the batch on axis 0, whatever the model has: a twin's own layers.
     """
 
     name: str
@@ -38,6 +39,7 @@ class Watch:
     kind: Kind
     rule: Any = None
     in_place: bool = False
+    in_rows: bool = False
 
     def slots(self) -> list[tuple[nn.Module, str, str]]:
         """Owner, name in the owner and dotted name in the module, for every parameter slot that is followed."""
@@ -74,20 +76,21 @@ def watch_list(
     found: list[Watch] = []
     seen: set[nn.Module] = set()
 
-    def visit(module: nn.Module, name: str) -> None:
+    def visit(module: nn.Module, name: str, in_rows: bool) -> None:
         if module in seen:
             return
         seen.add(module)
         watch = _watch(module, name, lookup, unit_rule, by_operations)
         if watch is not None:
-            found.append(watch)
+            found.append(replace(watch, in_rows=in_rows))
             if watch.kind is Kind.UNIT:
                 seen.update(module.modules())
                 return
         for child_name, child in module.named_children():
-            visit(child, f"{name}.{child_name}" if name else child_name)
+            dotted = f"{name}.{child_name}" if name else child_name
+            visit(child, dotted, type(module) in _TWIN_TYPES or is_made_of_operations(module))
 
-    visit(model, "")
+    visit(model, "", False)
     return found
 
 
@@ -103,6 +106,8 @@ def _watch(
     rule = lookup(module)
     if rule is not None:
         return Watch(name, module, Kind.LAYER, rule, in_place=isinstance(rule, Mapping))
+    if is_made_of_operations(module):
+        return Watch(name, module, Kind.OPERATIONS)
     if by_operations and any(has_own_parameters(child) for child in _below(module)):
         return Watch(name, module, Kind.OPERATIONS)
     return Watch(name, module, Kind.UNIT, unit_rule(module))

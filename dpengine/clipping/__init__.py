@@ -9,6 +9,7 @@ from .groups import Groups
 from .per_layer import PerLayer
 from .policy import AbstractClip
 from .short_forms import clipping_from
+from .shown_sums import ShownSums
 
 __all__ = [
     "AbstractClip",
@@ -20,5 +21,6 @@ __all__ = [
     "Groups",
     "PerLayer",
     "PerSampleGradientClipper",
+    "ShownSums",
     "clipping_from",
 ]

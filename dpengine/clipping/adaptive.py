@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Sequence
 from typing import Any, final
@@ -130,6 +131,11 @@ class Adaptive(AbstractClip):
 
     def discard(self) -> None:
         self._centred_count = 0.0
+
+    def resized(self, max_grad_norm: float) -> Adaptive:
+        other = copy.copy(self)
+        other.load_state_dict({"norm": max_grad_norm})
+        return other
 
     def describe(self) -> dict[str, Any]:
         names = ("target_quantile", "learning_rate", "count_noise_multiplier", "min_norm", "max_norm")

@@ -54,5 +54,8 @@ class Automatic(AbstractClip):
         )
         return selected(factors_BK, norms_BK)
 
+    def resized(self, max_grad_norm: float) -> Automatic:
+        return Automatic(max_grad_norm, self.stability)
+
     def describe(self) -> dict[str, Any]:
         return {"policy": "automatic", "max_norm": self.max_norm, "stability": self.stability}

@@ -56,6 +56,7 @@ class ClippedSums:
         on_backward_end: Called when a backward pass is over; without it, the owner calls ``clip`` itself.
         methods: Which way to norms and sums is the fastest, as far as is known.
         topology: Who holds what, where several processes train the model.
+        forms_on_demand: Whether gradients of rows can be had before they are clipped.
 
     Attributes:
         facts: What every rank must have alike when it sums.
@@ -72,6 +73,7 @@ class ClippedSums:
         on_backward_end: Callable[[], None] | None = None,
         methods: MethodTable | None = None,
         topology: Topology = SINGLE,
+        forms_on_demand: bool = False,
     ):
         if loss_reduction not in REDUCTIONS:
             raise ValueError(f"loss_reduction={loss_reduction!r} is not known. Choose one of: 'mean', 'sum'.")
@@ -83,7 +85,13 @@ class ClippedSums:
         self.topology = topology
         self.facts: Callable[[], tuple[object, ...]] = tuple
         self.capture, self._probed = watch_model(
-            model, self, mode, batch_first=batch_first, methods=methods, topology=topology
+            model,
+            self,
+            mode,
+            batch_first=batch_first,
+            methods=methods,
+            topology=topology,
+            forms_on_demand=forms_on_demand,
         )
         self.strategy: AbstractGradients = self._probed
         self.buffer = FlatBuffer(self.trainable().values(), topology)
@@ -109,6 +117,11 @@ class ClippedSums:
     def pending(self) -> bool:
         """Whether a backward pass was seen whose gradients are not clipped yet."""
         return bool(self.strategy.rows)
+
+    @property
+    def rows_pending(self) -> int:
+        """Rows of the backward pass that will be clipped next, 0 if there is none."""
+        return next(iter(self.strategy.rows.values()), 0)
 
     @property
     def probe_due(self) -> bool:
@@ -282,6 +295,10 @@ class ClippedSums:
         self.capture.forget_backward()
         if self.capture.replay is not None and not self.capture.replay.running:
             self.capture.replay.clear()
+
+    def drop_pass(self) -> None:
+        """Drops a backward pass over rows that must not count."""
+        self.forget_pass()
 
     def discard(self) -> None:
         """Destroys the sums and everything that is pending."""

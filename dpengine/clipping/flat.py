@@ -42,5 +42,8 @@ class Flat(AbstractClip):
         check_norms("clipping.Flat", norms_BK, 1)
         return factors_within(self.max_norm, norms_BK)
 
+    def resized(self, max_grad_norm: float) -> Flat:
+        return Flat(max_grad_norm)
+
     def describe(self) -> dict[str, Any]:
         return {"policy": "flat", "max_norm": self.max_norm}

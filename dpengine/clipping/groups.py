@@ -81,6 +81,10 @@ class Groups(AbstractClip):
         check_norms(_WHERE, norms_BK, len(self.bounds))
         return factors_within(self.bounds, norms_BK)
 
+    def resized(self, max_grad_norm: float) -> Groups:
+        factor = positive(_WHERE, "max_grad_norm", max_grad_norm) / self.max_grad_norm
+        return Groups({prefix: bound * factor for prefix, bound in self._by_prefix.items()})
+
     def describe(self) -> dict[str, Any]:
         return {"policy": "groups", "max_norms": dict(self._by_prefix)}
 

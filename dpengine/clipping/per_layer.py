@@ -69,6 +69,12 @@ class PerLayer(AbstractClip):
         check_norms(_WHERE, norms_BK)
         return factors_within(self.bounds[0] / math.sqrt(max(norms_BK.shape[1], 1)), norms_BK)
 
+    def resized(self, max_grad_norm: float) -> PerLayer:
+        norm = positive(_WHERE, "max_grad_norm", max_grad_norm)
+        if not isinstance(self.max_norms, tuple):
+            return PerLayer(norm)
+        return PerLayer([bound * (norm / self.max_grad_norm) for bound in self.max_norms])
+
     def describe(self) -> dict[str, Any]:
         shared_out = not isinstance(self.max_norms, tuple)
         return {"policy": "per_layer", "max_norms": list(self.bounds), "shared_out": shared_out}

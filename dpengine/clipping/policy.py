@@ -81,6 +81,20 @@ class AbstractClip(abc.ABC):
         """The L2 norm over all groups that a sample's clipped gradient can have."""
         return math.hypot(*self.bounds)
 
+    def resized(self, max_grad_norm: float) -> AbstractClip:
+        """The same policy with another ``max_grad_norm``, by which a schedule changes it: all thresholds in proportion.
+
+        Args:
+            max_grad_norm: Positive and finite.
+
+        Raises:
+            InvalidBudgetError: From a policy that does not know how.
+        """
+        raise InvalidBudgetError(
+            f"{type(self).__name__} has no resized(), so its threshold cannot change in the middle of a run.",
+            fix="Give it resized(max_grad_norm), which returns the same policy with that norm.",
+        )
+
     def sensitivity(self, relation: str = "add-or-remove-one") -> float:
         """How far one sample can move the sum of clipped gradients, in L2 norm.
 

@@ -1,11 +1,12 @@
 """Stage 4: the records of a batch become norms, and factors become clipped sums."""
 
 from .bookkeep import Bookkeep
-from .choose_method import MethodTable, method_table
+from .choose_method import KeepAll, MethodTable, method_table
 from .explain import explain
 from .flat_buffer import FlatBuffer, Key, Stretch, Sums, Taken, wide
 from .materialize import forget_grad_samples, show_grad_sample
 from .modes import MODES, watch_model
+from .on_demand import OnDemand
 from .probed import Probed
 from .strategy import KEEP_THE_BATCH_FIRST, AbstractGradients, common_rows
 from .units import Units
@@ -16,8 +17,10 @@ __all__ = [
     "AbstractGradients",
     "Bookkeep",
     "FlatBuffer",
+    "KeepAll",
     "Key",
     "MethodTable",
+    "OnDemand",
     "Probed",
     "Stretch",
     "Sums",

@@ -83,6 +83,10 @@ class Bookkeep(AbstractGradients):
         """The per-sample gradients that are kept, unscaled."""
         return {p: entry.kept for p, entry in self._entries.items() if entry.kept is not None}
 
+    def formed(self, parameter: nn.Parameter) -> Tensor:
+        """Per-sample gradients ``(B, *param.shape)`` of one that took part, unscaled. Nothing is used up."""
+        return self._entries[parameter].formed(common_rows(self._rows))
+
     def sq_norms(self, groups: Mapping[nn.Parameter, int], num_groups: int, scale: float) -> Tensor:
         rows = common_rows(self._rows)
         if not self._entries:

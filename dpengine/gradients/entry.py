@@ -36,6 +36,13 @@ class Entry:
         """Adds per-sample gradients to those that are kept."""
         self.kept = grad if self.kept is None else self.kept + grad
 
+    def formed(self, rows: int) -> Tensor:
+        """Per-sample gradients ``(B, *param.shape)``, formed anew but for what is kept."""
+        made = self._form("", 0, rows, rows) if self.calls else None
+        if made is None or self.kept is None:
+            return self.kept if made is None else made  # type: ignore[return-value]
+        return self.kept + made
+
     def join(self) -> None:
         """Several calls by one sampler become one where it knows how."""
         if len(self.calls) < 2 or self.kept is not None:

@@ -77,6 +77,7 @@ def watch_model(
     batch_first: bool = True,
     methods: MethodTable | None = None,
     topology: Topology = SINGLE,
+    forms_on_demand: bool = False,
 ) -> tuple[Capture, Probed]:
     """The capture and the strategy for one mode; nothing is attached yet.
 
@@ -87,6 +88,7 @@ def watch_model(
         batch_first: Whether axis 0 of its inputs is the batch.
         methods: Which way is the fastest, as far as is known; None starts a table.
         topology: Who holds what, where several processes train the model.
+        forms_on_demand: Whether gradients must be had one by one before their sums: only layers are looked up by mode.
 
     Returns:
         The capture, which tells the receiver, and the strategy, to which the receiver hands on.
@@ -107,7 +109,7 @@ def watch_model(
     if topology.splits.size > 1:
         # Sums of parameters that each rank holds as a whole must be the same bits, so none may be formed otherwise.
         methods = methods.untimed(topology.splits.from_first(methods.seconds))
-    strategy = chosen.build(capture, methods)
+    strategy = Bookkeep(methods) if forms_on_demand else chosen.build(capture, methods)
     return capture, Probed(strategy, capture, EVERY if topology.runs_by_itself else None)
 
 

@@ -314,7 +314,8 @@ class _Listener:
     def forward_started(self, rows: int | None) -> None: ...
 
     def receive(self, call: LayerCall, uses: Mapping[str, Use], rule: Any) -> None:
-        self.shapes += [(call.name, tensor.shape) for tensor in pytree.tree_leaves(call.grad_output)]
+        leaves = pytree.tree_leaves(call.grad_output)  # None for an output of which nothing was made
+        self.shapes += [(call.name, tensor.shape) for tensor in leaves if isinstance(tensor, Tensor)]
         with self._capture.paused():
             self.strategy.receive(call, uses, rule)
 

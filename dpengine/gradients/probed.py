@@ -63,6 +63,11 @@ class Probed(AbstractGradients):
     def choices(self) -> Sequence[Choice]:
         return self._inner.choices
 
+    def formed(self, parameter: nn.Parameter) -> Tensor:
+        """Per-sample gradients of a parameter, where the strategy can form them at any time."""
+        assert isinstance(self._inner, Bookkeep)
+        return self._inner.formed(parameter)
+
     def combine(self, units: Units) -> None:
         """From here on a row is a unit of privacy. The probe looks at rows, before that."""
         if not isinstance(self._inner, Bookkeep):

@@ -8,7 +8,7 @@ Axes: B rows, T time, F features, H hidden, P hidden after projection, L layers 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -22,6 +22,8 @@ from .scan import Results, scan, unroll
 from .schedule import Ragged, Schedule
 
 State = tuple[Tensor, "Tensor | None"]
+Direction = Callable[[Any, Tensor, int, State, Schedule], Results]
+OwnCell = Callable[[Tensor, Any], Any]
 
 
 class PrivateRNN(nn.RNN):
@@ -50,12 +52,54 @@ class PrivateLSTM(nn.LSTM):
         return _forward(self, input, hx)
 
 
-def _forward(module: nn.RNNBase, inputs: Tensor | PackedSequence, hx: State | None) -> tuple[Any, State]:
+def run_cells(module: Any, cells: Sequence[OwnCell], inputs: Any, hx: State | None) -> tuple[Any, State]:
+    """Runs cells of one's own over time, in layers and directions, as ``nn.RNN`` runs its own.
+
+    Each call of a cell has all rows of the batch, in their order. Where rows differ in length, what a cell makes of a
+    row that has ended is dropped.
+
+    Args:
+        module: Where the settings are: ``input_size``, ``hidden_size``, ``num_layers``, ``batch_first``, ``dropout``,
+            ``bidirectional``, ``training``, ``has_cell_state``.
+        cells: For each layer and direction, ``(input (B, F), state) -> state``; a state is a tensor ``(B, H)``, or with
+            ``has_cell_state`` a pair of them. The output is the state, the first of a pair.
+        inputs: A tensor of 3 dimensions, or a packed sequence.
+        hx: First hidden states ``(layers times directions, B, H)``, and first cell states or None; None for zeros.
+
+    Returns:
+        The output, in the form of the input, and the last hidden and cell states.
+    """
+    directions = 2 if module.bidirectional else 1
+
+    def direction(module: Any, inputs_BTF: Tensor, layer: int, start: State, schedule: Schedule) -> Results:
+        cell = cells[directions * layer + int(schedule.reverse)]
+        return _over_time(cell, inputs_BTF, start, schedule)
+
+    return _forward(module, inputs, hx, direction)
+
+
+def _over_time(cell: OwnCell, inputs_BTF: Tensor, start: State, schedule: Schedule) -> Results:
+    ended_BT1 = None if schedule.ragged is None else schedule.restored(schedule.ragged.padding_BT1)
+    state: tuple[Any, ...] = start[:1] if start[1] is None else start
+    outputs_B: list[Any] = [None] * schedule.steps
+    for time in reversed(range(schedule.steps)) if schedule.reverse else range(schedule.steps):
+        found = cell(inputs_BTF[:, time], state[0] if len(state) == 1 else state)
+        new = (found,) if isinstance(found, Tensor) else tuple(found)
+        if ended_BT1 is not None:
+            new = tuple(torch.where(ended_BT1[:, time], then, now) for then, now in zip(state, new, strict=True))
+        state, outputs_B[time] = new, new[0]
+    return torch.stack(outputs_B, dim=1), state[0], state[1] if len(state) > 1 else None
+
+
+def _forward(
+    module: Any, inputs: Tensor | PackedSequence, hx: State | None, direction: Direction | None = None
+) -> tuple[Any, State]:
     # Torch's own kernels will do where nobody asks for gradients.
-    native = not torch.is_grad_enabled() and not torch._C._are_functorch_transforms_active()
+    native = direction is None and not torch.is_grad_enabled() and not torch._C._are_functorch_transforms_active()
+    direction = direction or _direction
     if isinstance(inputs, PackedSequence):
         _check(module, inputs.data, int(inputs.batch_sizes[0]), len(inputs.batch_sizes), hx)
-        return _native_packed(module, inputs, hx) if native else _packed(module, inputs, hx)
+        return _native_packed(module, inputs, hx) if native else _packed(module, inputs, hx, direction)
     if inputs.dim() != 3:
         raise ValueError(
             f"{type(module).__name__} needs batched input of 3 dimensions, or a packed sequence, since it tells the "
@@ -67,14 +111,16 @@ def _forward(module: nn.RNNBase, inputs: Tensor | PackedSequence, hx: State | No
     _check(module, inputs, rows, steps, hx)
     if native:
         return _native(module, (inputs,), _start(module, inputs, rows, hx), (module.batch_first,))
-    output_BTP, last = _layers(module, inputs_BTF, hx, None)
+    output_BTP, last = _layers(module, inputs_BTF, hx, None, direction)
     return output_BTP if module.batch_first else output_BTP.transpose(0, 1), last
 
 
-def _packed(module: nn.RNNBase, inputs: PackedSequence, hx: State | None) -> tuple[PackedSequence, State]:
+def _packed(
+    module: Any, inputs: PackedSequence, hx: State | None, direction: Direction
+) -> tuple[PackedSequence, State]:
     padded_BTF, _ = pad_packed_sequence(inputs, batch_first=True)
     ragged = Ragged.of(inputs)
-    output_BTP, last = _layers(module, padded_BTF, hx, ragged)
+    output_BTP, last = _layers(module, padded_BTF, hx, ragged, direction)
     longest_first_BTP = output_BTP if ragged.order_B is None else output_BTP.index_select(0, ragged.order_B)
     packed = pack_padded_sequence(longest_first_BTP, ragged.lengths_B.cpu(), batch_first=True)
     return inputs._replace(data=packed.data), last
@@ -105,7 +151,9 @@ def _native(
     return output, (last[0], last[1] if c0 else None)
 
 
-def _layers(module: nn.RNNBase, inputs_BTF: Tensor, hx: State | None, ragged: Ragged | None) -> tuple[Tensor, State]:
+def _layers(
+    module: Any, inputs_BTF: Tensor, hx: State | None, ragged: Ragged | None, direction: Direction
+) -> tuple[Tensor, State]:
     rows, steps = inputs_BTF.shape[:2]
     directions = 2 if module.bidirectional else 1
     first = iter(_start(module, inputs_BTF, rows, hx))
@@ -115,7 +163,7 @@ def _layers(module: nn.RNNBase, inputs_BTF: Tensor, hx: State | None, ragged: Ra
         if layer > 0 and module.dropout > 0 and module.training:
             output = F.dropout(output, module.dropout, training=True)
         schedules = [Schedule(steps, reverse, ragged) for reverse in (False, True)[:directions]]
-        results = [_direction(module, output, layer, next(first), schedule) for schedule in schedules]
+        results = [direction(module, output, layer, next(first), schedule) for schedule in schedules]
         output = results[0][0] if directions == 1 else torch.cat([result[0] for result in results], dim=-1)
         last.extend(results)
     cells = [cell for _, _, cell in last if cell is not None]
@@ -158,18 +206,26 @@ def _value(weight: Any, dtype: torch.dtype | None = None) -> Any:
     return value if dtype is None else value.to(dtype)
 
 
-def _start(module: nn.RNNBase, like: Tensor, rows: int, hx: State | None) -> list[State]:
-    """First states of each layer and direction."""
-    if hx is None:
-        count = module.num_layers * (2 if module.bidirectional else 1)
-        zeros_BP = like.new_zeros(rows, module.proj_size or module.hidden_size)
-        zeros_BH = like.new_zeros(rows, module.hidden_size) if module.mode == "LSTM" else None
-        return [(zeros_BP, zeros_BH)] * count
-    cells = [None] * len(hx[0]) if hx[1] is None else list(hx[1].unbind(0))
-    return list(zip(hx[0].unbind(0), cells, strict=True))
+def _start(module: Any, like: Tensor, rows: int, hx: State | None) -> list[State]:
+    """First states of each layer and direction, zeros where none are given."""
+    count = module.num_layers * (2 if module.bidirectional else 1)
+    hidden, memory = (None, None) if hx is None else hx
+    if hidden is None:
+        states = [like.new_zeros(rows, module.proj_size or module.hidden_size)] * count
+    else:
+        states = list(hidden.unbind(0))
+    if memory is None:
+        cells = [like.new_zeros(rows, module.hidden_size) if _has_memory(module) else None] * count
+    else:
+        cells = list(memory.unbind(0))
+    return list(zip(states, cells, strict=True))
 
 
-def _check(module: nn.RNNBase, data: Tensor, rows: int, steps: int, hx: State | None) -> None:
+def _has_memory(module: Any) -> bool:
+    return module.mode == "LSTM" if isinstance(module, nn.RNNBase) else module.has_cell_state
+
+
+def _check(module: Any, data: Tensor, rows: int, steps: int, hx: State | None) -> None:
     """Refuses shapes as torch does; here because torch's own check looks at the weights.
 
     Raises:

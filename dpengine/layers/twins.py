@@ -6,6 +6,8 @@ from torch import nn
 
 from .attention import PrivateMultiheadAttention
 from .recurrent import PrivateGRU, PrivateLSTM, PrivateRNN
+from .rnn_linear import RNNLinear
+from .sequence_bias import SequenceBias
 from .single_step import PrivateGRUCell, PrivateLSTMCell, PrivateRNNCell
 
 TWINS: dict[type[nn.Module], type[nn.Module]] = {
@@ -18,6 +20,14 @@ TWINS: dict[type[nn.Module], type[nn.Module]] = {
     nn.MultiheadAttention: PrivateMultiheadAttention,
 }
 """Original to twin, by exact type: a subclass may have changed ``forward``."""
+
+_BY_OPERATIONS = (*TWINS.values(), RNNLinear, SequenceBias)
+
+
+def is_made_of_operations(module: nn.Module) -> bool:
+    """Whether each use that the module makes of its own parameters can be followed: a twin, or a subclass of one."""
+    return isinstance(module, _BY_OPERATIONS)
+
 
 _ORIGINALS = {twin: original for original, twin in TWINS.items()}
 

@@ -5,7 +5,8 @@ from .check import check_loader
 from .choose_strategy import strategy_for
 from .collate import EmptyAwareCollate, empty_template
 from .cyclic import PARTITION_STEP, CyclicPoissonStrategy, Partition
-from .loader import private_loader
+from .in_order import ByHand, InOrder
+from .loader import PrivateIteration, private_loader
 from .poisson import PoissonSampling
 from .shuffle import ShuffleSampling
 from .strategy import AbstractBatchStrategy, IndexBatch, WordStream, whole_number
@@ -16,12 +17,15 @@ from .units import UnitIds, UnitStrategy, refuse_reordering, unit_numbers
 __all__ = [
     "PARTITION_STEP",
     "AbstractBatchStrategy",
+    "ByHand",
     "CyclicPoissonStrategy",
     "EmptyAwareCollate",
+    "InOrder",
     "IndexBatch",
     "Partition",
     "PoissonSampling",
     "PrivateBatchSampler",
+    "PrivateIteration",
     "ShuffleSampling",
     "Ticket",
     "TruncatedStrategy",

@@ -52,14 +52,14 @@ class LogicalBatches:
         self.open_pass: Pass | None = None
         self.share = share
         self._words = words
-        self._physical_batch_size = physical_batch_size
+        self.physical_batch_size = physical_batch_size
         self._accumulation_steps = accumulation_steps
-        self._on_handout = on_handout
+        self.on_handout = on_handout
 
     def draw(self, step: int) -> DrawnBatch:
         """Returns the logical batch of a step. Drawing has no effect: the same step gives the same batch again."""
         indices = self.strategy.draw(step, self._words)
-        parts, size, (rank, ranks) = self._accumulation_steps, self._physical_batch_size, self.share
+        parts, size, (rank, ranks) = self._accumulation_steps, self.physical_batch_size, self.share
         units: tuple[IndexBatch, ...] = ()
         if isinstance(self.strategy, UnitStrategy):
             cut = self._units_of(self.strategy, indices)
@@ -73,7 +73,7 @@ class LogicalBatches:
         """This process's chunks of whole units; all processes have equally many, the last ones perhaps empty."""
         rank, ranks = self.share
         chunks = [
-            strategy.chunks(part, size=self._physical_batch_size, parts=self._accumulation_steps)
+            strategy.chunks(part, size=self.physical_batch_size, parts=self._accumulation_steps)
             for part in strategy.chunks(indices, size=None, parts=ranks)
         ]
         most = max(map(len, chunks))
@@ -83,7 +83,7 @@ class LogicalBatches:
         """Notes that a chunk is about to reach the user."""
         if chunk == 0:
             self.position = ticket.step + 1  # first, so that a failing callback cannot make this step come twice
-        self._on_handout(ticket, chunk)
+        self.on_handout(ticket, chunk)
 
     def start_pass(self, *, fetch_empty: bool) -> Pass:
         """Returns a new pass from the current position. A pass that is still open is over."""

@@ -104,7 +104,8 @@ def private_loader(
     # A class that changes batches in an __iter__ of its own must get the empty ones too. In all others they do not pass
     # through workers, where `dataset.__getitems__` would meet an empty list.
     fetch_empty = type(loader).__iter__ is not DataLoader.__iter__
-    private = {**settings, **wrapped, "_batches": batches, "_fetch_empty": fetch_empty}
+    own = {"_batches": batches, "_fetch_empty": fetch_empty, "_physical_batch_size": physical_batch_size}
+    private = {**settings, **wrapped, **own}
     return _changed(loader, _private_class(type(loader)), private)  # type: ignore[arg-type]
 
 
@@ -155,24 +156,26 @@ def _template(loader: DataLoader[Any], example_input: Any, *, batch_first: bool)
 @functools.cache
 def _private_class(kind: type[DataLoader[Any]]) -> type[DataLoader[Any]]:
     """The subclass of the user's loader class, one for each."""
-    return type(f"Private{kind.__name__}", (_PrivateIteration, kind), {"__module__": __name__, "__doc__": kind.__doc__})
+    return type(f"Private{kind.__name__}", (PrivateIteration, kind), {"__module__": __name__, "__doc__": kind.__doc__})
 
 
 def _users_class(loader: Any) -> str:
     return type(loader).__mro__[2].__name__
 
 
-class _PrivateIteration:
+class PrivateIteration:
     """What a private loader does differently from the user's class, which follows it in the order of resolution."""
 
     batch_sampler: PrivateBatchSampler
     collate_fn: EmptyAwareCollate
     _batches: LogicalBatches
     _fetch_empty: bool
+    _physical_batch_size: int | None
 
     def __iter__(self) -> Iterator[Any]:
         batches = self._batches
         _refuse_other_size(self)
+        batches.physical_batch_size = self._physical_batch_size
         this_pass = batches.start_pass(fetch_empty=self._fetch_empty)
         try:
             this_pass.source = super().__iter__()  # type: ignore[misc]
@@ -211,6 +214,27 @@ class _PrivateIteration:
 
     def __len__(self) -> int:
         return len(self.batch_sampler)
+
+    def bind(self, on_handout: Callable[[Ticket, int], None], may_draw: Callable[[int], bool]) -> None:
+        """Has others told of what is handed out, and asked whether a logical batch may be drawn.
+
+        Args:
+            on_handout: As in `private_loader`.
+            may_draw: As in `private_loader`.
+        """
+        self._batches.on_handout, self._batches.may_draw = on_handout, may_draw
+
+    def in_chunks(self, physical_batch_size: int) -> Any:
+        """The same run, with logical batches in nearly equal chunks, none of them with more rows than that.
+
+        Args:
+            physical_batch_size: At least 1.
+
+        Returns:
+            A loader that goes on where this one is, and the other way round.
+        """
+        size = whole_number("in_chunks", "physical_batch_size", physical_batch_size, at_least=1)
+        return self._with({**self.__dict__, "_physical_batch_size": size})
 
     @property
     def position(self) -> int:

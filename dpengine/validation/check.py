@@ -12,7 +12,7 @@ from torch import nn
 from dpengine.capture import Kind, Watch, watch_list
 from dpengine.errors import BatchDependentLossError, PrivacyError, ReductionError, UnsupportedLayerError
 from dpengine.grad_samplers import REGISTERED, sampler_for
-from dpengine.layers import TWINS
+from dpengine.layers import TWINS, is_made_of_operations
 from dpengine.names import suggests_names
 
 from .company import Company
@@ -21,8 +21,6 @@ from .obstacles import obstacle_of
 
 SUPPORTED, TWIN, FALLBACK, BLOCKED, NOTHING = "supported", "twin", "fallback", "blocked", "no trainable parameters"
 LAYER, LOSS = "layer", "loss"
-_PRIVATE = frozenset(TWINS.values())
-
 
 _WHOLE = {LAYER: "model", LOSS: "loss"}
 
@@ -204,7 +202,7 @@ def _watched(name: str, watch: Watch) -> Finding:
     kind = type(watch.module)
     if not any(getattr(owner._parameters[slot], "requires_grad", False) for owner, slot, _ in watch.slots()):
         return Finding(name, kind.__name__, NOTHING, "frozen")
-    if kind in TWINS or kind in _PRIVATE:
+    if kind in TWINS or (watch.kind is Kind.OPERATIONS and is_made_of_operations(watch.module)):
         return Finding(name, kind.__name__, TWIN, f"{TWINS.get(kind, kind).__name__}, operation by operation")
     if watch.kind is Kind.OPERATIONS:
         return Finding(name, kind.__name__, SUPPORTED, "bare parameter, operation by operation")

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import copy
-import math
 from dataclasses import dataclass
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
 
 from dpengine.layers import to_twin
 from dpengine.names import suggests_names
 
+from .batch_norms import BATCH_NORMS, group_count, group_norm_of, instance_norm_of
 from .check import check
 
 
@@ -38,7 +38,9 @@ class Change:
 
 
 @suggests_names
-def fix(model: nn.Module) -> tuple[nn.Module, list[Change]]:
+def fix(
+    model: nn.Module, *, batch_norm: str = "group", num_groups: int | None = None
+) -> tuple[nn.Module, list[Change]]:
     """Makes a copy of a model that can be trained privately.
 
     The copy has parameters of its own: run ``fix`` before the optimizer is built, or the optimizer will hold parameters
@@ -51,6 +53,10 @@ def fix(model: nn.Module) -> tuple[nn.Module, list[Change]]:
 
     Args:
         model: Any model; it is left as it is.
+        batch_norm: What batch norm becomes: ``"group"`` norm, or ``"instance"`` norm, which looks at one channel of a
+            sample at a time and needs channels of several values.
+        num_groups: Groups of each group norm; None lets each layer have what fits it. Layers whose channels it does
+            not divide into groups of several channels are left.
 
     Returns:
         The copy, and a list of what was changed and of what could not be (``after`` is None), which ``check(copy)``
@@ -58,22 +64,29 @@ def fix(model: nn.Module) -> tuple[nn.Module, list[Change]]:
 
     Raises:
         TypeError: If the model is no ``torch.nn.Module``.
+        ValueError: If ``batch_norm`` is not known, or ``num_groups`` is not positive or comes with instance norm.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"fix: model is {torch.typename(model)}; pass an instance of torch.nn.Module.")
-    mended = copy.deepcopy(model)
+    if batch_norm not in {"group", "instance"}:
+        raise ValueError(f"fix: batch_norm={batch_norm!r} is not known. Choose one of: 'group', 'instance'.")
+    if num_groups is not None and (num_groups < 1 or batch_norm == "instance"):
+        raise ValueError(f"fix: num_groups={num_groups!r}; pass a positive number, with batch_norm='group' only.")
+    mended = copied(model)
     changes: list[Change] = []
     replaced: dict[nn.Module, nn.Module] = {}
     for name, module in mended.named_modules():
         before = _shown(module)
-        outcome = next((outcome for mend in _MENDS if (outcome := mend(module)) is not None), None)
+        outcome = _batch_norm(module, batch_norm, num_groups)
+        if outcome is None:
+            outcome = next((outcome for mend in _MENDS if (outcome := mend(module)) is not None), None)
         if outcome is None:
             continue
         other, why = outcome
         if other is not None and other is not module:
             replaced[module] = other.train(module.training)
         changes.append(Change(name, before, None if other is None else _shown(other), why))
-    mended = _with_replacements(mended, replaced)
+    mended = with_replacements(mended, replaced)
     listed = {change.name for change in changes}
     left = (finding for finding in check(mended).blocked if finding.name not in listed)
     changes += [Change(f.name, f.type, None, f"{f.why}. {f.remedy}.") for f in left]
@@ -84,29 +97,25 @@ Outcome = tuple["nn.Module | None", str]
 """The layer to use instead, which may be the same one set otherwise, or None if it must be left; and the reason."""
 
 
-def _batch_norm(module: nn.Module) -> Outcome | None:
+def _batch_norm(module: nn.Module, to: str, num_groups: int | None) -> Outcome | None:
     if not isinstance(module, _BatchNorm):
         return None
-    if type(module) not in {nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm}:
+    if type(module) not in BATCH_NORMS:
         return None, (
             f"{type(module).__name__} is a batch norm that may do more than normalise; replace it by hand, by group "
             "norm and what else it does."
         )
-    channels = module.num_features
-    # A batch norm over vectors must find enough values among the channels alone.
-    groups = _group_count(channels, ideal=channels / 16 if type(module) is nn.BatchNorm1d else 32)
+    if to == "instance":
+        other = instance_norm_of(module)
+        if other is None:
+            return None, "no instance norm fits SyncBatchNorm, which does not say its dimensions; use group norm."
+        return other, "batch norm mixes the rows of a batch; instance norm looks at one channel of one row"
+    groups = group_count(module) if num_groups is None else num_groups
     if groups is None:
         return None, "one channel alone cannot be normalised within a sample; remove the layer, or widen it."
-    norm = nn.GroupNorm(groups, channels, module.eps, module.affine, device="meta")
-    norm.weight, norm.bias = module.weight, module.bias
-    return norm, "batch norm mixes the rows of a batch; group norm looks at one row"
-
-
-def _group_count(channels: int, *, ideal: float) -> int | None:
-    """The number of groups nearest to ``ideal`` that leaves at least two channels in each; None if there is none."""
-    # A group of one channel would be one value where samples are vectors, and normalise to zero.
-    counts = [count for count in range(1, channels // 2 + 1) if channels % count == 0]
-    return min(counts, key=lambda count: abs(math.log(count / ideal)), default=None)
+    if module.num_features % groups or groups >= module.num_features > 0:
+        return None, f"its {module.num_features} channels cannot be had in {groups} groups of several channels."
+    return group_norm_of(module, groups), "batch norm mixes the rows of a batch; group norm looks at one row"
 
 
 def _instance_norm(module: nn.Module) -> Outcome | None:
@@ -135,10 +144,18 @@ def _twin(module: nn.Module) -> Outcome | None:
     return None if twin is None else (twin, "computes the same, with the rows of the batch kept apart")
 
 
-_MENDS = (_batch_norm, _instance_norm, _embedding, _twin)
+_MENDS = (_instance_norm, _embedding, _twin)
 
 
-def _with_replacements(model: nn.Module, replaced: dict[nn.Module, nn.Module]) -> nn.Module:
+def copied(model: nn.Module) -> nn.Module:
+    """A deep copy, also where ``forward`` left tensors that belong to a graph on its modules."""
+    kept = (value for module in model.modules() for value in vars(module).values() if isinstance(value, Tensor))
+    # Copying refuses these; the next forward pass makes them anew.
+    return copy.deepcopy(model, {id(value): value.detach().clone() for value in kept if not value.is_leaf})
+
+
+def with_replacements(model: nn.Module, replaced: dict[nn.Module, nn.Module]) -> nn.Module:
+    """The model with other modules in place of some, wherever they stand in it."""
     for parent in list(model.modules()):
         for name, child in parent._modules.items():
             if child in replaced:

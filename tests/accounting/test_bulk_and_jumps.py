@@ -88,3 +88,11 @@ def test_bulk_and_jumps_together_keep_both_masses(direction, cut):
     of_q *= float(bulk.masses @ np.exp(-bulk.losses)) / float(bulk.masses.sum())
     assert of_p == pytest.approx(1.0, abs=1e-9)
     assert of_q == pytest.approx(1.0, abs=1e-9)
+
+
+@pytest.mark.parametrize("sigma", [0.02, 0.05])
+def test_losses_that_are_all_jumps_have_a_bound(sigma):
+    # Once an answer with a slope beyond all reason asked for a lattice of 10^134 points.
+    run = {"noise_multiplier": sigma, "sample_rate": 0.5, "steps": 100, "delta": 1e-10}
+    lower, _, upper = epsilon_bounds(**run)
+    assert 0 < lower <= upper <= 1.001 * lower

@@ -3,7 +3,16 @@ import random
 
 import pytest
 
-from dpengine.accounting import Charge, GaussianEvent, Relation, calibration, epsilon, epsilon_of, release_event
+from dpengine.accounting import (
+    Charge,
+    GaussianEvent,
+    Relation,
+    calibration,
+    epsilon,
+    epsilon_of,
+    least_noise_by,
+    release_event,
+)
 from dpengine.errors import AccountingRefusedError, CalibrationError, InvalidBudgetError
 
 GOLDEN = [  # target epsilon, rate, steps, noise multiplier, relative tolerance
@@ -191,3 +200,27 @@ def test_second_opinions_are_calibrated_too(accountant, relation):
     spent = (Charge(GaussianEvent(8.0)),)
     found = calibration(target_epsilon=2.0, sample_rate=0.05, spent=spent, **arguments)
     assert 2.0 * (1 - 1e-4) < found.epsilon <= 2.0
+
+
+@pytest.mark.parametrize("power", [0.5, 1.0, 2.0, 8.0])
+@pytest.mark.parametrize("start", [1e-2, 1.0, 1e5])
+def test_noise_by_any_falling_function_is_within_the_tolerance(power, start):
+    def epsilon_at(sigma):
+        return 7.0 * sigma**-power
+
+    found = least_noise_by(epsilon_at, target_epsilon=3.0, tolerance=0.01, start=start)
+    assert 3.0 - 0.01 <= epsilon_at(found) <= 3.0
+
+
+def test_noise_by_a_function_that_jumps_is_at_the_jump():
+    found = least_noise_by(lambda sigma: 5.0 if sigma < 2.0 else 0.0, target_epsilon=3.0, tolerance=0.01)
+    assert 2.0 <= found <= 2.0 * (1 + 1e-5)
+
+
+def test_noise_by_a_function_that_never_exceeds_the_target_is_the_least():
+    assert least_noise_by(lambda sigma: 0.0, target_epsilon=3.0, tolerance=0.01) == pytest.approx(1e-2)
+
+
+def test_noise_by_a_function_that_never_meets_the_target_is_refused():
+    with pytest.raises(CalibrationError, match="smallest reachable here: 4"):
+        least_noise_by(lambda sigma: 4.0, target_epsilon=3.0, tolerance=0.01)

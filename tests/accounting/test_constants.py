@@ -2,7 +2,7 @@ import math
 
 import pytest
 
-from dpengine.accounting import check_delta, sample_rate_of, steps_per_epoch, suggested_delta
+from dpengine.accounting import check_delta, sample_rate_of, steps_of_epochs, steps_per_epoch, suggested_delta
 from dpengine.errors import InvalidBudgetError
 
 
@@ -59,3 +59,13 @@ def test_a_large_delta_is_refused_with_a_suggestion():
 def test_a_delta_outside_zero_one_is_refused_even_when_large_is_allowed(delta):
     with pytest.raises(InvalidBudgetError, match="delta="):
         check_delta(delta, 100, allow_large=True)
+
+
+def test_epochs_of_a_rate_lose_no_step():
+    for steps in range(1, 2001):
+        for epochs in (1, 3, 20):
+            assert steps_of_epochs(epochs, 1 / steps) == epochs * steps
+    assert steps_of_epochs(0.5, 0.01) == 50
+    assert steps_of_epochs(1e-9, 1.0) == 1
+    with pytest.raises(InvalidBudgetError, match="epochs"):
+        steps_of_epochs(0, 0.1)

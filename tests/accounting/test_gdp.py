@@ -11,6 +11,7 @@ from dpengine.accounting import (
     NonPrivateEvent,
     PoissonGaussianEvent,
     Relation,
+    central_limit_mu,
     delta_of,
     epsilon_of,
     mu_gdp,
@@ -120,3 +121,24 @@ def test_enormous_epsilons_have_their_mu(delta):
     for eps, mu in zip((1.01e10, 1e12), found[1:3], strict=True):
         assert epsilon_of_mu(mu, delta) <= eps * (1 + 1e-12)
         assert mu == pytest.approx(math.sqrt(2 * eps), rel=1e-3)
+
+
+@pytest.mark.parametrize("fixed_size", [False, True])
+def test_the_limit_is_the_mu_of_the_papers_integral(fixed_size):
+    # Bu et al. 2020: mu^2 / (q^2 T) is the variance of the likelihood ratio for Poisson batches.
+    sigma, rate, steps = 0.9, 0.01, 400
+    found = central_limit_mu(noise_multiplier=sigma, sample_rate=rate, steps=steps, fixed_size=fixed_size)
+    phi = mpmath.ncdf
+    square = mpmath.expm1(sigma**-2)
+    if fixed_size:
+        square = 2 * (mpmath.exp(sigma**-2) * phi(1.5 / sigma) + 3 * phi(-0.5 / sigma) - 2)
+    assert found == pytest.approx(float(rate * mpmath.sqrt(steps * square)), rel=1e-12)
+
+
+def test_the_limit_is_no_bound_and_ends_well():
+    run = {"noise_multiplier": 0.5, "sample_rate": 0.01, "steps": 1000}
+    about = epsilon_of_mu(central_limit_mu(**run), 1e-5)
+    assert about < epsilon_of([Charge(PoissonGaussianEvent(0.01, 0.5), 1000)], 1e-5)
+    assert central_limit_mu(**(run | {"noise_multiplier": 0.0})) == math.inf
+    assert central_limit_mu(**(run | {"steps": 0})) == 0.0
+    assert central_limit_mu(**(run | {"noise_multiplier": 1e9}), fixed_size=True) >= 0

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from faults.neighbours import CLASSES, FEATURES, influence, mlp, plain_step, private, release_of, tensors
 from torch import nn
 
+from dpengine import GradSampleModule
 from dpengine.errors import BufferUpdateError, PrivacyWarning, UnsupportedLayerError
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*NOT PRIVATE")
@@ -265,3 +266,30 @@ def release_of_same(model):
         plain_step(model, optimizer, *next(iter(loader)))
     finally:
         engine.detach(model)
+
+
+class Pair(nn.Module):
+    """Two outputs by a parameter that no rule follows, of which one comes to nothing."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(FEATURES))
+
+    def forward(self, x):
+        return (x * self.weight).sin(), x + self.weight
+
+
+class FirstOfPair(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.pair, self.head = Pair(), nn.Linear(FEATURES, 2)
+
+    def forward(self, x):
+        first, _ = self.pair(x)
+        return self.head(first - first.mean(dim=0))
+
+
+def test_f_m2_a_layer_with_an_unused_output_does_not_hide_that_rows_mix():
+    wrapped = GradSampleModule(FirstOfPair(), loss_reduction="sum")
+    with pytest.raises(UnsupportedLayerError, match="does not keep the rows of a batch apart"):
+        wrapped(torch.randn(5, FEATURES)).square().sum().backward()

@@ -6,6 +6,7 @@ import pytest
 from dpengine.sampling import (
     AbstractBatchStrategy,
     CyclicPoissonStrategy,
+    InOrder,
     Partition,
     PoissonSampling,
     ShuffleSampling,
@@ -21,9 +22,14 @@ STRATEGIES = [
     ShuffleSampling(500, 50),
     ShuffleSampling(7, 3, drop_last=True),
     ShuffleSampling(1, 5),
+    InOrder(500, 50),
+    InOrder(7, 3, drop_last=True),
     TruncatedStrategy(PoissonSampling(500, 0.1, steps_per_epoch=10, expected_batch_size=50.0), 45),
 ]
-ELSEWHERE = {"UnitStrategy": "tests/test_privacy_unit.py: its batches are in the order of units"}
+ELSEWHERE = {
+    "UnitStrategy": "tests/test_privacy_unit.py: its batches are in the order of units",
+    "ByHand": "tests/compat: batches come from elsewhere, there is nothing to draw",
+}
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES, ids=repr)

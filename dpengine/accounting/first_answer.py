@@ -1,0 +1,76 @@
+"""Epsilon by the first of several accountants that has an answer, for callers that must always get one."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from dpengine.errors import AccountingRefusedError
+
+from .accountant import epsilon_of
+from .events import Relation, UnclaimedEvent
+from .ledger import Charge, checked_history
+from .renyi_orders import epsilon_by_orders
+
+
+@dataclass(frozen=True)
+class FirstAnswer:
+    """An upper bound on epsilon, and who gave it.
+
+    Attributes:
+        epsilon: Infinity if nobody has an answer.
+        accountant_used: A name of `ACCOUNTANTS`; None if nobody has an answer.
+        relation: Of the answer.
+        refusals: What those said who were asked before, one message each.
+    """
+
+    epsilon: float
+    accountant_used: str | None
+    relation: Relation
+    refusals: tuple[str, ...] = ()
+
+
+def first_answer(
+    history: Iterable[Charge],
+    delta: float,
+    accountants: Sequence[str] = ("pld", "rdp", "monte_carlo"),
+    relations: Sequence[Relation] = (Relation.ADD_OR_REMOVE_ONE, Relation.ZERO_OUT),
+    orders: Sequence[float] | None = None,
+) -> FirstAnswer:
+    """Returns an upper bound on epsilon whatever the history holds.
+
+    Args:
+        history: Everything that was charged.
+        delta: Strictly between 0 and 1.
+        accountants: Whom to ask, in this order: names of `ACCOUNTANTS`.
+        relations: Each accountant is asked for these in turn. Some releases have a bound for one of them alone.
+        orders: At which "rdp" looks; None for its own, which are whole.
+
+    Returns:
+        The first finite answer; infinity where there is none, as without noise or for an unclaimed release.
+
+    Raises:
+        InvalidBudgetError: If ``delta`` is out of range.
+    """  # noqa: DOC502 - the check raises on our behalf
+    charges = checked_history(history)
+    unclaimed = [charge.event.reason for charge in charges if isinstance(charge.event, UnclaimedEvent)]
+    if unclaimed:
+        return FirstAnswer(math.inf, None, relations[0], (f"No epsilon is claimed: {unclaimed[0]}",))
+    refusals: list[str] = []
+    infinite: FirstAnswer | None = None
+    for accountant in accountants:
+        for relation in relations:
+            try:
+                if accountant == "rdp" and orders is not None:
+                    epsilon = epsilon_by_orders(charges, delta, orders, relation)[0]
+                else:
+                    epsilon = epsilon_of(charges, delta, accountant, relation)
+            except AccountingRefusedError as error:
+                refusals.append(str(error))
+                continue
+            if epsilon < math.inf:
+                return FirstAnswer(epsilon, accountant, relation, tuple(refusals))
+            infinite = infinite or FirstAnswer(epsilon, accountant, relation, tuple(refusals))
+            break
+    return infinite or FirstAnswer(math.inf, None, relations[0], tuple(refusals))

@@ -1,0 +1,103 @@
+"""Epsilon by Renyi divergences at orders of one's own, whole numbers or not."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from dpengine.errors import InvalidBudgetError
+
+from . import arguments, rdp
+from .composition import compose
+from .events import Relation
+from .ledger import Charge, checked_history
+
+Floats = npt.NDArray[np.float64]
+
+_LARGEST = 1e300
+
+
+def renyi_divergences(*, noise_multiplier: float, sample_rate: float, orders: Iterable[float]) -> Floats:
+    """Returns the Renyi divergence of one Poisson-sampled Gaussian release at each order: an upper bound on it.
+
+    Args:
+        noise_multiplier: Standard deviation of the noise over the sensitivity.
+        sample_rate: Chance of each row to be in the batch, in (0, 1].
+        orders: Above 1.
+
+    Returns:
+        One number for each order; infinity without noise.
+
+    Raises:
+        InvalidBudgetError: If an argument is out of range.
+    """  # noqa: DOC502 - the checks raise on our behalf
+    sigma, rate = arguments.noise_multiplier(noise_multiplier), arguments.sample_rate(sample_rate)
+    return rdp.divergences(rate, sigma, _checked(orders, math.inf))
+
+
+def epsilon_by_orders(
+    history: Iterable[Charge],
+    delta: float,
+    orders: Sequence[float],
+    relation: Relation = Relation.ADD_OR_REMOVE_ONE,
+) -> tuple[float, float]:
+    """Returns an upper bound on epsilon by Renyi divergences at chosen orders, and the order that gives it.
+
+    Args:
+        history: Everything that was charged.
+        delta: Strictly between 0 and 1.
+        orders: Above 1; the more there are, the closer the bound.
+        relation: Which data sets are neighbours.
+
+    Returns:
+        Epsilon, 0.0 if nothing was charged and infinity if something left without noise, and an order.
+
+    Raises:
+        AccountingRefusedError: For what has no such bound: see `epsilon_of` with "rdp".
+        InvalidBudgetError: If an argument is out of range.
+    """  # noqa: DOC502 - the checks raise on our behalf
+    delta, asked = arguments.delta_in_range(delta), _checked(orders)
+    composition = compose(checked_history(history))
+    if composition.empty or composition.non_private:
+        return (math.inf if composition.non_private else 0.0), asked[-1]
+    return rdp.curve(composition, Relation(relation), asked).epsilon(delta)
+
+
+def epsilon_of_divergences(orders: Iterable[float], rho: Iterable[float], delta: float) -> tuple[float, float]:
+    """Returns epsilon from Renyi divergences that were computed elsewhere, and the order that gives it.
+
+    Source: Canonne, Kamath, Steinke 2020 (arXiv:2004.00010), proposition 12.
+
+    Args:
+        orders: Above 1.
+        rho: The divergence at each of them.
+        delta: Strictly between 0 and 1.
+
+    Returns:
+        Epsilon, at least 0, and an order; infinity and not-a-number where no divergence is finite.
+
+    Raises:
+        InvalidBudgetError: If there is not one divergence for each order, or an argument is out of range.
+    """
+    asked, values = _checked(orders), np.asarray(list(rho), dtype=np.float64)
+    delta = arguments.delta_in_range(delta)
+    if len(asked) != len(values):
+        raise InvalidBudgetError(
+            f"rho has {len(values)} numbers for {len(asked)} orders.", fix="Pass one divergence for each order."
+        )
+    known = np.isfinite(values)
+    if not known.any():
+        return math.inf, math.nan
+    return rdp.best_epsilon(np.where(known, values, np.inf), np.array(asked), delta)
+
+
+def _checked(orders: Iterable[float], most: float = _LARGEST) -> tuple[float, ...]:
+    asked = tuple(arguments.real("orders", order) for order in orders)
+    if not asked or not all(1 < order <= most for order in asked):
+        raise InvalidBudgetError(
+            f"orders must hold numbers above 1 and at most {most:g}.", fix="Pass orders=[1.5, 2, 4, 8, 16, 32]."
+        )
+    return asked

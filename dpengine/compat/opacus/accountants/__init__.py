@@ -1,0 +1,16 @@
+"""Accountants by Opacus's names, over the ledger and the bounds of `dpengine.accounting`."""
+
+from .accountant import IAccountant
+from .gdp import GaussianAccountant
+from .prv import PRVAccountant
+from .rdp import RDPAccountant
+from .registry import create_accountant, register_accountant
+
+__all__ = [
+    "GaussianAccountant",
+    "IAccountant",
+    "PRVAccountant",
+    "RDPAccountant",
+    "create_accountant",
+    "register_accountant",
+]

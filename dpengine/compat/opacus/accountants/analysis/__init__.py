@@ -1,0 +1,1 @@
+"""The formulas behind the accountants, as functions."""

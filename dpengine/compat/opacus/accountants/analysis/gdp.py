@@ -1,0 +1,49 @@
+"""Gaussian differential privacy of sampled Gaussians, in the limit of many steps and small rates.
+
+For sampled releases these are APPROXIMATIONS (Bu, Dong, Long, Su 2020, arXiv:1911.11607), below the truth more often
+than not. No accountant here claims them. Without sampling, ``mu = sqrt(steps) / noise_multiplier``, and `eps_from_mu`
+is exact.
+"""
+
+from __future__ import annotations
+
+from dpengine.accounting import central_limit_mu, delta_of_mu, epsilon_of_mu
+from dpengine.names import suggests_names
+
+
+@suggests_names
+def compute_mu_uniform(*, steps: int, noise_multiplier: float, sample_rate: float) -> float:
+    """Returns about the mu of ``steps`` releases over batches of one size; see the module."""
+    return central_limit_mu(noise_multiplier=noise_multiplier, sample_rate=sample_rate, steps=steps, fixed_size=True)
+
+
+@suggests_names
+def compute_mu_poisson(*, steps: int, noise_multiplier: float, sample_rate: float) -> float:
+    """Returns about the mu of ``steps`` releases over Poisson batches; see the module."""
+    return central_limit_mu(noise_multiplier=noise_multiplier, sample_rate=sample_rate, steps=steps)
+
+
+@suggests_names
+def delta_eps_mu(*, eps: float, mu: float) -> float:
+    """Returns the delta of mu-Gaussian differential privacy at an epsilon."""
+    return delta_of_mu(mu, eps)
+
+
+@suggests_names
+def eps_from_mu(*, mu: float, delta: float) -> float:
+    """Returns the epsilon of mu-Gaussian differential privacy at a delta in (0, 1)."""
+    return epsilon_of_mu(mu, delta) if mu > 0 else 0.0
+
+
+@suggests_names
+def compute_eps_uniform(*, steps: int, noise_multiplier: float, sample_rate: float, delta: float) -> float:
+    """Returns about the epsilon of ``steps`` releases over batches of one size; see the module."""
+    mu = compute_mu_uniform(steps=steps, noise_multiplier=noise_multiplier, sample_rate=sample_rate)
+    return eps_from_mu(mu=mu, delta=delta)
+
+
+@suggests_names
+def compute_eps_poisson(*, steps: int, noise_multiplier: float, sample_rate: float, delta: float) -> float:
+    """Returns about the epsilon of ``steps`` releases over Poisson batches; see the module."""
+    mu = compute_mu_poisson(steps=steps, noise_multiplier=noise_multiplier, sample_rate=sample_rate)
+    return eps_from_mu(mu=mu, delta=delta)

@@ -1,0 +1,83 @@
+"""Evenly spaced losses."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from dpengine.accounting import safe_reach
+
+
+@dataclass
+class Domain:
+    """``size`` evenly spaced points from ``t_min`` to ``t_max``.
+
+    Args:
+        t_min: The first.
+        t_max: The last.
+        size: Even.
+        shifts: By how much the points were moved.
+
+    Raises:
+        TypeError: If ``size`` is no int.
+        ValueError: If it is odd.
+    """
+
+    t_min: float
+    t_max: float
+    size: int
+    shifts: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.size, int):
+            raise TypeError(f"size is a {type(self.size).__name__}; it must be an int.")
+        if self.size % 2:
+            raise ValueError(f"size={self.size} must be even.")
+
+    @classmethod
+    def create_aligned(cls, t_min: float, t_max: float, dt: float) -> Domain:
+        """Returns points that are multiples of ``dt`` and reach from ``t_min`` or below to ``t_max`` or above."""
+        first, last = math.floor(t_min / dt), math.ceil(t_max / dt)
+        last += (last - first + 1) % 2
+        return cls(first * dt, last * dt, last - first + 1)
+
+    def shift_right(self, dt: float) -> Domain:
+        """Returns the same points moved by ``dt``."""
+        return Domain(self.t_min + dt, self.t_max + dt, self.size, self.shifts + dt)
+
+    @property
+    def dt(self) -> float:
+        """The spacing."""
+        return (self.t_max - self.t_min) / (self.size - 1)
+
+    @property
+    def ts(self) -> npt.NDArray[np.float64]:
+        """The points ``(size,)``."""
+        return np.linspace(self.t_min, self.t_max, self.size)
+
+    def __getitem__(self, i: int) -> float:
+        return self.t_min + i * self.dt
+
+
+def compute_safe_domain_size(
+    prvs: Sequence[Any], max_self_compositions: Sequence[int], eps_error: float, delta_error: float
+) -> float:
+    """Returns how large losses a domain should hold: to either side of 0.
+
+    Args:
+        prvs: Of sampled Gaussians.
+        max_self_compositions: How often each is released.
+        eps_error: As wide as the interval of epsilon may be.
+        delta_error: Mass that may lie beyond.
+
+    Returns:
+        A loss.
+    """
+    pairs = zip(prvs, max_self_compositions, strict=True)
+    releases = [(prv.noise_multiplier, prv.sample_rate, int(count)) for prv, count in pairs]
+    return safe_reach(releases, eps_error, delta_error)

@@ -1,0 +1,181 @@
+"""Privacy losses as random variables: of a sampled Gaussian, cut to a window, and on a grid."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from dpengine.accounting import (
+    Charge,
+    RemovalLoss,
+    bounds_of,
+    delta_of_losses,
+    epsilon_of_losses,
+    first_answer,
+    mean_of_losses,
+    release_event,
+    renyi_divergences,
+)
+from dpengine.errors import AccountingRefusedError
+
+from .domain import Domain
+
+Array = npt.NDArray[np.float64]
+
+
+class PoissonSubsampledGaussianPRV:
+    """The loss of one Poisson-sampled Gaussian release where an example is taken away.
+
+    Args:
+        sample_rate: Chance of each row to be in the batch, in (0, 1].
+        noise_multiplier: Standard deviation of the noise over the sensitivity, above 0.
+    """
+
+    def __init__(self, sample_rate: float, noise_multiplier: float) -> None:
+        self.sample_rate = sample_rate
+        self.noise_multiplier = noise_multiplier
+        self._law = RemovalLoss(sample_rate, noise_multiplier)
+
+    def pdf(self, t: npt.ArrayLike) -> Array:
+        """Returns the density at losses ``t``."""
+        return self._law.density(t)
+
+    def cdf(self, t: npt.ArrayLike) -> Array:
+        """Returns the chance of a loss of at most ``t``."""
+        return self._law.cdf(t)
+
+    def rdp(self, alpha: float) -> float:
+        """Returns the Renyi divergence at an order above 1."""
+        found = renyi_divergences(noise_multiplier=self.noise_multiplier, sample_rate=self.sample_rate, orders=[alpha])
+        return float(found[0])
+
+
+class TruncatedPrivacyRandomVariable:
+    """A loss, given that it lies in a window.
+
+    Args:
+        prv: Has ``cdf`` and ``pdf``.
+        t_min: Start of the window.
+        t_max: End of the window.
+    """
+
+    def __init__(self, prv: PoissonSubsampledGaussianPRV, t_min: float, t_max: float) -> None:
+        self._prv = prv
+        self.t_min = t_min
+        self.t_max = t_max
+        self._below = float(prv.cdf(t_min))
+        self._remaining_mass = float(prv.cdf(t_max)) - self._below
+
+    def pdf(self, t: npt.ArrayLike) -> Array:
+        """Returns the density at losses ``t``; 0 outside of the window."""
+        inside = (np.asarray(t) >= self.t_min) & (np.asarray(t) < self.t_max)
+        return np.where(inside, self._prv.pdf(t) / self._remaining_mass, 0.0)
+
+    def cdf(self, t: npt.ArrayLike) -> Array:
+        """Returns the chance of a loss of at most ``t``."""
+        within = np.clip(np.asarray(t, dtype=np.float64), self.t_min, self.t_max)
+        found = (self._prv.cdf(within) - self._below) / self._remaining_mass
+        return np.where(np.asarray(t) >= self.t_max, 1.0, np.clip(found, 0.0, 1.0))
+
+    def mean(self) -> float:
+        """Returns the mean, by quadrature."""
+        return mean_of_losses(self.cdf, self.t_min, self.t_max)
+
+
+@dataclass
+class DiscretePRV:
+    """Masses on a domain.
+
+    One that comes from sampled Gaussians, by `discretize` and ``compose_heterogeneous``, remembers them: its epsilon is
+    that of the releases themselves, an upper bound for both directions of add-or-remove, whatever the domain cut off.
+    Any other is what its masses say, and no bound but for the errors that it is given.
+
+    Args:
+        pmf: ``(size of the domain,)``.
+        domain: Where they are.
+    """
+
+    pmf: Array
+    domain: Domain
+    _releases: tuple[tuple[float, float, int], ...] = field(default=(), init=False, repr=False, compare=False)
+    _pmf_of_releases: Any = field(default=None, init=False, repr=False, compare=False)
+
+    def __len__(self) -> int:
+        if len(self.pmf) != self.domain.size:
+            raise ValueError(f"There are {len(self.pmf)} masses on a domain of {self.domain.size} points.")
+        return len(self.pmf)
+
+    @property
+    def releases(self) -> tuple[tuple[float, float, int], ...]:
+        """``(noise multiplier, sample rate, count)`` of what the masses come from; empty where that is not known."""
+        return self._releases if self._pmf_of_releases is self.pmf else ()
+
+    def compute_epsilon(self, delta: float, delta_error: float, eps_error: float) -> tuple[float, float, float]:
+        """Returns epsilon from below, about, and from above.
+
+        Args:
+            delta: Infinite answers where it is not positive.
+            delta_error: How far off the masses may be. Not needed where the releases are known.
+            eps_error: How far off the losses may be. Not needed where the releases are known.
+
+        Returns:
+            Three numbers, none negative. What may be reported is the last.
+        """
+        if delta <= 0:
+            return float("inf"), float("inf"), float("inf")
+        if self.releases:
+            return _bounds(self.releases, delta)
+        losses, masses = self.domain.ts, np.asarray(self.pmf, dtype=np.float64)
+        below = epsilon_of_losses(losses, masses, delta + delta_error) - eps_error
+        above = epsilon_of_losses(losses, masses, delta - delta_error) + eps_error
+        return max(0.0, below), epsilon_of_losses(losses, masses, delta), above
+
+    def compute_delta_estimate(self, eps: float) -> float:
+        """Returns the delta of the masses at an epsilon: no bound."""
+        return delta_of_losses(self.domain.ts, np.asarray(self.pmf, dtype=np.float64), eps)
+
+
+def discretize(prv: Any, domain: Domain) -> DiscretePRV:
+    """Puts a loss on a domain, which is moved so that the mean is kept.
+
+    Args:
+        prv: Has ``cdf`` and ``mean``, as `TruncatedPrivacyRandomVariable`.
+        domain: Where to put it.
+
+    Returns:
+        Masses on the moved domain.
+    """
+    points = domain.ts
+    edges = np.concatenate([points - domain.dt / 2, [points[-1] + domain.dt / 2]])
+    masses = np.diff(prv.cdf(edges))
+    found = DiscretePRV(masses, domain.shift_right(float(prv.mean() - points @ masses)))
+    source = getattr(prv, "_prv", None)
+    if isinstance(source, PoissonSubsampledGaussianPRV):
+        remember(found, ((source.noise_multiplier, source.sample_rate, 1),))
+    return found
+
+
+def remember(prv: DiscretePRV, releases: tuple[tuple[float, float, int], ...]) -> None:
+    """Notes what the masses come from.
+
+    Args:
+        prv: The masses.
+        releases: As ``DiscretePRV.releases``.
+    """
+    prv._releases, prv._pmf_of_releases = releases, prv.pmf
+
+
+def _bounds(releases: tuple[tuple[float, float, int], ...], delta: float) -> tuple[float, float, float]:
+    charges = [
+        Charge(release_event(noise_multiplier=sigma, sample_rate=rate), count) for sigma, rate, count in releases
+    ]
+    for accountant in ("prv", "pld"):
+        try:
+            return bounds_of(charges, delta, accountant)
+        except AccountingRefusedError:
+            continue
+    upper = first_answer(charges, delta).epsilon
+    return 0.0, upper, upper

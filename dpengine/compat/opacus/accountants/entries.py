@@ -1,0 +1,165 @@
+"""The ledger's charges as triples ``(noise_multiplier, sample_rate, steps)``, and back.
+
+Charges that have no such form appear as triples that cost no less, as far as there are any:
+
+- a step of a run in which examples take turns: noise and rate within the group, though not all steps can meet one row;
+- correlated noise: all steps of the run so far are one Gaussian release; as many releases that cost that together;
+- batches of one size or cut to one: half the noise and every row, since one row may push out another;
+- units with several rows: noise over the largest norm, and every row;
+- whatever has no bound by noise and rate alone, such as a release that nothing is claimed for: noise 0.
+
+Each such triple remembers the charges behind it, which are what epsilon is computed from.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from dpengine.accounting import (
+    Charge,
+    CyclicGaussianEvent,
+    Event,
+    FixedSizeGaussianEvent,
+    GaussianEvent,
+    MatrixGaussianEvent,
+    MixtureGaussianEvent,
+    PoissonGaussianEvent,
+    TruncatedGaussianEvent,
+    release_event,
+    steps_of,
+)
+
+Triple = tuple[float, float, int]
+
+_ROUNDING = 1e-9
+
+
+class Entry(tuple):
+    """A triple that remembers its charges: putting it into a history again charges those."""
+
+    charges: tuple[Charge, ...]
+
+    def __reduce__(self) -> Any:
+        return tuple, (tuple(self),)
+
+
+def event_of(noise_multiplier: Any, sample_rate: Any) -> Event:
+    """The event of a step.
+
+    Args:
+        noise_multiplier: Of the step; a number, or an array or tensor that holds one.
+        sample_rate: Of the step. What is above 1 by rounding counts as 1.
+
+    Returns:
+        The event, which keeps the rate where there is no noise.
+
+    Raises:
+        InvalidBudgetError: If either is out of range.
+    """  # noqa: DOC502 - the event raises on our behalf
+    sigma, rate = (getattr(value, "item", lambda value=value: value)() for value in (noise_multiplier, sample_rate))
+    if isinstance(rate, float) and 1 < rate <= 1 + _ROUNDING:
+        rate = 1.0
+    event = release_event(noise_multiplier=sigma, sample_rate=rate)
+    return event if sigma > 0 else PoissonGaussianEvent(rate, 0.0)
+
+
+def charges_of(entries: Iterable[Sequence[Any]]) -> list[Charge]:
+    """What entries of a history charge; those of no steps charge nothing.
+
+    Args:
+        entries: Triples.
+
+    Returns:
+        Charges in order.
+
+    Raises:
+        ValueError: If one of them is no triple, or its numbers are out of range.
+    """
+    found: list[Charge] = []
+    for entry in entries:
+        if isinstance(entry, Entry):
+            found += entry.charges
+            continue
+        if not isinstance(entry, Sequence) or len(entry) != 3:
+            raise ValueError(
+                f"A history holds triples (noise_multiplier, sample_rate, steps), and this one holds {entry!r}."
+            )
+        sigma, rate, steps = entry
+        event = event_of(sigma, rate)
+        count = getattr(steps, "item", lambda steps=steps: steps)()
+        if isinstance(count, float) and count.is_integer():
+            count = int(count)
+        if count != 0:
+            found.append(Charge(event, count))
+    return found
+
+
+def entries_of(charges: Iterable[Charge]) -> list[Triple]:
+    """Triples of charges, equal neighbours merged.
+
+    Args:
+        charges: Of a ledger, in order.
+
+    Returns:
+        Tuples, those of events without noise and rate as `Entry`.
+    """
+    merged: list[list[Charge]] = []
+    for charge in charges:
+        if merged and merged[-1][0].event == charge.event:
+            merged[-1].append(charge)
+        else:
+            merged.append([charge])
+    return [_entry(run) for run in merged]
+
+
+def has_plain_form(charge: Charge) -> bool:
+    """Whether a triple says all that epsilon depends on."""
+    return isinstance(charge.event, (GaussianEvent, PoissonGaussianEvent))
+
+
+def _entry(run: list[Charge]) -> Triple:
+    event, count = run[0].event, sum(charge.count for charge in run)
+    if isinstance(event, PoissonGaussianEvent):
+        return event.noise_multiplier, event.sample_rate, count
+    if isinstance(event, GaussianEvent):
+        return event.noise_multiplier, 1.0, count
+    steps = steps_of(Charge(one.event, one.count) for one in run)
+    sigma, rate = _FORMS.get(type(event), _no_bound)(event, steps)
+    entry = Entry((sigma, rate, steps))
+    entry.charges = tuple(run)
+    return entry  # type: ignore[return-value]
+
+
+def _no_bound(event: Any, steps: int) -> tuple[float, float]:
+    return 0.0, 1.0
+
+
+def _taking_turns(event: CyclicGaussianEvent, steps: int) -> tuple[float, float]:
+    return event.noise_multiplier, event.sample_rate
+
+
+def _one_gaussian(event: MatrixGaussianEvent, steps: int) -> tuple[float, float]:
+    if event.noise_multiplier == 0:
+        return 0.0, 1.0
+    precision = event.precision(steps)
+    return (math.sqrt(steps / precision) if precision else event.noise_multiplier), 1.0
+
+
+def _pushing_out(event: FixedSizeGaussianEvent | TruncatedGaussianEvent, steps: int) -> tuple[float, float]:
+    return event.noise_multiplier / 2, 1.0
+
+
+def _largest_norm(event: MixtureGaussianEvent, steps: int) -> tuple[float, float]:
+    largest = max(event.norms)
+    return (event.noise_multiplier / largest if largest else event.noise_multiplier), 1.0
+
+
+_FORMS: dict[type, Callable[[Any, int], tuple[float, float]]] = {
+    CyclicGaussianEvent: _taking_turns,
+    MatrixGaussianEvent: _one_gaussian,
+    FixedSizeGaussianEvent: _pushing_out,
+    TruncatedGaussianEvent: _pushing_out,
+    MixtureGaussianEvent: _largest_norm,
+}

@@ -1,0 +1,47 @@
+"""Privacy random variables."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from dpengine.names import refuse_unknown
+
+from .ledger_accountant import KEYWORDS, LedgerAccountant
+
+
+class PRVAccountant(LedgerAccountant):
+    """Bounds epsilon by composing privacy losses numerically (Gopi, Lee, Wutschitz 2021, arXiv:2106.02848)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+
+    def get_epsilon(
+        self, delta: float, *, eps_error: float = 0.01, delta_error: float | None = None, **kwargs: Any
+    ) -> float:
+        """Returns an upper bound on the epsilon spent so far.
+
+        The accountant chooses its own mesh, by which the bound is about 0.2 % above the truth. Where it has no sound
+        answer, as for tiny noise, `RDPAccountant` answers, or whoever else can, with a warning.
+
+        Args:
+            delta: Strictly between 0 and 1.
+            eps_error: Positive. Kept for scripts: errors are in the bound, whatever this says.
+            delta_error: Positive, or None. As ``eps_error``.
+            kwargs: What other accountants take, which is ignored.
+
+        Returns:
+            Epsilon: 0.0 before the first step, infinity without noise.
+
+        Raises:
+            ValueError: If an argument is out of range.
+        """
+        refuse_unknown("PRVAccountant.get_epsilon", kwargs, KEYWORDS)
+        for name, value in (("eps_error", eps_error), ("delta_error", delta_error)):
+            if value is not None and not value > 0:
+                raise ValueError(f"{name}={value!r} must be positive.")
+        return self._epsilon(delta, "prv")
+
+    @classmethod
+    def mechanism(cls) -> str:
+        """Returns ``"prv"``."""
+        return "prv"

@@ -1,0 +1,54 @@
+"""Accountants by name."""
+
+from __future__ import annotations
+
+from dpengine.names import suggests_names
+
+from .accountant import IAccountant
+from .gdp import GaussianAccountant
+from .prv import PRVAccountant
+from .rdp import RDPAccountant
+
+_ACCOUNTANTS: dict[str, type[IAccountant]] = {
+    "rdp": RDPAccountant,
+    "gdp": GaussianAccountant,
+    "prv": PRVAccountant,
+}
+
+
+@suggests_names
+def register_accountant(mechanism: str, accountant: type[IAccountant], force: bool = False) -> None:
+    """Makes a class of accountants known by a name.
+
+    Args:
+        mechanism: The name.
+        accountant: Made without arguments; has the members of `IAccountant`.
+        force: Whether it may take the place of another one.
+
+    Raises:
+        ValueError: If the name is taken and ``force`` is not set.
+    """
+    if mechanism in _ACCOUNTANTS and not force:
+        raise ValueError(
+            f"Mechanism {mechanism!r} is already {_ACCOUNTANTS[mechanism].__name__}. Pass force=True to replace it."
+        )
+    _ACCOUNTANTS[mechanism] = accountant
+
+
+@suggests_names
+def create_accountant(mechanism: str) -> IAccountant:
+    """Makes an accountant.
+
+    Args:
+        mechanism: One of "rdp", "gdp", "prv", or a name that was registered.
+
+    Returns:
+        A new one.
+
+    Raises:
+        ValueError: If the name is not known.
+    """
+    if mechanism not in _ACCOUNTANTS:
+        known = ", ".join(map(repr, _ACCOUNTANTS))
+        raise ValueError(f"No accountant is called {mechanism!r}. Choose {known}, or add one by register_accountant.")
+    return _ACCOUNTANTS[mechanism]()

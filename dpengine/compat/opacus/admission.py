@@ -1,0 +1,105 @@
+"""What may enter ``make_private``, checked before anything is changed; and defaults that follow from it."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+from torch.utils.data import IterableDataset
+
+from dpengine.errors import ParameterMismatchError
+from dpengine.optimizer import refuse_optimizer
+from dpengine.sampling import check_loader
+from dpengine.validation import check
+
+from .data_loader import DPDataLoader
+from .grad_sample.gsm_base import AbstractGradSampleModule
+
+_ADAPTS = {
+    "target_unclipped_quantile": 0.5,
+    "clipbound_learning_rate": 0.2,
+    "max_clipbound": 1e6,
+    "min_clipbound": 1e-6,
+}
+_COUNT_SHARE = 20  # of the batch size, for the noise on the count
+
+
+def admit(module: Any, optimizer: Any, data_loader: Any, generator: Any, secure: bool) -> float:
+    """Refuses what cannot be made private.
+
+    Args:
+        module: The model, or its wrapper.
+        optimizer: Over its parameters.
+        data_loader: The loader.
+        generator: Of the noise.
+        secure: Whether noise must come from a cryptographic generator.
+
+    Returns:
+        The batch size of the loader, by which sums are divided.
+
+    Raises:
+        ValueError: If a generator comes with ``secure``, or the optimizer holds other parameters than the model's; and
+            what the checks of loader, optimizer and model refuse, with the remedy.
+        TypeError: If the module is no ``torch.nn.Module``.
+    """
+    if secure and generator is not None:
+        raise ValueError("noise_generator with secure_mode=True: a seed makes noise repeat. Pass one of them.")
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"module is a {type(module).__name__}; pass a torch.nn.Module.")
+    inner = module._module if isinstance(module, AbstractGradSampleModule) else module
+    if not inner.training:
+        warnings.warn("The model was in eval mode, in which nothing is recorded: it is in train mode now.", stacklevel=4)
+    check(inner).raise_if_blocked()
+    refuse_optimizer(getattr(optimizer, "original_optimizer", optimizer))
+    known = set(inner.parameters())
+    foreign = [p for group in optimizer.param_groups for p in group["params"] if p not in known]
+    if foreign:
+        shapes = ", ".join(str(tuple(p.shape)) for p in foreign[:3])
+        raise ParameterMismatchError(
+            f"{len(foreign)} optimizer parameters are not in the model (shapes {shapes}). Likely: fix or .to(dtype) ran "
+            "after the optimizer was built.",
+            fix="Build the optimizer last.",
+        )
+    size = _batch_size(data_loader)
+    inner.train()
+    return size
+
+
+def _batch_size(loader: Any) -> float:
+    if isinstance(loader, DPDataLoader):
+        return loader.strategy.expected_batch_size
+    if isinstance(getattr(loader, "dataset", None), IterableDataset):
+        raise ValueError(
+            f"{type(loader.dataset).__name__} is an IterableDataset: rows without an index cannot be drawn with equal "
+            "chances. Pass a data set with __len__ and __getitem__."
+        )
+    check_loader(loader)
+    return float(min(loader.batch_sampler.batch_size, len(loader.dataset)))
+
+
+def adaptive_settings(
+    clipping: str, given: Mapping[str, float | None], noise_multiplier: float, batch_size: float
+) -> dict[str, float]:
+    """The settings of adaptive clipping, with defaults where none were given.
+
+    Args:
+        clipping: As ``make_private`` was given it.
+        given: What it was given of them.
+        noise_multiplier: Of the run.
+        batch_size: Expected.
+
+    Returns:
+        All settings; nothing for another way of clipping.
+
+    Raises:
+        TypeError: If some were given for another way of clipping.
+    """
+    said = {name: value for name, value in given.items() if value is not None}
+    if clipping != "adaptive":
+        if said:
+            raise TypeError(f"{', '.join(said)}: of clipping='adaptive', and it is {clipping!r}.")
+        return {}
+    usual = {**_ADAPTS, "unclipped_num_std": max(batch_size / _COUNT_SHARE, noise_multiplier)}
+    return {**usual, **said}

@@ -1,0 +1,343 @@
+"""``DPDataLoader``: Poisson batches, drawn by the engine, empty ones included."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler
+from torch.utils.data._utils.collate import default_collate
+
+from dpengine.arrange import source_for
+from dpengine.distributed import SINGLE, Topology, topology_of
+from dpengine.names import suggests_names
+from dpengine.noise import DEFAULT_KIND, NoiseSource
+from dpengine.sampling import (
+    AbstractBatchStrategy,
+    InOrder,
+    PoissonSampling,
+    PrivateIteration,
+    ShuffleSampling,
+    check_loader,
+    private_loader,
+    strategy_for,
+)
+
+
+def wrap_collate_with_empty(
+    *,
+    collate_fn: Callable[[list[Any]], Any] | None,
+    batch_first: bool = True,
+    rand_on_empty: bool = False,
+    sample_empty_shapes: Sequence[tuple[int, ...]] | None = None,
+    dtypes: Sequence[torch.dtype | type] | None = None,
+) -> CollateFnWithEmpty:
+    """``CollateFnWithEmpty`` of these arguments."""
+    return CollateFnWithEmpty(collate_fn, batch_first, rand_on_empty, sample_empty_shapes, dtypes)
+
+
+class CollateFnWithEmpty:
+    """A collate function that knows what an empty batch looks like: the first batch that it saw, without rows.
+
+    A ``DPDataLoader`` needs none: it looks at an example beforehand.
+
+    Args:
+        collator_fn: From a list of examples to a batch; None leaves the list as it is.
+        batch_first: Whether axis 0 of tensors is the batch; else axis 1.
+        rand_on_empty: Whether an empty batch has one row of zeros and ones instead of none.
+        sample_empty_shapes: Shapes of the tensors of a batch that is empty before any other was seen.
+        dtypes: Their dtypes.
+    """
+
+    def __init__(
+        self,
+        collator_fn: Callable[[list[Any]], Any] | None,
+        batch_first: bool = True,
+        rand_on_empty: bool = False,
+        sample_empty_shapes: Sequence[tuple[int, ...]] | None = None,
+        dtypes: Sequence[torch.dtype | type] | None = None,
+    ):
+        self.wrapped_collator_fn = collator_fn
+        self.batch_first = batch_first
+        self.rand_on_empty = rand_on_empty
+        self.sample_empty_shapes = sample_empty_shapes
+        self.dtypes = dtypes
+        self.first_batch: Any = None
+
+    def __call__(self, batch: list[Any]) -> Any:
+        """The batch of these examples, or an empty one; TypeError if that would hold anything but tensors."""
+        if len(batch):
+            made = batch if self.wrapped_collator_fn is None else self.wrapped_collator_fn(batch)
+            if self.first_batch is None:
+                self.first_batch = copy.deepcopy(made)
+            return made
+        if self.first_batch is not None:
+            return self._make_empty_batch(self.first_batch)
+        shapes, dtypes = self.sample_empty_shapes or (), self.dtypes or ()
+        return [torch.zeros(shape, dtype=dtype) for shape, dtype in zip(shapes, dtypes, strict=True)]  # type: ignore[arg-type]
+
+    def _make_empty_batch(self, sample: Any) -> Any:
+        if isinstance(sample, torch.Tensor):
+            shape = list(sample.shape)
+            shape[0 if self.batch_first else 1] = int(self.rand_on_empty)
+            return torch.randint(0, 2, shape, device=sample.device).to(sample.dtype)
+        if isinstance(sample, Mapping):
+            return {key: self._make_empty_batch(value) for key, value in sample.items()}
+        if isinstance(sample, tuple) and hasattr(sample, "_fields"):
+            return type(sample)(*map(self._make_empty_batch, sample))
+        if isinstance(sample, (list, tuple)):
+            return type(sample)(map(self._make_empty_batch, sample))
+        raise TypeError(
+            f"A batch holds a {type(sample).__name__}, of which there is no empty form that tells nothing. Collate to "
+            "tensors in dictionaries, lists or tuples, or use a DPDataLoader."
+        )
+
+
+def shape_safe(x: Any) -> tuple[int, ...]:
+    """The shape of a tensor or array, ``()`` of anything else."""
+    return getattr(x, "shape", ())
+
+
+def dtype_safe(x: Any) -> torch.dtype | type:
+    """The dtype of a tensor or array, the type of anything else."""
+    return getattr(x, "dtype", type(x))
+
+
+class _PaddedCollate:
+    """Gives a row of zeros and ones where the engine gives none. Its gradient is dropped."""
+
+    def __init__(self, collate: Callable[[list[Any]], Any]):
+        self._collate = collate
+
+    def __call__(self, examples: list[Any]) -> Any:
+        made = self._collate(examples)
+        return made if len(examples) else pytree.tree_map_only(torch.Tensor, _one_row, made)
+
+
+def _one_row(empty: torch.Tensor) -> torch.Tensor:
+    return torch.randint(0, 2, [size or 1 for size in empty.shape], device=empty.device).to(empty.dtype)
+
+
+class DPDataLoader(PrivateIteration, DataLoader):  # type: ignore[misc]
+    """A ``DataLoader`` that draws each example with one probability for each batch, and gives empty batches too.
+
+    Args:
+        dataset: A map-style data set.
+        sample_rate: That probability, in (0, 1].
+        collate_fn: From a list of examples to a batch; None for torch's own.
+        drop_last: Without effect: there is no last batch that is shorter.
+        generator: Makes batches repeat, for tests: it gives the seed.
+        distributed: Whether each process loads its own part of every batch.
+        batch_first: Whether axis 0 of tensors is the batch; else axis 1.
+        rand_on_empty: Whether an empty batch has one row of zeros and ones, whose gradient is dropped.
+        kwargs: Of ``torch.utils.data.DataLoader``: workers, memory pinning and the like.
+
+    Raises:
+        ValueError: If the data set is an ``IterableDataset``, or the rate is out of its range.
+    """
+
+    def __init__(
+        self,
+        dataset: Dataset[Any],
+        *,
+        sample_rate: float,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+        drop_last: bool = False,
+        generator: torch.Generator | None = None,
+        distributed: bool = False,
+        batch_first: bool = True,
+        rand_on_empty: bool = False,
+        **kwargs: Any,
+    ):
+        _refuse_iterable(dataset)
+        rows = len(dataset)  # type: ignore[arg-type]
+        size = max(1, round(sample_rate * rows))
+        plain: DataLoader[Any] = DataLoader(
+            dataset, batch_size=size, collate_fn=collate_fn or default_collate, **kwargs
+        )
+        strategy = strategy_for(plain, sample_rate=sample_rate, expected_batch_size=max(sample_rate * rows, 1e-9))
+        made = _made(plain, strategy, generator, distributed, batch_first, rand_on_empty)
+        self.__dict__.update(made.__dict__)
+
+    @classmethod
+    def from_data_loader(
+        cls,
+        data_loader: DataLoader[Any],
+        *,
+        distributed: bool = False,
+        generator: torch.Generator | None = None,
+        batch_first: bool = True,
+        rand_on_empty: bool = False,
+    ) -> DPDataLoader:
+        """A loader with the data set, workers and all else of another one, and as many batches in a pass.
+
+        Args:
+            data_loader: A plain loader, shuffled or not. It stays as it is.
+            distributed: As in the class.
+            generator: As in the class; None takes that of the loader.
+            batch_first: As in the class.
+            rand_on_empty: As in the class.
+
+        Returns:
+            The loader.
+
+        Raises:
+            ValueError: If its data set is an ``IterableDataset``, or its sampler has a law of its own.
+        """  # noqa: DOC502 - the checks raise on our behalf
+        _refuse_iterable(data_loader.dataset)
+        if isinstance(data_loader, DPDataLoader):
+            strategy: AbstractBatchStrategy = data_loader.strategy
+        else:
+            check_loader(data_loader)
+            batches: Any = data_loader.batch_sampler
+            rows, size, steps = len(data_loader.dataset), batches.batch_size, len(data_loader)  # type: ignore[arg-type]
+            strategy = PoissonSampling(rows, min(1.0, 1 / max(steps, 1)), steps, float(min(size, rows)))
+        generator = data_loader.generator if generator is None else generator
+        return _made(_plain(data_loader), strategy, generator, distributed, batch_first, rand_on_empty)
+
+    @property
+    def strategy(self) -> AbstractBatchStrategy:
+        """How its batches are drawn."""
+        return self._batches.strategy
+
+    @property
+    def sample_rate(self) -> float:
+        """The probability with which an example is in a batch."""
+        return self.strategy.sample_rate
+
+
+def unsampled_loader(data_loader: DataLoader[Any]) -> DataLoader[Any]:
+    """The same loader, whose batches the engine knows of: in its order, or in a random one if it shuffles.
+
+    Args:
+        data_loader: A plain loader. It stays as it is.
+
+    Returns:
+        The loader. One whose sampler has a law of its own is refused with a ``SamplingError``.
+    """
+    check_loader(data_loader)
+    batches: Any = data_loader.batch_sampler
+    law = ShuffleSampling if type(batches.sampler) is RandomSampler else InOrder
+    strategy = law(len(data_loader.dataset), batches.batch_size, batches.drop_last)  # type: ignore[arg-type]
+    words = _words(None, SINGLE)
+    return private_loader(data_loader, strategy=strategy, words=words, on_handout=_ignore, may_draw=_always)
+
+
+@suggests_names
+def switch_generator(*, data_loader: DataLoader[Any], generator: torch.Generator) -> DataLoader[Any]:
+    """A copy of a loader whose sampler, workers and data draw from another generator.
+
+    Args:
+        data_loader: A loader.
+        generator: The generator.
+
+    Returns:
+        The copy.
+
+    Raises:
+        ValueError: If the loader makes no batches, or its sampler draws from no generator.
+    """
+    batches: Any = data_loader.batch_sampler
+    inner = batches.sampler if isinstance(batches, BatchSampler) else batches
+    if inner is None or not hasattr(inner, "generator"):
+        raise ValueError(f"The sampler of the loader ({type(inner).__name__}) draws from no generator.")
+    other = copy.copy(data_loader)
+    drawn = copy.copy(inner)
+    drawn.generator = generator  # type: ignore[attr-defined]
+    if isinstance(batches, BatchSampler):
+        again = copy.copy(batches)
+        again.sampler = drawn
+        other.__dict__.update(sampler=drawn, batch_sampler=again, generator=generator)
+    else:
+        other.__dict__.update(batch_sampler=drawn, generator=generator)
+    return other
+
+
+def _made(
+    plain: DataLoader[Any],
+    strategy: AbstractBatchStrategy,
+    generator: torch.Generator | None,
+    distributed: bool,
+    batch_first: bool,
+    rand_on_empty: bool,
+) -> DPDataLoader:
+    topology = topology_of(torch.nn.Module()) if distributed else SINGLE
+    private = private_loader(
+        plain,
+        strategy=strategy,
+        words=_words(generator, topology),
+        on_handout=_ignore,
+        may_draw=_always,
+        batch_first=batch_first,
+        share=(topology.rank, topology.ranks),
+    )
+    if rand_on_empty:
+        private.__dict__["collate_fn"] = _PaddedCollate(private.collate_fn)
+    more = {"batch_size": None, "distributed": distributed, "rand_on_empty": rand_on_empty}
+    private.__dict__.update(more)
+    private.__class__ = _class_for(type(plain))  # type: ignore[assignment, arg-type]
+    return private  # type: ignore[return-value]
+
+
+@functools.cache
+def _class_for(kind: type[DataLoader[Any]]) -> type[DPDataLoader]:
+    """``DPDataLoader``, or a class that is that and the user's own."""
+    if kind is DataLoader:
+        return DPDataLoader
+    return type(f"DP{kind.__name__}", (DPDataLoader, kind), {"__module__": __name__, "__doc__": kind.__doc__})
+
+
+def _plain(loader: DataLoader[Any]) -> DataLoader[Any]:
+    """A loader that can be made private again."""
+    if not isinstance(loader, PrivateIteration):
+        return loader
+    collate = loader.collate_fn
+    while hasattr(collate, "_collate") or hasattr(collate, "collate"):
+        collate = getattr(collate, "_collate", None) or collate.collate  # type: ignore[union-attr]
+    kept = {name: getattr(loader, name) for name in _KEPT}
+    size = max(1, round(loader._batches.strategy.expected_batch_size))
+    return DataLoader(loader.dataset, batch_size=size, collate_fn=collate, **kept)
+
+
+_KEPT = (
+    "num_workers",
+    "pin_memory",
+    "timeout",
+    "worker_init_fn",
+    "multiprocessing_context",
+    "generator",
+    "prefetch_factor",
+    "persistent_workers",
+)
+
+
+def _words(generator: torch.Generator | None, topology: Topology) -> Any:
+    seed = None
+    if generator is not None:
+        seed = int(torch.randint(2**63 - 1, (), generator=generator, device=generator.device))
+    source: NoiseSource = source_for(topology, DEFAULT_KIND, seed, run=0)
+
+    def words(count: int, *, step: int, block: int) -> Any:
+        return source.words(count, domain="mask", step=step, block=block << 32)
+
+    return words
+
+
+def _refuse_iterable(dataset: Any) -> None:
+    if isinstance(dataset, IterableDataset):
+        raise ValueError(
+            f"{type(dataset).__name__} is an IterableDataset: rows without an index cannot be drawn with equal "
+            "chances. Pass a data set with __len__ and __getitem__."
+        )
+
+
+def _ignore(ticket: Any, chunk: int) -> None:
+    """Nobody asked to be told."""
+
+
+def _always(step: int) -> bool:
+    return True

@@ -1,0 +1,107 @@
+"""Ghost clipping: norms and clipped sums, and no ``p.grad_sample``. In dpengine it needs one backward pass."""
+
+from __future__ import annotations
+
+from collections.abc import MutableMapping
+from typing import Any, ClassVar
+
+from torch import Tensor, nn
+
+from dpengine.names import suggests_names
+
+from .grad_sample_module import GradSampleHooks
+from .gsm_base import AbstractGradSampleModule
+from .registries import NORM_SAMPLERS
+
+
+class GradSampleHooksFastGradientClipping(GradSampleHooks):
+    """Hooks that leave norms.
+
+    Args:
+        m: The model.
+        batch_first: Whether axis 0 of the inputs is the batch; else axis 1.
+        loss_reduction: ``"mean"`` or ``"sum"``: what the loss does over rows.
+        strict: Whether a trainable layer that owns a buffer is refused.
+        force_functorch: Whether every layer goes through the ``torch.func`` fallback.
+        max_grad_norm: What ``get_clipping_coef`` clips to. The optimizer clips by its own.
+        use_ghost_clipping: Accepted: the way to each norm is chosen by its cost.
+    """
+
+    shows: ClassVar[bool] = False
+    NORM_SAMPLERS: ClassVar[MutableMapping[type[nn.Module], Any]] = NORM_SAMPLERS
+
+    @suggests_names
+    def __init__(
+        self,
+        m: nn.Module,
+        *,
+        batch_first: bool = True,
+        loss_reduction: str = "mean",
+        strict: bool = True,
+        force_functorch: bool = False,
+        max_grad_norm: float = 1,
+        use_ghost_clipping: bool = True,
+    ):
+        self._clips(max_grad_norm, use_ghost_clipping)
+        super().__init__(
+            m, batch_first=batch_first, loss_reduction=loss_reduction, strict=strict, force_functorch=force_functorch
+        )
+
+    def _clips(self, max_grad_norm: float, use_ghost_clipping: bool) -> None:
+        self.max_grad_norm = max_grad_norm
+        self.use_ghost_clipping = use_ghost_clipping
+
+    @property
+    def trainable_parameters(self) -> list[nn.Parameter]:
+        """The parameters that train."""
+        return [p for p in self._module.parameters() if p.requires_grad]
+
+    def get_norm_sample(self) -> Tensor:
+        """Norms ``(B,)`` of the gradients that the last backward pass left. Not private."""
+        return self.per_sample_gradient_norms
+
+    def get_clipping_coef(self) -> Tensor:
+        """What brings these norms down to ``max_grad_norm``, ``(B,)``: 1 where they are not above it."""
+        return (self.max_grad_norm / self.get_norm_sample()).clamp(max=1.0)
+
+    @property
+    def per_sample_gradient_norms(self) -> Tensor:
+        """Norms ``(B,)`` of the last backward pass, for the eye. Not private."""
+        found = None if self._sums is None else self._sums.norms()
+        if found is None:
+            raise AttributeError("No norms yet. Run a backward pass over a batch in train mode.")
+        return found
+
+    def _settings(self) -> dict[str, Any]:
+        ghost = {"max_grad_norm": self.max_grad_norm, "use_ghost_clipping": self.use_ghost_clipping}
+        return {**super()._settings(), **ghost}
+
+
+class GradSampleModuleFastGradientClipping(GradSampleHooksFastGradientClipping, AbstractGradSampleModule):
+    """``GradSampleHooksFastGradientClipping`` as a module around the model.
+
+    Args:
+        m: As there.
+        batch_first: As there.
+        loss_reduction: As there.
+        strict: As there.
+        force_functorch: As there.
+        max_grad_norm: As there.
+        use_ghost_clipping: As there.
+    """
+
+    @suggests_names
+    def __init__(
+        self,
+        m: nn.Module,
+        *,
+        batch_first: bool = True,
+        loss_reduction: str = "mean",
+        strict: bool = True,
+        force_functorch: bool = False,
+        max_grad_norm: float = 1,
+        use_ghost_clipping: bool = True,
+    ):
+        AbstractGradSampleModule.__init__(self, m, batch_first=batch_first, loss_reduction=loss_reduction)
+        self._clips(max_grad_norm, use_ghost_clipping)
+        self._begin(strict=strict, force_functorch=force_functorch)

@@ -1,0 +1,181 @@
+"""What all wrappers and all sets of hooks have in common."""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from dpengine.clipping import ShownSums
+from dpengine.compat.opacus.distributed import DifferentiallyPrivateDistributedDataParallel
+from dpengine.distributed import SINGLE, Topology, topology_of, unwrapped
+
+_sums_of: Any = WeakTensorKeyDictionary()  # by parameter, weakly: who clips its gradients
+_SPREAD = (DistributedDataParallel, DifferentiallyPrivateDistributedDataParallel, FSDPModule)
+
+
+def sums_of(parameter: nn.Parameter) -> ShownSums | None:
+    """The sums of the model that a parameter is in, while its hooks are on."""
+    found = _sums_of.get(parameter)
+    return None if found is None else found()
+
+
+def is_spread(module: nn.Module) -> bool:
+    """Whether a model is marked as one that several processes train."""
+    return isinstance(module, _SPREAD)
+
+
+class AbstractGradSampleHooks(ABC):
+    """Leaves ``p.grad_sample`` on the trainable parameters of a model, from hooks on it.
+
+    Args:
+        m: The model. It is not copied.
+        batch_first: Whether axis 0 of the inputs is the batch; else axis 1.
+        loss_reduction: ``"mean"`` or ``"sum"``: what the loss does over rows.
+    """
+
+    mode: ClassVar[str] = "auto"  # of the engine
+    shows: ClassVar[bool] = True  # whether p.grad_sample is there between backward and step
+
+    _module: nn.Module
+
+    def __init__(self, m: nn.Module, *, batch_first: bool = True, loss_reduction: str = "mean"):
+        self._module = m
+        self.batch_first = batch_first
+        self.loss_reduction = loss_reduction
+        self.grad_accumulation_hook = None
+        self.grad_accumulation_allowed = True
+        self._sums: ShownSums | None = None
+
+    def _watch(self, mode: str) -> None:
+        """Puts the hooks on."""
+        topology: Topology = topology_of(self._module) if is_spread(self._module) else SINGLE
+        layout: dict[str, Any] = {"batch_first": self.batch_first, "loss_reduction": self.loss_reduction}
+        sums = ShownSums(unwrapped(self._module), mode=mode, topology=topology, shows=self.shows, **layout)
+        sums.attach()
+        sums.allows_accumulation = self.grad_accumulation_allowed
+        self._sums = sums
+        for parameter in sums.topology.parameters(sums.model).values():
+            _sums_of[parameter] = weakref.ref(sums)
+
+    def set_grad_sample_to_none(self) -> None:
+        """Sets ``p.grad_sample`` to None: what was not clipped yet is dropped."""
+        if self._sums is not None:
+            self._sums.show_none()
+
+    def del_grad_sample(self) -> None:
+        """Deletes ``p.grad_sample`` from all parameters."""
+        self.set_grad_sample_to_none()
+        for parameter in self._module.parameters():
+            if hasattr(parameter, "grad_sample"):
+                del parameter.grad_sample
+
+    def forbid_grad_accumulation(self) -> None:
+        """From now on a second backward pass before the optimizer's step raises a ValueError."""
+        self._allow(False)
+
+    def allow_grad_accumulation(self) -> None:
+        """From now on several backward passes may go into one step."""
+        self._allow(True)
+
+    def _allow(self, allowed: bool) -> None:
+        self.grad_accumulation_allowed = allowed
+        if self._sums is not None:
+            self._sums.allows_accumulation = allowed
+
+    @abstractmethod
+    def remove_hooks(self) -> None:
+        """Takes the hooks off."""
+
+    def _unwatch(self) -> None:
+        if self._sums is not None:
+            self._sums.detach()
+            for parameter in self._module.parameters():
+                _sums_of.pop(parameter, None)
+            self._sums = None
+
+    def cleanup(self) -> None:
+        """Takes the hooks off, and everything that was put on the parameters."""
+        self.remove_hooks()
+        for parameter in self._module.parameters():
+            for name in ("grad_sample", "summed_grad"):
+                if hasattr(parameter, name):
+                    delattr(parameter, name)
+
+
+class AbstractGradSampleModule(nn.Module, AbstractGradSampleHooks, ABC):
+    """The same as a module around the model, which is its ``_module``: keys of ``state_dict`` begin with that name.
+
+    Args:
+        m: As in ``AbstractGradSampleHooks``.
+        batch_first: As there.
+        loss_reduction: As there.
+    """
+
+    def __init__(self, m: nn.Module, *, batch_first: bool = True, loss_reduction: str = "mean"):
+        nn.Module.__init__(self)
+        AbstractGradSampleHooks.__init__(self, m, batch_first=batch_first, loss_reduction=loss_reduction)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs the model."""
+        return self._module(*args, **kwargs)
+
+    def __getattr__(self, item: str) -> Any:
+        try:
+            return super().__getattr__(item)
+        except AttributeError as missing:
+            module = self.__dict__.get("_modules", {}).get("_module")
+            if module is None:
+                raise
+            try:
+                return dict(module.named_modules())[item] if "." in item else getattr(module, item)
+            except (AttributeError, KeyError):
+                raise missing from None
+
+    def zero_grad(self, set_to_none: bool = False) -> None:
+        """Clears ``p.grad`` and ``p.grad_sample``."""
+        self.set_grad_sample_to_none()
+        super().zero_grad(set_to_none)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
+        """Takes keys with and without ``_module.``."""
+        own = {key if key.startswith("_module.") else f"_module.{key}": value for key, value in state_dict.items()}
+        return super().load_state_dict(own, *args, **kwargs)
+
+    def to_standard_module(self) -> nn.Module:
+        """The model, with everything taken off."""
+        self.cleanup()
+        return self._module
+
+    def _settings(self) -> dict[str, Any]:
+        """The arguments that make a wrapper like this one."""
+        return {"batch_first": self.batch_first, "loss_reduction": self.loss_reduction}
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        other = _again(type(self), copy.deepcopy(self._module, memo), self._settings(), self._left_out())
+        memo[id(self)] = other
+        return other
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return _again, (type(self), self._module, self._settings(), self._left_out())
+
+    def _left_out(self) -> dict[str, Any]:
+        return {"training": self.training, "grad_accumulation_allowed": self.grad_accumulation_allowed}
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self._module!r})"
+
+
+def _again(kind: type[AbstractGradSampleModule], module: nn.Module, settings: dict[str, Any], left: Any) -> Any:
+    """A wrapper like another one, with hooks of its own."""
+    made = kind(module, **settings)
+    made.training = left["training"]
+    made._allow(left["grad_accumulation_allowed"])
+    return made

@@ -1,0 +1,28 @@
+"""The wrapper of mode ``"ew"``. Its gradients are those of every other mode."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from dpengine.names import suggests_names
+
+from .gsm_base import AbstractGradSampleModule
+
+
+class GradSampleModuleExpandedWeights(AbstractGradSampleModule):
+    """Per-sample gradients, by whatever way is exact and fast.
+
+    Args:
+        m: The model.
+        batch_first: Whether axis 0 of the inputs is the batch; else axis 1.
+        loss_reduction: ``"mean"`` or ``"sum"``: what the loss does over rows.
+    """
+
+    @suggests_names
+    def __init__(self, m: nn.Module, *, batch_first: bool = True, loss_reduction: str = "mean"):
+        super().__init__(m, batch_first=batch_first, loss_reduction=loss_reduction)
+        self._watch(self.mode)
+
+    def remove_hooks(self) -> None:
+        """Takes the hooks off."""
+        self._unwatch()

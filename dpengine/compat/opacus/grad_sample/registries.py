@@ -1,0 +1,4 @@
+"""Placeholder until merged."""
+
+GRAD_SAMPLERS: dict = {}
+NORM_SAMPLERS: dict = {}

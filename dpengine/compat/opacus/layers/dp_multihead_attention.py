@@ -1,0 +1,84 @@
+"""Multi-head attention under Opacus's name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dpengine.layers import PrivateMultiheadAttention, SequenceBias
+
+__all__ = ["DPMultiheadAttention", "SequenceBias"]
+
+
+class DPMultiheadAttention(PrivateMultiheadAttention):
+    """``nn.MultiheadAttention`` whose rows can be told apart, with its state dict. Takes batched (3-D) input.
+
+    It also loads the names that Opacus writes for a layer inside a model (``qlinear.weight`` and its kin).
+
+    Args:
+        embed_dim: Size of the output, and of a query.
+        num_heads: Number of heads, which divides ``embed_dim``.
+        dropout: Probability of dropping an attention weight.
+        bias: Whether the projections have biases.
+        add_bias_kv: Whether learnt elements are added behind keys and values.
+        add_zero_attn: Whether zeros are added behind keys and values.
+        kdim: Size of a key; None for ``embed_dim``.
+        vdim: Size of a value; None for ``embed_dim``.
+        batch_first: Whether inputs are ``(batch, length, size)``; else ``(length, batch, size)``.
+        device: Of the parameters.
+        dtype: Of the parameters.
+    """
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        dropout: float = 0.0,
+        bias: bool = True,
+        add_bias_kv: bool = False,
+        add_zero_attn: bool = False,
+        kdim: int | None = None,
+        vdim: int | None = None,
+        batch_first: bool = False,
+        device: Any = None,
+        dtype: Any = None,
+    ):
+        settings = (dropout, bias, add_bias_kv, add_zero_attn, kdim, vdim, batch_first, device, dtype)
+        super().__init__(embed_dim, num_heads, *settings)
+
+    def forward(  # type: ignore[override]
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        key_padding_mask: Tensor | None = None,
+        need_weights: bool = True,
+        attn_mask: Tensor | None = None,
+        is_causal: bool = False,
+    ) -> tuple[Tensor, Tensor | None]:
+        """As ``nn.MultiheadAttention.forward``, weights averaged over heads; refuses input without a batch axis."""
+        return super().forward(
+            query, key, value, key_padding_mask, need_weights, attn_mask, average_attn_weights=True, is_causal=is_causal
+        )
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *rest: Any) -> None:
+        _with_torch_names(state_dict, prefix, packed=self.in_proj_weight is not None)
+        super()._load_from_state_dict(state_dict, prefix, *rest)
+
+
+def _with_torch_names(state: Any, prefix: str, *, packed: bool) -> None:
+    """Puts what Opacus writes for three linear layers and two sequence biases under torch's names."""
+    for kind in ("weight", "bias"):
+        names = [f"{prefix}{letter}linear.{kind}" for letter in "qkv"]
+        if not all(name in state for name in names):
+            continue
+        parts = [state.pop(name) for name in names]
+        if packed or kind == "bias":
+            state[f"{prefix}in_proj_{kind}"] = torch.cat(parts)
+        else:
+            state.update({f"{prefix}{letter}_proj_weight": part for letter, part in zip("qkv", parts, strict=True)})
+    for letter in "kv":
+        if (name := f"{prefix}seq_bias_{letter}.bias") in state:
+            state[f"{prefix}bias_{letter}"] = state.pop(name).view(1, 1, -1)

@@ -1,0 +1,353 @@
+"""Recurrent layers under Opacus's names, and the parts from which users build cells of their own."""
+
+from __future__ import annotations
+
+import abc
+import math
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence
+
+from dpengine.layers import PrivateGRU, PrivateLSTM, PrivateRNN, RNNLinear, run_cells
+
+from .param_rename import RenameParamsMixin
+
+__all__ = [
+    "DPGRU",
+    "DPLSTM",
+    "DPRNN",
+    "RNN_CELL_TYPES",
+    "DPGRUCell",
+    "DPLSTMCell",
+    "DPRNNBase",
+    "DPRNNCell",
+    "DPRNNCellBase",
+    "RNNLinear",
+]
+
+
+class DPRNNCellBase(nn.Module):
+    """One step of a recurrence; a subclass gives ``forward(input, hx)`` by ``self.ih(input)`` and ``self.hh(h)``.
+
+    Args:
+        input_size: Size of an input row.
+        hidden_size: Size of a state.
+        bias: Whether ``ih`` and ``hh`` have biases.
+        num_chunks: How many times ``hidden_size`` the outputs of ``ih`` and ``hh`` have.
+    """
+
+    has_cell_state: bool = False
+
+    def __init__(self, input_size: int, hidden_size: int, bias: bool, num_chunks: int) -> None:
+        super().__init__()
+        self.input_size, self.hidden_size, self.bias = input_size, hidden_size, bias
+        self.ih = RNNLinear(input_size, num_chunks * hidden_size, bias)
+        self.hh = RNNLinear(hidden_size, num_chunks * hidden_size, bias)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draws all weights anew, as torch's recurrent layers do."""
+        bound = 1.0 / math.sqrt(self.hidden_size)
+        for weight in self.parameters():
+            nn.init.uniform_(weight, -bound, bound)
+
+    def set_max_batch_length(self, max_batch_length: int) -> None:
+        """Says how many rows the batch has, before calls with fewer: the rows of a call are its first ones."""
+        self.ih.max_batch_len = self.hh.max_batch_len = max_batch_length
+
+    def _zeros(self, input: Tensor) -> Tensor:
+        return input.new_zeros(len(input), self.hidden_size)
+
+
+class DPRNNCell(DPRNNCellBase):
+    """``nn.RNNCell`` in steps that the engine can follow.
+
+    Args:
+        input_size: Size of an input row.
+        hidden_size: Size of a state.
+        bias: Whether there are biases.
+        nonlinearity: ``"tanh"`` or ``"relu"``.
+
+    Raises:
+        ValueError: If the nonlinearity is not known.
+    """
+
+    def __init__(self, input_size: int, hidden_size: int, bias: bool, nonlinearity: str = "tanh") -> None:
+        super().__init__(input_size, hidden_size, bias, num_chunks=1)
+        if nonlinearity not in _NONLINEARITIES:
+            raise ValueError(f"nonlinearity={nonlinearity!r} is not known. Choose one of: 'tanh', 'relu'.")
+        self.nonlinearity = nonlinearity
+
+    def forward(self, input: Tensor, hx: Tensor | None = None, batch_size_t: int | None = None) -> Tensor:
+        """The next state ``(B, H)``, of the first ``batch_size_t`` rows of the state before."""
+        state = (self._zeros(input) if hx is None else hx)[:batch_size_t]
+        return _NONLINEARITIES[self.nonlinearity](self.ih(input) + self.hh(state))
+
+
+class DPGRUCell(DPRNNCellBase):
+    """``nn.GRUCell`` in steps that the engine can follow.
+
+    Args:
+        input_size: Size of an input row.
+        hidden_size: Size of a state.
+        bias: Whether there are biases.
+    """
+
+    def __init__(self, input_size: int, hidden_size: int, bias: bool) -> None:
+        super().__init__(input_size, hidden_size, bias, num_chunks=3)
+
+    def forward(self, input: Tensor, hx: Tensor | None = None, batch_size_t: int | None = None) -> Tensor:
+        """The next state ``(B, H)``, of the first ``batch_size_t`` rows of the state before."""
+        state = (self._zeros(input) if hx is None else hx)[:batch_size_t]
+        reset, update, candidate = self.ih(input).chunk(3, dim=-1)
+        reset_h, update_h, candidate_h = self.hh(state).chunk(3, dim=-1)
+        candidate = (candidate + (reset + reset_h).sigmoid() * candidate_h).tanh()
+        return torch.lerp(candidate, state, (update + update_h).sigmoid())
+
+
+class DPLSTMCell(DPRNNCellBase):
+    """``nn.LSTMCell`` in steps that the engine can follow.
+
+    Args:
+        input_size: Size of an input row.
+        hidden_size: Size of a state.
+        bias: Whether there are biases.
+    """
+
+    has_cell_state = True
+
+    def __init__(self, input_size: int, hidden_size: int, bias: bool) -> None:
+        super().__init__(input_size, hidden_size, bias, num_chunks=4)
+
+    def forward(
+        self, input: Tensor, hx: tuple[Tensor, Tensor] | None = None, batch_size_t: int | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """The next hidden and cell state ``(B, H)``, of the first ``batch_size_t`` rows of those before."""
+        hidden, memory = (self._zeros(input),) * 2 if hx is None else hx
+        i, f, g, o = (self.ih(input) + self.hh(hidden[:batch_size_t])).chunk(4, dim=-1)
+        memory = f.sigmoid() * memory[:batch_size_t] + i.sigmoid() * g.tanh()
+        return o.sigmoid() * memory.tanh(), memory
+
+
+_NONLINEARITIES = {"tanh": torch.tanh, "relu": torch.relu}
+
+RNN_CELL_TYPES: dict[str, tuple[type[DPRNNCellBase], dict[str, Any]]] = {
+    "RNN_TANH": (DPRNNCell, {"nonlinearity": "tanh"}),
+    "RNN_RELU": (DPRNNCell, {"nonlinearity": "relu"}),
+    "GRU": (DPGRUCell, {}),
+    "LSTM": (DPLSTMCell, {}),
+}
+
+
+class DPRNNBase(RenameParamsMixin, nn.Module, metaclass=abc.ABCMeta):
+    """A recurrent layer of cells of one's own, in layers and directions, with torch's names in its state dict.
+
+    ``DPRNN``, ``DPGRU`` and ``DPLSTM`` count as instances; they need no cells and are much faster.
+
+    Args:
+        mode: A subclass of ``DPRNNCellBase``, or a key of ``RNN_CELL_TYPES``.
+        input_size: Size of an input row at one time.
+        hidden_size: Size of a state.
+        num_layers: How many layers.
+        bias: Whether there are biases.
+        batch_first: Whether inputs are ``(batch, time, size)``; else ``(time, batch, size)``.
+        dropout: Probability of dropping an entry between two layers, and only there.
+        bidirectional: Whether a second set of cells runs from the last time to the first.
+        proj_size: Must be 0; ``DPLSTM`` takes more.
+        cell_params: Further keywords for each cell.
+
+    Raises:
+        ValueError: If the mode is not known, ``dropout`` no probability, or ``proj_size`` negative.
+        NotImplementedError: If ``proj_size`` is positive.
+    """
+
+    def __init__(
+        self,
+        mode: str | type[DPRNNCellBase],
+        input_size: int,
+        hidden_size: int,
+        num_layers: int = 1,
+        bias: bool = True,
+        batch_first: bool = False,
+        dropout: float = 0.0,
+        bidirectional: bool = False,
+        proj_size: int = 0,
+        cell_params: dict[str, Any] | None = None,
+    ) -> None:
+        super().__init__()
+        if isinstance(mode, str) and mode not in RNN_CELL_TYPES:
+            raise ValueError(f"mode={mode!r} is not known. Choose one of: {', '.join(map(repr, RNN_CELL_TYPES))}.")
+        _check_settings(dropout, num_layers, proj_size)
+        self.cell_type, defaults = RNN_CELL_TYPES[mode] if isinstance(mode, str) else (mode, {})
+        self.cell_params = {**defaults, **(cell_params or {})}
+        self.has_cell_state = self.cell_type.has_cell_state
+        self.input_size, self.hidden_size, self.num_layers = input_size, hidden_size, num_layers
+        self.bias, self.batch_first, self.dropout = bias, batch_first, float(dropout)
+        self.bidirectional, self.proj_size = bidirectional, proj_size
+        self.num_directions = 2 if bidirectional else 1
+        self.cells = self.initialize_cells()
+
+    def initialize_cells(self) -> list[DPRNNCellBase]:
+        """Makes the cells, layer by layer, ``l0``, ``l0_reverse``, ``l1``, and so on."""
+        cells: list[DPRNNCellBase] = []
+        names: dict[str, str] = {}
+        for place, layer, _ in self._places():
+            size = self.input_size if layer == 0 else self.hidden_size * self.num_directions
+            cell = self.cell_type(size, self.hidden_size, bias=self.bias, **self.cell_params)  # type: ignore[call-arg]
+            self.add_module(place, cell)
+            cells.append(cell)
+            kinds = ("weight", "bias") if self.bias else ("weight",)
+            names |= {f"{place}.{part}.{kind}": f"{kind}_{part}_{place}" for kind in kinds for part in ("ih", "hh")}
+        self.set_rename_map(names)
+        return cells
+
+    def _places(self) -> Iterator[tuple[str, int, int]]:
+        for layer in range(self.num_layers):
+            for direction in range(self.num_directions):
+                yield f"l{layer}_reverse" if direction else f"l{layer}", layer, direction
+
+    def forward(self, input: Tensor | PackedSequence, state_init: Any = None) -> Any:
+        """As ``nn.RNN.forward``, or ``nn.LSTM.forward`` where cells have a cell state.
+
+        Args:
+            input: A tensor of 3 dimensions, or a packed sequence.
+            state_init: First states ``(layers times directions, B, H)``; a pair of such where cells have a cell state.
+
+        Returns:
+            The output in the form of the input, and the last states in the form of ``state_init``.
+        """
+        hx = state_init if self.has_cell_state else None if state_init is None else (state_init, None)
+        output, (hidden, memory) = run_cells(self, self.cells, input, hx)
+        return output, (hidden, memory) if self.has_cell_state else hidden
+
+
+def _check_settings(dropout: Any, num_layers: int, proj_size: int) -> None:
+    if isinstance(dropout, bool) or not isinstance(dropout, (int, float)) or not 0 <= dropout <= 1:
+        raise ValueError(f"dropout={dropout!r} must be a probability, from 0 to 1.")
+    if proj_size < 0:
+        raise ValueError(f"proj_size={proj_size} must be 0, for no projection, or more.")
+    if proj_size > 0:
+        raise NotImplementedError(f"proj_size={proj_size}: cells of one's own have no projection; DPLSTM has.")
+    if dropout > 0 and num_layers == 1:
+        message = f"dropout={dropout} does nothing: it acts between layers, and there is one."
+        warnings.warn(message, UserWarning, stacklevel=3)
+
+
+class DPRNN(PrivateRNN):
+    """``nn.RNN`` whose rows can be told apart, with its state dict. Takes batched (3-D) or packed input.
+
+    Args:
+        input_size: Size of an input row at one time.
+        hidden_size: Size of a state.
+        num_layers: How many layers.
+        bias: Whether there are biases.
+        batch_first: Whether inputs are ``(batch, time, size)``; else ``(time, batch, size)``.
+        dropout: Probability of dropping an entry between two layers, and only there.
+        bidirectional: Whether a second set of weights runs from the last time to the first.
+        proj_size: Must be 0, as in torch.
+        nonlinearity: ``"tanh"`` or ``"relu"``.
+    """
+
+    has_cell_state = False
+
+    def __init__(
+        self,
+        input_size: int,
+        hidden_size: int,
+        num_layers: int = 1,
+        bias: bool = True,
+        batch_first: bool = False,
+        dropout: float = 0,
+        bidirectional: bool = False,
+        proj_size: int = 0,
+        nonlinearity: str = "tanh",
+    ) -> None:
+        settings = (num_layers, nonlinearity, bias, batch_first, dropout, bidirectional)
+        if proj_size != 0:
+            raise ValueError(f"proj_size={proj_size}: only an LSTM has a projection; use DPLSTM.")
+        super().__init__(input_size, hidden_size, *settings)
+
+    def forward(self, input: Tensor | PackedSequence, state_init: Tensor | None = None) -> Any:
+        """As ``nn.RNN.forward``; refuses input without a batch axis (ValueError)."""
+        return super().forward(input, state_init)
+
+
+class DPGRU(PrivateGRU):
+    """``nn.GRU`` whose rows can be told apart, with its state dict. Takes batched (3-D) or packed input.
+
+    Args:
+        input_size: Size of an input row at one time.
+        hidden_size: Size of a state.
+        num_layers: How many layers.
+        bias: Whether there are biases.
+        batch_first: Whether inputs are ``(batch, time, size)``; else ``(time, batch, size)``.
+        dropout: Probability of dropping an entry between two layers, and only there.
+        bidirectional: Whether a second set of weights runs from the last time to the first.
+        proj_size: Must be 0, as in torch.
+    """
+
+    has_cell_state = False
+
+    def __init__(
+        self,
+        input_size: int,
+        hidden_size: int,
+        num_layers: int = 1,
+        bias: bool = True,
+        batch_first: bool = False,
+        dropout: float = 0,
+        bidirectional: bool = False,
+        proj_size: int = 0,
+    ) -> None:
+        if proj_size != 0:
+            raise ValueError(f"proj_size={proj_size}: only an LSTM has a projection; use DPLSTM.")
+        super().__init__(input_size, hidden_size, num_layers, bias, batch_first, dropout, bidirectional)
+
+    def forward(self, input: Tensor | PackedSequence, state_init: Tensor | None = None) -> Any:
+        """As ``nn.GRU.forward``; refuses input without a batch axis (ValueError)."""
+        return super().forward(input, state_init)
+
+
+class DPLSTM(PrivateLSTM):
+    """``nn.LSTM`` whose rows can be told apart, with its state dict. Takes batched (3-D) or packed input.
+
+    Args:
+        input_size: Size of an input row at one time.
+        hidden_size: Size of a cell state, and of a hidden state without projection.
+        num_layers: How many layers.
+        bias: Whether there are biases.
+        batch_first: Whether inputs are ``(batch, time, size)``; else ``(time, batch, size)``.
+        dropout: Probability of dropping an entry between two layers, and only there.
+        bidirectional: Whether a second set of weights runs from the last time to the first.
+        proj_size: Size of a hidden state after projection; 0 for none.
+    """
+
+    has_cell_state = True
+
+    def __init__(
+        self,
+        input_size: int,
+        hidden_size: int,
+        num_layers: int = 1,
+        bias: bool = True,
+        batch_first: bool = False,
+        dropout: float = 0,
+        bidirectional: bool = False,
+        proj_size: int = 0,
+    ) -> None:
+        settings = (num_layers, bias, batch_first, dropout, bidirectional, proj_size)
+        super().__init__(input_size, hidden_size, *settings)
+
+    def forward(
+        self, input: Tensor | PackedSequence, state_init: tuple[Tensor | None, Tensor | None] | None = None
+    ) -> Any:
+        """As ``nn.LSTM.forward``; refuses input without a batch axis (ValueError)."""
+        return super().forward(input, state_init)
+
+
+for _kind in (DPRNN, DPGRU, DPLSTM):
+    DPRNNBase.register(_kind)

@@ -1,0 +1,67 @@
+"""State dicts of a module under other names than those of its parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import nn
+
+
+class RenameParamsMixin:
+    """Lets a module write and read its state under other names. Goes before ``nn.Module`` in the list of bases.
+
+    The names hold at any depth of a model, and the new one is an attribute too. ``named_parameters`` tells where a
+    parameter is.
+    """
+
+    old_to_new: Mapping[str, str] = MappingProxyType({})
+    new_to_old: Mapping[str, str] = MappingProxyType({})
+
+    def set_rename_map(self, rename_map: dict[str, str]) -> None:
+        """Says which names are written as others.
+
+        Args:
+            rename_map: Dotted name of a parameter in the module, to its name in the state dict.
+
+        Raises:
+            ValueError: If two parameters would be written under one name.
+        """
+        new_to_old = {new: old for old, new in rename_map.items()}
+        if len(new_to_old) < len(rename_map):
+            twice = sorted({new for new in rename_map.values() if list(rename_map.values()).count(new) > 1})
+            raise ValueError(f"set_rename_map: {', '.join(map(repr, twice))} is the new name of several parameters.")
+        self.old_to_new, self.new_to_old = dict(rename_map), new_to_old
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """As ``nn.Module.state_dict``, under the new names."""
+        destination = super().state_dict(*args, **kwargs)  # type: ignore[misc]
+        prefix = args[1] if len(args) > 1 else kwargs.get("prefix", "")
+        for name in list(destination):  # each is put back, so that the order stays
+            value = destination.pop(name)
+            own = name.removeprefix(prefix) if name.startswith(prefix) else None
+            destination[name if own is None else prefix + self.old_to_new.get(own, own)] = value
+        return destination
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *rest: Any) -> None:
+        missing = rest[2]
+        for old, new in self.old_to_new.items():
+            if prefix + new in state_dict:
+                state_dict[prefix + old] = state_dict.pop(prefix + new)
+            elif prefix + old not in state_dict:
+                missing.append(prefix + new)
+                # Its own value, or the old name would be reported as missing as well.
+                state_dict[prefix + old] = self._named(old)
+        super()._load_from_state_dict(state_dict, prefix, *rest)  # type: ignore[misc]
+
+    def _named(self, name: str) -> torch.Tensor:
+        owner, _, last = name.rpartition(".")
+        found: torch.Tensor = getattr(nn.Module.get_submodule(self, owner), last)  # type: ignore[arg-type]
+        return found
+
+    def __getattr__(self, name: str) -> Any:
+        if name in self.new_to_old:
+            return self._named(self.new_to_old[name])
+        return super().__getattr__(name)  # type: ignore[misc]

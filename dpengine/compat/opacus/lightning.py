@@ -1,0 +1,81 @@
+"""A Lightning data module whose training loader draws Poisson batches. Needs the package ``lightning``."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+import torch
+
+from dpengine.errors import MissingDependencyError
+
+from .data_loader import DPDataLoader
+
+
+
+def _base() -> type:
+    for name in ("lightning.pytorch", "pytorch_lightning"):
+        try:
+            return importlib.import_module(name).LightningDataModule  # type: ignore[no-any-return]
+        except ImportError:
+            continue
+    return object
+
+
+class DPLightningDataModule(_base()):  # type: ignore[misc]
+    """Passes everything on to another data module, and makes its training loader private.
+
+    Args:
+        datamodule: The data module.
+        generator: Makes the batches repeat, for tests.
+
+    Raises:
+        MissingDependencyError: If neither ``lightning`` nor ``pytorch_lightning`` is installed.
+    """
+
+    def __init__(self, datamodule: Any, generator: torch.Generator | None = None):
+        if type(self).__mro__[1] is object:
+            raise MissingDependencyError(
+                "DPLightningDataModule needs a package that is not installed.", fix="pip install lightning"
+            )
+        super().__init__()
+        self.datamodule = datamodule
+        self.generator = generator
+
+    def prepare_data(self) -> None:
+        """As the data module does."""
+        self.datamodule.prepare_data()
+
+    def setup(self, stage: str | None = None) -> None:
+        """As the data module does."""
+        self.datamodule.setup(stage)
+
+    def train_dataloader(self) -> DPDataLoader:
+        """The private loader for that of the data module."""
+        return DPDataLoader.from_data_loader(
+            self.datamodule.train_dataloader(), distributed=False, generator=self.generator
+        )
+
+    def val_dataloader(self) -> Any:
+        """That of the data module."""
+        return self.datamodule.val_dataloader()
+
+    def test_dataloader(self) -> Any:
+        """That of the data module."""
+        return self.datamodule.test_dataloader()
+
+    def predict_dataloader(self) -> Any:
+        """That of the data module."""
+        return self.datamodule.predict_dataloader()
+
+    def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
+        """As the data module does."""
+        return self.datamodule.transfer_batch_to_device(batch, device, dataloader_idx)
+
+    def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        """As the data module does."""
+        return self.datamodule.on_before_batch_transfer(batch, dataloader_idx)
+
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        """As the data module does."""
+        return self.datamodule.on_after_batch_transfer(batch, dataloader_idx)

@@ -1,0 +1,140 @@
+"""Clipping whose threshold follows a quantile of the norms (Andrew et al. 2021)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from dpengine.clipping import AbstractClip, Adaptive
+from dpengine.names import suggests_names
+
+from .optimizer import DPOptimizer
+
+
+@suggests_names
+class AdaClipDPOptimizer(DPOptimizer):
+    """``DPOptimizer`` whose ``max_grad_norm`` moves after each step, by a noised count that is part of its cost.
+
+    Args:
+        optimizer: As in ``DPOptimizer``.
+        noise_multiplier: What each step costs, the count included. Below ``2 * unclipped_num_std``.
+        target_unclipped_quantile: The share of samples that should stay unclipped.
+        clipbound_learning_rate: Of the threshold's logarithm.
+        max_clipbound: The threshold never rises above.
+        min_clipbound: The threshold never falls below.
+        unclipped_num_std: Standard deviation of the noise on the count, in samples.
+        max_grad_norm: The threshold of the first step.
+        expected_batch_size: As there.
+        loss_reduction: As there.
+        generator: As there.
+        secure_mode: As there.
+
+    Raises:
+        ValueError: If ``max_clipbound`` is not above ``min_clipbound``, or the noise multiplier is too large for the
+            count. Also as there.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        *,
+        noise_multiplier: float,
+        target_unclipped_quantile: float,
+        clipbound_learning_rate: float,
+        max_clipbound: float,
+        min_clipbound: float,
+        unclipped_num_std: float,
+        max_grad_norm: float,
+        expected_batch_size: float | None,
+        loss_reduction: str = "mean",
+        generator: torch.Generator | None = None,
+        secure_mode: bool = False,
+    ):
+        if max_clipbound <= min_clipbound:
+            raise ValueError(f"max_clipbound={max_clipbound!r} must be above min_clipbound={min_clipbound!r}.")
+        if noise_multiplier >= 2 * unclipped_num_std:
+            raise ValueError(
+                f"noise_multiplier={noise_multiplier!r} must be below twice unclipped_num_std={unclipped_num_std!r}: "
+                "the noised count alone costs the whole step. Raise unclipped_num_std."
+            )
+        self._adapts: dict[str, Any] = {
+            "target_quantile": target_unclipped_quantile,
+            "learning_rate": clipbound_learning_rate,
+            "count_noise_multiplier": unclipped_num_std,
+            "min_norm": min_clipbound,
+            "max_norm": max_clipbound,
+        }
+        super().__init__(
+            optimizer,
+            noise_multiplier=noise_multiplier,
+            max_grad_norm=max_grad_norm,
+            expected_batch_size=expected_batch_size,
+            loss_reduction=loss_reduction,
+            generator=generator,
+            secure_mode=secure_mode,
+        )
+
+    def _policy(self, max_grad_norm: Any) -> AbstractClip:
+        norm = min(max(max_grad_norm, self._adapts["min_norm"]), self._adapts["max_norm"])
+        return Adaptive(norm, **self._adapts)
+
+    def _set(self, name: str, value: float) -> None:
+        self._adapts = {**self._adapts, name: value}
+        self._change(clipping=self._policy(self.max_grad_norm))
+
+    @property
+    def target_unclipped_quantile(self) -> float:
+        """The share of samples that should stay unclipped."""
+        return float(self._adapts["target_quantile"])
+
+    @target_unclipped_quantile.setter
+    def target_unclipped_quantile(self, value: float) -> None:
+        self._set("target_quantile", value)
+
+    @property
+    def clipbound_learning_rate(self) -> float:
+        """Of the threshold's logarithm."""
+        return float(self._adapts["learning_rate"])
+
+    @clipbound_learning_rate.setter
+    def clipbound_learning_rate(self, value: float) -> None:
+        self._set("learning_rate", value)
+
+    @property
+    def max_clipbound(self) -> float:
+        """The threshold never rises above."""
+        return float(self._adapts["max_norm"])
+
+    @max_clipbound.setter
+    def max_clipbound(self, value: float) -> None:
+        self._set("max_norm", value)
+
+    @property
+    def min_clipbound(self) -> float:
+        """The threshold never falls below."""
+        return float(self._adapts["min_norm"])
+
+    @min_clipbound.setter
+    def min_clipbound(self, value: float) -> None:
+        self._set("min_norm", value)
+
+    @property
+    def unclipped_num_std(self) -> float:
+        """Standard deviation of the noise on the count, in samples."""
+        return float(self._adapts["count_noise_multiplier"])
+
+    @property
+    def sample_size(self) -> int:
+        """Rows of the last backward pass. Not private, and not what the threshold follows."""
+        return self._release.statistics.rows
+
+    @property
+    def unclipped_num(self) -> int:
+        """Rows of it that were not clipped. Not private: what the threshold follows is this with noise."""
+        shown = self._release.statistics
+        return shown.rows - shown.clipped - shown.dropped
+
+    def update_max_grad_norm(self) -> None:
+        """Does nothing: the threshold moves in the step, by the count over the whole logical batch, with noise."""

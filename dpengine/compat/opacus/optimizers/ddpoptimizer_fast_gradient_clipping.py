@@ -1,0 +1,23 @@
+"""The optimizer of ghost modes, of a model that several processes train."""
+
+from __future__ import annotations
+
+from dpengine.names import suggests_names
+
+from .ddpoptimizer import SharedAmongRanks
+from .optimizer_fast_gradient_clipping import DPOptimizerFastGradientClipping
+
+
+@suggests_names
+class DistributedDPOptimizerFastGradientClipping(SharedAmongRanks, DPOptimizerFastGradientClipping):
+    """``DPOptimizerFastGradientClipping`` of a model wrapped for several processes.
+
+    Args:
+        optimizer: As in ``DPOptimizer``.
+        noise_multiplier: As there.
+        max_grad_norm: As there.
+        expected_batch_size: Of this process.
+        loss_reduction: As there.
+        generator: As there.
+        secure_mode: As there.
+    """

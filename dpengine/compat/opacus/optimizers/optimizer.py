@@ -1,0 +1,319 @@
+"""``DPOptimizer``: an optimizer around another one, whose steps are made of clipped and noised sums."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from dpengine.clipping import AbstractClip, Flat
+from dpengine.names import suggests_names
+from dpengine.release import Release
+from dpengine.stage import Stage
+
+from . import release_of
+from .utils import params
+
+StepHook = Callable[["DPOptimizer"], None]
+
+
+@suggests_names
+class DPOptimizer(Optimizer):
+    """Clips what backward passes left, adds up, adds noise, and has the optimizer inside apply it.
+
+    ``PrivacyEngine.make_private`` makes one. By hand it goes around an optimizer over the parameters of a
+    ``GradSampleModule``; nothing is accounted for then but what ``attach_step_hook`` is given.
+
+    Args:
+        optimizer: The optimizer inside. It stays as it is.
+        noise_multiplier: Standard deviation of the noise over ``max_grad_norm``. At least 0.
+        max_grad_norm: What the norm of each sample's gradient is clipped to. Positive.
+        expected_batch_size: What sums are divided by with ``loss_reduction="mean"``: of this process.
+        loss_reduction: ``"mean"``, or ``"sum"`` for no division.
+        generator: Makes the noise repeat, for tests: it gives the seed.
+        secure_mode: Draws all noise from a cryptographic generator on the CPU.
+
+    Raises:
+        ValueError: If an argument is out of its range, ``expected_batch_size`` is missing for a mean, or
+            ``secure_mode`` comes with a generator.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        *,
+        noise_multiplier: float,
+        max_grad_norm: float | Sequence[float],
+        expected_batch_size: float | None,
+        loss_reduction: str = "mean",
+        generator: torch.Generator | None = None,
+        secure_mode: bool = False,
+    ):
+        release_of.refuse(optimizer, loss_reduction, expected_batch_size, generator, secure_mode)
+        self.original_optimizer = optimizer
+        self.loss_reduction = loss_reduction
+        self.secure_mode = secure_mode
+        self._generator = generator
+        self._per_worker = expected_batch_size
+        self._hooks: list[StepHook] = []
+        self._skips: list[bool] = []
+        self._is_last_step_skipped = False
+        self._asked = (float(noise_multiplier), self._policy(max_grad_norm))
+        self._made: Release | None = None
+        for parameter in self.params:
+            parameter.summed_grad = None  # type: ignore[attr-defined]
+        release_of.checked(self)
+
+    def _policy(self, max_grad_norm: Any) -> AbstractClip:
+        """The policy of the engine that this class stands for."""
+        return Flat(max_grad_norm)
+
+    @property
+    def _release(self) -> Release:
+        """What does the work; made when it is needed, since hooks may be put on later than this is built."""
+        if self._made is None:
+            self._made = release_of.by_hand(self, *self._asked)
+        release_of.follow_hooks(self, self._made)
+        return self._made
+
+    # Settings
+
+    @property
+    def noise_multiplier(self) -> float:
+        """Standard deviation of the noise over ``max_grad_norm``. What is written holds from the next step."""
+        return self._asked[0] if self._made is None else self._made.asked_plan.noise_multiplier
+
+    @noise_multiplier.setter
+    def noise_multiplier(self, value: float) -> None:
+        if value != self.noise_multiplier:
+            self._change(noise_multiplier=value)
+
+    @property
+    def max_grad_norm(self) -> float:
+        """What norms are clipped to. What is written holds from the next step, for clip, noise and ledger alike."""
+        return self._clipping.max_grad_norm
+
+    @max_grad_norm.setter
+    def max_grad_norm(self, value: float) -> None:
+        if value != self.max_grad_norm:
+            self._change(clipping=self._clipping.resized(value))
+
+    @property
+    def _clipping(self) -> AbstractClip:
+        return self._asked[1] if self._made is None else self._made.asked_plan.clipping
+
+    def _change(self, **constants: Any) -> None:
+        if self._made is None:
+            sigma, clipping = self._asked
+            asked = (constants.get("noise_multiplier", sigma), constants.get("clipping", clipping))
+            before, self._asked = self._asked, asked
+            try:
+                release_of.checked(self)
+            except BaseException:
+                self._asked = before
+                raise
+        else:
+            self._made.change(**constants)
+
+    @property
+    def expected_batch_size(self) -> float | None:
+        """What sums are divided by, of this process. What is written holds from the next step."""
+        return self._per_worker
+
+    @expected_batch_size.setter
+    def expected_batch_size(self, value: float | None) -> None:
+        if self._made is not None and value is not None:
+            self._made.change(expected_batch_size=value * self._made.sums.topology.ranks)
+        self._per_worker = value
+
+    @property
+    def generator(self) -> torch.Generator | None:
+        """What gave the seed of the noise. One that is written gives another seed."""
+        return self._generator
+
+    @generator.setter
+    def generator(self, value: torch.Generator | None) -> None:
+        self._generator = value
+        if self._made is not None:
+            self._made.draw_from(release_of.source(self, self._made.sums.topology))
+
+    # The optimizer inside
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+        """Those of the optimizer inside."""
+        return self.original_optimizer.param_groups
+
+    @param_groups.setter
+    def param_groups(self, value: list[dict[str, Any]]) -> None:
+        self.original_optimizer.param_groups = value
+
+    @property
+    def state(self) -> Any:  # type: ignore[override]
+        """That of the optimizer inside."""
+        return self.original_optimizer.state
+
+    @state.setter
+    def state(self, value: Any) -> None:
+        self.original_optimizer.state = value
+
+    @property
+    def defaults(self) -> dict[str, Any]:  # type: ignore[override]
+        """Those of the optimizer inside."""
+        return self.original_optimizer.defaults
+
+    @defaults.setter
+    def defaults(self, value: dict[str, Any]) -> None:
+        self.original_optimizer.defaults = value
+
+    def state_dict(self) -> dict[str, Any]:
+        """That of the optimizer inside."""
+        return self.original_optimizer.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Loads into the optimizer inside."""
+        self.original_optimizer.load_state_dict(state_dict)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_optimizer_"):  # hooks of users, which torch keeps on the optimizer
+            return getattr(self.__dict__["original_optimizer"], name)
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(noise_multiplier={self.noise_multiplier:g}, {self.original_optimizer!r})"
+
+    # What backward passes left
+
+    @property
+    def params(self) -> list[nn.Parameter]:
+        """The parameters that train."""
+        return params(self)
+
+    @property
+    def grad_samples(self) -> list[Tensor]:
+        """``p.grad_sample`` of each parameter, several passes one after the other.
+
+        Raises ValueError where there is none.
+        """
+        return [self._get_flat_grad_sample(parameter) for parameter in self.params]
+
+    def _get_flat_grad_sample(self, p: nn.Parameter) -> Tensor:
+        shown = getattr(p, "grad_sample", None)
+        if shown is None:
+            name = release_of.name_of(self, p)
+            raise ValueError(
+                f"Parameter {name} has no grad_sample. Run forward in train mode and backward through a "
+                "GradSampleModule, or freeze the parameter."
+            )
+        return torch.cat(list(shown), dim=0) if isinstance(shown, list) else shown  # type: ignore[no-any-return]
+
+    @property
+    def accumulated_iterations(self) -> int:
+        """How many batches go into one step, as far as they are there. Accountants multiply the rate by it."""
+        release = self._release
+        if release.stage is Stage.RELEASED:
+            return release.joined
+        clipped = len(release.tickets) if release.stage is Stage.CLIPPED else 0
+        waiting = 0 if clipped and (release.goes_on or not release.hand_fed) else getattr(release.sums, "waits", 0)
+        return max(1, clipped + waiting)
+
+    # A step
+
+    def attach_step_hook(self, fn: StepHook) -> None:
+        """Has ``fn(optimizer)`` called in each step that is not skipped, after noise and before the update.
+
+        Functions add up. What the engine books does not hang on them.
+        """
+        self._hooks.append(fn)
+
+    @property
+    def step_hook(self) -> StepHook | None:
+        """All that was attached, as one function; None if nothing was. Writing None takes off all of it."""
+        return self._call_hooks if self._hooks else None
+
+    @step_hook.setter
+    def step_hook(self, value: StepHook | None) -> None:
+        self._hooks = [] if value is None else [*self._hooks, value]
+
+    def _call_hooks(self, optimizer: DPOptimizer) -> None:
+        for hook in list(self._hooks):
+            hook(optimizer)
+
+    def signal_skip_step(self, do_skip: bool = True) -> None:
+        """Has the next step that nothing was said of only clip and add up, or not."""
+        self._skips.append(do_skip)
+
+    def forget_skips(self) -> None:
+        """Forgets what was signalled and not asked for, and destroys the sums of a batch that was cut off."""
+        self._skips.clear()
+        if self._made is not None and self._made.hand_fed and self._made.goes_on:
+            self._made.void()
+            self._made.goes_on = self._is_last_step_skipped = False
+
+    def _check_skip_next_step(self, pop_next: bool = True) -> bool:
+        if not self._skips:
+            return False
+        return self._skips.pop(0) if pop_next else self._skips[0]
+
+    def clip_and_accumulate(self) -> None:
+        """Clips what waits, and adds it to ``p.summed_grad``."""
+        release_of.gather(self, self._release)
+
+    def add_noise(self) -> None:
+        """Writes ``p.summed_grad`` with noise of ``noise_multiplier * max_grad_norm`` to ``p.grad``."""
+        release_of.write_noised(self, self._release)
+
+    def scale_grad(self) -> None:
+        """Divides ``p.grad`` by ``expected_batch_size * accumulated_iterations``, for a mean."""
+        release_of.scale(self, self._release)
+
+    def pre_step(self, closure: Callable[[], float] | None = None) -> bool:
+        """All of a step but the update.
+
+        Args:
+            closure: Not called here; ``step`` does.
+
+        Returns:
+            Whether ``p.grad`` is there to be applied: False for all but the last chunk of a logical batch.
+        """
+        self.clip_and_accumulate()
+        skips = self._check_skip_next_step()
+        release = self._release
+        self._is_last_step_skipped = release.goes_on = skips or not release_of.is_complete(release)
+        if self._is_last_step_skipped:
+            return False
+        with release_of.leaving(self, release):
+            self.add_noise()
+            self.scale_grad()
+        self._call_hooks(self)
+        return True
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        """One step; only clips and adds up where a logical batch is not complete.
+
+        Args:
+            closure: Computes the loss and its gradients, if given.
+
+        Returns:
+            The loss of the closure, else None.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        if self.pre_step():
+            self.original_optimizer.step()
+        return loss
+
+    @property
+    def step_was_skipped(self) -> bool:
+        """Whether the last step only clipped and added up."""
+        return self._is_last_step_skipped
+
+    def zero_grad(self, set_to_none: bool = False) -> None:
+        """Clears ``p.grad`` and ``p.grad_sample``; and ``p.summed_grad`` unless a logical batch is under way."""
+        self.original_optimizer.zero_grad(set_to_none)
+        release_of.clear(self, self._made, keeps_sums=self._is_last_step_skipped)

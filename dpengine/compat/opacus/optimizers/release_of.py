@@ -1,0 +1,202 @@
+"""From an optimizer with Opacus's attributes to the release of the engine that does its work."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from dpengine.accounting import Ledger, Relation
+from dpengine.arrange import source_for
+from dpengine.clipping import AbstractClip, ShownSums
+from dpengine.compat.opacus.grad_sample.gsm_base import sums_of
+from dpengine.distributed import Topology
+from dpengine.errors import MissingGradientError, ParameterMismatchError
+from dpengine.noise import DEFAULT_KIND, SECURE_KIND, NoiseSource
+from dpengine.optimizer import refuse_optimizer
+from dpengine.release import Release
+from dpengine.run_plan import RunPlan
+from dpengine.sampling import ByHand
+from dpengine.stage import Stage
+
+from .utils import params
+
+if TYPE_CHECKING:
+    from .optimizer import DPOptimizer
+
+_REDUCTIONS = ("mean", "sum")
+
+
+def refuse(optimizer: Any, loss_reduction: str, size: float | None, generator: Any, secure: bool) -> None:
+    """Refuses arguments that make no optimizer."""
+    if not isinstance(optimizer, Optimizer):
+        raise TypeError(f"optimizer is {torch.typename(optimizer)}; pass an optimizer of torch.optim.")
+    if not hasattr(optimizer, "original_optimizer"):  # one around a private one is the user's to explain
+        refuse_optimizer(optimizer)
+    if loss_reduction not in _REDUCTIONS:
+        raise ValueError(f"loss_reduction={loss_reduction!r} is not known. Choose one of: 'mean', 'sum'.")
+    if loss_reduction == "mean" and size is None:
+        raise ValueError("expected_batch_size=None: loss_reduction='mean' divides by it. Pass the batch size.")
+    if secure and generator is not None:
+        raise ValueError("secure_mode=True with a generator: a seed makes noise repeat. Pass one of them.")
+
+
+def checked(optimizer: DPOptimizer) -> None:
+    """Refuses settings out of their range."""
+    _plan(optimizer, *optimizer._asked, ranks=1)
+
+
+def by_hand(optimizer: DPOptimizer, noise_multiplier: float, clipping: AbstractClip) -> Release:
+    """A release whose batches come from elsewhere: each backward pass is one, and nothing is claimed for it."""
+    sums = _sums(optimizer)
+    plan = _plan(optimizer, noise_multiplier, clipping, ranks=sums.topology.ranks)
+    sums.policy = plan.clipping
+    clipping.group_of(list(sums.trainable()))  # refuses a model that it does not fit
+    release = Release(plan, sums, source(optimizer, sums.topology), Ledger())
+    release.hand_fed = True
+    return release
+
+
+def follow_hooks(optimizer: DPOptimizer, release: Release) -> None:
+    """Hooks may have been taken off and put on again since."""
+    held = params(optimizer)
+    present = sums_of(held[0]) if held else None
+    if present is not None and present is not release.sums:
+        release.watch(_sums(optimizer))
+
+
+def _plan(optimizer: DPOptimizer, noise_multiplier: float, clipping: AbstractClip, *, ranks: int) -> RunPlan:
+    size = 1.0 if optimizer.expected_batch_size is None else optimizer.expected_batch_size * ranks
+    return RunPlan(ByHand(size), clipping, noise_multiplier, size, Relation.ADD_OR_REMOVE_ONE)
+
+
+def source(optimizer: DPOptimizer, topology: Topology) -> NoiseSource:
+    """Where noise comes from."""
+    kind = SECURE_KIND if optimizer.secure_mode else DEFAULT_KIND
+    return source_for(topology, kind, seed_of(optimizer.generator), run=0)
+
+
+def seed_of(generator: torch.Generator | None) -> int | None:
+    """A seed that a generator gives; the next one differs."""
+    if generator is None:
+        return None
+    return int(torch.randint(2**63 - 1, (), generator=generator, device=generator.device))
+
+
+def _sums(optimizer: DPOptimizer) -> ShownSums:
+    """The sums of the model that the parameters are in; of parameters without hooks, what is written to them."""
+    held = [p for group in optimizer.param_groups for p in group["params"]]
+    found = {id(sums): sums for sums in map(sums_of, held) if sums is not None}
+    if len(found) > 1:
+        raise ParameterMismatchError(
+            f"The optimizer holds parameters of {len(found)} models, and a sample's gradient is clipped over one.",
+            fix="Put them in one nn.Module and wrap that, or take an optimizer for each.",
+        )
+    if not found:
+        return ShownSums(nn.ParameterList(held), mode="no_op", loss_reduction=optimizer.loss_reduction)
+    (sums,) = found.values()
+    strangers = [p for p in held if sums_of(p) is None]
+    if strangers:
+        shapes = ", ".join(str(tuple(p.shape)) for p in strangers[:3])
+        raise ParameterMismatchError(
+            f"{len(strangers)} optimizer parameters are not in the wrapped model (shapes {shapes}).",
+            fix="Build the optimizer over the parameters of the model that is wrapped, after fix().",
+        )
+    every = set(sums.topology.parameters(sums.model).values())
+    sums.only = None if every <= set(held) else frozenset(held)
+    return sums
+
+
+def name_of(optimizer: DPOptimizer, parameter: nn.Parameter) -> str:
+    """A parameter's name and shape, for messages."""
+    sums = sums_of(parameter)
+    names = {} if sums is None else {p: name for name, p in sums.topology.parameters(sums.model).items()}
+    return f"'{names.get(parameter, '?')}' {tuple(parameter.shape)}"
+
+
+# A step, in the parts that Opacus has
+
+
+def gather(optimizer: DPOptimizer, release: Release) -> None:
+    """Brings what waits into the sums, and shows them."""
+    if release.hand_fed and release.stage is Stage.IDLE and not release.sums.pending:
+        held = params(optimizer)
+        raise MissingGradientError(
+            f"Parameter {name_of(optimizer, held[0]) if held else '?'} has no per-sample gradient.",
+            fix="Run forward in train mode through a GradSampleModule, and backward, between zero_grad() and step().",
+        )
+    release.gather()
+    for parameter, total in release.sums.buffer:
+        parameter.summed_grad = total  # type: ignore[attr-defined]
+
+
+def is_complete(release: Release) -> bool:
+    """Whether all of the logical batch is in the sums."""
+    return release.stage is Stage.CLIPPED
+
+
+@contextlib.contextmanager
+def leaving(optimizer: DPOptimizer, release: Release) -> Iterator[None]:
+    """Charges the logical batch before anything of it leaves, and destroys its sums."""
+    with release.leaving():
+        try:
+            yield
+        finally:
+            for parameter in optimizer.params:
+                parameter.summed_grad = None  # type: ignore[attr-defined]
+    if not release.sums.buffer.clean:  # the noise was of the user's own making
+        release.sums.buffer.take()
+    assert isinstance(release.sums, ShownSums)
+    release.sums.note_release()
+    held = set(params(optimizer))
+    for parameter in release.gradients.released.keys() - held:
+        parameter.grad = None
+
+
+def write_noised(optimizer: DPOptimizer, release: Release) -> None:
+    """Sums with noise in ``p.grad``."""
+    if release.stage is Stage.CLIPPED:  # called by hand: the charge and all else is due here
+        with leaving(optimizer, release):
+            release._write_gradients(divides=False)
+    else:
+        release._write_gradients(divides=False)
+
+
+def scale(optimizer: DPOptimizer, release: Release) -> None:
+    """The division by public constants."""
+    if optimizer.loss_reduction == "mean":
+        count = len(release.tickets) or release.joined
+        factor = 1 / release.plan.divisor(count, mean=True)
+        if release.gradients.released:
+            release.gradients.scale(factor)
+        else:  # the user's own add_noise wrote them
+            torch._foreach_mul_([p.grad for p in optimizer.params if p.grad is not None], factor)
+
+
+def clear(optimizer: DPOptimizer, release: Release | None, *, keeps_sums: bool) -> None:
+    """What ``zero_grad`` takes away."""
+    for sums in {id(one): one for one in map(sums_of, params(optimizer)) if one is not None}.values():
+        sums.show_none()
+    for parameter in optimizer.params:
+        parameter.grad_sample = None  # type: ignore[attr-defined]
+    if release is None:
+        return
+    if keeps_sums:
+        release.gradients.zero_grad(release.sums.buffer.parameters)
+        return
+    for parameter in optimizer.params:
+        parameter.summed_grad = None  # type: ignore[attr-defined]
+    release.zero_grad()
+
+
+def dotted_names(parameters: list[nn.Parameter]) -> list[str]:
+    """Names of parameters as their sums have them."""
+    sums = next((one for one in map(sums_of, parameters) if one is not None), None)
+    if sums is None:
+        return [str(index) for index in range(len(parameters))]
+    names = {p: name for name, p in sums.topology.parameters(sums.model).items()}
+    return [names.get(p, f"? {index}") for index, p in enumerate(parameters)]

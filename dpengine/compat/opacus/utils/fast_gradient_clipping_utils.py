@@ -1,0 +1,184 @@
+"""The loss objects of ghost modes: an ordinary loss behind them, and one backward pass."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dpengine.errors import BatchDependentLossError
+
+
+class DPTensorFastGradientClipping:
+    """A loss of each row, which is reduced when it is asked for.
+
+    Args:
+        module: The model.
+        optimizer: Its optimizer.
+        loss_per_sample: ``(B,)``.
+        loss_reduction: ``"mean"`` or ``"sum"`` over rows.
+    """
+
+    def __init__(self, module: nn.Module, optimizer: Any, loss_per_sample: Tensor, loss_reduction: str = "mean"):
+        self.module = module
+        self.optimizer = optimizer
+        self.loss_per_sample = loss_per_sample
+        self.loss_reduction = loss_reduction
+
+    @property
+    def reduced(self) -> Tensor:
+        """The loss of the batch; 0 for one without rows."""
+        total = self.loss_per_sample.sum()
+        return total / max(len(self.loss_per_sample), 1) if self.loss_reduction == "mean" else total
+
+    def item(self) -> float:
+        """Its value. Not private."""
+        return float(self.reduced.detach())
+
+    def detach(self) -> Tensor:
+        """Its value as a tensor, outside the graph. Not private."""
+        return self.reduced.detach()
+
+    def backward(self) -> None:
+        """The one backward pass that norms and sums need."""
+        self.reduced.backward()
+
+    def _with(self, loss_per_sample: Tensor) -> DPTensorFastGradientClipping:
+        other = object.__new__(type(self))
+        other.__dict__.update(self.__dict__, loss_per_sample=loss_per_sample)
+        return other
+
+    def _other(self, other: Any) -> Any:
+        """What is added: a loss of the same rows, or a number, of which each row gets its part."""
+        if isinstance(other, DPTensorFastGradientClipping):
+            if other.loss_per_sample.shape != self.loss_per_sample.shape:
+                raise ValueError(
+                    f"Losses of {len(self.loss_per_sample)} and {len(other.loss_per_sample)} rows cannot be added: "
+                    "both must be of one batch."
+                )
+            return other.loss_per_sample
+        if isinstance(other, Tensor) and other.dim():
+            raise TypeError(f"A tensor of shape {tuple(other.shape)} cannot be added to a loss; pass a number.")
+        return other / (max(len(self.loss_per_sample), 1) if self.loss_reduction == "sum" else 1)
+
+    def __add__(self, other: Any) -> DPTensorFastGradientClipping:
+        return self._with(self.loss_per_sample + self._other(other))
+
+    __radd__ = __add__
+
+    def __sub__(self, other: Any) -> DPTensorFastGradientClipping:
+        return self._with(self.loss_per_sample - self._other(other))
+
+    def __rsub__(self, other: Any) -> DPTensorFastGradientClipping:
+        return self._with(self._other(other) - self.loss_per_sample)
+
+    def __mul__(self, other: float) -> DPTensorFastGradientClipping:
+        return self._with(self.loss_per_sample * other)
+
+    __rmul__ = __mul__
+
+    def __truediv__(self, other: float) -> DPTensorFastGradientClipping:
+        return self._with(self.loss_per_sample / other)
+
+    def __neg__(self) -> DPTensorFastGradientClipping:
+        return self._with(-self.loss_per_sample)
+
+    def __float__(self) -> float:
+        return self.item()
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.item():g}, rows={len(self.loss_per_sample)})"
+
+
+class DPLossFastGradientClipping:
+    """A criterion that keeps the losses of rows apart. The plain criterion, in an ordinary loop, is as safe.
+
+    Args:
+        module: The model, wrapped or with hooks.
+        optimizer: Its private optimizer.
+        criterion: A module with ``reduction``, or a function that takes it: ``nn.CrossEntropyLoss()``,
+            ``F.cross_entropy``.
+        loss_reduction: ``"mean"`` or ``"sum"`` over rows.
+
+    Raises:
+        ValueError: If ``loss_reduction`` is not known.
+    """
+
+    def __init__(self, module: Any, optimizer: Any, criterion: Any, loss_reduction: str = "mean"):
+        if loss_reduction not in {"mean", "sum"}:
+            raise ValueError(f"loss_reduction={loss_reduction!r} is not known. Choose one of: 'mean', 'sum'.")
+        self.module = module
+        self.optimizer = optimizer
+        self.criterion = criterion
+        self.loss_reduction = loss_reduction
+
+    def __call__(self, *args: Any, shape: tuple[int, ...] | None = None, **kwargs: Any) -> DPTensorFastGradientClipping:
+        """The loss of a batch.
+
+        Args:
+            args: Of the criterion: outputs, then targets.
+            shape: ``(B, T, ...)`` of tokens that were flattened; None finds B in the arguments.
+            kwargs: Of the criterion.
+
+        Returns:
+            The loss, with ``backward()``.
+
+        Raises:
+            BatchDependentLossError: If the criterion gives no number for each row, or token.
+        """
+        rows = self._rows(args, shape)
+        losses = self._unreduced(*args, **kwargs)
+        if losses.dim() == 0 or (losses.numel() % rows if rows else losses.numel()):
+            raise BatchDependentLossError(
+                f"The criterion gave shape {tuple(losses.shape)} for {rows} rows: each row needs numbers of its own.",
+                fix='Use a criterion that knows reduction="none", and pass shape=(B, T) for tokens that were flattened.',
+            )
+        per_row = losses.reshape(rows, -1)
+        counted = self._counted(args, losses.shape).reshape(rows, -1)
+        total_B = per_row.sum(dim=1)
+        mean = self._own_reduction() == "mean"
+        loss_B = total_B / counted.sum(dim=1).clamp(min=1) if mean else total_B
+        return DPTensorFastGradientClipping(self.module, self.optimizer, loss_B, self.loss_reduction)
+
+    def _rows(self, args: Any, shape: tuple[int, ...] | None) -> int:
+        if shape is not None:
+            return int(shape[0])
+        sums = getattr(self.module, "_sums", None)
+        seen = None if sums is None else sums.capture.rows
+        first = next((one for one in args if isinstance(one, Tensor) and one.dim()), None)
+        if seen is None or (first is not None and seen and len(first) % seen):
+            return 0 if first is None else len(first)
+        return int(seen)
+
+    def _own_reduction(self) -> str:
+        return str(getattr(self.criterion, "reduction", self.loss_reduction))
+
+    def _unreduced(self, *args: Any, **kwargs: Any) -> Tensor:
+        criterion: Any = self.criterion
+        if isinstance(getattr(criterion, "reduction", None), str):
+            before, criterion.reduction = criterion.reduction, "none"
+            try:
+                return criterion(*args, **kwargs)  # type: ignore[no-any-return]
+            finally:
+                criterion.reduction = before
+        if _takes_reduction(criterion):
+            kwargs = {**kwargs, "reduction": "none"}
+        return criterion(*args, **kwargs)  # type: ignore[no-any-return]
+
+    def _counted(self, args: Any, shape: torch.Size) -> Tensor:
+        """Which numbers count in a mean: those of targets that are ignored do not."""
+        ignored = getattr(self.criterion, "ignore_index", None)
+        targets = args[1] if len(args) > 1 else None
+        if isinstance(targets, Tensor) and ignored is not None and targets.shape == shape:
+            return targets != ignored
+        return torch.ones(shape, device=args[0].device)
+
+
+def _takes_reduction(function: Callable[..., Any]) -> bool:
+    try:
+        return "reduction" in inspect.signature(function).parameters
+    except (TypeError, ValueError):
+        return False

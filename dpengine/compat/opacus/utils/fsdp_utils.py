@@ -1,0 +1,42 @@
+"""Models of which each process holds a part."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+
+def has_params(module: nn.Module) -> bool:
+    """Whether a module owns parameters itself."""
+    return any(True for _ in module.parameters(recurse=False))
+
+
+def iterate_submodules(module: nn.Module) -> Iterable[nn.Module]:
+    """The modules that own parameters, children first."""
+    for child in module.children():
+        yield from iterate_submodules(child)
+    if has_params(module):
+        yield module
+
+
+def FSDP2Wrapper(model: nn.Module, **kwargs: Any) -> nn.Module:  # noqa: N802 - Opacus's name
+    """Shards each layer that owns parameters, and then the model.
+
+    Args:
+        model: The model, changed in place.
+        kwargs: Of ``torch.distributed.fsdp.fully_shard``; ``opacus_high_precision_layers`` lists layer classes that
+            ``mp_policy`` is not for.
+
+    Returns:
+        The same model.
+    """
+    precise: tuple[type[nn.Module], ...] = tuple(kwargs.pop("opacus_high_precision_layers", ()))
+    plain = {**kwargs, "mp_policy": MixedPrecisionPolicy()}
+    for layer in list(iterate_submodules(model)):
+        if layer is not model:
+            fully_shard(layer, **(plain if precise and isinstance(layer, precise) else kwargs))
+    fully_shard(model, **kwargs)
+    return model

@@ -1,0 +1,84 @@
+"""Batch norm, in which the rows of a batch see each other."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from torch import nn
+
+from dpengine.validation import BATCH_NORMS, copied, group_count, group_norm_of, instance_norm_of
+
+from .errors import ShouldReplaceModuleError, UnsupportableModuleError, UnsupportedModuleError
+from .utils import register_module_fixer, register_module_validator
+
+
+@register_module_validator(list(BATCH_NORMS))
+def validate(module: Any) -> list[UnsupportedModuleError]:
+    """One error: batch norm must be replaced.
+
+    Args:
+        module: The layer.
+
+    Returns:
+        A list with one error.
+    """
+    message = (
+        f"{type(module).__name__} normalises each row of a batch by the others, so one record changes the gradients of "
+        "all. Call fix, which makes group norm of it, or use LayerNorm, GroupNorm or InstanceNorm."
+    )
+    return [ShouldReplaceModuleError(message)]
+
+
+@register_module_fixer(list(BATCH_NORMS))
+def fix(module: Any, **kwargs: Any) -> nn.Module:
+    """Group norm in ``gcd(32, channels)`` groups, with the same scale and shift; or instance norm without them.
+
+    Where a sample of ``BatchNorm1d`` may be a vector, groups have several channels: one would be normalised to zero. A
+    single channel becomes instance norm, which refuses vectors.
+
+    Args:
+        module: The layer; it is left as it is.
+        **kwargs: ``replace_bn_with_in`` (bool), whether to make instance norm; ``num_groups`` (int), the groups.
+
+    Returns:
+        The replacement.
+
+    Raises:
+        ValueError: If both are given, or ``num_groups`` does not divide the channels, or leaves one value in a group.
+        UnsupportableModuleError: If ``SyncBatchNorm``, which does not say its dimensions, should be instance norm.
+    """
+    num_groups = kwargs.get("num_groups")
+    if kwargs.get("replace_bn_with_in", False):
+        if num_groups is not None:
+            raise ValueError("fix: pass replace_bn_with_in=True or num_groups, not both: they exclude each other.")
+        norm = instance_norm_of(module, affine=False)
+        if norm is None:
+            raise UnsupportableModuleError(
+                f"{type(module).__name__} does not say its dimensions, so no InstanceNorm can take its place. Leave "
+                "replace_bn_with_in out: GroupNorm takes any."
+            )
+        return _as_opacus_has_it(norm)
+    if type(module) is nn.BatchNorm1d and module.num_features == 1 and num_groups in {None, 1}:
+        return _as_opacus_has_it(instance_norm_of(copied(module)))
+    return _as_opacus_has_it(group_norm_of(copied(module), _groups(module, num_groups)))
+
+
+def _groups(module: Any, asked: int | None) -> int:
+    channels: int = module.num_features
+    groups = math.gcd(32, channels) if asked is None else asked
+    if groups < 1 or channels % groups:
+        raise ValueError(f"num_groups={groups} does not divide the {channels} channels of {type(module).__name__}.")
+    if type(module) is not nn.BatchNorm1d or groups < channels:
+        return groups
+    if asked is not None:
+        raise ValueError(
+            f"num_groups={groups} leaves one channel in each group of BatchNorm1d({channels}), which normalises "
+            f"vectors to zero. Pass {channels // 2} at most."
+        )
+    return group_count(module) or 1
+
+
+def _as_opacus_has_it(norm: Any) -> nn.Module:
+    norm.eps = 1e-5  # whatever batch norm had: a checkpoint must mean the same there and here
+    return norm  # type: ignore[no-any-return]

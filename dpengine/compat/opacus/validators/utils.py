@@ -1,0 +1,63 @@
+"""Registering validators and fixers of one's own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+from torch import nn
+
+from .module_validator import ModuleValidator
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def register_module_validator(
+    target_class_or_classes: type | Sequence[type], validator_class: type = ModuleValidator
+) -> Callable[[F], F]:
+    """Makes a function, ``f(module) -> list of errors``, the validator of exactly these classes.
+
+    Args:
+        target_class_or_classes: A subclass of ``nn.Module``, or several.
+        validator_class: Whose table it goes into.
+
+    Returns:
+        A decorator that returns the function unchanged.
+
+    Raises:
+        TypeError: If something other than a subclass of ``nn.Module`` is given.
+    """  # noqa: DOC502 - raised on our behalf
+    return _register(target_class_or_classes, validator_class.VALIDATORS)  # type: ignore[attr-defined]
+
+
+def register_module_fixer(
+    target_class_or_classes: type | Sequence[type], validator_class: type = ModuleValidator
+) -> Callable[[F], F]:
+    """Makes a function, ``f(module, **kwargs) -> module``, the fixer of exactly these classes.
+
+    It gets those keywords of ``ModuleValidator.fix`` that it takes.
+
+    Args:
+        target_class_or_classes: A subclass of ``nn.Module``, or several.
+        validator_class: Whose table it goes into.
+
+    Returns:
+        A decorator that returns the function unchanged.
+
+    Raises:
+        TypeError: If something other than a subclass of ``nn.Module`` is given.
+    """  # noqa: DOC502 - raised on our behalf
+    return _register(target_class_or_classes, validator_class.FIXERS)  # type: ignore[attr-defined]
+
+
+def _register(given: type | Sequence[type], table: dict[type[nn.Module], Any]) -> Callable[[F], F]:
+    classes = list(given) if isinstance(given, Sequence) else [given]
+    for kind in classes:
+        if not (isinstance(kind, type) and issubclass(kind, nn.Module)):
+            raise TypeError(f"A subclass of torch.nn.Module is needed, or a list of them; got {kind!r}.")
+
+    def register(function: F) -> F:
+        table.update(dict.fromkeys(classes, function))
+        return function
+
+    return register

@@ -1,0 +1,98 @@
+"""Why a release may not go on: what a backward pass or a step is refused for, by where the logical batch is."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from dpengine.clipping import ClippedSums
+from dpengine.errors import MissingGradientError, RepeatedBackwardError, StaleGradientError, TicketError
+from dpengine.run_plan import RunPlan
+from dpengine.sampling import Ticket
+from dpengine.stage import Stage
+from dpengine.written_gradients import WrittenGradients
+
+
+class Release(Protocol):
+    """What is looked at here of `dpengine.release.Release`, which asks."""
+
+    stage: Stage
+    tickets: list[Ticket]
+    done: bool
+    plan: RunPlan
+    sums: ClippedSums
+    gradients: WrittenGradients
+    unused_parameters: str
+
+    @property
+    def rows(self) -> int:
+        """Of the chunk that was handed out last."""
+
+
+def refuse_backward(release: Release) -> None:
+    """Refuses a backward pass that must not count."""
+    if release.stage is Stage.CLOSED:
+        raise TicketError(
+            "Backward ran over a forward pass from before the model was detached; it leaves no gradients.",
+            fix="Run the forward pass again.",
+        )
+    if release.stage is Stage.VOID:
+        raise TicketError(
+            "This logical batch was given up: an error ended it, a chunk of it was left out, or zero_grad() "
+            "discarded it.",
+            fix="Go on with the next batch of the loader.",
+        )
+    if release.stage is Stage.IDLE or (release.stage is Stage.RELEASED and not release.tickets):
+        raise TicketError(
+            "Backward ran on rows that did not come from the private loader.",
+            fix="Iterate over the loader that make_private returned.",
+        )
+    if release.stage is Stage.RELEASED or release.done:
+        raise RepeatedBackwardError(
+            f"The {release.rows} rows of this batch were used in 2 backward passes in one step; each would count "
+            "fully.",
+            fix="Add the losses: (a + b).backward().",
+        )
+    refuse_stale(release)
+
+
+def refuse_stale(release: Release) -> None:
+    """Refuses to add to what was released, or to release it again."""
+    if release.gradients.stale:
+        raise StaleGradientError(
+            "optimizer.zero_grad() was not called after the last step.", fix="Add it at the top of the loop."
+        )
+
+
+def refuse_step(release: Release) -> None:
+    """Refuses a step that has nothing to release."""
+    if release.stage is Stage.RELEASED:
+        raise StaleGradientError(
+            "step() was called twice for one batch, or optimizer.zero_grad() was not called after the last step.",
+            fix="Call optimizer.zero_grad() at the top of the loop, and step() once for each batch.",
+        )
+    if cause := _why_not_ready(release) or release.plan.why_not_joined([ticket.step for ticket in release.tickets]):
+        raise TicketError(f"step() has nothing to release: {cause}")
+
+
+def refuse_unused(release: Release) -> None:
+    """Refuses to release a logical batch with rows in which a parameter took no part, unless that was allowed."""
+    missing = release.sums.missing()
+    if missing and release.unused_parameters == "error" and any(sum(ticket.rows) for ticket in release.tickets):
+        others = f" (nor did {len(missing) - 1} others)" if len(missing) > 1 else ""
+        raise MissingGradientError(
+            f"Parameter '{missing[0]}' took no part in this step{others}.",
+            fix=f"Freeze it: model.get_parameter('{missing[0]}').requires_grad_(False), or pass "
+            "unused_parameters='zero'.",
+        )
+
+
+def _why_not_ready(release: Release) -> str:
+    if release.stage is Stage.VOID:
+        return "this logical batch was given up; go on with the next one."
+    if release.stage is Stage.IDLE:
+        return "no batch was drawn. Iterate over the loader that make_private returned."
+    if release.done or release.rows == 0:
+        return ""
+    if release.sums.capture.leaks or not release.sums.model.training:
+        return "the model was in eval mode. Call model.train() before the forward pass."
+    return "no backward pass ran over this batch in train mode. Call loss.backward() before optimizer.step()."

@@ -1,0 +1,81 @@
+"""Batches that nobody draws by chance: in the order of the data set, or made by hand."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import ClassVar, NoReturn
+
+import numpy as np
+
+from .poisson import checked_batch_size
+from .strategy import AbstractBatchStrategy, IndexBatch, WordStream, whole_number
+
+
+@dataclasses.dataclass(frozen=True)
+class InOrder(AbstractBatchStrategy):
+    """Cuts the data set into batches as its rows lie, as ``DataLoader(shuffle=False)`` does. Nothing is random.
+
+    Args:
+        num_examples: The size of the data set, at least 1.
+        batch_size: Rows in a batch.
+        drop_last: Whether a shorter last batch is left out.
+
+    Attributes:
+        sample_rate: ``batch_size / num_examples``, at most 1: a share, not a probability.
+        expected_batch_size: ``batch_size``, or ``num_examples`` where that is less.
+        steps_per_epoch: Batches in an epoch.
+
+    Raises:
+        TypeError: If a count is not a whole number.
+        ValueError: If a count is below 1.
+    """
+
+    num_examples: int
+    batch_size: int
+    drop_last: bool = False
+    sample_rate: float = dataclasses.field(init=False)
+    expected_batch_size: float = dataclasses.field(init=False)
+    steps_per_epoch: int = dataclasses.field(init=False)
+
+    law: ClassVar[str] = "in order"
+    claims_epsilon: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        rows = whole_number("InOrder", "num_examples", self.num_examples, at_least=1)
+        size = whole_number("InOrder", "batch_size", self.batch_size, at_least=1)
+        object.__setattr__(self, "sample_rate", min(1.0, size / rows))
+        object.__setattr__(self, "expected_batch_size", float(min(size, rows)))
+        object.__setattr__(self, "steps_per_epoch", rows // size if self.drop_last else -(-rows // size))
+
+    def draw(self, step: int, words: WordStream) -> IndexBatch:
+        """Returns the examples of one batch. See `AbstractBatchStrategy.draw`."""
+        place = step % max(self.steps_per_epoch, 1)
+        return np.arange(place * self.batch_size, min((place + 1) * self.batch_size, self.num_examples), dtype=np.int64)
+
+
+@dataclasses.dataclass(frozen=True)
+class ByHand(AbstractBatchStrategy):
+    """Stands for batches that come from elsewhere, of which nothing is known and no epsilon is claimed.
+
+    Args:
+        expected_batch_size: The public constant by which sums are divided. Positive and finite.
+
+    Raises:
+        ValueError: If it is not.
+    """
+
+    expected_batch_size: float
+    num_examples: int = 0
+    sample_rate: float = 1.0
+    steps_per_epoch: int = 1
+
+    law: ClassVar[str] = "by hand"
+    claims_epsilon: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        checked = checked_batch_size("ByHand", self.expected_batch_size)
+        object.__setattr__(self, "expected_batch_size", checked)
+
+    def draw(self, step: int, words: WordStream) -> NoReturn:
+        """Raises TypeError: there is nothing to draw from."""
+        raise TypeError("Batches that are made by hand cannot be drawn.")

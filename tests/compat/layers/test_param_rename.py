@@ -1,0 +1,74 @@
+"""State dicts under other names."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from torch import nn
+
+from dpengine.compat.opacus.layers import RenameParamsMixin
+
+
+class Renamed(RenameParamsMixin, nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.w = nn.Parameter(torch.randn(2))
+        self.inner = nn.Linear(2, 3)
+        self.register_buffer("count", torch.tensor(0))
+        self.set_rename_map({"w": "weights", "inner.weight": "matrix"})
+
+
+NAMES = ["weights", "count", "matrix", "inner.bias"]
+
+
+def test_state_is_written_under_the_new_names_in_the_same_order():
+    assert list(Renamed().state_dict()) == NAMES
+
+
+def test_rank_42_new_names_hold_inside_a_model():
+    model = nn.ModuleDict({"a": Renamed(), "b": nn.Linear(1, 1), "c": Renamed()})
+    expected = [*(f"a.{name}" for name in NAMES), "b.weight", "b.bias", *(f"c.{name}" for name in NAMES)]
+    assert list(model.state_dict()) == expected
+    other = nn.ModuleDict({"a": Renamed(), "b": nn.Linear(1, 1), "c": Renamed()})
+    other.load_state_dict(model.state_dict(), strict=True)
+    torch.testing.assert_close(dict(other.state_dict()), dict(model.state_dict()), rtol=0, atol=0)
+
+
+def test_old_names_load_too():
+    model = Renamed()
+    state = {name: torch.ones_like(p) for name, p in [*model.named_parameters(), *model.named_buffers()]}
+    model.load_state_dict(state, strict=True)
+    assert model.w.eq(1).all()
+    assert model.inner.weight.eq(1).all()
+
+
+def test_what_is_missing_or_too_much_is_named_by_the_new_names():
+    model = Renamed()
+    state = model.state_dict()
+    del state["matrix"]
+    with pytest.raises(RuntimeError) as refusal:
+        model.load_state_dict(state, strict=True)
+    assert '"matrix"' in str(refusal.value)
+    assert "inner.weight" not in str(refusal.value)
+    assert model.load_state_dict(state | {"x": torch.zeros(1)}, strict=False) == (["matrix"], ["x"])
+
+
+def test_the_new_name_is_an_attribute():
+    model = Renamed()
+    assert model.weights is model.w
+    assert model.matrix is model.inner.weight
+    with pytest.raises(AttributeError, match="nothing"):
+        _ = model.nothing
+
+
+def test_copies_and_pickles_keep_the_names():
+    model = Renamed()
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert list(other.state_dict()) == NAMES
+        assert other.matrix is other.inner.weight
+
+
+def test_two_parameters_under_one_name_are_refused():
+    with pytest.raises(ValueError, match="'x' is the new name of several"):
+        Renamed().set_rename_map({"w": "x", "inner.bias": "x"})
