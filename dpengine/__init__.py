@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from dpengine.engine import PrivacyEngine
     from dpengine.errors import PrivacyWarning
     from dpengine.grad_sample_module import GradSampleModule
-    from dpengine.grad_samplers import register_grad_sampler
+    from dpengine.grad_samplers import register_grad_sampler, register_norm_sampler
     from dpengine.optimizer import detach
     from dpengine.validation import check, check_loss, fix
 
@@ -34,6 +34,7 @@ _HOMES = {
     "detach": "dpengine.optimizer",
     "fix": "dpengine.validation",
     "register_grad_sampler": "dpengine.grad_samplers",
+    "register_norm_sampler": "dpengine.grad_samplers",
 }
 
 __all__ = [
@@ -52,6 +53,7 @@ __all__ = [
     "detach",
     "fix",
     "register_grad_sampler",
+    "register_norm_sampler",
 ]
 
 logging.getLogger(__name__).addHandler(logging.NullHandler())

@@ -361,7 +361,7 @@ class PrivacyEngine:
 
     @suggests_names
     def explain(self) -> str:
-        """A table, one row a parameter: how its norms and sums were formed in the last pass, why, and what that costs."""
+        """A table, one row a parameter: how its norm and sum were formed in the last pass, why, and what that costs."""
         return explain(self._last_run().release.sums.strategy.choices)
 
     @suggests_names

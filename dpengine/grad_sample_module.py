@@ -53,7 +53,8 @@ class GradSampleModule(nn.Module):
         self._loss_reduction = loss_reduction
         receiver = _Shower(self)
         mode = "functorch" if force_functorch else "hooks"
-        self._capture, self._strategy = watch_model(module, receiver, mode, batch_first=batch_first)
+        mean = loss_reduction == "mean"
+        self._capture, self._strategy = watch_model(module, receiver, mode, batch_first=batch_first, mean_loss=mean)
         self._capture.attach()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:

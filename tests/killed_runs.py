@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import multiprocessing
 import os
 import signal
 
@@ -15,15 +14,6 @@ from dpengine.ledger_file import file as ledger_file
 STEPS = 30
 SAVED_EVERY = 4
 FEW = 100  # bytes, less than a line has
-
-
-def started(function, *args, **settings):
-    """A process that runs a function, forked from one that has imported what takes long, and nothing else."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["dpengine", "dpengine.checkpoint", "torch._dynamo"])
-    process = context.Process(target=function, args=args, kwargs=settings)
-    process.start()
-    return process
 
 
 class Telling(torch.optim.SGD):

@@ -4,6 +4,7 @@ Processes are forked from one that has imported what takes long, and nothing els
 """
 
 import datetime
+import multiprocessing
 import tempfile
 import traceback
 from collections.abc import Callable
@@ -17,9 +18,24 @@ IMPORTED = [
     "torch.distributed.fsdp",
     "torch.distributed.tensor.parallel",
     "torch.fx.experimental.symbolic_shapes",  # takes a second, on the first call of a DTensor
+    "torch._dynamo",  # as much, on the first optimizer
     "torch.testing",
     "scipy.stats",
+    "pytest",
+    "hypothesis",
+    "dpengine.auditing",  # with the engine
+    "dpengine.checkpoint",
+    "dpengine.cli",
 ]
+
+
+def started(function: Callable[..., Any], *args: Any, **settings: Any) -> multiprocessing.Process:
+    """A process that runs a function. All of a test session are forked from one: the first start takes seconds."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(IMPORTED)
+    process = context.Process(target=function, args=args, kwargs=settings)
+    process.start()
+    return process
 
 
 def launched(ranks: int, function: Callable[..., Any], *args: Any, seconds: float = 60.0) -> list[Any]:
@@ -29,14 +45,7 @@ def launched(ranks: int, function: Callable[..., Any], *args: Any, seconds: floa
     """
     with tempfile.TemporaryDirectory() as folder:
         meeting = Path(folder)
-        context = torch.multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(IMPORTED)
-        processes = [
-            context.Process(target=_process, args=(rank, ranks, meeting, seconds, function, args))
-            for rank in range(ranks)
-        ]
-        for process in processes:
-            process.start()
+        processes = [started(_process, rank, ranks, meeting, seconds, function, args) for rank in range(ranks)]
         for process in processes:
             process.join(timeout=300)
             if process.is_alive():

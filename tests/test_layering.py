@@ -39,6 +39,7 @@ ORDER = (
     "refusals",
     "release",
     "optimizer",
+    "schedulers",
     "companions",
     "admission",
     "run",

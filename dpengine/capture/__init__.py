@@ -3,7 +3,7 @@
 from .capture import Capture, CaptureState, Receiver
 from .model_state import ModelState
 from .outputs import tensors_in_outputs
-from .record import LayerCall, Use
+from .record import LayerCall, Use, turned
 from .replay import Pass, Replay
 from .watch import Kind, Watch, has_own_parameters, watch_list
 
@@ -20,5 +20,6 @@ __all__ = [
     "Watch",
     "has_own_parameters",
     "tensors_in_outputs",
+    "turned",
     "watch_list",
 ]

@@ -22,7 +22,7 @@ from dpengine.errors import UnknownParameterError
 from dpengine.layers import from_twin, to_twin
 
 from .hooks import Hook, LayerHook, RootHook
-from .record import LayerCall, Use
+from .record import LayerCall, Use, turned
 from .replay import Replay
 from .watch import Watch
 
@@ -69,7 +69,8 @@ class Capture:
         receiver: Who is told.
         linear_rule: The rule for ``F.linear`` on a module's own parameters.
         batch_first: Whether axis 0 carries the batch; else axis 1 of tensors with three axes or more, and of indices.
-        swap: Another way to follow a layer's parameters; None from it means the ordinary way.
+        mean_loss: Whether losses are declared to be means over the rows; records say so.
+        swap: Another way to follow a layer's parameters, for batches on axis 0; None from it means the ordinary way.
         replay: Where forward passes are noted so that they can be run again, if they shall be.
         topology: Who holds what: where parameters are sharded, modules show others while they run.
     """
@@ -79,6 +80,7 @@ class Capture:
     receiver: Receiver
     linear_rule: Any = None
     batch_first: bool = True
+    mean_loss: bool = False
     swap: Swap | None = None
     replay: Replay | None = None
     topology: Topology = SINGLE
@@ -256,9 +258,7 @@ class Capture:
 
     def batch_to_front(self, tensor: Tensor) -> Tensor:
         """The tensor with its batch axis moved to the front."""
-        if self.batch_first or tensor.dim() < 2 or (tensor.dim() == 2 and tensor.is_floating_point()):
-            return tensor
-        return tensor.transpose(0, 1)
+        return tensor if self.batch_first else turned(tensor)
 
     def rows_of(self, tensors: Sequence[Tensor]) -> int | None:
         """Batch size of the first tensor that has axes."""

@@ -101,7 +101,7 @@ class LayerHook:
             return {name: WatchedParameter.of(p.detach(), self._origin(name, p)) for name, p in real.items()}, None
         if self.is_shared_table(args, kwargs):
             return {name: p.detach() for name, p in real.items()}, partial(self._watched_entries, real)
-        if capture.swap is not None and watch.kind is Kind.LAYER and (capture.batch_first or not watch.in_rows):
+        if capture.swap is not None and watch.kind is Kind.LAYER and capture.batch_first:
             tensors = tensors_in((args, kwargs))
             swapped = capture.swap(watch, real, tensors, capture.rows_of(tensors))
             if swapped is not None:

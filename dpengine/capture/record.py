@@ -12,6 +12,21 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 
+def turned(tensor: Tensor) -> Tensor:
+    """The tensor with its batch moved from axis 1 to the front, or back, in models that have it second.
+
+    Only tensors with three axes or more, and indices, have it there: those of ``(B, F)`` have no other axis before it.
+
+    Args:
+        tensor: A tensor that carries the batch.
+
+    Returns:
+        A view, or the tensor itself.
+    """
+    has_it_in_front = tensor.dim() < 2 or (tensor.dim() == 2 and tensor.is_floating_point())
+    return tensor if has_it_in_front else tensor.transpose(0, 1)
+
+
 @dataclass(frozen=True, eq=False)
 class LayerCall:
     """One use of a layer: what went in, and the gradient of what came out.
@@ -25,6 +40,8 @@ class LayerCall:
         kwargs: Keyword inputs of ``forward``.
         output: The output itself where the receiver asked for it, else None.
         name: Dotted name of the layer in the model.
+        batch_first: Whether the layer's own order has the batch on axis 0, too; else see ``turned``.
+        mean_loss: Whether the loss was declared to be a mean over the rows, so that a row's own loss is as much larger.
     """
 
     layer: nn.Module
@@ -33,6 +50,8 @@ class LayerCall:
     kwargs: Mapping[str, Any] = field(default_factory=dict)
     output: Any = None
     name: str = ""
+    batch_first: bool = True
+    mean_loss: bool = False
 
     @property
     def batch_size(self) -> int:

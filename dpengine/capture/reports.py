@@ -33,6 +33,7 @@ class CallReport:
         self.rule = watch.rule if rule is None else rule
         self.name = watch.name
         self.needs_output = getattr(self.rule, "needs_output", False)
+        self.batch_first = batch_first or capture.batch_first
         self.to_front = _as_is if batch_first else capture.batch_to_front
 
     def tap(self, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
@@ -52,15 +53,16 @@ class CallReport:
 
     def fire(self, saved: tuple[Tensor, ...], grad: Any) -> None:
         output = None
-        if self.output_spec is not None:
+        if self.output_spec is None:
+            front = self.to_front(grad)
+        else:
             if self.needs_output:
                 saved, outputs = saved[: -self.output_count], saved[-self.output_count :]
                 output = self._outputs(outputs)
-            grad = self._outputs(grad)
-        else:
-            grad = self.to_front(grad)
+            front = self._outputs(grad)
         args, kwargs = put_tensors(map(self.to_front, saved), self.other_inputs, self.input_spec)
-        call = LayerCall(self.watch.module, args, grad, kwargs, output, self.name)
+        order, mean_loss = self.batch_first, self.capture.mean_loss
+        call = LayerCall(self.watch.module, args, front, kwargs, output, self.name, order, mean_loss)
         self.capture.receiver.receive(call, self.uses, self.rule)
 
     def _outputs(self, values: Sequence[Tensor | None]) -> Any:

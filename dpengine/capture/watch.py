@@ -67,8 +67,8 @@ def watch_list(
         model: The model.
         lookup: The rule for exactly this layer, or None.
         unit_rule: The rule that fits any module, for those that no other way fits.
-        by_operations: Whether a module that holds parameters beside children is followed operation by operation; else
-            it is one unit with all that is below it.
+        by_operations: Whether a module that holds parameters beside children which have some too, or drop out, is
+            followed operation by operation; else it is one unit with all that is below it.
 
     Returns:
         One entry for each module that is watched, parents before children.
@@ -105,12 +105,22 @@ def _watch(
         return Watch(name, module, Kind.OPERATIONS)
     rule = lookup(module)
     if rule is not None:
-        return Watch(name, module, Kind.LAYER, rule, in_place=isinstance(rule, Mapping))
+        return Watch(name, module, Kind.LAYER, rule, in_place=_is_elementary(rule))
     if is_made_of_operations(module):
         return Watch(name, module, Kind.OPERATIONS)
-    if by_operations and any(has_own_parameters(child) for child in _below(module)):
+    if by_operations and any(has_own_parameters(child) or _drops_out(child) for child in _below(module)):
         return Watch(name, module, Kind.OPERATIONS)
     return Watch(name, module, Kind.UNIT, unit_rule(module))
+
+
+def _is_elementary(rule: Any) -> bool:
+    """Whether a rule is by parameters, as only those of layers that are known in and out are."""
+    return isinstance(rule, Mapping) or getattr(rule, "by_parameters", False)
+
+
+def _drops_out(module: nn.Module) -> bool:
+    """Whether it draws random numbers, which a rule that runs rows again would draw anew."""
+    return isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0
 
 
 def has_own_parameters(module: nn.Module) -> bool:

@@ -89,6 +89,7 @@ class ClippedSums:
             self,
             mode,
             batch_first=batch_first,
+            mean_loss=loss_reduction == "mean",
             methods=methods,
             topology=topology,
             forms_on_demand=forms_on_demand,

@@ -32,6 +32,52 @@ from .sampler import Cost, GradSampler
 _ONE_CALL = 2e6  # floating point operations in the time of one call from Python
 
 
+def sliding_windows(
+    wide: Tensor,
+    kernel: Sequence[int],
+    stride: Sequence[int],
+    dilation: Sequence[int],
+    sides: Sequence[tuple[int, int]],
+) -> Tensor:
+    """What a kernel meets in each of its places, over the last axes of a tensor in any memory format.
+
+    Args:
+        wide: Leading axes, and one axis for each size of the kernel.
+        kernel: Sizes.
+        stride: From place to place.
+        dilation: From value to value in a window.
+        sides: Zeros before and after each axis.
+
+    Returns:
+        A view of the padded tensor: leading axes, the kernel's axes, the places along each axis.
+    """
+    wide = F.pad(wide, _reversed(sides))
+    leading = wide.dim() - len(kernel)
+    for axis, (size, step, apart) in enumerate(zip(kernel, stride, dilation, strict=True), leading):
+        wide = wide.unfold(axis, apart * (size - 1) + 1, step)[..., ::apart]
+    places = range(leading, leading + len(kernel))
+    return wide.permute(*range(leading), *range(places.stop, wide.dim()), *places)
+
+
+def padding_of(padding: str | Sequence[int], kernel: Sequence[int], dilation: Sequence[int]) -> list[tuple[int, int]]:
+    """Zeros before and after each axis, from the words and numbers that a convolution takes.
+
+    Args:
+        padding: ``"valid"``, ``"same"``, or a size for each axis.
+        kernel: Sizes.
+        dilation: From value to value in a window.
+
+    Returns:
+        A pair for each axis.
+    """
+    if padding == "valid":
+        return [(0, 0)] * len(kernel)
+    if padding == "same":  # the odd one goes to the right
+        totals = [d * (k - 1) for d, k in zip(dilation, kernel, strict=True)]
+        return [(total // 2, total - total // 2) for total in totals]
+    return [(p, p) for p in padding]  # type: ignore[misc]
+
+
 @dataclass(frozen=True, eq=False)
 class _Correlation:
     """A weight gradient to be: ``weight[c, f] = sum_t narrow[c, t] * window_t(wide)[f]``, for each row and group."""
@@ -62,12 +108,9 @@ class _Correlation:
         return self.narrow.reshape(-1, self.features[0], self.positions)
 
     def windows_NFT(self) -> Tensor:
-        wide = F.pad(self.wide, _reversed([(p, p) for p in self.padding]))
-        for axis, (size, stride, dilation) in enumerate(zip(self.kernel, self.stride, self.dilation, strict=True), 2):
-            wide = wide.unfold(axis, dilation * (size - 1) + 1, stride)[..., ::dilation]
-        spatial = len(self.kernel)
-        wide = wide.permute(0, 1, *range(2 + spatial, 2 + 2 * spatial), *range(2, 2 + spatial))
-        return wide.reshape(-1, self.features[1], self.positions)
+        sides = [(p, p) for p in self.padding]
+        windows = sliding_windows(self.wide, self.kernel, self.stride, self.dilation, sides)
+        return windows.reshape(-1, self.features[1], self.positions)
 
     def some_rows(self) -> Iterator[_Correlation]:
         """Cuts the batch so that the windows of a part stay small."""
@@ -80,7 +123,7 @@ class _Correlation:
 def _correlation(call: LayerCall) -> _Correlation:
     layer: Any = call.layer
     wide, narrow = argument(call, 0, "input"), call.grad_output
-    sides = _padding(layer)
+    sides = padding_of(layer.padding, layer.kernel_size, layer.dilation)
     if layer.transposed:
         wide, narrow = narrow, wide
         # Output positions that no window reaches belong to ``output_padding``; trim them where padding left them in.
@@ -92,16 +135,6 @@ def _correlation(call: LayerCall) -> _Correlation:
         wide = F.pad(wide, _reversed(sides), mode=_PAD_MODE[layer.padding_mode])
         padding = (0,) * len(sides)
     return _Correlation(wide, narrow, layer.kernel_size, layer.stride, layer.dilation, layer.groups, padding)
-
-
-def _padding(layer: Any) -> list[tuple[int, int]]:
-    """Padding of the input, left and right of each axis."""
-    if layer.padding == "valid":
-        return [(0, 0)] * len(layer.kernel_size)
-    if layer.padding == "same":  # the odd one goes to the right
-        totals = [d * (k - 1) for d, k in zip(layer.dilation, layer.kernel_size, strict=True)]
-        return [(total // 2, total - total // 2) for total in totals]
-    return [(p, p) for p in layer.padding]
 
 
 _PAD_MODE = {"zeros": "constant", "reflect": "reflect", "replicate": "replicate", "circular": "circular"}
@@ -286,7 +319,8 @@ def _weight_sum(call: LayerCall, factor_B: Tensor) -> Tensor:
 def _weight_spread(call: LayerCall) -> Tensor:
     # No input is in more windows than the kernel has taps, nor repeated more often than padding reaches.
     layer: Any = call.layer
-    repeats = 1 if layer.padding_mode == "zeros" else math.prod(1 + left + right for left, right in _padding(layer))
+    sides = padding_of(layer.padding, layer.kernel_size, layer.dilation)
+    repeats = 1 if layer.padding_mode == "zeros" else math.prod(1 + left + right for left, right in sides)
     shared = math.sqrt(repeats * math.prod(layer.kernel_size))
     acts, grads = argument(call, 0, "input"), call.grad_output
     positions = math.prod((acts if layer.transposed else grads).shape[2:])

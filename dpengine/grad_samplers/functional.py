@@ -19,7 +19,7 @@ from torch.func import functional_call, vjp, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils import _pytree as pytree
 
-from dpengine.capture import LayerCall
+from dpengine.capture import LayerCall, turned
 from dpengine.errors import UnsupportedLayerError
 from dpengine.kernels import traced
 
@@ -97,6 +97,7 @@ class _Rows:
         used: Places, among the leaves of the output, that have a gradient.
         outputs: Recorded outputs at these places.
         grads: Their gradients.
+        batch_first: Whether the module's own order has the batch on axis 0.
     """
 
     layer: nn.Module
@@ -109,6 +110,7 @@ class _Rows:
     used: list[int]
     outputs: list[Tensor]
     grads: list[Tensor]
+    batch_first: bool
 
     @classmethod
     def of(cls, call: LayerCall) -> _Rows:
@@ -131,6 +133,7 @@ class _Rows:
             used=used,
             outputs=[outputs[place] for place in used],
             grads=[grads[place] for place in used],
+            batch_first=call.batch_first,
         )
 
     @property
@@ -138,15 +141,18 @@ class _Rows:
         return self.grads[0].shape[0]
 
     def run(self, parameters: dict[str, Tensor], inputs: list[Tensor]) -> list[Tensor]:
-        """The outputs that have a gradient, for a batch of any size."""
+        """The outputs that have a gradient, for a batch of any size; batch first, whatever the module's order."""
         leaves = list(self.leaves)
         for place, tensor in zip(self.cut, inputs, strict=True):
             leaves[place] = tensor
+        if not self.batch_first:
+            leaves = [turned(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         args, kwargs = pytree.tree_unflatten(leaves, self.spec)
         buffers = {name: buffer.clone() for name, buffer in self.buffers.items()}  # forward may write into them
         output = functional_call(self.layer, {**parameters, **self.frozen, **buffers}, args, kwargs)
         output_leaves = pytree.tree_leaves(output)
-        return [output_leaves[place] for place in self.used]
+        used = [output_leaves[place] for place in self.used]
+        return used if self.batch_first else [turned(one) for one in used]
 
     def vectorised(self) -> tuple[dict[str, Tensor], list[Tensor]]:
         """Gradients and outputs of all rows, by vmap."""

@@ -7,7 +7,7 @@ from ``grad`` is used.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -59,6 +59,9 @@ class GradSampler:
             squared norms ``(B,)`` if these come with it, else None.
         grad_name: What ``grad`` is called beside them.
         sq_norm_name: What ``sq_norm`` is called beside them.
+        whole_calls: Whether it may be asked of calls only as they were recorded: not of some of their rows, nor with
+            other numbers in them. So for rules from outside, which may depend on more than their rows.
+        plain: What stands in where a parameter has several calls, since norms do not add; None for the sampler itself.
     """
 
     grad: Rows
@@ -74,6 +77,8 @@ class GradSampler:
     write_grads: Mapping[str, Callable[[LayerCall, Tensor], Tensor | None]] = field(default_factory=dict)
     grad_name: str = "direct"
     sq_norm_name: str = "shortcut"
+    whole_calls: bool = False
+    plain: GradSampler | None = None
 
     @property
     def grads(self) -> Mapping[str, Rows]:
@@ -103,3 +108,38 @@ class JointSampler:
 
     grads: Callable[[LayerCall], dict[str, Tensor]]
     needs_output: bool = False
+
+
+@dataclass(frozen=True)
+class NormedRule:
+    """A layer's rule with norms from outside.
+
+    Attributes:
+        gradients: What forms gradients and sums: a sampler for each parameter, or a joint one.
+        sq_norm: For a parameter's name within the layer, what gives its squared norms ``(B,)``.
+    """
+
+    gradients: Mapping[str, GradSampler] | JointSampler
+    sq_norm: Callable[[str], Rows]
+
+    @property
+    def by_parameters(self) -> bool:
+        """Whether gradients are formed by a sampler for each parameter."""
+        return isinstance(self.gradients, Mapping)
+
+    @property
+    def needs_output(self) -> bool:
+        """Whether the call must carry the module's output."""
+        return isinstance(self.gradients, JointSampler) and self.gradients.needs_output
+
+    def normed(self, name: str, sampler: GradSampler) -> GradSampler:
+        """The sampler of a parameter, with its only norm from outside."""
+        return replace(
+            sampler,
+            sq_norm=self.sq_norm(name),
+            sq_norm_name="registered",
+            more_sq_norms={},
+            factors=None,
+            cost=None,
+            plain=sampler,
+        )

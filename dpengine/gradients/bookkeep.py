@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from dpengine.capture import LayerCall, Use
-from dpengine.grad_samplers import JointSampler
+from dpengine.grad_samplers import JointSampler, NormedRule
 
 from .choose_method import Choice, MethodTable, Plan, Planner, plan_key
 from .entry import Entry, gram_sq_norms
@@ -17,8 +18,10 @@ from .flat_buffer import Sums, wide
 from .method import Method
 from .rows import widened
 from .scratch import Scratch
-from .strategy import AbstractGradients, common_rows, joint_gradients, note_rows
+from .strategy import AbstractGradients, common_rows, joint_gradients, joint_parts, note_rows
 from .units import Units
+
+Quiet = Callable[[], AbstractContextManager[None]]
 
 _PLANS = 500  # remembered; sequences and batches of many lengths have as many
 
@@ -28,10 +31,13 @@ class Bookkeep(AbstractGradients):
 
     Args:
         planner: Chooses the way of each parameter.
+        quiet: Holds the hooks on the model still, since rules from outside may run a layer again. Norms from outside
+            are asked for after the pass; without this they are not, and gradients are formed instead.
     """
 
-    def __init__(self, planner: Planner | None = None):
+    def __init__(self, planner: Planner | None = None, quiet: Quiet | None = None):
         self.planner = MethodTable() if planner is None else planner
+        self._quiet = quiet
         self._entries: dict[nn.Parameter, Entry] = {}
         self._rows: dict[str, int] = {}
         self._plans: dict[object, Plan] = {}
@@ -41,6 +47,11 @@ class Bookkeep(AbstractGradients):
     def receive(self, call: LayerCall, uses: Mapping[str, Use], rule: Any) -> None:
         call = widened(call)
         note_rows(self._rows, call.name, call.batch_size)
+        if isinstance(rule, NormedRule):
+            if self._quiet is not None:
+                self._receive_normed(call, uses, rule)
+                return
+            rule = rule.gradients
         if isinstance(rule, JointSampler):
             for use, grad in joint_gradients(call, uses, rule):
                 self._entry(use).keep(grad)
@@ -51,6 +62,13 @@ class Bookkeep(AbstractGradients):
             else:
                 self._entry(use).keep(_placed(rule[name].grad(call), use))
 
+    def _receive_normed(self, call: LayerCall, uses: Mapping[str, Use], rule: NormedRule) -> None:
+        known = rule.gradients
+        samplers = joint_parts(call, uses, known) if isinstance(known, JointSampler) else known
+        for name, sampler in samplers.items():
+            if name in uses:
+                self._entry(uses[name]).calls.append((call, rule.normed(name, sampler)))
+
     def receive_rows(self, use: Use, grad: Tensor) -> None:
         note_rows(self._rows, use.name, grad.shape[0])
         self._entry(use).keep(grad.to(wide(grad.dtype)))
@@ -58,10 +76,14 @@ class Bookkeep(AbstractGradients):
     def combine(self, units: Units) -> None:
         """From here on a row is a unit of privacy."""
         rows = common_rows(self._rows)
-        for entry in self._entries.values():
-            entry.join()
-            entry.combine(units, rows)
+        with self._still():
+            for entry in self._entries.values():
+                entry.join()
+                entry.combine(units, rows)
         self._rows = dict.fromkeys(self._rows, units.count)
+
+    def _still(self) -> AbstractContextManager[None]:
+        return nullcontext() if self._quiet is None else self._quiet()
 
     def _entry(self, use: Use) -> Entry:
         return self._entries.setdefault(use.parameter, Entry(use))
@@ -95,8 +117,9 @@ class Bookkeep(AbstractGradients):
             entry.join()
         self._plan = self._planned(rows)
         found: list[list[Tensor]] = [[] for _ in range(num_groups)]
-        for parameter, sq_norm_B in self._each_sq_norm(rows):
-            found[groups[parameter]].append(sq_norm_B.double())
+        with self._still():
+            for parameter, sq_norm_B in self._each_sq_norm(rows):
+                found[groups[parameter]].append(sq_norm_B.double())
         like = next(one[0] for one in found if one)
         sums = [
             torch.stack([n.to(like.device) for n in one]).sum(dim=0) if one else torch.zeros_like(like) for one in found
@@ -125,15 +148,17 @@ class Bookkeep(AbstractGradients):
         return found + [(entry.use.parameter, norm_B) for entry, norm_B in zip(by_gram, norms, strict=True)]
 
     def drop(self, rows_B: Tensor) -> None:
-        for entry in self._entries.values():
-            entry.drop(rows_B)
+        with self._still():
+            for entry in self._entries.values():
+                entry.drop(rows_B)
 
     def add_sums(self, groups: Mapping[nn.Parameter, int], weights_BK: Tensor, scale: float, into: Sums) -> None:
         narrow_BK = weights_BK.float()  # once for all parameters
         while self._entries:  # what arrived last first; what one held is free before the next one is summed
             parameter, entry = self._entries.popitem()
             weights = weights_BK if parameter.dtype is torch.float64 else narrow_BK
-            entry.add_sum(weights[:, groups[parameter]], scale, into)
+            with self._still():
+                entry.add_sum(weights[:, groups[parameter]], scale, into)
             into.complete(parameter)
 
     def clear(self) -> None:

@@ -49,7 +49,8 @@ class Entry:
             return
         by_sampler: dict[int, list[tuple[LayerCall, GradSampler]]] = {}
         for call, sampler in self.calls:
-            by_sampler.setdefault(id(sampler), []).append((call, sampler))
+            plain = sampler.plain or sampler
+            by_sampler.setdefault(id(plain), []).append((call, plain))
         self.calls = []
         for same in by_sampler.values():
             concat = same[0][1].concat
@@ -61,7 +62,7 @@ class Entry:
         out = torch.zeros(units.count, *self.use.shape, dtype=wide(parameter.dtype), device=parameter.device)
         if self.kept is not None:
             units.add_rows(out, self.kept, 0, rows)
-        whole = not all(in_rows(call, rows) for call, _ in self.calls)
+        whole = not all(in_rows(call, rows) and not sampler.whole_calls for call, sampler in self.calls)
         step = rows if whole else max(1, CHUNK_BYTES // (4 * self.use.numel))
         for start in range(0, rows if self.calls else 0, max(1, step)):
             stop = min(start + step, rows)
@@ -108,7 +109,12 @@ class Entry:
 
     def drop(self, rows_B: Tensor) -> None:
         """Makes rows zero."""
-        self.calls = [(without_rows(call, rows_B), sampler) for call, sampler in self.calls]
+        calls, self.calls = self.calls, []
+        for call, sampler in calls:
+            if sampler.whole_calls:
+                self.keep(sampler.grad(call))
+            else:
+                self.calls.append((without_rows(call, rows_B), sampler))
         if self.kept is not None:
             self.kept = zeroed(self.kept, rows_B)
 

@@ -11,7 +11,7 @@ from torch import nn
 from dpengine.capture import Capture, Kind, Receiver, Replay, Watch, watch_list
 from dpengine.distributed import SINGLE, Topology, layer_type
 from dpengine.errors import UnsupportedLayerError
-from dpengine.grad_samplers import BUILTIN, functional_sampler, sampler_for
+from dpengine.grad_samplers import BUILTIN, functional_sampler, rule_for, sampler_for
 
 from .bookkeep import Bookkeep
 from .choose_method import MethodTable
@@ -40,7 +40,7 @@ class Mode:
 def _reweight(capture: Capture, methods: MethodTable) -> AbstractGradients:
     replay = capture.replay = Replay()
     rerun = lambda select: replay.run(capture.model, select)  # noqa: E731
-    return Reweight(lambda parameter: capture.uses[parameter], rerun, methods.with_budget(0))
+    return Reweight(lambda parameter: capture.uses[parameter], rerun, methods.with_budget(0), capture.paused)
 
 
 def _expanded(capture: Capture, methods: MethodTable) -> AbstractGradients:
@@ -56,13 +56,13 @@ def _rule_where_rows_cannot_be_cut(module: nn.Module) -> Any:
 
 
 MODES: dict[str, Mode] = {
-    "auto": Mode(lambda capture, methods: Bookkeep(methods)),
+    "auto": Mode(lambda capture, methods: Bookkeep(methods, capture.paused), lookup=rule_for),
     "hooks": Mode(lambda capture, methods: Materialize()),
     "functorch": Mode(
         lambda capture, methods: Materialize(), lookup=_rule_where_rows_cannot_be_cut, by_operations=False
     ),
     "ew": Mode(_expanded),
-    "ghost": Mode(_reweight),
+    "ghost": Mode(_reweight, lookup=rule_for),
 }
 
 
@@ -75,6 +75,7 @@ def watch_model(
     mode: str,
     *,
     batch_first: bool = True,
+    mean_loss: bool = False,
     methods: MethodTable | None = None,
     topology: Topology = SINGLE,
     forms_on_demand: bool = False,
@@ -86,6 +87,7 @@ def watch_model(
         receiver: Who is told of its passes.
         mode: A key of ``MODES``.
         batch_first: Whether axis 0 of its inputs is the batch.
+        mean_loss: Whether losses are declared to be means over the rows, which rules from outside may have to know.
         methods: Which way is the fastest, as far as is known; None starts a table.
         topology: Who holds what, where several processes train the model.
         forms_on_demand: Whether gradients must be had one by one before their sums: only layers are looked up by mode.
@@ -100,9 +102,18 @@ def watch_model(
     if mode not in MODES:
         raise ValueError(f"grad_sample_mode={mode!r} is not known. Choose one of: {', '.join(map(repr, MODES))}.")
     chosen = MODES[mode]
-    watches = watch_list(model, chosen.lookup, functional_sampler, by_operations=chosen.by_operations)
+    # Norms from outside are asked for after the pass, when parameters that are spread over ranks are in parts again.
+    spread = bool(topology.slots) or topology.splits.size > 1
+    lookup = sampler_for if spread and chosen.lookup is rule_for else chosen.lookup
+    watches = watch_list(model, lookup, functional_sampler, by_operations=chosen.by_operations)
     capture = Capture(
-        model, watches, receiver, linear_rule=BUILTIN[nn.Linear], batch_first=batch_first, topology=topology
+        model,
+        watches,
+        receiver,
+        linear_rule=BUILTIN[nn.Linear],
+        batch_first=batch_first,
+        mean_loss=mean_loss,
+        topology=topology,
     )
     _refuse_mode(mode, topology, watches)
     methods = MethodTable() if methods is None else methods

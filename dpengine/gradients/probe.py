@@ -307,7 +307,7 @@ class _Listener:
     """Receives what the probe's own runs report."""
 
     def __init__(self, capture: Capture):
-        self.strategy = Bookkeep(MethodTable(keep_budget=0, timed=False))
+        self.strategy = Bookkeep(MethodTable(keep_budget=0, timed=False), capture.paused)
         self.shapes: list[tuple[str, torch.Size]] = []
         self._capture = capture
 

@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 from dpengine.capture import LayerCall, Use
 from dpengine.errors import UnsupportedLayerError
 
-from .bookkeep import Bookkeep
+from .bookkeep import Bookkeep, Quiet
 from .choose_method import Planner
 from .entry import sq_norms
 from .flat_buffer import Sums
@@ -31,13 +31,14 @@ class Reweight(AbstractGradients):
         uses: How often a parameter was used in the running forward pass.
         rerun: Runs the batch again, applying a function to the gradients of the model's outputs.
         planner: Chooses the way of each parameter; should keep nothing.
+        quiet: As for ``Bookkeep``.
     """
 
-    def __init__(self, uses: Callable[[nn.Parameter], int], rerun: Rerun, planner: Planner):
+    def __init__(self, uses: Callable[[nn.Parameter], int], rerun: Rerun, planner: Planner, quiet: Quiet | None = None):
         self._uses = uses
         self._rerun = rerun
-        self._held = Bookkeep(planner)
-        self._single = Bookkeep(planner)  # for one call at a time
+        self._held = Bookkeep(planner, quiet)
+        self._single = Bookkeep(planner, quiet)  # for one call at a time
         self._sq_norms: dict[nn.Parameter, Tensor] = {}
         self._names: dict[nn.Parameter, str] = {}  # of the parameters in `_sq_norms`
         self._rows: dict[str, int] = {}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 
 from dpengine.capture import LayerCall, Use
 from dpengine.errors import BatchMismatchError, MissingGradientError
-from dpengine.grad_samplers import JointSampler
+from dpengine.grad_samplers import GradSampler, JointSampler
 
 from .choose_method import Choice
 from .flat_buffer import Sums
@@ -137,3 +138,28 @@ def joint_gradients(call: LayerCall, uses: Mapping[str, Use], rule: JointSampler
                 fix="Return one gradient for each row, batch first.",
             )
     return list(found.values())
+
+
+def joint_parts(call: LayerCall, uses: Mapping[str, Use], rule: JointSampler) -> dict[str, GradSampler]:
+    """One sampler for each used parameter, from a rule that gives all at once.
+
+    Gradients are formed when the first of them is asked, for all, and live as long as the samplers.
+
+    Args:
+        call: The call, of which alone they may be asked.
+        uses: Its parameters.
+        rule: The rule.
+
+    Returns:
+        A sampler for each parameter, one name standing for all that a parameter has.
+    """
+
+    @cache
+    def formed() -> dict[nn.Parameter, Tensor]:
+        return {use.parameter: grad for use, grad in joint_gradients(call, uses, rule)}
+
+    names = {use.parameter: name for name, use in uses.items()}
+    return {
+        name: GradSampler(lambda _, parameter=parameter: formed()[parameter], whole_calls=True)  # type: ignore[misc]
+        for parameter, name in names.items()
+    }

@@ -2,7 +2,7 @@
 
 from .batches import PrivateBatchSampler
 from .check import check_loader
-from .choose_strategy import strategy_for
+from .choose_strategy import batches_in_a_pass, strategy_for
 from .collate import EmptyAwareCollate, empty_template
 from .cyclic import PARTITION_STEP, CyclicPoissonStrategy, Partition
 from .in_order import ByHand, InOrder
@@ -32,6 +32,7 @@ __all__ = [
     "UnitIds",
     "UnitStrategy",
     "WordStream",
+    "batches_in_a_pass",
     "check_loader",
     "empty_template",
     "numbers_below",

@@ -54,7 +54,7 @@ def _poisson(loader: DataLoader[Any], sample_rate: float | None, batch_size: flo
     if sample_rate is not None:
         rate = checked_sample_rate("strategy_for", sample_rate)
         size = rate * rows if batch_size is None else batch_size
-        steps = _whole_batches(_passes(rate), drop_last)
+        steps = batches_in_a_pass(rate, drop_last=drop_last)
     else:
         size = loader.batch_sampler.batch_size if batch_size is None else batch_size  # type: ignore[union-attr]
         size = checked_batch_size("strategy_for", size)
@@ -80,6 +80,22 @@ def _shuffle(loader: DataLoader[Any], sample_rate: float | None, batch_size: flo
 
 
 _BY_NAME = {"poisson": _poisson, "shuffle": _shuffle}
+
+
+def batches_in_a_pass(sample_rate: float, *, drop_last: bool) -> int:
+    """How many logical batches go over the data once: ``1 / sample_rate``, a whole number where it is meant as one.
+
+    Args:
+        sample_rate: The probability with which an example joins a logical batch, in (0, 1].
+        drop_last: Whether a part of a batch that is left counts for none; else it counts for one.
+
+    Returns:
+        The number. For ``1 / n`` it is ``n``, also where float64 rounds ``1 / (1 / n)`` down.
+
+    Raises:
+        ValueError: If the rate is out of range.
+    """  # noqa: DOC502 - the check raises on our behalf
+    return _whole_batches(_passes(checked_sample_rate("batches_in_a_pass", sample_rate)), drop_last)
 
 
 def _passes(rate: float) -> Fraction:

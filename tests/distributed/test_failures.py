@@ -57,9 +57,9 @@ class Failed(Exception):
 class Failing:
     """Does to this rank, in one step, what a case says; nothing on other ranks, and before."""
 
-    def __init__(self, failure):
+    def __init__(self, failure, others_ended=lambda: False):
         last = dist.is_initialized() and dist.get_rank() == dist.get_world_size() - 1
-        self.failure, self.step = failure if last else "", 0
+        self.failure, self.step, self.others_ended = failure if last else "", 0, others_ended
 
     def at(self, point, *, model=None, batch=None):
         if self.step != WHOLE_STEPS:
@@ -67,7 +67,9 @@ class Failing:
         if self.failure == f"raises {point}":
             raise Failed
         if self.failure == f"stalls {point}":
-            time.sleep(TIMEOUT + LATE + 1)
+            until = time.monotonic() + TIMEOUT + LATE + 1
+            while time.monotonic() < until and not self.others_ended():
+                time.sleep(0.05)
         if self.failure == "is killed" and point == "before forward":
             Ranks.add_up = Ranks.scatter_sum = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
         if self.failure == "runs twice" and point == "before the step":
@@ -82,10 +84,10 @@ def loss_of(model, batch, failing):
     return F.cross_entropy(logits.flatten(0, 1), following.flatten())
 
 
-def ending(case):
+def ending(case, others_ended):
     """How a run ends on this rank."""
     torch.manual_seed(0)
-    failing, model, engine = Failing(case.failure), plain(), PrivacyEngine(seed=1)
+    failing, model, engine = Failing(case.failure, others_ended), plain(), PrivacyEngine(seed=1)
     model.blocks[1].norm.register_forward_pre_hook(lambda module, args: failing.at("in forward"))
     model = wrapped(model, case.topology)
     optimizer, loader = torch.optim.SGD(model.parameters(), lr=0.1), DataLoader(data(), batch_size=12)
@@ -132,7 +134,9 @@ def endings(cases, folder):
         store = dist.FileStore(str(folder / f"store{number}"), ranks)
         timeout = datetime.timedelta(seconds=TIMEOUT)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=timeout)
-        torch.save(ending(case), folder / f"ending{number}-{rank}")
+        of_others = [folder / f"ending{number}-{other}" for other in range(ranks - 1)]
+        found = ending(case, lambda files=of_others: all(file.exists() for file in files))
+        torch.save(found, folder / f"ending{number}-{rank}")
         ranks -= case.failure == "is killed"
         dist.destroy_process_group()
         gc.collect()  # as where a process ends: connections close, and the others hear of it

@@ -3,12 +3,14 @@ import torch
 from case_calls import Doubled, layer_of, make_call, normal
 from case_inputs import channels_last
 from cases import CASES, MODELS
+from oracle import clip_by_engine, clip_by_loop, relative_error
 from reference import per_sample_gradients, stacked
 from torch import nn
 from torch.nn.utils import parametrizations
 from torch.utils import _pytree as pytree
 
 from dpengine.capture import LayerCall
+from dpengine.errors import UnsupportedLayerError
 from dpengine.grad_samplers import functional, functional_sampler
 
 F64 = torch.float64
@@ -309,3 +311,56 @@ def test_a_row_that_is_not_finite_does_not_disturb_the_others():
     call = make_call(layer, x)
     found = functional_sampler(layer).grads(call)["weight"]
     assert found.flatten(1).isfinite().all(dim=1).tolist() == [True, True, False, True, True]
+
+
+class Trailing(nn.Module):
+    """A layer that mixes positions, along whichever axis has them: no rule but a run of each row knows it."""
+
+    def __init__(self, axis):
+        super().__init__()
+        self.factor = nn.Parameter(torch.randn(3))
+        self.axis = axis
+
+    def forward(self, x, start):
+        return torch.cumsum(torch.tanh(x @ torch.diag(self.factor)), dim=self.axis) * start
+
+
+@pytest.mark.parametrize("mode", ["auto", "functorch", "ghost"])
+def test_a_module_with_the_batch_second_is_run_in_its_own_order(mode):
+    model, rowwise = Trailing(0).double(), Trailing(1).double()
+    rowwise.load_state_dict(model.state_dict())
+    x, start, cotangent = torch.randn(3, 5, 4, 3, dtype=F64)
+    loss_of = lambda output: (output * cotangent).sum()  # noqa: E731
+    found, _ = clip_by_engine(model, (x, start), loss_of, mode=mode, batch_first=False)
+    inputs, by_row = (x.transpose(0, 1), start.transpose(0, 1)), cotangent.transpose(0, 1)
+    truth, _ = clip_by_loop(rowwise, inputs, lambda o, i: (o * by_row[i]).sum(), 4)
+    assert relative_error(found, truth) <= 1e-9
+
+
+class Gated(nn.Module):
+    """A parameter of its own, and dropout inside."""
+
+    def __init__(self):
+        super().__init__()
+        self.factor = nn.Parameter(torch.randn(3))
+        self.drop = nn.Dropout(0.5)
+
+    def forward(self, x):
+        return self.drop(x * self.factor)
+
+
+@pytest.mark.parametrize("mode", ["auto", "hooks", "ew", "ghost"])
+def test_a_module_that_drops_out_is_followed_by_its_operations(mode):
+    model, (x, cotangent) = Gated().double(), torch.randn(2, 4, 3, dtype=F64)
+    torch.manual_seed(3)
+    mask = model.drop(torch.ones_like(x))
+    torch.manual_seed(3)
+    found, _ = clip_by_engine(model, (x,), lambda output: (output * cotangent).sum(), mode=mode)
+    rows = x * mask * cotangent
+    truth = {"factor": (rows * (1 / rows.norm(dim=1, keepdim=True)).clamp(max=1)).sum(0)}
+    assert mask.eq(0).any() and relative_error(found, truth) <= 1e-5  # thresholds are met with 1e-6 to spare
+
+
+def test_a_module_that_drops_out_is_refused_where_each_row_runs_alone():
+    with pytest.raises(UnsupportedLayerError, match=r"Gated.*random numbers.*move dropout"):
+        clip_by_engine(Gated(), (torch.randn(4, 3),), torch.sum, mode="functorch")

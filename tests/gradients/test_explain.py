@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-import torch.multiprocessing
+from launch import launched
 from loops import make_loop
 from torch import nn
 
@@ -69,26 +69,17 @@ def test_what_is_no_table_is_refused(given):
         PrivacyEngine(methods=given)
 
 
-def _share(rank, port, queue):
-    torch.distributed.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+def _share():
+    rank = torch.distributed.get_rank()
     table = MethodTable()
     table.seconds["a"] = {"ghost: gram": 1.0 + rank}
     table.seconds[f"only {rank}"] = {"keep: direct": 1.0}
     table.share()
-    queue.put((rank, table.seconds, table.timed, table.version))
-    torch.distributed.destroy_process_group()
+    return rank, table.seconds, table.timed, table.version
 
 
 def test_rank_0_decides_for_all_ranks():
-    context = torch.multiprocessing.get_context("spawn")
-    with torch.multiprocessing.get_context("spawn").Manager() as manager:
-        queue, port = manager.Queue(), _free_port()
-        processes = [context.Process(target=_share, args=(rank, port, queue)) for rank in range(2)]
-        for process in processes:
-            process.start()
-        for process in processes:
-            process.join(timeout=120)
-        found = sorted(queue.get(timeout=10) for _ in range(2))
+    found = launched(2, _share)
     expected = {"a": {"ghost: gram": 1.0}, "only 0": {"keep: direct": 1.0}}
     assert found == [(0, expected, False, 1), (1, expected, False, 1)]
 
@@ -98,11 +89,3 @@ def test_sharing_in_one_process_changes_nothing():
     table.seconds["a"] = {"ghost: gram": 1.0}
     table.share()
     assert table.version == 0 and table.timed and table.seconds == {"a": {"ghost: gram": 1.0}}
-
-
-def _free_port():
-    import socket
-
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return one.getsockname()[1]

@@ -5,7 +5,8 @@ import random
 import time
 
 import pytest
-from killed_runs import STEPS, killed_at, released, started, trained
+from killed_runs import STEPS, killed_at, released, trained
+from launch import started
 
 from dpengine.accounting import steps_of
 from dpengine.ledger_file import read

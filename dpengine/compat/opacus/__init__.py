@@ -1,5 +1,60 @@
-"""Opacus's names over dpengine: in a script that was written for Opacus, only the import line changes."""
+"""Opacus's names over dpengine: in a script that was written for Opacus, only the import line changes.
 
+A leading ``opacus`` becomes ``dpengine.compat.opacus``, at any depth. Every submodule is an attribute after the import.
+"""
+
+from . import (
+    accountants,
+    data_loader,
+    distributed,
+    grad_sample,
+    layers,
+    lightning,
+    optimizers,
+    privacy_engine,
+    schedulers,
+    utils,
+    validators,
+    version,
+)
+from .grad_sample import GradSampleModule, GradSampleModuleFastGradientClipping
+from .privacy_engine import PrivacyEngine
+from .utils import (
+    adaptive_clipping,
+    batch_memory_manager,
+    fast_gradient_clipping_utils,
+    fsdp_utils,
+    module_utils,
+    packed_sequences,
+    tensor_utils,
+    uniform_sampler,
+)
 from .version import __version__
 
-__all__ = ["__version__"]
+__all__ = [
+    "GradSampleModule",
+    "GradSampleModuleFastGradientClipping",
+    "PrivacyEngine",
+    "__version__",
+    "accountants",
+    "adaptive_clipping",
+    "batch_memory_manager",
+    "data_loader",
+    "distributed",
+    "fast_gradient_clipping_utils",
+    "fsdp_utils",
+    "grad_sample",
+    "layers",
+    "lightning",
+    "module_utils",
+    "optimizers",
+    "packed_sequences",
+    "per_sample_gradients_utils",
+    "privacy_engine",
+    "schedulers",
+    "tensor_utils",
+    "uniform_sampler",
+    "utils",
+    "validators",
+    "version",
+]

@@ -40,8 +40,9 @@ def admit(module: Any, optimizer: Any, data_loader: Any, generator: Any, secure:
         The batch size of the loader, by which sums are divided.
 
     Raises:
-        ValueError: If a generator comes with ``secure``, or the optimizer holds other parameters than the model's; and
-            what the checks of loader, optimizer and model refuse, with the remedy.
+        ValueError: If a generator comes with ``secure``; and what the checks of loader, optimizer and model refuse, with
+            the remedy.
+        ParameterMismatchError: If the optimizer holds other parameters than the model's.
         TypeError: If the module is no ``torch.nn.Module``.
     """
     if secure and generator is not None:
@@ -50,7 +51,9 @@ def admit(module: Any, optimizer: Any, data_loader: Any, generator: Any, secure:
         raise TypeError(f"module is a {type(module).__name__}; pass a torch.nn.Module.")
     inner = module._module if isinstance(module, AbstractGradSampleModule) else module
     if not inner.training:
-        warnings.warn("The model was in eval mode, in which nothing is recorded: it is in train mode now.", stacklevel=4)
+        warnings.warn(
+            "The model was in eval mode, in which nothing is recorded: it is in train mode now.", stacklevel=4
+        )
     check(inner).raise_if_blocked()
     refuse_optimizer(getattr(optimizer, "original_optimizer", optimizer))
     known = set(inner.parameters())
@@ -58,8 +61,8 @@ def admit(module: Any, optimizer: Any, data_loader: Any, generator: Any, secure:
     if foreign:
         shapes = ", ".join(str(tuple(p.shape)) for p in foreign[:3])
         raise ParameterMismatchError(
-            f"{len(foreign)} optimizer parameters are not in the model (shapes {shapes}). Likely: fix or .to(dtype) ran "
-            "after the optimizer was built.",
+            f"{len(foreign)} optimizer parameters are not in the model (shapes {shapes}). Likely: fix or .to(dtype) "
+            "ran after the optimizer was built.",
             fix="Build the optimizer last.",
         )
     size = _batch_size(data_loader)

@@ -35,6 +35,9 @@ def load(
 
     Returns:
         The content less what belongs to ``OPTIONAL``.
+
+    Raises:
+        ValueError: If it is no such file.
     """
     content = dict(torch.load(path, **{"weights_only": False, **(load_kwargs or {})}))
     missing = [key for key in (MODULE, ACCOUNTANT) if key not in content]

@@ -12,7 +12,6 @@ from dpengine.errors import MissingDependencyError
 from .data_loader import DPDataLoader
 
 
-
 def _base() -> type:
     for name in ("lightning.pytorch", "pytorch_lightning"):
         try:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -29,6 +29,7 @@ from .optimizers import DPOptimizer, get_optimizer_class
 from .utils.fast_gradient_clipping_utils import DPLossFastGradientClipping
 from .validators import ModuleValidator
 
+
 class PrivacyEngine:
     """Makes training private with wrappers, as Opacus does.
 
@@ -45,13 +46,13 @@ class PrivacyEngine:
 
     Raises:
         ValueError: If the accountant is not known.
-    """  # noqa: DOC502 - the registry raises on our behalf
+    """
 
     _flat_adapts: ClassVar[dict[str, float] | None] = None  # settings, where "flat" means adaptive
 
     @suggests_names
     def __init__(self, *, accountant: str = "prv", secure_mode: bool = False):
-        self.accountant = create_accountant(mechanism=accountant)
+        self.accountant: Any = create_accountant(mechanism=accountant)
         self.secure_mode = secure_mode
         self.secure_rng: Any = None
         self.dataset: Any = None
@@ -216,7 +217,7 @@ class PrivacyEngine:
         if clipping == "flat" and self._flat_adapts is not None:
             clipping = "adaptive"
             settings = {**self._flat_adapts, **{k: v for k, v in settings.items() if v is not None}}
-        adapts = adaptive_settings(clipping, settings, noise_multiplier, size)
+        adapts: dict[str, Any] = adaptive_settings(clipping, settings, noise_multiplier, size)
         distributed = is_spread(module._module if isinstance(module, AbstractGradSampleModule) else module)
         layout: dict[str, Any] = {"loss_reduction": loss_reduction, "grad_sample_mode": grad_sample_mode}
         loader = self._prepare_data_loader(
@@ -226,7 +227,7 @@ class PrivacyEngine:
             batch_first=batch_first,
             rand_on_empty=rand_on_empty,
         )
-        hooks = self._prepare_model(
+        hooks: Any = self._prepare_model(
             module, batch_first=batch_first, max_grad_norm=max_grad_norm, wrap_model=wrap_model, **layout
         )
         try:
@@ -306,7 +307,7 @@ class PrivacyEngine:
         eps_error: float | None = None,
         delta_error: float | None = None,
     ) -> tuple[Any, ...]:
-        """``make_private`` with the noise found for a target. What was spent before is not part of it: a warning says so.
+        """``make_private`` with the noise found for a target; of what was spent before, a warning says that it adds up.
 
         Args:
             module: As in ``make_private``, as all that is not listed here.
@@ -338,7 +339,7 @@ class PrivacyEngine:
         Returns:
             As ``make_private``.
         """
-        given = {"alphas": alphas, "eps_error": eps_error, "delta_error": delta_error}
+        given: dict[str, Any] = {"alphas": alphas, "eps_error": eps_error, "delta_error": delta_error}
         if len(self.accountant) > 0:
             warnings.warn("This engine has spent before; the target is that of the new run alone.", stacklevel=2)
         sigma = get_noise_multiplier(
@@ -382,7 +383,7 @@ class PrivacyEngine:
         return self.engine.report(**facts)
 
     def is_compatible(self, *, module: nn.Module, optimizer: Any, data_loader: Any) -> bool:
-        """Whether nothing is known that stands in the way of the model. The others are looked at in ``make_private``."""
+        """Whether nothing stands in the way of the model. The others are looked at in ``make_private``."""
         return ModuleValidator.is_valid(module)
 
     def validate(self, *, module: nn.Module, optimizer: Any, data_loader: Any) -> None:

@@ -273,7 +273,9 @@ class ByHand(nn.Module):
 @pytest.mark.parametrize("lengths", LENGTHS)
 def test_a_cell_of_ones_own_has_exact_per_sample_gradients(lengths, functorch):
     torch.manual_seed(0)
-    layer = DPRNNBase(Peephole, SIZE, HIDDEN, 2, batch_first=True, bidirectional=True, cell_params={"leak": 0.3}).double()
+    layer = DPRNNBase(
+        Peephole, SIZE, HIDDEN, 2, batch_first=True, bidirectional=True, cell_params={"leak": 0.3}
+    ).double()
     assert layer.l1_reverse.leak == 0.3
     alone = copy.deepcopy(layer)
     x = torch.randn(ROWS, STEPS, SIZE, dtype=torch.float64)

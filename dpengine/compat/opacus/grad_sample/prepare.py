@@ -104,7 +104,5 @@ def wrap_model(
 
 def _looked_up(table: dict[str, Any], mode: str, what: str) -> Any:
     if mode not in table:
-        raise ValueError(
-            f"grad_sample_mode={mode!r} has no {what}. Choose one of: {', '.join(map(repr, table))}."
-        )
+        raise ValueError(f"grad_sample_mode={mode!r} has no {what}. Choose one of: {', '.join(map(repr, table))}.")
     return table[mode]

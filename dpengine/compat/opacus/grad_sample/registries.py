@@ -1,4 +1,146 @@
-"""Placeholder until merged."""
+"""Rules from outside, and the tables that hold them: the engine's own, under other names."""
 
-GRAD_SAMPLERS: dict = {}
-NORM_SAMPLERS: dict = {}
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from typing import Any
+
+from torch import nn
+
+from dpengine import grad_samplers
+from dpengine.grad_samplers import REGISTERED, REGISTERED_NORMS, WITHDRAWN
+from dpengine.names import suggests_names
+
+from .conv import compute_conv_grad_sample
+from .embedding import compute_embedding_grad_sample, compute_embedding_norm_sample, compute_embeddingbag_gradsampler
+from .group_norm import compute_group_norm_grad_sample
+from .instance_norm import compute_instance_norm_grad_sample
+from .layer_norm import compute_layer_norm_grad_sample
+from .linear import compute_linear_grad_sample, compute_linear_norm_sample
+from .rms_norm import compute_rms_norm_grad_sample
+from .rules import Function
+
+Decorator = Callable[[Function], Function]
+
+
+@suggests_names
+def register_grad_sampler(target_class_or_classes: type[nn.Module] | Sequence[type[nn.Module]]) -> Decorator:
+    """Makes a function the rule for the per-sample gradients of a layer class.
+
+    The function takes ``(layer, activations, backprops)`` with the batch on axis 0, where ``backprops`` are gradients
+    of each sample's own loss: under ``loss_reduction="mean"`` they are multiplied by the batch size. It returns
+    ``{parameter: (B, *parameter.shape)}``. The rule holds in the whole of ``dpengine``; see
+    ``dpengine.register_grad_sampler``.
+
+    Args:
+        target_class_or_classes: The class, or several. Subclasses are not matched.
+
+    Returns:
+        A decorator that returns the function unchanged.
+    """
+    return grad_samplers.register_grad_sampler(target_class_or_classes, own_loss=True)
+
+
+@suggests_names
+def register_norm_sampler(target_class_or_classes: type[nn.Module] | Sequence[type[nn.Module]]) -> Decorator:
+    """Makes a function the rule for the per-sample gradient norms of a layer class.
+
+    The function takes what a grad sampler takes, and returns ``{parameter: (B,)}``. The rule holds in the whole of
+    ``dpengine``; see ``dpengine.register_norm_sampler``.
+
+    Args:
+        target_class_or_classes: The class, or several. Subclasses are not matched.
+
+    Returns:
+        A decorator that returns the function unchanged.
+    """
+    return grad_samplers.register_norm_sampler(target_class_or_classes, own_loss=True)
+
+
+class Samplers(MutableMapping[type[nn.Module], Function]):
+    """A live view of one of the engine's tables of rules, ``{layer class: function}``.
+
+    What is written here is registered. A built-in rule that is deleted is not used any more, until it is written back.
+
+    Args:
+        builtin: What the engine knows by itself, as functions.
+        registered: The engine's table of what was registered.
+        withdrawn: The classes whose built-in rule is not used.
+        register: Registers a function.
+    """
+
+    def __init__(
+        self,
+        builtin: Mapping[type[nn.Module], Function],
+        registered: MutableMapping[type[nn.Module], Any],
+        withdrawn: set[type[nn.Module]],
+        register: Callable[[type[nn.Module]], Decorator],
+    ):
+        self._builtin = builtin
+        self._registered = registered
+        self._withdrawn = withdrawn
+        self._register = register
+
+    def __getitem__(self, layer_class: type[nn.Module]) -> Function:
+        if layer_class in self._registered:
+            found: Function = self._registered[layer_class].function
+            return found
+        if layer_class in self._withdrawn:
+            raise KeyError(layer_class)
+        return self._builtin[layer_class]
+
+    def __setitem__(self, layer_class: type[nn.Module], function: Function) -> None:
+        if self._builtin.get(layer_class) is function:  # the rule itself is faster than its function
+            self._registered.pop(layer_class, None)
+        else:
+            self._register(layer_class)(function)
+        self._withdrawn.discard(layer_class)
+
+    def __delitem__(self, layer_class: type[nn.Module]) -> None:
+        self[layer_class]
+        self._registered.pop(layer_class, None)
+        if layer_class in self._builtin:
+            self._withdrawn.add(layer_class)
+
+    def __iter__(self) -> Iterator[type[nn.Module]]:
+        return iter([cls for cls in dict.fromkeys([*self._builtin, *self._registered]) if cls in self])
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+    def __repr__(self) -> str:
+        return repr(dict(self))
+
+    def copy(self) -> dict[type[nn.Module], Function]:
+        """What is in the table now, as a dict of its own."""
+        return dict(self)
+
+
+GRAD_SAMPLERS = Samplers(
+    {
+        nn.Conv1d: compute_conv_grad_sample,
+        nn.Conv2d: compute_conv_grad_sample,
+        nn.Conv3d: compute_conv_grad_sample,
+        nn.Embedding: compute_embedding_grad_sample,
+        nn.EmbeddingBag: compute_embeddingbag_gradsampler,
+        nn.GroupNorm: compute_group_norm_grad_sample,
+        nn.InstanceNorm1d: compute_instance_norm_grad_sample,
+        nn.InstanceNorm2d: compute_instance_norm_grad_sample,
+        nn.InstanceNorm3d: compute_instance_norm_grad_sample,
+        nn.LayerNorm: compute_layer_norm_grad_sample,
+        nn.Linear: compute_linear_grad_sample,
+        nn.RMSNorm: compute_rms_norm_grad_sample,
+    },
+    REGISTERED,
+    WITHDRAWN,
+    register_grad_sampler,
+)
+"""Rules for per-sample gradients."""
+
+NORM_SAMPLERS = Samplers(
+    {nn.Embedding: compute_embedding_norm_sample, nn.Linear: compute_linear_norm_sample},
+    REGISTERED_NORMS,
+    set(),  # norms that nobody gives are the engine's own, so nothing hangs on it
+    register_norm_sampler,
+)
+"""Rules for per-sample gradient norms."""

@@ -44,7 +44,8 @@ class BatchSplittingSampler(Sampler[list[int]]):
         """About how many parts there are in a pass."""
         expected = getattr(self.sampler, "batch_size", None)
         if expected is None and hasattr(self.sampler, "sample_rate"):
-            expected = self.sampler.sample_rate * self.sampler.num_samples
+            sampler: Any = self.sampler
+            expected = sampler.sample_rate * sampler.num_samples
         batches = len(self.sampler)  # type: ignore[arg-type]
         return batches if expected is None else math.ceil(batches * max(1.0, expected / self.max_batch_size))
 
@@ -92,7 +93,7 @@ class BatchMemoryManager:
 
     Raises:
         ValueError: If the size is below 1.
-    """  # noqa: DOC502 - the check raises on our behalf
+    """
 
     @suggests_names
     def __init__(self, *, data_loader: DataLoader[Any], max_physical_batch_size: int, optimizer: DPOptimizer):

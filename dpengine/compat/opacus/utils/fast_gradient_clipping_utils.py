@@ -134,7 +134,7 @@ class DPLossFastGradientClipping:
         if losses.dim() == 0 or (losses.numel() % rows if rows else losses.numel()):
             raise BatchDependentLossError(
                 f"The criterion gave shape {tuple(losses.shape)} for {rows} rows: each row needs numbers of its own.",
-                fix='Use a criterion that knows reduction="none", and pass shape=(B, T) for tokens that were flattened.',
+                fix='Use a criterion that knows reduction="none", and pass shape=(B, T) for flattened tokens.',
             )
         per_row = losses.reshape(rows, -1)
         counted = self._counted(args, losses.shape).reshape(rows, -1)

@@ -22,7 +22,7 @@ def iterate_submodules(module: nn.Module) -> Iterable[nn.Module]:
         yield module
 
 
-def FSDP2Wrapper(model: nn.Module, **kwargs: Any) -> nn.Module:  # noqa: N802 - Opacus's name
+def FSDP2Wrapper(model: nn.Module, **kwargs: Any) -> nn.Module:
     """Shards each layer that owns parameters, and then the model.
 
     Args:

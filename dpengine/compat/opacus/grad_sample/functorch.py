@@ -1,0 +1,99 @@
+"""Layers without a rule: gradients by running each row alone, through the engine's functional fallback."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from dpengine.capture import LayerCall, turned
+from dpengine.grad_samplers import functional_sampler
+
+
+def make_functional(
+    mod: nn.Module, disable_autograd_tracking: bool = False
+) -> tuple[Callable[..., Any], tuple[Tensor, ...]]:
+    """A module as a function of its parameters.
+
+    Args:
+        mod: The module. The function runs a copy of it.
+        disable_autograd_tracking: Whether the parameters that are returned are detached.
+
+    Returns:
+        A function ``(values, *args, **kwargs)``, and the parameters, in the order in which it takes their values.
+    """
+    own = dict(mod.named_parameters())
+    stateless = copy.deepcopy(mod)
+
+    def run(values: Sequence[Tensor], *args: Any, **kwargs: Any) -> Any:
+        return functional_call(stateless, dict(zip(own, values, strict=True)), args, kwargs)
+
+    return run, tuple(p.detach() if disable_autograd_tracking else p for p in own.values())
+
+
+def prepare_layer(layer: nn.Module, batch_first: bool = True) -> None:
+    """Sets ``layer.ft_compute_sample_grad``, a function ``(parameters, activations, backprops)``.
+
+    It takes values for ``layer.parameters()``, one input and the gradient of the output, both with the batch on axis 0,
+    and returns the per-sample gradients, one tensor for each parameter. What it refuses, it refuses when it is called.
+
+    Args:
+        layer: The layer.
+        batch_first: Whether the layer's own order has the batch on axis 0; else axis 1.
+    """
+    layer.ft_compute_sample_grad = partial(_compute, layer, batch_first)  # type: ignore[assignment]
+
+
+def ft_compute_per_sample_gradient(
+    layer: nn.Module, activations: Sequence[Tensor], backprops: Tensor
+) -> dict[nn.Parameter, Tensor]:
+    """Per-sample gradients of all parameters in a layer and below it.
+
+    Args:
+        layer: Any layer whose output for a row depends on that row only.
+        activations: Its inputs, of which the first is used, as ``prepare_layer`` says.
+        backprops: The gradient of its output, batch first.
+
+    Returns:
+        The gradients ``(B, *parameter.shape)``.
+
+    Raises:
+        UnsupportedLayerError: If rows alone do not give the same output, as with dropout that is on.
+    """  # noqa: DOC502 - the fallback raises on our behalf
+    if not hasattr(layer, "ft_compute_sample_grad"):
+        prepare_layer(layer)
+    parameters = list(layer.parameters())
+    compute: Any = layer.ft_compute_sample_grad
+    return dict(zip(parameters, compute(parameters, activations[0], backprops), strict=True))
+
+
+@torch.no_grad()
+def _compute(
+    layer: nn.Module, batch_first: bool, parameters: Sequence[Tensor], activations: Tensor, backprops: Tensor
+) -> tuple[Tensor, ...]:
+    layer = _with_values(layer, parameters)
+    dtype = torch.promote_types(backprops.dtype, torch.float32)
+    given = activations.detach().to(dtype) if activations.is_floating_point() else activations
+    buffers = {name: buffer.clone() for name, buffer in layer.named_buffers()}
+    values = {name: p.to(dtype) for name, p in layer.named_parameters()}
+    output = functional_call(layer, {**values, **buffers}, (given if batch_first else turned(given),))
+    output = output if batch_first else turned(output)
+    call = LayerCall(layer, (given,), backprops.to(dtype), output=output, batch_first=batch_first)
+    found = functional_sampler(layer).grads(call)
+    return tuple(found[name].to(backprops.dtype) for name, _ in layer.named_parameters())
+
+
+def _with_values(layer: nn.Module, values: Sequence[Tensor]) -> nn.Module:
+    """The layer itself, if these are its parameters and all of them train; else a copy with these values."""
+    own = list(layer.parameters())
+    if all(p is value and p.requires_grad for p, value in zip(own, values, strict=True)):
+        return layer
+    layer = copy.deepcopy(layer).requires_grad_(True)
+    for parameter, value in zip(layer.parameters(), values, strict=True):
+        parameter.copy_(value)
+    return layer

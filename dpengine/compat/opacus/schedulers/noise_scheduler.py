@@ -1,0 +1,120 @@
+"""Schedulers of the noise multiplier."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from dpengine.names import suggests_names
+from dpengine.schedulers import NOISE_MULTIPLIER, by_factor, exponential, in_steps, value_of, write
+
+from .state import attributes_of, set_attributes
+
+
+@suggests_names
+class _NoiseScheduler:
+    """Base of noise multiplier schedulers: a subclass says in ``get_noise_multiplier`` what each epoch gets.
+
+    To make a scheduler is to take its first step, to ``last_epoch + 1``.
+
+    Args:
+        optimizer: The private optimizer, or any object with a ``noise_multiplier``.
+        last_epoch: The epoch before the first one.
+
+    Raises:
+        ValueError: If the optimizer has no ``noise_multiplier``, or is given a value out of range.
+    """
+
+    def __init__(self, optimizer: Any, *, last_epoch: int = -1):
+        value_of(optimizer, NOISE_MULTIPLIER)
+        self.optimizer = optimizer
+        self.last_epoch = last_epoch
+        self.step()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Every attribute but the optimizer, and but a function that cannot be pickled."""
+        return attributes_of(self)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Takes on a stored state. The optimizer's noise multiplier is not part of it."""
+        set_attributes(self, state_dict)
+
+    def get_noise_multiplier(self) -> float:
+        """The value of epoch ``last_epoch``, for subclasses to say."""
+        raise NotImplementedError(f"{type(self).__name__} must define get_noise_multiplier().")
+
+    def step(self) -> None:
+        """Enters the next epoch. A value out of range is a ValueError, and the epoch does not change."""
+        self.last_epoch += 1
+        try:
+            write(self.optimizer, NOISE_MULTIPLIER, self.get_noise_multiplier())
+        except BaseException:
+            self.last_epoch -= 1
+            raise
+
+
+@suggests_names
+class ExponentialNoise(_NoiseScheduler):
+    """Multiplies the noise multiplier by ``gamma`` each epoch.
+
+    Args:
+        optimizer: The private optimizer.
+        gamma: The factor; not negative.
+        last_epoch: The epoch before the first one.
+    """
+
+    def __init__(self, optimizer: Any, *, gamma: float, last_epoch: int = -1):
+        exponential(gamma)
+        self.gamma = gamma
+        super().__init__(optimizer, last_epoch=last_epoch)
+
+    def get_noise_multiplier(self) -> float:
+        """The value in force times ``gamma``, but for epoch 0."""
+        value = self.optimizer.noise_multiplier
+        return exponential(self.gamma)(value, value, self.last_epoch)
+
+
+@suggests_names
+class LambdaNoise(_NoiseScheduler):
+    """Multiplies the noise multiplier that the optimizer has now by what a function says of the epoch.
+
+    Args:
+        optimizer: The private optimizer.
+        noise_lambda: From the epoch to the factor.
+        last_epoch: The epoch before the first one.
+    """
+
+    def __init__(self, optimizer: Any, *, noise_lambda: Callable[[int], float], last_epoch: int = -1):
+        by_factor(noise_lambda)
+        self.noise_lambda = noise_lambda
+        self.base_noise_multiplier = value_of(optimizer, NOISE_MULTIPLIER)
+        super().__init__(optimizer, last_epoch=last_epoch)
+
+    def get_noise_multiplier(self) -> float:
+        """The value at construction times the function's factor."""
+        return by_factor(self.noise_lambda)(
+            self.optimizer.noise_multiplier, self.base_noise_multiplier, self.last_epoch
+        )
+
+
+@suggests_names
+class StepNoise(_NoiseScheduler):
+    """Multiplies the noise multiplier by ``gamma`` every ``step_size`` epochs.
+
+    Args:
+        optimizer: The private optimizer.
+        step_size: Epochs from one change to the next.
+        gamma: The factor; not negative.
+        last_epoch: The epoch before the first one.
+    """
+
+    def __init__(self, optimizer: Any, *, step_size: int, gamma: float, last_epoch: int = -1):
+        in_steps(step_size, gamma)
+        self.step_size = step_size
+        self.gamma = gamma
+        super().__init__(optimizer, last_epoch=last_epoch)
+
+    def get_noise_multiplier(self) -> float:
+        """The value in force, times ``gamma`` in the epochs that ``step_size`` divides, but for epoch 0."""
+        value = self.optimizer.noise_multiplier
+        return in_steps(self.step_size, self.gamma)(value, value, self.last_epoch)

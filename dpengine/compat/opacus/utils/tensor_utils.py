@@ -1,0 +1,135 @@
+"""Norms of samples, sums over inner axes, and sliding windows, of tensors in any memory format."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+from dpengine.grad_samplers import padding_of, sliding_windows
+
+_NARROW = {torch.float16, torch.bfloat16}
+
+
+def calc_sample_norms(named_params: Iterable[tuple[str, Tensor]], *, flat: bool = True) -> list[Tensor]:
+    """The L2 norm of each sample in each tensor, or over all of them together.
+
+    Args:
+        named_params: Names and tensors, each with the batch on axis 0.
+        flat: Whether one norm over all tensors is asked for.
+
+    Returns:
+        ``(B,)`` for each tensor, or a list of one ``(B,)``; in float32 where the tensors are narrower.
+
+    Raises:
+        ValueError: If there is no tensor.
+    """
+    norms = [calc_sample_norms_one_layer(tensor) for _, tensor in named_params]
+    if not flat:
+        return norms
+    if not norms:
+        raise ValueError("calc_sample_norms: no tensors. Pass (name, tensor) pairs, each with the batch on axis 0.")
+    return [torch.linalg.vector_norm(torch.stack(norms), dim=0)]
+
+
+def calc_sample_norms_one_layer(param: Tensor) -> Tensor:
+    """The L2 norm of each sample, ``(B,)``, of a tensor with the batch on axis 0; float32 or wider."""
+    rows = param.reshape(len(param), math.prod(param.shape[1:]))
+    return torch.linalg.vector_norm(rows, dim=1, dtype=torch.float32 if param.dtype in _NARROW else None)
+
+
+def sum_over_all_but_batch_and_last_n(tensor: Tensor, n_dims: int) -> Tensor:
+    """Sums over every axis but the first and the last ``n_dims``; the tensor itself where there is no other."""
+    between = list(range(1, tensor.dim() - n_dims))
+    return tensor.sum(dim=between) if between else tensor
+
+
+def unfold2d(
+    input: Tensor,
+    *,
+    kernel_size: tuple[int, int],
+    padding: str | tuple[int, int],
+    stride: tuple[int, int],
+    dilation: tuple[int, int],
+) -> Tensor:
+    """The windows that a two-dimensional convolution meets, as ``torch.nn.functional.unfold`` orders them.
+
+    Args:
+        input: ``(B, C, H, W)``, strided as it may be.
+        kernel_size: Sizes of a window.
+        padding: ``"same"``, ``"valid"`` or zeros on both sides of each axis.
+        stride: From window to window.
+        dilation: From value to value in a window.
+
+    Returns:
+        ``(B, C * window, places)``.
+    """
+    return _unfolded(input, kernel_size, padding, stride, dilation)
+
+
+def unfold3d(
+    tensor: Tensor,
+    *,
+    kernel_size: int | tuple[int, int, int],
+    padding: str | int | tuple[int, int, int] = 0,
+    stride: int | tuple[int, int, int] = 1,
+    dilation: int | tuple[int, int, int] = 1,
+) -> Tensor:
+    """The windows that a three-dimensional convolution meets, in the order of ``unfold2d``.
+
+    Args:
+        tensor: ``(B, C, D, H, W)``, strided as it may be.
+        kernel_size: Sizes of a window, or one size for all axes; the same goes for the others.
+        padding: ``"same"``, ``"valid"`` or zeros on both sides of each axis.
+        stride: From window to window.
+        dilation: From value to value in a window.
+
+    Returns:
+        ``(B, C * window, places)``.
+
+    Raises:
+        ValueError: If the tensor has not five axes.
+    """
+    if tensor.dim() != 5:
+        raise ValueError(f"unfold3d: tensor must be (B, C, D, H, W), got shape {tuple(tensor.shape)}.")
+    sides = padding if isinstance(padding, str) else _three(padding)
+    return _unfolded(tensor, _three(kernel_size), sides, _three(stride), _three(dilation))
+
+
+def filter_dilated_rows(
+    tensor: Tensor,
+    dilation: tuple[int, int, int],
+    dilated_kernel_size: tuple[int, int, int],
+    kernel_size: tuple[int, int, int],
+) -> Tensor:
+    """Keeps of each window the values that a dilated kernel meets.
+
+    Args:
+        tensor: Any axes, then those of the windows, of the sizes ``dilated_kernel_size``.
+        dilation: From value to value.
+        dilated_kernel_size: From the first value of a window to its last.
+        kernel_size: How many values each axis keeps.
+
+    Returns:
+        The tensor with axes of the sizes ``kernel_size`` at the end.
+    """
+    kept = (slice(0, reach, step) for reach, step in zip(dilated_kernel_size, dilation, strict=True))
+    return tensor[(..., *kept)]
+
+
+def _unfolded(
+    tensor: Tensor,
+    kernel: Sequence[int],
+    padding: str | Sequence[int],
+    stride: Sequence[int],
+    dilation: Sequence[int],
+) -> Tensor:
+    windows = sliding_windows(tensor, kernel, stride, dilation, padding_of(padding, kernel, dilation))
+    places = math.prod(windows.shape[windows.dim() - len(kernel) :])
+    return windows.reshape(len(tensor), math.prod(windows.shape[1 : windows.dim() - len(kernel)]), places)
+
+
+def _three(value: int | tuple[int, int, int]) -> tuple[int, int, int]:
+    return (value, value, value) if isinstance(value, int) else value

@@ -1,0 +1,169 @@
+"""Every name, argument, kind and default that scripts may use is here too: the stored table against ours."""
+
+import importlib
+import json
+import subprocess
+import sys
+
+import pytest
+from compat.opacus_facts import FACTS, NAMES, VERSION, collect, facts_of, member_of, module_of
+
+ROOT = "dpengine.compat.opacus"
+TABLE = json.loads(FACTS.read_text(encoding="utf-8"))
+
+# Members that Opacus leaves without an underscore though only its own machinery calls them. The design page promises
+# what scripts use, and does not name these.
+NOT_PROMISED = {
+    "capture_activations_hook",
+    "capture_backprops_hook",
+    "forward_layer",
+    "has_cell_state",
+    "initialize_cells",
+    "iterate_layers",
+    "iterate_submodules",
+    "log_module_gradient_sample_mode",
+    "rearrange_grad_samples",
+    "set_pattern_param_sample_norm_sum",
+    "unsqueeze_0_2",
+}
+# Where a misspelt keyword must not vanish: no **kwargs, each keyword is spelled out.
+SPELLED_OUT = {
+    "privacy_engine:PrivacyEngine.make_private",
+    "privacy_engine:PrivacyEngine.make_private_with_epsilon",
+    "utils.adaptive_clipping.adaptive_clipping_utils:PrivacyEngineAdaptiveClipping.make_private",
+    "utils.adaptive_clipping.adaptive_clipping_utils:PrivacyEngineAdaptiveClipping.make_private_with_epsilon",
+}
+BY_POSITION = ("POSITIONAL_ONLY", "POSITIONAL_OR_KEYWORD", "VAR_POSITIONAL")
+
+
+def call_faults(theirs, ours, spelled_out=False):
+    """What differs between two calls, a line each. In the place of ``**kwargs`` ours may have keywords of its own."""
+    swallows = any(kind == "VAR_KEYWORD" for _, kind, _ in theirs)
+    positional = [[one for one in call if one[1] in BY_POSITION] for call in (theirs, ours)]
+    keywords = [{one[0]: one for one in call if one[1] not in (*BY_POSITION, "VAR_KEYWORD")} for call in (theirs, ours)]
+    if positional[0] != positional[1]:
+        yield f"positional arguments are {positional[1]}, expected {positional[0]}"
+    for name, one in keywords[0].items():
+        if keywords[1].get(name) != one:
+            yield f"keyword {one}, here {keywords[1].get(name, 'missing')}"
+    extra = sorted(keywords[1].keys() - keywords[0].keys())
+    if extra and not swallows:
+        yield f"has more keywords: {extra}"
+    if any(kind == "VAR_KEYWORD" for _, kind, _ in ours) and (spelled_out or not swallows):
+        yield "has **kwargs"
+
+
+def faults(key, theirs, value):
+    """What is wrong with our object for one key of the table, a line each."""
+    ours = facts_of(value, "dpengine")
+    if theirs["kind"] != ours["kind"]:
+        yield f"is a {ours['kind']}, expected a {theirs['kind']}"
+        return
+    if "value" in theirs and theirs["value"] != ours["value"]:
+        yield f"is {ours['value']}, expected {theirs['value']}"
+    yield from call_faults(theirs.get("call", []), ours.get("call", []))
+    for name, member in theirs.get("members", {}).items():
+        if name in NOT_PROMISED:
+            continue
+        if not hasattr(value, name):
+            yield f".{name} is missing"
+            continue
+        mine = member_of(value, name)  # perhaps inherited from a class of torch
+        if (mine["kind"] in ("attribute", "property")) != (member["kind"] in ("attribute", "property")):
+            yield f".{name} is a {mine['kind']}, expected a {member['kind']}"
+        elif "call" in member and mine["kind"] != member["kind"]:
+            yield f".{name} is a {mine['kind']}, expected a {member['kind']}"
+        else:
+            spelled_out = f"{key}.{name}" in SPELLED_OUT
+            for fault in call_faults(member.get("call", []), mine.get("call", []), spelled_out):
+                yield f".{name}: {fault}"
+
+
+def ours_of(path):
+    """Our module of a path. Only that for Lightning may need a package that is not here."""
+    try:
+        return module_of(ROOT, path)
+    except ImportError as error:
+        if path == "lightning" and error.name in {"pytorch_lightning", "lightning"}:
+            pytest.skip("Lightning is not installed")
+        raise
+
+
+@pytest.mark.parametrize("path", NAMES, ids=lambda path: path or "root")
+def test_every_name_of_a_path_has_its_arguments_kinds_and_defaults(path):
+    module = ours_of(path)
+    found = []
+    for name, key in TABLE["paths"][path].items():
+        if not hasattr(module, name):
+            found.append(f"{name} is missing")
+            continue
+        found += [f"{name} {fault}" for fault in faults(key, TABLE["objects"][key], getattr(module, name))]
+    assert not found, "\n".join(found)
+
+
+def test_every_path_is_an_attribute_after_the_bare_import():
+    reach = f"""
+import {ROOT} as opacus, sys
+missing = []
+for path in {[path for path in NAMES if path not in ("", "lightning")]!r}:
+    place = opacus
+    try:
+        for part in path.split("."):
+            place = getattr(place, part)
+    except AttributeError:
+        missing.append(path)
+print(" ".join(missing))
+"""
+    ran = subprocess.run([sys.executable, "-c", reach], capture_output=True, text=True, check=False)
+    assert ran.returncode == 0, ran.stderr
+    assert ran.stdout.split() == []
+
+
+def test_star_imports_give_the_names_of_all():
+    for path in NAMES:
+        module = module_of(ROOT, path) if path != "lightning" else None
+        missing = [name for name in getattr(module, "__all__", ()) if not hasattr(module, name)]
+        assert not missing, f"{path}: {missing}"
+
+
+def test_the_table_is_about_the_version_that_is_followed():
+    assert TABLE["version"] == VERSION == importlib.import_module(ROOT).__version__
+    assert list(TABLE["paths"]) == list(NAMES)
+
+
+def test_what_is_not_promised_exists_over_there():
+    there = {name for one in TABLE["objects"].values() for name in one.get("members", ())}
+    assert there >= NOT_PROMISED
+
+
+def test_the_table_is_what_the_installed_package_says():
+    opacus = pytest.importorskip("opacus")
+    if opacus.__version__ != VERSION:
+        pytest.skip(f"Opacus {opacus.__version__} is installed, the table is about {VERSION}")
+    assert collect() == TABLE
+
+
+def _call(function):
+    return facts_of(function, "dpengine")["call"]
+
+
+DIFFERENT = {
+    "name": (lambda a, *, b=1: None, lambda a, *, c=1: None),
+    "default": (lambda a, *, b=1: None, lambda a, *, b=2: None),
+    "kind": (lambda a, b=1: None, lambda a, *, b=1: None),
+    "order": (lambda a, b: None, lambda b, a: None),
+    "more": (lambda a: None, lambda a, *, b=1: None),
+    "swallows": (lambda a: None, lambda a, **kwargs: None),
+}
+
+
+@pytest.mark.parametrize("theirs, ours", DIFFERENT.values(), ids=DIFFERENT)
+def test_a_call_that_differs_is_found(theirs, ours):
+    assert list(call_faults(_call(theirs), _call(ours)))
+
+
+def test_keywords_may_be_spelled_out_in_the_place_of_a_swallower():
+    theirs, ours = _call(lambda a, *, b=1, **kwargs: None), _call(lambda a, *, c=2, b=1: None)
+    assert not list(call_faults(theirs, ours))
+    assert list(call_faults(theirs, theirs, spelled_out=True))
+    assert list(call_faults(theirs, ours[:1]))

@@ -1,0 +1,381 @@
+"""Norms from outside: which modes clip by them, when they must not be used, and what is refused."""
+
+import copy
+
+import pytest
+import torch
+from oracle import SLACK, clip_by_engine, clip_by_loop, relative_error
+from reference import per_sample_gradients
+from torch import nn
+
+from dpengine import Flat, PerSampleGradientClipper, register_grad_sampler, register_norm_sampler
+from dpengine.capture import LayerCall, Use
+from dpengine.clipping import ClippedSums
+from dpengine.errors import MissingGradientError, UnsupportedLayerError
+from dpengine.grad_samplers import REGISTERED, REGISTERED_NORMS, rule_for, sampler_for
+from dpengine.gradients import MODES, Bookkeep, MethodTable, Units
+
+ROWS, T = 4, 3
+BY_NORMS = ("auto", "ghost")
+
+
+@pytest.fixture(autouse=True)
+def registries():
+    before = dict(REGISTERED), dict(REGISTERED_NORMS)
+    yield
+    for table, entries in zip((REGISTERED, REGISTERED_NORMS), before, strict=True):
+        table.clear()
+        table.update(entries)
+
+
+class Mix(nn.Module):
+    """A layer that no table knows, over positions: ``tanh(x factor) + shift``."""
+
+    def __init__(self, features=5):
+        super().__init__()
+        self.factor = nn.Parameter(torch.randn(features))
+        self.shift = nn.Parameter(torch.randn(features))
+
+    def forward(self, x):
+        return torch.tanh(x * self.factor) + self.shift
+
+
+def mix_grads(layer, activations, backprops):
+    (x,) = activations
+    inner = 1 - torch.tanh(x * layer.factor).square()
+    grads = {layer.factor: (backprops * inner * x).sum(1), layer.shift: backprops.sum(1)}
+    return {parameter: grad.detach() for parameter, grad in grads.items() if parameter.requires_grad}
+
+
+def linear_grads(layer, activations, backprops):
+    return {layer.weight: torch.einsum("bto,bti->boi", backprops, activations[0]), layer.bias: backprops.sum(1)}
+
+
+def norms_of(rule, times=1.0):
+    """A norm sampler that gives so many times the norms of what a grad sampler forms."""
+
+    def norms(layer, activations, backprops):
+        found = rule(layer, activations, backprops)
+        return {parameter: times * grad.flatten(1).norm(dim=1) for parameter, grad in found.items()}
+
+    return norms
+
+
+def model_of(layer):
+    return nn.Sequential(nn.Linear(3, 5), nn.Tanh(), layer, nn.Linear(5, 2)).double()
+
+
+SOURCES = {  # where sums come from: the layer, what is registered for its gradients, and a rule that is right
+    "own-grad-sampler": (Mix, mix_grads, mix_grads),
+    "functional-fallback": (Mix, None, mix_grads),
+    "built-in": (lambda: nn.Linear(5, 5), None, linear_grads),
+    "built-in-replaced": (lambda: nn.Linear(5, 5), linear_grads, linear_grads),
+}
+
+
+def registered(source, times):
+    """A model whose middle layer has norms from outside; the two others go by what is built in, if it is a Linear."""
+    make, rule, right = SOURCES[source]
+    layer = make()
+    kind = type("Only", (type(layer),), {}) if isinstance(layer, nn.Linear) and rule is not None else type(layer)
+    if rule is not None:
+        layer.__class__ = kind
+        register_grad_sampler(kind)(rule)
+    register_norm_sampler(kind)(norms_of(right, times))
+    return model_of(layer)
+
+
+def batch():
+    return (torch.randn(ROWS, T, 3, dtype=torch.float64),), torch.randn(ROWS, T, 2, dtype=torch.float64)
+
+
+def loss_of_rows(cotangent):
+    return lambda output: (output * cotangent).flatten(1).sum(1).sum()
+
+
+def loop(model, inputs, cotangent, times=1.0, layers=("2",)):
+    """Clipped sums of a loop over rows, in which some layers count so many times in the norm."""
+    rows = per_sample_gradients(model, lambda o, c: (o * c).sum(), inputs, cotangent)
+    total = dict.fromkeys(rows[0], 0.0)
+    for row in rows:
+        parts = [g.norm() * (times if n.split(".")[0] in layers else 1.0) for n, g in row.items()]
+        factor = min(1.0, (1 - SLACK) / torch.stack(parts).norm().item())
+        total = {name: total[name] + factor * row[name] for name in row}
+    return total
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("source", SOURCES)
+def test_rows_are_clipped_by_registered_norms_in_two_modes_and_by_gradients_in_the_others(source, mode):
+    model, (inputs, cotangent) = registered(source, 7.0), batch()
+    found, _ = clip_by_engine(model, inputs, loss_of_rows(cotangent), mode=mode)
+    layers = ("0", "2", "3") if source == "built-in" else ("2",)
+    truth = loop(model, inputs, cotangent, 7.0 if mode in BY_NORMS else 1.0, layers)
+    assert relative_error(found, truth) <= 1e-9
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize("own_loss", [True, False], ids=["own-loss", "plain"])
+@pytest.mark.parametrize("mode", ["auto", "hooks", "ghost"])
+def test_both_reductions_and_both_forms_give_the_same_sums(mode, own_loss, reduction):
+    def seen(layer, activations, backprops):
+        whole.append(backprops)
+        return mix_grads(layer, activations, backprops)
+
+    whole = []
+    model, (inputs, cotangent) = model_of(Mix()), batch()
+    register_grad_sampler(Mix, own_loss=own_loss)(seen)
+    register_norm_sampler(Mix, own_loss=own_loss)(norms_of(seen))
+    divisor = ROWS if reduction == "mean" else 1
+    loss = lambda output: (output * cotangent).sum() / divisor  # noqa: E731
+    found, _ = clip_by_engine(model, inputs, loss, mode=mode, reduction=reduction)
+    assert relative_error(found, loop(model, inputs, cotangent)) <= 1e-9
+    expected = cotangent @ model[3].weight / (1 if own_loss else divisor)
+    torch.testing.assert_close(whole[0], expected)
+
+
+class Twice(nn.Module):
+    """One layer used twice in a pass."""
+
+    def __init__(self, layer):
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x):
+        return self.layer(self.layer(x))
+
+
+class Tied(nn.Module):
+    """Two layers that share a parameter, which each use once."""
+
+    def __init__(self, layer):
+        super().__init__()
+        self.layer = layer
+        self.other = copy.deepcopy(layer)
+        (name,) = (name for name in ("factor", "weight") if hasattr(layer, name))
+        setattr(self.other, name, getattr(layer, name))
+
+    def forward(self, x):
+        return self.other(self.layer(x))
+
+
+@pytest.mark.parametrize("mode", BY_NORMS)
+@pytest.mark.parametrize("source", ["own-grad-sampler", "functional-fallback", "built-in-replaced"])
+@pytest.mark.parametrize("wrapped", [Twice, Tied])
+def test_norms_of_parts_are_not_used_where_a_parameter_is_used_twice(wrapped, source, mode):
+    times = 1.0 if wrapped is Tied else 7.0  # what is not tied keeps the norms from outside, so these are true
+    model, (inputs, cotangent) = registered(source, times), batch()
+    model[2] = wrapped(model[2])
+    found, _ = clip_by_engine(model, inputs, loss_of_rows(cotangent), mode=mode)
+    truth, _ = clip_by_loop(model, inputs, lambda o, i: (o * cotangent[i]).sum(), ROWS)
+    assert relative_error(found, truth) <= 1e-9
+
+
+def test_several_calls_of_a_built_in_layer_are_joined_as_without_norms_from_outside():
+    register_norm_sampler(nn.Linear)(norms_of(linear_grads, 7.0))
+    model, (inputs, cotangent) = nn.Sequential(nn.Linear(3, 2), Twice(nn.Linear(2, 2))).double(), batch()
+    sums = ClippedSums(model, policy=Flat(1.0), loss_reduction="sum")
+    sums.attach()
+    loss_of_rows(cotangent)(model(*inputs)).backward()
+    sums.clip()
+    ways = {choice.name: str(choice.way) for choice in sums.strategy.choices}
+    assert ways["0.weight"] == "ghost: registered" and "registered" not in ways["1.layer.weight"]
+
+
+@pytest.mark.parametrize("mode", BY_NORMS)
+def test_a_function_is_asked_once_for_all_parameters_of_a_call(mode):
+    asked = []
+
+    def norms(layer, activations, backprops):
+        asked.append(backprops.shape)
+        return norms_of(mix_grads)(layer, activations, backprops)
+
+    register_norm_sampler(Mix)(norms)
+    inputs, cotangent = batch()
+    model = Mix(2).double()
+    sums = ClippedSums(model, policy=Flat(1.0), mode=mode, loss_reduction="sum")
+    sums._probed._every = None  # a probe asks again
+    sums.attach()
+    loss_of_rows(cotangent)(model(inputs[0][..., :2])).backward()
+    sums.clip()
+    assert len(asked) == 1
+
+
+def test_gradients_of_a_replaced_rule_are_formed_once_for_all_parameters():
+    formed = []
+
+    def grads(layer, activations, backprops):
+        formed.append(1)
+        return mix_grads(layer, activations, backprops)
+
+    register_grad_sampler(Mix)(grads)
+    register_norm_sampler(Mix)(norms_of(mix_grads))
+    inputs, cotangent = batch()
+    model = Mix(2).double()
+    sums = ClippedSums(model, policy=Flat(1.0), loss_reduction="sum")
+    sums._probed._every = None
+    sums.attach()
+    loss_of_rows(cotangent)(model(inputs[0][..., :2])).backward()
+    assert not formed  # norms need none
+    sums.clip()
+    assert len(formed) == 1
+
+
+@pytest.mark.parametrize("mode", BY_NORMS)
+@pytest.mark.parametrize("source", SOURCES)
+def test_an_empty_batch_gives_zero_sums_and_asks_nobody(source, mode):
+    def refuse(layer, activations, backprops):
+        raise AssertionError
+
+    model = registered(source, 1.0)
+    register_norm_sampler(type(model[2]))(refuse)
+    found, _ = clip_by_engine(model, (torch.zeros(0, T, 3).double(),), lambda o: o.sum(), mode=mode)
+    assert all(not total.any() for total in found.values())
+
+
+@pytest.mark.parametrize("mode", BY_NORMS)
+@pytest.mark.parametrize("source", SOURCES)
+def test_a_row_without_a_finite_norm_is_dropped(source, mode):
+    right = SOURCES[source][2]
+    model, (inputs, cotangent) = registered(source, 1.0), batch()
+
+    def norms(layer, activations, backprops):
+        found = norms_of(right)(layer, activations, backprops)
+        return {p: norm.index_fill(0, torch.tensor([1]), torch.nan) for p, norm in found.items()}
+
+    register_norm_sampler(type(model[2]))(norms)
+    found, seen = clip_by_engine(model, inputs, loss_of_rows(cotangent), mode=mode)
+    rest = [i for i in range(ROWS) if i != 1]
+    truth = loop(model, (inputs[0][rest],), cotangent[rest])
+    assert seen.dropped == 1
+    assert relative_error(found, truth) <= 1e-9
+
+
+@pytest.mark.parametrize("mode", BY_NORMS)
+@pytest.mark.parametrize("source", SOURCES)
+def test_a_row_of_infinities_is_dropped(source, mode):
+    model, (inputs, cotangent) = registered(source, 1.0), batch()
+    inputs[0][1] = torch.nan
+    found, seen = clip_by_engine(model, inputs, loss_of_rows(cotangent), mode=mode)
+    rest = [i for i in range(ROWS) if i != 1]
+    truth = loop(model, (inputs[0][rest],), cotangent[rest])
+    assert seen.dropped == 1
+    assert relative_error(found, truth) <= 1e-9
+
+
+@pytest.mark.parametrize("source", SOURCES)
+def test_units_of_privacy_are_clipped_by_gradients(source):
+    model, (inputs, cotangent) = registered(source, 7.0), batch()
+    sums = ClippedSums(model, policy=Flat(1.0), loss_reduction="sum")
+    sums.attach()
+    loss_of_rows(cotangent)(model(*inputs)).backward()
+    sums.clip(units=Units(torch.tensor([0, 1, 0, 1]), 2, mean=False))
+    rows = per_sample_gradients(model, lambda o, c: (o * c).sum(), inputs, cotangent)
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    found = {names[p]: total.double() for p, total in sums.buffer}
+    truth = dict.fromkeys(rows[0], 0.0)
+    for one, two in ((0, 2), (1, 3)):
+        unit = {name: rows[one][name] + rows[two][name] for name in rows[one]}
+        factor = min(1.0, (1 - SLACK) / torch.cat([g.flatten() for g in unit.values()]).norm().item())
+        truth = {name: truth[name] + factor * unit[name] for name in unit}
+    assert relative_error(found, truth) <= 1e-9
+
+
+def test_a_strategy_that_cannot_hold_hooks_still_forms_gradients():
+    layer = registered("own-grad-sampler", 7.0)[2]
+    clipped = Bookkeep(MethodTable(timed=False))
+    assert rule_for(layer).gradients is sampler_for(layer)
+    call, uses = call_of(layer)
+    clipped.receive(call, uses, rule_for(layer))
+    truth = mix_grads(layer, list(call.inputs), call.grad_output)
+    sq_norm_B = sum(grad.square().sum(1) for grad in truth.values())
+    torch.testing.assert_close(clipped.sq_norms(dict.fromkeys(truth, 0), 1, 1.0)[:, 0], sq_norm_B)
+
+
+def call_of(layer):
+    x, grad = torch.randn(2, ROWS, T, 5, dtype=torch.float64)
+    return LayerCall(layer, (x,), grad), {name: Use(p, name) for name, p in layer.named_parameters()}
+
+
+def test_frozen_parameters_need_no_norms():
+    register_norm_sampler(Mix)(norms_of(mix_grads))
+    model, (inputs, cotangent) = model_of(Mix()), batch()
+    model[2].shift.requires_grad_(False)
+    found, _ = clip_by_engine(model, inputs, loss_of_rows(cotangent))
+    assert relative_error(found, loop(model, inputs, cotangent)) <= 1e-9
+
+
+def test_only_exactly_the_class_is_matched():
+    register_norm_sampler(nn.Linear)(norms_of(linear_grads))
+    other = type("Other", (nn.Linear,), {})(2, 3)
+    assert rule_for(other) is None
+    replaced = nn.Linear(2, 3)
+    replaced.forward = lambda x: x
+    assert rule_for(replaced) is None
+    assert rule_for(nn.Linear(2, 3)).gradients is sampler_for(nn.Linear(2, 3))
+
+
+def test_a_layer_that_computes_its_weight_keeps_its_own_norms():
+    register_norm_sampler(nn.Linear)(norms_of(linear_grads))
+    layer = nn.Linear(2, 3)
+    layer.register_parameter("extra", nn.Parameter(torch.ones(1)))
+    assert rule_for(layer) is None
+
+
+WRONG = {
+    "expected a mapping": lambda layer, found: list(found.values()),
+    r"gave no norms for parameter '1\.shift'": lambda layer, found: {layer.factor: found[layer.factor]},
+    r"gave shape \(4, 5\) for parameter '1.*expected \(4,\)": lambda layer, found: {p: torch.ones(4, 5) for p in found},
+    "gave shape": lambda layer, found: {p: norm.sum() for p, norm in found.items()},
+    "expected a tensor of floating point": lambda layer, found: {p: norm.long() for p, norm in found.items()},
+    "gave list": lambda layer, found: {p: norm.tolist() for p, norm in found.items()},
+}
+
+
+@pytest.mark.parametrize("mode", BY_NORMS)
+@pytest.mark.parametrize("said", WRONG)
+def test_what_are_no_norms_is_refused_with_layer_and_parameter(said, mode):
+    right = norms_of(mix_grads)
+    register_norm_sampler(Mix)(lambda layer, *call: WRONG[said](layer, right(layer, *call)))
+    model = nn.Sequential(nn.Linear(2, 5), Mix())
+    clipper = PerSampleGradientClipper(model, Flat(1.0), grad_sample_mode=mode)
+    with pytest.raises(MissingGradientError, match=rf"'1'.*{said}|{said}.*'1'"):
+        model(torch.ones(4, T, 2)).sum().backward()
+        clipper.clip_and_accumulate()
+
+
+def test_a_foreign_key_is_refused():
+    register_norm_sampler(Mix)(lambda layer, activations, backprops: {"factor": backprops})
+    model = nn.Sequential(nn.Linear(2, 5), Mix())
+    clipper = PerSampleGradientClipper(model, Flat(1.0))
+    model(torch.ones(4, T, 2)).sum().backward()
+    with pytest.raises(UnsupportedLayerError, match=r"norm sampler.*not a parameter of layer '1'"):
+        clipper.clip_and_accumulate()
+
+
+@pytest.mark.parametrize("wrong", [int, "Mix", [Mix, 3], []], ids=str)
+def test_only_module_classes_can_be_registered(wrong):
+    with pytest.raises(TypeError, match=r"register_norm_sampler takes a subclass of torch\.nn\.Module"):
+        register_norm_sampler(wrong)
+
+
+def test_what_cannot_be_called_is_refused_at_registration():
+    with pytest.raises(TypeError, match=r"norm sampler for Mix is .*cannot be called"):
+        register_norm_sampler(Mix)({"factor": 1})
+    assert Mix not in REGISTERED_NORMS
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_rule_from_outside_sees_the_batch_first_where_it_is_second(mode):
+    def seen(layer, activations, backprops):
+        shapes.append((activations[0].shape, backprops.shape))
+        return mix_grads(layer, activations, backprops)
+
+    shapes = []
+    register_grad_sampler(Mix)(seen)
+    register_norm_sampler(Mix)(norms_of(seen))
+    model, (inputs, cotangent) = model_of(Mix()), batch()
+    loss = lambda output: (output.transpose(0, 1) * cotangent).sum()  # noqa: E731
+    found, _ = clip_by_engine(model, (inputs[0].transpose(0, 1),), loss, mode=mode, batch_first=False)
+    assert all(pair == ((ROWS, T, 5), (ROWS, T, 5)) for pair in shapes)
+    assert relative_error(found, loop(model, inputs, cotangent)) <= 1e-9

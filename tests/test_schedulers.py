@@ -1,0 +1,124 @@
+"""Schedules write one privacy constant of an optimizer, once an epoch, and nothing out of range."""
+
+import json
+import math
+from types import SimpleNamespace
+
+import pytest
+
+from dpengine.schedulers import Schedule, by_factor, exponential, in_steps
+
+BOTH = pytest.mark.parametrize("attribute", ["noise_multiplier", "max_grad_norm"])
+
+
+def optimizer(value=2.0):
+    return SimpleNamespace(noise_multiplier=value, max_grad_norm=value)
+
+
+def values(attribute, rule, epochs):
+    """The value in force in each epoch."""
+    one = optimizer()
+    schedule, found = Schedule(one, attribute, rule), []
+    for _ in range(epochs):
+        found.append(getattr(one, attribute))
+        schedule.step()
+    return found
+
+
+@BOTH
+def test_exponential_leaves_the_first_epoch_and_multiplies_each_later_one(attribute):
+    assert values(attribute, exponential(0.5), 4) == [2.0, 1.0, 0.5, 0.25]
+
+
+@BOTH
+def test_steps_change_the_value_only_in_epochs_that_the_step_size_divides(attribute):
+    assert values(attribute, in_steps(3, 0.5), 8) == [2.0, 2.0, 2.0, 1.0, 1.0, 1.0, 0.5, 0.5]
+
+
+@BOTH
+def test_a_function_multiplies_the_value_at_the_start(attribute):
+    assert values(attribute, by_factor(lambda epoch: 1 / (1 + epoch)), 4) == [2.0, 1.0, 2 / 3, 0.5]
+
+
+def test_only_the_attribute_that_is_scheduled_changes():
+    one = optimizer()
+    Schedule(one, "max_grad_norm", exponential(0.5)).step()
+    assert (one.noise_multiplier, one.max_grad_norm) == (2.0, 1.0)
+
+
+def test_a_stored_state_goes_on_with_the_value_that_was_in_force():
+    first, second = optimizer(), optimizer()
+    old = Schedule(first, "noise_multiplier", in_steps(2, 0.5))
+    for _ in range(3):
+        old.step()
+    new = Schedule(second, "noise_multiplier", in_steps(2, 0.5))
+    new.load_state_dict(json.loads(json.dumps(old.state_dict())))
+    assert second.noise_multiplier == first.noise_multiplier == 1.0
+    for _ in range(3):
+        old.step(), new.step()
+    assert second.noise_multiplier == first.noise_multiplier == 0.25
+    assert new.state_dict() == old.state_dict()
+
+
+def test_a_function_keeps_its_start_over_a_stored_state():
+    first, second = optimizer(2.0), optimizer(5.0)
+    old = Schedule(first, "max_grad_norm", by_factor(lambda epoch: 1 + epoch))
+    new = Schedule(second, "max_grad_norm", by_factor(lambda epoch: 1 + epoch))
+    new.load_state_dict(old.state_dict())
+    new.step()
+    assert second.max_grad_norm == 4.0
+
+
+@pytest.mark.parametrize("factor", [-1.0, math.nan, math.inf], ids=str)
+def test_a_noise_multiplier_out_of_range_is_refused_and_nothing_changes(factor):
+    one = optimizer()
+    schedule = Schedule(one, "noise_multiplier", by_factor(lambda epoch: factor if epoch else 1.0))
+    with pytest.raises(ValueError, match=r"noise_multiplier=.* finite and not negative"):
+        schedule.step()
+    assert (one.noise_multiplier, schedule.epoch) == (2.0, 0)
+
+
+@pytest.mark.parametrize("factor", [-1.0, 0.0, math.nan], ids=str)
+def test_a_threshold_out_of_range_is_refused_and_nothing_changes(factor):
+    one = optimizer()
+    schedule = Schedule(one, "max_grad_norm", by_factor(lambda epoch: factor if epoch else 1.0))
+    with pytest.raises(ValueError, match=r"max_grad_norm=.* positive"):
+        schedule.step()
+    assert (one.max_grad_norm, schedule.epoch) == (2.0, 0)
+
+
+@pytest.mark.parametrize("gamma", [-0.5, math.nan, math.inf], ids=str)
+def test_a_factor_out_of_range_is_refused(gamma):
+    with pytest.raises(ValueError, match="gamma"):
+        exponential(gamma)
+
+
+@pytest.mark.parametrize("size, error", [(0, ValueError), (-2, ValueError), (1.5, TypeError), (True, TypeError)])
+def test_a_step_size_that_is_no_positive_whole_number_is_refused(size, error):
+    with pytest.raises(error, match="step_size"):
+        in_steps(size, 0.5)
+
+
+def test_what_is_no_number_or_no_function_is_refused():
+    with pytest.raises(TypeError, match="gamma must be a number"):
+        exponential("0.5")
+    with pytest.raises(TypeError, match="function of the epoch"):
+        by_factor(0.5)
+    with pytest.raises(TypeError, match="noise_multiplier must be a number"):
+        Schedule(optimizer(), "noise_multiplier", lambda value, start, epoch: "2")
+
+
+def test_an_optimizer_without_the_attribute_is_refused_by_its_class():
+    with pytest.raises(ValueError, match=r"\(SimpleNamespace\) has no noise_multiplier"):
+        Schedule(SimpleNamespace(), "noise_multiplier", exponential(1.0))
+
+
+def test_an_unknown_attribute_and_a_foreign_state_are_refused():
+    with pytest.raises(ValueError, match="'noise_multiplier', 'max_grad_norm', got 'lr'"):
+        Schedule(optimizer(), "lr", exponential(1.0))
+    noise = Schedule(optimizer(), "noise_multiplier", exponential(1.0))
+    clip = Schedule(optimizer(), "max_grad_norm", exponential(1.0))
+    with pytest.raises(ValueError, match="schedule for noise_multiplier"):
+        clip.load_state_dict(noise.state_dict())
+    with pytest.raises(ValueError, match="expected"):
+        clip.load_state_dict({"epoch": 3})
