@@ -94,10 +94,12 @@ def test_contenders_take_turns_and_one_that_breaks_is_named(monkeypatch, tmp_pat
     assert [len(past) for past in measured["runs"].values()] == [2, 2]
 
 
+@pytest.mark.slow
 def test_a_process_says_what_its_script_took_and_why_it_failed(tmp_path):
     (tmp_path / "one.py").write_text(SCRIPT, encoding="utf-8")
     found = from_opacus.run(tmp_path, "one", ["--quick"], threads=1)
     assert (found["argv"], found["accuracy"], found["library"]) == (["--quick"], 1.0, "one")
+    assert found["whole"] > 0
     assert 60 < found["peak_mib"] < 90
     (tmp_path / "two.py").write_text("raise ValueError('as asked')", encoding="utf-8")
     with pytest.raises(RuntimeError, match=r"^ValueError: as asked$"):

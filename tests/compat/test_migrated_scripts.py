@@ -17,7 +17,8 @@ from torch.utils.data import DataLoader, Subset
 from dpengine import PrivacyWarning
 
 ROWS = 24
-BATCH_AND_MODE = [(name, mode) for name in SCRIPTS for mode in script(name).MODES]
+LONGER = {"checkpoint_and_resume", "schedulers", "text_transformer"}
+NAME_AND_MODE = [(name, mode) for name in SCRIPTS for mode in script(name).MODES]
 
 # What Opacus 1.6.0 says at the end of each script: (epsilon, noise multiplier of the last step), first with --quick.
 # Measured with torch 2.13.0 on the CPU; to repeat, with opacus on the path:
@@ -56,7 +57,9 @@ def test_only_imports_differ_from_the_script_for_opacus(name):
     assert "dpengine.compat" not in "\n".join(there)
 
 
-@pytest.mark.parametrize("name", SCRIPTS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] if name in LONGER else []) for name in SCRIPTS]
+)
 def test_a_short_run_spends_what_opacus_says(name, capsys):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -133,7 +136,7 @@ def test_clipped_sums_of_a_script_are_those_of_a_loop_over_rows(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "mode"), [pair for pair in BATCH_AND_MODE if pair[1] != "hooks"])
+@pytest.mark.parametrize(("name", "mode"), [pair for pair in NAME_AND_MODE if pair[1] != "hooks"])
 def test_clipped_sums_in_other_modes_are_those_of_a_loop_over_rows(name, mode):
     assert_sums_of_a_loop(name, mode)
 

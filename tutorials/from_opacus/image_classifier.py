@@ -5,11 +5,11 @@ import json
 import time
 
 import torch
-from dpengine.compat.opacus.validators import ModuleValidator
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from dpengine.compat.opacus import PrivacyEngine
+from dpengine.compat.opacus.validators import ModuleValidator
 from dpengine.data import load_images
 
 MODES = ("hooks", "functorch", "ew", "ghost")
@@ -92,18 +92,18 @@ def main(argv=None):
         model, optimizer, loader = private
     print(f"sigma = {optimizer.noise_multiplier:.3f}, C = {optimizer.max_grad_norm}")
 
-    steps, start = 0, time.perf_counter()
+    steps, seconds = 0, 0.0
     for epoch in range(1, args.epochs + 1):
-        model.train()
+        start = time.perf_counter()
         for inputs, targets in loader:
             loss = criterion(model(inputs), targets)
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
             steps += 1
+        seconds += time.perf_counter() - start
         epsilon = privacy_engine.get_epsilon(args.delta)
         print(f"epoch {epoch}: loss {loss.item():.3f}, epsilon {epsilon:.2f} (delta {args.delta:g})")
-    seconds = time.perf_counter() - start
 
     result = {
         "example": "image_classifier",

@@ -5,12 +5,12 @@ import json
 import time
 
 import torch
-from dpengine.compat.opacus.schedulers import ExponentialNoise, StepGradClip
 from torch import nn
 from torch.optim.lr_scheduler import CosineAnnealingLR
 from torch.utils.data import DataLoader, TensorDataset
 
 from dpengine.compat.opacus import PrivacyEngine
+from dpengine.compat.opacus.schedulers import ExponentialNoise, StepGradClip
 from dpengine.data import load_adult
 
 MODES = ("hooks", "functorch", "ew", "ghost")
@@ -76,22 +76,23 @@ def main(argv=None):
     clip_scheduler = StepGradClip(optimizer, step_size=3, gamma=0.5)
     rate_scheduler = CosineAnnealingLR(optimizer, T_max=args.epochs)
 
-    steps, start = 0, time.perf_counter()
+    steps, seconds = 0, 0.0
     for epoch in range(1, args.epochs + 1):
         rate = optimizer.param_groups[0]["lr"]
         print(
             f"epoch {epoch}: sigma {optimizer.noise_multiplier:.3f}, C {optimizer.max_grad_norm:.3f}, rate {rate:.3f}"
         )
+        start = time.perf_counter()
         for inputs, targets in loader:
             criterion(model(inputs), targets).backward()
             optimizer.step()
             optimizer.zero_grad()
             steps += 1
+        seconds += time.perf_counter() - start
         noise_scheduler.step()
         clip_scheduler.step()
         rate_scheduler.step()
         print(f"    test {accuracy(model, test):.1%}, epsilon {privacy_engine.get_epsilon(args.delta):.2f}")
-    seconds = time.perf_counter() - start
 
     result = {
         "example": "schedulers",

@@ -6,11 +6,11 @@ import time
 
 import documentation
 import torch
-from dpengine.compat.opacus.validators import ModuleValidator
 from torch import nn
 from torch.utils.data import DataLoader
 
 from dpengine.compat.opacus import PrivacyEngine
+from dpengine.compat.opacus.validators import ModuleValidator
 
 MODES = ("hooks", "functorch", "ew", "ghost")
 
@@ -89,17 +89,18 @@ def main(argv=None):
         model, optimizer, loader = private
     print(f"sigma = {optimizer.noise_multiplier:.3f}")
 
-    steps, start = 0, time.perf_counter()
+    steps, seconds = 0, 0.0
     for epoch in range(1, args.epochs + 1):
+        start = time.perf_counter()
         for numbers, libraries in loader:
             loss = criterion(model(numbers), libraries)
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
             steps += 1
+        seconds += time.perf_counter() - start
         epsilon, alpha = privacy_engine.accountant.get_privacy_spent(delta=args.delta)
         print(f"epoch {epoch}: loss {loss.item():.3f}, epsilon {epsilon:.2f} (delta {args.delta:g}, order {alpha})")
-    seconds = time.perf_counter() - start
 
     result = {
         "example": "text_transformer",
