@@ -22,6 +22,7 @@ def a_run(**figures):
     return {
         "steps": 10,
         "seconds": 1.0,
+        "whole": 2.0,
         "accuracy": 0.5,
         "epsilon": 2.0,
         "noise_multiplier": 1.0,

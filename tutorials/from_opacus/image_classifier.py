@@ -94,6 +94,7 @@ def main(argv=None):
 
     steps, seconds = 0, 0.0
     for epoch in range(1, args.epochs + 1):
+        model.train()
         start = time.perf_counter()
         for inputs, targets in loader:
             loss = criterion(model(inputs), targets)
