@@ -133,8 +133,7 @@ class Release:
         What was clipped already for the logical batch at hand is released as it was clipped.
 
         Args:
-            constants: ``noise_multiplier``, ``clipping`` or ``expected_batch_size``, as in the plan. What cannot change
-                is refused with an InvalidBudgetError, and nothing has changed then.
+            constants: Fields of the plan. What cannot change is refused with an InvalidBudgetError, and nothing has.
         """
         due = self.stage in {Stage.OPEN, Stage.CLIPPED}
         first = self.tickets[0].step if due else self.last_step + 1

@@ -26,6 +26,7 @@ ORDER = (
     "validation",
     "gradients",
     "grad_sample_module",
+    "gradient_check",
     "clipping",
     "compiled",
     "noise",
@@ -121,7 +122,8 @@ def _imports(module: str, is_package: bool, modules: Mapping[str, ast.Module], p
             origin = _origin(node, module, is_package, package)
             for alias in node.names:
                 deeper = alias.name if origin == "__init__" else f"{origin}.{alias.name}"
-                is_module = deeper in modules and not _handed_out(alias.name, origin, module, modules)
+                own = origin == module  # `from . import part` in the front door itself
+                is_module = deeper in modules and (own or not _handed_out(alias.name, origin, module, modules))
                 yield Import(node.lineno, deeper if is_module else origin, bool(node.level), at_run_time)
 
 

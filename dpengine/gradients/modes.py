@@ -120,7 +120,7 @@ def watch_model(
     if topology.splits.size > 1:
         # Sums of parameters that each rank holds as a whole must be the same bits, so none may be formed otherwise.
         methods = methods.untimed(topology.splits.from_first(methods.seconds))
-    strategy = Bookkeep(methods) if forms_on_demand else chosen.build(capture, methods)
+    strategy = Bookkeep(methods, capture.paused) if forms_on_demand else chosen.build(capture, methods)
     return capture, Probed(strategy, capture, EVERY if topology.runs_by_itself else None)
 
 

@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from case_calls import Doubled
 from oracle import SLACK, clip_by_engine, clip_by_loop, relative_error
 from reference import per_sample_gradients
 from torch import nn
@@ -13,7 +14,7 @@ from dpengine.capture import LayerCall, Use
 from dpengine.clipping import ClippedSums
 from dpengine.errors import MissingGradientError, UnsupportedLayerError
 from dpengine.grad_samplers import REGISTERED, REGISTERED_NORMS, rule_for, sampler_for
-from dpengine.gradients import MODES, Bookkeep, MethodTable, Units
+from dpengine.gradients import MODES, Bookkeep, MethodTable, Units, entry
 
 ROWS, T = 4, 3
 BY_NORMS = ("auto", "ghost")
@@ -172,14 +173,19 @@ def test_norms_of_parts_are_not_used_where_a_parameter_is_used_twice(wrapped, so
 
 
 def test_several_calls_of_a_built_in_layer_are_joined_as_without_norms_from_outside():
+    def ways():
+        model, (inputs, cotangent) = nn.Sequential(nn.Linear(3, 2), Twice(nn.Linear(2, 2))).double(), batch()
+        sums = ClippedSums(model, policy=Flat(1.0), loss_reduction="sum")
+        sums.attach()
+        loss_of_rows(cotangent)(model(*inputs)).backward()
+        sums.clip()
+        return {choice.name: (str(choice.way), choice.why) for choice in sums.strategy.choices}
+
+    before = ways()
     register_norm_sampler(nn.Linear)(norms_of(linear_grads, 7.0))
-    model, (inputs, cotangent) = nn.Sequential(nn.Linear(3, 2), Twice(nn.Linear(2, 2))).double(), batch()
-    sums = ClippedSums(model, policy=Flat(1.0), loss_reduction="sum")
-    sums.attach()
-    loss_of_rows(cotangent)(model(*inputs)).backward()
-    sums.clip()
-    ways = {choice.name: str(choice.way) for choice in sums.strategy.choices}
-    assert ways["0.weight"] == "ghost: registered" and "registered" not in ways["1.layer.weight"]
+    now = ways()
+    assert now["0.weight"][0] == "ghost: registered"
+    assert now["1.layer.weight"] == before["1.layer.weight"] and before["1.layer.weight"][1] != "several uses"
 
 
 @pytest.mark.parametrize("mode", BY_NORMS)
@@ -264,7 +270,8 @@ def test_a_row_of_infinities_is_dropped(source, mode):
 
 
 @pytest.mark.parametrize("source", SOURCES)
-def test_units_of_privacy_are_clipped_by_gradients(source):
+def test_units_of_privacy_are_clipped_by_gradients(source, monkeypatch):
+    monkeypatch.setattr(entry, "CHUNK_BYTES", 1)  # where rules may be asked of some rows, they are
     model, (inputs, cotangent) = registered(source, 7.0), batch()
     sums = ClippedSums(model, policy=Flat(1.0), loss_reduction="sum")
     sums.attach()
@@ -297,6 +304,24 @@ def call_of(layer):
     return LayerCall(layer, (x,), grad), {name: Use(p, name) for name, p in layer.named_parameters()}
 
 
+class WrittenForAutograd(Mix):
+    """Which ``torch.func`` cannot look into, so that a fallback runs its rows one by one, with gradients on."""
+
+    def forward(self, x):
+        return Doubled.apply(super().forward(x) / 2)
+
+
+@pytest.mark.parametrize("mode", BY_NORMS)
+@pytest.mark.parametrize("wrapped", [lambda layer: layer, Twice], ids=["once", "twice"])
+def test_hooks_are_still_while_a_layer_runs_again_for_its_gradients(wrapped, mode):
+    layer = WrittenForAutograd()
+    register_norm_sampler(WrittenForAutograd)(norms_of(mix_grads))
+    model, (inputs, cotangent) = model_of(wrapped(layer)), batch()
+    found, _ = clip_by_engine(model, inputs, loss_of_rows(cotangent), mode=mode)
+    truth, _ = clip_by_loop(model, inputs, lambda o, i: (o * cotangent[i]).sum(), ROWS)
+    assert relative_error(found, truth) <= 1e-9
+
+
 def test_frozen_parameters_need_no_norms():
     register_norm_sampler(Mix)(norms_of(mix_grads))
     model, (inputs, cotangent) = model_of(Mix()), batch()
@@ -309,9 +334,10 @@ def test_only_exactly_the_class_is_matched():
     register_norm_sampler(nn.Linear)(norms_of(linear_grads))
     other = type("Other", (nn.Linear,), {})(2, 3)
     assert rule_for(other) is None
-    replaced = nn.Linear(2, 3)
-    replaced.forward = lambda x: x
-    assert rule_for(replaced) is None
+    register_norm_sampler(Mix)(norms_of(mix_grads))
+    for replaced in (nn.Linear(2, 3), Mix()):
+        replaced.forward = lambda x: x
+        assert rule_for(replaced) is None
     assert rule_for(nn.Linear(2, 3)).gradients is sampler_for(nn.Linear(2, 3))
 
 

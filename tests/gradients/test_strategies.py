@@ -1,5 +1,7 @@
 """Every strategy gives the clipped sums of a loop over single rows, for every layer and model of the tables."""
 
+import functools
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -37,20 +39,32 @@ def weighted(cotangent):
     return lambda output: (output * cotangent).sum()
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
-@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-def test_layers_give_the_clipped_sum_of_a_loop_over_rows(case, mode, dtype):
+def layer_and_data(case, dtype):
+    """A layer, its inputs, and gradients of its output, that are the same in each mode."""
     torch.manual_seed(0)
-    layer = case.make().to(dtype)
-    model = Called(case, layer)
+    model = Called(case, case.make().to(dtype))
     inputs = case.inputs(ROWS, dtype)
     cotangent = torch.randn_like(model(*inputs)) * torch.tensor([3.0, 1.0, 0.3, 0.01], dtype=dtype).view(
         -1, *[1] * (model(*inputs).dim() - 1)
     )
-    found, seen = clip_by_engine(model, inputs, weighted(cotangent), mode=mode)
+    return model, inputs, cotangent
+
+
+@functools.cache
+def truth_of_layer(case, dtype):
+    """The clipped sum and the norms, by a loop over rows."""
+    model, inputs, cotangent = layer_and_data(case, dtype)
     loss_of_row = lambda output, i: (output * cotangent[i].double()).sum()  # noqa: E731
-    truth, norms = clip_by_loop(model, inputs, loss_of_row, ROWS, row=case.row)
+    return clip_by_loop(model, inputs, loss_of_row, ROWS, row=case.row)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+def test_layers_give_the_clipped_sum_of_a_loop_over_rows(case, mode, dtype):
+    truth, norms = truth_of_layer(case, dtype)
+    model, inputs, cotangent = layer_and_data(case, dtype)
+    found, seen = clip_by_engine(model, inputs, weighted(cotangent), mode=mode)
     assert relative_error(found, truth) <= TOLERANCE[dtype]
     assert seen.largest_norm == pytest.approx(max(norms), rel=TOLERANCE[dtype])
     assert seen.clipped == sum(norm > 1 for norm in norms)

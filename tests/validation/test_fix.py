@@ -254,3 +254,61 @@ def test_a_model_without_faults_is_copied_without_changes():
     assert changes == []
     assert repr(mended) == repr(model)
     assert mended is not model
+
+
+@pytest.mark.parametrize("layer", [nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d])
+def test_instance_norm_may_be_asked_for(layer):
+    norm = layer(4, eps=0.25)
+    with torch.no_grad():
+        norm.weight.normal_()
+    mended, (change,) = fix(nn.Sequential(norm), batch_norm="instance")
+    assert type(mended[0]).__name__ == layer.__name__.replace("Batch", "Instance")
+    assert torch.equal(mended[0].weight, norm.weight)
+    assert (mended[0].eps, mended[0].track_running_stats) == (0.25, False)
+    assert "instance norm" in change.why
+    assert check(mended).ok
+
+
+def test_the_number_of_groups_may_be_asked_for():
+    mended, changes = fix(nn.ModuleList([nn.BatchNorm1d(12), nn.BatchNorm2d(9), nn.BatchNorm2d(3)]), num_groups=3)
+    assert [type(layer) for layer in mended] == [nn.GroupNorm, nn.GroupNorm, nn.BatchNorm2d]
+    assert [layer.num_groups for layer in mended[:2]] == [3, 3]
+    assert (changes[2].name, changes[2].after) == ("2", None)
+    assert "3 channels cannot be had in 3 groups" in changes[2].why
+
+
+def test_a_batch_norm_of_unknown_dimensions_cannot_become_instance_norm():
+    _, (change,) = fix(nn.Sequential(nn.SyncBatchNorm(4)), batch_norm="instance")
+    assert change.after is None
+    assert "does not say its dimensions" in change.why
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "message"),
+    [
+        ({"batch_norm": "layer"}, "'group', 'instance'"),
+        ({"num_groups": 0}, "positive"),
+        ({"num_groups": 2, "batch_norm": "instance"}, "batch_norm='group' only"),
+    ],
+)
+def test_other_ways_to_fix_are_refused(kwargs, message):
+    with pytest.raises(ValueError, match=message):
+        fix(nn.BatchNorm1d(4), **kwargs)
+
+
+def test_a_model_whose_last_forward_left_tensors_on_it_is_copied():
+    class Keeps(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm = nn.BatchNorm1d(4)
+
+        def forward(self, x):
+            self.last = self.norm(x)
+            return self.last
+
+    model = Keeps()
+    model(torch.randn(3, 4))
+    mended, _ = fix(model)
+    assert torch.equal(mended.last, model.last)
+    assert mended.last is not model.last
+    assert mended(torch.randn(3, 4)).grad_fn is not None

@@ -26,6 +26,7 @@ from .utils import (
     fsdp_utils,
     module_utils,
     packed_sequences,
+    per_sample_gradients_utils,
     tensor_utils,
     uniform_sampler,
 )

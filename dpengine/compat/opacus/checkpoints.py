@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from dpengine.names import suggests_names
+
 MODULE, ACCOUNTANT = "module_state_dict", "privacy_accountant_state_dict"
 OPTIONAL = {
     "optimizer": "optimizer_state_dict",
@@ -15,7 +17,7 @@ OPTIONAL = {
 }
 
 
-def save(
+def _save(
     path: Any, module: Any, accountant: Any, parts: dict[str, Any], more: Any, module_kwargs: Any, save_kwargs: Any
 ) -> None:
     """Writes the state of a model, an accountant and whatever of ``OPTIONAL`` is there."""
@@ -28,7 +30,7 @@ def save(
     torch.save(content, path, **(save_kwargs or {}))
 
 
-def load(
+def _load(
     path: Any, module: Any, accountant: Any, parts: dict[str, Any], module_kwargs: Any, load_kwargs: Any
 ) -> dict[str, Any]:
     """Reads what ``save`` wrote, or Opacus did.
@@ -54,3 +56,77 @@ def load(
             said = "is in the checkpoint, and none was passed" if part is None else "was passed, and is not in it"
             warnings.warn(f"The {name.replace('_', ' ')} {said}: its state stays as it is.", stacklevel=3)
     return content
+
+
+class Checkpoints:
+    """What an engine has of them."""
+
+    accountant: Any
+
+    @suggests_names
+    def save_checkpoint(
+        self,
+        *,
+        path: Any,
+        module: Any,
+        optimizer: Any = None,
+        noise_scheduler: Any = None,
+        grad_clip_scheduler: Any = None,
+        checkpoint_dict: dict[str, Any] | None = None,
+        module_state_dict_kwargs: dict[str, Any] | None = None,
+        torch_save_kwargs: dict[str, Any] | None = None,
+    ) -> None:
+        """Writes the state of the model, of what was spent, and of whatever else is given, as Opacus does.
+
+        Args:
+            path: A path or file, for ``torch.save``.
+            module: The wrapper, or the model.
+            optimizer: The private optimizer.
+            noise_scheduler: Of the noise multiplier.
+            grad_clip_scheduler: Of the threshold.
+            checkpoint_dict: More, by keys of the user's.
+            module_state_dict_kwargs: Of ``module.state_dict``.
+            torch_save_kwargs: Of ``torch.save``.
+        """
+        parts = {
+            "optimizer": optimizer,
+            "noise_scheduler": noise_scheduler,
+            "grad_clip_scheduler": grad_clip_scheduler,
+        }
+        _save(path, module, self.accountant, parts, checkpoint_dict, module_state_dict_kwargs, torch_save_kwargs)
+
+    @suggests_names
+    def load_checkpoint(
+        self,
+        *,
+        path: Any,
+        module: Any,
+        optimizer: Any = None,
+        noise_scheduler: Any = None,
+        grad_clip_scheduler: Any = None,
+        module_load_dict_kwargs: dict[str, Any] | None = None,
+        torch_load_kwargs: dict[str, Any] | None = None,
+    ) -> dict[str, Any]:
+        """Goes on from a checkpoint of ``save_checkpoint``, or of Opacus's.
+
+        Args:
+            path: A path or file, for ``torch.load``.
+            module: The wrapper, or the model: keys may have ``_module.`` or not.
+            optimizer: The private optimizer.
+            noise_scheduler: Of the noise multiplier.
+            grad_clip_scheduler: Of the threshold.
+            module_load_dict_kwargs: Of ``module.load_state_dict``.
+            torch_load_kwargs: Of ``torch.load``; ``weights_only`` is False unless it is there.
+
+        Returns:
+            The content, less the states of optimizer and schedulers.
+
+        Raises:
+            ValueError: If it is no such checkpoint, or of another accountant.
+        """  # noqa: DOC502 - what is called raises on our behalf
+        parts = {
+            "optimizer": optimizer,
+            "noise_scheduler": noise_scheduler,
+            "grad_clip_scheduler": grad_clip_scheduler,
+        }
+        return _load(path, module, self.accountant, parts, module_load_dict_kwargs, torch_load_kwargs)

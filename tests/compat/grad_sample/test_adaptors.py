@@ -9,8 +9,9 @@ from reference import per_sample_gradients, stacked
 from torch import nn
 
 from dpengine.compat.opacus.grad_sample import conv, dp_multihead_attention, dp_rnn, embedding, functorch, linear
-from dpengine.compat.opacus.grad_sample.utils import GRAD_SAMPLERS, NORM_SAMPLERS
+from dpengine.compat.opacus.grad_sample.registries import GRAD_SAMPLERS, NORM_SAMPLERS
 from dpengine.errors import UnsupportedLayerError
+from dpengine.layers import RNNLinear, SequenceBias
 
 ROWS, F64 = 3, torch.float64
 KNOWN = [case for case in CASES if type(case.make()) in GRAD_SAMPLERS]
@@ -44,6 +45,7 @@ def named(layer, found):
 @pytest.mark.parametrize("case", KNOWN, ids=lambda case: case.id)
 def test_gradients_are_those_of_a_loop_over_rows(case):
     layer, activations, backprops, truth = call_of(case)
+    activations = [t.requires_grad_() if t is not None and t.is_floating_point() else t for t in activations]
     found = named(layer, GRAD_SAMPLERS[type(layer)](layer, activations, backprops))
     assert found.keys() == truth.keys()
     for name, grad in found.items():
@@ -82,11 +84,12 @@ def test_no_rows_give_no_gradients(kind):
     assert {tuple(grad.shape) for grad in found.values()} == {(0, *p.shape) for p in layer.parameters()}
 
 
-def test_half_precision_is_added_up_in_float32():
-    layer = nn.Linear(1, 1, bias=False)
-    acts, grads = torch.ones(1, 4096, 1), torch.ones(1, 4096, 1, dtype=torch.bfloat16)
-    grad = linear.compute_linear_grad_sample(layer, [acts], grads)[layer.weight]
-    assert grad.dtype is torch.bfloat16 and grad.item() == 4096  # in bfloat16 the sum stops at 256
+def test_half_precision_is_squared_and_added_up_in_float32():
+    layer = nn.Linear(1, 1)
+    acts, grads = torch.full((1, 1, 1), 10.0), torch.full((1, 1, 1), 300.0, dtype=torch.float16)
+    for parameter, norm in ((layer.weight, 3000), (layer.bias, 300)):
+        found = linear.compute_linear_norm_sample(layer, [acts], grads)[parameter]
+        assert found.dtype is torch.float16 and found.item() == norm  # whose square is no float16
 
 
 def test_an_embedding_that_mixes_rows_is_refused():
@@ -96,9 +99,6 @@ def test_an_embedding_that_mixes_rows_is_refused():
 
 
 def test_the_linear_map_of_a_cell_is_a_linear_layer():
-    class RNNLinear(nn.Linear):
-        pass
-
     layer, x, backprops = RNNLinear(3, 4).double(), torch.randn(2, 5, 3, dtype=F64), torch.randn(2, 5, 4, dtype=F64)
     found = dp_rnn.compute_rnn_linear_grad_sample(layer, [x], backprops)
     rows = stacked(per_sample_gradients(layer, lambda o, c: (o * c).sum(), (x,), backprops))
@@ -106,15 +106,8 @@ def test_the_linear_map_of_a_cell_is_a_linear_layer():
 
 
 def test_the_bias_of_a_sequence_is_its_last_position():
-    class SequenceBias(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.bias = nn.Parameter(torch.randn(3, dtype=F64))
-
-        def forward(self, x):
-            return torch.cat([x, self.bias.expand(len(x), 1, 3)], dim=1)
-
-    layer, x, backprops = SequenceBias(), torch.randn(2, 5, 3, dtype=F64), torch.randn(2, 6, 3, dtype=F64)
+    layer = SequenceBias(3, batch_first=True).double()
+    x, backprops = torch.randn(2, 5, 3, dtype=F64), torch.randn(2, 6, 3, dtype=F64)
     found = dp_multihead_attention.compute_sequence_bias_grad_sample(layer, [x], backprops)
     rows = stacked(per_sample_gradients(layer, lambda o, c: (o * c).sum(), (x,), backprops))
     torch.testing.assert_close(named(layer, found), rows)

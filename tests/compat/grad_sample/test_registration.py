@@ -6,15 +6,18 @@ from oracle import clip_by_engine, clip_by_loop, relative_error
 from torch import nn
 
 import dpengine
-from dpengine.compat.opacus.grad_sample.linear import compute_linear_grad_sample
-from dpengine.compat.opacus.grad_sample.utils import (
-    GRAD_SAMPLERS,
-    NORM_SAMPLERS,
-    register_grad_sampler,
-    register_norm_sampler,
+from dpengine.compat.opacus.grad_sample.grad_sample_module import GradSampleModule
+from dpengine.compat.opacus.grad_sample.grad_sample_module_fast_gradient_clipping import (
+    GradSampleModuleFastGradientClipping,
 )
+from dpengine.compat.opacus.grad_sample.gsm_exp_weights import GradSampleModuleExpandedWeights
+from dpengine.compat.opacus.grad_sample.linear import compute_linear_grad_sample
+from dpengine.compat.opacus.grad_sample.registries import GRAD_SAMPLERS, NORM_SAMPLERS
+from dpengine.compat.opacus.grad_sample.utils import register_grad_sampler, register_norm_sampler
+from dpengine.compat.opacus.optimizers.optimizer import DPOptimizer
 from dpengine.grad_samplers import BUILTIN, REGISTERED, REGISTERED_NORMS, WITHDRAWN, rule_for, sampler_for
 from dpengine.gradients import MODES
+from dpengine.layers import RNNLinear, SequenceBias
 
 ROWS, T, F64 = 4, 3, torch.float64
 
@@ -124,14 +127,15 @@ def test_misuse_is_told():
         GRAD_SAMPLERS["Affine"] = affine_grads
 
 
-TWELVE = [
+FOURTEEN = [
+    *(RNNLinear, SequenceBias),
     *(nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.Linear, nn.Embedding, nn.EmbeddingBag, nn.LayerNorm, nn.GroupNorm),
     *(nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d, nn.RMSNorm),
 ]
 
 
 def test_the_views_show_what_is_built_in_and_what_is_registered():
-    assert set(TWELVE) <= set(GRAD_SAMPLERS) and set(NORM_SAMPLERS) == {nn.Linear, nn.Embedding}
+    assert set(FOURTEEN) == set(GRAD_SAMPLERS) and set(NORM_SAMPLERS) == {nn.Linear, nn.Embedding}
     before = len(GRAD_SAMPLERS)
     register_grad_sampler([Affine, nn.Linear])(affine_grads)
     assert len(GRAD_SAMPLERS) == before + 1 and list(GRAD_SAMPLERS)[-1] is Affine
@@ -190,3 +194,35 @@ def test_norm_samplers_can_be_replaced_and_deleted():
     assert rule_for(nn.Linear(2, 2)) is not BUILTIN[nn.Linear]
     del NORM_SAMPLERS[nn.Linear]
     assert nn.Linear not in NORM_SAMPLERS and rule_for(nn.Linear(2, 2)) is BUILTIN[nn.Linear]
+
+
+def forgetting(layer, activations, backprops):
+    """Norms that are seven times too large, so that it shows who goes by them."""
+    return {parameter: 7 * norm_B for parameter, norm_B in affine_norms(layer, activations, backprops).items()}
+
+
+@pytest.mark.parametrize("has_grads", [True, False], ids=["own-grad-sampler", "functional-fallback"])
+@pytest.mark.parametrize(
+    "wrapper, times",
+    [(GradSampleModule, 1), (GradSampleModuleExpandedWeights, 1), (GradSampleModuleFastGradientClipping, 7)],
+)
+def test_only_the_ghost_wrapper_clips_by_registered_norms(wrapper, times, has_grads):
+    if has_grads:
+        register_grad_sampler(Affine)(affine_grads)
+    register_norm_sampler(Affine)(forgetting)
+    model, x = Affine(3).double(), torch.randn(ROWS, T, 3, dtype=F64)
+    cotangent = torch.randn(ROWS, T, 3, dtype=F64)
+    wrapped = wrapper(model, loss_reduction="mean")
+    optimizer = DPOptimizer(
+        torch.optim.SGD(model.parameters(), lr=1.0),
+        noise_multiplier=0.0,
+        max_grad_norm=1.0,
+        expected_batch_size=ROWS,
+    )
+    ((wrapped(x) * cotangent).sum() / ROWS).backward()
+    optimizer.clip_and_accumulate()
+    rows = {"gain": (x * cotangent).sum(1), "bias": cotangent.sum(1)}
+    norm_B = times * torch.cat(list(rows.values()), dim=1).norm(dim=1)
+    for name, grads in rows.items():
+        expected = (grads / norm_B.clamp(min=1).unsqueeze(1)).sum(0)
+        torch.testing.assert_close(getattr(model, name).summed_grad, expected, rtol=1e-5, atol=1e-7)

@@ -5,10 +5,12 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from dpengine.layers import SequenceBias
+
 
 def compute_sequence_bias_grad_sample(
-    layer: nn.Module, activations: list[torch.Tensor], backprops: torch.Tensor
+    layer: SequenceBias, activations: list[torch.Tensor], backprops: torch.Tensor
 ) -> dict[nn.Parameter, torch.Tensor]:
     """Per-sample gradients ``(B, E)`` of a ``SequenceBias``: those of the last position, which the bias is."""
-    bias = layer.get_parameter("bias")
+    bias = layer.bias
     return {bias: backprops[:, -1].detach()} if bias.requires_grad else {}

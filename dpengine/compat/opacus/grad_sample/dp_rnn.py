@@ -6,12 +6,13 @@ import torch
 from torch import nn
 
 from dpengine.grad_samplers import BUILTIN
+from dpengine.layers import RNNLinear
 
 from .rules import gradients
 
 
 def compute_rnn_linear_grad_sample(
-    layer: nn.Linear, activations: list[torch.Tensor], backprops: torch.Tensor
+    layer: RNNLinear, activations: list[torch.Tensor], backprops: torch.Tensor
 ) -> dict[nn.Parameter, torch.Tensor]:
     """Per-sample gradients ``(B, *parameter.shape)`` of an ``RNNLinear``, which is an ``nn.Linear``."""
     return gradients(BUILTIN[nn.Linear], layer, activations, backprops)

@@ -14,6 +14,19 @@ from .gsm_base import AbstractGradSampleModule
 from .registries import NORM_SAMPLERS
 
 
+def create_norm_sample(*, param: Tensor, grad_sample: Tensor, max_batch_len: int) -> None:
+    """Leaves the norms of a parameter's per-sample gradients in ``param._norm_sample``.
+
+    Args:
+        param: The parameter.
+        grad_sample: ``(B, *param.shape)``.
+        max_batch_len: Rows of the batch.
+    """
+    if param.requires_grad:
+        norms_B = grad_sample.reshape(len(grad_sample), -1).norm(dim=1) if max_batch_len else grad_sample.new_zeros(0)
+        param._norm_sample = norms_B  # type: ignore[attr-defined]
+
+
 class GradSampleHooksFastGradientClipping(GradSampleHooks):
     """Hooks that leave norms.
 
@@ -27,6 +40,7 @@ class GradSampleHooksFastGradientClipping(GradSampleHooks):
         use_ghost_clipping: Accepted: the way to each norm is chosen by its cost.
     """
 
+    mode: ClassVar[str] = "auto"  # which uses norms from outside
     shows: ClassVar[bool] = False
     NORM_SAMPLERS: ClassVar[MutableMapping[type[nn.Module], Any]] = NORM_SAMPLERS
 

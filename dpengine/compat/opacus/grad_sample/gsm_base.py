@@ -41,7 +41,7 @@ class AbstractGradSampleHooks(ABC):
         loss_reduction: ``"mean"`` or ``"sum"``: what the loss does over rows.
     """
 
-    mode: ClassVar[str] = "auto"  # of the engine
+    mode: ClassVar[str] = "hooks"  # of the engine
     shows: ClassVar[bool] = True  # whether p.grad_sample is there between backward and step
 
     _module: nn.Module

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import nn
 
 from dpengine.names import suggests_names
@@ -22,6 +24,10 @@ class GradSampleModuleExpandedWeights(AbstractGradSampleModule):
     def __init__(self, m: nn.Module, *, batch_first: bool = True, loss_reduction: str = "mean"):
         super().__init__(m, batch_first=batch_first, loss_reduction=loss_reduction)
         self._watch(self.mode)
+
+    def forward(self, x: Any, *args: Any, **kwargs: Any) -> Any:
+        """Runs the model."""
+        return self._module(x, *args, **kwargs)
 
     def remove_hooks(self) -> None:
         """Takes the hooks off."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from torch import nn
 
@@ -45,3 +45,7 @@ class GradSampleModuleNoOp(GradSampleHooksNoOp, AbstractGradSampleModule):
     def __init__(self, m: nn.Module, *, batch_first: bool = True, loss_reduction: str = "mean"):
         AbstractGradSampleModule.__init__(self, m, batch_first=batch_first, loss_reduction=loss_reduction)
         self._watch(self.mode)
+
+    def forward(self, x: Any, *args: Any, **kwargs: Any) -> Any:
+        """Runs the model."""
+        return self._module(x, *args, **kwargs)

@@ -9,9 +9,12 @@ from torch import nn
 
 from dpengine import grad_samplers
 from dpengine.grad_samplers import REGISTERED, REGISTERED_NORMS, WITHDRAWN
+from dpengine.layers import RNNLinear, SequenceBias
 from dpengine.names import suggests_names
 
 from .conv import compute_conv_grad_sample
+from .dp_multihead_attention import compute_sequence_bias_grad_sample
+from .dp_rnn import compute_rnn_linear_grad_sample
 from .embedding import compute_embedding_grad_sample, compute_embedding_norm_sample, compute_embeddingbag_gradsampler
 from .group_norm import compute_group_norm_grad_sample
 from .instance_norm import compute_instance_norm_grad_sample
@@ -130,6 +133,8 @@ GRAD_SAMPLERS = Samplers(
         nn.LayerNorm: compute_layer_norm_grad_sample,
         nn.Linear: compute_linear_grad_sample,
         nn.RMSNorm: compute_rms_norm_grad_sample,
+        RNNLinear: compute_rnn_linear_grad_sample,
+        SequenceBias: compute_sequence_bias_grad_sample,
     },
     REGISTERED,
     WITHDRAWN,

@@ -1,9 +1,11 @@
 """Modes and rules by the path that Opacus has for them."""
 
 from .prepare import get_gsm_class, get_hooks_class, prepare_module, wrap_model
-from .registries import register_grad_sampler, register_norm_sampler
+from .registries import GRAD_SAMPLERS, NORM_SAMPLERS, register_grad_sampler, register_norm_sampler
 
 __all__ = [
+    "GRAD_SAMPLERS",
+    "NORM_SAMPLERS",
     "get_gsm_class",
     "get_hooks_class",
     "prepare_module",

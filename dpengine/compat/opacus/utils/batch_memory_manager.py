@@ -108,5 +108,5 @@ class BatchMemoryManager:
             data_loader=self.data_loader, max_batch_size=self.max_physical_batch_size, optimizer=self.optimizer
         )
 
-    def __exit__(self, *exception: object) -> None:
+    def __exit__(self, type: Any, value: Any, traceback: Any) -> None:
         """A batch that was cut off is given up when the next one begins."""

@@ -115,8 +115,9 @@ def filter_dilated_rows(
     Returns:
         The tensor with axes of the sizes ``kernel_size`` at the end.
     """
-    kept = (slice(0, reach, step) for reach, step in zip(dilated_kernel_size, dilation, strict=True))
-    return tensor[(..., *kept)]
+    for axis, (reach, step) in enumerate(zip(dilated_kernel_size, dilation, strict=True), tensor.dim() - len(dilation)):
+        tensor = tensor.narrow(axis, 0, reach).movedim(axis, 0)[::step].movedim(0, axis)
+    return tensor
 
 
 def _unfolded(

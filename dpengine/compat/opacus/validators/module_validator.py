@@ -5,12 +5,13 @@ from __future__ import annotations
 import difflib
 import inspect
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
 from torch import nn
 
+from dpengine.compat.opacus.utils.module_utils import trainable_modules
 from dpengine.validation import copied, with_replacements
 
 from .errors import IllegalModuleConfigurationError, UnsupportedModuleError
@@ -49,7 +50,7 @@ class ModuleValidator:
         if not module.training:
             message = f"The model ({type(module).__name__}) is in eval mode. Call model.train() first."
             errors.append(IllegalModuleConfigurationError(message))
-        for name, part in _trainable(module):
+        for name, part in trainable_modules(module):
             validator = cls.VALIDATORS.get(type(part))
             errors += [_placed(error, name) for error in ([] if validator is None else validator(part))]
         if strict and errors:
@@ -80,7 +81,7 @@ class ModuleValidator:
         """  # noqa: DOC502 - the check raises on our behalf
         cls._refuse_unknown(kwargs)
         fixed = copied(module)
-        for name, part in list(_trainable(fixed)):
+        for name, part in list(trainable_modules(fixed)):
             fixer = cls.FIXERS.get(type(part))
             if fixer is None or not any(part is present for present in fixed.modules()):  # gone with its parent
                 continue
@@ -113,7 +114,8 @@ class ModuleValidator:
     @classmethod
     def _refuse_unknown(cls, kwargs: dict[str, Any]) -> None:
         fixers = set(cls.FIXERS.values())
-        known = {*_KEYWORDS, *(name for fixer in fixers for name in list(inspect.signature(fixer).parameters)[1:])}
+        named = (p for fixer in fixers for p in list(inspect.signature(fixer).parameters.values())[1:])
+        known = {*_KEYWORDS, *(p.name for p in named if p.kind is not p.VAR_KEYWORD)}
         for name in kwargs:
             own = (fixer for fixer in fixers if not fixer.__module__.startswith(__package__))
             if name in known or any(_takes(fixer, name) for fixer in own):
@@ -121,12 +123,6 @@ class ModuleValidator:
             near = difflib.get_close_matches(name, known, n=1)
             hint = f" Did you mean {near[0]!r}?" if near else f" The fixers take: {', '.join(sorted(known))}."
             raise TypeError(f"fix() has no argument {name!r}.{hint}")
-
-
-def _trainable(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    for name, part in module.named_modules():
-        if any(parameter.requires_grad for parameter in part.parameters(recurse=False)):
-            yield name, part
 
 
 def _placed(error: Any, name: str) -> Any:

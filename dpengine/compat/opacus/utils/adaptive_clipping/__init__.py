@@ -1,5 +1,13 @@
 """Adaptive clipping in ghost modes."""
 
-from .adaptive_clipping_utils import PrivacyEngineAdaptiveClipping
+from .adaptive_clipping_utils import (
+    DPLossFastGradientAdaptiveClipping,
+    DPTensorFastGradientAdaptiveClipping,
+    PrivacyEngineAdaptiveClipping,
+)
 
-__all__ = ["PrivacyEngineAdaptiveClipping"]
+__all__ = [
+    "DPLossFastGradientAdaptiveClipping",
+    "DPTensorFastGradientAdaptiveClipping",
+    "PrivacyEngineAdaptiveClipping",
+]

@@ -1,0 +1,211 @@
+"""From what ``make_private`` of Opacus is given to its three private parts, joined."""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader
+
+import dpengine
+from dpengine.accounting import Relation, suggested_delta
+from dpengine.run import Budget, Run
+
+from .data_loader import DPDataLoader, unsampled_loader
+from .grad_sample.gsm_base import AbstractGradSampleHooks, AbstractGradSampleModule, is_spread
+from .grad_sample.prepare import GHOST, get_gsm_class, prepare_module
+from .optimizers import DPOptimizer, get_optimizer_class
+from .utils.fast_gradient_clipping_utils import DPLossFastGradientClipping
+
+
+@dataclasses.dataclass(frozen=True)
+class Asked:
+    """What was asked for, as ``make_private`` was given it."""
+
+    module: nn.Module
+    optimizer: Optimizer
+    criterion: Any
+    data_loader: DataLoader[Any]
+    noise_multiplier: float
+    max_grad_norm: float | Sequence[float]
+    batch_first: bool
+    loss_reduction: str
+    poisson_sampling: bool
+    clipping: str
+    noise_generator: torch.Generator | None
+    grad_sample_mode: str
+    wrap_model: bool
+    rand_on_empty: bool
+
+
+class Preparation:
+    """The steps of ``make_private``. Subclasses may change those whose names begin with ``_prepare``.
+
+    Attributes:
+        accountant: What tells epsilon.
+        secure_mode: Whether all noise is drawn by a cryptographic generator on the CPU.
+        dataset: The last one.
+        engine: The engine of dpengine, which keeps the books.
+    """
+
+    accountant: Any
+    secure_mode: bool
+    dataset: Any
+    engine: dpengine.PrivacyEngine
+
+    def _prepare_optimizer(
+        self,
+        *,
+        optimizer: Optimizer,
+        noise_multiplier: float,
+        max_grad_norm: float | Sequence[float],
+        expected_batch_size: float | None,
+        loss_reduction: str = "mean",
+        distributed: bool = False,
+        clipping: str = "flat",
+        noise_generator: torch.Generator | None = None,
+        grad_sample_mode: str = "hooks",
+        **kwargs: Any,
+    ) -> DPOptimizer:
+        """The private optimizer around one."""
+        kind = get_optimizer_class(clipping=clipping, distributed=distributed, grad_sample_mode=grad_sample_mode)
+        return kind(
+            optimizer=optimizer.original_optimizer if isinstance(optimizer, DPOptimizer) else optimizer,
+            noise_multiplier=noise_multiplier,
+            max_grad_norm=max_grad_norm,
+            expected_batch_size=expected_batch_size,
+            loss_reduction=loss_reduction,
+            generator=noise_generator,
+            secure_mode=self.secure_mode,
+            **kwargs,
+        )
+
+    def _prepare_data_loader(
+        self,
+        data_loader: DataLoader[Any],
+        *,
+        poisson_sampling: bool,
+        distributed: bool,
+        batch_first: bool = True,
+        rand_on_empty: bool = False,
+    ) -> DataLoader[Any]:
+        """The private loader for one."""
+        if self.dataset is not None and self.dataset is not data_loader.dataset:
+            warnings.warn(
+                "This engine was used with another data set before; its epsilon adds up both. Take an engine for each "
+                "data set, unless they are one.",
+                stacklevel=3,
+            )
+        self.dataset = data_loader.dataset
+        if not poisson_sampling:
+            return unsampled_loader(data_loader)
+        return DPDataLoader.from_data_loader(
+            data_loader, distributed=distributed, batch_first=batch_first, rand_on_empty=rand_on_empty
+        )
+
+    def _prepare_model(
+        self,
+        module: nn.Module,
+        *,
+        batch_first: bool = True,
+        max_grad_norm: float | Sequence[float] = 1.0,
+        loss_reduction: str = "mean",
+        grad_sample_mode: str = "hooks",
+        wrap_model: bool = True,
+    ) -> AbstractGradSampleHooks:
+        """The wrapper of a model, or the hooks on it."""
+        if wrap_model and isinstance(module, AbstractGradSampleModule):
+            wanted = (get_gsm_class(grad_sample_mode), batch_first, loss_reduction)
+            found = (type(module), module.batch_first, module.loss_reduction)
+            if wanted != found:
+                raise ValueError(
+                    f"The model is a {found[0].__name__} with batch_first={found[1]}, loss_reduction={found[2]!r}; "
+                    f"asked for was a {wanted[0].__name__} with {wanted[1]}, {wanted[2]!r}. Pass module._module, or "
+                    "call module.to_standard_module() first."
+                )
+            return module
+        more = {"max_grad_norm": max_grad_norm} if grad_sample_mode in GHOST else {}
+        return prepare_module(
+            module,
+            grad_sample_mode=grad_sample_mode,
+            wrap_model=wrap_model,
+            batch_first=batch_first,
+            loss_reduction=loss_reduction,
+            **more,
+        )
+
+    def _prepare_criterion(
+        self, *, module: Any, optimizer: DPOptimizer, criterion: Any, loss_reduction: str = "mean", **kwargs: Any
+    ) -> DPLossFastGradientClipping:
+        """The criterion of ghost modes. The user's own is as good."""
+        return DPLossFastGradientClipping(module, optimizer, criterion, loss_reduction)
+
+    def _parts(self, asked: Asked, batch_size: float, adapts: dict[str, Any]) -> tuple[Any, ...]:
+        """The private parts; where something is refused, everything that was put on is taken off."""
+        inner = asked.module._module if isinstance(asked.module, AbstractGradSampleModule) else asked.module
+        distributed = is_spread(inner)
+        layout: dict[str, Any] = {"loss_reduction": asked.loss_reduction, "grad_sample_mode": asked.grad_sample_mode}
+        loader = self._prepare_data_loader(
+            asked.data_loader,
+            distributed=distributed,
+            poisson_sampling=asked.poisson_sampling,
+            batch_first=asked.batch_first,
+            rand_on_empty=asked.rand_on_empty,
+        )
+        hooks: Any = self._prepare_model(
+            asked.module,
+            batch_first=asked.batch_first,
+            max_grad_norm=asked.max_grad_norm,
+            wrap_model=asked.wrap_model,
+            **layout,
+        )
+        try:
+            private = self._prepare_optimizer(
+                optimizer=asked.optimizer,
+                noise_multiplier=asked.noise_multiplier,
+                max_grad_norm=asked.max_grad_norm,
+                expected_batch_size=batch_size / torch.distributed.get_world_size() if distributed else batch_size,
+                noise_generator=asked.noise_generator,
+                distributed=distributed,
+                clipping=asked.clipping,
+                **layout,
+                **adapts,
+            )
+            self._join(hooks, private, loader, asked.poisson_sampling)
+        except BaseException:
+            if hooks is not asked.module:
+                hooks.cleanup()
+            raise
+        if asked.grad_sample_mode not in GHOST:
+            return hooks, private, loader
+        criterion = self._prepare_criterion(
+            module=hooks, optimizer=private, criterion=asked.criterion, loss_reduction=asked.loss_reduction
+        )
+        return hooks, private, criterion, loader
+
+    def _join(self, hooks: AbstractGradSampleHooks, optimizer: DPOptimizer, loader: Any, poisson: bool) -> None:
+        """Has the optimizer release what the loader hands out, and the engine book it."""
+        release, strategy = optimizer._release, loader._batches.strategy
+        release.hand_fed = False
+        release.pads_empty = getattr(loader, "rand_on_empty", False)
+        release.plan = dataclasses.replace(
+            release.plan, sampling=strategy, relation=Relation.ZERO_OUT, claims_passes=not poisson
+        )
+        if poisson:
+            hooks.forbid_grad_accumulation()
+        else:
+            hooks.allow_grad_accumulation()
+        model = release.sums.model
+        budget = Budget(None, suggested_delta(strategy.num_examples), None, "warn", self.engine.accountant)
+        run = Run(model, optimizer, release, budget, attached=True, batches=loader)
+        loader.bind(release.handed_out, release.plan.has_step)
+        self.engine.enlist(run)
+        if hasattr(self.accountant, "ledger"):
+            self.accountant.ledger = self.engine.ledger
+        else:
+            optimizer.attach_step_hook(self.accountant.get_optimizer_hook_fn(sample_rate=strategy.sample_rate))

@@ -1,0 +1,239 @@
+"""Whether per-sample gradients are right: each sample alone against the whole batch, by ``dpengine.gradient_check``.
+
+The loss is that module's ``probe_loss``, whose gradient is not a sign, and no zero in it hides a fault.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, ClassVar
+
+from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence
+
+from dpengine.compat.opacus.grad_sample import wrap_model
+from dpengine.compat.opacus.utils.module_utils import clone_module
+from dpengine.gradient_check import (
+    REDUCTIONS,
+    call,
+    compare,
+    gradients_alone,
+    gradients_together,
+    probe_loss,
+    unpacked,
+)
+from dpengine.gradients import MODES
+
+__all__ = [
+    "ModelWithLoss",
+    "check_per_sample_gradients_are_correct",
+    "check_torch_version_for_ew_sample",
+    "clone_module",
+    "compute_grad_samples_microbatch_and_opacus",
+    "compute_microbatch_grad_sample",
+    "compute_microbatch_grad_sample_tensor_or_seq",
+    "compute_opacus_grad_sample",
+    "get_grad_sample_modes",
+    "is_batch_empty",
+    "unpack_packedsequences",
+]
+
+
+def is_batch_empty(batch: Tensor | Sequence[Tensor]) -> bool:
+    """Whether a batch, or the first tensor of one, has no entries."""
+    first: Tensor = batch if isinstance(batch, Tensor) else batch[0]
+    return first.numel() == 0
+
+
+class ModelWithLoss(nn.Module):
+    """A model with a loss behind it: forward gives one number.
+
+    Args:
+        module: The model, whose output is a tensor with the batch on axis 0, or a packed sequence.
+        loss_reduction: ``"mean"`` or ``"sum"``.
+
+    Raises:
+        ValueError: If ``loss_reduction`` is not known.
+    """
+
+    supported_reductions: ClassVar[list[str]] = list(REDUCTIONS)
+
+    def __init__(self, module: nn.Module, loss_reduction: str = "mean"):
+        super().__init__()
+        if loss_reduction not in self.supported_reductions:
+            raise ValueError(
+                f"ModelWithLoss: loss_reduction={loss_reduction!r} is not known. "
+                f"Choose one of: {', '.join(map(repr, self.supported_reductions))}."
+            )
+        self.wrapped_module = module
+        self.criterion = functools.partial(probe_loss, loss_reduction=loss_reduction)
+
+    def forward(self, x: Any) -> Tensor:
+        """The loss of a batch: a tensor, a packed sequence or a tuple of inputs."""
+        return self.criterion(call(self.wrapped_module, x))
+
+
+def compute_microbatch_grad_sample(
+    x: Tensor | list[Tensor],
+    module: nn.Module,
+    batch_first: bool = True,
+    loss_reduction: str = "mean",
+    chunk_method: Callable[[Any], Iterable[Any]] = iter,
+) -> dict[str, Tensor]:
+    """Per-sample gradients by running each sample alone: slow, and right.
+
+    Args:
+        x: The batch, or a list with the input of each sample.
+        module: The model. A copy is run.
+        batch_first: Whether axis 0 of ``x`` and of the output is the batch; else axis 1.
+        loss_reduction: ``"mean"`` or ``"sum"``.
+        chunk_method: Gives from ``x``, batch first, the input of each sample: a tensor without the axis of the batch,
+            or a tuple that is a batch of one.
+
+    Returns:
+        ``(B, *parameter)`` for each trainable parameter.
+    """
+    batch = x.transpose(0, 1) if isinstance(x, Tensor) and not batch_first else x
+    axis = 0 if batch_first else 1
+    rows = (one if isinstance(one, tuple) else one.unsqueeze(axis) for one in chunk_method(batch))
+    return gradients_alone(module, rows, batch_first=batch_first, loss_reduction=loss_reduction)
+
+
+def compute_opacus_grad_sample(
+    x: Tensor | PackedSequence,
+    module: nn.Module,
+    batch_first: bool = True,
+    loss_reduction: str = "mean",
+    grad_sample_mode: str = "hooks",
+) -> dict[str, Tensor]:
+    """Per-sample gradients as a wrapped copy of the model leaves them.
+
+    Args:
+        x: The batch.
+        module: The model.
+        batch_first: Whether axis 0 of ``x`` and of the output is the batch; else axis 1.
+        loss_reduction: ``"mean"`` or ``"sum"``.
+        grad_sample_mode: One of ``get_grad_sample_modes(use_ew=True)``.
+
+    Returns:
+        ``(B, *parameter)`` for each trainable parameter.
+    """
+    wrapped: Any = wrap_model(
+        clone_module(module), grad_sample_mode, batch_first=batch_first, loss_reduction=loss_reduction
+    )
+    return gradients_together(wrapped, x, batch_first=batch_first, loss_reduction=loss_reduction, inner="_module")
+
+
+def check_torch_version_for_ew_sample() -> bool:
+    """Whether there are expanded weights."""
+    return "ew" in MODES
+
+
+def get_grad_sample_modes(use_ew: bool = False) -> list[str]:
+    """The modes that leave ``grad_sample`` on parameters.
+
+    Args:
+        use_ew: Whether expanded weights are among them.
+
+    Returns:
+        Their names.
+    """
+    return ["hooks", "functorch", *(["ew"] if use_ew and check_torch_version_for_ew_sample() else [])]
+
+
+def check_per_sample_gradients_are_correct(
+    x: Tensor | PackedSequence,
+    module: nn.Module,
+    *,
+    batch_first: bool = True,
+    atol: float = 10e-6,
+    rtol: float = 10e-5,
+    grad_sample_mode: str = "hooks",
+) -> bool:
+    """Whether the per-sample gradients of a model are those of each sample alone, for both reductions.
+
+    Args:
+        x: The batch, with at least one sample.
+        module: The model. Copies are run, in train mode.
+        batch_first: Whether axis 0 of ``x`` and of the output is the batch; else axis 1.
+        atol: What every entry may differ by.
+        rtol: What it may differ by besides, in units of the entry.
+        grad_sample_mode: One of ``get_grad_sample_modes(use_ew=True)``.
+
+    Returns:
+        The answer.
+    """
+    return all(
+        compare(
+            *compute_grad_samples_microbatch_and_opacus(x, module, batch_first, reduction, grad_sample_mode),
+            atol=atol,
+            rtol=rtol,
+        ).ok
+        for reduction in REDUCTIONS
+    )
+
+
+def compute_microbatch_grad_sample_tensor_or_seq(
+    x: Tensor | PackedSequence,
+    module: nn.Module,
+    batch_first: bool = True,
+    loss_reduction: str = "mean",
+) -> dict[str, Tensor]:
+    """``compute_microbatch_grad_sample`` of a batch, or of the sequences of a packed one in their original order.
+
+    Args:
+        x: The batch.
+        module: The model.
+        batch_first: As there.
+        loss_reduction: As there.
+
+    Returns:
+        ``(B, *parameter)`` for each trainable parameter.
+    """
+    rows = unpacked(x) if isinstance(x, PackedSequence) else x
+    return compute_microbatch_grad_sample(rows, module, batch_first=batch_first, loss_reduction=loss_reduction)
+
+
+def compute_grad_samples_microbatch_and_opacus(
+    x: Tensor | PackedSequence,
+    module: nn.Module,
+    batch_first: bool = True,
+    loss_reduction: str = "mean",
+    grad_sample_mode: str = "hooks",
+    chunk_method: Callable[[Any], Iterable[Any]] = iter,
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Per-sample gradients both ways: each sample alone, and the whole batch.
+
+    Args:
+        x: The batch.
+        module: The model.
+        batch_first: Whether axis 0 of ``x`` and of the output is the batch; else axis 1.
+        loss_reduction: ``"mean"`` or ``"sum"``.
+        grad_sample_mode: One of ``get_grad_sample_modes(use_ew=True)``.
+        chunk_method: As for ``compute_microbatch_grad_sample``.
+
+    Returns:
+        The two, with the same names.
+
+    Raises:
+        RuntimeError: If the batch is empty.
+        ValueError: If they are not about the same parameters.
+    """
+    if not isinstance(x, PackedSequence) and is_batch_empty(x):
+        raise RuntimeError("The batch is empty: pass at least one sample, or there is nothing to compare.")
+    rows = unpacked(x) if isinstance(x, PackedSequence) else x
+    alone = compute_microbatch_grad_sample(rows, module, batch_first, loss_reduction, chunk_method)
+    together = compute_opacus_grad_sample(x, module, batch_first, loss_reduction, grad_sample_mode)
+    if alone.keys() != together.keys():
+        raise ValueError(
+            f"Only alone: {sorted(alone.keys() - together.keys())}; "
+            f"only in the batch: {sorted(together.keys() - alone.keys())}."
+        )
+    return alone, together
+
+
+def unpack_packedsequences(X: PackedSequence) -> list[Tensor]:
+    """The sequences of a packed one, ``(length, ...)`` each, in the order in which they are packed: longest first."""
+    sequences = unpacked(X)
+    return sequences if X.sorted_indices is None else [sequences[place] for place in X.sorted_indices.tolist()]

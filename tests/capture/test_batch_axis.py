@@ -1,0 +1,85 @@
+"""Models with time on axis 0: each layer's calls are read with the batch where it is."""
+
+import copy
+
+import pytest
+import torch
+from oracle import clip_by_engine, clip_by_loop, relative_error
+from torch import nn
+from torch.nn.utils.rnn import pack_padded_sequence
+
+from dpengine import GradSampleModule
+from dpengine.capture import Capture
+from dpengine.gradients import MODES, watch_model
+from dpengine.layers import PrivateGRU
+
+ROWS = STEPS = 4  # equal, so that a wrong axis has the right size
+SIZE = 6
+
+
+class Attend(nn.Module):
+    """Time-first attention, and a layer behind it."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.head = nn.MultiheadAttention(SIZE, 2), nn.Linear(SIZE, 3)
+
+    def forward(self, x_TBF):
+        return self.head(self.layer(x_TBF, x_TBF, x_TBF)[0]).sin()
+
+
+class Curved(nn.Module):
+    """A layer that no rule follows, with one tensor out."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(SIZE))
+
+    def forward(self, x_TBF):
+        return (x_TBF * self.weight).sin()
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("make", [Attend, lambda: nn.Sequential(Curved(), nn.Linear(SIZE, 3))], ids=["twin", "unit"])
+def test_sums_of_a_time_first_model_are_those_of_the_rows(make, mode):
+    torch.manual_seed(0)
+    model = make().double()
+    x_TBF, weights_TO = torch.randn(STEPS, ROWS, SIZE).double(), torch.randn(STEPS, 1, 3).double()
+    found, _ = clip_by_engine(
+        copy.deepcopy(model), (x_TBF,), lambda out: (out * weights_TO).sum(), mode=mode, batch_first=False
+    )
+    truth, _ = clip_by_loop(
+        model, (x_TBF,), lambda out, _: (out * weights_TO).sum(), ROWS, row=lambda tree, i: (tree[0][:, i : i + 1],)
+    )
+    assert relative_error(found, truth) < 1e-6
+
+
+def test_a_packed_sequence_has_as_many_rows_as_its_first_step():
+    rows = []
+
+    class Receiver:
+        def forward_started(self, count):
+            rows.append(count)
+
+    capture: Capture
+    capture, _ = watch_model(nn.LSTM(SIZE, 2), Receiver(), "auto")
+    capture.attach()
+    capture.model(pack_padded_sequence(torch.randn(3, STEPS, SIZE), torch.tensor([4, 2, 1]), batch_first=True))
+    assert rows == [3]
+
+
+def test_a_subclass_of_a_private_layer_is_followed_by_operations():
+
+    class Mine(PrivateGRU):
+        pass
+
+    torch.manual_seed(0)
+    layer = Mine(3, 2, batch_first=True).double()
+    alone = copy.deepcopy(layer)
+    x, lengths = torch.randn(3, STEPS, 3).double(), torch.tensor([2, 4, 1])
+    wrapped = GradSampleModule(layer, loss_reduction="sum")
+    wrapped(pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False))[0].data.sin().sum().backward()
+    for row in range(3):
+        grads = torch.autograd.grad(alone(x[row : row + 1, : lengths[row]])[0].sin().sum(), alone.parameters())
+        for parameter, grad in zip(layer.parameters(), grads, strict=True):
+            torch.testing.assert_close(parameter.grad_sample[row], grad)
