@@ -112,6 +112,8 @@ class Started:
             )
         self.criterion = criterion[0] if criterion else nn.CrossEntropyLoss()
         self.empty = 0
+        if isinstance(self.model, opacus.grad_sample.AbstractGradSampleHooks) and not isinstance(self.model, nn.Module):
+            self.hooks, self.model = self.model, self.plain
 
     def train(self) -> dict[str, Any]:
         """Trains, and tells of it."""
@@ -152,6 +154,7 @@ def all_trained(runs: list[Run]) -> list[Any]:
             found.append(Started(run).train())
         except Exception as error:
             import traceback
+
             traceback.print_exc()
             found.append(error)
     return found

@@ -15,7 +15,8 @@ from dpengine.sampling import check_loader
 from dpengine.validation import check
 
 from .data_loader import DPDataLoader
-from .grad_sample.gsm_base import AbstractGradSampleModule
+from .engine_batches import whole_loader
+from .grad_sample.gsm_base import AbstractGradSampleModule, is_spread
 
 _ADAPTS = {
     "target_unclipped_quantile": 0.5,
@@ -64,13 +65,13 @@ def admit(module: Any, optimizer: Any, data_loader: Any, generator: Any, secure:
             "ran after the optimizer was built.",
             fix="Build the optimizer last.",
         )
-    size = _batch_size(data_loader)
+    size = _batch_size(data_loader, is_spread(inner))
     if not inner.training:  # a part may be in eval mode on purpose
         inner.train()
     return size
 
 
-def _batch_size(loader: Any) -> float:
+def _batch_size(loader: Any, spread: bool) -> float:
     if isinstance(loader, DPDataLoader):
         return loader.strategy.expected_batch_size
     if isinstance(getattr(loader, "dataset", None), IterableDataset):
@@ -78,6 +79,8 @@ def _batch_size(loader: Any) -> float:
             f"{type(loader.dataset).__name__} is an IterableDataset: rows without an index cannot be drawn with equal "
             "chances. Pass a data set with __len__ and __getitem__."
         )
+    if spread:
+        loader = whole_loader(loader)
     check_loader(loader)
     return float(min(loader.batch_sampler.batch_size, len(loader.dataset)))
 

@@ -14,9 +14,12 @@ from torch.utils.data import DataLoader
 
 import dpengine
 from dpengine.accounting import Relation, suggested_delta
+from dpengine.arrange import name_for
+from dpengine.distributed import SINGLE, Topology
 from dpengine.run import Budget, Run
 
-from .data_loader import DPDataLoader, unsampled_loader
+from .data_loader import DPDataLoader
+from .engine_batches import unsampled_loader
 from .grad_sample.gsm_base import AbstractGradSampleHooks, AbstractGradSampleModule, is_spread
 from .grad_sample.prepare import GHOST, get_gsm_class, prepare_module
 from .optimizers import DPOptimizer, get_optimizer_class
@@ -90,7 +93,7 @@ class Preparation:
         data_loader: DataLoader[Any],
         *,
         poisson_sampling: bool,
-        distributed: bool,
+        distributed: bool | Topology,
         batch_first: bool = True,
         rand_on_empty: bool = False,
     ) -> DataLoader[Any]:
@@ -103,7 +106,7 @@ class Preparation:
             )
         self.dataset = data_loader.dataset
         if not poisson_sampling:
-            return unsampled_loader(data_loader)
+            return unsampled_loader(data_loader, distributed)
         return DPDataLoader.from_data_loader(
             data_loader, distributed=distributed, batch_first=batch_first, rand_on_empty=rand_on_empty
         )
@@ -147,16 +150,7 @@ class Preparation:
 
     def _parts(self, asked: Asked, batch_size: float, adapts: dict[str, Any]) -> tuple[Any, ...]:
         """The private parts; where something is refused, everything that was put on is taken off."""
-        inner = asked.module._module if isinstance(asked.module, AbstractGradSampleModule) else asked.module
-        distributed = is_spread(inner)
         layout: dict[str, Any] = {"loss_reduction": asked.loss_reduction, "grad_sample_mode": asked.grad_sample_mode}
-        loader = self._prepare_data_loader(
-            asked.data_loader,
-            distributed=distributed,
-            poisson_sampling=asked.poisson_sampling,
-            batch_first=asked.batch_first,
-            rand_on_empty=asked.rand_on_empty,
-        )
         hooks: Any = self._prepare_model(
             asked.module,
             batch_first=asked.batch_first,
@@ -164,14 +158,22 @@ class Preparation:
             wrap_model=asked.wrap_model,
             **layout,
         )
+        topology: Topology = hooks._topology
         try:
+            loader = self._prepare_data_loader(
+                asked.data_loader,
+                distributed=topology is not SINGLE and topology,
+                poisson_sampling=asked.poisson_sampling,
+                batch_first=asked.batch_first,
+                rand_on_empty=asked.rand_on_empty,
+            )
             private = self._prepare_optimizer(
                 optimizer=asked.optimizer,
                 noise_multiplier=asked.noise_multiplier,
                 max_grad_norm=asked.max_grad_norm,
-                expected_batch_size=batch_size / torch.distributed.get_world_size() if distributed else batch_size,
+                expected_batch_size=batch_size / topology.ranks,
                 noise_generator=asked.noise_generator,
-                distributed=distributed,
+                distributed=is_spread(hooks._module),
                 clipping=asked.clipping,
                 **layout,
                 **adapts,
@@ -196,6 +198,7 @@ class Preparation:
         release.plan = dataclasses.replace(
             release.plan, sampling=strategy, relation=Relation.ZERO_OUT, claims_passes=not poisson
         )
+        release.plan = dataclasses.replace(release.plan, run=name_for(release.sums.topology))
         if poisson:
             hooks.forbid_grad_accumulation()
         else:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -42,6 +42,8 @@ class DPOptimizer(Optimizer):
     """
 
     _step_supports_amp_scaling = True  # else a GradScaler looks for gradients before the step, where there are none
+
+    _over_ranks: ClassVar[bool] = False  # whether sums are those of all processes, however the model is wrapped
 
     def __init__(
         self,
