@@ -1,15 +1,13 @@
 """Small runs through ``dpengine.compat.opacus`` that one process or several take, for tests that they are the same."""
 
-from __future__ import annotations
-
 import dataclasses
 import warnings
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from spread_runs import whole_weights
-from torch import nn
+from spread_runs import difference, whole_weights
+from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from dpengine.compat import opacus
@@ -18,6 +16,7 @@ from dpengine.compat.opacus.utils.batch_memory_manager import BatchMemoryManager
 from dpengine.compat.opacus.utils.fsdp_utils import FSDP2Wrapper
 
 ROWS, WIDTH, CLASSES = 48, 4, 3
+BOUNDS = [0.3, 0.2, 0.4, 0.1]  # of the network's parameters
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,13 +25,12 @@ class Run:
 
     Attributes:
         wrapper: A key of ``WRAPPERS``; one process has none.
-        mode: ``grad_sample_mode``.
-        clipping: As there.
+        mode: ``grad_sample_mode``. One process has ``"ghost"`` or ``"hooks"``.
+        clipping: As for ``make_private``.
         batch: Expected rows of a batch, over all processes.
         physical: Most rows of a process at once.
         steps: Logical batches.
         skips_empty: Whether a process without rows leaves out forward and backward.
-        poisson: As ``poisson_sampling``.
         more: Other arguments of ``make_private``.
     """
 
@@ -43,39 +41,21 @@ class Run:
     physical: int | None = None
     steps: int = 4
     skips_empty: bool = False
-    poisson: bool = True
     more: tuple[tuple[str, Any], ...] = ()
 
 
 def network() -> nn.Module:
-    """Two layers, without buffers."""
+    """Two layers, the same each time."""
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(WIDTH, 6), nn.Tanh(), nn.Linear(6, CLASSES))
 
 
 def data() -> TensorDataset:
     """Points in some classes."""
-    generator = torch.Generator().manual_seed(3)
+    generator = seeded(3)
     return TensorDataset(
         torch.randn(ROWS, WIDTH, generator=generator), torch.randint(0, CLASSES, (ROWS,), generator=generator)
     )
-
-
-def tensor_parallel(model: nn.Module) -> nn.Module:
-    """Both layers in parts, on all processes."""
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    return parallelize_module(model, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
-
-
-WRAPPERS: dict[str, Any] = {
-    "dpddp": DifferentiallyPrivateDistributedDataParallel,
-    "ddp": nn.parallel.DistributedDataParallel,
-    "fsdp": FSDP2Wrapper,
-    "tp": tensor_parallel,
-}
 
 
 def seeded(seed: int) -> torch.Generator:
@@ -83,78 +63,108 @@ def seeded(seed: int) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
+def tensor_parallel(model: nn.Module) -> nn.Module:
+    """Both layers in two parts; with four processes, each part is held twice."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    mesh = init_device_mesh("cpu", (dist.get_world_size() // 2, 2), mesh_dim_names=("data", "split"))
+    return parallelize_module(model, mesh["split"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+
+
+def hybrid(model: nn.Module) -> nn.Module:
+    """Sharded over two processes, and held by twice as many."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("replica", "shard"))
+    return FSDP2Wrapper(model, mesh=mesh)
+
+
+WRAPPERS: dict[str, Any] = {
+    "dpddp": DifferentiallyPrivateDistributedDataParallel,
+    "ddp": nn.parallel.DistributedDataParallel,
+    "fsdp": FSDP2Wrapper,
+    "hybrid": hybrid,
+    "tp": tensor_parallel,
+}
+
+
 class Started:
     """A run that this process has begun, alone or with others."""
 
-    def __init__(self, run: Run):
-        self.run = run
-        model = network()
-        self.spread = dist.is_initialized()
-        if self.spread:
-            model = WRAPPERS[run.wrapper](model)
-        self.plain = model
-        mode = run.mode if self.spread else run.mode.split("_")[0].replace("no", "no_op")
-        norm: Any = [0.3, 0.2, 0.4, 0.1] if run.clipping == "per_layer" else 0.5
-        self.engine = opacus.PrivacyEngine()
+    def __init__(self, run: Run, *, loader: DataLoader[Any] | None = None, noise_seed: int = 1):
+        self.run, self.plain = run, network()
+        mode = "ghost" if "ghost" in run.mode else "hooks"
+        if dist.is_initialized():
+            self.plain, mode = WRAPPERS[run.wrapper](self.plain), run.mode
+        if loader is None:
+            loader = DataLoader(data(), batch_size=run.batch, generator=seeded(2))
+        self.engine = opacus.PrivacyEngine(accountant="rdp")
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            self.model, self.optimizer, *criterion, self.loader = self.engine.make_private(
-                module=model,
-                optimizer=torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9),
-                data_loader=DataLoader(data(), batch_size=run.batch, generator=seeded(2)),
+            made, self.optimizer, *criterion, self.loader = self.engine.make_private(
+                module=self.plain,
+                optimizer=torch.optim.SGD(self.plain.parameters(), lr=0.5, momentum=0.9),
+                data_loader=loader,
                 noise_multiplier=0.8,
-                max_grad_norm=norm,
+                max_grad_norm=BOUNDS if run.clipping == "per_layer" else 0.5,
                 clipping=run.clipping,
                 grad_sample_mode=mode,
-                noise_generator=seeded(1),
-                poisson_sampling=run.poisson,
+                noise_generator=seeded(noise_seed),
                 **dict(run.more),
             )
-        self.criterion = criterion[0] if criterion else nn.CrossEntropyLoss()
-        self.empty = 0
-        if isinstance(self.model, opacus.grad_sample.AbstractGradSampleHooks) and not isinstance(self.model, nn.Module):
-            self.hooks, self.model = self.model, self.plain
+        self.hooks = made
+        self.model = made if isinstance(made, nn.Module) else self.plain
+        reduction = dict(run.more).get("loss_reduction", "mean")
+        self.criterion = criterion[0] if criterion else nn.CrossEntropyLoss(reduction=reduction)
+        self.sizes: list[int] = []  # rows of each chunk
 
     def train(self) -> dict[str, Any]:
-        """Trains, and tells of it."""
-        manager = self.run.physical and BatchMemoryManager(
-            data_loader=self.loader, max_physical_batch_size=self.run.physical, optimizer=self.optimizer
-        )
-        loader = manager.__enter__() if manager else self.loader
+        """Trains for the steps of the run, and tells of it."""
+        if self.run.physical is None:
+            return self.train_on(self.loader)
+        size = self.run.physical
+        with BatchMemoryManager(
+            data_loader=self.loader, max_physical_batch_size=size, optimizer=self.optimizer
+        ) as chunks:
+            return self.train_on(chunks)
+
+    def train_on(self, loader: Any) -> dict[str, Any]:
+        """The same, on this loader."""
         taken = 0
         while taken < self.run.steps:
             for x, y in loader:
                 self.optimizer.zero_grad()
-                self.empty += len(x) == 0
                 if len(x) or not self.run.skips_empty:
                     self.criterion(self.model(x), y).backward()
                 self.optimizer.step()
+                self.sizes.append(len(x))
                 taken += not self.optimizer.step_was_skipped
                 if taken == self.run.steps:
                     break
-        return {
-            "weights": whole_weights(self.plain),
-            "epsilon": self.engine.get_epsilon(1e-5),
-            "empty": self.empty,
-            "steps": taken,
-            "norm": self.optimizer.max_grad_norm,
-            "size": self.optimizer.expected_batch_size,
-            "rank": (getattr(self.optimizer, "rank", 0), getattr(self.optimizer, "world_size", 1)),
-            "class": type(self.optimizer).__name__,
-            "model": type(self.model).__name__,
-            "history": self.engine.accountant.history,
-        }
+        return self.result()
+
+    def result(self) -> dict[str, Any]:
+        """What must be the same on all processes, and in one; and what is not."""
+        public = (self.engine.get_epsilon(1e-5), self.engine.accountant.history, self.optimizer.max_grad_norm)
+        return {"weights": whole_weights(self.plain), "public": public, "sizes": self.sizes}
 
 
-def all_trained(runs: list[Run]) -> list[Any]:
-    """Several runs, one after the other; what one raised instead of its answer."""
-    found = []
-    for run in runs:
-        try:
-            found.append(Started(run).train())
-        except Exception as error:
-            import traceback
+def all_trained(runs: list[Run]) -> list[dict[str, Any]]:
+    """Several runs, one after the other."""
+    return [Started(run).train() for run in runs]
 
-            traceback.print_exc()
-            found.append(error)
-    return found
+
+def refuse_differences(of_ranks: list[dict[str, Any]], alone: dict[str, Any], case: object) -> None:
+    """Refuses ranks that have not the same weights bit for bit, or others than one process has."""
+    for one in of_ranks:
+        assert isinstance(one, dict), one
+        assert all(torch.equal(w, of_ranks[0]["weights"][name]) for name, w in one["weights"].items()), case
+        assert one["public"] == alone["public"], case
+    assert difference(bare(of_ranks[0]["weights"]), bare(alone["weights"])) < 1e-6, case
+
+
+def bare(weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Without what wrappers put before names, in one order."""
+    found = {name.replace("module.", ""): weight for name, weight in weights.items()}
+    return dict(sorted(found.items()))

@@ -76,10 +76,12 @@ def whole_loader(data_loader: DataLoader[Any], topology: Topology | None = None)
 
 
 def topology_for(distributed: bool | Topology) -> Topology:
-    """Which processes share batches: of True all, of False none."""
-    if isinstance(distributed, Topology):
-        return distributed
-    return topology_of(torch.nn.Module()) if distributed else SINGLE
+    """Which processes share batches: of True all, of False none. ValueError where True finds no process group."""
+    if isinstance(distributed, Topology) or not distributed:
+        return distributed or SINGLE
+    if not torch.distributed.is_initialized():
+        raise ValueError("distributed=True, and there is no process group. Call torch.distributed.init_process_group.")
+    return topology_of(torch.nn.Module())
 
 
 def words_for(generator: torch.Generator | None, topology: Topology) -> Any:

@@ -83,6 +83,11 @@ class DPOptimizer(Optimizer):
         release_of.follow_hooks(self, self._made)
         return self._made
 
+    @property
+    def is_hand_fed(self) -> bool:
+        """Whether batches come from elsewhere than from a loader that ``make_private`` returned with it."""
+        return self._made is None or self._made.hand_fed
+
     # Settings
 
     @property
