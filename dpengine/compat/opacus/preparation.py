@@ -16,6 +16,7 @@ import dpengine
 from dpengine.accounting import Relation, suggested_delta
 from dpengine.run import Budget, Run
 
+from .accountants.ledger_accountant import LedgerAccountant
 from .data_loader import DPDataLoader, unsampled_loader
 from .grad_sample.gsm_base import AbstractGradSampleHooks, AbstractGradSampleModule, is_spread
 from .grad_sample.prepare import GHOST, get_gsm_class, prepare_module
@@ -206,7 +207,7 @@ class Preparation:
         run = Run(model, optimizer, release, budget, attached=True, batches=loader)
         loader.bind(release.handed_out, release.plan.has_step)
         self.engine.enlist(run)
-        if hasattr(self.accountant, "ledger"):
-            self.accountant.ledger = self.engine.ledger
+        if isinstance(self.accountant, LedgerAccountant):
+            self.accountant.follow(self.engine.ledger)
         else:
             optimizer.attach_step_hook(self.accountant.get_optimizer_hook_fn(sample_rate=strategy.sample_rate))
