@@ -237,6 +237,16 @@ def test_rank_24_a_run_to_a_target_ends_on_it():
     assert_on_target(engine.epsilon)
 
 
+def test_rank_24_noise_is_found_for_every_step_of_the_planned_passes():
+    model = mlp()
+    engine = dpengine.PrivacyEngine("rdp", seed=0)
+    options = {"target_epsilon": TARGET, "target_delta": DELTA, "epochs": 1, "max_grad_norm": 1.0}
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    engine.make_private_with_epsilon(model, optimizer, fixed_loader(93, batch_size=1), **options)
+    sigma = engine.describe()["noise_multiplier"]  # int(1 / q) would be 92 steps
+    assert_on_target(epsilon(noise_multiplier=sigma, sample_rate=1 / 93, steps=93, delta=DELTA, accountant="rdp"))
+
+
 @through(COMPAT_DOORS, quick=("compat-hooks",))
 def test_rank_24_a_compat_run_to_a_target_ends_on_it(door):
     model = mlp()
