@@ -115,11 +115,32 @@ def private_class(base: type[Optimizer]) -> type[Optimizer]:
         "step": _step,
         "zero_grad": _zero_grad,
         "add_param_group": _add_param_group,
+        "noise_multiplier": property(_noise_multiplier, _set_noise_multiplier),
+        "max_grad_norm": property(_max_grad_norm, _set_max_grad_norm),
         "step_was_skipped": property(lambda self: _ATTACHED in self.__dict__ and self.__dict__[_ATTACHED].skipped),
         "__repr__": _repr,
         "__reduce_ex__": lambda self, protocol: (_rebuild, (self.dp_base, self.__getstate__())),
     }
     return type(f"DP{base.__name__}", (base,), members)
+
+
+def _noise_multiplier(self: Any) -> float:
+    """Standard deviation of the noise over the sensitivity. What is written holds from the next step."""
+    return _attachment(self).release.asked_plan.noise_multiplier
+
+
+def _set_noise_multiplier(self: Any, value: float) -> None:
+    _attachment(self).release.change(noise_multiplier=value)
+
+
+def _max_grad_norm(self: Any) -> float:
+    """What norms are clipped to. What is written holds from the next step, for clip, noise and ledger alike."""
+    return _attachment(self).release.asked_plan.clipping.max_grad_norm
+
+
+def _set_max_grad_norm(self: Any, value: float) -> None:
+    release = _attachment(self).release
+    release.change(clipping=release.asked_plan.clipping.resized(value))
 
 
 def _attachment(optimizer: Optimizer) -> Attachment:

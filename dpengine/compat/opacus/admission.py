@@ -65,7 +65,8 @@ def admit(module: Any, optimizer: Any, data_loader: Any, generator: Any, secure:
             fix="Build the optimizer last.",
         )
     size = _batch_size(data_loader)
-    inner.train()
+    if not inner.training:  # a part may be in eval mode on purpose
+        inner.train()
     return size
 
 

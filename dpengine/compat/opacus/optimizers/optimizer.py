@@ -41,6 +41,8 @@ class DPOptimizer(Optimizer):
             ``secure_mode`` comes with a generator.
     """
 
+    _step_supports_amp_scaling = True  # else a GradScaler looks for gradients before the step, where there are none
+
     def __init__(
         self,
         optimizer: Optimizer,
@@ -300,6 +302,7 @@ class DPOptimizer(Optimizer):
         Returns:
             The loss of the closure, else None.
         """
+        release_of.refuse_scaled(self)
         loss = None
         if closure is not None:
             with torch.enable_grad():

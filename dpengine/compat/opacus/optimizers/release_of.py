@@ -15,7 +15,7 @@ from dpengine.arrange import source_for
 from dpengine.clipping import AbstractClip, ShownSums
 from dpengine.compat.opacus.grad_sample.gsm_base import sums_of
 from dpengine.distributed import Topology
-from dpengine.errors import MissingGradientError, ParameterMismatchError
+from dpengine.errors import MissingGradientError, ParameterMismatchError, ScaledGradientError
 from dpengine.noise import DEFAULT_KIND, SECURE_KIND, NoiseSource
 from dpengine.optimizer import refuse_optimizer, refuse_replaced
 from dpengine.release import Release
@@ -119,6 +119,17 @@ def name_of(optimizer: DPOptimizer, parameter: nn.Parameter) -> str:
 
 
 # A step, in the parts that Opacus has
+
+
+def refuse_scaled(optimizer: DPOptimizer) -> None:
+    """Refuses the step of a GradScaler, of which nobody told before the backward pass."""
+    if optimizer.__dict__.pop("found_inf", None) is not None:
+        del optimizer.__dict__["grad_scale"]
+        raise ScaledGradientError(
+            "The loss was multiplied by a GradScaler: clipping would use the wrong unit.",
+            fix="Use torch.autocast(dtype=torch.bfloat16), which needs no scaler; or "
+            "dpengine.PrivacyEngine().make_private(..., grad_scaler=scaler).",
+        )
 
 
 def gather(optimizer: DPOptimizer, release: Release) -> None:

@@ -140,7 +140,7 @@ class DPLossFastGradientClipping:
             )
         each = losses.numel() // rows if rows else 1
         per_row = losses.reshape(rows, each)
-        counted = self._counted(args, losses.shape).reshape(rows, each)
+        counted = self._counted(args, losses).reshape(rows, each)
         total_B = per_row.sum(dim=1)
         mean = self._own_reduction() == "mean"
         loss_B = total_B / counted.sum(dim=1).clamp(min=1) if mean else total_B
@@ -171,13 +171,13 @@ class DPLossFastGradientClipping:
             kwargs = {**kwargs, "reduction": "none"}
         return criterion(*args, **kwargs)  # type: ignore[no-any-return]
 
-    def _counted(self, args: Any, shape: torch.Size) -> Tensor:
+    def _counted(self, args: Any, losses: Tensor) -> Tensor:
         """Which numbers count in a mean: those of targets that are ignored do not."""
         ignored = getattr(self.criterion, "ignore_index", None)
         targets = args[1] if len(args) > 1 else None
-        if isinstance(targets, Tensor) and ignored is not None and targets.shape == shape:
+        if isinstance(targets, Tensor) and ignored is not None and targets.shape == losses.shape:
             return targets != ignored
-        return torch.ones(shape, device=args[0].device)
+        return torch.ones_like(losses, requires_grad=False)
 
 
 def _takes_reduction(function: Callable[..., Any]) -> bool:
