@@ -193,6 +193,7 @@ class PrivacyEngine:
         self._enter(run, asked, (physical_batch_size, accumulation_steps))
         return module, optimizer, loader
 
+    @suggests_names
     def enlist(self, run: Run) -> None:
         """Takes in a run that was put together elsewhere: its steps are charged to this engine's ledger from now on.
 

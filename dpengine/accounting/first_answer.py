@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from dpengine.errors import AccountingRefusedError
 
 from .accountant import epsilon_of
-from .events import Relation, UnclaimedEvent
+from .events import Relation
 from .ledger import Charge, checked_history
 from .renyi_orders import epsilon_by_orders
 
@@ -54,9 +54,6 @@ def first_answer(
         InvalidBudgetError: If ``delta`` is out of range.
     """  # noqa: DOC502 - the check raises on our behalf
     charges = checked_history(history)
-    unclaimed = [charge.event.reason for charge in charges if isinstance(charge.event, UnclaimedEvent)]
-    if unclaimed:
-        return FirstAnswer(math.inf, None, relations[0], (f"No epsilon is claimed: {unclaimed[0]}",))
     refusals: list[str] = []
     infinite: FirstAnswer | None = None
     for accountant in accountants:

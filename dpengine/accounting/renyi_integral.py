@@ -1,9 +1,9 @@
 """Renyi divergence of a sampled Gaussian at any order, by an integral that is right but for rounding, which is added.
 
 With rate q and noise sigma, the moment at order a is ``E[g(x)^a]`` with x normal of deviation sigma and
-``g(x) = 1 - q + q e^((2x - 1) / (2 sigma^2))``. Where ``|Im x| < pi sigma^2 / 2`` the integrand is analytic, and
-``e^(Im x^2 / (2 sigma^2))`` times as large as on the real line at most. So the trapezoidal rule with a spacing well below the
-width of that strip is off by less than any rounding (Trefethen, Weideman 2014, theorem 5.1).
+``g(x) = 1 - q + q e^((2x - 1) / (2 sigma^2))``. Where ``|Im x| < pi sigma^2 / 2`` the integrand is analytic, and at
+most ``e^(Im x^2 / (2 sigma^2))`` times as large as on the real line. So the trapezoidal rule with a spacing well below
+the width of that strip is off by less than any rounding (Trefethen, Weideman 2014, theorem 5.1).
 """
 
 from __future__ import annotations

@@ -36,7 +36,7 @@ def divergence(rate, sigma, order):
 
 @pytest.mark.parametrize(
     ("rate", "sigma", "order"),
-    [(0.01, 1.0, 1.1), (0.3, 0.5, 10.9), (0.9, 3.0, 2.7), (1e-4, 30.0, 1.1), (1e-7, 5.0, 2.0), (0.5, 0.15, 1.5)],
+    [(0.01, 1.0, 1.1), (0.3, 0.5, 10.9), (0.9, 3.0, 2.7), (1e-4, 30.0, 1.1), (1e-7, 5.0, 2.5), (0.5, 0.15, 1.5)],
 )
 def test_a_divergence_is_its_integral_and_never_below(rate, sigma, order):
     (found,) = renyi_divergences(noise_multiplier=sigma, sample_rate=rate, orders=[order])
@@ -87,3 +87,8 @@ def test_orders_must_be_above_one(orders):
         epsilon_by_orders((), DELTA, orders)
     with pytest.raises(InvalidBudgetError, match="orders"):
         epsilon_of_divergences(orders, orders, DELTA)
+
+
+@pytest.mark.parametrize("orders", [(1.5, 8), (8, 1.5)])
+def test_the_smallest_divergence_bounds_delta_at_any_epsilon(orders):
+    assert epsilon_by_orders((Charge(PoissonGaussianEvent(1e-4, 5.0)),), 2e-5, orders)[0] == 0.0

@@ -40,8 +40,7 @@ def admit(module: Any, optimizer: Any, data_loader: Any, generator: Any, secure:
         The batch size of the loader, by which sums are divided.
 
     Raises:
-        ValueError: If a generator comes with ``secure``; and what the checks of loader, optimizer and model refuse, with
-            the remedy.
+        ValueError: If a generator comes with ``secure``; and for what the checks of loader, optimizer and model refuse.
         ParameterMismatchError: If the optimizer holds other parameters than the model's.
         TypeError: If the module is no ``torch.nn.Module``.
     """

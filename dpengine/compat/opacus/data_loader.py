@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import difflib
 import functools
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -154,6 +156,7 @@ class DPDataLoader(PrivateIteration, DataLoader):  # type: ignore[misc]
         **kwargs: Any,
     ):
         _refuse_iterable(dataset)
+        _refuse_unknown(kwargs)
         rows = len(dataset)  # type: ignore[arg-type]
         size = max(1, round(sample_rate * rows))
         plain: DataLoader[Any] = DataLoader(
@@ -325,6 +328,15 @@ def _words(generator: torch.Generator | None, topology: Topology) -> Any:
         return source.words(count, domain="mask", step=step, block=block << 32)
 
     return words
+
+
+def _refuse_unknown(kwargs: Mapping[str, Any]) -> None:
+    known = [*inspect.signature(DPDataLoader).parameters, *inspect.signature(DataLoader).parameters]
+    for name in kwargs:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            hint = f" Did you mean {near[0]!r}?" if near else " It takes its own arguments and those of DataLoader."
+            raise TypeError(f"DPDataLoader() has no argument {name!r}.{hint}")
 
 
 def _refuse_iterable(dataset: Any) -> None:

@@ -201,7 +201,8 @@ class Preparation:
         else:
             hooks.allow_grad_accumulation()
         model = release.sums.model
-        budget = Budget(None, suggested_delta(strategy.num_examples), None, "warn", self.engine.accountant)
+        delta = suggested_delta(max(2, strategy.num_examples))  # of one row there is none; who asks gives one
+        budget = Budget(None, delta, None, "warn", self.engine.accountant)
         run = Run(model, optimizer, release, budget, attached=True, batches=loader)
         loader.bind(release.handed_out, release.plan.has_step)
         self.engine.enlist(run)

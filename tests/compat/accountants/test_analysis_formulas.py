@@ -200,3 +200,11 @@ def test_tiny_noise_and_large_losses_are_discretized_too():
 def test_a_misspelt_argument_is_refused():
     with pytest.raises(TypeError, match="noise_multiplier"):
         rdp.compute_rdp(q=0.1, noise_multiplyer=1.0, steps=1, orders=2.0)
+
+
+def test_sums_of_losses_lie_where_they_should():
+    domain = Domain(-1.0, 4.0, 6)
+    first, second = (DiscretePRV(np.eye(6)[place], domain) for place in (2, 3))  # losses 1 and 2
+    found = compose_heterogeneous([first, second], [2, 1])
+    assert found.domain.ts[int(np.argmax(found.pmf))] == pytest.approx(4.0)
+    assert found.pmf.max() == pytest.approx(1.0)

@@ -39,8 +39,10 @@ def test_some_numbers_of_steps_would_lose_one():
 
 @pytest.mark.parametrize("n", SPREAD)
 def test_no_step_of_an_epoch_is_lost(n):
-    found = get_noise_multiplier(target_epsilon=2.0, target_delta=DELTA, sample_rate=1 / n, epochs=1)
-    assert 2.0 - 0.01 <= epsilon_after("rdp", found, 1 / n, n) <= 2.0
+    found = get_noise_multiplier(
+        target_epsilon=2.0, target_delta=DELTA, sample_rate=1 / n, epochs=1, epsilon_tolerance=1e-4
+    )
+    assert 2.0 - 1e-4 <= epsilon_after("rdp", found, 1 / n, n) <= 2.0
 
 
 @pytest.mark.slow

@@ -1,5 +1,6 @@
 """Accountants by Opacus's names, over the ledger and the bounds of `dpengine.accounting`."""
 
+from . import analysis, utils
 from .accountant import IAccountant
 from .gdp import GaussianAccountant
 from .prv import PRVAccountant
@@ -11,6 +12,8 @@ __all__ = [
     "IAccountant",
     "PRVAccountant",
     "RDPAccountant",
+    "analysis",
     "create_accountant",
     "register_accountant",
+    "utils",
 ]

@@ -77,12 +77,9 @@ class LedgerAccountant(IAccountant):
         """  # noqa: DOC502 - the event raises on our behalf
         self._shared.charge(event_of(noise_multiplier, sample_rate))
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in vars(self).items() if name != "_list"}
-
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
-        self._list = History(self)
+        self._list = History(self)  # what was stored is a plain list
 
     def __len__(self) -> int:
         return len(self._entries())

@@ -1,5 +1,6 @@
 """Wrappers that leave per-sample gradients on parameters, and rules for them, by Opacus's names."""
 
+from . import functorch, utils
 from .conv import compute_conv_grad_sample
 from .dp_multihead_attention import compute_sequence_bias_grad_sample
 from .dp_rnn import compute_rnn_linear_grad_sample
@@ -54,9 +55,11 @@ __all__ = [
     "compute_rnn_linear_grad_sample",
     "compute_sequence_bias_grad_sample",
     "create_or_accumulate_grad_sample",
+    "functorch",
     "get_gsm_class",
     "prepare_module",
     "register_grad_sampler",
     "register_norm_sampler",
+    "utils",
     "wrap_model",
 ]

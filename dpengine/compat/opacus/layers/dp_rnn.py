@@ -30,6 +30,20 @@ __all__ = [
 ]
 
 
+def apply_permutation(tensor: Tensor, dim: int, permutation: Tensor | None) -> Tensor:
+    """The tensor with its entries along an axis in another order; as it is for None.
+
+    Args:
+        tensor: Any.
+        dim: The axis.
+        permutation: Places, ``(tensor.shape[dim],)``.
+
+    Returns:
+        The tensor.
+    """
+    return tensor if permutation is None else tensor.index_select(dim, permutation)
+
+
 class DPRNNCellBase(nn.Module):
     """One step of a recurrence; a subclass gives ``forward(input, hx)`` by ``self.ih(input)`` and ``self.hh(h)``.
 
@@ -237,7 +251,7 @@ def _check_settings(dropout: Any, num_layers: int, proj_size: int) -> None:
         warnings.warn(message, UserWarning, stacklevel=3)
 
 
-class DPRNN(PrivateRNN):
+class DPRNN(RenameParamsMixin, PrivateRNN):
     """``nn.RNN`` whose rows can be told apart, with its state dict. Takes batched (3-D) or packed input.
 
     Args:
@@ -276,7 +290,7 @@ class DPRNN(PrivateRNN):
         return super().forward(input, state_init)
 
 
-class DPGRU(PrivateGRU):
+class DPGRU(RenameParamsMixin, PrivateGRU):
     """``nn.GRU`` whose rows can be told apart, with its state dict. Takes batched (3-D) or packed input.
 
     Args:
@@ -312,7 +326,7 @@ class DPGRU(PrivateGRU):
         return super().forward(input, state_init)
 
 
-class DPLSTM(PrivateLSTM):
+class DPLSTM(RenameParamsMixin, PrivateLSTM):
     """``nn.LSTM`` whose rows can be told apart, with its state dict. Takes batched (3-D) or packed input.
 
     Args:

@@ -10,6 +10,21 @@ import torch
 from torch import nn
 
 
+def filter_out_old_keys(self: Any, state_dict: Mapping[str, Any], prefix: str, local_metadata: Any) -> dict[str, Any]:
+    """What is left of a state dict without the names that a module renames; a hook for ``state_dict``.
+
+    Args:
+        self: The module, with its ``old_to_new``.
+        state_dict: The state.
+        prefix: Not used.
+        local_metadata: Not used.
+
+    Returns:
+        The rest.
+    """
+    return {name: value for name, value in state_dict.items() if name not in self.old_to_new}
+
+
 class RenameParamsMixin:
     """Lets a module write and read its state under other names. Goes before ``nn.Module`` in the list of bases.
 
@@ -44,6 +59,10 @@ class RenameParamsMixin:
             own = name.removeprefix(prefix) if name.startswith(prefix) else None
             destination[name if own is None else prefix + self.old_to_new.get(own, own)] = value
         return destination
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """As ``nn.Module.load_state_dict``, by the new names."""
+        return super().load_state_dict(state_dict, strict=strict, assign=assign)  # type: ignore[misc]
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *rest: Any) -> None:
         missing = rest[2]

@@ -17,7 +17,7 @@ from dpengine.compat.opacus.grad_sample.gsm_base import sums_of
 from dpengine.distributed import Topology
 from dpengine.errors import MissingGradientError, ParameterMismatchError, ScaledGradientError
 from dpengine.noise import DEFAULT_KIND, SECURE_KIND, NoiseSource
-from dpengine.optimizer import refuse_optimizer
+from dpengine.optimizer import refuse_optimizer, refuse_replaced
 from dpengine.release import Release
 from dpengine.run_plan import RunPlan
 from dpengine.sampling import ByHand
@@ -163,8 +163,9 @@ def leaving(optimizer: DPOptimizer, release: Release) -> Iterator[None]:
         release.sums.buffer.take()
     assert isinstance(release.sums, ShownSums)
     release.sums.note_release()
-    held = set(params(optimizer))
-    for parameter in release.gradients.released.keys() - held:
+    held = params(optimizer)
+    refuse_replaced(release.gradients.released.keys(), held)
+    for parameter in release.gradients.released.keys() - set(held):
         parameter.grad = None
 
 

@@ -1,1 +1,5 @@
 """Tools of Opacus's names."""
+
+from . import module_utils, packed_sequences, tensor_utils, uniform_sampler
+
+__all__ = ["module_utils", "packed_sequences", "tensor_utils", "uniform_sampler"]

@@ -119,7 +119,9 @@ def compute_opacus_grad_sample(
     Returns:
         ``(B, *parameter)`` for each trainable parameter.
     """
-    wrapped = wrap_model(clone_module(module), grad_sample_mode, batch_first=batch_first, loss_reduction=loss_reduction)
+    wrapped: Any = wrap_model(
+        clone_module(module), grad_sample_mode, batch_first=batch_first, loss_reduction=loss_reduction
+    )
     return gradients_together(wrapped, x, batch_first=batch_first, loss_reduction=loss_reduction, inner="_module")
 
 

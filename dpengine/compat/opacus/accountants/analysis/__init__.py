@@ -1,1 +1,5 @@
 """The formulas behind the accountants, as functions."""
+
+from . import gdp, prv, rdp
+
+__all__ = ["gdp", "prv", "rdp"]
