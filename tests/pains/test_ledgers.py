@@ -5,8 +5,8 @@ import math
 
 import pytest
 import torch
-from pains.doors import ALL_DOORS, COMPAT_DOORS, DEFAULT_DOORS, fixed_loader, opacus, through
-from pains.small import CLASSES, FEATURES, mlp
+from pains.doors import ALL_DOORS, COMPAT_DOORS, DEFAULT_DOORS, assert_equal, fixed_loader, opacus, through, true_sum
+from pains.small import CLASSES, FEATURES, classes, mlp, rows
 from torch.utils.data import BatchSampler, DataLoader, Sampler, TensorDataset, WeightedRandomSampler
 
 import dpengine
@@ -19,20 +19,25 @@ pytestmark = pytest.mark.filterwarnings("ignore::dpengine.PrivacyWarning")
 DELTA = 1e-5
 
 
-def a_step(private, loader_rows=None):
+def a_step(private):
     """A step on the next batch, whatever its rows."""
-    (drawn,) = next(loader_rows or iter(private.loader))
+    (drawn,) = next(iter(private.loader))
     private.step(torch.ones(len(drawn), FEATURES), torch.arange(len(drawn)) % CLASSES)
 
 
 # Rank 17
 
 
+@pytest.mark.parametrize("count", [104, 103])
 @through(ALL_DOORS)
-def test_rank_17_the_divisor_does_not_tell_whether_one_row_is_there(door):
+def test_rank_17_the_divisor_does_not_tell_whether_one_row_is_there(door, count):
     # floor(N * q) with q = 1 / 13: 8 of 104 rows, 7 of 103
-    sizes = {door.open(mlp(), fixed_loader(rows, batch_size=8), poisson=True).size for rows in (104, 103)}
-    assert sizes == {8}
+    inputs, targets = rows(FEATURES, count=count), classes(count)
+    private = door.open(mlp(), fixed_loader(count, batch_size=8), poisson=True)
+    (drawn,) = next(batch for batch in private.loader if len(batch[0]) > 1)
+    private.step(inputs[drawn], targets[drawn])
+    assert private.size == 8
+    assert_equal(private.sum(), true_sum(mlp(), torch.nn.CrossEntropyLoss(), (inputs[drawn], targets[drawn])))
 
 
 @through(DEFAULT_DOORS)
@@ -97,15 +102,15 @@ def test_rank_18_the_rate_is_the_batch_size_over_the_number_of_rows(door):
 def test_rank_19_without_poisson_sampling_the_divisor_is_the_batch_size(door):
     private = door.open(mlp(), fixed_loader(100, batch_size=64), poisson=False)
     assert private.size == 64
-    batches = [len(rows) for (rows,) in private.loader]
+    batches = [len(drawn) for (drawn,) in private.loader]
     assert batches == [64, 36]
 
 
 @through(ALL_DOORS)
 def test_rank_19_without_poisson_sampling_no_amplification_is_claimed(door):
     private = door.open(mlp(), fixed_loader(16, batch_size=8), poisson=False, noise_multiplier=2.0)
-    for (rows,) in private.loader:
-        private.step(torch.ones(len(rows), FEATURES), torch.arange(len(rows)) % CLASSES)
+    for (drawn,) in private.loader:
+        private.step(torch.ones(len(drawn), FEATURES), torch.arange(len(drawn)) % CLASSES)
     unamplified = epsilon_of([Charge(GaussianEvent(2.0))], DELTA)  # each row is in one of the batches
     try:
         assert private.engine.get_epsilon(delta=DELTA) >= 0.999 * unamplified
@@ -222,14 +227,24 @@ def test_rank_24_a_run_to_a_target_ends_on_it():
     )
     count = 0
     for _ in range(2):
-        for (rows,) in loader:
+        for (drawn,) in loader:
             optimizer.zero_grad()
-            outputs, targets = model(torch.ones(len(rows), FEATURES)), torch.arange(len(rows)) % CLASSES
+            outputs, targets = model(torch.ones(len(drawn), FEATURES)), torch.arange(len(drawn)) % CLASSES
             torch.nn.functional.cross_entropy(outputs, targets).backward()
             optimizer.step()
             count += 1
     assert count == 14
     assert_on_target(engine.epsilon)
+
+
+def test_rank_24_noise_is_found_for_every_step_of_the_planned_passes():
+    model = mlp()
+    engine = dpengine.PrivacyEngine("rdp", seed=0)
+    options = {"target_epsilon": TARGET, "target_delta": DELTA, "epochs": 1, "max_grad_norm": 1.0}
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    engine.make_private_with_epsilon(model, optimizer, fixed_loader(93, batch_size=1), **options)
+    sigma = engine.describe()["noise_multiplier"]  # int(1 / q) would be 92 steps
+    assert_on_target(epsilon(noise_multiplier=sigma, sample_rate=1 / 93, steps=93, delta=DELTA, accountant="rdp"))
 
 
 @through(COMPAT_DOORS, quick=("compat-hooks",))

@@ -24,7 +24,6 @@ from reference import clipped_sum, flat_norms, per_sample_gradients
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
-import dpengine
 from dpengine import PrivacyEngine, checkpoint
 from dpengine.accounting import epsilon
 from dpengine.batch_selection import pad_to_multiple_of
@@ -36,7 +35,6 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*DPE012:dpengine.PrivacyWarning
 
 FEATURES, CLASSES, ROWS = 4, 3, 6
 CRITERION = nn.CrossEntropyLoss()
-DEFAULT = DEFAULT_DOORS[0]
 
 
 def batch(rows=ROWS, seed=2):
@@ -286,26 +284,31 @@ def test_rank_47_a_wrapper_is_made_private_again_and_again_in_compat_and_engines
 # 48
 
 
-@through_some(ALL_DOORS)
+WRAPPED = [door for door in COMPAT_DOORS if not door.id.endswith("unwrapped")]
+
+
+@through_some(WRAPPED)
 def test_rank_48_both_spellings_of_keys_load(door):
     private, plain = opened(door), mlp()
     bare = {name: torch.randn_like(value) for name, value in plain.state_dict().items()}
     for state in (bare, {f"_module.{name}": value + 1 for name, value in bare.items()}):
-        if not door.compat or door.id.endswith("unwrapped"):
-            private.bare.load_state_dict({name.removeprefix("_module."): value for name, value in state.items()})
-            assert list(private.bare.state_dict()) == list(bare)
-            continue
         private.module.load_state_dict(state, strict=True)
         assert list(private.module.state_dict()) == [f"_module.{name}" for name in bare]
         for name, value in private.bare.state_dict().items():
             assert torch.equal(value, state.get(name, state.get(f"_module.{name}")))
+    with pytest.raises(RuntimeError, match="Missing key"):
+        private.module.load_state_dict({"_module.0.weight": bare["0.weight"]}, strict=True)
 
 
-def test_rank_48_the_checkpoint_reader_takes_a_prefix(tmp_path):
-    state = {f"_module.{name}": value for name, value in mlp().state_dict().items()}
-    torch.save(state, tmp_path / "wrapped.pt")
-    wrapper = opacus().GradSampleModule(mlp())
-    wrapper.load_state_dict(torch.load(tmp_path / "wrapped.pt", weights_only=True), strict=True)
+@through_some([door for door in ALL_DOORS if door not in WRAPPED])
+def test_rank_48_keys_are_those_of_the_users_model(door):
+    private, plain = opened(door), mlp()
+    for name, value in plain.state_dict().items():
+        plain.state_dict()[name].copy_(torch.randn_like(value))
+    private.model.load_state_dict(plain.state_dict(), strict=True)
+    assert list(private.model.state_dict()) == list(plain.state_dict())
+    plain.load_state_dict(private.model.state_dict(), strict=True)
+    torch.testing.assert_close(private.model(batch()[0]), plain(batch()[0]))
 
 
 class Own(nn.Module):
@@ -335,8 +338,9 @@ def test_rank_48_a_copy_of_a_private_model_runs_forward_and_backward(door, copie
     private, (x, y) = opened(door, nn.Sequential(mlp(), Own())), batch()
     for _ in private.loader:
         private.step(x, y)
-    private.optimizer.zero_grad()
     other = copied(private.model)
+    other.zero_grad()
+    private.optimizer.zero_grad()
     torch.testing.assert_close(other(x), private.model(x))
     F.cross_entropy(other(x), y).backward()
     prefix = "_module." if door.compat and not door.id.endswith("unwrapped") else ""
@@ -538,7 +542,7 @@ def test_rank_61_a_unit_with_a_thousand_rows_weighs_as_one():
             optimizer,
             DataLoader(TensorDataset(x, y), batch_size=1001),
             noise_multiplier=0.0,
-            max_grad_norm=0.05,
+            max_grad_norm=5.0,
             privacy_unit=unit.numpy(),
             unit_reduction=reduction,
         )
@@ -546,7 +550,7 @@ def test_rank_61_a_unit_with_a_thousand_rows_weighs_as_one():
             unit_gradient(model, x[:1000], y[:1000], reduction),
             unit_gradient(model, x[1000:], y[1000:], reduction),
         )
-        truth = clipped_sum([joined, other], (1 - SLACK) * 0.05)
+        truth = clipped_sum([joined, other], (1 - SLACK) * 5.0)
         for inputs, targets in loader:
             assert len(inputs) == 1001
             optimizer.zero_grad()
@@ -641,7 +645,3 @@ def test_rank_63_without_noise_and_without_a_threshold_it_is_ordinary_training(d
             private.step(x[rows], y[rows])
     for name, value in plain.state_dict().items():
         torch.testing.assert_close(private.bare.state_dict()[name], value, rtol=1e-4, atol=1e-6)
-
-
-def test_rank_63_the_doors_are_those_of_the_engine():
-    assert DEFAULT.open and dpengine.PrivacyEngine

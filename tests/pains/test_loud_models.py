@@ -398,7 +398,3 @@ def test_rank_60_a_model_in_eval_mode_is_accepted_and_saliency_records_nothing(d
     for _ in private.loader:
         private.step(*rows)
     assert_equal(private.sum(), truth)
-
-
-def test_the_compat_doors_are_opened_here():
-    assert {door.id for door in COMPAT_DOORS} >= {"compat-hooks", "compat-ghost", "compat-no_op"}

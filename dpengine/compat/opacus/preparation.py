@@ -18,6 +18,7 @@ from dpengine.arrange import name_for
 from dpengine.distributed import SINGLE, Topology
 from dpengine.run import Budget, Run
 
+from .accountants.ledger_accountant import LedgerAccountant
 from .data_loader import DPDataLoader
 from .engine_batches import unsampled_loader
 from .grad_sample.gsm_base import AbstractGradSampleHooks, AbstractGradSampleModule, is_spread
@@ -196,9 +197,12 @@ class Preparation:
         release.hand_fed = False
         release.pads_empty = getattr(loader, "rand_on_empty", False)
         release.plan = dataclasses.replace(
-            release.plan, sampling=strategy, relation=Relation.ZERO_OUT, claims_passes=not poisson
+            release.plan,
+            sampling=strategy,
+            relation=Relation.ZERO_OUT,
+            claims_passes=not poisson,
+            run=name_for(release.sums.topology),
         )
-        release.plan = dataclasses.replace(release.plan, run=name_for(release.sums.topology))
         if poisson:
             hooks.forbid_grad_accumulation()
         else:
@@ -209,7 +213,7 @@ class Preparation:
         run = Run(model, optimizer, release, budget, attached=True, batches=loader)
         loader.bind(release.handed_out, release.plan.has_step)
         self.engine.enlist(run)
-        if hasattr(self.accountant, "ledger"):
-            self.accountant.ledger = self.engine.ledger
+        if isinstance(self.accountant, LedgerAccountant):
+            self.accountant.follow(self.engine.ledger)
         else:
             optimizer.attach_step_hook(self.accountant.get_optimizer_hook_fn(sample_rate=strategy.sample_rate))
