@@ -152,6 +152,37 @@ def test_optimizers_know_their_place_and_have_the_batch_size_of_a_process():
         }
 
 
+def dtypes_within():
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+    model = nn.Sequential(nn.Linear(4, 6), nn.LayerNorm(6), nn.Tanh(), nn.Linear(6, 3))
+    narrow = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    opacus.utils.fsdp_utils.FSDP2Wrapper(model, mp_policy=narrow, opacus_high_precision_layers=[nn.LayerNorm])
+    outputs = []
+    for layer in model:
+        layer.register_forward_hook(lambda layer, inputs, output: outputs.append(output.dtype))
+    made, optimizer, criterion, loader = opacus.PrivacyEngine().make_private(
+        module=model,
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.5),
+        data_loader=DataLoader(TensorDataset(torch.ones(24, 4), torch.zeros(24, dtype=torch.int64)), batch_size=8),
+        noise_multiplier=0.8,
+        max_grad_norm=0.5,
+        grad_sample_mode="ghost_fsdp",
+    )
+    before = [p.full_tensor().clone() for p in model.parameters()]
+    x, y = next(iter(loader))
+    optimizer.zero_grad()
+    criterion(made(x), y).backward()
+    optimizer.step()
+    changed = [not torch.equal(p.full_tensor(), old) for p, old in zip(model.parameters(), before, strict=True)]
+    return outputs[:4], all(changed)
+
+
+def test_layers_of_high_precision_stay_so_among_layers_of_a_narrow_dtype():
+    narrow, wide = torch.bfloat16, torch.float32
+    assert launched(2, dtypes_within) == [([narrow, wide, wide, narrow], True)] * 2
+
+
 def noise_of_a_sum(wrapper):
     torch.manual_seed(0)
     model = wrapper(nn.Linear(200, 100))
