@@ -24,7 +24,6 @@ from dpengine.errors import MechanismMismatchError
 
 RUNS = [
     Run("dpddp", "hooks"),
-    Run("dpddp", "functorch"),
     Run("ddp", "ghost"),
     Run("ddp", "ew", "per_layer"),
     Run("ddp", "hooks", physical=2),
@@ -37,8 +36,6 @@ RUNS = [
     Run("ddp", "ew", more=(("loss_reduction", "sum"),)),
     Run("fsdp", "ghost_fsdp", physical=2),
     Run("fsdp", "ghost_fsdp", batch=1),
-    Run("fsdp", "ghost_fsdp", more=(("wrap_model", False),)),
-    Run("fsdp", "hooks"),
     Run("tp", "ghost_tp"),
     Run("tp", "ghost_tp", batch=1, physical=2),
 ]
@@ -53,7 +50,7 @@ MORE_RUNS = [
     for mode in modes
     for clipping in ("flat", "per_layer", "adaptive")
     for batch, physical in ((8, None), (8, 3), (1, None))
-]
+] + [Run("fsdp", "ghost_fsdp", more=(("wrap_model", False),)), Run("tp", "ghost_tp", more=(("wrap_model", False),))]
 ON_FOUR = [
     Run("dpddp", "hooks"),
     Run("ddp", "ghost", "per_layer", batch=2),
