@@ -83,9 +83,10 @@ class ShownSums(ClippedSums):
         """Sets ``p.grad_sample`` to None: what was not clipped yet never will be."""
         for parameter in self.topology.parameters(self.model).values():
             parameter.grad_sample = None  # type: ignore[attr-defined]
-        self._present, self._used, self._left = {}, {}, {}
+        self._used, self._left = {}, {}
         if self._ended:
             self.forget_pass()
+        self._present = {}
 
     # What capture tells
 
@@ -124,6 +125,7 @@ class ShownSums(ClippedSums):
             self.forget_pass()
             return
         try:
+            self._refuse_leaks()  # what leaks from here to the clip is of passes in eval mode
             self._refuse_used()
             self.on_pass()
         except BaseException:
@@ -201,6 +203,8 @@ class ShownSums(ClippedSums):
         return len(next(iter(waiting.values()))) if waiting else int(self._ended)
 
     def clip(self, *, rows: int | None = None, loss_scale: float = 1.0, units: Units | None = None) -> ClipStatistics:
+        if self._ended:
+            self.capture.leaks.clear()
         if self._ended and not self._was_touched():
             try:
                 return super().clip(rows=rows, loss_scale=loss_scale, units=units)
@@ -274,6 +278,8 @@ class ShownSums(ClippedSums):
 
     def forget_pass(self) -> None:
         self._ended = False
+        for one in self._present.values():  # else it would be formed of the records of the next pass
+            one.use_up()
         super().forget_pass()
 
 

@@ -192,6 +192,7 @@ class DPDataLoader(PrivateIteration, DataLoader):  # type: ignore[misc]
         if isinstance(data_loader, DPDataLoader):
             strategy: AbstractBatchStrategy = data_loader.strategy
         else:
+            data_loader = _plain(data_loader)
             check_loader(data_loader)
             batches: Any = data_loader.batch_sampler
             rows, size, steps = len(data_loader.dataset), batches.batch_size, len(data_loader)  # type: ignore[arg-type]
@@ -214,17 +215,19 @@ def unsampled_loader(data_loader: DataLoader[Any]) -> DataLoader[Any]:
     """The same loader, whose batches the engine knows of: in its order, or in a random one if it shuffles.
 
     Args:
-        data_loader: A plain loader. It stays as it is.
+        data_loader: A plain loader, or what this function returned. It stays as it is.
 
     Returns:
         The loader. One whose sampler has a law of its own is refused with a ``SamplingError``.
     """
-    check_loader(data_loader)
-    batches: Any = data_loader.batch_sampler
-    law = ShuffleSampling if type(batches.sampler) is RandomSampler else InOrder
-    strategy = law(len(data_loader.dataset), batches.batch_size, batches.drop_last)  # type: ignore[arg-type]
-    words = _words(None, SINGLE)
-    return private_loader(data_loader, strategy=strategy, words=words, on_handout=_ignore, may_draw=_always)
+    strategy = data_loader._batches.strategy if isinstance(data_loader, PrivateIteration) else None
+    if not isinstance(strategy, (ShuffleSampling, InOrder)):
+        check_loader(data_loader)
+        batches: Any = data_loader.batch_sampler
+        law = ShuffleSampling if type(batches.sampler) is RandomSampler else InOrder
+        strategy = law(len(data_loader.dataset), batches.batch_size, batches.drop_last)  # type: ignore[arg-type]
+    plain, words = _plain(data_loader), _words(None, SINGLE)
+    return private_loader(plain, strategy=strategy, words=words, on_handout=_ignore, may_draw=_always)
 
 
 @suggests_names
@@ -300,6 +303,7 @@ def _plain(loader: DataLoader[Any]) -> DataLoader[Any]:
         collate = getattr(collate, "_collate", None) or collate.collate  # type: ignore[union-attr]
     kept = {name: getattr(loader, name) for name in _KEPT}
     size = max(1, round(loader._batches.strategy.expected_batch_size))
+    kept["drop_last"] = getattr(loader._batches.strategy, "drop_last", False)
     return DataLoader(loader.dataset, batch_size=size, collate_fn=collate, **kept)
 
 
