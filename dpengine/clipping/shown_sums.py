@@ -37,6 +37,7 @@ class ShownSums(ClippedSums):
         only: The parameters that are clipped and summed; None for all that train.
         allows_accumulation: Whether several backward passes may wait at a time.
         on_pass: Called when a backward pass is over; what it raises drops the pass.
+        on_backward_end: Called when a pass that is not shown must make way for another; it clips the one that waits.
     """
 
     def __init__(
@@ -114,6 +115,8 @@ class ShownSums(ClippedSums):
                 fix="Call optimizer.zero_grad() and optimizer.step() for each batch; or add the losses, or use "
                 "BatchMemoryManager for a larger batch.",
             )
+        if not self._present and self.on_backward_end is not None:  # nothing is shown that could be kept
+            self.on_backward_end()
         for one in self._present.values():
             _ = one.value
         self._present = {}

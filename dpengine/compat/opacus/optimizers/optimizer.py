@@ -221,6 +221,11 @@ class DPOptimizer(Optimizer):
         waiting = 0 if clipped and (release.goes_on or not release.hand_fed) else getattr(release.sums, "waits", 0)
         return max(1, clipped + waiting)
 
+    @property
+    def hand_fed(self) -> bool:
+        """Whether batches come from elsewhere than the loader of ``make_private``."""
+        return self._made is None or self._made.hand_fed
+
     # A step
 
     def attach_step_hook(self, fn: StepHook) -> None:

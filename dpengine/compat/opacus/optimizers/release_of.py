@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import weakref
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
@@ -75,7 +76,15 @@ def claim(optimizer: DPOptimizer) -> None:
     """Has the sums of the model, if it has hooks, be those of this optimizer from now on."""
     held = [p for group in optimizer.param_groups for p in group["params"]]
     for sums in {id(one): one for one in map(sums_of, held) if one is not None}.values():
-        _owners[sums] = weakref.ref(optimizer)
+        _owners[sums] = owner = weakref.ref(optimizer)
+        sums.on_backward_end = functools.partial(_clip_now, owner)
+
+
+def _clip_now(owner: weakref.ref[DPOptimizer]) -> None:
+    """A backward pass that waits must make way for another one."""
+    optimizer = owner()
+    if optimizer is not None:
+        optimizer._release.backward_ended()
 
 
 def _refuse_other_owner(optimizer: DPOptimizer, sums: ShownSums) -> None:

@@ -62,7 +62,7 @@ def wrap_data_loader(*, data_loader: DataLoader[Any], max_batch_size: int, optim
     Returns:
         A loader. One that ``make_private`` returned is cut by the engine, which knows where a batch ends.
     """
-    if isinstance(data_loader, PrivateIteration):
+    if isinstance(data_loader, PrivateIteration) and not optimizer.hand_fed:
         return data_loader.in_chunks(max_batch_size)  # type: ignore[no-any-return]
     batches: Any = data_loader.batch_sampler
     if batches is None:
