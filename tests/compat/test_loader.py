@@ -162,7 +162,9 @@ def test_the_rows_of_an_empty_batch_may_be_on_axis_1_or_one_of_chance():
     chance([1, 2])
     assert chance([]).shape == (1, 50)
     assert set(chance([]).flatten().tolist()) == {0.0, 1.0}
-    shaped = wrap_collate_with_empty(collate_fn=None, sample_empty_shapes=[(0, 3), (0,)], dtypes=[torch.float, torch.long])
+    shaped = wrap_collate_with_empty(
+        collate_fn=None, sample_empty_shapes=[(0, 3), (0,)], dtypes=[torch.float, torch.long]
+    )
     assert [(tuple(one.shape), one.dtype) for one in shaped([])] == [((0, 3), torch.float), ((0,), torch.long)]
 
 

@@ -114,9 +114,7 @@ def test_settings_of_the_loader_are_carried_over():
     assert chunks.collate_fn is list
     assert chunks.dataset is plain.dataset
     assert type(chunks) is DataLoader
-    unbatched = wrap_data_loader(
-        data_loader=DataLoader(rows(), batch_size=None), max_batch_size=4, optimizer=optimizer
-    )
+    unbatched = wrap_data_loader(data_loader=DataLoader(rows(), batch_size=None), max_batch_size=4, optimizer=optimizer)
     assert len(list(unbatched)) == 12
 
 
