@@ -96,7 +96,7 @@ def test_where_passes_may_not_add_up_the_second_is_refused_by_name_and_nothing_c
     model, sums = watched()
     sums.allows_accumulation = False
     backward(model, *batch())
-    with pytest.raises(RepeatedBackwardError, match="'2.bias'|'2.weight'|'0.bias'|'0.weight'"):
+    with pytest.raises(RepeatedBackwardError, match=r"parameter '[02]\.(weight|bias)'"):
         backward(model, *batch())
     backward(model, *batch())
     with pytest.raises(MissingGradientError):  # the first is gone, and does not become the third

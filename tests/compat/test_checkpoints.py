@@ -109,7 +109,7 @@ def test_what_is_no_checkpoint_is_a_value_error_and_changes_nothing():
         file = io.BytesIO()
         torch.save(content, file)
         file.seek(0)
-        with pytest.raises(ValueError, match="module_state_dict|privacy_accountant_state_dict"):
+        with pytest.raises(ValueError, match=r"module_state_dict|privacy_accountant_state_dict"):
             parts.engine.load_checkpoint(path=file, module=parts.model)
     other = private(engine=PrivacyEngine(accountant="gdp"), noise_multiplier=1.0)
     train(other)

@@ -233,7 +233,7 @@ def test_secure_mode_draws_from_a_cipher_and_takes_no_generator():
 
 def test_what_is_refused_leaves_model_and_optimizer_as_they_were():
     plain = model()
-    with pytest.raises(ValueError, match="max_grad_norm|max_norm"):
+    with pytest.raises(ValueError, match=r"max_grad_norm|max_norm"):
         private(module=plain, max_grad_norm=-1.0)
     assert not any(hasattr(p, "grad_sample") for p in plain.parameters())
     assert not any(module._forward_hooks for module in plain.modules())

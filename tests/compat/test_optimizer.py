@@ -130,7 +130,7 @@ def test_with_poisson_batches_a_second_backward_pass_is_a_value_error_that_names
     parts = private(poisson_sampling=True, count=400, batch_size=40)
     inputs, targets = next(iter(parts.loader))
     loss(parts.model, inputs, targets).backward()
-    with pytest.raises(ValueError, match="'2.bias'|'0.weight'|'2.weight'|'0.bias'"):
+    with pytest.raises(ValueError, match=r"parameter '[02]\.(weight|bias)'"):
         loss(parts.model, inputs, targets).backward()
 
 
@@ -534,7 +534,7 @@ def test_a_step_without_a_backward_pass_names_the_parameter():
     _, optimizer = by_hand()
     with pytest.raises(MissingGradientError, match=r"'0.weight' \(4, 3\)"):
         optimizer.step()
-    with pytest.raises(ValueError, match="'0.weight'"):
+    with pytest.raises(ValueError, match=r"'0\.weight'"):
         _ = optimizer.grad_samples
 
 

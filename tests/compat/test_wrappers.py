@@ -141,7 +141,7 @@ def test_keys_carry_the_prefix_and_both_spellings_load(wrap):
 @pytest.mark.parametrize("wrap", WRAPPERS)
 def test_everything_of_the_users_module_is_reached_through_the_wrapper(wrap):
     class Named(nn.Sequential):
-        config = {"width": 4}
+        config = ("width", 4)
 
         def generate(self):
             return "text"

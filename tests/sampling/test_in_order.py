@@ -24,7 +24,7 @@ def test_batches_are_those_of_an_unshuffled_loader_in_every_pass(rows, size, dro
 
 @pytest.mark.parametrize("wrong", [(0, 4), (4, 0), (4, -1)])
 def test_counts_below_1_are_refused(wrong):
-    with pytest.raises(ValueError, match="at least 1|InOrder"):
+    with pytest.raises(ValueError, match="InOrder"):
         InOrder(*wrong)
 
 
