@@ -113,8 +113,8 @@ class Release:
         self.plan.refuse_step(ticket.step)
         if self.last_step >= 0 and self.plan.takes_turns:  # who takes part hangs on the step: those jumped over count
             self._charge_void(ticket.step - self.last_step - 1)
+        self.plan = self.plan.at_step(ticket.step, first=self.last_step < 0)
         self.last_step = ticket.step
-        self.plan = self.plan.at_step(ticket.step)
         if self.stage is Stage.OPEN:
             untouched = self.chunk == 0 and not self.done
             if untouched and len(self.tickets) > 1:

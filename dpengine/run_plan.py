@@ -180,8 +180,18 @@ class RunPlan:
             )
         return replace(self, run=self._named_from(step), **constants)
 
-    def at_step(self, step: int) -> RunPlan:
-        """The plan by which a step is booked: passes are counted from the first whole one since the last change."""
+    def at_step(self, step: int, *, first: bool = False) -> RunPlan:
+        """The plan by which a step is booked: passes are counted from the first whole one since the last change.
+
+        Args:
+            step: The step.
+            first: Whether it is the first of the run. What is left of a pass is then booked as a pass.
+
+        Returns:
+            The plan.
+        """
+        if first and self.claims_passes and step % self.sampling.steps_per_epoch:
+            return replace(self, run=self._named_from(step))
         _, _, began = self.run.partition("@")
         if not (self.claims_passes and began and int(began) % self.sampling.steps_per_epoch):
             return self

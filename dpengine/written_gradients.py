@@ -42,8 +42,8 @@ class WrittenGradients:
             self.released[parameter] = (grad, grad._version)
 
     def scale(self, factor: float) -> None:
-        """Multiplies what was written, in place."""
-        grads = {parameter: grad for parameter, (grad, _) in self.released.items()}
+        """Multiplies what was written, or what somebody made of it since, in place."""
+        grads = {parameter: parameter.grad for parameter in self.released if parameter.grad is not None}
         torch._foreach_mul_(list(grads.values()), factor)
         self.released = {parameter: (grad, grad._version) for parameter, grad in grads.items()}
 

@@ -37,6 +37,7 @@ class ShownSums(ClippedSums):
         only: The parameters that are clipped and summed; None for all that train.
         allows_accumulation: Whether several backward passes may wait at a time.
         on_pass: Called when a backward pass is over; what it raises drops the pass.
+        on_backward_end: Called when a pass that is not shown must make way for another; it clips the one that waits.
     """
 
     def __init__(
@@ -84,9 +85,10 @@ class ShownSums(ClippedSums):
         """Sets ``p.grad_sample`` to None: what was not clipped yet never will be."""
         for parameter in self.topology.parameters(self.model).values():
             parameter.grad_sample = None  # type: ignore[attr-defined]
-        self._present, self._used, self._left = {}, {}, {}
+        self._used, self._left = {}, {}
         if self._ended:
             self.forget_pass()
+        self._present = {}
 
     # What capture tells
 
@@ -114,6 +116,8 @@ class ShownSums(ClippedSums):
                 fix="Call optimizer.zero_grad() and optimizer.step() for each batch; or add the losses, or use "
                 "BatchMemoryManager for a larger batch.",
             )
+        if not self._present and self.on_backward_end is not None:  # nothing is shown that could be kept
+            self.on_backward_end()
         for one in self._present.values():
             _ = one.value
         self._present = {}
@@ -125,6 +129,7 @@ class ShownSums(ClippedSums):
             self.forget_pass()
             return
         try:
+            self._refuse_leaks()  # what leaks from here to the clip is of passes in eval mode
             self._refuse_used()
             self.on_pass()
         except BaseException:
@@ -203,6 +208,8 @@ class ShownSums(ClippedSums):
         return len(next(iter(waiting.values()))) if waiting else int(self._ended)
 
     def clip(self, *, rows: int | None = None, loss_scale: float = 1.0, units: Units | None = None) -> ClipStatistics:
+        if self._ended:
+            self.capture.leaks.clear()
         if self._ended and not self._was_touched():
             try:
                 return super().clip(rows=rows, loss_scale=loss_scale, units=units)
@@ -279,6 +286,8 @@ class ShownSums(ClippedSums):
 
     def forget_pass(self) -> None:
         self._ended = False
+        for one in self._present.values():  # else it would be formed of the records of the next pass
+            one.use_up()
         super().forget_pass()
 
 

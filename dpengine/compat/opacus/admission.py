@@ -11,10 +11,9 @@ from torch.utils.data import IterableDataset
 
 from dpengine.errors import ParameterMismatchError
 from dpengine.optimizer import refuse_optimizer
-from dpengine.sampling import check_loader
+from dpengine.sampling import PrivateIteration, check_loader
 from dpengine.validation import check
 
-from .data_loader import DPDataLoader
 from .engine_batches import whole_loader
 from .grad_sample.gsm_base import AbstractGradSampleModule, is_spread
 
@@ -72,8 +71,8 @@ def admit(module: Any, optimizer: Any, data_loader: Any, generator: Any, secure:
 
 
 def _batch_size(loader: Any, spread: bool) -> float:
-    if isinstance(loader, DPDataLoader):
-        return loader.strategy.expected_batch_size
+    if isinstance(loader, PrivateIteration):
+        return loader._batches.strategy.expected_batch_size
     if isinstance(getattr(loader, "dataset", None), IterableDataset):
         raise ValueError(
             f"{type(loader.dataset).__name__} is an IterableDataset: rows without an index cannot be drawn with equal "

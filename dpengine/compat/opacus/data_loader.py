@@ -25,7 +25,7 @@ from dpengine.sampling import (
     strategy_for,
 )
 
-from .engine_batches import always, ignore, topology_for, whole_loader, words_for
+from .engine_batches import always, ignore, plain, topology_for, whole_loader, words_for
 
 
 def wrap_collate_with_empty(
@@ -195,13 +195,13 @@ class DPDataLoader(PrivateIteration, DataLoader):  # type: ignore[misc]
         if isinstance(data_loader, DPDataLoader):
             strategy: AbstractBatchStrategy = data_loader.strategy
         else:
-            steps, data_loader = len(data_loader), whole_loader(data_loader, topology_for(distributed))
+            steps, data_loader = len(data_loader), whole_loader(plain(data_loader), topology_for(distributed))
             check_loader(data_loader)
             batches: Any = data_loader.batch_sampler
             rows, size = len(data_loader.dataset), batches.batch_size  # type: ignore[arg-type]
             strategy = PoissonSampling(rows, min(1.0, 1 / max(steps, 1)), steps, float(min(size, rows)))
         generator = data_loader.generator if generator is None else generator
-        return _made(_plain(data_loader), strategy, generator, distributed, batch_first, rand_on_empty)
+        return _made(plain(data_loader), strategy, generator, distributed, batch_first, rand_on_empty)
 
     @property
     def strategy(self) -> AbstractBatchStrategy:
@@ -276,30 +276,6 @@ def _class_for(kind: type[DataLoader[Any]]) -> type[DPDataLoader]:
     if kind is DataLoader:
         return DPDataLoader
     return type(f"DP{kind.__name__}", (DPDataLoader, kind), {"__module__": __name__, "__doc__": kind.__doc__})
-
-
-def _plain(loader: DataLoader[Any]) -> DataLoader[Any]:
-    """A loader that can be made private again."""
-    if not isinstance(loader, PrivateIteration):
-        return loader
-    collate = loader.collate_fn
-    while hasattr(collate, "_collate") or hasattr(collate, "collate"):
-        collate = getattr(collate, "_collate", None) or collate.collate  # type: ignore[union-attr]
-    kept = {name: getattr(loader, name) for name in _KEPT}
-    size = max(1, round(loader._batches.strategy.expected_batch_size))
-    return DataLoader(loader.dataset, batch_size=size, collate_fn=collate, **kept)
-
-
-_KEPT = (
-    "num_workers",
-    "pin_memory",
-    "timeout",
-    "worker_init_fn",
-    "multiprocessing_context",
-    "generator",
-    "prefetch_factor",
-    "persistent_workers",
-)
 
 
 def _refuse_unknown(kwargs: Mapping[str, Any]) -> None:

@@ -12,25 +12,27 @@ from dpengine.arrange import source_for
 from dpengine.distributed import SINGLE, Topology, topology_of
 from dpengine.errors import SamplingError
 from dpengine.noise import DEFAULT_KIND, NoiseSource
-from dpengine.sampling import InOrder, ShuffleSampling, check_loader, private_loader
+from dpengine.sampling import InOrder, PrivateIteration, ShuffleSampling, check_loader, private_loader
 
 
 def unsampled_loader(data_loader: DataLoader[Any], distributed: bool | Topology = False) -> DataLoader[Any]:
     """The same loader, whose batches the engine knows of: in its order, or in a random one if it shuffles.
 
     Args:
-        data_loader: A plain loader. It stays as it is.
+        data_loader: A plain loader, or what this function returned. It stays as it is.
         distributed: As in ``DPDataLoader``.
 
     Returns:
         The loader. One whose sampler has a law of its own is refused with a ``SamplingError``.
     """
     topology = topology_for(distributed)
-    whole = whole_loader(data_loader, topology)
-    check_loader(whole)
-    batches: Any = whole.batch_sampler
-    law = ShuffleSampling if type(batches.sampler) is RandomSampler else InOrder
-    strategy = law(len(whole.dataset), batches.batch_size, batches.drop_last)  # type: ignore[arg-type]
+    strategy = data_loader._batches.strategy if isinstance(data_loader, PrivateIteration) else None
+    whole = whole_loader(plain(data_loader), topology)
+    if not isinstance(strategy, (ShuffleSampling, InOrder)):
+        check_loader(whole)
+        batches: Any = whole.batch_sampler
+        law = ShuffleSampling if type(batches.sampler) is RandomSampler else InOrder
+        strategy = law(len(whole.dataset), batches.batch_size, batches.drop_last)  # type: ignore[arg-type]
     private = private_loader(
         whole,
         strategy=strategy,
@@ -73,6 +75,31 @@ def whole_loader(data_loader: DataLoader[Any], topology: Topology | None = None)
     whole = copy.copy(data_loader)
     whole.__dict__.update(sampler=order, batch_size=size, batch_sampler=BatchSampler(order, size, batches.drop_last))
     return whole
+
+
+def plain(loader: DataLoader[Any]) -> DataLoader[Any]:
+    """A loader that can be made private again."""
+    if not isinstance(loader, PrivateIteration):
+        return loader
+    collate = loader.collate_fn
+    while hasattr(collate, "_collate") or hasattr(collate, "collate"):
+        collate = getattr(collate, "_collate", None) or collate.collate  # type: ignore[union-attr]
+    kept = {name: getattr(loader, name) for name in _KEPT}
+    size = max(1, round(loader._batches.strategy.expected_batch_size))
+    kept["drop_last"] = getattr(loader._batches.strategy, "drop_last", False)
+    return DataLoader(loader.dataset, batch_size=size, collate_fn=collate, **kept)
+
+
+_KEPT = (
+    "num_workers",
+    "pin_memory",
+    "timeout",
+    "worker_init_fn",
+    "multiprocessing_context",
+    "generator",
+    "prefetch_factor",
+    "persistent_workers",
+)
 
 
 def topology_for(distributed: bool | Topology) -> Topology:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -13,9 +13,10 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 import dpengine
-from dpengine.accounting import Relation, suggested_delta
+from dpengine.accounting import CyclicGaussianEvent, Relation, suggested_delta
 from dpengine.arrange import name_for
 from dpengine.distributed import SINGLE, Topology
+from dpengine.release import Release
 from dpengine.run import Budget, Run
 
 from .accountants.ledger_accountant import LedgerAccountant
@@ -215,5 +216,24 @@ class Preparation:
         self.engine.enlist(run)
         if isinstance(self.accountant, LedgerAccountant):
             self.accountant.follow(self.engine.ledger)
-        else:
+        elif poisson:
             optimizer.attach_step_hook(self.accountant.get_optimizer_hook_fn(sample_rate=strategy.sample_rate))
+        else:
+            optimizer.attach_step_hook(_counting_passes(self.accountant, release))
+
+
+def _counting_passes(accountant: Any, release: Release) -> Callable[[DPOptimizer], None]:
+    """Has an accountant of the user's own count each pass over the data as one release of all of it."""
+    run, counted = release.plan.run, dict[CyclicGaussianEvent, int]()
+
+    def count(optimizer: DPOptimizer) -> None:
+        if optimizer.noise_multiplier == 0:
+            accountant.step(noise_multiplier=0.0, sample_rate=1.0)
+        for charge in release.ledger.totals:
+            event = charge.event
+            if isinstance(event, CyclicGaussianEvent) and event.run.partition("@")[0] == run:
+                for _ in range(counted.get(event, 0), event.cycles(charge.count)):
+                    accountant.step(noise_multiplier=event.noise_multiplier, sample_rate=event.sample_rate)
+                counted[event] = event.cycles(charge.count)
+
+    return count

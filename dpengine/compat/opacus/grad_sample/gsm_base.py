@@ -139,6 +139,9 @@ class AbstractGradSampleModule(nn.Module, AbstractGradSampleHooks, ABC):
         return self._module(*args, **kwargs)
 
     def __getattr__(self, item: str) -> Any:
+        own = getattr(type(self), item, None)
+        if isinstance(own, property) and own.fget is not None:
+            return own.fget(self)  # it raised an AttributeError of its own, and says here why
         try:
             return super().__getattr__(item)
         except AttributeError as missing:

@@ -70,6 +70,7 @@ class DPOptimizer(Optimizer):
         for parameter in self.params:
             parameter.summed_grad = None  # type: ignore[attr-defined]
         release_of.checked(self)
+        release_of.claim(self)
 
     def _policy(self, max_grad_norm: Any) -> AbstractClip:
         """The policy of the engine that this class stands for."""
@@ -288,9 +289,11 @@ class DPOptimizer(Optimizer):
         Returns:
             Whether ``p.grad`` is there to be applied: False for all but the last chunk of a logical batch.
         """
-        self.clip_and_accumulate()
-        skips = self._check_skip_next_step()
         release = self._release
+        self.clip_and_accumulate()
+        if type(self).clip_and_accumulate is not DPOptimizer.clip_and_accumulate:
+            release_of.adopt(self, release)
+        skips = self._check_skip_next_step()
         self._is_last_step_skipped = release.goes_on = skips or not release_of.is_complete(release)
         if self._is_last_step_skipped:
             return False

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import weakref
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -29,6 +31,7 @@ if TYPE_CHECKING:
     from .optimizer import DPOptimizer
 
 _REDUCTIONS = ("mean", "sum")
+_owners: weakref.WeakKeyDictionary[ShownSums, weakref.ref[DPOptimizer]] = weakref.WeakKeyDictionary()
 
 
 def refuse(optimizer: Any, loss_reduction: str, size: float | None, generator: Any, secure: bool) -> None:
@@ -67,6 +70,38 @@ def follow_hooks(optimizer: DPOptimizer, release: Release) -> None:
     present = sums_of(held[0]) if held else None
     if present is not None and present is not release.sums:
         release.watch(_sums(optimizer))
+
+
+def claim(optimizer: DPOptimizer) -> None:
+    """Has the sums of the model, if it has hooks, be those of this optimizer from now on."""
+    held = [p for group in optimizer.param_groups for p in group["params"]]
+    for sums in {id(one): one for one in map(sums_of, held) if one is not None}.values():
+        _owners[sums] = owner = weakref.ref(optimizer)
+        sums.on_backward_end = functools.partial(_clip_now, owner)
+
+
+def _clip_now(owner: weakref.ref[DPOptimizer]) -> None:
+    """A backward pass that waits must make way for another one."""
+    optimizer = owner()
+    if optimizer is not None:
+        optimizer._release.backward_ended()
+
+
+def _refuse_other_owner(optimizer: DPOptimizer, sums: ShownSums) -> None:
+    owner = _owners[sums]() if sums in _owners else None
+    if owner is not None and owner is not optimizer:
+        raise ParameterMismatchError(
+            "Another private optimizer was built over this model since; what backward passes leave is clipped for "
+            "that one.",
+            fix="Step the newest one. For two optimizers over parts of one model, wrap each part by itself.",
+        )
+
+
+def _follow_groups(optimizer: DPOptimizer, sums: ShownSums) -> None:
+    """Parameters may have been added to the optimizer."""
+    held = {p for group in optimizer.param_groups for p in group["params"]}
+    every = set(sums.topology.parameters(sums.model).values())
+    sums.only = None if every <= held else frozenset(held)
 
 
 def _plan(optimizer: DPOptimizer, noise_multiplier: float, clipping: AbstractClip, *, ranks: int) -> RunPlan:
@@ -118,8 +153,9 @@ def _sums_here(optimizer: DPOptimizer) -> ShownSums:
             f"{len(strangers)} optimizer parameters are not in the wrapped model (shapes {shapes}).",
             fix="Build the optimizer over the parameters of the model that is wrapped, after fix().",
         )
-    every = set(sums.topology.parameters(sums.model).values())
-    sums.only = None if every <= set(held) else frozenset(held)
+    if sums not in _owners:
+        claim(optimizer)
+    _follow_groups(optimizer, sums)
     return sums
 
 
@@ -152,9 +188,23 @@ def gather(optimizer: DPOptimizer, release: Release) -> None:
             f"Parameter {name_of(optimizer, held[0]) if held else '?'} has no per-sample gradient.",
             fix="Run forward in train mode through a GradSampleModule, and backward, between zero_grad() and step().",
         )
+    assert isinstance(release.sums, ShownSums)
+    _refuse_other_owner(optimizer, release.sums)
+    if release.sums.captures:
+        _follow_groups(optimizer, release.sums)
     release.gather()
     for parameter, total in release.sums.buffer:
         parameter.summed_grad = total  # type: ignore[attr-defined]
+
+
+def adopt(optimizer: DPOptimizer, release: Release) -> None:
+    """Takes for the sums what stands in ``p.summed_grad``, where the user's own ``clip_and_accumulate`` wrote that."""
+    given = {p: getattr(p, "summed_grad", None) for p in optimizer.params}
+    release.gather()  # which is over already, unless that method did all by itself
+    views = dict(release.sums.buffer)
+    for parameter, total in given.items():
+        if total is not None and total is not views.get(parameter):
+            release.sums.buffer.fill(parameter, lambda view, keep, total=total: view.copy_(total))  # type: ignore[misc]
 
 
 def is_complete(release: Release) -> bool:
@@ -175,10 +225,11 @@ def leaving(optimizer: DPOptimizer, release: Release) -> Iterator[None]:
         release.sums.buffer.take()
     assert isinstance(release.sums, ShownSums)
     release.sums.note_release()
-    held = params(optimizer)
+    held = set(params(optimizer))
     refuse_replaced(release.gradients.released.keys(), held)
-    for parameter in release.gradients.released.keys() - set(held):
-        parameter.grad = None
+    every = {p for group in optimizer.param_groups for p in group["params"]}
+    for parameter in (release.gradients.released.keys() | every) - held:
+        parameter.grad = None  # of one that is frozen it may be raw
 
 
 def write_noised(optimizer: DPOptimizer, release: Release) -> None:

@@ -123,4 +123,5 @@ class BatchMemoryManager:
         )
 
     def __exit__(self, type: Any, value: Any, traceback: Any) -> None:
-        """A batch that was cut off is given up when the next one begins."""
+        """A batch that was cut off is given up: here, or when the loader of ``make_private`` gives the next one."""
+        self.optimizer.forget_skips()

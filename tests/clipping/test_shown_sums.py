@@ -1,0 +1,202 @@
+"""Sums that wait: what stands in ``p.grad_sample`` is what is clipped, each pass once."""
+
+import pytest
+import torch
+from reference import clipped_sum, flat_norms, per_sample_gradients, stacked
+from torch import nn
+
+from dpengine.clipping import Flat, ShownSums
+from dpengine.errors import MissingGradientError, RepeatedBackwardError, StaleGradientError
+
+
+def watched(**settings):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
+    sums = ShownSums(model, **settings)
+    sums.policy = Flat(0.5)
+    sums.attach()
+    return model, sums
+
+
+def batch(rows=4, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(rows, 3, generator=generator), torch.randn(rows, 2, generator=generator)
+
+
+def backward(model, inputs, targets, times=1.0):
+    ((model(inputs) - targets).square().sum(dim=1).mean() * times).backward()
+
+
+def of_rows(model, inputs, targets):
+    return per_sample_gradients(model, lambda out, y: (out - y).square().sum(), (inputs,), targets)
+
+
+def assert_sums(model, sums, expected):
+    names = {p: name for name, p in model.named_parameters()}
+    found = {names[p]: total.double() for p, total in sums.buffer}
+    assert found.keys() == expected.keys()
+    for name, total in expected.items():
+        torch.testing.assert_close(found[name], total, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("shows", [True, False])
+@pytest.mark.parametrize("mode", ["auto", "hooks", "functorch", "ew", "ghost"])
+def test_an_untouched_pass_is_clipped_as_a_loop_over_rows_does(mode, shows):
+    model, sums = watched(mode=mode, shows=shows)
+    assert not sums.pending
+    backward(model, *batch())
+    assert (sums.pending, sums.waits, sums.rows_pending) == (True, 1, 4)
+    seen = sums.clip(rows=4)
+    truth = of_rows(model, *batch())
+    assert_sums(model, sums, clipped_sum(truth, 0.5))
+    assert seen.largest_norm == pytest.approx(float(flat_norms(truth).max()), rel=1e-5)
+    torch.testing.assert_close(sums.norms().double(), flat_norms(truth), rtol=1e-5, atol=0)
+    assert not sums.pending
+
+
+@pytest.mark.parametrize("looks", [False, True])
+def test_passes_that_wait_are_clipped_one_by_one_and_each_once(looks):
+    model, sums = watched()
+    expected = None
+    for seed, rows in enumerate((4, 2, 3)):
+        backward(model, *batch(rows, seed))
+        if looks:
+            shown = model[0].weight.grad_sample
+            _ = (shown[-1] if isinstance(shown, list) else shown) + 0
+        one = clipped_sum(of_rows(model, *batch(rows, seed)), 0.5)
+        expected = one if expected is None else {name: expected[name] + one[name] for name in one}
+    assert sums.waits == 3
+    for rows in (4, 2, 3):
+        assert sums.rows_pending == rows
+        sums.clip(rows=rows)
+    assert not sums.pending
+    assert_sums(model, sums, expected)
+
+
+def test_norms_of_a_pass_that_waits_do_not_use_it_up():
+    model, sums = watched(shows=False)
+    assert sums.norms() is None
+    backward(model, *batch())
+    torch.testing.assert_close(sums.norms().double(), flat_norms(of_rows(model, *batch())), rtol=1e-5, atol=0)
+    sums.clip()
+    assert_sums(model, sums, clipped_sum(of_rows(model, *batch()), 0.5))
+
+
+def test_what_was_set_to_none_is_never_clipped():
+    model, sums = watched()
+    backward(model, *batch())
+    sums.show_none()
+    assert not sums.pending
+    backward(model, *batch(3, seed=1))
+    sums.clip(rows=3)
+    assert_sums(model, sums, clipped_sum(of_rows(model, *batch(3, seed=1)), 0.5))
+
+
+def test_where_passes_may_not_add_up_the_second_is_refused_by_name_and_nothing_counts_twice():
+    model, sums = watched()
+    sums.allows_accumulation = False
+    backward(model, *batch())
+    with pytest.raises(RepeatedBackwardError, match=r"parameter '[02]\.(weight|bias)'"):
+        backward(model, *batch())
+    backward(model, *batch())
+    with pytest.raises(MissingGradientError):  # the first is gone, and does not become the third
+        sums.clip()
+
+
+def test_what_was_released_must_be_cleared_before_the_next_pass():
+    model, sums = watched()
+    backward(model, *batch())
+    sums.clip()
+    sums.note_release()
+    with pytest.raises(StaleGradientError):
+        backward(model, *batch())
+    sums.show_none()
+    backward(model, *batch())
+    assert sums.pending
+
+
+def test_a_part_of_the_parameters_is_clipped_by_its_own_norm():
+    model, sums = watched()
+    sums.only = frozenset(model[2].parameters())
+    backward(model, *batch())
+    sums.clip()
+    truth = [{n: g for n, g in row.items() if n.startswith("2.")} for row in of_rows(model, *batch())]
+    assert_sums(model, sums, clipped_sum(truth, 0.5))
+
+
+def test_a_pass_that_is_refused_by_the_owner_is_dropped():
+    model, sums = watched()
+
+    def refuse():
+        raise StaleGradientError("no", fix="no")
+
+    sums.on_pass = refuse
+    with pytest.raises(StaleGradientError):
+        backward(model, *batch())
+    assert not sums.pending
+
+
+def test_parameters_that_took_part_in_other_passes_are_refused():
+    model, sums = watched()
+    backward(model, *batch())
+    model[0].weight.grad_sample = [torch.randn(4, 4, 3)] * 2
+    with pytest.raises(MissingGradientError, match=r"'0\.weight' in 2"):
+        sums.clip()
+
+
+@pytest.mark.parametrize("wrong", [torch.randn(4, 3, 4), "text", torch.randn(())], ids=["shape", "kind", "scalar"])
+def test_what_is_no_gradient_of_rows_is_refused_by_name(wrong):
+    model, sums = watched(mode="no_op")
+    for parameter in model.parameters():
+        parameter.grad_sample = torch.randn(4, *parameter.shape)
+    model[0].weight.grad_sample = wrong
+    with pytest.raises((MissingGradientError, TypeError), match=r"0\.weight|len"):
+        sums.clip()
+
+
+def test_written_gradients_of_a_model_that_is_not_watched_are_clipped():
+    model, sums = watched(mode="no_op")
+    written = {name: torch.randn(5, *p.shape) for name, p in model.named_parameters()}
+    for name, parameter in model.named_parameters():
+        parameter.grad_sample = written[name]
+    assert (sums.pending, sums.rows_pending) == (True, 5)
+    sums.clip(rows=5)
+    rows = [{name: grad[i].double() for name, grad in written.items()} for i in range(5)]
+    assert_sums(model, sums, clipped_sum(rows, 0.5))
+
+
+def test_gradients_that_leak_in_eval_mode_after_the_pass_are_none_of_it():
+    model, sums = watched()
+    backward(model, *batch())
+    model.eval()
+    model(batch()[0]).sum().backward()
+    model.train()
+    sums.clip()
+    assert_sums(model, sums, clipped_sum(of_rows(model, *batch()), 0.5))
+
+
+def test_a_parameter_used_outside_its_layer_is_refused_at_the_end_of_its_pass():
+    model, sums = watched()
+    inputs, targets = batch()
+    out = model(inputs) + model[2].weight.sum()
+    with pytest.raises(MissingGradientError, match=r"'2\.weight'"):
+        (out - targets).square().sum(dim=1).mean().backward()
+    assert not sums.pending
+
+
+def test_hidden_passes_make_way_through_their_owner():
+    model, sums = watched(shows=False)
+    sums.on_backward_end = lambda: sums.clip()
+    backward(model, *batch())
+    backward(model, *batch(2, seed=1))
+    sums.clip()
+    both = [clipped_sum(of_rows(model, *batch()), 0.5), clipped_sum(of_rows(model, *batch(2, seed=1)), 0.5)]
+    assert_sums(model, sums, {name: both[0][name] + both[1][name] for name in both[0]})
+
+
+def test_rows_that_were_shown_are_stacked_in_order():
+    model, _ = watched()
+    backward(model, *batch())
+    truth = stacked(of_rows(model, *batch()))
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(parameter.grad_sample.double(), truth[name], rtol=1e-5, atol=1e-6)

@@ -1,0 +1,145 @@
+"""Checkpoints: round trips, files in the layout of Opacus, and what is told when a part is missing."""
+
+import io
+import warnings
+from collections import OrderedDict
+
+import pytest
+import torch
+from opacus_runs import flat, model, private, train
+
+from dpengine.compat.opacus import PrivacyEngine
+from dpengine.compat.opacus.schedulers import ExponentialGradClip, ExponentialNoise
+
+
+def saved(parts, **more):
+    file = io.BytesIO()
+    parts.engine.save_checkpoint(path=file, module=parts.model, **more)
+    file.seek(0)
+    return file
+
+
+def weights(parts):
+    return flat(dict(parts.model.named_parameters())).detach()
+
+
+@pytest.mark.parametrize("poisson", [True, False])
+@pytest.mark.parametrize("mode", ["hooks", "ghost"])
+def test_a_run_goes_on_with_weights_and_what_was_spent(mode, poisson):
+    asked = {"grad_sample_mode": mode, "poisson_sampling": poisson, "noise_multiplier": 1.0}
+    parts = private(**asked)
+    train(parts)
+    file = saved(parts, optimizer=parts.optimizer, checkpoint_dict={"epoch": 7})
+    other = private(module=model(9), **asked)
+    content = other.engine.load_checkpoint(path=file, module=other.model, optimizer=other.optimizer)
+    assert content["epoch"] == 7
+    assert set(content) == {"epoch", "module_state_dict", "privacy_accountant_state_dict"}
+    assert torch.equal(weights(parts), weights(other))
+    assert other.engine.get_epsilon(1e-5) == pytest.approx(parts.engine.get_epsilon(1e-5))
+    train(parts)
+    train(other)
+    # Two runs of one pass each cost what two passes of one run do.
+    assert other.engine.get_epsilon(1e-5) == pytest.approx(parts.engine.get_epsilon(1e-5), rel=1e-6)
+    assert sum(steps for *_, steps in other.engine.accountant.history) == 6
+
+
+def test_schedulers_are_saved_under_their_names():
+    def made():
+        parts = private(noise_multiplier=1.0)
+        noise = ExponentialNoise(parts.optimizer, gamma=0.5)
+        return parts, {"noise_scheduler": noise, "grad_clip_scheduler": ExponentialGradClip(parts.optimizer, gamma=0.5)}
+
+    parts, schedulers = made()
+    for one in schedulers.values():
+        one.step()
+    file = saved(parts, optimizer=parts.optimizer, **schedulers)
+    content = torch.load(file, weights_only=False)
+    assert set(content) == {
+        "module_state_dict",
+        "privacy_accountant_state_dict",
+        "optimizer_state_dict",
+        "noise_scheduler_state_dict",
+        "grad_clip_scheduler_state_dict",
+    }
+    file.seek(0)
+    other, fresh = made()
+    left = other.engine.load_checkpoint(path=file, module=other.model, optimizer=other.optimizer, **fresh)
+    assert set(left) == {"module_state_dict", "privacy_accountant_state_dict"}
+    assert all(one.last_epoch == 1 for one in fresh.values())
+
+
+@pytest.mark.parametrize("prefix", ["_module.", ""])
+def test_a_file_that_opacus_wrote_is_read(prefix):
+    state = OrderedDict((prefix + name, value) for name, value in model(5).state_dict().items())
+    content = {
+        "module_state_dict": state,
+        "privacy_accountant_state_dict": OrderedDict(history=[(1.5, 0.01, 20), (1.0, 0.02, 3)], mechanism="rdp"),
+        "optimizer_state_dict": torch.optim.SGD(model().parameters(), lr=0.03).state_dict(),
+    }
+    file = io.BytesIO()
+    torch.save(content, file)
+    file.seek(0)
+    parts = private(noise_multiplier=1.0)
+    parts.engine.load_checkpoint(path=file, module=parts.model, optimizer=parts.optimizer)
+    assert torch.equal(parts.model._module[0].weight, model(5)[0].weight)
+    assert parts.optimizer.param_groups[0]["lr"] == 0.03
+    assert parts.engine.accountant.history == [(1.5, 0.01, 20), (1.0, 0.02, 3)]
+    spent = parts.engine.get_epsilon(1e-5)
+    train(parts)
+    assert parts.engine.get_epsilon(1e-5) > spent
+
+
+def test_a_part_that_is_on_one_side_only_is_warned_of():
+    parts = private(noise_multiplier=1.0)
+    without, with_it = saved(parts), saved(parts, optimizer=parts.optimizer)
+    with pytest.warns(UserWarning, match="optimizer was passed"):
+        parts.engine.load_checkpoint(path=without, module=parts.model, optimizer=parts.optimizer)
+    with pytest.warns(UserWarning, match="none was passed"):
+        parts.engine.load_checkpoint(path=with_it, module=parts.model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        without.seek(0)
+        parts.engine.load_checkpoint(path=without, module=parts.model)
+
+
+def test_what_is_no_checkpoint_is_a_value_error_and_changes_nothing():
+    parts = private(noise_multiplier=1.0)
+    before = weights(parts).clone()
+    for content in ({}, {"module_state_dict": model(5).state_dict()}):
+        file = io.BytesIO()
+        torch.save(content, file)
+        file.seek(0)
+        with pytest.raises(ValueError, match=r"module_state_dict|privacy_accountant_state_dict"):
+            parts.engine.load_checkpoint(path=file, module=parts.model)
+    other = private(engine=PrivacyEngine(accountant="gdp"), noise_multiplier=1.0)
+    train(other)
+    with pytest.raises(ValueError, match="gdp"):
+        parts.engine.load_checkpoint(path=saved(other), module=parts.model)
+    assert torch.equal(weights(parts), before)
+
+
+def test_arguments_for_torch_are_passed_on():
+    parts = private(noise_multiplier=1.0)
+    file = io.BytesIO()
+    parts.engine.save_checkpoint(
+        path=file,
+        module=parts.model,
+        module_state_dict_kwargs={"prefix": "inner."},
+        torch_save_kwargs={"_use_new_zipfile_serialization": False},
+    )
+    assert not file.getvalue().startswith(b"PK")
+    file.seek(0)
+    assert all(key.startswith("inner.") for key in torch.load(file, weights_only=False)["module_state_dict"])
+    bare = saved(parts)
+    with pytest.raises(RuntimeError, match="Missing key"):
+        short = torch.load(bare, weights_only=False)
+        short["module_state_dict"].popitem()
+        again = io.BytesIO()
+        torch.save(short, again)
+        again.seek(0)
+        parts.engine.load_checkpoint(path=again, module=parts.model)
+    again.seek(0)
+    loose = {"strict": False}
+    parts.engine.load_checkpoint(path=again, module=parts.model, module_load_dict_kwargs=loose)
+    bare.seek(0)
+    parts.engine.load_checkpoint(path=bare, module=parts.model, torch_load_kwargs={"map_location": "cpu"})

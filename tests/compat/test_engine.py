@@ -1,0 +1,324 @@
+"""``PrivacyEngine`` of Opacus's names: what it returns, what it charges, and what subclasses may change."""
+
+import pytest
+import torch
+from opacus_runs import MODES, assert_same, flat, gradients, loss, model, private, rows, train, truth
+from torch import nn
+from torch.utils.data import DataLoader
+
+from dpengine.compat.opacus import GradSampleModule, PrivacyEngine
+from dpengine.compat.opacus.accountants import IAccountant, register_accountant
+from dpengine.compat.opacus.optimizers import DPOptimizer
+from dpengine.compat.opacus.utils.adaptive_clipping import PrivacyEngineAdaptiveClipping
+from dpengine.compat.opacus.utils.batch_memory_manager import BatchMemoryManager
+from dpengine.errors import ParameterMismatchError, TicketError
+
+
+def passes_booked(engine):
+    """How often all of the data was released, as the ledger has it."""
+    return sum(charge.event.cycles(charge.count) for charge in engine.engine.ledger.totals)
+
+
+class Counting(IAccountant):
+    """An accountant that a user wrote."""
+
+    def __init__(self):
+        super().__init__()
+
+    def step(self, *, noise_multiplier, sample_rate):
+        self.history.append((noise_multiplier, sample_rate, 1))
+
+    def get_epsilon(self, delta, *args, **kwargs):
+        return float(len(self.history))
+
+    def __len__(self):
+        return len(self.history)
+
+    @classmethod
+    def mechanism(cls):
+        return "counting"
+
+
+@pytest.mark.parametrize("mode", [*MODES, "no_op"])
+def test_ghost_modes_give_four_values_and_others_three(mode):
+    plain = model()
+    made = PrivacyEngine().make_private(
+        module=plain,
+        optimizer=torch.optim.SGD(plain.parameters(), lr=0.1),
+        data_loader=DataLoader(rows(), 4),
+        noise_multiplier=1.0,
+        max_grad_norm=1.0,
+        grad_sample_mode=mode,
+    )
+    assert len(made) == (4 if mode == "ghost" else 3)
+    assert made[0]._module is plain
+    assert isinstance(made[1], DPOptimizer)
+    assert len(made[-1]) == 3
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_all_modes_apply_the_clipped_sum_of_a_loop_over_rows(mode, reduction):
+    parts = private(grad_sample_mode=mode, loss_reduction=reduction)
+    for inputs, targets in parts.loader:
+        expected = truth(parts.model._module, inputs, targets)
+        parts.optimizer.zero_grad()
+        (loss(parts.model, inputs, targets) * (len(inputs) if reduction == "sum" else 1)).backward()
+        assert all(p.grad is None or not p.grad.any() for p in parts.model.parameters())
+        parts.optimizer.step()
+        assert_same(gradients(parts.model._module, 4 if reduction == "mean" else 1), expected)
+
+
+@pytest.mark.parametrize("mode", ["hooks", "functorch", "ghost"])
+def test_without_a_wrapper_the_model_itself_is_trained_and_hooks_are_returned(mode):
+    plain = model()
+    parts = private(module=plain, wrap_model=False, grad_sample_mode=mode)
+    assert not isinstance(parts.model, nn.Module)
+    inputs, targets = next(iter(parts.loader))
+    expected = truth(plain, inputs, targets)
+    loss(plain, inputs, targets).backward()
+    parts.optimizer.step()
+    assert_same(gradients(plain, 4), expected)
+
+
+@pytest.mark.parametrize("poisson", [True, False])
+def test_a_second_call_with_the_private_parts_adds_to_what_was_spent(poisson):
+    first = private(noise_multiplier=1.0, poisson_sampling=poisson)
+    train(first)
+    spent = first.engine.get_epsilon(1e-5)
+    made = first.engine.make_private(
+        module=first.model,
+        optimizer=first.optimizer,
+        data_loader=first.loader,
+        noise_multiplier=2.0,
+        max_grad_norm=1.0,
+        poisson_sampling=poisson,
+    )
+    second = first._replace(model=made[0], optimizer=made[1], loader=made[2])
+    assert second.model is first.model
+    assert second.optimizer.original_optimizer is first.optimizer.original_optimizer
+    assert len(second.loader) == 3
+    train(second)
+    assert [(sigma, steps) for sigma, _, steps in first.engine.accountant.history] == [(1.0, 3), (2.0, 3)]
+    assert first.engine.get_epsilon(1e-5) > spent
+
+
+def test_the_optimizer_of_an_earlier_call_is_refused():
+    first = private(noise_multiplier=1.0)
+    first.engine.make_private(
+        module=first.model,
+        optimizer=first.optimizer,
+        data_loader=first.loader,
+        noise_multiplier=1.0,
+        max_grad_norm=1.0,
+        poisson_sampling=False,
+    )
+    with pytest.raises((ParameterMismatchError, TicketError)):
+        train(first)
+
+
+# Without Poisson sampling each pass is one release of everybody's part
+
+
+def two_passes(parts):
+    train(parts)
+    train(parts)
+
+
+def broken_off_and_begun_again(parts):
+    for _ in range(4):
+        train(parts, steps=5)
+
+
+def noise_changed_within(parts):
+    train(parts, steps=4)
+    parts.optimizer.noise_multiplier = 2.0
+    train(parts, steps=2)
+    parts.optimizer.noise_multiplier = 1.0
+    train(parts, steps=4)
+
+
+def begun_in_the_middle(parts):
+    parts.loader.load_state_dict({"position": 5})
+    train(parts)  # 5 batches of one pass, and 5 of the next
+
+
+def in_order_of_memory(parts):
+    with BatchMemoryManager(data_loader=parts.loader, max_physical_batch_size=3, optimizer=parts.optimizer) as chunks:
+        train(parts._replace(loader=chunks))
+    train(parts)
+
+
+def batches_added_up(parts):
+    for number, (inputs, targets) in enumerate(parts.loader, 1):
+        loss(parts.model, inputs, targets).backward()
+        if number % 5 == 0:
+            parts.optimizer.step()
+            parts.optimizer.zero_grad()
+
+
+def two_iterators(parts):
+    first = iter(parts.loader)
+    next(first)
+    train(parts)  # goes on behind it: one batch given up, and ten
+
+
+PASSES = [
+    (two_passes, 2),
+    (broken_off_and_begun_again, 2),
+    (noise_changed_within, 3),
+    (begun_in_the_middle, 2),
+    (in_order_of_memory, 2),
+    (batches_added_up, 1),
+    (two_iterators, 2),
+]
+
+
+@pytest.mark.parametrize("drop_last", [False, True])
+@pytest.mark.parametrize("does, expected", PASSES, ids=[does.__name__ for does, _ in PASSES])
+def test_every_pass_in_which_a_row_may_have_been_is_booked(does, expected, drop_last):
+    rest = 3 if drop_last else 0
+    parts = private(count=40 + rest, noise_multiplier=1.0, shuffle=True, drop_last=drop_last)
+    assert len(parts.loader) == 10
+    does(parts)
+    assert passes_booked(parts.engine) == expected
+
+
+def test_batches_of_two_passes_never_make_one_release():
+    parts = private(count=12, noise_multiplier=1.0)
+    train(parts, steps=2)
+    parts.optimizer.zero_grad()
+    batches = iter(parts.loader)
+    for _ in range(2):
+        loss(parts.model, *next(batches)).backward()
+        if _ == 0:
+            parts.optimizer.clip_and_accumulate()
+    with pytest.raises(TicketError, match="two passes"):
+        parts.optimizer.step()
+
+
+@pytest.mark.parametrize("poisson", [True, False])
+def test_an_accountant_of_the_users_own_hears_of_steps_or_of_passes(poisson):
+    register_accountant("counting", Counting, force=True)
+    parts = private(
+        engine=PrivacyEngine(accountant="counting"), count=40, noise_multiplier=1.0, poisson_sampling=poisson
+    )
+    train(parts)
+    train(parts, steps=1)
+    history = parts.engine.accountant.history
+    # A rate below 1 would claim that chance decides who is in a batch.
+    assert history == ([(1.0, pytest.approx(0.1), 1)] * 11 if poisson else [(1.0, 1.0, 1)] * 2)
+
+
+def test_noise_repeats_with_a_generator_and_never_without():
+    def weights(seed):
+        generator = None if seed is None else torch.Generator().manual_seed(seed)
+        parts = private(noise_multiplier=1.0, noise_generator=generator)
+        train(parts)
+        return flat(dict(parts.model.named_parameters())).detach()
+
+    assert torch.equal(weights(3), weights(3))
+    assert not torch.equal(weights(3), weights(4))
+    assert not torch.equal(weights(None), weights(None))
+
+
+def test_secure_mode_draws_from_a_cipher_and_takes_no_generator():
+    parts = private(engine=PrivacyEngine(secure_mode=True), noise_multiplier=1.0)
+    train(parts)
+    assert parts.optimizer._release.source.describe()["kind"] == "chacha20"
+    assert not parts.optimizer._release.source.insecure_seed
+    with pytest.raises(ValueError, match="secure_mode"):
+        private(engine=PrivacyEngine(secure_mode=True), noise_generator=torch.Generator())
+
+
+def test_what_is_refused_leaves_model_and_optimizer_as_they_were():
+    plain = model()
+    with pytest.raises(ValueError, match=r"max_grad_norm|max_norm"):
+        private(module=plain, max_grad_norm=-1.0)
+    assert not any(hasattr(p, "grad_sample") for p in plain.parameters())
+    assert not any(module._forward_hooks for module in plain.modules())
+    assert private(module=plain).model._module is plain
+
+
+def test_a_frozen_parameter_is_not_moved_by_a_gradient_from_before():
+    plain = model()
+    loss(plain, *rows().tensors).backward()
+    plain[0].requires_grad_(False)
+    before = plain[0].weight.clone()
+    train(private(module=plain, noise_multiplier=1.0))
+    assert torch.equal(plain[0].weight, before)
+
+
+def test_a_subclass_may_give_an_optimizer_of_its_own():
+    class Halved(DPOptimizer):
+        def scale_grad(self):
+            super().scale_grad()
+            for parameter in self.params:
+                parameter.grad /= 2
+
+    class Engine(PrivacyEngine):
+        def _prepare_optimizer(self, *, optimizer, noise_multiplier, max_grad_norm, expected_batch_size, **kwargs):
+            return Halved(
+                optimizer,
+                noise_multiplier=noise_multiplier,
+                max_grad_norm=max_grad_norm,
+                expected_batch_size=expected_batch_size,
+            )
+
+    parts = private(engine=Engine())
+    inputs, targets = next(iter(parts.loader))
+    expected = truth(parts.model._module, inputs, targets)
+    loss(parts.model, inputs, targets).backward()
+    parts.optimizer.step()
+    assert_same(gradients(parts.model._module, 8), expected)
+
+
+def test_the_adaptive_engine_moves_the_threshold_within_its_bounds():
+    parts = private(engine=PrivacyEngineAdaptiveClipping(), noise_multiplier=0.5, min_clipbound=0.5, max_clipbound=1.01)
+    train(parts)
+    assert 0.5 <= parts.optimizer.max_grad_norm <= 1.01
+    assert parts.optimizer.max_grad_norm != 1.0
+    assert [(sigma, steps) for sigma, _, steps in parts.engine.accountant.history] == [(0.5, 3)]
+
+
+@pytest.mark.parametrize("mode", ["hooks", "ghost"])
+def test_looking_at_other_data_between_backward_and_step_changes_nothing(mode):
+    parts = private(grad_sample_mode=mode)
+    inputs, targets = next(iter(parts.loader))
+    expected = truth(parts.model._module, inputs, targets)
+    parts.model(torch.randn(5, 3))  # in train mode, and never used
+    loss(parts.model, inputs, targets).backward()
+    parts.model.eval()
+    with torch.no_grad():
+        parts.model(torch.randn(7, 3))
+    seen = torch.randn(2, 3, requires_grad=True)
+    parts.model(seen).sum().backward()
+    assert seen.grad is not None
+    parts.model.train()
+    parts.optimizer.step()
+    assert_same(gradients(parts.model._module, 4), expected)
+
+
+@pytest.mark.parametrize("poisson", [True, False])
+@pytest.mark.parametrize("mode", ["hooks", "ghost"])
+@pytest.mark.parametrize("order", ["top", "between", "end", "model"])
+def test_gradients_may_be_cleared_in_any_order(order, mode, poisson):
+    parts = private(poisson_sampling=poisson, grad_sample_mode=mode, noise_multiplier=1.0)
+    clear = {"model": parts.model.zero_grad}.get(order, parts.optimizer.zero_grad)
+    for inputs, targets in parts.loader:
+        if order == "top":
+            clear()
+        value = loss(parts.model, inputs, targets)
+        if order == "between":
+            clear()
+        value.backward()
+        parts.optimizer.step()
+        if order in {"end", "model"}:
+            clear()
+    assert sum(steps for *_, steps in parts.engine.accountant.history) == 3
+
+
+def test_wrappers_of_other_settings_are_refused():
+    plain = model()
+    with pytest.raises(ValueError, match="to_standard_module"):
+        private(module=GradSampleModule(plain, loss_reduction="sum"))

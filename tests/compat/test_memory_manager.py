@@ -1,0 +1,125 @@
+"""``BatchMemoryManager``: chunks of a logical batch are one release, whatever happens in between."""
+
+import pytest
+import torch
+from opacus_runs import assert_same, by_hand, gradients, loss, private, rows, train, truth
+from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
+
+from dpengine.compat.opacus.data_loader import DPDataLoader
+from dpengine.compat.opacus.utils.batch_memory_manager import (
+    BatchMemoryManager,
+    BatchSplittingSampler,
+    wrap_data_loader,
+)
+
+
+@pytest.mark.parametrize("mode", ["hooks", "functorch", "ghost"])
+@pytest.mark.parametrize("through", ["make_private", "by hand"])
+def test_chunks_are_one_logical_batch(through, mode):
+    parts = private(batch_size=6, grad_sample_mode=mode)
+    wrapped, optimizer, loader = parts.model, parts.optimizer, parts.loader
+    if through == "by hand":
+        wrapped, optimizer = by_hand(wrapper=lambda m: parts.model, expected_batch_size=6)
+        loader = DataLoader(rows(), 6)
+    with BatchMemoryManager(data_loader=loader, max_physical_batch_size=4, optimizer=optimizer) as chunks:
+        assert isinstance(chunks, DataLoader)
+        seen = []
+        for inputs, targets in chunks:
+            seen.append((inputs, targets))
+            optimizer.zero_grad()
+            if len(seen) % 2:
+                before = {name: p.detach().clone() for name, p in wrapped.named_parameters()}
+                expected = truth(wrapped._module, *[t[6 * (len(seen) // 2) :][:6] for t in rows().tensors])
+            loss(wrapped, inputs, targets).backward()
+            optimizer.step()
+            if len(seen) % 2:
+                assert all(torch.equal(p, before[name]) for name, p in wrapped.named_parameters())
+            else:
+                assert_same(gradients(wrapped._module, 6), expected)
+    assert [len(inputs) for inputs, _ in seen] == [3, 3, 3, 3]
+    assert torch.equal(torch.cat([inputs for inputs, _ in seen]), rows().tensors[0])
+    if through == "make_private":
+        assert sum(steps for *_, steps in parts.engine.accountant.history) == 2
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("through", ["make_private", "by hand"])
+def test_a_batch_that_was_cut_off_never_enters_another(through, workers):
+    parts = private(batch_size=6, workers=workers)
+    wrapped, optimizer, loader = parts.model, parts.optimizer, parts.loader
+    if through == "by hand":
+        wrapped, optimizer = by_hand(expected_batch_size=6)
+        loader = DataLoader(rows(), 6, num_workers=workers)
+    with BatchMemoryManager(data_loader=loader, max_physical_batch_size=2, optimizer=optimizer) as chunks:
+        for inputs, targets in chunks:
+            loss(wrapped, inputs, targets).backward()
+            optimizer.step()
+            break
+    for inputs, targets in loader:
+        optimizer.zero_grad()
+        expected = truth(wrapped._module, inputs, targets)
+        loss(wrapped, inputs, targets).backward()
+        optimizer.step()
+        assert_same(gradients(wrapped._module, 6), expected)
+        assert not optimizer.step_was_skipped
+
+
+def test_a_poisson_loader_of_ones_own_is_cut_for_an_optimizer_of_ones_own():
+    wrapped, optimizer = by_hand(expected_batch_size=6)
+    released, sizes = [], []
+    optimizer.attach_step_hook(lambda one: released.append(len(sizes)))
+    loader = DPDataLoader(rows(40), sample_rate=0.25, generator=torch.Generator().manual_seed(0))
+    with BatchMemoryManager(data_loader=loader, max_physical_batch_size=3, optimizer=optimizer) as chunks:
+        for inputs, targets in chunks:
+            optimizer.zero_grad()
+            loss(wrapped, inputs, targets).backward()
+            optimizer.step()
+            sizes.append(len(inputs))
+    assert max(sizes) <= 3
+    assert len(released) == len(loader) == 4
+    assert len(sizes) > 4
+
+
+def test_an_empty_logical_batch_comes_once_and_is_a_step():
+    parts = private(poisson_sampling=True, batch_size=1, count=6, noise_multiplier=1.0)
+    with BatchMemoryManager(data_loader=parts.loader, max_physical_batch_size=2, optimizer=parts.optimizer) as chunks:
+        sizes = []
+        for _ in range(20):
+            for inputs, targets in chunks:
+                sizes.append(len(inputs))
+                parts.optimizer.zero_grad()
+                loss(parts.model, inputs, targets).backward()
+                parts.optimizer.step()
+    assert 0 in sizes
+    assert [steps for *_, steps in parts.engine.accountant.history] == [120]
+
+
+def test_parts_of_batches_are_nearly_equal_and_say_which_is_the_last():
+    _, optimizer = by_hand()
+    asked = []
+    optimizer.signal_skip_step = lambda do_skip=True: asked.append(do_skip)
+    sampler = BatchSampler(SequentialSampler(range(11)), 7, drop_last=False)
+    parts = BatchSplittingSampler(sampler=sampler, max_batch_size=3, optimizer=optimizer)
+    assert list(parts) == [[0, 1, 2], [3, 4], [5, 6], [7, 8], [9, 10]]
+    assert asked == [True, True, False, True, False]
+    assert len(parts) == 5
+    with pytest.raises(ValueError, match="max_physical_batch_size"):
+        BatchMemoryManager(data_loader=None, max_physical_batch_size=0, optimizer=optimizer)
+
+
+def test_settings_of_the_loader_are_carried_over():
+    _, optimizer = by_hand()
+    plain = DataLoader(rows(), 6, collate_fn=list, timeout=0, pin_memory=False)
+    chunks = wrap_data_loader(data_loader=plain, max_batch_size=4, optimizer=optimizer)
+    assert chunks.collate_fn is list
+    assert chunks.dataset is plain.dataset
+    assert type(chunks) is DataLoader
+    unbatched = wrap_data_loader(data_loader=DataLoader(rows(), batch_size=None), max_batch_size=4, optimizer=optimizer)
+    assert len(list(unbatched)) == 12
+
+
+def test_the_loader_itself_goes_on_where_its_chunks_ended():
+    parts = private(noise_multiplier=1.0)
+    with BatchMemoryManager(data_loader=parts.loader, max_physical_batch_size=3, optimizer=parts.optimizer) as chunks:
+        train(parts._replace(loader=chunks))
+    assert [len(inputs) for inputs, _ in parts.loader] == [4, 4, 4]

@@ -1,0 +1,550 @@
+"""``DPOptimizer`` by hand and through ``make_private``: what it shows, what may be changed, and when that holds."""
+
+import math
+
+import pytest
+import torch
+from opacus_runs import MODES, assert_same, by_hand, flat, gradients, loss, model, private, rows, train, truth
+from torch import nn
+from torch.optim import lr_scheduler
+
+from dpengine.compat.opacus import GradSampleModule, GradSampleModuleFastGradientClipping
+from dpengine.compat.opacus.accountants import RDPAccountant
+from dpengine.compat.opacus.grad_sample import GradSampleModuleExpandedWeights, GradSampleModuleNoOp
+from dpengine.compat.opacus.optimizers import (
+    AdaClipDPOptimizer,
+    DPOptimizer,
+    DPOptimizerFastGradientClipping,
+    DPPerLayerOptimizer,
+)
+from dpengine.errors import MissingGradientError, ParameterMismatchError, PrivacyError
+
+WRAPPERS = {
+    "hooks": GradSampleModule,
+    "functorch": lambda m: GradSampleModule(m, force_functorch=True),
+    "ew": GradSampleModuleExpandedWeights,
+    "ghost": GradSampleModuleFastGradientClipping,
+}
+
+
+def batch(count=4):
+    return [tensor[:count] for tensor in rows().tensors]
+
+
+def backward(wrapped, count=4):
+    loss(wrapped, *batch(count)).backward()
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_by_hand_the_step_is_that_of_a_loop_over_rows(mode):
+    wrapped, optimizer = by_hand(wrapper=WRAPPERS[mode])
+    for _ in range(2):
+        optimizer.zero_grad()
+        expected = truth(wrapped._module, *batch())
+        backward(wrapped)
+        assert optimizer.step() is None
+        assert_same(gradients(wrapped._module, 4), expected)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_several_backward_passes_make_one_step_with_one_noise(mode):
+    wrapped, optimizer = by_hand(wrapper=WRAPPERS[mode])
+    expected = truth(wrapped._module, *[tensor[:6] for tensor in rows().tensors])
+    backward(wrapped, 4)
+    loss(wrapped, *[tensor[4:6] for tensor in rows().tensors]).backward()
+    assert optimizer.accumulated_iterations == 2
+    optimizer.step()
+    assert_same(gradients(wrapped._module, 4 * 2), expected)
+
+
+def test_noise_has_the_standard_deviation_of_multiplier_times_threshold():
+    wide = nn.Linear(400, 100)
+    wrapped, optimizer = by_hand(wide, noise_multiplier=3.0, max_grad_norm=0.5, expected_batch_size=2)
+    drawn = []
+    for _ in range(2):
+        optimizer.zero_grad()
+        (wrapped(torch.randn(2, 400)) * 0).mean(dim=0).sum().backward()
+        optimizer.step()
+        drawn.append(2 * flat({n: p.grad for n, p in wide.named_parameters()}))
+    for noise in drawn:  # the std of 40,100 draws is known to 0.36 %
+        assert float(noise.std()) == pytest.approx(1.5, rel=0.02)
+        assert abs(float(noise.mean())) < 0.05
+    both = torch.stack(drawn)
+    assert abs(float(torch.corrcoef(both)[0, 1])) < 0.03
+
+
+def test_an_accountant_attached_by_hand_hears_of_each_step_and_of_accumulation():
+    accountant, heard = RDPAccountant(), []
+    wrapped, optimizer = by_hand(noise_multiplier=2.0)
+    optimizer.attach_step_hook(accountant.get_optimizer_hook_fn(sample_rate=0.1))
+    optimizer.attach_step_hook(lambda one: heard.append(one.accumulated_iterations))
+    backward(wrapped)
+    optimizer.step()
+    optimizer.zero_grad()
+    backward(wrapped)
+    backward(wrapped)
+    optimizer.step()
+    assert [(sigma, pytest.approx(rate), steps) for sigma, rate, steps in accountant.history] == [
+        (2.0, 0.1, 1),
+        (2.0, 0.2, 1),
+    ]
+    assert heard == [1, 2]
+    optimizer.step_hook = None
+    assert optimizer.step_hook is None
+
+
+def test_attributes_are_those_of_the_optimizer_inside():
+    wrapped, optimizer = by_hand()
+    inner = optimizer.original_optimizer
+    assert isinstance(optimizer, torch.optim.Optimizer)
+    assert optimizer.param_groups is inner.param_groups
+    assert optimizer.state is inner.state
+    assert optimizer.defaults is inner.defaults
+    assert optimizer.params == list(wrapped.parameters())
+    replaced = [dict(group, lr=0.5) for group in optimizer.param_groups]
+    optimizer.param_groups = replaced
+    assert inner.param_groups is replaced
+    backward(wrapped)
+    before = wrapped._module[0].bias.detach().clone()
+    optimizer.step()
+    torch.testing.assert_close(before - wrapped._module[0].bias, 0.5 * wrapped._module[0].bias.grad)
+    optimizer.load_state_dict(torch.optim.SGD(wrapped.parameters(), lr=0.25, momentum=0.9).state_dict())
+    assert inner.param_groups[0]["lr"] == 0.25
+    assert optimizer.state_dict() == inner.state_dict()
+
+
+def test_two_steps_without_zero_grad_are_a_value_error():
+    wrapped, optimizer = by_hand()
+    backward(wrapped)
+    optimizer.step()
+    with pytest.raises(ValueError, match="zero_grad"):
+        optimizer.step()
+    optimizer.zero_grad()
+    backward(wrapped)
+    optimizer.step()
+    with pytest.raises(ValueError, match="zero_grad"):
+        backward(wrapped)
+
+
+def test_with_poisson_batches_a_second_backward_pass_is_a_value_error_that_names_the_parameter():
+    parts = private(poisson_sampling=True, count=400, batch_size=40)
+    inputs, targets = next(iter(parts.loader))
+    loss(parts.model, inputs, targets).backward()
+    with pytest.raises(ValueError, match=r"parameter '[02]\.(weight|bias)'"):
+        loss(parts.model, inputs, targets).backward()
+
+
+def test_a_pass_that_was_refused_leaves_nothing_that_could_count_twice():
+    wrapped, optimizer = by_hand()
+    wrapped.forbid_grad_accumulation()
+    backward(wrapped)
+    with pytest.raises(ValueError, match="Poisson"):
+        backward(wrapped)
+    backward(wrapped)
+    with pytest.raises(MissingGradientError):
+        optimizer.step()
+    optimizer.zero_grad()
+    expected = truth(wrapped._module, *batch())
+    backward(wrapped)
+    optimizer.step()
+    assert_same(gradients(wrapped._module, 4), expected)
+
+
+def test_step_returns_the_loss_of_a_closure():
+    wrapped, optimizer = by_hand()
+
+    def closure():
+        optimizer.zero_grad()
+        value = loss(wrapped, *batch())
+        value.backward()
+        return value
+
+    expected = truth(wrapped._module, *batch())
+    value = float(loss(wrapped._module, *batch()).detach())
+    assert float(optimizer.step(closure)) == pytest.approx(value)
+    assert_same(gradients(wrapped._module, 4), expected)
+
+
+# What is written holds from the next step, for clip, noise and ledger alike
+
+
+@pytest.mark.parametrize("mode", ["hooks", "ghost"])
+@pytest.mark.parametrize("moment", ["before the first step", "before forward", "before backward", "before step"])
+def test_a_threshold_that_is_written_is_that_of_the_next_step(moment, mode):
+    parts = private(grad_sample_mode=mode)
+    parts.optimizer.max_grad_norm = 0.5 if moment == "before the first step" else 1.0
+    batches = iter(parts.loader)
+    if moment != "before the first step":
+        loss(parts.model, *next(batches)).backward()
+        parts.optimizer.step()
+        parts.optimizer.zero_grad()
+    inputs, targets = next(batches)
+
+    def write(now):
+        if moment == now:
+            parts.optimizer.max_grad_norm = 0.5
+
+    write("before forward")
+    value = loss(parts.model, inputs, targets)
+    write("before backward")
+    value.backward()
+    write("before step")
+    assert parts.optimizer.max_grad_norm == 0.5
+    expected = truth(parts.model._module, inputs, targets, 0.5)
+    parts.optimizer.step()
+    assert_same(gradients(parts.model._module, 4), expected)
+
+
+@pytest.mark.parametrize("poisson", [True, False])
+def test_noise_that_is_written_is_charged_from_the_release_that_has_it(poisson):
+    parts = private(noise_multiplier=1.0, poisson_sampling=poisson)
+    batches = iter(parts.loader)
+    stds = []
+    for sigma in (1.0, 4.0, 4.0):
+        value = loss(parts.model, *next(batches))
+        value.backward()
+        parts.optimizer.noise_multiplier = sigma  # between backward and step
+        parts.optimizer.max_grad_norm = 2.0
+        stds.append(parts.optimizer._release.plan.noise_std)
+        parts.optimizer.step()
+        parts.optimizer.zero_grad()
+    assert stds == [2.0, 8.0, 8.0]
+    assert [(sigma, steps) for sigma, _, steps in parts.engine.accountant.history] == [(1.0, 1), (4.0, 2)]
+
+
+def test_a_change_between_chunks_waits_for_the_next_logical_batch():
+    wrapped, optimizer = by_hand(noise_multiplier=1e-9)
+    expected = truth(wrapped._module, *[tensor[:6] for tensor in rows().tensors])
+    optimizer.signal_skip_step()
+    backward(wrapped, 4)
+    optimizer.step()
+    optimizer.zero_grad()
+    optimizer.max_grad_norm = 0.25
+    optimizer.noise_multiplier = 2e-9
+    loss(wrapped, *[tensor[4:6] for tensor in rows().tensors]).backward()
+    optimizer.step()
+    assert_same(gradients(wrapped._module, 4), expected)
+    assert optimizer.max_grad_norm == 0.25
+    assert optimizer._release.plan.noise_std == pytest.approx(0.5e-9, rel=1e-9, abs=0)
+
+
+def test_other_constants_may_be_written_too():
+    wrapped, optimizer = by_hand()
+    expected = truth(wrapped._module, *batch())
+    optimizer.expected_batch_size = 16
+    backward(wrapped)
+    optimizer.step()
+    assert_same(gradients(wrapped._module, 16), expected)
+    optimizer.generator = torch.Generator().manual_seed(0)
+    assert optimizer._release.source.insecure_seed
+    for name, value in (("noise_multiplier", -1.0), ("max_grad_norm", 0.0), ("expected_batch_size", -3)):
+        before = getattr(optimizer, name)
+        with pytest.raises(ValueError, match=r".+"):
+            setattr(optimizer, name, value)
+        assert getattr(optimizer, name) == before
+
+
+def test_writing_a_generator_again_never_repeats_noise_of_a_step():
+    wrapped, optimizer = by_hand(noise_multiplier=1.0)
+    seen = []
+    for _ in range(3):
+        optimizer.generator = torch.Generator().manual_seed(5)
+        optimizer.zero_grad()
+        (loss(wrapped, *batch()) * 0).backward()
+        optimizer.step()
+        seen.append(flat(gradients(wrapped)))
+    assert not torch.allclose(seen[0], seen[1])
+    assert not torch.allclose(seen[1], seen[2])
+
+
+# Subclasses
+
+
+def test_an_own_add_noise_is_used_and_charged():
+    class Silent(DPOptimizer):
+        def add_noise(self):
+            for parameter in self.params:
+                parameter.grad = parameter.summed_grad.clone()
+
+    wrapped, optimizer = by_hand(kind=Silent, noise_multiplier=5.0)
+    for _ in range(2):
+        optimizer.zero_grad()
+        expected = truth(wrapped._module, *batch())
+        backward(wrapped)
+        optimizer.step()
+        assert_same(gradients(wrapped._module, 4), expected)
+
+
+def test_what_an_own_add_noise_makes_of_the_gradient_is_divided_as_well():
+    class Moved(DPOptimizer):
+        def add_noise(self):
+            super().add_noise()
+            for parameter in self.params:
+                parameter.grad = parameter.grad + 1.0
+
+    wrapped, optimizer = by_hand(kind=Moved)
+    expected = {name: total + 1 for name, total in truth(wrapped._module, *batch()).items()}
+    backward(wrapped)
+    optimizer.step()
+    assert_same(gradients(wrapped._module, 4), expected)
+
+
+@pytest.mark.parametrize("calls_super", [False, True])
+@pytest.mark.parametrize("through", ["make_private", "by hand"])
+def test_sums_of_an_own_clip_and_accumulate_are_those_that_get_noise(calls_super, through):
+    class Signs(DPOptimizer):
+        def clip_and_accumulate(self):
+            seen = {p: sum(p.grad_sample).sign() for p in self.params}
+            if calls_super:
+                super().clip_and_accumulate()
+            for parameter, total in seen.items():
+                parameter.summed_grad = total
+
+    wrapped, optimizer = by_hand(kind=Signs)
+    parts = private(noise_multiplier=1.0)
+    if through == "make_private":
+        parts.optimizer.__class__ = Signs
+        parts.optimizer.noise_multiplier = 0.0
+        wrapped, optimizer = parts.model, parts.optimizer
+        inputs, targets = next(iter(parts.loader))
+    else:
+        inputs, targets = batch()
+    loss(wrapped, inputs, targets).backward()
+    expected = {name: p.grad_sample.sum(dim=0).sign().double() for name, p in wrapped.named_parameters()}
+    optimizer.step()
+    assert_same(gradients(wrapped, 4), expected)
+    if through == "make_private":
+        assert sum(steps for *_, steps in parts.engine.accountant.history) == 1
+
+
+def test_the_parts_of_a_step_may_be_called_one_by_one():
+    parts = private(noise_multiplier=1e-9)
+    inputs, targets = next(iter(parts.loader))
+    expected = truth(parts.model._module, inputs, targets)
+    loss(parts.model, inputs, targets).backward()
+    parts.optimizer.clip_and_accumulate()
+    sums = {name: p.summed_grad.double() for name, p in parts.model._module.named_parameters()}
+    assert_same(sums, expected)
+    parts.optimizer.add_noise()
+    assert_same(gradients(parts.model._module), expected)
+    with pytest.raises(PrivacyError, match="noise"):
+        parts.optimizer.add_noise()
+    parts.optimizer.scale_grad()
+    assert_same(gradients(parts.model._module, 4), expected)
+    assert [steps for *_, steps in parts.engine.accountant.history] == [1]
+
+
+def test_a_skip_is_asked_of_one_step_only():
+    wrapped, optimizer = by_hand()
+    before = flat(dict(wrapped.named_parameters())).clone()
+    optimizer.signal_skip_step()
+    backward(wrapped)
+    assert optimizer.pre_step() is False
+    assert optimizer.step_was_skipped
+    assert torch.equal(flat(dict(wrapped.named_parameters())), before)
+    optimizer.zero_grad()
+    assert all(p.summed_grad is not None and p.grad_sample is None for p in wrapped.parameters())
+    backward(wrapped)
+    optimizer.step()
+    assert not optimizer.step_was_skipped
+    optimizer.zero_grad()
+    assert all(p.summed_grad is None for p in wrapped.parameters())
+
+
+# Parts of models
+
+
+def test_an_optimizer_over_a_part_of_the_model_clips_that_part():
+    wrapped, optimizer = by_hand(parameters=lambda w: w._module[2].parameters())
+    hidden = wrapped._module[:2](batch()[0]).detach()
+    for _ in range(2):
+        optimizer.zero_grad()
+        expected = truth(wrapped._module[2], hidden, batch()[1])
+        backward(wrapped)
+        optimizer.step()
+        assert_same(gradients(wrapped._module[2], 4), expected)
+
+
+def test_parameters_added_to_the_optimizer_are_trained():
+    wrapped, optimizer = by_hand(parameters=lambda w: w._module[2].parameters())
+    backward(wrapped)
+    optimizer.step()
+    optimizer.zero_grad()
+    optimizer.add_param_group({"params": list(wrapped._module[0].parameters())})
+    expected = truth(wrapped._module, *batch())
+    backward(wrapped)
+    optimizer.step()
+    assert_same(gradients(wrapped._module, 4), expected)
+
+
+def test_two_optimizers_over_one_wrapper_are_refused_at_the_first_step():
+    wrapped, first = by_hand(parameters=lambda w: w._module[0].parameters())
+    second = DPOptimizer(
+        torch.optim.SGD(wrapped._module[2].parameters(), lr=0.1),
+        noise_multiplier=0.0,
+        max_grad_norm=1.0,
+        expected_batch_size=4,
+    )
+    backward(wrapped)
+    with pytest.raises(ParameterMismatchError, match="Another private optimizer"):
+        first.step()
+    second.step()
+    del second
+    first.zero_grad()
+    backward(wrapped)
+    first.step()  # the other one is gone
+
+
+def test_parameters_of_two_wrappers_are_refused():
+    one, other = GradSampleModule(model()), GradSampleModule(model(1))
+    both = torch.optim.SGD([*one.parameters(), *other.parameters()], lr=0.1)
+    optimizer = DPOptimizer(both, noise_multiplier=0.0, max_grad_norm=1.0, expected_batch_size=4)
+    backward(one)
+    with pytest.raises(ParameterMismatchError, match="2 models"):
+        optimizer.step()
+
+
+def test_parameters_without_hooks_get_what_is_written_to_them():
+    wrapped, optimizer = by_hand(wrapper=GradSampleModuleNoOp)
+    written = {p: torch.randn(4, *p.shape) for p in wrapped.parameters()}
+    for parameter, grad in written.items():
+        parameter.grad_sample = grad
+    norms = torch.cat([g.flatten(1) for g in written.values()], dim=1).norm(dim=1)
+    factors = (1 / norms).clamp(max=1)
+    optimizer.step()
+    for parameter, grad in written.items():
+        expected = torch.einsum("b...,b->...", grad, factors) / 4
+        torch.testing.assert_close(parameter.grad, expected, rtol=1e-5, atol=1e-6)
+
+
+# Others
+
+
+SCHEDULERS = {
+    "step": lambda one: lr_scheduler.StepLR(one, 1, 0.5),
+    "lambda": lambda one: lr_scheduler.LambdaLR(one, lambda epoch: 0.9**epoch),
+    "one-cycle": lambda one: lr_scheduler.OneCycleLR(one, 0.2, total_steps=10),
+    "cosine": lambda one: lr_scheduler.CosineAnnealingLR(one, 5),
+}
+
+
+@pytest.mark.filterwarnings("error:Detected call of")
+@pytest.mark.parametrize("make", SCHEDULERS.values(), ids=SCHEDULERS)
+def test_a_learning_rate_schedule_around_the_private_optimizer_reaches_the_update(make):
+    parts = private()
+    twin = torch.optim.SGD(model().parameters(), lr=0.1)
+    schedule, expected = make(parts.optimizer), make(twin)
+    for _ in range(3):
+        before = parts.model._module[0].bias.detach().clone()
+        rate = parts.optimizer.param_groups[0]["lr"]
+        assert rate == twin.param_groups[0]["lr"]
+        train(parts, steps=1)
+        moved = parts.model._module[0].bias
+        group = parts.optimizer.original_optimizer.param_groups[0]
+        if group["momentum"] == 0:
+            torch.testing.assert_close(before - moved, rate * moved.grad)
+        twin.step()
+        schedule.step()
+        expected.step()
+
+
+def test_hooks_of_users_on_steps_are_called_once():
+    parts, heard = private(), []
+    parts.optimizer.register_step_pre_hook(lambda *_: heard.append("pre"))
+    parts.optimizer.register_step_post_hook(lambda *_: heard.append("post"))
+    train(parts, steps=2)
+    assert heard == ["pre", "post"] * 2
+
+
+def test_thresholds_for_each_parameter_bound_each_by_its_own():
+    bounds = [0.5, 0.25, 1.0, 0.125]
+    wrapped, optimizer = by_hand(kind=DPPerLayerOptimizer, max_grad_norm=bounds, noise_multiplier=0.0)
+    assert optimizer.max_grad_norms == bounds
+    assert optimizer.max_grad_norm == pytest.approx(math.hypot(*bounds))
+    backward(wrapped)
+    samples = {p: p.grad_sample + 0 for p in wrapped.parameters()}
+    optimizer.step()
+    for (parameter, grad), bound in zip(samples.items(), bounds, strict=True):
+        factors = (bound / grad.flatten(1).norm(dim=1)).clamp(max=1)
+        torch.testing.assert_close(parameter.grad, torch.einsum("b...,b->...", grad, factors) / 4, rtol=1e-4, atol=1e-6)
+    optimizer.zero_grad()
+    optimizer.noise_multiplier = 2.0
+    optimizer.max_grad_norms = [2 * bound for bound in bounds]
+    backward(wrapped)
+    assert optimizer._release.plan.noise_std == pytest.approx(4 * math.hypot(*bounds))
+    with pytest.raises(ValueError, match="3 thresholds"):
+        optimizer.max_grad_norms = bounds[:3]
+
+
+def adaptive(**changed):
+    settings = {
+        "target_unclipped_quantile": 0.5,
+        "clipbound_learning_rate": 0.2,
+        "max_clipbound": 10.0,
+        "min_clipbound": 0.01,
+        "unclipped_num_std": 1.0,
+        "noise_multiplier": 1.0,
+    }
+    return by_hand(kind=AdaClipDPOptimizer, **(settings | changed))
+
+
+def test_the_adaptive_optimizer_keeps_its_settings_and_counts_rows():
+    wrapped, optimizer = adaptive()
+    assert (optimizer.target_unclipped_quantile, optimizer.unclipped_num_std) == (0.5, 1.0)
+    optimizer.clipbound_learning_rate = 0.4
+    optimizer.max_clipbound, optimizer.min_clipbound = 5.0, 0.02
+    assert (optimizer.clipbound_learning_rate, optimizer.max_clipbound, optimizer.min_clipbound) == (0.4, 5.0, 0.02)
+    backward(wrapped)
+    optimizer.step()
+    assert optimizer.sample_size == 4
+    assert optimizer.unclipped_num == 0  # the data are far off: all are clipped
+    assert optimizer.max_grad_norm > 1.0 or optimizer.max_grad_norm < 1.0
+    for wrong in ({"max_clipbound": 0.001}, {"noise_multiplier": 3.0}):
+        with pytest.raises(ValueError, match=r"clipbound|unclipped_num_std"):
+            adaptive(**wrong)
+
+
+def test_the_ghost_optimizer_has_its_other_name_for_clipping():
+    wrapped, optimizer = by_hand(
+        kind=DPOptimizerFastGradientClipping, wrapper=GradSampleModuleFastGradientClipping, noise_multiplier=0.0
+    )
+    expected = truth(wrapped._module, *batch())
+    backward(wrapped)
+    optimizer.accumulate()
+    assert_same({name: p.summed_grad.double() for name, p in wrapped._module.named_parameters()}, expected)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"expected_batch_size": None},
+        {"loss_reduction": "median"},
+        {"max_grad_norm": -1.0},
+        {"noise_multiplier": -1.0},
+        {"secure_mode": True, "generator": torch.Generator()},
+    ],
+    ids=lambda settings: next(iter(settings)),
+)
+def test_settings_out_of_range_are_a_value_error(settings):
+    with pytest.raises(ValueError, match=r".+"):
+        by_hand(**settings)
+
+
+def test_a_step_without_a_backward_pass_names_the_parameter():
+    _, optimizer = by_hand()
+    with pytest.raises(MissingGradientError, match=r"'0.weight' \(4, 3\)"):
+        optimizer.step()
+    with pytest.raises(ValueError, match=r"'0\.weight'"):
+        _ = optimizer.grad_samples
+
+
+def test_a_misspelt_setting_is_a_type_error_with_the_nearest_name():
+    with pytest.raises(TypeError, match="noise_multiplier"):
+        by_hand(noise_multipler=1.0)
+
+
+def test_p_grad_is_none_between_backward_and_step_after_clearing():
+    wrapped, optimizer = by_hand()
+    optimizer.zero_grad(set_to_none=True)
+    backward(wrapped)
+    assert all(p.grad is None for p in wrapped.parameters())

@@ -1,0 +1,312 @@
+"""``GradSampleModule`` and its kin: what they show of each row, and that they leave no trace."""
+
+import copy
+import io
+import pickle
+
+import pytest
+import torch
+from opacus_runs import assert_same, by_hand, gradients, loss, model, private, rows, train, truth
+from reference import per_sample_gradients, stacked
+from torch import nn
+
+from dpengine.compat.opacus.grad_sample import (
+    GradSampleHooks,
+    GradSampleModule,
+    GradSampleModuleExpandedWeights,
+    GradSampleModuleFastGradientClipping,
+    GradSampleModuleNoOp,
+)
+from dpengine.errors import BatchMismatchError, TicketError
+
+SHOWING = {
+    "hooks": GradSampleModule,
+    "functorch": lambda m, **k: GradSampleModule(m, force_functorch=True, **k),
+    "ew": GradSampleModuleExpandedWeights,
+}
+WRAPPERS = [*SHOWING.values(), GradSampleModuleFastGradientClipping, GradSampleModuleNoOp]
+each_showing = pytest.mark.parametrize("wrap", SHOWING.values(), ids=SHOWING)
+
+
+def batch(count=4, start=0):
+    return [tensor[start : start + count] for tensor in rows().tensors]
+
+
+def of_rows(module, inputs, targets):
+    return stacked(per_sample_gradients(module, lambda out, y: (out - y).square().sum(), (inputs,), targets))
+
+
+def shown(wrapped):
+    return {name: p.grad_sample.double() for name, p in wrapped._module.named_parameters()}
+
+
+@each_showing
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_grad_sample_is_the_gradient_of_each_rows_own_loss(wrap, reduction):
+    wrapped = wrap(model(), loss_reduction=reduction)
+    assert all(p.grad_sample is None for p in wrapped.parameters())
+    per_row = (wrapped(batch()[0]) - batch()[1]).square().sum(dim=1)
+    getattr(per_row, reduction)().backward()
+    assert_same(shown(wrapped), of_rows(wrapped._module, *batch()))
+
+
+@each_showing
+def test_several_passes_are_a_list_until_they_are_cleared(wrap):
+    wrapped = wrap(model())
+    loss(wrapped, *batch()).backward()
+    loss(wrapped, *batch(2, start=4)).backward()
+    expected = [of_rows(wrapped._module, *batch()), of_rows(wrapped._module, *batch(2, start=4))]
+    for number, truths in enumerate(expected):
+        assert_same({n: p.grad_sample[number].double() for n, p in wrapped._module.named_parameters()}, truths)
+    wrapped.zero_grad()
+    assert all(p.grad_sample is None for p in wrapped.parameters())
+
+
+@each_showing
+def test_axis_0_is_the_row_whatever_batch_first_says(wrap):
+    wrapped = wrap(nn.Linear(3, 2), batch_first=False)
+    inputs = torch.randn(5, 4, 3)  # 5 tokens of 4 rows
+    wrapped(inputs).square().sum(dim=(0, 2)).mean().backward()
+    truths = stacked(
+        per_sample_gradients(
+            wrapped._module, lambda out, _: out.square().sum(), (inputs.transpose(0, 1),), torch.zeros(4)
+        )
+    )
+    assert_same(shown(wrapped), truths)
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda p: setattr(p, "grad_sample", p.grad_sample * 0.01),
+        lambda p: p.grad_sample.mul_(0.01),
+        lambda p: setattr(p, "grad_sample", [p.grad_sample * 0.01]),
+        lambda p: p.grad_sample.data.mul_(0.01),
+    ],
+    ids=["replaced", "in-place", "listed", "data"],
+)
+@pytest.mark.parametrize("through", ["make_private", "by hand"])
+def test_what_is_written_to_grad_sample_is_what_is_clipped(write, through):
+    parts = private(max_grad_norm=0.1)
+    wrapped, optimizer = by_hand(max_grad_norm=0.1)
+    inputs, targets = batch()
+    if through == "make_private":
+        wrapped, optimizer = parts.model, parts.optimizer
+        inputs, targets = next(iter(parts.loader))
+    samples = of_rows(wrapped._module, inputs, targets)
+    norms = torch.cat([g.flatten(1) for g in samples.values()], dim=1).norm(dim=1) * 0.01
+    expected = {n: 0.01 * torch.einsum("b...,b->...", g, (0.1 / norms).clamp(max=1)) for n, g in samples.items()}
+    loss(wrapped, inputs, targets).backward()
+    for parameter in wrapped.parameters():
+        write(parameter)
+    optimizer.step()
+    assert_same(gradients(wrapped._module, 4), expected)
+
+
+def test_a_grad_sample_of_another_shape_is_refused_by_name():
+    wrapped, optimizer = by_hand()
+    loss(wrapped, *batch()).backward()
+    wrapped._module[0].weight.grad_sample = torch.randn(4, 3, 3)
+    with pytest.raises(ValueError, match=r"0\.weight"):
+        optimizer.step()
+
+
+def test_rows_left_out_of_one_parameter_are_refused():
+    wrapped, optimizer = by_hand()
+    loss(wrapped, *batch()).backward()
+    wrapped._module[0].weight.grad_sample = wrapped._module[0].weight.grad_sample[:2]
+    with pytest.raises(BatchMismatchError, match="rows"):
+        optimizer.step()
+
+
+def test_a_gradient_that_was_kept_never_becomes_that_of_a_later_pass():
+    wrapped = GradSampleModule(model())
+    loss(wrapped, *batch()).backward()
+    kept = wrapped._module[0].weight.grad_sample
+    wrapped.zero_grad()
+    loss(wrapped, *batch(4, start=4)).backward()
+    with pytest.raises(RuntimeError, match="without ever being formed"):
+        _ = kept + 0
+
+
+@pytest.mark.parametrize("wrap", WRAPPERS)
+def test_keys_carry_the_prefix_and_both_spellings_load(wrap):
+    wrapped, other = wrap(model()), model(seed=5)
+    assert list(wrapped.state_dict()) == [f"_module.{name}" for name in other.state_dict()]
+    for state in (other.state_dict(), {f"_module.{name}": v for name, v in model(seed=6).state_dict().items()}):
+        wrapped.load_state_dict(state)
+        assert torch.equal(wrapped._module[0].weight, next(iter(state.values())))
+
+
+@pytest.mark.parametrize("wrap", WRAPPERS)
+def test_everything_of_the_users_module_is_reached_through_the_wrapper(wrap):
+    class Named(nn.Sequential):
+        config = ("width", 4)
+
+        def generate(self):
+            return "text"
+
+    plain = Named(nn.Linear(3, 4), nn.Sequential(nn.Linear(4, 2)))
+    wrapped = wrap(plain)
+    assert wrapped.config is Named.config
+    assert wrapped.generate() == "text"
+    assert getattr(wrapped, "1.0") is plain[1][0]
+    with pytest.raises(AttributeError, match="nothing_such"):
+        _ = wrapped.nothing_such
+    assert "Linear" in repr(wrapped)
+    assert list(wrapped.parameters()) == list(plain.parameters())
+
+
+@pytest.mark.parametrize("wrap", WRAPPERS)
+def test_the_standard_module_has_no_trace(wrap):
+    plain = model()
+    wrapped = wrap(plain)
+    if wrap is not GradSampleModuleNoOp:
+        loss(wrapped, *batch()).backward()
+    assert wrapped.to_standard_module() is plain
+    assert not any(hasattr(p, name) for p in plain.parameters() for name in ("grad_sample", "summed_grad"))
+    plain.zero_grad()
+    loss(plain, *batch()).backward()
+    assert all(p.grad.any() for p in plain.parameters())
+    wrap(plain)  # and again
+
+
+COPIES = {
+    "deepcopy": copy.deepcopy,
+    "pickle": lambda one: pickle.loads(pickle.dumps(one)),
+    "torch.save": lambda one: torch.load(io.BytesIO(_saved(one)), weights_only=False),
+}
+
+
+def _saved(one):
+    file = io.BytesIO()
+    torch.save(one, file)
+    return file.getvalue()
+
+
+@pytest.mark.parametrize("moment", ["new", "after backward"])
+@pytest.mark.parametrize("copied", COPIES.values(), ids=COPIES)
+@pytest.mark.parametrize("wrap", [*SHOWING.values(), GradSampleModuleFastGradientClipping])
+def test_copies_of_a_wrapper_have_hooks_of_their_own(wrap, copied, moment):
+    wrapped = wrap(model(), batch_first=True, loss_reduction="sum")
+    wrapped.forbid_grad_accumulation()
+    if moment == "after backward":
+        loss(wrapped, *batch()).backward()
+    other = copied(wrapped)
+    assert type(other) is type(wrapped)
+    assert (other.loss_reduction, other.grad_accumulation_allowed) == ("sum", False)
+    other.zero_grad()
+    made, optimizer = by_hand(other, wrapper=lambda m: m, loss_reduction="sum")
+    expected = truth(other._module, *batch())
+    (loss(made, *batch()) * 4).backward()
+    optimizer.step()
+    assert_same(gradients(other._module), expected)
+
+
+@pytest.mark.parametrize("wrap", [GradSampleModule, GradSampleModuleFastGradientClipping, GradSampleHooks])
+def test_hooks_are_disabled_enabled_removed_and_added(wrap):
+    plain = model()
+    wrapped = wrap(plain)
+    run = plain if wrap is GradSampleHooks else wrapped
+
+    def records():
+        plain.zero_grad()
+        wrapped.set_grad_sample_to_none()
+        loss(run, *batch()).backward()
+        recorded = all(p.grad is None or not p.grad.any() for p in plain.parameters())
+        assert recorded or all(p.grad.any() for p in plain.parameters())
+        return recorded
+
+    assert wrapped.hooks_enabled
+    assert records()
+    wrapped.disable_hooks()
+    assert not wrapped.hooks_enabled
+    assert not records()
+    wrapped.enable_hooks()
+    assert records()
+    with pytest.raises(ValueError, match="on already"):
+        wrapped.add_hooks()
+    wrapped.remove_hooks()
+    wrapped.remove_hooks()
+    assert not wrapped.hooks_enabled
+    assert not records()
+    wrapped.add_hooks(loss_reduction="sum", batch_first=True, force_functorch=False)
+    assert wrapped.loss_reduction == "sum"
+    assert records()
+
+
+def test_hooks_that_were_put_on_again_serve_the_same_private_optimizer():
+    parts = private()
+    train(parts)
+    parts.model.remove_hooks()
+    parts.model.add_hooks()
+    inputs, targets = next(iter(parts.loader))
+    expected = truth(parts.model._module, inputs, targets)
+    parts.optimizer.zero_grad()
+    loss(parts.model, inputs, targets).backward()
+    parts.optimizer.step()
+    assert_same(gradients(parts.model._module, 4), expected)
+    assert [steps for *_, steps in parts.engine.accountant.history] == [4]
+
+
+@pytest.mark.parametrize("off", ["remove_hooks", "disable_hooks"])
+def test_without_hooks_a_private_step_is_refused(off):
+    parts = private(noise_multiplier=1.0)
+    before = parts.model._module[0].weight.clone()
+    getattr(parts.model, off)()
+    with pytest.raises(TicketError, match="nothing to release"):
+        train(parts)
+    assert torch.equal(parts.model._module[0].weight, before)
+
+
+@each_showing
+def test_only_train_mode_with_gradients_is_recorded(wrap):
+    wrapped = wrap(model())
+    with torch.no_grad():
+        wrapped(batch()[0])
+    wrapped.eval()
+    assert not wrapped._module.training
+    seen = batch()[0].requires_grad_()
+    torch.autograd.grad(wrapped(seen).sum(), seen)
+    assert all(p.grad_sample is None for p in wrapped.parameters())
+    wrapped.train()
+    loss(wrapped, *batch()).backward()
+    assert all(p.grad_sample is not None for p in wrapped.parameters())
+    wrapped.del_grad_sample()
+    assert not any(hasattr(p, "grad_sample") for p in wrapped.parameters())
+
+
+def test_trainable_layers_with_buffers_are_refused_if_strict():
+    class Scaled(nn.Linear):
+        def __init__(self):
+            super().__init__(3, 2)
+            self.register_buffer("scale", torch.ones(1))
+
+    for make in (GradSampleModule, GradSampleHooks):
+        with pytest.raises(NotImplementedError):
+            make(Scaled())
+        assert len(make.validate(Scaled())) == 1
+    wrapped = GradSampleModule(Scaled(), strict=False)
+    loss(wrapped, *batch()).backward()
+    assert_same(shown(wrapped), of_rows(wrapped._module, *batch()))
+
+
+def test_norms_and_factors_of_ghost_wrappers_are_those_of_rows():
+    wrapped = GradSampleModuleFastGradientClipping(model(), max_grad_norm=0.5)
+    with pytest.raises(AttributeError, match="No norms yet"):
+        wrapped.get_norm_sample()
+    loss(wrapped, *batch()).backward()
+    norms = torch.cat([g.flatten(1) for g in of_rows(wrapped._module, *batch()).values()], dim=1).norm(dim=1)
+    torch.testing.assert_close(wrapped.get_norm_sample().double(), norms, rtol=1e-5, atol=0)
+    torch.testing.assert_close(wrapped.get_clipping_coef().double(), (0.5 / norms).clamp(max=1), rtol=1e-5, atol=0)
+    assert wrapped.trainable_parameters == list(wrapped._module.parameters())
+    assert all(getattr(p, "grad_sample", None) is None for p in wrapped.parameters())
+
+
+def test_frozen_parameters_show_nothing():
+    plain = model()
+    plain[0].requires_grad_(False)
+    wrapped = GradSampleModule(plain)
+    loss(wrapped, *batch()).backward()
+    assert plain[0].weight.grad_sample is None
+    assert plain[2].weight.grad_sample.shape == (4, 2, 4)

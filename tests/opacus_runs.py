@@ -1,0 +1,87 @@
+"""Small runs through the names of Opacus, and the sums that they must have by a loop over rows in float64."""
+
+from typing import Any, NamedTuple
+
+import torch
+from reference import clipped_sum, per_sample_gradients
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from dpengine.compat.opacus import GradSampleModule, PrivacyEngine
+from dpengine.compat.opacus.optimizers import DPOptimizer
+
+MODES = ["hooks", "functorch", "ew", "ghost"]
+
+
+class Parts(NamedTuple):
+    """What ``make_private`` was asked for, and its engine."""
+
+    engine: Any
+    model: Any
+    optimizer: Any
+    criterion: Any
+    loader: Any
+
+
+def model(seed=0):
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
+
+
+def rows(count=12):
+    torch.manual_seed(1)
+    return TensorDataset(torch.randn(count, 3), 3 * torch.randn(count, 2))
+
+
+def loss(module, inputs, targets):
+    return (module(inputs) - targets).square().sum(dim=1).mean() if len(inputs) else module(inputs).sum()
+
+
+def private(*, count=12, batch_size=4, shuffle=False, workers=0, engine=None, module=None, drop_last=False, **asked):
+    engine = engine or PrivacyEngine(accountant="rdp")
+    module = module or model()
+    asked = {"noise_multiplier": 0.0, "max_grad_norm": 1.0, "poisson_sampling": False} | asked
+    plain = DataLoader(rows(count), batch_size, shuffle=shuffle, num_workers=workers, drop_last=drop_last)
+    made = engine.make_private(
+        module=module, optimizer=torch.optim.SGD(module.parameters(), lr=0.1), data_loader=plain, **asked
+    )
+    return Parts(engine, made[0], made[1], made[2] if len(made) == 4 else None, made[-1])
+
+
+def by_hand(module=None, kind=DPOptimizer, wrapper=GradSampleModule, parameters=None, **settings):
+    """A wrapper, and a private optimizer around SGD that no engine knows of."""
+    wrapped = wrapper(module or model())
+    settings = {"noise_multiplier": 0.0, "max_grad_norm": 1.0, "expected_batch_size": 4} | settings
+    inner = torch.optim.SGD(wrapped.parameters() if parameters is None else parameters(wrapped), lr=0.1)
+    return wrapped, kind(inner, **settings)
+
+
+def train(parts, steps=None):
+    """A pass over the loader, or so many steps of it."""
+    for number, (inputs, targets) in enumerate(parts.loader, 1):
+        parts.optimizer.zero_grad()
+        loss(parts.model, inputs, targets).backward()
+        parts.optimizer.step()
+        if number == steps:
+            return
+
+
+def truth(module, inputs, targets, max_norm=1.0):
+    """Clipped sums by name."""
+    gradients = per_sample_gradients(module, lambda out, y: (out - y).square().sum(), (inputs,), targets)
+    return clipped_sum(gradients, max_norm)
+
+
+def gradients(module, times=1.0):
+    """``p.grad`` by name, multiplied."""
+    return {name: p.grad.double() * times for name, p in module.named_parameters()}
+
+
+def assert_same(found, expected):
+    assert found.keys() == expected.keys()
+    for name in expected:
+        torch.testing.assert_close(found[name], expected[name], rtol=1e-5, atol=1e-6)
+
+
+def flat(tensors):
+    return torch.cat([one.flatten() for one in tensors.values()])

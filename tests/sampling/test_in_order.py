@@ -1,0 +1,77 @@
+"""Batches in the order of the data, batches by hand, and loaders of one run in chunks of another size."""
+
+import pytest
+from sampling.doubles import Fixed, Recorder, private, rows_of
+from torch.utils.data import DataLoader
+
+from dpengine.errors import SamplingError
+from dpengine.sampling import ByHand, InOrder
+
+
+@pytest.mark.parametrize(
+    "rows, size, drop_last", [(10, 4, False), (10, 4, True), (8, 4, False), (3, 4, False), (3, 4, True)]
+)
+def test_batches_are_those_of_an_unshuffled_loader_in_every_pass(rows, size, drop_last):
+    strategy = InOrder(rows, size, drop_last)
+    plain = [batch.tolist() for batch in DataLoader(range(rows), size, drop_last=drop_last)]
+    assert strategy.steps_per_epoch == len(plain)
+    drawn = [strategy.draw(step, None).tolist() for step in range(2 * len(plain))]
+    assert drawn == 2 * plain
+    assert strategy.expected_batch_size == min(size, rows)
+    assert strategy.sample_rate == min(1, size / rows)
+    assert not strategy.claims_epsilon
+
+
+@pytest.mark.parametrize("wrong", [(0, 4), (4, 0), (4, -1)])
+def test_counts_below_1_are_refused(wrong):
+    with pytest.raises(ValueError, match="InOrder"):
+        InOrder(*wrong)
+
+
+def test_batches_by_hand_are_never_drawn():
+    strategy = ByHand(4)
+    assert (strategy.expected_batch_size, strategy.sample_rate, strategy.claims_epsilon) == (4.0, 1.0, False)
+    with pytest.raises(TypeError, match="by hand"):
+        strategy.draw(0, None)
+    for wrong in (0, -1, float("inf"), float("nan")):
+        with pytest.raises(ValueError, match="ByHand"):
+            ByHand(wrong)
+
+
+BATCHES = ([0, 1, 2, 3, 4], [5, 6], [], [7, 8, 9])
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_chunks_of_another_size_are_of_the_same_run(workers):
+    recorder = Recorder()
+    whole = private(Fixed(*BATCHES), recorder=recorder, workers=workers)
+    chunks = whole.in_chunks(2)
+    assert type(chunks) is type(whole)
+    assert rows_of(chunks) == [[0, 1], [2, 3], [4], [5, 6], [], [7, 8], [9]]
+    assert recorder.steps == [(0, 0, 2), (0, 1, 2), (0, 2, 1), (1, 0, 2), (2, 0, 0), (3, 0, 2), (3, 1, 1)]
+    assert chunks.position == whole.position == 4
+    assert rows_of(whole) == [[7, 8, 9]] * 4  # undivided, and behind what was handed out
+    assert recorder.steps[-1] == (7, 0, 3)
+    with pytest.raises(ValueError, match="physical_batch_size"):
+        whole.in_chunks(0)
+
+
+def test_a_pass_in_other_chunks_ends_the_one_that_is_open():
+    whole = private(Fixed(*BATCHES))
+    first = iter(whole)
+    next(first)
+    second = iter(whole.in_chunks(1))
+    next(second)
+    with pytest.raises(SamplingError, match="another was started"):
+        next(first)
+
+
+def test_who_is_told_and_asked_can_be_set_later():
+    before, after = Recorder(), Recorder(budget=2)
+    loader = private(Fixed(*BATCHES), recorder=before)
+    loader.bind(after.on_handout, after.may_draw)
+    assert rows_of(loader) == [list(batch) for batch in BATCHES[:2]]
+    assert [step for step, *_ in after.steps] == [0, 1]
+    assert after.asked == [0, 1, 2]
+    assert not before.handed
+    assert not before.asked

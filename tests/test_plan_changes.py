@@ -1,0 +1,161 @@
+"""A plan that changes in the middle of a run: clip, noise and ledger go over together, between two releases."""
+
+import pytest
+import torch
+from loops import make_loop
+
+from dpengine.accounting import Relation
+from dpengine.clipping import AbstractClip, Adaptive, Automatic, Flat, Groups, PerLayer
+from dpengine.errors import InvalidBudgetError
+from dpengine.noise import NoiseSource
+from dpengine.run_plan import RunPlan
+from dpengine.sampling import InOrder, PoissonSampling
+
+
+def passes(spe=4, **changed):
+    settings = {"claims_passes": True, "run": "r"} | changed
+    return RunPlan(InOrder(4 * spe, 4), Flat(1.0), 1.0, 4.0, Relation.ZERO_OUT, **settings)
+
+
+# Passes as releases
+
+
+def test_a_pass_costs_one_release_of_everybody():
+    event = passes().event()
+    assert (event.sample_rate, event.noise_multiplier, event.cycle_length) == (1.0, 1.0, 4)
+    assert [event.cycles(steps) for steps in (1, 4, 5, 8, 9)] == [1, 1, 2, 2, 3]
+    assert passes().event(3) == event  # each row is in one of them
+
+
+def test_batches_of_one_pass_may_make_one_release_and_of_two_may_not():
+    assert passes().why_not_joined([4, 5, 7]) == ""
+    assert "two passes" in passes().why_not_joined([3, 4])
+    assert (
+        RunPlan(PoissonSampling(16, 0.25, 4, 4.0), Flat(1.0), 1.0, 4.0, Relation.ZERO_OUT).why_not_joined([3, 4]) == ""
+    )
+
+
+def test_the_rest_of_a_pass_is_booked_apart_and_whole_passes_follow():
+    changed = passes().changed(6, noise_multiplier=2.0)
+    assert changed.noise_multiplier == 2.0
+    names = [changed.at_step(6).run, changed.at_step(7).run, changed.at_step(8).run]
+    assert names == ["r@6", "r@6", "r@8"]
+    assert changed.at_step(8).at_step(12).run == "r@8"
+    assert passes().changed(8).at_step(12).run == "r@8"
+
+
+@pytest.mark.parametrize("first, expected", [(0, "r"), (4, "r"), (6, "r@6")])
+def test_a_run_that_begins_within_a_pass_books_the_rest_apart(first, expected):
+    assert passes().at_step(first, first=True).run == expected
+    assert passes(claims_passes=False).at_step(first, first=True).run == "r"
+
+
+def test_only_plans_of_passes_are_renamed():
+    plan = RunPlan(PoissonSampling(16, 0.25, 4, 4.0), Flat(1.0), 1.0, 4.0, Relation.ZERO_OUT, run="r")
+    assert plan.changed(3, noise_multiplier=2.0).run == "r"
+
+
+@pytest.mark.parametrize("wrong", [{"noise_multiplier": -1.0}, {"expected_batch_size": 0.0}])
+def test_a_plan_cannot_change_to_one_that_no_run_could_keep(wrong):
+    with pytest.raises(InvalidBudgetError):
+        passes().changed(3, **wrong)
+
+
+# Policies of another size
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [
+        Flat(2.0),
+        PerLayer(2.0),
+        PerLayer([1.0, 3.0]),
+        Groups({"0": 1.0, "2": 2.0}),
+        Automatic(2.0, 0.1),
+        Adaptive(2.0, max_norm=50.0),
+    ],
+    ids=lambda policy: type(policy).__name__,
+)
+def test_every_policy_can_be_had_with_another_norm(policy):
+    other = policy.resized(0.5)
+    assert type(other) is type(policy)
+    assert other.max_grad_norm == pytest.approx(0.5)
+    assert other.sensitivity() == pytest.approx(0.5)
+    ratio = 0.5 / policy.max_grad_norm
+    assert [b * ratio for b in policy.bounds] == pytest.approx(list(other.bounds))
+    with pytest.raises(InvalidBudgetError):
+        policy.resized(-1.0)
+
+
+def test_a_policy_that_cannot_says_so():
+    class Own(AbstractClip):
+        bounds = (1.0,)
+
+        def group_of(self, names):
+            return [0] * len(names)
+
+        def factors(self, norms_BK):
+            return torch.zeros_like(norms_BK)
+
+        def describe(self):
+            return {}
+
+    with pytest.raises(InvalidBudgetError, match="resized"):
+        Own().resized(2.0)
+
+
+def test_what_an_adaptive_policy_observed_stays_with_the_release_it_belongs_to():
+    policy = Adaptive(1.0, learning_rate=1.0, count_noise_multiplier=1e-12)
+    policy.observe(torch.full((50, 1), 0.1))
+    moved = [policy.resized(1.0), Adaptive(1.0, learning_rate=1.0, count_noise_multiplier=1e-12)]
+    for one in moved:
+        one.finish_step(NoiseSource.seeded(0), 0, 50.0)
+    assert moved[0].max_grad_norm == pytest.approx(moved[1].max_grad_norm)
+
+
+# Through a run
+
+
+def started(**asked):
+    loop = make_loop(**({"noise_multiplier": 1.0, "max_grad_norm": 1.0} | asked))
+    return loop, loop.engine.runs[0].release
+
+
+def test_a_change_before_the_first_batch_holds_at_once():
+    _, release = started()
+    release.change(noise_multiplier=3.0, clipping=Flat(2.0))
+    assert release.plan.noise_std == 6.0
+    assert release.sums.policy.max_grad_norm == 2.0
+
+
+def test_a_change_waits_as_long_as_clipped_gradients_do_and_then_all_holds_together():
+    loop, release = started(physical_batch_size=2)
+    charged = []
+    for chunk, (inputs, targets) in enumerate(loop.loader):
+        loop.optimizer.zero_grad()
+        if len(inputs):
+            torch.nn.functional.cross_entropy(loop.model(inputs), targets).backward()
+        if chunk == 0 and not release.sums.buffer.clean:
+            release.change(noise_multiplier=3.0, clipping=Flat(2.0))
+            assert release.plan.noise_std == release.sums.policy.max_grad_norm == 1.0
+            assert release.asked_plan.noise_std == 6.0
+            with pytest.raises(InvalidBudgetError):
+                release.change(noise_multiplier=-1.0)
+            assert release.asked_plan.noise_std == 6.0
+        std = release.plan.noise_std
+        before = release.released
+        loop.optimizer.step()
+        if release.released > before:
+            charged.append((std, release.sums.policy.max_grad_norm))
+        if len(charged) == 3:
+            break
+    assert charged == [(1.0, 2.0), (6.0, 2.0), (6.0, 2.0)]
+    assert [(c.event.noise_multiplier, c.count) for c in release.ledger.totals] == [(1.0, 1), (3.0, 2)]
+
+
+def test_noise_from_another_source_is_drawn_from_the_next_release_on():
+    _, release = started()
+    first = release.noise
+    release.draw_from(NoiseSource.seeded(7))
+    assert release.noise is not first
+    assert release.source.insecure_seed
