@@ -62,6 +62,7 @@ class Release:
     fetched: deque[tuple[Ticket, int]] = field(default_factory=deque)  # chunks that wait for their backward pass
     last_step: int = -1  # of the newest ticket
     joined: int = 1  # tickets in the last release
+    given_up: int = 0  # batches
     released: int = 0  # how often weights were changed: a batch that was given up is charged too, and changes none
     chunk: int = 0  # of the last ticket
     done: bool = False  # whether this chunk went through backward
@@ -83,6 +84,8 @@ class Release:
         """A chunk is given to the user."""
         if self.stage is Stage.CLOSED:
             return
+        if self.sums.waits_for_owner and self.stage in {Stage.IDLE, Stage.RELEASED}:
+            self.sums.drop_pass()  # a pass through the model for another one's sake, as of a generator
         self._settle()
         waiting = self.stage is Stage.OPEN and not self.done
         if self.fetched or (waiting and self.ahead):
@@ -111,9 +114,9 @@ class Release:
                 fix="Do not set the loader back: detach the model and call make_private again.",
             )
         self.plan.refuse_step(ticket.step)
+        self.plan = self.plan.at_step(ticket.step, first=self.last_step < 0)
         if self.last_step >= 0 and self.plan.takes_turns:  # who takes part hangs on the step: those jumped over count
             self._charge_void(ticket.step - self.last_step - 1)
-        self.plan = self.plan.at_step(ticket.step, first=self.last_step < 0)
         self.last_step = ticket.step
         if self.stage is Stage.OPEN:
             untouched = self.chunk == 0 and not self.done
@@ -384,6 +387,7 @@ class Release:
 
     def _charge_void(self, tickets: int) -> None:
         if tickets:
+            self.given_up += tickets
             self.ledger.charge(self.plan.event(), count=tickets, kind="void")
 
     def close(self) -> None:

@@ -195,7 +195,8 @@ class RunPlan:
         _, _, began = self.run.partition("@")
         if not (self.claims_passes and began and int(began) % self.sampling.steps_per_epoch):
             return self
-        return self if step % self.sampling.steps_per_epoch else replace(self, run=self._named_from(step))
+        rest, present = (one // self.sampling.steps_per_epoch for one in (int(began), step))
+        return self if present == rest else replace(self, run=self._named_from(present * self.sampling.steps_per_epoch))
 
     def _named_from(self, step: int) -> str:
         # The rest of a pass that was begun by another plan is booked as a pass: an example may be in both rests.

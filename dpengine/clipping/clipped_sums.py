@@ -125,6 +125,11 @@ class ClippedSums:
         return bool(self.strategy.rows)
 
     @property
+    def waits_for_owner(self) -> bool:
+        """Whether a backward pass waits that no step was asked for, and may still be dropped without a trace."""
+        return False
+
+    @property
     def rows_pending(self) -> int:
         """Rows of the backward pass that will be clipped next, 0 if there is none."""
         return next(iter(self.strategy.rows.values()), 0)

@@ -197,6 +197,10 @@ class ShownSums(ClippedSums):
         return self._ended or bool(self._waiting())
 
     @property
+    def waits_for_owner(self) -> bool:
+        return self._ended
+
+    @property
     def rows_pending(self) -> int:
         waiting = next(iter(self._waiting().values()), None)
         return super().rows_pending if waiting is None else len(waiting[0])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NoReturn
 
@@ -179,7 +180,7 @@ class PrivateIteration:
         this_pass = batches.start_pass(fetch_empty=self._fetch_empty)
         try:
             this_pass.source = super().__iter__()  # type: ignore[misc]
-            for _ in range(len(self)):
+            for _ in range(len(self.batch_sampler)):
                 # Asked when the user wants the batch, not when a worker runs ahead: the answer may depend on the steps
                 # taken until now.
                 if not batches.may_draw(batches.position):
@@ -213,7 +214,11 @@ class PrivateIteration:
         return data
 
     def __len__(self) -> int:
-        return len(self.batch_sampler)
+        """Logical batches in a pass; of a loader made by ``in_chunks(counts_chunks=True)`` about how many chunks."""
+        steps, size = len(self.batch_sampler), self._physical_batch_size
+        if not self.__dict__.get("_counts_chunks") or size is None:
+            return steps
+        return math.ceil(steps * max(1.0, self._batches.strategy.expected_batch_size / size))
 
     def bind(self, on_handout: Callable[[Ticket, int], None], may_draw: Callable[[int], bool]) -> None:
         """Has others told of what is handed out, and asked whether a logical batch may be drawn.
@@ -224,17 +229,18 @@ class PrivateIteration:
         """
         self._batches.on_handout, self._batches.may_draw = on_handout, may_draw
 
-    def in_chunks(self, physical_batch_size: int) -> Any:
+    def in_chunks(self, physical_batch_size: int, *, counts_chunks: bool = False) -> Any:
         """The same run, with logical batches in nearly equal chunks, none of them with more rows than that.
 
         Args:
             physical_batch_size: At least 1.
+            counts_chunks: Whether its length is an estimate of the number of chunks, for progress bars.
 
         Returns:
             A loader that goes on where this one is, and the other way round.
         """
         size = whole_number("in_chunks", "physical_batch_size", physical_batch_size, at_least=1)
-        return self._with({**self.__dict__, "_physical_batch_size": size})
+        return self._with({**self.__dict__, "_physical_batch_size": size, "_counts_chunks": counts_chunks})
 
     @property
     def position(self) -> int:

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 import dpengine
-from dpengine.accounting import CyclicGaussianEvent, Relation, suggested_delta
+from dpengine.accounting import CyclicGaussianEvent, Ledger, Relation, suggested_delta
 from dpengine.arrange import name_for
 from dpengine.distributed import SINGLE, Topology
 from dpengine.release import Release
@@ -56,12 +56,14 @@ class Preparation:
         secure_mode: Whether all noise is drawn by a cryptographic generator on the CPU.
         dataset: The last one.
         engine: The engine of dpengine, which keeps the books.
+        tellers: By run, what tells accountants that do not follow these books.
     """
 
     accountant: Any
     secure_mode: bool
     dataset: Any
     engine: dpengine.PrivacyEngine
+    tellers: dict[int, _Teller]
 
     def _prepare_optimizer(
         self,
@@ -214,19 +216,60 @@ class Preparation:
         run = Run(model, optimizer, release, budget, attached=True, batches=loader)
         loader.bind(release.handed_out, release.plan.has_step)
         self.engine.enlist(run)
-        if isinstance(self.accountant, LedgerAccountant):
-            self.accountant.follow(self.engine.ledger)
-        elif poisson:
-            optimizer.attach_step_hook(self.accountant.get_optimizer_hook_fn(sample_rate=strategy.sample_rate))
-        else:
-            optimizer.attach_step_hook(_counting_passes(self.accountant, release))
+        follow(self.accountant, self.engine.ledger)
+        teller = _Teller(self, optimizer, strategy.sample_rate if poisson else None)
+        optimizer.tell = self.tellers[id(release)] = teller
 
 
-def _counting_passes(accountant: Any, release: Release) -> Callable[[DPOptimizer], None]:
+def follow(accountant: Any, ledger: Ledger) -> bool:
+    """Has an accountant count what a ledger is charged from now on; False for one that must be told step by step."""
+    if not isinstance(accountant, LedgerAccountant) or accountant.counts_by_itself():
+        return False
+    accountant.follow(ledger)
+    return True
+
+
+class _Teller:
+    """Tells an accountant of the user's own what a run releases and gives up. No attribute of the optimizer undoes it.
+
+    Args:
+        engine: Whose accountant it is, at any time.
+        optimizer: Of the run.
+        sample_rate: Of a batch; None where each pass over the data is one release of all of it.
+    """
+
+    def __init__(self, engine: Preparation, optimizer: DPOptimizer, sample_rate: float | None):
+        self._engine = engine
+        self._optimizer = optimizer
+        self._rate = sample_rate
+        self._given_up = 0
+        self._passes = None if sample_rate is not None else _counting_passes(engine, optimizer._release)
+
+    def released(self) -> None:
+        """A step is being released."""
+        if follow(self._engine.accountant, self._engine.engine.ledger):
+            return
+        if self._passes is not None:
+            self._passes(self._optimizer)
+            return
+        self.given_up()
+        self._engine.accountant.get_optimizer_hook_fn(sample_rate=self._rate)(self._optimizer)
+
+    def given_up(self) -> None:
+        """Batches may have been given up since."""
+        given_up, release = self._given_up, self._optimizer._release
+        self._given_up = release.given_up
+        if self._rate is not None and not follow(self._engine.accountant, self._engine.engine.ledger):
+            for _ in range(release.given_up - given_up):
+                self._engine.accountant.step(noise_multiplier=self._optimizer.noise_multiplier, sample_rate=self._rate)
+
+
+def _counting_passes(engine: Preparation, release: Release) -> Callable[[DPOptimizer], None]:
     """Has an accountant of the user's own count each pass over the data as one release of all of it."""
     run, counted = release.plan.run, dict[CyclicGaussianEvent, int]()
 
     def count(optimizer: DPOptimizer) -> None:
+        accountant = engine.accountant
         if optimizer.noise_multiplier == 0:
             accountant.step(noise_multiplier=0.0, sample_rate=1.0)
         for charge in release.ledger.totals:

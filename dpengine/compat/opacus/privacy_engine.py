@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 import dpengine
+from dpengine.accounting import epsilon_of
 from dpengine.errors import LedgerError
 from dpengine.names import suggests_names
 from dpengine.report import PrivacyReport
@@ -22,7 +23,7 @@ from .accountants.ledger_accountant import LedgerAccountant
 from .accountants.utils import get_noise_multiplier
 from .admission import adaptive_settings, admit
 from .checkpoints import Checkpoints
-from .preparation import Asked, Preparation
+from .preparation import Asked, Preparation, follow
 from .validators import ModuleValidator
 
 
@@ -48,13 +49,22 @@ class PrivacyEngine(Preparation, Checkpoints):
 
     @suggests_names
     def __init__(self, *, accountant: str = "prv", secure_mode: bool = False):
-        self.accountant = create_accountant(mechanism=accountant)
+        self.tellers = {}
         self.secure_mode = secure_mode
         self.secure_rng: Any = None
         self.dataset = None
         self.engine = dpengine.PrivacyEngine(secure_rng=secure_mode)
-        if isinstance(self.accountant, LedgerAccountant):
-            self.accountant.ledger = self.engine.ledger
+        self.accountant = create_accountant(mechanism=accountant)
+
+    @property
+    def accountant(self) -> Any:
+        """What tells epsilon. Another one that is set counts from then on, beside what its history has."""
+        return self._accountant
+
+    @accountant.setter
+    def accountant(self, accountant: Any) -> None:
+        follow(accountant, self.engine.ledger)
+        self._accountant = accountant
 
     @suggests_names
     def make_private(
@@ -245,6 +255,8 @@ class PrivacyEngine(Preparation, Checkpoints):
 
     def get_epsilon(self, delta: float) -> float:
         """Epsilon spent so far at this delta, by the accountant; 0 before the first step, infinite without noise."""
+        for teller in self.tellers.values():
+            teller.given_up()
         return float(self.accountant.get_epsilon(delta))
 
     @suggests_names
@@ -271,9 +283,11 @@ class PrivacyEngine(Preparation, Checkpoints):
         if not (isinstance(self.accountant, LedgerAccountant) and self.engine.runs):
             return self.engine.report(data=data, utility=utility, excludes=excludes)
         ledger, spent = self.accountant.ledger, self.engine.ledger.steps
-        if ledger.steps < spent:
+        relation = self.engine.runs[-1].release.plan.relation
+        told, true = (epsilon_of(one.totals, 1e-5, relation=relation) for one in (ledger, self.engine.ledger))
+        if ledger.steps < spent or told < true:
             raise LedgerError(
-                f"The accountant's history has {ledger.steps} steps, and this engine made {spent}.",
+                f"The accountant's history has {ledger.steps} steps that cost less than the {spent} this engine made.",
                 fix="Leave accountant.history as it is, or ask privacy_engine.engine.report().",
             )
         refuse_unknown_facts(data, utility, excludes)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from dpengine.accounting import ORDERS, Charge, Ledger, first_answer
@@ -42,17 +43,17 @@ class LedgerAccountant(IAccountant):
     def ledger(self) -> Ledger:
         """What was charged."""
         if self._own is None:
-            return self._shared
-        self._catch_up(self._own)
+            return self._sources[0].ledger
+        for source in self._sources:
+            source.catch_up(self._own)
         return self._own
 
     @ledger.setter
     def ledger(self, ledger: Ledger) -> None:
         if not isinstance(ledger, Ledger):
             raise TypeError(f"ledger is a {type(ledger).__name__}; pass a dpengine.accounting.Ledger.")
-        self._shared = ledger
-        self._own: Ledger | None = None
-        self._seen = (0, 0)
+        self._sources = [_Source(ledger)]
+        self._own: Ledger | None = None  # where the history is not that of one ledger
 
     def follow(self, ledger: Ledger) -> None:
         """Adds to the history what a ledger is charged from now on. What is in the history stays.
@@ -60,8 +61,14 @@ class LedgerAccountant(IAccountant):
         Args:
             ledger: Of the engine whose steps count here.
         """
-        if ledger is not self._shared:
-            self._own, self._shared, self._seen = self.ledger, ledger, _end(ledger)
+        if not any(source.ledger is ledger for source in self._sources):
+            self._replace_charges(self.ledger.history)
+            self._sources.append(_Source(ledger, *_end(ledger)))
+
+    @classmethod
+    def counts_by_itself(cls) -> bool:
+        """Whether the class has a way to count steps of its own, which no ledger can stand in for."""
+        return cls.step is not LedgerAccountant.step
 
     @property
     def history(self) -> Any:
@@ -84,7 +91,7 @@ class LedgerAccountant(IAccountant):
         Raises:
             ValueError: If either is out of range. Nothing is charged then.
         """  # noqa: DOC502 - the event raises on our behalf
-        self._shared.charge(event_of(noise_multiplier, sample_rate))
+        self._sources[-1].ledger.charge(event_of(noise_multiplier, sample_rate))
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
@@ -143,16 +150,8 @@ class LedgerAccountant(IAccountant):
         ledger = Ledger()
         for charge in charges:
             ledger.charge(charge.event, count=charge.count, kind=charge.kind)
-        self._own, self._seen = ledger, _end(self._shared)
-
-    def _catch_up(self, own: Ledger) -> None:
-        """Adds what the shared ledger was charged since the history was replaced."""
-        charges, (place, count) = self._shared.history, self._seen
-        self._seen = _end(self._shared)
-        for charge in charges[max(place - 1, 0) :]:
-            more, count = charge.count - count, 0
-            if more > 0:
-                own.charge(charge.event, count=more, kind=charge.kind)
+        self._own = ledger
+        self._sources = [_Source(source.ledger, *_end(source.ledger)) for source in self._sources]
 
     def _epsilon(self, delta: float, accountant: str, charges: Sequence[Charge] | None = None) -> float:
         """An upper bound by one accountant, or if that has none by another, with a warning."""
@@ -166,6 +165,24 @@ class LedgerAccountant(IAccountant):
                 "DPE025", f"{answer.refusals[0]} So {said}.", key=f"{type(self).__name__} {answer.refusals[0]} {who}"
             )
         return answer.epsilon
+
+
+@dataclass
+class _Source:
+    """A ledger that is followed, and how much of it was seen: charges, and how much the last of them counted."""
+
+    ledger: Ledger
+    place: int = 0
+    count: int = 0
+
+    def catch_up(self, own: Ledger) -> None:
+        """Adds what was charged since."""
+        charges, count = self.ledger.history[max(self.place - 1, 0) :], self.count
+        self.place, self.count = _end(self.ledger)
+        for charge in charges:
+            more, count = charge.count - count, 0
+            if more > 0:
+                own.charge(charge.event, count=more, kind=charge.kind)
 
 
 def _end(ledger: Ledger) -> tuple[int, int]:

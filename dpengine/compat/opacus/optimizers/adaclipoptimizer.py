@@ -126,6 +126,10 @@ class AdaClipDPOptimizer(DPOptimizer):
         """Standard deviation of the noise on the count, in samples."""
         return float(self._adapts["count_noise_multiplier"])
 
+    @unclipped_num_std.setter
+    def unclipped_num_std(self, value: float) -> None:
+        self._set("count_noise_multiplier", value)
+
     @property
     def sample_size(self) -> int:
         """Rows of the last backward pass. Not private, and not what the threshold follows."""

@@ -63,6 +63,7 @@ class DPOptimizer(Optimizer):
         self._generator = generator
         self._per_worker = expected_batch_size
         self._hooks: list[StepHook] = []
+        self.tell: Any = None  # of the engine: what counts steps where its ledger does not
         self._skips: list[bool] = []
         self._is_last_step_skipped = False
         self._asked = (float(noise_multiplier), self._policy(max_grad_norm))
@@ -300,6 +301,8 @@ class DPOptimizer(Optimizer):
         with release_of.leaving(self, release):
             self.add_noise()
             self.scale_grad()
+        if self.tell is not None:
+            self.tell.released()
         self._call_hooks(self)
         return True
 

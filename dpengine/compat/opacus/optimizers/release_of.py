@@ -101,6 +101,14 @@ def _follow_groups(optimizer: DPOptimizer, sums: ShownSums) -> None:
     """Parameters may have been added to the optimizer."""
     held = {p for group in optimizer.param_groups for p in group["params"]}
     every = set(sums.topology.parameters(sums.model).values())
+    strangers = [p for p in held if p.requires_grad and p not in every]
+    if strangers:
+        shapes = ", ".join(str(tuple(p.shape)) for p in strangers[:3])
+        raise ParameterMismatchError(
+            f"{len(strangers)} optimizer parameters are not in the private model (shapes {shapes}): added since, or "
+            "replaced in the model. Their gradients would be neither clipped nor noised.",
+            fix="Put all of the model into the optimizer before make_private, and call it again after changes.",
+        )
     sums.only = None if every <= held else frozenset(held)
 
 
@@ -225,10 +233,10 @@ def leaving(optimizer: DPOptimizer, release: Release) -> Iterator[None]:
         release.sums.buffer.take()
     assert isinstance(release.sums, ShownSums)
     release.sums.note_release()
-    held = set(params(optimizer))
+    held = params(optimizer)
     refuse_replaced(release.gradients.released.keys(), held)
     every = {p for group in optimizer.param_groups for p in group["params"]}
-    for parameter in (release.gradients.released.keys() | every) - held:
+    for parameter in (release.gradients.released.keys() | every) - set(held):
         parameter.grad = None  # of one that is frozen it may be raw
 
 

@@ -12,7 +12,7 @@ from torch.utils.data import BatchSampler, DataLoader, Sampler
 from dpengine.compat.opacus.engine_batches import always
 from dpengine.compat.opacus.optimizers import DPOptimizer
 from dpengine.names import suggests_names
-from dpengine.sampling import PrivateIteration, Ticket, whole_number
+from dpengine.sampling import PrivateBatchSampler, PrivateIteration, Ticket, whole_number
 
 
 class BatchSplittingSampler(Sampler[list[int]]):
@@ -29,6 +29,11 @@ class BatchSplittingSampler(Sampler[list[int]]):
 
     @suggests_names
     def __init__(self, *, sampler: Sampler[list[int]], max_batch_size: int, optimizer: DPOptimizer):
+        if isinstance(sampler, PrivateBatchSampler):
+            raise TypeError(
+                "BatchSplittingSampler: the sampler of a private loader is cut by its loader. Use BatchMemoryManager, or "
+                "wrap_data_loader(data_loader=...)."
+            )
         self.sampler = sampler
         self.max_batch_size = whole_number("BatchSplittingSampler", "max_batch_size", max_batch_size, at_least=1)
         self.optimizer = optimizer
@@ -66,7 +71,7 @@ def wrap_data_loader(*, data_loader: DataLoader[Any], max_batch_size: int, optim
     if isinstance(data_loader, PrivateIteration):
         if optimizer.is_hand_fed:
             data_loader.bind(_telling(optimizer), always)
-        return data_loader.in_chunks(max_batch_size)  # type: ignore[no-any-return]
+        return data_loader.in_chunks(max_batch_size, counts_chunks=True)  # type: ignore[no-any-return]
     batches: Any = data_loader.batch_sampler
     if batches is None:
         batches = BatchSampler(data_loader.sampler, 1, drop_last=False)
