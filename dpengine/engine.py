@@ -357,8 +357,8 @@ class PrivacyEngine:
 
     @suggests_names
     def describe(self) -> dict[str, Any]:
-        """What the last run does: sampling, clipping, standard deviations, relation."""
-        return self._last_run().release.plan.describe()
+        """What the last run does: sampling, clipping, standard deviations, relation, steps charged and planned."""
+        return self._last_run().describe()
 
     @suggests_names
     def explain(self) -> str:

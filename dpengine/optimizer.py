@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from dpengine.errors import DetachedError, ScaledGradientError, UnknownParameterError, notice
+from dpengine.errors import DetachedError, ParameterMismatchError, ScaledGradientError, UnknownParameterError, notice
 from dpengine.gradients import forget_grad_samples
 from dpengine.names import suggests_names
 from dpengine.release import Release
@@ -115,11 +115,32 @@ def private_class(base: type[Optimizer]) -> type[Optimizer]:
         "step": _step,
         "zero_grad": _zero_grad,
         "add_param_group": _add_param_group,
+        "noise_multiplier": property(_noise_multiplier, _set_noise_multiplier),
+        "max_grad_norm": property(_max_grad_norm, _set_max_grad_norm),
         "step_was_skipped": property(lambda self: _ATTACHED in self.__dict__ and self.__dict__[_ATTACHED].skipped),
         "__repr__": _repr,
         "__reduce_ex__": lambda self, protocol: (_rebuild, (self.dp_base, self.__getstate__())),
     }
     return type(f"DP{base.__name__}", (base,), members)
+
+
+def _noise_multiplier(self: Any) -> float:
+    """Standard deviation of the noise over the sensitivity. What is written holds from the next step."""
+    return _attachment(self).release.asked_plan.noise_multiplier
+
+
+def _set_noise_multiplier(self: Any, value: float) -> None:
+    _attachment(self).release.change(noise_multiplier=value)
+
+
+def _max_grad_norm(self: Any) -> float:
+    """What norms are clipped to. What is written holds from the next step, for clip, noise and ledger alike."""
+    return _attachment(self).release.asked_plan.clipping.max_grad_norm
+
+
+def _set_max_grad_norm(self: Any, value: float) -> None:
+    release = _attachment(self).release
+    release.change(clipping=release.asked_plan.clipping.resized(value))
 
 
 def _attachment(optimizer: Optimizer) -> Attachment:
@@ -152,17 +173,39 @@ def _step(self: Any, closure: Callable[[], Any] | None = None) -> Any:
 def _update(optimizer: Optimizer, attachment: Attachment) -> None:
     """The base's own update, by gradients that the engine wrote only. A frozen parameter may hold a raw one."""
     released, held = attachment.release.gradients.released, parameters_of(optimizer)
+    refuse_replaced(released.keys(), held, known=attachment.known)
     for parameter in held:
         if parameter not in released:
             parameter.grad = None
-    if left := len(released.keys() - attachment.known - set(held)):
+    attachment.base.step(optimizer)
+
+
+def refuse_replaced(
+    released: Set[nn.Parameter], held: Sequence[nn.Parameter], *, known: Set[nn.Parameter] = frozenset()
+) -> None:
+    """Refuses a step that would change no weight, and tells of weights that it leaves out.
+
+    Args:
+        released: The parameters that have a gradient.
+        held: Those of the optimizer.
+        known: Those that may be left out, since it was told before that they are.
+
+    Raises:
+        ParameterMismatchError: If the optimizer holds none of them.
+    """
+    if released and held and released.isdisjoint(held):
+        raise ParameterMismatchError(
+            "No parameter that trains is in the optimizer: they were all replaced since make_private, and no weight "
+            "would ever change.",
+            fix="Move, cast or wrap the model first, then build the optimizer, then call make_private.",
+        )
+    if left := len(released - known - set(held)):
         notice(
             "DPE003",
             f"{left} parameters that the model has since make_private are not in the optimizer, and do not change. "
             "Call engine.detach(model), build the optimizer anew, and call make_private again.",
             key="in a step",
         )
-    attachment.base.step(optimizer)
 
 
 # torch wraps the ``step`` of classes it sees first, to run user hooks; ours calls the base's, which is wrapped already.

@@ -94,5 +94,8 @@ def _why_not_ready(release: Release) -> str:
     if release.done or release.rows == 0:
         return ""
     if release.sums.capture.leaks or not release.sums.model.training:
-        return "the model was in eval mode. Call model.train() before the forward pass."
+        return (
+            "the model was in eval mode, or backward went around it. Call model.train() before the forward pass, and "
+            "the model that make_private was given."
+        )
     return "no backward pass ran over this batch in train mode. Call loss.backward() before optimizer.step()."

@@ -100,6 +100,7 @@ def report_of_run(
     facts = RunFacts(
         plan=plan.describe(),
         history=ledger.history,
+        unamplified=ledger.history if plan.claims_passes else (),
         delta=budget.delta,
         relation=relation,
         accountant=budget.accountant,

@@ -186,6 +186,11 @@ class Run:
     def _may_draw(self, step: int) -> bool:
         return self.release.plan.has_step(step) and self.budget.may_draw(self.release)
 
+    def describe(self) -> dict[str, Any]:
+        """The plan as plain data, and how many steps were charged of how many planned."""
+        steps = {"steps": self.release.ledger.steps, "planned_steps": self.budget.planned_steps}
+        return self.release.plan.describe() | steps
+
     def backward(self, loss_B: Tensor) -> None:
         """The backward pass of a loss with one number for each row."""
         if loss_B.dim() != 1:

@@ -26,6 +26,7 @@ IMPORTED = [
     "dpengine.auditing",  # with the engine
     "dpengine.checkpoint",
     "dpengine.cli",
+    "dpengine.compat.opacus",
 ]
 
 

@@ -51,6 +51,7 @@ ORDER = (
     "plan",
     "arrange",
     "engine",
+    "public_pass",
     "auditing",
     "__init__",
     "compat",

@@ -5,7 +5,10 @@ import math
 from types import SimpleNamespace
 
 import pytest
+from loops import make_loop
 
+from dpengine.errors import InvalidBudgetError
+from dpengine.noise import BandMF
 from dpengine.schedulers import Schedule, by_factor, exponential, in_steps
 
 BOTH = pytest.mark.parametrize("attribute", ["noise_multiplier", "max_grad_norm"])
@@ -122,3 +125,40 @@ def test_an_unknown_attribute_and_a_foreign_state_are_refused():
         clip.load_state_dict(noise.state_dict())
     with pytest.raises(ValueError, match="expected"):
         clip.load_state_dict({"epoch": 3})
+
+
+def test_a_schedule_over_the_engine_moves_clip_noise_and_ledger_together():
+    run = make_loop(noise_multiplier=2.0, max_grad_norm=0.5)
+    schedules = [Schedule(run.optimizer, "noise_multiplier", exponential(0.5))]
+    schedules += [Schedule(run.optimizer, "max_grad_norm", exponential(0.1))]
+    batches, stds, largest = iter(run.loader), [], []
+    for _ in range(3):
+        run.step(*next(batches))
+        stds.append(run.release.plan.noise_std)
+        largest.append(run.release.sums.policy.max_grad_norm)
+        for schedule in schedules:
+            schedule.step()
+    assert stds == pytest.approx([1.0, 0.05, 0.0025])
+    assert largest == pytest.approx([0.5, 0.05, 0.005])
+    assert [charge.event.noise_multiplier for charge in run.engine.ledger.history] == [2.0, 1.0, 0.5]
+    assert run.optimizer.noise_multiplier == 0.25
+
+
+def test_a_change_between_two_chunks_of_a_batch_waits_for_the_next_batch():
+    run = make_loop(noise_multiplier=2.0, max_grad_norm=0.5, accumulation_steps=2)
+    batches = iter(run.loader)
+    run.backward(*next(batches))
+    run.optimizer.step()
+    run.optimizer.max_grad_norm = 0.05
+    assert (run.optimizer.max_grad_norm, run.release.plan.clipping.max_grad_norm) == (0.05, 0.5)
+    run.backward(*next(batches))
+    run.optimizer.step()
+    assert run.engine.ledger.steps == 1
+    assert run.release.plan.clipping.max_grad_norm == run.release.sums.policy.max_grad_norm == 0.05
+
+
+def test_noise_that_hangs_together_over_steps_cannot_be_scheduled():
+    run = make_loop(noise_multiplier=1.0, noise=BandMF(num_bands=2), steps=8)
+    with pytest.raises(InvalidBudgetError, match="noise_multiplier and max_grad_norm cannot change"):
+        run.optimizer.noise_multiplier = 0.5
+    assert run.optimizer.noise_multiplier == 1.0

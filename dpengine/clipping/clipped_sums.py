@@ -105,6 +105,11 @@ class ClippedSums:
         """The parameters that train now, by dotted name."""
         return {name: p for name, p in self.topology.parameters(self.model).items() if p.requires_grad}
 
+    def spread(self, topology: Topology) -> None:
+        """Goes on as the sums of one of several processes that each hold the whole model. Nothing was summed yet."""
+        self.topology = self.capture.topology = topology
+        self.buffer = FlatBuffer(self.trainable().values(), topology)
+
     def attach(self) -> None:
         """Starts to watch the model."""
         self.capture.attach()

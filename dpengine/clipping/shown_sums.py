@@ -66,7 +66,8 @@ class ShownSums(ClippedSums):
         self.on_pass: Callable[[], None] = _nothing
         self._norms_B: Tensor | None = None
         self._ended = False  # whether the strategy holds a backward pass that is over
-        self._present: dict[nn.Parameter, OnDemand] = {}  # what is shown of that pass
+        self._listed: tuple[nn.Parameter, ...] = ()  # what trains, as of its end
+        self._present: dict[nn.Parameter, OnDemand] = {}  # what is shown of it
         self._used: dict[nn.Parameter, list[Any]] = {}  # what was clipped, as long as it stands in p.grad_sample
         self._left: dict[nn.Parameter, Any] = {}  # and was released
         self.show_none()
@@ -151,7 +152,8 @@ class ShownSums(ClippedSums):
                 )
 
     def _show(self) -> None:
-        trainable = set(super().trainable().values())
+        self._listed = tuple(super().trainable().values())
+        trainable = set(self._listed)
         rows = self.strategy.rows
         scale = next(iter(rows.values())) if self.loss_reduction == "mean" else 1.0
         for parameter in self.strategy.parameters:
@@ -232,7 +234,10 @@ class ShownSums(ClippedSums):
     def _waiting(self) -> dict[nn.Parameter, list[Tensor]]:
         """What stands in ``p.grad_sample`` and was not clipped yet, for each parameter that has any."""
         found = {}
-        for parameter in self.trainable().values():
+        listed = self._listed if self._ended and self._listed else tuple(super().trainable().values())
+        for parameter in listed:
+            if self.only is not None and parameter not in self.only:
+                continue
             shown = getattr(parameter, "grad_sample", None)
             parts = [] if shown is None else shown if isinstance(shown, list) else [shown]
             used = self._used.get(parameter, [])

@@ -146,8 +146,8 @@ class Topology:
             if len(set(values)) > 1:
                 other = next(i for i, value in enumerate(values) if value != values[0])
                 raise MechanismMismatchError(
-                    f"The ranks do not agree on {name}: rank 0 has {_short(values[0])}, rank {other} has "
-                    f"{_short(values[other])}.",
+                    f"The ranks do not agree on {name}: rank 0 has {_short(values[0], values[other])}, rank {other} "
+                    f"has {_short(values[other], values[0])}.",
                     fix="Build model, optimizer, loader and arguments alike in every process.",
                 )
 
@@ -155,5 +155,11 @@ class Topology:
 SINGLE = Topology()
 
 
-def _short(text: str | None) -> str:
-    return str(text) if text is None or len(text) <= 120 else f"{text[:117]}..."
+def _short(text: str | None, other: str | None) -> str:
+    """A text, or where it is long a part of it that shows how it differs from the other."""
+    if text is None or len(text) <= 120:
+        return str(text)
+    differ = (at for at, (mine, its) in enumerate(zip(text, other or "", strict=False)) if mine != its)
+    start = max(0, next(differ, 0) - 60)
+    part = text[start : start + 114]
+    return "..." * (start > 0) + part + "..." * (start + 114 < len(text))

@@ -34,6 +34,7 @@ _WORTH_TIMING = 1e-4  # seconds of the best estimate, below which estimates deci
 _TIMED_BYTES = 64 * 2**20  # of the gradients and inputs of the rows that are timed
 _REPEATS = 3
 _VERSION = 1  # of saved tables
+_SAME_ORDER = 4  # times are in proportion to rows within this factor: samples come one by one from Poisson draws
 _CACHE_BYTES = 48 * 2**20  # more than most processors' caches hold
 
 
@@ -87,6 +88,7 @@ class MethodTable:
         self.timed = timed
         self.seconds: dict[str, dict[str, float]] = {}  # signature -> way -> seconds for a batch of the rounded size
         self.version = 0
+        self._per_row: dict[str, tuple[int, Mapping[str, float]]] = {}  # and of one number of rows, for others
 
     def plan(self, entries: Sequence[Entry], rows: int) -> Plan:
         """A way for each parameter of a backward pass over so many rows."""
@@ -107,6 +109,7 @@ class MethodTable:
         """The same table, to which the times go too, under another budget."""
         other = MethodTable(keep_budget=keep_budget, timed=self.timed)
         other.seconds = self.seconds  # the same dictionary, in which each finds what the other timed
+        other._per_row = self._per_row
         return other
 
     def untimed(self, seconds: dict[str, dict[str, float]]) -> MethodTable:
@@ -193,6 +196,9 @@ class MethodTable:
         known = {way: s for way, s in self.seconds.get(signature, {}).items() if way in estimates}
         if any(map(_frees, known)) or (known and not any(map(_frees, estimates))):
             return known, "timed"
+        per_row = _signature(entry, rows, per_row=True)
+        if known := _scaled(self._per_row.get(per_row), rows, estimates):
+            return known, "timed"
         best = min(estimates.values())
         if not self.timed or best < _WORTH_TIMING:
             return estimates, "estimated" if best >= _WORTH_TIMING else "too small to time"
@@ -208,6 +214,7 @@ class MethodTable:
             if not isinstance(error, torch.OutOfMemoryError) and "allocate memory" not in str(error):
                 raise
             return estimates, "no memory to time"
+        self._per_row[per_row] = (rows, self.seconds[signature])
         return self.seconds[signature], "timed"
 
 
@@ -312,16 +319,28 @@ def _synchronise(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def _signature(entry: Entry, rows: int) -> str:
-    """What a time may depend on, in words: the layer's settings, shapes, types and the device."""
+def _scaled(
+    timed: tuple[int, Mapping[str, float]] | None, rows: int, estimates: Mapping[str, float]
+) -> dict[str, float]:
+    """Times of a batch that has so many rows, from one that has up to a few times more or fewer; empty if none fit."""
+    if timed is None or not rows or max(rows, timed[0]) > _SAME_ORDER * min(rows, timed[0]):
+        return {}
+    known = {way: seconds * rows / timed[0] for way, seconds in timed[1].items() if way in estimates}
+    return known if any(map(_frees, known)) or not any(map(_frees, estimates)) else {}
+
+
+def _signature(entry: Entry, rows: int, *, per_row: bool = False) -> str:
+    """What a time may depend on, in words: the layer's settings, shapes, types and the device; or all but the rows."""
     call = entry.calls[0][0]
     described = [shape for one, _ in entry.calls for shape in shapes_of(one)]
-    shapes = ["x".join(str(_rounded(n)) for n in shape) + f" {dtype}" for shape, dtype in described]
+    sizes = [[_rounded(n) if n != rows or not per_row else "B" for n in shape] for shape, _ in described]
+    shapes = ["x".join(map(str, size)) + f" {dtype}" for size, (_, dtype) in zip(sizes, described, strict=True)]
     device = call.grad_output.device
     kind = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{device.type} {torch.get_num_threads()}"
     name = entry.use.name.rpartition(".")[2]
     layer = f"{type(call.layer).__name__}({call.layer.extra_repr()})"
-    return f"{layer}.{name} | {_rounded(rows)} rows | {', '.join(shapes)} | {kind}".replace("torch.", "")
+    count = "B" if per_row else _rounded(rows)
+    return f"{layer}.{name} | {count} rows | {', '.join(shapes)} | {kind}".replace("torch.", "")
 
 
 def _frees(way: str) -> bool:

@@ -57,6 +57,12 @@ class OnDemand(Tensor):
         """The records that it would be formed of are about to go. What was formed stays."""
         self.form = None
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """The values; None where they were used up before anybody looked: a model is saved with its parameters."""
+        if self.formed is None and self.form is None:
+            return type(None), ()
+        return self.value.__reduce_ex__(protocol)
+
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Does what was asked with the values."""

@@ -50,7 +50,8 @@ class Reweight(AbstractGradients):
         if self._take is None:
             note_rows(self._rows, call.name, call.batch_size)
         for grad in pytree.tree_leaves(call.grad_output):
-            self._note_arrival(f"'{call.name}' had other gradients", grad)
+            if grad is not None:  # an output that the loss does not use
+                self._note_arrival(f"'{call.name}' had other gradients", grad)
         for given in pytree.tree_leaves((call.inputs, dict(call.kwargs))):
             if isinstance(given, Tensor) and given.dim() and len(given) == call.batch_size:
                 self._note_arrival(f"'{call.name}' had another input", given)

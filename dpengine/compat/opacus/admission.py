@@ -14,7 +14,8 @@ from dpengine.optimizer import refuse_optimizer
 from dpengine.sampling import PrivateIteration, check_loader
 from dpengine.validation import check
 
-from .grad_sample.gsm_base import AbstractGradSampleModule
+from .engine_batches import whole_loader
+from .grad_sample.gsm_base import AbstractGradSampleModule, is_spread
 
 _ADAPTS = {
     "target_unclipped_quantile": 0.5,
@@ -63,12 +64,13 @@ def admit(module: Any, optimizer: Any, data_loader: Any, generator: Any, secure:
             "ran after the optimizer was built.",
             fix="Build the optimizer last.",
         )
-    size = _batch_size(data_loader)
-    inner.train()
+    size = _batch_size(data_loader, is_spread(inner))
+    if not inner.training:  # a part may be in eval mode on purpose
+        inner.train()
     return size
 
 
-def _batch_size(loader: Any) -> float:
+def _batch_size(loader: Any, spread: bool) -> float:
     if isinstance(loader, PrivateIteration):
         return loader._batches.strategy.expected_batch_size
     if isinstance(getattr(loader, "dataset", None), IterableDataset):
@@ -76,6 +78,8 @@ def _batch_size(loader: Any) -> float:
             f"{type(loader.dataset).__name__} is an IterableDataset: rows without an index cannot be drawn with equal "
             "chances. Pass a data set with __len__ and __getitem__."
         )
+    if spread:
+        loader = whole_loader(loader)
     check_loader(loader)
     return float(min(loader.batch_sampler.batch_size, len(loader.dataset)))
 

@@ -3,29 +3,29 @@
 from __future__ import annotations
 
 import copy
+import difflib
 import functools
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
-from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler
+from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset
 from torch.utils.data._utils.collate import default_collate
 
-from dpengine.arrange import source_for
-from dpengine.distributed import SINGLE, Topology, topology_of
+from dpengine.distributed import Topology
 from dpengine.names import suggests_names
-from dpengine.noise import DEFAULT_KIND, NoiseSource
 from dpengine.sampling import (
     AbstractBatchStrategy,
-    InOrder,
     PoissonSampling,
     PrivateIteration,
-    ShuffleSampling,
     check_loader,
     private_loader,
     strategy_for,
 )
+
+from .engine_batches import always, ignore, plain_loader, topology_for, whole_loader, words_for
 
 
 def wrap_collate_with_empty(
@@ -131,7 +131,8 @@ class DPDataLoader(PrivateIteration, DataLoader):  # type: ignore[misc]
         collate_fn: From a list of examples to a batch; None for torch's own.
         drop_last: Without effect: there is no last batch that is shorter.
         generator: Makes batches repeat, for tests: it gives the seed.
-        distributed: Whether each process loads its own part of every batch.
+        distributed: Whether each process loads its own part of every batch; or the topology of the model, which says
+            who has which part.
         batch_first: Whether axis 0 of tensors is the batch; else axis 1.
         rand_on_empty: Whether an empty batch has one row of zeros and ones, whose gradient is dropped.
         kwargs: Of ``torch.utils.data.DataLoader``: workers, memory pinning and the like.
@@ -148,12 +149,13 @@ class DPDataLoader(PrivateIteration, DataLoader):  # type: ignore[misc]
         collate_fn: Callable[[list[Any]], Any] | None = None,
         drop_last: bool = False,
         generator: torch.Generator | None = None,
-        distributed: bool = False,
+        distributed: bool | Topology = False,
         batch_first: bool = True,
         rand_on_empty: bool = False,
         **kwargs: Any,
     ):
         _refuse_iterable(dataset)
+        _refuse_unknown(kwargs)
         rows = len(dataset)  # type: ignore[arg-type]
         size = max(1, round(sample_rate * rows))
         plain: DataLoader[Any] = DataLoader(
@@ -168,7 +170,7 @@ class DPDataLoader(PrivateIteration, DataLoader):  # type: ignore[misc]
         cls,
         data_loader: DataLoader[Any],
         *,
-        distributed: bool = False,
+        distributed: bool | Topology = False,
         generator: torch.Generator | None = None,
         batch_first: bool = True,
         rand_on_empty: bool = False,
@@ -176,7 +178,8 @@ class DPDataLoader(PrivateIteration, DataLoader):  # type: ignore[misc]
         """A loader with the data set, workers and all else of another one, and as many batches in a pass.
 
         Args:
-            data_loader: A plain loader, shuffled or not. It stays as it is.
+            data_loader: A plain loader, shuffled or not. It stays as it is. Its batch size is that of all processes
+                together; with a ``DistributedSampler``, that of each.
             distributed: As in the class.
             generator: As in the class; None takes that of the loader.
             batch_first: As in the class.
@@ -192,13 +195,14 @@ class DPDataLoader(PrivateIteration, DataLoader):  # type: ignore[misc]
         if isinstance(data_loader, DPDataLoader):
             strategy: AbstractBatchStrategy = data_loader.strategy
         else:
-            data_loader = _plain(data_loader)
+            steps = len(data_loader)
+            data_loader = whole_loader(plain_loader(data_loader), topology_for(distributed))
             check_loader(data_loader)
             batches: Any = data_loader.batch_sampler
-            rows, size, steps = len(data_loader.dataset), batches.batch_size, len(data_loader)  # type: ignore[arg-type]
+            rows, size = len(data_loader.dataset), batches.batch_size  # type: ignore[arg-type]
             strategy = PoissonSampling(rows, min(1.0, 1 / max(steps, 1)), steps, float(min(size, rows)))
         generator = data_loader.generator if generator is None else generator
-        return _made(_plain(data_loader), strategy, generator, distributed, batch_first, rand_on_empty)
+        return _made(plain_loader(data_loader), strategy, generator, distributed, batch_first, rand_on_empty)
 
     @property
     def strategy(self) -> AbstractBatchStrategy:
@@ -209,25 +213,6 @@ class DPDataLoader(PrivateIteration, DataLoader):  # type: ignore[misc]
     def sample_rate(self) -> float:
         """The probability with which an example is in a batch."""
         return self.strategy.sample_rate
-
-
-def unsampled_loader(data_loader: DataLoader[Any]) -> DataLoader[Any]:
-    """The same loader, whose batches the engine knows of: in its order, or in a random one if it shuffles.
-
-    Args:
-        data_loader: A plain loader, or what this function returned. It stays as it is.
-
-    Returns:
-        The loader. One whose sampler has a law of its own is refused with a ``SamplingError``.
-    """
-    strategy = data_loader._batches.strategy if isinstance(data_loader, PrivateIteration) else None
-    if not isinstance(strategy, (ShuffleSampling, InOrder)):
-        check_loader(data_loader)
-        batches: Any = data_loader.batch_sampler
-        law = ShuffleSampling if type(batches.sampler) is RandomSampler else InOrder
-        strategy = law(len(data_loader.dataset), batches.batch_size, batches.drop_last)  # type: ignore[arg-type]
-    plain, words = _plain(data_loader), _words(None, SINGLE)
-    return private_loader(plain, strategy=strategy, words=words, on_handout=_ignore, may_draw=_always)
 
 
 @suggests_names
@@ -264,23 +249,23 @@ def _made(
     plain: DataLoader[Any],
     strategy: AbstractBatchStrategy,
     generator: torch.Generator | None,
-    distributed: bool,
+    distributed: bool | Topology,
     batch_first: bool,
     rand_on_empty: bool,
 ) -> DPDataLoader:
-    topology = topology_of(torch.nn.Module()) if distributed else SINGLE
+    topology = topology_for(distributed)
     private = private_loader(
         plain,
         strategy=strategy,
-        words=_words(generator, topology),
-        on_handout=_ignore,
-        may_draw=_always,
+        words=words_for(generator, topology),
+        on_handout=ignore,
+        may_draw=always,
         batch_first=batch_first,
         share=(topology.rank, topology.ranks),
     )
     if rand_on_empty:
         private.__dict__["collate_fn"] = _PaddedCollate(private.collate_fn)
-    more = {"batch_size": None, "distributed": distributed, "rand_on_empty": rand_on_empty}
+    more = {"batch_size": None, "distributed": bool(distributed), "rand_on_empty": rand_on_empty}
     private.__dict__.update(more)
     private.__class__ = _class_for(type(plain))  # type: ignore[assignment, arg-type]
     return private  # type: ignore[return-value]
@@ -294,41 +279,13 @@ def _class_for(kind: type[DataLoader[Any]]) -> type[DPDataLoader]:
     return type(f"DP{kind.__name__}", (DPDataLoader, kind), {"__module__": __name__, "__doc__": kind.__doc__})
 
 
-def _plain(loader: DataLoader[Any]) -> DataLoader[Any]:
-    """A loader that can be made private again."""
-    if not isinstance(loader, PrivateIteration):
-        return loader
-    collate = loader.collate_fn
-    while hasattr(collate, "_collate") or hasattr(collate, "collate"):
-        collate = getattr(collate, "_collate", None) or collate.collate  # type: ignore[union-attr]
-    kept = {name: getattr(loader, name) for name in _KEPT}
-    size = max(1, round(loader._batches.strategy.expected_batch_size))
-    kept["drop_last"] = getattr(loader._batches.strategy, "drop_last", False)
-    return DataLoader(loader.dataset, batch_size=size, collate_fn=collate, **kept)
-
-
-_KEPT = (
-    "num_workers",
-    "pin_memory",
-    "timeout",
-    "worker_init_fn",
-    "multiprocessing_context",
-    "generator",
-    "prefetch_factor",
-    "persistent_workers",
-)
-
-
-def _words(generator: torch.Generator | None, topology: Topology) -> Any:
-    seed = None
-    if generator is not None:
-        seed = int(torch.randint(2**63 - 1, (), generator=generator, device=generator.device))
-    source: NoiseSource = source_for(topology, DEFAULT_KIND, seed, run=0)
-
-    def words(count: int, *, step: int, block: int) -> Any:
-        return source.words(count, domain="mask", step=step, block=block << 32)
-
-    return words
+def _refuse_unknown(kwargs: Mapping[str, Any]) -> None:
+    known = [*inspect.signature(DPDataLoader).parameters, *inspect.signature(DataLoader).parameters]
+    for name in kwargs:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            hint = f" Did you mean {near[0]!r}?" if near else " It takes its own arguments and those of DataLoader."
+            raise TypeError(f"DPDataLoader() has no argument {name!r}.{hint}")
 
 
 def _refuse_iterable(dataset: Any) -> None:
@@ -337,11 +294,3 @@ def _refuse_iterable(dataset: Any) -> None:
             f"{type(dataset).__name__} is an IterableDataset: rows without an index cannot be drawn with equal "
             "chances. Pass a data set with __len__ and __getitem__."
         )
-
-
-def _ignore(ticket: Any, chunk: int) -> None:
-    """Nobody asked to be told."""
-
-
-def _always(step: int) -> bool:
-    return True

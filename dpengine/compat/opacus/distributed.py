@@ -11,13 +11,21 @@ from torch import nn
 def average_gradients(model: nn.Module) -> None:
     """Sums ``p.grad`` over all processes and divides it by their number, in place.
 
+    A process without a gradient for a parameter counts as one with zeros, if another has one.
+
     Args:
         model: The same on every process.
     """
     size = torch.distributed.get_world_size()
-    for parameter in model.parameters():
-        if parameter.grad is not None:
-            torch.distributed.all_reduce(parameter.grad, op=torch.distributed.ReduceOp.SUM)
+    trainable = [p for p in model.parameters() if p.requires_grad]
+    if not trainable:
+        return
+    present = torch.tensor([float(p.grad is not None) for p in trainable], device=trainable[0].device)
+    torch.distributed.all_reduce(present)  # else a process would wait for a sum that another one leaves out
+    for parameter, count in zip(trainable, present.tolist(), strict=True):
+        if count:
+            parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            torch.distributed.all_reduce(parameter.grad)
             parameter.grad /= size
 
 

@@ -14,10 +14,14 @@ from torch.utils.data import DataLoader
 
 import dpengine
 from dpengine.accounting import CyclicGaussianEvent, Relation, suggested_delta
+from dpengine.arrange import name_for
+from dpengine.distributed import SINGLE, Topology
 from dpengine.release import Release
 from dpengine.run import Budget, Run
 
-from .data_loader import DPDataLoader, unsampled_loader
+from .accountants.ledger_accountant import LedgerAccountant
+from .data_loader import DPDataLoader
+from .engine_batches import unsampled_loader
 from .grad_sample.gsm_base import AbstractGradSampleHooks, AbstractGradSampleModule, is_spread
 from .grad_sample.prepare import GHOST, get_gsm_class, prepare_module
 from .optimizers import DPOptimizer, get_optimizer_class
@@ -91,7 +95,7 @@ class Preparation:
         data_loader: DataLoader[Any],
         *,
         poisson_sampling: bool,
-        distributed: bool,
+        distributed: bool | Topology,
         batch_first: bool = True,
         rand_on_empty: bool = False,
     ) -> DataLoader[Any]:
@@ -104,7 +108,7 @@ class Preparation:
             )
         self.dataset = data_loader.dataset
         if not poisson_sampling:
-            return unsampled_loader(data_loader)
+            return unsampled_loader(data_loader, distributed)
         return DPDataLoader.from_data_loader(
             data_loader, distributed=distributed, batch_first=batch_first, rand_on_empty=rand_on_empty
         )
@@ -148,16 +152,7 @@ class Preparation:
 
     def _parts(self, asked: Asked, batch_size: float, adapts: dict[str, Any]) -> tuple[Any, ...]:
         """The private parts; where something is refused, everything that was put on is taken off."""
-        inner = asked.module._module if isinstance(asked.module, AbstractGradSampleModule) else asked.module
-        distributed = is_spread(inner)
         layout: dict[str, Any] = {"loss_reduction": asked.loss_reduction, "grad_sample_mode": asked.grad_sample_mode}
-        loader = self._prepare_data_loader(
-            asked.data_loader,
-            distributed=distributed,
-            poisson_sampling=asked.poisson_sampling,
-            batch_first=asked.batch_first,
-            rand_on_empty=asked.rand_on_empty,
-        )
         hooks: Any = self._prepare_model(
             asked.module,
             batch_first=asked.batch_first,
@@ -165,14 +160,22 @@ class Preparation:
             wrap_model=asked.wrap_model,
             **layout,
         )
+        topology: Topology = hooks._topology
         try:
+            loader = self._prepare_data_loader(
+                asked.data_loader,
+                distributed=topology is not SINGLE and topology,
+                poisson_sampling=asked.poisson_sampling,
+                batch_first=asked.batch_first,
+                rand_on_empty=asked.rand_on_empty,
+            )
             private = self._prepare_optimizer(
                 optimizer=asked.optimizer,
                 noise_multiplier=asked.noise_multiplier,
                 max_grad_norm=asked.max_grad_norm,
-                expected_batch_size=batch_size / torch.distributed.get_world_size() if distributed else batch_size,
+                expected_batch_size=batch_size / topology.ranks,
                 noise_generator=asked.noise_generator,
-                distributed=distributed,
+                distributed=is_spread(hooks._module),
                 clipping=asked.clipping,
                 **layout,
                 **adapts,
@@ -195,19 +198,24 @@ class Preparation:
         release.hand_fed = False
         release.pads_empty = getattr(loader, "rand_on_empty", False)
         release.plan = dataclasses.replace(
-            release.plan, sampling=strategy, relation=Relation.ZERO_OUT, claims_passes=not poisson
+            release.plan,
+            sampling=strategy,
+            relation=Relation.ZERO_OUT,
+            claims_passes=not poisson,
+            run=name_for(release.sums.topology),
         )
         if poisson:
             hooks.forbid_grad_accumulation()
         else:
             hooks.allow_grad_accumulation()
         model = release.sums.model
-        budget = Budget(None, suggested_delta(strategy.num_examples), None, "warn", self.engine.accountant)
+        delta = suggested_delta(max(2, strategy.num_examples))  # of one row there is none; who asks gives one
+        budget = Budget(None, delta, None, "warn", self.engine.accountant)
         run = Run(model, optimizer, release, budget, attached=True, batches=loader)
         loader.bind(release.handed_out, release.plan.has_step)
         self.engine.enlist(run)
-        if hasattr(self.accountant, "ledger"):
-            self.accountant.ledger = self.engine.ledger
+        if isinstance(self.accountant, LedgerAccountant):
+            self.accountant.follow(self.engine.ledger)
         elif poisson:
             optimizer.attach_step_hook(self.accountant.get_optimizer_hook_fn(sample_rate=strategy.sample_rate))
         else:

@@ -12,10 +12,13 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 import dpengine
+from dpengine.errors import LedgerError
 from dpengine.names import suggests_names
 from dpengine.report import PrivacyReport
+from dpengine.report_of_run import refuse_unknown_facts, report_of_run
 
 from .accountants import create_accountant
+from .accountants.ledger_accountant import LedgerAccountant
 from .accountants.utils import get_noise_multiplier
 from .admission import adaptive_settings, admit
 from .checkpoints import Checkpoints
@@ -50,7 +53,7 @@ class PrivacyEngine(Preparation, Checkpoints):
         self.secure_rng: Any = None
         self.dataset = None
         self.engine = dpengine.PrivacyEngine(secure_rng=secure_mode)
-        if hasattr(self.accountant, "ledger"):
+        if isinstance(self.accountant, LedgerAccountant):
             self.accountant.ledger = self.engine.ledger
 
     @suggests_names
@@ -244,9 +247,38 @@ class PrivacyEngine(Preparation, Checkpoints):
         """Epsilon spent so far at this delta, by the accountant; 0 before the first step, infinite without noise."""
         return float(self.accountant.get_epsilon(delta))
 
-    def report(self, **facts: Any) -> PrivacyReport:
-        """The report of what was spent so far: see ``dpengine.PrivacyEngine.report``."""
-        return self.engine.report(**facts)
+    @suggests_names
+    def report(
+        self,
+        *,
+        data: Mapping[str, Any] | None = None,
+        utility: Mapping[str, Any] | None = None,
+        excludes: Sequence[str] = (),
+    ) -> PrivacyReport:
+        """The report of what was spent so far, loaded histories included: see ``dpengine.PrivacyEngine.report``.
+
+        Args:
+            data: As there.
+            utility: As there.
+            excludes: As there.
+
+        Returns:
+            The report.
+
+        Raises:
+            LedgerError: If the accountant was given a history that is shorter than what this engine spent.
+        """
+        if not (isinstance(self.accountant, LedgerAccountant) and self.engine.runs):
+            return self.engine.report(data=data, utility=utility, excludes=excludes)
+        ledger, spent = self.accountant.ledger, self.engine.ledger.steps
+        if ledger.steps < spent:
+            raise LedgerError(
+                f"The accountant's history has {ledger.steps} steps, and this engine made {spent}.",
+                fix="Leave accountant.history as it is, or ask privacy_engine.engine.report().",
+            )
+        refuse_unknown_facts(data, utility, excludes)
+        run = self.engine.runs[-1]
+        return report_of_run(run, ledger, run.release.plan.relation, data or {}, utility or {}, tuple(excludes))
 
     def is_compatible(self, *, module: nn.Module, optimizer: Any, data_loader: Any) -> bool:
         """Whether nothing stands in the way of the model. The others are looked at in ``make_private``."""

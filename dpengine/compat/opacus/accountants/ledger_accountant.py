@@ -54,6 +54,15 @@ class LedgerAccountant(IAccountant):
         self._own: Ledger | None = None
         self._seen = (0, 0)
 
+    def follow(self, ledger: Ledger) -> None:
+        """Adds to the history what a ledger is charged from now on. What is in the history stays.
+
+        Args:
+            ledger: Of the engine whose steps count here.
+        """
+        if ledger is not self._shared:
+            self._own, self._shared, self._seen = self.ledger, ledger, _end(ledger)
+
     @property
     def history(self) -> Any:
         """Triples ``(noise_multiplier, sample_rate, steps)``, equal neighbours merged."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import MutableMapping
 from typing import Any, ClassVar
 
@@ -36,7 +37,7 @@ class GradSampleHooksFastGradientClipping(GradSampleHooks):
         loss_reduction: ``"mean"`` or ``"sum"``: what the loss does over rows.
         strict: Whether a trainable layer that owns a buffer is refused.
         force_functorch: Whether every layer goes through the ``torch.func`` fallback.
-        max_grad_norm: What ``get_clipping_coef`` clips to. The optimizer clips by its own.
+        max_grad_norm: What ``get_clipping_coef`` clips to, until there is an optimizer: then it is that one's.
         use_ghost_clipping: Accepted: the way to each norm is chosen by its cost.
     """
 
@@ -62,8 +63,30 @@ class GradSampleHooksFastGradientClipping(GradSampleHooks):
         )
 
     def _clips(self, max_grad_norm: float, use_ghost_clipping: bool) -> None:
-        self.max_grad_norm = max_grad_norm
+        self._own_max_grad_norm = max_grad_norm
+        self._unjoined: Any = None  # the policy of sums that no optimizer takes yet
         self.use_ghost_clipping = use_ghost_clipping
+
+    def _watch(self, mode: str) -> None:
+        super()._watch(mode)
+        self._unjoined = None if self._sums is None else self._sums.policy
+
+    @property
+    def max_grad_norm(self) -> float:
+        """What norms are clipped to now: by the optimizer, once there is one. There it is changed."""
+        if self._sums is None or self._sums.policy is self._unjoined:
+            return self._own_max_grad_norm
+        return self._sums.policy.max_grad_norm
+
+    @max_grad_norm.setter
+    def max_grad_norm(self, value: float) -> None:
+        self._own_max_grad_norm = value
+        if value != self.max_grad_norm:
+            warnings.warn(
+                f"max_grad_norm={value!r} of the module changes nothing: the optimizer clips, to "
+                f"{self.max_grad_norm:g}. Set optimizer.max_grad_norm.",
+                stacklevel=2,
+            )
 
     @property
     def trainable_parameters(self) -> list[nn.Parameter]:

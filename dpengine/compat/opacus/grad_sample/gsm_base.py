@@ -15,7 +15,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from dpengine.clipping import ShownSums
 from dpengine.compat.opacus.distributed import DifferentiallyPrivateDistributedDataParallel
-from dpengine.distributed import SINGLE, Topology, topology_of, unwrapped
+from dpengine.distributed import SINGLE, Topology, is_dtensor, topology_of, unwrapped
 
 _sums_of: Any = WeakTensorKeyDictionary()  # by parameter, weakly: who clips its gradients
 _SPREAD = (DistributedDataParallel, DifferentiallyPrivateDistributedDataParallel, FSDPModule)
@@ -30,6 +30,12 @@ def sums_of(parameter: nn.Parameter) -> ShownSums | None:
 def is_spread(module: nn.Module) -> bool:
     """Whether a model is marked as one that several processes train."""
     return isinstance(module, _SPREAD)
+
+
+def _topology_for(module: nn.Module) -> Topology:
+    """How a model is spread, if it shows that it is: without a mark, each process trains one of its own."""
+    is_split = any(map(is_dtensor, module.parameters()))
+    return topology_of(module) if is_split or is_spread(module) else SINGLE
 
 
 class AbstractGradSampleHooks(ABC):
@@ -56,14 +62,19 @@ class AbstractGradSampleHooks(ABC):
 
     def _watch(self, mode: str) -> None:
         """Puts the hooks on."""
-        topology: Topology = topology_of(self._module) if is_spread(self._module) else SINGLE
         layout: dict[str, Any] = {"batch_first": self.batch_first, "loss_reduction": self.loss_reduction}
-        sums = ShownSums(unwrapped(self._module), mode=mode, topology=topology, shows=self.shows, **layout)
+        layout["topology"] = _topology_for(self._module)
+        sums = ShownSums(unwrapped(self._module), mode=mode, shows=self.shows, **layout)
         sums.attach()
         sums.allows_accumulation = self.grad_accumulation_allowed
         self._sums = sums
         for parameter in sums.topology.parameters(sums.model).values():
             _sums_of[parameter] = weakref.ref(sums)
+
+    @property
+    def _topology(self) -> Topology:
+        """Who holds what of the model, where several processes train it."""
+        return _topology_for(self._module) if self._sums is None else self._sums.topology
 
     def set_grad_sample_to_none(self) -> None:
         """Sets ``p.grad_sample`` to None: what was not clipped yet is dropped."""

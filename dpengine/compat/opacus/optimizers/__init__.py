@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .adaclipoptimizer import AdaClipDPOptimizer
+from .adaclipoptimizer import AdaClipDPOptimizer, DistributedAdaClipDPOptimizer
 from .ddp_perlayeroptimizer import SimpleDistributedPerLayerOptimizer
 from .ddpoptimizer import DistributedDPOptimizer
 from .ddpoptimizer_fast_gradient_clipping import DistributedDPOptimizerFastGradientClipping
@@ -35,6 +35,8 @@ _CLASSES: dict[tuple[str, bool, bool], type[DPOptimizer]] = {
     ("per_layer", True, True): SimpleDistributedPerLayerOptimizer,
     ("adaptive", False, False): AdaClipDPOptimizer,
     ("adaptive", False, True): AdaClipDPOptimizer,
+    ("adaptive", True, False): DistributedAdaClipDPOptimizer,
+    ("adaptive", True, True): DistributedAdaClipDPOptimizer,
 }
 
 

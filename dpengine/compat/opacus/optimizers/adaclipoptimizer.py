@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 from dpengine.clipping import AbstractClip, Adaptive
 from dpengine.names import suggests_names
 
+from .ddpoptimizer import SharedAmongRanks
 from .optimizer import DPOptimizer
 
 
@@ -138,3 +139,23 @@ class AdaClipDPOptimizer(DPOptimizer):
 
     def update_max_grad_norm(self) -> None:
         """Does nothing: the threshold moves in the step, by the count over the whole logical batch, with noise."""
+
+
+@suggests_names
+class DistributedAdaClipDPOptimizer(SharedAmongRanks, AdaClipDPOptimizer):
+    """``AdaClipDPOptimizer`` of a model wrapped for several processes, whose counts are added up. Opacus has none.
+
+    Args:
+        optimizer: As in ``AdaClipDPOptimizer``.
+        noise_multiplier: As there.
+        target_unclipped_quantile: As there.
+        clipbound_learning_rate: As there.
+        max_clipbound: As there.
+        min_clipbound: As there.
+        unclipped_num_std: As there, over all processes.
+        max_grad_norm: As there.
+        expected_batch_size: Of this process.
+        loss_reduction: As there.
+        generator: As there.
+        secure_mode: As there.
+    """

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import torch
 
 from dpengine.names import suggests_names
@@ -11,6 +13,8 @@ from .optimizer import DPOptimizer
 
 class SharedAmongRanks:
     """What is known of the processes. Each draws its share of the noise, and the sums are added up with it."""
+
+    _over_ranks: ClassVar[bool] = True
 
     @property
     def rank(self) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -40,6 +40,10 @@ class DPOptimizer(Optimizer):
         ValueError: If an argument is out of its range, ``expected_batch_size`` is missing for a mean, or
             ``secure_mode`` comes with a generator.
     """
+
+    _step_supports_amp_scaling = True  # else a GradScaler looks for gradients before the step, where there are none
+
+    _over_ranks: ClassVar[bool] = False  # whether sums are those of all processes, however the model is wrapped
 
     def __init__(
         self,
@@ -79,6 +83,11 @@ class DPOptimizer(Optimizer):
             self._made = release_of.by_hand(self, *self._asked)
         release_of.follow_hooks(self, self._made)
         return self._made
+
+    @property
+    def is_hand_fed(self) -> bool:
+        """Whether batches come from elsewhere than from a loader that ``make_private`` returned with it."""
+        return self._made is None or self._made.hand_fed
 
     # Settings
 
@@ -221,11 +230,6 @@ class DPOptimizer(Optimizer):
         waiting = 0 if clipped and (release.goes_on or not release.hand_fed) else getattr(release.sums, "waits", 0)
         return max(1, clipped + waiting)
 
-    @property
-    def hand_fed(self) -> bool:
-        """Whether batches come from elsewhere than the loader of ``make_private``."""
-        return self._made is None or self._made.hand_fed
-
     # A step
 
     def attach_step_hook(self, fn: StepHook) -> None:
@@ -308,6 +312,7 @@ class DPOptimizer(Optimizer):
         Returns:
             The loss of the closure, else None.
         """
+        release_of.refuse_scaled(self)
         loss = None
         if closure is not None:
             with torch.enable_grad():

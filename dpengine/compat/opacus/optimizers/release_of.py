@@ -16,10 +16,10 @@ from dpengine.accounting import Ledger, Relation
 from dpengine.arrange import source_for
 from dpengine.clipping import AbstractClip, ShownSums
 from dpengine.compat.opacus.grad_sample.gsm_base import sums_of
-from dpengine.distributed import Topology
-from dpengine.errors import MissingGradientError, ParameterMismatchError
+from dpengine.distributed import SINGLE, Topology, refuse_other_weights, topology_of
+from dpengine.errors import MissingGradientError, ParameterMismatchError, ScaledGradientError
 from dpengine.noise import DEFAULT_KIND, SECURE_KIND, NoiseSource
-from dpengine.optimizer import refuse_optimizer
+from dpengine.optimizer import refuse_optimizer, refuse_replaced
 from dpengine.release import Release
 from dpengine.run_plan import RunPlan
 from dpengine.sampling import ByHand
@@ -112,7 +112,8 @@ def _plan(optimizer: DPOptimizer, noise_multiplier: float, clipping: AbstractCli
 def source(optimizer: DPOptimizer, topology: Topology) -> NoiseSource:
     """Where noise comes from."""
     kind = SECURE_KIND if optimizer.secure_mode else DEFAULT_KIND
-    return source_for(topology, kind, seed_of(optimizer.generator), run=0)
+    # Of other processes nothing of it is asked: scripts may give each a seed of its own, and Opacus reads one.
+    return source_for(topology, kind, topology.everyone.from_first(seed_of(optimizer.generator)), run=0)
 
 
 def seed_of(generator: torch.Generator | None) -> int | None:
@@ -123,6 +124,17 @@ def seed_of(generator: torch.Generator | None) -> int | None:
 
 
 def _sums(optimizer: DPOptimizer) -> ShownSums:
+    """The sums of what is optimized, over all processes if the optimizer is one that adds up over them."""
+    sums = _sums_here(optimizer)
+    if optimizer._over_ranks and sums.topology is SINGLE:
+        topology = topology_of(sums.model)
+        if topology is not SINGLE:
+            sums.spread(topology)
+            refuse_other_weights(sums.model, topology)
+    return sums
+
+
+def _sums_here(optimizer: DPOptimizer) -> ShownSums:
     """The sums of the model that the parameters are in; of parameters without hooks, what is written to them."""
     held = [p for group in optimizer.param_groups for p in group["params"]]
     found = {id(sums): sums for sums in map(sums_of, held) if sums is not None}
@@ -155,6 +167,17 @@ def name_of(optimizer: DPOptimizer, parameter: nn.Parameter) -> str:
 
 
 # A step, in the parts that Opacus has
+
+
+def refuse_scaled(optimizer: DPOptimizer) -> None:
+    """Refuses the step of a GradScaler, of which nobody told before the backward pass."""
+    if optimizer.__dict__.pop("found_inf", None) is not None:
+        del optimizer.__dict__["grad_scale"]
+        raise ScaledGradientError(
+            "The loss was multiplied by a GradScaler: clipping would use the wrong unit.",
+            fix="Use torch.autocast(dtype=torch.bfloat16), which needs no scaler; or "
+            "dpengine.PrivacyEngine().make_private(..., grad_scaler=scaler).",
+        )
 
 
 def gather(optimizer: DPOptimizer, release: Release) -> None:
@@ -202,9 +225,10 @@ def leaving(optimizer: DPOptimizer, release: Release) -> Iterator[None]:
         release.sums.buffer.take()
     assert isinstance(release.sums, ShownSums)
     release.sums.note_release()
-    held = set(params(optimizer))
+    held = params(optimizer)
+    refuse_replaced(release.gradients.released.keys(), held)
     every = {p for group in optimizer.param_groups for p in group["params"]}
-    for parameter in (release.gradients.released.keys() | every) - held:
+    for parameter in (release.gradients.released.keys() | every) - set(held):
         parameter.grad = None  # of one that is frozen it may be raw
 
 

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 from torch.utils.data import BatchSampler, DataLoader, Sampler
 
+from dpengine.compat.opacus.engine_batches import always
 from dpengine.compat.opacus.optimizers import DPOptimizer
 from dpengine.names import suggests_names
-from dpengine.sampling import PrivateIteration, whole_number
+from dpengine.sampling import PrivateIteration, Ticket, whole_number
 
 
 class BatchSplittingSampler(Sampler[list[int]]):
@@ -62,7 +63,9 @@ def wrap_data_loader(*, data_loader: DataLoader[Any], max_batch_size: int, optim
     Returns:
         A loader. One that ``make_private`` returned is cut by the engine, which knows where a batch ends.
     """
-    if isinstance(data_loader, PrivateIteration) and not optimizer.hand_fed:
+    if isinstance(data_loader, PrivateIteration):
+        if optimizer.is_hand_fed:
+            data_loader.bind(_telling(optimizer), always)
         return data_loader.in_chunks(max_batch_size)  # type: ignore[no-any-return]
     batches: Any = data_loader.batch_sampler
     if batches is None:
@@ -81,6 +84,17 @@ def wrap_data_loader(*, data_loader: DataLoader[Any], max_batch_size: int, optim
         prefetch_factor=data_loader.prefetch_factor,
         persistent_workers=data_loader.persistent_workers,
     )
+
+
+def _telling(optimizer: DPOptimizer) -> Callable[[Ticket, int], None]:
+    """Tells an optimizer that was built by hand which chunk is the last of its batch, right before each is used."""
+
+    def handed_out(ticket: Ticket, chunk: int) -> None:
+        if chunk == 0:
+            optimizer.forget_skips()
+        optimizer.signal_skip_step(do_skip=chunk < len(ticket.rows) - 1)
+
+    return handed_out
 
 
 class BatchMemoryManager:

@@ -18,7 +18,7 @@ class DPTensorFastGradientClipping:
     Args:
         module: The model.
         optimizer: Its optimizer.
-        loss_per_sample: ``(B,)``.
+        loss_per_sample: ``(B,)``; or a loss that the criterion reduced already, without axes.
         loss_reduction: ``"mean"`` or ``"sum"`` over rows.
     """
 
@@ -32,7 +32,7 @@ class DPTensorFastGradientClipping:
     def reduced(self) -> Tensor:
         """The loss of the batch; 0 for one without rows."""
         total = self.loss_per_sample.sum()
-        return total / max(len(self.loss_per_sample), 1) if self.loss_reduction == "mean" else total
+        return total / max(self.loss_per_sample.numel(), 1) if self.loss_reduction == "mean" else total
 
     def item(self) -> float:
         """Its value. Not private."""
@@ -54,15 +54,15 @@ class DPTensorFastGradientClipping:
     def _other(self, other: Any) -> Any:
         """What is added: a loss of the same rows, or a number, of which each row gets its part."""
         if isinstance(other, DPTensorFastGradientClipping):
-            if other.loss_per_sample.shape != self.loss_per_sample.shape:
+            ours, theirs = self.loss_per_sample.shape, other.loss_per_sample.shape
+            if ours != theirs:
                 raise ValueError(
-                    f"Losses of {len(self.loss_per_sample)} and {len(other.loss_per_sample)} rows cannot be added: "
-                    "both must be of one batch."
+                    f"Losses of shapes {tuple(ours)} and {tuple(theirs)} cannot be added: both must be of one batch."
                 )
             return other.loss_per_sample
         if isinstance(other, Tensor) and other.dim():
             raise TypeError(f"A tensor of shape {tuple(other.shape)} cannot be added to a loss; pass a number.")
-        return other / (max(len(self.loss_per_sample), 1) if self.loss_reduction == "sum" else 1)
+        return other / (max(self.loss_per_sample.numel(), 1) if self.loss_reduction == "sum" else 1)
 
     def __add__(self, other: Any) -> DPTensorFastGradientClipping:
         return self._with(self.loss_per_sample + self._other(other))
@@ -90,7 +90,7 @@ class DPTensorFastGradientClipping:
         return self.item()
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({self.item():g}, rows={len(self.loss_per_sample)})"
+        return f"{type(self).__name__}({self.item():g}, rows={self.loss_per_sample.numel()})"
 
 
 class DPLossFastGradientClipping:
@@ -127,17 +127,20 @@ class DPLossFastGradientClipping:
             The loss, with ``backward()``.
 
         Raises:
-            BatchDependentLossError: If the criterion gives no number for each row, or token.
+            BatchDependentLossError: If the criterion gives several numbers, and not as many for each row.
         """
         rows = self._rows(args, shape)
         losses = self._unreduced(*args, **kwargs)
-        if losses.dim() == 0 or (losses.numel() % rows if rows else losses.numel()):
+        if losses.dim() == 0:  # a function of the user's, which reduces by itself: as safe as any plain loss
+            return DPTensorFastGradientClipping(self.module, self.optimizer, losses, self.loss_reduction)
+        if losses.numel() % rows if rows else losses.numel():
             raise BatchDependentLossError(
                 f"The criterion gave shape {tuple(losses.shape)} for {rows} rows: each row needs numbers of its own.",
                 fix='Use a criterion that knows reduction="none", and pass shape=(B, T) for flattened tokens.',
             )
-        per_row = losses.reshape(rows, -1)
-        counted = self._counted(args, losses.shape).reshape(rows, -1)
+        each = losses.numel() // rows if rows else 1
+        per_row = losses.reshape(rows, each)
+        counted = self._counted(args, losses).reshape(rows, each)
         total_B = per_row.sum(dim=1)
         mean = self._own_reduction() == "mean"
         loss_B = total_B / counted.sum(dim=1).clamp(min=1) if mean else total_B
@@ -168,13 +171,13 @@ class DPLossFastGradientClipping:
             kwargs = {**kwargs, "reduction": "none"}
         return criterion(*args, **kwargs)  # type: ignore[no-any-return]
 
-    def _counted(self, args: Any, shape: torch.Size) -> Tensor:
+    def _counted(self, args: Any, losses: Tensor) -> Tensor:
         """Which numbers count in a mean: those of targets that are ignored do not."""
         ignored = getattr(self.criterion, "ignore_index", None)
         targets = args[1] if len(args) > 1 else None
-        if isinstance(targets, Tensor) and ignored is not None and targets.shape == shape:
+        if isinstance(targets, Tensor) and ignored is not None and targets.shape == losses.shape:
             return targets != ignored
-        return torch.ones(shape, device=args[0].device)
+        return torch.ones_like(losses, requires_grad=False)
 
 
 def _takes_reduction(function: Callable[..., Any]) -> bool:

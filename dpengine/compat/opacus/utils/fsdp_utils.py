@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+import torch
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
@@ -34,7 +35,8 @@ def FSDP2Wrapper(model: nn.Module, **kwargs: Any) -> nn.Module:
         The same model.
     """
     precise: tuple[type[nn.Module], ...] = tuple(kwargs.pop("opacus_high_precision_layers", ()))
-    plain = {**kwargs, "mp_policy": MixedPrecisionPolicy()}
+    # Said, not left out: what such a layer gets from one in a narrower dtype is cast to this.
+    plain = {**kwargs, "mp_policy": MixedPrecisionPolicy(param_dtype=torch.get_default_dtype())}
     for layer in list(iterate_submodules(model)):
         if layer is not model:
             fully_shard(layer, **(plain if precise and isinstance(layer, precise) else kwargs))

@@ -1,0 +1,135 @@
+"""Who draws the batches of a loader, and which part of them is loaded here, where several processes share them."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler, SequentialSampler
+
+from dpengine.arrange import source_for
+from dpengine.distributed import SINGLE, Topology, topology_of
+from dpengine.errors import SamplingError
+from dpengine.noise import DEFAULT_KIND, NoiseSource
+from dpengine.sampling import InOrder, PrivateIteration, ShuffleSampling, check_loader, private_loader
+
+
+def unsampled_loader(data_loader: DataLoader[Any], distributed: bool | Topology = False) -> DataLoader[Any]:
+    """The same loader, whose batches the engine knows of: in its order, or in a random one if it shuffles.
+
+    Args:
+        data_loader: A plain loader, or what this function returned. It stays as it is.
+        distributed: As in ``DPDataLoader``.
+
+    Returns:
+        The loader. One whose sampler has a law of its own is refused with a ``SamplingError``.
+    """
+    topology = topology_for(distributed)
+    strategy = data_loader._batches.strategy if isinstance(data_loader, PrivateIteration) else None
+    whole = whole_loader(data_loader, topology)
+    if not isinstance(strategy, (ShuffleSampling, InOrder)):
+        check_loader(whole)
+        batches: Any = whole.batch_sampler
+        law = ShuffleSampling if type(batches.sampler) is RandomSampler else InOrder
+        strategy = law(len(whole.dataset), batches.batch_size, batches.drop_last)  # type: ignore[arg-type]
+    private = private_loader(
+        plain_loader(whole),
+        strategy=strategy,
+        words=words_for(None, topology),
+        on_handout=ignore,
+        may_draw=always,
+        share=(topology.rank, topology.ranks),
+    )
+    private.__dict__["sampler"] = data_loader.sampler  # of which scripts call set_epoch
+    return private
+
+
+def plain_loader(loader: DataLoader[Any]) -> DataLoader[Any]:
+    """A loader that can be made private again."""
+    if not isinstance(loader, PrivateIteration):
+        return loader
+    collate = loader.collate_fn
+    while hasattr(collate, "_collate") or hasattr(collate, "collate"):
+        collate = getattr(collate, "_collate", None) or collate.collate  # type: ignore[union-attr]
+    kept = {name: getattr(loader, name) for name in _KEPT}
+    size = max(1, round(loader._batches.strategy.expected_batch_size))
+    kept["drop_last"] = getattr(loader._batches.strategy, "drop_last", False)
+    return DataLoader(loader.dataset, batch_size=size, collate_fn=collate, **kept)
+
+
+_KEPT = (
+    "num_workers",
+    "pin_memory",
+    "timeout",
+    "worker_init_fn",
+    "multiprocessing_context",
+    "generator",
+    "prefetch_factor",
+    "persistent_workers",
+)
+
+
+def whole_loader(data_loader: DataLoader[Any], topology: Topology | None = None) -> DataLoader[Any]:
+    """A loader of whole batches for one that a ``DistributedSampler`` gives a part of each, in the same order.
+
+    Args:
+        data_loader: A loader. It stays as it is.
+        topology: The processes that share its batches; None does not ask.
+
+    Returns:
+        A loader over all rows, whose batch size is that of all processes together; any other loader as it is.
+
+    Raises:
+        SamplingError: If the sampler is for another number of processes.
+    """
+    batches: Any = data_loader.batch_sampler
+    sampler = getattr(batches, "sampler", None)
+    if type(batches) is not BatchSampler or type(sampler) is not DistributedSampler:
+        return data_loader
+    if topology is not None and sampler.num_replicas != topology.ranks:
+        raise SamplingError(
+            f"DistributedSampler(num_replicas={sampler.num_replicas}) shares rows out, and {topology.ranks} processes "
+            "share the rows of a batch of this model.",
+            fix="Wrap the model in DifferentiallyPrivateDistributedDataParallel or torch's own, or pass "
+            "DataLoader(dataset, batch_size=..., shuffle=True) with the batch size of all processes together.",
+        )
+    dataset: Any = data_loader.dataset
+    order: Any = RandomSampler(dataset) if sampler.shuffle else SequentialSampler(dataset)
+    size = batches.batch_size * sampler.num_replicas
+    whole = copy.copy(data_loader)
+    whole.__dict__.update(sampler=order, batch_size=size, batch_sampler=BatchSampler(order, size, batches.drop_last))
+    return whole
+
+
+def topology_for(distributed: bool | Topology) -> Topology:
+    """Which processes share batches: of True all, of False none. ValueError where True finds no process group."""
+    if isinstance(distributed, Topology) or not distributed:
+        return distributed or SINGLE
+    if not torch.distributed.is_initialized():
+        raise ValueError("distributed=True, and there is no process group. Call torch.distributed.init_process_group.")
+    return topology_of(torch.nn.Module())
+
+
+def words_for(generator: torch.Generator | None, topology: Topology) -> Any:
+    """The randomness of batches, the same on all processes that share them."""
+    seed = None
+    if generator is not None:
+        seed = int(torch.randint(2**63 - 1, (), generator=generator, device=generator.device))
+    # All draw the same batches, each for its own part: with seeds that differ, a row might come twice.
+    seed = topology.everyone.from_first(seed)
+    source: NoiseSource = source_for(topology, DEFAULT_KIND, seed, run=0)
+
+    def words(count: int, *, step: int, block: int) -> Any:
+        return source.words(count, domain="mask", step=step, block=block << 32)
+
+    return words
+
+
+def ignore(ticket: Any, chunk: int) -> None:
+    """Nobody asked to be told."""
+
+
+def always(step: int) -> bool:
+    """Every batch may be drawn."""
+    return True

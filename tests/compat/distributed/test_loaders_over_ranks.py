@@ -1,0 +1,154 @@
+"""Loaders and samplers in several processes: each has its own rows of the same batches, and as many batches."""
+
+from itertools import chain
+
+import pytest
+import torch
+import torch.distributed as dist
+from compat_spread_runs import Run, Started, data, network, refuse_differences, seeded
+from launch import launched
+from torch import nn
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+from dpengine.compat.opacus.data_loader import DPDataLoader
+from dpengine.compat.opacus.distributed import DifferentiallyPrivateDistributedDataParallel as DPDDP
+from dpengine.compat.opacus.privacy_engine import PrivacyEngine
+from dpengine.compat.opacus.utils.uniform_sampler import DistributedUniformWithReplacementSampler
+from dpengine.errors import SamplingError
+
+ROWS = 40
+
+
+def numbers(rows=ROWS):
+    """Rows that tell which they are."""
+    return TensorDataset(torch.arange(rows))
+
+
+def passes(seeds):
+    generator = None if seeds is None else seeded(seeds[dist.get_rank()] if dist.is_initialized() else seeds[0])
+    loader = DPDataLoader(numbers(), sample_rate=1 / 20, distributed=dist.is_initialized(), generator=generator)
+    found = [batch.tolist() for (batch,) in loader]
+    assert len(found) == len(loader) == 20
+    return found
+
+
+@pytest.mark.parametrize("seeds", [(3, 3), (3, 4), None], ids=["one seed", "a seed for each", "no seed"])
+def test_loaders_by_hand_share_each_batch_out(seeds):
+    one, other = launched(2, passes, seeds)
+    together = [sorted(a + b) for a, b in zip(one, other, strict=True)]
+    assert all(len(set(batch)) == len(batch) for batch in together)
+    assert all(abs(len(a) - len(b)) <= 1 for a, b in zip(one, other, strict=True))
+    assert len({tuple(batch) for batch in together}) > 1
+    if seeds:
+        assert together == passes(seeds)
+
+
+def test_a_loader_for_several_processes_asks_for_a_process_group():
+    with pytest.raises(ValueError, match="init_process_group"):
+        DPDataLoader(numbers(), sample_rate=0.5, distributed=True)
+
+
+def sampled(epochs):
+    sampler = DistributedUniformWithReplacementSampler(total_size=ROWS, sample_rate=1 / ROWS, shuffle_seed=2)
+    found = []
+    for epoch in range(epochs):
+        sampler.set_epoch(epoch)
+        found.append(list(sampler))
+    return len(sampler), found
+
+
+def test_pain_20_the_sampler_of_each_process_gives_all_batches_empty_ones_included():
+    (length, mine), (length2, others) = launched(2, sampled, 8)
+    assert length == length2 == ROWS
+    for one, other in zip(mine, others, strict=True):
+        assert len(one) == len(other) == ROWS
+        assert [] in one and [] in other
+        assert not set(chain(*one)) & set(chain(*other))  # each has a share of its own in an epoch
+    drawn, drawn2 = set(chain(*chain(*mine))), set(chain(*chain(*others)))
+    assert drawn & drawn2  # and another in the next
+    # A row misses all of the 8 epochs of 40 steps with odds exp(-8): more than three such rows, with odds 1e-9.
+    assert len(drawn | drawn2) >= ROWS - 3
+
+
+def sharded(run, shuffle, batch):
+    """A run whose loader has a share of the rows for each process; in one process, a loader of all."""
+    rows = data()
+    if dist.is_initialized():
+        sampler = DistributedSampler(rows, shuffle=shuffle)
+        loader = DataLoader(rows, batch_size=batch // 2, sampler=sampler, generator=seeded(2 + dist.get_rank()))
+        made = Started(run, loader=loader, noise_seed=1 + dist.get_rank())
+    else:
+        made = Started(run, loader=DataLoader(rows, batch_size=batch, shuffle=shuffle, generator=seeded(2)))
+    if not dict(run.more).get("poisson_sampling", True) and dist.is_initialized():
+        made.loader.sampler.set_epoch(1)  # as scripts do
+    return made.train(), len(made.loader), made.optimizer.expected_batch_size
+
+
+@pytest.mark.parametrize("poisson", [True, False])
+@pytest.mark.parametrize("wrapper", ["dpddp", "fsdp"])
+def test_a_distributed_sampler_says_the_batch_size_of_each_process(poisson, wrapper):
+    run = Run(wrapper, steps=7, more=(("poisson_sampling", poisson),))
+    found = launched(2, sharded, run, False, 8)
+    alone, batches, size = sharded(run, False, 8)
+    assert batches == 6 and size == 8.0
+    for one, batches, size in found:
+        assert (batches, size) == (6, 4.0)
+        refuse_differences([one], alone, run)
+
+
+def in_passes():
+    """Which rows each process has of two shuffled passes."""
+    model, rows = DPDDP(nn.Embedding(ROWS, 2)), numbers()
+    made, optimizer, loader = PrivacyEngine().make_private(
+        module=model,
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+        data_loader=DataLoader(rows, batch_size=4, sampler=DistributedSampler(rows)),
+        noise_multiplier=1.0,
+        max_grad_norm=1.0,
+        poisson_sampling=False,
+    )
+    found = []
+    for _ in range(2):
+        found.append([])
+        for (x,) in loader:
+            optimizer.zero_grad()
+            made(x).sum(dim=1).mean().backward()
+            optimizer.step()
+            found[-1].append(x.tolist())
+    return found
+
+
+def test_without_poisson_sampling_each_row_is_in_one_process_of_each_pass():
+    one, other = launched(2, in_passes)
+    for mine, others in zip(one, other, strict=True):
+        assert [len(batch) for batch in mine] == [len(batch) for batch in others] == [4] * 5
+        assert sorted(chain(*mine, *others)) == list(range(ROWS))
+    assert one[0] != one[1]
+
+
+def refused():
+    rows = data()
+    loader = DataLoader(rows, batch_size=4, sampler=DistributedSampler(rows, num_replicas=3, rank=0))
+    with pytest.raises(SamplingError, match=r"num_replicas=3.* 2 processes") as caught:
+        Started(Run(), loader=loader)
+    made = Started(Run())  # and nothing was left on the model
+    return str(caught.value), made.train()["sizes"]
+
+
+def test_a_distributed_sampler_of_another_number_of_processes_is_refused():
+    for said, sizes in launched(2, refused):
+        assert "DataLoader(dataset, batch_size=..., shuffle=True)" in said and len(sizes) == 4
+
+
+def test_a_distributed_sampler_is_refused_for_a_model_that_is_not_marked():
+    rows, model = data(), network()
+    loader = DataLoader(rows, batch_size=4, sampler=DistributedSampler(rows, num_replicas=2, rank=0))
+    with pytest.raises(SamplingError, match="DistributedSampler"):
+        PrivacyEngine().make_private(
+            module=model,
+            optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+            data_loader=loader,
+            noise_multiplier=1.0,
+            max_grad_norm=1.0,
+        )
+    assert type(loader.sampler) is DistributedSampler

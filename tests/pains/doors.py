@@ -1,0 +1,319 @@
+"""Doors: every way to make a model private, each under one set of names; and the sum that all of them must give.
+
+A test runs the same loop through each door::
+
+    @through(ALL_DOORS)
+    def test_rank_99_what_holds(door):
+        found = door.clipped_sum(model, criterion, (inputs, targets), max_grad_norm)
+        assert_equal(found, true_sum(model, criterion, (inputs, targets), max_grad_norm))
+
+Noise is off unless asked for, and a batch is the whole data set: `fixed_loader` gives every row, once, in one batch.
+Inputs are a tensor, a tuple of positional or a dict of keyword inputs.
+"""
+
+from __future__ import annotations
+
+import copy
+import importlib
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from reference import clipped_sum, per_sample_gradients, stacked
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import dpengine
+
+OPACUS = "dpengine.compat.opacus"  # with "opacus" in its place the compat doors lead into Opacus itself
+SLACK = 2.0**-20  # thresholds are met with this much to spare
+BOUND = 1 + 1e-5  # what one sample may add to a sum, relative to the threshold
+
+
+def _sgd(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=1.0)
+
+
+@dataclass
+class Private:
+    """What a door gave.
+
+    Attributes:
+        engine: The privacy engine.
+        module: The first value of ``make_private``: the model itself, a wrapper, or a hooks object.
+        model: What the loop calls.
+        bare: The user's own module, whose parameters train.
+        optimizer: The private optimizer.
+        criterion: The criterion for the loop: the one that was returned, or the user's own.
+        loader: The private loader.
+        size: What the sum in ``p.grad`` was divided by.
+        writes: Whether the loop must write ``p.grad_sample`` itself.
+    """
+
+    engine: Any
+    module: Any
+    model: nn.Module
+    bare: nn.Module
+    optimizer: Any
+    criterion: Callable[..., Any]
+    loader: DataLoader
+    size: float
+    writes: bool = False
+
+    def backward(self, inputs: Any, targets: Tensor) -> None:
+        """A forward and a backward pass; or, where the loop is to write them, the gradients of the rows."""
+        if not self.writes:
+            self.criterion(run(self.model, inputs), targets).backward()
+            return
+        rows = per_sample_gradients(self.bare, self.criterion, as_inputs(inputs), targets)
+        each = stacked(rows) if rows else {}
+        for name, p in trainable(self.bare).items():
+            p.grad_sample = each[name].to(p.dtype) if rows else p.new_zeros(0, *p.shape)
+
+    def step(self, inputs: Any, targets: Tensor) -> None:
+        """One turn of the loop."""
+        self.optimizer.zero_grad()
+        self.backward(inputs, targets)
+        self.optimizer.step()
+
+    def sum(self) -> dict[str, Tensor]:
+        """The clipped sum, by name in the user's model, that the last step left in ``p.grad``, in float64."""
+        return {name: p.grad.detach().double() * self.size for name, p in trainable(self.bare).items()}
+
+
+@dataclass(frozen=True)
+class Door:
+    """A way to make a model private.
+
+    Attributes:
+        id: Its name in test ids.
+        open: ``(model, loader, *, criterion, max_grad_norm, noise_multiplier, make_optimizer, poisson, **options)``:
+            makes the model private, in place where the door does so; options go to its ``make_private``.
+        mode: The ``grad_sample_mode``.
+        compat: Whether it is Opacus's API.
+        writes: Whether the loop writes ``p.grad_sample`` itself, so that no layer is looked into.
+    """
+
+    id: str
+    open: Callable[..., Private]
+    mode: str
+    compat: bool = False
+    writes: bool = False
+
+    def clipped_sum(
+        self,
+        model: nn.Module,
+        criterion: Callable[..., Any],
+        batch: tuple[Any, Tensor],
+        max_grad_norm: Any = 1.0,
+        *,
+        plain: bool = False,
+        **options: Any,
+    ) -> dict[str, Tensor]:
+        """Names to the clipped sum of one step on these rows; the model stays as it is.
+
+        ``plain``: the loop calls the user's own criterion, also where another one was returned.
+        """
+        private = self.open(
+            copy.deepcopy(model),
+            fixed_loader(len(batch[1])),
+            criterion=criterion,
+            max_grad_norm=max_grad_norm,
+            **options,
+        )
+        if plain:
+            private.criterion = criterion
+        for (rows,) in private.loader:
+            assert len(rows) == len(batch[1])
+            private.step(*batch)
+        return private.sum()
+
+
+def _default(mode: str) -> Door:
+    def open(
+        model: nn.Module,
+        loader: DataLoader,
+        *,
+        criterion: Callable[..., Any] | None = None,
+        max_grad_norm: Any = 1.0,
+        noise_multiplier: float = 0.0,
+        make_optimizer: Callable[..., torch.optim.Optimizer] = _sgd,
+        poisson: bool = True,
+        **options: Any,
+    ) -> Private:
+        engine = dpengine.PrivacyEngine(seed=0)
+        optimizer = make_optimizer(trainable(model).values())
+        options = {"grad_sample_mode": mode, "sampling": "poisson" if poisson else "shuffle", **options}
+        settings = {"noise_multiplier": noise_multiplier, "max_grad_norm": max_grad_norm, **options}
+        private, optimizer, private_loader = engine.make_private(model, optimizer, loader, **settings)
+        criterion = criterion or nn.CrossEntropyLoss()
+        return Private(engine, private, private, model, optimizer, criterion, private_loader, loader.batch_size)
+
+    return Door(f"default-{mode}", open, mode)
+
+
+def _compat(mode: str, *, wrap: bool = True) -> Door:
+    def open(
+        model: nn.Module,
+        loader: DataLoader,
+        *,
+        criterion: Callable[..., Any] | None = None,
+        max_grad_norm: Any = 1.0,
+        noise_multiplier: float = 0.0,
+        make_optimizer: Callable[..., torch.optim.Optimizer] = _sgd,
+        poisson: bool = False,
+        make_engine: Callable[[], Any] | None = None,
+        **options: Any,
+    ) -> Private:
+        engine = make_engine() if make_engine else opacus().PrivacyEngine()
+        criterion = criterion or nn.CrossEntropyLoss()
+        found = engine.make_private(
+            module=model,
+            optimizer=make_optimizer(trainable(model).values()),
+            criterion=criterion,
+            data_loader=loader,
+            noise_multiplier=noise_multiplier,
+            max_grad_norm=max_grad_norm,
+            poisson_sampling=poisson,
+            grad_sample_mode=mode,
+            wrap_model=wrap,
+            **options,
+        )
+        module, optimizer, private_loader = found[0], found[1], found[-1]
+        criterion = found[2] if len(found) == 4 else criterion
+        called = module if wrap else model
+        size = 1 if optimizer.loss_reduction == "sum" else optimizer.expected_batch_size
+        return Private(engine, module, called, model, optimizer, criterion, private_loader, size, mode == "no_op")
+
+    name = f"compat-{mode}" if wrap else f"compat-{mode}-unwrapped"
+    return Door(name, open, mode, compat=True, writes=mode == "no_op")
+
+
+DEFAULT_DOORS = [_default(mode) for mode in ("auto", "hooks", "functorch", "ew", "ghost")]
+COMPAT_DOORS = [
+    *(_compat(mode) for mode in ("hooks", "functorch", "ew", "ghost", "no_op")),
+    *(_compat(mode, wrap=False) for mode in ("hooks", "functorch", "ghost")),
+]
+ALL_DOORS = [*DEFAULT_DOORS, *COMPAT_DOORS]
+GHOST_DOORS = [door for door in COMPAT_DOORS if door.mode == "ghost"]
+LAYER_DOORS = [door for door in ALL_DOORS if not door.writes]  # those that find the gradients of layers themselves
+
+
+QUICK = ("default-auto", "default-ghost", "compat-hooks", "compat-ghost")
+
+
+def through(doors: list[Door], *, quick: tuple[str, ...] = QUICK) -> Any:
+    """Parametrizes a test with ``door``; the doors that are not quick are left to the slow suite."""
+    slow = pytest.mark.slow
+    cases = [pytest.param(door, id=door.id, marks=() if door.id in quick else slow) for door in doors]
+    return pytest.mark.parametrize("door", cases)
+
+
+def opacus(path: str = "") -> Any:
+    """The module at this path below Opacus's root, as the compat doors see it."""
+    return importlib.import_module(f"{OPACUS}.{path}" if path else OPACUS)
+
+
+def fixed_loader(rows: int, **options: Any) -> DataLoader:
+    """A loader over the numbers of the rows, which come as one batch: the loop has the rows already."""
+    return DataLoader(TensorDataset(torch.arange(rows)), **{"batch_size": max(1, rows), **options})
+
+
+def as_inputs(inputs: Any) -> Any:
+    return (inputs,) if isinstance(inputs, Tensor) else inputs
+
+
+def run(model: nn.Module, inputs: Any) -> Any:
+    """The model's output."""
+    return model(**inputs) if isinstance(inputs, dict) else model(*as_inputs(inputs))
+
+
+def trainable(model: nn.Module) -> dict[str, nn.Parameter]:
+    return {name: p for name, p in model.named_parameters() if p.requires_grad}
+
+
+# The truth
+
+
+def true_sum(
+    model: nn.Module,
+    criterion: Callable[..., Tensor],
+    batch: tuple[Any, Tensor],
+    max_grad_norm: float = 1.0,
+    *,
+    row: Callable[[Any, int], Any] | None = None,
+) -> dict[str, Tensor]:
+    """The clipped sum of a loop over single rows, in float64; ``row`` as in ``per_sample_gradients``."""
+    inputs, targets = batch
+    rows = per_sample_gradients(model, criterion, as_inputs(inputs), targets, row=row)
+    return clipped_sum(rows, (1 - SLACK) * max_grad_norm)
+
+
+def true_sum_by_group(
+    model: nn.Module,
+    criterion: Callable[..., Tensor],
+    batch: tuple[Any, Tensor],
+    bounds: dict[str, float],
+    group_of: Callable[[str], str] = lambda name: name,
+) -> dict[str, Tensor]:
+    """The same, where each group of parameters has a threshold of its own: ``bounds`` by group."""
+    rows = per_sample_gradients(model, criterion, as_inputs(batch[0]), batch[1])
+    names = list(rows[0])
+    total = {}
+    for group, bound in bounds.items():
+        mine = [name for name in names if group_of(name) == group]
+        total |= clipped_sum([{name: one[name] for name in mine} for one in rows], (1 - SLACK) * bound)
+    return {name: total[name] for name in names}
+
+
+def as_vector(total: dict[str, Tensor]) -> Tensor:
+    return torch.cat([t.flatten().double() for t in total.values()])
+
+
+def assert_equal(found: dict[str, Tensor], truth: dict[str, Tensor], *, rtol: float = 1e-5) -> None:
+    """Equal, relative to the length of the whole truth, which may not be a sum of nothing."""
+    assert found.keys() == truth.keys()
+    scale = float(as_vector(truth).norm())
+    assert scale > 0
+    worst = {name: float((found[name] - truth[name]).norm()) / scale for name in truth}
+    assert max(worst.values()) < rtol, worst
+
+
+def without(tree: Any, row: int, rows: int) -> Any:
+    """The same inputs or targets less one row, in every tensor whose axis 0 has this size."""
+    if isinstance(tree, Tensor):
+        return torch.cat([tree[:row], tree[row + 1 :]]) if tree.dim() and len(tree) == rows else tree
+    if isinstance(tree, dict):
+        return {key: without(value, row, rows) for key, value in tree.items()}
+    return type(tree)(without(value, row, rows) for value in tree) if isinstance(tree, (tuple, list)) else tree
+
+
+def most_added(
+    sum_of: Callable[[Any, Tensor], dict[str, Tensor]], batch: tuple[Any, Tensor], left_out: Iterable[int] | None = None
+) -> float:
+    """The largest length by which ``sum_of(inputs, targets)`` moves when one of these rows, or of all, is left out."""
+    inputs, targets = batch
+    rows = len(targets)
+    whole = as_vector(sum_of(inputs, targets))
+    assert whole.isfinite().all() and whole.norm() > 0  # a sum of nothing would move by nothing
+    return max(
+        float((whole - as_vector(sum_of(without(inputs, i, rows), without(targets, i, rows)))).norm())
+        for i in (range(rows) if left_out is None else left_out)
+    )
+
+
+def assert_bounded(
+    door: Door,
+    model: nn.Module,
+    criterion: Callable[..., Any],
+    batch: tuple[Any, Tensor],
+    max_grad_norm: float = 1.0,
+    *,
+    left_out: Iterable[int] | None = (1, 3),
+    **options: Any,
+) -> None:
+    """No row of these, or of all, adds more to the sum than the threshold: those of `pains.small` are the longest."""
+    sum_of = lambda *rows: door.clipped_sum(model, criterion, rows, max_grad_norm, **options)  # noqa: E731
+    assert most_added(sum_of, batch, left_out) <= max_grad_norm * BOUND

@@ -1,0 +1,50 @@
+"""Small models and batches that many pains can be shown on."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+ROWS, FEATURES, CLASSES = 6, 4, 3
+
+
+def mlp() -> nn.Module:
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(FEATURES, 5), nn.Tanh(), nn.Linear(5, CLASSES))
+
+
+def rows(*shape: int, count: int = ROWS) -> torch.Tensor:
+    """Inputs ``(B, *shape)`` of very different lengths."""
+    generator = torch.Generator().manual_seed(2)
+    scale = torch.tensor([1.0, 5.0, 0.1, 20.0, 1.0, 3.0]).repeat(count // 6 + 1)[:count]
+    return torch.randn(count, *shape, generator=generator) * scale.view(-1, *[1] * len(shape))
+
+
+def classes(count: int = ROWS, *, of: int = CLASSES) -> torch.Tensor:
+    return torch.randint(0, of, (count,), generator=torch.Generator().manual_seed(3))
+
+
+def indices(size: int, *shape: int, count: int = ROWS) -> torch.Tensor:
+    return torch.randint(0, size, (count, *shape), generator=torch.Generator().manual_seed(4))
+
+
+def batch() -> tuple[torch.Tensor, torch.Tensor]:
+    """Inputs and classes for `mlp`."""
+    return rows(FEATURES), classes()
+
+
+def seeded(make) -> nn.Module:
+    """A model with the same weights at each call."""
+    torch.manual_seed(1)
+    return make()
+
+
+class Mean(nn.Module):
+    """The mean over all axes but the first and one other."""
+
+    def __init__(self, keep: int):
+        super().__init__()
+        self.keep = keep
+
+    def forward(self, x):
+        return x.mean(dim=[axis for axis in range(1, x.dim()) if axis != self.keep])

@@ -1,0 +1,344 @@
+"""Ranks 14 to 16, 20, 23, 28 and 36: a step holds its own batch, whole, and nothing that went around clipping."""
+
+import contextlib
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from launch import launched
+from pains.doors import (
+    ALL_DOORS,
+    COMPAT_DOORS,
+    DEFAULT_DOORS,
+    LAYER_DOORS,
+    assert_equal,
+    fixed_loader,
+    opacus,
+    through,
+    true_sum,
+)
+from pains.small import CLASSES, ROWS, batch, classes, indices, mlp, seeded
+from reference import flat_norms, per_sample_gradients
+from spread_runs import Case, all_trained
+from torch import nn
+
+from dpengine.clipping import Adaptive
+from dpengine.errors import PrivacyError
+
+pytestmark = pytest.mark.filterwarnings("ignore::dpengine.PrivacyWarning")
+
+LOSS = nn.CrossEntropyLoss()
+NORM = 1.5  # about the median: where all rows are clipped, a row that counts twice might not show
+
+
+def weights_of(model):
+    return {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+def assert_unmoved(model, before):
+    assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
+
+
+# Rank 14
+
+
+@pytest.mark.parametrize("value", [float("nan"), pytest.param(float("inf"), marks=pytest.mark.slow)])
+@through(ALL_DOORS)
+def test_rank_14_a_row_that_is_not_finite_is_dropped_and_the_others_count(door, value):
+    inputs, targets = batch()
+    inputs[2, 1] = value
+    others = [0, 1, 3, 4, 5]
+    truth = true_sum(mlp(), LOSS, (inputs[others], targets[others]), NORM)
+    private = door.open(mlp(), fixed_loader(ROWS), max_grad_norm=NORM)
+    before = weights_of(private.bare)
+    next(iter(private.loader))
+    private.step(inputs, targets)
+    assert_equal(private.sum(), truth)
+    moved = {name: private.size * (before[name] - p.detach()).double() for name, p in private.bare.named_parameters()}
+    assert_equal(moved, truth, rtol=1e-4)  # the weights are rounded, once more
+    if not door.compat:
+        assert private.engine.metrics(nonprivate=True)["nonprivate/dropped_rows"] == 1
+
+
+# Rank 15
+
+
+@contextlib.contextmanager
+def in_chunks(door, private, rows):
+    """The loader of a door opened for it, which gives at most so many rows at once."""
+    if not door.compat:
+        yield private.loader
+        return
+    manager = opacus("utils.batch_memory_manager").BatchMemoryManager
+    with manager(data_loader=private.loader, max_physical_batch_size=rows, optimizer=private.optimizer) as loader:
+        yield loader
+
+
+def open_in_chunks(door, model, rows, *, loader=None, **options):
+    if not door.compat:
+        options["physical_batch_size"] = rows
+    return door.open(model, loader or fixed_loader(ROWS), max_grad_norm=NORM, **options)
+
+
+def charges_of(door, private):
+    if not door.compat:
+        return sum(charge.count for charge in private.engine.ledger.history)
+    return sum(steps for *_, steps in private.engine.accountant.history)
+
+
+@pytest.mark.parametrize("end", ["break", pytest.param("exception", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow)])
+@through(ALL_DOORS)
+def test_rank_15_a_batch_that_was_cut_leaves_nothing_to_the_next(door, workers, end):
+    inputs, targets = batch()
+    model = mlp()
+    private = open_in_chunks(door, model, 2, loader=fixed_loader(ROWS, num_workers=workers), noise_multiplier=1e-6)
+    before = weights_of(model)
+    with contextlib.suppress(ZeroDivisionError), in_chunks(door, private, 2) as loader:
+        for (chunk,) in loader:
+            assert len(chunk) == 2
+            private.step(inputs[chunk], targets[chunk])
+            if end == "break":
+                break
+            raise ZeroDivisionError
+    assert_unmoved(model, before)
+    with in_chunks(door, private, 2) as loader:
+        for (chunk,) in loader:
+            private.step(inputs[chunk], targets[chunk])
+    plain = mlp()
+    plain.load_state_dict(before)
+    assert_equal(private.sum(), true_sum(plain, LOSS, (inputs, targets), NORM), rtol=1e-4)
+    assert charges_of(door, private) in {1, 2}  # the cut batch is counted, or was dropped whole
+    if not door.compat:
+        assert charges_of(door, private) == 2
+
+
+@pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow)])
+def test_rank_15_nor_where_wrapper_and_optimizer_were_made_by_hand_around_a_plain_loader(workers):
+    inputs, targets = batch()
+    model = opacus().GradSampleModule(mlp())
+    inner = torch.optim.SGD(model.parameters(), lr=1.0)
+    settings = {"noise_multiplier": 0.0, "max_grad_norm": NORM, "expected_batch_size": ROWS}
+    optimizer = opacus("optimizers").DPOptimizer(inner, **settings)
+    manager = opacus("utils.batch_memory_manager").BatchMemoryManager
+    plain = fixed_loader(ROWS, num_workers=workers)
+    for whole in (False, True):
+        with manager(data_loader=plain, max_physical_batch_size=2, optimizer=optimizer) as loader:
+            for (chunk,) in loader:
+                optimizer.zero_grad()
+                LOSS(model(inputs[chunk]), targets[chunk]).backward()
+                optimizer.step()
+                if not whole:
+                    break
+    found = {name: ROWS * p.grad.double() for name, p in model._module.named_parameters()}
+    assert_equal(found, true_sum(mlp(), LOSS, (inputs, targets), NORM))
+
+
+# Rank 16
+
+
+@through(ALL_DOORS)
+def test_rank_16_gradients_that_were_written_by_hand_are_no_step(door):
+    private = door.open(mlp(), fixed_loader(ROWS))
+    before = weights_of(private.bare)
+    next(iter(private.loader))
+    private.optimizer.zero_grad()
+    for p in private.bare.parameters():
+        p.grad = torch.ones_like(p)
+    with pytest.raises((PrivacyError, ValueError), match=r"(?i)backward|not initialized"):
+        private.optimizer.step()
+    assert_unmoved(private.bare, before)
+
+
+@through(LAYER_DOORS)
+def test_rank_16_a_gradient_that_went_around_the_model_raises_before_the_weights_change(door):
+    private = door.open(mlp(), fixed_loader(ROWS))
+    before = weights_of(private.bare)
+    next(iter(private.loader))
+    private.optimizer.zero_grad()
+    inputs, targets = batch()
+    outputs = torch.func.functional_call(mlp(), dict(private.bare.named_parameters()), (inputs,))
+    with pytest.raises((PrivacyError, ValueError), match=r"(?i)backward|around|not initialized"):
+        F.cross_entropy(outputs, targets).backward()
+        private.optimizer.step()
+    assert_unmoved(private.bare, before)
+
+
+@through([door for door in COMPAT_DOORS if not door.writes])
+def test_rank_16_the_optimizer_from_before_has_nothing_to_apply(door):
+    held = []
+
+    def make_optimizer(parameters):
+        held.append(torch.optim.SGD(parameters, lr=1.0))
+        return held[0]
+
+    private = door.open(mlp(), fixed_loader(ROWS), make_optimizer=make_optimizer)
+    before = weights_of(private.bare)
+    next(iter(private.loader))
+    private.optimizer.zero_grad()
+    inputs, targets = batch()
+    LOSS(private.model(inputs), targets).backward()
+    with contextlib.suppress(PrivacyError):
+        held[0].step()
+    assert_unmoved(private.bare, before)
+
+
+@through([door for door in COMPAT_DOORS if not door.writes])
+def test_rank_16_a_loop_that_calls_the_module_in_the_wrapper_is_private_all_the_same(door):
+    private = door.open(mlp(), fixed_loader(ROWS), max_grad_norm=NORM)
+    private.model = private.bare  # as a LightningModule that made itself private calls itself
+    next(iter(private.loader))
+    private.step(*batch())
+    assert_equal(private.sum(), true_sum(mlp(), LOSS, batch(), NORM))
+
+
+# Rank 20
+
+
+@pytest.mark.slow
+def test_rank_20_two_processes_make_40_steps_each_and_have_equal_weights_though_many_batches_are_empty():
+    found = launched(2, all_trained, [Case(batch=2)], "ddp", 40)
+    assert all(isinstance(one, list) for one in found), found
+    (first,), (second,) = found
+    assert first["empty"] and second["empty"]
+    assert first["epsilon"] == second["epsilon"] > 0
+    assert all(torch.equal(value, second["weights"][name]) for name, value in first["weights"].items())
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_rank_20_the_compat_sampler_of_each_rank_gives_as_many_batches_as_it_says(monkeypatch, rank):
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda group=None: rank)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda group=None: 2)
+    sampler = opacus("utils.uniform_sampler").DistributedUniformWithReplacementSampler(
+        total_size=40, sample_rate=1 / 40, generator=torch.Generator().manual_seed(0)
+    )
+    sizes = [len(drawn) for drawn in sampler]
+    assert len(sizes) == len(sampler) == 40
+    assert 0 in sizes
+
+
+# Rank 23
+
+
+def norms_of(model, inputs, targets):
+    return flat_norms(per_sample_gradients(model, LOSS, (inputs,), targets))
+
+
+@pytest.mark.parametrize("chunk", [2, 6])
+@through(DEFAULT_DOORS)
+def test_rank_23_the_next_threshold_depends_on_the_whole_batch_and_a_public_size(door, chunk):
+    inputs, targets = batch()
+    policy = Adaptive(2.0, count_noise_multiplier=1e-9, learning_rate=0.5)  # as good as without noise
+    options = {"clipping": policy, "sample_rate": 1.0, "expected_batch_size": 9.0, "target_delta": 1e-3}
+    private = door.open(mlp(), fixed_loader(ROWS), max_grad_norm=None, physical_batch_size=chunk, **options)
+    norms = norms_of(mlp(), inputs, targets)
+    below = int((norms <= 2.0).sum())
+    assert 0 < below < ROWS
+    for (some,) in private.loader:
+        private.step(inputs[some], targets[some])
+    share = (below - (ROWS - below)) / 2 / 9 + 0.5  # a count of plus and minus one half, over the public 9
+    found = private.engine.runs[0].release.plan.clipping.max_grad_norm
+    assert found == pytest.approx(2.0 * math.exp(-0.5 * (share - 0.5)), rel=1e-6)
+
+
+def test_rank_23_the_count_has_its_noise_and_its_part_of_what_is_booked():
+    found = set()
+    for seed in (0, 1):
+        policy = Adaptive(2.0, count_noise_multiplier=1.5)
+        private = DEFAULT_DOORS[0].open(
+            mlp(), fixed_loader(ROWS), max_grad_norm=None, clipping=policy, noise_multiplier=2.0
+        )
+        private.engine.runs[0].release.source = type(private.engine.runs[0].release.source).seeded(seed)
+        next(iter(private.loader))
+        private.step(*batch())
+        found.add(private.engine.runs[0].release.plan.clipping.max_grad_norm)
+        std = private.engine.describe()["noise_std_of_sum"] / private.engine.describe()["sensitivity"]
+        assert std**-2 + (2 * 1.5) ** -2 == pytest.approx(2.0**-2)
+    assert len(found) == 2
+
+
+@pytest.mark.parametrize("chunk", [2, 6])
+@through([door for door in COMPAT_DOORS if door.mode != "ghost"])
+def test_rank_23_the_next_compat_threshold_depends_on_the_whole_batch(door, chunk):
+    inputs, targets = batch()
+    adaptive = {"target_unclipped_quantile": 0.5, "clipbound_learning_rate": 0.5, "unclipped_num_std": 1e-9}
+    options = {"clipping": "adaptive", "max_clipbound": 1e8, "min_clipbound": 1e-8, **adaptive}
+    private = door.open(mlp(), fixed_loader(ROWS), max_grad_norm=2.0, **options)
+    below = int((norms_of(mlp(), inputs, targets) <= 2.0).sum())
+    with in_chunks(door, private, chunk) as loader:
+        for (some,) in loader:
+            private.step(inputs[some], targets[some])
+    assert float(private.optimizer.max_grad_norm) == pytest.approx(
+        2.0 * math.exp(-0.5 * (below / ROWS - 0.5)), rel=1e-5
+    )
+
+
+# Rank 28
+
+
+@through(ALL_DOORS)
+def test_rank_28_physical_batches_make_up_the_logical_one(door):
+    inputs, targets = batch()
+    private = open_in_chunks(door, mlp(), 2)
+    with in_chunks(door, private, 2) as loader:
+        for (chunk,) in loader:
+            private.step(inputs[chunk], targets[chunk])
+    assert_equal(private.sum(), true_sum(mlp(), LOSS, (inputs, targets), NORM))
+
+
+@through(LAYER_DOORS)
+def test_rank_28_two_backward_passes_over_two_batches_and_one_step_count_both(door):
+    inputs, targets = batch()
+    private = door.open(mlp(), fixed_loader(ROWS, batch_size=3), max_grad_norm=NORM, poisson=False)
+    private.optimizer.zero_grad()
+    for (some,) in private.loader:
+        private.backward(inputs[some], targets[some])
+    private.optimizer.step()
+    found = {name: 2 * total for name, total in private.sum().items()}  # the mean is over both
+    assert_equal(found, true_sum(mlp(), LOSS, (inputs, targets), NORM))
+
+
+# Rank 36
+
+
+class Words(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.words, self.head = nn.Embedding(5, 4), nn.Linear(4, CLASSES)
+
+    def forward(self, tokens):
+        return self.head(self.words(tokens).mean(dim=1))
+
+
+def flags():
+    found = {}
+    for name in ("cudnn", "cuda.matmul", "mkldnn", "mkl"):
+        place = torch.backends
+        for part in name.split("."):
+            place = getattr(place, part)
+        for flag in ("deterministic", "benchmark", "enabled", "allow_tf32", "allow_fp16_reduced_precision_reduction"):
+            with contextlib.suppress(AttributeError, AssertionError):
+                found[name, flag] = getattr(place, flag)
+    return {**found, "deterministic": torch.are_deterministic_algorithms_enabled()}
+
+
+@through([door for door in ALL_DOORS if door.id != "compat-ew"])  # Opacus's own ew mode takes no empty batches
+def test_rank_36_an_empty_batch_of_an_embedding_changes_no_setting_of_the_process(door):
+    tokens, targets = indices(5, 4), classes()
+    private = door.open(seeded(Words), fixed_loader(ROWS, batch_size=1), poisson=True)
+    before, sizes = flags(), set()
+    assert before["cudnn", "deterministic"] is False
+    for _ in range(20):
+        for (some,) in private.loader:
+            sizes.add(len(some))
+            private.step(tokens[some], targets[some])
+        if 0 in sizes:
+            break
+    assert 0 in sizes
+    assert flags() == before
+
+
+def test_these_rows_lie_on_both_sides_of_the_threshold():
+    norms = norms_of(mlp(), *batch())
+    assert 2 <= int((norms < NORM).sum()) <= 4

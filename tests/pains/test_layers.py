@@ -1,0 +1,307 @@
+"""Ranks 7 to 13, and 30: layers in every layout and setting, and every use of a weight, count for what they add."""
+
+import itertools
+
+import pytest
+import torch
+import torch.nn.functional as F
+from case_inputs import bag_alone, channels_last, flat_bags, sliced, transposed
+from pains.doors import (
+    ALL_DOORS,
+    LAYER_DOORS,
+    assert_bounded,
+    assert_equal,
+    fixed_loader,
+    opacus,
+    through,
+    true_sum,
+)
+from pains.small import CLASSES, ROWS, Mean, classes, indices, rows, seeded
+from torch import nn
+
+import dpengine
+from dpengine.errors import PrivacyError, UnsupportedLayerError
+
+pytestmark = pytest.mark.filterwarnings("ignore::dpengine.PrivacyWarning")
+
+LOSS = nn.CrossEntropyLoss()
+NORM = 0.6
+BOTH = ("default-auto", "compat-hooks")  # for tables that tests of samplers run through every strategy already
+
+
+def assert_right(door, model, inputs, targets=None, *, row=None):
+    """The sum is that of a loop over rows."""
+    batch = (inputs, classes() if targets is None else targets)
+    assert_equal(door.clipped_sum(model, LOSS, batch, NORM), true_sum(model, LOSS, batch, NORM, row=row))
+
+
+# Rank 7
+
+
+def images():
+    return nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.Tanh(), nn.Conv2d(4, 4, 2), Mean(1), nn.Linear(4, CLASSES))
+
+
+@pytest.mark.parametrize("layout", [channels_last, transposed, sliced])
+@through(LAYER_DOORS, quick=BOTH)
+def test_rank_07_a_convolution_reads_its_input_whatever_the_memory_layout(door, layout):
+    model, inputs = seeded(images), layout(rows(3, 5, 4))
+    assert not inputs.is_contiguous()
+    assert_right(door, model, inputs)
+
+
+@through(LAYER_DOORS, quick=("compat-ghost",))
+def test_rank_07_a_row_of_channels_last_adds_no_more_than_the_bound(door):
+    # Opacus's ghost mode: 24.9 x C
+    assert_bounded(door, seeded(images), LOSS, (channels_last(rows(3, 5, 4)), classes()), NORM)
+
+
+# Rank 8
+
+
+class Scaled(nn.Module):
+    """A layer that no table knows: its second input comes by place, by keyword, as None or as a pair."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4))
+
+    def forward(self, x, other=None, *, power=1):
+        if isinstance(x, tuple):
+            x, other = x
+        scaled = x * self.weight**power
+        return scaled if other is None else scaled * other
+
+
+CALLS = {
+    "two-inputs": lambda layer, x: layer(x, 10 * x),
+    "keyword": lambda layer, x: layer(x, other=10 * x),
+    "only-keywords": lambda layer, x: layer(x=x, other=10 * x, power=2),
+    "none": lambda layer, x: layer(x, None, power=2),
+    "tuple": lambda layer, x: layer((x, 10 * x)),
+}
+
+
+class Calling(nn.Module):
+    def __init__(self, name):
+        super().__init__()
+        self.call = CALLS[name]
+        self.first, self.layer, self.last = nn.Linear(4, 4), Scaled(), nn.Linear(4, CLASSES)
+
+    def forward(self, x):
+        return self.last(self.call(self.layer, torch.tanh(self.first(x))))
+
+
+@pytest.mark.parametrize("name", CALLS)
+@through(LAYER_DOORS, quick=BOTH)
+def test_rank_08_a_layer_may_be_called_with_keywords_pairs_and_nothing(door, name):
+    assert_right(door, seeded(lambda: Calling(name)), rows(4))
+
+
+@through(LAYER_DOORS, quick=("compat-ghost",))
+def test_rank_08_a_row_adds_no_more_than_the_bound_through_a_second_input(door):
+    # Opacus's ghost mode: 100 x C
+    assert_bounded(door, seeded(lambda: Calling("keyword")), LOSS, (rows(4), classes()), NORM)
+
+
+# Rank 9
+
+
+class Bags(nn.Module):
+    def __init__(self, mode):
+        super().__init__()
+        self.bags = nn.EmbeddingBag(5, 4, mode=mode)
+        self.head = nn.Linear(4, CLASSES)
+
+    def forward(self, *inputs):
+        entries, offsets, weights = (*inputs, None, None)[:3]
+        return self.head(self.bags(entries, offsets, per_sample_weights=weights))
+
+
+@pytest.mark.parametrize("mode", ["sum", "mean", "max"])
+@through(LAYER_DOORS, quick=BOTH)
+def test_rank_09_an_entry_that_a_bag_has_twice_counts_twice(door, mode):
+    entries = indices(5, 6)
+    entries[:, 3:] = entries[:, :1]
+    assert_right(door, seeded(lambda: Bags(mode)), entries)
+
+
+@pytest.mark.parametrize("mode", ["sum", "mean", "max", "weights"])
+@through(LAYER_DOORS, quick=BOTH)
+def test_rank_09_bags_with_offsets_and_weights_too(door, mode):
+    model = seeded(lambda: Bags("sum" if mode == "weights" else mode))
+    entries, offsets, *weights = flat_bags(5, weights=mode == "weights")(5, torch.float32)
+    assert_right(door, model, (entries, offsets, *weights), classes(5), row=bag_alone())
+
+
+@through(LAYER_DOORS, quick=("compat-ghost",))
+def test_rank_09_a_row_of_repeated_entries_adds_no_more_than_the_bound(door):
+    # Opacus's ghost mode: 50 x C
+    entries = indices(5, 50)
+    entries[1] = 1
+    assert_bounded(door, seeded(lambda: Bags("sum")), LOSS, (entries, classes()), NORM)
+
+
+# Rank 10
+
+
+class Padded(nn.Module):
+    """Convolutions over one, two and three axes, all padded in one way."""
+
+    def __init__(self, mode):
+        super().__init__()
+        settings = {"padding": 1, "padding_mode": mode}
+        self.three = nn.Conv3d(1, 2, 3, **settings)
+        self.two = nn.Conv2d(2, 2, 3, **settings)
+        self.one = nn.Conv1d(2, CLASSES, 3, **settings)
+
+    def forward(self, x):
+        x = torch.tanh(self.three(x)).flatten(3)
+        x = torch.tanh(self.two(x)).flatten(2)
+        return self.one(x).mean(dim=2)
+
+
+@pytest.mark.parametrize("mode", ["zeros", "reflect", "replicate", "circular"])
+@through(LAYER_DOORS, quick=BOTH)
+def test_rank_10_what_a_convolution_is_padded_with_counts(door, mode):
+    assert_right(door, seeded(lambda: Padded(mode)), rows(1, 3, 2, 2))
+
+
+@through(LAYER_DOORS, quick=("compat-ghost",))
+def test_rank_10_a_row_adds_no_more_than_the_bound_whatever_the_padding(door):
+    # Opacus's ghost mode: 1.56 x C
+    assert_bounded(door, seeded(lambda: Padded("circular")), LOSS, (rows(1, 3, 2, 2), classes()), NORM)
+
+
+# Rank 11
+
+
+class Borrowed(nn.Module):
+    """The weight of the embedding is used again, outside its module."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(CLASSES, 4)
+        self.mix = nn.Linear(4, 4)
+
+    def forward(self, tokens):
+        return F.linear(torch.tanh(self.mix(self.embedding(tokens))).mean(dim=1), self.embedding.weight)
+
+
+@through(LAYER_DOORS)
+def test_rank_11_a_weight_used_outside_its_module_is_exact_or_refused_by_name(door):
+    tokens = indices(CLASSES, 5)
+    try:
+        assert_right(door, seeded(Borrowed), tokens)
+    except PrivacyError as refused:
+        assert "embedding.weight" in str(refused)
+
+
+# Rank 12
+
+
+def used(layer, x, inputs):
+    """What a layer gives for hidden values, or an embedding for entries that follow from the inputs."""
+    if isinstance(layer, nn.Embedding):
+        return layer((inputs[:, 0] > 0).long() + 2 * (inputs[:, 1] > 0).long())
+    return layer(x)
+
+
+class Tied(nn.Module):
+    """Two layers of one weight ``(4, 4)``."""
+
+    def __init__(self, first, last):
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+        self.first, self.last = LAYERS[first](), LAYERS[last]()
+        self.last.weight = self.first.weight
+
+    def forward(self, inputs):
+        first = torch.tanh(used(self.first, self.inner(inputs), inputs))
+        return self.inner(first + used(self.last, first, inputs))[:, :CLASSES]
+
+
+class Product(nn.Module):
+    """A layer that no table knows."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4, 4))
+
+    def forward(self, x):
+        return torch.sin(x @ self.weight)
+
+
+LAYERS = {"embedding": lambda: nn.Embedding(4, 4), "linear": lambda: nn.Linear(4, 4, bias=False), "unknown": Product}
+PAIRS = list(itertools.product(LAYERS, LAYERS))
+
+
+@pytest.mark.parametrize(("first", "last"), PAIRS)
+@through(LAYER_DOORS, quick=("default-auto",))
+def test_rank_12_a_weight_of_two_layers_has_the_norm_of_the_sum_over_both_uses(door, first, last):
+    assert_right(door, seeded(lambda: Tied(first, last)), rows(4))
+
+
+@through(LAYER_DOORS, quick=("compat-ghost",))
+def test_rank_12_a_row_adds_no_more_than_the_bound_through_a_tied_pair(door):
+    # Opacus's ghost mode: 2.5 x C
+    assert_bounded(door, seeded(lambda: Tied("linear", "unknown")), LOSS, (rows(4), classes()), NORM)
+
+
+# Rank 13
+
+MIXING = {
+    "without-parameters": lambda: nn.BatchNorm1d(4, affine=False),
+    "frozen": lambda: nn.BatchNorm1d(4).requires_grad_(False),
+}
+
+
+@pytest.mark.parametrize("name", MIXING)
+@through(ALL_DOORS)
+def test_rank_13_a_batch_norm_without_trainable_parameters_is_refused_by_name(door, name):
+    model = nn.Sequential(nn.Linear(4, 4), MIXING[name](), nn.Linear(4, CLASSES))
+    with pytest.raises(UnsupportedLayerError, match=r"(?s)1.*BatchNorm1d.*mixes the rows.*dp\.fix\(model\)"):
+        door.open(model, fixed_loader(ROWS))
+
+
+@pytest.mark.parametrize("name", MIXING)
+def test_rank_13_check_shows_that_a_row_is_moved_by_its_neighbours(name):
+    model = nn.Sequential(nn.Linear(4, 4), MIXING[name](), nn.Linear(4, CLASSES))
+    (finding,) = dpengine.check(model).blocked
+    assert (finding.name, finding.type) == ("1", "BatchNorm1d")
+    assert "changes the gradients of others" in finding.why
+
+
+@pytest.mark.parametrize("name", MIXING)
+def test_rank_13_validation_by_opacuss_names_stays_as_permissive_as_it_was(name):
+    model = nn.Sequential(nn.Linear(4, 4), MIXING[name](), nn.Linear(4, CLASSES))
+    assert opacus("validators").ModuleValidator.is_valid(model)
+
+
+# Rank 30
+
+
+class Words(nn.Module):
+    def __init__(self, **settings):
+        super().__init__()
+        self.words = nn.Embedding(4, 4, **settings)
+        self.head = nn.Linear(4, CLASSES)
+
+    def forward(self, tokens):
+        return self.head(self.words(tokens).mean(dim=1))
+
+
+@through(LAYER_DOORS)
+def test_rank_30_the_padding_entry_has_no_gradient(door):
+    model = seeded(lambda: Words(padding_idx=1))
+    batch = (indices(4, 5), classes())
+    assert (batch[0] == 1).any()
+    found = door.clipped_sum(model, LOSS, batch, NORM)
+    assert not found["words.weight"][1].any()
+    assert_equal(found, true_sum(model, LOSS, batch, NORM))
+
+
+@through(ALL_DOORS)
+def test_rank_30_gradients_divided_by_counts_over_the_batch_are_refused(door):
+    with pytest.raises(UnsupportedLayerError, match=r"(?s)words.*scale_grad_by_freq.*dp\.fix\(model\)"):
+        door.open(Words(scale_grad_by_freq=True), fixed_loader(ROWS))

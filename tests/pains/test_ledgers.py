@@ -1,0 +1,320 @@
+"""Ranks 17 to 19, 21, 22, 24, 25 and 35: epsilon is that of what was drawn and added, and public numbers are public."""
+
+import itertools
+import math
+
+import pytest
+import torch
+from pains.doors import ALL_DOORS, COMPAT_DOORS, DEFAULT_DOORS, assert_equal, fixed_loader, opacus, through, true_sum
+from pains.small import CLASSES, FEATURES, classes, mlp, rows
+from torch.utils.data import BatchSampler, DataLoader, Sampler, TensorDataset, WeightedRandomSampler
+
+import dpengine
+from dpengine.accounting import Charge, GaussianEvent, Ledger, PoissonGaussianEvent, UnclaimedEvent, epsilon, epsilon_of
+from dpengine.errors import AccountingRefusedError, InvalidBudgetError, PrivacyError, SamplingError
+from dpengine.sampling import strategy_for
+
+pytestmark = pytest.mark.filterwarnings("ignore::dpengine.PrivacyWarning")
+
+DELTA = 1e-5
+
+
+def a_step(private):
+    """A step on the next batch, whatever its rows."""
+    (drawn,) = next(iter(private.loader))
+    private.step(torch.ones(len(drawn), FEATURES), torch.arange(len(drawn)) % CLASSES)
+
+
+# Rank 17
+
+
+@pytest.mark.parametrize("count", [104, 103])
+@through(ALL_DOORS)
+def test_rank_17_the_divisor_does_not_tell_whether_one_row_is_there(door, count):
+    # floor(N * q) with q = 1 / 13: 8 of 104 rows, 7 of 103
+    inputs, targets = rows(FEATURES, count=count), classes(count)
+    private = door.open(mlp(), fixed_loader(count, batch_size=8), poisson=True)
+    (drawn,) = next(batch for batch in private.loader if len(batch[0]) > 1)
+    private.step(inputs[drawn], targets[drawn])
+    assert private.size == 8
+    assert_equal(private.sum(), true_sum(mlp(), torch.nn.CrossEntropyLoss(), (inputs[drawn], targets[drawn])))
+
+
+@through(DEFAULT_DOORS)
+def test_rank_17_the_neighbouring_relation_is_in_the_report(door):
+    private = door.open(mlp(), fixed_loader(104, batch_size=8), noise_multiplier=1.0)
+    assert private.engine.describe()["relation"] == "zero-out"  # N gave the rate: it is public
+    a_step(private)
+    assert "neighbours if" in str(private.engine.report())
+    declared = {"sample_rate": 0.01, "expected_batch_size": 8.0, "target_delta": DELTA}
+    private = door.open(mlp(), fixed_loader(104, batch_size=8), noise_multiplier=1.0, **declared)
+    assert private.engine.describe()["relation"] == "add-or-remove-one"
+
+
+# Rank 18
+
+
+class EveryOther(Sampler):
+    """Something of the user's, whose length is not that of the data."""
+
+    def __iter__(self):
+        return iter(range(0, 48, 2))
+
+    def __len__(self):
+        return 24
+
+
+SAMPLERS = {
+    "EveryOther": lambda data: {"sampler": EveryOther(), "batch_size": 8},
+    "WeightedRandomSampler": lambda data: {"sampler": WeightedRandomSampler([1.0] * 48, 16), "batch_size": 8},
+    "SubclassedBatchSampler": lambda data: {"batch_sampler": SubclassedBatchSampler(EveryOther(), 8, False)},
+}
+
+
+class SubclassedBatchSampler(BatchSampler):
+    pass
+
+
+@pytest.mark.parametrize("name", SAMPLERS)
+@through(ALL_DOORS)
+def test_rank_18_a_sampler_that_is_not_known_is_refused_by_name(door, name):
+    data = TensorDataset(torch.arange(48))
+    with pytest.raises(SamplingError, match=rf"(?s){name}.*(shuffle|sampler)"):
+        door.open(mlp(), DataLoader(data, **SAMPLERS[name](data)), poisson=True)
+
+
+@through(ALL_DOORS)
+def test_rank_18_the_rate_is_the_batch_size_over_the_number_of_rows(door):
+    private = door.open(mlp(), fixed_loader(104, batch_size=8), poisson=True, noise_multiplier=1.0)
+    a_step(private)
+    if door.compat:
+        ((_, rate, _),) = private.engine.accountant.history
+    else:
+        rate = private.engine.ledger.history[0].event.sample_rate
+    assert rate == pytest.approx(8 / 104, rel=1e-12)
+    assert private.size == 8
+
+
+# Rank 19
+
+
+@through(ALL_DOORS)
+def test_rank_19_without_poisson_sampling_the_divisor_is_the_batch_size(door):
+    private = door.open(mlp(), fixed_loader(100, batch_size=64), poisson=False)
+    assert private.size == 64
+    batches = [len(drawn) for (drawn,) in private.loader]
+    assert batches == [64, 36]
+
+
+@through(ALL_DOORS)
+def test_rank_19_without_poisson_sampling_no_amplification_is_claimed(door):
+    private = door.open(mlp(), fixed_loader(16, batch_size=8), poisson=False, noise_multiplier=2.0)
+    for (drawn,) in private.loader:
+        private.step(torch.ones(len(drawn), FEATURES), torch.arange(len(drawn)) % CLASSES)
+    unamplified = epsilon_of([Charge(GaussianEvent(2.0))], DELTA)  # each row is in one of the batches
+    try:
+        assert private.engine.get_epsilon(delta=DELTA) >= 0.999 * unamplified
+    except PrivacyError as refused:
+        assert "shuffle" in str(refused).lower() or "poisson" in str(refused).lower()
+
+
+@through(DEFAULT_DOORS)
+def test_rank_19_the_event_says_how_batches_were_drawn(door):
+    for poisson, kind in ((True, PoissonGaussianEvent), (False, UnclaimedEvent)):
+        private = door.open(mlp(), fixed_loader(16, batch_size=8), poisson=poisson, noise_multiplier=2.0)
+        a_step(private)
+        (charge,) = private.engine.ledger.history
+        assert isinstance(charge.event, kind)
+    with pytest.raises(AccountingRefusedError, match="shuffl"):
+        private.engine.get_epsilon(DELTA)
+
+
+# Rank 21
+
+
+@through(COMPAT_DOORS)
+def test_rank_21_a_hook_of_the_users_own_does_not_remove_the_accounting(door):
+    private = door.open(mlp(), fixed_loader(16), noise_multiplier=1.0)
+    seen = []
+    for name in ("first", "second"):
+        private.optimizer.attach_step_hook(lambda optimizer, name=name: seen.append((name, type(optimizer))))
+    a_step(private)
+    assert seen == [("first", type(private.optimizer)), ("second", type(private.optimizer))]
+    assert [(sigma, steps) for sigma, _, steps in private.engine.accountant.history] == [(1.0, 1)]
+
+
+@through(DEFAULT_DOORS)
+def test_rank_21_torchs_own_step_hooks_leave_the_ledger_alone(door):
+    private = door.open(mlp(), fixed_loader(16), noise_multiplier=1.0)
+    seen = []
+    private.optimizer.register_step_pre_hook(lambda *_: seen.append("before"))
+    private.optimizer.register_step_post_hook(lambda *_: seen.append("after"))
+    a_step(private)
+    assert seen == ["before", "after"]
+    assert private.engine.ledger.steps == 1
+
+
+# Rank 22
+
+
+def test_rank_22_a_refused_charge_leaves_the_history_as_it_was():
+    ledger = Ledger()
+    ledger.charge(GaussianEvent(1.0), count=3)
+    before = ledger.history
+    for bad in ({"count": -1}, {"kind": "gift"}, {"count": 2**63}):
+        with pytest.raises((InvalidBudgetError, ValueError)):
+            ledger.charge(GaussianEvent(2.0), **bad)
+        assert ledger.history == before
+
+
+@pytest.mark.parametrize("change", [{"noise_multiplier": 2.0}, {"sample_rate": 0.2}, {"noise_multiplier": -1.0}])
+@pytest.mark.parametrize("mechanism", ["gdp", "rdp", "prv"])
+def test_rank_22_a_compat_accountant_that_refuses_a_step_keeps_its_history(mechanism, change):
+    accountant = opacus("accountants").create_accountant(mechanism)
+    step = {"noise_multiplier": 1.0, "sample_rate": 0.1}
+    accountant.step(**step)
+    accountant.step(**step)
+    assert list(accountant.history) == [(1.0, 0.1, 2)]
+    try:
+        accountant.step(**{**step, **change})
+    except ValueError:
+        assert list(accountant.history) == [(1.0, 0.1, 2)]
+    else:
+        assert len(accountant.history) == 2
+
+
+# Rank 24
+
+QUICK_LENGTHS = (1, 93)
+TARGET = 2.0
+
+
+def assert_on_target(found, tolerance=0.001):  # a step too few in 93 would show
+    assert TARGET - tolerance <= found <= TARGET
+
+
+def lengths():
+    grid = sorted({*QUICK_LENGTHS, *range(7, 2001, 150), 2000})
+    return [pytest.param(n, marks=() if n in QUICK_LENGTHS else pytest.mark.slow) for n in grid]
+
+
+@pytest.mark.parametrize("steps", lengths())
+@pytest.mark.parametrize("accountant", ["pld", "rdp"])
+def test_rank_24_the_planned_steps_cost_the_target_and_no_more(steps, accountant):
+    planned = {"sample_rate": 1 / steps, "steps": steps, "accountant": accountant}
+    sigma = dpengine.calibrate(target_epsilon=TARGET, target_delta=DELTA, **planned)
+    assert_on_target(epsilon(noise_multiplier=sigma, delta=DELTA, **planned))
+
+
+@pytest.mark.parametrize("steps", lengths())
+@pytest.mark.parametrize("accountant", ["rdp", pytest.param("prv", marks=pytest.mark.slow)])
+def test_rank_24_and_so_do_those_that_compat_plans(steps, accountant):
+    planned = {"sample_rate": 1 / steps, "epochs": 1, "accountant": accountant, "epsilon_tolerance": 0.001}
+    sigma = opacus("accountants.utils").get_noise_multiplier(target_epsilon=TARGET, target_delta=DELTA, **planned)
+    spending = opacus("accountants").create_accountant(accountant)
+    for _ in range(steps):
+        spending.step(noise_multiplier=sigma, sample_rate=1 / steps)
+    assert_on_target(spending.get_epsilon(delta=DELTA))
+
+
+def test_rank_24_a_run_to_a_target_ends_on_it():
+    model = mlp()
+    engine = dpengine.PrivacyEngine(seed=0)
+    options = {"target_epsilon": TARGET, "target_delta": DELTA, "epochs": 2, "max_grad_norm": 1.0}
+    loader = fixed_loader(14, batch_size=2)
+    model, optimizer, loader = engine.make_private_with_epsilon(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), loader, **options
+    )
+    count = 0
+    for _ in range(2):
+        for (drawn,) in loader:
+            optimizer.zero_grad()
+            outputs, targets = model(torch.ones(len(drawn), FEATURES)), torch.arange(len(drawn)) % CLASSES
+            torch.nn.functional.cross_entropy(outputs, targets).backward()
+            optimizer.step()
+            count += 1
+    assert count == 14
+    assert_on_target(engine.epsilon)
+
+
+def test_rank_24_noise_is_found_for_every_step_of_the_planned_passes():
+    model = mlp()
+    engine = dpengine.PrivacyEngine("rdp", seed=0)
+    options = {"target_epsilon": TARGET, "target_delta": DELTA, "epochs": 1, "max_grad_norm": 1.0}
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    engine.make_private_with_epsilon(model, optimizer, fixed_loader(93, batch_size=1), **options)
+    sigma = engine.describe()["noise_multiplier"]  # int(1 / q) would be 92 steps
+    assert_on_target(epsilon(noise_multiplier=sigma, sample_rate=1 / 93, steps=93, delta=DELTA, accountant="rdp"))
+
+
+@through(COMPAT_DOORS, quick=("compat-hooks",))
+def test_rank_24_a_compat_run_to_a_target_ends_on_it(door):
+    model = mlp()
+    engine = opacus().PrivacyEngine(accountant="rdp")
+    _, optimizer, *_, loader = engine.make_private_with_epsilon(
+        module=model,
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+        data_loader=fixed_loader(14, batch_size=2),
+        target_epsilon=TARGET,
+        target_delta=DELTA,
+        epochs=2,
+        max_grad_norm=1.0,
+        grad_sample_mode=door.mode,
+        wrap_model="unwrapped" not in door.id,
+        epsilon_tolerance=0.001,
+    )
+    assert len(loader) == 7
+    for _ in range(2 * len(loader)):
+        engine.accountant.step(noise_multiplier=optimizer.noise_multiplier, sample_rate=1 / 7)
+    assert_on_target(engine.get_epsilon(delta=DELTA))
+
+
+# Rank 25
+
+GRID = list(itertools.product((0.3, 1.0, 50.0, 1e4), (1e-4, 0.5, 1.0), (1, 1000), (1e-9, 0.5, 0.99)))
+
+
+@pytest.mark.parametrize("accountant", [pytest.param("pld", marks=pytest.mark.slow), "rdp", "gdp"])
+def test_rank_25_epsilon_is_a_number_of_at_least_zero_or_refused_by_name(accountant):
+    for sigma, rate, steps, delta in GRID:
+        if accountant == "gdp" and rate < 1:
+            continue
+        event = PoissonGaussianEvent(noise_multiplier=sigma, sample_rate=rate) if rate < 1 else GaussianEvent(sigma)
+        found = epsilon_of([Charge(event, steps)], delta, accountant)
+        assert found >= 0 and not math.isnan(found), (sigma, rate, steps, delta)
+
+
+@pytest.mark.parametrize("grid", [GRID[::8], pytest.param(GRID, marks=pytest.mark.slow)], ids=["a-few", "all"])
+@pytest.mark.parametrize("mechanism", ["gdp", "rdp"])
+def test_rank_25_a_compat_accountant_answers_with_a_number_of_at_least_zero(mechanism, grid):
+    for sigma, rate, steps, delta in grid:
+        accountant = opacus("accountants").create_accountant(mechanism)
+        accountant.history = [(sigma, rate, steps)]
+        found = accountant.get_epsilon(delta=delta)
+        assert found >= 0 and not math.isnan(found), (sigma, rate, steps, delta)
+
+
+# Rank 35
+
+LENGTHS = (1, 49, 93, 99, 105)  # the last three lose a batch in int(1 / q)
+
+
+def test_rank_35_an_epoch_has_as_many_steps_as_the_loader_for_1_to_2000_batches():
+    for batches in range(1, 2001):
+        assert strategy_for(DataLoader(range(batches))).steps_per_epoch == batches
+
+
+@through(ALL_DOORS)
+def test_rank_35_the_private_loader_is_as_long_as_the_users(door):
+    for batches in LENGTHS:
+        loader = fixed_loader(batches, batch_size=1)
+        options = {} if door.compat else {"target_delta": DELTA}
+        assert len(door.open(mlp(), loader, poisson=True, **options).loader) == len(loader) == batches
+
+
+@pytest.mark.slow
+def test_rank_35_so_is_the_compat_loader_for_1_to_2000_batches():
+    data_loaders = opacus("data_loader")
+    for batches in range(1, 2001):
+        private = data_loaders.DPDataLoader.from_data_loader(DataLoader(range(batches)))
+        assert len(private) == batches

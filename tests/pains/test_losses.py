@@ -1,0 +1,199 @@
+"""Ranks 1 to 3 and 29: whichever criterion the loop calls, and whatever shape it gives, the sum is the clipped one."""
+
+import functools
+
+import pytest
+import torch
+import torch.nn.functional as F
+from pains.doors import (
+    ALL_DOORS,
+    COMPAT_DOORS,
+    DEFAULT_DOORS,
+    GHOST_DOORS,
+    assert_bounded,
+    assert_equal,
+    fixed_loader,
+    opacus,
+    through,
+    true_sum,
+)
+from pains.small import batch, mlp, rows
+from torch import nn
+
+from dpengine.errors import BatchDependentLossError
+from dpengine.validation import check_loss
+
+pytestmark = pytest.mark.filterwarnings("ignore::dpengine.PrivacyWarning")
+
+GHOSTS = ("default-ghost", "compat-ghost")
+
+
+@through(ALL_DOORS)
+def test_rank_01_the_users_own_criterion_is_clipped_like_the_one_that_was_returned(door):
+    criterion = nn.CrossEntropyLoss()
+    truth = true_sum(mlp(), criterion, batch(), 1.5)
+    assert_equal(door.clipped_sum(mlp(), criterion, batch(), 1.5, plain=True), truth)
+    if door.id in GHOSTS:
+        assert_equal(door.clipped_sum(mlp(), criterion, batch(), 1.5), truth)
+
+
+@through(COMPAT_DOORS, quick=("compat-ghost",))
+def test_rank_01_no_row_adds_more_than_the_bound_of_0_016_through_the_plain_criterion(door):
+    assert_bounded(door, mlp(), nn.CrossEntropyLoss(), batch(), 0.016, plain=True)
+
+
+CRITERIA = {
+    "module": nn.CrossEntropyLoss,
+    "function": lambda: F.cross_entropy,
+    "lambda": lambda: lambda scores, targets: F.cross_entropy(scores, targets),
+    "partial": lambda: functools.partial(F.cross_entropy, reduction="mean"),
+}
+
+
+@pytest.mark.parametrize("name", CRITERIA)
+@through(ALL_DOORS, quick=("compat-ghost",))
+def test_rank_02_a_criterion_may_be_a_function_or_a_module(door, name):
+    criterion = CRITERIA[name]()
+    assert_equal(door.clipped_sum(mlp(), criterion, batch(), 1.5), true_sum(mlp(), nn.CrossEntropyLoss(), batch(), 1.5))
+    assert not hasattr(F.cross_entropy, "reduction")  # nothing is left on a function that all the world shares
+
+
+def one_output():
+    """16 rows, and a target ``(B, 1)`` for each."""
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 1))
+    return model, (rows(4, count=16), (rows(count=16).unsqueeze(1) > 0).float())
+
+
+@pytest.mark.parametrize(
+    "criterion",
+    [pytest.param(nn.BCEWithLogitsLoss(), id="bce"), pytest.param(nn.MSELoss(), id="mse", marks=pytest.mark.slow)],
+)
+@through(ALL_DOORS)
+def test_rank_03_losses_with_a_column_per_row_are_not_spread_over_the_batch(door, criterion):
+    model, rows16 = one_output()
+    assert_equal(door.clipped_sum(model, criterion, rows16, 0.3), true_sum(model, criterion, rows16, 0.3))
+
+
+@through(DEFAULT_DOORS)
+def test_rank_03_losses_of_rows_are_taken_as_a_vector_and_refused_with_the_shape_otherwise(door):
+    model, (inputs, targets) = one_output()
+    truth = true_sum(model, nn.BCEWithLogitsLoss(), (inputs, targets), 0.3)
+    private = door.open(model, fixed_loader(16), max_grad_norm=0.3)
+    next(iter(private.loader))
+    losses = F.binary_cross_entropy_with_logits(private.model(inputs), targets, reduction="none")
+    with pytest.raises(BatchDependentLossError, match=r"\(16, 1\)"):
+        private.engine.backward(losses)
+    private.engine.backward(losses.squeeze(1))
+    private.optimizer.step()
+    assert_equal(private.sum(), truth)
+
+
+@pytest.mark.parametrize("shape", ["vector", "column", "number"])
+@through(COMPAT_DOORS, quick=("compat-ghost",))
+def test_rank_03_a_criterion_of_any_shape_gives_the_same_sum_or_is_refused_with_its_shape(door, shape):
+    model, rows16 = one_output()
+
+    def criterion(outputs, targets):
+        each = F.binary_cross_entropy_with_logits(outputs, targets, reduction="none")
+        return {"vector": each.squeeze(1), "column": each, "number": each.mean()}[shape]
+
+    truth = true_sum(model, nn.BCEWithLogitsLoss(), rows16, 0.3)
+    try:
+        found = door.clipped_sum(model, criterion, rows16, 0.3)
+    except (BatchDependentLossError, RuntimeError) as refused:
+        assert shape != "number"  # a loss that is reduced already must be taken
+        assert "(16" in str(refused) or "scalar outputs" in str(refused)  # torch's own words for a plain loss
+        return
+    assert_equal(found, truth)
+
+
+# Rank 29
+
+
+class Tokens(nn.Module):
+    """Scores ``(B, T, V)``."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(7, 4)
+        self.head = nn.Linear(4, 7)
+
+    def forward(self, tokens):
+        return self.head(torch.tanh(self.embedding(tokens)))
+
+
+def token_batch(*, equal):
+    """Tokens, and the next ones, of which some are ignored: ``equal`` numbers of them in all rows, or not."""
+    torch.manual_seed(5)
+    tokens, following = torch.randint(0, 7, (4, 5)), torch.randint(0, 7, (4, 5))
+    for row in range(4):
+        following[row, row] = following[row, -1 - row % 2] = -100
+        if row == 3 and not equal:
+            following[row, :4] = -100
+    return tokens, following
+
+
+def flat_tokens(scores, targets):
+    return F.cross_entropy(scores.flatten(0, 1), targets.flatten(), ignore_index=-100)
+
+
+class TokenLoss(nn.Module):
+    """A loop's own criterion over ``(B, T, V)`` and ``(B, T)``."""
+
+    reduction = "mean"
+
+    def forward(self, scores, targets):
+        return F.cross_entropy(scores.flatten(0, 1), targets.flatten(), ignore_index=-100, reduction=self.reduction)
+
+
+@through(ALL_DOORS)
+def test_rank_29_token_losses_with_ignored_positions_give_one_sum_in_all_modes(door):
+    torch.manual_seed(1)
+    model, tokens = Tokens(), token_batch(equal=False)
+    if not door.writes:
+        # A mean over all tokens is what the loop asked for: a row has its part of it, times the number of rows.
+        truth = true_sum(model, part_of(tokens[1]), tokens, 0.2)
+        assert_equal(door.clipped_sum(model, TokenLoss(), tokens, 0.2), truth)
+    tokens = token_batch(equal=True)
+    assert_equal(door.clipped_sum(model, TokenLoss(), tokens, 0.2), true_sum(model, flat_tokens, tokens, 0.2))
+
+
+def part_of(targets):
+    """A row's share of the mean over the tokens of these rows, times the number of rows."""
+    counted = float((targets != -100).sum())
+
+    def loss(scores, own):
+        total = F.cross_entropy(scores.flatten(0, 1), own.flatten(), ignore_index=-100, reduction="sum")
+        return len(targets) * total / counted
+
+    return loss
+
+
+@through(GHOST_DOORS)
+def test_rank_29_with_the_shape_each_row_is_the_mean_over_its_own_tokens(door):
+    torch.manual_seed(1)
+    model, tokens = Tokens(), token_batch(equal=False)
+    truth = true_sum(model, flat_tokens, tokens, 0.2)
+    private = door.open(model, fixed_loader(4), criterion=nn.CrossEntropyLoss(), max_grad_norm=0.2)
+    next(iter(private.loader))
+    private.optimizer.zero_grad()
+    scores = private.model(tokens[0])
+    private.criterion(scores.flatten(0, 1), tokens[1].flatten(), shape=scores.shape).backward()
+    private.optimizer.step()
+    assert_equal(private.sum(), truth)
+
+
+def test_rank_29_losses_that_mix_rows_are_found_and_the_shape_of_ambiguous_ones_is_named():
+    torch.manual_seed(1)
+    model = Tokens()
+    with pytest.raises(BatchDependentLossError, match=r"per_example\(loss_fn\)"):
+        check_loss(model, flat_tokens, token_batch(equal=False))
+    private = DEFAULT_DOORS[0].open(model, fixed_loader(4))
+    next(iter(private.loader))
+    with pytest.raises(BatchDependentLossError, match=r"\(4, 5\)"):
+        private.engine.backward(private.model(token_batch(equal=True)[0]).sum(dim=2))
+
+
+def test_opacus_is_not_what_is_tested_by_chance():
+    assert opacus().__name__ == "dpengine.compat.opacus"

@@ -1,0 +1,120 @@
+"""Loud pains with memory: a large embedding, convolutions, and the budget for what is kept."""
+
+import copy
+
+import pytest
+import torch
+from pains.doors import LAYER_DOORS, assert_equal, fixed_loader, true_sum
+from pains.peak import peak_of
+from pains.wide import through_some
+from torch import nn
+
+from dpengine import PrivacyEngine
+from dpengine.gradients import MethodTable
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*DPE012:dpengine.PrivacyWarning")
+
+CRITERION = nn.CrossEntropyLoss()
+# Those that need not keep what they show: the others promise the gradients of all rows, or are torch's own.
+FRUGAL = [d for d in LAYER_DOORS if d.mode in ("auto", "ghost") or (d.compat and d.mode == "hooks")]
+MIB = 2**20
+
+
+def test_the_peak_is_what_was_held_at_once():
+    def run():
+        first = torch.zeros(MIB // 4)
+        second = first + 1
+        del first
+        third = second * 2
+        del second, third
+        torch.zeros(MIB // 4)
+
+    assert 2 * MIB <= peak_of(run) < 2.1 * MIB
+
+
+def peak_of_a_step(private, x, y):
+    """Of the second step, since much is done once only."""
+    for _ in private.loader:
+        private.step(x, y)
+    found = []
+    for _ in private.loader:
+        found.append(peak_of(lambda: private.step(x, y)))
+    return found[0]
+
+
+# 51
+
+
+@through_some(FRUGAL, always={"default-auto", "compat-hooks"})
+def test_rank_51_a_large_embedding_needs_memory_for_its_tokens_and_not_for_rows_times_entries(door):
+    entries, width = 10**6, 2
+    table = 4 * entries * width
+    peaks = {}
+    for rows in (4, 64):
+        torch.manual_seed(1)
+        model = nn.Sequential(nn.Embedding(entries, width), nn.Flatten(), nn.Linear(5 * width, 3))
+        x, y = torch.randint(0, entries, (rows, 5)), torch.randint(0, 3, (rows,))
+        private = door.open(model, fixed_loader(rows), criterion=CRITERION)
+        peaks[rows] = peak_of_a_step(private, x, y)
+    assert peaks[4] < 4 * table
+    assert peaks[64] - peaks[4] < table / 4  # 64 rows of the whole table would be 64 tables
+
+
+# 52
+
+
+@pytest.fixture
+def by_estimates(monkeypatch):
+    """Ways are chosen by what they are estimated to take, which does not hang on what else the machine does."""
+    plan = MethodTable.plan
+
+    def untimed(self, entries, rows):
+        self.timed = False
+        return plan(self, entries, rows)
+
+    monkeypatch.setattr(MethodTable, "plan", untimed)
+
+
+@through_some(FRUGAL, always={"default-auto", "compat-hooks"})
+def test_rank_52_a_convolution_does_not_unfold_its_input(door, by_estimates):
+    rows = 16
+    torch.manual_seed(1)
+    model = nn.Sequential(
+        nn.Conv2d(3, 8, 7, padding=3), nn.ReLU(), nn.Conv2d(8, 8, 7, padding=3), nn.AdaptiveAvgPool2d(1), nn.Flatten()
+    )
+    x, y = torch.randn(rows, 3, 32, 32), torch.randint(0, 8, (rows,))
+    activations = 4 * rows * 8 * 32 * 32
+    plain = copy.deepcopy(model)
+    ordinary = peak_of(lambda: CRITERION(plain(x), y).backward())
+    found = peak_of_a_step(door.open(model, fixed_loader(rows), criterion=CRITERION), x, y)
+    assert found < ordinary + 24 * activations  # unfolded, the second input alone would be 49 activations
+
+
+def test_rank_52_without_a_budget_nothing_large_is_kept_and_the_sums_are_right():
+    rows, width = 32, 256
+    torch.manual_seed(1)
+    model = nn.Sequential(
+        *(layer for _ in range(4) for layer in (nn.Linear(width, width), nn.Tanh())), nn.Linear(width, 3)
+    )
+    x, y = torch.randn(rows, width), torch.randint(0, 3, (rows,))
+    plain, truth = copy.deepcopy(model), true_sum(model, CRITERION, (x, y))
+    ordinary = peak_of(lambda: CRITERION(plain(x), y).backward())
+    engine = PrivacyEngine(seed=0, methods=MethodTable(keep_budget=0, timed=False))
+    _, optimizer, loader = engine.make_private(
+        model, torch.optim.SGD(model.parameters(), lr=0.0), fixed_loader(rows), noise_multiplier=0.0, max_grad_norm=1.0
+    )
+
+    def step():
+        optimizer.zero_grad()
+        CRITERION(model(x), y).backward()
+        optimizer.step()
+
+    for _ in loader:
+        step()
+    for _ in loader:
+        found = peak_of(step)
+    all_rows = 4 * rows * sum(p.numel() for p in model.parameters())
+    assert found < ordinary + 2 * MIB < all_rows / 3
+    assert_equal({name: p.grad.double() * rows for name, p in model.named_parameters()}, truth)
+    chosen = [line for line in engine.explain().splitlines() if ".weight " in line]
+    assert len(chosen) == 5 and all("keep" not in line for line in chosen)

@@ -1,0 +1,400 @@
+"""Loud pains with models: operations in place, inputs of all kinds, evaluation mode, frozen parameters, buffers."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from pains.doors import ALL_DOORS, COMPAT_DOORS, LAYER_DOORS, assert_equal, fixed_loader, opacus, through, true_sum
+from pains.networks import BLOCKS, images, network
+from pains.wide import through_some
+from torch import nn
+
+import dpengine
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*NOT PRIVATE:dpengine.PrivacyWarning")
+
+FEATURES, CLASSES, ROWS = 4, 3, 5
+CRITERION = nn.CrossEntropyLoss()
+REFUSALS = (ValueError, RuntimeError, NotImplementedError)
+
+
+def batch(rows=ROWS, seed=2):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(rows, FEATURES, generator=generator), torch.randint(0, CLASSES, (rows,), generator=generator)
+
+
+def mlp():
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(FEATURES, 5), nn.Tanh(), nn.Linear(5, CLASSES))
+
+
+def fixed(door, model):
+    """The model as the door's own repair leaves it."""
+    return opacus("validators").ModuleValidator.fix(model) if door.compat else dpengine.fix(model)[0]
+
+
+def assert_sum_is_right(door, model, rows, max_norm=1.0, *, rtol=1e-5, **options):
+    found = door.clipped_sum(model, CRITERION, rows, max_norm, **options)
+    assert_equal(found, true_sum(model, CRITERION, rows, max_norm), rtol=rtol)
+
+
+# 37
+
+
+@pytest.mark.parametrize("block", BLOCKS.values(), ids=BLOCKS)
+@through_some(LAYER_DOORS, always={"default-auto", "compat-hooks"})
+def test_rank_37_networks_with_in_place_operations_train_after_fix(door, block):
+    model = fixed(door, network(block))
+    assert not any(isinstance(layer, nn.BatchNorm2d) for layer in model.modules())
+    assert any(getattr(layer, "inplace", False) for layer in model.modules())  # otherwise unchanged
+    assert_sum_is_right(door, model, images(ROWS).tensors, 2.0, rtol=2e-5)
+
+
+# 38
+
+
+class WithSpare(nn.Module):
+    """A layer that never runs, and one that may be left out."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(1)
+        self.used, self.other, self.uses_other = nn.Linear(FEATURES, CLASSES), nn.Linear(FEATURES, CLASSES), True
+
+    def forward(self, x):
+        return self.used(x) + self.other(x) if self.uses_other else self.used(x)
+
+
+def unused_layer(private, rows):
+    private.bare.uses_other = False
+    private.step(*rows)
+
+
+def layer_left_out_once(private, rows):
+    private.step(*rows)
+    private.bare.uses_other = False
+    for _ in private.loader:
+        private.step(*rows)
+
+
+def model_in_eval_mode(private, rows):
+    private.model.eval()
+    private.step(*rows)
+
+
+def no_backward(private, rows):
+    private.model.train()
+    private.model(rows[0])
+    private.optimizer.step()
+
+
+CAUSES = {
+    unused_layer: r"'?other\.weight.*requires_grad_\(False\)",
+    layer_left_out_once: r"'?other\.weight.*requires_grad_\(False\)",
+    model_in_eval_mode: r"eval mode.*model\.train\(\)",
+    no_backward: r"no backward pass.*loss\.backward\(\)",
+}
+
+
+@pytest.mark.parametrize("cause", CAUSES, ids=lambda cause: cause.__name__)
+@through_some(LAYER_DOORS)
+def test_rank_38_each_cause_of_a_missing_gradient_has_its_own_message(door, cause):
+    private = door.open(WithSpare(), fixed_loader(ROWS), criterion=CRITERION)
+    for _ in private.loader:
+        with pytest.raises(REFUSALS, match=f"(?s){CAUSES[cause]}"):
+            cause(private, batch())
+        break
+
+
+@through_some(LAYER_DOORS)
+def test_rank_38_a_part_in_eval_mode_takes_part(door):
+    model = nn.Sequential(mlp(), nn.Dropout(0.9), nn.Linear(CLASSES, CLASSES))
+    for part in (model[0], model[1]):
+        part.eval()
+    rows = batch()
+    private = door.open(model, fixed_loader(ROWS), criterion=CRITERION)
+    truth = true_sum(model, CRITERION, rows)
+    for _ in private.loader:
+        private.step(*rows)
+    assert_equal(private.sum(), truth)
+
+
+@through_some(LAYER_DOORS)
+def test_rank_38_a_forward_pass_without_backward_is_forgotten(door):
+    model, rows = mlp(), batch()
+    private = door.open(copy.deepcopy(model), fixed_loader(ROWS), criterion=CRITERION)
+    for _ in private.loader:
+        private.criterion(private.model(batch(7, seed=9)[0]), batch(7, seed=9)[1])
+        private.step(*rows)
+    assert_equal(private.sum(), true_sum(model, CRITERION, rows))
+
+
+# 41
+
+
+class Mixed(nn.Module):
+    """A layer that no table knows: a tuple, a keyword and None go in, a tuple and a dict come out."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight, self.scale = nn.Parameter(torch.randn(FEATURES, 6)), nn.Parameter(torch.randn(6))
+
+    def forward(self, pair, mask=None, *, shift=None):
+        first, second = pair
+        out = first @ self.weight + (second @ self.weight) ** 2
+        out = out if shift is None else out + shift
+        return (out if mask is None else out * mask, {"gate": torch.tanh(first @ self.weight * self.scale)})
+
+
+class CallsMixed(nn.Module):
+    """Calls it in several ways."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(1)
+        self.mixed, self.head = Mixed(), nn.Linear(6, CLASSES)
+
+    def forward(self, x, *, other, shift):
+        out, extra = self.mixed((x, other), None, shift=shift)
+        again, _ = self.mixed((other, x), mask=out > 0)
+        return self.head(torch.tanh(out * extra["gate"] + again)), None
+
+
+@pytest.mark.filterwarnings("error:.*it is not known:dpengine.PrivacyWarning")
+@through_some(LAYER_DOORS)
+def test_rank_41_layers_take_tuples_keywords_and_none_and_return_several(door):
+    generator = torch.Generator().manual_seed(3)
+    inputs = {
+        name: torch.randn(ROWS, size, generator=generator) for name, size in {"x": 4, "other": 4, "shift": 6}.items()
+    }
+    rows, first = (inputs, batch()[1]), lambda outputs, targets: F.cross_entropy(outputs[0], targets)
+    model = CallsMixed()
+    if door.mode != "ghost" or not door.compat:
+        assert_equal(door.clipped_sum(model, first, rows, 2.0), true_sum(model, first, rows, 2.0), rtol=2e-5)
+        return
+
+    class PerRow(nn.Module):  # Opacus's ghost modes set this attribute, as a criterion has it
+        reduction = "mean"
+
+        def forward(self, outputs, targets):
+            return F.cross_entropy(outputs[0], targets, reduction=self.reduction)
+
+    assert_equal(door.clipped_sum(model, PerRow(), rows, 2.0), true_sum(model, first, rows, 2.0), rtol=2e-5)
+
+
+# 42
+
+
+class Nested(nn.Module):
+    """Recurrent layers and attention, some levels down."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(1)
+        self.parts = nn.ModuleDict(
+            {
+                "lstm": nn.LSTM(FEATURES, 4, num_layers=2, bidirectional=True, batch_first=True),
+                "deep": nn.Sequential(nn.ModuleDict({"gru": nn.GRU(8, 4, batch_first=True)})),
+                "attention": nn.ModuleList([nn.MultiheadAttention(4, 2, batch_first=True)]),
+            }
+        )
+        self.head = nn.Linear(4, CLASSES)
+
+    def forward(self, x):
+        x, _ = self.parts["lstm"](x)
+        x, _ = self.parts["deep"][0]["gru"](x)
+        causal = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).triu(1)
+        x, _ = self.parts["attention"][0](x, x, x, attn_mask=causal, is_causal=True, need_weights=False)
+        return self.head(x.mean(dim=1))
+
+
+@through_some(LAYER_DOORS, always={"default-auto", "compat-hooks"})
+def test_rank_42_checkpoints_of_nested_recurrent_layers_and_attention_load_both_ways(door):
+    plain, x = Nested(), torch.randn(ROWS, 6, FEATURES)
+    mended = fixed(door, Nested())
+    for source, target in ((plain, mended), (mended, plain)):
+        with torch.no_grad():
+            for p in source.parameters():
+                p.normal_()
+        target.load_state_dict(source.state_dict(), strict=True)
+        torch.testing.assert_close(target(x), source(x), rtol=1e-4, atol=1e-5)
+    if door.mode in ("functorch", "ew"):
+        return  # whether their rules can follow each of these layers is the concern of other tests
+    assert_sum_is_right(door, mended, (x, batch()[1]), rtol=2e-5)
+
+
+# 46
+
+
+class WithMethods(nn.Module):
+    """What users reach for on a model."""
+
+    limit = 3
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(1)
+        self.inner, self.config = nn.Linear(FEATURES, CLASSES), {"width": FEATURES}
+
+    @property
+    def width(self):
+        return self.config["width"]
+
+    def generate(self, x, *, greedy=True):
+        return self.inner(x).argmax(dim=1) if greedy else None
+
+    def forward(self, x):
+        return self.inner(x)
+
+
+@through(ALL_DOORS)
+def test_rank_46_the_users_model_and_what_it_has_are_reachable(door):
+    model = WithMethods()
+    private = door.open(model, fixed_loader(ROWS), criterion=CRITERION)
+    if not door.compat or door.id.endswith("unwrapped"):
+        assert private.model is model and type(private.model) is WithMethods
+    assert private.model.config is model.config
+    assert private.model.width == FEATURES and private.model.limit == 3
+    assert private.model.inner is model.inner
+    assert private.model.generate(batch()[0], greedy=True).shape == (ROWS,)
+    assert private.model.training and not private.model.eval().training and not model.training
+    with pytest.raises(AttributeError, match="absent"):
+        private.model.absent  # noqa: B018
+
+
+# 49
+
+
+@through_some(ALL_DOORS, always={"default-auto", "compat-hooks", "compat-ghost", "compat-no_op"})
+def test_rank_49_parameters_may_be_frozen_and_thawed_between_steps(door):
+    model, rows = mlp(), batch()
+    everything = list(model.parameters())
+    options = {"make_optimizer": lambda _: torch.optim.SGD(everything, lr=0.1)}
+    model[0].weight.requires_grad_(False)  # partly frozen from the start
+    private = door.open(model, fixed_loader(ROWS), criterion=CRITERION, **options)
+    for change in (lambda: None, lambda: model[2].requires_grad_(False), lambda: model.requires_grad_(True)):
+        change()
+        before = {name: p.detach().clone() for name, p in model.named_parameters()}
+        truth = true_sum(model, CRITERION, rows)
+        for _ in private.loader:
+            private.step(*rows)
+        assert_equal(private.sum(), truth)
+        for name, p in model.named_parameters():
+            assert torch.equal(before[name], p) != p.requires_grad, name
+
+
+# 58
+
+
+class WithBuffers(nn.Module):
+    """A causal mask, positions and a layer scale: buffers that forward only reads, beside parameters."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(1)
+        self.inner, self.gamma = nn.Linear(FEATURES, FEATURES), nn.Parameter(torch.full((FEATURES,), 0.5))
+        self.register_buffer("mask", torch.ones(FEATURES, FEATURES).tril())
+        self.register_buffer("positions", torch.arange(FEATURES), persistent=False)
+        self.table, self.head = nn.Embedding(FEATURES, FEATURES), nn.Linear(FEATURES, CLASSES)
+
+    def forward(self, x):
+        x = x + self.gamma * torch.tanh(self.inner(x @ self.mask))
+        return self.head(x * self.table(self.positions.expand(len(x), -1)).mean(dim=1))
+
+
+class Masked(nn.Linear):
+    """A layer with its own mask, as pruning writes it."""
+
+    def __init__(self, width, out):
+        super().__init__(width, out)
+        self.register_buffer("mask", (torch.arange(out) % 2).float().unsqueeze(1))
+
+    def forward(self, x):
+        return F.linear(x, self.weight * self.mask, self.bias)
+
+
+BUFFERED = {
+    "model": WithBuffers,
+    "layer": lambda: nn.Sequential(Masked(FEATURES, 6), nn.Tanh(), nn.Linear(6, CLASSES)),
+}
+buffered = pytest.mark.parametrize("make", BUFFERED.values(), ids=BUFFERED)
+STRICT = [door for door in COMPAT_DOORS if door.mode in ("hooks", "functorch", "ghost")]
+
+
+@buffered
+@through_some([door for door in LAYER_DOORS if door not in STRICT])
+def test_rank_58_buffers_that_forward_does_not_write_are_accepted(door, make):
+    torch.manual_seed(1)
+    assert_sum_is_right(door, make(), batch())
+
+
+@buffered
+@through_some(STRICT)
+def test_rank_58_compat_is_as_strict_as_it_says_and_its_remedy_works(door, make):
+    torch.manual_seed(1)
+    model, rows = make(), batch()
+    with pytest.raises(NotImplementedError, match=r"strict=False.*harmless"):
+        door.clipped_sum(model, CRITERION, rows)
+    if door.id.endswith("unwrapped"):
+        return
+    settings = {"functorch": {"force_functorch": True}, "ghost": {"max_grad_norm": 1.0}}.get(door.mode, {})
+    kind = "GradSampleModuleFastGradientClipping" if door.mode == "ghost" else "GradSampleModule"
+    truth = true_sum(model, CRITERION, rows)
+    wrapper = getattr(opacus(), kind)(model, strict=False, **settings)
+    private = door.open(wrapper, fixed_loader(ROWS), criterion=CRITERION)
+    assert private.module is wrapper
+    for _ in private.loader:
+        private.step(*rows)
+    assert_equal(private.sum(), {f"_module.{name}": value for name, value in truth.items()})
+
+
+@through_some(LAYER_DOORS)
+def test_rank_58_a_layer_whose_forward_writes_a_buffer_is_refused_by_name(door):
+    class Counts(nn.Linear):
+        def __init__(self):
+            super().__init__(FEATURES, CLASSES)
+            self.register_buffer("seen", torch.zeros(FEATURES))
+
+        def forward(self, x):
+            self.seen.add_(x.detach().sum(dim=0))
+            return super().forward(x)
+
+    with pytest.raises((RuntimeError, NotImplementedError), match=r"0.*|Counts") as seen:
+        door.clipped_sum(nn.Sequential(Counts(), nn.Linear(CLASSES, CLASSES)), CRITERION, batch())
+    assert "Counts" in str(seen.value) or "0.seen" in str(seen.value)
+
+
+# 59
+
+
+# torch's ExpandedWeights cannot be compiled
+@through_some([door for door in LAYER_DOORS if door.mode != "ew"], always=set())
+def test_rank_59_a_compiled_model_gives_the_eager_sums(door):
+    model, rows = mlp(), batch()
+    truth = true_sum(model, CRITERION, rows)
+    private = door.open(model, fixed_loader(ROWS), criterion=CRITERION)
+    private.model = torch.compile(private.model, backend="eager")
+    for _ in private.loader:
+        private.step(*rows)
+    assert_equal(private.sum(), truth)
+
+
+# 60
+
+
+@through_some(LAYER_DOORS)
+def test_rank_60_a_model_in_eval_mode_is_accepted_and_saliency_records_nothing(door):
+    model, rows = mlp(), batch()
+    private = door.open(model.eval(), fixed_loader(ROWS), criterion=CRITERION)
+    other = batch(7, seed=9)[0].requires_grad_()
+    private.model.eval()
+    private.model(other).sum().backward()
+    assert other.grad.abs().sum() > 0
+    assert all(getattr(p, "grad_sample", None) is None for p in model.parameters())
+    private.model.train()
+    private.bare.zero_grad()
+    truth = true_sum(model, CRITERION, rows)
+    for _ in private.loader:
+        private.step(*rows)
+    assert_equal(private.sum(), truth)

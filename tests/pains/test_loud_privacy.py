@@ -1,0 +1,363 @@
+"""Loud pains with noise, numbers and policies: accountants, secure noise, precision, adaptive clipping."""
+
+import copy
+import math
+import sys
+import textwrap
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from pains.doors import (
+    BOUND,
+    COMPAT_DOORS,
+    DEFAULT_DOORS,
+    LAYER_DOORS,
+    assert_equal,
+    fixed_loader,
+    most_added,
+    opacus,
+    through,
+    true_sum,
+)
+from pains.wide import through_some
+from scipy import stats
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from dpengine import PrivacyEngine
+from dpengine.accounting import Relation, calibrate, epsilon, epsilon_bounds
+from dpengine.clipping import AbstractClip
+from dpengine.clipping.policy import SLACK
+from dpengine.errors import AccountingRefusedError, InvalidBudgetError, ScaledGradientError
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*DPE012:dpengine.PrivacyWarning")
+
+FEATURES, CLASSES, ROWS = 4, 3, 6
+CRITERION = nn.CrossEntropyLoss()
+
+
+def batch(rows=ROWS, seed=2, *, scale=1.0):
+    generator = torch.Generator().manual_seed(seed)
+    return scale * torch.randn(rows, FEATURES, generator=generator), torch.randint(
+        0, CLASSES, (rows,), generator=generator
+    )
+
+
+def mlp():
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(FEATURES, 5), nn.Tanh(), nn.Linear(5, CLASSES))
+
+
+# 43
+
+RUNS = [  # noise multiplier, rate, steps, delta: ten rows, hardly any noise, long runs, epsilon far above a hundred
+    (1.0, 0.1, 20, 0.05),
+    (0.6, 1.0, 5, 0.05),
+    (0.4, 0.5, 100, 1e-3),
+    (0.05, 0.01, 10, 1e-5),
+    (20.0, 1e-4, 10**5, 1e-9),
+    (0.3, 0.9, 200, 1e-5),
+]
+
+
+@pytest.mark.parametrize("run", RUNS, ids=str)
+def test_rank_43_prv_gives_an_upper_bound_or_says_what_to_ask_instead(run):
+    sigma, rate, steps, delta = run
+    asked = {"noise_multiplier": sigma, "sample_rate": rate, "steps": steps, "delta": delta}
+    lower = epsilon_bounds(**asked)[0]
+    try:
+        found = epsilon(**asked, accountant="prv")
+    except AccountingRefusedError as refusal:
+        assert "pld" in str(refusal) or "rdp" in str(refusal)
+        found = epsilon(**asked)
+    assert math.isfinite(found) and found >= lower - 1e-9
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # that RDP answers instead, where it does
+@pytest.mark.parametrize("run", RUNS, ids=str)
+def test_rank_43_the_prv_accountant_of_compat_always_gives_an_upper_bound(run):
+    sigma, rate, steps, delta = run
+    lower = epsilon_bounds(noise_multiplier=sigma, sample_rate=rate, steps=steps, delta=delta)[0]
+    accountant = opacus("accountants").PRVAccountant()
+    accountant.history = [(sigma, rate, steps)]
+    found = accountant.get_epsilon(delta=delta)
+    assert math.isfinite(found) and found >= lower - 1e-9
+
+
+# 44
+
+
+def noise_of(door_options, *, compat):
+    """What a step with noise and no gradient leaves in ``p.grad``, in units of its standard deviation."""
+    model = nn.Linear(100, 200, bias=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    x = torch.ones(4, 100)
+    if compat:
+        engine = opacus().PrivacyEngine(**door_options)
+        private, optimizer, loader = engine.make_private(
+            module=model, optimizer=optimizer, data_loader=fixed_loader(4), noise_multiplier=2.0, max_grad_norm=1.0,
+            poisson_sampling=False,
+        )  # fmt: skip
+    else:
+        private, optimizer, loader = PrivacyEngine(**door_options).make_private(
+            model, optimizer, fixed_loader(4), noise_multiplier=2.0, max_grad_norm=1.0
+        )
+    for _ in loader:
+        optimizer.zero_grad()
+        (0 * private(x)).sum(dim=1).mean().backward()
+        optimizer.step()
+    return model.weight.grad.flatten() * 4 / 2.0
+
+
+@pytest.mark.parametrize("compat", [False, True], ids=["default", "compat"])
+def test_rank_44_secure_noise_is_one_flag_and_cannot_be_seeded(compat, monkeypatch):
+    monkeypatch.setitem(sys.modules, "torchcsprng", None)  # importing it would raise
+    flag = {"secure_mode": True} if compat else {"secure_rng": True}
+    found = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        found.append(noise_of(flag, compat=compat))
+    assert not torch.equal(*found)
+    for noise in found:
+        assert stats.kstest(noise.double().numpy(), "norm").pvalue > 1e-6
+    assert abs(stats.pearsonr(*[noise.numpy() for noise in found]).statistic) < 6 / math.sqrt(len(found[0]))
+
+
+def test_rank_44_a_generator_beside_secure_mode_is_refused_in_compat():
+    model = mlp()
+    with pytest.raises(ValueError, match="noise_generator"):
+        opacus().PrivacyEngine(secure_mode=True).make_private(
+            module=model,
+            optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+            data_loader=fixed_loader(4),
+            noise_multiplier=1.0,
+            max_grad_norm=1.0,
+            noise_generator=torch.Generator().manual_seed(0),
+        )
+
+
+@pytest.mark.gpu
+def test_rank_44_secure_noise_for_an_accelerator():
+    model = nn.Linear(100, 200, bias=False).cuda()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    engine = PrivacyEngine(secure_rng=True)
+    _, optimizer, loader = engine.make_private(model, optimizer, fixed_loader(4), noise_multiplier=2.0)
+    for _ in loader:
+        optimizer.zero_grad()
+        (0 * model(torch.ones(4, 100, device="cuda"))).sum(dim=1).mean().backward()
+        optimizer.step()
+    assert stats.kstest((model.weight.grad.flatten() * 2).double().cpu().numpy(), "norm").pvalue > 1e-6
+
+
+# 45
+
+
+class Autocast(nn.Module):
+    """Runs a model in bfloat16 where autocast does so."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return self.inner(x).float()
+
+
+@through_some(LAYER_DOORS)
+def test_rank_45_under_autocast_no_row_exceeds_the_threshold(door):
+    model, rows, criterion = Autocast(mlp()), batch(scale=3.0), nn.CrossEntropyLoss(reduction="sum")
+
+    def sum_of(*rows):  # of losses that are added: a mean would round the other rows anew when one is left out
+        found = door.clipped_sum(model, criterion, rows, 0.1, loss_reduction="sum")
+        return found if door.compat else {name: value / len(rows[1]) for name, value in found.items()}
+
+    assert most_added(sum_of, rows) <= 0.1 * BOUND
+    truth = true_sum(model.inner, CRITERION, rows, 0.1)
+    assert_equal(sum_of(*rows), {f"inner.{name}": value for name, value in truth.items()}, rtol=0.1)  # 8 bits
+
+
+@through_some(LAYER_DOORS)
+def test_rank_45_a_model_in_bfloat16_is_clipped_by_norms_in_float32(door):
+    x, y = batch(64)
+    torch.manual_seed(1)
+    wide = nn.Sequential(nn.Linear(FEATURES, 300), nn.Tanh(), nn.Linear(300, CLASSES)).to(torch.bfloat16)
+    rows = (x.bfloat16(), y)
+    assert_equal(door.clipped_sum(wide, CRITERION, rows, 0.01), true_sum(wide, CRITERION, rows, 0.01), rtol=0.03)
+    # The same row twice, at its threshold: norms in bfloat16 would be off by up to 2 ** -8, the sum is rounded once.
+    twice = door.clipped_sum(wide, CRITERION, (rows[0][[0, 0]], y[[0, 0]]), 0.01)
+    length = torch.cat([value.flatten() for value in twice.values()]).norm()
+    assert float(length) == pytest.approx(0.02, rel=1e-3)
+
+
+@pytest.mark.parametrize("max_norm", [0.05, 1e6], ids=["clipped", "not clipped"])
+@pytest.mark.parametrize("mode", [door.mode for door in DEFAULT_DOORS])
+def test_rank_45_a_scaled_loss_gives_the_sums_of_the_plain_one(mode, max_norm):
+    model, (x, y) = mlp(), batch()
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    private = copy.deepcopy(model)
+    optimizer = torch.optim.SGD(private.parameters(), lr=0.1)
+    settings = {"noise_multiplier": 0.0, "max_grad_norm": max_norm, "grad_sample_mode": mode, "grad_scaler": scaler}
+    _, optimizer, loader = PrivacyEngine(seed=0).make_private(private, optimizer, fixed_loader(ROWS), **settings)
+    for _ in loader:
+        optimizer.zero_grad()
+        scaler.scale(CRITERION(private(x), y)).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    found = {name: p.grad.double() * ROWS for name, p in private.named_parameters()}
+    assert_equal(found, true_sum(model, CRITERION, (x, y), max_norm))
+
+
+@through_some(LAYER_DOORS)
+def test_rank_45_a_scaler_that_nobody_told_of_is_refused_with_the_remedy(door):
+    private, (x, y) = door.open(mlp(), fixed_loader(ROWS), criterion=CRITERION), batch()
+    scaler = torch.amp.GradScaler("cpu")
+    for _ in private.loader:
+        private.optimizer.zero_grad()
+        scaler.scale(CRITERION(private.model(x), y)).backward()
+        with pytest.raises(ScaledGradientError, match="grad_scaler=scaler"):
+            scaler.step(private.optimizer)
+
+
+# 50
+
+
+@pytest.mark.parametrize("multiplier", [0.01, 1, 3.7])
+@through_some(DEFAULT_DOORS)
+def test_rank_50_adaptive_clipping_needs_no_more_than_its_name(door, multiplier):
+    model, sizes = mlp(), []
+    x, y = batch(8)
+    loader = DataLoader(TensorDataset(torch.arange(8)), batch_size=1)
+    private = door.open(model, loader, criterion=CRITERION, clipping="adaptive", noise_multiplier=multiplier)
+    for (rows,) in private.loader:
+        sizes.append(len(rows))
+        private.step(x[rows], y[rows])
+    assert 0 in sizes and max(sizes) > 0
+    assert private.engine.ledger.steps == len(sizes)
+    norm = private.engine.describe()["clipping"]["norm"]
+    assert 0 < norm < math.inf and norm != 1.0
+    assert all(p.isfinite().all() for p in model.parameters())
+
+
+def test_rank_50_a_multiplier_beyond_the_count_is_refused_and_the_remedy_works():
+    with pytest.raises(InvalidBudgetError, match=r"Try count_noise_multiplier=125") as seen:
+        DEFAULT_DOORS[0].open(mlp(), fixed_loader(ROWS), clipping="adaptive", noise_multiplier=25.0)
+    assert "count_noise_multiplier above 12.5" in str(seen.value)
+
+
+@pytest.mark.parametrize("multiplier", [0.5, 1])
+@through_some([door for door in COMPAT_DOORS if door.mode != "ghost" and not door.writes])
+def test_rank_50_adaptive_clipping_of_compat_has_defaults_and_takes_empty_batches(door, multiplier):
+    model, sizes = mlp(), []
+    x, y = batch(8)
+    private = door.open(
+        model,
+        DataLoader(TensorDataset(torch.arange(8)), batch_size=1),
+        criterion=CRITERION,
+        clipping="adaptive",
+        noise_multiplier=multiplier,
+        poisson=door.mode != "ew",
+        target_unclipped_quantile=0.5,
+        clipbound_learning_rate=0.2,
+        max_clipbound=1e8,
+        min_clipbound=1e-3,
+        unclipped_num_std=5.0,
+    )
+    while 0 not in sizes and len(sizes) < 400:
+        for (rows,) in private.loader:
+            sizes.append(len(rows))
+            private.step(x[rows], y[rows])
+        if door.mode == "ew":
+            break
+    assert 0 < private.optimizer.max_grad_norm < 1e8 and private.optimizer.max_grad_norm != 1.0
+    assert all(p.isfinite().all() for p in model.parameters())
+
+
+# 64
+
+
+def test_rank_64_describe_says_what_noise_divisor_and_epsilon_depend_on_in_one_screen():
+    model = mlp()
+    engine = PrivacyEngine(seed=0)
+    data = DataLoader(TensorDataset(*batch(40)), batch_size=8)
+    settings = {"target_epsilon": 3.0, "target_delta": 1e-3, "epochs": 2, "max_grad_norm": 0.5}
+    _, optimizer, loader = engine.make_private(model, torch.optim.SGD(model.parameters(), lr=0.1), data, **settings)
+    for x, y in loader:
+        optimizer.zero_grad()
+        CRITERION(model(x), y).backward()
+        optimizer.step()
+    said = engine.describe()
+    assert said["sample_rate"] == 0.2 and said["expected_batch_size"] == 8
+    assert said["planned_steps"] == 10 and said["steps"] == 5
+    assert said["relation"] == Relation.ZERO_OUT.value
+    sigma = calibrate(target_epsilon=3.0, target_delta=1e-3, sample_rate=0.2, steps=10)
+    assert said["noise_multiplier"] == pytest.approx(sigma, rel=1e-3)
+    assert said["noise_std_of_sum"] == pytest.approx(0.5 * sigma, rel=1e-3)
+    assert said["noise_std_of_mean"] == said["noise_std_of_sum"] / 8
+    shown = "\n".join(f"{name}: {value}" for name, value in said.items())
+    assert sum(len(textwrap.wrap(line, 80)) for line in shown.splitlines()) <= 24
+
+
+# 65
+
+
+class Half(AbstractClip):
+    """A policy of a user, in one place: no gradient is scaled up, and the longest has norm ``bound``."""
+
+    def __init__(self, bound: float):
+        self.bound = bound
+
+    @property
+    def bounds(self) -> tuple[float, ...]:
+        return (self.bound,)
+
+    def group_of(self, names: Sequence[str]) -> list[int]:
+        return [0] * len(names)
+
+    def factors(self, norms_BK: Tensor) -> Tensor:
+        return self.bound * (1 - SLACK) / (norms_BK + self.bound)
+
+    def describe(self) -> dict[str, Any]:
+        return {"policy": "half", "bound": self.bound}
+
+
+@through_some(DEFAULT_DOORS)
+def test_rank_65_a_policy_of_a_user_is_factors_and_a_bound_and_the_noise_follows(door):
+    model, rows, bound = mlp(), batch(), 0.3
+    private = door.open(
+        copy.deepcopy(model), fixed_loader(ROWS), criterion=CRITERION, clipping=Half(bound), max_grad_norm=None
+    )
+    for _ in private.loader:
+        private.step(*rows)
+    truth = {name: torch.zeros_like(p, dtype=torch.float64) for name, p in model.named_parameters()}
+    for i in range(ROWS):
+        one = copy.deepcopy(model).double()
+        F.cross_entropy(one(rows[0][i : i + 1].double()), rows[1][i : i + 1]).backward()
+        norm = torch.cat([p.grad.flatten() for p in one.parameters()]).norm()
+        for name, p in one.named_parameters():
+            truth[name] += p.grad * bound * (1 - SLACK) / (norm + bound)
+    assert_equal(private.sum(), truth)
+    noisy = door.open(
+        mlp(), fixed_loader(ROWS), clipping=Half(bound), max_grad_norm=None, noise_multiplier=2.0
+    ).engine.describe()
+    assert noisy["sensitivity"] == bound and noisy["noise_std_of_sum"] == 2.0 * bound
+    assert noisy["clipping"] == {"policy": "half", "bound": bound}
+
+
+@through(DEFAULT_DOORS[:1])
+def test_rank_65_a_policy_without_a_bound_cannot_be_made(door):
+    class Boundless(AbstractClip):
+        def group_of(self, names):
+            return [0] * len(names)
+
+        def factors(self, norms_BK):
+            return torch.ones_like(norms_BK)
+
+        def describe(self):
+            return {}
+
+    with pytest.raises(TypeError, match="bounds"):
+        door.open(mlp(), fixed_loader(ROWS), clipping=Boundless(), max_grad_norm=None)

@@ -1,0 +1,166 @@
+"""Ranks 26, 27 and 34: the optimizer moves the model that is trained, at the rate that was set, as it was asked to."""
+
+import copy
+import warnings
+
+import pytest
+import torch
+from pains.doors import ALL_DOORS, LAYER_DOORS, assert_equal, fixed_loader, opacus, through, true_sum
+from pains.small import ROWS, batch, mlp
+from torch import nn
+
+import dpengine
+from dpengine.errors import PrivacyError
+
+pytestmark = pytest.mark.filterwarnings("ignore::dpengine.PrivacyWarning")
+
+LOSS = nn.CrossEntropyLoss()
+
+
+def weights_of(model):
+    return {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+def one_step(private):
+    next(iter(private.loader))
+    private.step(*batch())
+
+
+# Rank 26
+
+
+@through(ALL_DOORS)
+def test_rank_26_an_optimizer_over_other_tensors_is_refused_before_training(door):
+    held = list(mlp().parameters())
+    with pytest.raises(ValueError, match=r"(?i)optimizer.*after|Module parameters are different"):
+        door.open(mlp(), fixed_loader(ROWS), make_optimizer=lambda _: torch.optim.SGD(held, lr=1.0))
+
+
+@through(ALL_DOORS)
+def test_rank_26_weights_change_in_the_first_step(door):
+    private = door.open(mlp(), fixed_loader(ROWS))
+    before = weights_of(private.bare)
+    one_step(private)
+    assert not any(torch.equal(p, before[name]) for name, p in private.bare.named_parameters())
+
+
+@through(LAYER_DOORS)
+def test_rank_26_a_step_after_training_a_copy_raises(door):
+    private = door.open(mlp(), fixed_loader(ROWS))
+    before = weights_of(private.bare)
+    moved = copy.deepcopy(private.bare)  # as a launcher moves a model to its device
+    next(iter(private.loader))
+    private.optimizer.zero_grad()
+    inputs, targets = batch()
+    with pytest.raises((PrivacyError, ValueError), match=r"(?i)backward|not initialized"):
+        LOSS(moved(inputs), targets).backward()
+        private.optimizer.step()
+    assert all(torch.equal(p, before[name]) for name, p in private.bare.named_parameters())
+
+
+@through(LAYER_DOORS)
+def test_rank_26_a_step_raises_where_every_parameter_was_replaced_after_the_call(door):
+    private = door.open(mlp(), fixed_loader(ROWS))
+    for module in private.bare:
+        for name, p in list(module.named_parameters()):
+            setattr(module, name, nn.Parameter(p.detach().clone()))
+    with pytest.raises(ValueError, match=r"(?s)optimizer.*build the optimizer|not initialized"):
+        one_step(private)
+
+
+@through(LAYER_DOORS)
+def test_rank_26_a_single_one_is_noticed(door):
+    private = door.open(mlp(), fixed_loader(ROWS))
+    private.bare[2].weight = nn.Parameter(private.bare[2].weight.detach().clone())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", dpengine.PrivacyWarning)
+        with pytest.raises((PrivacyError, ValueError, dpengine.PrivacyWarning), match=r"optimizer|not initialized"):
+            one_step(private)
+
+
+@through(LAYER_DOORS)
+def test_rank_26_a_model_that_is_cast_after_the_call_is_still_captured(door):
+    private = door.open(mlp(), fixed_loader(ROWS), max_grad_norm=1.5)
+    private.model.to(torch.float64)
+    next(iter(private.loader))
+    inputs, targets = batch()
+    private.step(inputs.double(), targets)
+    assert_equal(private.sum(), true_sum(mlp(), LOSS, batch(), 1.5), rtol=1e-6)
+
+
+# Rank 27
+
+
+def moved_by(private, before):
+    """What the last step multiplied ``p.grad`` by."""
+    change = torch.cat([(before[name] - p.detach()).flatten() for name, p in private.bare.named_parameters()])
+    grad = torch.cat([p.grad.flatten() for p in private.bare.parameters()])
+    return float(change @ grad / (grad @ grad))
+
+
+@through(ALL_DOORS)
+def test_rank_27_the_rate_of_the_update_follows_the_schedule(door):
+    private = door.open(mlp(), fixed_loader(ROWS))
+    scheduler = torch.optim.lr_scheduler.StepLR(private.optimizer, step_size=1, gamma=0.1)
+    for rate in (1.0, 0.1):
+        before = weights_of(private.bare)
+        one_step(private)
+        assert moved_by(private, before) == pytest.approx(rate, rel=1e-3)
+        scheduler.step()
+
+
+@through(ALL_DOORS)
+def test_rank_27_also_where_param_groups_are_replaced(door):
+    private = door.open(mlp(), fixed_loader(ROWS))
+    private.optimizer.param_groups = [{**group, "lr": 0.25} for group in private.optimizer.param_groups]
+    before = weights_of(private.bare)
+    one_step(private)
+    assert moved_by(private, before) == pytest.approx(0.25, rel=1e-3)
+
+
+@through(ALL_DOORS)
+def test_rank_27_and_where_the_optimizer_loads_a_state(door):
+    private = door.open(mlp(), fixed_loader(ROWS))
+    state = private.optimizer.state_dict()
+    state["param_groups"][0]["lr"] = 0.5
+    private.optimizer.load_state_dict(state)
+    before = weights_of(private.bare)
+    one_step(private)
+    assert moved_by(private, before) == pytest.approx(0.5, rel=1e-3)
+
+
+@through(ALL_DOORS)
+def test_rank_27_lbfgs_is_refused_with_the_reason(door):
+    with pytest.raises(PrivacyError, match="reads the data several times in one step"):
+        door.open(mlp(), fixed_loader(ROWS), make_optimizer=lambda parameters: torch.optim.LBFGS(list(parameters)))
+
+
+# Rank 34
+
+MISSPELT = {"default": ("max_grad_nrom", "max_grad_norm"), "compat": ("posson_sampling", "poisson_sampling")}
+
+
+@through(ALL_DOORS)
+def test_rank_34_a_misspelt_keyword_is_a_type_error_that_names_the_nearest(door):
+    wrong, right = MISSPELT["compat" if door.compat else "default"]
+    with pytest.raises(TypeError, match=rf"{wrong}.*Did you mean '{right}'"):
+        door.open(mlp(), fixed_loader(ROWS), **{wrong: False})
+
+
+@pytest.mark.parametrize("path", ["PrivacyEngine", "DPDataLoader", "GradSampleModule"])
+def test_rank_34_so_is_one_in_the_names_of_compat(path):
+    calls = {
+        "PrivacyEngine": lambda: opacus().PrivacyEngine(acountant="rdp"),
+        "DPDataLoader": lambda: opacus("data_loader").DPDataLoader(range(4), sample_rate=0.5, batch_frist=True),
+        "GradSampleModule": lambda: opacus().GradSampleModule(mlp(), batch_frist=True),
+    }
+    near = {"PrivacyEngine": "accountant", "DPDataLoader": "batch_first", "GradSampleModule": "batch_first"}
+    with pytest.raises(TypeError, match=rf"Did you mean '{near[path]}'"):
+        calls[path]()
+
+
+@pytest.mark.parametrize("bad", [{"noise_multiplier": -1.0}, {"max_grad_norm": -1.0}, {"max_grad_norm": 0.0}])
+@through(ALL_DOORS)
+def test_rank_34_a_number_out_of_its_range_is_a_value_error_that_names_it(door, bad):
+    with pytest.raises(ValueError, match="noise_multiplier" if "noise_multiplier" in bad else "max_(grad_)?norm"):
+        door.open(mlp(), fixed_loader(ROWS), **bad)

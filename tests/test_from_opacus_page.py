@@ -1,0 +1,135 @@
+"""The Python of docs/from_opacus.md runs as it stands, in order, and its two scripts differ by the one rule."""
+
+import re
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+from migrated import SCRIPTS, written_for_opacus
+from torch import nn
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset, WeightedRandomSampler
+
+from dpengine.compat import opacus
+from dpengine.errors import PrivacyError
+
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "from_opacus.md"
+TEXT = PAGE.read_text(encoding="utf-8")
+BLOCKS = re.findall(r"^```python\n(.*?)^```$", TEXT, flags=re.MULTILINE | re.DOTALL)
+BEFORE = [block for block in BLOCKS if re.search(r"^from opacus\b", block, flags=re.MULTILINE)]
+AFTER = [block for block in BLOCKS if block not in BEFORE]
+
+
+@pytest.fixture(scope="module")
+def after_the_page():
+    """What its blocks leave behind, but for the one that needs Opacus; a reader should see no warning."""
+    namespace: dict[str, object] = {"__name__": "__main__"}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for block in AFTER:
+            line = TEXT[: TEXT.index(block)].count("\n")
+            exec(compile("\n" * line + block, str(PAGE), "exec"), namespace)  # errors then name the line of the page
+    return namespace
+
+
+def test_the_script_before_is_the_script_after_by_the_rule():
+    assert len(BEFORE) == 1
+    assert written_for_opacus(AFTER[1]) == BEFORE[0]
+
+
+def test_the_page_runs_and_both_ways_spend_about_the_same(after_the_page):
+    theirs, ours = after_the_page["privacy_engine"].get_epsilon(1e-5), after_the_page["engine"].get_epsilon(1e-5)
+    assert 0 < after_the_page["spent"](after_the_page["history"], 1e-5) <= theirs < 1.01 * ours
+
+
+def test_links_lead_somewhere():
+    links = re.findall(r"\]\((?!https?:)([^)#]+)\)", TEXT)
+    assert links
+    assert [link for link in links if not (PAGE.parent / link).exists()] == []
+
+
+def test_names_of_dpengine_on_the_page_exist(after_the_page):
+    import dpengine
+
+    names = set(re.findall(r"`dpengine\.(\w+)\(", TEXT))
+    assert names
+    assert names <= set(dpengine.__all__)
+
+
+def test_the_page_counts_the_scripts():
+    assert f"The {['no', 'one', 'two', 'three', 'four', 'five', 'six', 'seven'][len(SCRIPTS)]} scripts of" in TEXT
+
+
+def a_run(*, layers=(), loader=None, optimizer=torch.optim.SGD, **settings):
+    """The three values of ``make_private`` by Opacus's names, of a small model over Poisson batches of 16 rows."""
+    model = nn.Sequential(nn.Linear(3, 4), *layers, nn.Linear(4, 2))
+    rows = TensorDataset(torch.randn(64, 3), torch.randint(2, (64,)))
+    return opacus.PrivacyEngine().make_private(
+        module=model,
+        optimizer=optimizer(model.parameters(), lr=0.1),
+        data_loader=loader or DataLoader(rows, batch_size=16),
+        **({"noise_multiplier": 1.0, "max_grad_norm": 1.0} | settings),
+    )
+
+
+def backward(model, batch):
+    loss = nn.functional.cross_entropy(model(batch[0]), batch[1])
+    loss.backward()
+    return loss
+
+
+class Stream(IterableDataset):
+    """Rows without an index."""
+
+    def __iter__(self):
+        yield torch.zeros(3), 0
+
+
+REFUSED = {
+    "an unknown keyword": lambda: a_run(posson_sampling=False),
+    "negative noise": lambda: a_run(noise_multiplier=-1.0),
+    "a negative threshold": lambda: a_run(max_grad_norm=-1.0),
+    "batch norm": lambda: a_run(layers=[nn.BatchNorm1d(4)]),
+    "batch norm without parameters": lambda: a_run(layers=[nn.BatchNorm1d(4, affine=False)]),
+    "rows drawn by weight": lambda: a_run(
+        loader=DataLoader(TensorDataset(torch.zeros(64, 3)), 16, sampler=WeightedRandomSampler([1.0] * 64, 64))
+    ),
+    "a stream": lambda: a_run(loader=DataLoader(Stream(), batch_size=16)),
+    "LBFGS": lambda: a_run(optimizer=torch.optim.LBFGS),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_the_page_calls_refused_is_refused(what):
+    with pytest.raises((TypeError, ValueError, PrivacyError)):
+        REFUSED[what]()
+
+
+def test_a_second_backward_a_second_step_and_foreign_rows_are_refused():
+    model, _, loader = a_run()
+    batch = next(iter(loader))
+    backward(model, batch)
+    with pytest.raises(ValueError, match="backward"):
+        backward(model, batch)
+    model, optimizer, loader = a_run()
+    backward(model, next(iter(loader)))
+    optimizer.step()
+    with pytest.raises(ValueError, match="zero_grad"):
+        optimizer.step()
+    model, optimizer, loader = a_run()
+    backward(model, (torch.randn(5, 3), torch.zeros(5, dtype=torch.long)))
+    with pytest.raises(PrivacyError, match="private loader"):
+        optimizer.step()
+
+
+def test_what_the_page_says_to_have_changed_has_changed():
+    assert opacus.PrivacyEngine(secure_mode=True).get_epsilon(delta=1e-5) == 0
+    model, optimizer, loader = a_run()
+    batches = iter(loader)
+    backward(model, next(batches))
+    assert all(p.grad is None for p in model.parameters())
+    optimizer.step()
+    assert all(p.grad is not None for p in model.parameters())
+    optimizer.zero_grad()
+    assert optimizer.step(lambda: backward(model, next(batches))).item() > 0
+    assert optimizer.expected_batch_size == 16
