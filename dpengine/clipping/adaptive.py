@@ -135,7 +135,6 @@ class Adaptive(AbstractClip):
     def resized(self, max_grad_norm: float) -> Adaptive:
         other = copy.copy(self)
         other.load_state_dict({"norm": max_grad_norm})
-        other.discard()  # what was observed belongs to a release of the old one
         return other
 
     def describe(self) -> dict[str, Any]:

@@ -235,8 +235,9 @@ def test_hooks_are_disabled_enabled_removed_and_added(wrap):
     assert records()
 
 
-def test_hooks_that_were_put_on_again_serve_the_same_private_optimizer():
-    parts = private()
+@pytest.mark.parametrize("mode", ["hooks", "ghost"])
+def test_hooks_that_were_put_on_again_serve_the_same_private_optimizer(mode):
+    parts = private(grad_sample_mode=mode)
     train(parts)
     parts.model.remove_hooks()
     parts.model.add_hooks()
@@ -247,6 +248,20 @@ def test_hooks_that_were_put_on_again_serve_the_same_private_optimizer():
     parts.optimizer.step()
     assert_same(gradients(parts.model._module, 4), expected)
     assert [steps for *_, steps in parts.engine.accountant.history] == [4]
+
+
+def test_hooks_put_on_again_in_the_middle_of_a_batch_destroy_its_sums():
+    wrapped, optimizer = by_hand()
+    optimizer.signal_skip_step()
+    loss(wrapped, *batch()).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    wrapped.remove_hooks()
+    wrapped.add_hooks()
+    expected = truth(wrapped._module, *batch(start=4))
+    loss(wrapped, *batch(start=4)).backward()
+    optimizer.step()
+    assert_same(gradients(wrapped._module, 4), expected)
 
 
 @pytest.mark.parametrize("off", ["remove_hooks", "disable_hooks"])

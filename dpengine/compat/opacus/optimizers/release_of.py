@@ -198,7 +198,7 @@ def gather(optimizer: DPOptimizer, release: Release) -> None:
         )
     assert isinstance(release.sums, ShownSums)
     _refuse_other_owner(optimizer, release.sums)
-    if release.sums.captures:
+    if release.sums.captures and release.sums.only is not None:
         _follow_groups(optimizer, release.sums)
     release.gather()
     for parameter, total in release.sums.buffer:

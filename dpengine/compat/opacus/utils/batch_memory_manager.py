@@ -31,8 +31,7 @@ class BatchSplittingSampler(Sampler[list[int]]):
     def __init__(self, *, sampler: Sampler[list[int]], max_batch_size: int, optimizer: DPOptimizer):
         if isinstance(sampler, PrivateBatchSampler):
             raise TypeError(
-                "BatchSplittingSampler: the sampler of a private loader is cut by its loader. Use BatchMemoryManager, or "
-                "wrap_data_loader(data_loader=...)."
+                "BatchSplittingSampler: the sampler of a private loader is cut by its loader. Use BatchMemoryManager."
             )
         self.sampler = sampler
         self.max_batch_size = whole_number("BatchSplittingSampler", "max_batch_size", max_batch_size, at_least=1)
