@@ -131,12 +131,9 @@ class Release:
         self._follow_plan()
 
     def change(self, **constants: Any) -> None:
-        """Goes on with other constants of the plan from the next release: for clip, noise and ledger alike.
+        """Goes on with other constants of the plan, for clip, noise and ledger alike, or refuses (InvalidBudgetError).
 
-        What was clipped already for the logical batch at hand is released as it was clipped.
-
-        Args:
-            constants: Fields of the plan. What cannot change is refused with an InvalidBudgetError, and nothing has.
+        A logical batch of which something was clipped is released as it was clipped.
         """
         due = self.stage in {Stage.OPEN, Stage.CLIPPED}
         first = self.tickets[0].step if due else self.last_step + 1

@@ -217,4 +217,5 @@ def test_the_description_names_the_policy(case):
 
 
 def test_every_policy_has_a_case():
-    assert {type(make(1.0)) for make, _ in CASES.values()} == set(AbstractClip.__subclasses__())
+    ours = {kind for kind in AbstractClip.__subclasses__() if kind.__module__.startswith("dpengine.")}
+    assert {type(make(1.0)) for make, _ in CASES.values()} == ours

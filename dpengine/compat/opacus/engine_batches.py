@@ -27,14 +27,14 @@ def unsampled_loader(data_loader: DataLoader[Any], distributed: bool | Topology 
     """
     topology = topology_for(distributed)
     strategy = data_loader._batches.strategy if isinstance(data_loader, PrivateIteration) else None
-    whole = whole_loader(plain(data_loader), topology)
+    whole = whole_loader(data_loader, topology)
     if not isinstance(strategy, (ShuffleSampling, InOrder)):
         check_loader(whole)
         batches: Any = whole.batch_sampler
         law = ShuffleSampling if type(batches.sampler) is RandomSampler else InOrder
         strategy = law(len(whole.dataset), batches.batch_size, batches.drop_last)  # type: ignore[arg-type]
     private = private_loader(
-        whole,
+        plain(whole),
         strategy=strategy,
         words=words_for(None, topology),
         on_handout=ignore,
