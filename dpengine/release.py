@@ -62,8 +62,8 @@ class Release:
     fetched: deque[tuple[Ticket, int]] = field(default_factory=deque)  # chunks that wait for their backward pass
     last_step: int = -1  # of the newest ticket
     joined: int = 1  # tickets in the last release
-    given_up: int = 0  # batches
-    released: int = 0  # how often weights were changed: a batch that was given up is charged too, and changes none
+    released: int = 0  # how often weights were changed
+    given_up: int = 0  # batches, which are charged too
     chunk: int = 0  # of the last ticket
     done: bool = False  # whether this chunk went through backward
     hand_fed: bool = False  # whether batches come from elsewhere: each backward pass makes a ticket of its own
@@ -85,7 +85,7 @@ class Release:
         if self.stage is Stage.CLOSED:
             return
         if self.sums.waits_for_owner and self.stage in {Stage.IDLE, Stage.RELEASED}:
-            self.sums.drop_pass()  # a pass through the model for another one's sake, as of a generator
+            self.sums.drop_pass()  # for another model's sake, as of a generator
         self._settle()
         waiting = self.stage is Stage.OPEN and not self.done
         if self.fetched or (waiting and self.ahead):
@@ -135,9 +135,7 @@ class Release:
 
         A logical batch of which something was clipped is released as it was clipped.
         """
-        due = self.stage in {Stage.OPEN, Stage.CLIPPED}
-        first = self.tickets[0].step if due else self.last_step + 1
-        self._next_plan = (self._next_plan or self.plan).changed(first, **constants)
+        self._next_plan = (self._next_plan or self.plan).changed(self._first_uncharged, **constants)
         self._follow_plan()
 
     @property
@@ -145,11 +143,14 @@ class Release:
         """The plan of the next release, as far as is known."""
         return self._next_plan or self.plan
 
+    @property
+    def _first_uncharged(self) -> int:
+        return self.tickets[0].step if self.stage in {Stage.OPEN, Stage.CLIPPED} else self.last_step + 1
+
     def _follow_plan(self) -> None:
         if self._next_plan is None or not self.sums.buffer.clean:
             return
-        due = self.stage in {Stage.OPEN, Stage.CLIPPED}
-        self.plan = self._next_plan.changed(self.tickets[0].step if due else self.last_step + 1)
+        self.plan = self._next_plan.changed(self._first_uncharged)
         self.sums.policy, self._next_plan, self.changed = self.plan.clipping, None, True
 
     def _make_ticket(self) -> None:
@@ -261,11 +262,7 @@ class Release:
         return True
 
     def gather(self) -> bool:
-        """Brings what waits into the sums.
-
-        Returns:
-            Whether the logical batch is complete, and may be released.
-        """
+        """Brings what waits into the sums; whether the logical batch is complete then, and may be released."""
         self._settle()
         if self.fetched and self._next_is_empty():
             self._begin(*self.fetched.popleft())
@@ -329,7 +326,7 @@ class Release:
         self.stage = Stage.CHARGED
 
     def watch(self, sums: ClippedSums) -> None:
-        """Takes sums from elsewhere from now on. Those of a logical batch at hand are given up."""
+        """Takes sums from elsewhere. Those of a logical batch at hand are given up."""
         if not self.sums.buffer.clean:
             self.void()
         self.sums, sums.policy, sums.facts = sums, self.plan.clipping, self._facts

@@ -107,7 +107,7 @@ def _follow_groups(optimizer: DPOptimizer, sums: ShownSums) -> None:
         raise ParameterMismatchError(
             f"{len(strangers)} optimizer parameters are not in the private model (shapes {shapes}): added since, or "
             "replaced in the model. Their gradients would be neither clipped nor noised.",
-            fix="Put all of the model into the optimizer before make_private, and call it again after changes.",
+            fix="Build the optimizer last, over the parameters of the model, and call make_private again.",
         )
     sums.only = None if every <= held else frozenset(held)
 
@@ -198,7 +198,7 @@ def gather(optimizer: DPOptimizer, release: Release) -> None:
         )
     assert isinstance(release.sums, ShownSums)
     _refuse_other_owner(optimizer, release.sums)
-    if release.sums.captures and release.sums.only is not None:
+    if release.sums.captures:
         _follow_groups(optimizer, release.sums)
     release.gather()
     for parameter, total in release.sums.buffer:
@@ -256,8 +256,8 @@ def scale(optimizer: DPOptimizer, release: Release) -> None:
         factor = 1 / release.plan.divisor(count, mean=True)
         if release.gradients.released:
             release.gradients.scale(factor)
-        else:  # the user's own add_noise wrote them
-            torch._foreach_mul_([p.grad for p in optimizer.params if p.grad is not None], factor)
+        elif grads := [p.grad for p in optimizer.params if p.grad is not None]:  # the user's own add_noise wrote them
+            torch._foreach_mul_(grads, factor)
 
 
 def clear(optimizer: DPOptimizer, release: Release | None, *, keeps_sums: bool) -> None:
