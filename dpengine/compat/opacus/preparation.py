@@ -16,6 +16,7 @@ import dpengine
 from dpengine.accounting import CyclicGaussianEvent, Ledger, Relation, suggested_delta
 from dpengine.arrange import name_for
 from dpengine.distributed import SINGLE, Topology
+from dpengine.kernels import keep_freed_memory
 from dpengine.release import Release
 from dpengine.run import Budget, Run
 
@@ -215,6 +216,8 @@ class Preparation:
         budget = Budget(None, delta, None, "warn", self.engine.accountant)
         run = Run(model, optimizer, release, budget, attached=True, batches=loader)
         loader.bind(release.handed_out, release.plan.has_step)
+        if any(parameter.device.type == "cpu" for parameter in model.parameters()):
+            keep_freed_memory()
         self.engine.enlist(run)
         follow(self.accountant, self.engine.ledger)
         teller = _Teller(self, optimizer, strategy.sample_rate if poisson else None)

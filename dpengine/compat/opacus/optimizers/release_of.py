@@ -107,7 +107,7 @@ def _follow_groups(optimizer: DPOptimizer, sums: ShownSums) -> None:
         raise ParameterMismatchError(
             f"{len(strangers)} optimizer parameters are not in the private model (shapes {shapes}): added since, or "
             "replaced in the model. Their gradients would be neither clipped nor noised.",
-            fix="Build the optimizer last, over the parameters of the model, and call make_private again.",
+            fix="Unwrap the model, build the optimizer over all of its parameters, and call make_private again.",
         )
     sums.only = None if every <= held else frozenset(held)
 
