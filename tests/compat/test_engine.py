@@ -7,7 +7,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from dpengine.compat.opacus import GradSampleModule, PrivacyEngine
-from dpengine.compat.opacus.accountants import IAccountant, register_accountant
+from dpengine.compat.opacus.accountants import IAccountant, register_accountant, registry
 from dpengine.compat.opacus.optimizers import DPOptimizer
 from dpengine.compat.opacus.utils.adaptive_clipping import PrivacyEngineAdaptiveClipping
 from dpengine.compat.opacus.utils.batch_memory_manager import BatchMemoryManager
@@ -198,8 +198,9 @@ def test_batches_of_two_passes_never_make_one_release():
 
 
 @pytest.mark.parametrize("poisson", [True, False])
-def test_an_accountant_of_the_users_own_hears_of_steps_or_of_passes(poisson):
-    register_accountant("counting", Counting, force=True)
+def test_an_accountant_of_the_users_own_hears_of_steps_or_of_passes(poisson, monkeypatch):
+    monkeypatch.setattr(registry, "_ACCOUNTANTS", dict(registry._ACCOUNTANTS))
+    register_accountant("counting", Counting)
     parts = private(
         engine=PrivacyEngine(accountant="counting"), count=40, noise_multiplier=1.0, poisson_sampling=poisson
     )

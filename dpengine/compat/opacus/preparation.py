@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -242,37 +243,48 @@ class _Teller:
     """
 
     def __init__(self, engine: Preparation, optimizer: DPOptimizer, sample_rate: float | None):
-        self._engine = engine
+        self._engine = weakref.ref(engine)  # a script may let go of it, and begin with another one
+        self._ledger = engine.engine.ledger
+        self._accountant = engine.accountant
         self._optimizer = optimizer
         self._rate = sample_rate
         self._given_up = 0
-        self._passes = None if sample_rate is not None else _counting_passes(engine, optimizer._release)
+        self._passes = None if sample_rate is not None else _counting_passes(optimizer._release)
+
+    @property
+    def accountant(self) -> Any:
+        """That of the engine, or the last one that it had."""
+        engine = self._engine()
+        if engine is not None:
+            self._accountant = engine.accountant
+        return self._accountant
 
     def released(self) -> None:
         """A step is being released."""
-        if follow(self._engine.accountant, self._engine.engine.ledger):
+        accountant = self.accountant
+        if follow(accountant, self._ledger):
             return
         if self._passes is not None:
-            self._passes(self._optimizer)
+            self._passes(accountant, self._optimizer)
             return
         self.given_up()
-        self._engine.accountant.get_optimizer_hook_fn(sample_rate=self._rate)(self._optimizer)
+        accountant.get_optimizer_hook_fn(sample_rate=self._rate)(self._optimizer)
 
     def given_up(self) -> None:
         """Batches may have been given up since."""
         given_up, release = self._given_up, self._optimizer._release
         self._given_up = release.given_up
-        if self._rate is not None and not follow(self._engine.accountant, self._engine.engine.ledger):
+        accountant = self.accountant
+        if self._rate is not None and not follow(accountant, self._ledger):
             for _ in range(release.given_up - given_up):
-                self._engine.accountant.step(noise_multiplier=self._optimizer.noise_multiplier, sample_rate=self._rate)
+                accountant.step(noise_multiplier=self._optimizer.noise_multiplier, sample_rate=self._rate)
 
 
-def _counting_passes(engine: Preparation, release: Release) -> Callable[[DPOptimizer], None]:
+def _counting_passes(release: Release) -> Callable[[Any, DPOptimizer], None]:
     """Has an accountant of the user's own count each pass over the data as one release of all of it."""
     run, counted = release.plan.run, dict[CyclicGaussianEvent, int]()
 
-    def count(optimizer: DPOptimizer) -> None:
-        accountant = engine.accountant
+    def count(accountant: Any, optimizer: DPOptimizer) -> None:
         if optimizer.noise_multiplier == 0:
             accountant.step(noise_multiplier=0.0, sample_rate=1.0)
         for charge in release.ledger.totals:
