@@ -1,0 +1,111 @@
+"""Parameters that come later, accountants that are shared or replaced, and jumps across passes: nothing is missed."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from dpengine.compat.opacus import PrivacyEngine
+from dpengine.compat.opacus.accountants import RDPAccountant, create_accountant
+from dpengine.errors import ParameterMismatchError
+
+ROWS, BATCH = 20, 4
+
+
+def private(engine, **options):
+    torch.manual_seed(0)
+    model = nn.Linear(3, 2)
+    data = TensorDataset(torch.randn(ROWS, 3), torch.randint(0, 2, (ROWS,)))
+    settings = {"noise_multiplier": 1.0, "max_grad_norm": 1e-3, **options}
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return engine.make_private(
+        module=model, optimizer=optimizer, data_loader=DataLoader(data, batch_size=BATCH), **settings
+    )
+
+
+def train(model, optimizer, loader):
+    for inputs, targets in loader:
+        optimizer.zero_grad()
+        F.cross_entropy(model(inputs), targets).backward()
+        optimizer.step()
+
+
+def add_a_group(optimizer, parameter):
+    optimizer.add_param_group({"params": [parameter]})
+
+
+def add_inside(optimizer, parameter):
+    optimizer.original_optimizer.add_param_group({"params": [parameter]})
+
+
+def append(optimizer, parameter):
+    optimizer.param_groups[0]["params"].append(parameter)
+
+
+@pytest.mark.parametrize("add", [add_a_group, add_inside, append])
+def test_a_parameter_that_is_added_later_never_moves_by_its_raw_gradient(add):
+    model, optimizer, loader = private(PrivacyEngine())
+    scale = nn.Parameter(torch.ones(()))
+    with pytest.raises((ParameterMismatchError, AttributeError)):
+        add(optimizer, scale)
+        for inputs, targets in loader:
+            F.cross_entropy(model(inputs) * scale, targets).backward()
+            optimizer.step()
+    assert scale.item() == 1.0
+
+
+def test_an_accountant_that_three_engines_share_counts_the_steps_of_all():
+    first, *others = [PrivacyEngine() for _ in range(3)]
+    for engine in others:
+        engine.accountant = first.accountant
+    for engine in (first, *others):
+        train(*private(engine))
+    for _ in range(2):  # reading changes nothing
+        assert sum(steps for _, _, steps in first.accountant.history) == 15
+
+
+def test_an_accountant_that_is_set_later_counts_from_then_on():
+    engine = PrivacyEngine()
+    parts = private(engine)
+    engine.accountant = create_accountant("rdp")
+    train(*parts)
+    assert sum(steps for _, _, steps in engine.accountant.history) == 5
+    assert engine.get_epsilon(1e-5) > 0
+
+
+def test_an_accountant_with_a_step_of_its_own_is_asked_for_each():
+    class Doubled(RDPAccountant):
+        def step(self, *, noise_multiplier, sample_rate):
+            super().step(noise_multiplier=noise_multiplier / 2, sample_rate=sample_rate)
+
+    engine = PrivacyEngine()
+    engine.accountant = Doubled()
+    parts = private(engine)
+    parts[1].step_hook = None  # which takes off what scripts attached, and no more
+    train(*parts)
+    assert [(sigma, steps) for sigma, _, steps in engine.accountant.history] == [(0.5, 5)]
+
+
+def test_a_jump_into_another_pass_is_booked_as_a_pass_of_its_own():
+    engine = PrivacyEngine()
+    model, optimizer, loader = private(engine, poisson_sampling=False)
+    train(model, optimizer, loader)
+    batches = iter(loader)
+    for _ in range(4):
+        inputs, targets = next(batches)
+        optimizer.zero_grad()
+        F.cross_entropy(model(inputs), targets).backward()
+        optimizer.step()
+    optimizer.noise_multiplier = 0.9
+    inputs, targets = next(batches)
+    optimizer.zero_grad()
+    F.cross_entropy(model(inputs), targets).backward()
+    optimizer.step()
+    loader.load_state_dict({"position": 13})
+    inputs, targets = next(iter(loader))
+    optimizer.zero_grad()
+    F.cross_entropy(model(inputs), targets).backward()
+    optimizer.step()
+    passes = sum(c.event.cycles(c.count) for c in engine.engine.ledger.totals if c.event.noise_multiplier == 0.9)
+    assert passes == 2
