@@ -8,6 +8,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from dpengine.compat.opacus import PrivacyEngine
 from dpengine.compat.opacus.accountants import RDPAccountant, create_accountant
+from dpengine.compat.opacus.utils.batch_memory_manager import BatchMemoryManager
 from dpengine.errors import ParameterMismatchError
 
 ROWS, BATCH = 20, 4
@@ -109,3 +110,23 @@ def test_a_jump_into_another_pass_is_booked_as_a_pass_of_its_own():
     optimizer.step()
     passes = sum(c.event.cycles(c.count) for c in engine.engine.ledger.totals if c.event.noise_multiplier == 0.9)
     assert passes == 2
+
+
+def test_the_length_of_a_loader_in_chunks_is_about_the_number_of_chunks():
+    _, optimizer, loader = private(PrivacyEngine())
+    with BatchMemoryManager(data_loader=loader, max_physical_batch_size=2, optimizer=optimizer) as chunks:
+        assert (len(loader), len(chunks)) == (5, 10)
+    assert len(loader) == 5
+
+
+def test_a_pass_for_the_sake_of_a_generator_is_dropped_and_costs_nothing():
+    engine = PrivacyEngine()
+    model, optimizer, loader = private(engine)
+    made = nn.Linear(2, 3)
+    for inputs, targets in loader:
+        F.cross_entropy(model(inputs), targets).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        model(made(torch.randn(6, 2))).sum().backward()
+        assert made.weight.grad is not None
+    assert sum(steps for _, _, steps in engine.accountant.history) == 5
