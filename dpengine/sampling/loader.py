@@ -17,6 +17,7 @@ from .check import check_loader
 from .collate import EmptyAwareCollate, empty_template, generators_untouched
 from .strategy import AbstractBatchStrategy, WordStream, whole_number
 from .ticket import Ticket
+from .whole_tensors import as_read, whole_tensors
 
 _END = object()
 _ONE_FOR_ONE = "Pass a loader that yields each batch of its batch_sampler once, in order."
@@ -201,6 +202,16 @@ class PrivateIteration:
         finally:
             if batches.open_pass is this_pass:
                 batches.end_pass()
+
+    def _get_iterator(self) -> Any:
+        """The iterator of the user's class; of torch's own, over tensors in memory, one that reads a batch at once."""
+        theirs = super()._get_iterator  # type: ignore[misc]
+        if theirs.__func__ is not DataLoader._get_iterator or self.__dict__["num_workers"]:
+            return theirs()
+        whole = whole_tensors(self.__dict__["dataset"], self.collate_fn.collate)
+        if whole is None:
+            return theirs()
+        return _changed(self, DataLoader, {"dataset": whole, "collate_fn": as_read})._get_iterator()  # type: ignore[arg-type]
 
     def _chunk(self, this_pass: Pass, rows: int) -> Any:
         """The data of the next chunk."""

@@ -1,0 +1,57 @@
+"""Batches of a ``TensorDataset`` in one read for each tensor, where torch reads row by row and stacks."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset, Subset, TensorDataset
+from torch.utils.data.dataloader import default_collate
+
+
+@dataclasses.dataclass(frozen=True)
+class WholeTensors:
+    """A data set to be read a batch at a time. With `as_read` for its ``collate_fn``, batches are what torch would give.
+
+    Args:
+        tensors: Each of shape ``(N, *)``.
+        indices: The rows of ``tensors`` that are the data set's, from the outermost subset to the innermost.
+    """
+
+    tensors: tuple[Tensor, ...]
+    indices: tuple[Sequence[int], ...] = ()
+
+    def __getitems__(self, rows: list[int]) -> list[Tensor]:
+        """Returns the tensors of a batch, each ``(B, *)``."""
+        for subset in self.indices:
+            rows = [subset[row] for row in rows]
+        # Not `tensor[rows]`, which gives another memory layout than stacked rows where the tensor is transposed.
+        return [one.index_select(0, torch.tensor(rows, dtype=torch.int64, device=one.device)) for one in self.tensors]
+
+
+def as_read(batch: list[Tensor]) -> list[Tensor]:
+    """Returns what `WholeTensors` read, which is a batch already."""
+    return batch
+
+
+def whole_tensors(dataset: Dataset[Any], collate_fn: Any) -> WholeTensors | None:
+    """Returns ``dataset`` in the form that is read at once, or None where the batches might then be others.
+
+    Args:
+        dataset: The user's. Only ``TensorDataset`` and ``Subset`` themselves qualify, no class made from them.
+        collate_fn: The user's; only torch's own qualifies.
+    """
+    if collate_fn is not default_collate:
+        return None
+    indices = []
+    while type(dataset) is Subset:
+        indices.append(dataset.indices)
+        dataset = dataset.dataset
+    if type(dataset) is not TensorDataset:
+        return None
+    tensors = dataset.tensors
+    plain = all(type(one) is Tensor and one.layout == torch.strided and not one.is_quantized for one in tensors)
+    return WholeTensors(tensors, tuple(indices)) if plain else None
