@@ -3,7 +3,7 @@
     python -m benchmarks.compiled --cells mlp,cnn,vit,bert
 
 Each cell compiles for a minute or several; what is timed is the steps after that. The isolation probe is put off, since
-it is due after 1, 4, 16, 64, 256 steps and then after every 500th, and runs through hooks. Before anything is timed,
+it is due after 1, 8, 64, 512 steps and then after every 500th, and runs through hooks. Before anything is timed,
 one compiled step without noise is compared with the same step by hooks.
 """
 

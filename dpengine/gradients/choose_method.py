@@ -33,6 +33,7 @@ _HOPELESS = 4.0  # times the best estimate: not worth timing
 _WORTH_TIMING = 1e-4  # seconds of the best estimate, below which estimates decide
 _TIMED_BYTES = 64 * 2**20  # of the gradients and inputs of the rows that are timed
 _REPEATS = 3
+_FAR = 1.5  # times the best: further repeats would not make a way the best
 _VERSION = 1  # of saved tables
 _SAME_ORDER = 4  # times are in proportion to rows within this factor: samples come one by one from Poisson draws
 _CACHE_BYTES = 48 * 2**20  # more than most processors' caches hold
@@ -206,6 +207,7 @@ class MethodTable:
         # The budget may rule out a keep, so a way without it is timed in any case.
         if others := [way for way in estimates if _frees(way)]:
             hopeful = list(dict.fromkeys([*hopeful, min(others, key=estimates.__getitem__)]))
+        hopeful.sort(key=estimates.__getitem__)  # the best first, so that others may be cut short
         if len(hopeful) == 1:
             return {hopeful[0]: estimates[hopeful[0]]}, "nothing comes near"
         try:
@@ -283,16 +285,17 @@ def time_ways(entry: Entry, ways: Sequence[Way], rows: int) -> dict[str, float]:
     broom = torch.empty(_CACHE_BYTES // 4, device=device)
     seconds: dict[str, float] = {}
     for way in ways:
-        times = []
+        times: list[float] = []
         for repeat in range(1 + _REPEATS):  # the first one warms up
             one = Entry(entry.use, list(calls))
-            broom.fill_(repeat)  # as in a pass, where other layers have written to the cache meanwhile
+            if repeat:
+                broom.fill_(repeat)  # as in a pass, where other layers have written to the cache meanwhile
             _synchronise(device)
             start = time.perf_counter()
             one.norm_and_sum(way, some, scratch, weight_B, buffer)
             _synchronise(device)
             times.append(time.perf_counter() - start)
-            if repeat == 0 and seconds and times[0] > 3 * min(seconds.values()) * some / rows:
+            if seconds and min(times) > (_FAR if repeat else 2 * _FAR) * min(seconds.values()) * some / rows:
                 break
         seconds[str(way)] = min(times) * rows / some
     return seconds

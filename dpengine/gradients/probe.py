@@ -29,7 +29,7 @@ from .bookkeep import Bookkeep
 from .choose_method import MethodTable
 from .sketch import Sketches, norm_of_sketch
 
-_HALVES = 4  # further ones, on which only gradients are looked at
+_HALVES = 4  # further ones of a thorough probe, on which only gradients are looked at
 _EXACT, _HALF = 1e-4, 2e-2  # relative: what two runs of the same rows may differ by
 _ALL = 0.05  # relative: what squared norms by two methods may differ by
 _NOTHING = 1e-8  # of the largest squared norm: a row with less has no gradient
@@ -60,11 +60,11 @@ class _Run:
         return self.norms_BP.sum(dim=1)
 
 
-def _halves(usable_B: Tensor, seed: int) -> list[Tensor]:
-    """Sets of usable rows: about half of them, and the others; then other halves."""
+def _halves(usable_B: Tensor, seed: int, further: int) -> list[Tensor]:
+    """Sets of usable rows: about half of them, and the others; then so many other halves."""
     usable = usable_B.nonzero().flatten()
     generator = torch.Generator().manual_seed(seed)
-    orders = [torch.randperm(len(usable), generator=generator).to(usable.device) for _ in range(1 + _HALVES)]
+    orders = [torch.randperm(len(usable), generator=generator).to(usable.device) for _ in range(1 + further)]
     parts = [*usable[orders[0]].tensor_split(2), *(usable[order].tensor_split(2)[0] for order in orders[1:])]
     nothing_B = torch.zeros_like(usable_B)
     return [nothing_B.index_fill(0, part, True) for part in parts if 0 < len(part) < len(usable_B)]
@@ -78,14 +78,15 @@ class Company:
         replay: The forward passes that the backward pass reached.
         sq_norms_B: Squared norms as the strategy found them; a row without a finite one is not kept.
         seed: Of the choice of rows.
+        thorough: Whether rows that only changed places with few others are looked for, at nearly twice the time.
     """
 
-    def __init__(self, capture: Capture, replay: Replay, sq_norms_B: Tensor, seed: int):
+    def __init__(self, capture: Capture, replay: Replay, sq_norms_B: Tensor, seed: int, *, thorough: bool):
         self._capture = capture
         self._replay = replay
         self._sq_norms_B = sq_norms_B
         self._usable_B = sq_norms_B.isfinite()
-        self._seed = seed
+        self._halves = _halves(self._usable_B, seed, _HALVES if thorough else 0)
         self._keep_B = torch.ones_like(self._usable_B)
         self._first_inputs = [t for one in replay.reached for t in _tensors_with_axes((one.args, one.kwargs))[:1]]
         self._outputs = [output for one in replay.reached for output in one.outputs]
@@ -111,7 +112,7 @@ class Company:
             _notice_unknown(
                 "Gradients came by other ways than what the model returns", "Return all that the loss is made of."
             )
-        for round_, keep_B in enumerate(_halves(self._usable_B, self._seed)):
+        for round_, keep_B in enumerate(self._halves):
             self._keep_B = keep_B
             self._ask_half(whole, with_others=round_ < 2)
 

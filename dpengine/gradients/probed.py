@@ -18,7 +18,7 @@ from .probe import Company
 from .strategy import AbstractGradients
 from .units import Units
 
-EVERY = 500  # backward passes from one probe to the next; the first ones are at 1, 4, 16, 64 and 256
+EVERY = 500  # backward passes from one probe to the next; the first ones are at 1, 8, 64 and 512
 
 
 class Probed(AbstractGradients):
@@ -118,8 +118,8 @@ class Probed(AbstractGradients):
         replay, sq_norms_B = self._capture.replay, self._sq_norms_B
         self._passes += 1
         if self._every is not None and self._passes >= self._next and replay is not None and len(sq_norms_B) > 1:
-            self._next = min(4 * self._passes, self._passes + self._every)
-            Company(self._capture, replay, sq_norms_B, self._passes).ask()
+            first, self._next = self._next == 1, min(8 * self._passes, self._passes + self._every)
+            Company(self._capture, replay, sq_norms_B, self._passes, thorough=first).ask()
         self._arm()
 
     def clear(self) -> None:
