@@ -5,6 +5,7 @@ from pathlib import Path
 from setuptools import Extension, find_packages, setup
 
 HERE = Path(__file__).resolve().parent
+LIGHTNING = ["lightning>=2.4"]
 PLOTS = ["matplotlib>=3.8"]
 
 
@@ -52,6 +53,7 @@ setup(
     ],
     extras_require={
         "plots": PLOTS,
+        "lightning": LIGHTNING,
         "test": [
             "pytest>=8",
             "setuptools>=77",
@@ -61,6 +63,7 @@ setup(
             "ruff",
             "mypy",
             "scikit-learn",
+            *LIGHTNING,
             *PLOTS,
         ],
     },

@@ -54,8 +54,8 @@ ORDER = (
     "public_pass",
     "auditing",
     "__init__",
-    "compat",
     "integrations",
+    "compat",
     "cli",
     "__main__",
 )

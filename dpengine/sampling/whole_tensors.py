@@ -14,7 +14,7 @@ from torch.utils.data.dataloader import default_collate
 
 @dataclasses.dataclass(frozen=True)
 class WholeTensors:
-    """A data set to be read a batch at a time. With `as_read` for its ``collate_fn``, batches are what torch would give.
+    """A data set that is read a batch at a time; with `as_read` for ``collate_fn`` batches are those of torch.
 
     Args:
         tensors: Each of shape ``(N, *)``.

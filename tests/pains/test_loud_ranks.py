@@ -11,6 +11,7 @@ from pains.two_ranks import CRITERION, ROWS, batch, compat_step, default_step, m
 from pains.wide import through_some
 from reference import per_sample_gradients
 from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*DPE012:dpengine.PrivacyWarning")
 
@@ -142,6 +143,31 @@ def test_rank_55_a_trainer_that_steps_by_closure_gives_the_sums(door):
     losses = Plain(private).fit(rows)
     assert_equal(private.sum(), true_sum(model, CRITERION, rows, 0.5))
     assert float(losses[0].item()) == pytest.approx(float(CRITERION(model(rows[0]), rows[1])), rel=1e-5)
+
+
+def test_rank_55_a_plain_lightning_module_trains_with_one_callback():
+    lightning = pytest.importorskip("lightning.pytorch")
+    from dpengine.integrations.lightning import DPCallback
+
+    class Module(lightning.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.net = mlp()
+
+        def training_step(self, batch, index):
+            return CRITERION(self.net(batch[0]), batch[1])
+
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    callback, module = DPCallback(noise_multiplier=1.0), Module()
+    before = copy.deepcopy(module.state_dict())
+    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "accelerator": "cpu"}
+    trainer = lightning.Trainer(max_epochs=2, callbacks=[callback], enable_checkpointing=False, **quiet)
+    trainer.fit(module, DataLoader(TensorDataset(*batch(24)), batch_size=6))
+    assert callback.engine.ledger.steps == 8
+    assert 0 < callback.engine.epsilon < 100
+    assert all(not torch.equal(value, before[name]) for name, value in module.state_dict().items())
 
 
 def test_rank_55_the_data_module_of_compat_makes_the_train_loader_private():

@@ -2,26 +2,17 @@
 
 from __future__ import annotations
 
-import importlib
 from typing import Any
 
 import torch
 
 from dpengine.errors import MissingDependencyError
+from dpengine.integrations import lightning_class
 
 from .data_loader import DPDataLoader
 
 
-def _base() -> type:
-    for name in ("lightning.pytorch", "pytorch_lightning"):
-        try:
-            return importlib.import_module(name).LightningDataModule  # type: ignore[no-any-return]
-        except ImportError:
-            continue
-    return object
-
-
-class DPLightningDataModule(_base()):  # type: ignore[misc]
+class DPLightningDataModule(lightning_class("LightningDataModule")):  # type: ignore[misc]
     """Passes everything on to another data module, and makes its training loader private.
 
     Args:

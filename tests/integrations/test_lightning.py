@@ -1,0 +1,285 @@
+"""A plain LightningModule trains privately with one callback, to the weights and epsilon of a loop written by hand."""
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+lightning = pytest.importorskip("lightning.pytorch")
+
+from dpengine import PrivacyEngine  # noqa: E402
+from dpengine.errors import (  # noqa: E402
+    ParameterMismatchError,
+    PrivacyError,
+    SamplingError,
+    ScaledGradientError,
+)
+from dpengine.integrations.lightning import DPCallback  # noqa: E402
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # of Lightning, on workers and logging
+ROWS, BATCH = 60, 10
+
+
+def data(rows=ROWS):
+    generator = torch.Generator().manual_seed(1)
+    return torch.randn(rows, 5, generator=generator), torch.randint(0, 3, (rows,), generator=generator)
+
+
+def loader(rows=ROWS, **settings):
+    return DataLoader(TensorDataset(*data(rows)), batch_size=BATCH, **settings)
+
+
+class Plain(lightning.LightningModule):
+    """What one writes without thinking of privacy."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 3))
+        self.seen = []
+
+    def forward(self, inputs):
+        return self.net(inputs)
+
+    def training_step(self, batch, index):
+        self.seen.append(len(batch[0]))
+        loss = nn.functional.cross_entropy(self(batch[0]), batch[1])
+        self.log("loss", loss)
+        return loss
+
+    def validation_step(self, batch, index):
+        self.log("validated", float(len(batch[0])), on_epoch=True, reduce_fx="sum")
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.5)
+
+
+class Bypassing(Plain):
+    """Calls its parts, not itself."""
+
+    def training_step(self, batch, index):
+        return nn.functional.cross_entropy(self.net(batch[0]), batch[1])
+
+
+class Scheduled(Plain):
+    """Has a scheduler that counts steps."""
+
+    def configure_optimizers(self):
+        optimizer = super().configure_optimizers()
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+
+class Asking(Scheduled):
+    """Asks for the number of steps, for which Lightning needs the loader before there is an optimizer."""
+
+    def configure_optimizers(self):
+        assert self.trainer.estimated_stepping_batches in {18, -1}
+        return super().configure_optimizers()
+
+
+class Manual(Plain):
+    """Steps by itself."""
+
+    def __init__(self):
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch, index):
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(nn.functional.cross_entropy(self(batch[0]), batch[1]))
+        optimizer.step()
+
+
+class Two(Plain):
+    def __init__(self):
+        super().__init__()
+        self.automatic_optimization = False
+
+    def configure_optimizers(self):
+        return [torch.optim.SGD(self.parameters(), lr=0.1), torch.optim.SGD(self.parameters(), lr=0.1)]
+
+
+class Batches:
+    """No DataLoader."""
+
+    def __iter__(self):
+        yield data()
+
+
+class Breaking(Plain):
+    def training_step(self, batch, index):
+        if index == 2:
+            raise RuntimeError("broke")
+        return super().training_step(batch, index)
+
+
+def trainer(*callbacks, epochs=3, **settings):
+    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "accelerator": "cpu"}
+    kept = {"enable_checkpointing": False, "devices": 1, "max_epochs": epochs}
+    return lightning.Trainer(callbacks=[*callbacks], **{**quiet, **kept, **settings})
+
+
+def fit(module, callback, *, loaders=None, ckpt_path=None, **settings):
+    made = trainer(callback, **settings)
+    made.fit(module, loader() if loaders is None else loaders, ckpt_path=ckpt_path)
+    return made
+
+
+def by_hand(*, planned=None, **wanted):
+    """The weights and the engine of a loop of one's own, of three epochs."""
+    model, engine = Plain(), PrivacyEngine(seed=5)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    model, optimizer, batches = engine.make_private(model, optimizer, loader(), epochs=planned, **wanted)
+    for _ in range(3):
+        for inputs, labels in batches:
+            loss = nn.functional.cross_entropy(model(inputs), labels)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+    return weights(model), engine
+
+
+def weights(model):
+    return torch.cat([p.detach().flatten() for p in model.parameters()])
+
+
+WANTED = {"noise_multiplier": 0.7, "max_grad_norm": 0.3}
+
+
+@pytest.mark.parametrize("kind", [Plain, Bypassing, Scheduled, Asking, Manual])
+def test_weights_and_epsilon_are_those_of_a_loop_by_hand(kind):
+    expected, engine = by_hand(**WANTED)
+    callback, module = DPCallback(PrivacyEngine(seed=5), **WANTED), kind()
+    made = fit(module, callback)
+    assert torch.equal(weights(module), expected)
+    assert not torch.equal(weights(module), weights(kind()))
+    assert callback.engine.ledger.steps == engine.ledger.steps == 18
+    assert callback.engine.epsilon == engine.epsilon
+    assert float(made.callback_metrics["epsilon"]) == pytest.approx(engine.epsilon)
+
+
+def test_the_target_is_kept_over_the_epochs_of_the_trainer():
+    wanted = {"target_epsilon": 3.0, "target_delta": 1e-3}
+    expected, _ = by_hand(planned=3, **wanted)
+    callback, module = DPCallback(PrivacyEngine(seed=5), **wanted), Plain()
+    fit(module, callback)
+    assert 2.9 < callback.engine.epsilon <= 3.0
+    assert torch.equal(weights(module), expected)
+
+
+def test_the_target_is_kept_over_max_steps():
+    callback = DPCallback(target_epsilon=3.0, target_delta=1e-3)
+    made = fit(Plain(), callback, epochs=-1, max_steps=11)
+    assert made.global_step == callback.engine.ledger.steps == 11
+    assert 2.9 < callback.engine.epsilon <= 3.0
+
+
+def test_chunks_make_one_step_and_are_all_fetched():
+    expected, engine = by_hand(**WANTED)
+    callback, module = DPCallback(PrivacyEngine(seed=5), physical_batch_size=4, **WANTED), Scheduled()
+    made = fit(module, callback)
+    assert max(module.seen) <= 4
+    assert callback.engine.ledger.steps == engine.ledger.steps
+    assert torch.allclose(weights(module), expected, atol=1e-6)
+    assert made.lr_scheduler_configs[0].scheduler.last_epoch == engine.ledger.steps
+
+
+def test_loaders_to_validate_with_stay_as_they_are():
+    callback = DPCallback(**WANTED)
+    made = trainer(callback, num_sanity_val_steps=2)
+    made.fit(Plain(), loader(), loader(25))
+    assert float(made.callback_metrics["validated"]) == 25
+
+
+def test_after_training_the_module_is_plain_and_a_second_fit_is_counted():
+    callback, module = DPCallback(**WANTED), Plain()
+    made = fit(module, callback)
+    assert not any(layer._forward_hooks or layer._forward_pre_hooks for layer in module.modules())
+    assert "process_dataloader" not in vars(made.strategy)
+    first = callback.engine.epsilon
+    fit(module, callback)
+    assert callback.engine.ledger.steps == 36
+    assert callback.engine.epsilon > first
+
+
+def test_training_that_breaks_off_leaves_a_plain_module():
+    callback, module = DPCallback(**WANTED), Breaking()
+    with pytest.raises(RuntimeError, match="broke"):
+        fit(module, callback)
+    assert not any(layer._forward_hooks or layer._forward_pre_hooks for layer in module.modules())
+    assert callback.engine.ledger.steps == 3  # the batch that was handed out counts
+
+
+def test_a_run_that_is_resumed_counts_what_was_spent_before(tmp_path):
+    first = DPCallback(**WANTED)
+    fit(Plain(), first, epochs=2).save_checkpoint(tmp_path / "run.ckpt")
+    second = DPCallback(**WANTED)
+    fit(Plain(), second, epochs=3, ckpt_path=tmp_path / "run.ckpt")
+    assert (first.engine.ledger.steps, second.engine.ledger.steps) == (12, 18)
+    _, engine = by_hand(**WANTED)
+    assert second.engine.epsilon == pytest.approx(engine.epsilon)
+
+
+def test_a_checkpoint_that_says_nothing_of_privacy_is_refused(tmp_path):
+    fit(Plain(), lightning.Callback(), epochs=1).save_checkpoint(tmp_path / "run.ckpt")
+    with pytest.raises(SamplingError, match="says nothing of what was spent"):
+        fit(Plain(), DPCallback(**WANTED), epochs=2, ckpt_path=tmp_path / "run.ckpt")
+
+
+@pytest.mark.parametrize(
+    ("settings", "error", "says"),
+    [
+        ({"accumulate_grad_batches": 2}, ScaledGradientError, "physical_batch_size"),
+        ({"gradient_clip_val": 1.0}, ValueError, "max_grad_norm"),
+        ({"reload_dataloaders_every_n_epochs": 1}, SamplingError, "once for each loader"),
+        ({"devices": 2, "strategy": "ddp_spawn"}, SamplingError, "2 processes"),
+    ],
+    ids=["accumulation", "clipping", "reloading", "processes"],
+)
+def test_settings_that_would_break_the_guarantee_are_refused(settings, error, says, monkeypatch):
+    made = trainer(DPCallback(**WANTED), **settings)
+    with pytest.raises(error, match=says):
+        made.callbacks[0].setup(made, Plain(), "fit")
+
+
+def test_chunks_cannot_be_counted_before_there_is_an_optimizer():
+    with pytest.raises(SamplingError, match=r"max_epochs \* len\(loader\)"):
+        fit(Asking(), DPCallback(physical_batch_size=4, **WANTED))
+
+
+def test_two_optimizers_and_other_loaders_are_refused():
+    with pytest.raises(ParameterMismatchError, match="2 optimizers"):
+        fit(Two(), DPCallback(**WANTED))
+    with pytest.raises(SamplingError, match="several training loaders"):
+        fit(Plain(), DPCallback(**WANTED), loaders=[loader(), loader()])
+    with pytest.raises(SamplingError, match="is a Batches"):
+        fit(Plain(), DPCallback(**WANTED), loaders=Batches())
+
+
+def test_a_loader_that_went_by_unseen_is_noticed():
+    class Early(lightning.Callback):
+        def setup(self, trainer, pl_module, stage):
+            trainer.fit_loop.setup_data()
+
+    callback = DPCallback(**WANTED)
+    with pytest.raises(SamplingError, match="before this callback"):
+        trainer(Early(), callback).fit(Plain(), loader())
+
+
+def test_a_misspelt_keyword_names_the_nearest():
+    with pytest.raises(TypeError, match="'noise_multiplier'"):
+        DPCallback(noise_multiplyer=1.0)
+    with pytest.raises(PrivacyError, match="pip install lightning"):
+        _without_lightning()
+
+
+def _without_lightning():
+    import subprocess
+    import sys
+
+    hidden = "import sys; sys.modules['lightning'] = sys.modules['pytorch_lightning'] = None; "
+    code = hidden + "from dpengine.integrations.lightning import DPCallback; DPCallback(noise_multiplier=1.0)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    raise PrivacyError(done.stderr.splitlines()[-1])
