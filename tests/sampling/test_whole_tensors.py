@@ -93,6 +93,12 @@ def test_workers_have_the_users_data_set():
     assert len(read(TensorDataset(*tensors()), num_workers=1, worker_init_fn=init)) == 4
 
 
+def test_another_collate_fn_of_a_private_loader_is_asked():
+    private_one = batches(DataLoader(TensorDataset(*tensors()), batch_size=4))
+    private_one.collate_fn = len
+    assert list(private_one)[2:] == [1, 3]
+
+
 class Labelled(torch.Tensor):
     pass
 
