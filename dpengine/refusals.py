@@ -93,6 +93,8 @@ def _why_not_ready(release: Release) -> str:
         return "no batch was drawn. Iterate over the loader that make_private returned."
     if release.done or release.rows == 0:
         return ""
+    if release.sums.model.training and not release.sums.capture.watching:
+        return "the model's hooks are off. Call model.enable_hooks() before the forward pass."
     if release.sums.capture.leaks or not release.sums.model.training:
         return (
             "the model was in eval mode, or backward went around it. Call model.train() before the forward pass, and "
