@@ -37,6 +37,7 @@ _FAR = 1.5  # times the best: further repeats would not make a way the best
 _VERSION = 1  # of saved tables
 _SAME_ORDER = 4  # times are in proportion to rows within this factor: samples come one by one from Poisson draws
 _CACHE_BYTES = 48 * 2**20  # more than most processors' caches hold
+_OTHERS = 4  # times the layer's own memory: what a small model's other layers write in a pass
 
 
 @dataclass(frozen=True)
@@ -282,7 +283,7 @@ def time_ways(entry: Entry, ways: Sequence[Way], rows: int) -> dict[str, float]:
     calls = [(_random(some_rows(call, 0, some) if some < rows else call, size), s) for call, s in entry.calls]
     device = entry.calls[0][0].grad_output.device
     weight_B, buffer, scratch = torch.ones(some, device=device), FlatBuffer([entry.use.parameter]), Scratch()
-    broom = torch.empty(_CACHE_BYTES // 4, device=device)
+    broom = torch.empty(min(_CACHE_BYTES, _OTHERS * some * row_bytes) // 4, device=device)
     seconds: dict[str, float] = {}
     for way in ways:
         times: list[float] = []

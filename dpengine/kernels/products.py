@@ -24,10 +24,12 @@ _LARGEST_WORK = 16 * 2**20  # bytes for each thread
 
 def takes(*tensors: Tensor) -> bool:
     """Whether there is compiled code for these tensors."""
-    return native_library() is not None and all(
-        type(t) is Tensor and t.dtype is torch.float32 and t.device.type == "cpu" and t.layout is torch.strided
-        for t in tensors
-    )
+    if native_library() is None:
+        return False
+    for t in tensors:  # not all(...), which costs twice as much, once for each parameter
+        if type(t) is not Tensor or t.dtype is not torch.float32 or not t.is_cpu or t.layout is not torch.strided:
+            return False
+    return True
 
 
 def sq_norms(tensor: Tensor) -> Tensor:
