@@ -146,7 +146,7 @@ class AbstractGradSampleModule(nn.Module, AbstractGradSampleHooks, ABC):
             return super().__getattr__(item)
         except AttributeError as missing:
             module = self.__dict__.get("_modules", {}).get("_module")
-            if module is None:
+            if module is None or item.startswith("__"):  # Python looks for these on the class: model[0] is an error
                 raise
             try:
                 return dict(module.named_modules())[item] if "." in item else getattr(module, item)

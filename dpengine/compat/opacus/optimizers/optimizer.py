@@ -65,6 +65,7 @@ class DPOptimizer(Optimizer):
         self._hooks: list[StepHook] = []
         self.tell: Any = None  # of the engine: what counts steps where its ledger does not
         self._skips: list[bool] = []
+        self._skipped_batches: frozenset[int] = frozenset()  # steps of the sampler that skipped steps brought in
         self._is_last_step_skipped = False
         self._asked = (float(noise_multiplier), self._policy(max_grad_norm))
         self._made: Release | None = None
@@ -278,7 +279,11 @@ class DPOptimizer(Optimizer):
         release_of.write_noised(self, self._release)
 
     def scale_grad(self) -> None:
-        """Divides ``p.grad`` by ``expected_batch_size * accumulated_iterations``, for a mean."""
+        """For a mean, divides ``p.grad`` by ``expected_batch_size`` for each batch of this step.
+
+        Batches of skipped steps before it count as its parts, as in Opacus: they are summed, and charged, and do not
+        divide.
+        """
         release_of.scale(self, self._release)
 
     def pre_step(self, closure: Callable[[], float] | None = None) -> bool:
@@ -297,6 +302,7 @@ class DPOptimizer(Optimizer):
         skips = self._check_skip_next_step()
         self._is_last_step_skipped = release.goes_on = skips or not release_of.is_complete(release)
         if self._is_last_step_skipped:
+            self._skipped_batches = frozenset(ticket.step for ticket in release.tickets)
             return False
         with release_of.leaving(self, release):
             self.add_noise()

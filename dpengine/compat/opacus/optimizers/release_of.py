@@ -252,7 +252,8 @@ def write_noised(optimizer: DPOptimizer, release: Release) -> None:
 def scale(optimizer: DPOptimizer, release: Release) -> None:
     """The division by public constants."""
     if optimizer.loss_reduction == "mean":
-        count = len(release.tickets) or release.joined
+        own = [ticket for ticket in release.tickets if ticket.step not in optimizer._skipped_batches]
+        count = max(1, len(own)) if release.tickets else release.joined
         factor = 1 / release.plan.divisor(count, mean=True)
         if release.gradients.released:
             release.gradients.scale(factor)
