@@ -15,6 +15,9 @@ from dpengine.release import Release
 from dpengine.stage import Stage
 
 from . import release_of
+from .own_steps import _check_processed_flag as _check_processed_flag
+from .own_steps import _generate_noise as _generate_noise
+from .own_steps import _mark_as_processed as _mark_as_processed
 from .utils import params
 
 StepHook = Callable[["DPOptimizer"], None]

@@ -1,0 +1,53 @@
+"""What subclasses of ``DPOptimizer`` import that write clipping or noise of their own."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from dpengine.errors import StaleGradientError
+from dpengine.noise import DEFAULT_KIND, SECURE_KIND, NoiseSource
+
+from .release_of import seed_of
+
+
+def _mark_as_processed(obj: Tensor | list[Tensor]) -> None:
+    """Notes that a gradient, or each of a list, went into a step."""
+    for one in obj if isinstance(obj, list) else [obj]:
+        one._processed = True  # type: ignore[attr-defined]
+
+
+def _check_processed_flag(obj: Tensor | list[Tensor]) -> None:
+    """Refuses (StaleGradientError, a ValueError) a gradient that went into a step already."""
+    if any(hasattr(one, "_processed") for one in (obj if isinstance(obj, list) else [obj])):
+        raise StaleGradientError(
+            "Gradients were not cleared since the last optimizer.step().",
+            fix="Call optimizer.zero_grad() at the top of the loop.",
+        )
+
+
+def _generate_noise(
+    std: float, reference: Tensor, generator: torch.Generator | None = None, secure_mode: bool = False
+) -> Tensor:
+    """Returns Gaussian noise from the engine's source: a key of its own for each call.
+
+    Args:
+        std: Standard deviation.
+        reference: Shape, dtype and device are those of this tensor.
+        generator: Makes the noise repeat, for tests: it gives the seed.
+        secure_mode: Draws from a cryptographic generator on the CPU.
+
+    Returns:
+        A new tensor.
+    """
+    kind, seed = SECURE_KIND if secure_mode else DEFAULT_KIND, seed_of(generator)
+    source = NoiseSource.fresh(kind) if seed is None else NoiseSource.seeded(seed, kind)
+    flat = torch.zeros(reference.numel(), dtype=_wide(reference.dtype), device=reference.device)
+    if std and flat.numel():
+        source.add_normal_(flat, std, domain="own step", step=0)
+    source.close()
+    return flat.to(reference.dtype).view(reference.shape)
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype is torch.float64 else torch.float32
