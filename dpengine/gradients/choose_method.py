@@ -33,6 +33,7 @@ _HOPELESS = 4.0  # times the best estimate: not worth timing
 _WORTH_TIMING = 1e-4  # seconds of the best estimate, below which estimates decide
 _TIMED_BYTES = 64 * 2**20  # of the gradients and inputs of the rows that are timed
 _REPEATS = 3
+_LONG = 0.05  # seconds of repeats that are enough
 _FAR = 1.5  # times the best: further repeats would not make a way the best
 _VERSION = 1  # of saved tables
 _SAME_ORDER = 4  # times are in proportion to rows within this factor: samples come one by one from Poisson draws
@@ -296,6 +297,8 @@ def time_ways(entry: Entry, ways: Sequence[Way], rows: int) -> dict[str, float]:
             one.norm_and_sum(way, some, scratch, weight_B, buffer)
             _synchronise(device)
             times.append(time.perf_counter() - start)
+            if sum(times[1:]) > _LONG:  # what lasts long is little disturbed
+                break
             if seconds and min(times) > (_FAR if repeat else 2 * _FAR) * min(seconds.values()) * some / rows:
                 break
         seconds[str(way)] = min(times) * rows / some

@@ -1,5 +1,8 @@
 """A plain LightningModule trains privately with one callback, to the weights and epsilon of a loop written by hand."""
 
+import subprocess
+import sys
+
 import pytest
 import torch
 from torch import nn
@@ -276,10 +279,16 @@ def test_a_misspelt_keyword_names_the_nearest():
 
 
 def _without_lightning():
-    import subprocess
-    import sys
-
     hidden = "import sys; sys.modules['lightning'] = sys.modules['pytorch_lightning'] = None; "
     code = hidden + "from dpengine.integrations.lightning import DPCallback; DPCallback(noise_multiplier=1.0)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     raise PrivacyError(done.stderr.splitlines()[-1])
+
+
+def test_the_names_of_opacus_do_not_import_lightning_before_it_is_asked_for():
+    code = (
+        "import sys; from dpengine.compat import opacus; print('lightning' in sys.modules); "
+        "print(opacus.lightning.DPLightningDataModule.__name__, 'lightning' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["False", "DPLightningDataModule", "True"]

@@ -3,13 +3,15 @@
 A leading ``opacus`` becomes ``dpengine.compat.opacus``, at any depth. Every submodule is an attribute after the import.
 """
 
+import importlib
+from typing import Any
+
 from . import (
     accountants,
     data_loader,
     distributed,
     grad_sample,
     layers,
-    lightning,
     optimizers,
     privacy_engine,
     schedulers,
@@ -46,7 +48,6 @@ __all__ = [
     "fsdp_utils",
     "grad_sample",
     "layers",
-    "lightning",
     "module_utils",
     "optimizers",
     "packed_sequences",
@@ -59,3 +60,10 @@ __all__ = [
     "validators",
     "version",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """Imports ``lightning`` when it is asked for: where the package of that name is installed, it takes seconds."""
+    if name == "lightning":
+        return importlib.import_module(".lightning", __name__)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
