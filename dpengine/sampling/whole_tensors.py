@@ -28,8 +28,11 @@ class WholeTensors:
         """Returns the tensors of a batch, each ``(B, *)``."""
         for subset in self.indices:
             rows = [subset[row] for row in rows]
+        chosen = torch.tensor(rows, dtype=torch.int64)
+        if self.indices:  # of a subset's own, which may count from the end
+            chosen = torch.where(chosen < 0, chosen + len(self.tensors[0]), chosen)
         # Not `tensor[rows]`, which gives another memory layout than stacked rows where the tensor is transposed.
-        return [one.index_select(0, torch.tensor(rows, dtype=torch.int64, device=one.device)) for one in self.tensors]
+        return [one.index_select(0, chosen.to(one.device)) for one in self.tensors]
 
 
 def as_read(batch: list[Tensor]) -> list[Tensor]:

@@ -43,6 +43,7 @@ def read(dataset, kind=DataLoader, **settings):
 FORMS = {
     "tensors": lambda kind: kind(*tensors()),
     "one tensor": lambda kind: kind(tensors()[0]),
+    "subset that counts from the end": lambda kind: Subset(kind(*tensors()), torch.arange(-20, 0)),
     "subset of a subset": lambda kind: Subset(Subset(kind(*tensors()), range(19, -1, -1)), list(range(20))[::-1]),
 }
 
