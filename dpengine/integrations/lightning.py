@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import secrets
 from collections.abc import Iterator
 from typing import Any
 
@@ -47,8 +48,8 @@ class DPCallback(lightning_class("Callback")):  # type: ignore[misc]
 
     Args:
         engine: Keeps the account; None makes one, which is ``engine`` from then on.
-        wanted: As for `PrivacyEngine.make_private`. With ``target_epsilon`` the planned length is that of the trainer
-            unless ``epochs`` or ``steps`` says it.
+        wanted: As for `PrivacyEngine.make_private`. With ``target_epsilon`` or ``noise`` the planned length is that of
+            the trainer, unless ``epochs`` or ``steps`` says it.
 
     Raises:
         MissingDependencyError: If Lightning is not installed.
@@ -64,6 +65,7 @@ class DPCallback(lightning_class("Callback")):  # type: ignore[misc]
         super().__init__()
         self.engine = PrivacyEngine() if engine is None else engine
         self.wanted = wanted
+        self._account = secrets.token_hex(8)  # of this process: what its own checkpoints say was counted here already
         self._trainer: Any = None
         self._resumes = False
         self._handed: _HandedOver | None = None
@@ -104,11 +106,11 @@ class DPCallback(lightning_class("Callback")):  # type: ignore[misc]
 
     def state_dict(self) -> dict[str, Any]:
         """What was spent, for Lightning's checkpoint."""
-        return {"engine": self.engine.state_dict()}
+        return {"engine": self.engine.state_dict(), "account": self._account}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Counts what was spent before the checkpoint."""
-        if not self.engine.runs:  # else it is the same process, which knows more than the checkpoint
+        """Adds what was spent before the checkpoint, unless this callback wrote it and knows that, and more."""
+        if state_dict["account"] != self._account:
             self.engine.load_state_dict(state_dict["engine"])
         self._resumes = True
 
@@ -148,7 +150,7 @@ class DPCallback(lightning_class("Callback")):  # type: ignore[misc]
             )
         in_chunks = self.wanted.get("physical_batch_size") is not None
         length = {}
-        if "target_epsilon" in self.wanted and not self.wanted.keys() & {"epochs", "steps"}:
+        if self.wanted.keys() & {"target_epsilon", "noise"} and not self.wanted.keys() & {"epochs", "steps"}:
             length = {"steps": trainer.max_steps} if trainer.max_steps > 0 else {"epochs": trainer.max_epochs}
         scheduler = None
         if in_chunks:  # Lightning would count them

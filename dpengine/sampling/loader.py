@@ -206,8 +206,8 @@ class PrivateIteration:
     def _get_iterator(self) -> Any:
         """The iterator of the user's class; of torch's own, over tensors in memory, one that reads a batch at once."""
         theirs = super()._get_iterator  # type: ignore[misc]
-        as_torch_does = theirs.__func__ is DataLoader._get_iterator and type(self.collate_fn) is EmptyAwareCollate
-        if not as_torch_does or self.__dict__["num_workers"]:
+        as_torch_does = getattr(theirs, "__func__", None) is DataLoader._get_iterator
+        if not as_torch_does or type(self.collate_fn) is not EmptyAwareCollate or self.__dict__["num_workers"]:
             return theirs()
         whole = whole_tensors(self.__dict__["dataset"], self.collate_fn.collate)
         if whole is None:

@@ -18,6 +18,7 @@ from dpengine.errors import (  # noqa: E402
     ScaledGradientError,
 )
 from dpengine.integrations.lightning import DPCallback  # noqa: E402
+from dpengine.noise import BandMF  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of Lightning, on workers and logging
 ROWS, BATCH = 60, 10
@@ -223,6 +224,28 @@ def test_a_run_that_is_resumed_counts_what_was_spent_before(tmp_path):
     assert (first.engine.ledger.steps, second.engine.ledger.steps) == (12, 18)
     _, engine = by_hand(**WANTED)
     assert second.engine.epsilon == pytest.approx(engine.epsilon)
+
+
+def test_an_engine_that_trained_before_adds_what_a_checkpoint_of_another_process_spent(tmp_path):
+    fit(Plain(), DPCallback(**WANTED), epochs=2).save_checkpoint(tmp_path / "run.ckpt")
+    callback = DPCallback(**WANTED)
+    fit(Plain(), callback, epochs=1)
+    fit(Plain(), callback, epochs=3, ckpt_path=tmp_path / "run.ckpt")
+    assert callback.engine.ledger.steps == 6 + 12 + 6
+
+
+def test_a_checkpoint_of_the_same_account_is_not_counted_again(tmp_path):
+    callback, module = DPCallback(**WANTED), Plain()
+    fit(module, callback, epochs=2).save_checkpoint(tmp_path / "run.ckpt")
+    fit(module, callback, epochs=3, ckpt_path=tmp_path / "run.ckpt")
+    assert callback.engine.ledger.steps == 12 + 6
+
+
+def test_noise_that_hangs_together_takes_its_length_from_the_trainer():
+    callback = DPCallback(noise=BandMF(num_bands=3), noise_multiplier=1.0)
+    fit(Plain(), callback)
+    assert callback.engine.ledger.steps == 18
+    assert 0 < callback.engine.epsilon < 100
 
 
 def test_a_checkpoint_that_says_nothing_of_privacy_is_refused(tmp_path):

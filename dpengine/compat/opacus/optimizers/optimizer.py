@@ -310,6 +310,7 @@ class DPOptimizer(Optimizer):
         with release_of.leaving(self, release):
             self.add_noise()
             self.scale_grad()
+        self._skipped_batches = frozenset()
         if self.tell is not None:
             self.tell.released()
         self._call_hooks(self)
