@@ -105,9 +105,9 @@ def _follow_groups(optimizer: DPOptimizer, sums: ShownSums) -> None:
     if strangers:
         shapes = ", ".join(str(tuple(p.shape)) for p in strangers[:3])
         raise ParameterMismatchError(
-            f"{len(strangers)} optimizer parameters are not in the private model (shapes {shapes}): added since, or "
-            "replaced in the model. Their gradients would be neither clipped nor noised.",
-            fix="Unwrap the model, build the optimizer over all of its parameters, and call make_private again.",
+            f"{len(strangers)} optimizer parameters are not in the wrapped model (shapes {shapes}): those of another "
+            "one, added since, or replaced in it. Their gradients would be neither clipped nor noised.",
+            fix="Unwrap the model, build the optimizer over its parameters, after fix(), and call make_private again.",
         )
     sums.only = None if every <= held else frozenset(held)
 
@@ -154,16 +154,9 @@ def _sums_here(optimizer: DPOptimizer) -> ShownSums:
     if not found:
         return ShownSums(nn.ParameterList(held), mode="no_op", loss_reduction=optimizer.loss_reduction)
     (sums,) = found.values()
-    strangers = [p for p in held if sums_of(p) is None]
-    if strangers:
-        shapes = ", ".join(str(tuple(p.shape)) for p in strangers[:3])
-        raise ParameterMismatchError(
-            f"{len(strangers)} optimizer parameters are not in the wrapped model (shapes {shapes}).",
-            fix="Build the optimizer over the parameters of the model that is wrapped, after fix().",
-        )
+    _follow_groups(optimizer, sums)
     if sums not in _owners:
         claim(optimizer)
-    _follow_groups(optimizer, sums)
     return sums
 
 
