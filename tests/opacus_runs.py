@@ -37,6 +37,14 @@ def loss(module, inputs, targets):
     return (module(inputs) - targets).square().sum(dim=1).mean() if len(inputs) else module(inputs).sum()
 
 
+def batch(count=4):
+    return [tensor[:count] for tensor in rows().tensors]
+
+
+def backward(wrapped, count=4):
+    loss(wrapped, *batch(count)).backward()
+
+
 def private(*, count=12, batch_size=4, shuffle=False, workers=0, engine=None, module=None, drop_last=False, **asked):
     engine = engine or PrivacyEngine(accountant="rdp")
     module = module or model()

@@ -4,20 +4,33 @@ import math
 
 import pytest
 import torch
-from opacus_runs import MODES, assert_same, by_hand, flat, gradients, loss, model, private, rows, train, truth
+from opacus_runs import (
+    MODES,
+    assert_same,
+    backward,
+    batch,
+    by_hand,
+    flat,
+    gradients,
+    loss,
+    model,
+    private,
+    rows,
+    train,
+    truth,
+)
 from torch import nn
 from torch.optim import lr_scheduler
 
 from dpengine.compat.opacus import GradSampleModule, GradSampleModuleFastGradientClipping
 from dpengine.compat.opacus.accountants import RDPAccountant
-from dpengine.compat.opacus.grad_sample import GradSampleModuleExpandedWeights, GradSampleModuleNoOp
+from dpengine.compat.opacus.grad_sample import GradSampleModuleExpandedWeights
 from dpengine.compat.opacus.optimizers import (
     AdaClipDPOptimizer,
-    DPOptimizer,
     DPOptimizerFastGradientClipping,
     DPPerLayerOptimizer,
 )
-from dpengine.errors import MissingGradientError, ParameterMismatchError, PrivacyError
+from dpengine.errors import MissingGradientError
 
 WRAPPERS = {
     "hooks": GradSampleModule,
@@ -25,14 +38,6 @@ WRAPPERS = {
     "ew": GradSampleModuleExpandedWeights,
     "ghost": GradSampleModuleFastGradientClipping,
 }
-
-
-def batch(count=4):
-    return [tensor[:count] for tensor in rows().tensors]
-
-
-def backward(wrapped, count=4):
-    loss(wrapped, *batch(count)).backward()
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -163,261 +168,6 @@ def test_step_returns_the_loss_of_a_closure():
     value = float(loss(wrapped._module, *batch()).detach())
     assert float(optimizer.step(closure)) == pytest.approx(value)
     assert_same(gradients(wrapped._module, 4), expected)
-
-
-# What is written holds from the next step, for clip, noise and ledger alike
-
-
-@pytest.mark.parametrize("mode", ["hooks", "ghost"])
-@pytest.mark.parametrize("moment", ["before the first step", "before forward", "before backward", "before step"])
-def test_a_threshold_that_is_written_is_that_of_the_next_step(moment, mode):
-    parts = private(grad_sample_mode=mode)
-    parts.optimizer.max_grad_norm = 0.5 if moment == "before the first step" else 1.0
-    batches = iter(parts.loader)
-    if moment != "before the first step":
-        loss(parts.model, *next(batches)).backward()
-        parts.optimizer.step()
-        parts.optimizer.zero_grad()
-    inputs, targets = next(batches)
-
-    def write(now):
-        if moment == now:
-            parts.optimizer.max_grad_norm = 0.5
-
-    write("before forward")
-    value = loss(parts.model, inputs, targets)
-    write("before backward")
-    value.backward()
-    write("before step")
-    assert parts.optimizer.max_grad_norm == 0.5
-    expected = truth(parts.model._module, inputs, targets, 0.5)
-    parts.optimizer.step()
-    assert_same(gradients(parts.model._module, 4), expected)
-
-
-@pytest.mark.parametrize("poisson", [True, False])
-def test_noise_that_is_written_is_charged_from_the_release_that_has_it(poisson):
-    parts = private(noise_multiplier=1.0, poisson_sampling=poisson)
-    batches = iter(parts.loader)
-    stds = []
-    for sigma in (1.0, 4.0, 4.0):
-        value = loss(parts.model, *next(batches))
-        value.backward()
-        parts.optimizer.noise_multiplier = sigma  # between backward and step
-        parts.optimizer.max_grad_norm = 2.0
-        stds.append(parts.optimizer._release.plan.noise_std)
-        parts.optimizer.step()
-        parts.optimizer.zero_grad()
-    assert stds == [2.0, 8.0, 8.0]
-    assert [(sigma, steps) for sigma, _, steps in parts.engine.accountant.history] == [(1.0, 1), (4.0, 2)]
-
-
-def test_a_change_between_chunks_waits_for_the_next_logical_batch():
-    wrapped, optimizer = by_hand(noise_multiplier=1e-9)
-    expected = truth(wrapped._module, *[tensor[:6] for tensor in rows().tensors])
-    optimizer.signal_skip_step()
-    backward(wrapped, 4)
-    optimizer.step()
-    optimizer.zero_grad()
-    optimizer.max_grad_norm = 0.25
-    optimizer.noise_multiplier = 2e-9
-    loss(wrapped, *[tensor[4:6] for tensor in rows().tensors]).backward()
-    optimizer.step()
-    assert_same(gradients(wrapped._module, 4), expected)
-    assert optimizer.max_grad_norm == 0.25
-    assert optimizer._release.plan.noise_std == pytest.approx(0.5e-9, rel=1e-9, abs=0)
-
-
-def test_other_constants_may_be_written_too():
-    wrapped, optimizer = by_hand()
-    expected = truth(wrapped._module, *batch())
-    optimizer.expected_batch_size = 16
-    backward(wrapped)
-    optimizer.step()
-    assert_same(gradients(wrapped._module, 16), expected)
-    optimizer.generator = torch.Generator().manual_seed(0)
-    assert optimizer._release.source.insecure_seed
-    for name, value in (("noise_multiplier", -1.0), ("max_grad_norm", 0.0), ("expected_batch_size", -3)):
-        before = getattr(optimizer, name)
-        with pytest.raises(ValueError, match=r".+"):
-            setattr(optimizer, name, value)
-        assert getattr(optimizer, name) == before
-
-
-def test_writing_a_generator_again_never_repeats_noise_of_a_step():
-    wrapped, optimizer = by_hand(noise_multiplier=1.0)
-    seen = []
-    for _ in range(3):
-        optimizer.generator = torch.Generator().manual_seed(5)
-        optimizer.zero_grad()
-        (loss(wrapped, *batch()) * 0).backward()
-        optimizer.step()
-        seen.append(flat(gradients(wrapped)))
-    assert not torch.allclose(seen[0], seen[1])
-    assert not torch.allclose(seen[1], seen[2])
-
-
-# Subclasses
-
-
-def test_an_own_add_noise_is_used_and_charged():
-    class Silent(DPOptimizer):
-        def add_noise(self):
-            for parameter in self.params:
-                parameter.grad = parameter.summed_grad.clone()
-
-    wrapped, optimizer = by_hand(kind=Silent, noise_multiplier=5.0)
-    for _ in range(2):
-        optimizer.zero_grad()
-        expected = truth(wrapped._module, *batch())
-        backward(wrapped)
-        optimizer.step()
-        assert_same(gradients(wrapped._module, 4), expected)
-
-
-def test_what_an_own_add_noise_makes_of_the_gradient_is_divided_as_well():
-    class Moved(DPOptimizer):
-        def add_noise(self):
-            super().add_noise()
-            for parameter in self.params:
-                parameter.grad = parameter.grad + 1.0
-
-    wrapped, optimizer = by_hand(kind=Moved)
-    expected = {name: total + 1 for name, total in truth(wrapped._module, *batch()).items()}
-    backward(wrapped)
-    optimizer.step()
-    assert_same(gradients(wrapped._module, 4), expected)
-
-
-@pytest.mark.parametrize("calls_super", [False, True])
-@pytest.mark.parametrize("through", ["make_private", "by hand"])
-def test_sums_of_an_own_clip_and_accumulate_are_those_that_get_noise(calls_super, through):
-    class Signs(DPOptimizer):
-        def clip_and_accumulate(self):
-            seen = {p: sum(p.grad_sample).sign() for p in self.params}
-            if calls_super:
-                super().clip_and_accumulate()
-            for parameter, total in seen.items():
-                parameter.summed_grad = total
-
-    wrapped, optimizer = by_hand(kind=Signs)
-    parts = private(noise_multiplier=1.0)
-    if through == "make_private":
-        parts.optimizer.__class__ = Signs
-        parts.optimizer.noise_multiplier = 0.0
-        wrapped, optimizer = parts.model, parts.optimizer
-        inputs, targets = next(iter(parts.loader))
-    else:
-        inputs, targets = batch()
-    loss(wrapped, inputs, targets).backward()
-    expected = {name: p.grad_sample.sum(dim=0).sign().double() for name, p in wrapped.named_parameters()}
-    optimizer.step()
-    assert_same(gradients(wrapped, 4), expected)
-    if through == "make_private":
-        assert sum(steps for *_, steps in parts.engine.accountant.history) == 1
-
-
-def test_the_parts_of_a_step_may_be_called_one_by_one():
-    parts = private(noise_multiplier=1e-9)
-    inputs, targets = next(iter(parts.loader))
-    expected = truth(parts.model._module, inputs, targets)
-    loss(parts.model, inputs, targets).backward()
-    parts.optimizer.clip_and_accumulate()
-    sums = {name: p.summed_grad.double() for name, p in parts.model._module.named_parameters()}
-    assert_same(sums, expected)
-    parts.optimizer.add_noise()
-    assert_same(gradients(parts.model._module), expected)
-    with pytest.raises(PrivacyError, match="noise"):
-        parts.optimizer.add_noise()
-    parts.optimizer.scale_grad()
-    assert_same(gradients(parts.model._module, 4), expected)
-    assert [steps for *_, steps in parts.engine.accountant.history] == [1]
-
-
-def test_a_skip_is_asked_of_one_step_only():
-    wrapped, optimizer = by_hand()
-    before = flat(dict(wrapped.named_parameters())).clone()
-    optimizer.signal_skip_step()
-    backward(wrapped)
-    assert optimizer.pre_step() is False
-    assert optimizer.step_was_skipped
-    assert torch.equal(flat(dict(wrapped.named_parameters())), before)
-    optimizer.zero_grad()
-    assert all(p.summed_grad is not None and p.grad_sample is None for p in wrapped.parameters())
-    backward(wrapped)
-    optimizer.step()
-    assert not optimizer.step_was_skipped
-    optimizer.zero_grad()
-    assert all(p.summed_grad is None for p in wrapped.parameters())
-
-
-# Parts of models
-
-
-def test_an_optimizer_over_a_part_of_the_model_clips_that_part():
-    wrapped, optimizer = by_hand(parameters=lambda w: w._module[2].parameters())
-    hidden = wrapped._module[:2](batch()[0]).detach()
-    for _ in range(2):
-        optimizer.zero_grad()
-        expected = truth(wrapped._module[2], hidden, batch()[1])
-        backward(wrapped)
-        optimizer.step()
-        assert_same(gradients(wrapped._module[2], 4), expected)
-
-
-def test_parameters_added_to_the_optimizer_are_trained():
-    wrapped, optimizer = by_hand(parameters=lambda w: w._module[2].parameters())
-    backward(wrapped)
-    optimizer.step()
-    optimizer.zero_grad()
-    optimizer.add_param_group({"params": list(wrapped._module[0].parameters())})
-    expected = truth(wrapped._module, *batch())
-    backward(wrapped)
-    optimizer.step()
-    assert_same(gradients(wrapped._module, 4), expected)
-
-
-def test_two_optimizers_over_one_wrapper_are_refused_at_the_first_step():
-    wrapped, first = by_hand(parameters=lambda w: w._module[0].parameters())
-    second = DPOptimizer(
-        torch.optim.SGD(wrapped._module[2].parameters(), lr=0.1),
-        noise_multiplier=0.0,
-        max_grad_norm=1.0,
-        expected_batch_size=4,
-    )
-    backward(wrapped)
-    with pytest.raises(ParameterMismatchError, match="Another private optimizer"):
-        first.step()
-    second.step()
-    del second
-    first.zero_grad()
-    backward(wrapped)
-    first.step()  # the other one is gone
-
-
-def test_parameters_of_two_wrappers_are_refused():
-    one, other = GradSampleModule(model()), GradSampleModule(model(1))
-    both = torch.optim.SGD([*one.parameters(), *other.parameters()], lr=0.1)
-    optimizer = DPOptimizer(both, noise_multiplier=0.0, max_grad_norm=1.0, expected_batch_size=4)
-    backward(one)
-    with pytest.raises(ParameterMismatchError, match="2 models"):
-        optimizer.step()
-
-
-def test_parameters_without_hooks_get_what_is_written_to_them():
-    wrapped, optimizer = by_hand(wrapper=GradSampleModuleNoOp)
-    written = {p: torch.randn(4, *p.shape) for p in wrapped.parameters()}
-    for parameter, grad in written.items():
-        parameter.grad_sample = grad
-    norms = torch.cat([g.flatten(1) for g in written.values()], dim=1).norm(dim=1)
-    factors = (1 / norms).clamp(max=1)
-    optimizer.step()
-    for parameter, grad in written.items():
-        expected = torch.einsum("b...,b->...", grad, factors) / 4
-        torch.testing.assert_close(parameter.grad, expected, rtol=1e-5, atol=1e-6)
-
-
-# Others
 
 
 SCHEDULERS = {

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from opacus_runs import assert_same, by_hand, gradients, loss, rows, truth
+from opacus_runs import assert_same, batch, by_hand, gradients, loss, truth
 
 from dpengine.compat.opacus.optimizers.optimizer import (
     DPOptimizer,
@@ -10,10 +10,6 @@ from dpengine.compat.opacus.optimizers.optimizer import (
     _generate_noise,
     _mark_as_processed,
 )
-
-
-def batch():
-    return [tensor[:4] for tensor in rows().tensors]
 
 
 class OwnNoise(DPOptimizer):

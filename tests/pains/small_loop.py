@@ -1,0 +1,22 @@
+"""The small model of the loops, and its rows."""
+
+import torch
+from pains.doors import fixed_loader
+from torch import nn
+
+FEATURES, CLASSES, ROWS = 4, 3, 6
+CRITERION = nn.CrossEntropyLoss()
+
+
+def batch(rows=ROWS, seed=2):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(rows, FEATURES, generator=generator), torch.randint(0, CLASSES, (rows,), generator=generator)
+
+
+def mlp():
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(FEATURES, 5), nn.Tanh(), nn.Linear(5, CLASSES))
+
+
+def opened(door, model=None, rows=ROWS, **options):
+    return door.open(mlp() if model is None else model, fixed_loader(rows), criterion=CRITERION, **options)

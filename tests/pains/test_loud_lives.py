@@ -1,0 +1,253 @@
+"""Loud pains over the life of a model: attached and taken off again and again, saved, copied, gone on with."""
+
+import copy
+import io
+import itertools
+import pickle
+
+import pytest
+import torch
+import torch.nn.functional as F
+from pains.doors import (
+    ALL_DOORS,
+    COMPAT_DOORS,
+    SLACK,
+    assert_equal,
+    fixed_loader,
+    opacus,
+    true_sum,
+)
+from pains.small_loop import CLASSES, CRITERION, ROWS, batch, mlp, opened
+from pains.wide import through_some
+from reference import clipped_sum, flat_norms, per_sample_gradients
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from dpengine import PrivacyEngine, checkpoint
+from dpengine.accounting import epsilon
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*DPE012:dpengine.PrivacyWarning")
+
+
+# 47
+
+
+def traces(model):
+    """All that could be left on a model and its parameters."""
+    kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    hooks = [hook for module in model.modules() for kind in kinds for hook in getattr(module, kind).values()]
+    own = [(type(m), sorted(vars(m))) for m in model.modules()]
+    return hooks, own, [(type(p), sorted(vars(p)), bool(p._backward_hooks)) for p in model.parameters()]
+
+
+def test_rank_47_attach_and_detach_ten_times_leaves_nothing_and_the_budget_adds_up():
+    model, rows, found = mlp(), batch(), []
+    before, never = traces(model), copy.deepcopy(model)
+    engine = PrivacyEngine(seed=0)
+    for _ in range(10):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        loader = fixed_loader(ROWS)
+        _, optimizer, private = engine.make_private(model, optimizer, loader, noise_multiplier=0.0)
+        for _ in private:
+            optimizer.zero_grad()
+            CRITERION(model(rows[0]), rows[1]).backward()
+            optimizer.step()
+        found.append({name: p.grad.double() * ROWS for name, p in model.named_parameters()})
+        engine.detach(model)
+        model.zero_grad()
+        assert traces(model) == before
+    for one in found:
+        assert_equal(one, true_sum(never, CRITERION, rows))
+    assert engine.ledger.steps == 10
+
+
+def test_rank_47_a_second_engine_composes_what_the_first_spent():
+    first = PrivacyEngine(seed=0)
+    second = PrivacyEngine(seed=1)
+    for engine in (first, second):
+        model = mlp()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        _, optimizer, loader = engine.make_private(
+            model, optimizer, DataLoader(TensorDataset(*batch(20)), batch_size=5), noise_multiplier=2.0
+        )
+        for x, y in loader:
+            optimizer.zero_grad()
+            CRITERION(model(x), y).backward()
+            optimizer.step()
+        engine.detach(model)
+    second.load_state_dict(first.state_dict())
+    assert second.ledger.steps == 8
+    both = epsilon(noise_multiplier=2.0, sample_rate=0.25, steps=8, delta=1e-3)
+    assert second.get_epsilon(1e-3) == pytest.approx(both, rel=1e-3)
+
+
+@pytest.mark.parametrize("functorch", [False, True])
+def test_rank_47_wrapping_ten_times_in_compat_leaves_nothing(functorch):
+    model, (x, y) = mlp(), batch()
+    before = traces(model)
+    truth = {
+        name: torch.stack([row[name] for row in per_sample_gradients(model, CRITERION, (x,), y)])
+        for name, _ in model.named_parameters()
+    }
+    for _ in range(10):
+        wrapper = opacus().GradSampleModule(model, force_functorch=functorch)
+        CRITERION(wrapper(x), y).backward()
+        for name, p in model.named_parameters():
+            torch.testing.assert_close(p.grad_sample.double(), truth[name], rtol=1e-4, atol=1e-5)
+        assert wrapper.to_standard_module() is model
+        model.zero_grad()
+        assert traces(model) == before
+        assert not any(hasattr(p, "grad_sample") for p in model.parameters())
+
+
+def test_rank_47_a_wrapper_is_made_private_again_and_again_in_compat_and_engines_compose():
+    model, (x, y) = mlp(), batch(20)
+    wrapper, accountants = model, []
+    for _ in range(3):  # rounds of a federated loop, each with an engine of its own
+        engine = opacus().PrivacyEngine(accountant="rdp")
+        wrapper, optimizer, loader = engine.make_private(
+            module=wrapper,
+            optimizer=torch.optim.SGD(wrapper.parameters(), lr=0.1),
+            data_loader=DataLoader(TensorDataset(x, y), batch_size=5),
+            noise_multiplier=2.0,
+            max_grad_norm=1.0,
+        )
+        if accountants:
+            engine.accountant.load_state_dict(accountants[-1])
+        for inputs, targets in loader:
+            optimizer.zero_grad()
+            CRITERION(wrapper(inputs), targets).backward()
+            optimizer.step()
+        accountants.append(engine.accountant.state_dict())
+    assert wrapper._module is model
+    ((sigma, rate, steps),) = engine.accountant.history
+    assert (sigma, rate, steps) == (2.0, pytest.approx(0.25), 12)
+
+
+# 48
+
+
+WRAPPED = [door for door in COMPAT_DOORS if not door.id.endswith("unwrapped")]
+
+
+@through_some(WRAPPED)
+def test_rank_48_both_spellings_of_keys_load(door):
+    private, plain = opened(door), mlp()
+    bare = {name: torch.randn_like(value) for name, value in plain.state_dict().items()}
+    for state in (bare, {f"_module.{name}": value + 1 for name, value in bare.items()}):
+        private.module.load_state_dict(state, strict=True)
+        assert list(private.module.state_dict()) == [f"_module.{name}" for name in bare]
+        for name, value in private.bare.state_dict().items():
+            assert torch.equal(value, state.get(name, state.get(f"_module.{name}")))
+    with pytest.raises(RuntimeError, match="Missing key"):
+        private.module.load_state_dict({"_module.0.weight": bare["0.weight"]}, strict=True)
+
+
+@through_some([door for door in ALL_DOORS if door not in WRAPPED])
+def test_rank_48_keys_are_those_of_the_users_model(door):
+    private, plain = opened(door), mlp()
+    for name, value in plain.state_dict().items():
+        plain.state_dict()[name].copy_(torch.randn_like(value))
+    private.model.load_state_dict(plain.state_dict(), strict=True)
+    assert list(private.model.state_dict()) == list(plain.state_dict())
+    plain.load_state_dict(private.model.state_dict(), strict=True)
+    torch.testing.assert_close(private.model(batch()[0]), plain(batch()[0]))
+
+
+class Own(nn.Module):
+    """A layer that goes through the functional fallback."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(CLASSES, CLASSES))
+
+    def forward(self, x):
+        return torch.sin(x @ self.weight)
+
+
+def through_torch_save(thing):
+    file = io.BytesIO()
+    torch.save(thing, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+COPIES = {"deepcopy": copy.deepcopy, "pickle": lambda m: pickle.loads(pickle.dumps(m)), "save": through_torch_save}
+
+
+@pytest.mark.parametrize("copied", COPIES.values(), ids=COPIES)
+@through_some(ALL_DOORS, always={"default-auto", "compat-hooks"})
+def test_rank_48_a_copy_of_a_private_model_runs_forward_and_backward(door, copied):
+    private, (x, y) = opened(door, nn.Sequential(mlp(), Own())), batch()
+    for _ in private.loader:
+        private.step(x, y)
+    other = copied(private.model)
+    other.zero_grad()
+    private.optimizer.zero_grad()
+    torch.testing.assert_close(other(x), private.model(x))
+    F.cross_entropy(other(x), y).backward()
+    prefix = "_module." if door.compat and not door.id.endswith("unwrapped") else ""
+    truth = per_sample_gradients(private.bare, CRITERION, (x,), y)
+    if prefix and door.mode == "ghost":
+        torch.testing.assert_close(other.per_sample_gradient_norms.double(), flat_norms(truth), rtol=1e-4, atol=1e-6)
+    for name, p in other.named_parameters():
+        rows = torch.stack([row[name.removeprefix(prefix)] for row in truth])
+        if prefix and door.mode not in ("ghost", "no_op"):
+            torch.testing.assert_close(p.grad_sample.double(), rows, rtol=1e-4, atol=1e-5)
+        elif not prefix or door.mode == "no_op":  # a copy without an engine is an ordinary model
+            torch.testing.assert_close(p.grad.double(), rows.mean(dim=0), rtol=1e-4, atol=1e-5)
+    for _ in private.loader:  # and what was copied goes on
+        private.step(x, y)
+    assert_equal(private.sum(), clipped_sum(truth, 1 - SLACK))
+
+
+@pytest.mark.parametrize("place", ["before the end of an epoch", pytest.param("after it", marks=pytest.mark.slow)])
+def test_rank_48_a_run_gone_on_with_equals_one_that_never_stopped_noise_included(tmp_path, place):
+    stop = 3 if place.startswith("before") else 8
+
+    def run():
+        torch.manual_seed(0)
+        model = mlp()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        engine = PrivacyEngine(seed=7)
+        data = DataLoader(TensorDataset(*batch(40)), batch_size=5)
+        return engine, *engine.make_private(model, optimizer, data, noise_multiplier=1.0)
+
+    def train(engine, model, optimizer, loader, steps):
+        taken = 0
+        while taken < steps:
+            for x, y in itertools.islice(loader, steps - taken):
+                optimizer.zero_grad()
+                CRITERION(model(x), y).backward()
+                optimizer.step()
+                taken += 1
+
+    whole, first, second = run(), run(), run()
+    train(*whole, stop)
+    train(*first, stop)
+    for one in (whole, first):
+        checkpoint.save(tmp_path / str(one is first), one[0])
+    checkpoint.load(tmp_path / "True", second[0])
+    train(*whole, 6)
+    train(*second, 6)
+    assert second[0].ledger.steps == whole[0].ledger.steps == stop + 6
+    for name, value in whole[1].state_dict().items():
+        assert torch.equal(value, second[1].state_dict()[name])
+
+
+@through_some(COMPAT_DOORS, always={"compat-hooks"})
+def test_rank_48_a_checkpoint_of_compat_is_gone_on_with(door, tmp_path):
+    first, second = opened(door, noise_multiplier=1.0), opened(door, noise_multiplier=1.0)
+    rows = batch()
+    for _ in first.loader:
+        first.step(*rows)
+    module = first.module if door.id.endswith("wrapped") is False else first.bare
+    first.engine.save_checkpoint(
+        path=tmp_path / "state.pt", module=module, optimizer=first.optimizer, checkpoint_dict={"epoch": 3}
+    )
+    other = second.module if module is first.module else second.bare
+    said = second.engine.load_checkpoint(path=tmp_path / "state.pt", module=other, optimizer=second.optimizer)
+    assert said["epoch"] == 3
+    assert second.engine.accountant.history == first.engine.accountant.history
+    for name, value in first.bare.state_dict().items():
+        assert torch.equal(value, second.bare.state_dict()[name])
