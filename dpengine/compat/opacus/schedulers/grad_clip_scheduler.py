@@ -6,13 +6,13 @@ from collections.abc import Callable
 from typing import Any
 
 from dpengine.names import suggests_names
-from dpengine.schedulers import MAX_GRAD_NORM, by_factor, exponential, in_steps, value_of, write
+from dpengine.schedulers import MAX_GRAD_NORM, by_factor, exponential, in_steps, value_of
 
-from .state import attributes_of, set_attributes
+from .by_epoch import ByEpoch
 
 
 @suggests_names
-class _GradClipScheduler:
+class _GradClipScheduler(ByEpoch):
     """Base of clipping threshold schedulers: a subclass says in ``get_max_grad_norm`` what each epoch gets.
 
     To make a scheduler is to take its first step, to ``last_epoch + 1``.
@@ -25,32 +25,12 @@ class _GradClipScheduler:
         ValueError: If the optimizer has no ``max_grad_norm``, or is given a value out of range.
     """
 
-    def __init__(self, optimizer: Any, *, last_epoch: int = -1):
-        value_of(optimizer, MAX_GRAD_NORM)
-        self.optimizer = optimizer
-        self.last_epoch = last_epoch
-        self.step()
-
-    def state_dict(self) -> dict[str, Any]:
-        """Every attribute but the optimizer, and but a function that cannot be pickled."""
-        return attributes_of(self)
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Takes on a stored state. The optimizer's clipping threshold is not part of it."""
-        set_attributes(self, state_dict)
+    setting = MAX_GRAD_NORM
+    says = "get_max_grad_norm"
 
     def get_max_grad_norm(self) -> float:
         """The value of epoch ``last_epoch``, for subclasses to say."""
-        raise NotImplementedError(f"{type(self).__name__} must define get_max_grad_norm().")
-
-    def step(self) -> None:
-        """Enters the next epoch. A value out of range is a ValueError, and the epoch does not change."""
-        self.last_epoch += 1
-        try:
-            write(self.optimizer, MAX_GRAD_NORM, self.get_max_grad_norm())
-        except BaseException:
-            self.last_epoch -= 1
-            raise
+        return self._unsaid()
 
 
 @suggests_names

@@ -6,13 +6,13 @@ from collections.abc import Callable
 from typing import Any
 
 from dpengine.names import suggests_names
-from dpengine.schedulers import NOISE_MULTIPLIER, by_factor, exponential, in_steps, value_of, write
+from dpengine.schedulers import NOISE_MULTIPLIER, by_factor, exponential, in_steps, value_of
 
-from .state import attributes_of, set_attributes
+from .by_epoch import ByEpoch
 
 
 @suggests_names
-class _NoiseScheduler:
+class _NoiseScheduler(ByEpoch):
     """Base of noise multiplier schedulers: a subclass says in ``get_noise_multiplier`` what each epoch gets.
 
     To make a scheduler is to take its first step, to ``last_epoch + 1``.
@@ -25,32 +25,12 @@ class _NoiseScheduler:
         ValueError: If the optimizer has no ``noise_multiplier``, or is given a value out of range.
     """
 
-    def __init__(self, optimizer: Any, *, last_epoch: int = -1):
-        value_of(optimizer, NOISE_MULTIPLIER)
-        self.optimizer = optimizer
-        self.last_epoch = last_epoch
-        self.step()
-
-    def state_dict(self) -> dict[str, Any]:
-        """Every attribute but the optimizer, and but a function that cannot be pickled."""
-        return attributes_of(self)
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Takes on a stored state. The optimizer's noise multiplier is not part of it."""
-        set_attributes(self, state_dict)
+    setting = NOISE_MULTIPLIER
+    says = "get_noise_multiplier"
 
     def get_noise_multiplier(self) -> float:
         """The value of epoch ``last_epoch``, for subclasses to say."""
-        raise NotImplementedError(f"{type(self).__name__} must define get_noise_multiplier().")
-
-    def step(self) -> None:
-        """Enters the next epoch. A value out of range is a ValueError, and the epoch does not change."""
-        self.last_epoch += 1
-        try:
-            write(self.optimizer, NOISE_MULTIPLIER, self.get_noise_multiplier())
-        except BaseException:
-            self.last_epoch -= 1
-            raise
+        return self._unsaid()
 
 
 @suggests_names
