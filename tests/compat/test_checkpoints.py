@@ -8,6 +8,7 @@ import pytest
 import torch
 from opacus_runs import flat, model, private, train
 
+from dpengine import PrivacyWarning
 from dpengine.compat.opacus import PrivacyEngine
 from dpengine.compat.opacus.schedulers import ExponentialGradClip, ExponentialNoise
 
@@ -87,6 +88,18 @@ def test_a_file_that_opacus_wrote_is_read(prefix):
     spent = parts.engine.get_epsilon(1e-5)
     train(parts)
     assert parts.engine.get_epsilon(1e-5) > spent
+
+
+def test_an_account_that_goes_back_is_noticed():
+    parts = private(noise_multiplier=1.0)
+    train(parts, 2)
+    file, again = saved(parts), saved(parts)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", PrivacyWarning)
+        parts.engine.load_checkpoint(path=again, module=parts.model)
+    train(parts, 1)
+    with pytest.warns(PrivacyWarning, match="goes back from 3 steps to the 2"):
+        parts.engine.load_checkpoint(path=file, module=parts.model)
 
 
 def test_a_part_that_is_on_one_side_only_is_warned_of():

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from dpengine.errors import notice
 from dpengine.names import suggests_names
 
 MODULE, ACCOUNTANT = "module_state_dict", "privacy_accountant_state_dict"
@@ -46,7 +47,15 @@ def _load(
     if missing:
         raise ValueError(f"{path} holds no {missing[0]!r}, as save_checkpoint writes it; it has {list(content)}.")
     states = {name: content.pop(key, None) for name, key in OPTIONAL.items()}
+    before = _steps(accountant)
     accountant.load_state_dict(content[ACCOUNTANT])
+    if before > _steps(accountant):
+        notice(
+            "DPE021",
+            f"The account goes back from {before} steps to the {_steps(accountant)} of the checkpoint. That is right "
+            "only if nothing was kept or shown of what was trained since. Else load the weights alone, by "
+            "module.load_state_dict.",
+        )
     module.load_state_dict(content[MODULE], **(module_kwargs or {}))
     for name, part in parts.items():
         state = states[name]
@@ -56,6 +65,10 @@ def _load(
             said = "is in the checkpoint, and none was passed" if part is None else "was passed, and is not in it"
             warnings.warn(f"The {name.replace('_', ' ')} {said}: its state stays as it is.", stacklevel=3)
     return content
+
+
+def _steps(accountant: Any) -> int:
+    return sum(entry[-1] for entry in accountant.history if isinstance(entry, (tuple, list)))
 
 
 class Checkpoints:
