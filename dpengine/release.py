@@ -86,6 +86,7 @@ class Release:
             return
         if self.sums.waits_for_owner and self.stage in {Stage.IDLE, Stage.RELEASED}:
             self.sums.drop_pass()  # for another model's sake, as of a generator
+        self.sums.keep_shown()
         self._settle()
         waiting = self.stage is Stage.OPEN and not self.done
         if self.fetched or (waiting and self.ahead):

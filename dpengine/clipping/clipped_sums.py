@@ -307,6 +307,9 @@ class ClippedSums:
         if self.capture.replay is not None and not self.capture.replay.running:
             self.capture.replay.clear()
 
+    def keep_shown(self) -> None:
+        """Another batch comes: what is shown of a backward pass that waits must not go with its records."""
+
     def drop_pass(self) -> None:
         """Drops a backward pass over rows that must not count."""
         self.forget_pass()

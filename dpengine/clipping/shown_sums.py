@@ -106,7 +106,7 @@ class ShownSums(ClippedSums):
 
     def _make_way(self) -> None:
         """A backward pass begins: what one that waits has left is kept as it is shown."""
-        if not self._ended:
+        if not self._ended and (self.allows_accumulation or not self._stands_unreleased()):
             return
         if not self.allows_accumulation:
             name = next(iter(self.strategy.parameters.values()), "")
@@ -118,10 +118,17 @@ class ShownSums(ClippedSums):
             )
         if not self._present and self.on_backward_end is not None:  # nothing is shown that could be kept
             self.on_backward_end()
-        for one in self._present.values():
-            _ = one.value
+        self.keep_shown()
         self._present = {}
         self.forget_pass()
+
+    def _stands_unreleased(self) -> bool:
+        """Whether a pass was clipped, for another batch's sake, that no step released and nobody cleared."""
+        return not self._left and any(_is_shown(p, one) for p, used in self._used.items() for one in used)
+
+    def keep_shown(self) -> None:
+        for one in self._present.values() if self._ended else ():
+            _ = one.value
 
     def backward_ended(self) -> None:
         self.strategy.backward_ended()

@@ -1,0 +1,70 @@
+"""Backward passes over several batches of the loader before one step: added up, or refused under Poisson sampling."""
+
+import pytest
+import torch
+from opacus_runs import assert_same, flat, gradients, loss, private, truth
+
+from dpengine.errors import RepeatedBackwardError, StaleGradientError
+
+
+@pytest.mark.parametrize("mode", ["hooks", "functorch", "ew"])
+def test_per_sample_gradients_of_all_batches_stand_until_the_step(mode):
+    parts = private(count=8, grad_sample_mode=mode)
+    seen = []
+    for inputs, targets in parts.loader:
+        loss(parts.model, inputs, targets).backward()
+        seen.append((inputs, targets))
+    rows = [torch.cat(part) for part in zip(*seen, strict=True)]
+    shown = parts.optimizer.grad_samples
+    assert [one.shape for one in shown] == [(8, *p.shape) for p in parts.model.parameters()]
+    expected = truth(parts.model._module, *rows, max_norm=1e9)
+    for one, name in zip(shown, expected, strict=True):
+        torch.testing.assert_close(one.sum(0).double(), expected[name], rtol=1e-4, atol=1e-5)
+    clipped = truth(parts.model._module, *rows)
+    parts.optimizer.step()
+    assert_same(gradients(parts.model._module, 8), clipped)
+
+
+def backward(parts, batch):
+    loss(parts.model, *batch).backward()
+
+
+def poisson():
+    return private(count=40, batch_size=20, poisson_sampling=True, noise_multiplier=1.0)
+
+
+def test_under_poisson_sampling_a_second_batch_before_the_step_is_refused():
+    parts = poisson()
+    before = flat(dict(parts.model.named_parameters())).clone()
+    batches = iter(parts.loader)
+    backward(parts, next(batches))
+    with pytest.raises(RepeatedBackwardError, match=r"before optimizer\.step"):
+        backward(parts, next(batches))
+    assert torch.equal(flat(dict(parts.model.named_parameters())), before)
+    parts.optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("clears", ["optimizer", "model", "by hand"])
+def test_a_batch_whose_gradients_were_cleared_does_not_stand_in_the_way(clears):
+    parts = poisson()
+    batches = iter(parts.loader)
+    backward(parts, next(batches))
+    second = next(batches)
+    if clears == "optimizer":
+        parts.optimizer.zero_grad()
+    elif clears == "model":
+        parts.model.zero_grad()
+    else:
+        for p in parts.model.parameters():
+            p.grad_sample = None
+    backward(parts, second)
+    parts.optimizer.step()
+    assert sum(steps for *_, steps in parts.engine.accountant.history) == 2  # the one that was given up counts, too
+
+
+def test_after_a_step_what_was_not_cleared_is_named_as_that():
+    parts = poisson()
+    with pytest.raises(StaleGradientError, match="not cleared"):
+        for batch in parts.loader:
+            backward(parts, batch)
+            parts.optimizer.step()
