@@ -70,7 +70,7 @@ def test_under_autocast_no_row_exceeds_the_threshold(name, passes):
         training.optimizer.step()
         norm = torch.cat([p.grad.flatten() for p in training.model.parameters()]).norm()
         assert norm <= 0.01 * (1 + 1e-5)  # of eight rows that are the same, divided by eight
-    assert len(passes) == 10  # of 12: the probe is due at the first and the fourth, and so each row came once at least
+    assert len(passes) == 10  # of 12: the probe is due at the first and the eighth, and so each row came once at least
 
 
 def test_a_row_that_is_not_finite_is_dropped(passes):
