@@ -4,7 +4,8 @@ During the module's forward each such parameter is a ``WatchedParameter``: a ten
 part in. Three uses are understood, each with its own tap:
 
 * ``F.linear(x, weight, bias)``, or ``linear_place``: a Linear layer in all but name;
-* an elementwise operation with a tensor that carries the batch: the parameter is repeated for each row (``RowsTap``);
+* an elementwise operation with a tensor that carries the batch, or a product ``x @ parameter``, also as an ``einsum``:
+  the parameter is repeated for each row (``RowsTap``);
 * ``parameter.expand(B, ...)`` or ``repeat``, later joined with a tensor that carries the batch: the same.
 
 What only depends on the parameter (an index, a view, ``1 + scale``) is remembered and replayed for each row. Every
@@ -209,9 +210,7 @@ def _beside(value: WatchedParameter, other: Tensor, func: Any) -> Tensor:
     with torch._C.DisableTorchFunctionSubclass():
         shape = tuple(value.shape)
     rows = other.shape[0]
-    known = origin.batch_size()
-    if known is not None and rows != known:
-        raise _refusal(origin, f"{getattr(func, '__name__', func)} with a tensor whose axis 0 is not the batch")
+    _refuse_other_rows(origin, other, func)
     if origin.rows is not None and len(shape) == other.dim() and shape[0] == rows:
         return _aligned(value)
     if len(shape) < other.dim():
@@ -220,6 +219,12 @@ def _beside(value: WatchedParameter, other: Tensor, func: Any) -> Tensor:
     if len(shape) == other.dim() and shape[0] == 1:
         return origin.per_row(rows).flatten(0, 1)
     raise _refusal(origin, func)
+
+
+def _refuse_other_rows(origin: Origin, other: Tensor, func: Any) -> None:
+    known = origin.batch_size()
+    if known is not None and other.shape[0] != known:
+        raise _refusal(origin, f"{getattr(func, '__name__', func)} with a tensor whose axis 0 is not the batch")
 
 
 def _join(func, args, kwargs):
@@ -238,9 +243,12 @@ def _join(func, args, kwargs):
 def _linear(func, args, kwargs):
     names = ("input", "weight", "bias")
     given = {**dict(zip(names, args, strict=False)), **kwargs}
-    inputs, weight, bias = (given.get(name) for name in names)
-    inputs = realise(inputs)
+    weight, bias = given["weight"], given.get("bias")
+    inputs = realise(given["input"])
     origins = {n: v.origin for n, v in (("weight", weight), ("bias", bias)) if isinstance(v, WatchedParameter)}
+    if origins.keys() == {"weight"} and weight.origin.steps and weight.origin.place is None:
+        product = _row_by_row(inputs, weight, func, transposed=True)
+        return product if bias is None else product + bias
     for origin in origins.values():
         if origin.steps and origin.place is None:
             raise _refusal(origin, func)
@@ -248,12 +256,56 @@ def _linear(func, args, kwargs):
     return next(iter(origins.values())).tap_linear(origins, inputs, output)
 
 
+def _product(func, args, kwargs):
+    """``x @ parameter`` for an ``x`` that carries the batch."""
+    if len(args) != 2 or isinstance(args[0], WatchedParameter) or not isinstance(args[1], WatchedParameter):
+        raise _refusal(_first(args, kwargs).origin, func)
+    left, right = args
+    return _row_by_row(left, right, func)
+
+
+def _row_by_row(inputs: Tensor, weight: WatchedParameter, func: Any, *, transposed: bool = False) -> Tensor:
+    """``inputs (B, ..., I)`` times each row's own copy of a weight ``(I, O)``; ``(O, I)`` if ``transposed``."""
+    with torch._C.DisableTorchFunctionSubclass():
+        is_matrix = weight.dim() == 2
+    if not is_matrix or inputs.dim() < 2 or weight.origin.rows is not None:
+        raise _refusal(weight.origin, func)
+    _refuse_other_rows(weight.origin, inputs, func)
+    per_row = weight.origin.per_row(inputs.shape[0])
+    per_row = per_row.transpose(1, 2) if transposed else per_row
+    if inputs.dim() == 2:
+        return torch.bmm(inputs.unsqueeze(1), per_row).squeeze(1)
+    return torch.bmm(inputs.flatten(1, -2), per_row).unflatten(1, inputs.shape[1:-1])
+
+
+def _einsum(func, args, kwargs):
+    """An ``einsum`` in which all but one parameter have the batch as their first letter, and so has the result."""
+    equation, *operands = args
+    operands = list(operands[0]) if len(operands) == 1 and isinstance(operands[0], (list, tuple)) else operands
+    origin = _first(operands, kwargs).origin
+    terms, _, result = equation.replace(" ", "").partition("->") if isinstance(equation, str) else ("", "", "")
+    letters, at = terms.split(","), [i for i, one in enumerate(operands) if isinstance(one, WatchedParameter)]
+    batch = {term[:1] for i, term in enumerate(letters) if i not in at} | {result[:1]}
+    fits = len(at) == len(batch) == 1 and len(letters) == len(operands) > 1 and origin.rows is None
+    if not fits or "." in equation or kwargs:
+        raise _refusal(origin, func)
+    (letter,), (i,) = batch, at
+    if not letter or letter in letters[i]:
+        raise _refusal(origin, func)
+    others = [one for one in operands if one is not operands[i]]
+    for other in others:
+        _refuse_other_rows(origin, other, func)
+    operands[i], letters[i] = origin.per_row(others[0].shape[0]), letter + letters[i]
+    return torch.einsum(f"{','.join(letters)}->{result}", *operands)
+
+
 _KEEPS_SHAPE = {Tensor.to, Tensor.contiguous, Tensor.clone, Tensor.type_as}
 _UNARY = [
     Tensor.__getitem__, Tensor.unsqueeze, torch.unsqueeze, Tensor.squeeze, torch.squeeze, Tensor.view, Tensor.reshape,
     torch.reshape, Tensor.flatten, torch.flatten, Tensor.transpose, torch.transpose, Tensor.permute, torch.permute,
     Tensor.exp, torch.exp, Tensor.sigmoid, torch.sigmoid, Tensor.tanh, torch.tanh, F.softplus, Tensor.neg, torch.neg,
-    Tensor.__neg__, Tensor.abs, torch.abs, Tensor.square, torch.square, Tensor.float, *_KEEPS_SHAPE,
+    Tensor.__neg__, Tensor.abs, torch.abs, Tensor.square, torch.square, Tensor.float, Tensor.t, torch.t,
+    Tensor.T.__get__, Tensor.mT.__get__, *_KEEPS_SHAPE,  # type: ignore[attr-defined]
 ]  # fmt: skip
 _ELEMENTWISE = [
     Tensor.add, torch.add, Tensor.add_, Tensor.__iadd__, Tensor.__radd__,
@@ -267,4 +319,6 @@ _HANDLERS: dict[Any, Callable[..., Any]] = {
     **dict.fromkeys([Tensor.expand, Tensor.repeat], _expand),
     **dict.fromkeys([torch.cat, torch.concat, torch.concatenate], _join),
     **dict.fromkeys([F.linear, linear_place], _linear),
+    **dict.fromkeys([torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.mm, Tensor.mm], _product),
+    torch.einsum: _einsum,
 }

@@ -31,6 +31,15 @@ USES = {
     "scalar": ((), lambda p, x: x * p),
     "transposed-view": ((WIDTH, TIME), lambda p, x: x + p.transpose(0, 1)),
     "unsqueezed": ((WIDTH,), lambda p, x: x - p[None, None]),
+    "product": ((WIDTH, WIDTH), lambda p, x: x @ p),
+    "product-by-matmul": ((WIDTH, WIDTH), lambda p, x: torch.matmul(x, p.exp())),
+    "product-with-the-transposed": ((WIDTH, WIDTH), lambda p, x: x @ p.T),
+    "product-of-one-position": ((WIDTH, WIDTH), lambda p, x: torch.mm(x[:, 0], p).unsqueeze(1)),
+    "product-of-four-axes": ((WIDTH, WIDTH), lambda p, x: (x.unsqueeze(1) @ p).squeeze(1)),
+    "linear-by-the-transposed": ((WIDTH, WIDTH), lambda p, x: F.linear(x, p.t(), torch.ones(WIDTH).double())),
+    "einsum": ((WIDTH, WIDTH), lambda p, x: torch.einsum("bti, io -> bto", x, p)),
+    "einsum-of-a-list": ((TIME, WIDTH), lambda p, x: torch.einsum("ti,bti->bi", [p, x]).unsqueeze(1)),
+    "einsum-of-three": ((WIDTH, WIDTH), lambda p, x: torch.einsum("bti,ij,btj->bt", x, p, x).unsqueeze(2) * x),
     # As many positions as rows: axis 0 of the expanded parameter is time, not the batch.
     "time-looks-like-rows": ((1, WIDTH), lambda p, x: _as_wide(x) + p.expand(ROWS, WIDTH)),
 }
@@ -72,7 +81,14 @@ def test_understood_uses_give_the_sums_of_a_loop(use, mode):
 
 
 REFUSED = {
-    "matrix-product": ((WIDTH, WIDTH), lambda p, x: x @ p),
+    "product-from-the-left": ((TIME, TIME), lambda p, x: p @ x),
+    "product-with-a-vector": ((WIDTH,), lambda p, x: (x @ p).unsqueeze(2) * x),
+    "product-time-first": ((WIDTH, WIDTH), lambda p, x: (x.transpose(0, 1) @ p).transpose(0, 1)),
+    "product-in-place-of-rows": ((ROWS, WIDTH), lambda p, x: x[:, :, :1] @ p[:1] + 0 * (x.flatten(1).T @ p).sum()),
+    "einsum-over-rows": ((WIDTH, WIDTH), lambda p, x: x + torch.einsum("bti,ij->tj", x, p)),
+    "einsum-time-first": ((WIDTH, WIDTH), lambda p, x: x + torch.einsum("tbi,ij->tbj", x.transpose(0, 1), p).sum()),
+    "einsum-with-dots": ((WIDTH, WIDTH), lambda p, x: torch.einsum("...i,ij->...j", x, p)),
+    "einsum-of-it-alone": ((WIDTH, WIDTH), lambda p, x: x * torch.einsum("ij->i", p)),
     "norm": ((WIDTH,), lambda p, x: x * p.norm()),
     "softmax-then-scale": ((WIDTH,), lambda p, x: x * torch.softmax(p, 0)),
     "joined-along-the-batch": ((1, TIME, WIDTH), lambda p, x: torch.cat([x, p.expand(2, -1, -1)], dim=0)[: len(x)]),
@@ -91,7 +107,7 @@ def test_other_uses_are_refused_by_name_before_any_gradient(use):
     assert isinstance(model.own, nn.Parameter) and isinstance(model.inner.weight, nn.Parameter)
 
 
-@pytest.mark.parametrize("use", ["matrix-product", "norm", "softmax-then-scale"])
+@pytest.mark.parametrize("use", ["product-from-the-left", "norm", "softmax-then-scale"])
 def test_what_is_refused_works_through_the_fallback(use):
     torch.manual_seed(0)
     model = Holder(*REFUSED[use]).double()

@@ -56,14 +56,14 @@ class Counting(nn.Module):
 
 
 class BesideProduct(Inner):
-    """A product with a raw matrix, beside a child."""
+    """A product with a raw matrix on the left, beside a child."""
 
     def __init__(self, width: int):
         super().__init__(nn.Linear(width, width))
         self.matrix = nn.Parameter(torch.eye(width))
 
     def forward(self, x):
-        return self.inner(x @ self.matrix)
+        return self.inner((self.matrix @ x.unsqueeze(-1)).squeeze(-1))
 
 
 class TimeFirst(Inner):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import abc
 import math
+import re
 import warnings
 from collections.abc import Iterator
 from typing import Any
@@ -28,6 +29,8 @@ __all__ = [
     "DPRNNCellBase",
     "RNNLinear",
 ]
+
+_OPACUS_NAME = re.compile(r"(l\d+(?:_reverse)?)\.(ih|hh)\.(weight|bias)")
 
 
 def apply_permutation(tensor: Tensor, dim: int, permutation: Tensor | None) -> Tensor:
@@ -251,7 +254,19 @@ def _check_settings(dropout: Any, num_layers: int, proj_size: int) -> None:
         warnings.warn(message, UserWarning, stacklevel=3)
 
 
-class DPRNN(RenameParamsMixin, PrivateRNN):
+class _TakesBothNames(RenameParamsMixin):
+    """Loads what Opacus writes for a layer inside a model: each tensor under torch's name, and under its own again."""
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *rest: Any) -> None:
+        for key in list(state_dict):
+            own = _OPACUS_NAME.fullmatch(key.removeprefix(prefix)) if key.startswith(prefix) else None
+            if own is not None:
+                layer, gates, kind = own.groups()
+                state_dict.setdefault(f"{prefix}{kind}_{gates}_{layer}", state_dict.pop(key))
+        super()._load_from_state_dict(state_dict, prefix, *rest)
+
+
+class DPRNN(_TakesBothNames, PrivateRNN):
     """``nn.RNN`` whose rows can be told apart, with its state dict. Takes batched (3-D) or packed input.
 
     Args:
@@ -290,7 +305,7 @@ class DPRNN(RenameParamsMixin, PrivateRNN):
         return super().forward(input, state_init)
 
 
-class DPGRU(RenameParamsMixin, PrivateGRU):
+class DPGRU(_TakesBothNames, PrivateGRU):
     """``nn.GRU`` whose rows can be told apart, with its state dict. Takes batched (3-D) or packed input.
 
     Args:
@@ -326,7 +341,7 @@ class DPGRU(RenameParamsMixin, PrivateGRU):
         return super().forward(input, state_init)
 
 
-class DPLSTM(RenameParamsMixin, PrivateLSTM):
+class DPLSTM(_TakesBothNames, PrivateLSTM):
     """``nn.LSTM`` whose rows can be told apart, with its state dict. Takes batched (3-D) or packed input.
 
     Args:
