@@ -109,7 +109,8 @@ class ShownSums(ClippedSums):
         if not self._ended and (self.allows_accumulation or not self._stands_unreleased()):
             return
         if not self.allows_accumulation:
-            name = next(iter(self.strategy.parameters.values()), "")
+            stands = [name for name, p in super().trainable().items() if p in self._used]
+            name = next(iter([*self.strategy.parameters.values(), *stands]), "?")
             raise RepeatedBackwardError(
                 f"A second backward pass reached parameter '{name}' before optimizer.step(), and batches drawn by "
                 "Poisson sampling do not add up: the rows of the first would count twice, or be lost.",

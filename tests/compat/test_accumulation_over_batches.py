@@ -14,6 +14,7 @@ def test_per_sample_gradients_of_all_batches_stand_until_the_step(mode):
     for inputs, targets in parts.loader:
         loss(parts.model, inputs, targets).backward()
         seen.append((inputs, targets))
+        assert parts.optimizer.accumulated_iterations == len(seen)
     rows = [torch.cat(part) for part in zip(*seen, strict=True)]
     shown = parts.optimizer.grad_samples
     assert [one.shape for one in shown] == [(8, *p.shape) for p in parts.model.parameters()]
@@ -38,7 +39,7 @@ def test_under_poisson_sampling_a_second_batch_before_the_step_is_refused():
     before = flat(dict(parts.model.named_parameters())).clone()
     batches = iter(parts.loader)
     backward(parts, next(batches))
-    with pytest.raises(RepeatedBackwardError, match=r"before optimizer\.step"):
+    with pytest.raises(RepeatedBackwardError, match=r"parameter '_?[\w.]+' before optimizer\.step"):
         backward(parts, next(batches))
     assert torch.equal(flat(dict(parts.model.named_parameters())), before)
     parts.optimizer.zero_grad()

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from opacus_runs import assert_same, batch, by_hand, gradients, loss, truth
+from opacus_runs import assert_same, batch, by_hand, flat, gradients, loss, private, train, truth
 
 from dpengine.compat.opacus.optimizers.optimizer import (
     DPOptimizer,
@@ -10,6 +10,8 @@ from dpengine.compat.opacus.optimizers.optimizer import (
     _generate_noise,
     _mark_as_processed,
 )
+from dpengine.compat.opacus.utils.batch_memory_manager import BatchMemoryManager
+from dpengine.errors import TicketError
 
 
 class OwnNoise(DPOptimizer):
@@ -71,3 +73,45 @@ def test_a_gradient_that_went_into_a_step_is_refused():
     for obj in (used, [fresh, used]):
         with pytest.raises(ValueError, match="zero_grad"):
             _check_processed_flag(obj)
+
+
+class OwnStep(DPOptimizer):
+    """A step of the user's own, out of the parts that Opacus has."""
+
+    def pre_step(self, closure=None):
+        self.clip_and_accumulate()
+        if self._check_skip_next_step():
+            self._is_last_step_skipped = True
+            return False
+        self.add_noise()
+        self.scale_grad()
+        self._is_last_step_skipped = False
+        return True
+
+
+def chunked(parts):
+    with BatchMemoryManager(data_loader=parts.loader, max_physical_batch_size=3, optimizer=parts.optimizer) as chunks:
+        train(parts._replace(loader=chunks))
+
+
+def test_a_step_of_ones_own_waits_for_all_chunks_of_a_batch():
+    parts, own = (private(count=16, batch_size=8, noise_multiplier=0.0) for _ in range(2))
+    own.optimizer.__class__ = OwnStep
+    for each in (parts, own):
+        chunked(each)
+    assert own.engine.accountant.history == parts.engine.accountant.history
+    found, expected = (flat(dict(each.model.named_parameters())) for each in (own, parts))
+    torch.testing.assert_close(found, expected)
+
+
+def test_a_part_of_a_batch_gets_no_noise_and_does_not_leave():
+    parts = private(count=16, batch_size=8, noise_multiplier=1.0)
+    before = flat(dict(parts.model.named_parameters())).clone()
+    chunks = BatchMemoryManager(data_loader=parts.loader, max_physical_batch_size=3, optimizer=parts.optimizer)
+    with pytest.raises(TicketError, match="part of a logical batch"), chunks as some:
+        inputs, targets = next(iter(some))
+        loss(parts.model, inputs, targets).backward()
+        parts.optimizer.clip_and_accumulate()
+        parts.optimizer.add_noise()
+    assert all(p.grad is None or not p.grad.any() for p in parts.model.parameters())
+    assert torch.equal(flat(dict(parts.model.named_parameters())), before)

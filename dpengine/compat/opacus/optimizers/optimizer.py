@@ -231,8 +231,11 @@ class DPOptimizer(Optimizer):
         release = self._release
         if release.stage is Stage.RELEASED:
             return release.joined
+        if not release.hand_fed:
+            to_come = release.stage is Stage.OPEN and not (release.done or release.sums.waits_for_owner)
+            return max(1, len(release.tickets) - to_come)
         clipped = len(release.tickets) if release.stage is Stage.CLIPPED else 0
-        waiting = 0 if clipped and (release.goes_on or not release.hand_fed) else getattr(release.sums, "waits", 0)
+        waiting = 0 if clipped and release.goes_on else getattr(release.sums, "waits", 0)
         return max(1, clipped + waiting)
 
     # A step
@@ -269,9 +272,15 @@ class DPOptimizer(Optimizer):
             self._made.goes_on = self._is_last_step_skipped = False
 
     def _check_skip_next_step(self, pop_next: bool = True) -> bool:
-        if not self._skips:
-            return False
-        return self._skips.pop(0) if pop_next else self._skips[0]
+        skips = bool(self._skips) and (self._skips.pop(0) if pop_next else self._skips[0])
+        if self._made is None or not pop_next:
+            return skips
+        release = self._made
+        skips = skips or (release.stage is Stage.OPEN and release.done)  # a chunk of a batch of which more are to come
+        release.goes_on = skips
+        if skips:
+            self._skipped_batches = frozenset(ticket.step for ticket in release.tickets)
+        return skips
 
     def clip_and_accumulate(self) -> None:
         """Clips what waits, and adds it to ``p.summed_grad``."""
@@ -305,7 +314,6 @@ class DPOptimizer(Optimizer):
         skips = self._check_skip_next_step()
         self._is_last_step_skipped = release.goes_on = skips or not release_of.is_complete(release)
         if self._is_last_step_skipped:
-            self._skipped_batches = frozenset(ticket.step for ticket in release.tickets)
             return False
         with release_of.leaving(self, release):
             self.add_noise()

@@ -17,7 +17,7 @@ from dpengine.arrange import source_for
 from dpengine.clipping import AbstractClip, ShownSums
 from dpengine.compat.opacus.grad_sample.gsm_base import sums_of
 from dpengine.distributed import SINGLE, Topology, refuse_other_weights, topology_of
-from dpengine.errors import MissingGradientError, ParameterMismatchError, ScaledGradientError
+from dpengine.errors import MissingGradientError, ParameterMismatchError, ScaledGradientError, TicketError
 from dpengine.noise import DEFAULT_KIND, SECURE_KIND, NoiseSource
 from dpengine.optimizer import refuse_optimizer, refuse_replaced
 from dpengine.release import Release
@@ -235,6 +235,11 @@ def leaving(optimizer: DPOptimizer, release: Release) -> Iterator[None]:
 
 def write_noised(optimizer: DPOptimizer, release: Release) -> None:
     """Sums with noise in ``p.grad``."""
+    if release.stage is Stage.OPEN:
+        raise TicketError(
+            "add_noise() would release a part of a logical batch, which nothing has charged.",
+            fix="Release it when all of its chunks are clipped: pre_step() returns True then.",
+        )
     if release.stage is Stage.CLIPPED:  # called by hand: the charge and all else is due here
         with leaving(optimizer, release):
             release._write_gradients(divides=False)
