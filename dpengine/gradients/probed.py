@@ -24,6 +24,8 @@ EVERY = 500  # backward passes from one probe to the next; the first ones are at
 class Probed(AbstractGradients):
     """Any strategy, with a probe before its sums are used: at some of the first passes, and at every ``every``-th.
 
+    A pass of more than twice the rows that were probed has the next one probed.
+
     Rows that do not stay apart raise UnsupportedLayerError, which names the parameter that shows it most. A model whose
     forward does not repeat itself under the same random state cannot be probed, nor can gradients that did not come
     through its outputs, which is noticed once.
@@ -40,6 +42,7 @@ class Probed(AbstractGradients):
         self._every = every
         self._passes = 0
         self._next = 1  # the pass that is probed next
+        self._most_rows = 0  # of a pass that was probed, or had the next one probed
         self._sq_norms_B = torch.zeros(0)
         self._own = Replay() if capture.replay is None else None
         self._combined = False  # whether rows are units now
@@ -116,10 +119,14 @@ class Probed(AbstractGradients):
     def probe(self) -> None:
         """Ends a pass whose norms were asked for, with a probe if one is due."""
         replay, sq_norms_B = self._capture.replay, self._sq_norms_B
+        rows = len(sq_norms_B)
         self._passes += 1
-        if self._every is not None and self._passes >= self._next and replay is not None and len(sq_norms_B) > 1:
+        if self._every is not None and self._passes >= self._next and replay is not None and rows > 1:
             first, self._next = self._next == 1, min(8 * self._passes, self._passes + self._every)
+            self._most_rows = max(self._most_rows, rows)
             Company(self._capture, replay, sq_norms_B, self._passes, thorough=first).ask()
+        elif rows > 2 * self._most_rows > 0:  # what keeps few rows apart may mix many
+            self._next, self._most_rows = self._passes + 1, rows
         self._arm()
 
     def clear(self) -> None:

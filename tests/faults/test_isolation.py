@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from faults.neighbours import CLASSES, FEATURES, MODES, influence, mlp, plain_step, private, release_of, tensors
 from torch import nn
 
+from dpengine import Flat, PerSampleGradientClipper
 from dpengine.errors import BatchDependentLossError, PrivacyError, PrivacyWarning, UnsupportedLayerError
 from dpengine.gradients import probe, probed
 
@@ -353,6 +354,18 @@ def test_f_m2_the_steps_that_are_probed(monkeypatch):
             steps.append(len(batch[0]))
             plain_step(model, optimizer, *batch)
     assert probed_at == [1, 8, 64, 512, 1012]
+
+
+def test_f_m2_much_larger_batches_are_probed_as_well(monkeypatch):
+    asked = []
+    monkeypatch.setattr(probe.Company, "ask", lambda self: asked.append(len(self._usable_B)))
+    model = mlp()
+    clipper = PerSampleGradientClipper(model, Flat(1.0))
+    for rows in (4, 4, 8, 9, 10, 10, 30, 25):
+        inputs, targets = tensors(rows=rows)
+        F.cross_entropy(model(inputs), targets).backward()
+        clipper.clip_and_accumulate()
+    assert asked == [4, 10, 25]  # the first, and after 9 and 30
 
 
 def capture_strategy(optimizer):
