@@ -144,10 +144,14 @@ class Own(nn.Module):
         return torch.tanh(self.apply_to(self.dropout(x), self.weight))
 
 
+def from_the_left(x, weight):
+    return (weight @ x.unsqueeze(-1)).squeeze(-1)
+
+
 @through_some(LAYER_DOORS)
 def test_small_a_layer_without_a_rule_that_has_dropout_inside_is_right_or_refused_with_a_remedy(door):
     x = torch.randn(ROWS, FEATURES)
-    for apply in (F.linear, torch.matmul):
+    for apply in (F.linear, torch.matmul, from_the_left):
         torch.manual_seed(1)
         model = nn.Sequential(nn.Linear(FEATURES, 6), Own(apply), nn.Linear(6, CLASSES))
         plain = copy.deepcopy(model)
@@ -155,7 +159,7 @@ def test_small_a_layer_without_a_rule_that_has_dropout_inside_is_right_or_refuse
         for _ in private.loader:
             private.optimizer.zero_grad()
             torch.manual_seed(5)
-            if apply is torch.matmul or door.mode == "functorch":
+            if apply is from_the_left or door.mode == "functorch":
                 with pytest.raises(UnsupportedLayerError, match=r"'1(' \(Own\)|\.weight')") as seen:
                     private.backward(x, labels())
                 assert "move dropout into an nn.Dropout outside" in seen.value.fix or "of its own" in seen.value.fix
