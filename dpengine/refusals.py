@@ -94,7 +94,7 @@ def _why_not_ready(release: Release) -> str:
     if release.done or release.rows == 0:
         return ""
     if release.sums.model.training and not release.sums.capture.watching:
-        return "the model's hooks are off. Call model.enable_hooks() before the forward pass."
+        return "the model's hooks are off: no backward pass was recorded. Call model.enable_hooks() first."
     if release.sums.capture.leaks or not release.sums.model.training:
         return (
             "the model was in eval mode, or backward went around it. Call model.train() before the forward pass, and "

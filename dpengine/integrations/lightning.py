@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-import secrets
 from collections.abc import Iterator
 from typing import Any
 
@@ -65,7 +64,6 @@ class DPCallback(lightning_class("Callback")):  # type: ignore[misc]
         super().__init__()
         self.engine = PrivacyEngine() if engine is None else engine
         self.wanted = wanted
-        self._account = secrets.token_hex(8)  # of this process: what its own checkpoints say was counted here already
         self._trainer: Any = None
         self._resumes = False
         self._handed: _HandedOver | None = None
@@ -77,7 +75,7 @@ class DPCallback(lightning_class("Callback")):  # type: ignore[misc]
         if stage != "fit":
             return
         _refuse(trainer)
-        self._trainer = trainer
+        self._trainer, self._resumes = trainer, False
         give = trainer.strategy.process_dataloader
         trainer.strategy.process_dataloader = lambda loader: self._take(give(loader))
 
@@ -106,12 +104,13 @@ class DPCallback(lightning_class("Callback")):  # type: ignore[misc]
 
     def state_dict(self) -> dict[str, Any]:
         """What was spent, for Lightning's checkpoint."""
-        return {"engine": self.engine.state_dict(), "account": self._account}
+        return {"engine": self.engine.state_dict()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Adds what was spent before the checkpoint, unless this callback wrote it and knows that, and more."""
-        if state_dict["account"] != self._account:
-            self.engine.load_state_dict(state_dict["engine"])
+        """Adds what was spent before the checkpoint that ``fit`` goes on from, each time: never too little."""
+        if self._trainer is None:  # to validate or test, which spends nothing
+            return
+        self.engine.load_state_dict(state_dict["engine"])
         self._resumes = True
 
     # What becomes of the loader
@@ -210,6 +209,11 @@ def _refuse(trainer: Any) -> None:
         raise SamplingError(
             f"The trainer runs {trainer.world_size} processes, each of which would draw batches of its own.",
             fix="Trainer(devices=1); for several processes, write the loop: see docs/scale.md.",
+        )
+    if getattr(trainer.strategy, "launcher", None) is not None:
+        raise SamplingError(
+            f"The trainer trains in another process ({type(trainer.strategy).__name__}), which would keep the account.",
+            fix="Trainer(devices=1, strategy='auto').",
         )
     if trainer.accumulate_grad_batches != 1:
         raise ScaledGradientError(

@@ -51,6 +51,8 @@ def whole_tensors(dataset: Dataset[Any], collate_fn: Any) -> WholeTensors | None
         return None
     indices = []
     while type(dataset) is Subset:
+        if not isinstance(dataset.indices, range) and not all(type(i) is int for i in dataset.indices):
+            return None  # a mask, say, would be taken for numbers
         indices.append(dataset.indices)
         dataset = dataset.dataset
     if type(dataset) is not TensorDataset:

@@ -234,11 +234,19 @@ def test_an_engine_that_trained_before_adds_what_a_checkpoint_of_another_process
     assert callback.engine.ledger.steps == 6 + 12 + 6
 
 
-def test_a_checkpoint_of_the_same_account_is_not_counted_again(tmp_path):
+def test_a_checkpoint_is_counted_each_time_that_training_goes_on_from_it(tmp_path):
     callback, module = DPCallback(**WANTED), Plain()
     fit(module, callback, epochs=2).save_checkpoint(tmp_path / "run.ckpt")
+    trainer(callback).validate(module, loader(25), ckpt_path=tmp_path / "run.ckpt", verbose=False)
+    assert callback.engine.ledger.steps == 12
     fit(module, callback, epochs=3, ckpt_path=tmp_path / "run.ckpt")
-    assert callback.engine.ledger.steps == 12 + 6
+    assert callback.engine.ledger.steps == 12 + 12 + 6
+
+
+def test_another_process_on_one_device_is_refused():
+    made = trainer(DPCallback(**WANTED), strategy="ddp_spawn")
+    with pytest.raises(SamplingError, match="another process"):
+        made.callbacks[0].setup(made, Plain(), "fit")
 
 
 def test_noise_that_hangs_together_takes_its_length_from_the_trainer():
