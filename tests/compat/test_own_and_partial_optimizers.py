@@ -4,19 +4,12 @@ import pytest
 import torch
 from opacus_runs import assert_same, backward, batch, by_hand, flat, gradients, loss, model, private, truth
 
-from dpengine.compat.opacus import GradSampleModule, GradSampleModuleFastGradientClipping
-from dpengine.compat.opacus.grad_sample import GradSampleModuleExpandedWeights, GradSampleModuleNoOp
+from dpengine.compat.opacus import GradSampleModule
+from dpengine.compat.opacus.grad_sample import GradSampleModuleNoOp
 from dpengine.compat.opacus.optimizers import (
     DPOptimizer,
 )
 from dpengine.errors import ParameterMismatchError, PrivacyError
-
-WRAPPERS = {
-    "hooks": GradSampleModule,
-    "functorch": lambda m: GradSampleModule(m, force_functorch=True),
-    "ew": GradSampleModuleExpandedWeights,
-    "ghost": GradSampleModuleFastGradientClipping,
-}
 
 
 def test_an_own_add_noise_is_used_and_charged():
