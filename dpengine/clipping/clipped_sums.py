@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -27,21 +28,40 @@ from .policy import AbstractClip
 REDUCTIONS = ("mean", "sum")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class ClipStatistics:
-    """What one backward pass showed. Not private.
+    """What one backward pass showed. Not private. Looked up when asked for, since an accelerator has to be waited for.
 
     Attributes:
         rows: Rows of the batch.
-        largest_norm: Largest per-sample gradient norm over all groups, 0.0 without rows.
-        clipped: Rows whose norm was above the threshold of some group.
         dropped: Rows whose norm was not finite.
+        norms_BK: Norms by row and group; None without rows.
+        factors_BK: What their gradients were multiplied by.
     """
 
     rows: int = 0
-    largest_norm: float = 0.0
-    clipped: int = 0
     dropped: int = 0
+    norms_BK: Tensor | None = None
+    factors_BK: Tensor | None = None
+
+    @property
+    def largest_norm(self) -> float:
+        """Largest per-sample gradient norm over all groups, 0.0 without rows."""
+        if self.norms_BK is None:
+            return 0.0
+        finite = self.norms_BK.masked_fill(~self._finite_B1(self.norms_BK), 0)
+        return float(finite.square().sum(dim=1).max().sqrt())
+
+    @property
+    def clipped(self) -> int:
+        """Rows whose norm was above the threshold of some group."""
+        if self.norms_BK is None or self.factors_BK is None:
+            return 0
+        return int(((self.factors_BK < 1 - 2**-19) & self._finite_B1(self.norms_BK)).any(dim=1).sum())
+
+    @staticmethod
+    def _finite_B1(norms_BK: Tensor) -> Tensor:
+        return norms_BK.isfinite().all(dim=1, keepdim=True)
 
 
 class ClippedSums:
@@ -214,13 +234,10 @@ class ClippedSums:
         self.contributed |= set(self.strategy.parameters)
         norms_BK = self._sq_norms(groups, num_groups, scale).sqrt()
         factors_BK = self.policy.factors(norms_BK)
-        dropped_B = ~torch.isfinite(norms_BK).all(dim=1)
-        dropped = int(dropped_B.sum())
-        if dropped:
-            self.strategy.drop(dropped_B)
+        dropped = self._drop_rows_not_finite(norms_BK)
         self.policy.observe(norms_BK)
         largest = max(1.0, float(factors_BK.max())) if rows else 1.0
-        weights_BK = factors_BK / largest
+        weights_BK = factors_BK / largest if largest > 1 else factors_BK
         # Sums are float32, where a number below the smallest normal one may be rounded up to twice what it was.
         weights_BK = weights_BK.masked_fill(weights_BK < torch.finfo(torch.float32).smallest_normal, 0)
         try:
@@ -238,11 +255,16 @@ class ClippedSums:
                 "A row whose gradient is not finite could not be kept out of the sum.",
                 fix="Keep NaN and infinity out of the data: replace them before the model.",
             )
-        if not rows:
-            return ClipStatistics()
-        finite = norms_BK.masked_fill(dropped_B.unsqueeze(1), 0)
-        clipped = int(((factors_BK < 1 - 2**-19).any(dim=1) & ~dropped_B).sum())
-        return ClipStatistics(rows, float(finite.square().sum(dim=1).max().sqrt()), clipped, dropped)
+        return ClipStatistics(rows, dropped, norms_BK, factors_BK) if rows else ClipStatistics()
+
+    def _drop_rows_not_finite(self, norms_BK: Tensor) -> int:
+        """Makes the gradients of rows zero that have a norm which is not finite; how many these are."""
+        if math.isfinite(float(norms_BK.sum())):  # one that is not would show in the sum
+            return 0
+        dropped_B = ~torch.isfinite(norms_BK).all(dim=1)
+        if dropped := int(dropped_B.sum()):
+            self.strategy.drop(dropped_B)
+        return dropped
 
     def _sq_norms(self, groups: Mapping[nn.Parameter, int], num_groups: int, scale: float) -> Tensor:
         """Squared norms ``(B, K)`` of whole gradients."""

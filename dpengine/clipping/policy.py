@@ -163,8 +163,8 @@ def selected(factors_BK: Tensor, norms_BK: Tensor) -> Tensor:
     least = info.smallest_normal * info.eps
     lowered_BK = torch.where(factors_BK < info.smallest_normal, (factors_BK - least).clamp(min=0), factors_BK)
     # Selection, not multiplication: 0 * NaN is NaN.
-    usable_B1 = (torch.isfinite(norms_BK) & (norms_BK >= 0)).all(dim=1, keepdim=True)
-    return torch.where(usable_B1, lowered_BK, torch.zeros_like(lowered_BK))
+    usable_B1 = ((norms_BK >= 0) & (norms_BK < torch.inf)).all(dim=1, keepdim=True)
+    return torch.where(usable_B1, lowered_BK, 0.0)
 
 
 def check_norms(where: str, norms_BK: Tensor, groups: int | None = None) -> None:

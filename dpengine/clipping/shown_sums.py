@@ -64,7 +64,7 @@ class ShownSums(ClippedSums):
         self.shows = shows
         self.allows_accumulation = True
         self.on_pass: Callable[[], None] = _nothing
-        self._norms_B: Tensor | None = None
+        self._sq_norms_BK: Tensor | None = None
         self._ended = False  # whether the strategy holds a backward pass that is over
         self._listed: tuple[nn.Parameter, ...] = ()  # what trains, as of its end
         self._present: dict[nn.Parameter, OnDemand] = {}  # what is shown of it
@@ -143,7 +143,7 @@ class ShownSums(ClippedSums):
         except BaseException:
             self.forget_pass()
             raise
-        self._ended, self._norms_B = True, None
+        self._ended, self._sq_norms_BK = True, None
         if self.shows and self.topology.runs_by_itself:
             self._show()
 
@@ -188,17 +188,16 @@ class ShownSums(ClippedSums):
     @torch.no_grad()
     def norms(self) -> Tensor | None:
         """Norms ``(B,)`` of the last backward pass, clipped or not; None before the first. Not private."""
-        if self._ended and self._norms_B is None:
+        if self._ended and self._sq_norms_BK is None:
             groups = dict.fromkeys(self.strategy.parameters, 0)
             scale = common_rows(self.strategy.rows) if self.loss_reduction == "mean" else 1.0
             with self.capture.paused():
-                self._norms_B = self.strategy.sq_norms(groups, 1, scale).sqrt()[:, 0]
-        return self._norms_B
+                self._sq_norms_BK = self.strategy.sq_norms(groups, 1, scale)
+        return None if self._sq_norms_BK is None else self._sq_norms_BK.sum(dim=1).sqrt()
 
     def _sq_norms(self, groups: Mapping[nn.Parameter, int], num_groups: int, scale: float) -> Tensor:
-        norms_BK = super()._sq_norms(groups, num_groups, scale)
-        self._norms_B = norms_BK.sum(dim=1).sqrt()
-        return norms_BK
+        self._sq_norms_BK = super()._sq_norms(groups, num_groups, scale)
+        return self._sq_norms_BK
 
     @property
     def pending(self) -> bool:

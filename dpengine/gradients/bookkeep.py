@@ -153,13 +153,12 @@ class Bookkeep(AbstractGradients):
                 entry.drop(rows_B)
 
     def add_sums(self, groups: Mapping[nn.Parameter, int], weights_BK: Tensor, scale: float, into: Sums) -> None:
-        narrow_BK = weights_BK.float()  # once for all parameters
-        while self._entries:  # what arrived last first; what one held is free before the next one is summed
-            parameter, entry = self._entries.popitem()
-            weights = weights_BK if parameter.dtype is torch.float64 else narrow_BK
-            with self._still():
-                entry.add_sum(weights[:, groups[parameter]], scale, into)
-            into.complete(parameter)
+        weights = {torch.float64: weights_BK.unbind(dim=1), torch.float32: weights_BK.float().unbind(dim=1)}
+        with self._still():
+            while self._entries:  # what arrived last first; what one held is free before the next one is summed
+                parameter, entry = self._entries.popitem()
+                entry.add_sum(weights[wide(parameter.dtype)][groups[parameter]], scale, into)
+                into.complete(parameter)
 
     def clear(self) -> None:
         self._entries = {}

@@ -367,10 +367,15 @@ def _rounded(size: int) -> int:
 
 def plan_key(entries: Sequence[Entry], rows: int) -> object:
     """Equal for passes that one plan is for. Parameters are told apart by their place in memory, while they live."""
-    return _rounded(rows), tuple(
-        (id(entry.use.parameter), entry.kept is None, tuple(shapes_of(call) for call, _ in entry.calls))
-        for entry in entries
-    )
+    shapes: dict[int, tuple[Any, ...]] = {}  # by call, which the parameters of a layer share
+    found: list[object] = []
+    for entry in entries:
+        for call, _ in entry.calls:
+            if id(call) not in shapes:
+                shapes[id(call)] = shapes_of(call)
+        of_calls = tuple(shapes[id(call)] for call, _ in entry.calls)
+        found.append((id(entry.use.parameter), entry.kept is None, of_calls))
+    return _rounded(rows), tuple(found)
 
 
 class KeepAll:
