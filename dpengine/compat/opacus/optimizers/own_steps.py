@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from dpengine.errors import StaleGradientError
+from dpengine.gradients import wide
 from dpengine.noise import DEFAULT_KIND, SECURE_KIND, NoiseSource
 
 from .release_of import seed_of
@@ -42,12 +43,8 @@ def _generate_noise(
     """
     kind, seed = SECURE_KIND if secure_mode else DEFAULT_KIND, seed_of(generator)
     source = NoiseSource.fresh(kind) if seed is None else NoiseSource.seeded(seed, kind)
-    flat = torch.zeros(reference.numel(), dtype=_wide(reference.dtype), device=reference.device)
+    flat = torch.zeros(reference.numel(), dtype=wide(reference.dtype), device=reference.device)
     if std and flat.numel():
         source.add_normal_(flat, std, domain="own step", step=0)
     source.close()
     return flat.to(reference.dtype).view(reference.shape)
-
-
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype is torch.float64 else torch.float32
