@@ -41,7 +41,7 @@ class DPCallback(lightning_class("Callback")):  # type: ignore[misc]
         private = DPCallback(target_epsilon=3.0, max_grad_norm=1.0)
         trainer = Trainer(max_epochs=10, callbacks=[private])
         trainer.fit(module, loader)
-        private.engine.report().print()
+        print(private.engine.report())
 
     The module stays as it is: one optimizer, any ``training_step`` whose loss is a mean over rows (or a sum, with
     ``loss_reduction="sum"``). Epsilon is logged as ``epsilon`` at the end of each epoch, and goes into Lightning's
