@@ -24,7 +24,7 @@ EVERY = 500  # backward passes from one probe to the next; the first ones are at
 class Probed(AbstractGradients):
     """Any strategy, with a probe before its sums are used: at some of the first passes, and at every ``every``-th.
 
-    A pass of more than twice the rows that were probed has the next one probed.
+    A pass of more than twice the rows that were probed has the next one probed, as thoroughly as the first.
 
     Rows that do not stay apart raise UnsupportedLayerError, which names the parameter that shows it most. A model whose
     forward does not repeat itself under the same random state cannot be probed, nor can gradients that did not come
@@ -42,6 +42,7 @@ class Probed(AbstractGradients):
         self._every = every
         self._passes = 0
         self._next = 1  # the pass that is probed next
+        self._thorough = True  # whether that is on more rows than were probed
         self._most_rows = 0  # of a pass that was probed, or had the next one probed
         self._sq_norms_B = torch.zeros(0)
         self._own = Replay() if capture.replay is None else None
@@ -122,11 +123,12 @@ class Probed(AbstractGradients):
         rows = len(sq_norms_B)
         self._passes += 1
         if self._every is not None and self._passes >= self._next and replay is not None and rows > 1:
-            first, self._next = self._next == 1, min(8 * self._passes, self._passes + self._every)
+            thorough, self._thorough = self._thorough, False
+            self._next = min(8 * self._passes, self._passes + self._every)
             self._most_rows = max(self._most_rows, rows)
-            Company(self._capture, replay, sq_norms_B, self._passes, thorough=first).ask()
+            Company(self._capture, replay, sq_norms_B, self._passes, thorough=thorough).ask()
         elif rows > 2 * self._most_rows > 0:  # what keeps few rows apart may mix many
-            self._next, self._most_rows = self._passes + 1, rows
+            self._next, self._most_rows, self._thorough = self._passes + 1, rows, True
         self._arm()
 
     def clear(self) -> None:

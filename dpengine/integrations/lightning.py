@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch.utils.data import DataLoader
@@ -20,11 +20,14 @@ from dpengine.errors import (
     MissingDependencyError,
     ParameterMismatchError,
     SamplingError,
-    ScaledGradientError,
+    TicketError,
 )
 from dpengine.names import refuse_unknown
+from dpengine.run import Run
+from dpengine.stage import Stage
 
 from .lightning_classes import lightning_class
+from .lightning_refusals import refuse_callbacks, refuse_change, refuse_settings
 
 _OURS = {"self", "module", "optimizer", "data_loader", "accumulation_steps", "grad_scaler", "lr_scheduler"}
 _WANTED = [name for name in inspect.signature(PrivacyEngine.make_private).parameters if name not in _OURS]
@@ -38,12 +41,16 @@ class DPCallback(lightning_class("Callback")):  # type: ignore[misc]
         private = DPCallback(target_epsilon=3.0, max_grad_norm=1.0)
         trainer = Trainer(max_epochs=10, callbacks=[private])
         trainer.fit(module, loader)
-        private.engine.report().print()
+        print(private.engine.report())
 
     The module stays as it is: one optimizer, any ``training_step`` whose loss is a mean over rows (or a sum, with
     ``loss_reduction="sum"``). Epsilon is logged as ``epsilon`` at the end of each epoch, and goes into Lightning's
     checkpoints: a run that is resumed by ``ckpt_path`` counts all of its steps. With ``physical_batch_size`` a batch
-    comes in chunks, each of which Lightning counts as a step, in ``max_steps`` too.
+    comes in chunks, each of which Lightning counts as a step, in ``max_steps`` too. A batch for which ``training_step``
+    returns None is given up, and charged.
+
+    What changes the run behind the engine's back, as another callback may, is refused before each batch and each step
+    of the trainer's optimizers. Other optimizers, that a hook of the module makes for itself, are not seen.
 
     Args:
         engine: Keeps the account; None makes one, which is ``engine`` from then on.
@@ -67,6 +74,9 @@ class DPCallback(lightning_class("Callback")):  # type: ignore[misc]
         self._trainer: Any = None
         self._resumes = False
         self._handed: _HandedOver | None = None
+        self._run: Run | None = None  # from the first batch on
+        self._watched: list[Any] = []  # handles of the hooks on optimizers
+        self._lossless = False  # whether training_step gave nothing to go backward from
 
     # From Lightning
 
@@ -74,10 +84,16 @@ class DPCallback(lightning_class("Callback")):  # type: ignore[misc]
         """Refuses what would not be private, and waits for the training loader."""
         if stage != "fit":
             return
-        _refuse(trainer)
+        refuse_settings(trainer)
+        refuse_callbacks(trainer)
         self._trainer, self._resumes = trainer, False
-        give = trainer.strategy.process_dataloader
+        give, step = trainer.strategy.process_dataloader, trainer.strategy.optimizer_step
         trainer.strategy.process_dataloader = lambda loader: self._take(give(loader))
+        trainer.strategy.optimizer_step = lambda *args, **kwargs: _or_none(step, args, kwargs)
+
+    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+        """From here on no optimizer steps but the private one."""
+        self._watched = [one.register_step_pre_hook(self._before_step) for one in trainer.optimizers]
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """The loader was handed over by now, or the trainer has another one."""
@@ -88,10 +104,33 @@ class DPCallback(lightning_class("Callback")):  # type: ignore[misc]
             )
         _ = self._handed.private
 
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        """No loss until now."""
+        self._lossless = pl_module.automatic_optimization
+
+    def on_before_backward(self, trainer: Any, pl_module: Any, loss: Any) -> None:
+        """There is one."""
+        self._lossless = False
+
+    def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
+        """Gives up a batch with rows but no loss, as Lightning does: there is nothing to release."""
+        if self._run is None or not self._lossless:
+            return
+        release = self._run.release
+        if release.stage is not Stage.OPEN or release.done or release.rows == 0:
+            return
+        if self.in_chunks:
+            raise TicketError(
+                "training_step returned None for a chunk of a batch; the other chunks cannot be released without it.",
+                fix="Return a loss for each, or leave physical_batch_size out.",
+            )
+        raise _NoLossError
+
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
         """Logs epsilon."""
         with contextlib.suppress(AccountingRefusedError):  # none is claimed of shuffled batches
-            pl_module.log("epsilon", self.engine.epsilon, prog_bar=True)
+            # Lightning asks for a batch size where training_step reads the loader by itself.
+            pl_module.log("epsilon", self.engine.epsilon, prog_bar=True, batch_size=1)
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Takes everything off again; what was spent stays in ``engine``."""
@@ -128,6 +167,11 @@ class DPCallback(lightning_class("Callback")):  # type: ignore[misc]
         self._handed = _HandedOver(self, loader)
         return self._handed
 
+    @property
+    def in_chunks(self) -> bool:
+        """Whether a batch may come in parts."""
+        return self.wanted.get("physical_batch_size") is not None
+
     def make_private(self, loader: DataLoader[Any]) -> Any:
         """Returns the private loader, once there is an optimizer; called by what stands in for ``loader``."""
         trainer = self._trainer
@@ -147,29 +191,59 @@ class DPCallback(lightning_class("Callback")):  # type: ignore[misc]
                 f"The checkpoint ({trainer.ckpt_path}) says nothing of what was spent before it was written.",
                 fix="Resume from one that was written with this callback, or load weights that are public by hand.",
             )
-        in_chunks = self.wanted.get("physical_batch_size") is not None
         length = {}
         if self.wanted.keys() & {"target_epsilon", "noise"} and not self.wanted.keys() & {"epochs", "steps"}:
             length = {"steps": trainer.max_steps} if trainer.max_steps > 0 else {"epochs": trainer.max_epochs}
         scheduler = None
-        if in_chunks:  # Lightning would count them
+        if self.in_chunks:  # Lightning would count them
             by_step = [config.scheduler for config in trainer.lr_scheduler_configs if config.interval == "step"]
             scheduler = by_step[0] if by_step else None
         module, (optimizer,) = trainer.lightning_module, trainer.optimizers
         _, _, private = self.engine.make_private(
             module, optimizer, loader, lr_scheduler=scheduler, **{**length, **self.wanted}
         )
-        self.engine.runs[-1].release.ahead = int(in_chunks)  # Lightning reads one ahead to see the end
+        self._run = self.engine.runs[-1]
+        self._run.release.ahead = int(self.in_chunks)  # Lightning reads one ahead to see the end
         return private
+
+    def refuse_change(self) -> None:
+        """Refuses to go on with another run than the one that was made private; called before each batch and step."""
+        if self._run is not None:
+            refuse_change(self._trainer, self, self._run)
+
+    def _before_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        if self._run is None:
+            raise SamplingError(
+                f"{type(optimizer).__name__} stepped before the first training batch, and so without privacy.",
+                fix="Train in training_step alone: neither while validating nor before training.",
+            )
+        self.refuse_change()
+
+    def end(self) -> None:
+        """Has the trainer stop: the budget is spent, and Lightning would begin one empty epoch after the other."""
+        if self._trainer is not None:
+            self._trainer.should_stop = True
 
     def _let_go(self) -> None:
         if self._trainer is None:
             return
-        with contextlib.suppress(AttributeError):
-            del self._trainer.strategy.process_dataloader
-        if self._handed is not None and self._handed.made is not None:
-            self.engine.detach(self._trainer.lightning_module)
-        self._trainer, self._handed, self._resumes = None, None, False
+        for name in ("process_dataloader", "optimizer_step"):
+            vars(self._trainer.strategy).pop(name, None)
+        while self._watched:
+            self._watched.pop().remove()
+        if self._run is not None and self._run.attached:
+            self.engine.detach(self._run.model)
+        self._trainer, self._handed, self._run, self._resumes = None, None, None, False
+
+
+class _NoLossError(Exception):
+    """Leaves a step that has no loss."""
+
+
+def _or_none(step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    with contextlib.suppress(_NoLossError):
+        return step(*args, **kwargs)
+    return None
 
 
 class _HandedOver:
@@ -194,45 +268,16 @@ class _HandedOver:
 
     def __iter__(self) -> Iterator[Any]:
         """The batches. The first is drawn when it is asked for, not now."""
-        yield from self.private
+        empty = True
+        for batch in self.private:
+            self._callback.refuse_change()
+            yield batch
+            empty = False
+        if empty:
+            self._callback.end()
 
     def __len__(self) -> int:
         """Batches of a pass; a TypeError, which Lightning takes for an unknown number, where they come in chunks."""
-        if self._callback.wanted.get("physical_batch_size") is not None:
+        if self._callback.in_chunks:
             raise TypeError("The number of chunks depends on what is drawn.")
         return len(self.loader if self.made is None else self.made)
-
-
-def _refuse(trainer: Any) -> None:
-    """Refuses settings of the trainer that change gradients or batches behind the engine's back."""
-    if trainer.world_size != 1:
-        raise SamplingError(
-            f"The trainer runs {trainer.world_size} processes, each of which would draw batches of its own.",
-            fix="Trainer(devices=1); for several processes, write the loop: see docs/scale.md.",
-        )
-    if getattr(trainer.strategy, "launcher", None) is not None:
-        raise SamplingError(
-            f"The trainer trains in another process ({type(trainer.strategy).__name__}), which would keep the account.",
-            fix="Trainer(devices=1, strategy='auto').",
-        )
-    if trainer.accumulate_grad_batches != 1:
-        raise ScaledGradientError(
-            f"Trainer(accumulate_grad_batches={trainer.accumulate_grad_batches}) divides the loss, so that clipping "
-            "would use another unit.",
-            fix="Make the loader's batch_size so many times larger, and pass DPCallback(physical_batch_size=...).",
-        )
-    if trainer.gradient_clip_val:
-        raise ValueError(
-            f"Trainer(gradient_clip_val={trainer.gradient_clip_val}) would find no gradient to clip. Leave it out: "
-            "max_grad_norm clips that of each sample."
-        )
-    if getattr(trainer, "scaler", None) is not None:
-        raise ScaledGradientError(
-            f"Trainer(precision={trainer.precision!r}) scales the loss, so that clipping would use another unit.",
-            fix="Trainer(precision='bf16-mixed'), which needs no scaler.",
-        )
-    if trainer.reload_dataloaders_every_n_epochs:
-        raise SamplingError(
-            "Trainer(reload_dataloaders_every_n_epochs=...) replaces the private loader.",
-            fix="Leave it out, or call trainer.fit once for each loader, with one callback.",
-        )

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset, Subset, TensorDataset
+from torch.utils.data import dataset as torchs
+from torch.utils.data._utils.collate import collate_tensor_fn, default_collate_fn_map
 from torch.utils.data.dataloader import default_collate
 
 
@@ -28,7 +30,7 @@ class WholeTensors:
         """Returns the tensors of a batch, each ``(B, *)``."""
         for subset in self.indices:
             rows = [subset[row] for row in rows]
-        chosen = torch.tensor(rows, dtype=torch.int64)
+        chosen = torch.tensor(rows, dtype=torch.int64, device="cpu")  # whatever the default is now
         if self.indices:  # of a subset's own, which may count from the end
             chosen = torch.where(chosen < 0, chosen + len(self.tensors[0]), chosen)
         # Not `tensor[rows]`, which gives another memory layout than stacked rows where the tensor is transposed.
@@ -47,16 +49,44 @@ def whole_tensors(dataset: Dataset[Any], collate_fn: Any) -> WholeTensors | None
         dataset: The user's. Only ``TensorDataset`` and ``Subset`` themselves qualify, no class made from them.
         collate_fn: The user's; only torch's own qualifies.
     """
-    if collate_fn is not default_collate:
+    if collate_fn is not default_collate or not _collates_as_torch_does():
         return None
     indices = []
-    while type(dataset) is Subset:
-        if not isinstance(dataset.indices, range) and not all(type(i) is int for i in dataset.indices):
+    while type(dataset) is Subset and _reads_as_torch_does(dataset):
+        if type(dataset.indices) not in {list, tuple, range}:
+            return None
+        if type(dataset.indices) is not range and not all(type(i) is int for i in dataset.indices):
             return None  # a mask, say, would be taken for numbers
         indices.append(dataset.indices)
         dataset = dataset.dataset
-    if type(dataset) is not TensorDataset:
+    if type(dataset) is not TensorDataset or not _reads_as_torch_does(dataset):
         return None
     tensors = dataset.tensors
-    plain = all(type(one) is Tensor and one.layout == torch.strided and not one.is_quantized for one in tensors)
+    plain = all(map(_is_plain, tensors)) and len({len(one) for one in tensors}) == 1
     return WholeTensors(tensors, tuple(indices)) if plain else None
+
+
+def _collates_as_torch_does() -> bool:
+    """Whether the user changed nothing in what ``default_collate`` looks up for tuples and tensors."""
+    found = default_collate_fn_map
+    return found.get(Tensor) is collate_tensor_fn and not any(issubclass(tuple, kinds) for kinds in found)
+
+
+def _reads_as_torch_does(dataset: Dataset[Any]) -> bool:
+    """Whether rows come by torch's own methods: none was set on the object, or put in their place on the class."""
+    for name in ("__getitem__", "__getitems__"):
+        method = getattr(dataset, name, None)
+        code = getattr(method, "__func__", None)
+        if method is not None and (
+            getattr(method, "__self__", None) is not dataset
+            or getattr(code, "__globals__", None) is not vars(torchs)
+            or getattr(code, "__name__", None) != name
+        ):
+            return False
+    return True
+
+
+def _is_plain(one: Tensor) -> bool:
+    """Whether rows that are chosen at once are those that are stacked, of the same kind and with the same history."""
+    own = type(one) is Tensor and one.layout == torch.strided and not one.is_nested and not one.is_quantized
+    return own and one.dim() > 0 and not one.requires_grad

@@ -358,14 +358,14 @@ def test_f_m2_the_steps_that_are_probed(monkeypatch):
 
 def test_f_m2_much_larger_batches_are_probed_as_well(monkeypatch):
     asked = []
-    monkeypatch.setattr(probe.Company, "ask", lambda self: asked.append(len(self._usable_B)))
+    monkeypatch.setattr(probe.Company, "ask", lambda self: asked.append((len(self._usable_B), len(self._halves))))
     model = mlp()
     clipper = PerSampleGradientClipper(model, Flat(1.0))
-    for rows in (4, 4, 8, 9, 10, 10, 30, 25):
+    for rows in (4, 4, 8, 9, 10, 10, 30, 25, *[25] * 56):
         inputs, targets = tensors(rows=rows)
         F.cross_entropy(model(inputs), targets).backward()
         clipper.clip_and_accumulate()
-    assert asked == [4, 10, 25]  # the first, and after 9 and 30
+    assert asked == [(4, 6), (10, 6), (25, 6), (25, 2)]  # the first, after 9 and 30, all thorough; then as always
 
 
 def capture_strategy(optimizer):

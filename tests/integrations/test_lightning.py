@@ -1,14 +1,19 @@
 """A plain LightningModule trains privately with one callback, to the weights and epsilon of a loop written by hand."""
 
+import functools
+import inspect
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
 
 lightning = pytest.importorskip("lightning.pytorch")
+
+from integrations.lightning_doubles import WANTED, Manual, Plain, by_hand, data, fit, loader, trainer, weights  # noqa: E402
 
 from dpengine import PrivacyEngine  # noqa: E402
 from dpengine.errors import (  # noqa: E402
@@ -21,41 +26,6 @@ from dpengine.integrations.lightning import DPCallback  # noqa: E402
 from dpengine.noise import BandMF  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of Lightning, on workers and logging
-ROWS, BATCH = 60, 10
-
-
-def data(rows=ROWS):
-    generator = torch.Generator().manual_seed(1)
-    return torch.randn(rows, 5, generator=generator), torch.randint(0, 3, (rows,), generator=generator)
-
-
-def loader(rows=ROWS, **settings):
-    return DataLoader(TensorDataset(*data(rows)), batch_size=BATCH, **settings)
-
-
-class Plain(lightning.LightningModule):
-    """What one writes without thinking of privacy."""
-
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.net = nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 3))
-        self.seen = []
-
-    def forward(self, inputs):
-        return self.net(inputs)
-
-    def training_step(self, batch, index):
-        self.seen.append(len(batch[0]))
-        loss = nn.functional.cross_entropy(self(batch[0]), batch[1])
-        self.log("loss", loss)
-        return loss
-
-    def validation_step(self, batch, index):
-        self.log("validated", float(len(batch[0])), on_epoch=True, reduce_fx="sum")
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.5)
 
 
 class Bypassing(Plain):
@@ -82,20 +52,6 @@ class Asking(Scheduled):
         return super().configure_optimizers()
 
 
-class Manual(Plain):
-    """Steps by itself."""
-
-    def __init__(self):
-        super().__init__()
-        self.automatic_optimization = False
-
-    def training_step(self, batch, index):
-        optimizer = self.optimizers()
-        optimizer.zero_grad()
-        self.manual_backward(nn.functional.cross_entropy(self(batch[0]), batch[1]))
-        optimizer.step()
-
-
 class Two(Plain):
     def __init__(self):
         super().__init__()
@@ -119,39 +75,6 @@ class Breaking(Plain):
         return super().training_step(batch, index)
 
 
-def trainer(*callbacks, epochs=3, **settings):
-    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "accelerator": "cpu"}
-    kept = {"enable_checkpointing": False, "devices": 1, "max_epochs": epochs}
-    return lightning.Trainer(callbacks=[*callbacks], **{**quiet, **kept, **settings})
-
-
-def fit(module, callback, *, loaders=None, ckpt_path=None, **settings):
-    made = trainer(callback, **settings)
-    made.fit(module, loader() if loaders is None else loaders, ckpt_path=ckpt_path)
-    return made
-
-
-def by_hand(*, planned=None, **wanted):
-    """The weights and the engine of a loop of one's own, of three epochs."""
-    model, engine = Plain(), PrivacyEngine(seed=5)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    model, optimizer, batches = engine.make_private(model, optimizer, loader(), epochs=planned, **wanted)
-    for _ in range(3):
-        for inputs, labels in batches:
-            loss = nn.functional.cross_entropy(model(inputs), labels)
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-    return weights(model), engine
-
-
-def weights(model):
-    return torch.cat([p.detach().flatten() for p in model.parameters()])
-
-
-WANTED = {"noise_multiplier": 0.7, "max_grad_norm": 0.3}
-
-
 @pytest.mark.parametrize("kind", [Plain, Bypassing, Scheduled, Asking, Manual])
 def test_weights_and_epsilon_are_those_of_a_loop_by_hand(kind):
     expected, engine = by_hand(**WANTED)
@@ -171,6 +94,24 @@ def test_the_target_is_kept_over_the_epochs_of_the_trainer():
     fit(module, callback)
     assert 2.9 < callback.engine.epsilon <= 3.0
     assert torch.equal(weights(module), expected)
+
+
+def test_what_readme_and_docstring_show_runs_as_written(capsys):
+    readme = (Path(__file__).resolve().parents[2] / "README.md").read_text(encoding="utf-8")
+    shown = re.search(r"`(Trainer\(callbacks=.*?\))`, with `(from dpengine\S* import \w+)`", readme)
+    names = {"Trainer": functools.partial(trainer_of, max_epochs=3), "module": Plain(), "loader": loader()}
+    exec(shown[2], names)
+    names["made"] = eval(shown[1], names)
+    names["made"].fit(names["module"], names["loader"])
+    assert 2.9 < names["made"].callbacks[0].engine.epsilon <= 3.0
+    code = inspect.getdoc(DPCallback).split("::\n\n")[1].split("\n\n")[0]
+    exec(inspect.cleandoc(code), names)
+    assert 2.9 < names["private"].engine.epsilon <= 3.0
+    assert "ε = 3.00" in capsys.readouterr().out
+
+
+def trainer_of(callbacks, max_epochs):
+    return trainer(*callbacks, epochs=max_epochs)
 
 
 def test_the_target_is_kept_over_max_steps():

@@ -1,9 +1,14 @@
 """Tensors in memory are read a batch at a time, and nobody sees a difference but in time."""
 
+import functools
+import sys
+import warnings
+
 import pytest
 import torch
 from sampling.doubles import Fixed, private
-from torch.utils.data import DataLoader, Subset, TensorDataset
+from torch.utils.data import DataLoader, Subset, TensorDataset, default_collate
+from torch.utils.data._utils.collate import default_collate_fn_map
 
 from dpengine.sampling.whole_tensors import whole_tensors
 
@@ -60,11 +65,87 @@ def test_batches_are_those_of_reading_row_by_row(form):
 
 
 def test_rows_are_not_read_one_by_one(monkeypatch):
-    calls = []
-    monkeypatch.setattr(TensorDataset, "__getitem__", lambda self, row: calls.append(row) or (torch.zeros(1),) * 3)
-    dataset = TensorDataset(*tensors())
-    assert torch.equal(read(dataset)[0][1], torch.tensor([3, 1, 4]))
-    assert calls == [0]  # the structure of an empty batch
+    stacked = []
+    some, single = batches(DataLoader(TensorDataset(*tensors()))), batches(DataLoader(ByRow(*tensors())))
+    stack = torch.stack
+    monkeypatch.setattr(
+        torch, "stack", lambda rows, *rest, **named: stacked.append(rows) or stack(rows, *rest, **named)
+    )
+    assert torch.equal(next(iter(some))[1], torch.tensor([3, 1, 4]))
+    assert not stacked
+    next(iter(single))
+    assert len(stacked) == 3
+
+
+def by_other_rows(self, rows):
+    return [self[0] for _ in rows]
+
+
+def of_class(monkeypatch, dataset):
+    monkeypatch.setattr(type(dataset), "__getitems__", by_other_rows, raising=False)
+
+
+def rows_of_class(monkeypatch, dataset):
+    theirs = TensorDataset.__getitem__
+
+    @functools.wraps(theirs)
+    def first(self, row):
+        return theirs(self, 0)
+
+    monkeypatch.setattr(TensorDataset, "__getitem__", first)
+
+
+def of_object(monkeypatch, dataset):
+    dataset.__getitems__ = functools.partial(by_other_rows, dataset)
+
+
+def of_another_object(monkeypatch, dataset):
+    other = Subset(TensorDataset(*(tensor[:1].expand_as(tensor) for tensor in tensors())), range(20))
+    dataset.__getitems__ = other.__getitems__
+
+
+def of_tensors(monkeypatch, dataset):
+    monkeypatch.setitem(default_collate_fn_map, torch.Tensor, lambda rows, **_: torch.stack([rows[0]] * len(rows)))
+
+
+def of_tuples(monkeypatch, dataset):
+    def first(rows, **rest):
+        return default_collate([list(rows[0]) for _ in rows])
+
+    monkeypatch.setitem(default_collate_fn_map, tuple, first)
+
+
+CHANGES = (of_class, rows_of_class, of_object, of_another_object, of_tensors, of_tuples)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("wrap", [lambda kept: kept, lambda kept: Subset(kept, range(20))], ids=["tensors", "subset"])
+@pytest.mark.parametrize("change", CHANGES, ids=[change.__name__ for change in CHANGES])
+def test_what_the_user_changes_of_torch_is_heeded(change, wrap, workers, monkeypatch):
+    rows = [torch.arange(1.0, 21.0).unsqueeze(1), torch.arange(20)]
+    monkeypatch.setattr(sys.modules[__name__], "tensors", lambda: rows)
+    kept = TensorDataset(*rows)
+    dataset = wrap(kept)
+    change(monkeypatch, dataset)
+    loader = DataLoader(dataset, batch_size=3, num_workers=workers, multiprocessing_context="fork" if workers else None)
+    expected = next(iter(DataLoader(dataset, batch_sampler=[BATCHES[0]])))
+    got = next(iter(batches(loader)))
+    assert [one.tolist() for one in got] == [one.tolist() for one in expected]
+    assert got[0].tolist() != [[4.0], [2.0], [5.0]]
+
+
+def test_the_device_that_is_the_default_makes_no_difference():
+    whole = whole_tensors(TensorDataset(torch.arange(20)), default_collate)
+    with torch.device("meta"):
+        assert whole.__getitems__([3, 1, 4])[0].tolist() == [3, 1, 4]
+
+
+def test_shared_memory_and_history_are_as_torch_has_them():
+    shared = torch.arange(20.0).share_memory_()
+    assert not read(TensorDataset(shared))[0][0].is_shared()
+    weight = torch.arange(20.0).requires_grad_()
+    read(TensorDataset(weight))[0][0].sum().backward()
+    assert weight.grad.nonzero().flatten().tolist() == [1, 3, 4]
 
 
 def test_what_the_user_writes_to_the_tensors_is_read():
@@ -104,6 +185,23 @@ class Labelled(torch.Tensor):
     pass
 
 
+class Backwards(list):
+    def __getitem__(self, index):
+        return super().__getitem__(-1 - index)
+
+
+def nested():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of strided ones, which are the ones in question
+        return torch.nested.nested_tensor([torch.zeros(2), torch.zeros(3)])
+
+
+def uneven():
+    dataset = TensorDataset(torch.zeros(3), torch.zeros(3))
+    dataset.tensors = (torch.zeros(3), torch.zeros(4))
+    return dataset
+
+
 @pytest.mark.parametrize(
     ("dataset", "collate_fn"),
     [
@@ -113,8 +211,12 @@ class Labelled(torch.Tensor):
         (TensorDataset(torch.eye(4).to_sparse()), None),
         (TensorDataset(torch.eye(4).as_subclass(Labelled)), None),
         ([1, 2, 3], None),
+        (TensorDataset(nested()), None),
+        (TensorDataset(torch.zeros(4, 2, requires_grad=True)), None),
+        (Subset(uneven(), [-1]), None),
+        (Subset(TensorDataset(*tensors()), Backwards([1, 2])), None),
     ],
-    ids=["collate_fn", "subclass", "subset", "sparse", "tensor subclass", "list"],
+    ids="collate_fn subclass subset sparse tensor-subclass list nested grad uneven indices".split(),
 )
 def test_what_might_be_read_otherwise_is_left_to_torch(dataset, collate_fn):
     default = DataLoader([0]).collate_fn

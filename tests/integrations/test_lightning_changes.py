@@ -1,0 +1,205 @@
+"""What changes a run of Lightning behind the engine's back is refused before it reaches the weights."""
+
+import pytest
+import torch
+from torch import nn
+
+lightning = pytest.importorskip("lightning.pytorch")
+
+from integrations.lightning_doubles import WANTED, Manual, Plain, by_hand, fit, loader, trainer, weights  # noqa: E402
+from lightning.pytorch.callbacks import GradientAccumulationScheduler  # noqa: E402
+from lightning.pytorch.tuner import Tuner  # noqa: E402
+
+from dpengine import PrivacyEngine  # noqa: E402
+from dpengine.errors import (  # noqa: E402
+    DetachedError,
+    ParameterMismatchError,
+    SamplingError,
+    ScaledGradientError,
+    TicketError,
+)
+from dpengine.integrations.lightning import DPCallback  # noqa: E402
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # of Lightning, on workers and logging
+
+
+class Tuned(Plain):
+    """Has what a tuner writes to."""
+
+    lr, batch_size = 0.1, 4
+
+    def train_dataloader(self):
+        return loader()
+
+
+class AtEpoch(lightning.Callback):
+    """Does something at the start of an epoch, and keeps the weights from before."""
+
+    def __init__(self, action, epoch=1):
+        self.action, self.epoch = action, epoch
+
+    def on_train_epoch_start(self, trainer, pl_module):
+        if trainer.current_epoch == self.epoch:
+            self.before = weights(pl_module)
+            self.action(trainer, pl_module)
+
+
+def changed_at_epoch(action, callback=None):
+    """Fits with this change at epoch 1, and returns the weights before and after."""
+    change, module = AtEpoch(action), Plain()
+    try:
+        trainer(callback or DPCallback(**WANTED), change).fit(module, loader())
+    finally:
+        assert torch.equal(weights(module), change.before)
+
+
+def accumulate(trainer, module):
+    trainer.accumulate_grad_batches = 2
+
+
+def clip(trainer, module):
+    trainer.gradient_clip_val = 1.0
+
+
+def replace_optimizer(trainer, module):
+    trainer.optimizers = [torch.optim.SGD(module.parameters(), lr=0.5)]
+
+
+def drop_callbacks(trainer, module):
+    trainer.callbacks = []
+
+
+@pytest.mark.parametrize(
+    ("action", "error", "says"),
+    [
+        (accumulate, ScaledGradientError, "physical_batch_size"),
+        (clip, ValueError, "max_grad_norm"),
+        (replace_optimizer, ParameterMismatchError, "another optimizer"),
+        (drop_callbacks, SamplingError, "no longer"),
+    ],
+)
+def test_what_changes_in_the_middle_is_refused_before_the_next_step(action, error, says):
+    with pytest.raises(error, match=says):
+        changed_at_epoch(action)
+
+
+def test_a_module_that_is_detached_in_the_middle_trains_no_further():
+    callback = DPCallback(**WANTED)
+    with pytest.raises(DetachedError, match="detach"):
+        changed_at_epoch(lambda trainer, module: callback.engine.detach(module), callback)
+    assert callback.engine.ledger.steps == 6
+
+
+@pytest.mark.parametrize("hook", ["on_train_batch_start", "on_before_backward"])
+def test_a_module_that_is_detached_between_batch_and_step_does_not_step(hook):
+    class Detaching(Plain):
+        def detach(self, *_):
+            if self.trainer.global_step == 2:
+                self.before = weights(self)
+                callback.engine.detach(self)
+
+    setattr(Detaching, hook, Detaching.detach)
+    callback, module = DPCallback(**WANTED), Detaching()
+    with pytest.raises((DetachedError, TicketError), match="detach"):
+        fit(module, callback)
+    assert torch.equal(weights(module), module.before)
+
+
+def test_a_module_may_be_detached_when_training_ended():
+    class Detaching(Plain):
+        def on_train_end(self):
+            callback.engine.detach(self)
+
+    callback = DPCallback(**WANTED)
+    fit(Detaching(), callback)
+    assert callback.engine.ledger.steps == 18
+
+
+def test_callbacks_that_change_the_unit_or_train_unseen_are_refused():
+    with pytest.raises(ScaledGradientError, match="GradientAccumulationScheduler"):
+        trainer(GradientAccumulationScheduler({1: 2}), DPCallback(**WANTED)).fit(Plain(), loader())
+    module = Tuned()
+    before = weights(module)
+    with pytest.raises(SamplingError, match=r"LearningRateFinder.* public data"):
+        Tuner(trainer(DPCallback(**WANTED))).lr_find(module, num_training=3)
+    with pytest.raises(SamplingError, match=r"BatchSizeFinder.*physical_batch_size"):
+        Tuner(trainer(DPCallback(**WANTED))).scale_batch_size(module, max_trials=1)
+    assert torch.equal(weights(module), before)
+
+
+@pytest.mark.parametrize("wrapped", [True, False])
+def test_a_step_before_the_first_training_batch_is_refused(wrapped):
+    class Validating(Manual):
+        def validation_step(self, batch, index):
+            self.before = weights(self)
+            optimizer = self.optimizers(use_pl_optimizer=wrapped)
+            with torch.enable_grad():
+                self.manual_backward(nn.functional.cross_entropy(self(batch[0]), batch[1]))
+            optimizer.step()
+
+    module = Validating()
+    with pytest.raises(SamplingError, match="before the first training batch"):
+        trainer(DPCallback(**WANTED), inference_mode=False).fit(module, loader(), loader(25))
+    assert torch.equal(weights(module), module.before)
+    assert not module.trainer.optimizers[0]._optimizer_step_pre_hooks
+
+
+@pytest.mark.parametrize("wanted", [{}, {"physical_batch_size": 4}])
+def test_a_step_that_reads_the_loader_itself_trains_as_well(wanted):
+    class Reading(Plain):
+        def training_step(self, dataloader_iter):
+            (inputs, labels), _, _ = next(dataloader_iter)
+            return nn.functional.cross_entropy(self(inputs), labels)
+
+    expected, engine = by_hand(**WANTED)
+    callback, module = DPCallback(PrivacyEngine(seed=5), **WANTED, **wanted), Reading()
+    made = fit(module, callback)
+    assert torch.allclose(weights(module), expected, atol=1e-6)
+    assert float(made.callback_metrics["epsilon"]) == pytest.approx(engine.epsilon)
+
+
+class Leaving(Plain):
+    """Has no loss for one batch."""
+
+    def training_step(self, batch, index):
+        loss = super().training_step(batch, index)
+        self.before = weights(self)
+        return None if self.trainer.global_step == 2 else loss
+
+    def on_train_batch_end(self, outputs, batch, index):
+        if not outputs:
+            assert torch.equal(weights(self), self.before)
+
+
+def test_a_batch_without_a_loss_is_given_up_and_charged():
+    callback, module = DPCallback(**WANTED), Leaving()
+    fit(module, callback)
+    run = callback.engine.runs[-1]
+    assert (callback.engine.ledger.steps, run.release.released, run.release.given_up) == (18, 17, 1)
+
+
+def test_a_chunk_without_a_loss_is_refused_and_says_so():
+    with pytest.raises(TicketError, match="training_step returned None for a chunk"):
+        fit(Leaving(), DPCallback(physical_batch_size=4, **WANTED))
+
+
+def test_an_empty_batch_may_be_left_out_and_is_released():
+    class OnlyRows(Plain):
+        def training_step(self, batch, index):
+            self.seen.append(len(batch[0]))
+            return super().training_step(batch, index) if len(batch[0]) else None
+
+    callback, module = (
+        DPCallback(PrivacyEngine(seed=5), sample_rate=0.02, expected_batch_size=1.2, **WANTED),
+        OnlyRows(),
+    )
+    fit(module, callback, epochs=2)
+    assert 0 in module.seen
+    assert callback.engine.runs[-1].release.released == callback.engine.ledger.steps
+
+
+def test_training_without_end_ends_with_the_budget():
+    callback = DPCallback(target_epsilon=3.0, target_delta=1e-3, steps=10)
+    made = trainer(callback, AtEpoch(pytest.fail, epoch=10), epochs=-1)
+    made.fit(Plain(), loader())
+    assert made.global_step == callback.engine.ledger.steps == 10
