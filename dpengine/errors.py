@@ -131,7 +131,7 @@ class BatchMismatchError(PrivacyError):
 
 
 class DetachedError(PrivacyError):
-    """A copied or unpickled optimizer was stepped without an engine."""
+    """An optimizer was stepped without its engine: a copy, say, or one that was detached half-way."""
 
     code = "DPE019"
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Protocol
 
 from dpengine.clipping import ClippedSums
-from dpengine.errors import MissingGradientError, RepeatedBackwardError, StaleGradientError, TicketError
+from dpengine.errors import DetachedError, MissingGradientError, RepeatedBackwardError, StaleGradientError, TicketError
 from dpengine.run_plan import RunPlan
 from dpengine.sampling import Ticket
 from dpengine.stage import Stage
@@ -65,6 +65,11 @@ def refuse_stale(release: Release) -> None:
 
 def refuse_step(release: Release) -> None:
     """Refuses a step that has nothing to release."""
+    if release.stage is Stage.CLOSED:
+        raise DetachedError(
+            "The model was detached while step() ran, by a closure or a hook; its batch is charged, and not released.",
+            fix="Call engine.detach(model) between two steps.",
+        )
     if release.stage is Stage.RELEASED:
         raise StaleGradientError(
             "step() was called twice for one batch, or optimizer.zero_grad() was not called after the last step.",

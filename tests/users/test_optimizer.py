@@ -161,6 +161,23 @@ def test_o4_a_closure_runs_once_and_its_loss_comes_back(kind):
     assert loop.engine.ledger.steps == 1
 
 
+def test_o4_a_closure_that_detaches_the_model_releases_nothing():
+    loop = loop_with(torch.optim.SGD)
+    inputs, targets = first_batch(loop.loader)
+    before = copy.deepcopy(loop.model.state_dict())
+
+    def closure():
+        loss = loop.backward(inputs, targets)
+        loop.engine.detach(loop.model)
+        return loss
+
+    with pytest.raises(DetachedError, match=r"DPE019.*between two steps"):
+        loop.optimizer.step(closure)
+
+    torch.testing.assert_close(loop.model.state_dict(), before, rtol=0, atol=0)
+    assert loop.engine.ledger.steps == 1
+
+
 def test_o4_the_base_step_never_gets_the_closure():
     loop = loop_with(ClosureSpy)
     inputs, targets = first_batch(loop.loader)
