@@ -50,8 +50,8 @@ def fix(
     Batch norm becomes group norm with the same scale and shift, in groups of at least two channels. Recurrent and
     attention layers become their private twins. Instance norm stops tracking; embeddings lose ``scale_grad_by_freq``
     and ``max_norm``. Device, dtype, train mode and ``requires_grad`` stay, and a module that is used twice is replaced
-    by one. Group norm does not compute what batch norm computed: a pretrained model needs training to recover. A batch norm
-    in eval mode, in a model in train mode, stays: it normalises by constants.
+    by one. Group norm does not compute what batch norm computed: a pretrained model needs training to recover. A
+    batch norm in eval mode, in a model in train mode, stays: it normalises by constants.
 
     Args:
         model: Any model; it is left as it is.
