@@ -152,7 +152,11 @@ def _sums_here(optimizer: DPOptimizer) -> ShownSums:
             fix="Put them in one nn.Module and wrap that, or take an optimizer for each.",
         )
     if not found:
-        return ShownSums(nn.ParameterList(held), mode="no_op", loss_reduction=optimizer.loss_reduction)
+        written = [getattr(parameter, "grad_sample", None) for parameter in held]  # perhaps before this is asked for
+        sums = ShownSums(nn.ParameterList(held), mode="no_op", loss_reduction=optimizer.loss_reduction)
+        for parameter, grad_sample in zip(held, written, strict=True):
+            parameter.grad_sample = grad_sample  # type: ignore[attr-defined]
+        return sums
     (sums,) = found.values()
     _follow_groups(optimizer, sums)
     if sums not in _owners:
@@ -164,7 +168,8 @@ def name_of(optimizer: DPOptimizer, parameter: nn.Parameter) -> str:
     """A parameter's name and shape, for messages."""
     sums = sums_of(parameter)
     names = {} if sums is None else {p: name for name, p in sums.topology.parameters(sums.model).items()}
-    return f"'{names.get(parameter, '?')}' {tuple(parameter.shape)}"
+    place = next((i for i, p in enumerate(params(optimizer)) if p is parameter), "?")
+    return f"'{names.get(parameter, f'{place} of the optimizer')}' {tuple(parameter.shape)}"
 
 
 # A step, in the parts that Opacus has
@@ -183,13 +188,15 @@ def refuse_scaled(optimizer: DPOptimizer) -> None:
 
 def gather(optimizer: DPOptimizer, release: Release) -> None:
     """Brings what waits into the sums, and shows them."""
+    assert isinstance(release.sums, ShownSums)
+    release.sums.refuse_unended()
     if release.hand_fed and release.stage is Stage.IDLE and not release.sums.pending:
         held = params(optimizer)
         raise MissingGradientError(
             f"Parameter {name_of(optimizer, held[0]) if held else '?'} has no per-sample gradient.",
-            fix="Run forward in train mode through a GradSampleModule, and backward, between zero_grad() and step().",
+            fix="Run forward in train mode through a GradSampleModule, and backward, between zero_grad() and step(); "
+            "or, on a model without one, write p.grad_sample (B, *p.shape) of every parameter.",
         )
-    assert isinstance(release.sums, ShownSums)
     _refuse_other_owner(optimizer, release.sums)
     if release.sums.captures:
         _follow_groups(optimizer, release.sums)
