@@ -73,10 +73,9 @@ def refuse_backward(release: Release) -> None:
 
 def _refuse_other_batch(release: Release) -> None:
     """Refuses a batch on whose rows all layers agree, and which is not the one that was handed out last."""
-    found = set(release.sums.strategy.rows.values())
-    if len(found) != 1 or release.rows in found:
+    seen, drawn = release.sums.rows_pending, release.rows  # of the first pass, where several wait
+    if seen == drawn or len(set(release.sums.strategy.rows.values())) != 1:
         return
-    (seen,), drawn = found, release.rows
     if release.passed_over:
         why, fix = "batches were fetched ahead: the one before the newest went through no backward pass", _IN_TURN
     elif seen < drawn:

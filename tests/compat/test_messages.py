@@ -4,11 +4,12 @@ from collections import deque
 
 import pytest
 import torch
-from opacus_runs import assert_same, batch, by_hand, flat, gradients, loss, model, private, rows, truth
+from opacus_runs import assert_same, batch, by_hand, flat, gradients, loss, model, rows, truth
 from torch import nn
 from torch.utils.data import DataLoader
 
 import dpengine
+from dpengine.compat.opacus import PrivacyEngine
 from dpengine.errors import (
     BatchMismatchError,
     MissingGradientError,
@@ -28,11 +29,16 @@ def of_engine(module=None, **asked):
     return dpengine.PrivacyEngine(seed=1).make_private(module, optimizer, loader, noise_multiplier=1.0, **asked)
 
 
-def of_compat(module=None, **asked):
-    generator = torch.Generator().manual_seed(0)
-    asked = {"poisson_sampling": True, "noise_multiplier": 1.0, "noise_generator": generator} | asked
-    parts = private(count=24, batch_size=8, module=module, **asked)
-    return parts.model, parts.optimizer, parts.loader
+def of_compat(module=None, *, seed=1, **asked):
+    module = module or model()
+    asked = {"noise_multiplier": 1.0, "max_grad_norm": 1.0} | asked
+    made = PrivacyEngine().make_private(
+        module=module,
+        optimizer=torch.optim.SGD(module.parameters(), lr=0.1),
+        data_loader=DataLoader(rows(24), 8, generator=torch.Generator().manual_seed(seed)),
+        **asked,
+    )
+    return made[0], made[1], made[-1]
 
 
 both = pytest.mark.parametrize("door", [of_engine, of_compat])
@@ -153,7 +159,7 @@ def test_a_backward_pass_through_another_method_is_named_at_the_step(mode):
 @pytest.mark.parametrize("stepped", [False, True])
 def test_its_rows_do_not_add_to_those_of_the_next_batch(mode, stepped):
     wrapped, optimizer, loader = of_compat(
-        Encodes(), grad_sample_mode=mode, noise_multiplier=0.0, poisson_sampling=False, noise_generator=None
+        Encodes(), grad_sample_mode=mode, noise_multiplier=0.0, poisson_sampling=False
     )
     batches = iter(loader)
     wrapped.encode(next(batches)[0]).square().mean().backward()

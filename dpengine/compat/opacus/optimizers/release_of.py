@@ -26,6 +26,7 @@ from dpengine.sampling import ByHand
 from dpengine.stage import Stage
 
 from .utils import params
+from .written_sums import SumsShown, refuse_or_take
 
 if TYPE_CHECKING:
     from .optimizer import DPOptimizer
@@ -200,9 +201,20 @@ def gather(optimizer: DPOptimizer, release: Release) -> None:
     _refuse_other_owner(optimizer, release.sums)
     if release.sums.captures:
         _follow_groups(optimizer, release.sums)
+    _follow_written_sums(optimizer, release)
     release.gather()
     for parameter, total in release.sums.buffer:
         parameter.summed_grad = total  # type: ignore[attr-defined]
+    optimizer._sums_shown = None if optimizer._clips_by_itself else SumsShown.of(release)
+
+
+def _follow_written_sums(optimizer: DPOptimizer, release: Release) -> None:
+    """Sums may have been changed since they were shown."""
+    shown = optimizer._sums_shown
+    changed = [] if shown is None else shown.changed(release)
+    if changed:
+        refuse_or_take(release, changed, name_of(optimizer, changed[0]))
+        optimizer._sums_shown = SumsShown.of(release)
 
 
 def adopt(optimizer: DPOptimizer, release: Release) -> None:
@@ -227,6 +239,7 @@ def leaving(optimizer: DPOptimizer, release: Release) -> Iterator[None]:
         try:
             yield
         finally:
+            optimizer._sums_shown = None
             for parameter in optimizer.params:
                 parameter.summed_grad = None  # type: ignore[attr-defined]
     if not release.sums.buffer.clean:  # the noise was of the user's own making
@@ -247,6 +260,9 @@ def write_noised(optimizer: DPOptimizer, release: Release) -> None:
             "add_noise() would release a part of a logical batch, which nothing has charged.",
             fix="Release it when all of its chunks are clipped: pre_step() returns True then.",
         )
+    _follow_written_sums(optimizer, release)
+    if optimizer._clips_by_itself and release.stage is Stage.CLIPPED:
+        adopt(optimizer, release)
     if release.stage is Stage.CLIPPED:  # called by hand: the charge and all else is due here
         with leaving(optimizer, release):
             release._write_gradients(divides=False)
@@ -277,6 +293,7 @@ def clear(optimizer: DPOptimizer, release: Release | None, *, keeps_sums: bool) 
     if keeps_sums:
         release.gradients.zero_grad(release.sums.buffer.parameters)
         return
+    optimizer._sums_shown = None
     for parameter in optimizer.params:
         parameter.summed_grad = None  # type: ignore[attr-defined]
     release.zero_grad()
