@@ -40,6 +40,25 @@ from dpengine.sampling import (
 from dpengine.validation import check
 
 
+class Uncopied:
+    """Keeps the books of private models, and so may not be copied once there are some."""
+
+    _to_keep = "engine.state_dict()"
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """For copies and pickles of an engine that no model is private in; TypeError for any other."""
+        if self._keeps_books():
+            raise TypeError(
+                f"{type(self).__name__} cannot be copied or pickled while it keeps the account of private models: the "
+                "steps of each would be missing in the other, and noise would come twice. For its epsilon at this "
+                f"moment keep the number, or {self._to_keep}; to go on elsewhere, save a checkpoint."
+            )
+        return super().__reduce_ex__(protocol)
+
+    def _keeps_books(self) -> bool:
+        return bool(getattr(self, "runs", ()))
+
+
 class _Attached:
     """Models that are private now. Several threads may make models private at once."""
 

@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader
 
 from dpengine.accounting import Ledger, PrivacySpent, Relation, accountant_used, epsilon_of, privacy_spent
 from dpengine.admission import (
+    Uncopied,
     admit,
     refuse_other_than_bool,
     refuse_state,
@@ -44,7 +45,7 @@ M = TypeVar("M", bound=nn.Module)
 O = TypeVar("O", bound=Optimizer)
 
 
-class PrivacyEngine:
+class PrivacyEngine(Uncopied):
     """Makes training private, and keeps account of what it spends.
 
     ::

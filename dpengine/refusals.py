@@ -5,11 +5,24 @@ from __future__ import annotations
 from typing import Protocol
 
 from dpengine.clipping import ClippedSums
-from dpengine.errors import DetachedError, MissingGradientError, RepeatedBackwardError, StaleGradientError, TicketError
+from dpengine.errors import (
+    BatchMismatchError,
+    DetachedError,
+    MissingGradientError,
+    RepeatedBackwardError,
+    StaleGradientError,
+    TicketError,
+)
+from dpengine.gradients import KEEP_THE_BATCH_FIRST
 from dpengine.run_plan import RunPlan
 from dpengine.sampling import Ticket
 from dpengine.stage import Stage
 from dpengine.written_gradients import WrittenGradients
+
+_IN_TURN = (
+    "Use each batch before the next one is fetched: no list(loader), and no prefetcher around it. "
+    "DataLoader(num_workers=2) reads ahead by itself."
+)
 
 
 class Release(Protocol):
@@ -17,6 +30,7 @@ class Release(Protocol):
 
     stage: Stage
     tickets: list[Ticket]
+    passed_over: bool
     done: bool
     plan: RunPlan
     sums: ClippedSums
@@ -37,14 +51,16 @@ def refuse_backward(release: Release) -> None:
         )
     if release.stage is Stage.VOID:
         raise TicketError(
-            "This logical batch was given up: an error ended it, a chunk of it was left out, or zero_grad() "
-            "discarded it.",
-            fix="Go on with the next batch of the loader.",
+            "This logical batch was given up: an error ended it, a chunk of it was left out, as by a loop that fetches "
+            "batches ahead, or zero_grad() discarded it.",
+            fix=f"Go on with the next batch of the loader. {_IN_TURN}",
         )
     if release.stage is Stage.IDLE or (release.stage is Stage.RELEASED and not release.tickets):
         raise TicketError(
-            "Backward ran on rows that did not come from the private loader.",
-            fix="Iterate over the loader that make_private returned.",
+            "Backward ran on rows that did not come from the private loader of this model: it has handed out no batch "
+            "that waits.",
+            fix="Iterate over the loader that make_private returned with this model. Of several private models, each "
+            "has a loader of its own, which accounts for the batches of that one.",
         )
     if release.stage is Stage.RELEASED or release.done:
         raise RepeatedBackwardError(
@@ -53,6 +69,29 @@ def refuse_backward(release: Release) -> None:
             fix="Add the losses: (a + b).backward().",
         )
     refuse_stale(release)
+    _refuse_other_batch(release)
+
+
+def _refuse_other_batch(release: Release) -> None:
+    """Refuses a batch on whose rows all layers agree, and which is not the one that was handed out last."""
+    seen, drawn = release.sums.rows_pending, release.rows  # of the first pass, where several wait
+    if seen == drawn or len(set(release.sums.strategy.rows.values())) != 1:
+        return
+    if release.passed_over:
+        why, fix = "batches were fetched ahead: the one before the newest went through no backward pass", _IN_TURN
+    elif seen < drawn:
+        why = "rows were left out between the loader and the model, as by x[mask], or these are not its rows"
+        fix = (
+            "Give the model all rows that the loader gave, and multiply the losses of those that shall not count by 0, "
+            "as in (losses * mask).mean(); or leave them out of the data set, before make_private."
+        )
+    else:
+        why = "rows were added or doubled between the loader and the model, or these are not its rows"
+        fix = "Augment rows in the data set, one for one; for several views of a row add their losses in one backward."
+    raise BatchMismatchError(
+        f"All layers saw {seen} rows, and the loader handed out {drawn}: {why}; or axis 0 is not the batch.",
+        fix=f"{fix} {KEEP_THE_BATCH_FIRST}",
+    )
 
 
 def refuse_stale(release: Release) -> None:

@@ -66,6 +66,7 @@ class Release:
     given_up: int = 0  # batches, which are charged too
     chunk: int = 0  # of the last ticket
     done: bool = False  # whether this chunk went through backward
+    passed_over: bool = False  # whether the batch before this one went through none
     hand_fed: bool = False  # whether batches come from elsewhere: each backward pass makes a ticket of its own
     goes_on: bool = False  # where hand-fed: whether the next backward pass is of the same logical batch
     pads_empty: bool = False  # whether a batch without rows comes with one of no meaning, whose gradient is dropped
@@ -99,10 +100,8 @@ class Release:
     def _begin(self, ticket: Ticket, chunk: int) -> None:
         if chunk == 0:
             self._next_ticket(ticket)
-        elif self.stage is Stage.VOID:
-            return
-        elif not self.done and self.rows > 0:
-            self.void()
+        elif self.stage is Stage.VOID or (not self.done and self.rows > 0):
+            self.void()  # a chunk was left out, now or before
             return
         self.chunk, self.done = chunk, False
 
@@ -119,8 +118,8 @@ class Release:
         if self.last_step >= 0 and self.plan.takes_turns:  # who takes part hangs on the step: those jumped over count
             self._charge_void(ticket.step - self.last_step - 1)
         self.last_step = ticket.step
+        self.passed_over = untouched = self.stage is Stage.OPEN and self.chunk == 0 and not self.done
         if self.stage is Stage.OPEN:
-            untouched = self.chunk == 0 and not self.done
             if untouched and len(self.tickets) > 1:
                 self._charge_void(len([self.tickets.pop()]))  # the batches before it stay in the sums
             else:

@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset
 
 from dpengine.accounting import Charge, epsilon_of, epsilon_of_mu, largest_mu, mu_gdp
+from dpengine.capture import modes_kept
 from dpengine.engine import PrivacyEngine
 from dpengine.errors import AccountingRefusedError
 from dpengine.names import suggests_names
@@ -246,9 +247,8 @@ def _losses(
 ) -> Floats:
     """The loss ``(M,)`` of each canary under the model as it is."""
     rows, found = np.flatnonzero(canaries.at >= 0), np.zeros(canaries.count)
-    was_training = model.training
-    model.eval()
-    try:
+    with modes_kept(model):
+        model.eval()
         for part in np.array_split(rows, max(1, len(rows) // 256)):
             batch = loader.collate_fn([dataset[int(row)] for row in part])
             loss_B = loss(model, batch)
@@ -258,8 +258,6 @@ def _losses(
                     "for each, as reduction='none' does."
                 )
             found[canaries.at[part]] = loss_B.double().cpu().numpy()
-    finally:
-        model.train(was_training)
     return found
 
 

@@ -21,6 +21,7 @@ from dpengine.distributed import SINGLE, Topology
 from dpengine.errors import UnknownParameterError
 from dpengine.layers import from_twin, to_twin
 
+from .batch_statistics import batch_norm_guards
 from .hooks import Hook, LayerHook, RootHook
 from .record import LayerCall, Use, turned
 from .replay import Replay
@@ -118,6 +119,7 @@ class Capture:
             self._handles.append(watch.module.register_forward_pre_hook(hook.before, with_kwargs=True))
             after = watch.module.register_forward_hook(hook.after, with_kwargs=True, always_call=True, prepend=True)
             self._handles.append(after)
+        self._handles += batch_norm_guards(self.model, lambda: self.state is CaptureState.ATTACHED)
         root = RootHook(self)
         self._handles.append(self.model.register_forward_pre_hook(root.before, with_kwargs=True, prepend=True))
         self._handles.append(self.model.register_forward_hook(root.after, with_kwargs=True, always_call=True))

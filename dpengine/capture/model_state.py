@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,6 +49,17 @@ class ModelState:
                 buffer = slots[name]
                 if buffer is not None and not _equal(buffer, value):
                     buffer.data.copy_(value)
+
+
+@contextlib.contextmanager
+def modes_kept(model: nn.Module) -> Iterator[None]:
+    """Puts each module back into train or eval mode as it was: a part may be in eval mode on purpose."""
+    modes = [(module, module.training) for module in model.modules()]
+    try:
+        yield
+    finally:
+        for module, mode in modes:
+            module.training = mode
 
 
 def _content(value: Any) -> Any:

@@ -306,7 +306,8 @@ class ClippedSums:
             raise MissingGradientError(
                 f"Autograd filled the gradient of {names} directly: the parameter is used outside the forward of the "
                 "layer that owns it, so that part of its gradient would escape clipping.",
-                fix="Call the layer itself (share the module to tie weights), or freeze the parameter.",
+                fix="Call the layer itself (share the module to tie weights), or freeze the parameter. For a penalty "
+                "on weights in the loss, pass weight_decay= to the optimizer, which costs no privacy.",
             )
 
     def _refuse_other_rows(self, rows: int | None) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from dpengine.capture import LayerCall, Use
 from dpengine.distributed import SINGLE, Topology
-from dpengine.errors import MissingGradientError, RepeatedBackwardError, StaleGradientError
+from dpengine.errors import MissingGradientError, RepeatedBackwardError, StaleGradientError, TicketError
 from dpengine.gradients import Bookkeep, KeepAll, OnDemand, Units, common_rows, show_grad_sample
 
 from .clipped_sums import ClippedSums, ClipStatistics
@@ -86,7 +86,7 @@ class ShownSums(ClippedSums):
         for parameter in self.topology.parameters(self.model).values():
             parameter.grad_sample = None  # type: ignore[attr-defined]
         self._used, self._left = {}, {}
-        if self._ended:
+        if self._ended or self.strategy.rows:
             self.forget_pass()
         self._present = {}
 
@@ -95,6 +95,23 @@ class ShownSums(ClippedSums):
     def forward_started(self, rows: int | None) -> None:
         if self.capture.backward_broke_off:
             self.forget_pass()
+        self.refuse_unended()
+
+    def refuse_unended(self) -> None:
+        """Refuses, and drops, a backward pass that came by other ways than the model's own forward.
+
+        Raises:
+            TicketError: If there is one.
+        """
+        if not self.strategy.rows or self._ended:
+            return
+        name = next(iter(self.strategy.rows))
+        self.forget_pass()  # else the next pass would add to it, with other rows in the place of these
+        raise TicketError(
+            f"A backward pass reached layer '{name}' that did not come through the model's own forward: by another "
+            "method of it, as in model.encode(x), or by a layer that was called by itself. It was dropped.",
+            fix="Call the model, and have its forward choose: def forward(self, x, part='all').",
+        )
 
     def receive(self, call: LayerCall, uses: Mapping[str, Use], rule: Any) -> None:
         self._make_way()
@@ -130,6 +147,8 @@ class ShownSums(ClippedSums):
     def keep_shown(self) -> None:
         for one in self._present.values() if self._ended else ():
             _ = one.value
+        if self.strategy.rows and not self._ended:
+            self.forget_pass()  # of rows before those that come now
 
     def backward_ended(self) -> None:
         self.strategy.backward_ended()

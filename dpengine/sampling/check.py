@@ -17,6 +17,8 @@ from torch.utils.data import (
 
 from dpengine.errors import SamplingError
 
+from .batches import PrivateBatchSampler
+
 _PLAIN_LOADER = "Pass DataLoader(dataset, batch_size=..., shuffle=True)."
 
 _WHY_REFUSED = {
@@ -59,6 +61,11 @@ def check_loader(loader: Any) -> None:
         )
     if loader.batch_sampler is None:
         raise SamplingError(f"{_name(loader)} has batch_size=None, so it yields no batches.", fix=_PLAIN_LOADER)
+    if isinstance(loader.batch_sampler, PrivateBatchSampler):
+        raise SamplingError(
+            f"{_name(loader)} is private already: its batches are those of the model that it was made for.",
+            fix="Pass the plain loader that it was made from; each private model gets a private loader of its own.",
+        )
     if type(loader.batch_sampler) is not BatchSampler:
         raise SamplingError(
             f"batch_sampler={_name(loader.batch_sampler)} has a law of its own; the accounting needs equal chances.",

@@ -154,7 +154,7 @@ def _of_a_batch(
 
 def _of_layers(model: nn.Module) -> list[Finding]:
     """What is known of each layer by itself."""
-    lookup = _Lookup()
+    lookup = _Lookup(model.training)
     watches = {watch.module: watch for watch in watch_list(model, lookup, lambda module: None)}
     inside = {m for watch in watches.values() if watch.kind is Kind.UNIT for m in watch.module.modules()}
     findings = []
@@ -175,11 +175,12 @@ def _of_layers(model: nn.Module) -> list[Finding]:
 class _Lookup:
     """``sampler_for``, which remembers what it refused."""
 
-    def __init__(self) -> None:
+    def __init__(self, model_trains: bool) -> None:
+        self.model_trains = model_trains
         self.refusals: dict[nn.Module, UnsupportedLayerError] = {}
 
     def __call__(self, module: nn.Module) -> Any:
-        if obstacle_of(module) is not None:
+        if obstacle_of(module, model_trains=self.model_trains) is not None:
             return {}
         try:
             return sampler_for(module)
@@ -189,7 +190,8 @@ class _Lookup:
 
 
 def _blocked(name: str, module: nn.Module, lookup: _Lookup) -> Finding | None:
-    obstacle, refusal = obstacle_of(module), lookup.refusals.get(module)
+    obstacle = obstacle_of(module, model_trains=lookup.model_trains)
+    refusal = lookup.refusals.get(module)
     if obstacle is not None:
         return Finding(name, type(module).__name__, BLOCKED, why=obstacle.why, remedy=obstacle.remedy)
     if refusal is not None:

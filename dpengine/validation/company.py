@@ -121,7 +121,8 @@ class Company:
         Raises:
             ValueError: If no output has a row for each row of the batch.
         """
-        self._model.train()
+        if not self._model.training:  # a part may be in eval mode on purpose
+            self._model.train()
         base = self._run(self._inputs)
         if not any(carries_rows(output, self._size) for output in base.outputs):
             shapes = [tuple(output.shape) for output in base.outputs]

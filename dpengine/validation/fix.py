@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
 
+from dpengine.capture import normalises_by_constants
 from dpengine.layers import to_twin
 from dpengine.names import suggests_names
 
@@ -49,7 +50,8 @@ def fix(
     Batch norm becomes group norm with the same scale and shift, in groups of at least two channels. Recurrent and
     attention layers become their private twins. Instance norm stops tracking; embeddings lose ``scale_grad_by_freq``
     and ``max_norm``. Device, dtype, train mode and ``requires_grad`` stay, and a module that is used twice is replaced
-    by one. Group norm does not compute what batch norm computed: a pretrained model needs training to recover.
+    by one. Group norm does not compute what batch norm computed: a pretrained model needs training to recover. A
+    batch norm in eval mode, in a model in train mode, stays: it normalises by constants.
 
     Args:
         model: Any model; it is left as it is.
@@ -77,7 +79,8 @@ def fix(
     replaced: dict[nn.Module, nn.Module] = {}
     for name, module in mended.named_modules():
         before = _shown(module)
-        outcome = _batch_norm(module, batch_norm, num_groups)
+        stays = model.training and normalises_by_constants(module)
+        outcome = None if stays else _batch_norm(module, batch_norm, num_groups)
         if outcome is None:
             outcome = next((outcome for mend in _MENDS if (outcome := mend(module)) is not None), None)
         if outcome is None:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn.modules.loss import _Loss
 from torch.utils import _pytree as pytree
 
+from dpengine.capture import modes_kept
 from dpengine.errors import BatchDependentLossError, ReductionError
 from dpengine.names import suggests_names
 
@@ -45,8 +46,7 @@ def check_loss(
     """  # noqa: DOC502 - what is called raises on our behalf
     inputs, targets, size = parts_of("check_loss", model, loss_fn, batch, loss_reduction)
     _checked.discard(model)
-    mode = model.training
-    try:
+    with modes_kept(model):
         model.eval()
         outputs, by_outputs = _loss_gradients(model, loss_fn, inputs, targets)
         for row in range(min(rows, size)):
@@ -56,8 +56,6 @@ def check_loss(
             )
             _compare_outputs(row, [one(o) for o in outputs], alone)
             _compare_gradients(row, size, loss_reduction, [one(g) for g in by_outputs], by_alone)
-    finally:
-        model.train(mode)
     _checked.add(model)
 
 

@@ -14,6 +14,8 @@ from torch.nn.utils import parametrize
 from torch.nn.utils.parametrizations import _SpectralNorm
 from torch.nn.utils.spectral_norm import SpectralNorm
 
+from dpengine.capture import may_normalise_by_constants
+
 FIX = "Run before creating the optimizer: model, changes = dp.fix(model)"
 
 
@@ -32,9 +34,19 @@ class Obstacle:
     remedy: str
 
 
-def obstacle_of(module: nn.Module) -> Obstacle | None:
-    """The first obstacle that applies to a module itself, not to its children."""
-    return next((obstacle for obstacle in (SCRIPTED, *OBSTACLES) if obstacle.applies(module)), None)
+def obstacle_of(module: nn.Module, *, model_trains: bool = True) -> Obstacle | None:
+    """The first obstacle that applies to a module itself, not to its children.
+
+    Args:
+        module: The module.
+        model_trains: Whether the model that it is in is in train mode. Where all of it is in eval mode, a batch norm is
+            not there on purpose, and will be in train mode too.
+
+    Returns:
+        None where nothing stands in the way.
+    """
+    found = next((obstacle for obstacle in (SCRIPTED, *OBSTACLES) if obstacle.applies(module)), None)
+    return _BATCH_NORM if found is None and not model_trains and isinstance(module, _BatchNorm) else found
 
 
 def has_spectral_norm(module: nn.Module) -> bool:
@@ -55,8 +67,9 @@ def _is_lazy(module: nn.Module) -> bool:
 
 
 def _mixes_rows(module: nn.Module) -> bool:
-    # In eval mode too: whether it stays there cannot be known.
-    return isinstance(module, _BatchNorm)
+    if not isinstance(module, _BatchNorm):
+        return False
+    return module.training or not may_normalise_by_constants(module)  # capture sees that it stays in eval mode
 
 
 def _keeps_statistics(module: nn.Module) -> bool:
@@ -86,6 +99,13 @@ SCRIPTED = Obstacle(
 )
 """Looked at before all others: the kinds of what is inside cannot be told."""
 
+_MIXES = "mixes the rows of a batch, so one record changes the gradients of others"
+_BATCH_NORM = Obstacle(
+    lambda module: isinstance(module, _BatchNorm) and may_normalise_by_constants(module) and module.training,
+    _MIXES,
+    f"{FIX}; or keep its running statistics, if they are public: layer.eval() after each model.train()",
+)
+
 OBSTACLES = (
     Obstacle(
         _is_wrapper,
@@ -98,7 +118,8 @@ OBSTACLES = (
         "has parameters whose shape is not known yet",
         "Run one forward pass, model(example_input), before creating the optimizer",
     ),
-    Obstacle(_mixes_rows, "mixes the rows of a batch, so one record changes the gradients of others", FIX),
+    _BATCH_NORM,
+    Obstacle(_mixes_rows, _MIXES, FIX),
     Obstacle(_keeps_statistics, "writes statistics of the batch into a buffer, without noise", FIX),
     Obstacle(
         _counts_over_the_batch,

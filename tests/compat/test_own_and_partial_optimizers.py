@@ -2,14 +2,20 @@
 
 import pytest
 import torch
-from opacus_runs import assert_same, backward, batch, by_hand, flat, gradients, loss, model, private, truth
+from opacus_runs import assert_same, backward, batch, by_hand, flat, gradients, loss, model, private, train, truth
 
 from dpengine.compat.opacus import GradSampleModule
 from dpengine.compat.opacus.grad_sample import GradSampleModuleNoOp
 from dpengine.compat.opacus.optimizers import (
     DPOptimizer,
 )
-from dpengine.errors import ParameterMismatchError, PrivacyError
+from dpengine.errors import (
+    ParameterMismatchError,
+    PrivacyError,
+    PrivacyWarning,
+    ScaledGradientError,
+    forget_notices,
+)
 
 
 def test_an_own_add_noise_is_used_and_charged():
@@ -167,3 +173,62 @@ def test_parameters_without_hooks_get_what_is_written_to_them():
     for parameter, grad in written.items():
         expected = torch.einsum("b...,b->...", grad, factors) / 4
         torch.testing.assert_close(parameter.grad, expected, rtol=1e-5, atol=1e-6)
+
+
+# Sums that are changed between clipping and step
+
+CHANGES = {
+    "in-place": lambda p: p.summed_grad.mul_(3.0),
+    "replaced": lambda p: setattr(p, "summed_grad", 3 * p.summed_grad),
+    "dropped": lambda p: setattr(p, "summed_grad", None),
+}
+changed = pytest.mark.parametrize("change", CHANGES)
+
+
+@changed
+@pytest.mark.parametrize("by_parts", [False, True])
+def test_sums_that_were_changed_after_clipping_are_refused_where_an_epsilon_is_stated(change, by_parts):
+    parts = private(noise_multiplier=1.0, poisson_sampling=True)
+    before = {name: tensor.clone() for name, tensor in parts.model.state_dict().items()}
+    inputs, targets = next(iter(parts.loader))
+    loss(parts.model, inputs, targets).backward()
+    parts.optimizer.clip_and_accumulate()
+    CHANGES[change](parts.optimizer.params[0])
+    for _ in range(2):
+        with pytest.raises(ScaledGradientError, match=r"summed_grad of parameter '0\.weight'.*clip_and_accumulate\(\)"):
+            parts.optimizer.add_noise() if by_parts else parts.optimizer.step()
+    assert all(torch.equal(before[name], tensor) for name, tensor in parts.model.state_dict().items())
+    parts.optimizer.zero_grad()
+    train(parts)  # and the next batches go on
+
+
+@changed
+@pytest.mark.parametrize("by_parts", [False, True])
+def test_by_hand_they_are_taken_and_said_so(change, by_parts):
+    wrapped, optimizer = by_hand()
+    expected = truth(wrapped._module, *batch())
+    expected = {name: total * {"dropped": 0.0}.get(change, 3.0) for name, total in expected.items()}
+    loss(wrapped, *batch()).backward()
+    optimizer.clip_and_accumulate()
+    for parameter in optimizer.params:
+        CHANGES[change](parameter)
+    forget_notices()
+    with pytest.warns(PrivacyWarning, match=r"DPE012.*summed_grad.*yours to answer for"):
+        if by_parts:
+            optimizer.add_noise()
+            optimizer.scale_grad()
+        else:
+            optimizer.step()
+    assert_same(gradients(wrapped._module, 4), expected)
+
+
+@pytest.mark.parametrize("mode", ["hooks", "ghost"])
+def test_what_is_added_by_more_backward_passes_is_no_change(mode):
+    parts = private(noise_multiplier=1.0, grad_sample_mode=mode)
+    batches = iter(parts.loader)
+    loss(parts.model, *next(batches)).backward()
+    parts.optimizer.clip_and_accumulate()
+    for _ in range(2):  # the first of them is clipped to make way for the other
+        loss(parts.model, *next(batches)).backward()
+    parts.optimizer.step()
+    assert parts.optimizer.params[0].grad is not None

@@ -49,7 +49,18 @@ BLOCKED = {
     "batch-norm-plain": (lambda: nn.BatchNorm2d(4, affine=False), "mixes the rows", FIX),
     "batch-norm-without-statistics": (lambda: nn.BatchNorm2d(4, track_running_stats=False), "mixes the rows", FIX),
     "batch-norm-frozen": (lambda: nn.BatchNorm2d(4).requires_grad_(False), "mixes the rows", FIX),
-    "batch-norm-in-eval-mode": (lambda: nn.BatchNorm2d(4).eval(), "mixes the rows", FIX),
+    "batch-norm-in-eval-mode-without-statistics": (
+        lambda: nn.BatchNorm2d(4, track_running_stats=False).eval(),
+        "mixes the rows",
+        FIX,
+    ),
+    "batch-norm-subclass-in-eval-mode": (lambda: NewBatchNorm(4).eval(), "mixes the rows", FIX),
+    "batch-norm-in-eval-mode-with-a-forward": (
+        lambda: with_other_forward(nn.BatchNorm2d(4).eval()),
+        "mixes the rows",
+        FIX,
+    ),
+    "sync-batch-norm-in-eval-mode": (lambda: nn.SyncBatchNorm(4).eval(), "mixes the rows", FIX),
     "batch-norm-subclass": (lambda: NewBatchNorm(4), "mixes the rows", FIX),
     "batch-norm-lazy": (lambda: nn.LazyBatchNorm2d(affine=False), "shape is not known", r"model\(example_input\)"),
     "sync-batch-norm": (lambda: nn.SyncBatchNorm(4), "mixes the rows", FIX),
@@ -65,6 +76,11 @@ BLOCKED = {
     "complex": (lambda: nn.Linear(2, 2, dtype=torch.complex64), "complex", "view_as_real"),
 }
 NOT_BLOCKED = {
+    "batch-norm-in-eval-mode": (lambda: nn.BatchNorm2d(4).eval(), "fallback"),
+    "batch-norm-frozen-in-eval-mode": (
+        lambda: nn.BatchNorm2d(4).requires_grad_(False).eval(),
+        "no trainable parameters",
+    ),
     "instance-norm": (lambda: nn.InstanceNorm2d(4, affine=True), "supported"),
     "sparse-embedding": (lambda: nn.Embedding(4, 3, sparse=True), "supported"),
     "local-response-norm": (lambda: nn.CrossMapLRN2d(2), "no trainable parameters"),
@@ -164,7 +180,8 @@ def test_all_blocked_layers_are_named_in_one_error():
         check(model).raise_if_blocked()
     assert str(refusal.value) == (
         "[DPE001] 1 (BatchNorm2d) mixes the rows of a batch, so one record changes the gradients of others. "
-        "Also blocked: 2.0 (BatchNorm2d). Run before creating the optimizer: model, changes = dp.fix(model)"
+        "Also blocked: 2.0 (BatchNorm2d). Run before creating the optimizer: model, changes = dp.fix(model); or keep "
+        "its running statistics, if they are public: layer.eval() after each model.train()"
     )
 
 

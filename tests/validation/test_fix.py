@@ -146,13 +146,13 @@ def test_scale_shift_and_settings_are_kept(layer):
         norm.weight.normal_()
         norm.bias.normal_()
     norm.bias.requires_grad_(False)
-    mended, (change,) = fix(nn.Sequential(norm))
+    mended, (change,) = fix(nn.Sequential(norm).eval())
     found = mended[0]
     assert torch.equal(found.weight, norm.weight)
     assert torch.equal(found.bias, norm.bias)
     assert (found.weight.requires_grad, found.bias.requires_grad) == (True, False)
     assert (found.eps, found.training, found.weight.dtype) == (0.25, False, torch.float64)
-    assert mended.training
+    assert not mended.training
     assert change.name == "0"
 
 

@@ -49,10 +49,6 @@ def admit(module: Any, optimizer: Any, data_loader: Any, generator: Any, secure:
     if not isinstance(module, nn.Module):
         raise TypeError(f"module is a {type(module).__name__}; pass a torch.nn.Module.")
     inner = module._module if isinstance(module, AbstractGradSampleModule) else module
-    if not inner.training:
-        warnings.warn(
-            "The model was in eval mode, in which nothing is recorded: it is in train mode now.", stacklevel=4
-        )
     check(inner).raise_if_blocked()
     refuse_optimizer(getattr(optimizer, "original_optimizer", optimizer))
     known = set(inner.parameters())
@@ -66,6 +62,9 @@ def admit(module: Any, optimizer: Any, data_loader: Any, generator: Any, secure:
         )
     size = _batch_size(data_loader, is_spread(inner))
     if not inner.training:  # a part may be in eval mode on purpose
+        warnings.warn(
+            "The model was in eval mode, in which nothing is recorded: it is in train mode now.", stacklevel=4
+        )
         inner.train()
     return size
 

@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader
 
 import dpengine
 from dpengine.accounting import CyclicGaussianEvent, Ledger, Relation, suggested_delta
+from dpengine.admission import Uncopied
 from dpengine.arrange import name_for
 from dpengine.distributed import SINGLE, Topology
 from dpengine.kernels import keep_freed_memory
@@ -50,7 +51,7 @@ class Asked:
     rand_on_empty: bool
 
 
-class Preparation:
+class Preparation(Uncopied):
     """The steps of ``make_private``. Subclasses may change those whose names begin with ``_prepare``.
 
     Attributes:
@@ -66,6 +67,11 @@ class Preparation:
     dataset: Any
     engine: dpengine.PrivacyEngine
     tellers: dict[int, _Teller]
+
+    _to_keep = "copy.deepcopy(engine.accountant)"
+
+    def _keeps_books(self) -> bool:
+        return bool(self.engine.runs)
 
     def _prepare_optimizer(
         self,

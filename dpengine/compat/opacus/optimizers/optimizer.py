@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,7 @@ from .own_steps import _check_processed_flag as _check_processed_flag
 from .own_steps import _generate_noise as _generate_noise
 from .own_steps import _mark_as_processed as _mark_as_processed
 from .utils import params
+from .written_sums import SumsShown
 
 StepHook = Callable[["DPOptimizer"], None]
 
@@ -72,6 +73,7 @@ class DPOptimizer(Optimizer):
         self._is_last_step_skipped = False
         self._asked = (float(noise_multiplier), self._policy(max_grad_norm))
         self._made: Release | None = None
+        self._sums_shown: SumsShown | None = None  # while a logical batch is in the sums
         for parameter in self.params:
             parameter.summed_grad = None  # type: ignore[attr-defined]
         release_of.checked(self)
@@ -197,6 +199,12 @@ class DPOptimizer(Optimizer):
             return getattr(self.__dict__["original_optimizer"], name)
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise TypeError(
+            f"{type(self).__name__} cannot be copied or pickled: the copy would draw the same noise again, and its "
+            "steps would be in no account. Keep optimizer.state_dict(), and call make_private for the other model."
+        )
+
     def __repr__(self) -> str:
         return f"{type(self).__name__}(noise_multiplier={self.noise_multiplier:g}, {self.original_optimizer!r})"
 
@@ -282,6 +290,11 @@ class DPOptimizer(Optimizer):
             self._skipped_batches = frozenset(ticket.step for ticket in release.tickets)
         return skips
 
+    @property
+    def _clips_by_itself(self) -> bool:
+        """Whether a subclass clips by itself, and answers for what it writes into ``p.summed_grad``."""
+        return type(self).clip_and_accumulate is not DPOptimizer.clip_and_accumulate
+
     def clip_and_accumulate(self) -> None:
         """Clips what waits, and adds it to ``p.summed_grad``."""
         release_of.gather(self, self._release)
@@ -309,7 +322,7 @@ class DPOptimizer(Optimizer):
         """
         release = self._release
         self.clip_and_accumulate()
-        if type(self).clip_and_accumulate is not DPOptimizer.clip_and_accumulate:
+        if self._clips_by_itself:
             release_of.adopt(self, release)
         skips = self._check_skip_next_step()
         self._is_last_step_skipped = release.goes_on = skips or not release_of.is_complete(release)

@@ -26,6 +26,7 @@ from dpengine.sampling import ByHand
 from dpengine.stage import Stage
 
 from .utils import params
+from .written_sums import SumsShown, refuse_or_take
 
 if TYPE_CHECKING:
     from .optimizer import DPOptimizer
@@ -152,7 +153,11 @@ def _sums_here(optimizer: DPOptimizer) -> ShownSums:
             fix="Put them in one nn.Module and wrap that, or take an optimizer for each.",
         )
     if not found:
-        return ShownSums(nn.ParameterList(held), mode="no_op", loss_reduction=optimizer.loss_reduction)
+        written = [getattr(parameter, "grad_sample", None) for parameter in held]  # perhaps before this is asked for
+        sums = ShownSums(nn.ParameterList(held), mode="no_op", loss_reduction=optimizer.loss_reduction)
+        for parameter, grad_sample in zip(held, written, strict=True):
+            parameter.grad_sample = grad_sample  # type: ignore[attr-defined]
+        return sums
     (sums,) = found.values()
     _follow_groups(optimizer, sums)
     if sums not in _owners:
@@ -164,7 +169,8 @@ def name_of(optimizer: DPOptimizer, parameter: nn.Parameter) -> str:
     """A parameter's name and shape, for messages."""
     sums = sums_of(parameter)
     names = {} if sums is None else {p: name for name, p in sums.topology.parameters(sums.model).items()}
-    return f"'{names.get(parameter, '?')}' {tuple(parameter.shape)}"
+    place = next((i for i, p in enumerate(params(optimizer)) if p is parameter), "?")
+    return f"'{names.get(parameter, f'{place} of the optimizer')}' {tuple(parameter.shape)}"
 
 
 # A step, in the parts that Opacus has
@@ -183,19 +189,32 @@ def refuse_scaled(optimizer: DPOptimizer) -> None:
 
 def gather(optimizer: DPOptimizer, release: Release) -> None:
     """Brings what waits into the sums, and shows them."""
+    assert isinstance(release.sums, ShownSums)
+    release.sums.refuse_unended()
     if release.hand_fed and release.stage is Stage.IDLE and not release.sums.pending:
         held = params(optimizer)
         raise MissingGradientError(
             f"Parameter {name_of(optimizer, held[0]) if held else '?'} has no per-sample gradient.",
-            fix="Run forward in train mode through a GradSampleModule, and backward, between zero_grad() and step().",
+            fix="Run forward in train mode through a GradSampleModule, and backward, between zero_grad() and step(); "
+            "or, on a model without one, write p.grad_sample (B, *p.shape) of every parameter.",
         )
-    assert isinstance(release.sums, ShownSums)
     _refuse_other_owner(optimizer, release.sums)
     if release.sums.captures:
         _follow_groups(optimizer, release.sums)
+    _follow_written_sums(optimizer, release)
     release.gather()
     for parameter, total in release.sums.buffer:
         parameter.summed_grad = total  # type: ignore[attr-defined]
+    optimizer._sums_shown = None if optimizer._clips_by_itself else SumsShown.of(release)
+
+
+def _follow_written_sums(optimizer: DPOptimizer, release: Release) -> None:
+    """Sums may have been changed since they were shown."""
+    shown = optimizer._sums_shown
+    changed = [] if shown is None else shown.changed(release)
+    if changed:
+        refuse_or_take(release, changed, name_of(optimizer, changed[0]))
+        optimizer._sums_shown = SumsShown.of(release)
 
 
 def adopt(optimizer: DPOptimizer, release: Release) -> None:
@@ -220,6 +239,7 @@ def leaving(optimizer: DPOptimizer, release: Release) -> Iterator[None]:
         try:
             yield
         finally:
+            optimizer._sums_shown = None
             for parameter in optimizer.params:
                 parameter.summed_grad = None  # type: ignore[attr-defined]
     if not release.sums.buffer.clean:  # the noise was of the user's own making
@@ -240,6 +260,9 @@ def write_noised(optimizer: DPOptimizer, release: Release) -> None:
             "add_noise() would release a part of a logical batch, which nothing has charged.",
             fix="Release it when all of its chunks are clipped: pre_step() returns True then.",
         )
+    _follow_written_sums(optimizer, release)
+    if optimizer._clips_by_itself and release.stage is Stage.CLIPPED:
+        adopt(optimizer, release)
     if release.stage is Stage.CLIPPED:  # called by hand: the charge and all else is due here
         with leaving(optimizer, release):
             release._write_gradients(divides=False)
@@ -270,6 +293,7 @@ def clear(optimizer: DPOptimizer, release: Release | None, *, keeps_sums: bool) 
     if keeps_sums:
         release.gradients.zero_grad(release.sums.buffer.parameters)
         return
+    optimizer._sums_shown = None
     for parameter in optimizer.params:
         parameter.summed_grad = None  # type: ignore[attr-defined]
     release.zero_grad()

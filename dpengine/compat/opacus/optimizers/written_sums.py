@@ -1,0 +1,76 @@
+"""``p.summed_grad`` as it was shown after clipping, and what is done where a script changed it since."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from dpengine.errors import ScaledGradientError, notice
+from dpengine.release import Release
+
+
+@dataclass(frozen=True, eq=False)
+class SumsShown:
+    """The sums of a logical batch, as far as it was clipped.
+
+    Attributes:
+        sums: What ``p.summed_grad`` was set to, and its version then.
+        clipped: Stands for the last backward pass that was clipped: another one writes sums in place.
+        given_up: Batches given up until then: another one destroys sums in place.
+    """
+
+    sums: dict[nn.Parameter, tuple[Tensor, int]]
+    clipped: object
+    given_up: int
+
+    @classmethod
+    def of(cls, release: Release) -> SumsShown:
+        """The sums as they are."""
+        sums = {parameter: (total, total._version) for parameter, total in release.sums.buffer}
+        return cls(sums, release.statistics, release.given_up)
+
+    def changed(self, release: Release) -> list[nn.Parameter]:
+        """The parameters whose sums are others than those shown, as far as can be told."""
+        if release.given_up != self.given_up:
+            return []
+        whole = release.statistics is self.clipped
+        found = []
+        for parameter, (total, version) in self.sums.items():
+            now = getattr(parameter, "summed_grad", total)
+            if now is not total or (whole and now._version != version):
+                found.append(parameter)
+        return found
+
+
+def refuse_or_take(release: Release, changed: Sequence[nn.Parameter], name: str) -> None:
+    """Refuses sums that were changed after clipping; where no engine keeps account, takes them, and says so.
+
+    Args:
+        release: What they are the sums of.
+        changed: The parameters.
+        name: Of the first.
+
+    Raises:
+        ScaledGradientError: If an engine states an epsilon for them.
+    """
+    what = f"summed_grad of parameter {name} was changed after its rows were clipped"
+    why = "so what one row adds is not bounded by max_grad_norm any more, and the noise may be too small"
+    if not release.hand_fed:
+        raise ScaledGradientError(
+            f"{what}, {why}.",
+            fix="Scale the loss, or the learning rate; call optimizer.zero_grad() to drop sums; or do it in "
+            "clip_and_accumulate() of a subclass of DPOptimizer, whose bound is yours to answer for.",
+        )
+    notice("DPE012", f"{what}, {why}: its bound is yours to answer for.", key="summed_grad")
+    views = dict(release.sums.buffer)
+    for parameter in changed:
+        total: Any = parameter.summed_grad  # type: ignore[attr-defined]
+        view = views[parameter]
+        if total is None:
+            view.zero_()
+        elif total is not view:
+            view.copy_(total)
+        parameter.summed_grad = view  # type: ignore[attr-defined]

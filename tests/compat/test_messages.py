@@ -1,0 +1,187 @@
+"""What a script gets to read where it does what Opacus lets pass, or fails at in words of its own; both doors."""
+
+from collections import deque
+
+import pytest
+import torch
+from opacus_runs import assert_same, batch, by_hand, flat, gradients, loss, model, rows, truth
+from torch import nn
+from torch.utils.data import DataLoader
+
+import dpengine
+from dpengine.compat.opacus import PrivacyEngine
+from dpengine.errors import (
+    BatchMismatchError,
+    MissingGradientError,
+    SamplingError,
+    TicketError,
+    UnsupportedLayerError,
+)
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*DPE012")
+
+
+def of_engine(module=None, **asked):
+    """The same parts, of the engine itself."""
+    module = module or model()
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    loader = DataLoader(rows(24), 8)
+    return dpengine.PrivacyEngine(seed=1).make_private(module, optimizer, loader, noise_multiplier=1.0, **asked)
+
+
+def of_compat(module=None, *, seed=1, **asked):
+    module = module or model()
+    asked = {"noise_multiplier": 1.0, "max_grad_norm": 1.0} | asked
+    made = PrivacyEngine().make_private(
+        module=module,
+        optimizer=torch.optim.SGD(module.parameters(), lr=0.1),
+        data_loader=DataLoader(rows(24), 8, generator=torch.Generator().manual_seed(seed)),
+        **asked,
+    )
+    return made[0], made[1], made[-1]
+
+
+both = pytest.mark.parametrize("door", [of_engine, of_compat])
+
+
+def step(wrapped, optimizer, inputs, targets):
+    optimizer.zero_grad()
+    loss(wrapped, inputs, targets).backward()
+    optimizer.step()
+
+
+def ahead(loader, count):
+    waiting = deque()
+    for one in loader:
+        waiting.append(one)
+        if len(waiting) > count:
+            yield waiting.popleft()
+    yield from waiting
+
+
+@pytest.mark.parametrize("wrap", [list, lambda loader: ahead(loader, 1), lambda loader: ahead(loader, 2)])
+@both
+def test_batches_that_were_fetched_ahead_are_named_as_such(door, wrap):
+    wrapped, optimizer, loader = door()
+    before = flat(wrapped.state_dict())
+    with pytest.raises(BatchMismatchError, match=r"fetched ahead.*no list\(loader\).*num_workers"):
+        for inputs, targets in wrap(loader):
+            before = flat(wrapped.state_dict())
+            step(wrapped, optimizer, inputs, targets)
+    assert torch.equal(flat(wrapped.state_dict()), before)
+
+
+def test_chunks_that_were_fetched_ahead_are_named_as_such():
+    module, optimizer, loader = of_engine(physical_batch_size=3)
+    with pytest.raises(TicketError, match=r"fetches batches ahead.*no list\(loader\)"):
+        for inputs, targets in list(loader):
+            step(module, optimizer, inputs, targets)
+
+
+@both
+def test_rows_that_were_filtered_are_named_as_such(door):
+    wrapped, optimizer, loader = door()
+    with pytest.raises(BatchMismatchError, match=r"x\[mask\].*\(losses \* mask\)\.mean\(\)"):
+        for inputs, targets in loader:
+            kept = torch.arange(len(inputs)) > 0
+            step(wrapped, optimizer, inputs[kept], targets[kept])
+
+
+@both
+def test_rows_that_were_doubled_are_named_as_such(door):
+    wrapped, optimizer, loader = door()
+    with pytest.raises(BatchMismatchError, match=r"added or doubled.*several views"):
+        for inputs, targets in loader:
+            step(wrapped, optimizer, torch.cat([inputs, inputs]), torch.cat([targets, targets]))
+
+
+@both
+def test_a_batch_of_another_models_loader_is_named_as_such(door):
+    other = door()[2]
+    wrapped, optimizer, _ = door(model(1))
+    with pytest.raises(TicketError, match=r"private loader of this model.*each has a loader of its own"):
+        step(wrapped, optimizer, *next(iter(other)))
+
+
+def test_a_loader_that_is_private_already_is_named_as_such():
+    loader = of_engine()[2]
+    module = model(1)
+    with pytest.raises(SamplingError, match=r"private already.*plain loader"):
+        dpengine.PrivacyEngine().make_private(
+            module, torch.optim.SGD(module.parameters(), lr=0.1), loader, noise_multiplier=1.0
+        )
+
+
+@both
+def test_a_penalty_on_weights_is_pointed_to_weight_decay(door):
+    wrapped, optimizer, loader = door()
+    with pytest.raises(MissingGradientError, match=r"penalty on weights.*weight_decay="):
+        for inputs, targets in loader:
+            penalty = sum(p.square().sum() for p in wrapped.parameters())
+            (loss(wrapped, inputs, targets) + 0.1 * penalty).backward()
+            optimizer.step()
+
+
+@both
+def test_data_parallel_is_pointed_to_one_process_for_each_device(door):
+    with pytest.raises(UnsupportedLayerError, match=r"DataParallel.*DistributedDataParallel.*torchrun"):
+        door(nn.DataParallel(model()))
+
+
+# Other methods than forward
+
+
+class Encodes(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.last = nn.Linear(3, 4), nn.Linear(4, 2)
+
+    def encode(self, inputs):
+        return self.first(inputs).tanh()
+
+    def forward(self, inputs):
+        return self.last(self.encode(inputs))
+
+
+OTHER_MODES = ["hooks", "functorch", "ew", "ghost"]
+
+
+@pytest.mark.parametrize("mode", OTHER_MODES)
+def test_a_backward_pass_through_another_method_is_named_at_the_step(mode):
+    wrapped, optimizer, loader = of_compat(Encodes(), grad_sample_mode=mode)
+    wrapped.encode(next(iter(loader))[0]).square().mean().backward()
+    with pytest.raises(TicketError, match=r"'first'.*model\.encode\(x\).*forward choose"):
+        optimizer.step()
+
+
+@pytest.mark.parametrize("mode", OTHER_MODES)
+@pytest.mark.parametrize("stepped", [False, True])
+def test_its_rows_do_not_add_to_those_of_the_next_batch(mode, stepped):
+    wrapped, optimizer, loader = of_compat(
+        Encodes(), grad_sample_mode=mode, noise_multiplier=0.0, poisson_sampling=False
+    )
+    batches = iter(loader)
+    wrapped.encode(next(batches)[0]).square().mean().backward()
+    if stepped:
+        with pytest.raises(TicketError):
+            optimizer.step()
+    inputs, targets = next(batches)
+    expected = truth(wrapped._module, inputs, targets)
+    loss(wrapped, inputs, targets).backward()
+    optimizer.step()
+    assert_same(gradients(wrapped._module, 8), expected)
+
+
+@pytest.mark.parametrize("cleared", [False, True])
+def test_nor_by_hand(cleared):
+    wrapped, optimizer = by_hand(Encodes())
+    wrapped.encode(batch()[0] + 1).square().mean().backward()
+    if not cleared:
+        with pytest.raises(TicketError, match="come through"):
+            wrapped(batch()[0])
+    optimizer.zero_grad()
+    expected = truth(wrapped._module, *batch())
+    loss(wrapped, *batch()).backward()
+    optimizer.step()
+    assert_same(gradients(wrapped._module, 4), expected)

@@ -1,0 +1,204 @@
+"""A batch norm in eval mode normalises each row by constants: it may stay, as long as it is in eval mode."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import dpengine
+from dpengine.capture import modes_kept
+from dpengine.compat.opacus import PrivacyEngine as CompatEngine
+from dpengine.errors import PrivacyError, UnsupportedLayerError
+from dpengine.validation import check_loss
+
+ROWS, BATCH, CHANNELS, CLASSES, NORM = 48, 12, 4, 3, 0.05
+pytestmark = pytest.mark.filterwarnings("ignore:.*DPE012", "ignore:Full backward hook")
+
+
+def pretrained(*, frozen: bool = True) -> nn.Sequential:
+    """A model with statistics of its own, in train mode but for its batch norm."""
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Conv2d(2, CHANNELS, 3), nn.BatchNorm2d(CHANNELS), nn.ReLU(), nn.Flatten(), nn.Linear(CHANNELS * 4, CLASSES)
+    )
+    with torch.no_grad():
+        for _ in range(3):
+            model(3 * torch.randn(16, 2, 4, 4) + 1)
+    model[1].requires_grad_(not frozen).eval()
+    return model
+
+
+def rows() -> TensorDataset:
+    torch.manual_seed(1)
+    return TensorDataset(torch.randn(ROWS, 2, 4, 4), torch.randint(0, CLASSES, (ROWS,)))
+
+
+def trained(model: nn.Module) -> list[nn.Parameter]:
+    return [p for p in model.parameters() if p.requires_grad]
+
+
+def through_default(model, mode):
+    optimizer = torch.optim.SGD(trained(model), lr=0.1)
+    engine = dpengine.PrivacyEngine(seed=0)
+    return engine.make_private(
+        model,
+        optimizer,
+        DataLoader(rows(), BATCH),
+        noise_multiplier=0.0,
+        max_grad_norm=NORM,
+        grad_sample_mode=mode,
+    )
+
+
+def through_compat(model, mode):
+    optimizer = torch.optim.SGD(trained(model), lr=0.1)
+    parts = CompatEngine().make_private(
+        module=model,
+        optimizer=optimizer,
+        data_loader=DataLoader(rows(), BATCH),
+        noise_multiplier=0.0,
+        max_grad_norm=NORM,
+        grad_sample_mode=mode,
+        noise_generator=torch.Generator().manual_seed(0),
+    )
+    return parts[0], parts[1], parts[-1]
+
+
+DOORS = [(through_default, mode) for mode in ("auto", "hooks", "functorch", "ew", "ghost")] + [
+    (through_compat, mode) for mode in ("hooks", "functorch", "ew", "ghost")
+]
+doors = pytest.mark.parametrize(("door", "mode"), DOORS, ids=[f"{d.__name__[8:]}-{m}" for d, m in DOORS])
+both = pytest.mark.parametrize("door", [through_default, through_compat])
+
+
+def clipped_sum(model: nn.Module, inputs: Tensor, targets: Tensor) -> list[Tensor]:
+    """Of each row alone."""
+    total = [torch.zeros_like(p) for p in trained(model)]
+    for i in range(len(inputs)):
+        grads = torch.autograd.grad(F.cross_entropy(model(inputs[i : i + 1]), targets[i : i + 1]), trained(model))
+        factor = (NORM / torch.stack([g.norm() for g in grads]).norm()).clamp(max=1)
+        total = [t + factor * g for t, g in zip(total, grads, strict=True)]
+    return total
+
+
+@doors
+def test_a_batch_norm_that_was_frozen_in_eval_mode_trains_the_rest(door, mode):
+    model, optimizer, loader = door(pretrained(), mode)
+    inputs, targets = next(iter(loader))
+    expected = clipped_sum(pretrained(), inputs, targets)
+    optimizer.zero_grad()
+    F.cross_entropy(model(inputs), targets).backward()
+    optimizer.step()
+    found = [p.grad * BATCH for p in trained(model)]
+    assert len(inputs) > 2
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("mode", ["auto", "hooks", "ghost"])
+def test_a_batch_norm_in_eval_mode_may_train_its_scale_and_shift(mode):
+    model, optimizer, loader = through_default(pretrained(frozen=False), mode)
+    inputs, targets = next(iter(loader))
+    expected = clipped_sum(pretrained(frozen=False), inputs, targets)
+    F.cross_entropy(model(inputs), targets).backward()
+    optimizer.step()
+    torch.testing.assert_close([p.grad * BATCH for p in trained(model)], expected, rtol=1e-4, atol=1e-6)
+
+
+def into_train_mode(model):
+    model.train()
+
+
+def without_momentum(model):  # then nothing is written that the watch on buffers would see
+    model[1].momentum = 0.0
+    model.train()
+
+
+def without_statistics(model):
+    model[1].running_mean = model[1].running_var = None
+
+
+@pytest.mark.parametrize("change", [into_train_mode, without_momentum, without_statistics])
+@doors
+def test_a_batch_norm_that_would_look_at_the_batch_is_refused_in_the_forward_pass(door, mode, change):
+    model, optimizer, loader = door(pretrained(), mode)
+    bare = getattr(model, "_module", model)
+    change(bare)
+    kept = {name: tensor.clone() for name, tensor in bare.state_dict().items()}
+    inputs, _ = next(iter(loader))
+    with pytest.raises(UnsupportedLayerError, match=r"1 \(BatchNorm2d\).*get_submodule\('1'\)\.eval\(\).*dp\.fix"):
+        model(inputs)
+    optimizer.zero_grad()
+    with pytest.raises(PrivacyError):
+        optimizer.step()
+    torch.testing.assert_close(dict(bare.state_dict()), kept, rtol=0, atol=0)
+
+
+@both
+def test_statistics_are_not_written_without_gradients_either(door):
+    model, _, loader = door(pretrained(), "hooks")
+    bare = getattr(model, "_module", model)
+    model.train()
+    before = bare[1].running_mean.clone()
+    with torch.no_grad(), pytest.raises(UnsupportedLayerError, match="train mode"):
+        model(next(iter(loader))[0])
+    with torch.no_grad(), pytest.raises(UnsupportedLayerError, match="train mode"):
+        bare[1](torch.randn(3, CHANNELS, 2, 2))  # as a part of the model that is called by itself
+    assert torch.equal(bare[1].running_mean, before)
+
+
+@both
+def test_it_goes_on_after_it_was_put_back_into_eval_mode(door):
+    model, optimizer, loader = door(pretrained(), "hooks")
+    steps = 0
+    for _ in range(2):
+        model.train()
+        getattr(model, "_module", model)[1].eval()
+        for inputs, targets in loader:
+            optimizer.zero_grad()
+            F.cross_entropy(model(inputs), targets).backward()
+            optimizer.step()
+            steps += 1
+        model.eval()
+        model(rows()[:5][0])
+    assert steps == 2 * ROWS // BATCH
+
+
+@both
+def test_in_a_model_that_is_in_eval_mode_as_a_whole_it_is_refused(door):
+    with pytest.raises(UnsupportedLayerError, match=r"1 \(BatchNorm2d\) mixes the rows.*after each model\.train\(\)"):
+        door(pretrained().eval(), "hooks")
+
+
+def test_a_detached_model_is_free_again():
+    model = pretrained()
+    engine = dpengine.PrivacyEngine()
+    optimizer = torch.optim.SGD(trained(model), lr=0.1)
+    engine.make_private(model, optimizer, DataLoader(rows(), BATCH), noise_multiplier=1.0)
+    engine.detach(model)
+    assert model.train()(rows()[:5][0]).shape == (5, CLASSES)
+
+
+def test_a_check_by_a_batch_lets_it_through_and_leaves_it_in_eval_mode():
+    model = pretrained()
+    batch = rows()[:6]
+    assert dpengine.check(model, F.cross_entropy, batch).ok
+    check_loss(model, F.cross_entropy, batch)
+    assert [m.training for m in model] == [True, False, True, True, True]
+    assert model.training
+
+
+def test_fix_leaves_what_was_put_into_eval_mode_on_purpose():
+    mended, changes = dpengine.fix(pretrained())
+    assert type(mended[1]) is nn.BatchNorm2d
+    assert not mended[1].training
+    assert changes == []
+    mended, _ = dpengine.fix(pretrained().eval())
+    assert type(mended[1]) is nn.GroupNorm
+
+
+def test_modes_are_put_back_part_by_part():
+    model = pretrained()
+    with modes_kept(model):
+        model.eval()
+    assert [m.training for m in model.modules()] == [True, True, False, True, True, True]
