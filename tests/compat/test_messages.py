@@ -92,7 +92,7 @@ def test_rows_that_were_filtered_are_named_as_such(door):
 @both
 def test_rows_that_were_doubled_are_named_as_such(door):
     wrapped, optimizer, loader = door()
-    with pytest.raises(BatchMismatchError, match=r"added or doubled.*several views"):
+    with pytest.raises(BatchMismatchError, match=r"duplicates or merges rows.*several views"):
         for inputs, targets in loader:
             step(wrapped, optimizer, torch.cat([inputs, inputs]), torch.cat([targets, targets]))
 
