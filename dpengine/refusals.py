@@ -77,6 +77,7 @@ def _refuse_other_batch(release: Release) -> None:
     seen, drawn = release.sums.rows_pending, release.rows  # of the first pass, where several wait
     if seen == drawn or len(set(release.sums.strategy.rows.values())) != 1:
         return
+    name = next(iter(release.sums.strategy.rows))
     if release.passed_over:
         why, fix = "batches were fetched ahead: the one before the newest went through no backward pass", _IN_TURN
     elif seen < drawn:
@@ -86,10 +87,11 @@ def _refuse_other_batch(release: Release) -> None:
             "as in (losses * mask).mean(); or leave them out of the data set, before make_private."
         )
     else:
-        why = "rows were added or doubled between the loader and the model, or these are not its rows"
+        why = "something duplicates or merges rows between the loader and the model, or these are not its rows"
         fix = "Augment rows in the data set, one for one; for several views of a row add their losses in one backward."
     raise BatchMismatchError(
-        f"All layers saw {seen} rows, and the loader handed out {drawn}: {why}; or axis 0 is not the batch.",
+        f"Layer '{name}', as all others, saw {seen} rows, and the loader handed out {drawn}: {why}; or axis 0 is not "
+        "the batch.",
         fix=f"{fix} {KEEP_THE_BATCH_FIRST}",
     )
 

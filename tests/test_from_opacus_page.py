@@ -1,5 +1,6 @@
 """The Python of docs/from_opacus.md runs as it stands, in order, and its two scripts differ by the one rule."""
 
+import copy
 import re
 import warnings
 from pathlib import Path
@@ -91,6 +92,13 @@ REFUSED = {
     "a negative threshold": lambda: a_run(max_grad_norm=-1.0),
     "batch norm": lambda: a_run(layers=[nn.BatchNorm1d(4)]),
     "batch norm without parameters": lambda: a_run(layers=[nn.BatchNorm1d(4, affine=False)]),
+    "frozen batch norm": lambda: a_run(layers=[nn.BatchNorm1d(4).requires_grad_(False)]),
+    "batch norm without running statistics": lambda: a_run(
+        layers=[nn.BatchNorm1d(4, track_running_stats=False).requires_grad_(False).eval()]
+    ),
+    "SyncBatchNorm": lambda: a_run(layers=[nn.SyncBatchNorm(4).requires_grad_(False).eval()]),
+    "DataParallel": lambda: a_run(layers=[nn.DataParallel(nn.Linear(4, 4))]),
+    "a copy of the optimizer": lambda: copy.deepcopy(a_run()[1]),
     "rows drawn by weight": lambda: a_run(
         loader=DataLoader(TensorDataset(torch.zeros(64, 3)), 16, sampler=WeightedRandomSampler([1.0] * 64, 64))
     ),
@@ -103,6 +111,26 @@ REFUSED = {
 def test_what_the_page_calls_refused_is_refused(what):
     with pytest.raises((TypeError, ValueError, PrivacyError)):
         REFUSED[what]()
+
+
+def test_frozen_batch_norm_in_eval_mode_is_taken():
+    model, optimizer, loader = a_run(layers=[nn.BatchNorm1d(4).requires_grad_(False).eval()])
+    backward(model, next(iter(loader)))
+    optimizer.step()
+    model.train()
+    with pytest.raises(ValueError, match=r"train mode.*\.eval\(\)"):
+        model(torch.zeros(2, 3))
+
+
+def test_gradients_of_parameters_are_not_to_be_had_and_torch_says_it_in_the_words_of_the_page():
+    model, _, loader = a_run()
+    inputs, targets = next(iter(loader))
+    loss = nn.functional.cross_entropy(model(inputs), targets)
+    with pytest.raises(RuntimeError) as refusal:
+        torch.autograd.grad(loss, list(model.parameters()))
+    words = "appears to not have been used in the graph"
+    assert words in str(refusal.value)
+    assert words in TEXT
 
 
 def test_a_second_backward_a_second_step_and_foreign_rows_are_refused():

@@ -10,6 +10,8 @@ from torch.utils.data import DataLoader
 
 import dpengine
 from dpengine.compat.opacus import PrivacyEngine
+from dpengine.compat.opacus.accountants.utils import get_noise_multiplier
+from dpengine.compat.opacus.data_loader import DPDataLoader
 from dpengine.errors import (
     BatchMismatchError,
     MissingGradientError,
@@ -90,7 +92,7 @@ def test_rows_that_were_filtered_are_named_as_such(door):
 @both
 def test_rows_that_were_doubled_are_named_as_such(door):
     wrapped, optimizer, loader = door()
-    with pytest.raises(BatchMismatchError, match=r"added or doubled.*several views"):
+    with pytest.raises(BatchMismatchError, match=r"duplicates or merges rows.*several views"):
         for inputs, targets in loader:
             step(wrapped, optimizer, torch.cat([inputs, inputs]), torch.cat([targets, targets]))
 
@@ -126,6 +128,23 @@ def test_a_penalty_on_weights_is_pointed_to_weight_decay(door):
 def test_data_parallel_is_pointed_to_one_process_for_each_device(door):
     with pytest.raises(UnsupportedLayerError, match=r"DataParallel.*DistributedDataParallel.*torchrun"):
         door(nn.DataParallel(model()))
+
+
+MISSPELT = {
+    "get_epsilon": (lambda: PrivacyEngine().get_epsilon(dleta=1e-5), "delta"),
+    "from_data_loader": (lambda: DPDataLoader.from_data_loader(DataLoader(rows(), 4), distribted=True), "distributed"),
+    "get_noise_multiplier": (
+        lambda: get_noise_multiplier(target_epsilon=1.0, target_delta=1e-5, sample_rate=0.1, epoch=3),
+        "epochs",
+    ),
+}
+
+
+@pytest.mark.parametrize("called", MISSPELT)
+def test_a_misspelt_keyword_is_answered_with_the_nearest(called):
+    call, meant = MISSPELT[called]
+    with pytest.raises(TypeError, match=rf"{called}\(\) has no argument .* Did you mean '{meant}'"):
+        call()
 
 
 # Other methods than forward

@@ -147,5 +147,5 @@ def test_a_private_loader_is_refused_by_name(seeded_words):
         on_handout=lambda ticket, chunk: None,
         may_draw=lambda step: True,
     )
-    with pytest.raises(SamplingError, match="PrivateBatchSampler"):
+    with pytest.raises(SamplingError, match=r"PrivateDataLoader is private already.*plain loader"):
         check_loader(private)

@@ -157,7 +157,7 @@ def test_s9_more_rows_than_were_drawn_are_refused():
     loop = make_loop(noise_multiplier=1.0)
     inputs, targets = first_batch(loop.loader)
     size = len(targets)
-    message = rf"DPE018.*saw {2 * size} rows, and the loader handed out {size}.*added or doubled"
+    message = rf"DPE018.*Layer '2', as all others, saw {2 * size} rows, and the loader handed out {size}.*duplicates"
     with pytest.raises(BatchMismatchError, match=message):
         loop.backward(torch.cat([inputs, inputs]), torch.cat([targets, targets]))
     assert [(charge.kind, charge.count) for charge in loop.engine.ledger.history] == [("void", 1)]

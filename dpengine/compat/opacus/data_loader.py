@@ -166,6 +166,7 @@ class DPDataLoader(PrivateIteration, DataLoader):  # type: ignore[misc]
         self.__dict__.update(made.__dict__)
 
     @classmethod
+    @suggests_names
     def from_data_loader(
         cls,
         data_loader: DataLoader[Any],

@@ -253,6 +253,7 @@ class PrivacyEngine(Preparation, Checkpoints):
             **{name: value for name, value in given.items() if value is not None},
         )
 
+    @suggests_names
     def get_epsilon(self, delta: float) -> float:
         """Epsilon spent so far at this delta, by the accountant; 0 before the first step, infinite without noise."""
         for teller in self.tellers.values():

@@ -1,12 +1,13 @@
 """The formulas as functions, and privacy random variables by hand."""
 
+import inspect
 import math
 
 import numpy as np
 import pytest
 from scipy import integrate, stats
 
-from dpengine.accounting import Charge, bounds_of, release_event
+from dpengine.accounting import Charge, bounds_of, epsilon_bounds, release_event
 from dpengine.compat.opacus.accountants.analysis import gdp, rdp
 from dpengine.compat.opacus.accountants.analysis.prv import (
     DiscretePRV,
@@ -208,3 +209,12 @@ def test_sums_of_losses_lie_where_they_should():
     found = compose_heterogeneous([first, second], [2, 1])
     assert found.domain.ts[int(np.argmax(found.pmf))] == pytest.approx(4.0)
     assert found.pmf.max() == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize(("sample_rate", "noise_multiplier", "steps"), [(0.01, 0.8, 1000), (0.05, 1.0, 200)])
+def test_the_limit_is_below_the_truth_here_and_its_docstring_says_so(sample_rate, noise_multiplier, steps):
+    about = gdp.compute_eps_poisson(steps=steps, noise_multiplier=noise_multiplier, sample_rate=sample_rate, delta=1e-5)
+    bounds = epsilon_bounds(noise_multiplier=noise_multiplier, sample_rate=sample_rate, steps=steps, delta=1e-5)
+    assert about < bounds[0]
+    for function in (gdp.compute_eps_poisson, gdp.compute_eps_uniform):
+        assert "may be BELOW the epsilon that was spent" in " ".join(inspect.getdoc(function).split())

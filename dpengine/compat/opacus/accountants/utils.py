@@ -48,14 +48,14 @@ def get_noise_multiplier(
         ValueError: If an argument is out of range, not exactly one of ``epochs`` and ``steps`` is given, or no noise up
             to ``MAX_SIGMA`` is enough.
     """
+    counted = create_accountant(accountant)
+    if isinstance(counted, LedgerAccountant):
+        refuse_unknown("get_noise_multiplier", kwargs, (*_ARGUMENTS, *KEYWORDS))
     if (steps is None) == (epochs is None):
         raise ValueError(f"epochs={epochs!r} and steps={steps!r}: pass exactly one of the two.")
     if epochs is not None:
         steps = steps_of_epochs(epochs, sample_rate)
     assert steps is not None  # for the type checker
-    counted = create_accountant(accountant)
-    if isinstance(counted, LedgerAccountant):
-        refuse_unknown("get_noise_multiplier", kwargs, (*_ARGUMENTS, *KEYWORDS))
 
     def epsilon_at(sigma: float) -> float:
         counted.history = [(sigma, sample_rate, steps)]

@@ -13,13 +13,13 @@ from dpengine.names import suggests_names
 
 @suggests_names
 def compute_mu_uniform(*, steps: int, noise_multiplier: float, sample_rate: float) -> float:
-    """Returns about the mu of ``steps`` releases over batches of one size; see the module."""
+    """Returns about the mu of ``steps`` releases over batches of one size: approximate, no bound; see the module."""
     return central_limit_mu(noise_multiplier=noise_multiplier, sample_rate=sample_rate, steps=steps, fixed_size=True)
 
 
 @suggests_names
 def compute_mu_poisson(*, steps: int, noise_multiplier: float, sample_rate: float) -> float:
-    """Returns about the mu of ``steps`` releases over Poisson batches; see the module."""
+    """Returns about the mu of ``steps`` releases over Poisson batches: approximate, no bound; see the module."""
     return central_limit_mu(noise_multiplier=noise_multiplier, sample_rate=sample_rate, steps=steps)
 
 
@@ -37,13 +37,21 @@ def eps_from_mu(*, mu: float, delta: float) -> float:
 
 @suggests_names
 def compute_eps_uniform(*, steps: int, noise_multiplier: float, sample_rate: float, delta: float) -> float:
-    """Returns about the epsilon of ``steps`` releases over batches of one size; see the module."""
+    """Returns about the epsilon of ``steps`` releases over batches of one size.
+
+    An approximation by the central limit theorem, which may be BELOW the epsilon that was spent: no bound, and
+    nothing to state as a guarantee. Bounds: ``dpengine.accounting.epsilon_of``, or an accountant's ``get_epsilon``.
+    """
     mu = compute_mu_uniform(steps=steps, noise_multiplier=noise_multiplier, sample_rate=sample_rate)
     return eps_from_mu(mu=mu, delta=delta)
 
 
 @suggests_names
 def compute_eps_poisson(*, steps: int, noise_multiplier: float, sample_rate: float, delta: float) -> float:
-    """Returns about the epsilon of ``steps`` releases over Poisson batches; see the module."""
+    """Returns about the epsilon of ``steps`` releases over Poisson batches.
+
+    An approximation by the central limit theorem, which may be BELOW the epsilon that was spent: no bound, and
+    nothing to state as a guarantee. Bounds: ``dpengine.accounting.epsilon_of``, or an accountant's ``get_epsilon``.
+    """
     mu = compute_mu_poisson(steps=steps, noise_multiplier=noise_multiplier, sample_rate=sample_rate)
     return eps_from_mu(mu=mu, delta=delta)
