@@ -207,11 +207,12 @@ class Company:
         return not shared and not any(_may_be_offsets(t) for t in indices)
 
     def _others_changed(self, tensor: Tensor) -> Tensor:
-        """Every row that is not kept gets the data of the row before it."""
+        """Every row that is not kept gets the data of one that is: were its own left elsewhere, so would a maximum."""
         front = self._front(tensor)
         if front is None:
             return tensor
-        return self._capture.batch_to_front(torch.where(self._chosen(front), front, front.roll(1, dims=0)))
+        first = front[int(self._keep_B.nonzero()[0])]
+        return self._capture.batch_to_front(torch.where(self._chosen(front), front, first))
 
     def _others_changed_in_the_first(self, tensor: Tensor) -> Tensor:
         """The same for the first input alone, which is the batch; another may be as long as it by chance."""

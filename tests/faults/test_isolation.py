@@ -128,6 +128,20 @@ def test_f_m2_every_planted_operation_is_found(between, inner_loss):
         release_of(model, data, step)
 
 
+def scaled_without_gradient(hidden, layer):
+    """As quantization scales by the largest value of a batch."""
+    return torch.tanh(layer(hidden / hidden.detach().abs().amax()))
+
+
+def test_f_m2_a_maximum_of_the_batch_is_found_whichever_row_has_it():
+    inputs, targets = tensors()
+    for row in range(len(inputs)):
+        longest = inputs.clone()
+        longest[row] *= 10
+        with pytest.raises(UnsupportedLayerError, match="rows of a batch apart"):
+            release_of(Between(scaled_without_gradient), (longest, targets))
+
+
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("between", [sorted_rows, centred_without_gradient])
 def test_f_m2_every_mode_is_probed(between, mode):
