@@ -275,7 +275,8 @@ class Company:
             "The model does not keep the rows of a batch apart: with other data in some rows, outputs or gradients of "
             f"the rest changed{f' (most for {most!r})' if most else ''}. A clipped row would hold several samples.",
             fix="Look for what sorts, averages or normalises over axis 0, or has time there. Sort before the model, or "
-            "put the rows back in order before the next layer.",
+            "put the rows back in order before the next layer. What all rows share, as positions, needs an axis of "
+            "length one in front, lest it be taken for rows: torch.arange(T)[None].",
         )
 
 

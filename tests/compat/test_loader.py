@@ -4,9 +4,10 @@ import collections
 
 import pytest
 import torch
-from opacus_runs import loss, private, rows, train
+from opacus_runs import loss, model, private, rows, train
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
+from dpengine.compat.opacus import PrivacyEngine
 from dpengine.compat.opacus.data_loader import (
     CollateFnWithEmpty,
     DPDataLoader,
@@ -76,6 +77,22 @@ def test_a_generator_makes_batches_repeat():
     assert batches(1) == batches(1)
     assert batches(1) != batches(2)
     assert batches(None) != batches(None)
+
+
+@pytest.mark.parametrize("made_by_hand", [False, True])
+def test_the_generator_of_a_loader_draws_no_batches_of_a_run_whose_epsilon_rests_on_them(made_by_hand):
+    def batches():
+        plain = DataLoader(rows(60), 6, shuffle=True, generator=seeded(1))
+        asked = {
+            "module": (module := model()),
+            "optimizer": torch.optim.SGD(module.parameters(), lr=0.1),
+            "data_loader": DPDataLoader.from_data_loader(plain) if made_by_hand else plain,
+        }
+        with pytest.warns(UserWarning, match="must stay secret"):
+            *_, loader = PrivacyEngine().make_private(**asked, noise_multiplier=1.0, max_grad_norm=1.0)
+        return [inputs.tolist() for inputs, _ in loader]
+
+    assert batches() != batches()
 
 
 def test_settings_of_the_loader_are_carried_over():

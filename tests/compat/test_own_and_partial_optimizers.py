@@ -232,3 +232,21 @@ def test_what_is_added_by_more_backward_passes_is_no_change(mode):
         loss(parts.model, *next(batches)).backward()
     parts.optimizer.step()
     assert parts.optimizer.params[0].grad is not None
+
+
+def test_an_optimizer_built_by_hand_over_a_model_that_an_engine_made_private_releases_nothing():
+    made = private()
+    before = {name: p.clone() for name, p in made.model.named_parameters()}
+    by_hand_too = DPOptimizer(
+        torch.optim.SGD(made.model.parameters(), lr=0.1),
+        noise_multiplier=0.1,
+        max_grad_norm=1.0,
+        expected_batch_size=4,
+    )
+    inputs, targets = next(iter(made.loader))
+    loss(made.model, inputs, targets).backward()
+
+    with pytest.raises(ParameterMismatchError, match="in no account"):
+        by_hand_too.step()
+
+    assert_same(dict(made.model.named_parameters()), before)

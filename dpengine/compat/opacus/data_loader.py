@@ -6,6 +6,7 @@ import copy
 import difflib
 import functools
 import inspect
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -192,17 +193,9 @@ class DPDataLoader(PrivateIteration, DataLoader):  # type: ignore[misc]
         Raises:
             ValueError: If its data set is an ``IterableDataset``, or its sampler has a law of its own.
         """  # noqa: DOC502 - the checks raise on our behalf
-        _refuse_iterable(data_loader.dataset)
-        if isinstance(data_loader, DPDataLoader):
-            strategy: AbstractBatchStrategy = data_loader.strategy
-        else:
-            steps, data_loader = len(data_loader), whole_loader(plain(data_loader), topology_for(distributed))
-            check_loader(data_loader)
-            batches: Any = data_loader.batch_sampler
-            rows, size = len(data_loader.dataset), batches.batch_size  # type: ignore[arg-type]
-            strategy = PoissonSampling(rows, min(1.0, 1 / max(steps, 1)), steps, float(min(size, rows)))
         generator = data_loader.generator if generator is None else generator
-        return _made(plain(data_loader), strategy, generator, distributed, batch_first, rand_on_empty)
+        strategy, whole = _drawn_as(data_loader, distributed)
+        return _made(plain(whole), strategy, generator, distributed, batch_first, rand_on_empty)
 
     @property
     def strategy(self) -> AbstractBatchStrategy:
@@ -213,6 +206,38 @@ class DPDataLoader(PrivateIteration, DataLoader):  # type: ignore[misc]
     def sample_rate(self) -> float:
         """The probability with which an example is in a batch."""
         return self.strategy.sample_rate
+
+
+def private_form(
+    data_loader: DataLoader[Any], *, distributed: bool | Topology, batch_first: bool, rand_on_empty: bool
+) -> DPDataLoader:
+    """As ``DPDataLoader.from_data_loader``, for a run whose epsilon rests on batches that nobody can foresee.
+
+    Returns:
+        The loader. A generator of the given one draws nothing, which a warning says.
+    """
+    if data_loader.generator is not None:
+        warnings.warn(
+            "The generator of the loader draws no batches here: which rows a batch has must stay secret, or sampling "
+            "amplifies no privacy. DPDataLoader(generator=...) by itself repeats them, for tests.",
+            stacklevel=5,
+        )
+    strategy, whole = _drawn_as(data_loader, distributed)
+    return _made(plain(whole), strategy, None, distributed, batch_first, rand_on_empty)
+
+
+def _drawn_as(
+    data_loader: DataLoader[Any], distributed: bool | Topology
+) -> tuple[AbstractBatchStrategy, DataLoader[Any]]:
+    """How batches of a loader are drawn, and the loader of all rows."""
+    _refuse_iterable(data_loader.dataset)
+    if isinstance(data_loader, DPDataLoader):
+        return data_loader.strategy, data_loader
+    steps, data_loader = len(data_loader), whole_loader(plain(data_loader), topology_for(distributed))
+    check_loader(data_loader)
+    batches: Any = data_loader.batch_sampler
+    rows, size = len(data_loader.dataset), batches.batch_size  # type: ignore[arg-type]
+    return PoissonSampling(rows, min(1.0, 1 / max(steps, 1)), steps, float(min(size, rows))), data_loader
 
 
 @suggests_names

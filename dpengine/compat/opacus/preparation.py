@@ -23,7 +23,7 @@ from dpengine.release import Release
 from dpengine.run import Budget, Run
 
 from .accountants.ledger_accountant import LedgerAccountant
-from .data_loader import DPDataLoader
+from .data_loader import private_form
 from .engine_batches import unsampled_loader
 from .grad_sample.gsm_base import AbstractGradSampleHooks, AbstractGradSampleModule, is_spread
 from .grad_sample.prepare import GHOST, get_gsm_class, prepare_module
@@ -119,9 +119,7 @@ class Preparation(Uncopied):
         self.dataset = data_loader.dataset
         if not poisson_sampling:
             return unsampled_loader(data_loader, distributed)
-        return DPDataLoader.from_data_loader(
-            data_loader, distributed=distributed, batch_first=batch_first, rand_on_empty=rand_on_empty
-        )
+        return private_form(data_loader, distributed=distributed, batch_first=batch_first, rand_on_empty=rand_on_empty)
 
     def _prepare_model(
         self,

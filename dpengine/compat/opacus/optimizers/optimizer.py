@@ -73,6 +73,7 @@ class DPOptimizer(Optimizer):
         self._is_last_step_skipped = False
         self._asked = (float(noise_multiplier), self._policy(max_grad_norm))
         self._made: Release | None = None
+        self._took_over = False  # whether an engine keeps account of another optimizer over this model
         self._sums_shown: SumsShown | None = None  # while a logical batch is in the sums
         for parameter in self.params:
             parameter.summed_grad = None  # type: ignore[attr-defined]

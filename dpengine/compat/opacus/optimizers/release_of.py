@@ -77,8 +77,27 @@ def claim(optimizer: DPOptimizer) -> None:
     """Has the sums of the model, if it has hooks, be those of this optimizer from now on."""
     held = [p for group in optimizer.param_groups for p in group["params"]]
     for sums in {id(one): one for one in map(sums_of, held) if one is not None}.values():
+        before = _owners[sums]() if sums in _owners else None
+        optimizer._took_over = optimizer._took_over or (before is not None and _is_accounted_for(before))
         _owners[sums] = owner = weakref.ref(optimizer)
         sums.on_backward_end = functools.partial(_clip_now, owner)
+
+
+def _is_accounted_for(optimizer: DPOptimizer) -> bool:
+    """Whether an engine books what an optimizer releases."""
+    release = optimizer._made
+    return release is not None and not release.hand_fed and release.stage is not Stage.CLOSED
+
+
+def _refuse_take_over(optimizer: DPOptimizer, release: Release) -> None:
+    """The engine that made the model private would book its own noise for the batches of this optimizer."""
+    if release.hand_fed and optimizer._took_over:
+        raise ParameterMismatchError(
+            "This optimizer was built by hand over a model that an engine made private: what it releases would be in "
+            "no account, and the engine would state an epsilon all the same.",
+            fix="Step the optimizer that make_private returned, or call make_private with the plain optimizer that "
+            "this one was built over.",
+        )
 
 
 def _clip_now(owner: weakref.ref[DPOptimizer]) -> None:
@@ -199,6 +218,7 @@ def gather(optimizer: DPOptimizer, release: Release) -> None:
             "or, on a model without one, write p.grad_sample (B, *p.shape) of every parameter.",
         )
     _refuse_other_owner(optimizer, release.sums)
+    _refuse_take_over(optimizer, release)
     if release.sums.captures:
         _follow_groups(optimizer, release.sums)
     _follow_written_sums(optimizer, release)
