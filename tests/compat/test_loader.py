@@ -79,20 +79,30 @@ def test_a_generator_makes_batches_repeat():
     assert batches(None) != batches(None)
 
 
+def batches_of_a_run(*, made_by_hand, **asked):
+    plain = DataLoader(rows(60), 6, shuffle=True, generator=seeded(1))
+    module = model()
+    *_, loader = PrivacyEngine().make_private(
+        module=module,
+        optimizer=torch.optim.SGD(module.parameters(), lr=0.1),
+        data_loader=DPDataLoader.from_data_loader(plain) if made_by_hand else plain,
+        noise_multiplier=1.0,
+        max_grad_norm=1.0,
+        **asked,
+    )
+    return [inputs.tolist() for inputs, _ in loader]
+
+
 @pytest.mark.parametrize("made_by_hand", [False, True])
 def test_the_generator_of_a_loader_draws_no_batches_of_a_run_whose_epsilon_rests_on_them(made_by_hand):
-    def batches():
-        plain = DataLoader(rows(60), 6, shuffle=True, generator=seeded(1))
-        asked = {
-            "module": (module := model()),
-            "optimizer": torch.optim.SGD(module.parameters(), lr=0.1),
-            "data_loader": DPDataLoader.from_data_loader(plain) if made_by_hand else plain,
-        }
-        with pytest.warns(UserWarning, match="must stay secret"):
-            *_, loader = PrivacyEngine().make_private(**asked, noise_multiplier=1.0, max_grad_norm=1.0)
-        return [inputs.tolist() for inputs, _ in loader]
+    with pytest.warns(UserWarning, match="must stay secret"):
+        one, other = (batches_of_a_run(made_by_hand=made_by_hand) for _ in range(2))
+    assert one != other
 
-    assert batches() != batches()
+
+def test_it_does_where_noise_repeats_too_as_in_tests():
+    one, other = (batches_of_a_run(made_by_hand=False, noise_generator=seeded(2)) for _ in range(2))
+    assert one == other
 
 
 def test_settings_of_the_loader_are_carried_over():

@@ -6,6 +6,7 @@ from opacus_runs import assert_same, by_hand, gradients, loss, private, rows, tr
 from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
 
 from dpengine.compat.opacus.data_loader import DPDataLoader
+from dpengine.compat.opacus.grad_sample import get_gsm_class
 from dpengine.compat.opacus.utils.batch_memory_manager import (
     BatchMemoryManager,
     BatchSplittingSampler,
@@ -19,7 +20,8 @@ def test_chunks_are_one_logical_batch(through, mode):
     parts = private(batch_size=6, grad_sample_mode=mode)
     wrapped, optimizer, loader = parts.model, parts.optimizer, parts.loader
     if through == "by hand":
-        wrapped, optimizer = by_hand(wrapper=lambda m: parts.model, expected_batch_size=6)
+        more = {"max_grad_norm": 1.0} if mode == "ghost" else {}
+        wrapped, optimizer = by_hand(wrapper=lambda m: get_gsm_class(mode)(m, **more), expected_batch_size=6)
         loader = DataLoader(rows(), 6)
     with BatchMemoryManager(data_loader=loader, max_physical_batch_size=4, optimizer=optimizer) as chunks:
         assert isinstance(chunks, DataLoader)

@@ -33,7 +33,8 @@ def of_engine(module=None, **asked):
 
 def of_compat(module=None, *, seed=1, **asked):
     module = module or model()
-    asked = {"noise_multiplier": 1.0, "max_grad_norm": 1.0} | asked
+    repeats = {"noise_generator": torch.Generator().manual_seed(seed)}  # and so do batches, by the loader's generator
+    asked = {"noise_multiplier": 1.0, "max_grad_norm": 1.0} | repeats | asked
     made = PrivacyEngine().make_private(
         module=module,
         optimizer=torch.optim.SGD(module.parameters(), lr=0.1),

@@ -209,21 +209,35 @@ class DPDataLoader(PrivateIteration, DataLoader):  # type: ignore[misc]
 
 
 def private_form(
-    data_loader: DataLoader[Any], *, distributed: bool | Topology, batch_first: bool, rand_on_empty: bool
+    data_loader: DataLoader[Any],
+    *,
+    repeats: bool,
+    distributed: bool | Topology,
+    batch_first: bool,
+    rand_on_empty: bool,
 ) -> DPDataLoader:
     """As ``DPDataLoader.from_data_loader``, for a run whose epsilon rests on batches that nobody can foresee.
 
+    Args:
+        data_loader: As there.
+        repeats: Whether the run's noise repeats too, for tests, and its report says so; else the generator of the
+            loader draws nothing, which a warning says.
+        distributed: As there.
+        batch_first: As there.
+        rand_on_empty: As there.
+
     Returns:
-        The loader. A generator of the given one draws nothing, which a warning says.
+        The loader.
     """
-    if data_loader.generator is not None:
+    generator = data_loader.generator if repeats else None
+    if generator is not data_loader.generator:
         warnings.warn(
             "The generator of the loader draws no batches here: which rows a batch has must stay secret, or sampling "
-            "amplifies no privacy. DPDataLoader(generator=...) by itself repeats them, for tests.",
+            "amplifies no privacy. For tests pass noise_generator= as well, and noise and batches repeat.",
             stacklevel=5,
         )
     strategy, whole = _drawn_as(data_loader, distributed)
-    return _made(plain(whole), strategy, None, distributed, batch_first, rand_on_empty)
+    return _made(plain(whole), strategy, generator, distributed, batch_first, rand_on_empty)
 
 
 def _drawn_as(

@@ -69,6 +69,7 @@ class Preparation(Uncopied):
     tellers: dict[int, _Teller]
 
     _to_keep = "copy.deepcopy(engine.accountant)"
+    _repeats = False  # whether the run that is being prepared may be foreseen, as tests may ask for
 
     def _keeps_books(self) -> bool:
         return bool(self.engine.runs)
@@ -119,7 +120,13 @@ class Preparation(Uncopied):
         self.dataset = data_loader.dataset
         if not poisson_sampling:
             return unsampled_loader(data_loader, distributed)
-        return private_form(data_loader, distributed=distributed, batch_first=batch_first, rand_on_empty=rand_on_empty)
+        return private_form(
+            data_loader,
+            repeats=self._repeats,
+            distributed=distributed,
+            batch_first=batch_first,
+            rand_on_empty=rand_on_empty,
+        )
 
     def _prepare_model(
         self,
@@ -170,6 +177,7 @@ class Preparation(Uncopied):
         )
         topology: Topology = hooks._topology
         try:
+            self._repeats = asked.noise_generator is not None
             loader = self._prepare_data_loader(
                 asked.data_loader,
                 distributed=topology is not SINGLE and topology,
