@@ -95,8 +95,8 @@ def _refuse_take_over(optimizer: DPOptimizer, release: Release) -> None:
         raise ParameterMismatchError(
             "This optimizer was built by hand over a model that an engine made private: what it releases would be in "
             "no account, and the engine would state an epsilon all the same.",
-            fix="Step the optimizer that make_private returned, or call make_private with the plain optimizer that "
-            "this one was built over.",
+            fix="Unwrap the model by to_standard_module(), and call make_private with the plain optimizer; or build "
+            "optimizers by hand over models that no engine made private.",
         )
 
 
