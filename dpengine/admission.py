@@ -6,7 +6,7 @@ import copy
 import math
 import threading
 import weakref
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from torch import nn
@@ -81,7 +81,6 @@ class _Attached:
 
 attached_models = _Attached()
 _PASS_STATE = "Pass what engine.state_dict() returned."
-_engines_of: dict[int, tuple[weakref.ref[Any], Callable[[], Any]]] = {}  # by id of the data set, with a way to it
 
 
 def refuse_unknown(argument: str, value: str, choices: Collection[str]) -> None:
@@ -275,28 +274,6 @@ def _refuse_attached(module: nn.Module) -> None:
             f"The model ({type(module).__name__}), or a part of it, is private already.",
             fix="Call engine.detach(model) first.",
         )
-
-
-def warn_of_other_engine(engine: Any, dataset: Any) -> None:
-    """Notices a second engine over one data set: neither knows what the other spends."""
-    owner, same = _engines_of.get(id(dataset), (lambda: None, lambda: None))
-    other = owner()
-    if other is None or same() is not dataset:  # the engine, or another data set that had this id, is gone
-        _engines_of[id(dataset)] = (weakref.ref(engine), _way_to(dataset))
-    elif other is not engine and other.ledger is not engine.ledger:
-        notice(
-            "DPE012",
-            "Another engine trains on the same data set in this process; their costs add up, and neither knows of the "
-            "other. Use one engine for both.",
-            key="two engines",
-        )
-
-
-def _way_to(dataset: Any) -> Callable[[], Any]:
-    try:
-        return weakref.ref(dataset)
-    except TypeError:  # a list, say
-        return lambda: dataset
 
 
 def _refuse_foreign_parameters(module: nn.Module, optimizer: Optimizer) -> None:

@@ -19,7 +19,6 @@ from dpengine.admission import (
     refuse_unknown_choices,
     tell_of_plan,
     units_for,
-    warn_of_other_engine,
 )
 from dpengine.agreement import refuse_disagreement
 from dpengine.arrange import Batching, Spending, Wanted, arranged, name_for, source_for
@@ -30,6 +29,7 @@ from dpengine.gradients import MethodTable, explain, method_table
 from dpengine.ledger_file import Books, asked_for
 from dpengine.names import suggests_names
 from dpengine.noise import BLT, DEFAULT_KIND, SECURE_KIND, BandedInverse, BandMF, NoiseSource
+from dpengine.other_engines import warn_of_other_engine
 from dpengine.plan import AbstractPlanConfig, DPExecutionPlan
 from dpengine.progress import progress
 from dpengine.release import Release

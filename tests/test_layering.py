@@ -43,6 +43,7 @@ ORDER = (
     "schedulers",
     "companions",
     "admission",
+    "other_engines",
     "run",
     "agreement",
     "report_of_run",

@@ -66,6 +66,40 @@ def test_a_batch_that_was_cut_off_never_enters_another(through, workers):
         assert not optimizer.step_was_skipped
 
 
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_pass_that_is_left_without_the_context_leaves_nothing_for_the_next_batch(workers):
+    wrapped, optimizer = by_hand(expected_batch_size=20)
+    loader = DataLoader(rows(60), 20, num_workers=workers)
+    chunks = wrap_data_loader(data_loader=loader, max_batch_size=4, optimizer=optimizer)
+    for inputs, targets in chunks:
+        loss(wrapped, inputs, targets).backward()
+        optimizer.step()
+        break
+    inputs, targets = next(iter(loader))
+    optimizer.zero_grad()
+    expected = truth(wrapped._module, inputs, targets)
+    loss(wrapped, inputs, targets).backward()
+    optimizer.step()
+    assert_same(gradients(wrapped._module, 20), expected)
+    assert not optimizer.step_was_skipped
+
+
+def test_a_pass_that_is_left_late_does_not_cut_the_one_that_followed():
+    wrapped, optimizer = by_hand(expected_batch_size=6)
+    chunks = wrap_data_loader(data_loader=DataLoader(rows(), 6), max_batch_size=3, optimizer=optimizer)
+    left = iter(chunks)
+    next(left)
+    expected = truth(wrapped._module, *next(iter(DataLoader(rows(), 6))))
+    for number, (inputs, targets) in enumerate(chunks):
+        if number == 1:
+            del left
+        loss(wrapped, inputs, targets).backward()
+        optimizer.step()
+        if number == 1:
+            break
+    assert_same(gradients(wrapped._module, 6), expected)
+
+
 def test_a_poisson_loader_of_ones_own_is_cut_for_an_optimizer_of_ones_own():
     wrapped, optimizer = by_hand(expected_batch_size=6)
     released, sizes = [], []

@@ -20,6 +20,7 @@ from loops import (
     make_loop,
     mlp,
     state_of,
+    train,
 )
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, SubsetRandomSampler, WeightedRandomSampler
@@ -196,6 +197,36 @@ def test_f_a11_s10_two_engines_on_one_data_set_warn():
     with pytest.warns(PrivacyWarning, match=r"DPE012.*Another engine.*Use one engine"):
         make_loop(dataset=dataset, noise_multiplier=1.0)
     assert first.engine is not None  # alive until here
+
+
+def one_epoch(dataset, **options):
+    """Of a loop that nobody holds afterwards; the state of its engine."""
+    loop = make_loop(dataset=dataset, noise_multiplier=1.0, **options)
+    train(loop)
+    return loop.engine.state_dict()
+
+
+def engine_with(state):
+    engine = PrivacyEngine()
+    engine.load_state_dict(state)
+    return engine
+
+
+def test_s10_an_engine_for_each_epoch_is_noticed_though_the_first_is_gone():
+    dataset = examples()
+    one_epoch(dataset)
+    gc.collect()
+    with pytest.warns(PrivacyWarning, match=r"DPE012.*Another engine.*load the state"):
+        one_epoch(dataset)
+
+
+def test_s10_an_engine_that_goes_on_from_the_state_of_the_first_is_not_noticed():
+    dataset = examples()
+    state = one_epoch(dataset)
+    gc.collect()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        one_epoch(dataset, engine=engine_with(state))
 
 
 @pytest.mark.parametrize("as_list", [True, False])

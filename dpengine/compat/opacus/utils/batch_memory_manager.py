@@ -19,7 +19,7 @@ class BatchSplittingSampler(Sampler[list[int]]):
     """Cuts each batch of a sampler into nearly equal parts, and tells the optimizer which is the last.
 
     Loaders that ``make_private`` returned need none: see ``BatchMemoryManager``. When a pass is left early, what was
-    clipped of its last batch is destroyed at the start of the next.
+    clipped of its last batch is destroyed as the iterator goes, and at the latest when the next pass starts.
 
     Args:
         sampler: Of batches.
@@ -36,9 +36,22 @@ class BatchSplittingSampler(Sampler[list[int]]):
         self.sampler = sampler
         self.max_batch_size = whole_number("BatchSplittingSampler", "max_batch_size", max_batch_size, at_least=1)
         self.optimizer = optimizer
+        self._passes = 0
 
     def __iter__(self) -> Iterator[list[int]]:
         self.optimizer.forget_skips()
+        self._passes += 1
+        return self._parts(self._passes)
+
+    def _parts(self, number_of_pass: int) -> Iterator[list[int]]:
+        try:
+            yield from self._signalled_parts()
+        except GeneratorExit:
+            if number_of_pass == self._passes:  # a pass that was left lately does not cut the one that followed it
+                self.optimizer.forget_skips()
+            raise
+
+    def _signalled_parts(self) -> Iterator[list[int]]:
         for batch in self.sampler:
             parts = np.array_split(list(batch), max(1, math.ceil(len(batch) / self.max_batch_size)))
             for number, part in enumerate(parts):
