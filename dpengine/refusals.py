@@ -128,7 +128,7 @@ def refuse_unused(release: Release) -> None:
         raise MissingGradientError(
             f"Parameter '{missing[0]}' took no part in this step{others}.",
             fix=f"Freeze it: model.get_parameter('{missing[0]}').requires_grad_(False), or pass "
-            "unused_parameters='zero'.",
+            "unused_parameters='zero' to dpengine.PrivacyEngine.make_private.",
         )
 
 
@@ -140,7 +140,10 @@ def _why_not_ready(release: Release) -> str:
     if release.done or release.rows == 0:
         return ""
     if release.sums.model.training and not release.sums.capture.watching:
-        return "the model's hooks are off: no backward pass was recorded. Call model.enable_hooks() first."
+        return (
+            "the model's hooks are off: no backward pass was recorded, and no p.grad_sample written. Call "
+            "model.enable_hooks() first, or write p.grad_sample of every parameter."
+        )
     if release.sums.capture.leaks or not release.sums.model.training:
         return (
             "the model was in eval mode, or backward went around it. Call model.train() before the forward pass, and "

@@ -315,11 +315,11 @@ class Release:
 
     def _charge(self) -> None:
         count = len(self.tickets)
-        if count > 1:
+        if count > 1 and not self.plan.claims_passes:  # a pass costs the same, however many of its batches are joined
             notice(
                 "DPE006",
                 f"{count} sampled batches went into one step; both are accounted. "
-                f"accumulation_steps={count} costs less privacy.",
+                f"accumulation_steps={count} of dpengine.PrivacyEngine costs less privacy.",
             )
         self.ledger.charge(self.plan.event(count), count=count)
         self.joined = count

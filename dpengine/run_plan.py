@@ -216,7 +216,7 @@ class RunPlan:
             # Given who is in which batch, a pass is one Gaussian release of an example's one contribution.
             return CyclicGaussianEvent(1.0, self.noise_multiplier, self.sampling.steps_per_epoch, self.run)
         if self.noise_multiplier > 0 and not self.sampling.claims_epsilon:
-            return UnclaimedEvent(f"sampling={self.sampling.law!r} does not draw Poisson batches")
+            return UnclaimedEvent(f"sampling={self.sampling.law!r} does not draw Poisson batches.")
         if self.noise is not None and isinstance(self.sampling, CyclicPoissonStrategy):
             if self.noise_multiplier == 0:
                 return NonPrivateEvent()

@@ -13,6 +13,7 @@ PACKAGE = Path(__file__).resolve().parents[1] / "dpengine"
 # "__init__" is the front door of the whole: it may import anything, and parts above it must not import it.
 ORDER = (
     "errors",
+    "differentiated_once",
     "names",
     "devices",
     "kernels",

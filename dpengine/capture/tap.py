@@ -10,9 +10,9 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.utils import _pytree as pytree
 
+from dpengine.differentiated_once import differentiated_once
 from dpengine.errors import RepeatedBackwardError
 
 
@@ -49,7 +49,7 @@ class Tap(torch.autograd.Function):
         return output
 
     @staticmethod
-    @once_differentiable
+    @differentiated_once
     def backward(ctx, grad):
         _fire(ctx, grad)
         return (grad, None, None, *[None] * (len(ctx.needs_input_grad) - 3))
@@ -69,7 +69,7 @@ class CopyTap(torch.autograd.Function):
         return outputs
 
     @staticmethod
-    @once_differentiable
+    @differentiated_once
     def backward(ctx, *grads):
         if any(grad is not None for grad in grads):  # else the pass came by, and nothing of it depends on the outputs
             _fire(ctx, grads)
@@ -85,7 +85,7 @@ class RowsTap(torch.autograd.Function):
         return parameter.expand(rows, *parameter.shape)
 
     @staticmethod
-    @once_differentiable
+    @differentiated_once
     def backward(ctx, grad):
         _fire(ctx, grad)
         return None, None, None, None

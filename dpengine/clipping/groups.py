@@ -14,6 +14,9 @@ from dpengine.names import suggests_names
 from .policy import AbstractClip, check_norms, factors_within, positive
 
 _WHERE = "clipping.Groups"
+_BY_WRITING = (
+    "A private optimizer of dpengine.compat.opacus is given new thresholds as optimizer.max_grad_norms = [...]."
+)
 
 
 @final
@@ -67,13 +70,14 @@ class Groups(AbstractClip):
         if outside:
             raise ValueError(
                 f"{_WHERE}: no prefix of {prefixes} fits the trainable parameters {outside}. Add a prefix for them, or "
-                "'' for all others."
+                f"'' for all others. {_BY_WRITING}"
             )
         groups = [prefixes.index(max(fits, key=len)) for fits in fitting]
         idle = [prefix for place, prefix in enumerate(prefixes) if place not in groups]
         if idle:
             raise ValueError(
-                f"{_WHERE}: no trainable parameter falls to the prefixes {idle}. Take them out: each one adds noise."
+                f"{_WHERE}: no trainable parameter falls to the prefixes {idle}. Take them out: each one adds noise. "
+                f"{_BY_WRITING}"
             )
         return groups
 

@@ -27,7 +27,7 @@ from dpengine.run import Run
 from dpengine.stage import Stage
 
 from .lightning_classes import lightning_class
-from .lightning_refusals import refuse_callbacks, refuse_change, refuse_settings
+from .lightning_refusals import notice_choices_by_training_data, refuse_callbacks, refuse_change, refuse_settings
 
 _OURS = {"self", "module", "optimizer", "data_loader", "accumulation_steps", "grad_scaler", "lr_scheduler"}
 _WANTED = [name for name in inspect.signature(PrivacyEngine.make_private).parameters if name not in _OURS]
@@ -86,6 +86,7 @@ class DPCallback(lightning_class("Callback")):  # type: ignore[misc]
             return
         refuse_settings(trainer)
         refuse_callbacks(trainer)
+        notice_choices_by_training_data(trainer)
         self._trainer, self._resumes = trainer, False
         give, step = trainer.strategy.process_dataloader, trainer.strategy.optimizer_step
         trainer.strategy.process_dataloader = lambda loader: self._take(give(loader))
@@ -193,7 +194,7 @@ class DPCallback(lightning_class("Callback")):  # type: ignore[misc]
             )
         length = {}
         if self.wanted.keys() & {"target_epsilon", "noise"} and not self.wanted.keys() & {"epochs", "steps"}:
-            length = {"steps": trainer.max_steps} if trainer.max_steps > 0 else {"epochs": trainer.max_epochs}
+            length = _length(trainer, loader, self.in_chunks)
         scheduler = None
         if self.in_chunks:  # Lightning would count them
             by_step = [config.scheduler for config in trainer.lr_scheduler_configs if config.interval == "step"]
@@ -234,6 +235,19 @@ class DPCallback(lightning_class("Callback")):  # type: ignore[misc]
         if self._run is not None and self._run.attached:
             self.engine.detach(self._run.model)
         self._trainer, self._handed, self._run, self._resumes = None, None, None, False
+
+
+def _length(trainer: Any, loader: DataLoader[Any], in_chunks: bool) -> dict[str, int]:
+    """How long the trainer means to train, for which noise is found that keeps to a target."""
+    limit = 1.0 if in_chunks or trainer.limit_train_batches is None else trainer.limit_train_batches  # it counts chunks
+    cut = isinstance(limit, int) or limit < 1
+    epochs, steps = trainer.max_epochs, trainer.max_steps
+    if not epochs or epochs < 1:
+        return {"steps": steps} if steps > 0 else {"epochs": epochs}
+    if steps < 1 and not cut:
+        return {"epochs": epochs}
+    batches = min(len(loader), limit) if isinstance(limit, int) else int(len(loader) * limit)
+    return {"steps": epochs * batches if steps < 1 else min(epochs * batches, steps)}
 
 
 class _NoLossError(Exception):

@@ -10,6 +10,8 @@ from dpengine.errors import (
     PrivacyError,
     SamplingError,
     ScaledGradientError,
+    UnsupportedLayerError,
+    notice,
 )
 from dpengine.run import Run
 
@@ -35,16 +37,34 @@ _CALLBACKS: dict[str, tuple[type[PrivacyError], str, str]] = {
         "Choose the loader's batch_size by hand, and pass DPCallback(physical_batch_size=...) for what fits into "
         "memory.",
     ),
+    "ModelPruning": (
+        UnsupportedLayerError,
+        "puts other parameters in the place of those that train, and the optimizer holds the old ones.",
+        "Prune the trained module after trainer.fit, which costs no privacy.",
+    ),
 }
 
 
 def refuse_callbacks(trainer: Any) -> None:
-    """Refuses callbacks of Lightning's own that train, or change gradients, behind the engine's back."""
+    """Refuses callbacks of Lightning's own that train, or change gradients or parameters, behind the engine's back."""
     for callback in trainer.callbacks:
         for kind in type(callback).__mro__:
             if kind.__name__ in _CALLBACKS:
                 error, does, fix = _CALLBACKS[kind.__name__]
                 raise error(f"{kind.__name__} {does}", fix=fix)
+
+
+def notice_choices_by_training_data(trainer: Any) -> None:
+    """Notices callbacks that choose by what the training data gave, as far as names tell."""
+    for callback in trainer.callbacks:
+        monitor = getattr(callback, "monitor", None)
+        if isinstance(monitor, str) and "train" in monitor.lower():
+            notice(
+                "DPE012",
+                f"{type(callback).__name__}(monitor={monitor!r}) chooses by the training data; that choice is a "
+                "release which no accountant knows of. Monitor a metric of public data.",
+                key=f"monitor {type(callback).__name__}",
+            )
 
 
 def refuse_change(trainer: Any, callback: Any, run: Run) -> None:

@@ -6,8 +6,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.overrides import handle_torch_function, has_torch_function
+
+from dpengine.differentiated_once import differentiated_once
 
 
 def linear_place(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -31,7 +32,7 @@ class _Place(torch.autograd.Function):
         return input.new_zeros(()).expand(*input.shape[:-1], weight.shape[0]).detach()
 
     @staticmethod
-    @once_differentiable
+    @differentiated_once
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         input, weight = ctx.saved_tensors
         by_input, by_weight, by_bias = ctx.needs_input_grad

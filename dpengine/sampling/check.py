@@ -24,7 +24,7 @@ _PLAIN_LOADER = "Pass DataLoader(dataset, batch_size=..., shuffle=True)."
 _WHY_REFUSED = {
     WeightedRandomSampler: (
         "gives rows unequal chances; the accounting needs equal ones.",
-        'Weight the loss instead; sampling="shuffle" (no epsilon is claimed) needs a plain loader too. '
+        "Weight the loss instead; batches that are not drawn by Poisson sampling need a plain loader too. "
         + _PLAIN_LOADER,
     ),
     SubsetRandomSampler: (

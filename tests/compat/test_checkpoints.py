@@ -102,6 +102,24 @@ def test_an_account_that_goes_back_is_noticed():
         parts.engine.load_checkpoint(path=file, module=parts.model)
 
 
+def test_an_account_of_other_steps_is_noticed_and_one_that_goes_on_is_not():
+    first = private(noise_multiplier=1.0)
+    train(first, steps=2)
+    file = saved(first)
+    train(first, steps=1)
+    longer = saved(first)
+    other = private(noise_multiplier=1.0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", PrivacyWarning)
+        other.engine.load_checkpoint(path=file, module=other.model)
+        other.engine.load_checkpoint(path=longer, module=other.model)
+    fresh = private(noise_multiplier=1.0)
+    train(fresh, steps=1)
+    longer.seek(0)
+    with pytest.warns(PrivacyWarning, match=r"DPE021.*1 steps made here count no more"):
+        fresh.engine.load_checkpoint(path=longer, module=fresh.model)
+
+
 def test_a_part_that_is_on_one_side_only_is_warned_of():
     parts = private(noise_multiplier=1.0)
     without, with_it = saved(parts), saved(parts, optimizer=parts.optimizer)

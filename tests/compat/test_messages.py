@@ -1,5 +1,6 @@
 """What a script gets to read where it does what Opacus lets pass, or fails at in words of its own; both doors."""
 
+import warnings
 from collections import deque
 
 import pytest
@@ -13,11 +14,14 @@ from dpengine.compat.opacus import PrivacyEngine
 from dpengine.compat.opacus.accountants.utils import get_noise_multiplier
 from dpengine.compat.opacus.data_loader import DPDataLoader
 from dpengine.errors import (
+    AccountingRefusedError,
     BatchMismatchError,
     MissingGradientError,
+    PrivacyWarning,
     SamplingError,
     TicketError,
     UnsupportedLayerError,
+    forget_notices,
 )
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*DPE012")
@@ -205,3 +209,78 @@ def test_nor_by_hand(cleared):
     loss(wrapped, *batch()).backward()
     optimizer.step()
     assert_same(gradients(wrapped._module, 4), expected)
+
+
+# What the engine's own words would leave open here
+
+
+class Idle(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.used, self.idle = model(), nn.Linear(2, 2)
+
+    def forward(self, inputs):
+        return self.used(inputs)
+
+
+def test_a_parameter_that_took_no_part_is_pointed_to_the_engine_that_may_leave_it():
+    wrapped, optimizer, loader = of_compat(Idle())
+    with pytest.raises(MissingGradientError, match=r"idle.*unused_parameters='zero' to dpengine\.PrivacyEngine"):
+        step(wrapped, optimizer, *next(iter(loader)))
+
+
+def test_thresholds_for_each_parameter_are_written_anew_where_one_was_frozen():
+    module = model()
+    wrapped, optimizer, loader = of_compat(module, clipping="per_layer", max_grad_norm=1.0)
+    frozen = next(module.parameters())
+    frozen.requires_grad_(False)
+    inputs, targets = next(iter(loader))
+    with pytest.raises(ValueError, match=r"optimizer\.max_grad_norms = \["):
+        step(wrapped, optimizer, inputs, targets)
+    optimizer.max_grad_norms = [0.5 for p in module.parameters() if p.requires_grad]
+    for inputs, targets in loader:
+        step(wrapped, optimizer, inputs, targets)
+    assert frozen.grad is None
+
+
+@pytest.mark.parametrize(
+    "setting", [{"clipbound_learning_rate": 0}, {"min_clipbound": 0.0}, {"target_unclipped_quantile": 1.0}]
+)
+def test_settings_of_adaptive_clipping_are_refused_by_the_name_that_they_were_given(setting):
+    with pytest.raises(ValueError, match=f"{next(iter(setting))}=.*must lie strictly between 0 and"):
+        of_compat(clipping="adaptive", **setting)
+
+
+def test_a_setting_of_adaptive_clipping_that_is_refused_changes_nothing():
+    _, optimizer, _ = of_compat(clipping="adaptive")
+    with pytest.raises(ValueError, match="clipbound_learning_rate=-1"):
+        optimizer.clipbound_learning_rate = -1
+    assert optimizer.clipbound_learning_rate == 0.2
+    optimizer.max_clipbound = 5.0
+
+
+def test_batches_of_a_pass_that_are_joined_cost_no_more_and_are_not_said_to():
+    forget_notices()
+    wrapped, optimizer, loader = of_compat(poisson_sampling=False)
+    batches = iter(loader)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", PrivacyWarning)
+        for skipped in (True, False):
+            optimizer.signal_skip_step(skipped)
+            loss(wrapped, *next(batches)).backward()
+            optimizer.step()
+
+
+def test_a_step_without_hooks_and_without_gradients_says_what_to_write():
+    wrapped, optimizer, loader = of_compat(grad_sample_mode="no_op")
+    with pytest.raises(TicketError, match=r"no p\.grad_sample written.*write p\.grad_sample of every parameter"):
+        step(wrapped, optimizer, *next(iter(loader)))
+
+
+def test_no_epsilon_for_batches_without_poisson_sampling_is_said_in_whole_sentences():
+    module, engine = model(), dpengine.PrivacyEngine(seed=1)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    parts = engine.make_private(module, optimizer, DataLoader(rows(24), 8), noise_multiplier=1.0, sampling="shuffle")
+    step(*parts[:2], *next(iter(parts[2])))
+    with pytest.raises(AccountingRefusedError, match=r"does not draw Poisson batches\. Use Poisson sampling for"):
+        engine.get_epsilon(1e-5)

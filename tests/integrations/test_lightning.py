@@ -121,6 +121,25 @@ def test_the_target_is_kept_over_max_steps():
     assert 2.9 < callback.engine.epsilon <= 3.0
 
 
+@pytest.mark.parametrize(
+    ("settings", "steps"),
+    [
+        ({"limit_train_batches": 2}, 6),
+        ({"limit_train_batches": 1}, 3),
+        ({"limit_train_batches": 0.5}, 9),
+        ({"max_steps": 40}, 18),
+        ({"max_steps": 5}, 5),
+        ({"max_steps": 5, "limit_train_batches": 1}, 3),
+        ({"limit_train_batches": 50}, 18),
+    ],
+)
+def test_the_target_is_kept_and_used_up_where_the_trainer_ends_sooner(settings, steps):
+    callback = DPCallback(target_epsilon=3.0, target_delta=1e-3)
+    made = fit(Plain(), callback, **settings)
+    assert made.global_step == callback.engine.ledger.steps == steps
+    assert 2.9 < callback.engine.epsilon <= 3.0
+
+
 def test_chunks_make_one_step_and_are_all_fetched():
     expected, engine = by_hand(**WANTED)
     callback, module = DPCallback(PrivacyEngine(seed=5), physical_batch_size=4, **WANTED), Scheduled()

@@ -1,5 +1,7 @@
 """What changes a run of Lightning behind the engine's back is refused before it reaches the weights."""
 
+import warnings
+
 import pytest
 import torch
 from torch import nn
@@ -7,7 +9,7 @@ from torch import nn
 lightning = pytest.importorskip("lightning.pytorch")
 
 from integrations.lightning_doubles import WANTED, Manual, Plain, by_hand, fit, loader, trainer, weights  # noqa: E402
-from lightning.pytorch.callbacks import GradientAccumulationScheduler  # noqa: E402
+from lightning.pytorch.callbacks import EarlyStopping, GradientAccumulationScheduler, ModelPruning  # noqa: E402
 from lightning.pytorch.tuner import Tuner  # noqa: E402
 
 from dpengine import PrivacyEngine  # noqa: E402
@@ -17,6 +19,8 @@ from dpengine.errors import (  # noqa: E402
     SamplingError,
     ScaledGradientError,
     TicketError,
+    UnsupportedLayerError,
+    forget_notices,
 )
 from dpengine.integrations.lightning import DPCallback  # noqa: E402
 
@@ -30,6 +34,13 @@ class Tuned(Plain):
 
     def train_dataloader(self):
         return loader()
+
+
+class Logging(Plain):
+    def training_step(self, batch, index):
+        loss = super().training_step(batch, index)
+        self.log("train_loss", 0.0, on_epoch=True, batch_size=1)
+        return loss
 
 
 class AtEpoch(lightning.Callback):
@@ -125,6 +136,20 @@ def test_callbacks_that_change_the_unit_or_train_unseen_are_refused():
     with pytest.raises(SamplingError, match=r"BatchSizeFinder.*physical_batch_size"):
         Tuner(trainer(DPCallback(**WANTED))).scale_batch_size(module, max_trials=1)
     assert torch.equal(weights(module), before)
+    with pytest.raises(UnsupportedLayerError, match=r"ModelPruning.*after trainer\.fit"):
+        trainer(ModelPruning("l1_unstructured", amount=0.5), DPCallback(**WANTED)).fit(module, loader())
+
+
+@pytest.mark.parametrize(("monitor", "count"), [("train_loss", 1), ("validated", 0)])
+def test_a_choice_by_the_training_data_is_noticed(monitor, count):
+    forget_notices()
+    stopping = EarlyStopping(monitor, patience=50, check_on_train_epoch_end=monitor == "train_loss")
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        trainer(stopping, DPCallback(**WANTED)).fit(Logging(), loader(), loader())
+    found = [str(one.message) for one in seen if "chooses by the training data" in str(one.message)]
+    assert len(found) == count
+    assert all("EarlyStopping(monitor='train_loss')" in one and "public data" in one for one in found)
 
 
 @pytest.mark.parametrize("wrapped", [True, False])

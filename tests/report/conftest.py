@@ -47,7 +47,7 @@ VARIANTS = {
     "not-private": {"plan": PLAN | {"noise_multiplier": 0.0}, "history": (Charge(NonPrivateEvent(), 3),)},
     "shuffled": {
         "plan": PLAN | {"sampling": "shuffle"},
-        "history": (Charge(UnclaimedEvent("sampling='shuffle' does not draw Poisson batches"), 7),),
+        "history": (Charge(UnclaimedEvent("sampling='shuffle' does not draw Poisson batches."), 7),),
         "unamplified": (Charge(GaussianEvent(1.5), 2),),
     },
     "not-started": {"history": ()},

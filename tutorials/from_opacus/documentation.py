@@ -1,4 +1,8 @@
-"""Text that every machine with dpengine has: documentation, and which of three libraries it belongs to."""
+"""Text that every machine with dpengine has: documentation, and which of three libraries it belongs to.
+
+So the tutorials need no network, and ship nobody's text: film reviews are one `dpengine data get reviews` away, and not
+ours to give.
+"""
 
 import ast
 import importlib.util

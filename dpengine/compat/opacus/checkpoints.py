@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+import dpengine
 from dpengine.errors import notice
 from dpengine.names import suggests_names
 
@@ -32,9 +33,18 @@ def _save(
 
 
 def _load(
-    path: Any, module: Any, accountant: Any, parts: dict[str, Any], module_kwargs: Any, load_kwargs: Any
+    path: Any, module: Any, accountant: Any, parts: dict[str, Any], module_kwargs: Any, load_kwargs: Any, made_here: int
 ) -> dict[str, Any]:
     """Reads what ``save`` wrote, or Opacus did.
+
+    Args:
+        path: As in ``load_checkpoint``.
+        module: As there.
+        accountant: Whose history is replaced.
+        parts: What belongs to ``OPTIONAL``.
+        module_kwargs: Of ``module.load_state_dict``.
+        load_kwargs: Of ``torch.load``.
+        made_here: Steps of this process since the last checkpoint that was loaded.
 
     Returns:
         The content less what belongs to ``OPTIONAL``.
@@ -49,13 +59,11 @@ def _load(
     states = {name: content.pop(key, None) for name, key in OPTIONAL.items()}
     before = _steps(accountant)
     accountant.load_state_dict(content[ACCOUNTANT])
-    if before > _steps(accountant):
-        notice(
-            "DPE021",
-            f"The account goes back from {before} steps to the {_steps(accountant)} of the checkpoint. That is right "
-            "only if nothing was kept or shown of what was trained since. Else load the weights alone, by "
-            "module.load_state_dict.",
-        )
+    after = _steps(accountant)
+    if after < before:
+        _notice_lost("back", f"The account goes back from {before} steps to the {after} of the checkpoint.")
+    elif made_here and after > before:
+        _notice_lost("other", f"Unless the checkpoint has them too, {made_here} steps made here count no more.")
     module.load_state_dict(content[MODULE], **(module_kwargs or {}))
     for name, part in parts.items():
         state = states[name]
@@ -67,6 +75,15 @@ def _load(
     return content
 
 
+def _notice_lost(key: str, what: str) -> None:
+    notice(
+        "DPE021",
+        f"{what} That is right only if nothing was kept or shown of what was trained since. Else load the weights "
+        "alone, by module.load_state_dict.",
+        key=key,
+    )
+
+
 def _steps(accountant: Any) -> int:
     return sum(entry[-1] for entry in accountant.history if isinstance(entry, (tuple, list)))
 
@@ -75,6 +92,8 @@ class Checkpoints:
     """What an engine has of them."""
 
     accountant: Any
+    engine: dpengine.PrivacyEngine
+    _made_before = 0  # steps, when a checkpoint was loaded last
 
     @suggests_names
     def save_checkpoint(
@@ -142,4 +161,8 @@ class Checkpoints:
             "noise_scheduler": noise_scheduler,
             "grad_clip_scheduler": grad_clip_scheduler,
         }
-        return _load(path, module, self.accountant, parts, module_load_dict_kwargs, torch_load_kwargs)
+        made_here = self.engine.ledger.steps - self._made_before
+        kwargs = module_load_dict_kwargs, torch_load_kwargs
+        content = _load(path, module, self.accountant, parts, *kwargs, made_here)
+        self._made_before = self.engine.ledger.steps
+        return content

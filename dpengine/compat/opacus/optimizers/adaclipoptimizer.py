@@ -2,16 +2,28 @@
 
 from __future__ import annotations
 
+import math
+import numbers
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
 from dpengine.clipping import AbstractClip, Adaptive
+from dpengine.errors import InvalidBudgetError
 from dpengine.names import suggests_names
 
 from .ddpoptimizer import SharedAmongRanks
 from .optimizer import DPOptimizer
+
+_HERE = {
+    "target_unclipped_quantile": "target_quantile",
+    "clipbound_learning_rate": "learning_rate",
+    "max_clipbound": "max_norm",
+    "min_clipbound": "min_norm",
+    "unclipped_num_std": "count_noise_multiplier",
+}
+"""What ``clipping.Adaptive`` calls the settings."""
 
 
 @suggests_names
@@ -61,11 +73,11 @@ class AdaClipDPOptimizer(DPOptimizer):
                 "the noised count alone costs the whole step. Raise unclipped_num_std."
             )
         self._adapts: dict[str, Any] = {
-            "target_quantile": target_unclipped_quantile,
-            "learning_rate": clipbound_learning_rate,
-            "count_noise_multiplier": unclipped_num_std,
-            "min_norm": min_clipbound,
-            "max_norm": max_clipbound,
+            "target_unclipped_quantile": target_unclipped_quantile,
+            "clipbound_learning_rate": clipbound_learning_rate,
+            "max_clipbound": max_clipbound,
+            "min_clipbound": min_clipbound,
+            "unclipped_num_std": unclipped_num_std,
         }
         super().__init__(
             optimizer,
@@ -78,57 +90,66 @@ class AdaClipDPOptimizer(DPOptimizer):
         )
 
     def _policy(self, max_grad_norm: Any) -> AbstractClip:
-        norm = min(max(max_grad_norm, self._adapts["min_norm"]), self._adapts["max_norm"])
-        return Adaptive(norm, **self._adapts)
+        for name, value in self._adapts.items():
+            most = 1.0 if name == "target_unclipped_quantile" else math.inf
+            if isinstance(value, bool) or not isinstance(value, numbers.Real) or not 0 < float(value) < most:
+                raise InvalidBudgetError(f"{name}={value!r} must lie strictly between 0 and {most:g}.")
+        norm = min(max(max_grad_norm, self._adapts["min_clipbound"]), self._adapts["max_clipbound"])
+        return Adaptive(norm, **{_HERE[name]: value for name, value in self._adapts.items()})
 
     def _set(self, name: str, value: float) -> None:
-        self._adapts = {**self._adapts, name: value}
-        self._change(clipping=self._policy(self.max_grad_norm))
+        before = self._adapts
+        self._adapts = {**before, name: value}
+        try:
+            self._change(clipping=self._policy(self.max_grad_norm))
+        except ValueError:
+            self._adapts = before
+            raise
 
     @property
     def target_unclipped_quantile(self) -> float:
         """The share of samples that should stay unclipped."""
-        return float(self._adapts["target_quantile"])
+        return float(self._adapts["target_unclipped_quantile"])
 
     @target_unclipped_quantile.setter
     def target_unclipped_quantile(self, value: float) -> None:
-        self._set("target_quantile", value)
+        self._set("target_unclipped_quantile", value)
 
     @property
     def clipbound_learning_rate(self) -> float:
         """Of the threshold's logarithm."""
-        return float(self._adapts["learning_rate"])
+        return float(self._adapts["clipbound_learning_rate"])
 
     @clipbound_learning_rate.setter
     def clipbound_learning_rate(self, value: float) -> None:
-        self._set("learning_rate", value)
+        self._set("clipbound_learning_rate", value)
 
     @property
     def max_clipbound(self) -> float:
         """The threshold never rises above."""
-        return float(self._adapts["max_norm"])
+        return float(self._adapts["max_clipbound"])
 
     @max_clipbound.setter
     def max_clipbound(self, value: float) -> None:
-        self._set("max_norm", value)
+        self._set("max_clipbound", value)
 
     @property
     def min_clipbound(self) -> float:
         """The threshold never falls below."""
-        return float(self._adapts["min_norm"])
+        return float(self._adapts["min_clipbound"])
 
     @min_clipbound.setter
     def min_clipbound(self, value: float) -> None:
-        self._set("min_norm", value)
+        self._set("min_clipbound", value)
 
     @property
     def unclipped_num_std(self) -> float:
         """Standard deviation of the noise on the count, in samples."""
-        return float(self._adapts["count_noise_multiplier"])
+        return float(self._adapts["unclipped_num_std"])
 
     @unclipped_num_std.setter
     def unclipped_num_std(self, value: float) -> None:
-        self._set("count_noise_multiplier", value)
+        self._set("unclipped_num_std", value)
 
     @property
     def sample_size(self) -> int:

@@ -1,0 +1,50 @@
+"""Backward passes that are not differentiated again, and say so in our words."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dpengine.errors import RepeatedBackwardError
+
+
+def differentiated_once(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """For the ``backward`` of a ``torch.autograd.Function``: a second derivative through it is a RepeatedBackwardError.
+
+    Args:
+        backward: As it is written in the class.
+
+    Returns:
+        The same as ``torch.autograd.function.once_differentiable``, whose words say neither why nor what to do.
+    """
+
+    @functools.wraps(backward)
+    def without_graph(ctx: Any, *grads: Tensor | None) -> Any:
+        with torch.no_grad():
+            outputs = backward(ctx, *grads)
+        if not torch.is_grad_enabled() or not any(grad is not None and grad.requires_grad for grad in grads):
+            return outputs
+        return tuple(None if output is None else _Refused.apply(output.detach().requires_grad_()) for output in outputs)
+
+    return without_graph
+
+
+class _Refused(torch.autograd.Function):
+    """An identity that has no derivative."""
+
+    @staticmethod
+    def forward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
+        return grad.view_as(grad)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> None:
+        raise RepeatedBackwardError(
+            "A gradient by the inputs is differentiated again (create_graph=True), as for a gradient penalty; what "
+            "each row of a batch adds to such a second derivative is not recorded.",
+            fix="Leave the penalty out, or take dpengine.functional.clipped_grad for the step: the loss of an example "
+            "may hold torch.func.grad.",
+        )
