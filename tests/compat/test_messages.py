@@ -255,7 +255,9 @@ def test_a_setting_of_adaptive_clipping_that_is_refused_changes_nothing():
     _, optimizer, _ = of_compat(clipping="adaptive")
     with pytest.raises(ValueError, match="clipbound_learning_rate=-1"):
         optimizer.clipbound_learning_rate = -1
-    assert optimizer.clipbound_learning_rate == 0.2
+    with pytest.raises(ValueError, match="max_clipbound=1e-07 must be above min_clipbound=1e-06"):
+        optimizer.max_clipbound = 1e-7
+    assert (optimizer.clipbound_learning_rate, optimizer.max_clipbound) == (0.2, 1e6)
     optimizer.max_clipbound = 5.0
 
 

@@ -65,8 +65,6 @@ class AdaClipDPOptimizer(DPOptimizer):
         generator: torch.Generator | None = None,
         secure_mode: bool = False,
     ):
-        if max_clipbound <= min_clipbound:
-            raise ValueError(f"max_clipbound={max_clipbound!r} must be above min_clipbound={min_clipbound!r}.")
         if noise_multiplier >= 2 * unclipped_num_std:
             raise ValueError(
                 f"noise_multiplier={noise_multiplier!r} must be below twice unclipped_num_std={unclipped_num_std!r}: "
@@ -91,10 +89,13 @@ class AdaClipDPOptimizer(DPOptimizer):
 
     def _policy(self, max_grad_norm: Any) -> AbstractClip:
         for name, value in self._adapts.items():
-            most = 1.0 if name == "target_unclipped_quantile" else math.inf
-            if isinstance(value, bool) or not isinstance(value, numbers.Real) or not 0 < float(value) < most:
-                raise InvalidBudgetError(f"{name}={value!r} must lie strictly between 0 and {most:g}.")
-        norm = min(max(max_grad_norm, self._adapts["min_clipbound"]), self._adapts["max_clipbound"])
+            limit = 1.0 if name == "target_unclipped_quantile" else math.inf
+            if isinstance(value, bool) or not isinstance(value, numbers.Real) or not 0 < float(value) < limit:
+                raise InvalidBudgetError(f"{name}={value!r} must lie strictly between 0 and {limit:g}.")
+        least, most = self._adapts["min_clipbound"], self._adapts["max_clipbound"]
+        if most <= least:
+            raise InvalidBudgetError(f"max_clipbound={most!r} must be above min_clipbound={least!r}.")
+        norm = min(max(max_grad_norm, least), most)
         return Adaptive(norm, **{_HERE[name]: value for name, value in self._adapts.items()})
 
     def _set(self, name: str, value: float) -> None:
