@@ -114,7 +114,7 @@ def main(argv=None):
         print(f"epoch {args.epochs // 2}: test {found:.1%}, epsilon {spent:.2f}; saved")
         del run
 
-        run = Run(args, train)  # a new process would begin here
+        run = Run(args, load(args)[0])  # a new process would begin here, and read the data again
         epoch = run.resume(path)
         assert accuracy(run.model, test) == found
         assert run.privacy_engine.get_epsilon(args.delta) == spent
