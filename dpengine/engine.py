@@ -29,7 +29,6 @@ from dpengine.gradients import MethodTable, explain, method_table
 from dpengine.ledger_file import Books, asked_for
 from dpengine.names import suggests_names
 from dpengine.noise import BLT, DEFAULT_KIND, SECURE_KIND, BandedInverse, BandMF, NoiseSource
-from dpengine.other_engines import warn_of_other_engine
 from dpengine.plan import AbstractPlanConfig, DPExecutionPlan
 from dpengine.progress import progress
 from dpengine.release import Release
@@ -212,7 +211,6 @@ class PrivacyEngine(Uncopied):
         release = run.release
         tell_of_plan(release.plan)
         refuse_disagreement(run, *chunks)
-        warn_of_other_engine(self, run.batches.dataset)
         self._books.begin(release.ledger, about_run(run), asked=asked, noise=release.source.describe())
         if not run.attached:
             run.attach()  # the first change to anything of the user's: all that may be refused was refused

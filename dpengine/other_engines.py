@@ -1,57 +1,82 @@
-"""Which engine trains on which data set of this process: two that do not know of each other each state too little."""
+"""Who released last of each data set of this process: an account that lacks what another spent states too little."""
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from collections import Counter
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
 from typing import Any
 
-from dpengine.accounting import Ledger
+from dpengine.accounting import Charge, Event, Ledger, PoissonGaussianEvent
 from dpengine.errors import notice
 
 
 @dataclass(frozen=True)
-class _Training:
-    """An engine and the data set that it trains on. What it charged outlives it: so does what it released."""
+class _Last:
+    """Who released last of a data set. Its account holds all that was before it, or a notice was given."""
 
-    engine: weakref.ref[Any]
-    ledger: Ledger
     dataset: Callable[[], Any]  # weak where that can be, so that data are not kept alive
+    ledger: Ledger  # also of an engine that is gone: what it released is not
+    others: Counter[Event]  # what its account held from elsewhere when it began
+    number: int  # of the data set, for the notice
 
-    def is_known_to(self, engine: Any) -> bool:
-        """Whether the account of an engine holds what was charged here, so that nothing is left out."""
-        if engine is self.engine() or engine.ledger is self.ledger:
-            return True
-        return self.engine() is None and not Counter(_counts(self.ledger)) - Counter(_counts(engine.ledger))
-
-
-_on_data_set: dict[int, _Training] = {}  # by id of the data set
+    def spent(self) -> Counter[Event]:
+        return self.others + _counts(self.ledger.totals)
 
 
-def warn_of_other_engine(engine: Any, dataset: Any) -> None:
-    """Notices a second engine over one data set, also where the first is gone: neither knows what the other spends."""
-    for number in [number for number, training in _on_data_set.items() if training.dataset() is None]:
-        del _on_data_set[number]
-    before = _on_data_set.get(id(dataset))
-    if before is None or before.dataset() is not dataset or before.is_known_to(engine):
-        _on_data_set[id(dataset)] = _Training(weakref.ref(engine), engine.ledger, _way_to(dataset))
+_by_id: dict[int, _Last] = {}  # of the data set
+_numbers = itertools.count()
+
+
+def notice_other_engine(dataset: Any, ledger: Ledger, known: Callable[[], Iterable[Charge]]) -> None:
+    """Notices that another engine released of a data set what an account does not hold. To be called before a release.
+
+    It is asked then, and not when an engine begins, since a state may be loaded in between; and since of two that have
+    begun, either may be the first to release.
+
+    Args:
+        dataset: What is trained on.
+        ledger: That is about to be charged.
+        known: What the account holds besides, where it has a history of its own.
+    """
+    last = _by_id.get(id(dataset))
+    if last is not None and last.dataset() is not dataset:  # the id of one that is gone
+        last = None
+    if last is not None and last.ledger is ledger:
         return
-    notice(
-        "DPE012",
-        "Another engine trained on the same data set in this process; their costs add up, and neither knows of the "
-        "other. Use one engine for both, or load the state of the other (engine.load_state_dict).",
-        key="two engines",
-    )
+    for number in [number for number, other in _by_id.items() if other.dataset() is None]:
+        del _by_id[number]
+    own, held = _counts(ledger.totals), _counts(known())
+    number = next(_numbers) if last is None else last.number
+    _by_id[id(dataset)] = _Last(_way_to(dataset), ledger, held - own, number)
+    if last is not None and last.spent() - (own | held):
+        notice(
+            "DPE012",
+            "Another engine trained on the same data set in this process, and the account of this one does not hold "
+            "what it spent. Their costs add up: use one engine for both, or load the state of the other before the "
+            "first step (load_state_dict, load_checkpoint).",
+            key=f"two engines, data set {number}",
+        )
 
 
-def _counts(ledger: Ledger) -> dict[Any, int]:
-    return {charge.event: charge.count for charge in ledger.totals}
+def _counts(charges: Iterable[Charge]) -> Counter[Event]:
+    counts = Counter[Event]()
+    for charge in charges:
+        counts[_rounded(charge.event)] += charge.count
+    return counts
+
+
+def _rounded(event: Event) -> Event:
+    """The event without the last digits of its rate, which an account that was written by others may round else."""
+    if isinstance(event, PoissonGaussianEvent):
+        return replace(event, sample_rate=float(f"{event.sample_rate:.12g}"))
+    return event
 
 
 def _way_to(dataset: Any) -> Callable[[], Any]:
     try:
         return weakref.ref(dataset)
-    except TypeError:  # a list, say
+    except TypeError:  # a list, say, which stays alive from here on
         return lambda: dataset

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +20,7 @@ from dpengine.admission import attached_models
 from dpengine.errors import BatchDependentLossError, BatchMismatchError, UnsupportedLayerError, notice
 from dpengine.kernels import keep_freed_memory
 from dpengine.ledger_file import RunLedger
+from dpengine.other_engines import notice_other_engine
 from dpengine.release import Release
 from dpengine.report import RunFacts
 from dpengine.sampling import PARTITION_STEP, UnitIds, UnitStrategy, private_loader
@@ -123,14 +124,23 @@ class Run:
     attached: bool = False
     first_life: int | None = None  # of the source, where it is another now: who is in which group was drawn in it
     batches: Any = None  # the private loader
+    known: Callable[[], Iterable[Charge]] = tuple  # what the account of this run holds besides its ledger
     resumed: bool = False  # whether it goes on with a run that was saved
 
     def __post_init__(self) -> None:
         """Lets the release ask the budget, and hear of backward passes."""
-        self.release.overspend = lambda count: self.budget.overspend(self.release, count)
+        self.release.overspend = self._overspend
         self.release.sums.on_backward_end = self.release.backward_ended
         if isinstance(self.release.ledger, RunLedger):
             self.release.ledger.room = lambda event, count: self.budget.room(self.release, event, count)
+
+    def _overspend(self, count: int) -> float | None:
+        if self.batches is not None:
+            charged = self.release.ledger
+            notice_other_engine(
+                self.batches.dataset, charged.ledger if isinstance(charged, RunLedger) else charged, self.known
+            )
+        return self.budget.overspend(self.release, count)
 
     def attach(self) -> None:
         """Puts everything on, or nothing: what raises in between is undone first."""

@@ -45,11 +45,22 @@ def backward(wrapped, count=4):
     loss(wrapped, *batch(count)).backward()
 
 
-def private(*, count=12, batch_size=4, shuffle=False, workers=0, engine=None, module=None, drop_last=False, **asked):
+def private(
+    *,
+    count=12,
+    batch_size=4,
+    shuffle=False,
+    workers=0,
+    engine=None,
+    module=None,
+    drop_last=False,
+    dataset=None,
+    **asked,
+):
     engine = engine or PrivacyEngine(accountant="rdp")
     module = module or model()
     asked = {"noise_multiplier": 0.0, "max_grad_norm": 1.0, "poisson_sampling": False} | asked
-    plain = DataLoader(rows(count), batch_size, shuffle=shuffle, num_workers=workers, drop_last=drop_last)
+    plain = DataLoader(dataset or rows(count), batch_size, shuffle=shuffle, num_workers=workers, drop_last=drop_last)
     made = engine.make_private(
         module=module, optimizer=torch.optim.SGD(module.parameters(), lr=0.1), data_loader=plain, **asked
     )

@@ -12,7 +12,7 @@ import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 from dpengine.engine import PrivacyEngine
 from dpengine.errors import (
@@ -244,7 +244,7 @@ def _length(trainer: Any, loader: DataLoader[Any], in_chunks: bool) -> dict[str,
     epochs, steps = trainer.max_epochs, trainer.max_steps
     if not epochs or epochs < 1:
         return {"steps": steps} if steps > 0 else {"epochs": epochs}
-    if steps < 1 and not cut:
+    if (steps < 1 and not cut) or isinstance(loader.dataset, IterableDataset):  # which make_private refuses
         return {"epochs": epochs}
     batches = min(len(loader), limit) if isinstance(limit, int) else int(len(loader) * limit)
     return {"steps": epochs * batches if steps < 1 else min(epochs * batches, steps)}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from dpengine.errors import (
@@ -15,6 +16,7 @@ from dpengine.errors import (
 )
 from dpengine.run import Run
 
+_OF_TRAINING = re.compile(r"(^|[^a-z])train(ing)?([^a-z]|$)")
 _LARGER_BATCH = "Make the loader's batch_size so many times larger, and pass DPCallback(physical_batch_size=...)."
 # By name, which is the same in both packages of Lightning: the error, what it does, and what to do instead.
 _CALLBACKS: dict[str, tuple[type[PrivacyError], str, str]] = {
@@ -58,7 +60,7 @@ def notice_choices_by_training_data(trainer: Any) -> None:
     """Notices callbacks that choose by what the training data gave, as far as names tell."""
     for callback in trainer.callbacks:
         monitor = getattr(callback, "monitor", None)
-        if isinstance(monitor, str) and "train" in monitor.lower():
+        if isinstance(monitor, str) and _OF_TRAINING.search(monitor.lower()):
             notice(
                 "DPE012",
                 f"{type(callback).__name__}(monitor={monitor!r}) chooses by the training data; that choice is a "

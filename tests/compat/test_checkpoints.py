@@ -6,10 +6,11 @@ from collections import OrderedDict
 
 import pytest
 import torch
-from opacus_runs import flat, model, private, train
+from opacus_runs import flat, model, private, rows, train
 
 from dpengine import PrivacyWarning
 from dpengine.compat.opacus import PrivacyEngine
+from dpengine.compat.opacus.accountants import IAccountant, PRVAccountant
 from dpengine.compat.opacus.schedulers import ExponentialGradClip, ExponentialNoise
 
 
@@ -106,18 +107,77 @@ def test_an_account_of_other_steps_is_noticed_and_one_that_goes_on_is_not():
     first = private(noise_multiplier=1.0)
     train(first, steps=2)
     file = saved(first)
-    train(first, steps=1)
+    train(first, steps=2)
     longer = saved(first)
     other = private(noise_multiplier=1.0)
     with warnings.catch_warnings():
         warnings.simplefilter("error", PrivacyWarning)
         other.engine.load_checkpoint(path=file, module=other.model)
+        train(other, steps=1)
+        own = saved(other)
+        other.engine.load_checkpoint(path=own, module=other.model)
         other.engine.load_checkpoint(path=longer, module=other.model)
-    fresh = private(noise_multiplier=1.0)
-    train(fresh, steps=1)
-    longer.seek(0)
-    with pytest.warns(PrivacyWarning, match=r"DPE021.*1 steps made here count no more"):
-        fresh.engine.load_checkpoint(path=longer, module=fresh.model)
+        train(other, steps=1)
+        other.engine.load_checkpoint(path=saved(other), module=other.model)
+
+
+@pytest.mark.parametrize(("noise", "steps"), [(1.0, 3), (2.0, 1)])
+def test_an_account_that_has_other_steps_than_those_made_here_is_noticed(noise, steps):
+    first = private(noise_multiplier=noise)
+    train(first, steps=steps)
+    file = saved(first)
+    other = private(noise_multiplier=1.0)
+    train(other, steps=1)
+    with pytest.warns(PrivacyWarning, match=r"DPE021.*steps made here count no more: 1\."):
+        other.engine.load_checkpoint(path=file, module=other.model)
+
+
+class Counting(IAccountant):
+    """An accountant that a user wrote, and passes on by hand."""
+
+    def __init__(self):
+        super().__init__()
+        self.history = []
+
+    def step(self, *, noise_multiplier, sample_rate):
+        self.history.append((noise_multiplier, sample_rate, 1))
+
+    def get_epsilon(self, delta, **kwargs):
+        return float(len(self.history))
+
+    def __len__(self):
+        return len(self.history)
+
+    @classmethod
+    def mechanism(cls):
+        return "counting"
+
+
+@pytest.mark.parametrize("poisson", [True, False])
+@pytest.mark.parametrize("accountant", [PRVAccountant, Counting])
+def test_an_engine_that_loads_what_another_spent_of_the_data_knows_it(accountant, poisson):
+    dataset = rows()
+
+    def made():
+        parts = private(noise_multiplier=1.0, dataset=dataset, poisson_sampling=poisson)
+        parts.engine.accountant = accountant()
+        return parts
+
+    first = made()
+    train(first, steps=2)
+    file = saved(first)
+    second = made()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", PrivacyWarning)
+        if accountant is PRVAccountant or poisson:  # what a Counting is told of passes says less than the ledger
+            second.engine.load_checkpoint(path=file, module=second.model)
+            train(second, steps=2)
+    third = made()
+    if accountant is PRVAccountant or poisson:
+        file.seek(0)
+        third.engine.load_checkpoint(path=file, module=third.model)  # of the first two steps alone
+    with pytest.warns(PrivacyWarning, match=r"DPE012.*Another engine.*load_checkpoint"):
+        train(third, steps=1)
 
 
 def test_a_part_that_is_on_one_side_only_is_warned_of():

@@ -66,27 +66,53 @@ def test_a_batch_that_was_cut_off_never_enters_another(through, workers):
         assert not optimizer.step_was_skipped
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-def test_a_pass_that_is_left_without_the_context_leaves_nothing_for_the_next_batch(workers):
+def by_sampler(*, data_loader, max_batch_size, optimizer):
+    """As a script has it that builds the loader of parts itself."""
+    sampler = BatchSplittingSampler(
+        sampler=data_loader.batch_sampler, max_batch_size=max_batch_size, optimizer=optimizer
+    )
+    return DataLoader(data_loader.dataset, batch_sampler=sampler, num_workers=data_loader.num_workers)
+
+
+PERSISTENT = {"num_workers": 2, "persistent_workers": True}
+LEAVINGS = [  # a loader of parts, its workers, and the part of 15 at which the pass is left
+    (wrap_data_loader, {}, 1),
+    (wrap_data_loader, {"num_workers": 2}, 1),
+    (wrap_data_loader, {"num_workers": 2}, 13),  # the sampler has ended by then
+    (wrap_data_loader, PERSISTENT, 1),
+    (wrap_data_loader, PERSISTENT, 13),
+    (by_sampler, {}, 1),
+    (by_sampler, {"num_workers": 2}, 1),
+]
+
+
+@pytest.mark.parametrize(("in_parts", "workers", "left_at"), LEAVINGS)
+def test_a_pass_that_is_left_without_the_context_leaves_nothing_for_the_next_batch(in_parts, workers, left_at):
     wrapped, optimizer = by_hand(expected_batch_size=20)
-    loader = DataLoader(rows(60), 20, num_workers=workers)
-    chunks = wrap_data_loader(data_loader=loader, max_batch_size=4, optimizer=optimizer)
+    loader = DataLoader(rows(60), 20, **workers)
+    chunks = in_parts(data_loader=loader, max_batch_size=4, optimizer=optimizer)
+    skipped = []
     for inputs, targets in chunks:
         loss(wrapped, inputs, targets).backward()
         optimizer.step()
-        break
-    inputs, targets = next(iter(loader))
-    optimizer.zero_grad()
-    expected = truth(wrapped._module, inputs, targets)
-    loss(wrapped, inputs, targets).backward()
-    optimizer.step()
-    assert_same(gradients(wrapped._module, 20), expected)
-    assert not optimizer.step_was_skipped
+        skipped.append(optimizer.step_was_skipped)
+        optimizer.zero_grad()
+        if len(skipped) == left_at:
+            break
+    assert skipped == [number % 5 != 0 for number in range(1, left_at + 1)]
+    for inputs, targets in [batch for _, batch in zip(range(2), loader, strict=False)]:
+        optimizer.zero_grad()
+        expected = truth(wrapped._module, inputs, targets)
+        loss(wrapped, inputs, targets).backward()
+        optimizer.step()
+        assert_same(gradients(wrapped._module, 20), expected)
+        assert not optimizer.step_was_skipped
 
 
-def test_a_pass_that_is_left_late_does_not_cut_the_one_that_followed():
+@pytest.mark.parametrize("in_parts", [wrap_data_loader, by_sampler])
+def test_a_pass_that_is_left_late_does_not_cut_the_one_that_followed(in_parts):
     wrapped, optimizer = by_hand(expected_batch_size=6)
-    chunks = wrap_data_loader(data_loader=DataLoader(rows(), 6), max_batch_size=3, optimizer=optimizer)
+    chunks = in_parts(data_loader=DataLoader(rows(), 6), max_batch_size=3, optimizer=optimizer)
     left = iter(chunks)
     next(left)
     expected = truth(wrapped._module, *next(iter(DataLoader(rows(), 6))))
@@ -98,6 +124,22 @@ def test_a_pass_that_is_left_late_does_not_cut_the_one_that_followed():
         if number == 1:
             break
     assert_same(gradients(wrapped._module, 6), expected)
+
+
+@pytest.mark.parametrize("in_parts", [wrap_data_loader, by_sampler])
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_pass_of_another_loader_keeps_its_signals_when_an_earlier_one_goes(in_parts, workers):
+    wrapped, optimizer = by_hand(expected_batch_size=6)
+    loader = DataLoader(rows(24), 6, num_workers=workers)
+    skipped = []
+    for _ in range(2):  # `batches` is bound anew, so that the iterator of the pass before goes after this one began
+        batches = iter(in_parts(data_loader=loader, max_batch_size=2, optimizer=optimizer))
+        for _ in range(8):
+            loss(wrapped, *next(batches)).backward()
+            optimizer.step()
+            skipped.append(optimizer.step_was_skipped)
+            optimizer.zero_grad()
+    assert skipped == [True, True, False, True, True, False, True, True] * 2
 
 
 def test_a_poisson_loader_of_ones_own_is_cut_for_an_optimizer_of_ones_own():
@@ -149,7 +191,8 @@ def test_settings_of_the_loader_are_carried_over():
     chunks = wrap_data_loader(data_loader=plain, max_batch_size=4, optimizer=optimizer)
     assert chunks.collate_fn is list
     assert chunks.dataset is plain.dataset
-    assert type(chunks) is DataLoader
+    assert isinstance(chunks, DataLoader)
+    assert chunks.prefetch_factor is None
     unbatched = wrap_data_loader(data_loader=DataLoader(rows(), batch_size=None), max_batch_size=4, optimizer=optimizer)
     assert len(list(unbatched)) == 12
 

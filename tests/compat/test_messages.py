@@ -244,10 +244,21 @@ def test_thresholds_for_each_parameter_are_written_anew_where_one_was_frozen():
 
 
 @pytest.mark.parametrize(
-    "setting", [{"clipbound_learning_rate": 0}, {"min_clipbound": 0.0}, {"target_unclipped_quantile": 1.0}]
+    "setting",
+    [
+        {"clipbound_learning_rate": 0},
+        {"clipbound_learning_rate": "0.2"},
+        {"min_clipbound": 0.0},
+        {"min_clipbound": torch.tensor(1.0)},
+        {"max_clipbound": 10**400},
+        {"unclipped_num_std": float("inf")},
+        {"target_unclipped_quantile": 1.0},
+    ],
 )
 def test_settings_of_adaptive_clipping_are_refused_by_the_name_that_they_were_given(setting):
-    with pytest.raises(ValueError, match=f"{next(iter(setting))}=.*must lie strictly between 0 and"):
+    with pytest.raises(
+        ValueError, match=f"{next(iter(setting))}=.*must be a plain number, above 0 and (finite|below 1)"
+    ):
         of_compat(clipping="adaptive", **setting)
 
 
@@ -255,6 +266,8 @@ def test_a_setting_of_adaptive_clipping_that_is_refused_changes_nothing():
     _, optimizer, _ = of_compat(clipping="adaptive")
     with pytest.raises(ValueError, match="clipbound_learning_rate=-1"):
         optimizer.clipbound_learning_rate = -1
+    with pytest.raises(ValueError, match="max_clipbound=100"):
+        optimizer.max_clipbound = 10**400
     with pytest.raises(ValueError, match="max_clipbound=1e-07 must be above min_clipbound=1e-06"):
         optimizer.max_clipbound = 1e-7
     assert (optimizer.clipbound_learning_rate, optimizer.max_clipbound) == (0.2, 1e6)

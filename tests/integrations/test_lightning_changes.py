@@ -42,6 +42,10 @@ class Logging(Plain):
         self.log("train_loss", 0.0, on_epoch=True, batch_size=1)
         return loss
 
+    def validation_step(self, batch, index):
+        super().validation_step(batch, index)
+        self.log("val_constraint", 0.0, on_epoch=True, batch_size=1)
+
 
 class AtEpoch(lightning.Callback):
     """Does something at the start of an epoch, and keeps the weights from before."""
@@ -140,7 +144,7 @@ def test_callbacks_that_change_the_unit_or_train_unseen_are_refused():
         trainer(ModelPruning("l1_unstructured", amount=0.5), DPCallback(**WANTED)).fit(module, loader())
 
 
-@pytest.mark.parametrize(("monitor", "count"), [("train_loss", 1), ("validated", 0)])
+@pytest.mark.parametrize(("monitor", "count"), [("train_loss", 1), ("validated", 0), ("val_constraint", 0)])
 def test_a_choice_by_the_training_data_is_noticed(monitor, count):
     forget_notices()
     stopping = EarlyStopping(monitor, patience=50, check_on_train_epoch_end=monitor == "train_loss")

@@ -284,7 +284,7 @@ def test_rank_23_the_next_compat_threshold_depends_on_the_whole_batch(door, chun
 
 @pytest.mark.parametrize("chunk", [2, 6])
 @through(COMPAT_DOORS)
-def test_rank_23_nor_does_that_of_the_adaptive_engine(door, chunk):
+def test_rank_23_so_does_that_of_the_adaptive_engine(door, chunk):
     engine = opacus("utils.adaptive_clipping").PrivacyEngineAdaptiveClipping
     seeded = torch.Generator().manual_seed(0)  # noise of the usual size, ROWS / 20 of a count: 2.5 % of the threshold
     options = {"min_clipbound": 1e-8, **ADAPTIVE, "make_engine": engine, "noise_generator": seeded}

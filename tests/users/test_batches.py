@@ -3,6 +3,7 @@
 import gc
 import math
 import warnings
+import weakref
 
 import pytest
 import torch
@@ -191,12 +192,23 @@ def test_f_a11_s10_a_second_model_on_one_engine_composes():
     assert one.engine.get_epsilon(1e-3) > max(epsilon_of([charge], 1e-3) for charge in charges)
 
 
-def test_f_a11_s10_two_engines_on_one_data_set_warn():
+OTHER_ENGINE = r"DPE012.*Another engine.*use one engine.*load the state"
+
+
+def one_step(loop):
+    loop.step(*next(iter(loop.loader)))
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_f_a11_s10_two_engines_on_one_data_set_warn_before_the_second_releases(order):
     dataset = examples()
-    first = make_loop(dataset=dataset, noise_multiplier=1.0)
-    with pytest.warns(PrivacyWarning, match=r"DPE012.*Another engine.*Use one engine"):
-        make_loop(dataset=dataset, noise_multiplier=1.0)
-    assert first.engine is not None  # alive until here
+    loops = [make_loop(dataset=dataset, noise_multiplier=1.0) for _ in range(2)]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", PrivacyWarning)
+        one_step(loops[order[0]])
+        with pytest.raises(PrivacyWarning, match=OTHER_ENGINE):
+            one_step(loops[order[1]])
+    assert loops[order[1]].engine.ledger.steps == 0  # as an error, it stops what it is about
 
 
 def one_epoch(dataset, **options):
@@ -216,33 +228,72 @@ def test_s10_an_engine_for_each_epoch_is_noticed_though_the_first_is_gone():
     dataset = examples()
     one_epoch(dataset)
     gc.collect()
-    with pytest.warns(PrivacyWarning, match=r"DPE012.*Another engine.*load the state"):
+    with pytest.warns(PrivacyWarning, match=OTHER_ENGINE):
         one_epoch(dataset)
 
 
-def test_s10_an_engine_that_goes_on_from_the_state_of_the_first_is_not_noticed():
+def test_s10_a_run_that_outlives_its_engine_is_noticed():
     dataset = examples()
-    state = one_epoch(dataset)
+    kept = make_loop(dataset=dataset, noise_multiplier=1.0)
+    engine = weakref.ref(kept.engine)
+    kept.engine = None  # as where a function made it that gives back the rest
     gc.collect()
+    assert engine() is None
+    one_epoch(dataset)
+    with pytest.warns(PrivacyWarning, match=OTHER_ENGINE):
+        train(kept)
+
+
+def test_s10_each_data_set_is_told_of_once():
+    for dataset in (examples(), examples()):
+        one_epoch(dataset)
+        with pytest.warns(PrivacyWarning, match=OTHER_ENGINE) as seen:
+            one_epoch(dataset)
+            one_epoch(dataset)
+        assert len(seen) == 1
+
+
+@pytest.mark.parametrize("when", ["before make_private", "after make_private", "of one that was detached"])
+def test_s10_an_engine_that_goes_on_from_the_state_of_the_first_is_not_noticed(when):
+    dataset = examples()
+    first = make_loop(dataset=dataset, noise_multiplier=1.0)
+    train(first)
+    if when == "of one that was detached":
+        first.engine.detach(first.model)
+    state = first.engine.state_dict()
     with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        one_epoch(dataset, engine=engine_with(state))
+        warnings.simplefilter("error", PrivacyWarning)
+        if when == "before make_private":
+            train(make_loop(dataset=dataset, noise_multiplier=1.0, engine=engine_with(state)))
+        else:
+            second = make_loop(dataset=dataset, noise_multiplier=1.0)
+            second.engine.load_state_dict(state)
+            train(second)
+
+
+def test_s10_the_first_engine_that_goes_on_beside_one_with_its_state_is_noticed():
+    dataset = examples()
+    first = make_loop(dataset=dataset, noise_multiplier=1.0)
+    train(first)
+    second = make_loop(dataset=dataset, noise_multiplier=1.0, engine=engine_with(first.engine.state_dict()))
+    one_step(second)
+    with pytest.warns(PrivacyWarning, match=OTHER_ENGINE):
+        one_step(first)
 
 
 @pytest.mark.parametrize("as_list", [True, False])
-def test_s10_other_data_or_an_engine_that_is_gone_do_not_warn(as_list):
+def test_s10_other_data_or_an_engine_that_made_no_step_do_not_warn(as_list):
     def data():
         return list(examples()) if as_list else examples()
 
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        kept = [make_loop(dataset=data(), noise_multiplier=1.0).engine for _ in range(3)]
+        kept = [one_epoch(data()) for _ in range(3)]
         dataset = data()
-        loop = make_loop(dataset=dataset, noise_multiplier=1.0)
-        del loop
-        gc.collect()
-        make_loop(dataset=dataset, noise_multiplier=1.0)
+        unused = make_loop(dataset=dataset, noise_multiplier=1.0)
+        one_epoch(dataset)
     assert len(kept) == 3
+    assert unused.engine.ledger.steps == 0
 
 
 # U2

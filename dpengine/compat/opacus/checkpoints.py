@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections import Counter
 from typing import Any
 
 import torch
@@ -60,10 +61,12 @@ def _load(
     before = _steps(accountant)
     accountant.load_state_dict(content[ACCOUNTANT])
     after = _steps(accountant)
-    if after < before:
-        _notice_lost("back", f"The account goes back from {before} steps to the {after} of the checkpoint.")
-    elif made_here and after > before:
-        _notice_lost("other", f"Unless the checkpoint has them too, {made_here} steps made here count no more.")
+    more = after.total() - before.total()
+    if more < 0:
+        what = f"The account goes back from {before.total()} steps to the {after.total()} of the checkpoint."
+        _notice_lost("back", what)
+    elif made_here and (more or before - after):
+        _notice_lost("other", f"Unless the checkpoint has them too, steps made here count no more: {made_here}.")
     module.load_state_dict(content[MODULE], **(module_kwargs or {}))
     for name, part in parts.items():
         state = states[name]
@@ -84,8 +87,12 @@ def _notice_lost(key: str, what: str) -> None:
     )
 
 
-def _steps(accountant: Any) -> int:
-    return sum(entry[-1] for entry in accountant.history if isinstance(entry, (tuple, list)))
+def _steps(accountant: Any) -> Counter[tuple[Any, ...]]:
+    steps = Counter[tuple[Any, ...]]()
+    for entry in accountant.history:
+        if isinstance(entry, (tuple, list)):
+            steps[tuple(entry[:-1])] += entry[-1]
+    return steps
 
 
 class Checkpoints:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import warnings
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 import dpengine
-from dpengine.accounting import CyclicGaussianEvent, Ledger, Relation, suggested_delta
+from dpengine.accounting import Charge, CyclicGaussianEvent, Ledger, Relation, suggested_delta
 from dpengine.admission import Uncopied
 from dpengine.arrange import name_for
 from dpengine.distributed import SINGLE, Topology
@@ -22,6 +22,7 @@ from dpengine.kernels import keep_freed_memory
 from dpengine.release import Release
 from dpengine.run import Budget, Run
 
+from .accountants.entries import charges_of
 from .accountants.ledger_accountant import LedgerAccountant
 from .data_loader import private_form
 from .engine_batches import unsampled_loader
@@ -235,6 +236,7 @@ class Preparation(Uncopied):
         follow(self.accountant, self.engine.ledger)
         teller = _Teller(self, optimizer, strategy.sample_rate if poisson else None)
         optimizer.tell = self.tellers[id(release)] = teller
+        run.known = teller.charges
 
 
 def follow(accountant: Any, ledger: Ledger) -> bool:
@@ -270,6 +272,16 @@ class _Teller:
         if engine is not None:
             self._accountant = engine.accountant
         return self._accountant
+
+    def charges(self) -> Iterable[Charge]:
+        """What is in the accountant's history, as far as it is written in triples."""
+        accountant = self.accountant
+        if isinstance(accountant, LedgerAccountant):
+            return accountant.ledger.totals
+        try:
+            return charges_of(accountant.history)
+        except (AttributeError, TypeError, ValueError):
+            return ()
 
     def released(self) -> None:
         """A step is being released."""

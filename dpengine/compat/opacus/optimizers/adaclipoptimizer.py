@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import math
 import numbers
+import sys
 from typing import Any
 
 import torch
@@ -89,9 +89,12 @@ class AdaClipDPOptimizer(DPOptimizer):
 
     def _policy(self, max_grad_norm: Any) -> AbstractClip:
         for name, value in self._adapts.items():
-            limit = 1.0 if name == "target_unclipped_quantile" else math.inf
-            if isinstance(value, bool) or not isinstance(value, numbers.Real) or not 0 < float(value) < limit:
-                raise InvalidBudgetError(f"{name}={value!r} must lie strictly between 0 and {limit:g}.")
+            share = name == "target_unclipped_quantile"
+            limit = 1.0 if share else sys.float_info.max
+            is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
+            if not is_number or not 0 < value < limit:
+                below = "below 1" if share else "finite"
+                raise InvalidBudgetError(f"{name}={value!r} must be a plain number, above 0 and {below}.")
         least, most = self._adapts["min_clipbound"], self._adapts["max_clipbound"]
         if most <= least:
             raise InvalidBudgetError(f"max_clipbound={most!r} must be above min_clipbound={least!r}.")
@@ -103,7 +106,7 @@ class AdaClipDPOptimizer(DPOptimizer):
         self._adapts = {**before, name: value}
         try:
             self._change(clipping=self._policy(self.max_grad_norm))
-        except ValueError:
+        except BaseException:
             self._adapts = before
             raise
 

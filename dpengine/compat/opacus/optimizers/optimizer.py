@@ -69,6 +69,7 @@ class DPOptimizer(Optimizer):
         self._hooks: list[StepHook] = []
         self.tell: Any = None  # of the engine: what counts steps where its ledger does not
         self._skips: list[bool] = []
+        self.passes_of_parts = 0  # begun so far, by whichever sampler
         self._skipped_batches: frozenset[int] = frozenset()  # steps of the sampler that skipped steps brought in
         self._is_last_step_skipped = False
         self._asked = (float(noise_multiplier), self._policy(max_grad_norm))
@@ -272,6 +273,12 @@ class DPOptimizer(Optimizer):
     def signal_skip_step(self, do_skip: bool = True) -> None:
         """Has the next step that nothing was said of only clip and add up, or not."""
         self._skips.append(do_skip)
+
+    def begin_pass_of_parts(self) -> int:
+        """Forgets what an earlier pass left, and returns the number of the one that begins."""
+        self.forget_skips()
+        self.passes_of_parts += 1
+        return self.passes_of_parts
 
     def forget_skips(self) -> None:
         """Forgets what was signalled and not asked for, and destroys the sums of a batch that was cut off."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -19,7 +20,10 @@ class BatchSplittingSampler(Sampler[list[int]]):
     """Cuts each batch of a sampler into nearly equal parts, and tells the optimizer which is the last.
 
     Loaders that ``make_private`` returned need none: see ``BatchMemoryManager``. When a pass is left early, what was
-    clipped of its last batch is destroyed as the iterator goes, and at the latest when the next pass starts.
+    clipped of its last batch is destroyed as the iterator goes, and at the latest when the next pass starts. Parts that
+    were fetched ahead of an iterator that goes, as by ``list(islice(loader, 6))``, are then a step each. In a loader
+    with workers, the sampler is some parts ahead of the loop: ``wrap_data_loader`` and ``BatchMemoryManager`` keep what
+    it says until then.
 
     Args:
         sampler: Of batches.
@@ -36,18 +40,16 @@ class BatchSplittingSampler(Sampler[list[int]]):
         self.sampler = sampler
         self.max_batch_size = whole_number("BatchSplittingSampler", "max_batch_size", max_batch_size, at_least=1)
         self.optimizer = optimizer
-        self._passes = 0
 
     def __iter__(self) -> Iterator[list[int]]:
-        self.optimizer.forget_skips()
-        self._passes += 1
-        return self._parts(self._passes)
+        return self._parts(self.optimizer.begin_pass_of_parts())
 
-    def _parts(self, number_of_pass: int) -> Iterator[list[int]]:
+    def _parts(self, this_pass: int) -> Iterator[list[int]]:
         try:
             yield from self._signalled_parts()
         except GeneratorExit:
-            if number_of_pass == self._passes:  # a pass that was left lately does not cut the one that followed it
+            # Another sampler over the optimizer may have begun by now, and its loader have fetched ahead.
+            if this_pass == self.optimizer.passes_of_parts:
                 self.optimizer.forget_skips()
             raise
 
@@ -66,6 +68,47 @@ class BatchSplittingSampler(Sampler[list[int]]):
             expected = sampler.sample_rate * sampler.num_samples
         batches = len(self.sampler)  # type: ignore[arg-type]
         return batches if expected is None else math.ceil(batches * max(1.0, expected / self.max_batch_size))
+
+
+class _Signals:
+    """In the optimizer's place where parts are fetched, keeps what is said of them until they are handed out."""
+
+    def __init__(self, optimizer: DPOptimizer):
+        self.optimizer = optimizer
+        self.passes_of_parts = 0
+        self.waiting = deque[bool]()
+
+    def begin_pass_of_parts(self) -> int:
+        self.waiting = deque()
+        self.passes_of_parts = self.optimizer.begin_pass_of_parts()
+        return self.passes_of_parts
+
+    def signal_skip_step(self, *, do_skip: bool) -> None:
+        self.waiting.append(do_skip)
+
+    def forget_skips(self) -> None:
+        """Nothing: what was fetched ahead and is not handed out was said to nobody."""
+
+
+class _PartsLoader(DataLoader[Any]):
+    """A loader of parts that tells the optimizer of each as it is handed out, also where workers fetch ahead."""
+
+    def __iter__(self) -> Any:
+        parts = super().__iter__()
+        sampler: Any = self.batch_sampler
+        return self._handed_out(parts, sampler.optimizer)
+
+    @staticmethod
+    def _handed_out(parts: Iterator[Any], signals: _Signals) -> Iterator[Any]:
+        this_pass, waiting = signals.passes_of_parts, signals.waiting
+        try:
+            for part in parts:
+                signals.optimizer.signal_skip_step(do_skip=waiting.popleft())
+                yield part
+        except GeneratorExit:  # left early
+            if this_pass == signals.optimizer.passes_of_parts:
+                signals.optimizer.forget_skips()
+            raise
 
 
 @suggests_names
@@ -87,10 +130,10 @@ def wrap_data_loader(*, data_loader: DataLoader[Any], max_batch_size: int, optim
     batches: Any = data_loader.batch_sampler
     if batches is None:
         batches = BatchSampler(data_loader.sampler, 1, drop_last=False)
-    splitting = BatchSplittingSampler(sampler=batches, max_batch_size=max_batch_size, optimizer=optimizer)
-    return DataLoader(
+    signals: Any = _Signals(optimizer)
+    return _PartsLoader(
         data_loader.dataset,
-        batch_sampler=splitting,
+        batch_sampler=BatchSplittingSampler(sampler=batches, max_batch_size=max_batch_size, optimizer=signals),
         num_workers=data_loader.num_workers,
         collate_fn=data_loader.collate_fn,
         pin_memory=data_loader.pin_memory,
