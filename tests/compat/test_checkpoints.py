@@ -21,6 +21,27 @@ def saved(parts, **more):
     return file
 
 
+class Counting(IAccountant):
+    """An accountant that a user wrote, and passes on by hand."""
+
+    def __init__(self):
+        super().__init__()
+        self.history = []
+
+    def step(self, *, noise_multiplier, sample_rate):
+        self.history.append((noise_multiplier, sample_rate, 1))
+
+    def get_epsilon(self, delta, **kwargs):
+        return float(len(self.history))
+
+    def __len__(self):
+        return len(self.history)
+
+    @classmethod
+    def mechanism(cls):
+        return "counting"
+
+
 def weights(parts):
     return flat(dict(parts.model.named_parameters())).detach()
 
@@ -121,6 +142,52 @@ def test_an_account_of_other_steps_is_noticed_and_one_that_goes_on_is_not():
         other.engine.load_checkpoint(path=saved(other), module=other.model)
 
 
+def test_steps_that_were_saved_and_are_not_in_another_checkpoint_are_noticed():
+    other, first = private(noise_multiplier=2.0), private(noise_multiplier=1.0)
+    train(other, steps=2)
+    train(first, steps=2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", PrivacyWarning)
+        first.engine.load_checkpoint(path=saved(first), module=first.model)
+    with pytest.warns(PrivacyWarning, match=r"DPE021.*steps made here count no more: 2\."):
+        first.engine.load_checkpoint(path=saved(other), module=first.model)
+
+
+@pytest.mark.parametrize("entry", [([1.0], 0.5, 2), (), ("a note",), (torch.tensor(1.0), torch.tensor(0.5), 2), 7])
+def test_what_an_accountant_of_a_users_own_keeps_does_not_stop_a_checkpoint(entry):
+    parts = private(noise_multiplier=1.0)
+    parts.engine.accountant = Counting()
+    parts.engine.accountant.history.append(entry)
+    train(parts, steps=2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", PrivacyWarning)
+        parts.engine.load_checkpoint(path=saved(parts), module=parts.model)
+
+
+class Secretive(Counting):
+    """Shows its history to nobody."""
+
+    @property
+    def history(self):
+        raise RuntimeError("not yours")
+
+    @history.setter
+    def history(self, value):
+        self._history = value
+
+    def step(self, *, noise_multiplier, sample_rate):
+        self._history.append((noise_multiplier, sample_rate, 1))
+
+
+def test_an_account_that_cannot_be_read_is_taken_to_know_nothing():
+    dataset = rows()
+    train(private(noise_multiplier=1.0, dataset=dataset))
+    second = private(noise_multiplier=1.0, dataset=dataset)
+    second.engine.accountant = Secretive()
+    with pytest.warns(PrivacyWarning, match=r"DPE012.*Another engine"):
+        train(second)
+
+
 @pytest.mark.parametrize(("noise", "steps"), [(1.0, 3), (2.0, 1)])
 def test_an_account_that_has_other_steps_than_those_made_here_is_noticed(noise, steps):
     first = private(noise_multiplier=noise)
@@ -130,27 +197,6 @@ def test_an_account_that_has_other_steps_than_those_made_here_is_noticed(noise, 
     train(other, steps=1)
     with pytest.warns(PrivacyWarning, match=r"DPE021.*steps made here count no more: 1\."):
         other.engine.load_checkpoint(path=file, module=other.model)
-
-
-class Counting(IAccountant):
-    """An accountant that a user wrote, and passes on by hand."""
-
-    def __init__(self):
-        super().__init__()
-        self.history = []
-
-    def step(self, *, noise_multiplier, sample_rate):
-        self.history.append((noise_multiplier, sample_rate, 1))
-
-    def get_epsilon(self, delta, **kwargs):
-        return float(len(self.history))
-
-    def __len__(self):
-        return len(self.history)
-
-    @classmethod
-    def mechanism(cls):
-        return "counting"
 
 
 @pytest.mark.parametrize("poisson", [True, False])

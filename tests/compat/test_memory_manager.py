@@ -1,9 +1,12 @@
 """``BatchMemoryManager``: chunks of a logical batch are one release, whatever happens in between."""
 
+import gc
+import itertools
+
 import pytest
 import torch
-from opacus_runs import assert_same, by_hand, gradients, loss, private, rows, train, truth
-from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
+from opacus_runs import assert_same, batch, by_hand, gradients, loss, private, rows, train, truth
+from torch.utils.data import BatchSampler, DataLoader, Dataset, SequentialSampler
 
 from dpengine.compat.opacus.data_loader import DPDataLoader
 from dpengine.compat.opacus.grad_sample import get_gsm_class
@@ -12,6 +15,7 @@ from dpengine.compat.opacus.utils.batch_memory_manager import (
     BatchSplittingSampler,
     wrap_data_loader,
 )
+from dpengine.errors import TicketError
 
 
 @pytest.mark.parametrize("mode", ["hooks", "functorch", "ghost"])
@@ -100,7 +104,7 @@ def test_a_pass_that_is_left_without_the_context_leaves_nothing_for_the_next_bat
         if len(skipped) == left_at:
             break
     assert skipped == [number % 5 != 0 for number in range(1, left_at + 1)]
-    for inputs, targets in [batch for _, batch in zip(range(2), loader, strict=False)]:
+    for inputs, targets in itertools.islice(loader, 2):
         optimizer.zero_grad()
         expected = truth(wrapped._module, inputs, targets)
         loss(wrapped, inputs, targets).backward()
@@ -140,6 +144,118 @@ def test_a_pass_of_another_loader_keeps_its_signals_when_an_earlier_one_goes(in_
             skipped.append(optimizer.step_was_skipped)
             optimizer.zero_grad()
     assert skipped == [True, True, False, True, True, False, True, True] * 2
+
+
+class Torn(Dataset):
+    """Rows of which one cannot be read."""
+
+    def __len__(self):
+        return 12
+
+    def __getitem__(self, index):
+        if index == 3:
+            raise OSError("row 3")
+        return rows(12)[index]
+
+
+def assert_a_plain_batch_is_alone(wrapped, optimizer):
+    inputs, targets = batch(6)
+    optimizer.zero_grad()
+    expected = truth(wrapped._module, inputs, targets)
+    backward_and_step(wrapped, optimizer, inputs, targets)
+    assert_same(gradients(wrapped._module, 6), expected)
+    assert not optimizer.step_was_skipped
+
+
+def backward_and_step(wrapped, optimizer, inputs, targets):
+    optimizer.zero_grad()
+    loss(wrapped, inputs, targets).backward()
+    optimizer.step()
+    return optimizer.step_was_skipped
+
+
+@pytest.mark.parametrize("in_parts", [wrap_data_loader, by_sampler])
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_row_that_cannot_be_read_leaves_nothing_of_its_batch(in_parts, workers):
+    wrapped, optimizer = by_hand(expected_batch_size=6)
+    chunks = in_parts(data_loader=DataLoader(Torn(), 6, num_workers=workers), max_batch_size=2, optimizer=optimizer)
+    with pytest.raises(OSError, match="row 3"):
+        for inputs, targets in chunks:
+            backward_and_step(wrapped, optimizer, inputs, targets)
+    gc.collect()  # the error holds the iterator for a while, and so the sampler of one's own
+    assert_a_plain_batch_is_alone(wrapped, optimizer)
+
+
+@pytest.mark.parametrize("in_parts", [wrap_data_loader, by_sampler])
+def test_a_pass_that_goes_on_after_another_one_leaves_nothing_when_it_is_left(in_parts):
+    wrapped, optimizer = by_hand(expected_batch_size=6)
+    older, other = (
+        in_parts(data_loader=DataLoader(rows(), 6), max_batch_size=2, optimizer=optimizer) for _ in range(2)
+    )
+    batches = iter(older)
+    skipped = [backward_and_step(wrapped, optimizer, *next(batches)) for _ in range(3)]
+    skipped += [backward_and_step(wrapped, optimizer, *one) for one in other]
+    skipped.append(backward_and_step(wrapped, optimizer, *next(batches)))
+    del batches
+    assert skipped == [True, True, False] * 3 + [True]
+    assert_a_plain_batch_is_alone(wrapped, optimizer)
+
+
+def test_a_batch_that_another_pass_cuts_off_does_not_join_it():
+    wrapped, optimizer = by_hand(expected_batch_size=6)
+    chunks = wrap_data_loader(data_loader=DataLoader(rows(6), 6), max_batch_size=3, optimizer=optimizer)
+    expected = truth(wrapped._module, *rows(6).tensors)
+    batches = iter(chunks)
+    backward_and_step(wrapped, optimizer, *next(batches))
+    skipped = [backward_and_step(wrapped, optimizer, *one) for one in chunks]
+    assert skipped == [True, False]
+    assert_same(gradients(wrapped._module, 6), expected)
+
+
+def test_a_loader_that_was_wrapped_is_wrapped_anew():
+    wrapped, optimizer = by_hand(expected_batch_size=6)
+    once = wrap_data_loader(data_loader=DataLoader(rows(), 6), max_batch_size=3, optimizer=optimizer)
+    twice = wrap_data_loader(data_loader=once, max_batch_size=2, optimizer=optimizer)
+    skipped = [backward_and_step(wrapped, optimizer, *one) for one in twice]
+    assert skipped == [True, True, False] * 2
+    for inputs, targets in wrap_data_loader(data_loader=twice, max_batch_size=6, optimizer=optimizer):
+        assert len(inputs) == len(targets) == 2
+        backward_and_step(wrapped, optimizer, inputs, targets)
+        break
+    assert_a_plain_batch_is_alone(wrapped, optimizer)
+
+
+@pytest.mark.parametrize("left_out", [0, 2])
+def test_a_part_without_a_step_is_not_taken_for_another_one(left_out):
+    wrapped, optimizer = by_hand(expected_batch_size=6)
+    chunks = wrap_data_loader(data_loader=DataLoader(rows(), 6), max_batch_size=2, optimizer=optimizer)
+    with pytest.raises(TicketError, match=r"Parts of several batches.*multiply its loss by 0"):
+        for number, one in enumerate(chunks):
+            if number != left_out:
+                backward_and_step(wrapped, optimizer, *one)
+    assert number == 3  # the first part of the next batch
+    assert_a_plain_batch_is_alone(wrapped, optimizer)
+
+
+def test_parts_of_two_passes_in_turn_are_refused():
+    wrapped, optimizer = by_hand(expected_batch_size=6)
+    pair = [wrap_data_loader(data_loader=DataLoader(rows(), 6), max_batch_size=2, optimizer=optimizer) for _ in "ab"]
+    with pytest.raises(TicketError, match="Parts of several batches"):
+        for first, _ in zip(*pair, strict=True):
+            backward_and_step(wrapped, optimizer, *first)
+
+
+@pytest.mark.parametrize("left_out", [None, 5])
+def test_parts_that_are_fetched_at_once_are_a_step_each_and_so_is_what_follows_a_pass(left_out):
+    wrapped, optimizer = by_hand(expected_batch_size=6)
+    chunks = wrap_data_loader(data_loader=DataLoader(rows(), 6), max_batch_size=2, optimizer=optimizer)
+    if left_out is None:
+        assert not any(backward_and_step(wrapped, optimizer, *one) for one in list(chunks))
+    else:
+        for number, one in enumerate(chunks):
+            if number != left_out:
+                backward_and_step(wrapped, optimizer, *one)
+    assert_a_plain_batch_is_alone(wrapped, optimizer)
 
 
 def test_a_poisson_loader_of_ones_own_is_cut_for_an_optimizer_of_ones_own():

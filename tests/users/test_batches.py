@@ -281,6 +281,27 @@ def test_s10_the_first_engine_that_goes_on_beside_one_with_its_state_is_noticed(
         one_step(first)
 
 
+def test_s10_steps_over_other_data_do_not_count_as_known():
+    one, other = examples(), examples()
+    spent = one_epoch(one)
+    second = make_loop(dataset=other, noise_multiplier=1.0)
+    train(second)  # as many steps of the same kind
+    with pytest.warns(PrivacyWarning, match=OTHER_ENGINE):
+        train(make_loop(mlp(), engine=second.engine, dataset=one, noise_multiplier=1.0))
+    assert len(spent["ledger"]["charges"]) == 1
+
+
+def test_s10_steps_over_other_data_need_not_be_known():
+    one, other = examples(), examples()
+    first = make_loop(dataset=one, noise_multiplier=1.0)
+    train(first)
+    state = first.engine.state_dict()
+    train(make_loop(mlp(), engine=first.engine, dataset=other, noise_multiplier=1.0))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", PrivacyWarning)
+        one_epoch(one, engine=engine_with(state))
+
+
 @pytest.mark.parametrize("as_list", [True, False])
 def test_s10_other_data_or_an_engine_that_made_no_step_do_not_warn(as_list):
     def data():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 from collections import Counter
 from typing import Any
@@ -34,7 +35,13 @@ def _save(
 
 
 def _load(
-    path: Any, module: Any, accountant: Any, parts: dict[str, Any], module_kwargs: Any, load_kwargs: Any, made_here: int
+    path: Any,
+    module: Any,
+    accountant: Any,
+    parts: dict[str, Any],
+    module_kwargs: Any,
+    load_kwargs: Any,
+    made: tuple[int, int],
 ) -> dict[str, Any]:
     """Reads what ``save`` wrote, or Opacus did.
 
@@ -45,7 +52,7 @@ def _load(
         parts: What belongs to ``OPTIONAL``.
         module_kwargs: Of ``module.load_state_dict``.
         load_kwargs: Of ``torch.load``.
-        made_here: Steps of this process since the last checkpoint that was loaded.
+        made: Steps of this engine: since the last checkpoint that was loaded, and ever.
 
     Returns:
         The content less what belongs to ``OPTIONAL``.
@@ -65,8 +72,9 @@ def _load(
     if more < 0:
         what = f"The account goes back from {before.total()} steps to the {after.total()} of the checkpoint."
         _notice_lost("back", what)
-    elif made_here and (more or before - after):
-        _notice_lost("other", f"Unless the checkpoint has them too, steps made here count no more: {made_here}.")
+    elif (made[0] and more) or (made[1] and before - after):
+        what = f"Unless the checkpoint has them too, steps made here count no more: {made[0] or made[1]}."
+        _notice_lost("other", what)
     module.load_state_dict(content[MODULE], **(module_kwargs or {}))
     for name, part in parts.items():
         state = states[name]
@@ -87,11 +95,13 @@ def _notice_lost(key: str, what: str) -> None:
     )
 
 
-def _steps(accountant: Any) -> Counter[tuple[Any, ...]]:
-    steps = Counter[tuple[Any, ...]]()
+def _steps(accountant: Any) -> Counter[str]:
+    """How many steps of each kind a history holds, as far as it holds triples."""
+    steps = Counter[str]()
     for entry in accountant.history:
-        if isinstance(entry, (tuple, list)):
-            steps[tuple(entry[:-1])] += entry[-1]
+        with contextlib.suppress(TypeError, ValueError):  # an accountant of the user's own may keep what it likes
+            *kind, count = (getattr(value, "item", lambda value=value: value)() for value in entry)
+            steps[repr(kind)] += count
     return steps
 
 
@@ -168,8 +178,8 @@ class Checkpoints:
             "noise_scheduler": noise_scheduler,
             "grad_clip_scheduler": grad_clip_scheduler,
         }
-        made_here = self.engine.ledger.steps - self._made_before
+        made = self.engine.ledger.steps
         kwargs = module_load_dict_kwargs, torch_load_kwargs
-        content = _load(path, module, self.accountant, parts, *kwargs, made_here)
-        self._made_before = self.engine.ledger.steps
+        content = _load(path, module, self.accountant, parts, *kwargs, (made - self._made_before, made))
+        self._made_before = made
         return content

@@ -280,7 +280,7 @@ class _Teller:
             return accountant.ledger.totals
         try:
             return charges_of(accountant.history)
-        except (AttributeError, TypeError, ValueError):
+        except Exception:
             return ()
 
     def released(self) -> None:

@@ -69,7 +69,9 @@ class DPOptimizer(Optimizer):
         self._hooks: list[StepHook] = []
         self.tell: Any = None  # of the engine: what counts steps where its ledger does not
         self._skips: list[bool] = []
-        self.passes_of_parts = 0  # begun so far, by whichever sampler
+        self.pass_at_hand: object = None  # over the parts of batches, that signalled last
+        self._part_at_hand: tuple[object, int] | None = None  # its pass and its batch, where a loader tells of them
+        self._fetched_ahead = False  # whether parts of several batches were handed out, and not stepped
         self._skipped_batches: frozenset[int] = frozenset()  # steps of the sampler that skipped steps brought in
         self._is_last_step_skipped = False
         self._asked = (float(noise_multiplier), self._policy(max_grad_norm))
@@ -274,15 +276,26 @@ class DPOptimizer(Optimizer):
         """Has the next step that nothing was said of only clip and add up, or not."""
         self._skips.append(do_skip)
 
-    def begin_pass_of_parts(self) -> int:
-        """Forgets what an earlier pass left, and returns the number of the one that begins."""
-        self.forget_skips()
-        self.passes_of_parts += 1
-        return self.passes_of_parts
+    def hand_out_part(self, of_pass: object, batch: int, *, do_skip: bool) -> None:
+        """Signals for a part that the loop is given now. One of another batch destroys what was cut off before it.
+
+        Args:
+            of_pass: Any object that stands for the pass.
+            batch: Its number in the pass.
+            do_skip: Whether more parts of it are to come.
+        """
+        if self._part_at_hand is None or self._part_at_hand[0] is not of_pass or self._part_at_hand[1] != batch:
+            if self._skips:  # of parts that were not stepped: left out, or still to come? Nobody knows.
+                self._fetched_ahead = True
+            else:
+                self.forget_skips()
+        self.pass_at_hand, self._part_at_hand = of_pass, (of_pass, batch)
+        self.signal_skip_step(do_skip=do_skip)
 
     def forget_skips(self) -> None:
         """Forgets what was signalled and not asked for, and destroys the sums of a batch that was cut off."""
         self._skips.clear()
+        self._fetched_ahead, self._part_at_hand = False, None
         if self._made is not None and self._made.hand_fed and self._made.goes_on:
             self._made.void()
             self._made.goes_on = self._is_last_step_skipped = False
@@ -329,6 +342,7 @@ class DPOptimizer(Optimizer):
             Whether ``p.grad`` is there to be applied: False for all but the last chunk of a logical batch.
         """
         release = self._release
+        release_of.refuse_fetched_ahead(self, release)
         self.clip_and_accumulate()
         if self._clips_by_itself:
             release_of.adopt(self, release)

@@ -206,6 +206,20 @@ def refuse_scaled(optimizer: DPOptimizer) -> None:
         )
 
 
+def refuse_fetched_ahead(optimizer: DPOptimizer, release: Release) -> None:
+    """Refuses a step where parts of several batches wait for one: nobody knows of which they are."""
+    if not optimizer._fetched_ahead:
+        return
+    optimizer.forget_skips()
+    release.void()
+    raise TicketError(
+        "Parts of several batches were handed out since the last step, so that it is not known which of them this step "
+        "is for. What was at hand is given up.",
+        fix="Call optimizer.step() for each part before the next one is fetched; the loader has num_workers. To leave "
+        "one out, multiply its loss by 0.",
+    )
+
+
 def gather(optimizer: DPOptimizer, release: Release) -> None:
     """Brings what waits into the sums, and shows them."""
     assert isinstance(release.sums, ShownSums)

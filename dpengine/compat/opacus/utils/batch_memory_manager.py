@@ -21,9 +21,11 @@ class BatchSplittingSampler(Sampler[list[int]]):
 
     Loaders that ``make_private`` returned need none: see ``BatchMemoryManager``. When a pass is left early, what was
     clipped of its last batch is destroyed as the iterator goes, and at the latest when the next pass starts. Parts that
-    were fetched ahead of an iterator that goes, as by ``list(islice(loader, 6))``, are then a step each. In a loader
-    with workers, the sampler is some parts ahead of the loop: ``wrap_data_loader`` and ``BatchMemoryManager`` keep what
-    it says until then.
+    were fetched ahead of an iterator that goes, as by ``list(islice(loader, 6))``, are then a step each.
+
+    It speaks when a part is fetched, so every part that is fetched must be stepped, in order. ``wrap_data_loader`` and
+    ``BatchMemoryManager`` speak when a part is handed out, and the optimizer refuses a step that may be for parts of
+    several batches: one was left out, or all were fetched ahead.
 
     Args:
         sampler: Of batches.
@@ -42,23 +44,28 @@ class BatchSplittingSampler(Sampler[list[int]]):
         self.optimizer = optimizer
 
     def __iter__(self) -> Iterator[list[int]]:
-        return self._parts(self.optimizer.begin_pass_of_parts())
+        self.optimizer.forget_skips()
+        return self._signalled_parts()
 
-    def _parts(self, this_pass: int) -> Iterator[list[int]]:
+    def _signalled_parts(self) -> Iterator[list[int]]:
+        this_pass = object()
         try:
-            yield from self._signalled_parts()
-        except GeneratorExit:
-            # Another sampler over the optimizer may have begun by now, and its loader have fetched ahead.
-            if this_pass == self.optimizer.passes_of_parts:
+            for _, is_last, part in self._parts():
+                self.optimizer.pass_at_hand = this_pass
+                self.optimizer.signal_skip_step(do_skip=not is_last)
+                yield part
+        except BaseException:  # left early, or the sampler failed
+            # Another sampler over the optimizer may have signalled since, for a loader that fetches ahead.
+            if self.optimizer.pass_at_hand is this_pass:
                 self.optimizer.forget_skips()
             raise
 
-    def _signalled_parts(self) -> Iterator[list[int]]:
-        for batch in self.sampler:
+    def _parts(self) -> Iterator[tuple[int, bool, list[int]]]:
+        """The number of a batch, whether this is its last part, and the part."""
+        for number, batch in enumerate(self.sampler):
             parts = np.array_split(list(batch), max(1, math.ceil(len(batch) / self.max_batch_size)))
-            for number, part in enumerate(parts):
-                self.optimizer.signal_skip_step(do_skip=number < len(parts) - 1)
-                yield [int(index) for index in part]
+            for place, part in enumerate(parts, 1):
+                yield number, place == len(parts), [int(index) for index in part]
 
     def __len__(self) -> int:
         """About how many parts there are in a pass."""
@@ -70,45 +77,39 @@ class BatchSplittingSampler(Sampler[list[int]]):
         return batches if expected is None else math.ceil(batches * max(1.0, expected / self.max_batch_size))
 
 
-class _Signals:
-    """In the optimizer's place where parts are fetched, keeps what is said of them until they are handed out."""
+class _PartsToHandOut(BatchSplittingSampler):
+    """The same for a loader that says itself which part is handed out."""
 
-    def __init__(self, optimizer: DPOptimizer):
-        self.optimizer = optimizer
-        self.passes_of_parts = 0
-        self.waiting = deque[bool]()
+    def __iter__(self) -> Iterator[list[int]]:
+        self.optimizer.forget_skips()
+        self.told = deque[tuple[int, bool]]()  # of parts of the last pass that were fetched: the batch, and if it ends
+        return self._telling(self.told)
 
-    def begin_pass_of_parts(self) -> int:
-        self.waiting = deque()
-        self.passes_of_parts = self.optimizer.begin_pass_of_parts()
-        return self.passes_of_parts
-
-    def signal_skip_step(self, *, do_skip: bool) -> None:
-        self.waiting.append(do_skip)
-
-    def forget_skips(self) -> None:
-        """Nothing: what was fetched ahead and is not handed out was said to nobody."""
+    def _telling(self, told: deque[tuple[int, bool]]) -> Iterator[list[int]]:
+        for number, is_last, part in self._parts():
+            told.append((number, is_last))
+            yield part
 
 
 class _PartsLoader(DataLoader[Any]):
     """A loader of parts that tells the optimizer of each as it is handed out, also where workers fetch ahead."""
 
     def __iter__(self) -> Any:
-        parts = super().__iter__()
-        sampler: Any = self.batch_sampler
-        return self._handed_out(parts, sampler.optimizer)
+        parts, sampler = super().__iter__(), self.batch_sampler
+        assert isinstance(sampler, _PartsToHandOut)
+        return _handed_out(parts, sampler.told, sampler.optimizer)
 
-    @staticmethod
-    def _handed_out(parts: Iterator[Any], signals: _Signals) -> Iterator[Any]:
-        this_pass, waiting = signals.passes_of_parts, signals.waiting
-        try:
-            for part in parts:
-                signals.optimizer.signal_skip_step(do_skip=waiting.popleft())
-                yield part
-        except GeneratorExit:  # left early
-            if this_pass == signals.optimizer.passes_of_parts:
-                signals.optimizer.forget_skips()
-            raise
+
+def _handed_out(parts: Iterator[Any], told: deque[tuple[int, bool]], optimizer: DPOptimizer) -> Iterator[Any]:
+    this_pass = object()
+    try:
+        for part in parts:
+            number, is_last = told.popleft()
+            optimizer.hand_out_part(this_pass, number, do_skip=not is_last)
+            yield part
+    finally:  # at its end, left early, or a row could not be read
+        if optimizer.pass_at_hand is this_pass:
+            optimizer.forget_skips()
 
 
 @suggests_names
@@ -130,10 +131,11 @@ def wrap_data_loader(*, data_loader: DataLoader[Any], max_batch_size: int, optim
     batches: Any = data_loader.batch_sampler
     if batches is None:
         batches = BatchSampler(data_loader.sampler, 1, drop_last=False)
-    signals: Any = _Signals(optimizer)
+    if isinstance(batches, BatchSplittingSampler):  # wrapped before
+        max_batch_size, batches = min(max_batch_size, batches.max_batch_size), batches.sampler
     return _PartsLoader(
         data_loader.dataset,
-        batch_sampler=BatchSplittingSampler(sampler=batches, max_batch_size=max_batch_size, optimizer=signals),
+        batch_sampler=_PartsToHandOut(sampler=batches, max_batch_size=max_batch_size, optimizer=optimizer),
         num_workers=data_loader.num_workers,
         collate_fn=data_loader.collate_fn,
         pin_memory=data_loader.pin_memory,
