@@ -301,6 +301,8 @@ class DPOptimizer(Optimizer):
             self._made.goes_on = self._is_last_step_skipped = False
 
     def _check_skip_next_step(self, pop_next: bool = True) -> bool:
+        if pop_next:
+            release_of.refuse_fetched_ahead(self, self._made)
         skips = bool(self._skips) and (self._skips.pop(0) if pop_next else self._skips[0])
         if self._made is None or not pop_next:
             return skips
@@ -342,7 +344,6 @@ class DPOptimizer(Optimizer):
             Whether ``p.grad`` is there to be applied: False for all but the last chunk of a logical batch.
         """
         release = self._release
-        release_of.refuse_fetched_ahead(self, release)
         self.clip_and_accumulate()
         if self._clips_by_itself:
             release_of.adopt(self, release)

@@ -206,12 +206,13 @@ def refuse_scaled(optimizer: DPOptimizer) -> None:
         )
 
 
-def refuse_fetched_ahead(optimizer: DPOptimizer, release: Release) -> None:
+def refuse_fetched_ahead(optimizer: DPOptimizer, release: Release | None) -> None:
     """Refuses a step where parts of several batches wait for one: nobody knows of which they are."""
     if not optimizer._fetched_ahead:
         return
     optimizer.forget_skips()
-    release.void()
+    if release is not None:
+        release.void()
     raise TicketError(
         "Parts of several batches were handed out since the last step, so that it is not known which of them this step "
         "is for. What was at hand is given up.",
