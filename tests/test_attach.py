@@ -1,11 +1,13 @@
 """What make_private puts on is put on as a whole, or not at all."""
 
+import gc
 import sys
 import threading
+import weakref
 
 import pytest
 import torch
-from loops import examples, mlp
+from loops import every_mode, examples, make_loop, mlp, train
 from torch.optim import lr_scheduler
 from torch.utils.data import DataLoader
 
@@ -86,3 +88,14 @@ def test_several_threads_may_make_models_private_at_once():
         thread.join()
     sys.setswitchinterval(interval)
     assert not failed
+
+
+@every_mode
+def test_all_of_a_run_goes_when_nobody_holds_it(mode):
+    loop = make_loop(noise_multiplier=1.0, grad_sample_mode=mode)
+    train(loop)
+    parts = (loop.engine, loop.engine.runs[-1], loop.model, loop.optimizer, loop.loader, loop.loader.dataset)
+    left = [weakref.ref(part) for part in parts]
+    del loop, parts
+    gc.collect()
+    assert [reference() for reference in left] == [None] * len(left)

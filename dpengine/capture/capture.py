@@ -9,7 +9,6 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -137,15 +136,14 @@ class Capture:
             self._shown[present] = known
             if known is not present and present.requires_grad:
                 dotted = next(n for n, p in self.topology.parameters(self.model).items() if p is known)
-                hook = Hook(partial(self._leaked, dotted))
-                self._handles.append(present.register_post_accumulate_grad_hook(hook))
+                self._handles.append(present.register_post_accumulate_grad_hook(self._leak_hook(dotted)))
         return self._shown.get(present, present)
 
     def watch_leaks(self) -> None:
         """Watches what autograd does to parameters that train; those thawed since the last call are new among them."""
         for name in [name for name, p in self._unwatched.items() if p.requires_grad]:
-            hook = Hook(partial(self._leaked, name))
-            self._handles.append(self._unwatched.pop(name).register_post_accumulate_grad_hook(hook))
+            parameter = self._unwatched.pop(name)
+            self._handles.append(parameter.register_post_accumulate_grad_hook(self._leak_hook(name)))
 
     def detach(self) -> None:
         """Takes every hook off again. Safe to call twice."""
@@ -216,8 +214,16 @@ class Capture:
             owner, name, parameter = self.swapped.pop()
             owner._parameters[name] = parameter
 
-    def _leaked(self, name: str, parameter: nn.Parameter) -> None:
-        self.leaks[parameter] = name
+    def _leak_hook(self, name: str) -> Hook:
+        """Notes a parameter that autograd wrote to. Held by the parameter, whose hooks Python cannot collect."""
+        capture = weakref.ref(self)  # the hooks of the model's modules hold it
+
+        def leaked(parameter: nn.Parameter) -> None:
+            this = capture()
+            if this is not None:
+                this.leaks[parameter] = name
+
+        return Hook(leaked)
 
     @property
     def recording(self) -> bool:

@@ -1,5 +1,8 @@
 """``PrivacyEngine`` of Opacus's names: what it returns, what it charges, and what subclasses may change."""
 
+import gc
+import weakref
+
 import pytest
 import torch
 from opacus_runs import MODES, assert_same, flat, gradients, loss, model, private, rows, train, truth
@@ -327,3 +330,14 @@ def test_wrappers_of_other_settings_are_refused():
     plain = model()
     with pytest.raises(ValueError, match="to_standard_module"):
         private(module=GradSampleModule(plain, loss_reduction="sum"))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_all_of_a_run_goes_when_nobody_holds_it(mode):
+    parts = private(noise_multiplier=1.0, grad_sample_mode=mode)
+    train(parts)
+    left = [weakref.ref(part) for part in (parts.engine, parts.model, parts.optimizer, parts.loader)]
+    left.append(weakref.ref(parts.loader.dataset))
+    del parts
+    gc.collect()
+    assert [reference() for reference in left] == [None] * len(left)
