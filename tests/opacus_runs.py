@@ -8,6 +8,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from dpengine.compat.opacus import GradSampleModule, PrivacyEngine
+from dpengine.compat.opacus.accountants import IAccountant
 from dpengine.compat.opacus.optimizers import DPOptimizer
 
 MODES = ["hooks", "functorch", "ew", "ghost"]
@@ -21,6 +22,27 @@ class Parts(NamedTuple):
     optimizer: Any
     criterion: Any
     loader: Any
+
+
+class Counting(IAccountant):
+    """An accountant that a user wrote."""
+
+    def __init__(self):
+        super().__init__()
+        self.history = []
+
+    def step(self, *, noise_multiplier, sample_rate):
+        self.history.append((noise_multiplier, sample_rate, 1))
+
+    def get_epsilon(self, delta, **kwargs):
+        return float(len(self.history))
+
+    def __len__(self):
+        return len(self.history)
+
+    @classmethod
+    def mechanism(cls):
+        return "counting"
 
 
 def model(seed=0):

@@ -6,11 +6,11 @@ from collections import OrderedDict
 
 import pytest
 import torch
-from opacus_runs import flat, model, private, rows, train
+from opacus_runs import Counting, flat, model, private, rows, train
 
 from dpengine import PrivacyWarning
 from dpengine.compat.opacus import PrivacyEngine
-from dpengine.compat.opacus.accountants import IAccountant, PRVAccountant
+from dpengine.compat.opacus.accountants import PRVAccountant
 from dpengine.compat.opacus.schedulers import ExponentialGradClip, ExponentialNoise
 
 
@@ -19,27 +19,6 @@ def saved(parts, **more):
     parts.engine.save_checkpoint(path=file, module=parts.model, **more)
     file.seek(0)
     return file
-
-
-class Counting(IAccountant):
-    """An accountant that a user wrote, and passes on by hand."""
-
-    def __init__(self):
-        super().__init__()
-        self.history = []
-
-    def step(self, *, noise_multiplier, sample_rate):
-        self.history.append((noise_multiplier, sample_rate, 1))
-
-    def get_epsilon(self, delta, **kwargs):
-        return float(len(self.history))
-
-    def __len__(self):
-        return len(self.history)
-
-    @classmethod
-    def mechanism(cls):
-        return "counting"
 
 
 def weights(parts):

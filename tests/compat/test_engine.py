@@ -5,12 +5,12 @@ import weakref
 
 import pytest
 import torch
-from opacus_runs import MODES, assert_same, flat, gradients, loss, model, private, rows, train, truth
+from opacus_runs import MODES, Counting, assert_same, flat, gradients, loss, model, private, rows, train, truth
 from torch import nn
 from torch.utils.data import DataLoader
 
 from dpengine.compat.opacus import GradSampleModule, PrivacyEngine
-from dpengine.compat.opacus.accountants import IAccountant, register_accountant, registry
+from dpengine.compat.opacus.accountants import register_accountant, registry
 from dpengine.compat.opacus.optimizers import DPOptimizer
 from dpengine.compat.opacus.utils.adaptive_clipping import PrivacyEngineAdaptiveClipping
 from dpengine.compat.opacus.utils.batch_memory_manager import BatchMemoryManager
@@ -20,26 +20,6 @@ from dpengine.errors import ParameterMismatchError, TicketError
 def passes_booked(engine):
     """How often all of the data was released, as the ledger has it."""
     return sum(charge.event.cycles(charge.count) for charge in engine.engine.ledger.totals)
-
-
-class Counting(IAccountant):
-    """An accountant that a user wrote."""
-
-    def __init__(self):
-        super().__init__()
-
-    def step(self, *, noise_multiplier, sample_rate):
-        self.history.append((noise_multiplier, sample_rate, 1))
-
-    def get_epsilon(self, delta, *args, **kwargs):
-        return float(len(self.history))
-
-    def __len__(self):
-        return len(self.history)
-
-    @classmethod
-    def mechanism(cls):
-        return "counting"
 
 
 @pytest.mark.parametrize("mode", [*MODES, "no_op"])
