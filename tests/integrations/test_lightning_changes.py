@@ -5,6 +5,7 @@ import warnings
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import DataLoader, IterableDataset
 
 lightning = pytest.importorskip("lightning.pytorch")
 
@@ -142,6 +143,20 @@ def test_callbacks_that_change_the_unit_or_train_unseen_are_refused():
     assert torch.equal(weights(module), before)
     with pytest.raises(UnsupportedLayerError, match=r"ModelPruning.*after trainer\.fit"):
         trainer(ModelPruning("l1_unstructured", amount=0.5), DPCallback(**WANTED)).fit(module, loader())
+
+
+class Stream(IterableDataset):
+    """The rows, without a length."""
+
+    def __iter__(self):
+        return iter(loader().dataset)
+
+
+@pytest.mark.parametrize("limits", [{"limit_train_batches": 2}, {"max_steps": 3}])
+def test_a_stream_is_refused_by_make_private_where_the_trainer_ends_sooner(limits):
+    made = trainer(DPCallback(target_epsilon=3.0, target_delta=1e-3), **limits)
+    with pytest.raises(SamplingError, match="Stream"):
+        made.fit(Plain(), DataLoader(Stream(), 4))
 
 
 @pytest.mark.parametrize(("monitor", "count"), [("train_loss", 1), ("validated", 0), ("val_constraint", 0)])

@@ -284,12 +284,13 @@ class DPOptimizer(Optimizer):
             batch: Its number in the pass.
             do_skip: Whether more parts of it are to come.
         """
-        if self._part_at_hand is None or self._part_at_hand[0] is not of_pass or self._part_at_hand[1] != batch:
+        part = (of_pass, batch)
+        if self._part_at_hand != part:
             if self._skips:  # of parts that were not stepped: left out, or still to come? Nobody knows.
                 self._fetched_ahead = True
             else:
                 self.forget_skips()
-        self.pass_at_hand, self._part_at_hand = of_pass, (of_pass, batch)
+        self.pass_at_hand, self._part_at_hand = of_pass, part
         self.signal_skip_step(do_skip=do_skip)
 
     def forget_skips(self) -> None:
