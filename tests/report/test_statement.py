@@ -6,7 +6,7 @@ import pytest
 from dpengine.accounting import Charge, GaussianEvent, NonPrivateEvent, PoissonGaussianEvent, Relation, UnclaimedEvent
 from dpengine.report import PrivacyReport, assumptions, statement
 
-README = Path(__file__).resolve().parents[2] / "README.md"
+GUARANTEES = Path(__file__).resolve().parents[2] / "docs" / "guarantees.md"
 BARE_EPSILON = re.compile(r"(ε|epsilon)\s*(=|≤|:|of)?\s*\d", re.IGNORECASE)
 
 
@@ -38,9 +38,9 @@ def test_a_statement_names_all_that_a_number_needs(make_facts):
         assert part in text, part
 
 
-def test_f_d4_statement_and_readme_say_that_preprocessing_fitted_to_rows_is_not_paid_for(make_facts):
+def test_f_d4_statement_and_guarantees_say_that_preprocessing_fitted_to_rows_is_not_paid_for(make_facts):
     assert "preprocessing that was fitted to rows" in flat(statement(make_facts()))
-    not_covered = README.read_text(encoding="utf-8").split("**Not covered.**")[1].split("##")[0]
+    not_covered = GUARANTEES.read_text(encoding="utf-8").split("**Not covered.**")[1].split("##")[0]
     assert "for preprocessing" in " ".join(not_covered.split())
 
 
