@@ -25,6 +25,9 @@ test: $(STAMP)
 slow: $(STAMP)
 	@$(PYTEST) -n $(JOBS) --dist loadgroup -m "slow and not gpu"
 
+planted: $(STAMP)
+	@$(PYTEST) -n $(JOBS) --dist loadgroup -m planted
+
 readme: $(STAMP)
 	@$(PYTEST) tests/test_readme.py
 
@@ -39,4 +42,4 @@ gpu:
 	@$(RUN) pip install -q --no-deps -e . dp-accounting opt-einsum
 	@touch $(STAMP)
 
-.PHONY: demo demo-quick test slow readme lint gpu
+.PHONY: demo demo-quick test slow planted readme lint gpu

@@ -253,13 +253,6 @@ def _audit_direct(actions: Any) -> None:
             option, size = sizes[name]
             parser.add_argument(option, type=_size, default=size, metavar="N", dest="size", help="default: %(default)s")
         _last_audit_options(parser)
-    trial = "Plants known bugs in the engine, one at a time, and sees that each is caught; then looks at it as it is."
-    texts = help_texts(
-        f"{trial}\nThe exit code is 1 if a bug is not caught, or the engine is accused.", "dpengine audit self-test"
-    )
-    parser = actions.add_parser("self-test", help="planted bugs, which must be caught", **texts)
-    parser.add_argument("--only", nargs="+", metavar="ID", help="some of the bugs, such as PB-7")
-    _last_audit_options(parser)
 
 
 def _last_audit_options(parser: argparse.ArgumentParser) -> None:
