@@ -14,10 +14,10 @@ $(STAMP): setup.py pyproject.toml constraints.txt
 	@touch $@
 
 demo: $(STAMP)
-	@$(VENV)/bin/dpengine demo --out $(OUT)
+	@$(RUN) tutorials.demo --out $(OUT)
 
 demo-quick: $(STAMP)
-	@$(VENV)/bin/dpengine demo --data adult --quick --out $(OUT)
+	@$(RUN) tutorials.demo --data adult --quick --out $(OUT)
 
 test: $(STAMP)
 	@$(PYTEST) -n $(JOBS) --dist loadgroup
