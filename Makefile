@@ -14,16 +14,19 @@ $(STAMP): setup.py pyproject.toml constraints.txt
 	@touch $@
 
 demo: $(STAMP)
-	@$(VENV)/bin/dpengine demo --out $(OUT)
+	@$(RUN) tutorials.demo --out $(OUT)
 
 demo-quick: $(STAMP)
-	@$(VENV)/bin/dpengine demo --data adult --quick --out $(OUT)
+	@$(RUN) tutorials.demo --data adult --quick --out $(OUT)
 
 test: $(STAMP)
 	@$(PYTEST) -n $(JOBS) --dist loadgroup
 
 slow: $(STAMP)
 	@$(PYTEST) -n $(JOBS) --dist loadgroup -m "slow and not gpu"
+
+planted: $(STAMP)
+	@$(PYTEST) -n $(JOBS) --dist loadgroup -m planted
 
 readme: $(STAMP)
 	@$(PYTEST) tests/test_readme.py
@@ -39,4 +42,4 @@ gpu:
 	@$(RUN) pip install -q --no-deps -e . dp-accounting opt-einsum
 	@touch $(STAMP)
 
-.PHONY: demo demo-quick test slow readme lint gpu
+.PHONY: demo demo-quick test slow planted readme lint gpu

@@ -30,7 +30,7 @@ setup(
     long_description_content_type="text/markdown",
     license_expression="Apache-2.0 AND CC-BY-4.0",  # the code, and the census data in dpengine/data/adult
     license_files=["LICENSE", "dpengine/data/adult/SOURCE.md"],
-    python_requires=">=3.10",
+    python_requires=">=3.11",
     packages=find_packages(include=["dpengine", "dpengine.*"]),
     ext_modules=[NATIVE],
     package_data={
@@ -47,8 +47,6 @@ setup(
         "dp-accounting>=0.6,<0.7",
         "safetensors>=0.4",
         "tqdm>=4.66",
-        "typer>=0.12",
-        "rich>=13",
         "jinja2",
     ],
     extras_require={

@@ -76,7 +76,7 @@ def _rows(x: Tensor, y: Tensor) -> Callable[[Any], Any]:
 
 def run_accuracy(args: argparse.Namespace) -> None:
     """Prints one line for each arm and epsilon."""
-    from dpengine.cli.tasks import FILTERS
+    from tutorials.demo.tasks import FILTERS
 
     labelled = FILTERS.load()
     inputs = (FILTERS.inputs(labelled.train_inputs), FILTERS.inputs(labelled.test_inputs))

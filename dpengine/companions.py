@@ -62,8 +62,7 @@ def _step_unless_skipped(self: Any, *args: Any, **kwargs: Any) -> None:
 
 def _reduce_to_base(self: Any, protocol: Any) -> tuple[Any, ...]:
     """Copies and pickles are of the user's own class."""
-    getstate = getattr(self, "__getstate__", None)  # every object has one from Python 3.11 on
-    return _blank, (self.dp_base,), dict(self.__dict__) if getstate is None else getstate()
+    return _blank, (self.dp_base,), self.__getstate__()
 
 
 def _blank(kind: type[Any]) -> Any:

@@ -1,6 +1,6 @@
 """What holds for every test: no network, one thread a worker, the same draws in any order, every notice afresh.
 
-``pytest --plant PB-7 TESTS`` runs tests in an engine in which that bug is planted; see `dpengine.auditing`.
+``pytest --plant PB-7 TESTS`` runs tests with that bug planted in the engine; see `mutations`.
 """
 
 import os
@@ -38,12 +38,13 @@ sys.addaudithook(_refuse_network)
 
 
 def pytest_addoption(parser):
-    parser.addoption("--plant", metavar="ID", help="plant a bug of dpengine.auditing.BUGS for the whole session")
+    parser.addoption("--plant", metavar="ID", help="plant a bug of mutations.bugs.BUGS for the whole session")
 
 
 def pytest_configure(config):
     if name := config.getoption("--plant"):
-        from dpengine.auditing import BUGS, planted
+        from mutations.bugs import BUGS
+        from mutations.planted import planted
 
         context = planted(BUGS[name])
         context.__enter__()

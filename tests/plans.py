@@ -4,7 +4,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from dpengine.noise.toeplitz import inverse, matrix
+from dpengine.noise.toeplitz import matrix, toeplitz_inverse
 from dpengine.plan import BandedInverseConfig, BandMFConfig, BLTConfig, DPSGDConfig
 
 ROWS = 120
@@ -35,7 +35,7 @@ def strategy_of(config):
         ]
         s = matrix(np.array(column), STEPS)
     else:
-        s = matrix(inverse(config.coefficients, STEPS), STEPS)
+        s = matrix(toeplitz_inverse(config.coefficients, STEPS), STEPS)
     return s / np.linalg.norm(s[:, 0])
 
 

@@ -15,7 +15,6 @@ ORDER = (
     "errors",
     "differentiated_once",
     "names",
-    "devices",
     "kernels",
     "data",
     "distributed",

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-TUTORIALS = sorted((ROOT / "tutorials").glob("*.py"))
+TUTORIALS = sorted((ROOT / "tutorials").glob("[0-9]*.py"))
 LONG = {"02_noise_that_hangs_together"}
 
 

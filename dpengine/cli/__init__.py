@@ -1,4 +1,4 @@
-"""The command line: ``dpengine demo | calibrate | epsilon | report | check | data | doctor``."""
+"""The command line: ``dpengine calibrate | epsilon | report | check | ledger | audit | doctor``."""
 
 from .main import main
 

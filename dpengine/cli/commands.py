@@ -91,19 +91,6 @@ _DELTA = _number("strictly between 0 and 1", lambda value: 0 < value < 1)
 _RATE = _number("above 0 and at most 1", lambda value: 0 < value <= 1)
 
 
-def _demo(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--data",
-        choices=("adult", "fashion-mnist"),
-        help="one data set; without it Adult, and FashionMNIST if it is on this machine",
-    )
-    parser.add_argument("--full", action="store_true", help="the long training of the image models")
-    parser.add_argument("--quick", action="store_true", help="a few steps only, to see that everything works")
-    parser.add_argument("--out", type=_folder, default=Path("runs/demo"), metavar="DIR", help="default: %(default)s")
-    parser.add_argument("--seed", type=int, metavar="N", help="repeatable noise, which is no secret: for tests only")
-    _json(parser)
-
-
 def _calibrate(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--epsilon", type=_POSITIVE, required=True, metavar="E", help="what the run may spend")
     _run_options(parser)
@@ -153,18 +140,6 @@ def _report(parser: argparse.ArgumentParser) -> None:
 def _check(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", metavar="MODULE:FACTORY", help="a function without arguments that returns the model")
     _json(parser)
-
-
-def _data(parser: argparse.ArgumentParser) -> None:
-    actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
-    list_parser = actions.add_parser(
-        "list", help="what is known, and what is on this machine", **help_texts("", "dpengine data list --json")
-    )
-    _json(list_parser)
-    get_parser = actions.add_parser(
-        "get", help="download one and check its SHA-256", **help_texts("", "dpengine data get fashion-mnist")
-    )
-    get_parser.add_argument("name", metavar="NAME", help="as `dpengine data list` shows it")
 
 
 def _ledger(parser: argparse.ArgumentParser) -> None:
@@ -253,13 +228,6 @@ def _audit_direct(actions: Any) -> None:
             option, size = sizes[name]
             parser.add_argument(option, type=_size, default=size, metavar="N", dest="size", help="default: %(default)s")
         _last_audit_options(parser)
-    trial = "Plants known bugs in the engine, one at a time, and sees that each is caught; then looks at it as it is."
-    texts = help_texts(
-        f"{trial}\nThe exit code is 1 if a bug is not caught, or the engine is accused.", "dpengine audit self-test"
-    )
-    parser = actions.add_parser("self-test", help="planted bugs, which must be caught", **texts)
-    parser.add_argument("--only", nargs="+", metavar="ID", help="some of the bugs, such as PB-7")
-    _last_audit_options(parser)
 
 
 def _last_audit_options(parser: argparse.ArgumentParser) -> None:
@@ -283,15 +251,6 @@ def _json(parser: argparse.ArgumentParser) -> None:
 
 
 COMMANDS = (
-    Command(
-        "demo",
-        "demo",
-        "train on real data with and without privacy, and write a report",
-        "Trains on real data at several budgets and without privacy, prints a table, and writes the privacy report,\n"
-        "the trade-off plot and the model to a folder. Needs no network.",
-        "dpengine demo --data adult --out runs/demo",
-        _demo,
-    ),
     Command(
         "calibrate",
         "budget",
@@ -345,18 +304,10 @@ COMMANDS = (
         _audit,
     ),
     Command(
-        "data",
-        "data_sets",
-        "data sets and models by name",
-        "Lists the data sets and models that are known by name, or downloads one.",
-        "dpengine data get fashion-mnist",
-        _data,
-    ),
-    Command(
         "doctor",
         "doctor",
         "versions and devices, for a bug report",
-        "Shows what matters in a bug report: versions, devices, accountants, generators of noise, data sets.",
+        "Shows what matters in a bug report: versions, devices, accountants, generators of noise.",
         "dpengine doctor",
         _doctor,
     ),

@@ -12,8 +12,6 @@ import torch
 
 import dpengine
 from dpengine.accounting import accountant_used
-from dpengine.data import SOURCES, find_files
-from dpengine.devices import best_device, device_text
 from dpengine.noise import SECURE_KIND, NoiseSource, native_normals
 
 from .screen import columns
@@ -29,6 +27,19 @@ def run(arguments: Namespace) -> int:
     return 0
 
 
+def _device() -> torch.device:
+    if torch.cuda.is_available():
+        return torch.device("cuda")
+    return torch.device("mps" if torch.backends.mps.is_available() else "cpu")
+
+
+def _device_text() -> str:
+    device = _device()
+    if device.type == "cuda":
+        return f"cuda ({torch.cuda.get_device_name(device)})"
+    return f"cpu ({torch.get_num_threads()} threads)" if device.type == "cpu" else device.type
+
+
 def _cuda() -> str:
     if not torch.cuda.is_available():
         return "not available" if torch.version.cuda is None else f"built for {torch.version.cuda}, no device"
@@ -36,7 +47,7 @@ def _cuda() -> str:
 
 
 def _bf16() -> str:
-    device = best_device()
+    device = _device()
     try:
         ones = torch.ones(2, 2, dtype=torch.bfloat16, device=device)
         return f"works on {device.type}" if float((ones @ ones)[0, 0]) == 2 else f"wrong on {device.type}"
@@ -49,7 +60,7 @@ def _accountant() -> str:
 
 
 def _noise() -> str:
-    device = best_device()
+    device = _device()
     kinds = [NoiseSource.fresh().describe(device), NoiseSource.fresh(kind=SECURE_KIND).describe(device)]
     return "; secure_rng: ".join(
         f"{kind['kind']} ({'' if kind['cryptographic'] else 'not '}cryptographic)" for kind in kinds
@@ -67,15 +78,11 @@ def _versions(packages: tuple[str, ...]) -> str:
     return ", ".join(f"{package} {_version(package)}" for package in packages)
 
 
-def _data() -> str:
-    return ", ".join(name for name, source in SOURCES.items() if not source.package or find_files(name))
-
-
 _ROWS: dict[str, Callable[[], str]] = {
     "dpengine": lambda: dpengine.__version__,
     "python": lambda: f"{platform.python_version()} on {platform.system()} {platform.machine()}",
     "torch": lambda: torch.__version__,
-    "device": lambda: device_text(best_device()),
+    "device": _device_text,
     "cuda": _cuda,
     "bfloat16": _bf16,
     "path optimisation": lambda: "opt_einsum" if torch.backends.opt_einsum.is_available() else "none",
@@ -84,5 +91,4 @@ _ROWS: dict[str, Callable[[], str]] = {
     "noise on the CPU": lambda: "native code" if native_normals() else "NumPy: no C compiler when it was installed",
     "packages": lambda: _versions(_PACKAGES),
     "frameworks": lambda: _versions(_FRAMEWORKS),
-    "data here": _data,
 }

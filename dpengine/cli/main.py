@@ -52,7 +52,7 @@ def _parser() -> argparse.ArgumentParser:
     listed = columns([(f"  {command.name}", command.summary) for command in COMMANDS])
     parser = argparse.ArgumentParser(
         prog="dpengine",
-        description="PyTorch training with differential privacy. Start with: dpengine demo",
+        description="Tools for PyTorch training with differential privacy.",
         epilog=f"commands:\n{listed}\n\nEach has its own help, with an example: dpengine calibrate --help",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

@@ -1,4 +1,4 @@
-"""What every loader returns: the tensors of a task, and where they come from."""
+"""A labelled data set: its tensors and its origin."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ class LabelledData:
         licence: Under what terms.
         sha256: Digest of every file that was read, uncompressed for Adult.
         feature_names: One name for each input column, empty for images.
-        note: Why this set stands in for the one that was asked for; empty if it does not.
+        note: Remark for ``describe``, such as that the set replaces another one; may be empty.
     """
 
     name: str

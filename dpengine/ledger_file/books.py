@@ -311,7 +311,7 @@ def _open(file: LedgerFile, run: str, fields: Mapping[str, Any]) -> None:
                 f"each {unit!r}: the two do not add up.",
                 fix="Give each unit of privacy a ledger of its own.",
             )
-    date = datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%dT%H:%MZ")
+    date = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H:%MZ")
     file.append(("open", {"run": run, "session": file.session, "date": date, **fields}))
 
 

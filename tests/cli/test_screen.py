@@ -1,29 +1,6 @@
 import pytest
 
-from dpengine.cli.screen import WIDTH, columns, line, strong, table
-
-
-def test_a_table_is_framed_and_aligned():
-    assert table(("run", "ε"), [("private", "0.50"), ("x", "∞")], "<^").splitlines() == [
-        "┌─────────┬──────┐",
-        "│   run   │  ε   │",
-        "├─────────┼──────┤",
-        "│ private │ 0.50 │",
-        "│ x       │  ∞   │",
-        "└─────────┴──────┘",
-    ]
-
-
-def test_a_line_has_its_figure_at_the_right_edge():
-    text = line("training", "6.1 s")
-    assert len(text) == WIDTH
-    assert text.startswith("training ")
-    assert text.endswith(" 6.1 s")
-
-
-def test_a_long_line_keeps_its_figure():
-    assert line("x" * WIDTH, "6.1 s") == "x" * WIDTH + "  6.1 s"
-    assert line("alone") == "alone"
+from dpengine.cli.screen import columns, strong
 
 
 def test_columns_line_up_and_leave_no_blanks_at_the_end():

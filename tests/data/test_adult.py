@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import dpengine.data
-from dpengine.data import SOURCES, load_adult
+from dpengine.data import load_adult
 
 FOLDER = Path(dpengine.data.__file__).parent / "adult"
 NUMBERS = ("age", "education_num", "capital_gain", "capital_loss", "hours_per_week")
@@ -114,10 +114,10 @@ def test_a3_a_row_is_read_alike_whatever_the_other_rows_are(adult, monkeypatch):
     assert torch.equal(alone.test_inputs, adult.test_inputs[:1])
 
 
-def test_a_damaged_file_is_refused(monkeypatch, tmp_path):
+def test_a_damaged_file_is_refused(adult, monkeypatch, tmp_path):
     from dpengine.data import adult as reader
 
-    for file in SOURCES["adult"].files:
+    for file in adult.sha256:
         content = lzma.decompress((FOLDER / f"{file}.xz").read_bytes())
         (tmp_path / f"{file}.xz").write_bytes(
             lzma.compress(content.replace(b"39, State-gov", b"40, State-gov"), preset=0)

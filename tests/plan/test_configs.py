@@ -13,7 +13,7 @@ from dpengine.accounting import Charge, GaussianEvent, Relation, epsilon_of
 from dpengine.batch_selection import CyclicPoissonSampling, FixedBatchSampling, Partition
 from dpengine.errors import AccountingRefusedError, PrivacyError
 from dpengine.noise.sensitivity import sq_sensitivity
-from dpengine.noise.toeplitz import inverse, matrix
+from dpengine.noise.toeplitz import matrix, toeplitz_inverse
 from dpengine.plan import (
     BandedInverseConfig,
     BandMFConfig,
@@ -263,7 +263,7 @@ def test_a_cycle_costs_once():
 
 @pytest.mark.parametrize("name, strategy", [
     ("blt", lambda config: np.linalg.inv(rows_of(config.recurrence, config.iterations))),
-    ("inverse", lambda config: matrix(inverse(config.coefficients, config.iterations), config.iterations)),
+    ("inverse", lambda config: matrix(toeplitz_inverse(config.coefficients, config.iterations), config.iterations)),
 ])  # fmt: skip
 def test_long_noise_costs_what_the_matrix_says(name, strategy):
     config = dataclasses.replace(noisy(CONFIGS[name]), iterations=9, cycle_length=3)

@@ -37,7 +37,8 @@ import dpengine
 new = {{name.partition(".")[0] for name in set(sys.modules) - before}}
 print(*sorted(new - set(sys.stdlib_module_names)))
 """
-HEAVY = {"scipy", "dp_accounting", "typer", "rich", "jinja2", "matplotlib", "transformers"}
+REQUIRED = {"torch", "numpy", "scipy", "opt-einsum", "dp-accounting", "safetensors", "tqdm", "jinja2"}
+HEAVY = {"scipy", "dp_accounting", "jinja2", "matplotlib", "transformers"}
 
 
 def needs_of(package: str) -> set[str]:
@@ -159,7 +160,10 @@ def test_the_metadata_names_both_licences_and_the_requirements(wheel):
     metadata = email.message_from_bytes(wheel.read(file))
     assert metadata["License-Expression"] == "Apache-2.0 AND CC-BY-4.0"
     assert set(metadata.get_all("License-File")) == {"LICENSE", "dpengine/data/adult/SOURCE.md"}
-    assert metadata["Requires-Python"] == ">=3.10"
+    assert metadata["Requires-Python"] == ">=3.11"
+    lines = [line for line in metadata.get_all("Requires-Dist") if "extra ==" not in line]
+    needed = {re.split(r"[^\w-]", line, maxsplit=1)[0] for line in lines}
+    assert needed == REQUIRED
     assert "torch>=2.6" in metadata.get_all("Requires-Dist")
     (file,) = [name for name in wheel.namelist() if name.endswith("entry_points.txt")]
     assert "dpengine = dpengine.cli:main" in wheel.read(file).decode()

@@ -1,7 +1,6 @@
 """Text that every machine with dpengine has: documentation, and which of three libraries it belongs to.
 
-So the tutorials need no network, and ship nobody's text: film reviews are one `dpengine data get reviews` away, and not
-ours to give.
+So the tutorials need no network and contain no third-party text.
 """
 
 import ast

@@ -5,12 +5,12 @@ import json
 import time
 
 import torch
+from image_data import load_images
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from dpengine.compat.opacus import PrivacyEngine
 from dpengine.compat.opacus.validators import ModuleValidator
-from dpengine.data import load_images
 
 MODES = ("hooks", "functorch", "ew", "ghost")
 

@@ -1,4 +1,4 @@
-"""Downloads, and only on request: nothing else in dpengine opens a connection."""
+"""Downloads data sets, only on request: no other module opens a connection."""
 
 import io
 import os
@@ -12,7 +12,7 @@ from pathlib import Path
 
 from dpengine.errors import MissingDependencyError
 
-from .sources import cache_folder, find_files, source_for, verified
+from .sources import GET, cache_folder, find_files, source_for, verified
 
 
 def fetch(name: str) -> tuple[Path, ...]:
@@ -25,7 +25,7 @@ def fetch(name: str) -> tuple[Path, ...]:
         name: A key of ``SOURCES``.
 
     Returns:
-        The files; empty if they are part of dpengine.
+        The files.
 
     Raises:
         ValueError: If the name is not known, or a download is not the file that was expected.
@@ -33,8 +33,6 @@ def fetch(name: str) -> tuple[Path, ...]:
         OSError: If the download fails.
     """  # noqa: DOC502 - the table below decides which of them
     source = source_for(name)
-    if not source.package:
-        return ()
     found = find_files(name)
     if found is not None:
         for file, path in found.items():
@@ -72,12 +70,12 @@ def read_deb(content: bytes) -> dict[str, bytes]:
                     for info in archive
                     if info.isfile() and (stream := archive.extractfile(info)) is not None
                 }
-    raise ValueError("data.read_deb: the package has no member data.tar.")
+    raise ValueError("read_deb: the package has no member data.tar.")
 
 
 def _ar_members(content: bytes) -> Iterator[tuple[str, bytes]]:
     if not content.startswith(b"!<arch>\n"):
-        raise ValueError(f"data.read_deb: expected a Debian package, got a file that begins {content[:8]!r}.")
+        raise ValueError(f"read_deb: expected a Debian package, got a file that begins {content[:8]!r}.")
     at = 8
     while at + 60 <= len(content):
         header = content[at : at + 60]  # name 16, date 12, owner 6, group 6, mode 8, size 10, end mark 2
@@ -99,8 +97,8 @@ def _contents(package: Path, name: str) -> dict[str, bytes]:
 def _apt_download(requirement: str, folder: Path) -> Path:
     if shutil.which("apt-get") is None:
         raise MissingDependencyError(
-            f"data.fetch: {requirement} is a Debian package, and this machine has no apt-get.",
-            fix="Put its files into the folder that $DPENGINE_DATA names, or run: dpengine data get mnist5k",
+            f"fetch: {requirement} is a Debian package, and this machine has no apt-get.",
+            fix=f"Put its files into the folder that $DPENGINE_DATA names, or run: {GET} mnist5k",
         )
     hint = "Without package lists, run first: apt-get update"
     return _downloaded(["apt-get", "download", "-q", requirement], folder, hint)
@@ -116,7 +114,7 @@ def _downloaded(command: list[str], folder: Path, hint: str) -> Path:
     result = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
     files = [path for path in folder.iterdir() if path.is_file()]
     if result.returncode != 0 or len(files) != 1:
-        raise OSError(f"data.fetch: {' '.join(command)} failed. {hint}\n{result.stderr.strip()[-1000:]}")
+        raise OSError(f"fetch: {' '.join(command)} failed. {hint}\n{result.stderr.strip()[-1000:]}")
     return files[0]
 
 

@@ -8,10 +8,10 @@ import math
 from collections.abc import Callable
 from pathlib import Path
 
+from dpengine.cli.rebuild import STATE_FILE
 from dpengine.errors import MissingDependencyError
 from dpengine.report import PrivacyReport, plots
 
-from .rebuild import STATE_FILE
 from .tasks import DELTA
 from .training import Results
 

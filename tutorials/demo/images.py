@@ -14,10 +14,10 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from dpengine.data import LabelledData
 from dpengine.errors import MissingDependencyError
 
-from .record import LabelledData
-from .sources import SOURCES, Source, find_files, verified
+from .sources import GET, SOURCES, Source, find_files, verified
 
 _DIGITS = Source(
     title="scikit-learn digits, 8 x 8",
@@ -46,14 +46,14 @@ def load_images(preferred: str = "fashion-mnist") -> LabelledData:
     """
     names = list(_LOADERS)
     if preferred not in names:
-        raise ValueError(f"data.load_images: no image set is called {preferred!r}. Choose one of: {', '.join(names)}.")
+        raise ValueError(f"load_images: no image set is called {preferred!r}. Choose one of: {', '.join(names)}.")
     for name in names[names.index(preferred) :]:
         data = _LOADERS[name]()
         if data is not None:
             return data if name == preferred else replace(data, note=_stand_in(preferred))
     raise MissingDependencyError(
-        f"data.load_images: neither {' nor '.join(names)} is on this machine.",
-        fix="Run: dpengine data get fashion-mnist, or dpengine data get mnist5k, or pip install scikit-learn",
+        f"load_images: neither {' nor '.join(names)} is on this machine.",
+        fix=f"Run: {GET} fashion-mnist, or {GET} mnist5k, or pip install scikit-learn",
     )
 
 
@@ -71,14 +71,12 @@ def parse_idx(content: bytes) -> _Bytes:
         ValueError: If it is not an idx file of unsigned bytes, or its length is not what its header says.
     """
     if content[:3] != b"\0\0\x08":
-        raise ValueError(
-            f"data.parse_idx: expected an idx file of unsigned bytes, got one that begins {content[:4]!r}."
-        )
+        raise ValueError(f"parse_idx: expected an idx file of unsigned bytes, got one that begins {content[:4]!r}.")
     start = 4 + 4 * content[3]
     shape = tuple(int(size) for size in np.frombuffer(content[4:start], ">u4"))
     values = np.frombuffer(content, np.uint8, offset=start)
     if values.size != np.prod(shape, dtype=np.int64):
-        raise ValueError(f"data.parse_idx: the header promises the shape {shape}, the file holds {values.size} values.")
+        raise ValueError(f"parse_idx: the header promises the shape {shape}, the file holds {values.size} values.")
     return values.reshape(shape)
 
 
@@ -152,5 +150,5 @@ def _pixels(images: _Bytes, largest: int) -> Tensor:
 
 
 def _stand_in(preferred: str) -> str:
-    get = f"; for it, run: dpengine data get {preferred}" if preferred in SOURCES else ""
+    get = f"; to download it, run: {GET} {preferred}" if preferred in SOURCES else ""
     return f"Stands in for {preferred}, which is not on this machine{get}"

@@ -1,4 +1,4 @@
-"""For each planted bug a test of the ordinary suite that fails with it, below ``tests/``."""
+"""A test of the suite, below ``tests/``, that fails with each planted bug."""
 
 from __future__ import annotations
 

@@ -4,20 +4,25 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import importlib
 import math
 from typing import Any
 
 import numpy as np
 from scipy.special import ndtr
 
+from dpengine.accounting.lattice import Answer
+from dpengine.accounting.pld import rough_epsilon
+from dpengine.admission import planned_steps
+from dpengine.arrange import arranged
+from dpengine.auditing.built_in import small
+from dpengine.companions import attach_scaler
+from dpengine.engine import PrivacyEngine
+from dpengine.release import Release
+from dpengine.run_plan import RunPlan
 from dpengine.stage import Stage
 
-from .built_in import small
-from .planted import Patch, Planted
+from .planted import Patch, Planted, module_of
 
-_CHARGE = "dpengine.release:Release._charge"
-_EVENT = "dpengine.run_plan:RunPlan.event"
 _POINTS = 1 << 16
 
 
@@ -105,13 +110,12 @@ def _put_off(charge: Any) -> Any:
 
 def _plain_fft(on_lattices: Any) -> Any:
     """Losses on one grid, composed by FFT as they are: rounding is absolute, about 1e-16 of the whole."""
-    answer_of = importlib.import_module("dpengine.accounting.lattice").Answer
 
     def composed(composition: Any, delta: float, relation: Any, accuracy: float) -> Any:
         answer = 0.0
         for direction in (1, -1):
             answer = max(answer, _untilted(composition.sampled, delta, direction))
-        return answer_of(answer)
+        return Answer(answer)
 
     return composed
 
@@ -144,44 +148,44 @@ def _untilted(groups: Any, delta: float, direction: int) -> float:
 
 
 BUGS = (
-    Planted("PB-30", "the ledger misses steps", ("DL",), (Patch(_CHARGE, _sometimes),)),
-    Planted("PB-31", "the ledger books another noise multiplier", ("DL",), (Patch(_EVENT, _larger),)),
+    Planted("PB-30", "the ledger misses steps", ("DL",), (Patch(Release, "_charge", _sometimes),)),
+    Planted("PB-31", "the ledger books another noise multiplier", ("DL",), (Patch(RunPlan, "event", _larger),)),
     Planted(
         "PB-35",
         "a loss scaler skips a step",
         ("DL",),
-        (Patch("dpengine.companions:attach_scaler", _skipping),),
+        (Patch(module_of(attach_scaler), "attach_scaler", _skipping),),
     ),
     Planted(
         "PB-40",
         "adaptive clipping books the noise of its gradients alone",
         ("DL",),
-        (Patch(_EVENT, _inflated),),
+        (Patch(RunPlan, "event", _inflated),),
         make=small({"clipping": "adaptive"}),
     ),
     Planted(
         "PB-41",
         "the key is in the file of what was spent",
         ("DF",),
-        (Patch("dpengine.engine:PrivacyEngine.state_dict", _with_key),),
+        (Patch(PrivacyEngine, "state_dict", _with_key),),
     ),
     Planted(
         "PB-42",
         "FFT without a tilt",
         ("DA",),
-        (Patch("dpengine.accounting.pld:_on_lattices", _plain_fft),),
+        (Patch(module_of(rough_epsilon), "_on_lattices", _plain_fft),),
     ),
     Planted(
         "PB-43",
         "int(1 / q) loses a step",
         ("DL",),
-        tuple(Patch(f"dpengine.{part}:planned_steps", _by_reciprocals) for part in ("arrange", "admission")),
+        tuple(Patch(module_of(part), "planned_steps", _by_reciprocals) for part in (arranged, planned_steps)),
     ),
     Planted(
         "PB-47",
         "the charge is written after the update",
         ("DL",),
-        (Patch(_CHARGE, _put_off), Patch("dpengine.release:Release.step", _late)),
+        (Patch(Release, "_charge", _put_off), Patch(Release, "step", _late)),
         instead="the ledger is in memory; the order of charge and update is what a crash between them would tell",
     ),
 )

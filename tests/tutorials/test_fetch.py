@@ -9,10 +9,11 @@ from dataclasses import replace
 
 import pytest
 
-from dpengine.data import SOURCES, fetch
 from dpengine.errors import MissingDependencyError
+from tutorials.demo import fetch as module
+from tutorials.demo.fetch import fetch
+from tutorials.demo.sources import SOURCES
 
-module = sys.modules["dpengine.data.fetch"]
 FILES = {"a.gz": b"first", "b.gz": b"second, of odd length"}
 
 
@@ -81,7 +82,7 @@ def test_a_debian_package_is_read_without_dpkg(compression):
 
 @pytest.mark.parametrize("content", [b"PK\x03\x04", ar({"debian-binary": b"2.0\n"})], ids=["a-zip", "without-data"])
 def test_what_is_not_a_debian_package_is_refused(content):
-    with pytest.raises(ValueError, match=r"data\.read_deb"):
+    with pytest.raises(ValueError, match="read_deb"):
         module.read_deb(content)
 
 
@@ -135,21 +136,16 @@ def test_a_failed_download_says_which_command_and_what_to_try(machine, monkeypat
 
 def test_a_machine_without_apt_is_told_what_else_to_do(machine, monkeypatch):
     monkeypatch.setattr(module.shutil, "which", lambda program: None)
-    with pytest.raises(MissingDependencyError, match=r"no apt-get.*dpengine data get mnist5k"):
+    with pytest.raises(MissingDependencyError, match=r"no apt-get.*data_sets get mnist5k"):
         fetch("fashion-mnist")
 
 
-def test_adult_needs_no_download(machine):
-    assert fetch("adult") == ()
-    assert machine.commands == []
-
-
 def test_an_unknown_name_is_refused_with_the_known_ones():
-    with pytest.raises(ValueError, match=r"'compas'\. Choose one of: adult, fashion-mnist"):
+    with pytest.raises(ValueError, match=r"'compas'\. Choose one of: fashion-mnist"):
         fetch("compas")
 
 
-@pytest.mark.parametrize("name", [name for name in SOURCES if name != "adult"])
+@pytest.mark.parametrize("name", SOURCES)
 def test_every_source_states_its_package_its_terms_and_its_digests(name):
     source = SOURCES[name]
     kind, requirement = source.package.split()

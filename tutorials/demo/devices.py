@@ -1,4 +1,4 @@
-"""Which device to train on where nobody said which."""
+"""The default device, and its description."""
 
 import torch
 

@@ -12,14 +12,20 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
+from dpengine.auditing.built_in import OPTIONS, cross_entropy, rows, small
+from dpengine.auditing.subject import Subject
+from dpengine.clipping.clipped_sums import ClippedSums
+from dpengine.clipping.flat import Flat
+from dpengine.clipping.per_layer import PerLayer
 from dpengine.gradients import Units
+from dpengine.gradients.bookkeep import Bookkeep
+from dpengine.gradients.entry import Entry
+from dpengine.gradients.flat_buffer import FlatBuffer
+from dpengine.gradients.probe import Company
+from dpengine.release import Release
 
-from .built_in import OPTIONS, cross_entropy, rows, small
-from .planted import Patch, Planted
-from .subject import Subject
+from .planted import Patch, Planted, module_of
 
-_NORMS = "dpengine.gradients.bookkeep:Bookkeep._each_sq_norm"
-_UNITS = "dpengine.release:Release._units"
 _COPIES = 4
 
 
@@ -33,7 +39,7 @@ def _normed(change: Callable[[nn.Parameter, str, Tensor], Tensor]) -> Patch:
 
         return found
 
-    return Patch(_NORMS, wrong)
+    return Patch(Bookkeep, "_each_sq_norm", wrong)
 
 
 def _each_layer_at_c(factors: Any) -> Any:
@@ -166,7 +172,7 @@ def _three(kind: Callable[..., nn.Module], square: bool = False) -> Callable[[],
     return lambda: kind(nn.Linear(6, width), nn.Tanh(), nn.Linear(width, 3))
 
 
-_NO_PROBE = Patch("dpengine.gradients.probe:Company.ask", _of_nothing)
+_NO_PROBE = Patch(Company, "ask", _of_nothing)
 
 BUGS = (
     Planted(
@@ -186,7 +192,7 @@ BUGS = (
         "PB-13",
         "each layer clipped at C",
         ("DR", "DO"),
-        (Patch("dpengine.clipping.per_layer:PerLayer.factors", _each_layer_at_c),),
+        (Patch(PerLayer, "factors", _each_layer_at_c),),
         make=small({"clipping": "per_layer"}),
     ),
     Planted(
@@ -194,25 +200,25 @@ BUGS = (
         "the mean of the batch is clipped",
         ("DR", "DO"),
         (
-            Patch("dpengine.clipping.flat:Flat.factors", _no_row_is_clipped),
-            Patch("dpengine.clipping.clipped_sums:ClippedSums._add", _mean_is_clipped),
+            Patch(Flat, "factors", _no_row_is_clipped),
+            Patch(ClippedSums, "_add", _mean_is_clipped),
         ),
     ),
-    Planted("PB-15", "pairs of rows are clipped together", ("DR", "DO"), (Patch(_UNITS, _pairs),)),
+    Planted("PB-15", "pairs of rows are clipped together", ("DR", "DO"), (Patch(Release, "_units", _pairs),)),
     Planted(
         "PB-16",
         "one layer is not clipped",
         ("DR", "DO"),
-        (Patch("dpengine.gradients.entry:Entry.add_sum", _one_layer_whole),),
+        (Patch(Entry, "add_sum", _one_layer_whole),),
     ),
     Planted(
         "PB-17",
         "NaN passes",
         ("DR",),
         (
-            Patch("dpengine.clipping.flat:factors_within", _poison_kept),
-            Patch("dpengine.gradients.bookkeep:Bookkeep.drop", _of_nothing),
-            Patch("dpengine.gradients.flat_buffer:FlatBuffer.is_finite", _always(True)),
+            Patch(module_of(Flat), "factors_within", _poison_kept),
+            Patch(Bookkeep, "drop", _of_nothing),
+            Patch(FlatBuffer, "is_finite", _always(True)),
         ),
     ),
     Planted(
@@ -225,7 +231,7 @@ BUGS = (
         "PB-19",
         "sums of a batch that was given up stay",
         ("DO",),
-        (Patch("dpengine.clipping.clipped_sums:ClippedSums.discard_sums", _of_nothing),),
+        (Patch(ClippedSums, "discard_sums", _of_nothing),),
     ),
     Planted(
         "PB-36",
@@ -238,7 +244,7 @@ BUGS = (
         "PB-37",
         "a weight that is used past its layer",
         ("DO",),
-        (Patch("dpengine.clipping.clipped_sums:ClippedSums._refuse_leaks", _leaks_dropped),),
+        (Patch(ClippedSums, "_refuse_leaks", _leaks_dropped),),
         make=_of(_three(Tied, square=True)),
     ),
     Planted(
@@ -246,8 +252,8 @@ BUGS = (
         "the hook of a layer is dropped",
         ("DO",),
         (
-            Patch("dpengine.clipping.clipped_sums:ClippedSums.receive", _deaf),
-            Patch("dpengine.clipping.clipped_sums:ClippedSums.missing", _always([])),
+            Patch(ClippedSums, "receive", _deaf),
+            Patch(ClippedSums, "missing", _always([])),
         ),
         instead="a model that torch.compile changed is refused or compiled as a whole; a hook that is not heard stands "
         "for it",
@@ -256,14 +262,14 @@ BUGS = (
         "PB-39",
         "examples of a unit are clipped one by one",
         ("DR", "DO"),
-        (Patch(_UNITS, _always(None)),),
+        (Patch(Release, "_units", _always(None)),),
         make=small({"privacy_unit": [row // _COPIES for row in range(40)], "unit_reduction": "sum"}),
     ),
     Planted(
         "PB-48",
         "the axis of time is taken for that of the batch",
         ("DI", "DR"),
-        (_NO_PROBE, Patch("dpengine.clipping.clipped_sums:ClippedSums._refuse_other_rows", _of_nothing)),
+        (_NO_PROBE, Patch(ClippedSums, "_refuse_other_rows", _of_nothing)),
         make=_of(TimeFirst),
     ),
 )

@@ -1,4 +1,4 @@
-"""Bugs are planted in the engine one at a time; the detector that is named first must catch each of them."""
+"""The first detector of each planted bug reports a violation, and a test of the suite fails with it."""
 
 import json
 import re
@@ -8,8 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from dpengine.auditing import BUGS, DETECTORS, TESTS, accusations, caught_by, planted
+from dpengine.auditing import DETECTORS
 from dpengine.noise import GaussianNoise
+
+from .bugs import BUGS, finding_with, findings_without_bugs
+from .ordinary_tests import TESTS
+from .planted import planted
+
+pytestmark = pytest.mark.planted
 
 TESTS_FOLDER = Path(__file__).resolve().parents[1]
 A_HANDFUL = ["PB-19", "PB-31", "PB-34", "PB-42", "PB-47"]
@@ -44,18 +50,18 @@ def test_a_bug_is_taken_out_again_also_after_an_error():
 
 @pytest.mark.parametrize("name", A_HANDFUL)
 def test_a_planted_bug_is_caught(name):
-    assert caught_by(BUGS[name]).caught
+    assert finding_with(BUGS[name]).verdict == "violation"
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in BUGS if name not in A_HANDFUL])
 def test_every_other_planted_bug_is_caught(name):
-    assert caught_by(BUGS[name]).caught
+    assert finding_with(BUGS[name]).verdict == "violation"
 
 
 @pytest.mark.slow
-def test_the_engine_as_it_is_is_not_accused_where_bugs_are_planted():
-    findings = accusations(seed=1)
+def test_the_unmodified_engine_is_not_accused():
+    findings = findings_without_bugs(seed=1)
     assert [str(finding) for finding in findings if finding.verdict == "violation"] == []
     # one model uses a weight past its layer, which the engine refuses: there is no release to look at
     assert sum(finding.verdict == "inconclusive" for finding in findings) == 1 < len(findings) / 5

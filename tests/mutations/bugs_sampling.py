@@ -9,13 +9,13 @@ from typing import Any
 
 import numpy as np
 
-from dpengine.sampling import ShuffleSampling, Ticket
+from dpengine.release import Release
+from dpengine.sampling import PoissonSampling, ShuffleSampling, Ticket
+from dpengine.sampling.batches import LogicalBatches
 from dpengine.stage import Stage
 
 from .planted import Patch, Planted
 
-_DRAW = "dpengine.sampling.poisson:PoissonSampling.draw"
-_BATCHES = "dpengine.sampling.batches:LogicalBatches.draw"
 _ELSEWHERE = 1 << 40  # steps that no run has
 Draw = Callable[[Any, int, Any], Any]
 
@@ -30,7 +30,7 @@ def _drawn(change: Callable[[Draw, Any, int, Any], Any]) -> tuple[Patch, ...]:
 
         return drawn
 
-    return (Patch(_DRAW, wrong),)
+    return (Patch(PoissonSampling, "draw", wrong),)
 
 
 def _random_on_empty(draw: Draw, strategy: Any, step: int, words: Any) -> Any:
@@ -96,7 +96,7 @@ def _rechunked(change: Callable[[Any, Any], Any]) -> tuple[Patch, ...]:
 
         return drawn
 
-    return (Patch(_BATCHES, wrong),)
+    return (Patch(LogicalBatches, "draw", wrong),)
 
 
 def _one_mask_for_all(batches: Any, batch: Any) -> list[list[int]]:
@@ -129,7 +129,7 @@ BUGS = (
         "PB-23",
         "an empty batch is skipped",
         ("DR", "DN"),
-        (Patch("dpengine.release:Release.step", _empty_skipped),),
+        (Patch(Release, "step", _empty_skipped),),
     ),
     Planted("PB-24", "an empty batch is drawn again", ("DS",), _drawn(_redrawn)),
     Planted("PB-25", "shuffled epochs", ("DS",), _drawn(_shuffled)),

@@ -5,10 +5,10 @@ import dataclasses
 import pytest
 import torch
 
-from dpengine.cli import tasks
-from dpengine.cli.tasks import ADULT, CNN, FILTERS, small_cnn, tasks_for
-from dpengine.cli.training import Split, accuracy, prepare, train_plainly
 from dpengine.data import LabelledData
+from tutorials.demo import tasks, training
+from tutorials.demo.tasks import ADULT, CNN, FILTERS, small_cnn, tasks_for
+from tutorials.demo.training import Split, accuracy, prepare, train_plainly
 
 
 def test_the_network_for_images_has_the_size_that_is_usual_in_papers():
@@ -86,7 +86,7 @@ def test_accuracy_counts_over_all_chunks(monkeypatch):
     inputs, labels = torch.eye(3)[torch.arange(9) % 3], torch.arange(9) % 3
     labels[:3] = 0  # the identity is wrong in rows 1 and 2
     split = Split(inputs, labels, inputs, labels)
-    monkeypatch.setattr("dpengine.cli.training._CHUNK", 4)
+    monkeypatch.setattr(training, "_CHUNK", 4)
     assert accuracy(torch.nn.Identity(), split, torch.device("cpu")) == pytest.approx(7 / 9)
 
 

@@ -11,8 +11,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from dpengine.data import SOURCES, find_files, images, load_images
 from dpengine.errors import MissingDependencyError
+from tutorials.demo import images
+from tutorials.demo.images import load_images
+from tutorials.demo.sources import SOURCES, find_files
 
 IDX_FILES = list(SOURCES["fashion-mnist"].files)
 
@@ -135,7 +137,7 @@ def test_n2_five_thousand_digits_stand_in_and_say_so(bare_machine, put):
     data = load_images()
     assert data.name == "mnist5k"
     assert "Stands in for fashion-mnist" in data.describe()
-    assert "dpengine data get fashion-mnist" in data.describe()
+    assert "tutorials.demo.data_sets get fashion-mnist" in data.describe()
     assert data.train_inputs.shape == (40, 1, 28, 28)
     assert data.test_inputs.shape == (10, 1, 28, 28)
     assert data.train_inputs[0].sum() == 1
@@ -158,7 +160,7 @@ def test_n2_digits_of_scikit_learn_are_the_last_resort(bare_machine):
 def test_i4_without_any_set_the_error_says_what_to_run(bare_machine, monkeypatch):
     monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
     with pytest.raises(
-        MissingDependencyError, match=r"dpengine data get fashion-mnist.*pip install scikit-learn"
+        MissingDependencyError, match=r"data_sets get fashion-mnist.*pip install scikit-learn"
     ) as caught:
         load_images()
     assert caught.value.code == "DPE020"

@@ -1,4 +1,4 @@
-"""``dpengine demo``: the same model with privacy at several budgets and without, on real data, with all artefacts."""
+"""The demonstration: trains one model with privacy at several budgets and without, and writes all artefacts."""
 
 from __future__ import annotations
 
@@ -15,13 +15,15 @@ import torch
 
 import dpengine
 from dpengine.accounting import PrivacySpent, accountant_used
-from dpengine.data import LabelledData, find_files
-from dpengine.devices import best_device, device_text
+from dpengine.cli.screen import strong
+from dpengine.data import LabelledData
 from dpengine.progress import is_shown
 from dpengine.report import percent_up, round_up, round_up_delta
 
 from .artefacts import write_artefacts
-from .screen import line, strong, table
+from .devices import best_device, device_text
+from .screen import line, table
+from .sources import find_files
 from .tasks import DELTA, Task, tasks_for
 from .training import PrivateOutcome, Results, Split, prepare, train_plainly
 
@@ -69,8 +71,8 @@ class Setting:
     say: Callable[[str], None]
 
 
-def run(arguments: Namespace) -> int:
-    """Trains the tasks that were asked for, one after the other, each with its own table and files."""
+def run(arguments: Namespace) -> None:
+    """Trains the requested tasks one after the other. Each has its own table and files."""
     say = _silent if arguments.json else functools.partial(print, flush=True)
     setting = Setting(best_device(), arguments.seed, say)
     tasks = tasks_for(
@@ -94,11 +96,10 @@ def run(arguments: Namespace) -> int:
             {"data": data.name, "model": task.model_name, "delta": DELTA, "runs": [row.json() for row in rows]}
         )
     if arguments.data is None and len(tasks) == 1:
-        say("FashionMNIST is not on this machine. To have it here too: dpengine data get fashion-mnist")
+        say("FashionMNIST is not on this machine. To download it: python -m tutorials.demo.data_sets get fashion-mnist")
     say(f"next: open {arguments.out / 'privacy_report.html'} · dpengine calibrate --help")
     if arguments.json:
         print(json.dumps(shown, ensure_ascii=False, indent=2))
-    return 0
 
 
 def _silent(text: str) -> None:

@@ -9,20 +9,24 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from dpengine.auditing.built_in import small
+from dpengine.auditing.noise_law import noise_law
+from dpengine.checkpoint.run_state import Resumption
 from dpengine.noise import BandMF, GaussianNoise
+from dpengine.noise.correlated import CorrelatedNoise
+from dpengine.noise.share import add_noise
+from dpengine.noise.source import NoiseSource
+from dpengine.release import Release
+from dpengine.run_plan import RunPlan
 
-from .built_in import small
-from .planted import Patch, Planted
+from .planted import Patch, Planted, module_of
 
-_STD = "dpengine.run_plan:RunPlan.noise_std"
-_ADD = "dpengine.noise.gaussian:GaussianNoise.add"
-_WRITE = "dpengine.release:Release._write_gradients"
 Noises = dict[nn.Parameter, Tensor]
 
 
 def _std(change: Callable[[Any, float], float]) -> Patch:
     """Another standard deviation, of the plan and what it is."""
-    return Patch(_STD, lambda original: property(lambda plan: change(plan, original.fget(plan))))
+    return Patch(RunPlan, "noise_std", lambda original: property(lambda plan: change(plan, original.fget(plan))))
 
 
 def _scaled(factor: float) -> Patch:
@@ -35,7 +39,7 @@ def _scaled(factor: float) -> Patch:
 
         return added
 
-    return Patch(_ADD, wrong)
+    return Patch(GaussianNoise, "add", wrong)
 
 
 def _renoised(change: Callable[[Any, Noises, float], None]) -> Patch:
@@ -54,7 +58,7 @@ def _renoised(change: Callable[[Any, Noises, float], None]) -> Patch:
 
         return written
 
-    return Patch(_WRITE, wrong)
+    return Patch(Release, "_write_gradients", wrong)
 
 
 def _alike(release: Any, noises: Noises, std: float) -> None:
@@ -112,7 +116,7 @@ def _by_rows(changed: Callable[[float, float, float], tuple[float, float]]) -> P
 
         return written
 
-    return Patch(_WRITE, wrong)
+    return Patch(Release, "_write_gradients", wrong)
 
 
 def _each_rank_draws_all(cut: Any) -> Any:
@@ -192,16 +196,16 @@ BUGS = (
         "each rank adds sigma / R for sigma / sqrt(R)",
         ("DN",),
         (
-            Patch("dpengine.noise.share:_cut", _each_rank_draws_all),
-            Patch("dpengine.release:add_noise", _share_of_ranks),
-            Patch("dpengine.auditing.noise_law:add_noise", _share_of_ranks),
+            Patch(module_of(add_noise), "_cut", _each_rank_draws_all),
+            Patch(module_of(Release), "add_noise", _share_of_ranks),
+            Patch(module_of(noise_law), "add_noise", _share_of_ranks),
         ),
     ),
     Planted(
         "PB-6",
         "the same noise at each step",
         ("DN",),
-        (Patch("dpengine.noise.source:NoiseSource.add_normal_", _one_step),),
+        (Patch(NoiseSource, "add_normal_", _one_step),),
     ),
     Planted("PB-7", "tensors of one shape share noise", ("DN",), (_renoised(_alike),)),
     Planted("PB-8", "a bias without noise", ("DN",), (_renoised(_no_bias),)),
@@ -222,26 +226,26 @@ BUGS = (
         "PB-22",
         "divisor from N",
         ("DR", "DN"),
-        (Patch("dpengine.run_plan:RunPlan.divisor", _int_of_n_q),),
+        (Patch(RunPlan, "divisor", _int_of_n_q),),
     ),
     Planted(
         "PB-32",
         "address without incarnation: noise comes again after a resume",
         ("DN",),
-        (Patch("dpengine.noise.source:NoiseSource._subkey", _one_life),),
+        (Patch(NoiseSource, "_subkey", _one_life),),
     ),
     Planted(
         "PB-33",
         "history of correlated noise lost on resume",
         ("DN",),
-        (Patch("dpengine.noise.correlated:CorrelatedNoise.load_state_dict", _history_lost),),
+        (Patch(CorrelatedNoise, "load_state_dict", _history_lost),),
         make=small(_TURNS),
     ),
     Planted(
         "PB-34",
         "groups drawn anew on resume",
         ("DS",),
-        (Patch("dpengine.checkpoint.run_state:Resumption.apply", _groups_lost),),
+        (Patch(Resumption, "apply", _groups_lost),),
         make=small(_TURNS),
     ),
     Planted("PB-45", "a parameter that was thawed gets no noise", ("DN",), (_renoised(_thawed),)),

@@ -1,0 +1,37 @@
+"""Text layout of the demonstration: lines with a figure on the right, and framed tables."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+WIDTH = 100
+
+
+def line(left: str, right: str = "") -> str:
+    """One line with something at its right edge."""
+    return f"{left}{right:>{max(len(right) + 2, WIDTH - len(left))}}" if right else left
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[str]], align: str) -> str:
+    """A table with a frame.
+
+    Args:
+        header: One text for each column; they are centred.
+        rows: As many texts each.
+        align: For each column "<", "^" or ">".
+
+    Returns:
+        Several lines.
+    """
+    widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
+
+    def rule(left: str, middle: str, right: str) -> str:
+        return left + middle.join("─" * (width + 2) for width in widths) + right
+
+    def row(cells: Sequence[str], how: str) -> str:
+        placed = (f" {cell:{side}{width}} " for cell, side, width in zip(cells, how, widths, strict=True))
+        return "│" + "│".join(placed) + "│"
+
+    body = [row(cells, align) for cells in rows]
+    head = row(header, "^" * len(widths))
+    return "\n".join([rule("┌", "┬", "┐"), head, rule("├", "┼", "┤"), *body, rule("└", "┴", "┘")])
