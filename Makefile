@@ -23,7 +23,11 @@ test: $(STAMP)
 	@$(PYTEST) -n $(JOBS) --dist loadgroup
 
 slow: $(STAMP)
-	@$(PYTEST) -n $(JOBS) --dist loadgroup -m "slow and not gpu"
+	@$(PYTEST) -n $(JOBS) --dist loadgroup -m "slow and not gpu and not nightly"
+
+# Compares with the baseline commit: see tests/differential/test_differential.py.
+differential: $(STAMP)
+	@$(PYTEST) tests/differential -m "nightly or not nightly"
 
 readme: $(STAMP)
 	@$(PYTEST) tests/test_readme.py
@@ -39,4 +43,4 @@ gpu:
 	@$(RUN) pip install -q --no-deps -e . dp-accounting opt-einsum
 	@touch $(STAMP)
 
-.PHONY: demo demo-quick test slow readme lint gpu
+.PHONY: demo demo-quick test slow differential readme lint gpu
