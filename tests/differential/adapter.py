@@ -17,10 +17,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-NAMES = {  # what is needed -> "module:attribute" in the order of trial
-    "source": ("dpengine.noise.source:NoiseSource", "dpengine.noise:NoiseSource"),
-    "forget_warnings": ("dpengine.errors:forget_notices", "dpengine.errors:forget_warnings"),
-    "warning": ("dpengine.errors:PrivacyWarning",),
+NAMES = {  # what is needed -> "module:attribute" below dpengine, in the order of trial
+    "source": ("noise:NoiseSource",),
+    "forget_warnings": ("errors:forget_notices", "errors:forget_warnings"),
+    "schedule": ("schedulers:Schedule", "engine.schedulers:Schedule"),
+    "exponential": ("schedulers:exponential", "engine.schedulers:exponential"),
 }
 DRAWS = ("words", "normal_", "add_normal_")  # methods of the noise source
 ARGUMENTS = {"nonce": "incarnation", "noise_nonce": "incarnation"}  # renamed arguments of these, and attributes
@@ -33,7 +34,7 @@ def find(what: str) -> Any:
     for place in NAMES[what]:
         module, _, attribute = place.partition(":")
         try:
-            return getattr(importlib.import_module(module), attribute)
+            return getattr(importlib.import_module(f"dpengine.{module}"), attribute)
         except (ImportError, AttributeError):
             continue
     raise LookupError(f"None of {NAMES[what]} exists; add the new name to tests/differential/adapter.py.")

@@ -13,13 +13,24 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from differential.adapter import Recorder, charges, digest, error_of, tables_are_untimed
+from differential.adapter import Recorder, charges, digest, error_of, find, tables_are_untimed
 from differential.scenarios import KINDS, Case, Net, Settings
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from dpengine import Adaptive, Automatic, Flat, GradSampleModule, Groups, PerLayer, PerSampleGradientClipper
-from dpengine import PrivacyEngine, checkpoint, noise, plan, schedulers
+from dpengine import (
+    Adaptive,
+    Automatic,
+    Flat,
+    GradSampleModule,
+    Groups,
+    PerLayer,
+    PerSampleGradientClipper,
+    PrivacyEngine,
+    checkpoint,
+    noise,
+    plan,
+)
 
 DELTA, STEPS = 1e-3, 24
 _PLAN = {"iterations": STEPS, "noise_multiplier": 1.1, "l2_clip_norm": 0.7, "normalize_by": 4.0, "num_examples": 12}
@@ -129,7 +140,12 @@ class Player:
         options: dict[str, Any] = {**NOISES[s.noise](), **SAMPLINGS[s.sampling](s.rows)}
         if "plan" not in options:
             options["clipping"] = policy_of(s, self.model)
-            budget = {"target_epsilon": s.target_epsilon, "target_delta": DELTA, "steps": STEPS, "on_budget": s.on_budget}
+            budget = {
+                "target_epsilon": s.target_epsilon,
+                "target_delta": DELTA,
+                "steps": STEPS,
+                "on_budget": s.on_budget,
+            }
             plain = {"noise_multiplier": s.noise_multiplier, "target_delta": DELTA}
             options = {**(plain if s.target_epsilon is None else budget), **options}
         _, _, self.loader = self.engine.make_private(
@@ -177,7 +193,7 @@ class Player:
         setattr(self.optimizer, constant, value)
 
     def schedule(self, constant: str, gamma: float) -> None:
-        schedulers.Schedule(self.optimizer, constant, schedulers.exponential(gamma)).step()
+        find("schedule")(self.optimizer, constant, find("exponential")(gamma)).step()
 
     # The loop
 

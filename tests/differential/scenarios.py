@@ -9,13 +9,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 MODES = ("auto", "auto", "hooks", "functorch", "ew", "ghost", "ghost")
 CLIPPINGS = ("flat", "flat", "per_layer", "per_layer_list", "groups", "automatic", "adaptive", "adaptive")
 NOISES = ("gaussian", "band_mf", "blt", "banded_inverse")
 PLANS = ("dp_sgd", "band_mf_plan", "blt_plan", "banded_inverse_plan")
 SAMPLINGS = ("poisson", "poisson", "constants", "shuffle", "units", "units_sum")
-MODELS = ("linear", "mlp", "mlp", "frozen", "unused", "tied", "norm", "raw", "embedding")
+MODELS = ("linear", "mlp", "mlp", "frozen", "unused", "tied", "norm", "raw", "embedding", "checkpointed")
 PLANNED = {"clipping": "flat", "sampling": "poisson", "rows": 12, "batch_size": 4}  # what all plans below fit
 PARAMETERS = 3  # the first ones of a model, which operations freeze and leak
 
@@ -65,9 +66,10 @@ class Net(nn.Module):
     def __init__(self, kind: str):
         super().__init__()
         self.kind = kind
-        self.first = nn.Embedding(4, 3) if kind == "embedding" else nn.Linear(3, 3 if kind == "tied" else 4)
-        self.last = nn.Linear(3 if kind in {"tied", "embedding"} else 4, 2)
-        self.norm = nn.LayerNorm(4) if kind == "norm" else nn.Identity()
+        narrow = kind in {"tied", "embedding", "checkpointed"}
+        self.first = nn.Embedding(4, 3) if kind == "embedding" else nn.Linear(3, 3 if narrow else 4)
+        self.last = nn.Linear(3 if narrow else 4, 2)
+        self.norm = nn.LayerNorm(4, eps=0.0) if kind == "norm" else nn.Identity()  # a row of zeros gives NaN
         if kind == "linear":
             self.first, self.last = nn.Linear(3, 2), nn.Identity()
         if kind == "unused":
@@ -80,6 +82,9 @@ class Net(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if self.kind == "embedding":
             return self.last(self.first((x[:, 0].abs() * 2).long().clamp(max=3)))
+        if self.kind == "checkpointed":  # twice, and run again by autograd: "ghost" has but the norm of the first use
+            x = checkpoint(self.first, x.detach().requires_grad_(), use_reentrant=True)
+            return self.last(checkpoint(self.first, x, use_reentrant=True))
         x = torch.tanh(self.first(x))
         x = torch.tanh(self.first(x)) if self.kind == "tied" else x
         x = x * self.scale if self.kind == "raw" else x
@@ -127,6 +132,10 @@ def train(*, forward: Operation = ("forward",)) -> list[Operation]:
     return [("next",), ("zero_grad",), forward, ("backward",), ("step",)]
 
 
+def merged() -> list[Operation]:
+    return [*train()[:-1], ("next",), ("forward",), ("backward",), ("step",)]
+
+
 def run(seed: int) -> Case:
     """An orderly run: steps, a change of constants, a checkpoint that it goes on from, and more steps."""
     choose = random.Random(f"run {seed}")
@@ -155,7 +164,9 @@ def spread(seed: int) -> Case:
     modes = {"mode": choose.choice(("auto", "hooks"))} if seed % 3 == 2 else {}
     settings = settings_of(seed, choose, rare=0.3)
     settings = Settings(**{**vars(settings), "ledger_file": False, **more, **modes})
-    return Case(settings, [("attach",), *train() * 4, ("finish",), ("save",), ("resume", True), *train() * 2, ("epsilon",)])
+    return Case(
+        settings, [("attach",), *train() * 4, ("finish",), ("save",), ("resume", True), *train() * 2, ("epsilon",)]
+    )
 
 
 def sequence(seed: int) -> Case:
@@ -165,6 +176,33 @@ def sequence(seed: int) -> Case:
     for _ in range(choose.randint(4, 9)):
         operations += _shuffled(choose, _phrase(choose))
     return Case(settings_of(seed, choose, rare=0.08), [*operations, *train(), ("epsilon",), ("detach",)])
+
+
+DIRECTED: list[tuple[dict[str, Any], list[Operation]]] = [  # what is easy to lose, and seldom drawn
+    ({"clipping": "adaptive", "reduction": "sum"}, train() * 3),
+    ({"model": "frozen"}, [("freeze", 1), *train(), *train(forward=("forward", "leak", 1)), *train()]),
+    ({"noise_multiplier": 0.0}, [*train()[:-1], ("fault_in_charge", "zero_grad"), *train()]),
+    ({"noise_multiplier": 0.0}, [*train()[:-1], ("fault_in_charge", "detach"), ("attach",), *train()]),
+    ({"model": "norm", "mode": "ghost"}, [*train(), *train(forward=("forward", "not_finite")) * 3, *train()]),
+    ({"model": "checkpointed", "mode": "ghost"}, train() * 2),
+    ({"mode": "ghost"}, [*train(forward=("forward", "twice")) * 2, *train()[:-1], *merged(), *train()]),
+    ({"seeded": False}, [*train() * 2, ("save",), ("resume", False), *train()]),
+    ({"seeded": False, "noise": "band_mf", **PLANNED}, [*train() * 2, ("save",), ("resume", True), *train()]),
+    ({"sampling": "units_sum"}, train() * 3),
+    (
+        {"noise": "blt", **PLANNED},
+        [*train(), ("next",), ("next",), *train()[1:], ("save",), ("resume", True), *train()],
+    ),
+    ({"target_epsilon": 1.0, "on_budget": "raise"}, train() * 30),
+    ({"physical": 1, "clipping": "automatic"}, [*train() * 9, ("change", "max_grad_norm", 0.2), *train() * 9]),
+    ({"ledger_file": True, "reserve": 3}, [*train() * 3, ("fault_in_step",), *train()]),
+]
+
+
+def directed(seed: int) -> Case:
+    """A case of the table."""
+    settings, operations = DIRECTED[seed % len(DIRECTED)]
+    return Case(Settings(**{"seed": seed, **settings}), [("attach",), *operations, ("epsilon",), ("detach",)])
 
 
 def alone(seed: int) -> Case:
@@ -184,9 +222,20 @@ def alone(seed: int) -> Case:
 
 
 def _forward(choose: random.Random) -> Operation:
-    if choose.random() < 0.75:
+    if choose.random() < 0.7:
         return ("forward",)
-    kinds = ("leak", "leak", "fewer", "doubled", "not_finite", "fault", "fault_in_backward", "fault_in_loss", "none")
+    kinds = (
+        "leak",
+        "leak",
+        "fewer",
+        "doubled",
+        "not_finite",
+        "not_finite",
+        "fault",
+        "fault_in_backward",
+        "fault_in_loss",
+        "none",
+    )
     kind = choose.choice((*kinds, "twice", "two_passes", "per_example"))
     return ("forward", kind, choose.randrange(PARAMETERS)) if kind == "leak" else ("forward", kind)
 
@@ -196,7 +245,8 @@ def _phrase(choose: random.Random) -> list[Operation]:
     faulty = choose.choice(["next", "zero_grad", "step", "detach"])
     phrases: list[tuple[int, Callable[[], list[Operation]]]] = [
         (12, lambda: train(forward=_forward(choose))),
-        (3, lambda: [("next",), _forward(choose), ("backward",)]),
+        (2, lambda: [("next",), _forward(choose), ("backward",)]),
+        (2, merged),
         (3, lambda: [choose.choice([("next",), ("zero_grad",), ("backward",), ("step",), ("forward",)])]),
         (2, lambda: [*train()[:-1], ("fault_in_step",)]),
         (3, lambda: [*train()[: choose.randint(1, 4)], ("fault_in_charge", faulty)]),
@@ -228,4 +278,10 @@ def _shuffled(choose: random.Random, operations: list[Operation]) -> list[Operat
     return found
 
 
-KINDS: dict[str, Callable[[int], Case]] = {"run": run, "spread": spread, "sequence": sequence, "alone": alone}
+KINDS: dict[str, Callable[[int], Case]] = {
+    "directed": directed,
+    "run": run,
+    "spread": spread,
+    "sequence": sequence,
+    "alone": alone,
+}

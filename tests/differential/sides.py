@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import io
 import itertools
 import json
@@ -47,7 +48,9 @@ def _git(*args: str) -> bytes:
     try:
         return subprocess.run(["git", "-C", str(CURRENT), *args], check=True, capture_output=True).stdout
     except (OSError, subprocess.CalledProcessError) as error:
-        raise NoBaseline(f"The baseline commit {BASELINE} is not in the history here (git {args[0]} failed).") from error
+        raise NoBaseline(
+            f"The baseline commit {BASELINE} is not in the history here (git {args[0]} failed)."
+        ) from error
 
 
 @contextlib.contextmanager
@@ -105,8 +108,8 @@ def _read(folder: Path, side: int, count: int, shares: int) -> Iterator[list[dic
 
 def _serve(job: dict[str, Any]) -> None:
     """Forks the processes: after torch, which takes seconds to import, and before dpengine."""
-    import torch.distributed  # noqa: F401
-
+    for name in ("torch.distributed", "torch._dynamo", "scipy.stats"):  # the package imports them later
+        importlib.import_module(name)
     folder, shares = Path(job["folder"]), _shares(job["cases"], job["processes"])
     waiting = list(itertools.product(range(len(job["roots"])), range(shares)))
     context = multiprocessing.get_context("fork")

@@ -23,10 +23,11 @@ of the records that differ to ``INTENDED``; one that moves or renames an interna
 import os
 
 import pytest
+from differential.scenarios import DIRECTED
 from differential.sides import NoBaseline, compare
 
-SHORT = {"spread": 1, "run": 12, "model": 4, "alone": 8, "sequence": 36}
-FULL = {"spread": 12, "run": 100, "model": 200, "alone": 400, "sequence": 4000}
+SHORT = {"spread": 1, "directed": len(DIRECTED), "run": 12, "model": 4, "alone": 8, "sequence": 36}
+FULL = {"spread": 12, "directed": len(DIRECTED), "run": 100, "model": 200, "alone": 400, "sequence": 4000}
 
 
 def cases(counts):
