@@ -23,7 +23,11 @@ test: $(STAMP)
 	@$(PYTEST) -n $(JOBS) --dist loadgroup
 
 slow: $(STAMP)
-	@$(PYTEST) -n $(JOBS) --dist loadgroup -m "slow and not gpu"
+	@$(PYTEST) -n $(JOBS) --dist loadgroup -m "slow and not gpu and not nightly"
+
+# Compares with the baseline commit: see tests/differential/test_differential.py.
+differential: $(STAMP)
+	@$(PYTEST) tests/differential -m "nightly or not nightly"
 
 planted: $(STAMP)
 	@$(PYTEST) -n $(JOBS) --dist loadgroup -m planted
@@ -42,4 +46,4 @@ gpu:
 	@$(RUN) pip install -q --no-deps -e . dp-accounting opt-einsum
 	@touch $(STAMP)
 
-.PHONY: demo demo-quick test slow planted readme lint gpu
+.PHONY: demo demo-quick test slow differential planted readme lint gpu

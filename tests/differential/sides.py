@@ -1,0 +1,208 @@
+"""Runs both sides: forks a process for each package and share of the cases, and compares what they recorded."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import io
+import itertools
+import json
+import multiprocessing
+import os
+import subprocess
+import sys
+import tarfile
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+BASELINE = os.environ.get("DPENGINE_BASELINE", "170d470")
+TESTS = Path(__file__).resolve().parents[1]
+CURRENT = TESTS.parent
+INTENDED: list[tuple[str, str]] = []
+"""Differences that are meant: pairs of a field of the records and the reason. The field is then not compared."""
+
+Place = tuple[str, int]  # the kind and the seed of a case
+
+
+class NoBaseline(Exception):
+    """The commit that the current package is compared with cannot be had."""
+
+
+def baseline_folder() -> Path:
+    """Returns a folder that holds the package at the baseline commit; it is exported once."""
+    commit = _git("rev-parse", "--verify", f"{BASELINE}^{{commit}}").decode().strip()
+    folder = CURRENT / "build" / "differential" / commit
+    if not folder.exists():
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=folder.parent) as part:
+            with tarfile.open(fileobj=io.BytesIO(_git("archive", "--prefix=whole/", commit, "dpengine"))) as archive:
+                archive.extractall(part)
+            with contextlib.suppress(OSError):  # another process was faster
+                os.rename(Path(part) / "whole", folder)
+    return folder
+
+
+def _git(*args: str) -> bytes:
+    try:
+        return subprocess.run(["git", "-C", str(CURRENT), *args], check=True, capture_output=True).stdout
+    except (OSError, subprocess.CalledProcessError) as error:
+        raise NoBaseline(
+            f"The baseline commit {BASELINE} is not in the history here (git {args[0]} failed)."
+        ) from error
+
+
+@contextlib.contextmanager
+def both_sides(current: Path = CURRENT) -> Iterator[tuple[Path, Path]]:
+    """Yields folders with the baseline and the current package, with the same compiled kernels or with none."""
+    baseline = baseline_folder()
+    built = list((CURRENT / "dpengine" / "kernels").glob("native*.so"))
+    with tempfile.TemporaryDirectory() as folder:
+        sides = []
+        for name, root in (("baseline", baseline), ("current", current)):
+            side = Path(folder) / name
+            side.mkdir()
+            copy_package(root, side, built if _kernels(baseline) == _kernels(CURRENT) else [])
+            sides.append(side)
+        yield sides[0], sides[1]
+
+
+def copy_package(root: Path, into: Path, built: Sequence[Path]) -> None:
+    """Copies the sources of a package, and links the compiled kernels."""
+    for path in (root / "dpengine").rglob("*"):
+        if path.is_file() and path.suffix not in {".so", ".pyc"}:
+            target = into / path.relative_to(root)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            target.write_bytes(path.read_bytes())
+    for path in built:
+        (into / "dpengine" / "kernels" / path.name).symlink_to(path)
+
+
+def _kernels(root: Path) -> dict[str, bytes]:
+    paths = (root / "dpengine" / "kernels").glob("*.[ch]")
+    return {path.name: path.read_bytes() for path in paths}
+
+
+def record_all(roots: Sequence[Path], cases: Sequence[Place], processes: int = 2) -> list[list[list[dict]]]:
+    """Returns the records of all cases for each package, from a process that has imported torch alone."""
+    with tempfile.TemporaryDirectory() as folder:
+        job = {"roots": [str(root) for root in roots], "cases": list(cases), "processes": processes, "folder": folder}
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(TESTS)}
+        command = [sys.executable, "-m", "differential.sides"]
+        done = subprocess.run(command, input=json.dumps(job).encode(), env=environment, cwd=folder, capture_output=True)
+        if done.returncode:
+            raise RuntimeError(f"The sides did not run:\n{done.stderr.decode()[-4000:]}")
+        return [list(_read(Path(folder), side, len(cases), _shares(cases, processes))) for side in range(len(roots))]
+
+
+def _shares(cases: Sequence[Place], processes: int) -> int:
+    return max(1, min(processes, len(cases) // 50))
+
+
+def _read(folder: Path, side: int, count: int, shares: int) -> Iterator[list[dict]]:
+    files = [(folder / f"{side}-{share}").open() for share in range(shares)]
+    for number in range(count):
+        yield json.loads(files[number % shares].readline())
+
+
+def _serve(job: dict[str, Any]) -> None:
+    """Forks the processes: after torch, which takes seconds to import, and before dpengine."""
+    for name in ("torch.distributed", "torch._dynamo", "scipy.stats"):  # the package imports them later
+        importlib.import_module(name)
+    folder, shares = Path(job["folder"]), _shares(job["cases"], job["processes"])
+    waiting = list(itertools.product(range(len(job["roots"])), range(shares)))
+    context = multiprocessing.get_context("fork")
+    running: list[Any] = []
+    failed = False
+    while waiting or running:
+        while waiting and len(running) < job["processes"]:
+            side, share = waiting.pop(0)
+            arguments = (job["roots"][side], job["cases"][share::shares], folder / f"{side}-{share}")
+            running.append(context.Process(target=_play, args=arguments))
+            running[-1].start()
+        running[0].join()
+        failed |= running.pop(0).exitcode != 0
+    sys.exit(int(failed))
+
+
+def _play(root: str, cases: list[Place], answers: Path) -> None:
+    import torch
+
+    torch.set_num_threads(1)
+    sys.path.insert(0, root)
+    from differential.adapter import Recorder
+
+    import dpengine
+
+    assert Path(dpengine.__file__).is_relative_to(root), f"{dpengine.__file__} is not in {root}"
+    recorder = Recorder()
+    from differential.player import played
+
+    seeds = [seed for kind, seed in cases if kind == "spread"]
+    spread = _played_by_ranks(seeds, recorder) if seeds else {}  # before this process has any thread
+    with answers.open("w") as file:
+        for kind, seed in cases:
+            records = spread[str(seed)] if kind == "spread" else played(kind, seed, recorder)
+            file.write(json.dumps(records) + "\n")
+
+
+def _played_by_ranks(seeds: list[int], recorder: Any) -> dict[str, list[dict]]:
+    context = multiprocessing.get_context("fork")
+    with tempfile.TemporaryDirectory() as folder:
+        ranks = [context.Process(target=_rank, args=(rank, seeds, recorder, Path(folder))) for rank in range(2)]
+        for rank in ranks:
+            rank.start()
+        for rank in ranks:
+            rank.join()
+        first, second = (json.loads((Path(folder) / f"rank {rank}").read_text()) for rank in range(2))
+        return {seed: first[seed] + second[seed] for seed in first}
+
+
+def _rank(rank: int, seeds: list[int], recorder: Any, folder: Path) -> None:
+    import datetime
+
+    import torch.distributed as dist
+    from differential.player import played
+
+    store, timeout = dist.FileStore(str(folder / "store"), 2), datetime.timedelta(seconds=60)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timeout)
+    found = {}
+    for seed in seeds:
+        (folder / f"case {seed}").mkdir(exist_ok=True)
+        found[seed] = played("spread", seed, recorder, folder / f"case {seed}")
+        dist.barrier()
+    (folder / f"rank {rank}").write_text(json.dumps(found))
+    dist.destroy_process_group()
+
+
+def differences(cases: Sequence[Place], before: list[list[dict]], after: list[list[dict]]) -> list[str]:
+    """Returns one text for each case whose records differ: the calls so far, and both values of the first one."""
+    return [
+        found
+        for place, old, new in zip(cases, before, after, strict=True)
+        if (found := _difference(place, old, new)) is not None
+    ]
+
+
+def _difference(place: Place, old: list[dict], new: list[dict]) -> str | None:
+    intended = {field for field, _ in INTENDED}
+    for number, (then, now) in enumerate(itertools.zip_longest(old, new, fillvalue={})):
+        fields = [name for name in {**then, **now} if then.get(name) != now.get(name) and name not in intended]
+        if fields:
+            kind, seed = place
+            calls = " ".join("-".join(map(str, record.get("call", ["?"]))) for record in old[: number + 1])
+            values = "".join(f"\n  {f}:\n    baseline {then.get(f)}\n    current  {now.get(f)}" for f in fields)
+            again = f"python tests/differential/compare.py {kind}:{seed}"
+            return f"{kind}:{seed} differs at call {number + 1} of {len(old)} (alone: {again})\n  {calls}{values}"
+    return None
+
+
+def compare(cases: Sequence[Place], current: Path = CURRENT, processes: int = 2) -> list[str]:
+    """Plays cases on both sides, and returns the differences."""
+    with both_sides(current) as roots:
+        return differences(cases, *record_all(roots, cases, processes))
+
+
+if __name__ == "__main__":
+    _serve(json.load(sys.stdin))

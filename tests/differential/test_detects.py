@@ -1,0 +1,64 @@
+"""The comparison reports a difference for each of these deliberate mistakes: replacements of text in today's code.
+
+The text is looked for in all files of the package and must be there exactly once, so that files may move. An issue that
+changes the text of such a line changes it here too.
+"""
+
+import re
+
+import pytest
+from differential.sides import NoBaseline, both_sides, copy_package, differences, record_all
+from differential.test_differential import SHORT, cases
+
+CASES = cases(SHORT | {"sequence": 60, "spread": 0})
+MISTAKES = {  # name: the text that is replaced, in which « » holds the part that becomes what follows
+    "finish_step gets the divisor": (
+        "step, size, total = self.tickets[-1].step, «self.plan.expected_batch_size», self.sums.topology.total",
+        "self.plan.divisor(1, mean=self.sums.loss_reduction == 'mean')",
+    ),
+    "finish_step gets the next step": ("step, size, total = self.tickets[-1].step«», self.plan.expected", " + 1"),
+    "leaks of unfrozen parameters are not seen": ("        «self.watch_leaks()»\n        self.rows = rows\n", "pass"),
+    "sums stay when the charge fails": (
+        "                self._charge_void(len(self.tickets))\n        «finally»:\n            self.tickets = []",
+        "except ZeroDivisionError: pass\n        else",
+    ),
+    "no finite check after samples were dropped": ("if «dropped and not self.buffer.is_finite()»:", "False"),
+    "a second norm in ghost mode is taken": ("if «self._take is None and use.parameter in self._sq_norms»:", "False"),
+    "the noise address is one too high": ("= self.sums.buffer, self.plan.noise_std, self.tickets[-1].step«»\n", " + 1"),
+    "the divisor is one too large": ("std=std, step=step, scale=1 / «divisor»,", "(divisor + 1)"),
+    "a discarded batch is not charged": ('«self.ledger.charge(self.plan.event(), count=tickets, kind="void")»', "pass"),
+    "factors are not clamped": ("return selected(bounds_K / norms_BK, norms_BK)«.clamp(max=1)»", ""),
+    "another error code": ('code = "«DPE018»"', "DPE017"),
+    "units are ignored": ("loss_scale=self.loss_scale()«, units=self._units()»)", ""),
+    "a resumed run keeps its incarnation": ("« if is_seeded(state) else secrets.randbits(_LIFE_BITS)»", ""),
+    "zero_grad keeps a clipped batch": ("        elif self.stage is Stage.CLIPPED:\n            «self.void()»", "pass"),
+    "merged batches are charged as one": ("self.ledger.charge(self.plan.event(count), count=«count»)", "1"),
+    "a batch over budget is released": ("        «self._refuse_over_budget(len(self.tickets))»\n", "pass"),
+}  # fmt: skip
+
+
+def make_mistake(root, marked, replacement):
+    """Replaces a part of a text that the package has exactly once."""
+    before, part, after = re.split("[«»]", marked)
+    text = before + part + after
+    files = {path: path.read_text() for path in (root / "dpengine").rglob("*.py")}
+    found = [path for path, content in files.items() for _ in range(content.count(text))]
+    assert len(found) == 1, f"{text!r} is in {len(found)} places; it must be in one: change it in {__file__}"
+    found[0].write_text(files[found[0]].replace(text, before + replacement + after))
+
+
+@pytest.mark.nightly
+def test_each_mistake_is_detected(tmp_path):
+    try:
+        with both_sides() as (_, current):
+            roots = [current]
+            for number, mistake in enumerate(MISTAKES.values()):
+                roots.append(tmp_path / str(number))
+                copy_package(current, roots[-1], list((current / "dpengine" / "kernels").glob("native*.so")))
+                make_mistake(roots[-1], *mistake)
+            right, *wrong = record_all(roots, CASES)
+    except NoBaseline as reason:
+        pytest.skip(str(reason))
+    found = {name: len(differences(CASES, right, one)) for name, one in zip(MISTAKES, wrong, strict=True)}
+    print(*(f"{number:4} of {len(CASES)} cases: {name}" for name, number in found.items()), sep="\n")
+    assert all(found.values()), f"Not detected: {[name for name, number in found.items() if not number]}"

@@ -1,0 +1,53 @@
+"""The current package and the package at a baseline commit give the same bits, charges, noise addresses and errors.
+
+A safety net for the restructuring, which is removed when that is done. It plays the same seeded cases on both packages,
+in processes of their own, and compares after every call: the bits of ``p.grad`` and of the parameters, the ledger, the
+address of every draw from the noise source, epsilon, the type and code of errors, and the codes of warnings. Messages
+are not compared. The kinds of cases:
+
+- ``run``: an orderly run; modes, clipping, noise, sampling, chunks, checkpoint and ledger file follow from the seed.
+- ``spread``: a run of two processes.
+- ``sequence``: calls in a random order, with faults in between.
+- ``alone``: the same for ``PerSampleGradientClipper`` and ``GradSampleModule``.
+- ``model``: a generated model (`tests/generated`) through each of these.
+
+Default: a few dozen cases. ``make differential``: the full form and `test_detects`. The number of cases of a kind can
+be set, as in ``DPENGINE_SEQUENCE=20000 DPENGINE_RUN=500``, and the first seed with ``DPENGINE_FIRST_SEED``.
+``python tests/differential/compare.py sequence:17`` plays one case.
+
+The baseline is ``BASELINE`` in `sides`, or ``DPENGINE_BASELINE`` in the environment. To advance it, set it to a commit
+whose behavior is known to be right, and empty ``INTENDED``. An issue that changes behavior on purpose adds the fields
+of the records that differ to ``INTENDED``; one that moves or renames an internal adds the new name to `adapter`.
+"""
+
+import os
+
+import pytest
+from differential.scenarios import DIRECTED
+from differential.sides import NoBaseline, compare
+
+SHORT = {"spread": 1, "directed": len(DIRECTED), "run": 12, "model": 4, "alone": 8, "sequence": 36}
+FULL = {"spread": 12, "directed": len(DIRECTED), "run": 100, "model": 200, "alone": 400, "sequence": 4000}
+
+
+def cases(counts):
+    first = int(os.environ.get("DPENGINE_FIRST_SEED", "0"))
+    numbers = {kind: int(os.environ.get(f"DPENGINE_{kind.upper()}", count)) for kind, count in counts.items()}
+    return [(kind, seed) for kind, number in numbers.items() for seed in range(first, first + number)]
+
+
+def assert_same(counts, processes):
+    try:
+        found = compare(cases(counts), processes=processes)
+    except NoBaseline as reason:
+        pytest.skip(str(reason))
+    assert not found, f"{len(found)} cases differ from the baseline:\n" + "\n".join(found[:10])
+
+
+def test_a_few_cases_are_as_at_the_baseline():
+    assert_same(SHORT, processes=2)
+
+
+@pytest.mark.nightly
+def test_all_cases_are_as_at_the_baseline():
+    assert_same(FULL, processes=int(os.environ.get("DPENGINE_PROCESSES", "2")))
