@@ -65,5 +65,5 @@ setup(
             *PLOTS,
         ],
     },
-    entry_points={"console_scripts": ["dpengine=dpengine.cli:main"]},
+    entry_points={"console_scripts": ["dpengine=dpengine.cli.main:main"]},
 )

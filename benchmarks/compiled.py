@@ -33,7 +33,7 @@ def compiled(build: Build) -> Build:
 def one_graph(cell: Cell, model: nn.Module, batch: Batch, setting: Setting) -> Runner:
     """The loop with ``compile_backward``, past the steps that go through hooks."""
     import dpengine
-    from dpengine.sampling import Ticket
+    from dpengine.sampling.batches import Ticket
 
     criterion, optimizer = cell.loss(), torch.optim.SGD(trainable(model).values(), lr=0.0)
     rows = len(batch[0])

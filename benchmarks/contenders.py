@@ -73,7 +73,7 @@ def ours(mode: str, **books: Any) -> Build:
 
     def build(cell: Cell, model: nn.Module, batch: Batch, setting: Setting) -> Runner:
         import dpengine
-        from dpengine.sampling import Ticket
+        from dpengine.sampling.batches import Ticket
 
         criterion, optimizer = cell.loss(), torch.optim.SGD(trainable(model).values(), lr=setting.rate)
         rows = len(batch[0])

@@ -26,7 +26,8 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset
 
 from dpengine import PrivacyEngine
-from dpengine.noise import AbstractNoise, NoiseSource, banded_toeplitz, mechanism_for, optimize_banded
+from dpengine.noise import AbstractNoise, NoiseSource, banded_toeplitz, optimize_banded
+from dpengine.noise.correlated import mechanism_for
 from dpengine.plan import BandMFConfig
 
 BATCH, EPOCHS, DELTA, BOUND = 100, 2, 1e-5, 0.1

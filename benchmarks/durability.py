@@ -46,7 +46,7 @@ def main() -> None:
 
 
 def _row(name: str, folder: Path, steps: int, setting: Setting) -> None:
-    from dpengine.ledger_file import RunLedger
+    from dpengine.ledger_file.run_ledger import RunLedger
 
     cell, writes = CELLS[name], []
     ways = {"memory": ours("auto"), "file": ours("auto", ledger=folder / "run.ledger")}

@@ -188,7 +188,7 @@ def stepping(cell: Cell, topology: str, kind: str, **options: Any) -> Callable[[
     if kind == ORDINARY:
         return ordinary
     from dpengine import PrivacyEngine
-    from dpengine.sampling import Ticket
+    from dpengine.sampling.batches import Ticket
 
     logical = rows * (1 if together or topology == "one" else dist.get_world_size())
     data = torch.utils.data.TensorDataset(torch.zeros(100 * logical, 1))

@@ -1,72 +1,68 @@
-"""dpengine: PyTorch training with differential privacy, in the loop that you already have."""
+"""Differentially private training for PyTorch: per-sample clipping, noise and accounting in an ordinary loop."""
 
 from __future__ import annotations
 
 import importlib
 import logging
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:
-    from dpengine.accounting import calibrate
-    from dpengine.clipping import Adaptive, Automatic, Flat, Groups, PerLayer, PerSampleGradientClipper
-    from dpengine.engine import PrivacyEngine
-    from dpengine.errors import PrivacyWarning
-    from dpengine.grad_sample_module import GradSampleModule
-    from dpengine.grad_samplers import register_grad_sampler, register_norm_sampler
-    from dpengine.optimizer import detach
-    from dpengine.validation import check, check_loss, fix
-
 __version__ = "0.1.0"
-
-_HOMES = {
-    "Adaptive": "dpengine.clipping",
-    "Automatic": "dpengine.clipping",
-    "Flat": "dpengine.clipping",
-    "GradSampleModule": "dpengine.grad_sample_module",
-    "Groups": "dpengine.clipping",
-    "PerLayer": "dpengine.clipping",
-    "PerSampleGradientClipper": "dpengine.clipping",
-    "PrivacyEngine": "dpengine.engine",
-    "PrivacyWarning": "dpengine.errors",
-    "calibrate": "dpengine.accounting",
-    "check": "dpengine.validation",
-    "check_loss": "dpengine.validation",
-    "detach": "dpengine.optimizer",
-    "fix": "dpengine.validation",
-    "register_grad_sampler": "dpengine.grad_samplers",
-    "register_norm_sampler": "dpengine.grad_samplers",
-}
-
-__all__ = [
-    "Adaptive",
-    "Automatic",
-    "Flat",
-    "GradSampleModule",
-    "Groups",
-    "PerLayer",
-    "PerSampleGradientClipper",
-    "PrivacyEngine",
-    "PrivacyWarning",
-    "calibrate",
-    "check",
-    "check_loss",
-    "detach",
-    "fix",
-    "register_grad_sampler",
-    "register_norm_sampler",
-]
 
 logging.getLogger(__name__).addHandler(logging.NullHandler())
 
 
-if not TYPE_CHECKING:  # a type checker would take any name for known
+def lazy_exports(
+    package: str, names: Mapping[str, Sequence[str]]
+) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
+    """Returns ``__getattr__``, ``__dir__`` and ``__all__`` of a package that imports its public names on first use."""
+    module_of = {name: f"{package}.{module}" for module, exported in names.items() for name in exported}
+    namespace = vars(sys.modules[package])
 
-    def __getattr__(name: str) -> Any:
-        if name not in _HOMES:
-            raise AttributeError(f"module 'dpengine' has no attribute {name!r}")
-        value = globals()[name] = getattr(importlib.import_module(_HOMES[name]), name)
+    def getattr_(name: str) -> Any:
+        if name not in module_of:
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        value = namespace[name] = getattr(importlib.import_module(module_of[name]), name)
         return value
 
+    return getattr_, lambda: sorted({*namespace, *module_of}), sorted(module_of)
 
-def __dir__() -> list[str]:
-    return sorted([*globals(), *__all__])
+
+if TYPE_CHECKING:
+    from dpengine.accounting.dp_sgd import calibrate as calibrate
+    from dpengine.clipping.adaptive import Adaptive as Adaptive
+    from dpengine.clipping.flat import Automatic as Automatic
+    from dpengine.clipping.flat import Flat as Flat
+    from dpengine.clipping.groups import Groups as Groups
+    from dpengine.clipping.per_layer import PerLayer as PerLayer
+    from dpengine.engine.clipper import PerSampleGradientClipper as PerSampleGradientClipper
+    from dpengine.engine.grad_sample_module import GradSampleModule as GradSampleModule
+    from dpengine.engine.optimizer import detach as detach
+    from dpengine.engine.privacy_engine import PrivacyEngine as PrivacyEngine
+    from dpengine.errors import PrivacyWarning as PrivacyWarning
+    from dpengine.grad_samplers.registered import register_grad_sampler as register_grad_sampler
+    from dpengine.grad_samplers.registered import register_norm_sampler as register_norm_sampler
+    from dpengine.validation.check_model import check as check
+    from dpengine.validation.fix_model import fix as fix
+    from dpengine.validation.loss import check_loss as check_loss
+else:
+    __getattr__, __dir__, __all__ = lazy_exports(
+        __name__,
+        {
+            "accounting.dp_sgd": ["calibrate"],
+            "clipping.adaptive": ["Adaptive"],
+            "clipping.flat": ["Automatic", "Flat"],
+            "clipping.groups": ["Groups"],
+            "clipping.per_layer": ["PerLayer"],
+            "engine.clipper": ["PerSampleGradientClipper"],
+            "engine.grad_sample_module": ["GradSampleModule"],
+            "engine.optimizer": ["detach"],
+            "engine.privacy_engine": ["PrivacyEngine"],
+            "errors": ["PrivacyWarning"],
+            "grad_samplers.registered": ["register_grad_sampler", "register_norm_sampler"],
+            "validation.check_model": ["check"],
+            "validation.fix_model": ["fix"],
+            "validation.loss": ["check_loss"],
+        },
+    )

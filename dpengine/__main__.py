@@ -2,6 +2,6 @@
 
 import sys
 
-from dpengine.cli import main
+from dpengine.cli.main import main
 
 sys.exit(main())

@@ -7,7 +7,8 @@ import copy
 import torch
 from reference import per_sample_gradients
 
-from dpengine.clipping import ClippedSums, Flat
+from dpengine.clipping import Flat
+from dpengine.engine.clipped_sums import ClippedSums
 
 SLACK = 2.0**-20  # thresholds are met with this much to spare
 

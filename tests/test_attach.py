@@ -11,8 +11,9 @@ from loops import every_mode, examples, make_loop, mlp, train
 from torch.optim import lr_scheduler
 from torch.utils.data import DataLoader
 
-from dpengine import PrivacyEngine, companions
-from dpengine.admission import attached_models
+from dpengine import PrivacyEngine
+from dpengine.engine import amp_and_lr_schedulers as companions
+from dpengine.engine.argument_checks import attached_models
 
 
 def fail(*args, **kwargs):
@@ -25,11 +26,11 @@ class Closed:
 
 # Where it stops: in the optimizer, between two hooks, at either companion, and at the very end.
 STOPS = {
-    "optimizer": lambda model, patch: patch.setattr("dpengine.optimizer.private_class", fail),
+    "optimizer": lambda model, patch: patch.setattr("dpengine.engine.optimizer.private_class", fail),
     "hooks": lambda model, patch: patch.setattr(model[2], "register_forward_pre_hook", fail),
     "scaler": lambda model, patch: patch.setattr(companions, "attach_scaler", fail),
     "scheduler": lambda model, patch: patch.setattr(companions, "attach_scheduler", fail),
-    "models": lambda model, patch: patch.setattr("dpengine.run.attached_models", Closed),
+    "models": lambda model, patch: patch.setattr("dpengine.engine.run.attached_models", Closed),
 }
 
 

@@ -10,6 +10,7 @@ from loops import BATCH, ROWS, make_loop, state_of, train
 
 from dpengine import PrivacyEngine
 from dpengine.accounting import Charge, Ledger, Relation, calibration, epsilon_of, release_event
+from dpengine.engine.run import Budget
 from dpengine.errors import (
     AccountingRefusedError,
     BudgetExceeded,
@@ -18,7 +19,6 @@ from dpengine.errors import (
     PrivacyWarning,
     TicketError,
 )
-from dpengine.run import Budget
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*DPE012", "ignore:.*DPE006")
 
@@ -187,7 +187,8 @@ def test_the_charged_rate_is_not_below_the_drawn_one():
 def test_noise_is_found_for_the_rate_that_is_charged(monkeypatch):
     asked = []
     monkeypatch.setattr(
-        "dpengine.admission.calibration", lambda **given: asked.append(given["sample_rate"]) or calibration(**given)
+        "dpengine.engine.argument_checks.calibration",
+        lambda **given: asked.append(given["sample_rate"]) or calibration(**given),
     )
     loop = make_loop(target_epsilon=3.0, steps=4, sample_rate=0.1)
     assert asked == [loop.release.plan.event().sample_rate]

@@ -14,8 +14,10 @@ from dpengine.errors import BudgetExceeded, InvalidBudgetError, TicketError
 from dpengine.noise import BLT, BandedInverse, BandMF
 from dpengine.noise.optimize import optimize_scheduled, scheduled_loss
 from dpengine.plan import BandedInverseConfig, BLTConfig
-from dpengine.run_plan import rate_to_book
-from dpengine.sampling import CyclicPoissonStrategy, Partition, Ticket
+from dpengine.plan.run_plan import rate_to_book
+from dpengine.sampling import CyclicPoissonStrategy
+from dpengine.sampling.batches import Ticket
+from dpengine.sampling.cyclic import Partition
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*DPE012", "ignore:.*DPE006")
 BANDS, STEPS, DELTA = 3, 10, 1e-3

@@ -9,8 +9,7 @@ from torch import nn
 from torch.nn.utils.rnn import pack_padded_sequence, pack_sequence
 
 from dpengine import register_grad_sampler
-from dpengine.grad_samplers import REGISTERED
-from dpengine.gradient_check import (
+from dpengine.engine.gradient_check import (
     check_per_sample_gradients,
     compare,
     gradients_alone,
@@ -18,6 +17,7 @@ from dpengine.gradient_check import (
     rows_of,
     unpacked,
 )
+from dpengine.grad_samplers.registered import REGISTERED
 from dpengine.layers import PrivateLSTM
 
 

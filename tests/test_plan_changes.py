@@ -8,8 +8,9 @@ from dpengine.accounting import Relation
 from dpengine.clipping import AbstractClip, Adaptive, Automatic, Flat, Groups, PerLayer
 from dpengine.errors import InvalidBudgetError
 from dpengine.noise import NoiseSource
-from dpengine.run_plan import RunPlan
-from dpengine.sampling import InOrder, PoissonSampling
+from dpengine.plan.run_plan import RunPlan
+from dpengine.sampling import PoissonSampling
+from dpengine.sampling.in_order import InOrder
 
 
 def passes(spe=4, **changed):

@@ -8,8 +8,8 @@ import torch
 from loops import make_loop
 
 from dpengine.accounting import Ledger, PoissonGaussianEvent
+from dpengine.engine.progress import is_shown, progress, spent_text
 from dpengine.errors import AccountingRefusedError
-from dpengine.progress import is_shown, progress, spent_text
 
 
 class Spender:
@@ -97,7 +97,7 @@ def test_an_iterator_without_a_length_has_a_count_only(shown, capsys):
 
 def test_epsilon_is_asked_for_about_once_a_second(shown, monkeypatch):
     now = [0.0]
-    monkeypatch.setattr("dpengine.progress.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("dpengine.engine.progress.time.monotonic", lambda: now[0])
     spender = Spender()
     for _ in progress(spender, range(1000)):
         spender.step()
@@ -107,7 +107,7 @@ def test_epsilon_is_asked_for_about_once_a_second(shown, monkeypatch):
 
 def test_epsilon_that_takes_long_is_asked_for_less_often(shown, monkeypatch):
     now = [0.0]
-    monkeypatch.setattr("dpengine.progress.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("dpengine.engine.progress.time.monotonic", lambda: now[0])
 
     class Slow(Spender):
         @property
@@ -164,7 +164,7 @@ def test_w2_where_it_is_shown(monkeypatch, terminal, variable, rank, expected):
 
 
 def test_without_tqdm_the_loop_goes_on(shown, monkeypatch):
-    monkeypatch.setattr("dpengine.progress.importlib.util.find_spec", lambda name: None)
+    monkeypatch.setattr("dpengine.engine.progress.importlib.util.find_spec", lambda name: None)
     assert list(progress(Spender(), range(3))) == [0, 1, 2]
 
 

@@ -13,8 +13,8 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from dpengine import PrivacyEngine
+from dpengine.engine.batch_state import Stage
 from dpengine.errors import PrivacyError, TicketError
-from dpengine.stage import Stage
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*DPE006", "ignore:.*DPE012", "ignore:.*DPE015")
 

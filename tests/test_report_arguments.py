@@ -6,7 +6,7 @@ from loops import examples, make_loop
 
 from dpengine import check_loss
 from dpengine.errors import BatchDependentLossError
-from dpengine.validation import loss_was_checked
+from dpengine.validation.loss import loss_was_checked
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*DPE012")
 

@@ -7,9 +7,9 @@ from types import SimpleNamespace
 import pytest
 from loops import make_loop
 
+from dpengine.engine.schedulers import Schedule, by_factor, exponential, in_steps
 from dpengine.errors import InvalidBudgetError
 from dpengine.noise import BandMF
-from dpengine.schedulers import Schedule, by_factor, exponential, in_steps
 
 BOTH = pytest.mark.parametrize("attribute", ["noise_multiplier", "max_grad_norm"])
 

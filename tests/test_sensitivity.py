@@ -9,8 +9,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from oracle import clip_by_loop, relative_error
 
-from dpengine.clipping import AbstractClip, Adaptive, Automatic, ClippedSums, Flat, Groups, PerLayer
-from dpengine.gradients import MODES
+from dpengine.clipping import AbstractClip, Adaptive, Automatic, Flat, Groups, PerLayer
+from dpengine.engine.clipped_sums import ClippedSums
+from dpengine.grad_modes.modes import MODES
 
 
 def groups_of(names):

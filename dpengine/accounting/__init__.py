@@ -1,136 +1,125 @@
-"""From what was released to epsilon: events, the ledger that keeps them, accountants, and calibration. No torch."""
+"""Privacy accounting: events, the ledger, accountants and noise calibration. Imports no torch."""
 
-from .accountant import (
-    ACCOUNTANTS,
-    Accountant,
-    PrivacySpent,
-    accountant_used,
-    advantage_of,
-    bounds_of,
-    delta_of,
-    discretization_of,
-    epsilon_of,
-    mu_gdp,
-    privacy_profile,
-    privacy_spent,
-)
-from .arguments import MOST_COUNT
-from .batch_events import FixedSizeGaussianEvent, MixtureGaussianEvent, TruncatedGaussianEvent
-from .calibrate import MOST_NOISE, Calibration, calibration, least_noise, least_noise_by
-from .constants import check_delta, sample_rate_of, steps_of_epochs, steps_per_epoch, suggested_delta
-from .discrete_losses import (
-    RemovalLoss,
-    composed_masses,
-    delta_of_losses,
-    epsilon_of_losses,
-    mean_of_losses,
-    safe_reach,
-    self_composed_masses,
-)
-from .dp_sgd import calibrate, delta, epsilon, epsilon_bounds, steps_within
-from .events import (
-    CyclicGaussianEvent,
-    Event,
-    GaussianEvent,
-    MatrixGaussianEvent,
-    NonPrivateEvent,
-    PoissonGaussianEvent,
-    Relation,
-    UnclaimedEvent,
-    event_from_state,
-    event_to_state,
-    release_event,
-)
-from .first_answer import FirstAnswer, first_answer
-from .gdp import central_limit_epsilon, central_limit_mu, delta_of_mu, epsilon_of_mu, largest_mu
-from .ledger import KINDS, Charge, Ledger, steps_of
-from .library import library_relation
-from .library_events import to_dp_accounting
-from .monte_carlo import MonteCarloClaim, monte_carlo_epsilon, verify
-from .monte_carlo_verified import threshold_for, verified_delta
-from .rdp import ORDERS
-from .renyi_orders import epsilon_by_orders, epsilon_of_divergences, renyi_divergences
-from .rounding import percent_up, round_up, round_up_delta
-from .sampled_matrix import SampledMatrixEvent
-from .trade_off import trade_off
-from .tuning import RepeatAndSelectEvent
+from typing import TYPE_CHECKING
 
-__all__ = [
-    "ACCOUNTANTS",
-    "KINDS",
-    "MOST_COUNT",
-    "MOST_NOISE",
-    "ORDERS",
-    "Accountant",
-    "Calibration",
-    "Charge",
-    "CyclicGaussianEvent",
-    "Event",
-    "FirstAnswer",
-    "FixedSizeGaussianEvent",
-    "GaussianEvent",
-    "Ledger",
-    "MatrixGaussianEvent",
-    "MixtureGaussianEvent",
-    "MonteCarloClaim",
-    "NonPrivateEvent",
-    "PoissonGaussianEvent",
-    "PrivacySpent",
-    "Relation",
-    "RemovalLoss",
-    "RepeatAndSelectEvent",
-    "SampledMatrixEvent",
-    "TruncatedGaussianEvent",
-    "UnclaimedEvent",
-    "accountant_used",
-    "advantage_of",
-    "bounds_of",
-    "calibrate",
-    "calibration",
-    "central_limit_epsilon",
-    "central_limit_mu",
-    "check_delta",
-    "composed_masses",
-    "delta",
-    "delta_of",
-    "delta_of_losses",
-    "delta_of_mu",
-    "discretization_of",
-    "epsilon",
-    "epsilon_bounds",
-    "epsilon_by_orders",
-    "epsilon_of",
-    "epsilon_of_divergences",
-    "epsilon_of_losses",
-    "epsilon_of_mu",
-    "event_from_state",
-    "event_to_state",
-    "first_answer",
-    "largest_mu",
-    "least_noise",
-    "least_noise_by",
-    "library_relation",
-    "mean_of_losses",
-    "monte_carlo_epsilon",
-    "mu_gdp",
-    "percent_up",
-    "privacy_profile",
-    "privacy_spent",
-    "release_event",
-    "renyi_divergences",
-    "round_up",
-    "round_up_delta",
-    "safe_reach",
-    "sample_rate_of",
-    "self_composed_masses",
-    "steps_of",
-    "steps_of_epochs",
-    "steps_per_epoch",
-    "steps_within",
-    "suggested_delta",
-    "threshold_for",
-    "to_dp_accounting",
-    "trade_off",
-    "verified_delta",
-    "verify",
-]
+from dpengine import lazy_exports
+
+if TYPE_CHECKING:
+    from .accountant import ACCOUNTANTS as ACCOUNTANTS
+    from .accountant import Accountant as Accountant
+    from .accountant import PrivacySpent as PrivacySpent
+    from .accountant import advantage_of as advantage_of
+    from .accountant import bounds_of as bounds_of
+    from .accountant import delta_of as delta_of
+    from .accountant import epsilon_of as epsilon_of
+    from .accountant import mu_gdp as mu_gdp
+    from .accountant import privacy_profile as privacy_profile
+    from .accountant import privacy_spent as privacy_spent
+    from .batch_events import FixedSizeGaussianEvent as FixedSizeGaussianEvent
+    from .batch_events import MixtureGaussianEvent as MixtureGaussianEvent
+    from .batch_events import TruncatedGaussianEvent as TruncatedGaussianEvent
+    from .constants import steps_of_epochs as steps_of_epochs
+    from .constants import steps_per_epoch as steps_per_epoch
+    from .constants import suggested_delta as suggested_delta
+    from .discrete_losses import RemovalLoss as RemovalLoss
+    from .discrete_losses import composed_masses as composed_masses
+    from .discrete_losses import delta_of_losses as delta_of_losses
+    from .discrete_losses import epsilon_of_losses as epsilon_of_losses
+    from .discrete_losses import mean_of_losses as mean_of_losses
+    from .discrete_losses import safe_reach as safe_reach
+    from .discrete_losses import self_composed_masses as self_composed_masses
+    from .dp_sgd import calibrate as calibrate
+    from .dp_sgd import delta as delta
+    from .dp_sgd import epsilon as epsilon
+    from .dp_sgd import epsilon_bounds as epsilon_bounds
+    from .dp_sgd import steps_within as steps_within
+    from .events import CyclicGaussianEvent as CyclicGaussianEvent
+    from .events import Event as Event
+    from .events import GaussianEvent as GaussianEvent
+    from .events import MatrixGaussianEvent as MatrixGaussianEvent
+    from .events import NonPrivateEvent as NonPrivateEvent
+    from .events import PoissonGaussianEvent as PoissonGaussianEvent
+    from .events import Relation as Relation
+    from .events import UnclaimedEvent as UnclaimedEvent
+    from .events import release_event as release_event
+    from .gdp import central_limit_epsilon as central_limit_epsilon
+    from .gdp import central_limit_mu as central_limit_mu
+    from .gdp import delta_of_mu as delta_of_mu
+    from .gdp import epsilon_of_mu as epsilon_of_mu
+    from .ledger import KINDS as KINDS
+    from .ledger import Charge as Charge
+    from .ledger import Ledger as Ledger
+    from .library_events import to_dp_accounting as to_dp_accounting
+    from .monte_carlo.estimate import MonteCarloClaim as MonteCarloClaim
+    from .monte_carlo.estimate import monte_carlo_epsilon as monte_carlo_epsilon
+    from .monte_carlo.estimate import verify as verify
+    from .monte_carlo.verified import threshold_for as threshold_for
+    from .monte_carlo.verified import verified_delta as verified_delta
+    from .noise_calibration import Calibration as Calibration
+    from .noise_calibration import calibration as calibration
+    from .noise_calibration import least_noise as least_noise
+    from .noise_calibration import least_noise_by as least_noise_by
+    from .quick_bound import FirstAnswer as FirstAnswer
+    from .quick_bound import first_answer as first_answer
+    from .rdp import ORDERS as ORDERS
+    from .renyi_orders import epsilon_by_orders as epsilon_by_orders
+    from .rounding import percent_up as percent_up
+    from .rounding import round_up as round_up
+    from .rounding import round_up_delta as round_up_delta
+    from .sampled_matrix import SampledMatrixEvent as SampledMatrixEvent
+    from .trade_off_curve import trade_off as trade_off
+    from .tuning import RepeatAndSelectEvent as RepeatAndSelectEvent
+else:
+    __getattr__, __dir__, __all__ = lazy_exports(
+        __name__,
+        {
+            "accountant": [
+                "ACCOUNTANTS",
+                "Accountant",
+                "PrivacySpent",
+                "advantage_of",
+                "bounds_of",
+                "delta_of",
+                "epsilon_of",
+                "mu_gdp",
+                "privacy_profile",
+                "privacy_spent",
+            ],
+            "batch_events": ["FixedSizeGaussianEvent", "MixtureGaussianEvent", "TruncatedGaussianEvent"],
+            "constants": ["steps_of_epochs", "steps_per_epoch", "suggested_delta"],
+            "discrete_losses": [
+                "RemovalLoss",
+                "composed_masses",
+                "delta_of_losses",
+                "epsilon_of_losses",
+                "mean_of_losses",
+                "safe_reach",
+                "self_composed_masses",
+            ],
+            "dp_sgd": ["calibrate", "delta", "epsilon", "epsilon_bounds", "steps_within"],
+            "events": [
+                "CyclicGaussianEvent",
+                "Event",
+                "GaussianEvent",
+                "MatrixGaussianEvent",
+                "NonPrivateEvent",
+                "PoissonGaussianEvent",
+                "Relation",
+                "UnclaimedEvent",
+                "release_event",
+            ],
+            "gdp": ["central_limit_epsilon", "central_limit_mu", "delta_of_mu", "epsilon_of_mu"],
+            "ledger": ["Charge", "KINDS", "Ledger"],
+            "library_events": ["to_dp_accounting"],
+            "monte_carlo.estimate": ["MonteCarloClaim", "monte_carlo_epsilon", "verify"],
+            "monte_carlo.verified": ["threshold_for", "verified_delta"],
+            "noise_calibration": ["Calibration", "calibration", "least_noise", "least_noise_by"],
+            "quick_bound": ["FirstAnswer", "first_answer"],
+            "rdp": ["ORDERS"],
+            "renyi_orders": ["epsilon_by_orders"],
+            "rounding": ["percent_up", "round_up", "round_up_delta"],
+            "sampled_matrix": ["SampledMatrixEvent"],
+            "trade_off_curve": ["trade_off"],
+            "tuning": ["RepeatAndSelectEvent"],
+        },
+    )

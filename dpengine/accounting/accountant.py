@@ -9,10 +9,13 @@ from statistics import NormalDist
 
 from dpengine.errors import AccountingRefusedError
 
-from . import arguments, gdp, library, monte_carlo, pld, prv, rdp
+from . import arguments, gdp, library, rdp
 from .composition import Bounds, Composition, compose
 from .events import Relation
 from .ledger import Charge, checked_history, steps_of
+from .monte_carlo import estimate as monte_carlo
+from .prv import prv
+from .tilted_pld import pld
 
 
 @dataclass(frozen=True)

@@ -13,14 +13,7 @@ import numpy as np
 from dpengine.errors import AccountingRefusedError
 
 from .batch_events import FixedSizeGaussianEvent, MixtureGaussianEvent, TruncatedGaussianEvent
-from .events import (
-    CyclicGaussianEvent,
-    GaussianEvent,
-    MatrixGaussianEvent,
-    NonPrivateEvent,
-    Relation,
-    UnclaimedEvent,
-)
+from .events import CyclicGaussianEvent, GaussianEvent, MatrixGaussianEvent, NonPrivateEvent, Relation, UnclaimedEvent
 from .ledger import Charge
 from .merging import Kinds, cells, typical
 from .sampled_matrix import SampledMatrixEvent

@@ -16,9 +16,9 @@ from dpengine.errors import InvalidBudgetError
 
 from . import arguments
 from .events import release_event
-from .first_answer import first_answer
 from .ledger import Charge
-from .loss_pairs import Direction, LossPair
+from .quick_bound import first_answer
+from .tilted_pld.loss_pairs import Direction, LossPair
 
 Floats = npt.NDArray[np.float64]
 

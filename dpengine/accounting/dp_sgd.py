@@ -9,11 +9,10 @@ from __future__ import annotations
 import itertools
 import math
 
-from dpengine.errors import InvalidBudgetError
-from dpengine.names import suggests_names
+from dpengine.errors import InvalidBudgetError, suggests_names
 
 from . import arguments
-from . import calibrate as calibrating
+from . import noise_calibration as calibrating
 from .accountant import bounds_of, delta_of, epsilon_of
 from .events import Relation, release_event
 from .ledger import Charge

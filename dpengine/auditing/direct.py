@@ -11,15 +11,14 @@ from typing import Any
 
 from dpengine.errors import forget_notices
 
-from .accounting_table import accounting_table
 from .files import files
 from .finding import AuditFinding, timed
 from .isolation import isolation
-from .ledger_law import ledger_law
-from .noise_law import noise_law
+from .ledger_detector import accounting_table, ledger_law
+from .noise_detector import noise_law
 from .oracle import oracle
-from .replay import replay
-from .sampler_law import sampler_law
+from .replay_detector import replay
+from .sampler_detector import sampler_law
 from .subject import Maker, Subject, made
 
 

@@ -11,8 +11,8 @@ import tempfile
 import traceback
 from pathlib import Path
 
-from dpengine.accounting import Relation
-from dpengine.checkpoint import save
+from dpengine.accounting.events import Relation
+from dpengine.checkpoint.saving import save
 from dpengine.errors import PrivacyError
 
 from .finding import AuditFinding, Evidence

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from dpengine.errors import PrivacyError
-from dpengine.sampling import unit_numbers
+from dpengine.sampling.units import unit_numbers
 
 from .finding import AuditFinding, Evidence
 from .subject import LEFT_OUT, Maker, Subject, Trial, made, quiet, without_dropout, without_target

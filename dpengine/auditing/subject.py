@@ -9,12 +9,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, TensorDataset
 
-from dpengine.engine import PrivacyEngine
+from dpengine.engine.privacy_engine import PrivacyEngine
 
 LossOf = Callable[[nn.Module, Any], Tensor]
 """``loss_of(model, batch)``: forward pass and loss of one batch of the loader, as in the training loop."""
@@ -334,3 +335,45 @@ class quiet(warnings.catch_warnings):
 def floats_of(example: Any) -> Iterable[Tensor]:
     """The floating-point tensors of an example."""
     return (one for one in pytree.tree_leaves(example) if isinstance(one, Tensor) and one.is_floating_point())
+
+
+_FEATURES, _CLASSES, _ROWS = 6, 3, 40
+OPTIONS = {  # a noise multiplier and a threshold whose products, squares and ratios are all different
+    "noise_multiplier": 0.8,
+    "max_grad_norm": 0.5,
+    "sample_rate": 0.15,
+    "expected_batch_size": 6.5,
+    "target_delta": 1e-3,
+}
+
+
+def cross_entropy(model: nn.Module, batch: Any) -> Tensor:
+    """The loss of a batch ``(inputs, targets)``."""
+    return F.cross_entropy(model(batch[0]), batch[1])
+
+
+def two_layers(width: int = 40) -> nn.Module:
+    """A model with two weights and two biases; the hidden ones have equal shapes."""
+    return nn.Sequential(
+        nn.Linear(_FEATURES, width), nn.Tanh(), nn.Linear(width, width), nn.Tanh(), nn.Linear(width, _CLASSES)
+    )
+
+
+def rows(number: int = _ROWS) -> TensorDataset:
+    """Inputs of very different lengths, so that some gradients are clipped and some are not."""
+    generator = torch.Generator().manual_seed(1)
+    inputs = torch.randn(number, _FEATURES, generator=generator)
+    inputs *= torch.tensor([1.0, 4.0, 0.1, 15.0]).repeat(-(-number // 4))[:number].unsqueeze(1)
+    return TensorDataset(inputs, torch.randint(0, _CLASSES, (number,), generator=generator))
+
+
+def small(changes: Mapping[str, Any] | None = None, *, width: int = 40, number: int = _ROWS) -> Maker:
+    """A function that makes a small classifier, its data, and the arguments of ``make_private``."""
+
+    def make() -> Subject:
+        model = two_layers(width)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        loader = DataLoader(rows(number), batch_size=6)
+        return Subject(model, optimizer, loader, cross_entropy, {**OPTIONS, **(changes or {})})
+
+    return make

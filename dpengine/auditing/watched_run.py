@@ -12,13 +12,14 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from dpengine.engine import PrivacyEngine
+from dpengine.engine.privacy_engine import PrivacyEngine
+from dpengine.engine.run import Run
 from dpengine.errors import UnknownParameterError
-from dpengine.run import Run
-from dpengine.sampling import AbstractBatchStrategy, CyclicPoissonStrategy, TruncatedStrategy
+from dpengine.sampling.cyclic import CyclicPoissonStrategy
+from dpengine.sampling.scheme import AbstractBatchStrategy
+from dpengine.sampling.subset import TruncatedStrategy
 
-from .canaries import Canaries, Directions, Indices, PlantedGradients
-from .scores import Trace, strategy_of
+from .canaries import Canaries, Directions, Indices, PlantedGradients, Trace, strategy_of
 
 Floats = npt.NDArray[np.float64]
 

@@ -1,42 +1,47 @@
-"""Public laws of batches: fixed before the data are seen, and drawn with ``law.batch_iterator(num_examples, rng)``."""
+"""Sampling schemes for loops without the engine: ``scheme.batch_iterator(num_examples, rng)``."""
 
-from dpengine.sampling import Partition
+from typing import TYPE_CHECKING
 
-from .balls_in_bins import BallsInBinsSampling
-from .cyclic_poisson import CyclicPoissonSampling
-from .fixed_size import FixedBatchSampling, FixedSizeStrategy
-from .law import AbstractBatchSelection, Batches, BatchSampler
-from .min_separation import BMinSepSampling
-from .multi_owner import MultiOwnerGraph, MultiOwnerSelection, greedy_contribution_bound
-from .multi_owner_separation import MultiOwnerMinSepSampling, MultiOwnerSchedule
-from .padding import PADDING, pad_to_multiple_of, split_and_pad_global_batch
-from .random_allocation import RandomAllocationSampling
-from .streams import KeyedWords, words_from
-from .truncation import cut_probability, suggest_cap
-from .users import UserSelectionStrategy
+from dpengine import lazy_exports
 
-__all__ = [
-    "PADDING",
-    "AbstractBatchSelection",
-    "BMinSepSampling",
-    "BallsInBinsSampling",
-    "BatchSampler",
-    "Batches",
-    "CyclicPoissonSampling",
-    "FixedBatchSampling",
-    "FixedSizeStrategy",
-    "KeyedWords",
-    "MultiOwnerGraph",
-    "MultiOwnerMinSepSampling",
-    "MultiOwnerSchedule",
-    "MultiOwnerSelection",
-    "Partition",
-    "RandomAllocationSampling",
-    "UserSelectionStrategy",
-    "cut_probability",
-    "greedy_contribution_bound",
-    "pad_to_multiple_of",
-    "split_and_pad_global_batch",
-    "suggest_cap",
-    "words_from",
-]
+if TYPE_CHECKING:
+    from .allocation import BallsInBinsSampling as BallsInBinsSampling
+    from .allocation import RandomAllocationSampling as RandomAllocationSampling
+    from .cyclic_poisson import CyclicPoissonSampling as CyclicPoissonSampling
+    from .fixed_size import FixedBatchSampling as FixedBatchSampling
+    from .min_separation import BMinSepSampling as BMinSepSampling
+    from .multi_owner import MultiOwnerGraph as MultiOwnerGraph
+    from .multi_owner import MultiOwnerMinSepSampling as MultiOwnerMinSepSampling
+    from .multi_owner import MultiOwnerSchedule as MultiOwnerSchedule
+    from .multi_owner import MultiOwnerSelection as MultiOwnerSelection
+    from .multi_owner import greedy_contribution_bound as greedy_contribution_bound
+    from .padding import PADDING as PADDING
+    from .padding import pad_to_multiple_of as pad_to_multiple_of
+    from .padding import split_and_pad_global_batch as split_and_pad_global_batch
+    from .scheme import AbstractBatchSelection as AbstractBatchSelection
+    from .scheme import Batches as Batches
+    from .scheme import BatchSampler as BatchSampler
+    from .truncation import cut_probability as cut_probability
+    from .truncation import suggest_cap as suggest_cap
+    from .users import UserSelectionStrategy as UserSelectionStrategy
+else:
+    __getattr__, __dir__, __all__ = lazy_exports(
+        __name__,
+        {
+            "allocation": ["BallsInBinsSampling", "RandomAllocationSampling"],
+            "cyclic_poisson": ["CyclicPoissonSampling"],
+            "fixed_size": ["FixedBatchSampling"],
+            "min_separation": ["BMinSepSampling"],
+            "multi_owner": [
+                "MultiOwnerGraph",
+                "MultiOwnerMinSepSampling",
+                "MultiOwnerSchedule",
+                "MultiOwnerSelection",
+                "greedy_contribution_bound",
+            ],
+            "padding": ["PADDING", "pad_to_multiple_of", "split_and_pad_global_batch"],
+            "scheme": ["AbstractBatchSelection", "BatchSampler", "Batches"],
+            "truncation": ["cut_probability", "suggest_cap"],
+            "users": ["UserSelectionStrategy"],
+        },
+    )

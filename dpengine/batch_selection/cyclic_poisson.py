@@ -5,16 +5,11 @@ from __future__ import annotations
 import dataclasses
 from typing import ClassVar
 
-from dpengine.sampling import (
-    AbstractBatchStrategy,
-    CyclicPoissonStrategy,
-    Partition,
-    TruncatedStrategy,
-    whole_number,
-)
+from dpengine.sampling.cyclic import CyclicPoissonStrategy, Partition
+from dpengine.sampling.scheme import AbstractBatchStrategy, whole_number
+from dpengine.sampling.subset import TruncatedStrategy
 
-from .checks import checked_probability
-from .law import AbstractBatchSelection
+from .scheme import AbstractBatchSelection, checked_probability
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

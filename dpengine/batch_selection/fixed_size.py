@@ -7,16 +7,10 @@ from typing import ClassVar
 
 import numpy as np
 
-from dpengine.sampling import (
-    AbstractBatchStrategy,
-    IndexBatch,
-    WordStream,
-    numbers_below,
-    uniform_subset,
-    whole_number,
-)
+from dpengine.sampling.scheme import AbstractBatchStrategy, IndexBatch, WordStream, whole_number
+from dpengine.sampling.subset import numbers_below, uniform_subset
 
-from .law import AbstractBatchSelection
+from .scheme import AbstractBatchSelection
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -7,19 +7,11 @@ from typing import ClassVar
 
 import numpy as np
 
-from dpengine.sampling import (
-    AbstractBatchStrategy,
-    IndexBatch,
-    PoissonSampling,
-    WordStream,
-    numbers_below,
-    uniform_subset,
-    whole_number,
-)
+from dpengine.sampling.poisson import PoissonSampling
+from dpengine.sampling.scheme import AbstractBatchStrategy, IndexBatch, WordStream, whole_number
+from dpengine.sampling.subset import numbers_below, uniform_subset
 
-from .checks import checked_probability
-from .law import AbstractBatchSelection
-from .remembering import BEFORE, RememberingStrategy
+from .scheme import BEFORE, AbstractBatchSelection, RememberingStrategy, checked_probability
 
 Resting = tuple[IndexBatch, ...]
 """Who was chosen in each of the last steps, the latest last."""

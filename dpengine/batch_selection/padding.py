@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from dpengine.sampling import IndexBatch, whole_number
+from dpengine.sampling.scheme import IndexBatch, whole_number
 
 PADDING = -1
 """The index of no example. ``indices == PADDING`` is what `functional.clipped_grad` takes as ``is_padding_example``."""

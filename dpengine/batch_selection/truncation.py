@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from dpengine.sampling import whole_number
+from dpengine.sampling.scheme import whole_number
 
-from .checks import checked_probability
+from .scheme import checked_probability
 
 _NOTHING_BESIDE_DELTA = 0.01
 

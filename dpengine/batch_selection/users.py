@@ -9,10 +9,9 @@ from typing import Any, ClassVar
 import numpy as np
 import numpy.typing as npt
 
-from dpengine.sampling import IndexBatch, whole_number
+from dpengine.sampling.scheme import IndexBatch, whole_number
 
-from .law import AbstractBatchSelection, Batches
-from .streams import words_from
+from .scheme import AbstractBatchSelection, Batches, words_from
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -1,29 +1,18 @@
-"""Stage 2: a forward and a backward pass become LayerCall records."""
+"""Records the inputs and the output gradient of each watched layer."""
 
-from .batch_statistics import may_normalise_by_constants, normalises_by_constants
-from .capture import Capture, CaptureState, Receiver
-from .model_state import ModelState, modes_kept
-from .outputs import tensors_in_outputs
-from .record import LayerCall, Use, turned
-from .replay import Pass, Replay
-from .watch import Kind, Watch, has_own_parameters, watch_list
+from typing import TYPE_CHECKING
 
-__all__ = [
-    "Capture",
-    "CaptureState",
-    "Kind",
-    "LayerCall",
-    "ModelState",
-    "Pass",
-    "Receiver",
-    "Replay",
-    "Use",
-    "Watch",
-    "has_own_parameters",
-    "may_normalise_by_constants",
-    "modes_kept",
-    "normalises_by_constants",
-    "tensors_in_outputs",
-    "turned",
-    "watch_list",
-]
+from dpengine import lazy_exports
+
+if TYPE_CHECKING:
+    from .record import LayerCall as LayerCall
+    from .record import Use as Use
+    from .replay import Pass as Pass
+else:
+    __getattr__, __dir__, __all__ = lazy_exports(
+        __name__,
+        {
+            "record": ["LayerCall", "Use"],
+            "replay": ["Pass"],
+        },
+    )

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from dpengine.distributed import layer_type
+from dpengine.distributed.layer_parts import layer_type
 from dpengine.errors import UnsupportedLayerError
 
 from .hooks import Hook

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from dpengine.distributed import SINGLE, Topology
+from dpengine.distributed.topology import SINGLE, Topology
 from dpengine.errors import BufferUpdateError
 
 _EVERY = 500  # passes from one comparison of all values to the next

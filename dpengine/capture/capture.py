@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from torch._C import _functorch
 from torch.autograd.variable import Variable
 
-from dpengine.distributed import SINGLE, Topology
+from dpengine.distributed.topology import SINGLE, Topology
 from dpengine.errors import UnknownParameterError
-from dpengine.layers import from_twin, to_twin
+from dpengine.layers.replacements import from_twin, to_twin
 
 from .batch_statistics import batch_norm_guards
 from .hooks import Hook, LayerHook, RootHook

@@ -13,8 +13,7 @@ from torch import Tensor, nn
 from dpengine.errors import UnsupportedLayerError
 
 from .model_state import ModelState
-from .outputs import map_outputs, tensors_in_outputs
-from .tap import CopyTap, put_tensors, take_tensors, tensors_in
+from .tap import CopyTap, map_outputs, put_tensors, take_tensors, tensors_in, tensors_in_outputs
 
 GradsOf = Callable[[list[Tensor]], Sequence["Tensor | None"]]
 

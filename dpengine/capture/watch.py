@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 from torch.nn.utils import parametrize
 
-from dpengine.layers import TWINS, is_made_of_operations
+from dpengine.layers.replacements import TWINS, is_made_of_operations
 
 
 class Kind(enum.Enum):

@@ -24,8 +24,8 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from dpengine.errors import UnsupportedLayerError
-from dpengine.kernels import traced
-from dpengine.layers import linear_place
+from dpengine.kernels.library import traced
+from dpengine.layers.linear_place import linear_place
 
 
 @dataclass(frozen=True, eq=False)

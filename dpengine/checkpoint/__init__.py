@@ -1,6 +1,18 @@
-"""A run in a folder: saved as a whole, and gone on with. Nothing that is read can be code."""
+"""Saves a private run to a folder and resumes it. Loading never executes code."""
 
-from .load import exists, load
-from .save import save
+from typing import TYPE_CHECKING
 
-__all__ = ["exists", "load", "save"]
+from dpengine import lazy_exports
+
+if TYPE_CHECKING:
+    from .loading import exists as exists
+    from .loading import load as load
+    from .saving import save as save
+else:
+    __getattr__, __dir__, __all__ = lazy_exports(
+        __name__,
+        {
+            "loading": ["exists", "load"],
+            "saving": ["save"],
+        },
+    )

@@ -7,10 +7,11 @@ from typing import Any, Protocol
 
 from torch import Tensor, nn
 
-from dpengine.accounting import Ledger
-from dpengine.distributed import Topology, local_part
+from dpengine.accounting.ledger import Ledger
+from dpengine.distributed.local_shards import local_part
+from dpengine.distributed.topology import Topology
+from dpengine.engine.run import Run
 from dpengine.errors import InvalidBudgetError
-from dpengine.run import Run
 
 VERSION = 2
 SECRET = "private"

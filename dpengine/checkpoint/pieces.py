@@ -19,7 +19,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from dpengine.distributed import Box
+from dpengine.distributed.local_shards import Box
 from dpengine.errors import CorruptFileError
 
 _SUFFIX = ".safetensors"

@@ -17,15 +17,18 @@ import secrets
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from dpengine.accounting import Charge, CyclicGaussianEvent, MatrixGaussianEvent
-from dpengine.agreement import examples_of
-from dpengine.distributed import unwrapped
+from dpengine.accounting.events import CyclicGaussianEvent, MatrixGaussianEvent
+from dpengine.accounting.ledger import Charge
+from dpengine.distributed.detect import unwrapped
+from dpengine.engine.batch_state import Stage
+from dpengine.engine.rank_consistency import examples_of
+from dpengine.engine.run import Run
 from dpengine.errors import CorruptFileError, LedgerError, MechanismMismatchError, TicketError
-from dpengine.noise import AbstractNoise, NoiseSource, mechanism_for
-from dpengine.run import Run
-from dpengine.run_plan import RunPlan
-from dpengine.sampling import UnitIds
-from dpengine.stage import Stage
+from dpengine.noise.correlated import mechanism_for
+from dpengine.noise.mechanism import AbstractNoise
+from dpengine.noise.source import NoiseSource
+from dpengine.plan.run_plan import RunPlan
+from dpengine.sampling.units import UnitIds
 
 from .layout import EARLIER
 

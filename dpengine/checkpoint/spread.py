@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
-from dpengine.distributed import Box, Places, Topology, is_dtensor, local_part
+from dpengine.distributed.local_shards import Box, Places, is_dtensor, local_part
+from dpengine.distributed.topology import Topology
 from dpengine.errors import CorruptFileError, MechanismMismatchError
 
 from .layout import EARLIER

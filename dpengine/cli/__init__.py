@@ -1,5 +1,1 @@
-"""The command line: ``dpengine calibrate | epsilon | report | check | ledger | audit | doctor``."""
-
-from .main import main
-
-__all__ = ["main"]
+"""The command line."""

@@ -9,18 +9,13 @@ from argparse import Namespace
 from collections.abc import Callable
 from typing import Any
 
-from dpengine.auditing import (
-    QUICK,
-    VERDICTS,
-    AuditFinding,
-    noise_law,
-    quick,
-    replay,
-    sampler_law,
-    small,
-    timed,
-    worst_verdict,
-)
+from dpengine.auditing.direct import QUICK, quick
+from dpengine.auditing.finding import AuditFinding, timed, worst_verdict
+from dpengine.auditing.noise_detector import noise_law
+from dpengine.auditing.replay_detector import replay
+from dpengine.auditing.sampler_detector import sampler_law
+from dpengine.auditing.subject import small
+from dpengine.auditing.verdict import VERDICTS
 
 from .check_model import named
 from .commands import CommandError

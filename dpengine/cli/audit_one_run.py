@@ -11,9 +11,10 @@ from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
-from dpengine import PrivacyEngine
-from dpengine.auditing import AuditReport, one_run
-from dpengine.data import load_adult
+from dpengine.auditing.one_run_audit import one_run
+from dpengine.auditing.verdict import AuditReport
+from dpengine.data.adult import load_adult
+from dpengine.engine.privacy_engine import PrivacyEngine
 
 from .commands import CommandError
 from .main import WRONG_USE

@@ -9,23 +9,18 @@ import textwrap
 from argparse import Namespace
 from typing import Any
 
-from dpengine.accounting import (
-    ACCOUNTANTS,
-    MOST_COUNT,
-    Charge,
-    Relation,
-    bounds_of,
-    calibration,
-    check_delta,
-    epsilon_of,
-    release_event,
-    round_up,
-    sample_rate_of,
-    steps_per_epoch,
-    suggested_delta,
-)
+from dpengine.accounting.accountant import ACCOUNTANTS, bounds_of, epsilon_of
+from dpengine.accounting.arguments import MOST_COUNT
+from dpengine.accounting.constants import check_delta, sample_rate_of, steps_per_epoch, suggested_delta
+from dpengine.accounting.events import Relation, release_event
+from dpengine.accounting.ledger import Charge
+from dpengine.accounting.noise_calibration import calibration
+from dpengine.accounting.rounding import round_up
 from dpengine.errors import AccountingRefusedError, PrivacyError
-from dpengine.report import PrivacyReport, RunFacts, assumptions, statement
+from dpengine.report.assumptions import assumptions
+from dpengine.report.facts import RunFacts
+from dpengine.report.privacy_statement import statement
+from dpengine.report.report import PrivacyReport
 
 from .commands import CommandError
 from .main import WRONG_USE

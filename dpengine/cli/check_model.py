@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import nn
 
-from dpengine.validation import check
+from dpengine.validation.check_model import check
 
 from .commands import CommandError
 from .main import DONE, FAILED, WRONG_USE

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dpengine.accounting import ACCOUNTANTS, MOST_COUNT
+from dpengine.accounting.accountant import ACCOUNTANTS
+from dpengine.accounting.arguments import MOST_COUNT
 
 _LONGEST = 40  # characters of a value in a message
 

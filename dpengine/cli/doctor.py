@@ -11,8 +11,9 @@ from importlib import metadata
 import torch
 
 import dpengine
-from dpengine.accounting import accountant_used
-from dpengine.noise import SECURE_KIND, NoiseSource, native_normals
+from dpengine.accounting.accountant import accountant_used
+from dpengine.noise.keyed_streams import SECURE_KIND, native_normals
+from dpengine.noise.source import NoiseSource
 
 from .screen import columns
 

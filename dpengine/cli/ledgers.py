@@ -8,8 +8,11 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from dpengine.accounting import Charge, Relation, epsilon_of, round_up, round_up_delta, steps_of
-from dpengine.ledger_file import Contents, RunOfFile, read
+from dpengine.accounting.accountant import epsilon_of
+from dpengine.accounting.events import Relation
+from dpengine.accounting.ledger import Charge, steps_of
+from dpengine.accounting.rounding import round_up, round_up_delta
+from dpengine.ledger_file.contents import Contents, RunOfFile, read
 
 from .commands import CommandError
 from .main import WRONG_USE

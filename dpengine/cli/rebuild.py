@@ -8,17 +8,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from dpengine.accounting import (
-    CyclicGaussianEvent,
-    FixedSizeGaussianEvent,
-    GaussianEvent,
-    Ledger,
-    PoissonGaussianEvent,
-    Relation,
-    TruncatedGaussianEvent,
-)
+from dpengine.accounting.batch_events import FixedSizeGaussianEvent, TruncatedGaussianEvent
+from dpengine.accounting.events import CyclicGaussianEvent, GaussianEvent, PoissonGaussianEvent, Relation
+from dpengine.accounting.ledger import Ledger
 from dpengine.errors import CorruptFileError, PrivacyError
-from dpengine.report import REPORT_FILE, PrivacyReport, RunFacts
+from dpengine.report.facts import RunFacts
+from dpengine.report.reading import REPORT_FILE
+from dpengine.report.report import PrivacyReport
 
 from .commands import CommandError
 from .main import WRONG_USE

@@ -1,26 +1,24 @@
-"""Stage 5: norms become factors, and the sensitivity that follows; the clipped sums that they give."""
+"""Clipping policies: per-sample gradient norms to clipping factors."""
 
-from .adaptive import Adaptive
-from .automatic import Automatic
-from .clipped_sums import ClippedSums, ClipStatistics
-from .clipper import PerSampleGradientClipper
-from .flat import Flat
-from .groups import Groups
-from .per_layer import PerLayer
-from .policy import AbstractClip
-from .short_forms import clipping_from
-from .shown_sums import ShownSums
+from typing import TYPE_CHECKING
 
-__all__ = [
-    "AbstractClip",
-    "Adaptive",
-    "Automatic",
-    "ClipStatistics",
-    "ClippedSums",
-    "Flat",
-    "Groups",
-    "PerLayer",
-    "PerSampleGradientClipper",
-    "ShownSums",
-    "clipping_from",
-]
+from dpengine import lazy_exports
+
+if TYPE_CHECKING:
+    from .adaptive import Adaptive as Adaptive
+    from .flat import Automatic as Automatic
+    from .flat import Flat as Flat
+    from .groups import Groups as Groups
+    from .per_layer import PerLayer as PerLayer
+    from .policy import AbstractClip as AbstractClip
+else:
+    __getattr__, __dir__, __all__ = lazy_exports(
+        __name__,
+        {
+            "adaptive": ["Adaptive"],
+            "flat": ["Automatic", "Flat"],
+            "groups": ["Groups"],
+            "per_layer": ["PerLayer"],
+            "policy": ["AbstractClip"],
+        },
+    )

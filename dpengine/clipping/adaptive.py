@@ -10,8 +10,7 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from dpengine.errors import InvalidBudgetError
-from dpengine.names import suggests_names
+from dpengine.errors import InvalidBudgetError, suggests_names
 
 from .policy import AbstractClip, NormalStream, Total, check_norms, factors_within, positive
 

@@ -6,11 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, final
 
+import torch
 from torch import Tensor
 
-from dpengine.names import suggests_names
+from dpengine.errors import suggests_names
 
-from .policy import AbstractClip, check_norms, factors_within, positive
+from .policy import SLACK, AbstractClip, check_norms, factors_within, positive, selected
 
 
 @final
@@ -47,3 +48,51 @@ class Flat(AbstractClip):
 
     def describe(self) -> dict[str, Any]:
         return {"policy": "flat", "max_norm": self.max_norm}
+
+
+_WHERE = "clipping.Automatic"
+
+
+@final
+@suggests_names
+@dataclass(frozen=True)
+class Automatic(AbstractClip):
+    """Multiplies each sample's gradient by ``max_norm / (norm + stability)``, which leaves it below norm ``max_norm``.
+
+    Small gradients are scaled up, so ``max_norm`` and the learning rate say the same thing: fix one, tune the other.
+
+    Args:
+        max_norm: The norm that large gradients get.
+        stability: What is added to the norm. It keeps the order of small norms, hence convergence.
+
+    Raises:
+        InvalidBudgetError: If an argument is not positive and finite.
+    """
+
+    max_norm: float = 1.0
+    stability: float = 0.01
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "max_norm", positive(_WHERE, "max_norm", self.max_norm))
+        object.__setattr__(self, "stability", positive(_WHERE, "stability", self.stability))
+
+    @property
+    def bounds(self) -> tuple[float, ...]:
+        return (self.max_norm,)
+
+    def group_of(self, names: Sequence[str]) -> list[int]:
+        return [0] * len(names)
+
+    def factors(self, norms_BK: Tensor) -> Tensor:
+        check_norms(_WHERE, norms_BK, 1)
+        largest = torch.finfo(norms_BK.dtype).max  # an infinite factor would make NaN of a gradient of zeros
+        factors_BK = (torch.full_like(norms_BK, self.max_norm * (1 - SLACK)) / (norms_BK + self.stability)).clamp(
+            max=largest
+        )
+        return selected(factors_BK, norms_BK)
+
+    def resized(self, max_grad_norm: float) -> Automatic:
+        return Automatic(max_grad_norm, self.stability)
+
+    def describe(self) -> dict[str, Any]:
+        return {"policy": "automatic", "max_norm": self.max_norm, "stability": self.stability}

@@ -9,7 +9,7 @@ from typing import Any, final
 
 from torch import Tensor
 
-from dpengine.names import suggests_names
+from dpengine.errors import suggests_names
 
 from .policy import AbstractClip, check_norms, factors_within, positive
 

@@ -8,8 +8,7 @@ from typing import Any
 from dpengine.errors import InvalidBudgetError
 
 from .adaptive import Adaptive
-from .automatic import Automatic
-from .flat import Flat
+from .flat import Automatic, Flat
 from .per_layer import PerLayer
 from .policy import AbstractClip
 

@@ -1,5 +1,15 @@
-"""Forward, loss, backward and clipping as one graph, for ``torch.compile``."""
+"""The forward pass, loss, backward pass and clipping as one graph, for ``torch.compile``."""
 
-from .backward import CompiledBackward
+from typing import TYPE_CHECKING
 
-__all__ = ["CompiledBackward"]
+from dpengine import lazy_exports
+
+if TYPE_CHECKING:
+    from .backward import CompiledBackward as CompiledBackward
+else:
+    __getattr__, __dir__, __all__ = lazy_exports(
+        __name__,
+        {
+            "backward": ["CompiledBackward"],
+        },
+    )

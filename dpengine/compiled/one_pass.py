@@ -13,9 +13,12 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from dpengine.capture import Capture, LayerCall, Use
+from dpengine.capture.capture import Capture
+from dpengine.capture.record import LayerCall, Use
 from dpengine.errors import BufferUpdateError, MissingGradientError, UnsupportedLayerError
-from dpengine.gradients import Bookkeep, MethodTable, wide
+from dpengine.grad_modes.bookkeep import Bookkeep
+from dpengine.grad_modes.choose_method import MethodTable
+from dpengine.grad_modes.flat_buffer import wide
 
 
 @dataclass(frozen=True, eq=False)

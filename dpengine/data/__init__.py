@@ -1,6 +1,17 @@
-"""The bundled data set, UCI Adult, and its loader."""
+"""The bundled UCI Adult data set."""
 
-from .adult import load_adult
-from .record import LabelledData
+from typing import TYPE_CHECKING
 
-__all__ = ["LabelledData", "load_adult"]
+from dpengine import lazy_exports
+
+if TYPE_CHECKING:
+    from .adult import load_adult as load_adult
+    from .record import LabelledData as LabelledData
+else:
+    __getattr__, __dir__, __all__ = lazy_exports(
+        __name__,
+        {
+            "adult": ["load_adult"],
+            "record": ["LabelledData"],
+        },
+    )

@@ -8,7 +8,7 @@ from torch import nn
 
 from dpengine.errors import UnsupportedLayerError
 
-from .dtensors import read_as_dtensors
+from .local_shards import read_as_dtensors
 from .ranks import ALONE, Ranks, world
 from .topology import Slot, Topology
 

@@ -18,8 +18,7 @@ from torch.utils import _pytree as pytree
 
 from dpengine.errors import UnsupportedLayerError
 
-from .dtensors import is_dtensor, local_part
-from .held import Held
+from .local_shards import Held, is_dtensor, local_part
 
 LAYERS = (nn.Linear, nn.Embedding)
 

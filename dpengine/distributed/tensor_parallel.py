@@ -15,8 +15,8 @@ from torch import nn
 
 from dpengine.errors import UnsupportedLayerError
 
-from .dtensors import is_dtensor, read_as_dtensors
 from .layer_parts import LAYERS, LayerPart, layer_type
+from .local_shards import is_dtensor, read_as_dtensors
 from .ranks import ALONE, Ranks, world
 from .topology import Slot, Topology
 

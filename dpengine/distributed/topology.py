@@ -15,11 +15,52 @@ from torch import Tensor, nn
 
 from dpengine.errors import MechanismMismatchError
 
-from .dtensors import is_first_copy
-from .held import Held
 from .layer_parts import LayerPart, cut_axis
-from .ranks import ALONE, Ranks
-from .split_norms import add_up_sq_norms
+from .local_shards import Held, is_first_copy
+from .ranks import ALONE, Ranks, Seal
+
+_SPREAD = 1e-6  # variance of a row's norms over ranks, of their squared mean
+
+
+def add_up_sq_norms(
+    splits: Ranks, own_BK: Tensor, whole_BK: Tensor, facts: Sequence[object], device: torch.device
+) -> Tensor:
+    """Adds up squared norms of parts.
+
+    Args:
+        splits: The ranks that hold parts, for the same rows.
+        own_BK: Squared norms of the gradients of parts that only this rank holds.
+        whole_BK: Those of parameters that each rank holds as a whole.
+        facts: What must be the same on all of them.
+        device: Where numbers are exchanged.
+
+    Returns:
+        Squared norms of whole gradients, float64 and the same bits on every rank.
+
+    Raises:
+        MechanismMismatchError: If ranks do not do the same, or have other gradients of what each holds as a whole.
+    """
+    rows, groups = own_BK.shape
+    message = torch.zeros(rows * (groups + 2) + Seal.WORDS, dtype=torch.float64, device=device)
+    sums = message[: -Seal.WORDS].view(rows, groups + 2)
+    sums[:, :groups] = own_BK if splits.rank else own_BK.double() + whole_BK.double()
+    sums[:, groups + 1] = whole_BK.double().sum(dim=1)
+    sums[:, groups] = sums[:, groups + 1].sqrt()
+    Seal.write(message[-Seal.WORDS :], facts)
+    splits.add_up(message)()
+    Seal.refuse_other(message[-Seal.WORDS :], splits.size)
+    norm_B, sq_norm_B = sums[:, groups], sums[:, groups + 1]
+    if bool((splits.size * sq_norm_B > norm_B.square() * (1 + _SPREAD)).any()):
+        raise MechanismMismatchError(
+            "The processes that hold parts of the layers do not have the same gradients of the parameters that each "
+            "holds as a whole.",
+            fix="Give all of them the same random state (torch.manual_seed), so that dropout is the same; and let no "
+            "layer that is whole work on a part of an activation, as between ColwiseParallel and RowwiseParallel, or "
+            "with sequences split.",
+        )
+    unusable_B1 = ~sq_norm_B.isfinite().unsqueeze(1)  # on any rank: then the row is dropped on all
+    return sums[:, :groups].masked_fill(unusable_B1, torch.inf).to(own_BK.device)
+
 
 Slot = tuple[nn.Module, str]
 """Where a parameter is registered: its module, and its name there."""

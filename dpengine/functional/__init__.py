@@ -1,17 +1,24 @@
-"""Clipped gradients of plain functions, on ``torch.func``: the same guarantee without modules and hooks."""
+"""Clipped gradients of plain functions, based on ``torch.func``."""
 
-from .bounded import AuxiliaryOutput, BoundedSensitivityCallable
-from .clip_gradient import clip_gradient
-from .clip_tree import clip_tree
-from .clipped_grad import clipped_fun, clipped_grad
-from .compiled import compiled
+from typing import TYPE_CHECKING
 
-__all__ = [
-    "AuxiliaryOutput",
-    "BoundedSensitivityCallable",
-    "clip_gradient",
-    "clip_tree",
-    "clipped_fun",
-    "clipped_grad",
-    "compiled",
-]
+from dpengine import lazy_exports
+
+if TYPE_CHECKING:
+    from .bounded import AuxiliaryOutput as AuxiliaryOutput
+    from .bounded import BoundedSensitivityCallable as BoundedSensitivityCallable
+    from .clipped_gradients import clipped_fun as clipped_fun
+    from .clipped_gradients import clipped_grad as clipped_grad
+    from .clipping import clip_gradient as clip_gradient
+    from .clipping import clip_tree as clip_tree
+    from .compiled_gradients import compiled as compiled
+else:
+    __getattr__, __dir__, __all__ = lazy_exports(
+        __name__,
+        {
+            "bounded": ["AuxiliaryOutput", "BoundedSensitivityCallable"],
+            "clipped_gradients": ["clipped_fun", "clipped_grad"],
+            "clipping": ["clip_gradient", "clip_tree"],
+            "compiled_gradients": ["compiled"],
+        },
+    )

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from dpengine.accounting import Relation
+from dpengine.accounting.events import Relation
 
 
 class AuxiliaryOutput(NamedTuple):

@@ -1,49 +1,18 @@
-"""Stage 3: a LayerCall becomes per-sample gradients, norms and weighted sums of one layer."""
+"""Per-layer rules for per-sample gradients, their norms and weighted sums."""
 
-from .conv import padding_of, sliding_windows
-from .embedding import refuse_unsafe_embedding
-from .functional import functional_sampler
-from .gram import GramNorm, gram_norms, norms
-from .machine import operations_per_byte, operations_per_second
-from .precision import full_precision
-from .registered import (
-    REGISTERED,
-    REGISTERED_NORMS,
-    WITHDRAWN,
-    RegisteredGrads,
-    RegisteredNorms,
-    register_grad_sampler,
-    register_norm_sampler,
-)
-from .sampler import Cost, GradSampler, JointSampler, NormedRule
-from .table import BUILTIN, rule_for, sampler_for
-from .tied import tied_cost, tied_norm
+from typing import TYPE_CHECKING
 
-__all__ = [
-    "BUILTIN",
-    "REGISTERED",
-    "REGISTERED_NORMS",
-    "WITHDRAWN",
-    "Cost",
-    "GradSampler",
-    "GramNorm",
-    "JointSampler",
-    "NormedRule",
-    "RegisteredGrads",
-    "RegisteredNorms",
-    "full_precision",
-    "functional_sampler",
-    "gram_norms",
-    "norms",
-    "operations_per_byte",
-    "operations_per_second",
-    "padding_of",
-    "refuse_unsafe_embedding",
-    "register_grad_sampler",
-    "register_norm_sampler",
-    "rule_for",
-    "sampler_for",
-    "sliding_windows",
-    "tied_cost",
-    "tied_norm",
-]
+from dpengine import lazy_exports
+
+if TYPE_CHECKING:
+    from .registered import register_grad_sampler as register_grad_sampler
+    from .registered import register_norm_sampler as register_norm_sampler
+    from .sampler import GradSampler as GradSampler
+else:
+    __getattr__, __dir__, __all__ = lazy_exports(
+        __name__,
+        {
+            "registered": ["register_grad_sampler", "register_norm_sampler"],
+            "sampler": ["GradSampler"],
+        },
+    )

@@ -10,14 +10,13 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from dpengine.capture import LayerCall
+from dpengine.capture.record import LayerCall
 
-from .arguments import argument
 from .gram import gram_sq_norm, outer_sum, spread_of
 from .linear import SAMPLERS as LINEAR
 from .linear import gram_cost, tokens
-from .precision import full_precision
-from .sampler import Cost, GradSampler
+from .machine import full_precision
+from .sampler import Cost, GradSampler, argument
 
 
 def _factors(call: LayerCall) -> tuple[Tensor, ...]:

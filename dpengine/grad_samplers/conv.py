@@ -20,14 +20,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dpengine.capture import LayerCall
+from dpengine.capture.record import LayerCall
 from dpengine.kernels import products as native
 
-from .arguments import argument
 from .gram import WORKSPACE_BYTES, gram_operations, gram_sq_norm, spread_of
-from .machine import fast_in_float64, operations_per_byte
-from .precision import full_precision
-from .sampler import Cost, GradSampler
+from .machine import fast_in_float64, full_precision, operations_per_byte
+from .sampler import Cost, GradSampler, argument
 
 _ONE_CALL = 2e6  # floating point operations in the time of one call from Python
 

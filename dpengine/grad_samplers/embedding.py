@@ -12,14 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dpengine.capture import LayerCall
+from dpengine.capture.record import LayerCall
 from dpengine.errors import UnsupportedLayerError
-from dpengine.kernels import traced
+from dpengine.kernels.library import traced
 
-from .arguments import argument
 from .gram import norms, spread_of
 from .linear import tokens
-from .sampler import GradSampler
+from .sampler import GradSampler, argument
 
 
 def refuse_unsafe_embedding(layer: nn.Module, name: str = "") -> None:

@@ -10,12 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dpengine.capture import LayerCall
+from dpengine.capture.record import LayerCall
 
-from .arguments import argument
 from .embedding import Uses, dense, merged, per_row, summed, weight_of
 from .gram import product_of_norms
-from .sampler import GradSampler
+from .sampler import GradSampler, argument
 
 
 def _bags(call: LayerCall) -> tuple[Tensor, Tensor]:

@@ -19,9 +19,9 @@ from torch.func import functional_call, vjp, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils import _pytree as pytree
 
-from dpengine.capture import LayerCall, turned
+from dpengine.capture.record import LayerCall, turned
 from dpengine.errors import UnsupportedLayerError
-from dpengine.kernels import traced
+from dpengine.kernels.library import traced
 
 from .embedding import refuse_unsafe_embedding
 from .sampler import JointSampler

@@ -24,10 +24,9 @@ import torch
 from torch import Tensor
 
 from dpengine.kernels import products as native
-from dpengine.kernels import traced
+from dpengine.kernels.library import traced
 
-from .machine import fast_in_float64
-from .precision import full_precision
+from .machine import fast_in_float64, full_precision
 
 WORKSPACE_BYTES = 64 * 2**20
 _BLOCK = 64  # features added before rounding errors start anew

@@ -7,10 +7,9 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor
 
-from dpengine.capture import LayerCall
+from dpengine.capture.record import LayerCall
 
-from .arguments import argument
-from .sampler import GradSampler
+from .sampler import GradSampler, argument
 
 
 def sum_space(per_position: Tensor) -> Tensor:

@@ -7,11 +7,10 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor
 
-from dpengine.capture import LayerCall
+from dpengine.capture.record import LayerCall
 
-from .arguments import argument
 from .group_norm import sum_space
-from .sampler import GradSampler
+from .sampler import GradSampler, argument
 
 
 def _weight_grad(call: LayerCall) -> Tensor:

@@ -7,11 +7,10 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor
 
-from dpengine.capture import LayerCall
+from dpengine.capture.record import LayerCall
 from dpengine.errors import UnsupportedLayerError
 
-from .arguments import argument
-from .sampler import GradSampler
+from .sampler import GradSampler, argument
 
 
 def sum_positions(per_position: Tensor, shape: tuple[int, ...]) -> Tensor:

@@ -11,12 +11,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from dpengine.capture import LayerCall
+from dpengine.capture.record import LayerCall
 
-from .arguments import argument
 from .gram import gram_operations, gram_sq_norm, outer_sum, spread_of
-from .precision import full_precision
-from .sampler import Cost, GradSampler
+from .machine import full_precision
+from .sampler import Cost, GradSampler, argument
 
 
 def tokens(features: Tensor) -> Tensor:

@@ -5,11 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from dpengine.capture import LayerCall
+from dpengine.capture.record import LayerCall
 
-from .arguments import argument
 from .group_norm import sum_space
-from .sampler import GradSampler
+from .sampler import GradSampler, argument
 
 
 def _weight_grad(call: LayerCall) -> Tensor:

@@ -12,9 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from dpengine.capture import LayerCall
-from dpengine.errors import MissingGradientError, UnsupportedLayerError
-from dpengine.names import suggests_names
+from dpengine.capture.record import LayerCall
+from dpengine.errors import MissingGradientError, UnsupportedLayerError, suggests_names
 
 from .sampler import JointSampler, Rows
 

@@ -8,11 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from dpengine.capture import LayerCall
+from dpengine.capture.record import LayerCall
+
+
+def argument(call: LayerCall, position: int, name: str) -> Any:
+    """The input at ``position``, or the keyword input ``name``; None where neither was given."""
+    return call.inputs[position] if position < len(call.inputs) else call.kwargs.get(name)
+
 
 Rows = Callable[[LayerCall], Tensor]
 

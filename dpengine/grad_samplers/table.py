@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from torch import nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
-from dpengine.distributed import layer_type
+from dpengine.distributed.layer_parts import layer_type
 
 from . import bilinear, conv, embedding, embedding_bag, group_norm, instance_norm, layer_norm, linear, prelu, rms_norm
 from .functional import functional_sampler

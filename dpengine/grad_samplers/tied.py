@@ -16,15 +16,13 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from dpengine.capture import LayerCall
+from dpengine.capture.record import LayerCall
 
 from . import embedding, linear
-from .arguments import argument
 from .gram import WORKSPACE_BYTES, GramNorm, gram_norms
 from .linear import tokens
-from .machine import fast_in_float64
-from .precision import full_precision
-from .sampler import Cost, GradSampler
+from .machine import fast_in_float64, full_precision
+from .sampler import Cost, GradSampler, argument
 
 Calls = Sequence[tuple[LayerCall, GradSampler]]
 

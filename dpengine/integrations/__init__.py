@@ -1,5 +1,1 @@
-"""Trainers of other packages. Each file is imported by its own name, and needs the package that it is named after."""
-
-from .lightning_classes import lightning_class
-
-__all__ = ["lightning_class"]
+"""Trainers of other packages. Import each module by its own name; it needs the package it is named after."""

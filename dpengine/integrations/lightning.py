@@ -14,20 +14,25 @@ from typing import Any
 
 from torch.utils.data import DataLoader, IterableDataset
 
-from dpengine.engine import PrivacyEngine
+from dpengine.engine.batch_state import Stage
+from dpengine.engine.privacy_engine import PrivacyEngine
+from dpengine.engine.run import Run
 from dpengine.errors import (
     AccountingRefusedError,
     MissingDependencyError,
     ParameterMismatchError,
     SamplingError,
     TicketError,
+    refuse_unknown,
 )
-from dpengine.names import refuse_unknown
-from dpengine.run import Run
-from dpengine.stage import Stage
 
-from .lightning_classes import lightning_class
-from .lightning_refusals import notice_choices_by_training_data, refuse_callbacks, refuse_change, refuse_settings
+from .lightning_checks import (
+    lightning_class,
+    notice_choices_by_training_data,
+    refuse_callbacks,
+    refuse_change,
+    refuse_settings,
+)
 
 _OURS = {"self", "module", "optimizer", "data_loader", "accumulation_steps", "grad_scaler", "lr_scheduler"}
 _WANTED = [name for name in inspect.signature(PrivacyEngine.make_private).parameters if name not in _OURS]

@@ -1,27 +1,32 @@
-"""Modules that keep the rows of a batch apart: twins of torch's recurrent and attention layers, and parts of such."""
+"""Batch-first replacements for torch's recurrent and attention layers."""
 
-from .attention import PrivateMultiheadAttention
-from .linear_place import linear_place
-from .recurrent import PrivateGRU, PrivateLSTM, PrivateRNN, run_cells
-from .rnn_linear import RNNLinear
-from .sequence_bias import SequenceBias
-from .single_step import PrivateGRUCell, PrivateLSTMCell, PrivateRNNCell
-from .twins import TWINS, from_twin, is_made_of_operations, to_twin
+from typing import TYPE_CHECKING
 
-__all__ = [
-    "TWINS",
-    "PrivateGRU",
-    "PrivateGRUCell",
-    "PrivateLSTM",
-    "PrivateLSTMCell",
-    "PrivateMultiheadAttention",
-    "PrivateRNN",
-    "PrivateRNNCell",
-    "RNNLinear",
-    "SequenceBias",
-    "from_twin",
-    "is_made_of_operations",
-    "linear_place",
-    "run_cells",
-    "to_twin",
-]
+from dpengine import lazy_exports
+
+if TYPE_CHECKING:
+    from .attention import PrivateMultiheadAttention as PrivateMultiheadAttention
+    from .attention import SequenceBias as SequenceBias
+    from .recurrent import PrivateGRU as PrivateGRU
+    from .recurrent import PrivateGRUCell as PrivateGRUCell
+    from .recurrent import PrivateLSTM as PrivateLSTM
+    from .recurrent import PrivateLSTMCell as PrivateLSTMCell
+    from .recurrent import PrivateRNN as PrivateRNN
+    from .recurrent import PrivateRNNCell as PrivateRNNCell
+    from .recurrent import RNNLinear as RNNLinear
+else:
+    __getattr__, __dir__, __all__ = lazy_exports(
+        __name__,
+        {
+            "attention": ["PrivateMultiheadAttention", "SequenceBias"],
+            "recurrent": [
+                "PrivateGRU",
+                "PrivateGRUCell",
+                "PrivateLSTM",
+                "PrivateLSTMCell",
+                "PrivateRNN",
+                "PrivateRNNCell",
+                "RNNLinear",
+            ],
+        },
+    )

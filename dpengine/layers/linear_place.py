@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function
 
-from dpengine.differentiated_once import differentiated_once
+from .not_twice_differentiable import differentiated_once
 
 
 def linear_place(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dpengine.kernels import native_library
+from dpengine.kernels.library import native_library
 
 from .schedule import Schedule
 

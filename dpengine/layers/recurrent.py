@@ -251,3 +251,76 @@ _KERNELS: dict[str, Callable[..., Any]] = {
     "GRU": torch.gru,
     "LSTM": torch.lstm,
 }
+
+
+class PrivateRNNCell(nn.RNNCell):
+    """``nn.RNNCell`` whose rows can be told apart. Takes batched (2-D) input."""
+
+    def forward(self, input: Tensor, hx: Any = None) -> Any:
+        """As ``nn.RNNCell.forward``; refuses input without a batch axis (ValueError)."""
+        return _step(self, f"RNN_{self.nonlinearity.upper()}", input, hx, None)[0]
+
+
+class PrivateGRUCell(nn.GRUCell):
+    """``nn.GRUCell`` whose rows can be told apart. Takes batched (2-D) input."""
+
+    def forward(self, input: Tensor, hx: Any = None) -> Any:
+        """As ``nn.GRUCell.forward``; refuses input without a batch axis (ValueError)."""
+        return _step(self, "GRU", input, hx, None)[0]
+
+
+class PrivateLSTMCell(nn.LSTMCell):
+    """``nn.LSTMCell`` whose rows can be told apart. Takes batched (2-D) input."""
+
+    def forward(self, input: Tensor, hx: Any = None) -> Any:
+        """As ``nn.LSTMCell.forward``; refuses input without a batch axis (ValueError)."""
+        h0, c0 = (None, None) if hx is None else hx
+        return _step(self, "LSTM", input, h0, c0)
+
+
+def _step(
+    module: nn.RNNCellBase, mode: str, inputs_BF: Tensor, h0_BH: Tensor | None, c0_BH: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
+    for tensor in (inputs_BF, h0_BH, c0_BH):
+        if tensor is not None and tensor.dim() != 2:
+            raise ValueError(
+                f"{type(module).__name__} needs batched input of 2 dimensions, since it tells the rows of a batch "
+                f"apart; got {tensor.dim()}. Add the batch axis: input.unsqueeze(0)."
+            )
+    gates_BG = F.linear(inputs_BF, module.weight_ih, module.bias_ih)
+    zeros_BH = inputs_BF.new_zeros(inputs_BF.shape[0], module.hidden_size)
+    state, memory = (zeros_BH if given is None else given for given in (h0_BH, c0_BH))
+    return CELLS[mode].step(gates_BG, F.linear(state, module.weight_hh, module.bias_hh), state, memory)
+
+
+class RNNLinear(nn.Linear):
+    """``nn.Linear`` for the steps of a recurrence, of which the late ones may have fewer rows than the batch.
+
+    A row of a call belongs to the row of the batch in the same place. Where rows have ended, those that go on must
+    come first: then set ``max_batch_len`` to the size of the batch, and the missing rows get no gradient.
+
+    Args:
+        in_features: Size of each input row.
+        out_features: Size of each output row.
+        bias: Whether a bias is added.
+    """
+
+    max_batch_len: int | None = None
+    """Rows of the batch, where a call may have fewer; None where each call has all of them."""
+
+    def __init__(self, in_features: int, out_features: int, bias: bool = True):
+        super().__init__(in_features, out_features, bias)
+
+    def forward(self, input: Tensor) -> Tensor:
+        """As ``nn.Linear.forward``; refuses more rows than ``max_batch_len`` (ValueError)."""
+        rows, missing = len(input), 0 if self.max_batch_len is None else self.max_batch_len - len(input)
+        if missing < 0:
+            raise ValueError(
+                f"RNNLinear: the input has {rows} rows, and max_batch_len says that the batch has "
+                f"{self.max_batch_len}. Set max_batch_len to the size of the batch, or to None."
+            )
+        if missing == 0:
+            return F.linear(input, self.weight, self.bias)
+        # The use of the weight must have the rows of the batch, so that each row learns its own gradient.
+        whole = F.pad(input, (*[0] * (2 * input.dim() - 1), missing))
+        return F.linear(whole, self.weight, self.bias)[:rows]

@@ -1,8 +1,19 @@
-"""The ledger on disk: one append-only file for each data set, in which charges are durable before they buy anything."""
+"""The durable ledger: an append-only file that records each charge before the step takes effect."""
 
-from .books import Books, asked_for
-from .contents import Contents, RunOfFile, read
-from .lines import Entry
-from .run_ledger import MOST_RESERVED, RunLedger
+from typing import TYPE_CHECKING
 
-__all__ = ["MOST_RESERVED", "Books", "Contents", "Entry", "RunLedger", "RunOfFile", "asked_for", "read"]
+from dpengine import lazy_exports
+
+if TYPE_CHECKING:
+    from .contents import Contents as Contents
+    from .contents import RunOfFile as RunOfFile
+    from .contents import read as read
+    from .lines import Entry as Entry
+else:
+    __getattr__, __dir__, __all__ = lazy_exports(
+        __name__,
+        {
+            "contents": ["Contents", "RunOfFile", "read"],
+            "lines": ["Entry"],
+        },
+    )

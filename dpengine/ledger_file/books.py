@@ -16,8 +16,9 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from dpengine.accounting import Charge, Ledger, Relation, steps_of
-from dpengine.distributed import Ranks
+from dpengine.accounting.events import Relation
+from dpengine.accounting.ledger import Charge, Ledger, steps_of
+from dpengine.distributed.ranks import Ranks
 from dpengine.errors import LedgerError, MechanismMismatchError
 
 from .contents import Contents, RunOfFile, read

@@ -7,7 +7,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from dpengine.accounting import KINDS, MOST_COUNT, Charge, Event, event_from_state
+from dpengine.accounting.arguments import MOST_COUNT
+from dpengine.accounting.events import Event, event_from_state
+from dpengine.accounting.ledger import KINDS, Charge
 from dpengine.errors import InvalidBudgetError, LedgerError
 
 from .lines import BACKUP, Entry, entries_of

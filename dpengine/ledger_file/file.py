@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from dpengine.accounting import Event, event_to_state
+from dpengine.accounting.events import Event, event_to_state
 from dpengine.errors import LedgerError
 
 from .contents import SCHEMA, Contents, follow

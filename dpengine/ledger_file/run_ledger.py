@@ -7,8 +7,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from dpengine.accounting import Charge, Event, Ledger
-from dpengine.distributed import Ranks
+from dpengine.accounting.events import Event
+from dpengine.accounting.ledger import Charge, Ledger
+from dpengine.distributed.ranks import Ranks
 from dpengine.errors import LedgerError
 
 from .file import LedgerFile, Reservation, Told

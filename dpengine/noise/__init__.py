@@ -1,51 +1,48 @@
-"""Noise: sums -> noisy sums, from randomness that is addressed and never repeats."""
+"""Noise mechanisms, addressed random sources, and strategies for correlated noise."""
 
-from .band_mf import BandMF
-from .buffered import blt_column, optimize_blt
-from .correlated import CorrelatedNoise, Recurrence, mechanism_for
-from .gaussian import GaussianNoise
-from .keyed_streams import DEFAULT_KIND, SECURE_KIND, native_normals
-from .mechanism import AbstractNoise, check_release
-from .optimize import optimize_banded, optimize_banded_inverse
-from .recurrences import banded_inverse, banded_toeplitz, blt, checked_column, dense, independent, lambda_cgd
-from .sensitivity import toeplitz_sq_sensitivity
-from .share import add_noise, drawn_places
-from .short_forms import BLT, BandedInverse
-from .source import NoiseSource
-from .toeplitz import column_norms
-from .toeplitz import inverse as toeplitz_inverse
-from .transform import NoiseState, NoiseTransform
+from typing import TYPE_CHECKING
 
-__all__ = [
-    "BLT",
-    "DEFAULT_KIND",
-    "SECURE_KIND",
-    "AbstractNoise",
-    "BandMF",
-    "BandedInverse",
-    "CorrelatedNoise",
-    "GaussianNoise",
-    "NoiseSource",
-    "NoiseState",
-    "NoiseTransform",
-    "Recurrence",
-    "add_noise",
-    "banded_inverse",
-    "banded_toeplitz",
-    "blt",
-    "blt_column",
-    "check_release",
-    "checked_column",
-    "column_norms",
-    "dense",
-    "drawn_places",
-    "independent",
-    "lambda_cgd",
-    "mechanism_for",
-    "native_normals",
-    "optimize_banded",
-    "optimize_banded_inverse",
-    "optimize_blt",
-    "toeplitz_inverse",
-    "toeplitz_sq_sensitivity",
-]
+from dpengine import lazy_exports
+
+if TYPE_CHECKING:
+    from .band_mf import BandMF as BandMF
+    from .buffered import blt_column as blt_column
+    from .buffered import optimize_blt as optimize_blt
+    from .correlated import CorrelatedNoise as CorrelatedNoise
+    from .correlated import Recurrence as Recurrence
+    from .gaussian import GaussianNoise as GaussianNoise
+    from .mechanism import AbstractNoise as AbstractNoise
+    from .optimize import optimize_banded as optimize_banded
+    from .optimize import optimize_banded_inverse as optimize_banded_inverse
+    from .recurrences import banded_inverse as banded_inverse
+    from .recurrences import banded_toeplitz as banded_toeplitz
+    from .recurrences import blt as blt
+    from .recurrences import checked_column as checked_column
+    from .recurrences import dense as dense
+    from .recurrences import lambda_cgd as lambda_cgd
+    from .sensitivity import toeplitz_sq_sensitivity as toeplitz_sq_sensitivity
+    from .short_forms import BLT as BLT
+    from .short_forms import BandedInverse as BandedInverse
+    from .source import NoiseSource as NoiseSource
+    from .toeplitz import column_norms as column_norms
+    from .toeplitz import toeplitz_inverse as toeplitz_inverse
+    from .transform import NoiseState as NoiseState
+    from .transform import NoiseTransform as NoiseTransform
+else:
+    __getattr__, __dir__, __all__ = lazy_exports(
+        __name__,
+        {
+            "band_mf": ["BandMF"],
+            "buffered": ["blt_column", "optimize_blt"],
+            "correlated": ["CorrelatedNoise", "Recurrence"],
+            "gaussian": ["GaussianNoise"],
+            "mechanism": ["AbstractNoise"],
+            "optimize": ["optimize_banded", "optimize_banded_inverse"],
+            "recurrences": ["banded_inverse", "banded_toeplitz", "blt", "checked_column", "dense", "lambda_cgd"],
+            "sensitivity": ["toeplitz_sq_sensitivity"],
+            "short_forms": ["BLT", "BandedInverse"],
+            "source": ["NoiseSource"],
+            "toeplitz": ["column_norms", "toeplitz_inverse"],
+            "transform": ["NoiseState", "NoiseTransform"],
+        },
+    )

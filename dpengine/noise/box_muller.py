@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dpengine.kernels import thread_team
+from dpengine.kernels.library import thread_team
 
 PAIRS = 256
 GROUP = 2 * PAIRS  # normals

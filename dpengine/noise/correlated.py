@@ -15,7 +15,7 @@ from typing import Any, final
 
 from torch import Tensor
 
-from dpengine.distributed import Places
+from dpengine.distributed.local_shards import Places
 from dpengine.errors import PrivacyError
 
 from .gaussian import GaussianNoise

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from dpengine.kernels import native_library, thread_team
+from dpengine.kernels.library import native_library, thread_team
 
 from .box_muller import add_native_normals, add_normals
 from .chacha20 import fill_keystream

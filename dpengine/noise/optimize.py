@@ -15,7 +15,16 @@ from collections.abc import Callable
 import numpy as np
 
 from .sensitivity import overlapped, rounds
-from .toeplitz import Coefficients, error_weights, inverse, prefix_sums, product, root, root_of_prefix_sums, solve
+from .toeplitz import (
+    Coefficients,
+    error_weights,
+    prefix_sums,
+    product,
+    root,
+    root_of_prefix_sums,
+    solve,
+    toeplitz_inverse,
+)
 
 Loss = Callable[[np.ndarray], tuple[float, np.ndarray]]
 _MOST_STEPS = 500
@@ -125,7 +134,7 @@ def optimize_banded_inverse(
     start = banded_inverse_square_root(size, bands, a)
 
     def value(d: np.ndarray) -> tuple[float, np.ndarray]:
-        beta, c = product(a, d, size), inverse(d, size)
+        beta, c = product(a, d, size), toeplitz_inverse(d, size)
         error, by_beta = float(weights @ np.square(beta)), 2 * weights * beta
         by_error = np.array([by_beta[k:] @ a[: size - k] for k in range(bands)])
         total = overlapped(c, size, gap, times)
@@ -154,7 +163,7 @@ def banded_inverse_square_root(size: int, bands: int, workload: np.ndarray | Non
     """  # noqa: DOC502 - the checks raise on our behalf
     _check_size(size, bands)
     of = root_of_prefix_sums(bands) if workload is None else root(_checked_workload(workload, size)[:bands])
-    return inverse(of, bands)
+    return toeplitz_inverse(of, bands)
 
 
 def _check_size(size: int, bands: int) -> None:

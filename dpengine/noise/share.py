@@ -7,8 +7,9 @@ from itertools import pairwise
 
 from torch import Tensor
 
-from dpengine.distributed import Places, Ranks, Seal
-from dpengine.gradients import FlatBuffer, Key, Stretch, Taken
+from dpengine.distributed.local_shards import Places
+from dpengine.distributed.ranks import Ranks, Seal
+from dpengine.grad_modes.flat_buffer import FlatBuffer, Key, Stretch, Taken
 
 from .mechanism import AbstractNoise
 

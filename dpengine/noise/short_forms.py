@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from dpengine.sampling import whole_number
+from dpengine.sampling.scheme import whole_number
 
 _MOST_BUFFERS = 15
 

@@ -52,7 +52,7 @@ def root(column: Coefficients) -> np.ndarray:
     return r
 
 
-def inverse(column: Coefficients, size: int) -> np.ndarray:
+def toeplitz_inverse(column: Coefficients, size: int) -> np.ndarray:
     """First column ``(size,)`` of the inverse of the matrix of that size."""
     return solve(column, np.concatenate([[1.0], np.zeros(size - 1)]))
 

@@ -8,13 +8,10 @@ from typing import Any, ClassVar, Self, final
 
 import numpy as np
 
-from dpengine.noise import (
-    Recurrence,
-    banded_toeplitz,
-    column_norms,
-    optimize_banded,
-    toeplitz_inverse,
-)
+from dpengine.noise.correlated import Recurrence
+from dpengine.noise.optimize import optimize_banded
+from dpengine.noise.recurrences import banded_toeplitz
+from dpengine.noise.toeplitz import column_norms, toeplitz_inverse
 
 from . import checks
 from .claims import Claims

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
-from dpengine.accounting import Event, Relation, least_noise
-from dpengine.batch_selection import AbstractBatchSelection
+from dpengine.accounting.events import Event, Relation
+from dpengine.accounting.noise_calibration import least_noise
+from dpengine.batch_selection.scheme import AbstractBatchSelection
 
 
 class Claims(Protocol):

@@ -7,22 +7,99 @@ import dataclasses
 import json
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
-from dpengine.accounting import Event, Relation, accountant_used
-from dpengine.batch_selection import AbstractBatchSelection
-from dpengine.errors import AccountingRefusedError
-from dpengine.names import suggests_names
-from dpengine.noise import NoiseTransform, Recurrence
+import torch
+
+from dpengine.accounting.accountant import accountant_used
+from dpengine.accounting.events import Event, Relation
+from dpengine.accounting.library import library_relation
+from dpengine.batch_selection.scheme import AbstractBatchSelection
+from dpengine.errors import AccountingRefusedError, CalibrationError, suggests_names
+from dpengine.noise.correlated import Recurrence
+from dpengine.noise.transform import NoiseTransform
 
 from . import checks
 from .claims import Claims
 from .execution_plan import DPExecutionPlan
-from .flags import PerformanceFlags
-from .library_accounting import AccountantFactory, calibrated_by_library
 
 if TYPE_CHECKING:
-    from dpengine.functional import BoundedSensitivityCallable
+    from dpengine.functional.bounded import BoundedSensitivityCallable
+
+
+@dataclass(frozen=True, kw_only=True)
+class PerformanceFlags:
+    """How a plan is carried out. The mechanism, and so the guarantee, is the same with all of them.
+
+    Attributes:
+        dtype: In which gradients are clipped and summed: float32 or float64; None leaves them as they are, and sums
+            half precision in float32.
+        noise_seed: None for the operating system's randomness. With a seed noise repeats, for tests: whoever knows the
+            seed can subtract it.
+        microbatch_size: Examples whose gradients are held at a time; it divides the batch.
+        keep_batch_dim: Whether the loss sees an example with an axis of size 1 in front.
+        process_group: A ``torch.distributed`` group over whose ranks sums are added.
+    """
+
+    dtype: torch.dtype | None = torch.float32
+    noise_seed: int | None = None
+    microbatch_size: int | None = None
+    keep_batch_dim: bool = True
+    process_group: Any = None
+
+
+AccountantFactory = Callable[[Any], Any]
+"""Makes an accountant for a ``dp_accounting.NeighboringRelation``."""
+_MOST_NOISE = 1e6
+
+
+def calibrated_by_library(
+    event_of: Callable[[float], Any],
+    factory: AccountantFactory,
+    relation: Relation,
+    target: float,
+    delta: float,
+    tol: float,
+) -> float:
+    """The least noise for a target, by bisection; the private end of the bracket.
+
+    Args:
+        event_of: The event at a noise multiplier.
+        factory: Makes the accountant.
+        relation: Which data sets are neighbours.
+        target: Epsilon, above 0.
+        delta: In (0, 1).
+        tol: Relative width of the bracket at its end.
+
+    Returns:
+        A noise multiplier at which epsilon is at most the target.
+
+    Raises:
+        ValueError: If the target or delta is out of range.
+        CalibrationError: If no noise is enough.
+    """
+    if not target > 0 or not 0 < delta < 1:
+        raise ValueError(f"calibrate: epsilon={target!r} must be above 0, and delta={delta!r} in (0, 1).")
+
+    def keeps(sigma: float) -> bool:
+        accountant = factory(library_relation(relation))
+        accountant.compose(event_of(sigma))
+        return float(accountant.get_epsilon(delta)) <= target
+
+    good = 1.0
+    while not keeps(good):
+        good *= 2
+        if good > _MOST_NOISE:
+            raise CalibrationError(f"epsilon={target:g} is not reached with noise_multiplier={_MOST_NOISE:g}.")
+    bad = good / 2
+    while bad > 1e-2 and keeps(bad):
+        good, bad = bad, bad / 2
+    while good / bad - 1 > tol:
+        middle = (good * bad) ** 0.5
+        good, bad = (middle, bad) if keeps(middle) else (good, middle)
+    return good
+
 
 _VERSION = 1  # of the JSON form
 
@@ -273,7 +350,7 @@ class AbstractPlanConfig(abc.ABC):
 
 def _with_bound(bound: dict[str, Any]) -> Callable[..., BoundedSensitivityCallable]:
     """``clipped_grad`` with options that the plan has fixed."""
-    from dpengine.functional import clipped_grad  # brings the compiler, which takes a second
+    from dpengine.functional.clipped_gradients import clipped_grad  # brings the compiler, which takes a second
 
     def plan_clipped_grad(*args: Any, **options: Any) -> BoundedSensitivityCallable:
         again = sorted(options.keys() & bound.keys())

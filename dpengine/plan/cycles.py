@@ -8,19 +8,14 @@ from typing import Any
 
 import numpy as np
 
-from dpengine.accounting import (
-    ACCOUNTANTS,
-    Charge,
-    Event,
-    MatrixGaussianEvent,
-    NonPrivateEvent,
-    Relation,
-    calibration,
-    epsilon_of,
-)
-from dpengine.accounting import to_dp_accounting as as_library_event
-from dpengine.batch_selection import CyclicPoissonSampling, Partition
-from dpengine.noise import toeplitz_sq_sensitivity
+from dpengine.accounting.accountant import ACCOUNTANTS, epsilon_of
+from dpengine.accounting.events import Event, MatrixGaussianEvent, NonPrivateEvent, Relation
+from dpengine.accounting.ledger import Charge
+from dpengine.accounting.library_events import to_dp_accounting as as_library_event
+from dpengine.accounting.noise_calibration import calibration
+from dpengine.batch_selection.cyclic_poisson import CyclicPoissonSampling
+from dpengine.noise.sensitivity import toeplitz_sq_sensitivity
+from dpengine.sampling.cyclic import Partition
 
 from .claims import example_relation
 

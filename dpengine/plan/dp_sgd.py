@@ -5,17 +5,14 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, ClassVar, Self, final
 
-from dpengine.accounting import (
-    Charge,
-    Event,
-    FixedSizeGaussianEvent,
-    NonPrivateEvent,
-    Relation,
-    epsilon_of,
-    to_dp_accounting,
-)
-from dpengine.batch_selection import AbstractBatchSelection, FixedBatchSampling
-from dpengine.noise import Recurrence
+from dpengine.accounting.accountant import epsilon_of
+from dpengine.accounting.batch_events import FixedSizeGaussianEvent
+from dpengine.accounting.events import Event, NonPrivateEvent, Relation
+from dpengine.accounting.ledger import Charge
+from dpengine.accounting.library_events import to_dp_accounting
+from dpengine.batch_selection.fixed_size import FixedBatchSampling
+from dpengine.batch_selection.scheme import AbstractBatchSelection
+from dpengine.noise.correlated import Recurrence
 
 from . import checks
 from .claims import Claims, claimed_noise

@@ -6,12 +6,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from dpengine.accounting import Relation
-from dpengine.batch_selection import AbstractBatchSelection
-from dpengine.noise import NoiseTransform
+from dpengine.accounting.events import Relation
+from dpengine.batch_selection.scheme import AbstractBatchSelection
+from dpengine.noise.transform import NoiseTransform
 
 if TYPE_CHECKING:
-    from dpengine.functional import BoundedSensitivityCallable
+    from dpengine.functional.bounded import BoundedSensitivityCallable
 
     from .config import AbstractPlanConfig
 

@@ -7,15 +7,11 @@ from typing import Any, Self, final
 
 import numpy as np
 
-from dpengine.noise import (
-    Recurrence,
-    banded_inverse,
-    blt,
-    blt_column,
-    optimize_banded_inverse,
-    optimize_blt,
-    toeplitz_inverse,
-)
+from dpengine.noise.buffered import blt_column, optimize_blt
+from dpengine.noise.correlated import Recurrence
+from dpengine.noise.optimize import optimize_banded_inverse
+from dpengine.noise.recurrences import banded_inverse, blt
+from dpengine.noise.toeplitz import toeplitz_inverse
 
 from . import checks
 from .config import AbstractPlanConfig

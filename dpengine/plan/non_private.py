@@ -6,10 +6,13 @@ import dataclasses
 import math
 from typing import Any, ClassVar, NoReturn, final
 
-from dpengine.accounting import ACCOUNTANTS, Event, NonPrivateEvent, Relation, to_dp_accounting
-from dpengine.batch_selection import AbstractBatchSelection, FixedBatchSampling
+from dpengine.accounting.accountant import ACCOUNTANTS
+from dpengine.accounting.events import Event, NonPrivateEvent, Relation
+from dpengine.accounting.library_events import to_dp_accounting
+from dpengine.batch_selection.fixed_size import FixedBatchSampling
+from dpengine.batch_selection.scheme import AbstractBatchSelection
 from dpengine.errors import InvalidBudgetError
-from dpengine.noise import Recurrence
+from dpengine.noise.correlated import Recurrence
 
 from . import checks
 from .claims import Claims

@@ -6,25 +6,20 @@ import dataclasses
 import math
 from typing import Any
 
-from dpengine.accounting import (
-    ACCOUNTANTS,
-    Charge,
-    CyclicGaussianEvent,
-    Event,
-    NonPrivateEvent,
-    Relation,
-    TruncatedGaussianEvent,
-    calibration,
-    epsilon_of,
-    release_event,
-    to_dp_accounting,
-)
-from dpengine.batch_selection import CyclicPoissonSampling, Partition, cut_probability, suggest_cap
+from dpengine.accounting.accountant import ACCOUNTANTS, epsilon_of
+from dpengine.accounting.batch_events import TruncatedGaussianEvent
+from dpengine.accounting.events import CyclicGaussianEvent, Event, NonPrivateEvent, Relation, release_event
+from dpengine.accounting.ledger import Charge
+from dpengine.accounting.library_events import to_dp_accounting
+from dpengine.accounting.noise_calibration import calibration
+from dpengine.batch_selection.cyclic_poisson import CyclicPoissonSampling
+from dpengine.batch_selection.truncation import cut_probability, suggest_cap
 from dpengine.errors import InvalidBudgetError, notice
-from dpengine.run_plan import rate_to_book
+from dpengine.sampling.cyclic import Partition
 
 from . import checks
 from .claims import claimed_noise, example_relation
+from .run_plan import rate_to_book
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

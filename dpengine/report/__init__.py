@@ -1,24 +1,21 @@
-"""What leaves the machine beside the model: the privacy statement, the report in three forms, the trade-off plot."""
+"""The privacy statement and the privacy report."""
 
-from dpengine.accounting import percent_up, round_up, round_up_delta
+from typing import TYPE_CHECKING
 
-from . import plots
-from .assumptions import Assumption, assumptions, stamps
-from .facts import RunFacts
-from .reading import REPORT_FILE
-from .report import PrivacyReport
-from .statement import statement
+from dpengine import lazy_exports
 
-__all__ = [
-    "REPORT_FILE",
-    "Assumption",
-    "PrivacyReport",
-    "RunFacts",
-    "assumptions",
-    "percent_up",
-    "plots",
-    "round_up",
-    "round_up_delta",
-    "stamps",
-    "statement",
-]
+if TYPE_CHECKING:
+    from .assumptions import Assumption as Assumption
+    from .facts import RunFacts as RunFacts
+    from .privacy_statement import statement as statement
+    from .report import PrivacyReport as PrivacyReport
+else:
+    __getattr__, __dir__, __all__ = lazy_exports(
+        __name__,
+        {
+            "assumptions": ["Assumption"],
+            "facts": ["RunFacts"],
+            "privacy_statement": ["statement"],
+            "report": ["PrivacyReport"],
+        },
+    )

@@ -7,14 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-from dpengine.accounting import (
-    CyclicGaussianEvent,
-    FixedSizeGaussianEvent,
-    GaussianEvent,
-    PoissonGaussianEvent,
-    Relation,
-    TruncatedGaussianEvent,
-)
+from dpengine.accounting.batch_events import FixedSizeGaussianEvent, TruncatedGaussianEvent
+from dpengine.accounting.events import CyclicGaussianEvent, GaussianEvent, PoissonGaussianEvent, Relation
 
 from .facts import LAWS, RunFacts
 from .figures import Figures, delta_floor

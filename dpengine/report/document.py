@@ -8,7 +8,8 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from dpengine.accounting import PrivacySpent, Relation
+from dpengine.accounting.accountant import PrivacySpent
+from dpengine.accounting.events import Relation
 
 from . import sentences
 from .assumptions import assumptions

@@ -6,17 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from dpengine.accounting import (
-    Charge,
-    Ledger,
-    NonPrivateEvent,
-    Relation,
-    UnclaimedEvent,
-    steps_of,
-)
+from dpengine.accounting.events import NonPrivateEvent, Relation, UnclaimedEvent
+from dpengine.accounting.ledger import Charge, Ledger, steps_of
 
-from .history_rows import rows_of
-from .public_text import public_text, public_values
+from .history_rows import public_text, public_values, rows_of
 
 _STATE_SCHEMA = 1
 

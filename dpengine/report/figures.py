@@ -9,23 +9,20 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from importlib import metadata
 
-from dpengine.accounting import (
-    Charge,
-    NonPrivateEvent,
+from dpengine.accounting.accountant import (
     PrivacySpent,
-    Relation,
-    UnclaimedEvent,
     accountant_used,
     discretization_of,
     epsilon_of,
     privacy_profile,
     privacy_spent,
 )
+from dpengine.accounting.events import NonPrivateEvent, Relation, UnclaimedEvent
+from dpengine.accounting.ledger import Charge
 from dpengine.errors import AccountingRefusedError
 
 from .facts import RunFacts
-from .history_rows import as_released
-from .public_text import public_text
+from .history_rows import as_released, public_text
 
 Points = tuple[tuple[float, float], ...]
 

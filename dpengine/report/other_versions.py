@@ -6,17 +6,12 @@ import functools
 import math
 from collections.abc import Iterator
 
-from dpengine.accounting import (
-    Charge,
-    FixedSizeGaussianEvent,
-    GaussianEvent,
-    Relation,
-    RepeatAndSelectEvent,
-    SampledMatrixEvent,
-    TruncatedGaussianEvent,
-    bounds_of,
-    epsilon_of,
-)
+from dpengine.accounting.accountant import bounds_of, epsilon_of
+from dpengine.accounting.batch_events import FixedSizeGaussianEvent, TruncatedGaussianEvent
+from dpengine.accounting.events import GaussianEvent, Relation
+from dpengine.accounting.ledger import Charge
+from dpengine.accounting.sampled_matrix import SampledMatrixEvent
+from dpengine.accounting.tuning import RepeatAndSelectEvent
 from dpengine.errors import AccountingRefusedError
 
 from .facts import RunFacts

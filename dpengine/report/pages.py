@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from importlib import resources
 from typing import Any
 
-from dpengine.accounting import percent_up, round_up, round_up_delta
+from dpengine.accounting.rounding import percent_up, round_up, round_up_delta
 from dpengine.errors import MissingDependencyError
 
 from . import sentences

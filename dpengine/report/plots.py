@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dpengine.accounting import round_up, round_up_delta
+from dpengine.accounting.rounding import round_up, round_up_delta
 from dpengine.errors import MissingDependencyError
 
 _INK, _SOFT, _RULE, _ACCENT = "#1d1c1a", "#66635c", "#e2dfd6", "#0b6b5e"

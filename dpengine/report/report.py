@@ -15,9 +15,8 @@ from . import pages, sentences
 from .document import document_of, facts_of, figures_in
 from .facts import RunFacts
 from .figures import Figures, figures_of
-from .reading import read_document, read_file
-from .schema_check import report_schema, violations
-from .statement import statement_of
+from .privacy_statement import statement_of
+from .reading import read_document, read_file, report_schema, violations
 
 
 @final

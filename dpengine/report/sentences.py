@@ -6,22 +6,18 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from dpengine.accounting import (
+from dpengine.accounting.batch_events import FixedSizeGaussianEvent, MixtureGaussianEvent, TruncatedGaussianEvent
+from dpengine.accounting.events import (
     CyclicGaussianEvent,
-    FixedSizeGaussianEvent,
     GaussianEvent,
     MatrixGaussianEvent,
-    MixtureGaussianEvent,
     NonPrivateEvent,
     PoissonGaussianEvent,
     Relation,
-    RepeatAndSelectEvent,
-    SampledMatrixEvent,
-    TruncatedGaussianEvent,
-    percent_up,
-    round_up,
-    round_up_delta,
 )
+from dpengine.accounting.rounding import percent_up, round_up, round_up_delta
+from dpengine.accounting.sampled_matrix import SampledMatrixEvent
+from dpengine.accounting.tuning import RepeatAndSelectEvent
 
 from .assumptions import stamps
 from .facts import RunFacts

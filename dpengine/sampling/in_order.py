@@ -8,7 +8,7 @@ from typing import ClassVar, NoReturn
 import numpy as np
 
 from .poisson import checked_batch_size
-from .strategy import AbstractBatchStrategy, IndexBatch, WordStream, whole_number
+from .scheme import AbstractBatchStrategy, IndexBatch, WordStream, whole_number
 
 
 @dataclasses.dataclass(frozen=True)

@@ -12,11 +12,10 @@ from torch.utils.data import DataLoader, SequentialSampler
 
 from dpengine.errors import SamplingError
 
-from .batches import LogicalBatches, Pass, PrivateBatchSampler
+from .batches import LogicalBatches, Pass, PrivateBatchSampler, Ticket
 from .check import check_loader
 from .collate import EmptyAwareCollate, empty_template, generators_untouched
-from .strategy import AbstractBatchStrategy, WordStream, whole_number
-from .ticket import Ticket
+from .scheme import AbstractBatchStrategy, WordStream, whole_number
 from .whole_tensors import as_read, whole_tensors
 
 _END = object()

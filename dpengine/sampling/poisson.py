@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import numpy as np
 import numpy.typing as npt
 
-from .strategy import AbstractBatchStrategy, IndexBatch, WordStream, whole_number
+from .scheme import AbstractBatchStrategy, IndexBatch, WordStream, whole_number
 
 # Note: how exact the draw is.
 # A word w stands for u = (w + 1/2) * 2**-64. At least k examples are passed over before the next included one if and

@@ -8,7 +8,7 @@ from typing import ClassVar
 import numpy as np
 import numpy.typing as npt
 
-from .strategy import AbstractBatchStrategy, IndexBatch, WordStream, whole_number
+from .scheme import AbstractBatchStrategy, IndexBatch, WordStream, whole_number
 
 _ONE = np.uint64(1)
 _TOP_BIT = np.uint64(63)

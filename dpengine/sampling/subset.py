@@ -7,7 +7,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from .strategy import AbstractBatchStrategy, IndexBatch, WordStream, whole_number
+from .scheme import AbstractBatchStrategy, IndexBatch, WordStream, whole_number
 
 _BLOCK = 1 << 24  # requests from here on are for choices among what was drawn; no draw makes as many of its own
 

@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 
 from dpengine.errors import SamplingError
 
-from .strategy import AbstractBatchStrategy, IndexBatch, WordStream
+from .scheme import AbstractBatchStrategy, IndexBatch, WordStream
 
 UnitIds = npt.NDArray[np.int64]
 _PAIRS = 17  # examples of a data set that are put beside its first

@@ -1,23 +1,23 @@
-"""What stands in the way of training a model privately, and a mended copy of it."""
+"""Checks a model for private training and fixes what it can."""
 
-from .batch_norms import BATCH_NORMS, group_count, group_norm_of, instance_norm_of
-from .check import CheckReport, Finding, check
-from .fix import Change, copied, fix, with_replacements
-from .loss import check_loss, loss_was_checked, per_example
+from typing import TYPE_CHECKING
 
-__all__ = [
-    "BATCH_NORMS",
-    "Change",
-    "CheckReport",
-    "Finding",
-    "check",
-    "check_loss",
-    "copied",
-    "fix",
-    "group_count",
-    "group_norm_of",
-    "instance_norm_of",
-    "loss_was_checked",
-    "per_example",
-    "with_replacements",
-]
+from dpengine import lazy_exports
+
+if TYPE_CHECKING:
+    from .check_model import CheckReport as CheckReport
+    from .check_model import Finding as Finding
+    from .check_model import check as check
+    from .fix_model import Change as Change
+    from .fix_model import fix as fix
+    from .loss import check_loss as check_loss
+    from .loss import per_example as per_example
+else:
+    __getattr__, __dir__, __all__ = lazy_exports(
+        __name__,
+        {
+            "check_model": ["CheckReport", "Finding", "check"],
+            "fix_model": ["Change", "fix"],
+            "loss": ["check_loss", "per_example"],
+        },
+    )

@@ -11,11 +11,9 @@ from torch import Tensor, nn
 from torch.nn.modules.loss import _Loss
 from torch.utils import _pytree as pytree
 
-from dpengine.capture import modes_kept
-from dpengine.errors import BatchDependentLossError, ReductionError
-from dpengine.names import suggests_names
-
-from .company import call, carries_rows, kept_rows, with_others_changed
+from dpengine.capture.model_state import modes_kept
+from dpengine.errors import BatchDependentLossError, ReductionError, suggests_names
+from dpengine.independence.copy_probe import call, carries_rows, kept_rows, with_others_changed
 
 _HALF = {torch.float16, torch.bfloat16}
 LossFunction = Callable[[Any, Any], Tensor]

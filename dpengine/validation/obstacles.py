@@ -14,7 +14,7 @@ from torch.nn.utils import parametrize
 from torch.nn.utils.parametrizations import _SpectralNorm
 from torch.nn.utils.spectral_norm import SpectralNorm
 
-from dpengine.capture import may_normalise_by_constants
+from dpengine.capture.batch_statistics import may_normalise_by_constants
 
 FIX = "Run before creating the optimizer: model, changes = dp.fix(model)"
 

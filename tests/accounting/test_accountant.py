@@ -13,17 +13,14 @@ from dpengine.accounting import (
     UnclaimedEvent,
     advantage_of,
     delta_of,
-    discretization_of,
     epsilon,
     epsilon_of,
-    lattice,
-    loss_grid,
     mu_gdp,
-    pld,
     privacy_profile,
     privacy_spent,
-    tilted,
 )
+from dpengine.accounting.accountant import discretization_of
+from dpengine.accounting.tilted_pld import lattice, loss_grid, pld, tilted
 from dpengine.errors import AccountingRefusedError, InvalidBudgetError
 
 SAMPLED = (Charge(PoissonGaussianEvent(0.02, 1.5), 200),)

@@ -6,13 +6,11 @@ from fractions import Fraction
 import pytest
 
 from dpengine.accounting import (
-    MOST_COUNT,
     Charge,
     FixedSizeGaussianEvent,
     GaussianEvent,
     PoissonGaussianEvent,
     Relation,
-    accountant_used,
     bounds_of,
     calibrate,
     central_limit_epsilon,
@@ -21,6 +19,8 @@ from dpengine.accounting import (
     epsilon_of,
     suggested_delta,
 )
+from dpengine.accounting.accountant import accountant_used
+from dpengine.accounting.arguments import MOST_COUNT
 from dpengine.errors import InvalidBudgetError
 
 RUN = {"noise_multiplier": 3.0, "sample_rate": 256 / 60_000, "delta": 5.5e-6}

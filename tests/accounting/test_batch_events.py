@@ -23,16 +23,14 @@ from dpengine.accounting import (
     bounds_of,
     delta_of,
     epsilon_of,
-    event_from_state,
-    event_to_state,
-    library_relation,
     mu_gdp,
     to_dp_accounting,
 )
-from dpengine.accounting.batch_laws import cut_of
-from dpengine.accounting.batch_pairs import FixedSizePair, MixturePair
-from dpengine.accounting.loss_pairs import Direction
+from dpengine.accounting.events import event_from_state, event_to_state
+from dpengine.accounting.library import library_relation
 from dpengine.accounting.rdp import ORDERS
+from dpengine.accounting.tilted_pld.batch_losses import FixedSizePair, MixturePair, cut_of
+from dpengine.accounting.tilted_pld.loss_pairs import Direction
 from dpengine.errors import AccountingRefusedError, InvalidBudgetError
 
 TRUNCATED = TruncatedGaussianEvent(10_000, 0.01, 110, 1.2)

@@ -7,13 +7,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dpengine.accounting import bulk_and_jumps as module
-from dpengine.accounting import epsilon_bounds, lattice, pld
-from dpengine.accounting.bulk_and_jumps import Aim, bulk_and_jumps
+from dpengine.accounting import epsilon_bounds
 from dpengine.accounting.composition import Composition, SampledGaussian
-from dpengine.accounting.convolved import CoarseWindow
 from dpengine.accounting.events import Relation
-from dpengine.accounting.loss_pairs import DIRECTIONS, Direction
+from dpengine.accounting.tilted_pld import bulk_and_jumps as module
+from dpengine.accounting.tilted_pld import lattice, pld
+from dpengine.accounting.tilted_pld.bulk_and_jumps import Aim, bulk_and_jumps
+from dpengine.accounting.tilted_pld.convolved import CoarseWindow
+from dpengine.accounting.tilted_pld.loss_pairs import DIRECTIONS, Direction
 
 TRUTHS = json.loads((Path(__file__).resolve().parents[2] / "benchmarks" / "accounting_truths.json").read_text())
 RELATIONS = {"add_remove": Relation.ADD_OR_REMOVE_ONE, "replace_one": Relation.REPLACE_ONE}

@@ -9,10 +9,9 @@ from dpengine.accounting import (
     Ledger,
     PoissonGaussianEvent,
     epsilon_of,
-    event_from_state,
-    event_to_state,
     to_dp_accounting,
 )
+from dpengine.accounting.events import event_from_state, event_to_state
 from dpengine.errors import LedgerError
 
 DELTA = 1e-5

@@ -15,11 +15,10 @@ from dpengine.accounting import (
     NonPrivateEvent,
     PoissonGaussianEvent,
     UnclaimedEvent,
-    event_from_state,
-    event_to_state,
     release_event,
     to_dp_accounting,
 )
+from dpengine.accounting.events import event_from_state, event_to_state
 from dpengine.errors import AccountingRefusedError, InvalidBudgetError, LedgerError
 
 EVENTS = [GaussianEvent(1.1), PoissonGaussianEvent(0.1, 0.7), NonPrivateEvent(), UnclaimedEvent("shuffled")]

@@ -3,9 +3,10 @@
 import numpy as np
 import pytest
 
-from dpengine.accounting import Charge, PoissonGaussianEvent, Relation, bounds_of, delta_of, epsilon_of, lattice, pld
+from dpengine.accounting import Charge, PoissonGaussianEvent, Relation, bounds_of, delta_of, epsilon_of
 from dpengine.accounting.composition import Composition, SampledGaussian
-from dpengine.accounting.loss_pairs import Direction
+from dpengine.accounting.tilted_pld import lattice, pld
+from dpengine.accounting.tilted_pld.loss_pairs import Direction
 
 from .convolution import convolved
 from .truth import one_step

@@ -3,7 +3,6 @@ import json
 import pytest
 
 from dpengine.accounting import (
-    MOST_COUNT,
     Charge,
     GaussianEvent,
     Ledger,
@@ -18,9 +17,10 @@ from dpengine.accounting import (
     mu_gdp,
     privacy_profile,
     privacy_spent,
-    steps_of,
     trade_off,
 )
+from dpengine.accounting.arguments import MOST_COUNT
+from dpengine.accounting.ledger import steps_of
 from dpengine.errors import InvalidBudgetError, LedgerError
 
 STEP = PoissonGaussianEvent(0.1, 1.0)

@@ -12,11 +12,11 @@ from dpengine.accounting import (
     Relation,
     bounds_of,
     delta_of,
-    discretization_of,
     epsilon_of,
     library,
     to_dp_accounting,
 )
+from dpengine.accounting.accountant import discretization_of
 from dpengine.errors import AccountingRefusedError, MissingDependencyError
 
 from .truth import gaussian

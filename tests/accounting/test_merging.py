@@ -5,10 +5,10 @@ import pytest
 
 from dpengine.accounting import Charge, PoissonGaussianEvent, bounds_of, composition
 from dpengine.accounting.composition import MOST_DISTINCT, compose
-from dpengine.accounting.loss_grid import sketch
-from dpengine.accounting.loss_pairs import Direction, LossPair
 from dpengine.accounting.merging import Kinds, cells, typical
-from dpengine.accounting.sketches import sketches
+from dpengine.accounting.tilted_pld.loss_grid import sketch
+from dpengine.accounting.tilted_pld.loss_pairs import Direction, LossPair
+from dpengine.accounting.tilted_pld.tilt import sketches
 
 RNG = np.random.default_rng(3)
 

@@ -22,10 +22,9 @@ from dpengine.accounting import (
     verified_delta,
     verify,
 )
-from dpengine.accounting import monte_carlo_losses as losses
-from dpengine.accounting import monte_carlo_others as others
-from dpengine.accounting import monte_carlo_tally as tally
 from dpengine.accounting.composition import compose
+from dpengine.accounting.monte_carlo.estimate import losses, tally
+from dpengine.accounting.monte_carlo.estimate import tally as others
 from dpengine.errors import AccountingRefusedError
 
 from .simulated_runs import BANDS, DENSE, SCHEMES, run

@@ -20,11 +20,7 @@ from dpengine.accounting import (
     advantage_of,
     bounds_of,
     delta_of,
-    discretization_of,
     epsilon_of,
-    event_from_state,
-    event_to_state,
-    monte_carlo,
     monte_carlo_epsilon,
     mu_gdp,
     privacy_profile,
@@ -33,7 +29,10 @@ from dpengine.accounting import (
     verify,
 )
 from dpengine.accounting import events as accounting_events
-from dpengine.accounting import monte_carlo_tally as tally
+from dpengine.accounting.accountant import discretization_of
+from dpengine.accounting.events import event_from_state, event_to_state
+from dpengine.accounting.monte_carlo.estimate import estimate as monte_carlo
+from dpengine.accounting.monte_carlo.estimate import tally
 from dpengine.errors import AccountingRefusedError, InvalidBudgetError, LedgerError
 
 from .simulated_runs import BANDS, DENSE, run

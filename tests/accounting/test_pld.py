@@ -16,12 +16,11 @@ from dpengine.accounting import (
     bounds_of,
     delta_of,
     epsilon_of,
-    lattice,
-    pld,
     release_event,
 )
 from dpengine.accounting.composition import MOST_DISTINCT, Composition, SampledGaussian
 from dpengine.accounting.gdp import epsilon_of_mu
+from dpengine.accounting.tilted_pld import lattice, pld
 
 from .truth import Contour, gaussian, one_step
 

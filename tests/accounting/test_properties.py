@@ -23,10 +23,10 @@ from dpengine.accounting import (
     steps_within,
 )
 from dpengine.accounting.composition import MOST_DISTINCT, compose
-from dpengine.accounting.convolved import convolved
-from dpengine.accounting.loss_grid import View, atoms_above, atoms_below, cell_ends
-from dpengine.accounting.loss_pairs import Direction, LossPair
-from dpengine.accounting.tilt import Part
+from dpengine.accounting.tilted_pld.convolved import convolved
+from dpengine.accounting.tilted_pld.loss_grid import View, atoms_above, atoms_below, cell_ends
+from dpengine.accounting.tilted_pld.loss_pairs import Direction, LossPair
+from dpengine.accounting.tilted_pld.tilt import Part
 from dpengine.errors import CalibrationError
 
 from .truth import Contour

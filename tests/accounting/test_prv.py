@@ -9,19 +9,10 @@ import numpy as np
 import pytest
 from scipy import integrate
 
-from dpengine.accounting import (
-    Charge,
-    GaussianEvent,
-    PoissonGaussianEvent,
-    Relation,
-    bounds_of,
-    delta_of,
-    discretization_of,
-    epsilon_of,
-    prv,
-    prv_sum,
-)
-from dpengine.accounting.loss_pairs import Direction, LossPair
+from dpengine.accounting import Charge, GaussianEvent, PoissonGaussianEvent, Relation, bounds_of, delta_of, epsilon_of
+from dpengine.accounting.accountant import discretization_of
+from dpengine.accounting.prv.prv import prv, prv_sum
+from dpengine.accounting.tilted_pld.loss_pairs import Direction, LossPair
 from dpengine.errors import AccountingRefusedError
 
 from .truth import Contour, gaussian, one_step

@@ -15,11 +15,11 @@ from dpengine.accounting import (
     delta_of,
     epsilon,
     epsilon_of,
-    pld,
     rdp,
     to_dp_accounting,
 )
 from dpengine.accounting.composition import compose
+from dpengine.accounting.tilted_pld import pld
 from dpengine.errors import AccountingRefusedError
 
 ADD_REMOVE = Relation.ADD_OR_REMOVE_ONE

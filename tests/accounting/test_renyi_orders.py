@@ -14,9 +14,8 @@ from dpengine.accounting import (
     PoissonGaussianEvent,
     epsilon_by_orders,
     epsilon_of,
-    epsilon_of_divergences,
-    renyi_divergences,
 )
+from dpengine.accounting.renyi_orders import epsilon_of_divergences, renyi_divergences
 from dpengine.errors import InvalidBudgetError
 
 DELTA = 1e-5

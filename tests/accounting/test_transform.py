@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
-from dpengine.accounting.memory import Memory
-from dpengine.accounting.tail_sums import tail_sums
-from dpengine.accounting.transform import FADED, faded_from, fading, transform
+from dpengine.accounting.tilted_pld.tail_sums import tail_sums
+from dpengine.accounting.tilted_pld.tilted import Memory
+from dpengine.accounting.tilted_pld.transform import FADED, faded_from, fading, transform
 
 SIZE = 2**16
 

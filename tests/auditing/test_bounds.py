@@ -7,7 +7,8 @@ import pytest
 from scipy import stats
 
 from dpengine.accounting import epsilon_of_mu
-from dpengine.auditing import clopper_pearson_epsilon, gaussian_shift, per_step_p_value, rate_at_most
+from dpengine.auditing import clopper_pearson_epsilon, gaussian_shift, per_step_p_value
+from dpengine.auditing.bounds import rate_at_most
 
 SEEDS = 100
 MOST_WRONG = int(stats.binom(SEEDS, 0.05).isf(1e-6))

@@ -8,7 +8,7 @@ from reference import clipped_sum, per_sample_gradients
 from torch.nn.functional import cross_entropy
 
 from dpengine.auditing.canaries import Canaries, Directions
-from dpengine.auditing.one_run import plant
+from dpengine.auditing.one_run_audit import plant
 from dpengine.auditing.watched_run import WatchedRun
 from dpengine.errors import UnknownParameterError
 from dpengine.noise import BandMF

@@ -6,8 +6,8 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from dpengine.auditing import DETECTORS, AuditFinding, quick, replay, small, worst_verdict
-from dpengine.auditing.finding import Evidence, timed
+from dpengine.auditing import DETECTORS, AuditFinding, quick, replay, small
+from dpengine.auditing.finding import Evidence, timed, worst_verdict
 from dpengine.noise import BandMF
 
 UNITS = [row // 2 for row in range(40)]

@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 import torch
 
-from dpengine.auditing.accounting_table import _epsilon_at, _log_gaussian, _log_poisson
 from dpengine.auditing.finding import Evidence
-from dpengine.auditing.noise_law import _law
-from dpengine.auditing.sampler_law import _poisson
+from dpengine.auditing.ledger_detector import _epsilon_at, _log_gaussian, _log_poisson
+from dpengine.auditing.noise_detector import _law
+from dpengine.auditing.sampler_detector import _poisson
 
 REPEATS = 200
 

@@ -7,7 +7,7 @@ import plans
 import pytest
 from scipy import stats
 
-from dpengine.auditing.scores import Trace, log_likelihood_ratios, means_of_participations, strategy_of
+from dpengine.auditing.canaries import Trace, log_likelihood_ratios, means_of_participations, strategy_of
 from dpengine.noise.toeplitz import matrix
 
 STEPS, SIGMA = 6, 1.3

@@ -14,11 +14,10 @@ from dpengine.batch_selection import (
     BMinSepSampling,
     CyclicPoissonSampling,
     FixedBatchSampling,
-    KeyedWords,
     Partition,
     RandomAllocationSampling,
-    words_from,
 )
+from dpengine.batch_selection.scheme import KeyedWords, words_from
 
 SURE = 1e-4  # chance that a sound law fails a test
 

@@ -8,7 +8,6 @@ import pytest
 from dpengine.batch_selection import (
     PADDING,
     CyclicPoissonSampling,
-    KeyedWords,
     MultiOwnerGraph,
     MultiOwnerMinSepSampling,
     MultiOwnerSelection,
@@ -17,6 +16,7 @@ from dpengine.batch_selection import (
     pad_to_multiple_of,
     split_and_pad_global_batch,
 )
+from dpengine.batch_selection.scheme import KeyedWords
 
 ALL = CyclicPoissonSampling(sampling_prob=1.0, iterations=4)
 SOME = CyclicPoissonSampling(sampling_prob=0.5, iterations=30)

@@ -9,8 +9,9 @@ from torch import nn
 from torch.nn.utils.rnn import pack_padded_sequence
 
 from dpengine import GradSampleModule
-from dpengine.capture import Capture
-from dpengine.gradients import MODES, watch_model
+from dpengine.capture.capture import Capture
+from dpengine.engine.watch_model import watch_model
+from dpengine.grad_modes.modes import MODES
 from dpengine.layers import PrivateGRU
 
 ROWS = STEPS = 4  # equal, so that a wrong axis has the right size

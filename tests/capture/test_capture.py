@@ -10,7 +10,8 @@ from oracle import clip_by_loop, relative_error
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from dpengine.clipping import ClippedSums, Flat
+from dpengine.clipping import Flat
+from dpengine.engine.clipped_sums import ClippedSums
 from dpengine.errors import BatchMismatchError, MissingGradientError, RepeatedBackwardError
 
 ROWS = 5

@@ -5,7 +5,8 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from dpengine.clipping import ClippedSums, Flat
+from dpengine.clipping import Flat
+from dpengine.engine.clipped_sums import ClippedSums
 
 MODES = ["auto", "hooks", "functorch", "ew", "ghost"]
 

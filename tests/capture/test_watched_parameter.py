@@ -6,7 +6,8 @@ import torch.nn.functional as F
 from oracle import clip_by_engine, clip_by_loop, relative_error
 from torch import nn
 
-from dpengine.clipping import ClippedSums, Flat
+from dpengine.clipping import Flat
+from dpengine.engine.clipped_sums import ClippedSums
 from dpengine.errors import UnsupportedLayerError
 
 ROWS, TIME, WIDTH = 5, 4, 3

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from dpengine.checkpoint import folder as folders
 from dpengine.checkpoint import pieces
-from dpengine.checkpoint.plain import apart, together
-from dpengine.distributed import Box
+from dpengine.checkpoint.folder import apart, together
+from dpengine.distributed.local_shards import Box
 from dpengine.errors import CorruptFileError
 
 DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16,

@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from dpengine import Adaptive, PrivacyEngine, checkpoint
-from dpengine.checkpoint.plain import together
+from dpengine.checkpoint.folder import together
 from dpengine.errors import CorruptFileError, InvalidBudgetError, LedgerError, MechanismMismatchError, TicketError
 from dpengine.noise import BLT, BandedInverse, BandMF, NoiseSource
 

@@ -7,7 +7,7 @@ import pytest
 from mutations.bugs import BUGS
 from mutations.planted import planted
 
-from dpengine.cli import main
+from dpengine.cli.main import main
 
 MODULE = """
 import torch

@@ -5,7 +5,7 @@ import json
 import pytest
 from auditing.runs import halve_noise
 
-from dpengine.cli import main
+from dpengine.cli.main import main
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*DPE012")
 QUICK = ["audit", "one-run", "--canaries", "300", "--steps", "30", "--seed", "0"]

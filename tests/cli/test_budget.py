@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from dpengine.cli import main
+from dpengine.cli.main import main
 
 ADULT = ["--n", "32561", "--batch", "1024", "--epochs", "15", "--delta", "1e-5"]
 FASHION = ["--n", "60000", "--batch", "2048", "--steps", "600", "--delta", "1e-5"]

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from dpengine.cli import main
+from dpengine.cli.main import main
 
 MODULE = """
 import torch

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from dpengine.cli import main
+from dpengine.cli.main import main
 
 
 def test_it_names_the_versions_that_matter(capsys):

@@ -7,7 +7,7 @@ import torch
 from ledger_runs import Run
 
 from dpengine.accounting import Charge, PoissonGaussianEvent, epsilon_of
-from dpengine.cli import main
+from dpengine.cli.main import main
 
 
 @pytest.fixture

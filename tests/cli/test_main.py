@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 
 import dpengine
-from dpengine.cli import commands, main
-from dpengine.cli import main as main_module
+from dpengine.cli import commands
+from dpengine.cli.main import main
+from dpengine.cli.main import main as main_module
 
 ROOT = Path(__file__).resolve().parents[2]
 NAMES = [command.name for command in commands.COMMANDS]

@@ -9,7 +9,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from dpengine import PrivacyEngine
 from dpengine.accounting import Charge, GaussianEvent, Relation
-from dpengine.cli import main
+from dpengine.cli.main import main
 from dpengine.report import PrivacyReport, RunFacts
 
 

@@ -1,6 +1,6 @@
 import torch
 
-from dpengine.clipping.automatic import Automatic
+from dpengine.clipping.flat import Automatic
 
 
 def test_factors_are_those_of_auto_s():

@@ -11,8 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dpengine.clipping.adaptive import Adaptive
-from dpengine.clipping.automatic import Automatic
-from dpengine.clipping.flat import Flat
+from dpengine.clipping.flat import Automatic, Flat
 from dpengine.clipping.groups import Groups
 from dpengine.clipping.per_layer import PerLayer
 from dpengine.clipping.policy import RELATIONS, AbstractClip

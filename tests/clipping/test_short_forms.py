@@ -1,8 +1,7 @@
 import pytest
 
 from dpengine.clipping.adaptive import Adaptive
-from dpengine.clipping.automatic import Automatic
-from dpengine.clipping.flat import Flat
+from dpengine.clipping.flat import Automatic, Flat
 from dpengine.clipping.per_layer import PerLayer
 from dpengine.clipping.short_forms import SHORT_FORMS, clipping_from
 from dpengine.errors import InvalidBudgetError

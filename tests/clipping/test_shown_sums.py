@@ -5,7 +5,8 @@ import torch
 from reference import clipped_sum, flat_norms, per_sample_gradients, stacked
 from torch import nn
 
-from dpengine.clipping import Flat, ShownSums
+from dpengine.clipping import Flat
+from dpengine.engine.materialized_sums import ShownSums
 from dpengine.errors import MissingGradientError, RepeatedBackwardError, StaleGradientError
 
 

@@ -2,7 +2,8 @@ import pytest
 import torch
 from torch import nn
 
-from dpengine.clipping import ClippedSums, Flat, PerLayer
+from dpengine.clipping import Flat, PerLayer
+from dpengine.engine.clipped_sums import ClippedSums
 
 
 def pass_over(policy, scales):

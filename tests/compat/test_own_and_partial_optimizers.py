@@ -9,13 +9,7 @@ from dpengine.compat.opacus.grad_sample import GradSampleModuleNoOp
 from dpengine.compat.opacus.optimizers import (
     DPOptimizer,
 )
-from dpengine.errors import (
-    ParameterMismatchError,
-    PrivacyError,
-    PrivacyWarning,
-    ScaledGradientError,
-    forget_notices,
-)
+from dpengine.errors import ParameterMismatchError, PrivacyError, PrivacyWarning, ScaledGradientError, forget_notices
 
 
 def test_an_own_add_noise_is_used_and_charged():

@@ -2,7 +2,7 @@
 
 import pytest
 
-from dpengine.compiled.done import Done
+from dpengine.compiled.backward import Done
 
 
 @pytest.fixture

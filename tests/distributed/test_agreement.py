@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler
 
 from dpengine import PrivacyEngine
-from dpengine.distributed import Seal
+from dpengine.distributed.ranks import Seal
 from dpengine.errors import MechanismMismatchError, SamplingError, UnsupportedLayerError
 
 pytestmark = pytest.mark.xdist_group("agreement")  # what they all look at is made once

@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader
 
 from benchmarks.exchanges import Exchanges
 from dpengine import PrivacyEngine
-from dpengine.distributed import Seal
+from dpengine.distributed.ranks import Seal
 
 TOPOLOGIES = ("ddp", "fsdp", "tp")
 RANKS = 2

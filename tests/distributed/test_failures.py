@@ -20,8 +20,10 @@ from spread_runs import data, plain, wrapped
 from torch.utils.data import DataLoader
 
 from dpengine import PrivacyEngine
-from dpengine.distributed import Ranks, Topology, local_part
-from dpengine.stage import Stage
+from dpengine.distributed.local_shards import local_part
+from dpengine.distributed.ranks import Ranks
+from dpengine.distributed.topology import Topology
+from dpengine.engine.batch_state import Stage
 
 pytestmark = pytest.mark.xdist_group("failures")  # what they all look at is made once
 

@@ -9,7 +9,8 @@ from torch.utils.data import DataLoader
 
 import dpengine.ledger_file.file
 from dpengine import PrivacyEngine
-from dpengine.accounting import epsilon_of, steps_of
+from dpengine.accounting import epsilon_of
+from dpengine.accounting.ledger import steps_of
 from dpengine.errors import LedgerError, MechanismMismatchError
 from dpengine.ledger_file import read
 

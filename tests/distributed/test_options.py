@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
 from dpengine import PrivacyEngine
-from dpengine.grad_samplers import sampler_for
+from dpengine.grad_samplers.table import sampler_for
 
 pytestmark = pytest.mark.xdist_group("options")  # what they all look at is made once
 

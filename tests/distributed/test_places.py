@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 
-from dpengine.distributed import Box, Held, Places
+from dpengine.distributed.local_shards import Box, Held, Places
 
 
 def numbers(places):

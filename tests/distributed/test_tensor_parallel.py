@@ -25,11 +25,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader, TensorDataset
 
 from dpengine import PrivacyEngine
-from dpengine.distributed import Box, Held, Ranks, Topology
-from dpengine.distributed.split_norms import add_up_sq_norms
-from dpengine.gradients import FlatBuffer
-from dpengine.noise import BandMF, NoiseSource, add_noise, mechanism_for
+from dpengine.distributed.local_shards import Box, Held
+from dpengine.distributed.ranks import Ranks
+from dpengine.distributed.topology import Topology, add_up_sq_norms
+from dpengine.grad_modes.flat_buffer import FlatBuffer
+from dpengine.noise import BandMF, NoiseSource
+from dpengine.noise.correlated import mechanism_for
 from dpengine.noise.gaussian import GaussianNoise
+from dpengine.noise.share import add_noise
 
 pytestmark = pytest.mark.xdist_group("tensor_parallel")  # what they all look at is made once
 

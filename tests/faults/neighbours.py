@@ -11,7 +11,7 @@ from reference import clipped_sum, per_sample_gradients
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-import dpengine.gradients.modes
+import dpengine.grad_modes.modes
 from dpengine import PrivacyEngine
 
 MODES = ["auto", "hooks", "functorch", "ew", "ghost"]
@@ -67,7 +67,7 @@ def without(data, row):
 
 def unprobed():
     """Without the probe, most of a step here: for neighbours of a batch that was probed as a whole."""
-    return unittest.mock.patch.object(dpengine.gradients.modes, "EVERY", None)
+    return unittest.mock.patch.object(dpengine.grad_modes.modes, "EVERY", None)
 
 
 def influence(model, data, step=plain_step, *, whole=None, **options):

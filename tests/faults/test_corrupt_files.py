@@ -15,7 +15,7 @@ from plans import CONFIGS
 from dpengine import PrivacyEngine
 from dpengine.accounting import GaussianEvent, Ledger, PoissonGaussianEvent, RepeatAndSelectEvent
 from dpengine.checkpoint import pieces
-from dpengine.checkpoint.plain import apart, together
+from dpengine.checkpoint.folder import apart, together
 from dpengine.errors import CorruptFileError, LedgerError, PrivacyWarning
 from dpengine.plan import DPSGDConfig
 from dpengine.report import PrivacyReport

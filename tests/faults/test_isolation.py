@@ -12,7 +12,8 @@ from torch import nn
 
 from dpengine import Flat, PerSampleGradientClipper
 from dpengine.errors import BatchDependentLossError, PrivacyError, PrivacyWarning, UnsupportedLayerError
-from dpengine.gradients import probe, probed
+from dpengine.independence import live_probe as probe
+from dpengine.independence import probed
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*NOT PRIVATE")
 

@@ -8,13 +8,13 @@ import torch
 from torch import nn
 
 from dpengine.capture import LayerCall, Use
-from dpengine.clipping.clipped_sums import ClippedSums
 from dpengine.clipping.flat import Flat
+from dpengine.engine.clipped_sums import ClippedSums
 from dpengine.errors import UnsupportedLayerError
-from dpengine.grad_samplers import BUILTIN
-from dpengine.gradients import entry
-from dpengine.gradients.choose_method import MethodTable
-from dpengine.gradients.method import Method, Way
+from dpengine.grad_modes import entry
+from dpengine.grad_modes.choose_method import MethodTable
+from dpengine.grad_modes.method import Method, Way
+from dpengine.grad_samplers.table import BUILTIN
 
 ROUNDING = 1e-5
 

@@ -12,9 +12,9 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from dpengine import PrivacyEngine
-from dpengine.admission import planned_steps
+from dpengine.engine.argument_checks import planned_steps
 from dpengine.errors import AccountingRefusedError
-from dpengine.sampling import strategy_for
+from dpengine.sampling.choose_scheme import strategy_for
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*DPE012")
 ROWS, BATCH, DRAWS = 60, 6, 600

@@ -13,8 +13,9 @@ from torch import nn
 
 from dpengine import Flat
 from dpengine.accounting import Relation
-from dpengine.clipping import ClippedSums
-from dpengine.functional import clipped_fun, clipped_grad, grid
+from dpengine.engine.clipped_sums import ClippedSums
+from dpengine.functional import clipped_fun, clipped_grad
+from dpengine.functional import summed as grid
 
 INF = math.inf
 

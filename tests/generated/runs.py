@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from dpengine import GradSampleModule, PrivacyEngine
-from dpengine.clipping import ClippedSums, clipping_from
+from dpengine.clipping.short_forms import clipping_from
+from dpengine.engine.clipped_sums import ClippedSums
 
 
 def by_engine(subject: Subject, max_norm: float) -> Gradients:

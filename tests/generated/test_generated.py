@@ -13,7 +13,7 @@ from generated.survey import survey
 from generated.verdicts import verdict_on
 
 from dpengine.clipping import Flat
-from dpengine.grad_samplers import BUILTIN
+from dpengine.grad_samplers.table import BUILTIN
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # torch's own on dtypes and padding, and that sigma is 0
 

@@ -11,7 +11,8 @@ from torch.utils import _pytree as pytree
 
 from dpengine.capture import LayerCall
 from dpengine.errors import UnsupportedLayerError
-from dpengine.grad_samplers import functional, functional_sampler
+from dpengine.grad_samplers import functional
+from dpengine.grad_samplers.functional import functional_sampler
 
 F64 = torch.float64
 

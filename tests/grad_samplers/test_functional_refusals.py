@@ -7,7 +7,7 @@ from case_calls import Doubled, layer_of, make_call, normal
 from torch import nn
 
 from dpengine.errors import UnsupportedLayerError
-from dpengine.grad_samplers import functional_sampler
+from dpengine.grad_samplers.functional import functional_sampler
 
 F64 = torch.float64
 

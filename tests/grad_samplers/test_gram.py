@@ -3,7 +3,7 @@ import torch
 
 from dpengine.grad_samplers import gram
 from dpengine.grad_samplers.gram import gram_norms, gram_operations, gram_sq_norm
-from dpengine.kernels import native_library
+from dpengine.kernels.library import native_library
 
 MAKERS = {
     "normal": lambda *shape: torch.randn(shape),

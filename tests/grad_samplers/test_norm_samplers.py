@@ -11,10 +11,14 @@ from torch import nn
 
 from dpengine import Flat, PerSampleGradientClipper, register_grad_sampler, register_norm_sampler
 from dpengine.capture import LayerCall, Use
-from dpengine.clipping import ClippedSums
+from dpengine.engine.clipped_sums import ClippedSums
 from dpengine.errors import MissingGradientError, UnsupportedLayerError
-from dpengine.grad_samplers import REGISTERED, REGISTERED_NORMS, rule_for, sampler_for
-from dpengine.gradients import MODES, Bookkeep, MethodTable, Units, entry
+from dpengine.grad_modes import MethodTable, entry
+from dpengine.grad_modes.bookkeep import Bookkeep
+from dpengine.grad_modes.modes import MODES
+from dpengine.grad_modes.rows import Units
+from dpengine.grad_samplers.registered import REGISTERED, REGISTERED_NORMS
+from dpengine.grad_samplers.table import rule_for, sampler_for
 
 ROWS, T = 4, 3
 BY_NORMS = ("auto", "ghost")

@@ -6,7 +6,7 @@ from torch import nn
 
 from dpengine import Flat, PerSampleGradientClipper, register_grad_sampler
 from dpengine.errors import MissingGradientError
-from dpengine.grad_samplers import REGISTERED
+from dpengine.grad_samplers.registered import REGISTERED
 
 
 class Scale(nn.Module):

@@ -5,7 +5,8 @@ from reference import per_sample_gradients, stacked
 from torch import nn
 
 from dpengine.capture import LayerCall
-from dpengine.grad_samplers import BUILTIN, JointSampler, sampler_for
+from dpengine.grad_samplers.sampler import JointSampler
+from dpengine.grad_samplers.table import BUILTIN, sampler_for
 
 ROWS = 5
 F32, F64 = torch.float32, torch.float64

@@ -6,7 +6,10 @@ from torch.nn.utils import parametrizations, prune
 
 from dpengine.capture import LayerCall
 from dpengine.errors import UnsupportedLayerError
-from dpengine.grad_samplers import BUILTIN, REGISTERED, JointSampler, register_grad_sampler, sampler_for
+from dpengine.grad_samplers import register_grad_sampler
+from dpengine.grad_samplers.registered import REGISTERED
+from dpengine.grad_samplers.sampler import JointSampler
+from dpengine.grad_samplers.table import BUILTIN, sampler_for
 
 
 @pytest.fixture(autouse=True)

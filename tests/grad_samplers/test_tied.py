@@ -5,12 +5,14 @@ import torch
 from torch import nn
 
 from dpengine.capture import LayerCall, Use
-from dpengine.grad_samplers import BUILTIN, tied, tied_cost, tied_norm
-from dpengine.gradients import choose_method
-from dpengine.gradients.choose_method import MethodTable, time_ways
-from dpengine.gradients.entry import Entry
-from dpengine.gradients.method import Method, Way
-from dpengine.gradients.scratch import Scratch
+from dpengine.grad_modes import choose_method
+from dpengine.grad_modes.choose_method import MethodTable, time_ways
+from dpengine.grad_modes.entry import Entry
+from dpengine.grad_modes.method import Method, Way
+from dpengine.grad_modes.scratch import Scratch
+from dpengine.grad_samplers import tied
+from dpengine.grad_samplers.table import BUILTIN
+from dpengine.grad_samplers.tied import tied_cost, tied_norm
 
 VOCABULARY, WIDTH, ROWS = 11, 5, 4
 WORDS, HEAD = BUILTIN[nn.Embedding]["weight"], BUILTIN[nn.Linear]["weight"]

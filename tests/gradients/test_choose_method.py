@@ -7,13 +7,13 @@ import torch
 from torch import nn
 
 from dpengine.capture import LayerCall, Use
-from dpengine.grad_samplers import BUILTIN
-from dpengine.gradients import choose_method
-from dpengine.gradients.bookkeep import Bookkeep
-from dpengine.gradients.choose_method import Choice, MethodTable, time_ways
-from dpengine.gradients.entry import Entry
-from dpengine.gradients.flat_buffer import FlatBuffer
-from dpengine.gradients.method import Method, Way
+from dpengine.grad_modes import choose_method
+from dpengine.grad_modes.bookkeep import Bookkeep
+from dpengine.grad_modes.choose_method import Choice, MethodTable, time_ways
+from dpengine.grad_modes.entry import Entry
+from dpengine.grad_modes.flat_buffer import FlatBuffer
+from dpengine.grad_modes.method import Method, Way
+from dpengine.grad_samplers.table import BUILTIN
 from dpengine.kernels import products
 
 LINEAR, CONV = BUILTIN[nn.Linear], BUILTIN[nn.Conv2d]

@@ -7,7 +7,7 @@ from loops import make_loop
 from torch import nn
 
 from dpengine import PrivacyEngine
-from dpengine.gradients import MethodTable, choose_method
+from dpengine.grad_modes import MethodTable, choose_method
 
 
 def images():

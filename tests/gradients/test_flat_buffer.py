@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from dpengine.gradients.flat_buffer import FlatBuffer
+from dpengine.grad_modes.flat_buffer import FlatBuffer
 
 
 def parameters():

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from dpengine.errors import MissingGradientError
-from dpengine.gradients import OnDemand
+from dpengine.grad_modes.on_demand import OnDemand
 
 
 def on_demand(values=None):

@@ -6,9 +6,10 @@ import pytest
 import torch
 from torch import nn
 
-from dpengine.distributed import Box, Held, Topology
-from dpengine.gradients import outbox as module
-from dpengine.gradients.flat_buffer import FlatBuffer
+from dpengine.distributed.local_shards import Box, Held
+from dpengine.distributed.topology import Topology
+from dpengine.grad_modes import outbox as module
+from dpengine.grad_modes.flat_buffer import FlatBuffer
 
 
 @dataclass

@@ -13,8 +13,8 @@ from torch import nn
 from dpengine import GradSampleModule
 from dpengine.clipping import Automatic, Flat, Groups, PerLayer
 from dpengine.errors import UnsupportedLayerError
-from dpengine.gradients import MODES
-from dpengine.gradients.entry import sq_norms
+from dpengine.grad_modes.entry import sq_norms
+from dpengine.grad_modes.modes import MODES
 
 ROWS = 4
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-5}

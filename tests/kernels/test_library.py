@@ -6,7 +6,8 @@ import sys
 
 import pytest
 
-from dpengine.kernels import library, native_library
+from dpengine.kernels import library
+from dpengine.kernels.library import native_library
 
 IN_A_FORK = """
 import os

@@ -6,7 +6,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from dpengine.kernels import native_library, products
+from dpengine.kernels import products
+from dpengine.kernels.library import native_library
 
 pytestmark = pytest.mark.skipif(native_library() is None, reason="native code is not built here")
 CANARY = 0x5A

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from dpengine.kernels import native_library
+from dpengine.kernels.library import native_library
 
 pytestmark = pytest.mark.skipif(native_library() is None, reason="native code is not built here")
 ROWS, GAP = 3, 5  # rows lie further apart than they are long

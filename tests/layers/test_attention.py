@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dpengine.layers import from_twin, to_twin
+from dpengine.layers.replacements import from_twin, to_twin
 
 ROWS, QUERIES, KEYS, SIZE, HEADS = 3, 4, 5, 8, 2
 

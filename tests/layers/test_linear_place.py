@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dpengine.layers import linear_place
+from dpengine.layers.linear_place import linear_place
 
 
 @pytest.mark.parametrize(

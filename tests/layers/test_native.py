@@ -5,9 +5,10 @@ import torch
 from torch import nn
 from torch.nn.utils.rnn import pack_padded_sequence
 
-from dpengine.kernels import native_library
-from dpengine.layers import cells, to_twin
+from dpengine.kernels.library import native_library
+from dpengine.layers import cells
 from dpengine.layers.native import native_for
+from dpengine.layers.replacements import to_twin
 
 ROWS, STEPS, FEATURES, HIDDEN = 4, 7, 5, 19
 SETTINGS = {

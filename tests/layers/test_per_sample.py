@@ -6,7 +6,7 @@ from oracle import clip_by_engine, clip_by_loop, relative_error
 from torch import nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
-from dpengine.gradients import MODES
+from dpengine.grad_modes.modes import MODES
 
 ROWS, STEPS, SIZE = 4, 5, 4
 

@@ -9,7 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
-from dpengine.layers import from_twin, linear_place, to_twin
+from dpengine.layers.linear_place import linear_place
+from dpengine.layers.replacements import from_twin, to_twin
 
 ROWS, STEPS, FEATURES, HIDDEN = 5, 6, 3, 4
 LENGTHS = {"sorted": [6, 4, 4, 2, 1], "unsorted": [4, 1, 6, 2, 4]}

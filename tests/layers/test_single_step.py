@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from dpengine.layers import to_twin
+from dpengine.layers.replacements import to_twin
 
 CELLS = {
     "tanh": lambda **s: nn.RNNCell(3, 4, nonlinearity="tanh", **s),

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from dpengine.layers import TWINS, from_twin, to_twin
+from dpengine.layers.replacements import TWINS, from_twin, to_twin
 
 MAKE = {
     nn.RNN: lambda: nn.RNN(4, 4, num_layers=2, nonlinearity="relu", bidirectional=True),

@@ -12,7 +12,8 @@ from ledger_runs import Run, data
 from torch import nn
 
 from dpengine import PrivacyEngine, checkpoint
-from dpengine.accounting import epsilon_of, steps_of
+from dpengine.accounting import epsilon_of
+from dpengine.accounting.ledger import steps_of
 from dpengine.errors import CalibrationError, LedgerError
 from dpengine.ledger_file import read
 from dpengine.noise import BandMF

@@ -14,13 +14,15 @@ import torch
 from ledger_runs import Run
 
 from dpengine import PrivacyEngine
-from dpengine.accounting import GaussianEvent, Ledger, steps_of
-from dpengine.distributed import Ranks
+from dpengine.accounting import GaussianEvent, Ledger
+from dpengine.accounting.ledger import steps_of
+from dpengine.distributed.ranks import Ranks
 from dpengine.errors import LedgerError
-from dpengine.ledger_file import RunLedger, read, run_ledger
 from dpengine.ledger_file import file as ledger_file
+from dpengine.ledger_file import read, run_ledger
 from dpengine.ledger_file.file import LedgerFile
 from dpengine.ledger_file.lines import sealed
+from dpengine.ledger_file.run_ledger import RunLedger
 from dpengine.noise import BandMF
 
 

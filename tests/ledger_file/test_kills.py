@@ -8,7 +8,7 @@ import pytest
 from killed_runs import STEPS, killed_at, released, trained
 from launch import started
 
-from dpengine.accounting import steps_of
+from dpengine.accounting.ledger import steps_of
 from dpengine.ledger_file import read
 from dpengine.noise import BandMF
 

@@ -12,17 +12,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from dpengine.auditing.built_in import OPTIONS, cross_entropy, rows, small
-from dpengine.auditing.subject import Subject
-from dpengine.clipping.clipped_sums import ClippedSums
+from dpengine.auditing.subject import OPTIONS, Subject, cross_entropy, rows, small
 from dpengine.clipping.flat import Flat
 from dpengine.clipping.per_layer import PerLayer
-from dpengine.gradients import Units
-from dpengine.gradients.bookkeep import Bookkeep
-from dpengine.gradients.entry import Entry
-from dpengine.gradients.flat_buffer import FlatBuffer
-from dpengine.gradients.probe import Company
-from dpengine.release import Release
+from dpengine.engine.clipped_sums import ClippedSums
+from dpengine.engine.release import Release
+from dpengine.grad_modes.bookkeep import Bookkeep
+from dpengine.grad_modes.entry import Entry
+from dpengine.grad_modes.flat_buffer import FlatBuffer
+from dpengine.grad_modes.rows import Units
+from dpengine.independence.live_probe import Company
 
 from .planted import Patch, Planted, module_of
 

@@ -10,16 +10,16 @@ from typing import Any
 import numpy as np
 from scipy.special import ndtr
 
-from dpengine.accounting.lattice import Answer
-from dpengine.accounting.pld import rough_epsilon
-from dpengine.admission import planned_steps
-from dpengine.arrange import arranged
-from dpengine.auditing.built_in import small
-from dpengine.companions import attach_scaler
+from dpengine.accounting.tilted_pld.lattice import Answer
+from dpengine.accounting.tilted_pld.pld import rough_epsilon
+from dpengine.auditing.subject import small
 from dpengine.engine import PrivacyEngine
-from dpengine.release import Release
-from dpengine.run_plan import RunPlan
-from dpengine.stage import Stage
+from dpengine.engine.amp_and_lr_schedulers import attach_scaler
+from dpengine.engine.argument_checks import planned_steps
+from dpengine.engine.batch_state import Stage
+from dpengine.engine.build_plan import arranged
+from dpengine.engine.release import Release
+from dpengine.plan.run_plan import RunPlan
 
 from .planted import Patch, Planted, module_of
 
@@ -62,7 +62,7 @@ def _skipping(attach: Any) -> Any:
         attach(scaler)
 
         def step(optimizer: Any) -> None:
-            if not optimizer._dpengine.release.statistics.dropped:
+            if not optimizer._dpengine.engine.release.statistics.dropped:
                 optimizer.step()
 
         scaler.step = step

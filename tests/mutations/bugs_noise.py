@@ -9,15 +9,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dpengine.auditing.built_in import small
-from dpengine.auditing.noise_law import noise_law
+from dpengine.auditing.noise_detector import noise_law
+from dpengine.auditing.subject import small
 from dpengine.checkpoint.run_state import Resumption
+from dpengine.engine.release import Release
 from dpengine.noise import BandMF, GaussianNoise
 from dpengine.noise.correlated import CorrelatedNoise
 from dpengine.noise.share import add_noise
 from dpengine.noise.source import NoiseSource
-from dpengine.release import Release
-from dpengine.run_plan import RunPlan
+from dpengine.plan.run_plan import RunPlan
 
 from .planted import Patch, Planted, module_of
 

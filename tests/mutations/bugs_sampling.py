@@ -9,10 +9,10 @@ from typing import Any
 
 import numpy as np
 
-from dpengine.release import Release
-from dpengine.sampling import PoissonSampling, ShuffleSampling, Ticket
-from dpengine.sampling.batches import LogicalBatches
-from dpengine.stage import Stage
+from dpengine.engine.batch_state import Stage
+from dpengine.engine.release import Release
+from dpengine.sampling import PoissonSampling, ShuffleSampling
+from dpengine.sampling.batches import LogicalBatches, Ticket
 
 from .planted import Patch, Planted
 

@@ -13,8 +13,7 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
-from dpengine.auditing.built_in import small
-from dpengine.auditing.subject import Maker
+from dpengine.auditing.subject import Maker, small
 
 _DEFAULT = small()
 

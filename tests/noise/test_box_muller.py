@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dpengine.kernels import native_library
+from dpengine.kernels.library import native_library
 from dpengine.noise import keyed_streams
 from dpengine.noise.box_muller import (
     APART,

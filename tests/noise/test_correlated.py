@@ -7,17 +7,8 @@ import pytest
 import torch
 
 from dpengine.errors import PrivacyError
-from dpengine.noise import (
-    BandMF,
-    CorrelatedNoise,
-    NoiseSource,
-    banded_inverse,
-    banded_toeplitz,
-    blt,
-    dense,
-    independent,
-    lambda_cgd,
-)
+from dpengine.noise import BandMF, CorrelatedNoise, NoiseSource, banded_inverse, banded_toeplitz, blt, dense, lambda_cgd
+from dpengine.noise.recurrences import independent
 from dpengine.noise.toeplitz import matrix
 
 SIZE, STEPS = 50, 9

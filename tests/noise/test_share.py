@@ -6,10 +6,14 @@ import pytest
 import torch
 from torch import nn
 
-from dpengine.distributed import ALONE, Box, Held, Topology
+from dpengine.distributed.local_shards import Box, Held
+from dpengine.distributed.ranks import ALONE
+from dpengine.distributed.topology import Topology
 from dpengine.errors import MechanismMismatchError
-from dpengine.gradients import FlatBuffer, flat_buffer
-from dpengine.noise import GaussianNoise, NoiseSource, add_noise, drawn_places
+from dpengine.grad_modes import flat_buffer
+from dpengine.grad_modes.flat_buffer import FlatBuffer
+from dpengine.noise import GaussianNoise, NoiseSource
+from dpengine.noise.share import add_noise, drawn_places
 
 SHAPES = [(30, 7), (11,), (5, 4, 3), (1,), (200,), (13, 13)]
 

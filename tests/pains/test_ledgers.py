@@ -12,7 +12,7 @@ from torch.utils.data import BatchSampler, DataLoader, Sampler, TensorDataset, W
 import dpengine
 from dpengine.accounting import Charge, GaussianEvent, Ledger, PoissonGaussianEvent, UnclaimedEvent, epsilon, epsilon_of
 from dpengine.errors import AccountingRefusedError, InvalidBudgetError, PrivacyError, SamplingError
-from dpengine.sampling import strategy_for
+from dpengine.sampling.choose_scheme import strategy_for
 
 pytestmark = pytest.mark.filterwarnings("ignore::dpengine.PrivacyWarning")
 

@@ -24,9 +24,9 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from dpengine import PrivacyEngine
 from dpengine.batch_selection import pad_to_multiple_of
+from dpengine.engine.public_gradients import public
 from dpengine.errors import UnknownParameterError
 from dpengine.functional import clipped_grad
-from dpengine.public_pass import public
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*DPE012:dpengine.PrivacyWarning")
 

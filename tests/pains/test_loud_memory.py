@@ -10,7 +10,7 @@ from pains.wide import through_some
 from torch import nn
 
 from dpengine import PrivacyEngine
-from dpengine.gradients import MethodTable
+from dpengine.grad_modes import MethodTable
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*DPE012:dpengine.PrivacyWarning")
 

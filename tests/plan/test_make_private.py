@@ -16,7 +16,7 @@ from dpengine.errors import BudgetExceeded, InvalidBudgetError, TicketError
 from dpengine.noise import BandMF
 from dpengine.plan import BandMFConfig, DPSGDConfig
 from dpengine.report import PrivacyReport
-from dpengine.sampling import Ticket
+from dpengine.sampling.batches import Ticket
 
 
 def loader(rows=ROWS, batch_size=30, width=4):

@@ -1,7 +1,7 @@
 import pytest
 
 from dpengine.accounting import Charge, PoissonGaussianEvent, Relation
-from dpengine.report import assumptions, stamps
+from dpengine.report.assumptions import assumptions, stamps
 
 
 def found(facts, word):

@@ -6,7 +6,8 @@ from html.parser import HTMLParser
 import pytest
 
 from dpengine.errors import MissingDependencyError
-from dpengine.report import PrivacyReport, assumptions
+from dpengine.report import PrivacyReport
+from dpengine.report.assumptions import assumptions
 
 LOADING = {"src", "srcset", "href", "xlink:href", "data", "action", "formaction", "poster", "background", "ping"}
 

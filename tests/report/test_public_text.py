@@ -1,6 +1,6 @@
 import pytest
 
-from dpengine.report.public_text import public_text, public_values
+from dpengine.report.history_rows import public_text, public_values
 
 
 @pytest.mark.parametrize(

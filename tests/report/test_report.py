@@ -5,7 +5,8 @@ from importlib import resources
 
 import pytest
 
-from dpengine.report import PrivacyReport, plots, schema_check
+from dpengine.report import PrivacyReport, plots
+from dpengine.report import reading as schema_check
 
 KEYS = {
     "guarantee": {

@@ -4,7 +4,8 @@ from pathlib import Path
 import pytest
 
 from dpengine.accounting import Charge, GaussianEvent, NonPrivateEvent, PoissonGaussianEvent, Relation, UnclaimedEvent
-from dpengine.report import PrivacyReport, assumptions, statement
+from dpengine.report import PrivacyReport, statement
+from dpengine.report.assumptions import assumptions
 
 GUARANTEES = Path(__file__).resolve().parents[2] / "docs" / "guarantees.md"
 BARE_EPSILON = re.compile(r"(ε|epsilon)\s*(=|≤|:|of)?\s*\d", re.IGNORECASE)

@@ -5,7 +5,8 @@ import math
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from dpengine.sampling import AbstractBatchStrategy, private_loader
+from dpengine.sampling import AbstractBatchStrategy
+from dpengine.sampling.loader import private_loader
 
 
 class Fixed(AbstractBatchStrategy):

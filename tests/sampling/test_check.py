@@ -17,7 +17,9 @@ from torch.utils.data import (
 )
 
 from dpengine.errors import SamplingError
-from dpengine.sampling import PoissonSampling, check_loader, private_loader
+from dpengine.sampling import PoissonSampling
+from dpengine.sampling.check import check_loader
+from dpengine.sampling.loader import private_loader
 
 DATA = TensorDataset(torch.zeros(10, 2))
 

@@ -7,7 +7,8 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, TensorDataset, WeightedRandomSampler
 
 from dpengine.errors import SamplingError
-from dpengine.sampling import PoissonSampling, ShuffleSampling, strategy_for
+from dpengine.sampling import PoissonSampling, ShuffleSampling
+from dpengine.sampling.choose_scheme import strategy_for
 
 
 def loader_of(rows: int, size: int, **options) -> DataLoader:

@@ -12,7 +12,7 @@ import torch
 from torch.utils.data import default_collate
 
 from dpengine.errors import SamplingError
-from dpengine.sampling import EmptyAwareCollate, empty_template
+from dpengine.sampling.collate import EmptyAwareCollate, empty_template
 
 
 class Pair(NamedTuple):

@@ -5,7 +5,7 @@ from sampling.doubles import Fixed, Recorder, private, rows_of
 from torch.utils.data import DataLoader
 
 from dpengine.errors import SamplingError
-from dpengine.sampling import ByHand, InOrder
+from dpengine.sampling.in_order import ByHand, InOrder
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,8 @@ from sampling.doubles import Fixed, Recorder, Rows, private, rows_of
 from torch.utils.data import DataLoader, TensorDataset
 
 from dpengine.errors import SamplingError
-from dpengine.sampling import PoissonSampling, strategy_for
+from dpengine.sampling import PoissonSampling
+from dpengine.sampling.choose_scheme import strategy_for
 
 WORKERS = [0, 2]
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from dpengine.sampling.permutation import KEY_WORDS, KeyedPermutation
+from dpengine.sampling.cyclic import KEY_WORDS, KeyedPermutation
 
 
 def keyed(size, seed):

@@ -5,7 +5,8 @@ import pytest
 from torch.utils.data import DataLoader
 
 from dpengine.noise import NoiseSource
-from dpengine.sampling import PoissonSampling, private_loader
+from dpengine.sampling import PoissonSampling
+from dpengine.sampling.loader import private_loader
 
 ROWS, STEPS = 48, 50
 

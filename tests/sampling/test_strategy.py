@@ -6,12 +6,12 @@ import pytest
 from dpengine.sampling import (
     AbstractBatchStrategy,
     CyclicPoissonStrategy,
-    InOrder,
-    Partition,
     PoissonSampling,
     ShuffleSampling,
     TruncatedStrategy,
 )
+from dpengine.sampling.cyclic import Partition
+from dpengine.sampling.in_order import InOrder
 
 STRATEGIES = [
     PoissonSampling(500, 0.1, steps_per_epoch=10, expected_batch_size=50.0),

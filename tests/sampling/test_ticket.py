@@ -5,7 +5,7 @@ import pickle
 
 import pytest
 
-from dpengine.sampling import Ticket
+from dpengine.sampling.batches import Ticket
 
 
 def test_a_ticket_knows_its_step_and_rows():

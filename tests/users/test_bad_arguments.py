@@ -28,7 +28,7 @@ from torch.utils.data import (
 from dpengine import PrivacyEngine, errors
 from dpengine.accounting import Relation
 from dpengine.clipping import Adaptive, Flat
-from dpengine.run_plan import RunPlan
+from dpengine.plan.run_plan import RunPlan
 from dpengine.sampling import PoissonSampling
 
 from .mistakes import UNREACHABLE, batch_norm, rdp

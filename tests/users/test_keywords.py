@@ -5,7 +5,7 @@ import functools
 import pytest
 
 import dpengine
-from dpengine.progress import progress
+from dpengine.engine.progress import progress
 
 PUBLIC = [name for name in dpengine.__all__ if name != "PrivacyWarning"]
 

@@ -13,8 +13,8 @@ from torch import nn
 from torch.optim import lr_scheduler
 
 import dpengine
+from dpengine.engine.optimizer import REFUSED
 from dpengine.errors import DetachedError, UnknownParameterError
-from dpengine.optimizer import REFUSED
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*DPE012")
 

@@ -7,8 +7,10 @@ from torch import nn
 from torch.nn.utils import parametrizations
 
 from dpengine.errors import UnsupportedLayerError
-from dpengine.grad_samplers import BUILTIN, REGISTERED, register_grad_sampler
-from dpengine.layers import TWINS
+from dpengine.grad_samplers import register_grad_sampler
+from dpengine.grad_samplers.registered import REGISTERED
+from dpengine.grad_samplers.table import BUILTIN
+from dpengine.layers.replacements import TWINS
 from dpengine.validation import CheckReport, Finding, check
 from dpengine.validation.obstacles import OBSTACLES
 

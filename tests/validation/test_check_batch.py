@@ -10,7 +10,8 @@ from torch import nn
 
 from dpengine import PrivacyEngine, check
 from dpengine.errors import BatchDependentLossError, PrivacyWarning, UnsupportedLayerError
-from dpengine.validation import company, per_example
+from dpengine.independence import copy_probe as company
+from dpengine.validation import per_example
 
 ROWS, WIDTH, CLASSES = 6, 4, 3
 

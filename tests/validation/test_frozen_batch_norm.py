@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import dpengine
-from dpengine.capture import modes_kept
+from dpengine.capture.model_state import modes_kept
 from dpengine.compat.opacus import PrivacyEngine as CompatEngine
 from dpengine.errors import PrivacyError, UnsupportedLayerError
 from dpengine.validation import check_loss

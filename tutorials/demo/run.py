@@ -14,11 +14,12 @@ from typing import Any
 import torch
 
 import dpengine
-from dpengine.accounting import PrivacySpent, accountant_used
+from dpengine.accounting import PrivacySpent
+from dpengine.accounting.accountant import accountant_used
+from dpengine.accounting.rounding import percent_up, round_up, round_up_delta
 from dpengine.cli.screen import strong
 from dpengine.data import LabelledData
-from dpengine.progress import is_shown
-from dpengine.report import percent_up, round_up, round_up_delta
+from dpengine.engine.progress import is_shown
 
 from .artefacts import write_artefacts
 from .devices import best_device, device_text

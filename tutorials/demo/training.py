@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from dpengine import PrivacyEngine
 from dpengine.data import LabelledData
-from dpengine.progress import progress
+from dpengine.engine.progress import progress
 from dpengine.validation import check_loss
 
 from .tasks import DELTA, Task

@@ -9,10 +9,11 @@ from typing import Any
 from torch import nn
 from torch.utils.data import IterableDataset
 
+from dpengine.engine.optimizer import refuse_optimizer
 from dpengine.errors import ParameterMismatchError
-from dpengine.optimizer import refuse_optimizer
-from dpengine.sampling import PrivateIteration, check_loader
-from dpengine.validation import check
+from dpengine.sampling.check import check_loader
+from dpengine.sampling.loader import PrivateIteration
+from dpengine.validation.check_model import check
 
 from .engine_batches import whole_loader
 from .grad_sample.gsm_base import AbstractGradSampleModule, is_spread

@@ -10,8 +10,7 @@ from typing import Any
 import torch
 
 import dpengine
-from dpengine.errors import notice
-from dpengine.names import suggests_names
+from dpengine.errors import notice, suggests_names
 
 MODULE, ACCOUNTANT = "module_state_dict", "privacy_accountant_state_dict"
 OPTIONAL = {

@@ -15,16 +15,13 @@ from torch.utils import _pytree as pytree
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset
 from torch.utils.data._utils.collate import default_collate
 
-from dpengine.distributed import Topology
-from dpengine.names import suggests_names
-from dpengine.sampling import (
-    AbstractBatchStrategy,
-    PoissonSampling,
-    PrivateIteration,
-    check_loader,
-    private_loader,
-    strategy_for,
-)
+from dpengine.distributed.topology import Topology
+from dpengine.errors import suggests_names
+from dpengine.sampling.check import check_loader
+from dpengine.sampling.choose_scheme import strategy_for
+from dpengine.sampling.loader import PrivateIteration, private_loader
+from dpengine.sampling.poisson import PoissonSampling
+from dpengine.sampling.scheme import AbstractBatchStrategy
 
 from .engine_batches import always, ignore, plain, topology_for, whole_loader, words_for
 

@@ -8,11 +8,16 @@ from typing import Any
 import torch
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler, SequentialSampler
 
-from dpengine.arrange import source_for
-from dpengine.distributed import SINGLE, Topology, topology_of
+from dpengine.distributed.detect import topology_of
+from dpengine.distributed.topology import SINGLE, Topology
+from dpengine.engine.build_plan import source_for
 from dpengine.errors import SamplingError
-from dpengine.noise import DEFAULT_KIND, NoiseSource
-from dpengine.sampling import InOrder, PrivateIteration, ShuffleSampling, check_loader, private_loader
+from dpengine.noise.keyed_streams import DEFAULT_KIND
+from dpengine.noise.source import NoiseSource
+from dpengine.sampling.check import check_loader
+from dpengine.sampling.in_order import InOrder
+from dpengine.sampling.loader import PrivateIteration, private_loader
+from dpengine.sampling.shuffle import ShuffleSampling
 
 
 def unsampled_loader(data_loader: DataLoader[Any], distributed: bool | Topology = False) -> DataLoader[Any]:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from dpengine.errors import MissingDependencyError
-from dpengine.integrations import lightning_class
+from dpengine.integrations.lightning_checks import lightning_class
 
 from .data_loader import DPDataLoader
 

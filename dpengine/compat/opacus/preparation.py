@@ -14,13 +14,15 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 import dpengine
-from dpengine.accounting import Charge, CyclicGaussianEvent, Ledger, Relation, suggested_delta
-from dpengine.admission import Uncopied
-from dpengine.arrange import name_for
-from dpengine.distributed import SINGLE, Topology
-from dpengine.kernels import keep_freed_memory
-from dpengine.release import Release
-from dpengine.run import Budget, Run
+from dpengine.accounting.constants import suggested_delta
+from dpengine.accounting.events import CyclicGaussianEvent, Relation
+from dpengine.accounting.ledger import Charge, Ledger
+from dpengine.distributed.topology import SINGLE, Topology
+from dpengine.engine.argument_checks import Uncopied
+from dpengine.engine.build_plan import name_for
+from dpengine.engine.release import Release
+from dpengine.engine.run import Budget, Run
+from dpengine.kernels.memory import keep_freed_memory
 
 from .accountants.entries import charges_of
 from .accountants.ledger_accountant import LedgerAccountant

@@ -12,11 +12,10 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 import dpengine
-from dpengine.accounting import epsilon_of
-from dpengine.errors import LedgerError
-from dpengine.names import suggests_names
-from dpengine.report import PrivacyReport
-from dpengine.report_of_run import refuse_unknown_facts, report_of_run
+from dpengine.accounting.accountant import epsilon_of
+from dpengine.engine.run_report import refuse_unknown_facts, report_of_run
+from dpengine.errors import LedgerError, suggests_names
+from dpengine.report.report import PrivacyReport
 
 from .accountants import create_accountant
 from .accountants.ledger_accountant import LedgerAccountant

@@ -15,8 +15,9 @@ from dpengine.compat.opacus.grad_sample.linear import compute_linear_grad_sample
 from dpengine.compat.opacus.grad_sample.registries import GRAD_SAMPLERS, NORM_SAMPLERS
 from dpengine.compat.opacus.grad_sample.utils import register_grad_sampler, register_norm_sampler
 from dpengine.compat.opacus.optimizers.optimizer import DPOptimizer
-from dpengine.grad_samplers import BUILTIN, REGISTERED, REGISTERED_NORMS, WITHDRAWN, rule_for, sampler_for
-from dpengine.gradients import MODES
+from dpengine.grad_modes.modes import MODES
+from dpengine.grad_samplers.registered import REGISTERED, REGISTERED_NORMS, WITHDRAWN
+from dpengine.grad_samplers.table import BUILTIN, rule_for, sampler_for
 from dpengine.layers import RNNLinear, SequenceBias
 
 ROWS, T, F64 = 4, 3, torch.float64

@@ -13,7 +13,7 @@ from dpengine.compat.opacus.utils.uniform_sampler import (
     DistributedUniformWithReplacementSampler,
     UniformWithReplacementSampler,
 )
-from dpengine.sampling import batches_in_a_pass
+from dpengine.sampling.choose_scheme import batches_in_a_pass
 
 
 def test_a_rate_of_one_over_n_makes_n_steps():

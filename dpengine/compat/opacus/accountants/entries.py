@@ -17,19 +17,16 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from dpengine.accounting import (
-    Charge,
+from dpengine.accounting.batch_events import FixedSizeGaussianEvent, MixtureGaussianEvent, TruncatedGaussianEvent
+from dpengine.accounting.events import (
     CyclicGaussianEvent,
     Event,
-    FixedSizeGaussianEvent,
     GaussianEvent,
     MatrixGaussianEvent,
-    MixtureGaussianEvent,
     PoissonGaussianEvent,
-    TruncatedGaussianEvent,
     release_event,
-    steps_of,
 )
+from dpengine.accounting.ledger import Charge, steps_of
 
 Triple = tuple[float, float, int]
 

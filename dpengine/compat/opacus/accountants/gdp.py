@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from dpengine.accounting import Charge, CyclicGaussianEvent, GaussianEvent, PoissonGaussianEvent
-from dpengine.names import refuse_unknown
+from dpengine.accounting.events import CyclicGaussianEvent, GaussianEvent, PoissonGaussianEvent
+from dpengine.accounting.ledger import Charge
+from dpengine.errors import refuse_unknown
 
 from .ledger_accountant import KEYWORDS, LedgerAccountant
 

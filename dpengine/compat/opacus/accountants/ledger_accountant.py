@@ -6,7 +6,9 @@ from collections.abc import Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from dpengine.accounting import ORDERS, Charge, Ledger, first_answer
+from dpengine.accounting.ledger import Charge, Ledger
+from dpengine.accounting.quick_bound import first_answer
+from dpengine.accounting.rdp import ORDERS
 from dpengine.errors import LedgerError, notice
 
 from .accountant import IAccountant, check_state

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from dpengine.names import refuse_unknown
+from dpengine.errors import refuse_unknown
 
 from .ledger_accountant import KEYWORDS, LedgerAccountant
 

@@ -6,9 +6,8 @@ import math
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
-from dpengine.accounting import epsilon_by_orders
-from dpengine.errors import AccountingRefusedError
-from dpengine.names import refuse_unknown
+from dpengine.accounting.renyi_orders import epsilon_by_orders
+from dpengine.errors import AccountingRefusedError, refuse_unknown
 
 from .ledger_accountant import ALL_ORDERS, KEYWORDS, USUAL_ORDERS, LedgerAccountant
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dpengine.names import suggests_names
+from dpengine.errors import suggests_names
 
 from .accountant import IAccountant
 from .gdp import GaussianAccountant

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from dpengine.accounting import MOST_NOISE, calibration, least_noise_by, steps_of_epochs
-from dpengine.errors import CalibrationError
-from dpengine.names import refuse_unknown
+from dpengine.accounting.constants import steps_of_epochs
+from dpengine.accounting.noise_calibration import MOST_NOISE, calibration, least_noise_by
+from dpengine.errors import CalibrationError, refuse_unknown
 
 from .ledger_accountant import KEYWORDS, LedgerAccountant
 from .registry import create_accountant

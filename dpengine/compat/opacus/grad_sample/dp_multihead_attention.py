@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from dpengine.layers import SequenceBias
+from dpengine.layers.attention import SequenceBias
 
 
 def compute_sequence_bias_grad_sample(

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from dpengine.grad_samplers import BUILTIN
-from dpengine.layers import RNNLinear
+from dpengine.grad_samplers.table import BUILTIN
+from dpengine.layers.recurrent import RNNLinear
 
 from .rules import gradients
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from dpengine.grad_samplers import BUILTIN
+from dpengine.grad_samplers.table import BUILTIN
 
 from .embedding_norm_sample import compute_embedding_norm_sample
 from .rules import gradients

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from dpengine.capture import LayerCall, turned
-from dpengine.grad_samplers import functional_sampler
+from dpengine.capture.record import LayerCall, turned
+from dpengine.grad_samplers.functional import functional_sampler
 
 
 def make_functional(

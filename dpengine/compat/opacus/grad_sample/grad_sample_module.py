@@ -8,9 +8,9 @@ from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
-from dpengine.capture import CaptureState
-from dpengine.gradients import show_grad_sample
-from dpengine.names import suggests_names
+from dpengine.capture.capture import CaptureState
+from dpengine.errors import suggests_names
+from dpengine.grad_modes.materialize import show_grad_sample
 
 from .gsm_base import AbstractGradSampleHooks, AbstractGradSampleModule
 from .registries import GRAD_SAMPLERS

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
-from dpengine.names import suggests_names
+from dpengine.errors import suggests_names
 
 from .grad_sample_module import GradSampleHooks
 from .gsm_base import AbstractGradSampleModule

@@ -13,9 +13,11 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from dpengine.clipping import ShownSums
 from dpengine.compat.opacus.distributed import DifferentiallyPrivateDistributedDataParallel
-from dpengine.distributed import SINGLE, Topology, is_dtensor, topology_of, unwrapped
+from dpengine.distributed.detect import topology_of, unwrapped
+from dpengine.distributed.local_shards import is_dtensor
+from dpengine.distributed.topology import SINGLE, Topology
+from dpengine.engine.materialized_sums import ShownSums
 
 _sums_of: Any = WeakTensorKeyDictionary()  # by parameter, weakly: who clips its gradients
 _SPREAD = (DistributedDataParallel, DifferentiallyPrivateDistributedDataParallel, FSDPModule)

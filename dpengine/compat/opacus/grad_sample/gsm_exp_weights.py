@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from dpengine.names import suggests_names
+from dpengine.errors import suggests_names
 
 from .gsm_base import AbstractGradSampleModule
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from dpengine.grad_samplers import BUILTIN
+from dpengine.grad_samplers.table import BUILTIN
 
 from .rules import gradients
 

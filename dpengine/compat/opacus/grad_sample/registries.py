@@ -8,9 +8,10 @@ from typing import Any
 from torch import nn
 
 from dpengine import grad_samplers
-from dpengine.grad_samplers import REGISTERED, REGISTERED_NORMS, WITHDRAWN
-from dpengine.layers import RNNLinear, SequenceBias
-from dpengine.names import suggests_names
+from dpengine.errors import suggests_names
+from dpengine.grad_samplers.registered import REGISTERED, REGISTERED_NORMS, WITHDRAWN
+from dpengine.layers.attention import SequenceBias
+from dpengine.layers.recurrent import RNNLinear
 
 from .conv import compute_conv_grad_sample
 from .dp_multihead_attention import compute_sequence_bias_grad_sample

@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dpengine.capture import LayerCall
-from dpengine.grad_samplers import GradSampler, refuse_unsafe_embedding
+from dpengine.capture.record import LayerCall
+from dpengine.grad_samplers.embedding import refuse_unsafe_embedding
+from dpengine.grad_samplers.sampler import GradSampler
 
 Function = Callable[[Any, Any, Any], Mapping[nn.Parameter, Tensor]]
 

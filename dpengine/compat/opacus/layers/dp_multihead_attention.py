@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dpengine.layers import PrivateMultiheadAttention, SequenceBias
+from dpengine.layers.attention import PrivateMultiheadAttention, SequenceBias
 
 __all__ = ["DPMultiheadAttention", "SequenceBias"]
 

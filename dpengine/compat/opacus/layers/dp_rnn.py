@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
-from dpengine.layers import PrivateGRU, PrivateLSTM, PrivateRNN, RNNLinear, run_cells
+from dpengine.layers.recurrent import PrivateGRU, PrivateLSTM, PrivateRNN, RNNLinear, run_cells
 
 from .param_rename import RenameParamsMixin
 

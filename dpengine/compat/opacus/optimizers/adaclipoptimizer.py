@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from dpengine.clipping import AbstractClip, Adaptive
-from dpengine.errors import InvalidBudgetError
-from dpengine.names import suggests_names
+from dpengine.clipping.adaptive import Adaptive
+from dpengine.clipping.policy import AbstractClip
+from dpengine.errors import InvalidBudgetError, suggests_names
 
 from .ddpoptimizer import SharedAmongRanks
 from .optimizer import DPOptimizer

@@ -6,7 +6,7 @@ from typing import ClassVar
 
 import torch
 
-from dpengine.names import suggests_names
+from dpengine.errors import suggests_names
 
 from .optimizer import DPOptimizer
 

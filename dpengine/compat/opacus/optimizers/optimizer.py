@@ -9,10 +9,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from dpengine.clipping import AbstractClip, Flat
-from dpengine.names import suggests_names
-from dpengine.release import Release
-from dpengine.stage import Stage
+from dpengine.clipping.flat import Flat
+from dpengine.clipping.policy import AbstractClip
+from dpengine.engine.batch_state import Stage
+from dpengine.engine.release import Release
+from dpengine.errors import suggests_names
 
 from . import release_of
 from .own_steps import _check_processed_flag as _check_processed_flag

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dpengine.names import suggests_names
+from dpengine.errors import suggests_names
 
 from .optimizer import DPOptimizer
 

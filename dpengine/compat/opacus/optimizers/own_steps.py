@@ -6,8 +6,9 @@ import torch
 from torch import Tensor
 
 from dpengine.errors import StaleGradientError
-from dpengine.gradients import wide
-from dpengine.noise import DEFAULT_KIND, SECURE_KIND, NoiseSource
+from dpengine.grad_modes.flat_buffer import wide
+from dpengine.noise.keyed_streams import DEFAULT_KIND, SECURE_KIND
+from dpengine.noise.source import NoiseSource
 
 from .release_of import seed_of
 

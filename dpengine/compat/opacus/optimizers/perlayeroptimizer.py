@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from dpengine.clipping import AbstractClip, Groups
-from dpengine.names import suggests_names
+from dpengine.clipping.groups import Groups
+from dpengine.clipping.policy import AbstractClip
+from dpengine.errors import suggests_names
 
 from . import release_of
 from .optimizer import DPOptimizer

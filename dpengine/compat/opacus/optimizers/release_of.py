@@ -12,18 +12,23 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from dpengine.accounting import Ledger, Relation
-from dpengine.arrange import source_for
-from dpengine.clipping import AbstractClip, ShownSums
+from dpengine.accounting.events import Relation
+from dpengine.accounting.ledger import Ledger
+from dpengine.clipping.policy import AbstractClip
 from dpengine.compat.opacus.grad_sample.gsm_base import sums_of
-from dpengine.distributed import SINGLE, Topology, refuse_other_weights, topology_of
+from dpengine.distributed.data_parallel import refuse_other_weights
+from dpengine.distributed.detect import topology_of
+from dpengine.distributed.topology import SINGLE, Topology
+from dpengine.engine.batch_state import Stage
+from dpengine.engine.build_plan import source_for
+from dpengine.engine.materialized_sums import ShownSums
+from dpengine.engine.optimizer import refuse_optimizer, refuse_replaced
+from dpengine.engine.release import Release
 from dpengine.errors import MissingGradientError, ParameterMismatchError, ScaledGradientError, TicketError
-from dpengine.noise import DEFAULT_KIND, SECURE_KIND, NoiseSource
-from dpengine.optimizer import refuse_optimizer, refuse_replaced
-from dpengine.release import Release
-from dpengine.run_plan import RunPlan
-from dpengine.sampling import ByHand
-from dpengine.stage import Stage
+from dpengine.noise.keyed_streams import DEFAULT_KIND, SECURE_KIND
+from dpengine.noise.source import NoiseSource
+from dpengine.plan.run_plan import RunPlan
+from dpengine.sampling.in_order import ByHand
 
 from .utils import params
 from .written_sums import SumsShown, refuse_or_take

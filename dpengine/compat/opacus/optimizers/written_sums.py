@@ -8,8 +8,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from dpengine.engine.release import Release
 from dpengine.errors import ScaledGradientError, notice
-from dpengine.release import Release
 
 
 @dataclass(frozen=True, eq=False)

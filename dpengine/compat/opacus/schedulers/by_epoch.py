@@ -6,7 +6,7 @@ import pickle
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from dpengine.schedulers import value_of, write
+from dpengine.engine.schedulers import value_of, write
 
 _OF_THE_SCRIPT = "optimizer"
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from dpengine.names import suggests_names
-from dpengine.schedulers import MAX_GRAD_NORM, by_factor, exponential, in_steps, value_of
+from dpengine.engine.schedulers import MAX_GRAD_NORM, by_factor, exponential, in_steps, value_of
+from dpengine.errors import suggests_names
 
 from .by_epoch import ByEpoch
 

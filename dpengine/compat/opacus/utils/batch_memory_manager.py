@@ -12,8 +12,10 @@ from torch.utils.data import BatchSampler, DataLoader, Sampler
 
 from dpengine.compat.opacus.engine_batches import always
 from dpengine.compat.opacus.optimizers import DPOptimizer
-from dpengine.names import suggests_names
-from dpengine.sampling import PrivateBatchSampler, PrivateIteration, Ticket, whole_number
+from dpengine.errors import suggests_names
+from dpengine.sampling.batches import PrivateBatchSampler, Ticket
+from dpengine.sampling.loader import PrivateIteration
+from dpengine.sampling.scheme import whole_number
 
 
 class BatchSplittingSampler(Sampler[list[int]]):

@@ -1,4 +1,4 @@
-"""Whether per-sample gradients are right: each sample alone against the whole batch, by ``dpengine.gradient_check``.
+"""Whether per-sample gradients are right: each sample alone against the whole batch, by ``dpengine.engine.gradient_check``.
 
 The loss is that module's ``probe_loss``, whose gradient is not a sign, and no zero in it hides a fault.
 """
@@ -14,7 +14,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from dpengine.compat.opacus.grad_sample import wrap_model
 from dpengine.compat.opacus.utils.module_utils import clone_module
-from dpengine.gradient_check import (
+from dpengine.engine.gradient_check import (
     REDUCTIONS,
     call,
     compare,
@@ -23,7 +23,7 @@ from dpengine.gradient_check import (
     probe_loss,
     unpacked,
 )
-from dpengine.gradients import MODES
+from dpengine.grad_modes.modes import MODES
 
 __all__ = [
     "ModelWithLoss",

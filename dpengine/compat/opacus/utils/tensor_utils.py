@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from dpengine.grad_samplers import padding_of, sliding_windows
+from dpengine.grad_samplers.conv import padding_of, sliding_windows
 
 _NARROW = {torch.float16, torch.bfloat16}
 

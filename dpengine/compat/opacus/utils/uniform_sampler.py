@@ -7,10 +7,12 @@ from collections.abc import Iterator
 import torch
 from torch.utils.data import Sampler
 
-from dpengine.distributed import Ranks
-from dpengine.names import suggests_names
-from dpengine.noise import NoiseSource
-from dpengine.sampling import PoissonSampling, batches_in_a_pass, whole_number
+from dpengine.distributed.ranks import Ranks
+from dpengine.errors import suggests_names
+from dpengine.noise.source import NoiseSource
+from dpengine.sampling.choose_scheme import batches_in_a_pass
+from dpengine.sampling.poisson import PoissonSampling
+from dpengine.sampling.scheme import whole_number
 
 
 @suggests_names

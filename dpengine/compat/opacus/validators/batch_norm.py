@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from dpengine.validation import BATCH_NORMS, copied, group_count, group_norm_of, instance_norm_of
+from dpengine.validation.fix_model import BATCH_NORMS, copied, group_count, group_norm_of, instance_norm_of
 
 from .errors import ShouldReplaceModuleError, UnsupportableModuleError, UnsupportedModuleError
 from .utils import register_module_fixer, register_module_validator

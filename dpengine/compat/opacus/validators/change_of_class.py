@@ -6,7 +6,7 @@ from typing import TypeVar
 
 from torch import nn
 
-from dpengine.validation import copied
+from dpengine.validation.fix_model import copied
 
 from .errors import NotYetSupportedModuleError
 

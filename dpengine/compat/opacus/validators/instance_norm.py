@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from dpengine.validation import fix as mended
+from dpengine.validation.fix_model import fix as mended
 
 from .errors import IllegalModuleConfigurationError, UnsupportedModuleError
 from .utils import register_module_fixer, register_module_validator

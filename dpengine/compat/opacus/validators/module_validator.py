@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from dpengine.compat.opacus.utils.module_utils import trainable_modules
-from dpengine.validation import copied, with_replacements
+from dpengine.validation.fix_model import copied, with_replacements
 
 from .errors import IllegalModuleConfigurationError, UnsupportedModuleError
 

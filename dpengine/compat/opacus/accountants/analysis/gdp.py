@@ -7,8 +7,8 @@ is exact.
 
 from __future__ import annotations
 
-from dpengine.accounting import central_limit_mu, delta_of_mu, epsilon_of_mu
-from dpengine.names import suggests_names
+from dpengine.accounting.gdp import central_limit_mu, delta_of_mu, epsilon_of_mu
+from dpengine.errors import suggests_names
 
 
 @suggests_names

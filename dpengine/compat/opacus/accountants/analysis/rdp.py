@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from dpengine.accounting import epsilon_of_divergences, renyi_divergences
-from dpengine.names import suggests_names
+from dpengine.accounting.renyi_orders import epsilon_of_divergences, renyi_divergences
+from dpengine.errors import suggests_names
 
 
 @suggests_names

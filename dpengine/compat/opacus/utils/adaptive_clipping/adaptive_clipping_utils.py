@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
-from dpengine.clipping import Adaptive
+from dpengine.clipping.adaptive import Adaptive
 from dpengine.compat.opacus.privacy_engine import PrivacyEngine
 from dpengine.compat.opacus.utils.fast_gradient_clipping_utils import (
     DPLossFastGradientClipping,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from dpengine.accounting import composed_masses, self_composed_masses
+from dpengine.accounting.discrete_losses import composed_masses, self_composed_masses
 
 from .prvs import DiscretePRV, remember
 

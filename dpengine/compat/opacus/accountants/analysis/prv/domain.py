@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from dpengine.accounting import safe_reach
+from dpengine.accounting.discrete_losses import safe_reach
 
 
 @dataclass

@@ -8,17 +8,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from dpengine.accounting import (
-    Charge,
-    RemovalLoss,
-    bounds_of,
-    delta_of_losses,
-    epsilon_of_losses,
-    first_answer,
-    mean_of_losses,
-    release_event,
-    renyi_divergences,
-)
+from dpengine.accounting.accountant import bounds_of
+from dpengine.accounting.discrete_losses import RemovalLoss, delta_of_losses, epsilon_of_losses, mean_of_losses
+from dpengine.accounting.events import release_event
+from dpengine.accounting.ledger import Charge
+from dpengine.accounting.quick_bound import first_answer
+from dpengine.accounting.renyi_orders import renyi_divergences
 from dpengine.errors import AccountingRefusedError
 
 from .domain import Domain

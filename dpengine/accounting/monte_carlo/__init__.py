@@ -1,0 +1,1 @@
+"""Monte Carlo accounting for sampled matrix mechanisms."""

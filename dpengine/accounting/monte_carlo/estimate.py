@@ -1,0 +1,190 @@
+"""Epsilon of runs without a closed form, verified by simulation.
+
+The answers hold for random samples. Their seed is given, or made from the event, so that the same charges always cost
+the same: whoever tries many seeds or many runs, and reports the best of them, has no guarantee.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from dpengine.accounting import arguments
+from dpengine.accounting.composition import Composition, compose
+from dpengine.accounting.events import Relation
+from dpengine.accounting.ledger import Charge, checked_history
+from dpengine.accounting.sampled_matrix import SampledMatrixEvent
+from dpengine.errors import AccountingRefusedError, InvalidBudgetError
+
+from .losses import loss_sampler
+from .tally import curve_of, simulation
+from .verified import delta_above, threshold_for, verified_delta
+
+MOST_SAMPLES = 10_000_000
+_MOST_WORK = 25_000_000_000  # nanoseconds
+_TAIL = 1e-3
+"""Share of the threshold below which the delta of further releases is not followed."""
+
+
+@dataclass(frozen=True)
+class MonteCarloClaim:
+    """What was claimed of a run, and what the simulation said.
+
+    Attributes:
+        epsilon: The claim.
+        accepted: Whether the estimate keeps to the threshold.
+        delta: The verified delta, if the claim is published only when it is accepted: see `verified_delta`.
+        threshold: What the estimates of both directions had to keep to; fixed beforehand.
+        estimate: The larger of them.
+        samples: In each direction.
+        seed: Of their generator.
+    """
+
+    epsilon: float
+    accepted: bool
+    delta: float
+    threshold: float
+    estimate: float
+    samples: int
+    seed: int
+
+
+def verify(
+    event: SampledMatrixEvent,
+    epsilon: float,
+    *,
+    threshold: float,
+    samples: int,
+    seed: int,
+    beside: Iterable[Charge] = (),
+    relation: Relation = Relation.ADD_OR_REMOVE_ONE,
+) -> MonteCarloClaim:
+    """Holds one claim against fresh samples.
+
+    Args:
+        event: The run.
+        epsilon: At least 0 and finite.
+        threshold: What the estimate of delta must keep to; choose it before anything is drawn, with `threshold_for`.
+        samples: In each direction.
+        seed: Of the generator; one that nothing else was drawn from.
+        beside: What else was released from the same data.
+        relation: Add-or-remove or zero-out.
+
+    Returns:
+        The claim.
+    """
+    epsilon = arguments.epsilon_in_range(epsilon)
+    delta = verified_delta(threshold, samples)
+    composition = _beside(event, beside, Relation(relation))
+    curve, _ = curve_of(composition, Relation(relation), max(_TAIL * threshold, 1e-300))
+    drawn = simulation(event, samples, _checked_seed(seed))
+    estimate = drawn.estimate(epsilon, curve)
+    return MonteCarloClaim(epsilon, estimate <= threshold, delta, threshold, estimate, samples, seed)
+
+
+def monte_carlo_epsilon(
+    event: SampledMatrixEvent,
+    delta: float,
+    *,
+    samples: int | None = None,
+    seed: int,
+    beside: Iterable[Charge] = (),
+    relation: Relation = Relation.ADD_OR_REMOVE_ONE,
+) -> MonteCarloClaim:
+    """The least epsilon that a simulation lets pass: the end of a sweep of claims from large ones down.
+
+    Wrong claims come last in the sweep, so the whole of it errs no more often than one claim: see `verified_delta`.
+
+    Args:
+        event: The run.
+        delta: Strictly between 0 and 1. The verified delta is at most this.
+        samples: In each direction. None for 100 over delta, as far as `MOST_SAMPLES` and half a minute allow. More
+            samples bring epsilon closer to the truth.
+        seed: Of the generator.
+        beside: What else was released from the same data.
+        relation: Add-or-remove or zero-out.
+
+    Returns:
+        The accepted claim.
+
+    Raises:
+        AccountingRefusedError: If the samples are too few for ``delta``, or the relation is replace-one.
+    """  # noqa: DOC502 - the checks raise on our behalf
+    delta = arguments.delta_in_range(delta)
+    relation = Relation(relation)
+    if samples is None:
+        samples = min(affordable_samples(event), math.ceil(100 / delta))
+    threshold = threshold_for(delta, samples)
+    composition = _beside(event, beside, relation)
+    curve, end = curve_of(composition, relation, _TAIL * threshold)
+    drawn = simulation(event, samples, _checked_seed(seed))
+    found = drawn.least_epsilon(threshold, curve, max(0.0, drawn.largest) + end)
+    estimate = drawn.estimate(found, curve)
+    return MonteCarloClaim(found, True, verified_delta(threshold, samples), threshold, estimate, samples, seed)
+
+
+def affordable_samples(event: SampledMatrixEvent) -> int:
+    """How many losses of each direction take less than about half a minute."""
+    return max(1, min(MOST_SAMPLES, _MOST_WORK // loss_sampler(event).work))
+
+
+def seed_of(event: SampledMatrixEvent) -> int:
+    """A seed that the event alone decides on."""
+    return int.from_bytes(hashlib.blake2b(repr(event).encode(), digest_size=16).digest(), "little")
+
+
+def epsilon(composition: Composition, delta: float, relation: Relation) -> float:
+    """Upper bound on epsilon, by samples whose number and seed the event alone decides on."""
+    if composition.non_private:
+        return math.inf
+    if composition.empty:
+        return 0.0
+    event = _only_run(composition, relation)
+    samples = affordable_samples(event)
+    threshold = threshold_for(delta, samples)
+    curve, end = curve_of(composition, relation, _TAIL * threshold)
+    drawn = simulation(event, samples, seed_of(event))
+    return drawn.least_epsilon(threshold, curve, max(0.0, drawn.largest) + end)
+
+
+def delta(composition: Composition, epsilon: float, relation: Relation) -> float:
+    """Upper bound on delta, by the same samples."""
+    if composition.non_private:
+        return 1.0
+    if composition.empty:
+        return 0.0
+    event = _only_run(composition, relation)
+    samples = affordable_samples(event)
+    curve, _ = curve_of(composition, relation, _TAIL / samples)
+    return delta_above(min(1.0, simulation(event, samples, seed_of(event)).estimate(epsilon, curve)), samples)
+
+
+def _beside(event: SampledMatrixEvent, charges: Iterable[Charge], relation: Relation) -> Composition:
+    composition = compose((*checked_history(charges), Charge(event)))
+    if composition.non_private:
+        raise AccountingRefusedError("Something left without noise: no epsilon is finite.")
+    _only_run(composition, relation)
+    return composition
+
+
+def _only_run(composition: Composition, relation: Relation) -> SampledMatrixEvent:
+    """The run to simulate."""
+    if relation is Relation.REPLACE_ONE:
+        raise AccountingRefusedError(
+            "accountant 'monte_carlo' has no bound under replace-one.", fix="Use add-or-remove or zero-out."
+        )
+    if not composition.runs:
+        raise AccountingRefusedError("Nothing in this history needs to be simulated.", fix="Use accountant='pld'.")
+    (event, times), *more = composition.runs
+    if more or times > 1:
+        count = sum(times for _, times in composition.runs)
+        raise AccountingRefusedError(f"accountant 'monte_carlo' simulates one run; this history holds {count}.")
+    return event
+
+
+def _checked_seed(seed: object) -> int:
+    if isinstance(seed, bool) or not isinstance(seed, int) or seed < 0:
+        raise InvalidBudgetError(f"seed={seed!r} must be an integer of at least 0.", fix="Pass seed=0.")
+    return seed

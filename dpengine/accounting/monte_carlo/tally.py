@@ -1,0 +1,126 @@
+"""Simulated losses of both directions, and the delta that they show."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from dpengine.accounting.composition import Composition
+from dpengine.accounting.events import Relation
+from dpengine.accounting.sampled_matrix import SampledMatrixEvent
+from dpengine.accounting.tilted_pld import pld
+
+from .losses import Floats, loss_sampler
+
+Curve = Callable[[Floats], Floats]
+"""An upper bound on what delta is at each epsilon, negative ones too, in [0, 1] and falling."""
+
+_CELLS = 2**18
+_ROUNDING = 1e-9
+
+
+@dataclass(frozen=True, eq=False)
+class Tally:
+    """Losses of one direction, rounded up to a lattice: each value once, with its share of the samples."""
+
+    values: Floats
+    shares: Floats
+
+    def estimate(self, epsilon: float, curve: Curve) -> float:
+        """The mean of a curve at ``epsilon`` less the loss."""
+        return float(self.shares @ curve(epsilon - self.values))
+
+
+@dataclass(frozen=True, eq=False)
+class Simulation:
+    """So many losses of each direction."""
+
+    samples: int
+    seed: int
+    directions: tuple[Tally, Tally]
+
+    @property
+    def largest(self) -> float:
+        """The largest loss."""
+        return max(float(tally.values[-1]) for tally in self.directions)
+
+    def estimate(self, epsilon: float, curve: Curve) -> float:
+        """The estimate of delta for the worse direction."""
+        return max(tally.estimate(epsilon, curve) for tally in self.directions)
+
+    def least_epsilon(self, threshold: float, curve: Curve, enough: float) -> float:
+        """The least epsilon whose estimate keeps to the threshold; ``enough`` is one that does."""
+        if self.estimate(0.0, curve) <= threshold:
+            return 0.0
+        low, high = 0.0, enough
+        while high - low > 1e-7 * high:
+            middle = (low + high) / 2
+            low, high = (low, middle) if self.estimate(middle, curve) <= threshold else (middle, high)
+        return high
+
+
+@functools.lru_cache(maxsize=8)
+def simulation(event: SampledMatrixEvent, samples: int, seed: int) -> Simulation:
+    """Draws losses of a run."""
+    remove, add = loss_sampler(event).draw(samples, seed)
+    return Simulation(samples, seed, (tally(remove), tally(add)))
+
+
+def tally(losses: Floats) -> Tally:
+    """Rounds losses up, by a share of their range and by more than their own rounding error."""
+    least, largest = float(losses.min()), float(losses.max())
+    spacing = max((largest - least) / _CELLS, 1e-300)
+    counts = np.bincount(np.ceil((losses - least) / spacing).astype(np.int64))
+    cells = np.flatnonzero(counts)
+    values = least + cells * spacing
+    return Tally(values + _ROUNDING * (1 + np.abs(values)), counts[cells] / len(losses))
+
+
+def alone(epsilons: Floats) -> Floats:
+    """The curve of nothing: delta of a release that tells nothing is ``1 - e^epsilon`` below 0."""
+    below: Floats = np.minimum(epsilons, 0.0)
+    return -np.expm1(below)
+
+
+_POINTS = 48
+
+
+@functools.lru_cache(maxsize=8)
+def curve_of(composition: Composition, relation: Relation, tail: float) -> tuple[Curve, float]:
+    """The curve of a history without its simulated runs.
+
+    Args:
+        composition: The history.
+        relation: The neighbouring relation.
+        tail: A delta that need not be told from 0.
+
+    Returns:
+        An upper bound on the curve, and where it has come down to ``tail``.
+    """
+    rest = dataclasses.replace(composition, runs=())
+    if rest.empty:
+        return alone, 0.0
+    end = pld.epsilon(rest, tail, relation)
+    points = np.linspace(0.0, max(end, 1e-9), _POINTS)
+    deltas = np.append([pld.delta(rest, float(point), relation) for point in points[:-1]], tail)
+    deltas = np.minimum.accumulate(deltas)
+
+    def above(epsilons: Floats) -> Floats:
+        """Delta is convex in ``e^epsilon``, so chords lie above it; from ``end`` on it is at most ``tail``."""
+        cell = np.minimum(np.searchsorted(points, epsilons, side="right") - 1, _POINTS - 2)
+        along = np.expm1(np.minimum(epsilons, points[-1]) - points[cell]) / np.expm1(points[cell + 1] - points[cell])
+        found: Floats = deltas[cell] + (deltas[cell + 1] - deltas[cell]) * np.clip(along, 0.0, 1.0)
+        return found
+
+    def curve(epsilons: Floats) -> Floats:
+        # For a = e^epsilon below 1: H_a(P, Q) = 1 - a + a H_{1/a}(Q, P), and the curve bounds both directions.
+        below = epsilons < 0
+        a = np.exp(np.minimum(epsilons, 0.0))
+        found = above(np.abs(epsilons))
+        return np.where(below, 1 - a + a * found, found)
+
+    return curve, float(end)

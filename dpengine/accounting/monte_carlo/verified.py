@@ -1,0 +1,114 @@
+"""The delta of a claim that was accepted because a simulation did not speak against it.
+
+A claim says that delta at some epsilon is at most ``a``. It is accepted if, for each direction, the mean of m
+independent numbers in [0, 1] whose expectation is the delta keeps to a threshold fixed beforehand. If it is wrong,
+the expectation of one direction is above a; by Chernoff and Hoeffding its mean keeps to the threshold with probability
+at most ``beta = exp(-m KL(threshold || a))``. So the claim is accepted no more often, however the samples of the two
+directions hang together. Who publishes only accepted claims has a delta of at most a where the claim is right, and of
+1 where it is wrong, with probability beta: together ``a (1 - beta) + beta``. That holds for every a, so for the best.
+
+A sweep over claims from the weakest on, which stops at the first that fails, publishes a wrong claim only if the first
+wrong one is accepted. Which one that is, is fixed before any sample is drawn. So its bound is that of one claim, for as
+many claims as wanted, and all of them may be held against the same samples.
+
+Source: Wang et al. 2023 (arXiv:2304.07927) for publishing after a check.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from dpengine.accounting import arguments
+from dpengine.errors import AccountingRefusedError, InvalidBudgetError
+
+LEAST_SAMPLES_TIMES_DELTA = 25
+"""With fewer samples there is hardly a threshold."""
+_GUESSES = 2000
+_MISTAKES = 0.1  # of wrong bounds, for so many samples
+
+
+def verified_delta(threshold: float, samples: int) -> float:
+    """The delta of a claim that was accepted.
+
+    Args:
+        threshold: What the estimates of delta of both directions had to keep to; fixed before samples were drawn.
+        samples: In each direction.
+
+    Returns:
+        ``min_a [a + (1 - a) exp(-samples KL(threshold || a))]``, from above.
+
+    Raises:
+        InvalidBudgetError: If the threshold is not in [0, 1) or there are no samples.
+    """
+    threshold = arguments.real("threshold", threshold)
+    if not 0 <= threshold < 1:
+        raise InvalidBudgetError(f"threshold={threshold!r} must lie in [0, 1).", fix="Use half the delta of the claim.")
+    samples = arguments.count("samples", samples)
+    # Each a is a bound, so a coarse search is sound; a fine one after it loses nothing.
+    above = np.geomspace(1e-3 / samples, 1, _GUESSES)
+    best = int(np.argmin(_delta_with(threshold, threshold + above, samples)))
+    finer = np.geomspace(above[max(0, best - 1)], above[min(_GUESSES - 1, best + 1)], _GUESSES)
+    return float(_delta_with(threshold, threshold + finer, samples).min())
+
+
+def threshold_for(delta: float, samples: int) -> float:
+    """The largest threshold whose verified delta is at most ``delta``.
+
+    Args:
+        delta: Strictly between 0 and 1.
+        samples: In each direction.
+
+    Returns:
+        The threshold, positive.
+
+    Raises:
+        AccountingRefusedError: If there are fewer samples than `LEAST_SAMPLES_TIMES_DELTA` over delta.
+    """
+    delta, samples = arguments.delta_in_range(delta), arguments.count("samples", samples)
+    low, high = 0.0, delta
+    for _ in range(40):
+        middle = (low + high) / 2
+        low, high = (middle, high) if verified_delta(middle, samples) <= delta else (low, middle)
+    if samples * delta < LEAST_SAMPLES_TIMES_DELTA or low == 0:
+        least = 1.05 * LEAST_SAMPLES_TIMES_DELTA / samples  # two digits are shown
+        raise AccountingRefusedError(
+            f"{samples:,} samples do not verify {delta=:g}, only {least:.2g} or more.",
+            fix="Use a larger delta, or monte_carlo_epsilon with more samples.",
+        )
+    return low
+
+
+def delta_above(estimate: float, samples: int) -> float:
+    """The delta of the least claim on delta that an estimate lets pass.
+
+    The claims of all a have one probability to be accepted if wrong, so this is the end of a sweep as well.
+
+    Args:
+        estimate: The larger of the two directions, in [0, 1].
+        samples: In each direction.
+
+    Returns:
+        At most 1.
+    """
+    beta = _MISTAKES / samples
+    low, high = estimate, 1.0
+    while low < (middle := (low + high) / 2) < high:
+        enough = samples * _divergence(estimate, np.array(middle)) >= -math.log(beta)
+        low, high = (low, middle) if enough else (middle, high)
+    return min(1.0, high + (1 - high) * beta)
+
+
+def _delta_with(threshold: float, a: np.ndarray, samples: int) -> np.ndarray:
+    a = a[a < 1]
+    rounding = 2.0**-50 * (threshold + a)
+    beta = np.exp(-samples * np.maximum(0.0, _divergence(threshold, a) - rounding))
+    found: np.ndarray = np.append(a + (1 - a) * beta, 1.0)
+    return found
+
+
+def _divergence(p: float, q: np.ndarray) -> np.ndarray:
+    """``KL(p || q)`` of two coins; p is below 1."""
+    tails: np.ndarray = (1 - p) * (math.log1p(-p) - np.log1p(-q))
+    return tails + p * np.log(p / q) if p > 0 else tails

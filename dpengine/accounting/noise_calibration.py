@@ -1,0 +1,290 @@
+"""Calibration: the least noise whose epsilon, as the reporting accountant will print it, keeps to a target."""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from dpengine.errors import CalibrationError, suggests_names
+
+from . import arguments, gdp, rdp
+from .accountant import accountant_used, epsilon_of
+from .composition import compose
+from .events import Event, Relation, release_event
+from .ledger import Charge, checked_history
+from .rounding import round_up
+from .tilted_pld import pld
+
+LEAST_NOISE, MOST_NOISE = 1e-2, 1e6
+
+_ROUGHLY = 1e-3
+"""Relative accuracy of the lattices that the search begins on."""
+_EXACT_WITHOUT_SAMPLING = ("pld", "gdp", "prv")
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """Noise for a run, and what it costs.
+
+    Args:
+        noise_multiplier: Standard deviation of the noise over the sensitivity.
+        epsilon: Of all ``steps`` at this noise, by ``accountant_used``: at most the target.
+        steps: Number of batches.
+        accountant_used: The accountant to report with.
+    """
+
+    noise_multiplier: float
+    epsilon: float
+    steps: int
+    accountant_used: str
+
+
+@suggests_names
+def calibration(
+    *,
+    target_epsilon: float,
+    target_delta: float,
+    sample_rate: float,
+    steps: int,
+    accountant: str = "pld",
+    relation: Relation = Relation.ADD_OR_REMOVE_ONE,
+    spent: Sequence[Charge] = (),
+    tol: float = 1e-5,
+) -> Calibration:
+    """Finds the noise for a target.
+
+    Args:
+        target_epsilon: Positive and finite.
+        target_delta: Strictly between 0 and 1.
+        sample_rate: Chance of each row to be in a batch, in (0, 1].
+        steps: Number of batches, at least 1.
+        accountant: The one that will report: a name of `ACCOUNTANTS`.
+        relation: Which data sets are neighbours.
+        spent: What was released from the same data before; the target holds for all together.
+        tol: How far, relatively, epsilon or the noise may stay on the private side of the best.
+
+    Returns:
+        Noise at which the accountant's epsilon, evaluated there, is at most the target. Never less than
+        `LEAST_NOISE` for sampled releases.
+
+    Raises:
+        CalibrationError: If no noise up to `MOST_NOISE` is enough; the message has the smallest epsilon reached.
+        InvalidBudgetError: If an argument is out of range.
+        AccountingRefusedError: If the accountant has no sound answer for such runs.
+    """  # noqa: DOC502 - the checks raise on our behalf
+    target = arguments.epsilon_in_range(target_epsilon, "target_epsilon", zero=False)
+    delta = arguments.delta_in_range(target_delta, "target_delta")
+    rate = arguments.sample_rate(sample_rate)
+    steps = arguments.count("steps", steps)
+    tol = max(1e-12, arguments.epsilon_in_range(tol, "tol", zero=False))
+    used, relation, spent = accountant_used(accountant), Relation(relation), checked_history(spent)
+
+    def history(sigma: float) -> tuple[Charge, ...]:
+        return (*spent, Charge(release_event(noise_multiplier=sigma, sample_rate=rate), steps))
+
+    def reported(sigma: float) -> float:
+        return epsilon_of(history(sigma), delta, used, relation)
+
+    search = _Search(target, tol)
+    try:
+        if rate == 1 and not spent:
+            mu = gdp.largest_mu(target, delta)
+            start = math.sqrt(steps) * (2.0 if relation is Relation.REPLACE_ONE else 1.0) / mu
+            exact = used in _EXACT_WITHOUT_SAMPLING
+            root = search.settle(reported, start) if exact else search.solve(reported, start)
+        elif used in ("rdp", "gdp") or (spent and used == "pld"):
+            root = search.solve(reported, 1.0)
+        else:
+            root = _calibrate_slowly(search, history, reported, delta, relation, 1.0 if spent else None)
+    except _UnreachableError as error:
+        raise CalibrationError(
+            f"epsilon={target:g} needs noise_multiplier > {MOST_NOISE:g} at sample_rate={rate:g}, {steps:,} steps; "
+            f"smallest reachable here: {round_up(error.epsilon)}{' with what was spent before' if spent else ''}.",
+            fix="Use fewer epochs, a smaller batch or a larger delta.",
+        ) from None
+    return Calibration(root.noise_multiplier, root.epsilon, steps, used)
+
+
+def least_noise(
+    event_of: Callable[[float], Event],
+    *,
+    target_epsilon: float,
+    target_delta: float,
+    steps: int,
+    accountant: str = "pld",
+    relation: Relation = Relation.ADD_OR_REMOVE_ONE,
+    tol: float = 1e-5,
+) -> float:
+    """Finds the noise of a run whose steps are any event.
+
+    Args:
+        event_of: What a step releases at a noise multiplier.
+        target_epsilon: As for `calibration`.
+        target_delta: As for `calibration`.
+        steps: Of the run.
+        accountant: As for `calibration`.
+        relation: As for `calibration`.
+        tol: As for `calibration`.
+
+    Returns:
+        A noise multiplier at which epsilon is at most the target.
+
+    Raises:
+        CalibrationError: If no noise up to `MOST_NOISE` is enough.
+    """
+    target = arguments.epsilon_in_range(target_epsilon, "target_epsilon", zero=False)
+    delta = arguments.delta_in_range(target_delta, "target_delta")
+
+    def history(sigma: float) -> tuple[Charge, ...]:
+        return (Charge(event_of(sigma), steps),)
+
+    def reported(sigma: float) -> float:
+        return epsilon_of(history(sigma), delta, accountant, relation)
+
+    try:
+        return _calibrate_slowly(_Search(target, tol), history, reported, delta, relation, 1.0).noise_multiplier
+    except _UnreachableError as error:
+        raise CalibrationError(
+            f"epsilon={target:g} needs noise_multiplier > {MOST_NOISE:g} in {steps:,} steps; smallest reachable here: "
+            f"{round_up(error.epsilon)}.",
+            fix="Use fewer steps, a smaller batch or a larger delta.",
+        ) from None
+
+
+def least_noise_by(
+    epsilon_at: Callable[[float], float], *, target_epsilon: float, tolerance: float, start: float = 1.0
+) -> float:
+    """Finds the noise at which any accountant's epsilon is within a tolerance below a target.
+
+    Args:
+        epsilon_at: Epsilon of the whole run at a noise multiplier: not rising in it.
+        target_epsilon: Positive and finite.
+        tolerance: How far below the target epsilon may stay, in units of epsilon. It may stay lower where the noise is
+            `LEAST_NOISE`, and where epsilon jumps over the range; there the noise is within a millionth of the jump.
+        start: A guess.
+
+    Returns:
+        A noise multiplier at which epsilon is at most the target.
+
+    Raises:
+        CalibrationError: If no noise up to `MOST_NOISE` is enough.
+    """
+    target = arguments.epsilon_in_range(target_epsilon, "target_epsilon", zero=False)
+    room = arguments.epsilon_in_range(tolerance, "tolerance", zero=False)
+    try:
+        root = _Search(target, min(0.1, room / target / 4)).solve(epsilon_at, start)
+    except _UnreachableError as error:
+        raise CalibrationError(
+            f"epsilon={target:g} needs noise_multiplier > {MOST_NOISE:g}; smallest reachable here: "
+            f"{round_up(error.epsilon)}.",
+            fix="Use fewer steps, a smaller batch or a larger delta.",
+        ) from None
+    # The search was content with noise close to the best; where epsilon falls fast that is not close in epsilon.
+    low, high, found, stride = 0.0, root.noise_multiplier, root.epsilon, 1e-3
+    while found < target - room and high > LEAST_NOISE and high - low > 1e-6 * high:
+        middle = (low + high) / 2 if low else max(LEAST_NOISE, high * (1 - stride))
+        stride = min(0.5, 2 * stride)
+        value = epsilon_at(middle)
+        low, high, found = (low, middle, value) if value <= target else (middle, high, found)
+    return high
+
+
+class _UnreachableError(Exception):
+    """Epsilon at `MOST_NOISE` is still above the target."""
+
+    def __init__(self, epsilon: float):
+        self.epsilon = epsilon
+        super().__init__(epsilon)
+
+
+@dataclass(frozen=True)
+class _Root:
+    noise_multiplier: float
+    epsilon: float
+    slope: float = -1.3
+    """Of log epsilon in log noise."""
+
+
+@dataclass(frozen=True)
+class _Search:
+    """Root finding that returns the private end of its bracket, never a midpoint."""
+
+    target: float
+    tol: float
+
+    def solve(self, epsilon_at: Callable[[float], float], start: float, slope: float = -1.3) -> _Root:
+        """Safeguarded secant in (log noise, log epsilon), from ``start`` with a guessed slope."""
+        low, high = math.log(LEAST_NOISE), math.log(MOST_NOISE)
+        bad, good = low, math.inf  # log noise: epsilon is above the target at bad, and not above it at good
+        at_bad, at_good = math.inf, 0.0
+        aim = math.log(self.target) - self.tol / 2
+        x, last, repeats = math.log(min(max(start, LEAST_NOISE), MOST_NOISE)), None, 0
+        for attempt in range(100):
+            value = epsilon_at(math.exp(x))
+            repeats = repeats + 1 if last is not None and (value <= self.target) == (last[1] <= self.target) else 0
+            if value <= self.target:
+                good, at_good = x, value
+            else:
+                bad, at_bad = x, value
+            if good <= low or good - bad <= self.tol or at_good >= self.target * (1 - self.tol):
+                return _Root(math.exp(good), at_good, slope)
+            if bad >= high:
+                raise _UnreachableError(at_bad)
+            usable = 0 < value < math.inf
+            if usable and last is not None and last[0] != x and last[1] != value and 0 < last[1] < math.inf:
+                slope = min(-0.1, (math.log(value) - math.log(last[1])) / (x - last[0]))
+            last = (x, value)
+            step = (aim - math.log(value)) / slope if usable else math.copysign(1.0, value - self.target)
+            step *= 2.0 ** max(0, repeats - 2)  # creeping along a staircase
+            x = min(max(x + min(max(step, -3.0), 3.0), low), high)
+            if good < math.inf and (not bad < x < good or attempt > 15):
+                x = (bad + good) / 2  # outside the bracket, or a jump where the accountant changes its grid
+        if good == math.inf:
+            raise _UnreachableError(at_bad)
+        return _Root(math.exp(good), at_good, slope)
+
+    def settle(self, epsilon_at: Callable[[float], float], sigma: float) -> _Root:
+        """Raises a closed-form solution by rounding errors until it passes."""
+        raised = 1e-15
+        while (value := epsilon_at(sigma)) > self.target:
+            sigma *= 1 + raised
+            raised *= 2
+        return _Root(sigma, value)
+
+
+def _calibrate_slowly(
+    search: _Search,
+    history: Callable[[float], tuple[Charge, ...]],
+    reported: Callable[[float], float],
+    delta: float,
+    relation: Relation,
+    start: float | None,
+) -> _Root:
+    """Searches on coarse lattices, which take milliseconds, and ends on the accountant that reports."""
+
+    def roughly(sigma: float) -> float:
+        return pld.rough_epsilon(compose(history(sigma)), delta, relation, _ROUGHLY)
+
+    start = _starting_noise(search, history, delta, relation) if start is None else start
+    try:
+        rough = _Search(search.target, _ROUGHLY / 10).solve(roughly, start)
+    except _UnreachableError:
+        return search.solve(reported, start)
+    return search.solve(reported, rough.noise_multiplier, rough.slope)
+
+
+def _starting_noise(
+    search: _Search, history: Callable[[float], tuple[Charge, ...]], delta: float, relation: Relation
+) -> float:
+    """Noise by RDP, which is enough, or some more than by the normal limit where that is much less."""
+    distance = 2.0 if relation is Relation.REPLACE_ONE else 1.0
+    (group,) = compose(history(1.0)).sampled
+    mu = gdp.largest_mu(search.target, delta) / (group.sample_rate * math.sqrt(group.count))
+    normal = 1.3 / math.sqrt(math.log1p(mu * mu))
+
+    def by_rdp(sigma: float) -> float:
+        return rdp.epsilon(compose(history(sigma)), delta, Relation.ADD_OR_REMOVE_ONE)
+
+    try:
+        return distance * min(normal, _Search(search.target, 1e-3).solve(by_rdp, normal).noise_multiplier)
+    except _UnreachableError:
+        return distance * normal

@@ -1,0 +1,1 @@
+"""The privacy random variable accountant."""

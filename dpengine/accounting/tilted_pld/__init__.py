@@ -1,0 +1,1 @@
+"""The privacy loss distribution accountant, with exponential tilting."""

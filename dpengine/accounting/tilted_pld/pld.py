@@ -1,0 +1,187 @@
+"""Privacy loss distributions: the default accountant, an upper bound within about 2e-5 of the truth, at any delta.
+
+Each release's loss goes on a lattice, tilted to where the answer is, and is composed by FFT, for each direction of the
+neighbouring relation over the whole run; the worse of them counts. Errors of the lattice, of its ends and of rounding
+are bounded and added. Unsampled releases never see a lattice.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from dataclasses import replace
+
+import numpy as np
+
+from dpengine.accounting import gdp, rdp
+from dpengine.accounting.composition import Bounds, Composition
+from dpengine.accounting.events import Relation
+from dpengine.errors import AccountingRefusedError
+
+from .batch_losses import BATCH_LAWS
+from .lattice import LEAST_TAIL, Answer, lower_epsilon, upper_epsilon, upper_log_delta
+from .loss_pairs import DIRECTIONS, Direction, LossPair
+from .tilt import NoWindowError, Part
+
+_ACCURACY = 2e-5  # share of epsilon that the lattice may add
+_COARSE = 8.0  # how much less accurate the direction is that does not count
+_LEAST_NOISE = 0.02  # with less, losses are in the thousands, and epsilon tells nothing
+_MOST_NOISE = 1e15  # with more, losses are lost in rounding
+
+
+def epsilon(composition: Composition, delta: float, relation: Relation) -> float:
+    """Upper bound on epsilon: never above that of RDP, exact without sampling."""
+    return rough_epsilon(composition, delta, relation, _ACCURACY)
+
+
+def rough_epsilon(composition: Composition, delta: float, relation: Relation, accuracy: float) -> float:
+    """`epsilon` to another relative accuracy: for searches."""
+    if composition.non_private or composition.unsampled:
+        return gdp.epsilon(composition, delta, relation)
+    composition = _checked(composition, relation)
+    ceiling = _other_epsilon(composition, delta, relation)
+    return min(ceiling, _on_lattices(composition, delta, relation, accuracy).epsilon) if ceiling > 0 else 0.0
+
+
+def spacing(composition: Composition, delta: float, relation: Relation) -> float | None:
+    """The spacing of the lattice of losses behind `epsilon`; None where there is none."""
+    if composition.non_private or composition.unsampled:
+        return None
+    return _on_lattices(_checked(composition, relation), delta, relation, _ACCURACY).step
+
+
+def delta(composition: Composition, epsilon: float, relation: Relation) -> float:
+    """Upper bound on delta."""
+    if composition.non_private or composition.unsampled:
+        return gdp.delta(composition, epsilon, relation)
+    composition = _checked(composition, relation)
+    ceiling = _other_delta(composition, epsilon, relation)
+    if ceiling < LEAST_TAIL:
+        return ceiling
+    if _out_of_range(composition):
+        return ceiling
+    with np.errstate(all="ignore"):
+        return min(ceiling, _delta_on_lattices(composition, epsilon, relation, ceiling))
+
+
+def _delta_on_lattices(composition: Composition, epsilon: float, relation: Relation, ceiling: float) -> float:
+    """The bound on delta of the worse direction; ``ceiling`` is another one."""
+    found, unknown = -math.inf, []
+    for parts in (_parts(composition, direction) for direction in DIRECTIONS[relation]):
+        try:
+            found = max(found, upper_log_delta(parts, epsilon, ceiling, _ACCURACY))
+        except NoWindowError:  # losses of this direction hardly come near epsilon
+            unknown.append(parts)
+    answer = math.exp(min(0.0, found))
+    if unknown:
+        answer = max(answer, LEAST_TAIL)
+        if any(upper_epsilon(parts, answer, _ACCURACY * _COARSE).epsilon > epsilon for parts in unknown):
+            return ceiling
+    return answer
+
+
+def bounds(composition: Composition, delta: float, relation: Relation) -> Bounds:
+    """Epsilon from below and above, and the best guess.
+
+    Args:
+        composition: What was released.
+        delta: Strictly between 0 and 1.
+        relation: The neighbouring relation.
+
+    Returns:
+        The bounds. Without sampling they are one number, rounded down and up. For batches that are cut or of one size
+        the lower one is 0: what is composed for them is itself an upper bound.
+    """
+    if composition.non_private or composition.unsampled:
+        return gdp.bounds(composition, delta, relation)
+    above, below = _checked(composition, relation), composition.limited(above=False)
+    if (ceiling := _other_epsilon(above, delta, relation)) == 0:
+        return Bounds(0.0, 0.0, 0.0)
+    answer = _on_lattices(above, delta, relation, _ACCURACY)
+    upper = min(answer.epsilon, ceiling)
+    if upper == 0:
+        return Bounds(0.0, 0.0, 0.0)
+    directions = [_parts(below, direction) for direction in DIRECTIONS[relation]]
+    lower = 0.0
+    if math.isfinite(answer.epsilon) and all(BATCH_LAWS[type(event)].exact for event, _ in below.batches):
+        with np.errstate(all="ignore"):
+            lower = min(max(lower_epsilon(parts, delta, upper, _ACCURACY) for parts in directions), upper)
+    if len(composition.sampled) > len(above.sampled):  # the bounds lie to either side of what was merged
+        answer = _on_lattices(composition.typical(), delta, relation, _ACCURACY)
+    estimate = answer.epsilon - answer.excess if answer.excess < math.inf else answer.epsilon
+    return Bounds(lower, min(max(estimate, lower), upper), upper)
+
+
+@functools.lru_cache(maxsize=32)
+def _on_lattices(composition: Composition, delta: float, relation: Relation, accuracy: float) -> Answer:
+    """The bound of the worse direction; the other one is only looked at closely enough to tell that it is the other."""
+    if delta < LEAST_TAIL or _out_of_range(composition):
+        return Answer(math.inf)
+    with np.errstate(all="ignore"):
+        first, *others = (_parts(composition, direction) for direction in DIRECTIONS[relation])
+        best = upper_epsilon(first, delta, accuracy)
+        for parts in others:
+            if upper_epsilon(parts, delta, accuracy * _COARSE).epsilon > best.epsilon:
+                best = max(best, upper_epsilon(parts, delta, accuracy), key=lambda answer: answer.epsilon)
+    return best
+
+
+def _out_of_range(composition: Composition) -> bool:
+    noise = [group.noise_multiplier for group in composition.sampled]
+    noise += [1 / max(BATCH_LAWS[type(event)].distance(event), 1e-300) for event, _ in composition.batches]
+    return not all(_LEAST_NOISE <= sigma <= _MOST_NOISE for sigma in noise)
+
+
+def _parts(composition: Composition, direction: Direction) -> tuple[Part, ...]:
+    """All releases as pairs of this direction."""
+    parts = [
+        Part(((1.0, LossPair(g.sample_rate, g.noise_multiplier, direction)),), g.count) for g in composition.sampled
+    ]
+    if composition.precision > 0:
+        parts.append(Part(((1.0, LossPair(1.0, 1 / math.sqrt(composition.precision), direction)),), 1))
+    parts += [Part(BATCH_LAWS[type(event)].mixture(event, direction), count) for event, count in composition.batches]
+    return tuple(parts)
+
+
+def _checked(composition: Composition, relation: Relation) -> Composition:
+    """The composition, with few distinct releases, or a refusal of what has no pairs under this relation."""
+    composition.refuse_runs()
+    composition.refuse_selections()
+    for event, _ in composition.batches:
+        law = BATCH_LAWS[type(event)]
+        if relation not in law.relations:
+            known = " or ".join(one.value for one in law.relations)
+            raise AccountingRefusedError(
+                f"There is no bound for {law.name} under {relation.value}.", fix=f"Ask for {known}."
+            )
+    return composition.limited()
+
+
+def _chance(composition: Composition) -> float:
+    """Bounds delta at any epsilon: of the example to take part at all."""
+    if composition.precision or composition.batches:
+        return 1.0
+    return math.fsum(group.count * group.sample_rate for group in composition.sampled) * (1 + 1e-12)
+
+
+def _other_epsilon(composition: Composition, delta: float, relation: Relation) -> float:
+    if _chance(composition) <= delta:
+        return 0.0
+    all_rows = gdp.epsilon(_without_sampling(composition, relation), delta, relation)
+    known_to_rdp = relation is not Relation.REPLACE_ONE and not composition.batches
+    return all_rows if not known_to_rdp else min(all_rows, rdp.epsilon(composition, delta, relation))
+
+
+def _other_delta(composition: Composition, epsilon: float, relation: Relation) -> float:
+    all_rows = min(gdp.delta(_without_sampling(composition, relation), epsilon, relation), _chance(composition))
+    known_to_rdp = relation is not Relation.REPLACE_ONE and not composition.batches
+    return all_rows if not known_to_rdp else min(all_rows, rdp.delta(composition, epsilon, relation))
+
+
+def _without_sampling(composition: Composition, relation: Relation) -> Composition:
+    """The same releases over all rows: sampling can only help."""
+    extra = math.fsum(g.count / g.noise_multiplier / g.noise_multiplier for g in composition.sampled)
+    distances = [(BATCH_LAWS[type(event)].distance(event), count) for event, count in composition.batches]
+    squares = math.fsum(count * distance * distance for distance, count in distances)
+    extra += squares / (4 if relation is Relation.REPLACE_ONE else 1)  # which doubles the distance of the rest
+    return replace(composition, precision=composition.precision + extra, sampled=(), batches=())

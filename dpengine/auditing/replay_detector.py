@@ -1,0 +1,217 @@
+"""DR: the same noise and the same masks, on a data set and on its neighbour with one unit more.
+
+With equal seeds the noise cancels in the difference of two releases, and what is left is what the unit did. Where it
+was drawn that must be at most the sensitivity; where it was not, the releases must be equal to the last bit; and in
+both there must be as many.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from dpengine.errors import PrivacyError
+from dpengine.sampling.units import unit_numbers
+
+from .finding import AuditFinding, Evidence
+from .subject import LEFT_OUT, Listed, Maker, Step, Trial, made
+
+_RATES = (0.15, 0.15, 0.3, 0.3, 0.6, 0.6)  # in turn
+_STEPS = 13  # about as many logical batches of each data set
+_SIZES = (13, 0, 19, 6, 0, 26)  # of the data set without the unit: N q passes a whole number at all but 0
+_STRIDE = 3  # through what is unusual, so that all of it meets data sets of all sizes
+_COPIES = 4  # examples of a unit of privacy
+_ROUNDING = 2e-6  # of the sensitivity: float32 sums of some rows
+
+
+@dataclass(frozen=True)
+class Unusual:
+    """An example that is hard on an engine.
+
+    Attributes:
+        name: What it is.
+        value: What becomes of a floating-point tensor of an ordinary example.
+    """
+
+    name: str
+    value: Callable[[Tensor], Tensor]
+
+
+UNUSUAL = (
+    Unusual("as any other", lambda t: t),
+    Unusual("a thousand times as large", lambda t: t * 1e3),
+    Unusual("NaN", lambda t: torch.full_like(t, math.nan)),
+    Unusual("1e30", lambda t: torch.full_like(t, 1e30)),
+    Unusual("infinite", lambda t: torch.full_like(t, math.inf)),
+    Unusual("minus infinity", lambda t: torch.full_like(t, -math.inf)),
+    Unusual("large and opposite", lambda t: t * -1e2),
+    Unusual("tiny", lambda t: t * 1e-30),
+)
+
+
+def replay(make: Maker, *, pairs: int = 20, seed: int = 0) -> AuditFinding:
+    """Compares releases on neighbouring data sets.
+
+    Rate and divisor are declared constants here, so that both data sets have the same. Dropout is switched off.
+
+    Args:
+        make: Makes the subject.
+        pairs: Data sets to compare; a third of them hold nothing but the unit.
+        seed: Of masks and noise.
+
+    Returns:
+        The finding. Its statistic is the largest change that a unit made, over the sensitivity.
+    """
+    evidence = Evidence("DR", seed)
+    pairs_seen = _replacing if _keeps_size(made(make).options) else _adding
+    for number in range(pairs):
+        pairs_seen(evidence, make, number, seed + number)
+    return evidence.finding()
+
+
+def _keeps_size(options: Any) -> bool:
+    """Whether masks or groups depend on how many rows there are: neighbours then have the same number."""
+    given = (options.get("plan"), options.get("noise"))
+    return any(one is not None for one in given) or options.get("sampling", "poisson") != "poisson"
+
+
+def _adding(evidence: Evidence, make: Maker, number: int, seed: int) -> None:
+    dataset: Any = made(make).loader.dataset
+    units, copies = _units(make)
+    unusual = UNUSUAL[_STRIDE * number % len(UNUSUAL)]
+    size = min(_SIZES[number % len(_SIZES)], len(dataset))
+    place = number % len(dataset)
+    extra = [_changed(dataset[place], unusual)] * copies
+    base = [dataset[index] for index in range(size)]
+    ids = units[:size] if units is not None else None
+
+    def trial(examples: Sequence[Any], new: int) -> Trial:
+        changes = _constants(make, dataset[0], _RATES[number % len(_RATES)])
+        if ids is not None:
+            top = int(ids.max(initial=-1)) + 1
+            changes["privacy_unit"] = [*ids.tolist(), *[top] * new]
+        return Trial(make, seed=seed, dataset=Listed(examples), changes=changes)
+
+    new = set(range(size, size + copies))
+    _compare(evidence, lambda: trial(base, 0), lambda: trial([*base, *extra], copies), new, unusual, 1.0)
+
+
+def _replacing(evidence: Evidence, make: Maker, number: int, seed: int) -> None:
+    dataset: Any = made(make).loader.dataset
+    unusual = UNUSUAL[_STRIDE * number % len(UNUSUAL)]
+    place = number % len(dataset)
+    one, other = ([dataset[i] for i in range(len(dataset))] for _ in range(2))
+    other[place] = _changed(dataset[(place + 1) % len(dataset)], unusual)
+    _compare(
+        evidence,
+        lambda: Trial(make, seed=seed, dataset=Listed(one)),
+        lambda: Trial(make, seed=seed, dataset=Listed(other)),
+        {place},
+        unusual,
+        2.0,
+    )
+
+
+def _units(make: Maker) -> tuple[Any, int]:
+    subject = made(make)
+    given = subject.options.get("privacy_unit")
+    if given is None:
+        return None, 1
+    return unit_numbers(given, subject.loader.dataset), _COPIES
+
+
+def _constants(make: Maker, example: Any, rate: float) -> dict[str, Any]:
+    """Options that make nothing follow from the size of the data set."""
+    subject = made(make)
+    size = subject.options.get("expected_batch_size") or float(subject.loader.batch_size or 1)
+    changes: dict[str, Any] = {"sample_rate": rate, "expected_batch_size": size, "target_delta": 1e-3}
+    changes |= {"example_input": example, "allow_large_delta": True}
+    if subject.options.get("target_epsilon") is not None:
+        changes |= {"noise_multiplier": 1.0, "target_epsilon": LEFT_OUT, "epochs": LEFT_OUT, "steps": LEFT_OUT}
+    return changes
+
+
+def _changed(example: Any, unusual: Unusual) -> Any:
+    def changed(leaf: Any) -> Any:
+        return unusual.value(leaf) if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
+
+    return pytree.tree_map(changed, example)
+
+
+def _compare(
+    evidence: Evidence,
+    without: Callable[[], Trial],
+    having: Callable[[], Trial],
+    new: set[int],
+    unusual: Unusual,
+    times: float,
+) -> None:
+    one, other = _run(without), _run(having)
+    if isinstance(one, Exception) and isinstance(other, Exception):
+        evidence.unknown(f"the run is refused: {one}".splitlines()[0])
+        return
+    if isinstance(one, Exception) or isinstance(other, Exception):
+        evidence.fault(f"a run is refused on one of two neighbours alone (a unit that is {unusual.name})")
+        return
+    (trial, steps), (_, others) = one, other
+    scale = (trial.divisor, 4 * max(trial.rounding, torch.finfo(torch.float32).eps))
+    if len(steps) != len(others):
+        evidence.fault(f"{len(steps)} releases without the unit, {len(others)} with it")
+    if _books(trial) != _books(other[0]):
+        evidence.fault("the ledgers of neighbours differ")
+    for before, after in zip(steps, others, strict=False):
+        if before.bounds != after.bounds:  # the threshold moves by a private count, released with noise of its own
+            break
+        evidence.n += 1
+        _compare_steps(evidence, before, after, new, unusual, scale, times)
+
+
+def _books(trial: Trial) -> list[Any]:
+    """What the ledger says, apart from what tells one run from another."""
+    return [
+        (type(charge.event), {**vars(charge.event), "run": None}, charge.count, charge.kind)
+        for charge in trial.engine.ledger.history
+    ]
+
+
+def _compare_steps(
+    evidence: Evidence,
+    before: Step,
+    after: Step,
+    new: set[int],
+    unusual: Unusual,
+    scale: tuple[float, float],
+    times: float,
+) -> None:
+    common = sorted(index for index in before.drawn if times == 1.0 or index not in new)
+    if common != sorted(index for index in after.drawn if index not in new):
+        evidence.fault("which other rows were drawn depends on the unit")
+        return
+    if not (bool(before.flat.isfinite().all()) and bool(after.flat.isfinite().all())):
+        evidence.fault(f"a release is not finite (a unit that is {unusual.name})")
+        return
+    if not new & {*before.drawn, *after.drawn}:
+        if not torch.equal(before.flat, after.flat):
+            evidence.fault("a unit that was not drawn changed a release")
+        return
+    divisor, rounded = scale
+    moved = float((after.flat - before.flat).norm()) * divisor
+    rounding = rounded * float(before.flat.norm()) * divisor
+    evidence.ratio(
+        f"change by a unit that is {unusual.name}", moved / (times * before.sensitivity * (1 + _ROUNDING) + rounding)
+    )
+
+
+def _run(make: Callable[[], Trial]) -> Any:
+    """The trial and its steps, or the refusal."""
+    try:
+        trial = make()
+        return trial, trial.passes(max(1, math.ceil(_STEPS / len(trial.loader))))
+    except PrivacyError as error:
+        return error

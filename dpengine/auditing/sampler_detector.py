@@ -1,0 +1,220 @@
+"""DS: which examples are in which batch, against the law that is booked.
+
+Axes: T logical batches, N examples.
+"""
+
+from __future__ import annotations
+
+import math
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch.utils.data import DataLoader
+
+from dpengine.checkpoint.loading import load
+from dpengine.checkpoint.saving import save
+from dpengine.engine.privacy_engine import PrivacyEngine
+from dpengine.noise.source import NoiseSource
+from dpengine.sampling.cyclic import CyclicPoissonStrategy
+from dpengine.sampling.loader import private_loader
+from dpengine.sampling.poisson import PoissonSampling
+
+from .bounds import binomial, chi_square, two_sided
+from .finding import AuditFinding, Evidence
+from .subject import LEFT_OUT, Maker, Subject, Trial, made, quiet
+
+Masks = npt.NDArray[np.int64]
+_LAGS = (1, 5, 10)
+_EXAMPLES = 60
+_FEW, _FEW_RATE = 10, 0.1  # examples of which a batch has one on average, so that a third of batches are empty
+_RANKS = 2
+_OF_RANKS = 600  # draws
+
+
+def sampler_law(make: Maker, *, draws: int = 3000, seed: int = 0) -> AuditFinding:
+    """Tests the masks that the subject's options draw, over examples that are numbers.
+
+    Looked at: how often each example comes, how many come together, which come together, and whether they come again
+    after some steps; that none comes twice in a batch; that as many batches are charged as were drawn; two ranks, which
+    share one mask; and for examples that take turns, that they keep to them, across a resume as well.
+
+    Args:
+        make: Makes the subject.
+        draws: Batches over 60 examples; half as many over 10.
+        seed: Of the masks.
+
+    Returns:
+        The finding.
+    """
+    evidence = Evidence("DS", seed)
+    options = made(make).options
+    if options.get("plan") is not None or options.get("sampling", "poisson") != "poisson":
+        evidence.unknown("no law is claimed, or a plan brings its own")
+        return evidence.finding()
+    rate = _declared_rate(made(make))
+    if options.get("noise") is not None:
+        _in_turn(evidence, make, seed)
+        return evidence.finding()
+    for examples, count, declared in ((_EXAMPLES, draws, rate), (_FEW, draws // 2, _FEW_RATE)):
+        changes = {"sample_rate": declared, "expected_batch_size": 6.0}
+        trial = _trial(make, examples, changes, seed)
+        masks_TN = _masks(evidence, trial, count, examples)
+        _poisson(evidence, f"{examples} examples", masks_TN, declared, len(trial.loader))
+    _of_ranks(evidence, rate, seed)
+    return evidence.finding()
+
+
+def _declared_rate(subject: Subject) -> float:
+    given = subject.options.get("sample_rate")
+    if given is not None:
+        return float(given)
+    size = subject.loader.batch_size or 1
+    return min(1.0, size / max(1, len(subject.loader.dataset)))  # type: ignore[arg-type]
+
+
+def _trial(
+    make: Maker, examples: int, changes: Mapping[str, Any], seed: int, engine: PrivacyEngine | None = None
+) -> Trial:
+    """A run over numbers, which no model sees."""
+
+    def over_numbers() -> Subject:
+        subject = made(make)
+        return subject._replace(loader=DataLoader(torch.arange(examples), batch_size=6))  # type: ignore[arg-type]
+
+    options = {"target_delta": 1e-3, "allow_large_delta": True, "privacy_unit": LEFT_OUT, "accumulation_steps": 1}
+    if made(make).options.get("target_epsilon") is not None:
+        options |= {"target_epsilon": LEFT_OUT, "epochs": LEFT_OUT, "steps": LEFT_OUT, "noise_multiplier": 1.0}
+    options |= {"physical_batch_size": None, "example_input": torch.tensor(0)}
+    return Trial(over_numbers, seed=seed, changes={**options, **changes}, engine=engine)
+
+
+def _masks(evidence: Evidence, trial: Trial, draws: int, examples: int) -> Masks:
+    """How often each example is in each batch; each batch must be charged, used or not."""
+    found_TN = np.zeros((draws, examples), dtype=np.int64)
+    step, booked = 0, trial.engine.ledger.steps
+    with quiet():
+        while step < draws:
+            before = step
+            for batch in trial.loader:
+                np.add.at(found_TN[step], batch.numpy(), 1)
+                step += 1
+                if step == draws:
+                    break
+            if step == before:
+                evidence.fault(f"the loader gave {step} batches and ended")
+                break
+        trial.close()
+    charged = trial.engine.ledger.steps - booked
+    if charged != step:
+        evidence.fault(f"{step} batches were drawn, {charged} were charged")
+    return found_TN[:step]
+
+
+def _poisson(evidence: Evidence, where: str, masks_TN: Masks, rate: float, epoch: int) -> None:
+    """Tests that every entry is 1 with this probability, whatever the others are."""
+    steps, examples = masks_TN.shape
+    evidence.n += masks_TN.size
+    if masks_TN.max(initial=0) > 1:
+        evidence.fault(f"{where}: an example comes twice in one batch")
+    spread = rate * (1 - rate)
+
+    def note(name: str, p: float) -> None:
+        evidence.probability(f"{where}, {name}", p)
+
+    note("how many in all", binomial(int(masks_TN.sum()), masks_TN.size, rate))
+    off_N = masks_TN.sum(axis=0) - steps * rate
+    note("how often each", chi_square(float((off_N**2).sum() / (steps * spread)), examples))
+    _sizes(evidence, where, masks_TN.sum(axis=1), examples, rate)
+    centred_TN = (masks_TN - rate) / math.sqrt(spread)
+    for lag in sorted({*_LAGS, epoch}):
+        if lag < steps:
+            products = centred_TN[lag:] * centred_TN[:-lag]
+            note(f"batches {lag} apart", two_sided(float(products.sum()) / math.sqrt(products.size)))
+    pairs_NN = centred_TN.T @ centred_TN / math.sqrt(steps)
+    pairs = pairs_NN[np.triu_indices(examples, 1)]
+    if steps * rate * rate > 20:  # where pairs are many enough to be normal
+        note("most related pair", min(1.0, two_sided(float(np.abs(pairs).max())) * len(pairs)))
+    note("pairs in all", two_sided(float(pairs.sum()) / math.sqrt(max(1, len(pairs)))))
+
+
+def _sizes(evidence: Evidence, where: str, sizes_T: Masks, examples: int, rate: float) -> None:
+    """Tests the sizes of batches, empty ones above all."""
+    steps = len(sizes_T)
+    none = (1 - rate) ** examples
+    evidence.probability(f"{where}, empty batches", binomial(int((sizes_T == 0).sum()), steps, none))
+    variance = examples * rate * (1 - rate)
+    squares = float((((sizes_T - examples * rate) ** 2) / variance).sum())
+    kurtosis = 2 + (1 - 6 * rate * (1 - rate)) / variance  # of a binomial number, in squares of its variance
+    evidence.probability(f"{where}, sizes of batches", two_sided((squares - steps) / math.sqrt(steps * kurtosis)))
+
+
+def _of_ranks(evidence: Evidence, rate: float, seed: int) -> None:
+    """What two ranks load together has the law of one mask."""
+    source = NoiseSource.seeded(seed)
+    together_TN = np.zeros((_OF_RANKS, _EXAMPLES), dtype=np.int64)
+    for rank in range(_RANKS):
+        loader = private_loader(
+            DataLoader(torch.arange(_EXAMPLES), batch_size=6),  # type: ignore[arg-type]
+            strategy=PoissonSampling(_EXAMPLES, rate, _OF_RANKS, 6.0),
+            words=lambda count, *, step, block: source.words(count, domain="audit", step=step, block=block << 32),
+            on_handout=lambda ticket, chunk: None,
+            may_draw=lambda step: True,
+            share=(rank, _RANKS),
+        )
+        for step, batch in enumerate(loader):
+            if step < _OF_RANKS:
+                np.add.at(together_TN[step], batch.numpy(), 1)
+    _poisson(evidence, "two ranks", together_TN, rate, _OF_RANKS)
+
+
+def _in_turn(evidence: Evidence, make: Maker, seed: int) -> None:
+    """Tests examples that take turns, before and after a resume that goes on with one matrix."""
+    half = 40
+    changes = {"epochs": LEFT_OUT, "steps": 2 * half, "sample_rate": 0.1, "expected_batch_size": 6.0}
+
+    def begun() -> Trial:
+        return _trial(make, _EXAMPLES, changes, seed, PrivacyEngine())  # one with a seed is to repeat itself
+
+    trial = begun()
+    strategy = trial.plan.sampling
+    if not isinstance(strategy, CyclicPoissonStrategy):
+        evidence.unknown(f"the law {strategy.law!r} is not looked at")
+        return
+    turns, rate = strategy.cycle_length, strategy.sample_rate
+    with tempfile.TemporaryDirectory() as folder:
+        first = _some(trial, half)
+        trial.release.void()
+        save(Path(folder) / "run", trial.engine)
+        resumed = begun()
+        load(Path(folder) / "run", resumed.engine, nothing_left_since=True)
+        masks_TN = np.concatenate([first, _some(resumed, half)])
+    evidence.n += masks_TN.size
+    if masks_TN.max(initial=0) > 1:
+        evidence.fault("an example comes twice in one batch")
+    groups_NT = [{int(step) % turns for step in np.flatnonzero(column)} for column in masks_TN.T]
+    if any(len(steps) > 1 for steps in groups_NT):
+        evidence.fault(f"examples come at other steps than every {turns}th, so that they meet one noise twice")
+    taking_part = sum(1 for steps in groups_NT if steps)
+    turns_taken = len(masks_TN) // turns
+    if abs(len(masks_TN) % turns) == 0 and rate < 1:
+        evidence.probability("how many in all", binomial(int(masks_TN.sum()), turns_taken * _EXAMPLES, rate))
+    if taking_part < _EXAMPLES // 2:
+        evidence.fault(f"{taking_part} of {_EXAMPLES} examples take part at all")
+
+
+def _some(trial: Trial, draws: int) -> Masks:
+    found_TN = np.zeros((draws, _EXAMPLES), dtype=np.int64)
+    step = 0
+    with quiet():
+        while step < draws:
+            for batch in trial.loader:
+                np.add.at(found_TN[step], batch.numpy(), 1)
+                step += 1
+                if step == draws:
+                    break
+    return found_TN

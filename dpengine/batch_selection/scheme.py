@@ -1,0 +1,244 @@
+"""The contract of a public law of batches: what is fixed before anybody looks at the data."""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+import random
+import secrets
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from numbers import Real
+from typing import Any, ClassVar
+
+import numpy as np
+import numpy.typing as npt
+
+from dpengine.sampling.scheme import AbstractBatchStrategy, IndexBatch, WordStream
+
+
+def checked_probability(owner: str, name: str, value: Any) -> float:
+    """``value`` as a float in [0, 1]; ``owner`` has the argument."""
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise TypeError(f"{owner}: {name} must be a number, got {value!r}.")
+    if not 0.0 <= float(value) <= 1.0:
+        raise ValueError(f"{owner}: {name} must be in [0, 1], got {value!r}.")
+    return float(value)
+
+
+@dataclass(frozen=True, repr=False)
+class KeyedWords:
+    """Words of a counter-based generator (Philox4x64) under a key of 128 bits, which is secret.
+
+    Attributes:
+        key: Two words of 64 bits.
+    """
+
+    key: tuple[int, int]
+
+    def __call__(self, count: int, *, step: int, block: int) -> npt.NDArray[np.uint64]:
+        """See `dpengine.sampling.WordStream`."""
+        counter = np.array([0, 0, block, step], dtype=np.uint64)
+        generator = np.random.Philox(key=np.array(self.key, dtype=np.uint64), counter=counter)
+        return generator.random_raw(count)
+
+
+def words_from(rng: Any = None) -> WordStream:
+    """A stream of words for batches.
+
+    Args:
+        rng: None for the operating system's randomness; a ``numpy.random.Generator``, ``random.Random`` or
+            ``random.SystemRandom``, of which 16 bytes are taken as a key; or a `WordStream`, taken as it is.
+
+    Returns:
+        The stream.
+
+    Raises:
+        TypeError: If ``rng`` is something else; a bare number is no secret.
+    """
+    if rng is None:
+        drawn = secrets.token_bytes(16)
+    elif isinstance(rng, np.random.Generator):
+        drawn = rng.bytes(16)
+    elif isinstance(rng, random.Random):
+        drawn = rng.getrandbits(128).to_bytes(16, "little")
+    elif callable(rng):
+        return rng  # type: ignore[no-any-return]
+    else:
+        raise TypeError(
+            f"rng is a {type(rng).__name__}; pass None, a numpy.random.Generator, a random.SystemRandom or a stream of "
+            "words."
+        )
+    return KeyedWords((int.from_bytes(drawn[:8], "little"), int.from_bytes(drawn[8:], "little")))
+
+
+BEFORE = 1 << 63
+"""The step whose words are for what was before the first batch."""
+
+
+class _Memory:
+    """What was drawn last, of one stream of words."""
+
+    words: WordStream | None = None
+    step = -1
+    state: Any = None
+    batch: IndexBatch | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class RememberingStrategy(AbstractBatchStrategy):
+    """Draws of step t follow from a state that draws before it left.
+
+    Args:
+        num_examples: The size of the data set.
+        sample_rate: The probability of one example in one batch, over all that may happen before.
+        expected_batch_size: What a batch has on average.
+        steps_per_epoch: Batches of the run.
+    """
+
+    num_examples: int
+    sample_rate: float
+    expected_batch_size: float
+    steps_per_epoch: int
+    _memory: _Memory = dataclasses.field(default_factory=_Memory, init=False, repr=False, compare=False)
+
+    claims_epsilon: ClassVar[bool] = False
+
+    @abc.abstractmethod
+    def begin(self, words: WordStream) -> Any:
+        """The state before the first batch."""
+
+    @abc.abstractmethod
+    def advance(self, state: Any, step: int, words: WordStream) -> tuple[Any, IndexBatch]:
+        """The state after a batch, and the batch. The state before is not changed."""
+
+    def draw(self, step: int, words: WordStream) -> IndexBatch:
+        """Returns the examples of one logical batch, sorted. Quick if steps are drawn in order."""
+        memory = self._memory
+        if memory.words is not words or memory.step > step or (memory.step == step and memory.batch is None):
+            memory.words, memory.step, memory.state, memory.batch = words, -1, self.begin(words), None
+        while memory.step < step:
+            memory.state, memory.batch = self.advance(memory.state, memory.step + 1, words)
+            memory.step += 1
+        assert memory.batch is not None
+        return memory.batch
+
+    def kept(self, words: WordStream) -> dict[str, Any] | None:
+        """What later batches follow from, as plain values; None before the first draw of this stream."""
+        memory = self._memory
+        if memory.words is not words or memory.step < 0:
+            return None
+        arrays = memory.state if isinstance(memory.state, tuple) else (memory.state,)
+        return {"step": memory.step, "state": [array.tolist() for array in arrays]}
+
+    def remember(self, words: WordStream, kept: Mapping[str, Any]) -> None:
+        """Goes on from what ``kept`` gave. The last batch itself is not known any more."""
+        arrays = tuple(np.asarray(values, dtype=np.int64) for values in kept["state"])
+        memory = self._memory
+        memory.words, memory.step, memory.batch = words, int(kept["step"]), None
+        memory.state = arrays if isinstance(self.begin(words), tuple) else arrays[0]
+
+
+class AbstractBatchSelection(abc.ABC):
+    """How the batches of a run are drawn, whatever the data set. Laws are frozen dataclasses of public numbers.
+
+    What is private comes as an argument: the size of the data set, and the randomness.
+
+    Attributes:
+        iterations: Batches of the run.
+        law: The name of the distribution.
+        accounting: What a run that draws so may claim, in words.
+    """
+
+    iterations: int
+    law: ClassVar[str]
+    accounting: ClassVar[str]
+
+    @abc.abstractmethod
+    def over(self, num_examples: int) -> AbstractBatchStrategy:
+        """The same law over a data set of this size, which draws single batches."""
+
+    def batch_iterator(self, num_examples: int, rng: Any = None) -> Batches:
+        """The batches of one run.
+
+        Args:
+            num_examples: The size of the data set.
+            rng: Where randomness comes from: see `words_from`.
+
+        Returns:
+            An iterator over ``iterations`` arrays of sorted int64 indices; they may be empty.
+        """
+        return Batches(self.over(num_examples), self.iterations, words_from(rng))
+
+    def batch_sampler(self, num_examples: int, rng: Any = None) -> BatchSampler:
+        """The same as lists, for ``DataLoader(data, batch_sampler=...)``; it can be read once."""
+        return BatchSampler(self.batch_iterator(num_examples, rng))
+
+
+class Batches(Iterator[IndexBatch]):
+    """The batches of one run, in order.
+
+    Args:
+        strategy: Draws them.
+        iterations: How many there are.
+        words: The randomness.
+    """
+
+    def __init__(self, strategy: AbstractBatchStrategy, iterations: int, words: WordStream):
+        self._strategy = strategy
+        self._iterations = iterations
+        self._words = words
+        self._step = 0
+
+    def __next__(self) -> IndexBatch:
+        if self._step >= self._iterations:
+            raise StopIteration
+        drawn = self._strategy.draw(self._step, self._words)
+        self._step += 1
+        return drawn
+
+    def __len__(self) -> int:
+        return self._iterations - self._step
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position, the key of the randomness where it has one, and what is kept of batches before. Secret."""
+        key = list(self._words.key) if isinstance(self._words, KeyedWords) else None
+        kept = self._strategy.kept(self._words) if isinstance(self._strategy, RememberingStrategy) else None
+        return {"step": self._step, "key": key, "kept": kept}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes on from a stored position, with the randomness that was stored.
+
+        Args:
+            state: What `state_dict` returned.
+
+        Raises:
+            ValueError: If there is no step of the run in it, or the randomness has no key to be told by.
+        """
+        step, key = state.get("step"), state.get("key")
+        if isinstance(step, bool) or not isinstance(step, int) or not 0 <= step <= self._iterations:
+            raise ValueError(f"load_state_dict: step={step!r} is none of a run of {self._iterations} batches.")
+        if (key is None) == isinstance(self._words, KeyedWords):
+            raise ValueError("load_state_dict: the state is of a run with randomness of another kind.")
+        if key is not None:
+            self._words = KeyedWords((int(key[0]), int(key[1])))
+        if state.get("kept") is not None and isinstance(self._strategy, RememberingStrategy):
+            self._strategy.remember(self._words, state["kept"])
+        self._step = step
+
+
+class BatchSampler:
+    """Batches as lists of indices.
+
+    Args:
+        batches: What is read.
+    """
+
+    def __init__(self, batches: Batches):
+        self.batches = batches
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return (batch.tolist() for batch in self.batches)
+
+    def __len__(self) -> int:
+        return len(self.batches)

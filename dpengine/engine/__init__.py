@@ -1,0 +1,28 @@
+"""The privacy engine, the private optimizer step, and gradient clipping without noise."""
+
+from typing import TYPE_CHECKING
+
+from dpengine import lazy_exports
+
+if TYPE_CHECKING:
+    from .clipped_sums import ClipStatistics as ClipStatistics
+    from .clipper import PerSampleGradientClipper as PerSampleGradientClipper
+    from .grad_sample_module import GradSampleModule as GradSampleModule
+    from .gradient_check import GradientReport as GradientReport
+    from .gradient_check import check_per_sample_gradients as check_per_sample_gradients
+    from .optimizer import detach as detach
+    from .privacy_engine import PrivacyEngine as PrivacyEngine
+    from .public_gradients import public as public
+else:
+    __getattr__, __dir__, __all__ = lazy_exports(
+        __name__,
+        {
+            "clipped_sums": ["ClipStatistics"],
+            "clipper": ["PerSampleGradientClipper"],
+            "grad_sample_module": ["GradSampleModule"],
+            "gradient_check": ["GradientReport", "check_per_sample_gradients"],
+            "optimizer": ["detach"],
+            "privacy_engine": ["PrivacyEngine"],
+            "public_gradients": ["public"],
+        },
+    )

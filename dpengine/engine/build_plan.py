@@ -1,0 +1,335 @@
+"""From the arguments of ``make_private`` to the plan of a run: by single numbers, or by an execution plan."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import secrets
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import nn
+from torch.utils.data import DataLoader
+
+from dpengine.accounting.events import MatrixGaussianEvent, Relation, UnclaimedEvent
+from dpengine.accounting.ledger import Charge
+from dpengine.batch_selection.fixed_size import FixedSizeStrategy
+from dpengine.clipping.policy import AbstractClip
+from dpengine.distributed.topology import Topology
+from dpengine.errors import InvalidBudgetError
+from dpengine.noise.band_mf import BandMF
+from dpengine.noise.short_forms import BLT, BandedInverse
+from dpengine.noise.source import NoiseSource
+from dpengine.plan.config import AbstractPlanConfig
+from dpengine.plan.execution_plan import DPExecutionPlan
+from dpengine.plan.long_noise import BandedInverseConfig, BLTConfig
+from dpengine.plan.run_plan import RunPlan
+from dpengine.sampling.choose_scheme import strategy_for
+from dpengine.sampling.cyclic import CyclicPoissonStrategy
+from dpengine.sampling.poisson import PoissonSampling
+from dpengine.sampling.scheme import AbstractBatchStrategy
+from dpengine.sampling.subset import TruncatedStrategy
+
+from .argument_checks import clipping_for, delta_for, noise_for, planned_steps, sampling_and_noise
+from .run import Budget
+
+_Planned = CyclicPoissonStrategy | TruncatedStrategy | FixedSizeStrategy
+_NEAR = 0.02  # relative: how far the plan's batches may be from the loader's
+
+
+@dataclasses.dataclass(frozen=True)
+class Spending:
+    """What may be spent, and over how many steps; as ``make_private`` was given it."""
+
+    target_epsilon: float | None
+    target_delta: float | None
+    epochs: int | None
+    steps: int | None
+    on_budget: str
+    allow_large_delta: bool
+    accountant: str
+    before: Sequence[Charge]
+    resumed: int  # steps of a plan that were taken before the state was loaded
+
+
+@dataclasses.dataclass(frozen=True)
+class Batching:
+    """How batches are drawn; as ``make_private`` was given it."""
+
+    sampling: str
+    sample_rate: float | None
+    expected_batch_size: float | None
+    num_units: int | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Wanted:
+    """What was asked for, as ``make_private`` was given it; and ``run``, which tells this run from others."""
+
+    noise_multiplier: float | None
+    noise: BandMF | BLT | BandedInverse | None
+    plan: Any
+    clipping: str | AbstractClip
+    max_grad_norm: Any
+    spending: Spending
+    batching: Batching
+    run: str
+
+
+def arranged(module: nn.Module, loader: DataLoader[Any], wanted: Wanted) -> tuple[RunPlan, Budget]:
+    """The plan and the budget of a run.
+
+    Args:
+        module: The model.
+        loader: The user's loader.
+        wanted: What was asked for.
+
+    Returns:
+        Both. What does not fit together is refused.
+    """
+    return _by_numbers(module, loader, wanted) if wanted.plan is None else _by_plan(module, loader, wanted)
+
+
+def name_for(topology: Topology) -> str:
+    """A name that tells a run from all others, the same on all of its processes."""
+    return str(topology.everyone.from_first(secrets.token_hex(8)))
+
+
+def source_for(topology: Topology, kind: str, seed: int | None, *, run: int) -> NoiseSource:
+    """The source of a run's private randomness, the same on all of its processes.
+
+    Args:
+        topology: The processes of the run.
+        kind: Of the generator.
+        seed: Makes it repeat; None takes a key from the operating system.
+        run: Number of the run in its engine, from 0: with a seed, each has a life of its own.
+
+    Returns:
+        The source.
+    """
+    if seed is not None:
+        return NoiseSource.seeded(seed, kind, incarnation=run)
+    return NoiseSource.from_secret_state(topology.everyone.from_first(NoiseSource.fresh(kind).secret_state()))
+
+
+def _by_numbers(module: nn.Module, loader: DataLoader[Any], wanted: Wanted) -> tuple[RunPlan, Budget]:
+    spending, batching = wanted.spending, wanted.batching
+    strategy = strategy_for(
+        loader,
+        sampling=batching.sampling,
+        sample_rate=batching.sample_rate,
+        expected_batch_size=batching.expected_batch_size,
+    )
+    if batching.num_units is not None:
+        strategy = _over_units(strategy, batching)
+    policy = clipping_for(module, wanted.clipping, wanted.max_grad_norm)
+    delta = delta_for(spending.target_delta, strategy.num_examples, spending.allow_large_delta)
+    if isinstance(wanted.noise, (BLT, BandedInverse)):
+        strategy = _in_equal_groups(strategy, wanted)
+    planned = planned_steps(spending.epochs, spending.steps, strategy.steps_per_epoch)
+    constants = None not in (batching.sample_rate, batching.expected_batch_size, spending.target_delta)
+    relation = Relation.ADD_OR_REMOVE_ONE if constants else Relation.ZERO_OUT
+    if isinstance(wanted.noise, (BLT, BandedInverse)):
+        plan = _in_turn(wanted, wanted.noise, strategy, policy, delta, planned, relation)
+        return plan, Budget(spending.target_epsilon, delta, planned, spending.on_budget, spending.accountant)
+    strategy, recurrence = sampling_and_noise(strategy, wanted.noise, planned, relation)
+    sigma = noise_for(
+        wanted.noise_multiplier,
+        spending.target_epsilon,
+        delta,
+        strategy,
+        planned,
+        spending.accountant,
+        spending.before,
+    )
+    plan = RunPlan(strategy, policy, sigma, strategy.expected_batch_size, relation, recurrence, run=wanted.run)
+    return plan, Budget(spending.target_epsilon, delta, planned, spending.on_budget, spending.accountant)
+
+
+def _in_equal_groups(strategy: AbstractBatchStrategy, wanted: Wanted) -> AbstractBatchStrategy:
+    """The same with as many steps in a pass as there are batches in the data set, which must divide it about evenly."""
+    if not isinstance(strategy, PoissonSampling):
+        raise InvalidBudgetError(
+            f"noise={type(wanted.noise).__name__}(...) does not go with sampling={strategy.law!r}.",
+            fix='Pass sampling="poisson".',
+        )
+    rows, rate = strategy.num_examples, strategy.sample_rate
+    groups = max(1, round(1 / rate))
+    if abs(rows / groups - rate * rows) > max(1.0, _NEAR * rate * rows):
+        raise InvalidBudgetError(
+            f"noise={type(wanted.noise).__name__}(...) puts the {rows:,} examples into groups of a batch each, and "
+            f"batches of {rate * rows:g} do not divide them: {groups} groups would have {rows / groups:.4g} each.",
+            fix=f"Pass a loader with batch_size={math.ceil(rows / groups)} or {math.ceil(rows / (groups + 1))}.",
+        )
+    return dataclasses.replace(strategy, steps_per_epoch=groups)
+
+
+def _in_turn(
+    wanted: Wanted,
+    noise: BLT | BandedInverse,
+    strategy: AbstractBatchStrategy,
+    policy: AbstractClip,
+    delta: float,
+    planned: int | None,
+    relation: Relation,
+) -> RunPlan:
+    """A run in which groups of a batch each take turns, and the noise takes back that of all steps before."""
+    name, spending = type(noise).__name__, wanted.spending
+    if planned is None:
+        raise InvalidBudgetError(
+            f"noise={name}(...) needs to know how long training is.", fix="Pass epochs= or steps=."
+        )
+    public = relation is not Relation.ADD_OR_REMOVE_ONE
+    shared: dict[str, Any] = {
+        "iterations": planned,
+        "cycle_length": strategy.steps_per_epoch,
+        "num_examples": strategy.num_examples if public else None,
+    }
+    config: AbstractPlanConfig
+    if isinstance(noise, BLT):
+        config = BLTConfig.default(num_buffers=noise.num_buffers, **shared)
+    else:
+        config = BandedInverseConfig.default(num_bands=noise.num_bands, **shared)
+    drawn = config.selection.over(strategy.num_examples)
+    assert isinstance(drawn, CyclicPoissonStrategy)
+    if wanted.batching.expected_batch_size is not None:  # a declared constant stays what it is
+        drawn = dataclasses.replace(drawn, expected_batch_size=strategy.expected_batch_size)
+    drawn = dataclasses.replace(drawn, steps_per_epoch=strategy.steps_per_epoch)
+    whole_run = config.claim(1.0)
+    assert isinstance(whole_run, MatrixGaussianEvent)
+    sigma = noise_for(
+        wanted.noise_multiplier,
+        spending.target_epsilon,
+        delta,
+        drawn,
+        planned,
+        spending.accountant,
+        spending.before,
+        sq_sensitivity=whole_run.sq_sensitivities[-1],
+    )
+    run = wanted.run
+    divisor, claim = drawn.expected_batch_size, config.claim(sigma, run)
+    return RunPlan(drawn, policy, sigma, divisor, relation, config.recurrence, planned, claim, run=run)
+
+
+def _over_units(strategy: AbstractBatchStrategy, batching: Batching) -> AbstractBatchStrategy:
+    """The same probability for each unit as for each example."""
+    if not isinstance(strategy, PoissonSampling):
+        raise InvalidBudgetError(
+            f"privacy_unit= does not go with sampling={strategy.law!r}.", fix='Pass sampling="poisson".'
+        )
+    assert batching.num_units is not None
+    expected = batching.expected_batch_size
+    if expected is None:
+        expected = max(strategy.sample_rate * batching.num_units, 1e-9)
+    return dataclasses.replace(strategy, num_examples=batching.num_units, expected_batch_size=expected)
+
+
+def _by_plan(module: nn.Module, loader: DataLoader[Any], wanted: Wanted) -> tuple[RunPlan, Budget]:
+    config = _config_of(wanted.plan)
+    _refuse_said_twice(wanted)
+    rows = len(loader.dataset) if wanted.batching.num_units is None else wanted.batching.num_units  # type: ignore[arg-type]
+    selection = config.selection
+    strategy = selection.over(rows)
+    config.make()  # refuses one that has no noise yet
+    sigma = config.noise_multiplier
+    assert sigma is not None
+    run = wanted.run
+    claim = config.claim(sigma, run)
+    if isinstance(claim, UnclaimedEvent) or not isinstance(strategy, _Planned):
+        raise InvalidBudgetError(
+            f"The engine's ledger has no event for such a plan: {getattr(claim, 'reason', selection.accounting)}.",
+            fix="Use the parts of the plan in a loop of your own, or a plan with plain or cyclic Poisson batches.",
+        )
+    _refuse_misfit(config, strategy, loader, wanted)
+    public = config.num_examples is not None
+    if public:  # else the length of a pass would tell how many rows there are
+        passes = math.ceil(rows / strategy.expected_batch_size)
+        strategy = _with_passes(strategy, min(config.iterations, max(1, passes)))
+    elif wanted.spending.target_delta is None:
+        raise InvalidBudgetError(
+            "The plan keeps the number of rows private, and a delta that follows from it would tell.",
+            fix="Pass target_delta=, or num_examples= to the plan if that number is public.",
+        )
+    divisor = config.normalize_by * (config.l2_clip_norm if config.rescale_to_unit_norm else 1.0)
+    policy = clipping_for(module, "flat", config.l2_clip_norm)
+    spending = wanted.spending
+    left = config.iterations - spending.resumed
+    if left <= 0:
+        raise InvalidBudgetError(
+            f"The plan has {config.iterations:,} iterations, and the state that was loaded has {spending.resumed:,} "
+            "steps already.",
+            fix="Report now, or make a plan with more iterations.",
+        )
+    relation, noise = config.relation, config.recurrence
+    plan = RunPlan(strategy, policy, sigma, divisor, relation, noise, left, claim, divides_always=True, run=run)
+    delta = delta_for(spending.target_delta, rows, spending.allow_large_delta)
+    return plan, Budget(None, delta, config.iterations, spending.on_budget, spending.accountant)
+
+
+def _with_passes(strategy: _Planned, steps: int) -> _Planned:
+    """The strategy with so many batches in a pass over the loader."""
+    if isinstance(strategy, TruncatedStrategy):
+        assert isinstance(strategy.drawn, CyclicPoissonStrategy)
+        return dataclasses.replace(strategy, drawn=dataclasses.replace(strategy.drawn, steps_per_epoch=steps))
+    return dataclasses.replace(strategy, steps_per_epoch=steps)
+
+
+def _groups(strategy: _Planned) -> int:
+    """How many groups of examples take turns."""
+    drawn = strategy.drawn if isinstance(strategy, TruncatedStrategy) else strategy
+    return drawn.cycle_length if isinstance(drawn, CyclicPoissonStrategy) else 1
+
+
+def _config_of(plan: Any) -> AbstractPlanConfig:
+    config = plan.config if isinstance(plan, DPExecutionPlan) else plan
+    if not isinstance(config, AbstractPlanConfig):
+        raise TypeError(f"plan is a {type(plan).__name__}; pass what config.make() returns, or a calibrated config.")
+    return config
+
+
+def _refuse_said_twice(wanted: Wanted) -> None:
+    """A plan says all of this."""
+    given: Mapping[str, Any] = {
+        "noise_multiplier": wanted.noise_multiplier,
+        "target_epsilon": wanted.spending.target_epsilon,
+        "max_grad_norm": wanted.max_grad_norm,
+        "clipping": None if wanted.clipping == "flat" else wanted.clipping,
+        "noise": wanted.noise,
+        "sampling": None if wanted.batching.sampling == "poisson" else wanted.batching.sampling,
+        "sample_rate": wanted.batching.sample_rate,
+        "expected_batch_size": wanted.batching.expected_batch_size,
+    }
+    twice = [name for name, value in given.items() if value is not None]
+    if twice:
+        raise InvalidBudgetError(
+            f"{', '.join(twice)} {'is' if len(twice) == 1 else 'are'} given beside plan=, which says it.",
+            fix="Leave it out, or give it to the plan's config.",
+        )
+
+
+def _refuse_misfit(config: AbstractPlanConfig, strategy: _Planned, loader: DataLoader[Any], wanted: Wanted) -> None:
+    """Refuses a plan that is for other data, other batches or another number of steps."""
+    checked = strategy_for(loader, sampling="poisson", sample_rate=None, expected_batch_size=None)
+    rows = strategy.num_examples
+    usual = checked.sample_rate * rows
+    if config.num_examples is not None and config.num_examples != rows:
+        raise InvalidBudgetError(
+            f"The plan is for num_examples={config.num_examples:,}, and the data set has {rows:,}.",
+            fix=f"Make the plan with num_examples={rows}.",
+        )
+    if abs(strategy.expected_batch_size - usual) > max(1.0, _NEAR * usual):
+        raise InvalidBudgetError(
+            f"The plan draws batches of {strategy.expected_batch_size:.4g} rows on average (sampling_prob="
+            f"{strategy.sample_rate:.4g} of {rows:,} rows in {_groups(strategy)} groups), and the loader has "
+            f"batch_size={usual:g}.",
+            fix=f"Make the plan with sampling_prob={min(1.0, usual * _groups(strategy) / max(rows, 1)):.6g}, or "
+            "the loader with that batch size.",
+        )
+    passes = math.ceil(rows / strategy.expected_batch_size)
+    said = planned_steps(wanted.spending.epochs, wanted.spending.steps, passes)
+    if said is not None and said != config.iterations:
+        raise InvalidBudgetError(
+            f"The plan has {config.iterations:,} iterations, and {said:,} steps were asked for.",
+            fix="Leave out epochs= and steps=.",
+        )

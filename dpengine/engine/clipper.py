@@ -1,0 +1,143 @@
+"""The clipper on its own, without an engine: clipped averages in ``p.grad``, and no noise."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from dpengine.clipping.policy import AbstractClip
+from dpengine.errors import TicketError, UnsupportedLayerError, suggests_names
+
+from .clipped_sums import ClippedSums, ClipStatistics
+
+
+@suggests_names
+class PerSampleGradientClipper:
+    """Clips the gradient of every sample of a module and accumulates the clipped gradients.
+
+    It bounds what one sample can do to ``p.grad``; it adds no noise, so by itself it is not private. ::
+
+        clipper = PerSampleGradientClipper(model, Flat(1.0))
+        for inputs, targets in minibatches:  # sizes may differ
+            loss_fn(model(inputs), targets).backward()
+            clipper.clip_and_accumulate()
+        threshold, largest_norm = clipper.pre_step()
+        optimizer.step()
+
+    Args:
+        module: The module whose trainable parameters are clipped. It must be in train mode to be recorded.
+        norm_clipper: A clipping policy, such as ``Flat(1.0)``, that fits the module.
+        batch_first: Whether axis 0 of the inputs is the batch; else axis 1, as in time-major models.
+        loss_reduction: ``"mean"`` if the loss averages over the samples of a minibatch, ``"sum"`` if it adds them.
+        grad_sample_mode: How per-sample gradients are had; a key of ``gradients.MODES``.
+
+    Raises:
+        TypeError: If the module is no ``torch.nn.Module``, or the policy no policy.
+        ValueError: If ``loss_reduction`` or ``grad_sample_mode`` is not known, or the policy does not fit the module.
+        UnsupportedLayerError: If the module has no trainable parameter.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        norm_clipper: AbstractClip,
+        batch_first: bool = True,
+        loss_reduction: str = "mean",
+        *,
+        grad_sample_mode: str = "auto",
+    ):
+        _refuse_misfits(module, norm_clipper)
+        self.module = module
+        self.norm_clipper = norm_clipper
+        self.loss_reduction = loss_reduction
+        self._sums = ClippedSums(
+            module,
+            policy=norm_clipper,
+            mode=grad_sample_mode,
+            batch_first=batch_first,
+            loss_reduction=loss_reduction,
+            on_backward_end=self._backward_ended,
+        )
+        self._passes: list[ClipStatistics] = []
+        self._ended = False
+        self._sums.attach()
+
+    def _backward_ended(self) -> None:
+        if self._ended:
+            self._sums.forget_pass()
+            self._ended = False
+            raise TicketError(
+                "A second batch went through the module before clip_and_accumulate() was called; both are dropped.",
+                fix="Call clip_and_accumulate() after every backward().",
+            )
+        self._ended = True
+
+    def clip_and_accumulate(self) -> None:
+        """Clips the gradients of the last backward pass, and adds them to the accumulator.
+
+        Raises:
+            TicketError: If no backward pass came before. What ``ClippedSums.clip`` refuses is refused too.
+        """
+        if not self._sums.pending and not self._ended:
+            raise TicketError(
+                "clip_and_accumulate() found no per-sample gradients.",
+                fix="Run forward in train mode and backward first.",
+            )
+        self._ended = False
+        try:
+            self._passes.append(self._sums.clip())
+        finally:
+            if self._sums.buffer.clean and not self._sums.contributed:
+                self._passes = []  # the sums were destroyed, since a part of a pass was in them
+
+    def pre_step(self) -> tuple[float | list[float], float]:
+        """Puts the clipped gradients into ``p.grad``: their average over all samples seen, or their sum.
+
+        Returns:
+            The threshold (a list for a policy with several groups), and the largest per-sample norm seen.
+
+        Raises:
+            TicketError: If nothing was accumulated.
+        """
+        if not self._passes:
+            raise TicketError("pre_step() has nothing accumulated.", fix="Call clip_and_accumulate() first.")
+        samples = sum(one.rows for one in self._passes)
+        divisor = max(samples, 1) if self.loss_reduction == "mean" else 1
+        for parameter, total in self._sums.buffer:
+            parameter.grad = (total / divisor).to(parameter.dtype)
+        largest = max(one.largest_norm for one in self._passes)
+        bounds = self.norm_clipper.bounds
+        self.reset()
+        return (bounds[0] if len(bounds) == 1 else list(bounds)), largest
+
+    def reset(self) -> None:
+        """Forgets what was accumulated."""
+        self._passes = []
+        self._ended = False
+        self._sums.discard()
+
+    def detach(self) -> None:
+        """Takes all hooks off the module."""
+        self.reset()
+        self._sums.detach()
+
+
+def _refuse_misfits(module: nn.Module, policy: AbstractClip) -> None:
+    """Refuses what is no module or no policy, and a policy that does not fit the module."""
+    if not isinstance(module, nn.Module):
+        raise TypeError(
+            f"PerSampleGradientClipper: module is {torch.typename(module)}; pass an instance of torch.nn.Module."
+        )
+    if not isinstance(policy, AbstractClip):
+        raise TypeError(
+            f"PerSampleGradientClipper: norm_clipper={policy!r} is no clipping policy. Pass one, such as "
+            "dpengine.Flat(1.0)."
+        )
+    trainable = [name for name, p in module.named_parameters() if p.requires_grad]
+    if not trainable:
+        raise UnsupportedLayerError(
+            f"PerSampleGradientClipper: the module ({type(module).__name__}) has no trainable parameter, so there is "
+            "nothing to clip.",
+            fix="Thaw what shall be trained: module.requires_grad_(True).",
+        )
+    policy.group_of(trainable)  # refuses a model that it does not fit

@@ -1,0 +1,293 @@
+"""Whether per-sample gradients are those of each sample alone: the slow truth, the engine's answer, and the difference.
+
+Axes: B samples.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence
+from torch.utils import _pytree as pytree
+
+from dpengine.errors import suggests_names
+
+from .grad_sample_module import GradSampleModule
+
+REDUCTIONS = ("mean", "sum")
+Gradients = dict[str, Tensor]  # dotted name -> (B, *parameter)
+
+
+@dataclass(frozen=True)
+class Difference:
+    """How far the per-sample gradients of one parameter are from those of each sample alone.
+
+    Attributes:
+        name: Of the parameter.
+        row: The sample with the largest difference.
+        largest: That difference, of single entries, in the loss's units per the parameter's.
+        allowed: What was allowed in that entry.
+    """
+
+    name: str
+    row: int
+    largest: float
+    allowed: float
+
+    @property
+    def ok(self) -> bool:
+        """Whether it is allowed. One that is not a number is not."""
+        return self.largest <= self.allowed
+
+
+@dataclass(frozen=True)
+class GradientReport:
+    """One difference for each trainable parameter. ``str(report)`` is a table."""
+
+    differences: tuple[Difference, ...]
+
+    @property
+    def ok(self) -> bool:
+        """Whether all are allowed."""
+        return all(one.ok for one in self.differences)
+
+    def __str__(self) -> str:
+        """A line for each parameter."""
+        return "\n".join(
+            f"{'ok   ' if one.ok else 'WRONG'} {one.name}: sample {one.row} is off by {one.largest:.3g}, "
+            f"{one.allowed:.3g} is allowed"
+            for one in self.differences
+        )
+
+
+@suggests_names
+def check_per_sample_gradients(
+    model: nn.Module,
+    inputs: Any,
+    *,
+    batch_first: bool = True,
+    loss_reduction: str = "mean",
+    atol: float = 1e-5,
+    rtol: float = 1e-4,
+    force_functorch: bool = False,
+) -> GradientReport:
+    """Compares the engine's per-sample gradients of a model with those of each sample run alone.
+
+    The model runs in train mode, on copies; a model that draws at random, as dropout does, differs from itself. Its
+    loss is ``probe_loss``. For a model whose rows cannot be cut out of the inputs, call ``gradients_alone`` and
+    ``gradients_together`` yourself, and ``compare``.
+
+    Args:
+        model: The model, as ``GradSampleModule`` takes it. It gives a tensor or a ``PackedSequence``.
+        inputs: A tensor, a tuple of positional or a mapping of keyword inputs. What has as many rows as the first
+            tensor is cut, the rest is handed to each sample whole.
+        batch_first: Whether axis 0 of inputs and output is the batch; else axis 1.
+        loss_reduction: ``"mean"`` or ``"sum"``.
+        atol: What is allowed in every entry.
+        rtol: What is allowed besides, in units of the true entry.
+        force_functorch: As for ``GradSampleModule``.
+
+    Returns:
+        A difference for each trainable parameter.
+
+    Raises:
+        ValueError: If the batch is empty, or ``loss_reduction`` is not known.
+        TypeError: If the inputs hold no tensor, or the output is no tensor.
+    """  # noqa: DOC502 - what is called raises on our behalf
+    alone = gradients_alone(model, rows_of(inputs, batch_first), batch_first=batch_first, loss_reduction=loss_reduction)
+    together = gradients_together(
+        GradSampleModule(
+            copy.deepcopy(model),
+            batch_first=batch_first,
+            loss_reduction=loss_reduction,
+            force_functorch=force_functorch,
+        ),
+        inputs,
+        batch_first=batch_first,
+        loss_reduction=loss_reduction,
+    )
+    return compare(alone, together, atol=atol, rtol=rtol)
+
+
+def gradients_alone(
+    model: nn.Module, rows: Iterable[Any], *, batch_first: bool = True, loss_reduction: str = "mean"
+) -> Gradients:
+    """The gradient of each sample's own loss, from a pass of its own through plain autograd.
+
+    Args:
+        model: The model, of which a copy is run.
+        rows: The inputs of each sample, as a batch of one: a tensor, a tuple or a mapping.
+        batch_first: Which axis of the output is the batch.
+        loss_reduction: ``"mean"`` or ``"sum"``; it changes how the entries of one sample are added up.
+
+    Returns:
+        ``(B, *parameter)`` for each trainable parameter.
+
+    Raises:
+        ValueError: If there is no row.
+    """
+    model = copy.deepcopy(model)
+    parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    found: dict[str, list[Tensor]] = {name: [] for name in parameters}
+    state = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    for row in rows:
+        with torch.no_grad():
+            for name, buffer in model.named_buffers():
+                buffer.copy_(state[name])
+        loss = probe_loss(call(model, row), batch_first=batch_first, loss_reduction=loss_reduction)
+        gradients = torch.autograd.grad(loss, list(parameters.values()), allow_unused=True)
+        for (name, parameter), gradient in zip(parameters.items(), gradients, strict=True):
+            found[name].append(torch.zeros_like(parameter) if gradient is None else gradient.to_dense().detach())
+    if not all(found.values()):
+        raise ValueError("gradients_alone: there is no sample. Pass a batch with at least one row.")
+    return {name: torch.stack(rows) for name, rows in found.items()}
+
+
+def gradients_together(
+    wrapped: nn.Module, inputs: Any, *, batch_first: bool = True, loss_reduction: str = "mean", inner: str = "module"
+) -> Gradients:
+    """The ``grad_sample`` of each parameter, from one pass of the whole batch.
+
+    Args:
+        wrapped: A ``GradSampleModule``, or what leaves ``grad_sample`` on parameters as it does.
+        inputs: A tensor, a tuple of positional or a mapping of keyword inputs.
+        batch_first: Which axis of the output is the batch.
+        loss_reduction: As ``wrapped`` was told.
+        inner: The attribute of ``wrapped`` that is the model.
+
+    Returns:
+        ``(B, *parameter)`` for each trainable parameter, None in the place of what was not reached.
+    """
+    wrapped.zero_grad()
+    probe_loss(call(wrapped, inputs), batch_first=batch_first, loss_reduction=loss_reduction).backward()
+    named = getattr(wrapped, inner).named_parameters()
+    return {name: getattr(p, "grad_sample", None) for name, p in named if p.requires_grad}  # type: ignore[misc]
+
+
+def compare(alone: Gradients, together: Mapping[str, Tensor | None], *, atol: float, rtol: float) -> GradientReport:
+    """How far each parameter's per-sample gradients are from the truth. What was not reached counts as zero.
+
+    Args:
+        alone: The truth.
+        together: What is asked about.
+        atol: What is allowed in every entry.
+        rtol: What is allowed besides, in units of the true entry.
+
+    Returns:
+        A difference for each parameter.
+
+    Raises:
+        ValueError: If they are about other parameters.
+    """
+    if alone.keys() != together.keys():
+        raise ValueError(
+            f"compare: only alone: {sorted(alone.keys() - together.keys())}; "
+            f"only together: {sorted(together.keys() - alone.keys())}."
+        )
+    return GradientReport(tuple(_difference(name, alone[name], together[name], atol, rtol) for name in alone))
+
+
+def probe_loss(output: Tensor | PackedSequence, *, batch_first: bool = True, loss_reduction: str = "mean") -> Tensor:
+    """A loss whose gradient has no structure: neither its signs nor its zeros hide a fault.
+
+    Each sample's loss is ``<c, y + y^2 / 2>`` of its output ``y`` and a fixed random ``c``, so its gradient
+    ``c (1 + y)`` differs from sample to sample, and is the same for a sample alone and in company.
+
+    Args:
+        output: A tensor with the batch on axis 0 or 1, or a packed sequence.
+        batch_first: Which axis it is.
+        loss_reduction: ``"mean"`` for the mean over samples of the mean over a sample's entries, or ``"sum"``.
+
+    Returns:
+        One number.
+
+    Raises:
+        TypeError: If the output is neither.
+        ValueError: If ``loss_reduction`` is not known, or a tensor lacks the axis of the batch.
+    """  # noqa: DOC502 - what is called raises on our behalf
+    if loss_reduction not in REDUCTIONS:
+        raise ValueError(f"loss_reduction={loss_reduction!r} is not known. Choose one of: 'mean', 'sum'.")
+    losses = torch.stack([_reduced(row, loss_reduction) for row in _output_rows(output, batch_first)])
+    return losses.mean() if loss_reduction == "mean" else losses.sum()
+
+
+def call(model: Callable[..., Any], inputs: Any) -> Any:
+    """The model on a tensor or packed sequence, a tuple of positional or a mapping of keyword inputs."""
+    if isinstance(inputs, Mapping):
+        return model(**inputs)
+    positional = isinstance(inputs, tuple) and not isinstance(inputs, PackedSequence)
+    return model(*inputs) if positional else model(inputs)
+
+
+def rows_of(inputs: Any, batch_first: bool = True) -> list[Any]:
+    """The inputs of each sample, as batches of one.
+
+    Args:
+        inputs: A tensor, a packed sequence, a tuple or a mapping.
+        batch_first: Whether axis 0 counts the rows; else axis 1.
+
+    Returns:
+        One for each row. Those of a packed sequence are tensors.
+
+    Raises:
+        TypeError: If no tensor has the axis.
+    """
+    axis = 0 if batch_first else 1
+    if isinstance(inputs, PackedSequence):
+        return [row.unsqueeze(axis) for row in unpacked(inputs)]
+    leaves = [leaf for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, Tensor) and leaf.dim() > axis]
+    if not leaves:
+        raise TypeError(f"rows_of: the inputs ({torch.typename(inputs)}) hold no tensor with an axis {axis}.")
+    size = leaves[0].shape[axis]
+
+    def cut(leaf: Any, row: int) -> Any:
+        carries = isinstance(leaf, Tensor) and leaf.dim() > axis and leaf.shape[axis] == size
+        return leaf.narrow(axis, row, 1) if carries else leaf
+
+    return [pytree.tree_map(lambda leaf, row=row: cut(leaf, row), inputs) for row in range(size)]
+
+
+def unpacked(packed: PackedSequence) -> list[Tensor]:
+    """The sequences of a packed one, ``(length, ...)`` each, in the order that they had before they were packed."""
+    starts = packed.batch_sizes.cumsum(0) - packed.batch_sizes
+    rows = range(int(packed.batch_sizes[0])) if packed.unsorted_indices is None else packed.unsorted_indices.tolist()
+    places = [starts[packed.batch_sizes > row] + row for row in rows]
+    return [packed.data[place.to(packed.data.device)] for place in places]
+
+
+def _output_rows(output: Any, batch_first: bool) -> tuple[Tensor, ...] | list[Tensor]:
+    if isinstance(output, PackedSequence):
+        return unpacked(output)
+    if not isinstance(output, Tensor):
+        raise TypeError(
+            f"probe_loss: the output is a {type(output).__name__}; wrap the model so that it gives one tensor."
+        )
+    axis = 0 if batch_first else 1
+    if output.dim() <= axis:
+        raise ValueError(f"probe_loss: the output has shape {tuple(output.shape)}, and its axis {axis} is the batch.")
+    return output.unbind(axis)
+
+
+def _reduced(row: Tensor, reduction: str) -> Tensor:
+    generator = torch.Generator().manual_seed(row.dim())
+    cotangent = torch.randn(row.shape, generator=generator, dtype=torch.float64).to(row)
+    products = cotangent * (row + row.square() / 2)
+    return products.mean() if reduction == "mean" else products.sum()
+
+
+def _difference(name: str, alone: Tensor, together: Tensor | None, atol: float, rtol: float) -> Difference:
+    if together is None:
+        together = torch.zeros_like(alone)
+    if together.shape != alone.shape:
+        return Difference(name, 0, float("nan"), atol)
+    off = (together - alone).abs().double().flatten()
+    if not len(off):
+        return Difference(name, 0, 0.0, atol)
+    allowed = (atol + rtol * alone.abs()).double().flatten()
+    worst = int(torch.nan_to_num(off - allowed, nan=float("inf")).argmax())
+    return Difference(name, worst // (len(off) // len(alone)), float(off[worst]), float(allowed[worst]))

@@ -1,0 +1,273 @@
+"""The user's optimizer made private in place: its ``step`` applies noised sums, and nothing else."""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable, Sequence, Set
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from dpengine.errors import (
+    DetachedError,
+    ParameterMismatchError,
+    ScaledGradientError,
+    UnknownParameterError,
+    notice,
+    suggests_names,
+)
+from dpengine.grad_modes.materialize import forget_grad_samples
+
+from .release import Release
+
+REFUSED = {
+    "LBFGS": "it reads the data several times in one step",
+    "SparseAdam": "it updates only rows with a gradient, and noise is dense",
+}
+
+
+@dataclass(eq=False)
+class Attachment:
+    """What ties an optimizer to a run.
+
+    Attributes:
+        release: The run.
+        base: The class that the optimizer had.
+        instance_step: What stood in the instance's own ``step`` slot (a scheduler's counter), if anything.
+        known: The model's parameters when the run began.
+    """
+
+    release: Release
+    base: type[Optimizer]
+    instance_step: Any
+    known: frozenset[nn.Parameter]
+    skipped: bool = False
+
+
+def refuse_optimizer(optimizer: Optimizer) -> None:
+    """Refuses what cannot be made private.
+
+    Raises:
+        TypeError: If it is no optimizer of torch.
+        UnknownParameterError: If its kind cannot be made private, or it is private already.
+    """
+    base = type(optimizer)
+    if not isinstance(optimizer, Optimizer):
+        raise TypeError(f"optimizer is a {base.__name__}; pass an optimizer of torch.optim, such as SGD or AdamW.")
+    if _ATTACHED in optimizer.__dict__:
+        raise UnknownParameterError(
+            f"The optimizer ({base.__name__}) is private already.", fix="Call engine.detach(model) first."
+        )
+    for kind in base.__mro__:
+        if kind.__name__ in REFUSED and kind.__module__.startswith("torch.optim"):
+            raise UnknownParameterError(
+                f"{base.__name__} cannot be made private: {REFUSED[kind.__name__]}.",
+                fix="Use another optimizer of torch.optim, such as SGD or AdamW.",
+            )
+
+
+def attach(optimizer: Optimizer, release: Release) -> None:
+    """Makes an optimizer, or a copy of a private one, private in place."""
+    refuse_optimizer(optimizer)
+    base = getattr(type(optimizer), "dp_base", type(optimizer))
+    known = frozenset(release.sums.model.parameters())
+    optimizer.__class__ = private_class(base)  # type: ignore[arg-type]  # first: Python may refuse it
+    instance_step = optimizer.__dict__.pop("step", None)
+    optimizer.__dict__[_ATTACHED] = Attachment(release, base, instance_step, known)
+    if instance_step is not None:
+        optimizer.__dict__["step"] = _counted(optimizer, private_class(base).step)  # type: ignore[arg-type]
+
+
+@suggests_names
+def detach(optimizer: Optimizer) -> None:
+    """Gives an optimizer, attached or a copy, its own class back: it trains without privacy from here on."""
+    base = getattr(type(optimizer), "dp_base", None)
+    if base is None:
+        return
+    attachment = optimizer.__dict__.pop(_ATTACHED, None)
+    stood = optimizer.__dict__.pop("step", None)
+    optimizer.__class__ = base
+    if attachment is not None and attachment.instance_step is not None:
+        optimizer.__dict__["step"] = attachment.instance_step
+    elif stood is not None:  # a scheduler that was built while the optimizer was private
+        optimizer.__dict__["step"] = _counted(optimizer, base.step)
+
+
+def _counted(optimizer: Optimizer, step: Callable[..., Any]) -> Callable[..., Any]:
+    """``step`` bound to the optimizer, which notes that it was called: schedulers look for that note."""
+    reference = weakref.ref(optimizer)
+
+    @functools.wraps(step)
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        this = reference()
+        this._opt_called = True  # type: ignore[union-attr]
+        return step(this, *args, **kwargs)
+
+    counted._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
+    return counted
+
+
+@functools.cache
+def private_class(base: type[Optimizer]) -> type[Optimizer]:
+    """The private twin of an optimizer class: a subclass of it, so that ``isinstance`` still holds."""
+    members = {
+        "dp_base": base,
+        "__doc__": f"{base.__name__} whose steps are differentially private.",
+        "__module__": __name__,
+        "_step_supports_amp_scaling": True,
+        "step": _step,
+        "zero_grad": _zero_grad,
+        "add_param_group": _add_param_group,
+        "noise_multiplier": property(_noise_multiplier, _set_noise_multiplier),
+        "max_grad_norm": property(_max_grad_norm, _set_max_grad_norm),
+        "step_was_skipped": property(lambda self: _ATTACHED in self.__dict__ and self.__dict__[_ATTACHED].skipped),
+        "__repr__": _repr,
+        "__reduce_ex__": lambda self, protocol: (_rebuild, (self.dp_base, self.__getstate__())),
+    }
+    return type(f"DP{base.__name__}", (base,), members)
+
+
+def _noise_multiplier(self: Any) -> float:
+    """Standard deviation of the noise over the sensitivity. What is written holds from the next step."""
+    return _attachment(self).release.asked_plan.noise_multiplier
+
+
+def _set_noise_multiplier(self: Any, value: float) -> None:
+    _attachment(self).release.change(noise_multiplier=value)
+
+
+def _max_grad_norm(self: Any) -> float:
+    """What norms are clipped to. What is written holds from the next step, for clip, noise and ledger alike."""
+    return _attachment(self).release.asked_plan.clipping.max_grad_norm
+
+
+def _set_max_grad_norm(self: Any, value: float) -> None:
+    release = _attachment(self).release
+    release.change(clipping=release.asked_plan.clipping.resized(value))
+
+
+def _attachment(optimizer: Optimizer) -> Attachment:
+    attachment = optimizer.__dict__.get(_ATTACHED)
+    if attachment is None:
+        raise DetachedError(
+            "This optimizer is a copy without an engine; stepping it would not be private.",
+            fix="Use make_private, or dpengine.detach(optimizer) to train it without privacy.",
+        )
+    return attachment
+
+
+def _step(self: Any, closure: Callable[[], Any] | None = None) -> Any:
+    """Charges, noises and applies the clipped sums of a logical batch; only the last chunk of one changes weights."""
+    attachment = _attachment(self)
+    if "grad_scale" in self.__dict__:
+        del self.grad_scale, self.found_inf  # the scaler's message to this step, and no other
+        raise ScaledGradientError(
+            "Gradients are scaled by a GradScaler that the engine does not know: clipping would use the wrong unit.",
+            fix="Prefer torch.autocast(dtype=torch.bfloat16), or pass make_private(..., grad_scaler=scaler).",
+        )
+    loss = None
+    if closure is not None:
+        with torch.enable_grad():
+            loss = closure()
+    attachment.skipped = not attachment.release.step(functools.partial(_update, self, attachment))
+    return loss
+
+
+def _update(optimizer: Optimizer, attachment: Attachment) -> None:
+    """The base's own update, by gradients that the engine wrote only. A frozen parameter may hold a raw one."""
+    released, held = attachment.release.gradients.released, parameters_of(optimizer)
+    refuse_replaced(released.keys(), held, known=attachment.known)
+    for parameter in held:
+        if parameter not in released:
+            parameter.grad = None
+    attachment.base.step(optimizer)
+
+
+def refuse_replaced(
+    released: Set[nn.Parameter], held: Sequence[nn.Parameter], *, known: Set[nn.Parameter] = frozenset()
+) -> None:
+    """Refuses a step that would change no weight, and tells of weights that it leaves out.
+
+    Args:
+        released: The parameters that have a gradient.
+        held: Those of the optimizer.
+        known: Those that may be left out, since it was told before that they are.
+
+    Raises:
+        ParameterMismatchError: If the optimizer holds none of them.
+    """
+    if released and held and released.isdisjoint(held):
+        raise ParameterMismatchError(
+            "No parameter that trains is in the optimizer: they were all replaced since make_private, and no weight "
+            "would ever change.",
+            fix="Move, cast or wrap the model first, then build the optimizer, then call make_private.",
+        )
+    if left := len(released - known - set(held)):
+        notice(
+            "DPE003",
+            f"{left} parameters that the model has since make_private are not in the optimizer, and do not change. "
+            "Call engine.detach(model), build the optimizer anew, and call make_private again.",
+            key="in a step",
+        )
+
+
+# torch wraps the ``step`` of classes it sees first, to run user hooks; ours calls the base's, which is wrapped already.
+_step.hooked = True  # type: ignore[attr-defined]
+
+
+def _zero_grad(self: Any, set_to_none: bool = True) -> None:
+    """Clears ``p.grad``. The clipped sums of a logical batch that is not complete stay."""
+    self.dp_base.zero_grad(self, set_to_none)
+    attachment = self.__dict__.get(_ATTACHED)
+    if attachment is not None:
+        forget_grad_samples(p for group in self.param_groups for p in group["params"])
+        attachment.release.zero_grad()
+
+
+def _add_param_group(self: Any, param_group: dict[str, Any]) -> None:
+    """Refused while private: new parameters have no hooks."""
+    if _ATTACHED not in self.__dict__:
+        self.dp_base.add_param_group(self, param_group)
+        return
+    names = {p: name for name, p in self.__dict__[_ATTACHED].release.sums.model.named_parameters()}
+    params = param_group.get("params", [])
+    params = [params] if isinstance(params, torch.Tensor) else list(params)
+    shown = [p[0] if isinstance(p, tuple) else names.get(p, f"{type(p).__name__}{tuple(p.shape)}") for p in params]
+    raise UnknownParameterError(
+        f"Parameter group added after make_private ({', '.join(map(str, shown))}) would be updated without noise.",
+        fix="Add it before, or call engine.detach(model) first.",
+    )
+
+
+def _repr(self: Any) -> str:
+    attachment = self.__dict__.get(_ATTACHED)
+    settings = "detached copy"
+    if attachment is not None:
+        plan = attachment.release.plan
+        insecure = ", INSECURE_SEED" if attachment.release.source.insecure_seed else ""
+        settings = (
+            f"noise_multiplier={plan.noise_multiplier:g}, max_grad_norm={plan.clipping.max_grad_norm:g}{insecure}"
+        )
+    own, kind = self.dp_base.__repr__(self), type(self).__name__
+    if own.startswith(kind):  # torch begins with the name of the class, which is ours
+        own = self.dp_base.__name__ + own.removeprefix(kind)
+    return f"{kind}({settings}) of {own}"
+
+
+def _rebuild(base: type[Optimizer], state: dict[str, Any]) -> Optimizer:
+    """A copy of a private optimizer: it has the state, and no engine."""
+    copy = object.__new__(private_class(base))  # type: ignore[arg-type]
+    copy.__setstate__(state)
+    return copy
+
+
+def parameters_of(optimizer: Optimizer) -> list[nn.Parameter]:
+    """All parameters of all groups."""
+    return [p for group in optimizer.param_groups for p in group["params"]]
+
+
+_ATTACHED = "_dpengine"

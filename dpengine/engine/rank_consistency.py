@@ -1,0 +1,128 @@
+"""What all processes that share a run must have alike, looked at before the first batch."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import random
+import sys
+from collections.abc import Iterator, Sized
+from importlib.metadata import version
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+from torch.utils import _pytree as pytree
+
+from dpengine.distributed.data_parallel import refuse_other_weights
+from dpengine.noise.source import NoiseSource
+
+from .run import Run
+
+_EXAMPLES = 16  # of the data set, that are compared
+
+
+def refuse_disagreement(run: Run, physical_batch_size: int | None, accumulation_steps: int) -> None:
+    """Refuses a run that the processes which share it do not see alike; with one process, nothing.
+
+    Args:
+        run: The run.
+        physical_batch_size: As ``make_private`` was given it.
+        accumulation_steps: As ``make_private`` was given it.
+
+    Raises:
+        MechanismMismatchError: If ranks differ; it says in what.
+    """  # noqa: DOC502 - the topology raises on our behalf
+    release, sums = run.release, run.release.sums
+    topology, source = sums.topology, release.source
+    if topology.everyone.size == 1:
+        return
+    # The same example in another place on one rank would be one row twice, and another never. Examples that are changed
+    # at random as they are read cannot be compared.
+    words = source.words(8, domain="agreement", step=0).tobytes()
+    examples = topology.everyone.all_of(_examples(run.batches.dataset, words))
+    known = all(digest is not None for of_rank in examples for digest in of_rank)
+    topology.agree(
+        key=hashlib.blake2b(words, digest_size=16).hexdigest(),
+        dpengine=version("dpengine"),
+        torch=torch.__version__,
+        topology=(topology.name, topology.replicas.size, topology.shards.size, topology.splits.size),
+        parameters=[(name, tuple(p.shape), str(p.dtype)) for name, p in sums.trainable().items()],
+        plan=release.plan.describe(),
+        event=release.plan.event(),
+        data=len(run.batches.dataset),
+        examples=examples[topology.everyone.rank] if known else None,
+        units=None if run.units is None else hashlib.sha256(run.units.tobytes()).hexdigest(),
+        optimizer=(type(run.optimizer).__qualname__, _settings(run.optimizer)),
+        chunks=(physical_batch_size, accumulation_steps),
+        loss=(sums.loss_reduction, release.unit_reduction, sums.mode, release.unused_parameters),
+        budget=(run.budget.target_epsilon, run.budget.delta, run.budget.planned_steps, run.budget.on_budget),
+        ledger=release.ledger.totals,
+    )
+    refuse_other_weights(sums.model, topology)
+
+
+def examples_of(run: Run, source: NoiseSource, life: int | None = None) -> list[str | None]:
+    """What some of the examples are, for a comparison with those of a run that goes on. Secret, as the key is.
+
+    Args:
+        run: The run.
+        source: Whose key the digests are made with.
+        life: Of the source; None for the present one.
+
+    Returns:
+        A digest of each; None for one that is another each time it is read, or cannot be read.
+    """
+    return _examples(run.batches.dataset, source.words(8, domain="agreement", step=0, incarnation=life).tobytes())
+
+
+def _settings(optimizer: Optimizer) -> list[dict[str, Any]]:
+    """Learning rates and the like, as far as they are plain."""
+    plain = (bool, int, float, str, tuple, type(None))
+    return [
+        {name: value for name, value in group.items() if isinstance(value, plain)} for group in optimizer.param_groups
+    ]
+
+
+def _examples(data: Any, key: bytes) -> list[str | None]:
+    """Digests of some examples; None for one that is another each time it is read, or cannot be read."""
+    size = len(data) if isinstance(data, Sized) else 0
+    with _random_state_kept():
+        return [_digest_of(data, i * size // _EXAMPLES, key) for i in range(_EXAMPLES if size else 0)]
+
+
+def _digest_of(data: Any, index: int, key: bytes) -> str | None:
+    try:
+        first, second = (_words(data[index]) for _ in range(2))
+    except Exception:  # the user's own code, which may ask for a batch, or for files that only some ranks have
+        return None
+    # With a key, since a message may show it: nobody else can try which example it is.
+    return hashlib.blake2b(first, digest_size=8, key=key).hexdigest() if first == second else None
+
+
+def _words(example: Any) -> bytes:
+    """What is in an example, as far as it can be compared."""
+    words = []
+    for leaf in pytree.tree_leaves(example):
+        if isinstance(leaf, torch.Tensor):
+            flat = leaf.detach().cpu().contiguous().reshape(-1).view(torch.uint8) if leaf.numel() else leaf
+            words.append(repr((leaf.dtype, leaf.shape, hashlib.blake2b(flat.numpy().tobytes()).hexdigest())))
+        elif hasattr(leaf, "tobytes"):  # arrays and pictures
+            words.append(hashlib.blake2b(leaf.tobytes()).hexdigest())
+        elif isinstance(leaf, (bool, int, float, str, bytes, type(None))):
+            words.append(repr(leaf))
+    return "|".join(words).encode()
+
+
+@contextlib.contextmanager
+def _random_state_kept() -> Iterator[None]:
+    """Puts the global generators back: reading an example may draw from them."""
+    numpy = sys.modules.get("numpy")
+    of_python, of_numpy = random.getstate(), numpy.random.get_state() if numpy else None
+    try:
+        with torch.random.fork_rng(devices=[]):  # with several accelerators it would warn of its cost
+            yield
+    finally:
+        random.setstate(of_python)
+        if numpy is not None:
+            numpy.random.set_state(of_numpy)

@@ -1,0 +1,146 @@
+"""From a run to its report: what the parts of the run say of themselves, put together."""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+from collections.abc import Callable, Mapping, Sequence
+from numbers import Real
+from typing import Any
+
+import torch
+
+from dpengine.accounting.events import Relation
+from dpengine.accounting.ledger import Ledger
+from dpengine.errors import AccountingRefusedError
+from dpengine.ledger_file.run_ledger import RunLedger
+from dpengine.report.facts import RunFacts
+from dpengine.report.report import PrivacyReport
+from dpengine.validation.loss import loss_was_checked
+
+from .run import Run
+
+_TEXT = (str, type(None))
+_KEYS: dict[str, dict[str, tuple[type, ...]]] = {
+    "data": {"name": _TEXT, "source": _TEXT, "licence": _TEXT, "sha256": (*_TEXT, Mapping)},
+    "utility": {"metric": _TEXT, "value": (*_TEXT, Real), "split": _TEXT},
+}
+"""What the user may say of a run, and the types that each value may have."""
+
+
+def refuse_unknown_facts(data: Any, utility: Any, excludes: Any) -> None:
+    """Refuses what a report cannot show: other keys than it knows, and values of other types.
+
+    Raises:
+        TypeError: If something has another type than the report's schema says.
+        ValueError: If a key is not known.
+    """
+    for argument, given in (("data", data), ("utility", utility)):
+        if given is not None and not isinstance(given, Mapping):
+            raise TypeError(
+                f"{argument} is a {type(given).__name__}; pass a dictionary with {', '.join(_KEYS[argument])}."
+            )
+        for key, value in (given or {}).items():
+            if key not in _KEYS[argument]:
+                near = difflib.get_close_matches(str(key), _KEYS[argument], n=1)
+                hint = f"Did you mean {near[0]!r}?" if near else f"It takes: {', '.join(_KEYS[argument])}."
+                raise ValueError(f"{argument} has no key {key!r}. {hint}")
+            if not isinstance(value, _KEYS[argument][key]) or isinstance(value, bool):
+                known = " or ".join(kind.__name__ for kind in _KEYS[argument][key])
+                raise TypeError(f"{argument}[{key!r}] is a {type(value).__name__}, not {known}.")
+    found = type(excludes).__name__
+    if isinstance(excludes, Sequence) and not isinstance(excludes, (str, bytes)):
+        wrong = next((sentence for sentence in excludes if not isinstance(sentence, str)), None)
+        if wrong is None and None not in excludes:
+            return
+        found = f"{found} that holds a {type(wrong).__name__}"
+    raise TypeError(f"excludes is a {found}; pass a list of sentences, such as ['the tuning of the rates'].")
+
+
+_SPREAD = (
+    "the network between the processes, and whoever reads along there: sums travel before all of their noise is in"
+)
+_RESUMED = (
+    "Releases of the process that saved the checkpoint from which this run went on, if they came after it and are not "
+    "in this ledger."
+)
+
+
+def about_run(run: Run) -> dict[str, Any]:
+    """What a ledger file says of a run: nothing that is private, and nothing of the machine."""
+    budget = run.budget
+    goal = {"target_epsilon": budget.target_epsilon, "delta": budget.delta, "planned_steps": budget.planned_steps}
+    return {"unit": run.unit, **goal, **run.release.plan.describe()}
+
+
+def report_of_run(
+    run: Run,
+    ledger: Ledger,
+    relation: Relation,
+    data: Mapping[str, Any],
+    utility: Mapping[str, Any],
+    excludes: tuple[str, ...],
+) -> PrivacyReport:
+    """Makes the report of a run. It reads the parts of the run, the versions of two packages, and nothing else.
+
+    Args:
+        run: The run, which has the plan, the budget and the source of the noise.
+        ledger: Everything that was charged, also by other runs of the engine.
+        relation: Which data sets are neighbours, for all of these charges.
+        data: ``name``, ``source``, ``licence``, ``sha256``.
+        utility: ``metric``, ``value``, ``split``.
+        excludes: Sentences on what else the guarantee does not cover.
+
+    Returns:
+        The report; ``save(directory)`` writes its files.
+    """
+    plan, budget = run.release.plan, run.budget
+    device = next(run.model.parameters()).device.type
+    topology = run.release.sums.topology
+    spread = topology.everyone.size > 1
+    books = run.release.ledger
+    knows_later = isinstance(books, RunLedger) and books.knows_later
+    facts = RunFacts(
+        plan=plan.describe(),
+        history=ledger.history,
+        unamplified=ledger.history if plan.claims_passes else (),
+        delta=budget.delta,
+        relation=relation,
+        accountant=budget.accountant,
+        num_examples=plan.sampling.num_examples,
+        unit=run.unit,
+        # make_private states add-or-remove only for a run whose constants were all given.
+        constants_declared=relation is Relation.ADD_OR_REMOVE_ONE,
+        noise=run.release.source.describe(device),
+        ledger_on_disk=isinstance(books, RunLedger),
+        target_epsilon=budget.target_epsilon,
+        planned_steps=budget.planned_steps,
+        data=data,
+        utility=utility,
+        torch=torch.__version__,
+        device=f"{device}, {topology.everyone.size} processes ({topology.name})" if spread else device,
+        loss_checked=loss_was_checked(run.model) or None,  # None: not probed, as far as is known here
+        excludes=(*excludes, *([_RESUMED] if run.resumed and not knows_later else []), *([_SPREAD] if spread else [])),
+    )
+    return PrivacyReport(facts)
+
+
+def metrics_of_run(
+    run: Run, ledger: Ledger, delta: float, epsilon_at: Callable[[float], float], *, nonprivate: bool
+) -> dict[str, float]:
+    """What ``PrivacyEngine.metrics`` gives."""
+    values: dict[str, float] = {
+        "privacy/delta": delta,
+        "privacy/noise_multiplier": run.release.plan.noise_multiplier,
+        "privacy/step": ledger.steps,
+    }
+    with contextlib.suppress(AccountingRefusedError):  # then there is no epsilon to log
+        values["privacy/epsilon"] = epsilon_at(delta)
+        if run.budget.target_epsilon is not None:
+            values["privacy/budget_used"] = values["privacy/epsilon"] / run.budget.target_epsilon
+    if nonprivate:
+        seen = run.release.statistics
+        values["nonprivate/clip_fraction"] = seen.clipped / max(seen.rows, 1)
+        values["nonprivate/largest_norm"] = seen.largest_norm
+        values["nonprivate/dropped_rows"] = run.release.dropped_rows
+    return values

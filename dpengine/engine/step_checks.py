@@ -1,0 +1,153 @@
+"""Why a release may not go on: what a backward pass or a step is refused for, by where the logical batch is."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from dpengine.errors import (
+    BatchMismatchError,
+    DetachedError,
+    MissingGradientError,
+    RepeatedBackwardError,
+    StaleGradientError,
+    TicketError,
+)
+from dpengine.grad_modes.strategy import KEEP_THE_BATCH_FIRST
+from dpengine.plan.run_plan import RunPlan
+from dpengine.sampling.batches import Ticket
+
+from .batch_state import Stage
+from .clipped_sums import ClippedSums
+from .grad_writer import WrittenGradients
+
+_IN_TURN = (
+    "Use each batch before the next one is fetched: no list(loader), and no prefetcher around it. "
+    "DataLoader(num_workers=2) reads ahead by itself."
+)
+
+
+class Release(Protocol):
+    """What is looked at here of `dpengine.engine.release.Release`, which asks."""
+
+    stage: Stage
+    tickets: list[Ticket]
+    passed_over: bool
+    done: bool
+    plan: RunPlan
+    sums: ClippedSums
+    gradients: WrittenGradients
+    unused_parameters: str
+
+    @property
+    def rows(self) -> int:
+        """Of the chunk that was handed out last."""
+
+
+def refuse_backward(release: Release) -> None:
+    """Refuses a backward pass that must not count."""
+    if release.stage is Stage.CLOSED:
+        raise TicketError(
+            "Backward ran over a forward pass from before the model was detached; it leaves no gradients.",
+            fix="Run the forward pass again.",
+        )
+    if release.stage is Stage.VOID:
+        raise TicketError(
+            "This logical batch was given up: an error ended it, a chunk of it was left out, as by a loop that fetches "
+            "batches ahead, or zero_grad() discarded it.",
+            fix=f"Go on with the next batch of the loader. {_IN_TURN}",
+        )
+    if release.stage is Stage.IDLE or (release.stage is Stage.RELEASED and not release.tickets):
+        raise TicketError(
+            "Backward ran on rows that did not come from the private loader of this model: it has handed out no batch "
+            "that waits.",
+            fix="Iterate over the loader that make_private returned with this model. Of several private models, each "
+            "has a loader of its own, which accounts for the batches of that one.",
+        )
+    if release.stage is Stage.RELEASED or release.done:
+        raise RepeatedBackwardError(
+            f"The {release.rows} rows of this batch were used in 2 backward passes in one step; each would count "
+            "fully.",
+            fix="Add the losses: (a + b).backward().",
+        )
+    refuse_stale(release)
+    _refuse_other_batch(release)
+
+
+def _refuse_other_batch(release: Release) -> None:
+    """Refuses a batch on whose rows all layers agree, and which is not the one that was handed out last."""
+    seen, drawn = release.sums.rows_pending, release.rows  # of the first pass, where several wait
+    if seen == drawn or len(set(release.sums.strategy.rows.values())) != 1:
+        return
+    name = next(iter(release.sums.strategy.rows))
+    if release.passed_over:
+        why, fix = "batches were fetched ahead: the one before the newest went through no backward pass", _IN_TURN
+    elif seen < drawn:
+        why = "rows were left out between the loader and the model, as by x[mask], or these are not its rows"
+        fix = (
+            "Give the model all rows that the loader gave, and multiply the losses of those that shall not count by 0, "
+            "as in (losses * mask).mean(); or leave them out of the data set, before make_private."
+        )
+    else:
+        why = "something duplicates or merges rows between the loader and the model, or these are not its rows"
+        fix = "Augment rows in the data set, one for one; for several views of a row add their losses in one backward."
+    raise BatchMismatchError(
+        f"Layer '{name}', as all others, saw {seen} rows, and the loader handed out {drawn}: {why}; or axis 0 is not "
+        "the batch.",
+        fix=f"{fix} {KEEP_THE_BATCH_FIRST}",
+    )
+
+
+def refuse_stale(release: Release) -> None:
+    """Refuses to add to what was released, or to release it again."""
+    if release.gradients.stale:
+        raise StaleGradientError(
+            "optimizer.zero_grad() was not called after the last step.", fix="Add it at the top of the loop."
+        )
+
+
+def refuse_step(release: Release) -> None:
+    """Refuses a step that has nothing to release."""
+    if release.stage is Stage.CLOSED:
+        raise DetachedError(
+            "The model was detached while step() ran, by a closure or a hook; its batch is charged, and not released.",
+            fix="Call engine.detach(model) between two steps.",
+        )
+    if release.stage is Stage.RELEASED:
+        raise StaleGradientError(
+            "step() was called twice for one batch, or optimizer.zero_grad() was not called after the last step.",
+            fix="Call optimizer.zero_grad() at the top of the loop, and step() once for each batch.",
+        )
+    if cause := _why_not_ready(release) or release.plan.why_not_joined([ticket.step for ticket in release.tickets]):
+        raise TicketError(f"step() has nothing to release: {cause}")
+
+
+def refuse_unused(release: Release) -> None:
+    """Refuses to release a logical batch with rows in which a parameter took no part, unless that was allowed."""
+    missing = release.sums.missing()
+    if missing and release.unused_parameters == "error" and any(sum(ticket.rows) for ticket in release.tickets):
+        others = f" (nor did {len(missing) - 1} others)" if len(missing) > 1 else ""
+        raise MissingGradientError(
+            f"Parameter '{missing[0]}' took no part in this step{others}.",
+            fix=f"Freeze it: model.get_parameter('{missing[0]}').requires_grad_(False), or pass "
+            "unused_parameters='zero' to dpengine.PrivacyEngine.make_private.",
+        )
+
+
+def _why_not_ready(release: Release) -> str:
+    if release.stage is Stage.VOID:
+        return "this logical batch was given up; go on with the next one."
+    if release.stage is Stage.IDLE:
+        return "no batch was drawn. Iterate over the loader that make_private returned."
+    if release.done or release.rows == 0:
+        return ""
+    if release.sums.model.training and not release.sums.capture.watching:
+        return (
+            "the model's hooks are off: no backward pass was recorded, and no p.grad_sample written. Call "
+            "model.enable_hooks() first, or write p.grad_sample of every parameter."
+        )
+    if release.sums.capture.leaks or not release.sums.model.training:
+        return (
+            "the model was in eval mode, or backward went around it. Call model.train() before the forward pass, and "
+            "the model that make_private was given."
+        )
+    return "no backward pass ran over this batch in train mode. Call loss.backward() before optimizer.step()."

@@ -1,0 +1,99 @@
+"""Builds the capture and the grad mode of a model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import nn
+
+from dpengine.capture.capture import Capture, Receiver
+from dpengine.capture.watch import Kind, Watch, watch_list
+from dpengine.distributed.topology import SINGLE, Topology
+from dpengine.errors import UnsupportedLayerError
+from dpengine.grad_modes.bookkeep import Bookkeep
+from dpengine.grad_modes.choose_method import MethodTable
+from dpengine.grad_modes.modes import MODES
+from dpengine.grad_samplers.functional import functional_sampler
+from dpengine.grad_samplers.table import BUILTIN, rule_for, sampler_for
+from dpengine.independence.probed import EVERY, Probed
+
+_ONE_PASS = ("auto", "hooks", "functorch")
+
+
+def watch_model(
+    model: nn.Module,
+    receiver: Receiver,
+    mode: str,
+    *,
+    batch_first: bool = True,
+    mean_loss: bool = False,
+    methods: MethodTable | None = None,
+    topology: Topology = SINGLE,
+    forms_on_demand: bool = False,
+) -> tuple[Capture, Probed]:
+    """The capture and the strategy for one mode; nothing is attached yet.
+
+    Args:
+        model: The model.
+        receiver: Who is told of its passes.
+        mode: A key of ``MODES``.
+        batch_first: Whether axis 0 of its inputs is the batch.
+        mean_loss: Whether losses are declared to be means over the rows, which rules from outside may have to know.
+        methods: Which way is the fastest, as far as is known; None starts a table.
+        topology: Who holds what, where several processes train the model.
+        forms_on_demand: Whether gradients must be had one by one before their sums: only layers are looked up by mode.
+
+    Returns:
+        The capture, which tells the receiver, and the strategy, to which the receiver hands on.
+
+    Raises:
+        ValueError: If the mode is not in the table.
+        UnsupportedLayerError: If the mode does not go with the topology.
+    """  # noqa: DOC502 - the check below raises on our behalf
+    if mode not in MODES:
+        raise ValueError(f"grad_sample_mode={mode!r} is not known. Choose one of: {', '.join(map(repr, MODES))}.")
+    chosen = MODES[mode]
+    # Norms from outside are asked for after the pass, when parameters that are spread over ranks are in parts again.
+    spread = bool(topology.slots) or topology.splits.size > 1
+    lookup = sampler_for if spread and chosen.lookup is rule_for else chosen.lookup
+    watches = watch_list(model, lookup, functional_sampler, by_operations=chosen.by_operations)
+    capture = Capture(
+        model,
+        watches,
+        receiver,
+        linear_rule=BUILTIN[nn.Linear],
+        batch_first=batch_first,
+        mean_loss=mean_loss,
+        topology=topology,
+    )
+    _refuse_mode(mode, topology, watches)
+    methods = MethodTable() if methods is None else methods
+    if topology.splits.size > 1:
+        # Sums of parameters that each rank holds as a whole must be the same bits, so none may be formed otherwise.
+        methods = methods.untimed(topology.splits.from_first(methods.seconds))
+    strategy = Bookkeep(methods, capture.paused) if forms_on_demand else chosen.build(capture, methods)
+    return capture, Probed(strategy, capture, EVERY if topology.runs_by_itself else None)
+
+
+def _refuse_mode(mode: str, topology: Topology, watches: Sequence[Watch]) -> None:
+    if topology.slots and mode not in _ONE_PASS:
+        raise UnsupportedLayerError(
+            f"grad_sample_mode={mode!r} runs the model again within a backward pass, when sharded parameters are not "
+            "there.",
+            fix="Leave grad_sample_mode out; what Opacus calls 'ghost_fsdp' needs one pass.",
+        )
+    if topology.splits.size == 1:
+        return
+    if mode != "auto":
+        raise UnsupportedLayerError(
+            f"grad_sample_mode={mode!r} forms gradients of whole layers, and some are split over processes.",
+            fix="Leave grad_sample_mode out; what Opacus calls 'ghost_tp' forms none.",
+        )
+    for watch in watches:
+        inside = next((part for layer, part in topology.parts.items() if layer in set(watch.module.modules())), None)
+        if watch.kind is Kind.UNIT and inside is not None:
+            raise UnsupportedLayerError(
+                f"'{watch.name}' ({type(watch.module).__name__}) is run as one, and layer '{inside.name}' in it is "
+                "split over processes.",
+                fix="Leave that layer out of the plan of parallelize_module.",
+            )

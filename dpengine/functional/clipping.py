@@ -1,0 +1,197 @@
+"""Clipping of a tree of tensors, as a whole or in groups.
+
+A tree is a tensor, or any nesting of dicts, lists and tuples of tensors. Axes: B examples, K groups.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+
+class _ClipGradient(torch.autograd.Function):
+    """Bounds are inputs that are saved like any other, so that each may be batched or traced by any transform."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor, lo: Tensor, hi: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor], output: Tensor) -> None:
+        _, lo, hi = inputs
+        ctx.save_for_backward(lo, hi)
+        ctx.save_for_forward(lo, hi)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+        lo, hi = ctx.saved_tensors
+        return torch.clamp(grad, lo, hi), None, None
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: Tensor, *_: Any) -> Tensor:  # type: ignore[override]
+        return tangent.view_as(tangent)
+
+
+@torch.compiler.allow_in_graph  # a bare apply loses its backward under compile (pytorch issue 193279)
+def _apply(x: Tensor, lo: Tensor, hi: Tensor) -> Tensor:
+    clipped: Tensor = _ClipGradient.apply(x, lo, hi)
+    return clipped
+
+
+def clip_gradient(x: Tensor, lo: float | Tensor, hi: float | Tensor) -> Tensor:
+    """``x``, whose gradient is clamped to ``[lo, hi]`` element by element in the backward pass.
+
+    It bounds elements, and is no substitute for clipping the norm of each example's gradient.
+
+    Args:
+        x: Floating point numbers.
+        lo: The least gradient; a number, or a tensor that broadcasts to ``x``, under any transform. Where it is above
+            ``hi``, the gradient is ``hi``.
+        hi: The largest gradient, likewise.
+
+    Returns:
+        ``x``, bit by bit. NaN gradients stay NaN.
+    """
+    return _apply(x, _as_bound(lo, x), _as_bound(hi, x))
+
+
+def _as_bound(bound: float | Tensor, x: Tensor) -> Tensor:
+    return bound if isinstance(bound, Tensor) else torch.full((), bound, dtype=x.dtype, device=x.device)
+
+
+@dataclass(frozen=True)
+class Group:
+    """Leaves that are clipped together.
+
+    Attributes:
+        bound: What their norm is clipped to.
+        leaves: Their places among the leaves of the tree.
+    """
+
+    bound: float | Tensor
+    leaves: tuple[int, ...]
+
+
+def clip_tree(tree: Any, c: Any, rescale_to_unit_norm: bool = False) -> tuple[Any, Any]:
+    """Scales a tree so that its norm is at most ``c``.
+
+    Args:
+        tree: The tensors.
+        c: A number of at least 0, infinity included, for the norm over all leaves; or a tree of numbers that is the
+            beginning of ``tree``: what is below each number is one group, with a norm of its own.
+        rescale_to_unit_norm: Whether the result is divided by ``c``, so that its norm is at most 1.
+
+    Returns:
+        The clipped tree, in the types of its leaves, and the norm before, as a float64 tensor, or a tree like ``c``.
+        What has no finite norm is multiplied by 0.
+
+    Raises:
+        ValueError: If a number is negative, or ``c`` does not fit the tree.
+    """  # noqa: DOC502 - the checks raise on our behalf
+    leaves, spec = pytree.tree_flatten(tree)
+    groups, bounds_spec = groups_of(c, tree)
+    rows = [leaf.unsqueeze(0) for leaf in leaves]
+    norms_BK = group_norms(rows, groups)
+    factors_BK = factors(norms_BK, groups, rescale_to_unit_norm)
+    clipped = [leaf.squeeze(0) for leaf in scaled(rows, groups, factors_BK)]
+    clipped = [new.to(old.dtype) for new, old in zip(clipped, leaves, strict=True)]
+    norms = pytree.tree_unflatten(list(norms_BK[0].unbind()), bounds_spec)
+    return pytree.tree_unflatten(clipped, spec), norms
+
+
+def groups_of(c: Any, tree: Any) -> tuple[list[Group], Any]:
+    """The groups that thresholds make of a tree, and how the thresholds nest.
+
+    Raises:
+        ValueError: If a threshold is negative, or they do not fit the tree.
+    """  # noqa: DOC201, DOC502 - said in one line; the checks raise on our behalf
+    leaves, spec = pytree.tree_flatten(tree)
+    groups: list[Group] = []
+    _match(c, pytree.tree_unflatten(list(range(len(leaves))), spec), groups, "")
+    return groups, pytree.tree_structure(c)
+
+
+def _match(c: Any, places: Any, groups: list[Group], where: str) -> None:
+    """Groups in the order of the thresholds. ``places`` is the tree, with the places of its leaves in theirs."""
+    if isinstance(c, Mapping):
+        if not isinstance(places, Mapping) or c.keys() != places.keys():
+            raise ValueError(f"functional: thresholds{where} have the keys {list(c)}, which the tree has not.")
+        for key, below in c.items():
+            _match(below, places[key], groups, f"{where}[{key!r}]")
+    elif isinstance(c, (list, tuple)):
+        if not isinstance(places, (list, tuple)) or len(c) != len(places):
+            raise ValueError(f"functional: thresholds{where} are {len(c)}, which the tree has not.")
+        for i, (below, part) in enumerate(zip(c, places, strict=True)):
+            _match(below, part, groups, f"{where}[{i}]")
+    else:
+        groups.append(Group(_checked_bound(c, where), tuple(pytree.tree_leaves(places))))
+
+
+def _checked_bound(c: Any, where: str) -> float | Tensor:
+    if isinstance(c, Tensor):
+        if c.dim():
+            raise ValueError(f"functional: the threshold{where} has shape {tuple(c.shape)}; pass a number.")
+        return c.double().clamp(min=0)
+    if isinstance(c, bool) or not isinstance(c, (int, float)) or not c >= 0:
+        raise ValueError(f"functional: the threshold{where} must be a number of at least 0, got {c!r}.")
+    return float(c)
+
+
+def group_norms(leaves: list[Tensor], groups: list[Group]) -> Tensor:
+    """Norms ``(B, K)`` in float64 of leaves ``(B, ...)``.
+
+    A norm is 0 only where every number is, and finite only where every number is: numbers are divided by the largest
+    before they are squared.
+    """  # noqa: DOC201
+    return torch.stack([_norm([leaves[i] for i in group.leaves], leaves) for group in groups], dim=1)
+
+
+def _norm(leaves: list[Tensor], all_leaves: list[Tensor]) -> Tensor:
+    flat = [leaf.detach().reshape(len(leaf), -1).double() for leaf in leaves if leaf[0:1].numel() or not len(leaf)]
+    if not flat:
+        return torch.zeros(len(all_leaves[0]) if all_leaves else 0, dtype=torch.float64)
+    largest_B = torch.stack([leaf.abs().amax(dim=1) if leaf.shape[1] else leaf.new_zeros(len(leaf)) for leaf in flat])
+    largest_B = largest_B.amax(dim=0)
+    unit_B = torch.where((largest_B > 0) & largest_B.isfinite(), largest_B, torch.ones_like(largest_B))
+    squares = [(leaf / unit_B.unsqueeze(1)).square().sum(dim=1) for leaf in flat]
+    norm_B = torch.stack(squares).sum(dim=0).sqrt() * unit_B
+    most = torch.finfo(torch.float64).max
+    return torch.where(largest_B.isfinite(), norm_B.clamp(max=most), largest_B)
+
+
+def factors(norms_BK: Tensor, groups: list[Group], rescale: bool) -> Tensor:
+    """What each group of each example is multiplied by, ``(B, K)``: 0 where that is not finite."""
+    bounds = [torch.as_tensor(group.bound, dtype=torch.float64, device=norms_BK.device) for group in groups]
+    bounds_K = torch.stack(bounds) if bounds else norms_BK.new_zeros(0)
+    if rescale:
+        found_BK = torch.minimum((1 / bounds_K).expand_as(norms_BK), 1 / norms_BK)
+    else:
+        found_BK = (bounds_K / norms_BK).clamp(max=1)
+    usable = found_BK.isfinite() & norms_BK.isfinite()
+    return torch.where(usable, found_BK, torch.zeros_like(found_BK))
+
+
+def scaled(leaves: list[Tensor], groups: list[Group], factors_BK: Tensor) -> list[Tensor]:
+    """Leaves ``(B, ...)`` times the factors of their groups, in float32 or wider."""
+    found: list[Tensor] = list(leaves)
+    for k, group in enumerate(groups):
+        for i in group.leaves:
+            leaf = leaves[i].to(torch.promote_types(leaves[i].dtype, torch.float32))
+            factor_B = factors_BK[:, k].view(-1, *[1] * (leaf.dim() - 1))
+            # A factor that float32 cannot hold would become 0, and a large number stay what it is: multiply as float64.
+            found[i] = (leaf.double() * factor_B).to(leaf.dtype)
+    return found
+
+
+def total_bound(c: Any) -> float:
+    """Root of the sum of the squares of all thresholds."""
+    bounds = [float(bound) for bound in pytree.tree_leaves(c)]
+    return math.inf if math.inf in bounds else math.hypot(*(max(0.0, bound) for bound in bounds))

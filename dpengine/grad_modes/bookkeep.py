@@ -1,0 +1,172 @@
+"""The default strategy: one backward pass; inputs and output gradients are kept, and the factors applied to them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dpengine.capture.record import LayerCall, Use
+from dpengine.grad_samplers.sampler import JointSampler, NormedRule
+
+from .choose_method import Choice, MethodTable, Plan, Planner, plan_key
+from .entry import Entry, gram_sq_norms
+from .flat_buffer import Sums, wide
+from .method import Method
+from .rows import Units, widened
+from .scratch import Scratch
+from .strategy import AbstractGradients, common_rows, joint_gradients, joint_parts, note_rows
+
+Quiet = Callable[[], AbstractContextManager[None]]
+
+_PLANS = 500  # remembered; sequences and batches of many lengths have as many
+
+
+class Bookkeep(AbstractGradients):
+    """Norms by the fastest sound way for each parameter, sums by one weighted product.
+
+    Args:
+        planner: Chooses the way of each parameter.
+        quiet: Holds the hooks on the model still, since rules from outside may run a layer again. Norms from outside
+            are asked for after the pass; without this they are not, and gradients are formed instead.
+    """
+
+    def __init__(self, planner: Planner | None = None, quiet: Quiet | None = None):
+        self.planner = MethodTable() if planner is None else planner
+        self._quiet = quiet
+        self._entries: dict[nn.Parameter, Entry] = {}
+        self._rows: dict[str, int] = {}
+        self._plans: dict[object, Plan] = {}
+        self._plan: Plan = {}
+        self._scratch = Scratch()
+
+    def receive(self, call: LayerCall, uses: Mapping[str, Use], rule: Any) -> None:
+        call = widened(call)
+        note_rows(self._rows, call.name, call.batch_size)
+        if isinstance(rule, NormedRule):
+            if self._quiet is not None:
+                self._receive_normed(call, uses, rule)
+                return
+            rule = rule.gradients
+        if isinstance(rule, JointSampler):
+            for use, grad in joint_gradients(call, uses, rule):
+                self._entry(use).keep(grad)
+            return
+        for name, use in uses.items():
+            if use.place is None:
+                self._entry(use).calls.append((call, rule[name]))
+            else:
+                self._entry(use).keep(_placed(rule[name].grad(call), use))
+
+    def _receive_normed(self, call: LayerCall, uses: Mapping[str, Use], rule: NormedRule) -> None:
+        known = rule.gradients
+        samplers = joint_parts(call, uses, known) if isinstance(known, JointSampler) else known
+        for name, sampler in samplers.items():
+            if name in uses:
+                self._entry(uses[name]).calls.append((call, rule.normed(name, sampler)))
+
+    def receive_rows(self, use: Use, grad: Tensor) -> None:
+        note_rows(self._rows, use.name, grad.shape[0])
+        self._entry(use).keep(grad.to(wide(grad.dtype)))
+
+    def combine(self, units: Units) -> None:
+        """From here on a row is a unit of privacy."""
+        rows = common_rows(self._rows)
+        with self._still():
+            for entry in self._entries.values():
+                entry.join()
+                entry.combine(units, rows)
+        self._rows = dict.fromkeys(self._rows, units.count)
+
+    def _still(self) -> AbstractContextManager[None]:
+        return nullcontext() if self._quiet is None else self._quiet()
+
+    def _entry(self, use: Use) -> Entry:
+        return self._entries.setdefault(use.parameter, Entry(use))
+
+    @property
+    def rows(self) -> Mapping[str, int]:
+        return self._rows
+
+    @property
+    def parameters(self) -> Mapping[nn.Parameter, str]:
+        return {parameter: entry.use.name for parameter, entry in self._entries.items()}
+
+    @property
+    def choices(self) -> list[Choice]:
+        """How each parameter was treated in the last pass."""
+        return list(self._plan.values())
+
+    def kept(self) -> dict[nn.Parameter, Tensor]:
+        """The per-sample gradients that are kept, unscaled."""
+        return {p: entry.kept for p, entry in self._entries.items() if entry.kept is not None}
+
+    def formed(self, parameter: nn.Parameter) -> Tensor:
+        """Per-sample gradients ``(B, *param.shape)`` of one that took part, unscaled. Nothing is used up."""
+        return self._entries[parameter].formed(common_rows(self._rows))
+
+    def sq_norms(self, groups: Mapping[nn.Parameter, int], num_groups: int, scale: float) -> Tensor:
+        rows = common_rows(self._rows)
+        if not self._entries:
+            return torch.zeros(0, num_groups)
+        for entry in self._entries.values():
+            entry.join()
+        self._plan = self._planned(rows)
+        found: list[list[Tensor]] = [[] for _ in range(num_groups)]
+        with self._still():
+            for parameter, sq_norm_B in self._each_sq_norm(rows):
+                found[groups[parameter]].append(sq_norm_B.double())
+        like = next(one[0] for one in found if one)
+        sums = [
+            torch.stack([n.to(like.device) for n in one]).sum(dim=0) if one else torch.zeros_like(like) for one in found
+        ]
+        return torch.stack(sums, dim=1) * scale**2
+
+    def _planned(self, rows: int) -> Plan:
+        entries = list(self._entries.values())
+        key = (self.planner.version, plan_key(entries, rows))
+        if key not in self._plans:
+            if len(self._plans) >= _PLANS:
+                self._plans.clear()
+            self._plans[key] = self.planner.plan(entries, rows)
+        return self._plans[key]
+
+    def _each_sq_norm(self, rows: int) -> list[tuple[nn.Parameter, Tensor]]:
+        """Squared norms by parameter. Grams are left for last, since parameters may share them."""
+        found, by_gram = [], []
+        for parameter, entry in self._entries.items():
+            way = self._plan[parameter].way
+            if way.method is Method.GHOST and len(entry.calls) == 1 and entry.calls[0][1].factors is not None:
+                by_gram.append(entry)
+            else:
+                found.append((parameter, entry.sq_norm(way, rows, self._scratch)))
+        norms = gram_sq_norms(by_gram) if by_gram else []
+        return found + [(entry.use.parameter, norm_B) for entry, norm_B in zip(by_gram, norms, strict=True)]
+
+    def drop(self, rows_B: Tensor) -> None:
+        with self._still():
+            for entry in self._entries.values():
+                entry.drop(rows_B)
+
+    def add_sums(self, groups: Mapping[nn.Parameter, int], weights_BK: Tensor, scale: float, into: Sums) -> None:
+        weights = {torch.float64: weights_BK.unbind(dim=1), torch.float32: weights_BK.float().unbind(dim=1)}
+        with self._still():
+            while self._entries:  # what arrived last first; what one held is free before the next one is summed
+                parameter, entry = self._entries.popitem()
+                entry.add_sum(weights[wide(parameter.dtype)][groups[parameter]], scale, into)
+                into.complete(parameter)
+
+    def clear(self) -> None:
+        self._entries = {}
+        self._rows = {}
+        self._scratch.start_again()
+
+
+def _placed(grad: Tensor, use: Use) -> Tensor:
+    """The gradient of a slice of a parameter, in the shape of the whole."""
+    whole = grad.new_zeros(grad.shape[0], *use.shape)
+    whole[:, use.place] = grad
+    return whole

@@ -1,0 +1,65 @@
+"""The table behind ``grad_sample_mode``: how a model is watched, and what is done with what is reported."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from dpengine.capture.capture import Capture
+from dpengine.capture.replay import Replay
+from dpengine.distributed.layer_parts import layer_type
+from dpengine.grad_samplers.table import rule_for, sampler_for
+
+from .bookkeep import Bookkeep
+from .choose_method import MethodTable
+from .expanded_weights import ExpandedWeights
+from .materialize import Materialize
+from .reweight import Reweight
+from .strategy import AbstractGradients
+
+
+@dataclass(frozen=True)
+class Mode:
+    """One way to get clipped sums.
+
+    Attributes:
+        build: Makes the strategy and finishes the capture that it needs.
+        lookup: The rule for exactly one layer, or None.
+        by_operations: Whether modules with parameters beside children are followed operation by operation.
+    """
+
+    build: Callable[[Capture, MethodTable], AbstractGradients]
+    lookup: Callable[[nn.Module], Any] = sampler_for
+    by_operations: bool = True
+
+
+def _reweight(capture: Capture, methods: MethodTable) -> AbstractGradients:
+    replay = capture.replay = Replay()
+    rerun = lambda select: replay.run(capture.model, select)  # noqa: E731
+    return Reweight(lambda parameter: capture.uses[parameter], rerun, methods.with_budget(0), capture.paused)
+
+
+def _expanded(capture: Capture, methods: MethodTable) -> AbstractGradients:
+    strategy = ExpandedWeights()
+    capture.swap = strategy.swap
+    return strategy
+
+
+def _rule_where_rows_cannot_be_cut(module: nn.Module) -> Any:
+    """Flat bags have no batch axis, and sparse gradients no per-sample form: only the layer's own rule fits."""
+    flat = layer_type(module) is nn.EmbeddingBag or (layer_type(module) is nn.Embedding and module.sparse)
+    return sampler_for(module) if flat else None
+
+
+MODES: dict[str, Mode] = {
+    "auto": Mode(lambda capture, methods: Bookkeep(methods, capture.paused), lookup=rule_for),
+    "hooks": Mode(lambda capture, methods: Materialize()),
+    "functorch": Mode(
+        lambda capture, methods: Materialize(), lookup=_rule_where_rows_cannot_be_cut, by_operations=False
+    ),
+    "ew": Mode(_expanded),
+    "ghost": Mode(_reweight, lookup=rule_for),
+}

@@ -1,0 +1,109 @@
+"""Calls of which some rows are cut out, or dropped, or whose numbers are widened."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from dpengine.capture.record import LayerCall
+
+_NARROW = frozenset({torch.float16, torch.bfloat16})
+
+
+def widened(call: LayerCall) -> LayerCall:
+    """The call with half-precision tensors in float32: norms and sums are never formed in less."""
+    trees = (call.inputs, call.kwargs, call.grad_output, call.output)
+    if not any(isinstance(leaf, Tensor) and leaf.dtype in _NARROW for leaf in _leaves(trees)):
+        return call
+    inputs, kwargs, grad_output, output = pytree.tree_map(
+        lambda leaf: leaf.float() if isinstance(leaf, Tensor) and leaf.dtype in _NARROW else leaf,
+        (call.inputs, dict(call.kwargs), call.grad_output, call.output),
+    )
+    return call.replace(inputs=inputs, kwargs=kwargs, grad_output=grad_output, output=output)
+
+
+def without_rows(call: LayerCall, rows_B: Tensor) -> LayerCall:
+    """The call with some rows zero by selection: zero times NaN would be NaN."""
+
+    def dropped(leaf: Any) -> Any:
+        return zeroed(leaf, rows_B) if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
+
+    grad_output = pytree.tree_map(dropped, call.grad_output)
+    if not in_rows(call, rows_B.shape[0]):
+        return call.replace(grad_output=grad_output)
+    inputs, kwargs = pytree.tree_map(dropped, (call.inputs, dict(call.kwargs)))
+    return call.replace(inputs=inputs, kwargs=kwargs, grad_output=grad_output)
+
+
+def zeroed(tensor: Tensor, rows_B: Tensor) -> Tensor:
+    """The tensor with zeros where ``rows_B`` is True."""
+    return tensor.masked_fill(rows_B.view(-1, *[1] * (tensor.dim() - 1)), 0)
+
+
+def in_rows(call: LayerCall, rows: int) -> bool:
+    """Whether axis 0 of every input is the batch. Indices beside other tensors may be flat bags, as long by chance."""
+    tensors = [leaf for leaf in _leaves((call.inputs, call.kwargs)) if isinstance(leaf, Tensor)]
+    sized = all(tensor.dim() > 0 and tensor.shape[0] == rows for tensor in tensors)
+    return sized and (len(tensors) == 1 or all(tensor.is_floating_point() for tensor in tensors))
+
+
+def some_rows(call: LayerCall, start: int, stop: int) -> LayerCall:
+    """The rows from ``start`` to before ``stop`` of a call that is in rows."""
+    trees = (call.inputs, dict(call.kwargs), call.grad_output)
+    cut = lambda leaf: leaf[start:stop] if isinstance(leaf, Tensor) else leaf  # noqa: E731
+    inputs, kwargs, grad_output = pytree.tree_map(cut, trees)
+    return call.replace(inputs=inputs, kwargs=kwargs, grad_output=grad_output)
+
+
+def shapes_of(call: LayerCall) -> tuple[Any, ...]:
+    """Shapes, but for axis 0, and types of all tensors of a call: what a choice may depend on."""
+    leaves = _leaves((call.inputs, call.kwargs, call.grad_output))
+    return tuple((leaf.shape[1:], leaf.dtype) for leaf in leaves if isinstance(leaf, Tensor))
+
+
+def _leaves(tree: Any) -> list[Any]:
+    """All leaves; much faster than pytree's own for the usual shapes."""
+    found: list[Any] = []
+    waiting = [tree]
+    while waiting:
+        one = waiting.pop()
+        if isinstance(one, Tensor) or one is None:
+            found.append(one)
+        elif isinstance(one, (tuple, list)):
+            waiting.extend(reversed(one))
+        elif isinstance(one, dict):
+            waiting.extend(reversed(list(one.values())))
+        else:
+            found += pytree.tree_leaves(one)
+    return found
+
+
+@dataclass(frozen=True, eq=False)
+class Units:
+    """Whose each row is.
+
+    Attributes:
+        place_B: The unit of each row, from 0.
+        count: Units.
+        mean: Whether a unit's gradient is the mean over its rows; else their sum.
+    """
+
+    place_B: Tensor
+    count: int
+    mean: bool
+
+    def weights(self) -> Tensor:
+        """What each row counts within its unit, ``(B,)``."""
+        if not self.mean:
+            return torch.ones(len(self.place_B))
+        return 1 / torch.bincount(self.place_B, minlength=self.count)[self.place_B].double()
+
+    def add_rows(self, out: Tensor, grad: Tensor, start: int, stop: int) -> None:
+        """Adds gradients of some rows ``(stop - start, *param.shape)`` to those of units ``(U, *param.shape)``."""
+        weight = self.weights()[start:stop].to(out)
+        weighted = grad.to(out.dtype) * weight.view(-1, *[1] * (grad.dim() - 1))
+        out.index_add_(0, self.place_B[start:stop].to(out.device), weighted)

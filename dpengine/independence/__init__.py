@@ -1,0 +1,1 @@
+"""Checks that the samples of a batch do not influence each other's gradients."""

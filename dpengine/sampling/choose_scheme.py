@@ -1,0 +1,109 @@
+"""From the user's loader to the strategy that replaces its order."""
+
+from __future__ import annotations
+
+import math
+from fractions import Fraction
+from typing import Any
+
+from torch.utils.data import DataLoader
+
+from dpengine.errors import SamplingError
+
+from .check import check_loader
+from .poisson import PoissonSampling, checked_batch_size, checked_sample_rate
+from .scheme import AbstractBatchStrategy
+from .shuffle import ShuffleSampling
+
+
+def strategy_for(
+    loader: DataLoader[Any],
+    *,
+    sampling: str = "poisson",
+    sample_rate: float | None = None,
+    expected_batch_size: float | None = None,
+) -> AbstractBatchStrategy:
+    """Returns the strategy that stands for the loader's batch size.
+
+    What is not given follows from the loader: ``sample_rate`` is the batch size over ``len(dataset)``, at most 1, which
+    makes the size of the data set public. With both constants given, it plays no part in the rate, the divisor or the
+    number of steps. A loader that `check_loader` refuses, or that is empty without both constants, is a
+    `SamplingError`.
+
+    Args:
+        loader: The user's loader.
+        sampling: ``"poisson"``, or ``"shuffle"``, for which no epsilon is claimed.
+        sample_rate: The probability with which an example joins a logical batch.
+        expected_batch_size: The public constant by which sums are divided.
+
+    Returns:
+        The strategy. Its ``steps_per_epoch`` is ``len(loader)``, or, where a constant is given, as many batches as one
+        pass over the data takes at that rate.
+
+    Raises:
+        ValueError: If ``sampling`` is unknown, or a constant is out of range or of no use to it.
+    """
+    check_loader(loader)
+    if sampling not in _BY_NAME:
+        raise ValueError(f"sampling must be one of {', '.join(map(repr, _BY_NAME))}, got {sampling!r}.")
+    return _BY_NAME[sampling](loader, sample_rate, expected_batch_size)
+
+
+def _poisson(loader: DataLoader[Any], sample_rate: float | None, batch_size: float | None) -> PoissonSampling:
+    rows, drop_last = len(loader.dataset), loader.batch_sampler.drop_last  # type: ignore[arg-type, union-attr]
+    if sample_rate is not None:
+        rate = checked_sample_rate("strategy_for", sample_rate)
+        size = rate * rows if batch_size is None else batch_size
+        steps = batches_in_a_pass(rate, drop_last=drop_last)
+    else:
+        size = loader.batch_sampler.batch_size if batch_size is None else batch_size  # type: ignore[union-attr]
+        size = checked_batch_size("strategy_for", size)
+        rate = min(1.0, size / rows) if rows else 0.0
+        steps = _whole_batches(Fraction(rows) / Fraction(size), drop_last)
+        size = size if batch_size is not None else min(size, rows)  # a declared constant stays what it is
+    if rows == 0 and (sample_rate is None or batch_size is None):
+        raise SamplingError(
+            f"The data set ({type(loader.dataset).__name__}) is empty, so no rate follows from it.",
+            fix="Pass sample_rate= and expected_batch_size= as constants, and example_input=.",
+        )
+    return PoissonSampling(rows, rate, steps, size)
+
+
+def _shuffle(loader: DataLoader[Any], sample_rate: float | None, batch_size: float | None) -> ShuffleSampling:
+    for name, value in {"sample_rate": sample_rate, "expected_batch_size": batch_size}.items():
+        if value is not None:
+            raise ValueError(f'{name}={value!r} has no meaning for sampling="shuffle": set the loader\'s batch_size.')
+    if len(loader.dataset) == 0:  # type: ignore[arg-type]
+        raise SamplingError(f"The data set ({type(loader.dataset).__name__}) is empty: there is nothing to shuffle.")
+    batches = loader.batch_sampler
+    return ShuffleSampling(len(loader.dataset), batches.batch_size, batches.drop_last)  # type: ignore[arg-type, union-attr]
+
+
+_BY_NAME = {"poisson": _poisson, "shuffle": _shuffle}
+
+
+def batches_in_a_pass(sample_rate: float, *, drop_last: bool) -> int:
+    """How many logical batches go over the data once: ``1 / sample_rate``, a whole number where it is meant as one.
+
+    Args:
+        sample_rate: The probability with which an example joins a logical batch, in (0, 1].
+        drop_last: Whether a part of a batch that is left counts for none; else it counts for one.
+
+    Returns:
+        The number. For ``1 / n`` it is ``n``, also where float64 rounds ``1 / (1 / n)`` down.
+
+    Raises:
+        ValueError: If the rate is out of range.
+    """  # noqa: DOC502 - the check raises on our behalf
+    return _whole_batches(_passes(checked_sample_rate("batches_in_a_pass", sample_rate)), drop_last)
+
+
+def _passes(rate: float) -> Fraction:
+    """``1 / rate``, where a rate such as 1/3, which float64 cannot hold, still gives 3 and not a little more."""
+    exact = 1 / Fraction(rate)
+    nearest = Fraction(round(exact))
+    return nearest if abs(exact - nearest) <= exact / (1 << 50) else exact
+
+
+def _whole_batches(batches: Fraction, drop_last: bool) -> int:
+    return math.floor(batches) if drop_last else math.ceil(batches)
