@@ -1,4 +1,4 @@
-"""Data flows down the table below, imports point up it. Also: no cycles, front doors only, and limits on size."""
+"""Imports point up the table below. Also: no cycles, imports by module, lazy ``__init__`` files, and limits on size."""
 
 import ast
 from collections.abc import Iterator, Mapping
@@ -10,49 +10,31 @@ import pytest
 PACKAGE = Path(__file__).resolve().parents[1] / "dpengine"
 
 # A part is a file or a folder directly under the package. It may import itself and the parts above it, no others.
-# "__init__" is the front door of the whole: it may import anything, and parts above it must not import it.
+# Files import modules, never the names that the ``__init__`` of a part exports: those are for users. "__init__" is that
+# of the whole: parts above it must not import it, but for `lazy_exports`, which each ``__init__`` calls.
 ORDER = (
     "errors",
-    "differentiated_once",
-    "names",
+    "accounting",
     "kernels",
-    "data",
     "distributed",
+    "ledger_file",
     "layers",
+    "data",
     "sampling",
     "batch_selection",
     "capture",
     "grad_samplers",
+    "grad_modes",
+    "independence",
     "validation",
-    "gradients",
-    "grad_sample_module",
-    "gradient_check",
     "clipping",
-    "compiled",
     "noise",
-    "accounting",
-    "ledger_file",
-    "run_plan",
-    "report",
-    "progress",
-    "stage",
-    "written_gradients",
-    "refusals",
-    "release",
-    "optimizer",
-    "schedulers",
-    "companions",
-    "admission",
-    "other_engines",
-    "run",
-    "agreement",
-    "report_of_run",
-    "checkpoint",
     "functional",
     "plan",
-    "arrange",
+    "report",
+    "compiled",
     "engine",
-    "public_pass",
+    "checkpoint",
     "auditing",
     "__init__",
     "integrations",
@@ -73,16 +55,18 @@ class Import:
     target: str
     relative: bool
     at_run_time: bool  # False under `if TYPE_CHECKING:`
+    exported: str = ""  # the name, where it is one that an __init__ exports
 
 
 def faults(package: Path) -> list[str]:
     """All that is wrong with the package in this folder, one line each."""
     paths = {_name(path, package): path for path in sorted(package.rglob("*.py"))}
+    packages = {name for name, path in paths.items() if path.name == "__init__.py"}
     modules = {name: ast.parse(path.read_text(encoding="utf-8")) for name, path in paths.items()}
     found = [f"{part}: a part without a row in ORDER" for part in sorted({_part(m) for m in modules} - set(ORDER))]
     inner: dict[str, set[str]] = {}  # imports inside a part: a cycle across parts has an import that points down
     for module, tree in modules.items():
-        imports = list(_imports(module, paths[module].name == "__init__.py", modules, package.name))
+        imports = list(_imports(module, packages, modules, package.name))
         found += [fault for one in imports for fault in _import_faults(module, one, package.name)]
         found += _size_faults(module, paths[module], tree)
         inner[module] = {
@@ -106,9 +90,9 @@ def _same_part(one: str, other: str) -> bool:
     return _part(one) == _part(other)
 
 
-def _imports(module: str, is_package: bool, modules: Mapping[str, ast.Module], package: str) -> Iterator[Import]:
+def _imports(module: str, packages: set[str], modules: Mapping[str, ast.Module], package: str) -> Iterator[Import]:
     """Every import of a module, those inside its functions too."""
-    tree = modules[module]
+    tree, is_package = modules[module], module in packages
     typing_only = {
         id(node)
         for block in ast.walk(tree)
@@ -124,9 +108,9 @@ def _imports(module: str, is_package: bool, modules: Mapping[str, ast.Module], p
             origin = _origin(node, module, is_package, package)
             for alias in node.names:
                 deeper = alias.name if origin == "__init__" else f"{origin}.{alias.name}"
-                own = origin == module  # `from . import part` in the front door itself
-                is_module = deeper in modules and (own or not _handed_out(alias.name, origin, module, modules))
-                yield Import(node.lineno, deeper if is_module else origin, bool(node.level), at_run_time)
+                is_module = deeper in modules
+                exported = alias.name if not is_module and origin in packages and origin != module else ""
+                yield Import(node.lineno, deeper if is_module else origin, bool(node.level), at_run_time, exported)
 
 
 def _origin(node: ast.ImportFrom, module: str, is_package: bool, package: str) -> str:
@@ -143,14 +127,6 @@ def _inside(dotted: str, package: str) -> str:
     return dotted.removeprefix(f"{package}.") if dotted.startswith(f"{package}.") else f"//{dotted}"
 
 
-def _handed_out(name: str, front_door: str, module: str, modules: Mapping[str, ast.Module]) -> bool:
-    """Whether the front door of another part binds this name: a function may be called as its file is."""
-    if front_door in ("__init__", _part(module)) or front_door not in modules:
-        return False
-    imports = (node for node in modules[front_door].body if isinstance(node, ast.ImportFrom))
-    return any(name == (alias.asname or alias.name) for node in imports for alias in node.names)
-
-
 def _import_faults(module: str, one: Import, package: str) -> Iterator[str]:
     here, there = _part(module), _part(one.target)
     where = f"{module.replace('.', '/')} line {one.line}"
@@ -158,14 +134,16 @@ def _import_faults(module: str, one: Import, package: str) -> Iterator[str]:
         if one.target[2:].split(".")[0] in NEVER_IMPORTS.get(here, ()):
             yield f"{where}: {here} must not import {one.target[2:]}"
         return
+    if one.exported == "lazy_exports":
+        return
+    if one.exported and one.target != "__init__" and "compat" not in (here, there):  # compat mirrors another package
+        yield f"{where}: imports {one.exported} from the package {one.target}: name the module that defines it"
     if here in ("__init__", there) or here not in ORDER or there not in ORDER:
         return  # a missing row has a line of its own
     if ORDER.index(there) > ORDER.index(here):
         yield f"{where}: {here} imports {there}, which comes after it in ORDER"
     if one.relative:
         yield f"{where}: across parts write `from {package}.{there} import ...`, not a relative import"
-    if "." in one.target and there != "compat":  # compat mirrors the paths of another package
-        yield f"{where}: imports {one.target} past the front door of {there}: write `from {package}.{there} import ...`"
 
 
 def _size_faults(module: str, path: Path, tree: ast.AST) -> Iterator[str]:
@@ -210,14 +188,16 @@ def test_the_package_keeps_its_order():
 
 
 GOOD = {
-    "__init__.py": "from .engine import Engine\nfrom dpengine.capture import hook",
+    "__init__.py": "from .engine.step import Step\nfrom dpengine.capture.hooks import hook",
     "errors.py": "",
-    "capture/__init__.py": "from .hooks import hook",
+    "capture/__init__.py": "from dpengine import lazy_exports\nfrom .hooks import hook",
     "capture/hooks.py": "from dpengine.errors import X\nfrom .record import Call\nimport torch",
     "capture/record.py": "",
     "accounting/__init__.py": "import math\nfrom dpengine.errors import X",
-    "engine.py": "import dpengine.errors\nfrom dpengine.capture import hook",
-    "cli/__init__.py": "import dpengine\nfrom dpengine import engine",
+    "engine/__init__.py": "from .step import Step",
+    "engine/step.py": "import dpengine.errors\nfrom dpengine.capture.hooks import hook",
+    "cli/__init__.py": "",
+    "cli/main.py": "import dpengine\nfrom dpengine.engine import step",
 }
 
 
@@ -239,11 +219,11 @@ def test_a_sound_tree_has_no_faults(faults_of):
 
 
 DOWNWARD = [
-    ("absolute", "from dpengine.engine import Engine"),
-    ("plain", "import dpengine.engine"),
-    ("of-a-module", "from dpengine import engine"),
-    ("inside-a-function", "def f():\n    from dpengine.engine import Engine"),
-    ("for-typing-only", "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from dpengine.engine import Engine"),
+    ("absolute", "from dpengine.engine.step import Step"),
+    ("plain", "import dpengine.engine.step"),
+    ("of-a-module", "from dpengine.engine import step"),
+    ("inside-a-function", "def f():\n    from dpengine.engine.step import Step"),
+    ("for-typing-only", "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import dpengine.engine.step"),
 ]
 
 
@@ -254,7 +234,7 @@ def test_an_import_that_points_down_fails(faults_of, text):
 
 
 def test_a_relative_import_that_points_down_fails(faults_of):
-    found = faults_of(**{"capture/record.py": "from ..engine import Engine"})
+    found = faults_of(**{"capture/record.py": "from ..engine.step import Step"})
     assert any("capture imports engine, which comes after it" in fault for fault in found)
 
 
@@ -268,19 +248,13 @@ def test_a_relative_import_across_parts_fails(faults_of):
     assert "not a relative import" in fault
 
 
-def test_an_import_past_a_front_door_fails(faults_of):
-    (fault,) = faults_of(**{"engine.py": "from dpengine.capture.record import Call"})
-    assert "past the front door of capture" in fault
+def test_an_import_of_an_exported_name_fails(faults_of):
+    (fault,) = faults_of(**{"engine/step.py": "from dpengine.capture import hook"})
+    assert "imports hook from the package capture: name the module that defines it" in fault
 
 
-def test_a_function_of_a_front_door_may_be_called_as_its_file_is(faults_of):
-    changes = {"capture/__init__.py": "from .hooks import hook\nfrom .record import record"}
-    assert faults_of(**changes, **{"engine.py": "from dpengine.capture import record"}) == []
-
-
-def test_a_module_that_the_front_door_does_not_hand_out_fails(faults_of):
-    (fault,) = faults_of(**{"engine.py": "from dpengine.capture import record"})
-    assert "past the front door of capture" in fault
+def test_an_import_of_a_module_passes(faults_of):
+    assert faults_of(**{"engine/step.py": "from dpengine.capture import hooks"}) == []
 
 
 def test_a_cycle_inside_a_part_fails(faults_of):

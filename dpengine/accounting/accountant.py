@@ -67,17 +67,7 @@ class PrivacySpent:
 
 
 def accountant_used(accountant: str = "pld") -> str:
-    """Returns the accountant that will answer for ``accountant``.
-
-    Args:
-        accountant: A name of `ACCOUNTANTS`.
-
-    Returns:
-        The same name.
-
-    Raises:
-        ValueError: If the name is unknown.
-    """
+    """Returns the accountant that will answer for ``accountant``."""
     if not isinstance(accountant, str) or accountant not in ACCOUNTANTS:
         choices = ", ".join(repr(name) for name in ACCOUNTANTS)
         raise ValueError(f"accountant={accountant!r} is not known. Choose {choices}.")

@@ -35,16 +35,7 @@ class SampledGaussian:
 
 @dataclass(frozen=True)
 class Composition:
-    """What accountants work on. Equal for histories that are permutations or splits of one another.
-
-    Args:
-        precision: Sum of 1 / noise_multiplier**2 over the unsampled Gaussians, which together are one such Gaussian.
-        sampled: The sampled ones, each pair (rate, noise) once, sorted.
-        non_private: Whether something left without noise.
-        runs: Those that have no closed form, and how often each was charged, sorted.
-        batches: Releases over batches that are not plain Poisson, and how often an example can take part, sorted.
-        selections: Mechanisms of which the best of several results left, and how often, sorted.
-    """
+    """What accountants work on. Equal for histories that are permutations or splits of one another."""
 
     precision: float
     sampled: tuple[SampledGaussian, ...]
@@ -92,14 +83,7 @@ class Composition:
         return math.sqrt(self.precision) * (2.0 if relation is Relation.REPLACE_ONE else 1.0)
 
     def limited(self, *, above: bool = True) -> Composition:
-        """The same with at most `MOST_DISTINCT` distinct sampled releases: those that are alike count as equal.
-
-        Args:
-            above: They count as one that costs at least as much as each; else at most as much, for bounds from below.
-
-        Returns:
-            A composition that costs at least as much, or at most as much.
-        """
+        """The same with at most `MOST_DISTINCT` distinct sampled releases: those that are alike count as equal."""
         return self if len(self.sampled) <= MOST_DISTINCT else _limited(self, MOST_DISTINCT, above)
 
     def typical(self) -> Composition:
@@ -123,17 +107,7 @@ class Bounds:
 
 
 def compose(history: Iterable[Charge]) -> Composition:
-    """Boils a history down.
-
-    Args:
-        history: Charges of any kind.
-
-    Returns:
-        The composition of all of them.
-
-    Raises:
-        AccountingRefusedError: If a charge is unclaimed; the message gives its reason.
-    """
+    """Boils a history down."""
     unsampled: Counter[float] = Counter()
     sampled: Counter[tuple[float, float]] = Counter()
     cyclic: Counter[CyclicGaussianEvent] = Counter()

@@ -38,15 +38,7 @@ def steps_of_epochs(epochs: float, sample_rate: float) -> int:
 
 
 def sample_rate_of(num_examples: int, batch_size: int) -> float:
-    """Returns the chance of each row to be in a batch, ``batch_size / num_examples`` and at most 1.
-
-    Args:
-        num_examples: Rows, at least 1. Deriving the rate from them declares their number public.
-        batch_size: Expected rows in a batch, at least 1.
-
-    Returns:
-        In (0, 1].
-    """
+    """Returns the chance of each row to be in a batch, ``batch_size / num_examples`` and at most 1."""
     rows = arguments.count("num_examples", num_examples)
     return min(1.0, arguments.count("batch_size", batch_size) / rows)
 
@@ -70,16 +62,7 @@ def suggested_delta(num_examples: int) -> float:
 
 
 def check_delta(delta: float, num_examples: int, allow_large: bool = False) -> None:
-    """Refuses a delta at which a guarantee says nothing about single rows.
-
-    Args:
-        delta: Strictly between 0 and 1.
-        num_examples: Rows, at least 1.
-        allow_large: Accepts ``delta >= 1/num_examples``.
-
-    Raises:
-        InvalidBudgetError: If ``delta`` is out of range, or at least ``1/num_examples`` and not allowed to be.
-    """
+    """Refuses a delta at which a guarantee says nothing about single rows."""
     value = arguments.delta_in_range(delta)
     rows = arguments.count("num_examples", num_examples)
     if value >= 1 / rows and not allow_large:

@@ -210,17 +210,7 @@ def event_to_state(event: Event) -> dict[str, Any]:
 
 
 def event_from_state(state: Mapping[str, Any]) -> Event:
-    """Rebuilds an event from `event_to_state`.
-
-    Args:
-        state: The mapping that `event_to_state` returned, also after a round trip through JSON.
-
-    Returns:
-        An event equal to the one that was stored.
-
-    Raises:
-        LedgerError: If the type is not known or the fields are not those of the type.
-    """
+    """Rebuilds an event from `event_to_state`."""
     if not isinstance(state, Mapping):
         raise LedgerError(f"An event of the ledger is a {type(state).__name__}, not a dictionary.")
     fields = dict(state)

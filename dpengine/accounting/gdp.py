@@ -86,18 +86,7 @@ def central_limit_mu(*, noise_multiplier: float, sample_rate: float, steps: int,
 
 
 def exact_mu(composition: Composition, relation: Relation) -> float:
-    """Returns the mu of a history of unsampled Gaussians.
-
-    Args:
-        composition: What was released.
-        relation: The neighbouring relation.
-
-    Returns:
-        mu; infinite where something left without noise.
-
-    Raises:
-        AccountingRefusedError: If any release was sampled, or has no closed form.
-    """
+    """Returns the mu of a history of unsampled Gaussians."""
     composition.refuse_runs()
     if not composition.unsampled:
         raise AccountingRefusedError(

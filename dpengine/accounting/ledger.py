@@ -112,18 +112,7 @@ class Ledger:
 
 
 def checked_history(history: Iterable[Charge]) -> tuple[Charge, ...]:
-    """The charges of a history, or a refusal of what is none.
-
-    Args:
-        history: What a caller passed as one.
-
-    Returns:
-        All of them.
-
-    Raises:
-        TypeError: If there is anything in it but charges.
-        InvalidBudgetError: If their counts add up to more than can be counted.
-    """  # noqa: DOC502 - the check raises on our behalf
+    """The charges of a history, or a refusal of what is none."""
     if isinstance(history, (Ledger, Charge)):
         found, fix = (
             ("a Ledger", "ledger.history") if isinstance(history, Ledger) else ("a Charge", "a sequence: [charge]")

@@ -37,21 +37,7 @@ def library_relation(relation: Relation) -> Any:
 
 
 def pld_epsilon(composition: Composition, delta: float, relation: Relation) -> float:
-    """Epsilon by the library's loss distributions.
-
-    Args:
-        composition: What was released.
-        delta: Strictly between 0 and 1.
-        relation: The neighbouring relation.
-
-    Returns:
-        What the library answers: an upper bound but for its rounding.
-
-    Raises:
-        AccountingRefusedError: If delta is less than a hundred times ``k 2**-53``, or less than 1e-12. Rounding in the
-            library's FFT is absolute, and about ``k 2**-53`` for k releases. At nine times that, epsilon was found low
-            by 2e-4 of itself, and the error grows as delta falls. Also if the library fails, or answers infinity.
-    """  # noqa: DOC502 - raised on our behalf
+    """Epsilon by the library's loss distributions."""
     if composition.non_private:
         return math.inf
     _check_delta(composition, delta)

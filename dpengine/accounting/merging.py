@@ -46,16 +46,7 @@ class Kinds:
 
 
 def cells(kinds: Kinds, most: int, *, above: bool) -> list[Integers]:
-    """Cuts kinds into cells, one after another, always where that helps most.
-
-    Args:
-        kinds: At least as many as there are to be cells.
-        most: Cells.
-        above: Whether a cell counts as its dearest corner, else as its cheapest.
-
-    Returns:
-        The kinds of each cell, as places in ``kinds``.
-    """
+    """Cuts kinds into cells, one after another, always where that helps most."""
     cutter = _Cutter(kinds, above)
     found = [(-0.0, 0, cutter.cut(np.arange(len(kinds.rates))))]  # a heap; the number tells equal gains apart
     for number in range(1, 2 * most - 1, 2):
@@ -91,12 +82,7 @@ class _Cut:
 
 
 class _Cutter:
-    """Cells, and how much more or less they count than their members.
-
-    Args:
-        kinds: What to cut.
-        above: As for `cells`.
-    """
+    """Cells, and how much more or less they count than their members."""
 
     def __init__(self, kinds: Kinds, above: bool):
         self._counts, self._order = kinds.counts, _order(kinds)

@@ -31,16 +31,7 @@ _UNIT = 2.0**-52
 
 @functools.lru_cache(maxsize=4096)
 def log_moment(rate: float, sigma: float, order: float) -> float:
-    """An upper bound on ``log E[g^order]``, off by a few units of rounding unless the noise is tiny.
-
-    Args:
-        rate: Between 0 and 1, neither.
-        sigma: Positive.
-        order: Above 1.
-
-    Returns:
-        At least 0.
-    """
+    """An upper bound on ``log E[g^order]``, off by a few units of rounding unless the noise is tiny."""
     if math.isinf(order):
         return math.inf
     variance = sigma * sigma
@@ -129,20 +120,7 @@ def best_epsilon(rho: Floats, orders: Floats, delta: float) -> tuple[float, floa
 
 
 def curve(composition: Composition, relation: Relation, orders: tuple[float, ...] = ORDERS) -> RdpCurve:
-    """Sums the divergences of all releases.
-
-    Args:
-        composition: What was released, with noise.
-        relation: The neighbouring relation.
-        orders: Above 1.
-
-    Returns:
-        The curve of the composition.
-
-    Raises:
-        AccountingRefusedError: For Poisson sampling under replace-one, which this bound does not cover, for batches
-            that are not plain Poisson, and for runs without a closed form.
-    """
+    """Sums the divergences of all releases."""
     composition.refuse_runs()
     composition.refuse_batches("rdp")
     if composition.sampled and relation is Relation.REPLACE_ONE:

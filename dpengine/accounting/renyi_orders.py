@@ -21,19 +21,7 @@ _LARGEST = 1e300
 
 
 def renyi_divergences(*, noise_multiplier: float, sample_rate: float, orders: Iterable[float]) -> Floats:
-    """Returns the Renyi divergence of one Poisson-sampled Gaussian release at each order: an upper bound on it.
-
-    Args:
-        noise_multiplier: Standard deviation of the noise over the sensitivity.
-        sample_rate: Chance of each row to be in the batch, in (0, 1].
-        orders: Above 1.
-
-    Returns:
-        One number for each order; infinity without noise.
-
-    Raises:
-        InvalidBudgetError: If an argument is out of range.
-    """  # noqa: DOC502 - the checks raise on our behalf
+    """Returns the Renyi divergence of one Poisson-sampled Gaussian release at each order: an upper bound on it."""
     sigma, rate = arguments.noise_multiplier(noise_multiplier), arguments.sample_rate(sample_rate)
     return rdp.divergences(rate, sigma, _checked(orders, math.inf))
 
@@ -70,17 +58,6 @@ def epsilon_of_divergences(orders: Iterable[float], rho: Iterable[float], delta:
     """Returns epsilon from Renyi divergences that were computed elsewhere, and the order that gives it.
 
     Source: Canonne, Kamath, Steinke 2020 (arXiv:2004.00010), proposition 12.
-
-    Args:
-        orders: Above 1.
-        rho: The divergence at each of them.
-        delta: Strictly between 0 and 1.
-
-    Returns:
-        Epsilon, at least 0, and an order; infinity and not-a-number where no divergence is finite.
-
-    Raises:
-        InvalidBudgetError: If there is not one divergence for each order, or an argument is out of range.
     """
     asked, values = _checked(orders), np.asarray(list(rho), dtype=np.float64)
     delta = arguments.delta_in_range(delta)

@@ -54,16 +54,7 @@ class RepeatAndSelectEvent:
 
 
 def selected_rho(event: RepeatAndSelectEvent, orders: Floats, rho: Floats) -> Floats:
-    """Renyi divergence of the published result.
-
-    Args:
-        event: The law of the number of runs.
-        orders: Above 1.
-        rho: Of one run, at each order.
-
-    Returns:
-        At each order; infinite where there is no bound.
-    """
+    """Renyi divergence of the published result."""
     if math.isinf(event.shape):
         return _poisson(event.mean, orders, rho)
     if event.mean == 1 and event.shape >= 0:

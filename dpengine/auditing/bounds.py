@@ -18,16 +18,7 @@ Floats = npt.NDArray[np.float64]
 
 
 def rate_at_most(hits: int, trials: int, alpha: float) -> float:
-    """The Clopper-Pearson upper limit of a rate.
-
-    Args:
-        hits: How often it happened.
-        trials: How often it could, at least 1.
-        alpha: How often the limit may be too low.
-
-    Returns:
-        The limit; 1.0 if it happened each time.
-    """
+    """The Clopper-Pearson upper limit of a rate."""
     from scipy.special import betaincinv
 
     return 1.0 if hits >= trials else float(betaincinv(hits + 1, trials - hits, 1 - alpha))

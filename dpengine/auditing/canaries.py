@@ -53,14 +53,6 @@ class Directions:
     """Unit vectors in the space of all parameters, each with few places other than zero that no other one has.
 
     So what one canary adds is not seen along another's direction.
-
-    Args:
-        sizes: Numbers in each parameter, in the order of the vector of all.
-        count: Directions.
-        rng: Draws places and signs.
-
-    Raises:
-        ValueError: If there are more canaries than parameters.
     """
 
     def __init__(self, sizes: Sequence[int], count: int, rng: np.random.Generator):
@@ -81,18 +73,7 @@ class Directions:
         return found
 
     def rows(self, number: int, shape: Sequence[int], canary_B: Indices, norm: float, like: Tensor) -> Tensor:
-        """One parameter's part of the gradients of some canaries.
-
-        Args:
-            number: Of the parameter.
-            shape: Its own.
-            canary_B: The canary of each row; -1 for rows that get zero.
-            norm: Of each canary's whole gradient.
-            like: Has the device and the dtype.
-
-        Returns:
-            ``(B, *shape)``.
-        """
+        """One parameter's part of the gradients of some canaries."""
         begin, end = (int(self.ends[number - 1]) if number else 0), int(self.ends[number])
         row_C = np.flatnonzero(canary_B >= 0)
         places_CK, values_CK = self.places_MK[canary_B[row_C]], norm * self.values_MK[canary_B[row_C]]
@@ -105,14 +86,6 @@ class Directions:
 
 class PlantedGradients(AbstractGradients):
     """Any strategy, with the gradients of canaries put in the place of their rows' own, before norms are formed.
-
-    Args:
-        inner: The strategy that does the work.
-        canaries: The canaries.
-        chunk: The rows of the data set that the chunk at hand has, in order, and the step.
-        directions: Of gradient canaries; None leaves canaries that are in their own gradients.
-        parameters: The trainable parameters now, by name, in the order of the directions.
-        threshold: What a whole gradient is clipped to now.
 
     Attributes:
         drawn: By step, the canaries that were in the batch, whatever their coins say.
@@ -260,9 +233,6 @@ def log_likelihood_ratios(trace: Trace) -> Floats:
 
     Batches stay unknown, but for which steps a canary can be in. Where columns of S overlap and batches are random, the
     score leaves that overlap out: it is then a score like any other.
-
-    Returns:
-        The scores, higher for "in".
     """
     white_TM = trace.decorrelated(trace.releases_TM)
     variance = max(trace.noise_multiplier**2, _LEAST)
@@ -282,12 +252,7 @@ def log_likelihood_ratios(trace: Trace) -> Floats:
 
 
 def means_of_participations(trace: Trace) -> tuple[Floats, Floats]:
-    """What each canary seems to have added at a participation, by least squares, where its draws are known.
-
-    Returns:
-        ``(M,)`` means, in units of the sensitivity, and ``(M,)`` weights: the variance of a mean is the squared noise
-        multiplier over its weight. A canary that was never drawn has weight 0.
-    """
+    """What each canary seems to have added at a participation, by least squares, where its draws are known."""
     white_TM = trace.decorrelated(trace.releases_TM)
     shape_TM = trace.decorrelated(trace.drawn_TM.astype(np.float64))
     weights: Floats = (shape_TM**2).sum(axis=0)

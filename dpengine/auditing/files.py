@@ -24,15 +24,7 @@ _SHORTEST = 4  # letters of a name that is searched for
 
 
 def files(make: Maker, *, seed: int = 0) -> AuditFinding:
-    """Searches a saved run, its reports, what it prints and what it logs.
-
-    Args:
-        make: Makes the subject.
-        seed: Of masks and noise. The key that is searched for follows from it.
-
-    Returns:
-        The finding.
-    """
+    """Searches a saved run, its reports, what it prints and what it logs."""
     evidence = Evidence("DF", seed)
     options = made(make).options
     dataset = made(make).loader.dataset

@@ -116,16 +116,7 @@ class Evidence:
 
 
 def timed(detector: str, seed: int, look: Callable[[], AuditFinding]) -> AuditFinding:
-    """A finding with what it took. A detector that could not do its work is inconclusive.
-
-    Args:
-        detector: Its code.
-        seed: With which it repeats.
-        look: Does the work.
-
-    Returns:
-        The finding.
-    """
+    """A finding with what it took. A detector that could not do its work is inconclusive."""
     began = time.perf_counter()
     try:
         found = look()

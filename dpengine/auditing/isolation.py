@@ -24,13 +24,6 @@ def isolation(make: Maker, *, seed: int = 0) -> AuditFinding:
 
     Outputs of the other rows must stay; the loss of a batch must be made of the losses of its rows, each alone, and so
     must its gradient; no buffer may depend on the data.
-
-    Args:
-        make: Makes the subject.
-        seed: Of torch's own random numbers.
-
-    Returns:
-        The finding. Its statistic is the largest change, over what rounding explains.
     """
     evidence = Evidence("DI", seed)
     subject, wide = _in_double(made(make))
@@ -59,14 +52,7 @@ def _in_double(subject: Subject) -> tuple[Subject, bool]:
 
 
 class _View:
-    """Runs batches through a copy of the model, in train mode.
-
-    Args:
-        subject: Whose.
-        seed: Of random numbers.
-        wide: Whether in float64.
-        tolerance: Relative.
-    """
+    """Runs batches through a copy of the model, in train mode."""
 
     def __init__(self, subject: Subject, seed: int, wide: bool, tolerance: float):
         self.subject = subject

@@ -38,12 +38,6 @@ def accounting_table(*, seed: int = 0) -> AuditFinding:
     Rows: Gaussian releases of all rows, to a delta of 1e-100; one Poisson release; many Poisson releases at a rate of
     1 - 2**-45, which cost no less than a shade below those of all rows, and go through its lattice; and its bounds
     beside those of Renyi divergences.
-
-    Args:
-        seed: Not used; every detector has one.
-
-    Returns:
-        The finding. Its statistic is the largest truth over its bound.
     """
     evidence = Evidence("DA", seed)
     for sigma, steps, delta in _GAUSSIANS:
@@ -163,13 +157,6 @@ def ledger_law(make: Maker, *, seed: int = 0) -> AuditFinding:
     Looked at: noise, threshold, divisor, rate and relation of each; batches that were left out and batches that were
     stepped together; that no weight changes before it is charged; that a loss scaler skips nothing; the number of steps
     that a run is planned for; and the target, where there is one.
-
-    Args:
-        make: Makes the subject.
-        seed: Of masks and noise.
-
-    Returns:
-        The finding.
     """
     evidence = Evidence("DL", seed)
     options = made(make).options

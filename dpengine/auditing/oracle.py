@@ -30,14 +30,6 @@ def oracle(make: Maker, *, steps: int = _STEPS, seed: int = 0) -> AuditFinding:
 
     Looked at: float32 and float64; a threshold that clips most rows and one that clips none, where the sum must be that
     of autograd; losses of 1e-4; chunks of a batch; and the release after a batch that was given up half-way.
-
-    Args:
-        make: Makes the subject.
-        steps: Logical batches of each kind.
-        seed: Of the masks.
-
-    Returns:
-        The finding. Its statistic is the largest error over the one that rounding explains.
     """
     evidence = Evidence("DO", seed)
     subject = made(make)
@@ -149,12 +141,7 @@ def _hold_against(
 
 
 class _Rule:
-    """The clipping rule that was declared, written down a second time.
-
-    Args:
-        trial: The run.
-        bounds: Its thresholds.
-    """
+    """The clipping rule that was declared, written down a second time."""
 
     def __init__(self, trial: Trial, bounds: Sequence[float]):
         clipping = trial.options.get("clipping", "flat")

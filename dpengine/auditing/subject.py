@@ -47,11 +47,7 @@ Maker = Callable[[], Any]
 
 
 class Listed(torch.utils.data.Dataset):
-    """Some examples.
-
-    Args:
-        examples: The examples.
-    """
+    """Some examples."""
 
     def __init__(self, examples: Sequence[Any]):
         self._examples = list(examples)
@@ -64,12 +60,7 @@ class Listed(torch.utils.data.Dataset):
 
 
 class Watched(torch.utils.data.Dataset):
-    """A data set that notes which of its examples are read.
-
-    Args:
-        dataset: The data set.
-        widen: Whether floating-point tensors are handed out in float64.
-    """
+    """A data set that notes which of its examples are read."""
 
     def __init__(self, dataset: Any, *, widen: bool = False):
         self._dataset = dataset
@@ -115,17 +106,7 @@ class Step:
 
 
 class Trial:
-    """A run of the subject that repeats: seeded batches, noise and weights, and no dropout.
-
-    Args:
-        make: Makes the subject.
-        seed: Of the engine.
-        dataset: In place of the subject's own.
-        changes: In place of the subject's own options; `LEFT_OUT` drops one.
-        double: Whether model and data are in float64.
-        prepare: Called with the model before it is made private.
-        engine: To go on with, instead of a new one.
-    """
+    """A run of the subject that repeats: seeded batches, noise and weights, and no dropout."""
 
     def __init__(
         self,
@@ -216,16 +197,7 @@ class Trial:
         return [step for _ in range(number) for step in self._pass(scale, hold)]
 
     def steps(self, number: int, *, scale: float = 1.0, hold: bool = True) -> list[Step]:
-        """So many steps; fewer if a pass over the loader gives none.
-
-        Args:
-            number: How many.
-            scale: What the loss is multiplied by. With 0, rows have no gradient.
-            hold: Whether weights are put back after each step, so that all of them are steps from one place.
-
-        Returns:
-            The steps.
-        """
+        """So many steps; fewer if a pass over the loader gives none."""
         found: list[Step] = []
         while len(found) < number:
             before = len(found)
@@ -278,17 +250,7 @@ class Trial:
 
 
 def made(make: Maker) -> Subject:
-    """A fresh subject, the same each time.
-
-    Args:
-        make: The user's function.
-
-    Returns:
-        Its subject.
-
-    Raises:
-        TypeError: If it returns something else.
-    """
+    """A fresh subject, the same each time."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         parts = make()

@@ -27,16 +27,8 @@ Floats = npt.NDArray[np.float64]
 class WatchedRun:
     """The run of an engine. Inside ``planted()`` its canaries take part as their coins say.
 
-    Args:
-        engine: What the user's function made, private already.
-        canaries: The canaries.
-        directions: Of how many numbers, or None for canaries with gradients of their own.
-
     Attributes:
         run: The engine's.
-
-    Raises:
-        UnknownParameterError: If the engine has no run or several, or one of a kind that cannot be watched.
     """
 
     def __init__(
@@ -136,11 +128,7 @@ class WatchedRun:
         return self.run.release.released
 
     def refuse_bypassed(self) -> None:
-        """Refuses a run whose canaries did not take part, such as one whose backward pass was compiled.
-
-        Raises:
-            UnknownParameterError: If batches were trained on that canaries had no part in.
-        """
+        """Refuses a run whose canaries did not take part, such as one whose backward pass was compiled."""
         if self.releases and not self._planted.drawn:
             raise UnknownParameterError(
                 "The run trained without its canaries: their rows were never drawn, or a compiled backward pass went "

@@ -87,11 +87,7 @@ class RandomAllocationSampling(AbstractBatchSelection):
 
 @dataclasses.dataclass(frozen=True)
 class AllocationStrategy(RememberingStrategy):
-    """Batches of `RandomAllocationSampling`.
-
-    Args:
-        selection: The law.
-    """
+    """Batches of `RandomAllocationSampling`."""
 
     selection: RandomAllocationSampling
 

@@ -46,17 +46,7 @@ class FixedBatchSampling(AbstractBatchSelection):
 
 @dataclasses.dataclass(frozen=True)
 class FixedSizeStrategy(AbstractBatchStrategy):
-    """Batches of `FixedBatchSampling`.
-
-    Args:
-        num_examples: The size of the data set.
-        batch_size: Examples of each batch, at most all where each is taken once.
-        steps_per_epoch: Batches of the run.
-        replace: Whether an example may be in a batch more than once.
-
-    Raises:
-        ValueError: If there are not as many examples.
-    """
+    """Batches of `FixedBatchSampling`."""
 
     num_examples: int
     batch_size: int

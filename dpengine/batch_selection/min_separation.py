@@ -63,11 +63,7 @@ class BMinSepSampling(AbstractBatchSelection):
 
 @dataclasses.dataclass(frozen=True)
 class MinSeparationStrategy(RememberingStrategy):
-    """Batches of `BMinSepSampling`. Memory is that of the batches between two participations.
-
-    Args:
-        selection: The law.
-    """
+    """Batches of `BMinSepSampling`. Memory is that of the batches between two participations."""
 
     selection: BMinSepSampling
 

@@ -88,16 +88,7 @@ def greedy_contribution_bound(graph: MultiOwnerGraph, max_degree: int = 8) -> In
 
 
 def independent_examples(graph: MultiOwnerGraph, example: IndexBatch, user: IndexBatch) -> IndexBatch:
-    """Of some examples, in the graph's order, each that takes no user twice.
-
-    Args:
-        graph: Who owns what.
-        example: ``(E,)``, of the edges of these examples, all of each.
-        user: ``(E,)``, of the same edges.
-
-    Returns:
-        The examples, in no order.
-    """
+    """Of some examples, in the graph's order, each that takes no user twice."""
     rank, degree = graph.rank, graph.degree
     taken = np.zeros(graph.num_users, dtype=bool)
     kept: list[IndexBatch] = []

@@ -44,18 +44,7 @@ class KeyedWords:
 
 
 def words_from(rng: Any = None) -> WordStream:
-    """A stream of words for batches.
-
-    Args:
-        rng: None for the operating system's randomness; a ``numpy.random.Generator``, ``random.Random`` or
-            ``random.SystemRandom``, of which 16 bytes are taken as a key; or a `WordStream`, taken as it is.
-
-    Returns:
-        The stream.
-
-    Raises:
-        TypeError: If ``rng`` is something else; a bare number is no secret.
-    """
+    """A stream of words for batches."""
     if rng is None:
         drawn = secrets.token_bytes(16)
     elif isinstance(rng, np.random.Generator):
@@ -87,14 +76,7 @@ class _Memory:
 
 @dataclasses.dataclass(frozen=True)
 class RememberingStrategy(AbstractBatchStrategy):
-    """Draws of step t follow from a state that draws before it left.
-
-    Args:
-        num_examples: The size of the data set.
-        sample_rate: The probability of one example in one batch, over all that may happen before.
-        expected_batch_size: What a batch has on average.
-        steps_per_epoch: Batches of the run.
-    """
+    """Draws of step t follow from a state that draws before it left."""
 
     num_examples: int
     sample_rate: float

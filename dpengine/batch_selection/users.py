@@ -73,14 +73,7 @@ class UserSelectionStrategy:
 
 
 class UserBatches(Iterator[IndexBatch]):
-    """The batches of one run over users.
-
-    Args:
-        drawn: Which users.
-        order: Examples, those of the first user first.
-        sizes: How many each user has.
-        each: How many a user brings.
-    """
+    """The batches of one run over users."""
 
     def __init__(self, drawn: Batches, order: IndexBatch, sizes: npt.NDArray[np.int64], each: int):
         self._drawn = drawn
@@ -105,14 +98,7 @@ class UserBatches(Iterator[IndexBatch]):
         return {**self._drawn.state_dict(), "brought": self._brought.tolist()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on from a stored position.
-
-        Args:
-            state: What `state_dict` returned.
-
-        Raises:
-            ValueError: If it is of another number of users.
-        """
+        """Goes on from a stored position."""
         brought = np.asarray(state["brought"], dtype=np.int64)
         if brought.shape != self._sizes.shape:
             raise ValueError(f"load_state_dict: the state is of {len(brought)} users; there are {len(self._sizes)}.")

@@ -35,15 +35,7 @@ def _looks_at_the_batch(module: Any) -> bool:
 
 
 def batch_norm_guards(model: nn.Module, is_on: Callable[[], bool]) -> list[Any]:
-    """Has every batch norm of a model refuse to look at a batch.
-
-    Args:
-        model: The model.
-        is_on: Asked at each forward pass of such a layer: whether it is to be refused.
-
-    Returns:
-        Handles of the hooks.
-    """
+    """Has every batch norm of a model refuse to look at a batch."""
     found = [(name, module) for name, module in model.named_modules() if isinstance(module, _BatchNorm)]
     return [module.register_forward_pre_hook(_guard(name, is_on)) for name, module in found]
 

@@ -56,11 +56,6 @@ class BufferWatch:
     Whether one was written shows in its version or its identity. Writes past these, through ``.data``, show in values,
     which are compared at the first passes and every few hundred. What does not depend on the batch may be written: the
     same value again, and a counter that goes up by one.
-
-    Args:
-        model: The model.
-        topology: What of it is here. Parameters whose place others take while a module runs, sharded ones, leave
-            nothing of what was written to the whole, and are not compared.
     """
 
     def __init__(self, model: nn.Module, topology: Topology = SINGLE):
@@ -86,11 +81,7 @@ class BufferWatch:
             self._noted.append(_Noted(slots, name, dotted, buffer, buffer._version, value, digest, whole, local))
 
     def put_back(self) -> list[str]:
-        """The forward pass is over, perhaps by an exception: undoes what it wrote, where the old value is known.
-
-        Returns:
-            Dotted name of each buffer and parameter that was written or made.
-        """
+        """The forward pass is over, perhaps by an exception: undoes what it wrote, where the old value is known."""
         noted, self._noted = self._noted, None
         if noted is None:
             return []
@@ -105,11 +96,7 @@ class BufferWatch:
         return [one.dotted for one in written] + [dotted for _, _, dotted in made]
 
     def refuse_written(self) -> None:
-        """The forward pass is over.
-
-        Raises:
-            BufferUpdateError: If it wrote a buffer or a parameter, or made a new one.
-        """
+        """The forward pass is over."""
         found = self.put_back()
         if not found:
             return

@@ -16,12 +16,6 @@ def turned(tensor: Tensor) -> Tensor:
     """The tensor with its batch moved from axis 1 to the front, or back, in models that have it second.
 
     Only tensors with three axes or more, and indices, have it there: those of ``(B, F)`` have no other axis before it.
-
-    Args:
-        tensor: A tensor that carries the batch.
-
-    Returns:
-        A view, or the tensor itself.
     """
     has_it_in_front = tensor.dim() < 2 or (tensor.dim() == 2 and tensor.is_floating_point())
     return tensor if has_it_in_front else tensor.transpose(0, 1)

@@ -62,16 +62,6 @@ def watch_list(
     """Decides for every module that owns parameters how it is watched.
 
     Frozen parameters are watched too: ``requires_grad`` is read at each use, so that they may be thawed later.
-
-    Args:
-        model: The model.
-        lookup: The rule for exactly this layer, or None.
-        unit_rule: The rule that fits any module, for those that no other way fits.
-        by_operations: Whether a module that holds parameters beside children which have some too, or drop out, is
-            followed operation by operation; else it is one unit with all that is below it.
-
-    Returns:
-        One entry for each module that is watched, parents before children.
     """
     found: list[Watch] = []
     seen: set[nn.Module] = set()

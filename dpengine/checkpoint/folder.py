@@ -22,18 +22,7 @@ _TENSOR, _TUPLE, _PAIRS, _FLOAT = "tensor", "tuple", "pairs", "float"
 
 
 def apart(state: Any, name: str) -> tuple[Any, dict[str, Tensor]]:
-    """Takes the tensors out of a state.
-
-    Args:
-        state: Numbers, strings, None and tensors in any nesting of dicts, lists and tuples.
-        name: What tensors are named after.
-
-    Returns:
-        Plain JSON values with marks where tensors were, and the tensors by mark.
-
-    Raises:
-        TypeError: If there is something else in it.
-    """  # noqa: DOC502 - raised by the inner function
+    """Takes the tensors out of a state."""
     tensors: dict[str, Tensor] = {}
 
     def plain(value: Any, path: str) -> Any:
@@ -56,18 +45,7 @@ def apart(state: Any, name: str) -> tuple[Any, dict[str, Tensor]]:
 
 
 def together(state: Any, tensors: Mapping[str, Tensor]) -> Any:
-    """What `apart` took apart.
-
-    Args:
-        state: The plain values.
-        tensors: By mark.
-
-    Returns:
-        The state.
-
-    Raises:
-        CorruptFileError: If a tensor is missing, or a mark is none.
-    """  # noqa: DOC501 - the others become this one
+    """What `apart` took apart."""
     if isinstance(state, list):
         return [together(part, tensors) for part in state]
     if not isinstance(state, dict):
@@ -94,18 +72,7 @@ _SECRET_MODE, _SECRET_FOLDER_MODE = 0o600, 0o700
 
 
 def begin(folder: Path, *, secret_folder: str) -> Path:
-    """Makes an empty folder for all that shall be in another, beside it.
-
-    Args:
-        folder: Where it shall be; a link is followed.
-        secret_folder: Name of a folder in it that only its owner may look into.
-
-    Returns:
-        Where files are to be written now.
-
-    Raises:
-        FileExistsError: If there is something at ``folder`` that is no checkpoint.
-    """
+    """Makes an empty folder for all that shall be in another, beside it."""
     folder = folder.resolve()
     if folder.exists() and not (folder / secret_folder).is_dir() and (not folder.is_dir() or any(folder.iterdir())):
         raise FileExistsError(f"checkpoint: {folder} holds something else. Choose another folder.")
@@ -131,12 +98,7 @@ def discard(folder: Path) -> None:
 
 
 def commit(folder: Path, *, secret_folder: str) -> None:
-    """Puts what was written in the place of all that was in a folder, when every file of it is durable.
-
-    Args:
-        folder: As for `begin`.
-        secret_folder: As for `begin`.
-    """
+    """Puts what was written in the place of all that was in a folder, when every file of it is durable."""
     folder = folder.resolve()
     new, old = begun(folder), _beside(folder, _OLD)
     _sync(new / secret_folder)
@@ -150,16 +112,7 @@ def commit(folder: Path, *, secret_folder: str) -> None:
 
 
 def write(path: Path, into: Callable[[Path], None], *, secret: bool) -> str:
-    """Writes a file that is not there yet, durably.
-
-    Args:
-        path: The file.
-        into: Writes what shall be in it; the file is there, and empty.
-        secret: Whether only its owner may read it.
-
-    Returns:
-        The SHA-256 of what is in it.
-    """
+    """Writes a file that is not there yet, durably."""
     os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, _SECRET_MODE if secret else 0o644))
     mode = path.stat().st_mode
     into(path)
@@ -170,17 +123,7 @@ def write(path: Path, into: Callable[[Path], None], *, secret: bool) -> str:
 
 
 def digest(path: Path) -> str:
-    """The SHA-256 of a file.
-
-    Args:
-        path: The file.
-
-    Returns:
-        In hexadecimal.
-
-    Raises:
-        CorruptFileError: If it is not there.
-    """
+    """The SHA-256 of a file."""
     try:
         with open(path, "rb") as file:
             whole = hashlib.sha256()
@@ -192,17 +135,7 @@ def digest(path: Path) -> str:
 
 
 def present(folder: Path) -> Path:
-    """Where the last complete folder is.
-
-    Args:
-        folder: Where it was written; a link is followed.
-
-    Returns:
-        ``folder``, or the one beside it that a process which died left behind.
-
-    Raises:
-        FileNotFoundError: If there is none.
-    """
+    """Where the last complete folder is."""
     folder = folder.resolve()
     new, old = _beside(folder, _NEW), _beside(folder, _OLD)
     # Between the two renames both are complete; the new one is complete as soon as the old one has moved.
@@ -213,17 +146,7 @@ def present(folder: Path) -> Path:
 
 
 def read(path: Path) -> bytes:
-    """The bytes of a file of a checkpoint.
-
-    Args:
-        path: The file.
-
-    Returns:
-        Its bytes.
-
-    Raises:
-        CorruptFileError: If it is not there.
-    """
+    """The bytes of a file of a checkpoint."""
     try:
         return path.read_bytes()
     except FileNotFoundError:

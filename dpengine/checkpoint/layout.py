@@ -37,17 +37,7 @@ class Engine(Protocol):
 
 
 def only_run(engine: Engine) -> Run:
-    """The run of an engine that a checkpoint is of.
-
-    Args:
-        engine: The engine.
-
-    Returns:
-        Its one run.
-
-    Raises:
-        InvalidBudgetError: If there is none, or another.
-    """
+    """The run of an engine that a checkpoint is of."""
     runs = [run for run in engine.runs if run.attached]
     if len(runs) != 1:
         raise InvalidBudgetError(
@@ -64,18 +54,7 @@ def companions(run: Run) -> dict[str, Any]:
 
 
 def without_ties(model: nn.Module, topology: Topology) -> dict[str, Tensor]:
-    """Each tensor of a model once, under its first name: readers of such files refuse tensors that share memory.
-
-    Args:
-        model: The model.
-        topology: Who holds what.
-
-    Returns:
-        Its state by name.
-
-    Raises:
-        TypeError: If something else is in it.
-    """
+    """Each tensor of a model once, under its first name: readers of such files refuse tensors that share memory."""
     weights: dict[str, Any] = model.state_dict()
     strange = [name for name, tensor in weights.items() if not isinstance(tensor, Tensor)]
     if strange:

@@ -100,11 +100,7 @@ def exists(folder: str | Path) -> bool:
 
 
 class _Files:
-    """The files of a checkpoint, and what becomes of a run that takes them.
-
-    Args:
-        opened: Closes them.
-    """
+    """The files of a checkpoint, and what becomes of a run that takes them."""
 
     def __init__(self, opened: contextlib.ExitStack):
         self._opened = opened

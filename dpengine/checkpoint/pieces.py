@@ -52,15 +52,7 @@ def files_of(name: str, files: Iterable[str]) -> list[str]:
 
 
 def writer(parts: Mapping[str, Part], metadata: Mapping[str, str]) -> Callable[[Path], None]:
-    """What writes a file.
-
-    Args:
-        parts: By the name of the tensor.
-        metadata: Strings by name.
-
-    Returns:
-        Writes it to a path.
-    """
+    """What writes a file."""
     places = {name: {_OFFSETS: part.start} for name, part in parts.items() if part.start is not None}
     if places:
         others = {name: {_OFFSETS: [0] * part.tensor.dim()} for name, part in parts.items() if part.start is None}
@@ -80,12 +72,6 @@ class Stored:
     """The tensors in the files of all ranks, of which some or all of each can be read.
 
     Use it in a ``with`` statement, which closes the files.
-
-    Args:
-        paths: The files.
-
-    Raises:
-        CorruptFileError: If one is no such file, or damaged.
     """
 
     def __init__(self, paths: Iterable[Path]):
@@ -124,18 +110,7 @@ class Stored:
         return tuple(map(max, zip(*ends, strict=True)))
 
     def read(self, name: str, wanted: Box | None = None) -> Tensor:
-        """A part of a tensor.
-
-        Args:
-            name: Of the tensor.
-            wanted: Which part; None for all.
-
-        Returns:
-            The part, on the CPU, in memory of its own.
-
-        Raises:
-            CorruptFileError: If not all of it is there.
-        """
+        """A part of a tensor."""
         box = Box.whole(self.shape(name)) if wanted is None else wanted
         out, found = None, 0
         with _damage_told(name):

@@ -50,18 +50,7 @@ _KINDS: dict[str, Any] = {
 
 
 def taken(run: Run) -> dict[str, Any]:
-    """The state of a run between two steps.
-
-    Args:
-        run: The run.
-
-    Returns:
-        Numbers, strings and tensors, of which ``["noise"]["slices"]`` are those of this rank alone. **The key is in
-        it.**
-
-    Raises:
-        TicketError: If a batch is at hand.
-    """
+    """The state of a run between two steps."""
     release = run.release
     if release.stage not in _BETWEEN_STEPS or release.fetched:
         raise TicketError(
@@ -86,14 +75,7 @@ def taken(run: Run) -> dict[str, Any]:
 
 
 def refuse_damaged(state: Any) -> None:
-    """Refuses what `taken` cannot have given.
-
-    Args:
-        state: What was read.
-
-    Raises:
-        CorruptFileError: If a part is missing, or of another kind.
-    """
+    """Refuses what `taken` cannot have given."""
     parts: list[tuple[tuple[str, ...], Any]] = []
     for name, kinds in _KINDS.items():
         parts += [((name, key), kind) for key, kind in kinds.items()] if isinstance(kinds, dict) else [((name,), kinds)]
@@ -149,24 +131,7 @@ class Resumption:
 def resumption(
     run: Run, state: Mapping[str, Any], known: Iterable[Charge], *, life: int, nothing_left_since: bool
 ) -> Resumption:
-    """What lets a run go on from a state.
-
-    Args:
-        run: A run that has not begun.
-        state: What `taken` returned, with the slices that this rank draws.
-        known: What the engine has charged.
-        life: From `next_life`, the same on all ranks.
-        nothing_left_since: Whether nothing that came after the checkpoint was released.
-
-    Returns:
-        The changes; none was made.
-
-    Raises:
-        MechanismMismatchError: If the run is another one; the message says in what.
-        TicketError: If the run has begun, or was resumed already.
-        LedgerError: If the engine knows of later steps, and is told that there were none.
-        CorruptFileError: If the key is none.
-    """
+    """What lets a run go on from a state."""
     if run.release.last_step >= 0 or run.resumed or not run.attached:
         raise TicketError(
             "The run that shall go on has drawn batches already, was loaded before, or is private no longer.",

@@ -94,11 +94,7 @@ def _put(path: Path, data: bytes) -> None:
 
 
 class _Files:
-    """The files that a rank writes.
-
-    Args:
-        run: The run.
-    """
+    """The files that a rank writes."""
 
     def __init__(self, run: Run):
         self._run = run

@@ -23,15 +23,7 @@ _SLICE = "noise"
 
 
 def written(tensors: Mapping[str, Tensor], topology: Topology) -> dict[str, Part]:
-    """What this rank writes of tensors that all have, or have parts of.
-
-    Args:
-        tensors: By name.
-        topology: Who holds what.
-
-    Returns:
-        Parts by name; each number is in those of one rank.
-    """
+    """What this rank writes of tensors that all have, or have parts of."""
     found = {}
     for name, tensor in tensors.items():
         if topology.writes(tensor):
@@ -51,19 +43,7 @@ def taken(stored: Stored, name: str, like: Tensor, topology: Topology) -> Tensor
 
 
 def owners(tensors: Mapping[str, Tensor], optimizer: Optimizer, state: Mapping[str, Any]) -> dict[str, int]:
-    """Whose state a tensor of an optimizer is: the number of the parameter.
-
-    Args:
-        tensors: The tensors in the state, by name.
-        optimizer: The optimizer.
-        state: Its ``state_dict()``.
-
-    Returns:
-        Numbers by name.
-
-    Raises:
-        TypeError: If it cannot be told how one is cut, whose parameter is cut.
-    """
+    """Whose state a tensor of an optimizer is: the number of the parameter."""
     of = {id(leaf): i for i, kept in state.get("state", {}).items() for leaf in pytree.tree_leaves(kept)}
     found = {name: of[id(tensor)] for name, tensor in tensors.items() if id(tensor) in of}
     parameters = _listed(optimizer)
@@ -80,21 +60,7 @@ def owners(tensors: Mapping[str, Tensor], optimizer: Optimizer, state: Mapping[s
 def optimizer_tensors(
     stored: Stored, of: Mapping[str, int], optimizer: Optimizer, topology: Topology
 ) -> dict[str, Tensor]:
-    """The tensors of an optimizer's state as this rank has them.
-
-    Args:
-        stored: What was written.
-        of: From `owners`.
-        optimizer: The optimizer that will have them.
-        topology: Who holds what.
-
-    Returns:
-        Tensors by name.
-
-    Raises:
-        CorruptFileError: If there are more parameters in the state.
-        MechanismMismatchError: If a parameter is cut here, and it is not known how its state is.
-    """
+    """The tensors of an optimizer's state as this rank has them."""
     parameters, found = _listed(optimizer), {}
     for name in stored.names:
         if name not in of:
@@ -129,15 +95,7 @@ def slice_parts(slices: Mapping[Places, Tensor]) -> dict[str, Part]:
 
 
 def cut_slices(stored: Stored, wanted: Sequence[Places]) -> dict[Places, Tensor]:
-    """What was kept for slices, cut as this rank draws them now.
-
-    Args:
-        stored: What all ranks wrote.
-        wanted: The places of the slices.
-
-    Returns:
-        ``(K, D)`` by their places.
-    """
+    """What was kept for slices, cut as this rank draws them now."""
     rows = sorted(row for name in stored.names for row in _rows_of(name))
     return {places: _cut(stored, rows, places) for places in wanted}
 

@@ -16,12 +16,7 @@ _LONGEST = 40  # characters of a value in a message
 
 
 class CommandError(Exception):
-    """A command cannot go on, for a reason that its user can do something about.
-
-    Args:
-        message: What, and what to do.
-        exit_code: 1 if something failed, 2 if the command was called in a wrong way.
-    """
+    """A command cannot go on, for a reason that its user can do something about."""
 
     def __init__(self, message: str, *, exit_code: int = 1):
         self.exit_code = exit_code

@@ -18,14 +18,7 @@ DONE, FAILED, WRONG_USE = 0, 1, 2
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command.
-
-    Args:
-        argv: The arguments after the program's name; None takes those of the process.
-
-    Returns:
-        0 if it did what was asked; 1 if the answer is no, or something failed; 2 if it was called in a wrong way.
-    """
+    """Runs one command."""
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(

@@ -142,15 +142,7 @@ class AbstractClip(abc.ABC):
 
 
 def factors_within(bounds: float | Sequence[float], norms_BK: Tensor) -> Tensor:
-    """Factors that bring every norm down to its threshold, and leave smaller ones alone.
-
-    Args:
-        bounds: A threshold for each group, or one for all.
-        norms_BK: Norms per sample and group.
-
-    Returns:
-        ``min(1, (1 - SLACK) * bound / norm)`` for each, without an additive epsilon, which would overshoot.
-    """
+    """Factors that bring every norm down to its threshold, and leave smaller ones alone."""
     bounds_K = torch.as_tensor(bounds, dtype=norms_BK.dtype, device=norms_BK.device) * (1 - SLACK)
     return selected(bounds_K / norms_BK, norms_BK).clamp(max=1)
 
@@ -168,17 +160,7 @@ def selected(factors_BK: Tensor, norms_BK: Tensor) -> Tensor:
 
 
 def check_norms(where: str, norms_BK: Tensor, groups: int | None = None) -> None:
-    """Refuses norms from which no factor can be had.
-
-    Args:
-        where: Dotted name of the policy, for the message.
-        norms_BK: What ``factors`` got.
-        groups: How many groups the policy has, if that is fixed.
-
-    Raises:
-        TypeError: If the norms are narrower than float32.
-        ValueError: If they are not ``(B, K)``, or K is not the number of groups.
-    """
+    """Refuses norms from which no factor can be had."""
     if norms_BK.dtype not in (torch.float32, torch.float64):
         raise TypeError(f"{where}: norms are {norms_BK.dtype}; form them in float32 or float64.")
     if norms_BK.dim() != 2 or groups not in (None, norms_BK.shape[1]):
@@ -187,19 +169,7 @@ def check_norms(where: str, norms_BK: Tensor, groups: int | None = None) -> None
 
 
 def positive(where: str, name: str, value: object) -> float:
-    """Returns ``value`` as a float, or raises InvalidBudgetError unless it is positive and finite.
-
-    Args:
-        where: Dotted name of the policy, for the message.
-        name: The argument.
-        value: What it got.
-
-    Returns:
-        The number.
-
-    Raises:
-        InvalidBudgetError: If it is not a number, or not positive and finite.
-    """
+    """Returns ``value`` as a float, or raises InvalidBudgetError unless it is positive and finite."""
     number = float(value) if isinstance(value, numbers.Real) and not isinstance(value, bool) else math.nan
     if not 0 < number < math.inf:
         raise InvalidBudgetError(f"{where}: {name}={value!r} is not a positive, finite number.", fix=f"Try {name}=1.0.")

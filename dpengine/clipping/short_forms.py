@@ -21,20 +21,7 @@ SHORT_FORMS: dict[str, Callable[[Any], AbstractClip]] = {
 
 
 def clipping_from(value: str | AbstractClip, max_grad_norm: float | Sequence[float] | None = None) -> AbstractClip:
-    """The policy that a user meant.
-
-    Args:
-        value: A key of ``SHORT_FORMS``, or a policy.
-        max_grad_norm: The threshold of a short form; a sequence with ``"per_layer"``. With a policy, None or what the
-            policy says itself.
-
-    Returns:
-        The policy.
-
-    Raises:
-        ValueError: If the name is not known, or a policy and ``max_grad_norm`` say different things.
-        InvalidBudgetError: If the threshold is missing, or not positive and finite.
-    """
+    """The policy that a user meant."""
     if isinstance(value, AbstractClip):
         if max_grad_norm is None or _same(value, max_grad_norm):
             return value

@@ -40,17 +40,7 @@ _RANDOM = 1  # seed of what both passes draw
 
 
 def refuse_orders(graph: fx.GraphModule, rows: int, first: int, count: int) -> None:
-    """Refuses operations by which numbers could decide about the order of rows.
-
-    Args:
-        graph: The whole pass.
-        rows: Of the batch.
-        first: Where, among the placeholders, the batch begins.
-        count: Its tensors.
-
-    Raises:
-        UnsupportedLayerError: If there is one.
-    """
+    """Refuses operations by which numbers could decide about the order of rows."""
     placeholders = [node for node in graph.graph.nodes if node.op == "placeholder"]
     from_batch = set(placeholders[first : first + count])
     for node in graph.graph.nodes:
@@ -84,17 +74,7 @@ def _picks_rows(node: fx.Node, rows: int, from_batch: set[fx.Node]) -> bool:
 
 
 def refuse_mixed_order(one: OnePass, state: list[Tensor], batch: Sequence[Tensor], weights_BK: Tensor) -> None:
-    """Refuses a pass in which row i of what layers see is not row i of the batch. See note [order].
-
-    Args:
-        one: The pass.
-        state: Of the model.
-        batch: The batch.
-        weights_BK: Weights.
-
-    Raises:
-        UnsupportedLayerError: If the norm of a row changes when other rows do.
-    """
+    """Refuses a pass in which row i of what layers see is not row i of the batch. See note [order]."""
     rows = len(batch[0])
     if rows < 2:
         return
@@ -116,19 +96,7 @@ def refuse_mixed_order(one: OnePass, state: list[Tensor], batch: Sequence[Tensor
 
 
 def refuse_difference(expected: Sequence[Tensor], found: Sequence[Tensor], *, half: bool) -> bool:
-    """Refuses graphs that do not compute what the hooks do. Some faults of compilers show in gradients of rows only.
-
-    Args:
-        expected: What the hooks gave: squared norms ``(B, K)``, and sums.
-        found: What the graphs gave.
-        half: Whether a part is computed in half precision.
-
-    Returns:
-        Whether that was a judgement: not if a row is not finite, or no row has a gradient.
-
-    Raises:
-        UnsupportedLayerError: If they differ.
-    """
+    """Refuses graphs that do not compute what the hooks do. Some faults of compilers show in gradients of rows only."""
     tolerance = _HALF if half else _FULL
     expected_BK, found_BK = expected[0].sqrt(), found[0].sqrt()
     if not bool(expected_BK.isfinite().all()) or not bool(expected_BK.any()):

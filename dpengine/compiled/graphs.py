@@ -70,21 +70,7 @@ def _as_traced(device: torch.device) -> Iterator[None]:
 def traced_graphs(
     one: OnePass, values: Sequence[Tensor], batch: Sequence[Tensor], weights_BK: Tensor, compile: Compile
 ) -> Graphs:
-    """The graphs of a pass over tensors of these shapes.
-
-    Args:
-        one: The pass.
-        values: What stands for the model's state.
-        batch: The batch.
-        weights_BK: Weights.
-        compile: Makes functions of graphs.
-
-    Returns:
-        Both functions.
-
-    Raises:
-        UnsupportedLayerError: If the pass cannot be written down as a graph.
-    """
+    """The graphs of a pass over tensors of these shapes."""
     count = len(values)
 
     def flat(*tensors: Tensor) -> list[Tensor]:

@@ -43,16 +43,7 @@ class OnePass:
         return list(dict.fromkeys(table[name] for table, name in _places(self.capture.model)))
 
     def run(self, values: Sequence[Tensor], batch: Sequence[Tensor], weights_BK: Tensor) -> list[Tensor]:
-        """Runs forward and backward.
-
-        Args:
-            values: What stands in for ``state()``.
-            batch: Tensors with the batch on axis 0.
-            weights_BK: A weight for each row and group.
-
-        Returns:
-            The loss; squared norms ``(B, K)`` of gradients; the weighted sum for each parameter in ``took_part``.
-        """
+        """Runs forward and backward."""
         rows = batch[0].shape[0]
         state = self.state()
         stand_ins = {

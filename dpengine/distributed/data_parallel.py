@@ -28,11 +28,7 @@ def data_parallel(model: nn.Module) -> Topology:
 
 
 def refuse_other_weights(model: nn.Module, topology: Topology) -> None:
-    """Refuses copies of a model that are not the same on all ranks. Every rank calls it.
-
-    Raises:
-        MechanismMismatchError: If they differ.
-    """  # noqa: DOC502 - the function below raises on our behalf
+    """Refuses copies of a model that are not the same on all ranks. Every rank calls it."""
     tensors: dict[str, Any] = dict([*model.named_parameters(), *model.named_buffers()])
     _refuse_differences(topology.replicas, topology, tensors)
     parameters = topology.parameters(model)

@@ -14,14 +14,7 @@ from .topology import Slot, Topology
 
 
 def fully_sharded(model: nn.Module) -> Topology | None:
-    """The topology of a model that ``fully_shard`` was applied to.
-
-    Returns:
-        None for any other model.
-
-    Raises:
-        UnsupportedLayerError: If only a part of the parameters is sharded, or they are on several meshes.
-    """
+    """The topology of a model that ``fully_shard`` was applied to."""
     sharded = [group for module in model.modules() for group in _groups_of(module)]
     parts = [part for group in sharded for part in group.fsdp_params]
     if not parts:

@@ -134,14 +134,7 @@ def _product(index: Sequence[int], strides: Sequence[int]) -> int:
 
 
 def read_as_dtensors(data_axes: int) -> dict[str, Any]:
-    """The fields of a topology whose parameters, or some of them, are DTensors.
-
-    Args:
-        data_axes: How many axes of their meshes are those of the data.
-
-    Returns:
-        ``data_axes``, ``held``, ``gradient`` and ``local``.
-    """
+    """The fields of a topology whose parameters, or some of them, are DTensors."""
     return {"data_axes": data_axes, "held": partial(_held, data_axes), "gradient": _gradient, "local": local_part}
 
 

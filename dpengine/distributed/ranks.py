@@ -64,17 +64,7 @@ class Ranks:
         return found
 
     def each(self, action: Callable[[], T]) -> list[T]:
-        """What an action gives on each rank; if it fails on one, none goes on. It must not wait for other ranks.
-
-        Args:
-            action: What each does; all its answers can be pickled.
-
-        Returns:
-            The answers.
-
-        Raises:
-            RuntimeError: If it failed on another rank; where it failed, its own exception.
-        """
+        """What an action gives on each rank; if it fails on one, none goes on. It must not wait for other ranks."""
         answer, error = None, None
         try:
             answer = action()

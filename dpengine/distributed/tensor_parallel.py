@@ -24,18 +24,7 @@ _LEAVE_OUT = "Leave it out of the plan of parallelize_module, or freeze it."
 
 
 def tensor_parallel(model: nn.Module, topology: Topology) -> Topology:
-    """The topology of a model whose layers may be split too.
-
-    Args:
-        model: The model, inside what wraps it for the data.
-        topology: How the data is spread; it has ``data_axes``.
-
-    Returns:
-        The same topology if no layer is split.
-
-    Raises:
-        UnsupportedLayerError: If layers are split in a way whose gradients are not known.
-    """
+    """The topology of a model whose layers may be split too."""
     found: dict[Slot, tuple[str, Any]] = {}
     for prefix, module in model.named_modules():
         for name, present in module._parameters.items():

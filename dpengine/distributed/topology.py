@@ -25,21 +25,7 @@ _SPREAD = 1e-6  # variance of a row's norms over ranks, of their squared mean
 def add_up_sq_norms(
     splits: Ranks, own_BK: Tensor, whole_BK: Tensor, facts: Sequence[object], device: torch.device
 ) -> Tensor:
-    """Adds up squared norms of parts.
-
-    Args:
-        splits: The ranks that hold parts, for the same rows.
-        own_BK: Squared norms of the gradients of parts that only this rank holds.
-        whole_BK: Those of parameters that each rank holds as a whole.
-        facts: What must be the same on all of them.
-        device: Where numbers are exchanged.
-
-    Returns:
-        Squared norms of whole gradients, float64 and the same bits on every rank.
-
-    Raises:
-        MechanismMismatchError: If ranks do not do the same, or have other gradients of what each holds as a whole.
-    """
+    """Adds up squared norms of parts."""
     rows, groups = own_BK.shape
     message = torch.zeros(rows * (groups + 2) + Seal.WORDS, dtype=torch.float64, device=device)
     sums = message[: -Seal.WORDS].view(rows, groups + 2)
@@ -172,14 +158,7 @@ class Topology:
         return self.slots.get((owner, name), present)
 
     def agree(self, **facts: Any) -> None:
-        """Refuses a run in which ranks differ. Every rank calls it at the same place.
-
-        Args:
-            facts: What must be the same everywhere, as values whose ``repr`` says all.
-
-        Raises:
-            MechanismMismatchError: If some differ; it says which, and on which ranks.
-        """
+        """Refuses a run in which ranks differ. Every rank calls it at the same place."""
         mine = {name: repr(value) for name, value in facts.items()}
         all_facts = self.everyone.all_of(mine)
         for name in mine:

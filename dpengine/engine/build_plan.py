@@ -77,16 +77,7 @@ class Wanted:
 
 
 def arranged(module: nn.Module, loader: DataLoader[Any], wanted: Wanted) -> tuple[RunPlan, Budget]:
-    """The plan and the budget of a run.
-
-    Args:
-        module: The model.
-        loader: The user's loader.
-        wanted: What was asked for.
-
-    Returns:
-        Both. What does not fit together is refused.
-    """
+    """The plan and the budget of a run."""
     return _by_numbers(module, loader, wanted) if wanted.plan is None else _by_plan(module, loader, wanted)
 
 
@@ -96,17 +87,7 @@ def name_for(topology: Topology) -> str:
 
 
 def source_for(topology: Topology, kind: str, seed: int | None, *, run: int) -> NoiseSource:
-    """The source of a run's private randomness, the same on all of its processes.
-
-    Args:
-        topology: The processes of the run.
-        kind: Of the generator.
-        seed: Makes it repeat; None takes a key from the operating system.
-        run: Number of the run in its engine, from 0: with a seed, each has a life of its own.
-
-    Returns:
-        The source.
-    """
+    """The source of a run's private randomness, the same on all of its processes."""
     if seed is not None:
         return NoiseSource.seeded(seed, kind, incarnation=run)
     return NoiseSource.from_secret_state(topology.everyone.from_first(NoiseSource.fresh(kind).secret_state()))

@@ -63,17 +63,6 @@ class ClipStatistics:
 class ClippedSums:
     """Adds up clipped per-sample gradients of a model over any number of backward passes.
 
-    Args:
-        model: The model. Its trainable parameters are read at each pass.
-        policy: Turns norms into factors.
-        mode: A key of ``gradients.MODES``.
-        batch_first: Whether axis 0 of the model's inputs is the batch; else axis 1.
-        loss_reduction: ``"mean"`` if the loss is a mean over the rows of a batch, ``"sum"`` if it is their sum.
-        on_backward_end: Called when a backward pass is over; without it, the owner calls ``clip`` itself.
-        methods: Which way to norms and sums is the fastest, as far as is known.
-        topology: Who holds what, where several processes train the model.
-        forms_on_demand: Whether gradients of rows can be had before they are clipped.
-
     Attributes:
         facts: What every rank must have alike when it sums.
     """
@@ -198,16 +187,8 @@ class ClippedSums:
     def clip(self, *, rows: int | None = None, loss_scale: float = 1.0, units: Units | None = None) -> ClipStatistics:
         """Clips what the last backward pass left, and adds it to the sums.
 
-        Args:
-            rows: The rows that were handed out; None takes the batch size that the layers showed.
-            loss_scale: What the loss was multiplied by before ``backward``.
-            units: Which rows are clipped together, as one; None for each by itself.
-
         A layer that saw another number of rows (BatchMismatchError), and a ``.grad`` that autograd filled on its own
         (MissingGradientError), are refused, and the pass is dropped.
-
-        Returns:
-            What the pass showed.
         """
         try:
             self._refuse_leaks()

@@ -117,20 +117,7 @@ def check_per_sample_gradients(
 def gradients_alone(
     model: nn.Module, rows: Iterable[Any], *, batch_first: bool = True, loss_reduction: str = "mean"
 ) -> Gradients:
-    """The gradient of each sample's own loss, from a pass of its own through plain autograd.
-
-    Args:
-        model: The model, of which a copy is run.
-        rows: The inputs of each sample, as a batch of one: a tensor, a tuple or a mapping.
-        batch_first: Which axis of the output is the batch.
-        loss_reduction: ``"mean"`` or ``"sum"``; it changes how the entries of one sample are added up.
-
-    Returns:
-        ``(B, *parameter)`` for each trainable parameter.
-
-    Raises:
-        ValueError: If there is no row.
-    """
+    """The gradient of each sample's own loss, from a pass of its own through plain autograd."""
     model = copy.deepcopy(model)
     parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
     found: dict[str, list[Tensor]] = {name: [] for name in parameters}
@@ -151,18 +138,7 @@ def gradients_alone(
 def gradients_together(
     wrapped: nn.Module, inputs: Any, *, batch_first: bool = True, loss_reduction: str = "mean", inner: str = "module"
 ) -> Gradients:
-    """The ``grad_sample`` of each parameter, from one pass of the whole batch.
-
-    Args:
-        wrapped: A ``GradSampleModule``, or what leaves ``grad_sample`` on parameters as it does.
-        inputs: A tensor, a tuple of positional or a mapping of keyword inputs.
-        batch_first: Which axis of the output is the batch.
-        loss_reduction: As ``wrapped`` was told.
-        inner: The attribute of ``wrapped`` that is the model.
-
-    Returns:
-        ``(B, *parameter)`` for each trainable parameter, None in the place of what was not reached.
-    """
+    """The ``grad_sample`` of each parameter, from one pass of the whole batch."""
     wrapped.zero_grad()
     probe_loss(call(wrapped, inputs), batch_first=batch_first, loss_reduction=loss_reduction).backward()
     named = getattr(wrapped, inner).named_parameters()
@@ -170,20 +146,7 @@ def gradients_together(
 
 
 def compare(alone: Gradients, together: Mapping[str, Tensor | None], *, atol: float, rtol: float) -> GradientReport:
-    """How far each parameter's per-sample gradients are from the truth. What was not reached counts as zero.
-
-    Args:
-        alone: The truth.
-        together: What is asked about.
-        atol: What is allowed in every entry.
-        rtol: What is allowed besides, in units of the true entry.
-
-    Returns:
-        A difference for each parameter.
-
-    Raises:
-        ValueError: If they are about other parameters.
-    """
+    """How far each parameter's per-sample gradients are from the truth. What was not reached counts as zero."""
     if alone.keys() != together.keys():
         raise ValueError(
             f"compare: only alone: {sorted(alone.keys() - together.keys())}; "
@@ -197,19 +160,7 @@ def probe_loss(output: Tensor | PackedSequence, *, batch_first: bool = True, los
 
     Each sample's loss is ``<c, y + y^2 / 2>`` of its output ``y`` and a fixed random ``c``, so its gradient
     ``c (1 + y)`` differs from sample to sample, and is the same for a sample alone and in company.
-
-    Args:
-        output: A tensor with the batch on axis 0 or 1, or a packed sequence.
-        batch_first: Which axis it is.
-        loss_reduction: ``"mean"`` for the mean over samples of the mean over a sample's entries, or ``"sum"``.
-
-    Returns:
-        One number.
-
-    Raises:
-        TypeError: If the output is neither.
-        ValueError: If ``loss_reduction`` is not known, or a tensor lacks the axis of the batch.
-    """  # noqa: DOC502 - what is called raises on our behalf
+    """
     if loss_reduction not in REDUCTIONS:
         raise ValueError(f"loss_reduction={loss_reduction!r} is not known. Choose one of: 'mean', 'sum'.")
     losses = torch.stack([_reduced(row, loss_reduction) for row in _output_rows(output, batch_first)])
@@ -225,18 +176,7 @@ def call(model: Callable[..., Any], inputs: Any) -> Any:
 
 
 def rows_of(inputs: Any, batch_first: bool = True) -> list[Any]:
-    """The inputs of each sample, as batches of one.
-
-    Args:
-        inputs: A tensor, a packed sequence, a tuple or a mapping.
-        batch_first: Whether axis 0 counts the rows; else axis 1.
-
-    Returns:
-        One for each row. Those of a packed sequence are tensors.
-
-    Raises:
-        TypeError: If no tensor has the axis.
-    """
+    """The inputs of each sample, as batches of one."""
     axis = 0 if batch_first else 1
     if isinstance(inputs, PackedSequence):
         return [row.unsqueeze(axis) for row in unpacked(inputs)]

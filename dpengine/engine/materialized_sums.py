@@ -29,15 +29,6 @@ class ShownSums(ClippedSums):
     ``(B, *param.shape)``, formed when somebody looks. What is written there instead is what will be clipped. After
     several backward passes it is a list with one tensor for each.
 
-    Args:
-        model: The model.
-        mode: A key of ``gradients.MODES``; or ``"no_op"``, in which nothing is captured, and all of ``p.grad_sample``
-            is written by the user.
-        batch_first: As in ``ClippedSums``.
-        loss_reduction: As in ``ClippedSums``.
-        topology: As in ``ClippedSums``.
-        shows: Whether ``p.grad_sample`` is set at all.
-
     Attributes:
         only: The parameters that are clipped and summed; None for all that train.
         allows_accumulation: Whether several backward passes may wait at a time.
@@ -103,11 +94,7 @@ class ShownSums(ClippedSums):
         self.refuse_unended()
 
     def refuse_unended(self) -> None:
-        """Refuses, and drops, a backward pass that came by other ways than the model's own forward.
-
-        Raises:
-            TicketError: If there is one.
-        """
+        """Refuses, and drops, a backward pass that came by other ways than the model's own forward."""
         if not self.strategy.rows or self._ended:
             return
         name = next(iter(self.strategy.rows))

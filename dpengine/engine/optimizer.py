@@ -49,12 +49,7 @@ class Attachment:
 
 
 def refuse_optimizer(optimizer: Optimizer) -> None:
-    """Refuses what cannot be made private.
-
-    Raises:
-        TypeError: If it is no optimizer of torch.
-        UnknownParameterError: If its kind cannot be made private, or it is private already.
-    """
+    """Refuses what cannot be made private."""
     base = type(optimizer)
     if not isinstance(optimizer, Optimizer):
         raise TypeError(f"optimizer is a {base.__name__}; pass an optimizer of torch.optim, such as SGD or AdamW.")
@@ -190,16 +185,7 @@ def _update(optimizer: Optimizer, attachment: Attachment) -> None:
 def refuse_replaced(
     released: Set[nn.Parameter], held: Sequence[nn.Parameter], *, known: Set[nn.Parameter] = frozenset()
 ) -> None:
-    """Refuses a step that would change no weight, and tells of weights that it leaves out.
-
-    Args:
-        released: The parameters that have a gradient.
-        held: Those of the optimizer.
-        known: Those that may be left out, since it was told before that they are.
-
-    Raises:
-        ParameterMismatchError: If the optimizer holds none of them.
-    """
+    """Refuses a step that would change no weight, and tells of weights that it leaves out."""
     if released and held and released.isdisjoint(held):
         raise ParameterMismatchError(
             "No parameter that trains is in the optimizer: they were all replaced since make_private, and no weight "

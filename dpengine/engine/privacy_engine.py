@@ -45,7 +45,7 @@ from .run import Run
 from .run_report import about_run, metrics_of_run, refuse_unknown_facts, report_of_run
 
 if TYPE_CHECKING:
-    from dpengine.compiled.backward import CompiledBackward
+    from .compiled_backward import CompiledBackward
 
 B = TypeVar("B")
 M = TypeVar("M", bound=nn.Module)
@@ -290,7 +290,7 @@ class PrivacyEngine(Uncopied):
             backend: Of ``torch.compile``, by name or as a function.
 
         Returns:
-            What takes the place of ``loss.backward()`` in the loop; see `dpengine.compiled.CompiledBackward`.
+            What takes the place of ``loss.backward()`` in the loop; see `dpengine.engine.CompiledBackward`.
         """
         return self._last_run().compile_backward(loss_fn, multiple_of, backend)
 
@@ -335,7 +335,7 @@ class PrivacyEngine(Uncopied):
 
     @suggests_names
     def progress(self, loader: Iterable[B], *, total: int | None = None) -> Iterator[B]:
-        """The batches of a loader, beside a bar with epsilon; silent where nobody looks. See `dpengine.engine.progress`."""
+        """Iterates over a loader with a progress bar that shows epsilon; see `dpengine.engine.progress`."""
         target = self._last_run().budget.target_epsilon
         return progress(self, loader, target_epsilon=target, total=total)
 

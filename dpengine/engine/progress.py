@@ -46,15 +46,6 @@ def progress(
     Silent where nobody looks: if the standard error stream is no terminal (a notebook counts as one), on any rank but
     the first, without tqdm, and with ``DPENGINE_PROGRESS=0``. Epsilon is asked for about once a second, less often
     where the answer takes long.
-
-    Args:
-        engine: The engine whose budget is shown.
-        loader: The private loader, or any iterable of its batches.
-        target_epsilon: What may be spent, shown beside it.
-        total: Logical batches to come. None takes the length of ``loader``, if it has one.
-
-    Yields:
-        What ``loader`` yields.
     """
     if not is_shown():
         yield from loader

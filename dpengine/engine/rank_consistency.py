@@ -23,16 +23,7 @@ _EXAMPLES = 16  # of the data set, that are compared
 
 
 def refuse_disagreement(run: Run, physical_batch_size: int | None, accumulation_steps: int) -> None:
-    """Refuses a run that the processes which share it do not see alike; with one process, nothing.
-
-    Args:
-        run: The run.
-        physical_batch_size: As ``make_private`` was given it.
-        accumulation_steps: As ``make_private`` was given it.
-
-    Raises:
-        MechanismMismatchError: If ranks differ; it says in what.
-    """  # noqa: DOC502 - the topology raises on our behalf
+    """Refuses a run that the processes which share it do not see alike; with one process, nothing."""
     release, sums = run.release, run.release.sums
     topology, source = sums.topology, release.source
     if topology.everyone.size == 1:
@@ -63,16 +54,7 @@ def refuse_disagreement(run: Run, physical_batch_size: int | None, accumulation_
 
 
 def examples_of(run: Run, source: NoiseSource, life: int | None = None) -> list[str | None]:
-    """What some of the examples are, for a comparison with those of a run that goes on. Secret, as the key is.
-
-    Args:
-        run: The run.
-        source: Whose key the digests are made with.
-        life: Of the source; None for the present one.
-
-    Returns:
-        A digest of each; None for one that is another each time it is read, or cannot be read.
-    """
+    """What some of the examples are, for a comparison with those of a run that goes on. Secret, as the key is."""
     return _examples(run.batches.dataset, source.words(8, domain="agreement", step=0, incarnation=life).tobytes())
 
 

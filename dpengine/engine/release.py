@@ -252,14 +252,7 @@ class Release:
             self.tickets, self.stage = [present], Stage.OPEN
 
     def step(self, apply: Callable[[], None]) -> bool:
-        """Charges, noises and applies the sums, if the logical batch is complete.
-
-        Args:
-            apply: The optimizer's own update, which reads ``p.grad``.
-
-        Returns:
-            Whether the weights changed; False for all but the last chunk of a logical batch.
-        """
+        """Charges, noises and applies the sums, if the logical batch is complete."""
         if not self.gather():
             return False
         with self.leaving():

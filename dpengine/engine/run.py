@@ -32,7 +32,7 @@ from .release import Release
 from .shared_dataset_check import notice_other_engine
 
 if TYPE_CHECKING:
-    from dpengine.compiled.backward import CompiledBackward
+    from .compiled_backward import CompiledBackward
 
 
 @dataclass(eq=False)
@@ -247,7 +247,7 @@ class Run:
             raise ValueError(f"multiple_of={multiple_of!r}; expected a whole number of at least 1.")
         if not callable(loss_fn):
             raise TypeError(f"loss_fn is {torch.typename(loss_fn)}; pass a function of a batch that gives its loss.")
-        from dpengine.compiled.backward import CompiledBackward  # brings the compiler, which takes a second
+        from .compiled_backward import CompiledBackward  # brings the compiler, which takes a second
 
         return CompiledBackward(sums, loss_fn, multiple_of=multiple_of, backend=backend)
 

@@ -29,12 +29,7 @@ _KEYS: dict[str, dict[str, tuple[type, ...]]] = {
 
 
 def refuse_unknown_facts(data: Any, utility: Any, excludes: Any) -> None:
-    """Refuses what a report cannot show: other keys than it knows, and values of other types.
-
-    Raises:
-        TypeError: If something has another type than the report's schema says.
-        ValueError: If a key is not known.
-    """
+    """Refuses what a report cannot show: other keys than it knows, and values of other types."""
     for argument, given in (("data", data), ("utility", utility)):
         if given is not None and not isinstance(given, Mapping):
             raise TypeError(
@@ -81,19 +76,7 @@ def report_of_run(
     utility: Mapping[str, Any],
     excludes: tuple[str, ...],
 ) -> PrivacyReport:
-    """Makes the report of a run. It reads the parts of the run, the versions of two packages, and nothing else.
-
-    Args:
-        run: The run, which has the plan, the budget and the source of the noise.
-        ledger: Everything that was charged, also by other runs of the engine.
-        relation: Which data sets are neighbours, for all of these charges.
-        data: ``name``, ``source``, ``licence``, ``sha256``.
-        utility: ``metric``, ``value``, ``split``.
-        excludes: Sentences on what else the guarantee does not cover.
-
-    Returns:
-        The report; ``save(directory)`` writes its files.
-    """
+    """Makes the report of a run. It reads the parts of the run, the versions of two packages, and nothing else."""
     plan, budget = run.release.plan, run.budget
     device = next(run.model.parameters()).device.type
     topology = run.release.sums.topology

@@ -53,11 +53,6 @@ def notice_other_engine(dataset: Any, ledger: Ledger, known: Callable[[], Iterab
 
     It is asked then, and not when an engine begins, since a state may be loaded in between; and since of two that have
     begun, either may be the first to release.
-
-    Args:
-        dataset: What is trained on.
-        ledger: That is about to be charged.
-        known: What the account holds besides, where it has a history of its own.
     """
     last = _by_id.get(id(dataset))
     if last is not None and last.dataset() is not dataset:  # the id of one that is gone

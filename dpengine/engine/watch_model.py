@@ -31,25 +31,7 @@ def watch_model(
     topology: Topology = SINGLE,
     forms_on_demand: bool = False,
 ) -> tuple[Capture, Probed]:
-    """The capture and the strategy for one mode; nothing is attached yet.
-
-    Args:
-        model: The model.
-        receiver: Who is told of its passes.
-        mode: A key of ``MODES``.
-        batch_first: Whether axis 0 of its inputs is the batch.
-        mean_loss: Whether losses are declared to be means over the rows, which rules from outside may have to know.
-        methods: Which way is the fastest, as far as is known; None starts a table.
-        topology: Who holds what, where several processes train the model.
-        forms_on_demand: Whether gradients must be had one by one before their sums: only layers are looked up by mode.
-
-    Returns:
-        The capture, which tells the receiver, and the strategy, to which the receiver hands on.
-
-    Raises:
-        ValueError: If the mode is not in the table.
-        UnsupportedLayerError: If the mode does not go with the topology.
-    """  # noqa: DOC502 - the check below raises on our behalf
+    """The capture and the strategy for one mode; nothing is attached yet."""
     if mode not in MODES:
         raise ValueError(f"grad_sample_mode={mode!r} is not known. Choose one of: {', '.join(map(repr, MODES))}.")
     chosen = MODES[mode]

@@ -108,11 +108,7 @@ def clip_tree(tree: Any, c: Any, rescale_to_unit_norm: bool = False) -> tuple[An
 
 
 def groups_of(c: Any, tree: Any) -> tuple[list[Group], Any]:
-    """The groups that thresholds make of a tree, and how the thresholds nest.
-
-    Raises:
-        ValueError: If a threshold is negative, or they do not fit the tree.
-    """  # noqa: DOC201, DOC502 - said in one line; the checks raise on our behalf
+    """The groups that thresholds make of a tree, and how the thresholds nest."""
     leaves, spec = pytree.tree_flatten(tree)
     groups: list[Group] = []
     _match(c, pytree.tree_unflatten(list(range(len(leaves))), spec), groups, "")
@@ -150,7 +146,7 @@ def group_norms(leaves: list[Tensor], groups: list[Group]) -> Tensor:
 
     A norm is 0 only where every number is, and finite only where every number is: numbers are divided by the largest
     before they are squared.
-    """  # noqa: DOC201
+    """
     return torch.stack([_norm([leaves[i] for i in group.leaves], leaves) for group in groups], dim=1)
 
 

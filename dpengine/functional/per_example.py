@@ -62,12 +62,7 @@ class Batch:
 def batch_of(
     where: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], places: tuple[int, ...], seed_place: int | None
 ) -> Batch:
-    """The batch among the arguments of a call.
-
-    Raises:
-        ValueError: If an argument is missing, or the tensors of the examples have no common size on axis 0.
-        TypeError: If the seed is not an integer.
-    """  # noqa: DOC201
+    """The batch among the arguments of a call."""
     if max(places) >= len(args):
         raise ValueError(f"{where}: argument {max(places)} has the examples, and there are {len(args)} arguments.")
     leaves = [leaf for place in places for leaf in pytree.tree_leaves(args[place])]
@@ -90,16 +85,7 @@ def _seeds(seed: int, count: int) -> Tensor:
 
 
 def each_example(one: Callable[[list[Any]], Any], batch: Batch, *, keep_batch_dim: bool) -> Any:
-    """``one(args)`` for each example, its outputs stacked on axis 0.
-
-    Args:
-        one: Takes the arguments for one example.
-        batch: The examples.
-        keep_batch_dim: Whether an example keeps an axis of size 1 in front.
-
-    Returns:
-        The outputs, ``(B, ...)``.
-    """
+    """``one(args)`` for each example, its outputs stacked on axis 0."""
 
     def call(*mapped: Any) -> Any:
         args = list(batch.args)

@@ -23,20 +23,7 @@ _EXACT_IN_INT64 = 3 * 10**9  # the square of a norm up to this does
 
 
 def grid_bound(bound: float, scale: float, numbers: int, batch: int) -> float:
-    """To what a gradient is clipped before it is rounded: rounding may add half the root of how many numbers it has.
-
-    Args:
-        bound: What its norm shall be at most.
-        scale: The norm of what is rounded, in units of the grid.
-        numbers: How many numbers a gradient has.
-        batch: How many gradients are added.
-
-    Returns:
-        The smaller threshold.
-
-    Raises:
-        ValueError: If nothing is left, or the sums might overflow.
-    """
+    """To what a gradient is clipped before it is rounded: rounding may add half the root of how many numbers it has."""
     if batch * scale >= _MOST:
         raise ValueError(f"grid_scale={scale:g} with {batch} examples may overflow 64 bits; take a smaller one.")
     left = bound - math.sqrt(numbers) * bound / (2 * scale)
@@ -49,17 +36,7 @@ def grid_bound(bound: float, scale: float, numbers: int, batch: int) -> float:
 
 
 def on_grid(leaves: Sequence[Tensor], factor_B: Tensor, bound: float, scale: float) -> list[Tensor]:
-    """Whole numbers near ``scale / bound`` times the clipped gradients, of norm ``scale`` at most.
-
-    Args:
-        leaves: ``(B, ...)`` each, finite.
-        factor_B: What brings their norm down to ``grid_bound``.
-        bound: The threshold.
-        scale: The grid.
-
-    Returns:
-        int64 tensors of the same shapes.
-    """
+    """Whole numbers near ``scale / bound`` times the clipped gradients, of norm ``scale`` at most."""
     flat_BP = torch.cat([leaf.reshape(len(leaf), -1).double() for leaf in leaves], dim=1)
     rounded_BP = (flat_BP * factor_B.unsqueeze(1) * (scale / bound)).round()
     for i in torch.nonzero(_maybe_above(rounded_BP, scale)).flatten().tolist():

@@ -26,13 +26,7 @@ _PLANS = 500  # remembered; sequences and batches of many lengths have as many
 
 
 class Bookkeep(AbstractGradients):
-    """Norms by the fastest sound way for each parameter, sums by one weighted product.
-
-    Args:
-        planner: Chooses the way of each parameter.
-        quiet: Holds the hooks on the model still, since rules from outside may run a layer again. Norms from outside
-            are asked for after the pass; without this they are not, and gradients are formed instead.
-    """
+    """Norms by the fastest sound way for each parameter, sums by one weighted product."""
 
     def __init__(self, planner: Planner | None = None, quiet: Quiet | None = None):
         self.planner = MethodTable() if planner is None else planner

@@ -169,9 +169,6 @@ class Entry:
         parts, which together may be far above the norm of the gradient. A norm of ``u / _LEFT`` times theirs keeps that
         to a 32nd of the threshold, however many parts are added one by one. The most that was found is 0.8 %, for a row
         that was searched for. Usual rows stay as they are: in float32 their spread is less than 8192 times their norm.
-
-        Returns:
-            The squared norms, or larger ones.
         """
         if spread_B is None:
             return sq_norm_B
@@ -209,9 +206,6 @@ def sq_norms(grad: Tensor) -> Tensor:
     """Squared norms ``(B,)`` in float64.
 
     On accelerators squares are added in float32 over blocks of 256, and in float64 from there, which is off by 1e-6.
-
-    Returns:
-        The squared norm of each row.
     """
     flat_BP = grad.flatten(1) if grad.dim() > 1 else grad.unsqueeze(1)
     if native.takes(flat_BP):

@@ -98,9 +98,6 @@ def _followed(module: nn.Module, inputs: Sequence[Tensor]) -> bool:
 
     It takes the strides of convolutions for those of contiguous inputs, knows neither other padding modes nor dilation
     in 3-D, and gives padding rows of an embedding a gradient (torch 2.13).
-
-    Returns:
-        False where it would be wrong.
     """
     if isinstance(module, nn.Embedding):
         return module.padding_idx is None and all(t.dim() > 1 for t in inputs)

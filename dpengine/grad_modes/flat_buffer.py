@@ -93,10 +93,6 @@ class FlatBuffer:
     first sum comes, and is not cleared: the first sum of a parameter overwrites it, which saves two passes. Where ranks
     keep parts of parameters, sums of whole ones go through an outbox, and ``settle`` brings what is kept of them.
 
-    Args:
-        parameters: The parameters, in the order that addresses their noise.
-        topology: What this process holds of each.
-
     Attributes:
         stretches: Where the sums lie in the vector of all parameters, in its order.
         messages: How many numbers of a memory ranks add up at a time: no more messages than where parameters fill
@@ -144,13 +140,7 @@ class FlatBuffer:
         self.fill(parameter, lambda view, keep: _add(view, total, scale, keep))
 
     def fill(self, parameter: nn.Parameter, write: Callable[[Tensor, float], None]) -> None:
-        """Has one parameter's sum written where it lies.
-
-        Args:
-            parameter: The parameter.
-            write: ``write(view, keep)`` writes ``view * keep`` plus what is to be added into ``view``. ``keep`` is 0,
-                and the view holds anything, if there was no sum yet; else it is 1.
-        """
+        """Has one parameter's sum written where it lies."""
         if self.outbox is not None:
             self.outbox.fill(parameter, write, dtype=self._places[parameter][0][1])
             return
@@ -162,12 +152,7 @@ class FlatBuffer:
         self._unwritten.discard(parameter)
 
     def begin(self, facts: tuple[object, ...], *, wait: bool = False) -> None:
-        """A pass begins to be summed. All ranks call it before each.
-
-        Args:
-            facts: What must be the same on all of them.
-            wait: Whether whole sums are kept for further passes, before ``settle``.
-        """
+        """A pass begins to be summed. All ranks call it before each."""
         if self.outbox is not None:
             self.outbox.begin(facts, wait=wait)
 
@@ -177,11 +162,7 @@ class FlatBuffer:
             self.outbox.complete(parameter)
 
     def settle(self) -> None:
-        """Brings what other ranks summed of the parts that are kept here. All ranks call it after the same passes.
-
-        Raises:
-            MechanismMismatchError: If they had other facts.
-        """  # noqa: DOC502 - the outbox raises on our behalf
+        """Brings what other ranks summed of the parts that are kept here. All ranks call it after the same passes."""
         if self.outbox is None:
             return
         for parameter, kept in self.outbox.deliver():

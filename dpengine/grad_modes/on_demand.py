@@ -18,13 +18,7 @@ _KNOWN = {Tensor.size, Tensor.dim, Tensor.numel, Tensor.__len__} | {
 
 
 class OnDemand(Tensor):
-    """A tensor whose values are formed by the first operation on it. Operations work on the values, and return them.
-
-    Args:
-        form: Gives the values, once. Must be a tensor of this shape and dtype.
-        shape: ``(B, *param.shape)``.
-        like: Dtype and device.
-    """
+    """A tensor whose values are formed by the first operation on it. Operations work on the values, and return them."""
 
     form: Callable[[], Tensor] | None
     formed: Tensor | None

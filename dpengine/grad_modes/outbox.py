@@ -50,11 +50,6 @@ class Bucket:
 class Outbox:
     """Adds up sums of whole parameters over the ranks, of which each keeps its part.
 
-    Args:
-        parameters: Each with the dtype of its sum, in the order in which they are likely to be complete.
-        topology: Who the ranks are.
-        held: How each parameter is cut.
-
     Attributes:
         waits: Whether what there is waits for more before it leaves.
     """

@@ -26,12 +26,6 @@ class Reweight(AbstractGradients):
     """Keeps norms only; the sums come from a second forward and backward pass of the same batch.
 
     Parameters that are used more than once need their uses together for the norm, and are kept until the pass is over.
-
-    Args:
-        uses: How often a parameter was used in the running forward pass.
-        rerun: Runs the batch again, applying a function to the gradients of the model's outputs.
-        planner: Chooses the way of each parameter; should keep nothing.
-        quiet: As for ``Bookkeep``.
     """
 
     def __init__(self, uses: Callable[[nn.Parameter], int], rerun: Rerun, planner: Planner, quiet: Quiet | None = None):
@@ -168,11 +162,7 @@ class Reweight(AbstractGradients):
 
 
 class _InPieces:
-    """Sums of which only the end of the pass is the end: a parameter may be used in several calls.
-
-    Args:
-        sums: Where they go.
-    """
+    """Sums of which only the end of the pass is the end: a parameter may be used in several calls."""
 
     def __init__(self, sums: Sums):
         self.add, self.fill = sums.add, sums.fill

@@ -81,14 +81,7 @@ def note_rows(rows: dict[str, int], name: str, seen: int) -> None:
 
 
 def common_rows(rows: Mapping[str, int]) -> int:
-    """The batch size on which all layers agree.
-
-    Returns:
-        That size, 0 if there was no layer.
-
-    Raises:
-        BatchMismatchError: If they do not agree.
-    """
+    """The batch size on which all layers agree."""
     sizes = set(rows.values())
     if len(sizes) > 1:
         name, other = _two_that_differ(rows)
@@ -106,14 +99,7 @@ def _two_that_differ(rows: Mapping[str, int]) -> tuple[str, str]:
 
 
 def joint_gradients(call: LayerCall, uses: Mapping[str, Use], rule: JointSampler) -> list[tuple[Use, Tensor]]:
-    """Per-sample gradients of every used parameter from a rule that gives all at once.
-
-    Returns:
-        Each use with its gradients ``(B, *param.shape)``.
-
-    Raises:
-        MissingGradientError: If the rule leaves one out, or gives something else than floats, or another shape.
-    """
+    """Per-sample gradients of every used parameter from a rule that gives all at once."""
     grads = rule.grads(call)
     found = {uses[name].parameter: (uses[name], grad) for name, grad in grads.items() if name in uses}
     for use in uses.values():
@@ -144,14 +130,6 @@ def joint_parts(call: LayerCall, uses: Mapping[str, Use], rule: JointSampler) ->
     """One sampler for each used parameter, from a rule that gives all at once.
 
     Gradients are formed when the first of them is asked, for all, and live as long as the samplers.
-
-    Args:
-        call: The call, of which alone they may be asked.
-        uses: Its parameters.
-        rule: The rule.
-
-    Returns:
-        A sampler for each parameter, one name standing for all that a parameter has.
     """
 
     @cache

@@ -37,18 +37,7 @@ def sliding_windows(
     dilation: Sequence[int],
     sides: Sequence[tuple[int, int]],
 ) -> Tensor:
-    """What a kernel meets in each of its places, over the last axes of a tensor in any memory format.
-
-    Args:
-        wide: Leading axes, and one axis for each size of the kernel.
-        kernel: Sizes.
-        stride: From place to place.
-        dilation: From value to value in a window.
-        sides: Zeros before and after each axis.
-
-    Returns:
-        A view of the padded tensor: leading axes, the kernel's axes, the places along each axis.
-    """
+    """What a kernel meets in each of its places, over the last axes of a tensor in any memory format."""
     wide = F.pad(wide, _reversed(sides))
     leading = wide.dim() - len(kernel)
     for axis, (size, step, apart) in enumerate(zip(kernel, stride, dilation, strict=True), leading):
@@ -58,16 +47,7 @@ def sliding_windows(
 
 
 def padding_of(padding: str | Sequence[int], kernel: Sequence[int], dilation: Sequence[int]) -> list[tuple[int, int]]:
-    """Zeros before and after each axis, from the words and numbers that a convolution takes.
-
-    Args:
-        padding: ``"valid"``, ``"same"``, or a size for each axis.
-        kernel: Sizes.
-        dilation: From value to value in a window.
-
-    Returns:
-        A pair for each axis.
-    """
+    """Zeros before and after each axis, from the words and numbers that a convolution takes."""
     if padding == "valid":
         return [(0, 0)] * len(kernel)
     if padding == "same":  # the odd one goes to the right
@@ -243,9 +223,6 @@ def _shifted_sq_norm(call: LayerCall) -> Tensor:
 
     Two windows have the product ``sum_k <wide[t + k], wide[s + k]>`` over the places k of the kernel: a sum of shifted
     parts of that Gram. No window is copied, and no product is formed twice.
-
-    Returns:
-        ``(B,)``, float64.
     """
     if call.batch_size == 0:
         return call.grad_output.new_zeros(0)

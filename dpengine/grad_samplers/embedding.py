@@ -22,15 +22,7 @@ from .sampler import GradSampler, argument
 
 
 def refuse_unsafe_embedding(layer: nn.Module, name: str = "") -> None:
-    """Raises for settings under which rows of the batch cannot be told apart, or the batch is written into the weight.
-
-    Args:
-        layer: Any module.
-        name: Its dotted name, for the message.
-
-    Raises:
-        UnsupportedLayerError: If it is an embedding with such a setting.
-    """
+    """Raises for settings that mix the samples of a batch, or that write the batch into the weight."""
     if not isinstance(layer, (nn.Embedding, nn.EmbeddingBag)):
         return
     where = f"Layer '{name}' ({layer})" if name else str(layer)

@@ -36,12 +36,6 @@ def functional_sampler(module: nn.Module) -> JointSampler:
     into rows; all else is shared by the rows. The output may be any nesting of tensors. A module that holds an
     embedding whose settings mix the rows raises ``UnsupportedLayerError``. Hooks of the caller's own on the module must
     be paused while ``grads`` runs.
-
-    Args:
-        module: Any module whose output for a row depends on that row only.
-
-    Returns:
-        A sampler whose ``grads`` raises ``UnsupportedLayerError`` where the rows alone do not give the recorded output.
     """
     for name, part in module.named_modules():
         refuse_unsafe_embedding(part, name)

@@ -57,14 +57,7 @@ def gram_sq_norm(*factors_BTF: Tensor) -> Tensor:
 
 @full_precision()
 def gram_norms(products: Sequence[Factors]) -> list[GramNorm]:
-    """The norms of several sums of outer products. The Gram of a tensor that several of them have is formed once.
-
-    Args:
-        products: The factors of each.
-
-    Returns:
-        The norms, in the order of the products.
-    """
+    """The norms of several sums of outer products. The Gram of a tensor that several of them have is formed once."""
     found: dict[int, GramNorm] = {}
     for members in _that_share(products):
         for i, norm in zip(members, _norms_of([products[i] for i in members]), strict=True):

@@ -20,11 +20,7 @@ def sum_positions(per_position: Tensor, shape: tuple[int, ...]) -> Tensor:
 
 
 def refuse_batch_axis(call: LayerCall, shape: tuple[int, ...]) -> None:
-    """Raises where normalisation runs over axis 0, the batch.
-
-    Raises:
-        UnsupportedLayerError: If the output has no axis before the normalised ones.
-    """
+    """Raises where normalisation runs over axis 0, the batch."""
     if call.grad_output.dim() <= len(shape):
         raise UnsupportedLayerError(
             f"Layer '{call.name}' ({type(call.layer).__name__}) normalises over axes {shape} of a tensor of shape "

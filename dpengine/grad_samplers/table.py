@@ -40,15 +40,6 @@ def sampler_for(module: nn.Module, *, name: str = "") -> Mapping[str, GradSample
     """The rule for exactly this module, or None where only the functional fallback fits.
 
     An embedding whose settings mix the rows of a batch raises ``UnsupportedLayerError``.
-
-    Args:
-        module: The layer.
-        name: Its dotted name, for the message.
-
-    Returns:
-        One sampler for each parameter, or a joint one; None if the type is not known, if this instance computes
-        something else than its class (a ``forward`` of its own; a parametrization makes a class of its own), or if it
-        holds parameters that the rule does not know (old weight norm, pruning).
     """
     if "forward" in vars(module):
         return None
@@ -64,15 +55,7 @@ def sampler_for(module: nn.Module, *, name: str = "") -> Mapping[str, GradSample
 
 
 def rule_for(module: nn.Module) -> Mapping[str, GradSampler] | JointSampler | NormedRule | None:
-    """``sampler_for`` with the norms that are registered for exactly this module's class, if any are.
-
-    Args:
-        module: The layer.
-
-    Returns:
-        As ``sampler_for``; with norms, the functional fallback where that knows no rule. Norms are left out of a layer
-        of a built-in class that computes something else than its class.
-    """
+    """``sampler_for`` with the norms that are registered for exactly this module's class, if any are."""
     sampler, kind = sampler_for(module), layer_type(module)
     norms = REGISTERED_NORMS.get(kind)
     known = kind in BUILTIN and kind not in WITHDRAWN

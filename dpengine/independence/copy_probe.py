@@ -100,13 +100,7 @@ def with_others_changed(tree: Any, keep_B: Tensor, *, first_only: bool = False) 
 
 
 class Company:
-    """A model that is run on one batch again and again.
-
-    Args:
-        model: The model, which is copied.
-        inputs: Of the batch.
-        size: How many rows it has.
-    """
+    """A model that is run on one batch again and again."""
 
     def __init__(self, model: nn.Module, inputs: Any, size: int):
         self._model = copy.deepcopy(model)
@@ -114,14 +108,7 @@ class Company:
         self._all_B = torch.ones(size, dtype=torch.bool)
 
     def ask(self) -> tuple[Coupling | None, Any]:
-        """The first coupling, and what the model gives for the batch.
-
-        Returns:
-            None where no row noticed the others; and the output.
-
-        Raises:
-            ValueError: If no output has a row for each row of the batch.
-        """
+        """The first coupling, and what the model gives for the batch."""
         if not self._model.training:  # a part may be in eval mode on purpose
             self._model.train()
         base = self._run(self._inputs)

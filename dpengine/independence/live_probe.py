@@ -117,15 +117,7 @@ def _halves(usable_B: Tensor, seed: int, further: int) -> list[Tensor]:
 
 
 class Company:
-    """One probe of one batch.
-
-    Args:
-        capture: What watches the model.
-        replay: The forward passes that the backward pass reached.
-        sq_norms_B: Squared norms as the strategy found them; a row without a finite one is not kept.
-        seed: Of the choice of rows.
-        thorough: Whether rows that only changed places with few others are looked for, at nearly twice the time.
-    """
+    """One probe of one batch."""
 
     def __init__(self, capture: Capture, replay: Replay, sq_norms_B: Tensor, seed: int, *, thorough: bool):
         self._capture = capture
@@ -190,9 +182,6 @@ class Company:
         """Whether random numbers fell on the same places.
 
         Where a shape follows from the data of the batch, as in padding to its longest row, those of dropout do not.
-
-        Returns:
-            False if that is not so, or not known.
         """
         none_drawn = _equal(one.random, [state for p in self._replay.reached for _, state in p.random])
         return _equal(one.random, other.random) and (none_drawn or one.shapes == other.shapes)

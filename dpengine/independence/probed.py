@@ -31,11 +31,6 @@ class Probed(AbstractGradients):
     Rows that do not stay apart raise UnsupportedLayerError, which names the parameter that shows it most. A model whose
     forward does not repeat itself under the same random state cannot be probed, nor can gradients that did not come
     through its outputs, which is noticed once.
-
-    Args:
-        inner: The strategy that does the work.
-        capture: What it hears from.
-        every: Backward passes from one probe to the next; None for no probe.
     """
 
     def __init__(self, inner: AbstractGradients, capture: Capture, every: int | None = EVERY):

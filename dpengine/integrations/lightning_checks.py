@@ -22,11 +22,7 @@ NAMES = ("lightning.pytorch", "pytorch_lightning")
 
 
 def lightning_class(name: str) -> type:
-    """Returns a class of Lightning, of the package that is imported already if one is; ``object`` if neither is there.
-
-    Args:
-        name: Of the class, as ``Callback``.
-    """
+    """Returns a class of Lightning, preferably of the package already imported; ``object`` if none is installed."""
     for package in sorted(NAMES, key=lambda package: package not in sys.modules):
         try:
             return getattr(importlib.import_module(package), name)  # type: ignore[no-any-return]

@@ -40,9 +40,6 @@ def thread_team() -> int | None:
     """The address of ``GOMP_parallel`` in the OpenMP library that torch runs on, None where that has another one.
 
     A forked process has a copy of the team without its threads, for which it would wait for ever.
-
-    Returns:
-        The address, None in a forked process too.
     """
     return _team() if os.getpid() == _PROCESS else None
 

@@ -19,9 +19,6 @@ def keep_freed_memory() -> bool:
     By default it gives memory back to the system again and again, which clears each page before it is used the next
     time: on two cores that took 5 to 40 % of a step, ordinary ones included. Where ``MALLOC_TRIM_THRESHOLD_``,
     ``MALLOC_MMAP_THRESHOLD_`` or ``GLIBC_TUNABLES`` is set, that is left alone.
-
-    Returns:
-        Whether it was done.
     """
     set_by_user = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES")
     if sys.platform != "linux" or any(name in os.environ for name in set_by_user):

@@ -49,15 +49,7 @@ def gram_fits(length: int, factors: int) -> bool:
 
 
 def gram_norms(factors: Sequence[Tensor], products: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
-    """Squared norms of sums over T of outer products, by Grams in float64. See ``grad_samplers.gram``.
-
-    Args:
-        factors: ``(B, T, F)`` each, with any strides.
-        products: For each product, the numbers of its factors.
-
-    Returns:
-        Squared norms ``(products, B)``, and the norms of the parts, added up, ``(products, B)``; both float64.
-    """
+    """Squared norms of sums over T of outer products, by Grams in float64. See ``grad_samplers.gram``."""
     rows, length, _ = factors[0].shape
     described = [number for t in factors for number in (t.data_ptr(), *t.stride(), t.shape[2])]
     listed = [number for which in products for number in (len(which), *which)]
@@ -99,15 +91,7 @@ class Windows:
 
 
 def window_grads(c: Windows, out: Tensor | None = None) -> Tensor:
-    """Sums over places of ``narrow`` (outer) window, in float32, and their norms.
-
-    Args:
-        c: What to correlate.
-        out: ``(B, G * K, C, *kernel)``, contiguous, where the sums go; None where only norms are asked for.
-
-    Returns:
-        The squared norms ``(B,)`` of what was summed, in float64.
-    """
+    """Sums over places of ``narrow`` (outer) window, in float32, and their norms."""
     wide, narrow, ones = c.wide.contiguous(), c.narrow.contiguous(), [1] * (3 - len(c.kernel))
     rows, high, places = len(narrow), narrow.shape[1] // c.groups, math.prod(narrow.shape[2:])
     sq_norm = torch.empty(rows, dtype=torch.float64)

@@ -13,14 +13,7 @@ from dpengine.errors import RepeatedBackwardError
 
 
 def differentiated_once(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """For the ``backward`` of a ``torch.autograd.Function``: a second derivative through it is a RepeatedBackwardError.
-
-    Args:
-        backward: As it is written in the class.
-
-    Returns:
-        The same as ``torch.autograd.function.once_differentiable``, whose words say neither why nor what to do.
-    """
+    """Makes a second derivative through a ``torch.autograd.Function`` raise RepeatedBackwardError."""
 
     @functools.wraps(backward)
     def without_graph(ctx: Any, *grads: Tensor | None) -> Any:

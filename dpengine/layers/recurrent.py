@@ -57,17 +57,6 @@ def run_cells(module: Any, cells: Sequence[OwnCell], inputs: Any, hx: State | No
 
     Each call of a cell has all rows of the batch, in their order. Where rows differ in length, what a cell makes of a
     row that has ended is dropped.
-
-    Args:
-        module: Where the settings are: ``input_size``, ``hidden_size``, ``num_layers``, ``batch_first``, ``dropout``,
-            ``bidirectional``, ``training``, ``has_cell_state``.
-        cells: For each layer and direction, ``(input (B, F), state) -> state``; a state is a tensor ``(B, H)``, or with
-            ``has_cell_state`` a pair of them. The output is the state, the first of a pair.
-        inputs: A tensor of 3 dimensions, or a packed sequence.
-        hx: First hidden states ``(layers times directions, B, H)``, and first cell states or None; None for zeros.
-
-    Returns:
-        The output, in the form of the input, and the last hidden and cell states.
     """
     directions = 2 if module.bidirectional else 1
 
@@ -226,11 +215,7 @@ def _has_memory(module: Any) -> bool:
 
 
 def _check(module: Any, data: Tensor, rows: int, steps: int, hx: State | None) -> None:
-    """Refuses shapes as torch does; here because torch's own check looks at the weights.
-
-    Raises:
-        RuntimeError: If a shape is not that of the module's settings, or there is no time step.
-    """
+    """Refuses shapes as torch does; here because torch's own check looks at the weights."""
     if steps == 0:
         raise RuntimeError("Expected sequence length to be larger than 0 in RNN")
     if data.shape[-1] != module.input_size:

@@ -30,20 +30,12 @@ _ORIGINALS = {twin: original for original, twin in TWINS.items()}
 
 
 def to_twin(module: nn.Module) -> nn.Module | None:
-    """Turns a module into its twin, in place: parameters, buffers and ``state_dict`` keys stay what they are.
-
-    Returns:
-        The module, or None if it has no twin or is one.
-    """
+    """Turns a module into its twin, in place: parameters, buffers and ``state_dict`` keys stay what they are."""
     return _change(module, TWINS)
 
 
 def from_twin(module: nn.Module) -> nn.Module | None:
-    """Turns a twin into the original, in place.
-
-    Returns:
-        The module, or None if it is no twin.
-    """
+    """Turns a twin into the original, in place."""
     return _change(module, _ORIGINALS)
 
 

@@ -33,20 +33,7 @@ def scan(
     hidden: Linear,
     project: Linear | None,
 ) -> Results:
-    """Runs a cell over time.
-
-    Args:
-        cell: The recurrence.
-        inputs_BTG: The input part of the gates. It is overwritten.
-        start: First hidden state (B, P), and first cell state (B, H) or None.
-        schedule: The order of steps.
-        values: The weights inside the recurrence, outside the graph.
-        hidden: ``linear_place`` of the hidden part of the gates, from states (B, T, P).
-        project: ``linear_place`` of the projection of the output (B, T, H), or None.
-
-    Returns:
-        Output (B, T, P), last hidden state, last cell state or None. The gradient is exact; its graph is refused.
-    """
+    """Runs a cell over time."""
     trace = _trace(cell, inputs_BTG, start, schedule, values)
     hidden_BTG = hidden(schedule.callers(schedule.before(trace.states_BSP)))
     projected_BTP = None if project is None else project(schedule.callers(trace.extra_BTH))

@@ -34,9 +34,6 @@ class Held:
     """A ledger file that this process holds, and the same in memory. Engines of one process share it.
 
     It is settled and let go when the last of them is gone, or when the process ends.
-
-    Args:
-        path: The file.
     """
 
     def __init__(self, path: Path):
@@ -74,17 +71,7 @@ class _Told:
 
 
 class Books:
-    """Where an engine keeps what was spent.
-
-    Args:
-        path: A ledger file, or None for memory alone.
-        reserve: How many releases are charged at once, in one write.
-
-    Raises:
-        ValueError: If ``reserve`` is no whole number from 1 to 1000, or not 1 without a file.
-        TypeError: If the path is none.
-        LedgerError: If there is a file that was edited, or is none.
-    """
+    """Where an engine keeps what was spent."""
 
     def __init__(self, path: str | Path | None, reserve: int):
         if isinstance(reserve, bool) or not isinstance(reserve, int) or not 1 <= reserve <= MOST_RESERVED:
@@ -119,22 +106,7 @@ class Books:
         return self._relations if self._held is None else _relations(self._held.file.contents)
 
     def open(self, ranks: Ranks, asked: Mapping[str, Any], *, first: bool) -> tuple[tuple[Charge, ...], int]:
-        """Gets ready for a run: the first of its processes holds the file from here on.
-
-        Args:
-            ranks: The processes of the run.
-            asked: What `make_private` was asked for that tells one run from another, as plain JSON values.
-            first: Whether it is the first run of the engine, which goes on with what broke off.
-
-        Returns:
-            What was spent before the run; and how many of its steps were made, where ``load_state_dict`` said so. One
-            that is in a file goes on by a checkpoint, which knows them.
-
-        Raises:
-            LedgerError: If another process holds the file, or it cannot be read or written.
-            MechanismMismatchError: If the processes do not agree on whether there is one.
-            RuntimeError: If the first of several processes failed.
-        """  # noqa: DOC502 - what is called raises on our behalf
+        """Gets ready for a run: the first of its processes holds the file from here on."""
         if len(set(ranks.all_of((self.path is not None, self.reserve)))) > 1:
             raise MechanismMismatchError(
                 "The processes of this run were given another ledger= or reserve_steps=.",
@@ -164,15 +136,7 @@ class Books:
         return _Told(contents.id, self._held.ledger.history, _relations(contents), spent)
 
     def of_run(self, run: str, ranks: Ranks) -> Ledger | RunLedger:
-        """The ledger that a run charges.
-
-        Args:
-            run: Names it.
-            ranks: Its processes.
-
-        Returns:
-            The one in memory, or what writes the file before it.
-        """
+        """The ledger that a run charges."""
         if self.path is None:
             return self._ledger
         file = None if self._held is None else self._held.file
@@ -180,16 +144,7 @@ class Books:
         return self._run
 
     def begin(self, ledger: Ledger | RunLedger, about: Mapping[str, Any], **facts: Any) -> None:
-        """Writes that a run begins.
-
-        Args:
-            ledger: From `of_run`.
-            about: What the run does: ``unit``, ``relation``, and more for whoever reads the file.
-            facts: ``asked`` and ``noise``.
-
-        Raises:
-            LedgerError: If the file is of another unit of privacy, or cannot be written.
-        """  # noqa: DOC502 - the file raises on our behalf
+        """Writes that a run begins."""
         if not isinstance(ledger, RunLedger):
             return
         fields = {"about": dict(about), "processes": ledger.ranks.size, "versions": _versions(), **facts}
@@ -206,15 +161,7 @@ class Books:
         return {"ledger": contents.id, "seq": contents.last.seq, "hash": contents.last.seal}
 
     def load(self, state: Mapping[str, Any], anchor: Any) -> None:
-        """Adds a stored history, unless the file has it already.
-
-        Args:
-            state: What ``Ledger.state_dict`` gave.
-            anchor: What `anchor` was then.
-
-        Raises:
-            LedgerError: If the state cannot be read, or the file is not the one that it was stored beside.
-        """
+        """Adds a stored history, unless the file has it already."""
         if self.path is None:
             if anchor is not None:
                 raise LedgerError(
@@ -286,9 +233,6 @@ def _broken_off(contents: Contents, asked: Mapping[str, Any], session: str) -> l
     """The last run and those that it went on with, if it broke off.
 
     It did if it asked for the same, was not detached, has steps left, and is of a process that is gone.
-
-    Returns:
-        The runs, none if it did not.
     """
     found: list[RunOfFile] = []
     for run in reversed(contents.runs.values()):

@@ -220,18 +220,7 @@ def read(path: Path) -> Contents:
 
 
 def follow(contents: Contents, lines: Iterable[bytes]) -> int:
-    """Takes each entry of a file.
-
-    Args:
-        contents: What takes them.
-        lines: The file, opened for bytes.
-
-    Returns:
-        How many bytes of the file are entries: a last line without its end is none.
-
-    Raises:
-        LedgerError: If the file was edited, or is none.
-    """  # noqa: DOC502 - the lines raise on our behalf
+    """Takes each entry of a file."""
     for entry, size in entries_of(lines, contents.where):
         try:
             contents.take(entry)

@@ -40,14 +40,7 @@ if hasattr(os, "register_at_fork"):
 
 
 class LedgerFile:
-    """A ledger file, held for this process alone until `close`.
-
-    Args:
-        path: Where it is, or shall be; folders are made.
-
-    Raises:
-        LedgerError: If another process holds it, if it was edited, or if it cannot be written.
-    """
+    """A ledger file, held for this process alone until `close`."""
 
     def __init__(self, path: Path):
         self.path = path
@@ -105,14 +98,7 @@ class LedgerFile:
         return size
 
     def append(self, *told: Told) -> None:
-        """Writes entries, all or none, and waits until they are on disk.
-
-        Args:
-            told: Of each, its kind and its fields.
-
-        Raises:
-            LedgerError: If they cannot be written. The file is then as it was, as far as that can be had.
-        """
+        """Writes entries, all or none, and waits until they are on disk."""
         with self.held():
             data, entries, last = b"", [], self.contents.last
             for kind, fields in told:
@@ -215,15 +201,7 @@ class LedgerFile:
             self.append(reservation.settled(run))
 
     def told_of_event(self, event: Event, before: Sequence[Told] = ()) -> tuple[int, Sequence[Told]]:
-        """The number of the entry that tells of an event, and the entry to write first if there is none yet.
-
-        Args:
-            event: The event.
-            before: What will be written before that.
-
-        Returns:
-            Both.
-        """
+        """The number of the entry that tells of an event, and the entry to write first if there is none yet."""
         state = {"event": event_to_state(event)}
         assert self.contents.last is not None
         for place, (kind, fields) in enumerate(before):
@@ -236,13 +214,7 @@ class LedgerFile:
 
 
 class Reservation:
-    """Charges of one event that are on disk before they are made.
-
-    Args:
-        seq: The entry that reserved them.
-        event: What they are charged for.
-        count: How many there are.
-    """
+    """Charges of one event that are on disk before they are made."""
 
     def __init__(self, seq: int, event: Event, count: int):
         self.seq, self.event, self.count = seq, event, count

@@ -39,16 +39,7 @@ class Entry:
 
 
 def sealed(before: Entry | None, kind: str, fields: Mapping[str, Any]) -> tuple[bytes, Entry]:
-    """Makes the line that comes after another.
-
-    Args:
-        before: The last entry of the file, or None for the first line.
-        kind: What the line tells.
-        fields: Plain JSON values.
-
-    Returns:
-        The line with its end, and the entry that it is.
-    """
+    """Makes the line that comes after another."""
     seq = 0 if before is None else before.seq + 1
     text = json.dumps({"seq": seq, "kind": kind, **fields}, separators=(",", ":"), allow_nan=False)
     seal = _seal_of(before, text.encode())
@@ -59,16 +50,6 @@ def entries_of(lines: Iterable[bytes], where: str) -> Iterator[tuple[Entry, int]
     """Reads lines, and checks each seal.
 
     The last line is left out if it was not written to its seal: a process died over it, so nothing came of it.
-
-    Args:
-        lines: With their ends.
-        where: Name of the file, for messages.
-
-    Yields:
-        Each entry, and how many bytes of the file end with it.
-
-    Raises:
-        LedgerError: If a line is not as it was written, or not where it was.
     """
     before, size = None, 0
     for line in lines:

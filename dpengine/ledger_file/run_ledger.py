@@ -66,17 +66,7 @@ class RunLedger:
         return self.ledger.steps
 
     def charge(self, event: Event, *, count: int = 1, kind: str = "release") -> None:
-        """Charges ``count`` entries; what they pay for may leave after that.
-
-        Args:
-            event: What is about to be released.
-            count: How often.
-            kind: As in ``Ledger.charge``. Of releases, all processes charge the same at once.
-
-        Raises:
-            LedgerError: If the file cannot be written; nothing is charged then.
-            RuntimeError: If the first of several processes could not write it.
-        """  # noqa: DOC502 - the file raises on our behalf
+        """Charges ``count`` entries; what they pay for may leave after that."""
         charge = Charge(event, count, kind)
         with contextlib.nullcontext() if self.file is None or kind != "release" else self.file.held():
             if not self._is_reserved(charge):

@@ -45,15 +45,7 @@ Fill = Callable[[int, np.ndarray], None]
 
 
 def add_normals(fill: Fill, first: int, std: float, scale: float, to: np.ndarray) -> None:
-    """``to = (to + std * normals) * scale`` in place, in float64, rounded once.
-
-    Args:
-        fill: ``fill(block, out)`` writes the keystream from a 64-byte block on into a ``uint64`` array.
-        first: Number of the normal that is added to ``to[0]``.
-        std: Standard deviation.
-        scale: What the sum is multiplied by.
-        to: Contiguous float32 or float64 numbers.
-    """
+    """``to = (to + std * normals) * scale`` in place, in float64, rounded once."""
     done = 0
     while done < len(to):
         group, low = divmod(first + done, GROUP)
@@ -103,14 +95,7 @@ def _series(coefficients: list[float], q: np.ndarray) -> np.ndarray:
 
 
 def normals_from_words(words: Tensor) -> Tensor:
-    """Normals of random bits on any device with float64: words ``i`` and ``i + APART`` make one pair.
-
-    Args:
-        words: ``(n,)`` int64 of uniform bits, n a multiple of ``2 * APART``.
-
-    Returns:
-        ``(n,)`` float64 standard normals.
-    """
+    """Normals of random bits on any device with float64: words ``i`` and ``i + APART`` make one pair."""
     first, second = words.view(-1, 2, APART).to(torch.float64).unbind(dim=1)
     radius = first.add_(0.5).abs_().mul_(2.0**-63).log_().mul_(-2).sqrt_()
     angle = second.mul_(math.pi * 2.0**-63)
@@ -129,18 +114,6 @@ def add_native_normals(
     rows: int = 1,
     stride: int = 0,
 ) -> None:
-    """``add_normals`` with the ChaCha20 keystream of a key, by the compiled library and torch's threads.
-
-    Args:
-        library: The compiled library.
-        key: Of the keystream.
-        first: As for ``add_normals``.
-        std: As for ``add_normals``.
-        scale: As for ``add_normals``.
-        to: As for ``add_normals``; so many rows of one length.
-        threads: How many share the work.
-        rows: How many rows.
-        stride: The first normal of each row has this number above that of the row before.
-    """
+    """``add_normals`` with the ChaCha20 keystream of a key, by the compiled library and torch's threads."""
     function = library.add_normals_f32 if to.dtype == np.float32 else library.add_normals_f64
     function(key, first, rows, len(to) // rows, stride, std, scale, to.ctypes.data, threads, thread_team())

@@ -53,18 +53,7 @@ def blt_column(decays: tuple[float, ...], scales: tuple[float, ...], size: int) 
 
 
 def blt_from_decays(decays: tuple[float, ...], inverse_decays: tuple[float, ...]) -> BLTStrategy:
-    """The strategy that these decays determine.
-
-    Args:
-        decays: theta, in falling order, in (0, 1).
-        inverse_decays: theta of the inverse, in between.
-
-    Returns:
-        The strategy.
-
-    Raises:
-        ValueError: If the decays do not alternate.
-    """
+    """The strategy that these decays determine."""
     order = [1.0, *(value for pair in zip(decays, inverse_decays, strict=True) for value in pair), 0.0]
     if any(a <= b for a, b in itertools.pairwise(order)):
         raise ValueError(

@@ -28,14 +28,7 @@ _LIBRARIES = {  # names that are safe to open; macOS ends a process that opens i
 
 
 def fill_keystream(key: bytes, nonce: int, block: int, out: np.ndarray) -> None:
-    """Fills ``out`` with keystream words, by the fastest back end that passed its self-test.
-
-    Args:
-        key: 32 bytes.
-        nonce: 64-bit number.
-        block: Number of the first block, 64 bits.
-        out: Contiguous ``uint64`` array. Word ``i`` is word ``i % 8`` of block ``block + i // 8``.
-    """
+    """Fills ``out`` with keystream words, by the fastest back end that passed its self-test."""
     backend()(key, nonce, block, out)
 
 
@@ -66,11 +59,7 @@ def fill_with_numpy(key: bytes, nonce: int, block: int, out: np.ndarray) -> None
 
 
 def fill_with_libcrypto(key: bytes, nonce: int, block: int, out: np.ndarray) -> None:
-    """``fill_keystream`` through OpenSSL's EVP interface, which lets other threads run meanwhile.
-
-    Raises:
-        OSError: If the library refuses, as it does in FIPS mode.
-    """
+    """``fill_keystream`` through OpenSSL's EVP interface, which lets other threads run meanwhile."""
     library = _libcrypto()
     context = library.quick.EVP_CIPHER_CTX_new() if library else None
     if not library or not context:

@@ -26,21 +26,6 @@ def add_discrete_normal_(
 
     The release is ``1 / (2 s^2)``-zCDP for sums that one example moves by 1 at most. Whether a proposal is taken is
     decided in float64, with probabilities that are off by one part in 2**50.
-
-    Args:
-        sums: Contiguous int64, on any device.
-        sigma: s, in units of ``sums``: noise multiplier times sensitivity. 0 adds nothing.
-        source: Where the words come from.
-        step: The release it belongs to. Two releases must have two steps.
-        domain: What the noise is for.
-        start: Index of ``sums[0]`` in the whole vector, where ``sums`` is a slice; slices are cut alike at every step.
-
-    Returns:
-        ``sums``.
-
-    Raises:
-        TypeError: If the sums are not int64.
-        InvalidBudgetError: If sigma is negative, not finite, or above 2**48.
     """
     if sums.dtype is not torch.int64:
         raise TypeError(f"noise.discrete: sums are {sums.dtype}; pass int64, as clipped_grad(grid_scale=...) gives.")

@@ -57,17 +57,7 @@ class AbstractNoise(abc.ABC):
 
 
 def check_release(where: str, sums: Tensor, std: float) -> None:
-    """Refuses what no mechanism may noise.
-
-    Args:
-        where: Dotted name for the message.
-        sums: The vector that is to be noised.
-        std: Its noise.
-
-    Raises:
-        TypeError: If ``sums`` is narrower than float32: noise drowns in rounding there.
-        InvalidBudgetError: If ``std`` is negative or not finite.
-    """
+    """Refuses what no mechanism may noise."""
     if sums.dtype not in (torch.float32, torch.float64):
         raise TypeError(
             f"{where}: sums are {sums.dtype}, which absorbs noise by rounding. Sum and noise in float32 or float64, "

@@ -71,19 +71,6 @@ def optimize_scheduled(
 
     The model after step t holds ``sum_{s <= t} rate_s m_s``, with ``m_s = momentum m_{s-1} + sum_s``. Takes
     ``O(size^2)`` time and memory.
-
-    Args:
-        size: Steps of the run.
-        bands: Coefficients of the strategy.
-        rates: Learning rates, ``(size,)``.
-        momentum: In [0, 1).
-        steps: Iterations of the search, at most.
-
-    Returns:
-        ``(bands,)``, of norm 1, the first one positive.
-
-    Raises:
-        ValueError: If a number is out of its range.
     """
     _check_size(size, bands)
     rates = _checked_workload(rates, size)
@@ -154,13 +141,7 @@ def banded_inverse_square_root(size: int, bands: int, workload: np.ndarray | Non
     """The first coefficients of the inverse of the workload's square root (BISR), ``(bands,)``.
 
     Source: Kalinin and Lampert 2025 (arXiv:2505.12128).
-
-    Returns:
-        Noising coefficients; those of running totals begin 1, -1/2, -1/8.
-
-    Raises:
-        ValueError: If a number is out of its range.
-    """  # noqa: DOC502 - the checks raise on our behalf
+    """
     _check_size(size, bands)
     of = root_of_prefix_sums(bands) if workload is None else root(_checked_workload(workload, size)[:bands])
     return toeplitz_inverse(of, bands)

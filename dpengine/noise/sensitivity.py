@@ -15,19 +15,7 @@ from .toeplitz import Coefficients
 
 
 def rounds(size: int, separation: int, participations: int | None = None) -> int:
-    """How often an example can take part in so many steps.
-
-    Args:
-        size: Steps.
-        separation: Steps from one participation to the next, at least 1.
-        participations: At most so many; None for as many as fit.
-
-    Returns:
-        The smaller of the two limits.
-
-    Raises:
-        ValueError: If a number is below 1, or the size below 0.
-    """
+    """How often an example can take part in so many steps."""
     if size < 0 or separation < 1 or (participations is not None and participations < 1):
         raise ValueError(
             f"noise.sensitivity: got {size} steps, separation {separation}, participations {participations}; the "
@@ -90,16 +78,7 @@ def largest_sum(values: np.ndarray, separation: int, times: int) -> float:
 
 
 def sq_sensitivity(strategy: np.ndarray, separation: int, participations: int | None = None) -> float:
-    """Squared sensitivity of any strategy ``(size, size)``: exact if columns at the separation do not overlap.
-
-    Args:
-        strategy: The matrix.
-        separation: Steps from one participation to the next.
-        participations: At most so many; None for as many as fit.
-
-    Returns:
-        The squared sensitivity, or an upper bound where columns overlap.
-    """
+    """Squared sensitivity of any strategy ``(size, size)``: exact if columns at the separation do not overlap."""
     gram = np.abs(strategy.T @ strategy)
     size = len(gram)
     times = rounds(size, separation, participations)
@@ -110,18 +89,7 @@ def sq_sensitivity(strategy: np.ndarray, separation: int, participations: int | 
 
 
 def epochs_sq_sensitivity(strategy: np.ndarray, epochs: int) -> float:
-    """Squared sensitivity where each example takes part at the same place of every epoch.
-
-    Args:
-        strategy: The matrix ``(size, size)``.
-        epochs: How many equal epochs the run has.
-
-    Returns:
-        The squared sensitivity.
-
-    Raises:
-        ValueError: If the epochs do not divide the steps.
-    """
+    """Squared sensitivity where each example takes part at the same place of every epoch."""
     size = len(strategy)
     if epochs < 1 or size % epochs:
         raise ValueError(f"noise.sensitivity: {epochs} epochs do not divide {size} steps.")

@@ -29,19 +29,7 @@ def add_noise(
     Noise comes before the exchange, with full standard deviation on each rank's share and nowhere else; so it costs no
     message of its own, and a rank draws and keeps what it needs for its share only. Each message leaves as soon as
     its noise is in it, while that of the next is drawn.
-
-    Args:
-        taken: The sums of this rank's rows, changed in place.
-        mechanism: Draws the noise.
-        std: Standard deviation of the noise, in units of the sums.
-        step: Number of the release.
-        scale: What noisy sums are multiplied by.
-        replicas: The ranks that hold the same parameters.
-        facts: What must be the same on all of them.
-
-    Raises:
-        MechanismMismatchError: If it is not.
-    """  # noqa: DOC502 - the seal raises on our behalf
+    """
     if replicas.size > 1:
         for memory in taken.memory.values():
             Seal.write(memory[-Seal.WORDS :], facts)

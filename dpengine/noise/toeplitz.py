@@ -23,14 +23,7 @@ def prefix_sums(size: int) -> np.ndarray:
 
 
 def momentum(size: int, mu: float) -> np.ndarray:
-    """The workload of heavy-ball momentum ``mu`` in [0, 1) with a constant step.
-
-    Returns:
-        ``(size,)``.
-
-    Raises:
-        ValueError: If ``mu`` is not in that range.
-    """
+    """The workload of heavy-ball momentum ``mu`` in [0, 1) with a constant step."""
     if not 0 <= mu < 1:
         raise ValueError(f"noise.toeplitz.momentum: mu must be in [0, 1), got {mu!r}.")
     return (1 - mu ** np.arange(1, size + 1)) / (1 - mu)
@@ -98,18 +91,7 @@ def query_errors(noising_error: np.ndarray) -> np.ndarray:
 
 
 def error_weights(size: int, loss: str) -> np.ndarray:
-    """``w`` with which ``sum_t w_t beta_t^2`` is the error of a run, for beta the first column of ``A S^-1``.
-
-    Args:
-        size: Steps.
-        loss: ``"mean"`` or ``"max"`` over the queries.
-
-    Returns:
-        ``(size,)``.
-
-    Raises:
-        ValueError: For another loss.
-    """
+    """``w`` with which ``sum_t w_t beta_t^2`` is the error of a run, for beta the first column of ``A S^-1``."""
     if loss not in ("mean", "max"):
         raise ValueError(f"noise.toeplitz: loss {loss!r} is not known. Choose one of: 'mean', 'max'.")
     return np.ones(size) if loss == "max" else np.arange(size, 0, -1) / size
@@ -119,9 +101,6 @@ def banded_loss(column: Coefficients, workload: np.ndarray, loss: str = "mean") 
     """Squared error times squared sensitivity where no example takes part twice within the bands.
 
     It stays the same when the strategy is multiplied by a number.
-
-    Returns:
-        The square of the error for a noise multiplier of 1.
     """
     beta = solve(column, workload)
     sq_norm = float(np.sum(np.square(np.asarray(column, dtype=np.float64)[: len(workload)])))

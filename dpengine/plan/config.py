@@ -62,23 +62,7 @@ def calibrated_by_library(
     delta: float,
     tol: float,
 ) -> float:
-    """The least noise for a target, by bisection; the private end of the bracket.
-
-    Args:
-        event_of: The event at a noise multiplier.
-        factory: Makes the accountant.
-        relation: Which data sets are neighbours.
-        target: Epsilon, above 0.
-        delta: In (0, 1).
-        tol: Relative width of the bracket at its end.
-
-    Returns:
-        A noise multiplier at which epsilon is at most the target.
-
-    Raises:
-        ValueError: If the target or delta is out of range.
-        CalibrationError: If no noise is enough.
-    """
+    """The least noise for a target, by bisection; the private end of the bracket."""
     if not target > 0 or not 0 < delta < 1:
         raise ValueError(f"calibrate: epsilon={target!r} must be above 0, and delta={delta!r} in (0, 1).")
 

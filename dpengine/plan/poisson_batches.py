@@ -145,20 +145,7 @@ def checked_cut(owner: str, size: Any, num_examples: int | None) -> int | None:
 
 
 def participation(owner: str, probability: Any, expected: Any, cycles: float) -> dict[str, float]:
-    """Both ways to say how often an example takes part, from one of them; from neither, in every cycle.
-
-    Args:
-        owner: The config.
-        probability: Of an example of the group at its step.
-        expected: Participations over the run.
-        cycles: Of the run, as a fraction.
-
-    Returns:
-        ``sampling_prob`` and ``expected_participations``.
-
-    Raises:
-        ValueError: If they do not agree, or are out of range.
-    """
+    """Both ways to say how often an example takes part, from one of them; from neither, in every cycle."""
     if probability is None and expected is None:
         probability = 1.0
     if probability is None:

@@ -55,11 +55,6 @@ class RunPlan:
         run: Tells this run from others in the ledger, where its steps hang together.
         claims_passes: Whether every row is in one batch of each pass at most, and each pass is claimed as one release,
             of which all that is known is that: no chance amplifies it.
-
-    Raises:
-        InvalidBudgetError: If the noise multiplier is negative or not finite, so small that the noise would vanish, or
-            more than the clipping policy allows; or if the batch size is not positive.
-        TypeError: If the relation is not one of ``accounting.Relation``.
     """
 
     sampling: AbstractBatchStrategy
@@ -162,18 +157,7 @@ class RunPlan:
         )
 
     def changed(self, step: int, **constants: Any) -> RunPlan:
-        """The same plan with other constants from a step on.
-
-        Args:
-            step: The first logical batch that is released by it.
-            constants: Fields of the plan: ``noise_multiplier``, ``clipping``, ``expected_batch_size``.
-
-        Returns:
-            The plan.
-
-        Raises:
-            InvalidBudgetError: If the noise hangs together over steps, or a constant is out of its range.
-        """
+        """The same plan with other constants from a step on."""
         if self.noise is not None or self.claim is not None:
             raise InvalidBudgetError(
                 "noise_multiplier and max_grad_norm cannot change in the middle of this run: its steps are accounted "
@@ -183,15 +167,7 @@ class RunPlan:
         return replace(self, run=self._named_from(step), **constants)
 
     def at_step(self, step: int, *, first: bool = False) -> RunPlan:
-        """The plan by which a step is booked: passes are counted from the first whole one since the last change.
-
-        Args:
-            step: The step.
-            first: Whether it is the first of the run. What is left of a pass is then booked as a pass.
-
-        Returns:
-            The plan.
-        """
+        """The plan by which a step is booked: passes are counted from the first whole one since the last change."""
         if first and self.claims_passes and step % self.sampling.steps_per_epoch:
             return replace(self, run=self._named_from(step))
         _, _, began = self.run.partition("@")

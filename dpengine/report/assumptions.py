@@ -55,15 +55,7 @@ def assumptions(facts: RunFacts) -> list[Assumption]:
 
 
 def stamps(facts: RunFacts, figures: Figures | None = None) -> tuple[str, ...]:
-    """The warnings that go with every epsilon of a run, the worst first.
-
-    Args:
-        facts: The facts.
-        figures: Their numbers, if they are known: an infinite epsilon is not private, whatever noise there was.
-
-    Returns:
-        The stamps.
-    """
+    """The warnings that go with every epsilon of a run, the worst first."""
     failed = {item.stamp for item in assumptions(facts) if item.holds == "no"}
     if figures is not None and figures.spent is not None and math.isinf(figures.spent.epsilon):
         failed.add("NOT PRIVATE")

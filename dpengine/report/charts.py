@@ -41,18 +41,7 @@ class Line:
 
 
 def line_chart(title: str, x: Axis, y: Axis, lines: list[Line], area_under: Line | None = None) -> str:
-    """Draws a chart.
-
-    Args:
-        title: Read out by screen readers.
-        x: The horizontal axis.
-        y: The vertical axis.
-        lines: Drawn in order; a label stands at a line's last point.
-        area_under: A line whose area down to the axis is tinted.
-
-    Returns:
-        An ``<svg>`` element that loads nothing.
-    """
+    """Draws a chart."""
     frame = _Frame(x, y)
     parts = [
         f'<svg viewBox="0 0 {_WIDTH:g} {_HEIGHT:g}" role="img" aria-label="{title}"><title>{title}</title>',

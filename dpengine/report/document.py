@@ -28,15 +28,7 @@ _SEED_POLICIES = {True: "INSECURE_SEED", False: "operating-system entropy", None
 
 
 def document_of(facts: RunFacts, figures: Figures) -> dict[str, Any]:
-    """States a run as plain JSON values, in the form of ``schema.json`` and with its digest.
-
-    Args:
-        facts: The facts.
-        figures: Their numbers.
-
-    Returns:
-        The document. Infinity is ``"inf"``; what is not claimed or not known is None.
-    """
+    """States a run as plain JSON values, in the form of ``schema.json`` and with its digest."""
     document = {
         "schema_version": SCHEMA_VERSION,
         "guarantee": _guarantee(facts, figures),
@@ -72,12 +64,6 @@ def digest_of(document: Mapping[str, Any]) -> str:
     """Hashes everything but the digest.
 
     That finds accidents and careless edits. It is no signature: whoever edits the document can compute it again.
-
-    Args:
-        document: With or without a digest.
-
-    Returns:
-        SHA-256, in hexadecimal, of JSON in UTF-8 with sorted keys and no spaces.
     """
     rest = {key: value for key, value in document.items() if key != "digest"}
     text = json.dumps(rest, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)

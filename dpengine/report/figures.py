@@ -101,13 +101,6 @@ def attack_bound(facts: RunFacts, figures: Figures) -> Points:
 
     Each pair (delta, epsilon) of the privacy curve bounds both error rates of every test (Kairouz et al. 2015); the
     smallest of these bounds holds.
-
-    Args:
-        facts: The facts.
-        figures: Those of the same facts, with ``spent``.
-
-    Returns:
-        Points with rising false positive rate from 0 to 1.
     """
     curve = _curve(facts, figures)
     rates = {i / 50 for i in range(51)} | {i / 1000 for i in range(20)}
@@ -129,12 +122,6 @@ def delta_floor(facts: RunFacts) -> float | None:
     """What the end of the noise's range adds to delta.
 
     Normals stop at ``largest_normal`` standard deviations; an output beyond it betrays that it was shifted.
-
-    Args:
-        facts: The facts.
-
-    Returns:
-        The probability of such an output in all releases together; None if the end is not known or nothing was noised.
     """
     end = facts.noise.get("largest_normal")
     if end is None or not any(getattr(charge.event, "noise_multiplier", 0.0) > 0 for charge in facts.history):

@@ -23,14 +23,7 @@ _FOLDERS = re.compile(
 
 
 def public_text(text: str) -> str:
-    """Returns the text on one line, of at most 500 characters, with absolute paths cut down to their last name.
-
-    Args:
-        text: Anything that a user wrote.
-
-    Returns:
-        Text without control characters and without absolute paths.
-    """
+    """Returns the text on one line, of at most 500 characters, with absolute paths cut down to their last name."""
     line = " ".join("".join(c if c.isprintable() else " " for c in text).split())
     for path in (PureWindowsPath(line), PurePosixPath(line)):
         if path.is_absolute() and not path.anchor == str(path):

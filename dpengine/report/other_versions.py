@@ -36,15 +36,7 @@ def made_by(facts: RunFacts, figures: Figures) -> str:
 
 
 def too_low(facts: RunFacts, figures: Figures) -> Iterator[tuple[str, float, float]]:
-    """Numbers that lie below this version's lower bound, which no version can have rightly stated.
-
-    Args:
-        facts: What the report says of the run.
-        figures: What it says of its cost.
-
-    Yields:
-        The dotted name of a number, the number, and the least that it can be.
-    """
+    """Numbers that lie below this version's lower bound, which no version can have rightly stated."""
     history, spent = accounted_history(facts), figures.spent
     if figures.unamplified is not None:
         floor = lowest_epsilon(as_released(facts.unamplified), facts.delta, facts.relation)
@@ -66,16 +58,7 @@ def too_low(facts: RunFacts, figures: Figures) -> Iterator[tuple[str, float, flo
 
 @functools.lru_cache(maxsize=64)
 def lowest_epsilon(history: tuple[Charge, ...], delta: float, relation: Relation) -> float:
-    """A lower bound on the epsilon of a history.
-
-    Args:
-        history: Everything that was charged.
-        delta: Strictly between 0 and 1.
-        relation: Which data sets are neighbours.
-
-    Returns:
-        The bound; 0 where none is known.
-    """
+    """A lower bound on the epsilon of a history."""
     bounded = tuple(charge for charge in history if not isinstance(charge.event, _UNBOUNDED))
     try:
         return bounds_of(bounded, delta, "pld", relation)[0]

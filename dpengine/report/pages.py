@@ -24,16 +24,7 @@ _SHOWN_RUNS = 12
 
 
 def html_page(facts: RunFacts, figures: Figures, card: str) -> str:
-    """Renders the page. It loads nothing, and its only script copies the model card.
-
-    Args:
-        facts: The facts.
-        figures: Their numbers.
-        card: The model card, to be copied.
-
-    Returns:
-        HTML.
-    """
+    """Renders the page. It loads nothing, and its only script copies the model card."""
     context = _context(facts, figures) | {"card": card, "charts": _charts(facts, figures)}
     return _render("page.html.jinja", context, autoescape=True)
 

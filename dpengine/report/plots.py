@@ -47,19 +47,6 @@ def tradeoff(
 
     Runs without privacy are a dashed line, runs that saw no data a dotted one. The picture says how many seeds there
     were and at which delta epsilon holds. Runs without a common delta are a ``ValueError``: they share no axis.
-
-    Args:
-        runs: At least one with a finite epsilon above 0; these must share one delta.
-        path: Where to, with or without suffix; a PNG and an SVG are written.
-        metric: What ``score`` is.
-        title: Such as the name of the data set.
-        percent: Whether scores are shares, to be shown in percent.
-
-    Returns:
-        The paths of the PNG and of the SVG.
-
-    Raises:
-        MissingDependencyError: If matplotlib is not installed.
     """
     scores, delta = _grouped(runs)
     try:

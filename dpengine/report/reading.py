@@ -31,16 +31,7 @@ _TYPES: Mapping[str, tuple[type, ...]] = {
 
 
 def violations(value: Any, schema: Mapping[str, Any], where: str = "") -> Iterator[str]:
-    """Says what in a value is against a schema.
-
-    Args:
-        value: Parsed JSON.
-        schema: The schema, or a part of ours.
-        where: The dotted name of the value.
-
-    Yields:
-        One sentence for each violation. What has a wrong type is not looked into.
-    """
+    """Says what in a value is against a schema."""
     allowed = [schema["type"]] if isinstance(schema.get("type"), str) else schema.get("type")
     if allowed and not any(_is(value, name) for name in allowed):
         yield f"{where or 'the whole'} is {shortened(value)}, not of type {' or '.join(allowed)}"
@@ -149,17 +140,7 @@ _SAME = 1e-8  # relatively: the last bits of another machine
 
 
 def read_file(path: Path) -> str:
-    """The text of a file.
-
-    Args:
-        path: The file, or the folder that has ``privacy_report.json``.
-
-    Returns:
-        Its text.
-
-    Raises:
-        CorruptFileError: If it is not there, cannot be read, or is no text.
-    """
+    """The text of a file."""
     file = path / REPORT_FILE if path.is_dir() else path
     try:
         return file.read_text(encoding="utf-8")
@@ -175,17 +156,7 @@ def read_document(text: str, where: str) -> dict[str, Any]:
     Its form must be that of ``schema.json`` and its digest that of its content. If this version of dpengine wrote it,
     everything in it that follows from its history and its other facts is computed again and compared. If another one
     did, which may rightly have other bounds and other words, no number may lie below this version's lower bound.
-
-    Args:
-        text: The JSON.
-        where: What it is called in an error.
-
-    Returns:
-        The document.
-
-    Raises:
-        CorruptFileError: If the text is not a report of this schema, or is not as it was written.
-    """  # noqa: DOC502 - the checks raise on our behalf
+    """
     document = _parsed(text, where)
     _check_schema(document, where)
     _check_digest(document, where)

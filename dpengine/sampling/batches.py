@@ -21,11 +21,6 @@ class Ticket:
     """One logical batch, handed out once. Two tickets are equal only if they are the same object.
 
     Only the private loader makes tickets. They cannot be copied or pickled, so that one batch is never released twice.
-
-    Args:
-        step: The logical batch, counted from the start of the run.
-        rows: The rows in each physical chunk, in the order in which the chunks are handed out.
-        units: For each chunk the unit of privacy of each row, from 0; empty where every row is one.
     """
 
     step: int
@@ -49,17 +44,7 @@ class DrawnBatch(NamedTuple):
 
 
 class LogicalBatches:
-    """Draws, splits and hands out the logical batches of one run. Shared by the loader, its sampler and their copies.
-
-    Args:
-        strategy: What is in the batch of a step.
-        words: The randomness that ``strategy`` reads.
-        physical_batch_size: The most rows that a chunk may have, or None.
-        accumulation_steps: The number of chunks, if above 1.
-        on_handout: Called with the ticket and the chunk's number right before a chunk is given out.
-        may_draw: Asked with the step before each logical batch; False ends the pass.
-        share: Which of how many processes this is: each hands out its own part of every chunk.
-    """
+    """Draws, splits and returns the logical batches of a run. Shared by the loader, its sampler and their copies."""
 
     def __init__(
         self,
@@ -138,10 +123,6 @@ class Pass:
 
     DataLoader workers run ahead of the user, by an amount that depends on timing. So whichever side first needs the
     next logical batch draws it, for both.
-
-    Args:
-        batches: The run.
-        fetch_empty: Whether chunks without rows go through the data loader as well.
     """
 
     def __init__(self, batches: LogicalBatches, *, fetch_empty: bool):

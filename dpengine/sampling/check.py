@@ -44,12 +44,6 @@ def check_loader(loader: Any) -> None:
 
     Accepted are a ``DataLoader`` or a subclass, over a map-style data set, with ``batch_size`` set and either order of
     PyTorch's own: sequential, or a random permutation of all rows.
-
-    Args:
-        loader: What the user passed.
-
-    Raises:
-        SamplingError: If the loader is of another kind. The message names the class and says what to pass.
     """
     if not isinstance(loader, DataLoader):
         raise SamplingError(f"{_name(loader)} is not a torch DataLoader.", fix=_PLAIN_LOADER)

@@ -29,19 +29,6 @@ def strategy_for(
     makes the size of the data set public. With both constants given, it plays no part in the rate, the divisor or the
     number of steps. A loader that `check_loader` refuses, or that is empty without both constants, is a
     `SamplingError`.
-
-    Args:
-        loader: The user's loader.
-        sampling: ``"poisson"``, or ``"shuffle"``, for which no epsilon is claimed.
-        sample_rate: The probability with which an example joins a logical batch.
-        expected_batch_size: The public constant by which sums are divided.
-
-    Returns:
-        The strategy. Its ``steps_per_epoch`` is ``len(loader)``, or, where a constant is given, as many batches as one
-        pass over the data takes at that rate.
-
-    Raises:
-        ValueError: If ``sampling`` is unknown, or a constant is out of range or of no use to it.
     """
     check_loader(loader)
     if sampling not in _BY_NAME:
@@ -83,18 +70,7 @@ _BY_NAME = {"poisson": _poisson, "shuffle": _shuffle}
 
 
 def batches_in_a_pass(sample_rate: float, *, drop_last: bool) -> int:
-    """How many logical batches go over the data once: ``1 / sample_rate``, a whole number where it is meant as one.
-
-    Args:
-        sample_rate: The probability with which an example joins a logical batch, in (0, 1].
-        drop_last: Whether a part of a batch that is left counts for none; else it counts for one.
-
-    Returns:
-        The number. For ``1 / n`` it is ``n``, also where float64 rounds ``1 / (1 / n)`` down.
-
-    Raises:
-        ValueError: If the rate is out of range.
-    """  # noqa: DOC502 - the check raises on our behalf
+    """How many logical batches go over the data once: ``1 / sample_rate``, a whole number where it is meant as one."""
     return _whole_batches(_passes(checked_sample_rate("batches_in_a_pass", sample_rate)), drop_last)
 
 

@@ -22,25 +22,13 @@ _KEPT = (str, bytes, numbers.Number, np.generic, enum.Enum, torch.dtype, torch.d
 
 @dataclasses.dataclass(frozen=True)
 class EmptyAwareCollate:
-    """The user's ``collate_fn``, which is never called with an empty list: then the answer is a batch of zero rows.
-
-    Args:
-        collate: The user's function from a list of examples to a batch.
-        template: What `empty_template` made of it.
-    """
+    """The user's ``collate_fn``, which is never called with an empty list: then the answer is a batch of zero rows."""
 
     collate: Callable[[list[Any]], Any]
     template: Any
 
     def __call__(self, examples: list[Any]) -> Any:
-        """Returns the batch of ``examples``.
-
-        Args:
-            examples: The examples, possibly none.
-
-        Returns:
-            What ``collate`` returns, or a new copy of the template.
-        """
+        """Returns the batch of ``examples``."""
         return self.collate(examples) if len(examples) else copy.deepcopy(self.template)
 
 
@@ -52,14 +40,6 @@ def empty_template(collate: Callable[[list[Any]], Any], example: Any, *, batch_f
     those that do not grow are filled with zeros, so that the template holds no tensor value of the example. Containers
     keep their type where it can be built: dict, other mappings, list, tuple, named tuple, dataclass. A part of any
     other type is a `SamplingError`. The process's random generators are left as they were.
-
-    Args:
-        collate: The function from a list of examples to a batch.
-        example: One example, as the data set returns it.
-        batch_first: Used only where nothing doubles: whether rows are axis 0, or axis 1 of what has two axes or more.
-
-    Returns:
-        The batch of zero rows.
     """
     with generators_untouched():
         single = collate([example])

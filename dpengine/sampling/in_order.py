@@ -15,19 +15,10 @@ from .scheme import AbstractBatchStrategy, IndexBatch, WordStream, whole_number
 class InOrder(AbstractBatchStrategy):
     """Cuts the data set into batches as its rows lie, as ``DataLoader(shuffle=False)`` does. Nothing is random.
 
-    Args:
-        num_examples: The size of the data set, at least 1.
-        batch_size: Rows in a batch.
-        drop_last: Whether a shorter last batch is left out.
-
     Attributes:
         sample_rate: ``batch_size / num_examples``, at most 1: a share, not a probability.
         expected_batch_size: ``batch_size``, or ``num_examples`` where that is less.
         steps_per_epoch: Batches in an epoch.
-
-    Raises:
-        TypeError: If a count is not a whole number.
-        ValueError: If a count is below 1.
     """
 
     num_examples: int
@@ -55,14 +46,7 @@ class InOrder(AbstractBatchStrategy):
 
 @dataclasses.dataclass(frozen=True)
 class ByHand(AbstractBatchStrategy):
-    """Stands for batches that come from elsewhere, of which nothing is known and no epsilon is claimed.
-
-    Args:
-        expected_batch_size: The public constant by which sums are divided. Positive and finite.
-
-    Raises:
-        ValueError: If it is not.
-    """
+    """Stands for batches that come from elsewhere, of which nothing is known and no epsilon is claimed."""
 
     expected_batch_size: float
     num_examples: int = 0

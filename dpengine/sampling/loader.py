@@ -48,28 +48,7 @@ def private_loader(
     from ``dataset[0]``.
 
     Starting a pass ends one that is still open; reading the old one then raises `SamplingError`.
-
-    Args:
-        loader: The user's loader.
-        strategy: What is in each logical batch.
-        words: The randomness that ``strategy`` reads.
-        on_handout: Called in the main process with the ticket and the number of the chunk, right before each chunk.
-        may_draw: Asked with the step before each logical batch; False ends the pass.
-        physical_batch_size: Splits a logical batch into nearly equal chunks, none with more rows. An empty batch is
-            one chunk.
-        accumulation_steps: Splits each logical batch into exactly so many chunks, some perhaps without rows.
-        batch_first: Which axis counts rows, where a batch of one row and one of two do not show it.
-        example_input: An example as the data set returns it, for a data set whose row 0 cannot be read.
-        share: Which of how many processes this is. Each draws the same batches, and loads its own part of every chunk.
-
-    Returns:
-        The private loader, with ``position``, ``state_dict()`` and ``load_state_dict()``.
-
-    Raises:
-        SamplingError: If the loader is refused by `check_loader`, is of another size than ``strategy``, or gives no
-            example to take the structure from.
-        ValueError: If both ways to split are asked for, or a size is below 1.
-    """  # noqa: DOC502 - the checks raise on our behalf
+    """
     check_loader(loader)
     _refuse_other_size(loader, strategy)
     accumulation_steps = whole_number("private_loader", "accumulation_steps", accumulation_steps, at_least=1)
@@ -232,24 +211,11 @@ class PrivateIteration:
         return math.ceil(steps * max(1.0, self._batches.strategy.expected_batch_size / size))
 
     def bind(self, on_handout: Callable[[Ticket, int], None], may_draw: Callable[[int], bool]) -> None:
-        """Has others told of what is handed out, and asked whether a logical batch may be drawn.
-
-        Args:
-            on_handout: As in `private_loader`.
-            may_draw: As in `private_loader`.
-        """
+        """Has others told of what is handed out, and asked whether a logical batch may be drawn."""
         self._batches.on_handout, self._batches.may_draw = on_handout, may_draw
 
     def in_chunks(self, physical_batch_size: int, *, counts_chunks: bool = False) -> Any:
-        """The same run, with logical batches in nearly equal chunks, none of them with more rows than that.
-
-        Args:
-            physical_batch_size: At least 1.
-            counts_chunks: Whether its length is an estimate of the number of chunks, for progress bars.
-
-        Returns:
-            A loader that goes on where this one is, and the other way round.
-        """
+        """The same run, with logical batches in nearly equal chunks, none of them with more rows than that."""
         size = whole_number("in_chunks", "physical_batch_size", physical_batch_size, at_least=1)
         return self._with({**self.__dict__, "_physical_batch_size": size, "_counts_chunks": counts_chunks})
 
@@ -263,14 +229,7 @@ class PrivateIteration:
         return {"position": self.position}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Goes on from a stored position. An open pass is over.
-
-        Args:
-            state: What `state_dict` returned.
-
-        Raises:
-            ValueError: If there is no ``position`` of at least 0 in it.
-        """
+        """Goes on from a stored position. An open pass is over."""
         if set(state) != {"position"}:
             raise ValueError(f"load_state_dict: expected the key 'position' alone, got {sorted(state)}.")
         position = whole_number("load_state_dict", "position", state["position"], at_least=0)

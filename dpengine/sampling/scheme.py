@@ -19,16 +19,7 @@ class WordStream(Protocol):
     """
 
     def __call__(self, count: int, *, step: int, block: int) -> npt.NDArray[np.uint64]:
-        """Returns ``count`` independent words, uniform on ``[0, 2**64)``.
-
-        Args:
-            count: How many words.
-            step: The logical batch that they are for, counted from the start of the run.
-            block: Numbers the successive requests inside one step, from 0.
-
-        Returns:
-            An array of shape ``(count,)``.
-        """
+        """Returns ``count`` independent words, uniform on ``[0, 2**64)``."""
         ...
 
 
@@ -67,21 +58,7 @@ class AbstractBatchStrategy(abc.ABC):
 
 
 def whole_number(owner: str, name: str, value: Any, *, at_least: int) -> int:
-    """Returns ``value`` as an int, or says which argument is not a whole number of the allowed size.
-
-    Args:
-        owner: The class or function that has the argument.
-        name: The argument.
-        value: What was given.
-        at_least: The smallest value allowed.
-
-    Returns:
-        The value.
-
-    Raises:
-        TypeError: If ``value`` is not an integer.
-        ValueError: If it is below ``at_least``.
-    """
+    """Returns ``value`` as an int, or says which argument is not a whole number of the allowed size."""
     if isinstance(value, bool):
         raise TypeError(f"{owner}: {name} must be a whole number, got {value!r}.")
     try:

@@ -13,18 +13,7 @@ _BLOCK = 1 << 24  # requests from here on are for choices among what was drawn; 
 
 
 def numbers_below(size: int, count: int, words: WordStream, *, step: int, block: int = _BLOCK) -> IndexBatch:
-    """``count`` independent uniform numbers in ``[0, size)``, by rejection.
-
-    Args:
-        size: At least 1.
-        count: How many.
-        words: The randomness.
-        step: The step that they are for.
-        block: The first request that may be used; up to 2**16 of them are.
-
-    Returns:
-        ``(count,)`` int64.
-    """
+    """``count`` independent uniform numbers in ``[0, size)``, by rejection."""
     mask = np.uint64((1 << max(1, (size - 1).bit_length())) - 1)
     found = np.empty(0, dtype=np.int64)
     while len(found) < count:
@@ -35,11 +24,7 @@ def numbers_below(size: int, count: int, words: WordStream, *, step: int, block:
 
 
 def uniform_subset(size: int, count: int, words: WordStream, *, step: int) -> IndexBatch:
-    """A uniform subset of ``count`` numbers of ``[0, size)``, sorted: drawn until there are as many different ones.
-
-    Returns:
-        ``(count,)`` int64. Time and memory are those of the subset, or of the whole where that is not much more.
-    """
+    """A uniform subset of ``count`` numbers of ``[0, size)``, sorted: drawn until there are as many different ones."""
     if 3 * count > size:
         return np.sort(np.argsort(words(size, step=step, block=_BLOCK), kind="stable")[:count])
     chosen = np.empty(0, dtype=np.int64)

@@ -105,18 +105,7 @@ class UnitStrategy(AbstractBatchStrategy):
 
 
 def unit_numbers(given: Any, dataset: Any) -> UnitIds:
-    """The unit of each example, as numbers from 0.
-
-    Args:
-        given: ``(N,)`` ids, numbers, strings or anything hashable; or the name of a column of the data set.
-        dataset: The data set.
-
-    Returns:
-        ``(N,)``.
-
-    Raises:
-        ValueError: If there is not one id for each example, or an example has none.
-    """
+    """The unit of each example, as numbers from 0."""
     ids = given
     if isinstance(given, str):
         try:
@@ -144,15 +133,7 @@ def unit_numbers(given: Any, dataset: Any) -> UnitIds:
 
 
 def refuse_reordering(collate: Any, dataset: Any) -> None:
-    """Refuses a ``collate_fn`` that puts rows into another order: whose each row is would not be known.
-
-    Args:
-        collate: What makes a batch of examples.
-        dataset: The data set; some pairs of its first examples are collated both ways.
-
-    Raises:
-        SamplingError: If a batch of two examples does not turn round when they do.
-    """
+    """Refuses a ``collate_fn`` that puts rows into another order: whose each row is would not be known."""
     for i in range(1, min(len(dataset), _PAIRS)):
         pair = [dataset[0], dataset[i]]
         forth, back = (pytree.tree_leaves(collate(list(order))) for order in (pair, pair[::-1]))

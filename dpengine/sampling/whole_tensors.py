@@ -16,12 +16,7 @@ from torch.utils.data.dataloader import default_collate
 
 @dataclasses.dataclass(frozen=True)
 class WholeTensors:
-    """A data set that is read a batch at a time; with `as_read` for ``collate_fn`` batches are those of torch.
-
-    Args:
-        tensors: Each of shape ``(N, *)``.
-        indices: The rows of ``tensors`` that are the data set's, from the outermost subset to the innermost.
-    """
+    """A data set that is read a batch at a time; with `as_read` for ``collate_fn`` batches are those of torch."""
 
     tensors: tuple[Tensor, ...]
     indices: tuple[Sequence[int], ...] = ()
@@ -43,12 +38,7 @@ def as_read(batch: list[Tensor]) -> list[Tensor]:
 
 
 def whole_tensors(dataset: Dataset[Any], collate_fn: Any) -> WholeTensors | None:
-    """Returns ``dataset`` in the form that is read at once, or None where the batches might then be others.
-
-    Args:
-        dataset: The user's. Only ``TensorDataset`` and ``Subset`` themselves qualify, no class made from them.
-        collate_fn: The user's; only torch's own qualifies.
-    """
+    """Returns ``dataset`` in the form that is read at once, or None where the batches might then be others."""
     if collate_fn is not default_collate or not _collates_as_torch_does():
         return None
     indices = []

@@ -63,19 +63,7 @@ def loss_was_checked(model: nn.Module) -> bool:
 
 
 def refuse_mixing(outputs: Any, targets: Any, loss_fn: LossFunction, size: int, loss_reduction: str) -> None:
-    """Refuses a loss in which rows meet: the outputs of some stay, those of others and their targets change.
-
-    Args:
-        outputs: What the model gave for a batch.
-        targets: Of the batch.
-        loss_fn: Called with both.
-        size: How many rows they have.
-        loss_reduction: What was declared to ``make_private``.
-
-    Raises:
-        BatchDependentLossError: If a loss gradient of a row depends on the other rows.
-        ReductionError: If the loss is summed where a mean was declared, or the other way round.
-    """  # noqa: DOC502 - the comparison raises on our behalf
+    """Refuses a loss in which rows meet: the outputs of some stay, those of others and their targets change."""
     _, together = _gradients_at(outputs, loss_fn, targets)
     for keep_B in kept_rows(size):
         changed = with_others_changed((outputs, targets), keep_B)
@@ -95,22 +83,7 @@ def refuse_mixing(outputs: Any, targets: Any, loss_fn: LossFunction, size: int, 
 
 
 def parts_of(caller: str, model: Any, loss_fn: Any, batch: Any, loss_reduction: Any) -> tuple[Any, Any, int]:
-    """Inputs, targets and how many rows they have, or a refusal of what is none of it.
-
-    Args:
-        caller: What was called, for messages.
-        model: The model.
-        loss_fn: Called with outputs and targets.
-        batch: ``(inputs, targets)``.
-        loss_reduction: ``"mean"`` or ``"sum"``.
-
-    Returns:
-        The three.
-
-    Raises:
-        TypeError: If an argument is of a wrong kind.
-        ValueError: If the reduction is not known, or there are fewer than two rows.
-    """
+    """Inputs, targets and how many rows they have, or a refusal of what is none of it."""
     needed = f"call {caller}(model, loss_fn, (inputs, targets))."
     if not isinstance(model, nn.Module) or isinstance(model, _Loss):
         kind = "a loss" if isinstance(model, _Loss) else "no torch.nn.Module"

@@ -35,16 +35,7 @@ class Obstacle:
 
 
 def obstacle_of(module: nn.Module, *, model_trains: bool = True) -> Obstacle | None:
-    """The first obstacle that applies to a module itself, not to its children.
-
-    Args:
-        module: The module.
-        model_trains: Whether the model that it is in is in train mode. Where all of it is in eval mode, a batch norm is
-            not there on purpose, and will be in train mode too.
-
-    Returns:
-        None where nothing stands in the way.
-    """
+    """The first obstacle that applies to a module itself, not to its children."""
     found = next((obstacle for obstacle in (SCRIPTED, *OBSTACLES) if obstacle.applies(module)), None)
     return _BATCH_NORM if found is None and not model_trains and isinstance(module, _BatchNorm) else found
 

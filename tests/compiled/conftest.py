@@ -2,7 +2,7 @@
 
 import pytest
 
-from dpengine.compiled.backward import Done
+from dpengine.compiled.compiled_pass import Done
 
 
 @pytest.fixture

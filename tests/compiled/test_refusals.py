@@ -233,7 +233,7 @@ def test_arguments_are_tensors_or_plain(argument):
 
 
 def test_too_many_graphs_are_refused(monkeypatch):
-    monkeypatch.setattr("dpengine.compiled.backward._MOST_GRAPHS", 2)
+    monkeypatch.setattr("dpengine.engine.compiled_backward._MOST_GRAPHS", 2)
     training = Training(MODELS["linear"][0], data((6,)), compiled=True, multiple_of=1)
     with pytest.raises(errors.UnsupportedLayerError, match="More than 2 graphs"):
         training.run()

@@ -13,7 +13,12 @@ lightning = pytest.importorskip("lightning.pytorch")
 from integrations.lightning_doubles import WANTED, Manual, Plain, by_hand, data, fit, loader, trainer, weights  # noqa: E402
 
 from dpengine import PrivacyEngine  # noqa: E402
-from dpengine.errors import ParameterMismatchError, PrivacyError, SamplingError, ScaledGradientError
+from dpengine.errors import (  # noqa: E402
+    ParameterMismatchError,
+    PrivacyError,
+    SamplingError,
+    ScaledGradientError,
+)
 from dpengine.integrations.lightning import DPCallback  # noqa: E402
 from dpengine.noise import BandMF  # noqa: E402
 

@@ -14,7 +14,7 @@ from lightning.pytorch.callbacks import EarlyStopping, GradientAccumulationSched
 from lightning.pytorch.tuner import Tuner  # noqa: E402
 
 from dpengine import PrivacyEngine  # noqa: E402
-from dpengine.errors import (
+from dpengine.errors import (  # noqa: E402
     DetachedError,
     ParameterMismatchError,
     SamplingError,

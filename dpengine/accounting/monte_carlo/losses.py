@@ -53,16 +53,6 @@ class LossSampler:
         """Losses of both directions: an example that is there, and one that is not.
 
         Both come from the same noise. Within each direction the samples are independent.
-
-        Args:
-            samples: How many of each.
-            seed: Of the generator.
-
-        Returns:
-            Two arrays.
-
-        Raises:
-            AccountingRefusedError: If losses are too large for a float.
         """
         rng = np.random.Generator(np.random.SFC64(seed))
         remove, add = np.empty(samples), np.empty(samples)

@@ -91,16 +91,7 @@ _POINTS = 48
 
 @functools.lru_cache(maxsize=8)
 def curve_of(composition: Composition, relation: Relation, tail: float) -> tuple[Curve, float]:
-    """The curve of a history without its simulated runs.
-
-    Args:
-        composition: The history.
-        relation: The neighbouring relation.
-        tail: A delta that need not be told from 0.
-
-    Returns:
-        An upper bound on the curve, and where it has come down to ``tail``.
-    """
+    """The curve of a history without its simulated runs."""
     rest = dataclasses.replace(composition, runs=())
     if rest.empty:
         return alone, 0.0

@@ -84,13 +84,6 @@ def delta_above(estimate: float, samples: int) -> float:
     """The delta of the least claim on delta that an estimate lets pass.
 
     The claims of all a have one probability to be accepted if wrong, so this is the end of a sweep as well.
-
-    Args:
-        estimate: The larger of the two directions, in [0, 1].
-        samples: In each direction.
-
-    Returns:
-        At most 1.
     """
     beta = _MISTAKES / samples
     low, high = estimate, 1.0

@@ -40,19 +40,7 @@ def bounds(composition: Composition, delta: float, relation: Relation) -> Bounds
     """Epsilon from below and above, and the best guess. Without sampling all three are one number.
 
     The interval is about 0.2 % of epsilon wide, more where memory does not allow so fine a mesh.
-
-    Args:
-        composition: What was released.
-        delta: Strictly between 0 and 1.
-        relation: The neighbouring relation.
-
-    Returns:
-        The bounds.
-
-    Raises:
-        AccountingRefusedError: If the rounding of the FFT is more than a hundredth of delta, or no mesh that fits gives
-            an upper bound within a twentieth of the truth.
-    """  # noqa: DOC502 - raised on our behalf
+    """
     if composition.non_private or composition.unsampled:
         return gdp.bounds(composition, delta, relation)
     return _bracket(composition, delta, relation)[0]
@@ -94,12 +82,7 @@ def _bracket(composition: Composition, delta: float, relation: Relation) -> tupl
 
 
 class _Question:
-    """The epsilon of one direction at one delta, on finer and finer meshes.
-
-    Args:
-        releases: Pairs of this direction.
-        delta: As asked.
-    """
+    """The epsilon of one direction at one delta, on finer and finer meshes."""
 
     law: LossSum
     lower: float

@@ -34,12 +34,7 @@ class NoMeshError(Exception):
 
 
 class Sketch:
-    """Releases on a thousand points each: about where their sum lies. None of it is a bound.
-
-    Args:
-        releases: Pairs of one direction, each with its count.
-        error: What the windows of all losses together, and that of their sum, may cut off.
-    """
+    """Releases on a thousand points each: about where their sum lies. None of it is a bound."""
 
     def __init__(self, releases: Releases, error: float):
         self.releases = releases
@@ -126,14 +121,7 @@ class LossSum:
         return float(np.sum(self.masses[start:] * -np.expm1(-gap)))
 
     def bracket(self, delta: float) -> tuple[float, float, float]:
-        """Epsilon of the true loss from below, about, and from above. Negative numbers mean that it is 0.
-
-        Args:
-            delta: Above ``doubt``, below 1.
-
-        Returns:
-            Three real numbers, none falling.
-        """
+        """Epsilon of the true loss from below, about, and from above. Negative numbers mean that it is 0."""
         lower = self._below(min(1.0, (delta + self.doubt) * (1 + self.relative))) - self.shift
         upper = self._above((delta - self.doubt) * (1 - self.relative)) + self.shift
         return lower, min(max(self._about(delta), lower), upper), upper
@@ -172,18 +160,7 @@ class LossSum:
 
 
 def rounded_sum(sketch: Sketch, shift: float) -> LossSum:
-    """Composes releases on a mesh.
-
-    Args:
-        sketch: Of the releases. Its error is what windows and rounding of losses may cost.
-        shift: How far the loss may move by rounding to the mesh. Where that takes too fine a mesh, it is larger.
-
-    Returns:
-        The law of the sum, with bounds.
-
-    Raises:
-        NoMeshError: If the losses are too large for any mesh.
-    """
+    """Composes releases on a mesh."""
     (low, low_tilt), (high, high_tilt) = sketch.ends()
     widths = [_width(pair, reach) for (pair, _), reach in zip(sketch.releases, sketch.reaches, strict=True)]
     if not math.isfinite(high - low + sum(widths)) or high - low > -0.9 * float(np.log(np.finfo(np.longdouble).tiny)):

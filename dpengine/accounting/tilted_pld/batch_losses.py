@@ -189,14 +189,7 @@ def _truncated(event: TruncatedGaussianEvent, direction: Direction) -> Mixture:
 
 
 def cut_of(event: TruncatedGaussianEvent) -> tuple[float, float, float]:
-    """How often the others alone leave room in a batch, and fill it, and the example takes part then; from above.
-
-    Args:
-        event: The release.
-
-    Returns:
-        Three probabilities. The second is 0 where it is too small to count.
-    """
+    """How often the others alone leave room in a batch, and fill it, and the example takes part then; from above."""
     from scipy import stats  # takes a second to import
 
     n, q, most = event.num_examples, event.sample_rate, event.largest_batch

@@ -47,18 +47,7 @@ class Aim:
 
 
 def bulk_and_jumps(parts: tuple[Part, ...], lowest: float, highest: float, points: int, aim: Aim) -> ConvolvedSum:
-    """Composes releases, for an upper bound.
-
-    Args:
-        parts: What was released.
-        lowest: A loss below 0, under which it does not matter what the sum is.
-        highest: A loss above the answer, over which what is left does not count beside delta.
-        points: Of the coarse lattice between them.
-        aim: Where the answer is, and how accurate it shall be. It can cost accuracy, and never soundness.
-
-    Returns:
-        The law of the sum.
-    """
+    """Composes releases, for an upper bound."""
     step = (highest - lowest) / points
     window = CoarseWindow(math.floor(lowest / step), math.ceil(highest / step), above=True)
     total, levels = None, 0.0

@@ -62,18 +62,7 @@ class ConvolvedSum:
 
 
 def convolved(parts: tuple[Part, ...], lowest: float, highest: float, points: int, *, above: bool) -> ConvolvedSum:
-    """Composes releases.
-
-    Args:
-        parts: What was released.
-        lowest: A loss below 0, under which it does not matter what the sum is.
-        highest: A loss above the answer, over which what is left does not count beside delta.
-        points: Of the lattice between them.
-        above: For an upper bound, else for a lower one.
-
-    Returns:
-        The law of the sum.
-    """
+    """Composes releases."""
     step = (highest - lowest) / points
     window = CoarseWindow(math.floor(lowest / step), math.ceil(highest / step), above)
     total, levels, shift = None, 0.0, 0.0

@@ -60,16 +60,7 @@ class _Plan:
 
 
 def upper_epsilon(parts: Parts, delta: float, accuracy: float) -> Answer:
-    """An upper bound on epsilon.
-
-    Args:
-        parts: What was released.
-        delta: Strictly between 0 and 1.
-        accuracy: Share of epsilon that the lattice may add.
-
-    Returns:
-        The bound.
-    """
+    """An upper bound on epsilon."""
     found = _on_lattice(parts, delta, accuracy)
     if (pair := _alone(parts)) is not None:
         exact = one_release.epsilon(pair, delta)
@@ -100,18 +91,7 @@ def lower_epsilon(parts: Parts, delta: float, upper: float, accuracy: float) -> 
 
 
 def upper_log_delta(parts: Parts, epsilon: float, ceiling: float, accuracy: float) -> float:
-    """Log of an upper bound on delta.
-
-    Args:
-        parts: What was released.
-        epsilon: At least 0.
-        ceiling: Another bound on delta.
-        accuracy: As for `upper_epsilon`.
-
-    Returns:
-        The bound, which may be above the ceiling; minus infinity where no loss is so large. Where no lattice holds the
-        losses, a ``NoWindowError``.
-    """
+    """Log of an upper bound on delta."""
     if epsilon >= _largest_loss(parts):
         return -math.inf
     rough = _Search(parts, ceiling).overview
@@ -222,12 +202,7 @@ def _third(fall: float) -> float:
 
 
 class _Search:
-    """Where the answer lies for one direction.
-
-    Args:
-        parts: What was released.
-        delta: About the one that is asked for.
-    """
+    """Where the answer lies for one direction."""
 
     def __init__(self, parts: Parts, delta: float):
         share = math.log10(_TAIL_SHARE * max(delta, LEAST_TAIL)) - math.log10(sum(part.count for part in parts))

@@ -93,16 +93,7 @@ class Sketch:
 
 @functools.lru_cache(maxsize=1024)
 def sketch(pair: Pair, tail: float, points: int = SKETCH_POINTS) -> Sketch:
-    """Looks at a release from afar.
-
-    Args:
-        pair: The release.
-        tail: Mass above the highest output that counts.
-        points: Outputs.
-
-    Returns:
-        The sketch.
-    """
+    """Looks at a release from afar."""
     x = np.linspace(*pair.reach(tail), points)
     masses = pair.masses(x).p
     losses = pair.loss((x[1:] + x[:-1]) / 2)
@@ -132,17 +123,7 @@ class View:
 
 
 def cell_ends(pair: Pair, view: View, step: float, *, above: bool) -> Integers:
-    """Where cells end, as multiples of the step: denser where the tilted loss has its mass.
-
-    Args:
-        pair: The release.
-        view: Which part of the loss counts.
-        step: The lattice.
-        above: For `atoms_above`. For `atoms_below`, which is less accurate, cells widen further out.
-
-    Returns:
-        Rising integers, at least two.
-    """
+    """Where cells end, as multiples of the step: denser where the tilted loss has its mass."""
     seen = sketch(pair, view.tail).lifted(view.floor(pair))
     low, high = float(seen.losses[0]), float(pair.loss(np.array(pair.reach(view.tail)))[1])
     first = math.floor(low / step)
@@ -163,16 +144,7 @@ def cell_ends(pair: Pair, view: View, step: float, *, above: bool) -> Integers:
 
 
 def atoms_above(mixture: Mixture, ends_of: EndsOf, step: float) -> Atoms:
-    """A discrete pair that dominates a release.
-
-    Args:
-        mixture: The release: the chance of each pair, which the attacker is told.
-        ends_of: Where the cells of a pair end.
-        step: The lattice.
-
-    Returns:
-        Its losses under P.
-    """
+    """A discrete pair that dominates a release."""
     found = [(weight, *spread_out(pair, ends_of(pair), step)) for weight, pair in mixture]
     places = np.concatenate([ends for _, ends, _, _ in found])
     masses = np.concatenate([weight * mass for weight, _, mass, _ in found])
@@ -197,16 +169,7 @@ def spread_out(pair: Pair, ends: Integers, step: float) -> tuple[Integers, Float
 
 
 def atoms_below(mixture: Mixture, ends_of: EndsOf, step: float) -> Atoms:
-    """A discrete pair that a release dominates.
-
-    Args:
-        mixture: As for `atoms_above`.
-        ends_of: As for `atoms_above`.
-        step: The lattice.
-
-    Returns:
-        Its losses under P.
-    """
+    """A discrete pair that a release dominates."""
     found = [(weight, *_merged(pair, ends_of(pair), step)) for weight, pair in mixture]
     losses = np.concatenate([loss for _, loss, _ in found])
     masses = np.concatenate([weight * mass for weight, _, mass in found])

@@ -81,17 +81,7 @@ def _delta_on_lattices(composition: Composition, epsilon: float, relation: Relat
 
 
 def bounds(composition: Composition, delta: float, relation: Relation) -> Bounds:
-    """Epsilon from below and above, and the best guess.
-
-    Args:
-        composition: What was released.
-        delta: Strictly between 0 and 1.
-        relation: The neighbouring relation.
-
-    Returns:
-        The bounds. Without sampling they are one number, rounded down and up. For batches that are cut or of one size
-        the lower one is 0: what is composed for them is itself an upper bound.
-    """
+    """Epsilon from below and above, and the best guess."""
     if composition.non_private or composition.unsampled:
         return gdp.bounds(composition, delta, relation)
     above, below = _checked(composition, relation), composition.limited(above=False)

@@ -47,16 +47,7 @@ class TailSums(Protocol):
 
 
 def tail_sums(transform: Complex, first: int, size: int) -> TailSums:
-    """Makes the sums.
-
-    Args:
-        transform: Of the masses, folded to the size, up to the last frequency that counts.
-        first: The place of the lowest point; it may be negative.
-        size: Of the lattice, a power of two.
-
-    Returns:
-        The law's sums.
-    """
+    """Makes the sums."""
     if len(transform) <= size // _SHARE_OF_FREQUENCIES:
         return _ByFrequency(transform, first, size)
     return _ByMass(np.roll(np.fft.irfft(transform, size), -(first % size)))

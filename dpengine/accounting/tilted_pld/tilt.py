@@ -90,17 +90,7 @@ class Sketches:
 
 
 def sketches(mixtures: Sequence[Mixture], counts: Sequence[int], tail: float, points: int) -> Sketches:
-    """Looks at releases from afar.
-
-    Args:
-        mixtures: The pairs of each kind of release.
-        counts: How many there are of each.
-        tail: Mass above the highest output that counts.
-        points: Outputs, of each pair.
-
-    Returns:
-        The sketches.
-    """
+    """Looks at releases from afar."""
     rows = [[(weight, pair) for weight, pair in mixture if weight > 0] for mixture in mixtures]
     seen = [sketch(pair, tail, points) for row in rows for _, pair in row]
     widest = max(len(one.losses) for one in seen)
@@ -160,12 +150,7 @@ class NoWindowError(Exception):
 
 
 class Overview:
-    """Sketches of all releases.
-
-    Args:
-        parts: What was released.
-        tail: Mass of one release that does not count.
-    """
+    """Sketches of all releases."""
 
     def __init__(self, parts: tuple[Part, ...], tail: float):
         points = max(_LEAST_POINTS, SKETCH_POINTS // len(parts))
@@ -206,16 +191,6 @@ class Overview:
 
         The best tilt leaves most room for rounding. Under a smaller one the answer lies further up in the tail; that
         tail is lighter, so the window is shorter and the lattice finer.
-
-        Args:
-            tilt: The best tilt for what is asked.
-            bins: Points.
-
-        Returns:
-            The window.
-
-        Raises:
-            NoWindowError: If float64 has no room for one.
         """
         best, found = math.inf, None
         if tilt not in self._candidates:

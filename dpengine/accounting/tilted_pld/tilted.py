@@ -28,12 +28,7 @@ V = TypeVar("V")
 
 
 class Memory(Generic[V]):
-    """Keeps results.
-
-    Args:
-        most_bytes: Of all that is kept. A result that is larger than all of it is not kept.
-        bytes_of: How much a result takes.
-    """
+    """Keeps results."""
 
     def __init__(self, most_bytes: int, bytes_of: Callable[[V], int]):
         self._most, self._bytes_of = most_bytes, bytes_of
@@ -140,17 +135,7 @@ class TiltedSum:
 
 
 def composed(parts: tuple[Part, ...], window: Window, *, bins: int, above: bool = True) -> TiltedSum:
-    """Composes releases under a tilt.
-
-    Args:
-        parts: What was released.
-        window: The tilt, and where the sum lies then.
-        bins: About as many points of the lattice the window has; a power of two.
-        above: For an upper bound, else for a lower one.
-
-    Returns:
-        The law of the sum.
-    """
+    """Composes releases under a tilt."""
     tilt = window.view.tilt
     step = 2.0 ** (math.ceil(math.log2((window.high - window.low) / bins) * _PER_OCTAVE) / _PER_OCTAVE)
     first = math.floor(window.low / step) - 1

@@ -50,18 +50,7 @@ class Fading:
 
 
 def transform(places: Integers, masses: Floats, size: int, length: int, many: int) -> Transform:
-    """Transforms masses that are folded to a lattice.
-
-    Args:
-        places: Of the masses ``(A,)``; one may come more than once.
-        masses: ``(A,)``, of sum about 1.
-        size: Points of the lattice, a power of two.
-        length: Frequencies that count, by `faded_from`.
-        many: How many releases there are of this kind at least.
-
-    Returns:
-        The transform.
-    """
+    """Transforms masses that are folded to a lattice."""
     if length * _SHARE <= size:
         values, error = _series(places, masses, size, length)
     else:
@@ -93,15 +82,7 @@ def fading(places: Integers, masses: Floats) -> Fading:
 
 @functools.lru_cache(maxsize=256)
 def faded_from(laws: tuple[tuple[Fading, int], ...], size: int) -> int:
-    """A frequency from which on the transform of the sum has surely faded.
-
-    Args:
-        laws: Of each kind of releases, and how many there are at least.
-        size: Points of the lattice, a power of two.
-
-    Returns:
-        How many frequencies count.
-    """
+    """A frequency from which on the transform of the sum has surely faded."""
     rest, variation = (np.array([getattr(law, name) for law, _ in laws]) for name in ("rest", "variation"))
     counts = np.array([count for _, count in laws], dtype=np.float64)
     low, high = 0, size // 2 + 1

@@ -1,4 +1,4 @@
-"""Whether per-sample gradients are right: each sample alone against the whole batch, by ``dpengine.engine.gradient_check``.
+"""Compares per-sample gradients of a batch with those of each sample alone; see ``dpengine.engine.gradient_check``.
 
 The loss is that module's ``probe_loss``, whose gradient is not a sign, and no zero in it hides a fault.
 """

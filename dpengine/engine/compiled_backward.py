@@ -3,134 +3,26 @@
 Axes: B rows of the batch, P rows it is padded to, K groups of parameters that are clipped together.
 """
 
-from __future__ import annotations
-
-import enum
 import math
 import threading
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from dpengine.capture.record import LayerCall, Use
-from dpengine.engine.clipped_sums import ClippedSums
+from dpengine.compiled.compare import random_numbers_kept, refuse_difference, refuse_mixed_order
+from dpengine.compiled.compiled_pass import Done, autocast_key, kind_of, model_key, plain_arguments
+from dpengine.compiled.graphs import Graphs, traced_graphs
+from dpengine.compiled.one_pass import OnePass
 from dpengine.errors import BatchMismatchError, UnsupportedLayerError
-from dpengine.grad_modes.flat_buffer import Sums
-from dpengine.grad_modes.strategy import AbstractGradients
 
-from .compare import random_numbers_kept, refuse_difference, refuse_mixed_order
-from .graphs import Graphs, traced_graphs
-from .one_pass import OnePass
-
-_PLAIN = (int, float, bool, str, bytes, type(None), torch.dtype, torch.device, enum.Enum)
-
-
-def kind_of(tensor: Tensor) -> object:
-    """Shape, dtype, place and layout."""
-    return tensor.shape, tensor.dtype, tensor.device, tensor.stride()
-
-
-def plain_arguments(leaves: Sequence[Any]) -> tuple[Any, ...]:
-    """The leaves of a call that are no tensors, None where one was.
-
-    Args:
-        leaves: Of arguments.
-
-    Returns:
-        Them, with their types, since True equals 1.
-
-    Raises:
-        UnsupportedLayerError: If one is no plain value: what is in it would be fixed when the graph is traced.
-    """
-    for leaf in leaves:
-        if not isinstance(leaf, (Tensor, *_PLAIN)):
-            raise UnsupportedLayerError(
-                f"A compiled pass was given a {type(leaf).__name__}, whose content a graph would keep for ever.",
-                fix="Pass tensors with the batch on axis 0, and plain numbers and strings.",
-            )
-    return tuple(None if isinstance(leaf, Tensor) else (type(leaf), leaf) for leaf in leaves)
-
-
-def model_key(model: nn.Module, state: Sequence[Tensor]) -> object:
-    """Modules, their settings, and which parameters and buffers are where."""
-    number = {tensor: i for i, tensor in enumerate(state)}
-    modules = tuple((id(module), type(module), _settings(module, number)) for module in model.modules())
-    return modules, tuple((id(tensor), kind_of(tensor), tensor.requires_grad) for tensor in state)
-
-
-def _settings(module: nn.Module, number: dict[Tensor, int]) -> tuple[Any, ...]:
-    found: list[Any] = [(name, number.get(t)) for table in (module._parameters, module._buffers)  # type: ignore[attr-defined]
-                        for name, t in table.items() if t is not None]  # fmt: skip
-    for name, value in vars(module).items():
-        if isinstance(value, _PLAIN) or (isinstance(value, tuple) and all(isinstance(v, _PLAIN) for v in value)):
-            found.append((name, value))
-        elif isinstance(value, Tensor):
-            found.append((name, id(value), value._version))
-    return tuple(found)
-
-
-def autocast_key(device: torch.device) -> object:
-    """Whether autocast is on, and in which dtype."""
-    return torch.is_autocast_enabled(device.type), torch.get_autocast_dtype(device.type)
-
-
-@dataclass(eq=False)
-class Done(AbstractGradients):
-    """Norms of a pass, and the way to its sums.
-
-    Attributes:
-        graphs: What ran.
-        held: What the sums need.
-        sq_norms_PK: Of unscaled gradients.
-        num_rows: Of the batch.
-        stretch: By how much smaller gradients are since a loss that is a mean was one over padded rows.
-        named: The parameters that took part.
-    """
-
-    graphs: Graphs
-    held: list[Tensor]
-    sq_norms_PK: Tensor
-    num_rows: int
-    stretch: float
-    named: Mapping[str, nn.Parameter]
-
-    def receive(self, call: LayerCall, uses: Mapping[str, Use], rule: Any) -> None:
-        raise UnsupportedLayerError(f"Layer '{call.name}' reported a pass that is over.")
-
-    def receive_rows(self, use: Use, grad: Tensor) -> None:
-        raise UnsupportedLayerError(f"'{use.name}' reported a pass that is over.")
-
-    @property
-    def rows(self) -> Mapping[str, int]:
-        return {"the model": self.num_rows} if self.held else {}
-
-    @property
-    def parameters(self) -> Mapping[nn.Parameter, str]:
-        return {parameter: name for name, parameter in self.named.items()}
-
-    def sq_norms(self, groups: Mapping[nn.Parameter, int], num_groups: int, scale: float) -> Tensor:
-        return self.sq_norms_PK[: self.num_rows] * (scale * self.stretch) ** 2
-
-    def drop(self, rows_B: Tensor) -> None:
-        raise UnsupportedLayerError("A row that is not finite reached a compiled pass.")
-
-    def add_sums(self, groups: Mapping[nn.Parameter, int], weights_BK: Tensor, scale: float, into: Sums) -> None:
-        weights_PK = weights_BK.new_zeros(self.sq_norms_PK.shape)
-        weights_PK[: self.num_rows] = weights_BK
-        for parameter, total in zip(self.named.values(), self.graphs.sums(self.held, weights_PK), strict=True):
-            into.add(parameter, total, scale * self.stretch)
-            into.complete(parameter)
-
-    def clear(self) -> None:
-        self.held = []
-
+from .clipped_sums import ClippedSums
 
 Loss = Callable[..., Tensor]
+
 _MOST_GRAPHS = 64
 _one_at_a_time = threading.RLock()  # while one thread traces, no other may run what was compiled
 
@@ -165,15 +57,8 @@ class CompiledBackward:
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
         """Forward, loss and clipped backward pass over one batch.
 
-        Args:
-            args: Arguments of ``loss_fn``: tensors with the batch on axis 0, and plain values.
-            kwargs: The same.
-
         Tensors that differ in the size of axis 0 are a BatchMismatchError; a pass that cannot be traced, or whose
         compiled code does not compute what the hooks do, an UnsupportedLayerError.
-
-        Returns:
-            The loss, detached.
         """
         with _one_at_a_time:
             return self._pass(args, kwargs)
