@@ -268,8 +268,8 @@ def test_a_cycle_for_typing_only_passes(faults_of):
 
 
 def test_a_file_that_imports_its_own_front_door_fails(faults_of):
-    (fault,) = faults_of(**{"capture/record.py": "from dpengine.capture import hook"})
-    assert "import cycle" in fault
+    faults = faults_of(**{"capture/record.py": "from dpengine.capture import hook"})
+    assert any("import cycle" in fault for fault in faults)
 
 
 @pytest.mark.parametrize("file", ["gadgets.py", "gadgets/__init__.py", "gadgets/deep/tool.py"])

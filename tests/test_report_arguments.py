@@ -14,7 +14,9 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*DPE012")
 @pytest.fixture
 def engine(monkeypatch):
     """An engine that must not compute anything for a report."""
-    monkeypatch.setattr("dpengine.engine.report_of_run", lambda *args: pytest.fail("the report was made"))
+    monkeypatch.setattr(
+        "dpengine.engine.privacy_engine.report_of_run", lambda *args: pytest.fail("the report was made")
+    )
     return make_loop(noise_multiplier=1.0).engine
 
 

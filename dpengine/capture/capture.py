@@ -9,7 +9,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -23,8 +23,10 @@ from dpengine.layers.replacements import from_twin, to_twin
 from .batch_statistics import batch_norm_guards
 from .hooks import Hook, LayerHook, RootHook
 from .record import LayerCall, Use, turned
-from .replay import Replay
 from .watch import Watch
+
+if TYPE_CHECKING:
+    from .replay import Replay
 
 _peek_transform = _functorch.peek_interpreter_stack  # None outside torch.func.vmap, grad and their like
 

@@ -6,7 +6,7 @@ import functools
 import weakref
 from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -22,7 +22,8 @@ from dpengine.errors import (
 )
 from dpengine.grad_modes.materialize import forget_grad_samples
 
-from .release import Release
+if TYPE_CHECKING:
+    from .release import Release
 
 REFUSED = {
     "LBFGS": "it reads the data several times in one step",

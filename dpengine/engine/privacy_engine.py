@@ -27,15 +27,7 @@ from dpengine.plan.config import AbstractPlanConfig
 from dpengine.plan.execution_plan import DPExecutionPlan
 from dpengine.report.report import PrivacyReport
 
-from .argument_checks import (
-    Uncopied,
-    admit,
-    refuse_other_than_bool,
-    refuse_state,
-    refuse_unknown_choices,
-    tell_of_plan,
-    units_for,
-)
+from . import argument_checks
 from .build_plan import Batching, Spending, Wanted, arranged, name_for, source_for
 from .clipped_sums import ClippedSums
 from .progress import progress
@@ -52,7 +44,7 @@ M = TypeVar("M", bound=nn.Module)
 O = TypeVar("O", bound=Optimizer)
 
 
-class PrivacyEngine(Uncopied):
+class PrivacyEngine(argument_checks.Uncopied):
     """Makes training private, and keeps account of what it spends.
 
     ::
@@ -178,11 +170,13 @@ class PrivacyEngine(Uncopied):
         Returns:
             The same model, the same optimizer, and the private loader.
         """
-        refuse_unknown_choices(grad_sample_mode=grad_sample_mode, unused_parameters=unused_parameters)
-        refuse_unknown_choices(on_budget=on_budget, loss_reduction=loss_reduction, unit_reduction=unit_reduction)
-        refuse_other_than_bool(batch_first=batch_first, allow_large_delta=allow_large_delta)
-        admit(module, optimizer, grad_scaler, lr_scheduler)
-        units, num_units, unit = units_for(privacy_unit, data_loader, grad_sample_mode)
+        argument_checks.refuse_unknown_choices(grad_sample_mode=grad_sample_mode, unused_parameters=unused_parameters)
+        argument_checks.refuse_unknown_choices(
+            on_budget=on_budget, loss_reduction=loss_reduction, unit_reduction=unit_reduction
+        )
+        argument_checks.refuse_other_than_bool(batch_first=batch_first, allow_large_delta=allow_large_delta)
+        argument_checks.admit(module, optimizer, grad_scaler, lr_scheduler)
+        units, num_units, unit = argument_checks.units_for(privacy_unit, data_loader, grad_sample_mode)
         topology, inner = topology_of(module), unwrapped(module)
         asked = asked_for(plan, target_epsilon=target_epsilon, delta=target_delta, epochs=epochs, steps=steps)
         spent, resumed = self._books.open(topology.everyone, asked, first=not self.runs)
@@ -217,7 +211,7 @@ class PrivacyEngine(Uncopied):
 
     def _enter(self, run: Run, asked: Mapping[str, Any], chunks: tuple[int | None, int]) -> None:
         release = run.release
-        tell_of_plan(release.plan)
+        argument_checks.tell_of_plan(release.plan)
         refuse_disagreement(run, *chunks)
         self._books.begin(release.ledger, about_run(run), asked=asked, noise=release.source.describe())
         if not run.attached:
@@ -381,7 +375,7 @@ class PrivacyEngine(Uncopied):
     @suggests_names
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Adds a stored history to what was spent, unless the ledger file has it; if damaged, a ``LedgerError``."""
-        refuse_state(state)
+        argument_checks.refuse_state(state)
         self._books.load(state["ledger"], state.get("anchor"))
         self._delta = self._delta if self._delta is not None else state["delta"]
 

@@ -8,7 +8,7 @@ import random
 import sys
 from collections.abc import Iterator, Sized
 from importlib.metadata import version
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.optim import Optimizer
@@ -17,7 +17,8 @@ from torch.utils import _pytree as pytree
 from dpengine.distributed.data_parallel import refuse_other_weights
 from dpengine.noise.source import NoiseSource
 
-from .run import Run
+if TYPE_CHECKING:
+    from .run import Run
 
 _EXAMPLES = 16  # of the data set, that are compared
 

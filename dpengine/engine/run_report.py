@@ -6,19 +6,21 @@ import contextlib
 import difflib
 from collections.abc import Callable, Mapping, Sequence
 from numbers import Real
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from dpengine.accounting.events import Relation
-from dpengine.accounting.ledger import Ledger
 from dpengine.errors import AccountingRefusedError
 from dpengine.ledger_file.run_ledger import RunLedger
 from dpengine.report.facts import RunFacts
 from dpengine.report.report import PrivacyReport
 from dpengine.validation.loss import loss_was_checked
 
-from .run import Run
+if TYPE_CHECKING:
+    from dpengine.accounting.ledger import Ledger
+
+    from .run import Run
 
 _TEXT = (str, type(None))
 _KEYS: dict[str, dict[str, tuple[type, ...]]] = {

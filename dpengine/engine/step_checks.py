@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from dpengine.errors import (
     BatchMismatchError,
@@ -17,8 +17,10 @@ from dpengine.plan.run_plan import RunPlan
 from dpengine.sampling.batches import Ticket
 
 from .batch_state import Stage
-from .clipped_sums import ClippedSums
 from .grad_writer import WrittenGradients
+
+if TYPE_CHECKING:
+    from .clipped_sums import ClippedSums
 
 _IN_TURN = (
     "Use each batch before the next one is fetched: no list(loader), and no prefetcher around it. "

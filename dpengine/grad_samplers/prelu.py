@@ -7,7 +7,7 @@ from torch import Tensor
 
 from dpengine.capture.record import LayerCall
 
-from .group_norm import sum_space
+from .normalization import sum_space
 from .sampler import GradSampler, argument
 
 

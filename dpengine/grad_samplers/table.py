@@ -9,7 +9,7 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from dpengine.distributed.layer_parts import layer_type
 
-from . import bilinear, conv, embedding, embedding_bag, group_norm, instance_norm, layer_norm, linear, prelu, rms_norm
+from . import bilinear, conv, embedding, embedding_bag, linear, normalization, prelu
 from .functional import functional_sampler
 from .registered import REGISTERED, REGISTERED_NORMS, WITHDRAWN
 from .sampler import GradSampler, JointSampler, NormedRule
@@ -26,12 +26,12 @@ BUILTIN: Mapping[type[nn.Module], Mapping[str, GradSampler]] = {
     nn.ConvTranspose3d: conv.SAMPLERS,
     nn.Embedding: embedding.SAMPLERS,
     nn.EmbeddingBag: embedding_bag.SAMPLERS,
-    nn.LayerNorm: layer_norm.SAMPLERS,
-    nn.GroupNorm: group_norm.SAMPLERS,
-    nn.InstanceNorm1d: instance_norm.SAMPLERS,
-    nn.InstanceNorm2d: instance_norm.SAMPLERS,
-    nn.InstanceNorm3d: instance_norm.SAMPLERS,
-    nn.RMSNorm: rms_norm.SAMPLERS,
+    nn.LayerNorm: normalization.LAYER_NORM,
+    nn.GroupNorm: normalization.GROUP_NORM,
+    nn.InstanceNorm1d: normalization.INSTANCE_NORM,
+    nn.InstanceNorm2d: normalization.INSTANCE_NORM,
+    nn.InstanceNorm3d: normalization.INSTANCE_NORM,
+    nn.RMSNorm: normalization.RMS_NORM,
     nn.PReLU: prelu.SAMPLERS,
 }
 

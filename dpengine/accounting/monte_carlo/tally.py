@@ -6,15 +6,18 @@ import dataclasses
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from dpengine.accounting.composition import Composition
-from dpengine.accounting.events import Relation
-from dpengine.accounting.sampled_matrix import SampledMatrixEvent
 from dpengine.accounting.tilted_pld import pld
 
 from .losses import Floats, loss_sampler
+
+if TYPE_CHECKING:
+    from dpengine.accounting.composition import Composition
+    from dpengine.accounting.events import Relation
+    from dpengine.accounting.sampled_matrix import SampledMatrixEvent
 
 Curve = Callable[[Floats], Floats]
 """An upper bound on what delta is at each epsilon, negative ones too, in [0, 1] and falling."""

@@ -13,14 +13,17 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from .convolved import LOST, CoarseLaw, CoarseWindow, ConvolvedSum, power
 from .loss_grid import Integers, Mixture, atoms_above, sketch, spread_out
-from .loss_pairs import Floats, Pair
-from .tilt import Part
 from .transform import FADED, Complex, faded_from, fading, transform
+
+if TYPE_CHECKING:
+    from .loss_pairs import Floats, Pair
+    from .tilt import Part
 
 _UNIT = 2.0**-53
 _JUMPS = 0.3  # about how many are expected

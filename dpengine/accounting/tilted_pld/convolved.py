@@ -9,12 +9,15 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from .loss_grid import Atoms, Integers, atoms_above, atoms_below
-from .loss_pairs import Floats, Pair
-from .tilt import Part
+
+if TYPE_CHECKING:
+    from .loss_pairs import Floats, Pair
+    from .tilt import Part
 
 _UNIT = 2.0**-53
 LOST = 1e-300  # bound on all products that are too small for float64

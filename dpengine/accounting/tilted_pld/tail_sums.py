@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
-from .loss_pairs import Floats
-from .transform import Complex
+if TYPE_CHECKING:
+    from .loss_pairs import Floats
+    from .transform import Complex
 
 _UNIT = 2.0**-53
 _RELEVANT = 60.0  # -log of weights that no longer count

@@ -8,12 +8,15 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
 from .loss_grid import SKETCH_POINTS, Mixture, View, sketch
-from .loss_pairs import Floats
+
+if TYPE_CHECKING:
+    from .loss_pairs import Floats
 
 _AT_ONCE = 2**17  # numbers, so that they stay near the processor
 

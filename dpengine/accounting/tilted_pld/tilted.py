@@ -14,15 +14,17 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 import numpy as np
 
 from .loss_grid import Integers, Mixture, View, atoms_above, atoms_below, cell_ends
-from .loss_pairs import Floats
 from .tail_sums import Tail, TailSums, tail_sums
-from .tilt import Part, Window
 from .transform import FADED, Complex, Fading, Transform, faded_from, fading, transform
+
+if TYPE_CHECKING:
+    from .loss_pairs import Floats
+    from .tilt import Part, Window
 
 V = TypeVar("V")
 

@@ -10,11 +10,13 @@ from __future__ import annotations
 import functools
 import math
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
-from .loss_pairs import Floats
+if TYPE_CHECKING:
+    from .loss_pairs import Floats
 
 Complex = npt.NDArray[np.complex128]
 Integers = npt.NDArray[np.int64]

@@ -1,0 +1,88 @@
+"""Normalization layers: group, instance, layer and RMS normalization."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from dpengine.capture.record import LayerCall
+from dpengine.errors import UnsupportedLayerError
+
+from .sampler import GradSampler, argument
+
+
+def sum_space(per_position: Tensor) -> Tensor:
+    """``(B, C, ...)`` summed to ``(B, C)``."""
+    return per_position.flatten(2).sum(dim=2) if per_position.dim() > 2 else per_position
+
+
+def _group_norm_weight_grad(call: LayerCall) -> Tensor:
+    layer: Any = call.layer
+    normed = F.group_norm(argument(call, 0, "input"), layer.num_groups, eps=layer.eps)
+    return sum_space(normed * call.grad_output)
+
+
+def _group_norm_bias_grad(call: LayerCall) -> Tensor:
+    return sum_space(call.grad_output)
+
+
+GROUP_NORM = {"weight": GradSampler(_group_norm_weight_grad), "bias": GradSampler(_group_norm_bias_grad)}
+
+
+def _instance_norm_weight_grad(call: LayerCall) -> Tensor:
+    layer: Any = call.layer
+    inputs = argument(call, 0, "input")
+    if layer.training or not layer.track_running_stats:
+        normed = F.instance_norm(inputs, eps=layer.eps)  # without the running statistics, which it would update
+    else:
+        statistics = (layer.running_mean.to(inputs.dtype), layer.running_var.to(inputs.dtype))
+        normed = F.instance_norm(inputs, *statistics, use_input_stats=False, eps=layer.eps)
+    return sum_space(normed * call.grad_output)
+
+
+INSTANCE_NORM = {"weight": GradSampler(_instance_norm_weight_grad), "bias": GradSampler(_group_norm_bias_grad)}
+
+
+def sum_positions(per_position: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """``(B, ..., *shape)`` summed to ``(B, *shape)``."""
+    positions = per_position.dim() - len(shape)
+    return per_position.sum(dim=tuple(range(1, positions))) if positions > 1 else per_position
+
+
+def refuse_batch_axis(call: LayerCall, shape: tuple[int, ...]) -> None:
+    """Raises where normalisation runs over axis 0, the batch."""
+    if call.grad_output.dim() <= len(shape):
+        raise UnsupportedLayerError(
+            f"Layer '{call.name}' ({type(call.layer).__name__}) normalises over axes {shape} of a tensor of shape "
+            f"{tuple(call.grad_output.shape)}, the batch included, so one record changes the gradients of others.",
+            fix="Leave the batch axis out of normalized_shape.",
+        )
+
+
+def _layer_norm_weight_grad(call: LayerCall) -> Tensor:
+    layer: Any = call.layer
+    refuse_batch_axis(call, layer.normalized_shape)
+    normed = F.layer_norm(argument(call, 0, "input"), layer.normalized_shape, eps=layer.eps)
+    return sum_positions(normed * call.grad_output, layer.normalized_shape)
+
+
+def _layer_norm_bias_grad(call: LayerCall) -> Tensor:
+    layer: Any = call.layer
+    refuse_batch_axis(call, layer.normalized_shape)
+    return sum_positions(call.grad_output, layer.normalized_shape)
+
+
+LAYER_NORM = {"weight": GradSampler(_layer_norm_weight_grad), "bias": GradSampler(_layer_norm_bias_grad)}
+
+
+def _rms_norm_weight_grad(call: LayerCall) -> Tensor:
+    layer: Any = call.layer
+    refuse_batch_axis(call, layer.normalized_shape)
+    # eps=None means that of the type torch computes in, which for half precision is float32, as here.
+    normed = F.rms_norm(argument(call, 0, "input"), layer.normalized_shape, eps=layer.eps)
+    return sum_positions(normed * call.grad_output, layer.normalized_shape)
+
+
+RMS_NORM = {"weight": GradSampler(_rms_norm_weight_grad)}
