@@ -5,6 +5,7 @@ import json
 import os
 import signal
 
+import inside
 import torch
 from ledger_runs import Run
 
@@ -30,12 +31,12 @@ def begun(folder, **settings):
     run = Run(folder / "run.ledger", optimizer=Telling, **settings)
     if checkpoint.exists(folder / "saved"):
         checkpoint.load(folder / "saved", run.engine)
-    release = run.engine.runs[0].release
-    key = hashlib.sha256(release.source.secret_state()["key"].encode()).hexdigest()
+    source = inside.noise_source(run.engine)
+    key = hashlib.sha256(source.secret_state()["key"].encode()).hexdigest()
 
     def tell():
         told = {
-            "address": [key, release.source.incarnation, release.last_step],
+            "address": [key, source.incarnation, inside.state(run.engine).step],
             "batch": hashlib.sha256(run.batch.numpy().tobytes()).hexdigest(),
             "weights": hashlib.sha256(run.model.weight.detach().numpy().tobytes()).hexdigest(),
         }

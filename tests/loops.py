@@ -48,10 +48,6 @@ class Loop:
     optimizer: torch.optim.Optimizer
     loader: DataLoader
 
-    @property
-    def release(self):
-        return self.engine.runs[-1].release
-
     def backward(self, inputs, targets):
         loss = F.cross_entropy(self.model(inputs), targets)
         loss.backward()

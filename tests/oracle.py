@@ -5,10 +5,8 @@ from __future__ import annotations
 import copy
 
 import torch
+from inside_parts import ClippedPasses
 from reference import per_sample_gradients
-
-from dpengine.clipping import Flat
-from dpengine.engine.clipped_sums import ClippedSums
 
 SLACK = 2.0**-20  # thresholds are met with this much to spare
 
@@ -16,12 +14,10 @@ SLACK = 2.0**-20  # thresholds are met with this much to spare
 def clip_by_engine(model, inputs, loss_of, *, policy=None, mode="auto", reduction="sum", batch_first=True):
     """Names to clipped sums, and the statistics, of one forward and backward pass of a copy of the model."""
     model = copy.deepcopy(model)
-    sums = ClippedSums(model, policy=policy or Flat(1.0), mode=mode, loss_reduction=reduction, batch_first=batch_first)
-    sums.attach()
+    passes = ClippedPasses(model, policy, mode=mode, loss_reduction=reduction, batch_first=batch_first)
     loss_of(model(*inputs) if isinstance(inputs, tuple) else model(**inputs)).backward()
-    seen = sums.clip()
-    names = {p: name for name, p in model.named_parameters()}
-    found = {names[p]: total.double() for p, total in sums.buffer}
+    seen = passes.clip()
+    found = {name: total.double() for name, total in passes.totals().items()}
     assert all(p.grad is None for p in model.parameters())
     return found, seen
 

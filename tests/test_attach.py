@@ -5,32 +5,28 @@ import sys
 import threading
 import weakref
 
+import inside
 import pytest
 import torch
+from inside_parts import fail_to_attach, is_private, list_as_private
 from loops import every_mode, examples, make_loop, mlp, train
 from torch.optim import lr_scheduler
 from torch.utils.data import DataLoader
 
 from dpengine import PrivacyEngine
-from dpengine.engine import amp_and_lr_schedulers as companions
-from dpengine.engine.argument_checks import attached_models
 
 
 def fail(*args, **kwargs):
     raise RuntimeError("in between")
 
 
-class Closed:
-    add = staticmethod(fail)
-
-
 # Where it stops: in the optimizer, between two hooks, at either companion, and at the very end.
 STOPS = {
-    "optimizer": lambda model, patch: patch.setattr("dpengine.engine.optimizer.private_class", fail),
+    "optimizer": lambda model, patch: fail_to_attach(patch, "optimizer", fail),
     "hooks": lambda model, patch: patch.setattr(model[2], "register_forward_pre_hook", fail),
-    "scaler": lambda model, patch: patch.setattr(companions, "attach_scaler", fail),
-    "scheduler": lambda model, patch: patch.setattr(companions, "attach_scheduler", fail),
-    "models": lambda model, patch: patch.setattr("dpengine.engine.run.attached_models", Closed),
+    "scaler": lambda model, patch: fail_to_attach(patch, "scaler", fail),
+    "scheduler": lambda model, patch: fail_to_attach(patch, "scheduler", fail),
+    "models": lambda model, patch: fail_to_attach(patch, "models", fail),
 }
 
 
@@ -62,10 +58,10 @@ def test_what_stops_halfway_leaves_nothing_on(stop, monkeypatch):
     ]
     assert optimizer.__dict__ == before
     assert not hooks_of(model)
-    assert model not in attached_models.all()
-    assert engine.runs == []
+    assert not is_private(model)
+    assert inside.runs_of(engine) == ((), None)
     make()
-    assert model in attached_models.all() and engine.runs[0].attached
+    assert is_private(model) and inside.is_attached(engine)
 
 
 def test_several_threads_may_make_models_private_at_once():
@@ -75,8 +71,7 @@ def test_several_threads_may_make_models_private_at_once():
         models = [torch.nn.Identity() for _ in range(300)]
         try:
             for model in models:
-                attached_models.add(model)
-                attached_models.all()
+                list_as_private(model)
         except RuntimeError as error:  # the set changed while it was read
             failed.append(error)
 
@@ -95,8 +90,9 @@ def test_several_threads_may_make_models_private_at_once():
 def test_all_of_a_run_goes_when_nobody_holds_it(mode):
     loop = make_loop(noise_multiplier=1.0, grad_sample_mode=mode)
     train(loop)
-    parts = (loop.engine, loop.engine.runs[-1], loop.model, loop.optimizer, loop.loader, loop.loader.dataset)
-    left = [weakref.ref(part) for part in parts]
+    parts = (loop.engine, loop.model, loop.optimizer, loop.loader, loop.loader.dataset)
+    left, run_is_alive = [weakref.ref(part) for part in parts], inside.alive(loop.engine)
     del loop, parts
     gc.collect()
     assert [reference() for reference in left] == [None] * len(left)
+    assert not run_is_alive()

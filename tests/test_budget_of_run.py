@@ -4,13 +4,14 @@ import json
 import math
 import random
 
+import inside
 import pytest
 import torch
+from inside_parts import record_calibrations
 from loops import BATCH, ROWS, make_loop, state_of, train
 
 from dpengine import PrivacyEngine
-from dpengine.accounting import Charge, Ledger, Relation, calibration, epsilon_of, release_event
-from dpengine.engine.run import Budget
+from dpengine.accounting import Charge, Ledger, Relation, epsilon_of, release_event
 from dpengine.errors import (
     AccountingRefusedError,
     BudgetExceeded,
@@ -36,7 +37,7 @@ def test_v4_stop_ends_the_loader_before_the_target_is_passed(accountant):
     steps = train(loop, epochs=4)
     assert steps >= 2 * len(loop.loader)
     assert 1.9 < loop.engine.epsilon <= 2.0
-    one_more = [*loop.engine.ledger.history, Charge(loop.release.plan.event(), 1)]
+    one_more = [*loop.engine.ledger.history, Charge(inside.event(loop.engine), 1)]
     assert epsilon_of(one_more, 1e-3, accountant=accountant) > 2.0
     assert list(loop.loader) == []
     before = state_of(loop.model)
@@ -53,7 +54,7 @@ def test_v4_raise_refuses_the_step_that_overspends_and_charges_nothing():
         train(loop, epochs=2)
     assert loop.engine.ledger.steps == 3
     assert loop.engine.epsilon <= 2.0
-    assert not any(flat.any() for flat in loop.release.sums.buffer.flats.values())
+    assert inside.state(loop.engine).zero
 
 
 def test_v4_warn_goes_on_and_says_so_once():
@@ -137,16 +138,15 @@ def test_v4_the_budget_agrees_with_the_accountant_on_any_history():
     choose = random.Random(0)
     for _ in range(40):
         target = choose.choice([0.5, 1.0, 2.0, 4.0])
-        budget = Budget(target, 1e-3, None, "raise", "rdp")
-        loop.release.ledger = ledger = Ledger()
+        ledger, overspend = inside.budget(loop.engine, target, 1e-3, None, "raise", "rdp")
         for _ in range(choose.randrange(12)):
             count = choose.choice([1, 1, 1, 2, 3])
-            event = loop.release.plan.event(count)
+            event = inside.event(loop.engine, count)
             after = Ledger()
             after.load_state_dict(ledger.state_dict())
             after.charge(event, count=count)
             spent = epsilon_of(after.history, 1e-3, accountant="rdp", relation=Relation.ZERO_OUT)
-            reached = budget.overspend(loop.release, count)
+            reached = overspend(count)
             assert (reached is None) == (spent <= target)
             assert reached is None or reached == spent
             if reached is None:
@@ -181,17 +181,13 @@ def test_epsilon_is_zero_before_the_first_step_and_grows_with_each():
 
 def test_the_charged_rate_is_not_below_the_drawn_one():
     loop = make_loop(noise_multiplier=1.0, sample_rate=2.0**-40)
-    assert loop.release.plan.event().sample_rate == 2.0**-40 + 2.0**-60
+    assert inside.event(loop.engine).sample_rate == 2.0**-40 + 2.0**-60
 
 
 def test_noise_is_found_for_the_rate_that_is_charged(monkeypatch):
-    asked = []
-    monkeypatch.setattr(
-        "dpengine.engine.argument_checks.calibration",
-        lambda **given: asked.append(given["sample_rate"]) or calibration(**given),
-    )
+    asked = record_calibrations(monkeypatch)
     loop = make_loop(target_epsilon=3.0, steps=4, sample_rate=0.1)
-    assert asked == [loop.release.plan.event().sample_rate]
+    assert asked == [inside.event(loop.engine).sample_rate]
     assert asked[0] > 0.1
 
 
@@ -227,7 +223,7 @@ def test_the_relation_is_add_or_remove_only_where_all_constants_are_given():
     constants = {"sample_rate": 0.25, "expected_batch_size": 6.0, "target_delta": 1e-3}
     for left_out in (None, *constants):
         options = {name: value for name, value in constants.items() if name != left_out}
-        relation = make_loop(noise_multiplier=1.0, **options).release.plan.relation
+        relation = inside.state(make_loop(noise_multiplier=1.0, **options).engine).relation
         assert relation is (Relation.ZERO_OUT if left_out else Relation.ADD_OR_REMOVE_ONE)
 
 

@@ -2,9 +2,11 @@
 
 import itertools
 
+import inside
 import numpy as np
 import pytest
 import torch
+from inside_parts import accounted_rate
 from loops import BATCH, MAX_NORM, ROWS, examples, make_loop, mlp, state_of
 from torch.utils.data import DataLoader
 
@@ -14,9 +16,7 @@ from dpengine.errors import BudgetExceeded, InvalidBudgetError, TicketError
 from dpengine.noise import BLT, BandedInverse, BandMF
 from dpengine.noise.optimize import optimize_scheduled, scheduled_loss
 from dpengine.plan import BandedInverseConfig, BLTConfig
-from dpengine.plan.run_plan import rate_to_book
 from dpengine.sampling import CyclicPoissonStrategy
-from dpengine.sampling.batches import Ticket
 from dpengine.sampling.cyclic import Partition
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*DPE012", "ignore:.*DPE006")
@@ -41,10 +41,10 @@ def train(loop, epochs=3):
 def test_a_run_draws_in_turn_noises_and_ends_with_its_plan():
     loop = banded_loop()
     before = state_of(loop.model)
-    plan = loop.release.plan
-    assert isinstance(plan.sampling, CyclicPoissonStrategy) and plan.sampling.partition is Partition.EQUAL_SPLIT
-    assert plan.sampling.sample_rate == pytest.approx(BANDS * BATCH / ROWS)
-    assert plan.sampling.expected_batch_size == BATCH and plan.relation is Relation.ZERO_OUT
+    scheme = inside.sampling(loop.engine)
+    assert isinstance(scheme, CyclicPoissonStrategy) and scheme.partition is Partition.EQUAL_SPLIT
+    assert scheme.sample_rate == pytest.approx(BANDS * BATCH / ROWS)
+    assert scheme.expected_batch_size == BATCH and inside.state(loop.engine).relation is Relation.ZERO_OUT
     assert train(loop, epochs=5) == STEPS
     assert any(not torch.equal(value, before[name]) for name, value in state_of(loop.model).items())
 
@@ -61,7 +61,7 @@ def test_the_noise_of_a_run_is_that_of_the_whole_matrices():
                 rows.append(torch.cat([p.grad.flatten() for p in loop.model.parameters()]).double())
         released[sigma] = torch.stack(rows)
     noise = (released[1.0] - released[1e-9]).numpy() * BATCH / MAX_NORM
-    source, strategy = loop.release.source, np.array(loop.release.plan.noise.facts["strategy"])
+    source, strategy = inside.noise_source(loop.engine), np.array(inside.state(loop.engine).noise["strategy"])
     fresh = torch.stack(
         [source.normal_(torch.empty(noise.shape[1], dtype=torch.float64), domain="noise", step=t) for t in range(STEPS)]
     )
@@ -71,7 +71,7 @@ def test_the_noise_of_a_run_is_that_of_the_whole_matrices():
 
 def test_epsilon_can_be_asked_for_at_any_step():
     loop = banded_loop()
-    rate = rate_to_book(loop.release.plan.sampling.sample_rate)
+    rate = accounted_rate(inside.sampling(loop.engine).sample_rate)
     assert loop.engine.get_epsilon(DELTA) == 0
     taken = 0
     for batch in loop.loader:
@@ -84,9 +84,9 @@ def test_epsilon_can_be_asked_for_at_any_step():
 
 def test_a_target_is_kept_by_all_planned_steps():
     loop = banded_loop(noise_multiplier=None, target_epsilon=2.0, target_delta=DELTA)
-    rate = rate_to_book(loop.release.plan.sampling.sample_rate)
+    rate = accounted_rate(inside.sampling(loop.engine).sample_rate)
     found = calibration(target_epsilon=2.0, target_delta=DELTA, sample_rate=rate, steps=-(-STEPS // BANDS))
-    assert loop.release.plan.noise_multiplier == found.noise_multiplier
+    assert inside.state(loop.engine).noise_multiplier == found.noise_multiplier
     assert train(loop) == STEPS
     assert 1.99 < loop.engine.get_epsilon(DELTA) <= 2.0
 
@@ -97,14 +97,14 @@ def test_a_second_run_adds_to_the_first():
         loop = banded_loop(engine=engine, steps=BANDS)
         train(loop, epochs=1)
         engine.detach(loop.model)
-    rate = rate_to_book(loop.release.plan.sampling.sample_rate)
+    rate = accounted_rate(inside.sampling(loop.engine).sample_rate)
     assert engine.get_epsilon(DELTA) == epsilon_of((Charge(PoissonGaussianEvent(rate, 1.0), 2),), DELTA)
 
 
 def test_with_constants_groups_are_independent_and_the_size_stays_private():
     loop = banded_loop(sample_rate=0.25, expected_batch_size=6.0, target_delta=DELTA)
-    assert loop.release.plan.sampling.partition is Partition.INDEPENDENT
-    assert loop.release.plan.relation is Relation.ADD_OR_REMOVE_ONE
+    assert inside.sampling(loop.engine).partition is Partition.INDEPENDENT
+    assert inside.state(loop.engine).relation is Relation.ADD_OR_REMOVE_ONE
     assert train(loop) == STEPS
 
 
@@ -122,7 +122,7 @@ def test_more_steps_than_planned_are_refused():
     loop = banded_loop(steps=BANDS)
     assert train(loop, epochs=3) == BANDS
     with pytest.raises(BudgetExceeded, match="planned for 3 steps"):
-        loop.release.handed_out(Ticket(BANDS, (2,)), 0)
+        inside.return_batch(loop.engine, BANDS, 2)
 
 
 def test_two_batches_in_one_step_are_refused():
@@ -194,12 +194,12 @@ LONG = {"blt": BLT(num_buffers=2), "inverse": BandedInverse(num_bands=3)}
 @pytest.mark.parametrize("name", LONG)
 def test_groups_of_a_batch_take_turns(name):
     loop = banded_loop(noise=LONG[name])
-    plan = loop.release.plan
-    assert plan.sampling.sample_rate == 1 and plan.sampling.cycle_length == ROWS // BATCH
-    assert plan.relation is Relation.ZERO_OUT and plan.divisor(1, mean=True) == BATCH
-    assert plan.divisor(1, mean=False) == 1
+    scheme = inside.sampling(loop.engine)
+    assert scheme.sample_rate == 1 and scheme.cycle_length == ROWS // BATCH
+    assert inside.state(loop.engine).relation is Relation.ZERO_OUT and inside.divisor(loop.engine) == BATCH
+    assert inside.divisor(loop.engine, mean=False) == 1
     assert train(loop, epochs=5) == STEPS
-    claim = plan.event()
+    claim = inside.event(loop.engine)
     assert isinstance(claim, MatrixGaussianEvent) and loop.engine.ledger.history == (Charge(claim, STEPS),)
     assert {"blt": "BLT", "inverse": "banded inverse"}[name] in str(loop.engine.report())
 
@@ -207,10 +207,11 @@ def test_groups_of_a_batch_take_turns(name):
 def test_passes_are_counted_in_groups():
     data = torch.utils.data.TensorDataset(torch.randn(201, 5), torch.randint(0, 3, (201,)))
     loop = banded_loop(noise=BLT(), dataset=data, batch_size=20, steps=None, epochs=2)
-    plan = loop.release.plan
-    assert len(loop.loader) == plan.sampling.cycle_length == 10  # and not 11: the last batch is no group of its own
-    assert plan.iterations == loop.engine.runs[0].budget.planned_steps == 20
-    assert plan.divisor(1, mean=True) == pytest.approx(20.1, abs=0.2)
+    assert (
+        len(loop.loader) == inside.sampling(loop.engine).cycle_length == 10
+    )  # and not 11: the last batch is no group of its own
+    assert inside.state(loop.engine).iterations == inside.planned_steps_of(loop.engine) == 20
+    assert inside.divisor(loop.engine) == pytest.approx(20.1, abs=0.2)
 
 
 @pytest.mark.parametrize("name", LONG)
@@ -220,10 +221,10 @@ def test_noise_in_turns_is_that_of_the_config(name):
         "blt": lambda: BLTConfig.default(num_buffers=2, **shared),
         "inverse": lambda: BandedInverseConfig.default(num_bands=3, **shared),
     }[name]()
-    plan = banded_loop(noise=LONG[name], max_grad_norm=0.5).release.plan
-    assert plan.noise_std == pytest.approx(0.5 * config.recurrence.column_norm)
-    assert plan.event().sq_sensitivities == config.claim(1.0).sq_sensitivities
-    assert plan.noise.facts == config.recurrence.facts
+    engine = banded_loop(noise=LONG[name], max_grad_norm=0.5).engine
+    assert inside.state(engine).noise_std == pytest.approx(0.5 * config.recurrence.column_norm)
+    assert inside.event(engine).sq_sensitivities == config.claim(1.0).sq_sensitivities
+    assert inside.state(engine).noise == config.recurrence.facts
 
 
 @pytest.mark.parametrize("name", LONG)
@@ -237,19 +238,20 @@ def test_what_was_spent_counts_in_turns():
     loop = banded_loop(noise=None, noise_multiplier=3.0, target_delta=DELTA)
     first = train(loop, epochs=1)
     loop.engine.detach(loop.model)
-    alone = banded_loop(noise=BLT(), noise_multiplier=None, target_epsilon=2.0, target_delta=DELTA).release.plan
+    alone = banded_loop(noise=BLT(), noise_multiplier=None, target_epsilon=2.0, target_delta=DELTA).optimizer
     model = mlp()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     data = DataLoader(examples(), batch_size=BATCH)
     loop.engine.make_private(model, optimizer, data, noise=BLT(), steps=STEPS, target_epsilon=2.0, target_delta=DELTA)
-    assert first and loop.engine.runs[-1].release.plan.noise_multiplier > alone.noise_multiplier * 1.01
+    assert first and optimizer.noise_multiplier > alone.noise_multiplier * 1.01
 
 
 def test_constants_that_are_declared_stay():
     constants = {"sample_rate": 0.25, "expected_batch_size": 6.0, "target_delta": DELTA}
-    plan = banded_loop(noise=BLT(), **constants).release.plan
-    assert plan.relation is Relation.ADD_OR_REMOVE_ONE and plan.sampling.partition is Partition.INDEPENDENT
-    assert plan.sampling.cycle_length == 4 and plan.divisor(1, mean=True) == 6.0
+    engine = banded_loop(noise=BLT(), **constants).engine
+    relation, scheme = inside.state(engine).relation, inside.sampling(engine)
+    assert relation is Relation.ADD_OR_REMOVE_ONE and scheme.partition is Partition.INDEPENDENT
+    assert scheme.cycle_length == 4 and inside.divisor(engine) == 6.0
 
 
 @pytest.mark.parametrize(
@@ -283,13 +285,14 @@ def test_what_is_no_noise_is_refused(make, kind, says):
 
 def test_a_schedule_has_the_strategy_that_is_best_for_it():
     rates = np.linspace(1.0, 0.0, STEPS)
-    plan = banded_loop(noise=BandMF(num_bands=BANDS, momentum=0.9, learning_rates=rates)).release.plan
+    loop = banded_loop(noise=BandMF(num_bands=BANDS, momentum=0.9, learning_rates=rates))
+    noise = inside.state(loop.engine).noise
     best = optimize_scheduled(STEPS, BANDS, rates=rates, momentum=0.9)
-    np.testing.assert_allclose(plan.noise.facts["strategy"], best)
+    np.testing.assert_allclose(noise["strategy"], best)
     plain = BandMF(num_bands=BANDS, momentum=0.9).recurrence(STEPS).facts["strategy"]
     losses = [scheduled_loss(column, rates=rates, momentum=0.9) for column in (best, plain, [1.0])]
     assert losses[0] < losses[1] < losses[2]
-    gain = plan.noise.facts["error_of_independent_noise_over_this"]
+    gain = noise["error_of_independent_noise_over_this"]
     assert gain == pytest.approx((losses[2] / losses[0]) ** 0.5)
 
 

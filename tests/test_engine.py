@@ -82,7 +82,7 @@ def test_an_engine_without_a_run_says_what_to_call():
 )
 def test_a_policy_needs_no_threshold_beside_it(policy):
     loop = make_loop(clipping=policy, noise_multiplier=1.0)
-    assert loop.release.plan.clipping.max_grad_norm == pytest.approx(0.2)
+    assert loop.optimizer.max_grad_norm == pytest.approx(0.2)
     train(loop)
 
 

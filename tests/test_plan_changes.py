@@ -1,21 +1,22 @@
 """A plan that changes in the middle of a run: clip, noise and ledger go over together, between two releases."""
 
+import inside
 import pytest
 import torch
+from inside_parts import Plan
 from loops import make_loop
 
 from dpengine.accounting import Relation
 from dpengine.clipping import AbstractClip, Adaptive, Automatic, Flat, Groups, PerLayer
 from dpengine.errors import InvalidBudgetError
 from dpengine.noise import NoiseSource
-from dpengine.plan.run_plan import RunPlan
 from dpengine.sampling import PoissonSampling
 from dpengine.sampling.in_order import InOrder
 
 
 def passes(spe=4, **changed):
     settings = {"claims_passes": True, "run": "r"} | changed
-    return RunPlan(InOrder(4 * spe, 4), Flat(1.0), 1.0, 4.0, Relation.ZERO_OUT, **settings)
+    return Plan(InOrder(4 * spe, 4), Flat(1.0), 1.0, 4.0, Relation.ZERO_OUT, **settings)
 
 
 # Passes as releases
@@ -31,9 +32,7 @@ def test_a_pass_costs_one_release_of_everybody():
 def test_batches_of_one_pass_may_make_one_release_and_of_two_may_not():
     assert passes().why_not_joined([4, 5, 7]) == ""
     assert "two passes" in passes().why_not_joined([3, 4])
-    assert (
-        RunPlan(PoissonSampling(16, 0.25, 4, 4.0), Flat(1.0), 1.0, 4.0, Relation.ZERO_OUT).why_not_joined([3, 4]) == ""
-    )
+    assert Plan(PoissonSampling(16, 0.25, 4, 4.0), Flat(1.0), 1.0, 4.0, Relation.ZERO_OUT).why_not_joined([3, 4]) == ""
 
 
 def test_the_rest_of_a_pass_is_booked_apart_and_whole_passes_follow():
@@ -52,7 +51,7 @@ def test_a_run_that_begins_within_a_pass_books_the_rest_apart(first, expected):
 
 
 def test_only_plans_of_passes_are_renamed():
-    plan = RunPlan(PoissonSampling(16, 0.25, 4, 4.0), Flat(1.0), 1.0, 4.0, Relation.ZERO_OUT, run="r")
+    plan = Plan(PoissonSampling(16, 0.25, 4, 4.0), Flat(1.0), 1.0, 4.0, Relation.ZERO_OUT, run="r")
     assert plan.changed(3, noise_multiplier=2.0).run == "r"
 
 
@@ -119,44 +118,44 @@ def test_what_an_adaptive_policy_observed_stays_with_the_release_it_belongs_to()
 
 def started(**asked):
     loop = make_loop(**({"noise_multiplier": 1.0, "max_grad_norm": 1.0} | asked))
-    return loop, loop.engine.runs[0].release
+    return loop
 
 
 def test_a_change_before_the_first_batch_holds_at_once():
-    _, release = started()
-    release.change(noise_multiplier=3.0, clipping=Flat(2.0))
-    assert release.plan.noise_std == 6.0
-    assert release.sums.policy.max_grad_norm == 2.0
+    engine = started().engine
+    inside.change_plan(engine, noise_multiplier=3.0, clipping=Flat(2.0))
+    state = inside.state(engine)
+    assert state.noise_std == 6.0
+    assert state.clipping_norm_in_force == 2.0
 
 
 def test_a_change_waits_as_long_as_clipped_gradients_do_and_then_all_holds_together():
-    loop, release = started(physical_batch_size=2)
+    loop = started(physical_batch_size=2)
     charged = []
     for chunk, (inputs, targets) in enumerate(loop.loader):
         loop.optimizer.zero_grad()
         if len(inputs):
             torch.nn.functional.cross_entropy(loop.model(inputs), targets).backward()
-        if chunk == 0 and not release.sums.buffer.clean:
-            release.change(noise_multiplier=3.0, clipping=Flat(2.0))
-            assert release.plan.noise_std == release.sums.policy.max_grad_norm == 1.0
-            assert release.asked_plan.noise_std == 6.0
+        if chunk == 0 and not inside.state(loop.engine).clean:
+            inside.change_plan(loop.engine, noise_multiplier=3.0, clipping=Flat(2.0))
+            state = inside.state(loop.engine)
+            assert state.noise_std == state.clipping_norm_in_force == 1.0
+            assert state.asked_noise_std == 6.0
             with pytest.raises(InvalidBudgetError):
-                release.change(noise_multiplier=-1.0)
-            assert release.asked_plan.noise_std == 6.0
-        std = release.plan.noise_std
-        before = release.released
+                inside.change_plan(loop.engine, noise_multiplier=-1.0)
+            assert inside.state(loop.engine).asked_noise_std == 6.0
+        before = inside.state(loop.engine)
         loop.optimizer.step()
-        if release.released > before:
-            charged.append((std, release.sums.policy.max_grad_norm))
+        after = inside.state(loop.engine)
+        if after.released > before.released:
+            charged.append((before.noise_std, after.clipping_norm_in_force))
         if len(charged) == 3:
             break
     assert charged == [(1.0, 2.0), (6.0, 2.0), (6.0, 2.0)]
-    assert [(c.event.noise_multiplier, c.count) for c in release.ledger.totals] == [(1.0, 1), (3.0, 2)]
+    assert [(c.event.noise_multiplier, c.count) for c in inside.charges(loop.engine)] == [(1.0, 1), (3.0, 2)]
 
 
 def test_noise_from_another_source_is_drawn_from_the_next_release_on():
-    _, release = started()
-    first = release.noise
-    release.draw_from(NoiseSource.seeded(7))
-    assert release.noise is not first
-    assert release.source.insecure_seed
+    engine = started().engine
+    assert inside.draw_from(engine, NoiseSource.seeded(7))
+    assert inside.noise_source(engine).insecure_seed

@@ -3,6 +3,7 @@
 import itertools
 import math
 
+import inside
 import numpy as np
 import pytest
 import torch
@@ -198,10 +199,10 @@ def test_accounting_is_that_of_users(settings):
         **settings,
     )  # fmt: skip
     for _ in range(8):
-        plain.ledger.charge(plain.runs[-1].release.plan.event())
+        plain.ledger.charge(inside.event(plain))
     assert engine.epsilon == pytest.approx(plain.epsilon, rel=1e-9)
-    assert engine.runs[-1].release.plan.sampling.num_examples == 20
-    assert engine.runs[-1].release.plan.sampling.sample_rate in (rate, 2 * rate)
+    assert inside.sampling(engine).num_examples == 20
+    assert inside.sampling(engine).sample_rate in (rate, 2 * rate)
 
 
 def test_the_report_names_the_unit():

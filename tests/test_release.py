@@ -5,6 +5,7 @@ import copy
 import itertools
 import random
 
+import inside
 import pytest
 import torch
 import torch.nn.functional as F
@@ -13,7 +14,6 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from dpengine import PrivacyEngine
-from dpengine.engine.batch_state import Stage
 from dpengine.errors import PrivacyError, TicketError
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*DPE006", "ignore:.*DPE012", "ignore:.*DPE015")
@@ -71,7 +71,6 @@ class Trace:
             target_delta=1e-2,
             **chunks,
         )
-        self.release = self.engine.runs[0].release
         self.batches = iter(self.loader)
         self.batch = self.outputs = None
         self.handed_out = collections.defaultdict(list)  # rows by step
@@ -80,27 +79,16 @@ class Trace:
         self._watch()
 
     def _watch(self):
-        release = self.release
-        hand, write, add = release.handed_out, release._write_gradients, release.noise.add
-        current = []
+        def returned(step):
+            self.current = step
 
-        def handed_out(ticket, chunk):
-            current[:] = [ticket]
-            hand(ticket, chunk)
-
-        def writing():
-            steps = [ticket.step for ticket in release.tickets]
+        def releasing(steps):
             self.released += steps
             self._compare_sums(steps)
-            write()
 
-        def adding(flat, *, step, start, **rest):
-            self.noised.append((step, start))
-            add(flat, step=step, start=start, **rest)
-
-        self.loader._batches.on_handout = handed_out
-        release._write_gradients, release.noise.add = writing, adding
-        self.current = current
+        inside.record_batches(self.engine, self.loader, returned)
+        inside.record_releases(self.engine, releasing)
+        inside.record_noise(self.engine, lambda flat, step, start: self.noised.append((step, start)))
 
     def _compare_sums(self, steps):
         """A release holds every row of its tickets once, at the present weights, and nothing else."""
@@ -108,9 +96,9 @@ class Trace:
         rows = [row for step in steps for row in self.handed_out[step]]
         weight, bias = layer.weight.detach().double(), layer.bias.detach().double()
         expected = clipped_sum_of(weight, bias, rows, self.MAX_NORM)
-        found = dict(self.release.sums.buffer)
-        for parameter, truth in zip((layer.weight, layer.bias), expected, strict=True):
-            torch.testing.assert_close(found[parameter].double(), truth, rtol=1e-5, atol=2e-5)
+        found = inside.clipped_sums(self.engine)
+        for name, truth in zip(("0.weight", "0.bias"), expected, strict=True):
+            torch.testing.assert_close(found[name].double(), truth, rtol=1e-5, atol=2e-5)
 
     # What the user may do
 
@@ -121,7 +109,7 @@ class Trace:
             return self.start_over()
         self.batch = batch
         rows = zip(batch[0].double(), batch[1], strict=True)
-        self.handed_out[self.current[0].step] += list(rows)
+        self.handed_out[self.current] += list(rows)
 
     def start_over(self):
         self.batches = iter(self.loader)
@@ -160,20 +148,8 @@ class Trace:
         self.model(inputs).sum().backward()
 
     def backward_that_fails_in_the_sums(self):
-        buffer = self.release.sums.buffer
-        calls = []
-
-        def failing(parameter, write):
-            calls.append(parameter)
-            type(buffer).fill(buffer, parameter, write)
-            if len(calls) == 2:
-                raise MemoryError
-
-        buffer.fill = failing
-        try:
+        with inside.failing_sums(self.engine, MemoryError(), at=2, after=True):
             self.backward()
-        finally:
-            del buffer.fill
 
     def backward_in_eval_mode(self):
         self.model.eval()
@@ -238,8 +214,9 @@ class Trace:
         assert len(set(self.noised)) == len(self.noised)
         changed = any(not torch.equal(w, p) for w, p in zip(weights, self.model.parameters(), strict=True))
         assert not changed or len(self.released) > count
-        if self.release.stage in {Stage.IDLE, Stage.VOID, Stage.RELEASED}:
-            assert not any(flat.any() for flat in self.release.sums.buffer.flats.values())
+        state = inside.state(self.engine)
+        if state.stage in {"idle", "void", "released"}:
+            assert state.zero
 
     def _finish(self):
         self.engine.detach(self.model)
@@ -249,8 +226,8 @@ class Trace:
         assert not any(m._forward_hooks or m._forward_pre_hooks for m in modules)
         assert not any(p._post_accumulate_grad_hooks for p in self.model.parameters())
         assert not any(hasattr(p, "grad_sample") for p in self.model.parameters())
-        assert not any(flat.any() for flat in self.release.sums.buffer.flats.values())
-        assert not self.release.sums.strategy.rows
+        assert inside.state(self.engine).zero
+        assert not inside.pass_recorded(self.engine)[0]
         assert type(self.optimizer) is Fragile
         self.model.zero_grad()
         F.cross_entropy(self.model(torch.ones(2, self.FEATURES)), torch.tensor([0, 1])).backward()
@@ -411,25 +388,27 @@ def test_a_batch_that_was_not_touched_leaves_those_before_it():
 
 def test_the_stages_of_an_ordinary_step():
     loop = make_loop(accumulation_steps=2)
-    stages = [loop.release.stage]
+    stages = [inside.state(loop.engine).stage]
     for _, batch in zip(range(2), loop.loader, strict=False):
-        stages.append(loop.release.stage)
+        stages.append(inside.state(loop.engine).stage)
         loop.optimizer.zero_grad()
         loop.backward(*batch)
-        stages.append(loop.release.stage)
+        stages.append(inside.state(loop.engine).stage)
         loop.optimizer.step()
-    stages.append(loop.release.stage)
+    stages.append(inside.state(loop.engine).stage)
     loop.optimizer.zero_grad()
-    stages.append(loop.release.stage)
-    assert [stage.value for stage in stages] == ["idle", "open", "open", "open", "clipped", "released", "idle"]
+    stages.append(inside.state(loop.engine).stage)
+    assert stages == ["idle", "open", "open", "open", "clipped", "released", "idle"]
 
 
 def test_the_charge_is_there_when_the_update_runs():
     loop = make_loop()
     seen = []
-    loop.optimizer.register_step_pre_hook(lambda *_: seen.append((loop.release.stage, loop.engine.ledger.steps)))
+    loop.optimizer.register_step_pre_hook(
+        lambda *_: seen.append((inside.state(loop.engine).stage, loop.engine.ledger.steps))
+    )
     loop.step(*first_batch(loop.loader))
-    assert seen == [(Stage.CHARGED, 1)]
+    assert seen == [("charged", 1)]
 
 
 @pytest.mark.parametrize("before", [0, 1])
@@ -450,9 +429,9 @@ def test_rows_from_elsewhere_are_refused(before):
 def test_the_sums_are_destroyed_by_the_release():
     loop = make_loop()
     loop.backward(*first_batch(loop.loader))
-    assert any(flat.any() for flat in loop.release.sums.buffer.flats.values())
+    assert not inside.state(loop.engine).zero
     loop.optimizer.step()
-    assert not any(flat.any() for flat in loop.release.sums.buffer.flats.values())
+    assert inside.state(loop.engine).zero
     assert all(p.grad.any() for p in loop.model.parameters())
 
 
@@ -463,10 +442,10 @@ def test_the_divisor_is_the_expected_size_whatever_was_drawn():
         before = copy.deepcopy(loop.model)
         loop.optimizer.zero_grad()
         loop.backward(inputs, targets)
-        sums = {p: total.clone() for p, total in loop.release.sums.buffer}
+        sums = inside.clipped_sums(loop.engine)
         loop.optimizer.step()
-        for p, total in sums.items():
-            torch.testing.assert_close(p.grad, total / BATCH, rtol=1e-6, atol=0)
+        for name, p in loop.model.named_parameters():
+            torch.testing.assert_close(p.grad, sums[name] / BATCH, rtol=1e-6, atol=0)
         assert before is not loop.model
         sizes.add(len(targets))
     assert len(sizes) > 1

@@ -2,6 +2,7 @@
 
 import pytest
 import torch.nn.functional as F
+from inside_parts import replace_report
 from loops import examples, make_loop
 
 from dpengine import check_loss
@@ -14,9 +15,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*DPE012")
 @pytest.fixture
 def engine(monkeypatch):
     """An engine that must not compute anything for a report."""
-    monkeypatch.setattr(
-        "dpengine.engine.privacy_engine.report_of_run", lambda *args: pytest.fail("the report was made")
-    )
+    replace_report(monkeypatch, lambda *args: pytest.fail("the report was made"))
     return make_loop(noise_multiplier=1.0).engine
 
 

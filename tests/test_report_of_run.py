@@ -1,5 +1,6 @@
 """A report says of a run what the parts of the run say of themselves."""
 
+import inside
 import pytest
 import torch
 from loops import make_loop
@@ -28,7 +29,7 @@ def test_the_light_of_poisson_sampling_is_green_at_every_rate(rate):
 def test_each_fact_is_that_of_the_run():
     loop = trained(noise_multiplier=1.5, target_delta=1e-3)
     facts = loop.engine.report().facts
-    assert facts.plan == loop.release.plan.describe()
+    assert facts.plan == inside.described_plan(loop.engine)
     assert facts.plan.items() <= loop.engine.describe().items()
     assert facts.history == loop.engine.ledger.history
     assert facts.delta == 1e-3

@@ -4,6 +4,7 @@ import json
 import math
 from types import SimpleNamespace
 
+import inside
 import pytest
 from loops import make_loop
 
@@ -134,8 +135,8 @@ def test_a_schedule_over_the_engine_moves_clip_noise_and_ledger_together():
     batches, stds, largest = iter(run.loader), [], []
     for _ in range(3):
         run.step(*next(batches))
-        stds.append(run.release.plan.noise_std)
-        largest.append(run.release.sums.policy.max_grad_norm)
+        stds.append(inside.state(run.engine).noise_std)
+        largest.append(inside.state(run.engine).clipping_norm_in_force)
         for schedule in schedules:
             schedule.step()
     assert stds == pytest.approx([1.0, 0.05, 0.0025])
@@ -150,11 +151,12 @@ def test_a_change_between_two_chunks_of_a_batch_waits_for_the_next_batch():
     run.backward(*next(batches))
     run.optimizer.step()
     run.optimizer.max_grad_norm = 0.05
-    assert (run.optimizer.max_grad_norm, run.release.plan.clipping.max_grad_norm) == (0.05, 0.5)
+    assert (run.optimizer.max_grad_norm, inside.state(run.engine).clipping_norm) == (0.05, 0.5)
     run.backward(*next(batches))
     run.optimizer.step()
     assert run.engine.ledger.steps == 1
-    assert run.release.plan.clipping.max_grad_norm == run.release.sums.policy.max_grad_norm == 0.05
+    state = inside.state(run.engine)
+    assert state.clipping_norm == state.clipping_norm_in_force == 0.05
 
 
 def test_noise_that_hangs_together_over_steps_cannot_be_scheduled():

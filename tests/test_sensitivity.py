@@ -7,10 +7,10 @@ import torch
 from architectures import ROWS, plans
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from inside_parts import ClippedPasses
 from oracle import clip_by_loop, relative_error
 
 from dpengine.clipping import AbstractClip, Adaptive, Automatic, Flat, Groups, PerLayer
-from dpengine.engine.clipped_sums import ClippedSums
 from dpengine.grad_modes.modes import MODES
 
 
@@ -31,12 +31,10 @@ POLICIES = {  # for the names of a model's trainable parameters
 
 def clipped(model, plan, inputs, policy, mode):
     model = copy.deepcopy(model)
-    sums = ClippedSums(model, policy=policy, mode=mode, loss_reduction=plan.reduction)
-    sums.attach()
+    passes = ClippedPasses(model, policy, mode=mode, loss_reduction=plan.reduction)
     plan.loss_of(model(inputs)).backward()
-    sums.clip(rows=len(inputs))
-    names = {p: name for name, p in model.named_parameters()}
-    return {names[p]: total.clone() for p, total in sums.buffer}
+    passes.clip(rows=len(inputs))
+    return passes.totals()
 
 
 def check_one(plan, policy_name, mode, left_out):

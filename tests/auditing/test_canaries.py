@@ -1,5 +1,6 @@
 """Canaries in a run: one that is in adds exactly the threshold along its direction, one that is out adds nothing."""
 
+import inside
 import numpy as np
 import pytest
 import torch
@@ -26,15 +27,15 @@ def watched(kind="gradient", *, steps=1, reduction="mean", sample_rate=1.0, nois
     parts = made(sample_rate=sample_rate, reduction=reduction, **settings)(dataset)
     directions = (lambda sizes: Directions(sizes, count, rng)) if kind == "gradient" else None
     run = WatchedRun(parts[0], canaries, directions)
-    before = run.run.release.sums.strategy
+    before = inside.gradients_formed_by(parts[0])
 
     def see(model):
         grads.append(torch.cat([p.grad.flatten().double() for p in model.parameters()]))
 
     with run.planted():
         trained(steps, reduction=reduction, see=see)(*parts)
-    assert run.run.release.sums.strategy is before
-    divisor = run.run.release.plan.divisor(1, mean=reduction == "mean")
+    assert inside.gradients_formed_by(parts[0]) == before
+    divisor = inside.divisor(parts[0], mean=reduction == "mean")
     return run, canaries, grads[0].numpy() * divisor, parts[1]
 
 
@@ -103,9 +104,8 @@ def test_a_row_without_a_finite_gradient_stays_out_beside_canaries():
 def test_who_was_drawn_is_what_the_loader_drew():
     run, canaries, _, _ = watched(steps=30, sample_rate=0.2, noise=1.0)
     drawn_TM = run.trace().drawn_TM
-    batches = run.run.batches._batches
     for step in range(30):
-        indices = np.concatenate([np.array(part, dtype=int) for part in batches.draw(step).chunks])
+        indices = np.array(inside.draw(run.run.batches, step), dtype=int)
         expected = np.zeros(COUNT, bool)
         expected[canaries.at[indices][canaries.at[indices] >= 0]] = True
         assert (drawn_TM[step] == expected).all()

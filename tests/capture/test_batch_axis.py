@@ -4,13 +4,12 @@ import copy
 
 import pytest
 import torch
+from inside_parts import rows_of_forward
 from oracle import clip_by_engine, clip_by_loop, relative_error
 from torch import nn
 from torch.nn.utils.rnn import pack_padded_sequence
 
 from dpengine import GradSampleModule
-from dpengine.capture.capture import Capture
-from dpengine.engine.watch_model import watch_model
 from dpengine.grad_modes.modes import MODES
 from dpengine.layers import PrivateGRU
 
@@ -56,17 +55,8 @@ def test_sums_of_a_time_first_model_are_those_of_the_rows(make, mode):
 
 
 def test_a_packed_sequence_has_as_many_rows_as_its_first_step():
-    rows = []
-
-    class Receiver:
-        def forward_started(self, count):
-            rows.append(count)
-
-    capture: Capture
-    capture, _ = watch_model(nn.LSTM(SIZE, 2), Receiver(), "auto")
-    capture.attach()
-    capture.model(pack_padded_sequence(torch.randn(3, STEPS, SIZE), torch.tensor([4, 2, 1]), batch_first=True))
-    assert rows == [3]
+    inputs = pack_padded_sequence(torch.randn(3, STEPS, SIZE), torch.tensor([4, 2, 1]), batch_first=True)
+    assert rows_of_forward(nn.LSTM(SIZE, 2), inputs) == [3]
 
 
 def test_a_subclass_of_a_private_layer_is_followed_by_operations():

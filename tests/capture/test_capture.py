@@ -6,12 +6,11 @@ import pickle
 import pytest
 import torch
 import torch.nn.functional as F
+from inside_parts import ClippedPasses
 from oracle import clip_by_loop, relative_error
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from dpengine.clipping import Flat
-from dpengine.engine.clipped_sums import ClippedSums
 from dpengine.errors import BatchMismatchError, MissingGradientError, RepeatedBackwardError
 
 ROWS = 5
@@ -42,14 +41,11 @@ def batch(dtype=torch.float64, rows=ROWS, time=None):
 
 
 def attached(model, mode="auto", **options):
-    sums = ClippedSums(model, policy=Flat(1.0), mode=mode, **options)
-    sums.attach()
-    return sums
+    return ClippedPasses(model, mode=mode, **options)
 
 
 def totals(sums):
-    names = {p: name for name, p in sums.model.named_parameters()}
-    return {names[p]: total.double().clone() for p, total in sums.buffer}
+    return {name: total.double() for name, total in sums.totals().items()}
 
 
 def truth_of(model, inputs, targets):
@@ -58,7 +54,7 @@ def truth_of(model, inputs, targets):
 
 def assert_nothing_is_left(sums, model):
     assert all(isinstance(p, nn.Parameter) for p in model.parameters())
-    assert not sums.pending and not sums.capture.swapped
+    assert sums.is_idle()
     assert all(p.grad is None for p in model.parameters())
 
 
@@ -103,7 +99,7 @@ def test_the_end_of_backward_is_told_once_and_after_every_layer(reentrant):
     model = Net(reentrant).double()
     seen = []
     sums = attached(model)
-    sums.on_backward_end = lambda: seen.append(set(sums.strategy.rows))
+    sums.on_end(seen.append)
     inputs, targets = batch()
     F.cross_entropy(model(inputs), targets).backward()
     assert seen == [{"first", "block.0", "block.2", "head"}]
@@ -147,7 +143,7 @@ def test_eval_mode_and_no_grad_record_nothing(mode):
     loss = F.cross_entropy(model(inputs), targets)
     gradients = torch.autograd.grad(loss, list(model.parameters()))
     assert all(g is not None for g in gradients)  # an ordinary model in eval mode
-    assert not sums.pending
+    assert not sums.pending()
     model.train()
     model(inputs)  # a forward pass for a log, without backward
     F.cross_entropy(model(inputs), targets).backward()
@@ -164,7 +160,7 @@ def test_m1_autocast_gives_the_float32_sums_to_half_precision(mode):
         loss = F.cross_entropy(model(inputs), targets)
     loss.backward()
     sums.clip(rows=ROWS)
-    assert {view.dtype for _, view in sums.buffer} == {torch.float32}
+    assert {total.dtype for total in sums.totals().values()} == {torch.float32}
     assert relative_error(totals(sums), truth_of(model, inputs, targets)) < 3e-2
 
 
@@ -296,7 +292,7 @@ def test_k2_copies_are_plain_models_and_k1_keys_stay():
     for other in (copy.deepcopy(plain), pickle.loads(pickle.dumps(plain)), torch.optim.swa_utils.AveragedModel(plain)):
         F.cross_entropy(other(inputs), targets).backward()
         assert all(p.grad is not None for p in other.parameters())  # autograd works as if we had never been there
-    assert not sums.pending and not sums.capture.leaks
+    assert not sums.pending() and not sums.leaks()
     sums.detach()
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in plain.modules())
     assert not any(p._post_accumulate_grad_hooks for p in plain.parameters())

@@ -2,11 +2,11 @@
 
 import pytest
 import torch
+from inside_parts import ClippedPasses
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from dpengine.clipping import Flat
-from dpengine.engine.clipped_sums import ClippedSums
 
 MODES = ["auto", "hooks", "functorch", "ew", "ghost"]
 
@@ -42,11 +42,10 @@ def test_a_layer_whose_outputs_have_no_gradient_takes_no_part(mode):
     assert model.scale.scale.grad is None
     plain = model.table.weight.grad
     model.zero_grad()
-    sums = ClippedSums(model, policy=Flat(1e6), mode=mode, loss_reduction="sum")
-    sums.attach()
+    sums = ClippedPasses(model, Flat(1e6), mode=mode, loss_reduction="sum")
     model(inputs).square().sum().backward()
     assert sums.clip(rows=5).rows == 5
-    assert sums.missing() == ["scale.scale"]
-    found = dict(sums.buffer)
-    torch.testing.assert_close(found[model.table.weight], plain)
-    assert not found[model.scale.scale].any()
+    assert sums.unused() == ["scale.scale"]
+    found = sums.totals()
+    torch.testing.assert_close(found["table.weight"], plain)
+    assert not found["scale.scale"].any()

@@ -3,11 +3,10 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from inside_parts import ClippedPasses
 from oracle import clip_by_engine, clip_by_loop, relative_error
 from torch import nn
 
-from dpengine.clipping import Flat
-from dpengine.engine.clipped_sums import ClippedSums
 from dpengine.errors import UnsupportedLayerError
 
 ROWS, TIME, WIDTH = 5, 4, 3
@@ -101,8 +100,7 @@ REFUSED = {
 @pytest.mark.parametrize("use", REFUSED.values(), ids=REFUSED)
 def test_other_uses_are_refused_by_name_before_any_gradient(use):
     model = Holder(*use).double()
-    sums = ClippedSums(model, policy=Flat(1.0))
-    sums.attach()
+    ClippedPasses(model)
     with pytest.raises(UnsupportedLayerError, match=r"DPE001.*'own'.*functorch"):
         model(torch.randn(ROWS, TIME, WIDTH).double())
     assert isinstance(model.own, nn.Parameter) and isinstance(model.inner.weight, nn.Parameter)

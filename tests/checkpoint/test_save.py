@@ -4,6 +4,7 @@ import itertools
 import json
 import stat
 
+import inside
 import numpy as np
 import pytest
 import torch
@@ -303,7 +304,7 @@ def test_tied_weights_are_stored_once(tmp_path):
 
 def test_f_n11_f_p6_the_key_is_in_the_private_folder_alone(tmp_path):
     run = Run().train(2).saved(tmp_path / "run")
-    key = run.engine.runs[0].release.source.secret_state()["key"]
+    key = inside.noise_source(run.engine).secret_state()["key"]
     holding = [p.name for p in (tmp_path / "run").rglob("*") if p.is_file() and key.encode() in p.read_bytes()]
     assert holding == ["run.safetensors"]
     private = tmp_path / "run" / "private"

@@ -2,21 +2,18 @@
 
 import pytest
 import torch
+from inside_parts import ClippedPasses
 from reference import clipped_sum, flat_norms, per_sample_gradients, stacked
 from torch import nn
 
 from dpengine.clipping import Flat
-from dpengine.engine.materialized_sums import ShownSums
 from dpengine.errors import MissingGradientError, RepeatedBackwardError, StaleGradientError
 
 
 def watched(**settings):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
-    sums = ShownSums(model, **settings)
-    sums.policy = Flat(0.5)
-    sums.attach()
-    return model, sums
+    return model, ClippedPasses(model, Flat(0.5), shown=True, **settings)
 
 
 def batch(rows=4, seed=0):
@@ -33,8 +30,7 @@ def of_rows(model, inputs, targets):
 
 
 def assert_sums(model, sums, expected):
-    names = {p: name for name, p in model.named_parameters()}
-    found = {names[p]: total.double() for p, total in sums.buffer}
+    found = {name: total.double() for name, total in sums.totals().items()}
     assert found.keys() == expected.keys()
     for name, total in expected.items():
         torch.testing.assert_close(found[name], total, rtol=1e-5, atol=1e-6)
@@ -44,15 +40,15 @@ def assert_sums(model, sums, expected):
 @pytest.mark.parametrize("mode", ["auto", "hooks", "functorch", "ew", "ghost"])
 def test_an_untouched_pass_is_clipped_as_a_loop_over_rows_does(mode, shows):
     model, sums = watched(mode=mode, shows=shows)
-    assert not sums.pending
+    assert not sums.pending()
     backward(model, *batch())
-    assert (sums.pending, sums.waits, sums.rows_pending) == (True, 1, 4)
+    assert sums.waiting() == (True, 1, 4)
     seen = sums.clip(rows=4)
     truth = of_rows(model, *batch())
     assert_sums(model, sums, clipped_sum(truth, 0.5))
     assert seen.largest_norm == pytest.approx(float(flat_norms(truth).max()), rel=1e-5)
     torch.testing.assert_close(sums.norms().double(), flat_norms(truth), rtol=1e-5, atol=0)
-    assert not sums.pending
+    assert not sums.pending()
 
 
 @pytest.mark.parametrize("looks", [False, True])
@@ -66,11 +62,11 @@ def test_passes_that_wait_are_clipped_one_by_one_and_each_once(looks):
             _ = (shown[-1] if isinstance(shown, list) else shown) + 0
         one = clipped_sum(of_rows(model, *batch(rows, seed)), 0.5)
         expected = one if expected is None else {name: expected[name] + one[name] for name in one}
-    assert sums.waits == 3
+    assert sums.waiting()[1] == 3
     for rows in (4, 2, 3):
-        assert sums.rows_pending == rows
+        assert sums.waiting()[2] == rows
         sums.clip(rows=rows)
-    assert not sums.pending
+    assert not sums.pending()
     assert_sums(model, sums, expected)
 
 
@@ -86,8 +82,8 @@ def test_norms_of_a_pass_that_waits_do_not_use_it_up():
 def test_what_was_set_to_none_is_never_clipped():
     model, sums = watched()
     backward(model, *batch())
-    sums.show_none()
-    assert not sums.pending
+    sums.clear_shown()
+    assert not sums.pending()
     backward(model, *batch(3, seed=1))
     sums.clip(rows=3)
     assert_sums(model, sums, clipped_sum(of_rows(model, *batch(3, seed=1)), 0.5))
@@ -95,7 +91,7 @@ def test_what_was_set_to_none_is_never_clipped():
 
 def test_where_passes_may_not_add_up_the_second_is_refused_by_name_and_nothing_counts_twice():
     model, sums = watched()
-    sums.allows_accumulation = False
+    sums.refuse_accumulation()
     backward(model, *batch())
     with pytest.raises(RepeatedBackwardError, match=r"parameter '[02]\.(weight|bias)'"):
         backward(model, *batch())
@@ -108,17 +104,17 @@ def test_what_was_released_must_be_cleared_before_the_next_pass():
     model, sums = watched()
     backward(model, *batch())
     sums.clip()
-    sums.note_release()
+    sums.released()
     with pytest.raises(StaleGradientError):
         backward(model, *batch())
-    sums.show_none()
+    sums.clear_shown()
     backward(model, *batch())
-    assert sums.pending
+    assert sums.pending()
 
 
 def test_a_part_of_the_parameters_is_clipped_by_its_own_norm():
     model, sums = watched()
-    sums.only = frozenset(model[2].parameters())
+    sums.restrict(model[2].parameters())
     backward(model, *batch())
     sums.clip()
     truth = [{n: g for n, g in row.items() if n.startswith("2.")} for row in of_rows(model, *batch())]
@@ -131,10 +127,10 @@ def test_a_pass_that_is_refused_by_the_owner_is_dropped():
     def refuse():
         raise StaleGradientError("no", fix="no")
 
-    sums.on_pass = refuse
+    sums.check_pass(refuse)
     with pytest.raises(StaleGradientError):
         backward(model, *batch())
-    assert not sums.pending
+    assert not sums.pending()
 
 
 def test_parameters_that_took_part_in_other_passes_are_refused():
@@ -160,7 +156,7 @@ def test_written_gradients_of_a_model_that_is_not_watched_are_clipped():
     written = {name: torch.randn(5, *p.shape) for name, p in model.named_parameters()}
     for name, parameter in model.named_parameters():
         parameter.grad_sample = written[name]
-    assert (sums.pending, sums.rows_pending) == (True, 5)
+    assert sums.waiting()[::2] == (True, 5)
     sums.clip(rows=5)
     rows = [{name: grad[i].double() for name, grad in written.items()} for i in range(5)]
     assert_sums(model, sums, clipped_sum(rows, 0.5))
@@ -182,12 +178,12 @@ def test_a_parameter_used_outside_its_layer_is_refused_at_the_end_of_its_pass():
     out = model(inputs) + model[2].weight.sum()
     with pytest.raises(MissingGradientError, match=r"'2\.weight'"):
         (out - targets).square().sum(dim=1).mean().backward()
-    assert not sums.pending
+    assert not sums.pending()
 
 
 def test_hidden_passes_make_way_through_their_owner():
     model, sums = watched(shows=False)
-    sums.on_backward_end = lambda: sums.clip()
+    sums.on_end(lambda layers: sums.clip())
     backward(model, *batch())
     backward(model, *batch(2, seed=1))
     sums.clip()

@@ -1,20 +1,19 @@
 import pytest
 import torch
+from inside_parts import ClippedPasses
 from torch import nn
 
 from dpengine.clipping import Flat, PerLayer
-from dpengine.engine.clipped_sums import ClippedSums
 
 
 def pass_over(policy, scales):
     """Statistics of a pass over rows whose loss is the sum of two layers' outputs, times a scale for each row."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 3, bias=False), nn.Linear(3, 2, bias=False)).double()
-    sums = ClippedSums(model, policy=policy, loss_reduction="sum")
-    sums.attach()
+    passes = ClippedPasses(model, policy, loss_reduction="sum")
     inputs = torch.randn(len(scales), 3, dtype=torch.float64)
     (model(inputs).sum(dim=1) * torch.tensor(scales, dtype=torch.float64)).sum().backward()
-    return sums.clip()
+    return passes.clip()
 
 
 @pytest.mark.parametrize("policy", [Flat(1e-3), PerLayer(1e-3)], ids=["flat", "per-layer"])

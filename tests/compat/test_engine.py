@@ -3,6 +3,7 @@
 import gc
 import weakref
 
+import inside
 import pytest
 import torch
 from opacus_runs import MODES, Counting, assert_same, flat, gradients, loss, model, private, rows, train, truth
@@ -209,8 +210,8 @@ def test_noise_repeats_with_a_generator_and_never_without():
 def test_secure_mode_draws_from_a_cipher_and_takes_no_generator():
     parts = private(engine=PrivacyEngine(secure_mode=True), noise_multiplier=1.0)
     train(parts)
-    assert parts.optimizer._release.source.describe()["kind"] == "chacha20"
-    assert not parts.optimizer._release.source.insecure_seed
+    assert inside.noise_source(parts.optimizer).describe()["kind"] == "chacha20"
+    assert not inside.noise_source(parts.optimizer).insecure_seed
     with pytest.raises(ValueError, match="secure_mode"):
         private(engine=PrivacyEngine(secure_mode=True), noise_generator=torch.Generator())
 

@@ -7,6 +7,7 @@ import threading
 import pytest
 import torch
 import torch.nn.functional as F
+from inside_parts import compiled_graphs, compiled_norms, set_compiled_loss
 from torch import nn
 from torch.utils.data import TensorDataset
 
@@ -97,15 +98,8 @@ def test_dropout_draws_anew_in_every_step():
     training = Training(make, data((6,)), compiled=True, multiple_of=64, backend="aot_eager")
     training.run(2)
     x, y = data((6,)).tensors
-    graphs, state, batch = _graphs(training, x[:64], y[:64])
-    norms = [graphs.norms([*state, *batch])[1] for _ in range(2)]
+    norms = compiled_norms(training.backward, x[:64], y[:64])
     assert (norms[0] != norms[1]).all()
-
-
-def _graphs(training, *batch):
-    with torch.no_grad():
-        leaves, spec = torch.utils._pytree.tree_flatten((batch, {}))
-        return (*training.backward._graphs_for(batch, leaves, spec), batch)
 
 
 def test_what_is_thawed_later_trains(passes):
@@ -160,15 +154,12 @@ def test_weights_tied_otherwise_are_seen(passes):
 def test_plain_arguments_are_told_apart(passes):
     training = Training(MODELS["linear"][0], data((6,)), compiled=True, multiple_of=64)
     after_first(training)
-    training.backward._loss_fn = lambda x, y, by: by * F.cross_entropy(training.model(x), y)
+    set_compiled_loss(training.backward, lambda x, y, by: by * F.cross_entropy(training.model(x), y))
     x, y = data((6,)).tensors
     norms = []
     for by in (1, 1.0, 2, True):
-        leaves, spec = torch.utils._pytree.tree_flatten(((x[:64], y[:64], by), {}))
-        with torch.no_grad():
-            graphs, state = training.backward._graphs_for([x[:64], y[:64]], leaves, spec)
-            norms.append(graphs.norms([*state, x[:64], y[:64]])[1].sqrt().sum())
-    assert len(training.backward._graphs) == 4
+        norms.append(compiled_norms(training.backward, x[:64], y[:64], by)[0].sqrt().sum())
+    assert compiled_graphs(training.backward) == 4
     assert float(norms[2] / norms[0]) == pytest.approx(2, rel=1e-5)
 
 

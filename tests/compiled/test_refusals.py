@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from inside_parts import set_compiled_loss
 from torch import nn
 
 from dpengine import errors
@@ -40,7 +41,7 @@ def test_a_loss_with_a_state_of_its_own_is_refused():
     make, shape = MODELS["linear"]
     factor = itertools.count(1)
     training = Training(make, data(shape), compiled=True)
-    training.backward._loss_fn = lambda x, y: next(factor) * F.cross_entropy(training.model(x), y)
+    set_compiled_loss(training.backward, lambda x, y: next(factor) * F.cross_entropy(training.model(x), y))
     with pytest.raises(errors.UnsupportedLayerError, match="keeps state between calls"):
         training.run()
 
@@ -48,7 +49,7 @@ def test_a_loss_with_a_state_of_its_own_is_refused():
 def test_a_loss_that_looks_at_numbers_is_refused():
     make, shape = MODELS["linear"]
     training = Training(make, data(shape), compiled=True)
-    training.backward._loss_fn = lambda x, y: F.cross_entropy(training.model(x), y) * (2 if x.sum() > 0 else 1)
+    set_compiled_loss(training.backward, lambda x, y: F.cross_entropy(training.model(x), y) * (2 if x.sum() > 0 else 1))
     with pytest.raises(errors.UnsupportedLayerError, match="cannot be traced as one graph"):
         training.run()
 
@@ -188,7 +189,7 @@ ORDERS = {
 def test_rows_in_another_order_are_refused(name):
     """Rows that pad a batch are known by their place; a row in such a place would count several times."""
     training = Training(MODELS["linear"][0], data((6,)), compiled=True, multiple_of=64)
-    training.backward._loss_fn = lambda x, y: training.model(ORDERS[name](x)).square().sum(dim=1).mean()
+    set_compiled_loss(training.backward, lambda x, y: training.model(ORDERS[name](x)).square().sum(dim=1).mean())
     batch = after_first(training)
     with pytest.raises(errors.UnsupportedLayerError, match=r"change places|another order"):
         training.backward(*batch)
@@ -199,7 +200,7 @@ def test_an_order_that_hangs_on_numbers_is_refused_even_where_it_changes_nothing
     rows.tensors[0][:, 0] = 0
     training = Training(MODELS["linear"][0], rows, compiled=True)
     order = lambda x: x[x[:, 0].argsort(stable=True)]  # noqa: E731
-    training.backward._loss_fn = lambda x, y: F.cross_entropy(training.model(order(x)), y)
+    set_compiled_loss(training.backward, lambda x, y: F.cross_entropy(training.model(order(x)), y))
     batch = after_first(training)
     with pytest.raises(errors.UnsupportedLayerError, match="change places"):
         training.backward(*batch)
@@ -208,7 +209,7 @@ def test_an_order_that_hangs_on_numbers_is_refused_even_where_it_changes_nothing
 def test_rows_picked_by_a_tensor_of_the_batch_are_refused():
     rows = data((6,))
     training = Training(MODELS["linear"][0], rows, compiled=True, multiple_of=64)
-    training.backward._loss_fn = lambda x, y: F.cross_entropy(training.model(x[y * 0]) + training.model(x), y)
+    set_compiled_loss(training.backward, lambda x, y: F.cross_entropy(training.model(x[y * 0]) + training.model(x), y))
     batch = after_first(training)
     with pytest.raises(errors.UnsupportedLayerError, match="change places"):
         training.backward(*batch)
@@ -217,7 +218,7 @@ def test_rows_picked_by_a_tensor_of_the_batch_are_refused():
 def test_a_loss_divided_by_the_batch_is_refused():
     training = Training(MODELS["linear"][0], data((6,)), compiled=True, multiple_of=64)
     weight = torch.tensor([1.0, 5.0, 1.0, 9.0])
-    training.backward._loss_fn = lambda x, y: F.cross_entropy(training.model(x), y, weight=weight)
+    set_compiled_loss(training.backward, lambda x, y: F.cross_entropy(training.model(x), y, weight=weight))
     batch = after_first(training)
     with pytest.raises(errors.UnsupportedLayerError, match="divides by something of the whole batch"):
         training.backward(*batch)
@@ -227,7 +228,7 @@ def test_a_loss_divided_by_the_batch_is_refused():
 def test_arguments_are_tensors_or_plain(argument):
     training = Training(MODELS["linear"][0], data((6,)), compiled=True)
     x, y = after_first(training)
-    training.backward._loss_fn = lambda x, y, more: F.cross_entropy(training.model(x), y)
+    set_compiled_loss(training.backward, lambda x, y, more: F.cross_entropy(training.model(x), y))
     with pytest.raises(errors.UnsupportedLayerError, match="whose content a graph would keep"):
         training.backward(x, y, argument)
 
@@ -242,7 +243,7 @@ def test_too_many_graphs_are_refused(monkeypatch):
 def test_what_trains_outside_the_model_is_refused():
     training = Training(MODELS["linear"][0], data((6,)), compiled=True)
     temperature = nn.Parameter(torch.ones(()))
-    training.backward._loss_fn = lambda x, y: F.cross_entropy(training.model(x) * temperature, y)
+    set_compiled_loss(training.backward, lambda x, y: F.cross_entropy(training.model(x) * temperature, y))
     batch = after_first(training)
     temperature.grad = None
     with pytest.raises(errors.UnsupportedLayerError, match="no parameter of the model"):
@@ -253,7 +254,9 @@ def test_what_trains_outside_the_model_is_refused():
 def test_a_batch_from_outside_is_refused():
     training = Training(MODELS["linear"][0], data((6,)), compiled=True, multiple_of=64)
     outside = torch.randn(64, CLASSES)
-    training.backward._loss_fn = lambda x, y: (training.model(x) - outside[: len(x)]).square().sum(dim=1).mean()
+    set_compiled_loss(
+        training.backward, lambda x, y: (training.model(x) - outside[: len(x)]).square().sum(dim=1).mean()
+    )
     x, y = data((6,)).tensors
     after_first(training)
     with pytest.raises(errors.UnsupportedLayerError, match="as many rows as the batch"):

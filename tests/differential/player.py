@@ -89,6 +89,7 @@ class Player:
         self.stored: Any = None  # of an engine, by save
         self.batch: list[Tensor] = list(self.data[: settings.batch_size])
         self.loss: Any = None
+        self.ledger: list[Any] = []
         self._build()
 
     def _build(self) -> None:
@@ -131,7 +132,11 @@ class Player:
             "draws": self.recorder.take(),
             "ledger": charges(self.engine),
         }
-        return self.recorder.named(record)
+        if record["ledger"] == self.ledger:
+            del record["ledger"]  # long, and as it was
+        else:
+            self.ledger = record["ledger"]
+        return self.recorder.named({name: value for name, value in record.items() if value not in (None, [])})
 
     # The run
 

@@ -13,15 +13,34 @@ import subprocess
 import sys
 import tarfile
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 BASELINE = os.environ.get("DPENGINE_BASELINE", "170d470")
 TESTS = Path(__file__).resolve().parents[1]
 CURRENT = TESTS.parent
-INTENDED: list[tuple[str, str]] = []
-"""Differences that are meant: pairs of a field of the records and the reason. The field is then not compared."""
+
+
+@dataclass(frozen=True)
+class Intended:
+    """A difference that an issue makes on purpose.
+
+    Attributes:
+        reason: The issue and why.
+        field: Of the records: ``"error"``, ``"warnings"``, ``"ledger"`` and so on.
+        accepts: Tells by both values whether a difference is this one.
+        ends: Whether later calls of the case differ in consequence, and are not compared.
+    """
+
+    reason: str
+    field: str
+    accepts: Callable[[Any, Any], bool] = lambda before, after: True
+    ends: bool = True
+
+
+INTENDED: list[Intended] = []
 
 Place = tuple[str, int]  # the kind and the seed of a case
 
@@ -54,13 +73,13 @@ def _git(*args: str) -> bytes:
 
 
 @contextlib.contextmanager
-def both_sides(current: Path = CURRENT) -> Iterator[tuple[Path, Path]]:
+def both_sides() -> Iterator[tuple[Path, Path]]:
     """Yields folders with the baseline and the current package, with the same compiled kernels or with none."""
     baseline = baseline_folder()
     built = list((CURRENT / "dpengine" / "kernels").glob("native*.so"))
     with tempfile.TemporaryDirectory() as folder:
         sides = []
-        for name, root in (("baseline", baseline), ("current", current)):
+        for name, root in (("baseline", baseline), ("current", CURRENT)):
             side = Path(folder) / name
             side.mkdir()
             copy_package(root, side, built if _kernels(baseline) == _kernels(CURRENT) else [])
@@ -84,8 +103,17 @@ def _kernels(root: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in paths}
 
 
-def record_all(roots: Sequence[Path], cases: Sequence[Place], processes: int = 2) -> list[list[list[dict]]]:
-    """Returns the records of all cases for each package, from a process that has imported torch alone."""
+def differences(roots: Sequence[Path], cases: Sequence[Place], processes: int = 2) -> list[list[str]]:
+    """Plays cases on several packages, and compares each package but the first with the first.
+
+    Args:
+        roots: Folders that hold a package ``dpengine``. One process, which has imported torch alone, forks for each.
+        cases: What is played.
+        processes: How many run at a time.
+
+    Returns:
+        For each further package one text per case that differs: the calls, and both values of the first difference.
+    """
     with tempfile.TemporaryDirectory() as folder:
         job = {"roots": [str(root) for root in roots], "cases": list(cases), "processes": processes, "folder": folder}
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(TESTS)}
@@ -93,7 +121,12 @@ def record_all(roots: Sequence[Path], cases: Sequence[Place], processes: int = 2
         done = subprocess.run(command, input=json.dumps(job).encode(), env=environment, cwd=folder, capture_output=True)
         if done.returncode:
             raise RuntimeError(f"The sides did not run:\n{done.stderr.decode()[-4000:]}")
-        return [list(_read(Path(folder), side, len(cases), _shares(cases, processes))) for side in range(len(roots))]
+        found: list[list[str]] = [[] for _ in roots[1:]]
+        sides = [_read(Path(folder), side, len(cases), _shares(cases, processes)) for side in range(len(roots))]
+        for place, first, *others in zip(cases, *sides, strict=True):
+            for texts, other in zip(found, others, strict=True):
+                texts += _difference(place, first, other)
+        return found
 
 
 def _shares(cases: Sequence[Place], processes: int) -> int:
@@ -176,32 +209,32 @@ def _rank(rank: int, seeds: list[int], recorder: Any, folder: Path) -> None:
     dist.destroy_process_group()
 
 
-def differences(cases: Sequence[Place], before: list[list[dict]], after: list[list[dict]]) -> list[str]:
-    """Returns one text for each case whose records differ: the calls so far, and both values of the first one."""
-    return [
-        found
-        for place, old, new in zip(cases, before, after, strict=True)
-        if (found := _difference(place, old, new)) is not None
-    ]
-
-
-def _difference(place: Place, old: list[dict], new: list[dict]) -> str | None:
-    intended = {field for field, _ in INTENDED}
+def _difference(place: Place, old: list[dict], new: list[dict]) -> list[str]:
+    """Returns a text on the first call whose records differ, or nothing."""
     for number, (then, now) in enumerate(itertools.zip_longest(old, new, fillvalue={})):
-        fields = [name for name in {**then, **now} if then.get(name) != now.get(name) and name not in intended]
-        if fields:
-            kind, seed = place
+        fields = [name for name in {**then, **now} if then.get(name) != now.get(name)]
+        meant = {
+            name: one
+            for name in fields
+            for one in INTENDED
+            if one.field == name and one.accepts(then.get(name), now.get(name))
+        }
+        if fields and len(meant) == len(fields):
+            if any(one.ends for one in meant.values()):
+                return []
+        elif fields:
             calls = " ".join("-".join(map(str, record.get("call", ["?"]))) for record in old[: number + 1])
             values = "".join(f"\n  {f}:\n    baseline {then.get(f)}\n    current  {now.get(f)}" for f in fields)
-            again = f"python tests/differential/compare.py {kind}:{seed}"
-            return f"{kind}:{seed} differs at call {number + 1} of {len(old)} (alone: {again})\n  {calls}{values}"
-    return None
+            name = ":".join(map(str, place))
+            again = f"python tests/differential/compare.py {name}"
+            return [f"{name} differs at call {number + 1} of {len(old)} (alone: {again})\n  {calls}{values}"]
+    return []
 
 
-def compare(cases: Sequence[Place], current: Path = CURRENT, processes: int = 2) -> list[str]:
-    """Plays cases on both sides, and returns the differences."""
-    with both_sides(current) as roots:
-        return differences(cases, *record_all(roots, cases, processes))
+def compare(cases: Sequence[Place], processes: int = 2) -> list[str]:
+    """Plays cases on the baseline and on the current package, and returns the differences."""
+    with both_sides() as roots:
+        return differences(roots, cases, processes)[0]
 
 
 if __name__ == "__main__":

@@ -7,17 +7,20 @@ are not compared. The kinds of cases:
 
 - ``run``: an orderly run; modes, clipping, noise, sampling, chunks, checkpoint and ledger file follow from the seed.
 - ``spread``: a run of two processes.
+- ``directed``: a few sequences by hand, of what is easy to lose and seldom drawn.
 - ``sequence``: calls in a random order, with faults in between.
 - ``alone``: the same for ``PerSampleGradientClipper`` and ``GradSampleModule``.
 - ``model``: a generated model (`tests/generated`) through each of these.
 
-Default: a few dozen cases. ``make differential``: the full form and `test_detects`. The number of cases of a kind can
-be set, as in ``DPENGINE_SEQUENCE=20000 DPENGINE_RUN=500``, and the first seed with ``DPENGINE_FIRST_SEED``.
-``python tests/differential/compare.py sequence:17`` plays one case.
+The default suite plays a few dozen cases. ``make differential`` plays the full form, and `test_detects`. Environment
+variables set the number of cases of a kind and the first seed:
+``DPENGINE_SEQUENCE=20000 DPENGINE_RUN=500 DPENGINE_FIRST_SEED=1000 DPENGINE_PROCESSES=2 make differential``. One case,
+or a range of seeds: ``python tests/differential/compare.py sequence:17 run:0-99``.
 
 The baseline is ``BASELINE`` in `sides`, or ``DPENGINE_BASELINE`` in the environment. To advance it, set it to a commit
-whose behavior is known to be right, and empty ``INTENDED``. An issue that changes behavior on purpose adds the fields
-of the records that differ to ``INTENDED``; one that moves or renames an internal adds the new name to `adapter`.
+whose behavior is known to be right, and empty ``INTENDED``. An issue that changes behavior on purpose adds a row to
+``INTENDED``. One that moves or renames an internal adds the new name to `adapter`; `tests/generated` must keep running
+under both packages, so it may use public names of dpengine and its ``errors`` only.
 """
 
 import os

@@ -5,6 +5,7 @@ All gradients are zero, so that what stands in ``p.grad`` after a step is noise 
 
 import itertools
 
+import inside
 import numpy as np
 import pytest
 import torch
@@ -66,7 +67,7 @@ def noise_of_run(noise, topology="data", seed=SEED):
     model, optimizer, loader = engine.make_private(
         model, optimizer, loader, noise_multiplier=0.8, max_grad_norm=0.7, **more
     )
-    plan = engine.runs[0].release.plan
+    state = inside.state(engine)
     whole = []
     for (x,) in itertools.islice(itertools.chain.from_iterable(itertools.repeat(loader)), STEPS):
         optimizer.zero_grad()
@@ -74,17 +75,17 @@ def noise_of_run(noise, topology="data", seed=SEED):
         optimizer.step()
         grads = [p.grad for p in model.parameters()]
         whole.append(torch.cat([(g.full_tensor() if hasattr(g, "full_tensor") else g).flatten() for g in grads]))
-    unit = plan.divisor(1, mean=True) / plan.noise_std
-    return torch.stack(whole) * unit, strategy(plan.noise)
+    unit = inside.divisor(engine) / state.noise_std
+    return torch.stack(whole) * unit, strategy(state.noise)
 
 
 def strategy(noise):
     """S as a whole matrix."""
     if noise is None:
         return np.eye(STEPS)
-    if "inverse_coefficients" in noise.facts:
-        return np.linalg.inv(matrix(np.array(noise.facts["inverse_coefficients"]), STEPS))
-    return matrix(np.array(noise.facts["strategy"]), STEPS)
+    if "inverse_coefficients" in noise:
+        return np.linalg.inv(matrix(np.array(noise["inverse_coefficients"]), STEPS))
+    return matrix(np.array(noise["strategy"]), STEPS)
 
 
 def noise_of_ranks(topologies):

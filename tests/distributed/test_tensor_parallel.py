@@ -4,6 +4,7 @@ import itertools
 import re
 from collections import Counter
 
+import inside
 import pytest
 import torch
 import torch.distributed as dist
@@ -176,7 +177,7 @@ def run(model, plan, *, seed=0, shape=(INPUTS,), **options):
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     weights = [p.full_tensor() if hasattr(p, "full_tensor") else p for p in model.parameters()]
-    return engine.runs[0].release.dropped_rows, [weight.detach() for weight in weights]
+    return inside.state(engine).dropped, [weight.detach() for weight in weights]
 
 
 def norms(rank, own, whole, facts=("step", 3)):

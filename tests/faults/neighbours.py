@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import copy
-import unittest.mock
 
 import torch
 import torch.nn.functional as F
+from inside_parts import unprobed as unprobed
 from reference import clipped_sum, per_sample_gradients
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-import dpengine.grad_modes.modes
 from dpengine import PrivacyEngine
 
 MODES = ["auto", "hooks", "functorch", "ew", "ghost"]
@@ -65,16 +64,11 @@ def without(data, row):
     return [torch.cat([t[:row], t[row + 1 :]]) for t in data]
 
 
-def unprobed():
-    """Without the probe, most of a step here: for neighbours of a batch that was probed as a whole."""
-    return unittest.mock.patch.object(dpengine.grad_modes.modes, "EVERY", None)
-
-
 def influence(model, data, step=plain_step, *, whole=None, **options):
     """How far the released sum moves when a row is left out, for the row that moves it most."""
     whole = release_of(model, data, step, **options) if whole is None else whole
     assert whole.isfinite().all() and whole.norm() > 0  # a sum of nothing would move by nothing
-    with unprobed():
+    with unprobed():  # the probe is most of a step here, and the batch was probed as a whole
         parted = [whole - release_of(model, without(data, row), step, **options) for row in range(len(data[0]))]
     return max(float(difference.norm()) for difference in parted)
 

@@ -2,6 +2,7 @@
 
 import random
 
+import inside
 import pytest
 import torch
 import torch.nn.functional as F
@@ -31,7 +32,6 @@ class Trace:
         _, self.optimizer, self.loader = self.engine.make_private(
             self.model, optimizer, DataLoader(data, batch_size=2), noise_multiplier=0.0, **options
         )
-        self.release = self.engine.runs[0].release
         self.batches, self.batch, self.losses = iter(self.loader), None, []
         self.drawn, self.released, self.releases = set(), set(), 0
         self.sums = {}  # of each chunk that went through backward, by ticket and chunk
@@ -43,7 +43,7 @@ class Trace:
         except StopIteration:
             self.batches = iter(self.loader)
             return
-        self.drawn.add(self.release.last_step)
+        self.drawn.add(inside.state(self.engine).step)
         self.losses = self.losses if self.choose.random() < 0.2 else []
 
     def break_off(self):
@@ -69,7 +69,8 @@ class Trace:
         loss, truth = self.losses.pop(self.choose.randrange(len(self.losses)))
         loss.backward(retain_graph=self.choose.random() < 0.2)
         if truth is not None:
-            self.sums[self.release.last_step, self.release.chunk] = truth
+            state = inside.state(self.engine)
+            self.sums[state.step, state.chunk] = truth
 
     def usual(self):
         """A step as it should be: all chunks of a batch."""
@@ -107,25 +108,25 @@ class Trace:
             self.optimizer.step()
         finally:
             moved = any(not torch.equal(before[name], p) for name, p in self.named())
-            took_place = self.release.stage.value == "released" and charged < self.engine.ledger.steps
+            took_place = inside.state(self.engine).stage == "released" and charged < self.engine.ledger.steps
             assert took_place or not moved
             if took_place:
                 self.check_release(before, self.engine.ledger.steps - charged)
 
     def check_release(self, before, charged):
-        tickets = self.release.tickets
+        batches = inside.state(self.engine).waiting
         assert (
             charged
-            == len(tickets)
+            == len(batches)
             == self.engine.ledger.history[-1].count - (self.engine.ledger.history[-1].count - charged)
         )
-        steps = {ticket.step for ticket in tickets}
+        steps = {step for step, _ in batches}
         assert not steps & self.released and steps <= self.drawn
         self.released |= steps
         self.releases += 1
-        parts = [self.sums[t.step, c] for t in tickets for c, rows in enumerate(t.rows) if rows]
+        parts = [self.sums[step, c] for step, chunks in batches for c, rows in enumerate(chunks) if rows]
         for name, parameter in self.named():
-            expected = before[name] - LR / (2.0 * len(tickets)) * sum((part[name] for part in parts), torch.zeros(()))
+            expected = before[name] - LR / (2.0 * len(batches)) * sum((part[name] for part in parts), torch.zeros(()))
             torch.testing.assert_close(parameter.detach(), expected.float(), rtol=1e-4, atol=1e-5)
 
     def zero_grad(self):
@@ -173,11 +174,12 @@ class Trace:
         assert self.engine.ledger.steps == len(self.drawn)  # each batch was charged once
 
     def check(self):
-        waiting = len(self.release.tickets) if self.release.stage.value in {"open", "clipped"} else 0
+        state = inside.state(self.engine)
+        waiting = len(state.waiting) if state.stage in {"open", "clipped"} else 0
         assert self.engine.ledger.steps + waiting >= len(self.drawn)
         assert self.engine.ledger.steps >= self.releases
-        if self.release.stage.value in {"void", "idle", "released"}:
-            assert self.release.sums.buffer.clean
+        if state.stage in {"void", "idle", "released"}:
+            assert state.clean
 
 
 def fail_in_backward(module, args, output):

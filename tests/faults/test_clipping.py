@@ -2,6 +2,7 @@
 
 import math
 
+import inside
 import pytest
 import torch
 import torch.nn.functional as F
@@ -108,9 +109,8 @@ def test_f_c2_the_threshold_that_was_given_clips_and_scales_the_noise(mode, max_
     found = release_of(mlp(), data, step, mode=mode, max_grad_norm=max_norm)
     assert float(found.norm()) == pytest.approx(max_norm, rel=1e-5)
     engine, *_ = private(mlp(), data, mode=mode, max_grad_norm=max_norm, noise_multiplier=1.5)
-    plan = engine.runs[0].release.plan
-    assert plan.noise_std == 1.5 * max_norm
-    assert plan.describe()["sensitivity"] == max_norm
+    assert inside.state(engine).noise_std == 1.5 * max_norm
+    assert engine.describe()["sensitivity"] == max_norm
 
 
 @every_mode
@@ -140,7 +140,7 @@ def test_f_c4_no_policy_lets_a_row_add_more_than_its_noise_is_scaled_for(mode, n
     assert 0.2 < max(float(one.norm()) for one in parted) <= 0.5 * (1 + ROUNDING)
     engine, *_ = private(mlp(), data, clipping=POLICIES[name](), noise_multiplier=2.0, **options)
     joint = (2.0**-2 - 20.0**-2) ** -0.5 if name == "adaptive" else 2.0
-    assert engine.runs[0].release.plan.noise_std == pytest.approx(joint * 0.5)
+    assert inside.state(engine).noise_std == pytest.approx(joint * 0.5)
 
 
 def test_f_c8_two_runs_with_one_policy_object_do_not_move_each_others_threshold():
@@ -150,7 +150,7 @@ def test_f_c8_two_runs_with_one_policy_object_do_not_move_each_others_threshold(
     inputs, targets = next(iter(one[3]))
     F.cross_entropy(one[1](inputs), targets).backward()  # clipped to 0.5
     plain_step(*two[1:3], *next(iter(two[3])))
-    assert one[0].runs[0].release.plan.clipping.max_grad_norm == 0.5  # what the noise will be scaled for
+    assert inside.state(one[0]).clipping_norm == 0.5  # what the noise will be scaled for
 
 
 @pytest.mark.parametrize("chunks", [{}, {"physical_batch_size": 2}, {"accumulation_steps": 4}], ids=str)
@@ -176,7 +176,7 @@ def test_f_c6_two_backward_passes_over_one_batch_release_nothing(mode):
     with pytest.raises(RepeatedBackwardError, match="DPE017"):
         model(inputs).square().mean().backward()
     assert [charge.kind for charge in engine.ledger.history] == ["void"]
-    assert not any(flat.any() for flat in engine.runs[0].release.sums.buffer.flats.values())
+    assert inside.state(engine).zero
 
 
 @every_mode
@@ -226,7 +226,8 @@ def test_f_c8_adaptive_clipping_books_what_sum_and_count_cost_together():
     plain_step(model, optimizer, *next(iter(loader)))
     (charge,) = engine.ledger.history
     assert (charge.event.noise_multiplier, charge.count) == (2.0, 1)
-    std = engine.runs[0].release.plan.noise_std / engine.runs[0].release.plan.clipping.max_grad_norm
+    state = inside.state(engine)
+    std = state.noise_std / state.clipping_norm
     assert std**-2 + (2 * 1.5) ** -2 == pytest.approx(2.0**-2)
     with pytest.raises(InvalidBudgetError, match=r"DPE007.*count"):
         private(mlp(), tensors(), **{**options, "noise_multiplier": 3.0})
@@ -242,10 +243,9 @@ def test_f_c8_one_row_moves_the_joint_vector_of_sum_and_count_by_no_more_than_is
         )
         inputs, targets = next(iter(loader))
         F.cross_entropy(model(inputs), targets).backward()
-        policy = engine.runs[0].release.plan.clipping
-        sums = torch.cat([total.flatten().double() for _, total in engine.runs[0].release.sums.buffer])
+        sums = torch.cat([total.flatten().double() for total in inside.clipped_sums(engine).values()])
         sigma_g = policy.gradient_noise_multiplier(sigma)
-        return torch.cat([sums / (norm * sigma_g), torch.tensor([float(policy._centred_count) / sigma_b])])
+        return torch.cat([sums / (norm * sigma_g), torch.tensor([inside.unclipped_count(engine) / sigma_b])])
 
     whole = joint(tensors())
     moved = [float((whole - joint(without(tensors(), row))).norm()) for row in range(6)]
@@ -257,16 +257,15 @@ def test_f_c8_one_row_moves_the_joint_vector_of_sum_and_count_by_no_more_than_is
 def test_f_c9_no_clipped_row_is_longer_than_the_threshold(mode, dtype):
     model = mlp().to(dtype)
     engine, model, *_ = private(model, tensors(), mode=mode, max_grad_norm=0.7)
-    sums = engine.runs[0].release.sums
-    sums.on_backward_end = None
+    passes = inside.passes_of_run(engine)
     longest = 0.0
     for seed in range(40):
         torch.manual_seed(seed)
         inputs = (torch.randn(1, FEATURES) * 10 ** float(torch.rand(1) * 8 - 2)).to(dtype)
         F.cross_entropy(model(inputs).float(), torch.tensor([seed % CLASSES])).backward()
-        sums.clip()
-        longest = max(longest, float(torch.cat([total.flatten().double() for _, total in sums.buffer]).norm()))
-        sums.discard()
+        passes.clip()
+        longest = max(longest, float(torch.cat([t.flatten().double() for t in passes.totals().values()]).norm()))
+        passes.discard()
     assert 0.69 < longest <= 0.7
 
 

@@ -4,16 +4,16 @@ import random
 import warnings
 from dataclasses import dataclass
 
+import inside
 import pytest
 import torch
 import torch.nn.functional as F
 from faults.neighbours import CLASSES, FEATURES, MODES, influence, mlp, plain_step, private, release_of, tensors
+from inside_parts import record_halves, record_probes, set_probe_interval
 from torch import nn
 
 from dpengine import Flat, PerSampleGradientClipper
 from dpengine.errors import BatchDependentLossError, PrivacyError, PrivacyWarning, UnsupportedLayerError
-from dpengine.independence import live_probe as probe
-from dpengine.independence import probed
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*NOT PRIVATE")
 
@@ -157,7 +157,7 @@ def test_f_m2_the_layer_that_sees_other_rows_is_named_and_nothing_is_released():
     with pytest.raises(UnsupportedLayerError, match=r"most for 'second\.(weight|bias)'"):
         plain_step(model, optimizer, *next(iter(loader)))
     assert [charge.kind for charge in engine.ledger.history] == ["void"]
-    assert not any(flat.any() for flat in engine.runs[0].release.sums.buffer.flats.values())
+    assert inside.state(engine).zero
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
 
 
@@ -301,19 +301,17 @@ def test_f_m2_half_precision_is_no_hindrance():
 
 def test_f_m2_a_probe_changes_nothing(monkeypatch):
     def run(every):
-        monkeypatch.setattr(probed, "EVERY", every)
+        set_probe_interval(monkeypatch, every)
         torch.manual_seed(3)
         model = Cached()
         released = release_of(model, tensors(5, FEATURES))
         return released, torch.rand(3)
 
-    asked = []
-    ask = probe.Company.ask
-    monkeypatch.setattr(probe.Company, "ask", lambda self: asked.append(1) or ask(self))
+    asked = record_probes(monkeypatch)
     with_probe, random_after = run(500)
-    monkeypatch.setattr(probe.Company, "ask", lambda self: None)
+    record_probes(monkeypatch, ask=False)
     without_probe, random_without = run(500)
-    assert asked == [1]
+    assert len(asked) == 1
     assert torch.equal(with_probe, without_probe)
     assert torch.equal(random_after, random_without)
 
@@ -330,13 +328,11 @@ def test_f_m2_buffers_and_attributes_are_put_back(monkeypatch):
         assert model.last is last
         return model
 
-    asked = []
-    ask = probe.Company.ask
-    monkeypatch.setattr(probe.Company, "ask", lambda self: asked.append(1) or ask(self))
+    asked = record_probes(monkeypatch)
     probed = after_a_step()
-    monkeypatch.setattr(probe.Company, "ask", lambda self: None)
+    record_probes(monkeypatch, ask=False)
     plain = after_a_step()
-    assert asked == [1]
+    assert len(asked) == 1
     assert int(probed.calls) == int(plain.calls) == 1
     assert list(probed.state_dict()) == list(Cached().state_dict())
     assert torch.equal(probed.last, plain.last)
@@ -345,35 +341,32 @@ def test_f_m2_buffers_and_attributes_are_put_back(monkeypatch):
 
 
 def test_f_m2_probes_come_again_and_keep_other_rows(monkeypatch):
-    kept = []
-    halves = probe._halves
-    monkeypatch.setattr(probe, "_halves", lambda *args: kept.extend(part.tolist() for part in halves(*args)) or [])
-    _, model, optimizer, loader = private(mlp(), tensors(rows=12))
-    capture = model_capture(optimizer)
-    capture_strategy(optimizer)._every = 3
+    kept = record_halves(monkeypatch)
+    engine, model, optimizer, loader = private(mlp(), tensors(rows=12))
+    inside.set_probe_every(engine, 3)
     for _ in range(7):
         for batch in loader:
             plain_step(model, optimizer, *batch)
     assert [sum(rows) for rows in kept] == [6] * 10  # three probes of a half and the other; the first of four more
     assert len({tuple(rows) for rows in kept}) == 10
-    assert capture.replay is None or not capture.replay.reached  # no batch is kept from one step to the next
+    assert not inside.pass_recorded(engine)[1]  # no batch is kept from one step to the next
 
 
 def test_f_m2_the_steps_that_are_probed(monkeypatch):
-    probed_at = []
-    monkeypatch.setattr(probe.Company, "ask", lambda self: probed_at.append(len(steps)))
+    probed_at, asked = [], record_probes(monkeypatch, ask=False)
     _, model, optimizer, loader = private(mlp(), tensors())
     steps = []
     while len(steps) < 1020:
         for batch in loader:
             steps.append(len(batch[0]))
             plain_step(model, optimizer, *batch)
+            probed_at += [len(steps)] * len(asked)
+            asked.clear()
     assert probed_at == [1, 8, 64, 512, 1012]
 
 
 def test_f_m2_much_larger_batches_are_probed_as_well(monkeypatch):
-    asked = []
-    monkeypatch.setattr(probe.Company, "ask", lambda self: asked.append((len(self._usable_B), len(self._halves))))
+    asked = record_probes(monkeypatch, ask=False)
     model = mlp()
     clipper = PerSampleGradientClipper(model, Flat(1.0))
     for rows in (4, 4, 8, 9, 10, 10, 30, 25, *[25] * 56):
@@ -383,17 +376,8 @@ def test_f_m2_much_larger_batches_are_probed_as_well(monkeypatch):
     assert asked == [(4, 6), (10, 6), (25, 6), (25, 2)]  # the first, after 9 and 30, all thorough; then as always
 
 
-def capture_strategy(optimizer):
-    return optimizer.__dict__["_dpengine"].release.sums.strategy
-
-
-def model_capture(optimizer):
-    return optimizer.__dict__["_dpengine"].release.sums.capture
-
-
 def test_f_m2_a_batch_of_one_row_waits_for_the_next(monkeypatch):
-    asked = []
-    monkeypatch.setattr(probe.Company, "ask", lambda self: asked.append(len(self._usable_B)))
+    asked = record_probes(monkeypatch, ask=False)
     _, model, optimizer, loader = private(mlp(), tensors(), sample_rate=0.2)
     seen = []
     for _ in range(8):
@@ -401,7 +385,7 @@ def test_f_m2_a_batch_of_one_row_waits_for_the_next(monkeypatch):
             plain_step(model, optimizer, inputs, targets)
             seen.append(len(targets))
     first = next(rows for rows in seen if rows > 1)
-    assert seen[0] < 2 and asked[0] == first
+    assert seen[0] < 2 and asked[0][0] == first
 
 
 # What cannot be probed

@@ -5,6 +5,7 @@ import gc
 import logging
 import math
 
+import inside
 import pytest
 import torch
 import torch.nn.functional as F
@@ -112,15 +113,9 @@ def fail_in_backward(loop, chunks):
 
 def out_of_memory(loop, chunks):
     batch = next(chunks)
-    fill = loop.release.sums.buffer.fill
-
-    def fail(parameter, write):
-        raise torch.OutOfMemoryError("CUDA out of memory.")
-
-    loop.release.sums.buffer.fill = fail
-    with pytest.raises(torch.OutOfMemoryError):
+    error = torch.OutOfMemoryError("CUDA out of memory.")
+    with inside.failing_sums(loop.engine, error), pytest.raises(torch.OutOfMemoryError):
         loop.backward(*batch)
-    loop.release.sums.buffer.fill = fill
     return chunks
 
 
@@ -130,14 +125,14 @@ def test_f_l4_a_batch_that_ended_early_is_charged_and_leaves_nothing_behind(mode
     loop = make_loop(accumulation_steps=3, batch_size=12, grad_sample_mode=mode)
     chunks = iter(loop.loader)
     loop.backward(*next(chunks))
-    assert not loop.release.sums.buffer.clean
+    assert not inside.state(loop.engine).clean
     chunks = end(loop, chunks)
-    while loop.release.stage.value != "idle":  # the rest of the batch that was given up, and then a whole one
+    while inside.state(loop.engine).stage != "idle":  # the rest of the batch that was given up, and then a whole one
         loop.optimizer.zero_grad()
         expected = []
         for position in range(3):
             batch = next(chunks)
-            step = loop.release.last_step
+            step = inside.state(loop.engine).step
             expected.append((step, batch))
             try:
                 loop.backward(*batch)
@@ -366,9 +361,9 @@ def test_f_l13_nothing_that_follows_from_rows_is_logged_or_printed(caplog, capsy
     assert shown == ""
     assert not any("nonprivate" in name for name in loop.engine.metrics())
     assert all(name.startswith(("privacy/", "nonprivate/")) for name in loop.engine.metrics(nonprivate=True))
-    public = f"{loop.optimizer!r} {loop.engine.describe()} {loop.release.plan!r} {loop.release.tickets!r}"
+    public = f"{loop.optimizer!r} {loop.engine.describe()} {inside.public_text(loop.engine)}"
     assert "rows" not in public
-    assert f"{loop.release.statistics.largest_norm}" not in public and sizes
+    assert f"{inside.state(loop.engine).largest_norm}" not in public and sizes
 
 
 # F-L14: hooks that went away

@@ -5,11 +5,11 @@ import itertools
 
 import pytest
 import torch
+from inside_parts import ClippedPasses
 from torch import nn
 
 from dpengine.capture import LayerCall, Use
 from dpengine.clipping.flat import Flat
-from dpengine.engine.clipped_sums import ClippedSums
 from dpengine.errors import UnsupportedLayerError
 from dpengine.grad_modes import entry
 from dpengine.grad_modes.choose_method import MethodTable
@@ -21,14 +21,13 @@ ROUNDING = 1e-5
 
 def clipped(model, loss, *, mode="auto", bound=1.0, **settings):
     """The norm of the clipped sum over the threshold, and all of it as one vector."""
-    sums = ClippedSums(model, policy=Flat(bound), mode=mode, loss_reduction="sum", **settings)
-    sums.attach()
+    passes = ClippedPasses(model, Flat(bound), mode=mode, loss_reduction="sum", **settings)
     try:
         loss(model).backward()
-        sums.clip()
-        total = torch.cat([view.double().flatten() for _, view in sums.buffer])
+        passes.clip()
+        total = torch.cat([view.double().flatten() for view in passes.totals().values()])
     finally:
-        sums.detach()
+        passes.detach()
     return float(total.norm()) / bound, total
 
 

@@ -1,18 +1,18 @@
 """F-S: what the engine's loader draws is what the ledger books, and an empty batch is a step like any other."""
 
-import dataclasses
 import random
 from fractions import Fraction
 
+import inside
 import pytest
 import torch
 from faults.neighbours import MODES, mlp, plain_step, private, release_of, tensors, truth_of
 from faults.sampler_law import masks, p_values
+from inside_parts import planned_steps
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from dpengine import PrivacyEngine
-from dpengine.engine.argument_checks import planned_steps
 from dpengine.errors import AccountingRefusedError
 from dpengine.sampling.choose_scheme import strategy_for
 
@@ -57,14 +57,14 @@ def test_f_s2_sampler_divisor_and_ledger_have_one_rate():
         rows = choose.randrange(1, 200)
         batch_size = choose.randrange(1, 60)
         engine, model, optimizer, loader = derived(rows, batch_size, noise_multiplier=1.0)
-        plan = engine.runs[0].release.plan
+        scheme, size = inside.sampling(engine), inside.state(engine).expected_batch_size
         plain_step(model, optimizer, *next(iter(loader)))
         (charge,) = engine.ledger.history
-        assert loader.batch_sampler._batches.strategy is plan.sampling
-        assert plan.sampling.sample_rate == min(1.0, batch_size / rows)
-        assert plan.expected_batch_size == plan.sampling.expected_batch_size == min(batch_size, rows)
+        assert inside.loader_draws_plan(engine, loader)
+        assert scheme.sample_rate == min(1.0, batch_size / rows)
+        assert size == scheme.expected_batch_size == min(batch_size, rows)
         booked = getattr(charge.event, "sample_rate", 1.0)
-        assert plan.sampling.sample_rate <= booked <= plan.sampling.sample_rate * (1 + 1e-15) + 2**-59
+        assert scheme.sample_rate <= booked <= scheme.sample_rate * (1 + 1e-15) + 2**-59
         assert_divided_by(min(batch_size, rows), derived(rows, batch_size, noise_multiplier=0.0))
 
 
@@ -97,7 +97,7 @@ def test_f_s2_a_rate_that_is_a_tenth_too_high_would_be_seen():
 )
 def test_f_s3_the_booked_rate_is_above_every_rate_that_may_be_drawn(rate):
     engine, _, _, _ = private(mlp(), tensors(), sample_rate=rate, noise_multiplier=1.0)
-    booked = engine.runs[0].release.plan.event().sample_rate
+    booked = inside.event(engine).sample_rate
     assert Fraction(booked) >= Fraction(rate) + Fraction(1, 2**61)
 
 
@@ -106,7 +106,11 @@ def test_f_s4_no_step_is_lost_in_rounding():
         for batch_size in (1, 7, rows // 2 + 1):
             steps = strategy_for(DataLoader(range(rows), batch_size=batch_size)).steps_per_epoch
             assert steps == -(-rows // batch_size)
-            assert [planned_steps(epochs, None, steps) for epochs in (1, 3, 20)] == [steps, 3 * steps, 20 * steps]
+            assert [planned_steps(epochs, None, steps) for epochs in (1, 3, 20)] == [
+                steps,
+                3 * steps,
+                20 * steps,
+            ]
 
 
 @pytest.mark.parametrize(("rows", "batch_size", "epochs"), [(7, 3, 3), (49, 7, 2), (10, 10, 5)])
@@ -149,35 +153,17 @@ def test_f_s5_batches_have_the_law_where_most_are_empty():
 def test_f_s12_nothing_that_happens_in_a_run_moves_its_rate_or_noise_and_each_step_is_booked_as_drawn():
     """Counters inside the primitive functions against the ledger: detector DL."""
     engine, model, optimizer, loader = private(mlp(), tensors(), sample_rate=0.5, noise_multiplier=1.0)
-    release = engine.runs[0].release
-    plan, drawn, noises = release.plan, [], []
-    strategy, add = plan.sampling, release.source.add_normal_
-    batches, draw = loader.batch_sampler._batches, type(strategy).draw
-
-    class Counted(type(strategy)):
-        def draw(self, step, words):
-            drawn.append((step, self.sample_rate))
-            return draw(self, step, words)
-
-    def noted(flat, std, *, domain, step, **rest):
-        noises.append((step, std))
-        return add(flat, std, domain=domain, step=step, **rest)
-
-    object.__setattr__(strategy, "__class__", Counted)
-    release.source.add_normal_ = noted
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
-    for _ in range(4):
-        for batch in loader:
-            plain_step(model, optimizer, *batch)
-            scheduler.step()
-            for frozen, name in ((plan, "noise_multiplier"), (strategy, "sample_rate"), (plan, "expected_batch_size")):
-                with pytest.raises(dataclasses.FrozenInstanceError):
-                    setattr(frozen, name, 0.25)
-    del release.source.add_normal_
+    with inside.drawn_batches(engine) as drawn, inside.drawn_noise(engine) as noises:
+        for _ in range(4):
+            for batch in loader:
+                plain_step(model, optimizer, *batch)
+                scheduler.step()
+                assert inside.assignable_constants(engine) == []
     (charge,) = engine.ledger.history
-    assert batches.strategy is strategy
-    assert [step for step, _ in drawn] == [step for step, _ in noises] == list(range(charge.count))
-    assert {std for _, std in noises} == {charge.event.noise_multiplier * plan.clipping.sensitivity()}
+    assert inside.loader_draws_plan(engine, loader)
+    assert [step for step, _ in drawn] == [step for _, step, _, _ in noises] == list(range(charge.count))
+    assert {std for *_, std in noises} == {charge.event.noise_multiplier * inside.policy(engine).sensitivity()}
     assert {rate for _, rate in drawn} == {0.5} and 0 <= charge.event.sample_rate - 0.5 <= 2**-53
 
 

@@ -8,12 +8,12 @@ import re
 import torch
 from generated.subjects import Subject, row_losses
 from generated.truth import Gradients
+from inside_parts import ClippedPasses
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from dpengine import GradSampleModule, PrivacyEngine
 from dpengine.clipping.short_forms import clipping_from
-from dpengine.engine.clipped_sums import ClippedSums
 
 
 def by_engine(subject: Subject, max_norm: float) -> Gradients:
@@ -48,20 +48,18 @@ def by_engine(subject: Subject, max_norm: float) -> Gradients:
 
 
 def by_sums(subject: Subject, max_norm: float, rows: slice = slice(None)) -> Gradients:
-    """The same by ``ClippedSums`` alone, for some of the rows."""
+    """The same by clipped sums alone, for some of the rows."""
     settings, model = subject.settings, copy.deepcopy(subject.model)
     policy = clipping_from(settings["clipping"], max_norm)
-    sums = ClippedSums(model, policy=policy, mode=settings["mode"], loss_reduction=settings["reduction"])
-    sums.attach()
+    passes = ClippedPasses(model, policy, mode=settings["mode"], loss_reduction=settings["reduction"])
     tensors, targets_B = [t[rows].clone() for t in subject.tensors], subject.targets_B[rows]
     size = settings["chunk"] or max(1, len(targets_B))
     for start in range(0, max(1, len(targets_B)), size):
         some = slice(start, start + size)
         losses_B = row_losses(subject.call(model, [t[some] for t in tensors]), targets_B[some])
         _reduced(losses_B, settings["reduction"]).backward()
-        sums.clip(rows=len(losses_B))
-    found = dict(sums.buffer)
-    return {name: found[p].detach().double() for name, p in model.named_parameters() if p.requires_grad}
+        passes.clip(rows=len(losses_B))
+    return {name: total.double() for name, total in passes.totals().items()}
 
 
 def by_grad_samples(subject: Subject) -> list[Gradients]:

@@ -5,18 +5,16 @@ import copy
 import pytest
 import torch
 from case_calls import Doubled
+from inside_parts import ClippedPasses, GradientsOfRows
 from oracle import SLACK, clip_by_engine, clip_by_loop, relative_error
 from reference import per_sample_gradients
 from torch import nn
 
 from dpengine import Flat, PerSampleGradientClipper, register_grad_sampler, register_norm_sampler
 from dpengine.capture import LayerCall, Use
-from dpengine.engine.clipped_sums import ClippedSums
 from dpengine.errors import MissingGradientError, UnsupportedLayerError
 from dpengine.grad_modes import MethodTable, entry
-from dpengine.grad_modes.bookkeep import Bookkeep
 from dpengine.grad_modes.modes import MODES
-from dpengine.grad_modes.rows import Units
 from dpengine.grad_samplers.registered import REGISTERED, REGISTERED_NORMS
 from dpengine.grad_samplers.table import rule_for, sampler_for
 
@@ -179,11 +177,10 @@ def test_norms_of_parts_are_not_used_where_a_parameter_is_used_twice(wrapped, so
 def test_several_calls_of_a_built_in_layer_are_joined_as_without_norms_from_outside():
     def ways():
         model, (inputs, cotangent) = nn.Sequential(nn.Linear(3, 2), Twice(nn.Linear(2, 2))).double(), batch()
-        sums = ClippedSums(model, policy=Flat(1.0), loss_reduction="sum")
-        sums.attach()
+        sums = ClippedPasses(model, loss_reduction="sum")
         loss_of_rows(cotangent)(model(*inputs)).backward()
         sums.clip()
-        return {choice.name: (str(choice.way), choice.why) for choice in sums.strategy.choices}
+        return sums.choices()
 
     before = ways()
     register_norm_sampler(nn.Linear)(norms_of(linear_grads, 7.0))
@@ -203,9 +200,7 @@ def test_a_function_is_asked_once_for_all_parameters_of_a_call(mode):
     register_norm_sampler(Mix)(norms)
     inputs, cotangent = batch()
     model = Mix(2).double()
-    sums = ClippedSums(model, policy=Flat(1.0), mode=mode, loss_reduction="sum")
-    sums._probed._every = None  # a probe asks again
-    sums.attach()
+    sums = ClippedPasses(model, probes=False, mode=mode, loss_reduction="sum")  # a probe asks again
     loss_of_rows(cotangent)(model(inputs[0][..., :2])).backward()
     sums.clip()
     assert len(asked) == 1
@@ -222,9 +217,7 @@ def test_gradients_of_a_replaced_rule_are_formed_once_for_all_parameters():
     register_norm_sampler(Mix)(norms_of(mix_grads))
     inputs, cotangent = batch()
     model = Mix(2).double()
-    sums = ClippedSums(model, policy=Flat(1.0), loss_reduction="sum")
-    sums._probed._every = None
-    sums.attach()
+    sums = ClippedPasses(model, probes=False, loss_reduction="sum")
     loss_of_rows(cotangent)(model(inputs[0][..., :2])).backward()
     assert not formed  # norms need none
     sums.clip()
@@ -277,13 +270,11 @@ def test_a_row_of_infinities_is_dropped(source, mode):
 def test_units_of_privacy_are_clipped_by_gradients(source, monkeypatch):
     monkeypatch.setattr(entry, "CHUNK_BYTES", 1)  # where rules may be asked of some rows, they are
     model, (inputs, cotangent) = registered(source, 7.0), batch()
-    sums = ClippedSums(model, policy=Flat(1.0), loss_reduction="sum")
-    sums.attach()
+    sums = ClippedPasses(model, loss_reduction="sum")
     loss_of_rows(cotangent)(model(*inputs)).backward()
-    sums.clip(units=Units(torch.tensor([0, 1, 0, 1]), 2, mean=False))
+    sums.clip(units=[0, 1, 0, 1], count=2)
     rows = per_sample_gradients(model, lambda o, c: (o * c).sum(), inputs, cotangent)
-    names = {parameter: name for name, parameter in model.named_parameters()}
-    found = {names[p]: total.double() for p, total in sums.buffer}
+    found = {name: total.double() for name, total in sums.totals().items()}
     truth = dict.fromkeys(rows[0], 0.0)
     for one, two in ((0, 2), (1, 3)):
         unit = {name: rows[one][name] + rows[two][name] for name in rows[one]}
@@ -294,13 +285,13 @@ def test_units_of_privacy_are_clipped_by_gradients(source, monkeypatch):
 
 def test_a_strategy_that_cannot_hold_hooks_still_forms_gradients():
     layer = registered("own-grad-sampler", 7.0)[2]
-    clipped = Bookkeep(MethodTable(timed=False))
+    clipped = GradientsOfRows(MethodTable(timed=False))
     assert rule_for(layer).gradients is sampler_for(layer)
     call, uses = call_of(layer)
     clipped.receive(call, uses, rule_for(layer))
     truth = mix_grads(layer, list(call.inputs), call.grad_output)
     sq_norm_B = sum(grad.square().sum(1) for grad in truth.values())
-    torch.testing.assert_close(clipped.sq_norms(dict.fromkeys(truth, 0), 1, 1.0)[:, 0], sq_norm_B)
+    torch.testing.assert_close(clipped.sq_norms(truth, 1.0), sq_norm_B)
 
 
 def call_of(layer):

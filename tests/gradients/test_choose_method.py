@@ -4,14 +4,13 @@ import json
 
 import pytest
 import torch
+from inside_parts import GradientsOfRows
 from torch import nn
 
 from dpengine.capture import LayerCall, Use
 from dpengine.grad_modes import choose_method
-from dpengine.grad_modes.bookkeep import Bookkeep
 from dpengine.grad_modes.choose_method import Choice, MethodTable, time_ways
 from dpengine.grad_modes.entry import Entry
-from dpengine.grad_modes.flat_buffer import FlatBuffer
 from dpengine.grad_modes.method import Method, Way
 from dpengine.grad_samplers.table import BUILTIN
 from dpengine.kernels import products
@@ -75,7 +74,7 @@ def test_every_way_gives_the_same_norms_and_sums(monkeypatch, way, built):
     kind = "linear" if way in WAYS["linear"] else "conv"
     call, samplers = (linear_call(5, 7, 6, 4), LINEAR) if kind == "linear" else (conv_call(5, 3, 4, 6), CONV)
     weight = call.layer.weight
-    found = Bookkeep(Forced(way))
+    found = GradientsOfRows(Forced(way))
     found.receive(call, {"weight": Use(weight, "layer.weight")}, samplers)
     truth_B = []
     for row in range(5):
@@ -83,12 +82,12 @@ def test_every_way_gives_the_same_norms_and_sums(monkeypatch, way, built):
         truth_B.append(torch.autograd.grad(output, weight, call.grad_output[row : row + 1].double())[0])
     call.layer.float()
     per_row = torch.stack(truth_B)
-    norms = found.sq_norms({weight: 0}, 1, 2.0)[:, 0]
+    norms = found.sq_norms([weight], 2.0)
     torch.testing.assert_close(norms, 4 * per_row.flatten(1).norm(dim=1) ** 2, rtol=1e-5, atol=0)
-    factors, buffer = torch.rand(5, 1), FlatBuffer([weight])
-    found.add_sums({weight: 0}, factors, 3.0, buffer)
+    factors = torch.rand(5, 1)
+    sums = found.weighted_sums([weight], factors, 3.0)
     truth = 3 * torch.tensordot(factors[:, 0].double(), per_row, dims=1)
-    torch.testing.assert_close(dict(buffer)[weight].double(), truth, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(sums[weight].double(), truth, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -283,12 +282,12 @@ def test_a_pass_that_repeats_a_shape_is_not_planned_again_until_the_times_are_ot
     table = MethodTable(timed=False)
     plan = table.plan
     monkeypatch.setattr(table, "plan", lambda entries, rows: planned_rows.append(rows) or plan(entries, rows))
-    found = Bookkeep(table)
+    found = GradientsOfRows(table)
     call = linear_call(9, 5, 6, 4)
     for rows in (9, 9, 3, 9, 0):
         table.version += rows == 0
         part = call.replace(inputs=(call.inputs[0][: rows or 9],), grad_output=call.grad_output[: rows or 9])
         found.receive(part, {"weight": Use(call.layer.weight, "layer.weight")}, LINEAR)
-        found.sq_norms({call.layer.weight: 0}, 1, 1.0)
+        found.sq_norms([call.layer.weight], 1.0)
         found.clear()
     assert planned_rows == [9, 3, 9]

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 
+import inside
 import pytest
 import torch
 from ledger_runs import Run
@@ -129,7 +130,7 @@ def test_a_step_that_cannot_be_written_is_refused_and_the_file_is_as_it_was(path
             run.train(1)
         assert torch.equal(run.model.weight, weights) and path.read_bytes() == content
         assert run.engine.ledger.steps == 3  # the batch was given up, which counts, and is written with the next charge
-        assert all(not flat.any() for flat in run.engine.runs[0].release.sums.buffer.flats.values())
+        assert inside.state(run.engine).zero
     if failing == "pwrite":
         run.train(1)
         assert run.engine.ledger.steps == steps_of(read(path).history) == 4
@@ -172,7 +173,7 @@ def test_batches_that_were_given_up_while_the_disk_was_full_are_charged_later(pa
 
 def test_nothing_is_taken_from_a_reservation_that_was_settled(path):
     run = Run(path, reserve=10).train(2)
-    run.engine._books._held.file.close()  # as at the end of the process, while a thread still trains
+    inside.close_ledger_file(run.engine)  # as at the end of the process, while a thread still trains
     weights = run.model.weight.detach().clone()
     with pytest.raises(LedgerError):
         run.train(1)
@@ -181,7 +182,7 @@ def test_nothing_is_taken_from_a_reservation_that_was_settled(path):
 
 def test_what_is_settled_while_the_run_goes_on_is_reserved_anew(path):
     run = Run(path, reserve=10).train(2)
-    run.engine._books._held.file.settle(run.engine.runs[0].release.plan.run)
+    inside.settle_ledger_file(run.engine)
     assert steps_of(read(path).history) == 2
     run.train(1)
     assert steps_of(read(path).history) == 2 + 10
@@ -194,7 +195,7 @@ def test_threads_that_share_a_file_take_turns(path):
         try:
             for number in range(15):  # each with an event of its own, which is told before it is charged
                 event = GaussianEvent(1.0 + 100 * runs.index(run) + number)
-                run.engine.runs[0].release.ledger.charge(event, kind="void" if number % 2 else "release")
+                inside.charge(run.engine, event, kind="void" if number % 2 else "release")
         except LedgerError as error:
             failed.append(error)
 
@@ -253,7 +254,7 @@ def test_a_model_is_taken_off_though_the_file_cannot_be_written(path):
         run.engine.detach(run.model)
     run.optimizer.zero_grad()
     run.model(torch.ones(2, 4)).sum().backward()
-    assert not run.engine.runs[0].attached and run.model.weight.grad is not None
+    assert not inside.is_attached(run.engine) and run.model.weight.grad is not None
 
 
 def test_a_file_that_was_changed_moved_or_deleted_meanwhile_refuses_the_step(path):
@@ -273,7 +274,7 @@ def test_a_file_that_was_changed_moved_or_deleted_meanwhile_refuses_the_step(pat
 
 def charge_in_child(run, answers):
     try:
-        run.engine.runs[0].release.ledger.charge(GaussianEvent(1.0))
+        inside.charge(run.engine, GaussianEvent(1.0))
     except LedgerError as error:
         answers.put(str(error))
 

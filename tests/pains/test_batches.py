@@ -3,6 +3,7 @@
 import contextlib
 import math
 
+import inside
 import pytest
 import torch
 import torch.nn.functional as F
@@ -25,6 +26,7 @@ from torch import nn
 
 from dpengine.clipping import Adaptive
 from dpengine.errors import PrivacyError
+from dpengine.noise import NoiseSource
 
 pytestmark = pytest.mark.filterwarnings("ignore::dpengine.PrivacyWarning")
 
@@ -238,7 +240,7 @@ def test_rank_23_the_next_threshold_depends_on_the_whole_batch_and_a_public_size
     for (some,) in private.loader:
         private.step(inputs[some], targets[some])
     share = (below - (ROWS - below)) / 2 / 9 + 0.5  # a count of plus and minus one half, over the public 9
-    found = private.engine.runs[0].release.plan.clipping.max_grad_norm
+    found = private.optimizer.max_grad_norm
     assert found == pytest.approx(2.0 * math.exp(-0.5 * (share - 0.5)), rel=1e-6)
 
 
@@ -249,10 +251,10 @@ def test_rank_23_the_count_has_its_noise_and_its_part_of_what_is_booked():
         private = DEFAULT_DOORS[0].open(
             mlp(), fixed_loader(ROWS), max_grad_norm=None, clipping=policy, noise_multiplier=2.0
         )
-        private.engine.runs[0].release.source = type(private.engine.runs[0].release.source).seeded(seed)
+        inside.draw_from(private.engine, NoiseSource.seeded(seed))
         next(iter(private.loader))
         private.step(*batch())
-        found.add(private.engine.runs[0].release.plan.clipping.max_grad_norm)
+        found.add(private.optimizer.max_grad_norm)
         std = private.engine.describe()["noise_std_of_sum"] / private.engine.describe()["sensitivity"]
         assert std**-2 + (2 * 1.5) ** -2 == pytest.approx(2.0**-2)
     assert len(found) == 2

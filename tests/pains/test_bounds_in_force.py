@@ -2,6 +2,7 @@
 
 import math
 
+import inside
 import pytest
 import torch
 from pains.doors import (
@@ -58,10 +59,9 @@ def std_of(total):
 def test_rank_04_adaptive_clipping_obeys_the_threshold_of_the_same_step(door):
     model, policy = mlp(), Adaptive(0.5, count_noise_multiplier=1.0)
     private = door.open(model, fixed_loader(COUNT), max_grad_norm=None, clipping=policy)
-    in_force = private.engine.runs[0].release.plan.clipping
     seen = set()
     for _ in range(2):
-        threshold = in_force.max_grad_norm
+        threshold = inside.state(private.engine).clipping_norm
         seen.add(threshold)
         truth = true_sum(model, private.criterion, batch(), threshold)
         assert_equal(one_step(private, batch()), truth)
@@ -154,15 +154,14 @@ def test_rank_05_noise_and_ledger_follow_a_threshold_that_moves(door):
     policy = Adaptive(0.5, count_noise_multiplier=1.5, learning_rate=2.0)
     options = {"criterion": nothing, "max_grad_norm": None, "clipping": policy, "noise_multiplier": SIGMA}
     private = door.open(model, fixed_loader(COUNT), **options)
-    plan = private.engine.runs[0].release.plan
     for threshold in (0.5, None):
-        threshold = threshold or plan.clipping.max_grad_norm
+        threshold = threshold or inside.state(private.engine).clipping_norm
         said = private.engine.describe()
         std = threshold * (SIGMA**-2 - 3.0**-2) ** -0.5
         assert (said["clipping"]["norm"], said["sensitivity"]) == (threshold, threshold)
         assert said["noise_std_of_sum"] == pytest.approx(std)
         assert std_of(one_step(private, nothings)) == pytest.approx(std, rel=WITHIN)
-    assert plan.clipping.max_grad_norm != 0.5
+    assert inside.state(private.engine).clipping_norm != 0.5
     ((event, count),) = [(charge.event, charge.count) for charge in private.engine.ledger.history]
     assert (event.noise_multiplier, count) == (SIGMA, 2)
 
@@ -182,7 +181,7 @@ def test_rank_06_each_layer_is_clipped_to_its_own_threshold_and_noise_has_the_no
     assert_equal(found, true_sum_by_group(mlp(), nn.CrossEntropyLoss(), batch(), bounds, layer_of))
     private = door.open(mlp(), fixed_loader(COUNT), noise_multiplier=SIGMA, **options)
     assert private.engine.describe()["noise_std_of_sum"] == pytest.approx(SIGMA * math.hypot(0.3, 0.05))
-    assert private.engine.runs[0].release.plan.clipping == PerLayer([0.3, 0.05])
+    assert inside.policy(private.engine) == PerLayer([0.3, 0.05])
 
 
 PER_LAYER_DOORS = [door for door in COMPAT_DOORS if door.mode != "ghost"]

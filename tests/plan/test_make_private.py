@@ -3,6 +3,7 @@
 import itertools
 import math
 
+import inside
 import numpy as np
 import pytest
 import torch
@@ -16,7 +17,6 @@ from dpengine.errors import BudgetExceeded, InvalidBudgetError, TicketError
 from dpengine.noise import BandMF
 from dpengine.plan import BandMFConfig, DPSGDConfig
 from dpengine.report import PrivacyReport
-from dpengine.sampling.batches import Ticket
 
 
 def loader(rows=ROWS, batch_size=30, width=4):
@@ -99,7 +99,7 @@ def test_batches_are_those_of_the_law(name):
     config = PLANS[name]
     engine, _, _, batches = private(config)
     cycle = config.selection.cycle_length
-    strategy = engine.runs[-1].release.plan.sampling
+    strategy = inside.sampling(engine)
     assert strategy.cycle_length == cycle
     assert strategy.sample_rate == config.selection.sampling_prob
     assert strategy.partition is config.selection.partition_type
@@ -143,7 +143,7 @@ def test_gradients_are_those_of_the_functional_path(rescale, reduction):
         optimizer.zero_grad()
         F.cross_entropy(model(x), y, reduction=reduction).backward()
         optimizer.step()
-        with torch.no_grad(), engine.runs[-1].release.sums.capture.paused():
+        with torch.no_grad(), inside.paused(engine):
             expected = functional(params, x, y)
         for name, p in model.named_parameters():
             torch.testing.assert_close(p.grad, expected[name], rtol=1e-5, atol=1e-7)
@@ -151,9 +151,8 @@ def test_gradients_are_those_of_the_functional_path(rescale, reduction):
 
 def test_a_step_past_the_run_is_refused():
     engine, *_ = private(PLANS["dp-sgd"])
-    release = engine.runs[-1].release
     with pytest.raises(BudgetExceeded, match="planned for 8 steps"):
-        release.handed_out(Ticket(8, (3,)), 0)
+        inside.return_batch(engine, 8, 3)
 
 
 def test_two_batches_are_not_one_step_of_the_plan():
@@ -197,7 +196,7 @@ def test_a_plan_without_noise_multiplier_is_refused():
 
 def test_epochs_that_agree_may_be_said():
     engine, *_ = private(PLANS["dp-sgd"], epochs=2)
-    assert engine.runs[-1].release.plan.iterations == 8
+    assert inside.state(engine).iterations == 8
 
 
 def test_a_public_number_of_rows_gives_passes_and_a_delta():

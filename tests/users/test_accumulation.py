@@ -5,6 +5,7 @@ import itertools
 import math
 import pickle
 
+import inside
 import pytest
 import torch
 from loops import (
@@ -136,7 +137,7 @@ def fetching_ahead(loader, count):
 @pytest.mark.parametrize("ahead", [1, 3])
 def test_s2_trainers_may_fetch_ahead(ahead, chunks):
     plain, loop = make_loop(**chunks), make_loop(**chunks)
-    loop.release.ahead = ahead
+    inside.fetch_ahead(loop.engine, ahead)
     expected = released(plain, plain.loader)
     found = released(loop, fetching_ahead(loop.loader, ahead))
     assert len(found) == len(expected)
@@ -148,7 +149,7 @@ def test_s2_trainers_may_fetch_ahead(ahead, chunks):
 @pytest.mark.parametrize(("declared", "ahead"), [(1, 1), (3, 1), (3, 0)])
 def test_s2_what_was_fetched_ahead_and_left_out_is_charged(declared, ahead):
     loop = make_loop()
-    loop.release.ahead = declared
+    inside.fetch_ahead(loop.engine, declared)
     batches = fetching_ahead(loop.loader, ahead)
     sizes = set()
     for inputs, targets in itertools.islice(batches, 1, None):  # the first is left out
@@ -163,7 +164,7 @@ def test_s2_what_was_fetched_ahead_and_left_out_is_charged(declared, ahead):
 
 def test_s2_empty_batches_fetched_ahead_need_no_backward():
     plain, loop = make_loop(batch_size=1, noise_multiplier=1.0), make_loop(batch_size=1, noise_multiplier=1.0)
-    loop.release.ahead = 2
+    inside.fetch_ahead(loop.engine, 2)
     sizes = []
     for one, batches in ((plain, plain.loader), (loop, fetching_ahead(loop.loader, 2))):
         for inputs, targets in batches:
@@ -179,7 +180,7 @@ def test_s2_empty_batches_fetched_ahead_need_no_backward():
 
 def test_s2_detaching_charges_what_was_fetched_and_not_used():
     loop = make_loop(noise_multiplier=1.0, accumulation_steps=2)
-    loop.release.ahead = 3
+    inside.fetch_ahead(loop.engine, 3)
     chunks = iter(loop.loader)
     for _ in range(4):
         next(chunks)
@@ -241,7 +242,7 @@ def test_s3_zero_grad_before_the_step_leaves_nothing_to_release():
     loop = make_loop(noise_multiplier=1.0)
     loop.backward(*first_batch(loop.loader))
     loop.optimizer.zero_grad()
-    assert not loop.release.sums.buffer.flats.popitem()[1].any()
+    assert inside.state(loop.engine).zero
     with pytest.raises(TicketError, match="given up"):
         loop.optimizer.step()
     assert [(charge.kind, charge.count) for charge in loop.engine.ledger.history] == [("void", 1)]

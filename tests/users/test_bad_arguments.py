@@ -9,10 +9,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import inside
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from inside_parts import Plan
 from loops import ROWS, Stream, examples, make_loop, mlp, one_step, state_of
 from torch import nn
 from torch.utils.data import (
@@ -28,7 +30,6 @@ from torch.utils.data import (
 from dpengine import PrivacyEngine, errors
 from dpengine.accounting import Relation
 from dpengine.clipping import Adaptive, Flat
-from dpengine.plan.run_plan import RunPlan
 from dpengine.sampling import PoissonSampling
 
 from .mistakes import UNREACHABLE, batch_norm, rdp
@@ -65,7 +66,7 @@ class Subject:
             ],
             "optimizer": (type(self.optimizer), dict(getattr(self.optimizer, "__dict__", {}))),
             "loader": (type(self.loader), dict(getattr(self.loader, "__dict__", {}))),
-            "engine": (list(self.engine.runs), self.engine.ledger.history, self.engine._delta),
+            "engine": (inside.runs_of(self.engine), self.engine.ledger.history),
             "torch": torch.get_rng_state().tolist(),
             "numpy": repr(np.random.get_state()),
             "python": random.getstate(),
@@ -379,11 +380,11 @@ def test_f_b8_a_plan_takes_relations_of_the_enum_only():
     sampling = PoissonSampling(10, 0.1, 10, 1.0)
     for relation in ("zero-out", "anything", None):
         with pytest.raises(TypeError, match=r"relation=.*Relation\.ADD_OR_REMOVE_ONE"):
-            RunPlan(sampling, Flat(1.0), 1.0, 1.0, relation)
-    RunPlan(sampling, Flat(1.0), 1.0, 1.0, Relation.ZERO_OUT)
+            Plan(sampling, Flat(1.0), 1.0, 1.0, relation)
+    Plan(sampling, Flat(1.0), 1.0, 1.0, Relation.ZERO_OUT)
     for size in (0.0, -1.0, nan, inf):
         with pytest.raises(Budget, match="expected_batch_size"):
-            RunPlan(sampling, Flat(1.0), 1.0, size, Relation.ZERO_OUT)
+            Plan(sampling, Flat(1.0), 1.0, size, Relation.ZERO_OUT)
 
 
 def test_f_b8_an_unknown_accountant_is_refused():

@@ -2,6 +2,7 @@
 
 import copy
 
+import inside
 import pytest
 import torch
 import torch.nn.functional as F
@@ -289,7 +290,7 @@ def test_s8_a_batch_that_failed_leaves_nothing_in_the_next(fail):
     with pytest.raises(TicketError):
         loop.optimizer.step()
     first = next(chunks)
-    assert loop.release.sums.buffer.clean
+    assert inside.state(loop.engine).clean
     assert [(charge.kind, charge.count) for charge in loop.engine.ledger.history] == [("void", 1)]
     last = [batch for _, batch in zip(range(4), make_loop(accumulation_steps=2).loader, strict=False)][2:]
     expected = expected_gradients(loop.model, last)
@@ -298,23 +299,13 @@ def test_s8_a_batch_that_failed_leaves_nothing_in_the_next(fail):
     assert_same_gradients(gradients_of(loop.model), expected)
 
 
-def test_s8_a_failure_while_gradients_are_summed_voids_the_batch(monkeypatch):
+def test_s8_a_failure_while_gradients_are_summed_voids_the_batch():
     loop = make_loop(noise_multiplier=1.0)
     chunks = iter(loop.loader)
     batch = next(chunks)
-    fill, calls = loop.release.sums.buffer.fill, []
-
-    def fail_at_the_third(parameter, write):
-        calls.append(parameter)
-        if len(calls) == 3:
-            raise MemoryError
-        fill(parameter, write)
-
-    monkeypatch.setattr(loop.release.sums.buffer, "fill", fail_at_the_third)
-    with pytest.raises(MemoryError):
+    with inside.failing_sums(loop.engine, MemoryError(), at=3), pytest.raises(MemoryError):
         loop.backward(*batch)
-    monkeypatch.undo()
-    assert not any(flat.any() for flat in loop.release.sums.buffer.flats.values())
+    assert inside.state(loop.engine).zero
     with pytest.raises(TicketError, match="given up"):
         loop.backward(*batch)  # half of it was in the sums once: it must not be tried again
     assert [(charge.kind, charge.count) for charge in loop.engine.ledger.history] == [("void", 1)]

@@ -4,6 +4,7 @@ import copy
 import math
 import pickle
 
+import inside
 import pytest
 import torch
 import torch.nn.functional as F
@@ -61,8 +62,8 @@ def test_m1_bfloat16_works_in_every_mode(how, max_norm, mode):
     with torch.autocast("cpu", dtype=torch.bfloat16, enabled=how == "autocast"):
         loss = F.cross_entropy(model(inputs), targets)
     loss.backward()
-    assert {flat.dtype for flat in loop.release.sums.buffer.flats.values()} == {torch.float32}
-    sums = torch.cat([total.flatten() for _, total in loop.release.sums.buffer])
+    assert inside.sum_dtypes(loop.engine) == {torch.float32}
+    sums = torch.cat([total.flatten() for total in inside.clipped_sums(loop.engine).values()])
     assert sums.norm() <= len(targets) * max_norm
     loop.optimizer.step()
     found = gradients_of(model)
@@ -76,11 +77,12 @@ def test_m1_sums_of_bfloat16_gradients_do_not_stagnate(mode):
     rows, max_norm = 400, 2.0**-10
     model = nn.Linear(1, 1, bias=False).bfloat16()
     dataset = TensorDataset(torch.ones(rows, 1, dtype=torch.bfloat16), torch.zeros(rows))
-    loop = make_loop(model, dataset=dataset, batch_size=rows, physical_batch_size=5, grad_sample_mode=mode)
-    loop.release.plan.clipping.__dict__["max_norm"] = max_norm
+    loop = make_loop(
+        model, dataset=dataset, batch_size=rows, physical_batch_size=5, grad_sample_mode=mode, max_grad_norm=max_norm
+    )
     for inputs, _ in loop.loader:
         model(inputs).mean().backward()
-    total = float(next(iter(loop.release.sums.buffer))[1])
+    total = float(inside.clipped_sums(loop.engine)["weight"])
     assert total == pytest.approx(rows * max_norm, rel=1e-5)  # in bfloat16 it would stop at 256 * max_norm
 
 
@@ -89,8 +91,7 @@ def test_f_n12_m1_noise_is_drawn_in_float32_and_cast_after_the_division():
     dataset = TensorDataset(examples().tensors[0].bfloat16(), examples().tensors[1])
     loop = make_loop(model, dataset=dataset, noise_multiplier=1.0)
     seen = []
-    add = loop.release.noise.add
-    loop.release.noise.add = lambda flat, **rest: (seen.append(flat.dtype), add(flat, **rest))
+    inside.record_noise(loop.engine, lambda flat, step, start: seen.append(flat.dtype))
     loop.step(*first_batch(loop.loader))
     assert seen == [torch.float32]
     assert model.weight.grad.dtype is torch.bfloat16
@@ -179,7 +180,7 @@ def test_m3_a_loss_that_overflows_releases_noise_alone():
     inputs, targets = first_batch(loop.loader, least=3)
     scaler.scale(100 * F.cross_entropy(loop.model(inputs), targets)).backward()
     scaler.step(loop.optimizer)
-    assert loop.release.dropped_rows == len(targets)
+    assert inside.state(loop.engine).dropped == len(targets)
     assert all(not p.grad.any() for p in loop.model.parameters())
 
 

@@ -1,0 +1,368 @@
+"""Access to the internals of the training step, for tests; `inside_parts` has what needs no run.
+
+The functions take public objects (an engine, an optimizer, a model or a loader) and return plain values: numbers,
+strings, tensors, and public values such as accounting events and clipping policies. `test_inside` holds the rule.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import weakref
+from types import SimpleNamespace
+
+from inside_parts import ClippedPasses, totals_of
+
+from dpengine import PrivacyEngine
+from dpengine.accounting import Ledger
+from dpengine.engine.run import Budget
+from dpengine.sampling.batches import Ticket
+
+
+def _release(owner, run=-1):
+    """The internal state of a run of an engine, or of a private optimizer."""
+    if isinstance(owner, PrivacyEngine):
+        return owner.runs[run].release
+    attachment = owner.__dict__.get("_dpengine")
+    return owner._release if attachment is None else attachment.release
+
+
+def state(owner, run=-1):
+    """The state of a run of an engine, or of a private optimizer, as plain values.
+
+    Of the step: ``stage`` of the logical batch (idle, open, clipped, charged, released, void or closed); numbers of
+    steps taken (``released``), of batches discarded (``void``) and of samples dropped (``dropped``); ``step`` and
+    ``chunk`` that the loader returned last; ``waiting``, step and row counts of each logical batch in the sums; the
+    parameters whose gradient was ``written``; the ``largest_norm`` of the last pass; whether a pass is ``pending``.
+    Of the sums: whether nothing was added (``clean``), and whether their memory is ``zero``.
+    Of the plan: ``noise_std``, ``asked_noise_std`` (of the next step), ``noise_multiplier``, ``clipping_norm``,
+    ``clipping_norm_in_force``, ``relation``, ``iterations``, ``expected_batch_size``, ``noise`` (facts, or None).
+    """
+    release = _release(owner, run)
+    plan, sums = release.plan, release.sums
+    return SimpleNamespace(
+        stage=release.stage.value,
+        released=release.released,
+        void=release.given_up,
+        dropped=release.dropped_rows,
+        step=release.last_step,
+        chunk=release.chunk,
+        waiting=[(ticket.step, tuple(ticket.rows)) for ticket in release.tickets],
+        written=set(release.gradients.released),
+        largest_norm=release.statistics.largest_norm,
+        pending=sums.pending,
+        clean=sums.buffer.clean,
+        zero=not any(flat.any() for flat in sums.buffer.flats.values()),
+        noise_std=plan.noise_std,
+        asked_noise_std=release.asked_plan.noise_std,
+        noise_multiplier=plan.noise_multiplier,
+        clipping_norm=plan.clipping.max_grad_norm,
+        clipping_norm_in_force=sums.policy.max_grad_norm,
+        relation=plan.relation,
+        iterations=plan.iterations,
+        expected_batch_size=plan.expected_batch_size,
+        noise=None if plan.noise is None else dict(plan.noise.facts),
+    )
+
+
+# The step
+
+
+def public_text(owner, run=-1):
+    """Representations that may reach a log: the plan and the logical batches."""
+    release = _release(owner, run)
+    return f"{release.plan!r} {release.tickets!r}"
+
+
+def return_batch(owner, step, rows):
+    """Acts as a loader that returns a logical batch of one chunk."""
+    _release(owner).handed_out(Ticket(step, (rows,)), 0)
+
+
+def fetch_ahead(owner, chunks):
+    """Declares that a trainer fetches some chunks before it uses the first."""
+    _release(owner).ahead = chunks
+
+
+# The plan
+
+
+def policy(owner, run=-1):
+    """The clipping policy of the plan, which is a public object."""
+    return _release(owner, run).plan.clipping
+
+
+def unclipped_count(owner, run=-1):
+    """The centered count of unclipped samples that an adaptive policy collected for the current step."""
+    return float(_release(owner, run).plan.clipping._centred_count)
+
+
+def sampling(owner, run=-1):
+    """The sampling scheme of the plan, which is a public object."""
+    return _release(owner, run).plan.sampling
+
+
+def assignable_constants(owner, run=-1):
+    """Names of those constants of the plan and of its sampling scheme that can be assigned."""
+    plan, assigned = _release(owner, run).plan, []
+    for frozen, name in ((plan, "noise_multiplier"), (plan.sampling, "sample_rate"), (plan, "expected_batch_size")):
+        try:
+            setattr(frozen, name, 0.25)
+        except dataclasses.FrozenInstanceError:
+            continue
+        assigned.append(name)
+    return assigned
+
+
+def event(owner, count=1, run=-1):
+    """The accounting event of one step over so many logical batches."""
+    return _release(owner, run).plan.event(count)
+
+
+def divisor(owner, count=1, *, mean=True, run=-1):
+    """The constant that divides the sums of so many logical batches."""
+    return _release(owner, run).plan.divisor(count, mean=mean)
+
+
+def change_plan(owner, **constants):
+    """Changes constants of the plan from the next step on."""
+    _release(owner).change(**constants)
+
+
+def described_plan(owner, run=-1):
+    """The description of the plan."""
+    return _release(owner, run).plan.describe()
+
+
+def planned_steps_of(engine, run=-1):
+    """The number of steps for which the noise was calibrated."""
+    return engine.runs[run].budget.planned_steps
+
+
+def is_attached(engine, run=-1):
+    """Whether a run of an engine is private."""
+    return engine.runs[run].attached
+
+
+# The clipped sums
+
+
+def clipped_sums(owner, run=-1):
+    """The clipped sums, by name of the parameter, as copies."""
+    return totals_of(_release(owner, run).sums)
+
+
+def sum_dtypes(owner, run=-1):
+    """The data types of the memory of the sums."""
+    return {flat.dtype for flat in _release(owner, run).sums.buffer.flats.values()}
+
+
+def passes_of_run(owner, run=-1):
+    """A driver of the clipped sums of a run, whose backward passes no longer reach the run."""
+    return ClippedPasses.of_run(_release(owner, run).sums)
+
+
+def pass_recorded(owner, run=-1):
+    """Whether records of a backward pass are held: per layer, or of the whole batch for a probe."""
+    sums = _release(owner, run).sums
+    replay = sums.capture.replay
+    return bool(sums.strategy.rows), bool(replay is not None and replay.reached)
+
+
+def gradients_formed_by(owner, run=-1):
+    """Identity of what forms the gradients of a run, and whether it is what the run began with and probes."""
+    sums = _release(owner, run).sums
+    return id(sums.strategy), sums.strategy is sums._probed and sums._probed._every is not None
+
+
+def set_probe_every(owner, passes):
+    """Sets the number of passes between probes, for a run."""
+    _release(owner).sums.strategy._every = passes
+
+
+def paused(owner, run=-1):
+    """A context in which the model of a run is not captured."""
+    return _release(owner, run).sums.capture.paused()
+
+
+# Noise and batches
+
+
+def noise_source(owner, run=-1):
+    """The source of private randomness, which is a public object."""
+    return _release(owner, run).source
+
+
+def draw_from(owner, source):
+    """Draws noise from another source; returns whether the mechanism is another one, too."""
+    release = _release(owner)
+    before = release.noise
+    release.draw_from(source)
+    return release.noise is not before
+
+
+def _batches(loader):
+    return loader.batch_sampler._batches
+
+
+def draw(loader, step):
+    """Indices of the examples of a logical batch."""
+    return [index for chunk in _batches(loader).draw(step).chunks for index in chunk]
+
+
+def loader_draws_plan(owner, loader, run=-1):
+    """Whether the loader draws by the sampling scheme of the plan."""
+    return _batches(loader).strategy is _release(owner, run).plan.sampling
+
+
+@contextlib.contextmanager
+def drawn_noise(owner, run=-1):
+    """Records each draw of noise from the source, as ``(domain, step, start, std)``."""
+    source, asked = _release(owner, run).source, []
+    add = source.add_normal_
+
+    def recorded(flat, std, *, domain, step, start=0, **rest):
+        asked.append((domain, step, start, std))
+        return add(flat, std, domain=domain, step=step, start=start, **rest)
+
+    source.add_normal_ = recorded
+    try:
+        yield asked
+    finally:
+        del source.add_normal_
+
+
+@contextlib.contextmanager
+def drawn_batches(owner, run=-1):
+    """Records each draw of a logical batch, as ``(step, sample_rate)``."""
+    strategy, drawn = _release(owner, run).plan.sampling, []
+    kind = type(strategy)
+
+    def draw_and_record(self, step, words):
+        drawn.append((step, self.sample_rate))
+        return kind.draw(self, step, words)
+
+    object.__setattr__(strategy, "__class__", type(kind.__name__, (kind,), {"draw": draw_and_record}))
+    try:
+        yield drawn
+    finally:
+        object.__setattr__(strategy, "__class__", kind)
+
+
+def record_noise(owner, seen):
+    """Calls ``seen(flat, step, start)`` for each addition of noise."""
+    mechanism = _release(owner).noise
+    add = mechanism.add
+
+    def adding(flat, *, step, start, **rest):
+        seen(flat, step, start)
+        add(flat, step=step, start=start, **rest)
+
+    mechanism.add = adding
+
+
+def record_batches(owner, loader, seen):
+    """Calls ``seen(step)`` for each chunk that the loader returns."""
+    hand = _release(owner).handed_out
+
+    def handed_out(ticket, chunk):
+        seen(ticket.step)
+        hand(ticket, chunk)
+
+    _batches(loader).on_handout = handed_out
+
+
+def record_releases(owner, seen):
+    """Calls ``seen(steps)`` before the noise of a step is added, with the steps of its logical batches."""
+    release = _release(owner)
+    write = release._write_gradients
+
+    def writing():
+        seen([ticket.step for ticket in release.tickets])
+        write()
+
+    release._write_gradients = writing
+
+
+# Faults
+
+
+@contextlib.contextmanager
+def failing_sums(owner, error, *, at=1, after=False):
+    """Raises ``error`` instead of the ``at``-th write to the sums, or after it."""
+    buffer = _release(owner).sums.buffer
+    calls = []
+
+    def fill(parameter, write):
+        calls.append(parameter)
+        if len(calls) == at and not after:
+            raise error
+        type(buffer).fill(buffer, parameter, write)
+        if len(calls) == at:
+            raise error
+
+    buffer.fill = fill
+    try:
+        yield
+    finally:
+        del buffer.fill
+
+
+def before_exchange(owner, action):
+    """Calls ``action(step)`` whenever the ranks compare their state."""
+    release = _release(owner)
+    facts = release.sums.facts
+
+    def compared():
+        action(release.last_step)
+        return facts()
+
+    release.sums.facts = compared
+
+
+# Runs, ledgers and budgets
+
+
+def runs_of(engine):
+    """The identity of each run of an engine, and the delta that it states."""
+    return tuple(id(run) for run in engine.runs), engine._delta
+
+
+def alive(engine, run=-1):
+    """A function that says whether the state of a run still exists."""
+    reference = weakref.ref(engine.runs[run])
+    return lambda: reference() is not None
+
+
+def charges(owner, run=-1):
+    """The charges of the ledger of one run."""
+    return _release(owner, run).ledger.totals
+
+
+def charge(owner, of_step, *, kind="release"):
+    """Charges an accounting event to the ledger of a run."""
+    _release(owner).ledger.charge(of_step, kind=kind)
+
+
+def close_ledger_file(engine):
+    """Closes the ledger file, as the end of the process does."""
+    engine._books._held.file.close()
+
+
+def settle_ledger_file(engine):
+    """Settles the reservation of the current run in the ledger file."""
+    engine._books._held.file.settle(_release(engine).plan.run)
+
+
+def let_go_of_ledger_file(engine, *, settles=True):
+    """Releases the ledger file, as the end of the process does; without ``settles``, as its death does."""
+    if not settles:
+        engine._books._held.file.reservations.clear()
+    engine._books._held.let_go()
+
+
+def budget(owner, *arguments):
+    """An empty ledger for a run, and a function ``overspend(count)`` of a budget with these arguments."""
+    release, limit = _release(owner), Budget(*arguments)
+    release.ledger = ledger = Ledger()
+    return ledger, lambda count: limit.overspend(release, count)

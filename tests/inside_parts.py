@@ -1,0 +1,297 @@
+"""Access to internal parts of the training step that tests use without a run: plans, backward passes, probes.
+
+The drivers take public objects (a model, a clipping policy) and return plain values. `test_inside` holds the rule.
+"""
+
+from __future__ import annotations
+
+import unittest.mock
+from types import SimpleNamespace
+
+import torch
+
+import dpengine.engine
+import dpengine.engine.argument_checks
+import dpengine.engine.optimizer
+import dpengine.engine.run
+import dpengine.grad_modes.modes
+from dpengine.clipping import Flat
+from dpengine.engine import amp_and_lr_schedulers as companions
+from dpengine.engine.argument_checks import attached_models
+from dpengine.engine.clipped_sums import ClippedSums
+from dpengine.engine.materialized_sums import ShownSums
+from dpengine.engine.optimizer import REFUSED
+from dpengine.engine.watch_model import watch_model
+from dpengine.grad_modes.bookkeep import Bookkeep
+from dpengine.grad_modes.flat_buffer import FlatBuffer
+from dpengine.grad_modes.rows import Units
+from dpengine.independence import live_probe as probe
+from dpengine.independence import probed
+from dpengine.plan.run_plan import RunPlan, rate_to_book
+
+REJECTED_OPTIMIZERS = frozenset(REFUSED)
+"""Names of the optimizers of torch that ``make_private`` rejects."""
+
+accounted_rate = rate_to_book
+
+
+def totals_of(sums):
+    """Sums by name of the parameter, as copies."""
+    names = {p: name for name, p in sums.model.named_parameters()}
+    return {names[p]: total.detach().clone() for p, total in sums.buffer}
+
+
+class ClippedPasses:
+    """Clips and sums backward passes over a model, without noise and without a ledger.
+
+    Args:
+        model: The model.
+        clips: The clipping policy.
+        shown: Whether ``p.grad_sample`` stands until it is clipped.
+        probes: Whether passes are probed for dependence between samples.
+    """
+
+    def __init__(self, model, clips=None, *, shown=False, probes=True, **settings):
+        clips = clips or Flat(1.0)
+        self._sums = ShownSums(model, **settings) if shown else ClippedSums(model, policy=clips, **settings)
+        self._sums.policy = clips
+        if not probes:
+            self._sums._probed._every = None
+        self._sums.attach()
+
+    @classmethod
+    def of_run(cls, sums):
+        """A driver of the clipped sums of a run, whose backward passes no longer reach the run."""
+        made = object.__new__(cls)
+        made._sums, sums.on_backward_end = sums, None
+        return made
+
+    def clip(self, *, rows=None, units=None, count=0):
+        """Clips the pass. ``units`` is the index of the privacy unit of each row, of ``count`` in all."""
+        units = None if units is None else Units(torch.tensor(units), count, mean=False)
+        seen = self._sums.clip(rows=rows, units=units)
+        return SimpleNamespace(
+            rows=seen.rows, dropped=seen.dropped, clipped=seen.clipped, largest_norm=seen.largest_norm
+        )
+
+    def totals(self):
+        """The clipped sums, by name, as copies."""
+        return totals_of(self._sums)
+
+    def choices(self):
+        """How the norm of each parameter was formed, and why, by name."""
+        return {choice.name: (str(choice.way), choice.why) for choice in self._sums.strategy.choices}
+
+    def unused(self):
+        """Names of the trainable parameters without a gradient."""
+        return self._sums.missing()
+
+    def norms(self):
+        """Norms of the last pass."""
+        return self._sums.norms()
+
+    def waiting(self):
+        """Whether a pass waits; with ``shown``, also the number of passes, and the rows of the next one."""
+        return bool(self._sums.pending), getattr(self._sums, "waits", 0), self._sums.rows_pending
+
+    def pending(self):
+        """Whether a pass waits to be clipped."""
+        return self._sums.pending
+
+    def is_idle(self):
+        """Whether nothing of a pass is held, and the parameters of the model are its own."""
+        return not self._sums.pending and not self._sums.capture.swapped
+
+    def leaks(self):
+        """Whether autograd wrote a gradient that no layer accounts for."""
+        return bool(self._sums.capture.leaks)
+
+    def on_end(self, action):
+        """Calls ``action`` with the names of the layers seen, when a backward pass has ended."""
+        self._sums.on_backward_end = lambda: action(set(self._sums.strategy.rows))
+
+    def check_pass(self, action):
+        """Calls ``action`` at the end of a pass, which may raise; for shown sums."""
+        self._sums.on_pass = action
+
+    def refuse_accumulation(self):
+        """Allows one waiting pass at a time; for shown sums."""
+        self._sums.allows_accumulation = False
+
+    def restrict(self, parameters):
+        """Clips and sums these parameters alone; for shown sums."""
+        self._sums.only = frozenset(parameters)
+
+    def released(self):
+        """Marks what was clipped as released; for shown sums."""
+        self._sums.note_release()
+
+    def clear_shown(self):
+        """Sets ``p.grad_sample`` to None; for shown sums."""
+        self._sums.show_none()
+
+    def discard(self):
+        """Clears the sums."""
+        self._sums.discard()
+
+    def detach(self):
+        """Stops to watch the model."""
+        self._sums.detach()
+
+
+def rows_of_forward(model, inputs):
+    """The number of rows that a forward pass is taken to have."""
+    rows = []
+    capture, _ = watch_model(model, SimpleNamespace(forward_started=rows.append), "auto")
+    capture.attach()
+    model(inputs)
+    return rows
+
+
+class GradientsOfRows:
+    """Norms and weighted sums of the calls of layers, by the ways of a table of methods."""
+
+    def __init__(self, table):
+        self._kept = Bookkeep(table)
+
+    def receive(self, call, uses, rule):
+        """Takes the call of a layer."""
+        self._kept.receive(call, uses, rule)
+
+    def sq_norms(self, parameters, scale):
+        """Squared norms over these parameters."""
+        return self._kept.sq_norms(dict.fromkeys(parameters, 0), 1, scale)[:, 0]
+
+    def weighted_sums(self, parameters, factors, scale):
+        """Weighted sums of the gradients, by parameter."""
+        buffer = FlatBuffer(parameters)
+        self._kept.add_sums(dict.fromkeys(parameters, 0), factors, scale, buffer)
+        return dict(buffer)
+
+    def clear(self):
+        """Forgets the calls."""
+        self._kept.clear()
+
+
+# Plans
+
+
+class Plan:
+    """A plan without a run, built from the arguments of the plan."""
+
+    def __init__(self, *arguments, plan=None, **settings):
+        self._plan = RunPlan(*arguments, **settings) if plan is None else plan
+        self.run, self.noise_multiplier = self._plan.run, self._plan.noise_multiplier
+        self.event, self.why_not_joined = self._plan.event, self._plan.why_not_joined
+
+    def changed(self, step, **constants):
+        """The plan with other constants from a step on."""
+        return Plan(plan=self._plan.changed(step, **constants))
+
+    def at_step(self, step, **options):
+        """The plan at a step."""
+        return Plan(plan=self._plan.at_step(step, **options))
+
+
+# Compiled passes
+
+
+def compiled_norms(backward, *batch):
+    """Squared norms of the rows of a batch by two runs of one compiled graph."""
+    with torch.no_grad():
+        leaves, spec = torch.utils._pytree.tree_flatten((batch, {}))
+        tensors = [one for one in batch if isinstance(one, torch.Tensor)]
+        graphs, state = backward._graphs_for(tensors, leaves, spec)
+        return [graphs.norms([*state, *tensors])[1] for _ in range(2)]
+
+
+def compiled_graphs(backward):
+    """The number of compiled graphs."""
+    return len(backward._graphs)
+
+
+def set_compiled_loss(backward, loss):
+    """Compiles another loss from the next pass on."""
+    backward._loss_fn = loss
+
+
+# Probes
+
+
+def record_probes(monkeypatch, *, ask=True):
+    """A list that gets the numbers of rows and of halves of each probe; without ``ask`` probes do nothing."""
+    asked, original = [], probe.Company.ask
+
+    def recorded(self):
+        asked.append((len(self._usable_B), len(self._halves)))
+        return original(self) if ask else None
+
+    monkeypatch.setattr(probe.Company, "ask", recorded)
+    return asked
+
+
+def record_halves(monkeypatch):
+    """A list that gets the rows of each half that a probe would keep. The probe compares none of them."""
+    kept, halves = [], probe._halves
+    monkeypatch.setattr(probe, "_halves", lambda *args: kept.extend(part.tolist() for part in halves(*args)) or [])
+    return kept
+
+
+def set_probe_interval(monkeypatch, passes):
+    """Sets the number of passes between probes, for all models."""
+    monkeypatch.setattr(probed, "EVERY", passes)
+
+
+def unprobed():
+    """A context in which no new run is probed."""
+    return unittest.mock.patch.object(dpengine.grad_modes.modes, "EVERY", None)
+
+
+def copied_buffers(watch):
+    """The number of buffers and parameters of which a watch keeps a copy."""
+    return sum(one.value is not None for one in watch._noted)
+
+
+# make_private
+
+
+ATTACHED_PARTS = {  # what make_private attaches besides hooks, in order
+    "optimizer": (dpengine.engine.optimizer, "private_class"),
+    "scaler": (companions, "attach_scaler"),
+    "scheduler": (companions, "attach_scheduler"),
+    "models": (dpengine.engine.run, "attached_models"),
+}
+
+
+def fail_to_attach(monkeypatch, part, fail):
+    """Makes ``make_private`` call ``fail`` where it attaches a part."""
+    owner, name = ATTACHED_PARTS[part]
+    monkeypatch.setattr(owner, name, SimpleNamespace(add=fail) if part == "models" else fail)
+
+
+def is_private(model):
+    """Whether a model is in the list of private models."""
+    return model in attached_models.all()
+
+
+def list_as_private(model):
+    """Adds a model to the list of private models, and reads the list."""
+    attached_models.add(model)
+    attached_models.all()
+
+
+def record_calibrations(monkeypatch):
+    """A list that gets the sample rate of each calibration of the noise."""
+    rates, original = [], dpengine.engine.argument_checks.calibration
+
+    def recorded(**given):
+        rates.append(given["sample_rate"])
+        return original(**given)
+
+    monkeypatch.setattr(dpengine.engine.argument_checks, "calibration", recorded)
+    return rates
+
+
+def replace_report(monkeypatch, action):
+    """Makes ``engine.report`` call ``action`` instead of computing a report."""
+    monkeypatch.setattr(dpengine.engine, "report_of_run", action)
