@@ -5,13 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from dpengine.accounting.batch_events import FixedSizeGaussianEvent, TruncatedGaussianEvent
 from dpengine.accounting.events import CyclicGaussianEvent, GaussianEvent, PoissonGaussianEvent, Relation
 
-from .facts import LAWS, RunFacts
-from .figures import Figures, delta_floor
+from .facts import LAWS, RunFacts, delta_floor
+
+if TYPE_CHECKING:
+    from .figures import Figures
 
 Holds = Literal["yes", "no", "not checked"]
 Light = Literal["green", "amber", "red"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
@@ -159,3 +160,22 @@ def _charges_state(history: tuple[Charge, ...]) -> dict[str, Any]:
     for charge in history:
         ledger.charge(charge.event, count=charge.count, kind=charge.kind)
     return ledger.state_dict()
+
+
+def delta_floor(facts: RunFacts) -> float | None:
+    """What the end of the noise's range adds to delta.
+
+    Normals stop at ``largest_normal`` standard deviations; an output beyond it betrays that it was shifted.
+    """
+    end = facts.noise.get("largest_normal")
+    if end is None or not any(getattr(charge.event, "noise_multiplier", 0.0) > 0 for charge in facts.history):
+        return None
+    distance = 2.0 if facts.relation is Relation.REPLACE_ONE else 1.0
+    total = 0.0
+    for charge in facts.history:
+        sigma = getattr(charge.event, "noise_multiplier", 0.0)
+        if sigma > 0:
+            rate = getattr(charge.event, "sample_rate", 1.0)
+            releases = charge.count * getattr(charge.event, "steps", 1)
+            total += releases * rate * 0.5 * math.erfc((end - distance / sigma) / math.sqrt(2))
+    return min(1.0, total)

@@ -118,25 +118,6 @@ def true_positives_at(facts: RunFacts, figures: Figures, false_positive_rate: fl
     return true_positive_bound(_curve(facts, figures), false_positive_rate)
 
 
-def delta_floor(facts: RunFacts) -> float | None:
-    """What the end of the noise's range adds to delta.
-
-    Normals stop at ``largest_normal`` standard deviations; an output beyond it betrays that it was shifted.
-    """
-    end = facts.noise.get("largest_normal")
-    if end is None or not any(getattr(charge.event, "noise_multiplier", 0.0) > 0 for charge in facts.history):
-        return None
-    distance = 2.0 if facts.relation is Relation.REPLACE_ONE else 1.0
-    total = 0.0
-    for charge in facts.history:
-        sigma = getattr(charge.event, "noise_multiplier", 0.0)
-        if sigma > 0:
-            rate = getattr(charge.event, "sample_rate", 1.0)
-            releases = charge.count * getattr(charge.event, "steps", 1)
-            total += releases * rate * 0.5 * math.erfc((end - distance / sigma) / math.sqrt(2))
-    return min(1.0, total)
-
-
 @functools.lru_cache(maxsize=8)
 def _answers(
     history: tuple[Charge, ...], delta: float, accountant: str, relation: Relation

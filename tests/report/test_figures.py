@@ -7,9 +7,9 @@ from scipy.optimize import brentq
 from scipy.stats import norm
 
 from dpengine.accounting import Charge, GaussianEvent, PoissonGaussianEvent, Relation
+from dpengine.report.facts import delta_floor
 from dpengine.report.figures import (
     attack_bound,
-    delta_floor,
     epsilon_by_step,
     figures_of,
     true_positive_bound,
