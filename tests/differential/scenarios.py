@@ -117,7 +117,7 @@ def settings_of(seed: int, choose: random.Random, *, rare: float) -> Settings:
             "reduction": choose.choice(["mean", "sum"]),
             "unused": choose.choice(["error", "zero"]),
             "optimizer": choose.choice(["SGD", "SGD", "Adam"]),
-            "noise_multiplier": choose.choice([0.0, 0.8, 1.3, 1.3]),
+            "noise_multiplier": choose.choice([0.0, 0.8, 1.3]),
             "max_grad_norm": choose.choice([0.1, 0.7, 5.0]),
             "rows": choose.randint(max(6, batch_size), 14),
             "batch_size": batch_size,

@@ -10,7 +10,7 @@ import pytest
 from differential.sides import NoBaseline, both_sides, copy_package, differences
 from differential.test_differential import SHORT, cases
 
-CASES = cases(SHORT | {"sequence": 60, "spread": 3})
+CASES = cases({**SHORT, "model": 4, "alone": 8, "sequence": 60, "spread": 3})
 MISTAKES = {  # name: the text that is replaced, in which « » holds the part that becomes what follows
     "finish_step gets the divisor": (
         "step, size, total = self.tickets[-1].step, «self.plan.expected_batch_size», self.sums.topology.total",

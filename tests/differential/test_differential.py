@@ -29,7 +29,7 @@ import pytest
 from differential.scenarios import DIRECTED
 from differential.sides import NoBaseline, compare
 
-SHORT = {"spread": 1, "directed": len(DIRECTED), "run": 12, "model": 4, "alone": 8, "sequence": 36}
+SHORT = {"spread": 1, "directed": len(DIRECTED), "run": 12, "model": 2, "alone": 6, "sequence": 20}
 FULL = {"spread": 12, "directed": len(DIRECTED), "run": 100, "model": 200, "alone": 400, "sequence": 4000}
 
 
