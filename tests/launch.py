@@ -23,9 +23,11 @@ IMPORTED = [
     "scipy.stats",
     "pytest",
     "hypothesis",
-    "dpengine.auditing",  # with the engine
-    "dpengine.checkpoint",
-    "dpengine.cli",
+    "dpengine.auditing.one_run_audit",  # with the engine
+    "dpengine.auditing.direct",
+    "dpengine.checkpoint.loading",
+    "dpengine.checkpoint.saving",
+    "dpengine.cli.main",
     "dpengine.compat.opacus",
 ]
 

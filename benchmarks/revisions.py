@@ -1,0 +1,110 @@
+"""Step time of this checkout relative to another revision, interleaved step by step.
+
+    python -m benchmarks.revisions 170d470 --cells mlp cnn --pairs 200
+
+Each revision runs the same cell in a process of its own, with its own ``benchmarks`` and native library. The two take
+turns, and the one that steps first alternates. Printed are the median of the ratios of adjacent steps and its 95 %
+bounds, from the ranks of the sorted ratios.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+
+_WORKER = """
+import sys, time, torch
+from benchmarks.cells import CELLS
+from benchmarks.contenders import start
+from benchmarks.runner import Setting
+torch.set_num_threads({threads})
+torch.manual_seed(0)
+step = start(CELLS[{cell!r}], "dpengine auto", Setting(threads={threads})).step
+for _ in range({warm_up}):
+    step()
+print("ready", flush=True)
+for _ in sys.stdin:
+    began = time.perf_counter()
+    step()
+    print(time.perf_counter() - began, flush=True)
+"""
+
+
+def export(revision: str, folder: Path) -> None:
+    """Writes the files of a revision to a folder, with the native library of this checkout."""
+    archive = subprocess.run(["git", "archive", revision], cwd=ROOT, check=True, capture_output=True).stdout
+    subprocess.run(["tar", "x", "-C", str(folder)], input=archive, check=True)
+    for library in (ROOT / "dpengine" / "kernels").glob("native*"):
+        (folder / "dpengine" / "kernels" / library.name).write_bytes(library.read_bytes())
+
+
+def worker(folder: Path, cell: str, warm_up: int, threads: int) -> subprocess.Popen[str]:
+    """Starts a process that makes one step of the cell for each line that it reads."""
+    code = _WORKER.format(cell=cell, warm_up=warm_up, threads=threads)
+    environment = os.environ | {"PYTHONPATH": str(folder)}
+    pipe = subprocess.PIPE
+    return subprocess.Popen(
+        [sys.executable, "-c", code], cwd=folder, env=environment, stdin=pipe, stdout=pipe, text=True
+    )
+
+
+def seconds(process: subprocess.Popen[str]) -> float:
+    """Lets a worker make one step."""
+    assert process.stdin is not None and process.stdout is not None
+    process.stdin.write("\n")
+    process.stdin.flush()
+    return float(process.stdout.readline())
+
+
+def bounds(ratios: list[float]) -> tuple[float, float, float]:
+    """Lower 95 % bound of the median, the median, and the upper bound."""
+    ordered, half = sorted(ratios), len(ratios) / 2
+    distance = 0.98 * math.sqrt(len(ratios))
+    at = lambda place: ordered[min(len(ordered) - 1, max(0, place))]  # noqa: E731
+    return at(math.floor(half - distance)), at(int(half)), at(math.ceil(half + distance))
+
+
+def compare(other: Path, cell: str, pairs: int, warm_up: int, threads: int) -> list[float]:
+    """Ratios of step times, this checkout over the other."""
+    processes = [worker(folder, cell, warm_up, threads) for folder in (ROOT, other)]
+    try:
+        for process in processes:
+            assert process.stdout is not None and process.stdout.readline() == "ready\n"
+        ratios = []
+        for pair in range(pairs):
+            order = (0, 1) if pair % 2 else (1, 0)
+            taken = {place: seconds(processes[place]) for place in order}
+            ratios.append(taken[0] / taken[1])
+        return ratios
+    finally:
+        for process in processes:
+            process.kill()
+
+
+def main() -> None:
+    """Prints one line for each cell."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("revision")
+    parser.add_argument("--cells", nargs="+", default=["mlp", "cnn", "embedding", "lstm", "bert", "lora"])
+    parser.add_argument("--pairs", type=int, default=100)
+    parser.add_argument("--warm-up", type=int, default=10)
+    parser.add_argument("--threads", type=int, default=2)
+    given = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        export(given.revision, Path(folder))
+        print(f"{platform.machine()}, {given.threads} threads, {given.pairs} pairs, ratio to {given.revision}")
+        for cell in given.cells:
+            low, middle, high = bounds(compare(Path(folder), cell, given.pairs, given.warm_up, given.threads))
+            print(f"{cell:16} {middle:.3f}  ({low:.3f} to {high:.3f})", flush=True)
+
+
+if __name__ == "__main__":
+    main()
