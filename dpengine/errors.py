@@ -1,6 +1,6 @@
-"""Every error and warning that dpengine raises on purpose, each with its stable code.
+"""All errors and warnings that dpengine raises, each with a stable code, and the check of keyword arguments.
 
-An error says where (the dotted module or argument), what was found, and what to do; ``fix`` holds the line to type.
+An error states where (the dotted module or argument), what was found, and what to do; ``fix`` is the line to type.
 """
 
 from __future__ import annotations

@@ -37,11 +37,11 @@ class SampledGaussian:
 class Composition:
     """What accountants work on. Equal for histories that are permutations or splits of one another."""
 
-    precision: float
+    precision: float  # sum of 1 / noise_multiplier**2 over the unsampled Gaussians, which compose to one Gaussian
     sampled: tuple[SampledGaussian, ...]
     non_private: bool
     runs: tuple[tuple[SampledMatrixEvent, int], ...] = ()
-    batches: tuple[tuple[BatchEvent, int], ...] = ()
+    batches: tuple[tuple[BatchEvent, int], ...] = ()  # with the number of times that an example can participate
     selections: tuple[tuple[RepeatAndSelectEvent, int], ...] = ()
 
     @property
@@ -83,7 +83,10 @@ class Composition:
         return math.sqrt(self.precision) * (2.0 if relation is Relation.REPLACE_ONE else 1.0)
 
     def limited(self, *, above: bool = True) -> Composition:
-        """The same with at most `MOST_DISTINCT` distinct sampled releases: those that are alike count as equal."""
+        """Returns the composition with at most `MOST_DISTINCT` distinct sampled releases, which merges similar ones.
+
+        It costs at least as much with ``above``, else at most as much.
+        """
         return self if len(self.sampled) <= MOST_DISTINCT else _limited(self, MOST_DISTINCT, above)
 
     def typical(self) -> Composition:

@@ -46,7 +46,10 @@ class Kinds:
 
 
 def cells(kinds: Kinds, most: int, *, above: bool) -> list[Integers]:
-    """Cuts kinds into cells, one after another, always where that helps most."""
+    """Cuts kinds into cells, always where that helps most, and returns the indices of the kinds in each cell.
+
+    With ``above`` a cell counts as its most expensive corner, else as its cheapest.
+    """
     cutter = _Cutter(kinds, above)
     found = [(-0.0, 0, cutter.cut(np.arange(len(kinds.rates))))]  # a heap; the number tells equal gains apart
     for number in range(1, 2 * most - 1, 2):

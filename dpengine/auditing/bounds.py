@@ -1,7 +1,7 @@
-"""Lower bounds from scores of canaries that were in, and of others that were out.
+"""Lower bounds on epsilon from scores of included and excluded canaries, and two-sided p-values of test statistics.
 
-`clopper_pearson_epsilon` assumes nothing of the mechanism but that scores are independent, as they are over many runs.
-The Gaussian forms assume normal scores, as a white-box observer has them, and need far fewer.
+`clopper_pearson_epsilon` assumes only that scores are independent, as they are over many runs. The Gaussian forms
+assume normal scores, as a white-box observer has them, and need far fewer.
 """
 
 from __future__ import annotations

@@ -1,10 +1,14 @@
-"""Canaries in the user's own run: rows of the data set whose part in the training hangs on a coin each.
+"""Canaries in the user's own run, which are examples whose inclusion depends on a coin each, and their scores.
 
-All canaries have a row, so that nothing public follows from the coins, and are drawn as others are. A canary that is
-out adds a gradient of zero. One that is in adds its own gradient, or, as a gradient canary, a long one along a
-direction that only the audit knows: norms, clipping factors and sums are formed of it as of any other.
+Every canary is an example of the data set and is drawn like the others, so nothing public depends on the coins. An
+excluded canary adds a gradient of zero. An included one adds its own gradient or, as a gradient canary, a long gradient
+along a direction that only the audit knows. Norms, clipping factors and sums are computed from it as from any other.
 
-Axes: M canaries, K places of a direction, B rows of a chunk.
+An included canary adds at most its direction to the sum, in units of the sensitivity, and the noise along the direction
+is the noise multiplier times row t of ``S^-1 Z``. Multiplied by S, releases have independent noise again, and a
+participation at step t has the shape of column t of S.
+
+Axes: T steps, M canaries, K nonzero elements of a direction, B samples of a chunk.
 """
 
 from __future__ import annotations
@@ -73,7 +77,7 @@ class Directions:
         return found
 
     def rows(self, number: int, shape: Sequence[int], canary_B: Indices, norm: float, like: Tensor) -> Tensor:
-        """One parameter's part of the gradients of some canaries."""
+        """One parameter's part ``(B, *shape)`` of the gradients of canaries; ``canary_B`` is -1 where it is zero."""
         begin, end = (int(self.ends[number - 1]) if number else 0), int(self.ends[number])
         row_C = np.flatnonzero(canary_B >= 0)
         places_CK, values_CK = self.places_MK[canary_B[row_C]], norm * self.values_MK[canary_B[row_C]]
@@ -252,7 +256,10 @@ def log_likelihood_ratios(trace: Trace) -> Floats:
 
 
 def means_of_participations(trace: Trace) -> tuple[Floats, Floats]:
-    """What each canary seems to have added at a participation, by least squares, where its draws are known."""
+    """Estimates each canary's addition at a participation by least squares from known draws: means, weights ``(M,)``.
+
+    Means are in units of the sensitivity; their variance is the squared noise multiplier over the weight.
+    """
     white_TM = trace.decorrelated(trace.releases_TM)
     shape_TM = trace.decorrelated(trace.drawn_TM.astype(np.float64))
     weights: Floats = (shape_TM**2).sum(axis=0)

@@ -1,4 +1,7 @@
-"""DL: what the primitive functions were asked for, against what the ledger books for it, and when."""
+"""Detectors DA, the accountant against closed forms, and DL, the calls of primitive functions against their charges.
+
+Sources: Balle and Wang 2018 (arXiv:1805.06530) for the Gaussian; one Poisson release by the Neyman-Pearson lemma.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is audited, and private steps of it that repeat: the user's own model, loss and data, under a known seed."""
+"""The audited subject (model, loss and data), repeatable private steps of it, and small built-in subjects."""
 
 from __future__ import annotations
 
@@ -197,7 +197,7 @@ class Trial:
         return [step for _ in range(number) for step in self._pass(scale, hold)]
 
     def steps(self, number: int, *, scale: float = 1.0, hold: bool = True) -> list[Step]:
-        """So many steps; fewer if a pass over the loader gives none."""
+        """Runs ``number`` steps, fewer if a pass has none; ``hold`` restores the weights after each of them."""
         found: list[Step] = []
         while len(found) < number:
             before = len(found)

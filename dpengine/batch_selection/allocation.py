@@ -1,4 +1,4 @@
-"""Random allocation: each example takes part in so many steps of the run, which it picks at the start."""
+"""Sampling schemes in which each example picks its steps at random: balls in bins, and random allocation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Examples that belong to several users at once, as a message belongs to all who are in the conversation."""
+"""Sampling of examples that belong to several users: one example for each user, or a minimum separation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The contract of a public law of batches: what is fixed before anybody looks at the data."""
+"""Interface of the public sampling schemes, their random words, and strategies that depend on earlier batches."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class KeyedWords:
 
 
 def words_from(rng: Any = None) -> WordStream:
-    """A stream of words for batches."""
+    """Returns a stream as it is, else one keyed by 16 bytes of ``rng``. A plain number is rejected: it is no secret."""
     if rng is None:
         drawn = secrets.token_bytes(16)
     elif isinstance(rng, np.random.Generator):
@@ -79,7 +79,7 @@ class RememberingStrategy(AbstractBatchStrategy):
     """Draws of step t follow from a state that draws before it left."""
 
     num_examples: int
-    sample_rate: float
+    sample_rate: float  # probability of one example in one batch, over all possible earlier batches
     expected_batch_size: float
     steps_per_epoch: int
     _memory: _Memory = dataclasses.field(default_factory=_Memory, init=False, repr=False, compare=False)

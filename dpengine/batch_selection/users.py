@@ -77,7 +77,7 @@ class UserBatches(Iterator[IndexBatch]):
 
     def __init__(self, drawn: Batches, order: IndexBatch, sizes: npt.NDArray[np.int64], each: int):
         self._drawn = drawn
-        self._order = order
+        self._order = order  # examples, those of the first user first
         self._sizes = sizes
         self._starts = np.cumsum(sizes) - sizes
         self._each = each

@@ -35,7 +35,7 @@ def _looks_at_the_batch(module: Any) -> bool:
 
 
 def batch_norm_guards(model: nn.Module, is_on: Callable[[], bool]) -> list[Any]:
-    """Has every batch norm of a model refuse to look at a batch."""
+    """Makes every batch norm of a model raise in each forward pass for which ``is_on`` returns True."""
     found = [(name, module) for name, module in model.named_modules() if isinstance(module, _BatchNorm)]
     return [module.register_forward_pre_hook(_guard(name, is_on)) for name, module in found]
 

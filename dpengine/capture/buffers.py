@@ -55,7 +55,8 @@ class BufferWatch:
 
     Whether one was written shows in its version or its identity. Writes past these, through ``.data``, show in values,
     which are compared at the first passes and every few hundred. What does not depend on the batch may be written: the
-    same value again, and a counter that goes up by one.
+    same value again, and a counter that goes up by one. Sharded parameters, which others replace while a module runs,
+    are not compared.
     """
 
     def __init__(self, model: nn.Module, topology: Topology = SINGLE):

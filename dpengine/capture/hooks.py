@@ -1,4 +1,4 @@
-"""The hooks on a model: swap parameters while a forward runs, tap its output, note the end of the backward pass."""
+"""Hooks on a model and its layers: swap parameters, tap outputs, and detect the end of the backward pass."""
 
 from __future__ import annotations
 

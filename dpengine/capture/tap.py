@@ -1,4 +1,4 @@
-"""The taps: identities in the forward pass, reports in the backward pass.
+"""Taps, identities that report gradients in the backward pass, and traversal of nested inputs and outputs.
 
 Note [anchor]: a layer whose input needs no gradient, and whose parameters were swapped for detached views, would be
 outside the graph. Every tap takes a scalar that requires grad, so that its backward always runs.

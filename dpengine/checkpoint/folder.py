@@ -1,6 +1,6 @@
-"""A folder of files that is there as a whole or not at all: written beside the old one, then put in its place.
+"""Checkpoint folders, replaced completely or not at all, and nested states as JSON values with named tensors.
 
-A process may die at any moment. Then there is the old folder, or the new one, or both under names that `read` knows.
+A process may die at any moment. It then leaves the old folder, the new one, or both under names that `present` checks.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ def commit(folder: Path, *, secret_folder: str) -> None:
 
 
 def write(path: Path, into: Callable[[Path], None], *, secret: bool) -> str:
-    """Writes a file that is not there yet, durably."""
+    """Creates a file durably and returns its SHA-256. ``into`` gets it empty, with its permissions set."""
     os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, _SECRET_MODE if secret else 0o644))
     mode = path.stat().st_mode
     into(path)

@@ -110,7 +110,7 @@ class Stored:
         return tuple(map(max, zip(*ends, strict=True)))
 
     def read(self, name: str, wanted: Box | None = None) -> Tensor:
-        """A part of a tensor."""
+        """A part of a tensor, on the CPU and in memory of its own."""
         box = Box.whole(self.shape(name)) if wanted is None else wanted
         out, found = None, 0
         with _damage_told(name):

@@ -50,7 +50,7 @@ _KINDS: dict[str, Any] = {
 
 
 def taken(run: Run) -> dict[str, Any]:
-    """The state of a run between two steps."""
+    """The state of a run between two steps. It contains the secret key, and this rank's slices of the noise alone."""
     release = run.release
     if release.stage not in _BETWEEN_STEPS or release.fetched:
         raise TicketError(
@@ -131,7 +131,7 @@ class Resumption:
 def resumption(
     run: Run, state: Mapping[str, Any], known: Iterable[Charge], *, life: int, nothing_left_since: bool
 ) -> Resumption:
-    """What lets a run go on from a state."""
+    """Returns the changes that resume a run, without making them. ``life`` is a new nonce, the same on all ranks."""
     if run.release.last_step >= 0 or run.resumed or not run.attached:
         raise TicketError(
             "The run that shall go on has drawn batches already, was loaded before, or is private no longer.",

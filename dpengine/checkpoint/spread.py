@@ -23,7 +23,7 @@ _SLICE = "noise"
 
 
 def written(tensors: Mapping[str, Tensor], topology: Topology) -> dict[str, Part]:
-    """What this rank writes of tensors that all have, or have parts of."""
+    """Selects what this rank writes of shared or sharded tensors: exactly one rank writes each element."""
     found = {}
     for name, tensor in tensors.items():
         if topology.writes(tensor):

@@ -18,7 +18,7 @@ DONE, FAILED, WRONG_USE = 0, 1, 2
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command."""
+    """Runs one command. Returns 0 on success, 1 for a negative answer or a failure, 2 for wrong use."""
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(

@@ -1,4 +1,4 @@
-"""Flat clipping: one threshold for the whole gradient (Abadi et al. 2016)."""
+"""Flat clipping with one clipping norm (Abadi et al. 2016), and automatic clipping, AUTO-S (Bu et al. 2022)."""
 
 from __future__ import annotations
 

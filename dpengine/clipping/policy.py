@@ -142,7 +142,7 @@ class AbstractClip(abc.ABC):
 
 
 def factors_within(bounds: float | Sequence[float], norms_BK: Tensor) -> Tensor:
-    """Factors that bring every norm down to its threshold, and leave smaller ones alone."""
+    """Factors ``min(1, (1 - SLACK) * bound / norm)``, without an additive epsilon, which would overshoot."""
     bounds_K = torch.as_tensor(bounds, dtype=norms_BK.dtype, device=norms_BK.device) * (1 - SLACK)
     return selected(bounds_K / norms_BK, norms_BK).clamp(max=1)
 

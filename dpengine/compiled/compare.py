@@ -96,7 +96,10 @@ def refuse_mixed_order(one: OnePass, state: list[Tensor], batch: Sequence[Tensor
 
 
 def refuse_difference(expected: Sequence[Tensor], found: Sequence[Tensor], *, half: bool) -> bool:
-    """Refuses graphs that do not compute what the hooks do. Some faults of compilers show in gradients of rows only."""
+    """Refuses graphs that do not compute what the hooks do. Some faults of compilers show in gradients of rows only.
+
+    Returns False if nothing could be compared: a sample is not finite, or all gradients are zero.
+    """
     tolerance = _HALF if half else _FULL
     expected_BK, found_BK = expected[0].sqrt(), found[0].sqrt()
     if not bool(expected_BK.isfinite().all()) or not bool(expected_BK.any()):

@@ -1,4 +1,7 @@
-"""Keys of compiled graphs, and the gradients of a compiled pass that has run."""
+"""Keys under which compiled graphs are cached, and the gradients of a compiled pass as a grad mode.
+
+Axes: B samples, P samples after padding, K groups of parameters that are clipped together.
+"""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ class OnePass:
         return list(dict.fromkeys(table[name] for table, name in _places(self.capture.model)))
 
     def run(self, values: Sequence[Tensor], batch: Sequence[Tensor], weights_BK: Tensor) -> list[Tensor]:
-        """Runs forward and backward."""
+        """Returns the loss, squared norms ``(B, K)``, and the weighted sum of each parameter in ``took_part``."""
         rows = batch[0].shape[0]
         state = self.state()
         stand_ins = {

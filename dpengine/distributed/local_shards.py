@@ -1,6 +1,8 @@
-"""Where the part of a parameter that a rank holds lies in the whole.
+"""Position of a rank's part of a parameter in the whole, also for DTensors.
 
-Noise is addressed by places in the whole, so that it is the same however a parameter is cut.
+Noise is addressed by positions in the whole, so it does not depend on how a parameter is cut. A mesh has the axes of
+the data (replicas, shards) first, then perhaps one that splits layers. A parameter is cut along the latter first; the
+part that its layer uses is then cut again for the shards.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A group of processes as the engine sees it: how many they are, which of them this is, and what they do together."""
+"""Process groups of the engine, and the seal by which ranks check that all of them sum the same values."""
 
 from __future__ import annotations
 
@@ -64,7 +64,10 @@ class Ranks:
         return found
 
     def each(self, action: Callable[[], T]) -> list[T]:
-        """What an action gives on each rank; if it fails on one, none goes on. It must not wait for other ranks."""
+        """Returns the results of an action on all ranks; it must not wait for other ranks.
+
+        If it fails on one rank, that rank raises its exception and the others raise RuntimeError.
+        """
         answer, error = None, None
         try:
             answer = action()

@@ -1,7 +1,13 @@
-"""Who holds what: the contract through which all other parts ask, without knowing how a run is spread over processes.
+"""Topology of a run, which says what each rank holds, and the norms of gradients split over ranks.
 
-Three groups say it all, and each may be this process alone. *Replicas* hold the same parameters, for other rows.
-*Shards* hold parts of one copy of the parameters, for other rows. *Splits* hold parts of each layer, for the same rows.
+There are three groups, each possibly of one process. *Replicas* hold the same parameters, for other samples. *Shards*
+hold parts of one copy of the parameters, for other samples. *Splits* hold parts of each layer, for the same samples.
+
+Note [replicated]: ranks that split layers also hold whole parameters, each its own copy, whose gradients must be equal.
+One copy counts. If the copies differ, as with different dropout, the norm of the gradient that another rank adds is not
+bounded: so the norms of the copies are exchanged too, and a spread above a thousandth raises on every rank.
+
+Axes: B samples, K groups.
 """
 
 from __future__ import annotations
@@ -25,7 +31,7 @@ _SPREAD = 1e-6  # variance of a row's norms over ranks, of their squared mean
 def add_up_sq_norms(
     splits: Ranks, own_BK: Tensor, whole_BK: Tensor, facts: Sequence[object], device: torch.device
 ) -> Tensor:
-    """Adds up squared norms of parts."""
+    """Squared norms over split (own) and replicated (whole) parameters, bit-equal on all ranks. Note [replicated]."""
     rows, groups = own_BK.shape
     message = torch.zeros(rows * (groups + 2) + Seal.WORDS, dtype=torch.float64, device=device)
     sums = message[: -Seal.WORDS].view(rows, groups + 2)
@@ -158,7 +164,7 @@ class Topology:
         return self.slots.get((owner, name), present)
 
     def agree(self, **facts: Any) -> None:
-        """Refuses a run in which ranks differ. Every rank calls it at the same place."""
+        """Refuses a run in which the ``repr`` of a fact differs. Every rank calls it at the same place."""
         mine = {name: repr(value) for name, value in facts.items()}
         all_facts = self.everyone.all_of(mine)
         for name in mine:

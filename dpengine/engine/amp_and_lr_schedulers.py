@@ -1,4 +1,4 @@
-"""What people keep beside the optimizer: loss scalers and learning-rate schedulers, made to fit private steps."""
+"""Adapts loss scalers and learning-rate schedulers to private steps."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What may enter a run: the arguments of ``make_private``, checked before anything is changed."""
+"""Checks the arguments of ``make_private`` before anything changes, and derives values of the plan from them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where the present logical batch of a run is. `dpengine.engine.release` moves it along."""
+"""States of the current logical batch. `dpengine.engine.release` makes the transitions."""
 
 from __future__ import annotations
 

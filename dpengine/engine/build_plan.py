@@ -1,4 +1,4 @@
-"""From the arguments of ``make_private`` to the plan of a run: by single numbers, or by an execution plan."""
+"""Builds the plan of a run from the arguments of ``make_private``: single values, or an execution plan."""
 
 from __future__ import annotations
 
@@ -87,7 +87,10 @@ def name_for(topology: Topology) -> str:
 
 
 def source_for(topology: Topology, kind: str, seed: int | None, *, run: int) -> NoiseSource:
-    """The source of a run's private randomness, the same on all of its processes."""
+    """The source of a run's private randomness, the same on all of its processes.
+
+    With a seed, ``run`` is the nonce, so that two runs of an engine never draw the same noise.
+    """
     if seed is not None:
         return NoiseSource.seeded(seed, kind, incarnation=run)
     return NoiseSource.from_secret_state(topology.everyone.from_first(NoiseSource.fresh(kind).secret_state()))

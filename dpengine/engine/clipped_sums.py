@@ -1,4 +1,4 @@
-"""Capture, strategy and policy joined: every backward pass over a model becomes a clipped sum in one buffer."""
+"""Connects capture, grad mode and clipping policy: adds the clipped gradients of each pass to one buffer."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class ClippedSums:
         mode: str = "auto",
         batch_first: bool = True,
         loss_reduction: str = "mean",
-        on_backward_end: Callable[[], None] | None = None,
+        on_backward_end: Callable[[], None] | None = None,  # without it, the owner calls ``clip`` itself
         methods: MethodTable | None = None,
         topology: Topology = SINGLE,
         forms_on_demand: bool = False,
@@ -187,6 +187,7 @@ class ClippedSums:
     def clip(self, *, rows: int | None = None, loss_scale: float = 1.0, units: Units | None = None) -> ClipStatistics:
         """Clips what the last backward pass left, and adds it to the sums.
 
+        ``loss_scale`` is the factor on the loss in ``backward``. ``rows=None`` takes the batch size of the layers.
         A layer that saw another number of rows (BatchMismatchError), and a ``.grad`` that autograd filled on its own
         (MissingGradientError), are refused, and the pass is dropped.
         """

@@ -1,4 +1,4 @@
-"""The clipper on its own, without an engine: clipped averages in ``p.grad``, and no noise."""
+"""Per-sample gradient clipping without an engine: clipped averages in ``p.grad``, without noise."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""CompiledBackward: forward, loss, backward, norms and clipped sums of a batch, compiled together.
+"""CompiledBackward: compiles forward, loss, backward, norms and clipped sums of a batch together.
 
-Axes: B rows of the batch, P rows it is padded to, K groups of parameters that are clipped together.
+Axes: B samples, P samples after padding, K groups of parameters that are clipped together.
 """
 
 import math
@@ -55,7 +55,7 @@ class CompiledBackward:
         self._graphs: dict[object, Graphs] = {}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Forward, loss and clipped backward pass over one batch.
+        """Runs forward, loss and clipped backward pass over one batch, and returns the detached loss.
 
         Tensors that differ in the size of axis 0 are a BatchMismatchError; a pass that cannot be traced, or whose
         compiled code does not compute what the hooks do, an UnsupportedLayerError.

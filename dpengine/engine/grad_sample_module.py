@@ -1,4 +1,4 @@
-"""GradSampleModule: per-sample gradients to look at, without clipping, noise or accounting."""
+"""GradSampleModule: per-sample gradients in ``p.grad_sample``, without clipping, noise or accounting."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``p.grad`` as the engine writes it, and how it is told from what others write there."""
+"""Writes ``p.grad``, and distinguishes it from gradients that other code wrote there."""
 
 from __future__ import annotations
 

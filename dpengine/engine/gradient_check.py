@@ -1,4 +1,4 @@
-"""Whether per-sample gradients are those of each sample alone: the slow truth, the engine's answer, and the difference.
+"""Compares the engine's per-sample gradients with those of each sample run alone through autograd.
 
 Axes: B samples.
 """

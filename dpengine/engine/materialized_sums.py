@@ -1,4 +1,4 @@
-"""Clipped sums of gradients that stand in ``p.grad_sample`` until they are clipped, to be looked at and changed."""
+"""Clipped sums whose per-sample gradients stay in ``p.grad_sample``, to be read or changed, until they are clipped."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class ShownSums(ClippedSums):
         self,
         model: nn.Module,
         *,
-        mode: str = "auto",
+        mode: str = "auto",  # with "no_op" nothing is captured: the user writes ``p.grad_sample``
         batch_first: bool = True,
         loss_reduction: str = "mean",
         topology: Topology = SINGLE,

@@ -1,4 +1,4 @@
-"""The user's optimizer made private in place: its ``step`` applies noised sums, and nothing else."""
+"""Makes the user's optimizer private in place: its ``step`` applies noised sums only."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""PrivacyEngine: builds the parts around a model, and answers what was spent."""
+"""PrivacyEngine: makes training private and computes the privacy cost."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A progress bar that shows what was spent so far."""
+"""Progress bar that shows the privacy cost so far."""
 
 from __future__ import annotations
 

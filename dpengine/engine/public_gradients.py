@@ -1,4 +1,4 @@
-"""Passes over public data through a private model: ordinary gradients, which nothing is charged for, kept apart."""
+"""Backward passes over public data through a private model: ordinary gradients, which are not accounted."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What all processes that share a run must have alike, looked at before the first batch."""
+"""Checks before the first batch that all ranks of a run have the same data, model and plan."""
 
 from __future__ import annotations
 

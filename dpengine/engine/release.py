@@ -1,8 +1,8 @@
-"""The life of a release: from the draw of a batch to the weights that it changed.
+"""Executes private steps: from the draw of a logical batch to the parameter update.
 
-A logical batch is a ticket. It is OPEN once handed out, CLIPPED when all its chunks went through a backward pass, and
-RELEASED when the step is charged, noised and applied. Whatever ends it earlier makes it void: its sums are destroyed,
-and it is charged all the same, since the reason may depend on the data.
+A logical batch, identified by a `Ticket`, is OPEN once returned, CLIPPED when all its chunks went through a backward
+pass, and RELEASED when the step is accounted, noised and applied. A batch that ends earlier is VOID (discarded): its
+sums are destroyed, and it is accounted all the same, since the reason may depend on the data.
 """
 
 from __future__ import annotations

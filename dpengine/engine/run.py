@@ -1,4 +1,4 @@
-"""One run: what ``make_private`` builds around a model, and takes off again."""
+"""Parts that ``make_private`` builds around a model and removes again, and the budget of the run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From a run to its report: what the parts of the run say of themselves, put together."""
+"""Builds the privacy report of a run from the descriptions of its parts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Noise multipliers and clipping thresholds that change from epoch to epoch, by a rule that does not see the data."""
+"""Changes noise multiplier and clipping norm from epoch to epoch, by rules that do not see the data."""
 
 from __future__ import annotations
 

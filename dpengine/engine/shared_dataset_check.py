@@ -1,4 +1,4 @@
-"""Who released last of each data set of this process: an account that lacks what another spent states too little."""
+"""Warns if two engines train on one data set and an account lacks the privacy cost of the other."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Why a release may not go on: what a backward pass or a step is refused for, by where the logical batch is."""
+"""Checks a backward pass or a step against the state of the logical batch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Clipping of a tree of tensors, as a whole or in groups.
+"""Clips a tree of tensors, as a whole or in groups, or a gradient element by element.
 
 A tree is a tensor, or any nesting of dicts, lists and tuples of tensors. Axes: B examples, K groups.
 """

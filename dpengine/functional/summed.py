@@ -1,6 +1,6 @@
-"""The sum of clipped trees over the examples of a batch, microbatch by microbatch.
+"""Sums the clipped trees of a batch's examples, one microbatch at a time, optionally rounded to a grid.
 
-Axes: B examples, K groups that are clipped together.
+Axes: B examples, K groups that are clipped together, P elements of a gradient.
 """
 
 from __future__ import annotations
@@ -36,7 +36,10 @@ def grid_bound(bound: float, scale: float, numbers: int, batch: int) -> float:
 
 
 def on_grid(leaves: Sequence[Tensor], factor_B: Tensor, bound: float, scale: float) -> list[Tensor]:
-    """Whole numbers near ``scale / bound`` times the clipped gradients, of norm ``scale`` at most."""
+    """Whole numbers near ``scale / bound`` times the clipped gradients, of norm ``scale`` at most.
+
+    Leaves are finite, and ``factor_B`` brings each norm down to ``grid_bound``, below ``bound``.
+    """
     flat_BP = torch.cat([leaf.reshape(len(leaf), -1).double() for leaf in leaves], dim=1)
     rounded_BP = (flat_BP * factor_B.unsqueeze(1) * (scale / bound)).round()
     for i in torch.nonzero(_maybe_above(rounded_BP, scale)).flatten().tolist():

@@ -30,7 +30,7 @@ class Bookkeep(AbstractGradients):
 
     def __init__(self, planner: Planner | None = None, quiet: Quiet | None = None):
         self.planner = MethodTable() if planner is None else planner
-        self._quiet = quiet
+        self._quiet = quiet  # pauses the hooks while a user's norm rule reruns a layer; None forms gradients instead
         self._entries: dict[nn.Parameter, Entry] = {}
         self._rows: dict[str, int] = {}
         self._plans: dict[object, Plan] = {}

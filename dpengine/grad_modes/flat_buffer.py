@@ -106,7 +106,7 @@ class FlatBuffer:
         self._sizes: dict[Key, int] = {}
         self._places: dict[nn.Parameter, tuple[Key, int]] = {}
         self._held: dict[nn.Parameter, Held] = {}
-        for parameter in parameters:
+        for parameter in parameters:  # their order addresses the noise
             key = (parameter.device, wide(parameter.dtype))
             held = self._held[parameter] = topology.held(parameter)
             self._places[parameter] = (key, self._sizes.get(key, 0))
@@ -140,7 +140,10 @@ class FlatBuffer:
         self.fill(parameter, lambda view, keep: _add(view, total, scale, keep))
 
     def fill(self, parameter: nn.Parameter, write: Callable[[Tensor, float], None]) -> None:
-        """Has one parameter's sum written where it lies."""
+        """Calls ``write(view, keep)``, which must store ``view * keep`` plus the addend in ``view``.
+
+        For the first sum ``keep`` is 0 and ``view`` is uninitialized, possibly not finite; later ``keep`` is 1.
+        """
         if self.outbox is not None:
             self.outbox.fill(parameter, write, dtype=self._places[parameter][0][1])
             return
@@ -152,7 +155,7 @@ class FlatBuffer:
         self._unwritten.discard(parameter)
 
     def begin(self, facts: tuple[object, ...], *, wait: bool = False) -> None:
-        """A pass begins to be summed. All ranks call it before each."""
+        """Begins the sum of a pass, on all ranks. ``wait`` keeps whole sums for further passes, until ``settle``."""
         if self.outbox is not None:
             self.outbox.begin(facts, wait=wait)
 

@@ -56,7 +56,7 @@ class Outbox:
 
     def __init__(
         self,
-        parameters: Iterable[tuple[nn.Parameter, torch.dtype]],
+        parameters: Iterable[tuple[nn.Parameter, torch.dtype]],  # in the order in which sums are likely to complete
         topology: Topology,
         held: dict[nn.Parameter, Held],
     ):

@@ -26,6 +26,7 @@ class Reweight(AbstractGradients):
     """Keeps norms only; the sums come from a second forward and backward pass of the same batch.
 
     Parameters that are used more than once need their uses together for the norm, and are kept until the pass is over.
+    The methods that ``planner`` chooses should keep nothing, or the memory advantage is lost.
     """
 
     def __init__(self, uses: Callable[[nn.Parameter], int], rerun: Rerun, planner: Planner, quiet: Quiet | None = None):

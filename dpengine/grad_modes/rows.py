@@ -1,4 +1,7 @@
-"""Calls of which some rows are cut out, or dropped, or whose numbers are widened."""
+"""Selects, zeroes and widens samples of a layer call, and combines the samples of one privacy unit.
+
+Axes: B samples, U units.
+"""
 
 from __future__ import annotations
 

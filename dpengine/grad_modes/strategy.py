@@ -129,7 +129,8 @@ def joint_gradients(call: LayerCall, uses: Mapping[str, Use], rule: JointSampler
 def joint_parts(call: LayerCall, uses: Mapping[str, Use], rule: JointSampler) -> dict[str, GradSampler]:
     """One sampler for each used parameter, from a rule that gives all at once.
 
-    Gradients are formed when the first of them is asked, for all, and live as long as the samplers.
+    Gradients are formed when the first of them is asked, for all, and live as long as the samplers, which are valid for
+    this call only.
     """
 
     @cache

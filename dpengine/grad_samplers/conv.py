@@ -37,7 +37,7 @@ def sliding_windows(
     dilation: Sequence[int],
     sides: Sequence[tuple[int, int]],
 ) -> Tensor:
-    """What a kernel meets in each of its places, over the last axes of a tensor in any memory format."""
+    """View of the padded windows: leading axes, axes of the kernel, positions along each axis. Any memory format."""
     wide = F.pad(wide, _reversed(sides))
     leading = wide.dim() - len(kernel)
     for axis, (size, step, apart) in enumerate(zip(kernel, stride, dilation, strict=True), leading):

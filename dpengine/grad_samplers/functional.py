@@ -34,8 +34,8 @@ def functional_sampler(module: nn.Module) -> JointSampler:
 
     Inputs may be positional or keyword, in nested containers. A tensor whose axis 0 has the size of the batch is cut
     into rows; all else is shared by the rows. The output may be any nesting of tensors. A module that holds an
-    embedding whose settings mix the rows raises ``UnsupportedLayerError``. Hooks of the caller's own on the module must
-    be paused while ``grads`` runs.
+    embedding whose settings mix the rows raises ``UnsupportedLayerError``, and so does ``grads`` if rows run alone do
+    not give the recorded output. Hooks of the caller's own on the module must be paused while ``grads`` runs.
     """
     for name, part in module.named_modules():
         refuse_unsafe_embedding(part, name)

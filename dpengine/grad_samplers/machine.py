@@ -1,4 +1,4 @@
-"""What a device is good at, roughly: for first guesses, and for the precision that costs little."""
+"""Device properties for first guesses of costs, and float32 products at full precision."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Normalization layers: group, instance, layer and RMS normalization."""
+"""Grad samplers of group, instance, layer and RMS normalization."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""The record of functions that says how one parameter of a layer gets per-sample gradients.
+"""Records of functions that compute the per-sample gradients of a layer, and access to its inputs.
 
-``grad`` is the definition. The other slots are shortcuts that must agree with it; where one is absent, what follows
-from ``grad`` is used.
+``grad`` is the definition. The other slots are shortcuts that must agree with it; an absent slot is derived from
+``grad``.
 """
 
 from __future__ import annotations

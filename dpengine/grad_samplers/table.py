@@ -51,7 +51,7 @@ def sampler_for(module: nn.Module, *, name: str = "") -> Mapping[str, GradSample
         return None
     embedding.refuse_unsafe_embedding(module, name)
     own = {parameter for parameter, _ in module.named_parameters(recurse=False)}  # frozen ones too: they may be thawed
-    return samplers if own <= samplers.keys() else None
+    return samplers if own <= samplers.keys() else None  # old weight norm and pruning add parameters of their own
 
 
 def rule_for(module: nn.Module) -> Mapping[str, GradSampler] | JointSampler | NormedRule | None:

@@ -1,11 +1,10 @@
-"""Which part of a model lets the rows of a batch see each other, found by running it again in other company.
+"""Independence probe on a copy of the model: finds the layer in which the samples of a batch interact.
 
-Some rows are kept and the others get other data. The number of rows stays, so that all that follows from it alone stays
-as well. A kept row that changes saw another one: the first layer in the order of execution that shows it, while what
-went into it was as before, is to blame. Then the batch runs once more after two different ones: a model that answers
-differently remembers what it saw.
+Some samples are kept and the others get other data; the batch size stays the same. If a kept sample changes, the first
+layer in execution order whose output changed while its input did not is reported. The batch then runs once more after
+two different ones: a model whose answer changes keeps state between batches.
 
-Everything runs on a copy of the model, from one state of it and of the random generators.
+Everything runs on a copy of the model, from one state of the model and of the random generators.
 """
 
 from __future__ import annotations
@@ -108,7 +107,7 @@ class Company:
         self._all_B = torch.ones(size, dtype=torch.bool)
 
     def ask(self) -> tuple[Coupling | None, Any]:
-        """The first coupling, and what the model gives for the batch."""
+        """Returns the first coupling, None if none was found, and the output of the batch."""
         if not self._model.training:  # a part may be in eval mode on purpose
             self._model.train()
         base = self._run(self._inputs)

@@ -1,15 +1,14 @@
-"""The isolation probe: now and then, some rows of a batch are run again in other company, and must not notice.
+"""Independence probe on the live pass: reruns some samples of a batch beside other data and compares the results.
 
-Clipping row by row bounds what a sample can do only where the model keeps rows apart, and in one order. A layer that
-sorts the batch, takes a mean over it or has time on axis 0 adds up gradients of several samples in one row, and nothing
-that capture sees would tell. So the model runs forward and backward again with the same random numbers, from the
-gradients that its outputs had: once as it was; then half of the rows are kept, and the output gradients of the others
-are zero; then the others get other data, too. No more rows than were kept may then have a gradient, their norms must be
-those of the whole batch, and the kept rows must have the same outputs, norms and sum of gradients whatever is beside
-them. Then the other half is kept, and then some more halves, since two rows that were exchanged show only if one of
-them is kept.
+Clipping bounds the contribution of a sample only if the model keeps samples apart and in order. A layer that sorts the
+batch, averages over it or has time on axis 0 puts gradients of several samples into one row, which capture cannot
+detect. The probe therefore reruns the model, forward and backward, with the same random numbers and output gradients:
+first unchanged; then with half of the samples kept and the output gradients of the others set to zero; then with other
+data for those others as well. At most the kept samples may then have a gradient, their norms must be those of the whole
+batch, and their outputs, norms and sum of gradients must not depend on the others. The other half is kept next, and
+then some more halves, because two exchanged samples are detected only if exactly one of them is kept.
 
-Axes: B rows, P parameters.
+Axes: B samples, P parameters.
 """
 
 from __future__ import annotations
@@ -117,7 +116,10 @@ def _halves(usable_B: Tensor, seed: int, further: int) -> list[Tensor]:
 
 
 class Company:
-    """One probe of one batch."""
+    """One probe of one batch. Samples without a finite norm are not kept.
+
+    ``thorough`` adds halves that detect samples exchanged with few others, at nearly twice the time.
+    """
 
     def __init__(self, capture: Capture, replay: Replay, sq_norms_B: Tensor, seed: int, *, thorough: bool):
         self._capture = capture

@@ -1,4 +1,4 @@
-"""A strategy whose batches are probed now and then."""
+"""Wraps a grad mode with the independence probe, which runs at some of the first passes and periodically after."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a trainer of Lightning may not do while training is private: by its settings, its callbacks, or half-way."""
+"""Checks a Lightning trainer's settings and callbacks, and loads Lightning's classes from either package."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The compiled library, which setup.py builds where there is a C compiler."""
+"""Loads the compiled library, which setup.py builds if there is a C compiler, and detects traced tensors."""
 
 from __future__ import annotations
 

@@ -49,7 +49,11 @@ def gram_fits(length: int, factors: int) -> bool:
 
 
 def gram_norms(factors: Sequence[Tensor], products: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
-    """Squared norms of sums over T of outer products, by Grams in float64. See ``grad_samplers.gram``."""
+    """Squared norms of sums over T of outer products, by Grams in float64. See ``grad_samplers.gram``.
+
+    A product lists the indices of its factors ``(B, T, F)``. Returns squared norms and the summed norms of the terms,
+    both ``(products, B)`` in float64.
+    """
     rows, length, _ = factors[0].shape
     described = [number for t in factors for number in (t.data_ptr(), *t.stride(), t.shape[2])]
     listed = [number for which in products for number in (len(which), *which)]
@@ -91,7 +95,10 @@ class Windows:
 
 
 def window_grads(c: Windows, out: Tensor | None = None) -> Tensor:
-    """Sums over places of ``narrow`` (outer) window, in float32, and their norms."""
+    """Squared norms ``(B,)`` of sums over places of ``narrow`` (outer) window, which are written to ``out`` if given.
+
+    ``out`` is contiguous, ``(B, G * K, C, *kernel)`` in float32.
+    """
     wide, narrow, ones = c.wide.contiguous(), c.narrow.contiguous(), [1] * (3 - len(c.kernel))
     rows, high, places = len(narrow), narrow.shape[1] // c.groups, math.prod(narrow.shape[2:])
     sq_norm = torch.empty(rows, dtype=torch.float64)

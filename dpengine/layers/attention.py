@@ -1,6 +1,6 @@
-"""Twin of torch's attention layer that uses each weight through ``F.linear``, with the batch on axis 0.
+"""Replacement of torch's attention layer that uses each weight through ``F.linear``, with the batch on axis 0.
 
-Axes: B rows, L queries, S keys, E embedding, N heads, D = E / N.
+Axes: B samples, L queries, S keys, E embedding, N heads, D = E / N.
 """
 
 from __future__ import annotations

@@ -12,7 +12,10 @@ from .not_twice_differentiable import differentiated_once
 
 
 def linear_place(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """What ``F.linear`` gives, but for its value: for those who know that by other means (see Note [two passes])."""
+    """Zeros with the gradients of ``F.linear``, for callers that know its value otherwise (see Note [two passes]).
+
+    They share one element, so they must not be written to.
+    """
     operands = (input, weight) if bias is None else (input, weight, bias)
     if has_torch_function(operands):
         return handle_torch_function(linear_place, operands, input, weight, bias)

@@ -1,9 +1,9 @@
-"""Twins of torch's recurrent layers that use each weight as ``F.linear`` does, once, with the batch on axis 0.
+"""Replacements of torch's recurrent layers and cells that use each weight once through ``F.linear``, batch on axis 0.
 
-A twin has no state of its own: ``module.__class__ = PrivateLSTM`` turns an ``nn.LSTM`` into its twin, and back. It
-gives the output and the gradient of the original; who watches the uses of its weights learns the gradient of each row.
+A replacement has no state of its own: ``module.__class__ = PrivateLSTM`` converts an ``nn.LSTM`` in place, and back.
+Output and gradients are those of the original; an observer of the weights' uses gets per-sample gradients.
 
-Axes: B rows, T time, F features, H hidden, P hidden after projection, L layers times directions.
+Axes: B samples, T time, F features, G gates, H hidden, P hidden after projection, L layers times directions.
 """
 
 from __future__ import annotations
@@ -55,6 +55,8 @@ class PrivateLSTM(nn.LSTM):
 def run_cells(module: Any, cells: Sequence[OwnCell], inputs: Any, hx: State | None) -> tuple[Any, State]:
     """Runs cells of one's own over time, in layers and directions, as ``nn.RNN`` runs its own.
 
+    A cell is ``(input (B, F), state) -> state``, one for each layer and direction; a state is ``(B, H)``, or a pair of
+    these if ``module.has_cell_state``, of which the first is the output. ``hx`` has ``(L, B, H)``; None is zeros.
     Each call of a cell has all rows of the batch, in their order. Where rows differ in length, what a cell makes of a
     row that has ended is dropped.
     """

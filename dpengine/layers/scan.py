@@ -33,7 +33,7 @@ def scan(
     hidden: Linear,
     project: Linear | None,
 ) -> Results:
-    """Runs a cell over time."""
+    """Runs a cell over time, and overwrites ``inputs_BTG``. ``values`` are the recurrent weights, outside the graph."""
     trace = _trace(cell, inputs_BTG, start, schedule, values)
     hidden_BTG = hidden(schedule.callers(schedule.before(trace.states_BSP)))
     projected_BTP = None if project is None else project(schedule.callers(trace.extra_BTH))

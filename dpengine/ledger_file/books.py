@@ -106,7 +106,10 @@ class Books:
         return self._relations if self._held is None else _relations(self._held.file.contents)
 
     def open(self, ranks: Ranks, asked: Mapping[str, Any], *, first: bool) -> tuple[tuple[Charge, ...], int]:
-        """Gets ready for a run: the first of its processes holds the file from here on."""
+        """Gets ready for a run: the first of its processes holds the file from here on.
+
+        Returns the charges before the run, and the steps already made, 0 with a file: a checkpoint knows them.
+        """
         if len(set(ranks.all_of((self.path is not None, self.reserve)))) > 1:
             raise MechanismMismatchError(
                 "The processes of this run were given another ledger= or reserve_steps=.",

@@ -220,7 +220,7 @@ def read(path: Path) -> Contents:
 
 
 def follow(contents: Contents, lines: Iterable[bytes]) -> int:
-    """Takes each entry of a file."""
+    """Reads the entries of a file and returns their size in bytes, without an incomplete last line."""
     for entry, size in entries_of(lines, contents.where):
         try:
             contents.take(entry)

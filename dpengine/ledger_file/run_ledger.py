@@ -66,7 +66,10 @@ class RunLedger:
         return self.ledger.steps
 
     def charge(self, event: Event, *, count: int = 1, kind: str = "release") -> None:
-        """Charges ``count`` entries; what they pay for may leave after that."""
+        """Charges ``count`` entries before their release. Nothing is charged if the file cannot be written.
+
+        All processes charge the same releases at the same time.
+        """
         charge = Charge(event, count, kind)
         with contextlib.nullcontext() if self.file is None or kind != "release" else self.file.held():
             if not self._is_reserved(charge):

@@ -45,7 +45,10 @@ Fill = Callable[[int, np.ndarray], None]
 
 
 def add_normals(fill: Fill, first: int, std: float, scale: float, to: np.ndarray) -> None:
-    """``to = (to + std * normals) * scale`` in place, in float64, rounded once."""
+    """``to = (to + std * normals) * scale`` in place, in float64, rounded once. ``to[0]`` gets normal number ``first``.
+
+    ``fill(block, out)`` writes the keystream from a 64-byte block on into a ``uint64`` array.
+    """
     done = 0
     while done < len(to):
         group, low = divmod(first + done, GROUP)
@@ -95,7 +98,10 @@ def _series(coefficients: list[float], q: np.ndarray) -> np.ndarray:
 
 
 def normals_from_words(words: Tensor) -> Tensor:
-    """Normals of random bits on any device with float64: words ``i`` and ``i + APART`` make one pair."""
+    """Normals of random bits on any device with float64: words ``i`` and ``i + APART`` make one pair.
+
+    The number of words is a multiple of ``2 * APART``.
+    """
     first, second = words.view(-1, 2, APART).to(torch.float64).unbind(dim=1)
     radius = first.add_(0.5).abs_().mul_(2.0**-63).log_().mul_(-2).sqrt_()
     angle = second.mul_(math.pi * 2.0**-63)
@@ -114,6 +120,9 @@ def add_native_normals(
     rows: int = 1,
     stride: int = 0,
 ) -> None:
-    """``add_normals`` with the ChaCha20 keystream of a key, by the compiled library and torch's threads."""
+    """``add_normals`` with the ChaCha20 keystream of a key, by the compiled library and torch's threads.
+
+    ``to`` is ``rows`` rows of one length; the first normal of each row is ``stride`` after that of the previous one.
+    """
     function = library.add_normals_f32 if to.dtype == np.float32 else library.add_normals_f64
     function(key, first, rows, len(to) // rows, stride, std, scale, to.ctypes.data, threads, thread_team())

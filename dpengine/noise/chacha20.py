@@ -28,7 +28,10 @@ _LIBRARIES = {  # names that are safe to open; macOS ends a process that opens i
 
 
 def fill_keystream(key: bytes, nonce: int, block: int, out: np.ndarray) -> None:
-    """Fills ``out`` with keystream words, by the fastest back end that passed its self-test."""
+    """Fills ``out`` with keystream words, by the fastest back end that passed its self-test.
+
+    Word i of ``out`` is word ``i % 8`` of block ``block + i // 8``.
+    """
     backend()(key, nonce, block, out)
 
 

@@ -25,7 +25,8 @@ def add_discrete_normal_(
     """Adds independent discrete normals in place: an integer x with probability in proportion to exp(-x^2 / (2 s^2)).
 
     The release is ``1 / (2 s^2)``-zCDP for sums that one example moves by 1 at most. Whether a proposal is taken is
-    decided in float64, with probabilities that are off by one part in 2**50.
+    decided in float64, with probabilities that are off by one part in 2**50. Two releases must have different ``step``.
+    ``start`` is the index of ``sums[0]`` if ``sums`` is a slice of a vector; slices are cut alike at every step.
     """
     if sums.dtype is not torch.int64:
         raise TypeError(f"noise.discrete: sums are {sums.dtype}; pass int64, as clipped_grad(grid_scale=...) gives.")

@@ -78,7 +78,7 @@ def largest_sum(values: np.ndarray, separation: int, times: int) -> float:
 
 
 def sq_sensitivity(strategy: np.ndarray, separation: int, participations: int | None = None) -> float:
-    """Squared sensitivity of any strategy ``(size, size)``: exact if columns at the separation do not overlap."""
+    """Squared sensitivity of any strategy ``(size, size)``; an upper bound if columns at the separation overlap."""
     gram = np.abs(strategy.T @ strategy)
     size = len(gram)
     times = rounds(size, separation, participations)

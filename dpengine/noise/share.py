@@ -24,8 +24,9 @@ def add_noise(
     replicas: Ranks,
     facts: tuple[object, ...],
 ) -> None:
-    """Adds a step's noise to sums, multiplies them by a public constant, and adds them up over replicas.
+    """Adds a step's noise to sums, multiplies them by a public constant, and adds them up over replicas, in place.
 
+    ``std`` is in units of the sums, before ``scale``. Other ``facts`` on another replica raise MechanismMismatchError.
     Noise comes before the exchange, with full standard deviation on each rank's share and nowhere else; so it costs no
     message of its own, and a rank draws and keeps what it needs for its share only. Each message leaves as soon as
     its noise is in it, while that of the next is drawn.

@@ -1,4 +1,4 @@
-"""What all configs of plans share: public numbers in, a plan out."""
+"""Base class of the plan configs, performance flags, and calibration with an accountant of the user's own."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def calibrated_by_library(
     delta: float,
     tol: float,
 ) -> float:
-    """The least noise for a target, by bisection; the private end of the bracket."""
+    """The least noise for a target, by bisection to the relative width ``tol``; the private end of the bracket."""
     if not target > 0 or not 0 < delta < 1:
         raise ValueError(f"calibrate: epsilon={target!r} must be above 0, and delta={delta!r} in (0, 1).")
 

@@ -167,7 +167,10 @@ class RunPlan:
         return replace(self, run=self._named_from(step), **constants)
 
     def at_step(self, step: int, *, first: bool = False) -> RunPlan:
-        """The plan by which a step is booked: passes are counted from the first whole one since the last change."""
+        """The plan by which a step is accounted: passes are counted from the first whole one since the last change.
+
+        ``first`` marks the first step of a run; the rest of an interrupted pass is then accounted as a pass.
+        """
         if first and self.claims_passes and step % self.sampling.steps_per_epoch:
             return replace(self, run=self._named_from(step))
         _, _, began = self.run.partition("@")

@@ -28,7 +28,7 @@ _SEED_POLICIES = {True: "INSECURE_SEED", False: "operating-system entropy", None
 
 
 def document_of(facts: RunFacts, figures: Figures) -> dict[str, Any]:
-    """States a run as plain JSON values, in the form of ``schema.json`` and with its digest."""
+    """States a run as plain JSON values, in the form of ``schema.json`` and with its digest. Infinity is ``"inf"``."""
     document = {
         "schema_version": SCHEMA_VERSION,
         "guarantee": _guarantee(facts, figures),

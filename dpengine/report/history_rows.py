@@ -1,4 +1,4 @@
-"""A history as rows of plain values, and back."""
+"""Converts a history to rows of plain values and back, and removes local paths from the text of reports."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reads ``privacy_report.json`` again, and refuses one that is not as dpengine wrote it."""
+"""Reads ``privacy_report.json``, checks it against its JSON schema, and raises if it was edited."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The logical batches of a run: drawn in order, split into physical chunks, counted as they are handed out."""
+"""Logical batches of a run: drawn in order, split into physical chunks, and identified by a `Ticket` used once."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from .units import UnitStrategy
 class Ticket:
     """One logical batch, handed out once. Two tickets are equal only if they are the same object.
 
+    ``rows`` and ``units`` have one entry for each chunk; without ``units``, every row is a privacy unit of its own.
     Only the private loader makes tickets. They cannot be copied or pickled, so that one batch is never released twice.
     """
 
@@ -53,9 +54,9 @@ class LogicalBatches:
         *,
         physical_batch_size: int | None,
         accumulation_steps: int,
-        on_handout: Callable[[Ticket, int], None],
-        may_draw: Callable[[int], bool],
-        share: tuple[int, int] = (0, 1),
+        on_handout: Callable[[Ticket, int], None],  # called with the chunk's number before a chunk is returned
+        may_draw: Callable[[int], bool],  # asked with the step before each logical batch; False ends the pass
+        share: tuple[int, int] = (0, 1),  # rank and number of ranks, each of which returns its part of every chunk
     ):
         self.strategy = strategy
         self.may_draw = may_draw
@@ -129,7 +130,7 @@ class Pass:
         self.source: Iterator[Any] | None = None  # the user's own iteration; dropping it stops its workers
         self.taken = False
         self.sent, self.received = 0, 0  # chunks: index lists read by the source, and batches that it gave
-        self.fetch_empty = fetch_empty
+        self.fetch_empty = fetch_empty  # whether chunks without rows go through the data loader as well
         self._batches = batches
         self._start = batches.position
         self._drawn = 0

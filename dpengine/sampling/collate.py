@@ -39,7 +39,8 @@ def empty_template(collate: Callable[[list[Any]], Any], example: Any, *, batch_f
     tensor or array becomes 0, such a list or tuple becomes empty. Tensors keep dtype, device and their other axes;
     those that do not grow are filled with zeros, so that the template holds no tensor value of the example. Containers
     keep their type where it can be built: dict, other mappings, list, tuple, named tuple, dataclass. A part of any
-    other type is a `SamplingError`. The process's random generators are left as they were.
+    other type is a `SamplingError`. The process's random generators are left as they were. If nothing doubles, rows are
+    on axis 0, or on axis 1 without ``batch_first``.
     """
     with generators_untouched():
         single = collate([example])

@@ -1,4 +1,4 @@
-"""Cyclic Poisson sampling: examples are put into groups once, and each step draws from the next group in turn."""
+"""Cyclic Poisson sampling over groups of examples, and the keyed permutation that assigns the groups."""
 
 from __future__ import annotations
 
@@ -21,6 +21,9 @@ KEY_WORDS = _ROUNDS
 @dataclass(frozen=True)
 class KeyedPermutation:
     """A bijection of ``[0, size)``.
+
+    A Feistel network permutes the next larger power of 4, and is repeated until the result is in range (cycle walking).
+    It is no cipher: examples only have to be assigned independently of the data.
 
     Attributes:
         size: At most 2**62.

@@ -32,7 +32,7 @@ def private_loader(
     physical_batch_size: int | None = None,
     accumulation_steps: int = 1,
     batch_first: bool = True,
-    example_input: Any = None,
+    example_input: Any = None,  # for a data set whose example 0 cannot be read
     share: tuple[int, int] = (0, 1),
 ) -> DataLoader[Any]:
     """Returns a copy of ``loader`` that draws its batches by ``strategy``.

@@ -19,7 +19,10 @@ class WordStream(Protocol):
     """
 
     def __call__(self, count: int, *, step: int, block: int) -> npt.NDArray[np.uint64]:
-        """Returns ``count`` independent words, uniform on ``[0, 2**64)``."""
+        """Returns ``count`` independent words, uniform on ``[0, 2**64)``, as an array of shape ``(count,)``.
+
+        ``step`` is the logical batch, counted from the start of the run; ``block`` numbers the requests of one step.
+        """
         ...
 
 

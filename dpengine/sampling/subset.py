@@ -13,7 +13,7 @@ _BLOCK = 1 << 24  # requests from here on are for choices among what was drawn; 
 
 
 def numbers_below(size: int, count: int, words: WordStream, *, step: int, block: int = _BLOCK) -> IndexBatch:
-    """``count`` independent uniform numbers in ``[0, size)``, by rejection."""
+    """``count`` independent uniform numbers in ``[0, size)``, by rejection, from up to 2**16 blocks after ``block``."""
     mask = np.uint64((1 << max(1, (size - 1).bit_length())) - 1)
     found = np.empty(0, dtype=np.int64)
     while len(found) < count:

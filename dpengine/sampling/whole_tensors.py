@@ -19,7 +19,7 @@ class WholeTensors:
     """A data set that is read a batch at a time; with `as_read` for ``collate_fn`` batches are those of torch."""
 
     tensors: tuple[Tensor, ...]
-    indices: tuple[Sequence[int], ...] = ()
+    indices: tuple[Sequence[int], ...] = ()  # from the outermost subset to the innermost
 
     def __getitems__(self, rows: list[int]) -> list[Tensor]:
         """Returns the tensors of a batch, each ``(B, *)``."""

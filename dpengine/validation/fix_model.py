@@ -1,4 +1,4 @@
-"""A copy of a model in which layers that forbid private training are replaced or set otherwise."""
+"""Copies a model and replaces its layers that forbid private training, batch normalization among them."""
 
 from __future__ import annotations
 

@@ -35,7 +35,10 @@ class Obstacle:
 
 
 def obstacle_of(module: nn.Module, *, model_trains: bool = True) -> Obstacle | None:
-    """The first obstacle that applies to a module itself, not to its children."""
+    """The first obstacle that applies to a module itself, not to its children.
+
+    In a model that is in eval mode as a whole, a batch norm counts as well: training puts it into train mode.
+    """
     found = next((obstacle for obstacle in (SCRIPTED, *OBSTACLES) if obstacle.applies(module)), None)
     return _BATCH_NORM if found is None and not model_trains and isinstance(module, _BatchNorm) else found
 

@@ -1,4 +1,4 @@
-"""Simulated losses of both directions, and the delta that they show."""
+"""Tallies simulated losses of both directions, and evaluates the privacy curve of the rest of the history."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ _POINTS = 48
 
 @functools.lru_cache(maxsize=8)
 def curve_of(composition: Composition, relation: Relation, tail: float) -> tuple[Curve, float]:
-    """The curve of a history without its simulated runs."""
+    """Returns an upper bound on the curve without simulated runs, and the epsilon at which it falls to ``tail``."""
     rest = dataclasses.replace(composition, runs=())
     if rest.empty:
         return alone, 0.0

@@ -83,6 +83,7 @@ def threshold_for(delta: float, samples: int) -> float:
 def delta_above(estimate: float, samples: int) -> float:
     """The delta of the least claim on delta that an estimate lets pass.
 
+    The estimate is the larger of the two directions, and ``samples`` counts each direction alone.
     The claims of all a have one probability to be accepted if wrong, so this is the end of a sweep as well.
     """
     beta = _MISTAKES / samples

@@ -38,7 +38,7 @@ class Sketch:
 
     def __init__(self, releases: Releases, error: float):
         self.releases = releases
-        self.error = error
+        self.error = error  # mass that the windows of all losses and of their sum may cut off
         self.count = sum(count for _, count in releases)
         self.reaches = [pair.reach(error / (16 * self.count)) for pair, _ in releases]
         self._laws: list[tuple[Floats, Floats, int]] = []
@@ -160,7 +160,7 @@ class LossSum:
 
 
 def rounded_sum(sketch: Sketch, shift: float) -> LossSum:
-    """Composes releases on a mesh."""
+    """Composes releases on a mesh that moves the loss by ``shift`` at most, by more if that mesh were too fine."""
     (low, low_tilt), (high, high_tilt) = sketch.ends()
     widths = [_width(pair, reach) for (pair, _), reach in zip(sketch.releases, sketch.reaches, strict=True)]
     if not math.isfinite(high - low + sum(widths)) or high - low > -0.9 * float(np.log(np.finfo(np.longdouble).tiny)):

@@ -1,4 +1,4 @@
-"""Pairs that dominate one release over a batch that is not plain Poisson, each along a line, as `LossPair`."""
+"""Dominating `LossPair` of a release over a batch that is not plain Poisson, and the table of such events."""
 
 from __future__ import annotations
 
@@ -189,7 +189,7 @@ def _truncated(event: TruncatedGaussianEvent, direction: Direction) -> Mixture:
 
 
 def cut_of(event: TruncatedGaussianEvent) -> tuple[float, float, float]:
-    """How often the others alone leave room in a batch, and fill it, and the example takes part then; from above."""
+    """Bounds the chances that the others leave room, that they fill the batch, and that the example is then in it."""
     from scipy import stats  # takes a second to import
 
     n, q, most = event.num_examples, event.sample_rate, event.largest_batch

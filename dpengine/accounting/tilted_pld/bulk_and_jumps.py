@@ -50,7 +50,10 @@ class Aim:
 
 
 def bulk_and_jumps(parts: tuple[Part, ...], lowest: float, highest: float, points: int, aim: Aim) -> ConvolvedSum:
-    """Composes releases, for an upper bound."""
+    """Composes releases, for an upper bound. ``aim`` affects its accuracy, never its soundness.
+
+    ``lowest`` is below 0, and the mass above ``highest`` must be negligible beside delta.
+    """
     step = (highest - lowest) / points
     window = CoarseWindow(math.floor(lowest / step), math.ceil(highest / step), above=True)
     total, levels = None, 0.0

@@ -65,7 +65,10 @@ class ConvolvedSum:
 
 
 def convolved(parts: tuple[Part, ...], lowest: float, highest: float, points: int, *, above: bool) -> ConvolvedSum:
-    """Composes releases."""
+    """Composes releases, for an upper bound with ``above``, else for a lower one.
+
+    ``lowest`` is below 0, and the mass above ``highest`` must be negligible beside delta.
+    """
     step = (highest - lowest) / points
     window = CoarseWindow(math.floor(lowest / step), math.ceil(highest / step), above)
     total, levels, shift = None, 0.0, 0.0

@@ -60,7 +60,7 @@ class _Plan:
 
 
 def upper_epsilon(parts: Parts, delta: float, accuracy: float) -> Answer:
-    """An upper bound on epsilon."""
+    """An upper bound on epsilon, to which the lattice may add the share ``accuracy``."""
     found = _on_lattice(parts, delta, accuracy)
     if (pair := _alone(parts)) is not None:
         exact = one_release.epsilon(pair, delta)
@@ -91,7 +91,7 @@ def lower_epsilon(parts: Parts, delta: float, upper: float, accuracy: float) -> 
 
 
 def upper_log_delta(parts: Parts, epsilon: float, ceiling: float, accuracy: float) -> float:
-    """Log of an upper bound on delta."""
+    """Log of an upper bound on delta, possibly above ``ceiling``; NoWindowError if no lattice holds the losses."""
     if epsilon >= _largest_loss(parts):
         return -math.inf
     rough = _Search(parts, ceiling).overview

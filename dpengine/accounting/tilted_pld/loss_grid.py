@@ -144,7 +144,7 @@ def cell_ends(pair: Pair, view: View, step: float, *, above: bool) -> Integers:
 
 
 def atoms_above(mixture: Mixture, ends_of: EndsOf, step: float) -> Atoms:
-    """A discrete pair that dominates a release."""
+    """A discrete pair that dominates a release. The attacker is told which pair of ``mixture`` was drawn."""
     found = [(weight, *spread_out(pair, ends_of(pair), step)) for weight, pair in mixture]
     places = np.concatenate([ends for _, ends, _, _ in found])
     masses = np.concatenate([weight * mass for weight, _, mass, _ in found])

@@ -92,7 +92,7 @@ def bounds(composition: Composition, delta: float, relation: Relation) -> Bounds
     if upper == 0:
         return Bounds(0.0, 0.0, 0.0)
     directions = [_parts(below, direction) for direction in DIRECTIONS[relation]]
-    lower = 0.0
+    lower = 0.0  # also for truncated and fixed-size batches, whose composed pairs are upper bounds themselves
     if math.isfinite(answer.epsilon) and all(BATCH_LAWS[type(event)].exact for event, _ in below.batches):
         with np.errstate(all="ignore"):
             lower = min(max(lower_epsilon(parts, delta, upper, _ACCURACY) for parts in directions), upper)

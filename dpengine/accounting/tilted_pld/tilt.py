@@ -1,6 +1,6 @@
-"""Where to look: the tilt under which the sum of losses lies about the answer, and the window that holds it then.
+"""Chooses the tilt and the window of a loss lattice, from sketches of all losses at a few outputs each.
 
-All of it is chosen on sketches. Nothing here is a bound; what follows from a choice is bounded where it is used.
+Nothing here is a bound. The error that follows from a choice is bounded where the choice is used.
 """
 
 from __future__ import annotations
@@ -153,7 +153,7 @@ class NoWindowError(Exception):
 
 
 class Overview:
-    """Sketches of all releases."""
+    """Sketches of all releases, each without a mass of ``tail``."""
 
     def __init__(self, parts: tuple[Part, ...], tail: float):
         points = max(_LEAST_POINTS, SKETCH_POINTS // len(parts))

@@ -1,9 +1,9 @@
-"""The privacy curve of many releases: their losses on a lattice, tilted to where the answer is, composed by FFT.
+"""Composes many releases by FFT, with losses on a lattice that is tilted to the epsilon in question; caches results.
 
-Rounding in an FFT is absolute, about 1e-16 of the largest mass, so an ordinary one knows nothing of a delta near that.
-Here each loss is tilted first, ``p(y) e^(theta y) / M(theta)``, with theta such that the sum of losses has its bulk
-near the epsilon that is asked for; then rounding is relative to what is read off. What was lost at the ends of the
-window, by folding and by rounding is bounded and added.
+Rounding in an FFT is absolute, about 1e-16 of the largest mass, so an untilted FFT cannot resolve a delta of that size.
+Each loss is therefore tilted first, ``p(y) e^(theta y) / M(theta)``, with theta such that the bulk of the summed losses
+is near the epsilon in question; rounding is then relative to the result. The mass lost at the ends of the window, by
+folding and by rounding is bounded and added.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ V = TypeVar("V")
 
 
 class Memory(Generic[V]):
-    """Keeps results."""
+    """Caches results of ``most_bytes`` in all and discards the least recently used; a larger result is not kept."""
 
     def __init__(self, most_bytes: int, bytes_of: Callable[[V], int]):
         self._most, self._bytes_of = most_bytes, bytes_of
