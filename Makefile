@@ -32,6 +32,9 @@ differential: $(STAMP)
 planted: $(STAMP)
 	@$(PYTEST) -n $(JOBS) --dist loadgroup -m planted
 
+mutations: $(STAMP)
+	@$(PYTEST) -n $(JOBS) -m nightly tests/mutations/test_guards.py
+
 readme: $(STAMP)
 	@$(PYTEST) tests/test_readme.py
 
@@ -46,4 +49,4 @@ gpu:
 	@$(RUN) pip install -q --no-deps -e . dp-accounting opt-einsum
 	@touch $(STAMP)
 
-.PHONY: demo demo-quick test slow differential planted readme lint gpu
+.PHONY: demo demo-quick test slow differential planted mutations readme lint gpu

@@ -175,6 +175,17 @@ def test_a_parameter_used_outside_its_layer_is_refused():
         clipper.clip_and_accumulate()
 
 
+def test_ghost_mode_refuses_to_join_the_norms_of_forward_passes_from_before_the_last_backward():
+    model = model_of()
+    clipper = PerSampleGradientClipper(model, Flat(0.4), grad_sample_mode="ghost")
+    inputs, targets = data(4)
+    losses = [F.cross_entropy(model(inputs + shift), targets) for shift in range(3)]
+    losses[2].backward()
+    clipper.clip_and_accumulate()
+    with pytest.raises(UnsupportedLayerError, match=r"DPE001.*reached a second time in one backward pass"):
+        (losses[0] + losses[1]).backward()
+
+
 @pytest.mark.parametrize("wrong", [1.0, "flat", Flat, None], ids=repr)
 def test_what_is_no_policy_is_refused_at_once(wrong):
     model = model_of()

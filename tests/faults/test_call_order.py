@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from faults.neighbours import CLASSES, FEATURES, SLACK
+from loops import assert_same_gradients, expected_gradients, gradients_of, make_loop
 from reference import clipped_sum, per_sample_gradients
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -224,3 +225,22 @@ def test_f_l1_no_order_of_calls_releases_a_batch_twice_or_for_nothing(options):
 @pytest.mark.parametrize("options", OPTIONS, ids=lambda options: "-".join(map(str, options)) or "plain")
 def test_f_l1_nor_do_ten_thousand_others(options):
     trace_all(range(25, 2025), options)
+
+
+@pytest.mark.parametrize("discard", ["zero_grad", "a second backward"])
+def test_a_batch_whose_discarding_cannot_be_charged_leaves_nothing_in_the_next_release(discard, monkeypatch):
+    loop = make_loop()
+    batches = iter(loop.loader)
+    batch = next(batches)
+    loop.backward(*batch)
+    with monkeypatch.context() as patches, pytest.raises(ZeroDivisionError):
+        patches.setattr(loop.engine.ledger, "charge", lambda *_, **__: 1 / 0)
+        if discard == "zero_grad":
+            loop.optimizer.zero_grad()
+        else:
+            loop.backward(*batch)
+    batch = next(batches)
+    expected = expected_gradients(loop.model, [batch])
+    loop.backward(*batch)
+    loop.optimizer.step()
+    assert_same_gradients(gradients_of(loop.model), expected)

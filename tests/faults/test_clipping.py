@@ -294,3 +294,16 @@ def test_f_c10_a_threshold_that_means_nothing_is_refused_and_nothing_is_changed(
             PrivacyEngine().make_private(model, optimizer, loader, noise_multiplier=bad)
     assert type(optimizer) is torch.optim.SGD
     assert not any(module._forward_hooks for module in model.modules())
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_an_adaptive_threshold_moves_by_a_share_of_the_expected_batch_size(reduction):
+    policy = Adaptive(1e-3, learning_rate=0.5, count_noise_multiplier=1e-9)  # a threshold below every norm
+    data = tensors()
+    options = {"max_grad_norm": None, "clipping": policy, "expected_batch_size": 12.0, "loss_reduction": reduction}
+    _, model, optimizer, loader = private(mlp(), data, **options)
+    for inputs, targets in loader:
+        F.cross_entropy(model(inputs), targets, reduction=reduction).backward()
+        optimizer.step()
+    share = 0.5 - len(data[0]) / 2 / 12.0  # of the expected batch, each row counts as one half below the middle
+    assert optimizer.max_grad_norm == pytest.approx(1e-3 * math.exp(-0.5 * (share - 0.5)), rel=1e-6)

@@ -185,6 +185,22 @@ def test_f_m5_a_weight_used_past_its_layer_is_refused_and_charged(mode, use):
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
 
 
+@pytest.mark.parametrize("thawed", ["first", "second"])
+@every_mode
+def test_a_weight_that_is_unfrozen_later_and_used_past_its_layer_is_refused(mode, thawed):
+    model = Functional(USES["beside-its-layer"] if thawed == "first" else USES["instead-of-its-layer"])
+    getattr(model, thawed).requires_grad_(False)
+    engine, model, optimizer, loader = private(model, tensors(), mode=mode, make_optimizer=_every_parameter_of(model))
+    getattr(model, thawed).requires_grad_(True)
+    with pytest.raises(MissingGradientError, match=rf"DPE002.*'{thawed}\.weight'.*outside the forward"):
+        plain_step(model, optimizer, *next(iter(loader)))
+    assert [charge.kind for charge in engine.ledger.history] == ["void"]
+
+
+def _every_parameter_of(model):
+    return lambda trainable: torch.optim.SGD(model.parameters(), lr=1.0)
+
+
 # F-M7
 
 

@@ -239,6 +239,13 @@ def test_rows_of_a_flat_bag_are_not_taken_for_rows_of_the_batch():
     assert relative_error(found, expected) < 1e-12
 
 
+def test_a_row_that_cannot_be_kept_out_of_the_sum_is_refused():
+    bag = nn.EmbeddingBag(4, 3, mode="sum")
+    weights = torch.tensor([1.0, float("nan"), 1.0])  # in a flat bag it is not known whose this one is
+    with pytest.raises(UnsupportedLayerError, match=r"DPE001.*not finite could not be kept out of the sum"):
+        clip_by_engine(_Bag(bag), (torch.tensor([1, 1, 3]), torch.tensor([0, 2, 2]), weights), lambda o: o.sum())
+
+
 class _Bag(nn.Module):
     def __init__(self, bag):
         super().__init__()

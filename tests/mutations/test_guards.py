@@ -1,0 +1,122 @@
+"""No guard of the training step can be removed without a test that fails.
+
+The default suite checks that the table is up to date. `make mutations` removes the guards one at a time, each in a copy
+of the package, and runs the test that the table names.
+"""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+import dpengine
+from mutations.guards import GUARDS
+
+TESTS = Path(__file__).resolve().parents[1]
+PACKAGE = Path(dpengine.__file__).resolve().parent
+TIMEOUT = 300
+A_BROKEN_MUTATION = {"ImportError", "ModuleNotFoundError", "SyntaxError", "NameError", "UnboundLocalError"}
+
+# Runs tests in this process, and prints what failed: in which phase, and by what kind of exception.
+RUNNER = """
+import json, sys
+import pytest
+import dpengine
+
+copy, *arguments = sys.argv[1:]
+assert dpengine.__file__.startswith(copy), dpengine.__file__
+
+class Noting:
+    failures = []
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_makereport(self, item, call):
+        report = yield
+        if report.failed:
+            self.failures.append((report.when, call.excinfo.type.__name__))
+        return report
+
+noting = Noting()
+code = pytest.main(["-x", "-q", "-p", "no:cacheprovider", "-m", "", *arguments], plugins=[noting])
+print("\\nRESULT " + json.dumps({"code": int(code), "failures": noting.failures}))
+"""
+
+
+def texts():
+    return {path: path.read_text(encoding="utf-8") for path in sorted(PACKAGE.rglob("*.py"))}
+
+
+def place_of(old, sources):
+    """The one file that holds a text."""
+    found = Counter({path: text.count(old) for path, text in sources.items() if old in text})
+    assert found.total() == 1, f"{old!r} occurs {found.total()} times, expected once: {list(map(str, found))}"
+    return next(iter(found))
+
+
+def run(copy, tests):
+    """Runs tests against a copy of the package: the exit status of pytest, and what failed."""
+    hidden = {"PYTEST_XDIST_WORKER", "PYTEST_CURRENT_TEST", "PYTEST_ADDOPTS"}
+    environment = {name: value for name, value in os.environ.items() if name not in hidden}
+    # Bytecode of a mutated file must not outlive the mutation.
+    environment |= {"PYTHONPATH": str(copy), "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"}
+    settings = ["-c", str(TESTS.parent / "pyproject.toml"), "--rootdir", str(TESTS.parent), "-o", "addopts="]
+    arguments = [*settings, "--import-mode=importlib", "--strict-markers", *(str(TESTS / test) for test in tests)]
+    command = [sys.executable, "-c", RUNNER, str(copy), *arguments]
+    done = subprocess.run(
+        command, cwd=copy, env=environment, capture_output=True, text=True, timeout=TIMEOUT, check=False
+    )
+    assert "\nRESULT " in done.stdout, f"pytest did not run:\n{done.stdout[-2000:]}{done.stderr[-2000:]}"
+    output, _, result = done.stdout.rpartition("\nRESULT ")
+    return json.loads(result), output
+
+
+@pytest.fixture(scope="module")
+def copy(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("copy")
+    shutil.copytree(PACKAGE, folder / PACKAGE.name)
+    return folder
+
+
+def test_every_guard_is_in_the_package_exactly_once():
+    sources = texts()
+    assert len({guard.id for guard in GUARDS}) == len(GUARDS)
+    for guard in GUARDS:
+        for old, new in guard.pairs:
+            assert old != new
+            compile(sources[place_of(old, sources)].replace(old, new), guard.id, "exec")
+
+
+def test_every_named_test_exists():
+    for guard in GUARDS:
+        file, _, test = guard.test.partition("::")
+        assert f"def {test.partition('[')[0]}(" in (TESTS / file).read_text(encoding="utf-8"), guard.id
+
+
+@pytest.mark.nightly
+def test_the_named_tests_pass_while_every_guard_is_there(copy):
+    result, output = run(copy, dict.fromkeys(guard.test for guard in GUARDS))
+    assert result == {"code": 0, "failures": []}, output[-4000:]
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("guard", GUARDS, ids=lambda guard: guard.id)
+def test_a_test_fails_without_the_guard(guard, copy):
+    sources, changed = texts(), {}
+    for old, new in guard.pairs:
+        path = place_of(old, sources)
+        changed[path] = changed.get(path, sources[path]).replace(old, new)
+    try:
+        for path, text in changed.items():
+            (copy / PACKAGE.name / path.relative_to(PACKAGE)).write_text(text, encoding="utf-8")
+        result, output = run(copy, [guard.test])
+    finally:
+        for path in changed:
+            shutil.copy2(path, copy / PACKAGE.name / path.relative_to(PACKAGE))
+    assert result["code"] == 1, f"{guard.test} passes without {guard.what}:\n{output[-2000:]}"
+    assert {when for when, _ in result["failures"]} == {"call"}, output[-4000:]
+    assert not {kind for _, kind in result["failures"]} & A_BROKEN_MUTATION, output[-4000:]
