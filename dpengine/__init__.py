@@ -17,13 +17,13 @@ def lazy_exports(
     package: str, names: Mapping[str, Sequence[str]]
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
     """Returns ``__getattr__``, ``__dir__`` and ``__all__`` of a package that imports its public names on first use."""
-    module_of = {name: f"{package}.{module}" for module, exported in names.items() for name in exported}
+    module_of = {name: f".{module}" for module, exported in names.items() for name in exported}
     namespace = vars(sys.modules[package])
 
     def getattr_(name: str) -> Any:
         if name not in module_of:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        value = namespace[name] = getattr(importlib.import_module(module_of[name]), name)
+        value = namespace[name] = getattr(importlib.import_module(module_of[name], package), name)
         return value
 
     return getattr_, lambda: sorted({*namespace, *module_of}), sorted(module_of)

@@ -10,14 +10,15 @@ from types import SimpleNamespace
 
 import torch
 
-import dpengine.engine
 import dpengine.engine.argument_checks
 import dpengine.engine.optimizer
+import dpengine.engine.privacy_engine
 import dpengine.engine.run
-import dpengine.grad_modes.modes
+import dpengine.engine.watch_model
 from dpengine.clipping import Flat
 from dpengine.engine import amp_and_lr_schedulers as companions
 from dpengine.engine.argument_checks import attached_models
+from dpengine.engine.argument_checks import planned_steps as planned_steps
 from dpengine.engine.clipped_sums import ClippedSums
 from dpengine.engine.materialized_sums import ShownSums
 from dpengine.engine.optimizer import REFUSED
@@ -244,7 +245,7 @@ def set_probe_interval(monkeypatch, passes):
 
 def unprobed():
     """A context in which no new run is probed."""
-    return unittest.mock.patch.object(dpengine.grad_modes.modes, "EVERY", None)
+    return unittest.mock.patch.object(dpengine.engine.watch_model, "EVERY", None)
 
 
 def copied_buffers(watch):
@@ -294,4 +295,4 @@ def record_calibrations(monkeypatch):
 
 def replace_report(monkeypatch, action):
     """Makes ``engine.report`` call ``action`` instead of computing a report."""
-    monkeypatch.setattr(dpengine.engine, "report_of_run", action)
+    monkeypatch.setattr(dpengine.engine.privacy_engine, "report_of_run", action)

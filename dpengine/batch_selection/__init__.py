@@ -5,6 +5,8 @@ from typing import TYPE_CHECKING
 from dpengine import lazy_exports
 
 if TYPE_CHECKING:
+    from dpengine.sampling.cyclic import Partition as Partition
+
     from .allocation import BallsInBinsSampling as BallsInBinsSampling
     from .allocation import RandomAllocationSampling as RandomAllocationSampling
     from .cyclic_poisson import CyclicPoissonSampling as CyclicPoissonSampling
@@ -28,6 +30,7 @@ else:
     __getattr__, __dir__, __all__ = lazy_exports(
         __name__,
         {
+            ".sampling.cyclic": ["Partition"],
             "allocation": ["BallsInBinsSampling", "RandomAllocationSampling"],
             "cyclic_poisson": ["CyclicPoissonSampling"],
             "fixed_size": ["FixedBatchSampling"],

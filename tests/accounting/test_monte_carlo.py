@@ -23,8 +23,8 @@ from dpengine.accounting import (
     verify,
 )
 from dpengine.accounting.composition import compose
-from dpengine.accounting.monte_carlo.estimate import losses, tally
-from dpengine.accounting.monte_carlo.estimate import tally as others
+from dpengine.accounting.monte_carlo import losses, tally
+from dpengine.accounting.monte_carlo import tally as others
 from dpengine.errors import AccountingRefusedError
 
 from .simulated_runs import BANDS, DENSE, SCHEMES, run
