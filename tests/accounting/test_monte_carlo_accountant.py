@@ -31,8 +31,8 @@ from dpengine.accounting import (
 from dpengine.accounting import events as accounting_events
 from dpengine.accounting.accountant import discretization_of
 from dpengine.accounting.events import event_from_state, event_to_state
-from dpengine.accounting.monte_carlo.estimate import estimate as monte_carlo
-from dpengine.accounting.monte_carlo.estimate import tally
+from dpengine.accounting.monte_carlo import estimate as monte_carlo
+from dpengine.accounting.monte_carlo import tally
 from dpengine.errors import AccountingRefusedError, InvalidBudgetError, LedgerError
 
 from .simulated_runs import BANDS, DENSE, run

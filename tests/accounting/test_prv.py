@@ -11,7 +11,7 @@ from scipy import integrate
 
 from dpengine.accounting import Charge, GaussianEvent, PoissonGaussianEvent, Relation, bounds_of, delta_of, epsilon_of
 from dpengine.accounting.accountant import discretization_of
-from dpengine.accounting.prv.prv import prv, prv_sum
+from dpengine.accounting.prv import prv, prv_sum
 from dpengine.accounting.tilted_pld.loss_pairs import Direction, LossPair
 from dpengine.errors import AccountingRefusedError
 
