@@ -16,8 +16,7 @@ from dpengine.errors import BudgetExceeded, InvalidBudgetError, TicketError
 from dpengine.noise import BLT, BandedInverse, BandMF
 from dpengine.noise.optimize import optimize_scheduled, scheduled_loss
 from dpengine.plan import BandedInverseConfig, BLTConfig
-from dpengine.sampling import CyclicPoissonStrategy
-from dpengine.sampling.cyclic import Partition
+from dpengine.sampling.cyclic import CyclicPoissonStrategy, Partition
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*DPE012", "ignore:.*DPE006")
 BANDS, STEPS, DELTA = 3, 10, 1e-3

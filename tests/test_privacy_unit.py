@@ -15,8 +15,8 @@ from dpengine import PrivacyEngine
 from dpengine.errors import InvalidBudgetError, SamplingError, UnsupportedLayerError
 from dpengine.noise import BandMF
 from dpengine.plan import BandMFConfig
-from dpengine.sampling import PoissonSampling, UnitStrategy
-from dpengine.sampling.units import unit_numbers
+from dpengine.sampling import PoissonSampling
+from dpengine.sampling.units import UnitStrategy, unit_numbers
 
 ROWS, CLASSES, BOUND = 60, 4, 0.1
 

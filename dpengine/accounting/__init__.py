@@ -18,16 +18,7 @@ if TYPE_CHECKING:
     from .batch_events import FixedSizeGaussianEvent as FixedSizeGaussianEvent
     from .batch_events import MixtureGaussianEvent as MixtureGaussianEvent
     from .batch_events import TruncatedGaussianEvent as TruncatedGaussianEvent
-    from .constants import steps_of_epochs as steps_of_epochs
-    from .constants import steps_per_epoch as steps_per_epoch
     from .constants import suggested_delta as suggested_delta
-    from .discrete_losses import RemovalLoss as RemovalLoss
-    from .discrete_losses import composed_masses as composed_masses
-    from .discrete_losses import delta_of_losses as delta_of_losses
-    from .discrete_losses import epsilon_of_losses as epsilon_of_losses
-    from .discrete_losses import mean_of_losses as mean_of_losses
-    from .discrete_losses import safe_reach as safe_reach
-    from .discrete_losses import self_composed_masses as self_composed_masses
     from .dp_sgd import calibrate as calibrate
     from .dp_sgd import delta as delta
     from .dp_sgd import epsilon as epsilon
@@ -46,26 +37,15 @@ if TYPE_CHECKING:
     from .gdp import central_limit_mu as central_limit_mu
     from .gdp import delta_of_mu as delta_of_mu
     from .gdp import epsilon_of_mu as epsilon_of_mu
-    from .ledger import KINDS as KINDS
     from .ledger import Charge as Charge
     from .ledger import Ledger as Ledger
     from .library_events import to_dp_accounting as to_dp_accounting
     from .monte_carlo.estimate import MonteCarloClaim as MonteCarloClaim
     from .monte_carlo.estimate import monte_carlo_epsilon as monte_carlo_epsilon
     from .monte_carlo.estimate import verify as verify
-    from .monte_carlo.verified import threshold_for as threshold_for
-    from .monte_carlo.verified import verified_delta as verified_delta
     from .noise_calibration import Calibration as Calibration
     from .noise_calibration import calibration as calibration
-    from .noise_calibration import least_noise as least_noise
-    from .noise_calibration import least_noise_by as least_noise_by
-    from .quick_bound import FirstAnswer as FirstAnswer
-    from .quick_bound import first_answer as first_answer
-    from .rdp import ORDERS as ORDERS
-    from .renyi_orders import epsilon_by_orders as epsilon_by_orders
-    from .rounding import percent_up as percent_up
     from .rounding import round_up as round_up
-    from .rounding import round_up_delta as round_up_delta
     from .sampled_matrix import SampledMatrixEvent as SampledMatrixEvent
     from .trade_off_curve import trade_off as trade_off
     from .tuning import RepeatAndSelectEvent as RepeatAndSelectEvent
@@ -86,16 +66,7 @@ else:
                 "privacy_spent",
             ],
             "batch_events": ["FixedSizeGaussianEvent", "MixtureGaussianEvent", "TruncatedGaussianEvent"],
-            "constants": ["steps_of_epochs", "steps_per_epoch", "suggested_delta"],
-            "discrete_losses": [
-                "RemovalLoss",
-                "composed_masses",
-                "delta_of_losses",
-                "epsilon_of_losses",
-                "mean_of_losses",
-                "safe_reach",
-                "self_composed_masses",
-            ],
+            "constants": ["suggested_delta"],
             "dp_sgd": ["calibrate", "delta", "epsilon", "epsilon_bounds", "steps_within"],
             "events": [
                 "CyclicGaussianEvent",
@@ -109,15 +80,11 @@ else:
                 "release_event",
             ],
             "gdp": ["central_limit_epsilon", "central_limit_mu", "delta_of_mu", "epsilon_of_mu"],
-            "ledger": ["Charge", "KINDS", "Ledger"],
+            "ledger": ["Charge", "Ledger"],
             "library_events": ["to_dp_accounting"],
             "monte_carlo.estimate": ["MonteCarloClaim", "monte_carlo_epsilon", "verify"],
-            "monte_carlo.verified": ["threshold_for", "verified_delta"],
-            "noise_calibration": ["Calibration", "calibration", "least_noise", "least_noise_by"],
-            "quick_bound": ["FirstAnswer", "first_answer"],
-            "rdp": ["ORDERS"],
-            "renyi_orders": ["epsilon_by_orders"],
-            "rounding": ["percent_up", "round_up", "round_up_delta"],
+            "noise_calibration": ["Calibration", "calibration"],
+            "rounding": ["round_up"],
             "sampled_matrix": ["SampledMatrixEvent"],
             "trade_off_curve": ["trade_off"],
             "tuning": ["RepeatAndSelectEvent"],

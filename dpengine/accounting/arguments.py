@@ -42,20 +42,23 @@ def count(name: str, value: object, *, least: int = 1) -> int:
     return number
 
 
-def noise_multiplier(value: object, name: str = "noise_multiplier") -> float:
+def noise_multiplier(value: object) -> float:
     """Returns ``value`` as a float, or raises unless it is finite and not negative."""
-    sigma = real(name, value)
+    sigma = real("noise_multiplier", value)
     if not (math.isfinite(sigma) and sigma >= 0):
-        raise InvalidBudgetError(f"{name}={sigma!r} must be finite and at least 0.", fix="Try noise_multiplier=1.0.")
+        raise InvalidBudgetError(
+            f"noise_multiplier={sigma!r} must be finite and at least 0.", fix="Try noise_multiplier=1.0."
+        )
     return sigma
 
 
-def sample_rate(value: object, name: str = "sample_rate") -> float:
+def sample_rate(value: object) -> float:
     """Returns ``value`` as a float, or raises unless it lies in (0, 1]."""
-    rate = real(name, value)
+    rate = real("sample_rate", value)
     if not 0 < rate <= 1:
         raise InvalidBudgetError(
-            f"{name}={rate!r} must lie in (0, 1].", fix="It is the chance of one row to be in a batch: batch_size / N."
+            f"sample_rate={rate!r} must lie in (0, 1].",
+            fix="It is the chance of one row to be in a batch: batch_size / N.",
         )
     return rate
 

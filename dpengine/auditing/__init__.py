@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from .sampler_detector import sampler_law as sampler_law
     from .subject import Subject as Subject
     from .subject import small as small
-    from .verdict import VERDICTS as VERDICTS
     from .verdict import AuditReport as AuditReport
 else:
     __getattr__, __dir__, __all__ = lazy_exports(
@@ -50,6 +49,6 @@ else:
             "replay_detector": ["replay"],
             "sampler_detector": ["sampler_law"],
             "subject": ["Subject", "small"],
-            "verdict": ["AuditReport", "VERDICTS"],
+            "verdict": ["AuditReport"],
         },
     )

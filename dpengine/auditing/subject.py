@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -192,9 +192,9 @@ class Trial:
         kinds = {p.dtype for p in self.model.parameters() if p.requires_grad}
         return max((torch.finfo(kind).eps for kind in kinds), default=0.0)
 
-    def passes(self, number: int, *, scale: float = 1.0, hold: bool = True) -> list[Step]:
+    def passes(self, number: int) -> list[Step]:
         """The steps of so many passes over the loader."""
-        return [step for _ in range(number) for step in self._pass(scale, hold)]
+        return [step for _ in range(number) for step in self._pass(1.0, True)]
 
     def steps(self, number: int, *, scale: float = 1.0, hold: bool = True) -> list[Step]:
         """Runs ``number`` steps, fewer if a pass has none; ``hold`` restores the weights after each of them."""
@@ -292,11 +292,6 @@ class quiet(warnings.catch_warnings):
     def __enter__(self) -> None:
         super().__enter__()
         warnings.simplefilter("ignore")
-
-
-def floats_of(example: Any) -> Iterable[Tensor]:
-    """The floating-point tensors of an example."""
-    return (one for one in pytree.tree_leaves(example) if isinstance(one, Tensor) and one.is_floating_point())
 
 
 _FEATURES, _CLASSES, _ROWS = 6, 3, 40

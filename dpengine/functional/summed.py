@@ -19,7 +19,6 @@ from .clipping import Group, factors, group_norms, groups_of, total_bound
 from .per_example import Batch, batch_of
 
 _MOST = 2**62  # sums of so many whole numbers fit in 64 bits
-_EXACT_IN_INT64 = 3 * 10**9  # the square of a norm up to this does
 
 
 def grid_bound(bound: float, scale: float, numbers: int, batch: int) -> float:

@@ -27,12 +27,10 @@ class RegisteredGrads:
 
     Attributes:
         function: As it was registered.
-        own_loss: Whether it expects output gradients of each row's own loss.
         sampler: What the engine makes of it.
     """
 
     function: GradFunction
-    own_loss: bool
     sampler: JointSampler
 
 
@@ -42,12 +40,10 @@ class RegisteredNorms:
 
     Attributes:
         function: As it was registered.
-        own_loss: Whether it expects output gradients of each row's own loss.
         sq_norm: What the engine makes of it: for the name of a parameter, its squared norms ``(B,)``.
     """
 
     function: NormFunction
-    own_loss: bool
     sq_norm: Callable[[str], Rows]
 
 
@@ -88,7 +84,7 @@ def register_grad_sampler(
 
     def register(function: GradFunction) -> GradFunction:
         _refuse_uncallable("register_grad_sampler", "grad sampler", classes, function)
-        rule = RegisteredGrads(function, own_loss, _joint(function, own_loss))
+        rule = RegisteredGrads(function, _joint(function, own_loss))
         REGISTERED.update(dict.fromkeys(classes, rule))
         return function
 
@@ -126,7 +122,7 @@ def register_norm_sampler(
 
     def register(function: NormFunction) -> NormFunction:
         _refuse_uncallable("register_norm_sampler", "norm sampler", classes, function)
-        rule = RegisteredNorms(function, own_loss, _sq_norms(function, own_loss))
+        rule = RegisteredNorms(function, _sq_norms(function, own_loss))
         REGISTERED_NORMS.update(dict.fromkeys(classes, rule))
         return function
 

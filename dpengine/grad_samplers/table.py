@@ -36,7 +36,7 @@ BUILTIN: Mapping[type[nn.Module], Mapping[str, GradSampler]] = {
 }
 
 
-def sampler_for(module: nn.Module, *, name: str = "") -> Mapping[str, GradSampler] | JointSampler | None:
+def sampler_for(module: nn.Module) -> Mapping[str, GradSampler] | JointSampler | None:
     """The rule for exactly this module, or None where only the functional fallback fits.
 
     An embedding whose settings mix the rows of a batch raises ``UnsupportedLayerError``.
@@ -49,7 +49,7 @@ def sampler_for(module: nn.Module, *, name: str = "") -> Mapping[str, GradSample
     samplers = BUILTIN.get(kind)
     if samplers is None or kind in WITHDRAWN:
         return None
-    embedding.refuse_unsafe_embedding(module, name)
+    embedding.refuse_unsafe_embedding(module)
     own = {parameter for parameter, _ in module.named_parameters(recurse=False)}  # frozen ones too: they may be thawed
     return samplers if own <= samplers.keys() else None  # old weight norm and pruning add parameters of their own
 

@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from .buffered import optimize_blt as optimize_blt
     from .correlated import CorrelatedNoise as CorrelatedNoise
     from .correlated import Recurrence as Recurrence
+    from .discrete import add_discrete_normal_ as add_discrete_normal_
     from .gaussian import GaussianNoise as GaussianNoise
     from .mechanism import AbstractNoise as AbstractNoise
     from .optimize import optimize_banded as optimize_banded
@@ -17,14 +18,14 @@ if TYPE_CHECKING:
     from .recurrences import banded_inverse as banded_inverse
     from .recurrences import banded_toeplitz as banded_toeplitz
     from .recurrences import blt as blt
-    from .recurrences import checked_column as checked_column
     from .recurrences import dense as dense
     from .recurrences import lambda_cgd as lambda_cgd
+    from .sensitivity import epochs_sq_sensitivity as epochs_sq_sensitivity
+    from .sensitivity import sq_sensitivity as sq_sensitivity
     from .sensitivity import toeplitz_sq_sensitivity as toeplitz_sq_sensitivity
     from .short_forms import BLT as BLT
     from .short_forms import BandedInverse as BandedInverse
     from .source import NoiseSource as NoiseSource
-    from .toeplitz import column_norms as column_norms
     from .toeplitz import toeplitz_inverse as toeplitz_inverse
     from .transform import NoiseState as NoiseState
     from .transform import NoiseTransform as NoiseTransform
@@ -35,14 +36,15 @@ else:
             "band_mf": ["BandMF"],
             "buffered": ["blt_column", "optimize_blt"],
             "correlated": ["CorrelatedNoise", "Recurrence"],
+            "discrete": ["add_discrete_normal_"],
             "gaussian": ["GaussianNoise"],
             "mechanism": ["AbstractNoise"],
             "optimize": ["optimize_banded", "optimize_banded_inverse"],
-            "recurrences": ["banded_inverse", "banded_toeplitz", "blt", "checked_column", "dense", "lambda_cgd"],
-            "sensitivity": ["toeplitz_sq_sensitivity"],
+            "recurrences": ["banded_inverse", "banded_toeplitz", "blt", "dense", "lambda_cgd"],
+            "sensitivity": ["epochs_sq_sensitivity", "sq_sensitivity", "toeplitz_sq_sensitivity"],
             "short_forms": ["BLT", "BandedInverse"],
             "source": ["NoiseSource"],
-            "toeplitz": ["column_norms", "toeplitz_inverse"],
+            "toeplitz": ["toeplitz_inverse"],
             "transform": ["NoiseState", "NoiseTransform"],
         },
     )

@@ -89,12 +89,6 @@ def optimize_blt(size: int, *, buffers: int | None = None, loss: str = "max") ->
     return best
 
 
-def blt_loss(strategy: BLTStrategy, size: int, loss: str = "max") -> float:
-    """Squared error times squared sensitivity to one participation."""
-    beta = np.cumsum(strategy.inverse_column(size))
-    return float(error_weights(size, loss) @ np.square(beta) * np.square(strategy.column(size)).sum())
-
-
 def _optimized(count: int, size: int, weights: Tensor) -> tuple[BLTStrategy, float]:
     from scipy.optimize import minimize
 

@@ -15,11 +15,6 @@ from .correlated import Fresh, Recurrence
 from .toeplitz import Coefficients, column_norms
 
 
-def independent() -> Recurrence:
-    """The identity: each step its own noise."""
-    return Recurrence("independent", lambda t, fresh, state_KD, out: fresh(out, 1.0, t))
-
-
 def banded_toeplitz(strategy: Coefficients, *, column_normalized_steps: int | None = None) -> Recurrence:
     """``x_t = (z_t - sum_{0<j<b} c_j x_{t-j}) / c_0``: the last b - 1 rows are kept. BandMF.
 

@@ -85,11 +85,6 @@ def column_norms(column: Coefficients, size: int) -> np.ndarray:
     return np.sqrt(squares[kept - 1])
 
 
-def query_errors(noising_error: np.ndarray) -> np.ndarray:
-    """Squared error ``(size,)`` of each query for unit noise, from the first column of ``A S^-1``."""
-    return np.cumsum(np.square(noising_error))
-
-
 def error_weights(size: int, loss: str) -> np.ndarray:
     """``w`` with which ``sum_t w_t beta_t^2`` is the error of a run, for beta the first column of ``A S^-1``."""
     if loss not in ("mean", "max"):

@@ -23,13 +23,13 @@ def whole(owner: str, name: str, value: Any, *, at_least: int) -> int:
     return number
 
 
-def number(owner: str, name: str, value: Any, *, least: float = 0.0, above: bool = False) -> float:
-    """``value`` as a finite float of at least ``least``, or above it."""
+def number(owner: str, name: str, value: Any, *, above: bool = False) -> float:
+    """``value`` as a finite float of at least 0, or above 0."""
     if isinstance(value, bool) or not isinstance(value, Real):
         raise TypeError(f"{owner}: {name}={value!r} must be a number.")
     found = _float(value)
-    if not math.isfinite(found) or found < least or (above and found == least):
-        raise ValueError(f"{owner}: {name}={value!r} must be finite and {'above' if above else 'at least'} {least:g}.")
+    if not math.isfinite(found) or found < 0 or (above and found == 0):
+        raise ValueError(f"{owner}: {name}={value!r} must be finite and {'above' if above else 'at least'} 0.")
     return found
 
 

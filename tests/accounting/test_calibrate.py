@@ -3,16 +3,8 @@ import random
 
 import pytest
 
-from dpengine.accounting import (
-    Charge,
-    GaussianEvent,
-    Relation,
-    calibration,
-    epsilon,
-    epsilon_of,
-    least_noise_by,
-    release_event,
-)
+from dpengine.accounting import Charge, GaussianEvent, Relation, calibration, epsilon, epsilon_of, release_event
+from dpengine.accounting.noise_calibration import least_noise_by
 from dpengine.errors import AccountingRefusedError, CalibrationError, InvalidBudgetError
 
 GOLDEN = [  # target epsilon, rate, steps, noise multiplier, relative tolerance

@@ -2,8 +2,8 @@ import math
 
 import pytest
 
-from dpengine.accounting import steps_of_epochs, steps_per_epoch, suggested_delta
-from dpengine.accounting.constants import check_delta, sample_rate_of
+from dpengine.accounting import suggested_delta
+from dpengine.accounting.constants import check_delta, sample_rate_of, steps_of_epochs, steps_per_epoch
 from dpengine.errors import InvalidBudgetError
 
 

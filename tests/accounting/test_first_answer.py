@@ -9,10 +9,10 @@ from dpengine.accounting import (
     PoissonGaussianEvent,
     Relation,
     UnclaimedEvent,
-    epsilon_by_orders,
     epsilon_of,
-    first_answer,
 )
+from dpengine.accounting.quick_bound import first_answer
+from dpengine.accounting.renyi_orders import epsilon_by_orders
 
 PLAIN = (Charge(PoissonGaussianEvent(0.01, 1.0), 100),)
 ONE_SIZE = (Charge(FixedSizeGaussianEvent(1000, 10, 4.0), 10),)

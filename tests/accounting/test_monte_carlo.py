@@ -18,13 +18,11 @@ from dpengine.accounting import (
     delta_of,
     epsilon_of,
     monte_carlo_epsilon,
-    threshold_for,
-    verified_delta,
     verify,
 )
 from dpengine.accounting.composition import compose
 from dpengine.accounting.monte_carlo import losses, tally
-from dpengine.accounting.monte_carlo import tally as others
+from dpengine.accounting.monte_carlo.verified import threshold_for, verified_delta
 from dpengine.errors import AccountingRefusedError
 
 from .simulated_runs import BANDS, DENSE, SCHEMES, run
@@ -256,7 +254,7 @@ GAUSSIAN = SampledMatrixEvent(2.0, "balls-in-bins", 1, 1, (1.0,))  # one bin: ev
 def test_a_run_composes_with_other_releases(beside):
     drawn = tally.simulation(GAUSSIAN, 200_000, 3)
     history = compose((*beside, Charge(GAUSSIAN)))
-    curve, _ = others.curve_of(history, Relation.ADD_OR_REMOVE_ONE, 1e-9)
+    curve, _ = tally.curve_of(history, Relation.ADD_OR_REMOVE_ONE, 1e-9)
     for epsilon in (0.0, 0.7, 2.0):
         truth = delta_of((*beside, Charge(GaussianEvent(2.0))), epsilon)
         assert abs(drawn.estimate(epsilon, curve) - truth) < 4 * math.sqrt(truth / 200_000) + 0.02 * truth
@@ -267,7 +265,7 @@ def test_a_run_composes_with_other_releases(beside):
 )
 def test_the_curve_of_others_lies_above_the_truth_and_close(rest):
     composition = compose((*rest, Charge(GAUSSIAN)))
-    curve, end = others.curve_of(composition, Relation.ADD_OR_REMOVE_ONE, 1e-8)
+    curve, end = tally.curve_of(composition, Relation.ADD_OR_REMOVE_ONE, 1e-8)
     for epsilon in (0.0, 0.013, 0.4 * end, 0.95 * end):
         truth = delta_of(rest, epsilon)
         assert truth * (1 - 1e-9) <= curve(np.array([epsilon]))[0] <= truth * 1.1

@@ -6,16 +6,9 @@ import mpmath
 import numpy as np
 import pytest
 
-from dpengine.accounting import (
-    ORDERS,
-    Charge,
-    GaussianEvent,
-    NonPrivateEvent,
-    PoissonGaussianEvent,
-    epsilon_by_orders,
-    epsilon_of,
-)
-from dpengine.accounting.renyi_orders import epsilon_of_divergences, renyi_divergences
+from dpengine.accounting import Charge, GaussianEvent, NonPrivateEvent, PoissonGaussianEvent, epsilon_of
+from dpengine.accounting.rdp import ORDERS
+from dpengine.accounting.renyi_orders import epsilon_by_orders, epsilon_of_divergences, renyi_divergences
 from dpengine.errors import InvalidBudgetError
 
 DELTA = 1e-5

@@ -5,7 +5,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dpengine.accounting import percent_up, round_up, round_up_delta
+from dpengine.accounting import round_up
+from dpengine.accounting.rounding import percent_up, round_up_delta
 
 
 @given(st.floats(min_value=1e-300, max_value=1e9))

@@ -5,7 +5,8 @@ import math
 
 import pytest
 
-from dpengine.auditing import VERDICTS, AuditReport
+from dpengine.auditing import AuditReport
+from dpengine.auditing.verdict import VERDICTS
 
 
 def report(verdict, **more):

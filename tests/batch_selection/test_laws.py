@@ -14,10 +14,10 @@ from dpengine.batch_selection import (
     BMinSepSampling,
     CyclicPoissonSampling,
     FixedBatchSampling,
-    Partition,
     RandomAllocationSampling,
 )
 from dpengine.batch_selection.scheme import KeyedWords, words_from
+from dpengine.sampling import Partition
 
 SURE = 1e-4  # chance that a sound law fails a test
 

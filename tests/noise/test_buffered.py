@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from dpengine.noise import CorrelatedNoise, NoiseSource, blt, toeplitz
-from dpengine.noise.buffered import BLTStrategy, blt_from_decays, blt_loss, optimize_blt
+from dpengine.noise.buffered import BLTStrategy, blt_from_decays, optimize_blt
 
 DECAYS, HATS = (0.95, 0.6, 0.2), (0.8, 0.4, 0.1)
 
@@ -39,11 +39,8 @@ def test_the_stream_is_that_of_the_inverse_column():
     np.testing.assert_allclose(np.stack(found), expected, atol=1e-10)
 
 
-@pytest.mark.parametrize("loss", ["mean", "max"])
-def test_the_loss_is_that_of_the_column(loss):
-    strategy = blt_from_decays(DECAYS, HATS)
-    expected = toeplitz.banded_loss(strategy.column(30), np.ones(30), loss)
-    assert blt_loss(strategy, 30, loss) == pytest.approx(expected, rel=1e-10)
+def largest_loss(strategy, size):
+    return toeplitz.banded_loss(strategy.column(size), np.ones(size), "max")
 
 
 @pytest.mark.parametrize("size", [10, 1000])
@@ -52,11 +49,11 @@ def test_few_buffers_come_near_the_best_toeplitz_strategy(size):
     best = toeplitz.banded_loss(toeplitz.root_of_prefix_sums(size), np.ones(size), "max")
     found = optimize_blt(size)
     assert 1 <= len(found.decays) <= 6
-    assert best * (1 - 1e-9) <= blt_loss(found, size) <= 1.03 * best
+    assert best * (1 - 1e-9) <= largest_loss(found, size) <= 1.03 * best
 
 
 def test_more_buffers_never_cost_error():
-    losses = [blt_loss(optimize_blt(200, buffers=m), 200) for m in range(4)]
+    losses = [largest_loss(optimize_blt(200, buffers=m), 200) for m in range(4)]
     assert losses[0] == pytest.approx(200) and losses == sorted(losses, reverse=True)
 
 

@@ -8,7 +8,6 @@ import torch
 
 from dpengine.errors import PrivacyError
 from dpengine.noise import BandMF, CorrelatedNoise, NoiseSource, banded_inverse, banded_toeplitz, blt, dense, lambda_cgd
-from dpengine.noise.recurrences import independent
 from dpengine.noise.toeplitz import matrix
 
 SIZE, STEPS = 50, 9
@@ -33,7 +32,6 @@ np.fill_diagonal(LOWER, 1.5)
 
 # name: (recurrence, strategy as a whole matrix)
 KINDS = {
-    "independent": (independent, lambda n: np.eye(n)),
     "one-band": (lambda: banded_toeplitz([2.0]), lambda n: 2 * np.eye(n)),
     "banded": (lambda: banded_toeplitz(BANDS), lambda n: matrix(np.array(BANDS), n)),
     "five-bands": (
@@ -128,9 +126,7 @@ def test_rows_drawn_before_a_resume_in_another_life_are_drawn_again():
 
 
 def test_mechanisms_without_correlation_give_the_same_noise():
-    plain = run(mechanism_of("independent"), range(4))
-    for kind in ("blt-without-buffers",):
-        assert np.array_equal(run(mechanism_of(kind), range(4)), plain)
+    plain = run(mechanism_of("blt-without-buffers"), range(4))
     np.testing.assert_allclose(2 * run(mechanism_of("one-band"), range(4)), plain, rtol=1e-12)
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from dpengine.accounting import Charge, GaussianEvent, Relation, epsilon_of
-from dpengine.batch_selection import CyclicPoissonSampling, FixedBatchSampling, Partition
+from dpengine.batch_selection import CyclicPoissonSampling, FixedBatchSampling
 from dpengine.errors import AccountingRefusedError, PrivacyError
 from dpengine.noise.sensitivity import sq_sensitivity
 from dpengine.noise.toeplitz import matrix, toeplitz_inverse
@@ -22,6 +22,7 @@ from dpengine.plan import (
     DPSGDConfig,
     PerformanceFlags,
 )
+from dpengine.sampling import Partition
 
 CONFIGS = {
     "dp-sgd": DPSGDConfig(iterations=100, sampling_prob=0.1),

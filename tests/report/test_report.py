@@ -5,7 +5,7 @@ from importlib import resources
 
 import pytest
 
-from dpengine.report import PrivacyReport, plots
+from dpengine.report import PrivacyReport
 from dpengine.report import reading as schema_check
 
 KEYS = {
@@ -212,7 +212,6 @@ def test_nothing_names_the_machine_its_user_or_a_folder(make_facts, tmp_path, mo
     )
     folder = tmp_path / "tell-tale"
     report = PrivacyReport(facts)
-    runs = [plots.TrainedRun(1.0, 0.5, delta=1e-5)]
-    for path in (*report.save(folder), *plots.tradeoff(runs, folder / "tradeoff")):
+    for path in report.save(folder):
         assert b"tell-tale" not in path.read_bytes(), path.name
     assert "tell-tale" not in str(report) + repr(report)

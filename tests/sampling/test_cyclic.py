@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from dpengine.sampling import CyclicPoissonStrategy, PoissonSampling
-from dpengine.sampling.cyclic import Partition
+from dpengine.sampling import PoissonSampling
+from dpengine.sampling.cyclic import CyclicPoissonStrategy, Partition
 
 ROWS, RATE, CYCLE = 205, 0.3, 4
 both = pytest.mark.parametrize("partition", Partition)

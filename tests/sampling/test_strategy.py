@@ -3,15 +3,10 @@
 import numpy as np
 import pytest
 
-from dpengine.sampling import (
-    AbstractBatchStrategy,
-    CyclicPoissonStrategy,
-    PoissonSampling,
-    ShuffleSampling,
-    TruncatedStrategy,
-)
-from dpengine.sampling.cyclic import Partition
+from dpengine.sampling import AbstractBatchStrategy, PoissonSampling, ShuffleSampling
+from dpengine.sampling.cyclic import CyclicPoissonStrategy, Partition
 from dpengine.sampling.in_order import InOrder
+from dpengine.sampling.subset import TruncatedStrategy
 
 STRATEGIES = [
     PoissonSampling(500, 0.1, steps_per_epoch=10, expected_batch_size=50.0),

@@ -166,4 +166,4 @@ def test_the_metadata_names_both_licences_and_the_requirements(wheel):
     assert needed == REQUIRED
     assert "torch>=2.6" in metadata.get_all("Requires-Dist")
     (file,) = [name for name in wheel.namelist() if name.endswith("entry_points.txt")]
-    assert "dpengine = dpengine.cli:main" in wheel.read(file).decode()
+    assert "dpengine = dpengine.cli.main:main" in wheel.read(file).decode()

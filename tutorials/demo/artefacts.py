@@ -10,8 +10,9 @@ from pathlib import Path
 
 from dpengine.cli.rebuild import STATE_FILE
 from dpengine.errors import MissingDependencyError
-from dpengine.report import PrivacyReport, plots
+from dpengine.report import PrivacyReport
 
+from . import plots
 from .tasks import DELTA
 from .training import Results
 

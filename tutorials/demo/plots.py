@@ -78,7 +78,7 @@ def _grouped(runs: Iterable[TrainedRun]) -> tuple[dict[float, list[float]], floa
     deltas: set[float | None] = set()
     for run in runs:
         if not run.epsilon >= 0:
-            raise ValueError(f"report.plots.tradeoff: epsilon={run.epsilon!r} is not a number of at least 0.")
+            raise ValueError(f"plots.tradeoff: epsilon={run.epsilon!r} is not a number of at least 0.")
         # Seeds of one setting spend the same but for the last digits of a calibration.
         groups[format(run.epsilon, ".4g")].append(run)
         if 0 < run.epsilon < math.inf:
@@ -86,9 +86,7 @@ def _grouped(runs: Iterable[TrainedRun]) -> tuple[dict[float, list[float]], floa
     delta = min(deltas, key=str, default=None)
     if delta is None or len(deltas) > 1:
         shown = ", ".join(sorted(map(str, deltas))) or "no private run"
-        raise ValueError(
-            f"report.plots.tradeoff: private runs must share one delta, got {shown}. Draw a plot for each."
-        )
+        raise ValueError(f"plots.tradeoff: private runs must share one delta, got {shown}. Draw a plot for each.")
     scores = {max(run.epsilon for run in group): [run.score for run in group] for group in groups.values()}
     return dict(sorted(scores.items())), delta
 

@@ -6,8 +6,8 @@ import sys
 import pytest
 
 from dpengine.errors import MissingDependencyError
-from dpengine.report import plots
-from dpengine.report.plots import TrainedRun
+from tutorials.demo import plots
+from tutorials.demo.plots import TrainedRun
 
 
 def trained(seeds=5, delta=1e-5):
