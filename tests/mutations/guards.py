@@ -58,7 +58,7 @@ GUARDS = [
         "sums are finite after samples were dropped",
         "dropped and not self.buffer.is_finite()",
         "False",
-        "gradients/test_strategies.py::test_a_row_that_cannot_be_kept_out_of_the_sum_is_refused",
+        "grad_modes/test_strategies.py::test_a_row_that_cannot_be_kept_out_of_the_sum_is_refused",
     ),
     Guard(
         "second-norm",
@@ -198,14 +198,14 @@ GUARDS = [
         "samples without a finite norm are dropped",
         "            self.strategy.drop(dropped_B)",
         "            pass",
-        "gradients/test_strategies.py::test_f_d5_a_poisoned_row_counts_nothing_and_leaves_the_others_as_they_are",
+        "grad_modes/test_strategies.py::test_f_d5_a_poisoned_row_counts_nothing_and_leaves_the_others_as_they_are",
     ),
     Guard(
         "drop-finite-test",
         "norms are checked to be finite",
         "math.isfinite(float(norms_BK.sum()))",
         "True",
-        "gradients/test_strategies.py::test_f_d5_a_poisoned_row_counts_nothing_and_leaves_the_others_as_they_are",
+        "grad_modes/test_strategies.py::test_f_d5_a_poisoned_row_counts_nothing_and_leaves_the_others_as_they_are",
     ),
     Guard(
         "discard-partial",
