@@ -1,6 +1,9 @@
-"""Imports point up the table below. Also: no cycles, imports by module, lazy ``__init__`` files, and limits on size."""
+"""Imports point up the table below. Also: no cycles, imports by module, lazy ``__init__`` files, and limits on
+the size of files and functions and on the length of a chain of imports.
+"""
 
 import ast
+import functools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -45,6 +48,7 @@ ORDER = (
 NEVER_IMPORTS = {"accounting": {"torch"}}  # numbers that must not depend on a device
 MAX_LINES_OF_FILE = 400
 MAX_LINES_OF_FUNCTION = 60
+MAX_CHAIN = 20  # modules that import each other in a row, from the engine
 
 
 @dataclass(frozen=True)
@@ -55,26 +59,61 @@ class Import:
     target: str
     relative: bool
     at_run_time: bool  # False under `if TYPE_CHECKING:`
+    on_load: bool  # at run time, and not inside a function
+    name: str  # as the module calls it
     exported: str = ""  # the name, where it is one that an __init__ exports
 
 
-def faults(package: Path) -> list[str]:
-    """All that is wrong with the package in this folder, one line each."""
+@dataclass(frozen=True)
+class Source:
+    """What is read of a package, by module: texts, statements and imports."""
+
+    name: str
+    texts: dict[str, str]
+    statements: dict[str, list[tuple[ast.AST, bool, bool]]]
+    imports: dict[str, list[Import]]
+
+
+def read(package: Path) -> Source:
+    """The package in this folder."""
     paths = {_name(path, package): path for path in sorted(package.rglob("*.py"))}
     packages = {name for name, path in paths.items() if path.name == "__init__.py"}
-    modules = {name: ast.parse(path.read_text(encoding="utf-8")) for name, path in paths.items()}
-    found = [f"{part}: a part without a row in ORDER" for part in sorted({_part(m) for m in modules} - set(ORDER))]
+    texts = {name: path.read_text(encoding="utf-8") for name, path in paths.items()}
+    statements = {name: list(_statements(ast.parse(text))) for name, text in texts.items()}
+    imports = {name: list(_imports(name, packages, statements, package.name)) for name in texts}
+    return Source(package.name, texts, statements, imports)
+
+
+def faults(source: Source) -> list[str]:
+    """All that is wrong with a package, one line each."""
+    parts = {_part(module) for module in source.texts}
+    found = [f"{part}: a part without a row in ORDER" for part in sorted(parts - set(ORDER))]
     inner: dict[str, set[str]] = {}  # imports inside a part: a cycle across parts has an import that points down
-    for module, tree in modules.items():
-        imports = list(_imports(module, packages, modules, package.name))
-        found += [fault for one in imports for fault in _import_faults(module, one, package.name)]
-        found += _size_faults(module, paths[module], tree)
+    for module, imports in source.imports.items():
+        found += [fault for one in imports for fault in _import_faults(module, one, source.name)]
+        found += _size_faults(module, source.texts[module], source.statements[module])
         inner[module] = {
             one.target
             for one in imports
-            if one.at_run_time and one.target in modules and _same_part(one.target, module)
+            if one.at_run_time and one.target in source.texts and _same_part(one.target, module)
         }
     return found + [f"{' -> '.join(cycle)}: an import cycle" for cycle in _cycles(inner)]
+
+
+def longest_chain(source: Source, start: str) -> tuple[str, ...]:
+    """The longest chain of modules from ``start`` of which each imports the next one when it is loaded."""
+
+    def definer(one: Import) -> str:
+        """The module that defines what is imported, also where an ``__init__`` exports it."""
+        behind = [other for other in source.imports.get(one.target, ()) if one.exported and other.name == one.exported]
+        return definer(behind[0]) if behind else one.target
+
+    @functools.cache
+    def longest(module: str) -> tuple[str, ...]:
+        after = {definer(one) for one in source.imports.get(module, ()) if one.on_load} & source.texts.keys()
+        return (module, *max(map(longest, sorted(after - {module})), key=len, default=()))
+
+    return longest(start)
 
 
 def _name(path: Path, package: Path) -> str:
@@ -90,27 +129,38 @@ def _same_part(one: str, other: str) -> bool:
     return _part(one) == _part(other)
 
 
-def _imports(module: str, packages: set[str], modules: Mapping[str, ast.Module], package: str) -> Iterator[Import]:
+def _statements(node: ast.AST, at_run_time: bool = True, on_load: bool = True) -> Iterator[tuple[ast.AST, bool, bool]]:
+    """Every statement below a node, those inside functions too; whether it runs, and whether it does on import."""
+    on_load = on_load and not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+    for field in ("body", "orelse", "finalbody", "handlers", "cases"):  # no expressions: they are most of a tree
+        runs = at_run_time and not (field == "body" and isinstance(node, ast.If) and _is_typing_only(node.test))
+        for child in getattr(node, field, ()):
+            yield child, runs, runs and on_load
+            yield from _statements(child, runs, on_load)
+
+
+def _is_typing_only(test: ast.expr) -> bool:
+    return getattr(test, "id", getattr(test, "attr", "")) == "TYPE_CHECKING"
+
+
+def _imports(
+    module: str, packages: set[str], modules: Mapping[str, list[tuple[ast.AST, bool, bool]]], package: str
+) -> Iterator[Import]:
     """Every import of a module, those inside its functions too."""
-    tree, is_package = modules[module], module in packages
-    typing_only = {
-        id(node)
-        for block in ast.walk(tree)
-        if isinstance(block, ast.If) and ast.unparse(block.test).endswith("TYPE_CHECKING")
-        for node in ast.walk(block)
-    }
-    for node in ast.walk(tree):
-        at_run_time = id(node) not in typing_only
+    is_package = module in packages
+    for node, at_run_time, on_load in modules[module]:
         if isinstance(node, ast.Import):
             for alias in node.names:
-                yield Import(node.lineno, _inside(alias.name, package), False, at_run_time)
+                target, name = _inside(alias.name, package), alias.asname or alias.name
+                yield Import(node.lineno, target, False, at_run_time, on_load, name)
         elif isinstance(node, ast.ImportFrom):
             origin = _origin(node, module, is_package, package)
             for alias in node.names:
                 deeper = alias.name if origin == "__init__" else f"{origin}.{alias.name}"
                 is_module = deeper in modules
                 exported = alias.name if not is_module and origin in packages and origin != module else ""
-                yield Import(node.lineno, deeper if is_module else origin, bool(node.level), at_run_time, exported)
+                target, name = deeper if is_module else origin, alias.asname or alias.name
+                yield Import(node.lineno, target, bool(node.level), at_run_time, on_load, name, exported)
 
 
 def _origin(node: ast.ImportFrom, module: str, is_package: bool, package: str) -> str:
@@ -146,12 +196,12 @@ def _import_faults(module: str, one: Import, package: str) -> Iterator[str]:
         yield f"{where}: across parts write `from {package}.{there} import ...`, not a relative import"
 
 
-def _size_faults(module: str, path: Path, tree: ast.AST) -> Iterator[str]:
+def _size_faults(module: str, text: str, statements: list[tuple[ast.AST, bool, bool]]) -> Iterator[str]:
     where = module.replace(".", "/")
-    lines = len(path.read_text(encoding="utf-8").splitlines())
+    lines = len(text.splitlines())
     if lines > MAX_LINES_OF_FILE:
         yield f"{where}: {lines} lines, at most {MAX_LINES_OF_FILE}: split it by what it does"
-    for node in ast.walk(tree):
+    for node, _, _ in statements:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             lines = _extent(node) - (_extent(node.body[0]) if ast.get_docstring(node) else 0)
             if lines > MAX_LINES_OF_FUNCTION:
@@ -182,9 +232,23 @@ def _cycles(graph: dict[str, set[str]]) -> list[list[str]]:
     return cycles
 
 
-def test_the_package_keeps_its_order():
-    found = faults(PACKAGE)
+@pytest.fixture(scope="module")
+def source():
+    return read(PACKAGE)
+
+
+def test_the_package_keeps_its_order(source):
+    found = faults(source)
     assert not found, "\n".join(found)
+
+
+def test_the_top_level_has_three_modules():
+    assert {path.stem for path in PACKAGE.glob("*.py")} == {"__init__", "__main__", "errors"}
+
+
+def test_the_engine_imports_no_long_chain_of_modules(source):
+    chain = longest_chain(source, "engine.privacy_engine")
+    assert len(chain) <= MAX_CHAIN, f"{len(chain)} modules, at most {MAX_CHAIN}: {' -> '.join(chain)}"
 
 
 GOOD = {
@@ -202,16 +266,21 @@ GOOD = {
 
 
 @pytest.fixture
-def faults_of(tmp_path):
-    def build(**changes: str) -> list[str]:
+def source_of(tmp_path):
+    def build(**changes: str) -> Source:
         package = tmp_path / "dpengine"
         for file, text in (GOOD | changes).items():
             path = package / file
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(text, encoding="utf-8")
-        return faults(package)
+        return read(package)
 
     return build
+
+
+@pytest.fixture
+def faults_of(source_of):
+    return lambda **changes: faults(source_of(**changes))
 
 
 def test_a_sound_tree_has_no_faults(faults_of):
@@ -298,3 +367,14 @@ def test_a_function_of_more_than_60_lines_fails(faults_of):
 def test_a_docstring_does_not_count_against_its_function(faults_of):
     lines = "    Line of a docstring.\n" * 100
     assert faults_of(**{"errors.py": f'def short():\n    """Sentence.\n\n{lines}    """\n    return 1\n'}) == []
+
+
+def test_a_chain_leads_through_an_export_to_the_module_that_defines_it(source_of):
+    typed = "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from "
+    changes = {
+        "capture/__init__.py": f"{typed}.hooks import hook",
+        "capture/hooks.py": "from .record import Call",
+        "capture/record.py": f"{typed}dpengine.errors import X\ndef f():\n    import dpengine.errors",
+        "engine/step.py": "from dpengine.capture import hook",
+    }
+    assert longest_chain(source_of(**changes), "engine.step") == ("engine.step", "capture.hooks", "capture.record")

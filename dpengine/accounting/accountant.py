@@ -20,10 +20,14 @@ from .tilted_pld import pld
 
 @dataclass(frozen=True)
 class Accountant:
-    """One way to bound privacy loss: both directions of the privacy curve of a composition, and epsilon from two sides.
+    """Functions that bound the privacy loss of a composition.
 
-    ``bounds`` is None where there is no bound from below, ``spacing`` where no grid of losses is used. ``simulates``
-    says that it answers for runs without a closed form, and not for plain DP-SGD.
+    Attributes:
+        epsilon: Returns an upper bound on epsilon for a delta.
+        delta: Returns an upper bound on delta for an epsilon.
+        bounds: Returns a lower and an upper bound on epsilon for a delta; None without a lower bound.
+        spacing: Returns the spacing of the grid of privacy losses; None without a grid.
+        simulates: Whether the accountant handles runs without a closed form, and not plain DP-SGD.
     """
 
     epsilon: Callable[[Composition, float, Relation], float]

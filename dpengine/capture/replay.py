@@ -31,6 +31,9 @@ class Pass:
         autocast: Device type, whether it was on, and its type.
         outputs: The tensors that it gave, detached.
         grads: Their gradients, None where there is none.
+        name: Name of the model in messages.
+        needs_output: Whether a backward tap saves the output.
+        random_after: The state of random generators after the last replay, by device.
     """
 
     replay: Replay
@@ -43,7 +46,7 @@ class Pass:
     grads: Sequence[Tensor | None] = ()
     name: str = "the model"
     needs_output: bool = False
-    random_after: list[tuple[str, Tensor]] = field(default_factory=list)  # as the last run again left it
+    random_after: list[tuple[str, Tensor]] = field(default_factory=list)
 
     def fire(self, saved: tuple[Tensor, ...], grad: Any) -> None:
         self.grads = grad

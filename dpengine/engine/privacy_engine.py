@@ -236,11 +236,7 @@ class PrivacyEngine(argument_checks.Uncopied):
         loss_reduction: str = "mean",
         grad_sample_mode: str = "auto",
     ) -> tuple[M, O, DataLoader[Any]]:
-        """``make_private`` with the noise found for a target: see there for the arguments.
-
-        Returns:
-            The same model, the same optimizer, and the private loader.
-        """
+        """Calls ``make_private``, whose arguments these are, with noise calibrated to a target epsilon and delta."""
         return self.make_private(
             module,
             optimizer,
@@ -381,7 +377,10 @@ class PrivacyEngine(argument_checks.Uncopied):
 
     @suggests_names
     def detach(self, module: nn.Module) -> None:
-        """Takes everything off a model and its optimizer again. What was spent stays in the ledger.
+        """Removes all hooks from a model and its optimizer. The ledger keeps the privacy cost.
+
+        Args:
+            module: The model that ``make_private`` returned.
 
         Raises:
             UnknownParameterError: If the model is not private in this engine.

@@ -84,7 +84,10 @@ class Contents:
         return [Charge(row.event, count, kind) for row in self._rows for kind, count in row.counts.items() if count]
 
     def take(self, entry: Entry) -> None:
-        """Follows one more entry.
+        """Applies the next entry of the file.
+
+        Args:
+            entry: The entry that follows those applied so far.
 
         Raises:
             LedgerError: If it is not known, or cannot stand where it does.

@@ -74,7 +74,10 @@ class BandMF:
             object.__setattr__(self, "strategy", tuple(float(value) for value in column))
 
     def column(self, iterations: int) -> np.ndarray:
-        """First column of the strategy for so many steps.
+        """Returns the first column of the strategy.
+
+        Args:
+            iterations: Number of steps.
 
         Returns:
             ``(num_bands,)``, of norm 1.

@@ -24,9 +24,23 @@ def add_discrete_normal_(
 ) -> Tensor:
     """Adds independent discrete normals in place: an integer x with probability in proportion to exp(-x^2 / (2 s^2)).
 
-    The release is ``1 / (2 s^2)``-zCDP for sums that one example moves by 1 at most. Whether a proposal is taken is
-    decided in float64, with probabilities that are off by one part in 2**50. Two releases must have different ``step``.
-    ``start`` is the index of ``sums[0]`` if ``sums`` is a slice of a vector; slices are cut alike at every step.
+    The release is ``1 / (2 s^2)``-zCDP for sums that one example changes by 1 at most. Proposals are accepted in
+    float64, with probabilities whose relative error is 2**-50.
+
+    Args:
+        sums: Tensor of int64, changed in place.
+        sigma: Standard deviation ``s`` of the noise, in [0, 2**48].
+        source: Source of the random words.
+        step: Number of the step, another one for each release: noise repeats at the same step, domain and start.
+        domain: Name that separates this noise from other noise of the source.
+        start: Index of ``sums[0]`` if ``sums`` is a slice of a vector, which must be cut alike at every step.
+
+    Returns:
+        ``sums``.
+
+    Raises:
+        TypeError: If ``sums`` is not of int64.
+        InvalidBudgetError: If ``sigma`` is out of range.
     """
     if sums.dtype is not torch.int64:
         raise TypeError(f"noise.discrete: sums are {sums.dtype}; pass int64, as clipped_grad(grid_scale=...) gives.")

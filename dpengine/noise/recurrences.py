@@ -162,10 +162,13 @@ def checked_column(name: str, column: Coefficients) -> np.ndarray:
 
 
 def lambda_cgd(lam: float) -> Recurrence:
-    """Each step takes back a part of the noise of the step before: ``x_t = z_t - lambda z_{t-1}``.
+    """Each step subtracts a fraction of the previous step's noise: ``x_t = z_t - lam * z_{t-1}``.
+
+    Args:
+        lam: The fraction, in [0, 1).
 
     Returns:
-        The recurrence, which keeps nothing.
+        The recurrence, which keeps no state.
 
     Raises:
         ValueError: If ``lam`` is not in [0, 1).

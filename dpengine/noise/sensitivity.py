@@ -78,7 +78,18 @@ def largest_sum(values: np.ndarray, separation: int, times: int) -> float:
 
 
 def sq_sensitivity(strategy: np.ndarray, separation: int, participations: int | None = None) -> float:
-    """Squared sensitivity of any strategy ``(size, size)``; an upper bound if columns at the separation overlap."""
+    """Returns a bound on the squared sensitivity of a strategy matrix.
+
+    The bound is exact if columns that are ``separation`` or more apart are orthogonal.
+
+    Args:
+        strategy: The strategy ``(size, size)``.
+        separation: Least number of steps between two participations of an example.
+        participations: Largest number of participations; None for as many as the separation allows.
+
+    Returns:
+        The bound.
+    """
     gram = np.abs(strategy.T @ strategy)
     size = len(gram)
     times = rounds(size, separation, participations)
@@ -89,7 +100,18 @@ def sq_sensitivity(strategy: np.ndarray, separation: int, participations: int | 
 
 
 def epochs_sq_sensitivity(strategy: np.ndarray, epochs: int) -> float:
-    """Squared sensitivity where each example takes part at the same place of every epoch."""
+    """Returns the squared sensitivity of a strategy matrix for participation at the same place of every epoch.
+
+    Args:
+        strategy: The strategy ``(size, size)``.
+        epochs: Number of epochs, which divides ``size``.
+
+    Returns:
+        The squared sensitivity.
+
+    Raises:
+        ValueError: If ``epochs`` does not divide the number of steps.
+    """
     size = len(strategy)
     if epochs < 1 or size % epochs:
         raise ValueError(f"noise.sensitivity: {epochs} epochs do not divide {size} steps.")

@@ -68,6 +68,22 @@ def test_i1_importing_needs_nothing_but_torch_and_numpy():
     assert modules_loaded(allowed={"torch", "numpy"}) == {"dpengine"}
 
 
+def test_i1_importing_a_package_loads_neither_torch_nor_scipy():
+    """Each ``__init__`` alone, and every name of accounting, whose functions load scipy when they are called."""
+    packages = [path.parent.relative_to(ROOT) for path in sorted((ROOT / "dpengine").rglob("__init__.py"))]
+    names = [".".join(path.parts) for path in packages if "opacus" not in path.parts]  # which mirrors eager packages
+    script = (
+        "import importlib, sys\n"
+        f"for name in {names}:\n"
+        "    importlib.import_module(name)\n"
+        "    if name == 'dpengine.accounting':\n"
+        "        [getattr(sys.modules[name], one) for one in sys.modules[name].__all__]\n"
+        "    print(*(f'{name} loads {one}' for one in ('torch', 'scipy', 'dp_accounting') if one in sys.modules))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, cwd=ROOT)
+    assert not done.stdout.split(), done.stdout
+
+
 def test_i1_every_public_name_loads_without_the_optional_packages():
     # Names are lazy, so each is touched. Torch may then load what it requires itself.
     allowed = needs_of("torch") | {"torch", "numpy", "torchgen", "functorch", "mpmath"}
