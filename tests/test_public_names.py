@@ -1,7 +1,7 @@
 """The names that each package exports: they load, they are the same for readers and type checkers, and documented."""
 
 import ast
-import importlib
+import importlib.util
 import inspect
 import pkgutil
 import re
@@ -34,7 +34,8 @@ def listed(path):
     ]
     (call,) = [node for one in block.orelse for node in ast.walk(one) if isinstance(node, ast.Call)]
     table = ast.literal_eval(call.args[1])
-    return typed, [(f"{package}.{module}", name) for module, names in table.items() for name in names]
+    resolved = {module: importlib.util.resolve_name(f".{module}", package) for module in table}
+    return typed, [(resolved[module], name) for module, names in table.items() for name in names]
 
 
 @each_package
