@@ -43,7 +43,7 @@ def example_relation(num_examples: int | None) -> Relation:
 
 
 def claimed_noise(claims: Claims, steps: int, target: float, delta: float, accountant: str, tol: float) -> float:
-    """The least noise of so many steps that cost what is claimed for them. See `accounting.least_noise`."""
+    """Returns the least noise at which the claim meets a target. See `accounting.noise_calibration.least_noise`."""
     return least_noise(
         lambda sigma: claims.claim(sigma, ""),
         target_epsilon=target,
