@@ -186,7 +186,7 @@ def test_python_m_runs_the_same_program(module):
 
 def test_help_is_quick_since_it_loads_no_torch():
     script = (
-        "import sys; from dpengine.cli import main\n"
+        "import sys; from dpengine.cli.main import main\n"
         "try: main(['--help'])\nexcept SystemExit: assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", script], capture_output=True, check=True, cwd=ROOT)
