@@ -92,6 +92,11 @@ REFUSED = {
     "norm": ((WIDTH,), lambda p, x: x * p.norm()),
     "softmax-then-scale": ((WIDTH,), lambda p, x: x * torch.softmax(p, 0)),
     "joined-along-the-batch": ((1, TIME, WIDTH), lambda p, x: torch.cat([x, p.expand(2, -1, -1)], dim=0)[: len(x)]),
+    "joined-row-by-row-along-the-batch": ((1, TIME, WIDTH), lambda p, x: torch.cat([x, p.repeat(len(x), 1, 1)])[1:]),
+    "joined-along-the-batch-from-behind": (
+        (1, TIME, WIDTH),
+        lambda p, x: torch.cat([x, p.expand(len(x), -1, -1)], dim=-3)[1:],
+    ),
     "with-a-constant": ((WIDTH,), lambda p, x: x * (p * torch.ones(WIDTH).double())),
     "one-row-per-sample": ((ROWS, WIDTH), lambda p, x: x[:, 0] * p + 0 * x.sum(dim=1)),
 }

@@ -1,0 +1,111 @@
+"""Guards of noise, of the ledger, of sampling, and of what is made private."""
+
+from .guard import Guard
+
+GUARDS = [
+    Guard(
+        "noise-narrow",
+        "sums narrower than float32",
+        "sums.dtype not in (torch.float32, torch.float64)",
+        "False",
+        "noise/test_gaussian.py::test_f_n12_sums_narrower_than_float32_are_refused",
+    ),
+    Guard(
+        "noise-std-range",
+        "a standard deviation that is negative or not finite",
+        "not (std >= 0 and math.isfinite(std))",
+        "False",
+        "noise/test_gaussian.py::test_f_b1_a_standard_deviation_out_of_range_is_refused",
+    ),
+    Guard(
+        "noise-mine",
+        "a rank adds noise to its own share only",
+        "        if mine:\n            cut",
+        "        if True:\n            cut",
+        "noise/test_share.py::test_each_number_gets_its_noise_from_one_rank",
+    ),
+    Guard(
+        "loader-position",
+        "a step is never handed out twice",
+        "            self.position = ticket.step + 1",
+        "            self.position = ticket.step",
+        "sampling/test_batches.py::test_passes_go_on_where_the_last_one_ended",
+    ),
+    Guard(
+        "loader-one-pass",
+        "one pass at a time",
+        "                    if batches.open_pass is not this_pass:",
+        "                    if False:",
+        "sampling/test_batches.py::test_starting_a_second_pass_ends_the_first",
+    ),
+    Guard(
+        "loader-budget",
+        "the budget is asked before each batch",
+        "                if not batches.may_draw(batches.position):",
+        "                if False:",
+        "sampling/test_batches.py::test_v4_a_pass_ends_before_the_step_that_may_not_be_drawn",
+    ),
+    Guard(
+        "loader-pickle",
+        "a private loader cannot be pickled",
+        "        self._batches.__reduce_ex__(protocol)",
+        "        return object.__reduce_ex__(self, protocol)",
+        "sampling/test_batches.py::test_f_n4_a_private_loader_cannot_be_pickled",
+    ),
+    Guard(
+        "loader-more",
+        "a loader that gives more batches",
+        "if next(this_pass.source, _END) is not _END:",
+        "if False:",
+        "sampling/test_loader.py::test_a_class_that_does_not_give_the_batches_that_were_drawn_is_named",
+    ),
+    Guard(
+        "loader-unread",
+        "a loader that does not read its sampler",
+        "data is _END or this_pass.received > this_pass.sent",
+        "False",
+        "sampling/test_loader.py::test_a_class_that_does_not_give_the_batches_that_were_drawn_is_named",
+    ),
+    Guard(
+        "loader-size",
+        "a data set that has grown",
+        "    if rows != strategy.num_examples:",
+        "    if False:",
+        "sampling/test_loader.py::test_a_strategy_for_other_data_is_refused",
+    ),
+    Guard(
+        "ledger-owed",
+        "a charge that could not be written is written later",
+        "                self._owed.append(charge)  #",
+        "                pass  #",
+        "ledger_file/test_file.py::test_batches_that_were_given_up_while_the_disk_was_full_are_charged_later",
+    ),
+    Guard(
+        "ledger-reserved-left",
+        "no more is used than was reserved",
+        "here.left < charge.count",
+        "False",
+        "ledger_file/test_books.py::test_steps_are_reserved_and_settled_unless_the_process_dies",
+    ),
+    Guard(
+        "ledger-writes",
+        "the file is written before a release",
+        "            if not self._is_reserved(charge):\n                self._write(charge)",
+        "            pass",
+        "ledger_file/test_books.py::test_f_l5_a_charge_is_on_disk_before_the_weights_change",
+    ),
+    Guard(
+        "loss-per-example",
+        "a loss that is reduced already",
+        "        if loss_B.dim() != 1:",
+        "        if False:",
+        "users/test_losses.py::test_f_b16_s12_backward_of_the_engine_wants_one_loss_for_each_row",
+    ),
+    Guard(
+        "scheduler-skips",
+        "a scheduler skips with its optimizer",
+        'if not getattr(self.optimizer, "step_was_skipped", False):',
+        "if True:",
+        "users/test_accumulation.py::test_s1_a_scheduler_that_was_passed_counts_logical_steps_only",
+    ),
+]
