@@ -203,6 +203,19 @@ def test_groups_of_a_batch_take_turns(name):
     assert {"blt": "BLT", "inverse": "banded inverse"}[name] in str(loop.engine.report())
 
 
+def test_turns_that_were_passed_over_are_charged():
+    """Who takes part in a step follows from its number: a run of which steps are left out costs as much as a whole."""
+    loop = banded_loop(noise=BLT())
+    loop.step(*next(iter(loop.loader)))
+    loop.loader.load_state_dict({"position": 4})
+    loop.step(*next(iter(loop.loader)))
+    assert [(one.kind, one.count) for one in loop.engine.ledger.history] == [
+        ("release", 1),
+        ("void", 3),
+        ("release", 1),
+    ]
+
+
 def test_passes_are_counted_in_groups():
     data = torch.utils.data.TensorDataset(torch.randn(201, 5), torch.randint(0, 3, (201,)))
     loop = banded_loop(noise=BLT(), dataset=data, batch_size=20, steps=None, epochs=2)

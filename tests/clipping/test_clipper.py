@@ -10,8 +10,8 @@ from oracle import SLACK, relative_error
 from reference import per_sample_gradients
 from torch import nn
 
-from dpengine import Flat, GradSampleModule, Groups, PerLayer, PerSampleGradientClipper
-from dpengine.errors import MissingGradientError, TicketError, UnsupportedLayerError
+from dpengine import Automatic, Flat, GradSampleModule, Groups, PerLayer, PerSampleGradientClipper
+from dpengine.errors import BatchMismatchError, MissingGradientError, TicketError, UnsupportedLayerError
 
 SIZES = (4, 4, 3, 1)
 
@@ -51,6 +51,42 @@ def test_unequal_minibatches_give_the_average_over_all_samples(reduction, mode):
     assert relative_error(found, total) < 1e-9
     assert threshold == 0.4
     assert largest == pytest.approx(largest_truth, rel=1e-9)
+
+
+@pytest.mark.parametrize("mode", ["auto", "hooks", "functorch", "ew", "ghost"])
+def test_automatic_clipping_enlarges_small_gradients(mode):
+    model = model_of()
+    inputs, targets = data()
+    clipper = PerSampleGradientClipper(model, Automatic(5.0), grad_sample_mode=mode)
+    F.cross_entropy(model(inputs), targets).backward()
+    clipper.clip_and_accumulate()
+    clipper.pre_step()
+    rows = per_sample_gradients(model, F.cross_entropy, (inputs,), targets)
+    norms = [float(torch.cat([g.flatten() for g in row.values()]).norm()) for row in rows]
+    factors = [(1 - SLACK) * 5.0 / (norm + 0.01) for norm in norms]
+    assert max(factors) > 2
+    total = {name: sum(f * row[name] for f, row in zip(factors, rows, strict=True)) for name in rows[0]}
+    assert relative_error({name: p.grad * len(rows) for name, p in model.named_parameters()}, total) < 1e-9
+
+
+class Folded(nn.Module):
+    """Cuts each row into two before its second layer."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 6), nn.Linear(3, 2)
+
+    def forward(self, inputs):
+        return self.second(self.first(inputs).view(-1, 3)).view(len(inputs), -1)
+
+
+def test_layers_that_see_other_numbers_of_rows_are_refused_by_name():
+    model = Folded().double()
+    clipper = PerSampleGradientClipper(model, Flat(0.4))
+    inputs, targets = data(4)
+    F.cross_entropy(model(inputs), targets).backward()
+    with pytest.raises(BatchMismatchError, match=r"DPE018.*'(first|second)' saw [48] rows and layer '(first|second)'"):
+        clipper.clip_and_accumulate()
 
 
 def test_a_second_round_starts_from_nothing():

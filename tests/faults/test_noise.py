@@ -88,6 +88,26 @@ def test_f_n2_no_step_epoch_or_run_repeats_the_noise_of_another():
     assert float(difference.std()) == pytest.approx(2**0.5, rel=0.02)
 
 
+def test_f_n2_sums_whose_noise_cannot_be_drawn_are_destroyed():
+    class Failed(Exception):
+        pass
+
+    sums = []
+
+    def fail(flat, step, start):
+        assert flat.any()
+        sums.append(flat)
+        raise Failed
+
+    engine, model, optimizer, loader = private(wide(), (torch.ones(6, 40),), noise_multiplier=1.0)
+    inside.record_noise(engine, fail)
+    (inputs,) = next(iter(loader))
+    model(inputs).sum().backward()
+    with pytest.raises(Failed):
+        optimizer.step()
+    assert sums and not any(flat.any() for flat in sums)
+
+
 def test_f_n2_a_step_whose_noise_was_drawn_is_never_drawn_again():
     engine, model, optimizer, loader = private(wide(), (torch.zeros(6, 40),), noise_multiplier=1.0)
     with inside.drawn_noise(engine) as asked:

@@ -136,6 +136,22 @@ def test_f_c1_ghost_refuses_gradients_that_it_cannot_run_again():
         release_of(TwoDoors(), tensors(), with_a_loss_beside, mode="ghost")
 
 
+@pytest.mark.filterwarnings("ignore:.*DPE012")
+def test_f_c1_ghost_refuses_another_output_though_its_gradients_have_the_same_norms():
+    signs = itertools.chain([1.0], itertools.repeat(-1.0))
+
+    class Turned(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.head = nn.Linear(FEATURES, CLASSES, bias=False)
+
+        def forward(self, inputs):
+            return self.head(next(signs) * inputs)
+
+    with pytest.raises(UnsupportedLayerError, match=r"DPE001.*another output when it was run again"):
+        release_of(Turned(), tensors(), plain_step, mode="ghost")
+
+
 class Inside(nn.Module):
     """Shows its hidden layer, so that a backward pass may end there."""
 

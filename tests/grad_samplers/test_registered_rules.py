@@ -42,6 +42,8 @@ WRONG = {
     "NoneType": lambda layer, acts, grads: None,
     "Tensor": lambda layer, acts, grads: acts[0] * grads,
     "list": lambda layer, acts, grads: {layer.factor: (acts[0] * grads).tolist()},
+    "no gradient for parameter '1.factor'": lambda layer, acts, grads: {},
+    r"shape \(4, 1\) for parameter '1.factor'": lambda layer, acts, grads: {layer.factor: grads[:, :1]},
     "LongTensor": lambda layer, acts, grads: {layer.factor: torch.ones(len(grads), 3, dtype=torch.long)},
 }
 

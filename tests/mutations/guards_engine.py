@@ -43,7 +43,8 @@ GUARDS = [
         "an error in the update discards the batch",
         "        except BaseException:\n            self.void()\n            raise\n        self.sums.contributed",
         "        except BaseException:\n            raise\n        self.sums.contributed",
-        "test_release.py::test_any_order_of_calls_keeps_the_books_and_the_sums",
+        "distributed/test_failures.py::test_f_x3_a_count_that_cannot_be_exchanged_is_destroyed_and_its_step_s"
+        "tays_charged",
     ),
     Guard(
         "charge-first",
@@ -208,7 +209,7 @@ GUARDS = [
     ),
     Guard(
         "stale-grads",
-        "a released gradient is recognised",
+        "a released gradient is recognized",
         "            self.released[parameter] = (grad, grad._version)",
         "            pass",
         "faults/test_lifecycle.py::test_f_l1_a_missing_zero_grad_is_refused",
@@ -268,5 +269,70 @@ GUARDS = [
         "            if self._was_changed(parameter):",
         "            if False:",
         "faults/test_lifecycle.py::test_f_l8_gradients_that_were_written_by_hand_are_never_used",
+    ),
+    Guard(
+        "refuse-void-backward",
+        "backward over a discarded batch",
+        "    if release.stage is Stage.VOID:\n        raise",
+        "    if False:\n        raise",
+        "users/test_loop.py::test_s8_a_failure_while_gradients_are_summed_voids_the_batch",
+    ),
+    Guard(
+        "refuse-second-step",
+        "a second step of one batch",
+        "    if release.stage is Stage.RELEASED:\n        raise StaleGradientError",
+        "    if False:\n        raise StaleGradientError",
+        "users/test_step.py::test_o13_a_second_step_of_one_batch_is_refused_before_its_noise_is_drawn",
+    ),
+    Guard(
+        "strangers",
+        "a gradient of a parameter that does not train",
+        "        if strangers:",
+        "        if False:",
+        "faults/test_lifecycle.py::test_f_l9_inside_a_step_parameters_stay_what_they_are",
+    ),
+    Guard(
+        "finish-step-total",
+        "counts of all ranks move an adaptive threshold",
+        "self.plan.expected_batch_size, self.sums.topology.total",
+        "self.plan.expected_batch_size, float",
+        "distributed/test_failures.py::test_f_x3_a_count_that_cannot_be_exchanged_is_destroyed_and_its_step_s"
+        "tays_charged",
+    ),
+    Guard(
+        "skipped-turns",
+        "a cyclic step that was jumped over is charged",
+        "            self._charge_void(ticket.step - self.last_step - 1)",
+        "            pass",
+        "test_correlated_runs.py::test_turns_that_were_passed_over_are_charged",
+    ),
+    Guard(
+        "noise-fails-zeroes",
+        "taken sums are destroyed where noise fails",
+        "                flat.zero_()",
+        "                pass",
+        "faults/test_noise.py::test_f_n2_sums_whose_noise_cannot_be_drawn_are_destroyed",
+    ),
+    Guard(
+        "broken-off",
+        "a backward pass that broke off voids its batch",
+        "            self.sums.forget_pass()\n            self.void()\n        while",
+        "            self.sums.forget_pass()\n        while",
+        "users/test_loop.py::test_s8_a_batch_that_failed_leaves_nothing_in_the_next",
+    ),
+    Guard(
+        "factors-above-one",
+        "factors above 1 are divided out",
+        "weights_BK = factors_BK / largest if largest > 1 else factors_BK",
+        "weights_BK = factors_BK",
+        "clipping/test_clipper.py::test_automatic_clipping_enlarges_small_gradients",
+    ),
+    Guard(
+        "discard-policy",
+        "a policy forgets a discarded batch",
+        "        self.contributed.clear()\n        self.policy.discard()",
+        "        self.contributed.clear()",
+        "distributed/test_failures.py::test_f_x3_a_count_that_cannot_be_exchanged_is_destroyed_and_its_step_s"
+        "tays_charged",
     ),
 ]

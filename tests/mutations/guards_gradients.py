@@ -15,7 +15,8 @@ GUARDS = [
         "a second norm in ghost mode",
         "self._take is None and use.parameter in self._sq_norms",
         "False",
-        "clipping/test_clipper.py::test_ghost_mode_refuses_to_join_the_norms_of_forward_passes_from_before_the_last_backward",
+        "clipping/test_clipper.py::test_ghost_mode_refuses_to_join_the_norms_of_forward_passes_from_before_th"
+        "e_last_backward",
     ),
     Guard(
         "factor-slack",
@@ -134,7 +135,8 @@ GUARDS = [
         "a rule that gives no floats",
         "not (isinstance(grad, Tensor) and grad.is_floating_point())",
         "False",
-        "grad_samplers/test_registered_rules.py::test_a_rule_that_returns_something_else_is_refused_with_its_layer_and_what_it_gave",
+        "grad_samplers/test_registered_rules.py::test_a_rule_that_returns_something_else_is_refused_with_its_"
+        "layer_and_what_it_gave",
     ),
     Guard(
         "ghost-same",
@@ -218,7 +220,8 @@ GUARDS = [
         "batch norm that looks at the batch",
         "not (_looks_at_the_batch(module) and is_on())",
         "True",
-        "validation/test_frozen_batch_norm.py::test_a_batch_norm_that_would_look_at_the_batch_is_refused_in_the_forward_pass",
+        "validation/test_frozen_batch_norm.py::test_a_batch_norm_that_would_look_at_the_batch_is_refused_in_t"
+        "he_forward_pass",
     ),
     Guard(
         "ghost-take",
@@ -247,5 +250,49 @@ GUARDS = [
         "        self._refuse(same, changed)\n",
         "        pass\n",
         "faults/test_isolation.py::test_f_m2_the_layer_that_sees_other_rows_is_named_and_nothing_is_released",
+    ),
+    Guard(
+        "automatic-clamp",
+        "the largest factor of automatic clipping",
+        "max=largest\n",
+        "max=torch.inf\n",
+        "clipping/test_automatic.py::test_a_gradient_of_zeros_stays_zero_whatever_the_settings",
+    ),
+    Guard(
+        "positive",
+        "a threshold that is not positive and finite",
+        '    if not 0 < number < math.inf:\n        raise InvalidBudgetError(f"{where}: {name}={value!r} is not',
+        '    if False:\n        raise InvalidBudgetError(f"{where}: {name}={value!r} is not',
+        "clipping/test_policy.py::test_f_c10_f_b2_a_threshold_that_is_no_positive_finite_number_is_refused_by_name",
+    ),
+    Guard(
+        "joint-missing",
+        "a rule that leaves out a parameter",
+        "        if use.parameter not in found:\n            raise",
+        "        if False:\n            raise",
+        "grad_samplers/test_registered_rules.py::test_a_rule_that_returns_something_else_is_refused_with_its_"
+        "layer_and_what_it_gave",
+    ),
+    Guard(
+        "joint-shape",
+        "a rule that gives another shape",
+        "tuple(grad.shape) != expected",
+        "False",
+        "grad_samplers/test_registered_rules.py::test_a_rule_that_returns_something_else_is_refused_with_its_"
+        "layer_and_what_it_gave",
+    ),
+    Guard(
+        "replay-output",
+        "another output of the second pass",
+        "before.shape != now.shape or not torch.allclose(",
+        "before.shape != now.shape or False and torch.allclose(",
+        "faults/test_probe.py::test_f_c1_ghost_refuses_another_output_though_its_gradients_have_the_same_norms",
+    ),
+    Guard(
+        "common-rows",
+        "layers that disagree on the batch size",
+        "    sizes = set(rows.values())\n    if len(sizes) > 1:",
+        "    sizes = set(rows.values())\n    if False:",
+        "clipping/test_clipper.py::test_layers_that_see_other_numbers_of_rows_are_refused_by_name",
     ),
 ]

@@ -15,7 +15,7 @@ from torch import nn
 from torch.optim import lr_scheduler
 
 import dpengine
-from dpengine.errors import DetachedError, UnknownParameterError
+from dpengine.errors import DetachedError, ParameterMismatchError, UnknownParameterError
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*DPE012")
 
@@ -291,6 +291,15 @@ def test_o9_a_group_added_later_is_refused_by_name():
     with pytest.raises(UnknownParameterError, match=r"\(head\)"):
         loop.optimizer.add_param_group({"params": [("head", extra.weight)]})
     assert len(loop.optimizer.param_groups) == 1
+
+
+def test_o9_a_step_that_would_change_no_weight_is_refused():
+    loop = make_loop(noise_multiplier=1.0)
+    for layer in loop.model.modules():
+        for name, parameter in list(layer.named_parameters(recurse=False)):
+            setattr(layer, name, nn.Parameter(parameter.detach().clone()))
+    with pytest.raises(ParameterMismatchError, match=r"DPE003.*all replaced since make_private"):
+        loop.step(*first_batch(loop.loader))
 
 
 def test_o9_a_detached_copy_takes_groups():

@@ -6,7 +6,7 @@ import torch
 from loops import assert_same_gradients, expected_gradients, first_batch, gradients_of, make_loop, mlp, state_of
 from torch import nn
 
-from dpengine.errors import LedgerError, PrivacyWarning
+from dpengine.errors import LedgerError, PrivacyWarning, StaleGradientError
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*DPE012")
 
@@ -53,6 +53,16 @@ def test_o13_a_raw_gradient_of_a_frozen_parameter_is_never_applied():
     with pytest.warns(PrivacyWarning, match="DPE015"):
         loop.optimizer.step()
     assert all(torch.equal(frozen[name], value) for name, value in state_of(model[0]).items())
+
+
+def test_o13_a_second_step_of_one_batch_is_refused_before_its_noise_is_drawn():
+    loop = make_loop(noise_multiplier=1.0)
+    loop.step(*first_batch(loop.loader))
+    weights = state_of(loop.model)
+    with inside.drawn_noise(loop.engine) as asked, pytest.raises(StaleGradientError, match="twice for one batch"):
+        loop.optimizer.step()
+    assert not asked and loop.engine.ledger.steps == 1
+    assert all(torch.equal(weights[name], value) for name, value in state_of(loop.model).items())
 
 
 class Boom(RuntimeError):
