@@ -11,7 +11,7 @@ from dpengine.kernels.library import native_library
 
 IN_A_FORK = """
 import os
-from dpengine.kernels import thread_team
+from dpengine.kernels.library import thread_team
 before = thread_team()
 if os.fork() == 0:
     os._exit(0 if thread_team() is None else 1)
