@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import torch
 
 import dpengine.engine.argument_checks
+import dpengine.engine.compiled_backward
 import dpengine.engine.optimizer
 import dpengine.engine.privacy_engine
 import dpengine.engine.run
@@ -296,3 +297,8 @@ def record_calibrations(monkeypatch):
 def replace_report(monkeypatch, action):
     """Makes ``engine.report`` call ``action`` instead of computing a report."""
     monkeypatch.setattr(dpengine.engine.privacy_engine, "report_of_run", action)
+
+
+def limit_compiled_graphs(monkeypatch, number):
+    """Limits the graphs that one compiled backward pass may hold."""
+    monkeypatch.setattr(dpengine.engine.compiled_backward, "_MOST_GRAPHS", number)

@@ -31,6 +31,7 @@ STEP_MODULES = {
     "batch_state",
     "build_plan",
     "clipped_sums",
+    "compiled_backward",
     "grad_writer",
     "materialized_sums",
     "optimizer",
@@ -57,7 +58,7 @@ STEP_NAMES = {
 OF_THEIR_OWN = {"MODES", "Sketches", "norm_of_sketch"}  # public keys, and numbers that are tested alone
 ALONE = {"accounting", "noise", "kernels", "data", "cli", "report", "plan", "ledger_file", "batch_selection"}
 NOT_BY_FOLDER = {"compiled", "clipping"}  # packages whose own tests go through `inside_parts`, too
-OTHERS = {"inside.py", "inside_parts.py", "test_inside.py", "sabotage", "mutations", "differential"}  # not read
+OTHERS = {"inside.py", "inside_parts.py", "test_inside.py", "mutations", "differential"}  # not read
 PUBLIC = {"_module", "_replace", "_parameters", "_modules", "_buffers", "_forward_hooks", "_forward_pre_hooks"}
 IN_STRINGS = re.compile(
     r"\.runs\[|\.(?:release|sums)\.|\b(?:_dpengine|_release|_books)\b|import (?:ClippedSums|ShownSums)"

@@ -130,7 +130,7 @@ class Topology:
     def reduce_sq_norms(
         self, own_BK: Tensor, whole_BK: Tensor, facts: Sequence[object], device: torch.device
     ) -> Tensor:
-        """Squared norms of gradients that lie in parts on several ranks. See `split_norms.add_up_sq_norms`."""
+        """Returns squared norms of gradients that are split over ranks; see `add_up_sq_norms`."""
         return add_up_sq_norms(self.splits, own_BK, whole_BK, facts, device)
 
     def total(self, number: Tensor | float) -> float:

@@ -29,7 +29,7 @@ class PerSampleGradientClipper:
         norm_clipper: A clipping policy, such as ``Flat(1.0)``, that fits the module.
         batch_first: Whether axis 0 of the inputs is the batch; else axis 1, as in time-major models.
         loss_reduction: ``"mean"`` if the loss averages over the samples of a minibatch, ``"sum"`` if it adds them.
-        grad_sample_mode: How per-sample gradients are had; a key of ``gradients.MODES``.
+        grad_sample_mode: ``"auto"``, ``"hooks"``, ``"functorch"``, ``"ew"`` or ``"ghost"``.
 
     Raises:
         TypeError: If the module is no ``torch.nn.Module``, or the policy no policy.

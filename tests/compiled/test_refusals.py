@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from inside_parts import set_compiled_loss
+from inside_parts import limit_compiled_graphs, set_compiled_loss
 from torch import nn
 
 from dpengine import errors
@@ -234,7 +234,7 @@ def test_arguments_are_tensors_or_plain(argument):
 
 
 def test_too_many_graphs_are_refused(monkeypatch):
-    monkeypatch.setattr("dpengine.engine.compiled_backward._MOST_GRAPHS", 2)
+    limit_compiled_graphs(monkeypatch, 2)
     training = Training(MODELS["linear"][0], data((6,)), compiled=True, multiple_of=1)
     with pytest.raises(errors.UnsupportedLayerError, match="More than 2 graphs"):
         training.run()

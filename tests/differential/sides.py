@@ -67,9 +67,8 @@ def _git(*args: str) -> bytes:
     try:
         return subprocess.run(["git", "-C", str(CURRENT), *args], check=True, capture_output=True).stdout
     except (OSError, subprocess.CalledProcessError) as error:
-        raise NoBaseline(
-            f"The baseline commit {BASELINE} is not in the history here (git {args[0]} failed)."
-        ) from error
+        reason = getattr(error, "stderr", b"").decode(errors="replace").strip() or str(error)
+        raise NoBaseline(f"The baseline commit {BASELINE} is not in the history here: {reason}") from error
 
 
 @contextlib.contextmanager
