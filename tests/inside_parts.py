@@ -19,7 +19,6 @@ import dpengine.engine.watch_model
 from dpengine.clipping import Flat
 from dpengine.engine import amp_and_lr_schedulers as companions
 from dpengine.engine.argument_checks import attached_models
-from dpengine.engine.argument_checks import planned_steps as planned_steps
 from dpengine.engine.clipped_sums import ClippedSums
 from dpengine.engine.materialized_sums import ShownSums
 from dpengine.engine.optimizer import REFUSED
@@ -35,6 +34,11 @@ REJECTED_OPTIMIZERS = frozenset(REFUSED)
 """Names of the optimizers of torch that ``make_private`` rejects."""
 
 accounted_rate = rate_to_book
+
+
+def planned_steps(epochs, steps, steps_per_epoch):
+    """The number of steps of a run; looked up at each call, so that a planted bug is seen."""
+    return dpengine.engine.argument_checks.planned_steps(epochs, steps, steps_per_epoch)
 
 
 def totals_of(sums):

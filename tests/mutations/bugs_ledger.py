@@ -62,7 +62,7 @@ def _skipping(attach: Any) -> Any:
         attach(scaler)
 
         def step(optimizer: Any) -> None:
-            if not optimizer._dpengine.engine.release.statistics.dropped:
+            if not optimizer._dpengine.release.statistics.dropped:
                 optimizer.step()
 
         scaler.step = step
