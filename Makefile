@@ -35,6 +35,10 @@ planted: $(STAMP)
 mutations: $(STAMP)
 	@$(PYTEST) -n $(JOBS) -m nightly tests/mutations/test_guards.py
 
+# Long random searches. `make mutations` and `make differential` have the other tests with this marker.
+searches: $(STAMP)
+	@$(PYTEST) -n $(JOBS) --dist loadgroup -m nightly --ignore=tests/mutations --ignore=tests/differential
+
 readme: $(STAMP)
 	@$(PYTEST) tests/test_readme.py
 
@@ -49,4 +53,4 @@ gpu:
 	@$(RUN) pip install -q --no-deps -e . dp-accounting opt-einsum
 	@touch $(STAMP)
 
-.PHONY: demo demo-quick test slow differential planted mutations readme lint gpu
+.PHONY: demo demo-quick test slow differential planted mutations searches readme lint gpu

@@ -98,7 +98,7 @@ def test_f_a9_targets_smaller_than_the_grid_of_the_first_guess_are_kept(target, 
     assert_is_tight(found, target, delta, rate)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_f_a9_two_hundred_random_targets_are_kept():
     rng = random.Random(2)
     for _ in range(200):

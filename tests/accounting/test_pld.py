@@ -255,7 +255,7 @@ def test_bounds_hold_over_the_whole_range(rate, sigma, steps, delta):
     check_bounds(rate, sigma, steps, delta, truth_of(rate, sigma, steps, delta))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_bounds_hold_at_random_settings():
     rng = np.random.default_rng(21)
     excess = [check_bounds(*random_setting(rng, most=300)) for _ in range(12)]

@@ -221,7 +221,7 @@ def test_f_l1_no_order_of_calls_releases_a_batch_twice_or_for_nothing(options):
     trace_all(range(25), options)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("options", OPTIONS, ids=lambda options: "-".join(map(str, options)) or "plain")
 def test_f_l1_nor_do_ten_thousand_others(options):
     trace_all(range(25, 2025), options)

@@ -45,7 +45,7 @@ def test_no_step_of_an_epoch_is_lost(n):
     assert 2.0 - 1e-4 <= epsilon_after("rdp", found, 1 / n, n) <= 2.0
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_no_step_is_lost_for_any_number_of_steps_to_2000():
     for n in range(1, 2001):
         found = get_noise_multiplier(target_epsilon=2.0, target_delta=DELTA, sample_rate=1 / n, epochs=3)
