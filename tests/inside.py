@@ -30,9 +30,9 @@ def _release(owner, run=-1):
 def state(owner, run=-1):
     """The state of a run of an engine, or of a private optimizer, as plain values.
 
-    Of the step: ``stage`` of the logical batch (idle, open, clipped, charged, released, void or closed); numbers of
-    steps taken (``released``), of batches discarded (``void``) and of samples dropped (``dropped``); ``step`` and
-    ``chunk`` that the loader returned last; ``waiting``, step and row counts of each logical batch in the sums; the
+    Of the step: ``stage`` of the logical batch (idle, open, clipped, charged, released, discarded or closed); numbers
+    of steps taken (``released``), of batches discarded (``discarded``) and of samples dropped (``dropped``); ``step``
+    and ``chunk`` that the loader returned last; ``waiting``, step and row counts of each logical batch in the sums; the
     parameters whose gradient was ``written``; the ``largest_norm`` of the last pass; whether a pass is ``pending``.
     Of the sums: whether nothing was added (``clean``), and whether their memory is ``zero``.
     Of the plan: ``noise_std``, ``asked_noise_std`` (of the next step), ``noise_multiplier``, ``clipping_norm``,
@@ -41,13 +41,13 @@ def state(owner, run=-1):
     release = _release(owner, run)
     plan, sums = release.plan, release.sums
     return SimpleNamespace(
-        stage=release.stage.value,
-        released=release.released,
-        void=release.given_up,
+        stage=release.batches.stage.value,
+        released=release.batches.released,
+        discarded=release.batches.discarded,
         dropped=release.dropped_rows,
-        step=release.last_step,
-        chunk=release.chunk,
-        waiting=[(ticket.step, tuple(ticket.rows)) for ticket in release.tickets],
+        step=release.batches.last_step,
+        chunk=release.batches.chunk,
+        waiting=[(ticket.step, tuple(ticket.rows)) for ticket in release.batches.batches],
         written=set(release.gradients.released),
         largest_norm=release.statistics.largest_norm,
         pending=sums.pending,
@@ -71,7 +71,7 @@ def state(owner, run=-1):
 def public_text(owner, run=-1):
     """Representations that may reach a log: the plan and the logical batches."""
     release = _release(owner, run)
-    return f"{release.plan!r} {release.tickets!r}"
+    return f"{release.plan!r} {release.batches.batches!r}"
 
 
 def return_batch(owner, step, rows):
@@ -81,7 +81,7 @@ def return_batch(owner, step, rows):
 
 def fetch_ahead(owner, chunks):
     """Declares that a trainer fetches some chunks before it uses the first."""
-    _release(owner).ahead = chunks
+    _release(owner).batches.look_ahead = chunks
 
 
 # The plan
@@ -278,7 +278,7 @@ def record_releases(owner, seen):
     write = release._write_gradients
 
     def writing():
-        seen([ticket.step for ticket in release.tickets])
+        seen(release.batches.steps)
         write()
 
     release._write_gradients = writing
@@ -314,7 +314,7 @@ def before_exchange(owner, action):
     facts = release.sums.facts
 
     def compared():
-        action(release.last_step)
+        action(release.batches.last_step)
         return facts()
 
     release.sums.facts = compared

@@ -105,9 +105,9 @@ class WatchedRun:
     def _chunk(self) -> tuple[int, Indices]:
         """The step and the rows of the data set of the chunk that a backward pass is over."""
         release = self.run.release
-        step = release.tickets[-1].step
+        step = release.batches.batches[-1].step
         drawn = self.run.batches._batches.draw(step)  # a pure function: the same batch again
-        return step, np.asarray(drawn.chunks[release.chunk], dtype=np.int64)
+        return step, np.asarray(drawn.chunks[release.batches.chunk], dtype=np.int64)
 
     def _note(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """Before the optimizer's own update: the release is in ``p.grad``."""
@@ -118,14 +118,14 @@ class WatchedRun:
             torch.zeros(p.numel()) if p.grad is None else p.grad.detach().flatten().double().cpu()
             for p in self._trainable().values()
         ]
-        divisor = release.plan.divisor(len(release.tickets), mean=release.sums.loss_reduction == "mean")
+        divisor = release.plan.divisor(len(release.batches.batches), mean=release.sums.loss_reduction == "mean")
         unit = divisor / release.plan.clipping.sensitivity()
-        self._seen[release.tickets[-1].step] = self._directions.along(torch.cat(grads).numpy()) * unit
+        self._seen[release.batches.batches[-1].step] = self._directions.along(torch.cat(grads).numpy()) * unit
 
     @property
     def releases(self) -> int:
         """How often weights changed since the run began."""
-        return self.run.release.released
+        return self.run.release.batches.released
 
     def refuse_bypassed(self) -> None:
         """Refuses a run whose canaries did not take part, such as one whose backward pass was compiled."""

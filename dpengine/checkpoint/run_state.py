@@ -32,7 +32,7 @@ from dpengine.sampling.units import UnitIds
 
 from .layout import EARLIER
 
-_BETWEEN_STEPS = (Stage.IDLE, Stage.RELEASED, Stage.VOID)
+_BETWEEN_STEPS = (Stage.IDLE, Stage.RELEASED, Stage.DISCARDED)
 _LIFE_BITS = 63
 _KINDS: dict[str, Any] = {
     "fingerprint": dict,
@@ -52,7 +52,7 @@ _KINDS: dict[str, Any] = {
 def taken(run: Run) -> dict[str, Any]:
     """The state of a run between two steps. It contains the secret key, and this rank's slices of the noise alone."""
     release = run.release
-    if release.stage not in _BETWEEN_STEPS or release.fetched:
+    if release.batches.stage not in _BETWEEN_STEPS or release.batches.fetched:
         raise TicketError(
             "A batch is at hand that was not stepped; a checkpoint is of a run between two steps.",
             fix="Save after optimizer.step(), before the next batch is drawn.",
@@ -63,13 +63,13 @@ def taken(run: Run) -> dict[str, Any]:
         "noise_multiplier": release.plan.noise_multiplier,
         "matrix": None if release.plan.noise is None else release.plan.noise.name,
         "run": release.plan.run,
-        "last_step": release.last_step,
+        "last_step": release.batches.last_step,
         "source": source,
         "first_life": source["incarnation"] if run.first_life is None else run.first_life,
         "noise": release.noise.state_dict(),
         "clipping": release.plan.clipping.state_dict(),
         "dropped_rows": release.dropped_rows,
-        "joined": release.joined,
+        "joined": release.batches.merged,
         "examples": examples_of(run, release.source),
     }
 
@@ -119,8 +119,7 @@ class Resumption:
         run.budget.fits_plan = self.plan.noise_multiplier >= release.plan.noise_multiplier
         release.plan, release.source, release.noise = self.plan, self.source, self.noise
         release.plan.clipping.load_state_dict(dict(state["clipping"]))
-        release.last_step = state["last_step"]
-        release.joined = state["joined"]
+        release.batches.last_step, release.batches.merged = state["last_step"], state["joined"]
         first = release.sums.topology.everyone.rank == 0
         release.dropped_rows = state["dropped_rows"] if first else 0  # they are those of all ranks
         run.first_life = self.first_life
@@ -132,7 +131,7 @@ def resumption(
     run: Run, state: Mapping[str, Any], known: Iterable[Charge], *, life: int, nothing_left_since: bool
 ) -> Resumption:
     """Returns the changes that resume a run, without making them. ``life`` is a new nonce, the same on all ranks."""
-    if run.release.last_step >= 0 or run.resumed or not run.attached:
+    if run.release.batches.last_step >= 0 or run.resumed or not run.attached:
         raise TicketError(
             "The run that shall go on has drawn batches already, was loaded before, or is private no longer.",
             fix="Call make_private, then load, then train.",

@@ -1,17 +1,216 @@
-"""States of the current logical batch. `dpengine.engine.release` makes the transitions."""
+"""State machine of the current logical batch. Plain Python: a transition returns what its owner must do as data."""
 
 from __future__ import annotations
 
 import enum
+from collections import deque
+from collections.abc import Collection
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from dpengine.sampling.batches import Ticket
 
 
 class Stage(enum.Enum):
-    """Where the present logical batch is."""
+    """Stage of the current logical batch."""
 
-    IDLE = "idle"  # nothing handed out, or the last release was cleared by zero_grad
-    OPEN = "open"  # handed out; some chunk has not been through backward
-    CLIPPED = "clipped"  # all chunks are in the sums
-    CHARGED = "charged"  # the ledger has it; the weights do not yet
-    RELEASED = "released"  # the weights changed; waits for zero_grad
-    VOID = "void"  # given up; waits for the next batch
-    CLOSED = "closed"  # the model is private no longer; batches are of no concern
+    IDLE = "idle"  # no batch was returned, or zero_grad cleared the last step
+    OPEN = "open"  # returned by the loader; some physical batch has not been through backward
+    CLIPPED = "clipped"  # the clipped gradients of all physical batches are in the sums
+    CHARGED = "charged"  # accounted; the parameters are not updated yet
+    RELEASED = "released"  # the parameters are updated; zero_grad comes next
+    DISCARDED = "discarded"  # ended early; the next batch comes next
+    CLOSED = "closed"  # the model is not private any more
+
+
+class Effect(NamedTuple):
+    """What the owner of a `BatchState` must do after a transition, in this order."""
+
+    discarded: int = 0  # logical batches to charge as discarded: why they ended early may depend on the data
+    zero_sums: bool = False
+
+
+NOTHING = Effect()
+_UNCHARGED = frozenset({Stage.OPEN, Stage.CLIPPED})
+
+
+@dataclass(eq=False)
+class BatchState:
+    """Follows logical batches from the loader to the parameter update.
+
+    Several logical batches are merged into one step if the optimizer did not step after each of them.
+
+    Attributes:
+        look_ahead: Number of physical batches that a trainer fetches before it uses the first. If it is positive, the
+            trainer must run one backward pass for each physical batch, in the order of the loader.
+        batches: Logical batches whose gradients are in the sums. The last one is the current batch.
+        fetched: Physical batches that were fetched ahead of their backward pass.
+        chunk: Index of the current physical batch within its logical batch.
+        done: Whether the current physical batch has been through backward.
+        passed_over: Whether the previous logical batch has not been through backward at all.
+        last_step: Step number of the newest logical batch.
+        merged: Number of logical batches in the last step.
+        released: Number of steps taken.
+        discarded: Number of logical batches that were discarded. They are charged, too.
+    """
+
+    look_ahead: int = 0
+    stage: Stage = Stage.IDLE
+    batches: list[Ticket] = field(default_factory=list)
+    fetched: deque[tuple[Ticket, int]] = field(default_factory=deque)
+    chunk: int = 0
+    done: bool = False
+    passed_over: bool = False
+    last_step: int = -1
+    merged: int = 1
+    released: int = 0
+    discarded: int = 0
+
+    @property
+    def samples(self) -> int:
+        """Number of samples of the current physical batch."""
+        return self.batches[-1].rows[self.chunk]
+
+    @property
+    def steps(self) -> list[int]:
+        """Step numbers of the merged logical batches."""
+        return [batch.step for batch in self.batches]
+
+    @property
+    def first_uncharged(self) -> int:
+        """The first step that is not accounted yet."""
+        return self.batches[0].step if self.stage in _UNCHARGED else self.last_step + 1
+
+    @property
+    def awaits_backward(self) -> bool:
+        """Whether the current physical batch may go through backward."""
+        return self.stage is Stage.OPEN and not self.done
+
+    @property
+    def may_step(self) -> bool:
+        """Whether the current physical batch has been through backward, or is empty and needs none."""
+        return self.stage in {Stage.OPEN, Stage.CLIPPED, Stage.CHARGED} and (self.done or self.samples == 0)
+
+    # The loader
+
+    def fetch(self, batch: Ticket, chunk: int) -> tuple[Ticket, int] | None:
+        """Returns the physical batch that comes next when the loader returns this one; None if it waits."""
+        if not self.fetched and not (self.look_ahead and self.awaits_backward):
+            return batch, chunk
+        self.fetched.append((batch, chunk))
+        return self.fetched.popleft() if len(self.fetched) > self.look_ahead else None
+
+    def skipped_before(self, step: int) -> int:
+        """Number of steps between the last logical batch and this one."""
+        return step - self.last_step - 1 if self.last_step >= 0 else 0
+
+    def begin(self, batch: Ticket, chunk: int) -> Effect:
+        """Makes a physical batch the current one. A logical batch must have a later step than the one before."""
+        if chunk > 0:
+            if self.stage is Stage.DISCARDED or (not self.done and self.samples > 0):
+                return self.discard()  # a physical batch was left out, now or before
+            self.chunk, self.done = chunk, False
+            return NOTHING
+        if batch.step <= self.last_step:
+            raise ValueError(f"Step {batch.step} does not come after step {self.last_step}.")
+        self.last_step = batch.step
+        self.passed_over = self.awaits_backward and self.chunk == 0
+        effect = NOTHING
+        if self.passed_over and len(self.batches) > 1:
+            self.batches.pop()  # the batches before it stay in the sums
+            effect = Effect(discarded=1)
+        elif self.stage is Stage.OPEN:
+            effect = self.discard()
+        if self.stage not in _UNCHARGED:
+            self.batches = []
+        self.batches.append(batch)
+        self.stage, self.chunk, self.done = Stage.OPEN, 0, False
+        return effect
+
+    def revoke(self) -> None:
+        """Takes back `begin` of a logical batch that the user does not get."""
+        self.batches.pop()
+        self.stage = Stage.OPEN if self.batches else Stage.DISCARDED
+
+    def extend(self, batch: Ticket) -> None:
+        """Replaces the current logical batch by one with one more physical batch, which is the current one."""
+        self.batches[-1] = batch
+        self.stage, self.chunk, self.done = Stage.OPEN, len(batch.rows) - 1, False
+
+    # The backward pass
+
+    def next_for_backward(self, samples: Collection[int]) -> tuple[Ticket, int] | None:
+        """Takes the next fetched batch if the current one cannot be that of a backward pass with these numbers."""
+        if not self.fetched or (self.awaits_backward and self.samples in samples):
+            return None
+        return self.fetched.popleft()
+
+    def clipped(self) -> None:
+        """The gradients of the current physical batch are in the sums."""
+        self.done = True
+        if self.chunk == len(self.batches[-1].rows) - 1:
+            self.stage = Stage.CLIPPED
+
+    # The optimizer
+
+    def next_for_step(self) -> tuple[Ticket, int] | None:
+        """Takes the next fetched batch if it is empty, so that it may have no backward pass, and it is its turn."""
+        waits = not self.done if self.stage is Stage.OPEN else self.stage is Stage.CLIPPED
+        if not self.fetched or waits:
+            return None
+        batch, chunk = self.fetched[0]
+        return self.fetched.popleft() if batch.rows[chunk] == 0 else None
+
+    def charged(self) -> None:
+        """The merged logical batches are accounted."""
+        self.merged = len(self.batches)
+        self.stage = Stage.CHARGED
+
+    def finished(self) -> None:
+        """The parameters are updated."""
+        self.stage = Stage.RELEASED
+        self.released += 1
+
+    def cleared(self) -> Effect:
+        """``zero_grad`` was called: complete logical batches that were not stepped are discarded."""
+        if self.stage is Stage.RELEASED:
+            self.batches, self.stage = [], Stage.IDLE
+        elif self.stage is Stage.CLIPPED:
+            return self.discard()
+        elif self.awaits_backward and self.chunk == 0 and len(self.batches) > 1:
+            current = self.batches.pop()
+            effect = self.discard()
+            self.batches, self.stage = [current], Stage.OPEN
+            return effect
+        return NOTHING
+
+    # The end
+
+    def upcoming(self) -> tuple[int, int]:
+        """Returns how many batches will be charged separately from, and together with, the next logical batch."""
+        if self.stage is Stage.CLIPPED:
+            return 0, max(len(self.batches) + 1, self.merged)
+        return (len(self.batches) if self.stage is Stage.OPEN else 0) + self._fetched_batches, self.merged
+
+    @property
+    def _fetched_batches(self) -> int:
+        return sum(chunk == 0 for _, chunk in self.fetched)
+
+    def discard(self) -> Effect:
+        """Ends the merged logical batches early."""
+        uncharged = len(self.batches) if self.stage in _UNCHARGED else 0
+        self.batches = []
+        self.stage = Stage.CLOSED if self.stage is Stage.CLOSED else Stage.DISCARDED
+        return Effect(uncharged, zero_sums=True)
+
+    def drop_uncharged(self) -> None:
+        """Drops a complete logical batch that is over the budget. It is not charged: nothing of it is released."""
+        self.batches, self.stage = [], Stage.DISCARDED
+
+    def close(self) -> Effect:
+        """Ends the run."""
+        uncharged = self._fetched_batches + self.discard().discarded
+        self.fetched.clear()
+        self.stage = Stage.CLOSED
+        return Effect(uncharged, zero_sums=True)

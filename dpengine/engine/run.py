@@ -59,7 +59,7 @@ class Budget:
 
     def may_draw(self, release: Release) -> bool:
         """Whether the loader may hand out one more logical batch."""
-        apart, together = release.upcoming()
+        apart, together = release.batches.upcoming()
         return self.on_budget != "stop" or self._reached(release, together, apart) is None
 
     def overspend(self, release: Release, count: int) -> float | None:
@@ -72,7 +72,7 @@ class Budget:
 
     def room(self, release: Release, event: Event, count: int) -> int:
         """How many charges of an event may be reserved, ``count`` of which are due now; no more than fit."""
-        ahead = release.plan.steps_after(release.last_step, self.planned_steps)
+        ahead = release.plan.steps_after(release.batches.last_step, self.planned_steps)
         if self.target_epsilon is not None and release.plan.noise_multiplier > 0:
             history = release.ledger.totals
             beside = tuple(charge for charge in history if charge.event != event)
@@ -215,9 +215,10 @@ class Run:
                 "that is reduced already may mix rows.",
                 fix='Compute it with reduction="none", and reduce every axis but the first.',
             )
-        if self.release.tickets and loss_B.shape[0] != self.release.rows:
+        batches = self.release.batches
+        if batches.batches and loss_B.shape[0] != batches.samples:
             raise BatchMismatchError(
-                f"loss_per_example has {loss_B.shape[0]} numbers for the {self.release.rows} rows of this batch.",
+                f"loss_per_example has {loss_B.shape[0]} numbers for the {batches.samples} rows of this batch.",
                 fix="Reduce every axis but the first, which is the batch.",
             )
         mean = self.release.sums.loss_reduction == "mean"

@@ -14,9 +14,8 @@ from dpengine.errors import (
 )
 from dpengine.grad_modes.strategy import KEEP_THE_BATCH_FIRST
 from dpengine.plan.run_plan import RunPlan
-from dpengine.sampling.batches import Ticket
 
-from .batch_state import Stage
+from .batch_state import BatchState, Stage
 from .grad_writer import WrittenGradients
 
 if TYPE_CHECKING:
@@ -31,44 +30,45 @@ _IN_TURN = (
 class Release(Protocol):
     """What is looked at here of `dpengine.engine.release.Release`, which asks."""
 
-    stage: Stage
-    tickets: list[Ticket]
-    passed_over: bool
-    done: bool
+    batches: BatchState
     plan: RunPlan
     sums: ClippedSums
     gradients: WrittenGradients
     unused_parameters: str
 
-    @property
-    def rows(self) -> int:
-        """Of the chunk that was handed out last."""
+
+def step_used_twice(step: int) -> TicketError:
+    """The error for a logical batch with a step number that was used before."""
+    return TicketError(  # noise is addressed by the step: two steps with one address would have the same noise
+        f"Step {step} was handed out before in this run; its noise must not be used again.",
+        fix="Do not set the loader back: detach the model and call make_private again.",
+    )
 
 
 def refuse_backward(release: Release) -> None:
     """Refuses a backward pass that must not count."""
-    if release.stage is Stage.CLOSED:
+    if release.batches.stage is Stage.CLOSED:
         raise TicketError(
             "Backward ran over a forward pass from before the model was detached; it leaves no gradients.",
             fix="Run the forward pass again.",
         )
-    if release.stage is Stage.VOID:
+    if release.batches.stage is Stage.DISCARDED:
         raise TicketError(
             "This logical batch was given up: an error ended it, a chunk of it was left out, as by a loop that fetches "
             "batches ahead, or zero_grad() discarded it.",
             fix=f"Go on with the next batch of the loader. {_IN_TURN}",
         )
-    if release.stage is Stage.IDLE or (release.stage is Stage.RELEASED and not release.tickets):
+    if release.batches.stage is Stage.IDLE or (release.batches.stage is Stage.RELEASED and not release.batches.batches):
         raise TicketError(
             "Backward ran on rows that did not come from the private loader of this model: it has handed out no batch "
             "that waits.",
             fix="Iterate over the loader that make_private returned with this model. Of several private models, each "
             "has a loader of its own, which accounts for the batches of that one.",
         )
-    if release.stage is Stage.RELEASED or release.done:
+    if release.batches.stage is Stage.RELEASED or release.batches.done:
         raise RepeatedBackwardError(
-            f"The {release.rows} rows of this batch were used in 2 backward passes in one step; each would count "
-            "fully.",
+            f"The {release.batches.samples} rows of this batch were used in 2 backward passes in one step; each would "
+            "count fully.",
             fix="Add the losses: (a + b).backward().",
         )
     refuse_stale(release)
@@ -77,11 +77,11 @@ def refuse_backward(release: Release) -> None:
 
 def _refuse_other_batch(release: Release) -> None:
     """Refuses a batch on whose rows all layers agree, and which is not the one that was handed out last."""
-    seen, drawn = release.sums.rows_pending, release.rows  # of the first pass, where several wait
+    seen, drawn = release.sums.rows_pending, release.batches.samples  # of the first pass, where several wait
     if seen == drawn or len(set(release.sums.strategy.rows.values())) != 1:
         return
     name = next(iter(release.sums.strategy.rows))
-    if release.passed_over:
+    if release.batches.passed_over:
         why, fix = "batches were fetched ahead: the one before the newest went through no backward pass", _IN_TURN
     elif seen < drawn:
         why = "rows were left out between the loader and the model, as by x[mask], or these are not its rows"
@@ -109,24 +109,24 @@ def refuse_stale(release: Release) -> None:
 
 def refuse_step(release: Release) -> None:
     """Refuses a step that has nothing to release."""
-    if release.stage is Stage.CLOSED:
+    if release.batches.stage is Stage.CLOSED:
         raise DetachedError(
             "The model was detached while step() ran, by a closure or a hook; its batch is charged, and not released.",
             fix="Call engine.detach(model) between two steps.",
         )
-    if release.stage is Stage.RELEASED:
+    if release.batches.stage is Stage.RELEASED:
         raise StaleGradientError(
             "step() was called twice for one batch, or optimizer.zero_grad() was not called after the last step.",
             fix="Call optimizer.zero_grad() at the top of the loop, and step() once for each batch.",
         )
-    if cause := _why_not_ready(release) or release.plan.why_not_joined([ticket.step for ticket in release.tickets]):
+    if cause := _why_not_ready(release) or release.plan.why_not_joined(release.batches.steps):
         raise TicketError(f"step() has nothing to release: {cause}")
 
 
 def refuse_unused(release: Release) -> None:
     """Refuses to release a logical batch with rows in which a parameter took no part, unless that was allowed."""
     missing = release.sums.missing()
-    if missing and release.unused_parameters == "error" and any(sum(ticket.rows) for ticket in release.tickets):
+    if missing and release.unused_parameters == "error" and any(sum(batch.rows) for batch in release.batches.batches):
         others = f" (nor did {len(missing) - 1} others)" if len(missing) > 1 else ""
         raise MissingGradientError(
             f"Parameter '{missing[0]}' took no part in this step{others}.",
@@ -136,11 +136,11 @@ def refuse_unused(release: Release) -> None:
 
 
 def _why_not_ready(release: Release) -> str:
-    if release.stage is Stage.VOID:
+    if release.batches.stage is Stage.DISCARDED:
         return "this logical batch was given up; go on with the next one."
-    if release.stage is Stage.IDLE:
+    if release.batches.stage is Stage.IDLE:
         return "no batch was drawn. Iterate over the loader that make_private returned."
-    if release.done or release.rows == 0:
+    if release.batches.done or release.batches.samples == 0:
         return ""
     if release.sums.model.training and not release.sums.capture.watching:
         return (

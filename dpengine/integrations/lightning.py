@@ -14,7 +14,6 @@ from typing import Any
 
 from torch.utils.data import DataLoader, IterableDataset
 
-from dpengine.engine.batch_state import Stage
 from dpengine.engine.privacy_engine import PrivacyEngine
 from dpengine.engine.run import Run
 from dpengine.errors import (
@@ -122,8 +121,8 @@ class DPCallback(lightning_class("Callback")):  # type: ignore[misc]
         """Gives up a batch with rows but no loss, as Lightning does: there is nothing to release."""
         if self._run is None or not self._lossless:
             return
-        release = self._run.release
-        if release.stage is not Stage.OPEN or release.done or release.rows == 0:
+        batches = self._run.release.batches
+        if not batches.awaits_backward or batches.samples == 0:
             return
         if self.in_chunks:
             raise TicketError(
@@ -209,7 +208,7 @@ class DPCallback(lightning_class("Callback")):  # type: ignore[misc]
             module, optimizer, loader, lr_scheduler=scheduler, **{**length, **self.wanted}
         )
         self._run = self.engine.runs[-1]
-        self._run.release.ahead = int(self.in_chunks)  # Lightning reads one ahead to see the end
+        self._run.release.batches.look_ahead = int(self.in_chunks)  # Lightning reads one ahead to see the end
         return private
 
     def refuse_change(self) -> None:

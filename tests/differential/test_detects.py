@@ -13,27 +13,29 @@ from differential.test_differential import SHORT, cases
 CASES = cases({**SHORT, "model": 4, "alone": 8, "sequence": 60, "spread": 3})
 MISTAKES = {  # name: the text that is replaced, in which « » holds the part that becomes what follows
     "finish_step gets the divisor": (
-        "step, size, total = self.tickets[-1].step, «self.plan.expected_batch_size», self.sums.topology.total",
+        "step, size, total = self.batches.last_step, «self.plan.expected_batch_size», self.sums.topology.total",
         "self.plan.divisor(1, mean=self.sums.loss_reduction == 'mean')",
     ),
-    "finish_step gets the next step": ("step, size, total = self.tickets[-1].step«», self.plan.expected", " + 1"),
+    "finish_step gets the next step": ("step, size, total = self.batches.last_step«», self.plan.expected", " + 1"),
     "leaks of unfrozen parameters are not seen": ("        «self.watch_leaks()»\n        self.rows = rows\n", "pass"),
     "sums stay when the charge fails": (
-        "                self._charge_void(len(self.tickets))\n        «finally»:\n            self.tickets = []",
+        "            self._charge_discarded(effect.discarded)\n        «finally»:\n            if effect",
         "except ZeroDivisionError: pass\n        else",
     ),
     "no finite check after samples were dropped": ("if «dropped and not self.buffer.is_finite()»:", "False"),
     "a second norm in ghost mode is taken": ("if «self._take is None and use.parameter in self._sq_norms»:", "False"),
-    "the noise address is one too high": ("= self.sums.buffer, self.plan.noise_std, self.tickets[-1].step«»\n", " + 1"),
+    "the noise address is one too high": ("self.plan.noise_std, self.batches.batches[-1].step«»\n", " + 1"),
     "the divisor is one too large": ("std=std, step=step, scale=1 / «divisor»,", "(divisor + 1)"),
-    "a discarded batch is not charged": ('«self.ledger.charge(self.plan.event(), count=tickets, kind="void")»', "pass"),
+    "a discarded batch is not charged": ('«self.ledger.charge(self.plan.event(), count=count, kind="void")»', "pass"),
     "factors are not clamped": ("return selected(bounds_K / norms_BK, norms_BK)«.clamp(max=1)»", ""),
     "another error code": ('code = "«DPE018»"', "DPE017"),
-    "units are ignored": ("loss_scale=self.loss_scale()«, units=self._units()»)", ""),
+    "units are ignored": ("loss_scale=scale«, units=self._units()»)", ""),
     "a resumed run keeps its incarnation": ("« if is_seeded(state) else secrets.randbits(_LIFE_BITS)»", ""),
-    "zero_grad keeps a clipped batch": ("        elif self.stage is Stage.CLIPPED:\n            «self.void()»", "pass"),
+    "zero_grad keeps a clipped batch": (
+        "        elif self.stage is Stage.CLIPPED:\n            «return self.discard()»", "pass"
+    ),
     "merged batches are charged as one": ("self.ledger.charge(self.plan.event(count), count=«count»)", "1"),
-    "a batch over budget is released": ("        «self._refuse_over_budget(len(self.tickets))»\n", "pass"),
+    "a batch over budget is released": ("        «self._refuse_over_budget(len(self.batches.batches))»\n", "pass"),
     "all ranks draw the noise of the first": (
         "first, end = (total * rank // replicas.size for rank in («replicas.rank, replicas.rank + 1»))", "0, 1"
     ),

@@ -118,7 +118,7 @@ def ending(case, others_ended):
         "charged": engine.ledger.steps,
         "same weights": all(torch.equal(local_part(p), old) for p, old in zip(held, before, strict=True)),
         "no gradients": all(p.grad is None or not local_part(p.grad).any() for p in held),
-        "void": state.stage == "void" and state.clean,
+        "void": state.stage == "discarded" and state.clean,
     }
     engine.detach(model)
     state = inside.state(engine)
@@ -241,4 +241,4 @@ def test_f_x3_a_count_that_cannot_be_exchanged_is_destroyed_and_its_step_stays_c
         patch.setattr(Topology, "total", fails)
         optimizer.step()
     assert inside.unclipped_count(engine) == 0  # else the next step's count would have these rows twice
-    assert inside.state(engine).stage == "void" and engine.ledger.steps == 1
+    assert inside.state(engine).stage == "discarded" and engine.ledger.steps == 1

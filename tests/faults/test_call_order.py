@@ -179,7 +179,7 @@ class Trace:
         waiting = len(state.waiting) if state.stage in {"open", "clipped"} else 0
         assert self.engine.ledger.steps + waiting >= len(self.drawn)
         assert self.engine.ledger.steps >= self.releases
-        if state.stage in {"void", "idle", "released"}:
+        if state.stage in {"discarded", "idle", "released"}:
             assert state.clean
 
 

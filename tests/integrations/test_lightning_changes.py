@@ -220,7 +220,7 @@ def test_a_batch_without_a_loss_is_given_up_and_charged():
     callback, module = DPCallback(**WANTED), Leaving()
     fit(module, callback)
     state = inside.state(callback.engine)
-    assert (callback.engine.ledger.steps, state.released, state.void) == (18, 17, 1)
+    assert (callback.engine.ledger.steps, state.released, state.discarded) == (18, 17, 1)
 
 
 def test_a_chunk_without_a_loss_is_refused_and_says_so():

@@ -16,7 +16,6 @@ from dpengine.auditing.subject import small
 from dpengine.engine import PrivacyEngine
 from dpengine.engine.amp_and_lr_schedulers import attach_scaler
 from dpengine.engine.argument_checks import planned_steps
-from dpengine.engine.batch_state import Stage
 from dpengine.engine.build_plan import arranged
 from dpengine.engine.release import Release
 from dpengine.plan.run_plan import RunPlan
@@ -29,7 +28,7 @@ _POINTS = 1 << 16
 def _sometimes(charge: Any) -> Any:
     @functools.wraps(charge)
     def charged(release: Any) -> None:
-        if release.tickets[-1].step % 3 != 1:
+        if release.batches.last_step % 3 != 1:
             charge(release)
 
     return charged
@@ -92,9 +91,8 @@ def _late(step: Any) -> Any:
     def stepped(release: Any, apply: Any) -> bool:
         def applied() -> None:
             apply()
-            count = len(release.tickets)
+            count = len(release.batches.batches)
             release.ledger.charge(release.plan.event(count), count=count)
-            release.joined = count
 
         return bool(step(release, applied))
 
@@ -103,7 +101,7 @@ def _late(step: Any) -> Any:
 
 def _put_off(charge: Any) -> Any:
     def charged(release: Any) -> None:
-        release.stage = Stage.CHARGED
+        release.batches.charged()
 
     return charged
 

@@ -48,7 +48,7 @@ def _renoised(change: Callable[[Any, Noises, float], None]) -> Patch:
     def wrong(write: Any) -> Any:
         @functools.wraps(write)
         def written(release: Any) -> None:
-            divisor = release.plan.divisor(len(release.tickets), mean=release.sums.loss_reduction == "mean")
+            divisor = release.plan.divisor(len(release.batches.batches), mean=release.sums.loss_reduction == "mean")
             clean = {p: total.clone() / divisor for p, total in release.sums.buffer}
             write(release)
             noises = {p: p.grad - total for p, total in clean.items()}
@@ -107,7 +107,7 @@ def _by_rows(changed: Callable[[float, float, float], tuple[float, float]]) -> P
     def wrong(write: Any) -> Any:
         @functools.wraps(write)
         def written(release: Any) -> None:
-            share = max(1, sum(ticket.size for ticket in release.tickets)) / release.plan.expected_batch_size
+            share = max(1, sum(ticket.size for ticket in release.batches.batches)) / release.plan.expected_batch_size
             release.noise = _Through(release.noise, lambda std, scale: changed(std, scale, share))
             try:
                 write(release)

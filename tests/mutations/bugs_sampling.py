@@ -75,9 +75,10 @@ def _more_often(draw: Draw, strategy: Any, step: int, words: Any) -> Any:
 def _empty_skipped(step: Any) -> Any:
     @functools.wraps(step)
     def stepped(release: Any, apply: Any) -> bool:
-        if release.stage in (Stage.OPEN, Stage.CLIPPED) and not sum(ticket.size for ticket in release.tickets):
+        state = release.batches
+        if state.stage in (Stage.OPEN, Stage.CLIPPED) and not sum(batch.size for batch in state.batches):
             release.sums.discard()
-            release.tickets, release.stage = [], Stage.IDLE
+            state.batches, state.stage = [], Stage.IDLE
             return False
         return bool(step(release, apply))
 

@@ -13,8 +13,8 @@ GUARDS = [
     Guard(
         "void-zeroes",
         "sums are destroyed where the charge of a discarded batch fails",
-        "        finally:\n            self.tickets = []\n",
-        "        except AttributeError:\n            raise\n        else:\n            self.tickets = []\n",
+        "        finally:\n            if effect.zero_sums:\n",
+        "        except AttributeError:\n            raise\n        else:\n            if effect.zero_sums:\n",
         "faults/test_call_order.py::test_a_batch_whose_discarding_cannot_be_charged_leaves_nothing_in_the_next_release",
     ),
     Guard(
@@ -27,21 +27,21 @@ GUARDS = [
     Guard(
         "plan-refuses-step",
         "a step that the plan does not have",
-        "        self.plan.refuse_step(ticket.step)\n",
+        "        self.plan.refuse_step(batch.step)\n",
         "",
         "test_correlated_runs.py::test_more_steps_than_planned_are_refused",
     ),
     Guard(
         "left-out-chunk",
         "a chunk that was left out voids its batch",
-        "self.stage is Stage.VOID or (not self.done and self.rows > 0)",
+        "self.stage is Stage.DISCARDED or (not self.done and self.samples > 0)",
         "False",
         "faults/test_lifecycle.py::test_f_l4_a_batch_that_ended_early_is_charged_and_leaves_nothing_behind",
     ),
     Guard(
         "leaving-void",
         "an error in the update discards the batch",
-        "        except BaseException:\n            self.void()\n            raise\n        self.sums.contributed",
+        "        except BaseException:\n            self.discard()\n            raise\n        self.sums.contributed",
         "        except BaseException:\n            raise\n        self.sums.contributed",
         "distributed/test_failures.py::test_f_x3_a_count_that_cannot_be_exchanged_is_destroyed_and_its_step_s"
         "tays_charged",
@@ -56,29 +56,29 @@ GUARDS = [
     Guard(
         "charge-all",
         "all joined batches are charged",
-        "count=count)\n        self.joined",
-        "count=1)\n        self.joined",
+        "count=count)\n        self.batches.charged()",
+        "count=1)\n        self.batches.charged()",
         "test_release.py::test_a_batch_that_was_not_touched_leaves_those_before_it",
     ),
     Guard(
         "void-charged",
         "a discarded batch is charged",
-        'self.ledger.charge(self.plan.event(), count=tickets, kind="void")',
+        'self.ledger.charge(self.plan.event(), count=count, kind="void")',
         "pass",
         "test_release.py::test_a_batch_left_half_way_takes_those_before_it_along",
     ),
     Guard(
         "over-budget",
         "a step above the target is refused",
-        "        if reached is None:\n            return\n        if self.stage",
-        "        if True:\n            return\n        if self.stage",
+        "        if reached is None:\n            return\n        if self.batches.stage",
+        "        if True:\n            return\n        if self.batches.stage",
         "test_budget_of_run.py::test_v4_stop_ends_the_loader_before_the_target_is_passed",
     ),
     Guard(
         "over-budget-discards",
         "the sums of a batch above the target are destroyed",
-        "            self.tickets, self.stage = [], Stage.VOID\n            self.sums.discard()",
-        "            self.tickets, self.stage = [], Stage.VOID",
+        "            self.batches.drop_uncharged()\n            self.sums.discard()",
+        "            self.batches.drop_uncharged()",
         "test_budget_of_run.py::test_v4_raise_refuses_the_step_that_overspends_and_charges_nothing",
     ),
     Guard(
@@ -112,8 +112,8 @@ GUARDS = [
     Guard(
         "refuse-strangers-rows",
         "rows that did not come from the loader",
-        "release.stage is Stage.IDLE or (release.stage is Stage.RELEASED and not release.tickets)",
-        "False",
+        "release.batches.stage is Stage.IDLE or (",
+        "False and (",
         "test_release.py::test_rows_from_elsewhere_are_refused",
     ),
     Guard(
@@ -189,22 +189,22 @@ GUARDS = [
     Guard(
         "void-on-error",
         "a refused backward pass discards its batch",
-        "            self.sums.forget_pass()\n            self.void()\n            raise",
+        "            self.sums.forget_pass()\n            self.discard()\n            raise",
         "            raise",
         "test_release.py::test_after_a_void_the_next_release_is_that_of_a_fresh_engine",
     ),
     Guard(
         "zero-grad-voids",
         "clearing gradients discards a complete batch",
-        "        elif self.stage is Stage.CLIPPED:\n            self.void()",
-        "        elif False:\n            self.void()",
+        "        elif self.stage is Stage.CLIPPED:\n            return self.discard()",
+        "        elif False:\n            return self.discard()",
         "users/test_accumulation.py::test_s3_zero_grad_before_the_step_leaves_nothing_to_release",
     ),
     Guard(
         "close-charges",
         "an open batch is charged at the end",
-        "                self.void()\n            self._charge_void(sum",
-        "                pass\n            self._charge_void(sum",
+        "uncharged = self._fetched_batches + self.discard().discarded",
+        "uncharged = self._fetched_batches",
         "test_engine.py::test_detach_in_the_middle_of_a_batch_charges_it",
     ),
     Guard(
@@ -217,7 +217,7 @@ GUARDS = [
     Guard(
         "refuse-twice",
         "a second backward pass over a batch",
-        "release.stage is Stage.RELEASED or release.done",
+        "release.batches.stage is Stage.RELEASED or release.batches.done",
         "False",
         "users/test_loop.py::test_s4_a_second_backward_over_the_same_rows_is_refused",
     ),
@@ -231,14 +231,14 @@ GUARDS = [
     Guard(
         "refuse-closed-backward",
         "backward after detach",
-        "    if release.stage is Stage.CLOSED:\n        raise TicketError",
+        "    if release.batches.stage is Stage.CLOSED:\n        raise TicketError",
         "    if False:\n        raise TicketError",
         "test_engine.py::test_after_detach_the_private_loader_hands_out_and_charges_nothing",
     ),
     Guard(
         "step-twice-address",
         "a step that was handed out before",
-        "ticket.step <= self.last_step",
+        "batch.step <= self.batches.last_step",
         "False",
         "test_noise_of_run.py::test_a_loader_that_is_set_back_cannot_have_its_noise_twice",
     ),
@@ -273,14 +273,14 @@ GUARDS = [
     Guard(
         "refuse-void-backward",
         "backward over a discarded batch",
-        "    if release.stage is Stage.VOID:\n        raise",
+        "    if release.batches.stage is Stage.DISCARDED:\n        raise",
         "    if False:\n        raise",
         "users/test_loop.py::test_s8_a_failure_while_gradients_are_summed_voids_the_batch",
     ),
     Guard(
         "refuse-second-step",
         "a second step of one batch",
-        "    if release.stage is Stage.RELEASED:\n        raise StaleGradientError",
+        "    if release.batches.stage is Stage.RELEASED:\n        raise StaleGradientError",
         "    if False:\n        raise StaleGradientError",
         "users/test_step.py::test_o13_a_second_step_of_one_batch_is_refused_before_its_noise_is_drawn",
     ),
@@ -302,7 +302,7 @@ GUARDS = [
     Guard(
         "skipped-turns",
         "a cyclic step that was jumped over is charged",
-        "            self._charge_void(ticket.step - self.last_step - 1)",
+        "            self._charge_discarded(self.batches.skipped_before(batch.step))",
         "            pass",
         "test_correlated_runs.py::test_turns_that_were_passed_over_are_charged",
     ),
@@ -316,7 +316,7 @@ GUARDS = [
     Guard(
         "broken-off",
         "a backward pass that broke off voids its batch",
-        "            self.sums.forget_pass()\n            self.void()\n        while",
+        "            self.sums.forget_pass()\n            self.discard()\n        while",
         "            self.sums.forget_pass()\n        while",
         "users/test_loop.py::test_s8_a_batch_that_failed_leaves_nothing_in_the_next",
     ),

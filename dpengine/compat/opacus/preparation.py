@@ -299,10 +299,10 @@ class _Teller:
     def given_up(self) -> None:
         """Batches may have been given up since."""
         given_up, release = self._given_up, self._optimizer._release
-        self._given_up = release.given_up
+        self._given_up = release.batches.discarded
         accountant = self.accountant
         if self._rate is not None and not follow(accountant, self._ledger):
-            for _ in range(release.given_up - given_up):
+            for _ in range(release.batches.discarded - given_up):
                 accountant.step(noise_multiplier=self._optimizer.noise_multiplier, sample_rate=self._rate)
 
 

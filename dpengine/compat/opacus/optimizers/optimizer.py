@@ -242,12 +242,12 @@ class DPOptimizer(Optimizer):
     def accumulated_iterations(self) -> int:
         """How many batches go into one step, as far as they are there. Accountants multiply the rate by it."""
         release = self._release
-        if release.stage is Stage.RELEASED:
-            return release.joined
+        if release.batches.stage is Stage.RELEASED:
+            return release.batches.merged
         if not release.hand_fed:
-            to_come = release.stage is Stage.OPEN and not (release.done or release.sums.waits_for_owner)
-            return max(1, len(release.tickets) - to_come)
-        clipped = len(release.tickets) if release.stage is Stage.CLIPPED else 0
+            to_come = release.batches.stage is Stage.OPEN and not (release.batches.done or release.sums.waits_for_owner)
+            return max(1, len(release.batches.batches) - to_come)
+        clipped = len(release.batches.batches) if release.batches.stage is Stage.CLIPPED else 0
         waiting = 0 if clipped and release.goes_on else getattr(release.sums, "waits", 0)
         return max(1, clipped + waiting)
 
@@ -299,7 +299,7 @@ class DPOptimizer(Optimizer):
         self._skips.clear()
         self._fetched_ahead, self._part_at_hand = False, None
         if self._made is not None and self._made.hand_fed and self._made.goes_on:
-            self._made.void()
+            self._made.discard()
             self._made.goes_on = self._is_last_step_skipped = False
 
     def _check_skip_next_step(self, pop_next: bool = True) -> bool:
@@ -309,10 +309,12 @@ class DPOptimizer(Optimizer):
         if self._made is None or not pop_next:
             return skips
         release = self._made
-        skips = skips or (release.stage is Stage.OPEN and release.done)  # a chunk of a batch of which more are to come
+        skips = skips or (
+            release.batches.stage is Stage.OPEN and release.batches.done
+        )  # a chunk of a batch of which more are to come
         release.goes_on = skips
         if skips:
-            self._skipped_batches = frozenset(ticket.step for ticket in release.tickets)
+            self._skipped_batches = frozenset(release.batches.steps)
         return skips
 
     @property

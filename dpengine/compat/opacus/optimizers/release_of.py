@@ -91,7 +91,7 @@ def claim(optimizer: DPOptimizer) -> None:
 def _is_accounted_for(optimizer: DPOptimizer) -> bool:
     """Whether an engine books what an optimizer releases."""
     release = optimizer._made
-    return release is not None and not release.hand_fed and release.stage is not Stage.CLOSED
+    return release is not None and not release.hand_fed and release.batches.stage is not Stage.CLOSED
 
 
 def _refuse_take_over(optimizer: DPOptimizer, release: Release) -> None:
@@ -217,7 +217,7 @@ def refuse_fetched_ahead(optimizer: DPOptimizer, release: Release | None) -> Non
         return
     optimizer.forget_skips()
     if release is not None:
-        release.void()
+        release.discard()
     raise TicketError(
         "Parts of several batches were handed out since the last step, so that it is not known which of them this step "
         "is for. What was at hand is given up.",
@@ -230,7 +230,7 @@ def gather(optimizer: DPOptimizer, release: Release) -> None:
     """Brings what waits into the sums, and shows them."""
     assert isinstance(release.sums, ShownSums)
     release.sums.refuse_unended()
-    if release.hand_fed and release.stage is Stage.IDLE and not release.sums.pending:
+    if release.hand_fed and release.batches.stage is Stage.IDLE and not release.sums.pending:
         held = params(optimizer)
         raise MissingGradientError(
             f"Parameter {name_of(optimizer, held[0]) if held else '?'} has no per-sample gradient.",
@@ -269,7 +269,7 @@ def adopt(optimizer: DPOptimizer, release: Release) -> None:
 
 def is_complete(release: Release) -> bool:
     """Whether all of the logical batch is in the sums."""
-    return release.stage is Stage.CLIPPED
+    return release.batches.stage is Stage.CLIPPED
 
 
 @contextlib.contextmanager
@@ -295,15 +295,15 @@ def leaving(optimizer: DPOptimizer, release: Release) -> Iterator[None]:
 
 def write_noised(optimizer: DPOptimizer, release: Release) -> None:
     """Sums with noise in ``p.grad``."""
-    if release.stage is Stage.OPEN:
+    if release.batches.stage is Stage.OPEN:
         raise TicketError(
             "add_noise() would release a part of a logical batch, which nothing has charged.",
             fix="Release it when all of its chunks are clipped: pre_step() returns True then.",
         )
     _follow_written_sums(optimizer, release)
-    if optimizer._clips_by_itself and release.stage is Stage.CLIPPED:
+    if optimizer._clips_by_itself and release.batches.stage is Stage.CLIPPED:
         adopt(optimizer, release)
-    if release.stage is Stage.CLIPPED:  # called by hand: the charge and all else is due here
+    if release.batches.stage is Stage.CLIPPED:  # called by hand: the charge and all else is due here
         with leaving(optimizer, release):
             release._write_gradients(divides=False)
     else:
@@ -313,8 +313,8 @@ def write_noised(optimizer: DPOptimizer, release: Release) -> None:
 def scale(optimizer: DPOptimizer, release: Release) -> None:
     """The division by public constants."""
     if optimizer.loss_reduction == "mean":
-        own = [ticket for ticket in release.tickets if ticket.step not in optimizer._skipped_batches]
-        count = max(1, len(own)) if release.tickets else release.joined
+        own = [step for step in release.batches.steps if step not in optimizer._skipped_batches]
+        count = max(1, len(own)) if release.batches.batches else release.batches.merged
         factor = 1 / release.plan.divisor(count, mean=True)
         if release.gradients.released:
             release.gradients.scale(factor)

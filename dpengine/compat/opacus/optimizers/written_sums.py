@@ -30,11 +30,11 @@ class SumsShown:
     def of(cls, release: Release) -> SumsShown:
         """The sums as they are."""
         sums = {parameter: (total, total._version) for parameter, total in release.sums.buffer}
-        return cls(sums, release.statistics, release.given_up)
+        return cls(sums, release.statistics, release.batches.discarded)
 
     def changed(self, release: Release) -> list[nn.Parameter]:
         """The parameters whose sums are others than those shown, as far as can be told."""
-        if release.given_up != self.given_up:
+        if release.batches.discarded != self.given_up:
             return []
         whole = release.statistics is self.clipped
         found = []
