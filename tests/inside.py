@@ -309,15 +309,15 @@ def failing_sums(owner, error, *, at=1, after=False):
 
 
 def before_exchange(owner, action):
-    """Calls ``action(step)`` whenever the ranks compare their state."""
+    """Calls ``action(step)`` before the ranks exchange clipped sums."""
     release = _release(owner)
-    facts = release.sums.facts
+    clip = release.sums.clip
 
-    def compared():
+    def clipped(**arguments):
         action(release.batches.last_step)
-        return facts()
+        return clip(**arguments)
 
-    release.sums.facts = compared
+    release.sums.clip = clipped
 
 
 # Runs, ledgers and budgets

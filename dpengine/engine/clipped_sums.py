@@ -61,11 +61,7 @@ class ClipStatistics:
 
 
 class ClippedSums:
-    """Adds up clipped per-sample gradients of a model over any number of backward passes.
-
-    Attributes:
-        facts: What every rank must have alike when it sums.
-    """
+    """Adds up clipped per-sample gradients of a model over any number of backward passes."""
 
     def __init__(
         self,
@@ -88,7 +84,6 @@ class ClippedSums:
         self.loss_reduction = loss_reduction
         self.on_backward_end = on_backward_end
         self.topology = topology
-        self.facts: Callable[[], tuple[object, ...]] = tuple
         self.capture, self._probed = watch_model(
             model,
             self,
@@ -184,10 +179,18 @@ class ClippedSums:
     # What the owner asks
 
     @torch.no_grad()
-    def clip(self, *, rows: int | None = None, loss_scale: float = 1.0, units: Units | None = None) -> ClipStatistics:
+    def clip(
+        self,
+        *,
+        rows: int | None = None,
+        loss_scale: float = 1.0,
+        units: Units | None = None,
+        fingerprint: tuple[object, ...] = (),
+    ) -> ClipStatistics:
         """Clips what the last backward pass left, and adds it to the sums.
 
         ``loss_scale`` is the factor on the loss in ``backward``. ``rows=None`` takes the batch size of the layers.
+        All ranks must pass the same ``fingerprint``.
         A layer that saw another number of rows (BatchMismatchError), and a ``.grad`` that autograd filled on its own
         (MissingGradientError), are refused, and the pass is dropped.
         """
@@ -199,18 +202,18 @@ class ClippedSums:
             if units is not None:
                 self._probed.combine(units)
                 seen = units.count
-            return self._add(seen, scale)
+            return self._add(seen, scale, fingerprint)
         finally:
             self.forget_pass()
 
-    def _add(self, rows: int, scale: float) -> ClipStatistics:
+    def _add(self, rows: int, scale: float, fingerprint: tuple[object, ...] = ()) -> ClipStatistics:
         trainable = self.trainable()
         groups, num_groups = self._group(trainable)
         if not self.buffer.fits(trainable.values()):
             self.buffer = FlatBuffer(trainable.values(), self.topology)
         self._refuse_strangers(trainable)
         self.contributed |= set(self.strategy.parameters)
-        norms_BK = self._sq_norms(groups, num_groups, scale).sqrt()
+        norms_BK = self._sq_norms(groups, num_groups, scale, fingerprint).sqrt()
         factors_BK = self.policy.factors(norms_BK)
         dropped = self._drop_rows_not_finite(norms_BK)
         self.policy.observe(norms_BK)
@@ -220,7 +223,7 @@ class ClippedSums:
         weights_BK = weights_BK.masked_fill(weights_BK < torch.finfo(torch.float32).smallest_normal, 0)
         try:
             wait = self.topology.defers()
-            self.buffer.begin(self.facts(), wait=wait)
+            self.buffer.begin(fingerprint, wait=wait)
             self.strategy.add_sums(groups, weights_BK, scale * largest, self.buffer)
             if not wait:
                 self.buffer.settle()
@@ -244,7 +247,9 @@ class ClippedSums:
             self.strategy.drop(dropped_B)
         return dropped
 
-    def _sq_norms(self, groups: Mapping[nn.Parameter, int], num_groups: int, scale: float) -> Tensor:
+    def _sq_norms(
+        self, groups: Mapping[nn.Parameter, int], num_groups: int, scale: float, fingerprint: tuple[object, ...]
+    ) -> Tensor:
         """Squared norms ``(B, K)`` of whole gradients."""
         topology = self.topology
         if topology.splits.size == 1:
@@ -255,7 +260,7 @@ class ClippedSums:
         apart = self._apart[1]
         own_BK, whole_BK = self.strategy.sq_norms(apart, 2 * num_groups, scale).split(num_groups, dim=1)
         device = next(iter(self.trainable().values())).device
-        return topology.reduce_sq_norms(own_BK, whole_BK, self.facts(), device)
+        return topology.reduce_sq_norms(own_BK, whole_BK, fingerprint, device)
 
     def _group(self, trainable: Mapping[str, nn.Parameter]) -> tuple[dict[nn.Parameter, int], int]:
         key = tuple(map(id, trainable.values()))

@@ -206,8 +206,10 @@ class ShownSums(ClippedSums):
                 self._sq_norms_BK = self.strategy.sq_norms(groups, 1, scale)
         return None if self._sq_norms_BK is None else self._sq_norms_BK.sum(dim=1).sqrt()
 
-    def _sq_norms(self, groups: Mapping[nn.Parameter, int], num_groups: int, scale: float) -> Tensor:
-        self._sq_norms_BK = super()._sq_norms(groups, num_groups, scale)
+    def _sq_norms(
+        self, groups: Mapping[nn.Parameter, int], num_groups: int, scale: float, fingerprint: tuple[object, ...]
+    ) -> Tensor:
+        self._sq_norms_BK = super()._sq_norms(groups, num_groups, scale, fingerprint)
         return self._sq_norms_BK
 
     @property
@@ -229,18 +231,25 @@ class ShownSums(ClippedSums):
         waiting = self._waiting()
         return len(next(iter(waiting.values()))) if waiting else int(self._ended)
 
-    def clip(self, *, rows: int | None = None, loss_scale: float = 1.0, units: Units | None = None) -> ClipStatistics:
+    def clip(
+        self,
+        *,
+        rows: int | None = None,
+        loss_scale: float = 1.0,
+        units: Units | None = None,
+        fingerprint: tuple[object, ...] = (),
+    ) -> ClipStatistics:
         if self._ended:
             self.capture.leaks.clear()
         if self._ended and not self._was_touched():
             try:
-                return super().clip(rows=rows, loss_scale=loss_scale, units=units)
+                return super().clip(rows=rows, loss_scale=loss_scale, units=units, fingerprint=fingerprint)
             finally:
                 for parameter, one in self._present.items():
                     one.use_up()
                     self._used.setdefault(parameter, []).append(one)
                 self._present = {}
-        return self._clip_shown(rows)
+        return self._clip_shown(rows, fingerprint)
 
     def _was_touched(self) -> bool:
         """Whether what will be clipped is anything else than what the last backward pass left."""
@@ -268,7 +277,7 @@ class ShownSums(ClippedSums):
         return found
 
     @torch.no_grad()
-    def _clip_shown(self, rows: int | None) -> ClipStatistics:
+    def _clip_shown(self, rows: int | None, fingerprint: tuple[object, ...]) -> ClipStatistics:
         """Clips the first of the passes that wait, as it stands in ``p.grad_sample``."""
         self._refuse_leaks()
         waiting, names = self._waiting(), {p: name for name, p in self.trainable().items()}
@@ -287,7 +296,7 @@ class ShownSums(ClippedSums):
         self.strategy = given
         try:
             self._refuse_other_rows(rows)
-            return self._add(common_rows(given.rows), 1.0)
+            return self._add(common_rows(given.rows), 1.0, fingerprint)
         finally:
             self.strategy = self._probed
             for parameter, parts in waiting.items():

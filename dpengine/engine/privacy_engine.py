@@ -189,7 +189,8 @@ class PrivacyEngine(argument_checks.Uncopied):
         sums = ClippedSums(inner, policy=run_plan.clipping, mode=grad_sample_mode, methods=self.methods, **layout)
         source = source_for(topology, self._kind, self._seed, run=len(self.runs))
         ledger = self._books.of_run(run_plan.run, topology.everyone)
-        release = Release(run_plan, sums, source, ledger, unused_parameters, unit_reduction=unit_reduction)
+        options: dict[str, Any] = {"unit_reduction": unit_reduction, "grad_scaler": grad_scaler}
+        release = Release(run_plan, sums, source, ledger, unused_parameters, **options)
         run = Run(module, optimizer, release, budget, grad_scaler, lr_scheduler, units, unit)
         loader = run.loader(data_loader, physical_batch_size, accumulation_steps, batch_first, example_input)
         self._enter(run, asked, (physical_batch_size, accumulation_steps))

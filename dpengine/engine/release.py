@@ -43,7 +43,7 @@ class Release:
         ledger: What was spent; where it is on disk too, a charge is there before it counts here.
         unused_parameters: ``"error"`` or ``"zero"``: what to do with a parameter that took no part in a step.
         overspend: Epsilon after so many more charges, where that passes the target; else None.
-        loss_scale: What the loss is multiplied by before ``backward``.
+        grad_scaler: The GradScaler that scales the loss, if any.
         unit_reduction: ``"mean"`` or ``"sum"``: what a unit's gradient is of those of its rows, where units are drawn.
         statistics: Of the last backward pass. Not private.
     """
@@ -54,7 +54,7 @@ class Release:
     ledger: Ledger | RunLedger
     unused_parameters: str = "error"
     overspend: Callable[[int], float | None] = lambda count: None
-    loss_scale: Callable[[], float] = lambda: 1.0
+    grad_scaler: Any = None
     unit_reduction: str = "mean"
     batches: BatchState = field(default_factory=BatchState)
     statistics: ClipStatistics = field(default_factory=ClipStatistics)
@@ -69,7 +69,6 @@ class Release:
         """Makes the mechanism that draws from the source."""
         self.noise = mechanism_for(self.source, self.plan.noise)
         self.gradients = WrittenGradients(self.sums.topology)
-        self.sums.facts = self._facts
 
     # From the loader
 
@@ -175,8 +174,12 @@ class Release:
                 self._begin(physical)
             refuse_backward(self)
             self._follow_parameters()
-            rows, scale = self.batches.samples, self.loss_scale()
-            self.statistics = self.sums.clip(rows=rows, loss_scale=scale, units=self._units())
+            self.statistics = self.sums.clip(
+                rows=self.batches.samples,
+                loss_scale=1.0 if self.grad_scaler is None else float(self.grad_scaler.get_scale()),
+                units=self._units(),
+                fingerprint=self._facts(),
+            )
         except BaseException:  # of any kind: the sums may hold a part of the batch
             self.sums.forget_pass()
             self.discard()
@@ -203,7 +206,11 @@ class Release:
     def zero_grad(self) -> None:
         """The user cleared the gradients: logical batches that are complete and were not stepped are discarded."""
         self.gradients.zero_grad(self.sums.buffer.parameters)
-        self._apply(self.batches.cleared())
+        try:
+            self._apply(self.batches.cleared())
+        except BaseException:
+            self.batches.drop_uncharged()
+            raise
 
     def step(self, apply: Callable[[], None]) -> bool:
         """Charges, noises and applies the sums, if the logical batch is complete."""
@@ -280,7 +287,7 @@ class Release:
         """Takes sums from elsewhere. Those of a logical batch at hand are given up."""
         if not self.sums.buffer.clean:
             self.discard()
-        self.sums, sums.policy, sums.facts = sums, self.plan.clipping, self._facts
+        self.sums, sums.policy = sums, self.plan.clipping
 
     def draw_from(self, source: NoiseSource) -> None:
         """Draws noise from another source, from the next release on."""

@@ -156,7 +156,6 @@ class Run:
             undo.callback(self.release.sums.detach)  # before it begins, since it may stop between two hooks
             self.release.sums.attach()
             if self.grad_scaler is not None:
-                self.release.loss_scale = lambda: float(self.grad_scaler.get_scale())
                 companions.attach_scaler(self.grad_scaler)
                 undo.callback(companions.detach, self.grad_scaler)
             if self.lr_scheduler is not None:
