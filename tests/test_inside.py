@@ -9,7 +9,8 @@ internals of the step if
 * it names, on anything but ``self`` or ``cls``, an attribute ``_x`` that dpengine defines. Exempt are names that torch
   or Python define too (``PUBLIC``), names that a part in ``ALONE`` defines (numbers and files, which tests of any
   folder may look into), and names that package ``p`` defines, in the folder of the tests of ``p`` (``tests/p``);
-* it uses a name imported from a module in ``STEP_MODULES``, or such a module, or a name in ``STEP_NAMES``;
+* it uses a name imported from a module in ``STEP_MODULES``, or such a module, or a name in ``STEP_NAMES``
+  (``batch_state`` is not among them: it is plain Python and is tested alone);
 * it contains a string that does so: a script for another process, or a dotted path for ``monkeypatch``;
 * it uses a definition that reaches them: by name, as a fixture, or as a method of a class of the tests.
 """
@@ -28,7 +29,6 @@ STEP_ATTRIBUTES = {"release", "_release", "_dpengine", "sums", "_books", "_made"
 STEP_MODULES = {
     "amp_and_lr_schedulers",
     "argument_checks",
-    "batch_state",
     "build_plan",
     "clipped_sums",
     "compiled_backward",

@@ -182,8 +182,8 @@ GUARDS = [
     Guard(
         "clip-forgets",
         "records of a pass go when it is clipped",
-        "            return self._add(seen, scale)\n        finally:\n            self.forget_pass()",
-        "            return self._add(seen, scale)\n        finally:\n            pass",
+        "            return self._add(seen, scale, fingerprint)\n        finally:\n            self.forget_pass()",
+        "            return self._add(seen, scale, fingerprint)\n        finally:\n            pass",
         "clipping/test_clipper.py::test_unequal_minibatches_give_the_average_over_all_samples",
     ),
     Guard(
