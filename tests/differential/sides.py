@@ -41,6 +41,7 @@ class Intended:
 
 
 INTENDED: list[Intended] = []
+MISTAKEN = [[kind, None] for kind in ("AttributeError", "NameError", "ImportError", "IndexError", "KeyError")]
 
 Place = tuple[str, int]  # the kind and the seed of a case
 
@@ -122,9 +123,14 @@ def differences(roots: Sequence[Path], cases: Sequence[Place], processes: int = 
             raise RuntimeError(f"The sides did not run:\n{done.stderr.decode()[-4000:]}")
         found: list[list[str]] = [[] for _ in roots[1:]]
         sides = [_read(Path(folder), side, len(cases), _shares(cases, processes)) for side in range(len(roots))]
+        calls, mistaken = 0, 0
         for place, first, *others in zip(cases, *sides, strict=True):
             for texts, other in zip(found, others, strict=True):
                 texts += _difference(place, first, other)
+            calls += len(first)
+            mistaken += sum(record.get("error") in MISTAKEN for record in first)
+        if mistaken > 5 + calls / 100:
+            raise RuntimeError(f"{mistaken} of {calls} calls failed by a mistake of the test's own code.")
         return found
 
 
