@@ -53,6 +53,7 @@ class BatchState:
         merged: Number of logical batches in the last step.
         released: Number of steps taken.
         discarded: Number of logical batches that were discarded. They are charged, too.
+        failed: Number of logical batches that were charged, but whose step failed after that.
     """
 
     look_ahead: int = 0
@@ -66,6 +67,7 @@ class BatchState:
     merged: int = 1
     released: int = 0
     discarded: int = 0
+    failed: int = 0
 
     @property
     def samples(self) -> int:
@@ -200,6 +202,8 @@ class BatchState:
     def discard(self) -> Effect:
         """Ends the merged logical batches early."""
         uncharged = len(self.batches) if self.stage in _UNCHARGED else 0
+        if self.stage is Stage.CHARGED:
+            self.failed += len(self.batches)
         self.batches = []
         self.stage = Stage.CLOSED if self.stage is Stage.CLOSED else Stage.DISCARDED
         return Effect(uncharged, zero_sums=True)

@@ -88,6 +88,30 @@ def test_an_accountant_with_a_step_of_its_own_is_asked_for_each():
     assert [(sigma, steps) for sigma, _, steps in engine.accountant.history] == [(0.5, 5)]
 
 
+def test_an_accountant_of_the_users_own_counts_a_step_that_fails_after_its_charge():
+    class Listed(RDPAccountant):
+        def step(self, *, noise_multiplier, sample_rate):
+            super().step(noise_multiplier=noise_multiplier, sample_rate=sample_rate)
+
+    engine = PrivacyEngine()
+    engine.accountant = Listed()
+    model, optimizer, loader = private(engine)
+    scale_grad = optimizer.scale_grad
+    for number, (inputs, targets) in enumerate(loader):
+        optimizer.zero_grad()
+        F.cross_entropy(model(inputs), targets).backward()
+        optimizer.scale_grad = scale_grad if number != 2 else _fail
+        try:
+            optimizer.step()
+        except RuntimeError:
+            assert number == 2
+    assert sum(steps for _, _, steps in engine.accountant.history) == engine.engine.ledger.steps == 5
+
+
+def _fail():
+    raise RuntimeError("no scale")
+
+
 def test_a_jump_into_another_pass_is_booked_as_a_pass_of_its_own():
     engine = PrivacyEngine()
     model, optimizer, loader = private(engine, poisson_sampling=False)

@@ -297,12 +297,12 @@ class _Teller:
         accountant.get_optimizer_hook_fn(sample_rate=self._rate)(self._optimizer)
 
     def given_up(self) -> None:
-        """Batches may have been given up since."""
-        given_up, release = self._given_up, self._optimizer._release
-        self._given_up = release.batches.discarded
+        """Counts batches that were charged without a release since: discarded ones, and those of a step that failed."""
+        given_up, batches = self._given_up, self._optimizer._release.batches
+        self._given_up = batches.discarded + batches.failed
         accountant = self.accountant
         if self._rate is not None and not follow(accountant, self._ledger):
-            for _ in range(release.batches.discarded - given_up):
+            for _ in range(self._given_up - given_up):
                 accountant.step(noise_multiplier=self._optimizer.noise_multiplier, sample_rate=self._rate)
 
 
