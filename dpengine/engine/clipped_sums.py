@@ -97,9 +97,7 @@ class ClippedSums:
         self.strategy: AbstractGradients = self._probed
         self.buffer = FlatBuffer(self.trainable().values(), topology)
         self.contributed: set[nn.Parameter] = set()
-        self._groups: tuple[tuple[int, ...], dict[nn.Parameter, int], int] | None = None
-        # These groups, and the same with parameters that are here as a whole in groups of their own behind them.
-        self._apart: tuple[Mapping[nn.Parameter, int], dict[nn.Parameter, int]] | None = None
+        self._assigned: tuple[AbstractClip, list[str], list[int]] | None = None  # policy, names, groups of parameters
 
     def trainable(self) -> dict[str, nn.Parameter]:
         """The parameters that train now, by dotted name."""
@@ -254,21 +252,18 @@ class ClippedSums:
         topology = self.topology
         if topology.splits.size == 1:
             return self.strategy.sq_norms(groups, num_groups, scale)
-        if self._apart is None or self._apart[0] is not groups:
-            apart = {p: group if topology.in_parts(p) else num_groups + group for p, group in groups.items()}
-            self._apart = (groups, apart)
-        apart = self._apart[1]
+        # Parameters that each rank holds as a whole get groups of their own, behind the others.
+        apart = {p: group if topology.in_parts(p) else num_groups + group for p, group in groups.items()}
         own_BK, whole_BK = self.strategy.sq_norms(apart, 2 * num_groups, scale).split(num_groups, dim=1)
         device = next(iter(self.trainable().values())).device
         return topology.reduce_sq_norms(own_BK, whole_BK, fingerprint, device)
 
     def _group(self, trainable: Mapping[str, nn.Parameter]) -> tuple[dict[nn.Parameter, int], int]:
-        key = tuple(map(id, trainable.values()))
-        if self._groups is None or self._groups[0] != key:
-            assigned = self.policy.group_of(list(trainable))
-            groups = dict(zip(trainable.values(), assigned, strict=True))
-            self._groups = (key, groups, max(assigned, default=0) + 1)
-        return self._groups[1], self._groups[2]
+        names = list(trainable)
+        if self._assigned is None or self._assigned[0] is not self.policy or self._assigned[1] != names:
+            self._assigned = (self.policy, names, self.policy.group_of(names))
+        assigned = self._assigned[2]
+        return dict(zip(trainable.values(), assigned, strict=True)), max(assigned, default=0) + 1
 
     def _refuse_strangers(self, trainable: Mapping[str, nn.Parameter]) -> None:
         known = set(trainable.values())

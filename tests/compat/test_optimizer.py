@@ -28,6 +28,7 @@ from dpengine.compat.opacus.accountants import RDPAccountant
 from dpengine.compat.opacus.grad_sample import GradSampleModuleExpandedWeights
 from dpengine.compat.opacus.optimizers import (
     AdaClipDPOptimizer,
+    DPOptimizer,
     DPOptimizerFastGradientClipping,
     DPPerLayerOptimizer,
 )
@@ -205,6 +206,21 @@ def test_hooks_of_users_on_steps_are_called_once():
     parts.optimizer.register_step_post_hook(lambda *_: heard.append("post"))
     train(parts, steps=2)
     assert heard == ["pre", "post"] * 2
+
+
+@pytest.mark.parametrize("kinds", [(DPPerLayerOptimizer, DPOptimizer), (DPOptimizer, DPPerLayerOptimizer)])
+def test_the_second_optimizer_over_a_model_clips_by_its_own_groups(kinds):
+    wrapped = GradSampleModule(model())
+    parameters = list(wrapped.parameters())
+    for kind in kinds:
+        bound = 1.0 if kind is DPOptimizer else [0.5] * len(parameters)
+        plain = torch.optim.SGD(parameters, lr=0.0)
+        optimizer = kind(plain, noise_multiplier=0.0, max_grad_norm=bound, expected_batch_size=1)
+        optimizer.zero_grad()
+        (1000 * loss(wrapped, *batch(1))).backward()
+        optimizer.step()
+        released = torch.cat([p.grad.flatten() for p in parameters])
+        assert released.norm() == pytest.approx(optimizer.max_grad_norm, rel=1e-3)
 
 
 def test_thresholds_for_each_parameter_bound_each_by_its_own():
