@@ -34,18 +34,24 @@ from .step_checks import refuse_backward, refuse_stale, refuse_step, refuse_unus
 
 @dataclass(eq=False)
 class Release:
-    """Turns tickets into releases, one at a time.
+    """Runs the private optimizer step.
 
     Attributes:
-        plan: What the run does.
-        sums: Where clipped gradients add up.
-        source: Where private randomness comes from.
-        ledger: What was spent; where it is on disk too, a charge is there before it counts here.
-        unused_parameters: ``"error"`` or ``"zero"``: what to do with a parameter that took no part in a step.
-        overspend: Epsilon after so many more charges, where that passes the target; else None.
+        plan: The plan in force: sampling, clipping and noise.
+        sums: Clips backward passes and holds the clipped sums.
+        source: The source of private randomness.
+        ledger: The privacy cost. A ledger that is also on disk writes a charge there before it counts here.
+        unused_parameters: ``"error"`` or ``"zero"``: what happens to a parameter without a gradient in a step.
+        overspend: Returns epsilon after a number of further charges if it exceeds the target, else None.
         grad_scaler: The GradScaler that scales the loss, if any.
-        unit_reduction: ``"mean"`` or ``"sum"``: what a unit's gradient is of those of its rows, where units are drawn.
-        statistics: Of the last backward pass. Not private.
+        unit_reduction: ``"mean"`` or ``"sum"``: how the gradients of the samples of a privacy unit are combined.
+        batches: The state of the current logical batch.
+        statistics: Statistics of the last backward pass. Not private.
+        dropped_rows: Number of samples dropped so far because their gradient norm was not finite.
+        hand_fed: Whether the private loader does not draw the batches: each backward pass is a logical batch.
+        goes_on: With ``hand_fed``: whether the next backward pass continues the current logical batch.
+        pads_empty: Whether an empty batch runs with a placeholder sample, whose gradient is dropped.
+        changed: Whether the plan was changed since the run began.
     """
 
     plan: RunPlan
@@ -59,14 +65,14 @@ class Release:
     batches: BatchState = field(default_factory=BatchState)
     statistics: ClipStatistics = field(default_factory=ClipStatistics)
     dropped_rows: int = 0
-    hand_fed: bool = False  # whether batches come from elsewhere: each backward pass makes a ticket of its own
-    goes_on: bool = False  # where hand-fed: whether the next backward pass is of the same logical batch
-    pads_empty: bool = False  # whether a batch without rows comes with one of no meaning, whose gradient is dropped
-    changed: bool = False  # whether the plan is another than the one that the run began with
-    _next_plan: RunPlan | None = None  # waits until no gradient that was clipped by the present one is in the sums
+    hand_fed: bool = False
+    goes_on: bool = False
+    pads_empty: bool = False
+    changed: bool = False
+    _next_plan: RunPlan | None = None  # takes effect once the sums are empty
 
     def __post_init__(self) -> None:
-        """Makes the mechanism that draws from the source."""
+        """Creates the noise mechanism and the writer of ``p.grad``."""
         self.noise = mechanism_for(self.source, self.plan.noise)
         self.gradients = WrittenGradients(self.sums.topology)
 
@@ -77,7 +83,7 @@ class Release:
         if self.batches.stage is Stage.CLOSED:
             return
         if self.sums.waits_for_owner and self.batches.stage in {Stage.IDLE, Stage.RELEASED}:
-            self.sums.drop_pass()  # for another model's sake, as of a generator
+            self.sums.drop_pass()  # the pass was for another model, such as a generator's
         self.sums.keep_shown()
         self._settle()
         self._begin(self.batches.fetch(ticket, chunk))
@@ -122,16 +128,17 @@ class Release:
         self._apply(self.batches.discard())
 
     def change(self, **constants: Any) -> None:
-        """Goes on with other constants of the plan, for clip, noise and ledger alike, or refuses (InvalidBudgetError).
+        """Changes constants of the plan for clipping, noise and accounting together.
 
-        A logical batch of which something was clipped is released as it was clipped.
+        The change takes effect once the sums are empty: a batch is noised and charged by the plan that clipped it.
+        Raises InvalidBudgetError if the plan cannot change.
         """
         self._next_plan = (self._next_plan or self.plan).changed(self.batches.first_uncharged, **constants)
         self._follow_plan()
 
     @property
     def asked_plan(self) -> RunPlan:
-        """The plan of the next release, as far as is known."""
+        """The plan of the next step."""
         return self._next_plan or self.plan
 
     def _follow_plan(self) -> None:
@@ -149,7 +156,7 @@ class Release:
             self._begin((Ticket(batches.last_step + 1, (rows,)), 0))
 
     def _units(self) -> Units | None:
-        """Which rows of this chunk belong together."""
+        """The privacy unit of each sample of the current physical batch; None if each sample is a unit."""
         units = self.batches.batches[-1].units
         if not units or not self.batches.samples:
             return None
@@ -159,9 +166,9 @@ class Release:
     # From capture
 
     def backward_ended(self) -> None:
-        """A backward pass over the model is over. One that must not count is refused, and its batch given up."""
+        """Clips a finished backward pass. An error discards the logical batch."""
         if not (self.sums.pending or self.sums.trainable()):
-            self.sums.forget_pass()  # a model that is frozen as a whole hands gradients on, and has none itself
+            self.sums.forget_pass()  # a model without trainable parameters passes gradients on and has none
             return
         try:
             if self.hand_fed:
@@ -188,7 +195,7 @@ class Release:
         self.batches.clipped()
 
     def _follow_parameters(self) -> None:
-        """Makes the sums those of the parameters that train now; within a release they may not change."""
+        """Adapts the buffer to the parameters that are trainable now. They may not change within a step."""
         trainable = self.sums.trainable()
         if self.sums.buffer.fits(trainable.values()):
             return
@@ -204,7 +211,7 @@ class Release:
     # From the optimizer
 
     def zero_grad(self) -> None:
-        """The user cleared the gradients: logical batches that are complete and were not stepped are discarded."""
+        """Discards complete logical batches that were not stepped, because the user cleared their gradients."""
         self.gradients.zero_grad(self.sums.buffer.parameters)
         try:
             self._apply(self.batches.cleared())
@@ -213,7 +220,7 @@ class Release:
             raise
 
     def step(self, apply: Callable[[], None]) -> bool:
-        """Charges, noises and applies the sums, if the logical batch is complete."""
+        """Charges the logical batch, adds noise and updates the parameters; False if the batch is not complete."""
         if not self.gather():
             return False
         with self.leaving():
@@ -222,7 +229,7 @@ class Release:
         return True
 
     def gather(self) -> bool:
-        """Brings what waits into the sums; whether the logical batch is complete then, and may be released."""
+        """Clips a pass whose end callback was missed. Returns whether the logical batch is complete."""
         self._settle()
         self._begin(self.batches.next_for_step())
         if self.batches.stage in {Stage.IDLE, Stage.RELEASED}:
@@ -235,7 +242,7 @@ class Release:
 
     @contextlib.contextmanager
     def leaving(self) -> Iterator[None]:
-        """Charges a logical batch that is complete; what leaves of it leaves inside. An error there discards it."""
+        """Charges a complete logical batch, which the context then releases. An error in the context discards it."""
         self._refuse_over_budget(len(self.batches.batches))
         try:
             self._follow_parameters()
@@ -252,7 +259,7 @@ class Release:
         self._follow_plan()
 
     def _settle(self) -> None:
-        """Finishes a backward pass whose end nobody told of; gives up one that broke off."""
+        """Clips a pass whose end callback was missed; discards an interrupted one."""
         if self.sums.capture.backward_broke_off:
             self.sums.forget_pass()
             self.discard()
@@ -284,18 +291,18 @@ class Release:
         self.batches.charged()
 
     def watch(self, sums: ClippedSums) -> None:
-        """Takes sums from elsewhere. Those of a logical batch at hand are given up."""
+        """Replaces the clipped sums. The current logical batch is discarded."""
         if not self.sums.buffer.clean:
             self.discard()
         self.sums, sums.policy = sums, self.plan.clipping
 
     def draw_from(self, source: NoiseSource) -> None:
-        """Draws noise from another source, from the next release on."""
+        """Draws noise from another source, from the next step on."""
         self.source = source
         self.noise = mechanism_for(source, self.plan.noise)
 
     def _write_gradients(self, *, divides: bool = True) -> None:
-        """Noise on the sums, then the division by public constants, then ``p.grad``, in the memory of the sums."""
+        """Adds noise to the sums, divides by public constants, and writes ``p.grad`` in the memory of the sums."""
         buffer, std, step = self.sums.buffer, self.plan.noise_std, self.batches.batches[-1].step
         mean, count = self.sums.loss_reduction == "mean", len(self.batches.batches)
         divisor = self.plan.divisor(count, mean=mean) if divides else 1.0
@@ -312,7 +319,7 @@ class Release:
         self.gradients.write(taken.views)
 
     def _facts(self) -> tuple[object, ...]:
-        """What every rank must have alike at this moment."""
+        """The rank fingerprint: values that must be equal on all ranks."""
         batches = self.batches
         step = batches.batches[-1].step if batches.batches else None
         place = (step, batches.chunk, len(batches.batches), batches.released)
@@ -321,7 +328,7 @@ class Release:
     # The end
 
     def close(self) -> None:
-        """Gives up what is unfinished and destroys the sums, for good, also where that cannot be charged."""
+        """Ends the run: discards unfinished batches and zeroes the sums, also if the charge fails."""
         try:
             self._charge_discarded(self.batches.close().discarded)
         finally:
