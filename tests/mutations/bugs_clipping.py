@@ -59,8 +59,8 @@ def _no_row_is_clipped(factors: Any) -> Any:
 
 def _mean_is_clipped(add: Any) -> Any:
     @functools.wraps(add)
-    def added(self: Any, rows: int, scale: float) -> Any:
-        found = add(self, rows, scale)
+    def added(self: Any, rows: int, scale: float, fingerprint: tuple[object, ...]) -> Any:
+        found = add(self, rows, scale, fingerprint)
         sums = [total for _, total in self.buffer]
         norm = math.sqrt(sum(float(total.square().sum()) for total in sums))
         factor = min(1.0, self.policy.max_grad_norm * max(1, rows) / max(norm, 1e-30))
@@ -73,9 +73,10 @@ def _mean_is_clipped(add: Any) -> Any:
 
 def _pairs(units: Any) -> Any:
     def paired(self: Any) -> Units | None:
-        if not self.rows:
+        samples = self.batches.samples
+        if not samples:
             return None
-        return Units(torch.arange(self.rows) // 2, (self.rows + 1) // 2, mean=False)
+        return Units(torch.arange(samples) // 2, (samples + 1) // 2, mean=False)
 
     return paired
 
