@@ -89,11 +89,6 @@ class BatchState:
         """Whether the current physical batch may go through backward."""
         return self.stage is Stage.OPEN and not self.done
 
-    @property
-    def may_step(self) -> bool:
-        """Whether the current physical batch has been through backward, or is empty and needs none."""
-        return self.stage in {Stage.OPEN, Stage.CLIPPED, Stage.CHARGED} and (self.done or self.samples == 0)
-
     # The loader
 
     def fetch(self, batch: Ticket, chunk: int) -> tuple[Ticket, int] | None:

@@ -80,7 +80,8 @@ class Loops(RuleBasedStateMachine):
     @rule(end=st.sampled_from(["update", "over budget", "fails before the charge", "fails after the charge"]))
     def optimizer_step(self, end):
         self.begin(self.state.next_for_step())
-        if not self.state.may_step:
+        open_or_clipped = self.state.stage in {Stage.OPEN, Stage.CLIPPED}
+        if not (open_or_clipped and (self.state.done or self.state.samples == 0)):
             return
         if not self.state.done:
             self.state.clipped()

@@ -309,9 +309,8 @@ class DPOptimizer(Optimizer):
         if self._made is None or not pop_next:
             return skips
         release = self._made
-        skips = skips or (
-            release.batches.stage is Stage.OPEN and release.batches.done
-        )  # a chunk of a batch of which more are to come
+        # A physical batch of a logical batch that is not complete.
+        skips = skips or (release.batches.stage is Stage.OPEN and release.batches.done)
         release.goes_on = skips
         if skips:
             self._skipped_batches = frozenset(release.batches.steps)
