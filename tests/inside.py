@@ -15,16 +15,17 @@ from inside_parts import ClippedPasses, totals_of
 
 from dpengine import PrivacyEngine
 from dpengine.accounting import Ledger
-from dpengine.engine.run import Budget
+from dpengine.auditing.canaries import PlantedGradients
+from dpengine.engine.budget import Budget
 from dpengine.sampling.batches import Ticket
 
 
-def _release(owner, run=-1):
-    """The internal state of a run of an engine, or of a private optimizer."""
+def _step(owner, run=-1):
+    """The private step of a run of an engine, or of a private optimizer."""
     if isinstance(owner, PrivacyEngine):
-        return owner.runs[run].release
+        return owner.runs[run].step
     attachment = owner.__dict__.get("_dpengine")
-    return owner._release if attachment is None else attachment.release
+    return owner._step if attachment is None else attachment.step
 
 
 def state(owner, run=-1):
@@ -38,26 +39,26 @@ def state(owner, run=-1):
     Of the plan: ``noise_std``, ``asked_noise_std`` (of the next step), ``noise_multiplier``, ``clipping_norm``,
     ``clipping_norm_in_force``, ``relation``, ``iterations``, ``expected_batch_size``, ``noise`` (facts, or None).
     """
-    release = _release(owner, run)
-    plan, sums = release.plan, release.sums
+    step = _step(owner, run)
+    plan, passes = step.plan, step.passes
     return SimpleNamespace(
-        stage=release.batches.stage.value,
-        released=release.batches.released,
-        discarded=release.batches.discarded,
-        dropped=release.dropped_rows,
-        step=release.batches.last_step,
-        chunk=release.batches.chunk,
-        waiting=[(ticket.step, tuple(ticket.rows)) for ticket in release.batches.batches],
-        written=set(release.gradients.released),
-        largest_norm=release.statistics.largest_norm,
-        pending=sums.pending,
-        clean=sums.buffer.clean,
-        zero=not any(flat.any() for flat in sums.buffer.flats.values()),
+        stage=step.batches.stage.value,
+        released=step.batches.released,
+        discarded=step.batches.discarded,
+        dropped=step.dropped_rows,
+        step=step.batches.last_step,
+        chunk=step.batches.chunk,
+        waiting=[(ticket.step, tuple(ticket.rows)) for ticket in step.batches.batches],
+        written=set(step.writer.released),
+        largest_norm=step.statistics.largest_norm,
+        pending=passes.pending,
+        clean=passes.buffer.clean,
+        zero=not any(flat.any() for flat in passes.buffer.flats.values()),
         noise_std=plan.noise_std,
-        asked_noise_std=release.asked_plan.noise_std,
+        asked_noise_std=step.next_plan.noise_std,
         noise_multiplier=plan.noise_multiplier,
         clipping_norm=plan.clipping.max_grad_norm,
-        clipping_norm_in_force=sums.policy.max_grad_norm,
+        clipping_norm_in_force=passes.policy.max_grad_norm,
         relation=plan.relation,
         iterations=plan.iterations,
         expected_batch_size=plan.expected_batch_size,
@@ -70,18 +71,18 @@ def state(owner, run=-1):
 
 def public_text(owner, run=-1):
     """Representations that may reach a log: the plan and the logical batches."""
-    release = _release(owner, run)
-    return f"{release.plan!r} {release.batches.batches!r}"
+    step = _step(owner, run)
+    return f"{step.plan!r} {step.batches.batches!r}"
 
 
 def return_batch(owner, step, rows):
     """Acts as a loader that returns a logical batch of one chunk."""
-    _release(owner).handed_out(Ticket(step, (rows,)), 0)
+    _step(owner).batch_returned(Ticket(step, (rows,)), 0)
 
 
 def fetch_ahead(owner, chunks):
     """Declares that a trainer fetches some chunks before it uses the first."""
-    _release(owner).batches.look_ahead = chunks
+    _step(owner).batches.look_ahead = chunks
 
 
 # The plan
@@ -89,22 +90,22 @@ def fetch_ahead(owner, chunks):
 
 def policy(owner, run=-1):
     """The clipping policy of the plan, which is a public object."""
-    return _release(owner, run).plan.clipping
+    return _step(owner, run).plan.clipping
 
 
 def unclipped_count(owner, run=-1):
     """The centered count of unclipped samples that an adaptive policy collected for the current step."""
-    return float(_release(owner, run).plan.clipping._centred_count)
+    return float(_step(owner, run).plan.clipping._centred_count)
 
 
 def sampling(owner, run=-1):
     """The sampling scheme of the plan, which is a public object."""
-    return _release(owner, run).plan.sampling
+    return _step(owner, run).plan.sampling
 
 
 def assignable_constants(owner, run=-1):
     """Names of those constants of the plan and of its sampling scheme that can be assigned."""
-    plan, assigned = _release(owner, run).plan, []
+    plan, assigned = _step(owner, run).plan, []
     for frozen, name in ((plan, "noise_multiplier"), (plan.sampling, "sample_rate"), (plan, "expected_batch_size")):
         try:
             setattr(frozen, name, 0.25)
@@ -116,22 +117,22 @@ def assignable_constants(owner, run=-1):
 
 def event(owner, count=1, run=-1):
     """The accounting event of one step over so many logical batches."""
-    return _release(owner, run).plan.event(count)
+    return _step(owner, run).plan.event(count)
 
 
 def divisor(owner, count=1, *, mean=True, run=-1):
     """The constant that divides the sums of so many logical batches."""
-    return _release(owner, run).plan.divisor(count, mean=mean)
+    return _step(owner, run).plan.divisor(count, mean=mean)
 
 
 def change_plan(owner, **constants):
     """Changes constants of the plan from the next step on."""
-    _release(owner).change(**constants)
+    _step(owner).change(**constants)
 
 
 def described_plan(owner, run=-1):
     """The description of the plan."""
-    return _release(owner, run).plan.describe()
+    return _step(owner, run).plan.describe()
 
 
 def planned_steps_of(engine, run=-1):
@@ -149,40 +150,40 @@ def is_attached(engine, run=-1):
 
 def clipped_sums(owner, run=-1):
     """The clipped sums, by name of the parameter, as copies."""
-    return totals_of(_release(owner, run).sums)
+    return totals_of(_step(owner, run).passes)
 
 
 def sum_dtypes(owner, run=-1):
     """The data types of the memory of the sums."""
-    return {flat.dtype for flat in _release(owner, run).sums.buffer.flats.values()}
+    return {flat.dtype for flat in _step(owner, run).passes.buffer.flats.values()}
 
 
 def passes_of_run(owner, run=-1):
     """A driver of the clipped sums of a run, whose backward passes no longer reach the run."""
-    return ClippedPasses.of_run(_release(owner, run).sums)
+    return ClippedPasses.of_run(_step(owner, run).passes)
 
 
 def pass_recorded(owner, run=-1):
     """Whether records of a backward pass are held: per layer, or of the whole batch for a probe."""
-    sums = _release(owner, run).sums
-    replay = sums.capture.replay
-    return bool(sums.strategy.rows), bool(replay is not None and replay.reached)
+    passes = _step(owner, run).passes
+    replay = passes.capture.replay
+    return passes.pending, bool(replay is not None and replay.reached)
 
 
 def gradients_formed_by(owner, run=-1):
-    """Identity of what forms the gradients of a run, and whether it is what the run began with and probes."""
-    sums = _release(owner, run).sums
-    return id(sums.strategy), sums.strategy is sums._probed and sums._probed._every is not None
+    """Identity of the grad mode of a run, and whether it is the run's own and its passes are probed."""
+    passes = _step(owner, run).passes
+    return id(passes.mode), not isinstance(passes.mode, PlantedGradients) and passes.probe.every is not None
 
 
 def set_probe_every(owner, passes):
     """Sets the number of passes between probes, for a run."""
-    _release(owner).sums.strategy._every = passes
+    _step(owner).passes.probe.every = passes
 
 
 def paused(owner, run=-1):
     """A context in which the model of a run is not captured."""
-    return _release(owner, run).sums.capture.paused()
+    return _step(owner, run).passes.capture.paused()
 
 
 # Noise and batches
@@ -190,15 +191,15 @@ def paused(owner, run=-1):
 
 def noise_source(owner, run=-1):
     """The source of private randomness, which is a public object."""
-    return _release(owner, run).source
+    return _step(owner, run).source
 
 
 def draw_from(owner, source):
     """Draws noise from another source; returns whether the mechanism is another one, too."""
-    release = _release(owner)
-    before = release.noise
-    release.draw_from(source)
-    return release.noise is not before
+    step = _step(owner)
+    before = step.noise
+    step.draw_from(source)
+    return step.noise is not before
 
 
 def _batches(loader):
@@ -212,13 +213,13 @@ def draw(loader, step):
 
 def loader_draws_plan(owner, loader, run=-1):
     """Whether the loader draws by the sampling scheme of the plan."""
-    return _batches(loader).strategy is _release(owner, run).plan.sampling
+    return _batches(loader).strategy is _step(owner, run).plan.sampling
 
 
 @contextlib.contextmanager
 def drawn_noise(owner, run=-1):
     """Records each draw of noise from the source, as ``(domain, step, start, std)``."""
-    source, asked = _release(owner, run).source, []
+    source, asked = _step(owner, run).source, []
     add = source.add_normal_
 
     def recorded(flat, std, *, domain, step, start=0, **rest):
@@ -235,7 +236,7 @@ def drawn_noise(owner, run=-1):
 @contextlib.contextmanager
 def drawn_batches(owner, run=-1):
     """Records each draw of a logical batch, as ``(step, sample_rate)``."""
-    strategy, drawn = _release(owner, run).plan.sampling, []
+    strategy, drawn = _step(owner, run).plan.sampling, []
     kind = type(strategy)
 
     def draw_and_record(self, step, words):
@@ -251,7 +252,7 @@ def drawn_batches(owner, run=-1):
 
 def record_noise(owner, seen):
     """Calls ``seen(flat, step, start)`` for each addition of noise."""
-    mechanism = _release(owner).noise
+    mechanism = _step(owner).noise
     add = mechanism.add
 
     def adding(flat, *, step, start, **rest):
@@ -263,25 +264,25 @@ def record_noise(owner, seen):
 
 def record_batches(owner, loader, seen):
     """Calls ``seen(step)`` for each chunk that the loader returns."""
-    hand = _release(owner).handed_out
+    batch_returned = _step(owner).batch_returned
 
-    def handed_out(ticket, chunk):
-        seen(ticket.step)
-        hand(ticket, chunk)
+    def returned(batch, chunk):
+        seen(batch.step)
+        batch_returned(batch, chunk)
 
-    _batches(loader).on_handout = handed_out
+    _batches(loader).on_handout = returned
 
 
 def record_releases(owner, seen):
     """Calls ``seen(steps)`` before the noise of a step is added, with the steps of its logical batches."""
-    release = _release(owner)
-    write = release._write_gradients
+    step = _step(owner)
+    write = step.write_gradients
 
-    def writing():
-        seen(release.batches.steps)
-        write()
+    def writing(**options):
+        seen(step.batches.steps)
+        write(**options)
 
-    release._write_gradients = writing
+    step.write_gradients = writing
 
 
 # Faults
@@ -290,7 +291,7 @@ def record_releases(owner, seen):
 @contextlib.contextmanager
 def failing_sums(owner, error, *, at=1, after=False):
     """Raises ``error`` instead of the ``at``-th write to the sums, or after it."""
-    buffer = _release(owner).sums.buffer
+    buffer = _step(owner).passes.buffer
     calls = []
 
     def fill(parameter, write):
@@ -310,14 +311,14 @@ def failing_sums(owner, error, *, at=1, after=False):
 
 def before_exchange(owner, action):
     """Calls ``action(step)`` before the ranks exchange clipped sums."""
-    release = _release(owner)
-    clip = release.sums.clip
+    step = _step(owner)
+    clip = step.passes.clip
 
-    def clipped(**arguments):
-        action(release.batches.last_step)
-        return clip(**arguments)
+    def clipped(recorded, **arguments):
+        action(step.batches.last_step)
+        return clip(recorded, **arguments)
 
-    release.sums.clip = clipped
+    step.passes.clip = clipped
 
 
 # Runs, ledgers and budgets
@@ -336,12 +337,12 @@ def alive(engine, run=-1):
 
 def charges(owner, run=-1):
     """The charges of the ledger of one run."""
-    return _release(owner, run).ledger.totals
+    return _step(owner, run).ledger.totals
 
 
 def charge(owner, of_step, *, kind="release"):
     """Charges an accounting event to the ledger of a run."""
-    _release(owner).ledger.charge(of_step, kind=kind)
+    _step(owner).ledger.charge(of_step, kind=kind)
 
 
 def close_ledger_file(engine):
@@ -351,7 +352,7 @@ def close_ledger_file(engine):
 
 def settle_ledger_file(engine):
     """Settles the reservation of the current run in the ledger file."""
-    engine._books._held.file.settle(_release(engine).plan.run)
+    engine._books._held.file.settle(_step(engine).plan.run)
 
 
 def let_go_of_ledger_file(engine, *, settles=True):
@@ -363,6 +364,6 @@ def let_go_of_ledger_file(engine, *, settles=True):
 
 def budget(owner, *arguments):
     """An empty ledger for a run, and a function ``overspend(count)`` of a budget with these arguments."""
-    release, limit = _release(owner), Budget(*arguments)
-    release.ledger = ledger = Ledger()
-    return ledger, lambda count: limit.overspend(release, count)
+    step, limit = _step(owner), Budget(*arguments)
+    step.ledger = ledger = Ledger()
+    return ledger, lambda count: limit.overspent(step.plan, ledger, count)

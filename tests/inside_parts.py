@@ -17,17 +17,17 @@ import dpengine.engine.privacy_engine
 import dpengine.engine.run
 import dpengine.engine.watch_model
 from dpengine.clipping import Flat
+from dpengine.compat.opacus.grad_sample.waiting_passes import WaitingPasses
 from dpengine.engine import amp_and_lr_schedulers as companions
+from dpengine.engine.add_clipped import ClipStatistics
 from dpengine.engine.argument_checks import attached_models
-from dpengine.engine.clipped_sums import ClippedSums
-from dpengine.engine.materialized_sums import ShownSums
 from dpengine.engine.optimizer import REFUSED
+from dpengine.engine.pass_clipper import PassClipper, RecordedPass
 from dpengine.engine.watch_model import watch_model
 from dpengine.grad_modes.bookkeep import Bookkeep
 from dpengine.grad_modes.flat_buffer import FlatBuffer
 from dpengine.grad_modes.rows import Units
 from dpengine.independence import live_probe as probe
-from dpengine.independence import probed
 from dpengine.plan.run_plan import RunPlan, rate_to_book
 
 REJECTED_OPTIMIZERS = frozenset(REFUSED)
@@ -41,10 +41,10 @@ def planned_steps(epochs, steps, steps_per_epoch):
     return dpengine.engine.argument_checks.planned_steps(epochs, steps, steps_per_epoch)
 
 
-def totals_of(sums):
+def totals_of(passes):
     """Sums by name of the parameter, as copies."""
-    names = {p: name for name, p in sums.model.named_parameters()}
-    return {names[p]: total.detach().clone() for p, total in sums.buffer}
+    names = {p: name for name, p in passes.model.named_parameters()}
+    return {names[p]: total.detach().clone() for p, total in passes.buffer}
 
 
 class ClippedPasses:
@@ -53,102 +53,152 @@ class ClippedPasses:
     Args:
         model: The model.
         clips: The clipping policy.
-        shown: Whether ``p.grad_sample`` stands until it is clipped.
         probes: Whether passes are probed for dependence between samples.
     """
 
-    def __init__(self, model, clips=None, *, shown=False, probes=True, **settings):
-        clips = clips or Flat(1.0)
-        self._sums = ShownSums(model, **settings) if shown else ClippedSums(model, policy=clips, **settings)
-        self._sums.policy = clips
+    def __init__(self, model, clips=None, *, mode="auto", probes=True, **settings):
+        self._passes = PassClipper(model, clips or Flat(1.0), self._ended, grad_sample_mode=mode, **settings)
+        self._recorded, self._action = None, None
         if not probes:
-            self._sums._probed._every = None
-        self._sums.attach()
+            self._passes.probe.every = None
+        self._passes.attach()
 
     @classmethod
-    def of_run(cls, sums):
+    def of_run(cls, passes):
         """A driver of the clipped sums of a run, whose backward passes no longer reach the run."""
         made = object.__new__(cls)
-        made._sums, sums.on_backward_end = sums, None
+        made._passes, made._recorded, made._action = passes, None, None
+        passes._on_pass = made._ended
         return made
+
+    def _ended(self, recorded):
+        self._recorded = recorded
+        if self._action is not None:
+            self._action(set(recorded.mode.rows))
 
     def clip(self, *, rows=None, units=None, count=0):
         """Clips the pass. ``units`` is the index of the privacy unit of each row, of ``count`` in all."""
         units = None if units is None else Units(torch.tensor(units), count, mean=False)
-        seen = self._sums.clip(rows=rows, units=units)
+        recorded, self._recorded = self._recorded, None
+        if recorded is None:
+            recorded = RecordedPass(self._passes.mode, self._passes.capture.replay)
+        seen = self._passes.clip(recorded, samples=rows, units=units)
         return SimpleNamespace(
             rows=seen.rows, dropped=seen.dropped, clipped=seen.clipped, largest_norm=seen.largest_norm
         )
 
     def totals(self):
         """The clipped sums, by name, as copies."""
-        return totals_of(self._sums)
+        return totals_of(self._passes)
 
     def choices(self):
         """How the norm of each parameter was formed, and why, by name."""
-        return {choice.name: (str(choice.way), choice.why) for choice in self._sums.strategy.choices}
+        return {choice.name: (str(choice.way), choice.why) for choice in self._passes.mode.choices}
 
     def unused(self):
         """Names of the trainable parameters without a gradient."""
-        return self._sums.missing()
-
-    def norms(self):
-        """Norms of the last pass."""
-        return self._sums.norms()
-
-    def waiting(self):
-        """Whether a pass waits; with ``shown``, also the number of passes, and the rows of the next one."""
-        return bool(self._sums.pending), getattr(self._sums, "waits", 0), self._sums.rows_pending
+        return self._passes.missing(self._passes.trainable())
 
     def pending(self):
         """Whether a pass waits to be clipped."""
-        return self._sums.pending
+        return self._passes.pending
 
     def is_idle(self):
         """Whether nothing of a pass is held, and the parameters of the model are its own."""
-        return not self._sums.pending and not self._sums.capture.swapped
+        return not self._passes.pending and not self._passes.capture.swapped
 
     def leaks(self):
         """Whether autograd wrote a gradient that no layer accounts for."""
-        return bool(self._sums.capture.leaks)
+        return bool(self._passes.capture.leaks)
 
     def on_end(self, action):
         """Calls ``action`` with the names of the layers seen, when a backward pass has ended."""
-        self._sums.on_backward_end = lambda: action(set(self._sums.strategy.rows))
-
-    def check_pass(self, action):
-        """Calls ``action`` at the end of a pass, which may raise; for shown sums."""
-        self._sums.on_pass = action
-
-    def refuse_accumulation(self):
-        """Allows one waiting pass at a time; for shown sums."""
-        self._sums.allows_accumulation = False
-
-    def restrict(self, parameters):
-        """Clips and sums these parameters alone; for shown sums."""
-        self._sums.only = frozenset(parameters)
-
-    def released(self):
-        """Marks what was clipped as released; for shown sums."""
-        self._sums.note_release()
-
-    def clear_shown(self):
-        """Sets ``p.grad_sample`` to None; for shown sums."""
-        self._sums.show_none()
+        self._action = action
 
     def discard(self):
         """Clears the sums."""
-        self._sums.discard()
+        self._recorded = None
+        self._passes.discard()
 
     def detach(self):
         """Stops to watch the model."""
-        self._sums.detach()
+        self._passes.detach()
+
+
+class ShownPasses:
+    """Passes that wait in ``p.grad_sample``, clipped and summed without noise and without a ledger.
+
+    Args:
+        model: The model.
+        clips: The clipping policy.
+        settings: Of the passes.
+    """
+
+    def __init__(self, model, clips, **settings):
+        self._waiting = WaitingPasses(model, **settings)
+        self._waiting.clipper.policy = clips
+        self._waiting.attach()
+        self._rows = None
+        self.statistics = ClipStatistics()
+
+    def on_pass(self, recorded):
+        """Clips a pass, as the private step does."""
+        rows = self._rows
+        if rows is not None and recorded.samples != rows:
+            raise AssertionError(f"{recorded.samples} rows, not {rows}")
+        self.statistics = self._waiting.clipper.clip(recorded)
+
+    def clip(self, *, rows=None):
+        """Clips the pass that has waited longest."""
+        self._rows = rows
+        self._waiting._deliver_next(self)
+        self._rows = None
+        return SimpleNamespace(largest_norm=self.statistics.largest_norm)
+
+    def own(self):
+        """Clips passes as an optimizer does that was built over the model."""
+        owner = SimpleNamespace(_step=self)
+        self._waiting.owner = lambda: owner
+
+    def totals(self):
+        """The clipped sums, by name, as copies."""
+        return totals_of(self._waiting.clipper)
+
+    def norms(self):
+        """Norms of the last pass."""
+        return self._waiting.norms()
+
+    def waiting(self):
+        """Whether a pass waits, the number of passes, and the rows of the first."""
+        parts = next(iter(self._waiting._parts().values()), None)
+        rows = len(parts[0]) if parts else self._waiting._waiting[0].gradients.samples
+        return self._waiting.pending, self._waiting.count, rows
+
+    def pending(self):
+        """Whether a pass waits to be clipped."""
+        return self._waiting.pending
+
+    def refuse_accumulation(self):
+        """Allows one waiting pass at a time."""
+        self._waiting.allows_accumulation = False
+
+    def restrict(self, parameters):
+        """Clips and sums these parameters alone."""
+        self._waiting.restrict(frozenset(parameters))
+
+    def released(self):
+        """Marks what was clipped as used by a step."""
+        self._waiting.mark_released()
+
+    def clear_shown(self):
+        """Sets ``p.grad_sample`` to None."""
+        self._waiting.clear()
 
 
 def rows_of_forward(model, inputs):
     """The number of rows that a forward pass is taken to have."""
     rows = []
-    capture, _ = watch_model(model, SimpleNamespace(forward_started=rows.append), "auto")
+    capture, *_ = watch_model(model, SimpleNamespace(forward_started=rows.append), "auto")
     capture.attach()
     model(inputs)
     return rows
@@ -245,7 +295,7 @@ def record_halves(monkeypatch):
 
 def set_probe_interval(monkeypatch, passes):
     """Sets the number of passes between probes, for all models."""
-    monkeypatch.setattr(probed, "EVERY", passes)
+    monkeypatch.setattr(dpengine.engine.watch_model, "EVERY", passes)
 
 
 def unprobed():

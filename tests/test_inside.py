@@ -25,43 +25,47 @@ from pathlib import Path
 TESTS = Path(__file__).resolve().parent
 PACKAGE = TESTS.parent / "dpengine"
 
-STEP_ATTRIBUTES = {"release", "_release", "_dpengine", "sums", "_books", "_made"}
+STEP_ATTRIBUTES = {"passes", "_step", "_dpengine", "_waiting", "_books", "_made"}
 STEP_MODULES = {
+    "add_clipped",
     "amp_and_lr_schedulers",
     "argument_checks",
+    "budget",
     "build_plan",
-    "clipped_sums",
     "compiled_backward",
     "grad_writer",
-    "materialized_sums",
     "optimizer",
+    "pass_clipper",
+    "per_sample",
     "rank_consistency",
-    "release",
-    "release_of",
     "run",
     "run_plan",
     "run_report",
     "shared_dataset_check",
+    "step",
     "step_checks",
+    "step_of",
+    "waiting_passes",
 }
 STEP_NAMES = {
-    "ClippedSums",
-    "ShownSums",
+    "PassClipper",
+    "PrivateStep",
+    "WaitingPasses",
     "watch_model",
     "Bookkeep",
     "Reweight",
     "KeepAll",
     "live_probe",
-    "probed",
+    "probe",
     "modes",
 }
 OF_THEIR_OWN = {"MODES", "Sketches", "norm_of_sketch"}  # public keys, and numbers that are tested alone
 ALONE = {"accounting", "noise", "kernels", "data", "cli", "report", "plan", "ledger_file", "batch_selection"}
 NOT_BY_FOLDER = {"compiled", "clipping"}  # packages whose own tests go through `inside_parts`, too
-OTHERS = {"inside.py", "inside_parts.py", "test_inside.py", "mutations", "differential"}  # not read
+OTHERS = {"inside.py", "inside_parts.py", "test_inside.py", "test_layering.py", "mutations", "differential"}  # not read
 PUBLIC = {"_module", "_replace", "_parameters", "_modules", "_buffers", "_forward_hooks", "_forward_pre_hooks"}
 IN_STRINGS = re.compile(
-    r"\.runs\[|\.(?:release|sums)\.|\b(?:_dpengine|_release|_books)\b|import (?:ClippedSums|ShownSums)"
+    r"\.runs\[|\.passes\.|\b(?:_dpengine|_books)\b|import (?:PassClipper|PrivateStep|WaitingPasses)"
     rf"|\bdpengine\.(?:\w+\.)*(?:{'|'.join(sorted(STEP_MODULES))})\b"
 )
 
@@ -271,16 +275,16 @@ def test_only_inside_touches_the_internals_of_the_step():
 
 PLANTED = {
     "helpers.py": "class Loop:\n    def std(self):\n        return self.engine.runs[0].release.plan.noise_std\n",
-    "conftest.py": "import pytest\n@pytest.fixture\ndef flats(engine):\n    return engine.sums.buffer\n",
+    "conftest.py": "import pytest\n@pytest.fixture\ndef flats(engine):\n    return engine.passes.buffer\n",
     "test_planted.py": """
 from helpers import Loop
 from dpengine.plan.run_plan import RunPlan
-from dpengine.clipping import ClippedSums, Flat
-SCRIPT = "release = engine.runs[0].release"
+from dpengine.clipping import Flat, PassClipper
+SCRIPT = "step = engine.runs[0].step"
 def test_attribute(optimizer): assert optimizer.__dict__["_dpengine"]
-def test_private(clipper): assert clipper._probed
+def test_private(clipper): assert clipper._clipper
 def test_import(): RunPlan()
-def test_name(): ClippedSums(Flat(1.0))
+def test_name(): PassClipper(Flat(1.0))
 def test_script(): run(SCRIPT)
 def test_path(monkeypatch): monkeypatch.setattr("dpengine.engine.argument_checks.calibration", None)
 def test_fixture(flats): assert flats

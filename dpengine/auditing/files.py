@@ -56,8 +56,8 @@ def _leaving(trial: Trial) -> dict[str, bytes]:
     found = {
         "repr of the engine": repr(engine).encode(),
         "repr of the optimizer": repr(trial.optimizer).encode(),
-        "repr of the noise": repr(trial.release.source).encode(),
-        "repr of a ticket": repr(trial.release.batches.batches).encode(),
+        "repr of the noise": repr(trial.step.source).encode(),
+        "repr of a ticket": repr(trial.step.batches.batches).encode(),
         "the statement": str(engine.report()).encode(),
         "the metrics": repr(engine.metrics()).encode(),
         "the state": repr(engine.state_dict()).encode(),
@@ -85,7 +85,7 @@ def _traceback(trial: Trial) -> bytes:
 
 def _forbidden(trial: Trial, sizes: list[int]) -> dict[str, bytes]:
     """What must not be found, as patterns."""
-    key = bytes.fromhex(trial.release.source.secret_state()["key"])
+    key = bytes.fromhex(trial.step.source.secret_state()["key"])
     listed = re.escape(", ".join(map(str, sizes)))
     patterns = {
         "the key": re.escape(key),

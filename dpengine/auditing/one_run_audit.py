@@ -182,7 +182,7 @@ def bounds_of_run(
     by_delta = max(epsilon_from_guesses(one, delta=delta, alpha=alpha) for one in made)
     if claimed is None or not 0 < claimed < math.inf:
         return Bounds(by_delta)
-    history, relation = engine.ledger.history, watched.run.release.plan.relation
+    history, relation = engine.ledger.history, watched.run.step.plan.relation
     covering = mu_gdp(history, delta, engine.accountant, relation)
     # A sampled run is no Gaussian: the curve that covers it is above the one that has its epsilon at this delta. So mu
     # is brought down by that, and exceeds the claim only where the covering curve, which is sound, is refuted.
@@ -197,7 +197,7 @@ def bounds_of_run(
 
 def _with_noise(engine: PrivacyEngine, watched: WatchedRun, ratio: float, delta: float) -> float:
     """Epsilon of the ledger's history, had the noise been what the canaries show that it is at most."""
-    plan = watched.run.release.plan
+    plan = watched.run.step.plan
     gradient = plan.clipping.gradient_noise_multiplier(plan.noise_multiplier)
     sigma = plan.noise_multiplier / (ratio * gradient)
     if math.isinf(ratio) or sigma == 0:

@@ -188,7 +188,7 @@ def _in_turn(evidence: Evidence, make: Maker, seed: int) -> None:
     turns, rate = strategy.cycle_length, strategy.sample_rate
     with tempfile.TemporaryDirectory() as folder:
         first = _some(trial, half)
-        trial.release.discard()
+        trial.step.discard()
         save(Path(folder) / "run", trial.engine)
         resumed = begun()
         load(Path(folder) / "run", resumed.engine, nothing_left_since=True)

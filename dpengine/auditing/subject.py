@@ -144,14 +144,14 @@ class Trial:
         self.data.taken()
 
     @property
-    def release(self) -> Any:
-        """The engine's own record of this run."""
-        return self.engine.runs[-1].release
+    def step(self) -> Any:
+        """The private step of this run."""
+        return self.engine.runs[-1].step
 
     @property
     def plan(self) -> Any:
         """What the run does."""
-        return self.release.plan
+        return self.step.plan
 
     @property
     def divisor(self) -> float:

@@ -44,26 +44,30 @@ class WatchedRun:
             )
         self.run: Run = engine.runs[-1]
         self._refuse(canaries, gradient=directions is not None)
-        release, sums = self.run.release, self.run.release.sums
+        step, passes = self.run.step, self.run.step.passes
         self._canaries = canaries
-        self._sizes = [p.numel() for p in sums.trainable().values()]
+        self._sizes = [p.numel() for p in passes.trainable().values()]
         self._directions = None if directions is None else directions(self._sizes)
         self._seen: dict[int, Floats] = {}  # by step, the release along each direction
         self._planted = PlantedGradients(
-            sums.strategy,
+            passes.mode,
             canaries,
             self._chunk,
             self._directions,
             self._trainable,
-            lambda: release.plan.clipping.max_grad_norm,
+            lambda: step.plan.clipping.max_grad_norm,
         )
 
     def _refuse(self, canaries: Canaries, *, gradient: bool) -> None:
-        sums, strategy = self.run.release.sums, self.run.release.plan.sampling
+        passes, strategy = self.run.step.passes, self.run.step.plan.sampling
         for wrong, what, fix in (
             (self.run.units is not None, "a run with privacy_unit", "Leave it out of the audited run."),
-            (not sums.topology.runs_by_itself, "a run of several processes", "Audit the same run in one."),
-            (gradient and sums.mode == "ghost", "gradients in grad_sample_mode='ghost'", "Pass kind='input'."),
+            (not passes.topology.runs_by_itself, "a run of several processes", "Audit the same run in one."),
+            (
+                gradient and passes.grad_sample_mode == "ghost",
+                "gradients in grad_sample_mode='ghost'",
+                "Pass kind='input'.",
+            ),
         ):
             if wrong:
                 raise UnknownParameterError(f"auditing.one_run cannot watch {what}.", fix=fix)
@@ -77,24 +81,24 @@ class WatchedRun:
     @contextmanager
     def planted(self) -> Iterator[None]:
         """Canaries take part while this is open, and releases are noted."""
-        sums, probe = self.run.release.sums, self.run.release.sums.strategy
-        handle, every = self.run.optimizer.register_step_pre_hook(self._note), getattr(probe, "_every", None)
+        passes, mode = self.run.step.passes, self.run.step.passes.mode
+        handle, every = self.run.optimizer.register_step_pre_hook(self._note), passes.probe.every
         try:
-            sums.strategy = self._planted
-            self._probe(probe, None)  # the batches' own gradients are not what it would see
+            passes.mode = self._planted
+            self._probe(None)  # the probe would not see the planted gradients
             yield
         finally:
             handle.remove()
-            sums.strategy = probe
-            self._probe(probe, every)
+            passes.mode = mode
+            self._probe(every)
 
-    @staticmethod
-    def _probe(probe: Any, every: int | None) -> None:
-        probe._every = every
-        probe._arm()
+    def _probe(self, every: int | None) -> None:
+        probe = self.run.step.passes.probe
+        probe.every = every
+        probe.arm()
 
     def _trainable(self) -> dict[str, nn.Parameter]:
-        found = self.run.release.sums.trainable()
+        found = self.run.step.passes.trainable()
         if self._directions is not None and [p.numel() for p in found.values()] != self._sizes:
             raise UnknownParameterError(
                 "Parameters were frozen, thawed or replaced since make(); gradient canaries have places in all.",
@@ -104,28 +108,28 @@ class WatchedRun:
 
     def _chunk(self) -> tuple[int, Indices]:
         """The step and the rows of the data set of the chunk that a backward pass is over."""
-        release = self.run.release
-        step = release.batches.batches[-1].step
+        run = self.run.step
+        step = run.batches.batches[-1].step
         drawn = self.run.batches._batches.draw(step)  # a pure function: the same batch again
-        return step, np.asarray(drawn.chunks[release.batches.chunk], dtype=np.int64)
+        return step, np.asarray(drawn.chunks[run.batches.chunk], dtype=np.int64)
 
     def _note(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """Before the optimizer's own update: the release is in ``p.grad``."""
         if self._directions is None:
             return
-        release = self.run.release
+        run = self.run.step
         grads = [
             torch.zeros(p.numel()) if p.grad is None else p.grad.detach().flatten().double().cpu()
             for p in self._trainable().values()
         ]
-        divisor = release.plan.divisor(len(release.batches.batches), mean=release.sums.loss_reduction == "mean")
-        unit = divisor / release.plan.clipping.sensitivity()
-        self._seen[release.batches.batches[-1].step] = self._directions.along(torch.cat(grads).numpy()) * unit
+        divisor = run.plan.divisor(len(run.batches.batches), mean=run.passes.loss_reduction == "mean")
+        unit = divisor / run.plan.clipping.sensitivity()
+        self._seen[run.batches.batches[-1].step] = self._directions.along(torch.cat(grads).numpy()) * unit
 
     @property
     def releases(self) -> int:
         """How often weights changed since the run began."""
-        return self.run.release.batches.released
+        return self.run.step.batches.released
 
     def refuse_bypassed(self) -> None:
         """Refuses a run whose canaries did not take part, such as one whose backward pass was compiled."""
@@ -138,7 +142,7 @@ class WatchedRun:
 
     def trace(self) -> Trace:
         """What was released along the directions, and what is known of batches."""
-        plan, canaries = self.run.release.plan, self._canaries
+        plan, canaries = self.run.step.plan, self._canaries
         steps = 1 + max(max(self._seen, default=-1), max(self._planted.drawn, default=-1))
         releases_TM, drawn_TM = np.zeros((steps, canaries.count)), np.zeros((steps, canaries.count), dtype=bool)
         for step, along_M in self._seen.items():

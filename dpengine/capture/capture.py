@@ -42,17 +42,21 @@ class CaptureState(enum.Enum):
     PAUSED = "paused"  # hooks are there and do nothing, as inside a replay
 
 
-class Receiver(Protocol):
-    """Stage 3 and 4, as capture sees them."""
-
-    def forward_started(self, rows: int | None) -> None:
-        """A train-mode forward pass of the whole model begins."""
+class Recipient(Protocol):
+    """Takes the layer calls of a backward pass, as a grad mode does."""
 
     def receive(self, call: LayerCall, uses: Mapping[str, Use], rule: Any) -> None:
         """A layer's output gradient arrived."""
 
     def receive_rows(self, use: Use, grad: Tensor) -> None:
         """A parameter's per-sample gradient ``(B, *param.shape)`` arrived."""
+
+
+class Listener(Recipient, Protocol):
+    """Takes the events of capture."""
+
+    def forward_started(self, rows: int | None) -> None:
+        """A train-mode forward pass of the whole model begins."""
 
     def backward_ended(self) -> None:
         """The backward pass that reached the model's output is over."""
@@ -68,7 +72,7 @@ class Capture:
     Attributes:
         model: The model whose forward passes are recorded in train mode.
         watches: What is watched in it.
-        receiver: Who is told.
+        listener: Takes the events.
         linear_rule: The rule for ``F.linear`` on a module's own parameters.
         batch_first: Whether axis 0 carries the batch; else axis 1 of tensors with three axes or more, and of indices.
         mean_loss: Whether losses are declared to be means over the rows; records say so.
@@ -79,7 +83,7 @@ class Capture:
 
     model: nn.Module
     watches: Sequence[Watch]
-    receiver: Receiver
+    listener: Listener
     linear_rule: Any = None
     batch_first: bool = True
     mean_loss: bool = False
@@ -92,7 +96,7 @@ class Capture:
         default_factory=Counter
     )  # taps made for each parameter since the last backward pass
     leaks: dict[nn.Parameter, str] = field(default_factory=dict)  # filled by autograd, not through a watched layer
-    is_lent: bool = False  # whether layers report to a receiver that sees single passes
+    redirected_to: Recipient | None = None  # takes the layer calls instead of the listener
     swapped: list[tuple[nn.Module, str, nn.Parameter]] = field(default_factory=list)  # by forward passes that still run
     anchor: Tensor = field(default_factory=lambda: torch.zeros((), requires_grad=True))  # note [anchor] in tap.py
     _handles: list[Any] = field(default_factory=list)
@@ -172,15 +176,28 @@ class Capture:
         finally:
             self.state = before
 
+    def report(self, call: LayerCall, uses: Mapping[str, Use], rule: Any) -> None:
+        """Passes a layer call on. Forward passes inside the receiver are not recorded: a sampler may run the layer."""
+        with self.paused():
+            self._recipient.receive(call, uses, rule)
+
+    def report_rows(self, use: Use, grad: Tensor) -> None:
+        """Passes the per-sample gradient of a parameter on."""
+        self._recipient.receive_rows(use, grad)
+
+    @property
+    def _recipient(self) -> Recipient:
+        return self.listener if self.redirected_to is None else self.redirected_to
+
     @contextlib.contextmanager
-    def lent(self, receiver: Receiver, rows: int) -> Iterator[None]:
-        """Lets the layers of forward passes inside report to another receiver. The model as a whole is not watched."""
-        before, mark = (self.receiver, self.rows, self._ending), len(self.swapped)
-        self.receiver, self.rows, self.is_lent = receiver, rows, True
+    def redirected(self, recipient: Recipient, rows: int | None) -> Iterator[None]:
+        """Sends the layer calls of passes inside to another recipient. The model as a whole is not watched."""
+        before, mark = (self.redirected_to, self.rows, self._ending, self.swap), len(self.swapped)
+        self.redirected_to, self.rows, self.swap = recipient, rows, None
         try:
             yield
         finally:
-            (self.receiver, self.rows, self._ending), self.is_lent = before, False
+            self.redirected_to, self.rows, self._ending, self.swap = before
             self.uses.clear()
             self.unswap(mark)  # an interrupt may have ended a forward pass before its hooks could
             for hook in self._layer_hooks:
@@ -190,7 +207,7 @@ class Capture:
         """A forward pass of the whole model begins that will be clipped."""
         self.watch_leaks()
         self.rows = rows
-        self.receiver.forward_started(rows)
+        self.listener.forward_started(rows)
         self.leaks.clear()  # of backward passes before this, which were none of ours: in eval mode, say
 
     def restore(self) -> None:
@@ -239,8 +256,8 @@ class Capture:
 
     @property
     def rerunning(self) -> bool:
-        """Whether forward passes are those of a replay, or for another receiver."""
-        return self.is_lent or (self.replay is not None and self.replay.running)
+        """Whether forward passes are those of a replay, or for another recipient."""
+        return self.redirected_to is not None or (self.replay is not None and self.replay.running)
 
     @property
     def backward_broke_off(self) -> bool:
@@ -255,14 +272,14 @@ class Capture:
     def end_backward(self) -> None:
         """Called by autograd when the outermost backward pass is over."""
         self._ending = None
-        self.receiver.backward_ended()
+        self.listener.backward_ended()
 
     def expect_end(self) -> None:
         """Asks autograd for a call at the end of the running backward pass, once."""
         task = torch._C._current_graph_task_id()
         if self._ending != task:
             if self.backward_broke_off:  # and this pass is over an older forward, whose start could not tell
-                self.receiver.forward_started(self.rows)
+                self.listener.forward_started(self.rows)
             self._ending = task
             Variable._execution_engine.queue_callback(self.end_backward)
 

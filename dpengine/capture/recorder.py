@@ -63,7 +63,7 @@ class CallReport:
         args, kwargs = put_tensors(map(self.to_front, saved), self.other_inputs, self.input_spec)
         order, mean_loss = self.batch_first, self.capture.mean_loss
         call = LayerCall(self.watch.module, args, front, kwargs, output, self.name, order, mean_loss)
-        self.capture.receiver.receive(call, self.uses, self.rule)
+        self.capture.report(call, self.uses, self.rule)
 
     def _outputs(self, values: Sequence[Tensor | None]) -> Any:
         front = [None if v is None else self.to_front(v) for v in values]
@@ -79,7 +79,7 @@ class RowsReport:
         self.name = use.name
 
     def fire(self, saved: tuple[Tensor, ...], grad: Tensor) -> None:
-        self.capture.receiver.receive_rows(self.use, grad)
+        self.capture.report_rows(self.use, grad)
 
 
 def _as_is(tensor: Tensor) -> Tensor:

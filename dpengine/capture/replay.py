@@ -136,6 +136,12 @@ class Replay:
         """Forgets the batch."""
         self.reached = []
 
+    def taken(self) -> Replay:
+        """Moves the passes of the batch to a replay of their own."""
+        other = Replay()
+        other.reached, self.reached = self.reached, []
+        return other
+
 
 def _copies(tree: Any) -> Any:
     tensors, others, spec = take_tensors(tree)

@@ -69,7 +69,7 @@ def load(folder: str | Path, engine: Engine, *, nothing_left_since: bool = False
         RuntimeError: If another process failed.
     """  # noqa: DOC502 - what is called raises on our behalf
     run = only_run(engine)
-    topology = run.release.sums.topology
+    topology = run.step.passes.topology
     ranks = topology.everyone
     seals = ranks.each(lambda: _refuse_damage(folders.present(Path(folder)), ranks.rank, ranks.size))
     topology.agree(checkpoint=seals[ranks.rank], nothing_left_since=nothing_left_since)
@@ -125,9 +125,9 @@ class _Files:
 
     def prepare(self, run: Run, engine: Engine, life: int, *, nothing_left_since: bool) -> None:
         """Makes all that the run will have, and changes nothing."""
-        topology = run.release.sums.topology
+        topology = run.step.passes.topology
         if (nothing_left_since or is_seeded(self.state)) and self._noise.names:
-            places = drawn_places(run.release.sums.buffer, topology.replicas)
+            places = drawn_places(run.step.passes.buffer, topology.replicas)
             self.state["noise"]["slices"] = spread.cut_slices(self._noise, places)
         self.changes = resumption(
             run, self.state, engine.ledger.history, life=life, nothing_left_since=nothing_left_since

@@ -51,26 +51,26 @@ _KINDS: dict[str, Any] = {
 
 def taken(run: Run) -> dict[str, Any]:
     """The state of a run between two steps. It contains the secret key, and this rank's slices of the noise alone."""
-    release = run.release
-    if release.batches.stage not in _BETWEEN_STEPS or release.batches.fetched:
+    step = run.step
+    if step.batches.stage not in _BETWEEN_STEPS or step.batches.fetched:
         raise TicketError(
             "A batch is at hand that was not stepped; a checkpoint is of a run between two steps.",
             fix="Save after optimizer.step(), before the next batch is drawn.",
         )
-    source = release.source.secret_state()
+    source = step.source.secret_state()
     return {
         "fingerprint": fingerprint(run),
-        "noise_multiplier": release.plan.noise_multiplier,
-        "matrix": None if release.plan.noise is None else release.plan.noise.name,
-        "run": release.plan.run,
-        "last_step": release.batches.last_step,
+        "noise_multiplier": step.plan.noise_multiplier,
+        "matrix": None if step.plan.noise is None else step.plan.noise.name,
+        "run": step.plan.run,
+        "last_step": step.batches.last_step,
         "source": source,
-        "first_life": source["incarnation"] if run.first_life is None else run.first_life,
-        "noise": release.noise.state_dict(),
-        "clipping": release.plan.clipping.state_dict(),
-        "dropped_rows": release.dropped_rows,
-        "joined": release.batches.merged,
-        "examples": examples_of(run, release.source),
+        "first_life": source["incarnation"] if run.first_nonce is None else run.first_nonce,
+        "noise": step.noise.state_dict(),
+        "clipping": step.plan.clipping.state_dict(),
+        "dropped_rows": step.dropped_rows,
+        "joined": step.batches.merged,
+        "examples": examples_of(run, step.source),
     }
 
 
@@ -113,16 +113,16 @@ class Resumption:
 
     def apply(self, run: Run) -> None:
         """Lets the run go on from here."""
-        release, state = run.release, self.state
-        release.source.close()
+        step, state = run.step, self.state
+        step.source.close()
         # Less noise than was found for this run's steps was found for others: then these are not known to fit.
-        run.budget.fits_plan = self.plan.noise_multiplier >= release.plan.noise_multiplier
-        release.plan, release.source, release.noise = self.plan, self.source, self.noise
-        release.plan.clipping.load_state_dict(dict(state["clipping"]))
-        release.batches.last_step, release.batches.merged = state["last_step"], state["joined"]
-        first = release.sums.topology.everyone.rank == 0
-        release.dropped_rows = state["dropped_rows"] if first else 0  # they are those of all ranks
-        run.first_life = self.first_life
+        run.budget.fits_plan = self.plan.noise_multiplier >= step.plan.noise_multiplier
+        step.plan, step.source, step.noise = self.plan, self.source, self.noise
+        step.plan.clipping.load_state_dict(dict(state["clipping"]))
+        step.batches.last_step, step.batches.merged = state["last_step"], state["joined"]
+        first = step.passes.topology.everyone.rank == 0
+        step.dropped_rows = state["dropped_rows"] if first else 0  # they are those of all ranks
+        run.first_nonce = self.first_life
         run.resumed = True
         run.batches.load_state_dict({"position": state["last_step"] + 1})
 
@@ -131,13 +131,13 @@ def resumption(
     run: Run, state: Mapping[str, Any], known: Iterable[Charge], *, life: int, nothing_left_since: bool
 ) -> Resumption:
     """Returns the changes that resume a run, without making them. ``life`` is a new nonce, the same on all ranks."""
-    if run.release.batches.last_step >= 0 or run.resumed or not run.attached:
+    if run.step.batches.last_step >= 0 or run.resumed or not run.attached:
         raise TicketError(
             "The run that shall go on has drawn batches already, was loaded before, or is private no longer.",
             fix="Call make_private, then load, then train.",
         )
     _refuse_other(run, state)
-    plan = _with_noise_multiplier(run.release.plan, state["noise_multiplier"])
+    plan = _with_noise_multiplier(run.step.plan, state["noise_multiplier"])
     try:
         source = NoiseSource.from_secret_state(state["source"], incarnation=life)
     except ValueError as error:
@@ -169,9 +169,9 @@ def resumption(
 
 def fingerprint(run: Run) -> dict[str, Any]:
     """What must be the same for one run to go on as another."""
-    plan, noise = run.release.plan, run.release.plan.noise
+    plan, noise = run.step.plan, run.step.plan.noise
     moving = plan.clipping.state_dict()
-    parameters = run.release.sums.topology.parameters(unwrapped(run.model))
+    parameters = run.step.passes.topology.parameters(unwrapped(run.model))
     names = {parameter: name for name, parameter in parameters.items()}
     target = run.budget.target_epsilon
     parts = {
@@ -179,13 +179,13 @@ def fingerprint(run: Run) -> dict[str, Any]:
         "clipping": {name: value for name, value in plan.clipping.describe().items() if name not in moving},
         # With a target the noise was found beside what had been spent, which another process may not know.
         "noise multiplier": plan.noise_multiplier if target is None else f"for epsilon {target!r}",
-        "loss_reduction": run.release.sums.loss_reduction,
-        "divisor": plan.divisor(1, mean=run.release.sums.loss_reduction == "mean"),
+        "loss_reduction": run.step.passes.loss_reduction,
+        "divisor": plan.divisor(1, mean=run.step.passes.loss_reduction == "mean"),
         "relation": plan.relation.value,
         "noise": None if noise is None else {key: noise.facts.get(key) for key in ("noise", "bands")},
         "iterations": plan.iterations if noise is None else noise.size,
-        "privacy unit": [run.unit, run.release.unit_reduction, _hash(run.units)],
-        "seed": run.release.source.insecure_seed,
+        "privacy unit": [run.unit, run.step.unit_reduction, _hash(run.units)],
+        "seed": run.step.source.insecure_seed,
         "optimizer": [
             _name_of(getattr(type(run.optimizer), "dp_base", type(run.optimizer))),
             [[names.get(parameter, "") for parameter in group["params"]] for group in run.optimizer.param_groups],

@@ -60,7 +60,7 @@ def save(folder: str | Path, engine: Engine) -> None:
         RuntimeError: If another process failed.
     """  # noqa: DOC502 - what is called raises on our behalf
     run, folder = only_run(engine), Path(folder)
-    ranks = run.release.sums.topology.everyone
+    ranks = run.step.passes.topology.everyone
     files = _Files(run)
     facts = ranks.each(files.take)
     ranks.each(lambda: files.collect(facts))
@@ -98,19 +98,19 @@ class _Files:
 
     def __init__(self, run: Run):
         self._run = run
-        self._ranks = run.release.sums.topology.everyone
+        self._ranks = run.step.passes.topology.everyone
         self._writers: list[tuple[str, Callable[[Path], None], bool]] = []
 
     def take(self) -> tuple[dict[str, Any], int]:
         """Takes the state of the run: what this rank says of its noise, and rows dropped that no other rank has."""
         self._state = {"version": VERSION, **run_state.taken(self._run)}
         self._slices = self._state["noise"].pop("slices")
-        alone = self._run.release.sums.topology.splits.rank == 0
+        alone = self._run.step.passes.topology.splits.rank == 0
         return self._state["noise"], self._state["dropped_rows"] if alone else 0
 
     def collect(self, facts: list[tuple[dict[str, Any], int]]) -> None:
         """Makes all that will be written of what the ranks took. Refuses what cannot be."""
-        run, topology = self._run, self._run.release.sums.topology
+        run, topology = self._run, self._run.step.passes.topology
         weights = without_ties(unwrapped(run.model), topology)
         self._add(MODEL, spread.written(weights, topology), _FORMAT)
         kept = {name: one.state_dict() for name, one in companions(run).items()}

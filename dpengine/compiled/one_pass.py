@@ -14,8 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from dpengine.capture.capture import Capture
-from dpengine.capture.record import LayerCall, Use
-from dpengine.errors import BufferUpdateError, MissingGradientError, UnsupportedLayerError
+from dpengine.errors import BufferUpdateError, MissingGradientError
 from dpengine.grad_modes.bookkeep import Bookkeep
 from dpengine.grad_modes.choose_method import MethodTable
 from dpengine.grad_modes.flat_buffer import wide
@@ -51,17 +50,17 @@ class OnePass:
         }
         groups = {cast(nn.Parameter, stand_ins[parameter]): group for parameter, group in self.groups.items()}
         versions = {value: value._version for value in stand_ins.values()}
-        taken = _Taken(self.capture)
+        mode = Bookkeep(MethodTable(timed=False))  # what is traced has no numbers to time
         trained = [stand_in for stand_in in stand_ins.values() if stand_in.requires_grad]
-        with torch.enable_grad(), _standing_in(self.capture.model, stand_ins), self.capture.lent(taken, rows):
+        with torch.enable_grad(), _standing_in(self.capture.model, stand_ins), self.capture.redirected(mode, rows):
             loss = self.loss([tensor.detach() for tensor in batch])
             self._refuse_written(versions)
             loss.backward(inputs=[self.capture.anchor, *trained])  # and into nothing of the user's
         self._refuse_leaks(stand_ins)
         with torch.no_grad():
-            sq_norms_BK = taken.strategy.sq_norms(groups, self.num_groups, 1.0)
+            sq_norms_BK = mode.sq_norms(groups, self.num_groups, 1.0)
             sums = _NewSums()
-            taken.strategy.add_sums(groups, weights_BK, 1.0, sums)
+            mode.add_sums(groups, weights_BK, 1.0, sums)
         found = [(own, sums.totals.get(stand_in)) for own, stand_in in zip(self.groups, groups, strict=True)]
         self.took_part[:] = [own for own, total in found if total is not None]
         return [loss.detach(), sq_norms_BK, *(total for _, total in found if total is not None)]
@@ -82,27 +81,6 @@ class OnePass:
                 f"Autograd filled the gradient of '{leaks[0]}' directly: the parameter is used outside its layer.",
                 fix="Call the layer itself, or freeze the parameter.",
             )
-
-
-class _Taken:
-    """Receives what capture reports of one pass. Without clocks, since what is traced has no numbers to time."""
-
-    def __init__(self, capture: Capture):
-        self._capture = capture
-        self.strategy = Bookkeep(MethodTable(timed=False))
-
-    def forward_started(self, rows: int | None) -> None:
-        raise UnsupportedLayerError("The model was called in a way that is not watched.")
-
-    def receive(self, call: LayerCall, uses: Mapping[str, Use], rule: Any) -> None:
-        with self._capture.paused():
-            self.strategy.receive(call, uses, rule)
-
-    def receive_rows(self, use: Use, grad: Tensor) -> None:
-        self.strategy.receive_rows(use, grad)
-
-    def backward_ended(self) -> None:
-        """The owner asks for everything."""
 
 
 class _NewSums:

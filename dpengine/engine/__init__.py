@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 from dpengine import lazy_exports
 
 if TYPE_CHECKING:
-    from .clipped_sums import ClipStatistics as ClipStatistics
+    from .add_clipped import ClipStatistics as ClipStatistics
     from .clipper import PerSampleGradientClipper as PerSampleGradientClipper
     from .compiled_backward import CompiledBackward as CompiledBackward
     from .grad_sample_module import GradSampleModule as GradSampleModule
@@ -19,7 +19,7 @@ else:
         __name__,
         {
             "compiled_backward": ["CompiledBackward"],
-            "clipped_sums": ["ClipStatistics"],
+            "add_clipped": ["ClipStatistics"],
             "clipper": ["PerSampleGradientClipper"],
             "grad_sample_module": ["GradSampleModule"],
             "gradient_check": ["GradientReport", "check_per_sample_gradients"],

@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 from collections import deque
 from collections.abc import Collection
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
@@ -32,6 +32,9 @@ class Effect(NamedTuple):
 
 
 NOTHING = Effect()
+NOT_RETURNED = frozenset({Stage.IDLE, Stage.RELEASED})
+"""Stages in which the loader has returned no batch for the next step."""
+
 _UNCHARGED = frozenset({Stage.OPEN, Stage.CLIPPED})
 
 
@@ -42,6 +45,8 @@ class BatchState:
     Several logical batches are merged into one step if the optimizer did not step after each of them.
 
     Attributes:
+        external: Whether no private loader returns the batches: each backward pass is then a physical batch.
+        continues: With ``external``: whether the next backward pass belongs to the current logical batch.
         look_ahead: Number of physical batches that a trainer fetches before it uses the first. If it is positive, the
             trainer must run one backward pass for each physical batch, in the order of the loader.
         batches: Logical batches whose gradients are in the sums. The last one is the current batch.
@@ -56,6 +61,8 @@ class BatchState:
         failed: Number of logical batches that were charged, but whose step failed after that.
     """
 
+    external: bool = False
+    continues: bool = False
     look_ahead: int = 0
     stage: Stage = Stage.IDLE
     batches: list[Ticket] = field(default_factory=list)
@@ -88,6 +95,11 @@ class BatchState:
     def awaits_backward(self) -> bool:
         """Whether the current physical batch may go through backward."""
         return self.stage is Stage.OPEN and not self.done
+
+    @property
+    def is_placeholder(self) -> bool:
+        """Whether the current physical batch is empty, and the loader returned a placeholder sample for it."""
+        return self.awaits_backward and self.samples == 0 and self.batches[-1].placeholder
 
     # The loader
 
@@ -130,8 +142,9 @@ class BatchState:
         self.batches.pop()
         self.stage = Stage.OPEN if self.batches else Stage.DISCARDED
 
-    def extend(self, batch: Ticket) -> None:
-        """Replaces the current logical batch by one with one more physical batch, which is the current one."""
+    def extend(self, samples: int) -> None:
+        """Adds a physical batch to the current logical batch, and makes it the current one."""
+        batch = replace(self.batches[-1], rows=(*self.batches[-1].rows, samples))
         self.batches[-1] = batch
         self.stage, self.chunk, self.done = Stage.OPEN, len(batch.rows) - 1, False
 
@@ -139,7 +152,7 @@ class BatchState:
 
     def next_for_backward(self, samples: Collection[int]) -> tuple[Ticket, int] | None:
         """Takes the next fetched batch if the current one cannot be that of a backward pass with these numbers."""
-        if not self.fetched or (self.awaits_backward and self.samples in samples):
+        if not self.fetched or self.is_placeholder or (self.awaits_backward and self.samples in samples):
             return None
         return self.fetched.popleft()
 

@@ -31,7 +31,7 @@ from dpengine.sampling.scheme import AbstractBatchStrategy
 from dpengine.sampling.subset import TruncatedStrategy
 
 from .argument_checks import clipping_for, delta_for, noise_for, planned_steps, sampling_and_noise
-from .run import Budget
+from .budget import Budget
 
 _Planned = CyclicPoissonStrategy | TruncatedStrategy | FixedSizeStrategy
 _NEAR = 0.02  # relative: how far the plan's batches may be from the loader's

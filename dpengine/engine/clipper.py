@@ -8,7 +8,8 @@ from torch import nn
 from dpengine.clipping.policy import AbstractClip
 from dpengine.errors import TicketError, UnsupportedLayerError, suggests_names
 
-from .clipped_sums import ClippedSums, ClipStatistics
+from .add_clipped import ClipStatistics
+from .pass_clipper import PassClipper, RecordedPass
 
 
 @suggests_names
@@ -50,45 +51,50 @@ class PerSampleGradientClipper:
         self.module = module
         self.norm_clipper = norm_clipper
         self.loss_reduction = loss_reduction
-        self._sums = ClippedSums(
+        self._clipper = PassClipper(
             module,
-            policy=norm_clipper,
-            mode=grad_sample_mode,
+            norm_clipper,
+            self._pass_ended,
+            grad_sample_mode=grad_sample_mode,
             batch_first=batch_first,
             loss_reduction=loss_reduction,
-            on_backward_end=self._backward_ended,
         )
-        self._passes: list[ClipStatistics] = []
-        self._ended = False
-        self._sums.attach()
+        self._statistics: list[ClipStatistics] = []
+        self._recorded: RecordedPass | None = None
+        self._clipper.attach()
 
-    def _backward_ended(self) -> None:
-        if self._ended:
-            self._sums.forget_pass()
-            self._ended = False
+    def _pass_ended(self, recorded: RecordedPass) -> None:
+        if self._recorded is not None:
+            self._clipper.forget()
+            self._recorded = None
             raise TicketError(
                 "A second batch went through the module before clip_and_accumulate() was called; both are dropped.",
                 fix="Call clip_and_accumulate() after every backward().",
             )
-        self._ended = True
+        self._recorded = recorded
 
     def clip_and_accumulate(self) -> None:
         """Clips the gradients of the last backward pass, and adds them to the accumulator.
 
         Raises:
-            TicketError: If no backward pass came before. What ``ClippedSums.clip`` refuses is refused too.
-        """
-        if not self._sums.pending and not self._ended:
+            TicketError: If no backward pass came before.
+            BatchMismatchError: If layers saw different numbers of samples.
+            MissingGradientError: If autograd filled the gradient of a parameter directly.
+            UnknownParameterError: If the trainable parameters changed since the pass, or since the last `pre_step`.
+        """  # noqa: DOC502 - clip() raises
+        if self._recorded is None and self._clipper.pending:
+            self._clipper.settle()
+        recorded, self._recorded = self._recorded, None
+        if recorded is None:
             raise TicketError(
                 "clip_and_accumulate() found no per-sample gradients.",
                 fix="Run forward in train mode and backward first.",
             )
-        self._ended = False
         try:
-            self._passes.append(self._sums.clip())
+            self._statistics.append(self._clipper.clip(recorded))
         finally:
-            if self._sums.buffer.clean and not self._sums.contributed:
-                self._passes = []  # the sums were destroyed, since a part of a pass was in them
+            if self._clipper.buffer.clean and not self._clipper.contributed:
+                self._statistics = []  # the sums were zeroed, because a part of a pass was in them
 
     def pre_step(self) -> tuple[float | list[float], float]:
         """Puts the clipped gradients into ``p.grad``: their average over all samples seen, or their sum.
@@ -99,27 +105,27 @@ class PerSampleGradientClipper:
         Raises:
             TicketError: If nothing was accumulated.
         """
-        if not self._passes:
+        if not self._statistics:
             raise TicketError("pre_step() has nothing accumulated.", fix="Call clip_and_accumulate() first.")
-        samples = sum(one.rows for one in self._passes)
+        samples = sum(one.rows for one in self._statistics)
         divisor = max(samples, 1) if self.loss_reduction == "mean" else 1
-        for parameter, total in self._sums.buffer:
+        for parameter, total in self._clipper.buffer:
             parameter.grad = (total / divisor).to(parameter.dtype)
-        largest = max(one.largest_norm for one in self._passes)
+        largest = max(one.largest_norm for one in self._statistics)
         bounds = self.norm_clipper.bounds
         self.reset()
         return (bounds[0] if len(bounds) == 1 else list(bounds)), largest
 
     def reset(self) -> None:
         """Forgets what was accumulated."""
-        self._passes = []
-        self._ended = False
-        self._sums.discard()
+        self._statistics = []
+        self._recorded = None
+        self._clipper.discard()
 
     def detach(self) -> None:
         """Takes all hooks off the module."""
         self.reset()
-        self._sums.detach()
+        self._clipper.detach()
 
 
 def _refuse_misfits(module: nn.Module, policy: AbstractClip) -> None:

@@ -19,7 +19,7 @@ from dpengine.compiled.graphs import Graphs, traced_graphs
 from dpengine.compiled.one_pass import OnePass
 from dpengine.errors import BatchMismatchError, UnsupportedLayerError
 
-from .clipped_sums import ClippedSums
+from .pass_clipper import PassClipper, RecordedPass
 
 Loss = Callable[..., Tensor]
 
@@ -36,7 +36,7 @@ class CompiledBackward:
     hooks on the first batches that it sees.
 
     Args:
-        sums: Where clipped gradients add up; attached to the model.
+        passes: Clips the passes of the model, to which it is attached.
         loss_fn: The loss of a batch, a sum or mean over rows that keeps their order. It calls the model. What it reads
             besides its arguments, the model's parameters, buffers and settings, and torch's random numbers is fixed
             when it is traced.
@@ -45,9 +45,9 @@ class CompiledBackward:
     """
 
     def __init__(
-        self, sums: ClippedSums, loss_fn: Loss, *, multiple_of: int, backend: str | Callable[..., Any] = "inductor"
+        self, passes: PassClipper, loss_fn: Loss, *, multiple_of: int, backend: str | Callable[..., Any] = "inductor"
     ):
-        self._sums = sums
+        self._passes = passes
         self._loss_fn = loss_fn
         self._multiple_of = multiple_of
         options = {"fallback_random": True} if backend == "inductor" else None  # so that dropout can be compared
@@ -65,11 +65,11 @@ class CompiledBackward:
 
     def _pass(self, args: Any, kwargs: Any) -> Tensor:
         leaves, spec = pytree.tree_flatten((args, kwargs))
-        rows, sums = _rows(leaves), self._sums
-        if rows == 0 or not sums.capture.watching or sums.probe_due:
+        rows, passes = _rows(leaves), self._passes
+        if rows == 0 or not passes.capture.watching or passes.probe.due:
             return self._by_hooks(args, kwargs)
-        sums.capture.restore()  # an interrupt may have ended the last pass before its hooks could
-        sums.capture.begin(rows)
+        passes.capture.restore()  # an interrupt may have ended the last pass before its hooks could
+        passes.capture.begin(rows)
         padded = math.ceil(rows / self._multiple_of) * self._multiple_of
         batch = [_padded(leaf, padded) for leaf in leaves if isinstance(leaf, Tensor)]
         with torch.no_grad():
@@ -77,11 +77,12 @@ class CompiledBackward:
             if not graphs.verified:
                 return self._by_hooks(args, kwargs)
             loss, sq_norms_PK, held = graphs.norms([*state, *batch])
-            mean = sums.loss_reduction == "mean"
+            mean = passes.loss_reduction == "mean"
             if not bool((sq_norms_PK * float(padded if mean else 1) ** 2).isfinite().all()):
                 return self._by_hooks(args, kwargs)
-        named = {name: parameter for name, parameter in sums.trainable().items() if parameter in graphs.parameters}
-        sums.take(Done(graphs, held, sq_norms_PK, rows, padded / rows if mean else 1.0, named))
+        named = {name: parameter for name, parameter in passes.trainable().items() if parameter in graphs.parameters}
+        done = Done(graphs, held, sq_norms_PK, rows, padded / rows if mean else 1.0, named)
+        passes.report(RecordedPass(done))
         return loss
 
     def _by_hooks(self, args: Any, kwargs: Any) -> Tensor:
@@ -93,13 +94,14 @@ class CompiledBackward:
     def _graphs_for(self, batch: Sequence[Tensor], leaves: Sequence[Any], spec: Any) -> tuple[Graphs, list[Tensor]]:
         """The graphs for such a batch, and the model's state in the order in which they take it."""
         others = plain_arguments(leaves)
-        groups, num_groups = self._sums.groups()
+        grouping = self._passes.grouping()
+        groups, num_groups = grouping.group_of, grouping.count
         values = [None if other is None else other[1] for other in others]
         tensors = [isinstance(leaf, Tensor) for leaf in leaves]
-        one = OnePass(self._sums.capture, partial(self._loss_of, tensors, values, spec), groups, num_groups)
+        one = OnePass(self._passes.capture, partial(self._loss_of, tensors, values, spec), groups, num_groups)
         state, device = one.state(), batch[0].device
         call = (others, repr(spec), tuple(map(kind_of, batch)), autocast_key(device))
-        key = (call, model_key(self._sums.model, state), tuple(groups.values()))
+        key = (call, model_key(self._passes.model, state), tuple(groups.values()))
         state = [tensor.detach() for tensor in state]
         graphs = self._graphs.get(key)
         if graphs is None or not graphs.verified:

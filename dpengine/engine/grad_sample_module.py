@@ -1,35 +1,43 @@
-"""GradSampleModule: per-sample gradients in ``p.grad_sample``, without clipping, noise or accounting."""
+"""GradSampleModule: per-sample gradients, without clipping, noise or accounting."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from dpengine.capture.record import LayerCall, Use
-from dpengine.errors import MissingGradientError, suggests_names
-from dpengine.grad_modes.materialize import forget_grad_samples
-from dpengine.grad_modes.strategy import common_rows
+from dpengine.errors import TicketError, suggests_names
+from dpengine.grad_modes.materialize import forget_grad_samples, show_grad_sample
+from dpengine.grad_modes.modes import MODES, on_demand
 
-from .watch_model import watch_model
+from .pass_clipper import PassClipper, RecordedPass
+from .per_sample import PerSampleGradients
 
 
 @suggests_names
 class GradSampleModule(nn.Module):
-    """Wraps a module so that ``backward`` leaves ``p.grad_sample`` on every trainable parameter.
+    """Wraps a module so that ``backward`` leaves per-sample gradients.
 
-    ``p.grad_sample`` is ``(B, *p.shape)``, batch first whatever ``batch_first`` says: the gradient of each sample's own
-    loss. After several backward passes it is a list with one tensor for each, until ``zero_grad``. ``p.grad`` stays
-    None. Some passes are run again with other rows beside each row; where that changes something, ``backward`` raises
+    After ``backward``, ``p.grad_sample`` of every trainable parameter is the gradient of each sample's own loss,
+    ``(B, *p.shape)``, batch first whatever ``batch_first`` is. It is formed when it is read, and needs no memory until
+    then.
+    After several backward passes it is a list with one tensor for each, until ``zero_grad``. ``p.grad`` stays None.
+    ``last_pass`` gives norms and weighted sums, which form no per-sample gradient::
+
+        model = GradSampleModule(model)
+        loss_fn(model(inputs), targets).backward()
+        norms = model.last_pass.norms()  # (B,)
+        clipped = model.last_pass.weighted_sum((1.0 / norms).clamp(max=1.0))  # {name: sum over samples}
+
+    Some passes are run again with other samples beside each sample; if that changes its gradient, ``backward`` raises
     ``UnsupportedLayerError``. For training use ``PrivacyEngine.make_private``, which needs no wrapper.
 
     Args:
         module: The module. It is not copied.
         batch_first: Whether axis 0 of the inputs is the batch; else axis 1.
         loss_reduction: ``"mean"`` if the loss averages over the samples of a batch, ``"sum"`` if it adds them.
-        force_functorch: Whether every layer goes through the ``torch.func`` fallback.
+        force_functorch: Whether every layer uses the ``torch.func`` fallback.
 
     Raises:
         TypeError: If the module is no ``torch.nn.Module``.
@@ -49,71 +57,59 @@ class GradSampleModule(nn.Module):
             raise TypeError(
                 f"GradSampleModule: module is {torch.typename(module)}; pass an instance of torch.nn.Module."
             )
-        if loss_reduction not in {"mean", "sum"}:
-            raise ValueError(f"loss_reduction={loss_reduction!r} is not known. Choose one of: 'mean', 'sum'.")
         self.module = module
-        self._loss_reduction = loss_reduction
-        receiver = _Shower(self)
-        mode = "functorch" if force_functorch else "hooks"
-        mean = loss_reduction == "mean"
-        self._capture, self._strategy = watch_model(module, receiver, mode, batch_first=batch_first, mean_loss=mean)
-        self._capture.attach()
+        self._last: PerSampleGradients | None = None
+        self._clipper = PassClipper(
+            module,
+            None,
+            self._pass_ended,
+            grad_sample_mode=on_demand(MODES["functorch" if force_functorch else "hooks"]),
+            batch_first=batch_first,
+            loss_reduction=loss_reduction,
+        )
+        self._clipper.attach()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the wrapped module."""
         return self.module(*args, **kwargs)
 
+    @property
+    def last_pass(self) -> PerSampleGradients:
+        """Per-sample results of the last backward pass: ``norms()``, ``weighted_sum(weights)``, ``gradients(name)``.
+
+        They are kept until the next backward pass or ``zero_grad``. Reading it earlier raises TicketError.
+        """
+        if self._last is None:
+            raise TicketError(
+                "No backward pass has left per-sample gradients.",
+                fix="Call loss.backward() on outputs of the wrapped model in train mode, before zero_grad().",
+            )
+        return self._last
+
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clears ``p.grad`` and ``p.grad_sample``."""
+        """Clears ``p.grad``, ``p.grad_sample`` and the last pass."""
         super().zero_grad(set_to_none)
+        self._last = None
         forget_grad_samples(self.module.parameters())
 
     def to_standard_module(self) -> nn.Module:
-        """Takes everything off, and gives the module back."""
-        self._capture.detach()
+        """Removes all hooks and gradients, and returns the module."""
+        self._clipper.detach()
         self.zero_grad()
         return self.module
 
-
-class _Shower:
-    """Receives what capture reports, and shows it on the parameters when the pass is over."""
-
-    def __init__(self, owner: GradSampleModule):
-        self._owner = owner
-
-    def forward_started(self, rows: int | None) -> None:
-        if self._owner._capture.backward_broke_off:
-            self._owner._strategy.clear()
-            self._owner._capture.forget_backward()
-        elif self._owner._strategy.rows:
-            self.backward_ended()
-
-    def receive(self, call: LayerCall, uses: Mapping[str, Use], rule: Any) -> None:
-        with self._owner._capture.paused():
-            self._owner._strategy.receive(call, uses, rule)
-
-    def receive_rows(self, use: Use, grad: Tensor) -> None:
-        self._owner._strategy.receive_rows(use, grad)
-
     @torch.no_grad()
-    def backward_ended(self) -> None:
-        strategy, leaks = self._owner._strategy, self._owner._capture.leaks
+    def _pass_ended(self, recorded: RecordedPass) -> None:
         try:
-            if leaks:
-                names = ", ".join(map(repr, leaks.values()))
-                leaks.clear()
-                raise MissingGradientError(
-                    f"Autograd filled the gradient of {names} directly: the parameter is used outside its layer.",
-                    fix="Call the layer itself, or freeze the parameter.",
-                )
-            rows = common_rows(strategy.rows)
-            scale = rows if self._owner._loss_reduction == "mean" else 1.0
-            strategy.sq_norms(dict.fromkeys(strategy.parameters, 0), 1, scale)  # forms and shows them
-            strategy.probe()
+            self._clipper.check_leaks()
+            found = PerSampleGradients(self._clipper, self._clipper.take())
+            norms_B = found.norms() / self._clipper.scale_of(found.recorded)
+            self._clipper.probe.after(found.recorded.replay, norms_B.square())
         except BaseException:
-            forget_grad_samples(self._owner.module.parameters())
+            self._last = None
+            self._clipper.forget()
+            forget_grad_samples(self.module.parameters())
             raise
-        finally:
-            strategy.clear()
-            if self._owner._capture.replay is not None:
-                self._owner._capture.replay.clear()
+        self._last = found
+        for parameter, grad_sample in found.on_demand().items():
+            show_grad_sample(parameter, grad_sample)

@@ -15,8 +15,8 @@ _Written = dict[nn.Parameter, tuple[Tensor, int]]
 
 
 @dataclass(eq=False)
-class WrittenGradients:
-    """The gradients of the last release, as long as they stand in ``p.grad`` unchanged.
+class GradWriter:
+    """Writes the gradients of a step, and knows them as long as they are in ``p.grad`` unchanged.
 
     Attributes:
         topology: How a gradient is made of the part of it that is here.

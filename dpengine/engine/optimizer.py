@@ -23,7 +23,7 @@ from dpengine.errors import (
 from dpengine.grad_modes.materialize import forget_grad_samples
 
 if TYPE_CHECKING:
-    from .release import Release
+    from .step import PrivateStep
 
 REFUSED = {
     "LBFGS": "it reads the data several times in one step",
@@ -36,13 +36,13 @@ class Attachment:
     """What ties an optimizer to a run.
 
     Attributes:
-        release: The run.
+        step: The private step of the run.
         base: The class that the optimizer had.
         instance_step: What stood in the instance's own ``step`` slot (a scheduler's counter), if anything.
         known: The model's parameters when the run began.
     """
 
-    release: Release
+    step: PrivateStep
     base: type[Optimizer]
     instance_step: Any
     known: frozenset[nn.Parameter]
@@ -66,15 +66,15 @@ def refuse_optimizer(optimizer: Optimizer) -> None:
             )
 
 
-def attach(optimizer: Optimizer, release: Release) -> None:
+def attach(optimizer: Optimizer, step: PrivateStep) -> None:
     """Makes an optimizer, or a copy of a private one, private in place."""
     refuse_optimizer(optimizer)
     base = getattr(type(optimizer), "dp_base", type(optimizer))
-    known = frozenset(release.sums.model.parameters())
+    known = frozenset(step.passes.model.parameters())
     optimizer.__class__ = private_class(base)  # type: ignore[arg-type]  # first: Python may refuse it
-    instance_step = optimizer.__dict__.pop("step", None)
-    optimizer.__dict__[_ATTACHED] = Attachment(release, base, instance_step, known)
-    if instance_step is not None:
+    bound = optimizer.__dict__.pop("step", None)
+    optimizer.__dict__[_ATTACHED] = Attachment(step, base, bound, known)
+    if bound is not None:
         optimizer.__dict__["step"] = _counted(optimizer, private_class(base).step)  # type: ignore[arg-type]
 
 
@@ -129,21 +129,21 @@ def private_class(base: type[Optimizer]) -> type[Optimizer]:
 
 def _noise_multiplier(self: Any) -> float:
     """Standard deviation of the noise over the sensitivity. What is written holds from the next step."""
-    return _attachment(self).release.asked_plan.noise_multiplier
+    return _attachment(self).step.next_plan.noise_multiplier
 
 
 def _set_noise_multiplier(self: Any, value: float) -> None:
-    _attachment(self).release.change(noise_multiplier=value)
+    _attachment(self).step.change(noise_multiplier=value)
 
 
 def _max_grad_norm(self: Any) -> float:
     """What norms are clipped to. What is written holds from the next step, for clip, noise and ledger alike."""
-    return _attachment(self).release.asked_plan.clipping.max_grad_norm
+    return _attachment(self).step.next_plan.clipping.max_grad_norm
 
 
 def _set_max_grad_norm(self: Any, value: float) -> None:
-    release = _attachment(self).release
-    release.change(clipping=release.asked_plan.clipping.resized(value))
+    step = _attachment(self).step
+    step.change(clipping=step.next_plan.clipping.resized(value))
 
 
 def _attachment(optimizer: Optimizer) -> Attachment:
@@ -169,13 +169,13 @@ def _step(self: Any, closure: Callable[[], Any] | None = None) -> Any:
     if closure is not None:
         with torch.enable_grad():
             loss = closure()
-    attachment.skipped = not attachment.release.step(functools.partial(_update, self, attachment))
+    attachment.skipped = not attachment.step.step(functools.partial(_update, self, attachment))
     return loss
 
 
 def _update(optimizer: Optimizer, attachment: Attachment) -> None:
     """The base's own update, by gradients that the engine wrote only. A frozen parameter may hold a raw one."""
-    released, held = attachment.release.gradients.released, parameters_of(optimizer)
+    released, held = attachment.step.writer.released, parameters_of(optimizer)
     refuse_replaced(released.keys(), held, known=attachment.known)
     for parameter in held:
         if parameter not in released:
@@ -212,7 +212,7 @@ def _zero_grad(self: Any, set_to_none: bool = True) -> None:
     attachment = self.__dict__.get(_ATTACHED)
     if attachment is not None:
         forget_grad_samples(p for group in self.param_groups for p in group["params"])
-        attachment.release.zero_grad()
+        attachment.step.zero_grad()
 
 
 def _add_param_group(self: Any, param_group: dict[str, Any]) -> None:
@@ -220,7 +220,7 @@ def _add_param_group(self: Any, param_group: dict[str, Any]) -> None:
     if _ATTACHED not in self.__dict__:
         self.dp_base.add_param_group(self, param_group)
         return
-    names = {p: name for name, p in self.__dict__[_ATTACHED].release.sums.model.named_parameters()}
+    names = {p: name for name, p in self.__dict__[_ATTACHED].step.passes.model.named_parameters()}
     params = param_group.get("params", [])
     params = [params] if isinstance(params, torch.Tensor) else list(params)
     shown = [p[0] if isinstance(p, tuple) else names.get(p, f"{type(p).__name__}{tuple(p.shape)}") for p in params]
@@ -234,8 +234,8 @@ def _repr(self: Any) -> str:
     attachment = self.__dict__.get(_ATTACHED)
     settings = "detached copy"
     if attachment is not None:
-        plan = attachment.release.plan
-        insecure = ", INSECURE_SEED" if attachment.release.source.insecure_seed else ""
+        plan = attachment.step.plan
+        insecure = ", INSECURE_SEED" if attachment.step.source.insecure_seed else ""
         settings = (
             f"noise_multiplier={plan.noise_multiplier:g}, max_grad_norm={plan.clipping.max_grad_norm:g}{insecure}"
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -26,15 +27,17 @@ from dpengine.noise.source import NoiseSource
 from dpengine.plan.config import AbstractPlanConfig
 from dpengine.plan.execution_plan import DPExecutionPlan
 from dpengine.report.report import PrivacyReport
+from dpengine.sampling.scheme import whole_number
 
 from . import argument_checks
 from .build_plan import Batching, Spending, Wanted, arranged, name_for, source_for
-from .clipped_sums import ClippedSums
+from .pass_clipper import PassClipper
 from .progress import progress
 from .rank_consistency import refuse_disagreement
-from .release import Release
 from .run import Run
 from .run_report import about_run, metrics_of_run, refuse_unknown_facts, report_of_run
+from .shared_dataset_check import SharedDatasetCheck
+from .step import PrivateStep
 
 if TYPE_CHECKING:
     from .compiled_backward import CompiledBackward
@@ -186,35 +189,31 @@ class PrivacyEngine(argument_checks.Uncopied):
         wanted = Wanted(noise_multiplier, noise, plan, clipping, max_grad_norm, spending, batching, name_for(topology))
         run_plan, budget = arranged(inner, data_loader, wanted)
         layout: dict[str, Any] = {"batch_first": batch_first, "loss_reduction": loss_reduction, "topology": topology}
-        sums = ClippedSums(inner, policy=run_plan.clipping, mode=grad_sample_mode, methods=self.methods, **layout)
+        layout |= {"grad_sample_mode": grad_sample_mode, "methods": self.methods}
+        make_passes = partial(PassClipper, inner, run_plan.clipping, **layout)
         source = source_for(topology, self._kind, self._seed, run=len(self.runs))
         ledger = self._books.of_run(run_plan.run, topology.everyone)
         options: dict[str, Any] = {"unit_reduction": unit_reduction, "grad_scaler": grad_scaler}
-        release = Release(run_plan, sums, source, ledger, unused_parameters, **options)
-        run = Run(module, optimizer, release, budget, grad_scaler, lr_scheduler, units, unit)
+        options |= {"budget": budget, "dataset_check": SharedDatasetCheck(data_loader.dataset)}
+        step = PrivateStep(run_plan, make_passes, source, ledger, unused_parameters=unused_parameters, **options)
+        run = Run(module, optimizer, step, grad_scaler, lr_scheduler, units, unit)
         loader = run.loader(data_loader, physical_batch_size, accumulation_steps, batch_first, example_input)
         self._enter(run, asked, (physical_batch_size, accumulation_steps))
         return module, optimizer, loader
 
     @suggests_names
-    def enlist(self, run: Run) -> None:
-        """Takes in a run that was put together elsewhere: its steps are charged to this engine's ledger from now on.
+    def fetch_ahead(self, batches: int) -> None:
+        """Declares how many physical batches the trainer fetches before it uses the first of them; 0 by default.
 
-        Args:
-            run: Attached, with its loader in ``run.batches``; no step was made. What ``make_private`` refuses of ranks
-                that disagree, and of the ledger file, is refused.
+        Each must then go through one backward pass, in the order of the loader. Call it after ``make_private``. A
+        number that is negative or no integer is a ``ValueError`` or ``TypeError``.
         """
-        topology, budget = run.release.sums.topology, run.budget
-        asked = asked_for(None, target_epsilon=None, delta=budget.delta, epochs=None, steps=budget.planned_steps)
-        self._books.open(topology.everyone, asked, first=not self.runs)
-        run.release.ledger = self._books.of_run(run.release.plan.run, topology.everyone)
-        self._enter(run, asked, (None, 1))
+        self._last_run().step.batches.look_ahead = whole_number("fetch_ahead", "batches", batches, at_least=0)
 
     def _enter(self, run: Run, asked: Mapping[str, Any], chunks: tuple[int | None, int]) -> None:
-        release = run.release
-        argument_checks.tell_of_plan(release.plan)
+        argument_checks.tell_of_plan(run.step.plan)
         refuse_disagreement(run, *chunks)
-        self._books.begin(release.ledger, about_run(run), asked=asked, noise=release.source.describe())
+        self._books.begin(run.step.ledger, about_run(run), asked=asked, noise=run.step.source.describe())
         if not run.attached:
             run.attach()  # the first change to anything of the user's: all that may be refused was refused
         self.runs.append(run)
@@ -316,7 +315,7 @@ class PrivacyEngine(argument_checks.Uncopied):
 
     @property
     def _relation(self) -> Relation:
-        relations = {run.release.plan.relation for run in self.runs} | self._books.relations
+        relations = {run.step.plan.relation for run in self.runs} | self._books.relations
         return next(iter(relations)) if len(relations) == 1 else Relation.ZERO_OUT
 
     @suggests_names
@@ -361,7 +360,7 @@ class PrivacyEngine(argument_checks.Uncopied):
     @suggests_names
     def explain(self) -> str:
         """A table, one row a parameter: how its norm and sum were formed in the last pass, why, and what that costs."""
-        return explain(self._last_run().release.sums.strategy.choices)
+        return explain(self._last_run().step.passes.mode.choices)
 
     @suggests_names
     def state_dict(self) -> dict[str, Any]:

@@ -42,12 +42,12 @@ def public(engine: PrivacyEngine, module: nn.Module | None = None) -> Iterator[d
     run = next((one for one in reversed(engine.runs) if one.attached and module in (None, one.model)), None)
     if run is None:
         raise UnknownParameterError("No such model is private in this engine.", fix="Call make_private first.")
-    if not run.release.sums.topology.runs_by_itself:
+    if not run.step.passes.topology.runs_by_itself:
         raise UnknownParameterError(
             "Several processes train this model, and each would have a public gradient of its own.",
             fix="Run public data through a copy: copy.deepcopy(model).",
         )
-    capture, gradients = run.release.sums.capture, dict[str, Tensor]()
+    capture, gradients = run.step.passes.capture, dict[str, Tensor]()
     parameters = dict(run.model.named_parameters())
     before, leaks = {name: p.grad for name, p in parameters.items()}, dict(capture.leaks)
     try:

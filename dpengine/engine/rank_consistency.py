@@ -25,8 +25,8 @@ _EXAMPLES = 16  # of the data set, that are compared
 
 def refuse_disagreement(run: Run, physical_batch_size: int | None, accumulation_steps: int) -> None:
     """Refuses a run that the processes which share it do not see alike; with one process, nothing."""
-    release, sums = run.release, run.release.sums
-    topology, source = sums.topology, release.source
+    step, passes = run.step, run.step.passes
+    topology, source = passes.topology, step.source
     if topology.everyone.size == 1:
         return
     # The same example in another place on one rank would be one row twice, and another never. Examples that are changed
@@ -39,19 +39,19 @@ def refuse_disagreement(run: Run, physical_batch_size: int | None, accumulation_
         dpengine=version("dpengine"),
         torch=torch.__version__,
         topology=(topology.name, topology.replicas.size, topology.shards.size, topology.splits.size),
-        parameters=[(name, tuple(p.shape), str(p.dtype)) for name, p in sums.trainable().items()],
-        plan=release.plan.describe(),
-        event=release.plan.event(),
+        parameters=[(name, tuple(p.shape), str(p.dtype)) for name, p in passes.trainable().items()],
+        plan=step.plan.describe(),
+        event=step.plan.event(),
         data=len(run.batches.dataset),
         examples=examples[topology.everyone.rank] if known else None,
         units=None if run.units is None else hashlib.sha256(run.units.tobytes()).hexdigest(),
         optimizer=(type(run.optimizer).__qualname__, _settings(run.optimizer)),
         chunks=(physical_batch_size, accumulation_steps),
-        loss=(sums.loss_reduction, release.unit_reduction, sums.mode, release.unused_parameters),
+        loss=(passes.loss_reduction, step.unit_reduction, passes.grad_sample_mode, step.unused_parameters),
         budget=(run.budget.target_epsilon, run.budget.delta, run.budget.planned_steps, run.budget.on_budget),
-        ledger=release.ledger.totals,
+        ledger=step.ledger.totals,
     )
-    refuse_other_weights(sums.model, topology)
+    refuse_other_weights(passes.model, topology)
 
 
 def examples_of(run: Run, source: NoiseSource, life: int | None = None) -> list[str | None]:

@@ -67,7 +67,7 @@ def about_run(run: Run) -> dict[str, Any]:
     """What a ledger file says of a run: nothing that is private, and nothing of the machine."""
     budget = run.budget
     goal = {"target_epsilon": budget.target_epsilon, "delta": budget.delta, "planned_steps": budget.planned_steps}
-    return {"unit": run.unit, **goal, **run.release.plan.describe()}
+    return {"unit": run.unit, **goal, **run.step.plan.describe()}
 
 
 def report_of_run(
@@ -79,11 +79,11 @@ def report_of_run(
     excludes: tuple[str, ...],
 ) -> PrivacyReport:
     """Makes the report of a run. It reads the parts of the run, the versions of two packages, and nothing else."""
-    plan, budget = run.release.plan, run.budget
+    plan, budget = run.step.plan, run.budget
     device = next(run.model.parameters()).device.type
-    topology = run.release.sums.topology
+    topology = run.step.passes.topology
     spread = topology.everyone.size > 1
-    books = run.release.ledger
+    books = run.step.ledger
     knows_later = isinstance(books, RunLedger) and books.knows_later
     facts = RunFacts(
         plan=plan.describe(),
@@ -96,7 +96,7 @@ def report_of_run(
         unit=run.unit,
         # make_private states add-or-remove only for a run whose constants were all given.
         constants_declared=relation is Relation.ADD_OR_REMOVE_ONE,
-        noise=run.release.source.describe(device),
+        noise=run.step.source.describe(device),
         ledger_on_disk=isinstance(books, RunLedger),
         target_epsilon=budget.target_epsilon,
         planned_steps=budget.planned_steps,
@@ -116,7 +116,7 @@ def metrics_of_run(
     """What ``PrivacyEngine.metrics`` gives."""
     values: dict[str, float] = {
         "privacy/delta": delta,
-        "privacy/noise_multiplier": run.release.plan.noise_multiplier,
+        "privacy/noise_multiplier": run.step.plan.noise_multiplier,
         "privacy/step": ledger.steps,
     }
     with contextlib.suppress(AccountingRefusedError):  # then there is no epsilon to log
@@ -124,8 +124,8 @@ def metrics_of_run(
         if run.budget.target_epsilon is not None:
             values["privacy/budget_used"] = values["privacy/epsilon"] / run.budget.target_epsilon
     if nonprivate:
-        seen = run.release.statistics
+        seen = run.step.statistics
         values["nonprivate/clip_fraction"] = seen.clipped / max(seen.rows, 1)
         values["nonprivate/largest_norm"] = seen.largest_norm
-        values["nonprivate/dropped_rows"] = run.release.dropped_rows
+        values["nonprivate/dropped_rows"] = run.step.dropped_rows
     return values

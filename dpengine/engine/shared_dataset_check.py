@@ -12,6 +12,7 @@ from typing import Any
 from dpengine.accounting.events import Event, PoissonGaussianEvent
 from dpengine.accounting.ledger import Charge, Ledger
 from dpengine.errors import notice
+from dpengine.ledger_file.run_ledger import RunLedger
 
 
 @dataclass
@@ -44,31 +45,50 @@ class _Last:
         return self.others + (_counts(self.ledger.totals) - _of_other_data(self.ledger, self.number))
 
 
-_by_id: dict[int, _Last] = {}  # of the data set
+_last_of: list[_Last] = []  # one for each data set
 _numbers = itertools.count()
 
 
-def notice_other_engine(dataset: Any, ledger: Ledger, known: Callable[[], Iterable[Charge]]) -> None:
-    """Notices that another engine released of a data set what an account does not hold. To be called before a release.
+@dataclass(frozen=True)
+class SharedDatasetCheck:
+    """Warns, before a charge, if another engine was charged for the same data set and the account lacks that cost.
 
-    It is asked then, and not when an engine begins, since a state may be loaded in between; and since of two that have
-    begun, either may be the first to release.
+    The check is made at each charge and not when an engine begins: a state may be loaded in between, and either of two
+    engines may be the first to charge.
+
+    Attributes:
+        dataset: The data set of the run.
+        known: Returns what the account of the run holds besides its ledger.
     """
-    last = _by_id.get(id(dataset))
-    if last is not None and last.dataset() is not dataset:  # the id of one that is gone
-        last = None
-    shares = _shares.get(ledger)
-    if last is not None and shares is not None and last.ledger is ledger and shares.at == last.number:
-        return
-    for number in [number for number, other in _by_id.items() if other.dataset() is None]:
-        del _by_id[number]
+
+    dataset: Any
+    known: Callable[[], Iterable[Charge]] = tuple
+
+    def before_charge(self, charged: Ledger | RunLedger) -> None:
+        """Warns if needed."""
+        ledger = charged.ledger if isinstance(charged, RunLedger) else charged
+        last = next((last for last in _last_of if last.dataset() is self.dataset), None)
+        shares = _shares.get(ledger)
+        if last is None or shares is None or last.ledger is not ledger or shares.at != last.number:
+            _compare(self.dataset, ledger, last, shares, self.known)
+
+
+def _compare(
+    dataset: Any,
+    ledger: Ledger,
+    last: _Last | None,
+    shares: _Shares | None,
+    known: Callable[[], Iterable[Charge]],
+) -> None:
+    """Notes that a ledger is charged for a data set from now on, and compares it with the last one."""
     own, held = _counts(ledger.totals), _counts(known())
     number = next(_numbers) if last is None else last.number
     if shares is None:
         _shares[ledger] = _Shares(number, own)
     else:
         shares.move(number, own)
-    _by_id[id(dataset)] = _Last(_way_to(dataset), ledger, held - own, number)
+    _last_of[:] = [one for one in _last_of if one is not last and one.dataset() is not None]
+    _last_of.append(_Last(_way_to(dataset), ledger, held - own, number))
     of_this = (own | held) - _of_other_data(ledger, number)
     if last is not None and last.ledger is not ledger and last.spent() - of_this:
         notice(

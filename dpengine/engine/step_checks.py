@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Protocol
+
+from torch import nn
 
 from dpengine.errors import (
     BatchMismatchError,
@@ -16,10 +19,10 @@ from dpengine.grad_modes.strategy import KEEP_THE_BATCH_FIRST
 from dpengine.plan.run_plan import RunPlan
 
 from .batch_state import BatchState, Stage
-from .grad_writer import WrittenGradients
+from .grad_writer import GradWriter
 
 if TYPE_CHECKING:
-    from .clipped_sums import ClippedSums
+    from .pass_clipper import PassClipper, RecordedPass
 
 _IN_TURN = (
     "Use each batch before the next one is fetched: no list(loader), and no prefetcher around it. "
@@ -27,13 +30,13 @@ _IN_TURN = (
 )
 
 
-class Release(Protocol):
-    """What is looked at here of `dpengine.engine.release.Release`, which asks."""
+class Step(Protocol):
+    """The attributes of `dpengine.engine.step.PrivateStep` that the checks read."""
 
     batches: BatchState
     plan: RunPlan
-    sums: ClippedSums
-    gradients: WrittenGradients
+    passes: PassClipper
+    writer: GradWriter
     unused_parameters: str
 
 
@@ -45,43 +48,41 @@ def step_used_twice(step: int) -> TicketError:
     )
 
 
-def refuse_backward(release: Release) -> None:
-    """Refuses a backward pass that must not count."""
-    if release.batches.stage is Stage.CLOSED:
+def check_backward(step: Step, recorded: RecordedPass) -> None:
+    """Raises if a backward pass does not belong to the current physical batch."""
+    if step.batches.stage is Stage.CLOSED:
         raise TicketError(
             "Backward ran over a forward pass from before the model was detached; it leaves no gradients.",
             fix="Run the forward pass again.",
         )
-    if release.batches.stage is Stage.DISCARDED:
+    if step.batches.stage is Stage.DISCARDED:
         raise TicketError(
             "This logical batch was given up: an error ended it, a chunk of it was left out, as by a loop that fetches "
             "batches ahead, or zero_grad() discarded it.",
             fix=f"Go on with the next batch of the loader. {_IN_TURN}",
         )
-    if release.batches.stage is Stage.IDLE or (release.batches.stage is Stage.RELEASED and not release.batches.batches):
+    if step.batches.stage is Stage.IDLE or (step.batches.stage is Stage.RELEASED and not step.batches.batches):
         raise TicketError(
             "Backward ran on rows that did not come from the private loader of this model: it has handed out no batch "
             "that waits.",
             fix="Iterate over the loader that make_private returned with this model. Of several private models, each "
             "has a loader of its own, which accounts for the batches of that one.",
         )
-    if release.batches.stage is Stage.RELEASED or release.batches.done:
+    if step.batches.stage is Stage.RELEASED or step.batches.done:
         raise RepeatedBackwardError(
-            f"The {release.batches.samples} rows of this batch were used in 2 backward passes in one step; each would "
+            f"The {step.batches.samples} rows of this batch were used in 2 backward passes in one step; each would "
             "count fully.",
             fix="Add the losses: (a + b).backward().",
         )
-    refuse_stale(release)
-    _refuse_other_batch(release)
+    check_stale(step)
+    if recorded.samples != step.batches.samples and len(set(recorded.mode.rows.values())) == 1:
+        raise _other_batch(step, recorded)
 
 
-def _refuse_other_batch(release: Release) -> None:
-    """Refuses a batch on whose rows all layers agree, and which is not the one that was handed out last."""
-    seen, drawn = release.sums.rows_pending, release.batches.samples  # of the first pass, where several wait
-    if seen == drawn or len(set(release.sums.strategy.rows.values())) != 1:
-        return
-    name = next(iter(release.sums.strategy.rows))
-    if release.batches.passed_over:
+def _other_batch(step: Step, recorded: RecordedPass) -> BatchMismatchError:
+    """The error for samples on whose number all layers agree, and which are not those of the current batch."""
+    name, seen, drawn = next(iter(recorded.mode.rows)), recorded.samples, step.batches.samples
+    if step.batches.passed_over:
         why, fix = "batches were fetched ahead: the one before the newest went through no backward pass", _IN_TURN
     elif seen < drawn:
         why = "rows were left out between the loader and the model, as by x[mask], or these are not its rows"
@@ -92,41 +93,41 @@ def _refuse_other_batch(release: Release) -> None:
     else:
         why = "something duplicates or merges rows between the loader and the model, or these are not its rows"
         fix = "Augment rows in the data set, one for one; for several views of a row add their losses in one backward."
-    raise BatchMismatchError(
+    return BatchMismatchError(
         f"Layer '{name}', as all others, saw {seen} rows, and the loader handed out {drawn}: {why}; or axis 0 is not "
         "the batch.",
         fix=f"{fix} {KEEP_THE_BATCH_FIRST}",
     )
 
 
-def refuse_stale(release: Release) -> None:
-    """Refuses to add to what was released, or to release it again."""
-    if release.gradients.stale:
+def check_stale(step: Step) -> None:
+    """Raises if the gradients of the last step were not cleared."""
+    if step.writer.stale:
         raise StaleGradientError(
             "optimizer.zero_grad() was not called after the last step.", fix="Add it at the top of the loop."
         )
 
 
-def refuse_step(release: Release) -> None:
-    """Refuses a step that has nothing to release."""
-    if release.batches.stage is Stage.CLOSED:
+def check_step(step: Step) -> None:
+    """Raises if there is no logical batch to step."""
+    if step.batches.stage is Stage.CLOSED:
         raise DetachedError(
             "The model was detached while step() ran, by a closure or a hook; its batch is charged, and not released.",
             fix="Call engine.detach(model) between two steps.",
         )
-    if release.batches.stage is Stage.RELEASED:
+    if step.batches.stage is Stage.RELEASED:
         raise StaleGradientError(
             "step() was called twice for one batch, or optimizer.zero_grad() was not called after the last step.",
             fix="Call optimizer.zero_grad() at the top of the loop, and step() once for each batch.",
         )
-    if cause := _why_not_ready(release) or release.plan.why_not_joined(release.batches.steps):
+    if cause := _why_not_ready(step) or step.plan.why_not_joined(step.batches.steps):
         raise TicketError(f"step() has nothing to release: {cause}")
 
 
-def refuse_unused(release: Release) -> None:
-    """Refuses to release a logical batch with rows in which a parameter took no part, unless that was allowed."""
-    missing = release.sums.missing()
-    if missing and release.unused_parameters == "error" and any(sum(batch.rows) for batch in release.batches.batches):
+def check_unused(step: Step, trainable: Mapping[str, nn.Parameter]) -> None:
+    """Raises if a trainable parameter has no gradient in a logical batch with samples, unless that was allowed."""
+    missing = step.passes.missing(trainable)
+    if missing and step.unused_parameters == "error" and any(sum(batch.rows) for batch in step.batches.batches):
         others = f" (nor did {len(missing) - 1} others)" if len(missing) > 1 else ""
         raise MissingGradientError(
             f"Parameter '{missing[0]}' took no part in this step{others}.",
@@ -135,19 +136,19 @@ def refuse_unused(release: Release) -> None:
         )
 
 
-def _why_not_ready(release: Release) -> str:
-    if release.batches.stage is Stage.DISCARDED:
+def _why_not_ready(step: Step) -> str:
+    if step.batches.stage is Stage.DISCARDED:
         return "this logical batch was given up; go on with the next one."
-    if release.batches.stage is Stage.IDLE:
+    if step.batches.stage is Stage.IDLE:
         return "no batch was drawn. Iterate over the loader that make_private returned."
-    if release.batches.done or release.batches.samples == 0:
+    if step.batches.done or step.batches.samples == 0:
         return ""
-    if release.sums.model.training and not release.sums.capture.watching:
+    if step.passes.model.training and not step.passes.capture.watching:
         return (
             "the model's hooks are off: no backward pass was recorded, and no p.grad_sample written. Call "
             "model.enable_hooks() first, or write p.grad_sample of every parameter."
         )
-    if release.sums.capture.leaks or not release.sums.model.training:
+    if step.passes.capture.leaks or not step.passes.model.training:
         return (
             "the model was in eval mode, or backward went around it. Call model.train() before the forward pass, and "
             "the model that make_private was given."

@@ -1,4 +1,4 @@
-"""Builds the capture and the grad mode of a model."""
+"""Builds the capture, the grad mode and the independence probe of a model."""
 
 from __future__ import annotations
 
@@ -6,35 +6,32 @@ from collections.abc import Sequence
 
 from torch import nn
 
-from dpengine.capture.capture import Capture, Receiver
+from dpengine.capture.capture import Capture, Listener
 from dpengine.capture.watch import Kind, Watch, watch_list
 from dpengine.distributed.topology import SINGLE, Topology
 from dpengine.errors import UnsupportedLayerError
-from dpengine.grad_modes.bookkeep import Bookkeep
 from dpengine.grad_modes.choose_method import MethodTable
-from dpengine.grad_modes.modes import MODES
+from dpengine.grad_modes.modes import MODES, Mode
+from dpengine.grad_modes.strategy import AbstractGradients
 from dpengine.grad_samplers.functional import functional_sampler
 from dpengine.grad_samplers.table import BUILTIN, rule_for, sampler_for
-from dpengine.independence.probed import EVERY, Probed
+from dpengine.independence.probe import EVERY, Probe
 
 _ONE_PASS = ("auto", "hooks", "functorch")
 
 
 def watch_model(
     model: nn.Module,
-    receiver: Receiver,
-    mode: str,
+    listener: Listener,
+    mode: str | Mode,
     *,
     batch_first: bool = True,
     mean_loss: bool = False,
     methods: MethodTable | None = None,
     topology: Topology = SINGLE,
-    forms_on_demand: bool = False,
-) -> tuple[Capture, Probed]:
-    """The capture and the strategy for one mode; nothing is attached yet."""
-    if mode not in MODES:
-        raise ValueError(f"grad_sample_mode={mode!r} is not known. Choose one of: {', '.join(map(repr, MODES))}.")
-    chosen = MODES[mode]
+) -> tuple[Capture, AbstractGradients, Probe]:
+    """Builds these parts for one mode. Attaches nothing."""
+    chosen = mode_of(mode)
     # Norms from outside are asked for after the pass, when parameters that are spread over ranks are in parts again.
     spread = bool(topology.slots) or topology.splits.size > 1
     lookup = sampler_for if spread and chosen.lookup is rule_for else chosen.lookup
@@ -42,19 +39,28 @@ def watch_model(
     capture = Capture(
         model,
         watches,
-        receiver,
+        listener,
         linear_rule=BUILTIN[nn.Linear],
         batch_first=batch_first,
         mean_loss=mean_loss,
         topology=topology,
     )
-    _refuse_mode(mode, topology, watches)
+    _refuse_mode(chosen.name, topology, watches)
     methods = MethodTable() if methods is None else methods
     if topology.splits.size > 1:
         # Sums of parameters that each rank holds as a whole must be the same bits, so none may be formed otherwise.
         methods = methods.untimed(topology.splits.from_first(methods.seconds))
-    strategy = Bookkeep(methods, capture.paused) if forms_on_demand else chosen.build(capture, methods)
-    return capture, Probed(strategy, capture, EVERY if topology.runs_by_itself else None)
+    grad_mode = chosen.build(capture, methods)
+    return capture, grad_mode, Probe(capture, EVERY if topology.runs_by_itself else None)
+
+
+def mode_of(mode: str | Mode) -> Mode:
+    """Returns the row of the table of grad modes with this name."""
+    if isinstance(mode, Mode):
+        return mode
+    if mode not in MODES:
+        raise ValueError(f"grad_sample_mode={mode!r} is not known. Choose one of: {', '.join(map(repr, MODES))}.")
+    return MODES[mode]
 
 
 def _refuse_mode(mode: str, topology: Topology, watches: Sequence[Watch]) -> None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -74,6 +75,23 @@ class Bookkeep(AbstractGradients):
                 entry.join()
                 entry.combine(units, rows)
         self._rows = dict.fromkeys(self._rows, units.count)
+
+    def renewed(self) -> Bookkeep:
+        """Returns a mode for the next pass that shares the plans of this one, which keeps its layer calls."""
+        other = Bookkeep(self.planner, self._quiet)
+        other._plans = self._plans
+        return other
+
+    def copied(self, parameters: Collection[nn.Parameter]) -> Bookkeep:
+        """Returns the layer calls of these parameters alone. Using one copy up leaves the other unchanged."""
+        other = self.renewed()
+        other._rows = dict(self._rows)
+        other._entries = {
+            parameter: replace(entry, calls=list(entry.calls))
+            for parameter, entry in self._entries.items()
+            if parameter in parameters
+        }
+        return other
 
     def _still(self) -> AbstractContextManager[None]:
         return nullcontext() if self._quiet is None else self._quiet()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import nn
@@ -26,11 +26,13 @@ class Mode:
     """One way to get clipped sums.
 
     Attributes:
+        name: The value of ``grad_sample_mode``.
         build: Makes the strategy and finishes the capture that it needs.
         lookup: The rule for exactly one layer, or None.
         by_operations: Whether modules with parameters beside children are followed operation by operation.
     """
 
+    name: str
     build: Callable[[Capture, MethodTable], AbstractGradients]
     lookup: Callable[[nn.Module], Any] = sampler_for
     by_operations: bool = True
@@ -55,11 +57,16 @@ def _rule_where_rows_cannot_be_cut(module: nn.Module) -> Any:
 
 
 MODES: dict[str, Mode] = {
-    "auto": Mode(lambda capture, methods: Bookkeep(methods, capture.paused), lookup=rule_for),
-    "hooks": Mode(lambda capture, methods: Materialize()),
+    "auto": Mode("auto", lambda capture, methods: Bookkeep(methods, capture.paused), lookup=rule_for),
+    "hooks": Mode("hooks", lambda capture, methods: Materialize()),
     "functorch": Mode(
-        lambda capture, methods: Materialize(), lookup=_rule_where_rows_cannot_be_cut, by_operations=False
+        "functorch", lambda capture, methods: Materialize(), lookup=_rule_where_rows_cannot_be_cut, by_operations=False
     ),
-    "ew": Mode(_expanded),
-    "ghost": Mode(_reweight, lookup=rule_for),
+    "ew": Mode("ew", _expanded),
+    "ghost": Mode("ghost", _reweight, lookup=rule_for),
 }
+
+
+def on_demand(mode: Mode) -> Mode:
+    """Returns the mode with the same grad samplers that keeps layer calls, and forms gradients only where needed."""
+    return replace(mode, build=MODES["auto"].build)

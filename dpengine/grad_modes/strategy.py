@@ -11,11 +11,12 @@ import torch
 from torch import Tensor, nn
 
 from dpengine.capture.record import LayerCall, Use
-from dpengine.errors import BatchMismatchError, MissingGradientError
+from dpengine.errors import BatchMismatchError, MissingGradientError, UnsupportedLayerError
 from dpengine.grad_samplers.sampler import GradSampler, JointSampler
 
 from .choose_method import Choice
 from .flat_buffer import Sums
+from .rows import Units
 
 KEEP_THE_BATCH_FIRST = (
     "Keep the batch on axis 0 of every layer's input: use (B, T, features), not (B*T, features) or (T, B, ...)."
@@ -57,6 +58,12 @@ class AbstractGradients(ABC):
     @abstractmethod
     def sq_norms(self, groups: Mapping[nn.Parameter, int], num_groups: int, scale: float) -> Tensor:
         """Squared norms ``(B, K)`` of ``scale`` times the per-sample gradients, one column for each group."""
+
+    def combine(self, units: Units) -> None:
+        """Combines the samples of each privacy unit: from here on a row is a unit."""
+        raise UnsupportedLayerError(
+            "Gradients of a unit of privacy are formed by grad_sample_mode='auto' alone.", fix="Pass that."
+        )
 
     @abstractmethod
     def drop(self, rows_B: Tensor) -> None:

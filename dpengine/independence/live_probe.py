@@ -189,7 +189,7 @@ class Company:
         return _equal(one.random, other.random) and (none_drawn or one.shapes == other.shapes)
 
     def _is_all(self, whole: _Run) -> bool:
-        """Whether the run again brought the gradients that the strategy saw."""
+        """Whether the run again brought the gradients that the grad mode received."""
         expected = self._sq_norms_B[self._usable_B].sum()
         return bool((whole.norms_B[self._usable_B].sum() - expected).abs() <= _ALL * expected)
 
@@ -202,24 +202,20 @@ class Company:
             return None
 
     def _run(self, arrange: Callable[[Tensor], Tensor]) -> _Run:
-        listener = _Listener(self._capture)
-        receiver, swap = self._capture.receiver, self._capture.swap
-        self._capture.receiver, self._capture.swap, self._replay.running = listener, None, True
+        recorder = _Recorder(self._capture)
         outputs: list[Tensor] = []
-        try:
+        with self._capture.redirected(recorder, self._capture.rows):
             for one in self._replay.reached:
                 outputs += self._once(one, arrange)
-        finally:
-            self._capture.receiver, self._capture.swap, self._replay.running = receiver, swap, False
-        columns = {parameter: i for i, parameter in enumerate(listener.strategy.parameters)}
-        norms_BP = listener.strategy.sq_norms(columns, len(columns), 1.0)
+        columns = {parameter: i for i, parameter in enumerate(recorder.mode.parameters)}
+        norms_BP = recorder.mode.sq_norms(columns, len(columns), 1.0)
         sums = Sketches()
         finite_B = norms_BP.sum(dim=1).isfinite()
-        listener.strategy.drop(~finite_B)  # their data may have been put into other rows
+        recorder.mode.drop(~finite_B)  # their data may have been put into other rows
         counted_B = finite_B if self._all_masked else finite_B & self._keep_B
-        listener.strategy.add_sums(columns, counted_B.unsqueeze(1).expand_as(norms_BP).to(norms_BP.dtype), 1.0, sums)
+        recorder.mode.add_sums(columns, counted_B.unsqueeze(1).expand_as(norms_BP).to(norms_BP.dtype), 1.0, sums)
         random = [state for one in self._replay.reached for _, state in one.random_after]
-        return _Run(outputs, norms_BP, list(columns), sums.of, listener.shapes, random)
+        return _Run(outputs, norms_BP, list(columns), sums.of, recorder.shapes, random)
 
     def _once(self, one: Pass, arrange: Callable[[Tensor], Tensor]) -> list[Tensor]:
         args, kwargs = one.args, one.kwargs
@@ -343,24 +339,18 @@ def _close(now: Tensor, then: Tensor, tolerance: float) -> bool:
     return bool(((now - then).abs() <= tolerance * then + floor).all())
 
 
-class _Listener:
-    """Receives what the probe's own runs report."""
+class _Recorder:
+    """Takes the layer calls of the probe's own passes, and notes the shapes of their output gradients."""
 
     def __init__(self, capture: Capture):
-        self.strategy = Bookkeep(MethodTable(keep_budget=0, timed=False), capture.paused)
+        self.mode = Bookkeep(MethodTable(keep_budget=0, timed=False), capture.paused)
         self.shapes: list[tuple[str, torch.Size]] = []
-        self._capture = capture
-
-    def forward_started(self, rows: int | None) -> None: ...
 
     def receive(self, call: LayerCall, uses: Mapping[str, Use], rule: Any) -> None:
-        leaves = pytree.tree_leaves(call.grad_output)  # None for an output of which nothing was made
+        leaves = pytree.tree_leaves(call.grad_output)  # None for an output that the loss does not use
         self.shapes += [(call.name, tensor.shape) for tensor in leaves if isinstance(tensor, Tensor)]
-        with self._capture.paused():
-            self.strategy.receive(call, uses, rule)
+        self.mode.receive(call, uses, rule)
 
     def receive_rows(self, use: Use, grad: Tensor) -> None:
         self.shapes.append((use.name, grad.shape))
-        self.strategy.receive_rows(use, grad)
-
-    def backward_ended(self) -> None: ...
+        self.mode.receive_rows(use, grad)

@@ -121,7 +121,7 @@ class DPCallback(lightning_class("Callback")):  # type: ignore[misc]
         """Gives up a batch with rows but no loss, as Lightning does: there is nothing to release."""
         if self._run is None or not self._lossless:
             return
-        batches = self._run.release.batches
+        batches = self._run.step.batches
         if not batches.awaits_backward or batches.samples == 0:
             return
         if self.in_chunks:
@@ -208,7 +208,7 @@ class DPCallback(lightning_class("Callback")):  # type: ignore[misc]
             module, optimizer, loader, lr_scheduler=scheduler, **{**length, **self.wanted}
         )
         self._run = self.engine.runs[-1]
-        self._run.release.batches.look_ahead = int(self.in_chunks)  # Lightning reads one ahead to see the end
+        self.engine.fetch_ahead(int(self.in_chunks))  # Lightning reads one batch ahead to see the end
         return private
 
     def refuse_change(self) -> None:

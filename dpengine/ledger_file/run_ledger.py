@@ -17,10 +17,6 @@ from .file import LedgerFile, Reservation, Told
 MOST_RESERVED = 1000
 
 
-def _one(event: Event, count: int) -> int:
-    return count
-
-
 @dataclass(eq=False)
 class RunLedger:
     """The ledger as one run sees it.
@@ -34,7 +30,6 @@ class RunLedger:
         ranks: The processes of the run.
         file: Where this process writes; None on other processes than the first.
         reserve: How many releases are charged at once.
-        room: How many charges of an event, of which so many are due now, the budget has room for.
         holder: Lets go of the file when nobody refers to it: a run may go on after its engine.
         knows_later: Whether the run went on from a checkpoint, and all that came after that is in the file.
     """
@@ -44,7 +39,6 @@ class RunLedger:
     ranks: Ranks
     file: LedgerFile | None
     reserve: int = 1
-    room: Callable[[Event, int], int] = _one
     holder: Any = None
     knows_later: bool = False
     _reservation: Reservation | None = None
@@ -65,15 +59,18 @@ class RunLedger:
         """How many batches were charged."""
         return self.ledger.steps
 
-    def charge(self, event: Event, *, count: int = 1, kind: str = "release") -> None:
+    def charge(
+        self, event: Event, *, count: int = 1, kind: str = "release", room: Callable[[], int] | None = None
+    ) -> None:
         """Charges ``count`` entries before their release. Nothing is charged if the file cannot be written.
 
-        All processes charge the same releases at the same time.
+        All processes charge the same releases at the same time. ``room`` returns how many charges of the event, these
+        included, may be reserved; None for no more than these.
         """
         charge = Charge(event, count, kind)
         with contextlib.nullcontext() if self.file is None or kind != "release" else self.file.held():
             if not self._is_reserved(charge):
-                self._write(charge)
+                self._write(charge, room)
             if self._reservation is not None and self._is_reserved(charge):
                 self._reservation.use(count, kind)
             self.ledger.charge(event, count=count, kind=kind)
@@ -87,14 +84,14 @@ class RunLedger:
             return False
         return self.file is None or (self.file.is_open and self.file.reservations.get(self.run) is here)
 
-    def _write(self, charge: Charge) -> None:
+    def _write(self, charge: Charge, room: Callable[[], int] | None) -> None:
         if charge.kind != "release":  # nothing leaves, and other processes may not know of it
             try:
                 self._append(charge, charge.count)
             except LedgerError:
                 self._owed.append(charge)  # it counts from now on, and is written before anything is released
             return
-        reserved = max(charge.count, min(self.reserve, self.room(charge.event, charge.count)))
+        reserved = charge.count if room is None else max(charge.count, min(self.reserve, room()))
         self._reservation = None
         seqs = self.ranks.each(lambda: self._append(charge, reserved))
         if reserved > charge.count:

@@ -21,12 +21,14 @@ class Ticket:
     """One logical batch, handed out once. Two tickets are equal only if they are the same object.
 
     ``rows`` and ``units`` have one entry for each chunk; without ``units``, every row is a privacy unit of its own.
+    ``placeholder`` says whether the loader returns a placeholder sample for a chunk of zero rows.
     Only the private loader makes tickets. They cannot be copied or pickled, so that one batch is never released twice.
     """
 
     step: int
     rows: tuple[int, ...] = dataclasses.field(repr=False)  # sizes that were drawn are private: not in messages or logs
     units: tuple[npt.NDArray[np.int64], ...] = dataclasses.field(default=(), repr=False)
+    placeholder: bool = False
 
     @property
     def size(self) -> int:
@@ -57,7 +59,9 @@ class LogicalBatches:
         on_handout: Callable[[Ticket, int], None],  # called with the chunk's number before a chunk is returned
         may_draw: Callable[[int], bool],  # asked with the step before each logical batch; False ends the pass
         share: tuple[int, int] = (0, 1),  # rank and number of ranks, each of which returns its part of every chunk
+        placeholder: bool = False,  # whether an empty chunk comes with a placeholder sample
     ):
+        self._placeholder = placeholder
         self.strategy = strategy
         self.may_draw = may_draw
         self.position = 0  # logical batches handed out since the start of the run, and so the step of the next one
@@ -79,7 +83,7 @@ class LogicalBatches:
         else:
             parts = parts if size is None else max(1, -(-len(indices) // (size * ranks)))
             cut = np.array_split(indices, parts * ranks)[rank::ranks]
-        return DrawnBatch(Ticket(step, tuple(map(len, cut)), units), [part.tolist() for part in cut])
+        return DrawnBatch(Ticket(step, tuple(map(len, cut)), units, self._placeholder), [part.tolist() for part in cut])
 
     def _units_of(self, strategy: UnitStrategy, indices: IndexBatch) -> list[IndexBatch]:
         """This process's chunks of whole units; all processes have equally many, the last ones perhaps empty."""

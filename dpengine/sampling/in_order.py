@@ -1,13 +1,12 @@
-"""Batches that nobody draws by chance: in the order of the data set, or made by hand."""
+"""Batches in the order of the data set."""
 
 from __future__ import annotations
 
 import dataclasses
-from typing import ClassVar, NoReturn
+from typing import ClassVar
 
 import numpy as np
 
-from .poisson import checked_batch_size
 from .scheme import AbstractBatchStrategy, IndexBatch, WordStream, whole_number
 
 
@@ -42,24 +41,3 @@ class InOrder(AbstractBatchStrategy):
         """Returns the examples of one batch. See `AbstractBatchStrategy.draw`."""
         place = step % max(self.steps_per_epoch, 1)
         return np.arange(place * self.batch_size, min((place + 1) * self.batch_size, self.num_examples), dtype=np.int64)
-
-
-@dataclasses.dataclass(frozen=True)
-class ByHand(AbstractBatchStrategy):
-    """Stands for batches that come from elsewhere, of which nothing is known and no epsilon is claimed."""
-
-    expected_batch_size: float
-    num_examples: int = 0
-    sample_rate: float = 1.0
-    steps_per_epoch: int = 1
-
-    law: ClassVar[str] = "by hand"
-    claims_epsilon: ClassVar[bool] = False
-
-    def __post_init__(self) -> None:
-        checked = checked_batch_size("ByHand", self.expected_batch_size)
-        object.__setattr__(self, "expected_batch_size", checked)
-
-    def draw(self, step: int, words: WordStream) -> NoReturn:
-        """Raises TypeError: there is nothing to draw from."""
-        raise TypeError("Batches that are made by hand cannot be drawn.")

@@ -34,6 +34,7 @@ def private_loader(
     batch_first: bool = True,
     example_input: Any = None,  # for a data set whose example 0 cannot be read
     share: tuple[int, int] = (0, 1),
+    placeholder: bool = False,  # whether the collate function returns a placeholder sample for an empty batch
 ) -> DataLoader[Any]:
     """Returns a copy of ``loader`` that draws its batches by ``strategy``.
 
@@ -67,6 +68,7 @@ def private_loader(
         on_handout=on_handout,
         may_draw=may_draw,
         share=share,
+        placeholder=placeholder,
     )
     template = _template(loader, example_input, batch_first=batch_first)
     batch_sampler = PrivateBatchSampler(batches)

@@ -13,7 +13,7 @@ from dpengine.engine.batch_state import BatchState, Stage
 
 
 def batch(step, *rows):
-    return SimpleNamespace(step=step, rows=rows)
+    return SimpleNamespace(step=step, rows=rows, placeholder=False)
 
 
 class Loops(RuleBasedStateMachine):

@@ -9,14 +9,14 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from dpengine.engine.clipped_sums import ClippedSums
+from dpengine.engine.release import Release
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from dpengine.auditing.subject import OPTIONS, Subject, cross_entropy, rows, small
 from dpengine.clipping.flat import Flat
 from dpengine.clipping.per_layer import PerLayer
-from dpengine.engine.clipped_sums import ClippedSums
-from dpengine.engine.release import Release
 from dpengine.grad_modes.bookkeep import Bookkeep
 from dpengine.grad_modes.entry import Entry
 from dpengine.grad_modes.flat_buffer import FlatBuffer

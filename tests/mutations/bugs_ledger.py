@@ -8,6 +8,7 @@ import math
 from typing import Any
 
 import numpy as np
+from dpengine.engine.release import Release
 from scipy.special import ndtr
 
 from dpengine.accounting.tilted_pld.lattice import Answer
@@ -17,7 +18,6 @@ from dpengine.engine import PrivacyEngine
 from dpengine.engine.amp_and_lr_schedulers import attach_scaler
 from dpengine.engine.argument_checks import planned_steps
 from dpengine.engine.build_plan import arranged
-from dpengine.engine.release import Release
 from dpengine.plan.run_plan import RunPlan
 
 from .planted import Patch, Planted, module_of

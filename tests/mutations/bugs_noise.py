@@ -7,12 +7,12 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from dpengine.engine.release import Release
 from torch import Tensor, nn
 
 from dpengine.auditing.noise_detector import noise_law
 from dpengine.auditing.subject import small
 from dpengine.checkpoint.run_state import Resumption
-from dpengine.engine.release import Release
 from dpengine.noise import BandMF, GaussianNoise
 from dpengine.noise.correlated import CorrelatedNoise
 from dpengine.noise.share import add_noise

@@ -8,9 +8,9 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+from dpengine.engine.release import Release
 
 from dpengine.engine.batch_state import Stage
-from dpengine.engine.release import Release
 from dpengine.sampling import PoissonSampling, ShuffleSampling
 from dpengine.sampling.batches import LogicalBatches, Ticket
 

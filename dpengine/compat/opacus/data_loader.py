@@ -298,6 +298,7 @@ def _made(
         may_draw=always,
         batch_first=batch_first,
         share=(topology.rank, topology.ranks),
+        placeholder=rand_on_empty,
     )
     if rand_on_empty:
         private.__dict__["collate_fn"] = _PaddedCollate(private.collate_fn)

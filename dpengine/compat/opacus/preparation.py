@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Sequence
@@ -15,14 +16,17 @@ from torch.utils.data import DataLoader
 
 import dpengine
 from dpengine.accounting.constants import suggested_delta
-from dpengine.accounting.events import CyclicGaussianEvent, Relation
+from dpengine.accounting.events import CyclicGaussianEvent
 from dpengine.accounting.ledger import Charge, Ledger
 from dpengine.distributed.topology import SINGLE, Topology
 from dpengine.engine.argument_checks import Uncopied
-from dpengine.engine.build_plan import name_for
-from dpengine.engine.release import Release
-from dpengine.engine.run import Budget, Run
+from dpengine.engine.budget import Budget
+from dpengine.engine.integration import add_run, ledger_of_run
+from dpengine.engine.run import Run
+from dpengine.engine.shared_dataset_check import SharedDatasetCheck
+from dpengine.engine.step import PrivateStep
 from dpengine.kernels.memory import keep_freed_memory
+from dpengine.sampling.batches import Ticket
 
 from .accountants.entries import charges_of
 from .accountants.ledger_accountant import LedgerAccountant
@@ -30,7 +34,7 @@ from .data_loader import private_form
 from .engine_batches import unsampled_loader
 from .grad_sample.gsm_base import AbstractGradSampleHooks, AbstractGradSampleModule, is_spread
 from .grad_sample.prepare import GHOST, get_gsm_class, prepare_module
-from .optimizers import DPOptimizer, get_optimizer_class
+from .optimizers import DPOptimizer, get_optimizer_class, step_of
 from .utils.fast_gradient_clipping_utils import DPLossFastGradientClipping
 
 
@@ -213,32 +217,36 @@ class Preparation(Uncopied):
 
     def _join(self, hooks: AbstractGradSampleHooks, optimizer: DPOptimizer, loader: Any, poisson: bool) -> None:
         """Has the optimizer release what the loader hands out, and the engine book it."""
-        release, strategy = optimizer._release, loader._batches.strategy
-        release.hand_fed = False
-        release.pads_empty = getattr(loader, "rand_on_empty", False)
-        release.plan = dataclasses.replace(
-            release.plan,
+        strategy = loader._batches.strategy
+        delta = suggested_delta(max(2, strategy.num_examples))  # a single example has none; the caller then passes one
+        teller = _Teller(self, optimizer, strategy.sample_rate if poisson else None)
+        step = optimizer._made = step_of.engine_step(
+            optimizer,
+            lambda run, topology: ledger_of_run(self.engine, run, topology, delta=delta),
             sampling=strategy,
-            relation=Relation.ZERO_OUT,
             claims_passes=not poisson,
-            run=name_for(release.sums.topology),
+            budget=Budget(None, delta, None, "warn", self.engine.accountant),
+            dataset_check=SharedDatasetCheck(loader.dataset, teller.charges),
         )
         if poisson:
             hooks.forbid_grad_accumulation()
         else:
             hooks.allow_grad_accumulation()
-        model = release.sums.model
-        delta = suggested_delta(max(2, strategy.num_examples))  # of one row there is none; who asks gives one
-        budget = Budget(None, delta, None, "warn", self.engine.accountant)
-        run = Run(model, optimizer, release, budget, attached=True, batches=loader)
-        loader.bind(release.handed_out, release.plan.has_step)
+        model = step.passes.model
+        run = Run(model, optimizer, step, attached=True, batches=loader)
+        loader.bind(functools.partial(_batch_returned, weakref.ref(optimizer)), step.plan.has_step)
         if any(parameter.device.type == "cpu" for parameter in model.parameters()):
             keep_freed_memory()
-        self.engine.enlist(run)
+        add_run(self.engine, run)
         follow(self.accountant, self.engine.ledger)
-        teller = _Teller(self, optimizer, strategy.sample_rate if poisson else None)
-        optimizer.tell = self.tellers[id(release)] = teller
-        run.known = teller.charges
+        optimizer.tell = self.tellers[id(step)] = teller
+
+
+def _batch_returned(owner: weakref.ref[DPOptimizer], batch: Ticket, chunk: int) -> None:
+    """The loader returns a physical batch."""
+    optimizer = owner()
+    if optimizer is not None:
+        optimizer._waiting.batch_returned(optimizer._step, batch, chunk)
 
 
 def follow(accountant: Any, ledger: Ledger) -> bool:
@@ -265,7 +273,7 @@ class _Teller:
         self._optimizer = optimizer
         self._rate = sample_rate
         self._given_up = 0
-        self._passes = None if sample_rate is not None else _counting_passes(optimizer._release)
+        self._passes: Callable[[Any, DPOptimizer], None] | None = None
 
     @property
     def accountant(self) -> Any:
@@ -290,7 +298,8 @@ class _Teller:
         accountant = self.accountant
         if follow(accountant, self._ledger):
             return
-        if self._passes is not None:
+        if self._rate is None:
+            self._passes = self._passes or _counting_passes(self._optimizer._step)
             self._passes(accountant, self._optimizer)
             return
         self.given_up()
@@ -298,7 +307,7 @@ class _Teller:
 
     def given_up(self) -> None:
         """Counts batches that were charged without a release since: discarded ones, and those of a step that failed."""
-        given_up, batches = self._given_up, self._optimizer._release.batches
+        given_up, batches = self._given_up, self._optimizer._step.batches
         self._given_up = batches.discarded + batches.failed
         accountant = self.accountant
         if self._rate is not None and not follow(accountant, self._ledger):
@@ -306,14 +315,14 @@ class _Teller:
                 accountant.step(noise_multiplier=self._optimizer.noise_multiplier, sample_rate=self._rate)
 
 
-def _counting_passes(release: Release) -> Callable[[Any, DPOptimizer], None]:
+def _counting_passes(step: PrivateStep) -> Callable[[Any, DPOptimizer], None]:
     """Has an accountant of the user's own count each pass over the data as one release of all of it."""
-    run, counted = release.plan.run, dict[CyclicGaussianEvent, int]()
+    run, counted = step.plan.run.partition("@")[0], dict[CyclicGaussianEvent, int]()
 
     def count(accountant: Any, optimizer: DPOptimizer) -> None:
         if optimizer.noise_multiplier == 0:
             accountant.step(noise_multiplier=0.0, sample_rate=1.0)
-        for charge in release.ledger.totals:
+        for charge in step.ledger.totals:
             event = charge.event
             if isinstance(event, CyclicGaussianEvent) and event.run.partition("@")[0] == run:
                 for _ in range(counted.get(event, 0), event.cycles(charge.count)):

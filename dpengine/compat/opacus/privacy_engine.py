@@ -283,7 +283,7 @@ class PrivacyEngine(Preparation, Checkpoints):
         if not (isinstance(self.accountant, LedgerAccountant) and self.engine.runs):
             return self.engine.report(data=data, utility=utility, excludes=excludes)
         ledger, spent = self.accountant.ledger, self.engine.ledger.steps
-        relation = self.engine.runs[-1].release.plan.relation
+        relation = self.engine.runs[-1].step.plan.relation
         told, true = (epsilon_of(one.totals, 1e-5, relation=relation) for one in (ledger, self.engine.ledger))
         if ledger.steps < spent or told < true:
             raise LedgerError(
@@ -292,7 +292,7 @@ class PrivacyEngine(Preparation, Checkpoints):
             )
         refuse_unknown_facts(data, utility, excludes)
         run = self.engine.runs[-1]
-        return report_of_run(run, ledger, run.release.plan.relation, data or {}, utility or {}, tuple(excludes))
+        return report_of_run(run, ledger, run.step.plan.relation, data or {}, utility or {}, tuple(excludes))
 
     def is_compatible(self, *, module: nn.Module, optimizer: Any, data_loader: Any) -> bool:
         """Whether nothing stands in the way of the model. The others are looked at in ``make_private``."""

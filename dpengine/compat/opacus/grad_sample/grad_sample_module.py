@@ -82,7 +82,7 @@ class GradSampleHooks(AbstractGradSampleHooks):
     @property
     def hooks_enabled(self) -> bool:
         """Whether backward passes leave per-sample gradients."""
-        return self._sums is not None and self._sums.capture.state is CaptureState.ATTACHED
+        return self._waiting is not None and self._waiting.clipper.capture.state is CaptureState.ATTACHED
 
     def add_hooks(
         self, *, loss_reduction: str = "mean", batch_first: bool = True, force_functorch: bool = False
@@ -97,7 +97,7 @@ class GradSampleHooks(AbstractGradSampleHooks):
         Raises:
             ValueError: If they are on.
         """
-        if self._sums is not None:
+        if self._waiting is not None:
             raise ValueError("The hooks are on already. Call remove_hooks() first.")
         self.loss_reduction, self.batch_first, self.force_functorch = loss_reduction, batch_first, force_functorch
         self._watch("functorch" if force_functorch else self.mode)
@@ -115,8 +115,8 @@ class GradSampleHooks(AbstractGradSampleHooks):
         self._switch(CaptureState.ATTACHED)
 
     def _switch(self, state: CaptureState) -> None:
-        if self._sums is not None:
-            self._sums.capture.state = state
+        if self._waiting is not None:
+            self._waiting.clipper.capture.state = state
 
     def iterate_submodules(self, module: nn.Module) -> Iterable[nn.Module]:
         """The modules in a model whose parameters are followed, outermost first."""

@@ -69,14 +69,14 @@ class GradSampleHooksFastGradientClipping(GradSampleHooks):
 
     def _watch(self, mode: str) -> None:
         super()._watch(mode)
-        self._unjoined = None if self._sums is None else self._sums.policy
+        self._unjoined = None if self._waiting is None else self._waiting.clipper.policy
 
     @property
     def max_grad_norm(self) -> float:
         """What norms are clipped to now: by the optimizer, once there is one. There it is changed."""
-        if self._sums is None or self._sums.policy is self._unjoined:
+        if self._waiting is None or self._waiting.clipper.policy is self._unjoined:
             return self._own_max_grad_norm
-        return self._sums.policy.max_grad_norm
+        return float(self._waiting.clipper.policy.max_grad_norm)
 
     @max_grad_norm.setter
     def max_grad_norm(self, value: float) -> None:
@@ -104,7 +104,7 @@ class GradSampleHooksFastGradientClipping(GradSampleHooks):
     @property
     def per_sample_gradient_norms(self) -> Tensor:
         """Norms ``(B,)`` of the last backward pass, for the eye. Not private."""
-        found = None if self._sums is None else self._sums.norms()
+        found = None if self._waiting is None else self._waiting.norms()
         if found is None:
             raise AttributeError("No norms yet. Run a backward pass over a batch in train mode.")
         return found

@@ -17,15 +17,16 @@ from dpengine.compat.opacus.distributed import DifferentiallyPrivateDistributedD
 from dpengine.distributed.detect import topology_of, unwrapped
 from dpengine.distributed.local_shards import is_dtensor
 from dpengine.distributed.topology import SINGLE, Topology
-from dpengine.engine.materialized_sums import ShownSums
 
-_sums_of: Any = WeakTensorKeyDictionary()  # by parameter, weakly: who clips its gradients
+from .waiting_passes import WaitingPasses
+
+_waiting_of: Any = WeakTensorKeyDictionary()  # the backward passes of each parameter, weakly
 _SPREAD = (DistributedDataParallel, DifferentiallyPrivateDistributedDataParallel, FSDPModule)
 
 
-def sums_of(parameter: nn.Parameter) -> ShownSums | None:
-    """The sums of the model that a parameter is in, while its hooks are on."""
-    found = _sums_of.get(parameter)
+def waiting_of(parameter: nn.Parameter) -> WaitingPasses | None:
+    """The backward passes over the model of a parameter, while its hooks are attached."""
+    found = _waiting_of.get(parameter)
     return None if found is None else found()
 
 
@@ -60,28 +61,28 @@ class AbstractGradSampleHooks(ABC):
         self.loss_reduction = loss_reduction
         self.grad_accumulation_hook = None
         self.grad_accumulation_allowed = True
-        self._sums: ShownSums | None = None
+        self._waiting: WaitingPasses | None = None
 
     def _watch(self, mode: str) -> None:
         """Puts the hooks on."""
         layout: dict[str, Any] = {"batch_first": self.batch_first, "loss_reduction": self.loss_reduction}
         layout["topology"] = _topology_for(self._module)
-        sums = ShownSums(unwrapped(self._module), mode=mode, shows=self.shows, **layout)
-        sums.attach()
-        sums.allows_accumulation = self.grad_accumulation_allowed
-        self._sums = sums
-        for parameter in sums.topology.parameters(sums.model).values():
-            _sums_of[parameter] = weakref.ref(sums)
+        waiting = WaitingPasses(unwrapped(self._module), mode=mode, shows=self.shows, **layout)
+        waiting.attach()
+        waiting.allows_accumulation = self.grad_accumulation_allowed
+        self._waiting = waiting
+        for parameter in waiting.parameters.values():
+            _waiting_of[parameter] = weakref.ref(waiting)
 
     @property
     def _topology(self) -> Topology:
         """Who holds what of the model, where several processes train it."""
-        return _topology_for(self._module) if self._sums is None else self._sums.topology
+        return _topology_for(self._module) if self._waiting is None else self._waiting.clipper.topology
 
     def set_grad_sample_to_none(self) -> None:
         """Sets ``p.grad_sample`` to None: what was not clipped yet is dropped."""
-        if self._sums is not None:
-            self._sums.show_none()
+        if self._waiting is not None:
+            self._waiting.clear()
 
     def del_grad_sample(self) -> None:
         """Deletes ``p.grad_sample`` from all parameters."""
@@ -100,19 +101,19 @@ class AbstractGradSampleHooks(ABC):
 
     def _allow(self, allowed: bool) -> None:
         self.grad_accumulation_allowed = allowed
-        if self._sums is not None:
-            self._sums.allows_accumulation = allowed
+        if self._waiting is not None:
+            self._waiting.allows_accumulation = allowed
 
     @abstractmethod
     def remove_hooks(self) -> None:
         """Takes the hooks off."""
 
     def _unwatch(self) -> None:
-        if self._sums is not None:
-            self._sums.detach()
+        if self._waiting is not None:
+            self._waiting.detach()
             for parameter in self._module.parameters():
-                _sums_of.pop(parameter, None)
-            self._sums = None
+                _waiting_of.pop(parameter, None)
+            self._waiting = None
 
     def cleanup(self) -> None:
         """Takes the hooks off, and everything that was put on the parameters."""

@@ -158,12 +158,12 @@ class AdaClipDPOptimizer(DPOptimizer):
     @property
     def sample_size(self) -> int:
         """Rows of the last backward pass. Not private, and not what the threshold follows."""
-        return self._release.statistics.rows
+        return self._step.statistics.rows
 
     @property
     def unclipped_num(self) -> int:
         """Rows of it that were not clipped. Not private: what the threshold follows is this with noise."""
-        shown = self._release.statistics
+        shown = self._step.statistics
         return shown.rows - shown.clipped - shown.dropped
 
     def update_max_grad_norm(self) -> None:

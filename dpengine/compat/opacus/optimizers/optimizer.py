@@ -12,10 +12,10 @@ from torch.optim import Optimizer
 from dpengine.clipping.flat import Flat
 from dpengine.clipping.policy import AbstractClip
 from dpengine.engine.batch_state import Stage
-from dpengine.engine.release import Release
+from dpengine.engine.step import PrivateStep
 from dpengine.errors import suggests_names
 
-from . import release_of
+from . import step_of
 from .own_steps import _check_processed_flag as _check_processed_flag
 from .own_steps import _generate_noise as _generate_noise
 from .own_steps import _mark_as_processed as _mark_as_processed
@@ -61,7 +61,7 @@ class DPOptimizer(Optimizer):
         generator: torch.Generator | None = None,
         secure_mode: bool = False,
     ):
-        release_of.refuse(optimizer, loss_reduction, expected_batch_size, generator, secure_mode)
+        step_of.refuse(optimizer, loss_reduction, expected_batch_size, generator, secure_mode)
         self.original_optimizer = optimizer
         self.loss_reduction = loss_reduction
         self.secure_mode = secure_mode
@@ -76,37 +76,38 @@ class DPOptimizer(Optimizer):
         self._skipped_batches: frozenset[int] = frozenset()  # steps of the sampler that skipped steps brought in
         self._is_last_step_skipped = False
         self._asked = (float(noise_multiplier), self._policy(max_grad_norm))
-        self._made: Release | None = None
+        self._made: PrivateStep | None = None
+        self._waiting: Any = None  # the WaitingPasses whose passes the step clips
         self._took_over = False  # whether an engine keeps account of another optimizer over this model
         self._sums_shown: SumsShown | None = None  # while a logical batch is in the sums
         for parameter in self.params:
             parameter.summed_grad = None  # type: ignore[attr-defined]
-        release_of.checked(self)
-        release_of.claim(self)
+        step_of.checked(self)
+        step_of.claim(self)
 
     def _policy(self, max_grad_norm: Any) -> AbstractClip:
         """The policy of the engine that this class stands for."""
         return Flat(max_grad_norm)
 
     @property
-    def _release(self) -> Release:
+    def _step(self) -> PrivateStep:
         """What does the work; made when it is needed, since hooks may be put on later than this is built."""
         if self._made is None:
-            self._made = release_of.by_hand(self, *self._asked)
-        release_of.follow_hooks(self, self._made)
+            self._made = step_of.external_step(self, *self._asked)
+        step_of.follow_hooks(self, self._made)
         return self._made
 
     @property
     def is_hand_fed(self) -> bool:
         """Whether batches come from elsewhere than from a loader that ``make_private`` returned with it."""
-        return self._made is None or self._made.hand_fed
+        return self._made is None or self._made.batches.external
 
     # Settings
 
     @property
     def noise_multiplier(self) -> float:
         """Standard deviation of the noise over ``max_grad_norm``. What is written holds from the next step."""
-        return self._asked[0] if self._made is None else self._made.asked_plan.noise_multiplier
+        return self._asked[0] if self._made is None else self._made.next_plan.noise_multiplier
 
     @noise_multiplier.setter
     def noise_multiplier(self, value: float) -> None:
@@ -125,7 +126,7 @@ class DPOptimizer(Optimizer):
 
     @property
     def _clipping(self) -> AbstractClip:
-        return self._asked[1] if self._made is None else self._made.asked_plan.clipping
+        return self._asked[1] if self._made is None else self._made.next_plan.clipping
 
     def _change(self, **constants: Any) -> None:
         if self._made is None:
@@ -133,7 +134,7 @@ class DPOptimizer(Optimizer):
             asked = (constants.get("noise_multiplier", sigma), constants.get("clipping", clipping))
             before, self._asked = self._asked, asked
             try:
-                release_of.checked(self)
+                step_of.checked(self)
             except BaseException:
                 self._asked = before
                 raise
@@ -148,7 +149,7 @@ class DPOptimizer(Optimizer):
     @expected_batch_size.setter
     def expected_batch_size(self, value: float | None) -> None:
         if self._made is not None and value is not None:
-            self._made.change(expected_batch_size=value * self._made.sums.topology.ranks)
+            self._made.change(expected_batch_size=value * self._made.passes.topology.ranks)
         self._per_worker = value
 
     @property
@@ -160,7 +161,7 @@ class DPOptimizer(Optimizer):
     def generator(self, value: torch.Generator | None) -> None:
         self._generator = value
         if self._made is not None:
-            self._made.draw_from(release_of.source(self, self._made.sums.topology))
+            self._made.draw_from(step_of.source(self, self._made.passes.topology))
 
     # The optimizer inside
 
@@ -231,7 +232,7 @@ class DPOptimizer(Optimizer):
     def _get_flat_grad_sample(self, p: nn.Parameter) -> Tensor:
         shown = getattr(p, "grad_sample", None)
         if shown is None:
-            name = release_of.name_of(self, p)
+            name = step_of.name_of(self, p)
             raise ValueError(
                 f"Parameter {name} has no grad_sample. Run forward in train mode and backward through a "
                 "GradSampleModule, or freeze the parameter."
@@ -241,15 +242,14 @@ class DPOptimizer(Optimizer):
     @property
     def accumulated_iterations(self) -> int:
         """How many batches go into one step, as far as they are there. Accountants multiply the rate by it."""
-        release = self._release
-        if release.batches.stage is Stage.RELEASED:
-            return release.batches.merged
-        if not release.hand_fed:
-            to_come = release.batches.stage is Stage.OPEN and not (release.batches.done or release.sums.waits_for_owner)
-            return max(1, len(release.batches.batches) - to_come)
-        clipped = len(release.batches.batches) if release.batches.stage is Stage.CLIPPED else 0
-        waiting = 0 if clipped and release.goes_on else getattr(release.sums, "waits", 0)
-        return max(1, clipped + waiting)
+        batches, waiting = self._step.batches, self._waiting
+        if batches.stage is Stage.RELEASED:
+            return batches.merged
+        if not batches.external:
+            to_come = batches.stage is Stage.OPEN and not (batches.done or waiting.pending)
+            return max(1, len(batches.batches) - to_come)
+        clipped = len(batches.batches) if batches.stage is Stage.CLIPPED else 0
+        return max(1, clipped + (0 if clipped and batches.continues else waiting.count))
 
     # A step
 
@@ -298,22 +298,22 @@ class DPOptimizer(Optimizer):
         """Forgets what was signalled and not asked for, and destroys the sums of a batch that was cut off."""
         self._skips.clear()
         self._fetched_ahead, self._part_at_hand = False, None
-        if self._made is not None and self._made.hand_fed and self._made.goes_on:
+        if self._made is not None and self._made.batches.continues:
             self._made.discard()
-            self._made.goes_on = self._is_last_step_skipped = False
+            self._made.batches.continues = self._is_last_step_skipped = False
 
     def _check_skip_next_step(self, pop_next: bool = True) -> bool:
         if pop_next:
-            release_of.refuse_fetched_ahead(self, self._made)
+            step_of.refuse_fetched_ahead(self, self._made)
         skips = bool(self._skips) and (self._skips.pop(0) if pop_next else self._skips[0])
         if self._made is None or not pop_next:
             return skips
-        release = self._made
+        step = self._made
         # A physical batch of a logical batch that is not complete.
-        skips = skips or (release.batches.stage is Stage.OPEN and release.batches.done)
-        release.goes_on = skips
+        skips = skips or (step.batches.stage is Stage.OPEN and step.batches.done)
+        step.batches.continues = skips
         if skips:
-            self._skipped_batches = frozenset(release.batches.steps)
+            self._skipped_batches = frozenset(step.batches.steps)
         return skips
 
     @property
@@ -323,11 +323,11 @@ class DPOptimizer(Optimizer):
 
     def clip_and_accumulate(self) -> None:
         """Clips what waits, and adds it to ``p.summed_grad``."""
-        release_of.gather(self, self._release)
+        step_of.gather(self, self._step)
 
     def add_noise(self) -> None:
         """Writes ``p.summed_grad`` with noise of ``noise_multiplier * max_grad_norm`` to ``p.grad``."""
-        release_of.write_noised(self, self._release)
+        step_of.write_noised(self, self._step)
 
     def scale_grad(self) -> None:
         """For a mean, divides ``p.grad`` by ``expected_batch_size`` for each batch of this step.
@@ -335,7 +335,7 @@ class DPOptimizer(Optimizer):
         Batches of skipped steps before it count as its parts, as in Opacus: they are summed, and charged, and do not
         divide.
         """
-        release_of.scale(self, self._release)
+        step_of.scale(self, self._step)
 
     def pre_step(self, closure: Callable[[], float] | None = None) -> bool:
         """All of a step but the update.
@@ -346,15 +346,15 @@ class DPOptimizer(Optimizer):
         Returns:
             Whether ``p.grad`` is there to be applied: False for all but the last chunk of a logical batch.
         """
-        release = self._release
+        step = self._step
         self.clip_and_accumulate()
         if self._clips_by_itself:
-            release_of.adopt(self, release)
+            step_of.adopt(self, step)
         skips = self._check_skip_next_step()
-        self._is_last_step_skipped = release.goes_on = skips or not release_of.is_complete(release)
+        self._is_last_step_skipped = step.batches.continues = skips or not step_of.is_complete(step)
         if self._is_last_step_skipped:
             return False
-        with release_of.leaving(self, release):
+        with step_of.releasing(self, step):
             self.add_noise()
             self.scale_grad()
         self._skipped_batches = frozenset()
@@ -372,7 +372,7 @@ class DPOptimizer(Optimizer):
         Returns:
             The loss of the closure, else None.
         """
-        release_of.refuse_scaled(self)
+        step_of.refuse_scaled(self)
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -389,4 +389,4 @@ class DPOptimizer(Optimizer):
     def zero_grad(self, set_to_none: bool = False) -> None:
         """Clears ``p.grad`` and ``p.grad_sample``; and ``p.summed_grad`` unless a logical batch is under way."""
         self.original_optimizer.zero_grad(set_to_none)
-        release_of.clear(self, self._made, keeps_sums=self._is_last_step_skipped)
+        step_of.clear(self, self._made, keeps_sums=self._is_last_step_skipped)

@@ -10,7 +10,7 @@ from dpengine.grad_modes.flat_buffer import wide
 from dpengine.noise.keyed_streams import DEFAULT_KIND, SECURE_KIND
 from dpengine.noise.source import NoiseSource
 
-from .release_of import seed_of
+from .step_of import seed_of
 
 
 def _mark_as_processed(obj: Tensor | list[Tensor]) -> None:

@@ -13,7 +13,7 @@ from dpengine.clipping.groups import Groups
 from dpengine.clipping.policy import AbstractClip
 from dpengine.errors import suggests_names
 
-from . import release_of
+from . import step_of
 from .optimizer import DPOptimizer
 from .utils import params
 
@@ -66,7 +66,7 @@ class DPPerLayerOptimizer(DPOptimizer):
                 f"max_grad_norm has {len(max_grad_norm)} thresholds for the {len(held)} parameters that the optimizer "
                 "holds and that train. Pass one for each, in their order, or one number for all together."
             )
-        names = release_of.dotted_names(held)
+        names = step_of.dotted_names(held)
         return Groups(dict(zip(names, max_grad_norm, strict=True)))
 
     @property

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from dpengine.engine.release import Release
+from dpengine.engine.step import PrivateStep
 from dpengine.errors import ScaledGradientError, notice
 
 
@@ -27,16 +27,16 @@ class SumsShown:
     given_up: int
 
     @classmethod
-    def of(cls, release: Release) -> SumsShown:
+    def of(cls, step: PrivateStep) -> SumsShown:
         """The sums as they are."""
-        sums = {parameter: (total, total._version) for parameter, total in release.sums.buffer}
-        return cls(sums, release.statistics, release.batches.discarded)
+        sums = {parameter: (total, total._version) for parameter, total in step.passes.buffer}
+        return cls(sums, step.statistics, step.batches.discarded)
 
-    def changed(self, release: Release) -> list[nn.Parameter]:
+    def changed(self, step: PrivateStep) -> list[nn.Parameter]:
         """The parameters whose sums are others than those shown, as far as can be told."""
-        if release.batches.discarded != self.given_up:
+        if step.batches.discarded != self.given_up:
             return []
-        whole = release.statistics is self.clipped
+        whole = step.statistics is self.clipped
         found = []
         for parameter, (total, version) in self.sums.items():
             now = getattr(parameter, "summed_grad", total)
@@ -45,11 +45,11 @@ class SumsShown:
         return found
 
 
-def refuse_or_take(release: Release, changed: Sequence[nn.Parameter], name: str) -> None:
+def refuse_or_take(step: PrivateStep, changed: Sequence[nn.Parameter], name: str) -> None:
     """Refuses sums that were changed after clipping; where no engine keeps account, takes them, and says so.
 
     Args:
-        release: What they are the sums of.
+        step: The private step of these sums.
         changed: The parameters.
         name: Of the first.
 
@@ -58,14 +58,14 @@ def refuse_or_take(release: Release, changed: Sequence[nn.Parameter], name: str)
     """
     what = f"summed_grad of parameter {name} was changed after its rows were clipped"
     why = "so what one row adds is not bounded by max_grad_norm any more, and the noise may be too small"
-    if not release.hand_fed:
+    if not step.batches.external:
         raise ScaledGradientError(
             f"{what}, {why}.",
             fix="Scale the loss, or the learning rate; call optimizer.zero_grad() to drop sums; or do it in "
             "clip_and_accumulate() of a subclass of DPOptimizer, whose bound is yours to answer for.",
         )
     notice("DPE012", f"{what}, {why}: its bound is yours to answer for.", key="summed_grad")
-    views = dict(release.sums.buffer)
+    views = dict(step.passes.buffer)
     for parameter in changed:
         total: Any = parameter.summed_grad  # type: ignore[attr-defined]
         view = views[parameter]

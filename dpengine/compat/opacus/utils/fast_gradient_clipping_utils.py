@@ -149,8 +149,8 @@ class DPLossFastGradientClipping:
     def _rows(self, args: Any, shape: tuple[int, ...] | None) -> int:
         if shape is not None:
             return int(shape[0])
-        sums = getattr(self.module, "_sums", None)
-        seen = None if sums is None else sums.capture.rows
+        waiting = getattr(self.module, "_waiting", None)
+        seen = None if waiting is None else waiting.clipper.capture.rows
         first = next((one for one in args if isinstance(one, Tensor) and one.dim()), None)
         if seen is None or (first is not None and seen and len(first) % seen):
             return 0 if first is None else len(first)

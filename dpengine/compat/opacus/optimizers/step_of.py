@@ -1,11 +1,11 @@
-"""From an optimizer with Opacus's attributes to the release of the engine that does its work."""
+"""The private step of the engine behind an optimizer with the attributes of Opacus."""
 
 from __future__ import annotations
 
 import contextlib
-import functools
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,20 +15,21 @@ from torch.optim import Optimizer
 from dpengine.accounting.events import Relation
 from dpengine.accounting.ledger import Ledger
 from dpengine.clipping.policy import AbstractClip
-from dpengine.compat.opacus.grad_sample.gsm_base import sums_of
+from dpengine.compat.opacus.grad_sample.gsm_base import waiting_of
+from dpengine.compat.opacus.grad_sample.waiting_passes import WaitingPasses
 from dpengine.distributed.data_parallel import refuse_other_weights
 from dpengine.distributed.detect import topology_of
 from dpengine.distributed.topology import SINGLE, Topology
-from dpengine.engine.batch_state import Stage
-from dpengine.engine.build_plan import source_for
-from dpengine.engine.materialized_sums import ShownSums
+from dpengine.engine.batch_state import BatchState, Stage
+from dpengine.engine.build_plan import name_for, source_for
 from dpengine.engine.optimizer import refuse_optimizer, refuse_replaced
-from dpengine.engine.release import Release
+from dpengine.engine.step import PrivateStep
 from dpengine.errors import MissingGradientError, ParameterMismatchError, ScaledGradientError, TicketError
+from dpengine.ledger_file.run_ledger import RunLedger
 from dpengine.noise.keyed_streams import DEFAULT_KIND, SECURE_KIND
 from dpengine.noise.source import NoiseSource
 from dpengine.plan.run_plan import RunPlan
-from dpengine.sampling.in_order import ByHand
+from dpengine.sampling.external import ExternalBatches
 
 from .utils import params
 from .written_sums import SumsShown, refuse_or_take
@@ -37,7 +38,6 @@ if TYPE_CHECKING:
     from .optimizer import DPOptimizer
 
 _REDUCTIONS = ("mean", "sum")
-_owners: weakref.WeakKeyDictionary[ShownSums, weakref.ref[DPOptimizer]] = weakref.WeakKeyDictionary()
 
 
 def refuse(optimizer: Any, loss_reduction: str, size: float | None, generator: Any, secure: bool) -> None:
@@ -59,44 +59,67 @@ def checked(optimizer: DPOptimizer) -> None:
     _plan(optimizer, *optimizer._asked, ranks=1)
 
 
-def by_hand(optimizer: DPOptimizer, noise_multiplier: float, clipping: AbstractClip) -> Release:
-    """A release whose batches come from elsewhere: each backward pass is one, and nothing is claimed for it."""
-    sums = _sums(optimizer)
-    plan = _plan(optimizer, noise_multiplier, clipping, ranks=sums.topology.ranks)
-    sums.policy = plan.clipping
-    clipping.group_of(list(sums.trainable()))  # refuses a model that it does not fit
-    release = Release(plan, sums, source(optimizer, sums.topology), Ledger())
-    release.hand_fed = True
-    return release
+def external_step(optimizer: DPOptimizer, noise_multiplier: float, clipping: AbstractClip) -> PrivateStep:
+    """A step for batches that no private loader draws: each backward pass is one, and no epsilon is claimed."""
+    waiting = optimizer._waiting = _bound(optimizer)
+    topology = waiting.clipper.topology
+    plan = _plan(optimizer, noise_multiplier, clipping, ranks=topology.ranks)
+    clipping.group_of(list(waiting.clipper.trainable()))  # raises if the policy does not fit the model
+    batches = BatchState(external=True)
+    return PrivateStep(plan, lambda _: waiting.clipper, source(optimizer, topology), Ledger(), batches=batches)
 
 
-def follow_hooks(optimizer: DPOptimizer, release: Release) -> None:
-    """Hooks may have been taken off and put on again since."""
+def engine_step(
+    optimizer: DPOptimizer, ledger_of: Callable[[str, Topology], Ledger | RunLedger], **parts: Any
+) -> PrivateStep:
+    """A step for the batches of a private loader, charged to the ledger of an engine.
+
+    Args:
+        optimizer: The optimizer.
+        ledger_of: Returns the ledger of a run by its name.
+        parts: ``sampling``, ``claims_passes`` of the plan, and ``budget``, ``dataset_check`` of the step.
+    """
+    waiting = optimizer._waiting = _bound(optimizer)
+    topology, run = waiting.clipper.topology, name_for(waiting.clipper.topology)
+    changes = {"sampling": parts.pop("sampling"), "claims_passes": parts.pop("claims_passes"), "run": run}
+    plan = _plan(optimizer, *optimizer._asked, ranks=topology.ranks)
+    plan.clipping.group_of(list(waiting.clipper.trainable()))  # raises if the policy does not fit the model
+    plan = replace(plan, relation=Relation.ZERO_OUT, **changes)
+    ledger = ledger_of(run, topology)
+    return PrivateStep(plan, lambda _: waiting.clipper, source(optimizer, topology), ledger, **parts)
+
+
+def follow_hooks(optimizer: DPOptimizer, step: PrivateStep) -> None:
+    """Continues with other hooks, if the hooks of the model were removed and attached again."""
     held = params(optimizer)
-    present = sums_of(held[0]) if held else None
-    if present is not None and present is not release.sums:
-        release.watch(_sums(optimizer))
+    present = waiting_of(held[0]) if held else None
+    if present is not None and present is not optimizer._waiting:
+        waiting = optimizer._waiting = _bound(optimizer)
+        step.rebind(lambda _: waiting.clipper)
 
 
 def claim(optimizer: DPOptimizer) -> None:
-    """Has the sums of the model, if it has hooks, be those of this optimizer from now on."""
+    """Makes this optimizer the one that clips the backward passes of the model, if it has hooks."""
     held = [p for group in optimizer.param_groups for p in group["params"]]
-    for sums in {id(one): one for one in map(sums_of, held) if one is not None}.values():
-        before = _owners[sums]() if sums in _owners else None
+    for waiting in _distinct(map(waiting_of, held)):
+        before = None if waiting.owner is None else waiting.owner()
         optimizer._took_over = optimizer._took_over or (before is not None and _is_accounted_for(before))
-        _owners[sums] = owner = weakref.ref(optimizer)
-        sums.on_backward_end = functools.partial(_clip_now, owner)
+        waiting.owner = weakref.ref(optimizer)
+
+
+def _distinct(found: Iterable[WaitingPasses | None]) -> list[WaitingPasses]:
+    return list(dict.fromkeys(one for one in found if one is not None))
 
 
 def _is_accounted_for(optimizer: DPOptimizer) -> bool:
     """Whether an engine books what an optimizer releases."""
-    release = optimizer._made
-    return release is not None and not release.hand_fed and release.batches.stage is not Stage.CLOSED
+    step = optimizer._made
+    return step is not None and not step.batches.external and step.batches.stage is not Stage.CLOSED
 
 
-def _refuse_take_over(optimizer: DPOptimizer, release: Release) -> None:
+def _refuse_take_over(optimizer: DPOptimizer, step: PrivateStep) -> None:
     """The engine that made the model private would book its own noise for the batches of this optimizer."""
-    if release.hand_fed and optimizer._took_over:
+    if step.batches.external and optimizer._took_over:
         raise ParameterMismatchError(
             "This optimizer was built by hand over a model that an engine made private: what it releases would be in "
             "no account, and the engine would state an epsilon all the same.",
@@ -105,15 +128,8 @@ def _refuse_take_over(optimizer: DPOptimizer, release: Release) -> None:
         )
 
 
-def _clip_now(owner: weakref.ref[DPOptimizer]) -> None:
-    """A backward pass that waits must make way for another one."""
-    optimizer = owner()
-    if optimizer is not None:
-        optimizer._release.backward_ended()
-
-
-def _refuse_other_owner(optimizer: DPOptimizer, sums: ShownSums) -> None:
-    owner = _owners[sums]() if sums in _owners else None
+def _refuse_other_owner(optimizer: DPOptimizer) -> None:
+    owner = None if optimizer._waiting.owner is None else optimizer._waiting.owner()
     if owner is not None and owner is not optimizer:
         raise ParameterMismatchError(
             "Another private optimizer was built over this model since; what backward passes leave is clipped for "
@@ -122,10 +138,10 @@ def _refuse_other_owner(optimizer: DPOptimizer, sums: ShownSums) -> None:
         )
 
 
-def _follow_groups(optimizer: DPOptimizer, sums: ShownSums) -> None:
+def _follow_groups(optimizer: DPOptimizer, waiting: WaitingPasses) -> None:
     """Parameters may have been added to the optimizer."""
     held = {p for group in optimizer.param_groups for p in group["params"]}
-    every = set(sums.topology.parameters(sums.model).values())
+    every = set(waiting.parameters.values())
     strangers = [p for p in held if p.requires_grad and p not in every]
     if strangers:
         shapes = ", ".join(str(tuple(p.shape)) for p in strangers[:3])
@@ -134,12 +150,12 @@ def _follow_groups(optimizer: DPOptimizer, sums: ShownSums) -> None:
             "one, added since, or replaced in it. Their gradients would be neither clipped nor noised.",
             fix="Unwrap the model, build the optimizer over its parameters, after fix(), and call make_private again.",
         )
-    sums.only = None if every <= held else frozenset(held)
+    waiting.restrict(None if every <= held else frozenset(held))
 
 
 def _plan(optimizer: DPOptimizer, noise_multiplier: float, clipping: AbstractClip, *, ranks: int) -> RunPlan:
     size = 1.0 if optimizer.expected_batch_size is None else optimizer.expected_batch_size * ranks
-    return RunPlan(ByHand(size), clipping, noise_multiplier, size, Relation.ADD_OR_REMOVE_ONE)
+    return RunPlan(ExternalBatches(size), clipping, noise_multiplier, size, Relation.ADD_OR_REMOVE_ONE)
 
 
 def source(optimizer: DPOptimizer, topology: Topology) -> NoiseSource:
@@ -156,21 +172,22 @@ def seed_of(generator: torch.Generator | None) -> int | None:
     return int(torch.randint(2**63 - 1, (), generator=generator, device=generator.device))
 
 
-def _sums(optimizer: DPOptimizer) -> ShownSums:
-    """The sums of what is optimized, over all processes if the optimizer is one that adds up over them."""
-    sums = _sums_here(optimizer)
-    if optimizer._over_ranks and sums.topology is SINGLE:
-        topology = topology_of(sums.model)
+def _bound(optimizer: DPOptimizer) -> WaitingPasses:
+    """The passes over what is optimized, over all processes if the optimizer is one that adds up over them."""
+    waiting = _bound_here(optimizer)
+    clipper = waiting.clipper
+    if optimizer._over_ranks and clipper.topology is SINGLE:
+        topology = topology_of(clipper.model)
         if topology is not SINGLE:
-            sums.spread(topology)
-            refuse_other_weights(sums.model, topology)
-    return sums
+            clipper.distribute(topology)
+            refuse_other_weights(clipper.model, topology)
+    return waiting
 
 
-def _sums_here(optimizer: DPOptimizer) -> ShownSums:
-    """The sums of the model that the parameters are in; of parameters without hooks, what is written to them."""
+def _bound_here(optimizer: DPOptimizer) -> WaitingPasses:
+    """The passes over the model that has the parameters; without hooks, what is written to ``p.grad_sample``."""
     held = [p for group in optimizer.param_groups for p in group["params"]]
-    found = {id(sums): sums for sums in map(sums_of, held) if sums is not None}
+    found = _distinct(map(waiting_of, held))
     if len(found) > 1:
         raise ParameterMismatchError(
             f"The optimizer holds parameters of {len(found)} models, and a sample's gradient is clipped over one.",
@@ -178,21 +195,21 @@ def _sums_here(optimizer: DPOptimizer) -> ShownSums:
         )
     if not found:
         written = [getattr(parameter, "grad_sample", None) for parameter in held]  # perhaps before this is asked for
-        sums = ShownSums(nn.ParameterList(held), mode="no_op", loss_reduction=optimizer.loss_reduction)
+        waiting = WaitingPasses(nn.ParameterList(held), mode="no_op", loss_reduction=optimizer.loss_reduction)
         for parameter, grad_sample in zip(held, written, strict=True):
             parameter.grad_sample = grad_sample  # type: ignore[attr-defined]
-        return sums
-    (sums,) = found.values()
-    _follow_groups(optimizer, sums)
-    if sums not in _owners:
+        return waiting
+    (waiting,) = found
+    _follow_groups(optimizer, waiting)
+    if waiting.owner is None:
         claim(optimizer)
-    return sums
+    return waiting
 
 
 def name_of(optimizer: DPOptimizer, parameter: nn.Parameter) -> str:
     """A parameter's name and shape, for messages."""
-    sums = sums_of(parameter)
-    names = {} if sums is None else {p: name for name, p in sums.topology.parameters(sums.model).items()}
+    waiting = waiting_of(parameter)
+    names = {} if waiting is None else {p: name for name, p in waiting.parameters.items()}
     place = next((i for i, p in enumerate(params(optimizer)) if p is parameter), "?")
     return f"'{names.get(parameter, f'{place} of the optimizer')}' {tuple(parameter.shape)}"
 
@@ -211,13 +228,13 @@ def refuse_scaled(optimizer: DPOptimizer) -> None:
         )
 
 
-def refuse_fetched_ahead(optimizer: DPOptimizer, release: Release | None) -> None:
+def refuse_fetched_ahead(optimizer: DPOptimizer, step: PrivateStep | None) -> None:
     """Refuses a step where parts of several batches wait for one: nobody knows of which they are."""
     if not optimizer._fetched_ahead:
         return
     optimizer.forget_skips()
-    if release is not None:
-        release.discard()
+    if step is not None:
+        step.discard()
     raise TicketError(
         "Parts of several batches were handed out since the last step, so that it is not known which of them this step "
         "is for. What was at hand is given up.",
@@ -226,123 +243,124 @@ def refuse_fetched_ahead(optimizer: DPOptimizer, release: Release | None) -> Non
     )
 
 
-def gather(optimizer: DPOptimizer, release: Release) -> None:
-    """Brings what waits into the sums, and shows them."""
-    assert isinstance(release.sums, ShownSums)
-    release.sums.refuse_unended()
-    if release.hand_fed and release.batches.stage is Stage.IDLE and not release.sums.pending:
+def gather(optimizer: DPOptimizer, step: PrivateStep) -> None:
+    """Adds what waits to the sums, and shows them."""
+    waiting = optimizer._waiting
+    waiting.settle(step)
+    if step.batches.external and step.batches.stage is Stage.IDLE and not waiting.pending:
         held = params(optimizer)
         raise MissingGradientError(
             f"Parameter {name_of(optimizer, held[0]) if held else '?'} has no per-sample gradient.",
             fix="Run forward in train mode through a GradSampleModule, and backward, between zero_grad() and step(); "
             "or, on a model without one, write p.grad_sample (B, *p.shape) of every parameter.",
         )
-    _refuse_other_owner(optimizer, release.sums)
-    _refuse_take_over(optimizer, release)
-    if release.sums.captures:
-        _follow_groups(optimizer, release.sums)
-    _follow_written_sums(optimizer, release)
-    release.gather()
-    for parameter, total in release.sums.buffer:
+    _refuse_other_owner(optimizer)
+    _refuse_take_over(optimizer, step)
+    if waiting.captures:
+        _follow_groups(optimizer, waiting)
+    _follow_written_sums(optimizer, step)
+    waiting.deliver(step)
+    step.gather()
+    for parameter, total in step.passes.buffer:
         parameter.summed_grad = total  # type: ignore[attr-defined]
-    optimizer._sums_shown = None if optimizer._clips_by_itself else SumsShown.of(release)
+    optimizer._sums_shown = None if optimizer._clips_by_itself else SumsShown.of(step)
 
 
-def _follow_written_sums(optimizer: DPOptimizer, release: Release) -> None:
+def _follow_written_sums(optimizer: DPOptimizer, step: PrivateStep) -> None:
     """Sums may have been changed since they were shown."""
     shown = optimizer._sums_shown
-    changed = [] if shown is None else shown.changed(release)
+    changed = [] if shown is None else shown.changed(step)
     if changed:
-        refuse_or_take(release, changed, name_of(optimizer, changed[0]))
-        optimizer._sums_shown = SumsShown.of(release)
+        refuse_or_take(step, changed, name_of(optimizer, changed[0]))
+        optimizer._sums_shown = SumsShown.of(step)
 
 
-def adopt(optimizer: DPOptimizer, release: Release) -> None:
+def adopt(optimizer: DPOptimizer, step: PrivateStep) -> None:
     """Takes for the sums what stands in ``p.summed_grad``, where the user's own ``clip_and_accumulate`` wrote that."""
     given = {p: getattr(p, "summed_grad", None) for p in optimizer.params}
-    release.gather()  # which is over already, unless that method did all by itself
-    views = dict(release.sums.buffer)
+    optimizer._waiting.deliver(step)  # which is over already, unless that method did all by itself
+    step.gather()
+    views = dict(step.passes.buffer)
     for parameter, total in given.items():
         if total is not None and total is not views.get(parameter):
-            release.sums.buffer.fill(parameter, lambda view, keep, total=total: view.copy_(total))  # type: ignore[misc]
+            step.passes.buffer.fill(parameter, lambda view, keep, total=total: view.copy_(total))  # type: ignore[misc]
 
 
-def is_complete(release: Release) -> bool:
+def is_complete(step: PrivateStep) -> bool:
     """Whether all of the logical batch is in the sums."""
-    return release.batches.stage is Stage.CLIPPED
+    return step.batches.stage is Stage.CLIPPED
 
 
 @contextlib.contextmanager
-def leaving(optimizer: DPOptimizer, release: Release) -> Iterator[None]:
-    """Charges the logical batch before anything of it leaves, and destroys its sums."""
-    with release.leaving():
+def releasing(optimizer: DPOptimizer, step: PrivateStep) -> Iterator[None]:
+    """Charges the logical batch before anything of it is released, and zeroes its sums."""
+    with step.releasing():
         try:
             yield
         finally:
             optimizer._sums_shown = None
             for parameter in optimizer.params:
                 parameter.summed_grad = None  # type: ignore[attr-defined]
-    if not release.sums.buffer.clean:  # the noise was of the user's own making
-        release.sums.buffer.take()
-    assert isinstance(release.sums, ShownSums)
-    release.sums.note_release()
+    if not step.passes.buffer.clean:  # the noise was of the user's own making
+        step.passes.buffer.take()
+    optimizer._waiting.mark_released()
     held = params(optimizer)
-    refuse_replaced(release.gradients.released.keys(), held)
+    refuse_replaced(step.writer.released.keys(), held)
     every = {p for group in optimizer.param_groups for p in group["params"]}
-    for parameter in (release.gradients.released.keys() | every) - set(held):
+    for parameter in (step.writer.released.keys() | every) - set(held):
         parameter.grad = None  # of one that is frozen it may be raw
 
 
-def write_noised(optimizer: DPOptimizer, release: Release) -> None:
+def write_noised(optimizer: DPOptimizer, step: PrivateStep) -> None:
     """Sums with noise in ``p.grad``."""
-    if release.batches.stage is Stage.OPEN:
+    if step.batches.stage is Stage.OPEN:
         raise TicketError(
             "add_noise() would release a part of a logical batch, which nothing has charged.",
             fix="Release it when all of its chunks are clipped: pre_step() returns True then.",
         )
-    _follow_written_sums(optimizer, release)
-    if optimizer._clips_by_itself and release.batches.stage is Stage.CLIPPED:
-        adopt(optimizer, release)
-    if release.batches.stage is Stage.CLIPPED:  # called by hand: the charge and all else is due here
-        with leaving(optimizer, release):
-            release._write_gradients(divides=False)
+    _follow_written_sums(optimizer, step)
+    if optimizer._clips_by_itself and step.batches.stage is Stage.CLIPPED:
+        adopt(optimizer, step)
+    if step.batches.stage is Stage.CLIPPED:  # called by hand: the charge and all else is due here
+        with releasing(optimizer, step):
+            step.write_gradients(divides=False)
     else:
-        release._write_gradients(divides=False)
+        step.write_gradients(divides=False)
 
 
-def scale(optimizer: DPOptimizer, release: Release) -> None:
+def scale(optimizer: DPOptimizer, step: PrivateStep) -> None:
     """The division by public constants."""
     if optimizer.loss_reduction == "mean":
-        own = [step for step in release.batches.steps if step not in optimizer._skipped_batches]
-        count = max(1, len(own)) if release.batches.batches else release.batches.merged
-        factor = 1 / release.plan.divisor(count, mean=True)
-        if release.gradients.released:
-            release.gradients.scale(factor)
+        own = [number for number in step.batches.steps if number not in optimizer._skipped_batches]
+        count = max(1, len(own)) if step.batches.batches else step.batches.merged
+        factor = 1 / step.plan.divisor(count, mean=True)
+        if step.writer.released:
+            step.writer.scale(factor)
         elif grads := [p.grad for p in optimizer.params if p.grad is not None]:  # the user's own add_noise wrote them
             torch._foreach_mul_(grads, factor)
 
 
-def clear(optimizer: DPOptimizer, release: Release | None, *, keeps_sums: bool) -> None:
+def clear(optimizer: DPOptimizer, step: PrivateStep | None, *, keeps_sums: bool) -> None:
     """What ``zero_grad`` takes away."""
-    for sums in {id(one): one for one in map(sums_of, params(optimizer)) if one is not None}.values():
-        sums.show_none()
+    for waiting in _distinct(map(waiting_of, params(optimizer))):
+        waiting.clear()
     for parameter in optimizer.params:
         parameter.grad_sample = None  # type: ignore[attr-defined]
-    if release is None:
+    if step is None:
         return
     if keeps_sums:
-        release.gradients.zero_grad(release.sums.buffer.parameters)
+        step.writer.zero_grad(step.passes.buffer.parameters)
         return
     optimizer._sums_shown = None
     for parameter in optimizer.params:
         parameter.summed_grad = None  # type: ignore[attr-defined]
-    release.zero_grad()
+    step.zero_grad()
 
 
 def dotted_names(parameters: list[nn.Parameter]) -> list[str]:
     """Names of parameters as their sums have them."""
-    sums = next((one for one in map(sums_of, parameters) if one is not None), None)
-    if sums is None:
+    waiting = next((one for one in map(waiting_of, parameters) if one is not None), None)
+    if waiting is None:
         return [str(index) for index in range(len(parameters))]
-    names = {p: name for name, p in sums.topology.parameters(sums.model).items()}
+    names = {p: name for name, p in waiting.parameters.items()}
     return [names.get(p, f"? {index}") for index, p in enumerate(parameters)]

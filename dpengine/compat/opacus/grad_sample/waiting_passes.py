@@ -1,0 +1,306 @@
+"""Backward passes that wait, shown as ``p.grad_sample``, until an optimizer clips them."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from dpengine.capture.record import Use
+from dpengine.clipping.flat import Flat
+from dpengine.distributed.topology import SINGLE, Topology
+from dpengine.engine.batch_state import NOT_RETURNED, Stage
+from dpengine.engine.pass_clipper import PassClipper, RecordedPass
+from dpengine.engine.per_sample import PerSampleGradients
+from dpengine.engine.watch_model import mode_of
+from dpengine.errors import MissingGradientError, RepeatedBackwardError, StaleGradientError, TicketError
+from dpengine.grad_modes.bookkeep import Bookkeep
+from dpengine.grad_modes.choose_method import KeepAll
+from dpengine.grad_modes.materialize import show_grad_sample
+from dpengine.grad_modes.modes import on_demand
+from dpengine.grad_modes.on_demand import OnDemand
+
+if TYPE_CHECKING:
+    from dpengine.compat.opacus.optimizers.optimizer import DPOptimizer
+    from dpengine.engine.step import PrivateStep
+    from dpengine.sampling.batches import Ticket
+
+
+@dataclass(frozen=True, eq=False)
+class _Waiting:
+    """A backward pass that waits, and the tensors that show its gradients; none if they are not shown."""
+
+    gradients: PerSampleGradients
+    shown: dict[nn.Parameter, OnDemand]
+
+    def use_up(self) -> None:
+        """Makes gradients that were not read unreadable, because the layer calls are about to be cleared."""
+        for grad_sample in self.shown.values():
+            grad_sample.use_up()
+
+
+class WaitingPasses:
+    """Backward passes over a model that wait until an optimizer clips them.
+
+    Until then ``p.grad_sample`` is, for each trainable parameter, the gradient of each sample's own loss,
+    ``(B, *param.shape)``, formed when it is read. What is written there instead is what will be clipped. After several
+    backward passes it is a list with one tensor for each.
+
+    Attributes:
+        clipper: Clips the passes.
+        captures: Whether the model has hooks; without them the user writes ``p.grad_sample``.
+        shows: Whether ``p.grad_sample`` is set.
+        allows_accumulation: Whether several backward passes may wait at a time.
+        owner: The optimizer that clips the passes.
+
+    Args:
+        mode: A value of ``grad_sample_mode``, or ``"no_op"`` for no hooks.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        mode: str = "auto",
+        batch_first: bool = True,
+        loss_reduction: str = "mean",
+        topology: Topology = SINGLE,
+        shows: bool = True,
+    ):
+        self.captures = mode != "no_op"
+        self.shows = shows
+        self.allows_accumulation = True
+        self.owner: weakref.ref[DPOptimizer] | None = None
+        self.clipper = PassClipper(
+            model,
+            Flat(1.0),
+            self._pass_ended,
+            grad_sample_mode=on_demand(mode_of(mode if self.captures else "auto")),
+            batch_first=batch_first,
+            loss_reduction=loss_reduction,
+            topology=topology,
+        )
+        self._only: Collection[nn.Parameter] | None = None
+        self._waiting: list[_Waiting] = []
+        self._norms_BK: Tensor | None = None  # of the last pass that was clipped
+        self._used: dict[nn.Parameter, list[Any]] = {}  # what was clipped, as long as it is in p.grad_sample
+        self._left: dict[nn.Parameter, Any] = {}  # and was used by a step
+        self.clear()
+
+    def attach(self) -> None:
+        """Attaches hooks to the model."""
+        if self.captures:
+            self.clipper.attach()
+
+    def detach(self) -> None:
+        """Removes the hooks, and forgets what waits."""
+        self._forget()
+        self.clipper.detach()
+
+    @property
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """All parameters of the model, by dotted name."""
+        return dict(self.clipper.topology.parameters(self.clipper.model))
+
+    def restrict(self, parameters: Collection[nn.Parameter] | None) -> None:
+        """Clips and sums these parameters alone; None for all trainable parameters."""
+        self._only = parameters
+        self.clipper.restrict(parameters)
+
+    def clear(self) -> None:
+        """Sets ``p.grad_sample`` to None, and drops what waits."""
+        for parameter in self.parameters.values():
+            parameter.grad_sample = None  # type: ignore[attr-defined]
+        self._used, self._left = {}, {}
+        self._forget()
+
+    def _forget(self) -> None:
+        for one in self._waiting:
+            one.use_up()
+        self._waiting = []
+        if self.clipper.pending:
+            self.clipper.forget()
+
+    # From capture
+
+    def _pass_ended(self, recorded: RecordedPass) -> None:
+        if not recorded.mode.rows:
+            self.clipper.forget()
+            return
+        try:
+            if not recorded.ended:
+                raise _not_by_forward(next(iter(recorded.mode.rows)))
+            self._check_accumulation(recorded)
+            self.clipper.check_leaks()  # leaks from here to the clip are of passes in eval mode
+            self._check_cleared()
+        except BaseException:
+            self.clipper.forget()
+            raise
+        gradients = PerSampleGradients(self.clipper, self.clipper.take())
+        owner = None if self.owner is None else self.owner()
+        if self._waiting and not self.shows and owner is not None:
+            self.deliver(owner._step)  # the pass is not shown, so it cannot be read or changed before the step
+        shown: dict[nn.Parameter, OnDemand] = {}
+        if self.shows and self.clipper.topology.runs_by_itself:
+            shown = gradients.on_demand()
+            for parameter, grad_sample in shown.items():
+                show_grad_sample(parameter, grad_sample)
+        self._waiting.append(_Waiting(gradients, shown))
+
+    def _check_accumulation(self, recorded: RecordedPass) -> None:
+        """Raises if a second backward pass ends before the step, and passes do not add up."""
+        unused = not self._left and any(_is_shown(p, one) for p, used in self._used.items() for one in used)
+        if self.allows_accumulation or not (self._waiting or unused):
+            return
+        name = next(iter(recorded.mode.parameters.values()), "?")
+        self._forget()
+        raise RepeatedBackwardError(
+            f"A second backward pass reached parameter '{name}' before optimizer.step(), and batches drawn by "
+            "Poisson sampling do not add up: the rows of the first would count twice, or be lost.",
+            fix="Call optimizer.zero_grad() and optimizer.step() for each batch; or add the losses, or use "
+            "BatchMemoryManager for a larger batch.",
+        )
+
+    def _check_cleared(self) -> None:
+        for parameter, one in self._left.items():
+            if self.shows and _is_shown(parameter, one):
+                raise StaleGradientError(
+                    "Gradients were not cleared since the last optimizer.step().",
+                    fix="Call optimizer.zero_grad() at the top of the loop.",
+                )
+
+    # For the optimizer
+
+    @property
+    def pending(self) -> bool:
+        """Whether something waits to be clipped."""
+        return bool(self._waiting or self._parts())
+
+    @property
+    def count(self) -> int:
+        """Number of backward passes that wait."""
+        parts = self._parts()
+        return len(next(iter(parts.values()))) if parts else len(self._waiting)
+
+    def norms(self) -> Tensor | None:
+        """Norms ``(B,)`` of the last backward pass, clipped or not; None before the first. Not private."""
+        if self._waiting:
+            return self._waiting[-1].gradients.norms()
+        return None if self._norms_BK is None else self._norms_BK.square().sum(dim=1).sqrt()
+
+    def settle(self, step: PrivateStep) -> None:
+        """Ends the recording of the last pass. An interrupted pass discards the logical batch of the step."""
+        if self.clipper.settle():
+            self._forget()
+            step.discard()
+
+    def batch_returned(self, step: PrivateStep, batch: Ticket, chunk: int) -> None:
+        """Clips what waits, which belongs to the batch before, when the loader returns the next one."""
+        if step.batches.stage is not Stage.CLOSED:
+            if self._waiting and step.batches.stage in NOT_RETURNED:
+                self.clear()  # the pass was for another model, such as a generator
+            for one in self._waiting:
+                for grad_sample in one.shown.values():
+                    _ = grad_sample.value  # it may be read later
+            if self.clipper.capture.backward_broke_off:
+                self.settle(step)
+            elif self.clipper.pending:
+                self.clipper.forget()  # it is of samples before those of this batch
+            self.deliver(step)
+        step.batch_returned(batch, chunk)
+
+    def deliver(self, step: PrivateStep) -> None:
+        """Passes everything that waits to the private step, oldest first."""
+        while self.pending:
+            self._deliver_next(step)
+
+    def _deliver_next(self, step: PrivateStep) -> None:
+        parts = self._parts()
+        first = self._waiting[0] if self._waiting else None
+        if first is not None:
+            self.clipper.capture.leaks.clear()
+        if first is not None and self._is_untouched(first, parts):
+            recorded, clipped = first.gradients.recorded, dict(first.shown)
+        else:
+            recorded = self._given(parts)
+            clipped = {parameter: shown[0] for parameter, shown in parts.items()}
+        try:
+            step.on_pass(recorded)
+            self._norms_BK = step.statistics.norms_BK
+        finally:
+            for parameter, grad_sample in clipped.items():
+                self._used.setdefault(parameter, []).append(grad_sample)
+            if first is not None:
+                first.use_up()
+                del self._waiting[:1]
+
+    def mark_released(self) -> None:
+        """A step used what was clipped: it must be cleared from ``p.grad_sample`` before the next pass."""
+        self._left = {parameter: used[-1] for parameter, used in self._used.items() if used}
+
+    def _is_untouched(self, first: _Waiting, parts: dict[nn.Parameter, list[Any]]) -> bool:
+        """Whether ``p.grad_sample`` shows the gradients of the pass, and nobody has read or replaced them."""
+        alike = all(
+            len(shown) == len(self._waiting) and parameter in first.shown and shown[0] is first.shown[parameter]
+            for parameter, shown in parts.items()
+        )
+        alike = alike and all(first.shown[parameter].untouched for parameter in parts)
+        included = {p for p in first.shown if self._only is None or p in self._only}
+        return alike and parts.keys() >= included
+
+    def _parts(self) -> dict[nn.Parameter, list[Any]]:
+        """The parts of ``p.grad_sample`` that are not clipped yet, for each parameter that has any."""
+        found = {}
+        for parameter in self.clipper.trainable().values():
+            shown = getattr(parameter, "grad_sample", None)
+            parts = [] if shown is None else shown if isinstance(shown, list) else [shown]
+            used = self._used.get(parameter, [])
+            if left := [one for one in parts if not any(one is other for other in used)]:
+                found[parameter] = left
+        return found
+
+    @torch.no_grad()
+    def _given(self, parts: dict[nn.Parameter, list[Any]]) -> RecordedPass:
+        """The first of the passes that wait, as it is in ``p.grad_sample``."""
+        names = {parameter: name for name, parameter in self.parameters.items()}
+        if len({len(shown) for shown in parts.values()}) > 1:
+            few, many = (pick(parts, key=lambda p: len(parts[p])) for pick in (min, max))
+            self._forget()
+            raise MissingGradientError(
+                f"Parameter '{names[few]}' took part in {len(parts[few])} of the backward passes since the last "
+                f"step, and '{names[many]}' in {len(parts[many])}.",
+                fix="Call optimizer.step() after each backward pass, or freeze what some batches leave out.",
+            )
+        mode = Bookkeep(KeepAll())
+        for parameter, shown in parts.items():
+            mode.receive_rows(Use(parameter, names[parameter]), _values(shown[0], parameter, names[parameter]))
+        return RecordedPass(mode, scaled=True)
+
+
+def _not_by_forward(name: str) -> TicketError:
+    return TicketError(
+        f"A backward pass reached layer '{name}' that did not come through the model's own forward: by another "
+        "method of it, as in model.encode(x), or by a layer that was called by itself. It was dropped.",
+        fix="Call the model, and have its forward choose: def forward(self, x, part='all').",
+    )
+
+
+def _is_shown(parameter: nn.Parameter, one: Any) -> bool:
+    shown = getattr(parameter, "grad_sample", None)
+    return shown is one or (isinstance(shown, list) and any(part is one for part in shown))
+
+
+def _values(grad: Any, parameter: nn.Parameter, name: str) -> Tensor:
+    """One part of ``p.grad_sample``, checked."""
+    value = grad.value if isinstance(grad, OnDemand) else grad
+    if not isinstance(value, Tensor) or value.shape[1:] != parameter.shape:
+        found = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
+        raise MissingGradientError(
+            f"grad_sample of parameter '{name}' is {found}; expected a tensor (B, {str(tuple(parameter.shape))[1:]}.",
+            fix="Write one gradient for each row, batch first.",
+        )
+    return value.detach().to(parameter.device)

@@ -1,0 +1,130 @@
+"""Adds the clipped gradients of a backward pass to a buffer: the only place where norms meet clipping factors.
+
+Axes: B samples, or privacy units; K groups of parameters that are clipped together.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from dpengine.clipping.policy import AbstractClip
+from dpengine.distributed.topology import Topology
+from dpengine.errors import UnsupportedLayerError
+from dpengine.grad_modes.flat_buffer import FlatBuffer
+from dpengine.grad_modes.strategy import AbstractGradients, common_rows
+
+_CLIPPED = 1 - 2**-19  # a factor below is not a rounded 1
+
+
+@dataclass(frozen=True, eq=False)
+class ClipStatistics:
+    """Statistics of one backward pass. Not private. Computed when read, because an accelerator must be waited for.
+
+    Attributes:
+        rows: Number of samples.
+        dropped: Number of samples dropped because their norm is not finite.
+        norms_BK: Gradient norms by sample and group; None without samples.
+        factors_BK: Clipping factors.
+    """
+
+    rows: int = 0
+    dropped: int = 0
+    norms_BK: Tensor | None = None
+    factors_BK: Tensor | None = None
+
+    @property
+    def largest_norm(self) -> float:
+        """Largest per-sample gradient norm over all groups, 0.0 without samples."""
+        if self.norms_BK is None:
+            return 0.0
+        finite = self.norms_BK.masked_fill(~self._finite_B1(self.norms_BK), 0)
+        return float(finite.square().sum(dim=1).max().sqrt())
+
+    @property
+    def clipped(self) -> int:
+        """Number of samples whose norm exceeds the clipping norm of some group."""
+        if self.norms_BK is None or self.factors_BK is None:
+            return 0
+        return int(((self.factors_BK < _CLIPPED) & self._finite_B1(self.norms_BK)).any(dim=1).sum())
+
+    @staticmethod
+    def _finite_B1(norms_BK: Tensor) -> Tensor:
+        return norms_BK.isfinite().all(dim=1, keepdim=True)
+
+
+@dataclass(frozen=True, eq=False)
+class Grouping:
+    """The parameters of a model by the group in which they are clipped."""
+
+    group_of: Mapping[nn.Parameter, int]
+    count: int
+
+    @classmethod
+    def of(cls, parameters: Sequence[nn.Parameter], groups: Sequence[int]) -> Grouping:
+        """Groups parameters by the indices that a clipping policy assigned to them."""
+        return cls(dict(zip(parameters, groups, strict=True)), max(groups, default=0) + 1)
+
+
+def add_clipped(
+    mode: AbstractGradients,
+    policy: AbstractClip,
+    buffer: FlatBuffer,
+    grouping: Grouping,
+    *,
+    scale: float,
+    topology: Topology,
+    fingerprint: tuple[object, ...],
+) -> ClipStatistics:
+    """Clips the gradients that ``mode`` received, times ``scale``, and adds them to the buffer.
+
+    An error may leave a part of the pass in the buffer, which the caller must then zero.
+    """
+    norms_BK = _sq_norms(mode, grouping, scale, topology, fingerprint).sqrt()
+    factors_BK = policy.factors(norms_BK)
+    dropped = _drop_not_finite(mode, norms_BK)
+    policy.observe(norms_BK)
+    samples = common_rows(mode.rows)
+    largest = max(1.0, float(factors_BK.max())) if samples else 1.0
+    weights_BK = factors_BK / largest if largest > 1 else factors_BK
+    # Sums are float32, where a number below the smallest normal one may be rounded up to twice what it was.
+    weights_BK = weights_BK.masked_fill(weights_BK < torch.finfo(torch.float32).smallest_normal, 0)
+    wait = topology.defers()
+    buffer.begin(fingerprint, wait=wait)
+    mode.add_sums(grouping.group_of, weights_BK, scale * largest, buffer)
+    if not wait:
+        buffer.settle()
+    if dropped and not buffer.is_finite():
+        raise UnsupportedLayerError(
+            "A sample whose gradient is not finite could not be kept out of the sum.",
+            fix="Keep NaN and infinity out of the data: replace them before the model.",
+        )
+    return ClipStatistics(samples, dropped, norms_BK, factors_BK) if samples else ClipStatistics()
+
+
+def _drop_not_finite(mode: AbstractGradients, norms_BK: Tensor) -> int:
+    """Drops the samples that have a norm that is not finite, and returns their number."""
+    if math.isfinite(float(norms_BK.sum())):  # a norm that is not finite shows in the sum
+        return 0
+    dropped_B = ~torch.isfinite(norms_BK).all(dim=1)
+    if dropped := int(dropped_B.sum()):
+        mode.drop(dropped_B)
+    return dropped
+
+
+def _sq_norms(
+    mode: AbstractGradients, grouping: Grouping, scale: float, topology: Topology, fingerprint: tuple[object, ...]
+) -> Tensor:
+    """Squared norms ``(B, K)``, over all ranks that hold parts of the parameters."""
+    groups, count = grouping.group_of, grouping.count
+    if topology.splits.size == 1:
+        return mode.sq_norms(groups, count, scale)
+    # Parameters that each rank holds as a whole get groups of their own, behind the others.
+    apart = {p: group if topology.in_parts(p) else count + group for p, group in groups.items()}
+    own_BK, whole_BK = mode.sq_norms(apart, 2 * count, scale).split(count, dim=1)
+    device = next(iter(groups)).device
+    return topology.reduce_sq_norms(own_BK, whole_BK, fingerprint, device)

@@ -1,0 +1,95 @@
+"""The privacy budget of a run: whether further charges fit a target epsilon."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from dpengine.accounting.accountant import epsilon_of
+from dpengine.accounting.events import Event
+from dpengine.accounting.ledger import Charge, Ledger
+from dpengine.accounting.rounding import round_up
+from dpengine.errors import notice
+from dpengine.ledger_file.run_ledger import RunLedger
+from dpengine.plan.run_plan import RunPlan
+
+Charges = Ledger | RunLedger
+
+
+@dataclass(eq=False)
+class Budget:
+    """The privacy budget of a run.
+
+    Attributes:
+        target_epsilon: None for no target.
+        delta: The delta at which the target holds.
+        planned_steps: Number of logical batches for which the noise was calibrated.
+        on_budget: ``"stop"``, ``"raise"`` or ``"warn"``.
+        accountant: The accountant that decides.
+        fits_plan: Whether the noise was calibrated for the planned steps, so that they are known to fit.
+    """
+
+    target_epsilon: float | None = None
+    delta: float = 0.0
+    planned_steps: int | None = None
+    on_budget: str = "warn"
+    accountant: str = "pld"
+    fits_plan: bool = True
+    # Number of charges of an event that are known to fit beside a history: an evaluation may take a second.
+    _fits: dict[tuple[Event, tuple[Charge, ...]], int] = field(default_factory=dict)
+
+    def may_draw(self, plan: RunPlan, ledger: Charges, separate: int, together: int) -> bool:
+        """Whether the loader may return one more logical batch. See `BatchState.upcoming` for the counts."""
+        return self.on_budget != "stop" or self._reached(plan, ledger, together, separate) is None
+
+    def overspent(self, plan: RunPlan, ledger: Charges, count: int) -> float | None:
+        """Returns epsilon after a step with ``count`` charges if it exceeds the target and is not allowed."""
+        reached = self._reached(plan, ledger, count, 0)
+        if reached is not None and self.on_budget == "warn":
+            notice("DPE011", f"The next step reaches epsilon={round_up(reached, 4)} > {self.target_epsilon:g}.")
+            return None
+        return reached
+
+    def room(self, plan: RunPlan, ledger: Charges, last_step: int, count: int) -> int:
+        """Returns how many charges may be reserved now, ``count`` of which are due; no more than fit."""
+        ahead = plan.steps_after(last_step, self.planned_steps)
+        if self.target_epsilon is not None and plan.noise_multiplier > 0:
+            event, history = plan.event(count), ledger.totals
+            others = tuple(charge for charge in history if charge.event != event)
+            charged = sum(charge.count for charge in history if charge.event == event)
+            ahead = min(ahead, self._fits.get((event, others), 0) - charged - count)
+        return count + max(0, ahead)
+
+    def _reached(self, plan: RunPlan, ledger: Charges, count: int, separate: int) -> float | None:
+        if self.target_epsilon is None or plan.noise_multiplier == 0:
+            return None
+        event, history = plan.event(count), ledger.totals
+        history += (Charge(plan.event(), separate),) if separate else ()
+        others = tuple(charge for charge in history if charge.event != event)
+        needed = count + sum(charge.count for charge in history if charge.event == event)
+        known = self.fits_plan and not others and event == plan.event()
+        planned = self.planned_steps if known else None
+        fits = self._fits.get((event, others), planned or 0)
+
+        def epsilon(number: int) -> float:
+            charges = (*others, Charge(event, number))
+            return epsilon_of(charges, self.delta, accountant=self.accountant, relation=plan.relation)
+
+        if needed > fits:
+            reached = epsilon(needed)
+            if reached > self.target_epsilon:
+                return reached
+            fits = _largest_known_to_fit(epsilon, self.target_epsilon, needed)
+        self._fits = {(event, others): fits}
+        return None
+
+
+def _largest_known_to_fit(epsilon: Callable[[int], float], target: float, fits: int) -> int:
+    """A number of charges that fits, by bisection: the largest, or an eighth more than ``fits``."""
+    low, high = fits, fits + max(8, fits // 8)
+    if epsilon(high) <= target:
+        return high
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if epsilon(middle) <= target else (low, middle)
+    return low

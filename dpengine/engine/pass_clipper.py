@@ -1,0 +1,321 @@
+"""Clips the backward passes of one model and adds up their clipped gradients: no ledger, no noise."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dpengine.capture.record import LayerCall, Use
+from dpengine.capture.replay import Replay
+from dpengine.clipping.policy import AbstractClip
+from dpengine.distributed.topology import SINGLE, Topology
+from dpengine.errors import BatchMismatchError, MissingGradientError, UnknownParameterError
+from dpengine.grad_modes.bookkeep import Bookkeep
+from dpengine.grad_modes.choose_method import MethodTable
+from dpengine.grad_modes.flat_buffer import FlatBuffer
+from dpengine.grad_modes.modes import Mode
+from dpengine.grad_modes.rows import Units
+from dpengine.grad_modes.strategy import KEEP_THE_BATCH_FIRST, AbstractGradients, common_rows
+
+from .add_clipped import ClipStatistics, Grouping, add_clipped
+from .watch_model import mode_of, watch_model
+
+REDUCTIONS = ("mean", "sum")
+
+
+@dataclass(frozen=True, eq=False)
+class RecordedPass:
+    """A finished backward pass.
+
+    Attributes:
+        mode: The layer calls of the pass, in a grad mode.
+        replay: Its forward passes, if they were recorded for a probe.
+        scaled: Whether its gradients are those of each sample's own loss, whatever the loss reduction.
+        ended: Whether its end was seen. A pass that did not come through the model's output has no such event.
+    """
+
+    mode: AbstractGradients
+    replay: Replay | None = None
+    scaled: bool = False
+    ended: bool = True
+
+    @property
+    def samples(self) -> int:
+        """Number of samples that the first layer saw. `common_rows` checks that all layers agree."""
+        return next(iter(self.mode.rows.values()), 0)
+
+
+class PassClipper:
+    """Clips backward passes over a model, and adds up their clipped gradients in a buffer.
+
+    Reports each finished backward pass to ``on_pass``, which decides when to clip it, and whether. A pass that is
+    neither clipped, taken nor forgotten is reported again when the next forward pass begins.
+
+    Attributes:
+        policy: The clipping policy in force.
+        buffer: The clipped sums.
+        contributed: Parameters with a gradient in the sums.
+
+    Args:
+        model: The model. Nothing is attached yet.
+        policy: The clipping policy; None if passes are recorded and never clipped.
+        on_pass: Called at the end of each backward pass.
+        grad_sample_mode: Name or row of the table of grad modes.
+        batch_first: Whether axis 0 of the inputs is the batch; else axis 1.
+        loss_reduction: ``"mean"`` or ``"sum"``.
+        methods: Table of timed methods, which may be shared by several models.
+        topology: How the model is distributed over processes.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        policy: AbstractClip | None,
+        on_pass: Callable[[RecordedPass], None],
+        *,
+        grad_sample_mode: str | Mode = "auto",
+        batch_first: bool = True,
+        loss_reduction: str = "mean",
+        methods: MethodTable | None = None,
+        topology: Topology = SINGLE,
+    ):
+        if loss_reduction not in REDUCTIONS:
+            raise ValueError(f"loss_reduction={loss_reduction!r} is not known. Choose one of: 'mean', 'sum'.")
+        self.model = model
+        self.policy: Any = policy
+        self.grad_sample_mode = mode_of(grad_sample_mode).name
+        self.loss_reduction = loss_reduction
+        self.topology = topology
+        self._on_pass = on_pass
+        self._only: Collection[nn.Parameter] | None = None
+        self.capture, self.mode, self.probe = watch_model(
+            model,
+            self,
+            grad_sample_mode,
+            batch_first=batch_first,
+            mean_loss=loss_reduction == "mean",
+            methods=methods,
+            topology=topology,
+        )
+        self.buffer = FlatBuffer(self.trainable().values(), topology)
+        self.contributed: set[nn.Parameter] = set()
+        self._assigned: tuple[AbstractClip, list[str], list[int]] | None = None  # policy, names, groups of parameters
+
+    def trainable(self) -> dict[str, nn.Parameter]:
+        """The parameters that are clipped and summed now, by dotted name."""
+        named = self.topology.parameters(self.model).items()
+        return {name: p for name, p in named if p.requires_grad and (self._only is None or p in self._only)}
+
+    def restrict(self, parameters: Collection[nn.Parameter] | None) -> None:
+        """Clips and sums these parameters alone, from the next pass on; None for all trainable parameters."""
+        self._only = parameters
+
+    def distribute(self, topology: Topology) -> None:
+        """Continues as one of several processes that each hold the whole model. Nothing may be summed yet."""
+        self.topology = self.capture.topology = topology
+        self.buffer = FlatBuffer(self.trainable().values(), topology)
+
+    def attach(self) -> None:
+        """Attaches hooks to the model."""
+        self.capture.attach()
+
+    def detach(self) -> None:
+        """Removes the hooks, and zeroes the sums."""
+        self.capture.detach()
+        self.discard()
+
+    @property
+    def pending(self) -> bool:
+        """Whether a backward pass was recorded that is neither clipped, taken nor forgotten."""
+        return bool(self.mode.rows)
+
+    # Events of capture
+
+    def forward_started(self, rows: int | None) -> None:
+        """A forward pass begins, so that any earlier backward pass has ended."""
+        self.settle()
+
+    def receive(self, call: LayerCall, uses: Mapping[str, Use], rule: Any) -> None:
+        """A layer's output gradient arrived."""
+        self.mode.receive(call, uses, rule)
+
+    def receive_rows(self, use: Use, grad: Tensor) -> None:
+        """A parameter's per-sample gradient arrived."""
+        self.mode.receive_rows(use, grad)
+
+    def backward_ended(self, *, ended: bool = True) -> None:
+        """A backward pass has ended."""
+        self.mode.backward_ended()
+        self._on_pass(RecordedPass(self.mode, self.capture.replay, ended=ended))
+
+    # For the owner
+
+    def report(self, recorded: RecordedPass) -> None:
+        """Reports a pass that ran outside the hooks."""
+        self._on_pass(recorded)
+
+    def settle(self) -> bool:
+        """Reports a pass whose end callback was missed; forgets an interrupted one. Returns whether there was one."""
+        if self.capture.backward_broke_off:
+            self.forget()
+            return True
+        if self.mode.rows:
+            self.backward_ended(ended=False)
+        return False
+
+    def take(self) -> RecordedPass:
+        """Returns the last pass, to be clipped or read later. The next pass is recorded in a grad mode of its own."""
+        assert isinstance(self.mode, Bookkeep)
+        taken = RecordedPass(self.mode, self.probe.take_replay())
+        self.mode = self.mode.renewed()
+        self.capture.forget_backward()
+        return taken
+
+    def scale_of(self, recorded: RecordedPass) -> float:
+        """Factor between the gradients of the batch loss and those of each sample's own loss."""
+        if recorded.scaled or self.loss_reduction == "sum":
+            return 1.0
+        return common_rows(recorded.mode.rows)
+
+    @torch.no_grad()
+    def clip(
+        self,
+        recorded: RecordedPass,
+        *,
+        samples: int | None = None,
+        loss_scale: float = 1.0,
+        units: Units | None = None,
+        fingerprint: tuple[object, ...] = (),
+    ) -> ClipStatistics:
+        """Clips a pass and adds it to the sums. An error zeroes the sums if a part of the pass may be in them.
+
+        ``samples`` is the number of samples that the pass must have, and ``loss_scale`` the factor on the loss. All
+        ranks must pass the same ``fingerprint``. A layer with another number of samples raises BatchMismatchError; a
+        ``.grad`` that autograd filled raises MissingGradientError.
+        """
+        mode = recorded.mode
+        try:
+            trainable = self.follow()
+            self.check_leaks()
+            probed_B = None
+            if self.probe.due and (units is not None or self._only is not None):
+                # The probe compares samples, not units, over all parameters.
+                probed_B = mode.sq_norms(dict.fromkeys(mode.parameters, 0), 1, 1.0).sum(dim=1)
+            if self._only is not None:
+                assert isinstance(mode, Bookkeep)
+                mode = mode.copied(set(trainable.values()))
+            self._check_samples(mode, samples)
+            self._check_parameters(mode, trainable)
+            scale = self.scale_of(recorded) / loss_scale
+            if units is not None:
+                mode.combine(units)
+            self.contributed |= set(mode.parameters)
+            grouping = self.grouping(trainable)
+            try:
+                statistics = add_clipped(
+                    mode,
+                    self.policy,
+                    self.buffer,
+                    grouping,
+                    scale=scale,
+                    topology=self.topology,
+                    fingerprint=fingerprint,
+                )
+                # The probe comes last, when what was held of the batch is free: it needs as much once more.
+                norms_BK = statistics.norms_BK
+                if probed_B is None:
+                    probed_B = torch.zeros(0) if norms_BK is None else norms_BK.square().sum(dim=1) / scale**2
+                self.probe.after(recorded.replay, probed_B)
+            except BaseException:
+                self.zero()
+                raise
+            return statistics
+        finally:
+            recorded.mode.clear()
+            self.forget()
+
+    def grouping(self, trainable: Mapping[str, nn.Parameter] | None = None) -> Grouping:
+        """Groups of the trainable parameters by the policy in force."""
+        trainable = self.trainable() if trainable is None else trainable
+        names = list(trainable)
+        if self._assigned is None or self._assigned[0] is not self.policy or self._assigned[1] != names:
+            self._assigned = (self.policy, names, self.policy.group_of(names))
+        return Grouping.of(list(trainable.values()), self._assigned[2])
+
+    def follow(self) -> dict[str, nn.Parameter]:
+        """Adapts the buffer to the parameters that are trainable now, and returns them.
+
+        Raises UnknownParameterError if they changed while sums of others are in the buffer.
+        """
+        trainable = self.trainable()
+        if not self.buffer.fits(trainable.values()):
+            if not self.buffer.clean:
+                summed = self.buffer.parameters
+                named = self.topology.parameters(self.model).items()
+                changed = [repr(name) for name, p in named if (trainable.get(name) is p) != (p in summed)]
+                raise UnknownParameterError(
+                    f"Parameters changed in the middle of a step: {', '.join(changed) or 'their device or dtype'}.",
+                    fix="Freeze, unfreeze or move parameters after optimizer.step(), before the next batch.",
+                )
+            self.buffer = FlatBuffer(trainable.values(), self.topology)
+        return trainable
+
+    def missing(self, trainable: Mapping[str, nn.Parameter]) -> list[str]:
+        """Names of the trainable parameters without a gradient in the sums."""
+        return [name for name, p in trainable.items() if p not in self.contributed]
+
+    def _check_parameters(self, mode: AbstractGradients, trainable: Mapping[str, nn.Parameter]) -> None:
+        known = set(trainable.values())
+        unknown = [name for parameter, name in mode.parameters.items() if parameter not in known]
+        if unknown:
+            raise UnknownParameterError(
+                f"'{unknown[0]}' had a gradient, but is no trainable parameter of the model: it was frozen or "
+                "replaced since the forward pass, or was given for one call only.",
+                fix="Freeze, unfreeze or replace parameters after optimizer.step(), before the next batch.",
+            )
+
+    def check_leaks(self) -> None:
+        """Raises MissingGradientError if autograd filled the gradient of a parameter directly."""
+        if self.capture.leaks:
+            names = ", ".join(f"'{name}'" for name in self.capture.leaks.values())
+            for parameter in self.capture.leaks:
+                parameter.grad = None
+            self.capture.leaks.clear()
+            raise MissingGradientError(
+                f"Autograd filled the gradient of {names} directly: the parameter is used outside the forward of the "
+                "layer that owns it, so that part of its gradient would escape clipping.",
+                fix="Call the layer itself (share the module to tie weights), or freeze the parameter. For a penalty "
+                "on weights in the loss, pass weight_decay= to the optimizer, which costs no privacy.",
+            )
+
+    def _check_samples(self, mode: AbstractGradients, samples: int | None) -> None:
+        for name, seen in mode.rows.items():
+            if samples is not None and seen != samples:
+                raise BatchMismatchError(
+                    f"Layer '{name}' saw {seen} rows, the sampler drew {samples}: something duplicates or merges rows "
+                    "after the loader, or axis 0 of this layer's input is not the batch.",
+                    fix=KEEP_THE_BATCH_FIRST,
+                )
+
+    def forget(self) -> None:
+        """Forgets a backward pass that is clipped, or was interrupted."""
+        self.mode.clear()
+        self.capture.forget_backward()
+        if self.capture.replay is not None and not self.capture.replay.running:
+            self.capture.replay.clear()
+
+    def discard(self) -> None:
+        """Forgets the last backward pass, and zeroes the sums."""
+        self.forget()
+        self.zero()
+
+    def zero(self) -> None:
+        """Zeroes the sums. A backward pass that is not in them is kept."""
+        self.buffer.zero()
+        self.contributed.clear()
+        if self.policy is not None:
+            self.policy.discard()

@@ -1,0 +1,365 @@
+"""Executes private steps: sampling, clipping, accounting, noise, parameter update.
+
+`batch_state` has the stages of a logical batch. A batch that ends before its step is discarded: its sums are zeroed,
+and it is charged all the same, because the reason may depend on the data.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from dpengine.accounting.ledger import Ledger
+from dpengine.accounting.rounding import round_up
+from dpengine.errors import BudgetExceeded, notice
+from dpengine.grad_modes.materialize import forget_grad_samples
+from dpengine.grad_modes.rows import Units
+from dpengine.ledger_file.run_ledger import RunLedger
+from dpengine.noise.correlated import mechanism_for
+from dpengine.noise.share import add_noise
+from dpengine.noise.source import NoiseSource
+from dpengine.plan.run_plan import RunPlan
+from dpengine.sampling.batches import Ticket
+
+from .add_clipped import ClipStatistics
+from .batch_state import NOT_RETURNED, BatchState, Effect, Stage
+from .budget import Budget
+from .grad_writer import GradWriter
+from .pass_clipper import PassClipper, RecordedPass
+from .shared_dataset_check import SharedDatasetCheck
+from .step_checks import check_backward, check_stale, check_step, check_unused, step_used_twice
+
+OnPass = Callable[[RecordedPass], None]
+
+
+class PrivateStep:
+    """Runs the private step of one model and one optimizer.
+
+    Attributes:
+        plan: The plan in force: sampling, clipping and noise.
+        passes: Clips backward passes and holds the clipped sums.
+        batches: The state of the current logical batch.
+        ledger: The privacy cost. A ledger that is also on disk writes a charge there before it counts here.
+        source: The source of private randomness.
+        noise: The noise mechanism.
+        writer: Writes ``p.grad``.
+        statistics: Statistics of the last backward pass. Not private.
+        dropped_rows: Number of samples dropped so far because their gradient norm was not finite.
+
+    Args:
+        plan: The plan of the first step.
+        make_passes: Returns the `PassClipper` of the model, which reports backward passes to the given function.
+        source: The source of private randomness.
+        ledger: The ledger to charge.
+        budget: The privacy budget; None for no limit.
+        batches: The state machine of logical batches; None for those of a private loader.
+        dataset_check: Warns if another engine trains on the same data set.
+        unused_parameters: ``"error"`` or ``"zero"``: what happens to a parameter without a gradient in a step.
+        unit_reduction: ``"mean"`` or ``"sum"``: how the gradients of the samples of a privacy unit are combined.
+        grad_scaler: The GradScaler that scales the loss, if any.
+    """
+
+    def __init__(
+        self,
+        plan: RunPlan,
+        make_passes: Callable[[OnPass], PassClipper],
+        source: NoiseSource,
+        ledger: Ledger | RunLedger,
+        *,
+        budget: Budget | None = None,
+        batches: BatchState | None = None,
+        dataset_check: SharedDatasetCheck | None = None,
+        unused_parameters: str = "error",
+        unit_reduction: str = "mean",
+        grad_scaler: Any = None,
+    ):
+        self.plan = plan
+        self._next_plan: RunPlan | None = None  # takes effect once the sums are empty
+        self._bind(make_passes)
+        self.batches = BatchState() if batches is None else batches
+        self.ledger = ledger
+        self.source = source
+        self.noise = mechanism_for(source, plan.noise)
+        self.writer = GradWriter(self.passes.topology)
+        self.budget = Budget() if budget is None else budget
+        self.dataset_check = dataset_check
+        self.unused_parameters = unused_parameters
+        self.unit_reduction = unit_reduction
+        self.grad_scaler = grad_scaler
+        self.statistics = ClipStatistics()
+        self.dropped_rows = 0
+
+    # From the loader
+
+    def may_draw(self, step: int) -> bool:
+        """Whether the loader may draw the logical batch of this step."""
+        return self.plan.has_step(step) and self.budget.may_draw(self.plan, self.ledger, *self.batches.upcoming())
+
+    def batch_returned(self, batch: Ticket, chunk: int) -> None:
+        """The loader returns a physical batch to the user."""
+        if self.batches.stage is Stage.CLOSED:
+            return
+        self._settle()
+        self._begin(self.batches.fetch(batch, chunk))
+
+    def _begin(self, physical: tuple[Ticket, int] | None) -> None:
+        """Makes a physical batch the current one, if there is one."""
+        if physical is None:
+            return
+        batch, chunk = physical
+        if chunk > 0:
+            self._apply(self.batches.begin(batch, chunk))
+            return
+        if batch.step <= self.batches.last_step:
+            self.discard()
+            raise step_used_twice(batch.step)
+        self.plan.refuse_step(batch.step)
+        self.plan = self.plan.at_step(batch.step, first=self.batches.last_step < 0)
+        if self.plan.takes_turns:  # participation depends on the step number, so skipped steps count
+            self._charge_discarded(self.batches.skipped_before(batch.step))
+        try:
+            self._apply(self.batches.begin(batch, chunk))
+        except BaseException:
+            self.batches.revoke()  # the loader raises, so the user does not get this batch
+            raise
+        self._follow_plan()
+
+    def _apply(self, effect: Effect) -> None:
+        try:
+            self._charge_discarded(effect.discarded)
+        finally:
+            if effect.zero_sums:
+                self.passes.zero()
+                self._follow_plan()
+
+    def _charge_discarded(self, count: int) -> None:
+        if count:
+            self.batches.discarded += count
+            self.ledger.charge(self.plan.event(), count=count, kind="void")
+
+    def discard(self) -> None:
+        """Discards the merged logical batches: charges them and zeroes the sums."""
+        self._apply(self.batches.discard())
+
+    @contextlib.contextmanager
+    def _discard_on_error(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException:  # of any kind: the sums may hold a part of the batch
+            self.passes.forget()
+            self.discard()
+            raise
+
+    # The plan
+
+    @property
+    def next_plan(self) -> RunPlan:
+        """The plan of the next step."""
+        return self._next_plan or self.plan
+
+    def change(self, **constants: Any) -> None:
+        """Changes constants of the plan for clipping, noise and accounting together.
+
+        The change takes effect once the sums are empty: a batch is noised and charged by the plan that clipped it.
+        Raises InvalidBudgetError if the plan cannot change.
+        """
+        self._next_plan = self.next_plan.changed(self.batches.first_uncharged, **constants)
+        self._follow_plan()
+
+    def _follow_plan(self) -> None:
+        if self._next_plan is None or not self.passes.buffer.clean:
+            return
+        self.plan = self._next_plan.changed(self.batches.first_uncharged)
+        self.passes.policy, self._next_plan = self.plan.clipping, None
+        self.budget.fits_plan = False
+
+    # From capture
+
+    def on_pass(self, recorded: RecordedPass) -> None:
+        """Clips a finished backward pass. An error discards the logical batch."""
+        if not (recorded.mode.rows or self.passes.trainable()):
+            self.passes.forget()  # a model without trainable parameters passes gradients on and has none
+            return
+        with self._discard_on_error():
+            if self.batches.external:
+                self._begin_external(recorded.samples)
+            while physical := self.batches.next_for_backward(recorded.mode.rows.values()):
+                self._begin(physical)
+            if self.batches.is_placeholder:
+                self.passes.forget()
+                self.batches.clipped()
+                return
+            check_backward(self, recorded)
+            self.statistics = self.passes.clip(
+                recorded,
+                samples=self.batches.samples,
+                loss_scale=1.0 if self.grad_scaler is None else float(self.grad_scaler.get_scale()),
+                units=self._units(),
+                fingerprint=self._fingerprint(),
+            )
+        self.dropped_rows += self.statistics.dropped
+        self.batches.clipped()
+
+    def _begin_external(self, samples: int) -> None:
+        """Makes the samples of a backward pass the current physical batch, because no loader returned one."""
+        if self.batches.stage is Stage.CLIPPED and self.batches.continues:
+            self.batches.extend(samples)
+        else:
+            self._begin((Ticket(self.batches.last_step + 1, (samples,)), 0))
+
+    def _units(self) -> Units | None:
+        """The privacy unit of each sample of the current physical batch; None if each sample is a unit."""
+        units = self.batches.batches[-1].units
+        if not units or not self.batches.samples:
+            return None
+        place_B = torch.from_numpy(units[self.batches.chunk])
+        return Units(place_B, int(place_B[-1]) + 1, mean=self.unit_reduction == "mean")
+
+    # From the optimizer
+
+    def zero_grad(self) -> None:
+        """Discards complete logical batches that were not stepped, because the user cleared their gradients."""
+        self.writer.zero_grad(self.passes.buffer.parameters)
+        try:
+            self._apply(self.batches.cleared())
+        except BaseException:
+            self.batches.drop_uncharged()
+            raise
+
+    def step(self, update: Callable[[], None]) -> bool:
+        """Charges the logical batch, adds noise and updates the parameters; False if the batch is not complete."""
+        if not self.gather():
+            return False
+        with self.releasing():
+            self.write_gradients()
+            update()
+        return True
+
+    def gather(self) -> bool:
+        """Clips a pass whose end callback was missed. Returns whether the logical batch is complete."""
+        self._settle()
+        self._begin(self.batches.next_for_step())
+        if self.batches.stage in NOT_RETURNED:
+            self._check_budget(1)  # the loader may have ended for that reason
+        check_step(self)
+        if not self.batches.done:
+            check_stale(self)
+            self.batches.clipped()  # an empty batch may skip its backward pass
+        return self.batches.stage is not Stage.OPEN
+
+    @contextlib.contextmanager
+    def releasing(self) -> Iterator[None]:
+        """Charges a complete logical batch, which the context then releases. An error in the context discards it."""
+        self._check_budget(len(self.batches.batches))
+        with self._discard_on_error():
+            check_unused(self, self.passes.follow())
+            self._charge()
+            yield
+            step, size, total = self.batches.last_step, self.plan.expected_batch_size, self.passes.topology.total
+            self.plan.clipping.finish_step(self.source, step, size, total)  # it may wait for other ranks
+        self.passes.contributed.clear()
+        self.batches.finished()
+        self._follow_plan()
+
+    def _settle(self) -> None:
+        """Clips a pass whose end callback was missed; discards the batch of an interrupted one."""
+        if self.passes.settle():
+            self.discard()
+
+    def _check_budget(self, count: int) -> None:
+        if self.dataset_check is not None:
+            self.dataset_check.before_charge(self.ledger)
+        reached = self.budget.overspent(self.plan, self.ledger, count)
+        if reached is None:
+            return
+        if self.batches.stage is Stage.CLIPPED:
+            # Not charged: that this step is one too many is public, and nothing of its batch leaves.
+            self.batches.drop_uncharged()
+            self.passes.discard()
+        raise BudgetExceeded(
+            f"Step {self.ledger.steps + count:,} would reach epsilon {round_up(reached, 4)}, above the target.",
+            fix="Training ended. Raise target_epsilon deliberately, or report now.",
+        )
+
+    def _charge(self) -> None:
+        count = len(self.batches.batches)
+        if count > 1 and not self.plan.claims_passes:  # a pass over the data costs the same, however it is merged
+            notice(
+                "DPE006",
+                f"{count} sampled batches went into one step; both are accounted. "
+                f"accumulation_steps={count} of dpengine.PrivacyEngine costs less privacy.",
+            )
+        event = self.plan.event(count)
+        if isinstance(self.ledger, RunLedger):
+            last = self.batches.last_step
+            self.ledger.charge(event, count=count, room=lambda: self.budget.room(self.plan, self.ledger, last, count))
+        else:
+            self.ledger.charge(event, count=count)
+        self.batches.charged()
+
+    def write_gradients(self, *, divides: bool = True) -> None:
+        """Adds noise to the sums, divides by public constants, and writes ``p.grad`` in the memory of the sums."""
+        buffer, topology, count = self.passes.buffer, self.passes.topology, len(self.batches.batches)
+        divisor = self.plan.divisor(count, mean=self.passes.loss_reduction == "mean") if divides else 1.0
+        if buffer.waits:
+            buffer.settle()
+        fingerprint = ("release", *self._fingerprint(), count, divisor)
+        sums = buffer.take()
+        try:
+            add_noise(
+                sums,
+                self.noise,
+                std=self.plan.noise_std,
+                step=self.batches.batches[-1].step,
+                scale=1 / divisor,
+                replicas=topology.replicas,
+                facts=fingerprint,
+            )
+        except BaseException:
+            for flat in sums.flats.values():
+                flat.zero_()
+            raise
+        self.writer.write(sums.views)
+
+    def _fingerprint(self) -> tuple[object, ...]:
+        """Values that must be equal on all ranks; none in a single process."""
+        if self.passes.topology.everyone.size == 1:
+            return ()
+        batches = self.batches
+        step = batches.batches[-1].step if batches.batches else None
+        place = (step, batches.chunk, len(batches.batches), batches.released)
+        return (*place, self.plan.noise_std, *self.plan.clipping.bounds, self.ledger.steps)
+
+    # The run
+
+    def rebind(self, make_passes: Callable[[OnPass], PassClipper]) -> None:
+        """Continues with other hooks on the model. The current logical batch is discarded."""
+        if not self.passes.buffer.clean:
+            self.discard()
+        self._bind(make_passes)
+
+    def _bind(self, make_passes: Callable[[OnPass], PassClipper]) -> None:
+        self.passes = make_passes(self.on_pass)
+        self.passes.policy = self.plan.clipping
+
+    def draw_from(self, source: NoiseSource) -> None:
+        """Draws noise from another source, from the next step on."""
+        self.source = source
+        self.noise = mechanism_for(source, self.plan.noise)
+
+    def close(self) -> None:
+        """Ends the run: discards unfinished batches and zeroes the sums, also if the charge fails."""
+        try:
+            self._charge_discarded(self.batches.close().discarded)
+        finally:
+            self.passes.detach()
+            forget_grad_samples(self.parameters())
+            self.writer.forget()
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """The parameters of the model."""
+        return self.passes.model.parameters()

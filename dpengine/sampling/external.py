@@ -1,0 +1,54 @@
+"""Batches that the training loop draws itself."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import ClassVar, NoReturn
+
+from .poisson import checked_batch_size, checked_sample_rate
+from .scheme import AbstractBatchStrategy, WordStream, whole_number
+
+
+@dataclasses.dataclass(frozen=True)
+class ExternalBatches(AbstractBatchStrategy):
+    """Sampling scheme of a loop that draws its own batches: each backward pass is one logical batch.
+
+    Privacy: epsilon is computed only if ``sample_rate`` is given. By giving it you state that each of the
+    ``num_examples`` examples is in each batch independently with this probability, that the draws are secret, and that
+    the loop neither drops nor repeats a batch because of its content. The engine cannot check this. Without
+    ``sample_rate`` no epsilon is claimed.
+
+    Attributes:
+        expected_batch_size: Public constant that divides the sums of a mean loss. Positive.
+        num_examples: Number of examples in the data set; 0 if unknown.
+        sample_rate: Probability of each example to be in a batch, in (0, 1]. None claims none, and is stored as 1.
+        claims_epsilon: Whether a sampling rate was given.
+        steps_per_epoch: Logical batches that count as one epoch.
+
+    Raises:
+        ValueError: If an argument is out of range.
+        TypeError: If an argument is no number.
+    """
+
+    expected_batch_size: float
+    num_examples: int = 0
+    sample_rate: float | None = None  # type: ignore[assignment]
+    steps_per_epoch: int = 1
+    claims_epsilon: bool = dataclasses.field(init=False)  # type: ignore[misc]
+
+    law: ClassVar[str] = "external"
+
+    def __post_init__(self) -> None:
+        """Checks the arguments."""
+        size = checked_batch_size("ExternalBatches", self.expected_batch_size)
+        object.__setattr__(self, "expected_batch_size", size)
+        whole_number("ExternalBatches", "num_examples", self.num_examples, at_least=0)
+        whole_number("ExternalBatches", "steps_per_epoch", self.steps_per_epoch, at_least=1)
+        stated = self.sample_rate is not None
+        rate = checked_sample_rate("ExternalBatches", self.sample_rate) if stated else 1.0  # type: ignore[arg-type]
+        object.__setattr__(self, "sample_rate", rate)
+        object.__setattr__(self, "claims_epsilon", stated)
+
+    def draw(self, step: int, words: WordStream) -> NoReturn:  # type: ignore[override]
+        """Raises TypeError: the loop draws these batches."""
+        raise TypeError("ExternalBatches are drawn by the training loop, not by the engine.")
