@@ -6,7 +6,6 @@ from dpengine import lazy_exports
 
 if TYPE_CHECKING:
     from .accountant import ACCOUNTANTS as ACCOUNTANTS
-    from .accountant import Accountant as Accountant
     from .accountant import PrivacySpent as PrivacySpent
     from .accountant import advantage_of as advantage_of
     from .accountant import bounds_of as bounds_of
@@ -45,6 +44,7 @@ if TYPE_CHECKING:
     from .monte_carlo.estimate import verify as verify
     from .noise_calibration import Calibration as Calibration
     from .noise_calibration import calibration as calibration
+    from .own_accountant import Accountant as Accountant
     from .rounding import round_up as round_up
     from .sampled_matrix import SampledMatrixEvent as SampledMatrixEvent
     from .trade_off_curve import trade_off as trade_off
@@ -55,7 +55,6 @@ else:
         {
             "accountant": [
                 "ACCOUNTANTS",
-                "Accountant",
                 "PrivacySpent",
                 "advantage_of",
                 "bounds_of",
@@ -84,6 +83,7 @@ else:
             "library_events": ["to_dp_accounting"],
             "monte_carlo.estimate": ["MonteCarloClaim", "monte_carlo_epsilon", "verify"],
             "noise_calibration": ["Calibration", "calibration"],
+            "own_accountant": ["Accountant"],
             "rounding": ["round_up"],
             "sampled_matrix": ["SampledMatrixEvent"],
             "trade_off_curve": ["trade_off"],

@@ -9,18 +9,19 @@ from statistics import NormalDist
 
 from dpengine.errors import AccountingRefusedError
 
-from . import arguments, gdp, library, rdp
+from . import arguments, gdp, library, own_accountant, rdp
 from .composition import Bounds, Composition, compose
 from .events import Relation
 from .ledger import Charge, checked_history, steps_of
 from .monte_carlo import estimate as monte_carlo
+from .own_accountant import Accountant
 from .prv import prv
 from .tilted_pld import pld
 
 
 @dataclass(frozen=True)
-class Accountant:
-    """Functions that bound the privacy loss of a composition.
+class BuiltinAccountant:
+    """Functions of a built-in accountant, which bound the privacy loss of a composition.
 
     Attributes:
         epsilon: Returns an upper bound on epsilon for a delta.
@@ -38,13 +39,13 @@ class Accountant:
 
 
 ACCOUNTANTS = {
-    "pld": Accountant(pld.epsilon, pld.delta, pld.bounds, pld.spacing),
-    "rdp": Accountant(rdp.epsilon, rdp.delta),
-    "gdp": Accountant(gdp.epsilon, gdp.delta, gdp.bounds),
-    "prv": Accountant(prv.epsilon, prv.delta, prv.bounds, prv.spacing),
-    "dp_accounting": Accountant(library.pld_epsilon, library.pld_delta, spacing=library.pld_spacing),
-    "dp_accounting_rdp": Accountant(library.rdp_epsilon, library.rdp_delta),
-    "monte_carlo": Accountant(monte_carlo.epsilon, monte_carlo.delta, simulates=True),
+    "pld": BuiltinAccountant(pld.epsilon, pld.delta, pld.bounds, pld.spacing),
+    "rdp": BuiltinAccountant(rdp.epsilon, rdp.delta),
+    "gdp": BuiltinAccountant(gdp.epsilon, gdp.delta, gdp.bounds),
+    "prv": BuiltinAccountant(prv.epsilon, prv.delta, prv.bounds, prv.spacing),
+    "dp_accounting": BuiltinAccountant(library.pld_epsilon, library.pld_delta, spacing=library.pld_spacing),
+    "dp_accounting_rdp": BuiltinAccountant(library.rdp_epsilon, library.rdp_delta),
+    "monte_carlo": BuiltinAccountant(monte_carlo.epsilon, monte_carlo.delta, simulates=True),
 }
 
 
@@ -70,18 +71,26 @@ class PrivacySpent:
     accountant_used: str
 
 
-def accountant_used(accountant: str = "pld") -> str:
-    """Returns the accountant that will answer for ``accountant``."""
-    if not isinstance(accountant, str) or accountant not in ACCOUNTANTS:
-        choices = ", ".join(repr(name) for name in ACCOUNTANTS)
-        raise ValueError(f"accountant={accountant!r} is not known. Choose {choices}.")
-    return accountant
+def accountant_used(accountant: str | Accountant = "pld") -> str:
+    """Returns the name of the accountant that will answer; raises unless it is built in or fulfills `Accountant`."""
+    choices = ", ".join(repr(name) for name in ACCOUNTANTS)
+    if isinstance(accountant, str) and accountant in ACCOUNTANTS:
+        return accountant
+    if not isinstance(accountant, type) and type(accountant).__module__ == "builtins":
+        raise ValueError(
+            f"accountant={accountant!r} is not known. Choose {choices}, or pass an object: see Accountant."
+        )
+    own_accountant.check_accountant(accountant)
+    name = own_accountant.name_of(accountant)
+    if name in ACCOUNTANTS:
+        raise ValueError(f"accountant is a {type(accountant).__name__} with the name {name!r}, which is built in.")
+    return name
 
 
 def epsilon_of(
     history: Iterable[Charge],
     delta: float,
-    accountant: str = "pld",
+    accountant: str | Accountant = "pld",
     relation: Relation = Relation.ADD_OR_REMOVE_ONE,
 ) -> float:
     """Returns an upper bound on the epsilon of a history.
@@ -93,7 +102,8 @@ def epsilon_of(
         delta: Strictly between 0 and 1; well below 1/N.
         accountant: "pld" (tight), "rdp" (fast, looser) or "gdp" (exact, without sampling only); for a second opinion
             "prv", and by the dp-accounting library "dp_accounting" and "dp_accounting_rdp"; "monte_carlo" (by
-            simulation, for a history with one run that has no closed form; up to half a minute).
+            simulation, for a history with one run that has no closed form; up to half a minute). Or an object that
+            fulfills `Accountant`.
         relation: Which data sets are neighbours.
 
     Returns:
@@ -101,19 +111,21 @@ def epsilon_of(
 
     Raises:
         InvalidBudgetError: If ``delta`` is out of range, or the charges are more than can be counted.
-        TypeError: If the history holds anything but charges.
+        TypeError: If the history holds anything but charges, or an object does not fulfill `Accountant`.
         AccountingRefusedError: If the history holds an unclaimed release, or the accountant has no sound answer.
-        ValueError: If the accountant is unknown.
+        ValueError: If the accountant is unknown, or an accountant of the user's own returns a value out of range.
     """  # noqa: DOC502 - the checks raise on our behalf
-    delta = arguments.delta_in_range(delta)
-    answer = ACCOUNTANTS[accountant_used(accountant)].epsilon
-    return answer(_composed(history), delta, Relation(relation))
+    delta, name, relation = arguments.delta_in_range(delta), accountant_used(accountant), Relation(relation)
+    history = checked_history(history)
+    if not isinstance(accountant, str):
+        return own_accountant.epsilon_by(accountant, history, delta, relation)
+    return ACCOUNTANTS[name].epsilon(compose(history), delta, relation)
 
 
 def bounds_of(
     history: Iterable[Charge],
     delta: float,
-    accountant: str = "pld",
+    accountant: str | Accountant = "pld",
     relation: Relation = Relation.ADD_OR_REMOVE_ONE,
 ) -> tuple[float, float, float]:
     """Returns epsilon from both sides: ``(lower, estimate, upper)``. What may be reported is the upper one.
@@ -121,7 +133,7 @@ def bounds_of(
     Args:
         history: Everything that was charged.
         delta: Strictly between 0 and 1.
-        accountant: One that bounds from both sides: "pld", "prv", or "gdp".
+        accountant: One that bounds from both sides: "pld", "prv", "gdp", or an `Accountant` with ``bounds``.
         relation: Which data sets are neighbours.
 
     Returns:
@@ -130,18 +142,23 @@ def bounds_of(
     Raises:
         AccountingRefusedError: If the accountant has no bound from below, or no sound answer.
     """
-    answer = ACCOUNTANTS[accountant_used(accountant)].bounds
-    if answer is None:
-        both = ", ".join(repr(name) for name, one in ACCOUNTANTS.items() if one.bounds is not None)
-        raise AccountingRefusedError(f"accountant {accountant!r} has no bound from below.", fix=f"Choose {both}.")
-    found = answer(_composed(history), arguments.delta_in_range(delta), Relation(relation))
-    return found.lower, found.estimate, found.upper
+    name, history = accountant_used(accountant), checked_history(history)
+    delta, relation = arguments.delta_in_range(delta), Relation(relation)
+    if not isinstance(accountant, str):
+        own = own_accountant.bounds_by(accountant, history, delta, relation)
+        if own is not None:
+            return own
+    elif (answer := ACCOUNTANTS[name].bounds) is not None:
+        found = answer(compose(history), delta, relation)
+        return found.lower, found.estimate, found.upper
+    both = ", ".join(repr(name) for name, one in ACCOUNTANTS.items() if one.bounds is not None)
+    raise AccountingRefusedError(f"accountant {name!r} has no bound from below.", fix=f"Choose {both}.")
 
 
 def delta_of(
     history: Iterable[Charge],
     epsilon: float,
-    accountant: str = "pld",
+    accountant: str | Accountant = "pld",
     relation: Relation = Relation.ADD_OR_REMOVE_ONE,
 ) -> float:
     """Returns an upper bound on the delta of a history at a given epsilon.
@@ -155,13 +172,15 @@ def delta_of(
     Returns:
         Between 0 and 1.
     """
-    epsilon = arguments.epsilon_in_range(epsilon)
-    answer = ACCOUNTANTS[accountant_used(accountant)].delta
-    return answer(_composed(history), epsilon, Relation(relation))
+    epsilon, name, relation = arguments.epsilon_in_range(epsilon), accountant_used(accountant), Relation(relation)
+    history = checked_history(history)
+    if not isinstance(accountant, str):
+        return own_accountant.delta_by(accountant, history, epsilon, relation)
+    return ACCOUNTANTS[name].delta(compose(history), epsilon, relation)
 
 
 def advantage_of(
-    history: Iterable[Charge], accountant: str = "pld", relation: Relation = Relation.ADD_OR_REMOVE_ONE
+    history: Iterable[Charge], accountant: str | Accountant = "pld", relation: Relation = Relation.ADD_OR_REMOVE_ONE
 ) -> float:
     """Returns a bound on the advantage of any membership test: the total variation distance, ``delta`` at epsilon 0."""
     return delta_of(history, 0.0, accountant, relation)
@@ -170,7 +189,7 @@ def advantage_of(
 def mu_gdp(
     history: Iterable[Charge],
     delta: float = 1e-9,
-    accountant: str = "pld",
+    accountant: str | Accountant = "pld",
     relation: Relation = Relation.ADD_OR_REMOVE_ONE,
 ) -> float:
     """Returns the smallest mu whose Gaussian curve covers this history's; exact for unsampled Gaussians.
@@ -201,7 +220,7 @@ def mu_gdp(
 def privacy_profile(
     history: Iterable[Charge],
     deltas: Iterable[float],
-    accountant: str = "pld",
+    accountant: str | Accountant = "pld",
     relation: Relation = Relation.ADD_OR_REMOVE_ONE,
 ) -> tuple[tuple[float, float], ...]:
     """Returns the privacy curve as pairs ``(delta, epsilon)`` in order of falling delta.
@@ -234,18 +253,19 @@ def privacy_profile(
 def discretization_of(
     history: Iterable[Charge],
     delta: float,
-    accountant: str = "pld",
+    accountant: str | Accountant = "pld",
     relation: Relation = Relation.ADD_OR_REMOVE_ONE,
 ) -> float | None:
     """Returns the grid spacing of the loss behind `epsilon_of`, for the statement; None where no grid is used."""
-    answer = ACCOUNTANTS[accountant_used(accountant)].spacing
+    name = accountant_used(accountant)
+    answer = ACCOUNTANTS[name].spacing if isinstance(accountant, str) else None
     return None if answer is None else answer(_composed(history), arguments.delta_in_range(delta), Relation(relation))
 
 
 def privacy_spent(
     history: Iterable[Charge],
     delta: float,
-    accountant: str = "pld",
+    accountant: str | Accountant = "pld",
     relation: Relation = Relation.ADD_OR_REMOVE_ONE,
 ) -> PrivacySpent:
     """Returns all that a report says of a history.

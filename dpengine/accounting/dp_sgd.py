@@ -16,6 +16,7 @@ from . import noise_calibration as calibrating
 from .accountant import bounds_of, delta_of, epsilon_of
 from .events import Relation, release_event
 from .ledger import Charge
+from .own_accountant import Accountant
 
 _MOST_STEPS = 2**40
 _SQUARE_ROOT = 0.5
@@ -29,7 +30,7 @@ def epsilon(
     sample_rate: float,
     steps: int,
     delta: float,
-    accountant: str = "pld",
+    accountant: str | Accountant = "pld",
     relation: Relation | str = Relation.ADD_OR_REMOVE_ONE,
 ) -> float:
     """Returns the epsilon of a run.
@@ -39,7 +40,7 @@ def epsilon(
         sample_rate: Chance of each row to be in a batch, in (0, 1].
         steps: Number of batches, at least 0.
         delta: Strictly between 0 and 1; well below 1/N.
-        accountant: A name of `ACCOUNTANTS`.
+        accountant: A name of `ACCOUNTANTS`, or an `Accountant`.
         relation: Which data sets are neighbours: a `Relation`, or "add_remove", "zero_out" or "replace_one".
 
     Returns:
@@ -59,7 +60,7 @@ def epsilon_bounds(
     sample_rate: float,
     steps: int,
     delta: float,
-    accountant: str = "pld",
+    accountant: str | Accountant = "pld",
     relation: Relation | str = Relation.ADD_OR_REMOVE_ONE,
 ) -> tuple[float, float, float]:
     """Returns epsilon from both sides: ``(lower, estimate, upper)``. What may be reported is the upper one.
@@ -85,7 +86,7 @@ def delta(
     sample_rate: float,
     steps: int,
     epsilon: float,
-    accountant: str = "pld",
+    accountant: str | Accountant = "pld",
     relation: Relation | str = Relation.ADD_OR_REMOVE_ONE,
 ) -> float:
     """Returns the delta of a run at a given epsilon.
@@ -111,7 +112,7 @@ def calibrate(
     target_delta: float,
     sample_rate: float,
     steps: int,
-    accountant: str = "pld",
+    accountant: str | Accountant = "pld",
     relation: Relation | str = Relation.ADD_OR_REMOVE_ONE,
 ) -> float:
     """Returns the noise multiplier for a target, on the safe side: `epsilon` at it is at most the target.
@@ -144,7 +145,7 @@ def steps_within(
     target_delta: float,
     noise_multiplier: float,
     sample_rate: float,
-    accountant: str = "pld",
+    accountant: str | Accountant = "pld",
     relation: Relation | str = Relation.ADD_OR_REMOVE_ONE,
 ) -> int:
     """Returns how many steps a budget buys.

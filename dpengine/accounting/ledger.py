@@ -1,6 +1,7 @@
 """The ledger: what was charged so far, in order, as run lengths."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, get_args
 
@@ -34,9 +35,16 @@ class Charge:
 
 
 class Ledger:
-    """Append-only list of charges in memory. Nothing is ever taken back, so epsilon can only grow."""
+    """Append-only list of charges in memory. Nothing is ever taken back, so epsilon can only grow.
 
-    def __init__(self) -> None:
+    Copies and pickles of a ledger have no observers.
+
+    Args:
+        observers: Functions that observe charges: see `observe`.
+    """
+
+    def __init__(self, observers: Iterable[Callable[[Charge], object]] = ()) -> None:
+        self._observers = tuple(observers)
         self._charges: list[Charge] = []
         self._counts: dict[Event, int] = {}
         self._total = 0
@@ -55,6 +63,33 @@ class Ledger:
         charge = Charge(event, count, kind)
         _check_total(self._total + charge.count)
         self._append(charge)
+        with ExitStack() as calls:  # calls all of them, in order, also if one raises
+            for observer in reversed(self._observers):
+                calls.callback(observer, charge)
+
+    def observe(self, observer: Callable[[Charge], object]) -> Callable[[], None]:
+        """Calls a function with each charge from now on, until the function that this returns is called.
+
+        The charge is in the ledger before the call, and what it pays for is released after it. If an observer raises,
+        the charge stands, the other observers are called, and the error propagates to the caller of `charge`.
+        ``load_state_dict`` calls no observer. An observer that the ledger has already is not added again.
+
+        Args:
+            observer: Called with a `Charge`, not merged with the charges before it.
+
+        Returns:
+            A function without arguments that removes the observer.
+        """
+        if observer not in self._observers:
+            self._observers += (observer,)
+
+        def remove() -> None:
+            self._observers = tuple(one for one in self._observers if one != observer)
+
+        return remove
+
+    def __getstate__(self) -> dict[str, Any]:
+        return vars(self) | {"_observers": ()}
 
     def _append(self, charge: Charge) -> None:
         self._total += charge.count

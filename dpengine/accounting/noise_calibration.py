@@ -11,6 +11,7 @@ from .accountant import accountant_used, epsilon_of
 from .composition import compose
 from .events import Event, Relation, release_event
 from .ledger import Charge, checked_history
+from .own_accountant import Accountant
 from .rounding import round_up
 from .tilted_pld import pld
 
@@ -45,7 +46,7 @@ def calibration(
     target_delta: float,
     sample_rate: float,
     steps: int,
-    accountant: str = "pld",
+    accountant: str | Accountant = "pld",
     relation: Relation = Relation.ADD_OR_REMOVE_ONE,
     spent: Sequence[Charge] = (),
     tol: float = 1e-5,
@@ -57,7 +58,7 @@ def calibration(
         target_delta: Strictly between 0 and 1.
         sample_rate: Chance of each row to be in a batch, in (0, 1].
         steps: Number of batches, at least 1.
-        accountant: The one that will report: a name of `ACCOUNTANTS`.
+        accountant: The one that will report: a name of `ACCOUNTANTS`, or an `Accountant`.
         relation: Which data sets are neighbours.
         spent: What was released from the same data before; the target holds for all together.
         tol: How far, relatively, epsilon or the noise may stay on the private side of the best.
@@ -82,7 +83,7 @@ def calibration(
         return (*spent, Charge(release_event(noise_multiplier=sigma, sample_rate=rate), steps))
 
     def reported(sigma: float) -> float:
-        return epsilon_of(history(sigma), delta, used, relation)
+        return epsilon_of(history(sigma), delta, accountant, relation)
 
     search = _Search(target, tol)
     try:
@@ -91,7 +92,7 @@ def calibration(
             start = math.sqrt(steps) * (2.0 if relation is Relation.REPLACE_ONE else 1.0) / mu
             exact = used in _EXACT_WITHOUT_SAMPLING
             root = search.settle(reported, start) if exact else search.solve(reported, start)
-        elif used in ("rdp", "gdp") or (spent and used == "pld"):
+        elif not isinstance(accountant, str) or used in ("rdp", "gdp") or (spent and used == "pld"):
             root = search.solve(reported, 1.0)
         else:
             root = _calibrate_slowly(search, history, reported, delta, relation, 1.0 if spent else None)
@@ -110,7 +111,7 @@ def least_noise(
     target_epsilon: float,
     target_delta: float,
     steps: int,
-    accountant: str = "pld",
+    accountant: str | Accountant = "pld",
     relation: Relation = Relation.ADD_OR_REMOVE_ONE,
     tol: float = 1e-5,
 ) -> float:
@@ -140,8 +141,11 @@ def least_noise(
     def reported(sigma: float) -> float:
         return epsilon_of(history(sigma), delta, accountant, relation)
 
+    search = _Search(target, tol)
     try:
-        return _calibrate_slowly(_Search(target, tol), history, reported, delta, relation, 1.0).noise_multiplier
+        if not isinstance(accountant, str):  # the lattices of "pld" may have no answer where it has one
+            return search.solve(reported, 1.0).noise_multiplier
+        return _calibrate_slowly(search, history, reported, delta, relation, 1.0).noise_multiplier
     except _UnreachableError as error:
         raise CalibrationError(
             f"epsilon={target:g} needs noise_multiplier > {MOST_NOISE:g} in {steps:,} steps; smallest reachable here: "

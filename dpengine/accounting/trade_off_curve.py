@@ -17,6 +17,7 @@ from . import arguments
 from .accountant import delta_of, epsilon_of
 from .events import Relation
 from .ledger import Charge, checked_history
+from .own_accountant import Accountant
 from .tilted_pld.loss_pairs import Floats
 
 _POINTS = 24
@@ -26,7 +27,7 @@ _SMALLEST = 1e-6  # delta at the largest epsilon that is looked at
 def trade_off(
     history: Iterable[Charge],
     false_positive_rates: Iterable[float],
-    accountant: str = "pld",
+    accountant: str | Accountant = "pld",
     relation: Relation = Relation.ADD_OR_REMOVE_ONE,
 ) -> tuple[tuple[float, float], ...]:
     """Returns bounds on what a membership test can achieve.

@@ -9,7 +9,7 @@ import textwrap
 from argparse import Namespace
 from typing import Any
 
-from dpengine.accounting.accountant import ACCOUNTANTS, bounds_of, epsilon_of
+from dpengine.accounting.accountant import ACCOUNTANTS, accountant_used, bounds_of, epsilon_of
 from dpengine.accounting.arguments import MOST_COUNT
 from dpengine.accounting.constants import check_delta, sample_rate_of, steps_per_epoch, suggested_delta
 from dpengine.accounting.events import Relation, release_event
@@ -143,7 +143,7 @@ def _json(facts: RunFacts) -> str:
 
 def _bounds(facts: RunFacts) -> dict[str, Any] | None:
     """Epsilon from both sides, where the accountant has both."""
-    if ACCOUNTANTS[facts.accountant].bounds is None:
+    if ACCOUNTANTS[accountant_used(facts.accountant)].bounds is None:
         return None
     found = bounds_of(facts.history, facts.delta, facts.accountant, facts.relation)
     return {

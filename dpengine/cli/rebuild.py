@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from dpengine.accounting.accountant import ACCOUNTANTS
 from dpengine.accounting.batch_events import FixedSizeGaussianEvent, TruncatedGaussianEvent
 from dpengine.accounting.events import CyclicGaussianEvent, GaussianEvent, PoissonGaussianEvent, Relation
 from dpengine.accounting.ledger import Ledger
@@ -53,7 +54,7 @@ def _report(path: Path) -> PrivacyReport:
         state = json.loads(path.read_text(encoding="utf-8"))
         if not isinstance(state, dict):
             raise ValueError("it holds no JSON object")
-        return PrivacyReport(RunFacts.from_state(state["facts"]) if "facts" in state else _facts_of_engine(state))
+        facts = RunFacts.from_state(state["facts"]) if "facts" in state else _facts_of_engine(state)
     except FileNotFoundError:
         raise CommandError(f"{path} is not there.", exit_code=WRONG_USE) from None
     except CorruptFileError as error:
@@ -64,6 +65,13 @@ def _report(path: Path) -> PrivacyReport:
         raise CommandError(
             f"{path} cannot be read: {error!r}. Restore it from a backup.", exit_code=WRONG_USE
         ) from error
+    if facts.accountant not in ACCOUNTANTS:
+        raise CommandError(
+            f"{path} names the accountant {facts.accountant!r}, which is not of dpengine: its numbers cannot be "
+            f"computed here. Pass the {REPORT_FILE} that the run wrote.",
+            exit_code=WRONG_USE,
+        )
+    return PrivacyReport(facts)
 
 
 def _facts_of_engine(state: Mapping[str, Any]) -> RunFacts:

@@ -18,6 +18,7 @@ from dpengine.accounting.constants import check_delta, suggested_delta
 from dpengine.accounting.events import Relation
 from dpengine.accounting.ledger import Charge
 from dpengine.accounting.noise_calibration import calibration
+from dpengine.accounting.own_accountant import Accountant
 from dpengine.clipping.policy import AbstractClip
 from dpengine.clipping.short_forms import clipping_from
 from dpengine.errors import (
@@ -149,7 +150,7 @@ def noise_for(
     delta: float,
     strategy: AbstractBatchStrategy,
     planned: int | None,
-    accountant: str,
+    accountant: str | Accountant,
     spent: Sequence[Charge],
     *,
     sq_sensitivity: float | None = None,

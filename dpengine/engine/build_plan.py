@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader
 
 from dpengine.accounting.events import MatrixGaussianEvent, Relation, UnclaimedEvent
 from dpengine.accounting.ledger import Charge
+from dpengine.accounting.own_accountant import Accountant
 from dpengine.batch_selection.fixed_size import FixedSizeStrategy
 from dpengine.clipping.policy import AbstractClip
 from dpengine.distributed.topology import Topology
@@ -47,7 +48,7 @@ class Spending:
     steps: int | None
     on_budget: str
     allow_large_delta: bool
-    accountant: str
+    accountant: str | Accountant
     before: Sequence[Charge]
     resumed: int  # steps of a plan that were taken before the state was loaded
 
@@ -115,7 +116,7 @@ def _by_numbers(module: nn.Module, loader: DataLoader[Any], wanted: Wanted) -> t
     relation = Relation.ADD_OR_REMOVE_ONE if constants else Relation.ZERO_OUT
     if isinstance(wanted.noise, (BLT, BandedInverse)):
         plan = _in_turn(wanted, wanted.noise, strategy, policy, delta, planned, relation)
-        return plan, Budget(spending.target_epsilon, delta, planned, spending.on_budget, spending.accountant)
+        return plan, _budget(spending, spending.target_epsilon, delta, planned)
     strategy, recurrence = sampling_and_noise(strategy, wanted.noise, planned, relation)
     sigma = noise_for(
         wanted.noise_multiplier,
@@ -127,7 +128,13 @@ def _by_numbers(module: nn.Module, loader: DataLoader[Any], wanted: Wanted) -> t
         spending.before,
     )
     plan = RunPlan(strategy, policy, sigma, strategy.expected_batch_size, relation, recurrence, run=wanted.run)
-    return plan, Budget(spending.target_epsilon, delta, planned, spending.on_budget, spending.accountant)
+    return plan, _budget(spending, spending.target_epsilon, delta, planned)
+
+
+def _budget(spending: Spending, target: float | None, delta: float, planned: int | None) -> Budget:
+    # A user's own accountant may judge the events of the run otherwise than those of the calibration: it checks each.
+    fits, accountant = isinstance(spending.accountant, str), spending.accountant
+    return Budget(target, delta, planned, spending.on_budget, accountant, fits_plan=fits)  # type: ignore[arg-type]
 
 
 def _in_equal_groups(strategy: AbstractBatchStrategy, wanted: Wanted) -> AbstractBatchStrategy:
@@ -248,7 +255,7 @@ def _by_plan(module: nn.Module, loader: DataLoader[Any], wanted: Wanted) -> tupl
     relation, noise = config.relation, config.recurrence
     plan = RunPlan(strategy, policy, sigma, divisor, relation, noise, left, claim, divides_always=True, run=run)
     delta = delta_for(spending.target_delta, rows, spending.allow_large_delta)
-    return plan, Budget(None, delta, config.iterations, spending.on_budget, spending.accountant)
+    return plan, _budget(spending, None, delta, config.iterations)
 
 
 def _with_passes(strategy: _Planned, steps: int) -> _Planned:

@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader
 from dpengine.accounting.accountant import PrivacySpent, accountant_used, epsilon_of, privacy_spent
 from dpengine.accounting.events import Relation
 from dpengine.accounting.ledger import Ledger
+from dpengine.accounting.own_accountant import Accountant, name_of, observer_of
 from dpengine.clipping.policy import AbstractClip
 from dpengine.distributed.detect import topology_of, unwrapped
 from dpengine.errors import InvalidBudgetError, UnknownParameterError, suggests_names
@@ -57,7 +58,7 @@ class PrivacyEngine(argument_checks.Uncopied):
 
     Args:
         accountant: ``"pld"`` (tight, the default), ``"rdp"``, ``"gdp"`` where that is exact, or a second opinion:
-            ``"prv"``, ``"dp_accounting"`` or ``"dp_accounting_rdp"``.
+            ``"prv"``, ``"dp_accounting"`` or ``"dp_accounting_rdp"``; or a `dpengine.accounting.Accountant`.
         secure_rng: Whether all randomness is cryptographic on an accelerator too: noise is then drawn on the CPU, at
             about 7 ns a parameter and step, and copied there. On the CPU it always is.
         seed: Makes noise and batches repeat, for tests. The noise is then no secret, and every statement says so.
@@ -68,14 +69,14 @@ class PrivacyEngine(argument_checks.Uncopied):
 
     Raises:
         ValueError: If the accountant is not known, the file holds no methods, or ``reserve_steps`` is out of range.
-        TypeError: If the seed is not an integer, or the ledger no path.
+        TypeError: If the seed is not an integer, the ledger no path, or your accountant lacks a method.
         LedgerError: If the file of the ledger was edited, or is none.
     """
 
     @suggests_names
     def __init__(
         self,
-        accountant: str = "pld",
+        accountant: str | Accountant = "pld",
         *,
         secure_rng: bool = False,
         seed: int | None = None,
@@ -83,12 +84,12 @@ class PrivacyEngine(argument_checks.Uncopied):
         ledger: str | Path | None = None,
         reserve_steps: int = 1,
     ):
-        accountant_used(accountant)  # refuses a name that is not known
+        accountant_used(accountant)  # raises if it is none
         if seed is not None:
             NoiseSource.seeded(seed)  # refuses what is no integer
-        self.accountant = accountant
+        self.accountant: Any = accountant
         self.methods = method_table(methods)
-        self._books = Books(ledger, reserve_steps)
+        self._books = Books(ledger, reserve_steps, observer_of(accountant))
         self._kind = SECURE_KIND if secure_rng else DEFAULT_KIND
         self._seed = seed
         self.runs: list[Run] = []
@@ -365,7 +366,7 @@ class PrivacyEngine(argument_checks.Uncopied):
     @suggests_names
     def state_dict(self) -> dict[str, Any]:
         """What was spent, as plain JSON values; and how far the file of the ledger had come, if there is one."""
-        state = {"accountant": self.accountant, "delta": self._delta, "ledger": self.ledger.state_dict()}
+        state = {"accountant": name_of(self.accountant), "delta": self._delta, "ledger": self.ledger.state_dict()}
         return state | ({} if self._books.anchor is None else {"anchor": self._books.anchor})
 
     @suggests_names

@@ -10,7 +10,7 @@ import os
 import secrets
 import threading
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -71,9 +71,17 @@ class _Told:
 
 
 class Books:
-    """Where an engine keeps what was spent."""
+    """Where an engine keeps what was spent.
 
-    def __init__(self, path: str | Path | None, reserve: int):
+    Args:
+        path: Of the ledger file; None for memory alone.
+        reserve: How many releases are charged on disk at once.
+        observer: Observes each charge: see `Ledger.observe`.
+    """
+
+    def __init__(
+        self, path: str | Path | None, reserve: int, observer: Callable[[Charge], object] | None = None
+    ) -> None:
         if isinstance(reserve, bool) or not isinstance(reserve, int) or not 1 <= reserve <= MOST_RESERVED:
             raise ValueError(f"reserve_steps={reserve!r}; expected a whole number from 1 to {MOST_RESERVED}.")
         if path is None and reserve != 1:
@@ -83,6 +91,7 @@ class Books:
         self.path = None if path is None else Path(path).expanduser().absolute()
         self.reserve = reserve
         self._held: Held | None = None
+        self._observer = observer
         self._ledger = Ledger()
         self._told: _Told | None = None
         self._run: RunLedger | None = None
@@ -92,6 +101,7 @@ class Books:
             contents = read(self.path)
             _add(self._ledger, contents.history)
             self._relations = _relations(contents)
+        self._observe()
 
     @property
     def ledger(self) -> Ledger:
@@ -153,6 +163,11 @@ class Books:
         fields = {"about": dict(about), "processes": ledger.ranks.size, "versions": _versions(), **facts}
         ledger.ranks.each(lambda: None if ledger.file is None else _open(ledger.file, ledger.run, fields))
         self._relations |= {Relation(about["relation"])}
+        self._observe()  # another object than before, once the file is open
+
+    def _observe(self) -> None:
+        if self._observer is not None:
+            self.ledger.observe(self._observer)
 
     @property
     def anchor(self) -> dict[str, Any] | None:

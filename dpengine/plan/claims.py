@@ -6,6 +6,7 @@ from typing import Any, Protocol
 
 from dpengine.accounting.events import Event, Relation
 from dpengine.accounting.noise_calibration import least_noise
+from dpengine.accounting.own_accountant import Accountant
 from dpengine.batch_selection.scheme import AbstractBatchSelection
 
 
@@ -30,10 +31,10 @@ class Claims(Protocol):
     def library_event(self, noise_multiplier: float) -> Any:
         """What the whole run releases, as an event of the dp-accounting library."""
 
-    def epsilon(self, noise_multiplier: float, steps: int, delta: float, accountant: str) -> float:
+    def epsilon(self, noise_multiplier: float, steps: int, delta: float, accountant: str | Accountant) -> float:
         """Epsilon of the first steps, at least one."""
 
-    def least_noise(self, target: float, delta: float, accountant: str, tol: float) -> float:
+    def least_noise(self, target: float, delta: float, accountant: str | Accountant, tol: float) -> float:
         """The least noise multiplier at which the accountant finds a target kept."""
 
 
@@ -42,7 +43,9 @@ def example_relation(num_examples: int | None) -> Relation:
     return Relation.ADD_OR_REMOVE_ONE if num_examples is None else Relation.ZERO_OUT
 
 
-def claimed_noise(claims: Claims, steps: int, target: float, delta: float, accountant: str, tol: float) -> float:
+def claimed_noise(
+    claims: Claims, steps: int, target: float, delta: float, accountant: str | Accountant, tol: float
+) -> float:
     """Returns the least noise at which the claim meets a target. See `accounting.noise_calibration.least_noise`."""
     return least_noise(
         lambda sigma: claims.claim(sigma, ""),

@@ -15,6 +15,7 @@ import torch
 from dpengine.accounting.accountant import accountant_used
 from dpengine.accounting.events import Event, Relation
 from dpengine.accounting.library import library_relation
+from dpengine.accounting.own_accountant import Accountant
 from dpengine.batch_selection.scheme import AbstractBatchSelection
 from dpengine.errors import AccountingRefusedError, CalibrationError, suggests_names
 from dpengine.noise.correlated import Recurrence
@@ -179,12 +180,12 @@ class AbstractPlanConfig(abc.ABC):
         return self._claims.library_event(self._noise_multiplier())
 
     @suggests_names
-    def epsilon(self, delta: float, step: int | None = None, *, accountant: str | None = None) -> float:
+    def epsilon(self, delta: float, step: int | None = None, *, accountant: str | Accountant | None = None) -> float:
         """Epsilon of the run, or of its first steps. See `DPExecutionPlan.epsilon`."""
         sigma, steps = self._noise_multiplier(), self._steps(step)
-        accountant = self._accountant(accountant)
+        used = self._accountant(accountant)
         checks.fraction(type(self).__name__, "delta", delta)
-        return self._claims.epsilon(sigma, steps, delta, accountant) if steps else 0.0
+        return self._claims.epsilon(sigma, steps, delta, used) if steps else 0.0
 
     @suggests_names
     def calibrate(
@@ -193,7 +194,7 @@ class AbstractPlanConfig(abc.ABC):
         epsilon: float,
         delta: float,
         tol: float | None = None,
-        accountant: str | AccountantFactory | None = None,
+        accountant: str | Accountant | AccountantFactory | None = None,
     ) -> Self:
         """The same config with the least noise that keeps a target.
 
@@ -254,17 +255,17 @@ class AbstractPlanConfig(abc.ABC):
     def _column_norm(self) -> float:
         return 1.0 if self.recurrence is None else self.recurrence.column_norm
 
-    def _accountant(self, name: str | None) -> str:
-        """The accountant that was asked for, if it can judge these batches."""
-        if name is None:
+    def _accountant(self, accountant: str | Accountant | None) -> str | Accountant:
+        """The accountant that was asked for. Raises for a built-in one without an analysis of these batches."""
+        if accountant is None:
             return self.accountants[0]
-        accountant_used(name)
-        if name not in self.accountants:
+        name = accountant_used(accountant)
+        if isinstance(accountant, str) and name not in self.accountants:
             raise AccountingRefusedError(
                 f"accountant {name!r} cannot judge such batches.",
                 fix=f"Choose one of: {', '.join(map(repr, self.accountants))}.",
             )
-        return name
+        return accountant
 
     def _noise_multiplier(self) -> float:
         if self.noise_multiplier is None:

@@ -13,11 +13,12 @@ from dpengine.accounting.events import Event, MatrixGaussianEvent, NonPrivateEve
 from dpengine.accounting.ledger import Charge
 from dpengine.accounting.library_events import to_dp_accounting as as_library_event
 from dpengine.accounting.noise_calibration import calibration
+from dpengine.accounting.own_accountant import Accountant
 from dpengine.batch_selection.cyclic_poisson import CyclicPoissonSampling
 from dpengine.noise.sensitivity import toeplitz_sq_sensitivity
 from dpengine.sampling.cyclic import Partition
 
-from .claims import example_relation
+from .claims import claimed_noise, example_relation
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -79,12 +80,14 @@ class Cycles:
         """What the run releases, as an event of the dp-accounting library."""
         return as_library_event(self.claim(noise_multiplier, ""), self.iterations)
 
-    def epsilon(self, noise_multiplier: float, steps: int, delta: float, accountant: str) -> float:
+    def epsilon(self, noise_multiplier: float, steps: int, delta: float, accountant: str | Accountant) -> float:
         """Epsilon of the first steps."""
         return epsilon_of((Charge(self.claim(noise_multiplier, ""), steps),), delta, accountant, self.relation)
 
-    def least_noise(self, target: float, delta: float, accountant: str, tol: float) -> float:
+    def least_noise(self, target: float, delta: float, accountant: str | Accountant, tol: float) -> float:
         """The least noise at which the accountant finds a target kept."""
+        if not isinstance(accountant, str):  # which need not count the run as one Gaussian release
+            return claimed_noise(self, self.iterations, target, delta, accountant, tol)
         one = calibration(
             target_epsilon=target,
             target_delta=delta,

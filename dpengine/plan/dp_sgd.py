@@ -10,6 +10,7 @@ from dpengine.accounting.batch_events import FixedSizeGaussianEvent
 from dpengine.accounting.events import Event, NonPrivateEvent, Relation
 from dpengine.accounting.ledger import Charge
 from dpengine.accounting.library_events import to_dp_accounting
+from dpengine.accounting.own_accountant import Accountant
 from dpengine.batch_selection.fixed_size import FixedBatchSampling
 from dpengine.batch_selection.scheme import AbstractBatchSelection
 from dpengine.noise.correlated import Recurrence
@@ -108,8 +109,8 @@ class _FixedBatches:
         """With half the noise, since the library's RDP accountant takes replace-one at distance 1."""
         return to_dp_accounting(self.claim(noise_multiplier / 2, ""), self.iterations)
 
-    def epsilon(self, noise_multiplier: float, steps: int, delta: float, accountant: str) -> float:
+    def epsilon(self, noise_multiplier: float, steps: int, delta: float, accountant: str | Accountant) -> float:
         return epsilon_of((Charge(self.claim(noise_multiplier, ""), steps),), delta, accountant, self.relation)
 
-    def least_noise(self, target: float, delta: float, accountant: str, tol: float) -> float:
+    def least_noise(self, target: float, delta: float, accountant: str | Accountant, tol: float) -> float:
         return claimed_noise(self, self.iterations, target, delta, accountant, tol)

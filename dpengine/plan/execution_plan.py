@@ -11,6 +11,7 @@ from dpengine.batch_selection.scheme import AbstractBatchSelection
 from dpengine.noise.transform import NoiseTransform
 
 if TYPE_CHECKING:
+    from dpengine.accounting.own_accountant import Accountant
     from dpengine.functional.bounded import BoundedSensitivityCallable
 
     from .config import AbstractPlanConfig
@@ -55,7 +56,7 @@ class DPExecutionPlan:
         """Standard deviation of each fresh normal, in units of the clipped sum."""
         return self.noise_addition_transform.stddev
 
-    def epsilon(self, delta: float, step: int | None = None, *, accountant: str | None = None) -> float:
+    def epsilon(self, delta: float, step: int | None = None, *, accountant: str | Accountant | None = None) -> float:
         """Epsilon of the whole run, or of its first steps, whose number was fixed in advance.
 
         If training stopped at a step for a reason that hangs on private data, the cost is that of the whole run: the

@@ -9,6 +9,7 @@ from typing import Any, ClassVar, NoReturn, final
 from dpengine.accounting.accountant import ACCOUNTANTS
 from dpengine.accounting.events import Event, NonPrivateEvent, Relation
 from dpengine.accounting.library_events import to_dp_accounting
+from dpengine.accounting.own_accountant import Accountant
 from dpengine.batch_selection.fixed_size import FixedBatchSampling
 from dpengine.batch_selection.scheme import AbstractBatchSelection
 from dpengine.errors import InvalidBudgetError
@@ -89,10 +90,10 @@ class _Nothing:
     def library_event(self, noise_multiplier: float) -> Any:
         return to_dp_accounting(NonPrivateEvent())
 
-    def epsilon(self, noise_multiplier: float, steps: int, delta: float, accountant: str) -> float:
+    def epsilon(self, noise_multiplier: float, steps: int, delta: float, accountant: str | Accountant) -> float:
         return math.inf
 
-    def least_noise(self, target: float, delta: float, accountant: str, tol: float) -> NoReturn:
+    def least_noise(self, target: float, delta: float, accountant: str | Accountant, tol: float) -> NoReturn:
         raise InvalidBudgetError(
             f"NonPrivateConfig adds no noise: it cannot keep epsilon={target!r}.", fix="Use DPSGDConfig."
         )

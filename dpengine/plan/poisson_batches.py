@@ -12,6 +12,7 @@ from dpengine.accounting.events import CyclicGaussianEvent, Event, NonPrivateEve
 from dpengine.accounting.ledger import Charge
 from dpengine.accounting.library_events import to_dp_accounting
 from dpengine.accounting.noise_calibration import calibration
+from dpengine.accounting.own_accountant import Accountant
 from dpengine.batch_selection.cyclic_poisson import CyclicPoissonSampling
 from dpengine.batch_selection.truncation import cut_probability, suggest_cap
 from dpengine.errors import InvalidBudgetError, notice
@@ -89,13 +90,13 @@ class PoissonBatches:
         """What the whole run releases, as an event of the dp-accounting library."""
         return to_dp_accounting(self.claim(noise_multiplier, ""), self.iterations)
 
-    def epsilon(self, noise_multiplier: float, steps: int, delta: float, accountant: str) -> float:
+    def epsilon(self, noise_multiplier: float, steps: int, delta: float, accountant: str | Accountant) -> float:
         """Epsilon of the first steps."""
         if self.truncated_batch_size is not None and noise_multiplier > 0:
             self._warn_of_cut(delta)
         return epsilon_of((Charge(self.claim(noise_multiplier, ""), steps),), delta, accountant, self.relation)
 
-    def least_noise(self, target: float, delta: float, accountant: str, tol: float) -> float:
+    def least_noise(self, target: float, delta: float, accountant: str | Accountant, tol: float) -> float:
         """The least noise at which the accountant finds a target kept."""
         if self.sampling_prob == 0:
             raise InvalidBudgetError(
@@ -103,6 +104,7 @@ class PoissonBatches:
             )
         if self.truncated_batch_size is not None:
             self._warn_of_cut(delta)
+        if self.truncated_batch_size is not None or not isinstance(accountant, str):
             return claimed_noise(self, self.iterations, target, delta, accountant, tol)
         return calibration(
             target_epsilon=target,

@@ -35,7 +35,7 @@ def document_of(facts: RunFacts, figures: Figures) -> dict[str, Any]:
         "mechanism": {key: facts.plan.get(key) for key in _PLAN} | {"steps": facts.steps},
         "accounting": {
             "accountant": figures.accountant,
-            "library": "dpengine",
+            "library": figures.library,
             "version": figures.version,
             "discretization": figures.grid,
             "assumptions": [
@@ -117,6 +117,7 @@ def figures_in(document: Mapping[str, Any]) -> Figures:
         grid=accounting["discretization"],
         unamplified=None if unamplified is None else _number(unamplified),
         version=accounting["version"],
+        library=accounting["library"],
     )
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from dpengine.accounting.events import NonPrivateEvent, Relation, UnclaimedEvent
 from dpengine.accounting.ledger import Charge, Ledger, steps_of
+from dpengine.accounting.own_accountant import Accountant, name_of
 
 from .history_rows import public_text, public_values, rows_of
 
@@ -40,7 +41,7 @@ class RunFacts:
         history: Everything that was charged: ``ledger.history``.
         delta: The delta of the statement.
         relation: Which data sets are neighbours.
-        accountant: Name of the accountant.
+        accountant: Name of a built-in accountant, or a user's own. `state_dict` stores the name.
         num_examples: Size of the training set, or None. Shown only where it is public.
         num_examples_public: Whether it may be shown. A relation that fixes the number of rows makes it public anyway.
         constants_declared: For add-or-remove: whether rate, divisor and delta were given, not derived from the rows.
@@ -64,7 +65,7 @@ class RunFacts:
     history: tuple[Charge, ...]
     delta: float
     relation: Relation
-    accountant: str = "pld"
+    accountant: str | Accountant = "pld"
     num_examples: int | None = None
     num_examples_public: bool = False
     constants_declared: bool | None = None
@@ -121,6 +122,7 @@ class RunFacts:
         state = {item.name: getattr(self, item.name) for item in fields(self)}
         state |= {name: _charges_state(state[name]) for name in ("history", "unamplified")}
         state |= {"relation": self.relation.value, "excludes": list(self.excludes), "schema": _STATE_SCHEMA}
+        state |= {"accountant": name_of(self.accountant)}
         return state | ({} if self.rows_are_public else {"num_examples": None})
 
     @classmethod

@@ -19,6 +19,7 @@ from dpengine.accounting.accountant import (
 )
 from dpengine.accounting.events import NonPrivateEvent, Relation, UnclaimedEvent
 from dpengine.accounting.ledger import Charge
+from dpengine.accounting.own_accountant import Accountant
 from dpengine.errors import AccountingRefusedError
 
 from .facts import RunFacts
@@ -29,6 +30,9 @@ Points = tuple[tuple[float, float], ...]
 _DECADES = tuple(10.0**-k for k in range(1, 10))
 _CURVE_STEPS = 16
 _ATTACK_DELTAS = 24
+
+LIBRARY, OWN = "dpengine", "user"
+"""Whose code the accountant is."""
 
 
 def version_of(package: str) -> str:
@@ -47,10 +51,11 @@ class Figures:
         spent: Epsilon, mu and advantage, or None where nothing can be claimed.
         refusal: Why not; empty if ``spent`` is there.
         profile: Pairs of delta and epsilon.
-        accountant: The accountant that answered, or would have.
+        accountant: Name of the accountant that answered, or would have.
         grid: Spacing of its grid of losses; None where it uses none.
         unamplified: Epsilon of a shuffled run without credit for shuffling; None where it is not known.
         version: Of the dpengine that gave them.
+        library: `LIBRARY`, or `OWN` for an accountant of the user's own.
     """
 
     spent: PrivacySpent | None
@@ -60,24 +65,26 @@ class Figures:
     grid: float | None = None
     unamplified: float | None = None
     version: str = field(default_factory=lambda: version_of("dpengine"))
+    library: str = LIBRARY
 
     @property
     def are_ours(self) -> bool:
-        """Whether this version gave them, so that others may be asked for that go with them."""
-        return self.version == version_of("dpengine")
+        """Whether an accountant of this version gave them, so that it can be asked for others."""
+        return self.version == version_of("dpengine") and self.library == LIBRARY
 
 
 def figures_of(facts: RunFacts) -> Figures:
     """Asks the accounting part. Nothing is kept from one delta to another."""
     accountant = accountant_used(facts.accountant)
+    library = LIBRARY if isinstance(facts.accountant, str) else OWN
     if facts.is_private and not facts.law_is_known:
         reason = f"Poisson assumption not met ({_unclaimed_reason(facts)})"
-        return Figures(None, reason, (), accountant, unamplified=_unamplified(facts))
+        return Figures(None, reason, (), accountant, unamplified=_unamplified(facts), library=library)
     try:
-        spent, profile, grid = _answers(accounted_history(facts), facts.delta, facts.accountant, facts.relation)
+        spent, profile, grid = _answers(accounted_history(facts), facts)
     except AccountingRefusedError as error:
-        return Figures(None, str(error).rstrip("."), (), accountant)
-    return Figures(replace(spent, steps=facts.steps), "", profile, accountant, grid)
+        return Figures(None, str(error).rstrip("."), (), accountant, library=library)
+    return Figures(replace(spent, steps=facts.steps), "", profile, accountant, grid, library=library)
 
 
 def accounted_history(facts: RunFacts) -> tuple[Charge, ...]:
@@ -118,13 +125,22 @@ def true_positives_at(facts: RunFacts, figures: Figures, false_positive_rate: fl
     return true_positive_bound(_curve(facts, figures), false_positive_rate)
 
 
-@functools.lru_cache(maxsize=8)
-def _answers(
-    history: tuple[Charge, ...], delta: float, accountant: str, relation: Relation
+def _answers(history: tuple[Charge, ...], facts: RunFacts) -> tuple[PrivacySpent, Points, float | None]:
+    if isinstance(facts.accountant, str):
+        return _remembered_answers(history, facts.delta, facts.accountant, facts.relation)
+    # A user's own accountant need not be hashable, and its answers are not ours to keep.
+    return _all_answers(history, facts.delta, facts.accountant, facts.relation)
+
+
+def _all_answers(
+    history: tuple[Charge, ...], delta: float, accountant: str | Accountant, relation: Relation
 ) -> tuple[PrivacySpent, Points, float | None]:
     spent = privacy_spent(history, delta, accountant, relation)
     profile = privacy_profile(history, {*_DECADES, delta}, accountant, relation)
     return spent, profile, discretization_of(history, delta, accountant, relation)
+
+
+_remembered_answers = functools.lru_cache(maxsize=8)(_all_answers)
 
 
 @functools.lru_cache(maxsize=8)
@@ -146,7 +162,7 @@ def _curve(facts: RunFacts, figures: Figures) -> Points:
     if not figures.are_ours:  # fewer pairs: a bound that holds too, and is somewhat larger
         return ((advantage, 0.0), *figures.profile)
     # The advantage is the delta that belongs to epsilon 0.
-    dense = _dense_profile(accounted_history(facts), 0.95 * advantage, facts.accountant, facts.relation)
+    dense = _dense_profile(accounted_history(facts), 0.95 * advantage, figures.accountant, facts.relation)
     return ((advantage, 0.0), *figures.profile, *dense)
 
 
@@ -171,7 +187,9 @@ def _first(history: tuple[Charge, ...], steps: int) -> tuple[Charge, ...]:
 
 
 def _epsilon(history: tuple[Charge, ...], facts: RunFacts) -> float:
-    return _remembered_epsilon(history, facts.delta, facts.accountant, facts.relation)
+    if isinstance(facts.accountant, str):
+        return _remembered_epsilon(history, facts.delta, facts.accountant, facts.relation)
+    return epsilon_of(history, facts.delta, facts.accountant, facts.relation)
 
 
 _remembered_epsilon = functools.lru_cache(maxsize=128)(epsilon_of)

@@ -1,10 +1,11 @@
-"""What this version can say of the numbers that another version of dpengine stated."""
+"""Checks of numbers that another version of dpengine, or a user's own accountant, computed: against a lower bound."""
 
 from __future__ import annotations
 
 import functools
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 
 from dpengine.accounting.accountant import bounds_of, epsilon_of
 from dpengine.accounting.batch_events import FixedSizeGaussianEvent, TruncatedGaussianEvent
@@ -15,7 +16,7 @@ from dpengine.accounting.tuning import RepeatAndSelectEvent
 from dpengine.errors import AccountingRefusedError
 
 from .facts import RunFacts
-from .figures import Figures, accounted_history, version_of
+from .figures import OWN, Figures, accounted_history, figures_of, version_of
 from .history_rows import as_released
 
 _SLACK = 1e-3  # relatively: how far below our bound a number of another version may lie
@@ -23,11 +24,24 @@ _UNBOUNDED = (SampledMatrixEvent, RepeatAndSelectEvent, TruncatedGaussianEvent, 
 """Events of which only upper bounds are known. Without them a history costs no more."""
 
 
+def figures_to_state(facts: RunFacts) -> Figures:
+    """Returns the figures of a run. A user's own accountant that is below the lower bound gives no claim."""
+    figures = figures_of(facts)
+    low = next(too_low(facts, figures), None) if figures.library == OWN else None
+    if low is None:
+        return figures
+    name, here, least = low
+    refusal = f"{figures.accountant} gives {name} {here:.6g}, below {least:.6g}, the lower bound of dpengine"
+    return replace(figures, spent=None, refusal=refusal, profile=(), unamplified=None)
+
+
 def made_by(facts: RunFacts, figures: Figures) -> str:
-    """Whose the numbers are, if they are another version's, and what was checked of them; empty if they are ours."""
+    """Returns what computed the numbers and how they were checked; empty for an accountant of this version."""
     if figures.are_ours:
         return ""
     made, ours = f"dpengine {figures.version} made these numbers", f"dpengine {version_of('dpengine')}"
+    if figures.library == OWN:
+        made = f"computed by {figures.accountant}, not verified"
     if figures.spent is None:
         return f"{made}, and claims no ε."
     if lowest_epsilon(accounted_history(facts), facts.delta, facts.relation) > 0:

@@ -7,8 +7,8 @@ import textwrap
 from . import sentences
 from .assumptions import assumptions
 from .facts import RunFacts
-from .figures import Figures, figures_of
-from .other_versions import made_by
+from .figures import Figures
+from .other_versions import figures_to_state, made_by
 
 _WIDTH = 100
 
@@ -25,7 +25,7 @@ def statement(facts: RunFacts) -> str:
     Returns:
         Plain text of several lines.
     """
-    return statement_of(facts, figures_of(facts))
+    return statement_of(facts, figures_to_state(facts))
 
 
 def statement_of(facts: RunFacts, figures: Figures) -> str:

@@ -10,12 +10,13 @@ from importlib import resources
 from pathlib import Path
 from typing import Any, NoReturn
 
+from dpengine.accounting.accountant import ACCOUNTANTS
 from dpengine.accounting.events import UnclaimedEvent
 from dpengine.errors import CorruptFileError, PrivacyError
 
 from .document import SCHEMA_VERSION, digest_of, document_of, facts_of, figures_in
 from .facts import RunFacts
-from .figures import figures_of, version_of
+from .figures import OWN, figures_of, version_of
 from .history_rows import public_text
 from .other_versions import too_low
 
@@ -219,10 +220,13 @@ def _check_what_follows(document: Mapping[str, Any], where: str) -> None:
         _refuse(where, f"accounting.version is {shortened(made)}, which is no version")
     try:
         facts = facts_of(document)
-        if made == version_of("dpengine"):
-            found = list(_differences(document, document_of(facts, figures_of(facts))))
-        else:
-            found = list(_doubts(document, facts))
+        stated = figures_in(document)
+        if stated.library == OWN and stated.accountant in ACCOUNTANTS:
+            raise ValueError(f"the user's own accountant has the name {stated.accountant!r}, which is built in")
+        found = [] if stated.are_ours else list(_doubts(document, facts))
+        if made == version_of("dpengine"):  # what a user's own accountant computed cannot be computed again
+            again = figures_of(facts) if stated.are_ours else stated
+            found += _differences(document, document_of(facts, again))
     except (PrivacyError, ValueError, TypeError) as error:
         _refuse(where, f"what it states is not possible: {error}")
     for name, here, there in found:

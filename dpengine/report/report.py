@@ -14,7 +14,8 @@ from typing import Any, final
 from . import pages, sentences
 from .document import document_of, facts_of, figures_in
 from .facts import RunFacts
-from .figures import Figures, figures_of
+from .figures import OWN, Figures
+from .other_versions import figures_to_state
 from .privacy_statement import statement_of
 from .reading import read_document, read_file, report_schema, violations
 
@@ -99,7 +100,7 @@ class PrivacyReport:
         """
         if self._recorded is not None:
             return copy.deepcopy(dict(self._recorded))
-        return document_of(self.facts, figures_of(self.facts))
+        return document_of(self.facts, figures_to_state(self.facts))
 
     def to_json(self) -> str:
         """Returns ``to_dict`` as strict JSON, without NaN or Infinity."""
@@ -136,7 +137,8 @@ class PrivacyReport:
     def __repr__(self) -> str:
         """The guarantee in one line, with its stamps."""
         facts, figures = self._stated()
-        made = "" if figures.are_ours else f", by dpengine {figures.version}"
+        own = f"computed by {figures.accountant}, not verified" if figures.library == OWN else ""
+        made = "" if figures.are_ours else f", {own or f'by dpengine {figures.version}'}"
         return f"PrivacyReport({sentences.headline(facts, figures)}{made})"
 
     def _stated(self) -> tuple[RunFacts, Figures]:

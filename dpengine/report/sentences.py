@@ -21,7 +21,7 @@ from dpengine.accounting.tuning import RepeatAndSelectEvent
 
 from .assumptions import stamps
 from .facts import RunFacts
-from .figures import Figures, true_positives_at
+from .figures import OWN, Figures, true_positives_at
 
 SETTING = "central"
 _ALARM_RATE = 0.01
@@ -133,6 +133,8 @@ def described(value: Any) -> Any:
 def accounting(figures: Figures) -> str:
     """Who accounts, in which version, and how the number is to be read."""
     grid = f", on a pessimistic grid of spacing {figures.grid:.3g}" if figures.grid is not None else ""
+    if figures.library == OWN:
+        return f"computed by {figures.accountant}, not verified; rounded up at the last digit."
     who = f"accountant {figures.accountant!r} of dpengine {figures.version}{grid}"
     return f"{who}; upper bounds, rounded up at the last digit."
 

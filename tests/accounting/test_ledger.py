@@ -1,4 +1,6 @@
+import copy
 import json
+import pickle
 
 import pytest
 
@@ -228,3 +230,63 @@ def test_an_event_where_a_charge_is_needed_is_told_how_to_be_one(ask):
         ask(Ledger())
     with pytest.raises(TypeError, match=r"a Charge.*\[charge\]"):
         ask(Charge(STEP))
+
+
+# Observers
+
+
+def test_an_observer_sees_each_charge_unmerged_and_after_it_is_in_the_ledger():
+    seen, given = [], []
+    ledger = Ledger([given.append])
+    stop = ledger.observe(lambda charge: seen.append((charge, ledger.steps)))
+    for count, kind in ((2, "release"), (1, "release"), (3, "void")):
+        ledger.charge(STEP, count=count, kind=kind)
+    stop()
+    ledger.charge(OTHER)
+    assert seen == [(Charge(STEP, 2), 2), (Charge(STEP), 3), (Charge(STEP, 3, "void"), 6)]
+    assert given == [charge for charge, _ in seen] + [Charge(OTHER)]
+
+
+def test_an_observer_is_called_once_however_often_it_was_added_and_not_after_it_was_removed():
+    seen = []
+    ledger = Ledger()
+    first, second = ledger.observe(seen.append), ledger.observe(seen.append)
+    ledger.charge(STEP)
+    assert len(seen) == 1
+    first()
+    second()
+    ledger.charge(STEP)
+    assert len(seen) == 1
+
+
+def test_an_observer_that_raises_takes_no_charge_back_and_hides_it_from_no_other():
+    seen = []
+    ledger = Ledger([seen.append])
+    ledger.observe(lambda charge: 1 / 0)
+    ledger.observe(seen.append)
+    ledger.observe(lambda charge: seen.append(charge))
+    with pytest.raises(ZeroDivisionError):
+        ledger.charge(STEP)
+    assert ledger.history == (Charge(STEP),)
+    assert seen == [Charge(STEP)] * 2
+
+
+def test_a_refused_charge_and_a_loaded_one_are_not_observed():
+    seen = []
+    ledger = Ledger([seen.append])
+    ledger.load_state_dict(mixed_ledger().state_dict())
+    with pytest.raises(InvalidBudgetError):
+        ledger.charge(STEP, count=0)
+    assert seen == []
+
+
+@pytest.mark.parametrize("again", [copy.copy, copy.deepcopy, lambda ledger: pickle.loads(pickle.dumps(ledger))])
+def test_a_copy_of_a_ledger_has_the_charges_and_no_observer(again):
+    seen = []
+    ledger = Ledger([seen.append])
+    ledger.observe(lambda charge: seen.append(charge))  # which cannot be pickled
+    ledger.charge(STEP)
+    other = again(ledger)
+    assert other.history == ledger.history
+    other.charge(STEP)
+    assert len(seen) == 2

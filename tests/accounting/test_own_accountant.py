@@ -1,0 +1,292 @@
+"""An accountant of the user's own: what it must be, what it is asked, and how its values are checked."""
+
+import math
+from fractions import Fraction
+
+import numpy as np
+import pytest
+
+from dpengine import PrivacyEngine
+from dpengine.accounting import (
+    ACCOUNTANTS,
+    Accountant,
+    Charge,
+    CyclicGaussianEvent,
+    FixedSizeGaussianEvent,
+    GaussianEvent,
+    MatrixGaussianEvent,
+    NonPrivateEvent,
+    PoissonGaussianEvent,
+    Relation,
+    RepeatAndSelectEvent,
+    UnclaimedEvent,
+    advantage_of,
+    bounds_of,
+    calibrate,
+    calibration,
+    delta_of,
+    epsilon,
+    epsilon_of,
+    mu_gdp,
+    privacy_profile,
+    privacy_spent,
+    steps_within,
+    trade_off,
+)
+from dpengine.accounting.accountant import discretization_of
+from dpengine.errors import AccountingRefusedError, CalibrationError
+from dpengine.plan import BandedInverseConfig, BandMFConfig, DPSGDConfig
+
+SAMPLED = (Charge(PoissonGaussianEvent(0.02, 1.5), 200), Charge(PoissonGaussianEvent(0.02, 1.5), 3, "void"))
+UNSAMPLED = (Charge(GaussianEvent(30.0), 40),)
+
+
+class Through:
+    """A built-in accountant through the contract, with the kinds of events that it was asked about."""
+
+    def __init__(self, accountant):
+        self.name, self.accountant, self.asked = f"{accountant} through the contract", accountant, set()
+
+    def epsilon(self, history, delta, relation):
+        self.asked |= {type(charge.event) for charge in history}
+        return epsilon_of(history, delta, self.accountant, relation)
+
+    def delta(self, history, epsilon, relation):
+        self.asked |= {type(charge.event) for charge in history}
+        return delta_of(history, epsilon, self.accountant, relation)
+
+    def bounds(self, history, delta, relation):
+        return bounds_of(history, delta, self.accountant, relation)
+
+
+class Says:
+    """Gives one value for all questions."""
+
+    name = "says"
+
+    def __init__(self, value):
+        self.value = value
+
+    def epsilon(self, history, delta, relation):
+        return self.value
+
+    def delta(self, history, epsilon, relation):
+        return self.value
+
+    def bounds(self, history, delta, relation):
+        return self.value
+
+
+QUESTIONS = [
+    lambda history, accountant: epsilon_of(history, 1e-5, accountant),
+    lambda history, accountant: epsilon_of(history, 1e-5, accountant, Relation.ZERO_OUT),
+    lambda history, accountant: delta_of(history, 0.5, accountant),
+    lambda history, accountant: advantage_of(history, accountant),
+    lambda history, accountant: mu_gdp(history, 1e-5, accountant),
+    lambda history, accountant: privacy_profile(history, [1e-3, 1e-5], accountant),
+    lambda history, accountant: trade_off(history, [0.01, 0.1], accountant),
+]
+
+
+@pytest.mark.parametrize("history", [SAMPLED, UNSAMPLED, (), (Charge(NonPrivateEvent()),)], ids=len)
+@pytest.mark.parametrize("name", ["pld", "rdp"])
+def test_a_builtin_accountant_gives_the_same_answers_through_the_contract(name, history):
+    for question in QUESTIONS:
+        assert question(history, Through(name)) == question(history, name)
+    own = privacy_spent(history, 1e-5, Through(name))
+    assert own.accountant_used == f"{name} through the contract"
+    assert (own.epsilon, own.mu, own.advantage) == (
+        (builtin := privacy_spent(history, 1e-5, name)).epsilon,
+        builtin.mu,
+        builtin.advantage,
+    )
+
+
+def test_bounds_come_from_the_optional_method():
+    assert bounds_of(SAMPLED, 1e-5, Through("pld")) == bounds_of(SAMPLED, 1e-5, "pld")
+    assert bounds_of((), 1e-5, Says((1.0, 2.0, 3.0))) == (0.0, 0.0, 0.0)
+    assert bounds_of(SAMPLED, 1e-5, Says((1.0, 2, np.float32(3)))) == (1.0, 2.0, 3.0)
+    for wrong in ((1.0, 2.0), 3.0, None, (3.0, 2.0, 1.0), (math.nan, 1.0, 2.0), (1.0, "2", 3.0)):
+        with pytest.raises((TypeError, ValueError), match=r"accountant 'says': bounds\(\)"):
+            bounds_of(SAMPLED, 1e-5, Says(wrong))
+    without = Says(1.0)
+    without.bounds = None
+    with pytest.raises(TypeError, match="bounds is not a method"):
+        bounds_of(SAMPLED, 1e-5, without)
+
+
+def test_an_accountant_without_bounds_has_none_and_no_grid():
+    class Plain:
+        name = "plain"
+        epsilon, delta = Says.epsilon, Says.delta
+        value = 0.5
+
+    with pytest.raises(AccountingRefusedError, match="accountant 'plain' has no bound from below"):
+        bounds_of(SAMPLED, 1e-5, Plain())
+    assert epsilon_of(SAMPLED, 1e-5, Plain()) == 0.5
+    assert discretization_of(SAMPLED, 1e-5, Plain()) is None
+
+
+# What the library answers by itself
+
+
+def test_a_release_without_noise_a_claim_or_a_charge_is_not_left_to_the_accountant():
+    for answer in (Says(0.25), Says(math.nan)):
+        assert epsilon_of((), 1e-5, answer) == delta_of((), 1.0, answer) == 0.0
+        bare = (*SAMPLED, Charge(NonPrivateEvent()))
+        assert epsilon_of(bare, 1e-5, answer) == math.inf
+        assert delta_of(bare, 1.0, answer) == 1.0
+        for question in QUESTIONS:
+            with pytest.raises(AccountingRefusedError, match="No epsilon is claimed"):
+                question((*SAMPLED, Charge(UnclaimedEvent("not drawn at random."))), answer)
+
+
+def test_the_history_is_handed_over_as_it_was_charged():
+    class Keeps(Says):
+        def epsilon(self, history, delta, relation):
+            self.value = (history, delta, relation)
+            return 1
+
+    keeps = Keeps(None)
+    assert type(epsilon_of(list(SAMPLED), 1e-5, keeps, "zero-out")) is float
+    assert keeps.value == (SAMPLED, 1e-5, Relation.ZERO_OUT)
+
+
+# Values
+
+
+@pytest.mark.parametrize("value", [math.nan, -1e-9, -math.inf, np.float64("nan")], ids=str)
+def test_an_epsilon_out_of_range_raises_with_the_name(value):
+    with pytest.raises(ValueError, match=r"accountant 'says': epsilon\(\) returned .*, which is not in \[0, inf\]"):
+        epsilon_of(SAMPLED, 1e-5, Says(value))
+
+
+@pytest.mark.parametrize("value", [None, "1.0", True, 1j, (1.0,), np.array([1.0])], ids=str)
+def test_an_epsilon_that_is_no_number_raises_with_the_name(value):
+    for ask in (lambda: epsilon_of(SAMPLED, 1e-5, Says(value)), lambda: delta_of(SAMPLED, 1.0, Says(value))):
+        with pytest.raises(TypeError, match=r"accountant 'says': \w+\(\) returned .*, which is not a number"):
+            ask()
+
+
+@pytest.mark.parametrize("value", [math.nan, -0.1, 1.0001])
+def test_a_delta_out_of_range_raises_with_the_name(value):
+    with pytest.raises(ValueError, match=r"accountant 'says': delta\(\) returned .*, which is not in \[0, 1\]"):
+        delta_of(SAMPLED, 1.0, Says(value))
+
+
+@pytest.mark.parametrize("value", [0, 1, np.float32(0.5), Fraction(1, 2), math.inf])
+def test_any_real_number_is_an_epsilon(value):
+    assert epsilon_of(SAMPLED, 1e-5, Says(value)) == float(value)
+
+
+# The contract
+
+
+class Nameless:
+    epsilon, delta = Says.epsilon, Says.delta
+
+
+class WithoutDelta:
+    name, epsilon = "half", Says.epsilon
+
+
+class Inherits(Accountant):
+    """Of the contract, with nothing of its own."""
+
+
+@pytest.mark.parametrize(
+    ("accountant", "says"),
+    [
+        (Nameless(), "a Nameless, which lacks name, which must be a printable str"),
+        (WithoutDelta(), r"a WithoutDelta, which lacks delta\(\)"),
+        (Inherits(), "an? Inherits, which lacks name"),
+        (Charge(GaussianEvent(1.0)), r"a Charge, which lacks name, .*, and epsilon\(\), and delta\(\)"),
+        (Through, "the class Through. Pass an instance"),
+    ],
+    ids=lambda value: "" if isinstance(value, str) else getattr(value, "__name__", type(value).__name__),
+)
+def test_an_object_that_lacks_something_is_refused_with_what_it_lacks(accountant, says):
+    for call in (lambda: PrivacyEngine(accountant=accountant), lambda: epsilon_of(SAMPLED, 1e-5, accountant)):
+        with pytest.raises(TypeError, match=f"accountant is {says}"):
+            call()
+
+
+@pytest.mark.parametrize("name", ["", " ", 3, None, "two\nlines"], ids=repr)
+def test_a_name_must_be_a_printable_text(name):
+    own = Says(1.0)
+    own.name = name
+    with pytest.raises(TypeError, match="lacks name"):
+        PrivacyEngine(accountant=own)
+
+
+@pytest.mark.parametrize("name", ACCOUNTANTS)
+def test_the_name_of_a_builtin_accountant_is_taken(name):
+    own = Says(1.0)
+    own.name = name
+    with pytest.raises(ValueError, match=f"a Says with the name '{name}', which is built in"):
+        PrivacyEngine(accountant=own)
+
+
+def test_an_observer_must_be_a_method():
+    own = Says(1.0)
+    own.charged = 3
+    with pytest.raises(TypeError, match="a Says, whose charged is not a method"):
+        PrivacyEngine(accountant=own)
+
+
+# Calibration
+
+RUN = {"sample_rate": 0.02, "steps": 300}
+
+
+@pytest.mark.parametrize("name", ["pld", "rdp"])
+@pytest.mark.parametrize("spent", [(), UNSAMPLED])
+@pytest.mark.parametrize("rate", [0.02, 1.0])
+def test_noise_is_found_for_the_accountant_that_was_asked(name, spent, rate):
+    target = {"target_epsilon": 2.0, "target_delta": 1e-5, "sample_rate": rate, "steps": 300, "spent": spent}
+    own = calibration(**target, accountant=Through(name))
+    builtin = calibration(**target, accountant=name)
+    assert own.accountant_used == f"{name} through the contract"
+    assert 2.0 * (1 - 1e-4) < own.epsilon <= 2.0
+    assert own.noise_multiplier == pytest.approx(builtin.noise_multiplier, rel=1e-4)
+
+
+def test_the_plain_functions_take_an_accountant():
+    own = Through("rdp")
+    sigma = calibrate(target_epsilon=2.0, target_delta=1e-5, **RUN, accountant=own)
+    assert epsilon(noise_multiplier=sigma, delta=1e-5, **RUN, accountant="rdp") <= 2.0
+    question = {"target_epsilon": 2.0, "target_delta": 1e-5, "sample_rate": 0.02, "noise_multiplier": sigma}
+    assert steps_within(**question, accountant=own) == steps_within(**question, accountant="rdp") >= 300
+    assert own.asked
+
+
+def test_a_target_that_the_accountant_never_grants_is_a_calibration_error():
+    with pytest.raises(CalibrationError, match="smallest reachable here: 3"):
+        calibrate(target_epsilon=2.0, target_delta=1e-5, **RUN, accountant=Says(3.0))
+
+
+def test_what_was_spent_need_not_have_a_bound_by_another_accountant():
+    spent = (Charge(RepeatAndSelectEvent(((PoissonGaussianEvent(0.01, 4.0), 50),), 3.0)),)
+    with pytest.raises(AccountingRefusedError):
+        epsilon_of(spent, 1e-5, "pld")
+    target = {"target_epsilon": 3.0, "target_delta": 1e-5, "spent": spent, **RUN}
+    own, builtin = (calibration(**target, accountant=accountant) for accountant in (Through("rdp"), "rdp"))
+    assert own.noise_multiplier == pytest.approx(builtin.noise_multiplier, rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("config", "event"),
+    [
+        (DPSGDConfig(iterations=100, sampling_prob=0.05), PoissonGaussianEvent),
+        (DPSGDConfig(iterations=100, fixed_batch_size=50, num_examples=1000), FixedSizeGaussianEvent),
+        (BandMFConfig.default(num_bands=4, iterations=100, sampling_prob=0.1), CyclicGaussianEvent),
+        (BandedInverseConfig.default(num_bands=4, iterations=100, cycle_length=20), MatrixGaussianEvent),
+    ],
+    ids=["poisson", "fixed-size", "band-mf", "banded-inverse"],
+)
+def test_a_plan_is_calibrated_by_an_accountant_on_its_own_events(config, event):
+    own = Through("pld")
+    found = config.calibrate(epsilon=3.0, delta=1e-5, accountant=own)
+    assert own.asked == {event}
+    assert 2.99 < found.epsilon(1e-5, accountant=own) <= 3.0
+    assert found.noise_multiplier == pytest.approx(config.calibrate(epsilon=3.0, delta=1e-5).noise_multiplier, rel=1e-4)
