@@ -23,7 +23,7 @@ from dpengine.distributed.detect import unwrapped
 from dpengine.engine.batch_state import Stage
 from dpengine.engine.rank_consistency import examples_of
 from dpengine.engine.run import Run
-from dpengine.errors import CorruptFileError, LedgerError, MechanismMismatchError, TicketError
+from dpengine.errors import CorruptFileError, LedgerError, MechanismMismatchError, SamplingError, TicketError
 from dpengine.noise.correlated import mechanism_for
 from dpengine.noise.mechanism import AbstractNoise
 from dpengine.noise.source import NoiseSource
@@ -52,6 +52,11 @@ _KINDS: dict[str, Any] = {
 def taken(run: Run) -> dict[str, Any]:
     """The state of a run between two steps. It contains the secret key, and this rank's slices of the noise alone."""
     step = run.step
+    if run.batches is None:
+        raise SamplingError(
+            "A run of external batches cannot be saved: the position of its batches is not known.",
+            fix="Save the model, the optimizer and engine.state_dict(), and call make_private again.",
+        )
     if step.batches.stage not in _BETWEEN_STEPS or step.batches.fetched:
         raise TicketError(
             "A batch is at hand that was not stepped; a checkpoint is of a run between two steps.",

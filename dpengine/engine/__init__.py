@@ -11,7 +11,9 @@ if TYPE_CHECKING:
     from .grad_sample_module import GradSampleModule as GradSampleModule
     from .gradient_check import GradientReport as GradientReport
     from .gradient_check import check_per_sample_gradients as check_per_sample_gradients
+    from .integration import fetch_ahead as fetch_ahead
     from .optimizer import detach as detach
+    from .per_sample import PerSampleGradients as PerSampleGradients
     from .privacy_engine import PrivacyEngine as PrivacyEngine
     from .public_gradients import public as public
 else:
@@ -23,7 +25,9 @@ else:
             "clipper": ["PerSampleGradientClipper"],
             "grad_sample_module": ["GradSampleModule"],
             "gradient_check": ["GradientReport", "check_per_sample_gradients"],
+            "integration": ["fetch_ahead"],
             "optimizer": ["detach"],
+            "per_sample": ["PerSampleGradients"],
             "privacy_engine": ["PrivacyEngine"],
             "public_gradients": ["public"],
         },

@@ -21,10 +21,12 @@ from dpengine.accounting.noise_calibration import calibration
 from dpengine.accounting.own_accountant import Accountant
 from dpengine.clipping.policy import AbstractClip
 from dpengine.clipping.short_forms import clipping_from
+from dpengine.distributed.topology import Topology
 from dpengine.errors import (
     InvalidBudgetError,
     LedgerError,
     ParameterMismatchError,
+    SamplingError,
     UnknownParameterError,
     UnsupportedLayerError,
     notice,
@@ -34,6 +36,7 @@ from dpengine.noise.band_mf import BandMF
 from dpengine.noise.correlated import Recurrence
 from dpengine.plan.run_plan import RunPlan, rate_to_book
 from dpengine.sampling.cyclic import CyclicPoissonStrategy, Partition
+from dpengine.sampling.external import ExternalBatches
 from dpengine.sampling.poisson import PoissonSampling
 from dpengine.sampling.scheme import AbstractBatchStrategy
 from dpengine.sampling.units import UnitIds, refuse_reordering, unit_numbers
@@ -317,3 +320,25 @@ def units_for(privacy_unit: Any, loader: Any, mode: str) -> tuple[UnitIds | None
     units = unit_numbers(privacy_unit, loader.dataset)
     refuse_reordering(loader.collate_fn, loader.dataset)
     return units, int(units.max(initial=-1)) + 1, privacy_unit if isinstance(privacy_unit, str) else "user"
+
+
+def is_external(
+    sampling: Any, units: UnitIds | None, physical_batch_size: int | None, accumulation_steps: int, topology: Topology
+) -> bool:
+    """Whether the loop draws its own batches. Raises for arguments that only a private loader can follow."""
+    if isinstance(sampling, str):
+        return False
+    if not isinstance(sampling, ExternalBatches):
+        raise TypeError(f"sampling={sampling!r}; pass 'poisson', 'shuffle' or dpengine.sampling.ExternalBatches(...).")
+    for given, name in (
+        (units is not None, "privacy_unit"),
+        (physical_batch_size is not None, "physical_batch_size"),
+        (accumulation_steps != 1, "accumulation_steps"),
+        (topology.everyone.size > 1, "several processes"),
+    ):
+        if given:
+            raise SamplingError(
+                f"sampling=ExternalBatches(...) does not support {name}: the engine does not draw these batches.",
+                fix='Let the engine draw them: sampling="poisson".',
+            )
+    return True

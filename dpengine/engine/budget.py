@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from dpengine.accounting.accountant import epsilon_of
 from dpengine.accounting.events import Event
 from dpengine.accounting.ledger import Charge, Ledger
+from dpengine.accounting.own_accountant import Accountant
 from dpengine.accounting.rounding import round_up
 from dpengine.errors import notice
 from dpengine.ledger_file.run_ledger import RunLedger
@@ -33,7 +34,7 @@ class Budget:
     delta: float = 0.0
     planned_steps: int | None = None
     on_budget: str = "warn"
-    accountant: str = "pld"
+    accountant: str | Accountant = "pld"
     fits_plan: bool = True
     # Number of charges of an event that are known to fit beside a history: an evaluation may take a second.
     _fits: dict[tuple[Event, tuple[Charge, ...]], int] = field(default_factory=dict)

@@ -27,6 +27,7 @@ from dpengine.plan.long_noise import BandedInverseConfig, BLTConfig
 from dpengine.plan.run_plan import RunPlan
 from dpengine.sampling.choose_scheme import strategy_for
 from dpengine.sampling.cyclic import CyclicPoissonStrategy
+from dpengine.sampling.external import ExternalBatches
 from dpengine.sampling.poisson import PoissonSampling
 from dpengine.sampling.scheme import AbstractBatchStrategy
 from dpengine.sampling.subset import TruncatedStrategy
@@ -57,7 +58,7 @@ class Spending:
 class Batching:
     """How batches are drawn; as ``make_private`` was given it."""
 
-    sampling: str
+    sampling: str | ExternalBatches
     sample_rate: float | None
     expected_batch_size: float | None
     num_units: int | None
@@ -99,12 +100,16 @@ def source_for(topology: Topology, kind: str, seed: int | None, *, run: int) -> 
 
 def _by_numbers(module: nn.Module, loader: DataLoader[Any], wanted: Wanted) -> tuple[RunPlan, Budget]:
     spending, batching = wanted.spending, wanted.batching
-    strategy = strategy_for(
-        loader,
-        sampling=batching.sampling,
-        sample_rate=batching.sample_rate,
-        expected_batch_size=batching.expected_batch_size,
-    )
+    strategy: AbstractBatchStrategy
+    if isinstance(batching.sampling, str):
+        strategy = strategy_for(
+            loader,
+            sampling=batching.sampling,
+            sample_rate=batching.sample_rate,
+            expected_batch_size=batching.expected_batch_size,
+        )
+    else:
+        strategy = batching.sampling
     if batching.num_units is not None:
         strategy = _over_units(strategy, batching)
     policy = clipping_for(module, wanted.clipping, wanted.max_grad_norm)
@@ -134,7 +139,7 @@ def _by_numbers(module: nn.Module, loader: DataLoader[Any], wanted: Wanted) -> t
 def _budget(spending: Spending, target: float | None, delta: float, planned: int | None) -> Budget:
     # A user's own accountant may judge the events of the run otherwise than those of the calibration: it checks each.
     fits, accountant = isinstance(spending.accountant, str), spending.accountant
-    return Budget(target, delta, planned, spending.on_budget, accountant, fits_plan=fits)  # type: ignore[arg-type]
+    return Budget(target, delta, planned, spending.on_budget, accountant, fits_plan=fits)
 
 
 def _in_equal_groups(strategy: AbstractBatchStrategy, wanted: Wanted) -> AbstractBatchStrategy:

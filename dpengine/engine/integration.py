@@ -1,4 +1,4 @@
-"""Entry points for integrations that build the parts of a run themselves."""
+"""Entry points for trainers: look-ahead, and runs whose parts an integration builds itself."""
 
 from __future__ import annotations
 
@@ -6,12 +6,33 @@ from typing import TYPE_CHECKING, Any
 
 from dpengine.accounting.ledger import Ledger
 from dpengine.distributed.topology import Topology
+from dpengine.errors import suggests_names
 from dpengine.ledger_file.books import asked_for
 from dpengine.ledger_file.run_ledger import RunLedger
+from dpengine.sampling.scheme import whole_number
 
 if TYPE_CHECKING:
     from .privacy_engine import PrivacyEngine
     from .run import Run
+
+
+@suggests_names
+def fetch_ahead(engine: PrivacyEngine, batches: int) -> None:
+    """Declares that the trainer fetches batches from the private loader before it uses the first of them.
+
+    Call it after ``make_private``, before the first batch. Each physical batch must then go through one backward pass,
+    in the order of the loader; a batch that is empty may be left out.
+
+    Args:
+        engine: The engine; the declaration is about the run of the last ``make_private``.
+        batches: Number of physical batches that are fetched ahead; 0 if each is used before the next one is fetched.
+
+    Raises:
+        InvalidBudgetError: If no model is private yet.
+        TypeError: If ``batches`` is no integer.
+        ValueError: If it is negative.
+    """  # noqa: DOC502 - the checks raise
+    engine._last_run().step.batches.look_ahead = whole_number("fetch_ahead", "batches", batches, at_least=0)
 
 
 def ledger_of_run(engine: PrivacyEngine, run: str, topology: Topology, *, delta: float) -> Ledger | RunLedger:

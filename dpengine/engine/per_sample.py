@@ -26,6 +26,10 @@ class PerSampleGradients:
 
     Attributes:
         samples: Number of samples B.
+
+    Args:
+        clipper: The clipper that recorded the pass.
+        recorded: The pass, as `PassClipper.take` returned it.
     """
 
     def __init__(self, clipper: PassClipper, recorded: RecordedPass):

@@ -28,9 +28,10 @@ from dpengine.noise.source import NoiseSource
 from dpengine.plan.config import AbstractPlanConfig
 from dpengine.plan.execution_plan import DPExecutionPlan
 from dpengine.report.report import PrivacyReport
-from dpengine.sampling.scheme import whole_number
+from dpengine.sampling.external import ExternalBatches
 
 from . import argument_checks
+from .batch_state import BatchState
 from .build_plan import Batching, Spending, Wanted, arranged, name_for, source_for
 from .pass_clipper import PassClipper
 from .progress import progress
@@ -111,7 +112,7 @@ class PrivacyEngine(argument_checks.Uncopied):
         clipping: str | AbstractClip = "flat",
         noise: BandMF | BLT | BandedInverse | None = None,
         plan: DPExecutionPlan | AbstractPlanConfig | None = None,
-        sampling: str = "poisson",
+        sampling: str | ExternalBatches = "poisson",
         sample_rate: float | None = None,
         expected_batch_size: float | None = None,
         physical_batch_size: int | None = None,
@@ -151,7 +152,8 @@ class PrivacyEngine(argument_checks.Uncopied):
                 error at the same cost over the planned ``epochs`` or ``steps``.
             plan: Instead of all that concerns noise, clipping and sampling: see `dpengine.plan`. ``p.grad`` is then the
                 sum that the plan says, divided by its ``normalize_by``; the run ends with its iterations.
-            sampling: ``"poisson"``; or ``"shuffle"``, for which no epsilon is claimed.
+            sampling: ``"poisson"``; ``"shuffle"``, for which no epsilon is claimed; or ``ExternalBatches(...)``, if the
+                loop draws its own batches: ``data_loader`` is then returned as it is, and may be any iterable.
             sample_rate: The probability of each example, as a constant. None derives it from the loader, which makes
                 the number of examples public.
             expected_batch_size: The divisor of the sums, as a constant. None takes the loader's batch size.
@@ -174,10 +176,8 @@ class PrivacyEngine(argument_checks.Uncopied):
         Returns:
             The same model, the same optimizer, and the private loader.
         """
-        argument_checks.refuse_unknown_choices(grad_sample_mode=grad_sample_mode, unused_parameters=unused_parameters)
-        argument_checks.refuse_unknown_choices(
-            on_budget=on_budget, loss_reduction=loss_reduction, unit_reduction=unit_reduction
-        )
+        choices = {"grad_sample_mode": grad_sample_mode, "unused_parameters": unused_parameters, "on_budget": on_budget}
+        argument_checks.refuse_unknown_choices(**choices, loss_reduction=loss_reduction, unit_reduction=unit_reduction)
         argument_checks.refuse_other_than_bool(batch_first=batch_first, allow_large_delta=allow_large_delta)
         argument_checks.admit(module, optimizer, grad_scaler, lr_scheduler)
         units, num_units, unit = argument_checks.units_for(privacy_unit, data_loader, grad_sample_mode)
@@ -186,30 +186,23 @@ class PrivacyEngine(argument_checks.Uncopied):
         spent, resumed = self._books.open(topology.everyone, asked, first=not self.runs)
         length = (target_epsilon, target_delta, epochs, steps)
         spending = Spending(*length, on_budget, allow_large_delta, self.accountant, spent, resumed)
+        external = argument_checks.is_external(sampling, units, physical_batch_size, accumulation_steps, topology)
         batching = Batching(sampling, sample_rate, expected_batch_size, num_units)
         wanted = Wanted(noise_multiplier, noise, plan, clipping, max_grad_norm, spending, batching, name_for(topology))
         run_plan, budget = arranged(inner, data_loader, wanted)
         layout: dict[str, Any] = {"batch_first": batch_first, "loss_reduction": loss_reduction, "topology": topology}
         layout |= {"grad_sample_mode": grad_sample_mode, "methods": self.methods}
-        make_passes = partial(PassClipper, inner, run_plan.clipping, **layout)
+        parts: dict[str, Any] = {"batches": BatchState(external=external), "budget": budget, "grad_scaler": grad_scaler}
+        parts |= {"unused_parameters": unused_parameters, "unit_reduction": unit_reduction}
+        parts["dataset_check"] = SharedDatasetCheck(getattr(data_loader, "dataset", data_loader))
         source = source_for(topology, self._kind, self._seed, run=len(self.runs))
         ledger = self._books.of_run(run_plan.run, topology.everyone)
-        options: dict[str, Any] = {"unit_reduction": unit_reduction, "grad_scaler": grad_scaler}
-        options |= {"budget": budget, "dataset_check": SharedDatasetCheck(data_loader.dataset)}
-        step = PrivateStep(run_plan, make_passes, source, ledger, unused_parameters=unused_parameters, **options)
+        step = PrivateStep(run_plan, partial(PassClipper, inner, run_plan.clipping, **layout), source, ledger, **parts)
         run = Run(module, optimizer, step, grad_scaler, lr_scheduler, units, unit)
-        loader = run.loader(data_loader, physical_batch_size, accumulation_steps, batch_first, example_input)
-        self._enter(run, asked, (physical_batch_size, accumulation_steps))
+        chunks = (physical_batch_size, accumulation_steps)
+        loader = data_loader if external else run.loader(data_loader, *chunks, batch_first, example_input)
+        self._enter(run, asked, chunks)
         return module, optimizer, loader
-
-    @suggests_names
-    def fetch_ahead(self, batches: int) -> None:
-        """Declares how many physical batches the trainer fetches before it uses the first of them; 0 by default.
-
-        Each must then go through one backward pass, in the order of the loader. Call it after ``make_private``. A
-        number that is negative or no integer is a ``ValueError`` or ``TypeError``.
-        """
-        self._last_run().step.batches.look_ahead = whole_number("fetch_ahead", "batches", batches, at_least=0)
 
     def _enter(self, run: Run, asked: Mapping[str, Any], chunks: tuple[int | None, int]) -> None:
         argument_checks.tell_of_plan(run.step.plan)

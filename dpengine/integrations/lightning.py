@@ -14,6 +14,7 @@ from typing import Any
 
 from torch.utils.data import DataLoader, IterableDataset
 
+from dpengine.engine.integration import fetch_ahead
 from dpengine.engine.privacy_engine import PrivacyEngine
 from dpengine.engine.run import Run
 from dpengine.errors import (
@@ -208,7 +209,7 @@ class DPCallback(lightning_class("Callback")):  # type: ignore[misc]
             module, optimizer, loader, lr_scheduler=scheduler, **{**length, **self.wanted}
         )
         self._run = self.engine.runs[-1]
-        self.engine.fetch_ahead(int(self.in_chunks))  # Lightning reads one batch ahead to see the end
+        fetch_ahead(self.engine, int(self.in_chunks))  # Lightning reads one batch ahead to see the end
         return private
 
     def refuse_change(self) -> None:

@@ -6,6 +6,7 @@ from dpengine import lazy_exports
 
 if TYPE_CHECKING:
     from .cyclic import Partition as Partition
+    from .external import ExternalBatches as ExternalBatches
     from .poisson import PoissonSampling as PoissonSampling
     from .scheme import AbstractBatchStrategy as AbstractBatchStrategy
     from .shuffle import ShuffleSampling as ShuffleSampling
@@ -15,6 +16,7 @@ else:
         __name__,
         {
             "cyclic": ["Partition"],
+            "external": ["ExternalBatches"],
             "poisson": ["PoissonSampling"],
             "scheme": ["AbstractBatchStrategy"],
             "shuffle": ["ShuffleSampling"],
