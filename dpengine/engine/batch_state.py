@@ -58,23 +58,21 @@ class BatchState:
         merged: Number of logical batches in the last step.
         released: Number of steps taken.
         discarded: Number of logical batches that were discarded. They are charged, too.
-        failed: Number of logical batches that were charged, but whose step failed after that.
     """
 
     external: bool = False
     continues: bool = False
     look_ahead: int = 0
-    stage: Stage = Stage.IDLE
-    batches: list[Ticket] = field(default_factory=list)
-    fetched: deque[tuple[Ticket, int]] = field(default_factory=deque)
-    chunk: int = 0
-    done: bool = False
-    passed_over: bool = False
-    last_step: int = -1
-    merged: int = 1
-    released: int = 0
-    discarded: int = 0
-    failed: int = 0
+    stage: Stage = field(default=Stage.IDLE, init=False)
+    batches: list[Ticket] = field(default_factory=list, init=False)
+    fetched: deque[tuple[Ticket, int]] = field(default_factory=deque, init=False)
+    chunk: int = field(default=0, init=False)
+    done: bool = field(default=False, init=False)
+    passed_over: bool = field(default=False, init=False)
+    last_step: int = field(default=-1, init=False)
+    merged: int = field(default=1, init=False)
+    released: int = field(default=0, init=False)
+    discarded: int = field(default=0, init=False)
 
     @property
     def samples(self) -> int:
@@ -210,8 +208,6 @@ class BatchState:
     def discard(self) -> Effect:
         """Ends the merged logical batches early."""
         uncharged = len(self.batches) if self.stage in _UNCHARGED else 0
-        if self.stage is Stage.CHARGED:
-            self.failed += len(self.batches)
         self.batches = []
         self.stage = Stage.CLOSED if self.stage is Stage.CLOSED else Stage.DISCARDED
         return Effect(uncharged, zero_sums=True)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from dpengine.capture.capture import CaptureState
 from dpengine.capture.record import LayerCall, Use
 from dpengine.capture.replay import Replay
 from dpengine.clipping.policy import AbstractClip
@@ -127,6 +128,15 @@ class PassClipper:
         """Removes the hooks, and zeroes the sums."""
         self.capture.detach()
         self.discard()
+
+    def enable(self, enabled: bool) -> None:
+        """Pauses or resumes the hooks that `attach` attached."""
+        self.capture.state = CaptureState.ATTACHED if enabled else CaptureState.PAUSED
+
+    @property
+    def enabled(self) -> bool:
+        """Whether the hooks are attached and not paused."""
+        return self.capture.state is CaptureState.ATTACHED
 
     @property
     def pending(self) -> bool:

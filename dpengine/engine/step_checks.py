@@ -143,11 +143,6 @@ def _why_not_ready(step: Step) -> str:
         return "no batch was drawn. Iterate over the loader that make_private returned."
     if step.batches.done or step.batches.samples == 0:
         return ""
-    if step.passes.model.training and not step.passes.capture.watching:
-        return (
-            "the model's hooks are off: no backward pass was recorded, and no p.grad_sample written. Call "
-            "model.enable_hooks() first, or write p.grad_sample of every parameter."
-        )
     if step.passes.capture.leaks or not step.passes.model.training:
         return (
             "the model was in eval mode, or backward went around it. Call model.train() before the forward pass, and "

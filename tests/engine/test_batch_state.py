@@ -26,7 +26,7 @@ class Loops(RuleBasedStateMachine):
     def start(self, look_ahead):
         self.state = BatchState(look_ahead=look_ahead)
         self.sums = set()
-        self.returned = self.charged = self.discarded = self.dropped = self.failed = 0
+        self.returned = self.charged = self.discarded = self.dropped = 0
         self.step, self.rest = 0, []
 
     def apply(self, effect):
@@ -103,12 +103,7 @@ class Loops(RuleBasedStateMachine):
                 self.state.finished()
                 self.sums.clear()
             else:
-                self.failed += len(merged)
                 self.apply(self.state.discard())
-
-    @invariant()
-    def steps_that_failed_after_the_charge_are_counted(self):
-        assert self.state.failed == self.failed
 
     @invariant()
     def every_batch_is_charged_once(self):

@@ -307,8 +307,8 @@ class _Teller:
 
     def given_up(self) -> None:
         """Counts batches that were charged without a release since: discarded ones, and those of a step that failed."""
-        given_up, batches = self._given_up, self._optimizer._step.batches
-        self._given_up = batches.discarded + batches.failed
+        given_up, optimizer = self._given_up, self._optimizer
+        self._given_up = optimizer._step.batches.discarded + optimizer._failed
         accountant = self.accountant
         if self._rate is not None and not follow(accountant, self._ledger):
             for _ in range(self._given_up - given_up):

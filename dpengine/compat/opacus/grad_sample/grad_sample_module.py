@@ -8,7 +8,6 @@ from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
-from dpengine.capture.capture import CaptureState
 from dpengine.errors import suggests_names
 from dpengine.grad_modes.materialize import show_grad_sample
 
@@ -82,7 +81,7 @@ class GradSampleHooks(AbstractGradSampleHooks):
     @property
     def hooks_enabled(self) -> bool:
         """Whether backward passes leave per-sample gradients."""
-        return self._waiting is not None and self._waiting.clipper.capture.state is CaptureState.ATTACHED
+        return self._waiting is not None and self._waiting.clipper.enabled
 
     def add_hooks(
         self, *, loss_reduction: str = "mean", batch_first: bool = True, force_functorch: bool = False
@@ -108,15 +107,15 @@ class GradSampleHooks(AbstractGradSampleHooks):
 
     def disable_hooks(self) -> None:
         """Lets passes run as if there were no hooks."""
-        self._switch(CaptureState.PAUSED)
+        self._switch(enabled=False)
 
     def enable_hooks(self) -> None:
         """Undoes ``disable_hooks``."""
-        self._switch(CaptureState.ATTACHED)
+        self._switch(enabled=True)
 
-    def _switch(self, state: CaptureState) -> None:
+    def _switch(self, *, enabled: bool) -> None:
         if self._waiting is not None:
-            self._waiting.clipper.capture.state = state
+            self._waiting.clipper.enable(enabled)
 
     def iterate_submodules(self, module: nn.Module) -> Iterable[nn.Module]:
         """The modules in a model whose parameters are followed, outermost first."""

@@ -78,6 +78,7 @@ class DPOptimizer(Optimizer):
         self._asked = (float(noise_multiplier), self._policy(max_grad_norm))
         self._made: PrivateStep | None = None
         self._waiting: Any = None  # the WaitingPasses whose passes the step clips
+        self._failed = 0  # batches that were charged, but whose step failed after that
         self._took_over = False  # whether an engine keeps account of another optimizer over this model
         self._sums_shown: SumsShown | None = None  # while a logical batch is in the sums
         for parameter in self.params:

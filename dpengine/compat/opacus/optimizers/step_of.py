@@ -260,6 +260,12 @@ def gather(optimizer: DPOptimizer, step: PrivateStep) -> None:
         _follow_groups(optimizer, waiting)
     _follow_written_sums(optimizer, step)
     waiting.deliver(step)
+    hooked = waiting.clipper.enabled or not waiting.clipper.model.training
+    if not hooked and step.batches.awaits_backward and step.batches.samples:
+        raise TicketError(
+            "step() has nothing to release: the model's hooks are off: no backward pass was recorded, and no "
+            "p.grad_sample written. Call model.enable_hooks() first, or write p.grad_sample of every parameter."
+        )
     step.gather()
     for parameter, total in step.passes.buffer:
         parameter.summed_grad = total  # type: ignore[attr-defined]
@@ -294,13 +300,18 @@ def is_complete(step: PrivateStep) -> bool:
 @contextlib.contextmanager
 def releasing(optimizer: DPOptimizer, step: PrivateStep) -> Iterator[None]:
     """Charges the logical batch before anything of it is released, and zeroes its sums."""
-    with step.releasing():
-        try:
+    count, charged = len(step.batches.batches), False
+    try:
+        with step.releasing():
+            charged = True
             yield
-        finally:
-            optimizer._sums_shown = None
-            for parameter in optimizer.params:
-                parameter.summed_grad = None  # type: ignore[attr-defined]
+    except BaseException:
+        optimizer._failed += count if charged else 0
+        raise
+    finally:
+        optimizer._sums_shown = None
+        for parameter in optimizer.params:
+            parameter.summed_grad = None  # type: ignore[attr-defined]
     if not step.passes.buffer.clean:  # the noise was of the user's own making
         step.passes.buffer.take()
     optimizer._waiting.mark_released()
