@@ -40,6 +40,7 @@ class Ledger:
         self._charges: list[Charge] = []
         self._counts: dict[Event, int] = {}
         self._total = 0
+        self._steps = 0  # a running sum: the history grows with the run
 
     def charge(self, event: Event, *, count: int = 1, kind: str = "release") -> None:
         """Appends ``count`` equal entries; to be called before what they pay for leaves.
@@ -57,11 +58,15 @@ class Ledger:
         self._append(charge)
 
     def _append(self, charge: Charge) -> None:
+        """Adds a validated charge, of which no one else has a reference."""
         self._total += charge.count
+        self._steps += _steps(charge)
         self._counts[charge.event] = self._counts.get(charge.event, 0) + charge.count
         last = self._charges[-1] if self._charges else None
         if last is not None and (last.event, last.kind) == (charge.event, charge.kind):
-            self._charges[-1] = Charge(last.event, last.count + charge.count, last.kind)
+            # A new object, because `history` returned the last one. Both parts are validated, and so is their sum.
+            object.__setattr__(charge, "count", last.count + charge.count)
+            self._charges[-1] = charge
         else:
             self._charges.append(charge)
 
@@ -78,7 +83,7 @@ class Ledger:
     @property
     def steps(self) -> int:
         """How many batches were charged, released or void."""
-        return steps_of(self.history)
+        return self._steps
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the whole history as plain JSON values."""
@@ -132,11 +137,13 @@ def checked_history(history: Iterable[Charge]) -> tuple[Charge, ...]:
 
 def steps_of(history: Iterable[Charge]) -> int:
     """How many batches a history charged, released or void."""
-    return sum(_batches(charge.event) * charge.count for charge in checked_history(history) if charge.kind != "clip")
+    return sum(map(_steps, checked_history(history)))
 
 
-def _batches(event: Event) -> int:
-    return event.steps if isinstance(event, SampledMatrixEvent) else 1
+def _steps(charge: Charge) -> int:
+    if charge.kind == "clip":
+        return 0
+    return charge.count * (charge.event.steps if isinstance(charge.event, SampledMatrixEvent) else 1)
 
 
 def _check_total(total: int) -> None:
