@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -90,13 +91,14 @@ class Entry:
     def add_sum(self, weight_B: Tensor, scale: float, into: Sums) -> None:
         """Adds ``scale`` times the weighted sum of gradients. Weights are 1 at most."""
         parameter = self.use.parameter
-        weight_B = weight_B.to(wide(parameter.dtype))
+        dtype = wide(parameter.dtype)
+        weight_B = weight_B.to(dtype)
         if self.kept is not None:
-            flat_BP = self.kept.reshape(len(self.kept), self.use.numel)
+            flat_BP = self.kept.reshape(len(self.kept), math.prod(self.kept.shape[1:]))
             weight_B = weight_B.to(flat_BP.dtype)
             into.fill(parameter, lambda out, keep: _add_product(out, flat_BP, weight_B, scale, keep))
         for call, sampler in self.calls:
-            if sampler.add_weighted_sum is not None and wide(parameter.dtype) == call.grad_output.dtype:
+            if sampler.add_weighted_sum is not None and dtype is call.grad_output.dtype:
                 add = sampler.add_weighted_sum
                 into.fill(parameter, lambda out, keep: add(call, weight_B, scale, keep, out))  # noqa: B023 - at once
             else:

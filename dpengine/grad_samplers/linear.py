@@ -15,7 +15,7 @@ from dpengine.capture.record import LayerCall
 
 from .gram import gram_operations, gram_sq_norm, outer_sum, spread_of
 from .machine import full_precision
-from .sampler import Cost, GradSampler, argument
+from .sampler import Cost, GradSampler
 
 
 def tokens(features: Tensor) -> Tensor:
@@ -24,7 +24,8 @@ def tokens(features: Tensor) -> Tensor:
 
 
 def _acts_and_grads(call: LayerCall) -> tuple[Tensor, Tensor]:
-    return tokens(argument(call, 0, "input")), tokens(call.grad_output)
+    acts = call.inputs[0] if call.inputs else call.kwargs["input"]
+    return tokens(acts), tokens(call.grad_output)
 
 
 @full_precision()

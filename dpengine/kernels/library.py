@@ -8,6 +8,7 @@ import os
 import sys
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor
 
@@ -24,7 +25,7 @@ _PRODUCTS = {
 
 
 @functools.cache
-def native_library() -> ctypes.CDLL | None:
+def native_library() -> Any:
     """The library, None where it was not built for this version, or does not load. Its calls release the GIL."""
     for suffix in EXTENSION_SUFFIXES:
         path = _HERE / f"native{suffix}"
