@@ -95,13 +95,14 @@ class BufferWatch:
                 self._rewritten.add(one.dotted)
             if (touched or one.look or one.slots.get(one.name) is not one.buffer) and one.written():
                 written.append(one)
-        found = [one.dotted for one in written]
-        made = [(slots, name, dotted) for slots, name, dotted, _ in self._tensors() if dotted not in known]
+        found = []
         for one in written:
             one.put_back()
-        for slots, name, dotted in made:
-            slots[name] = None
-            found.append(dotted)
+            found.append(one.dotted)
+        for slots, name, dotted, _ in self._tensors():
+            if dotted not in known:  # made by the forward pass
+                slots[name] = None
+                found.append(dotted)
         return found
 
     def refuse_written(self) -> None:

@@ -59,10 +59,13 @@ def gram_sq_norm(*factors_BTF: Tensor) -> Tensor:
 def gram_norms(products: Sequence[Factors]) -> list[GramNorm]:
     """The norms of several sums of outer products. The Gram of a tensor that several of them have is formed once."""
     found: dict[int, GramNorm] = {}
+    by_gram: dict[int, Factors] = {}
     for i, factors in enumerate(products):
-        if factors[0].shape[1] <= 1 or not len(factors[0]):  # one position: no Gram
+        if factors[0].shape[1] <= 1 or not len(factors[0]):  # one position has nothing to add up
             found[i] = GramNorm(product_of_norms(*factors).square(), None)
-    for members in _that_share({i: factors for i, factors in enumerate(products) if i not in found}):
+        else:
+            by_gram[i] = factors
+    for members in _that_share(by_gram) if by_gram else ():
         for i, norm in zip(members, _norms_of([products[i] for i in members]), strict=True):
             found[i] = norm
     return [found[i] for i in range(len(products))]
