@@ -135,12 +135,13 @@ class LayerHook:
         if not capture.recording:
             return None
         args, kwargs = _realised(args, kwargs)
-        sharded, live = bool(capture.topology.slots), []
+        sharded, live, real = bool(capture.topology.slots), [], {}
         for owner, name, dotted in self.slots:
             p = owner._parameters[name]
             if p is not None and (capture.registered(p, owner, name) if sharded else p).requires_grad:
                 live.append((owner, name, dotted, p))
-        stand_ins, finish = self._stand_ins({dotted: p for _, _, dotted, p in live}, args, kwargs)
+                real[dotted] = p
+        stand_ins, finish = self._stand_ins(real, args, kwargs)
         self.open.append((len(capture.swapped), finish))
         for owner, name, dotted, p in live:
             capture.swapped.append((owner, name, p))
@@ -287,6 +288,8 @@ def _rows_of(capture: Capture, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     first = next(iter((*args, *kwargs.values())), None)
     if isinstance(first, PackedSequence):  # whose data has an entry for each row and time
         return int(first.batch_sizes[0])
+    if isinstance(first, Tensor) and first.dim():
+        return capture.rows_of((first,))
     return capture.rows_of(tensors_in((args, kwargs)))
 
 

@@ -123,6 +123,8 @@ _ONE_INPUT = object()
 
 def tensors_in_outputs(output: Any) -> list[Tensor]:
     """The tensors, in order. Of objects inside objects nothing is seen."""
+    if isinstance(output, Tensor):
+        return [output]
     found: list[Tensor] = []
     for leaf in pytree.tree_leaves(output):
         found += tensors_in(leaf) or tensors_in(_content(leaf))

@@ -55,7 +55,6 @@ def gram_sq_norm(*factors_BTF: Tensor) -> Tensor:
     return gram_norms([factors_BTF])[0].sq_norm_B
 
 
-@full_precision()
 def gram_norms(products: Sequence[Factors]) -> list[GramNorm]:
     """The norms of several sums of outer products. The Gram of a tensor that several of them have is formed once."""
     found: dict[int, GramNorm] = {}
@@ -88,6 +87,7 @@ def _key(tensor: Tensor) -> object:
     return place, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype
 
 
+@full_precision()
 def _norms_of(products: Sequence[Factors]) -> list[GramNorm]:
     rows, length, _ = products[0][0].shape
     tensors = {_key(factor): factor for factors in products for factor in factors}

@@ -98,6 +98,8 @@ def _concat(calls: Sequence[LayerCall]) -> LayerCall:
 
 
 def _bias_grad(call: LayerCall) -> Tensor:
+    if call.grad_output.dim() == 2:
+        return call.grad_output
     grads_BTO = tokens(call.grad_output)
     return grads_BTO.sum(dim=1) if grads_BTO.shape[1] != 1 else grads_BTO.squeeze(1)
 
