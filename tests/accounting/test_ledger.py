@@ -1,4 +1,6 @@
+import copy
 import json
+import pickle
 
 import pytest
 
@@ -228,3 +230,22 @@ def test_an_event_where_a_charge_is_needed_is_told_how_to_be_one(ask):
         ask(Ledger())
     with pytest.raises(TypeError, match=r"a Charge.*\[charge\]"):
         ask(Charge(STEP))
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda ledger: pickle.loads(pickle.dumps(ledger))])
+def test_steps_are_those_of_the_history_after_loads_and_copies(copied):
+    ledger = mixed_ledger()
+    ledger.load_state_dict(mixed_ledger().state_dict(), merge=True)
+    other = copied(ledger)
+    other.charge(STEP, count=5)
+    assert other.steps == steps_of(other.history) == ledger.steps + 5
+    assert ledger.steps == steps_of(ledger.history) == 2 * mixed_ledger().steps
+
+
+def test_a_charge_that_merges_leaves_an_earlier_history_as_it_was():
+    ledger = Ledger()
+    ledger.charge(STEP, count=2)
+    before = ledger.history
+    ledger.charge(STEP, count=3)
+    assert [charge.count for charge in before] == [2]
+    assert [charge.count for charge in ledger.history] == [5]
