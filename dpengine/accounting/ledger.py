@@ -1,5 +1,6 @@
 """The ledger: what was charged so far, in order, as run lengths."""
 
+import copy
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, get_args
@@ -58,15 +59,14 @@ class Ledger:
         self._append(charge)
 
     def _append(self, charge: Charge) -> None:
-        """Adds a validated charge, of which no one else has a reference."""
         self._total += charge.count
         self._steps += _steps(charge)
         self._counts[charge.event] = self._counts.get(charge.event, 0) + charge.count
         last = self._charges[-1] if self._charges else None
         if last is not None and (last.event, last.kind) == (charge.event, charge.kind):
-            # A new object, because `history` returned the last one. Both parts are validated, and so is their sum.
-            object.__setattr__(charge, "count", last.count + charge.count)
-            self._charges[-1] = charge
+            merged = copy.copy(last)  # others hold both; their fields, and the sum of the counts, are validated
+            object.__setattr__(merged, "count", last.count + charge.count)
+            self._charges[-1] = merged
         else:
             self._charges.append(charge)
 
