@@ -1,5 +1,6 @@
 """The ledger: what was charged so far, in order, as run lengths."""
 
+import copy
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -48,6 +49,7 @@ class Ledger:
         self._charges: list[Charge] = []
         self._counts: dict[Event, int] = {}
         self._total = 0
+        self._steps = 0  # a running sum: the history grows with the run
 
     def charge(self, event: Event, *, count: int = 1, kind: str = "release") -> None:
         """Appends ``count`` equal entries; to be called before what they pay for leaves.
@@ -93,10 +95,13 @@ class Ledger:
 
     def _append(self, charge: Charge) -> None:
         self._total += charge.count
+        self._steps += _steps(charge)
         self._counts[charge.event] = self._counts.get(charge.event, 0) + charge.count
         last = self._charges[-1] if self._charges else None
         if last is not None and (last.event, last.kind) == (charge.event, charge.kind):
-            self._charges[-1] = Charge(last.event, last.count + charge.count, last.kind)
+            merged = copy.copy(last)  # others hold both; their fields, and the sum of the counts, are validated
+            object.__setattr__(merged, "count", last.count + charge.count)
+            self._charges[-1] = merged
         else:
             self._charges.append(charge)
 
@@ -113,7 +118,7 @@ class Ledger:
     @property
     def steps(self) -> int:
         """How many batches were charged, released or void."""
-        return steps_of(self.history)
+        return self._steps
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the whole history as plain JSON values."""
@@ -167,11 +172,13 @@ def checked_history(history: Iterable[Charge]) -> tuple[Charge, ...]:
 
 def steps_of(history: Iterable[Charge]) -> int:
     """How many batches a history charged, released or void."""
-    return sum(_batches(charge.event) * charge.count for charge in checked_history(history) if charge.kind != "clip")
+    return sum(map(_steps, checked_history(history)))
 
 
-def _batches(event: Event) -> int:
-    return event.steps if isinstance(event, SampledMatrixEvent) else 1
+def _steps(charge: Charge) -> int:
+    if charge.kind == "clip":
+        return 0
+    return charge.count * (charge.event.steps if isinstance(charge.event, SampledMatrixEvent) else 1)
 
 
 def _check_total(total: int) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -15,7 +15,7 @@ _EVERY = 500  # passes from one comparison of all values to the next
 _LARGE = 2**16  # elements of a parameter from which on its digest is compared, for want of memory for a copy
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False, slots=True)
 class _Noted:
     """One buffer or parameter before a forward pass."""
 
@@ -75,8 +75,9 @@ class BufferWatch:
             self._modules = dict(self._model.named_modules())
         self._noted, local = [], self._topology.local
         for slots, name, dotted, buffer in self._tensors():
-            large = buffer.numel() > _LARGE and isinstance(buffer, nn.Parameter)
-            keep = (whole and not large) or dotted in self._rewritten or _may_count(buffer)
+            size = buffer.numel()
+            large = size > _LARGE and isinstance(buffer, nn.Parameter)
+            keep = (whole and not large) or dotted in self._rewritten or (size == 1 and _may_count(buffer))
             value = local(buffer).detach().clone() if keep else None
             digest = _digest(local(buffer)) if whole and large else None
             self._noted.append(_Noted(slots, name, dotted, buffer, buffer._version, value, digest, whole, local))
@@ -86,15 +87,23 @@ class BufferWatch:
         noted, self._noted = self._noted, None
         if noted is None:
             return []
-        written = [one for one in noted if one.written()]
-        self._rewritten |= {one.dotted for one in noted if one.buffer._version != one.version}
-        known = {one.dotted for one in noted}
-        made = [(slots, name, dotted) for slots, name, dotted, _ in self._tensors() if dotted not in known]
+        written, known = [], set()
+        for one in noted:
+            known.add(one.dotted)
+            touched = one.buffer._version != one.version
+            if touched:
+                self._rewritten.add(one.dotted)
+            if (touched or one.look or one.slots.get(one.name) is not one.buffer) and one.written():
+                written.append(one)
+        found = []
         for one in written:
             one.put_back()
-        for slots, name, _ in made:
-            slots[name] = None
-        return [one.dotted for one in written] + [dotted for _, _, dotted in made]
+            found.append(one.dotted)
+        for slots, name, dotted, _ in self._tensors():
+            if dotted not in known:  # made by the forward pass
+                slots[name] = None
+                found.append(dotted)
+        return found
 
     def refuse_written(self) -> None:
         """The forward pass is over."""
@@ -111,12 +120,14 @@ class BufferWatch:
             "cache by a forward pass before make_private, or update an average of weights after optimizer.step().",
         )
 
-    def _tensors(self) -> Iterator[tuple[dict[str, Tensor | None], str, str, Tensor]]:
+    def _tensors(self) -> list[tuple[dict[str, Tensor | None], str, str, Tensor]]:
+        found, sharded = [], self._topology.slots
         for prefix, module in self._modules.items():
             for slots in (module._buffers, module._parameters):
                 for name, tensor in slots.items():
-                    if tensor is not None and (module, name) not in self._topology.slots:
-                        yield slots, name, f"{prefix}.{name}" if prefix else name, tensor  # type: ignore[misc]
+                    if tensor is not None and (module, name) not in sharded:
+                        found.append((slots, name, f"{prefix}.{name}" if prefix else name, tensor))
+        return found  # type: ignore[return-value]
 
 
 def _digest(tensor: Tensor) -> Tensor:

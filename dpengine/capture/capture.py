@@ -205,7 +205,8 @@ class Capture:
 
     def begin(self, rows: int | None) -> None:
         """A forward pass of the whole model begins that will be clipped."""
-        self.watch_leaks()
+        if self._unwatched:
+            self.watch_leaks()
         self.rows = rows
         self.listener.forward_started(rows)
         self.leaks.clear()  # of backward passes before this, which were none of ours: in eval mode, say
@@ -247,7 +248,8 @@ class Capture:
     @property
     def recording(self) -> bool:
         """Whether a forward pass would be recorded now."""
-        return self.watching and torch.is_grad_enabled() and _peek_transform() is None
+        watching = self.state is CaptureState.ATTACHED and self.model.training
+        return watching and torch.is_grad_enabled() and _peek_transform() is None
 
     @property
     def watching(self) -> bool:
@@ -278,7 +280,7 @@ class Capture:
         """Asks autograd for a call at the end of the running backward pass, once."""
         task = torch._C._current_graph_task_id()
         if self._ending != task:
-            if self.backward_broke_off:  # and this pass is over an older forward, whose start could not tell
+            if self._ending is not None:  # and this pass is over an older forward, whose start could not tell
                 self.listener.forward_started(self.rows)
             self._ending = task
             Variable._execution_engine.queue_callback(self.end_backward)
@@ -289,8 +291,10 @@ class Capture:
 
     def rows_of(self, tensors: Sequence[Tensor]) -> int | None:
         """Batch size of the first tensor that has axes."""
-        first = next((t for t in tensors if t.dim()), None)
-        return None if first is None else self.batch_to_front(first).shape[0]
+        for tensor in tensors:
+            if tensor.dim():
+                return (tensor if self.batch_first else turned(tensor)).shape[0]
+        return None
 
 
 def _forget_compiled_code() -> None:

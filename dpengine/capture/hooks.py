@@ -42,7 +42,11 @@ class PartHook:
         hook, part = self.hook, self.part
         if part is None or not hook.capture.recording:
             return hook.begin(module, args, kwargs)
-        if hook.is_shared_table(args, kwargs) and any(p.requires_grad for p in module.parameters()):
+        if (
+            hook.is_embedding
+            and hook.is_shared_table(args, kwargs)
+            and any(p.requires_grad for p in module.parameters())
+        ):
             raise UnsupportedLayerError(
                 f"Embedding '{part.name}' is split over processes, and all rows share the entries that it gives.",
                 fix="Leave it out of the plan of parallelize_module, or pass it indices of each row, (B, T).",
@@ -113,6 +117,8 @@ class LayerHook:
         self.capture = capture
         self.watch = watch
         self.slots = watch.slots()
+        self.is_embedding = layer_type(watch.module) is nn.Embedding
+        self._dotted = {name: f"{watch.name}.{name}" if watch.name else name for _, _, name in self.slots}
         # One entry for each forward that runs: where its swaps begin, and what to do with its output.
         self.open: list[tuple[int, Finish | None]] = []
         self.shared = False  # whether indices of one axis were other than rows once
@@ -129,16 +135,16 @@ class LayerHook:
         if not capture.recording:
             return None
         args, kwargs = _realised(args, kwargs)
-        found = [(owner, name, dotted, owner._parameters[name]) for owner, name, dotted in self.slots]
-        live = [
-            (owner, name, dotted, p)
-            for owner, name, dotted, p in found
-            if p is not None and capture.registered(p, owner, name).requires_grad
-        ]
-        stand_ins, finish = self._stand_ins({dotted: p for _, _, dotted, p in live}, args, kwargs)
+        sharded, live, real = bool(capture.topology.slots), [], {}
+        for owner, name, dotted in self.slots:
+            p = owner._parameters[name]
+            if p is not None and (capture.registered(p, owner, name) if sharded else p).requires_grad:
+                live.append((owner, name, dotted, p))
+                real[dotted] = p
+        stand_ins, finish = self._stand_ins(real, args, kwargs)
         self.open.append((len(capture.swapped), finish))
-        for owner, name, dotted, parameter in live:
-            capture.swapped.append((owner, name, parameter))
+        for owner, name, dotted, p in live:
+            capture.swapped.append((owner, name, p))
             owner._parameters[name] = stand_ins[dotted]  # type: ignore[assignment]
         return args, kwargs
 
@@ -151,7 +157,7 @@ class LayerHook:
             return {}, None
         if watch.kind is Kind.OPERATIONS:
             return {name: WatchedParameter.of(p.detach(), self._origin(name, p)) for name, p in real.items()}, None
-        if self.is_shared_table(args, kwargs):
+        if self.is_embedding and self.is_shared_table(args, kwargs):
             return {name: p.detach() for name, p in real.items()}, partial(self._watched_entries, real)
         if capture.swap is not None and watch.kind is Kind.LAYER and capture.batch_first:
             tensors = tensors_in((args, kwargs))
@@ -161,9 +167,9 @@ class LayerHook:
         return {name: p.detach() for name, p in real.items()}, partial(self._tap, real)
 
     def is_shared_table(self, args: Any, kwargs: Any) -> bool:
-        """Whether all rows share the entries that are looked up, as those of positions ``(1, T)`` or ``(T,)``."""
+        """Returns True if all samples share the entries of an embedding: positions ``(1, T)`` or ``(T,)``."""
         capture = self.capture
-        if layer_type(self.watch.module) is not nn.Embedding or capture.rows is None or not capture.batch_first:
+        if capture.rows is None or not capture.batch_first:
             return False
         indices = tensors_in((args, kwargs))[0]
         if indices.dim() == 1:  # as many positions as rows, some day: what was shared before is then, too
@@ -175,7 +181,7 @@ class LayerHook:
         """The entries, followed operation by operation until they meet a tensor that carries the batch."""
         capture, indices = self.capture, tensors_in((args, kwargs))[0]
         ((name, parameter),) = real.items()
-        dotted = _join(self.watch.name, name)
+        dotted = self._dotted[name]
 
         def tap_rows(origin: Origin, rows: int) -> Tensor:
             use = self._use(parameter, dotted)
@@ -190,29 +196,30 @@ class LayerHook:
         if not self.open:
             return None
         mark, finish = self.open.pop()
-        self.capture.unswap(mark)
+        if len(self.capture.swapped) > mark:
+            self.capture.unswap(mark)
         if output is None or finish is None or not self.capture.recording:
             return None
         return finish(args, kwargs, output)
 
     def _use(self, parameter: nn.Parameter, dotted: str, place: slice | None = None) -> Use:
         """A use of a parameter, by the one that the optimizer holds."""
-        registered = self.capture.registered(parameter)
+        registered = self.capture.registered(parameter) if self.capture.topology.slots else parameter
         self.capture.uses[registered] += 1
         return Use(registered, dotted, place)
 
     def tapped(self, real: Mapping[str, nn.Parameter], args: Any, kwargs: Any, output: Any) -> Any:
         """After a call: the output with a tap behind it."""
-        uses = {name: self._use(p, _join(self.watch.name, name)) for name, p in real.items()}
+        uses = {name: self._use(p, self._dotted[name]) for name, p in real.items()}
         return CallReport(self.capture, self.watch, uses, batch_first=self.watch.in_rows).tap(args, kwargs, output)
 
     def uses(self, real: Mapping[str, nn.Parameter], parts: Mapping[str, tuple[int, ...]]) -> dict[str, Use]:
         """Uses of parameters of which these parts are here."""
-        found = {name: self._use(p, _join(self.watch.name, name)) for name, p in real.items()}
+        found = {name: self._use(p, self._dotted[name]) for name, p in real.items()}
         return {name: replace(use, part=parts[name]) for name, use in found.items()}
 
     def _origin(self, name: str, parameter: nn.Parameter) -> Origin:
-        capture, dotted = self.capture, _join(self.watch.name, name)
+        capture, dotted = self.capture, self._dotted[name]
 
         def tap_rows(origin: Origin, rows: int) -> Tensor:
             report = RowsReport(capture, self._use(parameter, dotted))
@@ -245,7 +252,7 @@ class RootHook:
         if not capture.watching or capture.rerunning:
             return
         again = torch._C._current_graph_task_id() != -1  # a recomputation inside a backward pass
-        if not again:
+        if capture.swapped and not again:
             capture.restore()  # an interrupt may have ended the last pass before its hooks could
         self.buffers.note()
         if not capture.recording or again:
@@ -281,6 +288,8 @@ def _rows_of(capture: Capture, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     first = next(iter((*args, *kwargs.values())), None)
     if isinstance(first, PackedSequence):  # whose data has an entry for each row and time
         return int(first.batch_sizes[0])
+    if isinstance(first, Tensor) and first.dim():
+        return capture.rows_of((first,))
     return capture.rows_of(tensors_in((args, kwargs)))
 
 
@@ -302,10 +311,7 @@ def _copied(args: Any, kwargs: Any, output: Tensor) -> Tensor:
 
 
 def _realised(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    if any(isinstance(v, WatchedParameter) for v in (*args, *kwargs.values())):
-        return tuple(realise(v) for v in args), {k: realise(v) for k, v in kwargs.items()}
+    for value in (*args, *kwargs.values()):
+        if isinstance(value, WatchedParameter):
+            return tuple(realise(v) for v in args), {k: realise(v) for k, v in kwargs.items()}
     return args, kwargs
-
-
-def _join(prefix: str, name: str) -> str:
-    return f"{prefix}.{name}" if prefix else name

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from .record import LayerCall, Use
+from .record import LayerCall, Use, turned
 from .tap import CopyTap, Tap, put_tensors, take_tensors
 from .watch import Kind, Watch
 
@@ -34,7 +34,6 @@ class CallReport:
         self.name = watch.name
         self.needs_output = getattr(self.rule, "needs_output", False)
         self.batch_first = batch_first or capture.batch_first
-        self.to_front = _as_is if batch_first else capture.batch_to_front
 
     def tap(self, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         """The output with a tap behind it."""
@@ -54,19 +53,20 @@ class CallReport:
     def fire(self, saved: tuple[Tensor, ...], grad: Any) -> None:
         output = None
         if self.output_spec is None:
-            front = self.to_front(grad)
+            front = grad if self.batch_first else turned(grad)
         else:
             if self.needs_output:
                 saved, outputs = saved[: -self.output_count], saved[-self.output_count :]
                 output = self._outputs(outputs)
             front = self._outputs(grad)
-        args, kwargs = put_tensors(map(self.to_front, saved), self.other_inputs, self.input_spec)
+        inputs = saved if self.batch_first else map(turned, saved)
+        args, kwargs = put_tensors(inputs, self.other_inputs, self.input_spec)
         order, mean_loss = self.batch_first, self.capture.mean_loss
         call = LayerCall(self.watch.module, args, front, kwargs, output, self.name, order, mean_loss)
         self.capture.report(call, self.uses, self.rule)
 
     def _outputs(self, values: Sequence[Tensor | None]) -> Any:
-        front = [None if v is None else self.to_front(v) for v in values]
+        front = [v if v is None or self.batch_first else turned(v) for v in values]
         return put_tensors(front, self.other_outputs, self.output_spec)
 
 
@@ -80,7 +80,3 @@ class RowsReport:
 
     def fire(self, saved: tuple[Tensor, ...], grad: Tensor) -> None:
         self.capture.report_rows(self.use, grad)
-
-
-def _as_is(tensor: Tensor) -> Tensor:
-    return tensor

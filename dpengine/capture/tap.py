@@ -100,8 +100,10 @@ def tensors_in(tree: Any) -> list[Tensor]:
 
 def take_tensors(tree: Any) -> tuple[list[Tensor], list[Any], Any]:
     """Splits a tree into its tensors, the other leaves (None where a tensor was), and its structure."""
-    if isinstance(tree, tuple) and len(tree) == 2 and tree[1] == {} and _is_one_tensor(tree[0]):
-        return [tree[0][0]], [], _ONE_INPUT  # the arguments of most layers
+    if isinstance(tree, tuple) and len(tree) == 2 and tree[1] == {}:
+        args = tree[0]
+        if isinstance(args, tuple) and len(args) == 1 and isinstance(args[0], Tensor):
+            return [args[0]], [], _ONE_INPUT  # the arguments of most layers
     leaves, spec = pytree.tree_flatten(tree)
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     return tensors, [_HOLE if isinstance(leaf, Tensor) else leaf for leaf in leaves], spec
@@ -115,16 +117,14 @@ def put_tensors(tensors: Any, others: list[Any], spec: Any) -> Any:
     return pytree.tree_unflatten([next(source) if leaf is _HOLE else leaf for leaf in others], spec)
 
 
-def _is_one_tensor(args: Any) -> bool:
-    return isinstance(args, tuple) and len(args) == 1 and isinstance(args[0], Tensor)
-
-
 _HOLE = object()
 _ONE_INPUT = object()
 
 
 def tensors_in_outputs(output: Any) -> list[Tensor]:
     """The tensors, in order. Of objects inside objects nothing is seen."""
+    if isinstance(output, Tensor):
+        return [output]
     found: list[Tensor] = []
     for leaf in pytree.tree_leaves(output):
         found += tensors_in(leaf) or tensors_in(_content(leaf))

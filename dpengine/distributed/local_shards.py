@@ -12,7 +12,7 @@ import math
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 from torch import Tensor
@@ -37,7 +37,7 @@ class Box:
         """All of a tensor."""
         return cls((0,) * len(shape), tuple(shape))
 
-    @property
+    @cached_property
     def numel(self) -> int:
         """Numbers in the part."""
         return math.prod(self.size)
@@ -78,7 +78,7 @@ class Places:
     rows: int = 1
     stride: int = 0
 
-    @property
+    @cached_property
     def count(self) -> int:
         """How many they are."""
         return self.rows * self.length

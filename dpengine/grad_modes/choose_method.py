@@ -368,15 +368,18 @@ def _rounded(size: int) -> int:
 
 
 def plan_key(entries: Sequence[Entry], rows: int) -> object:
-    """Equal for passes that one plan is for. Parameters are told apart by their place in memory, while they live."""
-    shapes: dict[int, tuple[Any, ...]] = {}  # by call, which the parameters of a layer share
+    """Returns a key that is equal for passes with the same plan.
+
+    It holds the parameters themselves, which hash and compare by identity: an address could be reused.
+    """
+    shapes: dict[LayerCall, tuple[Any, ...]] = {}  # the parameters of a layer share its call
     found: list[object] = []
     for entry in entries:
+        found += (entry.use.parameter, entry.kept is None, len(entry.calls))
         for call, _ in entry.calls:
-            if id(call) not in shapes:
-                shapes[id(call)] = shapes_of(call)
-        of_calls = tuple(shapes[id(call)] for call, _ in entry.calls)
-        found.append((id(entry.use.parameter), entry.kept is None, of_calls))
+            if call not in shapes:
+                shapes[call] = shapes_of(call)
+            found.append(shapes[call])
     return _rounded(rows), tuple(found)
 
 

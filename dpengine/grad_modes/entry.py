@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -90,13 +92,14 @@ class Entry:
     def add_sum(self, weight_B: Tensor, scale: float, into: Sums) -> None:
         """Adds ``scale`` times the weighted sum of gradients. Weights are 1 at most."""
         parameter = self.use.parameter
-        weight_B = weight_B.to(wide(parameter.dtype))
+        dtype = wide(parameter.dtype)
+        weight_B = weight_B.to(dtype)
         if self.kept is not None:
-            flat_BP = self.kept.reshape(len(self.kept), self.use.numel)
+            flat_BP = self.kept.reshape(len(self.kept), math.prod(self.kept.shape[1:]))
             weight_B = weight_B.to(flat_BP.dtype)
-            into.fill(parameter, lambda out, keep: _add_product(out, flat_BP, weight_B, scale, keep))
+            into.fill(parameter, partial(_add_product, flat_BP, weight_B, scale))
         for call, sampler in self.calls:
-            if sampler.add_weighted_sum is not None and wide(parameter.dtype) == call.grad_output.dtype:
+            if sampler.add_weighted_sum is not None and dtype is call.grad_output.dtype:
                 add = sampler.add_weighted_sum
                 into.fill(parameter, lambda out, keep: add(call, weight_B, scale, keep, out))  # noqa: B023 - at once
             else:
@@ -220,6 +223,6 @@ def sq_norms(grad: Tensor) -> Tensor:
     return torch.linalg.vector_norm(blocks_BNF, dim=2).double().square().sum(dim=1) + rest_B.double().square()
 
 
-def _add_product(out: Tensor, flat_BP: Tensor, weight_B: Tensor, scale: float, keep: float) -> None:
+def _add_product(flat_BP: Tensor, weight_B: Tensor, scale: float, out: Tensor, keep: float) -> None:
     target = out.view(-1)
     torch.addmv(target, flat_BP.t(), weight_B, alpha=scale, beta=keep, out=target)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Protocol
 
 import torch
@@ -45,7 +46,7 @@ class Stretch:
     at: int
     places: Places
 
-    @property
+    @cached_property
     def count(self) -> int:
         """How many they are."""
         return self.places.count
@@ -150,7 +151,8 @@ class FlatBuffer:
         self._write(parameter, write)
 
     def _write(self, parameter: nn.Parameter, write: Callable[[Tensor, float], None]) -> None:
-        self._have_memory()
+        if not self._memory:
+            self._allocate()
         write(self._views[parameter], 0.0 if parameter in self._unwritten else 1.0)
         self._unwritten.discard(parameter)
 
@@ -182,18 +184,16 @@ class FlatBuffer:
         self._finish()
         return {key: memory[: self._sizes[key]] for key, memory in self._memory.items()}
 
-    def _have_memory(self) -> None:
-        if len(self._memory) != len(self._sizes):
-            self._memory = {
-                key: torch.empty(size + self._seals, device=key[0], dtype=key[1]) for key, size in self._sizes.items()
-            }
-            self._views = {
-                p: self._memory[key][at : at + self._held[p].kept.numel].view(self._held[p].kept.size)
-                for p, (key, at) in self._places.items()
-            }
+    def _allocate(self) -> None:
+        for key, size in self._sizes.items():
+            self._memory[key] = torch.empty(size + self._seals, device=key[0], dtype=key[1])
+        for parameter, (key, at) in self._places.items():
+            kept = self._held[parameter].kept
+            self._views[parameter] = self._memory[key][at : at + kept.numel].view(kept.size)
 
     def _finish(self) -> None:
-        self._have_memory()
+        if not self._memory:
+            self._allocate()
         for parameter in self._unwritten:
             self._views[parameter].zero_()
 
@@ -224,9 +224,17 @@ class FlatBuffer:
     def fits(self, parameters: Iterable[nn.Parameter]) -> bool:
         """Whether the buffer is for exactly these parameters, where they are now."""
         listed = list(parameters)
-        return list(map(id, self._places)) == list(map(id, listed)) and all(
-            self._places[p][0] == (p.device, wide(p.dtype)) for p in listed
-        )
+        if len(listed) != len(self._places):
+            return False
+        for own, given in zip(self._places, listed, strict=True):
+            device, dtype = self._places[own][0]
+            if (
+                own is not given
+                or given.device != device
+                or (given.dtype is torch.float64) is not (dtype is torch.float64)
+            ):
+                return False
+        return True
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:

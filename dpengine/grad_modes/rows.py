@@ -19,8 +19,10 @@ _NARROW = frozenset({torch.float16, torch.bfloat16})
 
 def widened(call: LayerCall) -> LayerCall:
     """The call with half-precision tensors in float32: norms and sums are never formed in less."""
-    trees = (call.inputs, call.kwargs, call.grad_output, call.output)
-    if not any(isinstance(leaf, Tensor) and leaf.dtype in _NARROW for leaf in _leaves(trees)):
+    for leaf in _leaves((call.inputs, call.kwargs, call.grad_output, call.output)):
+        if isinstance(leaf, Tensor) and leaf.dtype in _NARROW:
+            break
+    else:
         return call
     inputs, kwargs, grad_output, output = pytree.tree_map(
         lambda leaf: leaf.float() if isinstance(leaf, Tensor) and leaf.dtype in _NARROW else leaf,
@@ -65,7 +67,7 @@ def some_rows(call: LayerCall, start: int, stop: int) -> LayerCall:
 def shapes_of(call: LayerCall) -> tuple[Any, ...]:
     """Shapes, but for axis 0, and types of all tensors of a call: what a choice may depend on."""
     leaves = _leaves((call.inputs, call.kwargs, call.grad_output))
-    return tuple((leaf.shape[1:], leaf.dtype) for leaf in leaves if isinstance(leaf, Tensor))
+    return tuple([(leaf.shape[1:], leaf.dtype) for leaf in leaves if isinstance(leaf, Tensor)])
 
 
 def _leaves(tree: Any) -> list[Any]:

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -55,20 +55,25 @@ def gram_sq_norm(*factors_BTF: Tensor) -> Tensor:
     return gram_norms([factors_BTF])[0].sq_norm_B
 
 
-@full_precision()
 def gram_norms(products: Sequence[Factors]) -> list[GramNorm]:
     """The norms of several sums of outer products. The Gram of a tensor that several of them have is formed once."""
     found: dict[int, GramNorm] = {}
-    for members in _that_share(products):
+    by_gram: dict[int, Factors] = {}
+    for i, factors in enumerate(products):
+        if factors[0].shape[1] <= 1 or not len(factors[0]):  # one position has nothing to add up
+            found[i] = GramNorm(product_of_norms(*factors).square(), None)
+        else:
+            by_gram[i] = factors
+    for members in _that_share(by_gram) if by_gram else ():
         for i, norm in zip(members, _norms_of([products[i] for i in members]), strict=True):
             found[i] = norm
     return [found[i] for i in range(len(products))]
 
 
-def _that_share(products: Sequence[Factors]) -> list[list[int]]:
+def _that_share(products: Mapping[int, Factors]) -> list[list[int]]:
     """Indices of products, those together that have a tensor in common."""
     sets: list[tuple[list[int], set[object]]] = []
-    for i, factors in enumerate(products):
+    for i, factors in products.items():
         keys = set(map(_key, factors))
         joined = [one for one in sets if one[1] & keys]
         sets = [one for one in sets if not one[1] & keys]
@@ -82,10 +87,9 @@ def _key(tensor: Tensor) -> object:
     return place, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype
 
 
+@full_precision()
 def _norms_of(products: Sequence[Factors]) -> list[GramNorm]:
     rows, length, _ = products[0][0].shape
-    if length <= 1 or rows == 0:
-        return [GramNorm(product_of_norms(*factors).square(), None) for factors in products]
     tensors = {_key(factor): factor for factors in products for factor in factors}
     # The guard of float32 looks at numbers.
     in_float64 = fast_in_float64(products[0][0].device) or traced(products[0][0])
@@ -217,10 +221,10 @@ def _long(spread_B: Tensor, parts: int) -> Tensor:
 
 def norms(tensor: Tensor, dim: int) -> Tensor:
     """Along the last axis, which is ``dim``, in float64, or as wide as there is."""
-    if tensor.dtype is not torch.float32 or tensor.device.type != "cpu" or traced(tensor):
-        return torch.linalg.vector_norm(tensor, dim=dim, dtype=_widest(tensor))
     if native.takes(tensor):
         return native.sq_norms(tensor).sqrt_()
+    if tensor.dtype is not torch.float32 or tensor.device.type != "cpu" or traced(tensor):
+        return torch.linalg.vector_norm(tensor, dim=dim, dtype=_widest(tensor))
     # In torch float64 takes ten times as long. Squares of numbers below 1e-19 lose bits in float32, which shows where
     # there are no larger ones beside them.
     tensor = tensor.contiguous()  # else torch adds the squares one by one

@@ -15,7 +15,7 @@ from dpengine.capture.record import LayerCall
 
 from .gram import gram_operations, gram_sq_norm, outer_sum, spread_of
 from .machine import full_precision
-from .sampler import Cost, GradSampler, argument
+from .sampler import Cost, GradSampler
 
 
 def tokens(features: Tensor) -> Tensor:
@@ -24,7 +24,8 @@ def tokens(features: Tensor) -> Tensor:
 
 
 def _acts_and_grads(call: LayerCall) -> tuple[Tensor, Tensor]:
-    return tokens(argument(call, 0, "input")), tokens(call.grad_output)
+    acts = call.inputs[0] if call.inputs else call.kwargs["input"]
+    return tokens(acts), tokens(call.grad_output)
 
 
 @full_precision()
@@ -97,6 +98,8 @@ def _concat(calls: Sequence[LayerCall]) -> LayerCall:
 
 
 def _bias_grad(call: LayerCall) -> Tensor:
+    if call.grad_output.dim() == 2:
+        return call.grad_output
     grads_BTO = tokens(call.grad_output)
     return grads_BTO.sum(dim=1) if grads_BTO.shape[1] != 1 else grads_BTO.squeeze(1)
 

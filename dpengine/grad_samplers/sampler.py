@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -87,12 +88,12 @@ class GradSampler:
     whole_calls: bool = False
     plain: GradSampler | None = None
 
-    @property
+    @cached_property
     def grads(self) -> Mapping[str, Rows]:
         """All ways to form ``grad``."""
         return {self.grad_name: self.grad, **self.more_grads}
 
-    @property
+    @cached_property
     def sq_norms(self) -> Mapping[str, Rows]:
         """All ways to form ``sq_norm``."""
         return {} if self.sq_norm is None else {self.sq_norm_name: self.sq_norm, **self.more_sq_norms}

@@ -8,10 +8,10 @@ import os
 import sys
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor
 
-_PROCESS = os.getpid()
 _HERE = Path(__file__).resolve().parent
 _VERSION = 3  # of the functions' arguments; interface_version() of vectors.c
 _POINTER, _COUNT, _REAL = ctypes.c_void_p, ctypes.c_uint64, ctypes.c_double
@@ -24,7 +24,7 @@ _PRODUCTS = {
 
 
 @functools.cache
-def native_library() -> ctypes.CDLL | None:
+def native_library() -> Any:
     """The library, None where it was not built for this version, or does not load. Its calls release the GIL."""
     for suffix in EXTENSION_SUFFIXES:
         path = _HERE / f"native{suffix}"
@@ -36,16 +36,14 @@ def native_library() -> ctypes.CDLL | None:
     return None
 
 
-def thread_team() -> int | None:
-    """The address of ``GOMP_parallel`` in the OpenMP library that torch runs on, None where that has another one.
-
-    A forked process has a copy of the team without its threads, for which it would wait for ever.
-    """
-    return _team() if os.getpid() == _PROCESS else None
-
-
 @functools.cache
-def _team() -> int | None:
+def thread_team() -> int | None:
+    """Returns the address of ``GOMP_parallel`` in the OpenMP library of torch, or None if that library lacks it.
+
+    It is None in a forked process, whose copy of the team has no threads: waiting for them would never end.
+    """
+    if _forked:
+        return None
     try:
         lines = Path("/proc/self/maps").read_text().splitlines()
     except OSError:  # not Linux
@@ -58,6 +56,17 @@ def _team() -> int | None:
         except (OSError, AttributeError):
             continue
     return None
+
+
+def _notice_fork() -> None:
+    global _forked
+    _forked = True
+    thread_team.cache_clear()
+
+
+_forked = False
+if hasattr(os, "register_at_fork"):  # not on Windows, which has no fork
+    os.register_at_fork(after_in_child=_notice_fork)
 
 
 def _typed(library: ctypes.CDLL) -> ctypes.CDLL:

@@ -39,13 +39,13 @@ def sq_norms(tensor: Tensor) -> Tensor:
         rows = rows.contiguous()
     found = rows.new_empty(len(rows), dtype=torch.float64)
     sizes = (*rows.shape, rows.stride(0))
-    _library().sq_norms_f32(*sizes, rows.data_ptr(), found.data_ptr(), torch.get_num_threads(), thread_team())
+    native_library().sq_norms_f32(*sizes, rows.data_ptr(), found.data_ptr(), torch.get_num_threads(), thread_team())
     return found.view(tensor.shape[:-1])
 
 
 def gram_fits(length: int, factors: int) -> bool:
     """Whether Grams of so many factors over so many places are of a size that compiled code is good at."""
-    return native_library() is not None and _library().gram_work(length, factors) <= _LARGEST_WORK
+    return native_library() is not None and native_library().gram_work(length, factors) <= _LARGEST_WORK
 
 
 def gram_norms(factors: Sequence[Tensor], products: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
@@ -58,8 +58,8 @@ def gram_norms(factors: Sequence[Tensor], products: Sequence[Sequence[int]]) -> 
     described = [number for t in factors for number in (t.data_ptr(), *t.stride(), t.shape[2])]
     listed = [number for which in products for number in (len(which), *which)]
     sq_norm, spread = torch.empty(2, len(products), rows, dtype=torch.float64)
-    work, threads = _work(_library().gram_work(length, len(factors)), rows)
-    _library().gram_norms_f32(
+    work, threads = _work(native_library().gram_work(length, len(factors)), rows)
+    native_library().gram_norms_f32(
         *(rows, length, len(factors), (_COUNT * len(described))(*described), len(products)),
         *((_COUNT * len(listed))(*listed), sq_norm.data_ptr(), spread.data_ptr(), _aligned(work)),
         *(threads, thread_team()),
@@ -109,9 +109,9 @@ def window_grads(c: Windows, out: Tensor | None = None) -> Tensor:
         (_COUNT * 5)(high, c.groups * high * places, high * places, places, 1),
         *(None if out is None else out.data_ptr(), sq_norm.data_ptr()),
     )
-    work, threads = _work(_library().outer_work(ctypes.byref(job)), rows)
+    work, threads = _work(native_library().outer_work(ctypes.byref(job)), rows)
     job.work = _aligned(work)
-    _library().outer_sums_f32(ctypes.byref(job), threads, thread_team())
+    native_library().outer_sums_f32(ctypes.byref(job), threads, thread_team())
     return sq_norm
 
 
@@ -128,12 +128,6 @@ class _Outers(ctypes.Structure):
         ("work", _POINTER),
         ("progress", _COUNT * 3),
     )
-
-
-def _library() -> ctypes.CDLL:
-    library = native_library()
-    assert library is not None
-    return library
 
 
 def _work(each: int, rows: int) -> tuple[Tensor, int]:

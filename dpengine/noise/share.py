@@ -34,7 +34,8 @@ def add_noise(
     if replicas.size > 1:
         for memory in taken.memory.values():
             Seal.write(memory[-Seal.WORDS :], facts)
-    waits, unsent, done = [], list(_messages(taken, replicas)), 0
+    waits, done = [], 0
+    unsent = list(_messages(taken)) if replicas.size > 1 else []
     for stretch, mine in _cut(taken.stretches, replicas, taken.messages, taken.whole):
         sums, places = taken.sums(stretch), stretch.places
         if mine:
@@ -45,7 +46,8 @@ def add_noise(
         done += stretch.count
         while unsent and unsent[0][0] <= done:
             waits.append(replicas.add_up(unsent.pop(0)[1]))
-    waits += [replicas.add_up(part) for _, part in unsent]  # where there is nothing but the words
+    for _, part in unsent:  # where there is nothing but the words
+        waits.append(replicas.add_up(part))
     for wait in waits:
         wait()
     if replicas.size > 1:
@@ -58,10 +60,10 @@ def drawn_places(buffer: FlatBuffer, replicas: Ranks) -> list[Places]:
     return [stretch.places for stretch, mine in _cut(buffer.stretches, replicas, buffer.messages, buffer.whole) if mine]
 
 
-def _messages(taken: Taken, replicas: Ranks) -> Iterator[tuple[int, Tensor]]:
-    """What leaves together, after how many of all sums have their noise."""
+def _messages(taken: Taken) -> Iterator[tuple[int, Tensor]]:
+    """Yields each message to the other replicas, and how many of all sums must have their noise before it leaves."""
     before = 0
-    for key, memory in taken.memory.items() if replicas.size > 1 else ():
+    for key, memory in taken.memory.items():
         size, each = len(taken.flats[key]), taken.messages[key]
         for at, part in zip(range(0, len(memory), each), memory.split(each), strict=True):
             yield before + min(at + each, size), part
@@ -72,12 +74,16 @@ def _cut(
     stretches: Sequence[Stretch], replicas: Ranks, messages: Mapping[Key, int], whole: int
 ) -> Iterator[tuple[Stretch, bool]]:
     """The stretches, cut so that each part is this rank's or another's to draw noise for, and lies in one message."""
+    if replicas.size == 1:
+        for stretch in stretches:
+            yield stretch, True
+        return
     total = whole or sum(stretch.count for stretch in stretches)
     first, end = (total * rank // replicas.size for rank in (replicas.rank, replicas.rank + 1))
     done = 0
     for stretch in stretches:
         begin_at = stretch.places.start if whole else done  # what the shares are cut by
-        if stretch.places.rows > 1 or replicas.size == 1:  # one of several rows stays whole
+        if stretch.places.rows > 1:  # one of several rows stays whole
             yield stretch, first <= begin_at < end
         else:
             low, high = (min(max(edge - begin_at, 0), stretch.count) for edge in (first, end))

@@ -7,6 +7,7 @@ import numbers
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 from dpengine.accounting.arguments import MOST_COUNT
@@ -134,7 +135,7 @@ class RunPlan:
                 fix="Plan for more with steps= or epochs=, or call make_private again for a run that adds to this one.",
             )
 
-    @property
+    @cached_property
     def _last(self) -> int | None:
         """The number of steps that the run may have."""
         ends = [self.iterations, None if self.noise is None else self.noise.size]
@@ -191,6 +192,13 @@ class RunPlan:
 
     def event(self, batches: int = 1) -> Event:
         """What one logical batch costs when the noise of one release serves ``batches`` of them."""
+        return self._event_of_one if batches == 1 else self._event(batches)
+
+    @cached_property
+    def _event_of_one(self) -> Event:
+        return self._event(1)
+
+    def _event(self, batches: int) -> Event:
         if self.claim is not None:
             return self.claim
         if self.claims_passes and self.noise_multiplier > 0:
@@ -206,7 +214,7 @@ class RunPlan:
         sigma = self.noise_multiplier / math.sqrt(batches)
         return release_event(noise_multiplier=sigma, sample_rate=rate_to_book(self.sampling.sample_rate))
 
-    @property
+    @cached_property
     def takes_turns(self) -> bool:
         """Whether examples take part in turn, so that the cost of steps hangs on which they are."""
         return isinstance(self.event(), (CyclicGaussianEvent, MatrixGaussianEvent))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import decimal
+import functools
 import math
 from typing import Any, ClassVar
 
@@ -72,8 +73,7 @@ class PoissonSampling(AbstractBatchStrategy):
         """Returns the examples of one logical batch, sorted. See `AbstractBatchStrategy.draw`."""
         if self.sample_rate == 1.0:
             return np.arange(self.num_examples, dtype=np.int64)
-        longest = self._longest_gap()
-        request = self._words_per_request(longest)
+        longest, request = self._longest_gap, self._words_per_request
         found: list[IndexBatch] = []
         passed, block = 0, 0  # positions that are decided, requests made
         while passed < self.num_examples:
@@ -85,14 +85,16 @@ class PoissonSampling(AbstractBatchStrategy):
         indices = np.concatenate(found) if found else np.empty(0, dtype=np.int64)
         return indices[: np.searchsorted(indices, self.num_examples)]
 
+    @functools.cached_property
     def _longest_gap(self) -> int:
-        """How many positions one word may skip at most."""
+        """Largest number of positions that one word may skip."""
         gap = math.log(_SURVIVAL) / -math.log1p(-self.sample_rate)
         return max(1, int(min(gap, self.num_examples)))
 
-    def _words_per_request(self, longest: int) -> int:
-        """So many words that one request is nearly always enough."""
-        positions_per_word = -math.expm1(longest * math.log1p(-self.sample_rate)) / self.sample_rate
+    @functools.cached_property
+    def _words_per_request(self) -> int:
+        """Number of words for which one request is nearly always enough."""
+        positions_per_word = -math.expm1(self._longest_gap * math.log1p(-self.sample_rate)) / self.sample_rate
         mean = self.num_examples / positions_per_word
         return min(_LARGEST_REQUEST, int(mean + 6 * math.sqrt(mean)) + 8)
 

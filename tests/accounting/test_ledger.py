@@ -290,3 +290,22 @@ def test_a_copy_of_a_ledger_has_the_charges_and_no_observer(again):
     assert other.history == ledger.history
     other.charge(STEP)
     assert len(seen) == 2
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda ledger: pickle.loads(pickle.dumps(ledger))])
+def test_steps_are_those_of_the_history_after_loads_and_copies(copied):
+    ledger = mixed_ledger()
+    ledger.load_state_dict(mixed_ledger().state_dict(), merge=True)
+    other = copied(ledger)
+    other.charge(STEP, count=5)
+    assert other.steps == steps_of(other.history) == ledger.steps + 5
+    assert ledger.steps == steps_of(ledger.history) == 2 * mixed_ledger().steps
+
+
+def test_a_charge_that_merges_leaves_an_earlier_history_as_it_was():
+    ledger = Ledger()
+    ledger.charge(STEP, count=2)
+    before = ledger.history
+    ledger.charge(STEP, count=3)
+    assert [charge.count for charge in before] == [2]
+    assert [charge.count for charge in ledger.history] == [5]

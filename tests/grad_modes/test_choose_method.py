@@ -1,6 +1,7 @@
 """Every way gives the same norms and sums; the choice keeps to its budget, reads no data, and can be saved."""
 
 import json
+import weakref
 
 import pytest
 import torch
@@ -291,3 +292,15 @@ def test_a_pass_that_repeats_a_shape_is_not_planned_again_until_the_times_are_ot
         found.sq_norms([call.layer.weight], 1.0)
         found.clear()
     assert planned_rows == [9, 3, 9]
+
+
+def test_a_plan_key_holds_its_parameters_so_that_no_other_object_has_their_address():
+    def key_of_a_dead_layer():
+        entry = entry_of(linear_call(2, 1, 3, 4), LINEAR)
+        parameter = weakref.ref(entry.use.parameter)
+        return choose_method.plan_key([entry], 2), choose_method.plan_key([entry], 2), parameter
+
+    key, again, parameter = key_of_a_dead_layer()
+    assert key == again and hash(key) == hash(again)
+    assert parameter() is not None
+    assert choose_method.plan_key([entry_of(linear_call(2, 1, 3, 4), LINEAR)], 2) not in {key: None}
