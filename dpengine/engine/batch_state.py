@@ -95,6 +95,11 @@ class BatchState:
         return self.stage is Stage.OPEN and not self.done
 
     @property
+    def is_ready(self) -> bool:
+        """Whether a step may follow: the current physical batch has been through backward, or is empty."""
+        return self.stage is Stage.CLIPPED or (self.stage is Stage.OPEN and (self.done or self.samples == 0))
+
+    @property
     def is_placeholder(self) -> bool:
         """Whether the current physical batch is empty, and the loader returned a placeholder sample for it."""
         return self.awaits_backward and self.samples == 0 and self.batches[-1].placeholder

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -193,10 +194,12 @@ class PrivateStep:
                 self.passes.forget()
                 self.batches.clipped()
                 return
-            check_backward(self, recorded)
+            samples = self.batches.samples if self.batches.awaits_backward else None
+            if samples is None or recorded.samples != samples or self.writer.stale:
+                check_backward(self, recorded)
             self.statistics = self.passes.clip(
                 recorded,
-                samples=self.batches.samples,
+                samples=samples,
                 loss_scale=1.0 if self.grad_scaler is None else float(self.grad_scaler.get_scale()),
                 units=self._units(),
                 fingerprint=self._fingerprint(),
@@ -245,7 +248,8 @@ class PrivateStep:
         self._begin(self.batches.next_for_step())
         if self.batches.stage in NOT_RETURNED:
             self._check_budget(1)  # the loader may have ended for that reason
-        check_step(self)
+        if not self.batches.is_ready or len(self.batches.batches) > 1:
+            check_step(self)
         if not self.batches.done:
             check_stale(self)
             self.batches.clipped()  # an empty batch may skip its backward pass
@@ -256,7 +260,8 @@ class PrivateStep:
         """Charges a complete logical batch, which the context then releases. An error in the context discards it."""
         self._check_budget(len(self.batches.batches))
         with self._discard_on_error():
-            check_unused(self, self.passes.follow())
+            if missing := self.passes.missing(self.passes.follow()):
+                check_unused(self, missing)
             self._charge()
             yield
             step, size, total = self.batches.last_step, self.plan.expected_batch_size, self.passes.topology.total
@@ -293,13 +298,16 @@ class PrivateStep:
                 f"{count} sampled batches went into one step; both are accounted. "
                 f"accumulation_steps={count} of dpengine.PrivacyEngine costs less privacy.",
             )
-        event = self.plan.event(count)
-        if isinstance(self.ledger, RunLedger):
-            last = self.batches.last_step
-            self.ledger.charge(event, count=count, room=lambda: self.budget.room(self.plan, self.ledger, last, count))
-        else:
-            self.ledger.charge(event, count=count)
-        self.batches.charged()
+        event, before = self.plan.event(count), self.ledger.steps
+        try:
+            if isinstance(self.ledger, RunLedger):
+                room = partial(self.budget.room, self.plan, self.ledger, self.batches.last_step, count)
+                self.ledger.charge(event, count=count, room=room)
+            else:
+                self.ledger.charge(event, count=count)
+        finally:
+            if self.ledger.steps > before:  # an observer of the ledger may raise after the charge
+                self.batches.charged()
 
     def write_gradients(self, *, divides: bool = True) -> None:
         """Adds noise to the sums, divides by public constants, and writes ``p.grad`` in the memory of the sums."""

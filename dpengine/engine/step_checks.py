@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol
-
-from torch import nn
 
 from dpengine.errors import (
     BatchMismatchError,
@@ -124,10 +122,9 @@ def check_step(step: Step) -> None:
         raise TicketError(f"step() has nothing to release: {cause}")
 
 
-def check_unused(step: Step, trainable: Mapping[str, nn.Parameter]) -> None:
-    """Raises if a trainable parameter has no gradient in a logical batch with samples, unless that was allowed."""
-    missing = step.passes.missing(trainable)
-    if missing and step.unused_parameters == "error" and any(sum(batch.rows) for batch in step.batches.batches):
+def check_unused(step: Step, missing: Sequence[str]) -> None:
+    """Raises if parameters have no gradient in a logical batch with samples, unless that was allowed."""
+    if step.unused_parameters == "error" and any(sum(batch.rows) for batch in step.batches.batches):
         others = f" (nor did {len(missing) - 1} others)" if len(missing) > 1 else ""
         raise MissingGradientError(
             f"Parameter '{missing[0]}' took no part in this step{others}.",
