@@ -90,21 +90,26 @@ class Capture:
     swap: Swap | None = None
     replay: Replay | None = None
     topology: Topology = SINGLE
-    state: CaptureState = CaptureState.DETACHED
-    rows: int | None = None  # of the running forward pass
-    uses: Counter[nn.Parameter] = field(
-        default_factory=Counter
-    )  # taps made for each parameter since the last backward pass
-    leaks: dict[nn.Parameter, str] = field(default_factory=dict)  # filled by autograd, not through a watched layer
-    redirected_to: Recipient | None = None  # takes the layer calls instead of the listener
-    swapped: list[tuple[nn.Module, str, nn.Parameter]] = field(default_factory=list)  # by forward passes that still run
-    anchor: Tensor = field(default_factory=lambda: torch.zeros((), requires_grad=True))  # note [anchor] in tap.py
-    _handles: list[Any] = field(default_factory=list)
-    _layer_hooks: list[LayerHook] = field(default_factory=list)
-    _twins: list[nn.Module] = field(default_factory=list)  # layers that run as their private twins while attached
-    _shown: dict[nn.Parameter, nn.Parameter] = field(default_factory=dict)  # what modules show, to what is registered
-    _unwatched: dict[str, nn.Parameter] = field(default_factory=dict)  # frozen, as far as is known
-    _ending: int | None = None  # graph task whose end will be reported
+    state: CaptureState = field(default=CaptureState.DETACHED, init=False)
+    rows: int | None = field(default=None, init=False)  # of the running forward pass
+    # Number of taps of each parameter since the last backward pass.
+    uses: Counter[nn.Parameter] = field(default_factory=Counter, init=False)
+    # Parameters whose gradient autograd filled outside a watched layer, with their names.
+    leaks: dict[nn.Parameter, str] = field(default_factory=dict, init=False)
+    redirected_to: Recipient | None = field(default=None, init=False)  # takes layer calls instead of the listener
+    # Parameters that running forward passes have replaced.
+    swapped: list[tuple[nn.Module, str, nn.Parameter]] = field(default_factory=list, init=False)
+    anchor: Tensor = field(init=False)  # note [anchor] in tap.py
+    _ending: int | None = field(default=None, init=False)  # graph task whose end will be reported
+
+    def __post_init__(self) -> None:
+        """Creates what attaching fills."""
+        self.anchor = torch.zeros((), requires_grad=True)
+        self._handles: list[Any] = []
+        self._layer_hooks: list[LayerHook] = []
+        self._replaced: list[nn.Module] = []  # layers that run as batch-first replacements while attached
+        self._shown: dict[nn.Parameter, nn.Parameter] = {}  # the parameter in a module, to the registered one
+        self._unwatched: dict[str, nn.Parameter] = {}  # parameters without a hook, because they were frozen
 
     def attach(self) -> None:
         """Puts the hooks on."""
@@ -117,7 +122,7 @@ class Capture:
                 fix="Call engine.detach(model), to_standard_module() or clipper.detach() first.",
             )
         _forget_compiled_code()
-        self._twins = [layer for layer in self.model.modules() if to_twin(layer) is not None]
+        self._replaced = [layer for layer in self.model.modules() if to_twin(layer) is not None]
         for watch in self.watches:
             hook = LayerHook(self, watch)
             self._layer_hooks.append(hook)
@@ -158,9 +163,10 @@ class Capture:
         self._handles.clear()
         self._layer_hooks.clear()
         self.restore()
-        for layer in self._twins:
+        for layer in self._replaced:
             from_twin(layer)
-        self._twins = []
+        self._replaced = []
+        self._shown.clear()
         self.leaks.clear()
         if self.state is not CaptureState.DETACHED:
             for module in self.model.modules():

@@ -1,11 +1,12 @@
-"""Batches in the order of the data, batches by hand, and loaders of one run in chunks of another size."""
+"""Batches in the order of the data, external batches, and loaders of one run in chunks of another size."""
 
 import pytest
 from sampling.doubles import Fixed, Recorder, private, rows_of
 from torch.utils.data import DataLoader
 
 from dpengine.errors import SamplingError
-from dpengine.sampling.in_order import ByHand, InOrder
+from dpengine.sampling.external import ExternalBatches
+from dpengine.sampling.in_order import InOrder
 
 
 @pytest.mark.parametrize(
@@ -28,14 +29,14 @@ def test_counts_below_1_are_refused(wrong):
         InOrder(*wrong)
 
 
-def test_batches_by_hand_are_never_drawn():
-    strategy = ByHand(4)
-    assert (strategy.expected_batch_size, strategy.sample_rate, strategy.claims_epsilon) == (4.0, 1.0, False)
-    with pytest.raises(TypeError, match="by hand"):
-        strategy.draw(0, None)
+def test_external_batches_are_never_drawn():
+    scheme = ExternalBatches(4)
+    assert (scheme.expected_batch_size, scheme.sample_rate, scheme.claims_epsilon) == (4.0, 1.0, False)
+    with pytest.raises(TypeError, match="training loop"):
+        scheme.draw(0, None)
     for wrong in (0, -1, float("inf"), float("nan")):
-        with pytest.raises(ValueError, match="ByHand"):
-            ByHand(wrong)
+        with pytest.raises(ValueError, match="ExternalBatches"):
+            ExternalBatches(wrong)
 
 
 BATCHES = ([0, 1, 2, 3, 4], [5, 6], [], [7, 8, 9])

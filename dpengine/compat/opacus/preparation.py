@@ -66,14 +66,14 @@ class Preparation(Uncopied):
         secure_mode: Whether all noise is drawn by a cryptographic generator on the CPU.
         dataset: The last one.
         engine: The engine of dpengine, which keeps the books.
-        tellers: By run, what tells accountants that do not follow these books.
+        tellers: What informs accountants that do not follow the engine's ledger, by private step.
     """
 
     accountant: Any
     secure_mode: bool
     dataset: Any
     engine: dpengine.PrivacyEngine
-    tellers: dict[int, _Teller]
+    tellers: dict[PrivateStep, _Teller]
 
     _to_keep = "copy.deepcopy(engine.accountant)"
     _repeats = False  # whether the run that is being prepared may be foreseen, as tests may ask for
@@ -239,7 +239,7 @@ class Preparation(Uncopied):
             keep_freed_memory()
         add_run(self.engine, run)
         follow(self.accountant, self.engine.ledger)
-        optimizer.tell = self.tellers[id(step)] = teller
+        optimizer.tell = self.tellers[step] = teller
 
 
 def _batch_returned(owner: weakref.ref[DPOptimizer], batch: Ticket, chunk: int) -> None:
