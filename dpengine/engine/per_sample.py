@@ -5,12 +5,15 @@ Axes: B samples.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import torch
 from torch import Tensor, nn
 
 from dpengine.errors import MissingGradientError
 from dpengine.grad_modes.bookkeep import Bookkeep
-from dpengine.grad_modes.flat_buffer import FlatBuffer
+from dpengine.grad_modes.flat_buffer import FlatBuffer, wide
 from dpengine.grad_modes.on_demand import OnDemand
 from dpengine.grad_modes.strategy import common_rows
 
@@ -80,7 +83,7 @@ class PerSampleGradients:
 
     @torch.no_grad()
     def gradients(self, name: str) -> Tensor:
-        """Returns the gradients ``(B, *param.shape)`` of one parameter, in its dtype.
+        """Returns the gradients ``(B, *param.shape)`` of one parameter, in float32 (float64 for float64 parameters).
 
         Args:
             name: Dotted name of the parameter.
@@ -95,16 +98,20 @@ class PerSampleGradients:
                 fix=f"Choose one of: {', '.join(sorted(self._names))}.",
             )
         with self._clipper.capture.paused():
-            return (self._mode.formed(parameter) * self._scale).to(parameter.dtype)
+            return (self._mode.formed(parameter) * self._scale).to(wide(parameter.dtype))
 
-    def on_demand(self) -> dict[nn.Parameter, OnDemand]:
-        """Returns a tensor for each trainable parameter that forms its gradients when it is read."""
-        return {
-            parameter: OnDemand(
-                lambda name=name: self.gradients(name),  # type: ignore[misc]
-                (self.samples, *parameter.shape),
-                parameter,
-            )
-            for name, parameter in self._names.items()
-            if parameter.requires_grad
-        }
+    def on_demand(self, dtype_of: Callable[[torch.dtype], torch.dtype] = wide) -> dict[nn.Parameter, OnDemand]:
+        """Returns a tensor for each trainable parameter that forms its gradients when it is read.
+
+        ``dtype_of`` gives the dtype of these gradients by that of the parameter.
+        """
+        found = {}
+        for name, parameter in self._names.items():
+            if parameter.requires_grad:
+                shape, dtype = (self.samples, *parameter.shape), dtype_of(parameter.dtype)
+                form = partial(self._gradients_in, name, dtype)
+                found[parameter] = OnDemand(form, shape, dtype=dtype, device=parameter.device)
+        return found
+
+    def _gradients_in(self, name: str, dtype: torch.dtype) -> Tensor:
+        return self.gradients(name).to(dtype)

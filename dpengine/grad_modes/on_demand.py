@@ -24,9 +24,11 @@ class OnDemand(Tensor):
     formed: Tensor | None
 
     @staticmethod
-    def __new__(cls, form: Callable[[], Tensor], shape: tuple[int, ...], like: Tensor) -> OnDemand:
+    def __new__(
+        cls, form: Callable[[], Tensor], shape: tuple[int, ...], *, dtype: torch.dtype, device: torch.device
+    ) -> OnDemand:
         """A tensor without memory."""
-        made: OnDemand = Tensor._make_wrapper_subclass(cls, shape, dtype=like.dtype, device=like.device)  # type: ignore[attr-defined]
+        made: OnDemand = Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device)  # type: ignore[attr-defined]
         made.form, made.formed = form, None
         return made
 

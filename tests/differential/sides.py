@@ -48,6 +48,26 @@ INTENDED: list[Intended] = [
         "gradients",
         where=lambda record: (record.get("error") or [None])[0] == "MissingGradientError",
     ),
+    Intended(
+        "Issue 26: PerSampleGradientClipper raises if parameters change while it holds sums, which it lost silently.",
+        "error",
+        where=lambda record: record["error"] == ["UnknownParameterError", "DPE016"] and record["call"] == ["clip"],
+    ),
+    Intended(
+        "Issue 26: PerSampleGradientClipper drops an interrupted backward pass, which it clipped.",
+        "error",
+        where=lambda record: record["error"] == ["TicketError", "DPE022"] and record["call"] == ["clip"],
+    ),
+    Intended(
+        "The same: a dropped pass is not probed, and leaves p.grad as it is.",
+        "gradients",
+        where=lambda record: record["error"] == ["TicketError", "DPE022"] and record["call"] == ["clip"],
+    ),
+    Intended(
+        "The same: an interrupted pass leaves no forward pass for the probe of the next one.",
+        "warnings",
+        accepts=lambda before, after: before == ["DPE012"] and after is None,
+    ),
 ]
 MISTAKEN = [[kind, None] for kind in ("AttributeError", "NameError", "ImportError", "IndexError", "KeyError")]
 

@@ -18,7 +18,7 @@ def on_demand(values=None):
         calls.append(1)
         return values
 
-    return OnDemand(form, tuple(values.shape), values), values, calls
+    return OnDemand(form, tuple(values.shape), dtype=values.dtype, device=values.device), values, calls
 
 
 def test_shape_dtype_and_device_are_known_without_forming():

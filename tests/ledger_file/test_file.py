@@ -216,7 +216,7 @@ def test_an_interrupt_at_any_line_of_a_write_leaves_a_readable_file_and_no_relea
         target = path.with_name(f"{place}.ledger")
         file = LedgerFile(target)
         file.append(opened("r", file.session))
-        ledger = RunLedger(Ledger(), "r", Ranks(), file, reserve=2, room=lambda event, count: 5)
+        ledger = RunLedger(Ledger(), "r", Ranks(), file, reserve=2)
         made, left = 0, place
 
         def trace(frame, event, argument):
@@ -232,7 +232,7 @@ def test_an_interrupt_at_any_line_of_a_write_leaves_a_readable_file_and_no_relea
         for _ in range(6):
             try:
                 sys.settrace(trace)
-                ledger.charge(GaussianEvent(1.0))
+                ledger.charge(GaussianEvent(1.0), room=lambda: 5)
                 made += 1
             except (KeyboardInterrupt, LedgerError):
                 pass

@@ -23,7 +23,7 @@ STRATEGIES = [
 ]
 ELSEWHERE = {
     "UnitStrategy": "tests/test_privacy_unit.py: its batches are in the order of units",
-    "ByHand": "tests/compat: batches come from elsewhere, there is nothing to draw",
+    "ExternalBatches": "tests/sampling/test_in_order.py: the training loop draws them",
 }
 
 

@@ -146,7 +146,7 @@ class WaitingPasses:
             self.deliver(owner._step)  # the pass is not shown, so it cannot be read or changed before the step
         shown: dict[nn.Parameter, OnDemand] = {}
         if self.shows and self.clipper.topology.runs_by_itself:
-            shown = gradients.on_demand()
+            shown = gradients.on_demand(lambda dtype: dtype)  # Opacus keeps the dtype of the parameter
             for parameter, grad_sample in shown.items():
                 show_grad_sample(parameter, grad_sample)
         self._waiting.append(_Waiting(gradients, shown))
