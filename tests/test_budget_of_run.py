@@ -57,6 +57,13 @@ def test_v4_raise_refuses_the_step_that_overspends_and_charges_nothing():
     assert inside.state(loop.engine).zero
 
 
+def test_v4_a_plan_that_was_changed_is_not_known_to_fit():
+    loop = make_loop(target_epsilon=2.0, steps=8, target_delta=1e-3)
+    loop.optimizer.noise_multiplier /= 1.5
+    assert 0 < train(loop, epochs=3) < 8
+    assert loop.engine.epsilon <= 2.0
+
+
 def test_v4_warn_goes_on_and_says_so_once():
     loop = make_loop(target_epsilon=2.0, steps=3, target_delta=1e-3, on_budget="warn")
     with pytest.warns(PrivacyWarning, match="DPE011") as seen:

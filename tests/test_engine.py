@@ -3,6 +3,7 @@
 import math
 import warnings
 
+import inside
 import pytest
 import torch
 import torch.nn.functional as F
@@ -223,10 +224,12 @@ def test_after_detach_the_private_loader_hands_out_and_charges_nothing():
     assert all(p.grad is not None for p in loop.model.parameters())
 
 
-def test_detach_in_the_middle_of_a_batch_charges_it():
+def test_detach_in_the_middle_of_a_batch_charges_it_and_destroys_its_sums():
     loop = make_loop(noise_multiplier=1.0)
     loop.backward(*first_batch(loop.loader))
+    assert not inside.state(loop.engine).zero
     loop.engine.detach(loop.model)
+    assert inside.state(loop.engine).zero
     assert [(charge.kind, charge.count) for charge in loop.engine.ledger.history] == [("void", 1)]
 
 

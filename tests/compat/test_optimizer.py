@@ -32,7 +32,7 @@ from dpengine.compat.opacus.optimizers import (
     DPOptimizerFastGradientClipping,
     DPPerLayerOptimizer,
 )
-from dpengine.errors import MissingGradientError
+from dpengine.errors import MissingGradientError, TicketError
 
 WRAPPERS = {
     "hooks": GradSampleModule,
@@ -155,6 +155,16 @@ def test_a_pass_that_was_refused_leaves_nothing_that_could_count_twice():
     backward(wrapped)
     optimizer.step()
     assert_same(gradients(wrapped._module, 4), expected)
+
+
+def test_a_backward_pass_that_was_interrupted_discards_its_batch():
+    parts = private(noise_multiplier=1.0)
+    inputs, targets = next(iter(parts.loader))
+    inputs.requires_grad_().register_hook(lambda grad: 1 / 0)  # runs after all layers have reported
+    with pytest.raises(ZeroDivisionError):
+        loss(parts.model, inputs, targets).backward()
+    with pytest.raises(TicketError, match="given up"):
+        parts.optimizer.step()
 
 
 def test_step_returns_the_loss_of_a_closure():

@@ -1,5 +1,7 @@
 """Optimizers with parts of a step of their own, and optimizers over parts of a model."""
 
+import warnings
+
 import pytest
 import torch
 from opacus_runs import assert_same, backward, batch, by_hand, flat, gradients, loss, model, private, train, truth
@@ -115,6 +117,15 @@ def test_an_optimizer_over_a_part_of_the_model_clips_that_part():
         backward(wrapped)
         optimizer.step()
         assert_same(gradients(wrapped._module[2], 4), expected)
+
+
+def test_a_pass_of_which_a_part_is_clipped_is_probed_as_a_whole():
+    wrapped, optimizer = by_hand(parameters=lambda w: w._module[2].parameters())
+    forget_notices()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", PrivacyWarning)  # of norms that are not those of all parameters
+        backward(wrapped)
+        optimizer.step()
 
 
 def test_parameters_added_to_the_optimizer_are_trained():

@@ -150,6 +150,16 @@ def test_a_step_number_is_never_used_again(step):
         state.begin(batch(step, 4), 0)
 
 
+def test_a_pass_over_a_placeholder_is_that_of_the_empty_batch_and_not_of_the_next():
+    state, empty = BatchState(look_ahead=1), batch(0, 0)
+    empty.placeholder = True
+    state.begin(empty, 0)
+    assert state.fetch(batch(1, 1), 0) is None
+    assert state.next_for_backward([1]) is None
+    state.clipped()
+    assert state.next_for_backward([1])[0].step == 1
+
+
 def test_the_state_machine_needs_no_torch():
     script = "import sys, dpengine.engine.batch_state; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 0

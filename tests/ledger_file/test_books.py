@@ -74,6 +74,16 @@ def test_f_l5_a_charge_is_on_disk_before_the_weights_change(path):
     assert seen == [1, 2, 3]
 
 
+@pytest.mark.filterwarnings("ignore:.*DPE006")
+def test_all_batches_of_a_step_are_charged_to_the_file(path):
+    run = Run(path)
+    for x, y in itertools.islice(run.loader, 2):
+        F.cross_entropy(run.model(x), y).backward()
+    run.optimizer.step()
+    assert counts(path) == [("release", 2)]
+    assert run.engine.ledger.steps == 2
+
+
 @pytest.mark.parametrize("ended", ["gone", "died"])
 def test_steps_are_reserved_and_settled_unless_the_process_dies(path, ended):
     run = Run(path, reserve=10).train(13)
@@ -108,6 +118,14 @@ def test_a_reservation_never_passes_a_budget_that_has_no_planned_end(path):
     assert epsilon_of(read(path).history, 1e-3) <= 3.0
     assert Run(path, noise_multiplier=4.0, reserve=50).train(30).died()
     assert steps_of(read(path).history) == 20 + 50
+
+
+def test_a_reservation_never_passes_the_budget_after_a_change_of_the_plan(path):
+    run = Run(path, reserve=1000, target_epsilon=3.0, steps=20)
+    run.optimizer.noise_multiplier /= 1.5
+    run.train(2).died()
+    assert 2 < steps_of(read(path).history) < 20
+    assert epsilon_of(read(path).history, 1e-3) <= 3.0
 
 
 def test_a_new_run_gets_what_the_runs_of_the_file_left_of_the_budget(path):

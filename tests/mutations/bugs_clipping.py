@@ -9,14 +9,14 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from dpengine.engine.clipped_sums import ClippedSums
-from dpengine.engine.release import Release
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from dpengine.auditing.subject import OPTIONS, Subject, cross_entropy, rows, small
 from dpengine.clipping.flat import Flat
 from dpengine.clipping.per_layer import PerLayer
+from dpengine.engine.pass_clipper import PassClipper
+from dpengine.engine.step import PrivateStep
 from dpengine.grad_modes.bookkeep import Bookkeep
 from dpengine.grad_modes.entry import Entry
 from dpengine.grad_modes.flat_buffer import FlatBuffer
@@ -59,11 +59,11 @@ def _no_row_is_clipped(factors: Any) -> Any:
 
 def _mean_is_clipped(add: Any) -> Any:
     @functools.wraps(add)
-    def added(self: Any, rows: int, scale: float, fingerprint: tuple[object, ...]) -> Any:
-        found = add(self, rows, scale, fingerprint)
-        sums = [total for _, total in self.buffer]
+    def added(mode: Any, policy: Any, buffer: Any, grouping: Any, **others: Any) -> Any:
+        found = add(mode, policy, buffer, grouping, **others)
+        sums = [total for _, total in buffer]
         norm = math.sqrt(sum(float(total.square().sum()) for total in sums))
-        factor = min(1.0, self.policy.max_grad_norm * max(1, rows) / max(norm, 1e-30))
+        factor = min(1.0, policy.max_grad_norm * max(1, found.rows) / max(norm, 1e-30))
         for total in sums:
             total.mul_(factor)
         return found
@@ -120,7 +120,7 @@ def _deaf(receive: Any) -> Any:
     return received
 
 
-def _leaks_dropped(refuse: Any) -> Any:
+def _leaks_dropped(check: Any) -> Any:
     def dropped(self: Any) -> None:
         for parameter in self.capture.leaks:
             parameter.grad = None
@@ -201,10 +201,10 @@ BUGS = (
         ("DR", "DO"),
         (
             Patch(Flat, "factors", _no_row_is_clipped),
-            Patch(ClippedSums, "_add", _mean_is_clipped),
+            Patch(module_of(PassClipper), "add_clipped", _mean_is_clipped),
         ),
     ),
-    Planted("PB-15", "pairs of rows are clipped together", ("DR", "DO"), (Patch(Release, "_units", _pairs),)),
+    Planted("PB-15", "pairs of rows are clipped together", ("DR", "DO"), (Patch(PrivateStep, "_units", _pairs),)),
     Planted(
         "PB-16",
         "one layer is not clipped",
@@ -231,7 +231,7 @@ BUGS = (
         "PB-19",
         "sums of a batch that was given up stay",
         ("DO",),
-        (Patch(ClippedSums, "discard_sums", _of_nothing),),
+        (Patch(PassClipper, "zero", _of_nothing),),
     ),
     Planted(
         "PB-36",
@@ -244,7 +244,7 @@ BUGS = (
         "PB-37",
         "a weight that is used past its layer",
         ("DO",),
-        (Patch(ClippedSums, "_refuse_leaks", _leaks_dropped),),
+        (Patch(PassClipper, "check_leaks", _leaks_dropped),),
         make=_of(_three(Tied, square=True)),
     ),
     Planted(
@@ -252,8 +252,8 @@ BUGS = (
         "the hook of a layer is dropped",
         ("DO",),
         (
-            Patch(ClippedSums, "receive", _deaf),
-            Patch(ClippedSums, "missing", _always([])),
+            Patch(PassClipper, "receive", _deaf),
+            Patch(PassClipper, "missing", _always([])),
         ),
         instead="a model that torch.compile changed is refused or compiled as a whole; a hook that is not heard stands "
         "for it",
@@ -262,14 +262,14 @@ BUGS = (
         "PB-39",
         "examples of a unit are clipped one by one",
         ("DR", "DO"),
-        (Patch(Release, "_units", _always(None)),),
+        (Patch(PrivateStep, "_units", _always(None)),),
         make=small({"privacy_unit": [row // _COPIES for row in range(40)], "unit_reduction": "sum"}),
     ),
     Planted(
         "PB-48",
         "the axis of time is taken for that of the batch",
         ("DI", "DR"),
-        (_NO_PROBE, Patch(ClippedSums, "_refuse_other_rows", _of_nothing)),
+        (_NO_PROBE, Patch(PassClipper, "_check_samples", _of_nothing)),
         make=_of(TimeFirst),
     ),
 )

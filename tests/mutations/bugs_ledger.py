@@ -8,7 +8,6 @@ import math
 from typing import Any
 
 import numpy as np
-from dpengine.engine.release import Release
 from scipy.special import ndtr
 
 from dpengine.accounting.tilted_pld.lattice import Answer
@@ -18,6 +17,7 @@ from dpengine.engine import PrivacyEngine
 from dpengine.engine.amp_and_lr_schedulers import attach_scaler
 from dpengine.engine.argument_checks import planned_steps
 from dpengine.engine.build_plan import arranged
+from dpengine.engine.step import PrivateStep
 from dpengine.plan.run_plan import RunPlan
 
 from .planted import Patch, Planted, module_of
@@ -27,9 +27,9 @@ _POINTS = 1 << 16
 
 def _sometimes(charge: Any) -> Any:
     @functools.wraps(charge)
-    def charged(release: Any) -> None:
-        if release.batches.last_step % 3 != 1:
-            charge(release)
+    def charged(self: Any) -> None:
+        if self.batches.last_step % 3 != 1:
+            charge(self)
 
     return charged
 
@@ -61,7 +61,7 @@ def _skipping(attach: Any) -> Any:
         attach(scaler)
 
         def step(optimizer: Any) -> None:
-            if not optimizer._dpengine.release.statistics.dropped:
+            if not optimizer._dpengine.step.statistics.dropped:
                 optimizer.step()
 
         scaler.step = step
@@ -72,7 +72,7 @@ def _skipping(attach: Any) -> Any:
 def _with_key(state_dict: Any) -> Any:
     @functools.wraps(state_dict)
     def state(engine: Any) -> dict[str, Any]:
-        return {**state_dict(engine), "source": [run.release.source.secret_state() for run in engine.runs]}
+        return {**state_dict(engine), "source": [run.step.source.secret_state() for run in engine.runs]}
 
     return state
 
@@ -88,20 +88,20 @@ def _late(step: Any) -> Any:
     """The charge comes after the update; `_put_off` keeps it from coming before."""
 
     @functools.wraps(step)
-    def stepped(release: Any, apply: Any) -> bool:
-        def applied() -> None:
-            apply()
-            count = len(release.batches.batches)
-            release.ledger.charge(release.plan.event(count), count=count)
+    def stepped(self: Any, update: Any) -> bool:
+        def updated() -> None:
+            update()
+            count = len(self.batches.batches)
+            self.ledger.charge(self.plan.event(count), count=count)
 
-        return bool(step(release, applied))
+        return bool(step(self, updated))
 
     return stepped
 
 
 def _put_off(charge: Any) -> Any:
-    def charged(release: Any) -> None:
-        release.batches.charged()
+    def charged(self: Any) -> None:
+        self.batches.charged()
 
     return charged
 
@@ -146,7 +146,7 @@ def _untilted(groups: Any, delta: float, direction: int) -> float:
 
 
 BUGS = (
-    Planted("PB-30", "the ledger misses steps", ("DL",), (Patch(Release, "_charge", _sometimes),)),
+    Planted("PB-30", "the ledger misses steps", ("DL",), (Patch(PrivateStep, "_charge", _sometimes),)),
     Planted("PB-31", "the ledger books another noise multiplier", ("DL",), (Patch(RunPlan, "event", _larger),)),
     Planted(
         "PB-35",
@@ -183,7 +183,7 @@ BUGS = (
         "PB-47",
         "the charge is written after the update",
         ("DL",),
-        (Patch(Release, "_charge", _put_off), Patch(Release, "step", _late)),
+        (Patch(PrivateStep, "_charge", _put_off), Patch(PrivateStep, "step", _late)),
         instead="the ledger is in memory; the order of charge and update is what a crash between them would tell",
     ),
 )

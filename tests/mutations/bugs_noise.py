@@ -7,12 +7,12 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from dpengine.engine.release import Release
 from torch import Tensor, nn
 
 from dpengine.auditing.noise_detector import noise_law
 from dpengine.auditing.subject import small
 from dpengine.checkpoint.run_state import Resumption
+from dpengine.engine.step import PrivateStep
 from dpengine.noise import BandMF, GaussianNoise
 from dpengine.noise.correlated import CorrelatedNoise
 from dpengine.noise.share import add_noise
@@ -43,43 +43,43 @@ def _scaled(factor: float) -> Patch:
 
 
 def _renoised(change: Callable[[Any, Noises, float], None]) -> Patch:
-    """Changes the noise of a release, by parameter: ``change(release, noises, std)``, in units of ``p.grad``."""
+    """Changes the noise of a step, by parameter: ``change(step, noises, std)``, in units of ``p.grad``."""
 
     def wrong(write: Any) -> Any:
         @functools.wraps(write)
-        def written(release: Any) -> None:
-            divisor = release.plan.divisor(len(release.batches.batches), mean=release.sums.loss_reduction == "mean")
-            clean = {p: total.clone() / divisor for p, total in release.sums.buffer}
-            write(release)
+        def written(step: Any) -> None:
+            divisor = step.plan.divisor(len(step.batches.batches), mean=step.passes.loss_reduction == "mean")
+            clean = {p: total.clone() / divisor for p, total in step.passes.buffer}
+            write(step)
             noises = {p: p.grad - total for p, total in clean.items()}
-            change(release, noises, release.plan.noise_std / divisor)
+            change(step, noises, step.plan.noise_std / divisor)
             for p, total in clean.items():
                 p.grad.data.copy_(total + noises[p])
 
         return written
 
-    return Patch(Release, "_write_gradients", wrong)
+    return Patch(PrivateStep, "write_gradients", wrong)
 
 
-def _alike(release: Any, noises: Noises, std: float) -> None:
+def _alike(step: Any, noises: Noises, std: float) -> None:
     by_shape: dict[torch.Size, Tensor] = {}
     for p in noises:
         noises[p] = by_shape.setdefault(p.shape, noises[p])
 
 
-def _no_bias(release: Any, noises: Noises, std: float) -> None:
+def _no_bias(step: Any, noises: Noises, std: float) -> None:
     bias = next((p for p in reversed(noises) if p.dim() == 1), None)
     if bias is not None:
         noises[bias] = torch.zeros_like(noises[bias])
 
 
-def _cut_off(release: Any, noises: Noises, std: float) -> None:
+def _cut_off(step: Any, noises: Noises, std: float) -> None:
     for p in noises:
         noises[p] = noises[p].clamp(-2 * std, 2 * std)
 
 
-def _thawed(release: Any, noises: Noises, std: float) -> None:
-    known = release.__dict__.setdefault("known_at_first", set(noises))
+def _thawed(step: Any, noises: Noises, std: float) -> None:
+    known = step.__dict__.setdefault("known_at_first", set(noises))
     for p in noises:
         if p not in known:
             noises[p] = torch.zeros_like(noises[p])
@@ -106,17 +106,17 @@ def _by_rows(changed: Callable[[float, float, float], tuple[float, float]]) -> P
 
     def wrong(write: Any) -> Any:
         @functools.wraps(write)
-        def written(release: Any) -> None:
-            share = max(1, sum(ticket.size for ticket in release.batches.batches)) / release.plan.expected_batch_size
-            release.noise = _Through(release.noise, lambda std, scale: changed(std, scale, share))
+        def written(step: Any) -> None:
+            share = max(1, sum(ticket.size for ticket in step.batches.batches)) / step.plan.expected_batch_size
+            step.noise = _Through(step.noise, lambda std, scale: changed(std, scale, share))
             try:
-                write(release)
+                write(step)
             finally:
-                release.noise = release.noise.inner
+                step.noise = step.noise.inner
 
         return written
 
-    return Patch(Release, "_write_gradients", wrong)
+    return Patch(PrivateStep, "write_gradients", wrong)
 
 
 def _each_rank_draws_all(cut: Any) -> Any:
@@ -162,7 +162,7 @@ def _groups_lost(apply: Any) -> Any:
     @functools.wraps(apply)
     def applied(self: Any, run: Any) -> None:
         apply(self, run)
-        run.first_life = None
+        run.first_nonce = None
 
     return applied
 
@@ -197,7 +197,7 @@ BUGS = (
         ("DN",),
         (
             Patch(module_of(add_noise), "_cut", _each_rank_draws_all),
-            Patch(module_of(Release), "add_noise", _share_of_ranks),
+            Patch(module_of(PrivateStep), "add_noise", _share_of_ranks),
             Patch(module_of(noise_law), "add_noise", _share_of_ranks),
         ),
     ),

@@ -8,9 +8,9 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-from dpengine.engine.release import Release
 
 from dpengine.engine.batch_state import Stage
+from dpengine.engine.step import PrivateStep
 from dpengine.sampling import PoissonSampling, ShuffleSampling
 from dpengine.sampling.batches import LogicalBatches, Ticket
 
@@ -74,13 +74,13 @@ def _more_often(draw: Draw, strategy: Any, step: int, words: Any) -> Any:
 
 def _empty_skipped(step: Any) -> Any:
     @functools.wraps(step)
-    def stepped(release: Any, apply: Any) -> bool:
-        state = release.batches
+    def stepped(self: Any, update: Any) -> bool:
+        state = self.batches
         if state.stage in (Stage.OPEN, Stage.CLIPPED) and not sum(batch.size for batch in state.batches):
-            release.sums.discard()
+            self.passes.discard()
             state.batches, state.stage = [], Stage.IDLE
             return False
-        return bool(step(release, apply))
+        return bool(step(self, update))
 
     return stepped
 
@@ -130,7 +130,7 @@ BUGS = (
         "PB-23",
         "an empty batch is skipped",
         ("DR", "DN"),
-        (Patch(Release, "step", _empty_skipped),),
+        (Patch(PrivateStep, "step", _empty_skipped),),
     ),
     Planted("PB-24", "an empty batch is drawn again", ("DS",), _drawn(_redrawn)),
     Planted("PB-25", "shuffled epochs", ("DS",), _drawn(_shuffled)),

@@ -233,7 +233,7 @@ GUARDS = [
     Guard(
         "probe-more-rows",
         "many more rows are probed again",
-        "        elif rows > 2 * self._most_rows > 0:",
+        "        elif samples > 2 * self._most_samples > 0:",
         "        elif False:",
         "faults/test_isolation.py::test_f_m2_much_larger_batches_are_probed_as_well",
     ),

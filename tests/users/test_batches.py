@@ -166,6 +166,14 @@ def test_s9_more_rows_than_were_drawn_are_refused():
     assert [(charge.kind, charge.count) for charge in loop.engine.ledger.history] == [("void", 1)]
 
 
+def test_s9_rows_for_an_empty_batch_are_refused():
+    loop = make_loop(batch_size=1, noise_multiplier=1.0)
+    assert any(len(targets) == 0 for _, targets in loop.loader)  # the loop ends at the empty batch
+    inputs, targets = examples()[:1]
+    with pytest.raises(BatchMismatchError, match=r"DPE018.*saw 1 rows, and the loader handed out 0"):
+        loop.backward(inputs, targets)
+
+
 def test_s9_fewer_rows_are_refused_too_since_axis_0_may_not_be_the_batch():
     loop = make_loop()
     inputs, targets = first_batch(loop.loader, least=2)
