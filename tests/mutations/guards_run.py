@@ -262,7 +262,7 @@ GUARDS = [
     Guard(
         "charge-file",
         "a step is charged to the file",
-        "self.ledger.charge(event, count=count, room=lambda: self.budget.room(self.plan, self.ledger, last, count))",
+        "self.ledger.charge(event, count=count, room=room)",
         "pass",
         "ledger_file/test_books.py::test_f_l5_a_charge_is_on_disk_before_the_weights_change",
     ),
