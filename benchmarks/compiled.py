@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from benchmarks import models
 from benchmarks.cells import CELLS, Batch, Cell, vectors
-from benchmarks.contenders import ours, plain
+from benchmarks.contenders import batch_returner, ours, plain
 from benchmarks.runner import Build, Runner, Setting, timed, trainable
 
 MORE = {"transformer layer": Cell(models.OneLayer, vectors(128, 256), 16)}
@@ -33,7 +33,6 @@ def compiled(build: Build) -> Build:
 def one_graph(cell: Cell, model: nn.Module, batch: Batch, setting: Setting) -> Runner:
     """The loop with ``compile_backward``, past the steps that go through hooks."""
     import dpengine
-    from dpengine.sampling.batches import Ticket
 
     criterion, optimizer = cell.loss(), torch.optim.SGD(trainable(model).values(), lr=0.0)
     rows = len(batch[0])
@@ -43,11 +42,11 @@ def one_graph(cell: Cell, model: nn.Module, batch: Batch, setting: Setting) -> R
     engine.make_private(
         model, optimizer, loader, noise_multiplier=setting.sigma, max_grad_norm=setting.max_norm, clipping=cell.clipping
     )
-    release, tickets = engine.runs[-1].release, iter(range(10**9))
+    return_batch = batch_returner(engine, rows)
     backward = engine.compile_backward(lambda x, y: criterion(model(x), y), multiple_of=rows)
 
     def step() -> None:
-        release.handed_out(Ticket(next(tickets), (rows,)), 0)
+        return_batch()
         optimizer.zero_grad()
         backward(*batch)
         optimizer.step()

@@ -60,8 +60,21 @@ def plain(cell: Cell, model: nn.Module, batch: Batch, setting: Setting) -> Runne
     return Runner(step, lambda: trainable(model))
 
 
+def batch_returner(engine: Any, rows: int) -> Callable[[], None]:
+    """Returns a function that acts as a private loader which returns a logical batch of ``rows`` samples.
+
+    It reads internals of the engine: of this version, and of the baseline of `benchmarks.revisions`.
+    """
+    from dpengine.sampling import batches
+
+    run, steps = engine.runs[-1], iter(range(10**9))
+    if hasattr(run, "step"):
+        return lambda: run.step.batch_returned(batches.LogicalBatch(next(steps), (rows,)), 0)
+    return lambda: run.release.handed_out(batches.Ticket(next(steps), (rows,)), 0)
+
+
 def ours(mode: str, **books: Any) -> Build:
-    """The same loop after ``make_private``; the loader's part is played by a ticket for the whole batch.
+    """The same loop after ``make_private``; `batch_returner` acts as the loader.
 
     Args:
         mode: The ``grad_sample_mode``.
@@ -73,7 +86,6 @@ def ours(mode: str, **books: Any) -> Build:
 
     def build(cell: Cell, model: nn.Module, batch: Batch, setting: Setting) -> Runner:
         import dpengine
-        from dpengine.sampling.batches import Ticket
 
         criterion, optimizer = cell.loss(), torch.optim.SGD(trainable(model).values(), lr=setting.rate)
         rows = len(batch[0])
@@ -88,10 +100,10 @@ def ours(mode: str, **books: Any) -> Build:
             clipping=cell.clipping,
             grad_sample_mode=mode,
         )
-        release, tickets = engine.runs[-1].release, iter(range(10**9))
+        return_batch = batch_returner(engine, rows)
 
         def step() -> None:
-            release.handed_out(Ticket(next(tickets), (rows,)), 0)
+            return_batch()
             optimizer.zero_grad()
             _loss(model, criterion, batch, setting).backward()
             optimizer.step()

@@ -161,7 +161,7 @@ def split(model: nn.Module) -> dict[str, Any]:
 def stepping(cell: Cell, topology: str, kind: str, **options: Any) -> Callable[[], None]:
     """Builds a model, with weights and a batch that are the same for both kinds.
 
-    The loader's part is played by a ticket for the whole batch, as in ``benchmarks.contenders``.
+    ``batch_returner`` acts as the loader, as in ``benchmarks.contenders``.
 
     Args:
         cell: The model.
@@ -187,18 +187,18 @@ def stepping(cell: Cell, topology: str, kind: str, **options: Any) -> Callable[[
 
     if kind == ORDINARY:
         return ordinary
+    from benchmarks.contenders import batch_returner
     from dpengine import PrivacyEngine
-    from dpengine.sampling.batches import Ticket
 
     logical = rows * (1 if together or topology == "one" else dist.get_world_size())
     data = torch.utils.data.TensorDataset(torch.zeros(100 * logical, 1))
     engine = PrivacyEngine()
     loader = torch.utils.data.DataLoader(data, batch_size=logical)
     engine.make_private(model, optimizer, loader, noise_multiplier=1.0, max_grad_norm=1.0, **options)
-    release, numbers = engine.runs[-1].release, iter(range(10**9))
+    return_batch = batch_returner(engine, rows)
 
     def private() -> None:
-        release.handed_out(Ticket(next(numbers), (rows,)), 0)
+        return_batch()
         ordinary()
 
     return private

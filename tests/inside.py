@@ -17,7 +17,7 @@ from dpengine import PrivacyEngine
 from dpengine.accounting import Ledger
 from dpengine.auditing.canaries import PlantedGradients
 from dpengine.engine.budget import Budget
-from dpengine.sampling.batches import Ticket
+from dpengine.sampling.batches import LogicalBatch
 
 
 def _step(owner, run=-1):
@@ -77,7 +77,7 @@ def public_text(owner, run=-1):
 
 def return_batch(owner, step, rows):
     """Acts as a loader that returns a logical batch of one chunk."""
-    _step(owner).batch_returned(Ticket(step, (rows,)), 0)
+    _step(owner).batch_returned(LogicalBatch(step, (rows,)), 0)
 
 
 def fetch_ahead(owner, chunks):
@@ -270,7 +270,7 @@ def record_batches(owner, loader, seen):
         seen(batch.step)
         batch_returned(batch, chunk)
 
-    _batches(loader).on_handout = returned
+    _batches(loader).on_return = returned
 
 
 def record_releases(owner, seen):

@@ -57,7 +57,7 @@ def _leaving(trial: Trial) -> dict[str, bytes]:
         "repr of the engine": repr(engine).encode(),
         "repr of the optimizer": repr(trial.optimizer).encode(),
         "repr of the noise": repr(trial.step.source).encode(),
-        "repr of a ticket": repr(trial.step.batches.batches).encode(),
+        "repr of a logical batch": repr(trial.step.batches.batches).encode(),
         "the statement": str(engine.report()).encode(),
         "the metrics": repr(engine.metrics()).encode(),
         "the state": repr(engine.state_dict()).encode(),

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
-    from dpengine.sampling.batches import Ticket
+    from dpengine.sampling.batches import LogicalBatch
 
 
 class Stage(enum.Enum):
@@ -64,8 +64,8 @@ class BatchState:
     continues: bool = False
     look_ahead: int = 0
     stage: Stage = field(default=Stage.IDLE, init=False)
-    batches: list[Ticket] = field(default_factory=list, init=False)
-    fetched: deque[tuple[Ticket, int]] = field(default_factory=deque, init=False)
+    batches: list[LogicalBatch] = field(default_factory=list, init=False)
+    fetched: deque[tuple[LogicalBatch, int]] = field(default_factory=deque, init=False)
     chunk: int = field(default=0, init=False)
     done: bool = field(default=False, init=False)
     passed_over: bool = field(default=False, init=False)
@@ -106,7 +106,7 @@ class BatchState:
 
     # The loader
 
-    def fetch(self, batch: Ticket, chunk: int) -> tuple[Ticket, int] | None:
+    def fetch(self, batch: LogicalBatch, chunk: int) -> tuple[LogicalBatch, int] | None:
         """Returns the physical batch that comes next when the loader returns this one; None if it waits."""
         if not self.fetched and not (self.look_ahead and self.awaits_backward):
             return batch, chunk
@@ -117,7 +117,7 @@ class BatchState:
         """Number of steps between the last logical batch and this one."""
         return step - self.last_step - 1 if self.last_step >= 0 else 0
 
-    def begin(self, batch: Ticket, chunk: int) -> Effect:
+    def begin(self, batch: LogicalBatch, chunk: int) -> Effect:
         """Makes a physical batch the current one. A logical batch must have a later step than the one before."""
         if chunk > 0:
             if self.stage is Stage.DISCARDED or (not self.done and self.samples > 0):
@@ -153,7 +153,7 @@ class BatchState:
 
     # The backward pass
 
-    def next_for_backward(self, samples: Collection[int]) -> tuple[Ticket, int] | None:
+    def next_for_backward(self, samples: Collection[int]) -> tuple[LogicalBatch, int] | None:
         """Takes the next fetched batch if the current one cannot be that of a backward pass with these numbers."""
         if not self.fetched or self.is_placeholder or (self.awaits_backward and self.samples in samples):
             return None
@@ -167,7 +167,7 @@ class BatchState:
 
     # The optimizer
 
-    def next_for_step(self) -> tuple[Ticket, int] | None:
+    def next_for_step(self) -> tuple[LogicalBatch, int] | None:
         """Takes the next fetched batch if it is empty, so that it may have no backward pass, and it is its turn."""
         waits = not self.done if self.stage is Stage.OPEN else self.stage is Stage.CLIPPED
         if not self.fetched or waits:

@@ -97,7 +97,7 @@ class Run:
             physical_batch_size=physical_batch_size,
             accumulation_steps=accumulation_steps,
             batch_first=batch_first,
-            on_handout=self.step.batch_returned,
+            on_return=self.step.batch_returned,
             may_draw=self.step.may_draw,
             example_input=example_input,
             share=(self.step.passes.topology.rank, self.step.passes.topology.ranks),

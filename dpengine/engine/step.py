@@ -24,7 +24,7 @@ from dpengine.noise.correlated import mechanism_for
 from dpengine.noise.share import add_noise
 from dpengine.noise.source import NoiseSource
 from dpengine.plan.run_plan import RunPlan
-from dpengine.sampling.batches import Ticket
+from dpengine.sampling.batches import LogicalBatch
 
 from .add_clipped import ClipStatistics
 from .batch_state import NOT_RETURNED, BatchState, Effect, Stage
@@ -100,14 +100,14 @@ class PrivateStep:
         """Whether the loader may draw the logical batch of this step."""
         return self.plan.has_step(step) and self.budget.may_draw(self.plan, self.ledger, *self.batches.upcoming())
 
-    def batch_returned(self, batch: Ticket, chunk: int) -> None:
+    def batch_returned(self, batch: LogicalBatch, chunk: int) -> None:
         """The loader returns a physical batch to the user."""
         if self.batches.stage is Stage.CLOSED:
             return
         self._settle()
         self._begin(self.batches.fetch(batch, chunk))
 
-    def _begin(self, physical: tuple[Ticket, int] | None) -> None:
+    def _begin(self, physical: tuple[LogicalBatch, int] | None) -> None:
         """Makes a physical batch the current one, if there is one."""
         if physical is None:
             return
@@ -212,7 +212,7 @@ class PrivateStep:
         if self.batches.stage is Stage.CLIPPED and self.batches.continues:
             self.batches.extend(samples)
         else:
-            self._begin((Ticket(self.batches.last_step + 1, (samples,)), 0))
+            self._begin((LogicalBatch(self.batches.last_step + 1, (samples,)), 0))
 
     def _units(self) -> Units | None:
         """The privacy unit of each sample of the current physical batch; None if each sample is a unit."""

@@ -1,4 +1,4 @@
-"""Logical batches of a run: drawn in order, split into physical chunks, and identified by a `Ticket` used once."""
+"""Logical batches of a run: drawn in order, split into physical batches, and returned once."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from .units import UnitStrategy
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Ticket:
-    """One logical batch, handed out once. Two tickets are equal only if they are the same object.
+class LogicalBatch:
+    """One sampled batch, which may span several physical batches. Compared by identity.
 
     ``rows`` and ``units`` have one entry for each chunk; without ``units``, every row is a privacy unit of its own.
     ``placeholder`` says whether the loader returns a placeholder sample for a chunk of zero rows.
-    Only the private loader makes tickets. They cannot be copied or pickled, so that one batch is never released twice.
+    It cannot be copied or pickled, because releasing the same batch twice would break accounting.
     """
 
     step: int
@@ -40,9 +40,9 @@ class Ticket:
 
 
 class DrawnBatch(NamedTuple):
-    """A logical batch: its ticket, and the example indices of each physical chunk."""
+    """A logical batch, and the example indices of each of its physical batches."""
 
-    ticket: Ticket
+    batch: LogicalBatch
     chunks: list[list[int]]
 
 
@@ -56,7 +56,7 @@ class LogicalBatches:
         *,
         physical_batch_size: int | None,
         accumulation_steps: int,
-        on_handout: Callable[[Ticket, int], None],  # called with the chunk's number before a chunk is returned
+        on_return: Callable[[LogicalBatch, int], None],  # called with the chunk's number before a chunk is returned
         may_draw: Callable[[int], bool],  # asked with the step before each logical batch; False ends the pass
         share: tuple[int, int] = (0, 1),  # rank and number of ranks, each of which returns its part of every chunk
         placeholder: bool = False,  # whether an empty chunk comes with a placeholder sample
@@ -70,7 +70,7 @@ class LogicalBatches:
         self._words = words
         self.physical_batch_size = physical_batch_size
         self._accumulation_steps = accumulation_steps
-        self.on_handout = on_handout
+        self.on_return = on_return
 
     def draw(self, step: int) -> DrawnBatch:
         """Returns the logical batch of a step. Drawing has no effect: the same step gives the same batch again."""
@@ -83,7 +83,9 @@ class LogicalBatches:
         else:
             parts = parts if size is None else max(1, -(-len(indices) // (size * ranks)))
             cut = np.array_split(indices, parts * ranks)[rank::ranks]
-        return DrawnBatch(Ticket(step, tuple(map(len, cut)), units, self._placeholder), [part.tolist() for part in cut])
+        return DrawnBatch(
+            LogicalBatch(step, tuple(map(len, cut)), units, self._placeholder), [part.tolist() for part in cut]
+        )
 
     def _units_of(self, strategy: UnitStrategy, indices: IndexBatch) -> list[IndexBatch]:
         """This process's chunks of whole units; all processes have equally many, the last ones perhaps empty."""
@@ -95,11 +97,11 @@ class LogicalBatches:
         most = max(map(len, chunks))
         return [*chunks[rank], *[indices[:0]] * (most - len(chunks[rank]))]
 
-    def hand_out(self, ticket: Ticket, chunk: int) -> None:
+    def mark_returned(self, batch: LogicalBatch, chunk: int) -> None:
         """Notes that a chunk is about to reach the user."""
         if chunk == 0:
-            self.position = ticket.step + 1  # first, so that a failing callback cannot make this step come twice
-        self.on_handout(ticket, chunk)
+            self.position = batch.step + 1  # first, so that a failing callback cannot make this step come twice
+        self.on_return(batch, chunk)
 
     def start_pass(self, *, fetch_empty: bool) -> Pass:
         """Returns a new pass from the current position. A pass that is still open is over."""
@@ -138,12 +140,12 @@ class Pass:
         self._batches = batches
         self._start = batches.position
         self._drawn = 0
-        self._for_user: collections.deque[Ticket] = collections.deque()
+        self._for_user: collections.deque[LogicalBatch] = collections.deque()
         self._to_fetch: collections.deque[list[list[int]]] = collections.deque()
         self._lock = threading.Lock()  # some loader classes iterate in a thread of their own
 
-    def next_for_user(self) -> Ticket:
-        """Returns the ticket of the next logical batch."""
+    def next_for_user(self) -> LogicalBatch:
+        """Returns the next logical batch."""
         with self._lock:
             if not self._for_user:
                 self._draw()
@@ -166,9 +168,9 @@ class Pass:
             return self._to_fetch.popleft()
 
     def _draw(self) -> None:
-        ticket, chunks = self._batches.draw(self._start + self._drawn)
+        batch, chunks = self._batches.draw(self._start + self._drawn)
         self._drawn += 1
-        self._for_user.append(ticket)
+        self._for_user.append(batch)
         self._to_fetch.append(chunks)
 
 
@@ -223,7 +225,7 @@ class PrivateBatchSampler(Sampler[list[int]]):
             step = self._batches.position
             if not self._batches.may_draw(step):
                 return
-            ticket, chunks = self._batches.draw(step)
+            batch, chunks = self._batches.draw(step)
             for number, chunk in enumerate(chunks):
-                self._batches.hand_out(ticket, number)
+                self._batches.mark_returned(batch, number)
                 yield chunk

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, SequentialSampler
 
 from dpengine.errors import SamplingError
 
-from .batches import LogicalBatches, Pass, PrivateBatchSampler, Ticket
+from .batches import LogicalBatch, LogicalBatches, Pass, PrivateBatchSampler
 from .check import check_loader
 from .collate import EmptyAwareCollate, empty_template, generators_untouched
 from .scheme import AbstractBatchStrategy, WordStream, whole_number
@@ -27,7 +27,7 @@ def private_loader(
     *,
     strategy: AbstractBatchStrategy,
     words: WordStream,
-    on_handout: Callable[[Ticket, int], None],
+    on_return: Callable[[LogicalBatch, int], None],
     may_draw: Callable[[int], bool],
     physical_batch_size: int | None = None,
     accumulation_steps: int = 1,
@@ -65,7 +65,7 @@ def private_loader(
         words,
         physical_batch_size=physical_batch_size,
         accumulation_steps=accumulation_steps,
-        on_handout=on_handout,
+        on_return=on_return,
         may_draw=may_draw,
         share=share,
         placeholder=placeholder,
@@ -79,7 +79,7 @@ def private_loader(
         # What torch itself puts there beside a batch sampler: the user's order of rows is gone.
         "sampler": SequentialSampler(loader.dataset),  # type: ignore[arg-type]
         "collate_fn": EmptyAwareCollate(loader.collate_fn, template),
-        "in_order": True,  # tickets are matched first in, first out
+        "in_order": True,  # logical batches are matched first in, first out
         "_iterator": None,  # persistent workers belong to the original
     }
     wrapped = {name: _changed(part, type(part), settings) for name, part in _same_batches(loader).items()}
@@ -166,10 +166,10 @@ class PrivateIteration:
                 # taken until now.
                 if not batches.may_draw(batches.position):
                     return
-                ticket = this_pass.next_for_user()
-                for chunk, rows in enumerate(ticket.rows):
+                batch = this_pass.next_for_user()
+                for chunk, rows in enumerate(batch.rows):
                     data = self._chunk(this_pass, rows)
-                    batches.hand_out(ticket, chunk)
+                    batches.mark_returned(batch, chunk)
                     yield data
                     if batches.open_pass is not this_pass:
                         raise SamplingError(
@@ -212,9 +212,9 @@ class PrivateIteration:
             return steps
         return math.ceil(steps * max(1.0, self._batches.strategy.expected_batch_size / size))
 
-    def bind(self, on_handout: Callable[[Ticket, int], None], may_draw: Callable[[int], bool]) -> None:
+    def bind(self, on_return: Callable[[LogicalBatch, int], None], may_draw: Callable[[int], bool]) -> None:
         """Has others told of what is handed out, and asked whether a logical batch may be drawn."""
-        self._batches.on_handout, self._batches.may_draw = on_handout, may_draw
+        self._batches.on_return, self._batches.may_draw = on_return, may_draw
 
     def in_chunks(self, physical_batch_size: int, *, counts_chunks: bool = False) -> Any:
         """The same run, with logical batches in nearly equal chunks, none of them with more rows than that."""

@@ -12,7 +12,7 @@ import numpy as np
 from dpengine.engine.batch_state import Stage
 from dpengine.engine.step import PrivateStep
 from dpengine.sampling import PoissonSampling, ShuffleSampling
-from dpengine.sampling.batches import LogicalBatches, Ticket
+from dpengine.sampling.batches import LogicalBatch, LogicalBatches
 
 from .planted import Patch, Planted
 
@@ -93,7 +93,7 @@ def _rechunked(change: Callable[[Any, Any], Any]) -> tuple[Patch, ...]:
         def drawn(self: Any, step: int) -> Any:
             batch = draw(self, step)
             chunks = change(self, batch)
-            return batch._replace(ticket=Ticket(step, tuple(map(len, chunks)), batch.ticket.units), chunks=chunks)
+            return batch._replace(batch=LogicalBatch(step, tuple(map(len, chunks)), batch.batch.units), chunks=chunks)
 
         return drawn
 
@@ -105,21 +105,21 @@ def _one_mask_for_all(batches: Any, batch: Any) -> list[list[int]]:
     if ranks == 1:
         return batch.chunks
     own = dataclasses.replace(batches.strategy, num_examples=batches.strategy.num_examples // ranks)
-    return [[int(index) * ranks + rank for index in own.draw(batch.ticket.step, batches._words)]]
+    return [[int(index) * ranks + rank for index in own.draw(batch.batch.step, batches._words)]]
 
 
 def _filled_up(batches: Any, batch: Any) -> list[list[int]]:
     rank, ranks = batches.share
     if ranks == 1:
         return batch.chunks
-    whole = batches.strategy.draw(batch.ticket.step, batches._words).tolist()
+    whole = batches.strategy.draw(batch.batch.step, batches._words).tolist()
     each = -(-len(whole) // ranks)
     padded = whole + whole[: each * ranks - len(whole)]
     return [padded[rank::ranks]]
 
 
 def _padded(batches: Any, batch: Any) -> list[list[int]]:
-    if batch.ticket.units:
+    if batch.batch.units:
         return batch.chunks
     return [chunk + chunk[:1] * (-len(chunk) % 4) for chunk in batch.chunks]
 

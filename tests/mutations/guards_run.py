@@ -27,7 +27,7 @@ GUARDS = [
     Guard(
         "loader-position",
         "a step is never handed out twice",
-        "            self.position = ticket.step + 1",
+        "            self.position = batch.step + 1",
         "            self.position = ticket.step",
         "sampling/test_batches.py::test_passes_go_on_where_the_last_one_ended",
     ),

@@ -48,7 +48,7 @@ class Recorder:
     def __init__(self, budget=math.inf):
         self.handed, self.asked, self.budget = [], [], budget
 
-    def on_handout(self, ticket, chunk):
+    def on_return(self, ticket, chunk):
         self.handed.append((ticket, chunk))
 
     def may_draw(self, step):
@@ -64,7 +64,7 @@ def private(strategy, *, words=None, loader=None, recorder=None, workers=0, **op
     recorder = recorder or Recorder()
     loader = loader or DataLoader(Rows(strategy.num_examples), batch_size=2, num_workers=workers)
     return private_loader(
-        loader, strategy=strategy, words=words, on_handout=recorder.on_handout, may_draw=recorder.may_draw, **options
+        loader, strategy=strategy, words=words, on_return=recorder.on_return, may_draw=recorder.may_draw, **options
     )
 
 

@@ -110,8 +110,8 @@ def test_a_batch_left_in_the_middle_is_not_handed_out_again():
 
 def test_a_failing_callback_uses_up_the_step():
     class Failing(Recorder):
-        def on_handout(self, ticket, chunk):
-            super().on_handout(ticket, chunk)
+        def on_return(self, ticket, chunk):
+            super().on_return(ticket, chunk)
             if ticket.step == 1:
                 raise RuntimeError("no")
 

@@ -294,7 +294,7 @@ def _made(
         plain,
         strategy=strategy,
         words=words_for(generator, topology),
-        on_handout=ignore,
+        on_return=ignore,
         may_draw=always,
         batch_first=batch_first,
         share=(topology.rank, topology.ranks),

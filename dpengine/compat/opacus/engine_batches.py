@@ -42,7 +42,7 @@ def unsampled_loader(data_loader: DataLoader[Any], distributed: bool | Topology 
         plain(whole),
         strategy=strategy,
         words=words_for(None, topology),
-        on_handout=ignore,
+        on_return=ignore,
         may_draw=always,
         share=(topology.rank, topology.ranks),
     )
@@ -131,7 +131,7 @@ def words_for(generator: torch.Generator | None, topology: Topology) -> Any:
     return words
 
 
-def ignore(ticket: Any, chunk: int) -> None:
+def ignore(batch: Any, chunk: int) -> None:
     """Nobody asked to be told."""
 
 

@@ -26,7 +26,7 @@ from dpengine.engine.run import Run
 from dpengine.engine.shared_dataset_check import SharedDatasetCheck
 from dpengine.engine.step import PrivateStep
 from dpengine.kernels.memory import keep_freed_memory
-from dpengine.sampling.batches import Ticket
+from dpengine.sampling.batches import LogicalBatch
 
 from .accountants.entries import charges_of
 from .accountants.ledger_accountant import LedgerAccountant
@@ -242,7 +242,7 @@ class Preparation(Uncopied):
         optimizer.tell = self.tellers[step] = teller
 
 
-def _batch_returned(owner: weakref.ref[DPOptimizer], batch: Ticket, chunk: int) -> None:
+def _batch_returned(owner: weakref.ref[DPOptimizer], batch: LogicalBatch, chunk: int) -> None:
     """The loader returns a physical batch."""
     optimizer = owner()
     if optimizer is not None:

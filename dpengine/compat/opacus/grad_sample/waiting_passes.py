@@ -27,7 +27,7 @@ from dpengine.grad_modes.on_demand import OnDemand
 if TYPE_CHECKING:
     from dpengine.compat.opacus.optimizers.optimizer import DPOptimizer
     from dpengine.engine.step import PrivateStep
-    from dpengine.sampling.batches import Ticket
+    from dpengine.sampling.batches import LogicalBatch
 
 
 @dataclass(frozen=True, eq=False)
@@ -198,7 +198,7 @@ class WaitingPasses:
             self._forget()
             step.discard()
 
-    def batch_returned(self, step: PrivateStep, batch: Ticket, chunk: int) -> None:
+    def batch_returned(self, step: PrivateStep, batch: LogicalBatch, chunk: int) -> None:
         """Clips what waits, which belongs to the batch before, when the loader returns the next one."""
         if step.batches.stage is not Stage.CLOSED:
             if self._waiting and step.batches.stage in NOT_RETURNED:

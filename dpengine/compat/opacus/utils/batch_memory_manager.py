@@ -13,7 +13,7 @@ from torch.utils.data import BatchSampler, DataLoader, Sampler
 from dpengine.compat.opacus.engine_batches import always
 from dpengine.compat.opacus.optimizers import DPOptimizer
 from dpengine.errors import suggests_names
-from dpengine.sampling.batches import PrivateBatchSampler, Ticket
+from dpengine.sampling.batches import LogicalBatch, PrivateBatchSampler
 from dpengine.sampling.loader import PrivateIteration
 from dpengine.sampling.scheme import whole_number
 
@@ -150,15 +150,15 @@ def wrap_data_loader(*, data_loader: DataLoader[Any], max_batch_size: int, optim
     )
 
 
-def _telling(optimizer: DPOptimizer) -> Callable[[Ticket, int], None]:
+def _telling(optimizer: DPOptimizer) -> Callable[[LogicalBatch, int], None]:
     """Tells an optimizer that was built by hand which chunk is the last of its batch, right before each is used."""
 
-    def handed_out(ticket: Ticket, chunk: int) -> None:
+    def returned(batch: LogicalBatch, chunk: int) -> None:
         if chunk == 0:
             optimizer.forget_skips()
-        optimizer.signal_skip_step(do_skip=chunk < len(ticket.rows) - 1)
+        optimizer.signal_skip_step(do_skip=chunk < len(batch.rows) - 1)
 
-    return handed_out
+    return returned
 
 
 class BatchMemoryManager:
