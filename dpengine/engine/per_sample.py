@@ -81,8 +81,8 @@ class PerSampleGradients:
             StaleGradientError: If an input of a layer was changed in place since the pass.
         """  # noqa: DOC502 - the check raises
         if not isinstance(weights, Tensor) or weights.is_complex():
-            found = f"a {weights.dtype} tensor" if isinstance(weights, Tensor) else f"a {type(weights).__name__}"
-            raise TypeError(f"weights is {found}; pass a tensor with one real number for each sample.")
+            given = f"a {weights.dtype} tensor" if isinstance(weights, Tensor) else f"a {type(weights).__name__}"
+            raise TypeError(f"weights is {given}; pass a tensor with one real number for each sample.")
         if weights.shape != (self.samples,):
             raise ValueError(
                 f"weights has shape {tuple(weights.shape)}; expected ({self.samples},), one number for each sample."
