@@ -80,11 +80,6 @@ def return_batch(owner, step, rows):
     _step(owner).batch_returned(LogicalBatch(step, (rows,)), 0)
 
 
-def fetch_ahead(owner, chunks):
-    """Declares that a trainer fetches some chunks before it uses the first."""
-    _step(owner).batches.look_ahead = chunks
-
-
 # The plan
 
 

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from dpengine.errors import TicketError, suggests_names
+from dpengine.grad_modes.choose_method import MethodTable
 from dpengine.grad_modes.materialize import forget_grad_samples, show_grad_sample
 from dpengine.grad_modes.modes import MODES, on_demand
 
@@ -20,9 +21,9 @@ class GradSampleModule(nn.Module):
     """Wraps a module so that ``backward`` leaves per-sample gradients.
 
     After ``backward``, ``p.grad_sample`` of every trainable parameter is the gradient of each sample's own loss,
-    ``(B, *p.shape)``, batch first whatever ``batch_first`` is. It is formed when it is read, and needs no memory until
-    then.
-    After several backward passes it is a list with one tensor for each, until ``zero_grad``. ``p.grad`` stays None.
+    ``(B, *p.shape)``, batch first whatever ``batch_first`` is. It is formed when it is first read; until then the
+    inputs and output gradients of the layers are held. After several backward passes it is a list with one tensor for
+    each, until ``zero_grad`` of this module (that of an optimizer does not clear it). ``p.grad`` stays None.
     ``last_pass`` gives norms and weighted sums, which form no per-sample gradient::
 
         model = GradSampleModule(model)
@@ -66,6 +67,7 @@ class GradSampleModule(nn.Module):
             grad_sample_mode=on_demand(MODES["functorch" if force_functorch else "hooks"]),
             batch_first=batch_first,
             loss_reduction=loss_reduction,
+            methods=MethodTable(keep_budget=0),  # norms keep no per-sample gradients
         )
         self._clipper.attach()
 
@@ -77,9 +79,10 @@ class GradSampleModule(nn.Module):
     def last_pass(self) -> PerSampleGradients:
         """Per-sample results of the last backward pass: ``norms()``, ``weighted_sum(weights)``, ``gradients(name)``.
 
-        They are kept until the next backward pass or ``zero_grad``. Reading it earlier raises TicketError.
+        They are kept until the next backward pass or ``zero_grad`` of this module; after an interrupted backward pass,
+        and before the first one, reading it raises TicketError. See `dpengine.engine.PerSampleGradients`.
         """
-        if self._last is None:
+        if self._last is None or self._clipper.capture.backward_broke_off:
             raise TicketError(
                 "No backward pass has left per-sample gradients.",
                 fix="Call loss.backward() on outputs of the wrapped model in train mode, before zero_grad().",

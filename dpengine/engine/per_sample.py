@@ -5,13 +5,15 @@ Axes: B samples.
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Callable
 from functools import partial
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
-from dpengine.errors import MissingGradientError
+from dpengine.errors import MissingGradientError, StaleGradientError, suggests_names
 from dpengine.grad_modes.bookkeep import Bookkeep
 from dpengine.grad_modes.flat_buffer import FlatBuffer, wide
 from dpengine.grad_modes.on_demand import OnDemand
@@ -24,8 +26,11 @@ class PerSampleGradients:
     """Gradients of the samples of one backward pass, which are formed only when they are read.
 
     All results refer to the gradient of each sample's own loss, whatever the loss reduction. They are not private.
-    Results that need no gradient tensor ``(B, *param.shape)`` form none: norms and weighted sums need about the memory
-    of an ordinary backward pass.
+    Norms and weighted sums form no gradient tensor ``(B, *param.shape)``, except for layers without a built-in grad
+    sampler. Until it is released, the object holds the inputs and output gradients of all layers. Parameters are named
+    as in ``named_parameters()`` of the wrapped module. Results may be read several times, also after the next pass.
+
+    A result cannot be formed once an input of a layer was changed in place; reading it then raises StaleGradientError.
 
     Attributes:
         samples: Number of samples B.
@@ -42,45 +47,63 @@ class PerSampleGradients:
         self._mode = recorded.mode
         self._clipper = clipper
         self._scale = clipper.scale_of(recorded)
-        self._names = {name: parameter for parameter, name in recorded.mode.parameters.items()}
+        # A tied parameter was received under the name of one of its layers; the model lists it under the first.
+        listed = {p: name for name, p in clipper.topology.parameters(clipper.model).items()}
+        received = recorded.mode.parameters
+        self._names = {name: p for p, name in listed.items() if p in received}
+        self._names |= {name: p for p, name in received.items() if p not in listed}
         self._norms_B: Tensor | None = None
+        self._versions = _versions(recorded.mode)
 
     @torch.no_grad()
     def norms(self) -> Tensor:
-        """Returns the L2 norm ``(B,)`` of each sample's gradient over all parameters."""
+        """Returns the L2 norm ``(B,)`` of each sample's gradient over all parameters, in float64."""
         if self._norms_B is None:
+            self._check_unchanged()
             groups = dict.fromkeys(self._mode.parameters, 0)
             with self._clipper.capture.paused():
                 self._norms_B = self._mode.sq_norms(groups, 1, self._scale).sum(dim=1).sqrt()
-        return self._norms_B
+            self._versions = _versions(self._mode)  # calls of one layer may have been joined
+        return self._norms_B.clone()
 
+    @suggests_names
     @torch.no_grad()
     def weighted_sum(self, weights: Tensor) -> dict[str, Tensor]:
         """Returns the sum over samples of weight times gradient for each parameter, by dotted name.
 
         Args:
-            weights: ``(B,)``, one finite number for each sample.
+            weights: ``(B,)``, one finite number for each sample, of any sign and size.
 
         Returns:
             Tensors of the shapes of the parameters, in float32 (float64 for float64 parameters).
 
         Raises:
+            TypeError: If ``weights`` is no tensor of real numbers.
             ValueError: If ``weights`` has another shape, or a weight is not finite.
-        """
-        if weights.shape != (self.samples,) or not bool(weights.isfinite().all()):
+            StaleGradientError: If an input of a layer was changed in place since the pass.
+        """  # noqa: DOC502 - the check raises
+        if not isinstance(weights, Tensor) or weights.is_complex():
+            given = f"a {weights.dtype} tensor" if isinstance(weights, Tensor) else f"a {type(weights).__name__}"
+            raise TypeError(f"weights is {given}; pass a tensor with one real number for each sample.")
+        if weights.shape != (self.samples,):
             raise ValueError(
-                f"weights has shape {tuple(weights.shape)}; expected {self.samples} finite numbers, one for each "
-                "sample of the pass."
+                f"weights has shape {tuple(weights.shape)}; expected ({self.samples},), one number for each sample."
             )
+        if not bool(weights.isfinite().all()):
+            raise ValueError("weights has an entry that is NaN or infinite.")
+        self._check_unchanged()
+        weights = weights.detach().double()
+        # Grad samplers take weights of 1 at most; a sum of 0 weights must not divide by 0.
         largest = max(float(weights.abs().max()) if self.samples else 1.0, torch.finfo(torch.float32).tiny)
         mode, parameters = self._mode.copied(self._mode.parameters), list(self._mode.parameters)
         sums = FlatBuffer(parameters)
-        weights_B1 = (weights.detach().double() / largest).unsqueeze(1)
+        weights_B1 = (weights / largest).unsqueeze(1)
         with self._clipper.capture.paused():
             mode.add_sums(dict.fromkeys(parameters, 0), weights_B1, self._scale * largest, sums)
         found = dict(sums)
         return {name: found[parameter].view(parameter.shape) for name, parameter in self._names.items()}
 
+    @suggests_names
     @torch.no_grad()
     def gradients(self, name: str) -> Tensor:
         """Returns the gradients ``(B, *param.shape)`` of one parameter, in float32 (float64 for float64 parameters).
@@ -90,20 +113,24 @@ class PerSampleGradients:
 
         Raises:
             MissingGradientError: If the parameter has no gradient in this pass.
-        """
+            StaleGradientError: If an input of a layer was changed in place since the pass.
+        """  # noqa: DOC502 - the check raises
         parameter = self._names.get(name)
         if parameter is None:
+            near = difflib.get_close_matches(str(name), self._names, n=1)
             raise MissingGradientError(
                 f"Parameter '{name}' has no gradient in this backward pass.",
-                fix=f"Choose one of: {', '.join(sorted(self._names))}.",
+                fix=f"Did you mean '{near[0]}'?" if near else f"Choose one of: {', '.join(self._names)}.",
             )
+        self._check_unchanged()
         with self._clipper.capture.paused():
             return (self._mode.formed(parameter) * self._scale).to(wide(parameter.dtype))
 
     def on_demand(self, dtype_of: Callable[[torch.dtype], torch.dtype] = wide) -> dict[nn.Parameter, OnDemand]:
         """Returns a tensor for each trainable parameter that forms its gradients when it is read.
 
-        ``dtype_of`` gives the dtype of these gradients by that of the parameter.
+        Args:
+            dtype_of: The dtype of the gradients by that of the parameter.
         """
         found = {}
         for name, parameter in self._names.items():
@@ -115,3 +142,18 @@ class PerSampleGradients:
 
     def _gradients_in(self, name: str, dtype: torch.dtype) -> Tensor:
         return self.gradients(name).to(dtype)
+
+    def _check_unchanged(self) -> None:
+        if any(tensor._version != version for tensor, version in self._versions):
+            raise StaleGradientError(
+                "An input of a layer was changed in place since the backward pass, so that its per-sample gradients "
+                "cannot be formed any more.",
+                fix="Read per-sample results before the batch is overwritten.",
+            )
+
+
+def _versions(mode: Bookkeep) -> list[tuple[Tensor, int]]:
+    """The tensors from which the gradients are formed, each with the number of its changes in place."""
+    calls = [call for entry in mode._entries.values() for call, _ in entry.calls]
+    leaves = pytree.tree_leaves([(call.inputs, call.kwargs, call.grad_output) for call in calls])
+    return [(leaf, leaf._version) for leaf in leaves if isinstance(leaf, Tensor) and not leaf.is_inference()]

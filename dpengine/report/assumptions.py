@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Literal
 from dpengine.accounting.batch_events import FixedSizeGaussianEvent, TruncatedGaussianEvent
 from dpengine.accounting.events import CyclicGaussianEvent, GaussianEvent, PoissonGaussianEvent, Relation
 
-from .facts import LAWS, RunFacts, delta_floor
+from .facts import DECLARED, LAWS, NO_RATE, UNDECLARED, RunFacts, delta_floor
 
 if TYPE_CHECKING:
     from .figures import Figures
@@ -65,13 +65,19 @@ def stamps(facts: RunFacts, figures: Figures | None = None) -> tuple[str, ...]:
 
 
 def _poisson(facts: RunFacts) -> Assumption:
-    name = LAWS.get(str(facts.plan.get("sampling")), LAWS["poisson"])
+    sampling = facts.plan.get("sampling", "an unknown law")
+    name = LAWS.get(str(sampling), LAWS["poisson"])
+    if sampling == UNDECLARED:
+        return Assumption(name, "no", NO_RATE, stamp="NOT CLAIMED")
     if not facts.law_is_known:
-        law = facts.plan.get("sampling", "an unknown law")
-        law = law if law != "poisson" else "another law, in an earlier run"
+        law = "another law, in an earlier run" if sampling in LAWS else sampling
         return Assumption(name, "no", f"batches were drawn by {law}", stamp="NOT CLAIMED")
     rates = sorted({rate for charge in facts.history if (rate := _rate(charge.event)) is not None})
     planned = facts.plan.get("sample_rate")
+    if sampling == DECLARED:
+        declared = "its rate" if planned is None else f"the rate {planned:.6g}"
+        others = f"; the ledger has {_listed(rates)}" if len(rates) > 1 else ""
+        return Assumption(name, "not checked", f"{declared} was declared by the user, dpengine drew no batch{others}")
     if not rates:
         return Assumption(name, "yes", "the sampler of the plan draws so; no charge depends on it yet")
     if planned is not None and not any(0 <= rate - planned <= max(_RATE_BIT, math.ulp(planned)) for rate in rates):

@@ -16,6 +16,11 @@ from .history_rows import public_text, public_values, rows_of
 _STATE_SCHEMA = 1
 
 
+UNDECLARED, DECLARED = "external", "external-poisson"
+"""Sampling schemes of batches that the training loop draws: without and with a sampling rate declared by the user."""
+
+NO_RATE = "the training loop drew the batches, and no sampling rate was declared"
+
 LAWS = {
     "poisson": "Batches hold each row independently, with one known probability (Poisson sampling)",
     "cyclic-poisson": (
@@ -26,6 +31,10 @@ LAWS = {
         "subset"
     ),
     "fixed-size": "Each batch is a uniform subset of the rows, of one known size",
+    DECLARED: (
+        "The training loop, which draws the batches itself, includes each example independently, with one known "
+        "probability (Poisson sampling)"
+    ),
 }
 """What is assumed of batches, by the name of their law."""
 
@@ -86,6 +95,12 @@ class RunFacts:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "relation", Relation(self.relation))
+        sampling = self.plan.get("sampling")
+        if sampling in (UNDECLARED, DECLARED) and self.num_examples == 0:  # 0 stands for unknown there
+            object.__setattr__(self, "num_examples", None)
+        if sampling == UNDECLARED:
+            plan = {key: value for key, value in self.plan.items() if key != "sample_rate"}
+            object.__setattr__(self, "plan", plan)
         object.__setattr__(self, "history", tuple(self.history))
         object.__setattr__(self, "unamplified", tuple(self.unamplified))
         object.__setattr__(self, "excludes", tuple(public_text(line) for line in self.excludes))

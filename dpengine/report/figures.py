@@ -22,7 +22,7 @@ from dpengine.accounting.ledger import Charge
 from dpengine.accounting.own_accountant import Accountant
 from dpengine.errors import AccountingRefusedError
 
-from .facts import RunFacts
+from .facts import NO_RATE, UNDECLARED, RunFacts
 from .history_rows import as_released, public_text
 
 Points = tuple[tuple[float, float], ...]
@@ -78,7 +78,8 @@ def figures_of(facts: RunFacts) -> Figures:
     accountant = accountant_used(facts.accountant)
     library = LIBRARY if isinstance(facts.accountant, str) else OWN
     if facts.is_private and not facts.law_is_known:
-        reason = f"Poisson assumption not met ({_unclaimed_reason(facts)})"
+        undeclared = facts.plan.get("sampling") == UNDECLARED
+        reason = NO_RATE if undeclared else f"Poisson assumption not met ({_unclaimed_reason(facts)})"
         return Figures(None, reason, (), accountant, unamplified=_unamplified(facts), library=library)
     try:
         spent, profile, grid = _answers(accounted_history(facts), facts)

@@ -20,12 +20,16 @@ from dpengine.accounting.sampled_matrix import SampledMatrixEvent
 from dpengine.accounting.tuning import RepeatAndSelectEvent
 
 from .assumptions import stamps
-from .facts import RunFacts
+from .facts import DECLARED, UNDECLARED, RunFacts
 from .figures import OWN, Figures, true_positives_at
 
 SETTING = "central"
 _ALARM_RATE = 0.01
 _LISTED = 6  # items of a list that a sentence can bear
+_AS_DECLARED = (
+    "batches that the training loop did not draw as declared: independently, with the declared rate, in secret, and "
+    "none left out or repeated because of its content"
+)
 
 _NEIGHBOURS = {
     Relation.ADD_OR_REMOVE_ONE: "one has one {unit} more (add or remove one); how many there are is private",
@@ -85,6 +89,7 @@ def plain_words(facts: RunFacts, figures: Figures) -> str:
     right = percent_up((1 + figures.spent.advantage) / 2)
     found = percent_up(true_positives_at(facts, figures, _ALARM_RATE))
     secret = ", as long as the seed of the noise stays secret" if "INSECURE_SEED" in stamps(facts) else ""
+    secret += ", if the training loop drew the batches as declared" if facts.plan.get("sampling") == DECLARED else ""
     return (
         f"Someone who knows every other record, and sees every model that this run produced, tries to find out whether "
         f"one particular {unit} was used. If used and not used are equally likely, a coin flip is right 50 % of the "
@@ -105,9 +110,11 @@ def mechanism(facts: RunFacts) -> str:
     plan = facts.plan
     correlated = plan.get("correlated_noise")
     name = "DP-SGD" if correlated is None else f"DP-SGD with {_noise_in_words(correlated)}"
+    sampling = plan.get("sampling", "unknown")
+    of_loop = sampling in (UNDECLARED, DECLARED)
     parts = [
-        f"{name}, {plan.get('sampling', 'unknown')} batches",
-        _given("rate", plan.get("sample_rate")),
+        f"{name}, {'batches of the training loop' if of_loop else f'{sampling} batches'}",
+        _given("declared rate" if of_loop else "rate", plan.get("sample_rate")),
         _given("noise multiplier", plan.get("noise_multiplier")),
         _given("clipping", described(plan.get("clipping"))),
         _given("sums divided by", plan.get("expected_batch_size")),
@@ -173,6 +180,7 @@ def excludes(facts: RunFacts) -> list[str]:
     """The outputs that the figure does not pay for."""
     metric, split = facts.utility.get("metric"), facts.utility.get("split")
     score = f"the evaluation figures ({metric} on {split or 'held-out data'})" if metric else "evaluation figures"
+    declared = [_AS_DECLARED] if facts.plan.get("sampling") == DECLARED else []
     several = [] if facts.unit != RunFacts.unit else ["people with several rows: the unit is one row"]
     return [
         "the choice of hyper-parameters, of the number of steps, and of the model that is kept",
@@ -181,6 +189,7 @@ def excludes(facts: RunFacts) -> list[str]:
         "data used before this run or beside it: pre-training, preprocessing that was fitted to rows",
         "other runs on the same rows that are not in this ledger",
         *several,
+        *declared,
         "side channels, such as time and memory, and the machine and people that hold the training data",
         *facts.excludes,
     ]

@@ -3,27 +3,31 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import ClassVar, NoReturn
+from typing import NoReturn
+
+from dpengine.errors import suggests_names
 
 from .poisson import checked_batch_size, checked_sample_rate
 from .scheme import AbstractBatchStrategy, WordStream, whole_number
 
 
+@suggests_names
 @dataclasses.dataclass(frozen=True)
 class ExternalBatches(AbstractBatchStrategy):
     """Sampling scheme of a loop that draws its own batches: each backward pass is one logical batch.
 
-    Privacy: epsilon is computed only if ``sample_rate`` is given. By giving it you state that each of the
-    ``num_examples`` examples is in each batch independently with this probability, that the draws are secret, and that
-    the loop neither drops nor repeats a batch because of its content. The engine cannot check this. Without
-    ``sample_rate`` no epsilon is claimed.
+    Privacy: epsilon is computed only if ``sample_rate`` is given. By giving it you state that each example of the data
+    set is in each batch independently with this probability, that the draws are secret, and that the loop neither drops
+    nor repeats a batch because of its content: an empty batch also goes through forward, backward and step. The engine
+    cannot check this, and reports say that the rate was declared by the user. Without ``sample_rate`` no epsilon is
+    claimed.
 
     Attributes:
         expected_batch_size: Public constant that divides the sums of a mean loss. Positive.
-        num_examples: Number of examples in the data set; 0 if unknown.
+        num_examples: Number of examples in the data set; 0 if unknown. ``make_private`` then needs ``target_delta``.
         sample_rate: Probability of each example to be in a batch, in (0, 1]. None claims none, and is stored as 1.
         claims_epsilon: Whether a sampling rate was given.
-        steps_per_epoch: Logical batches that count as one epoch.
+        steps_per_epoch: Logical batches that count as one epoch of ``make_private(epochs=...)``.
 
     Raises:
         ValueError: If an argument is out of range.
@@ -36,8 +40,6 @@ class ExternalBatches(AbstractBatchStrategy):
     steps_per_epoch: int = 1
     claims_epsilon: bool = dataclasses.field(init=False)  # type: ignore[misc]
 
-    law: ClassVar[str] = "external"
-
     def __post_init__(self) -> None:
         """Checks the arguments."""
         size = checked_batch_size("ExternalBatches", self.expected_batch_size)
@@ -48,6 +50,11 @@ class ExternalBatches(AbstractBatchStrategy):
         rate = checked_sample_rate("ExternalBatches", self.sample_rate) if stated else 1.0  # type: ignore[arg-type]
         object.__setattr__(self, "sample_rate", rate)
         object.__setattr__(self, "claims_epsilon", stated)
+
+    @property
+    def law(self) -> str:  # type: ignore[override]
+        """Name of the scheme in reports: ``"external-poisson"`` with a sampling rate, else ``"external"``."""
+        return "external-poisson" if self.claims_epsilon else "external"
 
     def draw(self, step: int, words: WordStream) -> NoReturn:  # type: ignore[override]
         """Raises TypeError: the loop draws these batches."""

@@ -63,6 +63,12 @@ VARIANTS = {
             Charge(PoissonGaussianEvent(0.02, 1.5), 1),
         )
     },
+    "external": {
+        "plan": PLAN | {"sampling": "external", "sample_rate": 1.0},
+        "history": (Charge(UnclaimedEvent("sampling='external' does not draw Poisson batches."), 7),),
+    },
+    "external-not-started": {"plan": PLAN | {"sampling": "external", "sample_rate": 1.0}, "history": ()},
+    "declared": {"plan": PLAN | {"sampling": "external-poisson"}},
     "refused": {"accountant": "gdp"},
     "correlated": {
         "plan": PLAN | {"sampling": "cyclic-poisson", "correlated_noise": {"noise": "blt", "decays": [0.9, 0.5]}},

@@ -1,6 +1,6 @@
 import pytest
 
-from dpengine.accounting import Charge, PoissonGaussianEvent, Relation
+from dpengine.accounting import Charge, PoissonGaussianEvent, Relation, UnclaimedEvent
 from dpengine.report.assumptions import assumptions, stamps
 
 
@@ -16,6 +16,11 @@ def found(facts, word):
         ("Poisson", {"variant": "shuffled"}, "no", "red"),
         ("Poisson", {"history": (Charge(PoissonGaussianEvent(0.01, 1.5), 9),)}, "not checked", "amber"),
         ("Poisson", {"variant": "not-started"}, "yes", "green"),
+        ("Poisson", {"variant": "external"}, "no", "red"),
+        ("Poisson", {"variant": "external-not-started"}, "no", "red"),
+        ("Poisson", {"variant": "declared"}, "not checked", "amber"),
+        ("Poisson", {"variant": "declared", "history": ()}, "not checked", "amber"),
+        ("Poisson", {"variant": "declared", "history": (Charge(UnclaimedEvent("x"), 1),)}, "no", "red"),
         ("divisor", {}, "yes", "green"),
         ("divisor", {"variant": "add-or-remove"}, "yes", "green"),
         ("divisor", {"relation": Relation.ADD_OR_REMOVE_ONE, "constants_declared": False}, "no", "red"),
@@ -58,6 +63,8 @@ def test_an_ordinary_run_has_no_stamp(make_facts):
     [
         ({"variant": "not-private"}, ("NOT PRIVATE",)),
         ({"variant": "shuffled"}, ("NOT CLAIMED",)),
+        ({"variant": "external"}, ("NOT CLAIMED",)),
+        ({"variant": "declared"}, ()),
         ({"variant": "seeded"}, ("INSECURE_SEED", "generator: not cryptographic")),
         ({"loss_checked": False}, ("ASSUMPTION NOT MET",)),
         ({"variant": "not-private", "loss_checked": False}, ("NOT PRIVATE", "ASSUMPTION NOT MET")),

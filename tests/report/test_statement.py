@@ -159,3 +159,40 @@ def test_an_infinite_epsilon_is_never_without_its_stamp(make_facts):
     for text in (repr(report), str(report), report.to_markdown().replace("\\", ""), report.to_html()):
         assert "NOT PRIVATE" in text
     assert "<li>NOT PRIVATE</li>" in report.to_html()
+
+
+# Batches that the training loop draws
+
+
+def test_a_declared_rate_is_stated_as_declared_by_the_user(make_facts):
+    facts = make_facts("declared")
+    text, ordinary = flat(statement(facts)), flat(statement(make_facts()))
+    assert text.split(" Setting")[0] == ordinary.split(" Setting")[0]
+    assert "(ε = " in text and "not claimed" not in text
+    assert "batches of the training loop, declared rate 0.02" in text
+    assert "the rate 0.02 was declared by the user, dpengine drew no batch" in text
+    assert "batches that the training loop did not draw as declared" in text
+    assert "if the training loop drew the batches as declared" in PrivacyReport(facts).to_markdown()
+    assert "declared" not in ordinary
+
+
+def test_other_rates_of_the_ledger_are_listed_beside_the_declared_one(make_facts):
+    history = tuple(Charge(PoissonGaussianEvent(rate, 1.5), 1) for rate in (0.02, 0.04))
+    assert "declared by the user, dpengine drew no batch; the ledger has 0.02, 0.04" in flat(
+        statement(make_facts("declared", history=history))
+    )
+
+
+@pytest.mark.parametrize("variant", ["external", "external-not-started"])
+def test_without_a_declared_rate_no_epsilon_is_claimed_and_no_rate_is_shown(make_facts, variant):
+    text = flat(statement(make_facts(variant)))
+    assert text.startswith("ε not claimed: the training loop drew the batches, and no sampling rate was declared")
+    assert "batches of the training loop, noise multiplier" in text
+    assert PrivacyReport(make_facts(variant)).to_dict()["mechanism"]["sample_rate"] is None
+    assert BARE_EPSILON.search(text) is None
+
+
+@pytest.mark.parametrize("variant", ["external", "declared"])
+def test_an_unknown_number_of_examples_is_not_stated_as_zero(make_facts, variant):
+    assert "how many there are is public." in flat(statement(make_facts(variant, num_examples=0)))
+    assert "public (0)" in flat(statement(make_facts(num_examples=0)))

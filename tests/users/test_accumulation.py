@@ -22,8 +22,10 @@ from loops import (
 )
 from torch.optim import lr_scheduler
 
+from dpengine import PrivacyEngine
 from dpengine.accounting import Charge, epsilon_of, release_event
-from dpengine.errors import PrivacyWarning, TicketError
+from dpengine.engine import fetch_ahead
+from dpengine.errors import BatchMismatchError, InvalidBudgetError, MissingGradientError, PrivacyWarning, TicketError
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*DPE012", "ignore:.*DPE006")
 
@@ -137,7 +139,7 @@ def fetching_ahead(loader, count):
 @pytest.mark.parametrize("ahead", [1, 3])
 def test_s2_trainers_may_fetch_ahead(ahead, chunks):
     plain, loop = make_loop(**chunks), make_loop(**chunks)
-    inside.fetch_ahead(loop.engine, ahead)
+    fetch_ahead(loop.engine, ahead)
     expected = released(plain, plain.loader)
     found = released(loop, fetching_ahead(loop.loader, ahead))
     assert len(found) == len(expected)
@@ -149,7 +151,7 @@ def test_s2_trainers_may_fetch_ahead(ahead, chunks):
 @pytest.mark.parametrize(("declared", "ahead"), [(1, 1), (3, 1), (3, 0)])
 def test_s2_what_was_fetched_ahead_and_left_out_is_charged(declared, ahead):
     loop = make_loop()
-    inside.fetch_ahead(loop.engine, declared)
+    fetch_ahead(loop.engine, declared)
     batches = fetching_ahead(loop.loader, ahead)
     sizes = set()
     for inputs, targets in itertools.islice(batches, 1, None):  # the first is left out
@@ -164,7 +166,7 @@ def test_s2_what_was_fetched_ahead_and_left_out_is_charged(declared, ahead):
 
 def test_s2_empty_batches_fetched_ahead_need_no_backward():
     plain, loop = make_loop(batch_size=1, noise_multiplier=1.0), make_loop(batch_size=1, noise_multiplier=1.0)
-    inside.fetch_ahead(loop.engine, 2)
+    fetch_ahead(loop.engine, 2)
     sizes = []
     for one, batches in ((plain, plain.loader), (loop, fetching_ahead(loop.loader, 2))):
         for inputs, targets in batches:
@@ -178,9 +180,75 @@ def test_s2_empty_batches_fetched_ahead_need_no_backward():
     assert loop.engine.ledger.history == plain.engine.ledger.history
 
 
+@pytest.mark.parametrize("ahead", [1, 2])
+def test_s2_chunks_of_physical_batches_may_be_fetched_ahead_across_logical_batches(ahead):
+    options = {"physical_batch_size": 2, "noise_multiplier": 1.0}
+    plain, loop = make_loop(**options), make_loop(**options)
+    fetch_ahead(loop.engine, ahead)
+    expected = released(plain, plain.loader)
+    found = released(loop, fetching_ahead(loop.loader, ahead))
+    assert 1 < len(found) == len(expected)
+    for one, other in zip(found, expected, strict=True):
+        assert all(torch.equal(one[name], other[name]) for name in other)
+    assert loop.engine.ledger.history == plain.engine.ledger.history
+
+
+def test_s2_an_error_between_batches_fetched_ahead_discards_its_batch_alone():
+    loop = make_loop()
+    fetch_ahead(loop.engine, 2)
+    batches = fetching_ahead(loop.loader, 2)
+    loop.optimizer.zero_grad()
+    inputs, targets = next(batches)
+    loss = (loop.model(inputs) * loop.model[0].weight.sum()).sum()
+    with pytest.raises(MissingGradientError, match="DPE002"):
+        loss.backward()
+    assert inside.state(loop.engine).zero
+    assert [(charge.kind, charge.count) for charge in loop.engine.ledger.history] == [("void", 1)]
+    for inputs, targets in batches:
+        expected = expected_gradients(loop.model, [(inputs, targets)])
+        loop.step(inputs, targets)
+        assert_same_gradients(gradients_of(loop.model), expected)
+    assert loop.engine.ledger.steps == ROWS // BATCH
+
+
+def test_s2_fetching_further_ahead_than_declared_is_an_error():
+    loop = make_loop()
+    fetch_ahead(loop.engine, 1)
+    with pytest.raises((TicketError, BatchMismatchError)):
+        released(loop, fetching_ahead(loop.loader, 3))
+
+
+def test_s2_the_declaration_may_be_withdrawn():
+    plain, loop = make_loop(), make_loop()
+    fetch_ahead(loop.engine, 2)
+    fetch_ahead(loop.engine, 0)
+    expected, found = released(plain, plain.loader), released(loop, loop.loader)
+    assert all(torch.equal(one[name], other[name]) for one, other in zip(found, expected, strict=True) for name in one)
+
+
+@pytest.mark.parametrize(
+    ("batches", "error", "words"),
+    [
+        (-1, ValueError, "fetch_ahead: batches must be at least 0, got -1"),
+        (1.5, TypeError, "fetch_ahead: batches must be a whole number, got 1.5"),
+        (True, TypeError, "batches must be a whole number, got True"),
+    ],
+)
+def test_s2_the_number_of_batches_is_checked(batches, error, words):
+    with pytest.raises(error, match=words):
+        fetch_ahead(make_loop().engine, batches)
+
+
+def test_s2_look_ahead_is_declared_of_a_private_run():
+    with pytest.raises(InvalidBudgetError, match=r"DPE007.*Call make_private first"):
+        fetch_ahead(PrivacyEngine(), 2)
+    with pytest.raises(TypeError, match="Did you mean 'batches'"):
+        fetch_ahead(make_loop().engine, batchs=2)
+
+
 def test_s2_detaching_charges_what_was_fetched_and_not_used():
     loop = make_loop(noise_multiplier=1.0, accumulation_steps=2)
-    inside.fetch_ahead(loop.engine, 3)
+    fetch_ahead(loop.engine, 3)
     chunks = iter(loop.loader)
     for _ in range(4):
         next(chunks)
