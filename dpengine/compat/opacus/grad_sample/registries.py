@@ -13,15 +13,7 @@ from dpengine.grad_samplers.registered import REGISTERED, REGISTERED_NORMS, WITH
 from dpengine.layers.attention import SequenceBias
 from dpengine.layers.recurrent import RNNLinear
 
-from .conv import compute_conv_grad_sample
-from .dp_multihead_attention import compute_sequence_bias_grad_sample
-from .dp_rnn import compute_rnn_linear_grad_sample
-from .embedding import compute_embedding_grad_sample, compute_embedding_norm_sample, compute_embeddingbag_gradsampler
-from .group_norm import compute_group_norm_grad_sample
-from .instance_norm import compute_instance_norm_grad_sample
-from .layer_norm import compute_layer_norm_grad_sample
-from .linear import compute_linear_grad_sample, compute_linear_norm_sample
-from .rms_norm import compute_rms_norm_grad_sample
+from . import rules
 from .rules import Function
 
 Decorator = Callable[[Function], Function]
@@ -122,20 +114,20 @@ class Samplers(MutableMapping[type[nn.Module], Function]):
 
 GRAD_SAMPLERS = Samplers(
     {
-        nn.Conv1d: compute_conv_grad_sample,
-        nn.Conv2d: compute_conv_grad_sample,
-        nn.Conv3d: compute_conv_grad_sample,
-        nn.Embedding: compute_embedding_grad_sample,
-        nn.EmbeddingBag: compute_embeddingbag_gradsampler,
-        nn.GroupNorm: compute_group_norm_grad_sample,
-        nn.InstanceNorm1d: compute_instance_norm_grad_sample,
-        nn.InstanceNorm2d: compute_instance_norm_grad_sample,
-        nn.InstanceNorm3d: compute_instance_norm_grad_sample,
-        nn.LayerNorm: compute_layer_norm_grad_sample,
-        nn.Linear: compute_linear_grad_sample,
-        nn.RMSNorm: compute_rms_norm_grad_sample,
-        RNNLinear: compute_rnn_linear_grad_sample,
-        SequenceBias: compute_sequence_bias_grad_sample,
+        nn.Conv1d: rules.compute_conv_grad_sample,
+        nn.Conv2d: rules.compute_conv_grad_sample,
+        nn.Conv3d: rules.compute_conv_grad_sample,
+        nn.Embedding: rules.compute_embedding_grad_sample,
+        nn.EmbeddingBag: rules.compute_embeddingbag_gradsampler,
+        nn.GroupNorm: rules.compute_group_norm_grad_sample,
+        nn.InstanceNorm1d: rules.compute_instance_norm_grad_sample,
+        nn.InstanceNorm2d: rules.compute_instance_norm_grad_sample,
+        nn.InstanceNorm3d: rules.compute_instance_norm_grad_sample,
+        nn.LayerNorm: rules.compute_layer_norm_grad_sample,
+        nn.Linear: rules.compute_linear_grad_sample,
+        nn.RMSNorm: rules.compute_rms_norm_grad_sample,
+        RNNLinear: rules.compute_rnn_linear_grad_sample,
+        SequenceBias: rules.compute_sequence_bias_grad_sample,
     },
     REGISTERED,
     WITHDRAWN,
@@ -144,7 +136,7 @@ GRAD_SAMPLERS = Samplers(
 """Rules for per-sample gradients."""
 
 NORM_SAMPLERS = Samplers(
-    {nn.Embedding: compute_embedding_norm_sample, nn.Linear: compute_linear_norm_sample},
+    {nn.Embedding: rules.compute_embedding_norm_sample, nn.Linear: rules.compute_linear_norm_sample},
     REGISTERED_NORMS,
     set(),  # norms that nobody gives are the engine's own, so nothing hangs on it
     register_norm_sampler,
