@@ -179,37 +179,12 @@ class PrivacyEngine(Preparation, Checkpoints):
         eps_error: float | None = None,
         delta_error: float | None = None,
     ) -> tuple[Any, ...]:
-        """``make_private`` with the noise found for a target; of what was spent before, a warning says that it adds up.
+        """Calls ``make_private`` with the noise multiplier at which ``epochs`` passes cost the target.
 
-        Args:
-            module: As in ``make_private``, as all that is not listed here.
-            optimizer: As there.
-            criterion: As there.
-            data_loader: As there.
-            target_epsilon: What the planned passes may spend.
-            target_delta: The delta at which that holds.
-            epochs: Planned passes over the loader.
-            max_grad_norm: As there.
-            batch_first: As there.
-            loss_reduction: As there.
-            poisson_sampling: As there.
-            clipping: As there.
-            noise_generator: As there.
-            grad_sample_mode: As there.
-            wrap_model: As there.
-            rand_on_empty: As there.
-            target_unclipped_quantile: As there.
-            clipbound_learning_rate: As there.
-            max_clipbound: As there.
-            min_clipbound: As there.
-            unclipped_num_std: As there.
-            epsilon_tolerance: How far below the target the planned passes may stay.
-            alphas: Orders of the RDP accountant.
-            eps_error: Of the PRV accountant.
-            delta_error: Of the PRV accountant.
-
-        Returns:
-            As ``make_private``.
+        ``target_epsilon`` at ``target_delta`` is the cost of the planned passes alone: a warning says that it adds to
+        earlier steps. The planned passes may stay below the target by ``epsilon_tolerance``. ``alphas`` are the orders
+        of the RDP accountant; ``eps_error`` and ``delta_error`` belong to the PRV accountant. All other arguments, and
+        the result, are those of ``make_private``.
         """
         given = {"alphas": alphas, "eps_error": eps_error, "delta_error": delta_error}
         steps = len(data_loader) if poisson_sampling else 1  # else every pass is one release of everybody's part
@@ -267,18 +242,10 @@ class PrivacyEngine(Preparation, Checkpoints):
         utility: Mapping[str, Any] | None = None,
         excludes: Sequence[str] = (),
     ) -> PrivacyReport:
-        """The report of what was spent so far, loaded histories included: see ``dpengine.PrivacyEngine.report``.
-
-        Args:
-            data: As there.
-            utility: As there.
-            excludes: As there.
-
-        Returns:
-            The report.
+        """Returns the report of all accounted steps, loaded histories included; see ``dpengine.PrivacyEngine.report``.
 
         Raises:
-            LedgerError: If the accountant was given a history that is shorter than what this engine spent.
+            LedgerError: If the accountant was given a history with less than the steps of this engine.
         """
         if not (isinstance(self.accountant, LedgerAccountant) and self.engine.runs):
             return self.engine.report(data=data, utility=utility, excludes=excludes)

@@ -17,8 +17,8 @@ from .utils import register_module_fixer, register_module_validator
 def validate(module: Any) -> list[UnsupportedModuleError]:
     """Returns one error: batch norm must be replaced."""
     message = (
-        f"{type(module).__name__} normalizes each sample of a batch by the others, so one record changes all gradients. "
-        "Call fix, which makes group norm of it, or use LayerNorm, GroupNorm or InstanceNorm."
+        f"{type(module).__name__} normalizes each sample of a batch by the others, so one record changes the gradients "
+        "of all. Call fix, which makes group norm of it, or use LayerNorm, GroupNorm or InstanceNorm."
     )
     return [ShouldReplaceModuleError(message)]
 

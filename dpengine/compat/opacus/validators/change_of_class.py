@@ -17,7 +17,7 @@ Validator = Callable[[nn.Module], list[UnsupportedModuleError]]
 
 
 def register_replacement(original: type[nn.Module], private: type[M]) -> tuple[Validator, Callable[[nn.Module], M]]:
-    """Registers and returns the validator and the fixer of a layer; ``private`` subclasses it without state of its own."""
+    """Registers and returns validator and fixer of a layer; ``private`` subclasses it without state of its own."""
 
     @register_module_validator(original)
     def validate(module: nn.Module) -> list[UnsupportedModuleError]:

@@ -1,4 +1,4 @@
-"""Validator and fixer of ``nn.MultiheadAttention``, which the engine trains as it is and Opacus as ``DPMultiheadAttention``."""
+"""Validator and fixer of ``nn.MultiheadAttention``, which the engine trains as it is."""
 
 from torch import nn
 
