@@ -272,6 +272,4 @@ class PrivacyEngine(Preparation, Checkpoints):
     @classmethod
     def get_compatible_module(cls, module: nn.Module) -> nn.Module:
         """A copy of a model whose layers were replaced where that helps, validated."""
-        fixed = ModuleValidator.fix(module)
-        ModuleValidator.validate(fixed, strict=True)
-        return fixed
+        return ModuleValidator.fix_and_validate(module)

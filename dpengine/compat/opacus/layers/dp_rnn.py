@@ -34,16 +34,7 @@ _OPACUS_NAME = re.compile(r"(l\d+(?:_reverse)?)\.(ih|hh)\.(weight|bias)")
 
 
 def apply_permutation(tensor: Tensor, dim: int, permutation: Tensor | None) -> Tensor:
-    """The tensor with its entries along an axis in another order; as it is for None.
-
-    Args:
-        tensor: Any.
-        dim: The axis.
-        permutation: Places, ``(tensor.shape[dim],)``.
-
-    Returns:
-        The tensor.
-    """
+    """Returns the tensor with the entries along ``dim`` permuted; the tensor itself for None."""
     return tensor if permutation is None else tensor.index_select(dim, permutation)
 
 
@@ -81,17 +72,7 @@ class DPRNNCellBase(nn.Module):
 
 
 class DPRNNCell(DPRNNCellBase):
-    """``nn.RNNCell`` in steps that the engine can follow.
-
-    Args:
-        input_size: Size of an input row.
-        hidden_size: Size of a state.
-        bias: Whether there are biases.
-        nonlinearity: ``"tanh"`` or ``"relu"``.
-
-    Raises:
-        ValueError: If the nonlinearity is not known.
-    """
+    """``nn.RNNCell`` with per-sample gradients. Takes the arguments of ``nn.RNNCell``."""
 
     def __init__(self, input_size: int, hidden_size: int, bias: bool, nonlinearity: str = "tanh") -> None:
         super().__init__(input_size, hidden_size, bias, num_chunks=1)
@@ -106,13 +87,7 @@ class DPRNNCell(DPRNNCellBase):
 
 
 class DPGRUCell(DPRNNCellBase):
-    """``nn.GRUCell`` in steps that the engine can follow.
-
-    Args:
-        input_size: Size of an input row.
-        hidden_size: Size of a state.
-        bias: Whether there are biases.
-    """
+    """``nn.GRUCell`` with per-sample gradients. Takes the arguments of ``nn.GRUCell``."""
 
     def __init__(self, input_size: int, hidden_size: int, bias: bool) -> None:
         super().__init__(input_size, hidden_size, bias, num_chunks=3)
@@ -127,13 +102,7 @@ class DPGRUCell(DPRNNCellBase):
 
 
 class DPLSTMCell(DPRNNCellBase):
-    """``nn.LSTMCell`` in steps that the engine can follow.
-
-    Args:
-        input_size: Size of an input row.
-        hidden_size: Size of a state.
-        bias: Whether there are biases.
-    """
+    """``nn.LSTMCell`` with per-sample gradients. Takes the arguments of ``nn.LSTMCell``."""
 
     has_cell_state = True
 
@@ -254,8 +223,12 @@ def _check_settings(dropout: Any, num_layers: int, proj_size: int) -> None:
         warnings.warn(message, UserWarning, stacklevel=3)
 
 
-class _TakesBothNames(RenameParamsMixin):
-    """Loads what Opacus writes for a layer inside a model: each tensor under torch's name, and under its own again."""
+class _OpacusLayer(RenameParamsMixin):
+    """Opacus's name of the initial state, and loading of Opacus's names, which may come beside torch's in one file."""
+
+    def forward(self, input: Tensor | PackedSequence, state_init: Any = None) -> Any:
+        """Runs the layer as in torch; input without a batch axis is a ``ValueError``."""
+        return super().forward(input, state_init)  # type: ignore[misc]
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *rest: Any) -> None:
         for key in list(state_dict):
@@ -266,19 +239,10 @@ class _TakesBothNames(RenameParamsMixin):
         super()._load_from_state_dict(state_dict, prefix, *rest)
 
 
-class DPRNN(_TakesBothNames, PrivateRNN):
-    """``nn.RNN`` whose rows can be told apart, with its state dict. Takes batched (3-D) or packed input.
+class DPRNN(_OpacusLayer, PrivateRNN):
+    """``nn.RNN`` with per-sample gradients, for batched (3-D) or packed input.
 
-    Args:
-        input_size: Size of an input row at one time.
-        hidden_size: Size of a state.
-        num_layers: How many layers.
-        bias: Whether there are biases.
-        batch_first: Whether inputs are ``(batch, time, size)``; else ``(time, batch, size)``.
-        dropout: Probability of dropping an entry between two layers, and only there.
-        bidirectional: Whether a second set of weights runs from the last time to the first.
-        proj_size: Must be 0, as in torch.
-        nonlinearity: ``"tanh"`` or ``"relu"``.
+    Takes the arguments of ``nn.RNN`` and has its state dict. ``proj_size`` must be 0.
     """
 
     has_cell_state = False
@@ -300,23 +264,11 @@ class DPRNN(_TakesBothNames, PrivateRNN):
             raise ValueError(f"proj_size={proj_size}: only an LSTM has a projection; use DPLSTM.")
         super().__init__(input_size, hidden_size, *settings)
 
-    def forward(self, input: Tensor | PackedSequence, state_init: Tensor | None = None) -> Any:
-        """As ``nn.RNN.forward``; refuses input without a batch axis (ValueError)."""
-        return super().forward(input, state_init)
 
+class DPGRU(_OpacusLayer, PrivateGRU):
+    """``nn.GRU`` with per-sample gradients, for batched (3-D) or packed input.
 
-class DPGRU(_TakesBothNames, PrivateGRU):
-    """``nn.GRU`` whose rows can be told apart, with its state dict. Takes batched (3-D) or packed input.
-
-    Args:
-        input_size: Size of an input row at one time.
-        hidden_size: Size of a state.
-        num_layers: How many layers.
-        bias: Whether there are biases.
-        batch_first: Whether inputs are ``(batch, time, size)``; else ``(time, batch, size)``.
-        dropout: Probability of dropping an entry between two layers, and only there.
-        bidirectional: Whether a second set of weights runs from the last time to the first.
-        proj_size: Must be 0, as in torch.
+    Takes the arguments of ``nn.GRU`` and has its state dict. ``proj_size`` must be 0.
     """
 
     has_cell_state = False
@@ -336,23 +288,11 @@ class DPGRU(_TakesBothNames, PrivateGRU):
             raise ValueError(f"proj_size={proj_size}: only an LSTM has a projection; use DPLSTM.")
         super().__init__(input_size, hidden_size, num_layers, bias, batch_first, dropout, bidirectional)
 
-    def forward(self, input: Tensor | PackedSequence, state_init: Tensor | None = None) -> Any:
-        """As ``nn.GRU.forward``; refuses input without a batch axis (ValueError)."""
-        return super().forward(input, state_init)
 
+class DPLSTM(_OpacusLayer, PrivateLSTM):
+    """``nn.LSTM`` with per-sample gradients, for batched (3-D) or packed input.
 
-class DPLSTM(_TakesBothNames, PrivateLSTM):
-    """``nn.LSTM`` whose rows can be told apart, with its state dict. Takes batched (3-D) or packed input.
-
-    Args:
-        input_size: Size of an input row at one time.
-        hidden_size: Size of a cell state, and of a hidden state without projection.
-        num_layers: How many layers.
-        bias: Whether there are biases.
-        batch_first: Whether inputs are ``(batch, time, size)``; else ``(time, batch, size)``.
-        dropout: Probability of dropping an entry between two layers, and only there.
-        bidirectional: Whether a second set of weights runs from the last time to the first.
-        proj_size: Size of a hidden state after projection; 0 for none.
+    Takes the arguments of ``nn.LSTM`` and has its state dict.
     """
 
     has_cell_state = True
@@ -370,12 +310,6 @@ class DPLSTM(_TakesBothNames, PrivateLSTM):
     ) -> None:
         settings = (num_layers, bias, batch_first, dropout, bidirectional, proj_size)
         super().__init__(input_size, hidden_size, *settings)
-
-    def forward(
-        self, input: Tensor | PackedSequence, state_init: tuple[Tensor | None, Tensor | None] | None = None
-    ) -> Any:
-        """As ``nn.LSTM.forward``; refuses input without a batch axis (ValueError)."""
-        return super().forward(input, state_init)
 
 
 for _kind in (DPRNN, DPGRU, DPLSTM):
