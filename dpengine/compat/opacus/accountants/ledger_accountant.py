@@ -58,18 +58,14 @@ class LedgerAccountant(IAccountant):
         self._own: Ledger | None = None  # where the history is not that of one ledger
 
     def follow(self, ledger: Ledger) -> None:
-        """Adds to the history what a ledger is charged from now on. What is in the history stays.
-
-        Args:
-            ledger: Of the engine whose steps count here.
-        """
+        """Adds future charges of an engine's ledger to the history."""
         if not any(source.ledger is ledger for source in self._sources):
             self._replace_charges(self.ledger.history)
             self._sources.append(_Source(ledger, *_end(ledger)))
 
     @classmethod
     def counts_by_itself(cls) -> bool:
-        """Whether the class has a way to count steps of its own, which no ledger can stand in for."""
+        """Returns whether the class overrides how a step is counted, which no ledger can replace."""
         return cls.step is not LedgerAccountant.step
 
     @property

@@ -31,15 +31,7 @@ def trainable_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]
 
 
 def requires_grad(module: nn.Module, *, recurse: bool = False) -> bool:
-    """Whether a parameter of the module takes gradients.
-
-    Args:
-        module: The module.
-        recurse: Whether those of the modules inside count too.
-
-    Returns:
-        The answer.
-    """
+    """Returns whether a parameter of the module, or with ``recurse`` of a module inside, requires gradients."""
     return any(parameter.requires_grad for parameter in module.parameters(recurse))
 
 
@@ -49,18 +41,7 @@ def clone_module(module: nn.Module) -> nn.Module:
 
 
 def get_submodule(module: nn.Module, target: str) -> nn.Module:
-    """The module of a dotted name, the module itself for an empty one.
-
-    Args:
-        module: Where to look.
-        target: The name.
-
-    Returns:
-        What is there.
-
-    Raises:
-        AttributeError: If there is nothing, or no module.
-    """  # noqa: DOC502 - torch raises on our behalf
+    """Returns the module of a dotted name, which is the module itself for an empty name."""
     return module.get_submodule(target)
 
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
 from dpengine.compat.opacus.grad_sample import wrap_model
-from dpengine.compat.opacus.utils.module_utils import clone_module
+from dpengine.compat.opacus.utils.module_utils import clone_module as clone_module
 from dpengine.engine.gradient_check import (
     REDUCTIONS,
     call,
@@ -24,20 +24,6 @@ from dpengine.engine.gradient_check import (
     unpacked,
 )
 from dpengine.grad_modes.modes import MODES
-
-__all__ = [
-    "ModelWithLoss",
-    "check_per_sample_gradients_are_correct",
-    "check_torch_version_for_ew_sample",
-    "clone_module",
-    "compute_grad_samples_microbatch_and_opacus",
-    "compute_microbatch_grad_sample",
-    "compute_microbatch_grad_sample_tensor_or_seq",
-    "compute_opacus_grad_sample",
-    "get_grad_sample_modes",
-    "is_batch_empty",
-    "unpack_packedsequences",
-]
 
 
 def is_batch_empty(batch: Tensor | Sequence[Tensor]) -> bool:
@@ -107,17 +93,10 @@ def compute_opacus_grad_sample(
     loss_reduction: str = "mean",
     grad_sample_mode: str = "hooks",
 ) -> dict[str, Tensor]:
-    """Per-sample gradients as a wrapped copy of the model leaves them.
+    """Returns the per-sample gradients ``(B, *parameter)`` of each trainable parameter, from a wrapped copy.
 
-    Args:
-        x: The batch.
-        module: The model.
-        batch_first: Whether axis 0 of ``x`` and of the output is the batch; else axis 1.
-        loss_reduction: ``"mean"`` or ``"sum"``.
-        grad_sample_mode: One of ``get_grad_sample_modes(use_ew=True)``.
-
-    Returns:
-        ``(B, *parameter)`` for each trainable parameter.
+    ``grad_sample_mode`` is one of ``get_grad_sample_modes(use_ew=True)``; the other arguments are those of
+    ``compute_microbatch_grad_sample``.
     """
     wrapped: Any = wrap_model(
         clone_module(module), grad_sample_mode, batch_first=batch_first, loss_reduction=loss_reduction
@@ -126,19 +105,12 @@ def compute_opacus_grad_sample(
 
 
 def check_torch_version_for_ew_sample() -> bool:
-    """Whether there are expanded weights."""
+    """Returns whether expanded weights are available."""
     return "ew" in MODES
 
 
 def get_grad_sample_modes(use_ew: bool = False) -> list[str]:
-    """The modes that leave ``grad_sample`` on parameters.
-
-    Args:
-        use_ew: Whether expanded weights are among them.
-
-    Returns:
-        Their names.
-    """
+    """Returns the modes that write ``grad_sample``, with ``use_ew`` including expanded weights."""
     return ["hooks", "functorch", *(["ew"] if use_ew and check_torch_version_for_ew_sample() else [])]
 
 
@@ -180,17 +152,7 @@ def compute_microbatch_grad_sample_tensor_or_seq(
     batch_first: bool = True,
     loss_reduction: str = "mean",
 ) -> dict[str, Tensor]:
-    """``compute_microbatch_grad_sample`` of a batch, or of the sequences of a packed one in their original order.
-
-    Args:
-        x: The batch.
-        module: The model.
-        batch_first: As there.
-        loss_reduction: As there.
-
-    Returns:
-        ``(B, *parameter)`` for each trainable parameter.
-    """
+    """Calls ``compute_microbatch_grad_sample``, for a packed sequence with its sequences in their original order."""
     rows = unpacked(x) if isinstance(x, PackedSequence) else x
     return compute_microbatch_grad_sample(rows, module, batch_first=batch_first, loss_reduction=loss_reduction)
 
@@ -203,22 +165,11 @@ def compute_grad_samples_microbatch_and_opacus(
     grad_sample_mode: str = "hooks",
     chunk_method: Callable[[Any], Iterable[Any]] = iter,
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Per-sample gradients both ways: each sample alone, and the whole batch.
-
-    Args:
-        x: The batch.
-        module: The model.
-        batch_first: Whether axis 0 of ``x`` and of the output is the batch; else axis 1.
-        loss_reduction: ``"mean"`` or ``"sum"``.
-        grad_sample_mode: One of ``get_grad_sample_modes(use_ew=True)``.
-        chunk_method: As for ``compute_microbatch_grad_sample``.
-
-    Returns:
-        The two, with the same names.
+    """Returns the results of ``compute_microbatch_grad_sample`` and of ``compute_opacus_grad_sample``.
 
     Raises:
         RuntimeError: If the batch is empty.
-        ValueError: If they are not about the same parameters.
+        ValueError: If the results have different parameter names.
     """
     if not isinstance(x, PackedSequence) and is_batch_empty(x):
         raise RuntimeError("The batch is empty: pass at least one sample, or there is nothing to compare.")
