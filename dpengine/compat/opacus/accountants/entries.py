@@ -1,14 +1,14 @@
-"""Conversion of the ledger's charges to triples ``(noise_multiplier, sample_rate, steps)``, and back.
+"""Conversion between the ledger's charges and triples ``(noise_multiplier, sample_rate, steps)``.
 
-Charges that have no such form appear as triples that cost no less, as far as there are any:
+Charges without such a form become triples of at least the same cost, if there are any:
 
-- a step of a run in which examples take turns: noise and rate within the group, though not all steps can meet one row;
-- correlated noise: all steps of the run so far are one Gaussian release; as many releases that cost that together;
-- batches of one size or cut to one: half the noise and every row, since one row may push out another;
-- units with several rows: noise over the largest norm, and every row;
-- whatever has no bound by noise and rate alone, such as a release that nothing is claimed for: noise 0.
+- cyclic batches: noise and rate within the group, although not all steps can include the same example;
+- correlated noise: all steps of the run form one Gaussian mechanism; as many independent ones of that total cost;
+- fixed-size or truncated batches: half the noise and rate 1, since one example may displace another;
+- units with several examples: noise relative to the largest norm, and rate 1;
+- events without a bound by noise and rate alone, such as one without a claim: noise 0.
 
-Each such triple remembers the charges behind it, which are what epsilon is computed from.
+Such a triple keeps the charges that it stands for, from which epsilon is computed.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _ROUNDING = 1e-9
 
 
 class Entry(tuple):
-    """A triple that remembers its charges: putting it into a history again charges those."""
+    """A triple that keeps its charges: adding it to a history again adds these."""
 
     charges: tuple[Charge, ...]
 

@@ -21,7 +21,7 @@ Decorator = Callable[[Function], Function]
 
 @suggests_names
 def register_grad_sampler(target_class_or_classes: type[nn.Module] | Sequence[type[nn.Module]]) -> Decorator:
-    """Makes a function the rule for the per-sample gradients of a layer class.
+    """Returns a decorator that registers a function as the rule for the per-sample gradients of layer classes.
 
     The function takes ``(layer, activations, backprops)`` with the batch on axis 0, where ``backprops`` are gradients
     of each sample's own loss: under ``loss_reduction="mean"`` they are multiplied by the batch size. It returns
@@ -29,40 +29,25 @@ def register_grad_sampler(target_class_or_classes: type[nn.Module] | Sequence[ty
     ``dpengine.register_grad_sampler``.
 
     Args:
-        target_class_or_classes: The class, or several. Subclasses are not matched.
-
-    Returns:
-        A decorator that returns the function unchanged.
+        target_class_or_classes: One or several classes. Subclasses are not matched.
     """
     return grad_samplers.register_grad_sampler(target_class_or_classes, own_loss=True)
 
 
 @suggests_names
 def register_norm_sampler(target_class_or_classes: type[nn.Module] | Sequence[type[nn.Module]]) -> Decorator:
-    """Makes a function the rule for the per-sample gradient norms of a layer class.
+    """Returns a decorator that registers a function as the rule for the per-sample gradient norms of layer classes.
 
-    The function takes what a grad sampler takes, and returns ``{parameter: (B,)}``. The rule holds in the whole of
-    ``dpengine``; see ``dpengine.register_norm_sampler``.
-
-    Args:
-        target_class_or_classes: The class, or several. Subclasses are not matched.
-
-    Returns:
-        A decorator that returns the function unchanged.
+    The function takes the arguments of a grad sampler and returns ``{parameter: (B,)}``; otherwise as
+    ``register_grad_sampler``. See ``dpengine.register_norm_sampler``.
     """
     return grad_samplers.register_norm_sampler(target_class_or_classes, own_loss=True)
 
 
 class Samplers(MutableMapping[type[nn.Module], Function]):
-    """A live view of one of the engine's tables of rules, ``{layer class: function}``.
+    """Live view of one of the engine's tables of rules, ``{layer class: function}``.
 
-    What is written here is registered. A built-in rule that is deleted is not used any more, until it is written back.
-
-    Args:
-        builtin: What the engine knows by itself, as functions.
-        registered: The engine's table of what was registered.
-        withdrawn: The classes whose built-in rule is not used.
-        register: Registers a function.
+    Writing registers a rule. A built-in rule that is deleted is unused until it is written back.
     """
 
     def __init__(

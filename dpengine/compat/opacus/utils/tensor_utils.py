@@ -14,17 +14,14 @@ _NARROW = {torch.float16, torch.bfloat16}
 
 
 def calc_sample_norms(named_params: Iterable[tuple[str, Tensor]], *, flat: bool = True) -> list[Tensor]:
-    """The L2 norm of each sample in each tensor, or over all of them together.
+    """Returns the L2 norms ``(B,)`` of the samples of each batch-first tensor, in float32 or wider.
 
     Args:
-        named_params: Names and tensors, each with the batch on axis 0.
-        flat: Whether one norm over all tensors is asked for.
-
-    Returns:
-        ``(B,)`` for each tensor, or a list of one ``(B,)``; in float32 where the tensors are narrower.
+        named_params: Names and tensors.
+        flat: Whether to return a list of one tensor, the norms over all tensors.
 
     Raises:
-        ValueError: If there is no tensor.
+        ValueError: If ``flat`` is set and there is no tensor.
     """
     norms = [calc_sample_norms_one_layer(tensor) for _, tensor in named_params]
     if not flat:
@@ -35,7 +32,7 @@ def calc_sample_norms(named_params: Iterable[tuple[str, Tensor]], *, flat: bool 
 
 
 def calc_sample_norms_one_layer(param: Tensor) -> Tensor:
-    """The L2 norm of each sample, ``(B,)``, of a tensor with the batch on axis 0; float32 or wider."""
+    """Returns the L2 norm ``(B,)`` of each sample of a batch-first tensor, in float32 or wider."""
     rows = param.reshape(len(param), math.prod(param.shape[1:]))
     return torch.linalg.vector_norm(rows, dim=1, dtype=torch.float32 if param.dtype in _NARROW else None)
 
