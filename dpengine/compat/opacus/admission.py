@@ -1,4 +1,4 @@
-"""What may enter ``make_private``, checked before anything is changed; and defaults that follow from it."""
+"""Argument checks and defaults of ``make_private``."""
 
 from __future__ import annotations
 
@@ -24,27 +24,10 @@ _ADAPTS = {
     "max_clipbound": 1e6,
     "min_clipbound": 1e-6,
 }
-_COUNT_SHARE = 20  # of the batch size, for the noise on the count
 
 
 def admit(module: Any, optimizer: Any, data_loader: Any, generator: Any, secure: bool) -> float:
-    """Refuses what cannot be made private.
-
-    Args:
-        module: The model, or its wrapper.
-        optimizer: Over its parameters.
-        data_loader: The loader.
-        generator: Of the noise.
-        secure: Whether noise must come from a cryptographic generator.
-
-    Returns:
-        The batch size of the loader, by which sums are divided.
-
-    Raises:
-        ValueError: If a generator comes with ``secure``; and for what the checks of loader, optimizer and model refuse.
-        ParameterMismatchError: If the optimizer holds other parameters than the model's.
-        TypeError: If the module is no ``torch.nn.Module``.
-    """
+    """Checks the arguments of ``make_private`` before anything changes, and returns the loader's batch size."""
     if secure and generator is not None:
         raise ValueError("noise_generator with secure_mode=True: a seed makes noise repeat. Pass one of them.")
     if not isinstance(module, nn.Module):
@@ -87,24 +70,15 @@ def _batch_size(loader: Any, spread: bool) -> float:
 def adaptive_settings(
     clipping: str, given: Mapping[str, float | None], noise_multiplier: float, batch_size: float
 ) -> dict[str, float]:
-    """The settings of adaptive clipping, with defaults where none were given.
-
-    Args:
-        clipping: As ``make_private`` was given it.
-        given: What it was given of them.
-        noise_multiplier: Of the run.
-        batch_size: Expected.
-
-    Returns:
-        All settings; nothing for another way of clipping.
-
-    Raises:
-        TypeError: If some were given for another way of clipping.
-    """
+    """Returns all settings of adaptive clipping, with defaults for those not given; nothing for other clipping."""
     said = {name: value for name, value in given.items() if value is not None}
     if clipping != "adaptive":
         if said:
             raise TypeError(f"{', '.join(said)}: of clipping='adaptive', and it is {clipping!r}.")
         return {}
-    usual = {**_ADAPTS, "unclipped_num_std": max(batch_size / _COUNT_SHARE, noise_multiplier)}
-    return {**usual, **said}
+    return {**_ADAPTS, "unclipped_num_std": count_noise(batch_size, noise_multiplier), **said}
+
+
+def count_noise(batch_size: float, noise_multiplier: float) -> float:
+    """Returns the default noise on the count of unclipped samples: a twentieth of the batch size."""
+    return max(batch_size / 20, noise_multiplier)

@@ -1,4 +1,4 @@
-"""Checkpoints in Opacus's layout: one file, with what it puts there. Of randomness and batches it holds nothing."""
+"""Checkpoints in Opacus's layout: one file, without the state of randomness and batches."""
 
 from __future__ import annotations
 
@@ -13,103 +13,15 @@ import dpengine
 from dpengine.errors import notice, suggests_names
 
 MODULE, ACCOUNTANT = "module_state_dict", "privacy_accountant_state_dict"
-OPTIONAL = {
-    "optimizer": "optimizer_state_dict",
-    "noise_scheduler": "noise_scheduler_state_dict",
-    "grad_clip_scheduler": "grad_clip_scheduler_state_dict",
-}
-
-
-def _save(
-    path: Any, module: Any, accountant: Any, parts: dict[str, Any], more: Any, module_kwargs: Any, save_kwargs: Any
-) -> None:
-    """Writes the state of a model, an accountant and whatever of ``OPTIONAL`` is there."""
-    content = dict(more or {})
-    content[MODULE] = module.state_dict(**(module_kwargs or {}))
-    content[ACCOUNTANT] = accountant.state_dict()
-    for name, part in parts.items():
-        if part is not None:
-            content[OPTIONAL[name]] = part.state_dict()
-    torch.save(content, path, **(save_kwargs or {}))
-
-
-def _load(
-    path: Any,
-    module: Any,
-    accountant: Any,
-    parts: dict[str, Any],
-    module_kwargs: Any,
-    load_kwargs: Any,
-    made: tuple[int, int],
-) -> dict[str, Any]:
-    """Reads what ``save`` wrote, or Opacus did.
-
-    Args:
-        path: As in ``load_checkpoint``.
-        module: As there.
-        accountant: Whose history is replaced.
-        parts: What belongs to ``OPTIONAL``.
-        module_kwargs: Of ``module.load_state_dict``.
-        load_kwargs: Of ``torch.load``.
-        made: Steps of this engine: since the last checkpoint that was loaded, and ever.
-
-    Returns:
-        The content less what belongs to ``OPTIONAL``.
-
-    Raises:
-        ValueError: If it is no such file.
-    """
-    content = dict(torch.load(path, **{"weights_only": False, **(load_kwargs or {})}))
-    missing = [key for key in (MODULE, ACCOUNTANT) if key not in content]
-    if missing:
-        raise ValueError(f"{path} holds no {missing[0]!r}, as save_checkpoint writes it; it has {list(content)}.")
-    states = {name: content.pop(key, None) for name, key in OPTIONAL.items()}
-    before = _steps(accountant)
-    accountant.load_state_dict(content[ACCOUNTANT])
-    after = _steps(accountant)
-    more = after.total() - before.total()
-    if more < 0:
-        what = f"The account goes back from {before.total()} steps to the {after.total()} of the checkpoint."
-        _notice_lost("back", what)
-    elif (made[0] and more) or (made[1] and before - after):
-        what = f"Unless the checkpoint has them too, steps made here count no more: {made[0] or made[1]}."
-        _notice_lost("other", what)
-    module.load_state_dict(content[MODULE], **(module_kwargs or {}))
-    for name, part in parts.items():
-        state = states[name]
-        if part is not None and state is not None:
-            part.load_state_dict(state)
-        elif (part is None) != (state is None):
-            said = "is in the checkpoint, and none was passed" if part is None else "was passed, and is not in it"
-            warnings.warn(f"The {name.replace('_', ' ')} {said}: its state stays as it is.", stacklevel=3)
-    return content
-
-
-def _notice_lost(key: str, what: str) -> None:
-    notice(
-        "DPE021",
-        f"{what} That is right only if nothing was kept or shown of what was trained since. Else load the weights "
-        "alone, by module.load_state_dict.",
-        key=key,
-    )
-
-
-def _steps(accountant: Any) -> Counter[str]:
-    """How many steps of each kind a history holds, as far as it holds triples."""
-    steps = Counter[str]()
-    for entry in accountant.history:
-        with contextlib.suppress(TypeError, ValueError):  # an accountant of the user's own may keep what it likes
-            *kind, count = (getattr(value, "item", lambda value=value: value)() for value in entry)
-            steps[repr(kind)] += count
-    return steps
+PARTS = ("optimizer", "noise_scheduler", "grad_clip_scheduler")
 
 
 class Checkpoints:
-    """What an engine has of them."""
+    """Checkpoint methods of an engine."""
 
     accountant: Any
     engine: dpengine.PrivacyEngine
-    _made_before = 0  # steps, when a checkpoint was loaded last
+    _steps_at_load = 0  # of the engine, when a checkpoint was loaded last
 
     @suggests_names
     def save_checkpoint(
@@ -124,24 +36,25 @@ class Checkpoints:
         module_state_dict_kwargs: dict[str, Any] | None = None,
         torch_save_kwargs: dict[str, Any] | None = None,
     ) -> None:
-        """Writes the state of the model, of what was spent, and of whatever else is given, as Opacus does.
+        """Writes the state of the model, of the accountant and of the other given objects, in Opacus's layout.
 
         Args:
-            path: A path or file, for ``torch.save``.
-            module: The wrapper, or the model.
+            path: Path or file, for ``torch.save``.
+            module: The wrapper or the model.
             optimizer: The private optimizer.
-            noise_scheduler: Of the noise multiplier.
-            grad_clip_scheduler: Of the threshold.
-            checkpoint_dict: More, by keys of the user's.
-            module_state_dict_kwargs: Of ``module.state_dict``.
-            torch_save_kwargs: Of ``torch.save``.
+            noise_scheduler: Scheduler of the noise multiplier.
+            grad_clip_scheduler: Scheduler of the clipping norm.
+            checkpoint_dict: Additional entries of the file.
+            module_state_dict_kwargs: Arguments of ``module.state_dict``.
+            torch_save_kwargs: Arguments of ``torch.save``.
         """
-        parts = {
-            "optimizer": optimizer,
-            "noise_scheduler": noise_scheduler,
-            "grad_clip_scheduler": grad_clip_scheduler,
-        }
-        _save(path, module, self.accountant, parts, checkpoint_dict, module_state_dict_kwargs, torch_save_kwargs)
+        content = dict(checkpoint_dict or {})
+        content[MODULE] = module.state_dict(**(module_state_dict_kwargs or {}))
+        content[ACCOUNTANT] = self.accountant.state_dict()
+        for name, part in zip(PARTS, (optimizer, noise_scheduler, grad_clip_scheduler), strict=True):
+            if part is not None:
+                content[f"{name}_state_dict"] = part.state_dict()
+        torch.save(content, path, **(torch_save_kwargs or {}))
 
     @suggests_names
     def load_checkpoint(
@@ -155,30 +68,69 @@ class Checkpoints:
         module_load_dict_kwargs: dict[str, Any] | None = None,
         torch_load_kwargs: dict[str, Any] | None = None,
     ) -> dict[str, Any]:
-        """Goes on from a checkpoint of ``save_checkpoint``, or of Opacus's.
+        """Loads a checkpoint of ``save_checkpoint`` or of Opacus.
 
         Args:
-            path: A path or file, for ``torch.load``.
-            module: The wrapper, or the model: keys may have ``_module.`` or not.
+            path: Path or file, for ``torch.load``.
+            module: The wrapper or the model: keys with and without ``_module.`` are accepted.
             optimizer: The private optimizer.
-            noise_scheduler: Of the noise multiplier.
-            grad_clip_scheduler: Of the threshold.
-            module_load_dict_kwargs: Of ``module.load_state_dict``.
-            torch_load_kwargs: Of ``torch.load``; ``weights_only`` is False unless it is there.
+            noise_scheduler: Scheduler of the noise multiplier.
+            grad_clip_scheduler: Scheduler of the clipping norm.
+            module_load_dict_kwargs: Arguments of ``module.load_state_dict``.
+            torch_load_kwargs: Arguments of ``torch.load``; ``weights_only`` is False by default.
 
         Returns:
-            The content, less the states of optimizer and schedulers.
+            The content without the states of optimizer and schedulers.
 
         Raises:
-            ValueError: If it is no such checkpoint, or of another accountant.
-        """  # noqa: DOC502 - what is called raises on our behalf
-        parts = {
-            "optimizer": optimizer,
-            "noise_scheduler": noise_scheduler,
-            "grad_clip_scheduler": grad_clip_scheduler,
-        }
-        made = self.engine.ledger.steps
-        kwargs = module_load_dict_kwargs, torch_load_kwargs
-        content = _load(path, module, self.accountant, parts, *kwargs, (made - self._made_before, made))
-        self._made_before = made
+            ValueError: If the file is no such checkpoint, or belongs to another accountant.
+        """
+        content = dict(torch.load(path, **{"weights_only": False, **(torch_load_kwargs or {})}))
+        missing = [key for key in (MODULE, ACCOUNTANT) if key not in content]
+        if missing:
+            raise ValueError(f"{path} holds no {missing[0]!r}, as save_checkpoint writes it; it has {list(content)}.")
+        states = [content.pop(f"{name}_state_dict", None) for name in PARTS]
+        steps = self.engine.ledger.steps
+        _load_accountant(self.accountant, content[ACCOUNTANT], steps - self._steps_at_load, steps)
+        module.load_state_dict(content[MODULE], **(module_load_dict_kwargs or {}))
+        for name, part, state in zip(PARTS, (optimizer, noise_scheduler, grad_clip_scheduler), states, strict=True):
+            if part is not None and state is not None:
+                part.load_state_dict(state)
+            elif (part is None) != (state is None):
+                said = "is in the checkpoint, and none was passed" if part is None else "was passed, and is not in it"
+                warnings.warn(f"The {name.replace('_', ' ')} {said}: its state stays as it is.", stacklevel=3)
+        self._steps_at_load = steps
         return content
+
+
+def _load_accountant(accountant: Any, state: Any, steps_since_load: int, steps: int) -> None:
+    """Replaces an accountant's history; warns if steps of the engine may no longer be accounted."""
+    before = _steps(accountant)
+    accountant.load_state_dict(state)
+    after = _steps(accountant)
+    more = after.total() - before.total()
+    if more < 0:
+        what = f"The account goes back from {before.total()} steps to the {after.total()} of the checkpoint."
+        _notice_lost("back", what)
+    elif (steps_since_load and more) or (steps and before - after):
+        what = f"Unless the checkpoint has them too, steps made here count no more: {steps_since_load or steps}."
+        _notice_lost("other", what)
+
+
+def _notice_lost(key: str, what: str) -> None:
+    notice(
+        "DPE021",
+        f"{what} That is right only if nothing was kept or shown of what was trained since. Else load the weights "
+        "alone, by module.load_state_dict.",
+        key=key,
+    )
+
+
+def _steps(accountant: Any) -> Counter[str]:
+    """Counts the steps of each kind in a history, as far as it holds triples."""
+    steps = Counter[str]()
+    for entry in accountant.history:
+        with contextlib.suppress(TypeError, ValueError):  # a user's accountant may store other entries
+            *kind, count = (getattr(value, "item", lambda value=value: value)() for value in entry)
+            steps[repr(kind)] += count
+    return steps

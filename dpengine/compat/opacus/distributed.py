@@ -46,5 +46,4 @@ class DifferentiallyPrivateDistributedDataParallel(nn.Module):
         self.module = model
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs the model."""
         return self.module(*args, **kwargs)

@@ -13,11 +13,11 @@ from .data_loader import DPDataLoader
 
 
 class DPLightningDataModule(lightning_class("LightningDataModule")):  # type: ignore[misc]
-    """Passes everything on to another data module, and makes its training loader private.
+    """Wraps another data module and makes its training loader private.
 
     Args:
-        datamodule: The data module.
-        generator: Makes the batches repeat, for tests.
+        datamodule: The data module, to which all methods delegate.
+        generator: Source of reproducible batches, for tests.
 
     Raises:
         MissingDependencyError: If neither ``lightning`` nor ``pytorch_lightning`` is installed.
@@ -33,39 +33,31 @@ class DPLightningDataModule(lightning_class("LightningDataModule")):  # type: ig
         self.generator = generator
 
     def prepare_data(self) -> None:
-        """As the data module does."""
         self.datamodule.prepare_data()
 
     def setup(self, stage: str | None = None) -> None:
-        """As the data module does."""
         self.datamodule.setup(stage)
 
     def train_dataloader(self) -> DPDataLoader:
-        """The private loader for that of the data module."""
+        """Returns the private form of the data module's loader."""
         return DPDataLoader.from_data_loader(
             self.datamodule.train_dataloader(), distributed=False, generator=self.generator
         )
 
     def val_dataloader(self) -> Any:
-        """That of the data module."""
         return self.datamodule.val_dataloader()
 
     def test_dataloader(self) -> Any:
-        """That of the data module."""
         return self.datamodule.test_dataloader()
 
     def predict_dataloader(self) -> Any:
-        """That of the data module."""
         return self.datamodule.predict_dataloader()
 
     def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
-        """As the data module does."""
         return self.datamodule.transfer_batch_to_device(batch, device, dataloader_idx)
 
     def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        """As the data module does."""
         return self.datamodule.on_before_batch_transfer(batch, dataloader_idx)
 
     def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        """As the data module does."""
         return self.datamodule.on_after_batch_transfer(batch, dataloader_idx)

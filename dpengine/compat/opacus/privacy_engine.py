@@ -1,4 +1,4 @@
-"""``PrivacyEngine`` with Opacus's arguments: wraps model, optimizer and loader, over the engine's own parts."""
+"""``PrivacyEngine`` with Opacus's arguments: wraps model, optimizer and loader."""
 
 from __future__ import annotations
 
@@ -37,14 +37,11 @@ class PrivacyEngine(Preparation, Checkpoints):
         )
 
     Args:
-        accountant: ``"prv"``, ``"rdp"``, ``"gdp"``, or what was given to ``register_accountant``.
-        secure_mode: Whether all noise comes from a cryptographic generator on the CPU, which no seed can be given.
-
-    Raises:
-        ValueError: If the accountant is not known.
+        accountant: ``"prv"``, ``"rdp"``, ``"gdp"`` or a registered name; others are a ``ValueError``.
+        secure_mode: Whether all noise comes from a cryptographic generator on the CPU, without a seed.
     """
 
-    _flat_adapts: ClassVar[dict[str, float] | None] = None  # settings, where "flat" means adaptive
+    _flat_adapts: ClassVar[dict[str, float] | None] = None  # settings, if "flat" means adaptive
 
     @suggests_names
     def __init__(self, *, accountant: str = "prv", secure_mode: bool = False):
@@ -57,7 +54,7 @@ class PrivacyEngine(Preparation, Checkpoints):
 
     @property
     def accountant(self) -> Any:
-        """What tells epsilon. Another one that is set counts from then on, beside what its history has."""
+        """Accountant that computes epsilon. A new one counts later steps, in addition to its own history."""
         return self._accountant
 
     @accountant.setter
@@ -89,35 +86,33 @@ class PrivacyEngine(Preparation, Checkpoints):
         min_clipbound: float | None = None,
         unclipped_num_std: float | None = None,
     ) -> tuple[Any, ...]:
-        """Wraps a model, an optimizer and a loader, so that the loop over them is private.
+        """Wraps a model, an optimizer and a loader, so that training with them is private.
 
         Args:
             module: The model, or a wrapper of the same class and settings.
             optimizer: Over parameters of the model, and no others.
-            criterion: What the criterion of ghost modes is made of.
-            data_loader: A plain loader. The one returned draws Poisson batches, as many in a pass.
+            criterion: The criterion that ghost modes wrap.
+            data_loader: A plain loader. The returned loader draws as many Poisson batches in a pass.
             noise_multiplier: Standard deviation of the noise over ``max_grad_norm``.
-            max_grad_norm: What norms are clipped to; a list, one for each parameter, with ``"per_layer"``.
+            max_grad_norm: Clipping norm; with ``"per_layer"`` a list with one for each parameter.
             batch_first: Whether axis 0 of the model's inputs is the batch; else axis 1.
-            loss_reduction: ``"mean"`` or ``"sum"``: what the loss does over rows.
-            poisson_sampling: False keeps the batches of the loader. Epsilon is then that of passes without any
-                amplification.
+            loss_reduction: Reduction of the loss over samples, ``"mean"`` or ``"sum"``.
+            poisson_sampling: False keeps the batches of the loader. Epsilon is then without amplification.
             clipping: ``"flat"``, ``"per_layer"`` or ``"adaptive"``.
-            noise_generator: Makes the noise repeat, for tests. What is trained so is not private.
+            noise_generator: Generator of reproducible noise, for tests. The result is not private.
             grad_sample_mode: ``"hooks"``, ``"functorch"``, ``"ew"``, ``"ghost"``, ``"ghost_fsdp"``, ``"ghost_tp"`` or
                 ``"no_op"``.
-            wrap_model: False puts hooks on the model, which is used as it is; the first value returned is theirs.
-            rand_on_empty: Whether an empty batch has one row of zeros and ones, whose gradient is dropped.
-            target_unclipped_quantile: Of ``"adaptive"``: see ``AdaClipDPOptimizer``. None takes 0.5.
-            clipbound_learning_rate: Of ``"adaptive"``; None takes 0.2.
-            max_clipbound: Of ``"adaptive"``; None takes 1e6.
-            min_clipbound: Of ``"adaptive"``; None takes 1e-6.
-            unclipped_num_std: Of ``"adaptive"``; None takes a twentieth of the batch size, and at least the noise
-                multiplier.
+            wrap_model: False puts hooks on the model itself and returns them as first value.
+            rand_on_empty: Whether an empty batch has one sample of zeros and ones, whose gradient is dropped.
+            target_unclipped_quantile: Of ``"adaptive"``: see ``AdaClipDPOptimizer``. Default 0.5.
+            clipbound_learning_rate: Of ``"adaptive"``. Default 0.2.
+            max_clipbound: Of ``"adaptive"``. Default 1e6.
+            min_clipbound: Of ``"adaptive"``. Default 1e-6.
+            unclipped_num_std: Of ``"adaptive"``. Default a twentieth of the batch size, at least the noise multiplier.
 
         Returns:
-            Model, optimizer and loader; with a ghost mode the criterion before the loader. What cannot be made private
-            is refused, and nothing has changed then.
+            Model, optimizer and loader; with a ghost mode the criterion before the loader. Arguments that cannot be
+            made private raise, and leave all objects unchanged.
         """
         settings = {
             "target_unclipped_quantile": target_unclipped_quantile,
@@ -179,40 +174,15 @@ class PrivacyEngine(Preparation, Checkpoints):
         eps_error: float | None = None,
         delta_error: float | None = None,
     ) -> tuple[Any, ...]:
-        """``make_private`` with the noise found for a target; of what was spent before, a warning says that it adds up.
+        """Calls ``make_private`` with the noise multiplier at which ``epochs`` passes cost the target.
 
-        Args:
-            module: As in ``make_private``, as all that is not listed here.
-            optimizer: As there.
-            criterion: As there.
-            data_loader: As there.
-            target_epsilon: What the planned passes may spend.
-            target_delta: The delta at which that holds.
-            epochs: Planned passes over the loader.
-            max_grad_norm: As there.
-            batch_first: As there.
-            loss_reduction: As there.
-            poisson_sampling: As there.
-            clipping: As there.
-            noise_generator: As there.
-            grad_sample_mode: As there.
-            wrap_model: As there.
-            rand_on_empty: As there.
-            target_unclipped_quantile: As there.
-            clipbound_learning_rate: As there.
-            max_clipbound: As there.
-            min_clipbound: As there.
-            unclipped_num_std: As there.
-            epsilon_tolerance: How far below the target the planned passes may stay.
-            alphas: Orders of the RDP accountant.
-            eps_error: Of the PRV accountant.
-            delta_error: Of the PRV accountant.
-
-        Returns:
-            As ``make_private``.
+        ``target_epsilon`` at ``target_delta`` is the cost of the planned passes alone: a warning says that it adds to
+        earlier steps. The planned passes may stay below the target by ``epsilon_tolerance``. ``alphas`` are the orders
+        of the RDP accountant; ``eps_error`` and ``delta_error`` belong to the PRV accountant. All other arguments, and
+        the result, are those of ``make_private``.
         """
         given = {"alphas": alphas, "eps_error": eps_error, "delta_error": delta_error}
-        steps = len(data_loader) if poisson_sampling else 1  # else every pass is one release of everybody's part
+        steps = len(data_loader) if poisson_sampling else 1  # else a pass is one release over all examples
         sigma = self._noise(target_epsilon, target_delta, steps, epochs, epsilon_tolerance, given)
         return self.make_private(
             module=module,
@@ -239,9 +209,11 @@ class PrivacyEngine(Preparation, Checkpoints):
     def _noise(
         self, epsilon: float, delta: float, steps: int, epochs: int, tolerance: float, given: Mapping[str, Any]
     ) -> float:
-        """The noise multiplier for a target."""
+        """Returns the noise multiplier for a target."""
         if len(self.accountant) > 0:
-            warnings.warn("This engine has spent before; the target is that of the new run alone.", stacklevel=4)
+            warnings.warn(
+                "This engine has accounted steps before; the target is that of the new run alone.", stacklevel=4
+            )
         return get_noise_multiplier(
             target_epsilon=epsilon,
             target_delta=delta,
@@ -254,7 +226,7 @@ class PrivacyEngine(Preparation, Checkpoints):
 
     @suggests_names
     def get_epsilon(self, delta: float) -> float:
-        """Epsilon spent so far at this delta, by the accountant; 0 before the first step, infinite without noise."""
+        """Returns epsilon so far at ``delta``: 0 before the first step, infinite without noise."""
         for teller in self.tellers.values():
             teller.given_up()
         return float(self.accountant.get_epsilon(delta))
@@ -267,18 +239,10 @@ class PrivacyEngine(Preparation, Checkpoints):
         utility: Mapping[str, Any] | None = None,
         excludes: Sequence[str] = (),
     ) -> PrivacyReport:
-        """The report of what was spent so far, loaded histories included: see ``dpengine.PrivacyEngine.report``.
-
-        Args:
-            data: As there.
-            utility: As there.
-            excludes: As there.
-
-        Returns:
-            The report.
+        """Returns the report of all accounted steps, loaded histories included; see ``dpengine.PrivacyEngine.report``.
 
         Raises:
-            LedgerError: If the accountant was given a history that is shorter than what this engine spent.
+            LedgerError: If the accountant was given a history with less than the steps of this engine.
         """
         if not (isinstance(self.accountant, LedgerAccountant) and self.engine.runs):
             return self.engine.report(data=data, utility=utility, excludes=excludes)
@@ -295,16 +259,14 @@ class PrivacyEngine(Preparation, Checkpoints):
         return report_of_run(run, ledger, run.step.plan.relation, data or {}, utility or {}, tuple(excludes))
 
     def is_compatible(self, *, module: nn.Module, optimizer: Any, data_loader: Any) -> bool:
-        """Whether nothing stands in the way of the model. The others are looked at in ``make_private``."""
+        """Returns whether the model is valid. ``make_private`` checks optimizer and loader."""
         return ModuleValidator.is_valid(module)
 
     def validate(self, *, module: nn.Module, optimizer: Any, data_loader: Any) -> None:
-        """Raises an ``UnsupportedModuleError`` for a model that stands in the way; else nothing."""
+        """Raises ``UnsupportedModuleError`` if the model is not valid."""
         ModuleValidator.validate(module, strict=True)
 
     @classmethod
     def get_compatible_module(cls, module: nn.Module) -> nn.Module:
-        """A copy of a model whose layers were replaced where that helps, validated."""
-        fixed = ModuleValidator.fix(module)
-        ModuleValidator.validate(fixed, strict=True)
-        return fixed
+        """Returns a valid copy of a model, with unsupported layers replaced."""
+        return ModuleValidator.fix_and_validate(module)

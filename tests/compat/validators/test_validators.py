@@ -194,7 +194,7 @@ def test_small_batch_norm_becomes_instance_norm_beside_an_lstm():
         ({"num_groups": 0}, ValueError, "does not divide"),
         ({"replace_bn_with_in": True}, UnsupportableModuleError, "does not say its dimensions"),
         ({"num_group": 2}, TypeError, "Did you mean 'num_groups'"),
-        ({"xyz": 2}, TypeError, "The fixers take: num_groups, replace_bn_with_in"),
+        ({"xyz": 2}, TypeError, "It takes: num_groups, replace_bn_with_in"),
     ],
 )
 def test_bad_keywords_of_fix_are_refused(kwargs, error, message):

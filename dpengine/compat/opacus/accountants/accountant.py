@@ -1,4 +1,4 @@
-"""What every accountant has, those of users included."""
+"""Base class of all accountants, those of users included."""
 
 from __future__ import annotations
 
@@ -92,15 +92,7 @@ class IAccountant(abc.ABC):
 
 
 def check_state(state: Mapping[str, Any] | None, mechanism: str) -> None:
-    """Refuses what is no state of an accountant of this mechanism.
-
-    Args:
-        state: What was passed as one.
-        mechanism: Of the accountant that shall take it.
-
-    Raises:
-        ValueError: If it is none.
-    """
+    """Checks that a state is that of an accountant of this mechanism."""
     if not state:
         raise ValueError(f"The state is {state!r}, which holds nothing. Pass what accountant.state_dict() returned.")
     missing = [key for key in ("history", "mechanism") if key not in state]

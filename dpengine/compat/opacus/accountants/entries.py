@@ -1,18 +1,19 @@
-"""The ledger's charges as triples ``(noise_multiplier, sample_rate, steps)``, and back.
+"""Conversion between the ledger's charges and triples ``(noise_multiplier, sample_rate, steps)``.
 
-Charges that have no such form appear as triples that cost no less, as far as there are any:
+Charges without such a form become triples of at least the same cost, if there are any:
 
-- a step of a run in which examples take turns: noise and rate within the group, though not all steps can meet one row;
-- correlated noise: all steps of the run so far are one Gaussian release; as many releases that cost that together;
-- batches of one size or cut to one: half the noise and every row, since one row may push out another;
-- units with several rows: noise over the largest norm, and every row;
-- whatever has no bound by noise and rate alone, such as a release that nothing is claimed for: noise 0.
+- cyclic batches: noise and rate within the group, although not all steps can include the same example;
+- correlated noise: all steps of the run form one Gaussian mechanism; as many independent ones of that total cost;
+- fixed-size or truncated batches: half the noise and rate 1, since one example may displace another;
+- units with several examples: noise relative to the largest norm, and rate 1;
+- events without a bound by noise and rate alone, such as one without a claim: noise 0.
 
-Each such triple remembers the charges behind it, which are what epsilon is computed from.
+Such a triple keeps the charges that it stands for, from which epsilon is computed.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -34,7 +35,7 @@ _ROUNDING = 1e-9
 
 
 class Entry(tuple):
-    """A triple that remembers its charges: putting it into a history again charges those."""
+    """A triple that keeps its charges: adding it to a history again adds these."""
 
     charges: tuple[Charge, ...]
 
@@ -43,18 +44,7 @@ class Entry(tuple):
 
 
 def event_of(noise_multiplier: Any, sample_rate: Any) -> Event:
-    """The event of a step.
-
-    Args:
-        noise_multiplier: Of the step; a number, or an array or tensor that holds one.
-        sample_rate: Of the step. What is above 1 by rounding counts as 1.
-
-    Returns:
-        The event, which keeps the rate where there is no noise.
-
-    Raises:
-        InvalidBudgetError: If either is out of range.
-    """  # noqa: DOC502 - the event raises on our behalf
+    """Returns the event of a step, from numbers or from arrays or tensors that hold one."""
     sigma, rate = (getattr(value, "item", lambda value=value: value)() for value in (noise_multiplier, sample_rate))
     if isinstance(rate, float) and 1 < rate <= 1 + _ROUNDING:
         rate = 1.0
@@ -63,17 +53,7 @@ def event_of(noise_multiplier: Any, sample_rate: Any) -> Event:
 
 
 def charges_of(entries: Iterable[Sequence[Any]]) -> list[Charge]:
-    """What entries of a history charge; those of no steps charge nothing.
-
-    Args:
-        entries: Triples.
-
-    Returns:
-        Charges in order.
-
-    Raises:
-        ValueError: If one of them is no triple, or its numbers are out of range.
-    """
+    """Returns the charges of the entries of a history; entries of no steps have none."""
     found: list[Charge] = []
     for entry in entries:
         if isinstance(entry, Entry):
@@ -94,25 +74,12 @@ def charges_of(entries: Iterable[Sequence[Any]]) -> list[Charge]:
 
 
 def entries_of(charges: Iterable[Charge]) -> list[Triple]:
-    """Triples of charges, equal neighbours merged.
-
-    Args:
-        charges: Of a ledger, in order.
-
-    Returns:
-        Tuples, those of events without noise and rate as `Entry`.
-    """
-    merged: list[list[Charge]] = []
-    for charge in charges:
-        if merged and merged[-1][0].event == charge.event:
-            merged[-1].append(charge)
-        else:
-            merged.append([charge])
-    return [_entry(run) for run in merged]
+    """Returns the triples of charges, equal neighbors merged; an `Entry` if the event is not only noise and rate."""
+    return [_entry(list(run)) for _, run in itertools.groupby(charges, key=lambda charge: charge.event)]
 
 
 def has_plain_form(charge: Charge) -> bool:
-    """Whether a triple says all that epsilon depends on."""
+    """Returns whether the charge is fully described by a triple."""
     return isinstance(charge.event, (GaussianEvent, PoissonGaussianEvent))
 
 
@@ -133,19 +100,11 @@ def _no_bound(event: Any, steps: int) -> tuple[float, float]:
     return 0.0, 1.0
 
 
-def _taking_turns(event: CyclicGaussianEvent, steps: int) -> tuple[float, float]:
-    return event.noise_multiplier, event.sample_rate
-
-
-def _one_gaussian(event: MatrixGaussianEvent, steps: int) -> tuple[float, float]:
+def _correlated(event: MatrixGaussianEvent, steps: int) -> tuple[float, float]:
     if event.noise_multiplier == 0:
         return 0.0, 1.0
     precision = event.precision(steps)
     return (math.sqrt(steps / precision) if precision else event.noise_multiplier), 1.0
-
-
-def _pushing_out(event: FixedSizeGaussianEvent | TruncatedGaussianEvent, steps: int) -> tuple[float, float]:
-    return event.noise_multiplier / 2, 1.0
 
 
 def _largest_norm(event: MixtureGaussianEvent, steps: int) -> tuple[float, float]:
@@ -154,9 +113,9 @@ def _largest_norm(event: MixtureGaussianEvent, steps: int) -> tuple[float, float
 
 
 _FORMS: dict[type, Callable[[Any, int], tuple[float, float]]] = {
-    CyclicGaussianEvent: _taking_turns,
-    MatrixGaussianEvent: _one_gaussian,
-    FixedSizeGaussianEvent: _pushing_out,
-    TruncatedGaussianEvent: _pushing_out,
+    CyclicGaussianEvent: lambda event, steps: (event.noise_multiplier, event.sample_rate),
+    MatrixGaussianEvent: _correlated,
+    FixedSizeGaussianEvent: lambda event, steps: (event.noise_multiplier / 2, 1.0),
+    TruncatedGaussianEvent: lambda event, steps: (event.noise_multiplier / 2, 1.0),
     MixtureGaussianEvent: _largest_norm,
 }

@@ -19,9 +19,6 @@ class GaussianAccountant(LedgerAccountant):
     Noise and rate may change from step to step.
     """
 
-    def __init__(self) -> None:
-        super().__init__()
-
     def get_epsilon(self, delta: float, poisson: bool = True, **kwargs: Any) -> float:
         """Returns an upper bound on the epsilon spent so far.
 

@@ -1,4 +1,4 @@
-"""An accountant whose history is a ledger."""
+"""Base class of accountants whose history is a ledger."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ from .entries import charges_of, entries_of, event_of, has_plain_form
 from .history import History
 
 KEYWORDS = ("delta", "alphas", "eps_error", "delta_error", "poisson")
-"""What some accountant's ``get_epsilon`` takes. The others ignore it, since a calibration passes it on to any."""
+"""Keywords of any accountant's ``get_epsilon``. The others ignore them: calibration passes them to all."""
 
 USUAL_ORDERS = [1 + x / 10.0 for x in range(1, 100)] + list(range(12, 64))
-"""Of Renyi divergences, as Opacus has them."""
+"""Orders of Renyi divergences, as in Opacus."""
 
 ALL_ORDERS = (*USUAL_ORDERS, *(order for order in ORDERS if order > USUAL_ORDERS[-1]))
-"""And larger ones, which help where epsilon is small."""
+"""These and larger orders, which give smaller bounds if epsilon is small."""
 
-_OTHERS = ("rdp", "pld", "monte_carlo")  # who is asked where an accountant has no answer
+_OTHERS = ("rdp", "pld", "monte_carlo")  # fallbacks of an accountant without an answer
 
 
 class LedgerAccountant(IAccountant):
-    """Charges a `dpengine.accounting.Ledger` and asks `dpengine.accounting` what it costs.
+    """Accountant that charges a `dpengine.accounting.Ledger` and computes its cost by `dpengine.accounting`.
 
     Attributes:
-        ledger: What was charged. May be set to that of an engine: what it charges then shows here at once. Batches that
-            were given up count as steps, since why they were may depend on the data.
-        history: The charges as triples; see `History` for what changing it does, and ``entries.py`` for charges that
-            have no such form. Setting it replaces all. What a shared ledger is charged from then on is added here too.
+        ledger: The charges. It may be set to the ledger of an engine, whose charges then appear here at once. Discarded
+            batches count as steps, because the reason for discarding them may depend on the data.
+        history: The charges as triples; see `History` for the effect of changes, and ``entries.py`` for charges without
+            such a form. Setting it replaces all. Later charges of a shared ledger are added.
     """
 
     def __init__(self) -> None:
@@ -43,7 +43,7 @@ class LedgerAccountant(IAccountant):
 
     @property
     def ledger(self) -> Ledger:
-        """What was charged."""
+        """Charges of this accountant and of the ledgers that it follows."""
         if self._own is None:
             return self._sources[0].ledger
         for source in self._sources:
@@ -55,21 +55,17 @@ class LedgerAccountant(IAccountant):
         if not isinstance(ledger, Ledger):
             raise TypeError(f"ledger is a {type(ledger).__name__}; pass a dpengine.accounting.Ledger.")
         self._sources = [_Source(ledger)]
-        self._own: Ledger | None = None  # where the history is not that of one ledger
+        self._own: Ledger | None = None  # set if the history is not that of one ledger
 
     def follow(self, ledger: Ledger) -> None:
-        """Adds to the history what a ledger is charged from now on. What is in the history stays.
-
-        Args:
-            ledger: Of the engine whose steps count here.
-        """
+        """Adds future charges of an engine's ledger to the history."""
         if not any(source.ledger is ledger for source in self._sources):
             self._replace_charges(self.ledger.history)
             self._sources.append(_Source(ledger, *_end(ledger)))
 
     @classmethod
     def counts_by_itself(cls) -> bool:
-        """Whether the class has a way to count steps of its own, which no ledger can stand in for."""
+        """Returns whether the class overrides how a step is counted, which no ledger can replace."""
         return cls.step is not LedgerAccountant.step
 
     @property
@@ -84,15 +80,7 @@ class LedgerAccountant(IAccountant):
             self._replace(list(entries))
 
     def step(self, *, noise_multiplier: float, sample_rate: float) -> None:
-        """Charges one step.
-
-        Args:
-            noise_multiplier: Standard deviation of the noise over the sensitivity; it may change from step to step.
-            sample_rate: Chance of each row to be in the batch, in (0, 1].
-
-        Raises:
-            ValueError: If either is out of range. Nothing is charged then.
-        """  # noqa: DOC502 - the event raises on our behalf
+        """Charges one step. An argument out of range is a ``ValueError``, and nothing is charged."""
         self._sources[-1].ledger.charge(event_of(noise_multiplier, sample_rate))
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -103,28 +91,14 @@ class LedgerAccountant(IAccountant):
         return len(self._entries())
 
     def state_dict(self, destination: MutableMapping[str, Any] | None = None) -> MutableMapping[str, Any]:
-        """Returns the state: ``history`` and ``mechanism``, and where triples do not say all, ``ledger``.
-
-        Args:
-            destination: Where to put it; None makes an ordered dictionary.
-
-        Returns:
-            The destination, of plain values only, so that ``torch.load`` reads it with ``weights_only=True``.
-        """
+        """Returns ``history``, ``mechanism`` and, if triples are incomplete, ``ledger``, all as plain values."""
         state = super().state_dict(destination)
         if not all(map(has_plain_form, self.ledger.history)):
             state["ledger"] = self.ledger.state_dict()
         return state
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Replaces the history by a stored one, of this package or of Opacus.
-
-        Args:
-            state_dict: What `state_dict` returned.
-
-        Raises:
-            ValueError: If it is empty, incomplete, damaged, or of another mechanism. The history is then as it was.
-        """
+        """Loads a history of this package or of Opacus. An invalid state is a ``ValueError`` and changes nothing."""
         check_state(state_dict, self.mechanism())
         if "ledger" not in state_dict:
             self._replace(list(state_dict["history"]))
@@ -156,7 +130,7 @@ class LedgerAccountant(IAccountant):
         self._sources = [_Source(source.ledger, *_end(source.ledger)) for source in self._sources]
 
     def _epsilon(self, delta: float, accountant: str, charges: Sequence[Charge] | None = None) -> float:
-        """An upper bound by one accountant, or if that has none by another, with a warning."""
+        """Returns the upper bound of one accountant, or with a warning that of another if it has none."""
         answer = first_answer(
             self.ledger.totals if charges is None else charges, delta, (accountant, *_OTHERS), orders=ALL_ORDERS
         )
@@ -171,14 +145,14 @@ class LedgerAccountant(IAccountant):
 
 @dataclass
 class _Source:
-    """A ledger that is followed, and how much of it was seen: charges, and how much the last of them counted."""
+    """A followed ledger and the position up to which it was read: charges, and the count of the last one."""
 
     ledger: Ledger
     place: int = 0
     count: int = 0
 
     def catch_up(self, own: Ledger) -> None:
-        """Adds what was charged since."""
+        """Adds new charges to ``own``."""
         charges, count = self.ledger.history[max(self.place - 1, 0) :], self.count
         self.place, self.count = _end(self.ledger)
         for charge in charges:
@@ -188,6 +162,6 @@ class _Source:
 
 
 def _end(ledger: Ledger) -> tuple[int, int]:
-    """How many charges there are, and how much the last of them counts."""
+    """Returns the number of charges and the count of the last one."""
     charges = ledger.history
     return len(charges), charges[-1].count if charges else 0

@@ -12,9 +12,6 @@ from .ledger_accountant import KEYWORDS, LedgerAccountant
 class PRVAccountant(LedgerAccountant):
     """Bounds epsilon by composing privacy losses numerically (Gopi, Lee, Wutschitz 2021, arXiv:2106.02848)."""
 
-    def __init__(self) -> None:
-        super().__init__()
-
     def get_epsilon(
         self, delta: float, *, eps_error: float = 0.01, delta_error: float | None = None, **kwargs: Any
     ) -> float:

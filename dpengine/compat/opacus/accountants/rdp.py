@@ -17,9 +17,6 @@ class RDPAccountant(LedgerAccountant):
 
     DEFAULT_ALPHAS: ClassVar[list[float]] = USUAL_ORDERS
 
-    def __init__(self) -> None:
-        super().__init__()
-
     def get_privacy_spent(self, *, delta: float, alphas: Sequence[float] | None = None) -> tuple[float, float]:
         """Returns an upper bound on epsilon, and the order that gives it.
 

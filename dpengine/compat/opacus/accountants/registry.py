@@ -37,17 +37,7 @@ def register_accountant(mechanism: str, accountant: type[IAccountant], force: bo
 
 @suggests_names
 def create_accountant(mechanism: str) -> IAccountant:
-    """Makes an accountant.
-
-    Args:
-        mechanism: One of "rdp", "gdp", "prv", or a name that was registered.
-
-    Returns:
-        A new one.
-
-    Raises:
-        ValueError: If the name is not known.
-    """
+    """Returns a new accountant: ``"rdp"``, ``"gdp"``, ``"prv"`` or a registered one; else raises ``ValueError``."""
     if mechanism not in _ACCOUNTANTS:
         known = ", ".join(map(repr, _ACCOUNTANTS))
         raise ValueError(f"No accountant is called {mechanism!r}. Choose {known}, or add one by register_accountant.")

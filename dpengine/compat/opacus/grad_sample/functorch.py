@@ -1,4 +1,4 @@
-"""Layers without a rule: gradients by running each row alone, through the engine's functional fallback."""
+"""Per-sample gradients of layers without a rule, by the engine's ``torch.func`` fallback."""
 
 from __future__ import annotations
 
@@ -18,14 +18,9 @@ from dpengine.grad_samplers.functional import functional_sampler
 def make_functional(
     mod: nn.Module, disable_autograd_tracking: bool = False
 ) -> tuple[Callable[..., Any], tuple[Tensor, ...]]:
-    """A module as a function of its parameters.
+    """Returns a copy of a module as a function ``(values, *args, **kwargs)`` of its parameters, and the parameters.
 
-    Args:
-        mod: The module. The function runs a copy of it.
-        disable_autograd_tracking: Whether the parameters that are returned are detached.
-
-    Returns:
-        A function ``(values, *args, **kwargs)``, and the parameters, in the order in which it takes their values.
+    With ``disable_autograd_tracking`` the parameters are detached.
     """
     own = dict(mod.named_parameters())
     stateless = copy.deepcopy(mod)
@@ -40,11 +35,7 @@ def prepare_layer(layer: nn.Module, batch_first: bool = True) -> None:
     """Sets ``layer.ft_compute_sample_grad``, a function ``(parameters, activations, backprops)``.
 
     It takes values for ``layer.parameters()``, one input and the gradient of the output, both with the batch on axis 0,
-    and returns the per-sample gradients, one tensor for each parameter. What it refuses, it refuses when it is called.
-
-    Args:
-        layer: The layer.
-        batch_first: Whether the layer's own order has the batch on axis 0; else axis 1.
+    and returns the per-sample gradients, one tensor for each parameter. ``batch_first`` is the order of the layer.
     """
     layer.ft_compute_sample_grad = partial(_compute, layer, batch_first)  # type: ignore[assignment]
 
@@ -52,19 +43,11 @@ def prepare_layer(layer: nn.Module, batch_first: bool = True) -> None:
 def ft_compute_per_sample_gradient(
     layer: nn.Module, activations: Sequence[Tensor], backprops: Tensor
 ) -> dict[nn.Parameter, Tensor]:
-    """Per-sample gradients of all parameters in a layer and below it.
+    """Returns the per-sample gradients ``(B, *parameter.shape)`` of all parameters in a layer and below it.
 
-    Args:
-        layer: Any layer whose output for a row depends on that row only.
-        activations: Its inputs, of which the first is used, as ``prepare_layer`` says.
-        backprops: The gradient of its output, batch first.
-
-    Returns:
-        The gradients ``(B, *parameter.shape)``.
-
-    Raises:
-        UnsupportedLayerError: If rows alone do not give the same output, as with dropout that is on.
-    """  # noqa: DOC502 - the fallback raises on our behalf
+    ``activations[0]`` and ``backprops`` are batch first. A layer whose samples run alone do not give the same output,
+    as with active dropout, is an ``UnsupportedLayerError``.
+    """
     if not hasattr(layer, "ft_compute_sample_grad"):
         prepare_layer(layer)
     parameters = list(layer.parameters())
@@ -89,7 +72,7 @@ def _compute(
 
 
 def _with_values(layer: nn.Module, values: Sequence[Tensor]) -> nn.Module:
-    """The layer itself, if these are its parameters and all of them train; else a copy with these values."""
+    """Returns the layer if these are its parameters and all require gradients; else a copy with these values."""
     own = list(layer.parameters())
     if all(p is value and p.requires_grad for p, value in zip(own, values, strict=True)):
         return layer

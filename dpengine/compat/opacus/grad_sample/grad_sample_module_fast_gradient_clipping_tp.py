@@ -1,16 +1,11 @@
-"""Ghost clipping of a model of which processes hold parts: the topology is read off the model."""
+"""Ghost clipping of a sharded model, whose topology is read from the model."""
 
-from __future__ import annotations
-
-from .grad_sample_module_fast_gradient_clipping import (
-    GradSampleHooksFastGradientClipping,
-    GradSampleModuleFastGradientClipping,
-)
+from . import grad_sample_module_fast_gradient_clipping as ghost
 
 
-class GradSampleHooksFastGradientClippingTP(GradSampleHooksFastGradientClipping):
+class GradSampleHooksFastGradientClippingTP(ghost.GradSampleHooksFastGradientClipping):
     """``GradSampleHooksFastGradientClipping`` under another name."""
 
 
-class GradSampleModuleFastGradientClippingTP(GradSampleModuleFastGradientClipping):
+class GradSampleModuleFastGradientClippingTP(ghost.GradSampleModuleFastGradientClipping):
     """``GradSampleModuleFastGradientClipping`` under another name."""

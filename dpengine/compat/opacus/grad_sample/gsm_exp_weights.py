@@ -1,4 +1,4 @@
-"""The wrapper of mode ``"ew"``. Its gradients are those of every other mode."""
+"""Wrapper of mode ``"ew"``, whose gradients are those of every other mode."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .gsm_base import AbstractGradSampleModule
 
 
 class GradSampleModuleExpandedWeights(AbstractGradSampleModule):
-    """Per-sample gradients, by whatever way is exact and fast.
+    """Per-sample gradients, by the fastest exact method.
 
     Args:
         m: The model.
@@ -26,9 +26,8 @@ class GradSampleModuleExpandedWeights(AbstractGradSampleModule):
         self._watch(self.mode)
 
     def forward(self, x: Any, *args: Any, **kwargs: Any) -> Any:
-        """Runs the model."""
         return self._module(x, *args, **kwargs)
 
     def remove_hooks(self) -> None:
-        """Takes the hooks off."""
+        """Removes the hooks."""
         self._unwatch()

@@ -1,4 +1,4 @@
-"""Wrappers that capture nothing: the user writes ``p.grad_sample``."""
+"""Wrappers without capture: the user writes ``p.grad_sample``."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ class GradSampleHooksNoOp(AbstractGradSampleHooks):
 
     Args:
         m: The model.
-        batch_first: Kept for the user.
-        loss_reduction: Kept for the user: what is written is the gradient of each row's own loss in any case.
+        batch_first: Stored for the user.
+        loss_reduction: Stored for the user, who always writes the gradient of each sample's own loss.
     """
 
     mode: ClassVar[str] = "no_op"
@@ -28,18 +28,12 @@ class GradSampleHooksNoOp(AbstractGradSampleHooks):
         self._watch(self.mode)
 
     def remove_hooks(self) -> None:
-        """Lets go of the parameters."""
+        """Releases the parameters."""
         self._unwatch()
 
 
 class GradSampleModuleNoOp(GradSampleHooksNoOp, AbstractGradSampleModule):
-    """``GradSampleHooksNoOp`` as a module around the model.
-
-    Args:
-        m: As there.
-        batch_first: As there.
-        loss_reduction: As there.
-    """
+    """``GradSampleHooksNoOp`` as a module around the model."""
 
     @suggests_names
     def __init__(self, m: nn.Module, *, batch_first: bool = True, loss_reduction: str = "mean"):
@@ -47,5 +41,4 @@ class GradSampleModuleNoOp(GradSampleHooksNoOp, AbstractGradSampleModule):
         self._watch(self.mode)
 
     def forward(self, x: Any, *args: Any, **kwargs: Any) -> Any:
-        """Runs the model."""
         return self._module(x, *args, **kwargs)

@@ -1,4 +1,4 @@
-"""From a mode's name to the wrapper, or the hooks, that stand for it."""
+"""Wrapper and hooks classes by the name of the mode."""
 
 from __future__ import annotations
 
@@ -23,71 +23,52 @@ from .gsm_base import AbstractGradSampleHooks, AbstractGradSampleModule
 from .gsm_exp_weights import GradSampleModuleExpandedWeights
 from .gsm_no_op import GradSampleHooksNoOp, GradSampleModuleNoOp
 
-_WRAPPERS: dict[str, type[AbstractGradSampleModule]] = {
-    "hooks": GradSampleModule,
-    "functorch": GradSampleModule,
-    "ew": GradSampleModuleExpandedWeights,
-    "ghost": GradSampleModuleFastGradientClipping,
-    "ghost_fsdp": GradSampleModuleFastGradientClippingFSDP,
-    "ghost_tp": GradSampleModuleFastGradientClippingTP,
-    "no_op": GradSampleModuleNoOp,
+_CLASSES: dict[str, tuple[type[AbstractGradSampleModule], type[AbstractGradSampleHooks] | None]] = {
+    "hooks": (GradSampleModule, GradSampleHooks),
+    "functorch": (GradSampleModule, GradSampleHooks),
+    "ew": (GradSampleModuleExpandedWeights, None),
+    "ghost": (GradSampleModuleFastGradientClipping, GradSampleHooksFastGradientClipping),
+    "ghost_fsdp": (GradSampleModuleFastGradientClippingFSDP, GradSampleHooksFastGradientClippingFSDP),
+    "ghost_tp": (GradSampleModuleFastGradientClippingTP, GradSampleHooksFastGradientClippingTP),
+    "no_op": (GradSampleModuleNoOp, GradSampleHooksNoOp),
 }
-_HOOKS: dict[str, type[AbstractGradSampleHooks]] = {
-    "hooks": GradSampleHooks,
-    "functorch": GradSampleHooks,
-    "ghost": GradSampleHooksFastGradientClipping,
-    "ghost_fsdp": GradSampleHooksFastGradientClippingFSDP,
-    "ghost_tp": GradSampleHooksFastGradientClippingTP,
-    "no_op": GradSampleHooksNoOp,
-}
-GHOST = frozenset(mode for mode in _WRAPPERS if "ghost" in mode)
+GHOST = frozenset(mode for mode in _CLASSES if "ghost" in mode)
 """Modes of which ``make_private`` returns four values."""
 
 
 def get_gsm_class(grad_sample_mode: str) -> type[AbstractGradSampleModule]:
-    """The wrapper of a mode.
-
-    Args:
-        grad_sample_mode: Its name.
-
-    Returns:
-        The class.
-
-    Raises:
-        ValueError: If there is none.
-    """  # noqa: DOC502 - the look-up raises on our behalf
-    return _looked_up(_WRAPPERS, grad_sample_mode, "a wrapper")
+    """Returns the wrapper class of a mode; ``ValueError`` if there is none."""
+    if grad_sample_mode not in _CLASSES:
+        known = ", ".join(map(repr, _CLASSES))
+        raise ValueError(f"grad_sample_mode={grad_sample_mode!r} has no wrapper. Choose one of: {known}.")
+    return _CLASSES[grad_sample_mode][0]
 
 
 def get_hooks_class(grad_sample_mode: str) -> type[AbstractGradSampleHooks]:
-    """The hooks of a mode, for a model that is used as it is.
-
-    Args:
-        grad_sample_mode: Its name.
-
-    Returns:
-        The class.
-
-    Raises:
-        ValueError: If there is none.
-    """  # noqa: DOC502 - the look-up raises on our behalf
-    return _looked_up(_HOOKS, grad_sample_mode, "hooks (wrap_model=False)")
+    """Returns the hooks class of a mode, for ``wrap_model=False``; ``ValueError`` if there is none."""
+    hooks = _CLASSES.get(grad_sample_mode, (None, None))[1]
+    if hooks is None:
+        known = ", ".join(repr(mode) for mode, (_, hooks) in _CLASSES.items() if hooks is not None)
+        raise ValueError(
+            f"grad_sample_mode={grad_sample_mode!r} has no hooks (wrap_model=False). Choose one of: {known}."
+        )
+    return hooks
 
 
 def prepare_module(
     model: nn.Module, grad_sample_mode: str, wrap_model: bool = True, *args: Any, **kwargs: Any
 ) -> AbstractGradSampleHooks:
-    """Puts the hooks of a mode on a model.
+    """Attaches the hooks of a mode to a model.
 
     Args:
         model: The model.
-        grad_sample_mode: Its name.
-        wrap_model: Whether a wrapper is returned, or the hooks.
-        args: Of the class.
-        kwargs: Of the class.
+        grad_sample_mode: Name of the mode.
+        wrap_model: Whether to return a wrapper or the hooks.
+        args: Arguments of the class.
+        kwargs: Arguments of the class.
 
     Returns:
-        The wrapper, or the hooks. ValueError for a mode that has none.
+        The wrapper or the hooks. ``ValueError`` for a mode that has none.
     """
     kind: Any = (get_gsm_class if wrap_model else get_hooks_class)(grad_sample_mode)
     if grad_sample_mode == "functorch":
@@ -95,14 +76,5 @@ def prepare_module(
     return kind(model, *args, **kwargs)  # type: ignore[no-any-return]
 
 
-def wrap_model(
-    model: nn.Module, grad_sample_mode: str, wrap_model: bool = True, *args: Any, **kwargs: Any
-) -> AbstractGradSampleHooks:
-    """``prepare_module`` under its older name."""
-    return prepare_module(model, grad_sample_mode, wrap_model, *args, **kwargs)
-
-
-def _looked_up(table: dict[str, Any], mode: str, what: str) -> Any:
-    if mode not in table:
-        raise ValueError(f"grad_sample_mode={mode!r} has no {what}. Choose one of: {', '.join(map(repr, table))}.")
-    return table[mode]
+wrap_model = prepare_module
+"""The older name."""

@@ -13,15 +13,7 @@ from dpengine.grad_samplers.registered import REGISTERED, REGISTERED_NORMS, WITH
 from dpengine.layers.attention import SequenceBias
 from dpengine.layers.recurrent import RNNLinear
 
-from .conv import compute_conv_grad_sample
-from .dp_multihead_attention import compute_sequence_bias_grad_sample
-from .dp_rnn import compute_rnn_linear_grad_sample
-from .embedding import compute_embedding_grad_sample, compute_embedding_norm_sample, compute_embeddingbag_gradsampler
-from .group_norm import compute_group_norm_grad_sample
-from .instance_norm import compute_instance_norm_grad_sample
-from .layer_norm import compute_layer_norm_grad_sample
-from .linear import compute_linear_grad_sample, compute_linear_norm_sample
-from .rms_norm import compute_rms_norm_grad_sample
+from . import rules
 from .rules import Function
 
 Decorator = Callable[[Function], Function]
@@ -29,7 +21,7 @@ Decorator = Callable[[Function], Function]
 
 @suggests_names
 def register_grad_sampler(target_class_or_classes: type[nn.Module] | Sequence[type[nn.Module]]) -> Decorator:
-    """Makes a function the rule for the per-sample gradients of a layer class.
+    """Returns a decorator that registers a function as the rule for the per-sample gradients of layer classes.
 
     The function takes ``(layer, activations, backprops)`` with the batch on axis 0, where ``backprops`` are gradients
     of each sample's own loss: under ``loss_reduction="mean"`` they are multiplied by the batch size. It returns
@@ -37,40 +29,25 @@ def register_grad_sampler(target_class_or_classes: type[nn.Module] | Sequence[ty
     ``dpengine.register_grad_sampler``.
 
     Args:
-        target_class_or_classes: The class, or several. Subclasses are not matched.
-
-    Returns:
-        A decorator that returns the function unchanged.
+        target_class_or_classes: One or several classes. Subclasses are not matched.
     """
     return grad_samplers.register_grad_sampler(target_class_or_classes, own_loss=True)
 
 
 @suggests_names
 def register_norm_sampler(target_class_or_classes: type[nn.Module] | Sequence[type[nn.Module]]) -> Decorator:
-    """Makes a function the rule for the per-sample gradient norms of a layer class.
+    """Returns a decorator that registers a function as the rule for the per-sample gradient norms of layer classes.
 
-    The function takes what a grad sampler takes, and returns ``{parameter: (B,)}``. The rule holds in the whole of
-    ``dpengine``; see ``dpengine.register_norm_sampler``.
-
-    Args:
-        target_class_or_classes: The class, or several. Subclasses are not matched.
-
-    Returns:
-        A decorator that returns the function unchanged.
+    The function takes the arguments of a grad sampler and returns ``{parameter: (B,)}``; otherwise as
+    ``register_grad_sampler``. See ``dpengine.register_norm_sampler``.
     """
     return grad_samplers.register_norm_sampler(target_class_or_classes, own_loss=True)
 
 
 class Samplers(MutableMapping[type[nn.Module], Function]):
-    """A live view of one of the engine's tables of rules, ``{layer class: function}``.
+    """Live view of one of the engine's tables of rules, ``{layer class: function}``.
 
-    What is written here is registered. A built-in rule that is deleted is not used any more, until it is written back.
-
-    Args:
-        builtin: What the engine knows by itself, as functions.
-        registered: The engine's table of what was registered.
-        withdrawn: The classes whose built-in rule is not used.
-        register: Registers a function.
+    Writing registers a rule. A built-in rule that is deleted is unused until it is written back.
     """
 
     def __init__(
@@ -122,20 +99,20 @@ class Samplers(MutableMapping[type[nn.Module], Function]):
 
 GRAD_SAMPLERS = Samplers(
     {
-        nn.Conv1d: compute_conv_grad_sample,
-        nn.Conv2d: compute_conv_grad_sample,
-        nn.Conv3d: compute_conv_grad_sample,
-        nn.Embedding: compute_embedding_grad_sample,
-        nn.EmbeddingBag: compute_embeddingbag_gradsampler,
-        nn.GroupNorm: compute_group_norm_grad_sample,
-        nn.InstanceNorm1d: compute_instance_norm_grad_sample,
-        nn.InstanceNorm2d: compute_instance_norm_grad_sample,
-        nn.InstanceNorm3d: compute_instance_norm_grad_sample,
-        nn.LayerNorm: compute_layer_norm_grad_sample,
-        nn.Linear: compute_linear_grad_sample,
-        nn.RMSNorm: compute_rms_norm_grad_sample,
-        RNNLinear: compute_rnn_linear_grad_sample,
-        SequenceBias: compute_sequence_bias_grad_sample,
+        nn.Conv1d: rules.compute_conv_grad_sample,
+        nn.Conv2d: rules.compute_conv_grad_sample,
+        nn.Conv3d: rules.compute_conv_grad_sample,
+        nn.Embedding: rules.compute_embedding_grad_sample,
+        nn.EmbeddingBag: rules.compute_embeddingbag_gradsampler,
+        nn.GroupNorm: rules.compute_group_norm_grad_sample,
+        nn.InstanceNorm1d: rules.compute_instance_norm_grad_sample,
+        nn.InstanceNorm2d: rules.compute_instance_norm_grad_sample,
+        nn.InstanceNorm3d: rules.compute_instance_norm_grad_sample,
+        nn.LayerNorm: rules.compute_layer_norm_grad_sample,
+        nn.Linear: rules.compute_linear_grad_sample,
+        nn.RMSNorm: rules.compute_rms_norm_grad_sample,
+        RNNLinear: rules.compute_rnn_linear_grad_sample,
+        SequenceBias: rules.compute_sequence_bias_grad_sample,
     },
     REGISTERED,
     WITHDRAWN,
@@ -144,7 +121,7 @@ GRAD_SAMPLERS = Samplers(
 """Rules for per-sample gradients."""
 
 NORM_SAMPLERS = Samplers(
-    {nn.Embedding: compute_embedding_norm_sample, nn.Linear: compute_linear_norm_sample},
+    {nn.Embedding: rules.compute_embedding_norm_sample, nn.Linear: rules.compute_linear_norm_sample},
     REGISTERED_NORMS,
     set(),  # norms that nobody gives are the engine's own, so nothing hangs on it
     register_norm_sampler,

@@ -13,40 +13,11 @@ __all__ = ["DPMultiheadAttention", "SequenceBias"]
 
 
 class DPMultiheadAttention(PrivateMultiheadAttention):
-    """``nn.MultiheadAttention`` whose rows can be told apart, with its state dict. Takes batched (3-D) input.
+    """``nn.MultiheadAttention`` with per-sample gradients, for batched (3-D) input.
 
-    It also loads the names that Opacus writes for a layer inside a model (``qlinear.weight`` and its kin).
-
-    Args:
-        embed_dim: Size of the output, and of a query.
-        num_heads: Number of heads, which divides ``embed_dim``.
-        dropout: Probability of dropping an attention weight.
-        bias: Whether the projections have biases.
-        add_bias_kv: Whether learnt elements are added behind keys and values.
-        add_zero_attn: Whether zeros are added behind keys and values.
-        kdim: Size of a key; None for ``embed_dim``.
-        vdim: Size of a value; None for ``embed_dim``.
-        batch_first: Whether inputs are ``(batch, length, size)``; else ``(length, batch, size)``.
-        device: Of the parameters.
-        dtype: Of the parameters.
+    Takes the arguments of ``nn.MultiheadAttention`` and has its state dict. It also loads the names that Opacus writes
+    for a layer inside a model, such as ``qlinear.weight``.
     """
-
-    def __init__(
-        self,
-        embed_dim: int,
-        num_heads: int,
-        dropout: float = 0.0,
-        bias: bool = True,
-        add_bias_kv: bool = False,
-        add_zero_attn: bool = False,
-        kdim: int | None = None,
-        vdim: int | None = None,
-        batch_first: bool = False,
-        device: Any = None,
-        dtype: Any = None,
-    ):
-        settings = (dropout, bias, add_bias_kv, add_zero_attn, kdim, vdim, batch_first, device, dtype)
-        super().__init__(embed_dim, num_heads, *settings)
 
     def forward(  # type: ignore[override]
         self,

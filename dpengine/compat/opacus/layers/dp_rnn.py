@@ -1,4 +1,4 @@
-"""Recurrent layers under Opacus's names, and the parts from which users build cells of their own."""
+"""Recurrent layers under Opacus's names, and base classes of custom cells."""
 
 from __future__ import annotations
 
@@ -34,27 +34,18 @@ _OPACUS_NAME = re.compile(r"(l\d+(?:_reverse)?)\.(ih|hh)\.(weight|bias)")
 
 
 def apply_permutation(tensor: Tensor, dim: int, permutation: Tensor | None) -> Tensor:
-    """The tensor with its entries along an axis in another order; as it is for None.
-
-    Args:
-        tensor: Any.
-        dim: The axis.
-        permutation: Places, ``(tensor.shape[dim],)``.
-
-    Returns:
-        The tensor.
-    """
+    """Returns the tensor with the entries along ``dim`` permuted; the tensor itself for None."""
     return tensor if permutation is None else tensor.index_select(dim, permutation)
 
 
 class DPRNNCellBase(nn.Module):
-    """One step of a recurrence; a subclass gives ``forward(input, hx)`` by ``self.ih(input)`` and ``self.hh(h)``.
+    """Base class of cells: a subclass defines ``forward(input, hx)`` with ``self.ih(input)`` and ``self.hh(h)``.
 
     Args:
-        input_size: Size of an input row.
-        hidden_size: Size of a state.
+        input_size: Number of input features.
+        hidden_size: Number of features of a state.
         bias: Whether ``ih`` and ``hh`` have biases.
-        num_chunks: How many times ``hidden_size`` the outputs of ``ih`` and ``hh`` have.
+        num_chunks: Output size of ``ih`` and ``hh``, in units of ``hidden_size``.
     """
 
     has_cell_state: bool = False
@@ -67,13 +58,13 @@ class DPRNNCellBase(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draws all weights anew, as torch's recurrent layers do."""
+        """Initializes all weights, as torch's recurrent layers do."""
         bound = 1.0 / math.sqrt(self.hidden_size)
         for weight in self.parameters():
             nn.init.uniform_(weight, -bound, bound)
 
     def set_max_batch_length(self, max_batch_length: int) -> None:
-        """Says how many rows the batch has, before calls with fewer: the rows of a call are its first ones."""
+        """Sets the batch size, before calls with fewer samples, which are the first ones of the batch."""
         self.ih.max_batch_len = self.hh.max_batch_len = max_batch_length
 
     def _zeros(self, input: Tensor) -> Tensor:
@@ -81,17 +72,7 @@ class DPRNNCellBase(nn.Module):
 
 
 class DPRNNCell(DPRNNCellBase):
-    """``nn.RNNCell`` in steps that the engine can follow.
-
-    Args:
-        input_size: Size of an input row.
-        hidden_size: Size of a state.
-        bias: Whether there are biases.
-        nonlinearity: ``"tanh"`` or ``"relu"``.
-
-    Raises:
-        ValueError: If the nonlinearity is not known.
-    """
+    """``nn.RNNCell`` with per-sample gradients. Takes the arguments of ``nn.RNNCell``."""
 
     def __init__(self, input_size: int, hidden_size: int, bias: bool, nonlinearity: str = "tanh") -> None:
         super().__init__(input_size, hidden_size, bias, num_chunks=1)
@@ -100,25 +81,19 @@ class DPRNNCell(DPRNNCellBase):
         self.nonlinearity = nonlinearity
 
     def forward(self, input: Tensor, hx: Tensor | None = None, batch_size_t: int | None = None) -> Tensor:
-        """The next state ``(B, H)``, of the first ``batch_size_t`` rows of the state before."""
+        """Returns the next state ``(B, H)`` of the first ``batch_size_t`` samples."""
         state = (self._zeros(input) if hx is None else hx)[:batch_size_t]
         return _NONLINEARITIES[self.nonlinearity](self.ih(input) + self.hh(state))
 
 
 class DPGRUCell(DPRNNCellBase):
-    """``nn.GRUCell`` in steps that the engine can follow.
-
-    Args:
-        input_size: Size of an input row.
-        hidden_size: Size of a state.
-        bias: Whether there are biases.
-    """
+    """``nn.GRUCell`` with per-sample gradients. Takes the arguments of ``nn.GRUCell``."""
 
     def __init__(self, input_size: int, hidden_size: int, bias: bool) -> None:
         super().__init__(input_size, hidden_size, bias, num_chunks=3)
 
     def forward(self, input: Tensor, hx: Tensor | None = None, batch_size_t: int | None = None) -> Tensor:
-        """The next state ``(B, H)``, of the first ``batch_size_t`` rows of the state before."""
+        """Returns the next state ``(B, H)`` of the first ``batch_size_t`` samples."""
         state = (self._zeros(input) if hx is None else hx)[:batch_size_t]
         reset, update, candidate = self.ih(input).chunk(3, dim=-1)
         reset_h, update_h, candidate_h = self.hh(state).chunk(3, dim=-1)
@@ -127,13 +102,7 @@ class DPGRUCell(DPRNNCellBase):
 
 
 class DPLSTMCell(DPRNNCellBase):
-    """``nn.LSTMCell`` in steps that the engine can follow.
-
-    Args:
-        input_size: Size of an input row.
-        hidden_size: Size of a state.
-        bias: Whether there are biases.
-    """
+    """``nn.LSTMCell`` with per-sample gradients. Takes the arguments of ``nn.LSTMCell``."""
 
     has_cell_state = True
 
@@ -143,7 +112,7 @@ class DPLSTMCell(DPRNNCellBase):
     def forward(
         self, input: Tensor, hx: tuple[Tensor, Tensor] | None = None, batch_size_t: int | None = None
     ) -> tuple[Tensor, Tensor]:
-        """The next hidden and cell state ``(B, H)``, of the first ``batch_size_t`` rows of those before."""
+        """Returns the next hidden and cell state ``(B, H)`` of the first ``batch_size_t`` samples."""
         hidden, memory = (self._zeros(input),) * 2 if hx is None else hx
         i, f, g, o = (self.ih(input) + self.hh(hidden[:batch_size_t])).chunk(4, dim=-1)
         memory = f.sigmoid() * memory[:batch_size_t] + i.sigmoid() * g.tanh()
@@ -161,20 +130,20 @@ RNN_CELL_TYPES: dict[str, tuple[type[DPRNNCellBase], dict[str, Any]]] = {
 
 
 class DPRNNBase(RenameParamsMixin, nn.Module, metaclass=abc.ABCMeta):
-    """A recurrent layer of cells of one's own, in layers and directions, with torch's names in its state dict.
+    """Recurrent layer of custom cells, in layers and directions, with torch's names in its state dict.
 
-    ``DPRNN``, ``DPGRU`` and ``DPLSTM`` count as instances; they need no cells and are much faster.
+    ``DPRNN``, ``DPGRU`` and ``DPLSTM`` are virtual subclasses without cells, and much faster.
 
     Args:
         mode: A subclass of ``DPRNNCellBase``, or a key of ``RNN_CELL_TYPES``.
-        input_size: Size of an input row at one time.
-        hidden_size: Size of a state.
-        num_layers: How many layers.
+        input_size: Number of input features.
+        hidden_size: Number of features of a state.
+        num_layers: Number of layers.
         bias: Whether there are biases.
         batch_first: Whether inputs are ``(batch, time, size)``; else ``(time, batch, size)``.
-        dropout: Probability of dropping an entry between two layers, and only there.
-        bidirectional: Whether a second set of cells runs from the last time to the first.
-        proj_size: Must be 0; ``DPLSTM`` takes more.
+        dropout: Dropout probability between layers.
+        bidirectional: Whether a second set of cells runs backwards.
+        proj_size: Must be 0; ``DPLSTM`` supports projections.
         cell_params: Further keywords for each cell.
 
     Raises:
@@ -209,7 +178,7 @@ class DPRNNBase(RenameParamsMixin, nn.Module, metaclass=abc.ABCMeta):
         self.cells = self.initialize_cells()
 
     def initialize_cells(self) -> list[DPRNNCellBase]:
-        """Makes the cells, layer by layer, ``l0``, ``l0_reverse``, ``l1``, and so on."""
+        """Creates the cells ``l0``, ``l0_reverse``, ``l1`` and so on."""
         cells: list[DPRNNCellBase] = []
         names: dict[str, str] = {}
         for place, layer, _ in self._places():
@@ -228,15 +197,7 @@ class DPRNNBase(RenameParamsMixin, nn.Module, metaclass=abc.ABCMeta):
                 yield f"l{layer}_reverse" if direction else f"l{layer}", layer, direction
 
     def forward(self, input: Tensor | PackedSequence, state_init: Any = None) -> Any:
-        """As ``nn.RNN.forward``, or ``nn.LSTM.forward`` where cells have a cell state.
-
-        Args:
-            input: A tensor of 3 dimensions, or a packed sequence.
-            state_init: First states ``(layers times directions, B, H)``; a pair of such where cells have a cell state.
-
-        Returns:
-            The output in the form of the input, and the last states in the form of ``state_init``.
-        """
+        """Runs the layer as ``nn.RNN``, or as ``nn.LSTM`` if the cells have a cell state."""
         hx = state_init if self.has_cell_state else None if state_init is None else (state_init, None)
         output, (hidden, memory) = run_cells(self, self.cells, input, hx)
         return output, (hidden, memory) if self.has_cell_state else hidden
@@ -254,8 +215,12 @@ def _check_settings(dropout: Any, num_layers: int, proj_size: int) -> None:
         warnings.warn(message, UserWarning, stacklevel=3)
 
 
-class _TakesBothNames(RenameParamsMixin):
-    """Loads what Opacus writes for a layer inside a model: each tensor under torch's name, and under its own again."""
+class _OpacusLayer(RenameParamsMixin):
+    """Opacus's argument ``state_init``, and loading of Opacus's keys, which a file may have in addition to torch's."""
+
+    def forward(self, input: Tensor | PackedSequence, state_init: Any = None) -> Any:
+        """Runs the layer as in torch; input without a batch axis is a ``ValueError``."""
+        return super().forward(input, state_init)  # type: ignore[misc]
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *rest: Any) -> None:
         for key in list(state_dict):
@@ -266,19 +231,10 @@ class _TakesBothNames(RenameParamsMixin):
         super()._load_from_state_dict(state_dict, prefix, *rest)
 
 
-class DPRNN(_TakesBothNames, PrivateRNN):
-    """``nn.RNN`` whose rows can be told apart, with its state dict. Takes batched (3-D) or packed input.
+class DPRNN(_OpacusLayer, PrivateRNN):
+    """``nn.RNN`` with per-sample gradients, for batched (3-D) or packed input.
 
-    Args:
-        input_size: Size of an input row at one time.
-        hidden_size: Size of a state.
-        num_layers: How many layers.
-        bias: Whether there are biases.
-        batch_first: Whether inputs are ``(batch, time, size)``; else ``(time, batch, size)``.
-        dropout: Probability of dropping an entry between two layers, and only there.
-        bidirectional: Whether a second set of weights runs from the last time to the first.
-        proj_size: Must be 0, as in torch.
-        nonlinearity: ``"tanh"`` or ``"relu"``.
+    Takes the arguments of ``nn.RNN`` and has its state dict. ``proj_size`` must be 0.
     """
 
     has_cell_state = False
@@ -300,23 +256,11 @@ class DPRNN(_TakesBothNames, PrivateRNN):
             raise ValueError(f"proj_size={proj_size}: only an LSTM has a projection; use DPLSTM.")
         super().__init__(input_size, hidden_size, *settings)
 
-    def forward(self, input: Tensor | PackedSequence, state_init: Tensor | None = None) -> Any:
-        """As ``nn.RNN.forward``; refuses input without a batch axis (ValueError)."""
-        return super().forward(input, state_init)
 
+class DPGRU(_OpacusLayer, PrivateGRU):
+    """``nn.GRU`` with per-sample gradients, for batched (3-D) or packed input.
 
-class DPGRU(_TakesBothNames, PrivateGRU):
-    """``nn.GRU`` whose rows can be told apart, with its state dict. Takes batched (3-D) or packed input.
-
-    Args:
-        input_size: Size of an input row at one time.
-        hidden_size: Size of a state.
-        num_layers: How many layers.
-        bias: Whether there are biases.
-        batch_first: Whether inputs are ``(batch, time, size)``; else ``(time, batch, size)``.
-        dropout: Probability of dropping an entry between two layers, and only there.
-        bidirectional: Whether a second set of weights runs from the last time to the first.
-        proj_size: Must be 0, as in torch.
+    Takes the arguments of ``nn.GRU`` and has its state dict. ``proj_size`` must be 0.
     """
 
     has_cell_state = False
@@ -336,23 +280,11 @@ class DPGRU(_TakesBothNames, PrivateGRU):
             raise ValueError(f"proj_size={proj_size}: only an LSTM has a projection; use DPLSTM.")
         super().__init__(input_size, hidden_size, num_layers, bias, batch_first, dropout, bidirectional)
 
-    def forward(self, input: Tensor | PackedSequence, state_init: Tensor | None = None) -> Any:
-        """As ``nn.GRU.forward``; refuses input without a batch axis (ValueError)."""
-        return super().forward(input, state_init)
 
+class DPLSTM(_OpacusLayer, PrivateLSTM):
+    """``nn.LSTM`` with per-sample gradients, for batched (3-D) or packed input.
 
-class DPLSTM(_TakesBothNames, PrivateLSTM):
-    """``nn.LSTM`` whose rows can be told apart, with its state dict. Takes batched (3-D) or packed input.
-
-    Args:
-        input_size: Size of an input row at one time.
-        hidden_size: Size of a cell state, and of a hidden state without projection.
-        num_layers: How many layers.
-        bias: Whether there are biases.
-        batch_first: Whether inputs are ``(batch, time, size)``; else ``(time, batch, size)``.
-        dropout: Probability of dropping an entry between two layers, and only there.
-        bidirectional: Whether a second set of weights runs from the last time to the first.
-        proj_size: Size of a hidden state after projection; 0 for none.
+    Takes the arguments of ``nn.LSTM`` and has its state dict.
     """
 
     has_cell_state = True
@@ -370,12 +302,6 @@ class DPLSTM(_TakesBothNames, PrivateLSTM):
     ) -> None:
         settings = (num_layers, bias, batch_first, dropout, bidirectional, proj_size)
         super().__init__(input_size, hidden_size, *settings)
-
-    def forward(
-        self, input: Tensor | PackedSequence, state_init: tuple[Tensor | None, Tensor | None] | None = None
-    ) -> Any:
-        """As ``nn.LSTM.forward``; refuses input without a batch axis (ValueError)."""
-        return super().forward(input, state_init)
 
 
 for _kind in (DPRNN, DPGRU, DPLSTM):

@@ -11,39 +11,21 @@ from torch import nn
 
 
 def filter_out_old_keys(self: Any, state_dict: Mapping[str, Any], prefix: str, local_metadata: Any) -> dict[str, Any]:
-    """What is left of a state dict without the names that a module renames; a hook for ``state_dict``.
-
-    Args:
-        self: The module, with its ``old_to_new``.
-        state_dict: The state.
-        prefix: Not used.
-        local_metadata: Not used.
-
-    Returns:
-        The rest.
-    """
+    """Returns a state dict without the names that the module ``self`` renames; a hook for ``state_dict``."""
     return {name: value for name, value in state_dict.items() if name not in self.old_to_new}
 
 
 class RenameParamsMixin:
-    """Lets a module write and read its state under other names. Goes before ``nn.Module`` in the list of bases.
+    """Renames parameters in the state dict of a module, at any depth of a model. Precedes ``nn.Module`` in the bases.
 
-    The names hold at any depth of a model, and the new one is an attribute too. ``named_parameters`` tells where a
-    parameter is.
+    The new name is an attribute too; ``named_parameters`` has the old one.
     """
 
     old_to_new: Mapping[str, str] = MappingProxyType({})
     new_to_old: Mapping[str, str] = MappingProxyType({})
 
     def set_rename_map(self, rename_map: dict[str, str]) -> None:
-        """Says which names are written as others.
-
-        Args:
-            rename_map: Dotted name of a parameter in the module, to its name in the state dict.
-
-        Raises:
-            ValueError: If two parameters would be written under one name.
-        """
+        """Sets the name in the state dict of each dotted parameter name; equal ones are a ``ValueError``."""
         new_to_old = {new: old for old, new in rename_map.items()}
         if len(new_to_old) < len(rename_map):
             twice = sorted({new for new in rename_map.values() if list(rename_map.values()).count(new) > 1})

@@ -23,42 +23,23 @@ __all__ = [
     "get_optimizer_class",
 ]
 
-# By clipping, whether several processes train the model, and whether the mode is one of ghost clipping.
-_CLASSES: dict[tuple[str, bool, bool], type[DPOptimizer]] = {
-    ("flat", False, False): DPOptimizer,
-    ("flat", True, False): DistributedDPOptimizer,
-    ("flat", False, True): DPOptimizerFastGradientClipping,
-    ("flat", True, True): DistributedDPOptimizerFastGradientClipping,
-    ("per_layer", False, False): DPPerLayerOptimizer,
-    ("per_layer", True, False): SimpleDistributedPerLayerOptimizer,
-    ("per_layer", False, True): DPPerLayerOptimizer,
-    ("per_layer", True, True): SimpleDistributedPerLayerOptimizer,
-    ("adaptive", False, False): AdaClipDPOptimizer,
-    ("adaptive", False, True): AdaClipDPOptimizer,
-    ("adaptive", True, False): DistributedAdaClipDPOptimizer,
-    ("adaptive", True, True): DistributedAdaClipDPOptimizer,
+# By clipping and whether several processes train the model.
+_CLASSES: dict[tuple[str, bool], type[DPOptimizer]] = {
+    ("flat", False): DPOptimizer,
+    ("flat", True): DistributedDPOptimizer,
+    ("per_layer", False): DPPerLayerOptimizer,
+    ("per_layer", True): SimpleDistributedPerLayerOptimizer,
+    ("adaptive", False): AdaClipDPOptimizer,
+    ("adaptive", True): DistributedAdaClipDPOptimizer,
 }
 
 
 def get_optimizer_class(clipping: str, distributed: bool, grad_sample_mode: str | None = None) -> type[DPOptimizer]:
-    """The optimizer class for a way of clipping.
-
-    Args:
-        clipping: ``"flat"``, ``"per_layer"`` or ``"adaptive"``.
-        distributed: Whether several processes train the model.
-        grad_sample_mode: As in ``make_private``.
-
-    Returns:
-        The class.
-
-    Raises:
-        ValueError: If there is none.
-    """
-    if grad_sample_mode == "ghost_fsdp" and clipping == "flat":
+    """Returns the optimizer class for arguments of ``make_private``; ``ValueError`` if there is none."""
+    if clipping == "flat" and grad_sample_mode == "ghost_fsdp":
         return FSDPOptimizerFastGradientClipping
-    found = _CLASSES.get((clipping, bool(distributed), "ghost" in (grad_sample_mode or "")))
-    if found is None:
-        known = ", ".join(sorted({repr(one) for one, spread, _ in _CLASSES if spread == bool(distributed)}))
-        where = "a model that several processes train" if distributed else "a model in one process"
-        raise ValueError(f"clipping={clipping!r} is not known for {where}. Choose one of: {known}.")
-    return found
+    if clipping == "flat" and "ghost" in (grad_sample_mode or ""):
+        return DistributedDPOptimizerFastGradientClipping if distributed else DPOptimizerFastGradientClipping
+    if (clipping, bool(distributed)) not in _CLASSES:
+        raise ValueError(f"clipping={clipping!r} is unknown. Choose one of: 'adaptive', 'flat', 'per_layer'.")
+    return _CLASSES[clipping, bool(distributed)]

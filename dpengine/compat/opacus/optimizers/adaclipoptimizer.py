@@ -1,4 +1,4 @@
-"""Clipping whose threshold follows a quantile of the norms (Andrew et al. 2021)."""
+"""Adaptive clipping (Andrew et al. 2021): the clipping norm tracks a quantile of the gradient norms."""
 
 from __future__ import annotations
 
@@ -16,38 +16,51 @@ from dpengine.errors import InvalidBudgetError, suggests_names
 from .ddpoptimizer import SharedAmongRanks
 from .optimizer import DPOptimizer
 
-_HERE = {
+_OF_ADAPTIVE = {
     "target_unclipped_quantile": "target_quantile",
     "clipbound_learning_rate": "learning_rate",
     "max_clipbound": "max_norm",
     "min_clipbound": "min_norm",
     "unclipped_num_std": "count_noise_multiplier",
 }
-"""What ``clipping.Adaptive`` calls the settings."""
+"""Arguments of ``clipping.Adaptive`` by the names of the settings."""
+
+
+def _setting(name: str, documentation: str) -> property:
+    """Returns a property for one of the settings in ``_adapts``."""
+    return property(
+        lambda self: float(self._adapts[name]), lambda self, value: self._set(name, value), doc=documentation
+    )
 
 
 @suggests_names
 class AdaClipDPOptimizer(DPOptimizer):
-    """``DPOptimizer`` whose ``max_grad_norm`` moves after each step, by a noised count that is part of its cost.
+    """``DPOptimizer`` that updates ``max_grad_norm`` after each step from a noisy count, which is part of the cost.
 
     Args:
-        optimizer: As in ``DPOptimizer``.
-        noise_multiplier: What each step costs, the count included. Below ``2 * unclipped_num_std``.
-        target_unclipped_quantile: The share of samples that should stay unclipped.
-        clipbound_learning_rate: Of the threshold's logarithm.
-        max_clipbound: The threshold never rises above.
-        min_clipbound: The threshold never falls below.
+        optimizer: The wrapped optimizer.
+        noise_multiplier: Noise multiplier that each step costs, the count included. Below ``2 * unclipped_num_std``.
+        target_unclipped_quantile: Target fraction of unclipped samples.
+        clipbound_learning_rate: Step size of the update of the logarithm of the clipping norm.
+        max_clipbound: Upper limit of the clipping norm.
+        min_clipbound: Lower limit of the clipping norm.
         unclipped_num_std: Standard deviation of the noise on the count, in samples.
-        max_grad_norm: The threshold of the first step.
-        expected_batch_size: As there.
-        loss_reduction: As there.
-        generator: As there.
-        secure_mode: As there.
+        max_grad_norm: Clipping norm of the first step.
+        expected_batch_size: Divisor of sums with ``loss_reduction="mean"``.
+        loss_reduction: ``"mean"``, or ``"sum"`` for no division.
+        generator: Source of the seed of reproducible noise, for tests.
+        secure_mode: Whether noise comes from a cryptographic generator on the CPU.
 
     Raises:
-        ValueError: If ``max_clipbound`` is not above ``min_clipbound``, or the noise multiplier is too large for the
-            count. Also as there.
+        ValueError: If ``max_clipbound`` is not above ``min_clipbound``, the noise multiplier is too large for the
+            count, or ``DPOptimizer`` raises it.
     """
+
+    target_unclipped_quantile = _setting("target_unclipped_quantile", "Target fraction of unclipped samples.")
+    clipbound_learning_rate = _setting("clipbound_learning_rate", "Step size of the update of the log clipping norm.")
+    max_clipbound = _setting("max_clipbound", "Upper limit of the clipping norm.")
+    min_clipbound = _setting("min_clipbound", "Lower limit of the clipping norm.")
+    unclipped_num_std = _setting("unclipped_num_std", "Standard deviation of the noise on the count, in samples.")
 
     def __init__(
         self,
@@ -99,7 +112,7 @@ class AdaClipDPOptimizer(DPOptimizer):
         if most <= least:
             raise InvalidBudgetError(f"max_clipbound={most!r} must be above min_clipbound={least!r}.")
         norm = min(max(max_grad_norm, least), most)
-        return Adaptive(norm, **{_HERE[name]: value for name, value in self._adapts.items()})
+        return Adaptive(norm, **{_OF_ADAPTIVE[name]: value for name, value in self._adapts.items()})
 
     def _set(self, name: str, value: float) -> None:
         before = self._adapts
@@ -111,80 +124,23 @@ class AdaClipDPOptimizer(DPOptimizer):
             raise
 
     @property
-    def target_unclipped_quantile(self) -> float:
-        """The share of samples that should stay unclipped."""
-        return float(self._adapts["target_unclipped_quantile"])
-
-    @target_unclipped_quantile.setter
-    def target_unclipped_quantile(self, value: float) -> None:
-        self._set("target_unclipped_quantile", value)
-
-    @property
-    def clipbound_learning_rate(self) -> float:
-        """Of the threshold's logarithm."""
-        return float(self._adapts["clipbound_learning_rate"])
-
-    @clipbound_learning_rate.setter
-    def clipbound_learning_rate(self, value: float) -> None:
-        self._set("clipbound_learning_rate", value)
-
-    @property
-    def max_clipbound(self) -> float:
-        """The threshold never rises above."""
-        return float(self._adapts["max_clipbound"])
-
-    @max_clipbound.setter
-    def max_clipbound(self, value: float) -> None:
-        self._set("max_clipbound", value)
-
-    @property
-    def min_clipbound(self) -> float:
-        """The threshold never falls below."""
-        return float(self._adapts["min_clipbound"])
-
-    @min_clipbound.setter
-    def min_clipbound(self, value: float) -> None:
-        self._set("min_clipbound", value)
-
-    @property
-    def unclipped_num_std(self) -> float:
-        """Standard deviation of the noise on the count, in samples."""
-        return float(self._adapts["unclipped_num_std"])
-
-    @unclipped_num_std.setter
-    def unclipped_num_std(self, value: float) -> None:
-        self._set("unclipped_num_std", value)
-
-    @property
     def sample_size(self) -> int:
-        """Rows of the last backward pass. Not private, and not what the threshold follows."""
+        """Number of samples of the last backward pass. Not private, and not used by the update."""
         return self._step.statistics.rows
 
     @property
     def unclipped_num(self) -> int:
-        """Rows of it that were not clipped. Not private: what the threshold follows is this with noise."""
+        """Number of its unclipped samples. Not private: the update uses the noisy count of the logical batch."""
         shown = self._step.statistics
         return shown.rows - shown.clipped - shown.dropped
 
     def update_max_grad_norm(self) -> None:
-        """Does nothing: the threshold moves in the step, by the count over the whole logical batch, with noise."""
+        """Does nothing: the step updates the clipping norm from the noisy count over the logical batch."""
 
 
 @suggests_names
 class DistributedAdaClipDPOptimizer(SharedAmongRanks, AdaClipDPOptimizer):
-    """``AdaClipDPOptimizer`` of a model wrapped for several processes, whose counts are added up. Opacus has none.
+    """``AdaClipDPOptimizer`` of a model wrapped for several processes, which Opacus lacks.
 
-    Args:
-        optimizer: As in ``AdaClipDPOptimizer``.
-        noise_multiplier: As there.
-        target_unclipped_quantile: As there.
-        clipbound_learning_rate: As there.
-        max_clipbound: As there.
-        min_clipbound: As there.
-        unclipped_num_std: As there, over all processes.
-        max_grad_norm: As there.
-        expected_batch_size: Of this process.
-        loss_reduction: As there.
-        generator: As there.
-        secure_mode: As there.
+    Counts are summed over processes; ``expected_batch_size`` is that of this process.
     """

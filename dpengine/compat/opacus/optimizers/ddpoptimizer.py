@@ -1,4 +1,4 @@
-"""The optimizer of a model that several processes train, each with a whole copy."""
+"""Optimizer of a model that several processes train, each with a replica."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from .optimizer import DPOptimizer
 
 
 class SharedAmongRanks:
-    """What is known of the processes. Each draws its share of the noise, and the sums are added up with it."""
+    """Ranks of a distributed optimizer. Each rank adds its share of the noise before the sums are all-reduced."""
 
     _over_ranks: ClassVar[bool] = True
 
     @property
     def rank(self) -> int:
-        """This process."""
+        """Rank of this process."""
         return torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
 
     @property
     def world_size(self) -> int:
-        """How many there are."""
+        """Number of processes."""
         return torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
 
     def reduce_gradients(self) -> None:
@@ -32,14 +32,4 @@ class SharedAmongRanks:
 
 @suggests_names
 class DistributedDPOptimizer(SharedAmongRanks, DPOptimizer):
-    """``DPOptimizer`` of a model wrapped for several processes.
-
-    Args:
-        optimizer: As in ``DPOptimizer``.
-        noise_multiplier: As there.
-        max_grad_norm: As there.
-        expected_batch_size: Of this process.
-        loss_reduction: As there.
-        generator: As there.
-        secure_mode: As there.
-    """
+    """``DPOptimizer`` of a model wrapped for several processes; ``expected_batch_size`` is that of this process."""

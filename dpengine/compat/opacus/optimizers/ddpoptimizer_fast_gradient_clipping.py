@@ -1,4 +1,4 @@
-"""The optimizer of ghost modes, of a model that several processes train."""
+"""Optimizer of ghost modes for a model that several processes train."""
 
 from __future__ import annotations
 
@@ -10,14 +10,4 @@ from .optimizer_fast_gradient_clipping import DPOptimizerFastGradientClipping
 
 @suggests_names
 class DistributedDPOptimizerFastGradientClipping(SharedAmongRanks, DPOptimizerFastGradientClipping):
-    """``DPOptimizerFastGradientClipping`` of a model wrapped for several processes.
-
-    Args:
-        optimizer: As in ``DPOptimizer``.
-        noise_multiplier: As there.
-        max_grad_norm: As there.
-        expected_batch_size: Of this process.
-        loss_reduction: As there.
-        generator: As there.
-        secure_mode: As there.
-    """
+    """``DistributedDPOptimizer`` of the ghost modes."""

@@ -1,4 +1,4 @@
-"""What an optimizer holds."""
+"""Parameters of an optimizer."""
 
 from __future__ import annotations
 
@@ -7,12 +7,5 @@ from torch.optim import Optimizer
 
 
 def params(optimizer: Optimizer) -> list[nn.Parameter]:
-    """The parameters of all groups that train, in order.
-
-    Args:
-        optimizer: The optimizer.
-
-    Returns:
-        A flat list.
-    """
+    """Returns the trainable parameters of all groups, in order."""
     return [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]

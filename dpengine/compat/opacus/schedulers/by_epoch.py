@@ -1,4 +1,4 @@
-"""What the schedulers of noise and of the threshold share: epochs, and a state that is their attributes."""
+"""Common code of the schedulers of noise multiplier and clipping norm."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ import pickle
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from dpengine.engine.schedulers import value_of, write
+from dpengine.engine.schedulers import in_steps, value_of, write
 
 _OF_THE_SCRIPT = "optimizer"
 
 
 class ByEpoch:
-    """Writes one setting of an optimizer, epoch by epoch. To make one is to take its first step.
+    """Writes one setting of an optimizer, epoch by epoch. The constructor takes the first step.
 
     Attributes:
-        setting: The optimizer's attribute.
-        says: The method that says its value in epoch ``last_epoch``.
+        setting: Name of the optimizer's attribute.
+        says: Name of the method that returns its value in epoch ``last_epoch``.
     """
 
     setting: ClassVar[str]
@@ -29,7 +29,7 @@ class ByEpoch:
         self.step()
 
     def state_dict(self) -> dict[str, Any]:
-        """Every attribute but the optimizer, and but a function that cannot be pickled, as a lambda cannot."""
+        """Returns every attribute except the optimizer and functions that cannot be pickled, such as lambdas."""
         return {
             name: value
             for name, value in vars(self).items()
@@ -37,13 +37,13 @@ class ByEpoch:
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Takes on a stored state, this one's or that of Opacus's scheduler. What the optimizer has stays.
+        """Loads a state of this class or of Opacus's scheduler; attributes not in it and the optimizer do not change.
 
         Args:
-            state_dict: The attributes; those that are not in it stay.
+            state_dict: The attributes.
 
         Raises:
-            ValueError: If there is no epoch in it.
+            ValueError: If the state has no ``last_epoch``.
         """
         if "last_epoch" not in state_dict:
             raise ValueError(
@@ -61,8 +61,44 @@ class ByEpoch:
             self.last_epoch -= 1
             raise
 
-    def _unsaid(self) -> float:
+    def _next(self) -> float:
         raise NotImplementedError(f"{type(self).__name__} must define {self.says}().")
+
+
+class Exponential(ByEpoch):
+    """Multiplies the setting by ``gamma`` each epoch.
+
+    Args:
+        optimizer: The private optimizer.
+        gamma: The factor; not negative.
+        last_epoch: The epoch before the first one.
+    """
+
+    step_size = 1
+
+    def __init__(self, optimizer: Any, *, gamma: float, last_epoch: int = -1):
+        in_steps(self.step_size, gamma)
+        self.gamma = gamma
+        super().__init__(optimizer, last_epoch=last_epoch)
+
+    def _next(self) -> float:
+        value = value_of(self.optimizer, self.setting)
+        return in_steps(self.step_size, self.gamma)(value, value, self.last_epoch)
+
+
+class Step(Exponential):
+    """Multiplies the setting by ``gamma`` in the epochs that ``step_size`` divides, except epoch 0.
+
+    Args:
+        optimizer: The private optimizer.
+        step_size: Number of epochs between changes.
+        gamma: The factor; not negative.
+        last_epoch: The epoch before the first one.
+    """
+
+    def __init__(self, optimizer: Any, *, step_size: int, gamma: float, last_epoch: int = -1):
+        self.step_size = step_size
+        super().__init__(optimizer, gamma=gamma, last_epoch=last_epoch)
 
 
 def _can_be_pickled(value: Any) -> bool:

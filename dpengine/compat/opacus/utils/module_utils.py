@@ -1,4 +1,4 @@
-"""Questions about modules: what in them trains, and whether two states are equal."""
+"""Trainable parts of modules, and equality of state dicts."""
 
 from __future__ import annotations
 
@@ -11,61 +11,42 @@ from torch import nn
 
 
 def has_trainable_params(module: nn.Module) -> bool:
-    """Whether the module itself owns a parameter that takes gradients."""
+    """Returns whether the module itself owns a parameter that requires gradients."""
     return requires_grad(module)
 
 
 def parametrized_modules(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Dotted name and module of each module inside that owns a parameter, frozen ones too."""
+    """Yields dotted name and module of each module that owns parameters, frozen ones included."""
     return ((name, one) for name, one in module.named_modules() if any(True for _ in one.parameters(recurse=False)))
 
 
 def trainable_modules(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Dotted name and module of each module inside that owns a parameter that takes gradients."""
+    """Yields dotted name and module of each module that owns a parameter that requires gradients."""
     return ((name, one) for name, one in module.named_modules() if has_trainable_params(one))
 
 
 def trainable_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """Dotted name and parameter of each one that takes gradients; a tied one once."""
+    """Yields dotted name and parameter of each one that requires gradients; a tied one once."""
     return ((name, parameter) for name, parameter in module.named_parameters() if parameter.requires_grad)
 
 
 def requires_grad(module: nn.Module, *, recurse: bool = False) -> bool:
-    """Whether a parameter of the module takes gradients.
-
-    Args:
-        module: The module.
-        recurse: Whether those of the modules inside count too.
-
-    Returns:
-        The answer.
-    """
+    """Returns whether a parameter of the module, or with ``recurse`` of a module inside, requires gradients."""
     return any(parameter.requires_grad for parameter in module.parameters(recurse))
 
 
 def clone_module(module: nn.Module) -> nn.Module:
-    """A copy with parameters and buffers of its own, on the same device; its class need not be importable."""
+    """Returns a deep copy, on the same device; its class need not be importable."""
     return copy.deepcopy(module)
 
 
 def get_submodule(module: nn.Module, target: str) -> nn.Module:
-    """The module of a dotted name, the module itself for an empty one.
-
-    Args:
-        module: Where to look.
-        target: The name.
-
-    Returns:
-        What is there.
-
-    Raises:
-        AttributeError: If there is nothing, or no module.
-    """  # noqa: DOC502 - torch raises on our behalf
+    """Returns the module of a dotted name, which is the module itself for an empty name."""
     return module.get_submodule(target)
 
 
 def are_state_dict_equal(sd1: Mapping[str, Any], sd2: Mapping[str, Any]) -> bool:
-    """Whether two states have the same keys, and under each equal values, floating numbers within rounding."""
+    """Returns whether two states have the same keys and equal values, floating-point ones within rounding."""
     return sd1.keys() == sd2.keys() and all(_equal(value, sd2[key]) for key, value in sd1.items())
 
 

@@ -1,6 +1,6 @@
-"""Compares per-sample gradients of a batch with those of each sample alone; see ``dpengine.engine.gradient_check``.
+"""Comparison of per-sample gradients of a batch with those of each sample alone, by ``probe_loss``.
 
-The loss is that module's ``probe_loss``, whose gradient is not a sign, and no zero in it hides a fault.
+See ``dpengine.engine.gradient_check``.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
 from dpengine.compat.opacus.grad_sample import wrap_model
-from dpengine.compat.opacus.utils.module_utils import clone_module
+from dpengine.compat.opacus.utils.module_utils import clone_module as clone_module
 from dpengine.engine.gradient_check import (
     REDUCTIONS,
     call,
@@ -25,36 +25,17 @@ from dpengine.engine.gradient_check import (
 )
 from dpengine.grad_modes.modes import MODES
 
-__all__ = [
-    "ModelWithLoss",
-    "check_per_sample_gradients_are_correct",
-    "check_torch_version_for_ew_sample",
-    "clone_module",
-    "compute_grad_samples_microbatch_and_opacus",
-    "compute_microbatch_grad_sample",
-    "compute_microbatch_grad_sample_tensor_or_seq",
-    "compute_opacus_grad_sample",
-    "get_grad_sample_modes",
-    "is_batch_empty",
-    "unpack_packedsequences",
-]
-
 
 def is_batch_empty(batch: Tensor | Sequence[Tensor]) -> bool:
-    """Whether a batch, or the first tensor of one, has no entries."""
+    """Returns whether a batch, or its first tensor, has no entries."""
     first: Tensor = batch if isinstance(batch, Tensor) else batch[0]
     return first.numel() == 0
 
 
 class ModelWithLoss(nn.Module):
-    """A model with a loss behind it: forward gives one number.
+    """Model followed by a loss, which ``loss_reduction`` (``"mean"`` or ``"sum"``) reduces to one number.
 
-    Args:
-        module: The model, whose output is a tensor with the batch on axis 0, or a packed sequence.
-        loss_reduction: ``"mean"`` or ``"sum"``.
-
-    Raises:
-        ValueError: If ``loss_reduction`` is not known.
+    The model's output is a tensor with the batch on axis 0, or a packed sequence.
     """
 
     supported_reductions: ClassVar[list[str]] = list(REDUCTIONS)
@@ -70,7 +51,7 @@ class ModelWithLoss(nn.Module):
         self.criterion = functools.partial(probe_loss, loss_reduction=loss_reduction)
 
     def forward(self, x: Any) -> Tensor:
-        """The loss of a batch: a tensor, a packed sequence or a tuple of inputs."""
+        """Returns the loss of a batch: a tensor, a packed sequence or a tuple of inputs."""
         return self.criterion(call(self.wrapped_module, x))
 
 
@@ -81,18 +62,15 @@ def compute_microbatch_grad_sample(
     loss_reduction: str = "mean",
     chunk_method: Callable[[Any], Iterable[Any]] = iter,
 ) -> dict[str, Tensor]:
-    """Per-sample gradients by running each sample alone: slow, and right.
+    """Returns the per-sample gradients ``(B, *parameter)`` of each trainable parameter, from each sample alone.
 
     Args:
         x: The batch, or a list with the input of each sample.
-        module: The model. A copy is run.
+        module: The model, of which a copy is run.
         batch_first: Whether axis 0 of ``x`` and of the output is the batch; else axis 1.
         loss_reduction: ``"mean"`` or ``"sum"``.
-        chunk_method: Gives from ``x``, batch first, the input of each sample: a tensor without the axis of the batch,
-            or a tuple that is a batch of one.
-
-    Returns:
-        ``(B, *parameter)`` for each trainable parameter.
+        chunk_method: Splits ``x``, batch first, into inputs of samples: tensors without the batch axis, or tuples that
+            are batches of one.
     """
     batch = x.transpose(0, 1) if isinstance(x, Tensor) and not batch_first else x
     axis = 0 if batch_first else 1
@@ -107,17 +85,10 @@ def compute_opacus_grad_sample(
     loss_reduction: str = "mean",
     grad_sample_mode: str = "hooks",
 ) -> dict[str, Tensor]:
-    """Per-sample gradients as a wrapped copy of the model leaves them.
+    """Returns the per-sample gradients ``(B, *parameter)`` of each trainable parameter, from a wrapped copy.
 
-    Args:
-        x: The batch.
-        module: The model.
-        batch_first: Whether axis 0 of ``x`` and of the output is the batch; else axis 1.
-        loss_reduction: ``"mean"`` or ``"sum"``.
-        grad_sample_mode: One of ``get_grad_sample_modes(use_ew=True)``.
-
-    Returns:
-        ``(B, *parameter)`` for each trainable parameter.
+    ``grad_sample_mode`` is one of ``get_grad_sample_modes(use_ew=True)``; the other arguments are those of
+    ``compute_microbatch_grad_sample``.
     """
     wrapped: Any = wrap_model(
         clone_module(module), grad_sample_mode, batch_first=batch_first, loss_reduction=loss_reduction
@@ -126,19 +97,12 @@ def compute_opacus_grad_sample(
 
 
 def check_torch_version_for_ew_sample() -> bool:
-    """Whether there are expanded weights."""
+    """Returns whether expanded weights are available."""
     return "ew" in MODES
 
 
 def get_grad_sample_modes(use_ew: bool = False) -> list[str]:
-    """The modes that leave ``grad_sample`` on parameters.
-
-    Args:
-        use_ew: Whether expanded weights are among them.
-
-    Returns:
-        Their names.
-    """
+    """Returns the modes that write ``grad_sample``, with ``use_ew`` including expanded weights."""
     return ["hooks", "functorch", *(["ew"] if use_ew and check_torch_version_for_ew_sample() else [])]
 
 
@@ -151,18 +115,15 @@ def check_per_sample_gradients_are_correct(
     rtol: float = 10e-5,
     grad_sample_mode: str = "hooks",
 ) -> bool:
-    """Whether the per-sample gradients of a model are those of each sample alone, for both reductions.
+    """Returns whether the per-sample gradients of a model are those of each sample alone, for both reductions.
 
     Args:
         x: The batch, with at least one sample.
-        module: The model. Copies are run, in train mode.
+        module: The model, of which copies are run in train mode.
         batch_first: Whether axis 0 of ``x`` and of the output is the batch; else axis 1.
-        atol: What every entry may differ by.
-        rtol: What it may differ by besides, in units of the entry.
+        atol: Absolute tolerance.
+        rtol: Relative tolerance.
         grad_sample_mode: One of ``get_grad_sample_modes(use_ew=True)``.
-
-    Returns:
-        The answer.
     """
     return all(
         compare(
@@ -180,17 +141,7 @@ def compute_microbatch_grad_sample_tensor_or_seq(
     batch_first: bool = True,
     loss_reduction: str = "mean",
 ) -> dict[str, Tensor]:
-    """``compute_microbatch_grad_sample`` of a batch, or of the sequences of a packed one in their original order.
-
-    Args:
-        x: The batch.
-        module: The model.
-        batch_first: As there.
-        loss_reduction: As there.
-
-    Returns:
-        ``(B, *parameter)`` for each trainable parameter.
-    """
+    """Calls ``compute_microbatch_grad_sample``, for a packed sequence with its sequences in their original order."""
     rows = unpacked(x) if isinstance(x, PackedSequence) else x
     return compute_microbatch_grad_sample(rows, module, batch_first=batch_first, loss_reduction=loss_reduction)
 
@@ -203,22 +154,11 @@ def compute_grad_samples_microbatch_and_opacus(
     grad_sample_mode: str = "hooks",
     chunk_method: Callable[[Any], Iterable[Any]] = iter,
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Per-sample gradients both ways: each sample alone, and the whole batch.
-
-    Args:
-        x: The batch.
-        module: The model.
-        batch_first: Whether axis 0 of ``x`` and of the output is the batch; else axis 1.
-        loss_reduction: ``"mean"`` or ``"sum"``.
-        grad_sample_mode: One of ``get_grad_sample_modes(use_ew=True)``.
-        chunk_method: As for ``compute_microbatch_grad_sample``.
-
-    Returns:
-        The two, with the same names.
+    """Returns the results of ``compute_microbatch_grad_sample`` and of ``compute_opacus_grad_sample``.
 
     Raises:
         RuntimeError: If the batch is empty.
-        ValueError: If they are not about the same parameters.
+        ValueError: If the results have different parameter names.
     """
     if not isinstance(x, PackedSequence) and is_batch_empty(x):
         raise RuntimeError("The batch is empty: pass at least one sample, or there is nothing to compare.")
@@ -234,6 +174,6 @@ def compute_grad_samples_microbatch_and_opacus(
 
 
 def unpack_packedsequences(X: PackedSequence) -> list[Tensor]:
-    """The sequences of a packed one, ``(length, ...)`` each, in the order in which they are packed: longest first."""
+    """Returns the sequences ``(length, ...)`` of a packed one in packed order, longest first."""
     sequences = unpacked(X)
     return sequences if X.sorted_indices is None else [sequences[place] for place in X.sorted_indices.tolist()]

@@ -14,17 +14,14 @@ _NARROW = {torch.float16, torch.bfloat16}
 
 
 def calc_sample_norms(named_params: Iterable[tuple[str, Tensor]], *, flat: bool = True) -> list[Tensor]:
-    """The L2 norm of each sample in each tensor, or over all of them together.
+    """Returns the L2 norms ``(B,)`` of the samples of each batch-first tensor, in float32 or wider.
 
     Args:
-        named_params: Names and tensors, each with the batch on axis 0.
-        flat: Whether one norm over all tensors is asked for.
-
-    Returns:
-        ``(B,)`` for each tensor, or a list of one ``(B,)``; in float32 where the tensors are narrower.
+        named_params: Names and tensors.
+        flat: Whether to return a list of one tensor, the norms over all tensors.
 
     Raises:
-        ValueError: If there is no tensor.
+        ValueError: If ``flat`` is set and there is no tensor.
     """
     norms = [calc_sample_norms_one_layer(tensor) for _, tensor in named_params]
     if not flat:
@@ -35,7 +32,7 @@ def calc_sample_norms(named_params: Iterable[tuple[str, Tensor]], *, flat: bool 
 
 
 def calc_sample_norms_one_layer(param: Tensor) -> Tensor:
-    """The L2 norm of each sample, ``(B,)``, of a tensor with the batch on axis 0; float32 or wider."""
+    """Returns the L2 norm ``(B,)`` of each sample of a batch-first tensor, in float32 or wider."""
     rows = param.reshape(len(param), math.prod(param.shape[1:]))
     return torch.linalg.vector_norm(rows, dim=1, dtype=torch.float32 if param.dtype in _NARROW else None)
 
@@ -54,17 +51,9 @@ def unfold2d(
     stride: tuple[int, int],
     dilation: tuple[int, int],
 ) -> Tensor:
-    """The windows that a two-dimensional convolution meets, as ``torch.nn.functional.unfold`` orders them.
+    """Returns the windows of a two-dimensional convolution, ``(B, C * window, positions)``.
 
-    Args:
-        input: ``(B, C, H, W)``, strided as it may be.
-        kernel_size: Sizes of a window.
-        padding: ``"same"``, ``"valid"`` or zeros on both sides of each axis.
-        stride: From window to window.
-        dilation: From value to value in a window.
-
-    Returns:
-        ``(B, C * window, places)``.
+    Order and arguments are those of ``torch.nn.functional.unfold``; ``padding`` may also be ``"same"`` or ``"valid"``.
     """
     return _unfolded(input, kernel_size, padding, stride, dilation)
 
@@ -77,20 +66,12 @@ def unfold3d(
     stride: int | tuple[int, int, int] = 1,
     dilation: int | tuple[int, int, int] = 1,
 ) -> Tensor:
-    """The windows that a three-dimensional convolution meets, in the order of ``unfold2d``.
+    """Returns the windows of a three-dimensional convolution over ``(B, C, D, H, W)``, in the order of ``unfold2d``.
 
-    Args:
-        tensor: ``(B, C, D, H, W)``, strided as it may be.
-        kernel_size: Sizes of a window, or one size for all axes; the same goes for the others.
-        padding: ``"same"``, ``"valid"`` or zeros on both sides of each axis.
-        stride: From window to window.
-        dilation: From value to value in a window.
-
-    Returns:
-        ``(B, C * window, places)``.
+    The arguments are those of ``unfold2d``, where one number stands for all axes.
 
     Raises:
-        ValueError: If the tensor has not five axes.
+        ValueError: If the tensor does not have five axes.
     """
     if tensor.dim() != 5:
         raise ValueError(f"unfold3d: tensor must be (B, C, D, H, W), got shape {tuple(tensor.shape)}.")
@@ -104,16 +85,9 @@ def filter_dilated_rows(
     dilated_kernel_size: tuple[int, int, int],
     kernel_size: tuple[int, int, int],
 ) -> Tensor:
-    """Keeps of each window the values that a dilated kernel meets.
+    """Returns of each window, in the last axes, the values that a dilated kernel reads.
 
-    Args:
-        tensor: Any axes, then those of the windows, of the sizes ``dilated_kernel_size``.
-        dilation: From value to value.
-        dilated_kernel_size: From the first value of a window to its last.
-        kernel_size: How many values each axis keeps.
-
-    Returns:
-        The tensor with axes of the sizes ``kernel_size`` at the end.
+    These axes have the sizes ``dilated_kernel_size`` in the tensor, and ``kernel_size`` in the result.
     """
     for axis, (reach, step) in enumerate(zip(dilated_kernel_size, dilation, strict=True), tensor.dim() - len(dilation)):
         tensor = tensor.narrow(axis, 0, reach).movedim(axis, 0)[::step].movedim(0, axis)

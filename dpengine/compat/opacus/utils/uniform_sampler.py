@@ -1,4 +1,4 @@
-"""Batch samplers: each example joins each batch with one probability, drawn by the engine's Poisson sampling."""
+"""Batch samplers by the engine's Poisson sampling."""
 
 from __future__ import annotations
 
@@ -17,18 +17,14 @@ from dpengine.sampling.scheme import whole_number
 
 @suggests_names
 class UniformWithReplacementSampler(Sampler[list[int]]):
-    """Batches of indices, each with every example on its own with probability ``sample_rate``; some may be empty.
+    """Poisson batches of indices: each example is included independently. Batches may be empty.
 
     Args:
         num_samples: Size of the data set, at least 1.
-        sample_rate: The probability, in (0, 1].
-        generator: Says which batches come: it is read once for each pass, so the next pass has others. Whoever knows
-            its seed knows the batches. None for the operating system's randomness.
-        steps: Batches in a pass; None for as many as go over the data once.
-
-    Raises:
-        ValueError: If a number is out of its range.
-        TypeError: If it is none.
+        sample_rate: Probability of each example, in (0, 1].
+        generator: Source of the seed of each pass, which reveals the batches. None for the operating system's
+            randomness.
+        steps: Number of batches in a pass; by default ``1 / sample_rate``, rounded down.
     """
 
     def __init__(
@@ -54,21 +50,17 @@ class UniformWithReplacementSampler(Sampler[list[int]]):
 
 @suggests_names
 class DistributedUniformWithReplacementSampler(Sampler[list[int]]):
-    """The batches of this process, from its share of the data. Every process makes the same number of steps.
+    """Poisson batches of this process, from its share of the data. All processes have the same number of batches.
 
-    The shares are disjoint and no two differ in size by more than one. Empty batches are handed out too.
+    The shares are disjoint, and their sizes differ by at most one. Batches may be empty.
 
     Args:
         total_size: Size of the data set, at least 1.
-        sample_rate: The probability with which an example joins a batch, in (0, 1].
-        shuffle: Whether the data are dealt out anew when ``set_epoch`` is called.
-        shuffle_seed: Of the dealing; the same on all processes.
-        steps: Batches in a pass; None for as many as go over the data once.
-        generator: As for ``UniformWithReplacementSampler``; processes may pass equal ones and draw apart.
-
-    Raises:
-        ValueError: If a number is out of its range, or there is no process group.
-        TypeError: If it is no number.
+        sample_rate: Probability of each example, in (0, 1].
+        shuffle: Whether ``set_epoch`` assigns the data to processes anew.
+        shuffle_seed: Seed of the assignment; the same on all processes.
+        steps: Number of batches in a pass; by default ``1 / sample_rate``, rounded down.
+        generator: Source of the seed of each pass. Processes with equal generators draw independently.
     """
 
     def __init__(
@@ -103,11 +95,11 @@ class DistributedUniformWithReplacementSampler(Sampler[list[int]]):
             yield [share[place] for place in batch]
 
     def set_epoch(self, epoch: int) -> None:
-        """Says for which epoch the data are dealt out, on all processes alike."""
+        """Sets the epoch of the assignment of data, the same on all processes."""
         self.epoch = epoch
 
     def _share(self) -> list[int]:
-        """The examples of this process. How they are dealt out is public, so the seed may be known."""
+        """Returns the examples of this process. The assignment is public, so its seed may be known."""
         dealt = torch.arange(self.total_size)
         if self.shuffle:
             dealt = torch.randperm(
@@ -117,16 +109,16 @@ class DistributedUniformWithReplacementSampler(Sampler[list[int]]):
 
 
 def _strategy(num_samples: int, sample_rate: float, steps: int) -> PoissonSampling:
-    # The last argument divides sums, which is the optimizer's business and not that of a sampler.
+    # The last argument divides sums, which only the optimizer uses.
     return PoissonSampling(num_samples, sample_rate, steps, sample_rate * max(num_samples, 1))
 
 
 def _batches(strategy: PoissonSampling, generator: torch.Generator | None, *, part: int = 0) -> Iterator[list[int]]:
-    """The batches of one pass. Parts with equal generators draw independently of each other."""
+    """Yields the batches of one pass. Parts with equal generators draw independently."""
     source = NoiseSource.fresh() if generator is None else NoiseSource.seeded(_seed(generator))
     domain = f"batch {part}"
     for step in range(strategy.steps_per_epoch):
-        # A request is less than 2**32 of the source's blocks long, so the next one of the step does not repeat it.
+        # A request has fewer than 2**32 blocks, so the next one of the step does not repeat it.
         indices = strategy.draw(
             step, lambda count, *, step, block: source.words(count, domain=domain, step=step, block=block << 32)
         )
@@ -134,5 +126,5 @@ def _batches(strategy: PoissonSampling, generator: torch.Generator | None, *, pa
 
 
 def _seed(generator: torch.Generator) -> int:
-    """63 bits that follow from the state of a generator, which moves on."""
+    """Draws a 63-bit seed from a generator."""
     return int(torch.empty((), dtype=torch.int64, device=generator.device).random_(generator=generator))

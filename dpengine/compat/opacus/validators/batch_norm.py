@@ -1,4 +1,4 @@
-"""Batch norm, in which the rows of a batch see each other."""
+"""Validator and fixer of batch norm, which mixes the samples of a batch."""
 
 from __future__ import annotations
 
@@ -15,38 +15,28 @@ from .utils import register_module_fixer, register_module_validator
 
 @register_module_validator(list(BATCH_NORMS))
 def validate(module: Any) -> list[UnsupportedModuleError]:
-    """One error: batch norm must be replaced.
-
-    Args:
-        module: The layer.
-
-    Returns:
-        A list with one error.
-    """
+    """Returns one error: batch norm must be replaced."""
     message = (
-        f"{type(module).__name__} normalises each row of a batch by the others, so one record changes the gradients of "
-        "all. Call fix, which makes group norm of it, or use LayerNorm, GroupNorm or InstanceNorm."
+        f"{type(module).__name__} normalizes each sample of a batch by the others, so one record changes the gradients "
+        "of all. Call fix, which makes group norm of it, or use LayerNorm, GroupNorm or InstanceNorm."
     )
     return [ShouldReplaceModuleError(message)]
 
 
 @register_module_fixer(list(BATCH_NORMS))
 def fix(module: Any, **kwargs: Any) -> nn.Module:
-    """Group norm in ``gcd(32, channels)`` groups, with the same scale and shift; or instance norm without them.
+    """Returns group norm in ``gcd(32, channels)`` groups with the same scale and shift, or instance norm without them.
 
-    Where a sample of ``BatchNorm1d`` may be a vector, groups have several channels: one would be normalised to zero. A
-    single channel becomes instance norm, which refuses vectors.
+    Where a sample of ``BatchNorm1d`` may be a vector, groups have several channels: one would be normalized to zero. A
+    single channel becomes instance norm, which rejects vectors.
 
     Args:
-        module: The layer; it is left as it is.
-        **kwargs: ``replace_bn_with_in`` (bool), whether to make instance norm; ``num_groups`` (int), the groups.
-
-    Returns:
-        The replacement.
+        module: The layer; it does not change.
+        **kwargs: ``replace_bn_with_in`` (bool) for instance norm; ``num_groups`` (int), the number of groups.
 
     Raises:
         ValueError: If both are given, or ``num_groups`` does not divide the channels, or leaves one value in a group.
-        UnsupportableModuleError: If ``SyncBatchNorm``, which does not say its dimensions, should be instance norm.
+        UnsupportableModuleError: If ``SyncBatchNorm``, whose dimensions are unknown, should become instance norm.
     """
     num_groups = kwargs.get("num_groups")
     if kwargs.get("replace_bn_with_in", False):

@@ -1,37 +1,41 @@
-"""A layer of torch as the subclass of it that the engine can follow."""
+"""Replacement of a layer of torch by the subclass of it that Opacus has, with the same weights and settings."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TypeVar
 
 from torch import nn
 
 from dpengine.validation.fix_model import copied
 
-from .errors import NotYetSupportedModuleError
+from .errors import NotYetSupportedModuleError, ShouldReplaceModuleError, UnsupportedModuleError
+from .utils import register_module_fixer, register_module_validator
 
 M = TypeVar("M", bound=nn.Module)
+Validator = Callable[[nn.Module], list[UnsupportedModuleError]]
 
 
-def as_class(module: nn.Module, original: type[nn.Module], private: type[M]) -> M:
-    """A copy of the layer with another class: what it holds and its settings stay.
+def register_replacement(original: type[nn.Module], private: type[M]) -> tuple[Validator, Callable[[nn.Module], M]]:
+    """Registers and returns validator and fixer of a layer; ``private`` subclasses it without state of its own."""
 
-    Args:
-        module: A layer, exactly of the original class.
-        original: Its class.
-        private: A subclass of it, without state of its own.
+    @register_module_validator(original)
+    def validate(module: nn.Module) -> list[UnsupportedModuleError]:
+        """Returns one error: there is a replacement for the layer."""
+        message = f"nn.{original.__name__} uses its weights for all rows at once. Call fix, or use {private.__name__}."
+        return [ShouldReplaceModuleError(message)]
 
-    Returns:
-        The copy.
+    @register_module_fixer(original)
+    def fix(module: nn.Module) -> M:
+        """Returns the replacement, with copies of the weights; a subclass is a ``NotYetSupportedModuleError``."""
+        if type(module) is not original:
+            raise NotYetSupportedModuleError(
+                f"{type(module).__name__} is not exactly {original.__name__} and may compute something else. Build a "
+                f"{private.__name__} yourself, or register a fixer with "
+                f"@register_module_fixer({type(module).__name__})."
+            )
+        replacement = copied(module)
+        replacement.__class__ = private
+        return replacement  # type: ignore[return-value]
 
-    Raises:
-        NotYetSupportedModuleError: If the layer is of another class, which may compute something else.
-    """
-    if type(module) is not original:
-        raise NotYetSupportedModuleError(
-            f"{type(module).__name__} is not exactly {original.__name__} and may compute something else. Build a "
-            f"{private.__name__} yourself, or register a fixer with @register_module_fixer({type(module).__name__})."
-        )
-    other = copied(module)
-    other.__class__ = private
-    return other  # type: ignore[return-value]
+    return validate, fix

@@ -1,4 +1,4 @@
-"""Instance norm, which must not track statistics of the batch."""
+"""Validator and fixer of instance norm, which must not track statistics of the batch."""
 
 from __future__ import annotations
 
@@ -16,14 +16,7 @@ INSTANCENORM = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
 
 @register_module_validator(INSTANCENORM)
 def validate(module: Any) -> list[UnsupportedModuleError]:
-    """An error if the layer tracks running statistics.
-
-    Args:
-        module: The layer.
-
-    Returns:
-        A list with one error, or none.
-    """
+    """Returns a list with one error if the layer tracks running statistics, else an empty list."""
     if not module.track_running_stats:
         return []
     message = (
@@ -35,12 +28,5 @@ def validate(module: Any) -> list[UnsupportedModuleError]:
 
 @register_module_fixer(INSTANCENORM)
 def fix(module: Any) -> Any:
-    """The layer without running statistics.
-
-    Args:
-        module: The layer; it is left as it is.
-
-    Returns:
-        The layer itself if it tracks nothing, else a copy that does not.
-    """
+    """Returns the layer itself if it tracks no running statistics, else a copy that does not."""
     return module if not validate(module) else mended(module)[0]

@@ -1,41 +1,9 @@
-"""LSTM, which the engine trains as it is, and Opacus under another name."""
-
-from __future__ import annotations
+"""Validator and fixer of ``nn.LSTM``, which the engine trains as it is and Opacus as ``DPLSTM``."""
 
 from torch import nn
 
 from dpengine.compat.opacus.layers import DPLSTM
 
-from .change_of_class import as_class
-from .errors import ShouldReplaceModuleError, UnsupportedModuleError
-from .utils import register_module_fixer, register_module_validator
+from .change_of_class import register_replacement
 
-
-@register_module_validator(nn.LSTM)
-def validate(module: nn.LSTM) -> list[UnsupportedModuleError]:
-    """One error: there is a replacement.
-
-    Args:
-        module: The layer.
-
-    Returns:
-        A list with one error.
-    """
-    message = "nn.LSTM uses its weights for all rows at once. Call fix, or use DPLSTM, which computes the same."
-    return [ShouldReplaceModuleError(message)]
-
-
-@register_module_fixer(nn.LSTM)
-def fix(module: nn.LSTM) -> DPLSTM:
-    """A ``DPLSTM`` with copies of the weights and with all settings.
-
-    Args:
-        module: The layer; it is left as it is.
-
-    Returns:
-        The replacement.
-
-    Raises:
-        NotYetSupportedModuleError: If it is a subclass, which may do more.
-    """  # noqa: DOC502 - raised on our behalf
-    return as_class(module, nn.LSTM, DPLSTM)
+validate, fix = register_replacement(nn.LSTM, DPLSTM)

@@ -1,8 +1,7 @@
-"""Validators and fixers by layer type, applied to all of a model."""
+"""Validators and fixers by layer type, applied to a whole model."""
 
 from __future__ import annotations
 
-import difflib
 import inspect
 import logging
 from collections.abc import Callable
@@ -12,6 +11,7 @@ import torch
 from torch import nn
 
 from dpengine.compat.opacus.utils.module_utils import trainable_modules
+from dpengine.errors import refuse_unknown
 from dpengine.validation.fix_model import copied, with_replacements
 
 from .errors import IllegalModuleConfigurationError, UnsupportedModuleError
@@ -22,11 +22,11 @@ _KEYWORDS = ("replace_bn_with_in", "num_groups")  # of the built-in fixers
 
 
 class ModuleValidator:
-    """Looks at every module that itself owns a trainable parameter, by exact type.
+    """Validates and fixes every module that itself owns a trainable parameter, by exact type.
 
     Attributes:
-        VALIDATORS: Layer type to ``f(module) -> list of errors``.
-        FIXERS: Layer type to ``f(module, **kwargs) -> module``.
+        VALIDATORS: ``f(module) -> list of errors`` by layer type.
+        FIXERS: ``f(module, **kwargs) -> module`` by layer type.
     """
 
     VALIDATORS: ClassVar[dict[type[nn.Module], Callable[..., Any]]] = {}
@@ -34,14 +34,11 @@ class ModuleValidator:
 
     @classmethod
     def validate(cls, module: nn.Module, *, strict: bool = False) -> list[UnsupportedModuleError]:
-        """What stands in the way of training a model privately, as far as layer types tell.
+        """Returns the errors of the layers of a model that prevent private training, with the names of the layers.
 
         Args:
             module: The model.
-            strict: Whether errors are raised, as one.
-
-        Returns:
-            The errors, which name their layers; none for a valid model.
+            strict: Whether to raise the errors.
 
         Raises:
             UnsupportedModuleError: With ``strict``, of the list of errors.
@@ -59,27 +56,21 @@ class ModuleValidator:
 
     @classmethod
     def is_valid(cls, module: nn.Module) -> bool:
-        """Whether ``validate`` finds nothing. ``make_private`` may still refuse what types do not tell."""
+        """Returns whether ``validate`` finds no error. ``make_private`` checks more than layer types."""
         return not cls.validate(module, strict=False)
 
     @classmethod
     def fix(cls, module: nn.Module, **kwargs: Any) -> nn.Module:
-        """A copy of a model in which layers have been replaced by their fixers. Build the optimizer after it.
+        """Returns a copy of a model with layers replaced by their fixers. Build the optimizer after it.
 
-        A layer that is used twice is replaced by one, and parameters that were shared stay so.
+        A layer that is used twice is replaced by one layer, and shared parameters stay shared.
 
         Args:
-            module: The model; it is left as it is.
-            **kwargs: ``replace_bn_with_in=True`` makes instance norm of batch norm, ``num_groups`` sets the groups of
-                group norm; and whatever fixers of the user's own take. Each fixer gets what it takes.
-
-        Returns:
-            The copy.
-
-        Raises:
-            TypeError: If no fixer takes a keyword.
-        """  # noqa: DOC502 - the check raises on our behalf
-        cls._refuse_unknown(kwargs)
+            module: The model; it does not change.
+            **kwargs: ``replace_bn_with_in=True`` replaces batch norm by instance norm, ``num_groups`` sets the groups
+                of group norm; and keywords of registered fixers. A keyword that no fixer takes is a ``TypeError``.
+        """
+        cls._check_keywords(kwargs)
         fixed = copied(module)
         for name, part in list(trainable_modules(fixed)):
             fixer = cls.FIXERS.get(type(part))
@@ -95,38 +86,24 @@ class ModuleValidator:
 
     @classmethod
     def fix_and_validate(cls, module: nn.Module, **kwargs: Any) -> nn.Module:
-        """``fix``, then a strict ``validate`` of the result.
-
-        Args:
-            module: The model; it is left as it is.
-            **kwargs: As ``fix`` takes them.
-
-        Returns:
-            The copy.
-
-        Raises:
-            UnsupportedModuleError: If the copy is not valid either.
-        """  # noqa: DOC502 - what is called raises on our behalf
+        """Returns the result of ``fix`` with the same arguments, after a strict ``validate`` of it."""
         fixed = cls.fix(module, **kwargs)
         cls.validate(fixed, strict=True)
         return fixed
 
     @classmethod
-    def _refuse_unknown(cls, kwargs: dict[str, Any]) -> None:
+    def _check_keywords(cls, kwargs: dict[str, Any]) -> None:
         fixers = set(cls.FIXERS.values())
         named = (p for fixer in fixers for p in list(inspect.signature(fixer).parameters.values())[1:])
         known = {*_KEYWORDS, *(p.name for p in named if p.kind is not p.VAR_KEYWORD)}
         for name in kwargs:
             own = (fixer for fixer in fixers if not fixer.__module__.startswith(__package__))
-            if name in known or any(_takes(fixer, name) for fixer in own):
-                continue
-            near = difflib.get_close_matches(name, known, n=1)
-            hint = f" Did you mean {near[0]!r}?" if near else f" The fixers take: {', '.join(sorted(known))}."
-            raise TypeError(f"fix() has no argument {name!r}.{hint}")
+            if not any(_takes(fixer, name) for fixer in own):
+                refuse_unknown("fix", [name], sorted(known))
 
 
 def _placed(error: Any, name: str) -> Any:
-    """The error, with the name of its layer in front of its message."""
+    """Puts the name of the layer in front of the message of an error."""
     where = f"Layer {name!r}: " if name else "The model: "
     if len(error.args) == 1 and isinstance(error.args[0], str) and not error.args[0].startswith(where):
         error.args = (where + error.args[0],)
@@ -139,7 +116,7 @@ def _takes(fixer: Callable[..., Any], keyword: str) -> bool:
 
 
 def _keep_parameters(before: nn.Module, after: nn.Module) -> None:
-    """Lets a replacement hold the parameters themselves of which it has equal copies: others may share them."""
+    """Puts the original parameters in the place of equal copies, because other layers may share them."""
     for name, mine in list(after.named_parameters()):
         owner, _, last = name.rpartition(".")
         theirs = dict(before.named_parameters()).get(name)

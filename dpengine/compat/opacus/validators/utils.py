@@ -1,4 +1,4 @@
-"""Registering validators and fixers of one's own."""
+"""Registration of validators and fixers."""
 
 from __future__ import annotations
 
@@ -15,38 +15,26 @@ F = TypeVar("F", bound=Callable[..., Any])
 def register_module_validator(
     target_class_or_classes: type | Sequence[type], validator_class: type = ModuleValidator
 ) -> Callable[[F], F]:
-    """Makes a function, ``f(module) -> list of errors``, the validator of exactly these classes.
+    """Returns a decorator that registers ``f(module) -> list of errors`` as validator of exactly these classes.
 
     Args:
-        target_class_or_classes: A subclass of ``nn.Module``, or several.
-        validator_class: Whose table it goes into.
-
-    Returns:
-        A decorator that returns the function unchanged.
-
-    Raises:
-        TypeError: If something other than a subclass of ``nn.Module`` is given.
-    """  # noqa: DOC502 - raised on our behalf
+        target_class_or_classes: One or several subclasses of ``nn.Module``; others are a ``TypeError``.
+        validator_class: Class in whose table to register.
+    """
     return _register(target_class_or_classes, validator_class.VALIDATORS)  # type: ignore[attr-defined]
 
 
 def register_module_fixer(
     target_class_or_classes: type | Sequence[type], validator_class: type = ModuleValidator
 ) -> Callable[[F], F]:
-    """Makes a function, ``f(module, **kwargs) -> module``, the fixer of exactly these classes.
+    """Returns a decorator that registers ``f(module, **kwargs) -> module`` as fixer of exactly these classes.
 
-    It gets those keywords of ``ModuleValidator.fix`` that it takes.
+    The fixer is passed those keywords of ``ModuleValidator.fix`` that it takes.
 
     Args:
-        target_class_or_classes: A subclass of ``nn.Module``, or several.
-        validator_class: Whose table it goes into.
-
-    Returns:
-        A decorator that returns the function unchanged.
-
-    Raises:
-        TypeError: If something other than a subclass of ``nn.Module`` is given.
-    """  # noqa: DOC502 - raised on our behalf
+        target_class_or_classes: One or several subclasses of ``nn.Module``; others are a ``TypeError``.
+        validator_class: Class in whose table to register.
+    """
     return _register(target_class_or_classes, validator_class.FIXERS)  # type: ignore[attr-defined]
 
 

@@ -1,4 +1,4 @@
-"""Ghost modes whose threshold follows a quantile of the norms: the engine's one policy of adaptive clipping."""
+"""Adaptive clipping in ghost modes, by the engine's policy."""
 
 from __future__ import annotations
 
@@ -7,30 +7,29 @@ from typing import Any, ClassVar
 from torch import Tensor, nn
 
 from dpengine.clipping.adaptive import Adaptive
+from dpengine.compat.opacus.admission import count_noise
 from dpengine.compat.opacus.privacy_engine import PrivacyEngine
 from dpengine.compat.opacus.utils.fast_gradient_clipping_utils import (
     DPLossFastGradientClipping,
     DPTensorFastGradientClipping,
 )
 
-_COUNT_SHARE = 20  # of the batch size, for the noise on the count
-
 
 class DPTensorFastGradientAdaptiveClipping(DPTensorFastGradientClipping):
     """``DPTensorFastGradientClipping`` that makes the clipping of the optimizer adaptive, if it is not.
 
-    The threshold moves in the optimizer's step.
+    The optimizer's step updates the clipping norm.
 
     Args:
-        module: As in ``DPTensorFastGradientClipping``.
-        optimizer: As there.
-        loss_per_sample: As there.
-        loss_reduction: As there.
-        target_unclipped_quantile: The share of samples that should stay unclipped.
-        min_clipbound: The threshold never falls below.
-        max_clipbound: The threshold never rises above.
-        clipbound_learning_rate: Of the threshold's logarithm.
-        initial_noise_multiplier: Accepted; what each step costs is the optimizer's ``noise_multiplier``.
+        module: The model.
+        optimizer: Its optimizer.
+        loss_per_sample: ``(B,)``, or a loss without axes that the criterion has reduced.
+        loss_reduction: ``"mean"`` or ``"sum"`` over samples.
+        target_unclipped_quantile: Target fraction of unclipped samples.
+        min_clipbound: Lower limit of the clipping norm.
+        max_clipbound: Upper limit of the clipping norm.
+        clipbound_learning_rate: Step size of the update of the logarithm of the clipping norm.
+        initial_noise_multiplier: Ignored; a step costs the optimizer's ``noise_multiplier``.
     """
 
     def __init__(
@@ -52,16 +51,7 @@ class DPTensorFastGradientAdaptiveClipping(DPTensorFastGradientClipping):
 class DPLossFastGradientAdaptiveClipping(DPLossFastGradientClipping):
     """``DPLossFastGradientClipping`` that makes the clipping of the optimizer adaptive, if it is not.
 
-    Args:
-        module: As in ``DPLossFastGradientClipping``.
-        optimizer: As there.
-        criterion: As there.
-        loss_reduction: As there.
-        target_unclipped_quantile: The share of samples that should stay unclipped.
-        min_clipbound: The threshold never falls below.
-        max_clipbound: The threshold never rises above.
-        clipbound_learning_rate: Of the threshold's logarithm.
-        initial_noise_multiplier: Accepted; what each step costs is the optimizer's ``noise_multiplier``.
+    The further arguments are those of ``DPTensorFastGradientAdaptiveClipping``.
     """
 
     def __init__(
@@ -83,12 +73,11 @@ class DPLossFastGradientAdaptiveClipping(DPLossFastGradientClipping):
 def _adapt(optimizer: Any, quantile: float, least: float, most: float, rate: float) -> None:
     if isinstance(optimizer._clipping, Adaptive):
         return
-    size = optimizer.expected_batch_size or 1
     policy = Adaptive(
         min(max(optimizer.max_grad_norm, least), most),
         target_quantile=quantile,
         learning_rate=rate,
-        count_noise_multiplier=max(size / _COUNT_SHARE, optimizer.noise_multiplier),
+        count_noise_multiplier=count_noise(optimizer.expected_batch_size or 1, optimizer.noise_multiplier),
         min_norm=least,
         max_norm=most,
     )
@@ -118,7 +107,7 @@ class PrivacyEngineAdaptiveClipping(PrivacyEngine):
         clipbound_learning_rate: float = 0.2,
         **kwargs: Any,
     ) -> DPLossFastGradientAdaptiveClipping:
-        """The criterion; the clipping of the optimizer is adaptive from then on, if it was not."""
+        """Returns the criterion, and makes the clipping of the optimizer adaptive if it is not."""
         return DPLossFastGradientAdaptiveClipping(
             module,
             optimizer,

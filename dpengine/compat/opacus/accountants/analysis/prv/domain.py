@@ -67,16 +67,13 @@ class Domain:
 def compute_safe_domain_size(
     prvs: Sequence[Any], max_self_compositions: Sequence[int], eps_error: float, delta_error: float
 ) -> float:
-    """Returns how large losses a domain should hold: to either side of 0.
+    """Returns the largest absolute loss that a domain should hold.
 
     Args:
-        prvs: Of sampled Gaussians.
-        max_self_compositions: How often each is released.
-        eps_error: As wide as the interval of epsilon may be.
-        delta_error: Mass that may lie beyond.
-
-    Returns:
-        A loss.
+        prvs: Sampled Gaussians.
+        max_self_compositions: Number of compositions of each.
+        eps_error: Width of the interval of epsilon.
+        delta_error: Mass that may lie outside.
     """
     pairs = zip(prvs, max_self_compositions, strict=True)
     releases = [(prv.noise_multiplier, prv.sample_rate, int(count)) for prv, count in pairs]

@@ -134,15 +134,7 @@ class DiscretePRV:
 
 
 def discretize(prv: Any, domain: Domain) -> DiscretePRV:
-    """Puts a loss on a domain, which is moved so that the mean is kept.
-
-    Args:
-        prv: Has ``cdf`` and ``mean``, as `TruncatedPrivacyRandomVariable`.
-        domain: Where to put it.
-
-    Returns:
-        Masses on the moved domain.
-    """
+    """Returns the masses of a `TruncatedPrivacyRandomVariable` on a domain, shifted so that the mean is kept."""
     points = domain.ts
     edges = np.concatenate([points - domain.dt / 2, [points[-1] + domain.dt / 2]])
     masses = np.diff(prv.cdf(edges))
@@ -154,12 +146,7 @@ def discretize(prv: Any, domain: Domain) -> DiscretePRV:
 
 
 def remember(prv: DiscretePRV, releases: tuple[tuple[float, float, int], ...]) -> None:
-    """Notes what the masses come from.
-
-    Args:
-        prv: The masses.
-        releases: As ``DiscretePRV.releases``.
-    """
+    """Stores the releases from which the masses are computed."""
     prv._releases, prv._pmf_of_releases = releases, prv.pmf
 
 
