@@ -52,7 +52,7 @@ class BatchState:
         batches: Logical batches whose gradients are in the sums. The last one is the current batch.
         fetched: Physical batches that were fetched ahead of their backward pass.
         chunk: Index of the current physical batch within its logical batch.
-        done: Whether the current physical batch has been through backward.
+        done: Whether the current physical batch has been through backward, also if its logical batch is discarded.
         passed_over: Whether the previous logical batch has not been through backward at all.
         last_step: Step number of the newest logical batch.
         merged: Number of logical batches in the last step.
@@ -121,7 +121,9 @@ class BatchState:
         """Makes a physical batch the current one. A logical batch must have a later step than the one before."""
         if chunk > 0:
             if self.stage is Stage.DISCARDED or (not self.done and self.samples > 0):
-                return self.discard()  # a physical batch was left out, now or before
+                effect = self.discard()  # a physical batch was left out, now or before
+                self.done = False  # the backward pass over this one is still to come
+                return effect
             self.chunk, self.done = chunk, False
             return NOTHING
         if batch.step <= self.last_step:
@@ -155,6 +157,8 @@ class BatchState:
 
     def next_for_backward(self, samples: Collection[int]) -> tuple[LogicalBatch, int] | None:
         """Takes the next fetched batch if the current one cannot be that of a backward pass with these numbers."""
+        if self.stage is Stage.DISCARDED and not self.done:
+            return None  # the pass is over a later physical batch of the discarded logical batch
         if not self.fetched or self.is_placeholder or (self.awaits_backward and self.samples in samples):
             return None
         return self.fetched.popleft()
@@ -194,7 +198,7 @@ class BatchState:
         elif self.awaits_backward and self.chunk == 0 and len(self.batches) > 1:
             current = self.batches.pop()
             effect = self.discard()
-            self.batches, self.stage = [current], Stage.OPEN
+            self.batches, self.stage, self.done = [current], Stage.OPEN, False
             return effect
         return NOTHING
 
@@ -213,7 +217,7 @@ class BatchState:
     def discard(self) -> Effect:
         """Ends the merged logical batches early."""
         uncharged = len(self.batches) if self.stage in _UNCHARGED else 0
-        self.batches = []
+        self.batches, self.done = [], True
         self.stage = Stage.CLOSED if self.stage is Stage.CLOSED else Stage.DISCARDED
         return Effect(uncharged, zero_sums=True)
 

@@ -18,21 +18,16 @@ class RDPAccountant(LedgerAccountant):
     DEFAULT_ALPHAS: ClassVar[list[float]] = USUAL_ORDERS
 
     def get_privacy_spent(self, *, delta: float, alphas: Sequence[float] | None = None) -> tuple[float, float]:
-        """Returns an upper bound on epsilon, and the order that gives it.
+        """Returns an upper bound on epsilon, and its order.
 
         Args:
             delta: Strictly between 0 and 1.
-            alphas: Orders to look at, above 1. None looks at ``DEFAULT_ALPHAS`` and at some larger ones, which help
-                where epsilon is small.
+            alphas: Orders above 1. By default ``DEFAULT_ALPHAS`` and larger ones, which help if epsilon is small.
 
         Returns:
-            Epsilon and an order; ``(0.0, 0.0)`` before the first step. Infinity and not-a-number without noise. Where
-            there is no bound by Renyi divergences, that of another accountant, with a warning; the order is
-            not-a-number then.
-
-        Raises:
-            ValueError: If an argument is out of range.
-        """  # noqa: DOC502 - the checks raise on our behalf
+            Epsilon and an order; ``(0.0, 0.0)`` before the first step; infinity and NaN without noise. If Renyi
+            divergences give no bound, that of another accountant, with a warning, and NaN.
+        """
         orders = tuple(dict.fromkeys((*self.DEFAULT_ALPHAS, *ALL_ORDERS)) if alphas is None else alphas)
         try:
             epsilon, order = epsilon_by_orders(self.ledger.totals, delta, orders)
@@ -43,16 +38,7 @@ class RDPAccountant(LedgerAccountant):
         return epsilon, math.nan if math.isinf(epsilon) else order
 
     def get_epsilon(self, delta: float, alphas: Sequence[float] | None = None, **kwargs: Any) -> float:
-        """Returns an upper bound on the epsilon spent so far.
-
-        Args:
-            delta: Strictly between 0 and 1.
-            alphas: As for `get_privacy_spent`.
-            kwargs: What other accountants take, which is ignored.
-
-        Returns:
-            Epsilon: 0.0 before the first step, infinity without noise.
-        """
+        """Returns the epsilon of `get_privacy_spent`; keywords of other accountants are ignored."""
         refuse_unknown("RDPAccountant.get_epsilon", kwargs, KEYWORDS)
         return self.get_privacy_spent(delta=delta, alphas=alphas)[0]
 

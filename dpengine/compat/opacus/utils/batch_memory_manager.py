@@ -1,4 +1,4 @@
-"""Large logical batches in chunks that fit into memory."""
+"""Logical batches in physical batches that fit into memory."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ from dpengine.sampling.scheme import whole_number
 
 
 class BatchSplittingSampler(Sampler[list[int]]):
-    """Cuts each batch of a sampler into nearly equal parts, and tells the optimizer which is the last.
+    """Splits each batch of a sampler into nearly equal parts, and signals the last one to the optimizer.
 
-    Loaders that ``make_private`` returned need none: see ``BatchMemoryManager``. When a pass is left early, what was
-    clipped of its last batch is destroyed as the iterator goes, and at the latest when the next pass starts. Parts that
-    were fetched ahead of an iterator that goes, as by ``list(islice(loader, 6))``, are then a step each.
+    Loaders of ``make_private`` do not need it: see ``BatchMemoryManager``. If a pass ends early, the clipped sums of
+    its last batch are discarded with the iterator, and at the latest when the next pass starts. Parts that were fetched
+    before that, as by ``list(islice(loader, 6))``, are then one step each.
 
-    It speaks when a part is fetched, so every part that is fetched must be stepped, in order. ``wrap_data_loader`` and
-    ``BatchMemoryManager`` speak when a part is handed out, and the optimizer refuses a step that may be for parts of
-    several batches: one was left out, or all were fetched ahead.
+    It signals when a part is fetched, so every fetched part must be stepped, in order. ``wrap_data_loader`` and
+    ``BatchMemoryManager`` signal when a part is returned, and the optimizer raises for a step that may be for parts of
+    several batches, because one was skipped or all were fetched ahead.
 
     Args:
-        sampler: Of batches.
-        max_batch_size: Most rows of a part, at least 1.
-        optimizer: Where the parts add up.
+        sampler: Batch sampler.
+        max_batch_size: Maximum size of a part, at least 1.
+        optimizer: The private optimizer.
     """
 
     @suggests_names
@@ -63,14 +63,14 @@ class BatchSplittingSampler(Sampler[list[int]]):
             raise
 
     def _parts(self) -> Iterator[tuple[int, bool, list[int]]]:
-        """The number of a batch, whether this is its last part, and the part."""
+        """Yields the number of the batch, whether the part is its last, and the part."""
         for number, batch in enumerate(self.sampler):
             parts = np.array_split(list(batch), max(1, math.ceil(len(batch) / self.max_batch_size)))
             for place, part in enumerate(parts, 1):
                 yield number, place == len(parts), [int(index) for index in part]
 
     def __len__(self) -> int:
-        """About how many parts there are in a pass."""
+        """Returns the expected number of parts in a pass."""
         expected = getattr(self.sampler, "batch_size", None)
         if expected is None and hasattr(self.sampler, "sample_rate"):
             sampler: Any = self.sampler
@@ -80,11 +80,11 @@ class BatchSplittingSampler(Sampler[list[int]]):
 
 
 class _PartsToHandOut(BatchSplittingSampler):
-    """The same for a loader that says itself which part is handed out."""
+    """Splitting sampler for a loader that itself signals which part it returns."""
 
     def __iter__(self) -> Iterator[list[int]]:
         self.optimizer.forget_skips()
-        self.told = deque[tuple[int, bool]]()  # of parts of the last pass that were fetched: the batch, and if it ends
+        self.told = deque[tuple[int, bool]]()  # of each fetched part: its batch, and whether it is the last
         return self._telling(self.told)
 
     def _telling(self, told: deque[tuple[int, bool]]) -> Iterator[list[int]]:
@@ -94,7 +94,7 @@ class _PartsToHandOut(BatchSplittingSampler):
 
 
 class _PartsLoader(DataLoader[Any]):
-    """A loader of parts that tells the optimizer of each as it is handed out, also where workers fetch ahead."""
+    """Loader of parts that signals each to the optimizer as it is returned, even if workers fetch ahead."""
 
     def __iter__(self) -> Any:
         parts, sampler = super().__iter__(), self.batch_sampler
@@ -116,16 +116,7 @@ def _handed_out(parts: Iterator[Any], told: deque[tuple[int, bool]], optimizer: 
 
 @suggests_names
 def wrap_data_loader(*, data_loader: DataLoader[Any], max_batch_size: int, optimizer: DPOptimizer) -> DataLoader[Any]:
-    """The same loader, with batches in parts.
-
-    Args:
-        data_loader: The loader.
-        max_batch_size: Most rows of a part.
-        optimizer: Where the parts add up.
-
-    Returns:
-        A loader. One that ``make_private`` returned is cut by the engine, which knows where a batch ends.
-    """
+    """Returns a loader of parts of at most ``max_batch_size`` samples. The engine splits its own loaders."""
     if isinstance(data_loader, PrivateIteration):
         if optimizer.is_hand_fed:
             data_loader.bind(_telling(optimizer), always)
@@ -151,7 +142,7 @@ def wrap_data_loader(*, data_loader: DataLoader[Any], max_batch_size: int, optim
 
 
 def _telling(optimizer: DPOptimizer) -> Callable[[LogicalBatch, int], None]:
-    """Tells an optimizer that was built by hand which chunk is the last of its batch, right before each is used."""
+    """Signals to an optimizer without ``make_private`` whether the returned chunk is the last of its batch."""
 
     def returned(batch: LogicalBatch, chunk: int) -> None:
         if chunk == 0:
@@ -162,15 +153,12 @@ def _telling(optimizer: DPOptimizer) -> Callable[[LogicalBatch, int], None]:
 
 
 class BatchMemoryManager:
-    """A context in which a loader gives logical batches in chunks; ``optimizer.step()`` updates at the last of each.
+    """Context of a loader that splits logical batches; ``optimizer.step()`` updates after the last part of each.
 
     Args:
-        data_loader: What ``make_private`` returned, or any loader of batches.
-        max_physical_batch_size: Most rows of a chunk, at least 1.
+        data_loader: Loader of ``make_private``, or any loader of batches.
+        max_physical_batch_size: Maximum size of a part, at least 1.
         optimizer: The private optimizer.
-
-    Raises:
-        ValueError: If the size is below 1.
     """
 
     @suggests_names
@@ -181,11 +169,11 @@ class BatchMemoryManager:
         self.optimizer = optimizer
 
     def __enter__(self) -> DataLoader[Any]:
-        """The loader of chunks."""
+        """Returns the loader of parts."""
         return wrap_data_loader(
             data_loader=self.data_loader, max_batch_size=self.max_physical_batch_size, optimizer=self.optimizer
         )
 
     def __exit__(self, type: Any, value: Any, traceback: Any) -> None:
-        """A batch that was cut off is given up: here, or when the loader of ``make_private`` gives the next one."""
+        """Discards an incomplete batch, unless the loader of ``make_private`` does at its next batch."""
         self.optimizer.forget_skips()

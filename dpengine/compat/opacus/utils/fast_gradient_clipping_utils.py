@@ -1,4 +1,4 @@
-"""The loss objects of ghost modes: an ordinary loss behind them, and one backward pass."""
+"""Loss objects of ghost modes, which run one backward pass of an ordinary loss."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from dpengine.errors import BatchDependentLossError
 
 
 class DPTensorFastGradientClipping:
-    """A loss of each row, which is reduced when it is asked for.
+    """Per-sample losses with a reduction.
 
     Args:
         module: The model.
         optimizer: Its optimizer.
-        loss_per_sample: ``(B,)``; or a loss that the criterion reduced already, without axes.
-        loss_reduction: ``"mean"`` or ``"sum"`` over rows.
+        loss_per_sample: ``(B,)``, or a loss without axes that the criterion has reduced.
+        loss_reduction: ``"mean"`` or ``"sum"`` over samples.
     """
 
     def __init__(self, module: nn.Module, optimizer: Any, loss_per_sample: Tensor, loss_reduction: str = "mean"):
@@ -30,20 +30,20 @@ class DPTensorFastGradientClipping:
 
     @property
     def reduced(self) -> Tensor:
-        """The loss of the batch; 0 for one without rows."""
+        """Loss of the batch; 0 for an empty one."""
         total = self.loss_per_sample.sum()
         return total / max(self.loss_per_sample.numel(), 1) if self.loss_reduction == "mean" else total
 
     def item(self) -> float:
-        """Its value. Not private."""
+        """Returns the value of the loss. Not private."""
         return float(self.reduced.detach())
 
     def detach(self) -> Tensor:
-        """Its value as a tensor, outside the graph. Not private."""
+        """Returns the loss without its graph. Not private."""
         return self.reduced.detach()
 
     def backward(self) -> None:
-        """The one backward pass that norms and sums need."""
+        """Runs the one backward pass that norms and sums need."""
         self.reduced.backward()
 
     def _with(self, loss_per_sample: Tensor) -> DPTensorFastGradientClipping:
@@ -52,7 +52,7 @@ class DPTensorFastGradientClipping:
         return other
 
     def _other(self, other: Any) -> Any:
-        """What is added: a loss of the same rows, or a number, of which each row gets its part."""
+        """Returns the summand of each sample: from a loss of the same samples, or a number."""
         if isinstance(other, DPTensorFastGradientClipping):
             ours, theirs = self.loss_per_sample.shape, other.loss_per_sample.shape
             if ours != theirs:
@@ -94,17 +94,13 @@ class DPTensorFastGradientClipping:
 
 
 class DPLossFastGradientClipping:
-    """A criterion that keeps the losses of rows apart. The plain criterion, in an ordinary loop, is as safe.
+    """Criterion that returns per-sample losses. The plain criterion in an ordinary loop is as safe.
 
     Args:
         module: The model, wrapped or with hooks.
         optimizer: Its private optimizer.
-        criterion: A module with ``reduction``, or a function that takes it: ``nn.CrossEntropyLoss()``,
-            ``F.cross_entropy``.
-        loss_reduction: ``"mean"`` or ``"sum"`` over rows.
-
-    Raises:
-        ValueError: If ``loss_reduction`` is not known.
+        criterion: A module or function with ``reduction``, as ``nn.CrossEntropyLoss()`` or ``F.cross_entropy``.
+        loss_reduction: ``"mean"`` or ``"sum"`` over samples; others are a ``ValueError``.
     """
 
     def __init__(self, module: Any, optimizer: Any, criterion: Any, loss_reduction: str = "mean"):
@@ -116,22 +112,19 @@ class DPLossFastGradientClipping:
         self.loss_reduction = loss_reduction
 
     def __call__(self, *args: Any, shape: tuple[int, ...] | None = None, **kwargs: Any) -> DPTensorFastGradientClipping:
-        """The loss of a batch.
+        """Returns the loss of a batch.
 
         Args:
-            args: Of the criterion: outputs, then targets.
-            shape: ``(B, T, ...)`` of tokens that were flattened; None finds B in the arguments.
-            kwargs: Of the criterion.
-
-        Returns:
-            The loss, with ``backward()``.
+            args: Arguments of the criterion: outputs, then targets.
+            shape: ``(B, T, ...)`` of flattened tokens; by default B is taken from the arguments.
+            kwargs: Arguments of the criterion.
 
         Raises:
-            BatchDependentLossError: If the criterion gives several numbers, and not as many for each row.
+            BatchDependentLossError: If the number of losses is not a multiple of the number of samples.
         """
         rows = self._rows(args, shape)
         losses = self._unreduced(*args, **kwargs)
-        if losses.dim() == 0:  # a function of the user's, which reduces by itself: as safe as any plain loss
+        if losses.dim() == 0:  # a user's function that reduces by itself: as safe as any plain loss
             return DPTensorFastGradientClipping(self.module, self.optimizer, losses, self.loss_reduction)
         if losses.numel() % rows if rows else losses.numel():
             raise BatchDependentLossError(
@@ -172,7 +165,7 @@ class DPLossFastGradientClipping:
         return criterion(*args, **kwargs)  # type: ignore[no-any-return]
 
     def _counted(self, args: Any, losses: Tensor) -> Tensor:
-        """Which numbers count in a mean: those of targets that are ignored do not."""
+        """Returns the mask of losses that count in a mean, without ignored targets."""
         ignored = getattr(self.criterion, "ignore_index", None)
         targets = args[1] if len(args) > 1 else None
         if isinstance(targets, Tensor) and ignored is not None and targets.shape == losses.shape:

@@ -1,4 +1,4 @@
-"""Models of which each process holds a part."""
+"""Sharded models."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 
 def has_params(module: nn.Module) -> bool:
-    """Whether a module owns parameters itself."""
+    """Returns whether a module itself owns parameters."""
     return any(True for _ in module.parameters(recurse=False))
 
 
 def iterate_submodules(module: nn.Module) -> Iterable[nn.Module]:
-    """The modules that own parameters, children first."""
+    """Yields the modules that own parameters, children first."""
     for child in module.children():
         yield from iterate_submodules(child)
     if has_params(module):
@@ -24,18 +24,15 @@ def iterate_submodules(module: nn.Module) -> Iterable[nn.Module]:
 
 
 def FSDP2Wrapper(model: nn.Module, **kwargs: Any) -> nn.Module:
-    """Shards each layer that owns parameters, and then the model.
+    """Shards each layer that owns parameters, and then the model, in place; returns the model.
 
     Args:
-        model: The model, changed in place.
-        kwargs: Of ``torch.distributed.fsdp.fully_shard``; ``opacus_high_precision_layers`` lists layer classes that
-            ``mp_policy`` is not for.
-
-    Returns:
-        The same model.
+        model: The model.
+        kwargs: Arguments of ``torch.distributed.fsdp.fully_shard``; ``opacus_high_precision_layers`` lists layer
+            classes to which ``mp_policy`` does not apply.
     """
     precise: tuple[type[nn.Module], ...] = tuple(kwargs.pop("opacus_high_precision_layers", ()))
-    # Said, not left out: what such a layer gets from one in a narrower dtype is cast to this.
+    # A policy is needed: it casts the output of a layer in a narrower dtype to this one.
     plain = {**kwargs, "mp_policy": MixedPrecisionPolicy(param_dtype=torch.get_default_dtype())}
     for layer in list(iterate_submodules(model)):
         if layer is not model:
