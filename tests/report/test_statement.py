@@ -187,6 +187,9 @@ def test_other_rates_of_the_ledger_are_listed_beside_the_declared_one(make_facts
 def test_without_a_declared_rate_no_epsilon_is_claimed_and_no_rate_is_shown(make_facts, variant):
     text = flat(statement(make_facts(variant)))
     assert text.startswith("ε not claimed: the training loop drew the batches, and no sampling rate was declared")
+    assert (
+        text.count("the training loop drew the batches, and no sampling rate was declared") == 2
+    )  # the assumption, too
     assert "batches of the training loop, noise multiplier" in text
     assert PrivacyReport(make_facts(variant)).to_dict()["mechanism"]["sample_rate"] is None
     assert BARE_EPSILON.search(text) is None
