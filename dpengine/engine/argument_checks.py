@@ -322,23 +322,18 @@ def units_for(privacy_unit: Any, loader: Any, mode: str) -> tuple[UnitIds | None
     return units, int(units.max(initial=-1)) + 1, privacy_unit if isinstance(privacy_unit, str) else "user"
 
 
-def is_external(
-    sampling: Any, units: UnitIds | None, physical_batch_size: int | None, accumulation_steps: int, topology: Topology
-) -> bool:
+def is_external(sampling: Any, topology: Topology, accumulation_steps: int, **of_loader: Any) -> bool:
     """Whether the loop draws its own batches. Raises for arguments that only a private loader can follow."""
     if isinstance(sampling, str):
         return False
     if not isinstance(sampling, ExternalBatches):
         raise TypeError(f"sampling={sampling!r}; pass 'poisson', 'shuffle' or dpengine.sampling.ExternalBatches(...).")
-    for given, name in (
-        (units is not None, "privacy_unit"),
-        (physical_batch_size is not None, "physical_batch_size"),
-        (accumulation_steps != 1, "accumulation_steps"),
-        (topology.everyone.size > 1, "several processes"),
-    ):
-        if given:
-            raise SamplingError(
-                f"sampling=ExternalBatches(...) does not support {name}: the engine does not draw these batches.",
-                fix='Let the engine draw them: sampling="poisson".',
-            )
+    given = [name for name, value in of_loader.items() if value is not None]
+    given += ["accumulation_steps"] if accumulation_steps != 1 else []
+    given += ["several processes"] if topology.everyone.size > 1 else []
+    if given:
+        raise SamplingError(
+            f"sampling=ExternalBatches(...) does not support {given[0]}: the engine does not draw these batches.",
+            fix='State the rate and the batch size in ExternalBatches(...), or pass sampling="poisson".',
+        )
     return True

@@ -17,6 +17,7 @@ from dpengine.accounting.ledger import Ledger
 from dpengine.accounting.own_accountant import Accountant, name_of, observer_of
 from dpengine.clipping.policy import AbstractClip
 from dpengine.distributed.detect import topology_of, unwrapped
+from dpengine.distributed.topology import Topology
 from dpengine.errors import InvalidBudgetError, UnknownParameterError, suggests_names
 from dpengine.grad_modes.choose_method import MethodTable, method_table
 from dpengine.grad_modes.explain import explain
@@ -180,13 +181,15 @@ class PrivacyEngine(argument_checks.Uncopied):
         argument_checks.refuse_unknown_choices(**choices, loss_reduction=loss_reduction, unit_reduction=unit_reduction)
         argument_checks.refuse_other_than_bool(batch_first=batch_first, allow_large_delta=allow_large_delta)
         argument_checks.admit(module, optimizer, grad_scaler, lr_scheduler)
-        units, num_units, unit = argument_checks.units_for(privacy_unit, data_loader, grad_sample_mode)
         topology, inner = topology_of(module), unwrapped(module)
+        of_loader = {"privacy_unit": privacy_unit, "sample_rate": sample_rate, "example_input": example_input}
+        of_loader |= {"physical_batch_size": physical_batch_size, "expected_batch_size": expected_batch_size}
+        external = argument_checks.is_external(sampling, topology, accumulation_steps, **of_loader)
+        units, num_units, unit = argument_checks.units_for(privacy_unit, data_loader, grad_sample_mode)
         asked = asked_for(plan, target_epsilon=target_epsilon, delta=target_delta, epochs=epochs, steps=steps)
         spent, resumed = self._books.open(topology.everyone, asked, first=not self.runs)
         length = (target_epsilon, target_delta, epochs, steps)
         spending = Spending(*length, on_budget, allow_large_delta, self.accountant, spent, resumed)
-        external = argument_checks.is_external(sampling, units, physical_batch_size, accumulation_steps, topology)
         batching = Batching(sampling, sample_rate, expected_batch_size, num_units)
         wanted = Wanted(noise_multiplier, noise, plan, clipping, max_grad_norm, spending, batching, name_for(topology))
         run_plan, budget = arranged(inner, data_loader, wanted)
@@ -194,15 +197,17 @@ class PrivacyEngine(argument_checks.Uncopied):
         layout |= {"grad_sample_mode": grad_sample_mode, "methods": self.methods}
         parts: dict[str, Any] = {"batches": BatchState(external=external), "budget": budget, "grad_scaler": grad_scaler}
         parts |= {"unused_parameters": unused_parameters, "unit_reduction": unit_reduction}
-        parts["dataset_check"] = SharedDatasetCheck(getattr(data_loader, "dataset", data_loader))
-        source = source_for(topology, self._kind, self._seed, run=len(self.runs))
-        ledger = self._books.of_run(run_plan.run, topology.everyone)
+        parts["dataset_check"] = SharedDatasetCheck(getattr(data_loader, "dataset", None))
+        source, ledger = self._new_source(topology), self._books.of_run(run_plan.run, topology.everyone)
         step = PrivateStep(run_plan, partial(PassClipper, inner, run_plan.clipping, **layout), source, ledger, **parts)
         run = Run(module, optimizer, step, grad_scaler, lr_scheduler, units, unit)
         chunks = (physical_batch_size, accumulation_steps)
         loader = data_loader if external else run.loader(data_loader, *chunks, batch_first, example_input)
         self._enter(run, asked, chunks)
         return module, optimizer, loader
+
+    def _new_source(self, topology: Topology) -> NoiseSource:
+        return source_for(topology, self._kind, self._seed, run=len(self.runs))
 
     def _enter(self, run: Run, asked: Mapping[str, Any], chunks: tuple[int | None, int]) -> None:
         argument_checks.tell_of_plan(run.step.plan)

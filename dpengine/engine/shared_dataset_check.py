@@ -57,7 +57,7 @@ class SharedDatasetCheck:
     engines may be the first to charge.
 
     Attributes:
-        dataset: The data set of the run.
+        dataset: The data set of the run; None if it is not known.
         known: Returns what the account of the run holds besides its ledger.
     """
 
@@ -66,6 +66,8 @@ class SharedDatasetCheck:
 
     def before_charge(self, charged: Ledger | RunLedger) -> None:
         """Warns if needed."""
+        if self.dataset is None:
+            return
         ledger = charged.ledger if isinstance(charged, RunLedger) else charged
         last = next((last for last in _last_of if last.dataset() is self.dataset), None)
         shares = _shares.get(ledger)

@@ -136,6 +136,8 @@ def check_unused(step: Step, missing: Sequence[str]) -> None:
 def _why_not_ready(step: Step) -> str:
     if step.batches.stage is Stage.DISCARDED:
         return "this logical batch was given up; go on with the next one."
+    if step.batches.stage is Stage.IDLE and step.batches.external:
+        return "no backward pass has ended since the last step. Call loss.backward() on outputs of the model."
     if step.batches.stage is Stage.IDLE:
         return "no batch was drawn. Iterate over the loader that make_private returned."
     if step.batches.done or step.batches.samples == 0:

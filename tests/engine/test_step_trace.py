@@ -1,5 +1,6 @@
 """An ordinary step runs through few files: a reader can follow it."""
 
+import itertools
 import os
 import sys
 
@@ -52,7 +53,7 @@ def test_an_ordinary_step_enters_few_files_and_changes_file_seldom():
         for action in actions:
             action()
     files = files_of_calls(actions)
-    changes = sum(first != second for first, second in zip(files, files[1:], strict=False))
+    changes = sum(first != second for first, second in itertools.pairwise(files))
     assert len(set(files)) <= MOST_FILES, sorted({os.path.relpath(file, PACKAGE) for file in files})
     assert changes <= MOST_CHANGES
     assert len(files) <= MOST_CALLS

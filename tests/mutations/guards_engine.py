@@ -388,4 +388,11 @@ GUARDS = [
         "            if False:",
         "test_own_accountant_of_run.py::test_an_observer_that_raises_discards_the_step_and_leaves_the_charge",
     ),
+    Guard(
+        "discarded-chunk-in-step",
+        "a pass over a chunk of a discarded batch does not take the next chunk",
+        "if self.stage is Stage.DISCARDED and not self.done:",
+        "if False:",
+        "users/test_accumulation.py::test_s2_a_failed_chunk_of_a_batch_fetched_ahead_leaves_later_batches_in_step",
+    ),
 ]

@@ -20,12 +20,20 @@ from loops import (
     mlp,
     state_of,
 )
+from torch.nn import functional as F
 from torch.optim import lr_scheduler
 
 from dpengine import PrivacyEngine
 from dpengine.accounting import Charge, epsilon_of, release_event
 from dpengine.engine import fetch_ahead
-from dpengine.errors import BatchMismatchError, InvalidBudgetError, MissingGradientError, PrivacyWarning, TicketError
+from dpengine.errors import (
+    BatchMismatchError,
+    InvalidBudgetError,
+    MissingGradientError,
+    PrivacyError,
+    PrivacyWarning,
+    TicketError,
+)
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*DPE012", "ignore:.*DPE006")
 
@@ -314,3 +322,30 @@ def test_s3_zero_grad_before_the_step_leaves_nothing_to_release():
     with pytest.raises(TicketError, match="given up"):
         loop.optimizer.step()
     assert [(charge.kind, charge.count) for charge in loop.engine.ledger.history] == [("void", 1)]
+
+
+@pytest.mark.parametrize("ahead", [0, 1, 2])
+def test_s2_a_failed_chunk_of_a_batch_fetched_ahead_leaves_later_batches_in_step(ahead):
+    """Each step releases the gradient of one sampled batch, and of no other samples."""
+    loop = make_loop(physical_batch_size=1, seed=3)
+    fetch_ahead(loop.engine, ahead)
+    sampled = list(make_loop(seed=3).loader)
+    found = []
+    for number, (inputs, targets) in enumerate(fetching_ahead(loop.loader, ahead)):
+        loop.optimizer.zero_grad()
+        before = mlp()
+        before.load_state_dict(state_of(loop.model))
+        loss = F.cross_entropy(loop.model(inputs), targets)
+        if number == 0:
+            loss = loss + loop.model[0].weight.sum()  # a parameter used outside its layer: the batch is discarded
+        try:
+            loss.backward()
+            loop.optimizer.step()
+        except PrivacyError:
+            continue
+        if not loop.optimizer.step_was_skipped:
+            found.append((before, gradients_of(loop.model)))
+    assert len(found) == len(sampled) - 1
+    for (before, released_gradients), batch in zip(found, sampled[1:], strict=True):
+        assert_same_gradients(released_gradients, expected_gradients(before, [batch]))
+    assert [(charge.kind, charge.count) for charge in loop.engine.ledger.history] == [("void", 1), ("release", 3)]
