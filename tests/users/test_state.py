@@ -112,7 +112,7 @@ def test_k2_a_copy_holds_nothing_of_the_engine():
     memo = {}
     copy.deepcopy(make_loop().model, memo)
     kinds = {type(thing).__name__ for thing in memo.values()}
-    assert not kinds & {"Capture", "Release", "ClippedSums", "NoiseSource", "Ledger", "PrivacyEngine"}
+    assert not kinds & {"Capture", "PrivateStep", "PassClipper", "NoiseSource", "Ledger", "PrivacyEngine"}
 
 
 @every_model
