@@ -4,7 +4,8 @@
 
 Each revision runs the same cell in a process of its own, with its own ``benchmarks`` and native library. The two take
 turns, and the one that steps first alternates. Printed are the median of the ratios of adjacent steps and its 95 %
-bounds, from the ranks of the sorted ratios.
+bounds, from the ranks of the sorted ratios. Two processes with the same code can differ by several percent for their
+whole life; ``--starts 10`` starts that many pairs of processes, and prints median and bounds of their medians.
 """
 
 from __future__ import annotations
@@ -97,12 +98,15 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, default=100)
     parser.add_argument("--warm-up", type=int, default=10)
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--starts", type=int, default=1)
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         export(given.revision, Path(folder))
         print(f"{platform.machine()}, {given.threads} threads, {given.pairs} pairs, ratio to {given.revision}")
         for cell in given.cells:
-            low, middle, high = bounds(compare(Path(folder), cell, given.pairs, given.warm_up, given.threads))
+            runs = [compare(Path(folder), cell, given.pairs, given.warm_up, given.threads) for _ in range(given.starts)]
+            found = runs[0] if given.starts == 1 else [bounds(run)[1] for run in runs]
+            low, middle, high = bounds(found)
             print(f"{cell:16} {middle:.3f}  ({low:.3f} to {high:.3f})", flush=True)
 
 
