@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader
 from dpengine import PrivacyEngine, PrivacyWarning
 from dpengine.accounting import PoissonGaussianEvent, Relation, UnclaimedEvent
 from dpengine.checkpoint import save
+from dpengine.engine import fetch_ahead
 from dpengine.errors import (
     AccountingRefusedError,
     BudgetExceeded,
@@ -365,3 +366,13 @@ def test_a_rate_of_1_that_was_stated_is_not_one_that_was_not():
 def test_the_engine_does_not_draw_these_batches():
     with pytest.raises(TypeError, match="drawn by the training loop"):
         STATED.draw(0, lambda count, **address: None)
+
+
+def test_a_run_without_a_loader_does_not_fetch_ahead_and_needs_a_delta_or_a_number_of_examples():
+    model = mlp()
+    engine, optimizer = PrivacyEngine(), torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(InvalidBudgetError, match="target_delta is not given"):
+        engine.make_private(model, optimizer, (), sampling=ExternalBatches(4.0), noise_multiplier=1.0)
+    engine.make_private(model, optimizer, (), sampling=ExternalBatches(4.0), noise_multiplier=1.0, target_delta=1e-3)
+    with pytest.raises(TicketError, match="fetch_ahead"):
+        fetch_ahead(engine, 1)

@@ -140,7 +140,7 @@ def read_module(file: Path, private: Collection[str]) -> Module:
 
 def _is_of_step(module: str, name: str) -> bool:
     parts = module.split(".")
-    if parts[0] != "dpengine" or (parts[1:2] == ["compat"] and "release_of" not in (*parts, name)):
+    if parts[0] != "dpengine" or (parts[1:2] == ["compat"] and not {"step_of", "waiting_passes"} & {*parts, name}):
         return False
     if name in OF_THEIR_OWN:
         return False

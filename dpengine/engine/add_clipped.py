@@ -23,7 +23,7 @@ _CLIPPED = 1 - 2**-19  # a factor below is not a rounded 1
 
 @dataclass(frozen=True, eq=False)
 class ClipStatistics:
-    """Statistics of one backward pass. Not private. Computed when read, because an accelerator must be waited for.
+    """Statistics of one backward pass. Not private. Computed on access, which synchronizes an accelerator.
 
     Attributes:
         rows: Number of samples.
@@ -123,7 +123,7 @@ def _sq_norms(
     groups, count = grouping.group_of, grouping.count
     if topology.splits.size == 1:
         return mode.sq_norms(groups, count, scale)
-    # Parameters that each rank holds as a whole get groups of their own, behind the others.
+    # Replicated parameters get separate groups, numbered after the others.
     apart = {p: group if topology.in_parts(p) else count + group for p, group in groups.items()}
     own_BK, whole_BK = mode.sq_norms(apart, 2 * count, scale).split(count, dim=1)
     device = next(iter(groups)).device

@@ -132,6 +132,11 @@ def refuse_state(state: Any) -> None:
 
 def delta_for(given: float | None, num_examples: int, allow_large: bool) -> float:
     """The delta given, checked, or the one suggested for so many examples."""
+    if given is None and num_examples == 0:
+        raise InvalidBudgetError(
+            "target_delta is not given, and no number of examples is known from which it could follow.",
+            fix="Pass target_delta=1e-6, below one over the number of examples; or ExternalBatches(num_examples=...).",
+        )
     delta = suggested_delta(num_examples) if given is None else given
     check_delta(delta, max(num_examples, 1), allow_large=allow_large)
     return delta
@@ -323,7 +328,7 @@ def units_for(privacy_unit: Any, loader: Any, mode: str) -> tuple[UnitIds | None
 
 
 def is_external(sampling: Any, topology: Topology, accumulation_steps: int, **of_loader: Any) -> bool:
-    """Whether the loop draws its own batches. Raises for arguments that only a private loader can follow."""
+    """Returns True if the loop draws its own batches. Raises for arguments that only a private loader can follow."""
     if isinstance(sampling, str):
         return False
     if not isinstance(sampling, ExternalBatches):

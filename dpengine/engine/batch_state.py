@@ -1,4 +1,4 @@
-"""State machine of the current logical batch. Plain Python: a transition returns what its owner must do as data."""
+"""State machine of the current logical batch. Plain Python: transitions return effects, which the owner executes."""
 
 from __future__ import annotations
 
@@ -91,17 +91,17 @@ class BatchState:
 
     @property
     def awaits_backward(self) -> bool:
-        """Whether the current physical batch may go through backward."""
+        """True if the current physical batch may go through backward."""
         return self.stage is Stage.OPEN and not self.done
 
     @property
     def is_ready(self) -> bool:
-        """Whether a step may follow: the current physical batch has been through backward, or is empty."""
+        """True if a step may follow: the current physical batch has been through backward, or is empty."""
         return self.stage is Stage.CLIPPED or (self.stage is Stage.OPEN and (self.done or self.samples == 0))
 
     @property
     def is_placeholder(self) -> bool:
-        """Whether the current physical batch is empty, and the loader returned a placeholder sample for it."""
+        """True if the current physical batch is empty, and the loader returned a placeholder sample for it."""
         return self.awaits_backward and self.samples == 0 and self.batches[-1].placeholder
 
     # The loader

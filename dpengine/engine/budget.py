@@ -36,11 +36,11 @@ class Budget:
     on_budget: str = "warn"
     accountant: str | Accountant = "pld"
     fits_plan: bool = True
-    # Number of charges of an event that are known to fit beside a history: an evaluation may take a second.
+    # For an event and the other charges: how many charges of the event are known to fit. Epsilon may take a second.
     _fits: dict[tuple[Event, tuple[Charge, ...]], int] = field(default_factory=dict)
 
     def may_draw(self, plan: RunPlan, ledger: Charges, separate: int, together: int) -> bool:
-        """Whether the loader may return one more logical batch. See `BatchState.upcoming` for the counts."""
+        """Returns True if the loader may return one more logical batch. See `BatchState.upcoming` for the counts."""
         return self.on_budget != "stop" or self._reached(plan, ledger, together, separate) is None
 
     def overspent(self, plan: RunPlan, ledger: Charges, count: int) -> float | None:

@@ -30,10 +30,10 @@ _one_at_a_time = threading.RLock()  # while one thread traces, no other may run 
 class CompiledBackward:
     """``loss = backward(*batch)`` does what ``loss_fn(*batch).backward()`` does, in compiled code.
 
-    Batches that the isolation probe is due for, the first among them, and those with a row whose gradient is not finite
-    go through the hooks, as without compilation. Others are padded, with rows of their own that count nothing, since a
-    graph is compiled for every size; the loss that is returned counts these rows, too. Every graph is compared with the
-    hooks on the first batches that it sees.
+    Batches that the independence probe is due for, the first among them, and those with a row whose gradient is not
+    finite go through the hooks, as without compilation. Others are padded, with rows of their own that count nothing,
+    since a graph is compiled for every size; the loss that is returned counts these rows, too. Every graph is compared
+    with the hooks on the first batches that it sees.
 
     Args:
         passes: Clips the passes of the model, to which it is attached.

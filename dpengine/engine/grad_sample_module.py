@@ -31,8 +31,9 @@ class GradSampleModule(nn.Module):
         norms = model.last_pass.norms()  # (B,)
         clipped = model.last_pass.weighted_sum((1.0 / norms).clamp(max=1.0))  # {name: sum over samples}
 
-    Some passes are run again with other samples beside each sample; if that changes its gradient, ``backward`` raises
-    ``UnsupportedLayerError``. For training use ``PrivacyEngine.make_private``, which needs no wrapper.
+    At some passes the independence probe runs the model again with other samples in the batch; if that changes the
+    gradient of a sample, ``backward`` raises ``UnsupportedLayerError``. For training use
+    ``PrivacyEngine.make_private``, which needs no wrapper.
 
     Args:
         module: The module. It is not copied.

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from dpengine.accounting.ledger import Ledger
 from dpengine.distributed.topology import Topology
-from dpengine.errors import suggests_names
+from dpengine.errors import TicketError, suggests_names
 from dpengine.ledger_file.books import asked_for
 from dpengine.ledger_file.run_ledger import RunLedger
 from dpengine.sampling.scheme import whole_number
@@ -24,15 +24,23 @@ def fetch_ahead(engine: PrivacyEngine, batches: int) -> None:
     in the order of the loader; a batch that is empty may be left out.
 
     Args:
-        engine: The engine; the declaration is about the run of the last ``make_private``.
+        engine: The engine; it applies to the run of the last ``make_private``.
         batches: Number of physical batches that are fetched ahead; 0 if each is used before the next one is fetched.
 
     Raises:
         InvalidBudgetError: If no model is private yet.
-        TypeError: If ``batches`` is no integer.
+        TicketError: If the loader has returned a batch already, or the loop draws its own batches.
+        TypeError: If ``batches`` is not an integer.
         ValueError: If it is negative.
     """  # noqa: DOC502 - the checks raise
-    engine._last_run().step.batches.look_ahead = whole_number("fetch_ahead", "batches", batches, at_least=0)
+    state = engine._last_run().step.batches
+    ahead = whole_number("fetch_ahead", "batches", batches, at_least=0)
+    if state.external or state.last_step >= 0 or state.fetched:
+        raise TicketError(
+            "fetch_ahead was called for a run that has no private loader, or whose loader has returned a batch.",
+            fix="Call it right after make_private, and only for a run with a private loader.",
+        )
+    state.look_ahead = ahead
 
 
 def ledger_of_run(engine: PrivacyEngine, run: str, topology: Topology, *, delta: float) -> Ledger | RunLedger:

@@ -135,12 +135,12 @@ class PassClipper:
 
     @property
     def enabled(self) -> bool:
-        """Whether the hooks are attached and not paused."""
+        """True if the hooks are attached and not paused."""
         return self.capture.state is CaptureState.ATTACHED
 
     @property
     def pending(self) -> bool:
-        """Whether a backward pass was recorded that is neither clipped, taken nor forgotten."""
+        """True if a backward pass was recorded that is neither clipped, taken nor forgotten."""
         return bool(self.mode.rows)
 
     # Events of capture

@@ -130,7 +130,7 @@ class PrivacyEngine(argument_checks.Uncopied):
         grad_scaler: Any = None,
         lr_scheduler: Any = None,
     ) -> tuple[M, O, DataLoader[Any]]:
-        """Makes a model's training private, in place: the loop below the call stays as it is.
+        """Makes training private in place; the training loop does not change.
 
         Exactly one of ``noise_multiplier``, ``target_epsilon`` and ``plan`` is given. What cannot be made private is
         refused with a ``PrivacyError`` that says what to do, an argument out of its range with a ``ValueError``;

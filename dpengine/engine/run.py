@@ -62,7 +62,7 @@ class Run:
         return self.step.budget
 
     def attach(self) -> None:
-        """Puts everything on, or nothing: what raises in between is undone first."""
+        """Attaches all hooks; on an error, removes those already attached."""
         with contextlib.ExitStack() as undo:
             private_optimizer.attach(self.optimizer, self.step)
             undo.callback(private_optimizer.detach, self.optimizer)
@@ -88,7 +88,7 @@ class Run:
         batch_first: bool,
         example_input: Any,
     ) -> DataLoader[Any]:
-        """The private loader of this run, which tells its release what is handed out."""
+        """Returns the private loader of this run, which reports each returned physical batch to the step."""
         strategy = self.step.plan.sampling
         loader = private_loader(
             data_loader,
@@ -106,13 +106,13 @@ class Run:
         return loader
 
     def _mask_words(self, count: int, *, step: int, block: int) -> Any:
-        """The words that batches are drawn with."""
+        """Returns the random words that select a batch."""
         # A request is less than 2**32 of the source's blocks long, so the next one of the step does not repeat it.
         life = self.first_nonce if step >= PARTITION_STEP else None
         return self.step.source.words(count, domain="mask", step=step, block=block << 32, incarnation=life)
 
     def describe(self) -> dict[str, Any]:
-        """The plan as plain data, and how many steps were charged of how many planned."""
+        """Returns the plan, the number of charged steps and the number of planned steps."""
         steps = {"steps": self.step.ledger.steps, "planned_steps": self.budget.planned_steps}
         return self.step.plan.describe() | steps
 

@@ -97,7 +97,7 @@ class PrivateStep:
     # From the loader
 
     def may_draw(self, step: int) -> bool:
-        """Whether the loader may draw the logical batch of this step."""
+        """Returns True if the loader may draw the logical batch of this step."""
         return self.plan.has_step(step) and self.budget.may_draw(self.plan, self.ledger, *self.batches.upcoming())
 
     def batch_returned(self, batch: LogicalBatch, chunk: int) -> None:
@@ -282,7 +282,7 @@ class PrivateStep:
         if reached is None:
             return
         if self.batches.stage is Stage.CLIPPED:
-            # Not charged: that this step is one too many is public, and nothing of its batch leaves.
+            # Not charged: that this step is one too many is public, and nothing of its batch is released.
             self.batches.drop_uncharged()
             self.passes.discard()
         raise BudgetExceeded(
@@ -293,11 +293,10 @@ class PrivateStep:
     def _charge(self) -> None:
         count = len(self.batches.batches)
         if count > 1 and not self.plan.claims_passes:  # a pass over the data costs the same, however it is merged
-            notice(
-                "DPE006",
-                f"{count} sampled batches went into one step; both are accounted. "
-                f"accumulation_steps={count} of dpengine.PrivacyEngine costs less privacy.",
-            )
+            less = f"accumulation_steps={count} of dpengine.PrivacyEngine costs less privacy."
+            if self.batches.external:
+                less = "One step for each backward pass costs less privacy."
+            notice("DPE006", f"{count} sampled batches went into one step; both are accounted. {less}")
         event, before = self.plan.event(count), self.ledger.steps
         try:
             if isinstance(self.ledger, RunLedger):

@@ -24,7 +24,8 @@ if TYPE_CHECKING:
 
 _IN_TURN = (
     "Use each batch before the next one is fetched: no list(loader), and no prefetcher around it. "
-    "DataLoader(num_workers=2) reads ahead by itself."
+    "DataLoader(num_workers=2) reads ahead by itself. A trainer that fetches ahead declares it: "
+    "dpengine.engine.fetch_ahead(engine, batches)."
 )
 
 

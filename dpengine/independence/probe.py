@@ -15,10 +15,10 @@ EVERY = 500  # backward passes from one probe to the next; the first ones are at
 class Probe:
     """Probes backward passes for gradients that depend on other samples of the batch.
 
-    A pass with more than twice the samples of any probed pass has the next one probed, as thoroughly as the first.
-    Samples that are not independent raise UnsupportedLayerError, which names the parameter that shows it most. A model
-    that does not repeat its forward pass under the same random state cannot be probed, nor can gradients that did not
-    come through its outputs. A warning says so once.
+    After a pass with more than twice the samples of any probed pass, the next pass gets a thorough probe, as the first.
+    Samples that are not independent raise UnsupportedLayerError, which names the parameter with the largest deviation.
+    A model that does not repeat its forward pass under the same random state cannot be probed, nor can gradients that
+    did not come through its outputs. A warning is given once.
 
     Attributes:
         every: Number of passes between probes; None for no probe.
@@ -36,7 +36,7 @@ class Probe:
 
     @property
     def due(self) -> bool:
-        """Whether the next pass is probed."""
+        """True if the next pass is probed."""
         return self.every is not None and self._passes + 1 >= self._next
 
     def arm(self) -> None:

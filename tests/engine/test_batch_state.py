@@ -2,7 +2,7 @@
 
 import subprocess
 import sys
-from types import SimpleNamespace
+from dataclasses import dataclass
 
 import pytest
 from hypothesis import settings
@@ -11,9 +11,18 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from dpengine.engine.batch_state import BatchState, Stage
 
+ROWS = [(2,), (1,), (0,), (1, 2), (2, 0, 1)]
 
-def batch(step, *rows):
-    return SimpleNamespace(step=step, rows=rows, placeholder=False)
+
+@dataclass(frozen=True, eq=False)
+class Batch:
+    step: int
+    rows: tuple
+    placeholder: bool = False
+
+
+def batch(step, *rows, placeholder=False):
+    return Batch(step, rows, placeholder)
 
 
 class Loops(RuleBasedStateMachine):
@@ -22,9 +31,10 @@ class Loops(RuleBasedStateMachine):
     ``sums`` is what the real owner has in its buffer: pairs of a step and a physical batch.
     """
 
-    @initialize(look_ahead=st.integers(0, 2))
-    def start(self, look_ahead):
-        self.state = BatchState(look_ahead=look_ahead)
+    @initialize(look_ahead=st.integers(0, 2), external=st.booleans(), continues=st.booleans())
+    def start(self, look_ahead, external, continues):
+        look_ahead = 0 if external else look_ahead
+        self.state = BatchState(external=external, continues=continues, look_ahead=look_ahead)
         self.sums = set()
         self.returned = self.charged = self.discarded = self.dropped = 0
         self.step, self.rest = 0, []
@@ -38,10 +48,15 @@ class Loops(RuleBasedStateMachine):
         if physical is not None:
             self.apply(self.state.begin(*physical))
 
-    @rule(rows=st.sampled_from([(2,), (1,), (0,), (1, 2), (2, 0, 1)]), skipped=st.integers(0, 1))
-    def loader_returns_a_batch(self, rows, skipped):
+    @precondition(lambda self: not self.state.external)
+    @rule(
+        rows=st.sampled_from([(2,), (1,), (0,), (1, 2), (2, 0, 1)]),
+        skipped=st.integers(0, 1),
+        placeholder=st.booleans(),
+    )
+    def loader_returns_a_batch(self, rows, skipped, placeholder):
         self.step += skipped + 1
-        drawn = batch(self.step, *rows)
+        drawn = batch(self.step, *rows, placeholder=placeholder)
         self.rest = [(drawn, chunk) for chunk in range(1, len(rows))]
         self.returned += 1
         self.begin(self.state.fetch(drawn, 0))
@@ -51,15 +66,33 @@ class Loops(RuleBasedStateMachine):
     def loader_returns_the_next_physical_batch(self):
         self.begin(self.state.fetch(*self.rest.pop(0)))
 
+    @precondition(lambda self: not self.state.external)
     @rule()
     def a_whole_batch_is_clipped(self):
-        self.loader_returns_a_batch((2,), 0)
+        self.loader_returns_a_batch((2,), 0, False)
         self.backward()
+
+    @precondition(lambda self: self.state.external)
+    @rule(samples=st.integers(0, 2))
+    def backward_over_external_samples(self, samples):
+        if self.state.stage is Stage.CLIPPED and self.state.continues:
+            self.state.extend(samples)
+        else:
+            self.step += 1
+            self.returned += 1
+            self.begin((batch(self.step, samples), 0))
+        assert self.state.awaits_backward and self.state.samples == samples
+        if samples:
+            self.sums.add((self.state.batches[-1].step, self.state.chunk))
+        self.state.clipped()
 
     @rule()
     def backward(self):
         while physical := self.state.next_for_backward([1, 2]):
             self.begin(physical)
+        if self.state.is_placeholder:  # the pass is over the placeholder sample
+            self.state.clipped()
+            return
         if not self.state.awaits_backward or self.state.samples == 0:
             return
         self.sums.add((self.state.batches[-1].step, self.state.chunk))
@@ -151,8 +184,7 @@ def test_a_step_number_is_never_used_again(step):
 
 
 def test_a_pass_over_a_placeholder_is_that_of_the_empty_batch_and_not_of_the_next():
-    state, empty = BatchState(look_ahead=1), batch(0, 0)
-    empty.placeholder = True
+    state, empty = BatchState(look_ahead=1), batch(0, 0, placeholder=True)
     state.begin(empty, 0)
     assert state.fetch(batch(1, 1), 0) is None
     assert state.next_for_backward([1]) is None
