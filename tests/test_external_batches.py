@@ -376,3 +376,23 @@ def test_a_run_without_a_loader_does_not_fetch_ahead_and_needs_a_delta_or_a_numb
     engine.make_private(model, optimizer, (), sampling=ExternalBatches(4.0), noise_multiplier=1.0, target_delta=1e-3)
     with pytest.raises(TicketError, match="fetch_ahead"):
         fetch_ahead(engine, 1)
+
+
+@pytest.mark.parametrize("place", ["register_step_pre_hook", "register_step_post_hook"])
+def test_a_backward_pass_inside_the_update_is_rejected_and_leaves_nothing(place):
+    """It would be in the sums of the next step, and not be accounted."""
+    loop = Loop()
+    inputs, targets = torch.randn(4, 4), torch.tensor([0, 1, 2, 0])
+
+    def again(optimizer, args, kwargs):
+        optimizer.zero_grad()
+        F.cross_entropy(loop.model(inputs), targets).backward()
+
+    handle = getattr(loop.optimizer, place)(again)
+    loop.optimizer.zero_grad()
+    F.cross_entropy(loop.model(inputs), targets).backward()
+    with pytest.raises(TicketError, match=r"inside optimizer\.step"):
+        loop.optimizer.step()
+    handle.remove()
+    assert inside.state(loop.engine).zero
+    assert loop.engine.ledger.steps == 1

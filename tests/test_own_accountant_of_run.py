@@ -12,7 +12,7 @@ from dpengine import PrivacyEngine
 from dpengine.accounting import Charge, Relation, delta_of, epsilon_of
 from dpengine.cli.main import main
 from dpengine.clipping import Adaptive
-from dpengine.errors import AccountingRefusedError, BudgetExceeded, CorruptFileError
+from dpengine.errors import AccountingRefusedError, BudgetExceeded, CorruptFileError, RepeatedBackwardError
 from dpengine.ledger_file import contents
 from dpengine.noise import BLT, BandMF
 from dpengine.report import PrivacyReport
@@ -337,3 +337,51 @@ def test_the_command_line_says_that_it_cannot_ask_it(report, tmp_path, capsys, w
     report.save(tmp_path)
     assert main(["report", str(tmp_path)]) == 0
     assert "computed by own, not verified" in " ".join(capsys.readouterr().out.split())
+
+
+def failing_once(engine):
+    """A list; if it holds something, the next charge is observed by an error."""
+    armed = []
+
+    def observe(charge):
+        if armed:
+            armed.clear()
+            raise OSError("no line to the accountant")
+
+    engine.ledger.observe(observe)
+    return armed
+
+
+def test_a_batch_in_the_sums_is_not_clipped_again_after_the_loader_raised():
+    loop = make_loop(noise_multiplier=1.0, target_delta=1e-3)
+    armed, batches = failing_once(loop.engine), iter(loop.loader)
+    loop.optimizer.zero_grad()
+    batch = next(batches)
+    loop.backward(*batch)
+    next(batches)  # is left out
+    armed.append(True)
+    with pytest.raises(OSError, match="no line"):
+        next(batches)
+    assert inside.state(loop.engine).stage == "clipped"
+    with pytest.raises(RepeatedBackwardError):
+        loop.backward(*batch)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_the_step_of_a_batch_that_the_loader_did_not_return_counts_as_skipped(fails):
+    """The released steps 0 and 3 are of one group, which takes part twice."""
+    loop = make_loop(noise=BandMF(num_bands=3), noise_multiplier=1.0, steps=12, target_delta=1e-3)
+    armed = failing_once(loop.engine)
+    for number in range(4):
+        loop.optimizer.zero_grad()
+        try:
+            batch = next(iter(loop.loader))
+        except OSError:
+            continue
+        if number == 1:
+            armed += [True] * fails
+        elif number != 2:
+            loop.backward(*batch)
+            loop.optimizer.step()
+    assert loop.loader.position == 4
+    assert loop.engine.ledger.steps == 4

@@ -91,7 +91,7 @@ class Ledger:
         return remove
 
     def __getstate__(self) -> dict[str, Any]:
-        return vars(self) | {"_observers": ()}
+        return vars(self) | {"_observers": (), "_charges": list(self._charges), "_counts": dict(self._counts)}
 
     def _append(self, charge: Charge) -> None:
         self._total += charge.count

@@ -142,10 +142,15 @@ class BatchState:
         self.stage, self.chunk, self.done = Stage.OPEN, 0, False
         return effect
 
-    def revoke(self) -> None:
-        """Takes back `begin` of a logical batch that the user does not get."""
+    def revoke(self, last_step: int) -> None:
+        """Takes back `begin` of a logical batch that the user does not get; ``last_step`` is that of the one before.
+
+        Its step counts as skipped. Batches whose gradients are in the sums stay complete.
+        """
         self.batches.pop()
-        self.stage = Stage.OPEN if self.batches else Stage.DISCARDED
+        self.last_step, self.done = last_step, True
+        self.stage = Stage.CLIPPED if self.batches else Stage.DISCARDED
+        self.chunk = len(self.batches[-1].rows) - 1 if self.batches else 0
 
     def extend(self, samples: int) -> None:
         """Adds a physical batch to the current logical batch, and makes it the current one."""
@@ -185,8 +190,9 @@ class BatchState:
         self.stage = Stage.CHARGED
 
     def finished(self) -> None:
-        """The parameters are updated."""
-        self.stage = Stage.RELEASED
+        """The parameters are updated. A batch that the loader returned during the update stays the current one."""
+        if self.stage is Stage.CHARGED:
+            self.stage = Stage.RELEASED
         self.released += 1
 
     def cleared(self) -> Effect:

@@ -82,9 +82,10 @@ class PerSampleGradientClipper:
             MissingGradientError: If autograd filled the gradient of a parameter directly.
             UnknownParameterError: If the trainable parameters changed since the pass, or since the last `pre_step`.
         """  # noqa: DOC502 - clip() raises
-        if self._recorded is None and self._clipper.pending:
+        interrupted = self._clipper.capture.backward_broke_off
+        if interrupted or (self._recorded is None and self._clipper.pending):
             self._clipper.settle()
-        recorded, self._recorded = self._recorded, None
+        recorded, self._recorded = None if interrupted else self._recorded, None
         if recorded is None:
             raise TicketError(
                 "clip_and_accumulate() found no per-sample gradients.",

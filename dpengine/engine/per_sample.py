@@ -59,7 +59,7 @@ class PerSampleGradients:
     def norms(self) -> Tensor:
         """Returns the L2 norm ``(B,)`` of each sample's gradient over all parameters, in float64."""
         if self._norms_B is None:
-            self._check_unchanged()
+            self.check_unchanged()
             groups = dict.fromkeys(self._mode.parameters, 0)
             with self._clipper.capture.paused():
                 self._norms_B = self._mode.sq_norms(groups, 1, self._scale).sum(dim=1).sqrt()
@@ -91,7 +91,7 @@ class PerSampleGradients:
             )
         if not bool(weights.isfinite().all()):
             raise ValueError("weights has an entry that is NaN or infinite.")
-        self._check_unchanged()
+        self.check_unchanged()
         weights = weights.detach().double()
         # Grad samplers take weights of 1 at most; a sum of 0 weights must not divide by 0.
         largest = max(float(weights.abs().max()) if self.samples else 1.0, torch.finfo(torch.float32).tiny)
@@ -122,7 +122,7 @@ class PerSampleGradients:
                 f"Parameter '{name}' has no gradient in this backward pass.",
                 fix=f"Did you mean '{near[0]}'?" if near else f"Choose one of: {', '.join(self._names)}.",
             )
-        self._check_unchanged()
+        self.check_unchanged()
         with self._clipper.capture.paused():
             return (self._mode.formed(parameter) * self._scale).to(wide(parameter.dtype))
 
@@ -143,7 +143,8 @@ class PerSampleGradients:
     def _gradients_in(self, name: str, dtype: torch.dtype) -> Tensor:
         return self.gradients(name).to(dtype)
 
-    def _check_unchanged(self) -> None:
+    def check_unchanged(self) -> None:
+        """Raises StaleGradientError if an input of a layer was changed in place since the pass."""
         if any(tensor._version != version for tensor, version in self._versions):
             raise StaleGradientError(
                 "An input of a layer was changed in place since the backward pass, so that its per-sample gradients "

@@ -32,7 +32,7 @@ from .budget import Budget
 from .grad_writer import GradWriter
 from .pass_clipper import PassClipper, RecordedPass
 from .shared_dataset_check import SharedDatasetCheck
-from .step_checks import check_backward, check_stale, check_step, check_unused, step_used_twice
+from .step_checks import check_backward, check_stale, check_step, check_unused, pass_inside_update, step_used_twice
 
 OnPass = Callable[[RecordedPass], None]
 
@@ -122,10 +122,11 @@ class PrivateStep:
         self.plan = self.plan.at_step(batch.step, first=self.batches.last_step < 0)
         if self.plan.takes_turns:  # participation depends on the step number, so skipped steps count
             self._charge_discarded(self.batches.skipped_before(batch.step))
+        last_step = self.batches.last_step
         try:
             self._apply(self.batches.begin(batch, chunk))
         except BaseException:
-            self.batches.revoke()  # the loader raises, so the user does not get this batch
+            self.batches.revoke(last_step)  # the loader raises, so the user does not get this batch
             raise
         self._follow_plan()
 
@@ -186,6 +187,8 @@ class PrivateStep:
             self.passes.forget()  # a model without trainable parameters passes gradients on and has none
             return
         with self._discard_on_error():
+            if self.batches.stage is Stage.CHARGED:
+                raise pass_inside_update()
             if self.batches.external:
                 self._begin_external(recorded.samples)
             while physical := self.batches.next_for_backward(recorded.mode.rows.values()):
@@ -227,11 +230,7 @@ class PrivateStep:
     def zero_grad(self) -> None:
         """Discards complete logical batches that were not stepped, because the user cleared their gradients."""
         self.writer.zero_grad(self.passes.buffer.parameters)
-        try:
-            self._apply(self.batches.cleared())
-        except BaseException:
-            self.batches.drop_uncharged()
-            raise
+        self._apply(self.batches.cleared())
 
     def step(self, update: Callable[[], None]) -> bool:
         """Charges the logical batch, adds noise and updates the parameters; False if the batch is not complete."""

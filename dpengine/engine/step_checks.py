@@ -47,6 +47,14 @@ def step_used_twice(step: int) -> TicketError:
     )
 
 
+def pass_inside_update() -> TicketError:
+    """The error for a backward pass that runs between the charge of a step and the end of its update."""
+    return TicketError(
+        "A backward pass ran inside optimizer.step(), as by a hook of the optimizer. It is not accounted.",
+        fix="Run it before or after optimizer.step().",
+    )
+
+
 def check_backward(step: Step, recorded: RecordedPass) -> None:
     """Raises if a backward pass does not belong to the current physical batch."""
     if step.batches.stage is Stage.CLOSED:

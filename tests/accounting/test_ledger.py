@@ -309,3 +309,12 @@ def test_a_charge_that_merges_leaves_an_earlier_history_as_it_was():
     ledger.charge(STEP, count=3)
     assert [charge.count for charge in before] == [2]
     assert [charge.count for charge in ledger.history] == [5]
+
+
+def test_a_shallow_copy_is_charged_alone():
+    ledger = Ledger()
+    ledger.charge(STEP, count=3)
+    other = copy.copy(ledger)
+    other.charge(STEP, count=4)
+    assert (ledger.steps, other.steps) == (3, 7)
+    assert [ledger.history, other.history] == [(Charge(STEP, 3),), (Charge(STEP, 7),)]

@@ -290,3 +290,17 @@ def test_a_pass_that_fails_while_it_is_summed_leaves_nothing_of_itself():
         clipper.clip_and_accumulate()
     with pytest.raises(TicketError, match="nothing accumulated"):
         clipper.pre_step()
+
+
+def test_an_interrupted_pass_is_not_clipped_with_the_one_before():
+    model, (inputs, targets) = model_of(), data()
+    clipper = PerSampleGradientClipper(model, Flat(0.5))
+    first = F.cross_entropy(model(inputs), targets)
+    reached = inputs.clone().requires_grad_()
+    reached.register_hook(lambda grad: 1 / 0)
+    second = F.cross_entropy(model(reached), targets)
+    first.backward()
+    with pytest.raises(ZeroDivisionError):
+        second.backward()
+    with pytest.raises(TicketError):
+        clipper.clip_and_accumulate()

@@ -185,3 +185,14 @@ def test_rows_that_were_shown_are_stacked_in_order():
     truth = stacked(of_rows(model, *batch()))
     for name, parameter in model.named_parameters():
         torch.testing.assert_close(parameter.grad_sample.double(), truth[name], rtol=1e-5, atol=1e-6)
+
+
+def test_a_batch_that_was_overwritten_after_its_pass_is_not_clipped():
+    model, passes = watched()
+    inputs, targets = batch()
+    backward(model, inputs, targets)
+    inputs.zero_()
+    with pytest.raises(StaleGradientError, match="changed in place"):
+        passes.clip()
+    passes.clear_shown()
+    assert not passes.pending()

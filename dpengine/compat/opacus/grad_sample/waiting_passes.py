@@ -224,6 +224,7 @@ class WaitingPasses:
         if first is not None:
             self.clipper.capture.leaks.clear()
         if first is not None and self._is_untouched(first, parts):
+            self._check_unchanged(first)
             recorded, clipped = first.gradients.recorded, dict(first.shown)
         else:
             recorded = self._given(parts)
@@ -237,6 +238,14 @@ class WaitingPasses:
             if first is not None:
                 first.use_up()
                 del self._waiting[:1]
+
+    def _check_unchanged(self, first: _Waiting) -> None:
+        """Raises StaleGradientError, and drops all that waits, if the batch was overwritten after its pass."""
+        try:
+            first.gradients.check_unchanged()
+        except StaleGradientError:
+            self._forget()
+            raise
 
     def mark_released(self) -> None:
         """A step used what was clipped: it must be cleared from ``p.grad_sample`` before the next pass."""
