@@ -28,7 +28,7 @@ GUARDS = [
         "loader-position",
         "a step is never handed out twice",
         "            self.position = batch.step + 1",
-        "            self.position = ticket.step",
+        "            self.position = batch.step",
         "sampling/test_batches.py::test_passes_go_on_where_the_last_one_ended",
     ),
     Guard(
