@@ -12,7 +12,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
 
 from dpengine.accounting.ledger import Ledger
 from dpengine.accounting.rounding import round_up
@@ -363,9 +362,5 @@ class PrivateStep:
             self._charge_discarded(self.batches.close().discarded)
         finally:
             self.passes.detach()
-            forget_grad_samples(self.parameters())
+            forget_grad_samples(self.passes.model.parameters())
             self.writer.forget()
-
-    def parameters(self) -> Iterator[nn.Parameter]:
-        """The parameters of the model."""
-        return self.passes.model.parameters()
