@@ -5,7 +5,8 @@
 Each revision runs the same cell in a process of its own, with its own ``benchmarks`` and native library. The two take
 turns, and the one that steps first alternates. Printed are the median of the ratios of adjacent steps and its 95 %
 bounds, from the ranks of the sorted ratios. Two processes with the same code can differ by several percent for their
-whole life; ``--starts 10`` starts that many pairs of processes, and prints median and bounds of their medians.
+whole life; ``--starts 10`` starts that many pairs of processes, and prints the median of each, and median and bounds of
+these medians.
 """
 
 from __future__ import annotations
@@ -104,9 +105,13 @@ def main() -> None:
         export(given.revision, Path(folder))
         print(f"{platform.machine()}, {given.threads} threads, {given.pairs} pairs, ratio to {given.revision}")
         for cell in given.cells:
-            runs = [compare(Path(folder), cell, given.pairs, given.warm_up, given.threads) for _ in range(given.starts)]
-            found = runs[0] if given.starts == 1 else [bounds(run)[1] for run in runs]
-            low, middle, high = bounds(found)
+            medians = []
+            for _ in range(given.starts):
+                found = compare(Path(folder), cell, given.pairs, given.warm_up, given.threads)
+                medians.append(bounds(found)[1])
+                if given.starts > 1:
+                    print(f"{cell:16} {medians[-1]:.3f}", flush=True)
+            low, middle, high = bounds(found if given.starts == 1 else medians)
             print(f"{cell:16} {middle:.3f}  ({low:.3f} to {high:.3f})", flush=True)
 
 
