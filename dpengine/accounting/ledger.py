@@ -32,7 +32,8 @@ class Charge:
             raise TypeError(f"Charge.event is a {type(self.event).__name__}; it must be one of {names}.")
         if self.kind not in KINDS:
             raise InvalidBudgetError(f"kind={self.kind!r} is not known.", fix=f"Choose one of {', '.join(KINDS)}.")
-        object.__setattr__(self, "count", arguments.count("count", self.count))
+        if type(self.count) is not int or not 0 < self.count <= arguments.MOST_COUNT:
+            object.__setattr__(self, "count", arguments.count("count", self.count))
 
 
 class Ledger:

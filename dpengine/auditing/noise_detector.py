@@ -21,7 +21,7 @@ from dpengine.distributed.ranks import Ranks
 from dpengine.distributed.topology import Topology
 from dpengine.engine.privacy_engine import PrivacyEngine
 from dpengine.grad_modes.flat_buffer import FlatBuffer
-from dpengine.noise.gaussian import GaussianNoise
+from dpengine.noise.mechanism import GaussianNoise
 from dpengine.noise.share import add_noise
 from dpengine.noise.source import NoiseSource
 

@@ -162,4 +162,4 @@ class WatchedRun:
         row_M = np.zeros(self._canaries.count, dtype=np.int64)
         rows = np.flatnonzero(self._canaries.at >= 0)
         row_M[self._canaries.at[rows]] = rows
-        return inner.group_of(self.run._mask_words)[row_M], inner.cycle_length
+        return inner.group_of(self.run.step.selection_words)[row_M], inner.cycle_length

@@ -70,7 +70,7 @@ def taken(run: Run) -> dict[str, Any]:
         "run": step.plan.run,
         "last_step": step.batches.last_step,
         "source": source,
-        "first_life": source["incarnation"] if run.first_nonce is None else run.first_nonce,
+        "first_life": source["incarnation"] if run.step.first_nonce is None else run.step.first_nonce,
         "noise": step.noise.state_dict(),
         "clipping": step.plan.clipping.state_dict(),
         "dropped_rows": step.dropped_rows,
@@ -127,7 +127,7 @@ class Resumption:
         step.batches.last_step, step.batches.merged = state["last_step"], state["joined"]
         first = step.passes.topology.everyone.rank == 0
         step.dropped_rows = state["dropped_rows"] if first else 0  # they are those of all ranks
-        run.first_nonce = self.first_life
+        run.step.first_nonce = self.first_life
         run.resumed = True
         run.batches.load_state_dict({"position": state["last_step"] + 1})
 

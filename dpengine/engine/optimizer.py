@@ -211,7 +211,8 @@ def _zero_grad(self: Any, set_to_none: bool = True) -> None:
     self.dp_base.zero_grad(self, set_to_none)
     attachment = self.__dict__.get(_ATTACHED)
     if attachment is not None:
-        forget_grad_samples(p for group in self.param_groups for p in group["params"])
+        if shown := [p for p in parameters_of(self) if hasattr(p, "grad_sample")]:
+            forget_grad_samples(shown)
         attachment.step.zero_grad()
 
 

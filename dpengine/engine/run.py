@@ -17,7 +17,6 @@ from dpengine.errors import BatchDependentLossError, BatchMismatchError, Unsuppo
 from dpengine.kernels.memory import keep_freed_memory
 from dpengine.ledger_file.run_ledger import RunLedger
 from dpengine.report.facts import RunFacts
-from dpengine.sampling.cyclic import PARTITION_STEP
 from dpengine.sampling.loader import private_loader
 from dpengine.sampling.units import UnitIds, UnitStrategy
 
@@ -38,7 +37,6 @@ class Run:
     Attributes:
         units: The privacy unit of each example; None if each example is a unit.
         unit: What a unit is called.
-        first_nonce: Noise nonce in which the groups of examples were drawn, if the source has another one now.
         batches: The private loader; None if the loop draws the batches.
         resumed: Whether the run continues a saved run.
         attached: Whether the hooks are attached.
@@ -51,7 +49,6 @@ class Run:
     lr_scheduler: Any = None
     units: UnitIds | None = None
     unit: str = RunFacts.unit
-    first_nonce: int | None = None
     batches: Any = None
     resumed: bool = False
     attached: bool = False
@@ -93,7 +90,7 @@ class Run:
         loader = private_loader(
             data_loader,
             strategy=strategy if self.units is None else UnitStrategy(strategy, self.units),
-            words=self._mask_words,
+            words=self.step.selection_words,
             physical_batch_size=physical_batch_size,
             accumulation_steps=accumulation_steps,
             batch_first=batch_first,
@@ -104,12 +101,6 @@ class Run:
         )
         self.batches = loader
         return loader
-
-    def _mask_words(self, count: int, *, step: int, block: int) -> Any:
-        """Returns the random words that select a batch."""
-        # A request is less than 2**32 of the source's blocks long, so the next one of the step does not repeat it.
-        life = self.first_nonce if step >= PARTITION_STEP else None
-        return self.step.source.words(count, domain="mask", step=step, block=block << 32, incarnation=life)
 
     def describe(self) -> dict[str, Any]:
         """Returns the plan, the number of charged steps and the number of planned steps."""

@@ -24,6 +24,7 @@ from dpengine.noise.share import add_noise
 from dpengine.noise.source import NoiseSource
 from dpengine.plan.run_plan import RunPlan
 from dpengine.sampling.batches import LogicalBatch
+from dpengine.sampling.cyclic import PARTITION_STEP
 
 from .add_clipped import ClipStatistics
 from .batch_state import NOT_RETURNED, BatchState, Effect, Stage
@@ -45,6 +46,7 @@ class PrivateStep:
         batches: The state of the current logical batch.
         ledger: The privacy cost. A ledger that is also on disk writes a charge there before it counts here.
         source: The source of private randomness.
+        first_nonce: Noise nonce in which the groups of examples were drawn, if the source has another one now.
         noise: The noise mechanism.
         writer: Writes ``p.grad``.
         statistics: Statistics of the last backward pass. Not private.
@@ -83,6 +85,7 @@ class PrivateStep:
         self.batches = BatchState() if batches is None else batches
         self.ledger = ledger
         self.source = source
+        self.first_nonce: int | None = None
         self.noise = mechanism_for(source, plan.noise)
         self.writer = GradWriter(self.passes.topology)
         self.budget = Budget() if budget is None else budget
@@ -97,7 +100,10 @@ class PrivateStep:
 
     def may_draw(self, step: int) -> bool:
         """Returns True if the loader may draw the logical batch of this step."""
-        return self.plan.has_step(step) and self.budget.may_draw(self.plan, self.ledger, *self.batches.upcoming())
+        if not self.plan.has_step(step):
+            return False
+        unlimited = self.budget.target_epsilon is None
+        return unlimited or self.budget.may_draw(self.plan, self.ledger, *self.batches.upcoming())
 
     def batch_returned(self, batch: LogicalBatch, chunk: int) -> None:
         """The loader returns a physical batch to the user."""
@@ -154,6 +160,12 @@ class PrivateStep:
             self.passes.forget()
             self.discard()
             raise
+
+    def selection_words(self, count: int, *, step: int, block: int) -> Any:
+        """Returns the random words that select a batch."""
+        # A request is less than 2**32 of the source's blocks long, so the next one of the step does not repeat it.
+        nonce = self.first_nonce if step >= PARTITION_STEP else None
+        return self.source.words(count, domain="mask", step=step, block=block << 32, incarnation=nonce)
 
     # The plan
 
@@ -276,6 +288,8 @@ class PrivateStep:
     def _check_budget(self, count: int) -> None:
         if self.dataset_check is not None:
             self.dataset_check.before_charge(self.ledger)
+        if self.budget.target_epsilon is None:
+            return
         reached = self.budget.overspent(self.plan, self.ledger, count)
         if reached is None:
             return

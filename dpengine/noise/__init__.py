@@ -11,8 +11,8 @@ if TYPE_CHECKING:
     from .correlated import CorrelatedNoise as CorrelatedNoise
     from .correlated import Recurrence as Recurrence
     from .discrete import add_discrete_normal_ as add_discrete_normal_
-    from .gaussian import GaussianNoise as GaussianNoise
     from .mechanism import AbstractNoise as AbstractNoise
+    from .mechanism import GaussianNoise as GaussianNoise
     from .optimize import optimize_banded as optimize_banded
     from .optimize import optimize_banded_inverse as optimize_banded_inverse
     from .recurrences import banded_inverse as banded_inverse
@@ -37,8 +37,7 @@ else:
             "buffered": ["blt_column", "optimize_blt"],
             "correlated": ["CorrelatedNoise", "Recurrence"],
             "discrete": ["add_discrete_normal_"],
-            "gaussian": ["GaussianNoise"],
-            "mechanism": ["AbstractNoise"],
+            "mechanism": ["AbstractNoise", "GaussianNoise"],
             "optimize": ["optimize_banded", "optimize_banded_inverse"],
             "recurrences": ["banded_inverse", "banded_toeplitz", "blt", "dense", "lambda_cgd"],
             "sensitivity": ["epochs_sq_sensitivity", "sq_sensitivity", "toeplitz_sq_sensitivity"],

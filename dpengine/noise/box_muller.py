@@ -17,13 +17,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
-
-from dpengine.kernels.library import thread_team
 
 PAIRS = 256
 GROUP = 2 * PAIRS  # normals
@@ -106,23 +103,3 @@ def normals_from_words(words: Tensor) -> Tensor:
     radius = first.add_(0.5).abs_().mul_(2.0**-63).log_().mul_(-2).sqrt_()
     angle = second.mul_(math.pi * 2.0**-63)
     return torch.stack((torch.sin(angle).mul_(radius), torch.cos(angle).mul_(radius)), dim=1).view(-1)
-
-
-def add_native_normals(
-    library: Any,
-    key: bytes,
-    first: int,
-    std: float,
-    scale: float,
-    to: np.ndarray,
-    threads: int = 1,
-    *,
-    rows: int = 1,
-    stride: int = 0,
-) -> None:
-    """``add_normals`` with the ChaCha20 keystream of a key, by the compiled library and torch's threads.
-
-    ``to`` is ``rows`` rows of one length; the first normal of each row is ``stride`` after that of the previous one.
-    """
-    function = library.add_normals_f32 if to.dtype == np.float32 else library.add_normals_f64
-    function(key, first, rows, len(to) // rows, stride, std, scale, to.ctypes.data, threads, thread_team())

@@ -18,8 +18,7 @@ from torch import Tensor
 from dpengine.distributed.local_shards import Places
 from dpengine.errors import PrivacyError
 
-from .gaussian import GaussianNoise
-from .mechanism import AbstractNoise, check_release, end_of
+from .mechanism import AbstractNoise, GaussianNoise, check_release, end_of
 from .source import NoiseSource
 
 Fresh = Callable[[Tensor, float, int], None]

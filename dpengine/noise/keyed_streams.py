@@ -11,7 +11,7 @@ import numpy as np
 
 from dpengine.kernels.library import native_library, thread_team
 
-from .box_muller import add_native_normals, add_normals
+from .box_muller import add_normals
 from .chacha20 import fill_keystream
 
 DEFAULT_KIND = "chacha20"
@@ -80,6 +80,26 @@ def native_normals() -> Any:
     add_normals(functools.partial(_fill_chacha20, key), 2**40 + 500, 1.5, 0.7, expected)
     add_native_normals(library, key, 2**40 + 500, 1.5, 0.7, got)
     return library if np.array_equal(expected, got) else None
+
+
+def add_native_normals(
+    library: Any,
+    key: bytes,
+    first: int,
+    std: float,
+    scale: float,
+    to: np.ndarray,
+    threads: int = 1,
+    *,
+    rows: int = 1,
+    stride: int = 0,
+) -> None:
+    """Runs ``add_normals`` with the ChaCha20 keystream of a key in the compiled library, on torch's threads.
+
+    ``to`` is ``rows`` rows of one length; the first normal of each row is ``stride`` after that of the previous one.
+    """
+    function = library.add_normals_f32 if to.dtype == np.float32 else library.add_normals_f64
+    function(key, first, rows, len(to) // rows, stride, std, scale, to.ctypes.data, threads, thread_team())
 
 
 def _fill_chacha20(subkey: bytes, block: int, out: np.ndarray) -> None:

@@ -32,7 +32,7 @@ from dpengine.distributed.topology import Topology, add_up_sq_norms
 from dpengine.grad_modes.flat_buffer import FlatBuffer
 from dpengine.noise import BandMF, NoiseSource
 from dpengine.noise.correlated import mechanism_for
-from dpengine.noise.gaussian import GaussianNoise
+from dpengine.noise.mechanism import GaussianNoise
 from dpengine.noise.share import add_noise
 
 pytestmark = pytest.mark.xdist_group("tensor_parallel")  # what they all look at is made once

@@ -162,7 +162,7 @@ def _groups_lost(apply: Any) -> Any:
     @functools.wraps(apply)
     def applied(self: Any, run: Any) -> None:
         apply(self, run)
-        run.first_nonce = None
+        run.step.first_nonce = None
 
     return applied
 

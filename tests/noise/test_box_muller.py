@@ -17,12 +17,12 @@ from dpengine.noise.box_muller import (
     LARGEST_NORMAL,
     PAIRS,
     WORDS_PER_GROUP,
-    add_native_normals,
     add_normals,
     normals_from_words,
     normals_of_keystream,
 )
 from dpengine.noise.chacha20 import fill_keystream
+from dpengine.noise.keyed_streams import add_native_normals
 
 GROUPS = 40
 WORDS = np.random.default_rng(0).integers(0, 2**64, GROUPS * WORDS_PER_GROUP, dtype=np.uint64)
