@@ -37,12 +37,14 @@ class RecordedPass:
         replay: Its forward passes, if they were recorded for a probe.
         scaled: Whether its gradients are those of each sample's own loss, whatever the loss reduction.
         ended: Whether its end was seen. A pass that did not come through the model's output has no such event.
+        probed_B: Squared norms of the unscaled gradients that the probe compares; None for those of ``mode``.
     """
 
     mode: AbstractGradients
     replay: Replay | None = None
     scaled: bool = False
     ended: bool = True
+    probed_B: Tensor | None = None
 
     @property
     def samples(self) -> int:
@@ -211,8 +213,8 @@ class PassClipper:
         try:
             trainable = self.follow()
             self.check_leaks()
-            probed_B = None
-            if self.probe.due and (units is not None or self._only is not None):
+            probed_B = recorded.probed_B
+            if probed_B is None and self.probe.due and (units is not None or self._only is not None):
                 # The probe compares samples, not units, over all parameters.
                 probed_B = mode.sq_norms(dict.fromkeys(mode.parameters, 0), 1, 1.0).sum(dim=1)
             if self._only is not None:

@@ -1,5 +1,7 @@
 """Backward passes that wait: what is in ``p.grad_sample`` is clipped, each pass once."""
 
+import warnings
+
 import pytest
 import torch
 from inside_parts import ShownPasses
@@ -7,7 +9,7 @@ from reference import clipped_sum, flat_norms, per_sample_gradients, stacked
 from torch import nn
 
 from dpengine.clipping import Flat
-from dpengine.errors import MissingGradientError, RepeatedBackwardError, StaleGradientError
+from dpengine.errors import MissingGradientError, RepeatedBackwardError, StaleGradientError, UnsupportedLayerError
 
 
 def watched(**settings):
@@ -196,3 +198,37 @@ def test_a_batch_that_was_overwritten_after_its_pass_is_not_clipped():
         passes.clip()
     passes.clear_shown()
     assert not passes.pending()
+
+
+class Centered(nn.Module):
+    """Subtracts the mean over the batch, so that samples are not independent."""
+
+    def forward(self, inputs):
+        return inputs - inputs.mean(dim=0)
+
+
+@pytest.mark.parametrize("change", ["none", "read", "replaced", "overwritten batch"])
+def test_a_pass_is_probed_also_if_its_gradients_were_read_or_replaced(change):
+    model = nn.Sequential(nn.Linear(3, 4), Centered(), nn.Linear(4, 2))
+    sums = ShownPasses(model, Flat(0.5))
+    inputs, targets = batch()
+    backward(model, inputs, targets)
+    for parameter in model.parameters():
+        if change in ("read", "overwritten batch"):
+            parameter.grad_sample.sum()
+        elif change == "replaced":
+            parameter.grad_sample = torch.zeros(4, *parameter.shape)
+    if change == "overwritten batch":
+        inputs.zero_()
+    with pytest.raises(UnsupportedLayerError, match="does not keep the rows of a batch apart"):
+        sums.clip(rows=4)
+
+
+def test_gradients_that_were_read_of_independent_samples_pass_the_probe():
+    model, sums = watched()
+    backward(model, *batch())
+    for parameter in model.parameters():
+        parameter.grad_sample = 3 * parameter.grad_sample
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # a probe that cannot tell warns
+        sums.clip(rows=4)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -32,10 +32,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class _Waiting:
-    """A backward pass that waits, and the tensors that show its gradients; none if they are not shown."""
+    """A backward pass that waits for the step.
+
+    Attributes:
+        gradients: Its per-sample gradients.
+        shown: The tensors that show them; none if they are not shown.
+        probed_B: Squared norms for the probe, if the pass is probed: the batch may be overwritten before the step.
+    """
 
     gradients: PerSampleGradients
     shown: dict[nn.Parameter, OnDemand]
+    probed_B: Tensor | None
 
     def use_up(self) -> None:
         """Makes gradients that were not read unreadable, because the layer calls are about to be cleared."""
@@ -149,7 +156,7 @@ class WaitingPasses:
             shown = gradients.on_demand(lambda dtype: dtype)  # Opacus keeps the dtype of the parameter
             for parameter, grad_sample in shown.items():
                 show_grad_sample(parameter, grad_sample)
-        self._waiting.append(_Waiting(gradients, shown))
+        self._waiting.append(_Waiting(gradients, shown, _norms_to_probe(gradients.recorded)))
 
     def _check_accumulation(self, recorded: RecordedPass) -> None:
         """Raises if a second backward pass ends before the step, and passes do not add up."""
@@ -228,6 +235,8 @@ class WaitingPasses:
             recorded, clipped = first.gradients.recorded, dict(first.shown)
         else:
             recorded = self._given(parts)
+            if first is not None:  # the probe reruns the recorded pass, whatever became of its gradients
+                recorded = replace(recorded, replay=first.gradients.recorded.replay, probed_B=first.probed_B)
             clipped = {parameter: shown[0] for parameter, shown in parts.items()}
         try:
             step.on_pass(recorded)
@@ -288,6 +297,16 @@ class WaitingPasses:
         for parameter, shown in parts.items():
             mode.receive_rows(Use(parameter, names[parameter]), _values(shown[0], parameter, names[parameter]))
         return RecordedPass(mode, scaled=True)
+
+
+@torch.no_grad()
+def _norms_to_probe(recorded: RecordedPass) -> Tensor | None:
+    """Returns the squared norms that the probe compares; None if the pass was not recorded for it."""
+    if recorded.replay is None:
+        return None
+    assert isinstance(recorded.mode, Bookkeep)
+    mode = recorded.mode.copied(recorded.mode.parameters)  # the pass itself is clipped as if it were not probed
+    return mode.sq_norms(dict.fromkeys(mode.parameters, 0), 1, 1.0).sum(dim=1)
 
 
 def _not_by_forward(name: str) -> TicketError:
