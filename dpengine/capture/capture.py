@@ -15,14 +15,17 @@ import torch
 from torch import Tensor, nn
 from torch._C import _functorch
 from torch.autograd.variable import Variable
+from torch.nn.utils.rnn import PackedSequence
 
 from dpengine.distributed.topology import SINGLE, Topology
 from dpengine.errors import UnknownParameterError
 from dpengine.layers.replacements import from_twin, to_twin
 
 from .batch_statistics import batch_norm_guards
-from .hooks import Hook, LayerHook, RootHook
+from .buffers import BufferWatch
+from .hooks import Hook, LayerHook
 from .record import LayerCall, Use, turned
+from .tap import tensors_in, tensors_in_outputs
 from .watch import Watch
 
 if TYPE_CHECKING:
@@ -96,15 +99,16 @@ class Capture:
     uses: Counter[nn.Parameter] = field(default_factory=Counter, init=False)
     # Parameters whose gradient autograd filled outside a watched layer, with their names.
     leaks: dict[nn.Parameter, str] = field(default_factory=dict, init=False)
-    redirected_to: Recipient | None = field(default=None, init=False)  # takes layer calls instead of the listener
+    recipient: Recipient = field(init=False)  # takes the layer calls: the listener, unless they are redirected
     # Parameters that running forward passes have replaced.
     swapped: list[tuple[nn.Module, str, nn.Parameter]] = field(default_factory=list, init=False)
     anchor: Tensor = field(init=False)  # note [anchor] in tap.py
-    _ending: int | None = field(default=None, init=False)  # graph task whose end will be reported
+    unfinished: int | None = field(default=None, init=False)  # graph task of a backward pass whose end is not seen yet
 
     def __post_init__(self) -> None:
         """Creates what attaching fills."""
         self.anchor = torch.zeros((), requires_grad=True)
+        self.recipient = self.listener
         self._handles: list[Any] = []
         self._layer_hooks: list[LayerHook] = []
         self._replaced: list[nn.Module] = []  # layers that run as batch-first replacements while attached
@@ -185,25 +189,21 @@ class Capture:
     def report(self, call: LayerCall, uses: Mapping[str, Use], rule: Any) -> None:
         """Passes a layer call on. Forward passes inside the receiver are not recorded: a sampler may run the layer."""
         with self.paused():
-            self._recipient.receive(call, uses, rule)
+            self.recipient.receive(call, uses, rule)
 
     def report_rows(self, use: Use, grad: Tensor) -> None:
         """Passes the per-sample gradient of a parameter on."""
-        self._recipient.receive_rows(use, grad)
-
-    @property
-    def _recipient(self) -> Recipient:
-        return self.listener if self.redirected_to is None else self.redirected_to
+        self.recipient.receive_rows(use, grad)
 
     @contextlib.contextmanager
     def redirected(self, recipient: Recipient, rows: int | None) -> Iterator[None]:
         """Sends the layer calls of passes inside to another recipient. The model as a whole is not watched."""
-        before, mark = (self.redirected_to, self.rows, self._ending, self.swap), len(self.swapped)
-        self.redirected_to, self.rows, self.swap = recipient, rows, None
+        before, mark = (self.recipient, self.rows, self.unfinished, self.swap), len(self.swapped)
+        self.recipient, self.rows, self.swap = recipient, rows, None
         try:
             yield
         finally:
-            self.redirected_to, self.rows, self._ending, self.swap = before
+            self.recipient, self.rows, self.unfinished, self.swap = before
             self.uses.clear()
             self.unswap(mark)  # an interrupt may have ended a forward pass before its hooks could
             for hook in self._layer_hooks:
@@ -265,30 +265,25 @@ class Capture:
     @property
     def rerunning(self) -> bool:
         """Whether forward passes are those of a replay, or for another recipient."""
-        return self.redirected_to is not None or (self.replay is not None and self.replay.running)
-
-    @property
-    def backward_broke_off(self) -> bool:
-        """Whether a backward pass began and its end was never seen."""
-        return self._ending is not None
+        return self.recipient is not self.listener or (self.replay is not None and self.replay.running)
 
     def forget_backward(self) -> None:
-        """Drops what is known of a backward pass that is done with, or broke off."""
-        self._ending = None
+        """Forgets a backward pass that is clipped, or was interrupted."""
+        self.unfinished = None
         self.uses.clear()
 
     def end_backward(self) -> None:
         """Called by autograd when the outermost backward pass is over."""
-        self._ending = None
+        self.unfinished = None
         self.listener.backward_ended()
 
     def expect_end(self) -> None:
         """Asks autograd for a call at the end of the running backward pass, once."""
         task = torch._C._current_graph_task_id()
-        if self._ending != task:
-            if self._ending is not None:  # and this pass is over an older forward, whose start could not tell
+        if self.unfinished != task:
+            if self.unfinished is not None:  # and this pass is over an older forward, whose start could not tell
                 self.listener.forward_started(self.rows)
-            self._ending = task
+            self.unfinished = task
             Variable._execution_engine.queue_callback(self.end_backward)
 
     def batch_to_front(self, tensor: Tensor) -> Tensor:
@@ -301,6 +296,66 @@ class Capture:
             if tensor.dim():
                 return (tensor if self.batch_first else turned(tensor)).shape[0]
         return None
+
+
+class RootHook:
+    """Notes the batch size of a forward pass, watches its buffers, and asks to be told when its backward pass is over.
+
+    Note [end of backward]: a callback queued from inside a checkpointed block runs when the nested backward pass ends,
+    which is too early. The node behind the model's output belongs to the outer pass. Where an in-place operation on a
+    view takes that node out of the graph, nobody calls, and the batch is finished when the next one begins.
+    """
+
+    def __init__(self, capture: Capture):
+        self.capture = capture
+        self.buffers = BufferWatch(capture.model, capture.topology)
+        self.before = Hook(torch.compiler.disable(self._before, recursive=True))
+        self.after = Hook(torch.compiler.disable(self._after, recursive=True))
+
+    def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        capture = self.capture
+        if not capture.watching or capture.rerunning:
+            return
+        again = torch._C._current_graph_task_id() != -1  # a recomputation inside a backward pass
+        if capture.swapped and not again:
+            capture.restore()  # an interrupt may have ended the last pass before its hooks could
+        self.buffers.note()
+        if not capture.recording or again:
+            return
+        capture.begin(_rows_of(capture, args, kwargs))
+        if capture.replay is not None:
+            capture.replay.begin(module, args, kwargs)
+
+    def _after(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+        capture = self.capture
+        if capture.rerunning:
+            return None
+        if output is None:  # perhaps after an exception, which another one must not hide
+            self.buffers.put_back()
+            return None
+        self.buffers.refuse_written()
+        capture.refuse_lost_hooks()
+        if not capture.recording:
+            return None
+        if capture.replay is not None:
+            output = capture.replay.end(output, capture.anchor)
+        for tensor in tensors_in_outputs(output):
+            if tensor.grad_fn is not None:
+                tensor.grad_fn.register_prehook(self._reached)
+        return output if capture.replay is not None else None
+
+    def _reached(self, grads: Any) -> None:
+        self.capture.expect_end()
+
+
+def _rows_of(capture: Capture, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
+    """Batch size of a call of the model."""
+    first = next(iter((*args, *kwargs.values())), None)
+    if isinstance(first, PackedSequence):  # whose data has an entry for each row and time
+        return int(first.batch_sizes[0])
+    if isinstance(first, Tensor) and first.dim():
+        return capture.rows_of((first,))
+    return capture.rows_of(tensors_in((args, kwargs)))
 
 
 def _forget_compiled_code() -> None:

@@ -1,4 +1,4 @@
-"""Hooks on a model and its layers: swap parameters, tap outputs, and detect the end of the backward pass."""
+"""Hooks on layers: they swap parameters while a layer runs, and tap its outputs."""
 
 from __future__ import annotations
 
@@ -9,16 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils.rnn import PackedSequence
 
 from dpengine.distributed.layer_parts import layer_type, ordinary
 from dpengine.distributed.local_shards import is_dtensor, local_part
 from dpengine.errors import UnsupportedLayerError
 
-from .buffers import BufferWatch
 from .record import Use
-from .recorder import CallReport, RowsReport
-from .tap import RowsTap, tensors_in, tensors_in_outputs
+from .tap import CallReport, RowsReport, RowsTap, tensors_in
 from .watch import Kind, Watch
 from .watched_parameter import Origin, WatchedParameter, realise
 
@@ -231,66 +228,6 @@ class LayerHook:
             return report.tap((inputs,), {}, output)
 
         return Origin(parameter, dotted, tap_rows, tap_linear, lambda: capture.rows if capture.batch_first else None)
-
-
-class RootHook:
-    """Notes the batch size of a forward pass, watches its buffers, and asks to be told when its backward pass is over.
-
-    Note [end of backward]: a callback queued from inside a checkpointed block runs when the nested backward pass ends,
-    which is too early. The node behind the model's output belongs to the outer pass. Where an in-place operation on a
-    view takes that node out of the graph, nobody calls, and the batch is finished when the next one begins.
-    """
-
-    def __init__(self, capture: Capture):
-        self.capture = capture
-        self.buffers = BufferWatch(capture.model, capture.topology)
-        self.before = Hook(torch.compiler.disable(self._before, recursive=True))
-        self.after = Hook(torch.compiler.disable(self._after, recursive=True))
-
-    def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        capture = self.capture
-        if not capture.watching or capture.rerunning:
-            return
-        again = torch._C._current_graph_task_id() != -1  # a recomputation inside a backward pass
-        if capture.swapped and not again:
-            capture.restore()  # an interrupt may have ended the last pass before its hooks could
-        self.buffers.note()
-        if not capture.recording or again:
-            return
-        capture.begin(_rows_of(capture, args, kwargs))
-        if capture.replay is not None:
-            capture.replay.begin(module, args, kwargs)
-
-    def _after(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
-        capture = self.capture
-        if capture.rerunning:
-            return None
-        if output is None:  # perhaps after an exception, which another one must not hide
-            self.buffers.put_back()
-            return None
-        self.buffers.refuse_written()
-        capture.refuse_lost_hooks()
-        if not capture.recording:
-            return None
-        if capture.replay is not None:
-            output = capture.replay.end(output, capture.anchor)
-        for tensor in tensors_in_outputs(output):
-            if tensor.grad_fn is not None:
-                tensor.grad_fn.register_prehook(self._reached)
-        return output if capture.replay is not None else None
-
-    def _reached(self, grads: Any) -> None:
-        self.capture.expect_end()
-
-
-def _rows_of(capture: Capture, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
-    """Batch size of a call of the model."""
-    first = next(iter((*args, *kwargs.values())), None)
-    if isinstance(first, PackedSequence):  # whose data has an entry for each row and time
-        return int(first.batch_sizes[0])
-    if isinstance(first, Tensor) and first.dim():
-        return capture.rows_of((first,))
-    return capture.rows_of(tensors_in((args, kwargs)))
 
 
 def _no_linear(origins: Mapping[str, Origin], inputs: Tensor, output: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Taps, identities that report gradients in the backward pass, and traversal of nested inputs and outputs.
+"""Taps: identities that report the gradient of a layer's output, and what they report. Traversal of nested tensors.
 
 Note [anchor]: a layer whose input needs no gradient, and whose parameters were swapped for detached views, would be
 outside the graph. Every tap takes a scalar that requires grad, so that its backward always runs.
@@ -7,8 +7,8 @@ outside the graph. Every tap takes a scalar that requires grad, so that its back
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
-from typing import Any, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
@@ -16,6 +16,12 @@ from torch.utils import _pytree as pytree
 
 from dpengine.errors import RepeatedBackwardError
 from dpengine.layers.not_twice_differentiable import differentiated_once
+
+from .record import LayerCall, Use, turned
+from .watch import Kind, Watch
+
+if TYPE_CHECKING:
+    from .capture import Capture
 
 
 class Report(Protocol):
@@ -91,6 +97,73 @@ class RowsTap(torch.autograd.Function):
     def backward(ctx, grad):
         _fire(ctx, grad)
         return None, None, None, None
+
+
+class CallReport:
+    """Pairs the inputs of one use of a layer with the gradient of its output."""
+
+    def __init__(
+        self,
+        capture: Capture,
+        watch: Watch,
+        uses: Mapping[str, Use],
+        rule: Any = None,
+        *,
+        batch_first: bool = False,
+    ):
+        self.capture = capture
+        self.watch = watch
+        self.uses = uses
+        self.rule = watch.rule if rule is None else rule
+        self.name = watch.name
+        self.needs_output = getattr(self.rule, "needs_output", False)
+        self.batch_first = batch_first or capture.batch_first
+
+    def tap(self, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+        """Returns the output behind a tap."""
+        anchor = self.capture.anchor
+        saved, self.other_inputs, self.input_spec = take_tensors((args, kwargs))
+        saved = [t.detach() for t in saved]
+        in_place = self.watch.in_place or self.watch.kind is Kind.OPERATIONS
+        if in_place and isinstance(output, Tensor):
+            self.output_spec = None
+            return Tap.apply(output, anchor, self, *saved)
+        outputs, self.other_outputs, self.output_spec = take_tensors(output)
+        self.output_count = len(outputs)
+        return put_tensors(
+            CopyTap.apply(anchor, self, len(outputs), *outputs, *saved), self.other_outputs, self.output_spec
+        )
+
+    def fire(self, saved: tuple[Tensor, ...], grad: Any) -> None:
+        output = None
+        if self.output_spec is None:
+            front = grad if self.batch_first else turned(grad)
+        else:
+            if self.needs_output:
+                saved, outputs = saved[: -self.output_count], saved[-self.output_count :]
+                output = self._outputs(outputs)
+            front = self._outputs(grad)
+        inputs = saved if self.batch_first else map(turned, saved)
+        args, kwargs = put_tensors(inputs, self.other_inputs, self.input_spec)
+        order, mean_loss = self.batch_first, self.capture.mean_loss
+        call = LayerCall(self.watch.module, args, front, kwargs, output, self.name, order, mean_loss)
+        self.capture.report(call, self.uses, self.rule)
+
+    def _outputs(self, values: Sequence[Tensor | None]) -> Any:
+        front = [v if v is None or self.batch_first else turned(v) for v in values]
+        return put_tensors(front, self.other_outputs, self.output_spec)
+
+
+class RowsReport:
+    """Reports the gradient of a parameter that was repeated for each row."""
+
+    def __init__(self, capture: Capture, use: Use):
+        self.capture = capture
+        self.use = use
+        self.name = use.name
+
+    def fire(self, saved: tuple[Tensor, ...], grad: Tensor) -> None:
+        self.capture.report_rows(self.use, grad)
 
 
 def tensors_in(tree: Any) -> list[Tensor]:

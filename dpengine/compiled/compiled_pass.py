@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.weak import WeakIdRef
 
 from dpengine.capture.record import LayerCall, Use
 from dpengine.errors import UnsupportedLayerError
@@ -40,10 +41,13 @@ def plain_arguments(leaves: Sequence[Any]) -> tuple[Any, ...]:
 
 
 def model_key(model: nn.Module, state: Sequence[Tensor]) -> object:
-    """Modules, their settings, and which parameters and buffers are where."""
+    """Returns a key of the modules, their settings, and the places of parameters and buffers.
+
+    Weak references stand for objects: unlike an address, they never equal those of a later object.
+    """
     number = {tensor: i for i, tensor in enumerate(state)}
-    modules = tuple((id(module), type(module), _settings(module, number)) for module in model.modules())
-    return modules, tuple((id(tensor), kind_of(tensor), tensor.requires_grad) for tensor in state)
+    modules = tuple((WeakIdRef(module), type(module), _settings(module, number)) for module in model.modules())
+    return modules, tuple((WeakIdRef(tensor), kind_of(tensor), tensor.requires_grad) for tensor in state)
 
 
 def _settings(module: nn.Module, number: dict[Tensor, int]) -> tuple[Any, ...]:
@@ -53,7 +57,7 @@ def _settings(module: nn.Module, number: dict[Tensor, int]) -> tuple[Any, ...]:
         if isinstance(value, _PLAIN) or (isinstance(value, tuple) and all(isinstance(v, _PLAIN) for v in value)):
             found.append((name, value))
         elif isinstance(value, Tensor):
-            found.append((name, id(value), value._version))
+            found.append((name, WeakIdRef(value), value._version))
     return tuple(found)
 
 

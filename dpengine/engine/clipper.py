@@ -82,7 +82,7 @@ class PerSampleGradientClipper:
             MissingGradientError: If autograd filled the gradient of a parameter directly.
             UnknownParameterError: If the trainable parameters changed since the pass, or since the last `pre_step`.
         """  # noqa: DOC502 - clip() raises
-        interrupted = self._clipper.capture.backward_broke_off
+        interrupted = self._clipper.capture.unfinished is not None
         if interrupted or (self._recorded is None and self._clipper.pending):
             self._clipper.settle()
         recorded, self._recorded = None if interrupted else self._recorded, None

@@ -83,7 +83,7 @@ class GradSampleModule(nn.Module):
         They are kept until the next backward pass or ``zero_grad`` of this module; after an interrupted backward pass,
         and before the first one, reading it raises TicketError. See `dpengine.engine.PerSampleGradients`.
         """
-        if self._last is None or self._clipper.capture.backward_broke_off:
+        if self._last is None or self._clipper.capture.unfinished is not None:
             raise TicketError(
                 "No backward pass has left per-sample gradients.",
                 fix="Call loss.backward() on outputs of the wrapped model in train mode, before zero_grad().",

@@ -172,7 +172,7 @@ class PassClipper:
 
     def settle(self) -> bool:
         """Reports a pass whose end callback was missed; forgets an interrupted one. Returns whether there was one."""
-        if self.capture.backward_broke_off:
+        if self.capture.unfinished is not None:
             self.forget()
             return True
         if self.mode.rows:
@@ -212,20 +212,22 @@ class PassClipper:
         mode = recorded.mode
         try:
             trainable = self.follow()
-            self.check_leaks()
+            if self.capture.leaks:
+                self.check_leaks()
             probed_B = recorded.probed_B
-            if probed_B is None and self.probe.due and (units is not None or self._only is not None):
+            if probed_B is None and (units is not None or self._only is not None) and self.probe.due:
                 # The probe compares samples, not units, over all parameters.
                 probed_B = mode.sq_norms(dict.fromkeys(mode.parameters, 0), 1, 1.0).sum(dim=1)
             if self._only is not None:
                 assert isinstance(mode, Bookkeep)
                 mode = mode.copied(set(trainable.values()))
             self._check_samples(mode, samples)
-            self._check_parameters(mode, trainable)
+            took_part = mode.parameters
+            self._check_parameters(took_part, trainable)
             scale = self.scale_of(recorded) / loss_scale
             if units is not None:
                 mode.combine(units)
-            self.contributed |= set(mode.parameters)
+            self.contributed.update(took_part)
             grouping = self.grouping(trainable)
             try:
                 statistics = add_clipped(
@@ -247,7 +249,8 @@ class PassClipper:
                 raise
             return statistics
         finally:
-            recorded.mode.clear()
+            if recorded.mode is not self.mode:
+                recorded.mode.clear()
             self.forget()
 
     def grouping(self, trainable: Mapping[str, nn.Parameter] | None = None) -> Grouping:
@@ -280,9 +283,9 @@ class PassClipper:
         """Names of the trainable parameters without a gradient in the sums."""
         return [name for name, p in trainable.items() if p not in self.contributed]
 
-    def _check_parameters(self, mode: AbstractGradients, trainable: Mapping[str, nn.Parameter]) -> None:
+    def _check_parameters(self, took_part: Mapping[nn.Parameter, str], trainable: Mapping[str, nn.Parameter]) -> None:
         known = set(trainable.values())
-        unknown = [name for parameter, name in mode.parameters.items() if parameter not in known]
+        unknown = [name for parameter, name in took_part.items() if parameter not in known]
         if unknown:
             raise UnknownParameterError(
                 f"'{unknown[0]}' had a gradient, but is no trainable parameter of the model: it was frozen or "

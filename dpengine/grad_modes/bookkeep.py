@@ -14,11 +14,10 @@ from dpengine.capture.record import LayerCall, Use
 from dpengine.grad_samplers.sampler import JointSampler, NormedRule
 
 from .choose_method import Choice, MethodTable, Plan, Planner, plan_key
-from .entry import Entry, gram_sq_norms
+from .entry import Entry, Scratch, gram_sq_norms
 from .flat_buffer import Sums, wide
 from .method import Method
 from .rows import Units, widened
-from .scratch import Scratch
 from .strategy import AbstractGradients, common_rows, joint_gradients, joint_parts, note_rows
 
 Quiet = Callable[[], AbstractContextManager[None]]
@@ -29,18 +28,21 @@ _PLANS = 500  # remembered; sequences and batches of many lengths have as many
 class Bookkeep(AbstractGradients):
     """Norms by the fastest sound way for each parameter, sums by one weighted product."""
 
+    rows: dict[str, int] = None  # type: ignore[assignment]  # in the place of the property; each instance has its own
+
     def __init__(self, planner: Planner | None = None, quiet: Quiet | None = None):
         self.planner = MethodTable() if planner is None else planner
         self._quiet = quiet  # pauses the hooks while a user's norm rule reruns a layer; None forms gradients instead
         self._entries: dict[nn.Parameter, Entry] = {}
-        self._rows: dict[str, int] = {}
+        self._still: Quiet = nullcontext if quiet is None else quiet
+        self.rows = {}
         self._plans: dict[object, Plan] = {}
         self._plan: Plan = {}
         self._scratch = Scratch()
 
     def receive(self, call: LayerCall, uses: Mapping[str, Use], rule: Any) -> None:
         call = widened(call)
-        note_rows(self._rows, call.name, call.batch_size)
+        note_rows(self.rows, call.name, call.batch_size)
         if isinstance(rule, NormedRule):
             if self._quiet is not None:
                 self._receive_normed(call, uses, rule)
@@ -64,17 +66,17 @@ class Bookkeep(AbstractGradients):
                 self._entry(uses[name]).calls.append((call, rule.normed(name, sampler)))
 
     def receive_rows(self, use: Use, grad: Tensor) -> None:
-        note_rows(self._rows, use.name, grad.shape[0])
+        note_rows(self.rows, use.name, grad.shape[0])
         self._entry(use).keep(grad.to(wide(grad.dtype)))
 
     def combine(self, units: Units) -> None:
         """From here on a row is a unit of privacy."""
-        rows = common_rows(self._rows)
+        rows = common_rows(self.rows)
         with self._still():
             for entry in self._entries.values():
                 entry.join()
                 entry.combine(units, rows)
-        self._rows = dict.fromkeys(self._rows, units.count)
+        self.rows = dict.fromkeys(self.rows, units.count)
 
     def renewed(self) -> Bookkeep:
         """Returns a mode for the next pass that shares the plans of this one, which keeps its layer calls."""
@@ -85,7 +87,7 @@ class Bookkeep(AbstractGradients):
     def copied(self, parameters: Collection[nn.Parameter]) -> Bookkeep:
         """Returns the layer calls of these parameters alone. Using one copy up leaves the other unchanged."""
         other = self.renewed()
-        other._rows = dict(self._rows)
+        other.rows = dict(self.rows)
         other._entries = {
             parameter: replace(entry, calls=list(entry.calls))
             for parameter, entry in self._entries.items()
@@ -93,15 +95,8 @@ class Bookkeep(AbstractGradients):
         }
         return other
 
-    def _still(self) -> AbstractContextManager[None]:
-        return nullcontext() if self._quiet is None else self._quiet()
-
     def _entry(self, use: Use) -> Entry:
         return self._entries.setdefault(use.parameter, Entry(use))
-
-    @property
-    def rows(self) -> Mapping[str, int]:
-        return self._rows
 
     @property
     def parameters(self) -> Mapping[nn.Parameter, str]:
@@ -118,10 +113,10 @@ class Bookkeep(AbstractGradients):
 
     def formed(self, parameter: nn.Parameter) -> Tensor:
         """Per-sample gradients ``(B, *param.shape)`` of one that took part, unscaled. Nothing is used up."""
-        return self._entries[parameter].formed(common_rows(self._rows))
+        return self._entries[parameter].formed(common_rows(self.rows))
 
     def sq_norms(self, groups: Mapping[nn.Parameter, int], num_groups: int, scale: float) -> Tensor:
-        rows = common_rows(self._rows)
+        rows = common_rows(self.rows)
         if not self._entries:
             return torch.zeros(0, num_groups)
         for entry in self._entries.values():
@@ -173,7 +168,7 @@ class Bookkeep(AbstractGradients):
 
     def clear(self) -> None:
         self._entries = {}
-        self._rows = {}
+        self.rows = {}
         self._scratch.start_again()
 
 

@@ -24,11 +24,10 @@ from dpengine.grad_samplers.machine import operations_per_byte, operations_per_s
 from dpengine.grad_samplers.sampler import Cost
 from dpengine.grad_samplers.tied import tied_cost
 
-from .entry import Entry
+from .entry import Entry, Scratch
 from .flat_buffer import FlatBuffer, wide
 from .method import KEEP, Method, Way
 from .rows import in_rows, shapes_of, some_rows
-from .scratch import Scratch
 
 KEEP_BUDGET = 512 * 2**20  # bytes of per-sample gradients kept at most, over all parameters
 _HOPELESS = 4.0  # times the best estimate: not worth timing
@@ -373,14 +372,14 @@ def plan_key(entries: Sequence[Entry], rows: int) -> object:
     It holds the parameters themselves, which hash and compare by identity: an address could be reused.
     """
     shapes: dict[LayerCall, tuple[Any, ...]] = {}  # the parameters of a layer share its call
-    found: list[object] = []
+    found: list[object] = [_rounded(rows)]
     for entry in entries:
         found += (entry.use.parameter, entry.kept is None, len(entry.calls))
         for call, _ in entry.calls:
             if call not in shapes:
                 shapes[call] = shapes_of(call)
             found.append(shapes[call])
-    return _rounded(rows), tuple(found)
+    return tuple(found)
 
 
 class KeepAll:

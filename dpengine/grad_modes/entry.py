@@ -19,12 +19,43 @@ from dpengine.kernels import products as native
 from .flat_buffer import Sums, wide
 from .method import Method, Way
 from .rows import Units, in_rows, some_rows, without_rows, zeroed
-from .scratch import Scratch
 
 CHUNK_BYTES = 4 * 2**20  # bytes of per-sample gradients formed at a time where they are not kept; the cache has room
 _LEFT = 2.0**-11  # of the threshold is one rounding, at most, of the sum of a row whose parts cancel
 _FEW = 64  # numbers of a row for which one call in float64 costs less than several in float32
 _BLOCK = 256  # squares added in float32 before they go into a float64 sum
+
+
+class Scratch:
+    """Memory for per-sample gradients that are kept: one block, used again from the start in every pass.
+
+    New memory costs as much time as the gradients, because the system clears each page when it is first written. The
+    block holds the gradients of the last pass until the next pass writes there, as freed memory does. On accelerators
+    the allocator of torch is used.
+    """
+
+    def __init__(self) -> None:
+        self._block: Tensor | None = None
+        self._needed = 0  # bytes, of the pass that needed most
+        self._taken = 0
+
+    def take(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Returns an uninitialized tensor. Every pass ends with ``start_again``."""
+        if device.type != "cpu":
+            return torch.empty(shape, dtype=dtype, device=device)
+        size = torch.Size(shape).numel() * dtype.itemsize
+        start = self._taken
+        self._taken += -(-size // 64) * 64
+        if self._block is None or start + size > len(self._block):  # the first pass, or a larger one than ever
+            return torch.empty(shape, dtype=dtype)
+        return self._block[start : start + size].view(dtype).view(shape)
+
+    def start_again(self) -> None:
+        """Ends a pass: its memory may be used again, and the block grows to what the pass needed."""
+        self._needed = max(self._needed, self._taken)
+        self._taken = 0
+        if self._needed and (self._block is None or len(self._block) < self._needed):
+            self._block = torch.empty(self._needed, dtype=torch.uint8)
 
 
 @dataclass(eq=False)
@@ -185,23 +216,14 @@ class Entry:
             parts += [sq_norms(sampler.grad(call)).sqrt() for call, sampler in self.calls if sampler.spread is None]
         return torch.stack(parts).sum(dim=0) if parts else None
 
-    @property
-    def gram_factors(self) -> tuple[Tensor, ...] | None:
-        """Whose Grams give the norm, where the sampler says so."""
-        if len(self.calls) != 1 or self.calls[0][1].factors is None:
-            return None
-        call, sampler = self.calls[0]
-        assert sampler.factors is not None
-        return sampler.factors(call)
-
     def from_gram(self, norm: GramNorm) -> Tensor:
         """Squared norms ``(B,)`` by Grams that were formed with those of other parameters."""
         return self._raised(norm.sq_norm_B, norm.spread_B)
 
 
 def gram_sq_norms(entries: Sequence[Entry]) -> list[Tensor]:
-    """Squared norms of several parameters that have ``gram_factors``; Grams that they share are formed once."""
-    found = gram_norms([entry.gram_factors or () for entry in entries])
+    """Squared norms of parameters with one call each and ``GradSampler.factors``. Shared Grams are formed once."""
+    found = gram_norms([sampler.factors(call) for entry in entries for call, sampler in entry.calls if sampler.factors])
     return [entry.from_gram(norm) for entry, norm in zip(entries, found, strict=True)]
 
 

@@ -24,8 +24,10 @@ def tokens(features: Tensor) -> Tensor:
 
 
 def _acts_and_grads(call: LayerCall) -> tuple[Tensor, Tensor]:
-    acts = call.inputs[0] if call.inputs else call.kwargs["input"]
-    return tokens(acts), tokens(call.grad_output)
+    acts, grads = call.inputs[0] if call.inputs else call.kwargs["input"], call.grad_output
+    if grads.dim() == 2:
+        return acts.unsqueeze(1), grads.unsqueeze(1)
+    return acts.flatten(1, -2), grads.flatten(1, -2)
 
 
 @full_precision()

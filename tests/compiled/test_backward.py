@@ -3,6 +3,7 @@
 import itertools
 import math
 import threading
+import weakref
 
 import pytest
 import torch
@@ -10,6 +11,8 @@ import torch.nn.functional as F
 from inside_parts import compiled_graphs, compiled_norms, set_compiled_loss
 from torch import nn
 from torch.utils.data import TensorDataset
+
+from dpengine.compiled.compiled_pass import model_key
 
 from .trainings import CLASSES, MODELS, Training, after_first, data
 
@@ -233,3 +236,28 @@ def test_an_interrupt_in_the_middle_leaves_the_model_as_it_was(where, monkeypatc
     assert all(type(p) is nn.Parameter for p in training.model.parameters())
     training.run(3)
     assert all(type(p) is nn.Parameter for p in training.model.parameters())
+
+
+@pytest.mark.parametrize("kind", ["module", "tensor"])
+def test_the_key_of_a_graph_keeps_nothing_alive_and_never_equals_that_of_a_later_object_at_the_same_address(kind):
+    held = nn.Identity() if kind == "tensor" else None
+
+    def key_at():
+        layer = nn.Identity() if held is None else held
+        layer.table = torch.zeros(2) if kind == "tensor" else None
+        own = layer if held is None else layer.table
+        key, again = model_key(layer, []), model_key(layer, [])
+        assert key == again and hash(key) == hash(again)
+        return id(own), key, weakref.ref(own)
+
+    place, key, alive = key_at()
+    if held is not None:
+        del held.table
+    assert alive() is None
+    later = [key_at()]
+    while later[-1][0] != place and len(later) < 1000:
+        if held is not None:
+            del held.table
+        later.append(key_at())
+    assert later[-1][0] == place
+    assert key not in [other for _, other, _ in later]

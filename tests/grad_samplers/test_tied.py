@@ -7,9 +7,8 @@ from torch import nn
 from dpengine.capture import LayerCall, Use
 from dpengine.grad_modes import choose_method
 from dpengine.grad_modes.choose_method import MethodTable, time_ways
-from dpengine.grad_modes.entry import Entry
+from dpengine.grad_modes.entry import Entry, Scratch
 from dpengine.grad_modes.method import Method, Way
-from dpengine.grad_modes.scratch import Scratch
 from dpengine.grad_samplers import tied
 from dpengine.grad_samplers.table import BUILTIN
 from dpengine.grad_samplers.tied import tied_cost, tied_norm

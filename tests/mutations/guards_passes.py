@@ -170,7 +170,7 @@ GUARDS = [
     Guard(
         "clipper-interrupted",
         "an interrupted pass is not clipped with the one before",
-        "interrupted = self._clipper.capture.backward_broke_off",
+        "interrupted = self._clipper.capture.unfinished is not None",
         "interrupted = False",
         "clipping/test_clipper.py::test_an_interrupted_pass_is_not_clipped_with_the_one_before",
     ),

@@ -213,7 +213,7 @@ class WaitingPasses:
             for one in self._waiting:
                 for grad_sample in one.shown.values():
                     _ = grad_sample.value  # it may be read later
-            if self.clipper.capture.backward_broke_off:
+            if self.clipper.capture.unfinished is not None:
                 self.settle(step)
             elif self.clipper.pending:
                 self.clipper.forget()  # it is of samples before those of this batch
