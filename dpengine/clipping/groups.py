@@ -14,9 +14,7 @@ from dpengine.errors import suggests_names
 from .policy import AbstractClip, check_norms, factors_within, positive
 
 _WHERE = "clipping.Groups"
-_BY_WRITING = (
-    "A private optimizer of dpengine.compat.opacus is given new thresholds as optimizer.max_grad_norms = [...]."
-)
+_BY_WRITING = "If the optimizer has this attribute, write new thresholds as optimizer.max_grad_norms = [...]."
 
 
 @final

@@ -68,14 +68,14 @@ def _refuse_mode(mode: str, topology: Topology, watches: Sequence[Watch]) -> Non
         raise UnsupportedLayerError(
             f"grad_sample_mode={mode!r} runs the model again within a backward pass, when sharded parameters are not "
             "there.",
-            fix="Leave grad_sample_mode out; what Opacus calls 'ghost_fsdp' needs one pass.",
+            fix="Leave grad_sample_mode out: the default mode needs one pass.",
         )
     if topology.splits.size == 1:
         return
     if mode != "auto":
         raise UnsupportedLayerError(
             f"grad_sample_mode={mode!r} forms gradients of whole layers, and some are split over processes.",
-            fix="Leave grad_sample_mode out; what Opacus calls 'ghost_tp' forms none.",
+            fix="Leave grad_sample_mode out: the default mode forms none.",
         )
     for watch in watches:
         inside = next((part for layer, part in topology.parts.items() if layer in set(watch.module.modules())), None)

@@ -212,10 +212,6 @@ class PrivateIteration:
             return steps
         return math.ceil(steps * max(1.0, self._batches.strategy.expected_batch_size / size))
 
-    def bind(self, on_return: Callable[[LogicalBatch, int], None], may_draw: Callable[[int], bool]) -> None:
-        """Has others told of what is handed out, and asked whether a logical batch may be drawn."""
-        self._batches.on_return, self._batches.may_draw = on_return, may_draw
-
     def in_chunks(self, physical_batch_size: int, *, counts_chunks: bool = False) -> Any:
         """The same run, with logical batches in nearly equal chunks, none of them with more rows than that."""
         size = whole_number("in_chunks", "physical_batch_size", physical_batch_size, at_least=1)

@@ -1,13 +1,16 @@
 """``BatchMemoryManager``: chunks of a logical batch are one release, whatever happens in between."""
 
+import copy
 import gc
 import itertools
+import weakref
 
 import pytest
 import torch
-from opacus_runs import assert_same, batch, by_hand, gradients, loss, private, rows, train, truth
+from opacus_runs import assert_same, batch, by_hand, gradients, loss, model, private, rows, train, truth
 from torch.utils.data import BatchSampler, DataLoader, Dataset, SequentialSampler
 
+import dpengine
 from dpengine.compat.opacus.data_loader import DPDataLoader
 from dpengine.compat.opacus.grad_sample import get_gsm_class
 from dpengine.compat.opacus.utils.batch_memory_manager import (
@@ -272,6 +275,49 @@ def test_a_poisson_loader_of_ones_own_is_cut_for_an_optimizer_of_ones_own():
     assert max(sizes) <= 3
     assert len(released) == len(loader) == 4
     assert len(sizes) > 4
+
+
+def signals_to(optimizer, loader):
+    """Returns a list of what is signalled for the parts of a loader, and the parts."""
+    signals = []
+    optimizer.signal_skip_step = lambda do_skip: signals.append(do_skip)
+    return signals, wrap_data_loader(data_loader=loader, max_batch_size=3, optimizer=optimizer)
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy])
+def test_a_loader_and_its_copies_report_to_the_optimizer_that_was_named_last(copied):
+    (_, first), (_, second) = by_hand(), by_hand()
+    loader = DPDataLoader(rows(40), sample_rate=0.25, generator=torch.Generator().manual_seed(0))
+    other = copied(loader)
+    before, chunks = signals_to(first, loader)
+    assert len(list(chunks)) == len(before) > before.count(False) == len(loader)
+    passed = len(before)
+    after, others_chunks = signals_to(second, other)
+    assert len(list(others_chunks)) == len(after) > after.count(False) == len(loader)
+    assert len(list(loader)) == len(loader)
+    assert after[-len(loader) :] == [False] * len(loader)
+    assert len(before) == passed
+
+
+def test_a_loader_does_not_keep_an_optimizer_alive():
+    loader, (_, optimizer) = DPDataLoader(rows(40), sample_rate=0.25), by_hand()
+    wrap_data_loader(data_loader=loader, max_batch_size=3, optimizer=optimizer)
+    gone = weakref.ref(optimizer)
+    del optimizer
+    gc.collect()
+    assert gone() is None
+    assert len(list(loader)) == len(loader)
+
+
+def test_a_loader_of_dpengine_is_not_cut_for_an_optimizer_of_ones_own():
+    module = model()
+    plain = torch.optim.SGD(module.parameters(), 0.1)
+    *_, loader = dpengine.PrivacyEngine().make_private(
+        module, plain, DataLoader(rows(), 4), noise_multiplier=1.0, max_grad_norm=1.0
+    )
+    _, optimizer = by_hand()
+    with pytest.raises(TypeError, match=r"dpengine\.PrivacyEngine"):
+        wrap_data_loader(data_loader=loader, max_batch_size=3, optimizer=optimizer)
 
 
 def test_an_empty_logical_batch_comes_once_and_is_a_step():

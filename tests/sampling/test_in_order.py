@@ -65,14 +65,3 @@ def test_a_pass_in_other_chunks_ends_the_one_that_is_open():
     next(second)
     with pytest.raises(SamplingError, match="another was started"):
         next(first)
-
-
-def test_who_is_told_and_asked_can_be_set_later():
-    before, after = Recorder(), Recorder(budget=2)
-    loader = private(Fixed(*BATCHES), recorder=before)
-    loader.bind(after.on_return, after.may_draw)
-    assert rows_of(loader) == [list(batch) for batch in BATCHES[:2]]
-    assert [step for step, *_ in after.steps] == [0, 1]
-    assert after.asked == [0, 1, 2]
-    assert not before.handed
-    assert not before.asked

@@ -19,11 +19,11 @@ from dpengine.distributed.topology import Topology
 from dpengine.errors import suggests_names
 from dpengine.sampling.check import check_loader
 from dpengine.sampling.choose_scheme import strategy_for
-from dpengine.sampling.loader import PrivateIteration, private_loader
+from dpengine.sampling.loader import PrivateIteration
 from dpengine.sampling.poisson import PoissonSampling
 from dpengine.sampling.scheme import AbstractBatchStrategy
 
-from .engine_batches import always, ignore, plain, topology_for, whole_loader, words_for
+from .engine_batches import plain, reporting_loader, topology_for, whole_loader, words_for
 
 
 def wrap_collate_with_empty(
@@ -290,14 +290,12 @@ def _made(
     rand_on_empty: bool,
 ) -> DPDataLoader:
     topology = topology_for(distributed)
-    private = private_loader(
+    private = reporting_loader(
         plain,
+        topology,
         strategy=strategy,
         words=words_for(generator, topology),
-        on_return=ignore,
-        may_draw=always,
         batch_first=batch_first,
-        share=(topology.rank, topology.ranks),
         placeholder=rand_on_empty,
     )
     if rand_on_empty:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from typing import Any
+import weakref
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler, SequentialSampler
@@ -14,10 +15,72 @@ from dpengine.engine.build_plan import source_for
 from dpengine.errors import SamplingError
 from dpengine.noise.keyed_streams import DEFAULT_KIND
 from dpengine.noise.source import NoiseSource
+from dpengine.sampling.batches import LogicalBatch
 from dpengine.sampling.check import check_loader
 from dpengine.sampling.in_order import InOrder
 from dpengine.sampling.loader import PrivateIteration, private_loader
 from dpengine.sampling.shuffle import ShuffleSampling
+
+if TYPE_CHECKING:
+    from .optimizers import DPOptimizer
+
+
+class BatchReports:
+    """Reports each physical batch of a loader to an optimizer, which exists only after the loader.
+
+    Copies of the loader continue the same run, so they share the object.
+    """
+
+    def __init__(self) -> None:
+        self._optimizer: weakref.ref[DPOptimizer] | None = None
+
+    def report_to(self, optimizer: DPOptimizer) -> None:
+        """Reports to this optimizer from now on, and to no other. The reference is weak."""
+        self._optimizer = weakref.ref(optimizer)
+
+    def batch_returned(self, batch: LogicalBatch, chunk: int) -> None:
+        """The loader returns a physical batch to the user."""
+        optimizer = None if self._optimizer is None else self._optimizer()
+        if optimizer is None:
+            return
+        if not optimizer.is_hand_fed:
+            optimizer._waiting.batch_returned(optimizer._step, batch, chunk)
+            return
+        if chunk == 0:
+            optimizer.forget_skips()
+        optimizer.signal_skip_step(do_skip=chunk < len(batch.rows) - 1)
+
+    def may_draw(self, step: int) -> bool:
+        """Returns True: the runs of an optimizer from ``make_private`` of Opacus have no last step."""
+        return True
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> BatchReports:
+        return self
+
+
+def reporting_loader(loader: DataLoader[Any], topology: Topology, **options: Any) -> DataLoader[Any]:
+    """Returns the private form of a loader, for `report_to`. ``options`` are those of `private_loader`."""
+    reports = BatchReports()
+    private = private_loader(
+        loader,
+        on_return=reports.batch_returned,
+        may_draw=reports.may_draw,
+        share=(topology.rank, topology.ranks),
+        **options,
+    )
+    private.__dict__["_reports"] = reports
+    return private
+
+
+def report_to(loader: Any, optimizer: DPOptimizer) -> None:
+    """Has the batches of a private loader reported to an optimizer, in the place of any other."""
+    reports = loader.__dict__.get("_reports")
+    if reports is None:
+        raise TypeError(
+            "This loader reports its batches to a private optimizer of dpengine.PrivacyEngine, and cannot report them "
+            "to another one. Pass a DPDataLoader or a plain DataLoader."
+        )
+    reports.report_to(optimizer)
 
 
 def unsampled_loader(data_loader: DataLoader[Any], distributed: bool | Topology = False) -> DataLoader[Any]:
@@ -38,14 +101,7 @@ def unsampled_loader(data_loader: DataLoader[Any], distributed: bool | Topology 
         batches: Any = whole.batch_sampler
         law = ShuffleSampling if type(batches.sampler) is RandomSampler else InOrder
         strategy = law(len(whole.dataset), batches.batch_size, batches.drop_last)  # type: ignore[arg-type]
-    private = private_loader(
-        plain(whole),
-        strategy=strategy,
-        words=words_for(None, topology),
-        on_return=ignore,
-        may_draw=always,
-        share=(topology.rank, topology.ranks),
-    )
+    private = reporting_loader(plain(whole), topology, strategy=strategy, words=words_for(None, topology))
     private.__dict__["sampler"] = data_loader.sampler  # of which scripts call set_epoch
     return private
 
@@ -129,12 +185,3 @@ def words_for(generator: torch.Generator | None, topology: Topology) -> Any:
         return source.words(count, domain="mask", step=step, block=block << 32)
 
     return words
-
-
-def ignore(batch: Any, chunk: int) -> None:
-    """Nobody asked to be told."""
-
-
-def always(step: int) -> bool:
-    """Every batch may be drawn."""
-    return True

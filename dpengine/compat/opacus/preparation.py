@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Sequence
@@ -26,12 +25,11 @@ from dpengine.engine.run import Run
 from dpengine.engine.shared_dataset_check import SharedDatasetCheck
 from dpengine.engine.step import PrivateStep
 from dpengine.kernels.memory import keep_freed_memory
-from dpengine.sampling.batches import LogicalBatch
 
 from .accountants.entries import charges_of
 from .accountants.ledger_accountant import LedgerAccountant
 from .data_loader import private_form
-from .engine_batches import unsampled_loader
+from .engine_batches import report_to, unsampled_loader
 from .grad_sample.gsm_base import AbstractGradSampleHooks, AbstractGradSampleModule, is_spread
 from .grad_sample.prepare import GHOST, get_gsm_class, prepare_module
 from .optimizers import DPOptimizer, get_optimizer_class, step_of
@@ -234,19 +232,12 @@ class Preparation(Uncopied):
             hooks.allow_grad_accumulation()
         model = step.passes.model
         run = Run(model, optimizer, step, attached=True, batches=loader)
-        loader.bind(functools.partial(_batch_returned, weakref.ref(optimizer)), step.plan.has_step)
+        report_to(loader, optimizer)
         if any(parameter.device.type == "cpu" for parameter in model.parameters()):
             keep_freed_memory()
         add_run(self.engine, run)
         follow(self.accountant, self.engine.ledger)
         optimizer.tell = self.tellers[step] = teller
-
-
-def _batch_returned(owner: weakref.ref[DPOptimizer], batch: LogicalBatch, chunk: int) -> None:
-    """The loader returns a physical batch."""
-    optimizer = owner()
-    if optimizer is not None:
-        optimizer._waiting.batch_returned(optimizer._step, batch, chunk)
 
 
 def follow(accountant: Any, ledger: Ledger) -> bool:

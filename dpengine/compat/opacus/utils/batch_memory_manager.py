@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 from torch.utils.data import BatchSampler, DataLoader, Sampler
 
-from dpengine.compat.opacus.engine_batches import always
+from dpengine.compat.opacus.engine_batches import report_to
 from dpengine.compat.opacus.optimizers import DPOptimizer
 from dpengine.errors import suggests_names
-from dpengine.sampling.batches import LogicalBatch, PrivateBatchSampler
+from dpengine.sampling.batches import PrivateBatchSampler
 from dpengine.sampling.loader import PrivateIteration
 from dpengine.sampling.scheme import whole_number
 
@@ -119,7 +119,7 @@ def wrap_data_loader(*, data_loader: DataLoader[Any], max_batch_size: int, optim
     """Returns a loader of parts of at most ``max_batch_size`` samples. The engine splits its own loaders."""
     if isinstance(data_loader, PrivateIteration):
         if optimizer.is_hand_fed:
-            data_loader.bind(_telling(optimizer), always)
+            report_to(data_loader, optimizer)
         return data_loader.in_chunks(max_batch_size, counts_chunks=True)  # type: ignore[no-any-return]
     batches: Any = data_loader.batch_sampler
     if batches is None:
@@ -139,17 +139,6 @@ def wrap_data_loader(*, data_loader: DataLoader[Any], max_batch_size: int, optim
         prefetch_factor=data_loader.prefetch_factor,
         persistent_workers=data_loader.persistent_workers,
     )
-
-
-def _telling(optimizer: DPOptimizer) -> Callable[[LogicalBatch, int], None]:
-    """Signals to an optimizer without ``make_private`` whether the returned chunk is the last of its batch."""
-
-    def returned(batch: LogicalBatch, chunk: int) -> None:
-        if chunk == 0:
-            optimizer.forget_skips()
-        optimizer.signal_skip_step(do_skip=chunk < len(batch.rows) - 1)
-
-    return returned
 
 
 class BatchMemoryManager:
