@@ -49,6 +49,17 @@ NEVER_IMPORTS = {"accounting": {"torch"}}  # numbers that must not depend on a d
 MAX_LINES_OF_FILE = 400
 MAX_LINES_OF_FUNCTION = 60
 MAX_CHAIN = 20  # modules that import each other in a row, from the engine
+MAX_PARAMETERS = 12
+MORE_PARAMETERS = {
+    "compat.opacus.preparation.Asked": "the arguments of Opacus's make_private",
+    "compat.opacus.privacy_engine.PrivacyEngine.make_private": "the signature of Opacus",
+    "compat.opacus.privacy_engine.PrivacyEngine.make_private_with_epsilon": "the signature of Opacus",
+    "engine.privacy_engine.PrivacyEngine.make_private": "its arguments are grouped in its docstring",
+    "functional.clipped_gradients.clipped_grad": "the signature of JAX Privacy",
+    "functional.clipped_gradients.clipped_fun": "the signature of JAX Privacy",
+    "grad_samplers.sampler.GradSampler": "a record of functions",
+    "report.facts.RunFacts": "the rows of the report file",
+}
 
 
 @dataclass(frozen=True)
@@ -378,3 +389,26 @@ def test_a_chain_leads_through_an_export_to_the_module_that_defines_it(source_of
         "engine/step.py": "from dpengine.capture import hook",
     }
     assert longest_chain(source_of(**changes), "engine.step") == ("engine.step", "capture.hooks", "capture.record")
+
+
+def parameters_of(tree, module):
+    """Yields the name and the number of parameters of each public function, and of each constructor."""
+    for owner in [tree, *(node for node in ast.walk(tree) if isinstance(node, ast.ClassDef))]:
+        prefix = module if owner is tree else f"{module}.{owner.name}"
+        for node in owner.body:
+            if isinstance(node, ast.FunctionDef) and (node.name[0] != "_" or node.name == "__init__"):
+                arguments = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
+                yield f"{prefix}.{node.name}", sum(argument.arg not in ("self", "cls") for argument in arguments)
+        if owner is not tree and any("dataclass" in ast.unparse(one) for one in owner.decorator_list):
+            fields = [node for node in owner.body if isinstance(node, ast.AnnAssign)]
+            texts = [ast.unparse(node) for node in fields]
+            yield prefix, sum("init=False" not in text and "ClassVar" not in text for text in texts)
+
+
+def test_no_public_function_or_constructor_has_many_parameters():
+    many = {}
+    for path in sorted(PACKAGE.rglob("*.py")):
+        module = ".".join(path.relative_to(PACKAGE).with_suffix("").parts)
+        found = parameters_of(ast.parse(path.read_text("utf-8")), module)
+        many |= {name: count for name, count in found if count > MAX_PARAMETERS}
+    assert sorted(many) == sorted(MORE_PARAMETERS), many

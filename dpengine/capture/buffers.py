@@ -73,7 +73,7 @@ class BufferWatch:
         whole = self._passes & (self._passes - 1) == 0 or self._passes % _EVERY == 0
         if whole:
             self._modules = dict(self._model.named_modules())
-        self._noted, local = [], self._topology.local
+        self._noted, local = [], self._topology.layout.local
         for slots, name, dotted, buffer in self._tensors():
             size = buffer.numel()
             large = size > _LARGE and isinstance(buffer, nn.Parameter)

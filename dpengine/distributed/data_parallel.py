@@ -39,7 +39,7 @@ def refuse_other_weights(model: nn.Module, topology: Topology) -> None:
 def _refuse_differences(ranks: Ranks, topology: Topology, tensors: dict[str, Any]) -> None:
     if ranks.size == 1:
         return
-    found = ranks.all_of({name: _digest(topology.local(tensor)) for name, tensor in tensors.items()})
+    found = ranks.all_of({name: _digest(topology.layout.local(tensor)) for name, tensor in tensors.items()})
     for name, digest in found[0].items():
         other = next((i for i, one in enumerate(found) if one.get(name) != digest), None)
         if other is not None:

@@ -8,7 +8,7 @@ from torch import nn
 
 from dpengine.errors import UnsupportedLayerError
 
-from .local_shards import read_as_dtensors
+from .local_shards import dtensor_layout
 from .ranks import ALONE, Ranks, world
 from .topology import Slot, Topology
 
@@ -57,7 +57,7 @@ def fully_sharded(model: nn.Module) -> Topology | None:
         slots=slots,
         group={part.sharded_param: number for number, group in enumerate(sharded) for part in group.fsdp_params}.get,
         defers=lambda: not any(getattr(group, "reduce_grads", True) for group in sharded),
-        **read_as_dtensors(data_axes=info.mesh.ndim),
+        layout=dtensor_layout(data_axes=info.mesh.ndim),
     )
 
 

@@ -10,12 +10,12 @@ from __future__ import annotations
 import itertools
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 Shape = tuple[int, ...]
 
@@ -135,9 +135,37 @@ def _product(index: Sequence[int], strides: Sequence[int]) -> int:
     return sum(i * stride for i, stride in zip(index, strides, strict=False))
 
 
-def read_as_dtensors(data_axes: int) -> dict[str, Any]:
-    """The fields of a topology whose parameters, or some of them, are DTensors."""
-    return {"data_axes": data_axes, "held": partial(_held, data_axes), "gradient": _gradient, "local": local_part}
+def _whole(parameter: nn.Parameter) -> Held:
+    return Held.whole(parameter.shape)
+
+
+def _itself(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+@dataclass(frozen=True, eq=False)
+class ParameterLayout:
+    """How parameters are distributed over the ranks. The default is that of ordinary tensors, whole on each rank.
+
+    Attributes:
+        held: Returns how the sum of a parameter is formed and kept on this rank.
+        gradient: Returns the gradient of a parameter, given the part of it that is kept; None if that is all of it.
+        local: Returns the part of a tensor that is on this rank.
+        data_axes: Number of axes of a DTensor's mesh that belong to replicas and shards.
+    """
+
+    held: Callable[[nn.Parameter], Held] = _whole
+    gradient: Callable[[nn.Parameter, Tensor], Tensor] | None = None
+    local: Callable[[Tensor], Tensor] = _itself
+    data_axes: int = 0
+
+
+WHOLE = ParameterLayout()
+
+
+def dtensor_layout(data_axes: int) -> ParameterLayout:
+    """Returns the layout of parameters all or some of which are DTensors."""
+    return ParameterLayout(partial(_held, data_axes), _gradient, local_part, data_axes)
 
 
 def is_dtensor(tensor: object) -> bool:

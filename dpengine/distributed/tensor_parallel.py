@@ -16,7 +16,7 @@ from torch import nn
 from dpengine.errors import UnsupportedLayerError
 
 from .layer_parts import LAYERS, LayerPart, layer_type
-from .local_shards import is_dtensor, read_as_dtensors
+from .local_shards import dtensor_layout, is_dtensor
 from .ranks import ALONE, Ranks, world
 from .topology import Slot, Topology
 
@@ -29,11 +29,11 @@ def tensor_parallel(model: nn.Module, topology: Topology) -> Topology:
     for prefix, module in model.named_modules():
         for name, present in module._parameters.items():
             parameter: Any = None if present is None else topology.registered(module, name, present)
-            if is_dtensor(parameter) and parameter.device_mesh.ndim > topology.data_axes:
+            if is_dtensor(parameter) and parameter.device_mesh.ndim > topology.layout.data_axes:
                 found[module, name] = (f"{prefix}.{name}" if prefix else name, parameter)
     if not found:
         return topology
-    splits = _group_of(found, topology.data_axes)
+    splits = _group_of(found, topology.layout.data_axes)
     if splits.size == 1:
         return topology
     spread = dataclasses.replace(
@@ -42,7 +42,7 @@ def tensor_parallel(model: nn.Module, topology: Topology) -> Topology:
         replicas=_replicas(topology, splits),
         splits=splits,
         everyone=world(),
-        **read_as_dtensors(topology.data_axes),
+        layout=dtensor_layout(topology.layout.data_axes),
     )
     if spread.ranks * splits.size != world().size:
         raise UnsupportedLayerError(
@@ -99,7 +99,7 @@ def _parts(model: nn.Module, found: Mapping[Slot, tuple[str, Any]], topology: To
         split = {name: found[module, name] for name in module._parameters if (module, name) in found}
         if not split or (layer_type(module) not in LAYERS and not any(p.requires_grad for _, p in split.values())):
             continue  # a frozen one has no gradients; should it be thawed, its calls are refused
-        held = {name: topology.held(parameter) for name, (_, parameter) in split.items()}
+        held = {name: topology.layout.held(parameter) for name, (_, parameter) in split.items()}
         if len(split) < sum(parameter is not None for parameter in module._parameters.values()):
             raise UnsupportedLayerError(f"Layer '{prefix}' is split in some of its parameters.", fix=_LEAVE_OUT)
         parts[module] = LayerPart.of(prefix, module, held)

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from dpengine.errors import MechanismMismatchError
 
 from .layer_parts import LayerPart, cut_axis
-from .local_shards import Held, is_first_copy
+from .local_shards import WHOLE, ParameterLayout, is_first_copy
 from .ranks import ALONE, Ranks, Seal
 
 _SPREAD = 1e-6  # variance of a row's norms over ranks, of their squared mean
@@ -58,18 +58,6 @@ Slot = tuple[nn.Module, str]
 """Where a parameter is registered: its module, and its name there."""
 
 
-def _whole(parameter: nn.Parameter) -> Held:
-    return Held.whole(parameter.shape)
-
-
-def _same(parameter: nn.Parameter, value: Tensor) -> Tensor:
-    return value
-
-
-def _itself(tensor: Tensor) -> Tensor:
-    return tensor
-
-
 def _never() -> bool:
     return False
 
@@ -85,13 +73,10 @@ class Topology:
         splits: Those that hold parts of each layer, for the same rows.
         everyone: All ranks of the run.
         slots: The parameters that the optimizer holds, where a module shows others while it runs.
-        held: How a parameter's sum is formed and kept.
-        gradient: ``gradient(parameter, kept)`` is what stands in ``p.grad``, made of the part that is kept.
-        local: The part of a tensor that is here.
+        layout: How parameters are distributed.
         parts: Layers that are split, with the part of each that is here.
         group: Of parameters that are gathered together, the same; sums of these are exchanged together.
         defers: Whether the user asked that sums wait for the step, where each pass would exchange them.
-        data_axes: Of the meshes of parameters that are DTensors, how many are those of replicas and shards.
     """
 
     name: str = "single"
@@ -100,13 +85,10 @@ class Topology:
     splits: Ranks = ALONE
     everyone: Ranks = ALONE
     slots: Mapping[Slot, nn.Parameter] = field(default_factory=dict)
-    held: Callable[[nn.Parameter], Held] = _whole
-    gradient: Callable[[nn.Parameter, Tensor], Tensor] = _same
-    local: Callable[[Tensor], Tensor] = _itself
+    layout: ParameterLayout = WHOLE
     parts: Mapping[nn.Module, LayerPart] = field(default_factory=dict)
     group: Callable[[nn.Parameter], object] = id
     defers: Callable[[], bool] = _never
-    data_axes: int = 0
 
     @property
     def rank(self) -> int:
@@ -125,7 +107,7 @@ class Topology:
 
     def in_parts(self, parameter: nn.Parameter) -> bool:
         """Whether ranks that have the same rows hold parts of a parameter; else each has all that its shard keeps."""
-        return self.splits.size > 1 and cut_axis(self.held(parameter)) is not None
+        return self.splits.size > 1 and cut_axis(self.layout.held(parameter)) is not None
 
     def reduce_sq_norms(
         self, own_BK: Tensor, whole_BK: Tensor, facts: Sequence[object], device: torch.device
@@ -154,7 +136,7 @@ class Topology:
     def writes(self, tensor: Tensor) -> bool:
         """Whether this rank stores its part of a tensor: of ranks that hold the same, the first does."""
         mesh: Any = getattr(tensor, "device_mesh", None)
-        copies = self.splits.rank if mesh is None or mesh.ndim <= self.data_axes else 0
+        copies = self.splits.rank if mesh is None or mesh.ndim <= self.layout.data_axes else 0
         if mesh is not None:
             return self.replicas.rank == copies == 0 and is_first_copy(tensor)
         return self.replicas.rank == self.shards.rank == copies == 0

@@ -31,8 +31,10 @@ class GradWriter:
         """Puts noisy sums into ``p.grad``, in the memory that they have where that has the right type."""
         self.released = {}
         for parameter, view in sums.items():
-            grad = self.topology.gradient(parameter, view.to(parameter.dtype))
-            if self._was_changed(parameter):
+            grad = view.to(parameter.dtype)
+            if self.topology.layout.gradient is not None:
+                grad = self.topology.layout.gradient(parameter, grad)
+            if parameter.grad is not None and self._was_changed(parameter, parameter.grad):
                 notice(
                     "DPE015",
                     "p.grad was changed between backward and step; that has no effect on the private update. Use "
@@ -61,12 +63,9 @@ class GradWriter:
         """Whether a gradient of the last release is still there."""
         return any(p.grad is grad and grad._version == version for p, (grad, version) in self.released.items())
 
-    def _was_changed(self, parameter: nn.Parameter) -> bool:
-        """Whether somebody wrote into ``p.grad``, which is None or as ``zero_grad`` left it until the release."""
-        grad = parameter.grad
-        if grad is None:
-            return False
+    def _was_changed(self, parameter: nn.Parameter, grad: Tensor) -> bool:
+        """Returns True if other code wrote to ``p.grad`` after ``zero_grad`` cleared it."""
         if parameter in self._cleared and self._cleared[parameter][0] is grad:
             return self._cleared[parameter][1] != grad._version
         # model.zero_grad(set_to_none=False) leaves zeros, and does not tell
-        return bool(self.topology.local(grad).any())
+        return bool(self.topology.layout.local(grad).any())

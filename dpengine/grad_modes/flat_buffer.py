@@ -109,7 +109,7 @@ class FlatBuffer:
         self._held: dict[nn.Parameter, Held] = {}
         for parameter in parameters:  # their order addresses the noise
             key = (parameter.device, wide(parameter.dtype))
-            held = self._held[parameter] = topology.held(parameter)
+            held = self._held[parameter] = topology.layout.held(parameter)
             self._places[parameter] = (key, self._sizes.get(key, 0))
             self._sizes[key] = self._sizes.get(key, 0) + held.kept.numel
         self.stretches = _stretches(self._places, self._held, list(self._sizes))

@@ -26,7 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader, TensorDataset
 
 from dpengine import PrivacyEngine
-from dpengine.distributed.local_shards import Box, Held
+from dpengine.distributed.local_shards import Box, Held, ParameterLayout
 from dpengine.distributed.ranks import Ranks
 from dpengine.distributed.topology import Topology, add_up_sq_norms
 from dpengine.grad_modes.flat_buffer import FlatBuffer
@@ -271,7 +271,7 @@ def test_a_part_gets_the_noise_of_its_place_in_the_whole(kind):
     parameters = [nn.Parameter(torch.zeros(shape)) for shape in ((3,), (7, 6), (2, 2))]
 
     def noise(held, step, drawing):
-        topology = Topology(held=lambda p: held if p is parameters[1] else Held.whole(p.shape))
+        topology = Topology(layout=ParameterLayout(held=lambda p: held if p is parameters[1] else Held.whole(p.shape)))
         taken = FlatBuffer(parameters, topology).take()
         add_noise(taken, drawing, std=2.0, step=step, scale=0.5, replicas=Ranks(), facts=())
         return [taken.views[p] for p in parameters]

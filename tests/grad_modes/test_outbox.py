@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from dpengine.distributed.local_shards import Box, Held
+from dpengine.distributed.local_shards import Box, Held, ParameterLayout
 from dpengine.distributed.topology import Topology
 from dpengine.grad_modes import outbox as module
 from dpengine.grad_modes.flat_buffer import FlatBuffer
@@ -46,7 +46,7 @@ def ranks():
 
 @pytest.fixture
 def buffer(parameters, ranks):
-    buffer = FlatBuffer(parameters, Topology(shards=ranks, held=half))
+    buffer = FlatBuffer(parameters, Topology(shards=ranks, layout=ParameterLayout(held=half)))
     buffer.begin(("facts",))
     return buffer
 
@@ -98,7 +98,7 @@ def test_passes_add_up(buffer, parameters):
 @pytest.mark.parametrize(("groups", "buckets"), [([0, 0, 1, 1, 1], 2), ([0, 1, 2, 3, 4], 5), ([0] * 5, 1)])
 def test_what_is_gathered_together_leaves_together(parameters, ranks, groups, buckets):
     group = dict(zip(parameters, groups, strict=True)).get
-    buffer = FlatBuffer(parameters, Topology(shards=ranks, held=half, group=group))
+    buffer = FlatBuffer(parameters, Topology(shards=ranks, layout=ParameterLayout(held=half), group=group))
     buffer.begin(("facts",))
     for parameter in parameters:
         summed(buffer, parameter)

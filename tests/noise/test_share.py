@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from dpengine.distributed.local_shards import Box, Held
+from dpengine.distributed.local_shards import Box, Held, ParameterLayout
 from dpengine.distributed.ranks import ALONE
 from dpengine.distributed.topology import Topology
 from dpengine.errors import MechanismMismatchError
@@ -39,7 +39,7 @@ def small_messages(monkeypatch):
 def noised(ranks, held=None, dtypes=(torch.float32,)):
     """What a rank has after its noise, where all sums are zero, and the buffer."""
     parameters = [nn.Parameter(torch.zeros(s, dtype=dtypes[i % len(dtypes)])) for i, s in enumerate(SHAPES)]
-    topology = Topology(replicas=ranks) if held is None else Topology(replicas=ranks, held=held)
+    topology = Topology(replicas=ranks) if held is None else Topology(replicas=ranks, layout=ParameterLayout(held=held))
     buffer = FlatBuffer(parameters, topology)
     places = drawn_places(buffer, ranks)
     taken, noise = buffer.take(), GaussianNoise(NoiseSource.seeded(4))
@@ -109,7 +109,7 @@ def test_ranks_that_split_layers_unevenly_get_the_noise_of_whole_ones_from_the_s
             return Held(tuple(parameter.shape), part, part)
 
         parameters = [nn.Parameter(torch.zeros(s)) for s in SHAPES]
-        topology = Topology(replicas=Ranks(replica, 2), splits=Ranks(split, 2), held=held)
+        topology = Topology(replicas=Ranks(replica, 2), splits=Ranks(split, 2), layout=ParameterLayout(held=held))
         drawn = drawn_places(FlatBuffer(parameters, topology), Ranks(replica, 2))
         mine = {n for one in drawn for n in range(one.start, one.start + one.count)}
         sizes = [torch.Size(s).numel() for s in SHAPES]
@@ -123,7 +123,7 @@ def test_ranks_that_split_layers_unevenly_get_the_noise_of_whole_ones_from_the_s
 
 def test_a_rank_without_any_sum_sends_its_words():
     ranks, nothing = Ranks(0, 2), Held((3,), Box.whole((3,)), Box((3,), (0,)))
-    topology = Topology(replicas=ranks, held=lambda parameter: nothing)
+    topology = Topology(replicas=ranks, layout=ParameterLayout(held=lambda parameter: nothing))
     taken, noise = FlatBuffer([nn.Parameter(torch.zeros(3))], topology).take(), GaussianNoise(NoiseSource.seeded(4))
     with pytest.raises(MechanismMismatchError):  # nobody added the words of the others
         add_noise(taken, noise, std=1.0, step=0, scale=1.0, replicas=ranks, facts=())
