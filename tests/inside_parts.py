@@ -105,7 +105,8 @@ class ClippedPasses:
 
     def is_idle(self):
         """Whether nothing of a pass is held, and the parameters of the model are its own."""
-        return not self._passes.pending and not self._passes.capture.swapped
+        capture = self._passes.capture
+        return not (self._passes.pending or capture.swapped or capture.switched_off)
 
     def leaks(self):
         """Whether autograd wrote a gradient that no layer accounts for."""
@@ -313,6 +314,7 @@ def copied_buffers(watch):
 
 ATTACHED_PARTS = {  # what make_private attaches besides hooks, in order
     "optimizer": (dpengine.engine.optimizer, "private_class"),
+    "layers": (dpengine.capture.hooks.LayerForward, "attach"),
     "scaler": (companions, "attach_scaler"),
     "scheduler": (companions, "attach_scheduler"),
     "models": (dpengine.engine.run, "attached_models"),

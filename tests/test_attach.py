@@ -23,7 +23,8 @@ def fail(*args, **kwargs):
 # Where it stops: in the optimizer, between two hooks, at either companion, and at the very end.
 STOPS = {
     "optimizer": lambda model, patch: fail_to_attach(patch, "optimizer", fail),
-    "hooks": lambda model, patch: patch.setattr(model[2], "register_forward_pre_hook", fail),
+    "layers": lambda model, patch: fail_to_attach(patch, "layers", fail),
+    "hooks": lambda model, patch: patch.setattr(model, "register_forward_pre_hook", fail),
     "scaler": lambda model, patch: fail_to_attach(patch, "scaler", fail),
     "scheduler": lambda model, patch: fail_to_attach(patch, "scheduler", fail),
     "models": lambda model, patch: fail_to_attach(patch, "models", fail),
@@ -33,6 +34,7 @@ STOPS = {
 def hooks_of(model):
     names = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
     found = [hook for module in model.modules() for name in names for hook in getattr(module, name).values()]
+    found += [module.forward for module in model.modules() if "forward" in vars(module)]
     return found + [hook for p in model.parameters() for hook in (p._post_accumulate_grad_hooks or {}).values()]
 
 

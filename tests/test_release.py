@@ -223,7 +223,7 @@ class Trace:
         # every batch that was handed out was charged once: released, or given up
         assert self.engine.ledger.steps == len(self.handed_out)
         modules = list(self.model.modules())
-        assert not any(m._forward_hooks or m._forward_pre_hooks for m in modules)
+        assert not any(m._forward_hooks or m._forward_pre_hooks or "forward" in vars(m) for m in modules)
         assert not any(p._post_accumulate_grad_hooks for p in self.model.parameters())
         assert not any(hasattr(p, "grad_sample") for p in self.model.parameters())
         assert inside.state(self.engine).zero

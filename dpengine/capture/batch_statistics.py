@@ -12,7 +12,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from dpengine.distributed.layer_parts import layer_type
 from dpengine.errors import UnsupportedLayerError
 
-from .hooks import Hook
+from .hooks import Hook, has_own_forward
 
 _KINDS = frozenset({nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d})
 """By exact type: what others do with their batches is not known."""
@@ -20,7 +20,7 @@ _KINDS = frozenset({nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d})
 
 def may_normalise_by_constants(module: nn.Module) -> bool:
     """Whether a module is a batch norm that keeps the rows of a batch apart as long as it is in eval mode."""
-    if layer_type(module) not in _KINDS or "forward" in vars(module):
+    if layer_type(module) not in _KINDS or has_own_forward(module):
         return False
     return module.running_mean is not None and module.running_var is not None
 

@@ -23,7 +23,7 @@ from dpengine.layers.replacements import from_twin, to_twin
 
 from .batch_statistics import batch_norm_guards
 from .buffers import BufferWatch
-from .hooks import Hook, LayerHook
+from .hooks import Hook, LayerForward
 from .record import LayerCall, Use, turned
 from .tap import tensors_in, tensors_in_outputs
 from .watch import Watch
@@ -102,6 +102,9 @@ class Capture:
     recipient: Recipient = field(init=False)  # takes the layer calls: the listener, unless they are redirected
     # Parameters that running forward passes have replaced.
     swapped: list[tuple[nn.Module, str, nn.Parameter]] = field(default_factory=list, init=False)
+    # Parameters that do not require gradients while their layers run, in this or another thread.
+    switched_off: list[list[nn.Parameter]] = field(default_factory=list, init=False)
+    counts_uses: bool = field(default=False, init=False)  # whether the grad mode reads ``uses``
     anchor: Tensor = field(init=False)  # note [anchor] in tap.py
     unfinished: int | None = field(default=None, init=False)  # graph task of a backward pass whose end is not seen yet
 
@@ -110,7 +113,7 @@ class Capture:
         self.anchor = torch.zeros((), requires_grad=True)
         self.recipient = self.listener
         self._handles: list[Any] = []
-        self._layer_hooks: list[LayerHook] = []
+        self._forwards: list[LayerForward] = []
         self._replaced: list[nn.Module] = []  # layers that run as batch-first replacements while attached
         self._shown: dict[nn.Parameter, nn.Parameter] = {}  # the parameter in a module, to the registered one
         self._unwatched: dict[str, nn.Parameter] = {}  # parameters without a hook, because they were frozen
@@ -128,11 +131,9 @@ class Capture:
         _forget_compiled_code()
         self._replaced = [layer for layer in self.model.modules() if to_twin(layer) is not None]
         for watch in self.watches:
-            hook = LayerHook(self, watch)
-            self._layer_hooks.append(hook)
-            self._handles.append(watch.module.register_forward_pre_hook(hook.before, with_kwargs=True))
-            after = watch.module.register_forward_hook(hook.after, with_kwargs=True, always_call=True, prepend=True)
-            self._handles.append(after)
+            forward = LayerForward(self, watch)
+            self._forwards.append(forward)
+            forward.attach()
         self._handles += batch_norm_guards(self.model, lambda: self.state is CaptureState.ATTACHED)
         root = RootHook(self)
         self._handles.append(self.model.register_forward_pre_hook(root.before, with_kwargs=True, prepend=True))
@@ -165,7 +166,9 @@ class Capture:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
-        self._layer_hooks.clear()
+        for forward in self._forwards:
+            forward.detach()
+        self._forwards.clear()
         self.restore()
         for layer in self._replaced:
             from_twin(layer)
@@ -188,8 +191,11 @@ class Capture:
 
     def report(self, call: LayerCall, uses: Mapping[str, Use], rule: Any) -> None:
         """Passes a layer call on. Forward passes inside the receiver are not recorded: a sampler may run the layer."""
-        with self.paused():
+        before, self.state = self.state, CaptureState.PAUSED
+        try:
             self.recipient.receive(call, uses, rule)
+        finally:
+            self.state = before
 
     def report_rows(self, use: Use, grad: Tensor) -> None:
         """Passes the per-sample gradient of a parameter on."""
@@ -206,8 +212,8 @@ class Capture:
             self.recipient, self.rows, self.unfinished, self.swap = before
             self.uses.clear()
             self.unswap(mark)  # an interrupt may have ended a forward pass before its hooks could
-            for hook in self._layer_hooks:
-                hook.open.clear()
+            for forward in self._forwards:
+                forward.open.clear()
 
     def begin(self, rows: int | None) -> None:
         """A forward pass of the whole model begins that will be clipped."""
@@ -218,21 +224,11 @@ class Capture:
         self.leaks.clear()  # of backward passes before this, which were none of ours: in eval mode, say
 
     def restore(self) -> None:
-        """Puts back parameters that an interrupted forward pass left swapped."""
+        """Puts back what an interrupted forward pass left: swapped parameters, and such as do not require gradients."""
         self.unswap(0)
-
-    def refuse_lost_hooks(self) -> None:
-        """After a forward pass of the whole model: every layer must have put its parameters back."""
-        if not self.swapped:
-            return
-        lost = self.swapped[-1][2]
-        self.restore()
-        named = self.topology.parameters(self.model).items()
-        name = next((name for name, parameter in named if parameter is lost), "?")
-        raise UnknownParameterError(
-            f"The hooks of the layer with parameter '{name}' are gone, so its gradients would not be clipped.",
-            fix="Leave _forward_hooks as they are; or call engine.detach and make_private again.",
-        )
+        while self.switched_off:
+            for parameter in self.switched_off.pop():
+                parameter.requires_grad = True
 
     def unswap(self, mark: int) -> None:
         """Puts back all parameters swapped since ``swapped`` had length ``mark``."""
@@ -317,7 +313,7 @@ class RootHook:
         if not capture.watching or capture.rerunning:
             return
         again = torch._C._current_graph_task_id() != -1  # a recomputation inside a backward pass
-        if capture.swapped and not again:
+        if (capture.swapped or capture.switched_off) and not again:
             capture.restore()  # an interrupt may have ended the last pass before its hooks could
         self.buffers.note()
         if not capture.recording or again:
@@ -334,7 +330,6 @@ class RootHook:
             self.buffers.put_back()
             return None
         self.buffers.refuse_written()
-        capture.refuse_lost_hooks()
         if not capture.recording:
             return None
         if capture.replay is not None:

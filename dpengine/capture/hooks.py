@@ -1,7 +1,8 @@
-"""Hooks on layers: they swap parameters while a layer runs, and tap its outputs."""
+"""What stands in for the ``forward`` of layers: their parameters need no gradients meanwhile; outputs are hooked."""
 
 from __future__ import annotations
 
+import types
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
@@ -15,7 +16,7 @@ from dpengine.distributed.local_shards import is_dtensor, local_part
 from dpengine.errors import UnsupportedLayerError
 
 from .record import Use
-from .tap import CallReport, RowsReport, RowsTap, tensors_in
+from .tap import Anchor, Arrival, CallReport, RowsReport, RowsTap, tensors_in
 from .watch import Kind, Watch
 from .watched_parameter import Origin, WatchedParameter, realise
 
@@ -30,14 +31,14 @@ class PartHook:
     and what comes out after. The tap is on ordinary tensors, the part that is here, between two conversions.
     """
 
-    def __init__(self, hook: LayerHook):
+    def __init__(self, hook: LayerForward):
         self.hook = hook
         self.part = hook.capture.topology.parts.get(hook.watch.module)
 
     def begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Before a call."""
         hook, part = self.hook, self.part
-        if part is None or not hook.capture.recording:
+        if part is None:
             return hook.begin(module, args, kwargs)
         if (
             hook.is_embedding
@@ -99,6 +100,30 @@ class Hook:
         return _make_inert_hook, ()
 
 
+class _HooksBefore(dict[int, Any]):
+    """The hooks of a tensor, among which that of capture is called last: others may change the gradient."""
+
+    def __setitem__(self, key: int, hook: Any) -> None:
+        last = self.pop(_LAST)
+        super().__setitem__(key, hook)
+        super().__setitem__(_LAST, last)
+
+
+_LAST = -1
+_saving_hooks = torch._C._autograd._top_saved_tensors_default_hooks  # None outside checkpoints and their like
+
+
+def has_own_forward(module: nn.Module) -> bool:
+    """Returns True if the module runs another ``forward`` than that of its class, capture aside."""
+    own = vars(module).get("forward")
+    own = own._replaced if isinstance(own, LayerForward) else own
+    return own is not None and getattr(own, "__func__", None) is not type(module).forward
+
+
+def _forward_of_class(module: nn.Module) -> Callable[..., Any]:
+    return types.MethodType(type(module).forward, module)
+
+
 def inert_hook(*args: Any) -> None:
     """What a hook becomes in a copied or unpickled model."""
 
@@ -107,30 +132,137 @@ def _make_inert_hook() -> Callable[..., None]:
     return inert_hook
 
 
-class LayerHook:
-    """Swaps a watched module's parameters while its forward runs, and taps what comes out."""
+class LayerForward:
+    """Takes the place of a watched module's ``forward``, and reports the gradient of its output in the backward pass.
+
+    While the module's own ``forward`` runs, its parameters do not require gradients, so that autograd forms no gradient
+    of them. For a layer of ``torch.nn`` with one tensor in and one out, this is all: a hook on the output reports the
+    gradient together with the input. For other modules, the parameters are replaced by tensors that do not require
+    gradients, and the output goes through a tap, which saves the inputs as autograd saves them.
+
+    A copy of the module, and one that is pickled, gets the ``forward`` of its class.
+    """
 
     def __init__(self, capture: Capture, watch: Watch):
         self.capture = capture
         self.watch = watch
+        self.module = watch.module
+        self.forward: Callable[..., Any] = watch.module.forward
         self.slots = watch.slots()
         self.is_embedding = layer_type(watch.module) is nn.Embedding
         self._dotted = {name: f"{watch.name}.{name}" if watch.name else name for _, _, name in self.slots}
-        # One entry for each forward that runs: where its swaps begin, and what to do with its output.
+        # One entry for each call that runs: where its swaps begin, and what to do with its output.
         self.open: list[tuple[int, Finish | None]] = []
-        self.shared = False  # whether indices of one axis were other than rows once
-        before, self._tap = self.begin, self.tapped
+        self.shared = False  # whether indices of one axis were other than samples once
+        self._begin, self._tap = self.begin, self.tapped
         if capture.topology.splits.size > 1:
             part = PartHook(self)
-            before, self._tap = part.begin, part.tapped
-        self.before = Hook(torch.compiler.disable(before, recursive=True))
-        self.after = Hook(torch.compiler.disable(self._after, recursive=True))
+            self._begin, self._tap = part.begin, part.tapped
+        self._replaced = vars(watch.module).get("forward")
+        self._compiled = torch.compiler.disable(self._call, recursive=True)
+        self._is_plain = (
+            watch.kind is Kind.LAYER
+            and isinstance(watch.rule, Mapping)
+            and type(watch.module).__module__.startswith("torch.nn.modules.")
+            and (capture.batch_first or watch.in_rows)
+            and not (self.is_embedding or capture.topology.slots or capture.topology.splits.size > 1)
+        )
+        self._known: list[tuple[str, nn.Parameter | None, bool]] = []  # slots as they were at the last call
+        self._live: list[nn.Parameter] = []  # the parameters among them that require gradients
+        self._hookable = True  # whether these are leaves
+        self._uses: Mapping[str, Use] = {}
 
-    def begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Before a call: parameters are swapped."""
+    def attach(self) -> None:
+        """Takes the place of ``forward``."""
+        vars(self.module)["forward"] = self
+
+    def detach(self) -> None:
+        """Puts ``forward`` back, unless somebody else has replaced it since."""
+        own = vars(self.module)
+        if own.get("forward") is not self:
+            return
+        if self._replaced is None:
+            del own["forward"]
+        else:
+            own["forward"] = self._replaced
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., Any]:
+        return _forward_of_class(memo.get(id(self.module), self.module))
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[nn.Module, str]]:
+        return getattr, (self.module, "forward")  # the module has no attributes yet when it is unpickled
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs the module."""
+        if torch.compiler.is_compiling():
+            return self._compiled(args, kwargs)
+        return self._call(args, kwargs)
+
+    def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         capture = self.capture
         if not capture.recording:
-            return None
+            return self.forward(*args, **kwargs)
+        if self._is_plain and capture.swap is None and not kwargs and len(args) == 1 and type(args[0]) is Tensor:
+            if self._changed():
+                self._look()
+            if not self._live:
+                return self.forward(args[0])
+            if self._hookable and _saving_hooks(False) is None and not capture.counts_uses:
+                return self._hooked(args[0])
+        given, output = self._begin(self.module, args, kwargs), None
+        try:
+            output = self.forward(*given[0], **given[1])
+        finally:
+            replaced = self._after(*given, output)
+        return output if replaced is None else replaced
+
+    def _changed(self) -> bool:
+        """Returns True if another parameter stands in a slot, or requires gradients, than at the last call."""
+        parameters = self.module._parameters
+        for name, parameter, trained in self._known:
+            present = parameters[name]
+            if present is not parameter or (present is not None and present.requires_grad is not trained):
+                return True
+        return len(parameters) != len(self._known)
+
+    def _look(self) -> None:
+        slots = self.module._parameters.items()
+        self._known = [(name, p, p is not None and p.requires_grad) for name, p in slots]
+        self._live = [p for _, p, trained in self._known if trained and p is not None]
+        self._hookable = all(p.is_leaf for p in self._live)
+        off = {p for running in self.capture.switched_off for p in running}
+        if off.intersection(p for _, p, _ in self._known if p is not None):
+            self._known = []
+            raise UnsupportedLayerError(
+                f"Layer '{self.watch.name}' ({type(self.module).__name__}) runs in two threads at the same time.",
+                fix="Run the model in one thread at a time, or give each thread a model of its own.",
+            )
+        self._uses = {name: Use(p, self._dotted[name]) for name, p, trained in self._known if trained and p is not None}
+
+    def _hooked(self, inputs: Tensor) -> Any:
+        """Runs a layer with one tensor in and one out, and hooks its output."""
+        capture, live = self.capture, self._live
+        capture.switched_off.append(live)
+        try:
+            for parameter in live:
+                parameter.requires_grad = False
+            output = self.forward(inputs)
+        finally:
+            for parameter in live:
+                parameter.requires_grad = True
+            capture.switched_off.pop()
+        if type(output) is not Tensor:
+            return self._tap(dict(zip(self._uses, live, strict=True)), (inputs,), {}, output)
+        hooked = output._base if output._is_view() else output
+        if hooked is None or not hooked.requires_grad or hooked.numel() != output.numel():
+            hooked = output = Anchor.apply(output, capture.anchor)
+        hooked._backward_hooks = _HooksBefore({_LAST: Arrival(self, inputs, output.shape)})
+        hooked.grad_fn._register_hook_dict(hooked)
+        return output
+
+    def begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Before a call: parameters are swapped. Returns the inputs."""
+        capture = self.capture
         args, kwargs = _realised(args, kwargs)
         sharded, live, real = bool(capture.topology.slots), [], {}
         for owner, name, dotted in self.slots:
@@ -189,7 +321,7 @@ class LayerHook:
         origin = Origin(parameter, dotted, tap_rows, _no_linear, lambda: capture.rows)
         return WatchedParameter.of(output.detach(), origin)
 
-    def _after(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+    def _after(self, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         if not self.open:
             return None
         mark, finish = self.open.pop()

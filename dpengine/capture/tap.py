@@ -15,13 +15,14 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from dpengine.errors import RepeatedBackwardError
-from dpengine.layers.not_twice_differentiable import differentiated_once
+from dpengine.layers.not_twice_differentiable import differentiated_once, refuse_second_derivative
 
 from .record import LayerCall, Use, turned
 from .watch import Kind, Watch
 
 if TYPE_CHECKING:
     from .capture import Capture
+    from .hooks import LayerForward
 
 
 class Report(Protocol):
@@ -35,13 +36,17 @@ class Report(Protocol):
 
 def _fire(ctx: Any, grad: Any) -> None:
     if getattr(ctx, "fired", False):
-        raise RepeatedBackwardError(
-            f"Layer '{ctx.report.name}' was reached by a second backward pass over the same forward pass; "
-            "each pass would be clipped alone, so a row would count twice.",
-            fix="Add the losses: (loss_a + loss_b).backward().",
-        )
+        raise _repeated(ctx.report.name)
     ctx.fired = True
     ctx.report.fire(ctx.saved_tensors, grad)
+
+
+def _repeated(name: str) -> RepeatedBackwardError:
+    return RepeatedBackwardError(
+        f"Layer '{name}' was reached by a second backward pass over the same forward pass; each pass would be clipped "
+        "alone, so a sample would count twice.",
+        fix="Add the losses: (loss_a + loss_b).backward().",
+    )
 
 
 class Tap(torch.autograd.Function):
@@ -97,6 +102,57 @@ class RowsTap(torch.autograd.Function):
     def backward(ctx, grad):
         _fire(ctx, grad)
         return None, None, None, None
+
+
+class Anchor(torch.autograd.Function):
+    """Identity on the output of a layer whose input needs no gradient: makes the output require one."""
+
+    @staticmethod
+    def forward(ctx, output, anchor):
+        if output._is_view():
+            return output.detach()
+        ctx.mark_dirty(output)
+        return output
+
+    @staticmethod
+    def backward(ctx, grad):
+        return None, None
+
+
+class Arrival:
+    """The hook on the output of one call of a layer: reports the gradient, once."""
+
+    __slots__ = ("forward", "inputs", "shape", "uses", "version")
+
+    def __init__(self, forward: LayerForward, inputs: Tensor, shape: torch.Size):
+        self.forward = forward
+        self.inputs: Tensor | None = inputs  # which must not outlive the report
+        self.version = inputs._version
+        self.shape = shape
+        self.uses = forward._uses
+
+    def __call__(self, grad: Tensor) -> Tensor | None:
+        inputs, self.inputs = self.inputs, None
+        name = self.forward.watch.name
+        if inputs is None:
+            raise _repeated(name)
+        if inputs._version != self.version:
+            raise RuntimeError(
+                f"The input of layer '{name}', one of the variables needed for gradient computation, has been "
+                "modified by an inplace operation after the layer used it. Use an operation that is not in place."
+            )
+        if not torch.is_grad_enabled():
+            self._report(inputs, grad)
+            return None
+        with torch.no_grad():  # with create_graph=True
+            self._report(inputs, grad.detach())
+        return refuse_second_derivative(grad) if grad.requires_grad else None
+
+    def _report(self, inputs: Tensor, grad: Tensor) -> None:
+        watch, capture = self.forward.watch, self.forward.capture
+        grad = grad if grad.shape == self.shape else grad.reshape(self.shape)
+        call = LayerCall(watch.module, (inputs.detach(),), grad, {}, None, watch.name, True, capture.mean_loss)
+        capture.report(call, self.uses, watch.rule)
 
 
 class CallReport:

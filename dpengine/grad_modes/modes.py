@@ -40,6 +40,7 @@ class Mode:
 
 def _reweight(capture: Capture, methods: MethodTable) -> AbstractGradients:
     replay = capture.replay = Replay()
+    capture.counts_uses = True
     rerun = lambda select: replay.run(capture.model, select)  # noqa: E731
     return Reweight(lambda parameter: capture.uses[parameter], rerun, methods.with_budget(0), capture.paused)
 

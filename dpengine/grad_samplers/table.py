@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from torch import nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
+from dpengine.capture.hooks import has_own_forward
 from dpengine.distributed.layer_parts import layer_type
 
 from . import bilinear, conv, embedding, embedding_bag, linear, normalization, prelu
@@ -41,7 +42,7 @@ def sampler_for(module: nn.Module) -> Mapping[str, GradSampler] | JointSampler |
 
     An embedding whose settings mix the rows of a batch raises ``UnsupportedLayerError``.
     """
-    if "forward" in vars(module):
+    if has_own_forward(module):
         return None
     kind = layer_type(module)
     if kind in REGISTERED:
@@ -59,6 +60,6 @@ def rule_for(module: nn.Module) -> Mapping[str, GradSampler] | JointSampler | No
     sampler, kind = sampler_for(module), layer_type(module)
     norms = REGISTERED_NORMS.get(kind)
     known = kind in BUILTIN and kind not in WITHDRAWN
-    if norms is None or "forward" in vars(module) or (sampler is None and known):
+    if norms is None or has_own_forward(module) or (sampler is None and known):
         return sampler
     return NormedRule(functional_sampler(module) if sampler is None else sampler, norms.sq_norm)
