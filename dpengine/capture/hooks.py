@@ -15,7 +15,7 @@ from dpengine.distributed.layer_parts import layer_type, ordinary
 from dpengine.distributed.local_shards import is_dtensor, local_part
 from dpengine.errors import UnsupportedLayerError
 
-from .record import Use
+from .record import LayerUses, Use
 from .tap import Anchor, Arrival, CallReport, RowsReport, RowsTap, tensors_in
 from .watch import Kind, Watch
 from .watched_parameter import Origin, WatchedParameter, realise
@@ -170,7 +170,9 @@ class LayerForward:
         self._known: list[tuple[str, nn.Parameter | None, bool]] = []  # slots as they were at the last call
         self._live: list[nn.Parameter] = []  # the parameters among them that require gradients
         self._hookable = True  # whether these are leaves
-        self._uses: Mapping[str, Use] = {}
+        self._uses = LayerUses()
+        samplers = watch.rule.values() if self._is_plain else ()
+        self._settings = tuple({name: None for one in samplers for name in one.settings or ()})
 
     def attach(self) -> None:
         """Takes the place of ``forward``."""
@@ -209,11 +211,12 @@ class LayerForward:
                 return self.forward(args[0])
             if self._hookable and _saving_hooks(False) is None and not capture.counts_uses:
                 return self._hooked(args[0])
-        given, output = self._begin(self.module, args, kwargs), None
+        args, kwargs = self._begin(self.module, args, kwargs)
+        output = None
         try:
-            output = self.forward(*given[0], **given[1])
+            output = self.forward(*args, **kwargs)
         finally:
-            replaced = self._after(*given, output)
+            replaced = self._after(args, kwargs, output)
         return output if replaced is None else replaced
 
     def _changed(self) -> bool:
@@ -237,7 +240,10 @@ class LayerForward:
                 f"Layer '{self.watch.name}' ({type(self.module).__name__}) runs in two threads at the same time.",
                 fix="Run the model in one thread at a time, or give each thread a model of its own.",
             )
-        self._uses = {name: Use(p, self._dotted[name]) for name, p, trained in self._known if trained and p is not None}
+        self._uses = LayerUses(
+            {name: Use(p, self._dotted[name]) for name, p, trained in self._known if trained and p is not None}
+        )
+        self._uses.settings = self._settings
 
     def _hooked(self, inputs: Tensor) -> Any:
         """Runs a layer with one tensor in and one out, and hooks its output."""
@@ -257,7 +263,7 @@ class LayerForward:
         if hooked is None or not hooked.requires_grad or hooked.numel() != output.numel():
             hooked = output = Anchor.apply(output, capture.anchor)
         hooked._backward_hooks = _HooksBefore({_LAST: Arrival(self, inputs, output.shape)})
-        hooked.grad_fn._register_hook_dict(hooked)
+        hooked.grad_fn._register_hook_dict(hooked)  # type: ignore[union-attr]
         return output
 
     def begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

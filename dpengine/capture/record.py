@@ -21,7 +21,7 @@ def turned(tensor: Tensor) -> Tensor:
     return tensor if has_it_in_front else tensor.transpose(0, 1)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False, slots=True, weakref_slot=True)
 class LayerCall:
     """One use of a layer: what went in, and the gradient of what came out.
 
@@ -58,6 +58,25 @@ class LayerCall:
     def replace(self, **changes: Any) -> LayerCall:
         """A copy with some fields changed."""
         return dataclasses.replace(self, **changes)
+
+
+class LayerUses(dict[str, "Use"]):
+    """The uses of a layer's parameters, by their name in the layer.
+
+    The layer makes them anew when a parameter was replaced, frozen or unfrozen. They hash and compare by identity, so
+    that two passes over the same layers are recognized.
+
+    Attributes:
+        settings: Names of the attributes of the layer on which its grad samplers depend.
+    """
+
+    settings: tuple[str, ...] = ()
+
+    def __hash__(self) -> int:  # type: ignore[override]
+        return object.__hash__(self)
+
+    def __eq__(self, other: object) -> bool:
+        return self is other
 
 
 @dataclass(frozen=True, eq=False)

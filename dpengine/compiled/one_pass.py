@@ -17,7 +17,7 @@ from dpengine.capture.capture import Capture
 from dpengine.errors import BufferUpdateError, MissingGradientError
 from dpengine.grad_modes.bookkeep import Bookkeep
 from dpengine.grad_modes.choose_method import MethodTable
-from dpengine.grad_modes.flat_buffer import wide
+from dpengine.grad_modes.flat_buffer import Sums, wide
 
 
 @dataclass(frozen=True, eq=False)
@@ -83,7 +83,7 @@ class OnePass:
             )
 
 
-class _NewSums:
+class _NewSums(Sums):
     """Sums in memory of their own."""
 
     def __init__(self) -> None:

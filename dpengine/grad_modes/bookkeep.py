@@ -10,14 +10,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dpengine.capture.record import LayerCall, Use
+from dpengine.capture.record import LayerCall, LayerUses, Use
 from dpengine.grad_samplers.sampler import JointSampler, NormedRule
 
-from .choose_method import Choice, MethodTable, Plan, Planner, plan_key
-from .entry import Entry, Scratch, gram_sq_norms
+from .choose_method import Choice, MethodTable, Plan, Planner, bucket_of, plan_key
+from .entry import Entry, Scratch, gram_sq_norms, sq_norms
 from .flat_buffer import Sums, wide
 from .method import Method
-from .rows import Units, widened
+from .rows import Units, widened, zeroed
+from .stacks import Layout, Waiting, layout_of, shape_key
 from .strategy import AbstractGradients, common_rows, joint_gradients, joint_parts, note_rows
 
 Quiet = Callable[[], AbstractContextManager[None]]
@@ -39,10 +40,22 @@ class Bookkeep(AbstractGradients):
         self._plans: dict[object, Plan] = {}
         self._plan: Plan = {}
         self._scratch = Scratch()
+        self._waiting: list[Waiting] = []  # calls whose gradients may be formed together, until norms are asked for
+        self._layouts: dict[object, Layout] = {}
+        self._layout: Layout | None = None  # of the calls that wait
+        self._matrix_BP: Tensor | None = None  # the gradients of the layout
+        self._stacked: tuple[Layout, int] | None = None  # of the last pass, and its number of samples
 
     def receive(self, call: LayerCall, uses: Mapping[str, Use], rule: Any) -> None:
-        call = widened(call)
         note_rows(self.rows, call.name, call.batch_size)
+        if type(uses) is LayerUses and self.planner.keep_budget:
+            self._waiting.append(Waiting(call, uses, rule))
+            self._layout = None
+            return
+        self._receive(call, uses, rule)
+
+    def _receive(self, call: LayerCall, uses: Mapping[str, Use], rule: Any) -> None:
+        call = widened(call)
         if isinstance(rule, NormedRule):
             if self._quiet is not None:
                 self._receive_normed(call, uses, rule)
@@ -71,6 +84,7 @@ class Bookkeep(AbstractGradients):
 
     def combine(self, units: Units) -> None:
         """From here on a row is a unit of privacy."""
+        self._form_alone()
         rows = common_rows(self.rows)
         with self._still():
             for entry in self._entries.values():
@@ -81,11 +95,12 @@ class Bookkeep(AbstractGradients):
     def renewed(self) -> Bookkeep:
         """Returns a mode for the next pass that shares the plans of this one, which keeps its layer calls."""
         other = Bookkeep(self.planner, self._quiet)
-        other._plans = self._plans
+        other._plans, other._layouts = self._plans, self._layouts
         return other
 
     def copied(self, parameters: Collection[nn.Parameter]) -> Bookkeep:
         """Returns the layer calls of these parameters alone. Using one copy up leaves the other unchanged."""
+        self._form_alone()
         other = self.renewed()
         other.rows = dict(self.rows)
         other._entries = {
@@ -96,33 +111,60 @@ class Bookkeep(AbstractGradients):
         return other
 
     def _entry(self, use: Use) -> Entry:
+        self._layout = None  # whose parameters must not have other uses
         return self._entries.setdefault(use.parameter, Entry(use))
+
+    def _form_alone(self) -> None:
+        """Forms no gradients together in this pass."""
+        waiting, self._waiting, self._layout = self._waiting, [], None
+        for call, uses, rule in waiting:
+            self._receive(call, uses, rule)
+
+    def _laid_out(self) -> Layout | None:
+        """The layout of the calls that wait; None if there are none."""
+        if self._layout is None and self._waiting:
+            rows, budget = bucket_of(common_rows(self.rows)), self.planner.keep_budget
+            keys = [shape_key(call, uses) for call, uses, _ in self._waiting]
+            key = (rows, budget, tuple(self._entries), *keys)
+            if key not in self._layouts:
+                if len(self._layouts) >= _PLANS:
+                    self._layouts.clear()
+                self._layouts[key] = layout_of(self._waiting, keys, self._entries, rows, budget)
+            self._layout = self._layouts[key]
+        return self._layout
 
     @property
     def parameters(self) -> Mapping[nn.Parameter, str]:
-        return {parameter: entry.use.name for parameter, entry in self._entries.items()}
+        layout = self._laid_out()
+        entries = {parameter: entry.use.name for parameter, entry in self._entries.items()}
+        if layout is None:
+            return entries
+        return {**layout.names, **entries} if entries else layout.names
 
     @property
     def choices(self) -> list[Choice]:
         """How each parameter was treated in the last pass."""
-        return list(self._plan.values())
+        return [*self._plan.values(), *(() if self._stacked is None else self._stacked[0].choices(self._stacked[1]))]
 
     def kept(self) -> dict[nn.Parameter, Tensor]:
         """The per-sample gradients that are kept, unscaled."""
+        self._form_alone()
         return {p: entry.kept for p, entry in self._entries.items() if entry.kept is not None}
 
     def formed(self, parameter: nn.Parameter) -> Tensor:
         """Per-sample gradients ``(B, *param.shape)`` of one that took part, unscaled. Nothing is used up."""
+        self._form_alone()
         return self._entries[parameter].formed(common_rows(self.rows))
 
     def sq_norms(self, groups: Mapping[nn.Parameter, int], num_groups: int, scale: float) -> Tensor:
         rows = common_rows(self.rows)
-        if not self._entries:
+        found: list[list[Tensor]] = [[] for _ in range(num_groups)]
+        self._stack(rows, groups, found)
+        if not self._entries and self._matrix_BP is None:
             return torch.zeros(0, num_groups)
         for entry in self._entries.values():
             entry.join()
-        self._plan = self._planned(rows)
-        found: list[list[Tensor]] = [[] for _ in range(num_groups)]
+        self._plan = self._planned(rows) if self._entries else {}
         with self._still():
             for parameter, sq_norm_B in self._each_sq_norm(rows):
                 found[groups[parameter]].append(sq_norm_B.double())
@@ -131,6 +173,25 @@ class Bookkeep(AbstractGradients):
             torch.stack([n.to(like.device) for n in one]).sum(dim=0) if one else torch.zeros_like(like) for one in found
         ]
         return torch.stack(sums, dim=1) * scale**2
+
+    def _stack(self, rows: int, groups: Mapping[nn.Parameter, int], found: list[list[Tensor]]) -> None:
+        """Forms the gradients of the layout, and adds their squared norms ``(B,)`` to those of their groups."""
+        layout, waiting, self._stacked = self._laid_out(), self._waiting, None
+        if layout is None or not rows:
+            self._form_alone()
+            return
+        self._waiting, self._stacked = [], (layout, rows)
+        for (call, _, rule), uses in zip(waiting, layout.rest, strict=True):
+            if uses:
+                self._receive(call, uses, rule)
+        if not layout.stacks:
+            return
+        self._matrix_BP = layout.matrix(waiting, rows)
+        if len(found) == 1:
+            found[0].append(sq_norms(self._matrix_BP))
+        else:
+            for parameter, columns in layout.columns.of.items():
+                found[groups[parameter]].append(sq_norms(self._matrix_BP[:, columns]))
 
     def _planned(self, rows: int) -> Plan:
         entries = list(self._entries.values())
@@ -154,12 +215,24 @@ class Bookkeep(AbstractGradients):
         return found + [(entry.use.parameter, norm_B) for entry, norm_B in zip(by_gram, norms, strict=True)]
 
     def drop(self, rows_B: Tensor) -> None:
+        if self._matrix_BP is not None:
+            self._matrix_BP = zeroed(self._matrix_BP, rows_B)
         with self._still():
             for entry in self._entries.values():
                 entry.drop(rows_B)
 
     def add_sums(self, groups: Mapping[nn.Parameter, int], weights_BK: Tensor, scale: float, into: Sums) -> None:
         weights = {torch.float64: weights_BK.unbind(dim=1), torch.float32: weights_BK.float().unbind(dim=1)}
+        if self._matrix_BP is not None and self._stacked is not None:
+            (layout, _), matrix_BP, self._matrix_BP = self._stacked, self._matrix_BP, None
+            if weights_BK.shape[1] == 1:
+                into.add_flat(layout.columns, torch.mv(matrix_BP.t(), weights[matrix_BP.dtype][0]), scale)
+            else:
+                for parameter, columns in layout.columns.of.items():
+                    total = torch.mv(matrix_BP[:, columns].t(), weights[matrix_BP.dtype][groups[parameter]])
+                    into.add(parameter, total.view(parameter.shape), scale)
+            for parameter in layout.columns.of:
+                into.complete(parameter)
         with self._still():
             while self._entries:  # what arrived last first; what one held is free before the next one is summed
                 parameter, entry = self._entries.popitem()
@@ -168,6 +241,7 @@ class Bookkeep(AbstractGradients):
 
     def clear(self) -> None:
         self._entries = {}
+        self._waiting, self._layout, self._matrix_BP = [], None, None
         self.rows = {}
         self._scratch.start_again()
 

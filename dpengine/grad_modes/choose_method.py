@@ -71,9 +71,11 @@ class Planner(Protocol):
 
     Attributes:
         version: Rises when what was planned before may not hold any more.
+        keep_budget: Bytes of per-sample gradients kept at most; 0 if each parameter is to be treated alone.
     """
 
     version: int
+    keep_budget: int
 
     def plan(self, entries: Sequence[Entry], rows: int) -> Plan:
         """A way for each parameter of a backward pass over so many rows."""
@@ -341,13 +343,13 @@ def _signature(entry: Entry, rows: int, *, per_row: bool = False) -> str:
     """What a time may depend on, in words: the layer's settings, shapes, types and the device; or all but the rows."""
     call = entry.calls[0][0]
     described = [shape for one, _ in entry.calls for shape in shapes_of(one)]
-    sizes = [[_rounded(n) if n != rows or not per_row else "B" for n in shape] for shape, _ in described]
+    sizes = [[bucket_of(n) if n != rows or not per_row else "B" for n in shape] for shape, _ in described]
     shapes = ["x".join(map(str, size)) + f" {dtype}" for size, (_, dtype) in zip(sizes, described, strict=True)]
     device = call.grad_output.device
     kind = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{device.type} {torch.get_num_threads()}"
     name = entry.use.name.rpartition(".")[2]
     layer = f"{type(call.layer).__name__}({call.layer.extra_repr()})"
-    count = "B" if per_row else _rounded(rows)
+    count = "B" if per_row else bucket_of(rows)
     return f"{layer}.{name} | {count} rows | {', '.join(shapes)} | {kind}".replace("torch.", "")
 
 
@@ -358,11 +360,11 @@ def _frees(way: str) -> bool:
 
 def _most(size: int) -> int:
     """The largest size that is rounded like this one."""
-    return math.ceil(_rounded(size) * 2**0.25) if size > 8 else size
+    return math.ceil(bucket_of(size) * 2**0.25) if size > 8 else size
 
 
-def _rounded(size: int) -> int:
-    """A size up to a factor of the fourth root of 2, so that many sizes share a time."""
+def bucket_of(size: int) -> int:
+    """Returns a size that stands for all sizes within a factor of the fourth root of 2."""
     return round(2 ** (round(2 * math.log2(size)) / 2)) if size > 8 else size
 
 
@@ -372,7 +374,7 @@ def plan_key(entries: Sequence[Entry], rows: int) -> object:
     It holds the parameters themselves, which hash and compare by identity: an address could be reused.
     """
     shapes: dict[LayerCall, tuple[Any, ...]] = {}  # the parameters of a layer share its call
-    found: list[object] = [_rounded(rows)]
+    found: list[object] = [bucket_of(rows)]
     for entry in entries:
         found += (entry.use.parameter, entry.kept is None, len(entry.calls))
         for call, _ in entry.calls:
@@ -386,6 +388,7 @@ class KeepAll:
     """Has every per-sample gradient kept."""
 
     version = 0
+    keep_budget = 0
 
     def plan(self, entries: Sequence[Entry], rows: int) -> Plan:
         """Keeps them all."""

@@ -19,6 +19,17 @@ from .outbox import BUCKET_BYTES, Outbox
 Key = tuple[torch.device, torch.dtype]
 
 
+@dataclass(frozen=True, eq=False)
+class Columns:
+    """Where each of several parameters lies in a vector, or in the columns of a matrix.
+
+    Attributes:
+        of: The slice of each parameter, in order.
+    """
+
+    of: Mapping[nn.Parameter, slice]
+
+
 class Sums(Protocol):
     """Where sums of gradients go."""
 
@@ -27,6 +38,11 @@ class Sums(Protocol):
 
     def fill(self, parameter: nn.Parameter, write: Callable[[Tensor, float], None]) -> None:
         """Has one parameter's sum written where it lies. See ``FlatBuffer.fill``."""
+
+    def add_flat(self, columns: Columns, total_P: Tensor, scale: float) -> None:
+        """Adds ``scale`` times the sums of several parameters that lie in one vector."""
+        for parameter, part in columns.of.items():
+            self.add(parameter, total_P[part].view(parameter.shape), scale)
 
     def complete(self, parameter: nn.Parameter) -> None:
         """Nothing more comes for a parameter in this pass. Who cannot know need not say."""
@@ -87,7 +103,7 @@ class Taken:
         return self.flats[stretch.key][stretch.at : stretch.at + stretch.count]
 
 
-class FlatBuffer:
+class FlatBuffer(Sums):
     """Clipped sums of many parameters, contiguous for each device and dtype.
 
     Sums are float32, or float64 for float64 parameters, whatever else the model's dtype is. Memory is had when the
@@ -122,6 +138,7 @@ class FlatBuffer:
         self._memory: dict[Key, Tensor] = {}
         self._views: dict[nn.Parameter, Tensor] = {}
         self._unwritten = set(self._places)
+        self._index: dict[Columns, Tensor] = {}  # where the numbers of a vector go
         self.outbox: Outbox | None = None
         if topology.shards.size > 1:
             dtypes = [(parameter, key[1]) for parameter, (key, _) in self._places.items()]
@@ -149,6 +166,27 @@ class FlatBuffer:
             self.outbox.fill(parameter, write, dtype=self._places[parameter][0][1])
             return
         self._write(parameter, write)
+
+    def add_flat(self, columns: Columns, total_P: Tensor, scale: float) -> None:
+        """Adds ``scale`` times the sums of several parameters that lie in one vector."""
+        places = [self._places[parameter] for parameter in columns.of]
+        if self.outbox is not None or len({key for key, _ in places}) > 1:
+            super().add_flat(columns, total_P, scale)
+            return
+        if not self._memory:
+            self._allocate()
+        if columns not in self._index:
+            steps = [torch.arange(at, at + p.numel()) for p, (_, at) in zip(columns.of, places, strict=True)]
+            self._index[columns] = torch.cat(steps).to(total_P.device)
+        memory, first = self._memory[places[0][0]], self._unwritten.intersection(columns.of)
+        total_P = total_P if scale == 1.0 else total_P * scale
+        if len(first) == len(places):
+            memory.index_copy_(0, self._index[columns], total_P)
+        else:
+            for parameter in first:
+                self._views[parameter].zero_()
+            memory.index_add_(0, self._index[columns], total_P)
+        self._unwritten -= first
 
     def _write(self, parameter: nn.Parameter, write: Callable[[Tensor, float], None]) -> None:
         if not self._memory:

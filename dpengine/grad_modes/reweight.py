@@ -166,7 +166,7 @@ class _InPieces:
     """Sums of which only the end of the pass is the end: a parameter may be used in several calls."""
 
     def __init__(self, sums: Sums):
-        self.add, self.fill = sums.add, sums.fill
+        self.add, self.fill, self.add_flat = sums.add, sums.fill, sums.add_flat
 
     def complete(self, parameter: nn.Parameter) -> None:
         pass

@@ -14,18 +14,18 @@ from torch.utils import _pytree as pytree
 
 from dpengine.capture.record import LayerCall
 
-_NARROW = frozenset({torch.float16, torch.bfloat16})
+NARROW = frozenset({torch.float16, torch.bfloat16})
 
 
 def widened(call: LayerCall) -> LayerCall:
     """The call with half-precision tensors in float32: norms and sums are never formed in less."""
     for leaf in _leaves((call.inputs, call.kwargs, call.grad_output, call.output)):
-        if isinstance(leaf, Tensor) and leaf.dtype in _NARROW:
+        if isinstance(leaf, Tensor) and leaf.dtype in NARROW:
             break
     else:
         return call
     inputs, kwargs, grad_output, output = pytree.tree_map(
-        lambda leaf: leaf.float() if isinstance(leaf, Tensor) and leaf.dtype in _NARROW else leaf,
+        lambda leaf: leaf.float() if isinstance(leaf, Tensor) and leaf.dtype in NARROW else leaf,
         (call.inputs, dict(call.kwargs), call.grad_output, call.output),
     )
     return call.replace(inputs=inputs, kwargs=kwargs, grad_output=grad_output, output=output)

@@ -322,6 +322,8 @@ SAMPLERS = {
         write_grads={"unfold": _write_unfolded_grad, "loop": _write_looped_grad, "compiled": _write_compiled_grad},
         grad_name="grouped",
         sq_norm_name="gram",
+        settings=("kernel_size", "stride", "padding", "dilation", "groups", "padding_mode", "transposed"),
+        stacked_name="compiled",
     ),
-    "bias": GradSampler(_bias_grad),
+    "bias": GradSampler(_bias_grad, settings=()),
 }

@@ -118,6 +118,7 @@ SAMPLERS = {
         cost=_weight_cost,
         write_grads={"direct": _write_weight_grad},
         sq_norm_name="gram",
+        settings=(),
     ),
-    "bias": GradSampler(_bias_grad),
+    "bias": GradSampler(_bias_grad, settings=()),
 }

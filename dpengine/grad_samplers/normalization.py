@@ -28,7 +28,10 @@ def _group_norm_bias_grad(call: LayerCall) -> Tensor:
     return sum_space(call.grad_output)
 
 
-GROUP_NORM = {"weight": GradSampler(_group_norm_weight_grad), "bias": GradSampler(_group_norm_bias_grad)}
+GROUP_NORM = {
+    "weight": GradSampler(_group_norm_weight_grad, settings=("num_groups", "eps")),
+    "bias": GradSampler(_group_norm_bias_grad, settings=()),
+}
 
 
 def _instance_norm_weight_grad(call: LayerCall) -> Tensor:
@@ -74,7 +77,10 @@ def _layer_norm_bias_grad(call: LayerCall) -> Tensor:
     return sum_positions(call.grad_output, layer.normalized_shape)
 
 
-LAYER_NORM = {"weight": GradSampler(_layer_norm_weight_grad), "bias": GradSampler(_layer_norm_bias_grad)}
+LAYER_NORM = {
+    "weight": GradSampler(_layer_norm_weight_grad, settings=("normalized_shape", "eps")),
+    "bias": GradSampler(_layer_norm_bias_grad, settings=("normalized_shape",)),
+}
 
 
 def _rms_norm_weight_grad(call: LayerCall) -> Tensor:
@@ -85,4 +91,4 @@ def _rms_norm_weight_grad(call: LayerCall) -> Tensor:
     return sum_positions(normed * call.grad_output, layer.normalized_shape)
 
 
-RMS_NORM = {"weight": GradSampler(_rms_norm_weight_grad)}
+RMS_NORM = {"weight": GradSampler(_rms_norm_weight_grad, settings=("normalized_shape", "eps"))}

@@ -69,6 +69,9 @@ class GradSampler:
         sq_norm_name: What ``sq_norm`` is called beside them.
         whole_calls: Whether it may be asked of calls only as they were recorded: not of some of their rows, nor with
             other numbers in them. So for rules from outside, which may depend on more than their rows.
+        settings: Names of the attributes of the layer on which ``grad`` depends, besides its call. Gradients of layers
+            with equal settings may then be formed in one call. None if these attributes are not known.
+        stacked_name: The one of ``grads`` that forms them.
         plain: What stands in where a parameter has several calls, since norms do not add; None for the sampler itself.
     """
 
@@ -86,6 +89,8 @@ class GradSampler:
     grad_name: str = "direct"
     sq_norm_name: str = "shortcut"
     whole_calls: bool = False
+    settings: tuple[str, ...] | None = None
+    stacked_name: str = ""
     plain: GradSampler | None = None
 
     @cached_property
@@ -97,6 +102,10 @@ class GradSampler:
     def sq_norms(self) -> Mapping[str, Rows]:
         """All ways to form ``sq_norm``."""
         return {} if self.sq_norm is None else {self.sq_norm_name: self.sq_norm, **self.more_sq_norms}
+
+    def stacked(self, call: LayerCall) -> Tensor:
+        """Gradients of several layers of one kind, in a call in which their samples follow each other."""
+        return self.grads[self.stacked_name or self.grad_name](call)
 
     def total(self, call: LayerCall, factor_B: Tensor) -> Tensor:
         """The sum of gradients weighted by ``factor_B``, shape of the parameter."""

@@ -27,12 +27,13 @@ from dpengine.capture.replay import Pass, Replay
 from dpengine.errors import UnsupportedLayerError, notice
 from dpengine.grad_modes.bookkeep import Bookkeep
 from dpengine.grad_modes.choose_method import MethodTable
+from dpengine.grad_modes.flat_buffer import Sums
 
 _WIDTH = 4096  # numbers of a sketch of one kind; what is not larger is kept as it is
 _KINDS = 4
 
 
-class Sketches:
+class Sketches(Sums):
     """Stands in for a ``FlatBuffer``: of each sum it keeps its products with random signs, which add up like it.
 
     The norm of a sketch is that of the sum on average (Alon, Matias and Szegedy 1996), give or take a half.

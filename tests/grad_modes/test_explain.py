@@ -7,7 +7,7 @@ from loops import make_loop
 from torch import nn
 
 from dpengine import PrivacyEngine
-from dpengine.grad_modes import MethodTable, choose_method
+from dpengine.grad_modes import MethodTable, choose_method, stacks
 
 
 def images():
@@ -21,7 +21,10 @@ def step_of(loop):
         break
 
 
-def test_explain_has_a_row_for_each_parameter():
+@pytest.mark.parametrize("small", [True, False])
+def test_explain_has_a_row_for_each_parameter(small, monkeypatch):
+    if not small:
+        monkeypatch.setattr(stacks, "SMALL_CALL_BYTES", 0)
     torch.manual_seed(0)
     loop = make_loop(nn.Sequential(nn.Linear(4, 5), nn.ReLU(), nn.LayerNorm(5), nn.Linear(5, 3)))
     assert loop.engine.explain().splitlines()[1:] == []
@@ -31,9 +34,9 @@ def test_explain_has_a_row_for_each_parameter():
     names = {row.split()[0] for row in rows}
     assert names == {name for name, _ in loop.model.named_parameters()}
     (weight,) = (row for row in rows if row.startswith("0.weight"))
-    assert "Linear(in_features=4, out_features=5" in weight and "ghost: gram" in weight
+    assert "Linear(in_features=4, out_features=5" in weight and ("keep: direct" if small else "ghost: gram") in weight
     (norm,) = (row for row in rows if row.startswith("2.weight"))
-    assert "LayerNorm" in norm and "keep: direct" in norm and "no shortcut" in norm
+    assert "LayerNorm" in norm and "keep: direct" in norm and "formed at once" in norm
 
 
 @pytest.mark.parametrize("mode", ["hooks", "functorch", "ew"])
@@ -50,6 +53,7 @@ def test_explain_needs_a_model():
 
 def test_a_table_goes_from_engine_to_engine(tmp_path, monkeypatch):
     monkeypatch.setattr(choose_method, "_WORTH_TIMING", 0.0)
+    monkeypatch.setattr(stacks, "SMALL_CALL_BYTES", 0)
     first = PrivacyEngine(seed=0)  # batches of one size
     torch.manual_seed(0)
     step_of(make_loop(images(), engine=first))

@@ -1,0 +1,183 @@
+"""Per-sample gradients of many small parameters, formed together as one matrix.
+
+A layer of a few features takes longer to call than to compute. Layers with the same settings and shapes are therefore
+stacked: their inputs become one tensor in which a sample of one layer is one row, and a grad sampler forms the
+gradients of all of them in one call. Biases and the parameters of normalization layers, whose gradients have no
+shortcut, are put into the matrix too, whatever the size of their layer.
+
+Axes: B samples, L stacked layers, P numbers of all parameters in the matrix.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from dpengine.capture.record import LayerCall, LayerUses, Use
+from dpengine.grad_samplers.sampler import GradSampler
+
+from .choose_method import Choice
+from .flat_buffer import Columns
+from .method import Method, Way
+from .rows import NARROW
+
+SMALL_CALL_BYTES = 128 * 2**10  # of a layer's input and output gradient: stacked up to here
+SMALL_GRAD_BYTES = 2**20  # of the per-sample gradients of a parameter
+MOST_COLUMNS = 2**20
+
+
+class Waiting(NamedTuple):
+    """A call of a layer that has one tensor as input and one as output."""
+
+    call: LayerCall
+    uses: LayerUses
+    rule: Mapping[str, GradSampler]
+
+
+@dataclass(frozen=True, eq=False)
+class Part:
+    """The gradients that a stack forms of one parameter of each of its layers.
+
+    Attributes:
+        sampler: Forms them.
+        parameters: One for each layer.
+        names: Their dotted names.
+    """
+
+    sampler: GradSampler
+    parameters: tuple[nn.Parameter, ...]
+    names: tuple[str, ...]
+
+    @property
+    def way(self) -> Way:
+        """How the gradients are formed."""
+        return Way(Method.KEEP, self.sampler.stacked_name or self.sampler.grad_name)
+
+
+@dataclass(frozen=True, eq=False)
+class Stack:
+    """Layers of one type with equal settings and shapes, and the parameters whose gradients go into the matrix.
+
+    Attributes:
+        layer: One of them.
+        at: Indices of the calls.
+        parts: The parameters, by their name in the layer.
+    """
+
+    layer: nn.Module
+    at: tuple[int, ...]
+    parts: tuple[Part, ...]
+
+    def grads(self, calls: Sequence[Waiting], rows: int) -> list[Tensor]:
+        """Per-sample gradients, ``(B, L * numel)`` for each part."""
+        call = calls[self.at[0]].call
+        if len(self.at) > 1:
+            inputs = torch.stack([calls[i].call.inputs[0] for i in self.at], 1).flatten(0, 1)
+            grads = torch.stack([calls[i].call.grad_output for i in self.at], 1).flatten(0, 1)
+            call = LayerCall(call.layer, (inputs,), grads, name=call.name, mean_loss=call.mean_loss)
+        return [part.sampler.stacked(call).reshape(rows, -1) for part in self.parts]
+
+
+@dataclass(frozen=True, eq=False)
+class Layout:
+    """Which gradients of a pass go into the matrix, and where.
+
+    Attributes:
+        names: The dotted names of all parameters that took part.
+        stacks: The stacks, in the order of the columns.
+        columns: The columns of each parameter in the matrix.
+        rest: For each call, the uses whose gradients do not go into the matrix.
+    """
+
+    names: Mapping[nn.Parameter, str]
+    stacks: tuple[Stack, ...]
+    columns: Columns
+    rest: tuple[Mapping[str, Use], ...]
+
+    def choices(self, rows: int) -> Iterator[Choice]:
+        """How each parameter in the matrix is treated, and why."""
+        for stack in self.stacks:
+            why = "formed with equal layers" if len(stack.at) > 1 else "formed at once"
+            for part in stack.parts:
+                for name, parameter in zip(part.names, part.parameters, strict=True):
+                    shown = f"{type(stack.layer).__name__}({stack.layer.extra_repr()})"
+                    yield Choice(name, shown, part.way, why, None, 4 * rows * parameter.numel())
+
+    def matrix(self, calls: Sequence[Waiting], rows: int) -> Tensor:
+        """Per-sample gradients ``(B, P)``."""
+        parts = [grad for stack in self.stacks for grad in stack.grads(calls, rows)]
+        return torch.cat(parts, dim=1) if len(parts) > 1 else parts[0]
+
+
+def shape_key(call: LayerCall, uses: LayerUses) -> tuple[object, ...]:
+    """What a layout depends on in a call, the number of samples aside."""
+    inputs, grad, layer = call.inputs[0], call.grad_output, call.layer
+    shapes = inputs.shape[1:], grad.shape[1:], inputs.shape[:1] == grad.shape[:1]
+    return (uses, *shapes, inputs.dtype, grad.dtype, grad.device, *[getattr(layer, name) for name in uses.settings])
+
+
+def layout_of(
+    calls: Sequence[Waiting],
+    keys: Sequence[tuple[object, ...]],
+    used: Collection[nn.Parameter],
+    rows: int,
+    budget: int,
+) -> Layout:
+    """Returns the layout of a pass of about ``rows`` samples.
+
+    A parameter with several uses is not in the matrix: its uses add up before any norm. ``used`` are the parameters
+    with uses besides ``calls``. The matrix takes at most ``budget`` bytes.
+    """
+    times = Counter(use.parameter for waiting in calls for use in waiting.uses.values())
+    times.update(list(used))
+    alike: dict[object, list[int]] = {}
+    for i, (waiting, key) in enumerate(zip(calls, keys, strict=True)):
+        small = _call_bytes(waiting.call) <= SMALL_CALL_BYTES
+        same = (type(waiting.call.layer), tuple(waiting.uses), *key[1:])
+        alike.setdefault(same if small else (i,), []).append(i)
+    stacks: list[Stack] = []
+    columns: dict[nn.Parameter, slice] = {}
+    first = calls[0].call.grad_output  # the matrix has one dtype and one device
+    end, most = 0, min(MOST_COLUMNS, budget // (first.itemsize * max(rows, 1)))
+    for at in alike.values():
+        parts = []
+        for name in _fitting(calls[at[0]], first, rows):
+            uses = [calls[i].uses[name] for i in at]
+            width = sum(use.numel for use in uses)
+            if end + width > most or any(times[use.parameter] > 1 for use in uses):
+                continue
+            parts.append(Part(calls[at[0]].rule[name], tuple(u.parameter for u in uses), tuple(u.name for u in uses)))
+            for use in uses:
+                columns[use.parameter] = slice(end, end + use.numel)
+                end += use.numel
+        if parts:
+            stacks.append(Stack(calls[at[0]].call.layer, tuple(at), tuple(parts)))
+    names = {use.parameter: use.name for waiting in calls for use in waiting.uses.values()}
+    rest = tuple({n: use for n, use in w.uses.items() if use.parameter not in columns} for w in calls)
+    return Layout(names, tuple(stacks), Columns(columns), rest)
+
+
+def _call_bytes(call: LayerCall) -> int:
+    return call.grad_output.itemsize * (call.inputs[0].numel() + call.grad_output.numel())
+
+
+def _fitting(waiting: Waiting, like: Tensor, rows: int) -> list[str]:
+    """Names of the parameters of a layer whose gradients may go into a matrix with the dtype and device of ``like``."""
+    call, found = waiting.call, []
+    inputs, grad = call.inputs[0], call.grad_output
+    dtypes = {inputs.dtype, grad.dtype, like.dtype}
+    if inputs.shape[:1] != grad.shape[:1] or grad.device != like.device or len(dtypes) > 1 or dtypes <= NARROW:
+        return []
+    small = _call_bytes(call) <= SMALL_CALL_BYTES
+    for name, use in waiting.uses.items():
+        sampler = waiting.rule[name]
+        has_shortcut = sampler.cost is not None or sampler.sq_norm is not None
+        known = sampler.settings is not None and use.parameter.dtype is grad.dtype
+        if known and grad.itemsize * rows * use.numel <= SMALL_GRAD_BYTES and (small or not has_shortcut):
+            found.append(name)
+    return found
