@@ -63,7 +63,16 @@ OF_THEIR_OWN = {"MODES", "Sketches", "norm_of_sketch"}  # public keys, and numbe
 ALONE = {"accounting", "noise", "kernels", "data", "cli", "report", "plan", "ledger_file", "batch_selection"}
 NOT_BY_FOLDER = {"compiled", "clipping"}  # packages whose own tests go through `inside_parts`, too
 OTHERS = {"inside.py", "inside_parts.py", "test_inside.py", "test_layering.py", "mutations", "differential"}  # not read
-PUBLIC = {"_module", "_replace", "_parameters", "_modules", "_buffers", "_forward_hooks", "_forward_pre_hooks", "_backward_hooks"}
+PUBLIC = {
+    "_module",
+    "_replace",
+    "_parameters",
+    "_modules",
+    "_buffers",
+    "_forward_hooks",
+    "_forward_pre_hooks",
+    "_backward_hooks",
+}
 IN_STRINGS = re.compile(
     r"\.runs\[|\.passes\.|\b(?:_dpengine|_books)\b|import (?:PassClipper|PrivateStep|WaitingPasses)"
     rf"|\bdpengine\.(?:\w+\.)*(?:{'|'.join(sorted(STEP_MODULES))})\b"

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import operator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -63,9 +64,15 @@ class BufferWatch:
         self._model = model
         self._topology = topology
         self._passes = 0
-        self._noted: list[_Noted] | None = None  # None when no pass runs
-        self._rewritten: set[str] = set()  # buffers whose version went up though their value stayed
         self._modules: dict[str, nn.Module] = {}
+        self._slots: list[tuple[dict[str, Tensor | None], str, str]] = []  # table, name there, and dotted name
+        self._present: list[Tensor | None] = []  # what is in these slots
+        self._tables: list[dict[str, Tensor | None]] = []
+        self._entries = 0  # of all tables
+        self._counters: set[int] = set()  # indices of what may count passes
+        self._versions: list[int] | None = None  # of what is in the slots; None when no pass runs
+        self._noted: dict[int, _Noted] = {}  # those whose values were noted, by index
+        self._rewritten: set[str] = set()  # buffers whose version went up though their value stayed
 
     def note(self) -> None:
         """A forward pass begins."""
@@ -73,37 +80,65 @@ class BufferWatch:
         whole = self._passes & (self._passes - 1) == 0 or self._passes % _EVERY == 0
         if whole:
             self._modules = dict(self._model.named_modules())
-        self._noted, local = [], self._topology.layout.local
-        for slots, name, dotted, buffer in self._tensors():
-            size = buffer.numel()
-            large = size > _LARGE and isinstance(buffer, nn.Parameter)
-            keep = (whole and not large) or dotted in self._rewritten or (size == 1 and _may_count(buffer))
+        if whole or not self._same_tensors():
+            self._find()
+        self._versions = [0 if tensor is None else tensor._version for tensor in self._present]
+        self._noted = {}
+        if not (whole or self._rewritten or self._counters):
+            return
+        local = self._topology.layout.local
+        for i, buffer in enumerate(self._present):
+            dotted = self._slots[i][2]
+            if buffer is None or not (whole or dotted in self._rewritten or i in self._counters):
+                continue
+            large = buffer.numel() > _LARGE and isinstance(buffer, nn.Parameter)
+            keep = (whole and not large) or dotted in self._rewritten or i in self._counters
             value = local(buffer).detach().clone() if keep else None
             digest = _digest(local(buffer)) if whole and large else None
-            self._noted.append(_Noted(slots, name, dotted, buffer, buffer._version, value, digest, whole, local))
+            self._noted[i] = _Noted(*self._slots[i], buffer, self._versions[i], value, digest, whole, local)
 
     def put_back(self) -> list[str]:
         """The forward pass is over, perhaps by an exception: undoes what it wrote, where the old value is known."""
-        noted, self._noted = self._noted, None
-        if noted is None:
+        versions, self._versions = self._versions, None
+        if versions is None:
             return []
-        written, known = [], set()
-        for one in noted:
-            known.add(one.dotted)
-            touched = one.buffer._version != one.version
+        now = [0 if tensor is None else tensor._version for tensor in self._present]
+        compares_values = any(one.look for one in self._noted.values())
+        if versions == now and not compares_values and self._same_tensors():
+            return []
+        written, local = [], self._topology.layout.local
+        for i, buffer in enumerate(self._present):
+            if buffer is None:
+                continue
+            slot, version = self._slots[i], versions[i]
+            one = self._noted.get(i) or _Noted(*slot, buffer, version, None, None, False, local)
+            touched = buffer._version != version
             if touched:
                 self._rewritten.add(one.dotted)
-            if (touched or one.look or one.slots.get(one.name) is not one.buffer) and one.written():
+            if (touched or one.look or one.slots.get(one.name) is not buffer) and one.written():
                 written.append(one)
         found = []
         for one in written:
             one.put_back()
             found.append(one.dotted)
-        for slots, name, dotted, _ in self._tensors():
-            if dotted not in known:  # made by the forward pass
+        known = {slot[2] for slot, tensor in zip(self._slots, self._present, strict=True) if tensor is not None}
+        for slots, name, dotted in self._all_slots():
+            if slots[name] is not None and dotted not in known:  # made by the forward pass
                 slots[name] = None
                 found.append(dotted)
         return found
+
+    def _same_tensors(self) -> bool:
+        """Returns True if the slots of the model hold the tensors that were found there last."""
+        present = [slots.get(name) for slots, name, _ in self._slots]
+        return all(map(operator.is_, present, self._present)) and sum(map(len, self._tables)) == self._entries
+
+    def _find(self) -> None:
+        self._slots = list(self._all_slots())
+        self._present = [slots[name] for slots, name, _ in self._slots]
+        self._tables = [t for module in self._modules.values() for t in (module._buffers, module._parameters)]  # type: ignore[misc]
+        self._entries = sum(map(len, self._tables))
+        self._counters = {i for i, tensor in enumerate(self._present) if tensor is not None and _may_count(tensor)}
 
     def refuse_written(self) -> None:
         """The forward pass is over."""
@@ -120,14 +155,13 @@ class BufferWatch:
             "cache by a forward pass before make_private, or update an average of weights after optimizer.step().",
         )
 
-    def _tensors(self) -> list[tuple[dict[str, Tensor | None], str, str, Tensor]]:
-        found, sharded = [], self._topology.slots
+    def _all_slots(self) -> Iterator[tuple[dict[str, Tensor | None], str, str]]:
+        sharded = self._topology.slots
         for prefix, module in self._modules.items():
             for slots in (module._buffers, module._parameters):
-                for name, tensor in slots.items():
-                    if tensor is not None and (module, name) not in sharded:
-                        found.append((slots, name, f"{prefix}.{name}" if prefix else name, tensor))
-        return found  # type: ignore[return-value]
+                for name in slots:
+                    if (module, name) not in sharded:
+                        yield slots, name, f"{prefix}.{name}" if prefix else name  # type: ignore[misc]
 
 
 def _digest(tensor: Tensor) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -9,6 +10,7 @@ from typing import Protocol
 
 import torch
 from torch import Tensor, nn
+from torch._utils import _unflatten_dense_tensors
 
 from dpengine.distributed.local_shards import Held, Places
 from dpengine.distributed.ranks import Seal
@@ -128,6 +130,11 @@ class FlatBuffer(Sums):
             held = self._held[parameter] = topology.layout.held(parameter)
             self._places[parameter] = (key, self._sizes.get(key, 0))
             self._sizes[key] = self._sizes.get(key, 0) + held.kept.numel
+        self._shaped: dict[Key, dict[nn.Parameter, Tensor]] = {key: {} for key in self._sizes}  # without numbers
+        for parameter, (key, _) in self._places.items():
+            self._shaped[key][parameter] = torch.empty(self._held[parameter].kept.size, device="meta")
+        self._empty = [parameter for parameter, held in self._held.items() if not held.kept.numel]
+        self._where = [parameter.device for parameter in self._places], [parameter.dtype for parameter in self._places]
         self.stretches = _stretches(self._places, self._held, list(self._sizes))
         self.whole = sum(held.numel for held in self._held.values()) if topology.splits.size > 1 else 0
         largest = dict.fromkeys(self._sizes, 0)
@@ -138,7 +145,7 @@ class FlatBuffer(Sums):
         self._memory: dict[Key, Tensor] = {}
         self._views: dict[nn.Parameter, Tensor] = {}
         self._unwritten = set(self._places)
-        self._index: dict[Columns, Tensor] = {}  # where the numbers of a vector go
+        self._index: dict[Columns, tuple[Key, Tensor] | None] = {}  # where the numbers of a vector go
         self.outbox: Outbox | None = None
         if topology.shards.size > 1:
             dtypes = [(parameter, key[1]) for parameter, (key, _) in self._places.items()]
@@ -169,24 +176,33 @@ class FlatBuffer(Sums):
 
     def add_flat(self, columns: Columns, total_P: Tensor, scale: float) -> None:
         """Adds ``scale`` times the sums of several parameters that lie in one vector."""
-        places = [self._places[parameter] for parameter in columns.of]
-        if self.outbox is not None or len({key for key, _ in places}) > 1:
+        if columns not in self._index:
+            self._index[columns] = self._index_of(columns)
+        found = self._index[columns]
+        if found is None:
             super().add_flat(columns, total_P, scale)
             return
         if not self._memory:
             self._allocate()
-        if columns not in self._index:
-            steps = [torch.arange(at, at + p.numel()) for p, (_, at) in zip(columns.of, places, strict=True)]
-            self._index[columns] = torch.cat(steps).to(total_P.device)
-        memory, first = self._memory[places[0][0]], self._unwritten.intersection(columns.of)
+        key, index = found
+        memory = self._memory[key]
         total_P = total_P if scale == 1.0 else total_P * scale
-        if len(first) == len(places):
-            memory.index_copy_(0, self._index[columns], total_P)
+        if len(self._unwritten) == len(self._places):
+            memory.index_copy_(0, index, total_P)
         else:
-            for parameter in first:
+            for parameter in self._unwritten.intersection(columns.of):
                 self._views[parameter].zero_()
-            memory.index_add_(0, self._index[columns], total_P)
-        self._unwritten -= first
+            memory.index_add_(0, index, total_P)
+        self._unwritten.difference_update(columns.of)
+
+    def _index_of(self, columns: Columns) -> tuple[Key, Tensor] | None:
+        """Where the numbers of a vector go, if all go to one memory."""
+        places = [self._places[parameter] for parameter in columns.of]
+        if self.outbox is not None or len({key for key, _ in places}) > 1:
+            return None
+        steps = [torch.arange(at, at + p.numel()) for p, (_, at) in zip(columns.of, places, strict=True)]
+        key = places[0][0]
+        return key, torch.cat(steps).to(key[0])
 
     def _write(self, parameter: nn.Parameter, write: Callable[[Tensor, float], None]) -> None:
         if not self._memory:
@@ -225,9 +241,12 @@ class FlatBuffer(Sums):
     def _allocate(self) -> None:
         for key, size in self._sizes.items():
             self._memory[key] = torch.empty(size + self._seals, device=key[0], dtype=key[1])
-        for parameter, (key, at) in self._places.items():
-            kept = self._held[parameter].kept
-            self._views[parameter] = self._memory[key][at : at + kept.numel].view(kept.size)
+        for key, shaped in self._shaped.items():
+            views = _unflatten_dense_tensors(self._memory[key][: self._sizes[key]], list(shaped.values()))
+            self._views.update(zip(shaped, views, strict=True))
+        for parameter in self._empty:  # whose shape is not kept there
+            key, at = self._places[parameter]
+            self._views[parameter] = self._memory[key][at:at].view(self._held[parameter].kept.size)
 
     def _finish(self) -> None:
         if not self._memory:
@@ -260,19 +279,14 @@ class FlatBuffer(Sums):
             self.outbox.clear()
 
     def fits(self, parameters: Iterable[nn.Parameter]) -> bool:
-        """Whether the buffer is for exactly these parameters, where they are now."""
+        """Returns True if the buffer is for exactly these parameters, where they are now."""
         listed = list(parameters)
-        if len(listed) != len(self._places):
+        if len(listed) != len(self._places) or not all(map(operator.is_, listed, self._places)):
             return False
-        for own, given in zip(self._places, listed, strict=True):
-            device, dtype = self._places[own][0]
-            if (
-                own is not given
-                or given.device != device
-                or (given.dtype is torch.float64) is not (dtype is torch.float64)
-            ):
-                return False
-        return True
+        devices, dtypes = self._where
+        if [parameter.device for parameter in listed] != devices:
+            return False
+        return all(map(operator.eq, map(wide, [parameter.dtype for parameter in listed]), map(wide, dtypes)))
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
