@@ -23,6 +23,7 @@ from .strategy import AbstractGradients, common_rows, joint_gradients, joint_par
 
 Quiet = Callable[[], AbstractContextManager[None]]
 
+_SHARE = 4  # of the budget for kept gradients, a quarter is for those that are formed together
 _PLANS = 500  # remembered; sequences and batches of many lengths have as many
 
 
@@ -115,15 +116,20 @@ class Bookkeep(AbstractGradients):
         return self._entries.setdefault(use.parameter, Entry(use))
 
     def _form_alone(self) -> None:
-        """Forms no gradients together in this pass."""
+        """Treats each parameter of the pass alone from here on."""
         waiting, self._waiting, self._layout = self._waiting, [], None
         for call, uses, rule in waiting:
             self._receive(call, uses, rule)
+        if self._matrix_BP is not None and self._stacked is not None:
+            (layout, _), matrix_BP, self._matrix_BP = self._stacked, self._matrix_BP, None
+            for parameter, columns in layout.columns.of.items():
+                grad = matrix_BP[:, columns].reshape(-1, *parameter.shape)
+                self._entry(Use(parameter, layout.names[parameter])).keep(grad)
 
     def _laid_out(self) -> Layout | None:
         """The layout of the calls that wait; None if there are none."""
         if self._layout is None and self._waiting:
-            rows, budget = bucket_of(common_rows(self.rows)), self.planner.keep_budget
+            rows, budget = bucket_of(common_rows(self.rows)), self.planner.keep_budget // _SHARE
             keys = [shape_key(call, uses) for call, uses, _ in self._waiting]
             key = (rows, budget, tuple(self._entries), *keys)
             if key not in self._layouts:
@@ -135,7 +141,7 @@ class Bookkeep(AbstractGradients):
 
     @property
     def parameters(self) -> Mapping[nn.Parameter, str]:
-        layout = self._laid_out()
+        layout = self._laid_out() if self._matrix_BP is None or self._stacked is None else self._stacked[0]
         entries = {parameter: entry.use.name for parameter, entry in self._entries.items()}
         if layout is None:
             return entries
@@ -159,7 +165,8 @@ class Bookkeep(AbstractGradients):
     def sq_norms(self, groups: Mapping[nn.Parameter, int], num_groups: int, scale: float) -> Tensor:
         rows = common_rows(self.rows)
         found: list[list[Tensor]] = [[] for _ in range(num_groups)]
-        self._stack(rows, groups, found)
+        self._stack(rows)
+        self._matrix_sq_norms(groups, found)
         if not self._entries and self._matrix_BP is None:
             return torch.zeros(0, num_groups)
         for entry in self._entries.values():
@@ -174,24 +181,30 @@ class Bookkeep(AbstractGradients):
         ]
         return torch.stack(sums, dim=1) * scale**2
 
-    def _stack(self, rows: int, groups: Mapping[nn.Parameter, int], found: list[list[Tensor]]) -> None:
-        """Forms the gradients of the layout, and adds their squared norms ``(B,)`` to those of their groups."""
-        layout, waiting, self._stacked = self._laid_out(), self._waiting, None
-        if layout is None or not rows:
+    def _stack(self, rows: int) -> None:
+        """Forms the gradients of small layers together."""
+        layout, waiting = self._laid_out(), self._waiting
+        if layout is None:
+            self._stacked = None if self._matrix_BP is None else self._stacked
+            return
+        if not (rows and layout.stacks):
             self._form_alone()
             return
         self._waiting, self._stacked = [], (layout, rows)
         for (call, _, rule), uses in zip(waiting, layout.rest, strict=True):
             if uses:
                 self._receive(call, uses, rule)
-        if not layout.stacks:
-            return
         self._matrix_BP = layout.matrix(waiting, rows)
+
+    def _matrix_sq_norms(self, groups: Mapping[nn.Parameter, int], found: list[list[Tensor]]) -> None:
+        """Adds the squared norms ``(B,)`` of the gradients that were formed together to those of their groups."""
+        if self._matrix_BP is None or self._stacked is None:
+            return
         if len(found) == 1:
             found[0].append(sq_norms(self._matrix_BP))
-        else:
-            for parameter, columns in layout.columns.of.items():
-                found[groups[parameter]].append(sq_norms(self._matrix_BP[:, columns]))
+            return
+        for parameter, columns in self._stacked[0].columns.of.items():
+            found[groups[parameter]].append(sq_norms(self._matrix_BP[:, columns]))
 
     def _planned(self, rows: int) -> Plan:
         entries = list(self._entries.values())
