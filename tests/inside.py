@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import weakref
 from types import SimpleNamespace
 
@@ -17,6 +18,7 @@ from dpengine import PrivacyEngine
 from dpengine.accounting import Ledger
 from dpengine.auditing.canaries import PlantedGradients
 from dpengine.engine.budget import Budget
+from dpengine.grad_modes.flat_buffer import Sums
 from dpengine.sampling.batches import LogicalBatch
 
 
@@ -297,11 +299,11 @@ def failing_sums(owner, error, *, at=1, after=False):
         if len(calls) == at:
             raise error
 
-    buffer.fill = fill
+    buffer.fill, buffer.add_flat = fill, functools.partial(Sums.add_flat, buffer)  # one write for each parameter
     try:
         yield
     finally:
-        del buffer.fill
+        del buffer.fill, buffer.add_flat
 
 
 def before_exchange(owner, action):

@@ -155,6 +155,5 @@ class PerSampleGradients:
 
 def _versions(mode: Bookkeep) -> list[tuple[Tensor, int]]:
     """The tensors from which the gradients are formed, each with the number of its changes in place."""
-    calls = [call for entry in mode._entries.values() for call, _ in entry.calls]
-    leaves = pytree.tree_leaves([(call.inputs, call.kwargs, call.grad_output) for call in calls])
+    leaves = pytree.tree_leaves([(call.inputs, call.kwargs, call.grad_output) for call in mode.calls()])
     return [(leaf, leaf._version) for leaf in leaves if isinstance(leaf, Tensor) and not leaf.is_inference()]

@@ -152,6 +152,11 @@ class Bookkeep(AbstractGradients):
         """How each parameter was treated in the last pass."""
         return [*self._plan.values(), *(() if self._stacked is None else self._stacked[0].choices(self._stacked[1]))]
 
+    def calls(self) -> list[LayerCall]:
+        """The layer calls that are held."""
+        alone = [call for entry in self._entries.values() for call, _ in entry.calls]
+        return alone + [waiting.call for waiting in self._waiting]
+
     def kept(self) -> dict[nn.Parameter, Tensor]:
         """The per-sample gradients that are kept, unscaled."""
         self._form_alone()
@@ -228,6 +233,8 @@ class Bookkeep(AbstractGradients):
         return found + [(entry.use.parameter, norm_B) for entry, norm_B in zip(by_gram, norms, strict=True)]
 
     def drop(self, rows_B: Tensor) -> None:
+        if self._waiting:
+            self._form_alone()
         if self._matrix_BP is not None:
             self._matrix_BP = zeroed(self._matrix_BP, rows_B)
         with self._still():

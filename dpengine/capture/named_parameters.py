@@ -1,0 +1,47 @@
+"""The parameters of a model by name, which are listed anew when the model's structure has changed."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+
+from dpengine.distributed.topology import Topology
+
+
+class NamedParameters:
+    """Lists the parameters of a model.
+
+    A step asks for them several times, and a walk over the modules takes longer than a layer. So the tables of children
+    and parameters of all modules are compared with those of the last walk, entry by entry.
+
+    Args:
+        model: The model.
+        topology: How it is distributed. If modules show other parameters while they run, each call is a walk.
+    """
+
+    def __init__(self, model: nn.Module, topology: Topology):
+        self._model = model
+        self._topology = topology
+        self._tables: list[dict[str, Any]] = []
+        self._names: list[str] = []
+        self._values: list[Any] = []
+        self._found: Mapping[str, nn.Parameter] = {}
+
+    def list(self) -> Mapping[str, nn.Parameter]:
+        """Returns the parameters that the optimizer holds, by dotted name: the same object while nothing changes."""
+        if not self._tables or self._topology.slots or not self._unchanged():
+            modules = list(self._model.modules())
+            self._tables = [table for module in modules for table in (module._modules, module._parameters)]
+            self._names = [name for table in self._tables for name in table]
+            self._values = [value for table in self._tables for value in table.values()]
+            self._found = self._topology.parameters(self._model)
+        return self._found
+
+    def _unchanged(self) -> bool:
+        values = [value for table in self._tables for value in table.values()]
+        if len(values) != len(self._values) or not all(map(operator.is_, values, self._values)):
+            return False
+        return [name for table in self._tables for name in table] == self._names
