@@ -19,6 +19,7 @@ from dpengine.accounting import Ledger
 from dpengine.auditing.canaries import PlantedGradients
 from dpengine.engine.budget import Budget
 from dpengine.grad_modes.flat_buffer import Sums
+from dpengine.noise.correlated import mechanism_for
 from dpengine.sampling.batches import LogicalBatch
 
 
@@ -195,7 +196,7 @@ def draw_from(owner, source):
     """Draws noise from another source; returns whether the mechanism is another one, too."""
     step = _step(owner)
     before = step.noise
-    step.draw_from(source)
+    step.source, step.noise = source, mechanism_for(source, step.plan.noise)
     return step.noise is not before
 
 
@@ -275,9 +276,9 @@ def record_releases(owner, seen):
     step = _step(owner)
     write = step.write_gradients
 
-    def writing(**options):
+    def writing(divisor):
         seen(step.batches.steps)
-        write(**options)
+        write(divisor)
 
     step.write_gradients = writing
 

@@ -71,6 +71,10 @@ class ClippedPasses:
         passes._on_pass = made._ended
         return made
 
+    def restrict(self, parameters):
+        """Clips and sums these parameters alone."""
+        self._passes.restrict(frozenset(parameters))
+
     def _ended(self, recorded):
         self._recorded = recorded
         if self._action is not None:
@@ -81,7 +85,8 @@ class ClippedPasses:
         units = None if units is None else Units(torch.tensor(units), count, mean=False)
         recorded, self._recorded = self._recorded, None
         if recorded is None:
-            recorded = RecordedPass(self._passes.mode, self._passes.capture.replay)
+            mean = self._passes.loss_reduction == "mean"
+            recorded = RecordedPass(self._passes.mode, self._passes.capture.replay, mean)
         seen = self._passes.clip(recorded, samples=rows, units=units)
         return SimpleNamespace(
             rows=seen.rows, dropped=seen.dropped, clipped=seen.clipped, largest_norm=seen.largest_norm

@@ -6,17 +6,16 @@ import torch
 from inside_parts import Plan
 from loops import make_loop
 
-from dpengine.accounting import Relation
+from dpengine.accounting import Relation, UnclaimedEvent
 from dpengine.clipping import AbstractClip, Adaptive, Automatic, Flat, Groups, PerLayer
 from dpengine.errors import InvalidBudgetError
 from dpengine.noise import NoiseSource
-from dpengine.sampling import PoissonSampling
-from dpengine.sampling.in_order import InOrder
+from dpengine.sampling import PoissonSampling, ShuffleSampling
 
 
-def passes(spe=4, **changed):
-    settings = {"claims_passes": True, "run": "r"} | changed
-    return Plan(InOrder(4 * spe, 4), Flat(1.0), 1.0, 4.0, Relation.ZERO_OUT, **settings)
+def passes(spe=4, *, claims=True, **changed):
+    sampling = ShuffleSampling(4 * spe, 4, claims_epsilon=claims)
+    return Plan(sampling, Flat(1.0), 1.0, 4.0, Relation.ZERO_OUT, **{"run": "r"} | changed)
 
 
 # Passes as releases
@@ -47,7 +46,17 @@ def test_the_rest_of_a_pass_is_booked_apart_and_whole_passes_follow():
 @pytest.mark.parametrize("first, expected", [(0, "r"), (4, "r"), (6, "r@6")])
 def test_a_run_that_begins_within_a_pass_books_the_rest_apart(first, expected):
     assert passes().at_step(first, first=True).run == expected
-    assert passes(claims_passes=False).at_step(first, first=True).run == "r"
+    assert passes(claims=False).at_step(first, first=True).run == expected
+
+
+def test_shuffled_batches_claim_nothing_and_know_what_a_pass_costs():
+    event = passes(claims=False).event()
+    assert isinstance(event, UnclaimedEvent)
+    assert event.unamplified == passes().event()
+    assert passes(claims=False).event(2).unamplified is None  # they may be of two passes
+    sampling = ShuffleSampling(16, 4)
+    private_size = Plan(sampling, Flat(1.0), 1.0, 4.0, Relation.ADD_OR_REMOVE_ONE)
+    assert private_size.event().unamplified is None  # an example less changes all batches
 
 
 def test_only_plans_of_passes_are_renamed():

@@ -3,10 +3,12 @@
 import inside
 import pytest
 import torch
-from loops import make_loop
+from loops import examples, make_loop
 
-from dpengine.accounting import Relation
-from dpengine.report import RunFacts
+from dpengine import PrivacyEngine
+from dpengine.accounting import Charge, GaussianEvent, Relation, epsilon_of
+from dpengine.errors import AccountingRefusedError
+from dpengine.report import PrivacyReport, RunFacts
 
 DATA = {"name": "rows", "source": "here", "licence": "none", "sha256": {"a": "0" * 64}}
 
@@ -62,6 +64,44 @@ def test_r1_a_shuffled_run_shows_no_epsilon(recwarn):
     report = loop.engine.report()
     assert report.to_dict()["guarantee"]["epsilon"] is None
     assert "ε not claimed: Poisson assumption not met" in str(report)
+
+
+def shuffled(steps, engine=None, **options):
+    loop = make_loop(engine=engine, sampling="shuffle", noise_multiplier=1.5, **options)
+    for _, (inputs, targets) in zip(range(steps), loop.loader, strict=False):
+        loop.step(inputs, targets)
+    return loop
+
+
+def test_f_s1_a_shuffled_run_states_a_bound_without_amplification(recwarn):
+    loop = shuffled(3)
+    report = loop.engine.report()
+    bound = report.to_dict()["guarantee"]["epsilon_unamplified"]
+    assert bound == pytest.approx(epsilon_of([Charge(GaussianEvent(1.5))], loop.engine.delta), rel=1e-9)
+    assert "no amplification: " in str(report)
+    assert PrivacyReport.from_json(report.to_json()).to_dict() == report.to_dict()
+    with pytest.raises(AccountingRefusedError):
+        _ = loop.engine.epsilon
+    loop.loader.load_state_dict({"position": 2 * len(loop.loader)})  # skips the rest of a pass, and another one
+    inputs, targets = next(iter(loop.loader))
+    loop.step(inputs, targets)
+    bound = loop.engine.report().to_dict()["guarantee"]["epsilon_unamplified"]
+    assert bound == pytest.approx(epsilon_of([Charge(GaussianEvent(1.5), 3)], loop.engine.delta), rel=1e-9)
+
+
+def test_f_s1_without_the_charges_of_all_passes_there_is_no_bound(recwarn):
+    data, other = examples(), PrivacyEngine()
+    loop = shuffled(3, dataset=data)
+    other.load_state_dict(loop.engine.state_dict())
+    again = shuffled(3, engine=other, dataset=data)
+    assert not any("Another engine" in str(warning.message) for warning in recwarn)
+    assert again.engine.report().to_dict()["guarantee"]["epsilon_unamplified"] is None
+    merged = make_loop(sampling="shuffle", noise_multiplier=1.5)
+    merged.optimizer.zero_grad()
+    for inputs, targets in merged.loader:
+        torch.nn.functional.cross_entropy(merged.model(inputs), targets).backward()
+    merged.optimizer.step()
+    assert merged.engine.report().to_dict()["guarantee"]["epsilon_unamplified"] is None
 
 
 def test_r3_a_run_without_noise_is_not_private(recwarn):

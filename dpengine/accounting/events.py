@@ -147,9 +147,12 @@ class UnclaimedEvent:
 
     Args:
         reason: Why there is no analysis, as a sentence for the person who asks for epsilon.
+        unamplified: The event without credit for random batches, if it is known. It is not saved with a ledger, and
+            reports show its cost under a name of its own.
     """
 
     reason: str
+    unamplified: CyclicGaussianEvent | None = None
 
 
 Event = (
@@ -203,6 +206,7 @@ _NAMES = {make: name for name, make in _TYPES.items()}
 def event_to_state(event: Event) -> dict[str, Any]:
     """Returns the event as plain JSON values."""
     state = {"type": _NAMES[type(event)], **asdict(event)}
+    state.pop("unamplified", None)
     if isinstance(event, RepeatAndSelectEvent):
         state["base"] = [[event_to_state(one), count] for one, count in event.base]
         state["shape"] = None if math.isinf(event.shape) else event.shape

@@ -258,7 +258,8 @@ def admit(module: nn.Module, optimizer: Optimizer, grad_scaler: Any, lr_schedule
     _refuse_attached(module)
     refuse_optimizer(optimizer)
     check(module).raise_if_blocked()
-    _refuse_foreign_parameters(module, optimizer)
+    check_foreign_parameters(module, optimizer)
+    _check_groups(module, optimizer)
 
 
 def _refuse_foreign_scheduler(lr_scheduler: Any, optimizer: Any) -> None:
@@ -286,11 +287,10 @@ def _refuse_attached(module: nn.Module) -> None:
         )
 
 
-def _refuse_foreign_parameters(module: nn.Module, optimizer: Optimizer) -> None:
-    """An optimizer may hold no other parameters than the model's."""
-    held = parameters_of(optimizer)
-    known = dict.fromkeys(module.parameters())
-    foreign = [p for p in held if p not in known]
+def check_foreign_parameters(module: nn.Module, optimizer: Optimizer) -> None:
+    """Raises ParameterMismatchError if an optimizer holds parameters that are not in the model."""
+    known = set(module.parameters())
+    foreign = [p for p in parameters_of(optimizer) if p not in known]
     if foreign:
         shapes = ", ".join(str(tuple(p.shape)) for p in foreign[:3])
         raise ParameterMismatchError(
@@ -298,6 +298,11 @@ def _refuse_foreign_parameters(module: nn.Module, optimizer: Optimizer) -> None:
             ".to(dtype) ran after the optimizer was built.",
             fix="Build the optimizer last.",
         )
+
+
+def _check_groups(module: nn.Module, optimizer: Optimizer) -> None:
+    """Raises if an optimizer holds a parameter twice; warns about trainable parameters that it lacks."""
+    held = parameters_of(optimizer)
     held_set = set(held)
     if len(held_set) < len(held):
         raise ParameterMismatchError("A parameter is in the optimizer's groups twice.", fix="List each parameter once.")
@@ -310,7 +315,7 @@ def tell_of_plan(plan: RunPlan) -> None:
     """Says so where what follows is not private, or no epsilon is claimed for it."""
     if plan.noise_multiplier == 0:
         notice("DPE012", "NOT PRIVATE (noise_multiplier=0).", key="noise")
-    if not plan.sampling.claims_epsilon and plan.claim is None and not plan.claims_passes:
+    if not plan.sampling.claims_epsilon and plan.claim is None:
         notice("DPE012", f"epsilon not claimed (sampling={plan.sampling.law!r}).", key="sampling")
 
 

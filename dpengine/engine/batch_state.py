@@ -46,7 +46,7 @@ class BatchState:
 
     Attributes:
         external: Whether no private loader returns the batches: each backward pass is then a physical batch.
-        continues: With ``external``: whether the next backward pass belongs to the current logical batch.
+        continues: With ``external``: whether the next backward pass is over a further part of the current batch.
         look_ahead: Number of physical batches that a trainer fetches before it uses the first. If it is positive, the
             trainer must run one backward pass for each physical batch, in the order of the loader.
         batches: Logical batches whose gradients are in the sums. The last one is the current batch.

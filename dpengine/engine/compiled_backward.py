@@ -82,7 +82,7 @@ class CompiledBackward:
                 return self._by_hooks(args, kwargs)
         named = {name: parameter for name, parameter in passes.trainable().items() if parameter in graphs.parameters}
         done = Done(graphs, held, sq_norms_PK, rows, padded / rows if mean else 1.0, named)
-        passes.report(RecordedPass(done))
+        passes.report(RecordedPass(done, mean_loss=mean))
         return loss
 
     def _by_hooks(self, args: Any, kwargs: Any) -> Tensor:

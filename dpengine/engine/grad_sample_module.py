@@ -107,7 +107,7 @@ class GradSampleModule(nn.Module):
         try:
             self._clipper.check_leaks()
             found = PerSampleGradients(self._clipper, self._clipper.take())
-            norms_B = found.norms() / self._clipper.scale_of(found.recorded)
+            norms_B = found.norms() / found.recorded.scale
             self._clipper.probe.after(found.recorded.replay, norms_B.square())
         except BaseException:
             self._last = None

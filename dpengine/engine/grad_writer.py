@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-import torch
 from torch import Tensor, nn
 
 from dpengine.distributed.topology import Topology
@@ -42,12 +41,6 @@ class GradWriter:
                 )
             parameter.grad = grad
             self.released[parameter] = (grad, grad._version)
-
-    def scale(self, factor: float) -> None:
-        """Multiplies what was written, or what somebody made of it since, in place."""
-        grads = {parameter: parameter.grad for parameter in self.released if parameter.grad is not None}
-        torch._foreach_mul_(list(grads.values()), factor)
-        self.released = {parameter: (grad, grad._version) for parameter, grad in grads.items()}
 
     def zero_grad(self, parameters: Iterable[nn.Parameter]) -> None:
         """The user cleared the gradients."""

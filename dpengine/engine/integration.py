@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from dpengine.accounting.ledger import Ledger
@@ -10,6 +12,8 @@ from dpengine.errors import TicketError, suggests_names
 from dpengine.ledger_file.books import asked_for
 from dpengine.ledger_file.run_ledger import RunLedger
 from dpengine.sampling.scheme import whole_number
+
+from .batch_state import Stage
 
 if TYPE_CHECKING:
     from .privacy_engine import PrivacyEngine
@@ -41,6 +45,37 @@ def fetch_ahead(engine: PrivacyEngine, batches: int) -> None:
             fix="Call it right after make_private, and only for a run with a private loader.",
         )
     state.look_ahead = ahead
+
+
+@suggests_names
+@contextlib.contextmanager
+def logical_batch(engine: PrivacyEngine) -> Iterator[None]:
+    """Declares that the backward passes in this context are over parts of one external batch.
+
+    They are charged once and share one noise. Without this context each backward pass of a run with
+    `dpengine.sampling.ExternalBatches` is a logical batch of its own. Call ``optimizer.step()`` after the last part.
+
+    Privacy: the parts together must be the batch that ``ExternalBatches`` describes, so that no example is in two of
+    them.
+
+    Args:
+        engine: The engine; it applies to the run of the last ``make_private``.
+
+    Raises:
+        InvalidBudgetError: If no model is private yet.
+        TicketError: If the run has a private loader, or the sums hold a batch without a step.
+    """  # noqa: DOC502 - the engine raises
+    state = engine._last_run().step.batches
+    if not state.external or state.continues or state.stage is Stage.CLIPPED:
+        raise TicketError(
+            "logical_batch was called for a run with a private loader, or before optimizer.step() of the last batch.",
+            fix="Use it with sampling=ExternalBatches(...) only, after optimizer.zero_grad() and outside of itself.",
+        )
+    state.continues = True
+    try:
+        yield
+    finally:
+        state.continues = False
 
 
 def ledger_of_run(engine: PrivacyEngine, run: str, topology: Topology, *, delta: float) -> Ledger | RunLedger:

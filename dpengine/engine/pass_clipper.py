@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dpengine.capture.capture import CaptureState
 from dpengine.capture.record import LayerCall, Use
 from dpengine.capture.replay import Replay
 from dpengine.clipping.policy import AbstractClip
@@ -35,21 +34,24 @@ class RecordedPass:
     Attributes:
         mode: The layer calls of the pass, in a grad mode.
         replay: Its forward passes, if they were recorded for a probe.
-        scaled: Whether its gradients are those of each sample's own loss, whatever the loss reduction.
-        ended: Whether its end was seen. A pass that did not come through the model's output has no such event.
+        mean_loss: Whether its gradients are those of the mean of the samples' losses, not of each sample's own loss.
         probed_B: Squared norms of the unscaled gradients that the probe compares; None for those of ``mode``.
     """
 
     mode: AbstractGradients
     replay: Replay | None = None
-    scaled: bool = False
-    ended: bool = True
+    mean_loss: bool = False
     probed_B: Tensor | None = None
 
     @property
     def samples(self) -> int:
         """Number of samples that the first layer saw. `common_rows` checks that all layers agree."""
         return next(iter(self.mode.rows.values()), 0)
+
+    @property
+    def scale(self) -> float:
+        """Factor between its gradients and those of each sample's own loss."""
+        return common_rows(self.mode.rows) if self.mean_loss else 1.0
 
 
 class PassClipper:
@@ -117,11 +119,6 @@ class PassClipper:
         """Clips and sums these parameters alone, from the next pass on; None for all trainable parameters."""
         self._only = parameters
 
-    def distribute(self, topology: Topology) -> None:
-        """Continues as one of several processes that each hold the whole model. Nothing may be summed yet."""
-        self.topology = self.capture.topology = topology
-        self.buffer = FlatBuffer(self.trainable().values(), topology)
-
     def attach(self) -> None:
         """Attaches hooks to the model."""
         self.capture.attach()
@@ -130,15 +127,6 @@ class PassClipper:
         """Removes the hooks, and zeroes the sums."""
         self.capture.detach()
         self.discard()
-
-    def enable(self, enabled: bool) -> None:
-        """Pauses or resumes the hooks that `attach` attached."""
-        self.capture.state = CaptureState.ATTACHED if enabled else CaptureState.PAUSED
-
-    @property
-    def enabled(self) -> bool:
-        """True if the hooks are attached and not paused."""
-        return self.capture.state is CaptureState.ATTACHED
 
     @property
     def pending(self) -> bool:
@@ -159,10 +147,10 @@ class PassClipper:
         """A parameter's per-sample gradient arrived."""
         self.mode.receive_rows(use, grad)
 
-    def backward_ended(self, *, ended: bool = True) -> None:
+    def backward_ended(self) -> None:
         """A backward pass has ended."""
         self.mode.backward_ended()
-        self._on_pass(RecordedPass(self.mode, self.capture.replay, ended=ended))
+        self._on_pass(RecordedPass(self.mode, self.capture.replay, self.loss_reduction == "mean"))
 
     # For the owner
 
@@ -176,22 +164,23 @@ class PassClipper:
             self.forget()
             return True
         if self.mode.rows:
-            self.backward_ended(ended=False)
+            self.backward_ended()
         return False
 
+    @torch.no_grad()
     def take(self) -> RecordedPass:
-        """Returns the last pass, to be clipped or read later. The next pass is recorded in a grad mode of its own."""
-        assert isinstance(self.mode, Bookkeep)
-        taken = RecordedPass(self.mode, self.probe.take_replay())
-        self.mode = self.mode.renewed()
-        self.capture.forget_backward()
-        return taken
+        """Returns the last pass, to be clipped or read later. The next pass is recorded in a grad mode of its own.
 
-    def scale_of(self, recorded: RecordedPass) -> float:
-        """Factor between the gradients of the batch loss and those of each sample's own loss."""
-        if recorded.scaled or self.loss_reduction == "sum":
-            return 1.0
-        return common_rows(recorded.mode.rows)
+        The norms that the probe compares are formed now, because the batch may be overwritten before it runs.
+        """
+        assert isinstance(self.mode, Bookkeep)
+        mode, replay, probed_B = self.mode, self.probe.take_replay(), None
+        if replay is not None:
+            copied = mode.copied(mode.parameters)  # the pass itself is clipped as if it were not probed
+            probed_B = copied.sq_norms(dict.fromkeys(copied.parameters, 0), 1, 1.0).sum(dim=1)
+        self.mode = mode.renewed()
+        self.capture.forget_backward()
+        return RecordedPass(mode, replay, self.loss_reduction == "mean", probed_B)
 
     @torch.no_grad()
     def clip(
@@ -224,7 +213,7 @@ class PassClipper:
             self._check_samples(mode, samples)
             took_part = mode.parameters
             self._check_parameters(took_part, trainable)
-            scale = self.scale_of(recorded) / loss_scale
+            scale = recorded.scale / loss_scale
             if units is not None:
                 mode.combine(units)
             self.contributed.update(took_part)

@@ -46,7 +46,7 @@ class PerSampleGradients:
         self.samples = common_rows(recorded.mode.rows)
         self._mode = recorded.mode
         self._clipper = clipper
-        self._scale = clipper.scale_of(recorded)
+        self._scale = recorded.scale
         # A tied parameter was received under the name of one of its layers; the model lists it under the first.
         listed = {p: name for name, p in clipper.topology.parameters(clipper.model).items()}
         received = recorded.mode.parameters

@@ -5,12 +5,14 @@ from __future__ import annotations
 import contextlib
 import difflib
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from numbers import Real
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from dpengine.accounting.events import Relation
+from dpengine.accounting.events import Relation, UnclaimedEvent
+from dpengine.accounting.ledger import Charge, Ledger
 from dpengine.errors import AccountingRefusedError
 from dpengine.ledger_file.run_ledger import RunLedger
 from dpengine.report.facts import RunFacts
@@ -18,8 +20,6 @@ from dpengine.report.report import PrivacyReport
 from dpengine.validation.loss import loss_was_checked
 
 if TYPE_CHECKING:
-    from dpengine.accounting.ledger import Ledger
-
     from .run import Run
 
 _TEXT = (str, type(None))
@@ -88,7 +88,7 @@ def report_of_run(
     facts = RunFacts(
         plan=plan.describe(),
         history=ledger.history,
-        unamplified=ledger.history if plan.claims_passes else (),
+        unamplified=_unamplified(ledger.history) if plan.sampling.once_per_pass else (),
         delta=budget.delta,
         relation=relation,
         accountant=budget.accountant,
@@ -108,6 +108,14 @@ def report_of_run(
         excludes=(*excludes, *([_RESUMED] if run.resumed and not knows_later else []), *([_SPREAD] if spread else [])),
     )
     return PrivacyReport(facts)
+
+
+def _unamplified(history: Sequence[Charge]) -> tuple[Charge, ...]:
+    """Returns the charges without credit for random batches; none if one of them is not known without it."""
+    events = [one.event.unamplified if isinstance(one.event, UnclaimedEvent) else one.event for one in history]
+    if None in events:
+        return ()
+    return tuple(replace(charge, event=event) for charge, event in zip(history, events, strict=True) if event)
 
 
 def metrics_of_run(

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from dpengine.accounting.events import Event, PoissonGaussianEvent
+from dpengine.accounting.events import Event, PoissonGaussianEvent, UnclaimedEvent
 from dpengine.accounting.ledger import Charge, Ledger
 from dpengine.errors import notice
 from dpengine.ledger_file.run_ledger import RunLedger
@@ -58,11 +58,11 @@ class SharedDatasetCheck:
 
     Attributes:
         dataset: The data set of the run; None if it is not known.
-        known: Returns what the account of the run holds besides its ledger.
+        account: Returns the charges of the account that states the privacy cost of the run.
     """
 
     dataset: Any
-    known: Callable[[], Iterable[Charge]] = tuple
+    account: Callable[[], Iterable[Charge]]
 
     def before_charge(self, charged: Ledger | RunLedger) -> None:
         """Warns if needed."""
@@ -72,7 +72,7 @@ class SharedDatasetCheck:
         last = next((last for last in _last_of if last.dataset() is self.dataset), None)
         shares = _shares.get(ledger)
         if last is None or shares is None or last.ledger is not ledger or shares.at != last.number:
-            _compare(self.dataset, ledger, last, shares, self.known)
+            _compare(self.dataset, ledger, last, shares, self.account())
 
 
 def _compare(
@@ -80,10 +80,10 @@ def _compare(
     ledger: Ledger,
     last: _Last | None,
     shares: _Shares | None,
-    known: Callable[[], Iterable[Charge]],
+    account: Iterable[Charge],
 ) -> None:
     """Notes that a ledger is charged for a data set from now on, and compares it with the last one."""
-    own, held = _counts(ledger.totals), _counts(known())
+    own, held = _counts(ledger.totals), _counts(account)
     number = next(_numbers) if last is None else last.number
     if shares is None:
         _shares[ledger] = _Shares(number, own)
@@ -119,7 +119,9 @@ def _counts(charges: Iterable[Charge]) -> Counter[Event]:
 
 
 def _rounded(event: Event) -> Event:
-    """The event without the last digits of its rate, which an account that was written by others may round else."""
+    """Returns the event without what another account may lack: the last digits of its rate, an unamplified event."""
+    if isinstance(event, UnclaimedEvent):
+        return replace(event, unamplified=None)
     if isinstance(event, PoissonGaussianEvent):
         return replace(event, sample_rate=float(f"{event.sample_rate:.12g}"))
     return event

@@ -81,7 +81,8 @@ class PrivateStep:
     ):
         self.plan = plan
         self._next_plan: RunPlan | None = None  # takes effect once the sums are empty
-        self._bind(make_passes)
+        self.passes = make_passes(self.on_pass)
+        self.passes.policy = plan.clipping
         self.batches = BatchState() if batches is None else batches
         self.ledger = ledger
         self.source = source
@@ -248,7 +249,8 @@ class PrivateStep:
         if not self.gather():
             return False
         with self.releasing():
-            self.write_gradients()
+            mean = self.passes.loss_reduction == "mean"
+            self.write_gradients(self.plan.divisor(len(self.batches.batches), mean=mean))
             update()
         return True
 
@@ -320,10 +322,9 @@ class PrivateStep:
             if self.ledger.steps > before:  # an observer of the ledger may raise after the charge
                 self.batches.charged()
 
-    def write_gradients(self, *, divides: bool = True) -> None:
-        """Adds noise to the sums, divides by public constants, and writes ``p.grad`` in the memory of the sums."""
+    def write_gradients(self, divisor: float) -> None:
+        """Adds noise to the sums, divides by a public constant, and writes ``p.grad`` in the memory of the sums."""
         buffer, topology, count = self.passes.buffer, self.passes.topology, len(self.batches.batches)
-        divisor = self.plan.divisor(count, mean=self.passes.loss_reduction == "mean") if divides else 1.0
         if buffer.waits:
             buffer.settle()
         fingerprint = ("release", *self._fingerprint(), count, divisor)
@@ -354,21 +355,6 @@ class PrivateStep:
         return (*place, self.plan.noise_std, *self.plan.clipping.bounds, self.ledger.steps)
 
     # The run
-
-    def rebind(self, make_passes: Callable[[OnPass], PassClipper]) -> None:
-        """Continues with other hooks on the model. The current logical batch is discarded."""
-        if not self.passes.buffer.clean:
-            self.discard()
-        self._bind(make_passes)
-
-    def _bind(self, make_passes: Callable[[OnPass], PassClipper]) -> None:
-        self.passes = make_passes(self.on_pass)
-        self.passes.policy = self.plan.clipping
-
-    def draw_from(self, source: NoiseSource) -> None:
-        """Draws noise from another source, from the next step on."""
-        self.source = source
-        self.noise = mechanism_for(source, self.plan.noise)
 
     def close(self) -> None:
         """Ends the run: discards unfinished batches and zeroes the sums, also if the charge fails."""

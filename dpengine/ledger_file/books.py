@@ -110,6 +110,10 @@ class Books:
             self._held = _held_already(self.path)  # by another engine, since this one was made
         return self._ledger if self._held is None else self._held.ledger
 
+    def totals(self) -> tuple[Charge, ...]:
+        """Returns what was charged, by event."""
+        return self.ledger.totals
+
     @property
     def relations(self) -> frozenset[Relation]:
         """Which data sets were neighbours for the runs of the file; nothing where there is none."""

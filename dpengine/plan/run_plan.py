@@ -54,8 +54,6 @@ class RunPlan:
         claim: What each logical batch costs, where that does not follow from the other fields.
         divides_always: Whether ``expected_batch_size`` divides the sums whatever the loss does over rows.
         run: Tells this run from others in the ledger, where its steps hang together.
-        claims_passes: Whether every row is in one batch of each pass at most, and each pass is claimed as one release,
-            of which all that is known is that: no chance amplifies it.
     """
 
     sampling: AbstractBatchStrategy
@@ -68,7 +66,6 @@ class RunPlan:
     claim: Event | None = None
     divides_always: bool = False
     run: str = field(default_factory=lambda: secrets.token_hex(8))
-    claims_passes: bool = False
 
     def __post_init__(self) -> None:
         """Refuses a plan that no run could keep."""
@@ -117,6 +114,11 @@ class RunPlan:
                 "Groups of equal size tell how many rows there are, which add-or-remove keeps private.",
                 fix="Use Partition.INDEPENDENT, or the relation zero-out.",
             )
+
+    @cached_property
+    def claims_passes(self) -> bool:
+        """True if epsilon is claimed for each pass over the data as a whole, without amplification."""
+        return self.sampling.once_per_pass and self.sampling.claims_epsilon
 
     def has_step(self, step: int) -> bool:
         """Whether the run may draw a batch of this number, from 0."""
@@ -172,17 +174,17 @@ class RunPlan:
 
         ``first`` marks the first step of a run; the rest of an interrupted pass is then accounted as a pass.
         """
-        if first and self.claims_passes and step % self.sampling.steps_per_epoch:
+        if first and self._counts_passes and step % self.sampling.steps_per_epoch:
             return replace(self, run=self._named_from(step))
         _, _, began = self.run.partition("@")
-        if not (self.claims_passes and began and int(began) % self.sampling.steps_per_epoch):
+        if not (self._counts_passes and began and int(began) % self.sampling.steps_per_epoch):
             return self
         rest, present = (one // self.sampling.steps_per_epoch for one in (int(began), step))
         return self if present == rest else replace(self, run=self._named_from(present * self.sampling.steps_per_epoch))
 
     def _named_from(self, step: int) -> str:
         # The rest of a pass that was begun by another plan is booked as a pass: an example may be in both rests.
-        return f"{self.run.partition('@')[0]}@{step}" if self.claims_passes else self.run
+        return f"{self.run.partition('@')[0]}@{step}" if self._counts_passes else self.run
 
     def divisor(self, batches: int, *, mean: bool) -> float:
         """What sums of so many logical batches are divided by; ``mean`` says whether the loss is a mean over rows."""
@@ -202,10 +204,11 @@ class RunPlan:
         if self.claim is not None:
             return self.claim
         if self.claims_passes and self.noise_multiplier > 0:
-            # Given who is in which batch, a pass is one Gaussian release of an example's one contribution.
-            return CyclicGaussianEvent(1.0, self.noise_multiplier, self.sampling.steps_per_epoch, self.run)
+            return self._event_of_passes
         if self.noise_multiplier > 0 and not self.sampling.claims_epsilon:
-            return UnclaimedEvent(f"sampling={self.sampling.law!r} does not draw Poisson batches.")
+            # Merged batches may be of two passes, in which an example may be twice.
+            unamplified = self._event_of_passes if self._counts_passes and batches == 1 else None
+            return UnclaimedEvent(f"sampling={self.sampling.law!r} does not draw Poisson batches.", unamplified)
         if self.noise is not None and isinstance(self.sampling, CyclicPoissonStrategy):
             if self.noise_multiplier == 0:
                 return NonPrivateEvent()
@@ -215,9 +218,23 @@ class RunPlan:
         return release_event(noise_multiplier=sigma, sample_rate=rate_to_book(self.sampling.sample_rate))
 
     @cached_property
+    def _counts_passes(self) -> bool:
+        """True if the cost of a pass without amplification is known: batches of one pass share no example."""
+        # A data set with an example less would have other batches, so add-or-remove gives no such bound.
+        known = self.sampling.once_per_pass and self.relation is not Relation.ADD_OR_REMOVE_ONE
+        return known and self.sampling.steps_per_epoch > 0
+
+    @property
+    def _event_of_passes(self) -> CyclicGaussianEvent:
+        # Given who is in which batch, a pass is one Gaussian release of an example's one contribution.
+        return CyclicGaussianEvent(1.0, self.noise_multiplier, self.sampling.steps_per_epoch, self.run)
+
+    @cached_property
     def takes_turns(self) -> bool:
-        """Whether examples take part in turn, so that the cost of steps hangs on which they are."""
-        return isinstance(self.event(), (CyclicGaussianEvent, MatrixGaussianEvent))
+        """True if the cost of steps depends on their numbers, because examples are included periodically."""
+        event = self.event()
+        counted = event.unamplified if isinstance(event, UnclaimedEvent) else event
+        return isinstance(counted, (CyclicGaussianEvent, MatrixGaussianEvent))
 
     @property
     def noise_std(self) -> float:

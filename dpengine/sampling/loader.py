@@ -206,16 +206,16 @@ class PrivateIteration:
         return data
 
     def __len__(self) -> int:
-        """Logical batches in a pass; of a loader made by ``in_chunks(counts_chunks=True)`` about how many chunks."""
+        """Returns the number of logical batches in a pass; for a loader of `in_chunks` about the number of chunks."""
         steps, size = len(self.batch_sampler), self._physical_batch_size
         if not self.__dict__.get("_counts_chunks") or size is None:
             return steps
         return math.ceil(steps * max(1.0, self._batches.strategy.expected_batch_size / size))
 
-    def in_chunks(self, physical_batch_size: int, *, counts_chunks: bool = False) -> Any:
-        """The same run, with logical batches in nearly equal chunks, none of them with more rows than that."""
+    def in_chunks(self, physical_batch_size: int) -> Any:
+        """Returns a loader of the same run that splits logical batches into nearly equal chunks up to this size."""
         size = whole_number("in_chunks", "physical_batch_size", physical_batch_size, at_least=1)
-        return self._with({**self.__dict__, "_physical_batch_size": size, "_counts_chunks": counts_chunks})
+        return self._with({**self.__dict__, "_physical_batch_size": size, "_counts_chunks": True})
 
     @property
     def position(self) -> int:

@@ -37,7 +37,10 @@ class AbstractBatchStrategy(abc.ABC):
         expected_batch_size: The public constant by which sums are divided.
         steps_per_epoch: Logical batches in one pass over the loader.
         law: The name of the distribution, ``"poisson"`` or ``"shuffle"``.
-        claims_epsilon: Whether accounting may use ``sample_rate`` to amplify privacy.
+        claims_epsilon: Whether epsilon is claimed for batches of this scheme: with amplification by sampling at
+            ``sample_rate``, or without amplification if ``once_per_pass``.
+        once_per_pass: Whether each example is in at most one batch of each pass of ``steps_per_epoch`` batches, and
+            nothing else is known of its batches. Given who is in which batch, a pass is one Gaussian mechanism.
     """
 
     num_examples: int
@@ -46,6 +49,7 @@ class AbstractBatchStrategy(abc.ABC):
     steps_per_epoch: int
     law: ClassVar[str]
     claims_epsilon: ClassVar[bool]
+    once_per_pass: ClassVar[bool] = False
 
     @abc.abstractmethod
     def draw(self, step: int, words: WordStream) -> IndexBatch:

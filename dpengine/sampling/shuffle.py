@@ -18,13 +18,14 @@ _TOP_BIT = np.uint64(63)
 class ShuffleSampling(AbstractBatchStrategy):
     """Cuts a fresh random order of the data set into batches, once per epoch, as ``DataLoader(shuffle=True)`` does.
 
-    Batches of one epoch are dependent, so the amplification of Poisson sampling does not hold and no epsilon is
-    claimed: the true one can be many times the Poisson figure (Chua et al. 2024).
+    Batches of one epoch are dependent, so the amplification of Poisson sampling does not hold, and by default no
+    epsilon is claimed: the true one can be many times the Poisson figure (Chua et al. 2024).
 
     Args:
         num_examples: The size of the data set, at least 1.
         batch_size: Rows in a batch.
         drop_last: Whether a shorter last batch is left out.
+        claims_epsilon: Whether epsilon is claimed, without amplification by the random order.
 
     Attributes:
         sample_rate: ``batch_size / num_examples``, at most 1. The share of the data in a batch, not a probability that
@@ -40,12 +41,13 @@ class ShuffleSampling(AbstractBatchStrategy):
     num_examples: int
     batch_size: int
     drop_last: bool = False
+    claims_epsilon: bool = dataclasses.field(default=False, kw_only=True, repr=False)  # type: ignore[misc]
     sample_rate: float = dataclasses.field(init=False)
     expected_batch_size: float = dataclasses.field(init=False)
     steps_per_epoch: int = dataclasses.field(init=False)
 
     law: ClassVar[str] = "shuffle"
-    claims_epsilon: ClassVar[bool] = False
+    once_per_pass: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         owner = type(self).__name__

@@ -74,7 +74,20 @@ INTENDED: list[Intended] = [
         "*",
         where=lambda record: ["fault_in_charge", "next"] in record["calls"],
     ),
+    Intended(
+        "Shuffled runs charge skipped steps, and keep charges apart whose bounds without amplification differ.",
+        "ledger",
+        accepts=lambda before, after: bool(before and after) and "unclaimed" in str(after) and _steps(after, before),
+        ends=False,
+    ),
 ]
+
+
+def _steps(after: list[dict[str, Any]], before: list[dict[str, Any]]) -> bool:
+    """Tells if a ledger holds at least the steps of another one."""
+    return sum(charge["count"] for charge in after) >= sum(charge["count"] for charge in before)
+
+
 MISTAKEN = [[kind, None] for kind in ("AttributeError", "NameError", "ImportError", "IndexError", "KeyError")]
 
 Place = tuple[str, int]  # the kind and the seed of a case

@@ -47,10 +47,9 @@ def _renoised(change: Callable[[Any, Noises, float], None]) -> Patch:
 
     def wrong(write: Any) -> Any:
         @functools.wraps(write)
-        def written(step: Any) -> None:
-            divisor = step.plan.divisor(len(step.batches.batches), mean=step.passes.loss_reduction == "mean")
+        def written(step: Any, divisor: float) -> None:
             clean = {p: total.clone() / divisor for p, total in step.passes.buffer}
-            write(step)
+            write(step, divisor)
             noises = {p: p.grad - total for p, total in clean.items()}
             change(step, noises, step.plan.noise_std / divisor)
             for p, total in clean.items():
@@ -106,11 +105,11 @@ def _by_rows(changed: Callable[[float, float, float], tuple[float, float]]) -> P
 
     def wrong(write: Any) -> Any:
         @functools.wraps(write)
-        def written(step: Any) -> None:
+        def written(step: Any, divisor: float) -> None:
             share = max(1, sum(ticket.size for ticket in step.batches.batches)) / step.plan.expected_batch_size
             step.noise = _Through(step.noise, lambda std, scale: changed(std, scale, share))
             try:
-                write(step)
+                write(step, divisor)
             finally:
                 step.noise = step.noise.inner
 

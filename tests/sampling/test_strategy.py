@@ -5,7 +5,6 @@ import pytest
 
 from dpengine.sampling import AbstractBatchStrategy, PoissonSampling, ShuffleSampling
 from dpengine.sampling.cyclic import CyclicPoissonStrategy, Partition
-from dpengine.sampling.in_order import InOrder
 from dpengine.sampling.subset import TruncatedStrategy
 
 STRATEGIES = [
@@ -17,13 +16,11 @@ STRATEGIES = [
     ShuffleSampling(500, 50),
     ShuffleSampling(7, 3, drop_last=True),
     ShuffleSampling(1, 5),
-    InOrder(500, 50),
-    InOrder(7, 3, drop_last=True),
     TruncatedStrategy(PoissonSampling(500, 0.1, steps_per_epoch=10, expected_batch_size=50.0), 45),
 ]
 ELSEWHERE = {
     "UnitStrategy": "tests/test_privacy_unit.py: its batches are in the order of units",
-    "ExternalBatches": "tests/sampling/test_in_order.py: the training loop draws them",
+    "ExternalBatches": "tests/sampling/test_external.py: the training loop draws them",
 }
 
 

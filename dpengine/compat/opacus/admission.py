@@ -7,14 +7,14 @@ from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
-from torch.utils.data import IterableDataset
 
+from dpengine.engine.argument_checks import check_foreign_parameters
 from dpengine.engine.optimizer import refuse_optimizer
-from dpengine.errors import ParameterMismatchError
 from dpengine.sampling.check import check_loader
 from dpengine.sampling.loader import PrivateIteration
 from dpengine.validation.check_model import check
 
+from .data_loader import refuse_iterable
 from .engine_batches import whole_loader
 from .grad_sample.gsm_base import AbstractGradSampleModule, is_spread
 
@@ -35,15 +35,7 @@ def admit(module: Any, optimizer: Any, data_loader: Any, generator: Any, secure:
     inner = module._module if isinstance(module, AbstractGradSampleModule) else module
     check(inner).raise_if_blocked()
     refuse_optimizer(getattr(optimizer, "original_optimizer", optimizer))
-    known = set(inner.parameters())
-    foreign = [p for group in optimizer.param_groups for p in group["params"] if p not in known]
-    if foreign:
-        shapes = ", ".join(str(tuple(p.shape)) for p in foreign[:3])
-        raise ParameterMismatchError(
-            f"{len(foreign)} optimizer parameters are not in the model (shapes {shapes}). Likely: fix or .to(dtype) "
-            "ran after the optimizer was built.",
-            fix="Build the optimizer last.",
-        )
+    check_foreign_parameters(inner, optimizer)
     size = _batch_size(data_loader, is_spread(inner))
     if not inner.training:  # a part may be in eval mode on purpose
         warnings.warn(
@@ -56,11 +48,7 @@ def admit(module: Any, optimizer: Any, data_loader: Any, generator: Any, secure:
 def _batch_size(loader: Any, spread: bool) -> float:
     if isinstance(loader, PrivateIteration):
         return loader._batches.strategy.expected_batch_size
-    if isinstance(getattr(loader, "dataset", None), IterableDataset):
-        raise ValueError(
-            f"{type(loader.dataset).__name__} is an IterableDataset: rows without an index cannot be drawn with equal "
-            "chances. Pass a data set with __len__ and __getitem__."
-        )
+    refuse_iterable(getattr(loader, "dataset", None))
     if spread:
         loader = whole_loader(loader)
     check_loader(loader)

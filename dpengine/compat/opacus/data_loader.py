@@ -152,7 +152,7 @@ class DPDataLoader(PrivateIteration, DataLoader):  # type: ignore[misc]
         rand_on_empty: bool = False,
         **kwargs: Any,
     ):
-        _refuse_iterable(dataset)
+        refuse_iterable(dataset)
         _refuse_unknown(kwargs)
         rows = len(dataset)  # type: ignore[arg-type]
         size = max(1, round(sample_rate * rows))
@@ -213,18 +213,9 @@ def private_form(
     batch_first: bool,
     rand_on_empty: bool,
 ) -> DPDataLoader:
-    """As ``DPDataLoader.from_data_loader``, for a run whose epsilon rests on batches that nobody can foresee.
+    """Returns the private loader of a run, as ``DPDataLoader.from_data_loader`` does, with secret batches.
 
-    Args:
-        data_loader: As there.
-        repeats: Whether the run's noise repeats too, for tests, and its report says so; else the generator of the
-            loader draws nothing, which a warning says.
-        distributed: As there.
-        batch_first: As there.
-        rand_on_empty: As there.
-
-    Returns:
-        The loader.
+    Only with ``repeats`` the generator of the loader draws them, for tests whose noise repeats, too.
     """
     generator = data_loader.generator if repeats else None
     if generator is not data_loader.generator:
@@ -241,7 +232,7 @@ def _drawn_as(
     data_loader: DataLoader[Any], distributed: bool | Topology
 ) -> tuple[AbstractBatchStrategy, DataLoader[Any]]:
     """How batches of a loader are drawn, and the loader of all rows."""
-    _refuse_iterable(data_loader.dataset)
+    refuse_iterable(data_loader.dataset)
     if isinstance(data_loader, DPDataLoader):
         return data_loader.strategy, data_loader
     steps, data_loader = len(data_loader), whole_loader(plain(data_loader), topology_for(distributed))
@@ -323,7 +314,8 @@ def _refuse_unknown(kwargs: Mapping[str, Any]) -> None:
             raise TypeError(f"DPDataLoader() has no argument {name!r}.{hint}")
 
 
-def _refuse_iterable(dataset: Any) -> None:
+def refuse_iterable(dataset: Any) -> None:
+    """Raises ValueError for an ``IterableDataset``."""
     if isinstance(dataset, IterableDataset):
         raise ValueError(
             f"{type(dataset).__name__} is an IterableDataset: rows without an index cannot be drawn with equal "

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import weakref
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler, SequentialSampler
 
@@ -17,12 +19,25 @@ from dpengine.noise.keyed_streams import DEFAULT_KIND
 from dpengine.noise.source import NoiseSource
 from dpengine.sampling.batches import LogicalBatch
 from dpengine.sampling.check import check_loader
-from dpengine.sampling.in_order import InOrder
 from dpengine.sampling.loader import PrivateIteration, private_loader
+from dpengine.sampling.scheme import IndexBatch, WordStream
 from dpengine.sampling.shuffle import ShuffleSampling
+
+from .optimizers.step_of import seed_of
 
 if TYPE_CHECKING:
     from .optimizers import DPOptimizer
+
+
+class InOrder(ShuffleSampling):
+    """Batches in the order of the data set, as ``DataLoader(shuffle=False)`` returns them."""
+
+    law = "in order"
+
+    def draw(self, step: int, words: WordStream) -> IndexBatch:
+        """Returns the examples of one batch. See `AbstractBatchStrategy.draw`."""
+        first = step % max(self.steps_per_epoch, 1) * self.batch_size
+        return np.arange(first, min(first + self.batch_size, self.num_examples), dtype=np.int64)
 
 
 class BatchReports:
@@ -84,40 +99,28 @@ def report_to(loader: Any, optimizer: DPOptimizer) -> None:
 
 
 def unsampled_loader(data_loader: DataLoader[Any], distributed: bool | Topology = False) -> DataLoader[Any]:
-    """The same loader, whose batches the engine knows of: in its order, or in a random one if it shuffles.
+    """Returns a loader with the batches of another one, in its order or shuffled, that reports them to the engine.
 
-    Args:
-        data_loader: A plain loader, or what this function returned. It stays as it is.
-        distributed: As in ``DPDataLoader``.
-
-    Returns:
-        The loader. One whose sampler has a law of its own is refused with a ``SamplingError``.
+    Raises SamplingError for a sampler of another kind.
     """
     topology = topology_for(distributed)
     strategy = data_loader._batches.strategy if isinstance(data_loader, PrivateIteration) else None
     whole = whole_loader(data_loader, topology)
-    if not isinstance(strategy, (ShuffleSampling, InOrder)):
+    if not isinstance(strategy, ShuffleSampling):
         check_loader(whole)
         batches: Any = whole.batch_sampler
         law = ShuffleSampling if type(batches.sampler) is RandomSampler else InOrder
         strategy = law(len(whole.dataset), batches.batch_size, batches.drop_last)  # type: ignore[arg-type]
+    strategy = dataclasses.replace(strategy, claims_epsilon=True)
     private = reporting_loader(plain(whole), topology, strategy=strategy, words=words_for(None, topology))
     private.__dict__["sampler"] = data_loader.sampler  # of which scripts call set_epoch
     return private
 
 
 def whole_loader(data_loader: DataLoader[Any], topology: Topology | None = None) -> DataLoader[Any]:
-    """A loader of whole batches for one that a ``DistributedSampler`` gives a part of each, in the same order.
+    """Returns a loader of the batches of all processes for one with a ``DistributedSampler``; others as they are.
 
-    Args:
-        data_loader: A loader. It stays as it is.
-        topology: The processes that share its batches; None does not ask.
-
-    Returns:
-        A loader over all rows, whose batch size is that of all processes together; any other loader as it is.
-
-    Raises:
-        SamplingError: If the sampler is for another number of processes.
+    Raises SamplingError if the sampler is for another number of processes than the topology, if that is given.
     """
     batches: Any = data_loader.batch_sampler
     sampler = getattr(batches, "sampler", None)
@@ -174,11 +177,8 @@ def topology_for(distributed: bool | Topology) -> Topology:
 
 def words_for(generator: torch.Generator | None, topology: Topology) -> Any:
     """The randomness of batches, the same on all processes that share them."""
-    seed = None
-    if generator is not None:
-        seed = int(torch.randint(2**63 - 1, (), generator=generator, device=generator.device))
     # All draw the same batches, each for its own part: with seeds that differ, a row might come twice.
-    seed = topology.everyone.from_first(seed)
+    seed = topology.everyone.from_first(seed_of(generator))
     source: NoiseSource = source_for(topology, DEFAULT_KIND, seed, run=0)
 
     def words(count: int, *, step: int, block: int) -> Any:

@@ -218,14 +218,14 @@ class Preparation(Uncopied):
         strategy = loader._batches.strategy
         delta = suggested_delta(max(2, strategy.num_examples))  # a single example has none; the caller then passes one
         teller = _Teller(self, optimizer, strategy.sample_rate if poisson else None)
-        step = optimizer._made = step_of.engine_step(
+        step = step_of.engine_step(
             optimizer,
             lambda run, topology: ledger_of_run(self.engine, run, topology, delta=delta),
             sampling=strategy,
-            claims_passes=not poisson,
             budget=Budget(None, delta, None, "warn", self.engine.accountant),
             dataset_check=SharedDatasetCheck(loader.dataset, teller.charges),
         )
+        optimizer._made, optimizer._teller = step, teller
         if poisson:
             hooks.forbid_grad_accumulation()
         else:
@@ -237,7 +237,7 @@ class Preparation(Uncopied):
             keep_freed_memory()
         add_run(self.engine, run)
         follow(self.accountant, self.engine.ledger)
-        optimizer.tell = self.tellers[step] = teller
+        self.tellers[step] = teller
 
 
 def follow(accountant: Any, ledger: Ledger) -> bool:

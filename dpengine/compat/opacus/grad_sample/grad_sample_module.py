@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
+from dpengine.capture.capture import CaptureState
 from dpengine.errors import suggests_names
 from dpengine.grad_modes.materialize import show_grad_sample
 
@@ -81,7 +82,7 @@ class GradSampleHooks(AbstractGradSampleHooks):
     @property
     def hooks_enabled(self) -> bool:
         """Whether backward passes leave per-sample gradients."""
-        return self._waiting is not None and self._waiting.clipper.enabled
+        return self._waiting is not None and self._waiting.clipper.capture.state is CaptureState.ATTACHED
 
     def add_hooks(
         self, *, loss_reduction: str = "mean", batch_first: bool = True, force_functorch: bool = False
@@ -115,7 +116,7 @@ class GradSampleHooks(AbstractGradSampleHooks):
 
     def _switch(self, *, enabled: bool) -> None:
         if self._waiting is not None:
-            self._waiting.clipper.enable(enabled)
+            self._waiting.clipper.capture.state = CaptureState.ATTACHED if enabled else CaptureState.PAUSED
 
     def iterate_submodules(self, module: nn.Module) -> Iterable[nn.Module]:
         """The modules in a model whose parameters are followed, outermost first."""

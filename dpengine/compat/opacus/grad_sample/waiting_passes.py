@@ -37,12 +37,10 @@ class _Waiting:
     Attributes:
         gradients: Its per-sample gradients.
         shown: The tensors that show them; none if they are not shown.
-        probed_B: Squared norms for the probe, if the pass is probed: the batch may be overwritten before the step.
     """
 
     gradients: PerSampleGradients
     shown: dict[nn.Parameter, OnDemand]
-    probed_B: Tensor | None
 
     def use_up(self) -> None:
         """Makes gradients that were not read unreadable, because the layer calls are about to be cleared."""
@@ -82,7 +80,7 @@ class WaitingPasses:
         self.shows = shows
         self.allows_accumulation = True
         self.owner: weakref.ref[DPOptimizer] | None = None
-        self.clipper = PassClipper(
+        self.clipper = _Clipper(
             model,
             Flat(1.0),
             self._pass_ended,
@@ -139,8 +137,6 @@ class WaitingPasses:
             self.clipper.forget()
             return
         try:
-            if not recorded.ended:
-                raise _not_by_forward(next(iter(recorded.mode.rows)))
             self._check_accumulation(recorded)
             self.clipper.check_leaks()  # leaks from here to the clip are of passes in eval mode
             self._check_cleared()
@@ -156,7 +152,7 @@ class WaitingPasses:
             shown = gradients.on_demand(lambda dtype: dtype)  # Opacus keeps the dtype of the parameter
             for parameter, grad_sample in shown.items():
                 show_grad_sample(parameter, grad_sample)
-        self._waiting.append(_Waiting(gradients, shown, _norms_to_probe(gradients.recorded)))
+        self._waiting.append(_Waiting(gradients, shown))
 
     def _check_accumulation(self, recorded: RecordedPass) -> None:
         """Raises if a second backward pass ends before the step, and passes do not add up."""
@@ -236,7 +232,7 @@ class WaitingPasses:
         else:
             recorded = self._given(parts)
             if first is not None:  # the probe reruns the recorded pass, whatever became of its gradients
-                recorded = replace(recorded, replay=first.gradients.recorded.replay, probed_B=first.probed_B)
+                recorded = replace(first.gradients.recorded, mode=recorded.mode, mean_loss=False)
             clipped = {parameter: shown[0] for parameter, shown in parts.items()}
         try:
             step.on_pass(recorded)
@@ -296,25 +292,22 @@ class WaitingPasses:
         mode = Bookkeep(KeepAll())
         for parameter, shown in parts.items():
             mode.receive_rows(Use(parameter, names[parameter]), _values(shown[0], parameter, names[parameter]))
-        return RecordedPass(mode, scaled=True)
+        return RecordedPass(mode)
 
 
-@torch.no_grad()
-def _norms_to_probe(recorded: RecordedPass) -> Tensor | None:
-    """Returns the squared norms that the probe compares; None if the pass was not recorded for it."""
-    if recorded.replay is None:
-        return None
-    assert isinstance(recorded.mode, Bookkeep)
-    mode = recorded.mode.copied(recorded.mode.parameters)  # the pass itself is clipped as if it were not probed
-    return mode.sq_norms(dict.fromkeys(mode.parameters, 0), 1, 1.0).sum(dim=1)
+class _Clipper(PassClipper):
+    """A clipper that rejects passes whose end callback was missed."""
 
-
-def _not_by_forward(name: str) -> TicketError:
-    return TicketError(
-        f"A backward pass reached layer '{name}' that did not come through the model's own forward: by another "
-        "method of it, as in model.encode(x), or by a layer that was called by itself. It was dropped.",
-        fix="Call the model, and have its forward choose: def forward(self, x, part='all').",
-    )
+    def settle(self) -> bool:
+        if self.capture.unfinished is None and self.mode.rows:
+            name = next(iter(self.mode.rows))
+            self.forget()
+            raise TicketError(
+                f"A backward pass reached layer '{name}' that did not come through the model's own forward: by another "
+                "method of it, as in model.encode(x), or by a layer that was called by itself. It was dropped.",
+                fix="Call the model, and have its forward choose: def forward(self, x, part='all').",
+            )
+        return super().settle()
 
 
 def _is_shown(parameter: nn.Parameter, one: Any) -> bool:

@@ -14,6 +14,7 @@ from dpengine.clipping.policy import AbstractClip
 from dpengine.engine.batch_state import Stage
 from dpengine.engine.step import PrivateStep
 from dpengine.errors import suggests_names
+from dpengine.noise.correlated import mechanism_for
 
 from . import step_of
 from .own_steps import _check_processed_flag as _check_processed_flag
@@ -68,7 +69,7 @@ class DPOptimizer(Optimizer):
         self._generator = generator
         self._per_worker = expected_batch_size
         self._hooks: list[StepHook] = []
-        self.tell: Any = None  # of the engine: what counts steps where its ledger does not
+        self._teller: Any = None  # of the engine: counts steps where its ledger does not
         self._skips: list[bool] = []
         self.pass_at_hand: object = None  # over the parts of batches, that signalled last
         self._part_at_hand: tuple[object, int] | None = None  # its pass and its batch, where a loader tells of them
@@ -162,7 +163,8 @@ class DPOptimizer(Optimizer):
     def generator(self, value: torch.Generator | None) -> None:
         self._generator = value
         if self._made is not None:
-            self._made.draw_from(step_of.source(self, self._made.passes.topology))
+            self._made.source = step_of.source(self, self._made.passes.topology)
+            self._made.noise = mechanism_for(self._made.source, self._made.plan.noise)
 
     # The optimizer inside
 
@@ -279,12 +281,9 @@ class DPOptimizer(Optimizer):
         self._skips.append(do_skip)
 
     def hand_out_part(self, of_pass: object, batch: int, *, do_skip: bool) -> None:
-        """Signals for a part that the loop is given now. One of another batch destroys what was cut off before it.
+        """Signals a part of a batch that the loop gets now, of the pass that ``of_pass`` identifies.
 
-        Args:
-            of_pass: Any object that stands for the pass.
-            batch: Its number in the pass.
-            do_skip: Whether more parts of it are to come.
+        ``do_skip`` says whether further parts follow. A part of another batch discards an incomplete one before it.
         """
         part = (of_pass, batch)
         if self._part_at_hand != part:
@@ -359,8 +358,8 @@ class DPOptimizer(Optimizer):
             self.add_noise()
             self.scale_grad()
         self._skipped_batches = frozenset()
-        if self.tell is not None:
-            self.tell.released()
+        if self._teller is not None:
+            self._teller.released()
         self._call_hooks(self)
         return True
 

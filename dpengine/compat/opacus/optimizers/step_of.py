@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from dpengine.accounting.events import Relation
 from dpengine.accounting.ledger import Ledger
+from dpengine.capture.capture import CaptureState
 from dpengine.clipping.policy import AbstractClip
 from dpengine.compat.opacus.grad_sample.gsm_base import waiting_of
 from dpengine.compat.opacus.grad_sample.waiting_passes import WaitingPasses
@@ -23,8 +24,10 @@ from dpengine.distributed.topology import SINGLE, Topology
 from dpengine.engine.batch_state import BatchState, Stage
 from dpengine.engine.build_plan import name_for, source_for
 from dpengine.engine.optimizer import refuse_optimizer, refuse_replaced
+from dpengine.engine.pass_clipper import REDUCTIONS
 from dpengine.engine.step import PrivateStep
 from dpengine.errors import MissingGradientError, ParameterMismatchError, ScaledGradientError, TicketError
+from dpengine.grad_modes.flat_buffer import FlatBuffer
 from dpengine.ledger_file.run_ledger import RunLedger
 from dpengine.noise.keyed_streams import DEFAULT_KIND, SECURE_KIND
 from dpengine.noise.source import NoiseSource
@@ -37,8 +40,6 @@ from .written_sums import SumsShown, refuse_or_take
 if TYPE_CHECKING:
     from .optimizer import DPOptimizer
 
-_REDUCTIONS = ("mean", "sum")
-
 
 def refuse(optimizer: Any, loss_reduction: str, size: float | None, generator: Any, secure: bool) -> None:
     """Refuses arguments that make no optimizer."""
@@ -46,7 +47,7 @@ def refuse(optimizer: Any, loss_reduction: str, size: float | None, generator: A
         raise TypeError(f"optimizer is {torch.typename(optimizer)}; pass an optimizer of torch.optim.")
     if not hasattr(optimizer, "original_optimizer"):  # one around a private one is the user's to explain
         refuse_optimizer(optimizer)
-    if loss_reduction not in _REDUCTIONS:
+    if loss_reduction not in REDUCTIONS:
         raise ValueError(f"loss_reduction={loss_reduction!r} is not known. Choose one of: 'mean', 'sum'.")
     if loss_reduction == "mean" and size is None:
         raise ValueError("expected_batch_size=None: loss_reduction='mean' divides by it. Pass the batch size.")
@@ -72,19 +73,15 @@ def external_step(optimizer: DPOptimizer, noise_multiplier: float, clipping: Abs
 def engine_step(
     optimizer: DPOptimizer, ledger_of: Callable[[str, Topology], Ledger | RunLedger], **parts: Any
 ) -> PrivateStep:
-    """A step for the batches of a private loader, charged to the ledger of an engine.
+    """Returns a step for the batches of a private loader, charged to the ledger that ``ledger_of`` returns.
 
-    Args:
-        optimizer: The optimizer.
-        ledger_of: Returns the ledger of a run by its name.
-        parts: ``sampling``, ``claims_passes`` of the plan, and ``budget``, ``dataset_check`` of the step.
+    ``parts`` are ``sampling`` of the plan, and ``budget`` and ``dataset_check`` of the step.
     """
     waiting = optimizer._waiting = _bound(optimizer)
     topology, run = waiting.clipper.topology, name_for(waiting.clipper.topology)
-    changes = {"sampling": parts.pop("sampling"), "claims_passes": parts.pop("claims_passes"), "run": run}
     plan = _plan(optimizer, *optimizer._asked, ranks=topology.ranks)
     plan.clipping.group_of(list(waiting.clipper.trainable()))  # raises if the policy does not fit the model
-    plan = replace(plan, relation=Relation.ZERO_OUT, **changes)
+    plan = replace(plan, relation=Relation.ZERO_OUT, sampling=parts.pop("sampling"), run=run)
     ledger = ledger_of(run, topology)
     return PrivateStep(plan, lambda _: waiting.clipper, source(optimizer, topology), ledger, **parts)
 
@@ -94,8 +91,11 @@ def follow_hooks(optimizer: DPOptimizer, step: PrivateStep) -> None:
     held = params(optimizer)
     present = waiting_of(held[0]) if held else None
     if present is not None and present is not optimizer._waiting:
-        waiting = optimizer._waiting = _bound(optimizer)
-        step.rebind(lambda _: waiting.clipper)
+        optimizer._waiting = _bound(optimizer)
+        if not step.passes.buffer.clean:
+            step.discard()
+        step.passes = optimizer._waiting.clipper
+        step.passes.policy = step.plan.clipping
 
 
 def claim(optimizer: DPOptimizer) -> None:
@@ -179,7 +179,8 @@ def _bound(optimizer: DPOptimizer) -> WaitingPasses:
     if optimizer._over_ranks and clipper.topology is SINGLE:
         topology = topology_of(clipper.model)
         if topology is not SINGLE:
-            clipper.distribute(topology)
+            clipper.topology = clipper.capture.topology = topology
+            clipper.buffer = FlatBuffer(clipper.trainable().values(), topology)
             refuse_other_weights(clipper.model, topology)
     return waiting
 
@@ -260,7 +261,7 @@ def gather(optimizer: DPOptimizer, step: PrivateStep) -> None:
         _follow_groups(optimizer, waiting)
     _follow_written_sums(optimizer, step)
     waiting.deliver(step)
-    hooked = waiting.clipper.enabled or not waiting.clipper.model.training
+    hooked = waiting.clipper.capture.state is CaptureState.ATTACHED or not waiting.clipper.model.training
     if not hooked and step.batches.awaits_backward and step.batches.samples:
         raise TicketError(
             "step() has nothing to release: the model's hooks are off: no backward pass was recorded, and no "
@@ -334,9 +335,9 @@ def write_noised(optimizer: DPOptimizer, step: PrivateStep) -> None:
         adopt(optimizer, step)
     if step.batches.stage is Stage.CLIPPED:  # called by hand: the charge and all else is due here
         with releasing(optimizer, step):
-            step.write_gradients(divides=False)
+            step.write_gradients(1.0)
     else:
-        step.write_gradients(divides=False)
+        step.write_gradients(1.0)
 
 
 def scale(optimizer: DPOptimizer, step: PrivateStep) -> None:
@@ -344,11 +345,12 @@ def scale(optimizer: DPOptimizer, step: PrivateStep) -> None:
     if optimizer.loss_reduction == "mean":
         own = [number for number in step.batches.steps if number not in optimizer._skipped_batches]
         count = max(1, len(own)) if step.batches.batches else step.batches.merged
-        factor = 1 / step.plan.divisor(count, mean=True)
-        if step.writer.released:
-            step.writer.scale(factor)
-        elif grads := [p.grad for p in optimizer.params if p.grad is not None]:  # the user's own add_noise wrote them
-            torch._foreach_mul_(grads, factor)
+        written = step.writer.released.keys()
+        # Without any the user's own add_noise wrote the gradients.
+        grads = {p: p.grad for p in written or optimizer.params if p.grad is not None}
+        if grads:
+            torch._foreach_mul_(list(grads.values()), 1 / step.plan.divisor(count, mean=True))
+        step.writer.released = {p: (grads[p], grads[p]._version) for p in written if p in grads}
 
 
 def clear(optimizer: DPOptimizer, step: PrivateStep | None, *, keeps_sums: bool) -> None:

@@ -46,15 +46,9 @@ class SumsShown:
 
 
 def refuse_or_take(step: PrivateStep, changed: Sequence[nn.Parameter], name: str) -> None:
-    """Refuses sums that were changed after clipping; where no engine keeps account, takes them, and says so.
+    """Takes sums that were changed after clipping, with a warning; raises ScaledGradientError if an engine accounts.
 
-    Args:
-        step: The private step of these sums.
-        changed: The parameters.
-        name: Of the first.
-
-    Raises:
-        ScaledGradientError: If an engine states an epsilon for them.
+    ``name`` is that of the first changed parameter.
     """
     what = f"summed_grad of parameter {name} was changed after its rows were clipped"
     why = "so what one row adds is not bounded by max_grad_norm any more, and the noise may be too small"

@@ -120,7 +120,7 @@ def wrap_data_loader(*, data_loader: DataLoader[Any], max_batch_size: int, optim
     if isinstance(data_loader, PrivateIteration):
         if optimizer.is_hand_fed:
             report_to(data_loader, optimizer)
-        return data_loader.in_chunks(max_batch_size, counts_chunks=True)  # type: ignore[no-any-return]
+        return data_loader.in_chunks(max_batch_size)  # type: ignore[no-any-return]
     batches: Any = data_loader.batch_sampler
     if batches is None:
         batches = BatchSampler(data_loader.sampler, 1, drop_last=False)
