@@ -14,7 +14,12 @@ from dpengine.capture.record import LayerCall, Use
 from dpengine.capture.replay import Replay
 from dpengine.clipping.policy import AbstractClip
 from dpengine.distributed.topology import SINGLE, Topology
-from dpengine.errors import BatchMismatchError, MissingGradientError, UnknownParameterError
+from dpengine.errors import (
+    BatchMismatchError,
+    MissingGradientError,
+    ParameterMismatchError,
+    UnknownParameterError,
+)
 from dpengine.grad_modes.bookkeep import Bookkeep
 from dpengine.grad_modes.choose_method import MethodTable
 from dpengine.grad_modes.flat_buffer import FlatBuffer
@@ -62,6 +67,7 @@ class PassClipper:
         policy: The clipping policy in force.
         buffer: The clipped sums.
         contributed: Parameters with a gradient in the sums.
+        only: The parameters that are clipped and summed; None for all trainable parameters.
 
     Args:
         model: The model. Nothing is attached yet.
@@ -94,7 +100,7 @@ class PassClipper:
         self.loss_reduction = loss_reduction
         self.topology = topology
         self._on_pass = on_pass
-        self._only: Collection[nn.Parameter] | None = None
+        self.only: Collection[nn.Parameter] | None = None
         self.capture, self.mode, self.probe = watch_model(
             model,
             self,
@@ -111,11 +117,7 @@ class PassClipper:
     def trainable(self) -> dict[str, nn.Parameter]:
         """The parameters that are clipped and summed now, by dotted name."""
         named = self.topology.parameters(self.model).items()
-        return {name: p for name, p in named if p.requires_grad and (self._only is None or p in self._only)}
-
-    def restrict(self, parameters: Collection[nn.Parameter] | None) -> None:
-        """Clips and sums these parameters alone, from the next pass on; None for all trainable parameters."""
-        self._only = parameters
+        return {name: p for name, p in named if p.requires_grad and (self.only is None or p in self.only)}
 
     def distribute(self, topology: Topology) -> None:
         """Continues as one of several processes that each hold the whole model. Nothing may be summed yet."""
@@ -215,12 +217,18 @@ class PassClipper:
             if self.capture.leaks:
                 self.check_leaks()
             probed_B = recorded.probed_B
-            if probed_B is None and (units is not None or self._only is not None) and self.probe.due:
+            if probed_B is None and (units is not None or self.only is not None) and self.probe.due:
                 # The probe compares samples, not units, over all parameters.
                 probed_B = mode.sq_norms(dict.fromkeys(mode.parameters, 0), 1, 1.0).sum(dim=1)
-            if self._only is not None:
-                assert isinstance(mode, Bookkeep)
-                mode = mode.copied(set(trainable.values()))
+            if self.only is not None:
+                mode.keep(self.only)
+                if not trainable:
+                    raise ParameterMismatchError(
+                        "No parameter of the optimizer is a trainable parameter of the model: all of them were frozen "
+                        "or replaced.",
+                        fix="Unfreeze them, or call engine.detach(model), build the optimizer anew, and call "
+                        "make_private again.",
+                    )
             self._check_samples(mode, samples)
             took_part = mode.parameters
             self._check_parameters(took_part, trainable)

@@ -84,15 +84,14 @@ class Bookkeep(AbstractGradients):
         other._plans = self._plans
         return other
 
-    def copied(self, parameters: Collection[nn.Parameter]) -> Bookkeep:
-        """Returns the layer calls of these parameters alone. Using one copy up leaves the other unchanged."""
+    def keep(self, parameters: Collection[nn.Parameter]) -> None:
+        self._entries = {parameter: entry for parameter, entry in self._entries.items() if parameter in parameters}
+
+    def copied(self) -> Bookkeep:
+        """Returns a copy of the layer calls. Using up one copy leaves the other unchanged."""
         other = self.renewed()
         other.rows = dict(self.rows)
-        other._entries = {
-            parameter: replace(entry, calls=list(entry.calls))
-            for parameter, entry in self._entries.items()
-            if parameter in parameters
-        }
+        other._entries = {p: replace(entry, calls=list(entry.calls)) for p, entry in self._entries.items()}
         return other
 
     def _entry(self, use: Use) -> Entry:
@@ -118,7 +117,7 @@ class Bookkeep(AbstractGradients):
     def sq_norms(self, groups: Mapping[nn.Parameter, int], num_groups: int, scale: float) -> Tensor:
         rows = common_rows(self.rows)
         if not self._entries:
-            return torch.zeros(0, num_groups)
+            return torch.zeros(rows, num_groups)
         for entry in self._entries.values():
             entry.join()
         self._plan = self._planned(rows)
