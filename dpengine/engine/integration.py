@@ -94,6 +94,7 @@ def restrict_to_optimizer(engine: PrivacyEngine) -> None:
         )
     run.step.plan.clipping.group_of(names)  # raises if the thresholds are for other groups
     passes.only = held
+    passes.follow()
 
 
 def ledger_of_run(engine: PrivacyEngine, run: str, topology: Topology, *, delta: float) -> Ledger | RunLedger:

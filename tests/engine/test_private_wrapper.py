@@ -2,18 +2,18 @@
 
 import contextlib
 import copy
+from functools import partial
 
 import inside
 import pytest
+import spread_runs
 import torch
 import torch.nn.functional as F
 from inside_parts import fail_to_attach
 from launch import launched
-from loops import BATCH, assert_same_gradients, examples, expected_gradients, gradients_of, make_loop, mlp
+from loops import assert_same_gradients, examples, expected_gradients, gradients_of, make_loop, mlp
 from reference import flat_norms, per_sample_gradients
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader
 
 from dpengine import GradSampleModule, PerSampleGradientClipper, PrivacyEngine
 from dpengine.checkpoint import load, save
@@ -291,18 +291,9 @@ def test_an_error_while_hooks_are_attached_changes_nothing(part, monkeypatch):
         make_loop(model)
 
 
-def _of_two_processes(outside, inner):
-    torch.manual_seed(0)
-    model = mlp()
-    model = GradSampleModule(DistributedDataParallel(model) if inner else model)
-    model = DistributedDataParallel(model) if outside else model
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    PrivacyEngine(seed=0).make_private(model, optimizer, DataLoader(examples(), BATCH), noise_multiplier=1.0)
-
-
 @pytest.mark.parametrize(
     ("ranks", "outside", "inner"), [(2, False, False), (2, True, False), (1, True, False), (1, False, True)]
 )
 def test_distributed_models_are_rejected(ranks, outside, inner):
-    for error in launched(ranks, _of_two_processes, outside, inner):
+    for error in launched(ranks, partial(spread_runs.recorded, outside=outside, inside=inner)):
         assert isinstance(error, UnsupportedLayerError) and "single process" in str(error), error

@@ -1,11 +1,12 @@
 """``restrict_to_optimizer``: norms, clipping and noise over the parameters of the optimizer alone."""
 
 import copy
+import itertools
 
 import inside
 import pytest
+import spread_runs
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from launch import launched
 from loops import BATCH, CLASSES, MAX_NORM, SLACK, assert_same_gradients, examples, gradients_of, make_loop
@@ -25,6 +26,7 @@ from dpengine.errors import (
     UnknownParameterError,
     UnsupportedLayerError,
 )
+from dpengine.noise import BandMF
 from dpengine.sampling import ExternalBatches
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*DPE003", "ignore:.*DPE012")
@@ -217,8 +219,10 @@ def test_a_use_outside_its_layer_is_rejected_for_other_parameters_too():
 
 def test_samples_that_mix_in_other_parameters_are_found():
     class Mixing(nn.Module):
+        """Mixes samples in the backward pass alone: the gradients of later layers are independent."""
+
         def forward(self, inputs):
-            return inputs - 0.5 * inputs.mean(dim=0)
+            return inputs.detach() + inputs.detach().mean().cos() * (inputs - inputs.detach())
 
     torch.manual_seed(1)
     model = nn.Sequential(nn.Linear(4, 5), Mixing(), nn.Tanh(), nn.Linear(5, CLASSES))
@@ -356,14 +360,8 @@ def test_a_compiled_pass_is_rejected_before_it_begins(compiled_first):
             loop.engine.compile_backward(loss_fn, backend="eager")
 
 
-def _of_two_processes():
-    loop = make_loop(make_optimizer=holding(*LAST), noise_multiplier=1.0)
-    assert dist.get_world_size() == 2
-    restrict_to_optimizer(loop.engine)
-
-
 def test_several_processes_are_rejected():
-    for error in launched(2, _of_two_processes):
+    for error in launched(2, spread_runs.restricted):
         assert isinstance(error, UnsupportedLayerError) and "2 processes" in str(error)
 
 
@@ -414,6 +412,26 @@ def test_a_checkpoint_is_of_a_run_with_the_same_restriction(tmp_path):
     assert set(gradients_of(again.model)) == set(LAST)
     with pytest.raises(TicketError, match="was resumed"):
         restrict_to_optimizer(again.engine)
+
+
+def test_correlated_noise_goes_on_after_a_checkpoint(tmp_path):
+    """With a seed, a run that is resumed is the run that was not interrupted."""
+
+    def begun():
+        return restricted(noise_multiplier=1.0, noise=BandMF(num_bands=2), steps=4)
+
+    def train(loop, steps):
+        for _ in range(steps):
+            for batch in itertools.islice(loop.loader, 1):
+                loop.step(*batch)
+
+    whole, first, second = begun(), begun(), begun()
+    train(whole, 4)
+    train(first, 2)
+    save(tmp_path / "run", first.engine)
+    load(tmp_path / "run", second.engine)
+    train(second, 2)
+    assert all(torch.equal(a, b) for a, b in zip(whole.model.parameters(), second.model.parameters(), strict=True))
 
 
 def test_a_run_resumed_before_its_first_step_is_rejected(tmp_path):

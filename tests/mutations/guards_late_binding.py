@@ -84,11 +84,11 @@ GUARDS = [
         f"{SUBSET}test_a_subset_that_the_pass_leaves_out_counts_as_gradients_of_zero",
     ),
     Guard(
-        "subset-probe",
-        "the probe compares all parameters in an engine, too",
-        "(units is not None or self.only is not None) and self.probe.due",
-        "units is not None and self.probe.due",
-        f"{SUBSET}test_samples_that_mix_in_other_parameters_are_found",
+        "subset-follow",
+        "a checkpoint is loaded into a buffer of the subset",
+        "    passes.only = held\n    passes.follow()\n",
+        "    passes.only = held\n",
+        f"{SUBSET}test_correlated_noise_goes_on_after_a_checkpoint",
     ),
     Guard(
         "subset-compiled",
