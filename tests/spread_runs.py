@@ -7,9 +7,11 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
-from dpengine import PrivacyEngine
+from dpengine import GradSampleModule, PrivacyEngine
+from dpengine.engine import restrict_to_optimizer
 from dpengine.noise import BandedInverse, BandMF
 
 VOCABULARY, WIDTH, LENGTH, ROWS = 11, 8, 5, 96
@@ -238,3 +240,22 @@ def difference(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
     """Of all weights, relative to the expected ones."""
     a, b = (torch.cat([w.flatten() for w in weights.values()]) for weights in (found, expected))
     return float((a - b).norm() / b.norm())
+
+
+def restricted() -> None:
+    """Makes a run private that is restricted to some of its parameters."""
+    torch.manual_seed(0)
+    model, engine = wrapped(plain(), "data"), PrivacyEngine(seed=1)
+    optimizer = torch.optim.SGD(list(model.parameters())[:2], lr=0.1)
+    engine.make_private(model, optimizer, DataLoader(data(), batch_size=12), noise_multiplier=1.0)
+    restrict_to_optimizer(engine)
+
+
+def recorded(*, outside: bool, inside: bool) -> None:
+    """Makes a GradSampleModule private, with DistributedDataParallel around it, in it, or both."""
+    torch.manual_seed(0)
+    model: nn.Module = GradSampleModule(DistributedDataParallel(plain()) if inside else plain())
+    model = DistributedDataParallel(model) if outside else model
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loader = DataLoader(data(), batch_size=12)
+    PrivacyEngine(seed=1).make_private(model, optimizer, loader, noise_multiplier=1.0)

@@ -63,6 +63,7 @@ class WatchedRun:
         for wrong, what, fix in (
             (self.run.units is not None, "a run with privacy_unit", "Leave it out of the audited run."),
             (not passes.topology.runs_by_itself, "a run of several processes", "Audit the same run in one."),
+            (passes.only is not None, "a run with restrict_to_optimizer", "Freeze the other parameters in make()."),
             (
                 gradient and passes.grad_sample_mode == "ghost",
                 "gradients in grad_sample_mode='ghost'",

@@ -248,6 +248,11 @@ class Capture:
         return Hook(leaked)
 
     @property
+    def superseded(self) -> bool:
+        """True if these hooks are off and others are on the model."""
+        return self.state is CaptureState.DETACHED and self.model in _watched
+
+    @property
     def recording(self) -> bool:
         """Whether a forward pass would be recorded now."""
         watching = self.state is CaptureState.ATTACHED and self.model.training

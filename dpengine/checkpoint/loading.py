@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
-from dpengine.distributed.detect import unwrapped
+from dpengine.engine.grad_sample_module import model_inside
 from dpengine.engine.run import Run
 from dpengine.errors import CorruptFileError, MechanismMismatchError
 from dpengine.noise.share import drawn_places
@@ -132,7 +132,7 @@ class _Files:
         self.changes = resumption(
             run, self.state, engine.ledger.history, life=life, nothing_left_since=nothing_left_since
         )
-        now = without_ties(unwrapped(run.model), topology)
+        now = without_ties(model_inside(run.model), topology)
         _refuse_other_weights(now, self._model)
         self._weights = {name: spread.taken(self._model, name, like, topology) for name, like in now.items()}
         metadata = self._optimizer.metadata
@@ -152,7 +152,8 @@ class _Files:
 
     def fill(self, run: Run, engine: Engine) -> None:
         """Gives model, companions and ledger what was stored."""
-        unwrapped(run.model).load_state_dict(self._weights, strict=False)  # a tied tensor is there under its first name
+        # A tied tensor is there under its first name.
+        model_inside(run.model).load_state_dict(self._weights, strict=False)
         for name, companion in companions(run).items():
             try:
                 companion.load_state_dict(self._others[name])
@@ -165,7 +166,7 @@ class _Files:
 def _all_or_nothing(run: Run) -> Iterator[None]:
     """Puts model and companions back if one of them does not take its state."""
     with contextlib.ExitStack() as undo:
-        for one in (unwrapped(run.model), *companions(run).values()):
+        for one in (model_inside(run.model), *companions(run).values()):
             undo.callback(one.load_state_dict, copy.deepcopy(one.state_dict()))
         yield
         undo.pop_all()  # all is well: nothing is undone

@@ -19,8 +19,8 @@ from typing import Any
 
 from dpengine.accounting.events import CyclicGaussianEvent, MatrixGaussianEvent
 from dpengine.accounting.ledger import Charge
-from dpengine.distributed.detect import unwrapped
 from dpengine.engine.batch_state import Stage
+from dpengine.engine.grad_sample_module import model_inside
 from dpengine.engine.rank_consistency import examples_of
 from dpengine.engine.run import Run
 from dpengine.errors import CorruptFileError, LedgerError, MechanismMismatchError, SamplingError, TicketError
@@ -176,7 +176,8 @@ def fingerprint(run: Run) -> dict[str, Any]:
     """What must be the same for one run to go on as another."""
     plan, noise = run.step.plan, run.step.plan.noise
     moving = plan.clipping.state_dict()
-    parameters = run.step.passes.topology.parameters(unwrapped(run.model))
+    parameters = run.step.passes.topology.parameters(model_inside(run.model))
+    trained = set(run.step.passes.trainable().values())
     names = {parameter: name for name, parameter in parameters.items()}
     target = run.budget.target_epsilon
     parts = {
@@ -198,7 +199,7 @@ def fingerprint(run: Run) -> dict[str, Any]:
         "parameters": [
             [name, list(parameter.shape), str(parameter.dtype), parameter.device.type]
             for name, parameter in parameters.items()
-            if parameter.requires_grad
+            if parameter in trained
         ],
     }
     return json.loads(json.dumps(parts))  # type: ignore[no-any-return]  # as it is read from a file

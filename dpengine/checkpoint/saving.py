@@ -7,8 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from dpengine.distributed.detect import unwrapped
 from dpengine.distributed.ranks import Ranks
+from dpengine.engine.grad_sample_module import model_inside
 from dpengine.engine.run import Run
 from dpengine.errors import TicketError
 
@@ -111,7 +111,7 @@ class _Files:
     def collect(self, facts: list[tuple[dict[str, Any], int]]) -> None:
         """Makes all that will be written of what the ranks took. Refuses what cannot be."""
         run, topology = self._run, self._run.step.passes.topology
-        weights = without_ties(unwrapped(run.model), topology)
+        weights = without_ties(model_inside(run.model), topology)
         self._add(MODEL, spread.written(weights, topology), _FORMAT)
         kept = {name: one.state_dict() for name, one in companions(run).items()}
         others, tensors = apart(kept, "state")

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from .gradient_check import check_per_sample_gradients as check_per_sample_gradients
     from .integration import fetch_ahead as fetch_ahead
     from .integration import logical_batch as logical_batch
+    from .integration import restrict_to_optimizer as restrict_to_optimizer
     from .optimizer import detach as detach
     from .per_sample import PerSampleGradients as PerSampleGradients
     from .privacy_engine import PrivacyEngine as PrivacyEngine
@@ -26,7 +27,7 @@ else:
             "clipper": ["PerSampleGradientClipper"],
             "grad_sample_module": ["GradSampleModule"],
             "gradient_check": ["GradientReport", "check_per_sample_gradients"],
-            "integration": ["fetch_ahead", "logical_batch"],
+            "integration": ["fetch_ahead", "logical_batch", "restrict_to_optimizer"],
             "optimizer": ["detach"],
             "per_sample": ["PerSampleGradients"],
             "privacy_engine": ["PrivacyEngine"],

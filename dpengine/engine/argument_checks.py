@@ -308,7 +308,11 @@ def _check_groups(module: nn.Module, optimizer: Optimizer) -> None:
         raise ParameterMismatchError("A parameter is in the optimizer's groups twice.", fix="List each parameter once.")
     left = [name for name, p in module.named_parameters() if p.requires_grad and p not in held_set]
     if left:
-        notice("DPE003", f"{len(left)} trainable parameters are not in the optimizer and will not change: {left[:3]}.")
+        notice(
+            "DPE003",
+            f"{len(left)} trainable parameters are not in the optimizer and will not change: {left[:3]}. Norms and "
+            "noise cover them all the same: freeze them, or call dpengine.engine.restrict_to_optimizer(engine).",
+        )
 
 
 def tell_of_plan(plan: RunPlan) -> None:

@@ -47,6 +47,7 @@ class CompiledBackward:
     def __init__(
         self, passes: PassClipper, loss_fn: Loss, *, multiple_of: int, backend: str | Callable[..., Any] = "inductor"
     ):
+        _check_all_parameters(passes)
         self._passes = passes
         self._loss_fn = loss_fn
         self._multiple_of = multiple_of
@@ -60,6 +61,7 @@ class CompiledBackward:
         Tensors that differ in the size of axis 0 are a BatchMismatchError; a pass that cannot be traced, or whose
         compiled code does not compute what the hooks do, an UnsupportedLayerError.
         """
+        _check_all_parameters(self._passes)
         with _one_at_a_time:
             return self._pass(args, kwargs)
 
@@ -138,6 +140,15 @@ class CompiledBackward:
         leaves = [next(given) if is_tensor else value for is_tensor, value in zip(tensors, values, strict=True)]
         args, kwargs = pytree.tree_unflatten(leaves, spec)
         return self._loss_fn(*args, **kwargs)
+
+
+def _check_all_parameters(passes: PassClipper) -> None:
+    """Raises if only some parameters are clipped: a graph forms the norms of all of them."""
+    if passes.only is not None:
+        raise UnsupportedLayerError(
+            "A compiled pass clips all parameters, and this run was restricted by restrict_to_optimizer.",
+            fix="Call loss.backward() instead.",
+        )
 
 
 def _rows(leaves: Sequence[Any]) -> int:

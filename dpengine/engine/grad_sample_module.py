@@ -7,7 +7,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from dpengine.errors import TicketError, suggests_names
+from dpengine.capture.capture import CaptureState
+from dpengine.distributed.detect import topology_of, unwrapped
+from dpengine.distributed.topology import SINGLE, Topology
+from dpengine.errors import TicketError, UnsupportedLayerError, suggests_names
 from dpengine.grad_modes.choose_method import MethodTable
 from dpengine.grad_modes.materialize import forget_grad_samples, show_grad_sample
 from dpengine.grad_modes.modes import MODES, on_demand
@@ -33,7 +36,8 @@ class GradSampleModule(nn.Module):
 
     At some passes the independence probe runs the model again with other samples in the batch; if that changes the
     gradient of a sample, ``backward`` raises ``UnsupportedLayerError``. For training use
-    ``PrivacyEngine.make_private``, which needs no wrapper.
+    ``PrivacyEngine.make_private``. It accepts this wrapper in the place of the module. During private training the
+    hooks of the wrapper are off, and ``last_pass`` raises TicketError.
 
     Args:
         module: The module. It is not copied.
@@ -83,6 +87,7 @@ class GradSampleModule(nn.Module):
         They are kept until the next backward pass or ``zero_grad`` of this module; after an interrupted backward pass,
         and before the first one, reading it raises TicketError. See `dpengine.engine.PerSampleGradients`.
         """
+        self._check_not_private()
         if self._last is None or self._clipper.capture.unfinished is not None:
             raise TicketError(
                 "No backward pass has left per-sample gradients.",
@@ -93,27 +98,72 @@ class GradSampleModule(nn.Module):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clears ``p.grad``, ``p.grad_sample`` and the last pass."""
         super().zero_grad(set_to_none)
+        self._forget_results()
+
+    def _forget_results(self) -> None:
         self._last = None
         forget_grad_samples(self.module.parameters())
 
     def to_standard_module(self) -> nn.Module:
-        """Removes all hooks and gradients, and returns the module."""
+        """Removes all hooks and gradients, and returns the module. Raises TicketError while it is private."""
+        self._check_not_private()
         self._clipper.detach()
         self.zero_grad()
         return self.module
 
+    @property
+    def _attached(self) -> bool:
+        return self._clipper.capture.state is not CaptureState.DETACHED
+
+    def _check_not_private(self) -> None:
+        if self._clipper.capture.superseded:
+            raise TicketError(
+                "The hooks of this GradSampleModule are off: its module is private in an engine, or watched by another "
+                "wrapper.",
+                fix="Call engine.detach(model) first, which attaches them again.",
+            )
+
     @torch.no_grad()
     def _pass_ended(self, recorded: RecordedPass) -> None:
         try:
+            self._check_not_private()  # the forward pass may be one from before
             self._clipper.check_leaks()
             found = PerSampleGradients(self._clipper, self._clipper.take())
             norms_B = found.norms() / found.recorded.scale
             self._clipper.probe.after(found.recorded.replay, norms_B.square())
         except BaseException:
-            self._last = None
             self._clipper.forget()
-            forget_grad_samples(self.module.parameters())
+            self._forget_results()
             raise
         self._last = found
         for parameter, grad_sample in found.on_demand().items():
             show_grad_sample(parameter, grad_sample)
+
+
+def model_inside(model: nn.Module) -> nn.Module:
+    """Returns the model that has the layers, without DistributedDataParallel or GradSampleModule around it."""
+    inner = unwrapped(model)
+    return inner.module if isinstance(inner, GradSampleModule) else inner
+
+
+def topology_and_model(model: nn.Module, *, batch_first: bool, loss_reduction: str) -> tuple[Topology, nn.Module]:
+    """Returns how a model is distributed, and the model that has the layers.
+
+    Raises if there is a GradSampleModule around it that does not fit a private run with these settings.
+    """
+    topology, wrapper = topology_of(model), unwrapped(model)
+    if not isinstance(wrapper, GradSampleModule):
+        return topology, wrapper
+    if wrapper is not model or topology is not SINGLE or unwrapped(wrapper.module) is not wrapper.module:
+        raise UnsupportedLayerError(
+            "A GradSampleModule is made private in a single process only.",
+            fix="Pass the model in it: model.to_standard_module().",
+        )
+    clipper = wrapper._clipper
+    for name, given, own in (
+        ("batch_first", batch_first, clipper.capture.batch_first),
+        ("loss_reduction", loss_reduction, clipper.loss_reduction),
+    ):
+        if given != own:
+            raise ValueError(f"make_private got {name}={given!r}, and its GradSampleModule has {name}={own!r}.")
+    return topology, wrapper.module

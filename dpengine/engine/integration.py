@@ -8,12 +8,13 @@ from typing import TYPE_CHECKING, Any
 
 from dpengine.accounting.ledger import Ledger
 from dpengine.distributed.topology import Topology
-from dpengine.errors import TicketError, suggests_names
+from dpengine.errors import ParameterMismatchError, TicketError, UnsupportedLayerError, suggests_names
 from dpengine.ledger_file.books import asked_for
 from dpengine.ledger_file.run_ledger import RunLedger
 from dpengine.sampling.scheme import whole_number
 
 from .batch_state import Stage
+from .optimizer import parameters_of
 
 if TYPE_CHECKING:
     from .privacy_engine import PrivacyEngine
@@ -76,6 +77,58 @@ def logical_batch(engine: PrivacyEngine) -> Iterator[None]:
         yield
     finally:
         state.continues = False
+
+
+@suggests_names
+def restrict_to_optimizer(engine: PrivacyEngine) -> None:
+    """Restricts clipping and noise to the parameters that the optimizer holds.
+
+    Call it after ``make_private``, before the first batch. Norms, clipping factors, sums and noise then cover only the
+    parameters of the optimizer. The ``.grad`` of all other parameters stays None, also of those unfrozen later. It has
+    no effect if the optimizer holds all parameters of the model.
+
+    Privacy: the guarantee is the same. A training step reads the other gradients only for the independence check.
+
+    Args:
+        engine: The engine; it applies to the run of the last ``make_private``.
+
+    Raises:
+        InvalidBudgetError: If no model is private yet.
+        TicketError: If the loader has returned a batch already, a backward pass was recorded, the run was resumed, or
+            the model was detached.
+        ParameterMismatchError: If the optimizer holds no trainable parameter.
+        UnsupportedLayerError: If several processes train the model, or ``grad_sample_mode`` is not ``"auto"``.
+        ValueError: If the clipping policy has thresholds for other groups of parameters.
+    """  # noqa: DOC502 - what is called raises
+    run = engine._last_run()
+    passes, state = run.step.passes, run.step.batches
+    began = state.last_step >= 0 or state.fetched or passes.pending or passes.capture.unfinished is not None
+    if began or run.resumed or not run.attached:
+        raise TicketError(
+            "restrict_to_optimizer was called for a run that has begun, was resumed, or has ended.",
+            fix="Call it right after make_private; load a checkpoint after it.",
+        )
+    if passes.topology.everyone.size > 1:  # ranks do not compare the restriction
+        raise UnsupportedLayerError(
+            f"restrict_to_optimizer does not support {passes.topology.everyone.size} processes.",
+            fix="Freeze the other parameters before make_private: parameter.requires_grad_(False).",
+        )
+    held = frozenset(parameters_of(run.optimizer))
+    if held.issuperset(passes.model.parameters()):
+        return
+    if passes.grad_sample_mode != "auto":
+        raise UnsupportedLayerError(
+            f"restrict_to_optimizer needs grad_sample_mode='auto', got {passes.grad_sample_mode!r}.",
+            fix="Leave grad_sample_mode out, or freeze the other parameters.",
+        )
+    names = [name for name, parameter in passes.trainable().items() if parameter in held]
+    if not names:
+        raise ParameterMismatchError(
+            "No parameter of the optimizer is trainable.", fix="Unfreeze those that are to be trained."
+        )
+    run.step.plan.clipping.group_of(names)  # raises if the thresholds are for other groups
+    passes.only = held
+    passes.follow()
 
 
 def ledger_of_run(engine: PrivacyEngine, run: str, topology: Topology, *, delta: float) -> Ledger | RunLedger:

@@ -176,7 +176,11 @@ def _step(self: Any, closure: Callable[[], Any] | None = None) -> Any:
 def _update(optimizer: Optimizer, attachment: Attachment) -> None:
     """The base's own update, by gradients that the engine wrote only. A frozen parameter may hold a raw one."""
     released, held = attachment.step.writer.released, parameters_of(optimizer)
-    refuse_replaced(released.keys(), held, known=attachment.known)
+    passes = attachment.step.passes
+    trained: Set[nn.Parameter] = released.keys()
+    if passes.only is not None:  # a parameter that replaced one of the optimizer's gets no gradient
+        trained = {p for p in passes.model.parameters() if p.requires_grad}
+    refuse_replaced(trained, held, known=attachment.known)
     for parameter in held:
         if parameter not in released:
             parameter.grad = None

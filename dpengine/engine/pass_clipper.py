@@ -13,7 +13,12 @@ from dpengine.capture.record import LayerCall, Use
 from dpengine.capture.replay import Replay
 from dpengine.clipping.policy import AbstractClip
 from dpengine.distributed.topology import SINGLE, Topology
-from dpengine.errors import BatchMismatchError, MissingGradientError, UnknownParameterError
+from dpengine.errors import (
+    BatchMismatchError,
+    MissingGradientError,
+    ParameterMismatchError,
+    UnknownParameterError,
+)
 from dpengine.grad_modes.bookkeep import Bookkeep
 from dpengine.grad_modes.choose_method import MethodTable
 from dpengine.grad_modes.flat_buffer import FlatBuffer
@@ -64,6 +69,7 @@ class PassClipper:
         policy: The clipping policy in force.
         buffer: The clipped sums.
         contributed: Parameters with a gradient in the sums.
+        only: The parameters that are clipped and summed; None for all trainable parameters.
 
     Args:
         model: The model. Nothing is attached yet.
@@ -96,7 +102,7 @@ class PassClipper:
         self.loss_reduction = loss_reduction
         self.topology = topology
         self._on_pass = on_pass
-        self._only: Collection[nn.Parameter] | None = None
+        self.only: Collection[nn.Parameter] | None = None
         self.capture, self.mode, self.probe = watch_model(
             model,
             self,
@@ -113,11 +119,7 @@ class PassClipper:
     def trainable(self) -> dict[str, nn.Parameter]:
         """The parameters that are clipped and summed now, by dotted name."""
         named = self.topology.parameters(self.model).items()
-        return {name: p for name, p in named if p.requires_grad and (self._only is None or p in self._only)}
-
-    def restrict(self, parameters: Collection[nn.Parameter] | None) -> None:
-        """Clips and sums these parameters alone, from the next pass on; None for all trainable parameters."""
-        self._only = parameters
+        return {name: p for name, p in named if p.requires_grad and (self.only is None or p in self.only)}
 
     def attach(self) -> None:
         """Attaches hooks to the model."""
@@ -176,7 +178,7 @@ class PassClipper:
         assert isinstance(self.mode, Bookkeep)
         mode, replay, probed_B = self.mode, self.probe.take_replay(), None
         if replay is not None:
-            copied = mode.copied(mode.parameters)  # the pass itself is clipped as if it were not probed
+            copied = mode.copied()  # the pass itself is clipped as if it were not probed
             probed_B = copied.sq_norms(dict.fromkeys(copied.parameters, 0), 1, 1.0).sum(dim=1)
         self.mode = mode.renewed()
         self.capture.forget_backward()
@@ -204,12 +206,18 @@ class PassClipper:
             if self.capture.leaks:
                 self.check_leaks()
             probed_B = recorded.probed_B
-            if probed_B is None and (units is not None or self._only is not None) and self.probe.due:
+            if probed_B is None and (units is not None or self.only is not None) and self.probe.due:
                 # The probe compares samples, not units, over all parameters.
                 probed_B = mode.sq_norms(dict.fromkeys(mode.parameters, 0), 1, 1.0).sum(dim=1)
-            if self._only is not None:
-                assert isinstance(mode, Bookkeep)
-                mode = mode.copied(set(trainable.values()))
+            if self.only is not None:
+                mode.keep(self.only)
+                if not trainable:
+                    raise ParameterMismatchError(
+                        "No parameter of the optimizer is a trainable parameter of the model: all of them were frozen "
+                        "or replaced.",
+                        fix="Unfreeze them, or call engine.detach(model), build the optimizer anew, and call "
+                        "make_private again.",
+                    )
             self._check_samples(mode, samples)
             took_part = mode.parameters
             self._check_parameters(took_part, trainable)

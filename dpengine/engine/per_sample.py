@@ -95,7 +95,7 @@ class PerSampleGradients:
         weights = weights.detach().double()
         # Grad samplers take weights of 1 at most; a sum of 0 weights must not divide by 0.
         largest = max(float(weights.abs().max()) if self.samples else 1.0, torch.finfo(torch.float32).tiny)
-        mode, parameters = self._mode.copied(self._mode.parameters), list(self._mode.parameters)
+        mode, parameters = self._mode.copied(), list(self._mode.parameters)
         sums = FlatBuffer(parameters)
         weights_B1 = (weights / largest).unsqueeze(1)
         with self._clipper.capture.paused():

@@ -16,7 +16,6 @@ from dpengine.accounting.events import Relation
 from dpengine.accounting.ledger import Ledger
 from dpengine.accounting.own_accountant import Accountant, name_of, observer_of
 from dpengine.clipping.policy import AbstractClip
-from dpengine.distributed.detect import topology_of, unwrapped
 from dpengine.distributed.topology import Topology
 from dpengine.errors import InvalidBudgetError, UnknownParameterError, suggests_names
 from dpengine.grad_modes.choose_method import MethodTable, method_table
@@ -34,6 +33,7 @@ from dpengine.sampling.external import ExternalBatches
 from . import argument_checks
 from .batch_state import BatchState
 from .build_plan import Batching, Spending, Wanted, arranged, name_for, source_for
+from .grad_sample_module import topology_and_model
 from .pass_clipper import PassClipper
 from .progress import progress
 from .rank_consistency import refuse_disagreement
@@ -137,7 +137,7 @@ class PrivacyEngine(argument_checks.Uncopied):
         nothing has changed then.
 
         Args:
-            module: The model. The same object is returned; ``detach`` takes everything off again.
+            module: The model, or a ``GradSampleModule``. The same object is returned; ``detach`` removes all hooks.
             optimizer: Any optimizer of ``torch.optim`` but LBFGS and SparseAdam, over the model's parameters.
             data_loader: An ordinary loader. The one returned draws Poisson batches of the same expected size.
             noise_multiplier: Standard deviation of the noise over the sensitivity. 0 trains without privacy.
@@ -181,7 +181,7 @@ class PrivacyEngine(argument_checks.Uncopied):
         argument_checks.refuse_unknown_choices(**choices, loss_reduction=loss_reduction, unit_reduction=unit_reduction)
         argument_checks.refuse_other_than_bool(batch_first=batch_first, allow_large_delta=allow_large_delta)
         argument_checks.admit(module, optimizer, grad_scaler, lr_scheduler)
-        topology, inner = topology_of(module), unwrapped(module)
+        topology, inner = topology_and_model(module, batch_first=batch_first, loss_reduction=loss_reduction)
         of_loader = {"privacy_unit": privacy_unit, "sample_rate": sample_rate, "example_input": example_input}
         of_loader |= {"physical_batch_size": physical_batch_size, "expected_batch_size": expected_batch_size}
         external = argument_checks.is_external(sampling, topology, accumulation_steps, **of_loader)

@@ -24,6 +24,7 @@ from . import amp_and_lr_schedulers as companions
 from . import optimizer as private_optimizer
 from .argument_checks import attached_models
 from .budget import Budget
+from .grad_sample_module import GradSampleModule
 from .step import PrivateStep
 
 if TYPE_CHECKING:
@@ -40,6 +41,7 @@ class Run:
         batches: The private loader; None if the loop draws the batches.
         resumed: Whether the run continues a saved run.
         attached: Whether the hooks are attached.
+        recorder: The model, if it is a GradSampleModule whose hooks are off during the run.
     """
 
     model: nn.Module
@@ -52,6 +54,7 @@ class Run:
     batches: Any = None
     resumed: bool = False
     attached: bool = False
+    recorder: GradSampleModule | None = None
 
     @property
     def budget(self) -> Budget:
@@ -60,7 +63,11 @@ class Run:
 
     def attach(self) -> None:
         """Attaches all hooks; on an error, removes those already attached."""
+        recorder = self.model if isinstance(self.model, GradSampleModule) and self.model._attached else None
         with contextlib.ExitStack() as undo:
+            if recorder is not None:
+                recorder._clipper.detach()
+                undo.callback(recorder._clipper.attach)
             private_optimizer.attach(self.optimizer, self.step)
             undo.callback(private_optimizer.detach, self.optimizer)
             undo.callback(self.step.passes.detach)  # before it begins, since it may stop between two hooks
@@ -73,7 +80,9 @@ class Run:
                 undo.callback(companions.detach, self.lr_scheduler)
             attached_models.add(self.model)
             undo.pop_all()  # all is well: nothing is undone
-        self.attached = True
+        self.attached, self.recorder = True, recorder
+        if recorder is not None:
+            recorder._forget_results()
         if any(parameter.device.type == "cpu" for parameter in self.model.parameters()):
             keep_freed_memory()
 
@@ -165,3 +174,5 @@ class Run:
                     companions.detach(companion)
             attached_models.discard(self.model)
             self.attached = False
+            if self.recorder is not None:
+                self.recorder._clipper.attach()

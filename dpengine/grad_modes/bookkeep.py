@@ -99,16 +99,16 @@ class Bookkeep(AbstractGradients):
         other._plans, other._layouts = self._plans, self._layouts
         return other
 
-    def copied(self, parameters: Collection[nn.Parameter]) -> Bookkeep:
-        """Returns the layer calls of these parameters alone. Using one copy up leaves the other unchanged."""
+    def keep(self, parameters: Collection[nn.Parameter]) -> None:
+        self._form_alone()
+        self._entries = {parameter: entry for parameter, entry in self._entries.items() if parameter in parameters}
+
+    def copied(self) -> Bookkeep:
+        """Returns a copy of the layer calls. Using up one copy leaves the other unchanged."""
         self._form_alone()
         other = self.renewed()
         other.rows = dict(self.rows)
-        other._entries = {
-            parameter: replace(entry, calls=list(entry.calls))
-            for parameter, entry in self._entries.items()
-            if parameter in parameters
-        }
+        other._entries = {p: replace(entry, calls=list(entry.calls)) for p, entry in self._entries.items()}
         return other
 
     def _entry(self, use: Use) -> Entry:
@@ -173,7 +173,7 @@ class Bookkeep(AbstractGradients):
         self._stack(rows)
         self._matrix_sq_norms(groups, found)
         if not self._entries and self._matrix_BP is None:
-            return torch.zeros(0, num_groups)
+            return torch.zeros(rows, num_groups)
         for entry in self._entries.values():
             entry.join()
         self._plan = self._planned(rows) if self._entries else {}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import cache
 from typing import Any
 
@@ -63,6 +63,13 @@ class AbstractGradients(ABC):
         """Combines the samples of each privacy unit: from here on a row is a unit."""
         raise UnsupportedLayerError(
             "Gradients of a unit of privacy are formed by grad_sample_mode='auto' alone.", fix="Pass that."
+        )
+
+    def keep(self, parameters: Collection[nn.Parameter]) -> None:
+        """Drops the gradients of all other parameters."""
+        raise UnsupportedLayerError(
+            "Gradients of some of the parameters are clipped in grad_sample_mode='auto' only, through loss.backward().",
+            fix="Pass that mode to make_private, or give the optimizer all parameters of the model.",
         )
 
     @abstractmethod

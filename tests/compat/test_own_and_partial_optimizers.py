@@ -11,7 +11,14 @@ from dpengine.compat.opacus.grad_sample import GradSampleModuleNoOp
 from dpengine.compat.opacus.optimizers import (
     DPOptimizer,
 )
-from dpengine.errors import ParameterMismatchError, PrivacyError, PrivacyWarning, ScaledGradientError, forget_notices
+from dpengine.errors import (
+    ParameterMismatchError,
+    PrivacyError,
+    PrivacyWarning,
+    ScaledGradientError,
+    UnknownParameterError,
+    forget_notices,
+)
 
 
 def test_an_own_add_noise_is_used_and_charged():
@@ -255,3 +262,13 @@ def test_an_optimizer_built_by_hand_over_a_model_that_an_engine_made_private_rel
         by_hand_too.step()
 
     assert_same(dict(made.model.named_parameters()), before)
+
+
+def test_a_parameter_of_a_part_that_is_frozen_before_the_backward_pass_is_refused():
+    wrapped, optimizer = by_hand(parameters=lambda w: w._module[2].parameters())
+    found = loss(wrapped, *batch())
+    wrapped._module[2].bias.requires_grad_(False)
+    found.backward()
+    with pytest.raises(UnknownParameterError, match=r"'2\.bias'"):
+        optimizer.step()
+    assert wrapped._module[2].weight.grad is None

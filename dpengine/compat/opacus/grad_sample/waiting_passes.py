@@ -89,7 +89,6 @@ class WaitingPasses:
             loss_reduction=loss_reduction,
             topology=topology,
         )
-        self._only: Collection[nn.Parameter] | None = None
         self._waiting: list[_Waiting] = []
         self._norms_BK: Tensor | None = None  # of the last pass that was clipped
         self._used: dict[nn.Parameter, list[Any]] = {}  # what was clipped, as long as it is in p.grad_sample
@@ -113,8 +112,7 @@ class WaitingPasses:
 
     def restrict(self, parameters: Collection[nn.Parameter] | None) -> None:
         """Clips and sums these parameters alone; None for all trainable parameters."""
-        self._only = parameters
-        self.clipper.restrict(parameters)
+        self.clipper.only = parameters
 
     def clear(self) -> None:
         """Sets ``p.grad_sample`` to None, and drops what waits."""
@@ -263,7 +261,8 @@ class WaitingPasses:
             for parameter, shown in parts.items()
         )
         alike = alike and all(first.shown[parameter].untouched for parameter in parts)
-        included = {p for p in first.shown if self._only is None or p in self._only}
+        only = self.clipper.only
+        included = {p for p in first.shown if only is None or p in only}
         return alike and parts.keys() >= included
 
     def _parts(self) -> dict[nn.Parameter, list[Any]]:
