@@ -73,7 +73,7 @@ class ClippedPasses:
 
     def restrict(self, parameters):
         """Clips and sums these parameters alone."""
-        self._passes.restrict(frozenset(parameters))
+        self._passes.only = frozenset(parameters)
 
     def _ended(self, recorded):
         self._recorded = recorded

@@ -98,7 +98,7 @@ class WatchedRun:
         probe.every = every
         probe.arm()
 
-    def _trainable(self) -> dict[str, nn.Parameter]:
+    def _trainable(self) -> Mapping[str, nn.Parameter]:
         found = self.run.step.passes.trainable()
         if self._directions is not None and [p.numel() for p in found.values()] != self._sizes:
             raise UnknownParameterError(

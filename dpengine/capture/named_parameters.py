@@ -19,25 +19,28 @@ class NamedParameters:
 
     Args:
         model: The model.
-        topology: How it is distributed. If modules show other parameters while they run, each call is a walk.
     """
 
-    def __init__(self, model: nn.Module, topology: Topology):
+    def __init__(self, model: nn.Module):
         self._model = model
-        self._topology = topology
         self._tables: list[dict[str, Any]] = []
         self._names: list[str] = []
         self._values: list[Any] = []
         self._found: Mapping[str, nn.Parameter] = {}
 
-    def list(self) -> Mapping[str, nn.Parameter]:
-        """Returns the parameters that the optimizer holds, by dotted name: the same object while nothing changes."""
-        if not self._tables or self._topology.slots or not self._unchanged():
+    def listed(self, topology: Topology) -> Mapping[str, nn.Parameter]:
+        """Returns the parameters that the optimizer holds, by dotted name: the same object while nothing changes.
+
+        In a topology whose modules show other parameters while they run, each call is a walk.
+        """
+        if topology.slots:
+            return topology.parameters(self._model)
+        if not self._tables or not self._unchanged():
             modules = list(self._model.modules())
             self._tables = [table for module in modules for table in (module._modules, module._parameters)]
             self._names = [name for table in self._tables for name in table]
             self._values = [value for table in self._tables for value in table.values()]
-            self._found = self._topology.parameters(self._model)
+            self._found = topology.parameters(self._model)
         return self._found
 
     def _unchanged(self) -> bool:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from dpengine.capture.named_parameters import NamedParameters
 from dpengine.capture.record import LayerCall, Use
 from dpengine.capture.replay import Replay
 from dpengine.clipping.policy import AbstractClip
@@ -57,6 +58,15 @@ class RecordedPass:
     def scale(self) -> float:
         """Factor between its gradients and those of each sample's own loss."""
         return common_rows(self.mode.rows) if self.mean_loss else 1.0
+
+
+class _Trainable(NamedTuple):
+    """The trainable parameters that were found last, and what they follow from."""
+
+    named: Mapping[str, nn.Parameter]
+    flags: list[bool]
+    only: Collection[nn.Parameter] | None
+    found: Mapping[str, nn.Parameter]
 
 
 class PassClipper:
@@ -112,14 +122,21 @@ class PassClipper:
             methods=methods,
             topology=topology,
         )
+        self._named = NamedParameters(model)
+        self._last_trainable: _Trainable | None = None
         self.buffer = FlatBuffer(self.trainable().values(), topology)
         self.contributed: set[nn.Parameter] = set()
-        self._assigned: tuple[AbstractClip, list[str], list[int]] | None = None  # policy, names, groups of parameters
+        self._assigned: tuple[AbstractClip, Mapping[str, nn.Parameter], Grouping] | None = None  # for these parameters
 
-    def trainable(self) -> dict[str, nn.Parameter]:
+    def trainable(self) -> Mapping[str, nn.Parameter]:
         """The parameters that are clipped and summed now, by dotted name."""
-        named = self.topology.parameters(self.model).items()
-        return {name: p for name, p in named if p.requires_grad and (self.only is None or p in self.only)}
+        named = self._named.listed(self.topology)
+        flags = [p.requires_grad for p in named.values()]
+        last = self._last_trainable
+        if last is None or last.named is not named or last.only is not self.only or last.flags != flags:
+            found = {name: p for name, p in named.items() if p.requires_grad and (self.only is None or p in self.only)}
+            last = self._last_trainable = _Trainable(named, flags, self.only, found)
+        return last.found
 
     def attach(self) -> None:
         """Attaches hooks to the model."""
@@ -253,12 +270,13 @@ class PassClipper:
     def grouping(self, trainable: Mapping[str, nn.Parameter] | None = None) -> Grouping:
         """Groups of the trainable parameters by the policy in force."""
         trainable = self.trainable() if trainable is None else trainable
-        names = list(trainable)
-        if self._assigned is None or self._assigned[0] is not self.policy or self._assigned[1] != names:
-            self._assigned = (self.policy, names, self.policy.group_of(names))
-        return Grouping.of(list(trainable.values()), self._assigned[2])
+        last = self._assigned
+        if last is None or last[0] is not self.policy or last[1] is not trainable:
+            groups = self.policy.group_of(list(trainable))
+            last = self._assigned = (self.policy, trainable, Grouping.of(list(trainable.values()), groups))
+        return last[2]
 
-    def follow(self) -> dict[str, nn.Parameter]:
+    def follow(self) -> Mapping[str, nn.Parameter]:
         """Adapts the buffer to the parameters that are trainable now, and returns them.
 
         Raises UnknownParameterError if they changed while sums of others are in the buffer.

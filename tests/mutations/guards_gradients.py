@@ -209,13 +209,6 @@ GUARDS = [
         "capture/test_capture.py::test_an_interrupt_inside_forward_is_mended_by_the_next_pass",
     ),
     Guard(
-        "lost-hooks",
-        "a layer whose hooks are gone",
-        "        if not self.swapped:\n            return\n",
-        "        if True:\n            return\n",
-        "faults/test_lifecycle.py::test_f_l14_a_layer_whose_hooks_were_dropped_is_refused",
-    ),
-    Guard(
         "batch-norm",
         "batch norm that looks at the batch",
         "not (_looks_at_the_batch(module) and is_on())",
