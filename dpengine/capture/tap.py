@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from dpengine.errors import RepeatedBackwardError
-from dpengine.layers.not_twice_differentiable import differentiated_once
+from dpengine.layers.not_twice_differentiable import differentiated_once, not_differentiable
 
 from .record import LayerCall, Use, turned
 from .watch import Kind, Watch
@@ -57,9 +57,11 @@ class Tap(torch.autograd.Function):
         return output
 
     @staticmethod
-    @differentiated_once
     def backward(ctx, grad):
-        _fire(ctx, grad)
+        with torch.no_grad():
+            _fire(ctx, grad)
+        if torch.is_grad_enabled() and grad.requires_grad:  # create_graph=True
+            grad = not_differentiable(grad)
         return (grad, None, None, *[None] * (len(ctx.needs_input_grad) - 3))
 
 

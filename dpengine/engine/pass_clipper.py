@@ -110,7 +110,8 @@ class PassClipper:
 
     def trainable(self) -> dict[str, nn.Parameter]:
         """The parameters that are clipped and summed now, by dotted name."""
-        named = self.topology.parameters(self.model).items()
+        topology, model = self.topology, self.model
+        named = topology.parameters(model).items() if topology.slots else model.named_parameters()
         return {name: p for name, p in named if p.requires_grad and (self._only is None or p in self._only)}
 
     def restrict(self, parameters: Collection[nn.Parameter] | None) -> None:

@@ -21,9 +21,14 @@ def differentiated_once(backward: Callable[..., Any]) -> Callable[..., Any]:
             outputs = backward(ctx, *grads)
         if not torch.is_grad_enabled() or not any(grad is not None and grad.requires_grad for grad in grads):
             return outputs
-        return tuple(None if output is None else _Refused.apply(output.detach().requires_grad_()) for output in outputs)
+        return tuple(None if output is None else not_differentiable(output) for output in outputs)
 
     return without_graph
+
+
+def not_differentiable(grad: Tensor) -> Tensor:
+    """Returns the same values behind a node whose derivative raises RepeatedBackwardError."""
+    return _Refused.apply(grad.detach().requires_grad_())  # type: ignore[no-any-return, no-untyped-call]
 
 
 class _Refused(torch.autograd.Function):
