@@ -58,10 +58,6 @@ Slot = tuple[nn.Module, str]
 """Where a parameter is registered: its module, and its name there."""
 
 
-def _never() -> bool:
-    return False
-
-
 @dataclass(frozen=True, eq=False)
 class Topology:
     """How a run is spread over processes.
@@ -76,7 +72,7 @@ class Topology:
         layout: How parameters are distributed.
         parts: Layers that are split, with the part of each that is here.
         group: Of parameters that are gathered together, the same; sums of these are exchanged together.
-        defers: Whether the user asked that sums wait for the step, where each pass would exchange them.
+        defers: Returns True if the user asked that sums are exchanged at the step, not in each pass; None for never.
     """
 
     name: str = "single"
@@ -88,7 +84,7 @@ class Topology:
     layout: ParameterLayout = WHOLE
     parts: Mapping[nn.Module, LayerPart] = field(default_factory=dict)
     group: Callable[[nn.Parameter], object] = id
-    defers: Callable[[], bool] = _never
+    defers: Callable[[], bool] | None = None
 
     @property
     def rank(self) -> int:

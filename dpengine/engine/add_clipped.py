@@ -93,7 +93,7 @@ def add_clipped(
     weights_BK = factors_BK / largest if largest > 1 else factors_BK
     # Sums are float32, where a number below the smallest normal one may be rounded up to twice what it was.
     weights_BK = weights_BK.masked_fill(weights_BK < torch.finfo(torch.float32).smallest_normal, 0)
-    wait = topology.defers()
+    wait = topology.defers is not None and topology.defers()
     buffer.begin(fingerprint, wait=wait)
     mode.add_sums(grouping.group_of, weights_BK, scale * largest, buffer)
     if not wait:
