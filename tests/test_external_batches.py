@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from inside_parts import accounted_rate
 from loops import assert_same_gradients, examples, expected_gradients, gradients_of, mlp, state_of
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset, SubsetRandomSampler, TensorDataset
 
 from dpengine import PrivacyEngine, PrivacyWarning
 from dpengine.accounting import PoissonGaussianEvent, Relation, UnclaimedEvent
@@ -396,3 +396,52 @@ def test_a_backward_pass_inside_the_update_is_rejected_and_leaves_nothing(place)
     handle.remove()
     assert inside.state(loop.engine).zero
     assert loop.engine.ledger.steps == 1
+
+
+# The number of examples
+
+
+class Stream(IterableDataset):
+    """Its length need not be a number of examples."""
+
+    def __len__(self):
+        return 7
+
+    def __iter__(self):
+        return iter(())
+
+
+ROWS = torch.zeros(EXAMPLES + 1, 4)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [ROWS, (ROWS, ROWS), TensorDataset(ROWS), DataLoader(TensorDataset(ROWS), 5), DataLoader(ROWS, 5, shuffle=True)],
+    ids=["tensor", "tensors", "data set", "loader", "loader of a tensor"],
+)
+def test_another_number_of_examples_than_the_data_has_is_rejected(data):
+    with pytest.raises(
+        SamplingError, match=rf"num_examples={EXAMPLES}\) does not fit the data, which has {len(ROWS)} "
+    ):
+        Loop(data=data)
+    Loop(ExternalBatches(EXPECTED, num_examples=len(ROWS), sample_rate=RATE), data=data)
+    Loop(ExternalBatches(EXPECTED, sample_rate=RATE), data=data)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        iter(()),
+        [ROWS, ROWS],
+        (ROWS, ROWS[1:]),
+        torch.tensor(1.0),
+        Stream(),
+        DataLoader(Stream(), 5),
+        DataLoader(TensorDataset(ROWS), None),
+        DataLoader(TensorDataset(ROWS), 5, sampler=SubsetRandomSampler(range(EXAMPLES))),
+        DataLoader(TensorDataset(ROWS), batch_sampler=[[0, 1], [2]]),
+    ],
+    ids=["iterator", "list", "uneven", "scalar", "stream", "loader of a stream", "unbatched", "part", "own batches"],
+)
+def test_data_whose_number_of_examples_is_not_certain_is_accepted(data):
+    assert Loop(data=data).loader is data

@@ -9,10 +9,11 @@ import weakref
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
+from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler, SequentialSampler
 
 from dpengine.accounting.constants import check_delta, suggested_delta
 from dpengine.accounting.events import Relation
@@ -336,8 +337,8 @@ def units_for(privacy_unit: Any, loader: Any, mode: str) -> tuple[UnitIds | None
     return units, int(units.max(initial=-1)) + 1, privacy_unit if isinstance(privacy_unit, str) else "user"
 
 
-def is_external(sampling: Any, topology: Topology, accumulation_steps: int, **of_loader: Any) -> bool:
-    """Returns True if the loop draws its own batches. Raises for arguments that only a private loader can follow."""
+def is_external(sampling: Any, data: Any, topology: Topology, accumulation_steps: int, **of_loader: Any) -> bool:
+    """Returns True if the loop draws its own batches. Raises for arguments that contradict that, or the data."""
     if isinstance(sampling, str):
         return False
     if not isinstance(sampling, ExternalBatches):
@@ -350,4 +351,24 @@ def is_external(sampling: Any, topology: Topology, accumulation_steps: int, **of
             f"sampling=ExternalBatches(...) does not support {given[0]}: the engine does not draw these batches.",
             fix='State the rate and the batch size in ExternalBatches(...), or pass sampling="poisson".',
         )
+    found = _number_of_examples(data) if sampling.num_examples else None
+    if found not in (None, sampling.num_examples):
+        raise SamplingError(
+            f"ExternalBatches(num_examples={sampling.num_examples}) does not fit the data, which has {found} examples.",
+            fix=f"Pass num_examples={found}, or data that has every example of which you state the rate.",
+        )
     return True
+
+
+def _number_of_examples(data: Any) -> int | None:
+    """Returns the number of examples; None where it is not certain, as for a loader that draws from a part of them."""
+    if isinstance(data, DataLoader):
+        whole = type(data.sampler) in (SequentialSampler, RandomSampler) and type(data.batch_sampler) is BatchSampler
+        return _number_of_examples(data.dataset) if whole else None
+    if isinstance(data, IterableDataset):  # its length may be a number of batches
+        return None
+    if isinstance(data, tuple):
+        sizes = {_number_of_examples(tensor) if isinstance(tensor, Tensor) else None for tensor in data}
+        return sizes.pop() if len(sizes) == 1 else None
+    sized = data.dim() > 0 if isinstance(data, Tensor) else isinstance(data, Dataset) and hasattr(data, "__len__")
+    return len(data) if sized else None

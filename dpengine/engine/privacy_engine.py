@@ -184,7 +184,7 @@ class PrivacyEngine(argument_checks.Uncopied):
         topology, inner = topology_and_model(module, batch_first=batch_first, loss_reduction=loss_reduction)
         of_loader = {"privacy_unit": privacy_unit, "sample_rate": sample_rate, "example_input": example_input}
         of_loader |= {"physical_batch_size": physical_batch_size, "expected_batch_size": expected_batch_size}
-        external = argument_checks.is_external(sampling, topology, accumulation_steps, **of_loader)
+        external = argument_checks.is_external(sampling, data_loader, topology, accumulation_steps, **of_loader)
         units, num_units, unit = argument_checks.units_for(privacy_unit, data_loader, grad_sample_mode)
         asked = asked_for(plan, target_epsilon=target_epsilon, delta=target_delta, epochs=epochs, steps=steps)
         spent, resumed = self._books.open(topology.everyone, asked, first=not self.runs)
