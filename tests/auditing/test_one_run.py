@@ -13,6 +13,7 @@ from dpengine import PrivacyEngine
 from dpengine.accounting import epsilon_of_mu
 from dpengine.auditing import one_run
 from dpengine.clipping import Flat
+from dpengine.engine import restrict_to_optimizer
 from dpengine.errors import UnknownParameterError
 from dpengine.noise import BandMF
 
@@ -163,11 +164,20 @@ def _fresh(dataset):
     return model, torch.optim.SGD(model.parameters(), lr=0.1), torch.utils.data.DataLoader(dataset, batch_size=10)
 
 
+def _restricted(dataset):
+    model, _, loader = _fresh(dataset)
+    engine = PrivacyEngine()
+    private = engine.make_private(model, torch.optim.SGD([model.bias], lr=0.1), loader, noise_multiplier=1.0)
+    restrict_to_optimizer(engine)
+    return engine, *private
+
+
 UNWATCHED = {
     "another data set": (lambda dataset: made(noise_multiplier=1.0)(rows()), "that make\\(\\) was given has 140"),
     "two runs": (_two_runs, "in which one run is private"),
     "nothing private": (lambda dataset: (PrivacyEngine(), *_fresh(dataset)), "in which one run is private"),
     "ghost": (made(noise_multiplier=1.0, grad_sample_mode="ghost"), "Pass kind='input'"),
+    "some parameters": (_restricted, "restrict_to_optimizer"),
     "units": (
         lambda dataset: made(noise_multiplier=1.0, privacy_unit=np.arange(len(dataset)) // 2)(dataset),
         "privacy_unit",
