@@ -71,12 +71,8 @@ class LayerUses(dict[str, "Use"]):
     """
 
     settings: tuple[str, ...] = ()
-
-    def __hash__(self) -> int:  # type: ignore[override]
-        return object.__hash__(self)
-
-    def __eq__(self, other: object) -> bool:
-        return self is other
+    __hash__ = object.__hash__  # type: ignore[assignment]
+    __eq__ = object.__eq__  # type: ignore[assignment]
 
 
 @dataclass(frozen=True, eq=False)

@@ -13,12 +13,12 @@ from torch import Tensor, nn
 from dpengine.capture.record import LayerCall, LayerUses, Use
 from dpengine.grad_samplers.sampler import JointSampler, NormedRule
 
-from .choose_method import Choice, MethodTable, Plan, Planner, bucket_of, plan_key
+from .choose_method import MethodTable, Plan, Planner, plan_key
 from .entry import Entry, Scratch, gram_sq_norms, sq_norms
 from .flat_buffer import Sums, wide
-from .method import Method
+from .method import Choice, Method
 from .rows import Units, widened, zeroed
-from .stacks import Layout, Waiting, layout_of, shape_key
+from .stacks import Layout, Waiting, bucket_of, layout_of, shape_key
 from .strategy import AbstractGradients, common_rows, joint_gradients, joint_parts, note_rows
 
 Quiet = Callable[[], AbstractContextManager[None]]
@@ -48,11 +48,12 @@ class Bookkeep(AbstractGradients):
         self._stacked: tuple[Layout, int] | None = None  # of the last pass, and its number of samples
 
     def receive(self, call: LayerCall, uses: Mapping[str, Use], rule: Any) -> None:
-        note_rows(self.rows, call.name, call.batch_size)
         if type(uses) is LayerUses and self.planner.keep_budget:
+            note_rows(self.rows, call.name, len(call.grad_output))
             self._waiting.append(Waiting(call, uses, rule))
             self._layout = None
             return
+        note_rows(self.rows, call.name, call.batch_size)
         self._receive(call, uses, rule)
 
     def _receive(self, call: LayerCall, uses: Mapping[str, Use], rule: Any) -> None:
@@ -251,8 +252,7 @@ class Bookkeep(AbstractGradients):
                 for parameter, columns in layout.columns.of.items():
                     total = torch.mv(matrix_BP[:, columns].t(), weights[matrix_BP.dtype][groups[parameter]])
                     into.add(parameter, total.view(parameter.shape), scale)
-            for parameter in layout.columns.of:
-                into.complete(parameter)
+                    into.complete(parameter)
         with self._still():
             while self._entries:  # what arrived last first; what one held is free before the next one is summed
                 parameter, entry = self._entries.popitem()

@@ -26,8 +26,9 @@ from dpengine.grad_samplers.tied import tied_cost
 
 from .entry import Entry, Scratch
 from .flat_buffer import FlatBuffer, wide
-from .method import KEEP, Method, Way
+from .method import KEEP, Choice, Method, Way
 from .rows import in_rows, shapes_of, some_rows
+from .stacks import bucket_of
 
 KEEP_BUDGET = 512 * 2**20  # bytes of per-sample gradients kept at most, over all parameters
 _HOPELESS = 4.0  # times the best estimate: not worth timing
@@ -40,27 +41,6 @@ _VERSION = 1  # of saved tables
 _SAME_ORDER = 4  # times are in proportion to rows within this factor: samples come one by one from Poisson draws
 _CACHE_BYTES = 48 * 2**20  # more than most processors' caches hold
 _OTHERS = 4  # times the layer's own memory: what a small model's other layers write in a pass
-
-
-@dataclass(frozen=True)
-class Choice:
-    """How one parameter is treated, and why.
-
-    Attributes:
-        name: Dotted name of the parameter.
-        layer: Its layer, in a few words.
-        way: The way.
-        why: A few words.
-        seconds: What norm and sum take, as timed or estimated, for one batch; None where there was no choice.
-        kept_bytes: Memory for gradients that are kept.
-    """
-
-    name: str
-    layer: str
-    way: Way
-    why: str
-    seconds: float | None
-    kept_bytes: int
 
 
 Plan = Mapping[nn.Parameter, Choice]
@@ -361,11 +341,6 @@ def _frees(way: str) -> bool:
 def _most(size: int) -> int:
     """The largest size that is rounded like this one."""
     return math.ceil(bucket_of(size) * 2**0.25) if size > 8 else size
-
-
-def bucket_of(size: int) -> int:
-    """Returns a size that stands for all sizes within a factor of the fourth root of 2."""
-    return round(2 ** (round(2 * math.log2(size)) / 2)) if size > 8 else size
 
 
 def plan_key(entries: Sequence[Entry], rows: int) -> object:

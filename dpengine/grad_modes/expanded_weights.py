@@ -14,8 +14,9 @@ from dpengine.capture.record import LayerCall, Use
 from dpengine.capture.watch import Watch
 
 from .bookkeep import Bookkeep
-from .choose_method import Choice, KeepAll
+from .choose_method import KeepAll
 from .flat_buffer import Sums
+from .method import Choice
 from .strategy import AbstractGradients
 
 EXPANDED = frozenset({nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.Embedding, nn.LayerNorm, nn.GroupNorm})

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from .choose_method import Choice
+from .method import Choice
 
 _HEAD = ("parameter", "layer", "method", "why", "ms", "kept MiB")
 

@@ -42,9 +42,10 @@ class Sums(Protocol):
         """Has one parameter's sum written where it lies. See ``FlatBuffer.fill``."""
 
     def add_flat(self, columns: Columns, total_P: Tensor, scale: float) -> None:
-        """Adds ``scale`` times the sums of several parameters that lie in one vector."""
+        """Adds ``scale`` times the sums of several parameters that lie in one vector, and are complete with that."""
         for parameter, part in columns.of.items():
             self.add(parameter, total_P[part].view(parameter.shape), scale)
+            self.complete(parameter)
 
     def complete(self, parameter: nn.Parameter) -> None:
         """Nothing more comes for a parameter in this pass. Who cannot know need not say."""
@@ -286,7 +287,8 @@ class FlatBuffer(Sums):
         devices, dtypes = self._where
         if [parameter.device for parameter in listed] != devices:
             return False
-        return all(map(operator.eq, map(wide, [parameter.dtype for parameter in listed]), map(wide, dtypes)))
+        now = [parameter.dtype for parameter in listed]
+        return now == dtypes or [wide(dtype) for dtype in now] == [wide(dtype) for dtype in dtypes]
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:

@@ -10,8 +10,9 @@ from torch import Tensor, nn
 from dpengine.capture.record import LayerCall, Use
 
 from .bookkeep import Bookkeep
-from .choose_method import Choice, KeepAll
+from .choose_method import KeepAll
 from .flat_buffer import Sums
+from .method import Choice
 from .strategy import AbstractGradients
 
 

@@ -37,3 +37,24 @@ class Way:
 
 
 KEEP = Way(Method.KEEP)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """How one parameter is treated, and why.
+
+    Attributes:
+        name: Dotted name of the parameter.
+        layer: Its layer, in a few words.
+        way: The way.
+        why: A few words.
+        seconds: What norm and sum take, as timed or estimated, for one batch; None where there was no choice.
+        kept_bytes: Memory for gradients that are kept.
+    """
+
+    name: str
+    layer: str
+    way: Way
+    why: str
+    seconds: float | None
+    kept_bytes: int

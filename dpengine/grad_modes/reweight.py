@@ -162,11 +162,17 @@ class Reweight(AbstractGradients):
         self._dropped = None
 
 
-class _InPieces:
+class _InPieces(Sums):
     """Sums of which only the end of the pass is the end: a parameter may be used in several calls."""
 
     def __init__(self, sums: Sums):
-        self.add, self.fill, self.add_flat = sums.add, sums.fill, sums.add_flat
+        self._sums = sums
+
+    def add(self, parameter: nn.Parameter, total: Tensor, scale: float = 1.0) -> None:
+        self._sums.add(parameter, total, scale)
+
+    def fill(self, parameter: nn.Parameter, write: Callable[[Tensor, float], None]) -> None:
+        self._sums.fill(parameter, write)
 
     def complete(self, parameter: nn.Parameter) -> None:
         pass

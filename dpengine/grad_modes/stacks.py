@@ -10,8 +10,9 @@ Axes: B samples, L stacked layers, P numbers of all parameters in the matrix.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -21,9 +22,8 @@ from torch import Tensor, nn
 from dpengine.capture.record import LayerCall, LayerUses, Use
 from dpengine.grad_samplers.sampler import GradSampler
 
-from .choose_method import Choice
 from .flat_buffer import Columns
-from .method import Method, Way
+from .method import Choice, Method, Way
 from .rows import NARROW
 
 SMALL_CALL_BYTES = 128 * 2**10  # of a layer's input and output gradient: stacked up to here
@@ -44,19 +44,23 @@ class Part:
     """The gradients that a stack forms of one parameter of each of its layers.
 
     Attributes:
-        sampler: Forms them.
+        way: How they are formed.
+        grad: Forms them, of a call in which the samples of all layers follow each other.
         parameters: One for each layer.
         names: Their dotted names.
     """
 
-    sampler: GradSampler
+    way: Way
+    grad: Callable[[LayerCall], Tensor]
     parameters: tuple[nn.Parameter, ...]
     names: tuple[str, ...]
 
-    @property
-    def way(self) -> Way:
-        """How the gradients are formed."""
-        return Way(Method.KEEP, self.sampler.stacked_name or self.sampler.grad_name)
+    @classmethod
+    def of(cls, sampler: GradSampler, uses: Sequence[Use]) -> Part:
+        """A part whose gradients are formed by a sampler."""
+        name = sampler.stacked_name or sampler.grad_name
+        parameters, names = tuple(use.parameter for use in uses), tuple(use.name for use in uses)
+        return cls(Way(Method.KEEP, name), sampler.grads[name], parameters, names)
 
 
 @dataclass(frozen=True, eq=False)
@@ -80,7 +84,7 @@ class Stack:
             inputs = torch.stack([calls[i].call.inputs[0] for i in self.at], 1).flatten(0, 1)
             grads = torch.stack([calls[i].call.grad_output for i in self.at], 1).flatten(0, 1)
             call = LayerCall(call.layer, (inputs,), grads, name=call.name, mean_loss=call.mean_loss)
-        return [part.sampler.stacked(call).reshape(rows, -1) for part in self.parts]
+        return [part.grad(call).reshape(rows, -1) for part in self.parts]
 
 
 @dataclass(frozen=True, eq=False)
@@ -112,6 +116,11 @@ class Layout:
         """Per-sample gradients ``(B, P)``."""
         parts = [grad for stack in self.stacks for grad in stack.grads(calls, rows)]
         return torch.cat(parts, dim=1) if len(parts) > 1 else parts[0]
+
+
+def bucket_of(size: int) -> int:
+    """Returns a size that stands for all sizes within a factor of the fourth root of 2."""
+    return round(2 ** (round(2 * math.log2(size)) / 2)) if size > 8 else size
 
 
 def shape_key(call: LayerCall, uses: LayerUses) -> tuple[object, ...]:
@@ -151,7 +160,7 @@ def layout_of(
             width = sum(use.numel for use in uses)
             if end + width > most or any(times[use.parameter] > 1 for use in uses):
                 continue
-            parts.append(Part(calls[at[0]].rule[name], tuple(u.parameter for u in uses), tuple(u.name for u in uses)))
+            parts.append(Part.of(calls[at[0]].rule[name], uses))
             for use in uses:
                 columns[use.parameter] = slice(end, end + use.numel)
                 end += use.numel

@@ -14,8 +14,8 @@ from dpengine.capture.record import LayerCall, Use
 from dpengine.errors import BatchMismatchError, MissingGradientError, UnsupportedLayerError
 from dpengine.grad_samplers.sampler import GradSampler, JointSampler
 
-from .choose_method import Choice
 from .flat_buffer import Sums
+from .method import Choice
 from .rows import Units
 
 KEEP_THE_BATCH_FIRST = (

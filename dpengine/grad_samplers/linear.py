@@ -13,7 +13,7 @@ from torch import Tensor
 
 from dpengine.capture.record import LayerCall
 
-from .gram import gram_operations, gram_sq_norm, outer_sum, spread_of
+from .gram import gram_operations, gram_sq_norm, spread_of
 from .machine import full_precision
 from .sampler import Cost, GradSampler
 
@@ -33,7 +33,7 @@ def _acts_and_grads(call: LayerCall) -> tuple[Tensor, Tensor]:
 @full_precision()
 def _weight_grad(call: LayerCall) -> Tensor:
     acts_BTI, grads_BTO = _acts_and_grads(call)
-    return outer_sum(grads_BTO, acts_BTI)
+    return torch.bmm(grads_BTO.transpose(1, 2), acts_BTI)
 
 
 @full_precision()

@@ -103,10 +103,6 @@ class GradSampler:
         """All ways to form ``sq_norm``."""
         return {} if self.sq_norm is None else {self.sq_norm_name: self.sq_norm, **self.more_sq_norms}
 
-    def stacked(self, call: LayerCall) -> Tensor:
-        """Gradients of several layers of one kind, in a call in which their samples follow each other."""
-        return self.grads[self.stacked_name or self.grad_name](call)
-
     def total(self, call: LayerCall, factor_B: Tensor) -> Tensor:
         """The sum of gradients weighted by ``factor_B``, shape of the parameter."""
         if self.weighted_sum is not None:

@@ -10,9 +10,9 @@ from torch import nn
 
 from dpengine.capture import LayerCall, Use
 from dpengine.grad_modes import choose_method
-from dpengine.grad_modes.choose_method import Choice, MethodTable, time_ways
+from dpengine.grad_modes.choose_method import MethodTable, time_ways
 from dpengine.grad_modes.entry import Entry
-from dpengine.grad_modes.method import Method, Way
+from dpengine.grad_modes.method import Choice, Method, Way
 from dpengine.grad_samplers.table import BUILTIN
 from dpengine.kernels import products
 
