@@ -113,6 +113,13 @@ class ClippedPasses:
         capture = self._passes.capture
         return not (self._passes.pending or capture.swapped or capture.switched_off)
 
+    def interrupt_in_layer(self, layer):
+        """Leaves a layer as an interrupt does that comes while the flags of its parameters are put back."""
+        live = [parameter for parameter in layer.parameters() if parameter.requires_grad]
+        self._passes.capture.switched_off.append(live)
+        for parameter in live:
+            parameter.requires_grad = False
+
     def leaks(self):
         """Whether autograd wrote a gradient that no layer accounts for."""
         return bool(self._passes.capture.leaks)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import enum
 import sys
+import threading
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,7 +19,7 @@ from torch.autograd.variable import Variable
 from torch.nn.utils.rnn import PackedSequence
 
 from dpengine.distributed.topology import SINGLE, Topology
-from dpengine.errors import UnknownParameterError
+from dpengine.errors import UnknownParameterError, UnsupportedLayerError
 from dpengine.layers.replacements import from_twin, to_twin
 
 from .batch_statistics import batch_norm_guards
@@ -104,6 +105,7 @@ class Capture:
     swapped: list[tuple[nn.Module, str, nn.Parameter]] = field(default_factory=list, init=False)
     # Parameters that do not require gradients while their layers run, in this or another thread.
     switched_off: list[list[nn.Parameter]] = field(default_factory=list, init=False)
+    thread: int | None = field(default=None, init=False)  # that ran the last forward pass of the whole model
     counts_uses: bool = field(default=False, init=False)  # whether the grad mode reads ``uses``
     anchor: Tensor = field(init=False)  # note [anchor] in tap.py
     unfinished: int | None = field(default=None, init=False)  # graph task of a backward pass whose end is not seen yet
@@ -220,6 +222,7 @@ class Capture:
         if self._unwatched:
             self.watch_leaks()
         self.rows = rows
+        self.thread = threading.get_ident()
         self.listener.forward_started(rows)
         self.leaks.clear()  # of backward passes before this, which were none of ours: in eval mode, say
 
@@ -229,6 +232,15 @@ class Capture:
         while self.switched_off:
             for parameter in self.switched_off.pop():
                 parameter.requires_grad = True
+
+    def refuse_second_thread(self) -> None:
+        """Raises UnsupportedLayerError if a forward pass of another thread is inside a layer."""
+        running = {thread.ident for thread in threading.enumerate()} - {threading.get_ident()}
+        if self.thread in running:
+            raise UnsupportedLayerError(
+                f"The model ({type(self.model).__name__}) runs in two threads at the same time.",
+                fix="Run it in one thread at a time, or give each thread a model of its own.",
+            )
 
     def unswap(self, mark: int) -> None:
         """Puts back all parameters swapped since ``swapped`` had length ``mark``."""
@@ -319,6 +331,7 @@ class RootHook:
             return
         again = torch._C._current_graph_task_id() != -1  # a recomputation inside a backward pass
         if (capture.swapped or capture.switched_off) and not again:
+            capture.refuse_second_thread()
             capture.restore()  # an interrupt may have ended the last pass before its hooks could
         self.buffers.note()
         if not capture.recording or again:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import types
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -94,10 +95,13 @@ class Hook:
         return self.function(*args)
 
     def __deepcopy__(self, memo: Any) -> Callable[..., None]:
-        return inert_hook
+        return _DOES_NOTHING.__exit__
 
-    def __reduce__(self) -> tuple[Callable[..., Any], tuple[()]]:
-        return _make_inert_hook, ()
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, str]]:
+        return getattr, (_DOES_NOTHING, "__exit__")  # of the standard library: a saved model loads without dpengine
+
+
+_DOES_NOTHING = contextlib.nullcontext()
 
 
 class _HooksBefore(dict[int, Any]):
@@ -122,14 +126,6 @@ def has_own_forward(module: nn.Module) -> bool:
 
 def _forward_of_class(module: nn.Module) -> Callable[..., Any]:
     return types.MethodType(type(module).forward, module)
-
-
-def inert_hook(*args: Any) -> None:
-    """What a hook becomes in a copied or unpickled model."""
-
-
-def _make_inert_hook() -> Callable[..., None]:
-    return inert_hook
 
 
 class LayerForward:
@@ -236,10 +232,10 @@ class LayerForward:
         off = {p for running in self.capture.switched_off for p in running}
         if off.intersection(p for _, p, _ in self._known if p is not None):
             self._known = []
-            raise UnsupportedLayerError(
-                f"Layer '{self.watch.name}' ({type(self.module).__name__}) runs in two threads at the same time.",
-                fix="Run the model in one thread at a time, or give each thread a model of its own.",
-            )
+            self.capture.refuse_second_thread()
+            self.capture.restore()  # an interrupt came while the flags were put back
+            self._look()
+            return
         self._uses = LayerUses(
             {name: Use(p, self._dotted[name]) for name, p, trained in self._known if trained and p is not None}
         )

@@ -1,0 +1,193 @@
+"""What stands in for the forward of layers: exact with hooks and threads of the user, and gone from copies."""
+
+import copy
+import pickle
+import subprocess
+import sys
+import threading
+import weakref
+
+import pytest
+import torch
+import torch.nn.functional as F
+from inside_parts import ClippedPasses
+from oracle import clip_by_loop, relative_error
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from dpengine.errors import PrivacyError
+
+ROWS = 5
+
+
+def net():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 3)).double()
+
+
+def batch(*, positions=()):
+    torch.manual_seed(1)
+    return torch.randn(ROWS, *positions, 4, dtype=torch.float64), torch.arange(ROWS) % 3
+
+
+def error_of(sums, truth_model, inputs, targets, forward=None):
+    """Relative error of the clipped sums against a loop over samples of a plain model."""
+
+    def loss(output, i):
+        return F.cross_entropy(output, targets[i])
+
+    sums.clip(rows=len(targets))
+    found = {name: total.double() for name, total in sums.totals().items()}
+    return relative_error(found, clip_by_loop(truth_model, (inputs,), loss, len(targets))[0])
+
+
+class Scaled(nn.Module):
+    """Scales the gradient of what a layer gives by a tensor hook, before or after an operation in place."""
+
+    def __init__(self, when):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.head, self.when = nn.Linear(4, 6), nn.Linear(6, 3), when
+
+    def forward(self, inputs):
+        hidden = self.first(inputs)
+        if self.when == "before" and hidden.requires_grad:
+            hidden.register_hook(lambda grad: 3 * grad)
+        hidden = F.relu_(hidden)
+        if self.when == "after" and hidden.requires_grad:
+            hidden.register_hook(lambda grad: 3 * grad)
+        return self.head(hidden if hidden.dim() == 2 else hidden.mean(1))
+
+
+@pytest.mark.parametrize(("when", "positions"), [("before", ()), ("after", ()), ("after", (2,))])
+def test_tensor_hooks_of_the_user_change_the_gradient_that_is_captured(when, positions):
+    model = Scaled(when).double()
+    plain = copy.deepcopy(model)
+    inputs, targets = batch(positions=positions)
+    sums = ClippedPasses(model)
+    F.cross_entropy(model(inputs), targets).backward()
+    assert error_of(sums, plain, inputs, targets) < 1e-9
+
+
+def test_an_input_that_is_changed_after_its_layer_is_rejected():
+    model = net()
+    ClippedPasses(model)
+    inputs, targets = batch()
+    loss = F.cross_entropy(model(inputs), targets)
+    inputs.mul_(2)
+    with pytest.raises(RuntimeError, match=r"layer '0'.*modified by an inplace operation"):
+        loss.backward()
+
+
+def test_inputs_are_not_held_once_their_gradient_has_arrived():
+    model = net()
+    seen = []
+    model[2].register_forward_pre_hook(lambda module, args: seen.append(weakref.ref(args[0])))
+    sums = ClippedPasses(model)
+    inputs, targets = batch()
+    loss = F.cross_entropy(model(inputs), targets)
+    loss.backward()
+    sums.clip(rows=ROWS)
+    assert seen[0]() is None
+    assert loss.isfinite()  # the graph is still there
+
+
+def test_inputs_inside_a_checkpoint_are_not_held():
+    model = net()
+    seen = []
+    model[2].register_forward_pre_hook(lambda module, args: seen.append(weakref.ref(args[0])))
+    sums = ClippedPasses(model)
+    inputs, targets = batch()
+    output = checkpoint(model, inputs, use_reentrant=False)
+    assert seen[0]() is None
+    F.cross_entropy(output, targets).backward()
+    plain = net()
+    assert error_of(sums, plain, inputs, targets) < 1e-9
+
+
+def test_flags_that_an_interrupt_left_are_restored_by_the_next_pass():
+    model = net()
+    plain = copy.deepcopy(model)
+    sums = ClippedPasses(model)
+    sums.interrupt_in_layer(model[0])
+    assert not model[0].weight.requires_grad
+    inputs, targets = batch()
+    F.cross_entropy(model(inputs), targets).backward()
+    assert model[0].weight.requires_grad
+    assert error_of(sums, plain, inputs, targets) < 1e-9
+
+
+def test_a_model_that_runs_in_two_threads_is_rejected():
+    model = net()
+    inside, leave = threading.Event(), threading.Event()
+
+    def wait(*_):
+        inside.set()
+        leave.wait(10)
+
+    ClippedPasses(model)
+    inputs, _ = batch()
+    original = F.linear
+
+    def slow(*args):
+        if threading.current_thread() is thread and not inside.is_set():
+            wait()
+        return original(*args)
+
+    thread = threading.Thread(target=model, args=(inputs,))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(F, "linear", slow)
+        thread.start()
+        inside.wait(10)
+        with pytest.raises(PrivacyError, match=r"DPE001.*two threads"):
+            model(inputs)
+        leave.set()
+        thread.join()
+    assert all(p.requires_grad for p in model.parameters())
+
+
+COPIES = {"copy": copy.deepcopy, "pickle": lambda model: pickle.loads(pickle.dumps(model))}
+
+
+@pytest.mark.parametrize("make", COPIES.values(), ids=COPIES)
+def test_a_copy_runs_its_own_layers_and_can_be_watched_itself(make):
+    model = net()
+    sums = ClippedPasses(model)
+    other = make(model)
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.mul_(2)
+    inputs, targets = batch()
+    plain = net()
+    with torch.no_grad():
+        for parameter in plain.parameters():
+            parameter.mul_(2)
+    torch.testing.assert_close(other(inputs), plain(inputs), rtol=0, atol=0)
+    assert not sums.pending()
+    of_copy = ClippedPasses(other)
+    F.cross_entropy(other(inputs), targets).backward()
+    assert error_of(of_copy, plain, inputs, targets) < 1e-9
+
+
+def test_a_saved_model_loads_without_dpengine(tmp_path):
+    model = net()
+    ClippedPasses(model)
+    torch.save(model, tmp_path / "model.pt")
+    program = (
+        "import sys; sys.modules['dpengine'] = None\n"
+        f"import torch; model = torch.load({str(tmp_path / 'model.pt')!r}, weights_only=False)\n"
+        "print(model(torch.ones(1, 4, dtype=torch.float64)).sum().item())"
+    )
+    found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert found.returncode == 0, found.stderr
+    assert float(found.stdout) == pytest.approx(float(net()(torch.ones(1, 4, dtype=torch.float64)).sum()))
+
+
+def test_detach_leaves_a_forward_of_the_user():
+    model = net()
+    given = model[0].forward = lambda inputs: F.linear(inputs, model[0].weight, model[0].bias)
+    sums = ClippedPasses(model)
+    assert vars(model[0])["forward"] is not given and "forward" in vars(model[2])
+    sums.detach()
+    assert vars(model[0])["forward"] is given
+    assert not any("forward" in vars(layer) for layer in model[1:])
