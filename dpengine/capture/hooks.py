@@ -219,7 +219,7 @@ class LayerForward:
         """Returns True if another parameter stands in a slot, or requires gradients, than at the last call."""
         parameters = self.module._parameters
         for name, parameter, trained in self._known:
-            present = parameters[name]
+            present = parameters.get(name)
             if present is not parameter or (present is not None and present.requires_grad is not trained):
                 return True
         return len(parameters) != len(self._known)

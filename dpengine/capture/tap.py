@@ -131,7 +131,7 @@ class Arrival:
         self.shape = shape
         self.uses = forward._uses
 
-    def __call__(self, grad: Tensor) -> Tensor | None:
+    def __call__(self, grad: Tensor | None) -> Tensor | None:
         inputs, self.inputs = self.inputs, None
         name = self.forward.watch.name
         if inputs is None:
@@ -141,6 +141,8 @@ class Arrival:
                 f"The input of layer '{name}', one of the variables needed for gradient computation, has been "
                 "modified by an inplace operation after the layer used it. Use an operation that is not in place."
             )
+        if grad is None:  # a Function behind the layer gave none
+            grad = inputs.new_zeros(self.shape)
         if not torch.is_grad_enabled():
             self._report(inputs, grad)
             return None

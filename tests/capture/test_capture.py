@@ -309,9 +309,10 @@ def test_f_m5_a_weight_used_outside_its_layer_is_refused_by_name():
     assert_nothing_is_left(sums, model)
 
 
-def test_f_c6_a_second_backward_over_one_forward_is_refused():
+@pytest.mark.parametrize("mode", ["auto", "ghost"])
+def test_f_c6_a_second_backward_over_one_forward_is_refused(mode):
     model = Net().double()
-    sums = attached(model)
+    sums = attached(model, mode, probes=False)
     inputs, targets = batch()
     output = model(inputs)
     F.cross_entropy(output, targets).backward(retain_graph=True)

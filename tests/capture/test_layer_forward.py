@@ -69,6 +69,30 @@ def test_tensor_hooks_of_the_user_change_the_gradient_that_is_captured(when, pos
     assert error_of(sums, plain, inputs, targets) < 1e-9
 
 
+class NoGradient(torch.autograd.Function):
+    """An identity that passes no gradient on."""
+
+    @staticmethod
+    def forward(ctx, values):
+        return values.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return None
+
+
+def test_a_layer_whose_gradient_stops_behind_it_has_a_gradient_of_zero():
+    model = net()
+    model[3] = nn.Module()
+    model[3].forward = NoGradient.apply
+    sums = ClippedPasses(model, probes=False)
+    inputs, targets = batch()
+    F.cross_entropy(model(inputs), targets).backward()
+    sums.clip(rows=ROWS)
+    totals = sums.totals()
+    assert not totals["2.weight"].any() and totals["4.weight"].any()
+
+
 def test_an_input_that_is_changed_after_its_layer_is_rejected():
     model = net()
     ClippedPasses(model)

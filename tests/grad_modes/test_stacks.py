@@ -1,0 +1,221 @@
+"""Gradients of small layers that are formed together: against a loop over samples, and what must not be joined."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from inside_parts import ClippedPasses
+from oracle import clip_by_loop, relative_error
+from torch import nn
+
+from dpengine.clipping import PerLayer
+from dpengine.grad_modes import stacks
+
+ROWS = 5
+JOINED = "formed with equal layers"
+
+
+class Blocks(nn.Module):
+    """Two equal blocks and a head, over positions."""
+
+    def __init__(self, eps=(1e-5, 1e-5)):
+        super().__init__()
+        torch.manual_seed(0)
+        self.norms = nn.ModuleList(nn.LayerNorm(4, eps=one) for one in eps)
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in eps)
+        self.head = nn.Linear(4, 3)
+        with torch.no_grad():
+            for parameter in self.parameters():
+                parameter.add_(torch.randn_like(parameter) / 4)
+
+    def forward(self, inputs):
+        for norm, layer in zip(self.norms, self.layers, strict=True):
+            inputs = inputs + torch.tanh(layer(norm(inputs)))
+        return self.head(inputs.mean(1))
+
+
+def batch(rows=ROWS, dtype=torch.float64):
+    torch.manual_seed(1)
+    return torch.randn(rows, 3, 4, dtype=dtype), torch.arange(rows) % 3
+
+
+def truth(model, inputs, targets, **options):
+    return clip_by_loop(
+        model, (inputs,), lambda output, i: F.cross_entropy(output, targets[i]), len(targets), **options
+    )
+
+
+def sums_of(sums):
+    return {name: total.double() for name, total in sums.totals().items()}
+
+
+def step(sums, model, inputs, targets):
+    F.cross_entropy(model(inputs), targets).backward()
+    return sums.clip(rows=len(targets))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("rows", [1, 2, ROWS, 33])
+def test_equal_layers_are_formed_together_and_exact(rows, dtype):
+    model = Blocks().to(dtype)
+    plain = copy.deepcopy(model)
+    sums = ClippedPasses(model)
+    inputs, targets = batch(rows, dtype)
+    step(sums, model, inputs, targets)
+    assert relative_error(sums_of(sums), truth(plain, inputs, targets)[0]) < (1e-9 if dtype is torch.float64 else 1e-5)
+    why = {name: reason for name, (_, reason) in sums.choices().items()}
+    assert why["layers.0.weight"] == why["norms.1.bias"] == JOINED and why["head.weight"] == "formed at once"
+
+
+def test_layers_with_other_settings_are_not_joined():
+    model = Blocks(eps=(1e-5, 1.0)).double()
+    plain = copy.deepcopy(model)
+    sums = ClippedPasses(model)
+    inputs, targets = batch()
+    step(sums, model, inputs, targets)
+    assert relative_error(sums_of(sums), truth(plain, inputs, targets)[0]) < 1e-9
+    why = {name: reason for name, (_, reason) in sums.choices().items()}
+    assert why["norms.0.weight"] != JOINED and why["layers.0.weight"] == JOINED
+
+
+def test_a_setting_that_changes_between_passes_is_followed():
+    model = Blocks().double()
+    sums = ClippedPasses(model)
+    inputs, targets = batch()
+    step(sums, model, inputs, targets)
+    sums.discard()
+    model.norms[1].eps = 1.0
+    step(sums, model, inputs, targets)
+    plain = Blocks(eps=(1e-5, 1.0)).double()
+    assert relative_error(sums_of(sums), truth(plain, inputs, targets)[0]) < 1e-9
+
+
+class Tied(nn.Module):
+    """A layer that runs twice, one whose weight another layer shares, and an ordinary one."""
+
+    def __init__(self, how):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second, self.third = (nn.Linear(4, 4) for _ in range(3))
+        self.table, self.how = nn.Embedding(4, 4), how
+        if how == "shared":
+            self.second.weight = self.first.weight
+        if how == "embedding":
+            self.second.weight = self.table.weight
+
+    def forward(self, inputs):
+        hidden = torch.tanh(self.first(inputs))
+        if self.how == "twice":
+            hidden = torch.tanh(self.first(hidden))
+        if self.how == "embedding":
+            hidden = hidden + self.table((inputs[..., 0] > 0).long())
+        return self.third(torch.tanh(self.second(hidden)).mean(1))
+
+
+@pytest.mark.parametrize("how", ["twice", "shared", "embedding"])
+def test_parameters_with_several_uses_are_not_in_the_matrix(how):
+    model = Tied(how).double()
+    plain = copy.deepcopy(model)
+    if how != "embedding":
+        model.table = plain.table = None
+    inputs, _ = batch()
+    targets = torch.arange(ROWS) % 4
+    sums = ClippedPasses(model)
+    step(sums, model, inputs, targets)
+    assert relative_error(sums_of(sums), truth(plain, inputs, targets)[0]) < 1e-9
+    tied = {
+        "twice": ["first.weight"],
+        "shared": ["first.weight", "second.weight"],
+        "embedding": ["table.weight", "second.weight"],
+    }
+    why = {name: reason for name, (_, reason) in sums.choices().items()}
+    assert why["third.weight"] == "formed at once"
+    assert not {why[name] for name in tied[how] if name in why} & {JOINED, "formed at once"}
+
+
+def test_groups_that_are_clipped_apart_have_norms_of_their_own():
+    model = Blocks().double()
+    plain = copy.deepcopy(model)
+    bounds = {"norms.0": 0.05, "norms.1": 0.1, "layers.0": 0.15, "layers.1": 0.2, "head": 0.25}
+    sums = ClippedPasses(model, PerLayer(list(bounds.values())))
+    inputs, targets = batch()
+    step(sums, model, inputs, targets)
+    for layer, bound in bounds.items():
+        alone = copy.deepcopy(plain)
+        for name, parameter in alone.named_parameters():
+            parameter.requires_grad_(name.startswith(layer))
+        for name, expected in truth(alone, inputs, targets, max_norm=bound)[0].items():
+            torch.testing.assert_close(sums_of(sums)[name], expected, rtol=1e-9, atol=1e-12)
+
+
+def test_a_sample_without_a_finite_gradient_is_dropped_from_the_matrix():
+    model = Blocks().double()
+    plain = copy.deepcopy(model)
+    inputs, targets = batch()
+    inputs[2] = float("inf")
+    sums = ClippedPasses(model, probes=False)
+    seen = step(sums, model, inputs, targets)
+    assert seen.dropped == 1
+    rest = [0, 1, 3, 4]
+    assert relative_error(sums_of(sums), truth(plain, inputs[rest], targets[rest])[0]) < 1e-9
+
+
+def test_batches_with_other_layouts_add_up_in_the_same_sums(monkeypatch):
+    model = Blocks().double()
+    plain = copy.deepcopy(model)
+    sums = ClippedPasses(model, probes=False)
+    expected = {name: torch.zeros_like(p) for name, p in plain.named_parameters()}
+    for small in (stacks.SMALL_CALL_BYTES, 0, stacks.SMALL_CALL_BYTES):
+        monkeypatch.setattr(stacks, "SMALL_CALL_BYTES", small)
+        for rows in (2, 40):
+            inputs, targets = batch(rows)
+            step(sums, model, inputs, targets)
+            found = truth(plain, inputs, targets)[0]
+            expected = {name: total + found[name] for name, total in expected.items()}
+    assert relative_error(sums_of(sums), expected) < 1e-9
+
+
+class TwoHeads(nn.Module):
+    """A model of which each pass may use another part."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.body, self.one, self.other = nn.Linear(4, 4), nn.Linear(4, 3), nn.Linear(4, 3)
+        self.heads = 2
+
+    def forward(self, inputs):
+        hidden = torch.tanh(self.body(inputs)).mean(1)
+        return self.one(hidden) + (self.other(hidden) if self.heads == 2 else 0)
+
+
+def test_a_parameter_whose_first_sum_comes_later_starts_from_zero():
+    model = TwoHeads().double()
+    plain = copy.deepcopy(model)
+    inputs, targets = batch()
+    torch.use_deterministic_algorithms(True, warn_only=True)  # fills new memory with NaN
+    try:
+        sums = ClippedPasses(model, probes=False)
+        for model.heads in (1, 2):
+            step(sums, model, inputs, targets)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    expected = truth(plain, inputs, targets)[0]
+    plain.heads = 1
+    for name, total in truth(plain, inputs, targets)[0].items():
+        expected[name] = expected[name] + total
+    assert relative_error(sums_of(sums), expected) < 1e-9
+
+
+def test_a_matrix_keeps_to_its_share_of_the_budget():
+    model = Blocks()
+    inputs, targets = batch(8, torch.float32)
+    numbers = sum(p.numel() for p in model.parameters())
+    from dpengine.grad_modes.choose_method import MethodTable
+
+    sums = ClippedPasses(model, methods=MethodTable(keep_budget=4 * 4 * 8 * (numbers // 2)))
+    step(sums, model, inputs, targets)
+    joined = {name for name, (_, why) in sums.choices().items() if why in (JOINED, "formed at once")}
+    held = sum(p.numel() for name, p in model.named_parameters() if name in joined)
+    assert 0 < held <= numbers // 2
