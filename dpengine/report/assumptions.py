@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Literal
 
 from dpengine.accounting.batch_events import FixedSizeGaussianEvent, TruncatedGaussianEvent
 from dpengine.accounting.events import CyclicGaussianEvent, GaussianEvent, PoissonGaussianEvent, Relation
+from dpengine.accounting.ledger import UNKNOWN_SAMPLING
 
-from .facts import DECLARED, LAWS, NO_RATE, UNDECLARED, UNKNOWN, RunFacts, delta_floor
+from .facts import DECLARED, LAWS, NO_RATE, UNDECLARED, RunFacts, delta_floor
 
 if TYPE_CHECKING:
     from .figures import Figures
@@ -67,7 +68,7 @@ def stamps(facts: RunFacts, figures: Figures | None = None) -> tuple[str, ...]:
 _IN_OTHER_RUNS = {
     DECLARED: "the rate of another run was declared by the user, dpengine drew none of its batches",
     UNDECLARED: "the training loop drew the batches of another run, without a declared rate",
-    UNKNOWN: "charges were loaded that do not name their sampling scheme",
+    UNKNOWN_SAMPLING: "charges were loaded that do not name their sampling scheme",
 }
 """Evidence for a sampling scheme of ``RunFacts.other_samplings``."""
 
@@ -76,7 +77,9 @@ def _poisson(facts: RunFacts) -> Assumption:
     """Judges the sampling of all runs in the history. One that dpengine did not see drawn is not checked."""
     others = facts.other_samplings
     name = LAWS.get(str(facts.plan.get("sampling")), LAWS["poisson"])
-    laws = [law[0].lower() + law[1:] for law in dict.fromkeys(LAWS[one] for one in others if one in LAWS) if law != name]
+    laws = [
+        law[0].lower() + law[1:] for law in dict.fromkeys(LAWS[one] for one in others if one in LAWS) if law != name
+    ]
     found = _poisson_of_plan(facts, "; in other runs: ".join([name, " / ".join(laws)]) if laws else name)
     if found.holds == "no" or not others:
         return found
@@ -90,7 +93,9 @@ def _poisson_of_plan(facts: RunFacts, name: str) -> Assumption:
     if sampling == UNDECLARED:
         return Assumption(name, "no", NO_RATE, stamp="NOT CLAIMED")
     if not facts.law_is_known:
-        strange = ", ".join(one for one in facts.other_samplings if one not in LAWS) or "another law"
+        strange = (
+            ", ".join(one for one in facts.other_samplings if one not in (*LAWS, UNKNOWN_SAMPLING)) or "another law"
+        )
         law = f"{strange}, in an earlier run" if sampling in LAWS else sampling
         return Assumption(name, "no", f"batches were drawn by {law}", stamp="NOT CLAIMED")
     rates = sorted({rate for charge in facts.history if (rate := _rate(charge.event)) is not None})

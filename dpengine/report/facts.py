@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from dpengine.accounting.events import NonPrivateEvent, Relation, UnclaimedEvent
-from dpengine.accounting.ledger import Charge, Ledger, steps_of
+from dpengine.accounting.ledger import UNKNOWN_SAMPLING, Charge, Ledger, steps_of
 from dpengine.accounting.own_accountant import Accountant, name_of
 
 from .history_rows import public_text, public_values, rows_of
@@ -18,9 +18,6 @@ _STATE_SCHEMA = 1
 
 UNDECLARED, DECLARED = "external", "external-poisson"
 """Sampling schemes of batches that the training loop draws: without and with a sampling rate declared by the user."""
-
-UNKNOWN = "unknown"
-"""Stands for the sampling scheme of charges that were loaded without one."""
 
 NO_RATE = "the training loop drew the batches, and no sampling rate was declared"
 
@@ -134,7 +131,7 @@ class RunFacts:
     @property
     def samplings(self) -> tuple[str, ...]:
         """Sampling schemes of all runs in the history: that of the plan, then the others."""
-        return (str(self.plan.get("sampling", UNKNOWN)), *self.other_samplings)
+        return (str(self.plan.get("sampling", UNKNOWN_SAMPLING)), *self.other_samplings)
 
     @property
     def rows_are_public(self) -> bool:

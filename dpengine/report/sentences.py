@@ -15,12 +15,13 @@ from dpengine.accounting.events import (
     PoissonGaussianEvent,
     Relation,
 )
+from dpengine.accounting.ledger import UNKNOWN_SAMPLING
 from dpengine.accounting.rounding import percent_up, round_up, round_up_delta
 from dpengine.accounting.sampled_matrix import SampledMatrixEvent
 from dpengine.accounting.tuning import RepeatAndSelectEvent
 
 from .assumptions import stamps
-from .facts import DECLARED, UNDECLARED, UNKNOWN, RunFacts
+from .facts import DECLARED, UNDECLARED, RunFacts
 from .figures import OWN, Figures, true_positives_at
 
 SETTING = "central"
@@ -30,12 +31,14 @@ _AS_DECLARED = (
     "batches that the training loop did not draw as declared: independently, with the declared rate, in secret, and "
     "none left out or repeated because of its content"
 )
-_AS_CHARGED = "batches of loaded charges that were not drawn as charged: these charges do not name their sampling scheme"
+_AS_CHARGED = (
+    "batches of loaded charges that were not drawn as charged: these charges do not name their sampling scheme"
+)
 _OF_LOOP = "batches of the training loop"
 _OTHER_BATCHES = {
     DECLARED: f"{_OF_LOOP} at a declared rate",
     UNDECLARED: _OF_LOOP,
-    UNKNOWN: "loaded charges of unknown sampling",
+    UNKNOWN_SAMPLING: "loaded charges of unknown sampling",
 }
 
 _NEIGHBOURS = {
@@ -97,7 +100,9 @@ def plain_words(facts: RunFacts, figures: Figures) -> str:
     found = percent_up(true_positives_at(facts, figures, _ALARM_RATE))
     secret = ", as long as the seed of the noise stays secret" if "INSECURE_SEED" in stamps(facts) else ""
     secret += ", if the training loop drew the batches as declared" if DECLARED in facts.samplings else ""
-    secret += ", if the batches of loaded charges were drawn as charged" if UNKNOWN in facts.other_samplings else ""
+    secret += (
+        ", if the batches of loaded charges were drawn as charged" if UNKNOWN_SAMPLING in facts.other_samplings else ""
+    )
     return (
         f"Someone who knows every other record, and sees every model that this run produced, tries to find out whether "
         f"one particular {unit} was used. If used and not used are equally likely, a coin flip is right 50 % of the "
@@ -190,7 +195,7 @@ def excludes(facts: RunFacts) -> list[str]:
     metric, split = facts.utility.get("metric"), facts.utility.get("split")
     score = f"the evaluation figures ({metric} on {split or 'held-out data'})" if metric else "evaluation figures"
     declared = [_AS_DECLARED] if DECLARED in facts.samplings else []
-    declared += [_AS_CHARGED] if UNKNOWN in facts.other_samplings else []
+    declared += [_AS_CHARGED] if UNKNOWN_SAMPLING in facts.other_samplings else []
     several = [] if facts.unit != RunFacts.unit else ["people with several rows: the unit is one row"]
     return [
         "the choice of hyper-parameters, of the number of steps, and of the model that is kept",
