@@ -15,6 +15,9 @@ from .sampled_matrix import SampledMatrixEvent
 KINDS = ("release", "void", "clip")
 """A noised sum that left, a batch that was drawn but not released, and the noised count of adaptive clipping."""
 
+UNKNOWN_SAMPLING = "unknown"
+"""Sampling scheme of charges that were stored without its name."""
+
 _SCHEMA = 1
 
 

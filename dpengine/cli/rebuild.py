@@ -11,7 +11,7 @@ from typing import Any
 from dpengine.accounting.accountant import ACCOUNTANTS
 from dpengine.accounting.batch_events import FixedSizeGaussianEvent, TruncatedGaussianEvent
 from dpengine.accounting.events import CyclicGaussianEvent, GaussianEvent, PoissonGaussianEvent, Relation
-from dpengine.accounting.ledger import Ledger
+from dpengine.accounting.ledger import UNKNOWN_SAMPLING, Ledger
 from dpengine.errors import CorruptFileError, PrivacyError
 from dpengine.report.facts import RunFacts
 from dpengine.report.reading import REPORT_FILE
@@ -75,7 +75,7 @@ def _report(path: Path) -> PrivacyReport:
 
 
 def _facts_of_engine(state: Mapping[str, Any]) -> RunFacts:
-    """What follows from ``engine.state_dict()`` alone: the charges are all there, what was around them is not."""
+    """Derives the facts from ``engine.state_dict()`` alone, which has all charges and the names of their sampling."""
     ledger = Ledger()
     ledger.load_state_dict(state["ledger"])
     events = [charge.event for charge in ledger.history if charge.kind != "clip"]
@@ -91,5 +91,10 @@ def _facts_of_engine(state: Mapping[str, Any]) -> RunFacts:
     if isinstance(last, FixedSizeGaussianEvent):
         rate = last.batch_size / last.num_examples
         plan |= {"sampling": "fixed-size", "sample_rate": rate, "noise_multiplier": last.noise_multiplier}
+    samplings = state.get("samplings") or [UNKNOWN_SAMPLING]  # states of earlier versions have none
+    named = [name for name in samplings if name != UNKNOWN_SAMPLING]
+    if named and plan["sampling"] not in named:  # batches of the training loop are charged as if dpengine drew them
+        plan["sampling"] = named[0]
     # Zero-out is what a run states unless it was given its constants, and that is not in the state.
-    return RunFacts(plan, ledger.history, state["delta"], Relation.ZERO_OUT, accountant=state["accountant"])
+    rest: dict[str, Any] = {"accountant": state["accountant"], "other_samplings": tuple(samplings) if events else ()}
+    return RunFacts(plan, ledger.history, state["delta"], Relation.ZERO_OUT, **rest)

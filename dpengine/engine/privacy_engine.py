@@ -38,7 +38,7 @@ from .pass_clipper import PassClipper
 from .progress import progress
 from .rank_consistency import refuse_disagreement
 from .run import Run
-from .run_report import about_run, metrics_of_run, refuse_unknown_facts, report_of_run
+from .run_report import about_run, metrics_of_run, refuse_unknown_facts, report_of_run, samplings_of
 from .shared_dataset_check import SharedDatasetCheck
 from .step import PrivateStep
 
@@ -346,10 +346,11 @@ class PrivacyEngine(argument_checks.Uncopied):
             excludes: Sentences on what else the guarantee does not cover.
 
         Returns:
-            The report, with the plan of the last run and the charges of all.
+            The report, with the plan of the last run, and the charges and sampling schemes of all.
         """
         refuse_unknown_facts(data, utility, excludes)
-        return report_of_run(self._last_run(), self.ledger, self._relation, data or {}, utility or {}, tuple(excludes))
+        known = (self._last_run(), self.ledger, self._relation, samplings_of(self))
+        return report_of_run(*known, data or {}, utility or {}, tuple(excludes))
 
     @suggests_names
     def describe(self) -> dict[str, Any]:
@@ -363,15 +364,16 @@ class PrivacyEngine(argument_checks.Uncopied):
 
     @suggests_names
     def state_dict(self) -> dict[str, Any]:
-        """What was spent, as plain JSON values; and how far the file of the ledger had come, if there is one."""
+        """Returns all charges and their sampling schemes as plain JSON values; with a ledger file also its length."""
         state = {"accountant": name_of(self.accountant), "delta": self._delta, "ledger": self.ledger.state_dict()}
+        state |= {"samplings": samplings_of(self)}
         return state | ({} if self._books.anchor is None else {"anchor": self._books.anchor})
 
     @suggests_names
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Adds a stored history to what was spent, unless the ledger file has it; if damaged, a ``LedgerError``."""
         argument_checks.refuse_state(state)
-        self._books.load(state["ledger"], state.get("anchor"))
+        self._books.load(state["ledger"], state.get("anchor"), state.get("samplings", ()))
         self._delta = self._delta if self._delta is not None else state["delta"]
 
     @suggests_names

@@ -20,6 +20,7 @@ from dpengine.report.report import PrivacyReport
 from dpengine.validation.loss import loss_was_checked
 
 if TYPE_CHECKING:
+    from .privacy_engine import PrivacyEngine
     from .run import Run
 
 _TEXT = (str, type(None))
@@ -70,15 +71,21 @@ def about_run(run: Run) -> dict[str, Any]:
     return {"unit": run.unit, **goal, **run.step.plan.describe()}
 
 
+def samplings_of(engine: PrivacyEngine) -> list[str]:
+    """Returns the sampling schemes of all runs of an engine and of the charges in its ledger, sorted by name."""
+    return sorted({run.step.plan.sampling.law for run in engine.runs} | engine._books.samplings)
+
+
 def report_of_run(
     run: Run,
     ledger: Ledger,
     relation: Relation,
+    samplings: Sequence[str],
     data: Mapping[str, Any],
     utility: Mapping[str, Any],
     excludes: tuple[str, ...],
 ) -> PrivacyReport:
-    """Makes the report of a run. It reads the parts of the run, the versions of two packages, and nothing else."""
+    """Creates the report of a ledger and of the last run that it holds; ``samplings`` are those of all its charges."""
     plan, budget = run.step.plan, run.budget
     device = next(run.model.parameters()).device.type
     topology = run.step.passes.topology
@@ -105,6 +112,7 @@ def report_of_run(
         torch=torch.__version__,
         device=f"{device}, {topology.everyone.size} processes ({topology.name})" if spread else device,
         loss_checked=loss_was_checked(run.model) or None,  # None: not probed, as far as is known here
+        other_samplings=tuple(samplings),
         excludes=(*excludes, *([_RESUMED] if run.resumed and not knows_later else []), *([_SPREAD] if spread else [])),
     )
     return PrivacyReport(facts)

@@ -10,14 +10,14 @@ import os
 import secrets
 import threading
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from dpengine.accounting.events import Relation
-from dpengine.accounting.ledger import Charge, Ledger, steps_of
+from dpengine.accounting.ledger import UNKNOWN_SAMPLING, Charge, Ledger, steps_of
 from dpengine.distributed.ranks import Ranks
 from dpengine.errors import LedgerError, MechanismMismatchError
 
@@ -67,6 +67,7 @@ class _Told:
     id: str
     history: tuple[Charge, ...]
     relations: frozenset[Relation]
+    samplings: frozenset[str]
     spent: tuple[Charge, ...]
 
 
@@ -96,11 +97,12 @@ class Books:
         self._told: _Told | None = None
         self._run: RunLedger | None = None
         self._relations: frozenset[Relation] = frozenset()
+        self._samplings: frozenset[str] = frozenset()
         if self.path is not None:
             self._held = _held_already(self.path)
             contents = read(self.path)
             _add(self._ledger, contents.history)
-            self._relations = _relations(contents)
+            self._relations, self._samplings = _relations(contents), _samplings(contents)
         self._observe()
 
     @property
@@ -119,6 +121,11 @@ class Books:
         """Which data sets were neighbours for the runs of the file; nothing where there is none."""
         return self._relations if self._held is None else _relations(self._held.file.contents)
 
+    @property
+    def samplings(self) -> frozenset[str]:
+        """Sampling schemes of the charges that were loaded or are in the file; ``"unknown"`` for one without a name."""
+        return self._samplings if self._held is None else _samplings(self._held.file.contents)
+
     def open(self, ranks: Ranks, asked: Mapping[str, Any], *, first: bool) -> tuple[tuple[Charge, ...], int]:
         """Gets ready for a run: the first of its processes holds the file from here on.
 
@@ -135,7 +142,7 @@ class Books:
         assert told is not None
         if self._held is None and self._told is None:
             self._ledger = _followed(self.path, told)
-        self._told, self._relations = told, told.relations
+        self._told, self._relations, self._samplings = told, told.relations, told.samplings
         return (told.spent if first else self.ledger.history), 0
 
     def _hold(self, asked: Mapping[str, Any]) -> _Told:
@@ -150,7 +157,8 @@ class Books:
                 if not any(run is one for one in broken_off):
                     _add(rest, run.history)
             spent = rest.history
-        return _Told(contents.id, self._held.ledger.history, _relations(contents), spent)
+        history = self._held.ledger.history
+        return _Told(contents.id, history, _relations(contents), _samplings(contents), spent)
 
     def of_run(self, run: str, ranks: Ranks) -> Ledger | RunLedger:
         """The ledger that a run charges."""
@@ -182,15 +190,18 @@ class Books:
         assert contents.last is not None
         return {"ledger": contents.id, "seq": contents.last.seq, "hash": contents.last.seal}
 
-    def load(self, state: Mapping[str, Any], anchor: Any) -> None:
-        """Adds a stored history, unless the file has it already."""
+    def load(self, state: Mapping[str, Any], anchor: Any, samplings: Sequence[str] = ()) -> None:
+        """Adds a stored history of these sampling schemes, unless the file has it; without a scheme, it is unknown."""
+        samplings = samplings or (UNKNOWN_SAMPLING,)
         if self.path is None:
             if anchor is not None:
                 raise LedgerError(
                     "What is loaded was charged in a ledger file, and this engine has none.",
                     fix="Pass PrivacyEngine(ledger=...) the path of that file.",
                 )
+            before = self._ledger.history
             self._ledger.load_state_dict(state, merge=True)
+            self._samplings |= frozenset(samplings if self._ledger.history != before else ())
             return
         if self._held is None and self._told is None:
             self._held = held(self.path)
@@ -209,7 +220,8 @@ class Books:
         stored = Ledger()
         stored.load_state_dict(state)
         if self._held is not None:
-            _adopt(self._held.file, stored.history)
+            _adopt(self._held.file, stored.history, samplings)
+        self._samplings |= frozenset(samplings if stored.history else ())
         self.ledger.load_state_dict(state, merge=True)
 
 
@@ -239,6 +251,14 @@ def _relations(contents: Contents) -> frozenset[Relation]:
     return frozenset(
         Relation(about.get("relation", Relation.ZERO_OUT)) for about in abouts
     )  # if it was not said, N shows
+
+
+def _samplings(contents: Contents) -> frozenset[str]:
+    """Returns the sampling schemes of the runs that were charged."""
+    abouts = [run.facts["about"] for run in contents.runs.values() if run.rows]
+    return frozenset(
+        one for about in abouts for one in about.get("samplings", [about.get("sampling", UNKNOWN_SAMPLING)])
+    )
 
 
 def _followed(path: Path, told: _Told) -> Ledger:
@@ -282,20 +302,21 @@ def _open(file: LedgerFile, run: str, fields: Mapping[str, Any]) -> None:
     file.append(("open", {"run": run, "session": file.session, "date": date, **fields}))
 
 
-def _adopt(file: LedgerFile, history: tuple[Charge, ...]) -> None:
+def _adopt(file: LedgerFile, history: tuple[Charge, ...], samplings: Sequence[str]) -> None:
     """Writes charges that were made elsewhere, as a run of their own."""
     if not history:
         return
     run = secrets.token_hex(8)
     with file.held():
-        file.append(("open", {"run": run, "session": file.session, "date": "", **_ELSEWHERE}))
+        about = {"name": "charged elsewhere", "samplings": list(samplings)}
+        file.append(("open", {"run": run, "session": file.session, "date": "", "about": about, **_ELSEWHERE}))
         for charge in history:
             at, event = file.told_of_event(charge.event)
             file.append(*event, ("charge", {"run": run, "event": at, "count": charge.count, "of": charge.kind}))
         file.append(("close", {"run": run}))
 
 
-_ELSEWHERE = {"about": {"name": "charged elsewhere"}, "asked": {}, "versions": {}, "noise": {}, "processes": 1}
+_ELSEWHERE: dict[str, Any] = {"asked": {}, "versions": {}, "noise": {}, "processes": 1}
 
 
 def _ledger_of(anchor: Any) -> Any:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
 from dpengine.accounting.batch_events import FixedSizeGaussianEvent, TruncatedGaussianEvent
 from dpengine.accounting.events import CyclicGaussianEvent, GaussianEvent, PoissonGaussianEvent, Relation
+from dpengine.accounting.ledger import UNKNOWN_SAMPLING
 
 from .facts import DECLARED, LAWS, NO_RATE, UNDECLARED, RunFacts, delta_floor
 
@@ -64,13 +65,38 @@ def stamps(facts: RunFacts, figures: Figures | None = None) -> tuple[str, ...]:
     return tuple(stamp for stamp in _WORST_FIRST if stamp in failed)
 
 
+_IN_OTHER_RUNS = {
+    DECLARED: "the rate of another run was declared by the user, dpengine drew none of its batches",
+    UNDECLARED: "the training loop drew the batches of another run, without a declared rate",
+    UNKNOWN_SAMPLING: "charges were loaded that do not name their sampling scheme",
+}
+"""Evidence for a sampling scheme of ``RunFacts.other_samplings``."""
+
+
 def _poisson(facts: RunFacts) -> Assumption:
+    """Judges the sampling of all runs in the history. One that dpengine did not see drawn is not checked."""
+    others = facts.other_samplings
+    name = LAWS.get(str(facts.plan.get("sampling")), LAWS["poisson"])
+    laws = [
+        law[0].lower() + law[1:] for law in dict.fromkeys(LAWS[one] for one in others if one in LAWS) if law != name
+    ]
+    found = _poisson_of_plan(facts, "; in other runs: ".join([name, " / ".join(laws)]) if laws else name)
+    if found.holds == "no" or not others:
+        return found
+    told = [_IN_OTHER_RUNS.get(one, f"another run drew {one} batches") for one in others]
+    checked = all(one in LAWS and one != DECLARED for one in others)
+    return replace(found, holds=found.holds if checked else "not checked", evidence="; ".join([found.evidence, *told]))
+
+
+def _poisson_of_plan(facts: RunFacts, name: str) -> Assumption:
     sampling = facts.plan.get("sampling", "an unknown law")
-    name = LAWS.get(str(sampling), LAWS["poisson"])
     if sampling == UNDECLARED:
         return Assumption(name, "no", NO_RATE, stamp="NOT CLAIMED")
     if not facts.law_is_known:
-        law = "another law, in an earlier run" if sampling in LAWS else sampling
+        strange = (
+            ", ".join(one for one in facts.other_samplings if one not in (*LAWS, UNKNOWN_SAMPLING)) or "another law"
+        )
+        law = f"{strange}, in an earlier run" if sampling in LAWS else sampling
         return Assumption(name, "no", f"batches were drawn by {law}", stamp="NOT CLAIMED")
     rates = sorted({rate for charge in facts.history if (rate := _rate(charge.event)) is not None})
     planned = facts.plan.get("sample_rate")

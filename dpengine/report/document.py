@@ -32,7 +32,7 @@ def document_of(facts: RunFacts, figures: Figures) -> dict[str, Any]:
     document = {
         "schema_version": SCHEMA_VERSION,
         "guarantee": _guarantee(facts, figures),
-        "mechanism": {key: facts.plan.get(key) for key in _PLAN} | {"steps": facts.steps},
+        "mechanism": {key: facts.plan.get(key) for key in _PLAN} | {"steps": facts.steps, **_other_samplings(facts)},
         "accounting": {
             "accountant": figures.accountant,
             "library": figures.library,
@@ -91,6 +91,7 @@ def facts_of(document: Mapping[str, Any]) -> RunFacts:
         audit=document.get("audit", {}),
         excludes=tuple(document["coverage"]["excludes_added"]),
         unamplified=charges_of(document["history_unamplified"]),
+        other_samplings=tuple(document["mechanism"].get("other_samplings", ())),
         **{key: run[key] for key in _RUN},
     )
 
@@ -134,6 +135,11 @@ def _guarantee(facts: RunFacts, figures: Figures) -> dict[str, Any]:
         "unit": facts.unit,
         "setting": sentences.SETTING,
     }
+
+
+def _other_samplings(facts: RunFacts) -> dict[str, list[str]]:
+    """Returns the entry for a history of several sampling schemes; without it, earlier versions read the report."""
+    return {"other_samplings": list(facts.other_samplings)} if facts.other_samplings else {}
 
 
 def _run(facts: RunFacts, figures: Figures) -> dict[str, Any]:

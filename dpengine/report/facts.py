@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from dpengine.accounting.events import NonPrivateEvent, Relation, UnclaimedEvent
-from dpengine.accounting.ledger import Charge, Ledger, steps_of
+from dpengine.accounting.ledger import UNKNOWN_SAMPLING, Charge, Ledger, steps_of
 from dpengine.accounting.own_accountant import Accountant, name_of
 
 from .history_rows import public_text, public_values, rows_of
@@ -68,6 +68,8 @@ class RunFacts:
         git: Commit of the training code.
         excludes: Sentences on what else the guarantee does not cover.
         unamplified: The charges of a shuffled run as if every row were in each release it can be in; for its bound.
+        other_samplings: Sampling schemes of the history besides that of ``plan``. ``"unknown"`` stands for charges that
+            were loaded without the name of their scheme.
     """
 
     plan: Mapping[str, Any]
@@ -92,6 +94,7 @@ class RunFacts:
     git: str | None = None
     excludes: tuple[str, ...] = ()
     unamplified: tuple[Charge, ...] = ()
+    other_samplings: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "relation", Relation(self.relation))
@@ -103,6 +106,8 @@ class RunFacts:
             object.__setattr__(self, "plan", plan)
         object.__setattr__(self, "history", tuple(self.history))
         object.__setattr__(self, "unamplified", tuple(self.unamplified))
+        others = set(public_values(self.other_samplings)) - {self.plan.get("sampling")}
+        object.__setattr__(self, "other_samplings", tuple(sorted(others)))
         object.__setattr__(self, "excludes", tuple(public_text(line) for line in self.excludes))
         for name in ("plan", "noise", "data", "utility", "audit", "unit", "torch", "device", "git"):
             object.__setattr__(self, name, public_values(getattr(self, name)))
@@ -124,6 +129,11 @@ class RunFacts:
         return self.plan.get("sampling", "poisson") in LAWS and not unclaimed
 
     @property
+    def samplings(self) -> tuple[str, ...]:
+        """Sampling schemes of all runs in the history: that of the plan, then the others."""
+        return (str(self.plan.get("sampling", UNKNOWN_SAMPLING)), *self.other_samplings)
+
+    @property
     def rows_are_public(self) -> bool:
         """Whether the number of rows may be shown."""
         return self.num_examples_public or self.relation is not Relation.ADD_OR_REMOVE_ONE
@@ -137,7 +147,9 @@ class RunFacts:
         state = {item.name: getattr(self, item.name) for item in fields(self)}
         state |= {name: _charges_state(state[name]) for name in ("history", "unamplified")}
         state |= {"relation": self.relation.value, "excludes": list(self.excludes), "schema": _STATE_SCHEMA}
-        state |= {"accountant": name_of(self.accountant)}
+        state |= {"accountant": name_of(self.accountant), "other_samplings": list(self.other_samplings)}
+        if not self.other_samplings:
+            del state["other_samplings"]  # earlier versions do not know the field
         return state | ({} if self.rows_are_public else {"num_examples": None})
 
     @classmethod

@@ -15,6 +15,7 @@ from dpengine.accounting.events import (
     PoissonGaussianEvent,
     Relation,
 )
+from dpengine.accounting.ledger import UNKNOWN_SAMPLING
 from dpengine.accounting.rounding import percent_up, round_up, round_up_delta
 from dpengine.accounting.sampled_matrix import SampledMatrixEvent
 from dpengine.accounting.tuning import RepeatAndSelectEvent
@@ -30,6 +31,15 @@ _AS_DECLARED = (
     "batches that the training loop did not draw as declared: independently, with the declared rate, in secret, and "
     "none left out or repeated because of its content"
 )
+_AS_CHARGED = (
+    "batches of loaded charges that were not drawn as charged: these charges do not name their sampling scheme"
+)
+_OF_LOOP = "batches of the training loop"
+_OTHER_BATCHES = {
+    DECLARED: f"{_OF_LOOP} at a declared rate",
+    UNDECLARED: _OF_LOOP,
+    UNKNOWN_SAMPLING: "loaded charges of unknown sampling",
+}
 
 _NEIGHBOURS = {
     Relation.ADD_OR_REMOVE_ONE: "one has one {unit} more (add or remove one); how many there are is private",
@@ -89,7 +99,10 @@ def plain_words(facts: RunFacts, figures: Figures) -> str:
     right = percent_up((1 + figures.spent.advantage) / 2)
     found = percent_up(true_positives_at(facts, figures, _ALARM_RATE))
     secret = ", as long as the seed of the noise stays secret" if "INSECURE_SEED" in stamps(facts) else ""
-    secret += ", if the training loop drew the batches as declared" if facts.plan.get("sampling") == DECLARED else ""
+    secret += ", if the training loop drew the batches as declared" if DECLARED in facts.samplings else ""
+    secret += (
+        ", if the batches of loaded charges were drawn as charged" if UNKNOWN_SAMPLING in facts.other_samplings else ""
+    )
     return (
         f"Someone who knows every other record, and sees every model that this run produced, tries to find out whether "
         f"one particular {unit} was used. If used and not used are equally likely, a coin flip is right 50 % of the "
@@ -113,13 +126,14 @@ def mechanism(facts: RunFacts) -> str:
     sampling = plan.get("sampling", "unknown")
     of_loop = sampling in (UNDECLARED, DECLARED)
     parts = [
-        f"{name}, {'batches of the training loop' if of_loop else f'{sampling} batches'}",
+        f"{name}, {_OF_LOOP if of_loop else f'{sampling} batches'}",
         _given("declared rate" if of_loop else "rate", plan.get("sample_rate")),
         _given("noise multiplier", plan.get("noise_multiplier")),
         _given("clipping", described(plan.get("clipping"))),
         _given("sums divided by", plan.get("expected_batch_size")),
     ]
-    return ", ".join(part for part in parts if part) + "."
+    others = ", ".join(_OTHER_BATCHES.get(one, f"{one} batches") for one in facts.other_samplings)
+    return ", ".join(part for part in parts if part) + (f"; in other runs: {others}." if others else ".")
 
 
 def _noise_in_words(facts: Mapping[str, Any]) -> str:
@@ -180,7 +194,8 @@ def excludes(facts: RunFacts) -> list[str]:
     """The outputs that the figure does not pay for."""
     metric, split = facts.utility.get("metric"), facts.utility.get("split")
     score = f"the evaluation figures ({metric} on {split or 'held-out data'})" if metric else "evaluation figures"
-    declared = [_AS_DECLARED] if facts.plan.get("sampling") == DECLARED else []
+    declared = [_AS_DECLARED] if DECLARED in facts.samplings else []
+    declared += [_AS_CHARGED] if UNKNOWN_SAMPLING in facts.other_samplings else []
     several = [] if facts.unit != RunFacts.unit else ["people with several rows: the unit is one row"]
     return [
         "the choice of hyper-parameters, of the number of steps, and of the model that is kept",

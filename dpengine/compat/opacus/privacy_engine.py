@@ -13,7 +13,8 @@ from torch.utils.data import DataLoader
 
 import dpengine
 from dpengine.accounting.accountant import epsilon_of
-from dpengine.engine.run_report import refuse_unknown_facts, report_of_run
+from dpengine.accounting.ledger import UNKNOWN_SAMPLING
+from dpengine.engine.run_report import refuse_unknown_facts, report_of_run, samplings_of
 from dpengine.errors import LedgerError, suggests_names
 from dpengine.report.report import PrivacyReport
 
@@ -255,8 +256,9 @@ class PrivacyEngine(Preparation, Checkpoints):
                 fix="Leave accountant.history as it is, or ask privacy_engine.engine.report().",
             )
         refuse_unknown_facts(data, utility, excludes)
-        run = self.engine.runs[-1]
-        return report_of_run(run, ledger, run.step.plan.relation, data or {}, utility or {}, tuple(excludes))
+        loaded = [] if set(ledger.totals) == set(self.engine.ledger.totals) else [UNKNOWN_SAMPLING]
+        known = (self.engine.runs[-1], ledger, relation, [*samplings_of(self.engine), *loaded])
+        return report_of_run(*known, data or {}, utility or {}, tuple(excludes))
 
     def is_compatible(self, *, module: nn.Module, optimizer: Any, data_loader: Any) -> bool:
         """Returns whether the model is valid. ``make_private`` checks optimizer and loader."""
