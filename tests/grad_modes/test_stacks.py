@@ -205,6 +205,7 @@ def test_a_parameter_whose_first_sum_comes_later_starts_from_zero():
     plain.heads = 1
     for name, total in truth(plain, inputs, targets)[0].items():
         expected[name] = expected[name] + total
+    assert all(total.isfinite().all() for total in sums_of(sums).values())
     assert relative_error(sums_of(sums), expected) < 1e-9
 
 

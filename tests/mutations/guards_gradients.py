@@ -291,7 +291,7 @@ GUARDS = [
         "parameters that an interrupted pass left swapped",
         "            capture.restore()  # an interrupt",
         "            pass  # an interrupt",
-        "capture/test_capture.py::test_an_interrupt_inside_forward_is_mended_by_the_next_pass",
+        "capture/test_layer_forward.py::test_flags_that_an_interrupt_left_are_restored_by_the_next_pass",
     ),
     Guard(
         "batch-norm",
