@@ -135,8 +135,10 @@ class Arrival:
         inputs, self.inputs = self.inputs, None
         name = self.forward.watch.name
         if inputs is None:
+            self.forward.capture.expect_end()  # which does not come, so that the batch is discarded
             raise _repeated(name)
         if inputs._version != self.version:
+            self.forward.capture.expect_end()
             raise RuntimeError(
                 f"The input of layer '{name}', one of the variables needed for gradient computation, has been "
                 "modified by an inplace operation after the layer used it. Use an operation that is not in place."

@@ -1,6 +1,7 @@
 """What stands in for the forward of layers: exact with hooks and threads of the user, and gone from copies."""
 
 import copy
+import itertools
 import pickle
 import subprocess
 import sys
@@ -11,11 +12,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from inside_parts import ClippedPasses
+from loops import make_loop
 from oracle import clip_by_loop, relative_error
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from dpengine.errors import PrivacyError
+from dpengine.errors import PrivacyError, RepeatedBackwardError, TicketError
 
 ROWS = 5
 
@@ -67,6 +69,22 @@ def test_tensor_hooks_of_the_user_change_the_gradient_that_is_captured(when, pos
     sums = ClippedPasses(model)
     F.cross_entropy(model(inputs), targets).backward()
     assert error_of(sums, plain, inputs, targets) < 1e-9
+
+
+def test_a_second_backward_pass_that_ends_in_the_first_layer_it_reaches_discards_the_batch():
+    loop = make_loop(noise_multiplier=1.0)
+    for batch_of_loop in itertools.islice(loop.loader, 2):  # the first one is recorded for a probe
+        inputs, targets = batch_of_loop
+        loop.step(inputs, targets)
+    inputs, targets = next(iter(loop.loader))
+    loop.optimizer.zero_grad()
+    loss = F.cross_entropy(loop.model(inputs), targets)
+    loss.backward(retain_graph=True)
+    with pytest.raises(RepeatedBackwardError):
+        loss.backward()
+    with pytest.raises(TicketError):
+        loop.optimizer.step()
+    assert [charge.kind for charge in loop.engine.ledger.history][-1] == "void"
 
 
 class NoGradient(torch.autograd.Function):

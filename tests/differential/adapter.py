@@ -5,6 +5,7 @@ Both sides run this file. An issue that moves or renames one of them adds the ne
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import importlib
 import inspect
@@ -48,6 +49,7 @@ class Recorder:
     """
 
     def __init__(self) -> None:
+        form_gradients_alone()
         self.draws: list[dict[str, Any]] = []
         self._secrets = 0
         self._names: dict[str, str] = {}
@@ -103,6 +105,15 @@ class Recorder:
 def charges(engine: Any) -> list[Any]:
     """Returns the ledger as plain data, in the form that is written to files."""
     return engine.ledger.state_dict()["charges"]
+
+
+def form_gradients_alone() -> None:
+    """Forms the gradients of each parameter alone: formed together, they are summed in another order.
+
+    Tests of `grad_modes.stacks` compare sums of gradients that are formed together with a loop over samples.
+    """
+    with contextlib.suppress(ImportError):  # the baseline forms none together
+        importlib.import_module("dpengine.grad_modes.stacks").MOST_COLUMNS = 0  # type: ignore[attr-defined]
 
 
 def tables_are_untimed(engine: Any) -> None:
