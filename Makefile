@@ -33,7 +33,7 @@ planted: $(STAMP)
 	@$(PYTEST) -n $(JOBS) --dist loadgroup -m planted
 
 mutations: $(STAMP)
-	@$(PYTEST) -n $(JOBS) -m nightly tests/mutations/test_guards.py
+	@$(PYTEST) -n $(JOBS) -m nightly tests/mutations
 
 # Long random searches. `make mutations` and `make differential` have the other tests with this marker.
 searches: $(STAMP)

@@ -158,7 +158,7 @@ def test_a_run_without_noise_is_not_private():
     assert loop.engine.get_epsilon(DELTA) == float("inf")
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_noise_that_the_weights_feel_is_less():
     """The sum of the noise over the run, of 40 runs with 43 weights: its variance is 0.6 of the usual one."""
     variances = {}

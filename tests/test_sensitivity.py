@@ -74,7 +74,14 @@ def test_one_sample_moves_the_sum_of_any_model_by_at_most_the_sensitivity(plan, 
 
 
 @pytest.mark.slow
-@settings(max_examples=700, **QUIET)
+@settings(max_examples=200, **QUIET)
+@given(**CHOICES)
+def test_the_same_for_more_models(plan, policy_name, mode, left_out):
+    check_one(plan, policy_name, mode, left_out)
+
+
+@pytest.mark.nightly
+@settings(max_examples=1000, **QUIET)
 @given(**CHOICES)
 def test_the_same_for_many_more_models(plan, policy_name, mode, left_out):
     check_one(plan, policy_name, mode, left_out)

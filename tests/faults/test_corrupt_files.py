@@ -176,7 +176,7 @@ def test_f_p5_a_few_hundred_corrupt_files_are_refused_or_read(tmp_path, watch, n
     assert found["refused"] > 50
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", READERS)
 def test_f_p5_and_so_are_a_hundred_thousand(tmp_path, watch, name):
     count = READERS[name][1]

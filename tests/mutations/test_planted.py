@@ -86,7 +86,7 @@ def test_the_unmodified_engine_is_not_accused():
     assert sum(finding.verdict == "inconclusive" for finding in findings) == 1 < len(findings) / 5
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_each_bug_fails_an_ordinary_test_too():
     tests = {name: str(TESTS_FOLDER / test) for name, test in TESTS.items()}
     command = [sys.executable, "-c", RUNNER, str(TESTS_FOLDER), json.dumps(tests)]
