@@ -365,8 +365,8 @@ class PrivacyEngine(argument_checks.Uncopied):
     @suggests_names
     def state_dict(self) -> dict[str, Any]:
         """Returns all charges and their sampling schemes as plain JSON values; with a ledger file also its length."""
-        state = {"accountant": name_of(self.accountant), "delta": self._delta, "ledger": self.ledger.state_dict()}
-        state |= {"samplings": samplings_of(self)}
+        state: dict[str, Any] = {"accountant": name_of(self.accountant), "delta": self._delta}
+        state |= {"ledger": self.ledger.state_dict(), "samplings": samplings_of(self)}
         return state | ({} if self._books.anchor is None else {"anchor": self._books.anchor})
 
     @suggests_names
