@@ -258,8 +258,12 @@ class LayerForward:
         hooked = output._base if output._is_view() else output
         if hooked is None or not hooked.requires_grad or hooked.numel() != output.numel():
             hooked = output = Anchor.apply(output, capture.anchor)
-        hooked._backward_hooks = _HooksBefore({_LAST: Arrival(self, inputs, output.shape)})
-        hooked.grad_fn._register_hook_dict(hooked)  # type: ignore[union-attr]
+        arrival = Arrival(self, inputs, output.shape)
+        if hooked._backward_hooks is None:
+            hooked._backward_hooks = _HooksBefore({_LAST: arrival})
+            hooked.grad_fn._register_hook_dict(hooked)  # type: ignore[union-attr]
+        else:  # hooks of a forward of the user, which must stay
+            hooked.register_hook(arrival)
         return output
 
     def begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
