@@ -116,7 +116,7 @@ class Anchor(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
-        return None, None
+        return grad if ctx.needs_input_grad[0] else None, None
 
 
 class Arrival:

@@ -18,6 +18,8 @@ from dpengine.distributed.topology import SINGLE, Topology
 
 from .outbox import BUCKET_BYTES, Outbox
 
+_MOST_INDICES = 32  # that are kept: of batches with other shapes, layers are formed together otherwise
+
 Key = tuple[torch.device, torch.dtype]
 
 
@@ -178,6 +180,8 @@ class FlatBuffer(Sums):
     def add_flat(self, columns: Columns, total_P: Tensor, scale: float) -> None:
         """Adds ``scale`` times the sums of several parameters that lie in one vector."""
         if columns not in self._index:
+            if len(self._index) >= _MOST_INDICES:
+                self._index.clear()
             self._index[columns] = self._index_of(columns)
         found = self._index[columns]
         if found is None:
