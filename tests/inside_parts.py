@@ -197,7 +197,7 @@ class ShownPasses:
 
     def restrict(self, parameters):
         """Clips and sums these parameters alone."""
-        self._waiting.restrict(frozenset(parameters))
+        self._waiting.clipper.only = frozenset(parameters)
 
     def released(self):
         """Marks what was clipped as used by a step."""

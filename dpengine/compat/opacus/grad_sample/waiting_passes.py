@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Collection
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -109,10 +108,6 @@ class WaitingPasses:
     def parameters(self) -> dict[str, nn.Parameter]:
         """All parameters of the model, by dotted name."""
         return dict(self.clipper.topology.parameters(self.clipper.model))
-
-    def restrict(self, parameters: Collection[nn.Parameter] | None) -> None:
-        """Clips and sums these parameters alone; None for all trainable parameters."""
-        self.clipper.only = parameters
 
     def clear(self) -> None:
         """Sets ``p.grad_sample`` to None, and drops what waits."""

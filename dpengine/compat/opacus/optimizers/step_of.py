@@ -150,7 +150,7 @@ def _follow_groups(optimizer: DPOptimizer, waiting: WaitingPasses) -> None:
             "one, added since, or replaced in it. Their gradients would be neither clipped nor noised.",
             fix="Unwrap the model, build the optimizer over its parameters, after fix(), and call make_private again.",
         )
-    waiting.restrict(None if every <= held else frozenset(held))
+    waiting.clipper.only = None if every <= held else frozenset(held)
 
 
 def _plan(optimizer: DPOptimizer, noise_multiplier: float, clipping: AbstractClip, *, ranks: int) -> RunPlan:
