@@ -196,7 +196,7 @@ def test_a_run_without_a_rate_voids_the_statement_of_a_later_one_with_a_rate():
     later = Loop(engine=engine)
     later.step(4)
     assert str(engine.report()).startswith("ε not claimed")
-    assert "another law, in an earlier run" in " ".join(str(engine.report()).split())
+    assert "drawn by external, in an earlier run" in " ".join(str(engine.report()).split())
 
 
 def test_the_constants_are_not_taken_for_declared_ones():
