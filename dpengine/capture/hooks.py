@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from dpengine.distributed.layer_parts import layer_type, ordinary
 from dpengine.distributed.local_shards import is_dtensor, local_part
 from dpengine.errors import UnsupportedLayerError
+from dpengine.layers.not_twice_differentiable import refuse_second_derivative
 
 from .record import LayerUses, Use
 from .tap import Anchor, Arrival, CallReport, RowsReport, RowsTap, tensors_in
@@ -381,8 +382,14 @@ def _copied(args: Any, kwargs: Any, output: Tensor) -> Tensor:
     # for contiguous.
     copied = output.clone()
     if copied.requires_grad:
-        copied.register_hook(Tensor.contiguous)
+        copied.register_hook(_contiguous_once)
     return copied
+
+
+def _contiguous_once(grad: Tensor) -> Tensor:
+    if torch.is_grad_enabled():  # with create_graph=True
+        return refuse_second_derivative(grad)
+    return grad.contiguous()
 
 
 def _realised(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
