@@ -21,11 +21,13 @@ from dpengine.grad_modes.bookkeep import Bookkeep
 from dpengine.grad_modes.entry import Entry
 from dpengine.grad_modes.flat_buffer import FlatBuffer
 from dpengine.grad_modes.rows import Units
+from dpengine.grad_modes.stacks import Layout
 from dpengine.independence.live_probe import Company
 
 from .planted import Patch, Planted, module_of
 
 _COPIES = 4
+_ALONE = Patch(module_of(Layout), "MOST_COLUMNS", lambda most: 0)  # no gradients are formed together
 
 
 def _normed(change: Callable[[nn.Parameter, str, Tensor], Tensor]) -> Patch:
@@ -179,7 +181,7 @@ BUGS = (
         "PB-11",
         "biases left out of the norm",
         ("DR", "DO"),
-        (_normed(lambda p, name, norm_B: norm_B * (p.dim() > 1)),),
+        (_ALONE, _normed(lambda p, name, norm_B: norm_B * (p.dim() > 1))),
     ),
     Planted(
         "PB-12",
@@ -209,7 +211,7 @@ BUGS = (
         "PB-16",
         "one layer is not clipped",
         ("DR", "DO"),
-        (Patch(Entry, "add_sum", _one_layer_whole),),
+        (_ALONE, Patch(Entry, "add_sum", _one_layer_whole)),
     ),
     Planted(
         "PB-17",
@@ -225,7 +227,7 @@ BUGS = (
         "PB-18",
         "norms underflow in half precision",
         ("DO",),
-        (_normed(lambda p, name, norm_B: norm_B.half().double()),),
+        (_ALONE, _normed(lambda p, name, norm_B: norm_B.half().double())),
     ),
     Planted(
         "PB-19",
