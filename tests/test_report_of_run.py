@@ -7,8 +7,10 @@ from loops import examples, make_loop
 
 from dpengine import PrivacyEngine
 from dpengine.accounting import Charge, GaussianEvent, Relation, epsilon_of
-from dpengine.errors import AccountingRefusedError
+from dpengine.errors import AccountingRefusedError, LedgerError
+from dpengine.ledger_file.contents import read
 from dpengine.report import PrivacyReport, RunFacts
+from dpengine.sampling import ExternalBatches
 
 DATA = {"name": "rows", "source": "here", "licence": "none", "sha256": {"a": "0" * 64}}
 
@@ -135,3 +137,73 @@ def test_the_facts_survive_a_round_trip():
 def test_a_misspelt_argument_is_an_error():
     with pytest.raises(TypeError, match="utility"):
         trained(noise_multiplier=1.5).engine.report(utilty={})
+
+
+def external_and_private(first, engine):
+    """Charges one run whose batches the loop drew and one with the private loader, the external one first or last."""
+    data = examples()
+    for external in (first, not first):
+        if external:
+            batches = ExternalBatches(4, num_examples=len(data), sample_rate=0.2)
+            loop = make_loop(engine=engine, dataset=data, sampling=batches, noise_multiplier=1.5, target_delta=1e-3)
+            loop.step(*data[:4])
+        else:
+            loop = make_loop(engine=engine, dataset=data, noise_multiplier=1.5, target_delta=1e-3)
+            loop.step(*next(iter(loop.loader)))
+
+
+def sampling_light(engine):
+    (light,) = [one for one in engine.report().to_dict()["accounting"]["assumptions"] if "Poisson" in one["name"]]
+    return light["holds"]
+
+
+@pytest.mark.parametrize("on_disk", [False, True])
+@pytest.mark.parametrize("first", [True, False])
+def test_a_declared_rate_of_any_run_is_in_the_report(tmp_path, first, on_disk):
+    engine = PrivacyEngine(ledger=tmp_path / "run.ledger" if on_disk else None)
+    external_and_private(first, engine)
+    report = engine.report()
+    assert report.facts.other_samplings == (("poisson",) if not first else ("external-poisson",))
+    assert sampling_light(engine) == "not checked"
+    text = " ".join(str(report).split())
+    assert "declared by the user" in text and "that the training loop did not draw as declared" in text
+    assert PrivacyReport.from_json(report.to_json()).to_dict() == report.to_dict()
+    assert RunFacts.from_state(report.facts.state_dict()) == report.facts
+
+
+def after_loading(state):
+    other = PrivacyEngine()
+    other.load_state_dict(state)
+    make_loop(engine=other, noise_multiplier=1.5, target_delta=1e-3)
+    return other
+
+
+def test_loaded_charges_keep_their_sampling_schemes_and_are_unknown_without():
+    engine = PrivacyEngine()
+    external_and_private(True, engine)
+    state = engine.state_dict()
+    assert after_loading(state).report().facts.other_samplings == ("external-poisson",)
+    del state["samplings"]  # as an earlier version stored it
+    other = after_loading(state)
+    assert other.report().facts.other_samplings == ("unknown",)
+    assert sampling_light(other) == "not checked"
+    plain = PrivacyEngine()
+    loop = make_loop(engine=plain, noise_multiplier=1.5, target_delta=1e-3)
+    loop.step(*next(iter(loop.loader)))
+    resumed = after_loading(plain.state_dict())
+    assert (resumed.report().facts.other_samplings, sampling_light(resumed)) == ((), "yes")
+
+
+def test_a_ledger_file_keeps_the_sampling_schemes_of_its_runs_and_of_what_is_loaded(tmp_path):
+    external = PrivacyEngine()
+    external_and_private(True, external)
+    engine = PrivacyEngine(ledger=tmp_path / "run.ledger")
+    engine.load_state_dict(external.state_dict())
+    make_loop(engine=engine, noise_multiplier=1.5, target_delta=1e-3)
+    assert engine.report().facts.other_samplings == ("external-poisson",)
+    assert read(tmp_path / "run.ledger").history == list(engine.ledger.history)
+
+
+def test_a_state_with_samplings_that_are_no_names_is_refused():
+    with pytest.raises(LedgerError, match="samplings"):
+        PrivacyEngine().load_state_dict(PrivacyEngine().state_dict() | {"samplings": [1]})

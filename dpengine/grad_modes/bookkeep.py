@@ -18,7 +18,7 @@ from .entry import Entry, Scratch, gram_sq_norms, sq_norms
 from .flat_buffer import Sums, wide
 from .method import Choice, Method
 from .rows import Units, widened, zeroed
-from .stacks import Layout, Waiting, bucket_of, layout_of, shape_key
+from .stacks import Layout, Matrix, Waiting, bucket_of, layout_of, shape_key
 from .strategy import AbstractGradients, common_rows, joint_gradients, joint_parts, note_rows
 
 Quiet = Callable[[], AbstractContextManager[None]]
@@ -44,8 +44,8 @@ class Bookkeep(AbstractGradients):
         self._waiting: list[Waiting] = []  # calls whose gradients may be formed together, until norms are asked for
         self._layouts: dict[object, Layout] = {}
         self._layout: Layout | None = None  # of the calls that wait
-        self._matrix_BP: Tensor | None = None  # the gradients of the layout
-        self._stacked: tuple[Layout, int] | None = None  # of the last pass, and its number of samples
+        self._matrix: Matrix | None = None  # gradients that were formed together
+        self._stacked: tuple[Layout, int] | None = None  # of the last pass, and its number of samples; for `choices`
 
     def receive(self, call: LayerCall, uses: Mapping[str, Use], rule: Any) -> None:
         if type(uses) is LayerUses and self.planner.keep_budget:
@@ -121,11 +121,11 @@ class Bookkeep(AbstractGradients):
         waiting, self._waiting, self._layout = self._waiting, [], None
         for call, uses, rule in waiting:
             self._receive(call, uses, rule)
-        if self._matrix_BP is not None and self._stacked is not None:
-            (layout, _), matrix_BP, self._matrix_BP = self._stacked, self._matrix_BP, None
-            for parameter, columns in layout.columns.of.items():
-                grad = matrix_BP[:, columns].reshape(-1, *parameter.shape)
-                self._entry(Use(parameter, layout.names[parameter])).keep(grad)
+        if self._matrix is not None:
+            matrix, self._matrix = self._matrix, None
+            for parameter, columns in matrix.layout.columns.of.items():
+                grad = matrix.grads_BP[:, columns].reshape(-1, *parameter.shape)
+                self._entry(Use(parameter, matrix.layout.names[parameter])).keep(grad)
 
     def _laid_out(self) -> Layout | None:
         """The layout of the calls that wait; None if there are none."""
@@ -142,7 +142,7 @@ class Bookkeep(AbstractGradients):
 
     @property
     def parameters(self) -> Mapping[nn.Parameter, str]:
-        layout = self._laid_out() if self._matrix_BP is None or self._stacked is None else self._stacked[0]
+        layout = self._laid_out() if self._matrix is None else self._matrix.layout
         entries = {parameter: entry.use.name for parameter, entry in self._entries.items()}
         if layout is None:
             return entries
@@ -151,7 +151,8 @@ class Bookkeep(AbstractGradients):
     @property
     def choices(self) -> list[Choice]:
         """How each parameter was treated in the last pass."""
-        return [*self._plan.values(), *(() if self._stacked is None else self._stacked[0].choices(self._stacked[1]))]
+        stacked = [] if self._stacked is None else self._stacked[0].choices(self._stacked[1])
+        return [*self._plan.values(), *stacked]
 
     def calls(self) -> list[LayerCall]:
         """The layer calls that are held."""
@@ -173,7 +174,7 @@ class Bookkeep(AbstractGradients):
         found: list[list[Tensor]] = [[] for _ in range(num_groups)]
         self._stack(rows)
         self._matrix_sq_norms(groups, found)
-        if not self._entries and self._matrix_BP is None:
+        if not self._entries and self._matrix is None:
             return torch.zeros(rows, num_groups)
         for entry in self._entries.values():
             entry.join()
@@ -189,9 +190,10 @@ class Bookkeep(AbstractGradients):
 
     def _stack(self, rows: int) -> None:
         """Forms the gradients of small layers together."""
-        layout, waiting = self._laid_out(), self._waiting
+        if self._matrix is not None:  # norms are asked for again
+            return
+        layout, waiting, self._stacked = self._laid_out(), self._waiting, None
         if layout is None:
-            self._stacked = None if self._matrix_BP is None else self._stacked
             return
         if not (rows and layout.stacks):
             self._form_alone()
@@ -200,17 +202,18 @@ class Bookkeep(AbstractGradients):
         for (call, _, rule), uses in zip(waiting, layout.rest, strict=True):
             if uses:
                 self._receive(call, uses, rule)
-        self._matrix_BP = layout.matrix(waiting, rows)
+        self._matrix = layout.matrix(waiting, rows)
 
     def _matrix_sq_norms(self, groups: Mapping[nn.Parameter, int], found: list[list[Tensor]]) -> None:
         """Adds the squared norms ``(B,)`` of the gradients that were formed together to those of their groups."""
-        if self._matrix_BP is None or self._stacked is None:
+        if self._matrix is None:
             return
+        grads_BP = self._matrix.grads_BP
         if len(found) == 1:
-            found[0].append(sq_norms(self._matrix_BP))
+            found[0].append(sq_norms(grads_BP))
             return
-        for parameter, columns in self._stacked[0].columns.of.items():
-            found[groups[parameter]].append(sq_norms(self._matrix_BP[:, columns]))
+        for parameter, columns in self._matrix.layout.columns.of.items():
+            found[groups[parameter]].append(sq_norms(grads_BP[:, columns]))
 
     def _planned(self, rows: int) -> Plan:
         entries = list(self._entries.values())
@@ -236,21 +239,21 @@ class Bookkeep(AbstractGradients):
     def drop(self, rows_B: Tensor) -> None:
         if self._waiting:
             self._form_alone()
-        if self._matrix_BP is not None:
-            self._matrix_BP = zeroed(self._matrix_BP, rows_B)
+        if self._matrix is not None:
+            self._matrix = self._matrix._replace(grads_BP=zeroed(self._matrix.grads_BP, rows_B))
         with self._still():
             for entry in self._entries.values():
                 entry.drop(rows_B)
 
     def add_sums(self, groups: Mapping[nn.Parameter, int], weights_BK: Tensor, scale: float, into: Sums) -> None:
         weights = {torch.float64: weights_BK.unbind(dim=1), torch.float32: weights_BK.float().unbind(dim=1)}
-        if self._matrix_BP is not None and self._stacked is not None:
-            (layout, _), matrix_BP, self._matrix_BP = self._stacked, self._matrix_BP, None
+        if self._matrix is not None:
+            (layout, grads_BP), self._matrix = self._matrix, None
             if weights_BK.shape[1] == 1:
-                into.add_flat(layout.columns, torch.mv(matrix_BP.t(), weights[matrix_BP.dtype][0]), scale)
+                into.add_flat(layout.columns, torch.mv(grads_BP.t(), weights[grads_BP.dtype][0]), scale)
             else:
                 for parameter, columns in layout.columns.of.items():
-                    total = torch.mv(matrix_BP[:, columns].t(), weights[matrix_BP.dtype][groups[parameter]])
+                    total = torch.mv(grads_BP[:, columns].t(), weights[grads_BP.dtype][groups[parameter]])
                     into.add(parameter, total.view(parameter.shape), scale)
                     into.complete(parameter)
         with self._still():
@@ -261,7 +264,7 @@ class Bookkeep(AbstractGradients):
 
     def clear(self) -> None:
         self._entries = {}
-        self._waiting, self._layout, self._matrix_BP = [], None, None
+        self._waiting, self._layout, self._matrix = [], None, None
         self.rows = {}
         self._scratch.start_again()
 

@@ -25,7 +25,7 @@ Key = tuple[torch.device, torch.dtype]
 
 @dataclass(frozen=True, eq=False)
 class Columns:
-    """Where each of several parameters lies in a vector, or in the columns of a matrix.
+    """Slices of several parameters in a vector, or in the columns of a matrix.
 
     Attributes:
         of: The slice of each parameter, in order.
@@ -201,7 +201,7 @@ class FlatBuffer(Sums):
         self._unwritten.difference_update(columns.of)
 
     def _index_of(self, columns: Columns) -> tuple[Key, Tensor] | None:
-        """Where the numbers of a vector go, if all go to one memory."""
+        """Returns the memory and the places for the numbers of a vector; None if they go to several memories."""
         places = [self._places[parameter] for parameter in columns.of]
         if self.outbox is not None or len({key for key, _ in places}) > 1:
             return None

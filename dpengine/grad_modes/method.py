@@ -41,7 +41,7 @@ KEEP = Way(Method.KEEP)
 
 @dataclass(frozen=True)
 class Choice:
-    """How one parameter is treated, and why.
+    """The treatment of one parameter.
 
     Attributes:
         name: Dotted name of the parameter.

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -46,21 +46,18 @@ class Part:
     Attributes:
         way: How they are formed.
         grad: Forms them, of a call in which the samples of all layers follow each other.
-        parameters: One for each layer.
-        names: Their dotted names.
+        uses: The parameters, one for each layer.
     """
 
     way: Way
     grad: Callable[[LayerCall], Tensor]
-    parameters: tuple[nn.Parameter, ...]
-    names: tuple[str, ...]
+    uses: tuple[Use, ...]
 
     @classmethod
     def of(cls, sampler: GradSampler, uses: Sequence[Use]) -> Part:
-        """A part whose gradients are formed by a sampler."""
+        """Returns a part whose gradients a sampler forms."""
         name = sampler.stacked_name or sampler.grad_name
-        parameters, names = tuple(use.parameter for use in uses), tuple(use.name for use in uses)
-        return cls(Way(Method.KEEP, name), sampler.grads[name], parameters, names)
+        return cls(Way(Method.KEEP, name), sampler.grads[name], tuple(uses))
 
 
 @dataclass(frozen=True, eq=False)
@@ -78,7 +75,7 @@ class Stack:
     parts: tuple[Part, ...]
 
     def grads(self, calls: Sequence[Waiting], rows: int) -> list[Tensor]:
-        """Per-sample gradients, ``(B, L * numel)`` for each part."""
+        """Returns the per-sample gradients, ``(B, L * numel)`` for each part."""
         call = calls[self.at[0]].call
         if len(self.at) > 1:
             inputs = torch.stack([calls[i].call.inputs[0] for i in self.at], 1).flatten(0, 1)
@@ -89,7 +86,7 @@ class Stack:
 
 @dataclass(frozen=True, eq=False)
 class Layout:
-    """Which gradients of a pass go into the matrix, and where.
+    """Selects the gradients of a pass that go into the matrix, and their columns.
 
     Attributes:
         names: The dotted names of all parameters that took part.
@@ -103,19 +100,29 @@ class Layout:
     columns: Columns
     rest: tuple[Mapping[str, Use], ...]
 
-    def choices(self, rows: int) -> Iterator[Choice]:
-        """How each parameter in the matrix is treated, and why."""
+    def choices(self, rows: int) -> list[Choice]:
+        """Returns the treatment of each parameter in the matrix."""
+        found = []
         for stack in self.stacks:
             why = "formed with equal layers" if len(stack.at) > 1 else "formed at once"
+            shown = f"{type(stack.layer).__name__}({stack.layer.extra_repr()})"
             for part in stack.parts:
-                for name, parameter in zip(part.names, part.parameters, strict=True):
-                    shown = f"{type(stack.layer).__name__}({stack.layer.extra_repr()})"
-                    yield Choice(name, shown, part.way, why, None, 4 * rows * parameter.numel())
+                for use in part.uses:
+                    kept_bytes = use.parameter.itemsize * rows * use.numel
+                    found.append(Choice(use.name, shown, part.way, why, None, kept_bytes))
+        return found
 
-    def matrix(self, calls: Sequence[Waiting], rows: int) -> Tensor:
-        """Per-sample gradients ``(B, P)``."""
+    def matrix(self, calls: Sequence[Waiting], rows: int) -> Matrix:
+        """Forms the gradients."""
         parts = [grad for stack in self.stacks for grad in stack.grads(calls, rows)]
-        return torch.cat(parts, dim=1) if len(parts) > 1 else parts[0]
+        return Matrix(self, torch.cat(parts, dim=1) if len(parts) > 1 else parts[0])
+
+
+class Matrix(NamedTuple):
+    """Per-sample gradients ``(B, P)`` of a layout."""
+
+    layout: Layout
+    grads_BP: Tensor
 
 
 def bucket_of(size: int) -> int:
@@ -124,7 +131,7 @@ def bucket_of(size: int) -> int:
 
 
 def shape_key(call: LayerCall, uses: LayerUses) -> tuple[object, ...]:
-    """What a layout depends on in a call, the number of samples aside."""
+    """Returns all that a layout depends on in a call, except for the number of samples."""
     inputs, grad, layer = call.inputs[0], call.grad_output, call.layer
     shapes = inputs.shape[1:], grad.shape[1:], inputs.shape[:1] == grad.shape[:1]
     return (uses, *shapes, inputs.dtype, grad.dtype, grad.device, *[getattr(layer, name) for name in uses.settings])

@@ -154,3 +154,23 @@ def test_a_file_is_no_folder_to_write_to(reported, tmp_path, capsys):
         main(["report", str(reported), "--out", str(tmp_path / "file")])
     assert "pass a folder" in capsys.readouterr().err
     assert (tmp_path / "file").read_text(encoding="utf-8") == "kept"
+
+
+@pytest.mark.parametrize(
+    ("samplings", "sampling", "others"),
+    [
+        (["poisson"], "poisson", None),
+        (["external-poisson"], "external-poisson", None),
+        (["external-poisson", "poisson"], "poisson", ["external-poisson"]),
+        (None, "poisson", ["unknown"]),
+    ],
+)
+def test_the_sampling_of_an_engine_state_is_not_guessed(engine, tmp_path, capsys, samplings, sampling, others):
+    state = engine.state_dict()
+    assert state.pop("samplings") == ["poisson"]
+    state |= {} if samplings is None else {"samplings": samplings}
+    assert main(["report", str(write_state(tmp_path / "run", state)), "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert (report["mechanism"]["sampling"], report["mechanism"].get("other_samplings")) == (sampling, others)
+    (light,) = [one for one in report["accounting"]["assumptions"] if "Poisson" in one["name"]]
+    assert light["holds"] == ("yes" if samplings == ["poisson"] else "not checked")

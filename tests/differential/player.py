@@ -140,7 +140,7 @@ class Player:
 
     # The run
 
-    def attach(self) -> None:
+    def attach(self) -> str:
         s = self.settings
         options: dict[str, Any] = {**NOISES[s.noise](), **SAMPLINGS[s.sampling](s.rows)}
         if "plan" not in options:
@@ -165,6 +165,7 @@ class Player:
             **options,
         )
         self.iterator = iter(self.loader)
+        return s.sampling
 
     def detach(self) -> None:
         self.engine.detach(self.model)

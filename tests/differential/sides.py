@@ -31,7 +31,7 @@ class Intended:
         reason: The issue and why.
         field: Of the records: ``"error"``, ``"warnings"``, ``"ledger"`` and so on; ``"*"`` for any of them.
         accepts: Tells by both values whether a difference is this one.
-        where: Tells by the current record, and ``calls`` up to it, whether a difference may be this one.
+        where: Tells by the current record, with ``calls`` and ``answers`` up to it, whether a difference may be this.
         ends: Whether later calls of the case differ in consequence, and are not compared.
     """
 
@@ -77,15 +77,11 @@ INTENDED: list[Intended] = [
     Intended(
         "Shuffled runs charge skipped steps, and keep charges apart whose bounds without amplification differ.",
         "ledger",
-        accepts=lambda before, after: _without_claim(after) and (before is None or _steps(after, before)),
+        accepts=lambda before, after: bool(after) and (before is None or _steps(after, before)),
+        where=lambda record: "shuffle" in record["answers"],
         ends=False,
     ),
 ]
-
-
-def _without_claim(ledger: list[dict[str, Any]] | None) -> bool:
-    """Tells if a ledger has charges of a shuffled run: without a claim, or without noise."""
-    return any(charge["event"]["type"] in ("unclaimed", "non-private") for charge in ledger or ())
 
 
 def _steps(after: list[dict[str, Any]], before: list[dict[str, Any]]) -> bool:
@@ -270,7 +266,7 @@ def _difference(place: Place, old: list[dict], new: list[dict]) -> list[str]:
     """Returns a text on the first call whose records differ, or nothing."""
     for number, (then, now) in enumerate(itertools.zip_longest(old, new, fillvalue={})):
         fields = [name for name in {**then, **now} if then.get(name) != now.get(name)]
-        record = now | {"calls": [one.get("call") for one in new[: number + 1]]}
+        record = now | {name + "s": [one.get(name) for one in new[: number + 1]] for name in ("call", "answer")}
         meant = {
             name: one
             for name in fields

@@ -261,14 +261,14 @@ GUARDS = [
     Guard(
         "matrix-dropped",
         "a sample that is dropped has no gradient in the matrix",
-        "self._matrix_BP = zeroed(self._matrix_BP, rows_B)",
+        "self._matrix = self._matrix._replace(grads_BP=zeroed(self._matrix.grads_BP, rows_B))",
         "pass",
         "grad_modes/test_stacks.py::test_a_sample_without_a_finite_gradient_is_dropped_from_the_matrix",
     ),
     Guard(
         "matrix-combined",
         "samples in the matrix are combined into units",
-        "                self._entry(Use(parameter, layout.names[parameter])).keep(grad)\n",
+        "                self._entry(Use(parameter, matrix.layout.names[parameter])).keep(grad)\n",
         "                pass\n",
         "test_privacy_unit.py::test_a_user_is_clipped_as_one",
     ),

@@ -69,6 +69,8 @@ VARIANTS = {
     },
     "external-not-started": {"plan": PLAN | {"sampling": "external", "sample_rate": 1.0}, "history": ()},
     "declared": {"plan": PLAN | {"sampling": "external-poisson"}},
+    "declared-before": {"other_samplings": ("external-poisson",)},
+    "loaded": {"other_samplings": ("unknown", "fixed-size")},
     "refused": {"accountant": "gdp"},
     "correlated": {
         "plan": PLAN | {"sampling": "cyclic-poisson", "correlated_noise": {"noise": "blt", "decays": [0.9, 0.5]}},
