@@ -259,7 +259,7 @@ class LayerForward:
         hooked = output._base if output._is_view() else output
         if hooked is None or not hooked.requires_grad or hooked.numel() != output.numel():
             hooked = output = Anchor.apply(output, capture.anchor)
-        arrival = Arrival(self, inputs, output.shape)
+        arrival = Arrival(self, inputs, output)
         if hooked._backward_hooks is None:
             hooked._backward_hooks = _HooksBefore({_LAST: arrival})
             hooked.grad_fn._register_hook_dict(hooked)  # type: ignore[union-attr]

@@ -122,13 +122,13 @@ class Anchor(torch.autograd.Function):
 class Arrival:
     """The hook on the output of one call of a layer: reports the gradient, once."""
 
-    __slots__ = ("forward", "inputs", "shape", "uses", "version")
+    __slots__ = ("dtype", "forward", "inputs", "shape", "uses", "version")
 
-    def __init__(self, forward: LayerForward, inputs: Tensor, shape: torch.Size):
+    def __init__(self, forward: LayerForward, inputs: Tensor, output: Tensor):
         self.forward = forward
         self.inputs: Tensor | None = inputs  # which must not outlive the report
         self.version = inputs._version
-        self.shape = shape
+        self.shape, self.dtype = output.shape, output.dtype  # not the output, which holds this hook
         self.uses = forward._uses
 
     def __call__(self, grad: Tensor | None) -> Tensor | None:
@@ -144,7 +144,7 @@ class Arrival:
                 "modified by an inplace operation after the layer used it. Use an operation that is not in place."
             )
         if grad is None:  # a Function behind the layer gave none
-            grad = inputs.new_zeros(self.shape)
+            grad = inputs.new_zeros(self.shape, dtype=self.dtype)  # inputs may be indices
         if not torch.is_grad_enabled():
             self._report(inputs, grad)
             return None

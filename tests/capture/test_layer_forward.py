@@ -111,6 +111,18 @@ def test_a_layer_whose_gradient_stops_behind_it_has_a_gradient_of_zero():
     assert not totals["2.weight"].any() and totals["4.weight"].any()
 
 
+@pytest.mark.parametrize("mode", ["sum", "mean", "max"])
+def test_a_layer_of_indices_whose_gradient_stops_behind_it_has_a_gradient_of_zero(mode):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.EmbeddingBag(7, 4, mode=mode), nn.Module(), nn.Linear(4, 3))
+    model[1].forward = NoGradient.apply
+    sums = ClippedPasses(model, probes=False)
+    F.cross_entropy(model(torch.randint(7, (ROWS, 2))), torch.arange(ROWS) % 3).backward()
+    sums.clip(rows=ROWS)
+    totals = sums.totals()
+    assert not totals["0.weight"].any() and totals["2.weight"].any()
+
+
 def test_an_input_that_is_changed_after_its_layer_is_rejected():
     model = net()
     ClippedPasses(model)
