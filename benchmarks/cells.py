@@ -74,11 +74,11 @@ def vectors(*shape: int) -> Callable[[int], Batch]:
     return lambda rows: (torch.randn(rows, *shape), torch.randint(0, 10, (rows,)))
 
 
-def _text(words: int, time: int, classes: int = 2) -> Callable[[int], Batch]:
+def text(words: int, time: int, classes: int = 2) -> Callable[[int], Batch]:
     return lambda rows: (torch.randint(0, words, (rows, time)), torch.randint(0, classes, (rows,)))
 
 
-def _next_words(words: int, time: int) -> Callable[[int], Batch]:
+def next_words(words: int, time: int) -> Callable[[int], Batch]:
     def batch(rows: int) -> Batch:
         ids = torch.randint(0, words, (rows, time + 1))
         return ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
@@ -86,7 +86,7 @@ def _next_words(words: int, time: int) -> Callable[[int], Batch]:
     return batch
 
 
-_BERT = _text(8000, 128)
+_BERT = text(8000, 128)
 
 CELLS = {
     "mlp": Cell(models.mlp, vectors(784), 256, (Goal(1.20, 1.12),), in_jax="mlp"),
@@ -95,9 +95,9 @@ CELLS = {
     "wrn": Cell(models.wide_resnet, vectors(3, 32, 32), 16, (Goal(1.25, 1.12),)),
     "vit": Cell(models.VisionTransformer, vectors(3, 32, 32), 32, (Goal(1.20, 1.12),)),
     "bert": Cell(models.Encoder, _BERT, 16, (Goal(1.20, 1.12),), in_jax="bert"),
-    "gpt": Cell(models.TiedDecoder, _next_words(8000, 256), 8, (Goal(1.20, 1.10),), loss=TokenLoss),
+    "gpt": Cell(models.TiedDecoder, next_words(8000, 256), 8, (Goal(1.20, 1.10),), loss=TokenLoss),
     "lstm": Cell(models.Recurrent, vectors(64, 256), 32, (Goal(1.4, 1.2), Goal(0.2, against="opacus"))),
-    "embedding": Cell(models.WordAverage, _text(20_000, 128, classes=10), 64, (Goal(1.5, 1.2),)),
+    "embedding": Cell(models.WordAverage, text(20_000, 128, classes=10), 64, (Goal(1.5, 1.2),)),
     "lora": Cell(models.lora, _BERT, 16, (Goal(1.08),)),
     "bitfit": Cell(models.bitfit, _BERT, 16, (Goal(1.05),)),
     "bert-per-layer": Cell(models.Encoder, _BERT, 16, (Goal(1.15),), clipping="per_layer"),

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.cells import Batch, Cell
-from benchmarks.contenders import CONTENDERS, Contender
+from benchmarks.contenders import Contender
 from benchmarks.runner import Setting, layers_of, trainable
 
 ATTEMPTS = 3  # batches that a contender may try
@@ -72,9 +72,8 @@ def group_norms(grads: dict[str, Tensor], groups: list[str]) -> dict[str, float]
     return {group: math.sqrt(square) for group, square in squares.items()}
 
 
-def judge(name: str, cell: Cell, setting: Setting, *, rows: int | None = None) -> Verdict:
+def judge(contender: Contender, cell: Cell, setting: Setting, *, rows: int | None = None) -> Verdict:
     """Puts a contender to the test, on as many rows as are timed or on these. What it raises is its ``why_not``."""
-    contender = CONTENDERS[name]
     rows = rows or contender.gate_rows or cell.rows
     setting = replace(setting, autocast=False)
     try:

@@ -51,6 +51,39 @@ def wide_resnet() -> nn.Module:
     return nn.Sequential(*layers, *tail)
 
 
+class Bottleneck(nn.Module):
+    """A residual block of ResNet-50 with group norm."""
+
+    def __init__(self, inside: int, width: int, stride: int):
+        super().__init__()
+        outside = 4 * width
+        self.body = nn.Sequential(
+            *[nn.Conv2d(inside, width, 1, bias=False), nn.GroupNorm(width // 4, width), nn.ReLU()],
+            *[nn.Conv2d(width, width, 3, stride, 1, bias=False), nn.GroupNorm(width // 4, width), nn.ReLU()],
+            *[nn.Conv2d(width, outside, 1, bias=False), nn.GroupNorm(width // 4, outside)],
+        )
+        self.skip: nn.Module = nn.Identity()
+        if stride > 1 or inside != outside:
+            self.skip = nn.Sequential(
+                nn.Conv2d(inside, outside, 1, stride, bias=False), nn.GroupNorm(width // 4, outside)
+            )
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.relu(self.body(x) + self.skip(x))
+
+
+def resnet_50(width: int = 64, depths: tuple[int, ...] = (3, 4, 6, 3)) -> nn.Module:
+    """ResNet-50 with group norm, ten classes."""
+    layers: list[nn.Module] = [nn.Conv2d(3, width, 7, 2, 3, bias=False), nn.GroupNorm(width // 4, width), nn.ReLU()]
+    layers += [nn.MaxPool2d(3, 2, 1)]
+    inside = width
+    for stage, depth in enumerate(depths):
+        for i in range(depth):
+            layers += [Bottleneck(inside, width << stage, 2 if stage > 0 and i == 0 else 1)]
+            inside = 4 * (width << stage)
+    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(inside, 10))
+
+
 class EncoderLayer(nn.Module):
     """A pre-norm transformer layer; ``causal`` lets a position see those before it only."""
 
@@ -103,11 +136,11 @@ class TiedDecoder(nn.Module):
 class VisionTransformer(nn.Module):
     """ViT-Ti/4 for 32 x 32 images: class token and positions are bare parameters of the model."""
 
-    def __init__(self, width: int = 192, depth: int = 6, heads: int = 3):
+    def __init__(self, width: int = 192, depth: int = 6, heads: int = 3, *, side: int = 32, patch: int = 4):
         super().__init__()
-        self.patches = nn.Conv2d(3, width, 4, 4)
+        self.patches = nn.Conv2d(3, width, patch, patch)
         self.cls_token = nn.Parameter(0.02 * torch.randn(1, 1, width))
-        self.pos_embed = nn.Parameter(0.02 * torch.randn(1, 65, width))
+        self.pos_embed = nn.Parameter(0.02 * torch.randn(1, 1 + (side // patch) ** 2, width))
         self.layers = nn.Sequential(*[EncoderLayer(width, heads) for _ in range(depth)])
         self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, 10)
 

@@ -48,7 +48,7 @@ def measure(name: str, cell: Cell, contenders: Iterable[str], protocol: Protocol
     for contender in contenders:
         why_not = _too_large(cell, contender, protocol.largest)
         if why_not is None and contender not in BASELINES:
-            verdict = judge(contender, cell, setting)
+            verdict = judge(CONTENDERS[contender], cell, setting)
             gate[contender] = {"deviation": verdict.deviation, "overshoot": verdict.overshoot}
             why_not = verdict.why_not
         if why_not is None:

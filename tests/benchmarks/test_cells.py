@@ -15,7 +15,7 @@ MARKED = [pytest.param(name, marks=pytest.mark.slow if name in LARGE else ()) fo
 
 @pytest.mark.parametrize("name", MARKED)
 def test_default_mode_equals_the_loop_over_rows_and_keeps_to_its_threshold(name):
-    verdict = judge("dpengine auto", CELLS[name], Setting(threads=1), rows=ROWS)
+    verdict = judge(CONTENDERS["dpengine auto"], CELLS[name], Setting(threads=1), rows=ROWS)
     assert verdict.why_not is None
     assert verdict.deviation is not None and verdict.overshoot is not None
 

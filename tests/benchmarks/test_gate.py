@@ -50,10 +50,10 @@ def test_a_threshold_that_is_wrong_by_a_thousandth_is_seen(contend, clipping):
         lambda cell, model, batch, s: right(cell, model, batch, replace(s, max_norm=1.001 * s.max_norm)), groups="layer"
     )
     cell = replace(CELL, clipping=clipping)
-    verdict = gate.judge("guest", cell, SETTING)
+    verdict = gate.judge(CONTENDERS["guest"], cell, SETTING)
     assert 1e-4 < verdict.deviation < 2e-3
     assert verdict.why_not is not None
-    assert gate.judge("dpengine auto", cell, SETTING).why_not is None
+    assert gate.judge(CONTENDERS["dpengine auto"], cell, SETTING).why_not is None
 
 
 def test_a_row_that_passes_its_threshold_has_no_time_even_if_the_sum_is_near_enough(contend):
@@ -62,7 +62,7 @@ def test_a_row_that_passes_its_threshold_has_no_time_even_if_the_sum_is_near_eno
         lambda cell, model, batch, s: right(cell, model, batch, replace(s, max_norm=(1 + 1e-5) * s.max_norm)),
         overshoot=1e-6,
     )
-    verdict = gate.judge("guest", CELL, SETTING)
+    verdict = gate.judge(CONTENDERS["guest"], CELL, SETTING)
     assert verdict.overshoot == pytest.approx(1e-5, rel=0.2)  # float32, and our own margin of about 1e-6
     assert "exceeds" in verdict.why_not
 

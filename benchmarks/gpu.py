@@ -1,0 +1,270 @@
+"""A private step on a GPU: correctness, time, memory, synchronisations and kernels, beside the plain step and Opacus.
+
+    python -m benchmarks.gpu --out gpu.json
+    python -m benchmarks.gpu --device cpu --tiny
+
+The correctness part compares clipped sums in float32 with a loop over single samples in float64 on the CPU: on the
+default stream, on a stream of the caller that lags behind, and with bfloat16 autocast around the forward pass alone or
+around the whole step. The cells run under bfloat16 autocast with SGD and noise; data loading is not included.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import statistics
+import time
+import traceback
+import warnings
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from benchmarks import models, noise
+from benchmarks.cells import CELLS, Cell, TokenLoss, next_words, text, vectors
+from benchmarks.contenders import CONTENDERS, Contender, ours, start
+from benchmarks.gate import judge
+from benchmarks.runner import Build, Runner, Setting
+
+WAYS = ("plain", "dpengine auto", "dpengine ghost", "opacus hooks", "opacus ghost")
+MODES = ("auto", "hooks", "ghost", "functorch", "ew")
+LAG = 200_000_000  # cycles, about 0.1 s
+GATE_ROWS = 8
+
+LARGE = {
+    "bert T=128": Cell(lambda: models.Encoder(30_522, 768, 12, 12, 128), text(30_522, 128), 32),
+    "bert T=512": Cell(lambda: models.Encoder(30_522, 768, 12, 12, 512), text(30_522, 512), 32),
+    "gpt-2": Cell(lambda: models.TiedDecoder(50_257, 768, 12, 12, 1024), next_words(50_257, 1024), 8, loss=TokenLoss),
+    "vit-b": Cell(lambda: models.VisionTransformer(768, 12, 12, side=224, patch=16), vectors(3, 224, 224), 64),
+    "resnet-50": Cell(models.resnet_50, vectors(3, 224, 224), 64),
+}
+TINY = {
+    "bert": Cell(lambda: models.Encoder(50, 16, 2, 2, 8), text(50, 8), 4),
+    "gpt-2": Cell(lambda: models.TiedDecoder(50, 16, 2, 2, 8), next_words(50, 8), 4, loss=TokenLoss),
+    "vit": Cell(lambda: models.VisionTransformer(16, 2, 2, side=16, patch=4), vectors(3, 16, 16), 4),
+    "resnet": Cell(lambda: models.resnet_50(8, (1, 1)), vectors(3, 32, 32), 4),
+}
+
+
+def lagging(build: Build) -> Build:
+    """The same step in a stream of its own whose kernels start late, with other values in the memory that it reuses."""
+
+    def late(*args: Any) -> Runner:
+        runner, stream = build(*args), torch.cuda.Stream()
+
+        def step() -> None:
+            free = [torch.full((1 << 20,), float("nan"), device="cuda") for _ in range(16)]
+            del free
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):
+                torch.cuda._sleep(LAG)
+                runner.step()
+            torch.cuda.current_stream().wait_stream(stream)
+
+        return replace(runner, step=step)
+
+    return late
+
+
+def check_sums(device: str, cells: dict[str, Cell]) -> dict[str, Any]:
+    """How far clipped sums deviate from the loop over samples, by cell and way.
+
+    Returns:
+        ``{cell: {way: {"deviation", "overshoot", "why_not"}}}``.
+    """
+    ways = {f"dpengine {mode}": CONTENDERS[f"dpengine {mode}"] for mode in MODES}
+    if device == "cuda":
+        ways |= {f"{n}, lagging stream": Contender(lagging(ours(n.split()[1])), 1e-5, 1e-6) for n in list(ways)[:3]}
+    found: dict[str, Any] = {}
+    for name, cell in cells.items():
+        found[name] = {way: vars(judge(one, cell, Setting(device=device), rows=GATE_ROWS)) for way, one in ways.items()}
+        print(name, found[name], flush=True)
+    return found
+
+
+def check_autocast(device: str, cell: Cell) -> dict[str, float]:
+    """The relative difference of the update when backward runs inside autocast instead of outside.
+
+    Returns:
+        ``{"difference"}``, and ``"from_float32"``: that of autocast outside from no autocast.
+    """
+    updates = {}
+    for where in ("outside", "inside", "nowhere"):
+        setting = Setting(device=device, autocast=where != "nowhere", sigma=0.0, max_norm=1e-3, rate=1e3)
+        runner = start(cell, "dpengine auto", setting)
+        before = {name: weight.detach().clone() for name, weight in runner.weights().items()}
+        around = torch.autocast(device, torch.bfloat16) if where == "inside" else contextlib.nullcontext()
+        with around:
+            runner.step()
+        parts = [(weight - before[name]).flatten().double() for name, weight in runner.weights().items()]
+        updates[where] = torch.cat(parts)
+    length = updates["outside"].norm()
+    return {
+        "difference": float((updates["inside"] - updates["outside"]).norm() / length),
+        "from_float32": float((updates["outside"] - updates["nowhere"]).norm() / length),
+    }
+
+
+def measure(cell: Cell, device: str, steps: int, ways: tuple[str, ...]) -> dict[str, Any]:
+    """Times each way by itself, since the models of all may not fit together.
+
+    Returns:
+        ``{way: {"ms", "host_ms", "peak_gib", "kernels", "synchronisations", "top"}}``, or ``{way: {"failed"}}``.
+    """
+    found: dict[str, Any] = {}
+    for way in ways:
+        try:
+            found[way] = _measure(cell, way, device, steps)
+        except Exception as error:
+            found[way] = {"failed": f"{type(error).__name__}: {error}".split("\n")[0][:300]}
+            if way.startswith("dpengine"):
+                traceback.print_exc()
+        if device == "cuda":
+            torch.cuda.empty_cache()
+    for one in found.values():
+        if "ms" in one and "ms" in found["plain"]:
+            one |= {"ratio": one["ms"] / found["plain"]["ms"]}
+    return found
+
+
+def _measure(cell: Cell, way: str, device: str, steps: int) -> dict[str, Any]:
+    runner = start(cell, way, Setting(device=device, autocast=True))
+    finish: Callable[[], None] = torch.cuda.synchronize if device == "cuda" else lambda: None
+    for _ in range(10):  # two of them with a probe
+        runner.step()
+    finish()
+    if device == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    seconds, host = [], []
+    for _ in range(steps):
+        finish()
+        begin = time.perf_counter()
+        runner.step()
+        host.append(time.perf_counter() - begin)
+        finish()
+        seconds.append(time.perf_counter() - begin)
+    figures = {"ms": 1e3 * statistics.median(seconds), "host_ms": 1e3 * statistics.median(host)}
+    return figures | (_on_the_card(runner) if device == "cuda" else {})
+
+
+def _on_the_card(runner: Runner) -> dict[str, Any]:
+    """Memory, synchronisations with their places, and kernels of one more step."""
+    peak = torch.cuda.max_memory_allocated() / 2**30
+    with warnings.catch_warnings(record=True) as shown:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            runner.step()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    places = Counter(f"{w.filename.split('/', 2)[-1]}:{w.lineno}" for w in shown if "synchroniz" in str(w.message))
+    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=activities) as profile:
+        runner.step()
+        torch.cuda.synchronize()
+    kernels: Counter[str] = Counter()
+    micros: Counter[str] = Counter()
+    for event in profile.events():
+        if event.device_type == torch.autograd.DeviceType.CUDA:
+            kernels[event.name[:90]] += 1
+            micros[event.name[:90]] += int(event.device_time_total)
+    return {
+        "peak_gib": peak,
+        "synchronisations": dict(places),
+        "kernels": kernels.total(),
+        "kernel_ms": micros.total() / 1e3,
+        "top": [[name, kernels[name], us / 1e3] for name, us in micros.most_common(25)],
+    }
+
+
+def ceilings() -> dict[str, float]:
+    """What the card reaches: TFLOP/s of square products, and TB/s of a copy."""
+    found = {}
+    for name, dtype, size, tf32 in (
+        ("bf16", torch.bfloat16, 8192, False),
+        ("tf32", torch.float32, 8192, True),
+        ("fp32", torch.float32, 4096, False),
+        ("fp64", torch.float64, 4096, False),
+    ):
+        torch.backends.cuda.matmul.allow_tf32 = tf32
+        a = torch.randn(size, size, device="cuda", dtype=dtype)
+        found[name] = 2e-12 * size**3 / _seconds(lambda a=a: a @ a)
+    torch.backends.cuda.matmul.allow_tf32 = False
+    source = torch.randn(1 << 28, device="cuda")
+    target = torch.empty_like(source)
+    found["copy"] = 8e-12 * source.numel() / _seconds(lambda: target.copy_(source))
+    return found
+
+
+def _seconds(run: Callable[[], Any]) -> float:
+    for _ in range(3):
+        run()
+    torch.cuda.synchronize()
+    begin = time.perf_counter()
+    for _ in range(10):
+        run()
+    torch.cuda.synchronize()
+    return (time.perf_counter() - begin) / 10
+
+
+def main() -> None:
+    """Runs all parts; what one part raises does not stop the others."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cuda", choices=["cpu", "cuda"])
+    parser.add_argument("--tiny", action="store_true", help="small models and few steps")
+    parser.add_argument("--cells", nargs="+", help="some of the cells")
+    parser.add_argument("--gate", nargs="+", help="some of the models whose sums are checked")
+    parser.add_argument("--ways", nargs="+", default=list(WAYS), choices=CONTENDERS)
+    parser.add_argument("--skip", nargs="+", default=[], choices=["sums", "autocast", "noise", "cell"])
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--out", help="a JSON file, written after each part")
+    given = parser.parse_args()
+    warnings.simplefilter("ignore")
+    torch.backends.cudnn.allow_tf32 = False  # deviations are those of the engine, not of the convolutions
+    cuda, cells = given.device == "cuda", TINY if given.tiny else LARGE
+    gate = TINY if given.tiny else {n: c for n, c in CELLS.items() if n != "mlp-1024"} | {"resnet": TINY["resnet"]}
+    results: dict[str, Any] = {
+        "torch": torch.__version__,
+        "device": torch.cuda.get_device_name() if cuda else "cpu",
+        "steps": given.steps,
+    }
+    parts: dict[str, Callable[[], Any]] = {
+        "ceilings": ceilings if cuda else dict,
+        "sums": lambda: check_sums(
+            given.device, {n: c for n, c in gate.items() if given.gate is None or n in given.gate}
+        ),
+        "autocast": lambda: {name: check_autocast(given.device, cell) for name, cell in TINY.items()},
+        "noise": lambda: noise.measure([1 << 16 if given.tiny else 1 << 27], 3, given.device),
+    }
+    parts |= {
+        f"cell {name}": lambda cell=cell: measure(cell, given.device, given.steps, ("plain", *given.ways[1:]))
+        for name, cell in cells.items()
+        if given.cells is None or name in given.cells
+    }
+    for name, part in parts.items():
+        if name.split()[0] in given.skip:
+            continue
+        begin = time.perf_counter()
+        try:
+            results[name] = part()
+        except Exception as error:
+            traceback.print_exc()
+            results[name] = {"failed": f"{type(error).__name__}: {error}"}
+        print(f"{name} ({time.perf_counter() - begin:.0f} s): {_brief(results[name])}", flush=True)
+        if given.out:
+            with open(given.out, "w") as file:
+                json.dump(results, file, indent=1)
+
+
+def _brief(found: Any) -> str:
+    if isinstance(found, dict):
+        found = {key: _brief(value) for key, value in found.items() if key != "top"}
+    return f"{found:.3g}" if isinstance(found, float) else str(found)
+
+
+if __name__ == "__main__":
+    main()
