@@ -143,8 +143,10 @@ class AbstractClip(abc.ABC):
 
 def factors_within(bounds: float | Sequence[float], norms_BK: Tensor) -> Tensor:
     """Factors ``min(1, (1 - SLACK) * bound / norm)``, without an additive epsilon, which would overshoot."""
-    bounds_K = torch.as_tensor(bounds, dtype=norms_BK.dtype, device=norms_BK.device) * (1 - SLACK)
-    return selected(bounds_K / norms_BK, norms_BK).clamp(max=1)
+    if isinstance(bounds, Sequence):
+        bounds_K = torch.as_tensor(bounds, dtype=norms_BK.dtype) * (1 - SLACK)
+        return selected(bounds_K.to(norms_BK.device, non_blocking=True) / norms_BK, norms_BK).clamp(max=1)
+    return selected(bounds * (1 - SLACK) / norms_BK, norms_BK).clamp(max=1)
 
 
 def selected(factors_BK: Tensor, norms_BK: Tensor) -> Tensor:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from dpengine.capture.record import LayerCall
-from dpengine.grad_samplers.machine import operations_per_byte, operations_per_second
+from dpengine.grad_samplers.machine import memory_for, operations_per_byte, operations_per_second
 from dpengine.grad_samplers.sampler import Cost
 from dpengine.grad_samplers.tied import tied_cost
 
@@ -31,6 +31,7 @@ from .rows import in_rows, shapes_of, some_rows
 from .stacks import bucket_of
 
 KEEP_BUDGET = 512 * 2**20  # bytes of per-sample gradients kept at most, over all parameters
+_MOST_KEPT = 16 * 2**30  # on a GPU, which keeps a 32nd of its memory
 _HOPELESS = 4.0  # times the best estimate: not worth timing
 _WORTH_TIMING = 1e-4  # seconds of the best estimate, below which estimates decide
 _TIMED_BYTES = 64 * 2**20  # of the gradients and inputs of the rows that are timed
@@ -65,12 +66,14 @@ class MethodTable:
     """Remembers how long each way takes, and chooses.
 
     Args:
-        keep_budget: Bytes of per-sample gradients kept at most, over all parameters.
+        keep_budget: Bytes of per-sample gradients kept at most, over all parameters. None for 512 MiB on the CPU and a
+            32nd of the memory of a GPU.
         timed: Whether ways are timed; else estimates decide, which are the same on every machine.
     """
 
-    def __init__(self, *, keep_budget: int = KEEP_BUDGET, timed: bool = True):
-        self.keep_budget = keep_budget
+    def __init__(self, *, keep_budget: int | None = None, timed: bool = True):
+        self._given_budget = keep_budget
+        self.keep_budget = KEEP_BUDGET if keep_budget is None else keep_budget
         self.timed = timed
         self.seconds: dict[str, dict[str, float]] = {}  # signature -> way -> seconds for a batch of the rounded size
         self.version = 0
@@ -80,6 +83,8 @@ class MethodTable:
         """A way for each parameter of a backward pass over so many rows."""
         offers = [self._offer(entry, rows) for entry in entries]
         left = self.keep_budget
+        if self._given_budget is None and entries:
+            left = memory_for(entries[0].use.parameter.device, left, most=_MOST_KEPT)
         keeping: set[int] = set()
         # What saves most time for each byte goes first; where nothing is known, what is small.
         for i in sorted(range(len(offers)), key=lambda i: offers[i].urgency, reverse=True):
@@ -100,7 +105,7 @@ class MethodTable:
 
     def untimed(self, seconds: dict[str, dict[str, float]]) -> MethodTable:
         """A table of given times that learns no others, so that all processes which have these choose alike."""
-        other = MethodTable(keep_budget=self.keep_budget, timed=False)
+        other = MethodTable(keep_budget=self._given_budget, timed=False)
         other.seconds = dict(seconds)
         return other
 
@@ -124,7 +129,7 @@ class MethodTable:
         Path(path).write_text(json.dumps({"version": _VERSION, "seconds": self.seconds}, indent=1, sort_keys=True))
 
     @classmethod
-    def load(cls, path: str | Path, *, keep_budget: int = KEEP_BUDGET, timed: bool = True) -> MethodTable:
+    def load(cls, path: str | Path, *, keep_budget: int | None = None, timed: bool = True) -> MethodTable:
         """A table that another run saved. Calls that are not in it are timed, or estimated with ``timed=False``.
 
         Args:
@@ -262,10 +267,10 @@ def time_ways(entry: Entry, ways: Sequence[Way], rows: int) -> dict[str, float]:
     leaves = pytree.tree_leaves([(call.inputs, call.grad_output) for call, _ in entry.calls])
     numbers = sum(leaf.numel() for leaf in leaves if isinstance(leaf, Tensor))
     row_bytes = 4 * (numbers // rows + entry.use.numel)
-    some = max(1, min(rows, _TIMED_BYTES // row_bytes))
+    device = entry.calls[0][0].grad_output.device
+    some = max(1, min(rows, memory_for(device, _TIMED_BYTES) // row_bytes))
     size = entry.use.shape[0]
     calls = [(_random(some_rows(call, 0, some) if some < rows else call, size), s) for call, s in entry.calls]
-    device = entry.calls[0][0].grad_output.device
     weight_B, buffer, scratch = torch.ones(some, device=device), FlatBuffer([entry.use.parameter]), Scratch()
     broom = torch.empty(min(_CACHE_BYTES, _OTHERS * some * row_bytes) // 4, device=device)
     seconds: dict[str, float] = {}

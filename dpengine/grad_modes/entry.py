@@ -12,6 +12,7 @@ from torch import Tensor
 
 from dpengine.capture.record import LayerCall, Use
 from dpengine.grad_samplers.gram import GramNorm, gram_norms, norms
+from dpengine.grad_samplers.machine import memory_for
 from dpengine.grad_samplers.sampler import GradSampler
 from dpengine.grad_samplers.tied import tied_norm
 from dpengine.kernels import products as native
@@ -97,7 +98,7 @@ class Entry:
         if self.kept is not None:
             units.add_rows(out, self.kept, 0, rows)
         whole = not all(in_rows(call, rows) and not sampler.whole_calls for call, sampler in self.calls)
-        step = rows if whole else max(1, CHUNK_BYTES // (4 * self.use.numel))
+        step = rows if whole else self._rows_at_a_time()
         for start in range(0, rows if self.calls else 0, max(1, step)):
             stop = min(start + step, rows)
             units.add_rows(out, self._form("", start, stop, rows), start, stop)
@@ -165,7 +166,7 @@ class Entry:
 
     def _discarded(self, name: str, rows: int, scratch: Scratch) -> Tensor:
         """Squared norms ``(B,)`` of gradients that are formed some rows at a time, each time in the same memory."""
-        step = min(rows, max(1, CHUNK_BYTES // (4 * self.use.numel)))
+        step = min(rows, self._rows_at_a_time())
         starts = range(0, rows, max(1, step))
         write = self._writer(name)
         if write is None or rows <= 1:
@@ -179,6 +180,9 @@ class Entry:
             found = write(some_rows(call, i, i + len(some)), some)
             parts.append(sq_norms(some) if found is None else found)
         return torch.cat(parts)
+
+    def _rows_at_a_time(self) -> int:
+        return max(1, memory_for(self.use.parameter.device, CHUNK_BYTES) // (4 * self.use.numel))
 
     def _writer(self, name: str) -> Callable[[LayerCall, Tensor], Tensor | None] | None:
         """What writes the gradients of the one call there is, if they are not to be added to others."""

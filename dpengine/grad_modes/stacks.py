@@ -22,9 +22,9 @@ from torch import Tensor, nn
 from dpengine.capture.record import LayerCall, LayerUses, Use
 from dpengine.grad_samplers.sampler import GradSampler
 
-from .flat_buffer import Columns
+from .flat_buffer import Columns, wide
 from .method import Choice, Method, Way
-from .rows import NARROW
+from .rows import NARROW, widened
 
 SMALL_CALL_BYTES = 128 * 2**10  # of a layer's input and output gradient: stacked up to here
 SMALL_GRAD_BYTES = 2**20  # of the per-sample gradients of a parameter
@@ -68,11 +68,13 @@ class Stack:
         layer: One of them.
         at: Indices of the calls.
         parts: The parameters, by their name in the layer.
+        narrow: Whether inputs or output gradients are in half precision.
     """
 
     layer: nn.Module
     at: tuple[int, ...]
     parts: tuple[Part, ...]
+    narrow: bool
 
     def grads(self, calls: Sequence[Waiting], rows: int) -> list[Tensor]:
         """Returns the per-sample gradients, ``(B, L * numel)`` for each part."""
@@ -81,6 +83,8 @@ class Stack:
             inputs = torch.stack([calls[i].call.inputs[0] for i in self.at], 1).flatten(0, 1)
             grads = torch.stack([calls[i].call.grad_output for i in self.at], 1).flatten(0, 1)
             call = LayerCall(call.layer, (inputs,), grads, name=call.name, mean_loss=call.mean_loss)
+        if self.narrow:
+            call = widened(call)
         return [part.grad(call).reshape(rows, -1) for part in self.parts]
 
 
@@ -159,7 +163,7 @@ def layout_of(
     stacks: list[Stack] = []
     columns: dict[nn.Parameter, slice] = {}
     first = calls[0].call.grad_output  # the matrix has one dtype and one device
-    end, most = 0, min(MOST_COLUMNS, budget // (first.itemsize * max(rows, 1)))
+    end, most = 0, min(MOST_COLUMNS, budget // (wide(first.dtype).itemsize * max(rows, 1)))
     for at in alike.values():
         parts = []
         for name in _fitting(calls[at[0]], first, rows):
@@ -172,7 +176,9 @@ def layout_of(
                 columns[use.parameter] = slice(end, end + use.numel)
                 end += use.numel
         if parts:
-            stacks.append(Stack(calls[at[0]].call.layer, tuple(at), tuple(parts)))
+            call = calls[at[0]].call
+            narrow = not NARROW.isdisjoint({call.inputs[0].dtype, call.grad_output.dtype})
+            stacks.append(Stack(call.layer, tuple(at), tuple(parts), narrow))
     names = {use.parameter: use.name for waiting in calls for use in waiting.uses.values()}
     rest = tuple({n: use for n, use in w.uses.items() if use.parameter not in columns} for w in calls)
     return Layout(names, tuple(stacks), Columns(columns), rest)
@@ -186,14 +192,16 @@ def _fitting(waiting: Waiting, like: Tensor, rows: int) -> list[str]:
     """Names of the parameters of a layer whose gradients may go into a matrix with the dtype and device of ``like``."""
     call, found = waiting.call, []
     inputs, grad = call.inputs[0], call.grad_output
-    dtypes = {inputs.dtype, grad.dtype, like.dtype}
-    if inputs.shape[:1] != grad.shape[:1] or grad.device != like.device or len(dtypes) > 1 or dtypes <= NARROW:
+    dtype = wide(grad.dtype)
+    if inputs.shape[:1] != grad.shape[:1] or grad.device != like.device or wide(like.dtype) is not dtype:
+        return []
+    if inputs.is_floating_point() and wide(inputs.dtype) is not dtype:
         return []
     small = _call_bytes(call) <= SMALL_CALL_BYTES
     for name, use in waiting.uses.items():
         sampler = waiting.rule[name]
         has_shortcut = sampler.cost is not None or sampler.sq_norm is not None
-        known = sampler.settings is not None and use.parameter.dtype is grad.dtype
-        if known and grad.itemsize * rows * use.numel <= SMALL_GRAD_BYTES and (small or not has_shortcut):
+        known = sampler.settings is not None and wide(use.parameter.dtype) is dtype
+        if known and dtype.itemsize * rows * use.numel <= SMALL_GRAD_BYTES and (small or not has_shortcut):
             found.append(name)
     return found

@@ -24,7 +24,7 @@ from dpengine.capture.record import LayerCall
 from dpengine.kernels import products as native
 
 from .gram import WORKSPACE_BYTES, gram_operations, gram_sq_norm, spread_of
-from .machine import fast_in_float64, full_precision, operations_per_byte
+from .machine import fast_in_float64, full_precision, memory_for, operations_per_byte
 from .sampler import Cost, GradSampler, argument
 
 _ONE_CALL = 2e6  # floating point operations in the time of one call from Python
@@ -93,7 +93,7 @@ class _Correlation:
     def some_rows(self) -> Iterator[_Correlation]:
         """Cuts the batch so that the windows of a part stay small."""
         window_bytes = self.groups * self.features[1] * self.positions * self.wide.element_size()
-        step = max(1, WORKSPACE_BYTES // max(1, window_bytes))
+        step = max(1, memory_for(self.wide.device, WORKSPACE_BYTES) // max(1, window_bytes))
         for wide, narrow in zip(self.wide.split(step), self.narrow.split(step), strict=True):
             yield replace(self, wide=wide, narrow=narrow)
 
@@ -231,7 +231,7 @@ def _shifted_sq_norm(call: LayerCall) -> Tensor:
     wide = wide.reshape(-1, wide.shape[1] // c.groups, *wide.shape[2:])
     narrow_NCT = c.narrow_NCT().double()
     places, size = wide.shape[2:], math.prod(wide.shape[2:])
-    step = max(1, WORKSPACE_BYTES // (8 * (size**2 + 2 * c.positions**2)))
+    step = max(1, memory_for(wide.device, WORKSPACE_BYTES) // (8 * (size**2 + 2 * c.positions**2)))
     sq_norms = []
     for wide_N, narrow_N in zip(wide.flatten(2).split(step), narrow_NCT.split(step), strict=True):
         gram = torch.bmm(wide_N.transpose(1, 2), wide_N).view(-1, *places, *places)
@@ -273,7 +273,7 @@ def _weight_cost(call: LayerCall) -> Cost:
         spread_out = math.prod(n + 2 * p for n, p in zip(c.wide.shape[2:], c.padding, strict=True))
         places = math.prod(c.kernel) * 16 * operations_per_byte(device)
         inside = 4 * spread_out**2 * c.wide.shape[1] + length**2 * (4 * channels + places) * c.groups
-        if 8 * (spread_out**2 + 2 * length**2) <= WORKSPACE_BYTES:  # of one row
+        if 8 * (spread_out**2 + 2 * length**2) <= memory_for(device, WORKSPACE_BYTES):  # of one row
             sq_norms["shifted gram"] = float(inside)
     return Cost(grads, sq_norms, product)
 

@@ -26,7 +26,7 @@ from torch import Tensor
 from dpengine.kernels import products as native
 from dpengine.kernels.library import traced
 
-from .machine import fast_in_float64, full_precision
+from .machine import fast_in_float64, full_precision, memory_for
 
 WORKSPACE_BYTES = 64 * 2**20
 _BLOCK = 64  # features added before rounding errors start anew
@@ -99,7 +99,7 @@ def _norms_of(products: Sequence[Factors]) -> list[GramNorm]:
         return [GramNorm(*norm) for norm in zip(found[0], _long(found[1], length), strict=True)]
     dtype = torch.float64 if in_float64 else products[0][0].dtype
     entries = (len(tensors) + 1) * length * _tile(length, dtype) + length * sum(t.shape[2] for t in tensors.values())
-    step = max(1, WORKSPACE_BYTES // (dtype.itemsize * entries))
+    step = max(1, memory_for(products[0][0].device, WORKSPACE_BYTES) // (dtype.itemsize * entries))
     parts = []
     for i in range(0, rows, step):
         cut = {key: tensor[i : i + step].to(dtype) for key, tensor in tensors.items()}
@@ -190,7 +190,8 @@ def _tile(length: int, dtype: torch.dtype) -> int:
 def _direct(factors_BTF: list[Tensor]) -> Tensor:
     """By forming the gradient, some rows at a time, in the widest type there is."""
     factors_BTF = [factor.to(_widest(factor)) for factor in factors_BTF]
-    step = max(1, WORKSPACE_BYTES // (8 * math.prod(factor.shape[2] for factor in factors_BTF)))
+    memory = memory_for(factors_BTF[0].device, WORKSPACE_BYTES)
+    step = max(1, memory // (8 * math.prod(factor.shape[2] for factor in factors_BTF)))
     sq_norms = []
     for chunk in zip(*(factor.split(step) for factor in factors_BTF), strict=True):
         sq_norms.append(outer_sum(*chunk).square().sum(dim=(1, 2)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -17,6 +18,20 @@ def fast_in_float64(device: torch.device) -> bool:
     if device.type == "cuda":
         return torch.cuda.get_device_capability(device) in _FAST_IN_FLOAT64
     return device.type == "cpu"
+
+
+@functools.lru_cache
+def memory_for(device: torch.device, on_cpu: int, *, most: int = 2**30) -> int:
+    """Bytes to use at a time: ``on_cpu``, which suits the caches, on the CPU.
+
+    An accelerator works on as much as it can at once, since each kernel that is launched costs time: a 32nd of its
+    memory, and ``most`` at most.
+    """
+    if device.type == "cpu":
+        return on_cpu
+    if device.type != "cuda":
+        return max(on_cpu, 2**28)
+    return min(most, torch.cuda.get_device_properties(device).total_memory // 32)
 
 
 def operations_per_byte(device: torch.device) -> float:

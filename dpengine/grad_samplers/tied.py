@@ -21,7 +21,7 @@ from dpengine.capture.record import LayerCall
 from . import embedding, linear
 from .gram import WORKSPACE_BYTES, GramNorm, gram_norms
 from .linear import tokens
-from .machine import fast_in_float64, full_precision
+from .machine import fast_in_float64, full_precision, memory_for
 from .sampler import Cost, GradSampler, argument
 
 Calls = Sequence[tuple[LayerCall, GradSampler]]
@@ -78,7 +78,7 @@ def _cross(grads_BSV: Tensor, acts_BSD: Tensor, words: LayerCall) -> Tensor:
     if padding is not None:
         grads_BTD = grads_BTD.masked_fill((entries_BT == padding).unsqueeze(2), 0)
     places = max(1, acts_BSD.shape[1] * entries_BT.shape[1])
-    step = max(1, WORKSPACE_BYTES // (16 * places))
+    step = max(1, memory_for(acts_BSD.device, WORKSPACE_BYTES) // (16 * places))
     parts = [acts_BSD.new_zeros(0, dtype=torch.float64)]
     for i in range(0, rows, step):
         some = slice(i, i + step)

@@ -29,7 +29,8 @@ from .keyed_streams import DEFAULT_KIND, SECURE_KIND, stream_kind
 _KEY_BYTES = 32
 _LIMIT = 2**64  # of steps, blocks and incarnations: addresses are 64-bit and never wrap
 _PER_THREAD = 2**14  # normals that are worth waking a thread for
-_DEVICE_CHUNK = 2**21  # elements drawn together on an accelerator: 16 MiB of words
+_DEVICE_CHUNK = 2**21  # elements of one seed on an accelerator: 16 MiB of words
+_CHUNKS_AT_ONCE = 8  # that become normals together: each kernel costs time
 _GENERATOR_DEVICES = ("cuda",)  # draw with torch's generator there; any other device receives what the CPU drew
 
 
@@ -310,21 +311,23 @@ class NoiseSource:
 def _add_on_device(flat: Tensor, std: float, subkey: bytes, start: int) -> None:
     """One generator for each chunk, so that a slice of the vector needs its own chunks only."""
     generator, end = torch.Generator(device=flat.device), start + flat.numel()
-    for chunk in range(start // _DEVICE_CHUNK, (end - 1) // _DEVICE_CHUNK + 1):
-        base = chunk * _DEVICE_CHUNK
-        low, high = max(start, base), min(end, base + _DEVICE_CHUNK)
-        words = _device_words(generator, subkey, chunk)
-        noise = normals_from_words(words)[low - base : high - base].mul_(std)
-        flat[low - start : high - start] += noise.to(flat.dtype)
+    last = (end - 1) // _DEVICE_CHUNK
+    for first in range(start // _DEVICE_CHUNK, last + 1, _CHUNKS_AT_ONCE):
+        chunks = range(first, min(first + _CHUNKS_AT_ONCE, last + 1))
+        base, stop = chunks.start * _DEVICE_CHUNK, chunks.stop * _DEVICE_CHUNK
+        low, high = max(start, base), min(end, stop)
+        noise = normals_from_words(_device_words(generator, subkey, chunks))[low - base : high - base]
+        flat[low - start : high - start] += noise.mul_(std).to(flat.dtype)
 
 
-def _device_words(generator: torch.Generator, subkey: bytes, chunk: int) -> Tensor:
+def _device_words(generator: torch.Generator, subkey: bytes, chunks: range) -> Tensor:
     """Two streams, one over the other: seeds have 64 bits, of which two would be equal in a long run."""
-    digest = hashlib.blake2b(chunk.to_bytes(8, "little"), digest_size=16, key=subkey).digest()
-    words, others = torch.empty(2, _DEVICE_CHUNK, dtype=torch.int64, device=generator.device)
-    for drawn, seed in ((words, digest[:8]), (others, digest[8:])):
-        drawn.random_(-(2**63), None, generator=generator.manual_seed(int.from_bytes(seed, "little")))
-    return words.bitwise_xor_(others)
+    words, others = torch.empty(2, len(chunks), _DEVICE_CHUNK, dtype=torch.int64, device=generator.device)
+    for i, chunk in enumerate(chunks):
+        digest = hashlib.blake2b(chunk.to_bytes(8, "little"), digest_size=16, key=subkey).digest()
+        for drawn, seed in ((words[i], digest[:8]), (others[i], digest[8:])):
+            drawn.random_(-(2**63), None, generator=generator.manual_seed(int.from_bytes(seed, "little")))
+    return words.bitwise_xor_(others).view(-1)
 
 
 def _check_drawable(flat: Tensor) -> None:
