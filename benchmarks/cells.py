@@ -75,10 +75,13 @@ def vectors(*shape: int) -> Callable[[int], Batch]:
 
 
 def text(words: int, time: int, classes: int = 2) -> Callable[[int], Batch]:
+    """Batches of sequences of words, with one label each."""
     return lambda rows: (torch.randint(0, words, (rows, time)), torch.randint(0, classes, (rows,)))
 
 
 def next_words(words: int, time: int) -> Callable[[int], Batch]:
+    """Batches of sequences of words, and the words that follow."""
+
     def batch(rows: int) -> Batch:
         ids = torch.randint(0, words, (rows, time + 1))
         return ids[:, :-1].contiguous(), ids[:, 1:].contiguous()

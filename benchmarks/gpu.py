@@ -11,7 +11,6 @@ around the whole step. The cells run under bfloat16 autocast with SGD and noise;
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import statistics
 import time
@@ -23,12 +22,14 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from benchmarks import models, noise
-from benchmarks.cells import CELLS, Cell, TokenLoss, next_words, text, vectors
+from benchmarks.cells import CELLS, Batch, Cell, TokenLoss, next_words, text, vectors
 from benchmarks.contenders import CONTENDERS, Contender, ours, start
-from benchmarks.gate import judge
+from benchmarks.gate import LARGE_RATE, judge
 from benchmarks.runner import Build, Runner, Setting
+from dpengine.grad_modes import bookkeep
 
 WAYS = ("plain", "dpengine auto", "dpengine ghost", "opacus hooks", "opacus ghost")
 MODES = ("auto", "hooks", "ghost", "functorch", "ew")
@@ -87,26 +88,39 @@ def check_sums(device: str, cells: dict[str, Cell]) -> dict[str, Any]:
 
 
 def check_autocast(device: str, cell: Cell) -> dict[str, float]:
-    """The relative difference of the update when backward runs inside autocast instead of outside.
+    """Compares updates without noise under bfloat16 autocast.
 
     Returns:
-        ``{"difference"}``, and ``"from_float32"``: that of autocast outside from no autocast.
+        ``inside``: relative difference if backward runs inside autocast, too. ``widened``: the same if products are
+        formed in float32 instead of bfloat16. ``float32``: the same without autocast. ``overshoot``: by how much the
+        norm of one sample's update exceeds the threshold, relatively, at most.
     """
-    updates = {}
-    for where in ("outside", "inside", "nowhere"):
-        setting = Setting(device=device, autocast=where != "nowhere", sigma=0.0, max_norm=1e-3, rate=1e3)
-        runner = start(cell, "dpengine auto", setting)
-        before = {name: weight.detach().clone() for name, weight in runner.weights().items()}
-        around = torch.autocast(device, torch.bfloat16) if where == "inside" else contextlib.nullcontext()
-        with around:
-            runner.step()
-        parts = [(weight - before[name]).flatten().double() for name, weight in runner.weights().items()]
-        updates[where] = torch.cat(parts)
-    length = updates["outside"].norm()
-    return {
-        "difference": float((updates["inside"] - updates["outside"]).norm() / length),
-        "from_float32": float((updates["outside"] - updates["nowhere"]).norm() / length),
-    }
+    setting = Setting(device=device, autocast=True, sigma=0.0, max_norm=1e-3, rate=LARGE_RATE)
+    batch = cell.batch(GATE_ROWS)
+    usual = _update(cell, batch, setting)
+    with torch.autocast(device, torch.bfloat16):
+        inside = _update(cell, batch, setting)
+    multiplies, bookkeep.multiplies_bfloat16 = bookkeep.multiplies_bfloat16, lambda device: False
+    try:
+        widened = _update(cell, batch, setting)
+    finally:
+        bookkeep.multiplies_bfloat16 = multiplies
+    others = {"inside": inside, "widened": widened, "float32": _update(cell, batch, replace(setting, autocast=False))}
+    found = {name: float((other - usual).norm() / usual.norm()) for name, other in others.items()}
+    alone = [_update(cell, (batch[0][i : i + 1], batch[1][i : i + 1]), setting) for i in range(GATE_ROWS)]
+    return found | {"overshoot": max(float(one.norm()) for one in alone) / setting.max_norm - 1}
+
+
+def _update(cell: Cell, batch: Batch, setting: Setting) -> Tensor:
+    """Returns the sum of the clipped gradients of a step, read from how the weights moved."""
+    torch.manual_seed(0)
+    model = cell.make().to(setting.device)
+    batch = batch[0].to(setting.device), batch[1].to(setting.device)
+    runner = CONTENDERS["dpengine auto"].build(cell, model, batch, setting)
+    before = {name: weight.detach().clone() for name, weight in runner.weights().items()}
+    runner.step()
+    moved = [(weight.detach() - before[name]).flatten().double() for name, weight in runner.weights().items()]
+    return torch.cat(moved) * (len(batch[0]) / setting.rate)
 
 
 def measure(cell: Cell, device: str, steps: int, ways: tuple[str, ...]) -> dict[str, Any]:
@@ -227,6 +241,7 @@ def main() -> None:
     torch.backends.cudnn.allow_tf32 = False  # deviations are those of the engine, not of the convolutions
     cuda, cells = given.device == "cuda", TINY if given.tiny else LARGE
     gate = TINY if given.tiny else {n: c for n, c in CELLS.items() if n != "mlp-1024"} | {"resnet": TINY["resnet"]}
+    under_autocast = TINY if given.tiny or not cuda else {name: CELLS[name] for name in ("mlp", "vit", "bert", "gpt")}
     results: dict[str, Any] = {
         "torch": torch.__version__,
         "device": torch.cuda.get_device_name() if cuda else "cpu",
@@ -237,7 +252,7 @@ def main() -> None:
         "sums": lambda: check_sums(
             given.device, {n: c for n, c in gate.items() if given.gate is None or n in given.gate}
         ),
-        "autocast": lambda: {name: check_autocast(given.device, cell) for name, cell in TINY.items()},
+        "autocast": lambda: {name: check_autocast(given.device, cell) for name, cell in under_autocast.items()},
         "noise": lambda: noise.measure([1 << 16 if given.tiny else 1 << 27], 3, given.device),
     }
     parts |= {

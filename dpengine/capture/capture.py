@@ -38,6 +38,19 @@ _peek_transform = _functorch.peek_interpreter_stack  # None outside torch.func.v
 _watched: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # modules of all models that are attached
 
 
+_NOTHING = contextlib.nullcontext()
+
+
+def without_autocast() -> contextlib.AbstractContextManager[object]:
+    """Returns a context without autocast, which would round gradients, norms and sums where backward runs inside it."""
+    if not (torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")):
+        return _NOTHING
+    stack = contextlib.ExitStack()
+    for device_type in ("cpu", "cuda"):
+        stack.enter_context(torch.autocast(device_type, enabled=False))
+    return stack
+
+
 class CaptureState(enum.Enum):
     """Where capture is in its life."""
 
@@ -195,13 +208,15 @@ class Capture:
         """Passes a layer call on. Forward passes inside the receiver are not recorded: a sampler may run the layer."""
         before, self.state = self.state, CaptureState.PAUSED
         try:
-            self.recipient.receive(call, uses, rule)
+            with without_autocast():
+                self.recipient.receive(call, uses, rule)
         finally:
             self.state = before
 
     def report_rows(self, use: Use, grad: Tensor) -> None:
         """Passes the per-sample gradient of a parameter on."""
-        self.recipient.receive_rows(use, grad)
+        with without_autocast():
+            self.recipient.receive_rows(use, grad)
 
     @contextlib.contextmanager
     def redirected(self, recipient: Recipient, rows: int | None) -> Iterator[None]:

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from dpengine.capture.capture import without_autocast
 from dpengine.capture.named_parameters import NamedParameters
 from dpengine.capture.record import LayerCall, Use
 from dpengine.capture.replay import Replay
@@ -217,55 +218,63 @@ class PassClipper:
         ranks must pass the same ``fingerprint``. A layer with another number of samples raises BatchMismatchError; a
         ``.grad`` that autograd filled raises MissingGradientError.
         """
-        mode = recorded.mode
         try:
-            trainable = self.follow()
-            if self.capture.leaks:
-                self.check_leaks()
-            probed_B = recorded.probed_B
-            if probed_B is None and (units is not None or self.only is not None) and self.probe.due:
-                # The probe compares samples, not units, over all parameters.
-                probed_B = mode.sq_norms(dict.fromkeys(mode.parameters, 0), 1, 1.0).sum(dim=1)
-            if self.only is not None:
-                mode.keep(self.only)
-                if not trainable:
-                    raise ParameterMismatchError(
-                        "No parameter of the optimizer is a trainable parameter of the model: all of them were frozen "
-                        "or replaced.",
-                        fix="Unfreeze them, or call engine.detach(model), build the optimizer anew, and call "
-                        "make_private again.",
-                    )
-            self._check_samples(mode, samples)
-            took_part = mode.parameters
-            self._check_parameters(took_part, trainable)
-            scale = recorded.scale / loss_scale
-            if units is not None:
-                mode.combine(units)
-            self.contributed.update(took_part)
-            grouping = self.grouping(trainable)
-            try:
-                statistics = add_clipped(
-                    mode,
-                    self.policy,
-                    self.buffer,
-                    grouping,
-                    scale=scale,
-                    topology=self.topology,
-                    fingerprint=fingerprint,
-                )
-                # The probe comes last, when what was held of the batch is free: it needs as much once more.
-                norms_BK = statistics.norms_BK
-                if probed_B is None:
-                    probed_B = torch.zeros(0) if norms_BK is None else norms_BK.square().sum(dim=1) / scale**2
-                self.probe.after(recorded.replay, probed_B)
-            except BaseException:
-                self.zero()
-                raise
-            return statistics
+            with without_autocast():
+                return self._clip(recorded, samples, recorded.scale / loss_scale, units, fingerprint)
         finally:
             if recorded.mode is not self.mode:
                 recorded.mode.clear()
             self.forget()
+
+    def _clip(
+        self,
+        recorded: RecordedPass,
+        samples: int | None,
+        scale: float,
+        units: Units | None,
+        fingerprint: tuple[object, ...],
+    ) -> ClipStatistics:
+        mode, probed_B, trainable = recorded.mode, recorded.probed_B, self.follow()
+        if self.capture.leaks:
+            self.check_leaks()
+        if probed_B is None and (units is not None or self.only is not None) and self.probe.due:
+            # The probe compares samples, not units, over all parameters.
+            probed_B = mode.sq_norms(dict.fromkeys(mode.parameters, 0), 1, 1.0).sum(dim=1)
+        if self.only is not None:
+            mode.keep(self.only)
+            if not trainable:
+                raise ParameterMismatchError(
+                    "No parameter of the optimizer is a trainable parameter of the model: all of them were frozen or "
+                    "replaced.",
+                    fix="Unfreeze them, or call engine.detach(model), build the optimizer anew, and call make_private "
+                    "again.",
+                )
+        self._check_samples(mode, samples)
+        took_part = mode.parameters
+        self._check_parameters(took_part, trainable)
+        if units is not None:
+            mode.combine(units)
+        self.contributed.update(took_part)
+        grouping = self.grouping(trainable)
+        try:
+            statistics = add_clipped(
+                mode,
+                self.policy,
+                self.buffer,
+                grouping,
+                scale=scale,
+                topology=self.topology,
+                fingerprint=fingerprint,
+            )
+            # The probe comes last, when what was held of the batch is free: it needs as much once more.
+            norms_BK = statistics.norms_BK
+            if probed_B is None:
+                probed_B = torch.zeros(0) if norms_BK is None else norms_BK.square().sum(dim=1) / scale**2
+            self.probe.after(recorded.replay, probed_B)
+        except BaseException:
+            self.zero()
+            raise
+        return statistics
 
     def grouping(self, trainable: Mapping[str, nn.Parameter] | None = None) -> Grouping:
         """Groups of the trainable parameters by the policy in force."""

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from dpengine.capture.record import LayerCall, LayerUses, Use
+from dpengine.grad_samplers.machine import multiplies_bfloat16
 from dpengine.grad_samplers.sampler import JointSampler, NormedRule
 
 from .choose_method import MethodTable, Plan, Planner, plan_key
@@ -57,7 +58,8 @@ class Bookkeep(AbstractGradients):
         self._receive(call, uses, rule)
 
     def _receive(self, call: LayerCall, uses: Mapping[str, Use], rule: Any) -> None:
-        call = widened(call)
+        if not _stays_narrow(call, uses, rule):
+            call = widened(call)
         if isinstance(rule, NormedRule):
             if self._quiet is not None:
                 self._receive_normed(call, uses, rule)
@@ -267,6 +269,16 @@ class Bookkeep(AbstractGradients):
         self._waiting, self._layout, self._matrix = [], None, None
         self.rows = {}
         self._scratch.start_again()
+
+
+def _stays_narrow(call: LayerCall, uses: Mapping[str, Use], rule: Any) -> bool:
+    """Whether the grad samplers of a call take its bfloat16 tensors as they are."""
+    grads = call.grad_output
+    if not isinstance(grads, Tensor) or grads.dtype is not torch.bfloat16 or not isinstance(rule, Mapping):
+        return False
+    return multiplies_bfloat16(grads.device) and all(
+        rule[name].takes_bfloat16 and use.place is None for name, use in uses.items()
+    )
 
 
 def _placed(grad: Tensor, use: Use) -> Tensor:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from dpengine.capture.record import LayerCall, Use
 from dpengine.grad_samplers.gram import GramNorm, gram_norms, norms
+from dpengine.grad_samplers.linear import PRODUCT_ERROR
 from dpengine.grad_samplers.machine import memory_for
 from dpengine.grad_samplers.sampler import GradSampler
 from dpengine.grad_samplers.tied import tied_norm
@@ -19,7 +20,7 @@ from dpengine.kernels import products as native
 
 from .flat_buffer import Sums, wide
 from .method import Method, Way
-from .rows import Units, in_rows, some_rows, without_rows, zeroed
+from .rows import Units, in_rows, some_rows, widened, without_rows, zeroed
 
 CHUNK_BYTES = 4 * 2**20  # bytes of per-sample gradients formed at a time where they are not kept; the cache has room
 _LEFT = 2.0**-11  # of the threshold is one rounding, at most, of the sum of a row whose parts cancel
@@ -82,6 +83,7 @@ class Entry:
         """Several calls by one sampler become one where it knows how."""
         if len(self.calls) < 2 or self.kept is not None:
             return
+        self.calls = [(widened(call), sampler) for call, sampler in self.calls]
         by_sampler: dict[int, list[tuple[LayerCall, GradSampler]]] = {}
         for call, sampler in self.calls:
             plain = sampler.plain or sampler
@@ -119,7 +121,10 @@ class Entry:
                 self.calls = []
             assert self.kept is not None
             return sq_norms(self.kept) if found is None else found
-        return self._raised(self._discarded(way.name, rows, scratch), self._spread())
+        sq_norm_B, spread_B = self._discarded(way.name, rows, scratch), self._spread()
+        if spread_B is not None and self.calls[0][0].grad_output.dtype is torch.bfloat16:
+            sq_norm_B = (sq_norm_B.sqrt() + PRODUCT_ERROR * spread_B).square()
+        return self._raised(sq_norm_B, spread_B)
 
     def add_sum(self, weight_B: Tensor, scale: float, into: Sums) -> None:
         """Adds ``scale`` times the weighted sum of gradients. Weights are 1 at most."""
@@ -131,7 +136,7 @@ class Entry:
             weight_B = weight_B.to(flat_BP.dtype)
             into.fill(parameter, partial(_add_product, flat_BP, weight_B, scale))
         for call, sampler in self.calls:
-            if sampler.add_weighted_sum is not None and dtype is call.grad_output.dtype:
+            if sampler.add_weighted_sum is not None and dtype is wide(call.grad_output.dtype):
                 add = sampler.add_weighted_sum
                 into.fill(parameter, lambda out, keep: add(call, weight_B, scale, keep, out))  # noqa: B023 - at once
             else:
@@ -173,7 +178,7 @@ class Entry:
             return torch.cat([sq_norms(self._form(name, i, min(i + step, rows), rows)) for i in starts])
         ((call, _),) = self.calls
         grad = call.grad_output
-        out = scratch.take((step, *self.use.shape), grad.dtype, grad.device)
+        out = scratch.take((step, *self.use.shape), wide(grad.dtype), grad.device)
         parts = []
         for i in starts:
             some = out[: min(step, rows - i)]
@@ -197,7 +202,7 @@ class Entry:
         if write is None or not rows:
             return self._form(name, 0, rows, rows), None
         grad = call.grad_output
-        out = scratch.take((rows, *self.use.shape), grad.dtype, grad.device)
+        out = scratch.take((rows, *self.use.shape), wide(grad.dtype), grad.device)
         return out, write(call, out)
 
     def _raised(self, sq_norm_B: Tensor, spread_B: Tensor | None) -> Tensor:

@@ -97,14 +97,16 @@ def _norms_of(products: Sequence[Factors]) -> list[GramNorm]:
         places = {key: i for i, key in enumerate(tensors)}
         found = native.gram_norms([*tensors.values()], [[places[_key(f)] for f in factors] for factors in products])
         return [GramNorm(*norm) for norm in zip(found[0], _long(found[1], length), strict=True)]
-    dtype = torch.float64 if in_float64 else products[0][0].dtype
+    dtype = torch.float64 if in_float64 else torch.promote_types(products[0][0].dtype, torch.float32)
     entries = (len(tensors) + 1) * length * _tile(length, dtype) + length * sum(t.shape[2] for t in tensors.values())
     step = max(1, memory_for(products[0][0].device, WORKSPACE_BYTES) // (dtype.itemsize * entries))
     parts = []
     for i in range(0, rows, step):
         cut = {key: tensor[i : i + step].to(dtype) for key, tensor in tensors.items()}
         chunks = [[cut[_key(factor)] for factor in factors] for factors in products]
-        parts.append(_guarded(chunks) if dtype is products[0][0].dtype else _gram_sums(chunks))
+        parts.append(
+            _gram_sums(chunks) if in_float64 and products[0][0].dtype is not torch.float64 else _guarded(chunks)
+        )
     if len(parts) == 1:
         return parts[0]
     return [

@@ -1,6 +1,14 @@
 """Linear layers.
 
 Axes: B rows, T positions (all axes between the batch and the features, as one), I inputs, O outputs.
+
+Note [bfloat16 products]: the product of two bfloat16 numbers has 16 significant bits, so a GPU forms it exactly, and
+adds up the products of a matrix multiplication in float32. Its tensor cores align the terms of a block of at least 4
+with the largest and cut off what lies below, so a sum of T products is off by at most ``(T / 4 + 8) * 2**-23`` times
+the sum of their absolute values. `PRODUCT_ERROR` times `GradSampler.spread`, which grows by 1 for each 64 positions, is
+above that for every T. Where a norm is that of gradients formed in this way but the clipped sum comes from another
+product, the norm is raised by this bound. A factor times a bfloat16 number is split into three bfloat16 numbers whose
+sum it is, but for the rounding of float32.
 """
 
 from __future__ import annotations
@@ -17,6 +25,8 @@ from .gram import gram_operations, gram_sq_norm, spread_of
 from .machine import full_precision
 from .sampler import Cost, GradSampler
 
+PRODUCT_ERROR = 2.0**-19  # of note [bfloat16 products]
+
 
 def tokens(features: Tensor) -> Tensor:
     """``(B, ..., F)`` as ``(B, T, F)``."""
@@ -25,21 +35,53 @@ def tokens(features: Tensor) -> Tensor:
 
 def _acts_and_grads(call: LayerCall) -> tuple[Tensor, Tensor]:
     acts, grads = call.inputs[0] if call.inputs else call.kwargs["input"], call.grad_output
+    if grads.dtype is torch.bfloat16:  # under autocast the layer multiplied in that type
+        acts = acts.to(grads.dtype)
     if grads.dim() == 2:
         return acts.unsqueeze(1), grads.unsqueeze(1)
     return acts.flatten(1, -2), grads.flatten(1, -2)
 
 
+def product(left_BMK: Tensor, right_BKN: Tensor, out: Tensor | None = None) -> Tensor:
+    """Batched matrix product ``(B, M, N)``, in float32 for bfloat16 matrices. See note [bfloat16 products]."""
+    if left_BMK.dtype is not torch.bfloat16:
+        return torch.bmm(left_BMK, right_BKN, out=out)
+    if left_BMK.device.type != "cuda":
+        return torch.bmm(left_BMK.float(), right_BKN.float(), out=out)
+    return torch.bmm(left_BMK, right_BKN, out_dtype=torch.float32, out=out)
+
+
+def add_product(out: Tensor, left_MK: Tensor, right_KN: Tensor, scale: float, keep: float) -> None:
+    """Writes ``keep * out + scale * left_MK @ right_KN`` to ``out``, which may hold anything if ``keep`` is 0.
+
+    If one of the matrices is in bfloat16, the other one is split. See note [bfloat16 products].
+    """
+    if left_MK.dtype is right_KN.dtype:
+        torch.addmm(out, left_MK, right_KN, alpha=scale, beta=keep, out=out)
+        return
+    splits_left = right_KN.dtype is torch.bfloat16
+    rest = left_MK if splits_left else right_KN
+    for _ in range(3):
+        part = rest.bfloat16()
+        rest = rest - part
+        left, right = (part, right_KN) if splits_left else (left_MK, part)
+        if out.device.type == "cuda":
+            torch.addmm(out, left, right, out_dtype=torch.float32, alpha=scale, beta=keep, out=out)
+        else:
+            torch.addmm(out, left.float(), right.float(), alpha=scale, beta=keep, out=out)
+        keep = 1.0
+
+
 @full_precision()
 def _weight_grad(call: LayerCall) -> Tensor:
     acts_BTI, grads_BTO = _acts_and_grads(call)
-    return torch.bmm(grads_BTO.transpose(1, 2), acts_BTI)
+    return product(grads_BTO.transpose(1, 2), acts_BTI)
 
 
 @full_precision()
 def _write_weight_grad(call: LayerCall, out: Tensor) -> None:
     acts_BTI, grads_BTO = _acts_and_grads(call)
-    torch.bmm(grads_BTO.transpose(1, 2), acts_BTI, out=out)
+    product(grads_BTO.transpose(1, 2), acts_BTI, out)
 
 
 def _factors(call: LayerCall) -> tuple[Tensor, Tensor]:
@@ -56,7 +98,7 @@ def gram_cost(factors: Sequence[Tensor]) -> Cost:
     """Of a weight that is a sum over T of outer products of these factors."""
     length, features = factors[0].shape[1], [factor.shape[2] for factor in factors]
     product = 2.0 * length * math.prod(features)
-    norm = gram_operations(length, features, factors[0].dtype, factors[0].device)
+    norm = gram_operations(length, features, torch.promote_types(factors[0].dtype, torch.float32), factors[0].device)
     return Cost({"direct": product}, {} if norm is None else {"gram": norm}, product)
 
 
@@ -67,7 +109,7 @@ def _weight_cost(call: LayerCall) -> Cost:
 def _weighted(call: LayerCall, factor_B: Tensor) -> tuple[Tensor, Tensor]:
     """Output gradients and inputs of all positions of all rows, ``(B T, ...)``, the narrower times the factors."""
     acts_BTI, grads_BTO = _acts_and_grads(call)
-    factor_B11 = factor_B.to(acts_BTI.dtype).view(-1, 1, 1)
+    factor_B11 = factor_B.to(torch.promote_types(acts_BTI.dtype, torch.float32)).view(-1, 1, 1)
     if acts_BTI.shape[2] < grads_BTO.shape[2]:
         acts_BTI = acts_BTI * factor_B11
     else:
@@ -78,13 +120,17 @@ def _weighted(call: LayerCall, factor_B: Tensor) -> tuple[Tensor, Tensor]:
 @full_precision()
 def _weight_sum(call: LayerCall, factor_B: Tensor) -> Tensor:
     grads_NO, acts_NI = _weighted(call, factor_B)
-    return grads_NO.T @ acts_NI
+    if grads_NO.dtype is acts_NI.dtype:
+        return grads_NO.T @ acts_NI
+    out = torch.empty(grads_NO.shape[1], acts_NI.shape[1], device=acts_NI.device)
+    add_product(out, grads_NO.T, acts_NI, 1.0, 0.0)
+    return out
 
 
 @full_precision()
 def _add_weight_sum(call: LayerCall, factor_B: Tensor, scale: float, keep: float, out: Tensor) -> None:
     grads_NO, acts_NI = _weighted(call, factor_B)
-    torch.addmm(out, grads_NO.T, acts_NI, alpha=scale, beta=keep, out=out)
+    add_product(out, grads_NO.T, acts_NI, scale, keep)
 
 
 def _weight_spread(call: LayerCall) -> Tensor:
@@ -100,10 +146,11 @@ def _concat(calls: Sequence[LayerCall]) -> LayerCall:
 
 
 def _bias_grad(call: LayerCall) -> Tensor:
+    dtype = torch.promote_types(call.grad_output.dtype, torch.float32)
     if call.grad_output.dim() == 2:
-        return call.grad_output
+        return call.grad_output.to(dtype)
     grads_BTO = tokens(call.grad_output)
-    return grads_BTO.sum(dim=1) if grads_BTO.shape[1] != 1 else grads_BTO.squeeze(1)
+    return grads_BTO.sum(dim=1, dtype=dtype) if grads_BTO.shape[1] != 1 else grads_BTO.squeeze(1).to(dtype)
 
 
 SAMPLERS = {
@@ -119,6 +166,7 @@ SAMPLERS = {
         write_grads={"direct": _write_weight_grad},
         sq_norm_name="gram",
         settings=(),
+        takes_bfloat16=True,
     ),
-    "bias": GradSampler(_bias_grad, settings=()),
+    "bias": GradSampler(_bias_grad, settings=(), takes_bfloat16=True),
 }

@@ -1,4 +1,4 @@
-"""Device properties for first guesses of costs, and float32 products at full precision."""
+"""Device properties for first guesses of costs, and matrix products at full precision."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+_HAS_OUT_DTYPE = hasattr(torch.ops.aten.bmm, "dtype")  # since torch 2.8
 _FAST_IN_FLOAT64 = frozenset({(6, 0), (7, 0), (8, 0), (9, 0), (10, 0)})  # CUDA capabilities; others take 16 to 64 times
 
 
@@ -32,6 +33,11 @@ def memory_for(device: torch.device, on_cpu: int, *, most: int = 2**30) -> int:
     if device.type != "cuda":
         return max(on_cpu, 2**28)
     return min(most, torch.cuda.get_device_properties(device).total_memory // 32)
+
+
+def multiplies_bfloat16(device: torch.device) -> bool:
+    """Whether products of bfloat16 matrices can have a float32 result. See note [bfloat16 products] of `linear`."""
+    return device.type == "cuda" and _HAS_OUT_DTYPE and torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 def operations_per_byte(device: torch.device) -> float:

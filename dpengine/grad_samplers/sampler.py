@@ -72,6 +72,8 @@ class GradSampler:
         settings: Names of the attributes of the layer on which ``grad`` depends, besides its call. Gradients of layers
             with equal settings may then be formed in one call. None if these attributes are not known.
         stacked_name: The one of ``grads`` that forms them.
+        takes_bfloat16: Whether all of these also take bfloat16 tensors, and return float32 that was not rounded to
+            bfloat16. They get them on devices that multiply them so: see note [bfloat16 products] of `linear`.
         plain: What stands in where a parameter has several calls, since norms do not add; None for the sampler itself.
     """
 
@@ -91,6 +93,7 @@ class GradSampler:
     whole_calls: bool = False
     settings: tuple[str, ...] | None = None
     stacked_name: str = ""
+    takes_bfloat16: bool = False
     plain: GradSampler | None = None
 
     @cached_property

@@ -146,7 +146,7 @@ GUARDS = [
     Guard(
         "leaks",
         "a gradient that autograd filled",
-        "            if self.capture.leaks:\n                self.check_leaks()\n",
+        "        if self.capture.leaks:\n            self.check_leaks()\n",
         "",
         "faults/test_weights.py::test_f_m5_a_weight_used_past_its_layer_is_refused_and_charged",
     ),
