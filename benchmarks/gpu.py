@@ -29,7 +29,7 @@ from benchmarks.cells import CELLS, Batch, Cell, TokenLoss, next_words, text, ve
 from benchmarks.contenders import CONTENDERS, Contender, ours, start
 from benchmarks.gate import LARGE_RATE, judge
 from benchmarks.runner import Build, Runner, Setting
-from dpengine.grad_modes import bookkeep
+from dpengine.grad_modes import rows as grad_rows
 
 WAYS = ("plain", "dpengine auto", "dpengine ghost", "opacus hooks", "opacus ghost")
 MODES = ("auto", "hooks", "ghost", "functorch", "ew")
@@ -100,11 +100,11 @@ def check_autocast(device: str, cell: Cell) -> dict[str, float]:
     usual = _update(cell, batch, setting)
     with torch.autocast(device, torch.bfloat16):
         inside = _update(cell, batch, setting)
-    multiplies, bookkeep.multiplies_bfloat16 = bookkeep.multiplies_bfloat16, lambda device: False
+    multiplies, grad_rows.multiplies_bfloat16 = grad_rows.multiplies_bfloat16, lambda device: False
     try:
         widened = _update(cell, batch, setting)
     finally:
-        bookkeep.multiplies_bfloat16 = multiplies
+        grad_rows.multiplies_bfloat16 = multiplies
     others = {"inside": inside, "widened": widened, "float32": _update(cell, batch, replace(setting, autocast=False))}
     found = {name: float((other - usual).norm() / usual.norm()) for name, other in others.items()}
     alone = [_update(cell, (batch[0][i : i + 1], batch[1][i : i + 1]), setting) for i in range(GATE_ROWS)]

@@ -11,14 +11,13 @@ import torch
 from torch import Tensor, nn
 
 from dpengine.capture.record import LayerCall, LayerUses, Use
-from dpengine.grad_samplers.machine import multiplies_bfloat16
 from dpengine.grad_samplers.sampler import JointSampler, NormedRule
 
 from .choose_method import MethodTable, Plan, Planner, plan_key
 from .entry import Entry, Scratch, gram_sq_norms, sq_norms
 from .flat_buffer import Sums, wide
 from .method import Choice, Method
-from .rows import Units, widened, zeroed
+from .rows import Units, stays_narrow, widened, zeroed
 from .stacks import Layout, Matrix, Waiting, bucket_of, layout_of, shape_key
 from .strategy import AbstractGradients, common_rows, joint_gradients, joint_parts, note_rows
 
@@ -58,7 +57,8 @@ class Bookkeep(AbstractGradients):
         self._receive(call, uses, rule)
 
     def _receive(self, call: LayerCall, uses: Mapping[str, Use], rule: Any) -> None:
-        if not _stays_narrow(call, uses, rule):
+        placed = not isinstance(rule, Mapping) or any(use.place is not None for use in uses.values())
+        if placed or not stays_narrow(call, [rule[name] for name in uses]):
             call = widened(call)
         if isinstance(rule, NormedRule):
             if self._quiet is not None:
@@ -269,16 +269,6 @@ class Bookkeep(AbstractGradients):
         self._waiting, self._layout, self._matrix = [], None, None
         self.rows = {}
         self._scratch.start_again()
-
-
-def _stays_narrow(call: LayerCall, uses: Mapping[str, Use], rule: Any) -> bool:
-    """Whether the grad samplers of a call take its bfloat16 tensors as they are."""
-    grads = call.grad_output
-    if not isinstance(grads, Tensor) or grads.dtype is not torch.bfloat16 or not isinstance(rule, Mapping):
-        return False
-    return multiplies_bfloat16(grads.device) and all(
-        rule[name].takes_bfloat16 and use.place is None for name, use in uses.items()
-    )
 
 
 def _placed(grad: Tensor, use: Use) -> Tensor:

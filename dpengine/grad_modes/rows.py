@@ -5,6 +5,7 @@ Axes: B samples, U units.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +14,8 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from dpengine.capture.record import LayerCall
+from dpengine.grad_samplers.machine import multiplies_bfloat16
+from dpengine.grad_samplers.sampler import GradSampler
 
 NARROW = frozenset({torch.float16, torch.bfloat16})
 
@@ -29,6 +32,14 @@ def widened(call: LayerCall) -> LayerCall:
         (call.inputs, dict(call.kwargs), call.grad_output, call.output),
     )
     return call.replace(inputs=inputs, kwargs=kwargs, grad_output=grad_output, output=output)
+
+
+def stays_narrow(call: LayerCall, samplers: Iterable[GradSampler]) -> bool:
+    """Whether the grad samplers take the bfloat16 tensors of a call as they are."""
+    grads = call.grad_output
+    if not isinstance(grads, Tensor) or grads.dtype is not torch.bfloat16:
+        return False
+    return multiplies_bfloat16(grads.device) and all(sampler.takes_bfloat16 for sampler in samplers)
 
 
 def without_rows(call: LayerCall, rows_B: Tensor) -> LayerCall:

@@ -24,7 +24,7 @@ from dpengine.grad_samplers.sampler import GradSampler
 
 from .flat_buffer import Columns, wide
 from .method import Choice, Method, Way
-from .rows import NARROW, widened
+from .rows import stays_narrow, widened
 
 SMALL_CALL_BYTES = 128 * 2**10  # of a layer's input and output gradient: stacked up to here
 SMALL_GRAD_BYTES = 2**20  # of the per-sample gradients of a parameter
@@ -68,13 +68,13 @@ class Stack:
         layer: One of them.
         at: Indices of the calls.
         parts: The parameters, by their name in the layer.
-        narrow: Whether inputs or output gradients are in half precision.
+        widens: Whether half-precision tensors must become float32.
     """
 
     layer: nn.Module
     at: tuple[int, ...]
     parts: tuple[Part, ...]
-    narrow: bool
+    widens: bool
 
     def grads(self, calls: Sequence[Waiting], rows: int) -> list[Tensor]:
         """Returns the per-sample gradients, ``(B, L * numel)`` for each part."""
@@ -83,7 +83,7 @@ class Stack:
             inputs = torch.stack([calls[i].call.inputs[0] for i in self.at], 1).flatten(0, 1)
             grads = torch.stack([calls[i].call.grad_output for i in self.at], 1).flatten(0, 1)
             call = LayerCall(call.layer, (inputs,), grads, name=call.name, mean_loss=call.mean_loss)
-        if self.narrow:
+        if self.widens:
             call = widened(call)
         return [part.grad(call).reshape(rows, -1) for part in self.parts]
 
@@ -165,20 +165,21 @@ def layout_of(
     first = calls[0].call.grad_output  # the matrix has one dtype and one device
     end, most = 0, min(MOST_COLUMNS, budget // (wide(first.dtype).itemsize * max(rows, 1)))
     for at in alike.values():
-        parts = []
+        parts, taken = [], []
         for name in _fitting(calls[at[0]], first, rows):
             uses = [calls[i].uses[name] for i in at]
             width = sum(use.numel for use in uses)
             if end + width > most or any(times[use.parameter] > 1 for use in uses):
                 continue
             parts.append(Part.of(calls[at[0]].rule[name], uses))
+            taken.append(name)
             for use in uses:
                 columns[use.parameter] = slice(end, end + use.numel)
                 end += use.numel
         if parts:
-            call = calls[at[0]].call
-            narrow = not NARROW.isdisjoint({call.inputs[0].dtype, call.grad_output.dtype})
-            stacks.append(Stack(call.layer, tuple(at), tuple(parts), narrow))
+            call, _, rule = calls[at[0]]
+            widens = widened(call) is not call and not stays_narrow(call, [rule[name] for name in taken])
+            stacks.append(Stack(call.layer, tuple(at), tuple(parts), widens))
     names = {use.parameter: use.name for waiting in calls for use in waiting.uses.values()}
     rest = tuple({n: use for n, use in w.uses.items() if use.parameter not in columns} for w in calls)
     return Layout(names, tuple(stacks), Columns(columns), rest)

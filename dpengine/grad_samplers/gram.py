@@ -118,12 +118,16 @@ def _norms_of(products: Sequence[Factors]) -> list[GramNorm]:
 def gram_operations(length: int, features: Sequence[int], dtype: torch.dtype, device: torch.device) -> float | None:
     """Operations of the Gram norms of one row, for a cost; None where the guard would be large for usual data."""
     # Of uncorrelated positions n^2 is about T |x|^2 |y|^2, and the guard gamma u T^2 |x|^2 |y|^2.
-    if length > 1 and not fast_in_float64(device) and _guard(features, dtype) * length >= _REDO / 2:
+    wide = torch.promote_types(dtype, torch.float32)
+    if length > 1 and not fast_in_float64(device) and _guard(features, wide) * length >= _REDO / 2:
         return None
     halved = 1 if length < 128 else 0.625  # four tiles a side: ten of sixteen are computed
     if device.type == "cpu" and dtype is torch.float32 and native.gram_fits(length, len(features)):
         halved = 0.5
-    return halved * length**2 * (2 * sum(features) + 4) * (2 if fast_in_float64(device) else 1)
+    slower = 1.0 if not fast_in_float64(device) else 2.0
+    if dtype is torch.bfloat16:  # the other products are formed in it
+        slower *= 8
+    return halved * length**2 * (2 * sum(features) + 4) * slower
 
 
 def _guard(features: Sequence[int], dtype: torch.dtype) -> float:

@@ -98,7 +98,7 @@ def gram_cost(factors: Sequence[Tensor]) -> Cost:
     """Of a weight that is a sum over T of outer products of these factors."""
     length, features = factors[0].shape[1], [factor.shape[2] for factor in factors]
     product = 2.0 * length * math.prod(features)
-    norm = gram_operations(length, features, torch.promote_types(factors[0].dtype, torch.float32), factors[0].device)
+    norm = gram_operations(length, features, factors[0].dtype, factors[0].device)
     return Cost({"direct": product}, {} if norm is None else {"gram": norm}, product)
 
 

@@ -11,7 +11,7 @@ from torch import nn
 
 from dpengine.capture.record import LayerCall
 from dpengine.clipping import Flat
-from dpengine.grad_modes import bookkeep, choose_method
+from dpengine.grad_modes import bookkeep, choose_method, rows
 from dpengine.grad_modes.method import Method, Way
 from dpengine.grad_samplers.linear import SAMPLERS, add_product
 
@@ -34,16 +34,15 @@ class Wide(nn.Module):
 
 @pytest.fixture
 def narrow(monkeypatch):
-    """Returns the dtypes of the calls that were received, with products of bfloat16 matrices on the CPU."""
-    monkeypatch.setattr(bookkeep, "multiplies_bfloat16", lambda device: True)
-    found, stays = [], bookkeep._stays_narrow
+    """Returns what was found of each call, with products of bfloat16 matrices on the CPU."""
+    monkeypatch.setattr(rows, "multiplies_bfloat16", lambda device: True)
+    found, stays = [], rows.stays_narrow
 
-    def watched(call, uses, rule):
-        answer = stays(call, uses, rule)
-        found.append(answer)
-        return answer
+    def watched(call, samplers):
+        found.append(stays(call, samplers))
+        return found[-1]
 
-    monkeypatch.setattr(bookkeep, "_stays_narrow", watched)
+    monkeypatch.setattr(bookkeep, "stays_narrow", watched)
     return found
 
 
@@ -68,7 +67,7 @@ def test_sums_and_norms_are_those_of_widened_tensors(way, narrow, monkeypatch):
     model = Wide()
     found, sums = clipped(copy.deepcopy(model))
     assert any(narrow)
-    monkeypatch.setattr(bookkeep, "multiplies_bfloat16", lambda device: False)
+    monkeypatch.setattr(rows, "multiplies_bfloat16", lambda device: False)
     expected, truth = clipped(model)
     assert relative_error(sums, truth) < 2e-5
     raised = way.method is Method.DISCARD
@@ -92,7 +91,7 @@ def test_a_tied_parameter_has_the_sums_of_widened_tensors(narrow, monkeypatch):
     words, targets = torch.randint(0, 40, (ROWS, POSITIONS)), torch.randint(0, 40, (ROWS,))
     _, sums = clipped(Tied(), batch=(words, targets))
     assert any(narrow)
-    monkeypatch.setattr(bookkeep, "multiplies_bfloat16", lambda device: False)
+    monkeypatch.setattr(rows, "multiplies_bfloat16", lambda device: False)
     _, truth = clipped(Tied(), batch=(words, targets))
     assert relative_error(sums, truth) < 2e-3  # the input of the last layer is rounded to bfloat16, or not
 
