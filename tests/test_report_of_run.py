@@ -183,7 +183,11 @@ def test_loaded_charges_keep_their_sampling_schemes_and_are_unknown_without():
     external_and_private(True, engine)
     state = engine.state_dict()
     assert after_loading(state).report().facts.other_samplings == ("external-poisson",)
-    del state["samplings"]  # as an earlier version stored it
+    state["samplings"] = sorted(
+        {origin["sampling"] for origin in state.pop("origins")}
+    )  # as earlier versions stored it
+    assert after_loading(state).report().facts.other_samplings == ("external-poisson",)
+    del state["samplings"]
     other = after_loading(state)
     assert other.report().facts.other_samplings == ("unknown",)
     assert sampling_light(other) == "not checked"
@@ -204,6 +208,65 @@ def test_a_ledger_file_keeps_the_sampling_schemes_of_its_runs_and_of_what_is_loa
     assert read(tmp_path / "run.ledger").history == list(engine.ledger.history)
 
 
-def test_a_state_with_samplings_that_are_no_names_is_refused():
-    with pytest.raises(LedgerError, match="samplings"):
-        PrivacyEngine().load_state_dict(PrivacyEngine().state_dict() | {"samplings": [1]})
+@pytest.mark.parametrize(
+    "wrong",
+    [{"origins": None, "samplings": [1]}, {"origins": 1}, {"origins": [1]}]
+    + [{"origins": [one]} for one in ({"sampling": 1}, {"relation": "near"}, {"relation": 1}, {"shoe_size": "42"})],
+    ids=str,
+)
+def test_a_state_with_damaged_origins_is_refused(wrong):
+    with pytest.raises(LedgerError, match=r"samplings|origin"):
+        PrivacyEngine().load_state_dict(PrivacyEngine().state_dict() | wrong)
+
+
+# A fact of several runs is one that holds for all of them. The runs are of one engine, or share a state or a file.
+
+CONSTANTS = {"sample_rate": 0.2, "expected_batch_size": 4}
+
+
+@pytest.fixture(params=["engine", "state", "file", "loaded into a file"])
+def two_runs(request, tmp_path):
+    """Makes two runs in turn, each with one step, and returns the second. Only the first is seeded."""
+
+    def one(engine, **options):
+        loop = make_loop(engine=engine, **{"noise_multiplier": 1.5, "target_delta": 1e-3} | options)
+        loop.step(*next(iter(loop.loader)))
+        return loop
+
+    def make(first, second, *, seed=None):
+        if request.param == "engine" and seed is not None:
+            pytest.skip("one engine has the same seed in all runs")
+        shared = {"ledger": tmp_path / "run.ledger"} if request.param == "file" else {}
+        loop = one(PrivacyEngine(seed=seed, **shared), **first)
+        loop.engine.detach(loop.model)
+        if request.param == "engine":
+            return one(loop.engine, **second)
+        shared = shared or ({"ledger": tmp_path / "other"} if request.param == "loaded into a file" else {})
+        engine = PrivacyEngine(**shared)
+        if request.param != "file":
+            engine.load_state_dict(loop.engine.state_dict())
+        return one(engine, **second)
+
+    return make
+
+
+@pytest.mark.parametrize("first", [{}, CONSTANTS])
+@pytest.mark.parametrize("second", [{}, CONSTANTS])
+def test_a_report_states_the_relation_of_all_runs(two_runs, first, second):
+    engine = two_runs(first, second).engine
+    private = first == second == CONSTANTS
+    report = engine.report().to_dict()
+    assert report["guarantee"]["adjacency"] == ("add-or-remove-one" if private else "zero-out")
+    assert report["run"]["constants_declared"] is private
+    assert report["data"]["n"]["value"] == (None if second else 24)  # a run that was given constants never shows it
+    assert report["guarantee"]["epsilon"] == engine.epsilon
+
+
+def test_a_state_without_a_relation_makes_the_number_of_rows_public():
+    loop = trained(noise_multiplier=1.5, target_delta=1e-3, **CONSTANTS)
+    state = loop.engine.state_dict()
+    del state["origins"]
+    other = PrivacyEngine()
+    other.load_state_dict(state)
+    make_loop(engine=other, noise_multiplier=1.5, target_delta=1e-3, **CONSTANTS)
+    assert other.report().facts.relation is Relation.ZERO_OUT

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import difflib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from numbers import Real
 from typing import TYPE_CHECKING, Any
@@ -13,6 +13,7 @@ import torch
 
 from dpengine.accounting.events import Relation, UnclaimedEvent
 from dpengine.accounting.ledger import Charge, Ledger
+from dpengine.accounting.origin import Origin, relation_of
 from dpengine.errors import AccountingRefusedError
 from dpengine.ledger_file.run_ledger import RunLedger
 from dpengine.report.facts import RunFacts
@@ -71,22 +72,28 @@ def about_run(run: Run) -> dict[str, Any]:
     return {"unit": run.unit, **goal, **run.step.plan.describe()}
 
 
-def samplings_of(engine: PrivacyEngine) -> list[str]:
-    """Returns the sampling schemes of all runs of an engine and of the charges in its ledger, sorted by name."""
-    return sorted({run.step.plan.sampling.law for run in engine.runs} | engine._books.samplings)
+def origin_of(run: Run) -> Origin:
+    """Returns what a report needs to know of a run."""
+    plan = run.step.plan
+    return Origin(plan.sampling.law, plan.relation)
+
+
+def origins_of(engine: PrivacyEngine) -> frozenset[Origin]:
+    """Returns the origins of all charges in the ledger of an engine."""
+    names = {run.step.ledger.run for run in engine.runs if isinstance(run.step.ledger, RunLedger)}
+    return frozenset(map(origin_of, engine.runs)) | engine._books.origins(without=names)
 
 
 def report_of_run(
     run: Run,
     ledger: Ledger,
-    relation: Relation,
-    samplings: Sequence[str],
+    origins: Collection[Origin],
     data: Mapping[str, Any],
     utility: Mapping[str, Any],
     excludes: tuple[str, ...],
 ) -> PrivacyReport:
-    """Creates the report of a ledger and of the last run that it holds; ``samplings`` are those of all its charges."""
-    plan, budget = run.step.plan, run.budget
+    """Creates the report of a ledger and of the last run that it holds; ``origins`` are those of all its charges."""
+    plan, budget, relation = run.step.plan, run.budget, relation_of(origins)
     device = next(run.model.parameters()).device.type
     topology = run.step.passes.topology
     spread = topology.everyone.size > 1
@@ -99,7 +106,8 @@ def report_of_run(
         delta=budget.delta,
         relation=relation,
         accountant=budget.accountant,
-        num_examples=plan.sampling.num_examples,
+        # The number of rows of the last run stays private if that run states add-or-remove, and another one does not.
+        num_examples=None if plan.relation is Relation.ADD_OR_REMOVE_ONE else plan.sampling.num_examples,
         unit=run.unit,
         # make_private states add-or-remove only for a run whose constants were all given.
         constants_declared=relation is Relation.ADD_OR_REMOVE_ONE,
@@ -112,7 +120,7 @@ def report_of_run(
         torch=torch.__version__,
         device=f"{device}, {topology.everyone.size} processes ({topology.name})" if spread else device,
         loss_checked=loss_was_checked(run.model) or None,  # None: not probed, as far as is known here
-        other_samplings=tuple(samplings),
+        other_samplings=tuple(origin.sampling for origin in origins),
         excludes=(*excludes, *([_RESUMED] if run.resumed and not knows_later else []), *([_SPREAD] if spread else [])),
     )
     return PrivacyReport(facts)
