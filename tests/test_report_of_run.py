@@ -270,3 +270,22 @@ def test_a_state_without_a_relation_makes_the_number_of_rows_public():
     other.load_state_dict(state)
     make_loop(engine=other, noise_multiplier=1.5, target_delta=1e-3, **CONSTANTS)
     assert other.report().facts.relation is Relation.ZERO_OUT
+
+
+def test_a_report_names_a_seed_of_an_earlier_run(two_runs):
+    report = two_runs({}, {}, seed=1).engine.report()
+    assert report.facts.noise["insecure_seed"] is True
+    assert "[INSECURE_SEED]" in str(report)
+    assert PrivacyReport.from_json(report.to_json()).to_dict() == report.to_dict()
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_a_report_names_each_generator_and_says_if_one_is_not_known(known):
+    state = trained(noise_multiplier=1.5).engine.state_dict()
+    (origin,) = state["origins"]
+    loaded = {"kind": "torch-philox", "cryptographic": False, "insecure_seed": False} if known else {}
+    state["origins"] = [{name: origin[name] for name in ("sampling", "relation")} | loaded]
+    noise = after_loading(state).report().facts.noise
+    assert noise["kind"] == ("chacha20, torch-philox" if known else "chacha20, unknown")
+    assert noise.get("cryptographic") is (False if known else None)
+    assert noise.get("insecure_seed") is (False if known else None)

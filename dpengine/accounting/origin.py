@@ -21,10 +21,16 @@ class Origin:
     Attributes:
         sampling: Its sampling scheme.
         relation: Which data sets are neighbours.
+        kind: The generator of its noise.
+        cryptographic: Whether that generator is cryptographic.
+        insecure_seed: Whether its noise follows from a seed that people can guess.
     """
 
     sampling: str = UNKNOWN_SAMPLING
     relation: Relation | None = None
+    kind: str | None = None
+    cryptographic: bool | None = None
+    insecure_seed: bool | None = None
 
     def state(self) -> dict[str, Any]:
         """Returns what is known as plain JSON values, from which `origins_in` makes an equal origin."""
@@ -65,7 +71,13 @@ def _origin(stored: Mapping[str, Any]) -> Origin:
         raise LedgerError(f"The engine's state has an origin that cannot be read: {error}", fix=_FIX) from error
 
 
-_TYPES: Mapping[str, type] = {"sampling": str, "relation": str}
+_TYPES: Mapping[str, type] = {
+    "sampling": str,
+    "relation": str,
+    "kind": str,
+    "cryptographic": bool,
+    "insecure_seed": bool,
+}
 
 
 def relation_of(origins: Iterable[Origin]) -> Relation:

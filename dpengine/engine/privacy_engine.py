@@ -39,7 +39,7 @@ from .pass_clipper import PassClipper
 from .progress import progress
 from .rank_consistency import refuse_disagreement
 from .run import Run
-from .run_report import about_run, metrics_of_run, origins_of, refuse_unknown_facts, report_of_run
+from .run_report import about_run, metrics_of_run, noise_of, origins_of, refuse_unknown_facts, report_of_run
 from .shared_dataset_check import SharedDatasetCheck
 from .step import PrivateStep
 
@@ -213,7 +213,7 @@ class PrivacyEngine(argument_checks.Uncopied):
     def _enter(self, run: Run, asked: Mapping[str, Any], chunks: tuple[int | None, int]) -> None:
         argument_checks.tell_of_plan(run.step.plan)
         refuse_disagreement(run, *chunks)
-        self._books.begin(run.step.ledger, about_run(run), asked=asked, noise=run.step.source.describe())
+        self._books.begin(run.step.ledger, about_run(run), asked=asked, noise=noise_of(run))
         if not run.attached:
             run.attach()  # the first change to anything of the user's: all that may be refused was refused
         self.runs.append(run)

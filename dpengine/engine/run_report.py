@@ -16,6 +16,7 @@ from dpengine.accounting.ledger import Charge, Ledger
 from dpengine.accounting.origin import Origin, relation_of
 from dpengine.errors import AccountingRefusedError
 from dpengine.ledger_file.run_ledger import RunLedger
+from dpengine.report.all_runs import noise_of_all
 from dpengine.report.facts import RunFacts
 from dpengine.report.report import PrivacyReport
 from dpengine.validation.loss import loss_was_checked
@@ -74,8 +75,13 @@ def about_run(run: Run) -> dict[str, Any]:
 
 def origin_of(run: Run) -> Origin:
     """Returns what a report needs to know of a run."""
-    plan = run.step.plan
-    return Origin(plan.sampling.law, plan.relation)
+    plan, noise = run.step.plan, noise_of(run)
+    return Origin(plan.sampling.law, plan.relation, noise["kind"], noise["cryptographic"], noise["insecure_seed"])
+
+
+def noise_of(run: Run) -> dict[str, Any]:
+    """Returns what the source of a run's noise says of itself, on the device of the model."""
+    return run.step.source.describe(next(run.model.parameters()).device)
 
 
 def origins_of(engine: PrivacyEngine) -> frozenset[Origin]:
@@ -111,7 +117,7 @@ def report_of_run(
         unit=run.unit,
         # make_private states add-or-remove only for a run whose constants were all given.
         constants_declared=relation is Relation.ADD_OR_REMOVE_ONE,
-        noise=run.step.source.describe(device),
+        noise={"largest_normal": noise_of(run)["largest_normal"], **noise_of_all(origins)},
         ledger_on_disk=isinstance(books, RunLedger),
         target_epsilon=budget.target_epsilon,
         planned_steps=budget.planned_steps,

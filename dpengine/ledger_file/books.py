@@ -253,7 +253,9 @@ def _origins_of(facts: Mapping[str, Any]) -> tuple[Origin, ...]:
     about = facts["about"]
     if "origins" in about or "samplings" in about:  # of charges that were loaded
         return origins_in(about)
-    return origins_in({"origins": [{name: about[name] for name in ("sampling", "relation") if name in about}]})
+    said = about | facts["noise"]
+    names = ("sampling", "relation", "kind", "cryptographic", "insecure_seed")
+    return origins_in({"origins": [{name: said[name] for name in names if name in said}]})
 
 
 def _followed(path: Path, told: _Told) -> Ledger:

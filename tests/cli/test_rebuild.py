@@ -186,3 +186,8 @@ def test_the_relation_of_an_engine_state_is_not_guessed(tmp_path, capsys):
             del state["origins"]
         assert main(["report", str(write_state(tmp_path / relation, state)), "--json"]) == 0
         assert json.loads(capsys.readouterr().out)["guarantee"]["adjacency"] == relation
+
+
+def test_the_noise_of_an_engine_state_is_in_the_report(engine, tmp_path, capsys):
+    assert main(["report", str(write_state(tmp_path / "run", engine.state_dict())), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["run"]["seed_policy"] == "operating-system entropy"
