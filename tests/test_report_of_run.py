@@ -5,7 +5,7 @@ import pytest
 import torch
 from loops import examples, make_loop
 
-from dpengine import PrivacyEngine
+from dpengine import PrivacyEngine, check_loss
 from dpengine.accounting import Charge, GaussianEvent, Relation, epsilon_of
 from dpengine.errors import AccountingRefusedError, LedgerError
 from dpengine.ledger_file.contents import read
@@ -289,3 +289,27 @@ def test_a_report_names_each_generator_and_says_if_one_is_not_known(known):
     assert noise["kind"] == ("chacha20, torch-philox" if known else "chacha20, unknown")
     assert noise.get("cryptographic") is (False if known else None)
     assert noise.get("insecure_seed") is (False if known else None)
+
+
+def test_a_report_says_that_the_loss_was_probed_only_if_it_was_in_all_runs(two_runs):
+    second = two_runs({}, {})
+    check_loss(second.model, torch.nn.functional.cross_entropy, examples().tensors)
+    assert second.engine.report().facts.loss_checked is None
+
+
+def test_a_state_keeps_that_the_loss_was_probed():
+    first = trained(noise_multiplier=1.5)
+    check_loss(first.model, torch.nn.functional.cross_entropy, examples().tensors)
+    assert first.engine.report().facts.loss_checked is True
+    other = PrivacyEngine()
+    other.load_state_dict(first.engine.state_dict())
+    second = make_loop(engine=other, noise_multiplier=1.5)
+    assert other.report().facts.loss_checked is None
+    check_loss(second.model, torch.nn.functional.cross_entropy, examples().tensors)
+    assert other.report().facts.loss_checked is True
+
+
+def test_the_probe_of_a_run_with_a_ledger_file_is_in_its_report(tmp_path):
+    loop = trained(engine=PrivacyEngine(ledger=tmp_path / "run.ledger"), noise_multiplier=1.5)
+    check_loss(loop.model, torch.nn.functional.cross_entropy, examples().tensors)
+    assert loop.engine.report().facts.loss_checked is True

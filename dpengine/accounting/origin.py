@@ -24,6 +24,7 @@ class Origin:
         kind: The generator of its noise.
         cryptographic: Whether that generator is cryptographic.
         insecure_seed: Whether its noise follows from a seed that people can guess.
+        loss_checked: Whether its rows were probed for dependence on each other, and none was found.
     """
 
     sampling: str = UNKNOWN_SAMPLING
@@ -31,6 +32,7 @@ class Origin:
     kind: str | None = None
     cryptographic: bool | None = None
     insecure_seed: bool | None = None
+    loss_checked: bool | None = None
 
     def state(self) -> dict[str, Any]:
         """Returns what is known as plain JSON values, from which `origins_in` makes an equal origin."""
@@ -77,6 +79,7 @@ _TYPES: Mapping[str, type] = {
     "kind": str,
     "cryptographic": bool,
     "insecure_seed": bool,
+    "loss_checked": bool,
 }
 
 

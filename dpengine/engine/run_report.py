@@ -16,7 +16,7 @@ from dpengine.accounting.ledger import Charge, Ledger
 from dpengine.accounting.origin import Origin, relation_of
 from dpengine.errors import AccountingRefusedError
 from dpengine.ledger_file.run_ledger import RunLedger
-from dpengine.report.all_runs import noise_of_all
+from dpengine.report.all_runs import loss_checked_of_all, noise_of_all
 from dpengine.report.facts import RunFacts
 from dpengine.report.report import PrivacyReport
 from dpengine.validation.loss import loss_was_checked
@@ -76,7 +76,14 @@ def about_run(run: Run) -> dict[str, Any]:
 def origin_of(run: Run) -> Origin:
     """Returns what a report needs to know of a run."""
     plan, noise = run.step.plan, noise_of(run)
-    return Origin(plan.sampling.law, plan.relation, noise["kind"], noise["cryptographic"], noise["insecure_seed"])
+    return Origin(
+        sampling=plan.sampling.law,
+        relation=plan.relation,
+        kind=noise["kind"],
+        cryptographic=noise["cryptographic"],
+        insecure_seed=noise["insecure_seed"],
+        loss_checked=loss_was_checked(run.model) or None,  # None: not probed, as far as is known here
+    )
 
 
 def noise_of(run: Run) -> dict[str, Any]:
@@ -125,7 +132,7 @@ def report_of_run(
         utility=utility,
         torch=torch.__version__,
         device=f"{device}, {topology.everyone.size} processes ({topology.name})" if spread else device,
-        loss_checked=loss_was_checked(run.model) or None,  # None: not probed, as far as is known here
+        loss_checked=loss_checked_of_all(origins),
         other_samplings=tuple(origin.sampling for origin in origins),
         excludes=(*excludes, *([_RESUMED] if run.resumed and not knows_later else []), *([_SPREAD] if spread else [])),
     )

@@ -20,6 +20,11 @@ def noise_of_all(origins: Collection[Origin]) -> dict[str, Any]:
     return {name: value for name, value in noise.items() if value is not None}
 
 
+def loss_checked_of_all(origins: Collection[Origin]) -> bool | None:
+    """Returns whether the rows of each run were probed for dependence on each other, as ``RunFacts.loss_checked``."""
+    return _for_all(one.loss_checked for one in origins)
+
+
 def _for_all(values: Iterable[bool | None]) -> bool | None:
     """Whether something holds for all runs; None if it is not known of some and false for none."""
     found = set(values)
