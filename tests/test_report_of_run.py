@@ -5,7 +5,7 @@ import pytest
 import torch
 from loops import examples, make_loop
 
-from dpengine import PrivacyEngine, check_loss
+from dpengine import PrivacyEngine, check_loss, checkpoint
 from dpengine.accounting import Charge, GaussianEvent, Relation, epsilon_of
 from dpengine.errors import AccountingRefusedError, LedgerError
 from dpengine.ledger_file.contents import read
@@ -313,3 +313,24 @@ def test_the_probe_of_a_run_with_a_ledger_file_is_in_its_report(tmp_path):
     loop = trained(engine=PrivacyEngine(ledger=tmp_path / "run.ledger"), noise_multiplier=1.5)
     check_loss(loop.model, torch.nn.functional.cross_entropy, examples().tensors)
     assert loop.engine.report().facts.loss_checked is True
+
+
+def test_a_report_says_that_an_earlier_run_went_on_from_a_checkpoint(tmp_path):
+    checkpoint.save(tmp_path / "run", trained(noise_multiplier=1.5).engine)
+    resumed = make_loop(noise_multiplier=1.5)
+    checkpoint.load(tmp_path / "run", resumed.engine)
+    make_loop(engine=resumed.engine, noise_multiplier=1.5)
+    for engine in (resumed.engine, after_loading(resumed.engine.state_dict())):
+        assert "Releases of the process that saved the checkpoint" in " ".join(engine.report().facts.excludes)
+
+
+@pytest.mark.parametrize(
+    ("number", "says"), [(1, ""), (2, "the network between the processes, and"), (None, "of loaded charges, if there")]
+)
+def test_a_report_says_that_several_processes_shared_an_earlier_run(number, says):
+    state = trained(noise_multiplier=1.5).engine.state_dict()
+    (origin,) = state["origins"]
+    assert origin.pop("processes") == 1
+    origin |= {} if number is None else {"processes": number}
+    (found,) = after_loading(state).report().facts.excludes or [""]
+    assert says in found and bool(says) == bool(found)

@@ -25,6 +25,8 @@ class Origin:
         cryptographic: Whether that generator is cryptographic.
         insecure_seed: Whether its noise follows from a seed that people can guess.
         loss_checked: Whether its rows were probed for dependence on each other, and none was found.
+        processes: How many processes shared it.
+        resumed: Whether it went on from a checkpoint, and later releases of the process that saved it may be missing.
     """
 
     sampling: str = UNKNOWN_SAMPLING
@@ -33,6 +35,8 @@ class Origin:
     cryptographic: bool | None = None
     insecure_seed: bool | None = None
     loss_checked: bool | None = None
+    processes: int | None = None
+    resumed: bool = False
 
     def state(self) -> dict[str, Any]:
         """Returns what is known as plain JSON values, from which `origins_in` makes an equal origin."""
@@ -80,6 +84,8 @@ _TYPES: Mapping[str, type] = {
     "cryptographic": bool,
     "insecure_seed": bool,
     "loss_checked": bool,
+    "processes": int,
+    "resumed": bool,
 }
 
 

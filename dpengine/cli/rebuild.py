@@ -14,7 +14,7 @@ from dpengine.accounting.events import CyclicGaussianEvent, GaussianEvent, Poiss
 from dpengine.accounting.ledger import UNKNOWN_SAMPLING, Ledger
 from dpengine.accounting.origin import origins_in, relation_of
 from dpengine.errors import CorruptFileError, PrivacyError
-from dpengine.report.all_runs import loss_checked_of_all, noise_of_all
+from dpengine.report.all_runs import excludes_of_all, loss_checked_of_all, noise_of_all
 from dpengine.report.facts import RunFacts
 from dpengine.report.reading import REPORT_FILE
 from dpengine.report.report import PrivacyReport
@@ -102,4 +102,5 @@ def _facts_of_engine(state: Mapping[str, Any]) -> RunFacts:
     rest: dict[str, Any] = {"accountant": state["accountant"], "other_samplings": tuple(samplings) if events else ()}
     rest |= {"constants_declared": relation is Relation.ADD_OR_REMOVE_ONE or None}
     rest |= {"noise": noise_of_all(origins), "loss_checked": loss_checked_of_all(origins)}
+    rest["excludes"] = tuple(excludes_of_all(origins))
     return RunFacts(plan, ledger.history, state["delta"], relation, **rest)

@@ -16,7 +16,7 @@ from dpengine.accounting.ledger import Charge, Ledger
 from dpengine.accounting.origin import Origin, relation_of
 from dpengine.errors import AccountingRefusedError
 from dpengine.ledger_file.run_ledger import RunLedger
-from dpengine.report.all_runs import loss_checked_of_all, noise_of_all
+from dpengine.report.all_runs import excludes_of_all, loss_checked_of_all, noise_of_all
 from dpengine.report.facts import RunFacts
 from dpengine.report.report import PrivacyReport
 from dpengine.validation.loss import loss_was_checked
@@ -57,15 +57,6 @@ def refuse_unknown_facts(data: Any, utility: Any, excludes: Any) -> None:
     raise TypeError(f"excludes is a {found}; pass a list of sentences, such as ['the tuning of the rates'].")
 
 
-_SPREAD = (
-    "the network between the processes, and whoever reads along there: sums travel before all of their noise is in"
-)
-_RESUMED = (
-    "Releases of the process that saved the checkpoint from which this run went on, if they came after it and are not "
-    "in this ledger."
-)
-
-
 def about_run(run: Run) -> dict[str, Any]:
     """What a ledger file says of a run: nothing that is private, and nothing of the machine."""
     budget = run.budget
@@ -75,7 +66,7 @@ def about_run(run: Run) -> dict[str, Any]:
 
 def origin_of(run: Run) -> Origin:
     """Returns what a report needs to know of a run."""
-    plan, noise = run.step.plan, noise_of(run)
+    plan, books, noise = run.step.plan, run.step.ledger, noise_of(run)
     return Origin(
         sampling=plan.sampling.law,
         relation=plan.relation,
@@ -83,6 +74,8 @@ def origin_of(run: Run) -> Origin:
         cryptographic=noise["cryptographic"],
         insecure_seed=noise["insecure_seed"],
         loss_checked=loss_was_checked(run.model) or None,  # None: not probed, as far as is known here
+        processes=run.step.passes.topology.everyone.size,
+        resumed=run.resumed and not (isinstance(books, RunLedger) and books.knows_later),
     )
 
 
@@ -110,8 +103,6 @@ def report_of_run(
     device = next(run.model.parameters()).device.type
     topology = run.step.passes.topology
     spread = topology.everyone.size > 1
-    books = run.step.ledger
-    knows_later = isinstance(books, RunLedger) and books.knows_later
     facts = RunFacts(
         plan=plan.describe(),
         history=ledger.history,
@@ -125,7 +116,7 @@ def report_of_run(
         # make_private states add-or-remove only for a run whose constants were all given.
         constants_declared=relation is Relation.ADD_OR_REMOVE_ONE,
         noise={"largest_normal": noise_of(run)["largest_normal"], **noise_of_all(origins)},
-        ledger_on_disk=isinstance(books, RunLedger),
+        ledger_on_disk=isinstance(run.step.ledger, RunLedger),
         target_epsilon=budget.target_epsilon,
         planned_steps=budget.planned_steps,
         data=data,
@@ -134,7 +125,7 @@ def report_of_run(
         device=f"{device}, {topology.everyone.size} processes ({topology.name})" if spread else device,
         loss_checked=loss_checked_of_all(origins),
         other_samplings=tuple(origin.sampling for origin in origins),
-        excludes=(*excludes, *([_RESUMED] if run.resumed and not knows_later else []), *([_SPREAD] if spread else [])),
+        excludes=(*excludes, *excludes_of_all(origins)),
     )
     return PrivacyReport(facts)
 

@@ -253,8 +253,8 @@ def _origins_of(facts: Mapping[str, Any]) -> tuple[Origin, ...]:
     about = facts["about"]
     if "origins" in about or "samplings" in about:  # of charges that were loaded
         return origins_in(about)
-    said = about | facts["noise"]
-    names = ("sampling", "relation", "kind", "cryptographic", "insecure_seed")
+    said = about | facts["noise"] | {"processes": facts["processes"]}
+    names = ("sampling", "relation", "kind", "cryptographic", "insecure_seed", "processes")
     return origins_in({"origins": [{name: said[name] for name in names if name in said}]})
 
 

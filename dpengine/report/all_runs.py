@@ -7,6 +7,28 @@ from typing import Any
 
 from dpengine.accounting.origin import Origin
 
+_RESUMED = (
+    "Releases of the process that saved the checkpoint from which this run went on, if they came after it and are not "
+    "in this ledger."
+)
+_SPREAD = (
+    "the network between the processes, and whoever reads along there: sums travel before all of their noise is in"
+)
+_PERHAPS_SPREAD = (
+    "the network between the processes of loaded charges, if there were several: these charges do not say how many"
+)
+
+
+def excludes_of_all(origins: Collection[Origin]) -> list[str]:
+    """Returns what the guarantee does not cover because of how some run was made, or is not known to be made."""
+    processes = {one.processes for one in origins}
+    found = {
+        _RESUMED: any(one.resumed for one in origins),
+        _SPREAD: any(number is not None and number > 1 for number in processes),
+        _PERHAPS_SPREAD: None in processes,
+    }
+    return [sentence for sentence, applies in found.items() if applies]
+
 
 def noise_of_all(origins: Collection[Origin]) -> dict[str, Any]:
     """Returns all generators by name, and what holds for each of them, as ``RunFacts.noise``; unknown is left out."""
