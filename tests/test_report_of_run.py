@@ -334,3 +334,27 @@ def test_a_report_says_that_several_processes_shared_an_earlier_run(number, says
     origin |= {} if number is None else {"processes": number}
     (found,) = after_loading(state).report().facts.excludes or [""]
     assert says in found and bool(says) == bool(found)
+
+
+UNITS = {"privacy_unit": torch.arange(24) // 2}
+
+
+@pytest.mark.parametrize(("first", "second"), [({}, UNITS), (UNITS, {})])
+def test_runs_of_different_units_are_refused(two_runs, first, second):
+    with pytest.raises(LedgerError, match="'training example' and others each 'user'"):
+        two_runs(first, second)
+
+
+def test_a_state_of_another_unit_is_refused():
+    state = trained(noise_multiplier=1.5, **UNITS).engine.state_dict()
+    loop = make_loop(noise_multiplier=1.5)
+    with pytest.raises(LedgerError, match="does not add up"):
+        loop.engine.load_state_dict(state)
+    assert not loop.engine.ledger.history
+    del state["origins"]  # as an earlier version stored it
+    loop.engine.load_state_dict(state)
+    assert any("another privacy unit" in sentence for sentence in loop.engine.report().facts.excludes)
+
+
+def test_runs_of_one_unit_add_up(two_runs):
+    assert two_runs(UNITS, UNITS).engine.report().facts.unit == "user"

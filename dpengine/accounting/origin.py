@@ -21,6 +21,7 @@ class Origin:
     Attributes:
         sampling: Its sampling scheme.
         relation: Which data sets are neighbours.
+        unit: Whose contribution is protected, in the singular.
         kind: The generator of its noise.
         cryptographic: Whether that generator is cryptographic.
         insecure_seed: Whether its noise follows from a seed that people can guess.
@@ -31,6 +32,7 @@ class Origin:
 
     sampling: str = UNKNOWN_SAMPLING
     relation: Relation | None = None
+    unit: str | None = None
     kind: str | None = None
     cryptographic: bool | None = None
     insecure_seed: bool | None = None
@@ -42,6 +44,11 @@ class Origin:
         """Returns what is known as plain JSON values, from which `origins_in` makes an equal origin."""
         known = {item.name: getattr(self, item.name) for item in fields(self) if getattr(self, item.name) is not None}
         return known | ({} if self.relation is None else {"relation": self.relation.value})
+
+
+def states_of(origins: Iterable[Origin]) -> list[dict[str, Any]]:
+    """Returns the states of origins, in an order that depends on them alone."""
+    return sorted((one.state() for one in origins), key=str)
 
 
 def origins_in(state: Mapping[str, Any]) -> tuple[Origin, ...]:
@@ -80,6 +87,7 @@ def _origin(stored: Mapping[str, Any]) -> Origin:
 _TYPES: Mapping[str, type] = {
     "sampling": str,
     "relation": str,
+    "unit": str,
     "kind": str,
     "cryptographic": bool,
     "insecure_seed": bool,
@@ -96,3 +104,27 @@ def relation_of(origins: Iterable[Origin]) -> Relation:
     """
     relations = {origin.relation for origin in origins}
     return (relations.pop() if len(relations) == 1 else None) or Relation.ZERO_OUT
+
+
+def unit_of(origins: Iterable[Origin]) -> str | None:
+    """Returns the privacy unit of all runs; None if it is not known of any.
+
+    Costs of different units do not add up, and none follows from that of another: an example that is left out may move
+    the gradient of its user by twice the norm that it is clipped to.
+
+    Args:
+        origins: The origins of all charges.
+
+    Returns:
+        What a unit is called.
+
+    Raises:
+        LedgerError: If there are several.
+    """
+    units = sorted({origin.unit for origin in origins if origin.unit is not None})
+    if len(units) > 1:
+        raise LedgerError(
+            f"Some runs protect each {units[0]!r} and others each {units[1]!r}: what they spend does not add up.",
+            fix="Give each unit of privacy an engine and a ledger of its own.",
+        )
+    return units[0] if units else None

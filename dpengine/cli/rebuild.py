@@ -12,7 +12,7 @@ from dpengine.accounting.accountant import ACCOUNTANTS
 from dpengine.accounting.batch_events import FixedSizeGaussianEvent, TruncatedGaussianEvent
 from dpengine.accounting.events import CyclicGaussianEvent, GaussianEvent, PoissonGaussianEvent, Relation
 from dpengine.accounting.ledger import UNKNOWN_SAMPLING, Ledger
-from dpengine.accounting.origin import origins_in, relation_of
+from dpengine.accounting.origin import origins_in, relation_of, unit_of
 from dpengine.errors import CorruptFileError, PrivacyError
 from dpengine.report.all_runs import excludes_of_all, loss_checked_of_all, noise_of_all
 from dpengine.report.facts import RunFacts
@@ -102,5 +102,5 @@ def _facts_of_engine(state: Mapping[str, Any]) -> RunFacts:
     rest: dict[str, Any] = {"accountant": state["accountant"], "other_samplings": tuple(samplings) if events else ()}
     rest |= {"constants_declared": relation is Relation.ADD_OR_REMOVE_ONE or None}
     rest |= {"noise": noise_of_all(origins), "loss_checked": loss_checked_of_all(origins)}
-    rest["excludes"] = tuple(excludes_of_all(origins))
+    rest |= {"excludes": tuple(excludes_of_all(origins)), "unit": unit_of(origins) or RunFacts.unit}
     return RunFacts(plan, ledger.history, state["delta"], relation, **rest)

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 from dpengine.accounting.accountant import PrivacySpent, accountant_used, epsilon_of, privacy_spent
 from dpengine.accounting.events import Relation
 from dpengine.accounting.ledger import Ledger
-from dpengine.accounting.origin import origins_in, relation_of
+from dpengine.accounting.origin import origins_in, relation_of, states_of, unit_of
 from dpengine.accounting.own_accountant import Accountant, name_of, observer_of
 from dpengine.clipping.policy import AbstractClip
 from dpengine.distributed.topology import Topology
@@ -211,6 +211,7 @@ class PrivacyEngine(argument_checks.Uncopied):
         return source_for(topology, self._kind, self._seed, run=len(self.runs))
 
     def _enter(self, run: Run, asked: Mapping[str, Any], chunks: tuple[int | None, int]) -> None:
+        unit_of(origins_of(self, run))  # raises if there are several
         argument_checks.tell_of_plan(run.step.plan)
         refuse_disagreement(run, *chunks)
         self._books.begin(run.step.ledger, about_run(run), asked=asked, noise=noise_of(run))
@@ -349,8 +350,7 @@ class PrivacyEngine(argument_checks.Uncopied):
             The report, with the plan of the last run, and the charges of all; what it states holds for all runs.
         """
         refuse_unknown_facts(data, utility, excludes)
-        known = (self._last_run(), self.ledger, origins_of(self))
-        return report_of_run(*known, data or {}, utility or {}, tuple(excludes))
+        return report_of_run(self._last_run(), self.ledger, origins_of(self), data, utility, excludes)
 
     @suggests_names
     def describe(self) -> dict[str, Any]:
@@ -366,15 +366,16 @@ class PrivacyEngine(argument_checks.Uncopied):
     def state_dict(self) -> dict[str, Any]:
         """Returns all charges, and what is known of their runs, as JSON values; with a ledger file also its length."""
         state: dict[str, Any] = {"accountant": name_of(self.accountant), "delta": self._delta}
-        origins = sorted((one.state() for one in origins_of(self)), key=str)
-        state |= {"ledger": self.ledger.state_dict(), "origins": origins}
+        state |= {"ledger": self.ledger.state_dict(), "origins": states_of(origins_of(self))}
         return state | ({} if self._books.anchor is None else {"anchor": self._books.anchor})
 
     @suggests_names
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Adds a stored history to what was spent, unless the ledger file has it; if damaged, a ``LedgerError``."""
         argument_checks.refuse_state(state)
-        self._books.load(state["ledger"], state.get("anchor"), origins_in(state))
+        origins = origins_in(state)
+        unit_of({*origins_of(self), *origins})
+        self._books.load(state["ledger"], state.get("anchor"), origins)
         self._delta = self._delta if self._delta is not None else state["delta"]
 
     @suggests_names

@@ -70,6 +70,7 @@ def origin_of(run: Run) -> Origin:
     return Origin(
         sampling=plan.sampling.law,
         relation=plan.relation,
+        unit=run.unit,
         kind=noise["kind"],
         cryptographic=noise["cryptographic"],
         insecure_seed=noise["insecure_seed"],
@@ -84,19 +85,19 @@ def noise_of(run: Run) -> dict[str, Any]:
     return run.step.source.describe(next(run.model.parameters()).device)
 
 
-def origins_of(engine: PrivacyEngine) -> frozenset[Origin]:
-    """Returns the origins of all charges in the ledger of an engine."""
+def origins_of(engine: PrivacyEngine, *beginning: Run) -> frozenset[Origin]:
+    """Returns the origins of all charges in the ledger of an engine, and of runs that are about to be added to it."""
     names = {run.step.ledger.run for run in engine.runs if isinstance(run.step.ledger, RunLedger)}
-    return frozenset(map(origin_of, engine.runs)) | engine._books.origins(without=names)
+    return frozenset(map(origin_of, (*engine.runs, *beginning))) | engine._books.origins(without=names)
 
 
 def report_of_run(
     run: Run,
     ledger: Ledger,
     origins: Collection[Origin],
-    data: Mapping[str, Any],
-    utility: Mapping[str, Any],
-    excludes: tuple[str, ...],
+    data: Mapping[str, Any] | None,
+    utility: Mapping[str, Any] | None,
+    excludes: Sequence[str],
 ) -> PrivacyReport:
     """Creates the report of a ledger and of the last run that it holds; ``origins`` are those of all its charges."""
     plan, budget, relation = run.step.plan, run.budget, relation_of(origins)
@@ -119,8 +120,8 @@ def report_of_run(
         ledger_on_disk=isinstance(run.step.ledger, RunLedger),
         target_epsilon=budget.target_epsilon,
         planned_steps=budget.planned_steps,
-        data=data,
-        utility=utility,
+        data=data or {},
+        utility=utility or {},
         torch=torch.__version__,
         device=f"{device}, {topology.everyone.size} processes ({topology.name})" if spread else device,
         loss_checked=loss_checked_of_all(origins),

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from dpengine.accounting.ledger import Charge, Ledger, steps_of
-from dpengine.accounting.origin import Origin, origins_in
+from dpengine.accounting.origin import Origin, origins_in, states_of
 from dpengine.distributed.ranks import Ranks
 from dpengine.errors import LedgerError, MechanismMismatchError
 
@@ -254,7 +254,7 @@ def _origins_of(facts: Mapping[str, Any]) -> tuple[Origin, ...]:
     if "origins" in about or "samplings" in about:  # of charges that were loaded
         return origins_in(about)
     said = about | facts["noise"] | {"processes": facts["processes"]}
-    names = ("sampling", "relation", "kind", "cryptographic", "insecure_seed", "processes")
+    names = ("sampling", "relation", "unit", "kind", "cryptographic", "insecure_seed", "processes")
     return origins_in({"origins": [{name: said[name] for name in names if name in said}]})
 
 
@@ -305,7 +305,7 @@ def _adopt(file: LedgerFile, history: tuple[Charge, ...], origins: tuple[Origin,
         return
     run = secrets.token_hex(8)
     with file.held():
-        about = {"name": "charged elsewhere", "origins": [one.state() for one in origins]}
+        about = {"name": "charged elsewhere", "origins": states_of(origins)}
         file.append(("open", {"run": run, "session": file.session, "date": "", "about": about, **_ELSEWHERE}))
         for charge in history:
             at, event = file.told_of_event(charge.event)

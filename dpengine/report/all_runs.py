@@ -17,6 +17,7 @@ _SPREAD = (
 _PERHAPS_SPREAD = (
     "the network between the processes of loaded charges, if there were several: these charges do not say how many"
 )
+_PERHAPS_OTHER_UNIT = "loaded charges of another privacy unit: these charges do not name theirs"
 
 
 def excludes_of_all(origins: Collection[Origin]) -> list[str]:
@@ -26,6 +27,7 @@ def excludes_of_all(origins: Collection[Origin]) -> list[str]:
         _RESUMED: any(one.resumed for one in origins),
         _SPREAD: any(number is not None and number > 1 for number in processes),
         _PERHAPS_SPREAD: None in processes,
+        _PERHAPS_OTHER_UNIT: any(one.unit is None for one in origins),
     }
     return [sentence for sentence, applies in found.items() if applies]
 

@@ -191,3 +191,9 @@ def test_the_relation_of_an_engine_state_is_not_guessed(tmp_path, capsys):
 def test_the_noise_of_an_engine_state_is_in_the_report(engine, tmp_path, capsys):
     assert main(["report", str(write_state(tmp_path / "run", engine.state_dict())), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["run"]["seed_policy"] == "operating-system entropy"
+
+
+def test_the_unit_of_an_engine_state_is_in_the_report(tmp_path, capsys):
+    engine = make_loop(noise_multiplier=1.5, privacy_unit=torch.arange(24) // 2).engine
+    assert main(["report", str(write_state(tmp_path / "run", engine.state_dict())), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["guarantee"]["unit"] == "user"

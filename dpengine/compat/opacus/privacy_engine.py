@@ -258,7 +258,7 @@ class PrivacyEngine(Preparation, Checkpoints):
                 fix="Leave accountant.history as it is, or ask privacy_engine.engine.report().",
             )
         refuse_unknown_facts(data, utility, excludes)
-        return report_of_run(self.engine.runs[-1], ledger, origins, data or {}, utility or {}, tuple(excludes))
+        return report_of_run(self.engine.runs[-1], ledger, origins, data, utility, excludes)
 
     def is_compatible(self, *, module: nn.Module, optimizer: Any, data_loader: Any) -> bool:
         """Returns whether the model is valid. ``make_private`` checks optimizer and loader."""
