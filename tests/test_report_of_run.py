@@ -5,7 +5,7 @@ import pytest
 import torch
 from loops import examples, make_loop
 
-from dpengine import PrivacyEngine
+from dpengine import PrivacyEngine, check_loss, checkpoint
 from dpengine.accounting import Charge, GaussianEvent, Relation, epsilon_of
 from dpengine.errors import AccountingRefusedError, LedgerError
 from dpengine.ledger_file.contents import read
@@ -183,7 +183,11 @@ def test_loaded_charges_keep_their_sampling_schemes_and_are_unknown_without():
     external_and_private(True, engine)
     state = engine.state_dict()
     assert after_loading(state).report().facts.other_samplings == ("external-poisson",)
-    del state["samplings"]  # as an earlier version stored it
+    state["samplings"] = sorted(
+        {origin["sampling"] for origin in state.pop("origins")}
+    )  # as earlier versions stored it
+    assert after_loading(state).report().facts.other_samplings == ("external-poisson",)
+    del state["samplings"]
     other = after_loading(state)
     assert other.report().facts.other_samplings == ("unknown",)
     assert sampling_light(other) == "not checked"
@@ -204,6 +208,153 @@ def test_a_ledger_file_keeps_the_sampling_schemes_of_its_runs_and_of_what_is_loa
     assert read(tmp_path / "run.ledger").history == list(engine.ledger.history)
 
 
-def test_a_state_with_samplings_that_are_no_names_is_refused():
-    with pytest.raises(LedgerError, match="samplings"):
-        PrivacyEngine().load_state_dict(PrivacyEngine().state_dict() | {"samplings": [1]})
+@pytest.mark.parametrize(
+    "wrong",
+    [{"origins": None, "samplings": [1]}, {"origins": 1}, {"origins": [1]}]
+    + [{"origins": [one]} for one in ({"sampling": 1}, {"relation": "near"}, {"relation": 1}, {"shoe_size": "42"})],
+    ids=str,
+)
+def test_a_state_with_damaged_origins_is_refused(wrong):
+    with pytest.raises(LedgerError, match=r"samplings|origin"):
+        PrivacyEngine().load_state_dict(PrivacyEngine().state_dict() | wrong)
+
+
+# A fact of several runs is one that holds for all of them. The runs are of one engine, or share a state or a file.
+
+CONSTANTS = {"sample_rate": 0.2, "expected_batch_size": 4}
+
+
+@pytest.fixture(params=["engine", "state", "file", "loaded into a file"])
+def two_runs(request, tmp_path):
+    """Makes two runs in turn, each with one step, and returns the second. Only the first is seeded."""
+
+    def one(engine, **options):
+        loop = make_loop(engine=engine, **{"noise_multiplier": 1.5, "target_delta": 1e-3} | options)
+        loop.step(*next(iter(loop.loader)))
+        return loop
+
+    def make(first, second, *, seed=None):
+        if request.param == "engine" and seed is not None:
+            pytest.skip("one engine has the same seed in all runs")
+        shared = {"ledger": tmp_path / "run.ledger"} if request.param == "file" else {}
+        loop = one(PrivacyEngine(seed=seed, **shared), **first)
+        loop.engine.detach(loop.model)
+        if request.param == "engine":
+            return one(loop.engine, **second)
+        shared = shared or ({"ledger": tmp_path / "other"} if request.param == "loaded into a file" else {})
+        engine = PrivacyEngine(**shared)
+        if request.param != "file":
+            engine.load_state_dict(loop.engine.state_dict())
+        return one(engine, **second)
+
+    return make
+
+
+@pytest.mark.parametrize("first", [{}, CONSTANTS])
+@pytest.mark.parametrize("second", [{}, CONSTANTS])
+def test_a_report_states_the_relation_of_all_runs(two_runs, first, second):
+    engine = two_runs(first, second).engine
+    private = first == second == CONSTANTS
+    report = engine.report().to_dict()
+    assert report["guarantee"]["adjacency"] == ("add-or-remove-one" if private else "zero-out")
+    assert report["run"]["constants_declared"] is private
+    assert report["data"]["n"]["value"] == (None if second else 24)  # a run that was given constants never shows it
+    assert report["guarantee"]["epsilon"] == engine.epsilon
+
+
+def test_a_state_without_a_relation_makes_the_number_of_rows_public():
+    loop = trained(noise_multiplier=1.5, target_delta=1e-3, **CONSTANTS)
+    state = loop.engine.state_dict()
+    del state["origins"]
+    other = PrivacyEngine()
+    other.load_state_dict(state)
+    make_loop(engine=other, noise_multiplier=1.5, target_delta=1e-3, **CONSTANTS)
+    assert other.report().facts.relation is Relation.ZERO_OUT
+
+
+def test_a_report_names_a_seed_of_an_earlier_run(two_runs):
+    report = two_runs({}, {}, seed=1).engine.report()
+    assert report.facts.noise["insecure_seed"] is True
+    assert "[INSECURE_SEED]" in str(report)
+    assert PrivacyReport.from_json(report.to_json()).to_dict() == report.to_dict()
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_a_report_names_each_generator_and_says_if_one_is_not_known(known):
+    state = trained(noise_multiplier=1.5).engine.state_dict()
+    (origin,) = state["origins"]
+    loaded = {"kind": "torch-philox", "cryptographic": False, "insecure_seed": False} if known else {}
+    state["origins"] = [{name: origin[name] for name in ("sampling", "relation")} | loaded]
+    noise = after_loading(state).report().facts.noise
+    assert noise["kind"] == ("chacha20, torch-philox" if known else "chacha20, unknown")
+    assert noise.get("cryptographic") is (False if known else None)
+    assert noise.get("insecure_seed") is (False if known else None)
+
+
+def test_a_report_says_that_the_loss_was_probed_only_if_it_was_in_all_runs(two_runs):
+    second = two_runs({}, {})
+    check_loss(second.model, torch.nn.functional.cross_entropy, examples().tensors)
+    assert second.engine.report().facts.loss_checked is None
+
+
+def test_a_state_keeps_that_the_loss_was_probed():
+    first = trained(noise_multiplier=1.5)
+    check_loss(first.model, torch.nn.functional.cross_entropy, examples().tensors)
+    assert first.engine.report().facts.loss_checked is True
+    other = PrivacyEngine()
+    other.load_state_dict(first.engine.state_dict())
+    second = make_loop(engine=other, noise_multiplier=1.5)
+    assert other.report().facts.loss_checked is None
+    check_loss(second.model, torch.nn.functional.cross_entropy, examples().tensors)
+    assert other.report().facts.loss_checked is True
+
+
+def test_the_probe_of_a_run_with_a_ledger_file_is_in_its_report(tmp_path):
+    loop = trained(engine=PrivacyEngine(ledger=tmp_path / "run.ledger"), noise_multiplier=1.5)
+    check_loss(loop.model, torch.nn.functional.cross_entropy, examples().tensors)
+    assert loop.engine.report().facts.loss_checked is True
+
+
+def test_a_report_says_that_an_earlier_run_went_on_from_a_checkpoint(tmp_path):
+    checkpoint.save(tmp_path / "run", trained(noise_multiplier=1.5).engine)
+    resumed = make_loop(noise_multiplier=1.5)
+    checkpoint.load(tmp_path / "run", resumed.engine)
+    make_loop(engine=resumed.engine, noise_multiplier=1.5)
+    for engine in (resumed.engine, after_loading(resumed.engine.state_dict())):
+        assert "Releases of the process that saved the checkpoint" in " ".join(engine.report().facts.excludes)
+
+
+@pytest.mark.parametrize(
+    ("number", "says"), [(1, ""), (2, "the network between the processes, and"), (None, "of loaded charges, if there")]
+)
+def test_a_report_says_that_several_processes_shared_an_earlier_run(number, says):
+    state = trained(noise_multiplier=1.5).engine.state_dict()
+    (origin,) = state["origins"]
+    assert origin.pop("processes") == 1
+    origin |= {} if number is None else {"processes": number}
+    (found,) = after_loading(state).report().facts.excludes or [""]
+    assert says in found and bool(says) == bool(found)
+
+
+UNITS = {"privacy_unit": torch.arange(24) // 2}
+
+
+@pytest.mark.parametrize(("first", "second"), [({}, UNITS), (UNITS, {})])
+def test_runs_of_different_units_are_refused(two_runs, first, second):
+    with pytest.raises(LedgerError, match="'training example' and others each 'user'"):
+        two_runs(first, second)
+
+
+def test_a_state_of_another_unit_is_refused():
+    state = trained(noise_multiplier=1.5, **UNITS).engine.state_dict()
+    loop = make_loop(noise_multiplier=1.5)
+    with pytest.raises(LedgerError, match="does not add up"):
+        loop.engine.load_state_dict(state)
+    assert not loop.engine.ledger.history
+    del state["origins"]  # as an earlier version stored it
+    loop.engine.load_state_dict(state)
+    assert any("another privacy unit" in sentence for sentence in loop.engine.report().facts.excludes)
+
+
+def test_runs_of_one_unit_add_up(two_runs):
+    assert two_runs(UNITS, UNITS).engine.report().facts.unit == "user"

@@ -12,7 +12,9 @@ from dpengine.accounting.accountant import ACCOUNTANTS
 from dpengine.accounting.batch_events import FixedSizeGaussianEvent, TruncatedGaussianEvent
 from dpengine.accounting.events import CyclicGaussianEvent, GaussianEvent, PoissonGaussianEvent, Relation
 from dpengine.accounting.ledger import UNKNOWN_SAMPLING, Ledger
+from dpengine.accounting.origin import origins_in, relation_of, unit_of
 from dpengine.errors import CorruptFileError, PrivacyError
+from dpengine.report.all_runs import excludes_of_all, loss_checked_of_all, noise_of_all
 from dpengine.report.facts import RunFacts
 from dpengine.report.reading import REPORT_FILE
 from dpengine.report.report import PrivacyReport
@@ -91,10 +93,14 @@ def _facts_of_engine(state: Mapping[str, Any]) -> RunFacts:
     if isinstance(last, FixedSizeGaussianEvent):
         rate = last.batch_size / last.num_examples
         plan |= {"sampling": "fixed-size", "sample_rate": rate, "noise_multiplier": last.noise_multiplier}
-    samplings = state.get("samplings") or [UNKNOWN_SAMPLING]  # states of earlier versions have none
+    origins = origins_in(state)
+    samplings = sorted({origin.sampling for origin in origins})
     named = [name for name in samplings if name != UNKNOWN_SAMPLING]
     if named and plan["sampling"] not in named:  # batches of the training loop are charged as if dpengine drew them
         plan["sampling"] = named[0]
-    # Zero-out is what a run states unless it was given its constants, and that is not in the state.
+    relation = relation_of(origins)
     rest: dict[str, Any] = {"accountant": state["accountant"], "other_samplings": tuple(samplings) if events else ()}
-    return RunFacts(plan, ledger.history, state["delta"], Relation.ZERO_OUT, **rest)
+    rest |= {"constants_declared": relation is Relation.ADD_OR_REMOVE_ONE or None}
+    rest |= {"noise": noise_of_all(origins), "loss_checked": loss_checked_of_all(origins)}
+    rest |= {"excludes": tuple(excludes_of_all(origins)), "unit": unit_of(origins) or RunFacts.unit}
+    return RunFacts(plan, ledger.history, state["delta"], relation, **rest)

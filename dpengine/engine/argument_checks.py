@@ -129,9 +129,6 @@ def refuse_state(state: Any) -> None:
         raise LedgerError(f"The engine's state has a {type(ledger).__name__} as its 'ledger'.", fix=_PASS_STATE)
     if delta is not None and not (isinstance(delta, float) and 0 < delta < 1):
         raise LedgerError(f"The engine's state has delta={delta!r}, which is not in (0, 1).", fix=_PASS_STATE)
-    samplings = state.get("samplings", [])  # states of earlier versions have none
-    if not isinstance(samplings, list) or not all(isinstance(name, str) for name in samplings):
-        raise LedgerError("The engine's state has 'samplings' that are not a list of names.", fix=_PASS_STATE)
 
 
 def delta_for(given: float | None, num_examples: int, allow_large: bool) -> float:

@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader
 from dpengine.accounting.accountant import PrivacySpent, accountant_used, epsilon_of, privacy_spent
 from dpengine.accounting.events import Relation
 from dpengine.accounting.ledger import Ledger
+from dpengine.accounting.origin import origins_in, relation_of, states_of, unit_of
 from dpengine.accounting.own_accountant import Accountant, name_of, observer_of
 from dpengine.clipping.policy import AbstractClip
 from dpengine.distributed.topology import Topology
@@ -38,7 +39,7 @@ from .pass_clipper import PassClipper
 from .progress import progress
 from .rank_consistency import refuse_disagreement
 from .run import Run
-from .run_report import about_run, metrics_of_run, refuse_unknown_facts, report_of_run, samplings_of
+from .run_report import about_run, metrics_of_run, noise_of, origins_of, refuse_unknown_facts, report_of_run
 from .shared_dataset_check import SharedDatasetCheck
 from .step import PrivateStep
 
@@ -210,9 +211,10 @@ class PrivacyEngine(argument_checks.Uncopied):
         return source_for(topology, self._kind, self._seed, run=len(self.runs))
 
     def _enter(self, run: Run, asked: Mapping[str, Any], chunks: tuple[int | None, int]) -> None:
+        unit_of(origins_of(self, run))  # raises if there are several
         argument_checks.tell_of_plan(run.step.plan)
         refuse_disagreement(run, *chunks)
-        self._books.begin(run.step.ledger, about_run(run), asked=asked, noise=run.step.source.describe())
+        self._books.begin(run.step.ledger, about_run(run), asked=asked, noise=noise_of(run))
         if not run.attached:
             run.attach()  # the first change to anything of the user's: all that may be refused was refused
         self.runs.append(run)
@@ -314,8 +316,7 @@ class PrivacyEngine(argument_checks.Uncopied):
 
     @property
     def _relation(self) -> Relation:
-        relations = {run.step.plan.relation for run in self.runs} | self._books.relations
-        return next(iter(relations)) if len(relations) == 1 else Relation.ZERO_OUT
+        return relation_of(origins_of(self))
 
     @suggests_names
     def metrics(self, *, nonprivate: bool = False) -> dict[str, float]:
@@ -346,11 +347,10 @@ class PrivacyEngine(argument_checks.Uncopied):
             excludes: Sentences on what else the guarantee does not cover.
 
         Returns:
-            The report, with the plan of the last run, and the charges and sampling schemes of all.
+            The report, with the plan of the last run, and the charges of all; what it states holds for all runs.
         """
         refuse_unknown_facts(data, utility, excludes)
-        known = (self._last_run(), self.ledger, self._relation, samplings_of(self))
-        return report_of_run(*known, data or {}, utility or {}, tuple(excludes))
+        return report_of_run(self._last_run(), self.ledger, origins_of(self), data, utility, excludes)
 
     @suggests_names
     def describe(self) -> dict[str, Any]:
@@ -364,16 +364,18 @@ class PrivacyEngine(argument_checks.Uncopied):
 
     @suggests_names
     def state_dict(self) -> dict[str, Any]:
-        """Returns all charges and their sampling schemes as plain JSON values; with a ledger file also its length."""
+        """Returns all charges, and what is known of their runs, as JSON values; with a ledger file also its length."""
         state: dict[str, Any] = {"accountant": name_of(self.accountant), "delta": self._delta}
-        state |= {"ledger": self.ledger.state_dict(), "samplings": samplings_of(self)}
+        state |= {"ledger": self.ledger.state_dict(), "origins": states_of(origins_of(self))}
         return state | ({} if self._books.anchor is None else {"anchor": self._books.anchor})
 
     @suggests_names
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Adds a stored history to what was spent, unless the ledger file has it; if damaged, a ``LedgerError``."""
         argument_checks.refuse_state(state)
-        self._books.load(state["ledger"], state.get("anchor"), state.get("samplings", ()))
+        origins = origins_in(state)
+        unit_of({*origins_of(self), *origins})
+        self._books.load(state["ledger"], state.get("anchor"), origins)
         self._delta = self._delta if self._delta is not None else state["delta"]
 
     @suggests_names

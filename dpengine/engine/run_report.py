@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import difflib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from numbers import Real
 from typing import TYPE_CHECKING, Any
@@ -13,8 +13,10 @@ import torch
 
 from dpengine.accounting.events import Relation, UnclaimedEvent
 from dpengine.accounting.ledger import Charge, Ledger
+from dpengine.accounting.origin import Origin, relation_of
 from dpengine.errors import AccountingRefusedError
 from dpengine.ledger_file.run_ledger import RunLedger
+from dpengine.report.all_runs import excludes_of_all, loss_checked_of_all, noise_of_all
 from dpengine.report.facts import RunFacts
 from dpengine.report.report import PrivacyReport
 from dpengine.validation.loss import loss_was_checked
@@ -55,15 +57,6 @@ def refuse_unknown_facts(data: Any, utility: Any, excludes: Any) -> None:
     raise TypeError(f"excludes is a {found}; pass a list of sentences, such as ['the tuning of the rates'].")
 
 
-_SPREAD = (
-    "the network between the processes, and whoever reads along there: sums travel before all of their noise is in"
-)
-_RESUMED = (
-    "Releases of the process that saved the checkpoint from which this run went on, if they came after it and are not "
-    "in this ledger."
-)
-
-
 def about_run(run: Run) -> dict[str, Any]:
     """What a ledger file says of a run: nothing that is private, and nothing of the machine."""
     budget = run.budget
@@ -71,27 +64,46 @@ def about_run(run: Run) -> dict[str, Any]:
     return {"unit": run.unit, **goal, **run.step.plan.describe()}
 
 
-def samplings_of(engine: PrivacyEngine) -> list[str]:
-    """Returns the sampling schemes of all runs of an engine and of the charges in its ledger, sorted by name."""
-    return sorted({run.step.plan.sampling.law for run in engine.runs} | engine._books.samplings)
+def origin_of(run: Run) -> Origin:
+    """Returns what a report needs to know of a run."""
+    plan, books, noise = run.step.plan, run.step.ledger, noise_of(run)
+    return Origin(
+        sampling=plan.sampling.law,
+        relation=plan.relation,
+        unit=run.unit,
+        kind=noise["kind"],
+        cryptographic=noise["cryptographic"],
+        insecure_seed=noise["insecure_seed"],
+        loss_checked=loss_was_checked(run.model) or None,  # None: not probed, as far as is known here
+        processes=run.step.passes.topology.everyone.size,
+        resumed=run.resumed and not (isinstance(books, RunLedger) and books.knows_later),
+    )
+
+
+def noise_of(run: Run) -> dict[str, Any]:
+    """Returns what the source of a run's noise says of itself, on the device of the model."""
+    return run.step.source.describe(next(run.model.parameters()).device)
+
+
+def origins_of(engine: PrivacyEngine, *beginning: Run) -> frozenset[Origin]:
+    """Returns the origins of all charges in the ledger of an engine, and of runs that are about to be added to it."""
+    names = {run.step.ledger.run for run in engine.runs if isinstance(run.step.ledger, RunLedger)}
+    return frozenset(map(origin_of, (*engine.runs, *beginning))) | engine._books.origins(without=names)
 
 
 def report_of_run(
     run: Run,
     ledger: Ledger,
-    relation: Relation,
-    samplings: Sequence[str],
-    data: Mapping[str, Any],
-    utility: Mapping[str, Any],
-    excludes: tuple[str, ...],
+    origins: Collection[Origin],
+    data: Mapping[str, Any] | None,
+    utility: Mapping[str, Any] | None,
+    excludes: Sequence[str],
 ) -> PrivacyReport:
-    """Creates the report of a ledger and of the last run that it holds; ``samplings`` are those of all its charges."""
-    plan, budget = run.step.plan, run.budget
+    """Creates the report of a ledger and of the last run that it holds; ``origins`` are those of all its charges."""
+    plan, budget, relation = run.step.plan, run.budget, relation_of(origins)
     device = next(run.model.parameters()).device.type
     topology = run.step.passes.topology
     spread = topology.everyone.size > 1
-    books = run.step.ledger
-    knows_later = isinstance(books, RunLedger) and books.knows_later
     facts = RunFacts(
         plan=plan.describe(),
         history=ledger.history,
@@ -99,21 +111,22 @@ def report_of_run(
         delta=budget.delta,
         relation=relation,
         accountant=budget.accountant,
-        num_examples=plan.sampling.num_examples,
+        # The number of rows of the last run stays private if that run states add-or-remove, and another one does not.
+        num_examples=None if plan.relation is Relation.ADD_OR_REMOVE_ONE else plan.sampling.num_examples,
         unit=run.unit,
         # make_private states add-or-remove only for a run whose constants were all given.
         constants_declared=relation is Relation.ADD_OR_REMOVE_ONE,
-        noise=run.step.source.describe(device),
-        ledger_on_disk=isinstance(books, RunLedger),
+        noise={"largest_normal": noise_of(run)["largest_normal"], **noise_of_all(origins)},
+        ledger_on_disk=isinstance(run.step.ledger, RunLedger),
         target_epsilon=budget.target_epsilon,
         planned_steps=budget.planned_steps,
-        data=data,
-        utility=utility,
+        data=data or {},
+        utility=utility or {},
         torch=torch.__version__,
         device=f"{device}, {topology.everyone.size} processes ({topology.name})" if spread else device,
-        loss_checked=loss_was_checked(run.model) or None,  # None: not probed, as far as is known here
-        other_samplings=tuple(samplings),
-        excludes=(*excludes, *([_RESUMED] if run.resumed and not knows_later else []), *([_SPREAD] if spread else [])),
+        loss_checked=loss_checked_of_all(origins),
+        other_samplings=tuple(origin.sampling for origin in origins),
+        excludes=(*excludes, *excludes_of_all(origins)),
     )
     return PrivacyReport(facts)
 

@@ -10,14 +10,14 @@ import os
 import secrets
 import threading
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from dpengine.accounting.events import Relation
-from dpengine.accounting.ledger import UNKNOWN_SAMPLING, Charge, Ledger, steps_of
+from dpengine.accounting.ledger import Charge, Ledger, steps_of
+from dpengine.accounting.origin import Origin, origins_in, states_of
 from dpengine.distributed.ranks import Ranks
 from dpengine.errors import LedgerError, MechanismMismatchError
 
@@ -60,14 +60,17 @@ def _held_already(path: Path) -> Held | None:
     return found
 
 
+Origins = Mapping[str, tuple[Origin, ...]]
+_LOADED = "loaded"  # in place of a run's name
+
+
 @dataclass(frozen=True)
 class _Told:
     """What all processes of a run must know of the file."""
 
     id: str
     history: tuple[Charge, ...]
-    relations: frozenset[Relation]
-    samplings: frozenset[str]
+    origins: Origins
     spent: tuple[Charge, ...]
 
 
@@ -96,13 +99,12 @@ class Books:
         self._ledger = Ledger()
         self._told: _Told | None = None
         self._run: RunLedger | None = None
-        self._relations: frozenset[Relation] = frozenset()
-        self._samplings: frozenset[str] = frozenset()
+        self._origins: Origins = {}
         if self.path is not None:
             self._held = _held_already(self.path)
             contents = read(self.path)
             _add(self._ledger, contents.history)
-            self._relations, self._samplings = _relations(contents), _samplings(contents)
+            self._origins = _origins(contents)
         self._observe()
 
     @property
@@ -116,15 +118,10 @@ class Books:
         """Returns what was charged, by event."""
         return self.ledger.totals
 
-    @property
-    def relations(self) -> frozenset[Relation]:
-        """Which data sets were neighbours for the runs of the file; nothing where there is none."""
-        return self._relations if self._held is None else _relations(self._held.file.contents)
-
-    @property
-    def samplings(self) -> frozenset[str]:
-        """Sampling schemes of the charges that were loaded or are in the file; ``"unknown"`` for one without a name."""
-        return self._samplings if self._held is None else _samplings(self._held.file.contents)
+    def origins(self, without: Collection[str]) -> frozenset[Origin]:
+        """Returns what is known of the charges that were loaded or are in the file, but for those of some runs."""
+        known = self._origins if self._held is None else _origins(self._held.file.contents)
+        return frozenset(one for run, origins in known.items() if run not in without for one in origins)
 
     def open(self, ranks: Ranks, asked: Mapping[str, Any], *, first: bool) -> tuple[tuple[Charge, ...], int]:
         """Gets ready for a run: the first of its processes holds the file from here on.
@@ -142,7 +139,7 @@ class Books:
         assert told is not None
         if self._held is None and self._told is None:
             self._ledger = _followed(self.path, told)
-        self._told, self._relations, self._samplings = told, told.relations, told.samplings
+        self._told, self._origins = told, told.origins
         return (told.spent if first else self.ledger.history), 0
 
     def _hold(self, asked: Mapping[str, Any]) -> _Told:
@@ -158,7 +155,7 @@ class Books:
                     _add(rest, run.history)
             spent = rest.history
         history = self._held.ledger.history
-        return _Told(contents.id, history, _relations(contents), _samplings(contents), spent)
+        return _Told(contents.id, history, _origins(contents), spent)
 
     def of_run(self, run: str, ranks: Ranks) -> Ledger | RunLedger:
         """The ledger that a run charges."""
@@ -174,7 +171,6 @@ class Books:
             return
         fields = {"about": dict(about), "processes": ledger.ranks.size, "versions": _versions(), **facts}
         ledger.ranks.each(lambda: None if ledger.file is None else _open(ledger.file, ledger.run, fields))
-        self._relations |= {Relation(about["relation"])}
         self._observe()  # another object than before, once the file is open
 
     def _observe(self) -> None:
@@ -190,9 +186,8 @@ class Books:
         assert contents.last is not None
         return {"ledger": contents.id, "seq": contents.last.seq, "hash": contents.last.seal}
 
-    def load(self, state: Mapping[str, Any], anchor: Any, samplings: Sequence[str] = ()) -> None:
-        """Adds a stored history of these sampling schemes, unless the file has it; without a scheme, it is unknown."""
-        samplings = samplings or (UNKNOWN_SAMPLING,)
+    def load(self, state: Mapping[str, Any], anchor: Any, origins: tuple[Origin, ...]) -> None:
+        """Adds a stored history of these origins, unless the file has it."""
         if self.path is None:
             if anchor is not None:
                 raise LedgerError(
@@ -201,7 +196,7 @@ class Books:
                 )
             before = self._ledger.history
             self._ledger.load_state_dict(state, merge=True)
-            self._samplings |= frozenset(samplings if self._ledger.history != before else ())
+            self._add_origins(origins if self._ledger.history != before else ())
             return
         if self._held is None and self._told is None:
             self._held = held(self.path)
@@ -220,9 +215,12 @@ class Books:
         stored = Ledger()
         stored.load_state_dict(state)
         if self._held is not None:
-            _adopt(self._held.file, stored.history, samplings)
-        self._samplings |= frozenset(samplings if stored.history else ())
+            _adopt(self._held.file, stored.history, origins)
+        self._add_origins(origins if stored.history else ())
         self.ledger.load_state_dict(state, merge=True)
+
+    def _add_origins(self, origins: tuple[Origin, ...]) -> None:
+        self._origins = {**self._origins, _LOADED: (*self._origins.get(_LOADED, ()), *origins)}
 
 
 def asked_for(plan: Any, **numbers: Any) -> dict[str, Any]:
@@ -246,19 +244,18 @@ def _add(ledger: Ledger, history: Any) -> None:
         ledger.charge(charge.event, count=charge.count, kind=charge.kind)
 
 
-def _relations(contents: Contents) -> frozenset[Relation]:
-    abouts = [run.facts["about"] for run in contents.runs.values()]
-    return frozenset(
-        Relation(about.get("relation", Relation.ZERO_OUT)) for about in abouts
-    )  # if it was not said, N shows
+def _origins(contents: Contents) -> Origins:
+    """Returns what is known of each run that was charged."""
+    return {name: _origins_of(run.facts) for name, run in contents.runs.items() if run.rows}
 
 
-def _samplings(contents: Contents) -> frozenset[str]:
-    """Returns the sampling schemes of the runs that were charged."""
-    abouts = [run.facts["about"] for run in contents.runs.values() if run.rows]
-    return frozenset(
-        one for about in abouts for one in about.get("samplings", [about.get("sampling", UNKNOWN_SAMPLING)])
-    )
+def _origins_of(facts: Mapping[str, Any]) -> tuple[Origin, ...]:
+    about = facts["about"]
+    if "origins" in about or "samplings" in about:  # of charges that were loaded
+        return origins_in(about)
+    said = about | facts["noise"] | {"processes": facts["processes"]}
+    names = ("sampling", "relation", "unit", "kind", "cryptographic", "insecure_seed", "processes")
+    return origins_in({"origins": [{name: said[name] for name in names if name in said}]})
 
 
 def _followed(path: Path, told: _Told) -> Ledger:
@@ -302,13 +299,13 @@ def _open(file: LedgerFile, run: str, fields: Mapping[str, Any]) -> None:
     file.append(("open", {"run": run, "session": file.session, "date": date, **fields}))
 
 
-def _adopt(file: LedgerFile, history: tuple[Charge, ...], samplings: Sequence[str]) -> None:
+def _adopt(file: LedgerFile, history: tuple[Charge, ...], origins: tuple[Origin, ...]) -> None:
     """Writes charges that were made elsewhere, as a run of their own."""
     if not history:
         return
     run = secrets.token_hex(8)
     with file.held():
-        about = {"name": "charged elsewhere", "samplings": list(samplings)}
+        about = {"name": "charged elsewhere", "origins": states_of(origins)}
         file.append(("open", {"run": run, "session": file.session, "date": "", "about": about, **_ELSEWHERE}))
         for charge in history:
             at, event = file.told_of_event(charge.event)

@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+from loops import make_loop
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -167,10 +168,32 @@ def test_a_file_is_no_folder_to_write_to(reported, tmp_path, capsys):
 )
 def test_the_sampling_of_an_engine_state_is_not_guessed(engine, tmp_path, capsys, samplings, sampling, others):
     state = engine.state_dict()
-    assert state.pop("samplings") == ["poisson"]
+    assert [origin["sampling"] for origin in state.pop("origins")] == ["poisson"]
     state |= {} if samplings is None else {"samplings": samplings}
     assert main(["report", str(write_state(tmp_path / "run", state)), "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
     assert (report["mechanism"]["sampling"], report["mechanism"].get("other_samplings")) == (sampling, others)
     (light,) = [one for one in report["accounting"]["assumptions"] if "Poisson" in one["name"]]
     assert light["holds"] == ("yes" if samplings == ["poisson"] else "not checked")
+
+
+def test_the_relation_of_an_engine_state_is_not_guessed(tmp_path, capsys):
+    engine = PrivacyEngine()
+    constants = {"sample_rate": 0.2, "expected_batch_size": 4, "target_delta": 1e-3}
+    make_loop(engine=engine, noise_multiplier=1.5, **constants)
+    for state, relation in ((engine.state_dict(), "add-or-remove-one"), (engine.state_dict(), "zero-out")):
+        if relation == "zero-out":
+            del state["origins"]
+        assert main(["report", str(write_state(tmp_path / relation, state)), "--json"]) == 0
+        assert json.loads(capsys.readouterr().out)["guarantee"]["adjacency"] == relation
+
+
+def test_the_noise_of_an_engine_state_is_in_the_report(engine, tmp_path, capsys):
+    assert main(["report", str(write_state(tmp_path / "run", engine.state_dict())), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["run"]["seed_policy"] == "operating-system entropy"
+
+
+def test_the_unit_of_an_engine_state_is_in_the_report(tmp_path, capsys):
+    engine = make_loop(noise_multiplier=1.5, privacy_unit=torch.arange(24) // 2).engine
+    assert main(["report", str(write_state(tmp_path / "run", engine.state_dict())), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["guarantee"]["unit"] == "user"

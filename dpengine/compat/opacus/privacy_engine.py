@@ -13,8 +13,8 @@ from torch.utils.data import DataLoader
 
 import dpengine
 from dpengine.accounting.accountant import epsilon_of
-from dpengine.accounting.ledger import UNKNOWN_SAMPLING
-from dpengine.engine.run_report import refuse_unknown_facts, report_of_run, samplings_of
+from dpengine.accounting.origin import Origin, relation_of
+from dpengine.engine.run_report import origins_of, refuse_unknown_facts, report_of_run
 from dpengine.errors import LedgerError, suggests_names
 from dpengine.report.report import PrivacyReport
 
@@ -248,7 +248,9 @@ class PrivacyEngine(Preparation, Checkpoints):
         if not (isinstance(self.accountant, LedgerAccountant) and self.engine.runs):
             return self.engine.report(data=data, utility=utility, excludes=excludes)
         ledger, spent = self.accountant.ledger, self.engine.ledger.steps
-        relation = self.engine.runs[-1].step.plan.relation
+        loaded = set() if set(ledger.totals) == set(self.engine.ledger.totals) else {Origin()}
+        origins = origins_of(self.engine) | loaded
+        relation = relation_of(origins)
         told, true = (epsilon_of(one.totals, 1e-5, relation=relation) for one in (ledger, self.engine.ledger))
         if ledger.steps < spent or told < true:
             raise LedgerError(
@@ -256,9 +258,7 @@ class PrivacyEngine(Preparation, Checkpoints):
                 fix="Leave accountant.history as it is, or ask privacy_engine.engine.report().",
             )
         refuse_unknown_facts(data, utility, excludes)
-        loaded = [] if set(ledger.totals) == set(self.engine.ledger.totals) else [UNKNOWN_SAMPLING]
-        known = (self.engine.runs[-1], ledger, relation, [*samplings_of(self.engine), *loaded])
-        return report_of_run(*known, data or {}, utility or {}, tuple(excludes))
+        return report_of_run(self.engine.runs[-1], ledger, origins, data, utility, excludes)
 
     def is_compatible(self, *, module: nn.Module, optimizer: Any, data_loader: Any) -> bool:
         """Returns whether the model is valid. ``make_private`` checks optimizer and loader."""
