@@ -126,6 +126,8 @@ class Capture:
     def __post_init__(self) -> None:
         """Creates what attaching fills."""
         self.anchor = torch.zeros((), requires_grad=True)
+        self._reports = _Reports()
+        self._reporting: int | None = None  # the thread whose report the recipient takes
         self.recipient = self.listener
         self._handles: list[Any] = []
         self._forwards: list[LayerForward] = []
@@ -149,7 +151,7 @@ class Capture:
             forward = LayerForward(self, watch)
             self._forwards.append(forward)
             forward.attach()
-        self._handles += batch_norm_guards(self.model, lambda: self.state is CaptureState.ATTACHED)
+        self._handles += batch_norm_guards(self.model, self._acts)
         root = RootHook(self)
         self._handles.append(self.model.register_forward_pre_hook(root.before, with_kwargs=True, prepend=True))
         self._handles.append(self.model.register_forward_hook(root.after, with_kwargs=True, always_call=True))
@@ -206,16 +208,16 @@ class Capture:
 
     def report(self, call: LayerCall, uses: Mapping[str, Use], rule: Any) -> None:
         """Passes a layer call on. Forward passes inside the receiver are not recorded: a sampler may run the layer."""
-        before, self.state = self.state, CaptureState.PAUSED
-        try:
-            with without_autocast():
+        with self._reports.lock, without_autocast():
+            before, self._reporting = self._reporting, threading.get_ident()
+            try:
                 self.recipient.receive(call, uses, rule)
-        finally:
-            self.state = before
+            finally:
+                self._reporting = before
 
     def report_rows(self, use: Use, grad: Tensor) -> None:
         """Passes the per-sample gradient of a parameter on."""
-        with without_autocast():
+        with self._reports.lock, without_autocast():
             self.recipient.receive_rows(use, grad)
 
     @contextlib.contextmanager
@@ -279,16 +281,21 @@ class Capture:
         """True if these hooks are off and others are on the model."""
         return self.state is CaptureState.DETACHED and self.model in _watched
 
+    def _acts(self) -> bool:
+        """Whether the hooks act on forward passes of this thread."""
+        return self.state is CaptureState.ATTACHED and self._reporting != threading.get_ident()
+
     @property
     def recording(self) -> bool:
         """Whether a forward pass would be recorded now."""
-        watching = self.state is CaptureState.ATTACHED and self.model.training
-        return watching and torch.is_grad_enabled() and _peek_transform() is None
+        attached = self.state is CaptureState.ATTACHED and self._reporting != threading.get_ident()
+        return attached and self.model.training and torch.is_grad_enabled() and _peek_transform() is None
 
     @property
     def watching(self) -> bool:
-        """Whether the model is attached and in train mode."""
-        return self.state is CaptureState.ATTACHED and self.model.training
+        """Whether the model is attached and in train mode, and no report of this thread is being taken."""
+        attached = self.state is CaptureState.ATTACHED and self._reporting != threading.get_ident()
+        return attached and self.model.training
 
     @property
     def rerunning(self) -> bool:
@@ -308,11 +315,12 @@ class Capture:
     def expect_end(self) -> None:
         """Asks autograd for a call at the end of the running backward pass, once."""
         task = torch._C._current_graph_task_id()
-        if self.unfinished != task:
-            if self.unfinished is not None:  # and this pass is over an older forward, whose start could not tell
-                self.listener.forward_started(self.rows)
-            self.unfinished = task
-            Variable._execution_engine.queue_callback(self.end_backward)
+        with self._reports.lock:
+            if self.unfinished != task:
+                if self.unfinished is not None:  # and this pass is over an older forward, whose start could not tell
+                    self.listener.forward_started(self.rows)
+                self.unfinished = task
+                Variable._execution_engine.queue_callback(self.end_backward)
 
     def batch_to_front(self, tensor: Tensor) -> Tensor:
         """The tensor with its batch axis moved to the front."""
@@ -324,6 +332,16 @@ class Capture:
             if tensor.dim():
                 return (tensor if self.batch_first else turned(tensor)).shape[0]
         return None
+
+
+class _Reports:
+    """Lets one thread report at a time: autograd runs one for each device. The copy of a capture gets another lock."""
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()
+
+    def __reduce__(self) -> tuple[type[_Reports], tuple[()]]:
+        return _Reports, ()
 
 
 class RootHook:

@@ -91,9 +91,9 @@ class Replay:
 
     def begin(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Notes the inputs of a pass that begins, the random state and the state of the model."""
-        devices = {t.device for t in tensors_in((args, kwargs))}
+        devices = {t.device for t in (*tensors_in((args, kwargs)), *model.parameters())}
         random = _random_states(["cpu", *sorted(str(d) for d in devices if d.type == "cuda")])
-        kinds = {"cpu", *(d.type for d in devices)}
+        kinds = {"cpu", *(d.type for d in devices if torch.amp.is_autocast_available(d.type))}
         autocast = [(k, torch.is_autocast_enabled(k), torch.get_autocast_dtype(k)) for k in sorted(kinds)]
         self._current = Pass(self, _copies(args), _copies(kwargs), ModelState.of(model), random, autocast)
 

@@ -122,7 +122,9 @@ def _sq_norms(
     """Squared norms ``(B, K)``, over all ranks that hold parts of the parameters."""
     groups, count = grouping.group_of, grouping.count
     if topology.splits.size == 1:
-        return mode.sq_norms(groups, count, scale)
+        norms_BK, first = mode.sq_norms(groups, count, scale), next(iter(groups), None)
+        # Policies may add up over passes, so the device does not depend on what a pass reached first.
+        return norms_BK if first is None else norms_BK.to(first.device)
     # Replicated parameters get separate groups, numbered after the others.
     apart = {p: group if topology.in_parts(p) else count + group for p, group in groups.items()}
     own_BK, whole_BK = mode.sq_norms(apart, 2 * count, scale).split(count, dim=1)

@@ -15,7 +15,7 @@ from dpengine.grad_samplers.sampler import JointSampler, NormedRule
 
 from .choose_method import MethodTable, Plan, Planner, plan_key
 from .entry import Entry, Scratch, gram_sq_norms, sq_norms
-from .flat_buffer import Sums, wide
+from .flat_buffer import Key, Sums, wide
 from .method import Choice, Method
 from .rows import Units, stays_narrow, widened, zeroed
 from .stacks import Layout, Matrix, Waiting, bucket_of, layout_of, shape_key
@@ -248,20 +248,24 @@ class Bookkeep(AbstractGradients):
                 entry.drop(rows_B)
 
     def add_sums(self, groups: Mapping[nn.Parameter, int], weights_BK: Tensor, scale: float, into: Sums) -> None:
-        weights = {torch.float64: weights_BK.unbind(dim=1), torch.float32: weights_BK.float().unbind(dim=1)}
         if self._matrix is not None:
             (layout, grads_BP), self._matrix = self._matrix, None
-            if weights_BK.shape[1] == 1:
-                into.add_flat(layout.columns, torch.mv(grads_BP.t(), weights[grads_BP.dtype][0]), scale)
+            weight = weights_BK.to(grads_BP.device, grads_BP.dtype).unbind(dim=1)
+            if len(weight) == 1:
+                into.add_flat(layout.columns, torch.mv(grads_BP.t(), weight[0]), scale)
             else:
                 for parameter, columns in layout.columns.of.items():
-                    total = torch.mv(grads_BP[:, columns].t(), weights[grads_BP.dtype][groups[parameter]])
+                    total = torch.mv(grads_BP[:, columns].t(), weight[groups[parameter]])
                     into.add(parameter, total.view(parameter.shape), scale)
                     into.complete(parameter)
+        weights: dict[Key, tuple[Tensor, ...]] = {}  # on each device that has parameters
         with self._still():
             while self._entries:  # what arrived last first; what one held is free before the next one is summed
                 parameter, entry = self._entries.popitem()
-                entry.add_sum(weights[wide(parameter.dtype)][groups[parameter]], scale, into)
+                key = parameter.device, wide(parameter.dtype)
+                if key not in weights:
+                    weights[key] = weights_BK.to(*key).unbind(dim=1)
+                entry.add_sum(weights[key][groups[parameter]], scale, into)
                 into.complete(parameter)
 
     def clear(self) -> None:

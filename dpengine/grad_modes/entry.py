@@ -127,7 +127,7 @@ class Entry:
         return self._raised(sq_norm_B, spread_B)
 
     def add_sum(self, weight_B: Tensor, scale: float, into: Sums) -> None:
-        """Adds ``scale`` times the weighted sum of gradients. Weights are 1 at most."""
+        """Adds ``scale`` times the weighted sum of gradients. Weights are 1 at most, on the parameter's device."""
         parameter = self.use.parameter
         dtype = wide(parameter.dtype)
         weight_B = weight_B.to(dtype)

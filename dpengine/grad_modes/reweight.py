@@ -16,6 +16,7 @@ from .bookkeep import Bookkeep, Quiet
 from .choose_method import Planner
 from .entry import sq_norms
 from .flat_buffer import Sums
+from .rows import zeroed
 from .strategy import AbstractGradients, common_rows, note_rows
 
 Rerun = Callable[[Callable[[Tensor], Tensor]], None]
@@ -68,7 +69,8 @@ class Reweight(AbstractGradients):
         tensor = tensor.to(torch.promote_types(tensor.dtype, torch.float32))
         sq_norm_B = sq_norms(tensor)
         arrived = self._arrived[self._take is not None]
-        arrived[difference] = arrived[difference] + sq_norm_B if difference in arrived else sq_norm_B
+        earlier_B = arrived.get(difference)
+        arrived[difference] = sq_norm_B if earlier_B is None else earlier_B + sq_norm_B.to(earlier_B.device)
 
     def _refuse_another_pass(self) -> None:
         """Norms are those of the first pass, sums those of the second: the same must have arrived in both."""
@@ -86,7 +88,9 @@ class Reweight(AbstractGradients):
     def _same(self, then_B: Tensor, now_B: Tensor) -> bool:
         if then_B.shape != now_B.shape:
             return False
-        usable_B = then_B.isfinite() if self._dropped is None else then_B.isfinite() & ~self._dropped
+        usable_B = then_B.isfinite()
+        if self._dropped is not None:
+            usable_B &= ~self._dropped.to(usable_B.device)
         within_B = (now_B - then_B).abs() <= _SAME * then_B + 1e-9 * then_B[usable_B].sum()
         return bool(within_B[usable_B].all())
 
@@ -122,12 +126,12 @@ class Reweight(AbstractGradients):
 
     def sq_norms(self, groups: Mapping[nn.Parameter, int], num_groups: int, scale: float) -> Tensor:
         rows = common_rows(self._rows)
-        norms = torch.zeros(rows, num_groups, dtype=torch.float64)
+        device = next((sq_norm_B.device for sq_norm_B in self._sq_norms.values()), None)
+        norms = torch.zeros(rows, num_groups, dtype=torch.float64, device=device)
         if self._held.parameters:
             norms = self._held.sq_norms(groups, num_groups, 1.0)
         for parameter, sq_norm_B in self._sq_norms.items():
-            norms = norms.to(sq_norm_B.device)
-            norms[:, groups[parameter]] += sq_norm_B
+            norms[:, groups[parameter]] += sq_norm_B.to(norms.device)
         self._held.clear()
         return norms * scale**2
 
@@ -145,7 +149,7 @@ class Reweight(AbstractGradients):
         def select(grad: Tensor) -> Tensor:
             if dropped is None or grad.dim() == 0 or len(grad) != len(dropped):
                 return grad  # perhaps that of a loss: its rows are dropped by take()
-            return grad.masked_fill(dropped.view(-1, *[1] * (grad.dim() - 1)), 0)
+            return zeroed(grad, dropped)
 
         self._take = take
         try:

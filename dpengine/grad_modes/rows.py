@@ -56,8 +56,8 @@ def without_rows(call: LayerCall, rows_B: Tensor) -> LayerCall:
 
 
 def zeroed(tensor: Tensor, rows_B: Tensor) -> Tensor:
-    """The tensor with zeros where ``rows_B`` is True."""
-    return tensor.masked_fill(rows_B.view(-1, *[1] * (tensor.dim() - 1)), 0)
+    """The tensor with zeros where ``rows_B``, on any device, is True."""
+    return tensor.masked_fill(rows_B.to(tensor.device).view(-1, *[1] * (tensor.dim() - 1)), 0)
 
 
 def in_rows(call: LayerCall, rows: int) -> bool:

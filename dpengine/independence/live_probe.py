@@ -209,7 +209,7 @@ class Company:
             for one in self._replay.reached:
                 outputs += self._once(one, arrange)
         columns = {parameter: i for i, parameter in enumerate(recorder.mode.parameters)}
-        norms_BP = recorder.mode.sq_norms(columns, len(columns), 1.0)
+        norms_BP = recorder.mode.sq_norms(columns, len(columns), 1.0).to(self._keep_B.device)
         sums = Sketches()
         finite_B = norms_BP.sum(dim=1).isfinite()
         recorder.mode.drop(~finite_B)  # their data may have been put into other rows

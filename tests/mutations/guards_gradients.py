@@ -183,7 +183,7 @@ GUARDS = [
     Guard(
         "drop-selects",
         "dropped rows are selected, not multiplied",
-        "tensor.masked_fill(rows_B.view(-1, *[1] * (tensor.dim() - 1)), 0)",
+        "tensor.masked_fill(rows_B.to(tensor.device).view(-1, *[1] * (tensor.dim() - 1)), 0)",
         "tensor * ~rows_B.view(-1, *[1] * (tensor.dim() - 1))",
         "grad_modes/test_strategies.py::test_f_d5_a_poisoned_row_counts_nothing_and_leaves_the_others_as_they_are",
     ),
