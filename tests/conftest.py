@@ -51,6 +51,37 @@ def pytest_configure(config):
         config.add_cleanup(lambda: context.__exit__(None, None, None))
 
 
+@pytest.hookimpl(tryfirst=True)  # before cases are chosen by their marks
+def pytest_collection_modifyitems(items):
+    """Leaves to the night all but one in n cases of a test that is marked with ``one_in(n, *names)``.
+
+    The numbers of a case's values are added up, as in a Latin square: each value of an argument keeps about one case
+    in n. Which these are does not depend on what else is collected.
+    """
+    for item in items:
+        if mark := item.get_closest_marker("one_in"):
+            n, *names = mark.args
+            if sum(_number_of_value(item, name) for name in names) % n:
+                item.add_marker("nightly")
+
+
+PARAM = type(pytest.param())
+
+
+def _number_of_value(item, name):
+    """The place in the table of the argument's values."""
+    for mark in item.iter_markers("parametrize"):
+        names, rows = mark.args
+        names = [one.strip() for one in names.split(",")] if isinstance(names, str) else list(names)
+        if name in names:
+            here = [item.callspec.params[one] for one in names]
+            for number, row in enumerate(rows):
+                values = row.values if isinstance(row, PARAM) else row if len(names) > 1 else [row]
+                if all(a is b for a, b in zip(here, values, strict=True)):
+                    return number
+    raise LookupError(f"{item.nodeid}: no table has this value of {name!r}")
+
+
 @pytest.fixture(autouse=True)
 def _fresh_notices():
     forget_notices()

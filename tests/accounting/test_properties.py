@@ -96,7 +96,7 @@ def test_every_legal_history_has_bounds_in_their_order(runs, delta, relation, sh
             assert 0 <= delta_of(history, 0.0, relation=relation) <= 1
 
 
-@pytest.mark.parametrize("rate", [1e-3, 1 - 1e-4])
+@pytest.mark.parametrize("rate", [1e-3, pytest.param(1 - 1e-4, marks=pytest.mark.slow)])
 def test_schedules_of_many_kinds_have_bounds_in_their_order(rate):
     runs = [(rate * (1 - i * 1e-6), 5.0 + i / 100, 1 + i % 3) for i in range(MOST_DISTINCT + 4)]
     lower, upper = silent_bounds(history_of(*runs), 1e-6)

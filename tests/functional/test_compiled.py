@@ -25,7 +25,14 @@ def assert_same(one, other):
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"return_values": True}, {"microbatch_size": 2}, {"keep_batch_dim": False}, {"rescale_to_unit_norm": True}],
+    [
+        {"return_values": True},
+        {"microbatch_size": 2},
+        *(
+            pytest.param(options, marks=pytest.mark.nightly)
+            for options in ({}, {"keep_batch_dim": False}, {"rescale_to_unit_norm": True})
+        ),
+    ],
     ids=str,
 )
 def test_it_gives_the_same(options):
