@@ -11,5 +11,3 @@ LETTERS, NUMBERS = "abcd", range(6)
 def test_cases_that_are_left_have_the_mark_of_the_night(request, letter, number):
     by_night = (LETTERS.index(letter) + number) % 3 > 0
     assert (request.node.get_closest_marker("nightly") is not None) == by_night
-
-

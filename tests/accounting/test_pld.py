@@ -238,6 +238,7 @@ def check_bounds(rate, sigma, steps, delta, truth):
     return upper / truth - 1
 
 
+@pytest.mark.one_in(3, "rate")
 @pytest.mark.parametrize(
     ("rate", "sigma", "steps", "delta"),
     [
