@@ -26,7 +26,7 @@ BOTH = charges(np.geomspace(1e-4, 0.05, 80), RNG.uniform(0.6, 4, 80))
 
 @pytest.mark.parametrize(
     ("history", "most", "loss"),
-    [pytest.param(NOISES, MOST_DISTINCT, 1e-4, marks=pytest.mark.slow), (BOTH, 15, 4e-3)],
+    [pytest.param(NOISES, MOST_DISTINCT, 1e-4, marks=pytest.mark.nightly), (BOTH, 15, 4e-3)],
 )
 def test_merging_costs_little_and_the_estimate_less(history, most, loss, monkeypatch):
     monkeypatch.setattr(composition, "MOST_DISTINCT", most)

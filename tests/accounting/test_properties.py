@@ -1,4 +1,4 @@
-"""What holds at every legal setting, drawn at random: few examples here, many more under ``slow``."""
+"""What holds at every legal setting, drawn at random: few examples here, many more by night."""
 
 import functools
 import math
@@ -50,7 +50,7 @@ PROPERTIES = {}
 
 
 def holds(examples, **drawn):
-    """Checks a property at so many settings, and under ``slow`` at 4 times as many."""
+    """Checks a property at so many settings, and by night at 4 times as many."""
 
     def decorate(check):
         def run(times):
@@ -366,7 +366,7 @@ def test_convolved_sums_lie_on_either_side_of_the_truth(rate, sigma, count, dire
     assert below - 1e-7 <= truth <= above + 1e-7
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", PROPERTIES)
 def test_properties_hold_at_many_settings(name):
     PROPERTIES[name]()()
