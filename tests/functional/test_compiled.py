@@ -43,7 +43,7 @@ def test_it_gives_the_same(options):
     assert fast.sensitivity() == slow.sensitivity()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly  # the compiler takes half a minute; `compiled/test_backward.py` has it in the slow suite
 def test_it_gives_the_same_by_inductor():
     slow = clipped_grad(loss, batch_argnums=(1, 2), l2_clip_norm=0.5)
     fast = compiled(slow, *problem())
