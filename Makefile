@@ -35,7 +35,7 @@ planted: $(STAMP)
 mutations: $(STAMP)
 	@$(PYTEST) -n $(JOBS) -m nightly tests/mutations
 
-# Long random searches. `make mutations` and `make differential` have the other tests with this marker.
+# Long random searches, and cases that `test` and `slow` leave out. `make mutations` and `make differential` have the other tests with this marker.
 searches: $(STAMP)
 	@$(PYTEST) -n $(JOBS) --dist loadgroup -m nightly --ignore=tests/mutations --ignore=tests/differential
 

@@ -3,6 +3,7 @@
 ``pytest --plant PB-7 TESTS`` runs tests with that bug planted in the engine; see `mutations`.
 """
 
+import functools
 import os
 import socket
 import sys
@@ -49,6 +50,58 @@ def pytest_configure(config):
         context = planted(BUGS[name])
         context.__enter__()
         config.add_cleanup(lambda: context.__exit__(None, None, None))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    """Sends the tests of a module that is marked with ``xdist_group`` to one worker.
+
+    xdist 3.8 does so by the ids of tests, which pytest 9.2 no longer lets it change: what such a module makes once was
+    made by each worker.
+    """
+    from xdist.scheduler import LoadScopeScheduling
+
+    @functools.cache
+    def grouped(file):
+        return "\npytestmark = pytest.mark.xdist_group(" in (config.rootpath / file).read_text(encoding="utf-8")
+
+    class ByModule(LoadScopeScheduling):
+        def _split_scope(self, nodeid):
+            file = nodeid.partition("::")[0]
+            return file if grouped(file) else nodeid
+
+    return ByModule(config, log) if config.getvalue("dist") == "loadgroup" else None
+
+
+@pytest.hookimpl(tryfirst=True)  # before cases are chosen by their marks
+def pytest_collection_modifyitems(items):
+    """Leaves to the night all but one in n cases of a test that is marked with ``one_in(n, *names)``.
+
+    The numbers of a case's values are added up, as in a Latin square: each value of an argument keeps about one case
+    in n. Which these are does not depend on what else is collected.
+    """
+    for item in items:
+        if mark := item.get_closest_marker("one_in"):
+            n, *names = mark.args
+            if sum(_number_of_value(item, name) for name in names) % n:
+                item.add_marker("nightly")
+
+
+PARAM = type(pytest.param())
+
+
+def _number_of_value(item, name):
+    """The place in the table of the argument's values."""
+    for mark in item.iter_markers("parametrize"):
+        names, rows = mark.args
+        names = [one.strip() for one in names.split(",")] if isinstance(names, str) else list(names)
+        if name in names:
+            here = [item.callspec.params[one] for one in names]
+            for number, row in enumerate(rows):
+                values = row.values if isinstance(row, PARAM) else row if len(names) > 1 else [row]
+                if all(a is b for a, b in zip(here, values, strict=True)):
+                    return number
+    raise LookupError(f"{item.nodeid}: no table has this value of {name!r}")
 
 
 @pytest.fixture(autouse=True)

@@ -54,6 +54,7 @@ LOOSE = [  # what one lattice for all losses left 0.1 % to 5 % above the best gu
 ]
 
 
+@pytest.mark.one_in(4, "sigma")
 @pytest.mark.parametrize(("sigma", "rate", "steps", "delta", "relation"), LOOSE)
 def test_the_upper_bound_is_close_where_bulk_and_jumps_both_count(sigma, rate, steps, delta, relation):
     lower, _, upper = epsilon_bounds(
@@ -68,6 +69,7 @@ def test_the_upper_bound_is_close_where_bulk_and_jumps_both_count(sigma, rate, s
     assert lower > 0.9 * upper
 
 
+@pytest.mark.slow
 def test_epsilon_rises_with_the_steps_where_one_release_in_a_million_decides():
     found = [
         epsilon_bounds(noise_multiplier=0.8, sample_rate=3e-7, steps=steps, delta=1e-95, relation="replace_one")[2]

@@ -26,7 +26,7 @@ BOTH = charges(np.geomspace(1e-4, 0.05, 80), RNG.uniform(0.6, 4, 80))
 
 @pytest.mark.parametrize(
     ("history", "most", "loss"),
-    [pytest.param(NOISES, MOST_DISTINCT, 1e-4, marks=pytest.mark.slow), (NOISES, 25, 8e-3), (BOTH, 15, 4e-3)],
+    [pytest.param(NOISES, MOST_DISTINCT, 1e-4, marks=pytest.mark.nightly), (BOTH, 15, 4e-3)],
 )
 def test_merging_costs_little_and_the_estimate_less(history, most, loss, monkeypatch):
     monkeypatch.setattr(composition, "MOST_DISTINCT", most)
@@ -57,6 +57,7 @@ def test_neither_the_order_of_the_history_nor_what_was_asked_before_shows():
     assert found[0] == found[1] == found[2]
 
 
+@pytest.mark.slow
 def test_epsilon_grows_with_the_history_but_for_what_merging_costs(monkeypatch):
     monkeypatch.setattr(composition, "MOST_DISTINCT", 24)
     history = charges(0.01, np.geomspace(4, 0.6, 80))

@@ -275,6 +275,7 @@ def test_the_curve_of_others_lies_above_the_truth_and_close(rest):
     assert np.all(np.diff(curve(np.linspace(-5, end + 1, 999))) <= 1e-12)
 
 
+@pytest.mark.one_in(2, "scheme")
 @pytest.mark.slow
 @pytest.mark.parametrize("scheme", ["bins", "cyclic", "cold", "warm"])
 def test_likelihood_ratios_of_long_runs_have_mean_one(scheme):

@@ -63,6 +63,7 @@ def test_a_published_point_without_sampling_takes_the_closed_form():
     assert epsilon_of((Charge(GaussianEvent(600.0), 100_000),), 1e-10) == pytest.approx(3.278323, abs=5e-7)
 
 
+@pytest.mark.one_in(2, "rate")
 @pytest.mark.parametrize(
     ("rate", "sigma", "steps", "delta"),
     [
@@ -150,6 +151,7 @@ def test_a_grid_that_is_too_coarse_never_costs_more_than_rdp(monkeypatch):
     assert tight < epsilon_of(history, 1e-5) == bound
 
 
+@pytest.mark.slow
 def test_many_distinct_releases_are_merged_to_the_private_side():
     sigmas = [2.0 + i / 100 for i in range(190)]
     groups = tuple(SampledGaussian(0.01 + i * 1e-5, sigma, 2) for i, sigma in enumerate(sigmas))
@@ -170,7 +172,7 @@ def test_many_distinct_releases_are_merged_to_the_private_side():
 def test_rounding_never_leaves_its_side(above):
     rng = np.random.default_rng(0)
     sign = 1 if above else -1
-    for value in np.exp(rng.uniform(-20, 20, 50)):
+    for value in np.exp(rng.uniform(-20, 20, 10)):
         rate = min(value, 0.99)
         many = tuple(SampledGaussian(rate, value * (1 + i * 1e-4), i + 1) for i in range(3 * MOST_DISTINCT))
         merged = Composition(0.0, many, False).limited(above=above).sampled
@@ -236,6 +238,7 @@ def check_bounds(rate, sigma, steps, delta, truth):
     return upper / truth - 1
 
 
+@pytest.mark.one_in(3, "rate")
 @pytest.mark.parametrize(
     ("rate", "sigma", "steps", "delta"),
     [

@@ -1,4 +1,4 @@
-"""What holds at every legal setting, drawn at random: few examples here, many more under ``slow``."""
+"""What holds at every legal setting, drawn at random: few examples here, many more by night."""
 
 import functools
 import math
@@ -50,7 +50,7 @@ PROPERTIES = {}
 
 
 def holds(examples, **drawn):
-    """Checks a property at so many settings, and under ``slow`` at 4 times as many."""
+    """Checks a property at so many settings, and by night at 4 times as many."""
 
     def decorate(check):
         def run(times):
@@ -96,13 +96,14 @@ def test_every_legal_history_has_bounds_in_their_order(runs, delta, relation, sh
             assert 0 <= delta_of(history, 0.0, relation=relation) <= 1
 
 
-@pytest.mark.parametrize("rate", [1e-3, 1 - 1e-4])
+@pytest.mark.parametrize("rate", [1e-3, pytest.param(1 - 1e-4, marks=pytest.mark.slow)])
 def test_schedules_of_many_kinds_have_bounds_in_their_order(rate):
     runs = [(rate * (1 - i * 1e-6), 5.0 + i / 100, 1 + i % 3) for i in range(MOST_DISTINCT + 4)]
     lower, upper = silent_bounds(history_of(*runs), 1e-6)
     assert 0.995 * upper < lower < upper < epsilon_of(history_of(*runs), 1e-6, "rdp")
 
 
+@pytest.mark.one_in(3, "rate", "delta")
 @pytest.mark.parametrize("delta", [1e-300, 1e-6, 0.999999])
 @pytest.mark.parametrize(
     ("rate", "sigma", "steps"),
@@ -365,7 +366,7 @@ def test_convolved_sums_lie_on_either_side_of_the_truth(rate, sigma, count, dire
     assert below - 1e-7 <= truth <= above + 1e-7
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", PROPERTIES)
 def test_properties_hold_at_many_settings(name):
     PROPERTIES[name]()()

@@ -50,6 +50,7 @@ def test_the_bracket_holds_the_closed_form_as_the_rate_tends_to_one(sigma, steps
     check_bracket(poisson(1 - 2.0**-40, sigma, steps), delta, gaussian(mu, delta), relation)
 
 
+@pytest.mark.one_in(4, "rate", "relation")
 @pytest.mark.parametrize(
     ("rate", "sigma", "steps", "delta"),
     [

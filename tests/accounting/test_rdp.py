@@ -76,6 +76,7 @@ GRID = [
 ]
 
 
+@pytest.mark.one_in(5, "rate")
 @pytest.mark.parametrize(("rate", "sigma", "steps", "delta"), GRID)
 def test_f_a7_rdp_is_never_below_the_loss_distribution(rate, sigma, steps, delta):
     composition = compose((Charge(PoissonGaussianEvent(rate, sigma), steps),))

@@ -29,6 +29,7 @@ def audited(epsilon, *, steps, canaries, seed=0, **options):
     return one_run(make, trained(steps), rows(), canaries=canaries, delta=1e-5, seed=seed)
 
 
+@pytest.mark.one_in(2, "setting", "epsilon")
 @pytest.mark.parametrize("epsilon", [1.0, 2.0, 4.0, 8.0])
 @pytest.mark.parametrize("setting", SETTINGS.values(), ids=SETTINGS.keys())
 def test_the_bound_is_between_half_of_the_claim_and_the_claim(setting, epsilon):
@@ -38,6 +39,7 @@ def test_the_bound_is_between_half_of_the_claim_and_the_claim(setting, epsilon):
     assert report.verdict == "pass"
 
 
+@pytest.mark.one_in(4, "setting", "epsilon")
 @pytest.mark.parametrize("epsilon", [1.0, 2.0, 4.0, 8.0])
 @pytest.mark.parametrize("setting", SETTINGS.values(), ids=SETTINGS.keys())
 def test_pb_1_half_of_the_noise_is_a_violation_at_every_claim(monkeypatch, setting, epsilon):
@@ -45,6 +47,7 @@ def test_pb_1_half_of_the_noise_is_a_violation_at_every_claim(monkeypatch, setti
     assert audited(epsilon, **setting).verdict == "violation"
 
 
+@pytest.mark.one_in(2, "noise")
 @pytest.mark.parametrize("noise", [None, BandMF(num_bands=4)], ids=["dp-sgd", "band-mf"])
 def test_bounds_are_above_the_claim_in_no_more_seeds_than_alpha(noise):
     # 30 seeds at alpha = 0.05: as many wrong bounds as happen with a chance of 1e-6 are allowed.

@@ -118,7 +118,7 @@ def still(name, engine=None):
     )
     model = Still()
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    data = DataLoader(TensorDataset(torch.zeros(84, 1)), batch_size=84 // cycles)
+    data = DataLoader(TensorDataset(torch.zeros(12, 1)), batch_size=12 // cycles)
     engine = engine or PrivacyEngine(seed=5)
     return engine, *engine.make_private(model, optimizer, data, plan=CONFIGS[name], target_delta=1e-5)
 

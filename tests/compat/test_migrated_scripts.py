@@ -68,6 +68,7 @@ def test_a_short_run_spends_what_opacus_says(name, capsys):
     refuse_more_than_opacus(name, result, quick=True)
 
 
+@pytest.mark.one_in(3, "name")
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_a_whole_run_learns_and_spends_what_opacus_says(name, tmp_path):
@@ -135,6 +136,7 @@ def test_clipped_sums_of_a_script_are_those_of_a_loop_over_rows(name):
     assert_sums_of_a_loop(name, "hooks")
 
 
+@pytest.mark.one_in(2, "name")
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "mode"), [pair for pair in NAME_AND_MODE if pair[1] != "hooks"])
 def test_clipped_sums_in_other_modes_are_those_of_a_loop_over_rows(name, mode):

@@ -16,8 +16,12 @@ from dpengine.compiled.compiled_pass import model_key
 
 from .trainings import CLASSES, MODELS, Training, after_first, data
 
+IN_EVERY_RUN = {"linear", "sequence"}
 
-@pytest.mark.parametrize("name", MODELS)
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in IN_EVERY_RUN else pytest.mark.slow) for name in MODELS]
+)
 def test_trains_as_the_hooks_do(name, passes):
     make, shape = MODELS[name]
     hooks = Training(make, data(shape), compiled=False).run()
@@ -29,6 +33,7 @@ def test_trains_as_the_hooks_do(name, passes):
     assert training.engine.ledger.steps == 7
 
 
+@pytest.mark.one_in(2, "settings")
 @pytest.mark.filterwarnings("ignore:.*NOT PRIVATE")
 @pytest.mark.parametrize(
     "settings",

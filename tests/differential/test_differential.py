@@ -47,6 +47,7 @@ def assert_same(counts, processes):
     assert not found, f"{len(found)} cases differ from the baseline:\n" + "\n".join(found[:10])
 
 
+@pytest.mark.slow
 def test_a_few_cases_are_as_at_the_baseline():
     assert_same(SHORT, processes=2)
 

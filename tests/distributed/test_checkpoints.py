@@ -74,8 +74,11 @@ def test_f_b9_a_run_goes_on_with_another_number_of_processes(tmp_path):
 
 
 @pytest.mark.slow
-def test_any_topology_goes_on_from_any(tmp_path):
-    names, ends = ["gaussian", "bandmf", "inverse"], [True, False]
+@pytest.mark.parametrize(
+    "names", [["bandmf"], pytest.param(["gaussian", "inverse"], marks=pytest.mark.nightly)], ids="-".join
+)
+def test_any_topology_goes_on_from_any(tmp_path, names):
+    ends = [True, False]
     expected = saved_and_gone_on_alone(tmp_path / "alone", names, ends)
     four, two = ["data", "fsdp", "hybrid", "tp_fsdp"], ["ddp", "fsdp", "tp"]
     assert launched(4, save_all, tmp_path / "4", four, names) == [None] * 4

@@ -60,6 +60,15 @@ def test_f_x2_a_process_without_rows_may_leave_out_its_backward_pass_where_it_ha
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("topology", "ranks"), [("ddp", 2), ("data", 4), ("fsdp", 2), ("fsdp", 4), ("hybrid", 4)])
+@pytest.mark.parametrize(
+    ("topology", "ranks"),
+    [
+        ("data", 4),
+        ("fsdp", 2),
+        ("hybrid", 4),
+        pytest.param("ddp", 2, marks=pytest.mark.nightly),
+        pytest.param("fsdp", 4, marks=pytest.mark.nightly),
+    ],
+)
 def test_f_s7_f_x1_f_x2_the_weights_are_those_of_one_process_and_the_same_on_all(topology, ranks):
-    compare(CASES, topology, ranks, steps=20)
+    compare(CASES, topology, ranks, steps=10)

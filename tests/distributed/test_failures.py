@@ -214,7 +214,15 @@ def few(tmp_path_factory):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("topology", "ranks"),
-    [("ddp", 2), ("ddp", 4), ("fsdp", 2), ("fsdp", 4), ("hybrid", 4), ("tp", 2), ("tp_fsdp", 4), ("tp_data", 4)],
+    [
+        ("ddp", 4),
+        ("hybrid", 4),
+        ("tp_fsdp", 4),
+        *(
+            pytest.param(*run, marks=pytest.mark.nightly)
+            for run in [("ddp", 2), ("fsdp", 2), ("fsdp", 4), ("tp", 2), ("tp_data", 4)]
+        ),
+    ],
 )
 def test_f_x3_every_kind_of_failure_in_every_kind_of_run(topology, ranks, tmp_path):
     """One that runs twice goes without the splits: gloo ends processes where messages of other sizes meet."""

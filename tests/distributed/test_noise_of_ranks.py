@@ -26,6 +26,7 @@ INPUTS, HIDDEN, OUTPUTS = 251, 401, 101  # nothing that two or four ranks cut ev
 NOISE = {"gaussian": None, "bandmf": BandMF(num_bands=4), "inverse": BandedInverse(num_bands=4)}
 SIGMAS = 5
 every_noise = pytest.mark.parametrize("noise", NOISE)
+BY_NIGHT = [pytest.mark.slow, pytest.mark.nightly]
 
 
 class Layers(nn.Module):
@@ -116,8 +117,13 @@ def of_two():
 
 
 @pytest.fixture(scope="module")
+def of_two_times_two():
+    return launch(4, ["hybrid"])
+
+
+@pytest.fixture(scope="module")
 def of_four():
-    return launch(4, ["ddp", "fsdp", "hybrid"])
+    return launch(4, ["ddp", "fsdp"])
 
 
 @pytest.fixture(scope="module")
@@ -128,7 +134,8 @@ def of_one():
 @pytest.fixture(
     params=[
         *(("of_two", topology) for topology in ("ddp", "fsdp")),
-        *(pytest.param(("of_four", topology), marks=pytest.mark.slow) for topology in ("ddp", "fsdp", "hybrid")),
+        pytest.param(("of_two_times_two", "hybrid"), marks=pytest.mark.slow),
+        *(pytest.param(("of_four", topology), marks=BY_NIGHT) for topology in ("ddp", "fsdp")),
     ],
     ids="-".join,
 )
@@ -173,7 +180,14 @@ def test_the_covariance_over_steps_is_the_one_that_the_strategy_states(of_ranks,
     assert (np.abs(found @ found.T / found.shape[1] - stated) <= SIGMAS * np.sqrt(variances / found.shape[1])).all()
 
 
-@pytest.mark.parametrize("launches", ["of_two", pytest.param("of_four", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "launches",
+    [
+        "of_two",
+        pytest.param("of_two_times_two", marks=pytest.mark.slow),
+        pytest.param("of_four", marks=BY_NIGHT),
+    ],
+)
 def test_f_n5_without_a_seed_the_noise_of_each_rank_s_share_is_full_and_its_own(launches, of_one, request):
     """Variance 1 in each share: neither the number of ranks times that, nor a part of it. 0.57 million draws at 2."""
     ranks, found = request.getfixturevalue(launches)

@@ -74,12 +74,14 @@ def test_f_x1_layers_split_give_the_run_of_one_process(checks):
 
 
 @pytest.mark.slow
-def test_f_x1_layers_and_rows_split_give_the_run_of_one_process():
-    refuse_differences(launched(4, one_trained, MIXED, "tp_fsdp", 6), one_trained(MIXED, "data", 6))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("topology", "ranks"), [("tp", 2), ("tp_fsdp", 4), ("tp_data", 4)])
+@pytest.mark.parametrize(
+    ("topology", "ranks"),
+    [
+        ("tp_fsdp", 4),
+        pytest.param("tp", 2, marks=pytest.mark.nightly),
+        pytest.param("tp_data", 4, marks=pytest.mark.nightly),
+    ],
+)
 def test_f_x1_every_kind_of_run_is_that_of_one_process(topology, ranks):
     found = launched(ranks, all_trained, CASES, topology)
     for i, case in enumerate(CASES):

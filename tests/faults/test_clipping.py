@@ -88,6 +88,7 @@ def make(name, dtype=torch.float32):
     return model, (inputs.to(dtype), targets)
 
 
+@pytest.mark.one_in(5, "mode", "name")
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 3e-6), (torch.float64, 1e-12)])
 @every_model
 @every_mode
@@ -129,6 +130,7 @@ POLICIES = {
 }
 
 
+@pytest.mark.one_in(3, "mode", "name")
 @pytest.mark.parametrize("name", POLICIES)
 @every_mode
 def test_f_c4_no_policy_lets_a_row_add_more_than_its_noise_is_scaled_for(mode, name):
@@ -252,6 +254,7 @@ def test_f_c8_one_row_moves_the_joint_vector_of_sum_and_count_by_no_more_than_is
     assert 0.9 / sigma < max(moved) <= (1 + ROUNDING) / sigma
 
 
+@pytest.mark.one_in(2, "mode", "dtype")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 @every_mode
 def test_f_c9_no_clipped_row_is_longer_than_the_threshold(mode, dtype):

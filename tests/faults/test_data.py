@@ -70,6 +70,7 @@ def fuzzed(choose, rows):
     return inputs, targets
 
 
+@pytest.mark.one_in(2, "mode", "make")
 @pytest.mark.parametrize("make", [mlp, Mixed], ids=lambda make: make.__name__)
 @every_mode
 def test_f_d5_no_row_makes_a_weight_infinite_or_moves_the_sum_further_than_any_other(mode, make):

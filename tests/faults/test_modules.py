@@ -129,6 +129,7 @@ class Positions(nn.Module):
         return self.head(torch.tanh(hidden).mean(dim=1))
 
 
+@pytest.mark.one_in(3, "mode", "ids", "tied")
 @pytest.mark.parametrize("tied", [False, True], ids=["alone", "with-rows"])
 @pytest.mark.parametrize("ids", [torch.arange(9).unsqueeze(0), torch.arange(9)], ids=["1-T", "T"])
 @every_mode
@@ -317,6 +318,7 @@ OUTPUTS = {
 UNSEEN = {"elsewhere"}
 
 
+@pytest.mark.one_in(5, "mode", "name")
 @pytest.mark.parametrize("name", OUTPUTS)
 @every_mode
 def test_f_m4_a_loss_inside_the_output_is_right_or_refused(mode, name):

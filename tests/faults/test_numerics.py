@@ -34,6 +34,7 @@ def half_precision_step(dtype, reduction):
     return step
 
 
+@pytest.mark.one_in(5, "mode", "size", "dtype")
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("size", [1e-4, 1.0, 1e3, 1e5])
 @every_mode
@@ -54,6 +55,7 @@ def test_f_u1_a_mean_in_half_precision_moves_the_other_rows_by_rounding_and_no_m
     assert 1 < moved <= 1 + 6 * torch.finfo(dtype).eps
 
 
+@pytest.mark.one_in(3, "mode", "size")
 @pytest.mark.parametrize("size", [1e-30, 1e-22, 1e-19, 1e19, 1e22, 1e30])
 @every_mode
 def test_f_u1_squares_that_leave_the_range_of_float32_do_no_harm(mode, size):
@@ -101,6 +103,7 @@ LAYERS = {
 }
 
 
+@pytest.mark.one_in(5, "mode", "name", "size")
 @pytest.mark.parametrize("size", [1e5, 1e9])
 @pytest.mark.parametrize("name", LAYERS)
 @every_mode

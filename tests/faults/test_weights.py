@@ -104,6 +104,7 @@ class TiedInBlocks(nn.Module):
         return self.head(hidden)
 
 
+@pytest.mark.one_in(3, "mode", "make")
 @pytest.mark.parametrize("make", [Reused, TiedAcrossKinds, Siamese, Unrolled, TiedInBlocks])
 @every_mode
 def test_f_m4_the_norm_is_that_of_the_sum_over_all_uses(mode, make):
@@ -135,6 +136,7 @@ VARIANTS = {
 }
 
 
+@pytest.mark.one_in(2, "mode", "name")
 @pytest.mark.parametrize("name", VARIANTS)
 @every_mode
 def test_f_m4_layers_that_compute_their_weight_are_right(mode, name):
@@ -216,6 +218,7 @@ class Whole(nn.Module):
         return checkpoint(self.net, inputs, use_reentrant=self.reentrant)
 
 
+@pytest.mark.one_in(2, "mode", "reentrant")
 @pytest.mark.parametrize("reentrant", [False, True])
 @every_mode
 def test_f_m7_checkpointed_blocks_with_tied_weights_are_right(mode, reentrant):
@@ -282,6 +285,7 @@ def adapted(how):
     return nn.Sequential(LowRank(nn.Linear(FEATURES, 5), how), nn.Tanh(), nn.Linear(5, CLASSES))
 
 
+@pytest.mark.one_in(3, "mode", "how")
 @pytest.mark.parametrize("how", ["modules", "linear", "matmul", "merged"])
 @every_mode
 def test_f_m8_adapters_are_right_or_refused_by_name(mode, how):

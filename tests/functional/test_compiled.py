@@ -25,7 +25,14 @@ def assert_same(one, other):
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"return_values": True}, {"microbatch_size": 2}, {"keep_batch_dim": False}, {"rescale_to_unit_norm": True}],
+    [
+        {"return_values": True},
+        {"microbatch_size": 2},
+        *(
+            pytest.param(options, marks=pytest.mark.nightly)
+            for options in ({}, {"keep_batch_dim": False}, {"rescale_to_unit_norm": True})
+        ),
+    ],
     ids=str,
 )
 def test_it_gives_the_same(options):
@@ -36,7 +43,7 @@ def test_it_gives_the_same(options):
     assert fast.sensitivity() == slow.sensitivity()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly  # the compiler takes half a minute; `compiled/test_backward.py` has it in the slow suite
 def test_it_gives_the_same_by_inductor():
     slow = clipped_grad(loss, batch_argnums=(1, 2), l2_clip_norm=0.5)
     fast = compiled(slow, *problem())

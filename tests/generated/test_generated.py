@@ -26,18 +26,21 @@ def assert_none_wrong(seeds, capsys):
     assert len(found.of("right")) >= 0.8 * len(found.verdicts)  # refusing all would not be wrong either
 
 
+@pytest.mark.one_in(2, "stretch")
 @pytest.mark.parametrize("stretch", range(4))
 def test_the_sums_of_a_hundred_models_are_right_or_refused_by_name(stretch, capsys):
     assert_none_wrong(range(25 * stretch, 25 * stretch + 25), capsys)
 
 
 @pytest.mark.slow
+@pytest.mark.one_in(2, "stretch")
 @pytest.mark.parametrize("stretch", range(10))
 def test_the_sums_of_a_thousand_models_are_right_or_refused_by_name(stretch, capsys):
     first = 1000 + 100 * stretch
     assert_none_wrong(range(first, first + 100), capsys)
 
 
+@pytest.mark.slow
 def test_everything_there_is_to_draw_is_drawn():
     subjects = [drawn(seed) for seed in range(1000, 2000)]
     used = {name for subject in subjects for name in subject.used}

@@ -27,7 +27,14 @@ def said(**environment):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="glibc only")
-@pytest.mark.parametrize("name", ["MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "GLIBC_TUNABLES",
+        pytest.param("MALLOC_TRIM_THRESHOLD_", marks=pytest.mark.nightly),
+        pytest.param("MALLOC_MMAP_THRESHOLD_", marks=pytest.mark.nightly),
+    ],
+)
 def test_an_allocator_that_the_user_set_is_left_alone(name):
     value = "glibc.malloc.trim_threshold=65536" if name == "GLIBC_TUNABLES" else "65536"
     assert said(**{name: value}) == "False"

@@ -43,7 +43,7 @@ KINDS = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [pytest.param("gaussian", marks=pytest.mark.nightly), "bandmf", "seeded"])
 def test_f_p2_a_run_that_is_killed_at_random_goes_on_and_reuses_no_noise(tmp_path, kind):
     generator, settings = random.Random(kind), KINDS[kind]
     whole = tmp_path / "whole"

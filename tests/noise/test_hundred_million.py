@@ -25,7 +25,10 @@ from dpengine.noise.keyed_streams import STREAM_KINDS
 LEAST = 1e-6
 SIGMA = 4.0  # of the discrete normal
 STEPS, PLACES = 25, 2**22  # 1.05e8 normals: of two parameters, of which each of two ranks draws a half
-every_kind = pytest.mark.parametrize("kind", STREAM_KINDS)
+DEFAULT = "chacha20"
+every_kind = pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=() if kind == DEFAULT else pytest.mark.nightly) for kind in STREAM_KINDS]
+)
 
 
 def normals_of(source, scale=1.0):

@@ -203,11 +203,18 @@ LAYER_DOORS = [door for door in ALL_DOORS if not door.writes]  # those that find
 
 QUICK = ("default-auto", "default-ghost", "compat-hooks", "compat-ghost")
 
+# Each is next to one that is run always or in the slow suite, and has its code.
+BY_NIGHT = {"default-hooks", "compat-ew", "compat-functorch-unwrapped", "compat-ghost-unwrapped"}
+
+
+def marks_of(door: Door) -> Any:
+    """When a test goes through a door that is not among the first."""
+    return (pytest.mark.slow, pytest.mark.nightly) if door.id in BY_NIGHT else pytest.mark.slow
+
 
 def through(doors: list[Door], *, quick: tuple[str, ...] = QUICK) -> Any:
-    """Parametrizes a test with ``door``; the doors that are not quick are left to the slow suite."""
-    slow = pytest.mark.slow
-    cases = [pytest.param(door, id=door.id, marks=() if door.id in quick else slow) for door in doors]
+    """Parametrizes a test with ``door``; the doors that are not quick are left to the slow suite, or to the night."""
+    cases = [pytest.param(door, id=door.id, marks=() if door.id in quick else marks_of(door)) for door in doors]
     return pytest.mark.parametrize("door", cases)
 
 

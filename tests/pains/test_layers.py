@@ -236,6 +236,7 @@ LAYERS = {"embedding": lambda: nn.Embedding(4, 4), "linear": lambda: nn.Linear(4
 PAIRS = list(itertools.product(LAYERS, LAYERS))
 
 
+@pytest.mark.one_in(3, "first")
 @pytest.mark.parametrize(("first", "last"), PAIRS)
 @through(LAYER_DOORS, quick=("default-auto",))
 def test_rank_12_a_weight_of_two_layers_has_the_norm_of_the_sum_over_both_uses(door, first, last):

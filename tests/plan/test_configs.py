@@ -81,6 +81,7 @@ def test_calibration_keeps_the_target(name):
     assert config.calibrate(epsilon=math.inf, delta=1e-5).noise_multiplier == 0.0
 
 
+@pytest.mark.one_in(3, "name")
 @pytest.mark.parametrize("name", CONFIGS)
 def test_the_library_agrees(name):
     config = noisy(CONFIGS[name])

@@ -131,6 +131,7 @@ def rows_by_torch(theirs, x, lengths, cotangent, states):
     return {name: torch.stack([one[name] for one in found]) for name in found[0]}
 
 
+@pytest.mark.one_in(3, "kind", "lengths")
 @pytest.mark.parametrize(
     ("lengths", "functorch"), [("whole", False), ("sorted", False), ("unsorted", False), ("unsorted", True)]
 )
