@@ -28,11 +28,11 @@ class GradWriter:
 
     def write(self, sums: dict[nn.Parameter, Tensor]) -> None:
         """Puts noisy sums into ``p.grad``, in the memory that they have where that has the right type."""
-        self.released = {}
+        self.released, gradient = {}, self.topology.layout.gradient
         for parameter, view in sums.items():
-            grad = view.to(parameter.dtype)
-            if self.topology.layout.gradient is not None:
-                grad = self.topology.layout.gradient(parameter, grad)
+            grad = view if view.dtype is parameter.dtype else view.to(parameter.dtype)
+            if gradient is not None:
+                grad = gradient(parameter, grad)
             if parameter.grad is not None and self._was_changed(parameter, parameter.grad):
                 notice(
                     "DPE015",
