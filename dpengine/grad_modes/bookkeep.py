@@ -27,7 +27,7 @@ _SHARE = 4  # of the budget for kept gradients, a quarter is for those that are 
 _PLANS = 500  # remembered; sequences and batches of many lengths have as many
 
 
-class Bookkeep(AbstractGradients):
+class BookKeeping(AbstractGradients):
     """Norms by the fastest sound way for each parameter, sums by one weighted product."""
 
     rows: dict[str, int] = None  # type: ignore[assignment]  # in the place of the property; each instance has its own
@@ -96,9 +96,9 @@ class Bookkeep(AbstractGradients):
                 entry.combine(units, rows)
         self.rows = dict.fromkeys(self.rows, units.count)
 
-    def renewed(self) -> Bookkeep:
+    def renewed(self) -> BookKeeping:
         """Returns a mode for the next pass that shares the plans of this one, which keeps its layer calls."""
-        other = Bookkeep(self.planner, self._quiet)
+        other = BookKeeping(self.planner, self._quiet)
         other._plans, other._layouts = self._plans, self._layouts
         return other
 
@@ -106,7 +106,7 @@ class Bookkeep(AbstractGradients):
         self._form_alone()
         self._entries = {parameter: entry for parameter, entry in self._entries.items() if parameter in parameters}
 
-    def copied(self) -> Bookkeep:
+    def copied(self) -> BookKeeping:
         """Returns a copy of the layer calls. Using up one copy leaves the other unchanged."""
         self._form_alone()
         other = self.renewed()
