@@ -33,7 +33,7 @@ from dpengine.sampling.external import ExternalBatches
 
 from . import argument_checks
 from .batch_state import BatchState
-from .build_plan import Batching, Spending, Wanted, arranged, name_for, source_for
+from .build_plan import Batching, PlanRequest, Spending, arranged, name_for, source_for
 from .grad_sample_module import topology_and_model
 from .pass_clipper import PassClipper
 from .progress import progress
@@ -192,8 +192,9 @@ class PrivacyEngine(argument_checks.Uncopied):
         length = (target_epsilon, target_delta, epochs, steps)
         spending = Spending(*length, on_budget, allow_large_delta, self.accountant, spent, resumed)
         batching = Batching(sampling, sample_rate, expected_batch_size, num_units)
-        wanted = Wanted(noise_multiplier, noise, plan, clipping, max_grad_norm, spending, batching, name_for(topology))
-        run_plan, budget = arranged(inner, data_loader, wanted)
+        constants, name = (noise_multiplier, noise, plan, clipping, max_grad_norm), name_for(topology)
+        request = PlanRequest(*constants, spending, batching, name)
+        run_plan, budget = arranged(inner, data_loader, request)
         layout: dict[str, Any] = {"batch_first": batch_first, "loss_reduction": loss_reduction, "topology": topology}
         layout |= {"grad_sample_mode": grad_sample_mode, "methods": self.methods}
         parts: dict[str, Any] = {"batches": BatchState(external=external), "budget": budget, "grad_scaler": grad_scaler}
@@ -284,8 +285,6 @@ class PrivacyEngine(argument_checks.Uncopied):
             What takes the place of ``loss.backward()`` in the loop; see `dpengine.engine.CompiledBackward`.
         """
         return self._last_run().compile_backward(loss_fn, multiple_of, backend)
-
-    # What was spent
 
     @suggests_names
     def get_epsilon(self, delta: float) -> float:
