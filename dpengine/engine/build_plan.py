@@ -40,8 +40,13 @@ _NEAR = 0.02  # relative: how far the plan's batches may be from the loader's
 
 
 @dataclasses.dataclass(frozen=True)
-class Spending:
-    """What may be spent, and over how many steps; as ``make_private`` was given it."""
+class BudgetConfig:
+    """Arguments of ``make_private`` for the privacy budget and the length of training.
+
+    Attributes:
+        prior_charges: Charges of earlier runs, which count against the budget.
+        steps_taken: Number of steps of the plan taken before the state was loaded.
+    """
 
     target_epsilon: float | None
     target_delta: float | None
@@ -50,8 +55,8 @@ class Spending:
     on_budget: str
     allow_large_delta: bool
     accountant: str | Accountant
-    before: Sequence[Charge]
-    resumed: int  # steps of a plan that were taken before the state was loaded
+    prior_charges: Sequence[Charge]
+    steps_taken: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,7 +82,7 @@ class PlanRequest:
     plan: Any
     clipping: str | AbstractClip
     max_grad_norm: Any
-    spending: Spending
+    budget_config: BudgetConfig
     batching: Batching
     run: str
 
@@ -103,7 +108,7 @@ def source_for(topology: Topology, kind: str, seed: int | None, *, run: int) -> 
 
 
 def _by_numbers(module: nn.Module, loader: DataLoader[Any], request: PlanRequest) -> tuple[RunPlan, Budget]:
-    spending, batching = request.spending, request.batching
+    budget_config, batching = request.budget_config, request.batching
     strategy: AbstractBatchStrategy
     if isinstance(batching.sampling, str):
         strategy = strategy_for(
@@ -117,33 +122,33 @@ def _by_numbers(module: nn.Module, loader: DataLoader[Any], request: PlanRequest
     if batching.num_units is not None:
         strategy = _over_units(strategy, batching)
     policy = clipping_for(module, request.clipping, request.max_grad_norm)
-    delta = delta_for(spending.target_delta, strategy.num_examples, spending.allow_large_delta)
+    delta = delta_for(budget_config.target_delta, strategy.num_examples, budget_config.allow_large_delta)
     if isinstance(request.noise, (BLT, BandedInverse)):
         strategy = _in_equal_groups(strategy, request)
-    planned = planned_steps(spending.epochs, spending.steps, strategy.steps_per_epoch)
-    constants = None not in (batching.sample_rate, batching.expected_batch_size, spending.target_delta)
+    planned = planned_steps(budget_config.epochs, budget_config.steps, strategy.steps_per_epoch)
+    constants = None not in (batching.sample_rate, batching.expected_batch_size, budget_config.target_delta)
     relation = Relation.ADD_OR_REMOVE_ONE if constants else Relation.ZERO_OUT
     if isinstance(request.noise, (BLT, BandedInverse)):
         plan = _in_turn(request, request.noise, strategy, policy, delta, planned, relation)
-        return plan, _budget(spending, spending.target_epsilon, delta, planned)
+        return plan, _budget(budget_config, budget_config.target_epsilon, delta, planned)
     strategy, recurrence = sampling_and_noise(strategy, request.noise, planned, relation)
     sigma = noise_for(
         request.noise_multiplier,
-        spending.target_epsilon,
+        budget_config.target_epsilon,
         delta,
         strategy,
         planned,
-        spending.accountant,
-        spending.before,
+        budget_config.accountant,
+        budget_config.prior_charges,
     )
     plan = RunPlan(strategy, policy, sigma, strategy.expected_batch_size, relation, recurrence, run=request.run)
-    return plan, _budget(spending, spending.target_epsilon, delta, planned)
+    return plan, _budget(budget_config, budget_config.target_epsilon, delta, planned)
 
 
-def _budget(spending: Spending, target: float | None, delta: float, planned: int | None) -> Budget:
+def _budget(budget_config: BudgetConfig, target: float | None, delta: float, planned: int | None) -> Budget:
     # A user's own accountant may judge the events of the run otherwise than those of the calibration: it checks each.
-    fits, accountant = isinstance(spending.accountant, str), spending.accountant
-    return Budget(target, delta, planned, spending.on_budget, accountant, fits_plan=fits)
+    fits, accountant = isinstance(budget_config.accountant, str), budget_config.accountant
+    return Budget(target, delta, planned, budget_config.on_budget, accountant, fits_plan=fits)
 
 
 def _in_equal_groups(strategy: AbstractBatchStrategy, request: PlanRequest) -> AbstractBatchStrategy:
@@ -174,7 +179,7 @@ def _in_turn(
     relation: Relation,
 ) -> RunPlan:
     """A run in which groups of a batch each take turns, and the noise takes back that of all steps before."""
-    name, spending = type(noise).__name__, request.spending
+    name, budget_config = type(noise).__name__, request.budget_config
     if planned is None:
         raise InvalidBudgetError(
             f"noise={name}(...) needs to know how long training is.", fix="Pass epochs= or steps=."
@@ -199,12 +204,12 @@ def _in_turn(
     assert isinstance(whole_run, MatrixGaussianEvent)
     sigma = noise_for(
         request.noise_multiplier,
-        spending.target_epsilon,
+        budget_config.target_epsilon,
         delta,
         drawn,
         planned,
-        spending.accountant,
-        spending.before,
+        budget_config.accountant,
+        budget_config.prior_charges,
         sq_sensitivity=whole_run.sq_sensitivities[-1],
     )
     run = request.run
@@ -247,25 +252,25 @@ def _by_plan(module: nn.Module, loader: DataLoader[Any], request: PlanRequest) -
     if public:  # else the length of a pass would tell how many rows there are
         passes = math.ceil(rows / strategy.expected_batch_size)
         strategy = _with_passes(strategy, min(config.iterations, max(1, passes)))
-    elif request.spending.target_delta is None:
+    elif request.budget_config.target_delta is None:
         raise InvalidBudgetError(
             "The plan keeps the number of rows private, and a delta that follows from it would tell.",
             fix="Pass target_delta=, or num_examples= to the plan if that number is public.",
         )
     divisor = config.normalize_by * (config.l2_clip_norm if config.rescale_to_unit_norm else 1.0)
     policy = clipping_for(module, "flat", config.l2_clip_norm)
-    spending = request.spending
-    left = config.iterations - spending.resumed
+    budget_config = request.budget_config
+    left = config.iterations - budget_config.steps_taken
     if left <= 0:
         raise InvalidBudgetError(
-            f"The plan has {config.iterations:,} iterations, and the state that was loaded has {spending.resumed:,} "
-            "steps already.",
+            f"The plan has {config.iterations:,} iterations, and the state that was loaded has "
+            f"{budget_config.steps_taken:,} steps already.",
             fix="Report now, or make a plan with more iterations.",
         )
     relation, noise = config.relation, config.recurrence
     plan = RunPlan(strategy, policy, sigma, divisor, relation, noise, left, claim, divides_always=True, run=run)
-    delta = delta_for(spending.target_delta, rows, spending.allow_large_delta)
-    return plan, _budget(spending, None, delta, config.iterations)
+    delta = delta_for(budget_config.target_delta, rows, budget_config.allow_large_delta)
+    return plan, _budget(budget_config, None, delta, config.iterations)
 
 
 def _with_passes(strategy: _Planned, steps: int) -> _Planned:
@@ -293,7 +298,7 @@ def _refuse_said_twice(request: PlanRequest) -> None:
     """A plan says all of this."""
     given: Mapping[str, Any] = {
         "noise_multiplier": request.noise_multiplier,
-        "target_epsilon": request.spending.target_epsilon,
+        "target_epsilon": request.budget_config.target_epsilon,
         "max_grad_norm": request.max_grad_norm,
         "clipping": None if request.clipping == "flat" else request.clipping,
         "noise": request.noise,
@@ -330,7 +335,7 @@ def _refuse_misfit(
             "the loader with that batch size.",
         )
     passes = math.ceil(rows / strategy.expected_batch_size)
-    said = planned_steps(request.spending.epochs, request.spending.steps, passes)
+    said = planned_steps(request.budget_config.epochs, request.budget_config.steps, passes)
     if said is not None and said != config.iterations:
         raise InvalidBudgetError(
             f"The plan has {config.iterations:,} iterations, and {said:,} steps were asked for.",
