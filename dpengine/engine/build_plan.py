@@ -60,8 +60,8 @@ class BudgetConfig:
 
 
 @dataclasses.dataclass(frozen=True)
-class Batching:
-    """How batches are drawn; as ``make_private`` was given it."""
+class SamplingConfig:
+    """Arguments of ``make_private`` for the sampling of batches."""
 
     sampling: str | ExternalBatches
     sample_rate: float | None
@@ -83,7 +83,7 @@ class PlanRequest:
     clipping: str | AbstractClip
     max_grad_norm: Any
     budget_config: BudgetConfig
-    batching: Batching
+    sampling_config: SamplingConfig
     run: str
 
 
@@ -108,25 +108,29 @@ def source_for(topology: Topology, kind: str, seed: int | None, *, run: int) -> 
 
 
 def _by_numbers(module: nn.Module, loader: DataLoader[Any], request: PlanRequest) -> tuple[RunPlan, Budget]:
-    budget_config, batching = request.budget_config, request.batching
+    budget_config, sampling_config = request.budget_config, request.sampling_config
     strategy: AbstractBatchStrategy
-    if isinstance(batching.sampling, str):
+    if isinstance(sampling_config.sampling, str):
         strategy = strategy_for(
             loader,
-            sampling=batching.sampling,
-            sample_rate=batching.sample_rate,
-            expected_batch_size=batching.expected_batch_size,
+            sampling=sampling_config.sampling,
+            sample_rate=sampling_config.sample_rate,
+            expected_batch_size=sampling_config.expected_batch_size,
         )
     else:
-        strategy = batching.sampling
-    if batching.num_units is not None:
-        strategy = _over_units(strategy, batching)
+        strategy = sampling_config.sampling
+    if sampling_config.num_units is not None:
+        strategy = _over_units(strategy, sampling_config)
     policy = clipping_for(module, request.clipping, request.max_grad_norm)
     delta = delta_for(budget_config.target_delta, strategy.num_examples, budget_config.allow_large_delta)
     if isinstance(request.noise, (BLT, BandedInverse)):
         strategy = _in_equal_groups(strategy, request)
     planned = planned_steps(budget_config.epochs, budget_config.steps, strategy.steps_per_epoch)
-    constants = None not in (batching.sample_rate, batching.expected_batch_size, budget_config.target_delta)
+    constants = None not in (
+        sampling_config.sample_rate,
+        sampling_config.expected_batch_size,
+        budget_config.target_delta,
+    )
     relation = Relation.ADD_OR_REMOVE_ONE if constants else Relation.ZERO_OUT
     if isinstance(request.noise, (BLT, BandedInverse)):
         plan = _in_turn(request, request.noise, strategy, policy, delta, planned, relation)
@@ -197,7 +201,7 @@ def _in_turn(
         config = BandedInverseConfig.default(num_bands=noise.num_bands, **shared)
     drawn = config.selection.over(strategy.num_examples)
     assert isinstance(drawn, CyclicPoissonStrategy)
-    if request.batching.expected_batch_size is not None:  # a declared constant stays what it is
+    if request.sampling_config.expected_batch_size is not None:  # a declared constant stays what it is
         drawn = dataclasses.replace(drawn, expected_batch_size=strategy.expected_batch_size)
     drawn = dataclasses.replace(drawn, steps_per_epoch=strategy.steps_per_epoch)
     whole_run = config.claim(1.0)
@@ -217,23 +221,23 @@ def _in_turn(
     return RunPlan(drawn, policy, sigma, divisor, relation, config.recurrence, planned, claim, run=run)
 
 
-def _over_units(strategy: AbstractBatchStrategy, batching: Batching) -> AbstractBatchStrategy:
+def _over_units(strategy: AbstractBatchStrategy, sampling_config: SamplingConfig) -> AbstractBatchStrategy:
     """The same probability for each unit as for each example."""
     if not isinstance(strategy, PoissonSampling):
         raise InvalidBudgetError(
             f"privacy_unit= does not go with sampling={strategy.law!r}.", fix='Pass sampling="poisson".'
         )
-    assert batching.num_units is not None
-    expected = batching.expected_batch_size
+    assert sampling_config.num_units is not None
+    expected = sampling_config.expected_batch_size
     if expected is None:
-        expected = max(strategy.sample_rate * batching.num_units, 1e-9)
-    return dataclasses.replace(strategy, num_examples=batching.num_units, expected_batch_size=expected)
+        expected = max(strategy.sample_rate * sampling_config.num_units, 1e-9)
+    return dataclasses.replace(strategy, num_examples=sampling_config.num_units, expected_batch_size=expected)
 
 
 def _by_plan(module: nn.Module, loader: DataLoader[Any], request: PlanRequest) -> tuple[RunPlan, Budget]:
     config = _config_of(request.plan)
     _refuse_said_twice(request)
-    units = request.batching.num_units
+    units = request.sampling_config.num_units
     rows = len(loader.dataset) if units is None else units  # type: ignore[arg-type]
     selection = config.selection
     strategy = selection.over(rows)
@@ -302,9 +306,9 @@ def _refuse_said_twice(request: PlanRequest) -> None:
         "max_grad_norm": request.max_grad_norm,
         "clipping": None if request.clipping == "flat" else request.clipping,
         "noise": request.noise,
-        "sampling": None if request.batching.sampling == "poisson" else request.batching.sampling,
-        "sample_rate": request.batching.sample_rate,
-        "expected_batch_size": request.batching.expected_batch_size,
+        "sampling": None if request.sampling_config.sampling == "poisson" else request.sampling_config.sampling,
+        "sample_rate": request.sampling_config.sample_rate,
+        "expected_batch_size": request.sampling_config.expected_batch_size,
     }
     twice = [name for name, value in given.items() if value is not None]
     if twice:
