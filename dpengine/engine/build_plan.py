@@ -87,8 +87,8 @@ class PlanRequest:
     run: str
 
 
-def arranged(module: nn.Module, loader: DataLoader[Any], request: PlanRequest) -> tuple[RunPlan, Budget]:
-    """The plan and the budget of a run."""
+def build_plan(module: nn.Module, loader: DataLoader[Any], request: PlanRequest) -> tuple[RunPlan, Budget]:
+    """Returns the plan and the budget of a run."""
     return _by_numbers(module, loader, request) if request.plan is None else _by_plan(module, loader, request)
 
 

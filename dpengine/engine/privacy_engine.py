@@ -33,7 +33,7 @@ from dpengine.sampling.external import ExternalBatches
 
 from . import argument_checks
 from .batch_state import BatchState
-from .build_plan import BudgetConfig, PlanRequest, SamplingConfig, arranged, name_for, source_for
+from .build_plan import BudgetConfig, PlanRequest, SamplingConfig, build_plan, name_for, source_for
 from .grad_sample_module import topology_and_model
 from .pass_clipper import PassClipper
 from .progress import progress
@@ -194,7 +194,7 @@ class PrivacyEngine(argument_checks.Uncopied):
         sampling_config = SamplingConfig(sampling, sample_rate, expected_batch_size, num_units)
         constants, name = (noise_multiplier, noise, plan, clipping, max_grad_norm), name_for(topology)
         request = PlanRequest(*constants, budget_config, sampling_config, name)
-        run_plan, budget = arranged(inner, data_loader, request)
+        run_plan, budget = build_plan(inner, data_loader, request)
         layout: dict[str, Any] = {"batch_first": batch_first, "loss_reduction": loss_reduction, "topology": topology}
         layout |= {"grad_sample_mode": grad_sample_mode, "methods": self.methods}
         parts: dict[str, Any] = {"batches": BatchState(external=external), "budget": budget, "grad_scaler": grad_scaler}
