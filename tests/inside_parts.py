@@ -89,7 +89,7 @@ class ClippedPasses:
             recorded = RecordedPass(self._passes.mode, self._passes.capture.replay, mean)
         seen = self._passes.clip(recorded, samples=rows, units=units)
         return SimpleNamespace(
-            rows=seen.rows, dropped=seen.dropped, clipped=seen.clipped, largest_norm=seen.largest_norm
+            samples=seen.samples, dropped=seen.dropped, clipped=seen.clipped, largest_norm=seen.largest_norm
         )
 
     def totals(self):

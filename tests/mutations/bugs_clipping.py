@@ -65,7 +65,7 @@ def _mean_is_clipped(add: Any) -> Any:
         found = add(mode, policy, buffer, grouping, **others)
         sums = [total for _, total in buffer]
         norm = math.sqrt(sum(float(total.square().sum()) for total in sums))
-        factor = min(1.0, policy.max_grad_norm * max(1, found.rows) / max(norm, 1e-30))
+        factor = min(1.0, policy.max_grad_norm * max(1, found.samples) / max(norm, 1e-30))
         for total in sums:
             total.mul_(factor)
         return found
