@@ -288,7 +288,7 @@ class PrivacyEngine(argument_checks.Uncopied):
 
     @suggests_names
     def get_epsilon(self, delta: float) -> float:
-        """Returns an upper bound of epsilon at a delta in (0, 1); raises AccountingRefusedError if none is known."""
+        """Returns an upper bound of epsilon at delta in (0, 1); raises AccountingRefusedError if none exists."""
         return epsilon_of(self.ledger.totals, delta, accountant=self.accountant, relation=self._relation)
 
     @property

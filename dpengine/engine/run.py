@@ -39,8 +39,8 @@ class Run:
         units: The privacy unit of each example; None if each example is a unit.
         unit: Name of the privacy unit.
         batches: The private loader; None if the loop draws the batches.
-        resumed: Whether the run continues a saved run.
-        attached: Whether the hooks are attached.
+        resumed: True if the run continues a saved run.
+        attached: True if the hooks are attached.
         recorder: The model, if it is a GradSampleModule whose hooks are off during the run.
     """
 
