@@ -288,7 +288,7 @@ class PrivacyEngine(argument_checks.Uncopied):
 
     @suggests_names
     def get_epsilon(self, delta: float) -> float:
-        """Returns an upper bound of epsilon at delta in (0, 1); raises AccountingRefusedError if none exists."""
+        """Returns an upper bound of epsilon at a delta in (0, 1); raises AccountingRefusedError if none exists."""
         return epsilon_of(self.ledger.totals, delta, accountant=self.accountant, relation=self._relation)
 
     @property
@@ -319,7 +319,7 @@ class PrivacyEngine(argument_checks.Uncopied):
 
     @suggests_names
     def metrics(self, *, nonprivate: bool = False) -> dict[str, float]:
-        """Returns metrics by name. ``nonprivate`` adds metrics named ``nonprivate/...``, which must not be published."""
+        """Returns metrics by name. ``nonprivate=True`` adds ``nonprivate/...``, which must not be published."""
         return metrics_of_run(self._last_run(), self.ledger, self.delta, self.get_epsilon, nonprivate=nonprivate)
 
     @suggests_names
