@@ -26,7 +26,7 @@ from .batch_statistics import batch_norm_guards
 from .buffers import BufferWatch
 from .hooks import Hook, LayerForward
 from .record import LayerCall, Use, turned
-from .tap import tensors_in, tensors_in_outputs
+from .tap import tensors_in, tensors_in_outputs, without_autocast
 from .watch import Watch
 
 if TYPE_CHECKING:
@@ -36,19 +36,6 @@ _peek_transform = _functorch.peek_interpreter_stack  # None outside torch.func.v
 
 
 _watched: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # modules of all models that are attached
-
-
-_NOTHING = contextlib.nullcontext()
-
-
-def without_autocast() -> contextlib.AbstractContextManager[object]:
-    """Returns a context without autocast, which would round gradients, norms and sums where backward runs inside it."""
-    if not (torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")):
-        return _NOTHING
-    stack = contextlib.ExitStack()
-    for device_type in ("cpu", "cuda"):
-        stack.enter_context(torch.autocast(device_type, enabled=False))
-    return stack
 
 
 class CaptureState(enum.Enum):

@@ -143,10 +143,11 @@ class AbstractClip(abc.ABC):
 
 def factors_within(bounds: float | Sequence[float], norms_BK: Tensor) -> Tensor:
     """Factors ``min(1, (1 - SLACK) * bound / norm)``, without an additive epsilon, which would overshoot."""
+    bounds_K: Any = bounds  # one number needs no copy to the device, which would wait for it
     if isinstance(bounds, Sequence):
-        bounds_K = torch.as_tensor(bounds, dtype=norms_BK.dtype) * (1 - SLACK)
-        return selected(bounds_K.to(norms_BK.device, non_blocking=True) / norms_BK, norms_BK).clamp(max=1)
-    return selected(bounds * (1 - SLACK) / norms_BK, norms_BK).clamp(max=1)
+        bounds_K = torch.as_tensor(bounds, dtype=norms_BK.dtype).to(norms_BK.device, non_blocking=True)
+    bounds_K = bounds_K * (1 - SLACK)
+    return selected(bounds_K / norms_BK, norms_BK).clamp(max=1)
 
 
 def selected(factors_BK: Tensor, norms_BK: Tensor) -> Tensor:

@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from dpengine.capture.capture import without_autocast
 from dpengine.capture.named_parameters import NamedParameters
 from dpengine.capture.record import LayerCall, Use
 from dpengine.capture.replay import Replay
+from dpengine.capture.tap import without_autocast
 from dpengine.clipping.policy import AbstractClip
 from dpengine.distributed.topology import SINGLE, Topology
 from dpengine.errors import (
@@ -220,7 +220,7 @@ class PassClipper:
         """
         try:
             with without_autocast():
-                return self._clip(recorded, samples, recorded.scale / loss_scale, units, fingerprint)
+                return self._clip(recorded, samples, loss_scale, units, fingerprint)
         finally:
             if recorded.mode is not self.mode:
                 recorded.mode.clear()
@@ -230,7 +230,7 @@ class PassClipper:
         self,
         recorded: RecordedPass,
         samples: int | None,
-        scale: float,
+        loss_scale: float,
         units: Units | None,
         fingerprint: tuple[object, ...],
     ) -> ClipStatistics:
@@ -252,6 +252,7 @@ class PassClipper:
         self._check_samples(mode, samples)
         took_part = mode.parameters
         self._check_parameters(took_part, trainable)
+        scale = recorded.scale / loss_scale
         if units is not None:
             mode.combine(units)
         self.contributed.update(took_part)

@@ -83,8 +83,7 @@ class Stack:
             inputs = torch.stack([calls[i].call.inputs[0] for i in self.at], 1).flatten(0, 1)
             grads = torch.stack([calls[i].call.grad_output for i in self.at], 1).flatten(0, 1)
             call = LayerCall(call.layer, (inputs,), grads, name=call.name, mean_loss=call.mean_loss)
-        if self.widens:
-            call = widened(call)
+        call = widened(call) if self.widens else call
         return [part.grad(call).reshape(rows, -1) for part in self.parts]
 
 

@@ -167,8 +167,8 @@ GUARDS = [
     Guard(
         "discard-partial",
         "a pass that fails while it is summed leaves nothing",
-        "                self.zero()\n                raise\n            return statistics",
-        "                raise\n            return statistics",
+        "            self.zero()\n            raise\n        return statistics",
+        "            raise\n        return statistics",
         "clipping/test_clipper.py::test_a_pass_that_fails_while_it_is_summed_leaves_nothing_of_itself",
     ),
     Guard(

@@ -1,0 +1,181 @@
+"""Host time of a private step over the plain one, at sizes at which arithmetic costs nothing.
+
+    python -m benchmarks.host_time --out host_time.json
+
+A GPU waits for this time, and most of the overhead of small models on a CPU is this time. Tensors are tiny (batch of 4,
+width 16), one thread, ledger in memory, noise and optimizer included. Ways are interleaved step by step; steps with an
+independence probe are left out. The loader is measured apart: time per batch over that of ``torch``'s ``DataLoader``.
+Phases are medians of their own, so they do not add up to the step.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+from benchmarks import models
+from benchmarks.cells import Cell, TokenLoss, next_words, text, vectors
+from benchmarks.compiled import one_graph
+from benchmarks.contenders import CONTENDERS, Contender, batch_returner
+from benchmarks.runner import Setting, trainable
+
+ROWS = 4
+CELLS = {
+    "encoder-12": Cell(lambda: models.Encoder(50, 16, 12, 2, 4), text(50, 4), ROWS),
+    "decoder-12": Cell(lambda: models.TiedDecoder(50, 16, 12, 2, 4), next_words(50, 4), ROWS, loss=TokenLoss),
+    "resnet-50": Cell(lambda: models.resnet_50(8), vectors(3, 16, 16), ROWS),
+    "lstm": Cell(lambda: models.Recurrent(16), vectors(4, 16), ROWS),
+    "mlp-20": Cell(lambda: models.mlp(16, 16, 20), vectors(16), ROWS),
+}
+WAYS = {name: CONTENDERS[name] for name in ("plain", "dpengine auto", "opacus hooks")}
+WAYS |= {"compile_backward": Contender(one_graph)}
+PHASES = ("zero_grad", "forward", "backward", "step")
+
+
+def step_times(cell: Cell, ways: list[str], steps: int) -> dict[str, Any]:
+    """Median milliseconds of each way's steps, each way in turn with plain steps.
+
+    Returns:
+        ``{way: {"ms", "plain_ms", "ratio"}}``, or ``{way: {"failed"}}``.
+    """
+    found: dict[str, Any] = {}
+    for way in ways:
+        torch.manual_seed(0)
+        try:
+            plain, step = (
+                WAYS[one].build(cell, cell.make(), cell.batch(ROWS), Setting(threads=1)).step for one in ("plain", way)
+            )
+            seconds: list[tuple[float, float]] = []
+            for _ in range(70 + steps):  # past the probes of passes 1, 8 and 64
+                seconds.append((_seconds(plain), _seconds(step)))
+            plain_ms, ms = (1e3 * statistics.median(past) for past in zip(*seconds[70:], strict=True))
+            found[way] = {"ms": ms, "plain_ms": plain_ms, "ratio": ms / plain_ms}
+        except Exception as error:
+            found[way] = {"failed": f"{type(error).__name__}: {error}".split("\n")[0][:200]}
+    return found
+
+
+def phase_times(cell: Cell, steps: int) -> dict[str, dict[str, float]]:
+    """Median microseconds per layer with parameters of each phase.
+
+    Returns:
+        ``{"plain" or "dpengine": {phase: microseconds}}``.
+    """
+    loops = {private: _phases(cell, private) for private in (False, True)}
+    seconds: dict[bool, list[list[float]]] = {private: [[] for _ in PHASES] for private in loops}
+    for i in range(70 + steps):
+        for private, loop in loops.items():
+            for phase, action in enumerate(next(loop)):
+                passed = _seconds(action)
+                if i >= 70:
+                    seconds[private][phase].append(passed)
+    layers = sum(1 for module in cell.make().modules() if next(module.parameters(recurse=False), None) is not None)
+    return {
+        ("dpengine" if private else "plain"): {
+            name: 1e6 * statistics.median(past) / layers for name, past in zip(PHASES, found, strict=True)
+        }
+        for private, found in seconds.items()
+    }
+
+
+def _phases(cell: Cell, private: bool) -> Iterator[tuple[Callable[[], Any], ...]]:
+    """Yields the actions of a step, in the order of ``PHASES``."""
+    import dpengine
+
+    torch.manual_seed(0)
+    model, (inputs, targets) = cell.make(), cell.batch(ROWS)
+    optimizer, criterion = torch.optim.SGD(trainable(model).values(), lr=0.01), cell.loss()
+    return_batch: Callable[[], Any] = lambda: None  # noqa: E731
+    if private:
+        engine = dpengine.PrivacyEngine()
+        loader = DataLoader(TensorDataset(torch.zeros(10_000, 1)), batch_size=ROWS)
+        engine.make_private(model, optimizer, loader, noise_multiplier=1.0, max_grad_norm=1.0)
+        return_batch = batch_returner(engine, ROWS)
+    made: dict[str, Any] = {}
+    while True:
+        return_batch()
+        yield (
+            optimizer.zero_grad,
+            lambda: made.update(loss=criterion(model(inputs), targets)),
+            lambda: made.pop("loss").backward(),
+            optimizer.step,
+        )
+
+
+def loader_times(batches: int) -> dict[str, float]:
+    """Median microseconds per batch of 64 of 4,096 samples of 20 numbers, of both loaders in turn."""
+    import dpengine
+
+    data = TensorDataset(torch.randn(4096, 20), torch.randint(0, 2, (4096,)))
+    model = models.mlp(20, 16, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    plain = DataLoader(data, batch_size=64, shuffle=True)
+    private = dpengine.PrivacyEngine().make_private(
+        model, optimizer, DataLoader(data, batch_size=64), noise_multiplier=1.0, max_grad_norm=1.0
+    )[2]
+    endless = {"DataLoader": _endless(plain), "dpengine": _endless(private)}
+    seconds: dict[str, list[float]] = {name: [] for name in endless}
+    for i in range(10 + batches):
+        for name, iterator in endless.items():
+            begin = time.perf_counter()
+            inputs, _ = next(iterator)
+            seconds[name] += [time.perf_counter() - begin][i < 10 :]
+            if name == "dpengine":
+                optimizer.zero_grad()
+                model(inputs).sum().backward()
+                optimizer.step()
+    middle = {name: 1e6 * statistics.median(past) for name, past in seconds.items()}
+    return middle | {"ratio": middle["dpengine"] / middle["DataLoader"]}
+
+
+def _endless(loader: Any) -> Iterator[Any]:
+    while True:
+        yield from loader
+
+
+def _seconds(action: Callable[[], Any]) -> float:
+    begin = time.perf_counter()
+    action()
+    return time.perf_counter() - begin
+
+
+def main() -> None:
+    """Prints the tables."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cells", nargs="+", default=list(CELLS), choices=CELLS)
+    parser.add_argument("--ways", nargs="+", default=list(WAYS)[1:], choices=WAYS)
+    parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--out", help="a JSON file")
+    given = parser.parse_args()
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    results: dict[str, Any] = {"torch": torch.__version__, "steps": given.steps, "cells": {}, "phases": {}}
+    print("| cell | way | ms | over plain |\n|---|---|---|---|")
+    for name in given.cells:
+        results["cells"][name] = step_times(CELLS[name], given.ways, given.steps)
+        for way, one in results["cells"][name].items():
+            shown = f"{one['ms']:.2f} | {one['ratio']:.2f}" if "ms" in one else f"{one['failed']} | -"
+            print(f"| {name} | {way} | {shown} |", flush=True)
+    print(f"\n| cell, us per layer | way | {' | '.join(PHASES)} |\n|---|---|{'---|' * len(PHASES)}")
+    for name in given.cells:
+        results["phases"][name] = phase_times(CELLS[name], given.steps)
+        for way, phases in results["phases"][name].items():
+            print(f"| {name} | {way} | {' | '.join(f'{phases[phase]:.0f}' for phase in PHASES)} |", flush=True)
+    results["loader"] = loader_times(10 * given.steps)
+    shown = ", ".join(f"{name} {value:.3g}" for name, value in results["loader"].items())
+    print(f"\nloader, us per batch: {shown}")
+    if given.out:
+        with open(given.out, "w") as file:
+            json.dump(results, file, indent=1)
+
+
+if __name__ == "__main__":
+    main()
