@@ -8,9 +8,9 @@ Axes: B samples, T positions, F features of one factor.
 Note [guard]: the rounding error of a Gram entry of ``F`` products, added in blocks of ``n``, is at most
 ``(n + F / n) u |x_t| |x_s|`` for any order within a block, where u is the unit roundoff. The total over all entries is
 at most ``gamma * u * (sum_t |x_t| |y_t|)^2``. This bound is added to the squared norm, so that rounding and
-cancellation never make a norm too small. ``gamma`` is the sum of ``n + F / n`` over the factors, plus 16 for the product
-and the pairwise final sum. Devices with fast float64 compute the Gram matrices of float32 tensors in float64, without a
-guard: the rounding error is then far below that of the weighted sum in float32.
+cancellation never make a norm too small. ``gamma`` is the sum of ``n + F / n`` over the factors, plus 16 for the
+product and the pairwise final sum. Devices with fast float64 compute the Gram matrices of float32 tensors in float64,
+without a guard: the rounding error is then far below that of the weighted sum in float32.
 """
 
 from __future__ import annotations
