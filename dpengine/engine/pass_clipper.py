@@ -234,7 +234,8 @@ class PassClipper:
         units: Units | None,
         fingerprint: tuple[object, ...],
     ) -> ClipStatistics:
-        mode, probed_B, trainable = recorded.mode, recorded.probed_B, self.follow()
+        mode, probed_B = recorded.mode, recorded.probed_B
+        trainable = self.follow()
         if self.capture.leaks:
             self.check_leaks()
         if probed_B is None and (units is not None or self.only is not None) and self.probe.due:

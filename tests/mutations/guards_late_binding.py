@@ -58,8 +58,8 @@ GUARDS = [
     Guard(
         "subset-frozen",
         "a subset that was frozen or replaced as a whole",
-        "                if not trainable:",
-        "                if False:",
+        "            if not trainable:",
+        "            if False:",
         f"{SUBSET}test_a_subset_that_is_frozen_or_replaced_as_a_whole_is_rejected",
     ),
     Guard(

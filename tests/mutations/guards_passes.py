@@ -20,8 +20,8 @@ GUARDS = [
     Guard(
         "follow-before-clip",
         "the buffer has the parameters that are trainable now",
-        "            trainable = self.follow()\n",
-        "            trainable = self.trainable()\n",
+        "        trainable = self.follow()\n        if self.capture.leaks:",
+        "        trainable = self.trainable()\n        if self.capture.leaks:",
         "test_engine.py::test_parameters_may_be_frozen_and_thawed_between_steps",
     ),
     Guard(
@@ -34,8 +34,8 @@ GUARDS = [
     Guard(
         "restrict-mode",
         "layer calls of another optimizer's parameters are left out",
-        "                mode.keep(self.only)\n",
-        "                pass\n",
+        "            mode.keep(self.only)\n",
+        "            pass\n",
         "compat/test_waiting_passes.py::test_a_part_of_the_parameters_is_clipped_by_its_own_norm",
     ),
     Guard(
