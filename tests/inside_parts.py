@@ -24,7 +24,7 @@ from dpengine.engine.argument_checks import attached_models
 from dpengine.engine.optimizer import REFUSED
 from dpengine.engine.pass_clipper import PassClipper, RecordedPass
 from dpengine.engine.watch_model import watch_model
-from dpengine.grad_modes.bookkeep import Bookkeep
+from dpengine.grad_modes.bookkeep import BookKeeping
 from dpengine.grad_modes.flat_buffer import FlatBuffer
 from dpengine.grad_modes.rows import Units
 from dpengine.independence import live_probe as probe
@@ -89,7 +89,7 @@ class ClippedPasses:
             recorded = RecordedPass(self._passes.mode, self._passes.capture.replay, mean)
         seen = self._passes.clip(recorded, samples=rows, units=units)
         return SimpleNamespace(
-            rows=seen.rows, dropped=seen.dropped, clipped=seen.clipped, largest_norm=seen.largest_norm
+            samples=seen.samples, dropped=seen.dropped, clipped=seen.clipped, largest_norm=seen.largest_norm
         )
 
     def totals(self):
@@ -221,7 +221,7 @@ class GradientsOfRows:
     """Norms and weighted sums of the calls of layers, by the ways of a table of methods."""
 
     def __init__(self, table):
-        self._kept = Bookkeep(table)
+        self._kept = BookKeeping(table)
 
     def receive(self, call, uses, rule):
         """Takes the call of a layer."""

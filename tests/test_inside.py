@@ -52,7 +52,7 @@ STEP_NAMES = {
     "PrivateStep",
     "WaitingPasses",
     "watch_model",
-    "Bookkeep",
+    "BookKeeping",
     "Reweight",
     "KeepAll",
     "live_probe",

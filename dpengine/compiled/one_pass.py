@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from dpengine.capture.capture import Capture
 from dpengine.errors import BufferUpdateError, MissingGradientError
-from dpengine.grad_modes.bookkeep import Bookkeep
+from dpengine.grad_modes.bookkeep import BookKeeping
 from dpengine.grad_modes.choose_method import MethodTable
 from dpengine.grad_modes.flat_buffer import Sums, wide
 
@@ -50,7 +50,7 @@ class OnePass:
         }
         groups = {cast(nn.Parameter, stand_ins[parameter]): group for parameter, group in self.groups.items()}
         versions = {value: value._version for value in stand_ins.values()}
-        mode = Bookkeep(MethodTable(timed=False))  # what is traced has no numbers to time
+        mode = BookKeeping(MethodTable(timed=False))  # what is traced has no numbers to time
         trained = [stand_in for stand_in in stand_ins.values() if stand_in.requires_grad]
         with torch.enable_grad(), _standing_in(self.capture.model, stand_ins), self.capture.redirected(mode, rows):
             loss = self.loss([tensor.detach() for tensor in batch])

@@ -26,13 +26,13 @@ class ClipStatistics:
     """Statistics of one backward pass. Not private. Computed on access, which synchronizes an accelerator.
 
     Attributes:
-        rows: Number of samples.
+        samples: Number of samples.
         dropped: Number of samples dropped because their norm is not finite.
         norms_BK: Gradient norms by sample and group; None without samples.
         factors_BK: Clipping factors.
     """
 
-    rows: int = 0
+    samples: int = 0
     dropped: int = 0
     norms_BK: Tensor | None = None
     factors_BK: Tensor | None = None

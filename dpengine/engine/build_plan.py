@@ -40,8 +40,13 @@ _NEAR = 0.02  # relative: how far the plan's batches may be from the loader's
 
 
 @dataclasses.dataclass(frozen=True)
-class Spending:
-    """What may be spent, and over how many steps; as ``make_private`` was given it."""
+class BudgetConfig:
+    """Arguments of ``make_private`` for the privacy budget and the length of training.
+
+    Attributes:
+        prior_charges: Charges of earlier runs, which count against the budget.
+        steps_taken: Number of steps of the plan taken before the state was loaded.
+    """
 
     target_epsilon: float | None
     target_delta: float | None
@@ -50,13 +55,13 @@ class Spending:
     on_budget: str
     allow_large_delta: bool
     accountant: str | Accountant
-    before: Sequence[Charge]
-    resumed: int  # steps of a plan that were taken before the state was loaded
+    prior_charges: Sequence[Charge]
+    steps_taken: int
 
 
 @dataclasses.dataclass(frozen=True)
-class Batching:
-    """How batches are drawn; as ``make_private`` was given it."""
+class SamplingConfig:
+    """Arguments of ``make_private`` for the sampling of batches."""
 
     sampling: str | ExternalBatches
     sample_rate: float | None
@@ -65,22 +70,26 @@ class Batching:
 
 
 @dataclasses.dataclass(frozen=True)
-class Wanted:
-    """What was asked for, as ``make_private`` was given it; and ``run``, which tells this run from others."""
+class PlanRequest:
+    """Arguments of ``make_private`` from which a plan is built.
+
+    Attributes:
+        run: Unique name of the run.
+    """
 
     noise_multiplier: float | None
     noise: BandMF | BLT | BandedInverse | None
     plan: Any
     clipping: str | AbstractClip
     max_grad_norm: Any
-    spending: Spending
-    batching: Batching
+    budget_config: BudgetConfig
+    sampling_config: SamplingConfig
     run: str
 
 
-def arranged(module: nn.Module, loader: DataLoader[Any], wanted: Wanted) -> tuple[RunPlan, Budget]:
-    """The plan and the budget of a run."""
-    return _by_numbers(module, loader, wanted) if wanted.plan is None else _by_plan(module, loader, wanted)
+def build_plan(module: nn.Module, loader: DataLoader[Any], request: PlanRequest) -> tuple[RunPlan, Budget]:
+    """Returns the plan and the budget of a run."""
+    return _by_numbers(module, loader, request) if request.plan is None else _by_plan(module, loader, request)
 
 
 def name_for(topology: Topology) -> str:
@@ -98,62 +107,66 @@ def source_for(topology: Topology, kind: str, seed: int | None, *, run: int) -> 
     return NoiseSource.from_secret_state(topology.everyone.from_first(NoiseSource.fresh(kind).secret_state()))
 
 
-def _by_numbers(module: nn.Module, loader: DataLoader[Any], wanted: Wanted) -> tuple[RunPlan, Budget]:
-    spending, batching = wanted.spending, wanted.batching
+def _by_numbers(module: nn.Module, loader: DataLoader[Any], request: PlanRequest) -> tuple[RunPlan, Budget]:
+    budget_config, sampling_config = request.budget_config, request.sampling_config
     strategy: AbstractBatchStrategy
-    if isinstance(batching.sampling, str):
+    if isinstance(sampling_config.sampling, str):
         strategy = strategy_for(
             loader,
-            sampling=batching.sampling,
-            sample_rate=batching.sample_rate,
-            expected_batch_size=batching.expected_batch_size,
+            sampling=sampling_config.sampling,
+            sample_rate=sampling_config.sample_rate,
+            expected_batch_size=sampling_config.expected_batch_size,
         )
     else:
-        strategy = batching.sampling
-    if batching.num_units is not None:
-        strategy = _over_units(strategy, batching)
-    policy = clipping_for(module, wanted.clipping, wanted.max_grad_norm)
-    delta = delta_for(spending.target_delta, strategy.num_examples, spending.allow_large_delta)
-    if isinstance(wanted.noise, (BLT, BandedInverse)):
-        strategy = _in_equal_groups(strategy, wanted)
-    planned = planned_steps(spending.epochs, spending.steps, strategy.steps_per_epoch)
-    constants = None not in (batching.sample_rate, batching.expected_batch_size, spending.target_delta)
+        strategy = sampling_config.sampling
+    if sampling_config.num_units is not None:
+        strategy = _over_units(strategy, sampling_config)
+    policy = clipping_for(module, request.clipping, request.max_grad_norm)
+    delta = delta_for(budget_config.target_delta, strategy.num_examples, budget_config.allow_large_delta)
+    if isinstance(request.noise, (BLT, BandedInverse)):
+        strategy = _in_equal_groups(strategy, request)
+    planned = planned_steps(budget_config.epochs, budget_config.steps, strategy.steps_per_epoch)
+    constants = None not in (
+        sampling_config.sample_rate,
+        sampling_config.expected_batch_size,
+        budget_config.target_delta,
+    )
     relation = Relation.ADD_OR_REMOVE_ONE if constants else Relation.ZERO_OUT
-    if isinstance(wanted.noise, (BLT, BandedInverse)):
-        plan = _in_turn(wanted, wanted.noise, strategy, policy, delta, planned, relation)
-        return plan, _budget(spending, spending.target_epsilon, delta, planned)
-    strategy, recurrence = sampling_and_noise(strategy, wanted.noise, planned, relation)
+    if isinstance(request.noise, (BLT, BandedInverse)):
+        plan = _in_turn(request, request.noise, strategy, policy, delta, planned, relation)
+        return plan, _budget(budget_config, budget_config.target_epsilon, delta, planned)
+    strategy, recurrence = sampling_and_noise(strategy, request.noise, planned, relation)
     sigma = noise_for(
-        wanted.noise_multiplier,
-        spending.target_epsilon,
+        request.noise_multiplier,
+        budget_config.target_epsilon,
         delta,
         strategy,
         planned,
-        spending.accountant,
-        spending.before,
+        budget_config.accountant,
+        budget_config.prior_charges,
     )
-    plan = RunPlan(strategy, policy, sigma, strategy.expected_batch_size, relation, recurrence, run=wanted.run)
-    return plan, _budget(spending, spending.target_epsilon, delta, planned)
+    plan = RunPlan(strategy, policy, sigma, strategy.expected_batch_size, relation, recurrence, run=request.run)
+    return plan, _budget(budget_config, budget_config.target_epsilon, delta, planned)
 
 
-def _budget(spending: Spending, target: float | None, delta: float, planned: int | None) -> Budget:
+def _budget(budget_config: BudgetConfig, target: float | None, delta: float, planned: int | None) -> Budget:
     # A user's own accountant may judge the events of the run otherwise than those of the calibration: it checks each.
-    fits, accountant = isinstance(spending.accountant, str), spending.accountant
-    return Budget(target, delta, planned, spending.on_budget, accountant, fits_plan=fits)
+    fits, accountant = isinstance(budget_config.accountant, str), budget_config.accountant
+    return Budget(target, delta, planned, budget_config.on_budget, accountant, fits_plan=fits)
 
 
-def _in_equal_groups(strategy: AbstractBatchStrategy, wanted: Wanted) -> AbstractBatchStrategy:
+def _in_equal_groups(strategy: AbstractBatchStrategy, request: PlanRequest) -> AbstractBatchStrategy:
     """The same with as many steps in a pass as there are batches in the data set, which must divide it about evenly."""
     if not isinstance(strategy, PoissonSampling):
         raise InvalidBudgetError(
-            f"noise={type(wanted.noise).__name__}(...) does not go with sampling={strategy.law!r}.",
+            f"noise={type(request.noise).__name__}(...) does not go with sampling={strategy.law!r}.",
             fix='Pass sampling="poisson".',
         )
     rows, rate = strategy.num_examples, strategy.sample_rate
     groups = max(1, round(1 / rate))
     if abs(rows / groups - rate * rows) > max(1.0, _NEAR * rate * rows):
         raise InvalidBudgetError(
-            f"noise={type(wanted.noise).__name__}(...) puts the {rows:,} examples into groups of a batch each, and "
+            f"noise={type(request.noise).__name__}(...) puts the {rows:,} examples into groups of a batch each, and "
             f"batches of {rate * rows:g} do not divide them: {groups} groups would have {rows / groups:.4g} each.",
             fix=f"Pass a loader with batch_size={math.ceil(rows / groups)} or {math.ceil(rows / (groups + 1))}.",
         )
@@ -161,7 +174,7 @@ def _in_equal_groups(strategy: AbstractBatchStrategy, wanted: Wanted) -> Abstrac
 
 
 def _in_turn(
-    wanted: Wanted,
+    request: PlanRequest,
     noise: BLT | BandedInverse,
     strategy: AbstractBatchStrategy,
     policy: AbstractClip,
@@ -170,7 +183,7 @@ def _in_turn(
     relation: Relation,
 ) -> RunPlan:
     """A run in which groups of a batch each take turns, and the noise takes back that of all steps before."""
-    name, spending = type(noise).__name__, wanted.spending
+    name, budget_config = type(noise).__name__, request.budget_config
     if planned is None:
         raise InvalidBudgetError(
             f"noise={name}(...) needs to know how long training is.", fix="Pass epochs= or steps=."
@@ -188,79 +201,80 @@ def _in_turn(
         config = BandedInverseConfig.default(num_bands=noise.num_bands, **shared)
     drawn = config.selection.over(strategy.num_examples)
     assert isinstance(drawn, CyclicPoissonStrategy)
-    if wanted.batching.expected_batch_size is not None:  # a declared constant stays what it is
+    if request.sampling_config.expected_batch_size is not None:  # a declared constant stays what it is
         drawn = dataclasses.replace(drawn, expected_batch_size=strategy.expected_batch_size)
     drawn = dataclasses.replace(drawn, steps_per_epoch=strategy.steps_per_epoch)
     whole_run = config.claim(1.0)
     assert isinstance(whole_run, MatrixGaussianEvent)
     sigma = noise_for(
-        wanted.noise_multiplier,
-        spending.target_epsilon,
+        request.noise_multiplier,
+        budget_config.target_epsilon,
         delta,
         drawn,
         planned,
-        spending.accountant,
-        spending.before,
+        budget_config.accountant,
+        budget_config.prior_charges,
         sq_sensitivity=whole_run.sq_sensitivities[-1],
     )
-    run = wanted.run
+    run = request.run
     divisor, claim = drawn.expected_batch_size, config.claim(sigma, run)
     return RunPlan(drawn, policy, sigma, divisor, relation, config.recurrence, planned, claim, run=run)
 
 
-def _over_units(strategy: AbstractBatchStrategy, batching: Batching) -> AbstractBatchStrategy:
+def _over_units(strategy: AbstractBatchStrategy, sampling_config: SamplingConfig) -> AbstractBatchStrategy:
     """The same probability for each unit as for each example."""
     if not isinstance(strategy, PoissonSampling):
         raise InvalidBudgetError(
             f"privacy_unit= does not go with sampling={strategy.law!r}.", fix='Pass sampling="poisson".'
         )
-    assert batching.num_units is not None
-    expected = batching.expected_batch_size
+    assert sampling_config.num_units is not None
+    expected = sampling_config.expected_batch_size
     if expected is None:
-        expected = max(strategy.sample_rate * batching.num_units, 1e-9)
-    return dataclasses.replace(strategy, num_examples=batching.num_units, expected_batch_size=expected)
+        expected = max(strategy.sample_rate * sampling_config.num_units, 1e-9)
+    return dataclasses.replace(strategy, num_examples=sampling_config.num_units, expected_batch_size=expected)
 
 
-def _by_plan(module: nn.Module, loader: DataLoader[Any], wanted: Wanted) -> tuple[RunPlan, Budget]:
-    config = _config_of(wanted.plan)
-    _refuse_said_twice(wanted)
-    rows = len(loader.dataset) if wanted.batching.num_units is None else wanted.batching.num_units  # type: ignore[arg-type]
+def _by_plan(module: nn.Module, loader: DataLoader[Any], request: PlanRequest) -> tuple[RunPlan, Budget]:
+    config = _config_of(request.plan)
+    _refuse_said_twice(request)
+    units = request.sampling_config.num_units
+    rows = len(loader.dataset) if units is None else units  # type: ignore[arg-type]
     selection = config.selection
     strategy = selection.over(rows)
     config.make()  # refuses one that has no noise yet
     sigma = config.noise_multiplier
     assert sigma is not None
-    run = wanted.run
+    run = request.run
     claim = config.claim(sigma, run)
     if isinstance(claim, UnclaimedEvent) or not isinstance(strategy, _Planned):
         raise InvalidBudgetError(
             f"The engine's ledger has no event for such a plan: {getattr(claim, 'reason', selection.accounting)}.",
             fix="Use the parts of the plan in a loop of your own, or a plan with plain or cyclic Poisson batches.",
         )
-    _refuse_misfit(config, strategy, loader, wanted)
+    _refuse_misfit(config, strategy, loader, request)
     public = config.num_examples is not None
     if public:  # else the length of a pass would tell how many rows there are
         passes = math.ceil(rows / strategy.expected_batch_size)
         strategy = _with_passes(strategy, min(config.iterations, max(1, passes)))
-    elif wanted.spending.target_delta is None:
+    elif request.budget_config.target_delta is None:
         raise InvalidBudgetError(
             "The plan keeps the number of rows private, and a delta that follows from it would tell.",
             fix="Pass target_delta=, or num_examples= to the plan if that number is public.",
         )
     divisor = config.normalize_by * (config.l2_clip_norm if config.rescale_to_unit_norm else 1.0)
     policy = clipping_for(module, "flat", config.l2_clip_norm)
-    spending = wanted.spending
-    left = config.iterations - spending.resumed
+    budget_config = request.budget_config
+    left = config.iterations - budget_config.steps_taken
     if left <= 0:
         raise InvalidBudgetError(
-            f"The plan has {config.iterations:,} iterations, and the state that was loaded has {spending.resumed:,} "
-            "steps already.",
+            f"The plan has {config.iterations:,} iterations, and the state that was loaded has "
+            f"{budget_config.steps_taken:,} steps already.",
             fix="Report now, or make a plan with more iterations.",
         )
     relation, noise = config.relation, config.recurrence
     plan = RunPlan(strategy, policy, sigma, divisor, relation, noise, left, claim, divides_always=True, run=run)
-    delta = delta_for(spending.target_delta, rows, spending.allow_large_delta)
-    return plan, _budget(spending, None, delta, config.iterations)
+    delta = delta_for(budget_config.target_delta, rows, budget_config.allow_large_delta)
+    return plan, _budget(budget_config, None, delta, config.iterations)
 
 
 def _with_passes(strategy: _Planned, steps: int) -> _Planned:
@@ -284,17 +298,17 @@ def _config_of(plan: Any) -> AbstractPlanConfig:
     return config
 
 
-def _refuse_said_twice(wanted: Wanted) -> None:
+def _refuse_said_twice(request: PlanRequest) -> None:
     """A plan says all of this."""
     given: Mapping[str, Any] = {
-        "noise_multiplier": wanted.noise_multiplier,
-        "target_epsilon": wanted.spending.target_epsilon,
-        "max_grad_norm": wanted.max_grad_norm,
-        "clipping": None if wanted.clipping == "flat" else wanted.clipping,
-        "noise": wanted.noise,
-        "sampling": None if wanted.batching.sampling == "poisson" else wanted.batching.sampling,
-        "sample_rate": wanted.batching.sample_rate,
-        "expected_batch_size": wanted.batching.expected_batch_size,
+        "noise_multiplier": request.noise_multiplier,
+        "target_epsilon": request.budget_config.target_epsilon,
+        "max_grad_norm": request.max_grad_norm,
+        "clipping": None if request.clipping == "flat" else request.clipping,
+        "noise": request.noise,
+        "sampling": None if request.sampling_config.sampling == "poisson" else request.sampling_config.sampling,
+        "sample_rate": request.sampling_config.sample_rate,
+        "expected_batch_size": request.sampling_config.expected_batch_size,
     }
     twice = [name for name, value in given.items() if value is not None]
     if twice:
@@ -304,7 +318,9 @@ def _refuse_said_twice(wanted: Wanted) -> None:
         )
 
 
-def _refuse_misfit(config: AbstractPlanConfig, strategy: _Planned, loader: DataLoader[Any], wanted: Wanted) -> None:
+def _refuse_misfit(
+    config: AbstractPlanConfig, strategy: _Planned, loader: DataLoader[Any], request: PlanRequest
+) -> None:
     """Refuses a plan that is for other data, other batches or another number of steps."""
     checked = strategy_for(loader, sampling="poisson", sample_rate=None, expected_batch_size=None)
     rows = strategy.num_examples
@@ -323,7 +339,7 @@ def _refuse_misfit(config: AbstractPlanConfig, strategy: _Planned, loader: DataL
             "the loader with that batch size.",
         )
     passes = math.ceil(rows / strategy.expected_batch_size)
-    said = planned_steps(wanted.spending.epochs, wanted.spending.steps, passes)
+    said = planned_steps(request.budget_config.epochs, request.budget_config.steps, passes)
     if said is not None and said != config.iterations:
         raise InvalidBudgetError(
             f"The plan has {config.iterations:,} iterations, and {said:,} steps were asked for.",

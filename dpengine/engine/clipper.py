@@ -108,7 +108,7 @@ class PerSampleGradientClipper:
         """
         if not self._statistics:
             raise TicketError("pre_step() has nothing accumulated.", fix="Call clip_and_accumulate() first.")
-        samples = sum(one.rows for one in self._statistics)
+        samples = sum(one.samples for one in self._statistics)
         divisor = max(samples, 1) if self.loss_reduction == "mean" else 1
         for parameter, total in self._clipper.buffer:
             parameter.grad = (total / divisor).to(parameter.dtype)

@@ -1,4 +1,4 @@
-"""Makes the user's optimizer private in place: its ``step`` applies noised sums only."""
+"""Makes the user's optimizer private in place: its ``step`` uses noised gradients only."""
 
 from __future__ import annotations
 
@@ -33,13 +33,14 @@ REFUSED = {
 
 @dataclass(eq=False)
 class Attachment:
-    """What ties an optimizer to a run.
+    """Private state of an optimizer.
 
     Attributes:
         step: The private step of the run.
-        base: The class that the optimizer had.
-        instance_step: What stood in the instance's own ``step`` slot (a scheduler's counter), if anything.
-        known: The model's parameters when the run began.
+        base: Original class of the optimizer.
+        instance_step: The ``step`` attribute of the instance (the counter of a scheduler), if any.
+        known: The model's parameters at the start of the run.
+        skipped: True if the last step only accumulated.
     """
 
     step: PrivateStep
@@ -50,7 +51,7 @@ class Attachment:
 
 
 def refuse_optimizer(optimizer: Optimizer) -> None:
-    """Refuses what cannot be made private."""
+    """Raises if the optimizer cannot be made private."""
     base = type(optimizer)
     if not isinstance(optimizer, Optimizer):
         raise TypeError(f"optimizer is a {base.__name__}; pass an optimizer of torch.optim, such as SGD or AdamW.")
@@ -67,11 +68,11 @@ def refuse_optimizer(optimizer: Optimizer) -> None:
 
 
 def attach(optimizer: Optimizer, step: PrivateStep) -> None:
-    """Makes an optimizer, or a copy of a private one, private in place."""
+    """Makes an optimizer, or a copy of a private optimizer, private in place."""
     refuse_optimizer(optimizer)
     base = getattr(type(optimizer), "dp_base", type(optimizer))
     known = frozenset(step.passes.model.parameters())
-    optimizer.__class__ = private_class(base)  # type: ignore[arg-type]  # first: Python may refuse it
+    optimizer.__class__ = private_class(base)  # type: ignore[arg-type]  # first, because Python may raise
     bound = optimizer.__dict__.pop("step", None)
     optimizer.__dict__[_ATTACHED] = Attachment(step, base, bound, known)
     if bound is not None:
@@ -80,7 +81,7 @@ def attach(optimizer: Optimizer, step: PrivateStep) -> None:
 
 @suggests_names
 def detach(optimizer: Optimizer) -> None:
-    """Gives an optimizer, attached or a copy, its own class back: it trains without privacy from here on."""
+    """Restores the original class of a private optimizer or of its copy, which then trains without privacy."""
     base = getattr(type(optimizer), "dp_base", None)
     if base is None:
         return
@@ -94,7 +95,7 @@ def detach(optimizer: Optimizer) -> None:
 
 
 def _counted(optimizer: Optimizer, step: Callable[..., Any]) -> Callable[..., Any]:
-    """``step`` bound to the optimizer, which notes that it was called: schedulers look for that note."""
+    """Binds ``step`` to the optimizer and sets the flag by which schedulers detect a step."""
     reference = weakref.ref(optimizer)
 
     @functools.wraps(step)
@@ -109,7 +110,7 @@ def _counted(optimizer: Optimizer, step: Callable[..., Any]) -> Callable[..., An
 
 @functools.cache
 def private_class(base: type[Optimizer]) -> type[Optimizer]:
-    """The private twin of an optimizer class: a subclass of it, so that ``isinstance`` still holds."""
+    """Returns the private subclass of an optimizer class. ``isinstance`` with the original class still holds."""
     members = {
         "dp_base": base,
         "__doc__": f"{base.__name__} whose steps are differentially private.",
@@ -128,7 +129,7 @@ def private_class(base: type[Optimizer]) -> type[Optimizer]:
 
 
 def _noise_multiplier(self: Any) -> float:
-    """Standard deviation of the noise over the sensitivity. What is written holds from the next step."""
+    """Ratio of the noise standard deviation to the sensitivity. A new value takes effect with the next step."""
     return _attachment(self).step.next_plan.noise_multiplier
 
 
@@ -137,7 +138,7 @@ def _set_noise_multiplier(self: Any, value: float) -> None:
 
 
 def _max_grad_norm(self: Any) -> float:
-    """What norms are clipped to. What is written holds from the next step, for clip, noise and ledger alike."""
+    """Clipping norm. A new value takes effect with the next step, for clipping, noise and accounting together."""
     return _attachment(self).step.next_plan.clipping.max_grad_norm
 
 
@@ -157,10 +158,13 @@ def _attachment(optimizer: Optimizer) -> Attachment:
 
 
 def _step(self: Any, closure: Callable[[], Any] | None = None) -> Any:
-    """Charges, noises and applies the clipped sums of a logical batch; only the last chunk of one changes weights."""
+    """Charges a logical batch, adds noise to its clipped sums and updates the parameters.
+
+    Only the last physical batch of a logical batch updates the parameters.
+    """
     attachment = _attachment(self)
     if "grad_scale" in self.__dict__:
-        del self.grad_scale, self.found_inf  # the scaler's message to this step, and no other
+        del self.grad_scale, self.found_inf  # set by the scaler for this step only
         raise ScaledGradientError(
             "Gradients are scaled by a GradScaler that the engine does not know: clipping would use the wrong unit.",
             fix="Prefer torch.autocast(dtype=torch.bfloat16), or pass make_private(..., grad_scaler=scaler).",
@@ -174,7 +178,7 @@ def _step(self: Any, closure: Callable[[], Any] | None = None) -> Any:
 
 
 def _update(optimizer: Optimizer, attachment: Attachment) -> None:
-    """The base's own update, by gradients that the engine wrote only. A frozen parameter may hold a raw one."""
+    """Runs the base update with the engine's gradients only. Clears others: a frozen parameter may hold a raw one."""
     released, held = attachment.step.writer.released, parameters_of(optimizer)
     passes = attachment.step.passes
     trained: Set[nn.Parameter] = released.keys()
@@ -190,7 +194,7 @@ def _update(optimizer: Optimizer, attachment: Attachment) -> None:
 def refuse_replaced(
     released: Set[nn.Parameter], held: Sequence[nn.Parameter], *, known: Set[nn.Parameter] = frozenset()
 ) -> None:
-    """Refuses a step that would change no weight, and tells of weights that it leaves out."""
+    """Raises if the step updates no parameter; warns about parameters that it skips."""
     if released and held and released.isdisjoint(held):
         raise ParameterMismatchError(
             "No parameter that trains is in the optimizer: they were all replaced since make_private, and no weight "
@@ -206,12 +210,12 @@ def refuse_replaced(
         )
 
 
-# torch wraps the ``step`` of classes it sees first, to run user hooks; ours calls the base's, which is wrapped already.
+# torch wraps the ``step`` of every new optimizer class to run user hooks. The base's ``step`` is already wrapped.
 _step.hooked = True  # type: ignore[attr-defined]
 
 
 def _zero_grad(self: Any, set_to_none: bool = True) -> None:
-    """Clears ``p.grad``. The clipped sums of a logical batch that is not complete stay."""
+    """Clears ``p.grad``. Keeps the clipped sums of an incomplete logical batch."""
     self.dp_base.zero_grad(self, set_to_none)
     attachment = self.__dict__.get(_ATTACHED)
     if attachment is not None:
@@ -221,7 +225,7 @@ def _zero_grad(self: Any, set_to_none: bool = True) -> None:
 
 
 def _add_param_group(self: Any, param_group: dict[str, Any]) -> None:
-    """Refused while private: new parameters have no hooks."""
+    """Raises UnknownParameterError while private, because new parameters have no hooks."""
     if _ATTACHED not in self.__dict__:
         self.dp_base.add_param_group(self, param_group)
         return
@@ -245,20 +249,20 @@ def _repr(self: Any) -> str:
             f"noise_multiplier={plan.noise_multiplier:g}, max_grad_norm={plan.clipping.max_grad_norm:g}{insecure}"
         )
     own, kind = self.dp_base.__repr__(self), type(self).__name__
-    if own.startswith(kind):  # torch begins with the name of the class, which is ours
+    if own.startswith(kind):  # torch starts with the name of the private class
         own = self.dp_base.__name__ + own.removeprefix(kind)
     return f"{kind}({settings}) of {own}"
 
 
 def _rebuild(base: type[Optimizer], state: dict[str, Any]) -> Optimizer:
-    """A copy of a private optimizer: it has the state, and no engine."""
+    """Rebuilds a copy of a private optimizer, with its state and without an engine."""
     copy = object.__new__(private_class(base))  # type: ignore[arg-type]
     copy.__setstate__(state)
     return copy
 
 
 def parameters_of(optimizer: Optimizer) -> list[nn.Parameter]:
-    """All parameters of all groups."""
+    """Returns the parameters of all groups."""
     return [p for group in optimizer.param_groups for p in group["params"]]
 
 

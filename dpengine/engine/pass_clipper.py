@@ -21,7 +21,7 @@ from dpengine.errors import (
     ParameterMismatchError,
     UnknownParameterError,
 )
-from dpengine.grad_modes.bookkeep import Bookkeep
+from dpengine.grad_modes.bookkeep import BookKeeping
 from dpengine.grad_modes.choose_method import MethodTable
 from dpengine.grad_modes.flat_buffer import FlatBuffer
 from dpengine.grad_modes.modes import Mode
@@ -193,7 +193,7 @@ class PassClipper:
 
         The norms that the probe compares are formed now, because the batch may be overwritten before it runs.
         """
-        assert isinstance(self.mode, Bookkeep)
+        assert isinstance(self.mode, BookKeeping)
         mode, replay, probed_B = self.mode, self.probe.take_replay(), None
         if replay is not None:
             copied = mode.copied()  # the pass itself is clipped as if it were not probed

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from dpengine.errors import MissingGradientError, StaleGradientError, suggests_names
-from dpengine.grad_modes.bookkeep import Bookkeep
+from dpengine.grad_modes.bookkeep import BookKeeping
 from dpengine.grad_modes.flat_buffer import FlatBuffer, wide
 from dpengine.grad_modes.on_demand import OnDemand
 from dpengine.grad_modes.strategy import common_rows
@@ -41,7 +41,7 @@ class PerSampleGradients:
     """
 
     def __init__(self, clipper: PassClipper, recorded: RecordedPass):
-        assert isinstance(recorded.mode, Bookkeep)
+        assert isinstance(recorded.mode, BookKeeping)
         self.recorded = recorded
         self.samples = common_rows(recorded.mode.rows)
         self._mode = recorded.mode
@@ -153,7 +153,7 @@ class PerSampleGradients:
             )
 
 
-def _versions(mode: Bookkeep) -> list[tuple[Tensor, int]]:
+def _versions(mode: BookKeeping) -> list[tuple[Tensor, int]]:
     """The tensors from which the gradients are formed, each with the number of its changes in place."""
     leaves = pytree.tree_leaves([(call.inputs, call.kwargs, call.grad_output) for call in mode.calls()])
     return [(leaf, leaf._version) for leaf in leaves if isinstance(leaf, Tensor) and not leaf.is_inference()]

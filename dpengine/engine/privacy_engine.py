@@ -33,7 +33,7 @@ from dpengine.sampling.external import ExternalBatches
 
 from . import argument_checks
 from .batch_state import BatchState
-from .build_plan import Batching, Spending, Wanted, arranged, name_for, source_for
+from .build_plan import BudgetConfig, PlanRequest, SamplingConfig, build_plan, name_for, source_for
 from .grad_sample_module import topology_and_model
 from .pass_clipper import PassClipper
 from .progress import progress
@@ -52,7 +52,7 @@ O = TypeVar("O", bound=Optimizer)
 
 
 class PrivacyEngine(argument_checks.Uncopied):
-    """Makes training private, and keeps account of what it spends.
+    """Makes training differentially private and computes its privacy cost.
 
     ::
 
@@ -60,20 +60,20 @@ class PrivacyEngine(argument_checks.Uncopied):
         model, optimizer, loader = engine.make_private(model, optimizer, loader, noise_multiplier=1.1)
 
     Args:
-        accountant: ``"pld"`` (tight, the default), ``"rdp"``, ``"gdp"`` where that is exact, or a second opinion:
+        accountant: ``"pld"`` (tight, the default), ``"rdp"``, ``"gdp"`` where it is exact, or, for comparison,
             ``"prv"``, ``"dp_accounting"`` or ``"dp_accounting_rdp"``; or a `dpengine.accounting.Accountant`.
-        secure_rng: Whether all randomness is cryptographic on an accelerator too: noise is then drawn on the CPU, at
-            about 7 ns a parameter and step, and copied there. On the CPU it always is.
-        seed: Makes noise and batches repeat, for tests. The noise is then no secret, and every statement says so.
-        methods: Times of methods that another run learnt: a ``MethodTable``, or the file that its ``save`` wrote.
-        ledger: A file for what is spent on one data set, by all runs that are given it: see `dpengine.ledger_file`.
-            Each step is charged on disk before the weights change. None keeps the ledger in memory.
-        reserve_steps: How many steps are charged on disk at once. A crash leaves those charged that were not made.
+        secure_rng: If True, all randomness is cryptographic on accelerators too. Noise is then generated on the CPU,
+            at about 7 ns per parameter and step, and copied. On the CPU randomness is always cryptographic.
+        seed: Makes noise and batches reproducible, for tests. The noise is then not secret, and every report says so.
+        methods: Timings of another run: a ``MethodTable``, or a file written by its ``save``.
+        ledger: File that records the privacy cost of all runs on one data set; see `dpengine.ledger_file`. Each step
+            is charged on disk before the parameters change. None keeps the ledger in memory.
+        reserve_steps: Number of steps charged on disk at once. After a crash, unused reserved steps stay charged.
 
     Raises:
-        ValueError: If the accountant is not known, the file holds no methods, or ``reserve_steps`` is out of range.
-        TypeError: If the seed is not an integer, the ledger no path, or your accountant lacks a method.
-        LedgerError: If the file of the ledger was edited, or is none.
+        ValueError: If the accountant is unknown, the file holds no timings, or ``reserve_steps`` is out of range.
+        TypeError: If the seed is not an integer, the ledger is not a path, or a custom accountant lacks a method.
+        LedgerError: If the ledger file was edited, or is not a ledger.
     """
 
     @suggests_names
@@ -87,9 +87,9 @@ class PrivacyEngine(argument_checks.Uncopied):
         ledger: str | Path | None = None,
         reserve_steps: int = 1,
     ):
-        accountant_used(accountant)  # raises if it is none
+        accountant_used(accountant)  # raises if it is not an accountant
         if seed is not None:
-            NoiseSource.seeded(seed)  # refuses what is no integer
+            NoiseSource.seeded(seed)  # raises if it is not an integer
         self.accountant: Any = accountant
         self.methods = method_table(methods)
         self._books = Books(ledger, reserve_steps, observer_of(accountant))
@@ -133,47 +133,48 @@ class PrivacyEngine(argument_checks.Uncopied):
     ) -> tuple[M, O, DataLoader[Any]]:
         """Makes training private in place; the training loop does not change.
 
-        Exactly one of ``noise_multiplier``, ``target_epsilon`` and ``plan`` is given. What cannot be made private is
-        refused with a ``PrivacyError`` that says what to do, an argument out of its range with a ``ValueError``;
-        nothing has changed then.
+        Pass exactly one of ``noise_multiplier``, ``target_epsilon`` and ``plan``. Raises a ``PrivacyError`` with a fix
+        if training cannot be made private, and a ``ValueError`` for an argument out of range. On an error, all objects
+        are unchanged.
 
         Args:
-            module: The model, or a ``GradSampleModule``. The same object is returned; ``detach`` removes all hooks.
-            optimizer: Any optimizer of ``torch.optim`` but LBFGS and SparseAdam, over the model's parameters.
-            data_loader: An ordinary loader. The one returned draws Poisson batches of the same expected size.
-            noise_multiplier: Standard deviation of the noise over the sensitivity. 0 trains without privacy.
-            target_epsilon: What all planned steps may spend, with the runs of this engine before; the noise is found
-                for it. The first run after ``load_state_dict`` resumes: the same noise, and the steps that are left.
-            target_delta: The delta of the statement; None takes ``N ** -1.1``. At or above ``1 / N`` it is refused.
-            epochs: Planned passes over the loader, with ``target_epsilon``.
-            steps: Planned logical batches, instead of ``epochs``.
-            max_grad_norm: What the L2 norm of each sample's gradient is clipped to; a list with ``"per_layer"``. None
-                takes 1.0, or what the policy says.
+            module: The model, or a ``GradSampleModule``. Hooks are attached to it; ``detach`` removes them.
+            optimizer: Any optimizer of ``torch.optim`` except LBFGS and SparseAdam, over the model's parameters.
+            data_loader: A ``DataLoader``. The returned loader draws Poisson batches of the same expected size.
+            noise_multiplier: Ratio of the noise standard deviation to the sensitivity. 0 trains without privacy.
+            target_epsilon: Maximum epsilon of all planned steps and the earlier runs of this engine; the noise is
+                calibrated to it. The first run after ``load_state_dict`` resumes with the same noise and the remaining
+                steps.
+            target_delta: Delta of the guarantee. None selects ``N ** -1.1``. Values of ``1 / N`` or more are rejected.
+            epochs: Number of planned passes over the loader, with ``target_epsilon``.
+            steps: Number of planned logical batches, instead of ``epochs``.
+            max_grad_norm: Clipping norm: upper limit of the L2 norm of each per-sample gradient; a list for
+                ``"per_layer"``. None selects 1.0, or the norm of the policy.
             clipping: ``"flat"``, ``"per_layer"``, ``"automatic"``, ``"adaptive"``, or a policy.
-            noise: ``BandMF(num_bands=16)``, ``BLT()`` or ``BandedInverse(num_bands=4)`` of `dpengine.noise`, for less
-                error at the same cost over the planned ``epochs`` or ``steps``.
-            plan: Instead of all that concerns noise, clipping and sampling: see `dpengine.plan`. ``p.grad`` is then the
-                sum that the plan says, divided by its ``normalize_by``; the run ends with its iterations.
-            sampling: ``"poisson"``; ``"shuffle"``, for which no epsilon is claimed; or ``ExternalBatches(...)``, if the
-                loop draws its own batches: ``data_loader`` is then returned as it is, and may be any iterable.
-            sample_rate: The probability of each example, as a constant. None derives it from the loader, which makes
-                the number of examples public.
-            expected_batch_size: The divisor of the sums, as a constant. None takes the loader's batch size.
-            physical_batch_size: Most rows that reach the model at once; larger logical batches come in chunks.
-            accumulation_steps: Number of chunks that every logical batch comes in.
-            batch_first: Whether axis 0 of the model's inputs is the batch; else axis 1.
-            loss_reduction: ``"mean"`` or ``"sum"``: what the loss does over the rows of a batch.
-            privacy_unit: Whose each example is: an id for each, or a column of the data set. Then units are drawn, each
-                with all of its examples, clipped as one, and protected; batch size and rate are those of units. The
-                loop must leave the rows of a batch in their order.
-            unit_reduction: ``"mean"`` or ``"sum"``: what a unit's gradient is of those of its examples.
+            noise: ``BandMF(num_bands=16)``, ``BLT()`` or ``BandedInverse(num_bands=4)`` of `dpengine.noise`: less
+                error at the same privacy cost over the planned ``epochs`` or ``steps``.
+            plan: Replaces all arguments for noise, clipping and sampling; see `dpengine.plan`. ``p.grad`` is then the
+                noised sum of the plan divided by its ``normalize_by``. The run ends after the plan's iterations.
+            sampling: ``"poisson"``; ``"shuffle"``, for which no epsilon is claimed; or ``ExternalBatches(...)`` if the
+                loop draws its own batches. ``data_loader`` is then returned unchanged and may be any iterable.
+            sample_rate: Sampling rate, as a constant. None derives it from the loader, which makes the number of
+                examples public.
+            expected_batch_size: Divisor of the sums, as a constant. None selects the loader's batch size.
+            physical_batch_size: Maximum number of samples per forward pass; larger logical batches are split.
+            accumulation_steps: Number of physical batches per logical batch.
+            batch_first: True if axis 0 of the model's inputs is the batch; False for axis 1.
+            loss_reduction: ``"mean"`` or ``"sum"``: reduction of the loss over the batch.
+            privacy_unit: The privacy unit of each example: a sequence of ids, or a column of the data set. Sampling
+                then draws units with all of their examples, and clipping and the guarantee apply to units. Batch size
+                and sampling rate count units. The loop must not reorder the samples of a batch.
+            unit_reduction: ``"mean"`` or ``"sum"``: reduction of the gradients of a unit's examples.
             grad_sample_mode: ``"auto"``, ``"hooks"``, ``"functorch"``, ``"ew"`` or ``"ghost"``.
-            unused_parameters: ``"error"``, or ``"zero"`` to give a parameter that took no part noise only.
-            on_budget: ``"stop"`` ends the loader before the target is passed, ``"raise"`` raises, ``"warn"`` warns.
+            unused_parameters: ``"error"``, or ``"zero"`` to update a parameter without a gradient by noise only.
+            on_budget: ``"stop"`` ends the loader before the target is exceeded, ``"raise"`` raises, ``"warn"`` warns.
             allow_large_delta: Accepts a delta of ``1 / N`` or more.
-            example_input: An example of the data set, for an empty one.
-            grad_scaler: The GradScaler that scales the loss. Its scale stays as it is from here on.
-            lr_scheduler: A scheduler that shall not count steps that only accumulated.
+            example_input: An example of the data set, if the data set is empty.
+            grad_scaler: The GradScaler that scales the loss. Its scale stays constant from now on.
+            lr_scheduler: A scheduler that must not count accumulation steps.
 
         Returns:
             The same model, the same optimizer, and the private loader.
@@ -190,10 +191,10 @@ class PrivacyEngine(argument_checks.Uncopied):
         asked = asked_for(plan, target_epsilon=target_epsilon, delta=target_delta, epochs=epochs, steps=steps)
         spent, resumed = self._books.open(topology.everyone, asked, first=not self.runs)
         length = (target_epsilon, target_delta, epochs, steps)
-        spending = Spending(*length, on_budget, allow_large_delta, self.accountant, spent, resumed)
-        batching = Batching(sampling, sample_rate, expected_batch_size, num_units)
-        wanted = Wanted(noise_multiplier, noise, plan, clipping, max_grad_norm, spending, batching, name_for(topology))
-        run_plan, budget = arranged(inner, data_loader, wanted)
+        budget_config = BudgetConfig(*length, on_budget, allow_large_delta, self.accountant, spent, resumed)
+        sampling_config = SamplingConfig(sampling, sample_rate, expected_batch_size, num_units)
+        constants, name = (noise_multiplier, noise, plan, clipping, max_grad_norm), name_for(topology)
+        run_plan, budget = build_plan(inner, data_loader, PlanRequest(*constants, budget_config, sampling_config, name))
         layout: dict[str, Any] = {"batch_first": batch_first, "loss_reduction": loss_reduction, "topology": topology}
         layout |= {"grad_sample_mode": grad_sample_mode, "methods": self.methods}
         parts: dict[str, Any] = {"batches": BatchState(external=external), "budget": budget, "grad_scaler": grad_scaler}
@@ -216,7 +217,7 @@ class PrivacyEngine(argument_checks.Uncopied):
         refuse_disagreement(run, *chunks)
         self._books.begin(run.step.ledger, about_run(run), asked=asked, noise=noise_of(run))
         if not run.attached:
-            run.attach()  # the first change to anything of the user's: all that may be refused was refused
+            run.attach()  # the first change to the user's objects; all checks come before it
         self.runs.append(run)
         self._delta = run.budget.delta
 
@@ -237,7 +238,7 @@ class PrivacyEngine(argument_checks.Uncopied):
         loss_reduction: str = "mean",
         grad_sample_mode: str = "auto",
     ) -> tuple[M, O, DataLoader[Any]]:
-        """Calls ``make_private``, whose arguments these are, with noise calibrated to a target epsilon and delta."""
+        """Calls ``make_private`` with noise calibrated to a target epsilon and delta. The arguments are the same."""
         return self.make_private(
             module,
             optimizer,
@@ -255,11 +256,11 @@ class PrivacyEngine(argument_checks.Uncopied):
 
     @suggests_names
     def backward(self, loss_per_example: Tensor) -> None:
-        """The backward pass of a loss that is not reduced yet: ``loss_reduction`` over rows, and nothing else.
+        """Runs the backward pass of an unreduced loss, reduced over the batch by ``loss_reduction``.
 
         Args:
-            loss_per_example: ``(B,)``, a loss for each row of the batch, as ``reduction="none"`` gives it. Another
-                shape is a ``BatchDependentLossError``, another number of rows a ``BatchMismatchError``.
+            loss_per_example: Loss of each sample, ``(B,)``, as ``reduction="none"`` returns it. Another shape raises
+                ``BatchDependentLossError``, another number of samples ``BatchMismatchError``.
         """
         self._last_run().backward(loss_per_example)
 
@@ -274,32 +275,30 @@ class PrivacyEngine(argument_checks.Uncopied):
         """Compiles forward, loss and clipped backward pass into one graph: ``loss = backward(inputs, targets)``.
 
         Args:
-            loss_fn: The loss of a batch, ``lambda x, y: criterion(model(x), y)``. What it reads besides its arguments,
-                the model and torch's random numbers is fixed when it is traced.
-            multiple_of: Batches are padded to a multiple of this, since each size is compiled; None takes the root of
-                the expected batch size.
-            backend: Of ``torch.compile``, by name or as a function.
+            loss_fn: The loss of a batch, ``lambda x, y: criterion(model(x), y)``. Values that it reads besides its
+                arguments, the model and torch's random numbers are fixed when it is traced.
+            multiple_of: Pads batches to a multiple of this number, because every batch size is compiled separately.
+                None selects the square root of the expected batch size.
+            backend: Backend of ``torch.compile``, by name or as a function.
 
         Returns:
-            What takes the place of ``loss.backward()`` in the loop; see `dpengine.engine.CompiledBackward`.
+            A callable that replaces ``loss.backward()`` in the loop; see `dpengine.engine.CompiledBackward`.
         """
         return self._last_run().compile_backward(loss_fn, multiple_of, backend)
 
-    # What was spent
-
     @suggests_names
     def get_epsilon(self, delta: float) -> float:
-        """Epsilon spent so far at a delta in (0, 1), an upper bound; AccountingRefusedError where none is claimed."""
+        """Returns an upper bound of epsilon at a delta in (0, 1); raises AccountingRefusedError if none exists."""
         return epsilon_of(self.ledger.totals, delta, accountant=self.accountant, relation=self._relation)
 
     @property
     def epsilon(self) -> float:
-        """Epsilon spent so far at the configured delta."""
+        """Epsilon of all charges so far, at the configured delta."""
         return self.get_epsilon(self.delta)
 
     @property
     def ledger(self) -> Ledger:
-        """All that was charged: by this engine, and by every run that its ledger file knows of."""
+        """All charges of this engine and of every run in its ledger file."""
         return self._books.ledger
 
     @property
@@ -311,7 +310,7 @@ class PrivacyEngine(argument_checks.Uncopied):
 
     @property
     def spent(self) -> PrivacySpent:
-        """Epsilon, delta, mu, advantage and steps."""
+        """Privacy cost so far: epsilon, delta, mu, advantage and number of steps."""
         return privacy_spent(self.ledger.history, self.delta, accountant=self.accountant, relation=self._relation)
 
     @property
@@ -320,12 +319,12 @@ class PrivacyEngine(argument_checks.Uncopied):
 
     @suggests_names
     def metrics(self, *, nonprivate: bool = False) -> dict[str, float]:
-        """Numbers by name for loggers; with ``nonprivate`` also, under that name, some that must not be published."""
+        """Returns metrics by name. ``nonprivate=True`` adds ``nonprivate/...``, which must not be published."""
         return metrics_of_run(self._last_run(), self.ledger, self.delta, self.get_epsilon, nonprivate=nonprivate)
 
     @suggests_names
     def progress(self, loader: Iterable[B], *, total: int | None = None) -> Iterator[B]:
-        """Iterates over a loader with a progress bar that shows epsilon; see `dpengine.engine.progress`."""
+        """Iterates over a loader and shows a progress bar with epsilon; see `dpengine.engine.progress`."""
         target = self._last_run().budget.target_epsilon
         return progress(self, loader, target_epsilon=target, total=total)
 
@@ -337,41 +336,41 @@ class PrivacyEngine(argument_checks.Uncopied):
         utility: Mapping[str, Any] | None = None,
         excludes: Sequence[str] = (),
     ) -> PrivacyReport:
-        """The report of what was spent so far: ``print`` states it, ``save(directory)`` writes its files.
+        """Returns the privacy report so far. ``print`` shows it; ``save(directory)`` writes its files.
 
-        An unknown key of an argument is a ``ValueError``, what has another type a ``TypeError``.
+        Raises ValueError for an unknown key of an argument, and TypeError for a wrong type.
 
         Args:
-            data: ``name``, ``source``, ``licence``, ``sha256`` of the data, as far as they shall be known.
+            data: Any of ``name``, ``source``, ``licence`` and ``sha256`` of the data.
             utility: ``metric``, ``value`` and ``split`` of a score. The guarantee does not cover it, and says so.
-            excludes: Sentences on what else the guarantee does not cover.
+            excludes: Further sentences on the limits of the guarantee.
 
         Returns:
-            The report, with the plan of the last run, and the charges of all; what it states holds for all runs.
+            The report, with the plan of the last run and the charges of all runs. Its guarantee holds for all runs.
         """
         refuse_unknown_facts(data, utility, excludes)
         return report_of_run(self._last_run(), self.ledger, origins_of(self), data, utility, excludes)
 
     @suggests_names
     def describe(self) -> dict[str, Any]:
-        """What the last run does: sampling, clipping, standard deviations, relation, steps charged and planned."""
+        """Describes the last run: sampling, clipping, standard deviations, relation, steps charged and planned."""
         return self._last_run().describe()
 
     @suggests_names
     def explain(self) -> str:
-        """A table, one row a parameter: how its norm and sum were formed in the last pass, why, and what that costs."""
+        """Returns a table of parameters: how norm and sum were computed in the last pass, why, and at what cost."""
         return explain(self._last_run().step.passes.mode.choices)
 
     @suggests_names
     def state_dict(self) -> dict[str, Any]:
-        """Returns all charges, and what is known of their runs, as JSON values; with a ledger file also its length."""
+        """Returns all charges and facts about their runs as JSON values, and the length of the ledger file if any."""
         state: dict[str, Any] = {"accountant": name_of(self.accountant), "delta": self._delta}
         state |= {"ledger": self.ledger.state_dict(), "origins": states_of(origins_of(self))}
         return state | ({} if self._books.anchor is None else {"anchor": self._books.anchor})
 
     @suggests_names
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Adds a stored history to what was spent, unless the ledger file has it; if damaged, a ``LedgerError``."""
+        """Adds stored charges unless the ledger file contains them. Raises LedgerError if the state is damaged."""
         argument_checks.refuse_state(state)
         origins = origins_in(state)
         unit_of({*origins_of(self), *origins})

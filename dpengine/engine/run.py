@@ -20,7 +20,7 @@ from dpengine.report.facts import RunFacts
 from dpengine.sampling.loader import private_loader
 from dpengine.sampling.units import UnitIds, UnitStrategy
 
-from . import amp_and_lr_schedulers as companions
+from . import amp_and_lr_schedulers
 from . import optimizer as private_optimizer
 from .argument_checks import attached_models
 from .budget import Budget
@@ -37,10 +37,10 @@ class Run:
 
     Attributes:
         units: The privacy unit of each example; None if each example is a unit.
-        unit: What a unit is called.
+        unit: Name of the privacy unit.
         batches: The private loader; None if the loop draws the batches.
-        resumed: Whether the run continues a saved run.
-        attached: Whether the hooks are attached.
+        resumed: True if the run continues a saved run.
+        attached: True if the hooks are attached.
         recorder: The model, if it is a GradSampleModule whose hooks are off during the run.
     """
 
@@ -70,16 +70,16 @@ class Run:
                 undo.callback(recorder._clipper.attach)
             private_optimizer.attach(self.optimizer, self.step)
             undo.callback(private_optimizer.detach, self.optimizer)
-            undo.callback(self.step.passes.detach)  # before it begins, since it may stop between two hooks
+            undo.callback(self.step.passes.detach)  # before attach(), which may fail between two hooks
             self.step.passes.attach()
             if self.grad_scaler is not None:
-                companions.attach_scaler(self.grad_scaler)
-                undo.callback(companions.detach, self.grad_scaler)
+                amp_and_lr_schedulers.attach_scaler(self.grad_scaler)
+                undo.callback(amp_and_lr_schedulers.detach, self.grad_scaler)
             if self.lr_scheduler is not None:
-                companions.attach_scheduler(self.lr_scheduler)
-                undo.callback(companions.detach, self.lr_scheduler)
+                amp_and_lr_schedulers.attach_scheduler(self.lr_scheduler)
+                undo.callback(amp_and_lr_schedulers.detach, self.lr_scheduler)
             attached_models.add(self.model)
-            undo.pop_all()  # all is well: nothing is undone
+            undo.pop_all()  # no error: nothing is undone
         self.attached, self.recorder = True, recorder
         if recorder is not None:
             recorder._forget_results()
@@ -117,7 +117,7 @@ class Run:
         return self.step.plan.describe() | steps
 
     def backward(self, loss_B: Tensor) -> None:
-        """The backward pass of a loss with one number for each row."""
+        """Runs the backward pass of a loss ``(B,)`` with one value per sample."""
         if loss_B.dim() != 1:
             raise BatchDependentLossError(
                 f"loss_per_example has shape {tuple(loss_B.shape)}; one number for each row is needed: a loss "
@@ -137,7 +137,7 @@ class Run:
     def compile_backward(
         self, loss_fn: Callable[..., Tensor], multiple_of: int | None, backend: Any
     ) -> CompiledBackward:
-        """What takes the place of ``loss.backward()``, compiled as a whole."""
+        """Returns a compiled replacement of ``loss.backward()``."""
         passes = self.step.passes
         for wrong, name, wanted in (
             (passes.grad_sample_mode != "auto", "grad_sample_mode", "'auto'"),
@@ -157,21 +157,21 @@ class Run:
             raise ValueError(f"multiple_of={multiple_of!r}; expected a whole number of at least 1.")
         if not callable(loss_fn):
             raise TypeError(f"loss_fn is {torch.typename(loss_fn)}; pass a function of a batch that gives its loss.")
-        from .compiled_backward import CompiledBackward  # brings the compiler, which takes a second
+        from .compiled_backward import CompiledBackward  # imports the compiler, which takes a second
 
         return CompiledBackward(passes, loss_fn, multiple_of=multiple_of, backend=backend)
 
     def detach(self) -> None:
-        """Takes everything off, also where the ledger file cannot be written."""
+        """Removes all hooks, also if the ledger file cannot be written."""
         try:
             self.step.close()
             if isinstance(self.step.ledger, RunLedger):
                 self.step.ledger.close()
         finally:
             private_optimizer.detach(self.optimizer)
-            for companion in (self.grad_scaler, self.lr_scheduler):
-                if companion is not None:
-                    companions.detach(companion)
+            for attached in (self.grad_scaler, self.lr_scheduler):
+                if attached is not None:
+                    amp_and_lr_schedulers.detach(attached)
             attached_models.discard(self.model)
             self.attached = False
             if self.recorder is not None:

@@ -154,7 +154,7 @@ def metrics_of_run(
             values["privacy/budget_used"] = values["privacy/epsilon"] / run.budget.target_epsilon
     if nonprivate:
         seen = run.step.statistics
-        values["nonprivate/clip_fraction"] = seen.clipped / max(seen.rows, 1)
+        values["nonprivate/clip_fraction"] = seen.clipped / max(seen.samples, 1)
         values["nonprivate/largest_norm"] = seen.largest_norm
         values["nonprivate/dropped_rows"] = run.step.dropped_rows
     return values

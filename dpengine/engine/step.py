@@ -1,7 +1,7 @@
 """Executes private steps: sampling, clipping, accounting, noise, parameter update.
 
-`batch_state` has the stages of a logical batch. A batch that ends before its step is discarded: its sums are zeroed,
-and it is charged all the same, because the reason may depend on the data.
+`batch_state` defines the stages of a logical batch. A batch that ends before its step is discarded: its sums are
+zeroed, but it is charged, because the reason may depend on the data.
 """
 
 from __future__ import annotations
@@ -38,15 +38,15 @@ OnPass = Callable[[RecordedPass], None]
 
 
 class PrivateStep:
-    """Runs the private step of one model and one optimizer.
+    """Executes the private steps of one model and one optimizer.
 
     Attributes:
-        plan: The plan in force: sampling, clipping and noise.
+        plan: The current plan: sampling, clipping and noise.
         passes: Clips backward passes and holds the clipped sums.
         batches: The state of the current logical batch.
-        ledger: The privacy cost. A ledger that is also on disk writes a charge there before it counts here.
+        ledger: The privacy cost. A ledger with a file writes each charge to disk before it counts it.
         source: The source of private randomness.
-        first_nonce: Noise nonce in which the groups of examples were drawn, if the source has another one now.
+        first_nonce: Noise nonce with which the groups of examples were drawn, if the source now has another one.
         noise: The noise mechanism.
         writer: Writes ``p.grad``.
         statistics: Statistics of the last backward pass. Not private.
@@ -60,8 +60,8 @@ class PrivateStep:
         budget: The privacy budget; None for no limit.
         batches: The state machine of logical batches; None for those of a private loader.
         dataset_check: Warns if another engine trains on the same data set.
-        unused_parameters: ``"error"`` or ``"zero"``: what happens to a parameter without a gradient in a step.
-        unit_reduction: ``"mean"`` or ``"sum"``: how the gradients of the samples of a privacy unit are combined.
+        unused_parameters: ``"error"`` or ``"zero"``: treatment of parameters without a gradient in a step.
+        unit_reduction: ``"mean"`` or ``"sum"``: reduction of the gradients of a privacy unit's samples.
         grad_scaler: The GradScaler that scales the loss, if any.
     """
 
@@ -97,7 +97,7 @@ class PrivateStep:
         self.statistics = ClipStatistics()
         self.dropped_rows = 0
 
-    # From the loader
+    # Called by the loader
 
     def may_draw(self, step: int) -> bool:
         """Returns True if the loader may draw the logical batch of this step."""
@@ -107,7 +107,7 @@ class PrivateStep:
         return unlimited or self.budget.may_draw(self.plan, self.ledger, *self.batches.upcoming())
 
     def batch_returned(self, batch: LogicalBatch, chunk: int) -> None:
-        """The loader returns a physical batch to the user."""
+        """Records that the loader returns a physical batch to the user."""
         if self.batches.stage is Stage.CLOSED:
             return
         self._settle()
@@ -157,14 +157,14 @@ class PrivateStep:
     def _discard_on_error(self) -> Iterator[None]:
         try:
             yield
-        except BaseException:  # of any kind: the sums may hold a part of the batch
+        except BaseException:  # also interrupts: the sums may hold a part of the batch
             self.passes.forget()
             self.discard()
             raise
 
     def selection_words(self, count: int, *, step: int, block: int) -> Any:
         """Returns the random words that select a batch."""
-        # A request is less than 2**32 of the source's blocks long, so the next one of the step does not repeat it.
+        # Each request uses less than 2**32 blocks of the source, so requests of one step do not overlap.
         nonce = self.first_nonce if step >= PARTITION_STEP else None
         return self.source.words(count, domain="mask", step=step, block=block << 32, incarnation=nonce)
 
@@ -178,8 +178,8 @@ class PrivateStep:
     def change(self, **constants: Any) -> None:
         """Changes constants of the plan for clipping, noise and accounting together.
 
-        The change takes effect once the sums are empty: a batch is noised and charged by the plan that clipped it.
-        Raises InvalidBudgetError if the plan cannot change.
+        The change takes effect once the sums are empty, so that a batch is noised and charged by the plan that clipped
+        it. Raises InvalidBudgetError if the plan cannot change.
         """
         self._next_plan = self.next_plan.changed(self.batches.first_uncharged, **constants)
         self._follow_plan()
@@ -191,12 +191,12 @@ class PrivateStep:
         self.passes.policy, self._next_plan = self.plan.clipping, None
         self.budget.fits_plan = False
 
-    # From capture
+    # Called by the capture
 
     def on_pass(self, recorded: RecordedPass) -> None:
         """Clips a finished backward pass. An error discards the logical batch."""
         if not (recorded.mode.rows or self.passes.trainable()):
-            self.passes.forget()  # a model without trainable parameters passes gradients on and has none
+            self.passes.forget()  # a model without trainable parameters only propagates gradients
             return
         with self._discard_on_error():
             if self.batches.stage is Stage.CHARGED:
@@ -230,14 +230,14 @@ class PrivateStep:
             self._begin((LogicalBatch(self.batches.last_step + 1, (samples,)), 0))
 
     def _units(self) -> Units | None:
-        """The privacy unit of each sample of the current physical batch; None if each sample is a unit."""
+        """Returns the privacy unit of each sample of the current physical batch; None if each sample is a unit."""
         units = self.batches.batches[-1].units
         if not units or not self.batches.samples:
             return None
         place_B = torch.from_numpy(units[self.batches.chunk])
         return Units(place_B, int(place_B[-1]) + 1, mean=self.unit_reduction == "mean")
 
-    # From the optimizer
+    # Called by the optimizer
 
     def zero_grad(self) -> None:
         """Discards complete logical batches that were not stepped, because the user cleared their gradients."""
@@ -245,7 +245,7 @@ class PrivateStep:
         self._apply(self.batches.cleared())
 
     def step(self, update: Callable[[], None]) -> bool:
-        """Charges the logical batch, adds noise and updates the parameters; False if the batch is not complete."""
+        """Charges the batch, adds noise and updates the parameters. Returns False if the batch is incomplete."""
         if not self.gather():
             return False
         with self.releasing():
@@ -255,11 +255,11 @@ class PrivateStep:
         return True
 
     def gather(self) -> bool:
-        """Clips a pass whose end callback was missed. Returns whether the logical batch is complete."""
+        """Clips a pass whose end callback was missed. Returns True if the logical batch is complete."""
         self._settle()
         self._begin(self.batches.next_for_step())
         if self.batches.stage in NOT_RETURNED:
-            self._check_budget(1)  # the loader may have ended for that reason
+            self._check_budget(1)  # the loader may have ended because of the budget
         if not self.batches.is_ready or len(self.batches.batches) > 1:
             check_step(self)
         if not self.batches.done:
@@ -269,7 +269,7 @@ class PrivateStep:
 
     @contextlib.contextmanager
     def releasing(self) -> Iterator[None]:
-        """Charges a complete logical batch, which the context then releases. An error in the context discards it."""
+        """Charges a complete logical batch before its update runs in the context. An error discards the batch."""
         self._check_budget(len(self.batches.batches))
         with self._discard_on_error():
             if missing := self.passes.missing(self.passes.follow()):
@@ -277,7 +277,7 @@ class PrivateStep:
             self._charge()
             yield
             step, size, total = self.batches.last_step, self.plan.expected_batch_size, self.passes.topology.total
-            self.plan.clipping.finish_step(self.source, step, size, total)  # it may wait for other ranks
+            self.plan.clipping.finish_step(self.source, step, size, total)  # may wait for other ranks
         self.passes.contributed.clear()
         self.batches.finished()
         self._follow_plan()
@@ -296,7 +296,7 @@ class PrivateStep:
         if reached is None:
             return
         if self.batches.stage is Stage.CLIPPED:
-            # Not charged: that this step is one too many is public, and nothing of its batch is released.
+            # Not charged: the budget check uses public values only, and nothing of the batch is released.
             self.batches.drop_uncharged()
             self.passes.discard()
         raise BudgetExceeded(
@@ -306,7 +306,7 @@ class PrivateStep:
 
     def _charge(self) -> None:
         count = len(self.batches.batches)
-        if count > 1 and not self.plan.claims_passes:  # a pass over the data costs the same, however it is merged
+        if count > 1 and not self.plan.claims_passes:  # for those plans merging does not change the cost
             less = f"accumulation_steps={count} of dpengine.PrivacyEngine costs less privacy."
             if self.batches.external:
                 less = "One step for each backward pass costs less privacy."
@@ -323,7 +323,7 @@ class PrivateStep:
                 self.batches.charged()
 
     def write_gradients(self, divisor: float) -> None:
-        """Adds noise to the sums, divides by a public constant, and writes ``p.grad`` in the memory of the sums."""
+        """Adds noise to the sums, divides them by a public constant and writes them to ``p.grad`` without a copy."""
         buffer, topology, count = self.passes.buffer, self.passes.topology, len(self.batches.batches)
         if buffer.waits:
             buffer.settle()
@@ -346,7 +346,7 @@ class PrivateStep:
         self.writer.write(sums.views)
 
     def _fingerprint(self) -> tuple[object, ...]:
-        """Values that must be equal on all ranks; none in a single process."""
+        """Returns values that must be equal on all ranks; an empty tuple in a single process."""
         if self.passes.topology.everyone.size == 1:
             return ()
         batches = self.batches

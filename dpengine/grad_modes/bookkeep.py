@@ -1,4 +1,4 @@
-"""The default strategy: one backward pass; inputs and output gradients are kept, and the factors applied to them."""
+"""The default grad mode: one backward pass, with clipping factors applied to stored inputs and output gradients."""
 
 from __future__ import annotations
 
@@ -23,29 +23,32 @@ from .strategy import AbstractGradients, common_rows, joint_gradients, joint_par
 
 Quiet = Callable[[], AbstractContextManager[None]]
 
-_SHARE = 4  # of the budget for kept gradients, a quarter is for those that are formed together
-_PLANS = 500  # remembered; sequences and batches of many lengths have as many
+_SHARE = 4  # a quarter of the budget for kept gradients is for stacked ones
+_PLANS = 500  # cached plans; sequences and batches of varying length need many
 
 
-class Bookkeep(AbstractGradients):
-    """Norms by the fastest sound way for each parameter, sums by one weighted product."""
+class BookKeeping(AbstractGradients):
+    """Computes norms by the fastest applicable method for each parameter, and clipped sums by one weighted product.
 
-    rows: dict[str, int] = None  # type: ignore[assignment]  # in the place of the property; each instance has its own
+    The gradients of small layers are stacked: computed together, in one matrix.
+    """
+
+    rows: dict[str, int] = None  # type: ignore[assignment]  # replaces the property; set per instance
 
     def __init__(self, planner: Planner | None = None, quiet: Quiet | None = None):
         self.planner = MethodTable() if planner is None else planner
-        self._quiet = quiet  # pauses the hooks while a user's norm rule reruns a layer; None forms gradients instead
+        self._quiet = quiet  # pauses hooks while a registered norm rule reruns a layer; None ignores the rule
         self._entries: dict[nn.Parameter, Entry] = {}
         self._still: Quiet = nullcontext if quiet is None else quiet
         self.rows = {}
         self._plans: dict[object, Plan] = {}
         self._plan: Plan = {}
         self._scratch = Scratch()
-        self._waiting: list[Waiting] = []  # calls whose gradients may be formed together, until norms are asked for
+        self._waiting: list[Waiting] = []  # calls that may be stacked, until norms are computed
         self._layouts: dict[object, Layout] = {}
-        self._layout: Layout | None = None  # of the calls that wait
-        self._matrix: Matrix | None = None  # gradients that were formed together
-        self._stacked: tuple[Layout, int] | None = None  # of the last pass, and its number of samples; for `choices`
+        self._layout: Layout | None = None  # of the waiting calls
+        self._matrix: Matrix | None = None  # stacked gradients
+        self._stacked: tuple[Layout, int] | None = None  # layout and number of samples of the last pass, for `choices`
 
     def receive(self, call: LayerCall, uses: Mapping[str, Use], rule: Any) -> None:
         if type(uses) is LayerUses and self.planner.keep_budget:
@@ -87,7 +90,7 @@ class Bookkeep(AbstractGradients):
         self._entry(use).keep(grad.to(wide(grad.dtype)))
 
     def combine(self, units: Units) -> None:
-        """From here on a row is a unit of privacy."""
+        """Combines the gradients of the samples of each privacy unit. Afterwards axis 0 is the unit."""
         self._form_alone()
         rows = common_rows(self.rows)
         with self._still():
@@ -96,9 +99,9 @@ class Bookkeep(AbstractGradients):
                 entry.combine(units, rows)
         self.rows = dict.fromkeys(self.rows, units.count)
 
-    def renewed(self) -> Bookkeep:
-        """Returns a mode for the next pass that shares the plans of this one, which keeps its layer calls."""
-        other = Bookkeep(self.planner, self._quiet)
+    def renewed(self) -> BookKeeping:
+        """Returns an empty mode for the next pass that shares the cached plans. This mode keeps its layer calls."""
+        other = BookKeeping(self.planner, self._quiet)
         other._plans, other._layouts = self._plans, self._layouts
         return other
 
@@ -106,8 +109,8 @@ class Bookkeep(AbstractGradients):
         self._form_alone()
         self._entries = {parameter: entry for parameter, entry in self._entries.items() if parameter in parameters}
 
-    def copied(self) -> Bookkeep:
-        """Returns a copy of the layer calls. Using up one copy leaves the other unchanged."""
+    def copied(self) -> BookKeeping:
+        """Returns a mode with a copy of the layer calls. Consuming one does not change the other."""
         self._form_alone()
         other = self.renewed()
         other.rows = dict(self.rows)
@@ -115,11 +118,11 @@ class Bookkeep(AbstractGradients):
         return other
 
     def _entry(self, use: Use) -> Entry:
-        self._layout = None  # whose parameters must not have other uses
+        self._layout = None  # a stacked parameter must not have other uses
         return self._entries.setdefault(use.parameter, Entry(use))
 
     def _form_alone(self) -> None:
-        """Treats each parameter of the pass alone from here on."""
+        """Ends stacking for this pass: moves all calls and gradients to entries per parameter."""
         waiting, self._waiting, self._layout = self._waiting, [], None
         for call, uses, rule in waiting:
             self._receive(call, uses, rule)
@@ -130,7 +133,7 @@ class Bookkeep(AbstractGradients):
                 self._entry(Use(parameter, matrix.layout.names[parameter])).keep(grad)
 
     def _laid_out(self) -> Layout | None:
-        """The layout of the calls that wait; None if there are none."""
+        """Returns the layout of the waiting calls; None without calls."""
         if self._layout is None and self._waiting:
             rows, budget = bucket_of(common_rows(self.rows)), self.planner.keep_budget // _SHARE
             keys = [shape_key(call, uses) for call, uses, _ in self._waiting]
@@ -152,22 +155,22 @@ class Bookkeep(AbstractGradients):
 
     @property
     def choices(self) -> list[Choice]:
-        """How each parameter was treated in the last pass."""
+        """Method chosen for each parameter in the last pass."""
         stacked = [] if self._stacked is None else self._stacked[0].choices(self._stacked[1])
         return [*self._plan.values(), *stacked]
 
     def calls(self) -> list[LayerCall]:
-        """The layer calls that are held."""
+        """Returns the stored layer calls."""
         alone = [call for entry in self._entries.values() for call, _ in entry.calls]
         return alone + [waiting.call for waiting in self._waiting]
 
     def kept(self) -> dict[nn.Parameter, Tensor]:
-        """The per-sample gradients that are kept, unscaled."""
+        """Returns the kept per-sample gradients, unscaled."""
         self._form_alone()
         return {p: entry.kept for p, entry in self._entries.items() if entry.kept is not None}
 
     def formed(self, parameter: nn.Parameter) -> Tensor:
-        """Per-sample gradients ``(B, *param.shape)`` of one that took part, unscaled. Nothing is used up."""
+        """Returns unscaled per-sample gradients ``(B, *param.shape)`` of an included parameter. Consumes nothing."""
         self._form_alone()
         return self._entries[parameter].formed(common_rows(self.rows))
 
@@ -191,8 +194,8 @@ class Bookkeep(AbstractGradients):
         return torch.stack(sums, dim=1) * scale**2
 
     def _stack(self, rows: int) -> None:
-        """Forms the gradients of small layers together."""
-        if self._matrix is not None:  # norms are asked for again
+        """Stacks the gradients of small layers."""
+        if self._matrix is not None:  # norms were computed before
             return
         layout, waiting, self._stacked = self._laid_out(), self._waiting, None
         if layout is None:
@@ -207,7 +210,7 @@ class Bookkeep(AbstractGradients):
         self._matrix = layout.matrix(waiting, rows)
 
     def _matrix_sq_norms(self, groups: Mapping[nn.Parameter, int], found: list[list[Tensor]]) -> None:
-        """Adds the squared norms ``(B,)`` of the gradients that were formed together to those of their groups."""
+        """Appends the squared norms ``(B,)`` of stacked gradients to ``found[group]``."""
         if self._matrix is None:
             return
         grads_BP = self._matrix.grads_BP
@@ -227,7 +230,7 @@ class Bookkeep(AbstractGradients):
         return self._plans[key]
 
     def _each_sq_norm(self, rows: int) -> list[tuple[nn.Parameter, Tensor]]:
-        """Squared norms by parameter. Grams are left for last, since parameters may share them."""
+        """Returns squared norms by parameter. Gram norms come last, because parameters may share Gram matrices."""
         found, by_gram = [], []
         for parameter, entry in self._entries.items():
             way = self._plan[parameter].way
@@ -258,9 +261,9 @@ class Bookkeep(AbstractGradients):
                     total = torch.mv(grads_BP[:, columns].t(), weight[groups[parameter]])
                     into.add(parameter, total.view(parameter.shape), scale)
                     into.complete(parameter)
-        weights: dict[Key, tuple[Tensor, ...]] = {}  # on each device that has parameters
+        weights: dict[Key, tuple[Tensor, ...]] = {}  # by device and dtype
         with self._still():
-            while self._entries:  # what arrived last first; what one held is free before the next one is summed
+            while self._entries:  # last first; frees the memory of each entry before the next sum
                 parameter, entry = self._entries.popitem()
                 key = parameter.device, wide(parameter.dtype)
                 if key not in weights:
@@ -276,7 +279,7 @@ class Bookkeep(AbstractGradients):
 
 
 def _placed(grad: Tensor, use: Use) -> Tensor:
-    """The gradient of a slice of a parameter, in the shape of the whole."""
+    """Zero-pads the gradient of a slice of a parameter to the shape of the parameter."""
     whole = grad.new_zeros(grad.shape[0], *use.shape)
     whole[:, use.place] = grad
     return whole

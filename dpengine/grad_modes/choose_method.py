@@ -1,8 +1,9 @@
-"""Which way gives each parameter's norms and sums: by timing, within a memory budget. Reads shapes and clocks, no data.
+"""Chooses the method for each parameter's norms and clipped sum, by timing, within a memory budget.
 
-Estimates from shapes rule out what is hopeless, and decide where there is nothing to win. The rest is timed once for
-each kind of call, on random numbers, norm and clipped sum together, and remembered by a signature in which sizes of
-batches and sequences are rounded, since under Poisson sampling they change with every step.
+The choice depends on shapes and clocks only, not on data. Estimates from shapes exclude slow methods, and decide alone
+if the possible gain is small. The other methods are timed once for each kind of call, on random numbers, norm and
+clipped sum together. Times are cached by a signature in which the sizes of batches and sequences are rounded, because
+Poisson sampling changes them in every step.
 """
 
 from __future__ import annotations
@@ -30,45 +31,45 @@ from .method import KEEP, Choice, Method, Way
 from .rows import in_rows, shapes_of, some_rows
 from .stacks import bucket_of
 
-KEEP_BUDGET = 512 * 2**20  # bytes of per-sample gradients kept at most, over all parameters
-_MOST_KEPT = 16 * 2**30  # on a GPU, which keeps a 32nd of its memory
-_HOPELESS = 4.0  # times the best estimate: not worth timing
+KEEP_BUDGET = 512 * 2**20  # maximum bytes of kept per-sample gradients, over all parameters
+_MOST_KEPT = 16 * 2**30  # the same on a GPU, whose default is 1/32 of its memory
+_HOPELESS = 4.0  # multiple of the best estimate above which a method is not timed
 _WORTH_TIMING = 1e-4  # seconds of the best estimate, below which estimates decide
-_TIMED_BYTES = 64 * 2**20  # of the gradients and inputs of the rows that are timed
+_TIMED_BYTES = 64 * 2**20  # gradients and inputs of the timed samples
 _REPEATS = 3
-_LONG = 0.05  # seconds of repeats that are enough
-_FAR = 1.5  # times the best: further repeats would not make a way the best
+_LONG = 0.05  # total seconds of repeats after which timing stops
+_FAR = 1.5  # multiple of the best time from which repeats stop
 _VERSION = 1  # of saved tables
-_SAME_ORDER = 4  # times are in proportion to rows within this factor: samples come one by one from Poisson draws
-_CACHE_BYTES = 48 * 2**20  # more than most processors' caches hold
-_OTHERS = 4  # times the layer's own memory: what a small model's other layers write in a pass
+_SAME_ORDER = 4  # ratio of batch sizes within which time is taken as proportional to the batch size
+_CACHE_BYTES = 48 * 2**20  # more than the caches of most processors
+_OTHERS = 4  # memory that other layers write in a pass, as a multiple of the layer's own
 
 
 Plan = Mapping[nn.Parameter, Choice]
 
 
 class Planner(Protocol):
-    """Who chooses.
+    """Interface of a planner, which chooses the methods of a backward pass.
 
     Attributes:
-        version: Rises when what was planned before may not hold any more.
-        keep_budget: Bytes of per-sample gradients kept at most; 0 if each parameter is to be treated alone.
+        version: Increases when earlier plans may be outdated.
+        keep_budget: Maximum bytes of kept per-sample gradients; 0 disables stacking.
     """
 
     version: int
     keep_budget: int
 
     def plan(self, entries: Sequence[Entry], rows: int) -> Plan:
-        """A way for each parameter of a backward pass over so many rows."""
+        """Chooses a way for each parameter of a backward pass with batch size ``rows``."""
 
 
 class MethodTable:
-    """Remembers how long each way takes, and chooses.
+    """Records the duration of each method and chooses the fastest within the memory budget.
 
     Args:
-        keep_budget: Bytes of per-sample gradients kept at most, over all parameters. None for 512 MiB on the CPU and a
-            32nd of the memory of a GPU.
-        timed: Whether ways are timed; else estimates decide, which are the same on every machine.
+        keep_budget: Maximum bytes of kept per-sample gradients, over all parameters. None selects 512 MiB on the CPU
+            and 1/32 of the memory of a GPU.
+        timed: If True, methods are timed. If False, estimates decide, which are equal on all machines.
     """
 
     def __init__(self, *, keep_budget: int | None = None, timed: bool = True):
@@ -77,16 +78,16 @@ class MethodTable:
         self.timed = timed
         self.seconds: dict[str, dict[str, float]] = {}  # signature -> way -> seconds for a batch of the rounded size
         self.version = 0
-        self._per_row: dict[str, tuple[int, Mapping[str, float]]] = {}  # and of one number of rows, for others
+        self._per_row: dict[str, tuple[int, Mapping[str, float]]] = {}  # batch size and seconds by way, to scale
 
     def plan(self, entries: Sequence[Entry], rows: int) -> Plan:
-        """A way for each parameter of a backward pass over so many rows."""
+        """Chooses a way for each parameter of a backward pass with batch size ``rows``."""
         offers = [self._offer(entry, rows) for entry in entries]
         left = self.keep_budget
         if self._given_budget is None and entries:
             left = memory_for(entries[0].use.parameter.device, left, most=_MOST_KEPT)
         keeping: set[int] = set()
-        # What saves most time for each byte goes first; where nothing is known, what is small.
+        # The gradients that save most time per byte come first; without times, the smallest.
         for i in sorted(range(len(offers)), key=lambda i: offers[i].urgency, reverse=True):
             if offers[i].keep is not None and (offers[i].other is None or offers[i].kept_bytes <= left):
                 keeping.add(i)
@@ -97,23 +98,23 @@ class MethodTable:
         }
 
     def with_budget(self, keep_budget: int) -> MethodTable:
-        """The same table, to which the times go too, under another budget."""
+        """Returns a table with another budget. Both tables share all times."""
         other = MethodTable(keep_budget=keep_budget, timed=self.timed)
-        other.seconds = self.seconds  # the same dictionary, in which each finds what the other timed
+        other.seconds = self.seconds  # the same dictionary, so that each table finds the times of the other
         other._per_row = self._per_row
         return other
 
     def untimed(self, seconds: dict[str, dict[str, float]]) -> MethodTable:
-        """A table of given times that learns no others, so that all processes which have these choose alike."""
+        """Returns a table with fixed times, so that processes with equal times choose equally."""
         other = MethodTable(keep_budget=self._given_budget, timed=False)
         other.seconds = dict(seconds)
         return other
 
     def share(self) -> None:
-        """Gives rank 0's times to every rank of ``torch.distributed``. From here on none times, so that all agree.
+        """Broadcasts rank 0's times to all ranks of ``torch.distributed`` and ends timing, so that all choose equally.
 
-        A collective operation: every rank calls it at the same place. Before it, each rank decides for itself, which
-        changes speed and rounding only.
+        A collective operation: all ranks must call it at the same place. Without it, ranks may choose differently,
+        which affects speed and rounding only.
         """
         if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
             return
@@ -125,23 +126,23 @@ class MethodTable:
         self.version += 1
 
     def save(self, path: str | Path) -> None:
-        """Writes what was timed, to be passed to another run on the same kind of machine."""
+        """Writes the times to a file, for other runs on the same kind of machine."""
         Path(path).write_text(json.dumps({"version": _VERSION, "seconds": self.seconds}, indent=1, sort_keys=True))
 
     @classmethod
     def load(cls, path: str | Path, *, keep_budget: int | None = None, timed: bool = True) -> MethodTable:
-        """A table that another run saved. Calls that are not in it are timed, or estimated with ``timed=False``.
+        """Loads a saved table. Calls that it does not contain are timed, or estimated if ``timed=False``.
 
         Args:
-            path: The file.
-            keep_budget: As for the class.
-            timed: As for the class.
+            path: File written by ``save``.
+            keep_budget: Maximum bytes of kept per-sample gradients; see `MethodTable`.
+            timed: If True, methods are timed; see `MethodTable`.
 
         Returns:
             The table.
 
         Raises:
-            ValueError: If the file is no such table.
+            ValueError: If the file is not a saved table.
         """
         table = cls(keep_budget=keep_budget, timed=timed)
         try:
@@ -159,8 +160,8 @@ class MethodTable:
         kept_bytes = _most(rows) * numel * wide(entry.use.parameter.dtype).itemsize
         if entry.kept is not None:
             return _Offer(KEEP, None, {}, 0, "arrives per sample")
-        # Without a sum of its own that knows what its parts had, a sampler's norm must be of the very numbers that are
-        # summed: formed for fewer rows, torch may add them in another order.
+        # Without weighted_sum, the norm must be that of the very gradients that are summed. Gradients formed for fewer
+        # samples may differ by rounding, because torch may add in another order.
         sums = all(sampler.weighted_sum is not None for _, sampler in entry.calls)
         cut = sums and rows > 0 and (rows == 1 or all(in_rows(call, rows) for call, _ in entry.calls))
         first, sampler = entry.calls[0]
@@ -172,7 +173,7 @@ class MethodTable:
             grad_name = sampler.grad_name
             other = Way(Method.DISCARD, grad_name) if cut else None
             return _Offer(Way(Method.KEEP, grad_name), other, {}, kept_bytes, several)
-        # Gradients of a tied weight are as large as the vocabulary, and are not kept.
+        # Per-sample gradients of a tied weight are as large as the vocabulary and are not kept.
         estimates = _estimates(cost, rows, numel, first.grad_output.device, cut=cut, keep=len(entry.calls) == 1)
         seconds, why = self._times(entry, rows, estimates)
         keep = _fastest(seconds, lambda way: way.method is Method.KEEP)
@@ -182,7 +183,7 @@ class MethodTable:
         return _Offer(keep, other, seconds, kept_bytes, why)
 
     def _times(self, entry: Entry, rows: int, estimates: Mapping[str, float]) -> tuple[Mapping[str, float], str]:
-        """Seconds by way, and where they are from."""
+        """Returns seconds by way and their origin."""
         signature = _signature(entry, rows)
         known = {way: s for way, s in self.seconds.get(signature, {}).items() if way in estimates}
         if any(map(_frees, known)) or (known and not any(map(_frees, estimates))):
@@ -194,15 +195,15 @@ class MethodTable:
         if not self.timed or best < _WORTH_TIMING:
             return estimates, "estimated" if best >= _WORTH_TIMING else "too small to time"
         hopeful = [way for way, seconds in estimates.items() if seconds <= _HOPELESS * best]
-        # The budget may rule out a keep, so a way without it is timed in any case.
+        # The budget may exclude KEEP, so at least one other way is always timed.
         if others := [way for way in estimates if _frees(way)]:
             hopeful = list(dict.fromkeys([*hopeful, min(others, key=estimates.__getitem__)]))
-        hopeful.sort(key=estimates.__getitem__)  # the best first, so that others may be cut short
+        hopeful.sort(key=estimates.__getitem__)  # the best first, so that timing of slower ones stops early
         if len(hopeful) == 1:
             return {hopeful[0]: estimates[hopeful[0]]}, "nothing comes near"
         try:
             self.seconds[signature] = time_ways(entry, [Way.of(way) for way in hopeful], rows)
-        except RuntimeError as error:  # on the CPU, memory that is not there is no OutOfMemoryError
+        except RuntimeError as error:  # on the CPU torch does not raise OutOfMemoryError
             if not isinstance(error, torch.OutOfMemoryError) and "allocate memory" not in str(error):
                 raise
             return estimates, "no memory to time"
@@ -211,7 +212,7 @@ class MethodTable:
 
 
 def method_table(given: MethodTable | str | Path | None) -> MethodTable:
-    """The table that was meant: that one, one from a file, or a new one; TypeError for anything else."""
+    """Returns the given table, one loaded from a file, or a new one for None. Raises TypeError for anything else."""
     if isinstance(given, MethodTable):
         return given
     if given is None or isinstance(given, (str, Path)):
@@ -221,7 +222,7 @@ def method_table(given: MethodTable | str | Path | None) -> MethodTable:
 
 @dataclass(frozen=True)
 class _Offer:
-    """What there is to choose from for one parameter: keeping, if that is faster, and the best way without it."""
+    """Options of one parameter: keeping its gradients, if that is faster, and the best way without keeping them."""
 
     keep: Way | None
     other: Way | None
@@ -231,13 +232,13 @@ class _Offer:
 
     @property
     def urgency(self) -> float:
-        """Seconds saved for each byte that is kept; infinite where nothing else is known, most so for small ones."""
+        """Seconds saved per kept byte. Very large without times or alternatives, and larger for fewer bytes."""
         if self.keep is None or self.other is None or not self.seconds:
             return 1e9 / (1 + self.kept_bytes)
         return (self.seconds[str(self.other)] - self.seconds[str(self.keep)]) / (1 + self.kept_bytes)
 
     def choice(self, entry: Entry, *, keeps: bool) -> Choice:
-        """What is said of the way that was taken."""
+        """Returns the record of the chosen way."""
         way = self.keep if keeps else self.other
         assert way is not None
         layer = entry.calls[0][0].layer if entry.calls else None
@@ -263,7 +264,7 @@ def _fastest(seconds: Mapping[str, float], fits: Callable[[Way], bool]) -> Way |
 
 
 def time_ways(entry: Entry, ways: Sequence[Way], rows: int) -> dict[str, float]:
-    """Seconds that each way takes for norm and sum, on random numbers of the shape and layout of an entry's call."""
+    """Times norm and clipped sum of each way in seconds, on random numbers of the shape and layout of the calls."""
     leaves = pytree.tree_leaves([(call.inputs, call.grad_output) for call, _ in entry.calls])
     numbers = sum(leaf.numel() for leaf in leaves if isinstance(leaf, Tensor))
     row_bytes = 4 * (numbers // rows + entry.use.numel)
@@ -279,13 +280,13 @@ def time_ways(entry: Entry, ways: Sequence[Way], rows: int) -> dict[str, float]:
         for repeat in range(1 + _REPEATS):  # the first one warms up
             one = Entry(entry.use, list(calls))
             if repeat:
-                broom.fill_(repeat)  # as in a pass, where other layers have written to the cache meanwhile
+                broom.fill_(repeat)  # evicts cached data, as other layers do in a pass
             _synchronise(device)
             start = time.perf_counter()
             one.norm_and_sum(way, some, scratch, weight_B, buffer)
             _synchronise(device)
             times.append(time.perf_counter() - start)
-            if sum(times[1:]) > _LONG:  # what lasts long is little disturbed
+            if sum(times[1:]) > _LONG:  # long runs vary little
                 break
             if seconds and min(times) > (_FAR if repeat else 2 * _FAR) * min(seconds.values()) * some / rows:
                 break
@@ -294,14 +295,14 @@ def time_ways(entry: Entry, ways: Sequence[Way], rows: int) -> dict[str, float]:
 
 
 def _random(call: LayerCall, entries: int) -> LayerCall:
-    """The call with other numbers: normal ones, and indices below ``entries``."""
+    """Returns the call with random values: normal floats, and indices below ``entries``."""
     generators: dict[torch.device, torch.Generator] = {}
 
     def drawn(leaf: Any) -> Any:
         if not isinstance(leaf, Tensor):
             return leaf
         generator = generators.setdefault(leaf.device, torch.Generator(leaf.device).manual_seed(0))
-        if leaf.is_floating_point():  # the generators of the user are left alone
+        if leaf.is_floating_point():  # does not advance the user's generators
             return torch.empty_like(leaf).normal_(generator=generator)
         return torch.empty_like(leaf).random_(entries, generator=generator)
 
@@ -317,7 +318,7 @@ def _synchronise(device: torch.device) -> None:
 def _scaled(
     timed: tuple[int, Mapping[str, float]] | None, rows: int, estimates: Mapping[str, float]
 ) -> dict[str, float]:
-    """Times of a batch that has so many rows, from one that has up to a few times more or fewer; empty if none fit."""
+    """Scales times of another batch size to ``rows``. Returns an empty dict if the sizes differ too much."""
     if timed is None or not rows or max(rows, timed[0]) > _SAME_ORDER * min(rows, timed[0]):
         return {}
     known = {way: seconds * rows / timed[0] for way, seconds in timed[1].items() if way in estimates}
@@ -325,7 +326,10 @@ def _scaled(
 
 
 def _signature(entry: Entry, rows: int, *, per_row: bool = False) -> str:
-    """What a time may depend on, in words: the layer's settings, shapes, types and the device; or all but the rows."""
+    """Returns a string of everything that affects times: layer settings, shapes, dtypes and device.
+
+    With ``per_row``, the string does not contain the batch size.
+    """
     call = entry.calls[0][0]
     described = [shape for one, _ in entry.calls for shape in shapes_of(one)]
     sizes = [[bucket_of(n) if n != rows or not per_row else "B" for n in shape] for shape, _ in described]
@@ -339,12 +343,12 @@ def _signature(entry: Entry, rows: int, *, per_row: bool = False) -> str:
 
 
 def _frees(way: str) -> bool:
-    """Whether a way keeps no gradients."""
+    """Returns True if a way keeps no gradients."""
     return Way.of(way).method is not Method.KEEP
 
 
 def _most(size: int) -> int:
-    """The largest size that is rounded like this one."""
+    """Returns the largest size with the same rounding."""
     return math.ceil(bucket_of(size) * 2**0.25) if size > 8 else size
 
 
@@ -365,11 +369,11 @@ def plan_key(entries: Sequence[Entry], rows: int) -> object:
 
 
 class KeepAll:
-    """Has every per-sample gradient kept."""
+    """Planner that keeps every per-sample gradient."""
 
     version = 0
     keep_budget = 0
 
     def plan(self, entries: Sequence[Entry], rows: int) -> Plan:
-        """Keeps them all."""
+        """Returns ``KEEP`` for all parameters."""
         return {e.use.parameter: Choice(e.use.name, "", KEEP, "asked for", None, 0) for e in entries}

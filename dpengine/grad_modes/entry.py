@@ -1,4 +1,4 @@
-"""What a backward pass reported of one parameter, and each way to its norms and its sum."""
+"""Layer calls and gradients of one parameter in a backward pass, and the methods for its norms and its clipped sum."""
 
 from __future__ import annotations
 
@@ -22,23 +22,23 @@ from .flat_buffer import Sums, wide
 from .method import Method, Way
 from .rows import Units, in_rows, some_rows, widened, without_rows, zeroed
 
-CHUNK_BYTES = 4 * 2**20  # bytes of per-sample gradients formed at a time where they are not kept; the cache has room
-_LEFT = 2.0**-11  # of the threshold is one rounding, at most, of the sum of a row whose parts cancel
-_FEW = 64  # numbers of a row for which one call in float64 costs less than several in float32
-_BLOCK = 256  # squares added in float32 before they go into a float64 sum
+CHUNK_BYTES = 4 * 2**20  # bytes of per-sample gradients formed at a time if they are not kept; fits the cache
+_LEFT = 2.0**-11  # upper limit of one rounding error of a sample's sum, relative to the clipping norm
+_FEW = 64  # values per sample up to which one call in float64 is faster than several in float32
+_BLOCK = 256  # squares added in float32 before they are added to a float64 sum
 
 
 class Scratch:
-    """Memory for per-sample gradients that are kept: one block, used again from the start in every pass.
+    """Memory block for kept per-sample gradients, reused in every pass.
 
-    New memory costs as much time as the gradients, because the system clears each page when it is first written. The
-    block holds the gradients of the last pass until the next pass writes there, as freed memory does. On accelerators
-    the allocator of torch is used.
+    New memory would cost as much time as the gradients, because the system clears each page on the first write. The
+    block holds the gradients of the last pass until the next pass overwrites them, as freed memory does. Accelerators
+    use torch's allocator.
     """
 
     def __init__(self) -> None:
         self._block: Tensor | None = None
-        self._needed = 0  # bytes, of the pass that needed most
+        self._needed = 0  # bytes; maximum over passes
         self._taken = 0
 
     def take(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -48,12 +48,12 @@ class Scratch:
         size = torch.Size(shape).numel() * dtype.itemsize
         start = self._taken
         self._taken += -(-size // 64) * 64
-        if self._block is None or start + size > len(self._block):  # the first pass, or a larger one than ever
+        if self._block is None or start + size > len(self._block):  # the first pass, or the largest so far
             return torch.empty(shape, dtype=dtype)
         return self._block[start : start + size].view(dtype).view(shape)
 
     def start_again(self) -> None:
-        """Ends a pass: its memory may be used again, and the block grows to what the pass needed."""
+        """Ends a pass: releases its memory for reuse and grows the block to the size that the pass needed."""
         self._needed = max(self._needed, self._taken)
         self._taken = 0
         if self._needed and (self._block is None or len(self._block) < self._needed):
@@ -62,25 +62,25 @@ class Scratch:
 
 @dataclass(eq=False)
 class Entry:
-    """All uses of one parameter in a backward pass. Their gradients add up before any norm is taken."""
+    """All uses of one parameter in a backward pass. Their gradients are added before norms are computed."""
 
     use: Use
     calls: list[tuple[LayerCall, GradSampler]] = field(default_factory=list)
     kept: Tensor | None = None  # (B, *param.shape)
 
     def keep(self, grad: Tensor) -> None:
-        """Adds per-sample gradients to those that are kept."""
+        """Adds per-sample gradients to the kept ones."""
         self.kept = grad if self.kept is None else self.kept + grad
 
     def formed(self, rows: int) -> Tensor:
-        """Per-sample gradients ``(B, *param.shape)``, formed anew but for what is kept."""
+        """Returns per-sample gradients ``(B, *param.shape)``: the kept ones plus those of the calls."""
         made = self._form("", 0, rows, rows) if self.calls else None
         if made is None or self.kept is None:
             return self.kept if made is None else made  # type: ignore[return-value]
         return self.kept + made
 
     def join(self) -> None:
-        """Several calls by one sampler become one where it knows how."""
+        """Concatenates calls of the same sampler if it supports that."""
         if len(self.calls) < 2 or self.kept is not None:
             return
         self.calls = [(widened(call), sampler) for call, sampler in self.calls]
@@ -94,7 +94,7 @@ class Entry:
             self.calls += [(concat([call for call, _ in same]), same[0][1])] if concat and len(same) > 1 else same
 
     def combine(self, units: Units, rows: int) -> None:
-        """The gradients of rows become those of units, which are kept."""
+        """Replaces the gradients of samples by those of privacy units, which are kept."""
         parameter = self.use.parameter
         out = torch.zeros(units.count, *self.use.shape, dtype=wide(parameter.dtype), device=parameter.device)
         if self.kept is not None:
@@ -107,7 +107,7 @@ class Entry:
         self.kept, self.calls = out, []
 
     def sq_norm(self, way: Way, rows: int, scratch: Scratch) -> Tensor:
-        """Squared norms ``(B,)``, by one way. What is kept is kept from here on, in scratch memory where that goes."""
+        """Computes squared norms ``(B,)`` by one method. ``KEEP`` stores the gradients, in ``scratch`` if possible."""
         if way.method is Method.GHOST:
             if len(self.calls) > 1:
                 return self.from_gram(tied_norm(self.calls))
@@ -127,7 +127,7 @@ class Entry:
         return self._raised(sq_norm_B, spread_B)
 
     def add_sum(self, weight_B: Tensor, scale: float, into: Sums) -> None:
-        """Adds ``scale`` times the weighted sum of gradients. Weights are 1 at most, on the parameter's device."""
+        """Adds ``scale`` times the weighted sum of gradients. Weights are at most 1, on the parameter's device."""
         parameter = self.use.parameter
         dtype = wide(parameter.dtype)
         weight_B = weight_B.to(dtype)
@@ -138,18 +138,18 @@ class Entry:
         for call, sampler in self.calls:
             if sampler.add_weighted_sum is not None and dtype is wide(call.grad_output.dtype):
                 add = sampler.add_weighted_sum
-                into.fill(parameter, lambda out, keep: add(call, weight_B, scale, keep, out))  # noqa: B023 - at once
+                into.fill(parameter, lambda out, keep: add(call, weight_B, scale, keep, out))  # noqa: B023
             else:
                 into.add(parameter, sampler.total(call, weight_B), scale)
 
     def norm_and_sum(self, way: Way, rows: int, scratch: Scratch, weight_B: Tensor, into: Sums) -> None:
-        """Both in turn, as one pass does them."""
+        """Computes norms and then the sum, as a pass does."""
         self.sq_norm(way, rows, scratch)
         self.add_sum(weight_B, 1.0, into)
         scratch.start_again()
 
     def drop(self, rows_B: Tensor) -> None:
-        """Makes rows zero."""
+        """Makes the samples where ``rows_B`` is True contribute exactly zero."""
         calls, self.calls = self.calls, []
         for call, sampler in calls:
             if sampler.whole_calls:
@@ -160,7 +160,7 @@ class Entry:
             self.kept = zeroed(self.kept, rows_B)
 
     def _form(self, name: str, start: int, stop: int, rows: int) -> Tensor:
-        """Gradients of some rows, ``(stop - start, *param.shape)``, summed over the calls."""
+        """Returns the gradients of samples ``start`` to ``stop``, ``(stop - start, *param.shape)``, over all calls."""
         whole = start == 0 and stop == rows
         total: Tensor | None = None
         for call, sampler in self.calls:
@@ -170,7 +170,7 @@ class Entry:
         return total
 
     def _discarded(self, name: str, rows: int, scratch: Scratch) -> Tensor:
-        """Squared norms ``(B,)`` of gradients that are formed some rows at a time, each time in the same memory."""
+        """Computes squared norms ``(B,)`` from gradients formed for some samples at a time in the same memory."""
         step = min(rows, self._rows_at_a_time())
         starts = range(0, rows, max(1, step))
         write = self._writer(name)
@@ -190,14 +190,14 @@ class Entry:
         return max(1, memory_for(self.use.parameter.device, CHUNK_BYTES) // (4 * self.use.numel))
 
     def _writer(self, name: str) -> Callable[[LayerCall, Tensor], Tensor | None] | None:
-        """What writes the gradients of the one call there is, if they are not to be added to others."""
+        """Returns the function that writes gradients to a given tensor; None if there are other gradients to add."""
         if len(self.calls) != 1 or self.kept is not None:
             return None
         sampler = self.calls[0][1]
         return sampler.write_grads.get(name or sampler.grad_name)
 
     def _written(self, name: str, rows: int, scratch: Scratch) -> tuple[Tensor, Tensor | None]:
-        """Gradients of all rows, in scratch memory if the way can write there, and their squared norms if it says."""
+        """Returns all gradients, in scratch memory if possible, and their squared norms if the sampler returns them."""
         call, write = self.calls[0][0], self._writer(name)
         if write is None or not rows:
             return self._form(name, 0, rows, rows), None
@@ -206,12 +206,13 @@ class Entry:
         return out, write(call, out)
 
     def _raised(self, sq_norm_B: Tensor, spread_B: Tensor | None) -> Tensor:
-        """Squared norms, raised where the parts of a row cancel so far that rounding would be most of their sum.
+        """Raises squared norms of samples whose parts cancel so far that rounding errors dominate their sum.
 
-        The weighted sum adds parts one by one, so what it holds of a row is off by about ``u`` times the norms of the
-        parts, which together may be far above the norm of the gradient. A norm of ``u / _LEFT`` times theirs keeps that
-        to a 32nd of the threshold, however many parts are added one by one. The most that was found is 0.8 %, for a row
-        that was searched for. Usual rows stay as they are: in float32 their spread is less than 8192 times their norm.
+        The weighted sum adds the parts of a sample one by one. Its rounding error is about ``u * spread``, where
+        ``spread`` is the sum of the norms of the parts, which may be far above the norm of the gradient. With a norm of
+        at least ``u / _LEFT * spread``, the error is at most 1/32 of the clipping norm, for any number of parts. The
+        largest error found by a search was 0.8 %. Most samples are unchanged: in float32 the lower limit applies only
+        if the spread exceeds 8192 times the norm.
         """
         if spread_B is None:
             return sq_norm_B
@@ -219,27 +220,28 @@ class Entry:
         return torch.maximum(sq_norm_B.to(floor_B.dtype), floor_B)
 
     def _spread(self) -> Tensor | None:
-        """The sum of the norms of all parts, None where a gradient is not added part by part."""
+        """Returns the sum of the norms of all parts; None if the gradient has one part."""
         parts = [sampler.spread(call) for call, sampler in self.calls if sampler.spread is not None]
         if len(self.calls) > 1:
             parts += [sq_norms(sampler.grad(call)).sqrt() for call, sampler in self.calls if sampler.spread is None]
         return torch.stack(parts).sum(dim=0) if parts else None
 
     def from_gram(self, norm: GramNorm) -> Tensor:
-        """Squared norms ``(B,)`` by Grams that were formed with those of other parameters."""
+        """Returns squared norms ``(B,)`` from a Gram norm that was computed together with other parameters."""
         return self._raised(norm.sq_norm_B, norm.spread_B)
 
 
 def gram_sq_norms(entries: Sequence[Entry]) -> list[Tensor]:
-    """Squared norms of parameters with one call each and ``GradSampler.factors``. Shared Grams are formed once."""
+    """Computes squared norms of parameters with one call and ``GradSampler.factors``. Shares Gram matrices."""
     found = gram_norms([sampler.factors(call) for entry in entries for call, sampler in entry.calls if sampler.factors])
     return [entry.from_gram(norm) for entry, norm in zip(entries, found, strict=True)]
 
 
 def sq_norms(grad: Tensor) -> Tensor:
-    """Squared norms ``(B,)`` in float64.
+    """Computes squared norms ``(B,)`` in float64.
 
-    On accelerators squares are added in float32 over blocks of 256, and in float64 from there, which is off by 1e-6.
+    On accelerators, squares are added in float32 within blocks of 256 and in float64 across blocks. The relative error
+    is about 1e-6.
     """
     flat_BP = grad.flatten(1) if grad.dim() > 1 else grad.unsqueeze(1)
     if native.takes(flat_BP):

@@ -13,7 +13,7 @@ from torch.nn.utils._expanded_weights.expanded_weights_impl import ExpandedWeigh
 from dpengine.capture.record import LayerCall, Use
 from dpengine.capture.watch import Watch
 
-from .bookkeep import Bookkeep
+from .bookkeep import BookKeeping
 from .choose_method import KeepAll
 from .flat_buffer import Sums
 from .method import Choice
@@ -26,7 +26,7 @@ class ExpandedWeights(AbstractGradients):
     """Swaps parameters for ``ExpandedWeight`` copies, whose backward leaves per-sample gradients on the copy."""
 
     def __init__(self) -> None:
-        self._inner = Bookkeep(KeepAll())
+        self._inner = BookKeeping(KeepAll())
         # Each copy, and the stand-in for it, which lives as long as the graph of its forward pass.
         self._copies: list[tuple[Use, Tensor, weakref.ref[Tensor]]] = []
 

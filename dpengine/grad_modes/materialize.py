@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from dpengine.capture.record import LayerCall, Use
 
-from .bookkeep import Bookkeep
+from .bookkeep import BookKeeping
 from .choose_method import KeepAll
 from .flat_buffer import Sums
 from .method import Choice
@@ -24,7 +24,7 @@ class Materialize(AbstractGradients):
     """
 
     def __init__(self) -> None:
-        self._inner = Bookkeep(KeepAll())
+        self._inner = BookKeeping(KeepAll())
 
     def receive(self, call: LayerCall, uses: Mapping[str, Use], rule: Any) -> None:
         self._inner.receive(call, uses, rule)

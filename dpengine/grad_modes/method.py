@@ -1,4 +1,4 @@
-"""How norms and sums of one parameter are formed."""
+"""Methods for the norms and the clipped sum of one parameter."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ from dataclasses import dataclass
 
 
 class Method(enum.Enum):
-    """What is done with per-sample gradients."""
+    """Treatment of per-sample gradients."""
 
-    GHOST = "ghost"  # the norm by a shortcut, the sum by one weighted product
-    KEEP = "keep"  # per-sample gradients are kept
-    DISCARD = "discard"  # per-sample gradients are formed for some rows at a time, for the norm, and not kept
+    GHOST = "ghost"  # not formed: norm by a shortcut, sum by one weighted product
+    KEEP = "keep"  # formed and kept
+    DISCARD = "discard"  # formed for some samples at a time for the norm, and not kept
 
 
 @dataclass(frozen=True)
 class Way:
-    """A method, and which of its functions a grad sampler shall use for it.
+    """A method and the function of the grad sampler that it uses.
 
     Attributes:
         method: The method.
-        name: A key of ``GradSampler.sq_norms`` for a ghost, else of ``GradSampler.grads``. Empty for its own.
+        name: Key of ``GradSampler.sq_norms`` for ``GHOST``, else of ``GradSampler.grads``. Empty for the default.
     """
 
     method: Method
@@ -31,7 +31,7 @@ class Way:
 
     @classmethod
     def of(cls, text: str) -> Way:
-        """The inverse of ``str``."""
+        """Parses the result of ``str``."""
         method, _, name = text.partition(": ")
         return cls(Method(method), name)
 
@@ -41,15 +41,15 @@ KEEP = Way(Method.KEEP)
 
 @dataclass(frozen=True)
 class Choice:
-    """The treatment of one parameter.
+    """Method chosen for one parameter.
 
     Attributes:
         name: Dotted name of the parameter.
-        layer: Its layer, in a few words.
-        way: The way.
-        why: A few words.
-        seconds: What norm and sum take, as timed or estimated, for one batch; None where there was no choice.
-        kept_bytes: Memory for gradients that are kept.
+        layer: Short description of its layer.
+        way: The chosen method.
+        why: Short reason for the choice.
+        seconds: Timed or estimated duration of norm and sum for one batch; None without alternatives.
+        kept_bytes: Memory for kept gradients, in bytes.
     """
 
     name: str

@@ -13,7 +13,7 @@ from dpengine.capture.replay import Replay
 from dpengine.distributed.layer_parts import layer_type
 from dpengine.grad_samplers.table import rule_for, sampler_for
 
-from .bookkeep import Bookkeep
+from .bookkeep import BookKeeping
 from .choose_method import MethodTable
 from .expanded_weights import ExpandedWeights
 from .materialize import Materialize
@@ -58,7 +58,7 @@ def _rule_where_rows_cannot_be_cut(module: nn.Module) -> Any:
 
 
 MODES: dict[str, Mode] = {
-    "auto": Mode("auto", lambda capture, methods: Bookkeep(methods, capture.paused), lookup=rule_for),
+    "auto": Mode("auto", lambda capture, methods: BookKeeping(methods, capture.paused), lookup=rule_for),
     "hooks": Mode("hooks", lambda capture, methods: Materialize()),
     "functorch": Mode(
         "functorch", lambda capture, methods: Materialize(), lookup=_rule_where_rows_cannot_be_cut, by_operations=False

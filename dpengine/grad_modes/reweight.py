@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 from dpengine.capture.record import LayerCall, Use
 from dpengine.errors import UnsupportedLayerError
 
-from .bookkeep import Bookkeep, Quiet
+from .bookkeep import BookKeeping, Quiet
 from .choose_method import Planner
 from .entry import sq_norms
 from .flat_buffer import Sums
@@ -33,14 +33,14 @@ class Reweight(AbstractGradients):
     def __init__(self, uses: Callable[[nn.Parameter], int], rerun: Rerun, planner: Planner, quiet: Quiet | None = None):
         self._uses = uses
         self._rerun = rerun
-        self._held = Bookkeep(planner, quiet)
-        self._single = Bookkeep(planner, quiet)  # for one call at a time
+        self._held = BookKeeping(planner, quiet)
+        self._single = BookKeeping(planner, quiet)  # for one call at a time
         self._sq_norms: dict[nn.Parameter, Tensor] = {}
         self._names: dict[nn.Parameter, str] = {}  # of the parameters in `_sq_norms`
         self._rows: dict[str, int] = {}
         self._arrived: tuple[dict[str, Tensor], dict[str, Tensor]] = ({}, {})  # squared norms in both passes
         self._dropped: Tensor | None = None
-        self._take: Callable[[Bookkeep], None] | None = None  # what to do with a call of the second pass
+        self._take: Callable[[BookKeeping], None] | None = None  # what to do with a call of the second pass
 
     def receive(self, call: LayerCall, uses: Mapping[str, Use], rule: Any) -> None:
         if self._take is None:
@@ -109,7 +109,7 @@ class Reweight(AbstractGradients):
             return _Passing(self._single, self._take)
         return _Passing(self._single, self._note_norms) if once else _Passing(self._held, None)
 
-    def _note_norms(self, one: Bookkeep) -> None:
+    def _note_norms(self, one: BookKeeping) -> None:
         parameters = list(one.parameters)
         columns = {parameter: i for i, parameter in enumerate(parameters)}
         sq_norms_BP = one.sq_norms(columns, len(parameters), 1.0)
@@ -141,7 +141,7 @@ class Reweight(AbstractGradients):
     def add_sums(self, groups: Mapping[nn.Parameter, int], weights_BK: Tensor, scale: float, into: Sums) -> None:
         dropped = self._dropped
 
-        def take(one: Bookkeep) -> None:
+        def take(one: BookKeeping) -> None:
             if dropped is not None:
                 one.drop(dropped)
             one.add_sums(groups, weights_BK, scale, _InPieces(into))
@@ -185,11 +185,11 @@ class _InPieces(Sums):
 class _Passing:
     """Lets one call through a strategy and, unless it is to be held, does something with it at once."""
 
-    def __init__(self, inner: Bookkeep, then: Callable[[Bookkeep], None] | None):
+    def __init__(self, inner: BookKeeping, then: Callable[[BookKeeping], None] | None):
         self.inner = inner
         self.then = then
 
-    def __enter__(self) -> Bookkeep:
+    def __enter__(self) -> BookKeeping:
         return self.inner
 
     def __exit__(self, kind: Any, *rest: Any) -> None:

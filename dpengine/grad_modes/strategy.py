@@ -1,4 +1,4 @@
-"""The contract of a gradient strategy: records of one backward pass in, norms and weighted sums out."""
+"""Interface of a grad mode: takes records of one backward pass, returns norms and weighted sums."""
 
 from __future__ import annotations
 
@@ -24,49 +24,50 @@ KEEP_THE_BATCH_FIRST = (
 
 
 class AbstractGradients(ABC):
-    """Holds what one backward pass reported, until its clipped sums are formed.
+    """Holds the records of one backward pass until its clipped sums are computed.
 
-    The calls follow one order: ``receive``... , ``sq_norms``, perhaps ``drop``, ``add_sums``, ``clear``.
+    Methods are called in this order: ``receive`` for each layer, ``sq_norms``, optionally ``drop``, ``add_sums``,
+    ``clear``.
     """
 
     @abstractmethod
     def receive(self, call: LayerCall, uses: Mapping[str, Use], rule: Any) -> None:
-        """Takes one use of a layer."""
+        """Stores one call of a layer."""
 
     @abstractmethod
     def receive_rows(self, use: Use, grad: Tensor) -> None:
-        """Takes a part ``(B, *param.shape)`` of a parameter's per-sample gradient; parts add up."""
+        """Adds a part ``(B, *param.shape)`` of a parameter's per-sample gradient."""
 
-    def backward_ended(self) -> None:  # noqa: B027 - most strategies have everything by then
-        """Fetches what the backward pass left elsewhere, while its graph is still there."""
+    def backward_ended(self) -> None:  # noqa: B027 - most modes need nothing more
+        """Collects results that the backward pass stored elsewhere. The graph still exists."""
 
     @property
     @abstractmethod
     def rows(self) -> Mapping[str, int]:
-        """Batch size that each layer showed, by dotted name. Empty when nothing was received."""
+        """Batch size seen by each layer, by dotted name. Empty if nothing was received."""
 
     @property
     @abstractmethod
     def parameters(self) -> Mapping[nn.Parameter, str]:
-        """The parameters that took part, with their dotted names."""
+        """Parameters included in the backward pass, with their dotted names."""
 
     @property
     def choices(self) -> Sequence[Choice]:
-        """How each parameter was treated in the last pass, where that is chosen."""
+        """Method chosen for each parameter in the last pass, if the mode has a choice."""
         return ()
 
     @abstractmethod
     def sq_norms(self, groups: Mapping[nn.Parameter, int], num_groups: int, scale: float) -> Tensor:
-        """Squared norms ``(B, K)`` of ``scale`` times the per-sample gradients, one column for each group."""
+        """Returns squared norms ``(B, K)`` of ``scale`` times the per-sample gradients, one column per group."""
 
     def combine(self, units: Units) -> None:
-        """Combines the samples of each privacy unit: from here on a row is a unit."""
+        """Combines the gradients of the samples of each privacy unit. Afterwards axis 0 is the unit."""
         raise UnsupportedLayerError(
             "Gradients of a unit of privacy are formed by grad_sample_mode='auto' alone.", fix="Pass that."
         )
 
     def keep(self, parameters: Collection[nn.Parameter]) -> None:
-        """Drops the gradients of all other parameters."""
+        """Drops the gradients of all parameters that are not in ``parameters``."""
         raise UnsupportedLayerError(
             "Gradients of some of the parameters are clipped in grad_sample_mode='auto' only, through loss.backward().",
             fix="Pass that mode to make_private, or give the optimizer all parameters of the model.",
@@ -74,28 +75,28 @@ class AbstractGradients(ABC):
 
     @abstractmethod
     def drop(self, rows_B: Tensor) -> None:
-        """Makes the rows where ``rows_B`` is True contribute exactly zero, whatever their values."""
+        """Makes the samples where ``rows_B`` is True contribute exactly zero, also if they are not finite."""
 
     @abstractmethod
     def add_sums(self, groups: Mapping[nn.Parameter, int], weights_BK: Tensor, scale: float, into: Sums) -> None:
-        """Adds to the buffer, for each parameter, ``scale`` times the sum over rows of weight times unscaled gradient.
+        """Adds ``scale`` times the weighted sum of unscaled per-sample gradients of each parameter to the buffer.
 
-        What was received is gone then, but for ``rows``. Weights are at most 1: an input of 1e38 without gradient must
-        not overflow before it vanishes.
+        Consumes the stored records, except ``rows``. Weights must be at most 1, so that an input of 1e38 with a zero
+        gradient does not overflow.
         """
 
     @abstractmethod
     def clear(self) -> None:
-        """Forgets everything of the batch."""
+        """Clears all records of the batch."""
 
 
 def note_rows(rows: dict[str, int], name: str, seen: int) -> None:
-    """Notes a layer's batch size; a use with another size does not hide the first."""
+    """Records the batch size of a layer. A call with another size does not replace the first."""
     rows[name if rows.get(name, seen) == seen else f"{name} (again)"] = seen
 
 
 def common_rows(rows: Mapping[str, int]) -> int:
-    """The batch size on which all layers agree."""
+    """Returns the batch size of all layers, 0 without layers. Raises BatchMismatchError if it differs."""
     sizes = set(rows.values())
     if len(sizes) > 1:
         name, other = _two_that_differ(rows)
@@ -113,7 +114,7 @@ def _two_that_differ(rows: Mapping[str, int]) -> tuple[str, str]:
 
 
 def joint_gradients(call: LayerCall, uses: Mapping[str, Use], rule: JointSampler) -> list[tuple[Use, Tensor]]:
-    """Per-sample gradients of every used parameter from a rule that gives all at once."""
+    """Computes the per-sample gradients of all used parameters by a joint rule, and checks their shapes and types."""
     grads = rule.grads(call)
     found = {uses[name].parameter: (uses[name], grad) for name, grad in grads.items() if name in uses}
     for use in uses.values():
@@ -141,10 +142,10 @@ def joint_gradients(call: LayerCall, uses: Mapping[str, Use], rule: JointSampler
 
 
 def joint_parts(call: LayerCall, uses: Mapping[str, Use], rule: JointSampler) -> dict[str, GradSampler]:
-    """One sampler for each used parameter, from a rule that gives all at once.
+    """Returns a sampler for each used parameter of a joint rule.
 
-    Gradients are formed when the first of them is asked, for all, and live as long as the samplers, which are valid for
-    this call only.
+    The first use of a sampler computes the gradients of all parameters. They live as long as the samplers, which are
+    valid for this call only.
     """
 
     @cache

@@ -1,16 +1,16 @@
-"""Squared norms of sums of outer products, without forming them.
+"""Squared norms of sums of outer products, computed from Gram matrices.
 
-The gradient of a weight is often ``sum_t x_t (outer) y_t (outer) ...`` over the positions t of a sample. Its squared
-norm is ``sum_{t,s} <x_t, x_s> <y_t, y_s> ...``: ghost clipping, Goodfellow 2015, Li et al. 2021.
+The per-sample gradient of a weight is often ``sum_t x_t (outer) y_t (outer) ...`` over the positions t of a sample. Its
+squared norm is ``sum_{t,s} <x_t, x_s> <y_t, y_s> ...``: ghost clipping (Goodfellow 2015, Li et al. 2021).
 
-Axes: B rows, T positions, F features of one factor.
+Axes: B samples, T positions, F features of one factor.
 
-Note [guard]: a Gram entry of ``F`` products, added in blocks of ``n``, is off by at most ``(n + F / n) u |x_t| |x_s|``,
-whatever the order inside a block (u is the unit roundoff). Over all entries that is
-``gamma * u * (sum_t |x_t| |y_t|)^2``, which is added, so that rounding and cancellation never make a norm too small.
-``gamma`` sums ``n + F / n`` over the factors, and 16 for the product and the pairwise final sum. Where the device is
-fast in float64 the Gram of float32 tensors is taken in that, and there is nothing to guard: what is left of rounding is
-far below what adding up the weighted gradients in float32 leaves.
+Note [guard]: the rounding error of a Gram entry of ``F`` products, added in blocks of ``n``, is at most
+``(n + F / n) u |x_t| |x_s|`` for any order within a block, where u is the unit roundoff. The total over all entries is
+at most ``gamma * u * (sum_t |x_t| |y_t|)^2``. This bound is added to the squared norm, so that rounding and
+cancellation never make a norm too small. ``gamma`` is the sum of ``n + F / n`` over the factors, plus 16 for the
+product and the pairwise final sum. Devices with fast float64 compute the Gram matrices of float32 tensors in float64,
+without a guard: the rounding error is then far below that of the weighted sum in float32.
 """
 
 from __future__ import annotations
@@ -29,21 +29,21 @@ from dpengine.kernels.library import traced
 from .machine import fast_in_float64, full_precision, memory_for
 
 WORKSPACE_BYTES = 64 * 2**20
-_BLOCK = 64  # features added before rounding errors start anew
-_SURE = 1e-12  # a norm above this, and below its inverse, had no square out of the range of float32 that counts
-_REDO = 0.01  # where the guard is more than this share of a squared norm, the gradient itself is formed
+_BLOCK = 64  # features per block sum
+_SURE = 1e-12  # for norms between this and its inverse, squares outside the range of float32 are negligible
+_REDO = 0.01  # if the guard exceeds this fraction of a squared norm, the gradient itself is formed
 
 Factors = Sequence[Tensor]  # (B, T, F) each
 
 
 @dataclass(frozen=True, eq=False)
 class GramNorm:
-    """What Grams tell of the sum over T of outer products.
+    """Norm of a sum over T of outer products, from Gram matrices.
 
     Attributes:
-        sq_norm_B: Its squared norm, never too small.
-        spread_B: The norms of its parts, added up; at least twice as much for a long sum. See ``GradSampler.spread``.
-            None for one part, which has nothing to cancel with.
+        sq_norm_B: Squared norm, never too small.
+        spread_B: Sum of the norms of the parts, increased for long sums; see ``GradSampler.spread``. None for one part,
+            which cannot cancel.
     """
 
     sq_norm_B: Tensor
@@ -51,16 +51,16 @@ class GramNorm:
 
 
 def gram_sq_norm(*factors_BTF: Tensor) -> Tensor:
-    """Squared norm ``(B,)`` of each row's sum over T of the outer product of the factors, never too small."""
+    """Returns the squared norm ``(B,)`` of the sum over T of the factors' outer products, never too small."""
     return gram_norms([factors_BTF])[0].sq_norm_B
 
 
 def gram_norms(products: Sequence[Factors]) -> list[GramNorm]:
-    """The norms of several sums of outer products. The Gram of a tensor that several of them have is formed once."""
+    """Returns the norms of several sums of outer products. Computes the Gram matrix of a shared tensor once."""
     found: dict[int, GramNorm] = {}
     by_gram: dict[int, Factors] = {}
     for i, factors in enumerate(products):
-        if factors[0].shape[1] <= 1 or not len(factors[0]):  # one position has nothing to add up
+        if factors[0].shape[1] <= 1 or not len(factors[0]):  # one position: the norm is a product
             found[i] = GramNorm(product_of_norms(*factors).square(), None)
         else:
             by_gram[i] = factors
@@ -71,7 +71,7 @@ def gram_norms(products: Sequence[Factors]) -> list[GramNorm]:
 
 
 def _that_share(products: Mapping[int, Factors]) -> list[list[int]]:
-    """Indices of products, those together that have a tensor in common."""
+    """Groups the indices of products that share tensors."""
     sets: list[tuple[list[int], set[object]]] = []
     for i, factors in products.items():
         keys = set(map(_key, factors))
@@ -82,7 +82,7 @@ def _that_share(products: Mapping[int, Factors]) -> list[list[int]]:
 
 
 def _key(tensor: Tensor) -> object:
-    """The same for views of the same numbers."""
+    """Returns a key that is equal for views of the same elements."""
     place = tensor.untyped_storage()._cdata if traced(tensor) else tensor.data_ptr()
     return place, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype
 
@@ -91,7 +91,7 @@ def _key(tensor: Tensor) -> object:
 def _norms_of(products: Sequence[Factors]) -> list[GramNorm]:
     rows, length, _ = products[0][0].shape
     tensors = {_key(factor): factor for factors in products for factor in factors}
-    # The guard of float32 looks at numbers.
+    # The guard of float32 depends on values, which a traced tensor does not have.
     in_float64 = fast_in_float64(products[0][0].device) or traced(products[0][0])
     if in_float64 and native.takes(*tensors.values()) and native.gram_fits(length, len(tensors)):
         places = {key: i for i, key in enumerate(tensors)}
@@ -116,34 +116,34 @@ def _norms_of(products: Sequence[Factors]) -> list[GramNorm]:
 
 
 def gram_operations(length: int, features: Sequence[int], dtype: torch.dtype, device: torch.device) -> float | None:
-    """Operations of the Gram norms of one row, for a cost; None where the guard would be large for usual data."""
-    # Of uncorrelated positions n^2 is about T |x|^2 |y|^2, and the guard gamma u T^2 |x|^2 |y|^2.
+    """Estimates the operations of one sample's Gram norm. None if the guard would be large for typical data."""
+    # For uncorrelated positions the squared norm is about T |x|^2 |y|^2, and the guard gamma u T^2 |x|^2 |y|^2.
     wide = torch.promote_types(dtype, torch.float32)
     if length > 1 and not fast_in_float64(device) and _guard(features, wide) * length >= _REDO / 2:
         return None
-    halved = 1 if length < 128 else 0.625  # four tiles a side: ten of sixteen are computed
+    halved = 1 if length < 128 else 0.625  # 4 x 4 tiles, of which 10 are computed
     if device.type == "cpu" and dtype is torch.float32 and native.gram_fits(length, len(features)):
         halved = 0.5
     slower = 1.0 if not fast_in_float64(device) else 2.0
-    if dtype is torch.bfloat16:  # the other products are formed in it
+    if dtype is torch.bfloat16:  # other methods multiply in bfloat16
         slower *= 8
     return halved * length**2 * (2 * sum(features) + 4) * slower
 
 
 def _guard(features: Sequence[int], dtype: torch.dtype) -> float:
-    """``gamma * u`` of note [guard]."""
+    """Returns ``gamma * u`` of note [guard]."""
     return (sum(min(n, _BLOCK) + math.ceil(n / _BLOCK) for n in features) + 16) * torch.finfo(dtype).eps / 2
 
 
 def _guarded(products: Sequence[Factors]) -> list[GramNorm]:
-    """As ``_gram_sums``, raised by the bound of note [guard], and formed directly where that is much."""
+    """Adds the bound of note [guard] to ``_gram_sums``. Forms the gradient instead if the bound is large."""
     guarded = []
     for factors_BTF, norm in zip(products, _gram_sums(products), strict=True):
         lengths_BT = _product([norms(factor_BTF, 2) for factor_BTF in factors_BTF])
         guard = _guard([factor.shape[2] for factor in factors_BTF], factors_BTF[0].dtype)
         guard_B = guard * lengths_BT.sum(dim=1).square()
         sq_norm_B = norm.sq_norm_B.to(guard_B.dtype) + guard_B
-        redo_B = ~(guard_B <= _REDO * sq_norm_B)  # also where either overflowed, or the Gram underflowed
+        redo_B = ~(guard_B <= _REDO * sq_norm_B)  # also true on overflow, or if the Gram underflowed
         if redo_B.any():
             sq_norm_B[redo_B] = _direct([factor_BTF[redo_B] for factor_BTF in factors_BTF])
         guarded.append(GramNorm(sq_norm_B, _long(lengths_BT.sum(dim=1), lengths_BT.shape[1])))
@@ -151,7 +151,7 @@ def _guarded(products: Sequence[Factors]) -> list[GramNorm]:
 
 
 def _gram_sums(products: Sequence[Factors]) -> list[GramNorm]:
-    """Sums of the entries of products of Grams; they are symmetric, so tiles below the diagonal count twice."""
+    """Sums the entries of products of Gram matrices. By symmetry, off-diagonal tiles are computed once."""
     rows, length, _ = products[0][0].shape
     first = products[0][0]
     tile = _tile(length, first.dtype)
@@ -170,9 +170,9 @@ def _gram_sums(products: Sequence[Factors]) -> list[GramNorm]:
 
 
 def _dot(one_BTS: Tensor, other_BTS: Tensor) -> Tensor:
-    """Sum of products of entries, ``(B,)``."""
+    """Returns the sum of the elementwise product, ``(B,)``."""
     if one_BTS.dtype is torch.float32:
-        return (one_BTS * other_BTS).sum(dim=(1, 2))  # pairwise, as note [guard] has it
+        return (one_BTS * other_BTS).sum(dim=(1, 2))  # pairwise summation, see note [guard]
     return torch.bmm(one_BTS.flatten(1).unsqueeze(1), other_BTS.flatten(1).unsqueeze(2)).flatten()
 
 
@@ -188,13 +188,13 @@ def _gram(left_BTF: Tensor, right_BTF: Tensor) -> Tensor:
 
 
 def _tile(length: int, dtype: torch.dtype) -> int:
-    """Positions on one side of a tile: a quarter of the length, unless that is too few for a fast product."""
+    """Returns the side of a tile in positions: a quarter of the length, or more if that is too few for speed."""
     pieces = min(4, max(1, length // 32))
     return min(math.ceil(length / pieces), max(1, WORKSPACE_BYTES // (2 * dtype.itemsize * max(1, length))))
 
 
 def _direct(factors_BTF: list[Tensor]) -> Tensor:
-    """By forming the gradient, some rows at a time, in the widest type there is."""
+    """Computes squared norms by forming the gradient for some samples at a time, in the widest dtype."""
     factors_BTF = [factor.to(_widest(factor)) for factor in factors_BTF]
     memory = memory_for(factors_BTF[0].device, WORKSPACE_BYTES)
     step = max(1, memory // (8 * math.prod(factor.shape[2] for factor in factors_BTF)))
@@ -205,7 +205,7 @@ def _direct(factors_BTF: list[Tensor]) -> Tensor:
 
 
 def outer_sum(*factors_BTF: Tensor) -> Tensor:
-    """Sum over T of the outer product, ``(B, product of all F but the last, last F)``."""
+    """Returns the sum over T of the outer products, ``(B, product of all F except the last, last F)``."""
     left_BTF = factors_BTF[0]
     for factor_BTF in factors_BTF[1:-1]:
         left_BTF = (left_BTF.unsqueeze(3) * factor_BTF.unsqueeze(2)).flatten(2)
@@ -213,12 +213,15 @@ def outer_sum(*factors_BTF: Tensor) -> Tensor:
 
 
 def product_of_norms(*tensors: Tensor) -> Tensor:
-    """Product ``(B,)`` of each row's norms in all tensors; by Cauchy, at least what outer products over T add up to."""
+    """Multiplies each sample's norms in all tensors, ``(B,)``.
+
+    By Cauchy-Schwarz, the product is at least the sum of the norms of the outer products over T.
+    """
     return _product([norms(tensor.flatten(1), 1) for tensor in tensors])
 
 
 def spread_of(parts: int, *factors: Tensor) -> Tensor:
-    """What `GradSampler.spread` asks for, of a sum of so many outer products for each row."""
+    """Returns the value of `GradSampler.spread` for a sum of ``parts`` outer products per sample."""
     return _long(product_of_norms(*factors), parts)
 
 
@@ -227,14 +230,14 @@ def _long(spread_B: Tensor, parts: int) -> Tensor:
 
 
 def norms(tensor: Tensor, dim: int) -> Tensor:
-    """Along the last axis, which is ``dim``, in float64, or as wide as there is."""
+    """Returns norms along the last axis, which must be ``dim``, in float64 or the widest dtype of the device."""
     if native.takes(tensor):
         return native.sq_norms(tensor).sqrt_()
     if tensor.dtype is not torch.float32 or tensor.device.type != "cpu" or traced(tensor):
         return torch.linalg.vector_norm(tensor, dim=dim, dtype=_widest(tensor))
-    # In torch float64 takes ten times as long. Squares of numbers below 1e-19 lose bits in float32, which shows where
-    # there are no larger ones beside them.
-    tensor = tensor.contiguous()  # else torch adds the squares one by one
+    # In torch float64 takes ten times as long. In float32 the squares of values below 1e-19 lose bits, which matters
+    # only if no larger values are in the same sum.
+    tensor = tensor.contiguous()  # otherwise torch adds the squares one by one
     whole = tensor.shape[-1] // _BLOCK * _BLOCK
     parts = [torch.linalg.vector_norm(tensor[..., whole:], dim=dim).double().square()]
     if whole:
@@ -248,7 +251,7 @@ def norms(tensor: Tensor, dim: int) -> Tensor:
 
 
 def _product(tensors: Sequence[Tensor]) -> Tensor:
-    """Overwrites the first."""
+    """Returns the product of all tensors. Overwrites the first one."""
     return functools.reduce(Tensor.mul_, tensors)
 
 

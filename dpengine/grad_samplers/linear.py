@@ -1,14 +1,14 @@
-"""Linear layers.
+"""Grad samplers of linear layers.
 
-Axes: B rows, T positions (all axes between the batch and the features, as one), I inputs, O outputs.
+Axes: B samples, T positions (all axes between the batch and the features, flattened), I inputs, O outputs.
 
-Note [bfloat16 products]: the product of two bfloat16 numbers has 16 significant bits, so a GPU forms it exactly, and
-adds up the products of a matrix multiplication in float32. Its tensor cores align the terms of a block of at least 4
-with the largest and cut off what lies below, so a sum of T products is off by at most ``(T / 4 + 8) * 2**-23`` times
-the sum of their absolute values. `PRODUCT_ERROR` times `GradSampler.spread`, which grows by 1 for each 64 positions, is
-above that for every T. Where a norm is that of gradients formed in this way but the clipped sum comes from another
-product, the norm is raised by this bound. A factor times a bfloat16 number is split into three bfloat16 numbers whose
-sum it is, but for the rounding of float32.
+Note [bfloat16 products]: the product of two bfloat16 numbers has 16 significant bits, so a GPU computes it exactly. A
+matrix multiplication adds the products in float32. Tensor cores align the terms of a block of at least 4 to the largest
+term and truncate the lower bits, so the error of a sum of T products is at most ``(T / 4 + 8) * 2**-23`` times the sum
+of their absolute values. `PRODUCT_ERROR` times `GradSampler.spread`, which grows by 1 for each 64 positions, exceeds
+this bound for every T. If a norm is computed from gradients of such a product but the clipped sum is a different
+product, the norm is increased by this bound. The product of a factor and a bfloat16 number is split into three bfloat16
+numbers, whose sum equals it up to float32 rounding.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ PRODUCT_ERROR = 2.0**-19  # of note [bfloat16 products]
 
 
 def tokens(features: Tensor) -> Tensor:
-    """``(B, ..., F)`` as ``(B, T, F)``."""
+    """Reshapes ``(B, ..., F)`` to ``(B, T, F)``."""
     return features.unsqueeze(1) if features.dim() == 2 else features.flatten(1, -2)
 
 
 def _acts_and_grads(call: LayerCall) -> tuple[Tensor, Tensor]:
     acts, grads = call.inputs[0] if call.inputs else call.kwargs["input"], call.grad_output
-    if grads.dtype is torch.bfloat16:  # under autocast the layer multiplied in that type
+    if grads.dtype is torch.bfloat16:  # under autocast the layer multiplied in bfloat16
         acts = acts.to(grads.dtype)
     if grads.dim() == 2:
         return acts.unsqueeze(1), grads.unsqueeze(1)
@@ -43,7 +43,7 @@ def _acts_and_grads(call: LayerCall) -> tuple[Tensor, Tensor]:
 
 
 def product(left_BMK: Tensor, right_BKN: Tensor, out: Tensor | None = None) -> Tensor:
-    """Batched matrix product ``(B, M, N)``, in float32 for bfloat16 matrices. See note [bfloat16 products]."""
+    """Batched matrix product ``(B, M, N)``. Returns float32 for bfloat16 matrices; see note [bfloat16 products]."""
     if left_BMK.dtype is not torch.bfloat16:
         return torch.bmm(left_BMK, right_BKN, out=out)
     if left_BMK.device.type != "cuda":
@@ -54,7 +54,7 @@ def product(left_BMK: Tensor, right_BKN: Tensor, out: Tensor | None = None) -> T
 def add_product(out: Tensor, left_MK: Tensor, right_KN: Tensor, scale: float, keep: float) -> None:
     """Writes ``keep * out + scale * left_MK @ right_KN`` to ``out``, which may hold anything if ``keep`` is 0.
 
-    If one of the matrices is in bfloat16, the other one is split. See note [bfloat16 products].
+    If only one of the matrices is bfloat16, the other one is split; see note [bfloat16 products].
     """
     if left_MK.dtype is right_KN.dtype:
         torch.addmm(out, left_MK, right_KN, alpha=scale, beta=keep, out=out)
@@ -95,7 +95,7 @@ def _weight_sq_norm(call: LayerCall) -> Tensor:
 
 
 def gram_cost(factors: Sequence[Tensor]) -> Cost:
-    """Of a weight that is a sum over T of outer products of these factors."""
+    """Estimates the cost of a weight whose gradient is a sum over T of outer products of these factors."""
     length, features = factors[0].shape[1], [factor.shape[2] for factor in factors]
     product = 2.0 * length * math.prod(features)
     norm = gram_operations(length, features, factors[0].dtype, factors[0].device)
@@ -107,7 +107,7 @@ def _weight_cost(call: LayerCall) -> Cost:
 
 
 def _weighted(call: LayerCall, factor_B: Tensor) -> tuple[Tensor, Tensor]:
-    """Output gradients and inputs of all positions of all rows, ``(B T, ...)``, the narrower times the factors."""
+    """Returns output gradients and inputs of all positions, ``(B T, ...)``, the narrower one times the factors."""
     acts_BTI, grads_BTO = _acts_and_grads(call)
     factor_B11 = factor_B.to(torch.promote_types(acts_BTI.dtype, torch.float32)).view(-1, 1, 1)
     if acts_BTI.shape[2] < grads_BTO.shape[2]:
@@ -136,7 +136,7 @@ def _add_weight_sum(call: LayerCall, factor_B: Tensor, scale: float, keep: float
 def _weight_spread(call: LayerCall) -> Tensor:
     acts_BTI, grads_BTO = _acts_and_grads(call)
     if acts_BTI.shape[1] <= 1:
-        return acts_BTI.new_zeros(acts_BTI.shape[0])  # one part cancels with nothing
+        return acts_BTI.new_zeros(acts_BTI.shape[0])  # one part cannot cancel
     return spread_of(acts_BTI.shape[1], acts_BTI, grads_BTO)
 
 

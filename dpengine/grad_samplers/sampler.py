@@ -1,7 +1,7 @@
-"""Records of functions that compute the per-sample gradients of a layer, and access to its inputs.
+"""Rules for the per-sample gradients of a layer: records of functions, and access to the layer's inputs.
 
-``grad`` is the definition. The other slots are shortcuts that must agree with it; an absent slot is derived from
-``grad``.
+``grad`` defines the gradient. The other functions are shortcuts that must agree with it. A missing shortcut is derived
+from ``grad``.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from dpengine.capture.record import LayerCall
 
 
 def argument(call: LayerCall, position: int, name: str) -> Any:
-    """The input at ``position``, or the keyword input ``name``; None where neither was given."""
+    """Returns the input at ``position``, or the keyword input ``name``; None if neither was given."""
     return call.inputs[position] if position < len(call.inputs) else call.kwargs.get(name)
 
 
@@ -27,12 +27,12 @@ Rows = Callable[[LayerCall], Tensor]
 
 @dataclass(frozen=True)
 class Cost:
-    """What a call costs by each way, for the first guess, in floating point operations of one row. Shapes only.
+    """Estimated cost of a call, in floating point operations per sample. Depends on shapes only.
 
     Attributes:
-        grads: For each way to form ``grad``.
-        sq_norms: For each way to form ``sq_norm``; a way that does not fit the call is left out.
-        weighted_sum: For ``weighted_sum``.
+        grads: Cost of each function that computes ``grad``, by name.
+        sq_norms: Cost of each function that computes ``sq_norm``, without those that do not fit the call.
+        weighted_sum: Cost of ``weighted_sum``.
     """
 
     grads: Mapping[str, float]
@@ -42,39 +42,39 @@ class Cost:
 
 @dataclass(frozen=True)
 class GradSampler:
-    """Per-sample gradients of one parameter.
+    """Rule for the per-sample gradients of one parameter.
 
-    Tensors arrive in float32 or float64, batch first.
+    Tensors are float32 or float64, batch first.
 
     Attributes:
-        grad: ``(B, *param.shape)``, the gradient of each row.
-        sq_norm: ``(B,)``, the squared norms of ``grad``, without forming it. Never below the truth by more than
-            rounding: where the method can cancel, raised by its error bound.
-        weighted_sum: ``param.shape``, the sum over rows of ``factor_B[i] * grad[i]``, without forming it.
-        add_weighted_sum: ``(call, factor_B, scale, keep, out)``: ``out`` times ``keep``, which is 0 or 1, plus
-            ``scale`` times ``weighted_sum``, into ``out``. For layers whose product can be written where it belongs;
-            with 0, ``out`` may hold anything.
-        concat: Joins several calls of one parameter into one whose ``grad`` is the sum of theirs.
-        spread: ``(B,)``, at least the norms, added up, of the parts of a row that ``weighted_sum`` adds one by one, and
-            for each 64 of them as much again, since errors of a long sum add up. Where parts cancel, it tells how much
-            rounding is left. Needed beside ``weighted_sum``.
-        factors: Tensors ``(B, T, F)`` whose outer product, summed over T, is ``grad`` but for its shape. ``sq_norm``
-            follows, and Grams of tensors that several parameters share are formed once.
-        cost: What each way costs; without it ``sq_norm`` is taken if there is one.
-        more_grads: Other ways to form ``grad``, by name.
-        more_sq_norms: Other ways to form ``sq_norm``, by name.
-        write_grads: For ways to form ``grad`` that can write it where it shall be: ``(call, out)``. They return its
-            squared norms ``(B,)`` if these come with it, else None.
-        grad_name: What ``grad`` is called beside them.
-        sq_norm_name: What ``sq_norm`` is called beside them.
-        whole_calls: Whether it may be asked of calls only as they were recorded: not of some of their rows, nor with
-            other numbers in them. So for rules from outside, which may depend on more than their rows.
+        grad: Per-sample gradients, ``(B, *param.shape)``.
+        sq_norm: Squared norms of ``grad``, ``(B,)``, computed without forming it. Not below the exact value by more
+            than rounding: a method that can cancel must add its error bound.
+        weighted_sum: Sum over samples of ``factor_B[i] * grad[i]``, ``param.shape``, computed without forming ``grad``.
+        add_weighted_sum: ``(call, factor_B, scale, keep, out)`` writes ``keep * out + scale * weighted_sum`` to
+            ``out``, where ``keep`` is 0 or 1. If it is 0, ``out`` may be uninitialized. For layers whose product can be
+            written in place.
+        concat: Concatenates several calls of one parameter to one call whose ``grad`` is the sum of theirs.
+        spread: ``(B,)``, at least the sum of the norms of the parts of a sample that ``weighted_sum`` adds one by one,
+            plus the same again for each 64 parts, because the errors of a long sum add up. Measures the rounding error
+            that remains if the parts cancel. Required with ``weighted_sum``.
+        factors: Tensors ``(B, T, F)`` whose outer product, summed over T, is ``grad`` up to its shape. ``sq_norm``
+            follows from them. Gram matrices of tensors shared by several parameters are computed once.
+        cost: Estimated cost of each function. Without it, ``sq_norm`` is used if it exists.
+        more_grads: Other functions that compute ``grad``, by name.
+        more_sq_norms: Other functions that compute ``sq_norm``, by name.
+        write_grads: By name of a function that computes ``grad``, one that writes it to a given tensor:
+            ``(call, out)``. Returns the squared norms ``(B,)`` if it also computes them, else None.
+        grad_name: Name of ``grad`` among ``grads``.
+        sq_norm_name: Name of ``sq_norm`` among ``sq_norms``.
+        whole_calls: True if the functions accept calls only as recorded, not parts of the batch or other values. Set
+            for registered rules, which may depend on more than the samples.
         settings: Names of the attributes of the layer on which ``grad`` depends, besides its call. Gradients of layers
-            with equal settings may then be formed in one call. None if these attributes are not known.
-        stacked_name: The one of ``grads`` that forms them.
-        takes_bfloat16: Whether all of these also take bfloat16 tensors, and return float32 that was not rounded to
-            bfloat16. They get them on devices that multiply them so: see note [bfloat16 products] of `linear`.
-        plain: What stands in where a parameter has several calls, since norms do not add; None for the sampler itself.
+            with equal settings may be computed in one call. None if these attributes are unknown.
+        stacked_name: Name of the function among ``grads`` that computes the gradients of several layers in one call.
+        takes_bfloat16: True if all functions also accept bfloat16 tensors and return float32 that was not rounded to
+            bfloat16. Used on devices with such products; see note [bfloat16 products] of `linear`.
+        plain: Sampler to use if a parameter has several calls, because norms do not add; None for this sampler.
     """
 
     grad: Rows
@@ -98,16 +98,16 @@ class GradSampler:
 
     @cached_property
     def grads(self) -> Mapping[str, Rows]:
-        """All ways to form ``grad``."""
+        """All functions that compute ``grad``, by name."""
         return {self.grad_name: self.grad, **self.more_grads}
 
     @cached_property
     def sq_norms(self) -> Mapping[str, Rows]:
-        """All ways to form ``sq_norm``."""
+        """All functions that compute ``sq_norm``, by name."""
         return {} if self.sq_norm is None else {self.sq_norm_name: self.sq_norm, **self.more_sq_norms}
 
     def total(self, call: LayerCall, factor_B: Tensor) -> Tensor:
-        """The sum of gradients weighted by ``factor_B``, shape of the parameter."""
+        """Returns the sum of gradients weighted by ``factor_B``, in the shape of the parameter."""
         if self.weighted_sum is not None:
             return self.weighted_sum(call, factor_B)
         return torch.einsum("b,b...->...", factor_B, self.grad(call))
@@ -115,11 +115,11 @@ class GradSampler:
 
 @dataclass(frozen=True)
 class JointSampler:
-    """Per-sample gradients of all parameters of a module at once.
+    """Rule that computes the per-sample gradients of all parameters of a module together.
 
     Attributes:
         grads: Maps a call to ``{name within the module: (B, *param.shape)}``.
-        needs_output: Whether the call must carry the module's output.
+        needs_output: True if the call must contain the module's output.
     """
 
     grads: Callable[[LayerCall], dict[str, Tensor]]
@@ -128,11 +128,11 @@ class JointSampler:
 
 @dataclass(frozen=True)
 class NormedRule:
-    """A layer's rule with norms from outside.
+    """Rule of a layer with a registered norm function.
 
     Attributes:
-        gradients: What forms gradients and sums: a sampler for each parameter, or a joint one.
-        sq_norm: For a parameter's name within the layer, what gives its squared norms ``(B,)``.
+        gradients: Rule for gradients and sums: a sampler for each parameter, or a joint sampler.
+        sq_norm: Maps the name of a parameter within the layer to the function of its squared norms ``(B,)``.
     """
 
     gradients: Mapping[str, GradSampler] | JointSampler
@@ -140,16 +140,16 @@ class NormedRule:
 
     @property
     def by_parameters(self) -> bool:
-        """Whether gradients are formed by a sampler for each parameter."""
+        """True if each parameter has its own sampler."""
         return isinstance(self.gradients, Mapping)
 
     @property
     def needs_output(self) -> bool:
-        """Whether the call must carry the module's output."""
+        """True if the call must contain the module's output."""
         return isinstance(self.gradients, JointSampler) and self.gradients.needs_output
 
     def normed(self, name: str, sampler: GradSampler) -> GradSampler:
-        """The sampler of a parameter, with its only norm from outside."""
+        """Returns the sampler of a parameter with the registered norm as its only one."""
         return replace(
             sampler,
             sq_norm=self.sq_norm(name),

@@ -25,7 +25,7 @@ from dpengine.capture.capture import Capture
 from dpengine.capture.record import LayerCall, Use
 from dpengine.capture.replay import Pass, Replay
 from dpengine.errors import UnsupportedLayerError, notice
-from dpengine.grad_modes.bookkeep import Bookkeep
+from dpengine.grad_modes.bookkeep import BookKeeping
 from dpengine.grad_modes.choose_method import MethodTable
 from dpengine.grad_modes.flat_buffer import Sums
 
@@ -344,7 +344,7 @@ class _Recorder:
     """Takes the layer calls of the probe's own passes, and notes the shapes of their output gradients."""
 
     def __init__(self, capture: Capture):
-        self.mode = Bookkeep(MethodTable(keep_budget=0, timed=False), capture.paused)
+        self.mode = BookKeeping(MethodTable(keep_budget=0, timed=False), capture.paused)
         self.shapes: list[tuple[str, torch.Size]] = []
 
     def receive(self, call: LayerCall, uses: Mapping[str, Use], rule: Any) -> None:

@@ -212,7 +212,7 @@ def test_time_major_models_clip_along_the_second_axis(mode):
     ids, targets = torch.randint(0, 7, (6, ROWS)), torch.arange(ROWS) % 3
     sums = attached(model, mode, batch_first=False)
     F.cross_entropy(model(ids), targets).backward()
-    assert sums.clip(rows=ROWS).rows == ROWS
+    assert sums.clip(rows=ROWS).samples == ROWS
     assert relative_error(totals(sums), truth_of(rowwise, ids.T, targets)) < 1e-9
 
 

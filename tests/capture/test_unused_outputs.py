@@ -44,7 +44,7 @@ def test_a_layer_whose_outputs_have_no_gradient_takes_no_part(mode):
     model.zero_grad()
     sums = ClippedPasses(model, Flat(1e6), mode=mode, loss_reduction="sum")
     model(inputs).square().sum().backward()
-    assert sums.clip(rows=5).rows == 5
+    assert sums.clip(rows=5).samples == 5
     assert sums.unused() == ["scale.scale"]
     found = sums.totals()
     torch.testing.assert_close(found["table.weight"], plain)

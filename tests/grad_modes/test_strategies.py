@@ -134,7 +134,7 @@ def test_an_empty_batch_gives_zero_sums(mode):
         model, (torch.zeros(0, 4),), lambda o: F.cross_entropy(o, targets), mode=mode, reduction="mean"
     )
     assert all(not total.any() and total.isfinite().all() for total in found.values())
-    assert seen.rows == 0
+    assert seen.samples == 0
 
 
 class Reused(nn.Module):
@@ -160,7 +160,7 @@ def test_an_empty_batch_of_words_gives_zero_sums(mode, tied, dtype):
         Reused(tied=tied).to(dtype), (torch.zeros(0, 3, dtype=torch.int64),), lambda o: o.square().sum(), mode=mode
     )
     assert all(not total.any() and total.isfinite().all() for total in found.values())
-    assert seen.rows == 0
+    assert seen.samples == 0
 
 
 @pytest.mark.parametrize("poison", [float("nan"), float("inf"), 1e38])

@@ -17,7 +17,7 @@ from dpengine.clipping.flat import Flat
 from dpengine.clipping.per_layer import PerLayer
 from dpengine.engine.pass_clipper import PassClipper
 from dpengine.engine.step import PrivateStep
-from dpengine.grad_modes.bookkeep import Bookkeep
+from dpengine.grad_modes.bookkeep import BookKeeping
 from dpengine.grad_modes.entry import Entry
 from dpengine.grad_modes.flat_buffer import FlatBuffer
 from dpengine.grad_modes.rows import Units
@@ -40,7 +40,7 @@ def _normed(change: Callable[[nn.Parameter, str, Tensor], Tensor]) -> Patch:
 
         return found
 
-    return Patch(Bookkeep, "_each_sq_norm", wrong)
+    return Patch(BookKeeping, "_each_sq_norm", wrong)
 
 
 def _each_layer_at_c(factors: Any) -> Any:
@@ -65,7 +65,7 @@ def _mean_is_clipped(add: Any) -> Any:
         found = add(mode, policy, buffer, grouping, **others)
         sums = [total for _, total in buffer]
         norm = math.sqrt(sum(float(total.square().sum()) for total in sums))
-        factor = min(1.0, policy.max_grad_norm * max(1, found.rows) / max(norm, 1e-30))
+        factor = min(1.0, policy.max_grad_norm * max(1, found.samples) / max(norm, 1e-30))
         for total in sums:
             total.mul_(factor)
         return found
@@ -219,7 +219,7 @@ BUGS = (
         ("DR",),
         (
             Patch(module_of(Flat), "factors_within", _poison_kept),
-            Patch(Bookkeep, "drop", _of_nothing),
+            Patch(BookKeeping, "drop", _of_nothing),
             Patch(FlatBuffer, "is_finite", _always(True)),
         ),
     ),

@@ -16,7 +16,7 @@ from dpengine.auditing.subject import small
 from dpengine.engine import PrivacyEngine
 from dpengine.engine.amp_and_lr_schedulers import attach_scaler
 from dpengine.engine.argument_checks import planned_steps
-from dpengine.engine.build_plan import arranged
+from dpengine.engine.build_plan import build_plan
 from dpengine.engine.step import PrivateStep
 from dpengine.plan.run_plan import RunPlan
 
@@ -177,7 +177,7 @@ BUGS = (
         "PB-43",
         "int(1 / q) loses a step",
         ("DL",),
-        tuple(Patch(module_of(part), "planned_steps", _by_reciprocals) for part in (arranged, planned_steps)),
+        tuple(Patch(module_of(part), "planned_steps", _by_reciprocals) for part in (build_plan, planned_steps)),
     ),
     Planted(
         "PB-47",

@@ -17,7 +17,7 @@ from dpengine.engine.pass_clipper import PassClipper, RecordedPass
 from dpengine.engine.per_sample import PerSampleGradients
 from dpengine.engine.watch_model import mode_of
 from dpengine.errors import MissingGradientError, RepeatedBackwardError, StaleGradientError, TicketError
-from dpengine.grad_modes.bookkeep import Bookkeep
+from dpengine.grad_modes.bookkeep import BookKeeping
 from dpengine.grad_modes.choose_method import KeepAll
 from dpengine.grad_modes.materialize import show_grad_sample
 from dpengine.grad_modes.modes import on_demand
@@ -283,7 +283,7 @@ class WaitingPasses:
                 f"step, and '{names[many]}' in {len(parts[many])}.",
                 fix="Call optimizer.step() after each backward pass, or freeze what some batches leave out.",
             )
-        mode = Bookkeep(KeepAll())
+        mode = BookKeeping(KeepAll())
         for parameter, shown in parts.items():
             mode.receive_rows(Use(parameter, names[parameter]), _values(shown[0], parameter, names[parameter]))
         return RecordedPass(mode)

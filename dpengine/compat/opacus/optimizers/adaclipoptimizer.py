@@ -126,13 +126,13 @@ class AdaClipDPOptimizer(DPOptimizer):
     @property
     def sample_size(self) -> int:
         """Number of samples of the last backward pass. Not private, and not used by the update."""
-        return self._step.statistics.rows
+        return self._step.statistics.samples
 
     @property
     def unclipped_num(self) -> int:
         """Number of its unclipped samples. Not private: the update uses the noisy count of the logical batch."""
         shown = self._step.statistics
-        return shown.rows - shown.clipped - shown.dropped
+        return shown.samples - shown.clipped - shown.dropped
 
     def update_max_grad_norm(self) -> None:
         """Does nothing: the step updates the clipping norm from the noisy count over the logical batch."""
