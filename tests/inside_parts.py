@@ -6,6 +6,7 @@ The drivers take public objects (a model, a clipping policy) and return plain va
 from __future__ import annotations
 
 import unittest.mock
+from functools import partial
 from types import SimpleNamespace
 
 import torch
@@ -18,6 +19,7 @@ import dpengine.engine.run
 import dpengine.engine.watch_model
 from dpengine.clipping import Flat
 from dpengine.compat.opacus.grad_sample.waiting_passes import WaitingPasses
+from dpengine.compiled.one_pass import OnePass
 from dpengine.engine import amp_and_lr_schedulers as companions
 from dpengine.engine.add_clipped import ClipStatistics
 from dpengine.engine.argument_checks import attached_models
@@ -272,6 +274,16 @@ def compiled_norms(backward, *batch):
         tensors = [one for one in batch if isinstance(one, torch.Tensor)]
         graphs, state = backward._graphs_for(tensors, leaves, spec)
         return [graphs.norms([*state, *tensors])[1] for _ in range(2)]
+
+
+def run_to_be_traced(backward, *batch):
+    """Loss, squared norms and sums of a batch by the function that is traced, with weights of 1."""
+    leaves, spec = torch.utils._pytree.tree_flatten((batch, {}))
+    grouping = backward._passes.grouping()
+    loss = partial(backward._loss_of, [True] * len(batch), leaves, spec)
+    one = OnePass(backward._passes.capture, loss, grouping.group_of, grouping.count)
+    weights = torch.ones(len(batch[0]), grouping.count, dtype=torch.float64)
+    return one.run([tensor.detach() for tensor in one.state()], batch, weights)
 
 
 def compiled_graphs(backward):

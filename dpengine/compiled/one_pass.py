@@ -13,7 +13,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from dpengine.capture.capture import Capture
+from dpengine.capture.capture import Capture, without_autocast
 from dpengine.errors import BufferUpdateError, MissingGradientError
 from dpengine.grad_modes.bookkeep import BookKeeping
 from dpengine.grad_modes.choose_method import MethodTable
@@ -57,7 +57,7 @@ class OnePass:
             self._refuse_written(versions)
             loss.backward(inputs=[self.capture.anchor, *trained])  # and into nothing of the user's
         self._refuse_leaks(stand_ins)
-        with torch.no_grad():
+        with torch.no_grad(), without_autocast():
             sq_norms_BK = mode.sq_norms(groups, self.num_groups, 1.0)
             sums = _NewSums()
             mode.add_sums(groups, weights_BK, 1.0, sums)

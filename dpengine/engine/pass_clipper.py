@@ -197,7 +197,8 @@ class PassClipper:
         mode, replay, probed_B = self.mode, self.probe.take_replay(), None
         if replay is not None:
             copied = mode.copied()  # the pass itself is clipped as if it were not probed
-            probed_B = copied.sq_norms(dict.fromkeys(copied.parameters, 0), 1, 1.0).sum(dim=1)
+            with without_autocast():
+                probed_B = copied.sq_norms(dict.fromkeys(copied.parameters, 0), 1, 1.0).sum(dim=1)
         self.mode = mode.renewed()
         self.capture.forget_backward()
         return RecordedPass(mode, replay, self.loss_reduction == "mean", probed_B)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from dpengine.capture.capture import without_autocast
 from dpengine.errors import MissingGradientError, StaleGradientError, suggests_names
 from dpengine.grad_modes.bookkeep import BookKeeping
 from dpengine.grad_modes.flat_buffer import FlatBuffer, wide
@@ -61,7 +62,7 @@ class PerSampleGradients:
         if self._norms_B is None:
             self.check_unchanged()
             groups = dict.fromkeys(self._mode.parameters, 0)
-            with self._clipper.capture.paused():
+            with self._clipper.capture.paused(), without_autocast():
                 self._norms_B = self._mode.sq_norms(groups, 1, self._scale).sum(dim=1).sqrt()
             self._versions = _versions(self._mode)  # calls of one layer may have been joined
         return self._norms_B.clone()
@@ -98,7 +99,7 @@ class PerSampleGradients:
         mode, parameters = self._mode.copied(), list(self._mode.parameters)
         sums = FlatBuffer(parameters)
         weights_B1 = (weights / largest).unsqueeze(1)
-        with self._clipper.capture.paused():
+        with self._clipper.capture.paused(), without_autocast():
             mode.add_sums(dict.fromkeys(parameters, 0), weights_B1, self._scale * largest, sums)
         found = dict(sums)
         return {name: found[parameter].view(parameter.shape) for name, parameter in self._names.items()}
@@ -123,7 +124,7 @@ class PerSampleGradients:
                 fix=f"Did you mean '{near[0]}'?" if near else f"Choose one of: {', '.join(self._names)}.",
             )
         self.check_unchanged()
-        with self._clipper.capture.paused():
+        with self._clipper.capture.paused(), without_autocast():
             return (self._mode.formed(parameter) * self._scale).to(wide(parameter.dtype))
 
     def on_demand(self, dtype_of: Callable[[torch.dtype], torch.dtype] = wide) -> dict[nn.Parameter, OnDemand]:

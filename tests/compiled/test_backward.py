@@ -8,7 +8,7 @@ import weakref
 import pytest
 import torch
 import torch.nn.functional as F
-from inside_parts import compiled_graphs, compiled_norms, set_compiled_loss
+from inside_parts import compiled_graphs, compiled_norms, run_to_be_traced, set_compiled_loss
 from torch import nn
 from torch.utils.data import TensorDataset
 
@@ -80,6 +80,21 @@ def test_under_autocast_no_row_exceeds_the_threshold(name, passes):
         norm = torch.cat([p.grad.flatten() for p in training.model.parameters()]).norm()
         assert norm <= 0.01 * (1 + 1e-5)  # of eight rows that are the same, divided by eight
     assert len(passes) == 10  # of 12: the probe is due at the first and the eighth, and so each row came once at least
+
+
+def test_what_is_traced_inside_autocast_is_what_is_traced_outside():
+    make, shape = MODELS["linear"]
+    training = Training(make, data(shape), compiled=True)
+
+    def loss(x, y):
+        with torch.autocast("cpu", torch.bfloat16):
+            return training.loss(x, y)
+
+    set_compiled_loss(training.backward, loss)
+    outside = run_to_be_traced(training.backward, *data(shape).tensors)
+    with torch.autocast("cpu", torch.bfloat16):
+        inside = run_to_be_traced(training.backward, *data(shape).tensors)
+    torch.testing.assert_close(inside, outside, rtol=1e-6, atol=1e-7)
 
 
 def test_a_row_that_is_not_finite_is_dropped(passes):

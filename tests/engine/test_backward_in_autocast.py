@@ -9,6 +9,8 @@ from inside_parts import ClippedPasses
 from oracle import relative_error
 from torch import nn
 
+from dpengine import GradSampleModule
+
 ROWS = 4
 
 
@@ -51,3 +53,26 @@ def test_sums_are_those_of_a_backward_pass_outside(mode):
     found, sums = clipped(model, mode, inside=True)
     assert found == pytest.approx(norm, rel=1e-6)
     assert relative_error(sums, truth) < 1e-6
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda model: model.last_pass.gradients("up.weight"),
+        lambda model: model.last_pass.weighted_sum(torch.linspace(0.1, 1, ROWS))["up.weight"],
+        lambda model: model.last_pass.norms(),
+        lambda model: model.module.head.weight.grad_sample + 0.0,
+    ],
+    ids=["gradients", "weighted_sum", "norms", "grad_sample"],
+)
+def test_results_by_sample_are_those_that_are_read_outside(read):
+    found = []
+    for inside in (False, True):
+        model = GradSampleModule(Several())
+        torch.manual_seed(1)
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = F.cross_entropy(model(torch.randn(ROWS, 2, 6, 6)).float(), torch.arange(ROWS))
+        with torch.autocast("cpu", torch.bfloat16, enabled=inside):
+            loss.backward()
+            found.append(read(model))
+    torch.testing.assert_close(found[1], found[0], rtol=1e-6, atol=1e-7)
