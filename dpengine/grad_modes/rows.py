@@ -16,6 +16,7 @@ from torch.utils import _pytree as pytree
 from dpengine.capture.record import LayerCall
 from dpengine.grad_samplers.machine import multiplies_bfloat16
 from dpengine.grad_samplers.sampler import GradSampler
+from dpengine.kernels.library import traced
 
 NARROW = frozenset({torch.float16, torch.bfloat16})
 
@@ -35,9 +36,9 @@ def widened(call: LayerCall) -> LayerCall:
 
 
 def stays_narrow(call: LayerCall, samplers: Iterable[GradSampler]) -> bool:
-    """Whether the grad samplers take the bfloat16 tensors of a call as they are."""
+    """Whether the grad samplers take the bfloat16 tensors of a call as they are; not where products are traced."""
     grads = call.grad_output
-    if not isinstance(grads, Tensor) or grads.dtype is not torch.bfloat16:
+    if not isinstance(grads, Tensor) or grads.dtype is not torch.bfloat16 or traced(grads):
         return False
     return multiplies_bfloat16(grads.device) and all(sampler.takes_bfloat16 for sampler in samplers)
 

@@ -3,12 +3,13 @@
 Axes: B samples, T positions (all axes between the batch and the features, flattened), I inputs, O outputs.
 
 Note [bfloat16 products]: the product of two bfloat16 numbers has 16 significant bits, so a GPU computes it exactly. A
-matrix multiplication adds the products in float32. Tensor cores align the terms of a block of at least 4 to the largest
-term and truncate the lower bits, so the error of a sum of T products is at most ``(T / 4 + 8) * 2**-23`` times the sum
-of their absolute values. `PRODUCT_ERROR` times `GradSampler.spread`, which grows by 1 for each 64 positions, exceeds
-this bound for every T. If a norm is computed from gradients of such a product but the clipped sum is a different
-product, the norm is increased by this bound. The product of a factor and a bfloat16 number is split into three bfloat16
-numbers, whose sum equals it up to float32 rounding.
+matrix multiplication adds the products in float32. Tensor cores align the terms of a block of at least 4, and the sum
+of the blocks before, to the largest term. They truncate each term after 25 bits, and the sum of the block after 24.
+Each term may lose ``2**-24``, and each block ``2**-23``, of the sum of the absolute values. The error of a sum of T
+products is therefore at most ``(3 / 4 * T + 8) * 2**-23`` times the sum of their absolute values. `PRODUCT_ERROR` times
+`GradSampler.spread`, which grows by 1 for each 64 positions, exceeds this bound for every T. If a norm is computed from
+gradients of such a product but the clipped sum is a different product, the norm is increased by this bound. The product
+of a factor and a bfloat16 number is split into three bfloat16 numbers, whose sum equals it up to float32 rounding.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from .gram import gram_operations, gram_sq_norm, spread_of
 from .machine import full_precision
 from .sampler import Cost, GradSampler
 
-PRODUCT_ERROR = 2.0**-19  # of note [bfloat16 products]
+PRODUCT_ERROR = 3 * 2.0**-19  # of note [bfloat16 products]
 
 
 def tokens(features: Tensor) -> Tensor:
@@ -136,7 +137,8 @@ def _add_weight_sum(call: LayerCall, factor_B: Tensor, scale: float, keep: float
 def _weight_spread(call: LayerCall) -> Tensor:
     acts_BTI, grads_BTO = _acts_and_grads(call)
     if acts_BTI.shape[1] <= 1:
-        return acts_BTI.new_zeros(acts_BTI.shape[0])  # one part cannot cancel
+        dtype = torch.promote_types(acts_BTI.dtype, torch.float32)  # norms are rounded to it
+        return acts_BTI.new_zeros(acts_BTI.shape[0], dtype=dtype)  # one part cannot cancel
     return spread_of(acts_BTI.shape[1], acts_BTI, grads_BTO)
 
 

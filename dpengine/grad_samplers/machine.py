@@ -37,7 +37,9 @@ def memory_for(device: torch.device, on_cpu: int, *, most: int = 2**30) -> int:
 
 def multiplies_bfloat16(device: torch.device) -> bool:
     """Whether products of bfloat16 matrices can have a float32 result. See note [bfloat16 products] of `linear`."""
-    return device.type == "cuda" and _HAS_OUT_DTYPE and torch.cuda.get_device_capability(device) >= (8, 0)
+    if device.type != "cuda" or torch.version.hip is not None or not _HAS_OUT_DTYPE:
+        return False
+    return torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 def operations_per_byte(device: torch.device) -> float:

@@ -1,5 +1,6 @@
 """Layers whose tensors stay in bfloat16, as on GPUs: products, norms and sums, with the CPU in the place of the GPU."""
 
+import contextlib
 import copy
 
 import pytest
@@ -8,12 +9,15 @@ import torch.nn.functional as F
 from inside_parts import ClippedPasses
 from oracle import relative_error
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
-from dpengine.capture.record import LayerCall
+from dpengine.capture.record import LayerCall, Use
 from dpengine.clipping import Flat
 from dpengine.grad_modes import bookkeep, choose_method, rows
+from dpengine.grad_modes.entry import Entry, Scratch
 from dpengine.grad_modes.method import Method, Way
-from dpengine.grad_samplers.linear import SAMPLERS, add_product
+from dpengine.grad_samplers import machine
+from dpengine.grad_samplers.linear import PRODUCT_ERROR, SAMPLERS, add_product
 
 ROWS, POSITIONS = 6, 5
 WAYS = [Way(Method.KEEP, "direct"), Way(Method.DISCARD, "direct"), Way(Method.GHOST, "gram")]
@@ -116,7 +120,7 @@ def test_norms_of_gradients_that_are_discarded_are_raised_by_what_tensor_cores_m
 
     def lossy(call, out):
         grads, acts = call.grad_output.float(), call.inputs[0].float()
-        lost = (POSITIONS / 4 + 8) * 2**-23
+        lost = (3 / 4 * POSITIONS + 8) * 2**-23
         torch.bmm(grads.transpose(1, 2), acts, out=out)
         out -= lost * out.sign() * torch.bmm(grads.abs().transpose(1, 2), acts.abs())
 
@@ -135,3 +139,57 @@ def test_inputs_have_the_dtype_that_the_layer_multiplied_in():
     call = LayerCall(layer, (inputs,), grads, name="layer")
     expected = torch.bmm(grads.float().transpose(1, 2), inputs.bfloat16().float())
     assert torch.equal(SAMPLERS["weight"].grad(call), expected)
+
+
+@pytest.mark.parametrize("way", WAYS, ids=str)
+def test_norms_of_one_position_are_not_rounded(way):
+    torch.manual_seed(0)
+    layer, inputs, grads = nn.Linear(30, 20), torch.randn(64, 30).bfloat16(), torch.randn(64, 20).bfloat16()
+    call = LayerCall(layer, (inputs,), grads, name="layer")
+    found = Entry(Use(layer.weight, "weight"), [(call, SAMPLERS["weight"])]).sq_norm(way, 64, Scratch())
+    expected = (inputs.double().norm(dim=1) * grads.double().norm(dim=1)).square()
+    torch.testing.assert_close(found.double(), expected, rtol=1e-6, atol=0)
+
+
+def sum_in_blocks(products, block, extra_bits):
+    """The sum of float64 numbers as tensor cores form it in float32, by the model of note [bfloat16 products]."""
+    total = torch.zeros(1, dtype=torch.float64)
+    for some in products.split(block):
+        terms = torch.cat([total, some])
+        unit = 2.0 ** (torch.frexp(terms.abs().max()).exponent.item() - 24 - extra_bits)
+        total = (terms / unit).trunc().sum(dim=0, keepdim=True) * unit
+        unit = 2.0 ** (torch.frexp(total).exponent.item() - 24)
+        total = (total / unit).trunc() * unit
+    return float(total)
+
+
+@pytest.mark.parametrize(("block", "extra_bits"), [(4, 1), (8, 1), (16, 2)])
+@pytest.mark.parametrize("positions", [5, 65, 4096])
+def test_the_bound_covers_products_that_are_cut_off(positions, block, extra_bits):
+    """Each position behind the first is just too small to be added to it."""
+    small = torch.tensor(255 / 256 * 2.0 ** -(12 + extra_bits)).bfloat16()
+    acts, grads = torch.full((1, positions, 1), 2.0**-11).bfloat16(), small.expand(1, positions, 1).clone()
+    acts[:, 0], grads[:, 0] = 1, 1
+    products = (acts.double() * grads.double()).flatten()
+    lost = float(products.sum()) - sum_in_blocks(products, block, extra_bits)
+    assert lost == pytest.approx(float(products[1:].sum()), rel=1e-6)
+    call = LayerCall(nn.Linear(1, 1), (acts,), grads, name="layer")
+    assert lost <= PRODUCT_ERROR * float(SAMPLERS["weight"].spread(call))
+
+
+def test_what_is_traced_is_widened(monkeypatch):
+    """Fake tensors and Inductor of torch 2.8 and later do not know all products with a float32 result."""
+    monkeypatch.setattr(rows, "multiplies_bfloat16", lambda device: True)
+    for mode, stays in ((contextlib.nullcontext(), True), (FakeTensorMode(), False)):
+        with mode:
+            inputs, grads = torch.ones(2, 3).bfloat16(), torch.ones(2, 4).bfloat16()
+            call = LayerCall(nn.Linear(3, 4), (inputs,), grads, name="layer")
+            assert rows.stays_narrow(call, [SAMPLERS["weight"]]) is stays
+
+
+@pytest.mark.parametrize(("hip", "capability", "expected"), [(None, (9, 0), True), ("7.0", (9, 4), False)])
+def test_only_cards_whose_products_are_known_multiply_bfloat16(hip, capability, expected, monkeypatch):
+    """Builds of torch for AMD also call their cards "cuda"."""
+    monkeypatch.setattr(torch.version, "hip", hip)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    assert machine.multiplies_bfloat16(torch.device("cuda", 0)) is expected
