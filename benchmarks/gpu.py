@@ -255,8 +255,9 @@ def main() -> None:
         "autocast": lambda: {name: check_autocast(given.device, cell) for name, cell in under_autocast.items()},
         "noise": lambda: noise.measure([1 << 16 if given.tiny else 1 << 27], 3, given.device),
     }
+    ways = tuple(dict.fromkeys(("plain", *given.ways)))
     parts |= {
-        f"cell {name}": lambda cell=cell: measure(cell, given.device, given.steps, ("plain", *given.ways[1:]))
+        f"cell {name}": lambda cell=cell: measure(cell, given.device, given.steps, ways)
         for name, cell in cells.items()
         if given.cells is None or name in given.cells
     }
