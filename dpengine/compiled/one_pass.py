@@ -13,7 +13,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from dpengine.capture.capture import Capture, without_autocast
+from dpengine.capture.capture import Capture
+from dpengine.capture.tap import without_autocast
 from dpengine.errors import BufferUpdateError, MissingGradientError
 from dpengine.grad_modes.bookkeep import BookKeeping
 from dpengine.grad_modes.choose_method import MethodTable

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from dpengine.capture.capture import without_autocast
+from dpengine.capture.tap import without_autocast
 from dpengine.errors import MissingGradientError, StaleGradientError, suggests_names
 from dpengine.grad_modes.bookkeep import BookKeeping
 from dpengine.grad_modes.flat_buffer import FlatBuffer, wide

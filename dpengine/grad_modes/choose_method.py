@@ -105,8 +105,11 @@ class MethodTable:
         return other
 
     def untimed(self, seconds: dict[str, dict[str, float]]) -> MethodTable:
-        """Returns a table with fixed times, so that processes with equal times choose equally."""
-        other = MethodTable(keep_budget=self._given_budget, timed=False)
+        """Returns a table with fixed times, so that processes with equal times choose equally.
+
+        Its budget does not depend on the memory of a GPU.
+        """
+        other = MethodTable(keep_budget=self.keep_budget, timed=False)
         other.seconds = dict(seconds)
         return other
 

@@ -304,3 +304,14 @@ def test_a_plan_key_holds_its_parameters_so_that_no_other_object_has_their_addre
     assert key == again and hash(key) == hash(again)
     assert parameter() is not None
     assert choose_method.plan_key([entry_of(linear_call(2, 1, 3, 4), LINEAR)], 2) not in {key: None}
+
+
+def test_ranks_that_must_choose_alike_have_one_budget_whatever_their_gpus_have(monkeypatch):
+    call, own = linear_call(64, 300, 256, 256), MethodTable(timed=False)
+    chosen = []
+    for memory in (0, 2**40):
+        monkeypatch.setattr(choose_method, "memory_for", lambda device, on_cpu, *, most=0, memory=memory: memory)
+        for table in (own, own.untimed({})):
+            (choice,) = table.plan([entry_of(call, LINEAR)], 64).values()
+            chosen.append(choice.way.method is Method.KEEP)
+    assert chosen == [False, True, True, True]  # the first is that of a card without memory
