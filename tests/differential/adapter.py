@@ -136,6 +136,18 @@ def digest(tensors: Any) -> str:
     return found.hexdigest()
 
 
+def projections(tensors: Any) -> list[float | None]:
+    """Returns the norm of each tensor and its product with a fixed vector, for comparison up to rounding."""
+    found: list[float | None] = []
+    for tensor in tensors:
+        if tensor is None:
+            found.append(None)
+            continue
+        flat = (tensor.to_dense() if tensor.is_sparse else tensor).detach().double().flatten()
+        found += [float(flat.norm()), float(flat @ torch.arange(1.0, len(flat) + 1, dtype=flat.dtype).cos())]
+    return found
+
+
 def error_of(error: BaseException | None) -> list[str | None] | None:
     """Returns the name of an error's type, and its code; not its message, which may change."""
     return None if error is None else [type(error).__name__, getattr(error, "code", None)]

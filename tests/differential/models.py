@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from differential.adapter import Recorder, charges, digest, error_of, tables_are_untimed
+from differential.adapter import Recorder, charges, error_of, projections, tables_are_untimed
 from generated.subjects import Subject, row_losses, subject_of
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -31,7 +31,7 @@ def _recorded(way: Callable[[Subject, nn.Module, dict], None], subject: Subject,
     except Exception as error:
         record["error"] = error_of(error)
     parameters = list(subject.model.parameters())
-    record |= {"gradients": digest(p.grad for p in parameters), "parameters": digest(parameters)}
+    record |= {"gradients": projections(p.grad for p in parameters), "parameters": projections(parameters)}
     return record | {"draws": recorder.take()}
 
 
@@ -68,14 +68,14 @@ def _clipper(subject: Subject, model: nn.Module, record: dict[str, Any]) -> None
     clipper = PerSampleGradientClipper(model, POLICIES[settings["clipping"]](NORM), **more)
     _loss(subject, model, [t.clone() for t in subject.tensors], subject.targets_B).backward()
     clipper.clip_and_accumulate()
-    record["answer"] = repr(clipper.pre_step())
+    record["answer"] = [float(value) for value in clipper.pre_step()]
 
 
 def _samples(subject: Subject, model: nn.Module, record: dict[str, Any]) -> None:
     mode = subject.settings["mode"] == "functorch"
     watched = GradSampleModule(model, loss_reduction=subject.settings["reduction"], force_functorch=mode)
     _loss(subject, watched, [t.clone() for t in subject.tensors], subject.targets_B).backward()
-    record["answer"] = digest(getattr(p, "grad_sample", None) for p in model.parameters())
+    record["answer"] = projections(getattr(p, "grad_sample", None) for p in model.parameters())
 
 
 def _loss(subject: Subject, model: nn.Module, tensors: list[Tensor], targets_B: Tensor) -> Tensor:

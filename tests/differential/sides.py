@@ -23,6 +23,9 @@ TESTS = Path(__file__).resolve().parents[1]
 CURRENT = TESTS.parent
 
 
+ROUNDING = 1e-6  # relative, of sums
+
+
 @dataclass(frozen=True)
 class Intended:
     """A difference that an issue makes on purpose.
@@ -262,10 +265,23 @@ def _rank(rank: int, seeds: list[int], recorder: Any, folder: Path) -> None:
     dist.destroy_process_group()
 
 
+def _same(before: Any, after: Any) -> bool:
+    """Whether two values are equal: numbers in a list up to the rounding of sums in another order."""
+    if not (isinstance(before, list) and isinstance(after, list) and len(before) == len(after)):
+        return before == after
+    if not all(isinstance(value, float | None) for value in before + after):
+        return before == after
+    far = ROUNDING * max((abs(value) for value in before if value is not None), default=0.0)
+    return all(
+        one == other or (one is not None and other is not None and abs(one - other) <= far)
+        for one, other in zip(before, after, strict=True)
+    )
+
+
 def _difference(place: Place, old: list[dict], new: list[dict]) -> list[str]:
     """Returns a text on the first call whose records differ, or nothing."""
     for number, (then, now) in enumerate(itertools.zip_longest(old, new, fillvalue={})):
-        fields = [name for name in {**then, **now} if then.get(name) != now.get(name)]
+        fields = [name for name in {**then, **now} if not _same(then.get(name), now.get(name))]
         record = now | {name + "s": [one.get(name) for one in new[: number + 1]] for name in ("call", "answer")}
         meant = {
             name: one

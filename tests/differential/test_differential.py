@@ -10,7 +10,7 @@ are not compared. The kinds of cases:
 - ``directed``: a few sequences by hand, of what is easy to lose and seldom drawn.
 - ``sequence``: calls in a random order, with faults in between.
 - ``alone``: the same for ``PerSampleGradientClipper`` and ``GradSampleModule``.
-- ``model``: a generated model (`tests/generated`) through each of these.
+- ``model``: a generated model (`tests/generated`) through each of these. Its sums are compared up to 1e-6.
 
 The default suite plays a few dozen cases. ``make differential`` plays the full form, and `test_detects`. Environment
 variables set the number of cases of a kind and the first seed:
