@@ -49,7 +49,6 @@ class Recorder:
     """
 
     def __init__(self) -> None:
-        form_gradients_alone()
         self.draws: list[dict[str, Any]] = []
         self._secrets = 0
         self._names: dict[str, str] = {}
@@ -107,13 +106,10 @@ def charges(engine: Any) -> list[Any]:
     return engine.ledger.state_dict()["charges"]
 
 
-def form_gradients_alone() -> None:
-    """Forms the gradients of each parameter alone: formed together, they are summed in another order.
-
-    Tests of `grad_modes.stacks` compare sums of gradients that are formed together with a loop over samples.
-    """
+def form_gradients_alone(alone: bool) -> None:
+    """Forms the gradients of each parameter alone, or those of small layers together, in another order of summation."""
     with contextlib.suppress(ImportError):  # the baseline forms none together
-        importlib.import_module("dpengine.grad_modes.stacks").MOST_COLUMNS = 0  # type: ignore[attr-defined]
+        importlib.import_module("dpengine.grad_modes.stacks").MOST_COLUMNS = 0 if alone else 2**20  # type: ignore[attr-defined]
 
 
 def tables_are_untimed(engine: Any) -> None:

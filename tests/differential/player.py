@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from differential.adapter import Recorder, charges, digest, error_of, find, tables_are_untimed
+from differential.adapter import Recorder, charges, digest, error_of, find, form_gradients_alone, tables_are_untimed
 from differential.scenarios import KINDS, Case, Net, Settings
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -352,6 +352,7 @@ def played(kind: str, seed: int, recorder: Recorder, folder: Path | None = None)
     """Returns the records of a case."""
     recorder.begin()
     torch.manual_seed(seed)
+    form_gradients_alone(kind != "model")  # sums of models are compared up to rounding
     if kind == "model":
         from differential.models import played_model
 
