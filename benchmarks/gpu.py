@@ -238,7 +238,8 @@ def main() -> None:
     parser.add_argument("--out", help="a JSON file, written after each part")
     given = parser.parse_args()
     warnings.simplefilter("ignore")
-    torch.backends.cudnn.allow_tf32 = False  # deviations are those of the engine, not of the convolutions
+    if given.device == "cuda":
+        torch.backends.cudnn.allow_tf32 = False  # deviations are those of the engine, not of the convolutions
     cuda, cells = given.device == "cuda", TINY if given.tiny else LARGE
     gate = TINY if given.tiny else {n: c for n, c in CELLS.items() if n != "mlp-1024"} | {"resnet": TINY["resnet"]}
     under_autocast = TINY if given.tiny or not cuda else {name: CELLS[name] for name in ("mlp", "vit", "bert", "gpt")}

@@ -105,9 +105,15 @@ class MethodTable:
         return other
 
     def untimed(self, seconds: dict[str, dict[str, float]]) -> MethodTable:
-        """Returns a table with fixed times, so that processes with equal times choose equally.
+        """Returns a table with the times ``seconds``, which it keeps, so that processes with equal times choose equally.
 
         Its budget does not depend on the memory of a GPU.
+
+        Args:
+            seconds: Seconds of each way, by signature.
+
+        Returns:
+            The table.
         """
         other = MethodTable(keep_budget=self.keep_budget, timed=False)
         other.seconds = dict(seconds)
