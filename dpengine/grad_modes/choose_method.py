@@ -105,7 +105,7 @@ class MethodTable:
         return other
 
     def untimed(self, seconds: dict[str, dict[str, float]]) -> MethodTable:
-        """Returns a table with the times ``seconds``, which it keeps, so that processes with equal times choose equally.
+        """Returns a table with given times, so that processes with equal times choose equally.
 
         Its budget does not depend on the memory of a GPU.
 
