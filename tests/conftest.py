@@ -75,7 +75,7 @@ def pytest_xdist_make_scheduler(config, log):
 
 @pytest.hookimpl(tryfirst=True)  # before cases are chosen by their marks
 def pytest_collection_modifyitems(items):
-    """Leaves to the night all but one in n cases of a test that is marked with ``one_in(n, *names)``.
+    """Marks all but one in n cases of a test with ``one_in(n, *names)`` as nightly.
 
     The numbers of a case's values are added up, as in a Latin square: each value of an argument keeps about one case
     in n. Which these are does not depend on what else is collected.
