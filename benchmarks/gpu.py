@@ -11,6 +11,7 @@ around the whole step. The cells run under bfloat16 autocast with SGD and noise;
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import statistics
 import time
@@ -138,6 +139,7 @@ def measure(cell: Cell, device: str, steps: int, ways: tuple[str, ...]) -> dict[
             if way.startswith("dpengine"):
                 traceback.print_exc()
         if device == "cuda":
+            gc.collect()  # models of the way before would count in the peak of the next
             torch.cuda.empty_cache()
     for one in found.values():
         if "ms" in one and "ms" in found["plain"]:

@@ -1,4 +1,4 @@
-"""What is known of the runs that made the charges of a ledger."""
+"""Facts about the runs whose charges a ledger holds."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _FIX = "Pass what engine.state_dict() returned."
 
 @dataclass(frozen=True)
 class Origin:
-    """What a report needs to know of a run that made charges. The defaults are those of a run that is not known.
+    """Facts about a run that a report states. The defaults are those of an unknown run.
 
     Attributes:
         sampling: Its sampling scheme.

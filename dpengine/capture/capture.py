@@ -269,7 +269,7 @@ class Capture:
         return self.state is CaptureState.DETACHED and self.model in _watched
 
     def _acts(self) -> bool:
-        """Whether the hooks act on forward passes of this thread."""
+        """Returns True if the hooks act on forward passes of this thread."""
         return self.state is CaptureState.ATTACHED and self._reporting != threading.get_ident()
 
     @property
@@ -280,9 +280,8 @@ class Capture:
 
     @property
     def watching(self) -> bool:
-        """Whether the model is attached and in train mode, and no report of this thread is being taken."""
-        attached = self.state is CaptureState.ATTACHED and self._reporting != threading.get_ident()
-        return attached and self.model.training
+        """True if the hooks act on forward passes of this thread, and the model is in train mode."""
+        return self._acts() and self.model.training
 
     @property
     def rerunning(self) -> bool:

@@ -36,7 +36,7 @@ def widened(call: LayerCall) -> LayerCall:
 
 
 def stays_narrow(call: LayerCall, samplers: Iterable[GradSampler]) -> bool:
-    """Whether the grad samplers take the bfloat16 tensors of a call as they are; not where products are traced."""
+    """Returns True if the grad samplers take the bfloat16 tensors of a call. Traced products need float32."""
     grads = call.grad_output
     if not isinstance(grads, Tensor) or grads.dtype is not torch.bfloat16 or traced(grads):
         return False

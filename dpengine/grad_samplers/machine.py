@@ -36,7 +36,7 @@ def memory_for(device: torch.device, on_cpu: int, *, most: int = 2**30) -> int:
 
 
 def multiplies_bfloat16(device: torch.device) -> bool:
-    """Whether products of bfloat16 matrices can have a float32 result. See note [bfloat16 products] of `linear`."""
+    """Returns True if products of bfloat16 matrices can be float32. See note [bfloat16 products] of `linear`."""
     if device.type != "cuda" or torch.version.hip is not None or not _HAS_OUT_DTYPE:
         return False
     return torch.cuda.get_device_capability(device) >= (8, 0)

@@ -50,6 +50,6 @@ def loss_checked_of_all(origins: Collection[Origin]) -> bool | None:
 
 
 def _for_all(values: Iterable[bool | None]) -> bool | None:
-    """Whether something holds for all runs; None if it is not known of some and false for none."""
+    """Returns True if all values are, False if one is False, and None otherwise."""
     found = set(values)
     return False if False in found else None if None in found else True
