@@ -78,6 +78,13 @@ INTENDED: list[Intended] = [
         where=lambda record: ["fault_in_charge", "next"] in record["calls"],
     ),
     Intended(
+        "After a charge that failed in zero_grad, a batch that was returned without a backward pass stays the current "
+        "one, and is charged when it is discarded.",
+        "ledger",
+        accepts=lambda before, after: bool(after) and (before is None or _steps(after, before)),
+        where=lambda record: ["fault_in_charge", "zero_grad"] in record["calls"],
+    ),
+    Intended(
         "Shuffled runs charge skipped steps, and keep charges apart whose bounds without amplification differ.",
         "ledger",
         accepts=lambda before, after: bool(after) and (before is None or _steps(after, before)),
