@@ -52,7 +52,7 @@ class BookKeeping(AbstractGradients):
 
     def receive(self, call: LayerCall, uses: Mapping[str, Use], rule: Any) -> None:
         if type(uses) is LayerUses and self.planner.keep_budget:
-            note_rows(self.rows, call.name, len(call.grad_output))
+            note_rows(self.rows, call.name, call.grad_output.shape[0])
             self._waiting.append(Waiting(call, uses, rule))
             self._layout = None
             return

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Protocol
 
 import torch
 from torch import Tensor, nn
-from torch._utils import _unflatten_dense_tensors
 
 from dpengine.distributed.local_shards import Held, Places
 from dpengine.distributed.ranks import Seal
@@ -18,7 +17,8 @@ from dpengine.distributed.topology import SINGLE, Topology
 
 from .outbox import BUCKET_BYTES, Outbox
 
-_MOST_INDICES = 32  # that are kept: of batches with other shapes, layers are formed together otherwise
+_MOST_INDICES = 32  # cached: layers are stacked differently in batches of other shapes
+_MOST_SPANS = 8  # copied one by one
 
 Key = tuple[torch.device, torch.dtype]
 
@@ -108,6 +108,38 @@ class Taken:
         return self.flats[stretch.key][stretch.at : stretch.at + stretch.count]
 
 
+@dataclass(frozen=True, eq=False)
+class _Spans:
+    """Where the numbers of a vector go in a memory.
+
+    Attributes:
+        key: Device and dtype of the memory.
+        index: The place of each number.
+        pieces: For each span of the memory its start, its end and the indices of its numbers. Empty if there are many.
+    """
+
+    key: Key
+    index: Tensor
+    pieces: Sequence[tuple[int, int, Tensor]]
+
+    @classmethod
+    def of(cls, key: Key, index: Tensor) -> _Spans:
+        """Finds the spans. Indices are on the CPU."""
+        places, order = index.sort()
+        ends = [*(places.diff() != 1).nonzero().flatten().add(1).tolist(), len(places)]
+        pieces = [] if len(ends) > _MOST_SPANS else list(zip([0, *ends], ends, strict=False))
+        starts = [int(places[begin]) for begin, _ in pieces]
+        found = [(at, at + e - b, order[b:e].to(key[0])) for at, (b, e) in zip(starts, pieces, strict=True)]
+        return cls(key, index.to(key[0]), found)
+
+    def copy(self, total_P: Tensor, memory: Tensor) -> None:
+        """Writes the numbers to the memory."""
+        for start, end, indices in self.pieces:  # five times as fast as index_copy_
+            torch.index_select(total_P, 0, indices, out=memory[start:end])
+        if not self.pieces:
+            memory.index_copy_(0, self.index, total_P)
+
+
 class FlatBuffer(Sums):
     """Clipped sums of many parameters, contiguous for each device and dtype.
 
@@ -133,10 +165,9 @@ class FlatBuffer(Sums):
             held = self._held[parameter] = topology.layout.held(parameter)
             self._places[parameter] = (key, self._sizes.get(key, 0))
             self._sizes[key] = self._sizes.get(key, 0) + held.kept.numel
-        self._shaped: dict[Key, dict[nn.Parameter, Tensor]] = {key: {} for key in self._sizes}  # without numbers
+        self._shapes: dict[Key, dict[nn.Parameter, torch.Size]] = {key: {} for key in self._sizes}
         for parameter, (key, _) in self._places.items():
-            self._shaped[key][parameter] = torch.empty(self._held[parameter].kept.size, device="meta")
-        self._empty = [parameter for parameter, held in self._held.items() if not held.kept.numel]
+            self._shapes[key][parameter] = torch.Size(self._held[parameter].kept.size)
         self._where = [parameter.device for parameter in self._places], [parameter.dtype for parameter in self._places]
         self.stretches = _stretches(self._places, self._held, list(self._sizes))
         self.whole = sum(held.numel for held in self._held.values()) if topology.splits.size > 1 else 0
@@ -148,7 +179,7 @@ class FlatBuffer(Sums):
         self._memory: dict[Key, Tensor] = {}
         self._views: dict[nn.Parameter, Tensor] = {}
         self._unwritten = set(self._places)
-        self._index: dict[Columns, tuple[Key, Tensor] | None] = {}  # where the numbers of a vector go
+        self._spans: dict[Columns, _Spans | None] = {}
         self.outbox: Outbox | None = None
         if topology.shards.size > 1:
             dtypes = [(parameter, key[1]) for parameter, (key, _) in self._places.items()]
@@ -179,35 +210,33 @@ class FlatBuffer(Sums):
 
     def add_flat(self, columns: Columns, total_P: Tensor, scale: float) -> None:
         """Adds ``scale`` times the sums of several parameters that lie in one vector."""
-        if columns not in self._index:
-            if len(self._index) >= _MOST_INDICES:
-                self._index.clear()
-            self._index[columns] = self._index_of(columns)
-        found = self._index[columns]
-        if found is None:
+        if columns not in self._spans:
+            if len(self._spans) >= _MOST_INDICES:
+                self._spans.clear()
+            self._spans[columns] = self._spans_of(columns)
+        spans = self._spans[columns]
+        if spans is None:
             super().add_flat(columns, total_P, scale)
             return
         if not self._memory:
             self._allocate()
-        key, index = found
-        memory = self._memory[key]
+        memory = self._memory[spans.key]
         total_P = total_P if scale == 1.0 else total_P * scale
         if len(self._unwritten) == len(self._places):
-            memory.index_copy_(0, index, total_P)
+            spans.copy(total_P, memory)
         else:
             for parameter in self._unwritten.intersection(columns.of):
                 self._views[parameter].zero_()
-            memory.index_add_(0, index, total_P)
+            memory.index_add_(0, spans.index, total_P)
         self._unwritten.difference_update(columns.of)
 
-    def _index_of(self, columns: Columns) -> tuple[Key, Tensor] | None:
-        """Returns the memory and the places for the numbers of a vector; None if they go to several memories."""
+    def _spans_of(self, columns: Columns) -> _Spans | None:
+        """Returns the places for the numbers of a vector; None if they go to several memories."""
         places = [self._places[parameter] for parameter in columns.of]
         if self.outbox is not None or len({key for key, _ in places}) > 1:
             return None
         steps = [torch.arange(at, at + p.numel()) for p, (_, at) in zip(columns.of, places, strict=True)]
-        key = places[0][0]
-        return key, torch.cat(steps).to(key[0])
+        return _Spans.of(places[0][0], torch.cat(steps))
 
     def _write(self, parameter: nn.Parameter, write: Callable[[Tensor, float], None]) -> None:
         if not self._memory:
@@ -246,12 +275,10 @@ class FlatBuffer(Sums):
     def _allocate(self) -> None:
         for key, size in self._sizes.items():
             self._memory[key] = torch.empty(size + self._seals, device=key[0], dtype=key[1])
-        for key, shaped in self._shaped.items():
-            views = _unflatten_dense_tensors(self._memory[key][: self._sizes[key]], list(shaped.values()))
-            self._views.update(zip(shaped, views, strict=True))
-        for parameter in self._empty:  # whose shape is not kept there
-            key, at = self._places[parameter]
-            self._views[parameter] = self._memory[key][at:at].view(self._held[parameter].kept.size)
+        for key, shapes in self._shapes.items():
+            parts = self._memory[key][: self._sizes[key]].split([shape.numel() for shape in shapes.values()])
+            for (parameter, shape), part in zip(shapes.items(), parts, strict=True):
+                self._views[parameter] = part if len(shape) == 1 else part.view(shape)
 
     def _finish(self) -> None:
         if not self._memory:
