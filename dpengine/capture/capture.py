@@ -19,12 +19,12 @@ from torch.autograd.variable import Variable
 
 from dpengine.distributed.topology import SINGLE, Topology
 from dpengine.errors import UnknownParameterError, UnsupportedLayerError
+from dpengine.kernels.precision import without_autocast
 from dpengine.layers.replacements import from_twin, to_twin
 
 from .batch_statistics import batch_norm_guards
 from .hooks import Hook, LayerForward, RootHook
 from .record import LayerCall, Use, turned
-from .tap import without_autocast
 from .watch import Watch
 
 if TYPE_CHECKING:

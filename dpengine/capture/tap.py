@@ -6,7 +6,6 @@ outside the graph. Every tap takes a scalar that requires grad, so that its back
 
 from __future__ import annotations
 
-import contextlib
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
@@ -170,19 +169,6 @@ class RowsReport:
 
     def fire(self, saved: tuple[Tensor, ...], grad: Tensor) -> None:
         self.capture.report_rows(self.use, grad)
-
-
-_NOTHING = contextlib.nullcontext()
-
-
-def without_autocast() -> contextlib.AbstractContextManager[object]:
-    """Returns a context without autocast, which would round gradients, norms and sums where backward runs inside it."""
-    if not (torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")):
-        return _NOTHING
-    stack = contextlib.ExitStack()
-    for device_type in ("cpu", "cuda"):
-        stack.enter_context(torch.autocast(device_type, enabled=False))
-    return stack
 
 
 def tensors_in(tree: Any) -> list[Tensor]:

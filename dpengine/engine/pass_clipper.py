@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from dpengine.capture.named_parameters import NamedParameters
 from dpengine.capture.record import LayerCall, Use
 from dpengine.capture.replay import Replay
-from dpengine.capture.tap import without_autocast
 from dpengine.clipping.policy import AbstractClip
 from dpengine.distributed.topology import SINGLE, Topology
 from dpengine.errors import (
@@ -27,6 +26,7 @@ from dpengine.grad_modes.flat_buffer import FlatBuffer
 from dpengine.grad_modes.modes import Mode
 from dpengine.grad_modes.rows import Units
 from dpengine.grad_modes.strategy import KEEP_THE_BATCH_FIRST, AbstractGradients, common_rows
+from dpengine.kernels.precision import without_autocast
 
 from .add_clipped import ClipStatistics, Grouping, add_clipped
 from .watch_model import mode_of, watch_model

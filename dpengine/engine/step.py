@@ -288,7 +288,7 @@ class PrivateStep:
             self.discard()
 
     def _check_budget(self, count: int) -> None:
-        if self.dataset_check is not None:
+        if self.dataset_check is not None and not self.dataset_check.is_last:
             self.dataset_check.before_charge(self.ledger)
         if self.budget.target_epsilon is None:
             return
@@ -330,15 +330,12 @@ class PrivateStep:
         fingerprint = ("release", *self._fingerprint(), count, divisor)
         sums = buffer.take()
         try:
-            add_noise(
-                sums,
-                self.noise,
-                std=self.plan.noise_std,
-                step=self.batches.batches[-1].step,
-                scale=1 / divisor,
-                replicas=topology.replicas,
-                facts=fingerprint,
-            )
+            std, step, scale = self.plan.noise_std, self.batches.batches[-1].step, 1 / divisor
+            if topology.replicas.size == 1:
+                sums.add_noise(self.noise, std=std, step=step, scale=scale)
+            else:
+                ranks = topology.replicas
+                add_noise(sums, self.noise, std=std, step=step, scale=scale, replicas=ranks, facts=fingerprint)
         except BaseException:
             for flat in sums.flats.values():
                 flat.zero_()

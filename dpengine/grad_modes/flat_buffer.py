@@ -6,7 +6,7 @@ import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -106,6 +106,13 @@ class Taken:
     def sums(self, stretch: Stretch) -> Tensor:
         """The sums of a stretch, ``(n,)``."""
         return self.flats[stretch.key][stretch.at : stretch.at + stretch.count]
+
+    def add_noise(self, mechanism: Any, *, std: float, step: int, scale: float) -> None:
+        """Adds the noise of a step to all sums and multiplies them by ``scale``, where there are no replicas."""
+        for stretch in self.stretches:
+            places = stretch.places
+            cut = {"start": places.start, "rows": places.rows, "stride": places.stride}
+            mechanism.add(self.sums(stretch), std=std, step=step, scale=scale, **cut)
 
 
 @dataclass(frozen=True, eq=False)

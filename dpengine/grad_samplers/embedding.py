@@ -15,8 +15,9 @@ from torch import Tensor, nn
 from dpengine.capture.record import LayerCall
 from dpengine.errors import UnsupportedLayerError
 from dpengine.kernels.library import traced
+from dpengine.kernels.products import norms
 
-from .gram import norms, spread_of
+from .gram import spread_of
 from .linear import tokens
 from .machine import fast_in_float64
 from .sampler import GradSampler, argument

@@ -22,9 +22,9 @@ import torch
 from torch import Tensor
 
 from dpengine.capture.record import LayerCall
+from dpengine.kernels.precision import full_precision
 
 from .gram import gram_operations, gram_sq_norm, spread_of
-from .machine import full_precision
 from .sampler import Cost, GradSampler
 
 PRODUCT_ERROR = 3 * 2.0**-19  # of note [bfloat16 products]
