@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -32,6 +33,7 @@ from .add_clipped import ClipStatistics, Grouping, add_clipped
 from .watch_model import mode_of, watch_model
 
 REDUCTIONS = ("mean", "sum")
+_requires_grad = operator.attrgetter("requires_grad")
 
 
 @dataclass(frozen=True, eq=False)
@@ -132,7 +134,7 @@ class PassClipper:
     def trainable(self) -> Mapping[str, nn.Parameter]:
         """The parameters that are clipped and summed now, by dotted name."""
         named = self._named.listed(self.topology)
-        flags = [p.requires_grad for p in named.values()]
+        flags = list(map(_requires_grad, named.values()))
         last = self._last_trainable
         if last is None or last.named is not named or last.only is not self.only or last.flags != flags:
             found = {name: p for name, p in named.items() if p.requires_grad and (self.only is None or p in self.only)}

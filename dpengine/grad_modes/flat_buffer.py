@@ -19,6 +19,7 @@ from .outbox import BUCKET_BYTES, Outbox
 
 _MOST_INDICES = 32  # cached: layers are stacked differently in batches of other shapes
 _MOST_SPANS = 8  # copied one by one
+_device, _dtype = operator.attrgetter("device"), operator.attrgetter("dtype")
 
 Key = tuple[torch.device, torch.dtype]
 
@@ -175,7 +176,7 @@ class FlatBuffer(Sums):
         self._shapes: dict[Key, dict[nn.Parameter, torch.Size]] = {key: {} for key in self._sizes}
         for parameter, (key, _) in self._places.items():
             self._shapes[key][parameter] = torch.Size(self._held[parameter].kept.size)
-        self._where = [parameter.device for parameter in self._places], [parameter.dtype for parameter in self._places]
+        self._where = list(map(_device, self._places)), list(map(_dtype, self._places))
         self.stretches = _stretches(self._places, self._held, list(self._sizes))
         self.whole = sum(held.numel for held in self._held.values()) if topology.splits.size > 1 else 0
         largest = dict.fromkeys(self._sizes, 0)
@@ -283,9 +284,13 @@ class FlatBuffer(Sums):
         for key, size in self._sizes.items():
             self._memory[key] = torch.empty(size + self._seals, device=key[0], dtype=key[1])
         for key, shapes in self._shapes.items():
-            parts = self._memory[key][: self._sizes[key]].split([shape.numel() for shape in shapes.values()])
+            sums = self._memory[key][: self._sizes[key]]
+            # Parts share the memory and are no views for autograd, so that users may change p.grad in place.
+            parts = sums.unsafe_split_with_sizes([shape.numel() for shape in shapes.values()])
             for (parameter, shape), part in zip(shapes.items(), parts, strict=True):
-                self._views[parameter] = part if len(shape) == 1 else part.view(shape)
+                if len(shape) > 1:
+                    part = part.view(*shape)  # which is faster than view(shape)
+                self._views[parameter] = part if shape else part.view(())
 
     def _finish(self) -> None:
         if not self._memory:
@@ -323,9 +328,9 @@ class FlatBuffer(Sums):
         if len(listed) != len(self._places) or not all(map(operator.is_, listed, self._places)):
             return False
         devices, dtypes = self._where
-        if [parameter.device for parameter in listed] != devices:
+        if list(map(_device, listed)) != devices:
             return False
-        now = [parameter.dtype for parameter in listed]
+        now = list(map(_dtype, listed))
         return now == dtypes or [wide(dtype) for dtype in now] == [wide(dtype) for dtype in dtypes]
 
 
