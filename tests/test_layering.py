@@ -58,7 +58,6 @@ MORE_PARAMETERS = {
     "functional.clipped_gradients.clipped_grad": "the signature of JAX Privacy",
     "functional.clipped_gradients.clipped_fun": "the signature of JAX Privacy",
     "grad_samplers.sampler.GradSampler": "a record of functions",
-    "report.facts.RunFacts": "the rows of the report file",
 }
 
 

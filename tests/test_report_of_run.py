@@ -35,15 +35,15 @@ def test_each_fact_is_that_of_the_run():
     facts = loop.engine.report().facts
     assert facts.plan == inside.described_plan(loop.engine)
     assert facts.plan.items() <= loop.engine.describe().items()
-    assert facts.history == loop.engine.ledger.history
-    assert facts.delta == 1e-3
-    assert facts.relation is Relation.ZERO_OUT
-    assert facts.accountant == loop.engine.accountant
-    assert facts.num_examples == len(loop.loader.dataset)
-    assert facts.target_epsilon is None
-    assert facts.device == "cpu"
-    assert facts.torch == torch.__version__
-    assert facts.ledger_on_disk is False
+    assert facts.accounting.history == loop.engine.ledger.history
+    assert facts.accounting.delta == 1e-3
+    assert facts.accounting.relation is Relation.ZERO_OUT
+    assert facts.accounting.accountant == loop.engine.accountant
+    assert facts.dataset.num_examples == len(loop.loader.dataset)
+    assert facts.accounting.target_epsilon is None
+    assert facts.environment.device == "cpu"
+    assert facts.environment.torch == torch.__version__
+    assert facts.accounting.ledger_on_disk is False
 
 
 def test_epsilon_of_the_report_is_that_of_the_engine():
@@ -57,7 +57,7 @@ def test_epsilon_of_the_report_is_that_of_the_engine():
 def test_the_target_and_the_plan_for_it_are_in_the_report():
     loop = trained(noise_multiplier=None, target_epsilon=4.0, target_delta=1e-3, steps=50)
     facts = loop.engine.report().facts
-    assert (facts.target_epsilon, facts.planned_steps) == (4.0, 50)
+    assert (facts.accounting.target_epsilon, facts.accounting.planned_steps) == (4.0, 50)
     assert facts.steps == len(loop.loader)
 
 
@@ -115,8 +115,8 @@ def test_r3_a_run_without_noise_is_not_private(recwarn):
 def test_constants_that_were_given_make_it_add_or_remove():
     constants = {"sample_rate": 0.2, "expected_batch_size": 4, "target_delta": 1e-3}
     report = trained(noise_multiplier=1.5, **constants).engine.report()
-    assert report.facts.relation is Relation.ADD_OR_REMOVE_ONE
-    assert report.facts.constants_declared is True
+    assert report.facts.accounting.relation is Relation.ADD_OR_REMOVE_ONE
+    assert report.facts.accounting.constants_declared is True
     assert report.to_dict()["data"]["n"] == {"value": None, "public": False}
 
 
@@ -269,7 +269,7 @@ def test_a_state_without_a_relation_makes_the_number_of_rows_public():
     other = PrivacyEngine()
     other.load_state_dict(state)
     make_loop(engine=other, noise_multiplier=1.5, target_delta=1e-3, **CONSTANTS)
-    assert other.report().facts.relation is Relation.ZERO_OUT
+    assert other.report().facts.accounting.relation is Relation.ZERO_OUT
 
 
 def test_a_report_names_a_seed_of_an_earlier_run(two_runs):
@@ -357,4 +357,4 @@ def test_a_state_of_another_unit_is_refused():
 
 
 def test_runs_of_one_unit_add_up(two_runs):
-    assert two_runs(UNITS, UNITS).engine.report().facts.unit == "user"
+    assert two_runs(UNITS, UNITS).engine.report().facts.accounting.unit == "user"

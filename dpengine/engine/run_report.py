@@ -17,7 +17,7 @@ from dpengine.accounting.origin import Origin, relation_of
 from dpengine.errors import AccountingRefusedError
 from dpengine.ledger_file.run_ledger import RunLedger
 from dpengine.report.all_runs import excludes_of_all, loss_checked_of_all, noise_of_all
-from dpengine.report.facts import RunFacts
+from dpengine.report.facts import AccountingFacts, DatasetFacts, EnvironmentFacts, RunFacts
 from dpengine.report.report import PrivacyReport
 from dpengine.validation.loss import loss_was_checked
 
@@ -106,27 +106,33 @@ def report_of_run(
     spread = topology.everyone.size > 1
     facts = RunFacts(
         plan=plan.describe(),
-        history=ledger.history,
-        unamplified=_unamplified(ledger.history) if plan.sampling.once_per_pass else (),
-        delta=budget.delta,
-        relation=relation,
-        accountant=budget.accountant,
-        # The number of rows of the last run stays private if that run states add-or-remove, and another one does not.
-        num_examples=None if plan.relation is Relation.ADD_OR_REMOVE_ONE else plan.sampling.num_examples,
-        unit=run.unit,
-        # make_private states add-or-remove only for a run whose constants were all given.
-        constants_declared=relation is Relation.ADD_OR_REMOVE_ONE,
+        accounting=AccountingFacts(
+            history=ledger.history,
+            delta=budget.delta,
+            relation=relation,
+            accountant=budget.accountant,
+            unit=run.unit,
+            unamplified=_unamplified(ledger.history) if plan.sampling.once_per_pass else (),
+            # make_private states add-or-remove only for a run whose constants were all given.
+            constants_declared=relation is Relation.ADD_OR_REMOVE_ONE,
+            target_epsilon=budget.target_epsilon,
+            planned_steps=budget.planned_steps,
+            ledger_on_disk=isinstance(run.step.ledger, RunLedger),
+        ),
+        dataset=DatasetFacts(
+            # It stays private if the last run states add-or-remove, also if another run makes the relation zero-out.
+            num_examples=None if plan.relation is Relation.ADD_OR_REMOVE_ONE else plan.sampling.num_examples,
+            description=data or {},
+        ),
+        environment=EnvironmentFacts(
+            torch=torch.__version__,
+            device=f"{device}, {topology.everyone.size} processes ({topology.name})" if spread else device,
+        ),
         noise={"largest_normal": noise_of(run)["largest_normal"], **noise_of_all(origins)},
-        ledger_on_disk=isinstance(run.step.ledger, RunLedger),
-        target_epsilon=budget.target_epsilon,
-        planned_steps=budget.planned_steps,
-        data=data or {},
-        utility=utility or {},
-        torch=torch.__version__,
-        device=f"{device}, {topology.everyone.size} processes ({topology.name})" if spread else device,
         loss_checked=loss_checked_of_all(origins),
         other_samplings=tuple(origin.sampling for origin in origins),
         excludes=(*excludes, *excludes_of_all(origins)),
+        utility=utility or {},
     )
     return PrivacyReport(facts)
 

@@ -11,7 +11,7 @@ from dpengine.accounting.batch_events import FixedSizeGaussianEvent, TruncatedGa
 from dpengine.accounting.events import CyclicGaussianEvent, GaussianEvent, PoissonGaussianEvent, Relation
 from dpengine.accounting.ledger import UNKNOWN_SAMPLING
 
-from .facts import DECLARED, LAWS, NO_RATE, UNDECLARED, RunFacts, delta_floor
+from .facts import DECLARED, NO_RATE, SAMPLING_ASSUMPTIONS, UNDECLARED, RunFacts, delta_floor
 
 if TYPE_CHECKING:
     from .figures import Figures
@@ -76,15 +76,17 @@ _IN_OTHER_RUNS = {
 def _poisson(facts: RunFacts) -> Assumption:
     """Judges the sampling of all runs in the history. One that dpengine did not see drawn is not checked."""
     others = facts.other_samplings
-    name = LAWS.get(str(facts.plan.get("sampling")), LAWS["poisson"])
+    name = SAMPLING_ASSUMPTIONS.get(str(facts.plan.get("sampling")), SAMPLING_ASSUMPTIONS["poisson"])
     laws = [
-        law[0].lower() + law[1:] for law in dict.fromkeys(LAWS[one] for one in others if one in LAWS) if law != name
+        law[0].lower() + law[1:]
+        for law in dict.fromkeys(SAMPLING_ASSUMPTIONS[one] for one in others if one in SAMPLING_ASSUMPTIONS)
+        if law != name
     ]
     found = _poisson_of_plan(facts, "; in other runs: ".join([name, " / ".join(laws)]) if laws else name)
     if found.holds == "no" or not others:
         return found
     told = [_IN_OTHER_RUNS.get(one, f"another run drew {one} batches") for one in others]
-    checked = all(one in LAWS and one != DECLARED for one in others)
+    checked = all(one in SAMPLING_ASSUMPTIONS and one != DECLARED for one in others)
     return replace(found, holds=found.holds if checked else "not checked", evidence="; ".join([found.evidence, *told]))
 
 
@@ -92,13 +94,14 @@ def _poisson_of_plan(facts: RunFacts, name: str) -> Assumption:
     sampling = facts.plan.get("sampling", "an unknown law")
     if sampling == UNDECLARED:
         return Assumption(name, "no", NO_RATE, stamp="NOT CLAIMED")
-    if not facts.law_is_known:
+    if not facts.sampling_is_known:
         strange = (
-            ", ".join(one for one in facts.other_samplings if one not in (*LAWS, UNKNOWN_SAMPLING)) or "another law"
+            ", ".join(one for one in facts.other_samplings if one not in (*SAMPLING_ASSUMPTIONS, UNKNOWN_SAMPLING))
+            or "another law"
         )
-        law = f"{strange}, in an earlier run" if sampling in LAWS else sampling
+        law = f"{strange}, in an earlier run" if sampling in SAMPLING_ASSUMPTIONS else sampling
         return Assumption(name, "no", f"batches were drawn by {law}", stamp="NOT CLAIMED")
-    rates = sorted({rate for charge in facts.history if (rate := _rate(charge.event)) is not None})
+    rates = sorted({rate for charge in facts.accounting.history if (rate := _rate(charge.event)) is not None})
     planned = facts.plan.get("sample_rate")
     if sampling == DECLARED:
         declared = "its rate" if planned is None else f"the rate {planned:.6g}"
@@ -117,13 +120,13 @@ def _poisson_of_plan(facts: RunFacts, name: str) -> Assumption:
 
 def _constants(facts: RunFacts) -> Assumption:
     name = "Rate, divisor and delta do not depend on private data"
-    if facts.relation is not Relation.ADD_OR_REMOVE_ONE:
+    if facts.accounting.relation is not Relation.ADD_OR_REMOVE_ONE:
         return Assumption(name, "yes", "they may follow from the number of rows, which this relation makes public")
     return {
         True: Assumption(name, "yes", "they were given as constants"),
         False: Assumption(name, "no", "they were derived from the number of rows, which this relation keeps private"),
         None: Assumption(name, "not checked", "nobody declared that they are constants"),
-    }[facts.constants_declared]
+    }[facts.accounting.constants_declared]
 
 
 def _rows_apart(facts: RunFacts) -> Assumption:
@@ -181,14 +184,14 @@ def _float_model(facts: RunFacts) -> Assumption:
     if floor is None:
         return Assumption(name, "not checked", widths, critical=False)
     end = f"normals reach {facts.noise['largest_normal']:.2f} standard deviations, which adds {floor:.1e} to delta"
-    if floor > _NEGLIGIBLE_SHARE * facts.delta:
+    if floor > _NEGLIGIBLE_SHARE * facts.accounting.delta:
         return Assumption(name, "no", f"{end}; use more noise")
     return Assumption(name, "not checked", f"{widths}; {end}; results do not lie on a public grid", critical=False)
 
 
 def _ledger(facts: RunFacts) -> Assumption:
     name = "Each charge is on disk before what it pays for leaves"
-    if facts.ledger_on_disk:
+    if facts.accounting.ledger_on_disk:
         return Assumption(name, "yes", "the ledger is a file, and a step waits for it", critical=False)
     return Assumption(
         name,

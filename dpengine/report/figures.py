@@ -75,9 +75,9 @@ class Figures:
 
 def figures_of(facts: RunFacts) -> Figures:
     """Asks the accounting part. Nothing is kept from one delta to another."""
-    accountant = accountant_used(facts.accountant)
-    library = LIBRARY if isinstance(facts.accountant, str) else OWN
-    if facts.is_private and not facts.law_is_known:
+    accountant = accountant_used(facts.accounting.accountant)
+    library = LIBRARY if isinstance(facts.accounting.accountant, str) else OWN
+    if facts.is_private and not facts.sampling_is_known:
         undeclared = facts.plan.get("sampling") == UNDECLARED
         reason = NO_RATE if undeclared else f"Poisson assumption not met ({_unclaimed_reason(facts)})"
         return Figures(None, reason, (), accountant, unamplified=_unamplified(facts), library=library)
@@ -90,7 +90,7 @@ def figures_of(facts: RunFacts) -> Figures:
 
 def accounted_history(facts: RunFacts) -> tuple[Charge, ...]:
     """What accounting is asked about. A run without noise counts as a bare release from its start."""
-    history = as_released(facts.history)
+    history = as_released(facts.accounting.history)
     if facts.is_private:
         return history
     known = tuple(charge for charge in history if not isinstance(charge.event, UnclaimedEvent))
@@ -100,7 +100,7 @@ def accounted_history(facts: RunFacts) -> tuple[Charge, ...]:
 def epsilon_by_step(facts: RunFacts) -> Points:
     """Pairs of step and epsilon, from (0, 0) on, for up to 16 of the steps; closer where epsilon rises fast."""
     steps = sorted({math.ceil(facts.steps * (part / _CURVE_STEPS) ** 2) for part in range(_CURVE_STEPS + 1)})
-    history = as_released(facts.history)
+    history = as_released(facts.accounting.history)
     return tuple((step, _epsilon(_first(history, step), facts)) for step in steps)
 
 
@@ -127,10 +127,11 @@ def true_positives_at(facts: RunFacts, figures: Figures, false_positive_rate: fl
 
 
 def _answers(history: tuple[Charge, ...], facts: RunFacts) -> tuple[PrivacySpent, Points, float | None]:
-    if isinstance(facts.accountant, str):
-        return _remembered_answers(history, facts.delta, facts.accountant, facts.relation)
-    # A user's own accountant need not be hashable, and its answers are not ours to keep.
-    return _all_answers(history, facts.delta, facts.accountant, facts.relation)
+    asked = facts.accounting
+    if isinstance(asked.accountant, str):
+        return _cached_answers(history, asked.delta, asked.accountant, asked.relation)
+    # A user's own accountant need not be hashable, and its answers may change.
+    return _all_answers(history, asked.delta, asked.accountant, asked.relation)
 
 
 def _all_answers(
@@ -141,7 +142,7 @@ def _all_answers(
     return spent, profile, discretization_of(history, delta, accountant, relation)
 
 
-_remembered_answers = functools.lru_cache(maxsize=8)(_all_answers)
+_cached_answers = functools.lru_cache(maxsize=8)(_all_answers)
 
 
 @functools.lru_cache(maxsize=8)
@@ -163,7 +164,7 @@ def _curve(facts: RunFacts, figures: Figures) -> Points:
     if not figures.are_ours:  # fewer pairs: a bound that holds too, and is somewhat larger
         return ((advantage, 0.0), *figures.profile)
     # The advantage is the delta that belongs to epsilon 0.
-    dense = _dense_profile(accounted_history(facts), 0.95 * advantage, figures.accountant, facts.relation)
+    dense = _dense_profile(accounted_history(facts), 0.95 * advantage, figures.accountant, facts.accounting.relation)
     return ((advantage, 0.0), *figures.profile, *dense)
 
 
@@ -188,21 +189,22 @@ def _first(history: tuple[Charge, ...], steps: int) -> tuple[Charge, ...]:
 
 
 def _epsilon(history: tuple[Charge, ...], facts: RunFacts) -> float:
-    if isinstance(facts.accountant, str):
-        return _remembered_epsilon(history, facts.delta, facts.accountant, facts.relation)
-    return epsilon_of(history, facts.delta, facts.accountant, facts.relation)
+    asked = facts.accounting
+    if isinstance(asked.accountant, str):
+        return _cached_epsilon(history, asked.delta, asked.accountant, asked.relation)
+    return epsilon_of(history, asked.delta, asked.accountant, asked.relation)
 
 
-_remembered_epsilon = functools.lru_cache(maxsize=128)(epsilon_of)
+_cached_epsilon = functools.lru_cache(maxsize=128)(epsilon_of)
 
 
 def _unamplified(facts: RunFacts) -> float | None:
     try:
-        return _epsilon(facts.unamplified, facts) if facts.unamplified else None
+        return _epsilon(facts.accounting.unamplified, facts) if facts.accounting.unamplified else None
     except AccountingRefusedError:
         return None
 
 
 def _unclaimed_reason(facts: RunFacts) -> str:
-    reasons = [charge.event.reason for charge in facts.history if isinstance(charge.event, UnclaimedEvent)]
+    reasons = [charge.event.reason for charge in facts.accounting.history if isinstance(charge.event, UnclaimedEvent)]
     return public_text(reasons[0]).rstrip(".") if reasons else f"sampling={facts.plan.get('sampling')!r}"

@@ -44,7 +44,7 @@ def made_by(facts: RunFacts, figures: Figures) -> str:
         made = f"computed by {figures.accountant}, not verified"
     if figures.spent is None:
         return f"{made}, and claims no ε."
-    if lowest_epsilon(accounted_history(facts), facts.delta, facts.relation) > 0:
+    if lowest_epsilon(accounted_history(facts), facts.accounting.delta, facts.accounting.relation) > 0:
         return f"{made}; {ours} has checked them against its own lower bound alone."
     return f"{made}; {ours} has no lower bound for such a run and could not check them."
 
@@ -53,20 +53,22 @@ def too_low(facts: RunFacts, figures: Figures) -> Iterator[tuple[str, float, flo
     """Numbers that lie below this version's lower bound, which no version can have rightly stated."""
     history, spent = accounted_history(facts), figures.spent
     if figures.unamplified is not None:
-        floor = lowest_epsilon(as_released(facts.unamplified), facts.delta, facts.relation)
+        floor = lowest_epsilon(
+            as_released(facts.accounting.unamplified), facts.accounting.delta, facts.accounting.relation
+        )
         yield from _below("guarantee.epsilon_unamplified", figures.unamplified, floor)
     if spent is None:
         return
-    floor = lowest_epsilon(history, facts.delta, facts.relation)
+    floor = lowest_epsilon(history, facts.accounting.delta, facts.accounting.relation)
     yield from _below("guarantee.epsilon", spent.epsilon, floor)
-    yield from _below("epsilon by guarantee.mu_gdp", _gaussian_epsilon(spent.mu, facts.delta), floor)
+    yield from _below("epsilon by guarantee.mu_gdp", _gaussian_epsilon(spent.mu, facts.accounting.delta), floor)
     for index, (delta, epsilon) in enumerate(figures.profile):
-        floor = lowest_epsilon(history, delta, facts.relation)
+        floor = lowest_epsilon(history, delta, facts.accounting.relation)
         yield from _below(f"profile[{index}]", epsilon, floor)
         yield from _below(f"epsilon by guarantee.mu_gdp at delta {delta:g}", _gaussian_epsilon(spent.mu, delta), floor)
     # It is the delta of epsilon 0: where epsilon is above 0 at a delta, the advantage is above that delta.
     least = max(spent.advantage * (1 + _SLACK), 1e-300)
-    if least < 1 and lowest_epsilon(history, least, facts.relation) > 0:
+    if least < 1 and lowest_epsilon(history, least, facts.accounting.relation) > 0:
         yield "guarantee.advantage", spent.advantage, least
 
 

@@ -32,8 +32,8 @@ def statement_of(facts: RunFacts, figures: Figures) -> str:
     """The statement with figures that were found before."""
     entries = {
         "Setting": f"{sentences.SETTING} differential privacy: whoever trains sees the data, others see what leaves.",
-        "Unit": f"one {facts.unit}.",
-        "Adjacency": f"{facts.relation.value}: {sentences.neighbours(facts)}",
+        "Unit": f"one {facts.accounting.unit}.",
+        "Adjacency": f"{facts.accounting.relation.value}: {sentences.neighbours(facts)}",
         "Numbers": made_by(facts, figures),
         "Also": sentences.other_measures(facts, figures),
         "Bound": sentences.unamplified(facts, figures),

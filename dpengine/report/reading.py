@@ -238,7 +238,9 @@ def _doubts(document: Mapping[str, Any], facts: RunFacts) -> Iterator[tuple[str,
     figures = figures_in(document)
     if document["mechanism"]["steps"] != facts.steps:
         yield "mechanism.steps", document["mechanism"]["steps"], facts.steps
-    if figures.spent is not None and any(isinstance(charge.event, UnclaimedEvent) for charge in facts.history):
+    if figures.spent is not None and any(
+        isinstance(charge.event, UnclaimedEvent) for charge in facts.accounting.history
+    ):
         raise ValueError("it states an epsilon, and its history has a release of which no epsilon is claimed")
     for name, here, least in too_low(facts, figures):
         raise ValueError(

@@ -21,7 +21,7 @@ from dpengine.accounting.sampled_matrix import SampledMatrixEvent
 from dpengine.accounting.tuning import RepeatAndSelectEvent
 
 from .assumptions import stamps
-from .facts import DECLARED, UNDECLARED, RunFacts
+from .facts import DECLARED, DEFAULT_UNIT, UNDECLARED, RunFacts
 from .figures import OWN, Figures, true_positives_at
 
 SETTING = "central"
@@ -54,16 +54,17 @@ def headline(facts: RunFacts, figures: Figures) -> str:
     shown = "".join(f" [{stamp}]" for stamp in stamps(facts, figures) if stamp != "NOT CLAIMED" or claimed)
     if figures.spent is None:
         return f"ε not claimed: {figures.refusal}{shown}"
-    eps, delta = round_up(figures.spent.epsilon), round_up_delta(facts.delta)
+    eps, delta = round_up(figures.spent.epsilon), round_up_delta(facts.accounting.delta)
     if math.isinf(figures.spent.epsilon):
-        return f"ε = ∞ at δ = {delta}: no differential privacy for any {facts.unit}{shown}"
-    return f"(ε = {eps}, δ = {delta})-differential privacy for each {facts.unit}{shown}"
+        return f"ε = ∞ at δ = {delta}: no differential privacy for any {facts.accounting.unit}{shown}"
+    return f"(ε = {eps}, δ = {delta})-differential privacy for each {facts.accounting.unit}{shown}"
 
 
 def neighbours(facts: RunFacts) -> str:
-    """The neighbouring relation in words."""
-    size = f" ({facts.num_examples:,})" if facts.num_examples is not None and facts.rows_are_public else ""
-    return f"two data sets are neighbours if {_NEIGHBOURS[facts.relation].format(unit=facts.unit)}{size}."
+    """Returns the neighboring relation in words."""
+    number, relation = facts.dataset.num_examples, facts.accounting.relation
+    size = f" ({number:,})" if number is not None and facts.num_examples_is_public else ""
+    return f"two data sets are neighbours if {_NEIGHBOURS[relation].format(unit=facts.accounting.unit)}{size}."
 
 
 def other_measures(facts: RunFacts, figures: Figures) -> str:
@@ -72,7 +73,7 @@ def other_measures(facts: RunFacts, figures: Figures) -> str:
     if spent is None:
         return "none, since no ε is claimed."
     exact = (GaussianEvent, MatrixGaussianEvent, NonPrivateEvent)
-    if any(not isinstance(charge.event, exact) for charge in facts.history) and figures.profile:
+    if any(not isinstance(charge.event, exact) for charge in facts.accounting.history) and figures.profile:
         smallest = min(delta for delta, _ in figures.profile)
         range_ = f"a Gaussian curve above this run's for δ from {round_up_delta(smallest)} up"
     else:
@@ -85,7 +86,7 @@ def other_measures(facts: RunFacts, figures: Figures) -> str:
 
 def plain_words(facts: RunFacts, figures: Figures) -> str:
     """One paragraph for people who have never heard of epsilon."""
-    unit = facts.unit
+    unit = facts.accounting.unit
     if figures.spent is None:
         return (
             f"For this run no privacy guarantee is stated. The reason: {figures.refusal}. Someone may be able to find "
@@ -113,8 +114,9 @@ def plain_words(facts: RunFacts, figures: Figures) -> str:
 
 def budget(facts: RunFacts, figures: Figures) -> str:
     """How far the run is: steps charged, and planned ones and the target if there were any."""
-    planned = f" of {facts.planned_steps:,} planned" if facts.planned_steps is not None else ""
-    target = f"; target ε = {facts.target_epsilon:g}" if facts.target_epsilon is not None and figures.spent else ""
+    steps, epsilon = facts.accounting.planned_steps, facts.accounting.target_epsilon
+    planned = f" of {steps:,} planned" if steps is not None else ""
+    target = f"; target ε = {epsilon:g}" if epsilon is not None and figures.spent else ""
     return f"{facts.steps:,} steps charged{planned}{target}."
 
 
@@ -164,7 +166,7 @@ def unamplified(facts: RunFacts, figures: Figures) -> str:
     """The bound of a shuffled run, under its own name; empty if there is none."""
     if figures.unamplified is None:
         return ""
-    bound, delta = round_up(figures.unamplified), round_up_delta(facts.delta)
+    bound, delta = round_up(figures.unamplified), round_up_delta(facts.accounting.delta)
     return f"no amplification: {bound} at δ = {delta}, without any credit for the order of the rows."
 
 
@@ -181,7 +183,7 @@ def covers(facts: RunFacts) -> list[str]:
         MixtureGaussianEvent: "a batch that may hold several rows of a unit",
         RepeatAndSelectEvent: "the best of several runs",
     }
-    seen = {laws[type(charge.event)] for charge in facts.history if type(charge.event) in laws}
+    seen = {laws[type(charge.event)] for charge in facts.accounting.history if type(charge.event) in laws}
     of = f" ({' or '.join(sorted(seen))} each)" if seen else ""
     return [
         f"all accesses to the training data by the {facts.steps:,} steps of the ledger{of}, given-up batches included",
@@ -196,7 +198,7 @@ def excludes(facts: RunFacts) -> list[str]:
     score = f"the evaluation figures ({metric} on {split or 'held-out data'})" if metric else "evaluation figures"
     declared = [_AS_DECLARED] if DECLARED in facts.samplings else []
     declared += [_AS_CHARGED] if UNKNOWN_SAMPLING in facts.other_samplings else []
-    several = [] if facts.unit != RunFacts.unit else ["people with several rows: the unit is one row"]
+    several = [] if facts.accounting.unit != DEFAULT_UNIT else ["people with several rows: the unit is one row"]
     return [
         "the choice of hyper-parameters, of the number of steps, and of the model that is kept",
         f"{score}, such as test scores",

@@ -56,7 +56,7 @@ def test_what_is_known_of_a_reason_and_of_sentences_survives(make_facts):
     facts = make_facts("shuffled", excludes=("the moon",), utility={"metric": "loss", "value": math.nan})
     again = PrivacyReport.from_json(PrivacyReport(facts).to_json())
     assert again.facts.excludes == ("the moon",)
-    assert again.facts.history == facts.history
+    assert again.facts.accounting.history == facts.accounting.history
     assert again.to_html() == PrivacyReport(facts).to_html()
 
 
@@ -99,13 +99,16 @@ def test_rows_hold_all_that_an_event_states():
 def test_void_batches_are_not_told_apart(make_facts):
     report = PrivacyReport(make_facts("voids-and-clips"))
     assert "void" not in report.to_json()
-    assert {charge.kind for charge in PrivacyReport.from_json(report.to_json()).facts.history} == {"release", "clip"}
+    assert {charge.kind for charge in PrivacyReport.from_json(report.to_json()).facts.accounting.history} == {
+        "release",
+        "clip",
+    }
 
 
 def test_a_private_size_is_not_in_it(make_facts):
     text = PrivacyReport(make_facts("not-started", num_examples=5003, relation="add-or-remove-one")).to_json()
     assert "5003" not in text
-    assert PrivacyReport.from_json(text).facts.num_examples is None
+    assert PrivacyReport.from_json(text).facts.dataset.num_examples is None
 
 
 SPOILT_TEXTS = {
