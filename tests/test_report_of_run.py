@@ -4,12 +4,18 @@ import inside
 import pytest
 import torch
 from loops import examples, make_loop
+from torch import nn
+from torch.utils.data import DataLoader
+from two_devices import SECOND, TwoDevices, to_second
 
 from dpengine import PrivacyEngine, check_loss, checkpoint
 from dpengine.accounting import Charge, GaussianEvent, Relation, epsilon_of
+from dpengine.accounting.origin import Origin
 from dpengine.errors import AccountingRefusedError, LedgerError
 from dpengine.ledger_file.contents import read
+from dpengine.noise.source import NoiseSource
 from dpengine.report import PrivacyReport, RunFacts
+from dpengine.report.all_runs import noise_of_all
 from dpengine.sampling import ExternalBatches
 
 DATA = {"name": "rows", "source": "here", "licence": "none", "sha256": {"a": "0" * 64}}
@@ -289,6 +295,37 @@ def test_a_report_names_each_generator_and_says_if_one_is_not_known(known):
     assert noise["kind"] == ("chacha20, torch-philox" if known else "chacha20, unknown")
     assert noise.get("cryptographic") is (False if known else None)
     assert noise.get("insecure_seed") is (False if known else None)
+
+
+@pytest.mark.parametrize(("drawn_by_torch", "kind"), [("meta", "chacha20"), ("cpu", "torch-philox")])
+def test_a_report_names_the_generator_and_device_of_the_run_after_the_model_moved(monkeypatch, drawn_by_torch, kind):
+    monkeypatch.setattr("dpengine.noise.source._GENERATOR_DEVICES", (drawn_by_torch,))
+    loop = trained(noise_multiplier=1.5)
+    loop.model.to("meta")
+    facts = loop.engine.report().facts
+    assert (facts.noise["kind"], facts.noise["cryptographic"]) == (kind, kind == "chacha20")
+    assert facts.environment.device == "cpu"
+
+
+def test_a_report_names_the_generators_of_all_devices_of_a_model(monkeypatch):
+    monkeypatch.setattr("dpengine.noise.source._GENERATOR_DEVICES", (SECOND.type,))
+    model, data = nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 3)), examples()
+    to_second(model[1])
+    with TwoDevices():
+        engine = PrivacyEngine()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        engine.make_private(model, optimizer, DataLoader(data, 6), noise_multiplier=1.5)
+        facts = engine.report().facts
+    assert (facts.noise["kind"], facts.noise["cryptographic"]) == ("chacha20, torch-philox", False)
+    assert facts.environment.device == "cpu, meta"
+    assert noise_of_all([Origin(kind=facts.noise["kind"]), Origin(kind="chacha20")])["kind"] == facts.noise["kind"]
+
+
+def test_a_report_names_the_seed_of_noise_that_was_drawn_before_the_source_changed():
+    loop = trained(engine=PrivacyEngine(seed=1), noise_multiplier=1.5)
+    step = loop.engine.runs[0].step
+    step.source = NoiseSource.fresh()
+    assert loop.engine.report().facts.noise["insecure_seed"] is True
 
 
 def test_a_report_says_that_the_loss_was_probed_only_if_it_was_in_all_runs(two_runs):

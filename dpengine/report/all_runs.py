@@ -35,7 +35,7 @@ def excludes_of_all(origins: Collection[Origin]) -> list[str]:
 def noise_of_all(origins: Collection[Origin]) -> dict[str, Any]:
     """Returns all generators by name, and what holds for each of them, as ``RunFacts.noise``; unknown is left out."""
     secret = _for_all(None if one.insecure_seed is None else not one.insecure_seed for one in origins)
-    kinds = sorted({one.kind or "unknown" for one in origins})
+    kinds = sorted({kind for one in origins for kind in (one.kind or "unknown").split(", ")})
     noise = {
         "kind": ", ".join(kinds) if kinds != ["unknown"] else None,
         "cryptographic": _for_all(one.cryptographic for one in origins),
