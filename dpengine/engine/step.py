@@ -331,7 +331,8 @@ class PrivateStep:
             buffer.settle()
         fingerprint = ("release", *self._fingerprint(), count, divisor)
         sums = buffer.take()
-        self.noise_drawn.update((self.source, flat.device.type) for flat in sums.flats.values())
+        for flat in sums.flats.values():
+            self.noise_drawn.add((self.source, flat.device.type))
         try:
             add_noise(
                 sums,
