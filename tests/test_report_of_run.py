@@ -361,6 +361,17 @@ def test_a_report_says_that_an_earlier_run_went_on_from_a_checkpoint(tmp_path):
         assert "Releases of the process that saved the checkpoint" in " ".join(engine.report().facts.excludes)
 
 
+def test_a_ledger_file_keeps_that_a_run_went_on_from_a_checkpoint_without_a_file(tmp_path):
+    checkpoint.save(tmp_path / "run", trained(engine=PrivacyEngine(), noise_multiplier=1.5).engine)
+    path = tmp_path / "run.ledger"
+    resumed = make_loop(engine=PrivacyEngine(ledger=path), noise_multiplier=1.5)
+    checkpoint.load(tmp_path / "run", resumed.engine)
+    assert "Releases of the process that saved the checkpoint" in " ".join(resumed.engine.report().facts.excludes)
+    resumed.engine.detach(resumed.model)
+    later = make_loop(engine=PrivacyEngine(ledger=path), noise_multiplier=1.5)
+    assert "Releases of the process that saved the checkpoint" in " ".join(later.engine.report().facts.excludes)
+
+
 @pytest.mark.parametrize(
     ("number", "says"), [(1, ""), (2, "the network between the processes, and"), (None, "of loaded charges, if there")]
 )
