@@ -134,7 +134,7 @@ def _rows_apart(facts: RunFacts) -> Assumption:
     return {
         True: Assumption(name, "yes", "a probe on a batch of the run found no dependence between rows"),
         False: Assumption(name, "no", "a probe found that rows change each other's gradients"),
-        None: Assumption(name, "not checked", "layers that mix rows are refused; the loss itself was not probed"),
+        None: Assumption(name, "not checked", "the loss was not checked; only layers that mix rows are rejected"),
     }[facts.loss_checked]
 
 
