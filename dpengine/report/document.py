@@ -1,4 +1,4 @@
-"""The report as plain values, and back: whatever the pages say follows from this document alone."""
+"""Converts a report to plain values and back. All other forms of the report follow from this document."""
 
 from __future__ import annotations
 
@@ -62,9 +62,9 @@ def document_of(facts: RunFacts, figures: Figures) -> dict[str, Any]:
 
 
 def digest_of(document: Mapping[str, Any]) -> str:
-    """Hashes everything but the digest.
+    """Returns the hash of everything but the digest.
 
-    That finds accidents and careless edits. It is no signature: whoever edits the document can compute it again.
+    It detects accidents and careless edits. It is not a signature: anyone who edits the document can recompute it.
     """
     rest = {key: value for key, value in document.items() if key != "digest"}
     text = json.dumps(rest, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
@@ -72,7 +72,7 @@ def digest_of(document: Mapping[str, Any]) -> str:
 
 
 def facts_of(document: Mapping[str, Any]) -> RunFacts:
-    """The facts that a document states."""
+    """Returns the facts that a document states."""
     guarantee, run, data = document["guarantee"], document["run"], document["data"]
     rng = {key: value for key, value in run["rng"].items() if value is not None}
     seeded = next(key for key, policy in _SEED_POLICIES.items() if policy == run["seed_policy"])
@@ -99,7 +99,7 @@ def facts_of(document: Mapping[str, Any]) -> RunFacts:
 
 
 def figures_in(document: Mapping[str, Any]) -> Figures:
-    """The figures that a document states."""
+    """Returns the figures that a document states."""
     guarantee, accounting = document["guarantee"], document["accounting"]
     spent = None
     if guarantee["epsilon"] is not None:
@@ -140,7 +140,7 @@ def _guarantee(facts: RunFacts, figures: Figures) -> dict[str, Any]:
 
 
 def _other_samplings(facts: RunFacts) -> dict[str, list[str]]:
-    """Returns the entry for a history of several sampling schemes; without it, earlier versions read the report."""
+    """Returns the entry for several sampling schemes. Without it, earlier versions can read the report."""
     return {"other_samplings": list(facts.other_samplings)} if facts.other_samplings else {}
 
 
@@ -158,13 +158,13 @@ def _run(facts: RunFacts, figures: Figures) -> dict[str, Any]:
 
 def _data(facts: RunFacts) -> dict[str, Any]:
     public = facts.num_examples_is_public
-    # A private size is withheld: under add-or-remove the exact number of rows is itself a release.
+    # Under add-or-remove the exact number of examples is private.
     size = {"value": facts.dataset.num_examples if public else None, "public": public}
     return {"n": size} | {key: facts.dataset.description.get(key) for key in _DATA}
 
 
 def _strict(value: Any) -> Any:
-    """The value with infinities as texts and NaN as None, so that any JSON parser reads it."""
+    """Returns the value with infinities as strings and NaN as None, so that any JSON parser reads it."""
     if isinstance(value, dict):
         return {key: _strict(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):

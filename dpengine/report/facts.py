@@ -25,7 +25,8 @@ NO_RATE = "the training loop drew the batches, and no sampling rate was declared
 SAMPLING_ASSUMPTIONS = {
     "poisson": "Batches hold each row independently, with one known probability (Poisson sampling)",
     "cyclic-poisson": (
-        "Rows are in fixed groups that take turns; a row of the group is in the batch with one known probability"
+        "Rows are in fixed groups in cyclic order; a row of the current group is in the batch with one known "
+        "probability"
     ),
     "truncated": (
         "Rows are drawn independently, with one known probability, and a batch above a known size is cut to a uniform "

@@ -1,4 +1,4 @@
-"""The report for people: one self-contained page, and a model card in Markdown."""
+"""Renders a report as a self-contained HTML page and as a model card in Markdown."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def _context(facts: RunFacts, figures: Figures) -> dict[str, Any]:
         "data": {key: facts.dataset.description.get(key) for key in ("name", "source", "licence")},
         "utility": {key: facts.utility.get(key) for key in ("metric", "value", "split")},
         "stamps": stamps(facts, figures),
-        "mark": _mark(facts, figures),
+        "mark": _bracketed_stamps(facts, figures),
         "headline": sentences.headline(facts, figures),
         "epsilon": None if spent is None else round_up(spent.epsilon),
         "mu": None if spent is None else round_up(spent.mu),
@@ -93,7 +93,7 @@ def _context(facts: RunFacts, figures: Figures) -> dict[str, Any]:
     }
 
 
-def _mark(facts: RunFacts, figures: Figures) -> str:
+def _bracketed_stamps(facts: RunFacts, figures: Figures) -> str:
     return "".join(f" [{stamp}]" for stamp in stamps(facts, figures))
 
 
@@ -106,18 +106,19 @@ def _hashes(value: Any) -> dict[str, str]:
 def _charts(facts: RunFacts, figures: Figures) -> list[dict[str, str]]:
     if figures.spent is None or not math.isfinite(figures.spent.epsilon) or figures.spent.epsilon <= 0:
         return []
+    mark = _bracketed_stamps(facts, figures)
     attack = {
         "title": "What an attacker can achieve",
         "svg": _attack_chart(facts, figures),
-        "note": f"No membership test lies above the line. The dashed one is guessing.{_mark(facts, figures)}",
+        "note": f"No membership test lies above the line. The dashed one is guessing.{mark}",
     }
-    if not figures.are_ours:  # what each step cost is for the version to say that said what all of them cost
+    if not figures.are_ours:  # only the version that computed the total can compute the cost of each step
         return [attack]
     delta = round_up_delta(facts.accounting.delta)
     steps = {
         "title": "What each step cost",
         "svg": _steps_chart(facts),
-        "note": f"ε at δ = {delta}, if the run had stopped there.{_mark(facts, figures)}",
+        "note": f"ε at δ = {delta}, if the run had stopped there.{mark}",
     }
     return [steps, attack]
 
@@ -154,7 +155,7 @@ def _attack_chart(facts: RunFacts, figures: Figures) -> str:
 
 
 def _registry_entry(facts: RunFacts, figures: Figures) -> dict[str, Any]:
-    """The run under the field names of the Differential Privacy Deployments Registry."""
+    """Returns the run under the field names of the Differential Privacy Deployments Registry."""
     spent = figures.spent
     # Three digits are enough for a registry, as long as they are rounded up.
     bound = "not claimed" if spent is None else round_up(spent.epsilon, 3).replace("∞", "inf")
@@ -190,7 +191,7 @@ def _utility(facts: RunFacts) -> str:
 
 
 def _yaml(tree: Mapping[str, Any], indent: str = "") -> list[str]:
-    """Nested mappings as YAML. A JSON text is a YAML text, so quoting is JSON's."""
+    """Writes nested mappings as YAML. Strings are quoted as in JSON, which is valid YAML."""
     lines = []
     for key, value in tree.items():
         if isinstance(value, Mapping):
@@ -203,5 +204,5 @@ def _yaml(tree: Mapping[str, Any], indent: str = "") -> list[str]:
 
 
 def _yaml_number(text: str) -> str:
-    # YAML 1.1 takes 1e-05 for a text; it wants a point.
+    # YAML 1.1 reads 1e-05 as a string: a number needs a decimal point.
     return ".inf" if text == "inf" else text if "." in text else text.replace("e", ".0e")

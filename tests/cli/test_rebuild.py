@@ -129,7 +129,7 @@ def test_the_state_is_taken_where_both_are_there(engine, tmp_path, capsys):
     [
         (lambda text: text[:700], "cut"),
         (lambda text: text.replace('"schema_version": 2', '"schema_version": 3'), "upgrade"),
-        (lambda text: text.replace("the moon", "nothing"), "no signature"),
+        (lambda text: text.replace("the moon", "nothing"), "not a signature"),
         (lambda text: text.replace('"delta": 0.001', '"delta": NaN'), "NaN"),
     ],
     ids=["cut", "newer", "edited", "nan"],

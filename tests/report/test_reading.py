@@ -117,12 +117,12 @@ SPOILT_TEXTS = {
     "without-its-last-brace": (lambda text: text.rstrip()[:-1], "cut"),
     "no-json": (lambda text: "ε = 1", "not JSON"),
     "more-than-json": (lambda text: text + "}", "not JSON"),
-    "a-list": (lambda text: "[]", "no privacy report"),
-    "no-version": (lambda text: text.replace('"schema_version"', '"version"'), "no privacy report"),
-    "nan": (lambda text: text.replace('"delta": 1e-05', '"delta": NaN'), "NaN is no number"),
-    "infinity": (lambda text: text.replace('"delta": 1e-05', '"delta": Infinity'), "Infinity is no number"),
+    "a-list": (lambda text: "[]", "not a privacy report"),
+    "no-version": (lambda text: text.replace('"schema_version"', '"version"'), "not a privacy report"),
+    "nan": (lambda text: text.replace('"delta": 1e-05', '"delta": NaN'), "NaN is not a JSON number"),
+    "infinity": (lambda text: text.replace('"delta": 1e-05', '"delta": Infinity'), "Infinity is not a JSON number"),
     "infinity-in-digits": (lambda text: text.replace('"delta": 1e-05', '"delta": 1e999'), "guarantee.delta"),
-    "a-key-twice": (lambda text: text.replace('"delta":', '"delta": 1e-9, "delta":', 1), "'delta' is there twice"),
+    "a-key-twice": (lambda text: text.replace('"delta":', '"delta": 1e-9, "delta":', 1), "'delta' occurs twice"),
     "too-deep": (lambda text: "[" * 100_000, "not JSON"),
     "half-a-character": (lambda text: text.replace("Census", "Census\\ud800"), "digest"),
     "newer": (
@@ -131,7 +131,7 @@ SPOILT_TEXTS = {
     ),
     "older": (lambda text: '{"schema_version": 1}', "older dpengine, schema 1"),
     "version-is-no-number": (lambda text: text.replace('_version": 2', '_version": "2"'), 'schema_version is "2"'),
-    "edited": (lambda text: text.replace('"delta": 1e-05', '"delta": 1e-06'), "digest.*no signature"),
+    "edited": (lambda text: text.replace('"delta": 1e-05', '"delta": 1e-06'), "digest.*not a signature"),
 }
 
 
@@ -235,7 +235,7 @@ def test_versions_that_contradict_each_other_are_refused(report, path):
 
 @pytest.mark.parametrize("version", ["", "0.1.0\n\n# Checked", " 0.1.0 "], ids=repr)
 def test_a_version_that_is_more_than_a_name_is_refused(report, version):
-    with pytest.raises(CorruptFileError, match="is no version"):
+    with pytest.raises(CorruptFileError, match="is not a version"):
         PrivacyReport.from_json(json.dumps(by_version(report.to_dict(), version)))
 
 
