@@ -48,6 +48,7 @@ class PrivateStep:
         source: The source of private randomness.
         first_nonce: Noise nonce with which the groups of examples were drawn, if the source now has another one.
         noise: The noise mechanism.
+        noise_drawn: Each source of noise so far, with the type of the device on which it was added.
         writer: Writes ``p.grad``.
         statistics: Statistics of the last backward pass. Not private.
         dropped_rows: Number of samples dropped so far because their gradient norm was not finite.
@@ -88,6 +89,7 @@ class PrivateStep:
         self.source = source
         self.first_nonce: int | None = None
         self.noise = mechanism_for(source, plan.noise)
+        self.noise_drawn: set[tuple[NoiseSource, str]] = set()
         self.writer = GradWriter(self.passes.topology)
         self.budget = Budget() if budget is None else budget
         self.dataset_check = dataset_check
@@ -329,6 +331,8 @@ class PrivateStep:
             buffer.settle()
         fingerprint = ("release", *self._fingerprint(), count, divisor)
         sums = buffer.take()
+        for flat in sums.flats.values():
+            self.noise_drawn.add((self.source, flat.device.type))
         try:
             std, step, scale = self.plan.noise_std, self.batches.batches[-1].step, 1 / divisor
             if topology.replicas.size == 1:
