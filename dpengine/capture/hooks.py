@@ -210,7 +210,7 @@ class LayerForward:
             and isinstance(watch.rule, Mapping)
             and type(watch.module).__module__.startswith("torch.nn.modules.")
             and (capture.batch_first or watch.in_rows)
-            and not (self.swap.is_embedding or sharded or capture.counts_uses)
+            and not (sharded or capture.counts_uses)
             and capture.swap is None
         )
         self._known: list[tuple[str, nn.Parameter | None, bool]] = []  # slots as they were at the last call
@@ -249,7 +249,7 @@ class LayerForward:
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not self.capture.recording:
             return self.forward(*args, **kwargs)
-        if self._is_plain and not kwargs and len(args) == 1 and type(args[0]) is Tensor:
+        if self._is_plain and not kwargs and len(args) == 1 and type(args[0]) is Tensor and self._in_rows(args[0]):
             if self._changed():
                 self._look()
             if not self._live:
@@ -257,6 +257,10 @@ class LayerForward:
             if self._hookable and _saving_hooks(False) is None:
                 return self._hooked(args[0])
         return self.swap.run(self.forward, args, kwargs)
+
+    def _in_rows(self, inputs: Tensor) -> bool:
+        """Returns True if the samples have inputs of their own, unlike positions that all of them look up."""
+        return not (self.swap.is_embedding and self.swap.is_shared_table((inputs,), {}))
 
     def _changed(self) -> bool:
         """Returns True if another parameter stands in a slot, or requires gradients, than at the last call."""
