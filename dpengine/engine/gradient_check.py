@@ -136,12 +136,12 @@ def gradients_alone(
 
 
 def gradients_together(
-    wrapped: nn.Module, inputs: Any, *, batch_first: bool = True, loss_reduction: str = "mean", inner: str = "module"
+    wrapped: GradSampleModule, inputs: Any, *, batch_first: bool = True, loss_reduction: str = "mean"
 ) -> Gradients:
-    """The ``grad_sample`` of each parameter, from one pass of the whole batch."""
+    """Returns the ``grad_sample`` of each parameter, from one pass over the whole batch."""
     wrapped.zero_grad()
     probe_loss(call(wrapped, inputs), batch_first=batch_first, loss_reduction=loss_reduction).backward()
-    named = getattr(wrapped, inner).named_parameters()
+    named = wrapped.module.named_parameters()
     return {name: getattr(p, "grad_sample", None) for name, p in named if p.requires_grad}  # type: ignore[misc]
 
 
