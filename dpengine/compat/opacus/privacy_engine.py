@@ -23,7 +23,7 @@ from .accountants.ledger_accountant import LedgerAccountant
 from .accountants.utils import get_noise_multiplier
 from .admission import adaptive_settings, admit
 from .checkpoints import Checkpoints
-from .preparation import Asked, Preparation, follow
+from .preparation import Arguments, Preparation, follow
 from .validators import ModuleValidator
 
 
@@ -46,7 +46,7 @@ class PrivacyEngine(Preparation, Checkpoints):
 
     @suggests_names
     def __init__(self, *, accountant: str = "prv", secure_mode: bool = False):
-        self.tellers = {}
+        self.own_accountants = []
         self.secure_mode = secure_mode
         self.secure_rng: Any = None
         self.dataset = None
@@ -127,7 +127,7 @@ class PrivacyEngine(Preparation, Checkpoints):
             clipping = "adaptive"
             settings = {**self._flat_adapts, **{k: v for k, v in settings.items() if v is not None}}
         adapts: dict[str, Any] = adaptive_settings(clipping, settings, noise_multiplier, size)
-        asked = Asked(
+        arguments = Arguments(
             module,
             optimizer,
             criterion,
@@ -143,7 +143,7 @@ class PrivacyEngine(Preparation, Checkpoints):
             wrap_model,
             rand_on_empty,
         )
-        return self._parts(asked, size, adapts)
+        return self._parts(arguments, size, adapts)
 
     @suggests_names
     def make_private_with_epsilon(
@@ -228,8 +228,8 @@ class PrivacyEngine(Preparation, Checkpoints):
     @suggests_names
     def get_epsilon(self, delta: float) -> float:
         """Returns epsilon so far at ``delta``: 0 before the first step, infinite without noise."""
-        for teller in self.tellers.values():
-            teller.given_up()
+        for own_accountant in self.own_accountants:
+            own_accountant.count_discarded()
         return float(self.accountant.get_epsilon(delta))
 
     @suggests_names

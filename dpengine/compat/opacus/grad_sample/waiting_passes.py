@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import weakref
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch

@@ -53,12 +53,12 @@ class BatchSplittingSampler(Sampler[list[int]]):
         this_pass = object()
         try:
             for _, is_last, part in self._parts():
-                self.optimizer.pass_at_hand = this_pass
+                self.optimizer.current_pass = this_pass
                 self.optimizer.signal_skip_step(do_skip=not is_last)
                 yield part
         except BaseException:  # left early, or the sampler failed
             # Another sampler over the optimizer may have signalled since, for a loader that fetches ahead.
-            if self.optimizer.pass_at_hand is this_pass:
+            if self.optimizer.current_pass is this_pass:
                 self.optimizer.forget_skips()
             raise
 
@@ -107,10 +107,10 @@ def _handed_out(parts: Iterator[Any], told: deque[tuple[int, bool]], optimizer: 
     try:
         for part in parts:
             number, is_last = told.popleft()
-            optimizer.hand_out_part(this_pass, number, do_skip=not is_last)
+            optimizer.signal_part(this_pass, number, do_skip=not is_last)
             yield part
     finally:  # at its end, left early, or a row could not be read
-        if optimizer.pass_at_hand is this_pass:
+        if optimizer.current_pass is this_pass:
             optimizer.forget_skips()
 
 
@@ -118,7 +118,7 @@ def _handed_out(parts: Iterator[Any], told: deque[tuple[int, bool]], optimizer: 
 def wrap_data_loader(*, data_loader: DataLoader[Any], max_batch_size: int, optimizer: DPOptimizer) -> DataLoader[Any]:
     """Returns a loader of parts of at most ``max_batch_size`` samples. The engine splits its own loaders."""
     if isinstance(data_loader, PrivateIteration):
-        if optimizer.is_hand_fed:
+        if optimizer.has_external_batches:
             report_to(data_loader, optimizer)
         return data_loader.in_chunks(max_batch_size)  # type: ignore[no-any-return]
     batches: Any = data_loader.batch_sampler
