@@ -196,21 +196,6 @@ class PrivateBatchSampler(Sampler[list[int]]):
     def __len__(self) -> int:
         return self._batches.strategy.steps_per_epoch
 
-    @property
-    def num_samples(self) -> int:
-        """Examples of the data set."""
-        return self._batches.strategy.num_examples
-
-    @property
-    def sample_rate(self) -> float:
-        """The probability, or the share, of an example in a batch."""
-        return self._batches.strategy.sample_rate
-
-    @property
-    def steps(self) -> int:
-        """Logical batches in a pass."""
-        return len(self)
-
     def __iter__(self) -> Iterator[list[int]]:
         # A worker pool asks for two iterators and reads one, so a pass is taken by the first that is really read.
         current = self._batches.open_pass

@@ -117,8 +117,8 @@ class Preparation(Uncopied):
         """Returns the private form of a loader."""
         if self.dataset is not None and self.dataset is not data_loader.dataset:
             warnings.warn(
-                "This engine was used with another data set before, and its epsilon covers both. Use one engine per data "
-                "set unless they share examples.",
+                "This engine was used with another data set before, and its epsilon covers both. Use an engine for "
+                "each data set, unless they are the same.",
                 stacklevel=3,
             )
         self.dataset = data_loader.dataset
