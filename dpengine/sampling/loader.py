@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NoReturn
 
@@ -142,7 +141,8 @@ def _private_class(kind: type[DataLoader[Any]]) -> type[DataLoader[Any]]:
 
 
 def _users_class(loader: Any) -> str:
-    return type(loader).__mro__[2].__name__
+    kinds = type(loader).__mro__
+    return kinds[kinds.index(PrivateIteration) + 1].__name__
 
 
 class PrivateIteration:
@@ -206,16 +206,8 @@ class PrivateIteration:
         return data
 
     def __len__(self) -> int:
-        """Returns the number of logical batches in a pass; for a loader of `in_chunks` about the number of chunks."""
-        steps, size = len(self.batch_sampler), self._physical_batch_size
-        if not self.__dict__.get("_counts_chunks") or size is None:
-            return steps
-        return math.ceil(steps * max(1.0, self._batches.strategy.expected_batch_size / size))
-
-    def in_chunks(self, physical_batch_size: int) -> Any:
-        """Returns a loader of the same run that splits logical batches into nearly equal chunks up to this size."""
-        size = whole_number("in_chunks", "physical_batch_size", physical_batch_size, at_least=1)
-        return self._with({**self.__dict__, "_physical_batch_size": size, "_counts_chunks": True})
+        """Returns the number of logical batches in a pass."""
+        return len(self.batch_sampler)
 
     @property
     def position(self) -> int:

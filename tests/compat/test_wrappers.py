@@ -224,7 +224,7 @@ def test_hooks_are_disabled_enabled_removed_and_added(wrap):
     assert not records()
     wrapped.enable_hooks()
     assert records()
-    with pytest.raises(ValueError, match="on already"):
+    with pytest.raises(ValueError, match="attached already"):
         wrapped.add_hooks()
     wrapped.remove_hooks()
     wrapped.remove_hooks()
