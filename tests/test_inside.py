@@ -25,7 +25,7 @@ from pathlib import Path
 TESTS = Path(__file__).resolve().parent
 PACKAGE = TESTS.parent / "dpengine"
 
-STEP_ATTRIBUTES = {"passes", "_step", "_dpengine", "_waiting", "_books", "_made"}
+STEP_ATTRIBUTES = {"passes", "_step", "_dpengine", "_waiting", "_books", "_built_step"}
 STEP_MODULES = {
     "add_clipped",
     "amp_and_lr_schedulers",

@@ -6,7 +6,6 @@ Axes: B samples.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -64,7 +63,7 @@ class PerSampleGradients:
             groups = dict.fromkeys(self._mode.parameters, 0)
             with self._clipper.capture.paused(), without_autocast():
                 self._norms_B = self._mode.sq_norms(groups, 1, self._scale).sum(dim=1).sqrt()
-            self._versions = _versions(self._mode)  # calls of one layer may have been joined
+            self._versions = _versions(self._mode)  # calls of one layer may have been merged
         return self._norms_B.clone()
 
     @suggests_names
@@ -127,22 +126,14 @@ class PerSampleGradients:
         with self._clipper.capture.paused(), without_autocast():
             return (self._mode.formed(parameter) * self._scale).to(wide(parameter.dtype))
 
-    def on_demand(self, dtype_of: Callable[[torch.dtype], torch.dtype] = wide) -> dict[nn.Parameter, OnDemand]:
-        """Returns a tensor for each trainable parameter that forms its gradients when it is read.
-
-        Args:
-            dtype_of: The dtype of the gradients by that of the parameter.
-        """
+    def on_demand(self) -> dict[nn.Parameter, OnDemand]:
+        """Returns a tensor for each trainable parameter that calls ``gradients`` when it is first read."""
         found = {}
         for name, parameter in self._names.items():
             if parameter.requires_grad:
-                shape, dtype = (self.samples, *parameter.shape), dtype_of(parameter.dtype)
-                form = partial(self._gradients_in, name, dtype)
-                found[parameter] = OnDemand(form, shape, dtype=dtype, device=parameter.device)
+                shape, dtype = (self.samples, *parameter.shape), wide(parameter.dtype)
+                found[parameter] = OnDemand(partial(self.gradients, name), shape, dtype=dtype, device=parameter.device)
         return found
-
-    def _gradients_in(self, name: str, dtype: torch.dtype) -> Tensor:
-        return self.gradients(name).to(dtype)
 
     def check_unchanged(self) -> None:
         """Raises StaleGradientError if an input of a layer was changed in place since the pass."""

@@ -71,8 +71,8 @@ def register_grad_sampler(
 
     Args:
         layer_class: The class, or several.
-        own_loss: Whether ``backprops`` shall be the gradients of each row's own loss, and what is returned too: where
-            the loss is a mean over the rows they are multiplied by their number. Rules for Opacus expect this.
+        own_loss: Whether ``backprops`` and the returned gradients are those of each sample's own loss. If the loss is a
+            mean over samples, ``backprops`` is then multiplied by the number of samples.
 
     Returns:
         A decorator that returns the function unchanged.

@@ -20,9 +20,9 @@ from .units import UnitStrategy
 class LogicalBatch:
     """One sampled batch, which may span several physical batches. Compared by identity.
 
-    ``rows`` and ``units`` have one entry for each chunk; without ``units``, every row is a privacy unit of its own.
-    ``placeholder`` says whether the loader returns a placeholder sample for a chunk of zero rows.
-    It cannot be copied or pickled, because releasing the same batch twice would break accounting.
+    ``rows`` and ``units`` have one entry for each chunk; without ``units``, each sample is a privacy unit.
+    ``placeholder`` is True if the loader returns a placeholder sample for an empty chunk.
+    It cannot be copied or pickled, because two steps with the same batch would break the accounting.
     """
 
     step: int
@@ -32,7 +32,7 @@ class LogicalBatch:
 
     @property
     def size(self) -> int:
-        """Rows in the whole logical batch."""
+        """Number of samples in the whole logical batch."""
         return sum(self.rows)
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
@@ -47,7 +47,7 @@ class DrawnBatch(NamedTuple):
 
 
 class LogicalBatches:
-    """Draws, splits and returns the logical batches of a run. Shared by the loader, its sampler and their copies."""
+    """Draws, splits and returns the logical batches of a run. The loader, its sampler and their copies share it."""
 
     def __init__(
         self,
@@ -56,15 +56,15 @@ class LogicalBatches:
         *,
         physical_batch_size: int | None,
         accumulation_steps: int,
-        on_return: Callable[[LogicalBatch, int], None],  # called with the chunk's number before a chunk is returned
-        may_draw: Callable[[int], bool],  # asked with the step before each logical batch; False ends the pass
+        on_return: Callable[[LogicalBatch, int], None],  # called with the index of a chunk before it is returned
+        may_draw: Callable[[int], bool],  # called before each logical batch; False ends the pass
         share: tuple[int, int] = (0, 1),  # rank and number of ranks, each of which returns its part of every chunk
         placeholder: bool = False,  # whether an empty chunk comes with a placeholder sample
     ):
         self._placeholder = placeholder
         self.strategy = strategy
         self.may_draw = may_draw
-        self.position = 0  # logical batches handed out since the start of the run, and so the step of the next one
+        self.position = 0  # returned logical batches of the run, which is the step of the next one
         self.open_pass: Pass | None = None
         self.share = share
         self._words = words
@@ -88,7 +88,7 @@ class LogicalBatches:
         )
 
     def _units_of(self, strategy: UnitStrategy, indices: IndexBatch) -> list[IndexBatch]:
-        """This process's chunks of whole units; all processes have equally many, the last ones perhaps empty."""
+        """Returns this process's chunks of whole units. All processes have equally many, and some may be empty."""
         rank, ranks = self.share
         chunks = [
             strategy.chunks(part, size=self.physical_batch_size, parts=self._accumulation_steps)
@@ -98,25 +98,25 @@ class LogicalBatches:
         return [*chunks[rank], *[indices[:0]] * (most - len(chunks[rank]))]
 
     def mark_returned(self, batch: LogicalBatch, chunk: int) -> None:
-        """Notes that a chunk is about to reach the user."""
+        """Records that a chunk is about to be returned."""
         if chunk == 0:
-            self.position = batch.step + 1  # first, so that a failing callback cannot make this step come twice
+            self.position = batch.step + 1  # first: a callback that raises must not repeat the step
         self.on_return(batch, chunk)
 
     def start_pass(self, *, fetch_empty: bool) -> Pass:
-        """Returns a new pass from the current position. A pass that is still open is over."""
+        """Returns a new pass from the current position. Ends an open pass."""
         self.end_pass()
         self.open_pass = Pass(self, fetch_empty=fetch_empty)
         return self.open_pass
 
     def end_pass(self) -> None:
-        """Ends the open pass, if there is one. What it has drawn but not handed out is forgotten."""
+        """Ends the open pass, if there is one, and forgets its batches that were not returned."""
         if self.open_pass is not None:
             self.open_pass.source = None
             self.open_pass = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> LogicalBatches:
-        return self  # copies of a loader continue the same run: no step may be handed out twice
+        return self  # copies of a loader continue the same run, so no step is returned twice
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise TypeError(
@@ -126,23 +126,23 @@ class LogicalBatches:
 
 
 class Pass:
-    """One pass over the loader. What is fetched and what is handed out are matched first in, first out.
+    """One pass over the loader. Fetched and returned batches are matched first in, first out.
 
-    DataLoader workers run ahead of the user, by an amount that depends on timing. So whichever side first needs the
-    next logical batch draws it, for both.
+    DataLoader workers fetch ahead of the user by an amount that depends on timing. The side that first needs the next
+    logical batch draws it for both.
     """
 
     def __init__(self, batches: LogicalBatches, *, fetch_empty: bool):
-        self.source: Iterator[Any] | None = None  # the user's own iteration; dropping it stops its workers
+        self.source: Iterator[Any] | None = None  # the user's iterator; deleting it stops its workers
         self.taken = False
-        self.sent, self.received = 0, 0  # chunks: index lists read by the source, and batches that it gave
-        self.fetch_empty = fetch_empty  # whether chunks without rows go through the data loader as well
+        self.sent, self.received = 0, 0  # index lists read by the source, and batches that it returned
+        self.fetch_empty = fetch_empty  # whether empty chunks go through the user's loader
         self._batches = batches
         self._start = batches.position
         self._drawn = 0
         self._for_user: collections.deque[LogicalBatch] = collections.deque()
         self._to_fetch: collections.deque[list[list[int]]] = collections.deque()
-        self._lock = threading.Lock()  # some loader classes iterate in a thread of their own
+        self._lock = threading.Lock()  # some loader classes iterate in another thread
 
     def next_for_user(self) -> LogicalBatch:
         """Returns the next logical batch."""
@@ -152,7 +152,7 @@ class Pass:
             return self._for_user.popleft()
 
     def index_lists(self) -> Iterator[list[int]]:
-        """Yields the chunks to fetch, to the end of the pass."""
+        """Yields the chunks to fetch until the end of the pass."""
         while (chunks := self._next_to_fetch()) is not None:
             for chunk in chunks:
                 if chunk or self.fetch_empty:
@@ -177,14 +177,14 @@ class Pass:
 class PrivateBatchSampler(Sampler[list[int]]):
     """The batch sampler of a private loader.
 
-    A loader that someone else builds around it, as training frameworks do, gets index lists too. It cannot say when a
-    batch reaches the user, so there a chunk counts as handed out when its indices are read.
+    A loader that a training framework builds around it gets index lists, too. Such a loader does not report which batch
+    it returns, so a chunk counts as returned when its indices are read.
 
     Args:
-        batches: The run.
+        batches: The logical batches of the run.
 
     Attributes:
-        batch_size: The expected batch size of this process, rounded. Frameworks read it.
+        batch_size: The expected batch size of this process, rounded, for training frameworks.
         drop_last: Always False.
     """
 
@@ -196,31 +196,16 @@ class PrivateBatchSampler(Sampler[list[int]]):
     def __len__(self) -> int:
         return self._batches.strategy.steps_per_epoch
 
-    @property
-    def num_samples(self) -> int:
-        """Examples of the data set."""
-        return self._batches.strategy.num_examples
-
-    @property
-    def sample_rate(self) -> float:
-        """The probability, or the share, of an example in a batch."""
-        return self._batches.strategy.sample_rate
-
-    @property
-    def steps(self) -> int:
-        """Logical batches in a pass."""
-        return len(self)
-
     def __iter__(self) -> Iterator[list[int]]:
-        # A worker pool asks for two iterators and reads one, so a pass is taken by the first that is really read.
+        # A worker pool creates two iterators and reads one, so the first one that is read takes the pass.
         current = self._batches.open_pass
         if current is not None and not current.taken:
             current.taken = True
             yield from current.index_lists()
         else:
-            yield from self._hand_out_indices()
+            yield from self._return_indices()
 
-    def _hand_out_indices(self) -> Iterator[list[int]]:
+    def _return_indices(self) -> Iterator[list[int]]:
         for _ in range(len(self)):
             step = self._batches.position
             if not self._batches.may_draw(step):

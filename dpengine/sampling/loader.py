@@ -1,10 +1,9 @@
-"""The user's DataLoader, handing out private batches."""
+"""Private form of the user's DataLoader, which returns private batches."""
 
 from __future__ import annotations
 
 import copy
 import functools
-import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NoReturn
 
@@ -38,17 +37,16 @@ def private_loader(
 ) -> DataLoader[Any]:
     """Returns a copy of ``loader`` that draws its batches by ``strategy``.
 
-    The copy is an instance of the user's own class, with the data set, workers, memory pinning, generator and all other
-    attributes of the original, which stays as it was. A pass over it yields ``strategy.steps_per_epoch`` logical
-    batches, each in one or more physical chunks, and the next pass goes on where the last one ended: ``position``
-    counts logical batches handed out. A batch that workers have fetched ahead but that was never handed out has no
-    effect, and comes again, the same. Batches are drawn in the main process; workers receive the data set and
-    ``collate_fn`` only.
+    The copy is an instance of the user's own class with all attributes of the original, which does not change. A pass
+    over it yields ``strategy.steps_per_epoch`` logical batches, each in one or more chunks. The next pass continues
+    after the last one: ``position`` counts returned logical batches. A batch that workers fetched ahead and that was
+    not returned has no effect, and is drawn again. Batches are drawn in the main process; workers receive only the
+    data set and ``collate_fn``.
 
-    An empty logical batch is a batch of zero rows, in the structure of a real one. That structure is taken here, once,
-    from ``dataset[0]``.
+    An empty logical batch has zero samples and the structure of other batches, which is derived here from
+    ``dataset[0]``.
 
-    Starting a pass ends one that is still open; reading the old one then raises `SamplingError`.
+    Starting a pass ends an open one; reading the old one then raises `SamplingError`.
     """
     check_loader(loader)
     _refuse_other_size(loader, strategy)
@@ -76,15 +74,15 @@ def private_loader(
         "batch_sampler": batch_sampler,
         "batch_size": batch_sampler.batch_size,
         "drop_last": False,
-        # What torch itself puts there beside a batch sampler: the user's order of rows is gone.
+        # As torch does for a batch sampler: the user's order of examples is not used.
         "sampler": SequentialSampler(loader.dataset),  # type: ignore[arg-type]
         "collate_fn": EmptyAwareCollate(loader.collate_fn, template),
         "in_order": True,  # logical batches are matched first in, first out
         "_iterator": None,  # persistent workers belong to the original
     }
     wrapped = {name: _changed(part, type(part), settings) for name, part in _same_batches(loader).items()}
-    # A class that changes batches in an __iter__ of its own must get the empty ones too. In all others they do not pass
-    # through workers, where `dataset.__getitems__` would meet an empty list.
+    # A class that changes batches in its own __iter__ must get empty batches too. For all others they do not pass
+    # through workers, where `dataset.__getitems__` would get an empty list.
     fetch_empty = type(loader).__iter__ is not DataLoader.__iter__
     own = {"_batches": batches, "_fetch_empty": fetch_empty, "_physical_batch_size": physical_batch_size}
     private = {**settings, **wrapped, **own}
@@ -92,7 +90,7 @@ def private_loader(
 
 
 def _refuse_other_size(loader: Any, strategy: AbstractBatchStrategy | None = None) -> None:
-    """A data set that has grown or shrunk is not the one whose examples have the chance that is accounted for."""
+    """Raises if the size of the data set has changed, because the accounted sampling rate would be wrong."""
     strategy = loader._batches.strategy if strategy is None else strategy
     rows = len(loader.dataset)
     if rows != strategy.num_examples:
@@ -103,14 +101,14 @@ def _refuse_other_size(loader: Any, strategy: AbstractBatchStrategy | None = Non
 
 
 def _changed(loader: DataLoader[Any], kind: type[DataLoader[Any]], attributes: dict[str, Any]) -> DataLoader[Any]:
-    """A shallow copy of class ``kind`` with these attributes. Through __dict__, as DataLoader forbids setting them."""
+    """Returns a shallow copy of class ``kind`` with these attributes, set in __dict__ because DataLoader forbids it."""
     changed = object.__new__(kind)
     changed.__dict__.update(loader.__dict__, **attributes)
     return changed
 
 
 def _same_batches(loader: DataLoader[Any]) -> dict[str, DataLoader[Any]]:
-    """The loaders inside ``loader`` that it iterates over, as those of accelerate do."""
+    """Returns the loaders that ``loader`` wraps and iterates over."""
     parts = {name: part for name, part in loader.__dict__.items() if isinstance(part, DataLoader)}
     return {name: part for name, part in parts.items() if part.batch_sampler is loader.batch_sampler}
 
@@ -137,16 +135,17 @@ def _template(loader: DataLoader[Any], example_input: Any, *, batch_first: bool)
 
 @functools.cache
 def _private_class(kind: type[DataLoader[Any]]) -> type[DataLoader[Any]]:
-    """The subclass of the user's loader class, one for each."""
+    """Returns the private subclass of the user's loader class."""
     return type(f"Private{kind.__name__}", (PrivateIteration, kind), {"__module__": __name__, "__doc__": kind.__doc__})
 
 
 def _users_class(loader: Any) -> str:
-    return type(loader).__mro__[2].__name__
+    kinds = type(loader).__mro__
+    return kinds[kinds.index(PrivateIteration) + 1].__name__
 
 
 class PrivateIteration:
-    """What a private loader does differently from the user's class, which follows it in the order of resolution."""
+    """Behavior of a private loader. The user's class follows it in the method resolution order."""
 
     batch_sampler: PrivateBatchSampler
     collate_fn: EmptyAwareCollate
@@ -162,8 +161,8 @@ class PrivateIteration:
         try:
             this_pass.source = super().__iter__()  # type: ignore[misc]
             for _ in range(len(self.batch_sampler)):
-                # Asked when the user wants the batch, not when a worker runs ahead: the answer may depend on the steps
-                # taken until now.
+                # Called when the user needs the batch, not when a worker fetches ahead: the result may depend on the
+                # steps so far.
                 if not batches.may_draw(batches.position):
                     return
                 batch = this_pass.next_for_user()
@@ -176,7 +175,7 @@ class PrivateIteration:
                             "This pass over the private loader is over: another was started, or a state loaded.",
                             fix="Use one iterator at a time.",
                         )
-            # To the end, so that what the user's class does after its last batch is done.
+            # Runs the user's class to its end.
             if next(this_pass.source, _END) is not _END:
                 raise SamplingError(f"{_users_class(self)} gave more batches than were drawn.", fix=_ONE_FOR_ONE)
         finally:
@@ -184,7 +183,7 @@ class PrivateIteration:
                 batches.end_pass()
 
     def _get_iterator(self) -> Any:
-        """The iterator of the user's class; of torch's own, over tensors in memory, one that reads a batch at once."""
+        """Returns the iterator of the user's class; for tensors in memory, one that reads a batch at once."""
         theirs = super()._get_iterator  # type: ignore[misc]
         as_torch_does = getattr(theirs, "__func__", None) is DataLoader._get_iterator
         if not as_torch_does or type(self.collate_fn) is not EmptyAwareCollate or self.__dict__["num_workers"]:
@@ -195,7 +194,7 @@ class PrivateIteration:
         return _changed(self, DataLoader, {"dataset": whole, "collate_fn": as_read})._get_iterator()  # type: ignore[arg-type]
 
     def _chunk(self, this_pass: Pass, rows: int) -> Any:
-        """The data of the next chunk."""
+        """Returns the data of the next chunk."""
         if rows == 0 and not self._fetch_empty:
             return self.collate_fn([])
         data = next(this_pass.source, _END)  # type: ignore[arg-type]
@@ -206,28 +205,20 @@ class PrivateIteration:
         return data
 
     def __len__(self) -> int:
-        """Returns the number of logical batches in a pass; for a loader of `in_chunks` about the number of chunks."""
-        steps, size = len(self.batch_sampler), self._physical_batch_size
-        if not self.__dict__.get("_counts_chunks") or size is None:
-            return steps
-        return math.ceil(steps * max(1.0, self._batches.strategy.expected_batch_size / size))
-
-    def in_chunks(self, physical_batch_size: int) -> Any:
-        """Returns a loader of the same run that splits logical batches into nearly equal chunks up to this size."""
-        size = whole_number("in_chunks", "physical_batch_size", physical_batch_size, at_least=1)
-        return self._with({**self.__dict__, "_physical_batch_size": size, "_counts_chunks": True})
+        """Returns the number of logical batches in a pass."""
+        return len(self.batch_sampler)
 
     @property
     def position(self) -> int:
-        """Logical batches handed out since the start of the run."""
+        """Number of logical batches returned since the start of the run."""
         return self._batches.position
 
     def state_dict(self) -> dict[str, int]:
-        """Returns the position. It is public, and all that a resumed run needs beside the same ``words``."""
+        """Returns the position, which is public. With the same ``words`` it is all that a resumed run needs."""
         return {"position": self.position}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Goes on from a stored position. An open pass is over."""
+        """Continues from a stored position. Ends an open pass."""
         if set(state) != {"position"}:
             raise ValueError(f"load_state_dict: expected the key 'position' alone, got {sorted(state)}.")
         position = whole_number("load_state_dict", "position", state["position"], at_least=0)
@@ -243,7 +234,7 @@ class PrivateIteration:
         )
 
     def _with(self, attributes: dict[str, Any]) -> Any:
-        """A loader of the same run with these attributes, and no workers yet."""
+        """Returns a loader of the same run with these attributes and without workers."""
         other = object.__new__(type(self))
         other.__dict__.update(attributes, _iterator=None)
         return other

@@ -43,7 +43,8 @@ def test_attributes_are_those_of_opacus():
     assert loader.batch_size is None
     assert (loader.distributed, loader.rand_on_empty) == (False, False)
     assert len(loader) == 10
-    assert loader.batch_sampler is not None
+    sampler = loader.batch_sampler
+    assert (sampler.num_samples, sampler.sample_rate, sampler.steps) == (40, 0.1, 10)
 
 
 @pytest.mark.parametrize("count", [1, 7, 93, 99, 105, 141])
@@ -95,7 +96,7 @@ def batches_of_a_run(*, made_by_hand, **asked):
 
 @pytest.mark.parametrize("made_by_hand", [False, True])
 def test_the_generator_of_a_loader_draws_no_batches_of_a_run_whose_epsilon_rests_on_them(made_by_hand):
-    with pytest.warns(UserWarning, match="must stay secret"):
+    with pytest.warns(UserWarning, match="must be secret"):
         one, other = (batches_of_a_run(made_by_hand=made_by_hand) for _ in range(2))
     assert one != other
 

@@ -288,7 +288,7 @@ def test_batches_of_a_pass_that_are_joined_cost_no_more_and_are_not_said_to():
 
 def test_a_step_without_hooks_and_without_gradients_says_what_to_write():
     wrapped, optimizer, loader = of_compat(grad_sample_mode="no_op")
-    with pytest.raises(TicketError, match=r"no p\.grad_sample written.*write p\.grad_sample of every parameter"):
+    with pytest.raises(TicketError, match=r"no p\.grad_sample was written.*write p\.grad_sample of every parameter"):
         step(wrapped, optimizer, *next(iter(loader)))
 
 

@@ -258,7 +258,7 @@ def test_an_optimizer_built_by_hand_over_a_model_that_an_engine_made_private_rel
     inputs, targets = next(iter(made.loader))
     loss(made.model, inputs, targets).backward()
 
-    with pytest.raises(ParameterMismatchError, match="in no account"):
+    with pytest.raises(ParameterMismatchError, match="without the steps of this optimizer"):
         by_hand_too.step()
 
     assert_same(dict(made.model.named_parameters()), before)

@@ -281,7 +281,7 @@ def test_norms_and_sums_form_no_per_sample_gradient_and_grad_sample_does_when_it
         wrapped.last_pass.weighted_sum(1.0 / wrapped.last_pass.norms())
     assert seen.elements < samples * largest_parameter / 8
     shown = model[2].weight.grad_sample
-    assert isinstance(shown, OnDemand) and shown.untouched
+    assert isinstance(shown, OnDemand) and shown.formed is None
     assert shown.shape == (samples, 256, 64 * 64)
     with LargestResult() as seen:
         _ = model[0].weight.grad_sample[0].sum()

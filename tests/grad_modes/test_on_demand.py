@@ -1,4 +1,4 @@
-"""A gradient on demand: formed by the first operation, once, and from then on an ordinary tensor to everybody."""
+"""A gradient on demand: the first operation forms it, once, and later operations use the values."""
 
 import copy
 import io
@@ -6,7 +6,7 @@ import io
 import pytest
 import torch
 
-from dpengine.errors import MissingGradientError
+from dpengine.errors import MissingGradientError, StaleGradientError
 from dpengine.grad_modes.on_demand import OnDemand
 
 
@@ -26,7 +26,7 @@ def test_shape_dtype_and_device_are_known_without_forming():
     assert (shown.shape, shown.size(), shown.dim(), shown.ndim, len(shown)) == ((2, 3), (2, 3), 2, 2, 2)
     assert (shown.numel(), shown.dtype, shown.device) == (6, values.dtype, values.device)
     assert not shown.requires_grad
-    assert shown.untouched
+    assert shown.formed is None
     assert isinstance(shown, torch.Tensor)
     assert not calls
 
@@ -62,7 +62,7 @@ def test_every_way_to_read_gives_the_values(read):
     assert torch.equal(read(shown), values)
     assert torch.equal(read(shown), values)
     assert len(calls) == 1
-    assert not shown.untouched
+    assert shown.formed is not None
 
 
 WRITES = {
@@ -82,15 +82,17 @@ def test_every_way_to_write_changes_what_is_read_later(write):
     write(expected)
     write(shown)
     assert torch.equal(shown + 0, expected)
-    assert not shown.untouched
+    assert shown.formed is not None
 
 
-def test_what_was_used_up_unseen_says_so_and_what_was_seen_stays():
-    unseen, seen = on_demand()[0], on_demand()[0]
-    _ = seen + 0
-    for one in (unseen, seen):
-        one.use_up()
-    with pytest.raises(MissingGradientError, match="without ever being formed"):
-        _ = unseen + 0
-    assert unseen.shape == (2, 3)
-    assert torch.equal(seen + 0, torch.arange(6.0).reshape(2, 3))
+@pytest.mark.parametrize("error", [MissingGradientError, StaleGradientError])
+def test_values_that_cannot_be_formed_raise_when_they_are_read_and_are_saved_as_none(error):
+    def form():
+        raise error("The batch is gone.")
+
+    shown = OnDemand(form, (2, 3), dtype=torch.float32, device=torch.device("cpu"))
+    for _ in range(2):
+        with pytest.raises(error, match="The batch is gone"):
+            _ = shown + 0
+    assert shown.shape == (2, 3)
+    assert _saved(shown) is None

@@ -1,4 +1,4 @@
-"""``DPDataLoader``: Poisson batches, drawn by the engine, empty ones included."""
+"""``DPDataLoader``: Poisson batches drawn by the engine, empty ones included."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from torch.utils.data._utils.collate import default_collate
 
 from dpengine.distributed.topology import Topology
 from dpengine.errors import suggests_names
+from dpengine.sampling.batches import PrivateBatchSampler
 from dpengine.sampling.check import check_loader
 from dpengine.sampling.choose_scheme import strategy_for
 from dpengine.sampling.loader import PrivateIteration
@@ -34,20 +35,20 @@ def wrap_collate_with_empty(
     sample_empty_shapes: Sequence[tuple[int, ...]] | None = None,
     dtypes: Sequence[torch.dtype | type] | None = None,
 ) -> CollateFnWithEmpty:
-    """``CollateFnWithEmpty`` of these arguments."""
+    """Returns a ``CollateFnWithEmpty`` of these arguments."""
     return CollateFnWithEmpty(collate_fn, batch_first, rand_on_empty, sample_empty_shapes, dtypes)
 
 
 class CollateFnWithEmpty:
-    """A collate function that knows what an empty batch looks like: the first batch that it saw, without rows.
+    """Collate function that returns the structure of the first batch, without samples, for an empty batch.
 
-    A ``DPDataLoader`` needs none: it looks at an example beforehand.
+    A ``DPDataLoader`` does not need it, because it reads an example first.
 
     Args:
-        collator_fn: From a list of examples to a batch; None leaves the list as it is.
+        collator_fn: Function from a list of examples to a batch; None returns the list.
         batch_first: Whether axis 0 of tensors is the batch; else axis 1.
-        rand_on_empty: Whether an empty batch has one row of zeros and ones instead of none.
-        sample_empty_shapes: Shapes of the tensors of a batch that is empty before any other was seen.
+        rand_on_empty: Whether an empty batch has one sample of zeros and ones.
+        sample_empty_shapes: Shapes of the tensors of an empty batch before the first other one.
         dtypes: Their dtypes.
     """
 
@@ -67,12 +68,12 @@ class CollateFnWithEmpty:
         self.first_batch: Any = None
 
     def __call__(self, batch: list[Any]) -> Any:
-        """The batch of these examples, or an empty one; TypeError if that would hold anything but tensors."""
+        """Returns the batch of the examples, or an empty one; TypeError if its structure holds other than tensors."""
         if len(batch):
-            made = batch if self.wrapped_collator_fn is None else self.wrapped_collator_fn(batch)
+            collated = batch if self.wrapped_collator_fn is None else self.wrapped_collator_fn(batch)
             if self.first_batch is None:
-                self.first_batch = copy.deepcopy(made)
-            return made
+                self.first_batch = copy.deepcopy(collated)
+            return collated
         if self.first_batch is not None:
             return self._make_empty_batch(self.first_batch)
         shapes, dtypes = self.sample_empty_shapes or (), self.dtypes or ()
@@ -90,53 +91,52 @@ class CollateFnWithEmpty:
         if isinstance(sample, (list, tuple)):
             return type(sample)(map(self._make_empty_batch, sample))
         raise TypeError(
-            f"A batch holds a {type(sample).__name__}, of which there is no empty form that tells nothing. Collate to "
-            "tensors in dictionaries, lists or tuples, or use a DPDataLoader."
+            f"A batch holds a {type(sample).__name__}, which has no empty form. Collate to tensors in dictionaries, "
+            "lists or tuples, or use a DPDataLoader."
         )
 
 
 def shape_safe(x: Any) -> tuple[int, ...]:
-    """The shape of a tensor or array, ``()`` of anything else."""
+    """Returns the shape of a tensor or array; ``()`` for other types."""
     return getattr(x, "shape", ())
 
 
 def dtype_safe(x: Any) -> torch.dtype | type:
-    """The dtype of a tensor or array, the type of anything else."""
+    """Returns the dtype of a tensor or array; the type of other values."""
     return getattr(x, "dtype", type(x))
 
 
 class _PaddedCollate:
-    """Gives a row of zeros and ones where the engine gives none. Its gradient is dropped."""
+    """Returns a sample of zeros and ones for an empty batch. Its gradient is dropped."""
 
     def __init__(self, collate: Callable[[list[Any]], Any]):
         self._collate = collate
 
     def __call__(self, examples: list[Any]) -> Any:
-        made = self._collate(examples)
-        return made if len(examples) else pytree.tree_map_only(torch.Tensor, _one_row, made)
+        batch = self._collate(examples)
+        return batch if len(examples) else pytree.tree_map_only(torch.Tensor, _one_sample, batch)
 
 
-def _one_row(empty: torch.Tensor) -> torch.Tensor:
+def _one_sample(empty: torch.Tensor) -> torch.Tensor:
     return torch.randint(0, 2, [size or 1 for size in empty.shape], device=empty.device).to(empty.dtype)
 
 
 class DPDataLoader(PrivateIteration, DataLoader):  # type: ignore[misc]
-    """A ``DataLoader`` that draws each example with one probability for each batch, and gives empty batches too.
+    """A ``DataLoader`` of Poisson batches, which may be empty.
 
     Args:
         dataset: A map-style data set.
-        sample_rate: That probability, in (0, 1].
-        collate_fn: From a list of examples to a batch; None for torch's own.
-        drop_last: Without effect: there is no last batch that is shorter.
-        generator: Makes batches repeat, for tests: it gives the seed.
-        distributed: Whether each process loads its own part of every batch; or the topology of the model, which says
-            who has which part.
+        sample_rate: Probability of each example to be in a batch, in (0, 1].
+        collate_fn: Function from a list of examples to a batch; None for torch's default.
+        drop_last: Without effect: the last batch is like all others.
+        generator: Source of the seed of reproducible batches, for tests.
+        distributed: Whether each process loads its own part of every batch; or the topology of the model.
         batch_first: Whether axis 0 of tensors is the batch; else axis 1.
-        rand_on_empty: Whether an empty batch has one row of zeros and ones, whose gradient is dropped.
-        kwargs: Of ``torch.utils.data.DataLoader``: workers, memory pinning and the like.
+        rand_on_empty: Whether an empty batch has one sample of zeros and ones, whose gradient is dropped.
+        kwargs: Further arguments of ``torch.utils.data.DataLoader``.
 
     Raises:
-        ValueError: If the data set is an ``IterableDataset``, or the rate is out of its range.
+        ValueError: If the data set is an ``IterableDataset``, or the rate is out of range.
     """
 
     def __init__(
@@ -160,8 +160,8 @@ class DPDataLoader(PrivateIteration, DataLoader):  # type: ignore[misc]
             dataset, batch_size=size, collate_fn=collate_fn or default_collate, **kwargs
         )
         strategy = strategy_for(plain, sample_rate=sample_rate, expected_batch_size=max(sample_rate * rows, 1e-9))
-        made = _made(plain, strategy, generator, distributed, batch_first, rand_on_empty)
-        self.__dict__.update(made.__dict__)
+        private = _private(plain, strategy, generator, distributed, batch_first, rand_on_empty)
+        self.__dict__.update(private.__dict__)
 
     @classmethod
     @suggests_names
@@ -174,34 +174,24 @@ class DPDataLoader(PrivateIteration, DataLoader):  # type: ignore[misc]
         batch_first: bool = True,
         rand_on_empty: bool = False,
     ) -> DPDataLoader:
-        """A loader with the data set, workers and all else of another one, and as many batches in a pass.
+        """Returns a loader with the data set and settings of another one, and as many batches in a pass.
 
-        Args:
-            data_loader: A plain loader, shuffled or not. It stays as it is. Its batch size is that of all processes
-                together; with a ``DistributedSampler``, that of each.
-            distributed: As in the class.
-            generator: As in the class; None takes that of the loader.
-            batch_first: As in the class.
-            rand_on_empty: As in the class.
-
-        Returns:
-            The loader.
-
-        Raises:
-            ValueError: If its data set is an ``IterableDataset``, or its sampler has a law of its own.
-        """  # noqa: DOC502 - the checks raise on our behalf
+        ``data_loader`` is a plain loader, whose batch size is that of all processes together; with a
+        ``DistributedSampler``, that of each. ``generator=None`` uses its generator. The other arguments are those of
+        the class. Raises ValueError for an ``IterableDataset`` or a custom sampler.
+        """
         generator = data_loader.generator if generator is None else generator
         strategy, whole = _drawn_as(data_loader, distributed)
-        return _made(plain(whole), strategy, generator, distributed, batch_first, rand_on_empty)
+        return _private(plain(whole), strategy, generator, distributed, batch_first, rand_on_empty)
 
     @property
     def strategy(self) -> AbstractBatchStrategy:
-        """How its batches are drawn."""
+        """The sampling scheme."""
         return self._batches.strategy
 
     @property
     def sample_rate(self) -> float:
-        """The probability with which an example is in a batch."""
+        """Probability of each example to be in a batch."""
         return self.strategy.sample_rate
 
 
@@ -213,25 +203,25 @@ def private_form(
     batch_first: bool,
     rand_on_empty: bool,
 ) -> DPDataLoader:
-    """Returns the private loader of a run, as ``DPDataLoader.from_data_loader`` does, with secret batches.
+    """Returns the private loader of a run, with secret batches.
 
-    Only with ``repeats`` the generator of the loader draws them, for tests whose noise repeats, too.
+    With ``repeats``, the generator of the loader draws them, for tests with reproducible noise.
     """
     generator = data_loader.generator if repeats else None
     if generator is not data_loader.generator:
         warnings.warn(
-            "The generator of the loader draws no batches here: which rows a batch has must stay secret, or sampling "
-            "amplifies no privacy. For tests pass noise_generator= as well, and noise and batches repeat.",
+            "The generator of the loader is not used: batches must be secret for privacy amplification by sampling. "
+            "For reproducible tests, pass noise_generator= as well.",
             stacklevel=5,
         )
     strategy, whole = _drawn_as(data_loader, distributed)
-    return _made(plain(whole), strategy, generator, distributed, batch_first, rand_on_empty)
+    return _private(plain(whole), strategy, generator, distributed, batch_first, rand_on_empty)
 
 
 def _drawn_as(
     data_loader: DataLoader[Any], distributed: bool | Topology
 ) -> tuple[AbstractBatchStrategy, DataLoader[Any]]:
-    """How batches of a loader are drawn, and the loader of all rows."""
+    """Returns the sampling scheme of a loader's private form, and the loader of the batches of all processes."""
     refuse_iterable(data_loader.dataset)
     if isinstance(data_loader, DPDataLoader):
         return data_loader.strategy, data_loader
@@ -244,35 +234,26 @@ def _drawn_as(
 
 @suggests_names
 def switch_generator(*, data_loader: DataLoader[Any], generator: torch.Generator) -> DataLoader[Any]:
-    """A copy of a loader whose sampler, workers and data draw from another generator.
-
-    Args:
-        data_loader: A loader.
-        generator: The generator.
-
-    Returns:
-        The copy.
+    """Returns a copy of a loader whose sampler and workers use another generator.
 
     Raises:
-        ValueError: If the loader makes no batches, or its sampler draws from no generator.
+        ValueError: If the loader has no batches, or its sampler has no generator.
     """
     batches: Any = data_loader.batch_sampler
     inner = batches.sampler if isinstance(batches, BatchSampler) else batches
     if inner is None or not hasattr(inner, "generator"):
-        raise ValueError(f"The sampler of the loader ({type(inner).__name__}) draws from no generator.")
-    other = copy.copy(data_loader)
-    drawn = copy.copy(inner)
-    drawn.generator = generator  # type: ignore[attr-defined]
+        raise ValueError(f"The sampler of the loader ({type(inner).__name__}) has no generator.")
+    other, sampler = copy.copy(data_loader), copy.copy(inner)
+    sampler.generator = generator  # type: ignore[attr-defined]
+    other.__dict__.update(batch_sampler=sampler, generator=generator)
     if isinstance(batches, BatchSampler):
-        again = copy.copy(batches)
-        again.sampler = drawn
-        other.__dict__.update(sampler=drawn, batch_sampler=again, generator=generator)
-    else:
-        other.__dict__.update(batch_sampler=drawn, generator=generator)
+        batches = copy.copy(batches)
+        batches.sampler = sampler
+        other.__dict__.update(sampler=sampler, batch_sampler=batches)
     return other
 
 
-def _made(
+def _private(
     plain: DataLoader[Any],
     strategy: AbstractBatchStrategy,
     generator: torch.Generator | None,
@@ -292,14 +273,22 @@ def _made(
     if rand_on_empty:
         private.__dict__["collate_fn"] = _PaddedCollate(private.collate_fn)
     more = {"batch_size": None, "distributed": bool(distributed), "rand_on_empty": rand_on_empty}
-    private.__dict__.update(more)
+    private.__dict__.update(more, batch_sampler=_BatchSampler(private._batches))  # type: ignore[attr-defined]
     private.__class__ = _class_for(type(plain))  # type: ignore[assignment, arg-type]
     return private  # type: ignore[return-value]
 
 
+class _BatchSampler(PrivateBatchSampler):
+    """Batch sampler with the attributes of Opacus's ``UniformWithReplacementSampler``."""
+
+    num_samples = property(lambda self: self._batches.strategy.num_examples)
+    sample_rate = property(lambda self: self._batches.strategy.sample_rate)
+    steps = property(len)
+
+
 @functools.cache
 def _class_for(kind: type[DataLoader[Any]]) -> type[DPDataLoader]:
-    """``DPDataLoader``, or a class that is that and the user's own."""
+    """Returns ``DPDataLoader``, or its subclass that inherits from the user's loader class, too."""
     if kind is DataLoader:
         return DPDataLoader
     return type(f"DP{kind.__name__}", (DPDataLoader, kind), {"__module__": __name__, "__doc__": kind.__doc__})
@@ -318,6 +307,6 @@ def refuse_iterable(dataset: Any) -> None:
     """Raises ValueError for an ``IterableDataset``."""
     if isinstance(dataset, IterableDataset):
         raise ValueError(
-            f"{type(dataset).__name__} is an IterableDataset: rows without an index cannot be drawn with equal "
-            "chances. Pass a data set with __len__ and __getitem__."
+            f"{type(dataset).__name__} is an IterableDataset, whose examples cannot be sampled with equal probability. "
+            "Pass a data set with __len__ and __getitem__."
         )

@@ -58,7 +58,7 @@ class BatchReports:
         optimizer = None if self._optimizer is None else self._optimizer()
         if optimizer is None:
             return
-        if not optimizer.is_hand_fed:
+        if not optimizer.has_external_batches:
             optimizer._waiting.batch_returned(optimizer._step, batch, chunk)
             return
         if chunk == 0:

@@ -19,7 +19,6 @@ from dpengine.accounting.ledger import Charge, Ledger
 from dpengine.distributed.topology import SINGLE, Topology
 from dpengine.engine.argument_checks import Uncopied
 from dpengine.engine.budget import Budget
-from dpengine.engine.integration import add_run, ledger_of_run
 from dpengine.engine.run import Run
 from dpengine.engine.shared_dataset_check import SharedDatasetCheck
 from dpengine.engine.step import PrivateStep
@@ -31,29 +30,29 @@ from .data_loader import private_form
 from .engine_batches import report_to, unsampled_loader
 from .grad_sample.gsm_base import AbstractGradSampleHooks, AbstractGradSampleModule, is_spread
 from .grad_sample.prepare import GHOST, get_gsm_class, prepare_module
-from .optimizers import DPOptimizer, get_optimizer_class, step_of
+from .optimizers import DPOptimizer, get_optimizer_class
 from .utils.fast_gradient_clipping_utils import DPLossFastGradientClipping
 
 
 class Preparation(Uncopied):
-    """The steps of ``make_private``. Subclasses may change those whose names begin with ``_prepare``.
+    """The parts of ``make_private``. Subclasses may override methods whose names begin with ``_prepare``.
 
     Attributes:
-        accountant: What tells epsilon.
-        secure_mode: Whether all noise is drawn by a cryptographic generator on the CPU.
-        dataset: The last one.
-        engine: The engine of dpengine, which keeps the books.
-        tellers: What informs accountants that do not follow the engine's ledger, by private step.
+        accountant: Accountant that computes epsilon.
+        secure_mode: Whether all noise comes from a cryptographic generator on the CPU.
+        dataset: The data set of the last run.
+        engine: The engine of dpengine, which has the ledger.
+        own_accountants: Count the steps of each run in accountants that do not follow the ledger.
     """
 
     accountant: Any
     secure_mode: bool
     dataset: Any
     engine: dpengine.PrivacyEngine
-    tellers: dict[PrivateStep, _Teller]
+    own_accountants: list[_OwnAccountant]
 
     _to_keep = "copy.deepcopy(engine.accountant)"
-    _repeats = False  # whether the run that is being prepared may be foreseen, as tests may ask for
+    _repeats = False  # whether the batches of the next run are reproducible, for tests
 
     def _keeps_books(self) -> bool:
         return bool(self.engine.runs)
@@ -72,7 +71,7 @@ class Preparation(Uncopied):
         grad_sample_mode: str = "hooks",
         **kwargs: Any,
     ) -> DPOptimizer:
-        """The private optimizer around one."""
+        """Returns the private optimizer around another one."""
         kind = get_optimizer_class(clipping=clipping, distributed=distributed, grad_sample_mode=grad_sample_mode)
         return kind(
             optimizer=optimizer.original_optimizer if isinstance(optimizer, DPOptimizer) else optimizer,
@@ -94,11 +93,11 @@ class Preparation(Uncopied):
         batch_first: bool = True,
         rand_on_empty: bool = False,
     ) -> DataLoader[Any]:
-        """The private loader for one."""
+        """Returns the private form of a loader."""
         if self.dataset is not None and self.dataset is not data_loader.dataset:
             warnings.warn(
-                "This engine was used with another data set before; its epsilon adds up both. Take an engine for each "
-                "data set, unless they are one.",
+                "This engine was used with another data set before, and its epsilon covers both. Use an engine for "
+                "each data set, unless they are the same.",
                 stacklevel=3,
             )
         self.dataset = data_loader.dataset
@@ -122,15 +121,15 @@ class Preparation(Uncopied):
         grad_sample_mode: str = "hooks",
         wrap_model: bool = True,
     ) -> AbstractGradSampleHooks:
-        """The wrapper of a model, or the hooks on it."""
+        """Returns the wrapper of a model, or the hooks on it."""
         if wrap_model and isinstance(module, AbstractGradSampleModule):
             wanted = (get_gsm_class(grad_sample_mode), batch_first, loss_reduction)
             found = (type(module), module.batch_first, module.loss_reduction)
             if wanted != found:
                 raise ValueError(
                     f"The model is a {found[0].__name__} with batch_first={found[1]}, loss_reduction={found[2]!r}; "
-                    f"asked for was a {wanted[0].__name__} with {wanted[1]}, {wanted[2]!r}. Pass module._module, or "
-                    "call module.to_standard_module() first."
+                    f"expected a {wanted[0].__name__} with {wanted[1]}, {wanted[2]!r}. Pass module._module, or call "
+                    "module.to_standard_module() first."
                 )
             return module
         more = {"max_grad_norm": max_grad_norm} if grad_sample_mode in GHOST else {}
@@ -146,7 +145,7 @@ class Preparation(Uncopied):
     def _prepare_criterion(
         self, *, module: Any, optimizer: DPOptimizer, criterion: Any, loss_reduction: str = "mean", **kwargs: Any
     ) -> DPLossFastGradientClipping:
-        """The criterion of ghost modes. The user's own is as good."""
+        """Returns the criterion of ghost modes."""
         return DPLossFastGradientClipping(module, optimizer, criterion, loss_reduction)
 
     def _parts(
@@ -185,18 +184,17 @@ class Preparation(Uncopied):
         return hooks, private, wrapped, loader
 
     def _join(self, hooks: AbstractGradSampleHooks, optimizer: DPOptimizer, loader: Any, poisson: bool) -> None:
-        """Has the optimizer release what the loader hands out, and the engine book it."""
+        """Connects the optimizer to the loader and to the engine's ledger."""
         strategy = loader._batches.strategy
         delta = suggested_delta(max(2, strategy.num_examples))  # a single example has none; the caller then passes one
-        teller = _Teller(self, optimizer, strategy.sample_rate if poisson else None)
-        step = step_of.engine_step(
-            optimizer,
-            lambda run, topology: ledger_of_run(self.engine, run, topology, delta=delta),
-            sampling=strategy,
+        own_accountant = _OwnAccountant(self, optimizer, strategy.sample_rate if poisson else None)
+        step = optimizer._begin_run(
+            strategy,
+            self.engine.ledger,
+            own_accountant.count_step,
             budget=Budget(None, delta, None, "warn", self.engine.accountant),
-            dataset_check=SharedDatasetCheck(loader.dataset, teller.charges),
+            dataset_check=SharedDatasetCheck(loader.dataset, own_accountant.charges),
         )
-        optimizer._made, optimizer._teller = step, teller
         if poisson:
             hooks.forbid_grad_accumulation()
         else:
@@ -206,47 +204,47 @@ class Preparation(Uncopied):
         report_to(loader, optimizer)
         if any(parameter.device.type == "cpu" for parameter in model.parameters()):
             keep_freed_memory()
-        add_run(self.engine, run)
+        self.engine._enter(run, {}, (None, 1))
         follow(self.accountant, self.engine.ledger)
-        self.tellers[step] = teller
+        self.own_accountants.append(own_accountant)
 
 
 def follow(accountant: Any, ledger: Ledger) -> bool:
-    """Has an accountant count what a ledger is charged from now on; False for one that must be told step by step."""
+    """Adds future charges of a ledger to an accountant. Returns False if it must count each step itself."""
     if not isinstance(accountant, LedgerAccountant) or accountant.counts_by_itself():
         return False
     accountant.follow(ledger)
     return True
 
 
-class _Teller:
-    """Tells an accountant of the user's own what a run releases and gives up. No attribute of the optimizer undoes it.
+class _OwnAccountant:
+    """Counts the steps of a run in an accountant that does not follow the engine's ledger, such as a user's own.
 
     Args:
-        engine: Whose accountant it is, at any time.
-        optimizer: Of the run.
-        sample_rate: Of a batch; None where each pass over the data is one release of all of it.
+        engine: The engine, whose accountant may be replaced at any time.
+        optimizer: The optimizer of the run.
+        sample_rate: Sampling rate; None if each pass over the data counts as one release of all of it.
     """
 
     def __init__(self, engine: Preparation, optimizer: DPOptimizer, sample_rate: float | None):
-        self._engine = weakref.ref(engine)  # a script may let go of it, and begin with another one
+        self._engine = weakref.ref(engine)  # a script may drop it and continue with another one
         self._ledger = engine.engine.ledger
         self._accountant = engine.accountant
         self._optimizer = optimizer
         self._rate = sample_rate
-        self._given_up = 0
+        self._discarded = 0
         self._passes: Callable[[Any, DPOptimizer], None] | None = None
 
     @property
     def accountant(self) -> Any:
-        """That of the engine, or the last one that it had."""
+        """The accountant of the engine, or the last one that it had."""
         engine = self._engine()
         if engine is not None:
             self._accountant = engine.accountant
         return self._accountant
 
     def charges(self) -> Iterable[Charge]:
-        """What is in the accountant's history, as far as it is written in triples."""
+        """Returns the charges in the accountant's history, if it holds triples."""
         accountant = self.accountant
         if isinstance(accountant, LedgerAccountant):
             return accountant.ledger.totals
@@ -255,8 +253,8 @@ class _Teller:
         except Exception:
             return ()
 
-    def released(self) -> None:
-        """A step is being released."""
+    def count_step(self) -> None:
+        """Counts the step that the optimizer takes."""
         accountant = self.accountant
         if follow(accountant, self._ledger):
             return
@@ -264,21 +262,21 @@ class _Teller:
             self._passes = self._passes or _counting_passes(self._optimizer._step)
             self._passes(accountant, self._optimizer)
             return
-        self.given_up()
+        self.count_discarded()
         accountant.get_optimizer_hook_fn(sample_rate=self._rate)(self._optimizer)
 
-    def given_up(self) -> None:
-        """Counts batches that were charged without a release since: discarded ones, and those of a step that failed."""
-        given_up, optimizer = self._given_up, self._optimizer
-        self._given_up = optimizer._step.batches.discarded + optimizer._failed
+    def count_discarded(self) -> None:
+        """Counts batches that were charged without a step since: discarded ones, and those of a failed step."""
+        before, optimizer = self._discarded, self._optimizer
+        self._discarded = optimizer._step.batches.discarded + optimizer._failed_batches
         accountant = self.accountant
         if self._rate is not None and not follow(accountant, self._ledger):
-            for _ in range(self._given_up - given_up):
-                accountant.step(noise_multiplier=self._optimizer.noise_multiplier, sample_rate=self._rate)
+            for _ in range(self._discarded - before):
+                accountant.step(noise_multiplier=optimizer.noise_multiplier, sample_rate=self._rate)
 
 
 def _counting_passes(step: PrivateStep) -> Callable[[Any, DPOptimizer], None]:
-    """Has an accountant of the user's own count each pass over the data as one release of all of it."""
+    """Returns a function that counts each pass over the data as one release in an accountant."""
     run, counted = step.plan.run.partition("@")[0], dict[CyclicGaussianEvent, int]()
 
     def count(accountant: Any, optimizer: DPOptimizer) -> None:

@@ -46,7 +46,7 @@ class PrivacyEngine(Preparation, Checkpoints):
 
     @suggests_names
     def __init__(self, *, accountant: str = "prv", secure_mode: bool = False):
-        self.tellers = {}
+        self.own_accountants = []
         self.secure_mode = secure_mode
         self.secure_rng: Any = None
         self.dataset = None
@@ -225,8 +225,8 @@ class PrivacyEngine(Preparation, Checkpoints):
     @suggests_names
     def get_epsilon(self, delta: float) -> float:
         """Returns epsilon so far at ``delta``: 0 before the first step, infinite without noise."""
-        for teller in self.tellers.values():
-            teller.given_up()
+        for own_accountant in self.own_accountants:
+            own_accountant.count_discarded()
         return float(self.accountant.get_epsilon(delta))
 
     @suggests_names

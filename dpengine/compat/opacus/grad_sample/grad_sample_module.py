@@ -1,4 +1,4 @@
-"""``GradSampleModule``: per-sample gradients, formed for whoever looks at them."""
+"""``GradSampleModule``: per-sample gradients that are formed when they are read."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from .registries import GRAD_SAMPLERS
 
 
 def create_or_accumulate_grad_sample(*, param: Tensor, grad_sample: Tensor, max_batch_len: int) -> None:
-    """Adds to the per-sample gradient that a parameter has in the running backward pass.
+    """Adds to the per-sample gradient of a parameter in the current backward pass.
 
     Args:
         param: The parameter.
-        grad_sample: ``(n, *param.shape)``, of the first ``n`` rows.
-        max_batch_len: Rows of the batch.
+        grad_sample: ``(n, *param.shape)``, of the first ``n`` samples.
+        max_batch_len: Number of samples in the batch.
     """
     if not param.requires_grad:
         return
@@ -34,22 +34,22 @@ def create_or_accumulate_grad_sample(*, param: Tensor, grad_sample: Tensor, max_
 
 
 def promote_current_grad_sample(p: nn.Parameter) -> None:
-    """Makes what was added up in the running pass ``p.grad_sample``, or one more entry of its list."""
+    """Moves the per-sample gradient of the current pass to ``p.grad_sample``, or appends it to that list."""
     if p.requires_grad:
         show_grad_sample(p, p._current_grad_sample)  # type: ignore[attr-defined]
         del p._current_grad_sample  # type: ignore[attr-defined]
 
 
 class GradSampleHooks(AbstractGradSampleHooks):
-    """Per-sample gradients from hooks on a model that is used as it is.
+    """Hooks on a model that leave per-sample gradients.
 
     Args:
         m: The model.
         batch_first: Whether axis 0 of the inputs is the batch; else axis 1.
-        loss_reduction: ``"mean"`` or ``"sum"``: what the loss does over rows.
-        strict: Whether a trainable layer that owns a buffer is refused, as Opacus does. The engine refuses by itself
-            only what a forward pass writes into.
-        force_functorch: Whether every layer goes through the ``torch.func`` fallback.
+        loss_reduction: Reduction of the loss over samples, ``"mean"`` or ``"sum"``.
+        strict: Whether a trainable layer with a buffer raises, as in Opacus. The engine itself rejects only buffers
+            that a forward pass writes.
+        force_functorch: Whether every layer uses the ``torch.func`` fallback.
 
     Raises:
         NotImplementedError: If ``strict`` is set and a trainable layer has buffers.
@@ -87,31 +87,22 @@ class GradSampleHooks(AbstractGradSampleHooks):
     def add_hooks(
         self, *, loss_reduction: str = "mean", batch_first: bool = True, force_functorch: bool = False
     ) -> None:
-        """Puts the hooks on, with these settings.
-
-        Args:
-            loss_reduction: As in the class.
-            batch_first: As in the class.
-            force_functorch: As in the class.
-
-        Raises:
-            ValueError: If they are on.
-        """
+        """Attaches the hooks with the arguments of the class; ValueError if they are attached."""
         if self._waiting is not None:
-            raise ValueError("The hooks are on already. Call remove_hooks() first.")
+            raise ValueError("The hooks are attached already. Call remove_hooks() first.")
         self.loss_reduction, self.batch_first, self.force_functorch = loss_reduction, batch_first, force_functorch
         self._watch("functorch" if force_functorch else self.mode)
 
     def remove_hooks(self) -> None:
-        """Takes the hooks off; without effect if there are none."""
+        """Removes the hooks, if they are attached."""
         self._unwatch()
 
     def disable_hooks(self) -> None:
-        """Lets passes run as if there were no hooks."""
+        """Stops recording passes."""
         self._switch(enabled=False)
 
     def enable_hooks(self) -> None:
-        """Undoes ``disable_hooks``."""
+        """Records passes again after ``disable_hooks``."""
         self._switch(enabled=True)
 
     def _switch(self, *, enabled: bool) -> None:
@@ -119,33 +110,22 @@ class GradSampleHooks(AbstractGradSampleHooks):
             self._waiting.clipper.capture.state = CaptureState.ATTACHED if enabled else CaptureState.PAUSED
 
     def iterate_submodules(self, module: nn.Module) -> Iterable[nn.Module]:
-        """The modules in a model whose parameters are followed, outermost first."""
+        """Returns the modules of a model with trainable parameters of their own, outermost first."""
         return (one for one in module.modules() if any(p.requires_grad for p in one.parameters(recurse=False)))
 
     @classmethod
     def is_supported(cls, module: nn.Module) -> bool:
         """True for every layer, as in Opacus, where it is deprecated."""
-        warnings.warn("is_supported is deprecated: every layer has a way.", DeprecationWarning, stacklevel=2)
+        warnings.warn("is_supported is deprecated: every layer is supported.", DeprecationWarning, stacklevel=2)
         return True
 
     @classmethod
     def validate(cls, module: nn.Module, *, strict: bool = False) -> list[NotImplementedError]:
-        """Looks for trainable layers that own buffers.
-
-        Args:
-            module: The model.
-            strict: Whether to raise what was found.
-
-        Returns:
-            An error for each such layer.
-
-        Raises:
-            NotImplementedError: If ``strict`` is set and there is one.
-        """
+        """Returns an error for each trainable layer with buffers; with ``strict``, raises them instead."""
         errors = [
             NotImplementedError(
                 f"'{name}' ({type(layer).__name__}) is a trainable layer with buffers. Pass strict=False: buffers that "
-                "forward does not write are harmless, and what it writes is refused in the first forward pass."
+                "forward does not write are harmless; the first forward pass rejects others."
             )
             for name, layer in module.named_modules()
             if any(p.requires_grad for p in layer.parameters(recurse=False)) and any(True for _ in layer.buffers())
@@ -164,15 +144,7 @@ class GradSampleHooks(AbstractGradSampleHooks):
 
 
 class GradSampleModule(GradSampleHooks, AbstractGradSampleModule):
-    """``GradSampleHooks`` as a module around the model.
-
-    Args:
-        m: As in ``GradSampleHooks``.
-        batch_first: As there.
-        loss_reduction: As there.
-        strict: As there.
-        force_functorch: As there.
-    """
+    """Wraps a model, with the arguments of ``GradSampleHooks``."""
 
     @suggests_names
     def __init__(

@@ -1,4 +1,4 @@
-"""Ghost clipping: norms and clipped sums, and no ``p.grad_sample``. In dpengine it needs one backward pass."""
+"""Ghost clipping: norms and clipped sums without ``p.grad_sample``, in one backward pass."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from .registries import NORM_SAMPLERS
 
 
 def create_norm_sample(*, param: Tensor, grad_sample: Tensor, max_batch_len: int) -> None:
-    """Leaves the norms of a parameter's per-sample gradients in ``param._norm_sample``.
+    """Writes the norms of a parameter's per-sample gradients to ``param._norm_sample``.
 
     Args:
         param: The parameter.
         grad_sample: ``(B, *param.shape)``.
-        max_batch_len: Rows of the batch.
+        max_batch_len: Number of samples in the batch.
     """
     if param.requires_grad:
         norms_B = grad_sample.reshape(len(grad_sample), -1).norm(dim=1) if max_batch_len else grad_sample.new_zeros(0)
@@ -29,19 +29,19 @@ def create_norm_sample(*, param: Tensor, grad_sample: Tensor, max_batch_len: int
 
 
 class GradSampleHooksFastGradientClipping(GradSampleHooks):
-    """Hooks that leave norms.
+    """Hooks that leave the norms of per-sample gradients.
 
     Args:
         m: The model.
         batch_first: Whether axis 0 of the inputs is the batch; else axis 1.
-        loss_reduction: ``"mean"`` or ``"sum"``: what the loss does over rows.
-        strict: Whether a trainable layer that owns a buffer is refused.
-        force_functorch: Whether every layer goes through the ``torch.func`` fallback.
-        max_grad_norm: What ``get_clipping_coef`` clips to, until there is an optimizer: then it is that one's.
-        use_ghost_clipping: Accepted: the way to each norm is chosen by its cost.
+        loss_reduction: Reduction of the loss over samples, ``"mean"`` or ``"sum"``.
+        strict: Whether a trainable layer with a buffer raises.
+        force_functorch: Whether every layer uses the ``torch.func`` fallback.
+        max_grad_norm: Clipping norm of ``get_clipping_coef`` until there is an optimizer.
+        use_ghost_clipping: Without effect: the method for each norm is chosen by its cost.
     """
 
-    mode: ClassVar[str] = "auto"  # which uses norms from outside
+    mode: ClassVar[str] = "auto"  # uses registered norm samplers
     shows: ClassVar[bool] = False
     NORM_SAMPLERS: ClassVar[MutableMapping[type[nn.Module], Any]] = NORM_SAMPLERS
 
@@ -64,17 +64,17 @@ class GradSampleHooksFastGradientClipping(GradSampleHooks):
 
     def _clips(self, max_grad_norm: float, use_ghost_clipping: bool) -> None:
         self._own_max_grad_norm = max_grad_norm
-        self._unjoined: Any = None  # the policy of sums that no optimizer takes yet
+        self._first_policy: Any = None  # the policy before there is an optimizer
         self.use_ghost_clipping = use_ghost_clipping
 
     def _watch(self, mode: str) -> None:
         super()._watch(mode)
-        self._unjoined = None if self._waiting is None else self._waiting.clipper.policy
+        self._first_policy = None if self._waiting is None else self._waiting.clipper.policy
 
     @property
     def max_grad_norm(self) -> float:
-        """What norms are clipped to now: by the optimizer, once there is one. There it is changed."""
-        if self._waiting is None or self._waiting.clipper.policy is self._unjoined:
+        """Clipping norm of the optimizer, which changes it; before there is one, the argument."""
+        if self._waiting is None or self._waiting.clipper.policy is self._first_policy:
             return self._own_max_grad_norm
         return float(self._waiting.clipper.policy.max_grad_norm)
 
@@ -83,27 +83,27 @@ class GradSampleHooksFastGradientClipping(GradSampleHooks):
         self._own_max_grad_norm = value
         if value != self.max_grad_norm:
             warnings.warn(
-                f"max_grad_norm={value!r} of the module changes nothing: the optimizer clips, to "
+                f"max_grad_norm={value!r} of the module has no effect: the optimizer clips to "
                 f"{self.max_grad_norm:g}. Set optimizer.max_grad_norm.",
                 stacklevel=2,
             )
 
     @property
     def trainable_parameters(self) -> list[nn.Parameter]:
-        """The parameters that train."""
+        """The trainable parameters."""
         return [p for p in self._module.parameters() if p.requires_grad]
 
     def get_norm_sample(self) -> Tensor:
-        """Norms ``(B,)`` of the gradients that the last backward pass left. Not private."""
+        """Returns the norms ``(B,)`` of the last backward pass. Not private."""
         return self.per_sample_gradient_norms
 
     def get_clipping_coef(self) -> Tensor:
-        """What brings these norms down to ``max_grad_norm``, ``(B,)``: 1 where they are not above it."""
+        """Returns the clipping factors ``(B,)`` of these norms."""
         return (self.max_grad_norm / self.get_norm_sample()).clamp(max=1.0)
 
     @property
     def per_sample_gradient_norms(self) -> Tensor:
-        """Norms ``(B,)`` of the last backward pass, for the eye. Not private."""
+        """Norms ``(B,)`` of the last backward pass. Not private."""
         found = None if self._waiting is None else self._waiting.norms()
         if found is None:
             raise AttributeError("No norms yet. Run a backward pass over a batch in train mode.")
@@ -115,17 +115,7 @@ class GradSampleHooksFastGradientClipping(GradSampleHooks):
 
 
 class GradSampleModuleFastGradientClipping(GradSampleHooksFastGradientClipping, AbstractGradSampleModule):
-    """``GradSampleHooksFastGradientClipping`` as a module around the model.
-
-    Args:
-        m: As there.
-        batch_first: As there.
-        loss_reduction: As there.
-        strict: As there.
-        force_functorch: As there.
-        max_grad_norm: As there.
-        use_ghost_clipping: As there.
-    """
+    """Wraps a model, with the arguments of ``GradSampleHooksFastGradientClipping``."""
 
     @suggests_names
     def __init__(

@@ -1,4 +1,4 @@
-"""What all wrappers and all sets of hooks have in common."""
+"""Base classes of wrappers and of sets of hooks."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ _SPREAD = (DistributedDataParallel, DifferentiallyPrivateDistributedDataParallel
 
 
 def waiting_of(parameter: nn.Parameter) -> WaitingPasses | None:
-    """The backward passes over the model of a parameter, while its hooks are attached."""
+    """Returns the backward passes over the model of a parameter, while its hooks are attached."""
     found = _waiting_of.get(parameter)
     return None if found is None else found()
 
 
 def is_spread(module: nn.Module) -> bool:
-    """Whether a model is marked as one that several processes train."""
+    """Returns whether a model is wrapped for training by several processes."""
     return isinstance(module, _SPREAD)
 
 
 def _topology_for(module: nn.Module) -> Topology:
-    """How a model is spread, if it shows that it is: without a mark, each process trains one of its own."""
+    """Returns how a model is distributed; without a wrapper, each process trains its own model."""
     is_split = any(map(is_dtensor, module.parameters()))
     return topology_of(module) if is_split or is_spread(module) else SINGLE
 
@@ -47,11 +47,11 @@ class AbstractGradSampleHooks(ABC):
     Args:
         m: The model. It is not copied.
         batch_first: Whether axis 0 of the inputs is the batch; else axis 1.
-        loss_reduction: ``"mean"`` or ``"sum"``: what the loss does over rows.
+        loss_reduction: Reduction of the loss over samples, ``"mean"`` or ``"sum"``.
     """
 
-    mode: ClassVar[str] = "hooks"  # of the engine
-    shows: ClassVar[bool] = True  # whether p.grad_sample is there between backward and step
+    mode: ClassVar[str] = "hooks"  # grad mode of the engine
+    shows: ClassVar[bool] = True  # whether p.grad_sample is set between backward and step
 
     _module: nn.Module
 
@@ -64,7 +64,7 @@ class AbstractGradSampleHooks(ABC):
         self._waiting: WaitingPasses | None = None
 
     def _watch(self, mode: str) -> None:
-        """Puts the hooks on."""
+        """Attaches the hooks."""
         layout: dict[str, Any] = {"batch_first": self.batch_first, "loss_reduction": self.loss_reduction}
         layout["topology"] = _topology_for(self._module)
         waiting = WaitingPasses(unwrapped(self._module), mode=mode, shows=self.shows, **layout)
@@ -76,11 +76,11 @@ class AbstractGradSampleHooks(ABC):
 
     @property
     def _topology(self) -> Topology:
-        """Who holds what of the model, where several processes train it."""
+        """How the model is distributed over processes."""
         return _topology_for(self._module) if self._waiting is None else self._waiting.clipper.topology
 
     def set_grad_sample_to_none(self) -> None:
-        """Sets ``p.grad_sample`` to None: what was not clipped yet is dropped."""
+        """Sets ``p.grad_sample`` to None, which drops passes that are not clipped yet."""
         if self._waiting is not None:
             self._waiting.clear()
 
@@ -92,11 +92,11 @@ class AbstractGradSampleHooks(ABC):
                 del parameter.grad_sample
 
     def forbid_grad_accumulation(self) -> None:
-        """From now on a second backward pass before the optimizer's step raises a ValueError."""
+        """Makes a second backward pass before the optimizer's step raise a ValueError."""
         self._allow(False)
 
     def allow_grad_accumulation(self) -> None:
-        """From now on several backward passes may go into one step."""
+        """Allows several backward passes for one step."""
         self._allow(True)
 
     def _allow(self, allowed: bool) -> None:
@@ -106,7 +106,7 @@ class AbstractGradSampleHooks(ABC):
 
     @abstractmethod
     def remove_hooks(self) -> None:
-        """Takes the hooks off."""
+        """Removes the hooks."""
 
     def _unwatch(self) -> None:
         if self._waiting is not None:
@@ -116,7 +116,7 @@ class AbstractGradSampleHooks(ABC):
             self._waiting = None
 
     def cleanup(self) -> None:
-        """Takes the hooks off, and everything that was put on the parameters."""
+        """Removes the hooks and all attributes that were set on parameters."""
         self.remove_hooks()
         for parameter in self._module.parameters():
             for name in ("grad_sample", "summed_grad"):
@@ -125,13 +125,7 @@ class AbstractGradSampleHooks(ABC):
 
 
 class AbstractGradSampleModule(nn.Module, AbstractGradSampleHooks, ABC):
-    """The same as a module around the model, which is its ``_module``: keys of ``state_dict`` begin with that name.
-
-    Args:
-        m: As in ``AbstractGradSampleHooks``.
-        batch_first: As there.
-        loss_reduction: As there.
-    """
+    """Wraps a model as its ``_module``, with the arguments of ``AbstractGradSampleHooks``."""
 
     def __init__(self, m: nn.Module, *, batch_first: bool = True, loss_reduction: str = "mean"):
         nn.Module.__init__(self)
@@ -144,12 +138,12 @@ class AbstractGradSampleModule(nn.Module, AbstractGradSampleHooks, ABC):
     def __getattr__(self, item: str) -> Any:
         own = getattr(type(self), item, None)
         if isinstance(own, property) and own.fget is not None:
-            return own.fget(self)  # it raised an AttributeError of its own, and says here why
+            return own.fget(self)  # its own AttributeError must not be hidden
         try:
             return super().__getattr__(item)
         except AttributeError as missing:
             module = self.__dict__.get("_modules", {}).get("_module")
-            if module is None or item.startswith("__"):  # Python looks for these on the class: model[0] is an error
+            if module is None or item.startswith("__"):  # Python looks them up on the class
                 raise
             try:
                 return dict(module.named_modules())[item] if "." in item else getattr(module, item)
@@ -162,17 +156,17 @@ class AbstractGradSampleModule(nn.Module, AbstractGradSampleHooks, ABC):
         super().zero_grad(set_to_none)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
-        """Takes keys with and without ``_module.``."""
+        """Loads a state dict with or without the prefix ``_module.``."""
         own = {key if key.startswith("_module.") else f"_module.{key}": value for key, value in state_dict.items()}
         return super().load_state_dict(own, *args, **kwargs)
 
     def to_standard_module(self) -> nn.Module:
-        """The model, with everything taken off."""
+        """Removes the hooks and returns the model."""
         self.cleanup()
         return self._module
 
     def _settings(self) -> dict[str, Any]:
-        """The arguments that make a wrapper like this one."""
+        """Returns the arguments of a copy."""
         return {"batch_first": self.batch_first, "loss_reduction": self.loss_reduction}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
@@ -191,8 +185,8 @@ class AbstractGradSampleModule(nn.Module, AbstractGradSampleHooks, ABC):
 
 
 def _again(kind: type[AbstractGradSampleModule], module: nn.Module, settings: dict[str, Any], left: Any) -> Any:
-    """A wrapper like another one, with hooks of its own."""
-    made = kind(module, **settings)
-    made.training = left["training"]
-    made._allow(left["grad_accumulation_allowed"])
-    return made
+    """Returns a copy of a wrapper, with its own hooks."""
+    wrapper = kind(module, **settings)
+    wrapper.training = left["training"]
+    wrapper._allow(left["grad_accumulation_allowed"])
+    return wrapper

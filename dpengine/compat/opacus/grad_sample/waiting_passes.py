@@ -35,16 +35,17 @@ class _Waiting:
 
     Attributes:
         gradients: Its per-sample gradients.
+        unread: Those that are shown and were not read, by parameter.
         shown: The tensors that show them; none if they are not shown.
     """
 
     gradients: PerSampleGradients
+    unread: dict[nn.Parameter, OnDemand]
     shown: dict[nn.Parameter, OnDemand]
 
     def use_up(self) -> None:
         """Makes gradients that were not read unreadable, because the layer calls are about to be cleared."""
-        for grad_sample in self.shown.values():
-            grad_sample.use_up()
+        self.unread.clear()
 
 
 class WaitingPasses:
@@ -140,12 +141,12 @@ class WaitingPasses:
         owner = None if self.owner is None else self.owner()
         if self._waiting and not self.shows and owner is not None:
             self.deliver(owner._step)  # the pass is not shown, so it cannot be read or changed before the step
-        shown: dict[nn.Parameter, OnDemand] = {}
-        if self.shows and self.clipper.topology.runs_by_itself:
-            shown = gradients.on_demand(lambda dtype: dtype)  # Opacus keeps the dtype of the parameter
-            for parameter, grad_sample in shown.items():
-                show_grad_sample(parameter, grad_sample)
-        self._waiting.append(_Waiting(gradients, shown))
+        shows = self.shows and self.clipper.topology.runs_by_itself
+        unread = gradients.on_demand() if shows else {}
+        shown = {parameter: _shown(unread, parameter) for parameter in unread}
+        for parameter, grad_sample in shown.items():
+            show_grad_sample(parameter, grad_sample)
+        self._waiting.append(_Waiting(gradients, unread, shown))
 
     def _check_accumulation(self, recorded: RecordedPass) -> None:
         """Raises if a second backward pass ends before the step, and passes do not add up."""
@@ -255,7 +256,7 @@ class WaitingPasses:
             len(shown) == len(self._waiting) and parameter in first.shown and shown[0] is first.shown[parameter]
             for parameter, shown in parts.items()
         )
-        alike = alike and all(first.shown[parameter].untouched for parameter in parts)
+        alike = alike and all(first.shown[parameter].formed is None for parameter in parts)
         only = self.clipper.only
         included = {p for p in first.shown if only is None or p in only}
         return alike and parts.keys() >= included
@@ -302,6 +303,23 @@ class _Clipper(PassClipper):
                 fix="Call the model, and have its forward choose: def forward(self, x, part='all').",
             )
         return super().settle()
+
+
+def _shown(unread: dict[nn.Parameter, OnDemand], parameter: nn.Parameter) -> OnDemand:
+    """Returns ``p.grad_sample``: in the dtype of the parameter, as in Opacus, and readable until it is used up."""
+    dtype, wide = parameter.dtype, unread[parameter]
+
+    def form() -> Tensor:
+        if parameter not in unread:
+            raise MissingGradientError(
+                "This per-sample gradient was clipped and summed without ever being formed.",
+                fix="Read p.grad_sample between loss.backward() and optimizer.step().",
+            )
+        value = unread[parameter].value.to(dtype)
+        del unread[parameter]
+        return value
+
+    return OnDemand(form, tuple(wide.shape), dtype=dtype, device=wide.device)
 
 
 def _is_shown(parameter: nn.Parameter, one: Any) -> bool:

@@ -1,4 +1,4 @@
-"""``DPOptimizer``: an optimizer around another one, whose steps are made of clipped and noised sums."""
+"""``DPOptimizer``: wraps an optimizer and gives it clipped, noised sums as gradients."""
 
 from __future__ import annotations
 
@@ -9,12 +9,14 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from dpengine.accounting.ledger import Ledger
 from dpengine.clipping.flat import Flat
 from dpengine.clipping.policy import AbstractClip
 from dpengine.engine.batch_state import Stage
 from dpengine.engine.step import PrivateStep
 from dpengine.errors import suggests_names
 from dpengine.noise.correlated import mechanism_for
+from dpengine.sampling.scheme import AbstractBatchStrategy
 
 from . import step_of
 from .own_steps import _check_processed_flag as _check_processed_flag
@@ -28,28 +30,27 @@ StepHook = Callable[["DPOptimizer"], None]
 
 @suggests_names
 class DPOptimizer(Optimizer):
-    """Clips what backward passes left, adds up, adds noise, and has the optimizer inside apply it.
+    """Clips and sums per-sample gradients, adds noise, and steps the wrapped optimizer with the result.
 
-    ``PrivacyEngine.make_private`` makes one. By hand it goes around an optimizer over the parameters of a
-    ``GradSampleModule``; nothing is accounted for then but what ``attach_step_hook`` is given.
+    ``PrivacyEngine.make_private`` returns one. Built by hand over the parameters of a ``GradSampleModule``, it accounts
+    for nothing except what ``attach_step_hook`` receives.
 
     Args:
-        optimizer: The optimizer inside. It stays as it is.
+        optimizer: The wrapped optimizer.
         noise_multiplier: Standard deviation of the noise over ``max_grad_norm``. At least 0.
-        max_grad_norm: What the norm of each sample's gradient is clipped to. Positive.
-        expected_batch_size: What sums are divided by with ``loss_reduction="mean"``: of this process.
+        max_grad_norm: Clipping norm. Positive.
+        expected_batch_size: Divisor of sums with ``loss_reduction="mean"``, for this process.
         loss_reduction: ``"mean"``, or ``"sum"`` for no division.
-        generator: Makes the noise repeat, for tests: it gives the seed.
-        secure_mode: Draws all noise from a cryptographic generator on the CPU.
+        generator: Source of the seed of reproducible noise, for tests.
+        secure_mode: Whether noise comes from a cryptographic generator on the CPU.
 
     Raises:
-        ValueError: If an argument is out of its range, ``expected_batch_size`` is missing for a mean, or
-            ``secure_mode`` comes with a generator.
+        ValueError: If an argument is out of range, ``expected_batch_size`` is missing for a mean, or ``secure_mode`` is
+            combined with a generator.
     """
 
     _step_supports_amp_scaling = True  # else a GradScaler looks for gradients before the step, where there are none
-
-    _over_ranks: ClassVar[bool] = False  # whether sums are those of all processes, however the model is wrapped
+    _over_ranks: ClassVar[bool] = False  # whether sums are reduced over all processes, however the model is wrapped
 
     def __init__(
         self,
@@ -62,54 +63,65 @@ class DPOptimizer(Optimizer):
         generator: torch.Generator | None = None,
         secure_mode: bool = False,
     ):
-        step_of.refuse(optimizer, loss_reduction, expected_batch_size, generator, secure_mode)
+        step_of.check_arguments(optimizer, loss_reduction, expected_batch_size, generator, secure_mode)
         self.original_optimizer = optimizer
         self.loss_reduction = loss_reduction
         self.secure_mode = secure_mode
         self._generator = generator
-        self._per_worker = expected_batch_size
+        self._expected_batch_size = expected_batch_size
         self._hooks: list[StepHook] = []
-        self._teller: Any = None  # of the engine: counts steps where its ledger does not
+        self._on_release: Callable[[], None] | None = None  # of the engine
         self._skips: list[bool] = []
-        self.pass_at_hand: object = None  # over the parts of batches, that signalled last
-        self._part_at_hand: tuple[object, int] | None = None  # its pass and its batch, where a loader tells of them
-        self._fetched_ahead = False  # whether parts of several batches were handed out, and not stepped
-        self._skipped_batches: frozenset[int] = frozenset()  # steps of the sampler that skipped steps brought in
+        self.current_pass: object = None  # the pass over parts of batches that signalled last
+        self._current_part: tuple[object, int] | None = None  # its pass and batch, if a loader signals them
+        self._fetched_ahead = False  # whether parts of several batches were returned without a step
+        self._skipped_batches: frozenset[int] = frozenset()  # step numbers of batches that skipped steps added
         self._is_last_step_skipped = False
-        self._asked = (float(noise_multiplier), self._policy(max_grad_norm))
-        self._made: PrivateStep | None = None
+        self._initial_settings = (float(noise_multiplier), self._policy(max_grad_norm))  # until the step is built
+        self._built_step: PrivateStep | None = None
         self._waiting: Any = None  # the WaitingPasses whose passes the step clips
-        self._failed = 0  # batches that were charged, but whose step failed after that
-        self._took_over = False  # whether an engine keeps account of another optimizer over this model
+        self._failed_batches = 0  # number of charged batches whose step failed after the charge
+        self._replaces_accounted = False  # whether an engine accounts for another optimizer over this model
         self._sums_shown: SumsShown | None = None  # while a logical batch is in the sums
         for parameter in self.params:
             parameter.summed_grad = None  # type: ignore[attr-defined]
-        step_of.checked(self)
+        step_of.check_settings(self)
         step_of.claim(self)
 
     def _policy(self, max_grad_norm: Any) -> AbstractClip:
-        """The policy of the engine that this class stands for."""
+        """Returns the clipping policy of this class."""
         return Flat(max_grad_norm)
 
     @property
     def _step(self) -> PrivateStep:
-        """What does the work; made when it is needed, since hooks may be put on later than this is built."""
-        if self._made is None:
-            self._made = step_of.external_step(self, *self._asked)
-        step_of.follow_hooks(self, self._made)
-        return self._made
+        """The private step. It is built at first use, because hooks may be attached after the optimizer is built."""
+        if self._built_step is None:
+            self._built_step = step_of.external_step(self, *self._initial_settings)
+        step_of.follow_hooks(self, self._built_step)
+        return self._built_step
+
+    def _begin_run(
+        self, sampling: AbstractBatchStrategy, ledger: Ledger, on_release: Callable[[], None], **parts: Any
+    ) -> PrivateStep:
+        """Builds the step of an engine's run, before the first batch. ``on_release`` is called in each step.
+
+        The engine builds the optimizer first, because the step takes clipping and noise from it.
+        """
+        self._built_step = step_of.engine_step(self, sampling, ledger, **parts)
+        self._on_release = on_release
+        return self._built_step
 
     @property
-    def is_hand_fed(self) -> bool:
-        """Whether batches come from elsewhere than from a loader that ``make_private`` returned with it."""
-        return self._made is None or self._made.batches.external
+    def has_external_batches(self) -> bool:
+        """Whether the batches do not come from the loader that ``make_private`` returned with this optimizer."""
+        return self._built_step is None or self._built_step.batches.external
 
     # Settings
 
     @property
     def noise_multiplier(self) -> float:
-        """Standard deviation of the noise over ``max_grad_norm``. What is written holds from the next step."""
-        return self._asked[0] if self._made is None else self._made.next_plan.noise_multiplier
+        """Standard deviation of the noise over ``max_grad_norm``. A new value takes effect at the next step."""
+        return self._initial_settings[0] if self._built_step is None else self._built_step.next_plan.noise_multiplier
 
     @noise_multiplier.setter
     def noise_multiplier(self, value: float) -> None:
@@ -118,7 +130,7 @@ class DPOptimizer(Optimizer):
 
     @property
     def max_grad_norm(self) -> float:
-        """What norms are clipped to. What is written holds from the next step, for clip, noise and ledger alike."""
+        """Clipping norm. A new value takes effect at the next step, for clipping, noise and accounting together."""
         return self._clipping.max_grad_norm
 
     @max_grad_norm.setter
@@ -128,49 +140,48 @@ class DPOptimizer(Optimizer):
 
     @property
     def _clipping(self) -> AbstractClip:
-        return self._asked[1] if self._made is None else self._made.next_plan.clipping
+        return self._initial_settings[1] if self._built_step is None else self._built_step.next_plan.clipping
 
     def _change(self, **constants: Any) -> None:
-        if self._made is None:
-            sigma, clipping = self._asked
-            asked = (constants.get("noise_multiplier", sigma), constants.get("clipping", clipping))
-            before, self._asked = self._asked, asked
+        if self._built_step is None:
+            before = (sigma, clipping) = self._initial_settings
+            self._initial_settings = (constants.get("noise_multiplier", sigma), constants.get("clipping", clipping))
             try:
-                step_of.checked(self)
+                step_of.check_settings(self)
             except BaseException:
-                self._asked = before
+                self._initial_settings = before
                 raise
         else:
-            self._made.change(**constants)
+            self._built_step.change(**constants)
 
     @property
     def expected_batch_size(self) -> float | None:
-        """What sums are divided by, of this process. What is written holds from the next step."""
-        return self._per_worker
+        """Divisor of sums, for this process. A new value takes effect at the next step."""
+        return self._expected_batch_size
 
     @expected_batch_size.setter
     def expected_batch_size(self, value: float | None) -> None:
-        if self._made is not None and value is not None:
-            self._made.change(expected_batch_size=value * self._made.passes.topology.ranks)
-        self._per_worker = value
+        if self._built_step is not None and value is not None:
+            self._built_step.change(expected_batch_size=value * self._built_step.passes.topology.ranks)
+        self._expected_batch_size = value
 
     @property
     def generator(self) -> torch.Generator | None:
-        """What gave the seed of the noise. One that is written gives another seed."""
+        """Source of the seed of the noise. A new generator gives a new seed."""
         return self._generator
 
     @generator.setter
     def generator(self, value: torch.Generator | None) -> None:
         self._generator = value
-        if self._made is not None:
-            self._made.source = step_of.source(self, self._made.passes.topology)
-            self._made.noise = mechanism_for(self._made.source, self._made.plan.noise)
+        if self._built_step is not None:
+            self._built_step.source = step_of.source(self, self._built_step.passes.topology)
+            self._built_step.noise = mechanism_for(self._built_step.source, self._built_step.plan.noise)
 
-    # The optimizer inside
+    # The wrapped optimizer
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
-        """Those of the optimizer inside."""
+        """Parameter groups of the wrapped optimizer."""
         return self.original_optimizer.param_groups
 
     @param_groups.setter
@@ -179,7 +190,7 @@ class DPOptimizer(Optimizer):
 
     @property
     def state(self) -> Any:  # type: ignore[override]
-        """That of the optimizer inside."""
+        """State of the wrapped optimizer."""
         return self.original_optimizer.state
 
     @state.setter
@@ -188,7 +199,7 @@ class DPOptimizer(Optimizer):
 
     @property
     def defaults(self) -> dict[str, Any]:  # type: ignore[override]
-        """Those of the optimizer inside."""
+        """Defaults of the wrapped optimizer."""
         return self.original_optimizer.defaults
 
     @defaults.setter
@@ -196,40 +207,37 @@ class DPOptimizer(Optimizer):
         self.original_optimizer.defaults = value
 
     def state_dict(self) -> dict[str, Any]:
-        """That of the optimizer inside."""
+        """Returns the state dict of the wrapped optimizer."""
         return self.original_optimizer.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Loads into the optimizer inside."""
+        """Loads a state dict into the wrapped optimizer."""
         self.original_optimizer.load_state_dict(state_dict)
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("_optimizer_"):  # hooks of users, which torch keeps on the optimizer
+        if name.startswith("_optimizer_"):  # hooks that torch stores on the optimizer
             return getattr(self.__dict__["original_optimizer"], name)
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise TypeError(
-            f"{type(self).__name__} cannot be copied or pickled: the copy would draw the same noise again, and its "
-            "steps would be in no account. Keep optimizer.state_dict(), and call make_private for the other model."
+            f"{type(self).__name__} cannot be copied or pickled: the copy would draw the same noise again, and nothing "
+            "would account for its steps. Use optimizer.state_dict(), and call make_private for the other model."
         )
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(noise_multiplier={self.noise_multiplier:g}, {self.original_optimizer!r})"
 
-    # What backward passes left
+    # Per-sample gradients
 
     @property
     def params(self) -> list[nn.Parameter]:
-        """The parameters that train."""
+        """The trainable parameters."""
         return params(self)
 
     @property
     def grad_samples(self) -> list[Tensor]:
-        """``p.grad_sample`` of each parameter, several passes one after the other.
-
-        Raises ValueError where there is none.
-        """
+        """``p.grad_sample`` of each parameter, with several passes concatenated; ValueError if there is none."""
         return [self._get_flat_grad_sample(parameter) for parameter in self.params]
 
     def _get_flat_grad_sample(self, p: nn.Parameter) -> Tensor:
@@ -244,7 +252,7 @@ class DPOptimizer(Optimizer):
 
     @property
     def accumulated_iterations(self) -> int:
-        """How many batches go into one step, as far as they are there. Accountants multiply the rate by it."""
+        """Number of batches in the current step so far. Accountants multiply the sampling rate by it."""
         batches, waiting = self._step.batches, self._waiting
         if batches.stage is Stage.RELEASED:
             return batches.merged
@@ -257,15 +265,15 @@ class DPOptimizer(Optimizer):
     # A step
 
     def attach_step_hook(self, fn: StepHook) -> None:
-        """Has ``fn(optimizer)`` called in each step that is not skipped, after noise and before the update.
+        """Adds a function that each step calls as ``fn(optimizer)`` between noise and update, unless it is skipped.
 
-        Functions add up. What the engine books does not hang on them.
+        The accounting of the engine does not depend on it.
         """
         self._hooks.append(fn)
 
     @property
     def step_hook(self) -> StepHook | None:
-        """All that was attached, as one function; None if nothing was. Writing None takes off all of it."""
+        """All attached functions as one; None if there are none. Setting None removes them."""
         return self._call_hooks if self._hooks else None
 
     @step_hook.setter
@@ -277,39 +285,39 @@ class DPOptimizer(Optimizer):
             hook(optimizer)
 
     def signal_skip_step(self, do_skip: bool = True) -> None:
-        """Has the next step that nothing was said of only clip and add up, or not."""
+        """Declares whether the next step without a declaration only clips and sums."""
         self._skips.append(do_skip)
 
-    def hand_out_part(self, of_pass: object, batch: int, *, do_skip: bool) -> None:
-        """Signals a part of a batch that the loop gets now, of the pass that ``of_pass`` identifies.
+    def signal_part(self, of_pass: object, batch: int, *, do_skip: bool) -> None:
+        """Signals that a loader returns a part of a batch, in the pass that ``of_pass`` identifies.
 
-        ``do_skip`` says whether further parts follow. A part of another batch discards an incomplete one before it.
+        ``do_skip`` is True if further parts follow. A part of another batch discards an incomplete batch before it.
         """
         part = (of_pass, batch)
-        if self._part_at_hand != part:
-            if self._skips:  # of parts that were not stepped: left out, or still to come? Nobody knows.
+        if self._current_part != part:
+            if self._skips:  # for parts without a step: left out, or still to come
                 self._fetched_ahead = True
             else:
                 self.forget_skips()
-        self.pass_at_hand, self._part_at_hand = of_pass, part
+        self.current_pass, self._current_part = of_pass, part
         self.signal_skip_step(do_skip=do_skip)
 
     def forget_skips(self) -> None:
-        """Forgets what was signalled and not asked for, and destroys the sums of a batch that was cut off."""
+        """Forgets unused signals, and discards an incomplete batch."""
         self._skips.clear()
-        self._fetched_ahead, self._part_at_hand = False, None
-        if self._made is not None and self._made.batches.continues:
-            self._made.discard()
-            self._made.batches.continues = self._is_last_step_skipped = False
+        self._fetched_ahead, self._current_part = False, None
+        if self._built_step is not None and self._built_step.batches.continues:
+            self._built_step.discard()
+            self._built_step.batches.continues = self._is_last_step_skipped = False
 
     def _check_skip_next_step(self, pop_next: bool = True) -> bool:
         if pop_next:
-            step_of.refuse_fetched_ahead(self, self._made)
+            step_of.check_fetched_parts(self, self._built_step)
         skips = bool(self._skips) and (self._skips.pop(0) if pop_next else self._skips[0])
-        if self._made is None or not pop_next:
+        if self._built_step is None or not pop_next:
             return skips
-        step = self._made
-        # A physical batch of a logical batch that is not complete.
+        step = self._built_step
+        # Also skips a physical batch of an incomplete logical batch.
         skips = skips or (step.batches.stage is Stage.OPEN and step.batches.done)
         step.batches.continues = skips
         if skips:
@@ -318,33 +326,29 @@ class DPOptimizer(Optimizer):
 
     @property
     def _clips_by_itself(self) -> bool:
-        """Whether a subclass clips by itself, and answers for what it writes into ``p.summed_grad``."""
+        """Whether a subclass does its own clipping, and is responsible for the values in ``p.summed_grad``."""
         return type(self).clip_and_accumulate is not DPOptimizer.clip_and_accumulate
 
     def clip_and_accumulate(self) -> None:
-        """Clips what waits, and adds it to ``p.summed_grad``."""
+        """Clips the waiting backward passes and adds them to ``p.summed_grad``."""
         step_of.gather(self, self._step)
 
     def add_noise(self) -> None:
-        """Writes ``p.summed_grad`` with noise of ``noise_multiplier * max_grad_norm`` to ``p.grad``."""
+        """Writes ``p.summed_grad`` plus noise of std ``noise_multiplier * max_grad_norm`` to ``p.grad``."""
         step_of.write_noised(self, self._step)
 
     def scale_grad(self) -> None:
-        """For a mean, divides ``p.grad`` by ``expected_batch_size`` for each batch of this step.
+        """For a mean, divides ``p.grad`` by ``expected_batch_size`` times the number of batches of this step.
 
-        Batches of skipped steps before it count as its parts, as in Opacus: they are summed, and charged, and do not
-        divide.
+        As in Opacus, batches of skipped steps are not counted, although they are summed and charged.
         """
         step_of.scale(self, self._step)
 
     def pre_step(self, closure: Callable[[], float] | None = None) -> bool:
-        """All of a step but the update.
-
-        Args:
-            closure: Not called here; ``step`` does.
+        """Runs a step without the update, and without the closure.
 
         Returns:
-            Whether ``p.grad`` is there to be applied: False for all but the last chunk of a logical batch.
+            Whether ``p.grad`` was written: False for all but the last part of a logical batch.
         """
         step = self._step
         self.clip_and_accumulate()
@@ -358,21 +362,14 @@ class DPOptimizer(Optimizer):
             self.add_noise()
             self.scale_grad()
         self._skipped_batches = frozenset()
-        if self._teller is not None:
-            self._teller.released()
+        if self._on_release is not None:
+            self._on_release()
         self._call_hooks(self)
         return True
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
-        """One step; only clips and adds up where a logical batch is not complete.
-
-        Args:
-            closure: Computes the loss and its gradients, if given.
-
-        Returns:
-            The loss of the closure, else None.
-        """
-        step_of.refuse_scaled(self)
+        """Runs one step; only clips and sums if the logical batch is incomplete. Returns the loss of the closure."""
+        step_of.check_unscaled(self)
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -383,10 +380,10 @@ class DPOptimizer(Optimizer):
 
     @property
     def step_was_skipped(self) -> bool:
-        """Whether the last step only clipped and added up."""
+        """Whether the last step only clipped and summed."""
         return self._is_last_step_skipped
 
     def zero_grad(self, set_to_none: bool = False) -> None:
-        """Clears ``p.grad`` and ``p.grad_sample``; and ``p.summed_grad`` unless a logical batch is under way."""
+        """Clears ``p.grad`` and ``p.grad_sample``, and ``p.summed_grad`` unless a logical batch is incomplete."""
         self.original_optimizer.zero_grad(set_to_none)
-        step_of.clear(self, self._made, keeps_sums=self._is_last_step_skipped)
+        step_of.clear(self, self._built_step, keeps_sums=self._is_last_step_skipped)

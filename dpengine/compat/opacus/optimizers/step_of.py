@@ -1,10 +1,10 @@
-"""The private step of the engine behind an optimizer with the attributes of Opacus."""
+"""Private step of an optimizer with the attributes of Opacus, in the phases that Opacus has."""
 
 from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -28,11 +28,11 @@ from dpengine.engine.pass_clipper import REDUCTIONS
 from dpengine.engine.step import PrivateStep
 from dpengine.errors import MissingGradientError, ParameterMismatchError, ScaledGradientError, TicketError
 from dpengine.grad_modes.flat_buffer import FlatBuffer
-from dpengine.ledger_file.run_ledger import RunLedger
 from dpengine.noise.keyed_streams import DEFAULT_KIND, SECURE_KIND
 from dpengine.noise.source import NoiseSource
 from dpengine.plan.run_plan import RunPlan
 from dpengine.sampling.external import ExternalBatches
+from dpengine.sampling.scheme import AbstractBatchStrategy
 
 from .utils import params
 from .written_sums import SumsShown, refuse_or_take
@@ -41,11 +41,11 @@ if TYPE_CHECKING:
     from .optimizer import DPOptimizer
 
 
-def refuse(optimizer: Any, loss_reduction: str, size: float | None, generator: Any, secure: bool) -> None:
-    """Refuses arguments that make no optimizer."""
+def check_arguments(optimizer: Any, loss_reduction: str, size: float | None, generator: Any, secure: bool) -> None:
+    """Checks the arguments of an optimizer."""
     if not isinstance(optimizer, Optimizer):
         raise TypeError(f"optimizer is {torch.typename(optimizer)}; pass an optimizer of torch.optim.")
-    if not hasattr(optimizer, "original_optimizer"):  # one around a private one is the user's to explain
+    if not hasattr(optimizer, "original_optimizer"):  # a user may wrap a private optimizer on purpose
         refuse_optimizer(optimizer)
     if loss_reduction not in REDUCTIONS:
         raise ValueError(f"loss_reduction={loss_reduction!r} is not known. Choose one of: 'mean', 'sum'.")
@@ -55,13 +55,13 @@ def refuse(optimizer: Any, loss_reduction: str, size: float | None, generator: A
         raise ValueError("secure_mode=True with a generator: a seed makes noise repeat. Pass one of them.")
 
 
-def checked(optimizer: DPOptimizer) -> None:
-    """Refuses settings out of their range."""
-    _plan(optimizer, *optimizer._asked, ranks=1)
+def check_settings(optimizer: DPOptimizer) -> None:
+    """Checks the ranges of an optimizer's settings."""
+    _plan(optimizer, *optimizer._initial_settings, ranks=1)
 
 
 def external_step(optimizer: DPOptimizer, noise_multiplier: float, clipping: AbstractClip) -> PrivateStep:
-    """A step for batches that no private loader draws: each backward pass is one, and no epsilon is claimed."""
+    """Returns a step for external batches: each backward pass is one, and no epsilon is claimed."""
     waiting = optimizer._waiting = _bound(optimizer)
     topology = waiting.clipper.topology
     plan = _plan(optimizer, noise_multiplier, clipping, ranks=topology.ranks)
@@ -70,19 +70,16 @@ def external_step(optimizer: DPOptimizer, noise_multiplier: float, clipping: Abs
     return PrivateStep(plan, lambda _: waiting.clipper, source(optimizer, topology), Ledger(), batches=batches)
 
 
-def engine_step(
-    optimizer: DPOptimizer, ledger_of: Callable[[str, Topology], Ledger | RunLedger], **parts: Any
-) -> PrivateStep:
-    """Returns a step for the batches of a private loader, charged to the ledger that ``ledger_of`` returns.
+def engine_step(optimizer: DPOptimizer, sampling: AbstractBatchStrategy, ledger: Ledger, **parts: Any) -> PrivateStep:
+    """Returns a step for the batches of a private loader, which an engine accounts for.
 
-    ``parts`` are ``sampling`` of the plan, and ``budget`` and ``dataset_check`` of the step.
+    ``parts`` are ``budget`` and ``dataset_check`` of the step.
     """
     waiting = optimizer._waiting = _bound(optimizer)
     topology, run = waiting.clipper.topology, name_for(waiting.clipper.topology)
-    plan = _plan(optimizer, *optimizer._asked, ranks=topology.ranks)
+    plan = _plan(optimizer, *optimizer._initial_settings, ranks=topology.ranks)
     plan.clipping.group_of(list(waiting.clipper.trainable()))  # raises if the policy does not fit the model
-    plan = replace(plan, relation=Relation.ZERO_OUT, sampling=parts.pop("sampling"), run=run)
-    ledger = ledger_of(run, topology)
+    plan = replace(plan, relation=Relation.ZERO_OUT, sampling=sampling, run=run)
     return PrivateStep(plan, lambda _: waiting.clipper, source(optimizer, topology), ledger, **parts)
 
 
@@ -103,7 +100,7 @@ def claim(optimizer: DPOptimizer) -> None:
     held = [p for group in optimizer.param_groups for p in group["params"]]
     for waiting in _distinct(map(waiting_of, held)):
         before = None if waiting.owner is None else waiting.owner()
-        optimizer._took_over = optimizer._took_over or (before is not None and _is_accounted_for(before))
+        optimizer._replaces_accounted |= before is not None and _is_accounted_for(before)
         waiting.owner = weakref.ref(optimizer)
 
 
@@ -112,42 +109,42 @@ def _distinct(found: Iterable[WaitingPasses | None]) -> list[WaitingPasses]:
 
 
 def _is_accounted_for(optimizer: DPOptimizer) -> bool:
-    """Whether an engine books what an optimizer releases."""
-    step = optimizer._made
+    """Returns whether an engine accounts for the steps of an optimizer."""
+    step = optimizer._built_step
     return step is not None and not step.batches.external and step.batches.stage is not Stage.CLOSED
 
 
-def _refuse_take_over(optimizer: DPOptimizer, step: PrivateStep) -> None:
-    """The engine that made the model private would book its own noise for the batches of this optimizer."""
-    if step.batches.external and optimizer._took_over:
+def _check_accounted(optimizer: DPOptimizer, step: PrivateStep) -> None:
+    """Raises if an engine made the model private and does not account for this optimizer."""
+    if step.batches.external and optimizer._replaces_accounted:
         raise ParameterMismatchError(
-            "This optimizer was built by hand over a model that an engine made private: what it releases would be in "
-            "no account, and the engine would state an epsilon all the same.",
+            "This optimizer was built by hand over a model that an engine made private. The engine would state an "
+            "epsilon without the steps of this optimizer.",
             fix="Unwrap the model by to_standard_module(), and call make_private with the plain optimizer; or build "
             "optimizers by hand over models that no engine made private.",
         )
 
 
-def _refuse_other_owner(optimizer: DPOptimizer) -> None:
+def _check_owner(optimizer: DPOptimizer) -> None:
+    """Raises if another optimizer clips the backward passes of the model."""
     owner = None if optimizer._waiting.owner is None else optimizer._waiting.owner()
     if owner is not None and owner is not optimizer:
         raise ParameterMismatchError(
-            "Another private optimizer was built over this model since; what backward passes leave is clipped for "
-            "that one.",
-            fix="Step the newest one. For two optimizers over parts of one model, wrap each part by itself.",
+            "Another private optimizer was built over this model later; backward passes are clipped for that one.",
+            fix="Step the newest one. For two optimizers over parts of one model, wrap each part separately.",
         )
 
 
 def _follow_groups(optimizer: DPOptimizer, waiting: WaitingPasses) -> None:
-    """Parameters may have been added to the optimizer."""
+    """Follows changes of the optimizer's parameters."""
     held = {p for group in optimizer.param_groups for p in group["params"]}
     every = set(waiting.parameters.values())
     strangers = [p for p in held if p.requires_grad and p not in every]
     if strangers:
         shapes = ", ".join(str(tuple(p.shape)) for p in strangers[:3])
         raise ParameterMismatchError(
-            f"{len(strangers)} optimizer parameters are not in the wrapped model (shapes {shapes}): those of another "
-            "one, added since, or replaced in it. Their gradients would be neither clipped nor noised.",
+            f"{len(strangers)} optimizer parameters are not in the wrapped model (shapes {shapes}): they are of "
+            "another model, or were added or replaced later. Their gradients would be neither clipped nor noised.",
             fix="Unwrap the model, build the optimizer over its parameters, after fix(), and call make_private again.",
         )
     waiting.clipper.only = None if every <= held else frozenset(held)
@@ -159,21 +156,21 @@ def _plan(optimizer: DPOptimizer, noise_multiplier: float, clipping: AbstractCli
 
 
 def source(optimizer: DPOptimizer, topology: Topology) -> NoiseSource:
-    """Where noise comes from."""
+    """Returns the source of noise."""
     kind = SECURE_KIND if optimizer.secure_mode else DEFAULT_KIND
-    # Of other processes nothing of it is asked: scripts may give each a seed of its own, and Opacus reads one.
+    # Scripts may give each process its own seed; as in Opacus, the seed of the first process counts.
     return source_for(topology, kind, topology.everyone.from_first(seed_of(optimizer.generator)), run=0)
 
 
 def seed_of(generator: torch.Generator | None) -> int | None:
-    """A seed that a generator gives; the next one differs."""
+    """Returns a seed drawn from a generator, another one at each call."""
     if generator is None:
         return None
     return int(torch.randint(2**63 - 1, (), generator=generator, device=generator.device))
 
 
 def _bound(optimizer: DPOptimizer) -> WaitingPasses:
-    """The passes over what is optimized, over all processes if the optimizer is one that adds up over them."""
+    """Returns the passes over the optimized model; of all processes if the optimizer reduces sums over them."""
     waiting = _bound_here(optimizer)
     clipper = waiting.clipper
     if optimizer._over_ranks and clipper.topology is SINGLE:
@@ -186,16 +183,16 @@ def _bound(optimizer: DPOptimizer) -> WaitingPasses:
 
 
 def _bound_here(optimizer: DPOptimizer) -> WaitingPasses:
-    """The passes over the model that has the parameters; without hooks, what is written to ``p.grad_sample``."""
+    """Returns the passes over the model that has the parameters; without hooks, those in ``p.grad_sample``."""
     held = [p for group in optimizer.param_groups for p in group["params"]]
     found = _distinct(map(waiting_of, held))
     if len(found) > 1:
         raise ParameterMismatchError(
-            f"The optimizer holds parameters of {len(found)} models, and a sample's gradient is clipped over one.",
-            fix="Put them in one nn.Module and wrap that, or take an optimizer for each.",
+            f"The optimizer holds parameters of {len(found)} models, and gradients are clipped over one model.",
+            fix="Put them in one nn.Module and wrap that, or use an optimizer for each.",
         )
     if not found:
-        written = [getattr(parameter, "grad_sample", None) for parameter in held]  # perhaps before this is asked for
+        written = [getattr(parameter, "grad_sample", None) for parameter in held]  # maybe before the step is built
         waiting = WaitingPasses(nn.ParameterList(held), mode="no_op", loss_reduction=optimizer.loss_reduction)
         for parameter, grad_sample in zip(held, written, strict=True):
             parameter.grad_sample = grad_sample  # type: ignore[attr-defined]
@@ -208,7 +205,7 @@ def _bound_here(optimizer: DPOptimizer) -> WaitingPasses:
 
 
 def name_of(optimizer: DPOptimizer, parameter: nn.Parameter) -> str:
-    """A parameter's name and shape, for messages."""
+    """Returns a parameter's name and shape, for messages."""
     waiting = waiting_of(parameter)
     names = {} if waiting is None else {p: name for name, p in waiting.parameters.items()}
     place = next((i for i, p in enumerate(params(optimizer)) if p is parameter), "?")
@@ -218,34 +215,34 @@ def name_of(optimizer: DPOptimizer, parameter: nn.Parameter) -> str:
 # A step, in the parts that Opacus has
 
 
-def refuse_scaled(optimizer: DPOptimizer) -> None:
-    """Refuses the step of a GradScaler, of which nobody told before the backward pass."""
+def check_unscaled(optimizer: DPOptimizer) -> None:
+    """Raises if a GradScaler steps the optimizer."""
     if optimizer.__dict__.pop("found_inf", None) is not None:
         del optimizer.__dict__["grad_scale"]
         raise ScaledGradientError(
-            "The loss was multiplied by a GradScaler: clipping would use the wrong unit.",
+            "A GradScaler multiplied the loss, so clipping would use the wrong unit.",
             fix="Use torch.autocast(dtype=torch.bfloat16), which needs no scaler; or "
             "dpengine.PrivacyEngine().make_private(..., grad_scaler=scaler).",
         )
 
 
-def refuse_fetched_ahead(optimizer: DPOptimizer, step: PrivateStep | None) -> None:
-    """Refuses a step where parts of several batches wait for one: nobody knows of which they are."""
+def check_fetched_parts(optimizer: DPOptimizer, step: PrivateStep | None) -> None:
+    """Raises, and discards the batch, if a loader returned parts of several batches since the last step."""
     if not optimizer._fetched_ahead:
         return
     optimizer.forget_skips()
     if step is not None:
         step.discard()
     raise TicketError(
-        "Parts of several batches were handed out since the last step, so that it is not known which of them this step "
-        "is for. What was at hand is given up.",
-        fix="Call optimizer.step() for each part before the next one is fetched; the loader has num_workers. To leave "
-        "one out, multiply its loss by 0.",
+        "The loader returned parts of several batches since the last step, so the batch of this step is unknown. The "
+        "gradients so far are discarded.",
+        fix="Call optimizer.step() for each part before the next one is fetched; use num_workers of the loader to "
+        "fetch ahead. To leave a part out, multiply its loss by 0.",
     )
 
 
 def gather(optimizer: DPOptimizer, step: PrivateStep) -> None:
-    """Adds what waits to the sums, and shows them."""
+    """Clips the waiting passes and writes the sums to ``p.summed_grad``."""
     waiting = optimizer._waiting
     waiting.settle(step)
     if step.batches.external and step.batches.stage is Stage.IDLE and not waiting.pending:
@@ -255,8 +252,8 @@ def gather(optimizer: DPOptimizer, step: PrivateStep) -> None:
             fix="Run forward in train mode through a GradSampleModule, and backward, between zero_grad() and step(); "
             "or, on a model without one, write p.grad_sample (B, *p.shape) of every parameter.",
         )
-    _refuse_other_owner(optimizer)
-    _refuse_take_over(optimizer, step)
+    _check_owner(optimizer)
+    _check_accounted(optimizer, step)
     if waiting.captures:
         _follow_groups(optimizer, waiting)
     _follow_written_sums(optimizer, step)
@@ -264,8 +261,8 @@ def gather(optimizer: DPOptimizer, step: PrivateStep) -> None:
     hooked = waiting.clipper.capture.state is CaptureState.ATTACHED or not waiting.clipper.model.training
     if not hooked and step.batches.awaits_backward and step.batches.samples:
         raise TicketError(
-            "step() has nothing to release: the model's hooks are off: no backward pass was recorded, and no "
-            "p.grad_sample written. Call model.enable_hooks() first, or write p.grad_sample of every parameter."
+            "step() has no gradients: the model's hooks are off, so no backward pass was recorded, and no "
+            "p.grad_sample was written. Call model.enable_hooks() first, or write p.grad_sample of every parameter."
         )
     step.gather()
     for parameter, total in step.passes.buffer:
@@ -274,7 +271,7 @@ def gather(optimizer: DPOptimizer, step: PrivateStep) -> None:
 
 
 def _follow_written_sums(optimizer: DPOptimizer, step: PrivateStep) -> None:
-    """Sums may have been changed since they were shown."""
+    """Follows changes of ``p.summed_grad`` since it was written."""
     shown = optimizer._sums_shown
     changed = [] if shown is None else shown.changed(step)
     if changed:
@@ -283,57 +280,57 @@ def _follow_written_sums(optimizer: DPOptimizer, step: PrivateStep) -> None:
 
 
 def adopt(optimizer: DPOptimizer, step: PrivateStep) -> None:
-    """Takes for the sums what stands in ``p.summed_grad``, where the user's own ``clip_and_accumulate`` wrote that."""
-    given = {p: getattr(p, "summed_grad", None) for p in optimizer.params}
-    optimizer._waiting.deliver(step)  # which is over already, unless that method did all by itself
+    """Replaces the sums by ``p.summed_grad`` as the user's own ``clip_and_accumulate`` wrote it."""
+    written = {p: getattr(p, "summed_grad", None) for p in optimizer.params}
+    optimizer._waiting.deliver(step)  # unless that method has called the engine's
     step.gather()
     views = dict(step.passes.buffer)
-    for parameter, total in given.items():
+    for parameter, total in written.items():
         if total is not None and total is not views.get(parameter):
             step.passes.buffer.fill(parameter, lambda view, keep, total=total: view.copy_(total))  # type: ignore[misc]
 
 
 def is_complete(step: PrivateStep) -> bool:
-    """Whether all of the logical batch is in the sums."""
+    """Returns whether the whole logical batch is in the sums."""
     return step.batches.stage is Stage.CLIPPED
 
 
 @contextlib.contextmanager
 def releasing(optimizer: DPOptimizer, step: PrivateStep) -> Iterator[None]:
-    """Charges the logical batch before anything of it is released, and zeroes its sums."""
+    """Charges the logical batch before noise is added in the context, and zeroes its sums after it."""
     count, charged = len(step.batches.batches), False
     try:
         with step.releasing():
             charged = True
             yield
     except BaseException:
-        optimizer._failed += count if charged else 0
+        optimizer._failed_batches += count if charged else 0
         raise
     finally:
         optimizer._sums_shown = None
         for parameter in optimizer.params:
             parameter.summed_grad = None  # type: ignore[attr-defined]
-    if not step.passes.buffer.clean:  # the noise was of the user's own making
+    if not step.passes.buffer.clean:  # the user's own add_noise did not drain the sums
         step.passes.buffer.take()
     optimizer._waiting.mark_released()
     held = params(optimizer)
     refuse_replaced(step.writer.released.keys(), held)
     every = {p for group in optimizer.param_groups for p in group["params"]}
     for parameter in (step.writer.released.keys() | every) - set(held):
-        parameter.grad = None  # of one that is frozen it may be raw
+        parameter.grad = None  # a frozen parameter may hold a raw gradient
 
 
 def write_noised(optimizer: DPOptimizer, step: PrivateStep) -> None:
-    """Sums with noise in ``p.grad``."""
+    """Writes the noised sums to ``p.grad``."""
     if step.batches.stage is Stage.OPEN:
         raise TicketError(
-            "add_noise() would release a part of a logical batch, which nothing has charged.",
-            fix="Release it when all of its chunks are clipped: pre_step() returns True then.",
+            "add_noise() was called for a part of a logical batch, which is not charged.",
+            fix="Call it once all parts are clipped: pre_step() returns True then.",
         )
     _follow_written_sums(optimizer, step)
     if optimizer._clips_by_itself and step.batches.stage is Stage.CLIPPED:
         adopt(optimizer, step)
-    if step.batches.stage is Stage.CLIPPED:  # called by hand: the charge and all else is due here
+    if step.batches.stage is Stage.CLIPPED:  # called outside pre_step
         with releasing(optimizer, step):
             step.write_gradients(1.0)
     else:
@@ -341,12 +338,12 @@ def write_noised(optimizer: DPOptimizer, step: PrivateStep) -> None:
 
 
 def scale(optimizer: DPOptimizer, step: PrivateStep) -> None:
-    """The division by public constants."""
+    """Divides ``p.grad`` by public constants."""
     if optimizer.loss_reduction == "mean":
         own = [number for number in step.batches.steps if number not in optimizer._skipped_batches]
         count = max(1, len(own)) if step.batches.batches else step.batches.merged
         written = step.writer.released.keys()
-        # Without any the user's own add_noise wrote the gradients.
+        # If there are none, the user's own add_noise wrote the gradients.
         grads = {p: p.grad for p in written or optimizer.params if p.grad is not None}
         if grads:
             torch._foreach_mul_(list(grads.values()), 1 / step.plan.divisor(count, mean=True))
@@ -354,7 +351,7 @@ def scale(optimizer: DPOptimizer, step: PrivateStep) -> None:
 
 
 def clear(optimizer: DPOptimizer, step: PrivateStep | None, *, keeps_sums: bool) -> None:
-    """What ``zero_grad`` takes away."""
+    """Clears gradients, per-sample gradients and sums for ``zero_grad``."""
     for waiting in _distinct(map(waiting_of, params(optimizer))):
         waiting.clear()
     for parameter in optimizer.params:
@@ -371,7 +368,7 @@ def clear(optimizer: DPOptimizer, step: PrivateStep | None, *, keeps_sums: bool)
 
 
 def dotted_names(parameters: list[nn.Parameter]) -> list[str]:
-    """Names of parameters as their sums have them."""
+    """Returns the dotted names of parameters in their model."""
     waiting = next((one for one in map(waiting_of, parameters) if one is not None), None)
     if waiting is None:
         return [str(index) for index in range(len(parameters))]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 import math
 from collections import deque
 from collections.abc import Iterator
@@ -53,12 +55,12 @@ class BatchSplittingSampler(Sampler[list[int]]):
         this_pass = object()
         try:
             for _, is_last, part in self._parts():
-                self.optimizer.pass_at_hand = this_pass
+                self.optimizer.current_pass = this_pass
                 self.optimizer.signal_skip_step(do_skip=not is_last)
                 yield part
         except BaseException:  # left early, or the sampler failed
             # Another sampler over the optimizer may have signalled since, for a loader that fetches ahead.
-            if self.optimizer.pass_at_hand is this_pass:
+            if self.optimizer.current_pass is this_pass:
                 self.optimizer.forget_skips()
             raise
 
@@ -107,20 +109,40 @@ def _handed_out(parts: Iterator[Any], told: deque[tuple[int, bool]], optimizer: 
     try:
         for part in parts:
             number, is_last = told.popleft()
-            optimizer.hand_out_part(this_pass, number, do_skip=not is_last)
+            optimizer.signal_part(this_pass, number, do_skip=not is_last)
             yield part
     finally:  # at its end, left early, or a row could not be read
-        if optimizer.pass_at_hand is this_pass:
+        if optimizer.current_pass is this_pass:
             optimizer.forget_skips()
+
+
+class _InChunks:
+    """Loader of a run that splits its logical batches. Its length is about the number of physical batches."""
+
+    def __len__(self) -> int:
+        this: Any = self
+        parts = this._batches.strategy.expected_batch_size / this._physical_batch_size
+        return math.ceil(len(this.batch_sampler) * max(1.0, parts))
+
+
+@functools.cache
+def _in_chunks(kind: type[Any]) -> type[Any]:
+    """Returns the class of a loader of this class that splits logical batches."""
+    names = {"__module__": kind.__module__, "__doc__": kind.__doc__}
+    return kind if issubclass(kind, _InChunks) else type(kind.__name__, (_InChunks, kind), names)
 
 
 @suggests_names
 def wrap_data_loader(*, data_loader: DataLoader[Any], max_batch_size: int, optimizer: DPOptimizer) -> DataLoader[Any]:
     """Returns a loader of parts of at most ``max_batch_size`` samples. The engine splits its own loaders."""
     if isinstance(data_loader, PrivateIteration):
-        if optimizer.is_hand_fed:
+        if optimizer.has_external_batches:
             report_to(data_loader, optimizer)
-        return data_loader.in_chunks(max_batch_size)  # type: ignore[no-any-return]
+        chunks: Any = copy.copy(data_loader)
+        size = whole_number("wrap_data_loader", "max_batch_size", max_batch_size, at_least=1)
+        chunks.__dict__["_physical_batch_size"] = size
+        chunks.__class__ = _in_chunks(type(data_loader))
+        return chunks  # type: ignore[no-any-return]
     batches: Any = data_loader.batch_sampler
     if batches is None:
         batches = BatchSampler(data_loader.sampler, 1, drop_last=False)

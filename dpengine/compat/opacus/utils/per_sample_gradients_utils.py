@@ -19,7 +19,6 @@ from dpengine.engine.gradient_check import (
     call,
     compare,
     gradients_alone,
-    gradients_together,
     probe_loss,
     unpacked,
 )
@@ -93,7 +92,9 @@ def compute_opacus_grad_sample(
     wrapped: Any = wrap_model(
         clone_module(module), grad_sample_mode, batch_first=batch_first, loss_reduction=loss_reduction
     )
-    return gradients_together(wrapped, x, batch_first=batch_first, loss_reduction=loss_reduction, inner="_module")
+    wrapped.zero_grad()
+    probe_loss(call(wrapped, x), batch_first=batch_first, loss_reduction=loss_reduction).backward()
+    return {name: p.grad_sample for name, p in wrapped._module.named_parameters() if p.requires_grad}
 
 
 def check_torch_version_for_ew_sample() -> bool:
