@@ -1,9 +1,10 @@
 """The buffer of clipped sums: exact, of a wide dtype, and never the same memory before and after a release."""
 
+import pytest
 import torch
 from torch import nn
 
-from dpengine.grad_modes.flat_buffer import FlatBuffer
+from dpengine.grad_modes.flat_buffer import Columns, FlatBuffer
 
 
 def parameters():
@@ -53,3 +54,24 @@ def test_where_there_was_no_sum_all_is_handed_over_all_the_same():
     assert [len(memory) for memory in taken.memory.values()] == [len(flat) for flat in taken.flats.values()] == [11]
     assert taken.views.keys() == set(listed)
     assert not any(flat.any() for flat in taken.flats.values())
+
+
+@pytest.mark.parametrize("interleaved", [False, True], ids=["few spans", "many spans"])
+def test_a_vector_of_sums_goes_where_its_parameters_are(interleaved):
+    listed = [nn.Parameter(torch.zeros(2, 3) if i % 2 else torch.zeros(2)) for i in range(40)]
+    chosen = listed[::2] if interleaved else listed[:20]
+    torch.manual_seed(0)
+    chosen = [chosen[i] for i in torch.randperm(20)]
+    ends = torch.tensor([p.numel() for p in chosen]).cumsum(0).tolist()
+    columns = Columns({p: slice(end - p.numel(), end) for p, end in zip(chosen, ends, strict=True)})
+    totals = [torch.randn(ends[-1]) for _ in range(2)]
+    buffer = FlatBuffer(listed)
+    buffer.add_flat(columns, totals[0], 1.0)  # overwrites
+    buffer.add(listed[1], torch.ones(2, 3))
+    buffer.add_flat(columns, totals[1], 0.5)  # adds
+    for parameter, found in buffer:
+        expected = torch.ones(parameter.shape) * (parameter is listed[1])
+        if parameter in columns.of:
+            part = columns.of[parameter]
+            expected = expected + (totals[0][part] + 0.5 * totals[1][part]).view(parameter.shape)
+        torch.testing.assert_close(found, expected)

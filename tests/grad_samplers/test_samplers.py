@@ -5,6 +5,7 @@ from reference import per_sample_gradients, stacked
 from torch import nn
 
 from dpengine.capture import LayerCall
+from dpengine.grad_samplers import embedding
 from dpengine.grad_samplers.sampler import JointSampler
 from dpengine.grad_samplers.table import BUILTIN, sampler_for
 
@@ -281,3 +282,16 @@ def test_convolutions_take_channels_that_lie_last(groups, size, dimensions, dtyp
     for form in sampler.sq_norms.values():
         expected = torch.stack(rows).flatten(1).double().square().sum(dim=1)
         torch.testing.assert_close(form(call).double(), expected, rtol=1e-4, atol=0)
+
+
+@pytest.mark.parametrize("limit", [0, 2**30], ids=["by search", "by pairs"])
+@pytest.mark.parametrize("padding", [None, 0])
+@pytest.mark.parametrize("shape", [(5,), (5, 7), (5, 2, 3)], ids=str)
+def test_norms_of_embeddings_add_repeated_entries_first(limit, padding, shape, monkeypatch):
+    monkeypatch.setattr(embedding, "_FEW_ON_CPU", limit)
+    torch.manual_seed(0)
+    layer, entries = nn.Embedding(3, 4, padding_idx=padding), torch.randint(3, shape)
+    call = LayerCall(layer, (entries,), torch.randn(*shape, 4), {}, None, "table")
+    sampler = sampler_for(layer)["weight"]
+    expected = sampler.grad(call).double().flatten(1).square().sum(dim=1)
+    torch.testing.assert_close(sampler.sq_norm(call).double(), expected, rtol=1e-6, atol=1e-12)
