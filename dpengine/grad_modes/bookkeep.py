@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from dpengine.capture.record import LayerCall, LayerUses, Use
 from dpengine.grad_samplers.sampler import JointSampler, NormedRule
+from dpengine.kernels.precision import full_precision
 from dpengine.kernels.products import sq_norms
 
 from .choose_method import MethodTable, Plan, Planner, plan_key
@@ -94,7 +95,7 @@ class BookKeeping(AbstractGradients):
         """Combines the gradients of the samples of each privacy unit. Afterwards axis 0 is the unit."""
         self._form_alone()
         rows = common_rows(self.rows)
-        with self._still():
+        with self._computing():
             for entry in self._entries.values():
                 entry.join()
                 entry.combine(units, rows)
@@ -173,9 +174,20 @@ class BookKeeping(AbstractGradients):
     def formed(self, parameter: nn.Parameter) -> Tensor:
         """Returns unscaled per-sample gradients ``(B, *param.shape)`` of an included parameter. Consumes nothing."""
         self._form_alone()
-        return self._entries[parameter].formed(common_rows(self.rows))
+        with self._computing():
+            return self._entries[parameter].formed(common_rows(self.rows))
+
+    @contextmanager
+    def _computing(self) -> Iterator[None]:
+        """Pauses the hooks, and computes products in full precision."""
+        with full_precision(), self._still():
+            yield
 
     def sq_norms(self, groups: Mapping[nn.Parameter, int], num_groups: int, scale: float) -> Tensor:
+        with self._computing():
+            return self._sq_norms(groups, num_groups) * scale**2
+
+    def _sq_norms(self, groups: Mapping[nn.Parameter, int], num_groups: int) -> Tensor:
         rows = common_rows(self.rows)
         found: list[list[Tensor]] = [[] for _ in range(num_groups)]
         self._stack(rows)
@@ -185,14 +197,13 @@ class BookKeeping(AbstractGradients):
         for entry in self._entries.values():
             entry.join()
         self._plan = self._planned(rows) if self._entries else {}
-        with self._still():
-            for parameter, sq_norm_B in self._each_sq_norm(rows):
-                found[groups[parameter]].append(sq_norm_B.double())
+        for parameter, sq_norm_B in self._each_sq_norm(rows):
+            found[groups[parameter]].append(sq_norm_B.double())
         like = next(one[0] for one in found if one)
         sums = [
             torch.stack([n.to(like.device) for n in one]).sum(dim=0) if one else torch.zeros_like(like) for one in found
         ]
-        return torch.stack(sums, dim=1) * scale**2
+        return torch.stack(sums, dim=1)
 
     def _stack(self, rows: int) -> None:
         """Stacks the gradients of small layers."""
@@ -247,11 +258,15 @@ class BookKeeping(AbstractGradients):
             self._form_alone()
         if self._matrix is not None:
             self._matrix = self._matrix._replace(grads_BP=zeroed(self._matrix.grads_BP, rows_B))
-        with self._still():
+        with self._computing():
             for entry in self._entries.values():
                 entry.drop(rows_B)
 
     def add_sums(self, groups: Mapping[nn.Parameter, int], weights_BK: Tensor, scale: float, into: Sums) -> None:
+        with self._computing():
+            self._add_sums(groups, weights_BK, scale, into)
+
+    def _add_sums(self, groups: Mapping[nn.Parameter, int], weights_BK: Tensor, scale: float, into: Sums) -> None:
         if self._matrix is not None:
             (layout, grads_BP), self._matrix = self._matrix, None
             weight = weights_BK.to(grads_BP.device, grads_BP.dtype).unbind(dim=1)
@@ -263,14 +278,13 @@ class BookKeeping(AbstractGradients):
                     into.add(parameter, total.view(parameter.shape), scale)
                     into.complete(parameter)
         weights: dict[Key, tuple[Tensor, ...]] = {}  # by device and dtype
-        with self._still():
-            while self._entries:  # last first; frees the memory of each entry before the next sum
-                parameter, entry = self._entries.popitem()
-                key = parameter.device, wide(parameter.dtype)
-                if key not in weights:
-                    weights[key] = weights_BK.to(*key).unbind(dim=1)
-                entry.add_sum(weights[key][groups[parameter]], scale, into)
-                into.complete(parameter)
+        while self._entries:  # last first; frees the memory of each entry before the next sum
+            parameter, entry = self._entries.popitem()
+            key = parameter.device, wide(parameter.dtype)
+            if key not in weights:
+                weights[key] = weights_BK.to(*key).unbind(dim=1)
+            entry.add_sum(weights[key][groups[parameter]], scale, into)
+            into.complete(parameter)
 
     def clear(self) -> None:
         self._entries = {}

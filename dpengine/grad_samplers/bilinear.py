@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from dpengine.capture.record import LayerCall
-from dpengine.kernels.precision import full_precision
 
 from .gram import gram_sq_norm, outer_sum, spread_of
 from .linear import SAMPLERS as LINEAR
@@ -28,13 +27,11 @@ def _sizes(factors: Sequence[Tensor]) -> list[int]:
     return [factor.shape[2] for factor in factors]
 
 
-@full_precision()
 def _weight_grad(call: LayerCall) -> Tensor:
     factors = _factors(call)
     return outer_sum(*factors).view(call.batch_size, *_sizes(factors))
 
 
-@full_precision()
 def _weight_sq_norm(call: LayerCall) -> Tensor:
     return gram_sq_norm(*_factors(call))
 
@@ -43,7 +40,6 @@ def _weight_cost(call: LayerCall) -> Cost:
     return gram_cost(_factors(call))
 
 
-@full_precision()
 def _weight_sum(call: LayerCall, factor_B: Tensor) -> Tensor:
     grads_BTO, first_BTI, second_BTJ = _factors(call)
     grads_BTO = grads_BTO * factor_B.to(grads_BTO.dtype).view(-1, 1, 1)

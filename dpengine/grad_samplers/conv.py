@@ -22,7 +22,6 @@ from torch import Tensor
 
 from dpengine.capture.record import LayerCall
 from dpengine.kernels import products as native
-from dpengine.kernels.precision import full_precision
 
 from .gram import WORKSPACE_BYTES, gram_operations, gram_sq_norm, spread_of
 from .machine import fast_in_float64, memory_for, operations_per_byte
@@ -136,7 +135,6 @@ def _correlate(c: _Correlation, weight_shape: Sequence[int], groups: int) -> Ten
     return torch.ops.aten.convolution_backward(c.narrow, c.wide, shape_only, None, *args)[1]
 
 
-@full_precision()
 def _grouped_grad(call: LayerCall) -> Tensor:
     """Rows become groups, so that one call of the backward kernel gives the gradients of all."""
     rows, shape = call.batch_size, _weight_shape(call)
@@ -160,7 +158,6 @@ def _looped_grad(call: LayerCall) -> Tensor:
     return grads
 
 
-@full_precision()
 def _write_looped_grad(call: LayerCall, out: Tensor) -> None:
     c = _correlation(call)
     for i, grad in enumerate(out):
@@ -175,7 +172,6 @@ def _unfolded_grad(call: LayerCall) -> Tensor:
     return grads
 
 
-@full_precision()
 def _write_unfolded_grad(call: LayerCall, out: Tensor) -> None:
     c = _correlation(call)
     by_group = out.view(call.batch_size * c.groups, *c.features)
@@ -200,7 +196,10 @@ def _compiled_grad(call: LayerCall) -> Tensor:
 
 def _write_compiled_grad(call: LayerCall, out: Tensor) -> Tensor | None:
     windows = _padded(_correlation(call))
-    return native.window_grads(windows, out) if windows.fit() else _write_unfolded_grad(call, out)
+    if windows.fit():
+        return native.window_grads(windows, out)
+    _write_unfolded_grad(call, out)
+    return None
 
 
 def _compiled_sq_norm(call: LayerCall) -> Tensor:
@@ -208,7 +207,6 @@ def _compiled_sq_norm(call: LayerCall) -> Tensor:
     return native.window_grads(windows) if windows.fit() else _gram_sq_norm(call)
 
 
-@full_precision()
 def _gram_sq_norm(call: LayerCall) -> Tensor:
     """By the Gram of all windows, which are copied."""
     if call.batch_size == 0:
@@ -218,7 +216,6 @@ def _gram_sq_norm(call: LayerCall) -> Tensor:
     return torch.cat(parts).view(-1, c.groups).sum(dim=1)
 
 
-@full_precision()
 def _shifted_sq_norm(call: LayerCall) -> Tensor:
     """By one Gram of the padded tensor itself, in float64.
 
@@ -279,7 +276,6 @@ def _weight_cost(call: LayerCall) -> Cost:
     return Cost(grads, sq_norms, product)
 
 
-@full_precision()
 def _weight_sum(call: LayerCall, factor_B: Tensor) -> Tensor:
     if call.batch_size == 0:
         return call.grad_output.new_zeros(_weight_shape(call))

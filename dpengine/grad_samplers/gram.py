@@ -25,7 +25,6 @@ from torch import Tensor
 
 from dpengine.kernels import products as native
 from dpengine.kernels.library import traced
-from dpengine.kernels.precision import full_precision
 from dpengine.kernels.products import norms, widest
 
 from .machine import fast_in_float64, memory_for
@@ -88,7 +87,6 @@ def _key(tensor: Tensor) -> object:
     return place, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype
 
 
-@full_precision()
 def _norms_of(products: Sequence[Factors]) -> list[GramNorm]:
     rows, length, _ = products[0][0].shape
     tensors = {_key(factor): factor for factors in products for factor in factors}

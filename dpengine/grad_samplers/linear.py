@@ -22,7 +22,6 @@ import torch
 from torch import Tensor
 
 from dpengine.capture.record import LayerCall
-from dpengine.kernels.precision import full_precision
 
 from .gram import gram_operations, gram_sq_norm, spread_of
 from .sampler import Cost, GradSampler
@@ -77,13 +76,11 @@ def add_product(out: Tensor, left_MK: Tensor, right_KN: Tensor, scale: float, ke
         keep = 1.0
 
 
-@full_precision()
 def _weight_grad(call: LayerCall) -> Tensor:
     acts_BTI, grads_BTO = _acts_and_grads(call)
     return product(grads_BTO.transpose(1, 2), acts_BTI)
 
 
-@full_precision()
 def _write_weight_grad(call: LayerCall, out: Tensor) -> None:
     acts_BTI, grads_BTO = _acts_and_grads(call)
     product(grads_BTO.transpose(1, 2), acts_BTI, out)
@@ -94,7 +91,6 @@ def _factors(call: LayerCall) -> tuple[Tensor, Tensor]:
     return grads_BTO, acts_BTI
 
 
-@full_precision()
 def _weight_sq_norm(call: LayerCall) -> Tensor:
     return gram_sq_norm(*_factors(call))
 
@@ -122,7 +118,6 @@ def _weighted(call: LayerCall, factor_B: Tensor) -> tuple[Tensor, Tensor]:
     return grads_BTO.flatten(0, 1), acts_BTI.flatten(0, 1)
 
 
-@full_precision()
 def _weight_sum(call: LayerCall, factor_B: Tensor) -> Tensor:
     grads_NO, acts_NI = _weighted(call, factor_B)
     if grads_NO.dtype is acts_NI.dtype:
@@ -132,7 +127,6 @@ def _weight_sum(call: LayerCall, factor_B: Tensor) -> Tensor:
     return out
 
 
-@full_precision()
 def _add_weight_sum(call: LayerCall, factor_B: Tensor, scale: float, keep: float, out: Tensor) -> None:
     grads_NO, acts_NI = _weighted(call, factor_B)
     add_product(out, grads_NO.T, acts_NI, scale, keep)

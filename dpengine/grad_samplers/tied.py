@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from dpengine.capture.record import LayerCall
-from dpengine.kernels.precision import full_precision
 
 from . import embedding, linear
 from .gram import WORKSPACE_BYTES, GramNorm, gram_norms
@@ -49,7 +48,6 @@ def tied_cost(calls: Calls) -> Cost | None:
     return Cost(cost.grads, {name: norm + cross for name, norm in cost.sq_norms.items()}, cost.weighted_sum)
 
 
-@full_precision()
 def tied_norm(calls: Calls) -> GramNorm:
     """Squared norms and spreads ``(B,)`` of the sum of both uses. The calls are those that ``tied_cost`` knows."""
     found = _head_and_words(calls)

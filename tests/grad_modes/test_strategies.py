@@ -9,12 +9,21 @@ from cases import CASES, MODELS
 from oracle import SLACK, clip_by_engine, clip_by_loop, relative_error
 from reference import per_sample_gradients
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from dpengine import GradSampleModule
+from dpengine.capture import LayerCall
+from dpengine.capture.record import Use
 from dpengine.clipping import Automatic, Flat, Groups, PerLayer
 from dpengine.errors import UnsupportedLayerError
-from dpengine.grad_modes.entry import sq_norms
+from dpengine.grad_modes.bookkeep import BookKeeping
+from dpengine.grad_modes.choose_method import MethodTable
+from dpengine.grad_modes.flat_buffer import FlatBuffer
 from dpengine.grad_modes.modes import MODES
+from dpengine.grad_modes.rows import Units
+from dpengine.grad_samplers.table import sampler_for
+from dpengine.kernels import products
+from dpengine.kernels.products import sq_norms
 
 ROWS = 4
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-5}
@@ -255,3 +264,48 @@ class _Bag(nn.Module):
 
     def forward(self, entries, offsets, weights):
         return self.bag(entries, offsets, weights)
+
+
+class Products(TorchDispatchMode):
+    """Notes the precision that each matrix product and each convolution may have."""
+
+    names = ("mm", "bmm", "addmm", "baddbmm", "mv", "addmv", "convolution", "convolution_backward")
+
+    def __init__(self):
+        super().__init__()
+        self.allowed = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function.overloadpacket.__name__ in self.names:
+            self.allowed.append(torch.get_float32_matmul_precision())
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("phase", ["sq_norms", "add_sums", "formed", "combine"])
+@pytest.mark.parametrize(
+    ("layer", "shape"),
+    [(nn.Linear(3, 2), (4, 5, 3)), (nn.Conv2d(3, 2, 2), (4, 3, 5, 5))],
+    ids=["linear", "convolution"],
+)
+def test_a_grad_mode_computes_in_full_precision(phase, layer, shape, monkeypatch):
+    monkeypatch.setattr(products, "takes", lambda *tensors: False)
+    inputs = torch.randn(shape)
+    uses = {name: Use(parameter, name) for name, parameter in layer.named_parameters()}
+    groups = dict.fromkeys(layer.parameters(), 0)
+    mode = BookKeeping(MethodTable(timed=False))
+    mode.receive(LayerCall(layer, (inputs,), torch.randn_like(layer(inputs)).detach()), uses, sampler_for(layer))
+    phases = {
+        "sq_norms": lambda: mode.sq_norms(groups, 1, 1.0),
+        "add_sums": lambda: mode.add_sums(groups, torch.ones(4, 1), 1.0, FlatBuffer(layer.parameters())),
+        "formed": lambda: mode.formed(layer.weight),
+        "combine": lambda: mode.combine(Units(torch.tensor([0, 0, 1, 1]), 2, mean=True)),
+    }
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("medium")
+    try:
+        with torch.no_grad(), Products() as noted:
+            phases[phase]()
+        assert torch.get_float32_matmul_precision() == "medium"
+    finally:
+        torch.set_float32_matmul_precision(before)
+    assert set(noted.allowed) == {"highest"}

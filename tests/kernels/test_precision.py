@@ -1,8 +1,6 @@
 import pytest
 import torch
 
-from dpengine.capture import LayerCall
-from dpengine.grad_samplers.table import sampler_for
 from dpengine.kernels.precision import full_precision
 
 by_operation = pytest.mark.skipif(
@@ -54,17 +52,3 @@ def test_the_users_setting_is_back_after_an_exception(lowered):
     with pytest.raises(KeyError), full_precision():
         raise KeyError
     assert flags() == ("medium", True, True)
-
-
-def test_low_precision_products_do_not_reach_a_sampler(lowered):
-    """On CPU this setting means bfloat16, where the processor has it."""
-    torch.manual_seed(0)
-    layer = torch.nn.Linear(256, 256)
-    call = LayerCall(layer, (torch.randn(64, 8, 256),), torch.randn(64, 8, 256))
-    sampler, factor_B = sampler_for(layer)["weight"], torch.rand(64)
-    wide = call.replace(inputs=(call.inputs[0].double(),), grad_output=call.grad_output.double())
-    for found, true in (
-        (sampler.grad(call), sampler.grad(wide)),
-        (sampler.total(call, factor_B), sampler.total(wide, factor_B)),
-    ):
-        torch.testing.assert_close(found.double(), true, rtol=1e-5, atol=1e-4)
