@@ -30,12 +30,12 @@ from dpengine.grad_modes.bookkeep import BookKeeping
 from dpengine.grad_modes.flat_buffer import FlatBuffer
 from dpengine.grad_modes.rows import Units
 from dpengine.independence import live_probe as probe
-from dpengine.plan.run_plan import RunPlan, rate_to_book
+from dpengine.plan.run_plan import RunPlan, accounted_sample_rate
 
 REJECTED_OPTIMIZERS = frozenset(REFUSED)
 """Names of the optimizers of torch that ``make_private`` rejects."""
 
-accounted_rate = rate_to_book
+accounted_rate = accounted_sample_rate
 
 
 def planned_steps(epochs, steps, steps_per_epoch):
@@ -253,7 +253,7 @@ class Plan:
     def __init__(self, *arguments, plan=None, **settings):
         self._plan = RunPlan(*arguments, **settings) if plan is None else plan
         self.run, self.noise_multiplier = self._plan.run, self._plan.noise_multiplier
-        self.event, self.why_not_joined = self._plan.event, self._plan.why_not_joined
+        self.event, self.why_not_merged = self._plan.event, self._plan.why_not_merged
 
     def changed(self, step, **constants):
         """The plan with other constants from a step on."""

@@ -14,11 +14,11 @@ from dpengine import PrivacyEngine
 from dpengine.accounting import Charge, Ledger, Relation, epsilon_of, release_event
 from dpengine.errors import (
     AccountingRefusedError,
+    BatchStateError,
     BudgetExceeded,
     CalibrationError,
     LedgerError,
     PrivacyWarning,
-    TicketError,
 )
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*DPE012", "ignore:.*DPE006")
@@ -164,7 +164,7 @@ def test_v4_without_a_target_nothing_ends():
     loop = make_loop(noise_multiplier=0.3)
     assert train(loop, epochs=3) == 12
     loop.optimizer.zero_grad()
-    with pytest.raises(TicketError):
+    with pytest.raises(BatchStateError):
         loop.optimizer.step()
 
 

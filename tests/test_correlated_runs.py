@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 
 from dpengine import Adaptive, PrivacyEngine
 from dpengine.accounting import Charge, MatrixGaussianEvent, PoissonGaussianEvent, Relation, calibration, epsilon_of
-from dpengine.errors import BudgetExceeded, InvalidBudgetError, TicketError
+from dpengine.errors import BatchStateError, BudgetExceeded, InvalidBudgetError
 from dpengine.noise import BLT, BandedInverse, BandMF
 from dpengine.noise.optimize import optimize_scheduled, scheduled_loss
 from dpengine.plan import BandedInverseConfig, BLTConfig
@@ -129,18 +129,18 @@ def test_two_batches_in_one_step_are_refused():
     batches = iter(loop.loader)
     for _ in range(2):
         loop.backward(*next(batches))
-    with pytest.raises(TicketError, match="hangs together over steps"):
+    with pytest.raises(BatchStateError, match="hangs together over steps"):
         loop.optimizer.step()
 
 
 @pytest.mark.parametrize(
     ("options", "error", "says"),
     [
-        ({"steps": None}, InvalidBudgetError, "how long training is"),
+        ({"steps": None}, InvalidBudgetError, "needs the length of training"),
         ({"noise": BandMF(num_bands=5)}, InvalidBudgetError, r"5 bands need batches of at most 1/5.*1/4"),
         ({"noise": BandMF(num_bands=4), "steps": 3}, InvalidBudgetError, "more bands than the 3 steps"),
         ({"noise": 16}, TypeError, "noise is a int"),
-        ({"sampling": "shuffle"}, InvalidBudgetError, "does not go with sampling='shuffle'"),
+        ({"sampling": "shuffle"}, InvalidBudgetError, "does not support sampling='shuffle'"),
         ({"clipping": Adaptive()}, InvalidBudgetError, "one clipping threshold"),
     ],
 )
@@ -270,8 +270,8 @@ def test_constants_that_are_declared_stay():
     ("options", "says"),
     [
         ({"batch_size": 10}, r"batches of 10 do not divide them: 2 groups would have 12 each.*batch_size=12 or 8"),
-        ({"steps": None}, r"noise=BLT\(\.\.\.\) needs to know how long"),
-        ({"sampling": "shuffle"}, "does not go with sampling='shuffle'"),
+        ({"steps": None}, r"noise=BLT\(\.\.\.\) needs the length of training"),
+        ({"sampling": "shuffle"}, "does not support sampling='shuffle'"),
         ({"clipping": Adaptive(), "max_grad_norm": None}, "one clipping threshold for the whole run"),
     ],
 )

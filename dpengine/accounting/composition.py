@@ -54,7 +54,7 @@ class Composition:
         """Whether all of it together is one Gaussian."""
         return not (self.sampled or self.runs or self.batches or self.selections)
 
-    def refuse_runs(self) -> None:
+    def check_no_sampled_runs(self) -> None:
         """For accountants that work with closed forms."""
         if self.runs:
             raise AccountingRefusedError(
@@ -62,7 +62,7 @@ class Composition:
                 fix="Use accountant='monte_carlo'.",
             )
 
-    def refuse_batches(self, accountant: str) -> None:
+    def check_no_batch_events(self, accountant: str) -> None:
         """For accountants that know plain Poisson batches only."""
         if self.batches:
             raise AccountingRefusedError(
@@ -70,7 +70,7 @@ class Composition:
                 fix="Use accountant='pld'.",
             )
 
-    def refuse_selections(self) -> None:
+    def check_no_selections(self) -> None:
         """For accountants that compose losses: the best of several results has a bound on Renyi divergences alone."""
         if self.selections:
             raise AccountingRefusedError(

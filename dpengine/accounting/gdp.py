@@ -87,7 +87,7 @@ def central_limit_mu(*, noise_multiplier: float, sample_rate: float, steps: int,
 
 def exact_mu(composition: Composition, relation: Relation) -> float:
     """Returns the mu of a history of unsampled Gaussians."""
-    composition.refuse_runs()
+    composition.check_no_sampled_runs()
     if not composition.unsampled:
         raise AccountingRefusedError(
             "accountant 'gdp' is exact only without sampling; its central-limit form for sampled releases gives an "

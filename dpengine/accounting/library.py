@@ -74,7 +74,7 @@ def _something(composition: Composition) -> bool:
 
 
 def _answer(kind: str, composition: Composition, relation: Relation, question: str, value: float) -> float:
-    composition.refuse_runs()
+    composition.check_no_sampled_runs()
     if not _something(composition):
         return 0.0
     if kind == "rdp" and composition.sampled and relation is Relation.REPLACE_ONE:

@@ -125,8 +125,8 @@ def best_epsilon(rho: Floats, orders: Floats, delta: float) -> tuple[float, floa
 
 def curve(composition: Composition, relation: Relation, orders: tuple[float, ...] = ORDERS) -> RdpCurve:
     """Sums the divergences of all releases."""
-    composition.refuse_runs()
-    composition.refuse_batches("rdp")
+    composition.check_no_sampled_runs()
+    composition.check_no_batch_events("rdp")
     if composition.sampled and relation is Relation.REPLACE_ONE:
         raise AccountingRefusedError(
             "accountant 'rdp' has no bound for Poisson sampling under replace-one.", fix="Use accountant='pld'."

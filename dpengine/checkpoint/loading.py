@@ -14,7 +14,7 @@ from torch import Tensor
 from dpengine.engine.grad_sample_module import model_inside
 from dpengine.engine.run import Run
 from dpengine.errors import CorruptFileError, MechanismMismatchError
-from dpengine.noise.share import drawn_places
+from dpengine.noise.share import noised_places
 
 from . import folder as folders
 from . import spread
@@ -35,7 +35,7 @@ from .layout import (
     without_ties,
 )
 from .pieces import Stored, files_of
-from .run_state import is_seeded, next_life, refuse_damaged, resumption
+from .run_state import is_seeded, next_nonce, refuse_damaged, resumption
 
 
 def load(folder: str | Path, engine: Engine, *, nothing_left_since: bool = False) -> None:
@@ -64,7 +64,7 @@ def load(folder: str | Path, engine: Engine, *, nothing_left_since: bool = False
         CorruptFileError: If a file is missing or damaged.
         LedgerError: If ``nothing_left_since`` is not so, as far as this engine knows.
         FileNotFoundError: If there is no such folder.
-        TicketError: If the run has begun.
+        BatchStateError: If the run has begun.
         InvalidBudgetError: If the engine has no run, or more than one that is not detached.
         RuntimeError: If another process failed.
     """  # noqa: DOC502 - what is called raises on our behalf
@@ -76,7 +76,7 @@ def load(folder: str | Path, engine: Engine, *, nothing_left_since: bool = False
     with contextlib.ExitStack() as opened:
         files = _Files(opened)
         ranks.each(lambda: files.open(folders.present(Path(folder))))
-        life = ranks.from_first(next_life(files.state))
+        life = ranks.from_first(next_nonce(files.state))
         ranks.each(lambda: files.prepare(run, engine, life, nothing_left_since=nothing_left_since))
         with _all_or_nothing(run):
             ranks.each(lambda: files.fill(run, engine))
@@ -127,7 +127,7 @@ class _Files:
         """Makes all that the run will have, and changes nothing."""
         topology = run.step.passes.topology
         if (nothing_left_since or is_seeded(self.state)) and self._noise.names:
-            places = drawn_places(run.step.passes.buffer, topology.replicas)
+            places = noised_places(run.step.passes.buffer, topology.replicas)
             self.state["noise"]["slices"] = spread.cut_slices(self._noise, places)
         self.changes = resumption(
             run, self.state, engine.ledger.history, life=life, nothing_left_since=nothing_left_since

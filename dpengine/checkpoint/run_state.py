@@ -23,7 +23,7 @@ from dpengine.engine.batch_state import Stage
 from dpengine.engine.grad_sample_module import model_inside
 from dpengine.engine.rank_consistency import examples_of
 from dpengine.engine.run import Run
-from dpengine.errors import CorruptFileError, LedgerError, MechanismMismatchError, SamplingError, TicketError
+from dpengine.errors import BatchStateError, CorruptFileError, LedgerError, MechanismMismatchError, SamplingError
 from dpengine.noise.correlated import mechanism_for
 from dpengine.noise.mechanism import AbstractNoise
 from dpengine.noise.source import NoiseSource
@@ -58,7 +58,7 @@ def taken(run: Run) -> dict[str, Any]:
             fix="Save the model, the optimizer and engine.state_dict(), and call make_private again.",
         )
     if step.batches.stage not in _BETWEEN_STEPS or step.batches.fetched:
-        raise TicketError(
+        raise BatchStateError(
             "A batch is at hand that was not stepped; a checkpoint is of a run between two steps.",
             fix="Save after optimizer.step(), before the next batch is drawn.",
         )
@@ -137,7 +137,7 @@ def resumption(
 ) -> Resumption:
     """Returns the changes that resume a run, without making them. ``life`` is a new nonce, the same on all ranks."""
     if run.step.batches.last_step >= 0 or run.resumed or not run.attached:
-        raise TicketError(
+        raise BatchStateError(
             "The run that shall go on has drawn batches already, was loaded before, or is private no longer.",
             fix="Call make_private, then load, then train.",
         )
@@ -248,7 +248,7 @@ def _hash(ids: UnitIds | None) -> str | None:
     return None if ids is None else hashlib.sha256(ids.tobytes()).hexdigest()
 
 
-def next_life(state: Mapping[str, Any]) -> int:
+def next_nonce(state: Mapping[str, Any]) -> int:
     """A life of the source that was not lived; with a seed, the one that the run is in."""
     return int(state["source"]["incarnation"]) if is_seeded(state) else secrets.randbits(_LIFE_BITS)
 

@@ -10,7 +10,7 @@ from typing import Any
 from dpengine.distributed.ranks import Ranks
 from dpengine.engine.grad_sample_module import model_inside
 from dpengine.engine.run import Run
-from dpengine.errors import TicketError
+from dpengine.errors import BatchStateError
 
 from . import folder as folders
 from . import run_state, spread
@@ -52,7 +52,7 @@ def save(folder: str | Path, engine: Engine) -> None:
             that it was given are saved with it.
 
     Raises:
-        TicketError: If a batch is at hand.
+        BatchStateError: If a batch is at hand.
         InvalidBudgetError: If the engine has no run, or more than one that is not detached.
         FileExistsError: If there is something else in the folder.
         TypeError: If the model, the optimizer or their companions keep what is neither a tensor nor plain data, or an
@@ -141,7 +141,7 @@ def _agreed(facts: list[dict[str, Any]]) -> dict[str, Any]:
     drawn = [one for one in facts if one.get("rows") is not None] or facts
     found = {**drawn[0], "next_step": max(one["next_step"] for one in facts)}
     if any({**one, "next_step": found["next_step"]} != found for one in drawn):
-        raise TicketError(
+        raise BatchStateError(
             "The ranks have not drawn the noise of the same steps: one of them failed in the middle of a step.",
             fix="Save after the next step that all of them make.",
         )

@@ -10,7 +10,7 @@ from torch import nn
 from dpengine.capture.capture import CaptureState
 from dpengine.distributed.detect import topology_of, unwrapped
 from dpengine.distributed.topology import SINGLE, Topology
-from dpengine.errors import TicketError, UnsupportedLayerError, suggests_names
+from dpengine.errors import BatchStateError, UnsupportedLayerError, suggests_names
 from dpengine.grad_modes.choose_method import MethodTable
 from dpengine.grad_modes.materialize import forget_grad_samples, show_grad_sample
 from dpengine.grad_modes.modes import MODES, on_demand
@@ -37,7 +37,7 @@ class GradSampleModule(nn.Module):
     At some passes the independence probe runs the model again with other samples in the batch; if that changes the
     gradient of a sample, ``backward`` raises ``UnsupportedLayerError``. For training use
     ``PrivacyEngine.make_private``. It accepts this wrapper in the place of the module. During private training the
-    hooks of the wrapper are off, and ``last_pass`` raises TicketError.
+    hooks of the wrapper are off, and ``last_pass`` raises BatchStateError.
 
     Args:
         module: The module. It is not copied.
@@ -85,11 +85,11 @@ class GradSampleModule(nn.Module):
         """Per-sample results of the last backward pass: ``norms()``, ``weighted_sum(weights)``, ``gradients(name)``.
 
         They are kept until the next backward pass or ``zero_grad`` of this module; after an interrupted backward pass,
-        and before the first one, reading it raises TicketError. See `dpengine.engine.PerSampleGradients`.
+        and before the first one, reading it raises BatchStateError. See `dpengine.engine.PerSampleGradients`.
         """
         self._check_not_private()
         if self._last is None or self._clipper.capture.unfinished is not None:
-            raise TicketError(
+            raise BatchStateError(
                 "No backward pass has left per-sample gradients.",
                 fix="Call loss.backward() on outputs of the wrapped model in train mode, before zero_grad().",
             )
@@ -105,7 +105,7 @@ class GradSampleModule(nn.Module):
         forget_grad_samples(self.module.parameters())
 
     def to_standard_module(self) -> nn.Module:
-        """Removes all hooks and gradients, and returns the module. Raises TicketError while it is private."""
+        """Removes all hooks and gradients, and returns the module. Raises BatchStateError while it is private."""
         self._check_not_private()
         self._clipper.detach()
         self.zero_grad()
@@ -117,7 +117,7 @@ class GradSampleModule(nn.Module):
 
     def _check_not_private(self) -> None:
         if self._clipper.capture.superseded:
-            raise TicketError(
+            raise BatchStateError(
                 "The hooks of this GradSampleModule are off: its module is private in an engine, or watched by another "
                 "wrapper.",
                 fix="Call engine.detach(model) first, which attaches them again.",

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from dpengine.accounting.ledger import Ledger
 from dpengine.distributed.topology import Topology
-from dpengine.errors import ParameterMismatchError, TicketError, UnsupportedLayerError, suggests_names
-from dpengine.ledger_file.books import asked_for
+from dpengine.errors import BatchStateError, ParameterMismatchError, UnsupportedLayerError, suggests_names
+from dpengine.ledger_file.engine_ledger import run_settings
 from dpengine.ledger_file.run_ledger import RunLedger
 from dpengine.sampling.scheme import whole_number
 
@@ -34,14 +34,14 @@ def fetch_ahead(engine: PrivacyEngine, batches: int) -> None:
 
     Raises:
         InvalidBudgetError: If no model is private yet.
-        TicketError: If the loader has returned a batch already, or the loop draws its own batches.
+        BatchStateError: If the loader has returned a batch already, or the loop draws its own batches.
         TypeError: If ``batches`` is not an integer.
         ValueError: If it is negative.
     """  # noqa: DOC502 - the checks raise
     state = engine._last_run().step.batches
     ahead = whole_number("fetch_ahead", "batches", batches, at_least=0)
     if state.external or state.last_step >= 0 or state.fetched:
-        raise TicketError(
+        raise BatchStateError(
             "fetch_ahead was called for a run that has no private loader, or whose loader has returned a batch.",
             fix="Call it right after make_private, and only for a run with a private loader.",
         )
@@ -64,11 +64,11 @@ def logical_batch(engine: PrivacyEngine) -> Iterator[None]:
 
     Raises:
         InvalidBudgetError: If no model is private yet.
-        TicketError: If the run has a private loader, or the sums hold a batch without a step.
+        BatchStateError: If the run has a private loader, or the sums hold a batch without a step.
     """  # noqa: DOC502 - the engine raises
     state = engine._last_run().step.batches
     if not state.external or state.continues or state.stage is Stage.CLIPPED:
-        raise TicketError(
+        raise BatchStateError(
             "logical_batch was called for a run with a private loader, or before optimizer.step() of the last batch.",
             fix="Use it with sampling=ExternalBatches(...) only, after optimizer.zero_grad() and outside of itself.",
         )
@@ -94,8 +94,8 @@ def restrict_to_optimizer(engine: PrivacyEngine) -> None:
 
     Raises:
         InvalidBudgetError: If no model is private yet.
-        TicketError: If the loader has returned a batch already, a backward pass was recorded, the run was resumed, or
-            the model was detached.
+        BatchStateError: If the loader has returned a batch already, a backward pass was recorded, the run was resumed,
+            or the model was detached.
         ParameterMismatchError: If the optimizer holds no trainable parameter.
         UnsupportedLayerError: If several processes train the model, or ``grad_sample_mode`` is not ``"auto"``.
         ValueError: If the clipping policy has thresholds for other groups of parameters.
@@ -104,8 +104,8 @@ def restrict_to_optimizer(engine: PrivacyEngine) -> None:
     passes, state = run.step.passes, run.step.batches
     began = state.last_step >= 0 or state.fetched or passes.pending or passes.capture.unfinished is not None
     if began or run.resumed or not run.attached:
-        raise TicketError(
-            "restrict_to_optimizer was called for a run that has begun, was resumed, or has ended.",
+        raise BatchStateError(
+            "restrict_to_optimizer was called for a run that has begun, was resumed or has ended.",
             fix="Call it right after make_private; load a checkpoint after it.",
         )
     if passes.topology.everyone.size > 1:  # ranks do not compare the restriction
@@ -124,7 +124,7 @@ def restrict_to_optimizer(engine: PrivacyEngine) -> None:
     names = [name for name, parameter in passes.trainable().items() if parameter in held]
     if not names:
         raise ParameterMismatchError(
-            "No parameter of the optimizer is trainable.", fix="Unfreeze those that are to be trained."
+            "No parameter of the optimizer is trainable.", fix="Unfreeze the parameters to train."
         )
     run.step.plan.clipping.group_of(names)  # raises if the thresholds are for other groups
     passes.only = held
@@ -133,15 +133,15 @@ def restrict_to_optimizer(engine: PrivacyEngine) -> None:
 
 def ledger_of_run(engine: PrivacyEngine, run: str, topology: Topology, *, delta: float) -> Ledger | RunLedger:
     """Opens the ledger of an engine for a run of this name, which is then passed to `add_run`."""
-    engine._books.open(topology.everyone, _asked_at(delta), first=not engine.runs)
-    return engine._books.of_run(run, topology.everyone)
+    engine._engine_ledger.open(topology.everyone, _run_settings(delta), first=not engine.runs)
+    return engine._engine_ledger.of_run(run, topology.everyone)
 
 
 def add_run(engine: PrivacyEngine, run: Run) -> None:
     """Adds a run that charges a ledger of `ledger_of_run` and has taken no step yet."""
-    engine._enter(run, _asked_at(run.budget.delta), (None, 1))
+    engine._enter(run, _run_settings(run.budget.delta), (None, 1))
 
 
-def _asked_at(delta: float) -> dict[str, Any]:
-    """The entry of a ledger file about a run with a delta and without a target."""
-    return asked_for(None, target_epsilon=None, delta=delta, epochs=None, steps=None)
+def _run_settings(delta: float) -> dict[str, Any]:
+    """Returns the ledger file entry of a run with a delta and without a target."""
+    return run_settings(None, target_epsilon=None, delta=delta, epochs=None, steps=None)

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 _EXAMPLES = 16  # of the data set, that are compared
 
 
-def refuse_disagreement(run: Run, physical_batch_size: int | None, accumulation_steps: int) -> None:
+def check_rank_consistency(run: Run, physical_batch_size: int | None, accumulation_steps: int) -> None:
     """Refuses a run that the processes which share it do not see alike; with one process, nothing."""
     step, passes = run.step, run.step.passes
     topology, source = passes.topology, step.source

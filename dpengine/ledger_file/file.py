@@ -200,7 +200,7 @@ class LedgerFile:
         if reservation is not None:
             self.append(reservation.settled(run))
 
-    def told_of_event(self, event: Event, before: Sequence[Told] = ()) -> tuple[int, Sequence[Told]]:
+    def event_entry(self, event: Event, before: Sequence[Told] = ()) -> tuple[int, Sequence[Told]]:
         """The number of the entry that tells of an event, and the entry to write first if there is none yet."""
         state = {"event": event_to_state(event)}
         assert self.contents.last is not None

@@ -111,7 +111,7 @@ class RunLedger:
                 )  # if what follows fails, it stays charged as a whole
                 told += [] if before is None else [before.settled(self.run)]
             for one in (*self._owed, charge):
-                at, event = self.file.told_of_event(one.event, told)
+                at, event = self.file.event_entry(one.event, told)
                 told += event
                 fields = {"run": self.run, "event": at, "count": one.count}
                 if one is charge and reserved > charge.count:

@@ -55,7 +55,7 @@ def add_noise(
             Seal.refuse_other(memory[-Seal.WORDS :], replicas.size)
 
 
-def drawn_places(buffer: FlatBuffer, replicas: Ranks) -> list[Places]:
+def noised_places(buffer: FlatBuffer, replicas: Ranks) -> list[Places]:
     """Which places of the vector of all parameters this rank draws noise for."""
     return [stretch.places for stretch, mine in _cut(buffer.stretches, replicas, buffer.messages, buffer.whole) if mine]
 

@@ -20,7 +20,7 @@ from dpengine.sampling.cyclic import Partition
 
 from . import checks
 from .claims import claimed_noise, example_relation
-from .run_plan import rate_to_book
+from .run_plan import accounted_sample_rate
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -70,7 +70,7 @@ class PoissonBatches:
             return NonPrivateEvent()
         if self.truncated_batch_size is not None:
             return self._cut_claim(noise_multiplier, run)
-        rate = rate_to_book(self.sampling_prob)
+        rate = accounted_sample_rate(self.sampling_prob)
         if self.cycle_length == 1:
             return release_event(noise_multiplier=noise_multiplier, sample_rate=rate)
         return CyclicGaussianEvent(rate, noise_multiplier, self.cycle_length, run)
@@ -79,7 +79,7 @@ class PoissonBatches:
         assert self.num_examples is not None and self.truncated_batch_size is not None
         return TruncatedGaussianEvent(
             num_examples=max(1, self.num_examples // self.cycle_length),
-            sample_rate=rate_to_book(self.sampling_prob),
+            sample_rate=accounted_sample_rate(self.sampling_prob),
             largest_batch=self.truncated_batch_size,
             noise_multiplier=noise_multiplier,
             cycle_length=self.cycle_length,
@@ -109,7 +109,7 @@ class PoissonBatches:
         return calibration(
             target_epsilon=target,
             target_delta=delta,
-            sample_rate=rate_to_book(self.sampling_prob),
+            sample_rate=accounted_sample_rate(self.sampling_prob),
             steps=self._cycles(self.iterations),
             accountant=accountant,
             relation=self.relation,

@@ -31,7 +31,7 @@ LEAST_STD = 2.0**-100
 """Least standard deviation of noise: float32 sums hold it with all their bits."""
 
 
-def rate_to_book(sample_rate: float) -> float:
+def accounted_sample_rate(sample_rate: float) -> float:
     """The rate to charge for a draw at ``sample_rate``: above any probability that the draw may have."""
     # The draw compares 64-bit words; its probability is above the rate by 2**-60 at most. Beside a rate of 2**-7 or
     # more that rounds to nothing, so the next float is taken there.
@@ -98,9 +98,9 @@ class RunPlan:
                 fix='Pass clipping="flat", or leave out noise=.',
             )
         if self.noise is not None and self.claim is None:
-            self._refuse_noise(self.noise)
+            self._check_noise(self.noise)
 
-    def _refuse_noise(self, noise: Recurrence) -> None:
+    def _check_noise(self, noise: Recurrence) -> None:
         """Refuses noise that hangs together over steps where nobody knows what that costs."""
         bands, sampling = noise.facts.get("bands"), self.sampling
         if not isinstance(sampling, CyclicPoissonStrategy) or bands is None or bands > sampling.cycle_length:
@@ -116,7 +116,7 @@ class RunPlan:
             )
 
     @cached_property
-    def claims_passes(self) -> bool:
+    def claims_epochs(self) -> bool:
         """True if epsilon is claimed for each pass over the data as a whole, without amplification."""
         return self.sampling.once_per_pass and self.sampling.claims_epsilon
 
@@ -129,7 +129,7 @@ class RunPlan:
         end = min((one for one in (self._last, planned) if one is not None), default=MOST_COUNT)
         return max(0, end - step - 1)
 
-    def refuse_step(self, step: int) -> None:
+    def check_step(self, step: int) -> None:
         """Raises BudgetExceeded for a batch that the run does not have."""
         if not self.has_step(step):
             raise BudgetExceeded(
@@ -143,10 +143,10 @@ class RunPlan:
         ends = [self.iterations, None if self.noise is None else self.noise.size]
         return min((end for end in ends if end is not None), default=None)
 
-    def why_not_joined(self, steps: Sequence[int]) -> str:
+    def why_not_merged(self, steps: Sequence[int]) -> str:
         """Why the logical batches of these steps cannot be one release, or nothing."""
         batches = len(steps)
-        if self.claims_passes and len({step // self.sampling.steps_per_epoch for step in steps}) > 1:
+        if self.claims_epochs and len({step // self.sampling.steps_per_epoch for step in steps}) > 1:
             return (
                 "batches of two passes over the data, in which an example may be twice. Call optimizer.step() and "
                 "optimizer.zero_grad() after the last batch of each pass."
@@ -203,7 +203,7 @@ class RunPlan:
     def _event(self, batches: int) -> Event:
         if self.claim is not None:
             return self.claim
-        if self.claims_passes and self.noise_multiplier > 0:
+        if self.claims_epochs and self.noise_multiplier > 0:
             return self._event_of_passes
         if self.noise_multiplier > 0 and not self.sampling.claims_epsilon:
             # Merged batches may be of two passes, in which an example may be twice.
@@ -212,10 +212,10 @@ class RunPlan:
         if self.noise is not None and isinstance(self.sampling, CyclicPoissonStrategy):
             if self.noise_multiplier == 0:
                 return NonPrivateEvent()
-            rate = rate_to_book(self.sampling.sample_rate)
+            rate = accounted_sample_rate(self.sampling.sample_rate)
             return CyclicGaussianEvent(rate, self.noise_multiplier, self.sampling.cycle_length, self.run)
         sigma = self.noise_multiplier / math.sqrt(batches)
-        return release_event(noise_multiplier=sigma, sample_rate=rate_to_book(self.sampling.sample_rate))
+        return release_event(noise_multiplier=sigma, sample_rate=accounted_sample_rate(self.sampling.sample_rate))
 
     @cached_property
     def _counts_passes(self) -> bool:
@@ -230,7 +230,7 @@ class RunPlan:
         return CyclicGaussianEvent(1.0, self.noise_multiplier, self.sampling.steps_per_epoch, self.run)
 
     @cached_property
-    def takes_turns(self) -> bool:
+    def is_cyclic(self) -> bool:
         """True if the cost of steps depends on their numbers, because examples are included periodically."""
         event = self.event()
         counted = event.unamplified if isinstance(event, UnclaimedEvent) else event

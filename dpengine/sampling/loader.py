@@ -51,7 +51,7 @@ def private_loader(
     Starting a pass ends one that is still open; reading the old one then raises `SamplingError`.
     """
     check_loader(loader)
-    _refuse_other_size(loader, strategy)
+    _check_loader_size(loader, strategy)
     accumulation_steps = whole_number("private_loader", "accumulation_steps", accumulation_steps, at_least=1)
     if physical_batch_size is not None:
         physical_batch_size = whole_number("private_loader", "physical_batch_size", physical_batch_size, at_least=1)
@@ -91,7 +91,7 @@ def private_loader(
     return _changed(loader, _private_class(type(loader)), private)  # type: ignore[arg-type]
 
 
-def _refuse_other_size(loader: Any, strategy: AbstractBatchStrategy | None = None) -> None:
+def _check_loader_size(loader: Any, strategy: AbstractBatchStrategy | None = None) -> None:
     """A data set that has grown or shrunk is not the one whose examples have the chance that is accounted for."""
     strategy = loader._batches.strategy if strategy is None else strategy
     rows = len(loader.dataset)
@@ -156,7 +156,7 @@ class PrivateIteration:
 
     def __iter__(self) -> Iterator[Any]:
         batches = self._batches
-        _refuse_other_size(self)
+        _check_loader_size(self)
         batches.physical_batch_size = self._physical_batch_size
         this_pass = batches.start_pass(fetch_empty=self._fetch_empty)
         try:

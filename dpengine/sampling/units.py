@@ -132,7 +132,7 @@ def unit_numbers(given: Any, dataset: Any) -> UnitIds:
     return np.array([numbers.setdefault(value, len(numbers)) for value in values.tolist()], dtype=np.int64)
 
 
-def refuse_reordering(collate: Any, dataset: Any) -> None:
+def check_order_kept(collate: Any, dataset: Any) -> None:
     """Refuses a ``collate_fn`` that puts rows into another order: whose each row is would not be known."""
     for i in range(1, min(len(dataset), _PAIRS)):
         pair = [dataset[0], dataset[i]]

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from dpengine import Adaptive, PrivacyEngine, checkpoint
 from dpengine.checkpoint.folder import together
-from dpengine.errors import CorruptFileError, InvalidBudgetError, LedgerError, MechanismMismatchError, TicketError
+from dpengine.errors import BatchStateError, CorruptFileError, InvalidBudgetError, LedgerError, MechanismMismatchError
 from dpengine.noise import BLT, BandedInverse, BandMF, NoiseSource
 
 ROWS = 120
@@ -459,7 +459,7 @@ def test_a_load_that_fails_changes_nothing(tmp_path):
     assert other.optimizer.state_dict()["state"] == {} and torch.equal(other.weights, before)
     other.resumed(tmp_path / "run")
     assert other.engine.ledger.steps == 2 and not torch.equal(other.weights, before)
-    with pytest.raises(TicketError, match="was loaded before"):
+    with pytest.raises(BatchStateError, match="was loaded before"):
         other.resumed(tmp_path / "run")
 
 
@@ -475,10 +475,10 @@ def test_what_is_no_tensor_in_the_model_is_named(tmp_path):
 def test_a_batch_at_hand_is_not_saved(tmp_path):
     run = Run()
     x, y = next(iter(run.loader))
-    with pytest.raises(TicketError, match=r"DPE022.*between two steps"):
+    with pytest.raises(BatchStateError, match=r"DPE022.*between two steps"):
         run.saved(tmp_path / "run")
     F.cross_entropy(run.model(x[:, :4]), y).backward()
-    with pytest.raises(TicketError, match="between two steps"):
+    with pytest.raises(BatchStateError, match="between two steps"):
         run.saved(tmp_path / "run")
     assert not (tmp_path / "run").exists()
     run.optimizer.step()
@@ -487,7 +487,7 @@ def test_a_batch_at_hand_is_not_saved(tmp_path):
 
 def test_a_run_that_has_begun_does_not_load(tmp_path):
     run = Run().train(1).saved(tmp_path / "run")
-    with pytest.raises(TicketError, match=r"make_private, then load"):
+    with pytest.raises(BatchStateError, match=r"make_private, then load"):
         run.resumed(tmp_path / "run")
 
 

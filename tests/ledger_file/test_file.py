@@ -35,7 +35,7 @@ def path(tmp_path):
 HOLD = """
 import sys
 from pathlib import Path
-from dpengine.ledger_file.books import held
+from dpengine.ledger_file.engine_ledger import held
 one = held(Path(sys.argv[1]))
 print("held", flush=True)
 sys.stdin.read()
@@ -56,7 +56,7 @@ def test_another_process_is_kept_out_until_the_first_is_gone(path):
 FORKED = """
 import os, sys, time
 from pathlib import Path
-from dpengine.ledger_file.books import held
+from dpengine.ledger_file.engine_ledger import held
 one = held(Path(sys.argv[1]))
 if os.fork() == 0:
     time.sleep(60)

@@ -13,7 +13,7 @@ from dpengine.errors import MechanismMismatchError
 from dpengine.grad_modes import flat_buffer
 from dpengine.grad_modes.flat_buffer import FlatBuffer
 from dpengine.noise import GaussianNoise, NoiseSource
-from dpengine.noise.share import add_noise, drawn_places
+from dpengine.noise.share import add_noise, noised_places
 
 SHAPES = [(30, 7), (11,), (5, 4, 3), (1,), (200,), (13, 13)]
 
@@ -41,7 +41,7 @@ def noised(ranks, held=None, dtypes=(torch.float32,)):
     parameters = [nn.Parameter(torch.zeros(s, dtype=dtypes[i % len(dtypes)])) for i, s in enumerate(SHAPES)]
     topology = Topology(replicas=ranks) if held is None else Topology(replicas=ranks, layout=ParameterLayout(held=held))
     buffer = FlatBuffer(parameters, topology)
-    places = drawn_places(buffer, ranks)
+    places = noised_places(buffer, ranks)
     taken, noise = buffer.take(), GaussianNoise(NoiseSource.seeded(4))
     for flat in taken.flats.values():
         flat.zero_()
@@ -110,7 +110,7 @@ def test_ranks_that_split_layers_unevenly_get_the_noise_of_whole_ones_from_the_s
 
         parameters = [nn.Parameter(torch.zeros(s)) for s in SHAPES]
         topology = Topology(replicas=Ranks(replica, 2), splits=Ranks(split, 2), layout=ParameterLayout(held=held))
-        drawn = drawn_places(FlatBuffer(parameters, topology), Ranks(replica, 2))
+        drawn = noised_places(FlatBuffer(parameters, topology), Ranks(replica, 2))
         mine = {n for one in drawn for n in range(one.start, one.start + one.count)}
         sizes = [torch.Size(s).numel() for s in SHAPES]
         return [

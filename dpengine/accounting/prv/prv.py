@@ -128,9 +128,9 @@ def _delta(composition: Composition, epsilon: float, relation: Relation) -> floa
 
 def _releases(composition: Composition, delta: float, relation: Relation) -> list[Releases]:
     """All releases as pairs, by direction."""
-    composition.refuse_runs()
-    composition.refuse_batches("prv")
-    composition.refuse_selections()
+    composition.check_no_sampled_runs()
+    composition.check_no_batch_events("prv")
+    composition.check_no_selections()
     kinds = len(composition.sampled) + (composition.precision > 0)
     count = sum(group.count for group in composition.sampled) + (composition.precision > 0)
     least = min(group.noise_multiplier for group in composition.sampled)

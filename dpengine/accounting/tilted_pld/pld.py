@@ -135,8 +135,8 @@ def _parts(composition: Composition, direction: Direction) -> tuple[Part, ...]:
 
 def _checked(composition: Composition, relation: Relation) -> Composition:
     """The composition, with few distinct releases, or a refusal of what has no pairs under this relation."""
-    composition.refuse_runs()
-    composition.refuse_selections()
+    composition.check_no_sampled_runs()
+    composition.check_no_selections()
     for event, _ in composition.batches:
         law = BATCH_LAWS[type(event)]
         if relation not in law.relations:

@@ -18,7 +18,7 @@ from dpengine.accounting.constants import suggested_delta
 from dpengine.accounting.events import CyclicGaussianEvent
 from dpengine.accounting.ledger import Charge, Ledger
 from dpengine.distributed.topology import SINGLE, Topology
-from dpengine.engine.argument_checks import Uncopied
+from dpengine.engine.argument_checks import NotCopyable
 from dpengine.engine.budget import Budget
 from dpengine.engine.integration import add_run, ledger_of_run
 from dpengine.engine.run import Run
@@ -56,7 +56,7 @@ class Asked:
     rand_on_empty: bool
 
 
-class Preparation(Uncopied):
+class Preparation(NotCopyable):
     """The steps of ``make_private``. Subclasses may change those whose names begin with ``_prepare``.
 
     Attributes:
@@ -76,7 +76,7 @@ class Preparation(Uncopied):
     _to_keep = "copy.deepcopy(engine.accountant)"
     _repeats = False  # whether the run that is being prepared may be foreseen, as tests may ask for
 
-    def _keeps_books(self) -> bool:
+    def _has_private_models(self) -> bool:
         return bool(self.engine.runs)
 
     def _prepare_optimizer(

@@ -26,7 +26,7 @@ from dpengine.engine.build_plan import name_for, source_for
 from dpengine.engine.optimizer import refuse_optimizer, refuse_replaced
 from dpengine.engine.pass_clipper import REDUCTIONS
 from dpengine.engine.step import PrivateStep
-from dpengine.errors import MissingGradientError, ParameterMismatchError, ScaledGradientError, TicketError
+from dpengine.errors import BatchStateError, MissingGradientError, ParameterMismatchError, ScaledGradientError
 from dpengine.grad_modes.flat_buffer import FlatBuffer
 from dpengine.ledger_file.run_ledger import RunLedger
 from dpengine.noise.keyed_streams import DEFAULT_KIND, SECURE_KIND
@@ -236,7 +236,7 @@ def refuse_fetched_ahead(optimizer: DPOptimizer, step: PrivateStep | None) -> No
     optimizer.forget_skips()
     if step is not None:
         step.discard()
-    raise TicketError(
+    raise BatchStateError(
         "Parts of several batches were handed out since the last step, so that it is not known which of them this step "
         "is for. What was at hand is given up.",
         fix="Call optimizer.step() for each part before the next one is fetched; the loader has num_workers. To leave "
@@ -263,7 +263,7 @@ def gather(optimizer: DPOptimizer, step: PrivateStep) -> None:
     waiting.deliver(step)
     hooked = waiting.clipper.capture.state is CaptureState.ATTACHED or not waiting.clipper.model.training
     if not hooked and step.batches.awaits_backward and step.batches.samples:
-        raise TicketError(
+        raise BatchStateError(
             "step() has nothing to release: the model's hooks are off: no backward pass was recorded, and no "
             "p.grad_sample written. Call model.enable_hooks() first, or write p.grad_sample of every parameter."
         )
@@ -326,7 +326,7 @@ def releasing(optimizer: DPOptimizer, step: PrivateStep) -> Iterator[None]:
 def write_noised(optimizer: DPOptimizer, step: PrivateStep) -> None:
     """Sums with noise in ``p.grad``."""
     if step.batches.stage is Stage.OPEN:
-        raise TicketError(
+        raise BatchStateError(
             "add_noise() would release a part of a logical batch, which nothing has charged.",
             fix="Release it when all of its chunks are clipped: pre_step() returns True then.",
         )

@@ -74,7 +74,7 @@ class _Told:
     spent: tuple[Charge, ...]
 
 
-class Books:
+class EngineLedger:
     """Where an engine keeps what was spent.
 
     Args:
@@ -223,7 +223,7 @@ class Books:
         self._origins = {**self._origins, _LOADED: (*self._origins.get(_LOADED, ()), *origins)}
 
 
-def asked_for(plan: Any, **numbers: Any) -> dict[str, Any]:
+def run_settings(plan: Any, **numbers: Any) -> dict[str, Any]:
     """What tells the settings of one run from those of another, as plain JSON values."""
     config = getattr(plan, "config", plan)
     digest = None if plan is None else hashlib.sha256(repr(config).encode()).hexdigest()
@@ -308,7 +308,7 @@ def _adopt(file: LedgerFile, history: tuple[Charge, ...], origins: tuple[Origin,
         about = {"name": "charged elsewhere", "origins": states_of(origins)}
         file.append(("open", {"run": run, "session": file.session, "date": "", "about": about, **_ELSEWHERE}))
         for charge in history:
-            at, event = file.told_of_event(charge.event)
+            at, event = file.event_entry(charge.event)
             file.append(*event, ("charge", {"run": run, "event": at, "count": charge.count, "of": charge.kind}))
         file.append(("close", {"run": run}))
 
