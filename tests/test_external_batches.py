@@ -254,7 +254,7 @@ def test_epochs_are_counted_in_steps_per_epoch():
 
 def test_a_step_needs_a_backward_pass():
     loop = Loop()
-    with pytest.raises(BatchStateError, match=r"DPE022.*step\(\) has nothing to release"):
+    with pytest.raises(BatchStateError, match=r"DPE022.*step\(\) has no complete batch"):
         loop.optimizer.step()
     loop.optimizer.zero_grad()
     loop.model(loop.batch(3)[0])

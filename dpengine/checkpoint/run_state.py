@@ -144,7 +144,7 @@ def resumption(
     _refuse_other(run, state)
     plan = _with_noise_multiplier(run.step.plan, state["noise_multiplier"])
     try:
-        source = NoiseSource.from_secret_state(state["source"], incarnation=life)
+        source = NoiseSource.from_secret_state(state["source"], nonce=life)
     except ValueError as error:
         raise CorruptFileError(f"The state of the run has no usable key: {error}", fix=EARLIER) from error
     _refuse_other_examples(run, source, state)
@@ -188,7 +188,7 @@ def fingerprint(run: Run) -> dict[str, Any]:
         "loss_reduction": run.step.passes.loss_reduction,
         "divisor": plan.divisor(1, mean=run.step.passes.loss_reduction == "mean"),
         "relation": plan.relation.value,
-        "noise": None if noise is None else {key: noise.facts.get(key) for key in ("noise", "bands")},
+        "noise": None if noise is None else {key: noise.description.get(key) for key in ("noise", "bands")},
         "iterations": plan.iterations if noise is None else noise.size,
         "privacy unit": [run.unit, run.step.unit_reduction, _hash(run.units)],
         "seed": run.step.source.insecure_seed,

@@ -107,7 +107,7 @@ def source_for(topology: Topology, kind: str, seed: int | None, *, run: int) -> 
     With a seed, ``run`` is the noise nonce, so that two runs of an engine never use the same noise.
     """
     if seed is not None:
-        return NoiseSource.seeded(seed, kind, incarnation=run)
+        return NoiseSource.seeded(seed, kind, nonce=run)
     return NoiseSource.from_secret_state(topology.everyone.from_first(NoiseSource.fresh(kind).secret_state()))
 
 

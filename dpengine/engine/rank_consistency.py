@@ -54,9 +54,9 @@ def check_rank_consistency(run: Run, physical_batch_size: int | None, accumulati
     refuse_other_weights(passes.model, topology)
 
 
-def examples_of(run: Run, source: NoiseSource, life: int | None = None) -> list[str | None]:
+def examples_of(run: Run, source: NoiseSource, nonce: int | None = None) -> list[str | None]:
     """What some of the examples are, for a comparison with those of a run that goes on. Secret, as the key is."""
-    return _examples(run.batches.dataset, source.words(8, domain="agreement", step=0, incarnation=life).tobytes())
+    return _examples(run.batches.dataset, source.words(8, domain="agreement", step=0, nonce=nonce).tobytes())
 
 
 def _settings(optimizer: Optimizer) -> list[dict[str, Any]]:

@@ -166,7 +166,7 @@ class PrivateStep:
         """Returns the random words that select a batch."""
         # Each request uses less than 2**32 blocks of the source, so requests of one step do not overlap.
         nonce = self.first_nonce if step >= PARTITION_STEP else None
-        return self.source.words(count, domain="mask", step=step, block=block << 32, incarnation=nonce)
+        return self.source.words(count, domain="mask", step=step, block=block << 32, nonce=nonce)
 
     # The plan
 
@@ -337,7 +337,7 @@ class PrivateStep:
                 step=self.batches.batches[-1].step,
                 scale=1 / divisor,
                 replicas=topology.replicas,
-                facts=fingerprint,
+                fingerprint=fingerprint,
             )
         except BaseException:
             for flat in sums.flats.values():

@@ -95,7 +95,9 @@ class BandMFConfig(AbstractPlanConfig):
         """The noise; its largest column norm is 1."""
         column = self._unit_strategy
         made = banded_toeplitz(column, column_normalized_steps=self.iterations if self.column_normalize else None)
-        return dataclasses.replace(made, size=self.iterations, facts={**made.facts, "noise": "banded-toeplitz"})
+        return dataclasses.replace(
+            made, size=self.iterations, description={**made.description, "noise": "banded-toeplitz"}
+        )
 
     @property
     def _claims(self) -> Claims:

@@ -68,7 +68,9 @@ class BLTConfig(AbstractPlanConfig):
     def recurrence(self) -> Recurrence:
         """The noise."""
         made, norm = blt(self.decays, self.scales), self._claims.column_norm
-        return dataclasses.replace(made, size=self.iterations, column_norm=norm, facts={**made.facts, "noise": "blt"})
+        return dataclasses.replace(
+            made, size=self.iterations, column_norm=norm, description={**made.description, "noise": "blt"}
+        )
 
     @property
     def _claims(self) -> Cycles:
@@ -122,8 +124,8 @@ class BandedInverseConfig(AbstractPlanConfig):
     def recurrence(self) -> Recurrence:
         """The noise."""
         made, norm = banded_inverse(self.coefficients), self._claims.column_norm
-        facts = {**made.facts, "noise": "banded-inverse"}
-        return dataclasses.replace(made, size=self.iterations, column_norm=norm, facts=facts)
+        description = {**made.description, "noise": "banded-inverse"}
+        return dataclasses.replace(made, size=self.iterations, column_norm=norm, description=description)
 
     @property
     def _claims(self) -> Cycles:

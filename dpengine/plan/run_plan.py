@@ -102,7 +102,7 @@ class RunPlan:
 
     def _check_noise(self, noise: Recurrence) -> None:
         """Refuses noise that hangs together over steps where nobody knows what that costs."""
-        bands, sampling = noise.facts.get("bands"), self.sampling
+        bands, sampling = noise.description.get("bands"), self.sampling
         if not isinstance(sampling, CyclicPoissonStrategy) or bands is None or bands > sampling.cycle_length:
             raise InvalidBudgetError(
                 f"Noise of {bands} bands needs examples that take part at most every {bands} steps, and "
@@ -256,5 +256,5 @@ class RunPlan:
             "noise_std_of_sum": self.noise_std,
             "noise_std_of_mean": self.noise_std / self.expected_batch_size,
             "relation": self.relation.value,
-            **({} if self.noise is None else {"correlated_noise": dict(self.noise.facts)}),
+            **({} if self.noise is None else {"correlated_noise": dict(self.noise.description)}),
         }

@@ -46,7 +46,7 @@ def noised(ranks, held=None, dtypes=(torch.float32,)):
     for flat in taken.flats.values():
         flat.zero_()
     try:
-        add_noise(taken, noise, std=2.0, step=3, scale=0.5, replicas=ranks, facts=("facts",))
+        add_noise(taken, noise, std=2.0, step=3, scale=0.5, replicas=ranks, fingerprint=("fingerprint",))
     except MechanismMismatchError:  # nobody added the words of the others
         assert ranks.size > 1
     return [flat.clone() for flat in taken.flats.values()], places
@@ -126,5 +126,5 @@ def test_a_rank_without_any_sum_sends_its_words():
     topology = Topology(replicas=ranks, layout=ParameterLayout(held=lambda parameter: nothing))
     taken, noise = FlatBuffer([nn.Parameter(torch.zeros(3))], topology).take(), GaussianNoise(NoiseSource.seeded(4))
     with pytest.raises(MechanismMismatchError):  # nobody added the words of the others
-        add_noise(taken, noise, std=1.0, step=0, scale=1.0, replicas=ranks, facts=())
+        add_noise(taken, noise, std=1.0, step=0, scale=1.0, replicas=ranks, fingerprint=())
     assert [len(now) for now, _ in ranks.sent] == [16]

@@ -164,7 +164,10 @@ def test_two_batches_are_not_one_step_of_the_plan():
 
 
 MISFITS = [
-    ({"plan": DPSGDConfig(iterations=8, sampling_prob=0.5, noise_multiplier=1.0)}, r"60 rows.*batch_size=30.*0\.25"),
+    (
+        {"plan": DPSGDConfig(iterations=8, sampling_prob=0.5, noise_multiplier=1.0)},
+        r"60 examples.*batch_size=30.*0\.25",
+    ),
     (
         {"plan": DPSGDConfig(iterations=8, sampling_prob=0.25, noise_multiplier=1.0, num_examples=100)},
         "num_examples=100, and the data set has 120",

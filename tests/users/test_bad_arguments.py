@@ -230,7 +230,7 @@ BAD = [
     Bad("type", TypeError, "grad_scaler is a str", {"grad_scaler": "cpu"}),
     Bad("type", TypeError, "lr_scheduler is a float", {"lr_scheduler": 0.1}),
     Bad("type", TypeError, r"lr_scheduler is an optimizer \(SGD\)", {"lr_scheduler": other_optimizer()}),
-    Bad("scheduler", ValueError, r"lr_scheduler \(StepLR\) belongs to another optimizer.* SGD",
+    Bad("scheduler", ValueError, r"lr_scheduler \(StepLR\) does not belong to the optimizer.* SGD",
         {"lr_scheduler": torch.optim.lr_scheduler.StepLR(other_optimizer(), 1)}),
     *given("type", TypeError, "batch_first", ("no", 1, None)),
     *given("type", TypeError, "allow_large_delta", ("no", 1)),
