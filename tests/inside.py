@@ -65,7 +65,7 @@ def state(owner, run=-1):
         relation=plan.relation,
         iterations=plan.iterations,
         expected_batch_size=plan.expected_batch_size,
-        noise=None if plan.noise is None else dict(plan.noise.facts),
+        noise=None if plan.noise is None else dict(plan.noise.description),
     )
 
 

@@ -141,7 +141,7 @@ def test_two_batches_in_one_step_are_refused():
         ({"noise": BandMF(num_bands=4), "steps": 3}, InvalidBudgetError, "more bands than the 3 planned steps"),
         ({"noise": 16}, TypeError, "noise is a int"),
         ({"sampling": "shuffle"}, InvalidBudgetError, "does not support sampling='shuffle'"),
-        ({"clipping": Adaptive()}, InvalidBudgetError, "one clipping threshold"),
+        ({"clipping": Adaptive()}, InvalidBudgetError, "constant clipping norm"),
     ],
 )
 def test_plans_that_do_not_fit_are_refused_with_the_numbers(options, error, says):
@@ -272,7 +272,7 @@ def test_constants_that_are_declared_stay():
         ({"batch_size": 10}, r"Batches of 10 do not divide them: 2 groups would have 12 each.*batch_size=12 or 8"),
         ({"steps": None}, r"noise=BLT\(\.\.\.\) needs the length of training"),
         ({"sampling": "shuffle"}, "does not support sampling='shuffle'"),
-        ({"clipping": Adaptive(), "max_grad_norm": None}, "one clipping threshold for the whole run"),
+        ({"clipping": Adaptive(), "max_grad_norm": None}, "constant clipping norm in the whole run"),
     ],
 )
 def test_what_does_not_fit_turns_is_refused(options, says):

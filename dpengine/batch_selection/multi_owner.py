@@ -37,7 +37,7 @@ class MultiOwnerGraph:
             raise ValueError(f"{owner}: examples and users have shapes {examples.shape} and {users.shape}.")
         integers = all(given.dtype.kind in "iu" and (given >= 0).all() for given in (examples, users) if given.size)
         if not integers:
-            raise ValueError(f"{owner}: examples and users must be integers of at least 0.")
+            raise ValueError(f"{owner}: examples and users must be whole numbers from 0.")
         edges = np.unique(np.stack([examples, users]), axis=1)
         if edges.shape[1] < len(examples):
             raise ValueError(f"{owner}: {len(examples) - edges.shape[1]} edges are repeated.")

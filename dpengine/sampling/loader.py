@@ -161,8 +161,8 @@ class PrivateIteration:
         try:
             this_pass.source = super().__iter__()  # type: ignore[misc]
             for _ in range(len(self.batch_sampler)):
-                # Checked when the user requests the batch, not when a worker prefetches it: the result may depend on the
-                # steps taken so far.
+                # Checked when the user requests the batch, not when a worker prefetches it: the result may depend on
+                # the steps taken so far.
                 if not batches.may_draw(batches.position):
                     return
                 batch = this_pass.next_for_user()

@@ -68,11 +68,11 @@ class AbstractBatchStrategy(abc.ABC):
 def whole_number(owner: str, name: str, value: Any, *, at_least: int) -> int:
     """Returns ``value`` as an int; raises if it is not an integer or too small, naming the argument."""
     if isinstance(value, bool):
-        raise TypeError(f"{owner}: {name} must be an integer, got {value!r}.")
+        raise TypeError(f"{owner}: {name} must be a whole number, got {value!r}.")
     try:
         number = operator.index(value)
     except TypeError:
-        raise TypeError(f"{owner}: {name} must be an integer, got {value!r}.") from None
+        raise TypeError(f"{owner}: {name} must be a whole number, got {value!r}.") from None
     if number < at_least:
         raise ValueError(f"{owner}: {name} must be at least {at_least}, got {number}.")
     return number

@@ -84,8 +84,8 @@ def _permuted(
     positions: npt.NDArray[np.uint64], size: np.uint64, keys: npt.NDArray[np.uint64]
 ) -> npt.NDArray[np.uint64]:
     """Returns the images of ``positions`` under a random permutation of ``[0, size)``, without materializing it."""
-    # Swap-or-not (Hoang, Morris, Rogaway 2012): each round pairs x with center - x, and swaps the two depending on a coin
-    # of the pair. A round is therefore its own inverse, and a batch costs O(batch * log size).
+    # Swap-or-not (Hoang, Morris, Rogaway 2012): each round pairs x with center - x, and swaps the two depending on a
+    # coin of the pair. A round is therefore its own inverse, and a batch costs O(batch * log size).
     for center, factor, offset in keys:
         partner = (center % size + size - positions) % size
         pair_id = np.maximum(positions, partner)

@@ -187,7 +187,7 @@ GUARDS = [
     ),
     Guard(
         "noise-used-up",
-        "an address that failed half-way is used up",
+        "an address that fails halfway is used",
         "        self._next = (step, end_of(sums, start, rows, stride))  # before: an address that failed hal"
         "f-way is used up\n"
         "        cut =",

@@ -194,7 +194,7 @@ def test_a_slice_that_appears_later_is_refused():
 
 
 def test_the_state_of_another_mechanism_is_refused():
-    with pytest.raises(ValueError, match="is of 'banded-inverse"):
+    with pytest.raises(ValueError, match="belongs to 'banded-inverse"):
         mechanism_of("banded").load_state_dict(mechanism_of("lambda-cgd").state_dict())
 
 

@@ -84,8 +84,8 @@ def test_f_b14_an_empty_data_set_without_constants_is_refused():
         ({"sample_rate": 0.0}, "sample_rate must be in"),
         ({"sample_rate": math.nan}, "sample_rate must be in"),
         ({"expected_batch_size": -1}, "expected_batch_size must be positive"),
-        ({"sampling": "shuffle", "sample_rate": 0.1}, "sample_rate=0.1 has no meaning"),
-        ({"sampling": "shuffle", "expected_batch_size": 4}, "expected_batch_size=4 has no meaning"),
+        ({"sampling": "shuffle", "sample_rate": 0.1}, "sample_rate=0.1 is not supported"),
+        ({"sampling": "shuffle", "expected_batch_size": 4}, "expected_batch_size=4 is not supported"),
     ],
 )
 def test_a_bad_argument_is_named(options, says):

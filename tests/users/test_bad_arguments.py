@@ -164,7 +164,7 @@ def given(id, kind, argument, values, *, match="", noise=True, **rest):
 
 BAD = [
     *given("F-B1", Budget, "noise_multiplier", (-1, nan, inf, "1.1", True), noise=False),
-    Bad("F-B1", Budget, r"noise_multiplier=1e-30.*round to nothing",
+    Bad("F-B1", Budget, r"noise_multiplier=1e-30.*would round to",
         {"noise_multiplier": 1e-30, "max_grad_norm": 1e-3}),
     Bad("F-B1", Budget, r"noise_multiplier=4.0.*count_noise_multiplier",
         {"noise_multiplier": 4.0, "clipping": Adaptive(count_noise_multiplier=1.0)}),
