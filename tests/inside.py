@@ -345,19 +345,19 @@ def charge(owner, of_step, *, kind="release"):
 
 def close_ledger_file(engine):
     """Closes the ledger file, as the end of the process does."""
-    engine._engine_ledger._held.file.close()
+    engine._engine_ledger._open_ledger.file.close()
 
 
 def settle_ledger_file(engine):
     """Settles the reservation of the current run in the ledger file."""
-    engine._engine_ledger._held.file.settle(_step(engine).plan.run)
+    engine._engine_ledger._open_ledger.file.settle(_step(engine).plan.run)
 
 
 def let_go_of_ledger_file(engine, *, settles=True):
     """Releases the ledger file, as the end of the process does; without ``settles``, as its death does."""
     if not settles:
-        engine._engine_ledger._held.file.reservations.clear()
-    engine._engine_ledger._held.let_go()
+        engine._engine_ledger._open_ledger.file.reservations.clear()
+    engine._engine_ledger._open_ledger.finalizer()
 
 
 def budget(owner, *arguments):

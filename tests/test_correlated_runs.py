@@ -129,7 +129,7 @@ def test_two_batches_in_one_step_are_refused():
     batches = iter(loop.loader)
     for _ in range(2):
         loop.backward(*next(batches))
-    with pytest.raises(BatchStateError, match="hangs together over steps"):
+    with pytest.raises(BatchStateError, match="correlated noise needs one sampled batch"):
         loop.optimizer.step()
 
 

@@ -76,14 +76,14 @@ GUARDS = [
     Guard(
         "ledger-owed",
         "a charge that could not be written is written later",
-        "                self._owed.append(charge)  #",
+        "                self._unwritten.append(charge)  #",
         "                pass  #",
         "ledger_file/test_file.py::test_batches_that_were_given_up_while_the_disk_was_full_are_charged_later",
     ),
     Guard(
         "ledger-reserved-left",
         "no more is used than was reserved",
-        "here.left < charge.count",
+        "reservation.left < charge.count",
         "False",
         "ledger_file/test_engine_ledger.py::test_steps_are_reserved_and_settled_unless_the_process_dies",
     ),
@@ -188,8 +188,8 @@ GUARDS = [
     Guard(
         "noise-used-up",
         "an address that fails halfway is used",
-        "        self._next = (step, end_of(sums, start, rows, stride))  # before: an address that failed hal"
-        "f-way is used up\n"
+        "        self._next = (step, end_of(sums, start, rows, stride))  # first, because an address that "
+        "fails halfway is used\n"
         "        cut =",
         "        cut =",
         "noise/test_gaussian.py::test_an_address_whose_draw_failed_counts_as_used",
