@@ -20,7 +20,7 @@ import dpengine.engine.watch_model
 from dpengine.clipping import Flat
 from dpengine.compat.opacus.grad_sample.waiting_passes import WaitingPasses
 from dpengine.compiled.one_pass import OnePass
-from dpengine.engine import amp_and_lr_schedulers as companions
+from dpengine.engine import amp_and_lr_schedulers
 from dpengine.engine.add_clipped import ClipStatistics
 from dpengine.engine.argument_checks import attached_models
 from dpengine.engine.optimizer import REFUSED
@@ -339,8 +339,8 @@ def copied_buffers(watch):
 ATTACHED_PARTS = {  # what make_private attaches besides hooks, in order
     "optimizer": (dpengine.engine.optimizer, "private_class"),
     "layers": (dpengine.capture.hooks.LayerForward, "attach"),
-    "scaler": (companions, "attach_scaler"),
-    "scheduler": (companions, "attach_scheduler"),
+    "scaler": (amp_and_lr_schedulers, "attach_scaler"),
+    "scheduler": (amp_and_lr_schedulers, "attach_scheduler"),
     "models": (dpengine.engine.run, "attached_models"),
 }
 

@@ -26,9 +26,8 @@ from .file import LedgerFile
 from .run_ledger import MAX_RESERVED, RunLedger
 
 _open_ledgers: weakref.WeakValueDictionary[str, OpenLedger] = weakref.WeakValueDictionary()
-_followers: weakref.WeakValueDictionary[str, Ledger] = (
-    weakref.WeakValueDictionary()
-)  # ledgers of processes that do not write the file, by path
+# Ledgers of processes that do not write the file, by path.
+_followers: weakref.WeakValueDictionary[str, Ledger] = weakref.WeakValueDictionary()
 _lock = threading.Lock()
 
 
@@ -210,8 +209,8 @@ class EngineLedger:
             return
         if self._open_ledger is None and self._file_state is None:
             self._open_ledger = open_ledger(self.path)
-        state = self._file_state if self._open_ledger is None else None
-        present = self._open_ledger.file.contents.id if state is None else state.id  # type: ignore[union-attr]
+        followed = self._file_state if self._open_ledger is None else None
+        present = self._open_ledger.file.contents.id if followed is None else followed.id  # type: ignore[union-attr]
         if anchor is not None and _ledger_of(anchor) == present:
             if self._open_ledger is not None:
                 _check_not_truncated(self._open_ledger.file.contents, anchor)

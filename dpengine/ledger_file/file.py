@@ -115,7 +115,7 @@ class LedgerFile:
                     raise
                 raise LedgerError(
                     f"{self.path} cannot be written: {error}.",
-                    fix="The step is not made, and its batch is discarded. Free disk space and continue with the next batch.",
+                    fix="The step is not made, and its batch is discarded. Free disk space, then continue.",
                 ) from error
             self._size += len(data)
             for entry in entries:

@@ -195,7 +195,7 @@ BUGS = (
         "each rank adds sigma / R for sigma / sqrt(R)",
         ("DN",),
         (
-            Patch(module_of(add_noise), "_cut", _each_rank_draws_all),
+            Patch(module_of(add_noise), "_cut_spans", _each_rank_draws_all),
             Patch(module_of(PrivateStep), "add_noise", _share_of_ranks),
             Patch(module_of(noise_law), "add_noise", _share_of_ranks),
         ),

@@ -127,10 +127,10 @@ def test_json_gives_an_equal_config(name):
 @pytest.mark.parametrize(
     "text, message",
     [
-        ("{", "no JSON"),
-        ("[]", "no DPSGDConfig"),
-        ("{}", "no DPSGDConfig"),
-        (noisy(CONFIGS["blt"]).to_json(), "no DPSGDConfig"),
+        ("{", "not JSON"),
+        ("[]", "not a DPSGDConfig"),
+        ("{}", "not a DPSGDConfig"),
+        (noisy(CONFIGS["blt"]).to_json(), "not a DPSGDConfig"),
         ('{"config": "DPSGDConfig", "iterations": 5}', "version None"),
         ('{"config": "DPSGDConfig", "version": 2, "iterations": 5}', "version 2"),
         ('{"config": "DPSGDConfig", "version": 1}', "iterations"),
