@@ -123,7 +123,7 @@ def test_v4_a_second_run_shares_the_target_with_the_first():
     train(second)
     assert engine.ledger.steps == 8
     assert 1.99 < engine.epsilon <= 2.0
-    with pytest.raises(CalibrationError, match=r"DPE008.*with what was spent before"):
+    with pytest.raises(CalibrationError, match=r"DPE008.*with the earlier charges"):
         make_loop(engine=engine, target_epsilon=0.99 * engine.epsilon, steps=4, target_delta=1e-3)
 
 

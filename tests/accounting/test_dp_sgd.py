@@ -32,7 +32,7 @@ def test_a_run_costs_what_its_history_does(accountant):
 
 def test_bounds_are_those_of_the_history():
     assert epsilon_bounds(**RUN, delta=1e-5) == bounds_of(HISTORY, 1e-5)
-    with pytest.raises(AccountingRefusedError, match="no bound from below"):
+    with pytest.raises(AccountingRefusedError, match="no lower bound"):
         epsilon_bounds(**RUN, delta=1e-5, accountant="rdp")
 
 

@@ -153,7 +153,7 @@ BAD = [
     ({"coefficients": (), "columns": ((1.0, 0.0),)}, "5 columns of 5"),
     ({"coefficients": (), "columns": tuple(map(tuple, np.ones((5, 5))))}, "lower-triangular"),
     ({"sample_rate": 0.0}, "sample_rate="),
-    ({"scheme": "balls-in-bins"}, "sample_rate=0.5 has no place"),
+    ({"scheme": "balls-in-bins"}, "sample_rate=0.5 is not supported"),
     ({"scheme": "cyclic-poisson", "warm_start": True}, "warm_start="),
 ]
 
