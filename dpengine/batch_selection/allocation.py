@@ -33,7 +33,7 @@ class BallsInBinsSampling(AbstractBatchSelection):
     cycle_length: int
 
     law: ClassVar[str] = "balls-in-bins"
-    accounting: ClassVar[str] = "one participation in every cycle, without credit for chance"
+    accounting: ClassVar[str] = "one participation in every cycle, without amplification"
 
     def __post_init__(self) -> None:
         owner = type(self).__name__

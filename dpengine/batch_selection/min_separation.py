@@ -43,7 +43,7 @@ class BMinSepSampling(AbstractBatchSelection):
     truncated_batch_size: int | None = None
 
     law: ClassVar[str] = "b-min-sep"
-    accounting: ClassVar[str] = "at most one participation in min_separation steps, without credit for chance"
+    accounting: ClassVar[str] = "at most one participation in min_separation steps, without amplification"
 
     def __post_init__(self) -> None:
         owner = type(self).__name__

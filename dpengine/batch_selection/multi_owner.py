@@ -191,7 +191,7 @@ class MultiOwnerMinSepSampling:
     max_degree: int = 8
 
     law: ClassVar[str] = "multi-owner-min-sep"
-    accounting: ClassVar[str] = "min_separation with the participations of the schedule, for users; no chance"
+    accounting: ClassVar[str] = "min_separation with the participations of the schedule, for users; deterministic"
 
     def __post_init__(self) -> None:
         for name, least in {"batch_size": 1, "iterations": 0, "min_separation": 1, "max_degree": 1}.items():
