@@ -24,8 +24,8 @@ class GradSampleModule(nn.Module):
     """Wraps a module so that ``backward`` leaves per-sample gradients.
 
     After ``backward``, ``p.grad_sample`` of every trainable parameter is the gradient of each sample's own loss,
-    ``(B, *p.shape)``, batch first whatever ``batch_first`` is. It is formed when it is first read; until then the
-    inputs and output gradients of the layers are held. After several backward passes it is a list with one tensor for
+    ``(B, *p.shape)``, batch first for all ``batch_first``. It is formed when it is first read; until then the inputs
+    and output gradients of the layers are held. After several backward passes it is a list with one tensor for
     each, until ``zero_grad`` of this module (that of an optimizer does not clear it). ``p.grad`` stays None.
     ``last_pass`` gives norms and weighted sums, which form no per-sample gradient::
 
@@ -36,18 +36,18 @@ class GradSampleModule(nn.Module):
 
     At some passes the independence probe runs the model again with other samples in the batch; if that changes the
     gradient of a sample, ``backward`` raises ``UnsupportedLayerError``. For training use
-    ``PrivacyEngine.make_private``. It accepts this wrapper in the place of the module. During private training the
+    ``PrivacyEngine.make_private``. It accepts this wrapper instead of the module. During private training the
     hooks of the wrapper are off, and ``last_pass`` raises BatchStateError.
 
     Args:
         module: The module. It is not copied.
-        batch_first: Whether axis 0 of the inputs is the batch; else axis 1.
+        batch_first: True if axis 0 of the inputs is the batch; False for axis 1.
         loss_reduction: ``"mean"`` if the loss averages over the samples of a batch, ``"sum"`` if it adds them.
         force_functorch: Whether every layer uses the ``torch.func`` fallback.
 
     Raises:
-        TypeError: If the module is no ``torch.nn.Module``.
-        ValueError: If ``loss_reduction`` is not known.
+        TypeError: If the module is not a ``torch.nn.Module``.
+        ValueError: If ``loss_reduction`` is unknown.
     """
 
     def __init__(
@@ -141,15 +141,15 @@ class GradSampleModule(nn.Module):
 
 
 def model_inside(model: nn.Module) -> nn.Module:
-    """Returns the model that has the layers, without DistributedDataParallel or GradSampleModule around it."""
+    """Returns the model without DistributedDataParallel or GradSampleModule around it."""
     inner = unwrapped(model)
     return inner.module if isinstance(inner, GradSampleModule) else inner
 
 
 def topology_and_model(model: nn.Module, *, batch_first: bool, loss_reduction: str) -> tuple[Topology, nn.Module]:
-    """Returns how a model is distributed, and the model that has the layers.
+    """Returns the topology of a model, and the model without wrappers.
 
-    Raises if there is a GradSampleModule around it that does not fit a private run with these settings.
+    Raises if it has a GradSampleModule that does not support a private run with these settings.
     """
     topology, wrapper = topology_of(model), unwrapped(model)
     if not isinstance(wrapper, GradSampleModule):
