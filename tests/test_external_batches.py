@@ -200,7 +200,7 @@ def test_a_run_without_a_rate_voids_the_statement_of_a_later_one_with_a_rate():
 
 
 def test_the_constants_are_not_taken_for_declared_ones():
-    assert Loop().engine.report().facts.relation is Relation.ZERO_OUT
+    assert Loop().engine.report().facts.accounting.relation is Relation.ZERO_OUT
 
 
 # The budget

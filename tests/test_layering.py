@@ -51,14 +51,12 @@ MAX_LINES_OF_FUNCTION = 60
 MAX_CHAIN = 20  # modules that import each other in a row, from the engine
 MAX_PARAMETERS = 12
 MORE_PARAMETERS = {
-    "compat.opacus.preparation.Asked": "the arguments of Opacus's make_private",
     "compat.opacus.privacy_engine.PrivacyEngine.make_private": "the signature of Opacus",
     "compat.opacus.privacy_engine.PrivacyEngine.make_private_with_epsilon": "the signature of Opacus",
     "engine.privacy_engine.PrivacyEngine.make_private": "its arguments are grouped in its docstring",
     "functional.clipped_gradients.clipped_grad": "the signature of JAX Privacy",
     "functional.clipped_gradients.clipped_fun": "the signature of JAX Privacy",
     "grad_samplers.sampler.GradSampler": "a record of functions",
-    "report.facts.RunFacts": "the rows of the report file",
 }
 
 

@@ -275,7 +275,7 @@ def test_a_report_is_read_again_without_the_accountant(report, tmp_path):
     again = PrivacyReport.load(tmp_path)
     assert again.to_json() == report.to_json()
     assert (str(again), again.to_markdown(), again.to_html()) == (str(report), report.to_markdown(), report.to_html())
-    assert again.facts.accountant == report.facts.state_dict()["accountant"] == "own"
+    assert again.facts.accounting.accountant == report.facts.state_dict()["accountant"] == "own"
 
 
 def edited(report, **changes):

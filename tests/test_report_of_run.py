@@ -4,12 +4,18 @@ import inside
 import pytest
 import torch
 from loops import examples, make_loop
+from torch import nn
+from torch.utils.data import DataLoader
+from two_devices import SECOND, TwoDevices, to_second
 
 from dpengine import PrivacyEngine, check_loss, checkpoint
 from dpengine.accounting import Charge, GaussianEvent, Relation, epsilon_of
+from dpengine.accounting.origin import Origin
 from dpengine.errors import AccountingRefusedError, LedgerError
 from dpengine.ledger_file.contents import read
+from dpengine.noise.source import NoiseSource
 from dpengine.report import PrivacyReport, RunFacts
+from dpengine.report.all_runs import noise_of_all
 from dpengine.sampling import ExternalBatches
 
 DATA = {"name": "rows", "source": "here", "licence": "none", "sha256": {"a": "0" * 64}}
@@ -35,15 +41,15 @@ def test_each_fact_is_that_of_the_run():
     facts = loop.engine.report().facts
     assert facts.plan == inside.described_plan(loop.engine)
     assert facts.plan.items() <= loop.engine.describe().items()
-    assert facts.history == loop.engine.ledger.history
-    assert facts.delta == 1e-3
-    assert facts.relation is Relation.ZERO_OUT
-    assert facts.accountant == loop.engine.accountant
-    assert facts.num_examples == len(loop.loader.dataset)
-    assert facts.target_epsilon is None
-    assert facts.device == "cpu"
-    assert facts.torch == torch.__version__
-    assert facts.ledger_on_disk is False
+    assert facts.accounting.history == loop.engine.ledger.history
+    assert facts.accounting.delta == 1e-3
+    assert facts.accounting.relation is Relation.ZERO_OUT
+    assert facts.accounting.accountant == loop.engine.accountant
+    assert facts.dataset.num_examples == len(loop.loader.dataset)
+    assert facts.accounting.target_epsilon is None
+    assert facts.environment.device == "cpu"
+    assert facts.environment.torch == torch.__version__
+    assert facts.accounting.ledger_on_disk is False
 
 
 def test_epsilon_of_the_report_is_that_of_the_engine():
@@ -57,7 +63,7 @@ def test_epsilon_of_the_report_is_that_of_the_engine():
 def test_the_target_and_the_plan_for_it_are_in_the_report():
     loop = trained(noise_multiplier=None, target_epsilon=4.0, target_delta=1e-3, steps=50)
     facts = loop.engine.report().facts
-    assert (facts.target_epsilon, facts.planned_steps) == (4.0, 50)
+    assert (facts.accounting.target_epsilon, facts.accounting.planned_steps) == (4.0, 50)
     assert facts.steps == len(loop.loader)
 
 
@@ -115,8 +121,8 @@ def test_r3_a_run_without_noise_is_not_private(recwarn):
 def test_constants_that_were_given_make_it_add_or_remove():
     constants = {"sample_rate": 0.2, "expected_batch_size": 4, "target_delta": 1e-3}
     report = trained(noise_multiplier=1.5, **constants).engine.report()
-    assert report.facts.relation is Relation.ADD_OR_REMOVE_ONE
-    assert report.facts.constants_declared is True
+    assert report.facts.accounting.relation is Relation.ADD_OR_REMOVE_ONE
+    assert report.facts.accounting.constants_declared is True
     assert report.to_dict()["data"]["n"] == {"value": None, "public": False}
 
 
@@ -269,7 +275,7 @@ def test_a_state_without_a_relation_makes_the_number_of_rows_public():
     other = PrivacyEngine()
     other.load_state_dict(state)
     make_loop(engine=other, noise_multiplier=1.5, target_delta=1e-3, **CONSTANTS)
-    assert other.report().facts.relation is Relation.ZERO_OUT
+    assert other.report().facts.accounting.relation is Relation.ZERO_OUT
 
 
 def test_a_report_names_a_seed_of_an_earlier_run(two_runs):
@@ -289,6 +295,37 @@ def test_a_report_names_each_generator_and_says_if_one_is_not_known(known):
     assert noise["kind"] == ("chacha20, torch-philox" if known else "chacha20, unknown")
     assert noise.get("cryptographic") is (False if known else None)
     assert noise.get("insecure_seed") is (False if known else None)
+
+
+@pytest.mark.parametrize(("drawn_by_torch", "kind"), [("meta", "chacha20"), ("cpu", "torch-philox")])
+def test_a_report_names_the_generator_and_device_of_the_run_after_the_model_moved(monkeypatch, drawn_by_torch, kind):
+    monkeypatch.setattr("dpengine.noise.source._GENERATOR_DEVICES", (drawn_by_torch,))
+    loop = trained(noise_multiplier=1.5)
+    loop.model.to("meta")
+    facts = loop.engine.report().facts
+    assert (facts.noise["kind"], facts.noise["cryptographic"]) == (kind, kind == "chacha20")
+    assert facts.environment.device == "cpu"
+
+
+def test_a_report_names_the_generators_of_all_devices_of_a_model(monkeypatch):
+    monkeypatch.setattr("dpengine.noise.source._GENERATOR_DEVICES", (SECOND.type,))
+    model, data = nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 3)), examples()
+    to_second(model[1])
+    with TwoDevices():
+        engine = PrivacyEngine()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        engine.make_private(model, optimizer, DataLoader(data, 6), noise_multiplier=1.5)
+        facts = engine.report().facts
+    assert (facts.noise["kind"], facts.noise["cryptographic"]) == ("chacha20, torch-philox", False)
+    assert facts.environment.device == "cpu, meta"
+    assert noise_of_all([Origin(kind=facts.noise["kind"]), Origin(kind="chacha20")])["kind"] == facts.noise["kind"]
+
+
+def test_a_report_names_the_seed_of_noise_that_was_drawn_before_the_source_changed():
+    loop = trained(engine=PrivacyEngine(seed=1), noise_multiplier=1.5)
+    step = loop.engine.runs[0].step
+    step.source = NoiseSource.fresh()
+    assert loop.engine.report().facts.noise["insecure_seed"] is True
 
 
 def test_a_report_says_that_the_loss_was_probed_only_if_it_was_in_all_runs(two_runs):
@@ -324,6 +361,17 @@ def test_a_report_says_that_an_earlier_run_went_on_from_a_checkpoint(tmp_path):
         assert "Releases of the process that saved the checkpoint" in " ".join(engine.report().facts.excludes)
 
 
+def test_a_ledger_file_keeps_that_a_run_went_on_from_a_checkpoint_without_a_file(tmp_path):
+    checkpoint.save(tmp_path / "run", trained(engine=PrivacyEngine(), noise_multiplier=1.5).engine)
+    path = tmp_path / "run.ledger"
+    resumed = make_loop(engine=PrivacyEngine(ledger=path), noise_multiplier=1.5)
+    checkpoint.load(tmp_path / "run", resumed.engine)
+    assert "Releases of the process that saved the checkpoint" in " ".join(resumed.engine.report().facts.excludes)
+    resumed.engine.detach(resumed.model)
+    later = make_loop(engine=PrivacyEngine(ledger=path), noise_multiplier=1.5)
+    assert "Releases of the process that saved the checkpoint" in " ".join(later.engine.report().facts.excludes)
+
+
 @pytest.mark.parametrize(
     ("number", "says"), [(1, ""), (2, "the network between the processes, and"), (None, "of loaded charges, if there")]
 )
@@ -357,4 +405,4 @@ def test_a_state_of_another_unit_is_refused():
 
 
 def test_runs_of_one_unit_add_up(two_runs):
-    assert two_runs(UNITS, UNITS).engine.report().facts.unit == "user"
+    assert two_runs(UNITS, UNITS).engine.report().facts.accounting.unit == "user"

@@ -16,17 +16,15 @@ import torch
 from torch import Tensor, nn
 from torch._C import _functorch
 from torch.autograd.variable import Variable
-from torch.nn.utils.rnn import PackedSequence
 
 from dpengine.distributed.topology import SINGLE, Topology
 from dpengine.errors import UnknownParameterError, UnsupportedLayerError
+from dpengine.kernels.precision import without_autocast
 from dpengine.layers.replacements import from_twin, to_twin
 
 from .batch_statistics import batch_norm_guards
-from .buffers import BufferWatch
-from .hooks import Hook, LayerForward
+from .hooks import Hook, LayerForward, RootHook
 from .record import LayerCall, Use, turned
-from .tap import tensors_in, tensors_in_outputs, without_autocast
 from .watch import Watch
 
 if TYPE_CHECKING:
@@ -50,7 +48,11 @@ class Recipient(Protocol):
     """Takes the layer calls of a backward pass, as a grad mode does."""
 
     def receive(self, call: LayerCall, uses: Mapping[str, Use], rule: Any) -> None:
-        """A layer's output gradient arrived."""
+        """A layer's output gradient arrived.
+
+        With `LayerUses`, which a mode that needs ``Capture.counts_uses`` does not get, it must only store the call:
+        other threads may report at the same time, and autocast may be on.
+        """
 
     def receive_rows(self, use: Use, grad: Tensor) -> None:
         """A parameter's per-sample gradient ``(B, *param.shape)`` arrived."""
@@ -219,7 +221,7 @@ class Capture:
             self.uses.clear()
             self.unswap(mark)  # an interrupt may have ended a forward pass before its hooks could
             for forward in self._forwards:
-                forward.open.clear()
+                forward.swap.open.clear()
 
     def begin(self, rows: int | None) -> None:
         """A forward pass of the whole model begins that will be clipped."""
@@ -328,66 +330,6 @@ class _Reports:
 
     def __reduce__(self) -> tuple[type[_Reports], tuple[()]]:
         return _Reports, ()
-
-
-class RootHook:
-    """Notes the batch size of a forward pass, watches its buffers, and asks to be told when its backward pass is over.
-
-    Note [end of backward]: a callback queued from inside a checkpointed block runs when the nested backward pass ends,
-    which is too early. The node behind the model's output belongs to the outer pass. Where an in-place operation on a
-    view takes that node out of the graph, nobody calls, and the batch is finished when the next one begins.
-    """
-
-    def __init__(self, capture: Capture):
-        self.capture = capture
-        self.buffers = BufferWatch(capture.model, capture.topology)
-        self.before = Hook(torch.compiler.disable(self._before, recursive=True))
-        self.after = Hook(torch.compiler.disable(self._after, recursive=True))
-
-    def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        capture = self.capture
-        if not capture.watching or capture.rerunning:
-            return
-        again = torch._C._current_graph_task_id() != -1  # a recomputation inside a backward pass
-        if (capture.swapped or capture.switched_off) and not again:
-            capture.refuse_second_thread()
-            capture.restore()  # an interrupt may have ended the last pass before its hooks could
-        self.buffers.note()
-        if not capture.recording or again:
-            return
-        capture.begin(_rows_of(capture, args, kwargs))
-        if capture.replay is not None:
-            capture.replay.begin(module, args, kwargs)
-
-    def _after(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
-        capture = self.capture
-        if capture.rerunning:
-            return None
-        if output is None:  # perhaps after an exception, which another one must not hide
-            self.buffers.put_back()
-            return None
-        self.buffers.refuse_written()
-        if not capture.recording:
-            return None
-        if capture.replay is not None:
-            output = capture.replay.end(output, capture.anchor)
-        for tensor in tensors_in_outputs(output):
-            if tensor.grad_fn is not None:
-                tensor.grad_fn.register_prehook(self._reached)
-        return output if capture.replay is not None else None
-
-    def _reached(self, grads: Any) -> None:
-        self.capture.expect_end()
-
-
-def _rows_of(capture: Capture, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
-    """Batch size of a call of the model."""
-    first = next(iter((*args, *kwargs.values())), None)
-    if isinstance(first, PackedSequence):  # whose data has an entry for each row and time
-        return int(first.batch_sizes[0])
-    if isinstance(first, Tensor) and first.dim():
-        return capture.rows_of((first,))
-    return capture.rows_of(tensors_in((args, kwargs)))
 
 
 def _forget_compiled_code() -> None:

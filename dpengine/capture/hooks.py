@@ -1,89 +1,29 @@
-"""What stands in for the ``forward`` of layers: their parameters need no gradients meanwhile; outputs are hooked."""
+"""The hooks on a model and on its layers.
+
+The hook of a layer stands in for its ``forward``: parameters require no gradients meanwhile, and the output is hooked.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import types
 from collections.abc import Callable, Mapping
-from dataclasses import replace
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence
 
-from dpengine.distributed.layer_parts import layer_type, ordinary
-from dpengine.distributed.local_shards import is_dtensor, local_part
-from dpengine.errors import UnsupportedLayerError
 from dpengine.layers.not_twice_differentiable import refuse_second_derivative
 
-from .record import LayerUses, Use
-from .tap import Anchor, Arrival, CallReport, RowsReport, RowsTap, tensors_in
+from .buffers import BufferWatch
+from .record import LayerCall, LayerUses, Use
+from .swaps import ParameterSwap
+from .tap import repeated_backward, tensors_in, tensors_in_outputs
 from .watch import Kind, Watch
-from .watched_parameter import Origin, WatchedParameter, realise
 
 if TYPE_CHECKING:
     from .capture import Capture
-
-
-class PartHook:
-    """Stands before a layer's hook, in a model some of whose layers are split.
-
-    The layer runs on DTensors, inside hooks of its parallel style: these distribute what goes in before ours see it,
-    and what comes out after. The tap is on ordinary tensors, the part that is here, between two conversions.
-    """
-
-    def __init__(self, hook: LayerForward):
-        self.hook = hook
-        self.part = hook.capture.topology.parts.get(hook.watch.module)
-
-    def begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Before a call."""
-        hook, part = self.hook, self.part
-        if part is None:
-            return hook.begin(module, args, kwargs)
-        if (
-            hook.is_embedding
-            and hook.is_shared_table(args, kwargs)
-            and any(p.requires_grad for p in module.parameters())
-        ):
-            raise UnsupportedLayerError(
-                f"Embedding '{part.name}' is split over processes, and all rows share the entries that it gives.",
-                fix="Leave it out of the plan of parallelize_module, or pass it indices of each row, (B, T).",
-            )
-        if not part.has_no_rows(args):
-            return hook.begin(module, args, kwargs)
-        mesh = args[0].device_mesh
-        given = hook.begin(module, (args[0].to_local(),), kwargs)
-        mark, finish = hook.open.pop()
-        hook.open.append((mark, partial(self._alone, mesh, finish)))
-        for owner, name, _ in hook.slots:
-            present = owner._parameters[name]
-            if present is not None:
-                hook.capture.swapped.append((owner, name, present))
-                owner._parameters[name] = local_part(present).detach()
-        return given
-
-    def _alone(self, mesh: Any, finish: Finish | None, args: Any, kwargs: Any, output: Tensor) -> Any:
-        """After a call that the part ran by itself, on ordinary tensors, since there are no rows."""
-        assert self.part is not None
-        return self.part.given(output if finish is None else finish(args, kwargs, output), mesh)
-
-    def tapped(self, real: Mapping[str, nn.Parameter], args: Any, kwargs: Any, output: Any) -> Any:
-        """After a call: the output with a tap behind it."""
-        hook, part = self.hook, self.part
-        if part is None:
-            args, kwargs = ordinary(hook.watch.name, (args, kwargs))
-            return hook.tapped(real, args, kwargs, output)
-        uses = hook.uses(real, part.shapes)
-        report = CallReport(hook.capture, replace(hook.watch, module=part.layer), uses)
-        if not is_dtensor(output):
-            return report.tap(args, kwargs, output)
-        call = part.local(args, kwargs, output)
-        return part.joined(report.tap(call.args, call.kwargs, call.output), call, output)
-
-
-Finish = Callable[[Any, Any, Any], Any]
 
 
 class Hook:
@@ -129,6 +69,122 @@ def _forward_of_class(module: nn.Module) -> Callable[..., Any]:
     return types.MethodType(type(module).forward, module)
 
 
+class RootHook:
+    """Notes the batch size of a forward pass, watches its buffers, and asks to be told when its backward pass is over.
+
+    Note [end of backward]: a callback queued from inside a checkpointed block runs when the nested backward pass ends,
+    which is too early. The node behind the model's output belongs to the outer pass. Where an in-place operation on a
+    view takes that node out of the graph, nobody calls, and the batch is finished when the next one begins.
+    """
+
+    def __init__(self, capture: Capture):
+        self.capture = capture
+        self.buffers = BufferWatch(capture.model, capture.topology)
+        self.before = Hook(torch.compiler.disable(self._before, recursive=True))
+        self.after = Hook(torch.compiler.disable(self._after, recursive=True))
+
+    def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        capture = self.capture
+        if not capture.watching or capture.rerunning:
+            return
+        again = torch._C._current_graph_task_id() != -1  # a recomputation inside a backward pass
+        if (capture.swapped or capture.switched_off) and not again:
+            capture.refuse_second_thread()
+            capture.restore()  # an interrupt may have ended the last pass before its hooks could
+        self.buffers.note()
+        if not capture.recording or again:
+            return
+        capture.begin(_rows_of(capture, args, kwargs))
+        if capture.replay is not None:
+            capture.replay.begin(module, args, kwargs)
+
+    def _after(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+        capture = self.capture
+        if capture.rerunning:
+            return None
+        if output is None:  # perhaps after an exception, which another one must not hide
+            self.buffers.put_back()
+            return None
+        self.buffers.refuse_written()
+        if not capture.recording:
+            return None
+        if capture.replay is not None:
+            output = capture.replay.end(output, capture.anchor)
+        for tensor in (output,) if isinstance(output, Tensor) else tensors_in_outputs(output):
+            if tensor.grad_fn is not None:
+                tensor.grad_fn.register_prehook(self._reached)
+        return output if capture.replay is not None else None
+
+    def _reached(self, grads: Any) -> None:
+        self.capture.expect_end()
+
+
+def _rows_of(capture: Capture, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
+    """Batch size of a call of the model."""
+    first = next(iter((*args, *kwargs.values())), None)
+    if isinstance(first, PackedSequence):  # whose data has an entry for each row and time
+        return int(first.batch_sizes[0])
+    if isinstance(first, Tensor) and first.dim():
+        return capture.rows_of((first,))
+    return capture.rows_of(tensors_in((args, kwargs)))
+
+
+class Anchor(torch.autograd.Function):
+    """Identity on the output of a layer whose input needs no gradient: makes the output require one."""
+
+    @staticmethod
+    def forward(ctx, output, anchor):
+        if output._is_view():
+            return output.detach()
+        ctx.mark_dirty(output)
+        return output
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad if ctx.needs_input_grad[0] else None, None
+
+
+class Arrival:
+    """The hook on the output of one call of a layer: reports the gradient, once."""
+
+    __slots__ = ("dtype", "forward", "inputs", "shape", "uses", "version")
+
+    def __init__(self, forward: LayerForward, inputs: Tensor, output: Tensor):
+        self.forward = forward
+        self.inputs: Tensor | None = inputs  # which must not outlive the report
+        self.version = inputs._version
+        self.shape, self.dtype = output.shape, output.dtype  # not the output, which holds this hook
+        self.uses = forward._uses
+
+    def __call__(self, grad: Tensor | None) -> Tensor | None:
+        inputs, self.inputs = self.inputs, None
+        name = self.forward.watch.name
+        if inputs is None:
+            self.forward.capture.expect_end()  # which does not come, so that the batch is discarded
+            raise repeated_backward(name)
+        if inputs._version != self.version:
+            self.forward.capture.expect_end()
+            raise RuntimeError(
+                f"The input of layer '{name}', one of the variables needed for gradient computation, has been "
+                "modified by an inplace operation after the layer used it. Use an operation that is not in place."
+            )
+        if grad is None:  # a Function behind the layer gave none
+            grad = inputs.new_zeros(self.shape, dtype=self.dtype)  # inputs may be indices
+        if not torch.is_grad_enabled():
+            self._report(inputs, grad)
+            return None
+        with torch.no_grad():  # with create_graph=True
+            self._report(inputs, grad.detach())
+        return refuse_second_derivative(grad) if grad.requires_grad else None
+
+    def _report(self, inputs: Tensor, grad: Tensor) -> None:
+        watch, capture = self.forward.watch, self.forward.capture
+        grad = grad if grad.shape == self.shape else grad.reshape(self.shape)
+        call = LayerCall(watch.module, (inputs.detach(),), grad, {}, None, watch.name, True, capture.mean_loss)
+        # Recipients only store such a call, so this may happen in several threads, and under autocast.
+        capture.recipient.receive(call, self.uses, watch.rule)
+
+
 class LayerForward:
     """Takes the place of a watched module's ``forward``, and reports the gradient of its output in the backward pass.
 
@@ -145,24 +201,17 @@ class LayerForward:
         self.watch = watch
         self.module = watch.module
         self.forward: Callable[..., Any] = watch.module.forward
-        self.slots = watch.slots()
-        self.is_embedding = layer_type(watch.module) is nn.Embedding
-        self._dotted = {name: f"{watch.name}.{name}" if watch.name else name for _, _, name in self.slots}
-        # One entry for each call that runs: where its swaps begin, and what to do with its output.
-        self.open: list[tuple[int, Finish | None]] = []
-        self.shared = False  # whether indices of one axis were other than samples once
-        self._begin, self._tap = self.begin, self.tapped
-        if capture.topology.splits.size > 1:
-            part = PartHook(self)
-            self._begin, self._tap = part.begin, part.tapped
+        self.swap = ParameterSwap(capture, watch)
         self._replaced = vars(watch.module).get("forward")
         self._compiled = torch.compiler.disable(self._call, recursive=True)
+        sharded = bool(capture.topology.slots) or capture.topology.splits.size > 1
         self._is_plain = (
             watch.kind is Kind.LAYER
             and isinstance(watch.rule, Mapping)
             and type(watch.module).__module__.startswith("torch.nn.modules.")
             and (capture.batch_first or watch.in_rows)
-            and not (self.is_embedding or capture.topology.slots or capture.topology.splits.size > 1)
+            and not (self.swap.is_embedding or sharded or capture.counts_uses)
+            and capture.swap is None
         )
         self._known: list[tuple[str, nn.Parameter | None, bool]] = []  # slots as they were at the last call
         self._live: list[nn.Parameter] = []  # the parameters among them that require gradients
@@ -198,23 +247,16 @@ class LayerForward:
         return self._call(args, kwargs)
 
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        capture = self.capture
-        if not capture.recording:
+        if not self.capture.recording:
             return self.forward(*args, **kwargs)
-        if self._is_plain and capture.swap is None and not kwargs and len(args) == 1 and type(args[0]) is Tensor:
+        if self._is_plain and not kwargs and len(args) == 1 and type(args[0]) is Tensor:
             if self._changed():
                 self._look()
             if not self._live:
                 return self.forward(args[0])
-            if self._hookable and _saving_hooks(False) is None and not capture.counts_uses:
+            if self._hookable and _saving_hooks(False) is None:
                 return self._hooked(args[0])
-        args, kwargs = self._begin(self.module, args, kwargs)
-        output = None
-        try:
-            output = self.forward(*args, **kwargs)
-        finally:
-            replaced = self._after(args, kwargs, output)
-        return output if replaced is None else replaced
+        return self.swap.run(self.forward, args, kwargs)
 
     def _changed(self) -> bool:
         """Returns True if another parameter stands in a slot, or requires gradients, than at the last call."""
@@ -228,7 +270,8 @@ class LayerForward:
     def _look(self) -> None:
         slots = self.module._parameters.items()
         self._known = [(name, p, p is not None and p.requires_grad) for name, p in slots]
-        self._live = [p for _, p, trained in self._known if trained and p is not None]
+        live = {name: p for name, p in slots if p is not None and p.requires_grad}
+        self._live = list(live.values())
         self._hookable = all(p.is_leaf for p in self._live)
         off = {p for running in self.capture.switched_off for p in running}
         if off.intersection(p for _, p, _ in self._known if p is not None):
@@ -237,9 +280,8 @@ class LayerForward:
             self.capture.restore()  # an interrupt came while the flags were put back
             self._look()
             return
-        self._uses = LayerUses(
-            {name: Use(p, self._dotted[name]) for name, p, trained in self._known if trained and p is not None}
-        )
+        prefix = f"{self.watch.name}." if self.watch.name else ""
+        self._uses = LayerUses({name: Use(p, prefix + name) for name, p in live.items()})
         self._uses.settings = self._settings
 
     def _hooked(self, inputs: Tensor) -> Any:
@@ -255,9 +297,12 @@ class LayerForward:
                 parameter.requires_grad = True
             capture.switched_off.pop()
         if type(output) is not Tensor:
-            return self._tap(dict(zip(self._uses, live, strict=True)), (inputs,), {}, output)
-        hooked = output._base if output._is_view() else output
-        if hooked is None or not hooked.requires_grad or hooked.numel() != output.numel():
+            return self.swap.tap(dict(zip(self._uses, live, strict=True)), (inputs,), {}, output)
+        hooked: Tensor | None = output
+        if output._is_view():
+            base = output._base
+            hooked = base if base is not None and base.numel() == output.numel() else None
+        if hooked is None or not hooked.requires_grad:
             hooked = output = Anchor.apply(output, capture.anchor)
         arrival = Arrival(self, inputs, output)
         if hooked._backward_hooks is None:
@@ -266,134 +311,3 @@ class LayerForward:
         else:  # hooks of a forward of the user, which must stay
             hooked.register_hook(arrival)
         return output
-
-    def begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Before a call: parameters are swapped. Returns the inputs."""
-        capture = self.capture
-        args, kwargs = _realised(args, kwargs)
-        sharded, live, real = bool(capture.topology.slots), [], {}
-        for owner, name, dotted in self.slots:
-            p = owner._parameters[name]
-            if p is not None and (capture.registered(p, owner, name) if sharded else p).requires_grad:
-                live.append((owner, name, dotted, p))
-                real[dotted] = p
-        stand_ins, finish = self._stand_ins(real, args, kwargs)
-        self.open.append((len(capture.swapped), finish))
-        for owner, name, dotted, p in live:
-            capture.swapped.append((owner, name, p))
-            owner._parameters[name] = stand_ins[dotted]  # type: ignore[assignment]
-        return args, kwargs
-
-    def _stand_ins(
-        self, real: Mapping[str, nn.Parameter], args: Any, kwargs: Any
-    ) -> tuple[Mapping[str, Tensor], Finish | None]:
-        """What stands in for each parameter while forward runs, and what to do with the output."""
-        capture, watch = self.capture, self.watch
-        if not real:
-            return {}, None
-        if watch.kind is Kind.OPERATIONS:
-            return {name: WatchedParameter.of(p.detach(), self._origin(name, p)) for name, p in real.items()}, None
-        if self.is_embedding and self.is_shared_table(args, kwargs):
-            return {name: p.detach() for name, p in real.items()}, partial(self._watched_entries, real)
-        if capture.swap is not None and watch.kind is Kind.LAYER and capture.batch_first:
-            tensors = tensors_in((args, kwargs))
-            swapped = capture.swap(watch, real, tensors, capture.rows_of(tensors))
-            if swapped is not None:
-                return swapped, _copied
-        return {name: p.detach() for name, p in real.items()}, partial(self._tap, real)
-
-    def is_shared_table(self, args: Any, kwargs: Any) -> bool:
-        """Returns True if all samples share the entries of an embedding: positions ``(1, T)`` or ``(T,)``."""
-        capture = self.capture
-        if capture.rows is None or not capture.batch_first:
-            return False
-        indices = tensors_in((args, kwargs))[0]
-        if indices.dim() == 1:  # as many positions as rows, some day: what was shared before is then, too
-            self.shared = self.shared or len(indices) != capture.rows
-            return self.shared
-        return indices.dim() > 1 and indices.shape[0] == 1 != capture.rows
-
-    def _watched_entries(self, real: Mapping[str, nn.Parameter], args: Any, kwargs: Any, output: Tensor) -> Tensor:
-        """The entries, followed operation by operation until they meet a tensor that carries the batch."""
-        capture, indices = self.capture, tensors_in((args, kwargs))[0]
-        ((name, parameter),) = real.items()
-        dotted = self._dotted[name]
-
-        def tap_rows(origin: Origin, rows: int) -> Tensor:
-            use = self._use(parameter, dotted)
-            report = CallReport(capture, self.watch, {name: use}, batch_first=True)
-            entries = output.detach().expand(rows, *output.shape).clone()
-            return report.tap((indices.expand(rows, *indices.shape),), {}, entries)
-
-        origin = Origin(parameter, dotted, tap_rows, _no_linear, lambda: capture.rows)
-        return WatchedParameter.of(output.detach(), origin)
-
-    def _after(self, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
-        if not self.open:
-            return None
-        mark, finish = self.open.pop()
-        if len(self.capture.swapped) > mark:
-            self.capture.unswap(mark)
-        if output is None or finish is None or not self.capture.recording:
-            return None
-        return finish(args, kwargs, output)
-
-    def _use(self, parameter: nn.Parameter, dotted: str, place: slice | None = None) -> Use:
-        """A use of a parameter, by the one that the optimizer holds."""
-        registered = self.capture.registered(parameter) if self.capture.topology.slots else parameter
-        self.capture.uses[registered] += 1
-        return Use(registered, dotted, place)
-
-    def tapped(self, real: Mapping[str, nn.Parameter], args: Any, kwargs: Any, output: Any) -> Any:
-        """After a call: the output with a tap behind it."""
-        uses = {name: self._use(p, self._dotted[name]) for name, p in real.items()}
-        return CallReport(self.capture, self.watch, uses, batch_first=self.watch.in_rows).tap(args, kwargs, output)
-
-    def uses(self, real: Mapping[str, nn.Parameter], parts: Mapping[str, tuple[int, ...]]) -> dict[str, Use]:
-        """Uses of parameters of which these parts are here."""
-        found = {name: self._use(p, self._dotted[name]) for name, p in real.items()}
-        return {name: replace(use, part=parts[name]) for name, use in found.items()}
-
-    def _origin(self, name: str, parameter: nn.Parameter) -> Origin:
-        capture, dotted = self.capture, self._dotted[name]
-
-        def tap_rows(origin: Origin, rows: int) -> Tensor:
-            report = RowsReport(capture, self._use(parameter, dotted))
-            return RowsTap.apply(capture.anchor, report, parameter.detach(), rows)
-
-        def tap_linear(origins: Mapping[str, Origin], inputs: Tensor, output: Tensor) -> Tensor:
-            uses = {n: self._use(o.parameter, o.name, o.place) for n, o in origins.items()}
-            report = CallReport(capture, self.watch, uses, capture.linear_rule, batch_first=True)
-            return report.tap((inputs,), {}, output)
-
-        return Origin(parameter, dotted, tap_rows, tap_linear, lambda: capture.rows if capture.batch_first else None)
-
-
-def _no_linear(origins: Mapping[str, Origin], inputs: Tensor, output: Tensor) -> Tensor:
-    origin = next(iter(origins.values()))
-    raise UnsupportedLayerError(
-        f"Entries of '{origin.name}' that all rows share are used as the weight of F.linear.",
-        fix="Tie weights by sharing the parameter of a layer.",
-    )
-
-
-def _copied(args: Any, kwargs: Any, output: Tensor) -> Tensor:
-    # The swapped layer's own Function gives views, after which an in-place operation would raise, and takes gradients
-    # for contiguous.
-    copied = output.clone()
-    if copied.requires_grad:
-        copied.register_hook(_contiguous_once)
-    return copied
-
-
-def _contiguous_once(grad: Tensor) -> Tensor:
-    if torch.is_grad_enabled():  # with create_graph=True
-        return refuse_second_derivative(grad)
-    return grad.contiguous()
-
-
-def _realised(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    for value in (*args, *kwargs.values()):
-        if isinstance(value, WatchedParameter):
-            return tuple(realise(v) for v in args), {k: realise(v) for k, v in kwargs.items()}
-    return args, kwargs

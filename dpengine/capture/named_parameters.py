@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Mapping
+from itertools import chain
 from typing import Any
 
 from torch import nn
@@ -38,13 +39,14 @@ class NamedParameters:
         if not self._tables or not self._unchanged():
             modules = list(self._model.modules())
             self._tables = [table for module in modules for table in (module._modules, module._parameters)]
-            self._names = [name for table in self._tables for name in table]
-            self._values = [value for table in self._tables for value in table.values()]
+            self._names, self._values = self._contents()
             self._found = topology.parameters(self._model)
         return self._found
 
     def _unchanged(self) -> bool:
-        values = [value for table in self._tables for value in table.values()]
-        if len(values) != len(self._values) or not all(map(operator.is_, values, self._values)):
-            return False
-        return [name for table in self._tables for name in table] == self._names
+        names, values = self._contents()
+        return names == self._names and all(map(operator.is_, values, self._values))
+
+    def _contents(self) -> tuple[list[str], list[Any]]:
+        """Returns the names and the values of all tables, without a Python loop over them."""
+        return list(chain.from_iterable(self._tables)), list(chain.from_iterable(map(dict.values, self._tables)))

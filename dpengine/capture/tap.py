@@ -6,7 +6,6 @@ outside the graph. Every tap takes a scalar that requires grad, so that its back
 
 from __future__ import annotations
 
-import contextlib
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
@@ -16,14 +15,13 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from dpengine.errors import RepeatedBackwardError
-from dpengine.layers.not_twice_differentiable import differentiated_once, refuse_second_derivative
+from dpengine.layers.not_twice_differentiable import differentiated_once
 
 from .record import LayerCall, Use, turned
 from .watch import Kind, Watch
 
 if TYPE_CHECKING:
     from .capture import Capture
-    from .hooks import LayerForward
 
 
 class Report(Protocol):
@@ -37,12 +35,13 @@ class Report(Protocol):
 
 def _fire(ctx: Any, grad: Any) -> None:
     if getattr(ctx, "fired", False):
-        raise _repeated(ctx.report.name)
+        raise repeated_backward(ctx.report.name)
     ctx.fired = True
     ctx.report.fire(ctx.saved_tensors, grad)
 
 
-def _repeated(name: str) -> RepeatedBackwardError:
+def repeated_backward(name: str) -> RepeatedBackwardError:
+    """Returns the error for a second backward pass over one forward pass of a layer."""
     return RepeatedBackwardError(
         f"Layer '{name}' was reached by a second backward pass over the same forward pass; each pass would be clipped "
         "alone, so a sample would count twice.",
@@ -103,61 +102,6 @@ class RowsTap(torch.autograd.Function):
     def backward(ctx, grad):
         _fire(ctx, grad)
         return None, None, None, None
-
-
-class Anchor(torch.autograd.Function):
-    """Identity on the output of a layer whose input needs no gradient: makes the output require one."""
-
-    @staticmethod
-    def forward(ctx, output, anchor):
-        if output._is_view():
-            return output.detach()
-        ctx.mark_dirty(output)
-        return output
-
-    @staticmethod
-    def backward(ctx, grad):
-        return grad if ctx.needs_input_grad[0] else None, None
-
-
-class Arrival:
-    """The hook on the output of one call of a layer: reports the gradient, once."""
-
-    __slots__ = ("dtype", "forward", "inputs", "shape", "uses", "version")
-
-    def __init__(self, forward: LayerForward, inputs: Tensor, output: Tensor):
-        self.forward = forward
-        self.inputs: Tensor | None = inputs  # which must not outlive the report
-        self.version = inputs._version
-        self.shape, self.dtype = output.shape, output.dtype  # not the output, which holds this hook
-        self.uses = forward._uses
-
-    def __call__(self, grad: Tensor | None) -> Tensor | None:
-        inputs, self.inputs = self.inputs, None
-        name = self.forward.watch.name
-        if inputs is None:
-            self.forward.capture.expect_end()  # which does not come, so that the batch is discarded
-            raise _repeated(name)
-        if inputs._version != self.version:
-            self.forward.capture.expect_end()
-            raise RuntimeError(
-                f"The input of layer '{name}', one of the variables needed for gradient computation, has been "
-                "modified by an inplace operation after the layer used it. Use an operation that is not in place."
-            )
-        if grad is None:  # a Function behind the layer gave none
-            grad = inputs.new_zeros(self.shape, dtype=self.dtype)  # inputs may be indices
-        if not torch.is_grad_enabled():
-            self._report(inputs, grad)
-            return None
-        with torch.no_grad():  # with create_graph=True
-            self._report(inputs, grad.detach())
-        return refuse_second_derivative(grad) if grad.requires_grad else None
-
-    def _report(self, inputs: Tensor, grad: Tensor) -> None:
-        watch, capture = self.forward.watch, self.forward.capture
-        grad = grad if grad.shape == self.shape else grad.reshape(self.shape)
-        call = LayerCall(watch.module, (inputs.detach(),), grad, {}, None, watch.name, True, capture.mean_loss)
-        capture.report(call, self.uses, watch.rule)
 
 
 class CallReport:
@@ -225,19 +169,6 @@ class RowsReport:
 
     def fire(self, saved: tuple[Tensor, ...], grad: Tensor) -> None:
         self.capture.report_rows(self.use, grad)
-
-
-_NOTHING = contextlib.nullcontext()
-
-
-def without_autocast() -> contextlib.AbstractContextManager[object]:
-    """Returns a context without autocast, which would round gradients, norms and sums where backward runs inside it."""
-    if not (torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")):
-        return _NOTHING
-    stack = contextlib.ExitStack()
-    for device_type in ("cpu", "cuda"):
-        stack.enter_context(torch.autocast(device_type, enabled=False))
-    return stack
 
 
 def tensors_in(tree: Any) -> list[Tensor]:

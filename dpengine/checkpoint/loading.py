@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
+from dpengine.accounting.origin import origins_in, states_of
 from dpengine.engine.grad_sample_module import model_inside
 from dpengine.engine.run import Run
 from dpengine.errors import CorruptFileError, MechanismMismatchError
@@ -161,7 +163,17 @@ class _Files:
                 stateful.load_state_dict(self._others[name])
             except (KeyError, TypeError, ValueError, AttributeError) as error:
                 raise CorruptFileError(f"The stored state does not fit the {name}: {error!r}.", fix=EARLIER) from error
-        engine.load_state_dict(self._privacy_state)
+        engine.load_state_dict(_marked_resumed(self._privacy_state))
+
+
+def _marked_resumed(state: Any) -> Any:
+    """Returns the state of an engine whose charges are marked as resumed, so that a ledger file records it too.
+
+    Charges that are in a ledger file already keep their marks: that file has all later charges.
+    """
+    if not isinstance(state, dict) or "anchor" in state:
+        return state
+    return state | {"origins": states_of(dataclasses.replace(one, resumed=True) for one in origins_in(state))}
 
 
 @contextlib.contextmanager

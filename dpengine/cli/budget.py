@@ -18,7 +18,7 @@ from dpengine.accounting.noise_calibration import calibration
 from dpengine.accounting.rounding import round_up
 from dpengine.errors import AccountingRefusedError, PrivacyError
 from dpengine.report.assumptions import assumptions
-from dpengine.report.facts import RunFacts
+from dpengine.report.facts import AccountingFacts, DatasetFacts, RunFacts
 from dpengine.report.privacy_statement import statement
 from dpengine.report.report import PrivacyReport
 
@@ -34,7 +34,8 @@ def run(arguments: Namespace) -> int:
     """Prints the noise multiplier or epsilon, and what the statement of a run that keeps to it would say."""
     try:
         facts = _facts(arguments)
-        epsilon_of(facts.history, facts.delta, facts.accountant, facts.relation)  # without a number, this raises
+        asked = facts.accounting
+        epsilon_of(asked.history, asked.delta, asked.accountant, asked.relation)  # raises if there is no epsilon
         shown = _json(facts) if arguments.json else _text(facts)
     except AccountingRefusedError as error:
         raise CommandError(_ARGUMENT.sub(r"--\1 \2", str(error)), exit_code=WRONG_USE) from error
@@ -52,7 +53,7 @@ def run(arguments: Namespace) -> int:
 
 def _text(facts: RunFacts) -> str:
     sigma = round_up(facts.plan["noise_multiplier"], 4)
-    found = f"noise_multiplier = {sigma}\n\n" if facts.target_epsilon is not None else ""
+    found = f"noise_multiplier = {sigma}\n\n" if facts.accounting.target_epsilon is not None else ""
     first, rest = _would_be(facts).split("\n", 1)
     return f"{strong(found)}{_LEAD}\n\n{strong(first)}\n{rest}".removesuffix("\n")
 
@@ -79,13 +80,15 @@ def _facts(arguments: Namespace) -> RunFacts:
     plan = {"sampling": "poisson", "sample_rate": rate, "expected_batch_size": float(arguments.batch)}
     return RunFacts(
         plan=plan | {"noise_multiplier": sigma},
-        history=(Charge(release_event(noise_multiplier=sigma, sample_rate=rate), steps),),
-        delta=delta,
-        relation=relation,
-        accountant=arguments.accountant,
-        num_examples=arguments.n,
-        constants_declared=constants,
-        target_epsilon=target,
+        accounting=AccountingFacts(
+            history=(Charge(release_event(noise_multiplier=sigma, sample_rate=rate), steps),),
+            delta=delta,
+            relation=relation,
+            accountant=arguments.accountant,
+            constants_declared=constants,
+            target_epsilon=target,
+        ),
+        dataset=DatasetFacts(num_examples=arguments.n),
     )
 
 
@@ -143,9 +146,10 @@ def _json(facts: RunFacts) -> str:
 
 def _bounds(facts: RunFacts) -> dict[str, Any] | None:
     """Epsilon from both sides, where the accountant has both."""
-    if ACCOUNTANTS[accountant_used(facts.accountant)].bounds is None:
+    asked = facts.accounting
+    if ACCOUNTANTS[accountant_used(asked.accountant)].bounds is None:
         return None
-    found = bounds_of(facts.history, facts.delta, facts.accountant, facts.relation)
+    found = bounds_of(asked.history, asked.delta, asked.accountant, asked.relation)
     return {
         name: value if math.isfinite(value) else "inf"
         for name, value in zip(("lower", "estimate", "upper"), found, strict=True)

@@ -15,7 +15,7 @@ from dpengine.accounting.ledger import UNKNOWN_SAMPLING, Ledger
 from dpengine.accounting.origin import origins_in, relation_of, unit_of
 from dpengine.errors import CorruptFileError, PrivacyError
 from dpengine.report.all_runs import excludes_of_all, loss_checked_of_all, noise_of_all
-from dpengine.report.facts import RunFacts
+from dpengine.report.facts import DEFAULT_UNIT, AccountingFacts, RunFacts
 from dpengine.report.reading import REPORT_FILE
 from dpengine.report.report import PrivacyReport
 
@@ -67,10 +67,11 @@ def _report(path: Path) -> PrivacyReport:
         raise CommandError(
             f"{path} cannot be read: {error!r}. Restore it from a backup.", exit_code=WRONG_USE
         ) from error
-    if facts.accountant not in ACCOUNTANTS:
+    accountant = facts.accounting.accountant
+    if accountant not in ACCOUNTANTS:
         raise CommandError(
-            f"{path} names the accountant {facts.accountant!r}, which is not of dpengine: its numbers cannot be "
-            f"computed here. Pass the {REPORT_FILE} that the run wrote.",
+            f"{path} names the accountant {accountant!r}, which is not of dpengine: its numbers cannot be computed "
+            f"here. Pass the {REPORT_FILE} that the run wrote.",
             exit_code=WRONG_USE,
         )
     return PrivacyReport(facts)
@@ -99,8 +100,19 @@ def _facts_of_engine(state: Mapping[str, Any]) -> RunFacts:
     if named and plan["sampling"] not in named:  # batches of the training loop are charged as if dpengine drew them
         plan["sampling"] = named[0]
     relation = relation_of(origins)
-    rest: dict[str, Any] = {"accountant": state["accountant"], "other_samplings": tuple(samplings) if events else ()}
-    rest |= {"constants_declared": relation is Relation.ADD_OR_REMOVE_ONE or None}
-    rest |= {"noise": noise_of_all(origins), "loss_checked": loss_checked_of_all(origins)}
-    rest |= {"excludes": tuple(excludes_of_all(origins)), "unit": unit_of(origins) or RunFacts.unit}
-    return RunFacts(plan, ledger.history, state["delta"], relation, **rest)
+    accounting = AccountingFacts(
+        history=ledger.history,
+        delta=state["delta"],
+        relation=relation,
+        accountant=state["accountant"],
+        unit=unit_of(origins) or DEFAULT_UNIT,
+        constants_declared=relation is Relation.ADD_OR_REMOVE_ONE or None,
+    )
+    return RunFacts(
+        plan=plan,
+        accounting=accounting,
+        noise=noise_of_all(origins),
+        loss_checked=loss_checked_of_all(origins),
+        other_samplings=tuple(samplings) if events else (),
+        excludes=tuple(excludes_of_all(origins)),
+    )

@@ -17,8 +17,8 @@ from torch import Tensor, fx, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from dpengine.errors import PrivacyError, UnsupportedLayerError
-from dpengine.grad_samplers.machine import full_precision
 from dpengine.kernels.library import traced
+from dpengine.kernels.precision import full_precision
 
 from .compare import refuse_orders
 from .one_pass import OnePass

@@ -14,11 +14,11 @@ import torch
 from torch import Tensor, nn
 
 from dpengine.capture.capture import Capture
-from dpengine.capture.tap import without_autocast
 from dpengine.errors import BufferUpdateError, MissingGradientError
 from dpengine.grad_modes.bookkeep import BookKeeping
 from dpengine.grad_modes.choose_method import MethodTable
 from dpengine.grad_modes.flat_buffer import Sums, wide
+from dpengine.kernels.precision import without_autocast
 
 
 @dataclass(frozen=True, eq=False)

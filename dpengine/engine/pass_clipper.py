@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -12,7 +13,6 @@ from torch import Tensor, nn
 from dpengine.capture.named_parameters import NamedParameters
 from dpengine.capture.record import LayerCall, Use
 from dpengine.capture.replay import Replay
-from dpengine.capture.tap import without_autocast
 from dpengine.clipping.policy import AbstractClip
 from dpengine.distributed.topology import SINGLE, Topology
 from dpengine.errors import (
@@ -27,11 +27,13 @@ from dpengine.grad_modes.flat_buffer import FlatBuffer
 from dpengine.grad_modes.modes import Mode
 from dpengine.grad_modes.rows import Units
 from dpengine.grad_modes.strategy import KEEP_THE_BATCH_FIRST, AbstractGradients, common_rows
+from dpengine.kernels.precision import without_autocast
 
 from .add_clipped import ClipStatistics, Grouping, add_clipped
 from .watch_model import mode_of, watch_model
 
 REDUCTIONS = ("mean", "sum")
+_requires_grad = operator.attrgetter("requires_grad")
 
 
 @dataclass(frozen=True, eq=False)
@@ -132,7 +134,7 @@ class PassClipper:
     def trainable(self) -> Mapping[str, nn.Parameter]:
         """The parameters that are clipped and summed now, by dotted name."""
         named = self._named.listed(self.topology)
-        flags = [p.requires_grad for p in named.values()]
+        flags = list(map(_requires_grad, named.values()))
         last = self._last_trainable
         if last is None or last.named is not named or last.only is not self.only or last.flags != flags:
             found = {name: p for name, p in named.items() if p.requires_grad and (self.only is None or p in self.only)}

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 from dpengine.errors import BatchDependentLossError, BatchMismatchError, UnsupportedLayerError
 from dpengine.kernels.memory import keep_freed_memory
 from dpengine.ledger_file.run_ledger import RunLedger
-from dpengine.report.facts import RunFacts
+from dpengine.report.facts import DEFAULT_UNIT
 from dpengine.sampling.loader import private_loader
 from dpengine.sampling.units import UnitIds, UnitStrategy
 
@@ -50,7 +50,7 @@ class Run:
     grad_scaler: Any = None
     lr_scheduler: Any = None
     units: UnitIds | None = None
-    unit: str = RunFacts.unit
+    unit: str = DEFAULT_UNIT
     batches: Any = None
     resumed: bool = False
     attached: bool = False

@@ -16,8 +16,9 @@ from dpengine.accounting.ledger import Charge, Ledger
 from dpengine.accounting.origin import Origin, relation_of
 from dpengine.errors import AccountingRefusedError
 from dpengine.ledger_file.run_ledger import RunLedger
+from dpengine.noise.source import NoiseSource
 from dpengine.report.all_runs import excludes_of_all, loss_checked_of_all, noise_of_all
-from dpengine.report.facts import RunFacts
+from dpengine.report.facts import AccountingFacts, DatasetFacts, EnvironmentFacts, RunFacts
 from dpengine.report.report import PrivacyReport
 from dpengine.validation.loss import loss_was_checked
 
@@ -81,8 +82,20 @@ def origin_of(run: Run) -> Origin:
 
 
 def noise_of(run: Run) -> dict[str, Any]:
-    """Returns the description of a run's noise source, for the device of the model."""
-    return run.step.source.describe(next(run.model.parameters()).device)
+    """Describes all noise of a run so far; before its first step, that of the first step."""
+    used = [source.describe(device) for source, device in _noise_drawn(run)]
+    return {
+        "kind": ", ".join(sorted({one["kind"] for one in used})),
+        "cryptographic": all(one["cryptographic"] for one in used),
+        "insecure_seed": any(one["insecure_seed"] for one in used),
+        "largest_normal": min(one["largest_normal"] for one in used),
+    }
+
+
+def _noise_drawn(run: Run) -> Collection[tuple[NoiseSource, str]]:
+    every = list(run.model.parameters())
+    trainable = [parameter for parameter in every if parameter.requires_grad] or every
+    return run.step.noise_drawn or {(run.step.source, parameter.device.type) for parameter in trainable}
 
 
 def origins_of(engine: PrivacyEngine, *beginning: Run) -> frozenset[Origin]:
@@ -101,32 +114,38 @@ def report_of_run(
 ) -> PrivacyReport:
     """Creates the report of a ledger and its last run. ``origins`` are those of all charges in the ledger."""
     plan, budget, relation = run.step.plan, run.budget, relation_of(origins)
-    device = next(run.model.parameters()).device.type
+    device = ", ".join(sorted({device for _, device in _noise_drawn(run)}))
     topology = run.step.passes.topology
     distributed = topology.everyone.size > 1
     facts = RunFacts(
         plan=plan.describe(),
-        history=ledger.history,
-        unamplified=_unamplified(ledger.history) if plan.sampling.once_per_pass else (),
-        delta=budget.delta,
-        relation=relation,
-        accountant=budget.accountant,
-        # The number of examples stays private if the last run states add-or-remove, even if another run does not.
-        num_examples=None if plan.relation is Relation.ADD_OR_REMOVE_ONE else plan.sampling.num_examples,
-        unit=run.unit,
-        # make_private states add-or-remove only for a run whose constants were all given.
-        constants_declared=relation is Relation.ADD_OR_REMOVE_ONE,
+        accounting=AccountingFacts(
+            history=ledger.history,
+            delta=budget.delta,
+            relation=relation,
+            accountant=budget.accountant,
+            unit=run.unit,
+            unamplified=_unamplified(ledger.history) if plan.sampling.once_per_pass else (),
+            # make_private states add-or-remove only for a run whose constants were all given.
+            constants_declared=relation is Relation.ADD_OR_REMOVE_ONE,
+            target_epsilon=budget.target_epsilon,
+            planned_steps=budget.planned_steps,
+            ledger_on_disk=isinstance(run.step.ledger, RunLedger),
+        ),
+        dataset=DatasetFacts(
+            # It stays private if the last run states add-or-remove, even if another run does not.
+            num_examples=None if plan.relation is Relation.ADD_OR_REMOVE_ONE else plan.sampling.num_examples,
+            description=data or {},
+        ),
+        environment=EnvironmentFacts(
+            torch=torch.__version__,
+            device=f"{device}, {topology.everyone.size} processes ({topology.name})" if distributed else device,
+        ),
         noise={"largest_normal": noise_of(run)["largest_normal"], **noise_of_all(origins)},
-        ledger_on_disk=isinstance(run.step.ledger, RunLedger),
-        target_epsilon=budget.target_epsilon,
-        planned_steps=budget.planned_steps,
-        data=data or {},
-        utility=utility or {},
-        torch=torch.__version__,
-        device=f"{device}, {topology.everyone.size} processes ({topology.name})" if distributed else device,
         loss_checked=loss_checked_of_all(origins),
         other_samplings=tuple(origin.sampling for origin in origins),
         excludes=(*excludes, *excludes_of_all(origins)),
+        utility=utility or {},
     )
     return PrivacyReport(facts)
 

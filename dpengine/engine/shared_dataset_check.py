@@ -55,7 +55,10 @@ _last_of: list[_Last] = []  # one for each data set
 _numbers = itertools.count()
 
 
-@dataclass(frozen=True)
+_checks: weakref.WeakSet[SharedDatasetCheck] = weakref.WeakSet()
+
+
+@dataclass(eq=False)
 class SharedDatasetCheck:
     """Warns, before a charge, if another engine was charged for the same data set and the account lacks that cost.
 
@@ -65,20 +68,30 @@ class SharedDatasetCheck:
     Attributes:
         dataset: The data set of the run; None if it is not known.
         account: Returns the charges of the account that states the privacy cost of the run.
+        is_last: Whether no other run was charged for the data set, and the ledger for no other data set, since the last
+            call of ``before_charge``. It need not be called then.
     """
 
     dataset: Any
     account: Callable[[], Iterable[Charge]]
+    is_last: bool = field(default=False, init=False)
+    ledger: Ledger | None = field(default=None, init=False)
+
+    def __post_init__(self) -> None:
+        """Begins to notice the charges of other runs."""
+        self.is_last = self.dataset is None
+        _checks.add(self)
 
     def before_charge(self, charged: Ledger | RunLedger) -> None:
         """Warns if the account lacks charges of another engine."""
-        if self.dataset is None:
-            return
-        ledger = charged.ledger if isinstance(charged, RunLedger) else charged
+        self.ledger = charged.ledger if isinstance(charged, RunLedger) else charged
         last = next((last for last in _last_of if last.dataset() is self.dataset), None)
-        shares = _shares.get(ledger)
-        if last is None or shares is None or last.ledger is not ledger or shares.at != last.number:
-            _compare(self.dataset, ledger, last, shares, self.account())
+        shares = _shares.get(self.ledger)
+        if last is None or shares is None or last.ledger is not self.ledger or shares.at != last.number:
+            _compare(self.dataset, self.ledger, last, shares, self.account())
+        for check in _checks:
+            if check.dataset is not None and (check.dataset is self.dataset or check.ledger is self.ledger):
+                check.is_last = check is self
 
 
 def _compare(

@@ -48,6 +48,7 @@ class PrivateStep:
         source: The source of private randomness.
         first_nonce: Noise nonce with which the groups of examples were drawn, if the source now has another one.
         noise: The noise mechanism.
+        noise_drawn: Each source of noise so far, with the type of the device on which it was added.
         writer: Writes ``p.grad``.
         statistics: Statistics of the last backward pass. Not private.
         dropped_rows: Number of samples dropped so far because their gradient norm was not finite.
@@ -88,6 +89,7 @@ class PrivateStep:
         self.source = source
         self.first_nonce: int | None = None
         self.noise = mechanism_for(source, plan.noise)
+        self.noise_drawn: set[tuple[NoiseSource, str]] = set()
         self.writer = GradWriter(self.passes.topology)
         self.budget = Budget() if budget is None else budget
         self.dataset_check = dataset_check
@@ -288,7 +290,7 @@ class PrivateStep:
             self.discard()
 
     def _check_budget(self, count: int) -> None:
-        if self.dataset_check is not None:
+        if self.dataset_check is not None and not self.dataset_check.is_last:
             self.dataset_check.before_charge(self.ledger)
         if self.budget.target_epsilon is None:
             return
@@ -329,16 +331,15 @@ class PrivateStep:
             buffer.settle()
         fingerprint = ("release", *self._fingerprint(), count, divisor)
         sums = buffer.take()
+        for flat in sums.flats.values():
+            self.noise_drawn.add((self.source, flat.device.type))
         try:
-            add_noise(
-                sums,
-                self.noise,
-                std=self.plan.noise_std,
-                step=self.batches.batches[-1].step,
-                scale=1 / divisor,
-                replicas=topology.replicas,
-                fingerprint=fingerprint,
-            )
+            std, step, scale = self.plan.noise_std, self.batches.batches[-1].step, 1 / divisor
+            if topology.replicas.size == 1:
+                sums.add_noise(self.noise, std=std, step=step, scale=scale)
+            else:
+                ranks = topology.replicas
+                add_noise(sums, self.noise, std=std, step=step, scale=scale, replicas=ranks, fingerprint=fingerprint)
         except BaseException:
             for flat in sums.flats.values():
                 flat.zero_()

@@ -12,9 +12,10 @@ from torch import Tensor, nn
 
 from dpengine.capture.record import LayerCall, LayerUses, Use
 from dpengine.grad_samplers.sampler import JointSampler, NormedRule
+from dpengine.kernels.products import sq_norms
 
 from .choose_method import MethodTable, Plan, Planner, plan_key
-from .entry import Entry, Scratch, gram_sq_norms, sq_norms
+from .entry import Entry, Scratch, gram_sq_norms
 from .flat_buffer import Key, Sums, wide
 from .method import Choice, Method
 from .rows import Units, stays_narrow, widened, zeroed
@@ -52,7 +53,7 @@ class BookKeeping(AbstractGradients):
 
     def receive(self, call: LayerCall, uses: Mapping[str, Use], rule: Any) -> None:
         if type(uses) is LayerUses and self.planner.keep_budget:
-            note_rows(self.rows, call.name, len(call.grad_output))
+            note_rows(self.rows, call.name, call.grad_output.shape[0])
             self._waiting.append(Waiting(call, uses, rule))
             self._layout = None
             return
@@ -275,7 +276,8 @@ class BookKeeping(AbstractGradients):
         self._entries = {}
         self._waiting, self._layout, self._matrix = [], None, None
         self.rows = {}
-        self._scratch.start_again()
+        if self._scratch.taken:
+            self._scratch.start_again()
 
 
 def _placed(grad: Tensor, use: Use) -> Tensor:

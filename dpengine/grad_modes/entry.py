@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from dpengine.capture.record import LayerCall, Use
-from dpengine.grad_samplers.gram import GramNorm, gram_norms, norms
+from dpengine.grad_samplers.gram import GramNorm, gram_norms
 from dpengine.grad_samplers.linear import PRODUCT_ERROR
 from dpengine.grad_samplers.machine import memory_for
 from dpengine.grad_samplers.sampler import GradSampler
 from dpengine.grad_samplers.tied import tied_norm
-from dpengine.kernels import products as native
+from dpengine.kernels.products import sq_norms
 
 from .flat_buffer import Sums, wide
 from .method import Method, Way
@@ -24,8 +24,6 @@ from .rows import Units, in_rows, some_rows, widened, without_rows, zeroed
 
 CHUNK_BYTES = 4 * 2**20  # bytes of per-sample gradients formed at a time if they are not kept; fits the cache
 _LEFT = 2.0**-11  # upper limit of one rounding error of a sample's sum, relative to the clipping norm
-_FEW = 64  # values per sample up to which one call in float64 is faster than several in float32
-_BLOCK = 256  # squares added in float32 before they are added to a float64 sum
 
 
 class Scratch:
@@ -39,23 +37,23 @@ class Scratch:
     def __init__(self) -> None:
         self._block: Tensor | None = None
         self._needed = 0  # bytes; maximum over passes
-        self._taken = 0
+        self.taken = 0  # bytes, in this pass
 
     def take(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
         """Returns an uninitialized tensor. Every pass ends with ``start_again``."""
         if device.type != "cpu":
             return torch.empty(shape, dtype=dtype, device=device)
         size = torch.Size(shape).numel() * dtype.itemsize
-        start = self._taken
-        self._taken += -(-size // 64) * 64
+        start = self.taken
+        self.taken += -(-size // 64) * 64
         if self._block is None or start + size > len(self._block):  # the first pass, or the largest so far
             return torch.empty(shape, dtype=dtype)
         return self._block[start : start + size].view(dtype).view(shape)
 
     def start_again(self) -> None:
         """Ends a pass: releases its memory for reuse and grows the block to the size that the pass needed."""
-        self._needed = max(self._needed, self._taken)
-        self._taken = 0
+        self._needed = max(self._needed, self.taken)
+        self.taken = 0
         if self._needed and (self._block is None or len(self._block) < self._needed):
             self._block = torch.empty(self._needed, dtype=torch.uint8)
 
@@ -240,25 +238,6 @@ def gram_sq_norms(entries: Sequence[Entry]) -> list[Tensor]:
     """Computes squared norms of parameters with one call and ``GradSampler.factors``. Shares Gram matrices."""
     found = gram_norms([sampler.factors(call) for entry in entries for call, sampler in entry.calls if sampler.factors])
     return [entry.from_gram(norm) for entry, norm in zip(entries, found, strict=True)]
-
-
-def sq_norms(grad: Tensor) -> Tensor:
-    """Computes squared norms ``(B,)`` in float64.
-
-    On accelerators, squares are added in float32 within blocks of 256 and in float64 across blocks. The relative error
-    is about 1e-6.
-    """
-    flat_BP = grad.flatten(1) if grad.dim() > 1 else grad.unsqueeze(1)
-    if native.takes(flat_BP):
-        return native.sq_norms(flat_BP)
-    if flat_BP.device.type == "cpu":
-        return norms(flat_BP, 1).square()
-    if flat_BP.dtype is torch.float64 or (flat_BP.shape[1] <= _FEW and flat_BP.device.type != "mps"):
-        return torch.linalg.vector_norm(flat_BP, dim=1, dtype=torch.float64).square()
-    whole = flat_BP.shape[1] // _BLOCK * _BLOCK
-    blocks_BNF = flat_BP[:, :whole].reshape(len(flat_BP), whole // _BLOCK, _BLOCK)
-    rest_B = torch.linalg.vector_norm(flat_BP[:, whole:], dim=1)
-    return torch.linalg.vector_norm(blocks_BNF, dim=2).double().square().sum(dim=1) + rest_B.double().square()
 
 
 def _add_product(flat_BP: Tensor, weight_B: Tensor, scale: float, out: Tensor, keep: float) -> None:

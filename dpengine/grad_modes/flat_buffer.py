@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch._utils import _unflatten_dense_tensors
 
 from dpengine.distributed.local_shards import Held, Places
 from dpengine.distributed.ranks import Seal
@@ -18,7 +17,9 @@ from dpengine.distributed.topology import SINGLE, Topology
 
 from .outbox import BUCKET_BYTES, Outbox
 
-_MOST_INDICES = 32  # that are kept: of batches with other shapes, layers are formed together otherwise
+_MOST_INDICES = 32  # cached: layers are stacked differently in batches of other shapes
+_MOST_SPANS = 8  # copied one by one
+_device, _dtype = operator.attrgetter("device"), operator.attrgetter("dtype")
 
 Key = tuple[torch.device, torch.dtype]
 
@@ -107,6 +108,45 @@ class Taken:
         """The sums of a stretch, ``(n,)``."""
         return self.flats[stretch.key][stretch.at : stretch.at + stretch.count]
 
+    def add_noise(self, mechanism: Any, *, std: float, step: int, scale: float) -> None:
+        """Adds the noise of a step to all sums and multiplies them by ``scale``, where there are no replicas."""
+        for stretch in self.stretches:
+            places = stretch.places
+            cut = {"start": places.start, "rows": places.rows, "stride": places.stride}
+            mechanism.add(self.sums(stretch), std=std, step=step, scale=scale, **cut)
+
+
+@dataclass(frozen=True, eq=False)
+class _Spans:
+    """Where the numbers of a vector go in a memory.
+
+    Attributes:
+        key: Device and dtype of the memory.
+        index: The place of each number.
+        pieces: For each span of the memory its start, its end and the indices of its numbers. Empty if there are many.
+    """
+
+    key: Key
+    index: Tensor
+    pieces: Sequence[tuple[int, int, Tensor]]
+
+    @classmethod
+    def of(cls, key: Key, index: Tensor) -> _Spans:
+        """Finds the spans. Indices are on the CPU."""
+        places, order = index.sort()
+        ends = [*(places.diff() != 1).nonzero().flatten().add(1).tolist(), len(places)]
+        pieces = [] if len(ends) > _MOST_SPANS else list(zip([0, *ends], ends, strict=False))
+        starts = [int(places[begin]) for begin, _ in pieces]
+        found = [(at, at + e - b, order[b:e].to(key[0])) for at, (b, e) in zip(starts, pieces, strict=True)]
+        return cls(key, index.to(key[0]), found)
+
+    def copy(self, total_P: Tensor, memory: Tensor) -> None:
+        """Writes the numbers to the memory."""
+        for start, end, indices in self.pieces:  # five times as fast as index_copy_
+            torch.index_select(total_P, 0, indices, out=memory[start:end])
+        if not self.pieces:
+            memory.index_copy_(0, self.index, total_P)
+
 
 class FlatBuffer(Sums):
     """Clipped sums of many parameters, contiguous for each device and dtype.
@@ -133,11 +173,10 @@ class FlatBuffer(Sums):
             held = self._held[parameter] = topology.layout.held(parameter)
             self._places[parameter] = (key, self._sizes.get(key, 0))
             self._sizes[key] = self._sizes.get(key, 0) + held.kept.numel
-        self._shaped: dict[Key, dict[nn.Parameter, Tensor]] = {key: {} for key in self._sizes}  # without numbers
+        self._shapes: dict[Key, dict[nn.Parameter, torch.Size]] = {key: {} for key in self._sizes}
         for parameter, (key, _) in self._places.items():
-            self._shaped[key][parameter] = torch.empty(self._held[parameter].kept.size, device="meta")
-        self._empty = [parameter for parameter, held in self._held.items() if not held.kept.numel]
-        self._where = [parameter.device for parameter in self._places], [parameter.dtype for parameter in self._places]
+            self._shapes[key][parameter] = torch.Size(self._held[parameter].kept.size)
+        self._where = list(map(_device, self._places)), list(map(_dtype, self._places))
         self.stretches = _stretches(self._places, self._held, list(self._sizes))
         self.whole = sum(held.numel for held in self._held.values()) if topology.splits.size > 1 else 0
         largest = dict.fromkeys(self._sizes, 0)
@@ -148,7 +187,7 @@ class FlatBuffer(Sums):
         self._memory: dict[Key, Tensor] = {}
         self._views: dict[nn.Parameter, Tensor] = {}
         self._unwritten = set(self._places)
-        self._index: dict[Columns, tuple[Key, Tensor] | None] = {}  # where the numbers of a vector go
+        self._spans: dict[Columns, _Spans | None] = {}
         self.outbox: Outbox | None = None
         if topology.shards.size > 1:
             dtypes = [(parameter, key[1]) for parameter, (key, _) in self._places.items()]
@@ -179,35 +218,33 @@ class FlatBuffer(Sums):
 
     def add_flat(self, columns: Columns, total_P: Tensor, scale: float) -> None:
         """Adds ``scale`` times the sums of several parameters that lie in one vector."""
-        if columns not in self._index:
-            if len(self._index) >= _MOST_INDICES:
-                self._index.clear()
-            self._index[columns] = self._index_of(columns)
-        found = self._index[columns]
-        if found is None:
+        if columns not in self._spans:
+            if len(self._spans) >= _MOST_INDICES:
+                self._spans.clear()
+            self._spans[columns] = self._spans_of(columns)
+        spans = self._spans[columns]
+        if spans is None:
             super().add_flat(columns, total_P, scale)
             return
         if not self._memory:
             self._allocate()
-        key, index = found
-        memory = self._memory[key]
+        memory = self._memory[spans.key]
         total_P = total_P if scale == 1.0 else total_P * scale
         if len(self._unwritten) == len(self._places):
-            memory.index_copy_(0, index, total_P)
+            spans.copy(total_P, memory)
         else:
             for parameter in self._unwritten.intersection(columns.of):
                 self._views[parameter].zero_()
-            memory.index_add_(0, index, total_P)
+            memory.index_add_(0, spans.index, total_P)
         self._unwritten.difference_update(columns.of)
 
-    def _index_of(self, columns: Columns) -> tuple[Key, Tensor] | None:
-        """Returns the memory and the places for the numbers of a vector; None if they go to several memories."""
+    def _spans_of(self, columns: Columns) -> _Spans | None:
+        """Returns the places for the numbers of a vector; None if they go to several memories."""
         places = [self._places[parameter] for parameter in columns.of]
         if self.outbox is not None or len({key for key, _ in places}) > 1:
             return None
         steps = [torch.arange(at, at + p.numel()) for p, (_, at) in zip(columns.of, places, strict=True)]
-        key = places[0][0]
-        return key, torch.cat(steps).to(key[0])
+        return _Spans.of(places[0][0], torch.cat(steps))
 
     def _write(self, parameter: nn.Parameter, write: Callable[[Tensor, float], None]) -> None:
         if not self._memory:
@@ -246,12 +283,14 @@ class FlatBuffer(Sums):
     def _allocate(self) -> None:
         for key, size in self._sizes.items():
             self._memory[key] = torch.empty(size + self._seals, device=key[0], dtype=key[1])
-        for key, shaped in self._shaped.items():
-            views = _unflatten_dense_tensors(self._memory[key][: self._sizes[key]], list(shaped.values()))
-            self._views.update(zip(shaped, views, strict=True))
-        for parameter in self._empty:  # whose shape is not kept there
-            key, at = self._places[parameter]
-            self._views[parameter] = self._memory[key][at:at].view(self._held[parameter].kept.size)
+        for key, shapes in self._shapes.items():
+            sums = self._memory[key][: self._sizes[key]]
+            # Parts share the memory and are no views for autograd, so that users may change p.grad in place.
+            parts = sums.unsafe_split_with_sizes([shape.numel() for shape in shapes.values()])
+            for (parameter, shape), part in zip(shapes.items(), parts, strict=True):
+                if len(shape) > 1:
+                    part = part.view(*shape)  # which is faster than view(shape)
+                self._views[parameter] = part if shape else part.view(())
 
     def _finish(self) -> None:
         if not self._memory:
@@ -289,9 +328,9 @@ class FlatBuffer(Sums):
         if len(listed) != len(self._places) or not all(map(operator.is_, listed, self._places)):
             return False
         devices, dtypes = self._where
-        if [parameter.device for parameter in listed] != devices:
+        if list(map(_device, listed)) != devices:
             return False
-        now = [parameter.dtype for parameter in listed]
+        now = list(map(_dtype, listed))
         return now == dtypes or [wide(dtype) for dtype in now] == [wide(dtype) for dtype in dtypes]
 
 

@@ -11,10 +11,10 @@ from torch.utils import _pytree as pytree
 
 from dpengine.capture.record import LayerCall, Use
 from dpengine.errors import UnsupportedLayerError
+from dpengine.kernels.products import sq_norms
 
 from .bookkeep import BookKeeping, Quiet
 from .choose_method import Planner
-from .entry import sq_norms
 from .flat_buffer import Sums
 from .rows import zeroed
 from .strategy import AbstractGradients, common_rows, note_rows

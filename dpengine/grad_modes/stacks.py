@@ -135,9 +135,11 @@ def bucket_of(size: int) -> int:
 
 def shape_key(call: LayerCall, uses: LayerUses) -> tuple[object, ...]:
     """Returns all that a layout depends on in a call, except for the number of samples."""
-    inputs, grad, layer = call.inputs[0], call.grad_output, call.layer
-    shapes = inputs.shape[1:], grad.shape[1:], inputs.shape[:1] == grad.shape[:1]
-    return (uses, *shapes, inputs.dtype, grad.dtype, grad.device, *[getattr(layer, name) for name in uses.settings])
+    inputs, grad = call.inputs[0], call.grad_output
+    in_shape, out_shape = inputs.shape, grad.shape
+    in_rows = len(in_shape) > 0 and in_shape[0] == out_shape[0]
+    key = (uses, in_shape[1:], out_shape[1:], in_rows, inputs.dtype, grad.dtype, grad.device)
+    return (*key, *[getattr(call.layer, name) for name in uses.settings]) if uses.settings else key
 
 
 def layout_of(

@@ -92,7 +92,8 @@ class AbstractGradients(ABC):
 
 def note_rows(rows: dict[str, int], name: str, seen: int) -> None:
     """Records the batch size of a layer. A call with another size does not replace the first."""
-    rows[name if rows.get(name, seen) == seen else f"{name} (again)"] = seen
+    if rows.setdefault(name, seen) != seen:
+        rows[f"{name} (again)"] = seen
 
 
 def common_rows(rows: Mapping[str, int]) -> int:

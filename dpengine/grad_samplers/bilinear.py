@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from dpengine.capture.record import LayerCall
+from dpengine.kernels.precision import full_precision
 
 from .gram import gram_sq_norm, outer_sum, spread_of
 from .linear import SAMPLERS as LINEAR
 from .linear import gram_cost, tokens
-from .machine import full_precision
 from .sampler import Cost, GradSampler, argument
 
 

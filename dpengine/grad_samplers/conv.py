@@ -22,9 +22,10 @@ from torch import Tensor
 
 from dpengine.capture.record import LayerCall
 from dpengine.kernels import products as native
+from dpengine.kernels.precision import full_precision
 
 from .gram import WORKSPACE_BYTES, gram_operations, gram_sq_norm, spread_of
-from .machine import fast_in_float64, full_precision, memory_for, operations_per_byte
+from .machine import fast_in_float64, memory_for, operations_per_byte
 from .sampler import Cost, GradSampler, argument
 
 _ONE_CALL = 2e6  # floating point operations in the time of one call from Python

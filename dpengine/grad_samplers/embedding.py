@@ -15,10 +15,14 @@ from torch import Tensor, nn
 from dpengine.capture.record import LayerCall
 from dpengine.errors import UnsupportedLayerError
 from dpengine.kernels.library import traced
+from dpengine.kernels.products import norms
 
-from .gram import norms, spread_of
+from .gram import spread_of
 from .linear import tokens
+from .machine import fast_in_float64
 from .sampler import GradSampler, argument
+
+_FEW_ON_CPU, _FEW_ON_GPU = 2**16, 2**33  # multiplications
 
 
 def refuse_unsafe_embedding(layer: nn.Module, name: str = "") -> None:
@@ -115,9 +119,9 @@ def _pairs(call: LayerCall) -> tuple[Uses, Tensor]:
 
 def _sq_norm(call: LayerCall) -> Tensor:
     """Squared norms of uses, those of one entry in one row merged first: they are few in most texts."""
+    if traced(call.grad_output) or _has_few_pairs(call):
+        return _sq_norm_by_pairs(call)
     uses, grad_ND = _uses(call)
-    if traced(grad_ND):
-        return _sq_norm_by_pairs(uses, grad_ND)
     _, place_N, count_M = torch.unique(
         uses.row_N * weight_of(call).shape[0] + uses.entry_N, return_inverse=True, return_counts=True
     )
@@ -130,13 +134,27 @@ def _sq_norm(call: LayerCall) -> Tensor:
     return per_row(uses, sq_norm_N.masked_fill(again_N, 0)) + per_row(pairs, grad_MD.square().sum(dim=1))
 
 
-def _sq_norm_by_pairs(uses: Uses, grad_ND: Tensor) -> Tensor:
-    """The same from products of all pairs of a row that have one entry, in shapes that no number decides."""
-    places = len(uses.entry_N) // max(1, uses.rows)
-    entry_BT = uses.entry_N.view(uses.rows, places)
-    grad_BTD = grad_ND.double().view(uses.rows, places, grad_ND.shape[1])
+def _has_few_pairs(call: LayerCall) -> bool:
+    """Returns True if products of all pairs of uses in a sample take less time than a search for equal entries.
+
+    On an accelerator, the search waits for the device, because values decide its shapes.
+    """
+    grad = call.grad_output
+    products = grad.numel() * (grad.shape[1:-1].numel())
+    if grad.device.type == "cpu":
+        return products <= _FEW_ON_CPU
+    return fast_in_float64(grad.device) and products <= _FEW_ON_GPU
+
+
+def _sq_norm_by_pairs(call: LayerCall) -> Tensor:
+    """Computes squared norms from products of all pairs of uses of one entry in a sample. No value decides a shape."""
+    grad_BTD = tokens(call.grad_output).double()
+    entry_BT = argument(call, 0, "input").reshape(grad_BTD.shape[:2])
+    same_BTT = entry_BT.unsqueeze(1) == entry_BT.unsqueeze(2)
+    if call.layer.padding_idx is not None:
+        same_BTT &= (entry_BT != call.layer.padding_idx).unsqueeze(1)
     products_BTT = torch.bmm(grad_BTD, grad_BTD.transpose(1, 2))
-    return products_BTT.where(entry_BT.unsqueeze(1) == entry_BT.unsqueeze(2), 0).sum(dim=(1, 2)).clamp(min=0)
+    return products_BTT.where(same_BTT, 0).sum(dim=(1, 2)).clamp(min=0)
 
 
 def _weighted_sum(call: LayerCall, factor_B: Tensor) -> Tensor:

@@ -25,12 +25,13 @@ from torch import Tensor
 
 from dpengine.kernels import products as native
 from dpengine.kernels.library import traced
+from dpengine.kernels.precision import full_precision
+from dpengine.kernels.products import norms, widest
 
-from .machine import fast_in_float64, full_precision, memory_for
+from .machine import fast_in_float64, memory_for
 
 WORKSPACE_BYTES = 64 * 2**20
 _BLOCK = 64  # features per block sum
-_SURE = 1e-12  # for norms between this and its inverse, squares outside the range of float32 are negligible
 _REDO = 0.01  # if the guard exceeds this fraction of a squared norm, the gradient itself is formed
 
 Factors = Sequence[Tensor]  # (B, T, F) each
@@ -195,7 +196,7 @@ def _tile(length: int, dtype: torch.dtype) -> int:
 
 def _direct(factors_BTF: list[Tensor]) -> Tensor:
     """Computes squared norms by forming the gradient for some samples at a time, in the widest dtype."""
-    factors_BTF = [factor.to(_widest(factor)) for factor in factors_BTF]
+    factors_BTF = [factor.to(widest(factor)) for factor in factors_BTF]
     memory = memory_for(factors_BTF[0].device, WORKSPACE_BYTES)
     step = max(1, memory // (8 * math.prod(factor.shape[2] for factor in factors_BTF)))
     sq_norms = []
@@ -229,31 +230,6 @@ def _long(spread_B: Tensor, parts: int) -> Tensor:
     return spread_B * (1 + parts / _BLOCK)
 
 
-def norms(tensor: Tensor, dim: int) -> Tensor:
-    """Returns norms along the last axis, which must be ``dim``, in float64 or the widest dtype of the device."""
-    if native.takes(tensor):
-        return native.sq_norms(tensor).sqrt_()
-    if tensor.dtype is not torch.float32 or tensor.device.type != "cpu" or traced(tensor):
-        return torch.linalg.vector_norm(tensor, dim=dim, dtype=_widest(tensor))
-    # In torch float64 takes ten times as long. In float32 the squares of values below 1e-19 lose bits, which matters
-    # only if no larger values are in the same sum.
-    tensor = tensor.contiguous()  # otherwise torch adds the squares one by one
-    whole = tensor.shape[-1] // _BLOCK * _BLOCK
-    parts = [torch.linalg.vector_norm(tensor[..., whole:], dim=dim).double().square()]
-    if whole:
-        blocks = tensor[..., :whole].unflatten(-1, (-1, _BLOCK))
-        parts.append(torch.linalg.vector_norm(blocks, dim=-1).double().square().sum(dim=-1))
-    found = sum(parts[1:], parts[0]).sqrt()
-    doubtful = ~((found > _SURE) & (found < 1 / _SURE))
-    if doubtful.any():
-        found[doubtful] = torch.linalg.vector_norm(tensor[doubtful], dim=-1, dtype=torch.float64)
-    return found
-
-
 def _product(tensors: Sequence[Tensor]) -> Tensor:
     """Returns the product of all tensors. Overwrites the first one."""
     return functools.reduce(Tensor.mul_, tensors)
-
-
-def _widest(tensor: Tensor) -> torch.dtype:
-    return tensor.dtype if tensor.device.type == "mps" else torch.float64

@@ -22,9 +22,9 @@ import torch
 from torch import Tensor
 
 from dpengine.capture.record import LayerCall
+from dpengine.kernels.precision import full_precision
 
 from .gram import gram_operations, gram_sq_norm, spread_of
-from .machine import full_precision
 from .sampler import Cost, GradSampler
 
 PRODUCT_ERROR = 3 * 2.0**-19  # of note [bfloat16 products]
@@ -46,6 +46,9 @@ def _acts_and_grads(call: LayerCall) -> tuple[Tensor, Tensor]:
 
 def product(left_BMK: Tensor, right_BKN: Tensor, out: Tensor | None = None) -> Tensor:
     """Batched matrix product ``(B, M, N)``. Returns float32 for bfloat16 matrices; see note [bfloat16 products]."""
+    if left_BMK.shape[2] == 1:  # an outer product, for which bmm takes up to 15 times as long
+        dtype = torch.promote_types(left_BMK.dtype, torch.float32)
+        return torch.mul(left_BMK.to(dtype), right_BKN.to(dtype), out=out)
     if left_BMK.dtype is not torch.bfloat16:
         return torch.bmm(left_BMK, right_BKN, out=out)
     if left_BMK.device.type != "cuda":

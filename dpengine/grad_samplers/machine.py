@@ -1,12 +1,8 @@
-"""Device properties for first guesses of costs, and matrix products at full precision."""
+"""Device properties for first guesses of costs."""
 
 from __future__ import annotations
 
-import contextlib
 import functools
-from collections.abc import Callable, Iterator
-from functools import partial
-from typing import Any
 
 import torch
 
@@ -50,37 +46,3 @@ def operations_per_byte(device: torch.device) -> float:
 def operations_per_second(device: torch.device) -> float:
     """Floating point operations of a good matrix product, float32."""
     return 1e11 if device.type == "cpu" else 1e13
-
-
-@contextlib.contextmanager
-def full_precision() -> Iterator[None]:
-    """No TF32 or bfloat16 inside float32 products; what the user set is back afterwards.
-
-    The norm of a gradient and the clipped sum come from different products. TF32 rounds each operand to 11 bits, so
-    that the sum could exceed by one part in a thousand what the norm said.
-    """
-    lowered = _lowered()
-    for put, exact, _ in lowered:
-        put(exact)
-    try:
-        yield
-    finally:
-        for put, _, before in lowered:
-            put(before)
-
-
-def _lowered() -> list[tuple[Callable[[Any], None], Any, Any]]:
-    """For each setting that allows less: how to set it, its exact value, and its value now."""
-    backends: Any = torch.backends
-    try:
-        matmul, conv = torch.get_float32_matmul_precision(), backends.cudnn.allow_tf32
-    except RuntimeError:  # torch cannot say, since the user chose by operation, as one can since 2.9
-        operations = (backends.cuda.matmul, backends.cudnn.conv, backends.mkldnn.matmul, backends.mkldnn.conv)
-        settings = [(partial(setattr, op, "fp32_precision"), "ieee", op.fp32_precision) for op in operations]
-        return [setting for setting in settings if setting[2] in {"tf32", "bf16"}]
-    found: list[tuple[Callable[[Any], None], Any, Any]] = []
-    if matmul != "highest":
-        found.append((torch.set_float32_matmul_precision, "highest", matmul))
-    if conv:
-        found.append((partial(setattr, backends.cudnn, "allow_tf32"), False, True))
-    return found

@@ -17,11 +17,12 @@ import torch
 from torch import Tensor
 
 from dpengine.capture.record import LayerCall
+from dpengine.kernels.precision import full_precision
 
 from . import embedding, linear
 from .gram import WORKSPACE_BYTES, GramNorm, gram_norms
 from .linear import tokens
-from .machine import fast_in_float64, full_precision, memory_for
+from .machine import fast_in_float64, memory_for
 from .sampler import Cost, GradSampler, argument
 
 Calls = Sequence[tuple[LayerCall, GradSampler]]

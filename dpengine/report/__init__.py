@@ -6,6 +6,9 @@ from dpengine import lazy_exports
 
 if TYPE_CHECKING:
     from .assumptions import Assumption as Assumption
+    from .facts import AccountingFacts as AccountingFacts
+    from .facts import DatasetFacts as DatasetFacts
+    from .facts import EnvironmentFacts as EnvironmentFacts
     from .facts import RunFacts as RunFacts
     from .privacy_statement import statement as statement
     from .report import PrivacyReport as PrivacyReport
@@ -14,7 +17,7 @@ else:
         __name__,
         {
             "assumptions": ["Assumption"],
-            "facts": ["RunFacts"],
+            "facts": ["AccountingFacts", "DatasetFacts", "EnvironmentFacts", "RunFacts"],
             "privacy_statement": ["statement"],
             "report": ["PrivacyReport"],
         },

@@ -8,34 +8,35 @@ from typing import Any
 from dpengine.accounting.origin import Origin
 
 _RESUMED = (
-    "Releases of the process that saved the checkpoint from which this run went on, if they came after it and are not "
-    "in this ledger."
+    "Releases of the process that saved the checkpoint from which this run was resumed, if they came after it and are "
+    "not in this ledger."
 )
-_SPREAD = (
-    "the network between the processes, and whoever reads along there: sums travel before all of their noise is in"
+_SEVERAL_PROCESSES = (
+    "the network between the processes, and anyone who reads its traffic: sums are sent before all of their noise is "
+    "added"
 )
-_PERHAPS_SPREAD = (
+_UNKNOWN_PROCESSES = (
     "the network between the processes of loaded charges, if there were several: these charges do not say how many"
 )
-_PERHAPS_OTHER_UNIT = "loaded charges of another privacy unit: these charges do not name theirs"
+_UNKNOWN_UNIT = "loaded charges of another privacy unit: these charges do not name theirs"
 
 
 def excludes_of_all(origins: Collection[Origin]) -> list[str]:
-    """Returns what the guarantee does not cover because of how some run was made, or is not known to be made."""
+    """Returns the limits of the guarantee that follow from resumed, distributed or unknown runs."""
     processes = {one.processes for one in origins}
     found = {
         _RESUMED: any(one.resumed for one in origins),
-        _SPREAD: any(number is not None and number > 1 for number in processes),
-        _PERHAPS_SPREAD: None in processes,
-        _PERHAPS_OTHER_UNIT: any(one.unit is None for one in origins),
+        _SEVERAL_PROCESSES: any(number is not None and number > 1 for number in processes),
+        _UNKNOWN_PROCESSES: None in processes,
+        _UNKNOWN_UNIT: any(one.unit is None for one in origins),
     }
     return [sentence for sentence, applies in found.items() if applies]
 
 
 def noise_of_all(origins: Collection[Origin]) -> dict[str, Any]:
-    """Returns all generators by name, and what holds for each of them, as ``RunFacts.noise``; unknown is left out."""
+    """Returns the generators of all runs and their common properties, as ``RunFacts.noise``, without unknown ones."""
     secret = _for_all(None if one.insecure_seed is None else not one.insecure_seed for one in origins)
-    kinds = sorted({one.kind or "unknown" for one in origins})
+    kinds = sorted({kind for one in origins for kind in (one.kind or "unknown").split(", ")})
     noise = {
         "kind": ", ".join(kinds) if kinds != ["unknown"] else None,
         "cryptographic": _for_all(one.cryptographic for one in origins),
@@ -45,7 +46,7 @@ def noise_of_all(origins: Collection[Origin]) -> dict[str, Any]:
 
 
 def loss_checked_of_all(origins: Collection[Origin]) -> bool | None:
-    """Returns whether the rows of each run were probed for dependence on each other, as ``RunFacts.loss_checked``."""
+    """Returns the result of the independence check of the loss over all runs, as ``RunFacts.loss_checked``."""
     return _for_all(one.loss_checked for one in origins)
 
 

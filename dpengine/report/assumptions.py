@@ -1,4 +1,4 @@
-"""What the accounting rests on, and whether it holds in this run."""
+"""Checks the assumptions of the accounting against the facts of a run."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dpengine.accounting.batch_events import FixedSizeGaussianEvent, TruncatedGa
 from dpengine.accounting.events import CyclicGaussianEvent, GaussianEvent, PoissonGaussianEvent, Relation
 from dpengine.accounting.ledger import UNKNOWN_SAMPLING
 
-from .facts import DECLARED, LAWS, NO_RATE, UNDECLARED, RunFacts, delta_floor
+from .facts import DECLARED, NO_RATE, SAMPLING_ASSUMPTIONS, UNDECLARED, RunFacts, delta_floor
 
 if TYPE_CHECKING:
     from .figures import Figures
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 Holds = Literal["yes", "no", "not checked"]
 Light = Literal["green", "amber", "red"]
 
-_RATE_BIT = 2.0**-59  # the ledger books a rate that lies 2**-60, or else one float, above the sampler's
+_RATE_BIT = 2.0**-59  # the ledger charges a rate that is 2**-60, or one float, above the sampler's
 _NEGLIGIBLE_SHARE = 1e-3  # of delta
 
 _OTHER_STAMP = "ASSUMPTION NOT MET"
@@ -28,14 +28,14 @@ _WORST_FIRST = ("NOT PRIVATE", "NOT CLAIMED", _OTHER_STAMP, "INSECURE_SEED", "ge
 
 @dataclass(frozen=True)
 class Assumption:
-    """One assumption.
+    """An assumption of the accounting, and the result of its check.
 
     Attributes:
-        name: A statement that is either true of a run or not.
-        holds: Whether it is true of this one.
-        evidence: How that is known.
-        critical: Whether the guarantee is void without it; else it is weaker than it could be.
-        stamp: What to print beside every epsilon if it does not hold.
+        name: A statement about a run.
+        holds: ``"yes"``, ``"no"`` or ``"not checked"``.
+        evidence: The reason for ``holds``.
+        critical: True if there is no guarantee without it, False if the guarantee is weaker.
+        stamp: The warning that accompanies every epsilon if it does not hold.
     """
 
     name: str
@@ -46,19 +46,19 @@ class Assumption:
 
     @property
     def light(self) -> Light:
-        """Green if it holds, red if the guarantee is void, amber between the two."""
+        """Green if it holds, red if there is no guarantee, else amber."""
         if self.holds == "yes":
             return "green"
         return "red" if self.holds == "no" and self.critical else "amber"
 
 
 def assumptions(facts: RunFacts) -> list[Assumption]:
-    """All assumptions of the accounting, in the order of a step's life."""
+    """Returns all assumptions of the accounting, in the order of the stages of a step."""
     return [check(facts) for check in _CHECKS]
 
 
 def stamps(facts: RunFacts, figures: Figures | None = None) -> tuple[str, ...]:
-    """The warnings that go with every epsilon of a run, the worst first."""
+    """Returns the warnings that accompany every epsilon of a run, the worst first."""
     failed = {item.stamp for item in assumptions(facts) if item.holds == "no"}
     if figures is not None and figures.spent is not None and math.isinf(figures.spent.epsilon):
         failed.add("NOT PRIVATE")
@@ -73,32 +73,30 @@ _IN_OTHER_RUNS = {
 """Evidence for a sampling scheme of ``RunFacts.other_samplings``."""
 
 
-def _poisson(facts: RunFacts) -> Assumption:
-    """Judges the sampling of all runs in the history. One that dpengine did not see drawn is not checked."""
+def _sampling(facts: RunFacts) -> Assumption:
+    """Checks the sampling of all runs in the history. Batches that dpengine did not draw are not checked."""
     others = facts.other_samplings
-    name = LAWS.get(str(facts.plan.get("sampling")), LAWS["poisson"])
-    laws = [
-        law[0].lower() + law[1:] for law in dict.fromkeys(LAWS[one] for one in others if one in LAWS) if law != name
-    ]
-    found = _poisson_of_plan(facts, "; in other runs: ".join([name, " / ".join(laws)]) if laws else name)
+    name = SAMPLING_ASSUMPTIONS.get(str(facts.plan.get("sampling")), SAMPLING_ASSUMPTIONS["poisson"])
+    of_others = dict.fromkeys(SAMPLING_ASSUMPTIONS[one] for one in others if one in SAMPLING_ASSUMPTIONS)
+    different = [text[0].lower() + text[1:] for text in of_others if text != name]
+    found = _sampling_of_plan(facts, "; in other runs: ".join([name, " / ".join(different)]) if different else name)
     if found.holds == "no" or not others:
         return found
-    told = [_IN_OTHER_RUNS.get(one, f"another run drew {one} batches") for one in others]
-    checked = all(one in LAWS and one != DECLARED for one in others)
-    return replace(found, holds=found.holds if checked else "not checked", evidence="; ".join([found.evidence, *told]))
+    evidence = [found.evidence, *(_IN_OTHER_RUNS.get(one, f"another run drew {one} batches") for one in others)]
+    checked = all(one in SAMPLING_ASSUMPTIONS and one != DECLARED for one in others)
+    return replace(found, holds=found.holds if checked else "not checked", evidence="; ".join(evidence))
 
 
-def _poisson_of_plan(facts: RunFacts, name: str) -> Assumption:
-    sampling = facts.plan.get("sampling", "an unknown law")
+def _sampling_of_plan(facts: RunFacts, name: str) -> Assumption:
+    sampling = facts.plan.get("sampling", "an unknown scheme")
     if sampling == UNDECLARED:
         return Assumption(name, "no", NO_RATE, stamp="NOT CLAIMED")
-    if not facts.law_is_known:
-        strange = (
-            ", ".join(one for one in facts.other_samplings if one not in (*LAWS, UNKNOWN_SAMPLING)) or "another law"
-        )
-        law = f"{strange}, in an earlier run" if sampling in LAWS else sampling
-        return Assumption(name, "no", f"batches were drawn by {law}", stamp="NOT CLAIMED")
-    rates = sorted({rate for charge in facts.history if (rate := _rate(charge.event)) is not None})
+    if not facts.sampling_is_known:
+        known = (*SAMPLING_ASSUMPTIONS, UNKNOWN_SAMPLING)
+        earlier = ", ".join(one for one in facts.other_samplings if one not in known) or "another scheme"
+        scheme = f"{earlier}, in an earlier run" if sampling in SAMPLING_ASSUMPTIONS else sampling
+        return Assumption(name, "no", f"batches were drawn by {scheme}", stamp="NOT CLAIMED")
+    rates = sorted({rate for charge in facts.accounting.history if (rate := _rate(charge.event)) is not None})
     planned = facts.plan.get("sample_rate")
     if sampling == DECLARED:
         declared = "its rate" if planned is None else f"the rate {planned:.6g}"
@@ -117,21 +115,21 @@ def _poisson_of_plan(facts: RunFacts, name: str) -> Assumption:
 
 def _constants(facts: RunFacts) -> Assumption:
     name = "Rate, divisor and delta do not depend on private data"
-    if facts.relation is not Relation.ADD_OR_REMOVE_ONE:
+    if facts.accounting.relation is not Relation.ADD_OR_REMOVE_ONE:
         return Assumption(name, "yes", "they may follow from the number of rows, which this relation makes public")
     return {
         True: Assumption(name, "yes", "they were given as constants"),
         False: Assumption(name, "no", "they were derived from the number of rows, which this relation keeps private"),
-        None: Assumption(name, "not checked", "nobody declared that they are constants"),
-    }[facts.constants_declared]
+        None: Assumption(name, "not checked", "they were not declared to be constants"),
+    }[facts.accounting.constants_declared]
 
 
-def _rows_apart(facts: RunFacts) -> Assumption:
+def _independence(facts: RunFacts) -> Assumption:
     name = "The loss of a row depends on that row alone"
     return {
         True: Assumption(name, "yes", "a probe on a batch of the run found no dependence between rows"),
         False: Assumption(name, "no", "a probe found that rows change each other's gradients"),
-        None: Assumption(name, "not checked", "layers that mix rows are refused; the loss itself was not probed"),
+        None: Assumption(name, "not checked", "the loss was not checked; only layers that mix rows are rejected"),
     }[facts.loss_checked]
 
 
@@ -139,18 +137,19 @@ def _parameters(facts: RunFacts) -> Assumption:
     return Assumption(
         "Every gradient is clipped: each trainable parameter is used in a watched layer only",
         "yes",
-        "checked at each step; a gradient that came another way stops the run",
+        "checked at each step; a gradient from any other use raises an error",
     )
 
 
 def _noise(facts: RunFacts) -> Assumption:
-    name = "Every release has noise"
+    name = "Every step has noise"
     if facts.is_private:
         sigma = facts.plan.get("noise_multiplier")
         return Assumption(
             name, "yes", "every charge has some" + (f"; the plan's multiplier is {sigma:.6g}" if sigma else "")
         )
-    return Assumption(name, "no", "noise_multiplier=0: sums of gradients leave as they are", stamp="NOT PRIVATE")
+    evidence = "noise_multiplier=0: sums of gradients are released without noise"
+    return Assumption(name, "no", evidence, stamp="NOT PRIVATE")
 
 
 def _key(facts: RunFacts) -> Assumption:
@@ -158,7 +157,7 @@ def _key(facts: RunFacts) -> Assumption:
     if facts.noise.get("insecure_seed") is None:
         return Assumption(name, "not checked", "the source of the noise is not known")
     if facts.noise["insecure_seed"]:
-        evidence = "INSECURE_SEED: whoever knows or guesses the seed can subtract the noise"
+        evidence = "INSECURE_SEED: anyone who knows or guesses the seed can subtract the noise"
         return Assumption(name, "no", evidence, stamp="INSECURE_SEED")
     return Assumption(name, "yes", "256 bits were taken from it when the run began")
 
@@ -181,28 +180,28 @@ def _float_model(facts: RunFacts) -> Assumption:
     if floor is None:
         return Assumption(name, "not checked", widths, critical=False)
     end = f"normals reach {facts.noise['largest_normal']:.2f} standard deviations, which adds {floor:.1e} to delta"
-    if floor > _NEGLIGIBLE_SHARE * facts.delta:
+    if floor > _NEGLIGIBLE_SHARE * facts.accounting.delta:
         return Assumption(name, "no", f"{end}; use more noise")
     return Assumption(name, "not checked", f"{widths}; {end}; results do not lie on a public grid", critical=False)
 
 
 def _ledger(facts: RunFacts) -> Assumption:
-    name = "Each charge is on disk before what it pays for leaves"
-    if facts.ledger_on_disk:
+    name = "Each charge is on disk before the result of its step is released"
+    if facts.accounting.ledger_on_disk:
         return Assumption(name, "yes", "the ledger is a file, and a step waits for it", critical=False)
     return Assumption(
         name,
         "no",
-        "the ledger is in memory: a crash forgets what it had charged since the last save",
+        "the ledger is in memory: a crash loses the charges since the last save",
         critical=False,
         stamp="",
     )
 
 
 _CHECKS: tuple[Callable[[RunFacts], Assumption], ...] = (
-    _poisson,
+    _sampling,
     _constants,
-    _rows_apart,
+    _independence,
     _parameters,
     _noise,
     _key,

@@ -1,4 +1,4 @@
-"""Line charts as inline SVG. Colours come from the classes of the page, so that both of its schemes apply."""
+"""Draws line charts as inline SVG. Classes of the page set the colors, for its light and its dark scheme."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _TICKS = 5
 
 @dataclass(frozen=True)
 class Axis:
-    """One axis: its range, what it shows, and how its numbers are written."""
+    """Axis: its label, its range, and the format of its numbers."""
 
     label: str
     low: float
@@ -23,7 +23,7 @@ class Axis:
     form: Callable[[float], str]
 
     def ticks(self) -> list[float]:
-        """About five round numbers inside the range."""
+        """Returns about five round numbers inside the range."""
         span = self.high - self.low
         unit = 10.0 ** math.floor(math.log10(span / _TICKS))
         step = next(unit * factor for factor in (1, 2, 5, 10) if span / (unit * factor) <= _TICKS)
@@ -33,7 +33,7 @@ class Axis:
 
 @dataclass(frozen=True)
 class Line:
-    """One line; ``style`` is a class of the page: "line", "reference" or "target"."""
+    """Line of a chart; ``style`` is a class of the page: "line", "reference" or "target"."""
 
     points: Points
     style: str
@@ -41,7 +41,7 @@ class Line:
 
 
 def line_chart(title: str, x: Axis, y: Axis, lines: list[Line], area_under: Line | None = None) -> str:
-    """Draws a chart."""
+    """Returns a chart as an SVG element."""
     frame = _Frame(x, y)
     parts = [
         f'<svg viewBox="0 0 {_WIDTH:g} {_HEIGHT:g}" role="img" aria-label="{title}"><title>{title}</title>',
@@ -106,7 +106,7 @@ def _label(frame: _Frame, line: Line) -> str:
     x, y = line.points[-1]
     px, py = frame.at(x, y)
     dot = f'<circle class="dot" cx="{px:.1f}" cy="{py:.1f}" r="3.5"/>' if line.style == "line" else ""
-    # Above the line's end where there is room, else below it.
+    # Above the end of the line if it fits there, else below.
     below = py < _TOP + 18
     text_y = py + (18 if below else -9)
     return f'{dot}<text class="value" x="{px - 6:.1f}" y="{text_y:.1f}" text-anchor="end">{line.label}</text>'

@@ -1,4 +1,4 @@
-"""The report as plain values, and back: whatever the pages say follows from this document alone."""
+"""Converts a report to plain values and back. All other forms of the report follow from this document."""
 
 from __future__ import annotations
 
@@ -13,14 +13,15 @@ from dpengine.accounting.events import Relation
 
 from . import sentences
 from .assumptions import assumptions
-from .facts import RunFacts
+from .facts import AccountingFacts, DatasetFacts, EnvironmentFacts, RunFacts
 from .figures import Figures
 from .history_rows import charges_of, rows_of
 
 SCHEMA_VERSION = 2
 
 _PLAN = ("noise_multiplier", "clipping", "sampling", "sample_rate", "expected_batch_size", "correlated_noise")
-_RUN = ("torch", "device", "git", "target_epsilon", "planned_steps", "ledger_on_disk", "constants_declared")
+_ENVIRONMENT = ("torch", "device", "git")
+_ACCOUNTING = ("target_epsilon", "planned_steps", "ledger_on_disk", "constants_declared")
 _DATA = ("name", "source", "licence", "sha256")
 _UTILITY = ("metric", "value", "split")
 _AUDIT = ("detector", "kind", "n", "bound", "claimed", "delta", "alpha", "verdict")
@@ -48,8 +49,8 @@ def document_of(facts: RunFacts, figures: Figures) -> dict[str, Any]:
             "excludes_added": list(facts.excludes),
         },
         "profile": [list(point) for point in figures.profile],
-        "history": rows_of(facts.history),
-        "history_unamplified": rows_of(facts.unamplified),
+        "history": rows_of(facts.accounting.history),
+        "history_unamplified": rows_of(facts.accounting.unamplified),
         "run": _run(facts, figures),
         "data": _data(facts),
         "utility": {key: facts.utility.get(key) for key in _UTILITY},
@@ -61,9 +62,9 @@ def document_of(facts: RunFacts, figures: Figures) -> dict[str, Any]:
 
 
 def digest_of(document: Mapping[str, Any]) -> str:
-    """Hashes everything but the digest.
+    """Returns the hash of everything but the digest.
 
-    That finds accidents and careless edits. It is no signature: whoever edits the document can compute it again.
+    It detects accidents and careless edits. It is not a signature: anyone who edits the document can recompute it.
     """
     rest = {key: value for key, value in document.items() if key != "digest"}
     text = json.dumps(rest, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
@@ -71,33 +72,34 @@ def digest_of(document: Mapping[str, Any]) -> str:
 
 
 def facts_of(document: Mapping[str, Any]) -> RunFacts:
-    """The facts that a document states."""
+    """Returns the facts that a document states."""
     guarantee, run, data = document["guarantee"], document["run"], document["data"]
     rng = {key: value for key, value in run["rng"].items() if value is not None}
     seeded = next(key for key, policy in _SEED_POLICIES.items() if policy == run["seed_policy"])
     return RunFacts(
         plan={key: document["mechanism"][key] for key in _PLAN if document["mechanism"][key] is not None},
-        history=charges_of(document["history"]),
-        delta=guarantee["delta"],
-        relation=Relation(guarantee["adjacency"]),
-        accountant=document["accounting"]["accountant"],
-        num_examples=data["n"]["value"],
-        num_examples_public=data["n"]["public"],
+        accounting=AccountingFacts(
+            history=charges_of(document["history"]),
+            delta=guarantee["delta"],
+            relation=Relation(guarantee["adjacency"]),
+            accountant=document["accounting"]["accountant"],
+            unit=guarantee["unit"],
+            unamplified=charges_of(document["history_unamplified"]),
+            **{key: run[key] for key in _ACCOUNTING},
+        ),
+        dataset=DatasetFacts(data["n"]["value"], data["n"]["public"], {key: data[key] for key in _DATA}),
+        environment=EnvironmentFacts(**{key: run[key] for key in _ENVIRONMENT}),
         noise=rng | ({} if seeded is None else {"insecure_seed": seeded}),
-        unit=guarantee["unit"],
         loss_checked=run["loss_checked"],
-        data={key: data[key] for key in _DATA},
+        other_samplings=tuple(document["mechanism"].get("other_samplings", ())),
+        excludes=tuple(document["coverage"]["excludes_added"]),
         utility=document["utility"],
         audit=document.get("audit", {}),
-        excludes=tuple(document["coverage"]["excludes_added"]),
-        unamplified=charges_of(document["history_unamplified"]),
-        other_samplings=tuple(document["mechanism"].get("other_samplings", ())),
-        **{key: run[key] for key in _RUN},
     )
 
 
 def figures_in(document: Mapping[str, Any]) -> Figures:
-    """The figures that a document states."""
+    """Returns the figures that a document states."""
     guarantee, accounting = document["guarantee"], document["accounting"]
     spent = None
     if guarantee["epsilon"] is not None:
@@ -126,41 +128,43 @@ def _guarantee(facts: RunFacts, figures: Figures) -> dict[str, Any]:
     spent = figures.spent
     return {
         "epsilon": None if spent is None else spent.epsilon,
-        "delta": facts.delta,
+        "delta": facts.accounting.delta,
         "mu_gdp": None if spent is None else spent.mu,
         "advantage": None if spent is None else spent.advantage,
         "refusal": figures.refusal or None,
         "epsilon_unamplified": figures.unamplified,
-        "adjacency": facts.relation.value,
-        "unit": facts.unit,
+        "adjacency": facts.accounting.relation.value,
+        "unit": facts.accounting.unit,
         "setting": sentences.SETTING,
     }
 
 
 def _other_samplings(facts: RunFacts) -> dict[str, list[str]]:
-    """Returns the entry for a history of several sampling schemes; without it, earlier versions read the report."""
+    """Returns the entry for several sampling schemes. Without it, earlier versions can read the report."""
     return {"other_samplings": list(facts.other_samplings)} if facts.other_samplings else {}
 
 
 def _run(facts: RunFacts, figures: Figures) -> dict[str, Any]:
     noise = facts.noise
-    return {
+    run = {
         "seed_policy": _SEED_POLICIES[noise.get("insecure_seed")],
         "rng": {key: noise.get(key) for key in ("kind", "cryptographic", "largest_normal")},
         "dpengine": figures.version,
         "loss_checked": facts.loss_checked,
-    } | {key: getattr(facts, key) for key in _RUN}
+    }
+    run |= {key: getattr(facts.environment, key) for key in _ENVIRONMENT}
+    return run | {key: getattr(facts.accounting, key) for key in _ACCOUNTING}
 
 
 def _data(facts: RunFacts) -> dict[str, Any]:
-    public = facts.rows_are_public
-    # A private size is withheld: under add-or-remove the exact number of rows is itself a release.
-    size = {"value": facts.num_examples if public else None, "public": public}
-    return {"n": size} | {key: facts.data.get(key) for key in _DATA}
+    public = facts.num_examples_is_public
+    # Under add-or-remove the exact number of examples is private.
+    size = {"value": facts.dataset.num_examples if public else None, "public": public}
+    return {"n": size} | {key: facts.dataset.description.get(key) for key in _DATA}
 
 
 def _strict(value: Any) -> Any:
-    """The value with infinities as texts and NaN as None, so that any JSON parser reads it."""
+    """Returns the value with infinities as strings and NaN as None, so that any JSON parser reads it."""
     if isinstance(value, dict):
         return {key: _strict(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):

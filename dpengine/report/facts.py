@@ -1,30 +1,32 @@
-"""What a report is made from: the facts of a run, as plain data."""
+"""Facts of a run that a report states, as plain data."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from dpengine.accounting.events import NonPrivateEvent, Relation, UnclaimedEvent
 from dpengine.accounting.ledger import UNKNOWN_SAMPLING, Charge, Ledger, steps_of
 from dpengine.accounting.own_accountant import Accountant, name_of
 
-from .history_rows import public_text, public_values, rows_of
+from .history_rows import public_text, public_values
 
 _STATE_SCHEMA = 1
 
+DEFAULT_UNIT = "training example"
 
 UNDECLARED, DECLARED = "external", "external-poisson"
 """Sampling schemes of batches that the training loop draws: without and with a sampling rate declared by the user."""
 
 NO_RATE = "the training loop drew the batches, and no sampling rate was declared"
 
-LAWS = {
+SAMPLING_ASSUMPTIONS = {
     "poisson": "Batches hold each row independently, with one known probability (Poisson sampling)",
     "cyclic-poisson": (
-        "Rows are in fixed groups that take turns; a row of the group is in the batch with one known probability"
+        "Rows are in fixed groups in cyclic order; a row of the current group is in the batch with one known "
+        "probability"
     ),
     "truncated": (
         "Rows are drawn independently, with one known probability, and a batch above a known size is cut to a uniform "
@@ -36,97 +38,143 @@ LAWS = {
         "probability (Poisson sampling)"
     ),
 }
-"""What is assumed of batches, by the name of their law."""
+"""Assumption on the batches, by the name of their sampling scheme."""
 
 
 @dataclass(frozen=True)
-class RunFacts:
-    """All that a report knows of a run. Nothing in it is read from the machine, and texts lose absolute paths.
-
-    Counts that follow from private rows, such as rows that were dropped, have no place here.
+class AccountingFacts:
+    """Charges of all runs in a ledger, and the parameters of the guarantee that follows from them.
 
     Attributes:
-        plan: ``RunPlan.describe()``.
-        history: Everything that was charged: ``ledger.history``.
+        history: All charges: ``ledger.history``.
         delta: The delta of the statement.
-        relation: Which data sets are neighbours.
-        accountant: Name of a built-in accountant, or a user's own. `state_dict` stores the name.
-        num_examples: Size of the training set, or None. Shown only where it is public.
-        num_examples_public: Whether it may be shown. A relation that fixes the number of rows makes it public anyway.
-        constants_declared: For add-or-remove: whether rate, divisor and delta were given, not derived from the rows.
-        noise: ``NoiseSource.describe()``: ``kind``, ``cryptographic``, ``insecure_seed``, ``largest_normal``.
-        ledger_on_disk: Whether each charge was on disk before its release left.
-        target_epsilon: What the run was allowed to spend, or None.
-        planned_steps: For how many steps the noise was found, or None.
-        unit: Whose contribution is protected, in the singular.
-        loss_checked: Whether rows were probed for dependence on each other: True (none found), False (found), None.
-        data: ``name``, ``source``, ``licence``, ``sha256``.
-        utility: ``metric``, ``value``, ``split``.
-        audit: ``AuditReport.summary()`` of an audit of such a run, or empty.
-        torch: Its version.
-        device: Type of the device, and how many processes share the run if not one.
-        git: Commit of the training code.
-        excludes: Sentences on what else the guarantee does not cover.
-        unamplified: The charges of a shuffled run as if every row were in each release it can be in; for its bound.
-        other_samplings: Sampling schemes of the history besides that of ``plan``. ``"unknown"`` stands for charges that
-            were loaded without the name of their scheme.
+        relation: The neighboring relation.
+        accountant: Name of a built-in accountant, or a user's own. `RunFacts.state_dict` stores the name.
+        unit: Name of the privacy unit, in the singular.
+        unamplified: The charges of a shuffled run without credit for the shuffling; empty if there is no such bound.
+        constants_declared: For add-or-remove: True if rate, divisor and delta were given, False if they were derived
+            from the number of examples, None if it is not known.
+        target_epsilon: The target epsilon, or None.
+        planned_steps: The number of steps for which the noise was calibrated, or None.
+        ledger_on_disk: Whether each charge was on disk before the result of its step was released.
     """
 
-    plan: Mapping[str, Any]
     history: tuple[Charge, ...]
     delta: float
     relation: Relation
     accountant: str | Accountant = "pld"
-    num_examples: int | None = None
-    num_examples_public: bool = False
+    unit: str = DEFAULT_UNIT
+    unamplified: tuple[Charge, ...] = ()
     constants_declared: bool | None = None
-    noise: Mapping[str, Any] = field(default_factory=dict)
-    ledger_on_disk: bool = False
     target_epsilon: float | None = None
     planned_steps: int | None = None
-    unit: str = "training example"
-    loss_checked: bool | None = None
-    data: Mapping[str, Any] = field(default_factory=dict)
-    utility: Mapping[str, Any] = field(default_factory=dict)
-    audit: Mapping[str, Any] = field(default_factory=dict)
-    torch: str | None = None
-    device: str | None = None
-    git: str | None = None
-    excludes: tuple[str, ...] = ()
-    unamplified: tuple[Charge, ...] = ()
-    other_samplings: tuple[str, ...] = ()
+    ledger_on_disk: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "relation", Relation(self.relation))
+        object.__setattr__(self, "history", tuple(self.history))
+        object.__setattr__(self, "unamplified", tuple(self.unamplified))
+        object.__setattr__(self, "unit", public_values(self.unit))
+
+
+@dataclass(frozen=True)
+class DatasetFacts:
+    """Description of the training set.
+
+    Attributes:
+        num_examples: Number of examples, or None. Reports show it only if it is public.
+        num_examples_public: True makes it public. A relation that fixes the number of examples does so too.
+        description: ``name``, ``source``, ``licence``, ``sha256``.
+    """
+
+    num_examples: int | None = None
+    num_examples_public: bool = False
+    description: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "description", public_values(self.description))
+
+
+@dataclass(frozen=True)
+class EnvironmentFacts:
+    """Software and hardware of a run.
+
+    Attributes:
+        torch: Version of torch.
+        device: Type of the device, and the number of processes if there are several.
+        git: Commit of the training code.
+    """
+
+    torch: str | None = None
+    device: str | None = None
+    git: str | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("torch", "device", "git"):
+            object.__setattr__(self, name, public_values(getattr(self, name)))
+
+
+@dataclass(frozen=True)
+class RunFacts:
+    """All facts that a report of a run states. Absolute paths are removed from texts.
+
+    Values that depend on private data, such as the number of dropped samples, must not be added here.
+
+    Attributes:
+        plan: ``RunPlan.describe()``.
+        accounting: The charges, and the parameters of the guarantee.
+        dataset: The training set.
+        environment: Software and hardware.
+        noise: ``NoiseSource.describe()``: ``kind``, ``cryptographic``, ``insecure_seed``, ``largest_normal``.
+        loss_checked: Result of the independence check of the loss: True (no dependence between samples), False
+            (dependence found), None (not checked).
+        other_samplings: Sampling schemes of the history besides that of ``plan``. ``"unknown"`` stands for charges that
+            were loaded without the name of their scheme.
+        excludes: Sentences on further limits of the guarantee.
+        utility: ``metric``, ``value``, ``split``.
+        audit: ``AuditReport.summary()`` of an audit of such a run, or empty.
+    """
+
+    plan: Mapping[str, Any]
+    accounting: AccountingFacts
+    dataset: DatasetFacts = DatasetFacts()
+    environment: EnvironmentFacts = EnvironmentFacts()
+    noise: Mapping[str, Any] = field(default_factory=dict)
+    loss_checked: bool | None = None
+    other_samplings: tuple[str, ...] = ()
+    excludes: tuple[str, ...] = ()
+    utility: Mapping[str, Any] = field(default_factory=dict)
+    audit: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
         sampling = self.plan.get("sampling")
-        if sampling in (UNDECLARED, DECLARED) and self.num_examples == 0:  # 0 stands for unknown there
-            object.__setattr__(self, "num_examples", None)
+        if sampling in (UNDECLARED, DECLARED) and self.dataset.num_examples == 0:  # 0 means unknown there
+            object.__setattr__(self, "dataset", replace(self.dataset, num_examples=None))
         if sampling == UNDECLARED:
             plan = {key: value for key, value in self.plan.items() if key != "sample_rate"}
             object.__setattr__(self, "plan", plan)
-        object.__setattr__(self, "history", tuple(self.history))
-        object.__setattr__(self, "unamplified", tuple(self.unamplified))
         others = set(public_values(self.other_samplings)) - {self.plan.get("sampling")}
         object.__setattr__(self, "other_samplings", tuple(sorted(others)))
         object.__setattr__(self, "excludes", tuple(public_text(line) for line in self.excludes))
-        for name in ("plan", "noise", "data", "utility", "audit", "unit", "torch", "device", "git"):
+        for name in ("plan", "noise", "utility", "audit"):
             object.__setattr__(self, name, public_values(getattr(self, name)))
 
     @property
     def steps(self) -> int:
-        """How many batches were charged, released or void."""
-        return steps_of(self.history)
+        """Number of charged batches, discarded ones included."""
+        return steps_of(self.accounting.history)
 
     @property
     def is_private(self) -> bool:
-        """Whether every release had noise, and the plan has some."""
-        return self.plan.get("noise_multiplier") != 0 and not any(_is_bare(charge) for charge in self.history)
+        """True if the plan and all charges have noise."""
+        noiseless = any(_has_no_noise(charge) for charge in self.accounting.history)
+        return self.plan.get("noise_multiplier") != 0 and not noiseless
 
     @property
-    def law_is_known(self) -> bool:
-        """Whether every batch was drawn by a law that accounting knows."""
-        unclaimed = any(isinstance(charge.event, UnclaimedEvent) for charge in self.history)
-        return self.plan.get("sampling", "poisson") in LAWS and not unclaimed
+    def sampling_is_known(self) -> bool:
+        """True if accounting covers the sampling scheme of every batch."""
+        unclaimed = any(isinstance(charge.event, UnclaimedEvent) for charge in self.accounting.history)
+        return self.plan.get("sampling", "poisson") in SAMPLING_ASSUMPTIONS and not unclaimed
 
     @property
     def samplings(self) -> tuple[str, ...]:
@@ -134,27 +182,26 @@ class RunFacts:
         return (str(self.plan.get("sampling", UNKNOWN_SAMPLING)), *self.other_samplings)
 
     @property
-    def rows_are_public(self) -> bool:
-        """Whether the number of rows may be shown."""
-        return self.num_examples_public or self.relation is not Relation.ADD_OR_REMOVE_ONE
-
-    def runs_of_steps(self) -> list[dict[str, Any]]:
-        """The history as run lengths. Void batches cost what released ones do and are not told apart."""
-        return rows_of(self.history)
+    def num_examples_is_public(self) -> bool:
+        """True if reports may show the number of examples."""
+        return self.dataset.num_examples_public or self.accounting.relation is not Relation.ADD_OR_REMOVE_ONE
 
     def state_dict(self) -> dict[str, Any]:
-        """The facts as plain JSON values, from which `from_state` makes equal ones. A private size is left out."""
-        state = {item.name: getattr(self, item.name) for item in fields(self)}
+        """Returns the facts as one mapping of JSON values, without a private size. `from_state` restores them."""
+        state = {item.name: getattr(self, item.name) for item in fields(self) if item.name not in _GROUPS}
+        for name in _GROUPS:
+            group = getattr(self, name)
+            state |= {_STATE_KEYS.get(item.name, item.name): getattr(group, item.name) for item in fields(group)}
         state |= {name: _charges_state(state[name]) for name in ("history", "unamplified")}
-        state |= {"relation": self.relation.value, "excludes": list(self.excludes), "schema": _STATE_SCHEMA}
-        state |= {"accountant": name_of(self.accountant), "other_samplings": list(self.other_samplings)}
+        state |= {"relation": self.accounting.relation.value, "excludes": list(self.excludes), "schema": _STATE_SCHEMA}
+        state |= {"accountant": name_of(self.accounting.accountant), "other_samplings": list(self.other_samplings)}
         if not self.other_samplings:
             del state["other_samplings"]  # earlier versions do not know the field
-        return state | ({} if self.rows_are_public else {"num_examples": None})
+        return state | ({} if self.num_examples_is_public else {"num_examples": None})
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> RunFacts:
-        """Reads what `state_dict` gave, also after a round trip through JSON.
+        """Restores facts from the result of `state_dict`, also after a round trip through JSON.
 
         Args:
             state: The mapping.
@@ -163,11 +210,15 @@ class RunFacts:
             The facts.
 
         Raises:
-            ValueError: If the state is of another schema or has fields that this version does not know.
+            ValueError: If the state has another schema or fields that this version does not know.
         """
         values = dict(state)
         schema = values.pop("schema", None)
-        unknown = values.keys() - {item.name for item in fields(cls)}
+        groups: dict[str, dict[str, Any]] = {}
+        for name, kind in _GROUPS.items():
+            keys = {item.name: _STATE_KEYS.get(item.name, item.name) for item in fields(kind)}
+            groups[name] = {field_name: values.pop(key) for field_name, key in keys.items() if key in values}
+        unknown = values.keys() - ({item.name for item in fields(cls)} - _GROUPS.keys())
         if schema != _STATE_SCHEMA or unknown:
             raise ValueError(
                 f"report.RunFacts.from_state: schema {schema!r} with unknown fields {sorted(unknown)}; this version "
@@ -175,12 +226,23 @@ class RunFacts:
             )
         for name in ("history", "unamplified"):
             ledger = Ledger()
-            ledger.load_state_dict(values[name])
-            values[name] = ledger.history
-        return cls(**values)
+            ledger.load_state_dict(groups["accounting"][name])
+            groups["accounting"][name] = ledger.history
+        return cls(**values, **{name: kind(**groups[name]) for name, kind in _GROUPS.items()})
 
 
-def _is_bare(charge: Charge) -> bool:
+_GROUPS: dict[str, Any] = {
+    "accounting": AccountingFacts,
+    "dataset": DatasetFacts,
+    "environment": EnvironmentFacts,
+}
+"""Fields of `RunFacts` whose own fields are at the top level of a stored state."""
+
+_STATE_KEYS = {"description": "data"}
+"""Keys of a stored state that differ from the name of their field."""
+
+
+def _has_no_noise(charge: Charge) -> bool:
     return isinstance(charge.event, NonPrivateEvent) or getattr(charge.event, "noise_multiplier", None) == 0
 
 
@@ -192,16 +254,18 @@ def _charges_state(history: tuple[Charge, ...]) -> dict[str, Any]:
 
 
 def delta_floor(facts: RunFacts) -> float | None:
-    """What the end of the noise's range adds to delta.
+    """Returns an upper bound on the delta that the bounded range of the noise adds; None if the range is not known.
 
-    Normals stop at ``largest_normal`` standard deviations; an output beyond it betrays that it was shifted.
+    Normals end at ``largest_normal`` standard deviations; an output beyond that reveals that it was shifted.
     """
     end = facts.noise.get("largest_normal")
-    if end is None or not any(getattr(charge.event, "noise_multiplier", 0.0) > 0 for charge in facts.history):
+    if end is None or not any(
+        getattr(charge.event, "noise_multiplier", 0.0) > 0 for charge in facts.accounting.history
+    ):
         return None
-    distance = 2.0 if facts.relation is Relation.REPLACE_ONE else 1.0
+    distance = 2.0 if facts.accounting.relation is Relation.REPLACE_ONE else 1.0
     total = 0.0
-    for charge in facts.history:
+    for charge in facts.accounting.history:
         sigma = getattr(charge.event, "noise_multiplier", 0.0)
         if sigma > 0:
             rate = getattr(charge.event, "sample_rate", 1.0)

@@ -1,4 +1,4 @@
-"""The numbers of a report: upper bounds that the accounting part gives for this history and this delta."""
+"""Computes the numbers of a report: upper bounds of the privacy cost of a history at a delta."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ _CURVE_STEPS = 16
 _ATTACK_DELTAS = 24
 
 LIBRARY, OWN = "dpengine", "user"
-"""Whose code the accountant is."""
+"""Origin of the accountant: dpengine, or the user."""
 
 
 def version_of(package: str) -> str:
-    """Version of an installed package."""
+    """Returns the version of an installed package, or ``"unknown"``."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
@@ -45,16 +45,16 @@ def version_of(package: str) -> str:
 
 @dataclass(frozen=True)
 class Figures:
-    """What accounting says of a run.
+    """Privacy cost of a run.
 
     Attributes:
-        spent: Epsilon, mu and advantage, or None where nothing can be claimed.
-        refusal: Why not; empty if ``spent`` is there.
+        spent: Epsilon, mu and advantage, or None if no epsilon is claimed.
+        refusal: The reason why no epsilon is claimed; empty otherwise.
         profile: Pairs of delta and epsilon.
-        accountant: Name of the accountant that answered, or would have.
-        grid: Spacing of its grid of losses; None where it uses none.
-        unamplified: Epsilon of a shuffled run without credit for shuffling; None where it is not known.
-        version: Of the dpengine that gave them.
+        accountant: Name of the accountant.
+        grid: Spacing of its grid of privacy losses, or None.
+        unamplified: Epsilon of a shuffled run without credit for shuffling, or None.
+        version: The version of dpengine that computed the figures.
         library: `LIBRARY`, or `OWN` for an accountant of the user's own.
     """
 
@@ -69,28 +69,28 @@ class Figures:
 
     @property
     def are_ours(self) -> bool:
-        """Whether an accountant of this version gave them, so that it can be asked for others."""
+        """True if an accountant of this version computed them, so that it can compute others."""
         return self.version == version_of("dpengine") and self.library == LIBRARY
 
 
 def figures_of(facts: RunFacts) -> Figures:
-    """Asks the accounting part. Nothing is kept from one delta to another."""
-    accountant = accountant_used(facts.accountant)
-    library = LIBRARY if isinstance(facts.accountant, str) else OWN
-    if facts.is_private and not facts.law_is_known:
+    """Computes the figures of a run."""
+    accountant = accountant_used(facts.accounting.accountant)
+    library = LIBRARY if isinstance(facts.accounting.accountant, str) else OWN
+    if facts.is_private and not facts.sampling_is_known:
         undeclared = facts.plan.get("sampling") == UNDECLARED
         reason = NO_RATE if undeclared else f"Poisson assumption not met ({_unclaimed_reason(facts)})"
         return Figures(None, reason, (), accountant, unamplified=_unamplified(facts), library=library)
     try:
-        spent, profile, grid = _answers(accounted_history(facts), facts)
+        spent, profile, grid = _spent_and_profile(accounted_history(facts), facts)
     except AccountingRefusedError as error:
         return Figures(None, str(error).rstrip("."), (), accountant, library=library)
     return Figures(replace(spent, steps=facts.steps), "", profile, accountant, grid, library=library)
 
 
 def accounted_history(facts: RunFacts) -> tuple[Charge, ...]:
-    """What accounting is asked about. A run without noise counts as a bare release from its start."""
-    history = as_released(facts.history)
+    """Returns the charges to account. A run without noise has a charge without privacy from its start."""
+    history = as_released(facts.accounting.history)
     if facts.is_private:
         return history
     known = tuple(charge for charge in history if not isinstance(charge.event, UnclaimedEvent))
@@ -98,17 +98,17 @@ def accounted_history(facts: RunFacts) -> tuple[Charge, ...]:
 
 
 def epsilon_by_step(facts: RunFacts) -> Points:
-    """Pairs of step and epsilon, from (0, 0) on, for up to 16 of the steps; closer where epsilon rises fast."""
+    """Returns pairs of step and epsilon from (0, 0) on for up to 16 steps, denser at the beginning."""
     steps = sorted({math.ceil(facts.steps * (part / _CURVE_STEPS) ** 2) for part in range(_CURVE_STEPS + 1)})
-    history = as_released(facts.history)
-    return tuple((step, _epsilon(_first(history, step), facts)) for step in steps)
+    history = as_released(facts.accounting.history)
+    return tuple((step, _epsilon(_first_steps(history, step), facts)) for step in steps)
 
 
 def attack_bound(facts: RunFacts, figures: Figures) -> Points:
-    """The best that a membership test can do: pairs of false positive rate and a bound on the true positive rate.
+    """Returns pairs of false positive rate and upper bound on the true positive rate of any membership test.
 
-    Each pair (delta, epsilon) of the privacy curve bounds both error rates of every test (Kairouz et al. 2015); the
-    smallest of these bounds holds.
+    Each pair (delta, epsilon) of the privacy curve bounds both error rates of every test (Kairouz et al. 2015). The
+    smallest of these bounds applies.
     """
     curve = _curve(facts, figures)
     rates = {i / 50 for i in range(51)} | {i / 1000 for i in range(20)}
@@ -116,24 +116,25 @@ def attack_bound(facts: RunFacts, figures: Figures) -> Points:
 
 
 def true_positive_bound(curve: Iterable[tuple[float, float]], false_positive_rate: float) -> float:
-    """Bound on the true positive rate of any test, from pairs of delta and epsilon."""
-    missed = max((_missed(delta, eps, false_positive_rate) for delta, eps in curve), default=0.0)
+    """Bounds the true positive rate of any test, given pairs of delta and epsilon."""
+    missed = max((_false_negatives(delta, eps, false_positive_rate) for delta, eps in curve), default=0.0)
     return min(1.0, 1.0 - missed)
 
 
 def true_positives_at(facts: RunFacts, figures: Figures, false_positive_rate: float) -> float:
-    """As `true_positive_bound`, for the privacy curve of a run."""
+    """Bounds the true positive rate of any test against a run."""
     return true_positive_bound(_curve(facts, figures), false_positive_rate)
 
 
-def _answers(history: tuple[Charge, ...], facts: RunFacts) -> tuple[PrivacySpent, Points, float | None]:
-    if isinstance(facts.accountant, str):
-        return _remembered_answers(history, facts.delta, facts.accountant, facts.relation)
-    # A user's own accountant need not be hashable, and its answers are not ours to keep.
-    return _all_answers(history, facts.delta, facts.accountant, facts.relation)
+def _spent_and_profile(history: tuple[Charge, ...], facts: RunFacts) -> tuple[PrivacySpent, Points, float | None]:
+    asked = facts.accounting
+    if isinstance(asked.accountant, str):
+        return _cached(history, asked.delta, asked.accountant, asked.relation)
+    # A user's own accountant need not be hashable, and its answers may change.
+    return _compute(history, asked.delta, asked.accountant, asked.relation)
 
 
-def _all_answers(
+def _compute(
     history: tuple[Charge, ...], delta: float, accountant: str | Accountant, relation: Relation
 ) -> tuple[PrivacySpent, Points, float | None]:
     spent = privacy_spent(history, delta, accountant, relation)
@@ -141,7 +142,7 @@ def _all_answers(
     return spent, profile, discretization_of(history, delta, accountant, relation)
 
 
-_remembered_answers = functools.lru_cache(maxsize=8)(_all_answers)
+_cached = functools.lru_cache(maxsize=8)(_compute)
 
 
 @functools.lru_cache(maxsize=8)
@@ -160,49 +161,50 @@ def _curve(facts: RunFacts, figures: Figures) -> Points:
     advantage = figures.spent.advantage
     if not math.isfinite(figures.spent.epsilon):
         return ((advantage, 0.0),)
-    if not figures.are_ours:  # fewer pairs: a bound that holds too, and is somewhat larger
+    if not figures.are_ours:  # fewer pairs: a valid, somewhat larger bound
         return ((advantage, 0.0), *figures.profile)
-    # The advantage is the delta that belongs to epsilon 0.
-    dense = _dense_profile(accounted_history(facts), 0.95 * advantage, figures.accountant, facts.relation)
+    # The advantage is the delta at epsilon 0.
+    dense = _dense_profile(accounted_history(facts), 0.95 * advantage, figures.accountant, facts.accounting.relation)
     return ((advantage, 0.0), *figures.profile, *dense)
 
 
-def _missed(delta: float, eps: float, false_positive_rate: float) -> float:
-    """Least false negative rate of any test of that false positive rate under (eps, delta)."""
-    if eps > 700:  # e**eps overflows, and the bound says nothing
+def _false_negatives(delta: float, eps: float, false_positive_rate: float) -> float:
+    """Returns the lowest false negative rate of any test of that false positive rate under (eps, delta)."""
+    if eps > 700:  # e**eps overflows; the bound is trivial
         return 0.0
     slope = math.exp(eps)
     one, other = 1 - delta - slope * false_positive_rate, (1 - delta - false_positive_rate) / slope
     return max(0.0, one, other)
 
 
-def _first(history: tuple[Charge, ...], steps: int) -> tuple[Charge, ...]:
-    taken: list[Charge] = []
+def _first_steps(history: tuple[Charge, ...], steps: int) -> tuple[Charge, ...]:
+    first: list[Charge] = []
     for charge in history:
         if steps == 0:
             break
         count = charge.count if charge.kind == "clip" else min(charge.count, steps)
-        taken.append(replace(charge, count=count))
+        first.append(replace(charge, count=count))
         steps -= 0 if charge.kind == "clip" else count
-    return tuple(taken)
+    return tuple(first)
 
 
 def _epsilon(history: tuple[Charge, ...], facts: RunFacts) -> float:
-    if isinstance(facts.accountant, str):
-        return _remembered_epsilon(history, facts.delta, facts.accountant, facts.relation)
-    return epsilon_of(history, facts.delta, facts.accountant, facts.relation)
+    asked = facts.accounting
+    if isinstance(asked.accountant, str):
+        return _cached_epsilon(history, asked.delta, asked.accountant, asked.relation)
+    return epsilon_of(history, asked.delta, asked.accountant, asked.relation)
 
 
-_remembered_epsilon = functools.lru_cache(maxsize=128)(epsilon_of)
+_cached_epsilon = functools.lru_cache(maxsize=128)(epsilon_of)
 
 
 def _unamplified(facts: RunFacts) -> float | None:
     try:
-        return _epsilon(facts.unamplified, facts) if facts.unamplified else None
+        return _epsilon(facts.accounting.unamplified, facts) if facts.accounting.unamplified else None
     except AccountingRefusedError:
         return None
 
 
 def _unclaimed_reason(facts: RunFacts) -> str:
-    reasons = [charge.event.reason for charge in facts.history if isinstance(charge.event, UnclaimedEvent)]
+    reasons = [charge.event.reason for charge in facts.accounting.history if isinstance(charge.event, UnclaimedEvent)]
     return public_text(reasons[0]).rstrip(".") if reasons else f"sampling={facts.plan.get('sampling')!r}"

@@ -58,13 +58,13 @@ _FIELDS = {
     "non-private": (),
     "unclaimed": ("reason",),
 }
-"""What each law needs to be stated, beside its column ``more``. A row has all columns; most are None there."""
+"""Required columns of each event type, besides ``more``. A row has all columns; the others are None."""
 
 _COLUMNS = ("noise_multiplier", "sample_rate", "cycle_length", "sq_sensitivities", "run", "reason")
 
 
 def rows_of(history: Iterable[Charge]) -> list[dict[str, Any]]:
-    """The history as run lengths. Void batches cost what released ones do and are not told apart."""
+    """Returns a run-length encoding of the history. Discarded batches cost the same and count as steps."""
     rows: list[dict[str, Any]] = []
     numbers: dict[str, int] = {}
     for charge in history:
@@ -74,7 +74,7 @@ def rows_of(history: Iterable[Charge]) -> list[dict[str, Any]]:
         more = {key: value for key, value in state.items() if key not in ("type", *_COLUMNS)}
         row["more"] = public_values(more) if more else None
         row |= {"non-private": {"noise_multiplier": 0.0}, "gaussian": {"sample_rate": 1.0}}.get(law, {})
-        if row["run"] is not None:  # a random name
+        if row["run"] is not None:  # the random name is replaced by a number
             row["run"] = numbers.setdefault(state["run"], len(numbers) + 1)
         row |= {"kind": "clip" if charge.kind == "clip" else "step", "steps": charge.count}
         if rows and all(rows[-1][key] == row[key] for key in row if key != "steps"):
@@ -85,12 +85,12 @@ def rows_of(history: Iterable[Charge]) -> list[dict[str, Any]]:
 
 
 def as_released(history: Iterable[Charge]) -> tuple[Charge, ...]:
-    """The history with voids as releases, which cost the same: what can be made again from its rows."""
+    """Returns the history with discarded batches as steps, which cost the same, as its rows encode it."""
     return charges_of(rows_of(history))
 
 
 def charges_of(rows: Sequence[Mapping[str, Any]]) -> tuple[Charge, ...]:
-    """The charges that `rows_of` gave these rows for, voids as releases."""
+    """Restores the charges from the result of `rows_of`, with discarded batches as steps."""
     charges: list[Charge] = []
     for row in rows:
         fields = {name: row[name] for name in _FIELDS[row["law"]]} | (row["more"] or {})
@@ -104,7 +104,7 @@ def charges_of(rows: Sequence[Mapping[str, Any]]) -> tuple[Charge, ...]:
 
 
 def _check_row(row: Mapping[str, Any], charge: Charge, index: int) -> None:
-    """A row must say no more than its charge: what is not understood may be what makes it cost more."""
+    """Rejects a row with more content than its charge: a column that is not read may increase the cost."""
     (again,) = rows_of([charge])
     for column in again.keys() - {"run"}:
         if row[column] != again[column]:

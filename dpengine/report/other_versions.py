@@ -1,4 +1,4 @@
-"""Checks of numbers that another version of dpengine, or a user's own accountant, computed: against a lower bound."""
+"""Checks numbers of another version of dpengine, or of a user's own accountant, against a lower bound."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from .facts import RunFacts
 from .figures import OWN, Figures, accounted_history, figures_of, version_of
 from .history_rows import as_released
 
-_SLACK = 1e-3  # relatively: how far below our bound a number of another version may lie
+_SLACK = 1e-3  # relative tolerance below our bound for numbers of another version
 _UNBOUNDED = (SampledMatrixEvent, RepeatAndSelectEvent, TruncatedGaussianEvent, FixedSizeGaussianEvent)
-"""Events of which only upper bounds are known. Without them a history costs no more."""
+"""Events without a known lower bound. A history without them costs no more."""
 
 
 def figures_to_state(facts: RunFacts) -> Figures:
-    """Returns the figures of a run. A user's own accountant that is below the lower bound gives no claim."""
+    """Returns the figures of a run. There is no claim if a user's own accountant is below the lower bound."""
     figures = figures_of(facts)
     low = next(too_low(facts, figures), None) if figures.library == OWN else None
     if low is None:
@@ -36,7 +36,7 @@ def figures_to_state(facts: RunFacts) -> Figures:
 
 
 def made_by(facts: RunFacts, figures: Figures) -> str:
-    """Returns what computed the numbers and how they were checked; empty for an accountant of this version."""
+    """Returns the origin and the check of the numbers in words; empty for an accountant of this version."""
     if figures.are_ours:
         return ""
     made, ours = f"dpengine {figures.version} made these numbers", f"dpengine {version_of('dpengine')}"
@@ -44,35 +44,37 @@ def made_by(facts: RunFacts, figures: Figures) -> str:
         made = f"computed by {figures.accountant}, not verified"
     if figures.spent is None:
         return f"{made}, and claims no ε."
-    if lowest_epsilon(accounted_history(facts), facts.delta, facts.relation) > 0:
+    if lowest_epsilon(accounted_history(facts), facts.accounting.delta, facts.accounting.relation) > 0:
         return f"{made}; {ours} has checked them against its own lower bound alone."
     return f"{made}; {ours} has no lower bound for such a run and could not check them."
 
 
 def too_low(facts: RunFacts, figures: Figures) -> Iterator[tuple[str, float, float]]:
-    """Numbers that lie below this version's lower bound, which no version can have rightly stated."""
+    """Yields the numbers below this version's lower bound, which are wrong in any version."""
     history, spent = accounted_history(facts), figures.spent
     if figures.unamplified is not None:
-        floor = lowest_epsilon(as_released(facts.unamplified), facts.delta, facts.relation)
+        floor = lowest_epsilon(
+            as_released(facts.accounting.unamplified), facts.accounting.delta, facts.accounting.relation
+        )
         yield from _below("guarantee.epsilon_unamplified", figures.unamplified, floor)
     if spent is None:
         return
-    floor = lowest_epsilon(history, facts.delta, facts.relation)
+    floor = lowest_epsilon(history, facts.accounting.delta, facts.accounting.relation)
     yield from _below("guarantee.epsilon", spent.epsilon, floor)
-    yield from _below("epsilon by guarantee.mu_gdp", _gaussian_epsilon(spent.mu, facts.delta), floor)
+    yield from _below("epsilon by guarantee.mu_gdp", _gaussian_epsilon(spent.mu, facts.accounting.delta), floor)
     for index, (delta, epsilon) in enumerate(figures.profile):
-        floor = lowest_epsilon(history, delta, facts.relation)
+        floor = lowest_epsilon(history, delta, facts.accounting.relation)
         yield from _below(f"profile[{index}]", epsilon, floor)
         yield from _below(f"epsilon by guarantee.mu_gdp at delta {delta:g}", _gaussian_epsilon(spent.mu, delta), floor)
-    # It is the delta of epsilon 0: where epsilon is above 0 at a delta, the advantage is above that delta.
+    # The advantage is the delta at epsilon 0: if epsilon is positive at a delta, the advantage is above that delta.
     least = max(spent.advantage * (1 + _SLACK), 1e-300)
-    if least < 1 and lowest_epsilon(history, least, facts.relation) > 0:
+    if least < 1 and lowest_epsilon(history, least, facts.accounting.relation) > 0:
         yield "guarantee.advantage", spent.advantage, least
 
 
 @functools.lru_cache(maxsize=64)
 def lowest_epsilon(history: tuple[Charge, ...], delta: float, relation: Relation) -> float:
-    """A lower bound on the epsilon of a history."""
+    """Returns a lower bound on the epsilon of a history."""
     bounded = tuple(charge for charge in history if not isinstance(charge.event, _UNBOUNDED))
     try:
         return bounds_of(bounded, delta, "pld", relation)[0]
@@ -86,7 +88,7 @@ def _below(name: str, stated: float, floor: float) -> Iterator[tuple[str, float,
 
 
 def _gaussian_epsilon(mu: float, delta: float) -> float:
-    """What a mu claims of epsilon, which the whole of its curve must cover."""
+    """Returns the epsilon that a mu implies; it must hold for the whole curve."""
     if not 1e-300 < mu < math.inf:
         return mu
     return epsilon_of((Charge(GaussianEvent(1 / mu)),), delta, "gdp")

@@ -1,4 +1,4 @@
-"""The report for people: one self-contained page, and a model card in Markdown."""
+"""Renders a report as a self-contained HTML page and as a model card in Markdown."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from .assumptions import assumptions, stamps
 from .charts import Axis, Line, line_chart
 from .facts import RunFacts
 from .figures import Figures, attack_bound, epsilon_by_step
+from .history_rows import rows_of
 from .other_versions import made_by
 
 _MARKDOWN = re.compile(r"([\\`*_{}\[\]<>#|~&])")
@@ -54,18 +55,18 @@ def _render(name: str, context: Mapping[str, Any], *, autoescape: bool) -> str:
 
 def _context(facts: RunFacts, figures: Figures) -> dict[str, Any]:
     spent = figures.spent
-    runs = facts.runs_of_steps()
+    runs = rows_of(facts.accounting.history)
     return {
         "facts": facts,
-        "data": {key: facts.data.get(key) for key in ("name", "source", "licence")},
+        "data": {key: facts.dataset.description.get(key) for key in ("name", "source", "licence")},
         "utility": {key: facts.utility.get(key) for key in ("metric", "value", "split")},
         "stamps": stamps(facts, figures),
-        "mark": _mark(facts, figures),
+        "mark": _bracketed_stamps(facts, figures),
         "headline": sentences.headline(facts, figures),
         "epsilon": None if spent is None else round_up(spent.epsilon),
         "mu": None if spent is None else round_up(spent.mu),
         "advantage": None if spent is None else percent_up(spent.advantage),
-        "delta": round_up_delta(facts.delta),
+        "delta": round_up_delta(facts.accounting.delta),
         "refusal": figures.refusal,
         "plain": sentences.plain_words(facts, figures),
         "measures": sentences.other_measures(facts, figures),
@@ -85,14 +86,14 @@ def _context(facts: RunFacts, figures: Figures) -> dict[str, Any]:
         "runs": runs[:_SHOWN_RUNS],
         "more_runs": max(0, len(runs) - _SHOWN_RUNS),
         "profile": [(round_up_delta(delta), round_up(eps)) for delta, eps in figures.profile],
-        "examples": facts.num_examples if facts.rows_are_public else None,
-        "versions": {"dpengine": figures.version, "torch": facts.torch},
+        "examples": facts.dataset.num_examples if facts.num_examples_is_public else None,
+        "versions": {"dpengine": figures.version, "torch": facts.environment.torch},
         "significant": lambda value: f"{value:.6g}" if isinstance(value, (int, float)) else "–",
-        "hashes": _hashes(facts.data.get("sha256")),
+        "hashes": _hashes(facts.dataset.description.get("sha256")),
     }
 
 
-def _mark(facts: RunFacts, figures: Figures) -> str:
+def _bracketed_stamps(facts: RunFacts, figures: Figures) -> str:
     return "".join(f" [{stamp}]" for stamp in stamps(facts, figures))
 
 
@@ -105,17 +106,19 @@ def _hashes(value: Any) -> dict[str, str]:
 def _charts(facts: RunFacts, figures: Figures) -> list[dict[str, str]]:
     if figures.spent is None or not math.isfinite(figures.spent.epsilon) or figures.spent.epsilon <= 0:
         return []
+    mark = _bracketed_stamps(facts, figures)
     attack = {
         "title": "What an attacker can achieve",
         "svg": _attack_chart(facts, figures),
-        "note": f"No membership test lies above the line. The dashed one is guessing.{_mark(facts, figures)}",
+        "note": f"No membership test lies above the line. The dashed one is guessing.{mark}",
     }
-    if not figures.are_ours:  # what each step cost is for the version to say that said what all of them cost
+    if not figures.are_ours:  # only the version that computed the total can compute the cost of each step
         return [attack]
+    delta = round_up_delta(facts.accounting.delta)
     steps = {
         "title": "What each step cost",
         "svg": _steps_chart(facts),
-        "note": f"ε at δ = {round_up_delta(facts.delta)}, if the run had stopped there.{_mark(facts, figures)}",
+        "note": f"ε at δ = {delta}, if the run had stopped there.{mark}",
     }
     return [steps, attack]
 
@@ -124,10 +127,10 @@ def _steps_chart(facts: RunFacts) -> str:
     points = epsilon_by_step(facts)
     last, highest = points[-1]
     lines = [Line(points, "line", f"{round_up(highest)}")]
-    top = highest
-    if facts.target_epsilon is not None and facts.target_epsilon < 4 * highest:
-        top = max(highest, facts.target_epsilon)
-        lines.insert(0, Line(((0.0, facts.target_epsilon), (last, facts.target_epsilon)), "reference"))
+    top, target = highest, facts.accounting.target_epsilon
+    if target is not None and target < 4 * highest:
+        top = max(highest, target)
+        lines.insert(0, Line(((0.0, target), (last, target)), "reference"))
     title = f"epsilon over {facts.steps} steps, up to {round_up(highest)}"
     return line_chart(
         title,
@@ -152,7 +155,7 @@ def _attack_chart(facts: RunFacts, figures: Figures) -> str:
 
 
 def _registry_entry(facts: RunFacts, figures: Figures) -> dict[str, Any]:
-    """The run under the field names of the Differential Privacy Deployments Registry."""
+    """Returns the run under the field names of the Differential Privacy Deployments Registry."""
     spent = figures.spent
     # Three digits are enough for a registry, as long as they are rounded up.
     bound = "not claimed" if spent is None else round_up(spent.epsilon, 3).replace("∞", "inf")
@@ -164,9 +167,9 @@ def _registry_entry(facts: RunFacts, figures: Figures) -> dict[str, Any]:
             "unprotected_quantities": "; ".join(sentences.excludes(facts)),
         },
         "privacy_loss": {
-            "privacy_unit": facts.unit,
+            "privacy_unit": facts.accounting.unit,
             "number_of_privacy_units": 1,
-            "privacy_parameters": {"epsilon": bound, "delta": round_up_delta(facts.delta)},
+            "privacy_parameters": {"epsilon": bound, "delta": round_up_delta(facts.accounting.delta)},
             "privacy_parameters_details": "; ".join(stamps(facts, figures)) or sentences.accounting(figures),
         },
         "deployment_model": {"model_name": "Central", "data_source_type": "Static", "access_type": "Non-interactive"},
@@ -188,7 +191,7 @@ def _utility(facts: RunFacts) -> str:
 
 
 def _yaml(tree: Mapping[str, Any], indent: str = "") -> list[str]:
-    """Nested mappings as YAML. A JSON text is a YAML text, so quoting is JSON's."""
+    """Writes nested mappings as YAML. Strings are quoted as in JSON, which is valid YAML."""
     lines = []
     for key, value in tree.items():
         if isinstance(value, Mapping):
@@ -201,5 +204,5 @@ def _yaml(tree: Mapping[str, Any], indent: str = "") -> list[str]:
 
 
 def _yaml_number(text: str) -> str:
-    # YAML 1.1 takes 1e-05 for a text; it wants a point.
+    # YAML 1.1 reads 1e-05 as a string: a number needs a decimal point.
     return ".inf" if text == "inf" else text if "." in text else text.replace("e", ".0e")

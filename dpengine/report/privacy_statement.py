@@ -1,4 +1,4 @@
-"""The privacy statement of a run: what is guaranteed, under which assumptions, and for what not."""
+"""Writes the privacy statement of a run: the guarantee, its assumptions and its limits."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ _WIDTH = 100
 def statement(facts: RunFacts) -> str:
     """States the guarantee of a run in full.
 
-    A run that was not private shows ``ε = ∞``; one whose sampling has no analysis shows no epsilon. Every number is an
-    upper bound, rounded up.
+    A run without noise shows ``ε = ∞``; a run whose sampling scheme has no analysis shows no epsilon. Every number is
+    an upper bound, rounded up.
 
     Args:
         facts: The facts of the run.
@@ -29,11 +29,12 @@ def statement(facts: RunFacts) -> str:
 
 
 def statement_of(facts: RunFacts, figures: Figures) -> str:
-    """The statement with figures that were found before."""
+    """Returns the statement of figures that were computed before."""
+    setting = f"{sentences.SETTING} differential privacy: the trainer sees the data, others see released results only."
     entries = {
-        "Setting": f"{sentences.SETTING} differential privacy: whoever trains sees the data, others see what leaves.",
-        "Unit": f"one {facts.unit}.",
-        "Adjacency": f"{facts.relation.value}: {sentences.neighbours(facts)}",
+        "Setting": setting,
+        "Unit": f"one {facts.accounting.unit}.",
+        "Adjacency": f"{facts.accounting.relation.value}: {sentences.neighbours(facts)}",
         "Numbers": made_by(facts, figures),
         "Also": sentences.other_measures(facts, figures),
         "Bound": sentences.unamplified(facts, figures),

@@ -32,36 +32,36 @@ _TYPES: Mapping[str, tuple[type, ...]] = {
 
 
 def violations(value: Any, schema: Mapping[str, Any], where: str = "") -> Iterator[str]:
-    """Says what in a value is against a schema."""
+    """Yields the violations of a schema by a value."""
     allowed = [schema["type"]] if isinstance(schema.get("type"), str) else schema.get("type")
-    if allowed and not any(_is(value, name) for name in allowed):
-        yield f"{where or 'the whole'} is {shortened(value)}, not of type {' or '.join(allowed)}"
+    if allowed and not any(_has_type(value, name) for name in allowed):
+        yield f"{where or 'the document'} is {shortened(value)}, not of type {' or '.join(allowed)}"
         return
     for keyword, rule in schema.items():
         yield from _KEYWORDS[keyword](value, rule, where)
 
 
 def shortened(value: Any) -> str:
-    """JSON of a value, or its beginning."""
+    """Returns the JSON of a value, shortened to 80 characters."""
     text = json.dumps(value, ensure_ascii=False)
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 
 @functools.cache
 def report_schema() -> dict[str, Any]:
-    """The schema of ``privacy_report.json``."""
+    """Returns the schema of ``privacy_report.json``."""
     text = resources.files("dpengine.report").joinpath("schema.json").read_text(encoding="utf-8")
     return json.loads(text)  # type: ignore[no-any-return]
 
 
-def _is(value: Any, name: str) -> bool:
+def _has_type(value: Any, name: str) -> bool:
     if isinstance(value, bool) and name != "boolean":
         return False
-    # A literal such as 1e999 is valid JSON that Python reads as infinity.
+    # 1e999 is valid JSON that Python reads as infinity.
     return isinstance(value, _TYPES[name]) and not (isinstance(value, float) and not math.isfinite(value))
 
 
-def _nothing(value: Any, rule: Any, where: str) -> Iterator[str]:
+def _ignored(value: Any, rule: Any, where: str) -> Iterator[str]:
     yield from ()
 
 
@@ -73,7 +73,7 @@ def _properties(value: Any, rule: Any, where: str) -> Iterator[str]:
     for key, item in value.items():
         if key in rule:
             yield from violations(item, rule[key], _below(where, key))
-        else:  # every object of ours says "additionalProperties": false
+        else:  # every object of the schema has "additionalProperties": false
             yield f"{_below(where, key)} is not known"
 
 
@@ -91,13 +91,13 @@ def _ref(value: Any, rule: Any, where: str) -> Iterator[str]:
     yield from violations(value, report_schema()["$defs"][rule.rpartition("/")[2]], where)
 
 
-def _one_of_these(value: Any, rule: Any, where: str) -> Iterator[str]:
+def _enum(value: Any, rule: Any, where: str) -> Iterator[str]:
     if not any(type(value) is type(choice) and value == choice for choice in rule):
         yield f"{where} is {shortened(value)}, not {' or '.join(map(shortened, rule))}"
 
 
 def _const(value: Any, rule: Any, where: str) -> Iterator[str]:
-    yield from _one_of_these(value, [rule], where)
+    yield from _enum(value, [rule], where)
 
 
 def _bound(fits: Callable[[float, float], bool], words: str) -> Callable[[Any, Any, str], Iterator[str]]:
@@ -114,13 +114,13 @@ def _below(where: str, key: str) -> str:
 
 
 _KEYWORDS: dict[str, Callable[[Any, Any, str], Iterator[str]]] = {
-    **dict.fromkeys(("$schema", "$defs", "title", "description", "type", "additionalProperties"), _nothing),
+    **dict.fromkeys(("$schema", "$defs", "title", "description", "type", "additionalProperties"), _ignored),
     "required": _required,
     "properties": _properties,
     "items": _items,
     "anyOf": _any_of,
     "$ref": _ref,
-    "enum": _one_of_these,
+    "enum": _enum,
     "const": _const,
     "minimum": _bound(lambda size, limit: size >= limit, ", below"),
     "maximum": _bound(lambda size, limit: size <= limit, ", above"),
@@ -133,113 +133,115 @@ _KEYWORDS: dict[str, Callable[[Any, Any, str], Iterator[str]]] = {
 
 REPORT_FILE = "privacy_report.json"
 
-_AGAIN = "Take the file that the run wrote, or make it again from privacy_state.json: dpengine report RUN_DIR."
+_REBUILD = "Use the file that the run wrote, or rebuild it from privacy_state.json: dpengine report RUN_DIR."
 _NO_SIGNATURE = (
-    "The digest finds accidents and careless edits; it is no signature, and does not say who wrote a report."
+    "The digest detects accidents and careless edits; it is not a signature and does not show who wrote a report."
 )
-_SAME = 1e-8  # relatively: the last bits of another machine
+_SAME = 1e-8  # relative tolerance for rounding on another machine
 
 
 def read_file(path: Path) -> str:
-    """The text of a file."""
+    """Returns the text of a file."""
     file = path / REPORT_FILE if path.is_dir() else path
     try:
         return file.read_text(encoding="utf-8")
     except FileNotFoundError:
         raise CorruptFileError(f"{file} is not there.", fix=f"Pass a {REPORT_FILE}, or its folder.") from None
     except (OSError, UnicodeDecodeError) as error:
-        raise CorruptFileError(f"{file} cannot be read: {error}.", fix=_AGAIN) from error
+        raise CorruptFileError(f"{file} cannot be read: {error}.", fix=_REBUILD) from error
 
 
 def read_document(text: str, where: str) -> dict[str, Any]:
-    """Reads the JSON of a report and checks all that can be checked of it.
+    """Reads and checks the JSON of a report.
 
-    Its form must be that of ``schema.json`` and its digest that of its content. If this version of dpengine wrote it,
-    everything in it that follows from its history and its other facts is computed again and compared. If another one
-    did, which may rightly have other bounds and other words, no number may lie below this version's lower bound.
+    It must have the form of ``schema.json`` and the digest of its content. If this version of dpengine wrote it,
+    everything that follows from its history and its other facts is recomputed and compared. Another version may have
+    other bounds and other texts, but no number below this version's lower bound.
     """
     document = _parsed(text, where)
     _check_schema(document, where)
     _check_digest(document, where)
-    _check_what_follows(document, where)
+    _check_content(document, where)
     return document
 
 
 def _parsed(text: str, where: str) -> Any:
     try:
-        return json.loads(text, parse_constant=_refuse_constant, object_pairs_hook=_object)
+        return json.loads(text, parse_constant=_reject_constant, object_pairs_hook=_object)
     except json.JSONDecodeError as error:
         if error.pos >= len(text.rstrip()) or "Unterminated" in error.msg:
-            _refuse(where, f"the text ends too early, in line {text.count(chr(10)) + 1}; the file was cut")
-        _refuse(where, f"this is not JSON: {error}")
+            _reject(where, f"the text ends early, in line {text.count(chr(10)) + 1}; the file was cut")
+        _reject(where, f"this is not JSON: {error}")
     except (ValueError, RecursionError) as error:
-        _refuse(where, f"this is not JSON as dpengine writes it: {error}")
+        _reject(where, f"this is not JSON as dpengine writes it: {error}")
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     keys = [key for key, _ in pairs]
     twice = next((key for key in keys if keys.count(key) > 1), None)
     if twice is not None:
-        raise ValueError(f"the key {twice!r} is there twice")
+        raise ValueError(f"the key {twice!r} occurs twice")
     return dict(pairs)
 
 
-def _refuse_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is no number of JSON")
+def _reject_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is not a JSON number")
 
 
 def _check_schema(document: Any, where: str) -> None:
     if not isinstance(document, dict) or "schema_version" not in document:
-        _refuse(where, "this is no privacy report: it has no schema_version", f"Pass a {REPORT_FILE}.")
+        _reject(where, "this is not a privacy report: it has no schema_version", f"Pass a {REPORT_FILE}.")
     version = document["schema_version"]
     if type(version) is int and version > SCHEMA_VERSION:
         found = f"written by a newer dpengine, schema {version}; this one reads {SCHEMA_VERSION}: upgrade"
-        _refuse(where, found, "pip install --upgrade dpengine")
+        _reject(where, found, "pip install --upgrade dpengine")
     if type(version) is int and version < SCHEMA_VERSION:
         found = f"written by an older dpengine, schema {version}; this one reads {SCHEMA_VERSION}"
-        _refuse(where, found, "Make it again from privacy_state.json: dpengine report RUN_DIR.")
+        _reject(where, found, "Rebuild it from privacy_state.json: dpengine report RUN_DIR.")
     found = next(violations(document, report_schema()), "")
     if found:
-        _refuse(where, f"not a report of schema {SCHEMA_VERSION}: {found}")
+        _reject(where, f"not a report of schema {SCHEMA_VERSION}: {found}")
 
 
 def _check_digest(document: Mapping[str, Any], where: str) -> None:
     try:
         same = digest_of(document) == document["digest"]
-    except UnicodeEncodeError:  # half of a surrogate pair, which no text that dpengine writes has
+    except UnicodeEncodeError:  # half of a surrogate pair, which dpengine never writes
         same = False
     if not same:
-        _refuse(where, f"it was changed after it was written: its content does not have its digest. {_NO_SIGNATURE}")
+        _reject(where, f"it was changed after it was written: its content does not match its digest. {_NO_SIGNATURE}")
 
 
-def _check_what_follows(document: Mapping[str, Any], where: str) -> None:
+def _check_content(document: Mapping[str, Any], where: str) -> None:
     made, ran = document["accounting"]["version"], document["run"]["dpengine"]
     if made != ran:
-        _refuse(where, f"run.dpengine is {shortened(ran)}, but accounting.version is {shortened(made)}")
+        _reject(where, f"run.dpengine is {shortened(ran)}, but accounting.version is {shortened(made)}")
     if not made or public_text(made) != made:
-        _refuse(where, f"accounting.version is {shortened(made)}, which is no version")
+        _reject(where, f"accounting.version is {shortened(made)}, which is not a version")
     try:
         facts = facts_of(document)
         stated = figures_in(document)
         if stated.library == OWN and stated.accountant in ACCOUNTANTS:
             raise ValueError(f"the user's own accountant has the name {stated.accountant!r}, which is built in")
-        found = [] if stated.are_ours else list(_doubts(document, facts))
-        if made == version_of("dpengine"):  # what a user's own accountant computed cannot be computed again
-            again = figures_of(facts) if stated.are_ours else stated
-            found += _differences(document, document_of(facts, again))
+        found = [] if stated.are_ours else list(_errors_of_any_version(document, facts))
+        if made == version_of("dpengine"):  # figures of a user's own accountant cannot be recomputed
+            recomputed = figures_of(facts) if stated.are_ours else stated
+            found += _differences(document, document_of(facts, recomputed))
     except (PrivacyError, ValueError, TypeError) as error:
-        _refuse(where, f"what it states is not possible: {error}")
+        _reject(where, f"its content is not possible: {error}")
     for name, here, there in found:
-        _refuse(where, f"{name} is {shortened(here)}, but what the report says of the run gives {shortened(there)}")
+        _reject(where, f"{name} is {shortened(here)}, but what the report says of the run gives {shortened(there)}")
 
 
-def _doubts(document: Mapping[str, Any], facts: RunFacts) -> Iterator[tuple[str, Any, Any]]:
-    """What another version cannot have found either."""
+def _errors_of_any_version(document: Mapping[str, Any], facts: RunFacts) -> Iterator[tuple[str, Any, Any]]:
+    """Yields contents that are wrong in any version."""
     figures = figures_in(document)
     if document["mechanism"]["steps"] != facts.steps:
         yield "mechanism.steps", document["mechanism"]["steps"], facts.steps
-    if figures.spent is not None and any(isinstance(charge.event, UnclaimedEvent) for charge in facts.history):
-        raise ValueError("it states an epsilon, and its history has a release of which no epsilon is claimed")
+    if figures.spent is not None and any(
+        isinstance(charge.event, UnclaimedEvent) for charge in facts.accounting.history
+    ):
+        raise ValueError("it states an epsilon, but its history has a step for which no epsilon is claimed")
     for name, here, least in too_low(facts, figures):
         raise ValueError(
             f"{name} is {here:.6g}, below {least:.6g}, the lower bound of this dpengine {version_of('dpengine')}"
@@ -261,5 +263,5 @@ def _differences(here: Any, there: Any, name: str = "") -> Iterator[tuple[str, A
         yield name, here, there
 
 
-def _refuse(where: str, found: str, fix: str = _AGAIN) -> NoReturn:
+def _reject(where: str, found: str, fix: str = _REBUILD) -> NoReturn:
     raise CorruptFileError(f"{where}: {found.rstrip('.')}.", fix=fix) from None

@@ -1,4 +1,4 @@
-"""PrivacyReport: one run as JSON for programs, as Markdown for a model card, and as a page for people."""
+"""Privacy report of a run as JSON, as a model card in Markdown, and as an HTML page."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from .reading import read_document, read_file, report_schema, violations
 @final
 @dataclass(frozen=True, repr=False)
 class PrivacyReport:
-    """What may be published about the privacy of a run.
+    """Report on the privacy of a run, for publication.
 
-    Every epsilon in it is an upper bound at the delta of the facts. The size of the training set is withheld unless it
+    Every epsilon in it is an upper bound at the delta of the facts. The size of the training set is omitted unless it
     is public, and nothing is read from the machine but the versions of two packages. All forms follow from the JSON,
-    from which `from_json` and `load` make the same report again.
+    from which `from_json` and `load` restore the same report.
 
     Args:
         facts: The facts of the run.
@@ -38,37 +38,38 @@ class PrivacyReport:
 
     @classmethod
     def from_json(cls, text: str) -> PrivacyReport:
-        """Makes a report again from what `to_json` gave.
+        """Restores a report from the result of `to_json`.
 
-        The digest in it finds accidents and careless edits; it is no signature. Where this version of dpengine wrote
-        the report, all that follows from the run's history is computed again and compared. A report of another version
-        keeps its numbers, unless one lies below this version's lower bound; every form of it says that no more was
-        checked, and its page lacks the chart that would need new ones.
+        The digest in it detects accidents and careless edits; it is not a signature. If this version of dpengine wrote
+        the report, everything that follows from the history of the run is recomputed and compared. A report of another
+        version keeps its numbers, unless one is below this version's lower bound. Every form of it states that nothing
+        else was checked, and its page omits the chart that needs new numbers.
 
         Args:
             text: The JSON.
 
         Returns:
-            A report whose JSON, Markdown and HTML are those of the first.
+            A report with the same JSON, Markdown and HTML as the original.
 
         Raises:
-            CorruptFileError: If the text was cut or edited, is no report, or is of another schema.
-        """  # noqa: DOC502 - read_document raises on our behalf
+            CorruptFileError: If the text was cut or edited, is not a report, or has another schema.
+        """  # noqa: DOC502 - raised by read_document
         return cls._of_text(text, "report.from_json")
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> PrivacyReport:
-        """Makes a report again from a file, as `from_json` does.
+        """Restores a report from a file, as `from_json` does.
 
         Args:
-            path: ``privacy_report.json``, or the folder that has it.
+            path: ``privacy_report.json``, or the folder that contains it.
 
         Returns:
             The report.
 
         Raises:
-            CorruptFileError: As for `from_json`, and if there is no such file.
-        """  # noqa: DOC502 - read_document raises on our behalf
+            CorruptFileError: If there is no such file, or its text was cut or edited, is not a report, or has another
+                schema.
+        """  # noqa: DOC502 - raised by read_document
         return cls._of_text(read_file(Path(path)), os.fspath(path))
 
     @classmethod
@@ -77,16 +78,16 @@ class PrivacyReport:
         return cls(facts_of(document), _recorded=document)
 
     def with_audit(self, audit: Mapping[str, Any]) -> PrivacyReport:
-        """The same report with what an audit of such a run found, which is no part of the guarantee.
+        """Returns the report with the result of an audit of such a run, which is not part of the guarantee.
 
         Args:
             audit: ``AuditReport.summary()``.
 
         Returns:
-            A new report, with an entry ``audit`` that others do not have.
+            A new report with an entry ``audit``.
 
         Raises:
-            ValueError: If it is no such summary.
+            ValueError: If ``audit`` is not such a summary.
         """
         found = next(violations(audit, report_schema()["properties"]["audit"], "audit"), "")
         if found:
@@ -94,9 +95,9 @@ class PrivacyReport:
         return PrivacyReport(replace(self.facts, audit=audit))
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns the report as plain JSON values; its form is that of ``schema.json`` beside this module.
+        """Returns the report as plain JSON values, in the form of ``schema.json`` in the folder of this module.
 
-        Infinity is ``"inf"``; an epsilon that is not claimed, and whatever is not known, is None.
+        Infinity is ``"inf"``; an epsilon that is not claimed and unknown values are None.
         """
         if self._recorded is not None:
             return copy.deepcopy(dict(self._recorded))
@@ -111,16 +112,16 @@ class PrivacyReport:
         return pages.model_card(*self._stated())
 
     def to_html(self) -> str:
-        """Returns a page that needs no network."""
+        """Returns the HTML page, which needs no network."""
         return pages.html_page(*self._stated(), self.to_markdown())
 
     def save(self, directory: str | os.PathLike[str]) -> list[Path]:
         """Writes ``privacy_report.json``, ``.md`` and ``.html``.
 
-        A file that was there is replaced as a whole or not at all.
+        Each file is replaced atomically.
 
         Args:
-            directory: Where to; made if it does not exist.
+            directory: The folder, which is created if it does not exist.
 
         Returns:
             The paths, in the order above.
@@ -131,18 +132,18 @@ class PrivacyReport:
         return [_write(folder / f"privacy_report{suffix}", text) for suffix, text in texts.items()]
 
     def __str__(self) -> str:
-        """The statement."""
+        """Returns the statement."""
         return statement_of(*self._stated())
 
     def __repr__(self) -> str:
-        """The guarantee in one line, with its stamps."""
+        """Returns the guarantee in one line, with its stamps."""
         facts, figures = self._stated()
         own = f"computed by {figures.accountant}, not verified" if figures.library == OWN else ""
         made = "" if figures.are_ours else f", {own or f'by dpengine {figures.version}'}"
         return f"PrivacyReport({sentences.headline(facts, figures)}{made})"
 
     def _stated(self) -> tuple[RunFacts, Figures]:
-        # By way of the JSON, so that it has all that the other forms show.
+        # Derived from the JSON, so that the JSON contains everything that the other forms show.
         document = self.to_dict()
         return facts_of(document), figures_in(document)
 

@@ -1,4 +1,4 @@
-"""The sentences that statement, model card and page share."""
+"""Writes the sentences that statement, model card and page share."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from dpengine.accounting.sampled_matrix import SampledMatrixEvent
 from dpengine.accounting.tuning import RepeatAndSelectEvent
 
 from .assumptions import stamps
-from .facts import DECLARED, UNDECLARED, RunFacts
+from .facts import DECLARED, DEFAULT_UNIT, UNDECLARED, RunFacts
 from .figures import OWN, Figures, true_positives_at
 
 SETTING = "central"
 _ALARM_RATE = 0.01
-_LISTED = 6  # items of a list that a sentence can bear
+_LISTED = 6  # number of list items in a sentence
 _AS_DECLARED = (
     "batches that the training loop did not draw as declared: independently, with the declared rate, in secret, and "
     "none left out or repeated because of its content"
@@ -49,30 +49,31 @@ _NEIGHBOURS = {
 
 
 def headline(facts: RunFacts, figures: Figures) -> str:
-    """The guarantee in one line, never without its stamps."""
+    """Returns the guarantee in one line, with its stamps."""
     claimed = figures.spent is not None
     shown = "".join(f" [{stamp}]" for stamp in stamps(facts, figures) if stamp != "NOT CLAIMED" or claimed)
     if figures.spent is None:
         return f"ε not claimed: {figures.refusal}{shown}"
-    eps, delta = round_up(figures.spent.epsilon), round_up_delta(facts.delta)
+    eps, delta = round_up(figures.spent.epsilon), round_up_delta(facts.accounting.delta)
     if math.isinf(figures.spent.epsilon):
-        return f"ε = ∞ at δ = {delta}: no differential privacy for any {facts.unit}{shown}"
-    return f"(ε = {eps}, δ = {delta})-differential privacy for each {facts.unit}{shown}"
+        return f"ε = ∞ at δ = {delta}: no differential privacy for any {facts.accounting.unit}{shown}"
+    return f"(ε = {eps}, δ = {delta})-differential privacy for each {facts.accounting.unit}{shown}"
 
 
 def neighbours(facts: RunFacts) -> str:
-    """The neighbouring relation in words."""
-    size = f" ({facts.num_examples:,})" if facts.num_examples is not None and facts.rows_are_public else ""
-    return f"two data sets are neighbours if {_NEIGHBOURS[facts.relation].format(unit=facts.unit)}{size}."
+    """Returns the neighboring relation in words."""
+    number, relation = facts.dataset.num_examples, facts.accounting.relation
+    size = f" ({number:,})" if number is not None and facts.num_examples_is_public else ""
+    return f"two data sets are neighbours if {_NEIGHBOURS[relation].format(unit=facts.accounting.unit)}{size}."
 
 
 def other_measures(facts: RunFacts, figures: Figures) -> str:
-    """Mu and the advantage of a membership test, with what they mean."""
+    """Explains mu and the advantage of a membership test."""
     spent = figures.spent
     if spent is None:
         return "none, since no ε is claimed."
     exact = (GaussianEvent, MatrixGaussianEvent, NonPrivateEvent)
-    if any(not isinstance(charge.event, exact) for charge in facts.history) and figures.profile:
+    if any(not isinstance(charge.event, exact) for charge in facts.accounting.history) and figures.profile:
         smallest = min(delta for delta, _ in figures.profile)
         range_ = f"a Gaussian curve above this run's for δ from {round_up_delta(smallest)} up"
     else:
@@ -84,8 +85,8 @@ def other_measures(facts: RunFacts, figures: Figures) -> str:
 
 
 def plain_words(facts: RunFacts, figures: Figures) -> str:
-    """One paragraph for people who have never heard of epsilon."""
-    unit = facts.unit
+    """Explains the guarantee to readers who do not know epsilon, in one paragraph."""
+    unit = facts.accounting.unit
     if figures.spent is None:
         return (
             f"For this run no privacy guarantee is stated. The reason: {figures.refusal}. Someone may be able to find "
@@ -107,19 +108,20 @@ def plain_words(facts: RunFacts, figures: Figures) -> str:
         f"Someone who knows every other record, and sees every model that this run produced, tries to find out whether "
         f"one particular {unit} was used. If used and not used are equally likely, a coin flip is right 50 % of the "
         f"time; they are right at most {right} of the time{secret}. If they accept {percent_up(_ALARM_RATE)} false "
-        f"alarms, they recognise at most {found} of what was used."
+        f"alarms, they recognize at most {found} of what was used."
     )
 
 
 def budget(facts: RunFacts, figures: Figures) -> str:
-    """How far the run is: steps charged, and planned ones and the target if there were any."""
-    planned = f" of {facts.planned_steps:,} planned" if facts.planned_steps is not None else ""
-    target = f"; target ε = {facts.target_epsilon:g}" if facts.target_epsilon is not None and figures.spent else ""
+    """Returns the number of charged steps, and the planned steps and the target epsilon if any."""
+    steps, epsilon = facts.accounting.planned_steps, facts.accounting.target_epsilon
+    planned = f" of {steps:,} planned" if steps is not None else ""
+    target = f"; target ε = {epsilon:g}" if epsilon is not None and figures.spent else ""
     return f"{facts.steps:,} steps charged{planned}{target}."
 
 
 def mechanism(facts: RunFacts) -> str:
-    """The mechanism in one line."""
+    """Describes the mechanism in one line."""
     plan = facts.plan
     correlated = plan.get("correlated_noise")
     name = "DP-SGD" if correlated is None else f"DP-SGD with {_noise_in_words(correlated)}"
@@ -137,14 +139,14 @@ def mechanism(facts: RunFacts) -> str:
 
 
 def _noise_in_words(facts: Mapping[str, Any]) -> str:
-    """What noise is called that hangs together over steps."""
+    """Names noise that is correlated across steps."""
     banded = f"noise of {facts.get('bands')} bands (BandMF)"
     long = {"blt": "buffered linear Toeplitz noise (BLT)", "banded-inverse": "banded inverse noise"}
     return long.get(str(facts.get("noise")), banded)
 
 
 def described(value: Any) -> Any:
-    """A policy's description as text, where it is a mapping."""
+    """Formats the description of a clipping policy; other values are returned unchanged."""
     if not isinstance(value, dict):
         return value
     options = [f"{key}={_number(item)}" for key, item in value.items() if key != "policy"]
@@ -152,7 +154,7 @@ def described(value: Any) -> Any:
 
 
 def accounting(figures: Figures) -> str:
-    """Who accounts, in which version, and how the number is to be read."""
+    """Names the accountant, its version and the rounding of the number."""
     grid = f", on a pessimistic grid of spacing {figures.grid:.3g}" if figures.grid is not None else ""
     if figures.library == OWN:
         return f"computed by {figures.accountant}, not verified; rounded up at the last digit."
@@ -161,47 +163,47 @@ def accounting(figures: Figures) -> str:
 
 
 def unamplified(facts: RunFacts, figures: Figures) -> str:
-    """The bound of a shuffled run, under its own name; empty if there is none."""
+    """States the bound of a shuffled run without amplification; empty if there is none."""
     if figures.unamplified is None:
         return ""
-    bound, delta = round_up(figures.unamplified), round_up_delta(facts.delta)
+    bound, delta = round_up(figures.unamplified), round_up_delta(facts.accounting.delta)
     return f"no amplification: {bound} at δ = {delta}, without any credit for the order of the rows."
 
 
 def covers(facts: RunFacts) -> list[str]:
-    """The data accesses that the figure pays for."""
-    laws = {
+    """Returns the data accesses and results that the guarantee covers."""
+    accesses = {
         GaussianEvent: "every row",
         PoissonGaussianEvent: "a Poisson batch",
         CyclicGaussianEvent: "a Poisson batch of one group of rows",
-        MatrixGaussianEvent: "one group of rows, the groups taking turns",
+        MatrixGaussianEvent: "one group of rows, in cyclic order",
         SampledMatrixEvent: "a batch of random rows",
         TruncatedGaussianEvent: "a Poisson batch that was cut where it was too large",
         FixedSizeGaussianEvent: "a uniform subset of one size",
         MixtureGaussianEvent: "a batch that may hold several rows of a unit",
         RepeatAndSelectEvent: "the best of several runs",
     }
-    seen = {laws[type(charge.event)] for charge in facts.history if type(charge.event) in laws}
+    seen = {accesses[type(charge.event)] for charge in facts.accounting.history if type(charge.event) in accesses}
     of = f" ({' or '.join(sorted(seen))} each)" if seen else ""
     return [
-        f"all accesses to the training data by the {facts.steps:,} steps of the ledger{of}, given-up batches included",
-        "the weights after each of these steps, all of them together, and what the optimizer keeps of them",
-        "whatever is computed from these without the training data",
+        f"all accesses to the training data by the {facts.steps:,} steps of the ledger{of}, discarded batches included",
+        "the weights after each of these steps, all of them together, and the state of the optimizer",
+        "results computed from these without the training data",
     ]
 
 
 def excludes(facts: RunFacts) -> list[str]:
-    """The outputs that the figure does not pay for."""
+    """Returns the outputs and accesses that the guarantee does not cover."""
     metric, split = facts.utility.get("metric"), facts.utility.get("split")
     score = f"the evaluation figures ({metric} on {split or 'held-out data'})" if metric else "evaluation figures"
     declared = [_AS_DECLARED] if DECLARED in facts.samplings else []
     declared += [_AS_CHARGED] if UNKNOWN_SAMPLING in facts.other_samplings else []
-    several = [] if facts.unit != RunFacts.unit else ["people with several rows: the unit is one row"]
+    several = [] if facts.accounting.unit != DEFAULT_UNIT else ["people with several rows: the unit is one row"]
     return [
         "the choice of hyper-parameters, of the number of steps, and of the model that is kept",
         f"{score}, such as test scores",
         "the training loss, gradient norms, sizes of batches and other logs of the run",
-        "data used before this run or beside it: pre-training, preprocessing that was fitted to rows",
+        "data used before or outside this run: pre-training, preprocessing that was fitted to rows",
         "other runs on the same rows that are not in this ledger",
         *several,
         *declared,
@@ -211,7 +213,7 @@ def excludes(facts: RunFacts) -> list[str]:
 
 
 def audit(facts: RunFacts) -> str:
-    """What an audit found, or nothing. Its bound is from below, so it is rounded down."""
+    """States the result of an audit; empty if there is none. Its lower bound is rounded down."""
     found = facts.audit
     if not found:
         return ""
@@ -221,9 +223,11 @@ def audit(facts: RunFacts) -> str:
     bound, claimed, alpha = found.get("bound"), found.get("claimed"), found.get("alpha")
     trials = f"{found['n']:,} {found['kind']} canaries" if found.get("kind") else f"{found['n']:,} trials"
     least = "" if bound is None else f"; ε is at least {_down(bound)}"
-    trust = "" if bound is None or alpha is None else f" with {100 * (1 - alpha):g} % confidence"
-    beside = "" if claimed is None else f", where {_number(claimed)} was claimed"
-    return f"{found['detector']}, {trials}: {said}{least}{trust}{beside}. An experiment, no part of the guarantee."
+    confidence = "" if bound is None or alpha is None else f" with {100 * (1 - alpha):g} % confidence"
+    against = "" if claimed is None else f", where {_number(claimed)} was claimed"
+    return (
+        f"{found['detector']}, {trials}: {said}{least}{confidence}{against}. An experiment, no part of the guarantee."
+    )
 
 
 def _down(value: float | str) -> str:

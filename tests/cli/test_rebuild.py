@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from dpengine import PrivacyEngine
 from dpengine.accounting import Charge, GaussianEvent, Relation
 from dpengine.cli.main import main
-from dpengine.report import PrivacyReport, RunFacts
+from dpengine.report import AccountingFacts, PrivacyReport, RunFacts
 
 
 @pytest.fixture(scope="module")
@@ -93,7 +93,9 @@ def reported(tmp_path_factory):
     """A folder with the three files of a report, and no state."""
     folder = tmp_path_factory.mktemp("reported")
     history = (Charge(GaussianEvent(4.0), 9),)  # a closed form, and quick
-    facts = RunFacts({"noise_multiplier": 4.0}, history, 1e-3, Relation.ZERO_OUT, excludes=("the moon",))
+    facts = RunFacts(
+        {"noise_multiplier": 4.0}, AccountingFacts(history, 1e-3, Relation.ZERO_OUT), excludes=("the moon",)
+    )
     PrivacyReport(facts).save(folder)
     return folder
 
@@ -127,7 +129,7 @@ def test_the_state_is_taken_where_both_are_there(engine, tmp_path, capsys):
     [
         (lambda text: text[:700], "cut"),
         (lambda text: text.replace('"schema_version": 2', '"schema_version": 3'), "upgrade"),
-        (lambda text: text.replace("the moon", "nothing"), "no signature"),
+        (lambda text: text.replace("the moon", "nothing"), "not a signature"),
         (lambda text: text.replace('"delta": 0.001', '"delta": NaN'), "NaN"),
     ],
     ids=["cut", "newer", "edited", "nan"],

@@ -313,6 +313,34 @@ def test_wrappers_of_other_settings_are_refused():
         private(module=GradSampleModule(plain, loss_reduction="sum"))
 
 
+def test_each_overridable_method_receives_the_arguments_that_opacus_passes():
+    received = {}
+
+    def recording(name):
+        def method(self, *args, **kwargs):
+            received[name] = kwargs | ({"args": args} if args else {})
+            return getattr(PrivacyEngine, name)(self, *args, **kwargs)
+
+        return method
+
+    names = ("_prepare_model", "_prepare_data_loader", "_prepare_optimizer", "_prepare_criterion")
+    engine = type("Own", (PrivacyEngine,), {name: recording(name) for name in names})(accountant="rdp")
+    plain, criterion, generator = model(), nn.MSELoss(reduction="none"), torch.Generator()
+    settings = {"max_grad_norm": 0.5, "loss_reduction": "sum", "grad_sample_mode": "ghost"}
+    of_loader = {"poisson_sampling": True, "batch_first": True, "rand_on_empty": True}
+    of_optimizer = {"noise_multiplier": 1.5, "clipping": "flat", "noise_generator": generator}
+    options = settings | of_loader | of_optimizer
+    parts = private(engine=engine, module=plain, criterion=criterion, wrap_model=True, **options)
+    loader, optimizer = received["_prepare_data_loader"], received["_prepare_optimizer"]
+    assert received["_prepare_model"] == {"args": (plain,), "batch_first": True, "wrap_model": True} | settings
+    assert isinstance(loader.pop("args")[0], DataLoader)
+    assert loader == {"distributed": False} | of_loader
+    assert isinstance(optimizer.pop("optimizer"), torch.optim.SGD)
+    assert optimizer == {"expected_batch_size": 4.0, "distributed": False} | settings | of_optimizer
+    passed = {"module": parts.model, "optimizer": parts.optimizer, "criterion": criterion, "loss_reduction": "sum"}
+    assert received["_prepare_criterion"] == passed
+
+
 @pytest.mark.parametrize("mode", MODES)
 def test_all_of_a_run_goes_when_nobody_holds_it(mode):
     parts = private(noise_multiplier=1.0, grad_sample_mode=mode)

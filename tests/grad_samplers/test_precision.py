@@ -2,8 +2,8 @@ import pytest
 import torch
 
 from dpengine.capture import LayerCall
-from dpengine.grad_samplers.machine import full_precision
 from dpengine.grad_samplers.table import sampler_for
+from dpengine.kernels.precision import full_precision
 
 by_operation = pytest.mark.skipif(
     not hasattr(torch.backends, "fp32_precision"), reason="one setting for all operations"

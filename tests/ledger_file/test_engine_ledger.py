@@ -264,7 +264,7 @@ def test_the_relation_is_the_one_that_holds_for_all_runs_of_the_file(path):
 
 
 def test_the_report_says_whether_the_ledger_is_on_disk(path):
-    line = "[yes] Each charge is on disk before what it pays for leaves"
+    line = "[yes] Each charge is on disk before the result of its step is released"
     assert line in str(Run(path).train(1).engine.report())
     assert line not in str(Run(None).train(1).engine.report())
 

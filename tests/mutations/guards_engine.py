@@ -83,15 +83,15 @@ GUARDS = [
     Guard(
         "noise-std",
         "noise has the standard deviation of the plan",
-        "                std=self.plan.noise_std,\n",
-        "                std=0.0,\n",
+        "std, step, scale = self.plan.noise_std, ",
+        "std, step, scale = 0.0, ",
         "test_noise_of_run.py::test_f_n6_noise_has_the_standard_deviation_that_is_charged",
     ),
     Guard(
         "noise-step",
         "noise is addressed by the step",
-        "                step=self.batches.batches[-1].step,\n",
-        "                step=0,\n",
+        "self.plan.noise_std, self.batches.batches[-1].step, 1",
+        "self.plan.noise_std, 0, 1",
         "test_noise_of_run.py::test_f_n6_noise_has_the_standard_deviation_that_is_charged",
     ),
     Guard(

@@ -13,7 +13,7 @@ from dpengine.accounting import (
     Relation,
     UnclaimedEvent,
 )
-from dpengine.report import RunFacts
+from dpengine.report import AccountingFacts, DatasetFacts, EnvironmentFacts, RunFacts
 
 PLAN = {
     "sampling": "poisson",
@@ -28,19 +28,27 @@ PLAN = {
 }
 ORDINARY = RunFacts(
     plan=PLAN,
-    history=(Charge(PoissonGaussianEvent(0.02 + 2.0**-60, 1.5), 200),),
-    delta=1e-5,
-    relation=Relation.ZERO_OUT,
-    num_examples=5003,
+    accounting=AccountingFacts(
+        history=(Charge(PoissonGaussianEvent(0.02 + 2.0**-60, 1.5), 200),),
+        delta=1e-5,
+        relation=Relation.ZERO_OUT,
+        target_epsilon=2.5,
+        planned_steps=200,
+        ledger_on_disk=True,
+    ),
+    dataset=DatasetFacts(
+        num_examples=5003,
+        description={
+            "name": "Census",
+            "source": "a public archive",
+            "licence": "CC BY 4.0",
+            "sha256": {"a.data": "ab" * 32},
+        },
+    ),
+    environment=EnvironmentFacts(torch="2.13.0", device="cpu"),
     noise={"kind": "chacha20", "cryptographic": True, "insecure_seed": False, "largest_normal": 9.4},
-    target_epsilon=2.5,
-    planned_steps=200,
-    ledger_on_disk=True,
     loss_checked=True,
-    data={"name": "Census", "source": "a public archive", "licence": "CC BY 4.0", "sha256": {"a.data": "ab" * 32}},
     utility={"metric": "accuracy", "value": 0.8493, "split": "test"},
-    torch="2.13.0",
-    device="cpu",
 )
 VARIANTS = {
     "ordinary": {},
@@ -52,7 +60,15 @@ VARIANTS = {
     },
     "not-started": {"history": ()},
     "full-batch": {"history": (Charge(GaussianEvent(4.0), 9),), "plan": PLAN | {"sample_rate": 1.0}},
-    "bare": {"plan": {}, "noise": {}, "data": {}, "utility": {}, "torch": None, "device": None, "num_examples": None},
+    "bare": {
+        "plan": {},
+        "noise": {},
+        "description": {},
+        "utility": {},
+        "torch": None,
+        "device": None,
+        "num_examples": None,
+    },
     "add-or-remove": {"relation": Relation.ADD_OR_REMOVE_ONE, "constants_declared": True},
     "seeded": {"noise": {"kind": "philox", "cryptographic": False, "insecure_seed": True}},
     "voids-and-clips": {
@@ -81,10 +97,15 @@ VARIANTS = {
 
 @pytest.fixture
 def make_facts():
-    """The ordinary run with some facts changed; a text names a variant."""
+    """The ordinary run with some facts changed, by the names of all fields; a text names a variant."""
 
     def make(variant: str = "ordinary", **changes):
-        return dataclasses.replace(ORDINARY, **(VARIANTS[variant] | changes))
+        changes = VARIANTS[variant] | changes
+        groups = {name: getattr(ORDINARY, name) for name in ("accounting", "dataset", "environment")}
+        for name, group in groups.items():
+            names = {one.name for one in dataclasses.fields(group)} & changes.keys()
+            groups[name] = dataclasses.replace(group, **{one: changes.pop(one) for one in names})
+        return dataclasses.replace(ORDINARY, **groups, **changes)
 
     return make
 

@@ -56,6 +56,11 @@ def test_every_assumption_has_evidence_of_one_line(any_facts):
         assert not item.evidence.endswith(".")
 
 
+def test_a_loss_that_was_not_checked_is_said_to_be_so(make_facts):
+    (item,) = [item for item in assumptions(make_facts(loss_checked=None)) if "loss" in item.name]
+    assert item.evidence.startswith("the loss was not checked")
+
+
 def test_an_ordinary_run_has_no_stamp(make_facts):
     assert stamps(make_facts()) == ()
     assert stamps(make_facts(ledger_on_disk=False, loss_checked=None)) == ()

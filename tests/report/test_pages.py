@@ -51,7 +51,7 @@ def test_the_page_loads_nothing(any_facts):
 
 def test_an_address_in_a_text_stays_a_text(make_facts):
     source = "https://archive.example.org/adult"
-    html = PrivacyReport(make_facts(data={"source": source})).to_html()
+    html = PrivacyReport(make_facts(description={"source": source})).to_html()
     assert source in html
     assert set(Page(html).loads) == {"data:,"}
 
@@ -61,7 +61,7 @@ def test_texts_of_users_are_no_markup(make_facts):
     plain, spoilt = (
         Page(
             PrivacyReport(
-                make_facts(data={"name": t}, unit=t, excludes=(t,), utility={"metric": t, "value": 1})
+                make_facts(description={"name": t}, unit=t, excludes=(t,), utility={"metric": t, "value": 1})
             ).to_html()
         )
         for t in ("text", evil)
@@ -122,7 +122,9 @@ def test_the_card_opens_with_front_matter(any_facts):
 
 def test_a_text_of_a_user_cannot_end_the_front_matter_or_a_table(make_facts):
     evil = "---\n| a | b |\n# Title\n```\n<b>x</b> [link](http://a)"
-    card = PrivacyReport(make_facts(data={"name": evil}, noise={"kind": evil, "cryptographic": True})).to_markdown()
+    card = PrivacyReport(
+        make_facts(description={"name": evil}, noise={"kind": evil, "cryptographic": True})
+    ).to_markdown()
     assert card.count("\n---\n") == 1
     assert card.count("\n```") == 2
     assert "<b>" not in card.partition("## Registry entry")[0].replace(r"\<b", "")
@@ -152,7 +154,7 @@ def test_the_plain_words_give_the_odds_of_the_advantage(make_facts):
     card = PrivacyReport(make_facts("full-batch")).to_markdown()
     assert "right at most 64.7 % of the time" in card  # (1 + 0.29234) / 2, rounded up
     # The best test of N(0, 1) against N(0.75, 1) finds 5.76 % at one false alarm in a hundred.
-    found = float(re.search(r"recognise at most ([\d.]+) %", card)[1])
+    found = float(re.search(r"recognize at most ([\d.]+) %", card)[1])
     assert 5.76 <= found <= 6.8
 
 

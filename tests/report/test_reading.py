@@ -56,7 +56,7 @@ def test_what_is_known_of_a_reason_and_of_sentences_survives(make_facts):
     facts = make_facts("shuffled", excludes=("the moon",), utility={"metric": "loss", "value": math.nan})
     again = PrivacyReport.from_json(PrivacyReport(facts).to_json())
     assert again.facts.excludes == ("the moon",)
-    assert again.facts.history == facts.history
+    assert again.facts.accounting.history == facts.accounting.history
     assert again.to_html() == PrivacyReport(facts).to_html()
 
 
@@ -99,13 +99,16 @@ def test_rows_hold_all_that_an_event_states():
 def test_void_batches_are_not_told_apart(make_facts):
     report = PrivacyReport(make_facts("voids-and-clips"))
     assert "void" not in report.to_json()
-    assert {charge.kind for charge in PrivacyReport.from_json(report.to_json()).facts.history} == {"release", "clip"}
+    assert {charge.kind for charge in PrivacyReport.from_json(report.to_json()).facts.accounting.history} == {
+        "release",
+        "clip",
+    }
 
 
 def test_a_private_size_is_not_in_it(make_facts):
     text = PrivacyReport(make_facts("not-started", num_examples=5003, relation="add-or-remove-one")).to_json()
     assert "5003" not in text
-    assert PrivacyReport.from_json(text).facts.num_examples is None
+    assert PrivacyReport.from_json(text).facts.dataset.num_examples is None
 
 
 SPOILT_TEXTS = {
@@ -114,12 +117,12 @@ SPOILT_TEXTS = {
     "without-its-last-brace": (lambda text: text.rstrip()[:-1], "cut"),
     "no-json": (lambda text: "ε = 1", "not JSON"),
     "more-than-json": (lambda text: text + "}", "not JSON"),
-    "a-list": (lambda text: "[]", "no privacy report"),
-    "no-version": (lambda text: text.replace('"schema_version"', '"version"'), "no privacy report"),
-    "nan": (lambda text: text.replace('"delta": 1e-05', '"delta": NaN'), "NaN is no number"),
-    "infinity": (lambda text: text.replace('"delta": 1e-05', '"delta": Infinity'), "Infinity is no number"),
+    "a-list": (lambda text: "[]", "not a privacy report"),
+    "no-version": (lambda text: text.replace('"schema_version"', '"version"'), "not a privacy report"),
+    "nan": (lambda text: text.replace('"delta": 1e-05', '"delta": NaN'), "NaN is not a JSON number"),
+    "infinity": (lambda text: text.replace('"delta": 1e-05', '"delta": Infinity'), "Infinity is not a JSON number"),
     "infinity-in-digits": (lambda text: text.replace('"delta": 1e-05', '"delta": 1e999'), "guarantee.delta"),
-    "a-key-twice": (lambda text: text.replace('"delta":', '"delta": 1e-9, "delta":', 1), "'delta' is there twice"),
+    "a-key-twice": (lambda text: text.replace('"delta":', '"delta": 1e-9, "delta":', 1), "'delta' occurs twice"),
     "too-deep": (lambda text: "[" * 100_000, "not JSON"),
     "half-a-character": (lambda text: text.replace("Census", "Census\\ud800"), "digest"),
     "newer": (
@@ -128,7 +131,7 @@ SPOILT_TEXTS = {
     ),
     "older": (lambda text: '{"schema_version": 1}', "older dpengine, schema 1"),
     "version-is-no-number": (lambda text: text.replace('_version": 2', '_version": "2"'), 'schema_version is "2"'),
-    "edited": (lambda text: text.replace('"delta": 1e-05', '"delta": 1e-06'), "digest.*no signature"),
+    "edited": (lambda text: text.replace('"delta": 1e-05', '"delta": 1e-06'), "digest.*not a signature"),
 }
 
 
@@ -232,7 +235,7 @@ def test_versions_that_contradict_each_other_are_refused(report, path):
 
 @pytest.mark.parametrize("version", ["", "0.1.0\n\n# Checked", " 0.1.0 "], ids=repr)
 def test_a_version_that_is_more_than_a_name_is_refused(report, version):
-    with pytest.raises(CorruptFileError, match="is no version"):
+    with pytest.raises(CorruptFileError, match="is not a version"):
         PrivacyReport.from_json(json.dumps(by_version(report.to_dict(), version)))
 
 

@@ -117,7 +117,9 @@ def test_the_numbers_are_those_of_the_accounting_part(make_facts):
     from dpengine.accounting import privacy_spent
 
     facts = make_facts()
-    spent = privacy_spent(facts.history, facts.delta, facts.accountant, facts.relation)
+    spent = privacy_spent(
+        facts.accounting.history, facts.accounting.delta, facts.accounting.accountant, facts.accounting.relation
+    )
     guarantee = PrivacyReport(facts).to_dict()["guarantee"]
     assert (guarantee["epsilon"], guarantee["mu_gdp"]) == (spent.epsilon, spent.mu)
     assert (guarantee["advantage"], guarantee["delta"]) == (spent.advantage, 1e-5)
@@ -205,7 +207,11 @@ def test_nothing_names_the_machine_its_user_or_a_folder(make_facts, tmp_path, mo
         monkeypatch.setenv(name, "/home/tell-tale")
     home = "/home/tell-tale/"
     facts = make_facts(
-        data={"name": f"{home}adult.csv", "source": f"copied from {home}adult.csv", "sha256": {f"{home}a.csv": "00"}},
+        description={
+            "name": f"{home}adult.csv",
+            "source": f"copied from {home}adult.csv",
+            "sha256": {f"{home}a.csv": "00"},
+        },
         utility={"metric": "accuracy", "value": 0.5, "split": f"{home}test"},
         device=f"{home}gpu",
         excludes=(f"the log {home}run.log",),

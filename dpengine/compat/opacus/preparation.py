@@ -1,11 +1,10 @@
-"""From what ``make_private`` of Opacus is given to its three private parts, joined."""
+"""Builds the private model, optimizer and loader from the arguments of Opacus's ``make_private``."""
 
 from __future__ import annotations
 
-import dataclasses
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -34,26 +33,6 @@ from .grad_sample.gsm_base import AbstractGradSampleHooks, AbstractGradSampleMod
 from .grad_sample.prepare import GHOST, get_gsm_class, prepare_module
 from .optimizers import DPOptimizer, get_optimizer_class, step_of
 from .utils.fast_gradient_clipping_utils import DPLossFastGradientClipping
-
-
-@dataclasses.dataclass(frozen=True)
-class Asked:
-    """What was asked for, as ``make_private`` was given it."""
-
-    module: nn.Module
-    optimizer: Optimizer
-    criterion: Any
-    data_loader: DataLoader[Any]
-    noise_multiplier: float
-    max_grad_norm: float | Sequence[float]
-    batch_first: bool
-    loss_reduction: str
-    poisson_sampling: bool
-    clipping: str
-    noise_generator: torch.Generator | None
-    grad_sample_mode: str
-    wrap_model: bool
-    rand_on_empty: bool
 
 
 class Preparation(NotCopyable):
@@ -170,48 +149,40 @@ class Preparation(NotCopyable):
         """The criterion of ghost modes. The user's own is as good."""
         return DPLossFastGradientClipping(module, optimizer, criterion, loss_reduction)
 
-    def _parts(self, asked: Asked, batch_size: float, adapts: dict[str, Any]) -> tuple[Any, ...]:
-        """The private parts; where something is refused, everything that was put on is taken off."""
-        layout: dict[str, Any] = {"loss_reduction": asked.loss_reduction, "grad_sample_mode": asked.grad_sample_mode}
-        hooks: Any = self._prepare_model(
-            asked.module,
-            batch_first=asked.batch_first,
-            max_grad_norm=asked.max_grad_norm,
-            wrap_model=asked.wrap_model,
-            **layout,
-        )
+    def _parts(
+        self,
+        module: nn.Module,
+        data_loader: DataLoader[Any],
+        criterion: Any,
+        batch_size: float,
+        *,
+        of_model: Mapping[str, Any],
+        of_loader: Mapping[str, Any],
+        of_optimizer: Mapping[str, Any],
+    ) -> tuple[Any, ...]:
+        """Returns the private parts, given the keyword arguments of each; on an error, removes the hooks again."""
+        hooks: Any = self._prepare_model(module, **of_model)
         topology: Topology = hooks._topology
         try:
-            self._repeats = asked.noise_generator is not None
+            self._repeats = of_optimizer["noise_generator"] is not None
             loader = self._prepare_data_loader(
-                asked.data_loader,
-                distributed=topology is not SINGLE and topology,
-                poisson_sampling=asked.poisson_sampling,
-                batch_first=asked.batch_first,
-                rand_on_empty=asked.rand_on_empty,
+                data_loader, distributed=topology is not SINGLE and topology, **of_loader
             )
             private = self._prepare_optimizer(
-                optimizer=asked.optimizer,
-                noise_multiplier=asked.noise_multiplier,
-                max_grad_norm=asked.max_grad_norm,
-                expected_batch_size=batch_size / topology.ranks,
-                noise_generator=asked.noise_generator,
-                distributed=is_spread(hooks._module),
-                clipping=asked.clipping,
-                **layout,
-                **adapts,
+                expected_batch_size=batch_size / topology.ranks, distributed=is_spread(hooks._module), **of_optimizer
             )
-            self._join(hooks, private, loader, asked.poisson_sampling)
+            self._join(hooks, private, loader, of_loader["poisson_sampling"])
         except BaseException:
-            if hooks is not asked.module:
+            if hooks is not module:
                 hooks.cleanup()
             raise
-        if asked.grad_sample_mode not in GHOST:
+        if of_model["grad_sample_mode"] not in GHOST:
             return hooks, private, loader
-        criterion = self._prepare_criterion(
-            module=hooks, optimizer=private, criterion=asked.criterion, loss_reduction=asked.loss_reduction
+        loss_reduction = of_model["loss_reduction"]
+        wrapped = self._prepare_criterion(
+            module=hooks, optimizer=private, criterion=criterion, loss_reduction=loss_reduction
         )
-        return hooks, private, criterion, loader
+        return hooks, private, wrapped, loader
 
     def _join(self, hooks: AbstractGradSampleHooks, optimizer: DPOptimizer, loader: Any, poisson: bool) -> None:
         """Has the optimizer release what the loader hands out, and the engine book it."""

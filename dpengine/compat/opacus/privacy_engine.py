@@ -23,7 +23,7 @@ from .accountants.ledger_accountant import LedgerAccountant
 from .accountants.utils import get_noise_multiplier
 from .admission import adaptive_settings, admit
 from .checkpoints import Checkpoints
-from .preparation import Asked, Preparation, follow
+from .preparation import Preparation, follow
 from .validators import ModuleValidator
 
 
@@ -127,23 +127,20 @@ class PrivacyEngine(Preparation, Checkpoints):
             clipping = "adaptive"
             settings = {**self._flat_adapts, **{k: v for k, v in settings.items() if v is not None}}
         adapts: dict[str, Any] = adaptive_settings(clipping, settings, noise_multiplier, size)
-        asked = Asked(
+        shared = {"loss_reduction": loss_reduction, "grad_sample_mode": grad_sample_mode}
+        of_model = {"batch_first": batch_first, "max_grad_norm": max_grad_norm, "wrap_model": wrap_model}
+        of_loader = {"poisson_sampling": poisson_sampling, "batch_first": batch_first, "rand_on_empty": rand_on_empty}
+        of_optimizer = {"optimizer": optimizer, "noise_multiplier": noise_multiplier, "max_grad_norm": max_grad_norm}
+        of_optimizer |= {"noise_generator": noise_generator, "clipping": clipping, **adapts}
+        return self._parts(
             module,
-            optimizer,
-            criterion,
             data_loader,
-            noise_multiplier,
-            max_grad_norm,
-            batch_first,
-            loss_reduction,
-            poisson_sampling,
-            clipping,
-            noise_generator,
-            grad_sample_mode,
-            wrap_model,
-            rand_on_empty,
+            criterion,
+            size,
+            of_model=of_model | shared,
+            of_loader=of_loader,
+            of_optimizer=of_optimizer | shared,
         )
-        return self._parts(asked, size, adapts)
 
     @suggests_names
     def make_private_with_epsilon(

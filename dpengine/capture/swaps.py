@@ -1,0 +1,246 @@
+"""Replaces a module's parameters while it runs, so that autograd forms no gradient of them, and taps its output."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from dpengine.distributed.layer_parts import layer_type, ordinary
+from dpengine.distributed.local_shards import is_dtensor, local_part
+from dpengine.errors import UnsupportedLayerError
+from dpengine.layers.not_twice_differentiable import refuse_second_derivative
+
+from .record import Use
+from .tap import CallReport, RowsReport, RowsTap, tensors_in
+from .watch import Kind, Watch
+from .watched_parameter import Origin, WatchedParameter, realise
+
+if TYPE_CHECKING:
+    from .capture import Capture
+
+Finish = Callable[[Any, Any, Any], Any]
+
+
+class PartHook:
+    """Stands before a layer's hook, in a model some of whose layers are split.
+
+    The layer runs on DTensors, inside hooks of its parallel style: these distribute what goes in before ours see it,
+    and what comes out after. The tap is on ordinary tensors, the part that is here, between two conversions.
+    """
+
+    def __init__(self, hook: ParameterSwap):
+        self.hook = hook
+        self.part = hook.capture.topology.parts.get(hook.watch.module)
+
+    def begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Before a call."""
+        hook, part = self.hook, self.part
+        if part is None:
+            return hook.begin(module, args, kwargs)
+        if (
+            hook.is_embedding
+            and hook.is_shared_table(args, kwargs)
+            and any(p.requires_grad for p in module.parameters())
+        ):
+            raise UnsupportedLayerError(
+                f"Embedding '{part.name}' is split over processes, and all rows share the entries that it gives.",
+                fix="Leave it out of the plan of parallelize_module, or pass it indices of each row, (B, T).",
+            )
+        if not part.has_no_rows(args):
+            return hook.begin(module, args, kwargs)
+        mesh = args[0].device_mesh
+        given = hook.begin(module, (args[0].to_local(),), kwargs)
+        mark, finish = hook.open.pop()
+        hook.open.append((mark, partial(self._alone, mesh, finish)))
+        for owner, name, _ in hook.slots:
+            present = owner._parameters[name]
+            if present is not None:
+                hook.capture.swapped.append((owner, name, present))
+                owner._parameters[name] = local_part(present).detach()
+        return given
+
+    def _alone(self, mesh: Any, finish: Finish | None, args: Any, kwargs: Any, output: Tensor) -> Any:
+        """After a call that the part ran by itself, on ordinary tensors, since there are no rows."""
+        assert self.part is not None
+        return self.part.given(output if finish is None else finish(args, kwargs, output), mesh)
+
+    def tapped(self, real: Mapping[str, nn.Parameter], args: Any, kwargs: Any, output: Any) -> Any:
+        """After a call: the output with a tap behind it."""
+        hook, part = self.hook, self.part
+        if part is None:
+            args, kwargs = ordinary(hook.watch.name, (args, kwargs))
+            return hook.tapped(real, args, kwargs, output)
+        uses = hook.uses(real, part.shapes)
+        report = CallReport(hook.capture, replace(hook.watch, module=part.layer), uses)
+        if not is_dtensor(output):
+            return report.tap(args, kwargs, output)
+        call = part.local(args, kwargs, output)
+        return part.joined(report.tap(call.args, call.kwargs, call.output), call, output)
+
+
+class ParameterSwap:
+    """Runs a module with tensors in place of its parameters that do not require gradients.
+
+    The output goes through a tap, which saves the inputs as autograd saves them and reports the gradient.
+    """
+
+    def __init__(self, capture: Capture, watch: Watch):
+        self.capture = capture
+        self.watch = watch
+        self.module = watch.module
+        self.slots = watch.slots()
+        self.is_embedding = layer_type(watch.module) is nn.Embedding
+        self._dotted = {name: f"{watch.name}.{name}" if watch.name else name for _, _, name in self.slots}
+        # One entry for each call that runs: where its swaps begin, and what to do with its output.
+        self.open: list[tuple[int, Finish | None]] = []
+        self.shared = False  # whether indices of one axis were other than samples once
+        self._begin, self.tap = self.begin, self.tapped
+        if capture.topology.splits.size > 1:
+            part = PartHook(self)
+            self._begin, self.tap = part.begin, part.tapped
+
+    def run(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Runs the module's own forward between the replacement of its parameters and their return."""
+        args, kwargs = self._begin(self.module, args, kwargs)
+        output = None
+        try:
+            output = forward(*args, **kwargs)
+        finally:
+            replaced = self._after(args, kwargs, output)
+        return output if replaced is None else replaced
+
+    def begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Before a call: parameters are swapped. Returns the inputs."""
+        capture = self.capture
+        args, kwargs = _realised(args, kwargs)
+        sharded, live, real = bool(capture.topology.slots), [], {}
+        for owner, name, dotted in self.slots:
+            p = owner._parameters[name]
+            if p is not None and (capture.registered(p, owner, name) if sharded else p).requires_grad:
+                live.append((owner, name, dotted, p))
+                real[dotted] = p
+        stand_ins, finish = self._stand_ins(real, args, kwargs)
+        self.open.append((len(capture.swapped), finish))
+        for owner, name, dotted, p in live:
+            capture.swapped.append((owner, name, p))
+            owner._parameters[name] = stand_ins[dotted]  # type: ignore[assignment]
+        return args, kwargs
+
+    def _stand_ins(
+        self, real: Mapping[str, nn.Parameter], args: Any, kwargs: Any
+    ) -> tuple[Mapping[str, Tensor], Finish | None]:
+        """What stands in for each parameter while forward runs, and what to do with the output."""
+        capture, watch = self.capture, self.watch
+        if not real:
+            return {}, None
+        if watch.kind is Kind.OPERATIONS:
+            return {name: WatchedParameter.of(p.detach(), self._origin(name, p)) for name, p in real.items()}, None
+        if self.is_embedding and self.is_shared_table(args, kwargs):
+            return {name: p.detach() for name, p in real.items()}, partial(self._watched_entries, real)
+        if capture.swap is not None and watch.kind is Kind.LAYER and capture.batch_first:
+            tensors = tensors_in((args, kwargs))
+            swapped = capture.swap(watch, real, tensors, capture.rows_of(tensors))
+            if swapped is not None:
+                return swapped, _copied
+        return {name: p.detach() for name, p in real.items()}, partial(self.tap, real)
+
+    def is_shared_table(self, args: Any, kwargs: Any) -> bool:
+        """Returns True if all samples share the entries of an embedding: positions ``(1, T)`` or ``(T,)``."""
+        capture = self.capture
+        if capture.rows is None or not capture.batch_first:
+            return False
+        indices = tensors_in((args, kwargs))[0]
+        if indices.dim() == 1:  # as many positions as rows, some day: what was shared before is then, too
+            self.shared = self.shared or len(indices) != capture.rows
+            return self.shared
+        return indices.dim() > 1 and indices.shape[0] == 1 != capture.rows
+
+    def _watched_entries(self, real: Mapping[str, nn.Parameter], args: Any, kwargs: Any, output: Tensor) -> Tensor:
+        """The entries, followed operation by operation until they meet a tensor that carries the batch."""
+        capture, indices = self.capture, tensors_in((args, kwargs))[0]
+        ((name, parameter),) = real.items()
+        dotted = self._dotted[name]
+
+        def tap_rows(origin: Origin, rows: int) -> Tensor:
+            use = self._use(parameter, dotted)
+            report = CallReport(capture, self.watch, {name: use}, batch_first=True)
+            entries = output.detach().expand(rows, *output.shape).clone()
+            return report.tap((indices.expand(rows, *indices.shape),), {}, entries)
+
+        origin = Origin(parameter, dotted, tap_rows, _no_linear, lambda: capture.rows)
+        return WatchedParameter.of(output.detach(), origin)
+
+    def _after(self, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+        if not self.open:
+            return None
+        mark, finish = self.open.pop()
+        if len(self.capture.swapped) > mark:
+            self.capture.unswap(mark)
+        if output is None or finish is None or not self.capture.recording:
+            return None
+        return finish(args, kwargs, output)
+
+    def _use(self, parameter: nn.Parameter, dotted: str, place: slice | None = None) -> Use:
+        """A use of a parameter, by the one that the optimizer holds."""
+        registered = self.capture.registered(parameter) if self.capture.topology.slots else parameter
+        self.capture.uses[registered] += 1
+        return Use(registered, dotted, place)
+
+    def tapped(self, real: Mapping[str, nn.Parameter], args: Any, kwargs: Any, output: Any) -> Any:
+        """After a call: the output with a tap behind it."""
+        uses = {name: self._use(p, self._dotted[name]) for name, p in real.items()}
+        return CallReport(self.capture, self.watch, uses, batch_first=self.watch.in_rows).tap(args, kwargs, output)
+
+    def uses(self, real: Mapping[str, nn.Parameter], parts: Mapping[str, tuple[int, ...]]) -> dict[str, Use]:
+        """Uses of parameters of which these parts are here."""
+        found = {name: self._use(p, self._dotted[name]) for name, p in real.items()}
+        return {name: replace(use, part=parts[name]) for name, use in found.items()}
+
+    def _origin(self, name: str, parameter: nn.Parameter) -> Origin:
+        capture, dotted = self.capture, self._dotted[name]
+
+        def tap_rows(origin: Origin, rows: int) -> Tensor:
+            report = RowsReport(capture, self._use(parameter, dotted))
+            return RowsTap.apply(capture.anchor, report, parameter.detach(), rows)
+
+        def tap_linear(origins: Mapping[str, Origin], inputs: Tensor, output: Tensor) -> Tensor:
+            uses = {n: self._use(o.parameter, o.name, o.place) for n, o in origins.items()}
+            report = CallReport(capture, self.watch, uses, capture.linear_rule, batch_first=True)
+            return report.tap((inputs,), {}, output)
+
+        return Origin(parameter, dotted, tap_rows, tap_linear, lambda: capture.rows if capture.batch_first else None)
+
+
+def _no_linear(origins: Mapping[str, Origin], inputs: Tensor, output: Tensor) -> Tensor:
+    origin = next(iter(origins.values()))
+    raise UnsupportedLayerError(
+        f"Entries of '{origin.name}' that all rows share are used as the weight of F.linear.",
+        fix="Tie weights by sharing the parameter of a layer.",
+    )
+
+
+def _copied(args: Any, kwargs: Any, output: Tensor) -> Tensor:
+    # The swapped layer's own Function gives views, after which an in-place operation would raise, and takes gradients
+    # for contiguous.
+    copied = output.clone()
+    if copied.requires_grad:
+        copied.register_hook(_contiguous_once)
+    return copied
+
+
+def _contiguous_once(grad: Tensor) -> Tensor:
+    if torch.is_grad_enabled():  # with create_graph=True
+        return refuse_second_derivative(grad)
+    return grad.contiguous()
+
+
+def _realised(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    for value in (*args, *kwargs.values()):
+        if isinstance(value, WatchedParameter):
+            return tuple(realise(v) for v in args), {k: realise(v) for k, v in kwargs.items()}
+    return args, kwargs
