@@ -217,7 +217,7 @@ def test_f_p4_a_death_at_any_call_leaves_a_whole_folder(tmp_path, monkeypatch):
 
 def test_a_folder_with_other_things_is_left_alone(tmp_path):
     (tmp_path / "thesis.txt").write_text("years of work")
-    with pytest.raises(FileExistsError, match="something else"):
+    with pytest.raises(FileExistsError, match="other files"):
         write(tmp_path, {"a": b""}, {})
     assert (tmp_path / "thesis.txt").exists()
 
