@@ -154,8 +154,8 @@ class LedgerError(PrivacyError):
     code = "DPE021"
 
 
-class TicketError(PrivacyError):
-    """``step`` was called without a clipped batch."""
+class BatchStateError(PrivacyError):
+    """A backward pass, step or call does not fit the state of the logical batch."""
 
     code = "DPE022"
 

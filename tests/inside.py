@@ -65,7 +65,7 @@ def state(owner, run=-1):
         relation=plan.relation,
         iterations=plan.iterations,
         expected_batch_size=plan.expected_batch_size,
-        noise=None if plan.noise is None else dict(plan.noise.facts),
+        noise=None if plan.noise is None else dict(plan.noise.description),
     )
 
 
@@ -345,19 +345,19 @@ def charge(owner, of_step, *, kind="release"):
 
 def close_ledger_file(engine):
     """Closes the ledger file, as the end of the process does."""
-    engine._books._held.file.close()
+    engine._engine_ledger._open_ledger.file.close()
 
 
 def settle_ledger_file(engine):
     """Settles the reservation of the current run in the ledger file."""
-    engine._books._held.file.settle(_step(engine).plan.run)
+    engine._engine_ledger._open_ledger.file.settle(_step(engine).plan.run)
 
 
 def let_go_of_ledger_file(engine, *, settles=True):
     """Releases the ledger file, as the end of the process does; without ``settles``, as its death does."""
     if not settles:
-        engine._books._held.file.reservations.clear()
-    engine._books._held.let_go()
+        engine._engine_ledger._open_ledger.file.reservations.clear()
+    engine._engine_ledger._open_ledger.finalizer()
 
 
 def budget(owner, *arguments):

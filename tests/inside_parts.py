@@ -20,22 +20,23 @@ import dpengine.engine.watch_model
 from dpengine.clipping import Flat
 from dpengine.compat.opacus.grad_sample.waiting_passes import WaitingPasses
 from dpengine.compiled.one_pass import OnePass
-from dpengine.engine import amp_and_lr_schedulers as companions
+from dpengine.engine import amp_and_lr_schedulers
 from dpengine.engine.add_clipped import ClipStatistics
 from dpengine.engine.argument_checks import attached_models
 from dpengine.engine.optimizer import REFUSED
 from dpengine.engine.pass_clipper import PassClipper, RecordedPass
 from dpengine.engine.watch_model import watch_model
 from dpengine.grad_modes.bookkeep import BookKeeping
+from dpengine.grad_modes.choose_method import MethodTable
 from dpengine.grad_modes.flat_buffer import FlatBuffer
 from dpengine.grad_modes.rows import Units
 from dpengine.independence import live_probe as probe
-from dpengine.plan.run_plan import RunPlan, rate_to_book
+from dpengine.plan.run_plan import RunPlan, accounted_sample_rate
 
 REJECTED_OPTIMIZERS = frozenset(REFUSED)
 """Names of the optimizers of torch that ``make_private`` rejects."""
 
-accounted_rate = rate_to_book
+accounted_rate = accounted_sample_rate
 
 
 def planned_steps(epochs, steps, steps_per_epoch):
@@ -219,6 +220,11 @@ def rows_of_forward(model, inputs):
     return rows
 
 
+def book_keeping():
+    """Returns the default grad mode, which times nothing."""
+    return BookKeeping(MethodTable(timed=False))
+
+
 class GradientsOfRows:
     """Norms and weighted sums of the calls of layers, by the ways of a table of methods."""
 
@@ -253,7 +259,7 @@ class Plan:
     def __init__(self, *arguments, plan=None, **settings):
         self._plan = RunPlan(*arguments, **settings) if plan is None else plan
         self.run, self.noise_multiplier = self._plan.run, self._plan.noise_multiplier
-        self.event, self.why_not_joined = self._plan.event, self._plan.why_not_joined
+        self.event, self.why_not_merged = self._plan.event, self._plan.why_not_merged
 
     def changed(self, step, **constants):
         """The plan with other constants from a step on."""
@@ -339,8 +345,8 @@ def copied_buffers(watch):
 ATTACHED_PARTS = {  # what make_private attaches besides hooks, in order
     "optimizer": (dpengine.engine.optimizer, "private_class"),
     "layers": (dpengine.capture.hooks.LayerForward, "attach"),
-    "scaler": (companions, "attach_scaler"),
-    "scheduler": (companions, "attach_scheduler"),
+    "scaler": (amp_and_lr_schedulers, "attach_scaler"),
+    "scheduler": (amp_and_lr_schedulers, "attach_scheduler"),
     "models": (dpengine.engine.run, "attached_models"),
 }
 

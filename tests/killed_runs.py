@@ -36,7 +36,7 @@ def begun(folder, **settings):
 
     def tell():
         told = {
-            "address": [key, source.incarnation, inside.state(run.engine).step],
+            "address": [key, source.nonce, inside.state(run.engine).step],
             "batch": hashlib.sha256(run.batch.numpy().tobytes()).hexdigest(),
             "weights": hashlib.sha256(run.model.weight.detach().numpy().tobytes()).hexdigest(),
         }

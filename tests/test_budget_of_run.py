@@ -14,11 +14,11 @@ from dpengine import PrivacyEngine
 from dpengine.accounting import Charge, Ledger, Relation, epsilon_of, release_event
 from dpengine.errors import (
     AccountingRefusedError,
+    BatchStateError,
     BudgetExceeded,
     CalibrationError,
     LedgerError,
     PrivacyWarning,
-    TicketError,
 )
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*DPE012", "ignore:.*DPE006")
@@ -123,7 +123,7 @@ def test_v4_a_second_run_shares_the_target_with_the_first():
     train(second)
     assert engine.ledger.steps == 8
     assert 1.99 < engine.epsilon <= 2.0
-    with pytest.raises(CalibrationError, match=r"DPE008.*with what was spent before"):
+    with pytest.raises(CalibrationError, match=r"DPE008.*with the earlier charges"):
         make_loop(engine=engine, target_epsilon=0.99 * engine.epsilon, steps=4, target_delta=1e-3)
 
 
@@ -164,7 +164,7 @@ def test_v4_without_a_target_nothing_ends():
     loop = make_loop(noise_multiplier=0.3)
     assert train(loop, epochs=3) == 12
     loop.optimizer.zero_grad()
-    with pytest.raises(TicketError):
+    with pytest.raises(BatchStateError):
         loop.optimizer.step()
 
 

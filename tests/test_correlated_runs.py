@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 
 from dpengine import Adaptive, PrivacyEngine
 from dpengine.accounting import Charge, MatrixGaussianEvent, PoissonGaussianEvent, Relation, calibration, epsilon_of
-from dpengine.errors import BudgetExceeded, InvalidBudgetError, TicketError
+from dpengine.errors import BatchStateError, BudgetExceeded, InvalidBudgetError
 from dpengine.noise import BLT, BandedInverse, BandMF
 from dpengine.noise.optimize import optimize_scheduled, scheduled_loss
 from dpengine.plan import BandedInverseConfig, BLTConfig
@@ -129,19 +129,19 @@ def test_two_batches_in_one_step_are_refused():
     batches = iter(loop.loader)
     for _ in range(2):
         loop.backward(*next(batches))
-    with pytest.raises(TicketError, match="hangs together over steps"):
+    with pytest.raises(BatchStateError, match="correlated noise needs one sampled batch"):
         loop.optimizer.step()
 
 
 @pytest.mark.parametrize(
     ("options", "error", "says"),
     [
-        ({"steps": None}, InvalidBudgetError, "how long training is"),
+        ({"steps": None}, InvalidBudgetError, "needs the length of training"),
         ({"noise": BandMF(num_bands=5)}, InvalidBudgetError, r"5 bands need batches of at most 1/5.*1/4"),
-        ({"noise": BandMF(num_bands=4), "steps": 3}, InvalidBudgetError, "more bands than the 3 steps"),
+        ({"noise": BandMF(num_bands=4), "steps": 3}, InvalidBudgetError, "more bands than the 3 planned steps"),
         ({"noise": 16}, TypeError, "noise is a int"),
-        ({"sampling": "shuffle"}, InvalidBudgetError, "does not go with sampling='shuffle'"),
-        ({"clipping": Adaptive()}, InvalidBudgetError, "one clipping threshold"),
+        ({"sampling": "shuffle"}, InvalidBudgetError, "does not support sampling='shuffle'"),
+        ({"clipping": Adaptive()}, InvalidBudgetError, "constant clipping norm"),
     ],
 )
 def test_plans_that_do_not_fit_are_refused_with_the_numbers(options, error, says):
@@ -236,7 +236,7 @@ def test_noise_in_turns_is_that_of_the_config(name):
     engine = banded_loop(noise=LONG[name], max_grad_norm=0.5).engine
     assert inside.state(engine).noise_std == pytest.approx(0.5 * config.recurrence.column_norm)
     assert inside.event(engine).sq_sensitivities == config.claim(1.0).sq_sensitivities
-    assert inside.state(engine).noise == config.recurrence.facts
+    assert inside.state(engine).noise == config.recurrence.description
 
 
 @pytest.mark.parametrize("name", LONG)
@@ -269,10 +269,10 @@ def test_constants_that_are_declared_stay():
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"batch_size": 10}, r"batches of 10 do not divide them: 2 groups would have 12 each.*batch_size=12 or 8"),
-        ({"steps": None}, r"noise=BLT\(\.\.\.\) needs to know how long"),
-        ({"sampling": "shuffle"}, "does not go with sampling='shuffle'"),
-        ({"clipping": Adaptive(), "max_grad_norm": None}, "one clipping threshold for the whole run"),
+        ({"batch_size": 10}, r"Batches of 10 do not divide them: 2 groups would have 12 each.*batch_size=12 or 8"),
+        ({"steps": None}, r"noise=BLT\(\.\.\.\) needs the length of training"),
+        ({"sampling": "shuffle"}, "does not support sampling='shuffle'"),
+        ({"clipping": Adaptive(), "max_grad_norm": None}, "constant clipping norm in the whole run"),
     ],
 )
 def test_what_does_not_fit_turns_is_refused(options, says):
@@ -301,7 +301,7 @@ def test_a_schedule_has_the_strategy_that_is_best_for_it():
     noise = inside.state(loop.engine).noise
     best = optimize_scheduled(STEPS, BANDS, rates=rates, momentum=0.9)
     np.testing.assert_allclose(noise["strategy"], best)
-    plain = BandMF(num_bands=BANDS, momentum=0.9).recurrence(STEPS).facts["strategy"]
+    plain = BandMF(num_bands=BANDS, momentum=0.9).recurrence(STEPS).description["strategy"]
     losses = [scheduled_loss(column, rates=rates, momentum=0.9) for column in (best, plain, [1.0])]
     assert losses[0] < losses[1] < losses[2]
     gain = noise["error_of_independent_noise_over_this"]

@@ -24,7 +24,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from dpengine import Adaptive, Automatic, Flat, PerLayer, PrivacyEngine
-from dpengine.errors import InvalidBudgetError, MissingGradientError, TicketError, UnknownParameterError
+from dpengine.errors import BatchStateError, InvalidBudgetError, MissingGradientError, UnknownParameterError
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*DPE012", "ignore:.*DPE006")
 
@@ -188,7 +188,7 @@ def test_a_parameter_is_missed_in_every_step_anew():
     loop.step(*next(batches))
     loop.model.both = False
     with pytest.raises(
-        MissingGradientError, match=r"DPE002.*'right\.weight' took no part in this step \(nor did 1 others"
+        MissingGradientError, match=r"DPE002.*'right\.weight' has no gradient in this step, nor have 1 others"
     ):
         loop.step(*next(batches))
 
@@ -216,7 +216,7 @@ def test_after_detach_the_private_loader_hands_out_and_charges_nothing():
     loop.step(*next(batches))
     outputs = loop.model(first := torch.ones(2, 4))
     loop.engine.detach(loop.model)
-    with pytest.raises(TicketError, match=r"before the model was detached"):
+    with pytest.raises(BatchStateError, match=r"before the model was detached"):
         F.cross_entropy(outputs, torch.tensor([0, 1])).backward()
     assert len(list(batches)) == 3
     assert loop.engine.ledger.steps == 1

@@ -214,7 +214,7 @@ def test_the_model_stays_as_it_was():
 
 
 def test_what_cannot_be_checked_is_refused():
-    with pytest.raises(ValueError, match="no sample"):
+    with pytest.raises(ValueError, match="batch is empty"):
         check_per_sample_gradients(nn.Linear(3, 2), torch.zeros(0, 3))
     with pytest.raises(TypeError, match="output is a tuple"):
         check_per_sample_gradients(PrivateLSTM(3, 2, batch_first=True), torch.zeros(2, 4, 3))

@@ -25,7 +25,7 @@ from pathlib import Path
 TESTS = Path(__file__).resolve().parent
 PACKAGE = TESTS.parent / "dpengine"
 
-STEP_ATTRIBUTES = {"passes", "_step", "_dpengine", "_waiting", "_books", "_built_step"}
+STEP_ATTRIBUTES = {"passes", "_step", "_dpengine", "_waiting", "_engine_ledger", "_built_step"}
 STEP_MODULES = {
     "add_clipped",
     "amp_and_lr_schedulers",
@@ -74,7 +74,7 @@ PUBLIC = {
     "_backward_hooks",
 }
 IN_STRINGS = re.compile(
-    r"\.runs\[|\.passes\.|\b(?:_dpengine|_books)\b|import (?:PassClipper|PrivateStep|WaitingPasses)"
+    r"\.runs\[|\.passes\.|\b(?:_dpengine|_engine_ledger)\b|import (?:PassClipper|PrivateStep|WaitingPasses)"
     rf"|\bdpengine\.(?:\w+\.)*(?:{'|'.join(sorted(STEP_MODULES))})\b"
 )
 

@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from dpengine import Adaptive, Automatic, Flat, PerLayer, PrivacyEngine
-from dpengine.errors import TicketError
+from dpengine.errors import BatchStateError
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*DPE012", "ignore:.*DPE006")
 
@@ -153,7 +153,7 @@ def test_a_loader_that_is_set_back_cannot_have_its_noise_twice():
     loop = make_loop(noise_multiplier=1.0)
     train(loop)
     loop.loader.load_state_dict({"position": 1})
-    with pytest.raises(TicketError, match=r"DPE022.*Step 1 was handed out before.*make_private again"):
+    with pytest.raises(BatchStateError, match=r"DPE022.*returned step 1 before.*make_private again"):
         next(iter(loop.loader))
     loop.loader.load_state_dict({"position": 9})  # forward is fine
     train(loop)

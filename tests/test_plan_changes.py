@@ -29,9 +29,9 @@ def test_a_pass_costs_one_release_of_everybody():
 
 
 def test_batches_of_one_pass_may_make_one_release_and_of_two_may_not():
-    assert passes().why_not_joined([4, 5, 7]) == ""
-    assert "two passes" in passes().why_not_joined([3, 4])
-    assert Plan(PoissonSampling(16, 0.25, 4, 4.0), Flat(1.0), 1.0, 4.0, Relation.ZERO_OUT).why_not_joined([3, 4]) == ""
+    assert passes().why_not_merged([4, 5, 7]) == ""
+    assert "two passes" in passes().why_not_merged([3, 4])
+    assert Plan(PoissonSampling(16, 0.25, 4, 4.0), Flat(1.0), 1.0, 4.0, Relation.ZERO_OUT).why_not_merged([3, 4]) == ""
 
 
 def test_the_rest_of_a_pass_is_booked_apart_and_whole_passes_follow():

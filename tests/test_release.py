@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from dpengine import PrivacyEngine
-from dpengine.errors import PrivacyError, TicketError
+from dpengine.errors import BatchStateError, PrivacyError
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*DPE006", "ignore:.*DPE012", "ignore:.*DPE015")
 
@@ -418,9 +418,9 @@ def test_rows_from_elsewhere_are_refused(before):
         loop.step(*batch)
     loop.optimizer.zero_grad()
     weights = state_of(loop.model)
-    with pytest.raises(TicketError, match=r"DPE022.*did not come from the private loader"):
+    with pytest.raises(BatchStateError, match=r"DPE022.*did not come from the private loader"):
         loop.backward(*examples().tensors)
-    with pytest.raises(TicketError):
+    with pytest.raises(BatchStateError):
         loop.optimizer.step()
     assert all(torch.equal(weights[name], value) for name, value in state_of(loop.model).items())
     assert loop.engine.ledger.steps == before

@@ -1,6 +1,6 @@
-"""The questions that users and reports ask of a history, answered by the accountant of their choice.
+"""Privacy cost of a history, by an accountant of the user's choice.
 
-All answers are upper bounds for add-or-remove unless another relation is named.
+All results are upper bounds for add-or-remove unless another relation is given.
 """
 
 from collections.abc import Callable, Iterable
@@ -51,16 +51,16 @@ ACCOUNTANTS = {
 
 @dataclass(frozen=True)
 class PrivacySpent:
-    """What a history cost.
+    """Privacy cost of a history.
 
     Args:
-        epsilon: At ``delta``.
-        delta: As asked.
-        mu: Smallest mu of Gaussian differential privacy whose curve covers this history's at every decade of delta from
-            1e-9 (or ``delta``, if smaller; or what the accountant answers for, if larger) up.
-        advantage: Largest advantage of a membership test: true minus false positive rate, ``delta`` at epsilon 0.
-        steps: Batches charged, released or void.
-        accountant_used: Name of the accountant that gave the numbers.
+        epsilon: Epsilon at ``delta``.
+        delta: The given delta.
+        mu: Smallest mu of Gaussian differential privacy whose curve bounds that of the history at each decade of delta
+            from 1e-9 (or ``delta``, if smaller; or the smallest delta that the accountant supports, if larger).
+        advantage: Maximum advantage of a membership test: true minus false positive rate, ``delta`` at epsilon 0.
+        steps: Number of charged batches, released or discarded.
+        accountant_used: Name of the accountant.
     """
 
     epsilon: float
@@ -72,7 +72,7 @@ class PrivacySpent:
 
 
 def accountant_used(accountant: str | Accountant = "pld") -> str:
-    """Returns the name of the accountant that will answer; raises unless it is built in or fulfills `Accountant`."""
+    """Returns the name of an accountant. Raises unless it is built in or satisfies `Accountant`."""
     choices = ", ".join(repr(name) for name in ACCOUNTANTS)
     if isinstance(accountant, str) and accountant in ACCOUNTANTS:
         return accountant
@@ -95,25 +95,25 @@ def epsilon_of(
 ) -> float:
     """Returns an upper bound on the epsilon of a history.
 
-    It depends on the charges and ``delta`` alone: not on their order, nor on how equal charges are split.
+    The result depends neither on the order of the charges nor on how equal charges are split.
 
     Args:
-        history: Everything that was charged, such as ``ledger.history``. Voids count like releases.
+        history: All charges, such as ``ledger.history``. Discarded batches count like steps.
         delta: Strictly between 0 and 1; well below 1/N.
         accountant: "pld" (tight), "rdp" (fast, looser) or "gdp" (exact, without sampling only); for a second opinion
             "prv", and by the dp-accounting library "dp_accounting" and "dp_accounting_rdp"; "monte_carlo" (by
             simulation, for a history with one run that has no closed form; up to half a minute). Or an object that
-            fulfills `Accountant`.
-        relation: Which data sets are neighbours.
+            satisfies `Accountant`.
+        relation: Neighboring relation.
 
     Returns:
-        0.0 if nothing was charged, infinity if something left without noise.
+        0.0 if nothing was charged, infinity for a release without noise.
 
     Raises:
         InvalidBudgetError: If ``delta`` is out of range, or the charges are more than can be counted.
         TypeError: If the history holds anything but charges, or an object does not fulfill `Accountant`.
         AccountingRefusedError: If the history holds an unclaimed release, or the accountant has no sound answer.
-        ValueError: If the accountant is unknown, or an accountant of the user's own returns a value out of range.
+        ValueError: If the accountant is unknown, or a custom accountant returns a value out of range.
     """  # noqa: DOC502 - the checks raise on our behalf
     delta, name, relation = arguments.delta_in_range(delta), accountant_used(accountant), Relation(relation)
     history = checked_history(history)
@@ -128,19 +128,19 @@ def bounds_of(
     accountant: str | Accountant = "pld",
     relation: Relation = Relation.ADD_OR_REMOVE_ONE,
 ) -> tuple[float, float, float]:
-    """Returns epsilon from both sides: ``(lower, estimate, upper)``. What may be reported is the upper one.
+    """Returns epsilon from both sides: ``(lower, estimate, upper)``. Report the upper bound.
 
     Args:
-        history: Everything that was charged.
+        history: All charges.
         delta: Strictly between 0 and 1.
-        accountant: One that bounds from both sides: "pld", "prv", "gdp", or an `Accountant` with ``bounds``.
-        relation: Which data sets are neighbours.
+        accountant: An accountant with both bounds: "pld", "prv", "gdp", or an `Accountant` with ``bounds``.
+        relation: Neighboring relation.
 
     Returns:
-        Two bounds, and between them the best guess.
+        A lower bound, an estimate and an upper bound.
 
     Raises:
-        AccountingRefusedError: If the accountant has no bound from below, or no sound answer.
+        AccountingRefusedError: If the accountant has no lower bound, or does not support the history.
     """
     name, history = accountant_used(accountant), checked_history(history)
     delta, relation = arguments.delta_in_range(delta), Relation(relation)
@@ -151,8 +151,8 @@ def bounds_of(
     elif (answer := ACCOUNTANTS[name].bounds) is not None:
         found = answer(compose(history), delta, relation)
         return found.lower, found.estimate, found.upper
-    both = ", ".join(repr(name) for name, one in ACCOUNTANTS.items() if one.bounds is not None)
-    raise AccountingRefusedError(f"accountant {name!r} has no bound from below.", fix=f"Choose {both}.")
+    choices = ", ".join(repr(name) for name, one in ACCOUNTANTS.items() if one.bounds is not None)
+    raise AccountingRefusedError(f"accountant {name!r} has no lower bound.", fix=f"Choose {choices}.")
 
 
 def delta_of(
@@ -164,10 +164,10 @@ def delta_of(
     """Returns an upper bound on the delta of a history at a given epsilon.
 
     Args:
-        history: Everything that was charged.
+        history: All charges.
         epsilon: At least 0 and finite.
         accountant: As for `epsilon_of`.
-        relation: Which data sets are neighbours.
+        relation: Neighboring relation.
 
     Returns:
         Between 0 and 1.
@@ -192,19 +192,19 @@ def mu_gdp(
     accountant: str | Accountant = "pld",
     relation: Relation = Relation.ADD_OR_REMOVE_ONE,
 ) -> float:
-    """Returns the smallest mu whose Gaussian curve covers this history's; exact for unsampled Gaussians.
+    """Returns the smallest mu whose Gaussian curve bounds that of the history; exact for unsampled Gaussians.
 
-    A sampled history is no Gaussian: its mu grows slowly as delta shrinks, so the range of delta must be named.
+    A sampled history is not Gaussian: its mu grows slowly as delta decreases, so the range of delta matters.
 
     Args:
-        history: Everything that was charged.
-        delta: The curve is covered at every decade of delta from 1e-9 up, and at this one. Where the accountant does
-            not answer for so small a delta, from the smallest decade that it answers for.
+        history: All charges.
+        delta: The curve is bounded at each decade of delta from 1e-9, and at this delta. If the accountant does not
+            support such a small delta, from the smallest supported decade.
         accountant: As for `epsilon_of`.
-        relation: Which data sets are neighbours.
+        relation: Neighboring relation.
 
     Returns:
-        mu; infinite if something left without noise.
+        mu; infinite for a release without noise.
     """
     history = checked_history(history)
     composition, relation = _composed(history), Relation(relation)
@@ -223,30 +223,30 @@ def privacy_profile(
     accountant: str | Accountant = "pld",
     relation: Relation = Relation.ADD_OR_REMOVE_ONE,
 ) -> tuple[tuple[float, float], ...]:
-    """Returns the privacy curve as pairs ``(delta, epsilon)`` in order of falling delta.
+    """Returns the privacy curve as pairs ``(delta, epsilon)`` in order of decreasing delta.
 
     Args:
-        history: Everything that was charged.
-        deltas: Where to evaluate. Those too small for the accountant's arithmetic are left out.
+        history: All charges.
+        deltas: Deltas to evaluate. Those that the accountant does not support are omitted.
         accountant: As for `epsilon_of`.
-        relation: Which data sets are neighbours.
+        relation: Neighboring relation.
 
     Returns:
-        The pairs, each an upper bound computed at its own delta.
+        The pairs, each with an upper bound for its delta.
 
     Raises:
-        AccountingRefusedError: If the accountant answers for none of them.
-    """  # noqa: DOC502 - the last refusal
+        AccountingRefusedError: If the accountant supports none of them.
+    """  # noqa: DOC502 - the last error
     history = checked_history(history)
-    _composed(history)  # an unclaimed release refuses here, for all deltas
-    points, refusal = [], None
+    _composed(history)  # raises for an unclaimed release, for all deltas
+    points, last_error = [], None
     for delta in sorted((arguments.delta_in_range(value) for value in deltas), reverse=True):
         try:
             points.append((delta, epsilon_of(history, delta, accountant, relation)))
         except AccountingRefusedError as error:
-            refusal = error
-    if refusal is not None and not points:
-        raise refusal
+            last_error = error
+    if last_error is not None and not points:
+        raise last_error
     return tuple(points)
 
 
@@ -256,7 +256,7 @@ def discretization_of(
     accountant: str | Accountant = "pld",
     relation: Relation = Relation.ADD_OR_REMOVE_ONE,
 ) -> float | None:
-    """Returns the grid spacing of the loss behind `epsilon_of`, for the statement; None where no grid is used."""
+    """Returns the grid spacing of the privacy loss behind `epsilon_of`, for reports; None without a grid."""
     name = accountant_used(accountant)
     answer = ACCOUNTANTS[name].spacing if isinstance(accountant, str) else None
     return None if answer is None else answer(_composed(history), arguments.delta_in_range(delta), Relation(relation))
@@ -268,22 +268,22 @@ def privacy_spent(
     accountant: str | Accountant = "pld",
     relation: Relation = Relation.ADD_OR_REMOVE_ONE,
 ) -> PrivacySpent:
-    """Returns all that a report says of a history.
+    """Returns the complete privacy cost of a history, for reports.
 
     Args:
-        history: Everything that was charged.
-        delta: For ``epsilon``; strictly between 0 and 1.
+        history: All charges.
+        delta: Delta of ``epsilon``; strictly between 0 and 1.
         accountant: As for `epsilon_of`.
-        relation: Which data sets are neighbours.
+        relation: Neighboring relation.
 
     Returns:
-        The numbers, with the name of the accountant that gave them.
+        The numbers, with the name of the accountant.
     """
     history = checked_history(history)
-    spent = epsilon_of(history, delta, accountant, relation)
+    epsilon = epsilon_of(history, delta, accountant, relation)
     mu = mu_gdp(history, delta, accountant, relation)
     advantage = advantage_of(history, accountant, relation)
-    return PrivacySpent(spent, float(delta), mu, advantage, steps_of(history), accountant_used(accountant))
+    return PrivacySpent(epsilon, float(delta), mu, advantage, steps_of(history), accountant_used(accountant))
 
 
 def _composed(history: Iterable[Charge]) -> Composition:

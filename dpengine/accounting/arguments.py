@@ -1,4 +1,4 @@
-"""Checks of numeric arguments: each names the argument, the value it got and the values it may have."""
+"""Checks of numeric arguments. Errors state the argument, its value and the valid values."""
 
 import math
 import numbers
@@ -7,13 +7,13 @@ import operator
 from dpengine.errors import InvalidBudgetError
 
 MOST_COUNT = 2**62
-"""The largest count, of one argument and of all charges of a history together: sums of counts fit into 64 bits."""
+"""Maximum count of one argument, and of all charges of a history: sums of counts fit into 64 bits."""
 
 _LONGEST = 60  # characters of a value in a message
 
 
 def real(name: str, value: object) -> float:
-    """Returns ``value`` as a Python float, or raises if it is no number."""
+    """Returns ``value`` as a Python float. Raises if it is not a number."""
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise InvalidBudgetError(f"{name}={_shown(value)} is not a number.", fix=f"Pass {name} as a float.")
     try:
@@ -43,7 +43,7 @@ def count(name: str, value: object, *, least: int = 1) -> int:
 
 
 def noise_multiplier(value: object) -> float:
-    """Returns ``value`` as a float, or raises unless it is finite and not negative."""
+    """Returns ``value`` as a float. Raises unless it is finite and nonnegative."""
     sigma = real("noise_multiplier", value)
     if not (math.isfinite(sigma) and sigma >= 0):
         raise InvalidBudgetError(
@@ -53,28 +53,28 @@ def noise_multiplier(value: object) -> float:
 
 
 def sample_rate(value: object) -> float:
-    """Returns ``value`` as a float, or raises unless it lies in (0, 1]."""
+    """Returns ``value`` as a float. Raises unless it is in (0, 1]."""
     rate = real("sample_rate", value)
     if not 0 < rate <= 1:
         raise InvalidBudgetError(
             f"sample_rate={rate!r} must lie in (0, 1].",
-            fix="It is the chance of one row to be in a batch: batch_size / N.",
+            fix="Pass the probability of an example to be in a batch: batch_size / N.",
         )
     return rate
 
 
 def delta_in_range(value: object, name: str = "delta") -> float:
-    """Returns ``value`` as a float, or raises unless it lies strictly between 0 and 1."""
+    """Returns ``value`` as a float. Raises unless it is strictly between 0 and 1."""
     delta = real(name, value)
     if not 0 < delta < 1:
         raise InvalidBudgetError(
-            f"{name}={delta!r} must lie strictly between 0 and 1.", fix="Use well below 1/N: N**-1.1 for N rows."
+            f"{name}={delta!r} must lie strictly between 0 and 1.", fix="Use a value well below 1/N, such as N**-1.1."
         )
     return delta
 
 
 def epsilon_in_range(value: object, name: str = "epsilon", *, zero: bool = True) -> float:
-    """Returns ``value`` as a float, or raises unless it is finite and positive (or 0 where ``zero`` allows it)."""
+    """Returns ``value`` as a float. Raises unless it is finite and positive, or 0 if ``zero`` allows it."""
     epsilon = real(name, value)
     if not (math.isfinite(epsilon) and (epsilon > 0 or (zero and epsilon == 0))):
         bound = "at least 0" if zero else "above 0"
@@ -83,11 +83,11 @@ def epsilon_in_range(value: object, name: str = "epsilon", *, zero: bool = True)
 
 
 def _shown(value: object) -> str:
-    """A value in a message: large integers by their size, since Python writes none of more than 4,300 digits."""
+    """Returns a value for a message, with large integers by their size: Python rejects more than 4,300 digits."""
     if isinstance(value, int) and value.bit_length() > 80:
         return f"about {'-' if value < 0 else ''}10**{round((value.bit_length() - 1) * math.log10(2))}"
     try:
         text = repr(value)
-    except ValueError:  # such an integer inside it
+    except ValueError:  # it contains such an integer
         text = f"a {type(value).__name__}"
     return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 3]}..."

@@ -1,4 +1,4 @@
-"""Events of releases over batches that are not plain Poisson: cut ones, ones of one size, ones with repeated units."""
+"""Privacy events for batches without plain Poisson sampling: truncated, of fixed size, or with repeated units."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from . import arguments
 
 @dataclass(frozen=True)
 class TruncatedGaussianEvent:
-    """A Gaussian sum over a Poisson batch that was cut to a uniform subset where it was larger than a size.
+    """A Gaussian sum over a Poisson batch that is truncated to a uniform subset if it is too large.
 
-    For zero-out, with a public number of examples. With noise of several bands and groups that take turns, it is one
-    step of the run, as `CyclicGaussianEvent`.
+    For zero-out, with a public number of examples. With banded noise and cyclic groups, it is one step of the run, like
+    `CyclicGaussianEvent`.
 
     Source: Ganesh et al. 2025 (arXiv:2508.15089).
 
     Attributes:
-        num_examples: Of the group that the batch is drawn from.
-        sample_rate: Chance of each before the cut.
-        largest_batch: The size that no batch exceeds.
+        num_examples: Number of examples in the group from which the batch is sampled.
+        sample_rate: Sampling rate before truncation.
+        largest_batch: Maximum batch size.
         noise_multiplier: Standard deviation of the noise over the add/remove sensitivity of the sum.
-        cycle_length: Groups that take turns.
-        run: Tells the steps of one run from those of others; needed where groups take turns.
+        cycle_length: Number of groups.
+        run: Name of the run; required with several groups.
     """
 
     num_examples: int
@@ -46,23 +46,23 @@ class TruncatedGaussianEvent:
             raise TypeError(f"TruncatedGaussianEvent.run is a {type(self.run).__name__}; it must be a str.")
 
     def cycles(self, steps: int) -> int:
-        """How often an example can take part in so many steps of the run."""
+        """Returns the maximum number of participations of an example in this number of steps."""
         return -(-steps // self.cycle_length)
 
 
 @dataclass(frozen=True)
 class FixedSizeGaussianEvent:
-    """A Gaussian sum over a uniform subset of one size.
+    """A Gaussian sum over a uniform subset of fixed size.
 
     For replace-one, and zero-out by the same bound, with a public number of examples.
 
     Source: Balle, Barthe, Gaboardi 2018 (arXiv:1807.01647), theorem 11.
 
     Attributes:
-        num_examples: Of the data set.
-        batch_size: At most all of them.
-        noise_multiplier: Standard deviation of the noise over the add/remove sensitivity of the sum; one that takes the
-            place of another moves it twice as far.
+        num_examples: Number of examples in the data set.
+        batch_size: At most ``num_examples``.
+        noise_multiplier: Standard deviation of the noise over the add/remove sensitivity of the sum. The sensitivity to
+            replacing an example is twice that.
     """
 
     num_examples: int
@@ -75,23 +75,24 @@ class FixedSizeGaussianEvent:
         object.__setattr__(self, "noise_multiplier", arguments.noise_multiplier(self.noise_multiplier))
         if self.batch_size > self.num_examples:
             raise InvalidBudgetError(
-                f"batch_size={self.batch_size} is more than the {self.num_examples} examples.",
+                f"batch_size={self.batch_size} exceeds the {self.num_examples} examples.",
                 fix="Pass a batch_size of at most num_examples.",
             )
 
 
 @dataclass(frozen=True)
 class MixtureGaussianEvent:
-    """A Gaussian sum to which what one unit adds has one of several norms, by chance.
+    """A Gaussian sum in which the contribution of a unit has a random norm.
 
-    Such as a user with several examples, of which a batch holds none, some or all. For add-or-remove and zero-out.
+    For example, a user with several examples, of which a batch contains none, some or all. For add-or-remove and
+    zero-out.
 
     Source: Choquette-Choo et al. 2024 (arXiv:2310.15526).
 
     Attributes:
         noise_multiplier: Standard deviation of the noise, in units of the norms.
-        norms: None negative; 0 if the unit may be absent.
-        probabilities: Of each norm, of sum 1.
+        norms: Nonnegative; 0 if the unit may be absent.
+        probabilities: Probability of each norm, with sum 1.
     """
 
     noise_multiplier: float

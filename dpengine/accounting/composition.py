@@ -1,4 +1,4 @@
-"""A history boiled down to what its privacy depends on: the order, the kinds and the splits do not matter."""
+"""Composition of a history: the parameters on which its privacy depends, without order and splits."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from .tuning import RepeatAndSelectEvent
 
 BatchEvent = TruncatedGaussianEvent | FixedSizeGaussianEvent | MixtureGaussianEvent
 
-MOST_DISTINCT = 128
+MAX_DISTINCT = 128
 
 
 @dataclass(frozen=True)
@@ -35,73 +35,73 @@ class SampledGaussian:
 
 @dataclass(frozen=True)
 class Composition:
-    """What accountants work on. Equal for histories that are permutations or splits of one another."""
+    """Input of accountants. Equal for histories that are permutations or splits of one another."""
 
     precision: float  # sum of 1 / noise_multiplier**2 over the unsampled Gaussians, which compose to one Gaussian
     sampled: tuple[SampledGaussian, ...]
     non_private: bool
     runs: tuple[tuple[SampledMatrixEvent, int], ...] = ()
-    batches: tuple[tuple[BatchEvent, int], ...] = ()  # with the number of times that an example can participate
+    batches: tuple[tuple[BatchEvent, int], ...] = ()  # with the maximum number of participations of an example
     selections: tuple[tuple[RepeatAndSelectEvent, int], ...] = ()
 
     @property
     def empty(self) -> bool:
-        """Whether nothing was released."""
+        """True if there are no releases."""
         return not (self.precision or self.sampled or self.non_private or self.runs or self.batches or self.selections)
 
     @property
     def unsampled(self) -> bool:
-        """Whether all of it together is one Gaussian."""
+        """True if all releases together are one Gaussian mechanism."""
         return not (self.sampled or self.runs or self.batches or self.selections)
 
-    def refuse_runs(self) -> None:
-        """For accountants that work with closed forms."""
+    def check_no_sampled_runs(self) -> None:
+        """Raises for accountants that need closed forms."""
         if self.runs:
             raise AccountingRefusedError(
                 f"This history holds a {self.runs[0][0].scheme} run, whose epsilon has no closed form.",
                 fix="Use accountant='monte_carlo'.",
             )
 
-    def refuse_batches(self, accountant: str) -> None:
-        """For accountants that know plain Poisson batches only."""
+    def check_no_batch_events(self, accountant: str) -> None:
+        """Raises for accountants that support plain Poisson sampling only."""
         if self.batches:
             raise AccountingRefusedError(
                 f"accountant {accountant!r} has no bound for a {type(self.batches[0][0]).__name__}.",
                 fix="Use accountant='pld'.",
             )
 
-    def refuse_selections(self) -> None:
-        """For accountants that compose losses: the best of several results has a bound on Renyi divergences alone."""
+    def check_no_selections(self) -> None:
+        """Raises for accountants that compose losses: a selected result only has a bound by Renyi divergences."""
         if self.selections:
             raise AccountingRefusedError(
-                "This history holds the best of several results, which has a bound by Renyi divergences alone.",
+                "This history holds the best of several results, which only has a bound by Renyi divergences.",
                 fix="Use accountant='rdp'.",
             )
 
     def mu(self, relation: Relation) -> float:
-        """The exact mu of the unsampled Gaussians alone: mu**2 adds, and replace-one moves the sum twice as far."""
+        """Exact mu of the unsampled Gaussians: mu**2 adds up, and replace-one doubles the sensitivity."""
         return math.sqrt(self.precision) * (2.0 if relation is Relation.REPLACE_ONE else 1.0)
 
     def limited(self, *, above: bool = True) -> Composition:
-        """Returns the composition with at most `MOST_DISTINCT` distinct sampled releases, which merges similar ones.
+        """Returns the composition with at most `MAX_DISTINCT` distinct sampled releases, by merging similar ones.
 
-        It costs at least as much with ``above``, else at most as much.
+        The cost is an upper bound with ``above``, otherwise a lower bound.
         """
-        return self if len(self.sampled) <= MOST_DISTINCT else _limited(self, MOST_DISTINCT, above)
+        return self if len(self.sampled) <= MAX_DISTINCT else _limited(self, MAX_DISTINCT, above)
 
     def typical(self) -> Composition:
-        """`limited` to releases that cost about the mean of those they stand for: for best guesses, no bound."""
-        return self if len(self.sampled) <= MOST_DISTINCT else _limited(self, MOST_DISTINCT, None)
+        """Like `limited`, with releases of about the mean cost of the merged ones: an estimate, not a bound."""
+        return self if len(self.sampled) <= MAX_DISTINCT else _limited(self, MAX_DISTINCT, None)
 
 
 @dataclass(frozen=True)
 class Bounds:
-    """Epsilon between two bounds.
+    """Bounds on epsilon.
 
     Attributes:
-        lower: Epsilon is at least this.
-        estimate: About what it is.
-        upper: Epsilon is at most this. What is reported.
+        lower: Lower bound.
+        estimate: Estimate.
+        upper: Upper bound, which is reported.
     """
 
     lower: float
@@ -110,7 +110,7 @@ class Bounds:
 
 
 def compose(history: Iterable[Charge]) -> Composition:
-    """Boils a history down."""
+    """Returns the composition of a history."""
     unsampled: Counter[float] = Counter()
     sampled: Counter[tuple[float, float]] = Counter()
     cyclic: Counter[CyclicGaussianEvent] = Counter()
@@ -131,7 +131,7 @@ def compose(history: Iterable[Charge]) -> Composition:
         elif isinstance(event, NonPrivateEvent) or event.noise_multiplier == 0:
             non_private = True
         elif isinstance(event, CyclicGaussianEvent):
-            cyclic[event] += charge.count  # of one run, whatever lies between in the history
+            cyclic[event] += charge.count  # of one run, also if the history interleaves runs
         elif isinstance(event, MatrixGaussianEvent):
             matrices[event] += charge.count
         elif isinstance(event, SampledMatrixEvent):
@@ -147,7 +147,7 @@ def compose(history: Iterable[Charge]) -> Composition:
             unsampled[event.noise_multiplier] += event.cycles(steps)
         else:
             sampled[event.sample_rate, event.noise_multiplier] += event.cycles(steps)
-    # Integer counts first, then fsum, which rounds once: neither order nor splits of a history can show.
+    # Integer counts first, then fsum, which rounds once: the result does not depend on order and splits.
     groups = tuple(SampledGaussian(rate, sigma, count) for (rate, sigma), count in sorted(sampled.items()))
     parts = [count / sigma / sigma for sigma, count in unsampled.items()]
     precision = math.fsum([*parts, *(event.precision(steps) for event, steps in matrices.items())])
@@ -162,13 +162,13 @@ def compose(history: Iterable[Charge]) -> Composition:
 
 
 def _rounds(event: BatchEvent, steps: int) -> int:
-    """How often an example can take part in so many steps."""
+    """Returns the maximum number of participations of an example in this number of steps."""
     return event.cycles(steps) if isinstance(event, TruncatedGaussianEvent) else steps
 
 
 @functools.lru_cache(maxsize=8)
 def _limited(composition: Composition, most: int, above: bool | None) -> Composition:
-    """Merged to one side, or if ``above`` is None to neither."""
+    """Merges releases to an upper or lower bound, or to an estimate if ``above`` is None."""
     kinds = Kinds(*np.array([(g.sample_rate, g.noise_multiplier, g.count) for g in composition.sampled]).T)
     counts: Counter[tuple[float, float]] = Counter()
     for cell in cells(kinds, most, above=above is not False):

@@ -1,4 +1,4 @@
-"""The public constants of a run: how many steps, at which rate, and which delta makes sense. Integers stay integers."""
+"""Public constants of a run: number of steps, sampling rate and delta. Integers stay integers."""
 
 from dpengine.errors import InvalidBudgetError
 
@@ -6,13 +6,13 @@ from . import arguments
 
 
 def steps_per_epoch(num_examples: int, batch_size: int) -> int:
-    """Returns the batches of one epoch, ``ceil(num_examples / batch_size)``.
+    """Returns the number of batches in an epoch, ``ceil(num_examples / batch_size)``.
 
-    Never computed through a rate: ``int(1 / (batch_size / num_examples))`` loses a step for many sizes.
+    It is not computed from a rate: ``int(1 / (batch_size / num_examples))`` loses a step for many sizes.
 
     Args:
-        num_examples: Rows, at least 1.
-        batch_size: Expected rows in a batch, at least 1.
+        num_examples: Number of examples, at least 1.
+        batch_size: Expected batch size, at least 1.
 
     Returns:
         At least 1.
@@ -22,9 +22,9 @@ def steps_per_epoch(num_examples: int, batch_size: int) -> int:
 
 
 def steps_of_epochs(epochs: float, sample_rate: float) -> int:
-    """Returns the steps of so many epochs of ``1 / sample_rate`` steps each, to the nearest, at least 1.
+    """Returns the number of steps in epochs of ``1 / sample_rate`` steps, rounded to the nearest, at least 1.
 
-    Where the rate is ``1 / n`` in floating point, that is ``epochs * n``; cutting off would lose a step for many n.
+    If the rate is ``1 / n`` in floating point, this is ``epochs * n``; truncation would lose a step for many n.
 
     Args:
         epochs: Positive.
@@ -38,22 +38,22 @@ def steps_of_epochs(epochs: float, sample_rate: float) -> int:
 
 
 def sample_rate_of(num_examples: int, batch_size: int) -> float:
-    """Returns the chance of each row to be in a batch, ``batch_size / num_examples`` and at most 1."""
+    """Returns the sampling rate, ``batch_size / num_examples`` and at most 1."""
     rows = arguments.count("num_examples", num_examples)
     return min(1.0, arguments.count("batch_size", batch_size) / rows)
 
 
 def suggested_delta(num_examples: int) -> float:
-    """Returns ``num_examples ** -1.1``, which lies below the chance of naming one row at random.
+    """Returns ``num_examples ** -1.1``, which is below the probability of guessing an example at random.
 
     Args:
-        num_examples: Rows, at least 2.
+        num_examples: Number of examples, at least 2.
 
     Returns:
         In (0, 1/num_examples).
 
     Raises:
-        InvalidBudgetError: If there is only one row, which no delta protects.
+        InvalidBudgetError: If there is only one example, which no delta protects.
     """
     rows = arguments.count("num_examples", num_examples)
     if rows == 1:
@@ -62,12 +62,12 @@ def suggested_delta(num_examples: int) -> float:
 
 
 def check_delta(delta: float, num_examples: int, allow_large: bool = False) -> None:
-    """Refuses a delta at which a guarantee says nothing about single rows."""
+    """Raises if delta is so large that it does not protect single examples."""
     value = arguments.delta_in_range(delta)
     rows = arguments.count("num_examples", num_examples)
     if value >= 1 / rows and not allow_large:
         suggestion = f"Suggested: {suggested_delta(rows):.1e}." if rows > 1 else ""
         raise InvalidBudgetError(
-            f"delta={value:g} is too large for {rows:,} rows; at 1/N a mechanism may publish a whole record.",
+            f"delta={value:g} is too large for {rows:,} examples; at 1/N a mechanism may publish a complete record.",
             fix=suggestion,
         )

@@ -1,6 +1,6 @@
-"""Privacy losses as masses on evenly spaced points: to look at, and to compose laws that are not of this package.
+"""Privacy losses as probability masses on a grid: for inspection, and for mechanisms that this package lacks.
 
-Nothing here bounds its own error. What the engine claims comes from `epsilon_of` alone.
+These functions do not bound their own errors. The engine only reports results of `epsilon_of`.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from .tilted_pld.loss_pairs import Direction, LossPair
 
 Floats = npt.NDArray[np.float64]
 
-_NODES = 16  # of Gauss and Legendre's rule in each panel
+_NODES = 16  # of the Gauss-Legendre rule in each panel
 _PANELS = 160
-_NEAREST = 1e-8  # to 0: the ends of panels are powers of a number
+_NEAREST = 1e-8  # smallest positive end of a panel; the ends are a geometric sequence
 _erfc = np.frompyfunc(math.erfc, 1, 1)
 
 
 @dataclass(frozen=True)
 class RemovalLoss:
-    """The privacy loss of one Poisson-sampled Gaussian release where an example is taken away.
+    """Privacy loss of one Poisson-sampled Gaussian mechanism when an example is removed.
 
     Args:
-        sample_rate: Chance of the example to take part, in (0, 1].
-        noise_multiplier: Standard deviation of the noise over the sensitivity, above 0.
+        sample_rate: Sampling rate, in (0, 1].
+        noise_multiplier: Standard deviation of the noise over the sensitivity, positive.
 
     Raises:
         InvalidBudgetError: If an argument is out of range.
@@ -47,21 +47,21 @@ class RemovalLoss:
         object.__setattr__(self, "sample_rate", arguments.sample_rate(self.sample_rate))
         object.__setattr__(self, "noise_multiplier", arguments.noise_multiplier(self.noise_multiplier))
         if self.noise_multiplier == 0:
-            raise InvalidBudgetError("A release without noise has no law of losses: noise_multiplier=0.")
+            raise InvalidBudgetError("A release without noise has no loss distribution: noise_multiplier=0.")
 
     def cdf(self, losses: npt.ArrayLike) -> Floats:
-        """The chance of a loss of at most each of these."""
+        """Returns the distribution function at these losses."""
         x = self._pair.output(np.asarray(losses, dtype=np.float64))
         q, sigma = self.sample_rate, self.noise_multiplier
-        return np.asarray((1 - q) * _below(x / sigma) + q * _below((x - 1) / sigma), dtype=np.float64)
+        return np.asarray((1 - q) * _normal_cdf(x / sigma) + q * _normal_cdf((x - 1) / sigma), dtype=np.float64)
 
     def density(self, losses: npt.ArrayLike) -> Floats:
-        """The density of the loss at each of these; 0 below the least loss."""
+        """Returns the density at these losses; 0 below the smallest loss."""
         y = np.asarray(losses, dtype=np.float64)
         q, sigma = self.sample_rate, self.noise_multiplier
         with np.errstate(all="ignore"):
             x = self._pair.output(y)
-            # dy/dx is the share of the sampled term in the mixture, over sigma^2; 1 - (1 - q) e^-y is that share.
+            # dy/dx is the fraction of the sampled term in the mixture, over sigma^2; that fraction is 1 - (1 - q) e^-y.
             slope = (-np.expm1(math.log1p(-q) - y) if q < 1 else np.ones_like(y)) / sigma / sigma
             without, sampled = (np.exp(-(((x - mean) / sigma) ** 2) / 2) for mean in (0, 1))
             found = ((1 - q) * without + q * sampled) / (slope * sigma * math.sqrt(2 * math.pi))
@@ -73,15 +73,15 @@ class RemovalLoss:
 
 
 def mean_of_losses(cdf: Callable[[Floats], npt.ArrayLike], low: float, high: float) -> float:
-    """The mean of a loss from its distribution function, by quadrature: no bound.
+    """Returns the mean of a loss from its distribution function by quadrature, without an error bound.
 
     Args:
         cdf: Takes an array; 0 at ``low`` and 1 at ``high``.
-        low: No loss is below.
-        high: No loss is above.
+        low: Lower limit of the losses.
+        high: Upper limit of the losses.
 
     Returns:
-        About the mean.
+        The approximate mean.
     """
     largest = max(abs(low), abs(high), 2 * _NEAREST)
     ends = np.geomspace(_NEAREST, largest, _PANELS)
@@ -93,11 +93,11 @@ def mean_of_losses(cdf: Callable[[Floats], npt.ArrayLike], low: float, high: flo
 
 
 def self_composed_masses(masses: Floats, count: int, first: int) -> Floats:
-    """The law of the sum of so many independent copies, by FFT, on as many points; what lies beyond is folded in.
+    """Returns the distribution of the sum of independent copies, by FFT, on equally many points, with wraparound.
 
     Args:
         masses: On evenly spaced points ``(N,)``.
-        count: Copies, at least 1.
+        count: Number of copies, at least 1.
         first: The first point, in units of the spacing; also of the result.
 
     Returns:
@@ -109,7 +109,7 @@ def self_composed_masses(masses: Floats, count: int, first: int) -> Floats:
 
 
 def composed_masses(laws: Sequence[Floats], first: int) -> Floats:
-    """The law of the sum of independent losses, as `self_composed_masses`.
+    """Returns the distribution of the sum of independent losses, like `self_composed_masses`.
 
     Args:
         laws: Masses of each, ``(N,)``, on the same points.
@@ -119,25 +119,25 @@ def composed_masses(laws: Sequence[Floats], first: int) -> Floats:
         Masses ``(N,)``.
 
     Raises:
-        InvalidBudgetError: If there is none, or they have different numbers of points.
+        InvalidBudgetError: If there are none, or they have different numbers of points.
     """
     if len({len(law) for law in laws}) != 1:
-        raise InvalidBudgetError("Laws that are composed must lie on the same points.", fix="Use one domain for all.")
+        raise InvalidBudgetError("Composed distributions must have the same points.", fix="Use one grid for all.")
     product = np.prod([np.fft.rfft(law) for law in laws], axis=0)
     summed = np.fft.irfft(product, len(laws[0]))
     return np.maximum(np.roll(summed, (len(laws) - 1) * first % len(summed)), 0.0)
 
 
 def epsilon_of_losses(losses: Floats, masses: Floats, delta: float) -> float:
-    """The least epsilon at which a discrete loss keeps to delta.
+    """Returns the smallest epsilon of a discrete loss for a delta.
 
     Args:
-        losses: Where the masses are ``(N,)``.
+        losses: Points of the masses ``(N,)``.
         masses: ``(N,)``.
         delta: Any number.
 
     Returns:
-        At least 0; infinity where delta is not positive.
+        At least 0; infinity if delta is not positive.
     """
     if not delta > 0:
         return math.inf
@@ -150,18 +150,18 @@ def epsilon_of_losses(losses: Floats, masses: Floats, delta: float) -> float:
 
 
 def delta_of_losses(losses: Floats, masses: Floats, epsilon: float) -> float:
-    """The delta of a discrete loss: ``E[(1 - e^(epsilon - loss))_+]``."""
+    """Returns the delta of a discrete loss: ``E[(1 - e^(epsilon - loss))_+]``."""
     beyond = losses > epsilon
     return float(masses[beyond] @ -np.expm1(epsilon - losses[beyond]))
 
 
 def safe_reach(releases: Sequence[tuple[float, float, int]], eps_error: float, delta_error: float) -> float:
-    """How large losses a grid must hold (Gopi, Lee, Wutschitz 2021, arXiv:2106.02848, remark 5.6).
+    """Returns the largest loss that a grid must contain (Gopi, Lee, Wutschitz 2021, arXiv:2106.02848, remark 5.6).
 
     Args:
         releases: ``(noise multiplier, sample rate, count)`` of each kind.
-        eps_error: As wide as the interval of epsilon may be.
-        delta_error: Mass that may lie beyond.
+        eps_error: Maximum width of the interval of epsilon.
+        delta_error: Maximum mass beyond the grid.
 
     Returns:
         A loss.
@@ -174,6 +174,6 @@ def safe_reach(releases: Sequence[tuple[float, float, int]], eps_error: float, d
     return max(*largest, eps_error) + 3.0
 
 
-def _below(z: Floats) -> Floats:
-    """The normal distribution function."""
+def _normal_cdf(z: Floats) -> Floats:
+    """Standard normal distribution function."""
     return np.asarray(_erfc(-z / math.sqrt(2)), dtype=np.float64) / 2

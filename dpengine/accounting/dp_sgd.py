@@ -1,7 +1,6 @@
-"""Plain DP-SGD in one call: what it costs, the noise it needs, the steps that a budget buys.
+"""Plain DP-SGD in one call: its privacy cost, the required noise, and the number of steps within a budget.
 
-Each call stands for a run of Poisson batches with Gaussian noise. Runs that are anything else have a history: see
-`epsilon_of` and its neighbours.
+Each function is for a run of Poisson batches with Gaussian noise. For other runs, build a history: see `epsilon_of`.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from .own_accountant import Accountant
 
 _MOST_STEPS = 2**40
 _SQUARE_ROOT = 0.5
-_GUESSES = 16  # then by halving
+_GUESSES = 16  # then bisection
 
 
 @suggests_names
@@ -37,18 +36,18 @@ def epsilon(
 
     Args:
         noise_multiplier: Standard deviation of the noise over the add/remove sensitivity of the sum.
-        sample_rate: Chance of each row to be in a batch, in (0, 1].
+        sample_rate: Sampling rate, in (0, 1].
         steps: Number of batches, at least 0.
         delta: Strictly between 0 and 1; well below 1/N.
         accountant: A name of `ACCOUNTANTS`, or an `Accountant`.
-        relation: Which data sets are neighbours: a `Relation`, or "add_remove", "zero_out" or "replace_one".
+        relation: Neighboring relation: a `Relation`, or "add_remove", "zero_out" or "replace_one".
 
     Returns:
         An upper bound: 0.0 without steps, infinity without noise.
 
     Raises:
         InvalidBudgetError: If an argument is out of range.
-        AccountingRefusedError: If the accountant has no sound answer for such runs.
+        AccountingRefusedError: If the accountant does not support such runs.
     """  # noqa: DOC502 - the checks raise on our behalf
     return epsilon_of(_history(noise_multiplier, sample_rate, steps), delta, accountant, Relation(relation))
 
@@ -63,7 +62,7 @@ def epsilon_bounds(
     accountant: str | Accountant = "pld",
     relation: Relation | str = Relation.ADD_OR_REMOVE_ONE,
 ) -> tuple[float, float, float]:
-    """Returns epsilon from both sides: ``(lower, estimate, upper)``. What may be reported is the upper one.
+    """Returns epsilon from both sides: ``(lower, estimate, upper)``. Report the upper bound.
 
     Args:
         noise_multiplier: As for `epsilon`.
@@ -74,7 +73,7 @@ def epsilon_bounds(
         relation: As for `epsilon`.
 
     Returns:
-        Two bounds, and between them the best guess.
+        A lower bound, an estimate and an upper bound.
     """
     return bounds_of(_history(noise_multiplier, sample_rate, steps), delta, accountant, Relation(relation))
 
@@ -115,18 +114,18 @@ def calibrate(
     accountant: str | Accountant = "pld",
     relation: Relation | str = Relation.ADD_OR_REMOVE_ONE,
 ) -> float:
-    """Returns the noise multiplier for a target, on the safe side: `epsilon` at it is at most the target.
+    """Returns a noise multiplier at which `epsilon` is at most the target.
 
     Args:
         target_epsilon: Positive and finite.
         target_delta: Strictly between 0 and 1.
         sample_rate: As for `epsilon`.
         steps: Number of batches, at least 1.
-        accountant: The one that will report.
+        accountant: The accountant of the report.
         relation: As for `epsilon`.
 
     Returns:
-        The noise multiplier. `calibration` also tells what it costs, and takes what was spent before into account.
+        The noise multiplier. `calibration` also returns its privacy cost, and includes earlier charges.
     """
     return calibrating.calibration(
         target_epsilon=target_epsilon,
@@ -148,21 +147,21 @@ def steps_within(
     accountant: str | Accountant = "pld",
     relation: Relation | str = Relation.ADD_OR_REMOVE_ONE,
 ) -> int:
-    """Returns how many steps a budget buys.
+    """Returns the number of steps within a budget.
 
     Args:
         target_epsilon: Positive and finite.
         target_delta: Strictly between 0 and 1.
         noise_multiplier: As for `epsilon`.
         sample_rate: As for `epsilon`.
-        accountant: The one that will report.
+        accountant: The accountant of the report.
         relation: As for `epsilon`.
 
     Returns:
-        The most steps whose `epsilon` is at most the target; 0 if one is too many.
+        The largest number of steps whose `epsilon` is at most the target; may be 0.
 
     Raises:
-        InvalidBudgetError: If an argument is out of range, or a million million steps cost less than the target.
+        InvalidBudgetError: If an argument is out of range, or 2**40 steps cost less than the target.
     """
     target = arguments.epsilon_in_range(target_epsilon, "target_epsilon", zero=False)
     low, high = 0, _MOST_STEPS + 1  # low fits, high does not
@@ -170,7 +169,7 @@ def steps_within(
     for attempt in itertools.count():
         if high - low <= 1:
             break
-        spent = epsilon(
+        cost = epsilon(
             noise_multiplier=noise_multiplier,
             sample_rate=sample_rate,
             steps=steps,
@@ -178,18 +177,18 @@ def steps_within(
             accountant=accountant,
             relation=relation,
         )
-        low, high = (steps, high) if spent <= target else (low, steps)
-        if 0 < last[1] < math.inf and 0 < spent < math.inf and spent != last[1]:
-            exponent = max(0.2, math.log(spent / last[1]) / math.log(steps / last[0]))
-        last = (steps, spent)
-        # Epsilon is about a power of the steps: aim at the last number that fits, then look at its neighbours.
-        guess = steps * min(1e3, min(1e30, target / spent) ** (1 / exponent)) if 0 < spent < math.inf else 1e3 * steps
+        low, high = (steps, high) if cost <= target else (low, steps)
+        if 0 < last[1] < math.inf and 0 < cost < math.inf and cost != last[1]:
+            exponent = max(0.2, math.log(cost / last[1]) / math.log(steps / last[0]))
+        last = (steps, cost)
+        # Epsilon is approximately a power of the steps: aim at the last number that fits, then check adjacent ones.
+        guess = steps * min(1e3, min(1e30, target / cost) ** (1 / exponent)) if 0 < cost < math.inf else 1e3 * steps
         near = math.floor(guess) + (math.floor(guess) == low)
         steps = near if attempt < _GUESSES and low < near < high else (low + high) // 2
     if low == _MOST_STEPS:
         raise InvalidBudgetError(
             f"accounting.steps_within: {low:,} steps cost less than target_epsilon={target:g}.",
-            fix="There is no limit worth a number: choose the steps by what training needs.",
+            fix="The budget does not limit training: choose the number of steps freely.",
         )
     return low
 

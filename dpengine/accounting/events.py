@@ -1,4 +1,4 @@
-"""Events: inert records that state completely what one release did, as accountants need it."""
+"""Privacy events: records that completely describe a release for accountants."""
 
 import enum
 import math
@@ -15,18 +15,18 @@ from .tuning import RepeatAndSelectEvent
 
 
 class Relation(enum.Enum):
-    """Which two data sets count as neighbours."""
+    """Neighboring relation of data sets."""
 
     ADD_OR_REMOVE_ONE = "add-or-remove-one"
-    """One has a row more. The number of rows is private."""
+    """One data set has an example more. The number of examples is private."""
     ZERO_OUT = "zero-out"
-    """A row of one contributes nothing ("replace special"). The numbers are those of add-or-remove; N is public."""
+    """One example contributes nothing ("replace special"). The cost is that of add-or-remove; N is public."""
     REPLACE_ONE = "replace-one"
-    """One row differs, so a sum moves by up to twice its bound."""
+    """One example is replaced, which doubles the sensitivity of a sum."""
 
     @classmethod
     def _missing_(cls, value: object) -> "Relation":
-        """Short names: "add_remove", "zero_out", "replace_one", also with dashes. What is none raises with the list."""
+        """Accepts "add_remove", "zero_out" and "replace_one", also with dashes. Raises for other values."""
         short = {"add-remove": cls.ADD_OR_REMOVE_ONE, "replace-special": cls.ZERO_OUT}
         spelled = value.lower().replace("_", "-") if isinstance(value, str) else ""
         found = short.get(spelled) or next((one for one in cls if one.value == spelled), None)
@@ -39,7 +39,7 @@ class Relation(enum.Enum):
 
 @dataclass(frozen=True)
 class GaussianEvent:
-    """A sum over all rows, released with Gaussian noise of ``noise_multiplier`` times its add/remove sensitivity."""
+    """A sum over all examples with Gaussian noise of ``noise_multiplier`` times its add/remove sensitivity."""
 
     noise_multiplier: float
 
@@ -49,7 +49,7 @@ class GaussianEvent:
 
 @dataclass(frozen=True)
 class PoissonGaussianEvent:
-    """The same over a batch that holds each row independently with probability ``sample_rate``."""
+    """Like `GaussianEvent`, over a batch that contains each example independently with probability ``sample_rate``."""
 
     sample_rate: float
     noise_multiplier: float
@@ -61,17 +61,17 @@ class PoissonGaussianEvent:
 
 @dataclass(frozen=True)
 class CyclicGaussianEvent:
-    """One step of a run with banded noise, in which examples take part in turn.
+    """One step of a run with banded noise and cyclic sampling.
 
-    Each example is in one of ``cycle_length`` groups; a step draws from one group, with ``sample_rate`` for each of its
-    examples, and the noise has at most ``cycle_length`` bands. All steps of the run together cost what so many
-    Poisson-sampled Gaussians cost as there are cycles, a begun one included (Choquette-Choo et al. 2023, theorem 4).
+    Each example is in one of ``cycle_length`` groups. A step samples each example of one group with ``sample_rate``,
+    and the noise has at most ``cycle_length`` bands. All steps of the run together cost as much as one Poisson-sampled
+    Gaussian for each cycle, including an incomplete one (Choquette-Choo et al. 2023, theorem 4).
 
     Attributes:
-        sample_rate: Within the group.
+        sample_rate: Sampling rate within the group.
         noise_multiplier: Standard deviation of the noise over the sensitivity to one participation.
-        cycle_length: Groups.
-        run: Tells the steps of one run from those of others, whose noise is independent of theirs.
+        cycle_length: Number of groups.
+        run: Name of the run. The noise of different runs is independent.
     """
 
     sample_rate: float
@@ -87,22 +87,22 @@ class CyclicGaussianEvent:
             raise TypeError(f"CyclicGaussianEvent.run is a {type(self.run).__name__}; it must be a str.")
 
     def cycles(self, steps: int) -> int:
-        """How often an example can take part in so many steps of the run."""
+        """Returns the maximum number of participations of an example in this number of steps."""
         return -(-steps // self.cycle_length)
 
 
 @dataclass(frozen=True)
 class MatrixGaussianEvent:
-    """One step of a run whose noise hangs together over steps, and in which examples take part once in every cycle.
+    """One step of a run with noise correlated across steps, in which examples participate once in every cycle.
 
-    The steps so far are one Gaussian release, of the contributions of all participations together.
+    All steps so far are one Gaussian mechanism, of the contributions of all participations.
 
     Attributes:
         noise_multiplier: Standard deviation of the noise over the sensitivity to one participation.
-        cycle_length: Steps from one participation to the next, at least.
-        sq_sensitivities: By the number of cycles that have begun: the squared sensitivity of all steps so far, over
-            that of one participation. Never falling.
-        run: Tells the steps of one run from those of others, whose noise is independent of theirs.
+        cycle_length: Minimum number of steps between two participations.
+        sq_sensitivities: For each number of cycles, the squared sensitivity of all steps so far relative to that of one
+            participation. Nondecreasing.
+        run: Name of the run. The noise of different runs is independent.
     """
 
     noise_multiplier: float
@@ -115,18 +115,18 @@ class MatrixGaussianEvent:
         object.__setattr__(self, "cycle_length", arguments.count("cycle_length", self.cycle_length))
         squares = tuple(arguments.epsilon_in_range(square, "sq_sensitivities") for square in self.sq_sensitivities)
         if not squares or list(squares) != sorted(squares):
-            raise ValueError("MatrixGaussianEvent.sq_sensitivities must hold a number for each cycle, none falling.")
+            raise ValueError("MatrixGaussianEvent.sq_sensitivities must hold a number for each cycle, nondecreasing.")
         object.__setattr__(self, "sq_sensitivities", squares)
         if not isinstance(self.run, str):
             raise TypeError(f"MatrixGaussianEvent.run is a {type(self.run).__name__}; it must be a str.")
 
     def precision(self, steps: int) -> float:
-        """``1 / noise_multiplier**2`` of the one Gaussian that so many steps are.
+        """Returns ``1 / noise_multiplier**2`` of the Gaussian mechanism formed by these steps.
 
-        More steps than the run has are counted as those of another one: a history that was loaded twice.
+        Steps beyond those of the run count as another run, as for a history that was loaded twice.
 
         Args:
-            steps: Of the run, at least 1.
+            steps: Number of steps in the run, at least 1.
 
         Returns:
             The precision.
@@ -138,17 +138,17 @@ class MatrixGaussianEvent:
 
 @dataclass(frozen=True)
 class NonPrivateEvent:
-    """A release without noise: epsilon is infinite from here on."""
+    """A release without noise: epsilon is infinite."""
 
 
 @dataclass(frozen=True)
 class UnclaimedEvent:
-    """A release by a law without analysis, such as shuffled batches. No epsilon is given for a history that has one.
+    """A release without a privacy analysis, such as shuffled batches. Its history has no epsilon.
 
     Args:
-        reason: Why there is no analysis, as a sentence for the person who asks for epsilon.
-        unamplified: The event without credit for random batches, if it is known. It is not saved with a ledger, and
-            reports show its cost under a name of its own.
+        reason: Reason for the missing analysis, as a sentence for the user.
+        unamplified: The event without amplification by sampling, if known. It is not saved with a ledger, and reports
+            show its cost separately.
     """
 
     reason: str
@@ -171,14 +171,14 @@ Event = (
 
 
 def release_event(*, noise_multiplier: float, sample_rate: float = 1.0) -> Event:
-    """States one noised sum in its simplest form.
+    """Returns the simplest event of a noised sum.
 
     Args:
         noise_multiplier: Standard deviation of the noise over the add/remove sensitivity of the sum.
-        sample_rate: Chance of each row to be in the batch, independently of the others.
+        sample_rate: Probability of each example to be in the batch, independently of the others.
 
     Returns:
-        ``NonPrivateEvent`` without noise, ``GaussianEvent`` where every row takes part, else ``PoissonGaussianEvent``.
+        ``NonPrivateEvent`` without noise, ``GaussianEvent`` at sampling rate 1, otherwise ``PoissonGaussianEvent``.
     """
     sigma = arguments.noise_multiplier(noise_multiplier)
     rate = arguments.sample_rate(sample_rate)
@@ -214,7 +214,7 @@ def event_to_state(event: Event) -> dict[str, Any]:
 
 
 def event_from_state(state: Mapping[str, Any]) -> Event:
-    """Rebuilds an event from `event_to_state`."""
+    """Returns the event of an `event_to_state` result."""
     if not isinstance(state, Mapping):
         raise LedgerError(f"An event of the ledger is a {type(state).__name__}, not a dictionary.")
     fields = dict(state)

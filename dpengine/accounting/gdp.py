@@ -1,8 +1,8 @@
-"""Gaussian differential privacy: the closed form, offered only where it is exact.
+"""Gaussian differential privacy: closed form, only for cases in which it is exact.
 
-A composition of unsampled Gaussian releases is one Gaussian release, whose trade-off is that of N(0, 1) against
-N(mu, 1) (Dong, Roth, Su 2019, 1905.02383). For sampled releases that form holds only in a limit and lies on the unsafe
-side, so it is not offered.
+A composition of unsampled Gaussian mechanisms is one Gaussian mechanism, whose trade-off is that of N(0, 1) against
+N(mu, 1) (Dong, Roth, Su 2019, 1905.02383). With sampling, this form only holds in a limit and underestimates the cost,
+so it is not supported.
 """
 
 import math
@@ -19,12 +19,12 @@ _LOG_SQRT_2PI = 0.5 * math.log(2 * math.pi)
 
 
 def epsilon(composition: Composition, delta: float, relation: Relation) -> float:
-    """Exact epsilon of unsampled Gaussians. Refuses anything else."""
+    """Exact epsilon of unsampled Gaussians. Raises for other events."""
     return epsilon_of_mu(exact_mu(composition, relation) * (1 + _MU_ROUNDING), delta)
 
 
 def delta(composition: Composition, epsilon: float, relation: Relation) -> float:
-    """Exact delta of unsampled Gaussians. Refuses anything else."""
+    """Exact delta of unsampled Gaussians. Raises for other events."""
     return delta_of_mu(exact_mu(composition, relation) * (1 + _MU_ROUNDING), epsilon)
 
 
@@ -36,20 +36,20 @@ def bounds(composition: Composition, delta: float, relation: Relation) -> Bounds
 
 
 def central_limit_epsilon(*, noise_multiplier: float, sample_rate: float, steps: int, delta: float) -> float:
-    """An APPROXIMATION of the epsilon of Poisson-sampled Gaussians, by a central limit theorem: no bound.
+    """Returns an APPROXIMATION of epsilon of Poisson-sampled Gaussians by a central limit theorem, not a bound.
 
-    It is below the truth more often than not, by a third where rates and noise are small. For comparison with papers.
+    It usually underestimates epsilon, by a third for small rates and noise. For comparison with papers.
 
     Source: Bu, Dong, Long, Su 2020 (arXiv:1911.11607), ``mu = q sqrt(T (e^(1/sigma^2) - 1))``.
 
     Args:
-        noise_multiplier: Standard deviation of the noise over the sensitivity, above 0.
-        sample_rate: Chance of each row to be in a batch.
+        noise_multiplier: Standard deviation of the noise over the sensitivity, positive.
+        sample_rate: Sampling rate.
         steps: Number of batches, at least 0.
         delta: Strictly between 0 and 1.
 
     Returns:
-        The approximation; infinity where it has none.
+        The approximation; infinity if it does not exist.
     """
     mu = central_limit_mu(noise_multiplier=noise_multiplier, sample_rate=sample_rate, steps=steps)
     delta = arguments.delta_in_range(delta)
@@ -57,19 +57,19 @@ def central_limit_epsilon(*, noise_multiplier: float, sample_rate: float, steps:
 
 
 def central_limit_mu(*, noise_multiplier: float, sample_rate: float, steps: int, fixed_size: bool = False) -> float:
-    """An APPROXIMATION of the mu of sampled Gaussians in the limit of many steps and small rates: no bound.
+    """Returns an APPROXIMATION of mu of sampled Gaussians for many steps and small rates, not a bound.
 
     Source: Bu, Dong, Long, Su 2020 (arXiv:1911.11607), ``mu = q sqrt(T (e^(1/sigma^2) - 1))`` for Poisson batches, and
-    ``mu = q sqrt(2 T (e^(1/sigma^2) Phi(3/(2 sigma)) + 3 Phi(-1/(2 sigma)) - 2))`` for batches of one size.
+    ``mu = q sqrt(2 T (e^(1/sigma^2) Phi(3/(2 sigma)) + 3 Phi(-1/(2 sigma)) - 2))`` for batches of fixed size.
 
     Args:
         noise_multiplier: Standard deviation of the noise over the sensitivity.
-        sample_rate: Chance of each row to be in a batch.
+        sample_rate: Sampling rate.
         steps: Number of batches, at least 0.
-        fixed_size: Whether batches are uniform subsets of one size, else Poisson.
+        fixed_size: True for uniform subsets of fixed size, False for Poisson batches.
 
     Returns:
-        The approximation; infinity where it has none.
+        The approximation; infinity if it does not exist.
     """
     sigma, rate = arguments.noise_multiplier(noise_multiplier), arguments.sample_rate(sample_rate)
     steps = arguments.count("steps", steps, least=0)
@@ -79,7 +79,7 @@ def central_limit_mu(*, noise_multiplier: float, sample_rate: float, steps: int,
         return math.inf
     excess = math.expm1(1 / sigma / sigma)
     if fixed_size:
-        # 2 (e^(1/s^2) Phi(3/2s) + 3 Phi(-1/2s) - 2), written so that nothing cancels where sigma is large.
+        # 2 (e^(1/s^2) Phi(3/2s) + 3 Phi(-1/2s) - 2), without cancellation for large sigma.
         above, below = (math.erf(z / sigma / math.sqrt(2)) for z in (1.5, 0.5))
         excess = excess * (1 + above) + above - 3 * below
     return rate * math.sqrt(steps * max(0.0, excess))
@@ -87,7 +87,7 @@ def central_limit_mu(*, noise_multiplier: float, sample_rate: float, steps: int,
 
 def exact_mu(composition: Composition, relation: Relation) -> float:
     """Returns the mu of a history of unsampled Gaussians."""
-    composition.refuse_runs()
+    composition.check_no_sampled_runs()
     if not composition.unsampled:
         raise AccountingRefusedError(
             "accountant 'gdp' is exact only without sampling; its central-limit form for sampled releases gives an "
@@ -103,12 +103,12 @@ def delta_of_mu(mu: float, epsilon: float) -> float:
         return 0.0
     if math.isinf(mu):
         return 1.0
-    # At epsilon 0 it is 2 Phi(mu / 2) - 1, below mu / sqrt(2 pi): for a mu so small that rounding decides.
+    # At epsilon 0 it is 2 Phi(mu / 2) - 1, below mu / sqrt(2 pi): a bound for mu so small that rounding dominates.
     return min(1.0, 0.4 * mu, math.exp(min(0.0, _log_delta(mu, epsilon))))
 
 
 def epsilon_of_mu(mu: float, delta: float, *, above: bool = True) -> float:
-    """Returns the smallest float epsilon at which mu-GDP keeps to ``delta``, rounded up or down; at least 0."""
+    """Returns the smallest float epsilon of mu-GDP at ``delta``, rounded up or down; at least 0."""
     if math.isinf(mu):
         return math.inf
     target = math.log(delta)
@@ -125,11 +125,11 @@ def epsilon_of_mu(mu: float, delta: float, *, above: bool = True) -> float:
 
 
 def largest_mu(epsilon: float, delta: float) -> float:
-    """Returns the largest float mu whose curve keeps to ``delta`` at ``epsilon``: the inverse of `epsilon_of_mu`."""
+    """Returns the largest float mu with ``delta`` at ``epsilon``: the inverse of `epsilon_of_mu`."""
     if math.isinf(epsilon):
         return math.inf
     target = math.log(delta)
-    if epsilon > _ENORMOUS:  # then digits are lost, and the bound of `epsilon_of_mu` is as good
+    if epsilon > _ENORMOUS:  # digits are lost, and the bound of `epsilon_of_mu` is as tight
         spare = math.sqrt(-2 * target)
         return math.hypot(spare, math.sqrt(2) * math.sqrt(epsilon)) - spare
     low, high = 0.0, 1.0

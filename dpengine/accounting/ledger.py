@@ -1,4 +1,4 @@
-"""The ledger: what was charged so far, in order, as run lengths."""
+"""The ledger: all charges in order, run-length encoded."""
 
 import copy
 from collections.abc import Callable, Iterable, Mapping
@@ -13,7 +13,7 @@ from .events import Event, event_from_state, event_to_state
 from .sampled_matrix import SampledMatrixEvent
 
 KINDS = ("release", "void", "clip")
-"""A noised sum that left, a batch that was drawn but not released, and the noised count of adaptive clipping."""
+"""A step, a batch that was sampled and discarded, and the noised count of adaptive clipping."""
 
 UNKNOWN_SAMPLING = "unknown"
 """Sampling scheme of charges that were stored without its name."""
@@ -23,7 +23,7 @@ _SCHEMA = 1
 
 @dataclass(frozen=True)
 class Charge:
-    """``count`` equal entries. Every kind counts for epsilon: a void's reason may depend on the data."""
+    """``count`` equal entries. All kinds count for epsilon: a batch may be discarded because of the data."""
 
     event: Event
     count: int = 1
@@ -40,12 +40,12 @@ class Charge:
 
 
 class Ledger:
-    """Append-only list of charges in memory. Nothing is ever taken back, so epsilon can only grow.
+    """Append-only list of charges in memory. Charges are never removed, so epsilon can only grow.
 
     Copies and pickles of a ledger have no observers.
 
     Args:
-        observers: Functions that observe charges: see `observe`.
+        observers: Functions that observe charges; see `observe`.
     """
 
     def __init__(self, observers: Iterable[Callable[[Charge], object]] = ()) -> None:
@@ -53,18 +53,18 @@ class Ledger:
         self._charges: list[Charge] = []
         self._counts: dict[Event, int] = {}
         self._total = 0
-        self._steps = 0  # a running sum: the history grows with the run
+        self._steps = 0  # a running sum, because the history grows with the run
 
     def charge(self, event: Event, *, count: int = 1, kind: str = "release") -> None:
-        """Appends ``count`` equal entries; to be called before what they pay for leaves.
+        """Appends ``count`` equal entries. Call it before the release that they account for.
 
         Args:
-            event: What is about to be released.
-            count: How often, at least 1.
+            event: The privacy event.
+            count: Number of entries, at least 1.
             kind: One of `KINDS`.
 
         Raises:
-            InvalidBudgetError: If an argument is out of range, or all charges together are more than can be counted.
+            InvalidBudgetError: If an argument is out of range, or the total count exceeds the maximum.
         """  # noqa: DOC502 - the checks raise on our behalf
         charge = Charge(event, count, kind)
         _check_total(self._total + charge.count)
@@ -76,9 +76,9 @@ class Ledger:
     def observe(self, observer: Callable[[Charge], object]) -> Callable[[], None]:
         """Calls a function with each charge from now on, until the function that this returns is called.
 
-        The charge is in the ledger before the call, and what it pays for is released after it. If an observer raises,
+        The charge is in the ledger before the call, and its release comes after the call. If an observer raises,
         the charge stands, the other observers are called, and the error propagates to the caller of `charge`.
-        ``load_state_dict`` calls no observer. An observer that the ledger has already is not added again.
+        ``load_state_dict`` calls no observer. An observer is not added twice.
 
         Args:
             observer: Called with a `Charge`, not merged with the charges before it.
@@ -103,7 +103,7 @@ class Ledger:
         self._counts[charge.event] = self._counts.get(charge.event, 0) + charge.count
         last = self._charges[-1] if self._charges else None
         if last is not None and (last.event, last.kind) == (charge.event, charge.kind):
-            merged = copy.copy(last)  # others hold both; their fields, and the sum of the counts, are validated
+            merged = copy.copy(last)  # copied, because callers hold the last charge; fields and total are validated
             object.__setattr__(merged, "count", last.count + charge.count)
             self._charges[-1] = merged
         else:
@@ -111,39 +111,39 @@ class Ledger:
 
     @property
     def history(self) -> tuple[Charge, ...]:
-        """All charges in order, equal neighbours merged."""
+        """All charges in order; adjacent equal charges are merged."""
         return tuple(self._charges)
 
     @property
     def totals(self) -> tuple[Charge, ...]:
-        """What epsilon depends on: each event once, with its count over all kinds. As short after a million steps."""
+        """Each event once, with its count over all kinds. Determines epsilon; its size does not grow with the run."""
         return tuple(Charge(event, count) for event, count in self._counts.items())
 
     @property
     def steps(self) -> int:
-        """How many batches were charged, released or void."""
+        """Number of charged batches, released or discarded."""
         return self._steps
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the whole history as plain JSON values."""
+        """Returns the complete history as plain JSON values."""
         charges = [{"event": event_to_state(c.event), "count": c.count, "kind": c.kind} for c in self._charges]
         return {"schema": _SCHEMA, "charges": charges}
 
     def load_state_dict(self, state: Mapping[str, Any], *, merge: bool = False) -> None:
-        """Takes over a stored history.
+        """Loads a stored history.
 
         Args:
-            state: What `state_dict` returned, also after a round trip through JSON.
-            merge: Adds to what this ledger already holds. Both were released, so both are kept; a history that is
-                loaded on top of itself counts twice, which is safe.
+            state: Result of `state_dict`, also after a round trip through JSON.
+            merge: Adds to the charges of this ledger. A history that is loaded into its own ledger counts twice, which
+                is safe.
 
         Raises:
-            LedgerError: If this ledger holds charges and ``merge`` is not set, or if the state cannot be read. The
-                ledger is then unchanged.
+            LedgerError: If this ledger has charges and ``merge`` is not set, or if the state cannot be read. The ledger
+                is then unchanged.
         """
         if self._charges and not merge:
             raise LedgerError(
-                f"This ledger already holds {self.steps} steps, which loading would forget.",
+                f"This ledger already holds {self.steps} steps, which loading would discard.",
                 fix="Load before the first step, or pass merge=True to keep both.",
             )
         charges = _read(state)
@@ -156,7 +156,7 @@ class Ledger:
 
 
 def checked_history(history: Iterable[Charge]) -> tuple[Charge, ...]:
-    """The charges of a history, or a refusal of what is none."""
+    """Returns the charges of a history. Raises TypeError if it is not a sequence of charges."""
     if isinstance(history, (Ledger, Charge)):
         found, fix = (
             ("a Ledger", "ledger.history") if isinstance(history, Ledger) else ("a Charge", "a sequence: [charge]")
@@ -167,15 +167,15 @@ def checked_history(history: Iterable[Charge]) -> tuple[Charge, ...]:
         if not isinstance(charge, Charge):
             kind = type(charge).__name__
             raise TypeError(
-                f"A history holds charges, and this one holds a {kind}. Say how often each event was released: "
-                "Charge(event, count), of dpengine.accounting."
+                f"A history holds charges, and this one holds a {kind}. Pass each event with its count: "
+                "Charge(event, count) of dpengine.accounting."
             )
     _check_total(sum(charge.count for charge in charges))
     return charges
 
 
 def steps_of(history: Iterable[Charge]) -> int:
-    """How many batches a history charged, released or void."""
+    """Returns the number of charged batches in a history, released or discarded."""
     return sum(map(_steps, checked_history(history)))
 
 
@@ -188,14 +188,14 @@ def _steps(charge: Charge) -> int:
 def _check_total(total: int) -> None:
     if total > arguments.MOST_COUNT:
         raise InvalidBudgetError(
-            f"The charges of one history would add up to {total:,}, more than 2**62, the most that is counted here.",
+            f"The charges of one history would add up to {total:,}, more than 2**62, the maximum.",
             fix="Check the counts: at a million steps a second, 2**62 take 146,000 years.",
         )
 
 
 def _read(state: Mapping[str, Any]) -> list[Charge]:
     if not isinstance(state, Mapping):
-        raise _damaged(f"it is a {type(state).__name__}, not the dictionary that state_dict gave")
+        raise _damaged(f"it is a {type(state).__name__}, not the dictionary that state_dict returned")
     if state.get("schema") != _SCHEMA:
         raise LedgerError(
             f"The ledger state has schema {state.get('schema')!r}; this version reads {_SCHEMA}.",
@@ -219,10 +219,10 @@ def _charge_of(row: Any, where: str) -> Charge:
 
 
 def _check_keys(where: str, state: Mapping[Any, Any], known: tuple[str, ...]) -> None:
-    """What is not known may be what makes a charge cost more."""
+    """Raises for unknown keys, which may increase the cost of a charge, and for missing ones."""
     unknown, missing = [key for key in state if key not in known], [key for key in known if key not in state]
     if unknown or missing:
-        wrong = f"has {unknown[0]!r}, which this version does not know" if unknown else f"lacks {missing[0]!r}"
+        wrong = f"has {unknown[0]!r}, which this version does not support" if unknown else f"lacks {missing[0]!r}"
         raise _damaged(f"{where} {wrong}")
 
 

@@ -1,4 +1,4 @@
-"""Releases as events of the dp-accounting library, for a second opinion."""
+"""Privacy events as events of the dp-accounting library, for a second opinion."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ from .tuning import RepeatAndSelectEvent
 
 
 def to_dp_accounting(event: events.Event, count: int = 1) -> Any:
-    """States ``count`` such releases as an event of the dp-accounting library.
+    """Returns an event of the dp-accounting library for ``count`` equal events.
 
-    Those of a run whose examples take turns are from its first step on.
+    Events of a cyclic run count from its first step.
 
-    Under replace-one, dp-accounting's RDP accountant takes a Gaussian, and sampling without replacement, at distance 1
-    where its PLD accountant takes distance 2: give it half the noise multiplier there.
+    Under replace-one, dp-accounting's RDP accountant uses distance 1 for a Gaussian and for sampling without
+    replacement, and its PLD accountant distance 2: pass half the noise multiplier to the former.
 
     Args:
-        event: What was released.
-        count: How often.
+        event: The event.
+        count: Number of events.
 
     Returns:
         A ``dp_accounting.DpEvent``.
 
     Raises:
         AccountingRefusedError: If the event is unclaimed, or has no closed form.
-        TypeError: If it is no event.
+        TypeError: If the value is not an event.
         MissingDependencyError: If dp-accounting is not installed.
     """
     try:
@@ -47,10 +47,10 @@ def to_dp_accounting(event: events.Event, count: int = 1) -> Any:
         raise AccountingRefusedError(f"dp-accounting has no event for {event.scheme} runs, which are simulated.")
     if isinstance(event, events.NonPrivateEvent) or getattr(event, "noise_multiplier", 1) == 0:
         return dp_accounting.NonPrivateDpEvent()
-    if type(event) not in _STATED:
-        known = ", ".join(kind.__name__ for kind in _STATED)
+    if type(event) not in _CONVERSIONS:
+        known = ", ".join(kind.__name__ for kind in _CONVERSIONS)
         raise TypeError(f"accounting.to_dp_accounting takes an event, not a {type(event).__name__}: one of {known}.")
-    one, number = _STATED[type(event)](dp_accounting, event, count)
+    one, number = _CONVERSIONS[type(event)](dp_accounting, event, count)
     return dp_accounting.SelfComposedDpEvent(one, number) if number is not None else one
 
 
@@ -86,7 +86,7 @@ def _selection(library: Any, event: RepeatAndSelectEvent, count: int) -> tuple[A
     return library.dp_event.RepeatAndSelectDpEvent(base, event.mean, event.shape), count
 
 
-_STATED: dict[type, Callable[[Any, Any, int], tuple[Any, int | None]]] = {
+_CONVERSIONS: dict[type, Callable[[Any, Any, int], tuple[Any, int | None]]] = {
     events.GaussianEvent: lambda library, event, count: (library.GaussianDpEvent(event.noise_multiplier), count),
     events.PoissonGaussianEvent: _poisson,
     events.CyclicGaussianEvent: _cyclic,

@@ -1,9 +1,9 @@
-"""Which releases of a long history may count as equal, such that a bound on epsilon suffers little.
+"""Merging of similar releases of a long history, with little effect on a bound of epsilon.
 
-A release costs no more than one with a larger rate and less noise, and no less than one with a smaller rate and more
-noise. So a history of many kinds is cut into cells, each of which counts as its dearest corner or as its cheapest. What
-a release costs is only guessed here, by its Renyi divergence at an order that suits the history: a choice of cells can
-cost accuracy and never soundness.
+A release costs at most as much as one with a larger rate and less noise, and at least as much as one with a smaller
+rate and more noise. A history of many kinds is therefore split into cells, each of which is replaced by its most or
+least expensive corner. The cost of a release is only estimated here, by its Renyi divergence at an order that suits the
+history: the choice of cells affects accuracy, never soundness.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ Floats = npt.NDArray[np.float64]
 Integers = npt.NDArray[np.int64]
 
 _ORDERS = (2, 3, 4, 5, 6, 8, 11, 16, 22, 32)
-_LOG_DELTA = math.log(1e-6)  # of a typical question
-_LEAST_NOISE, _MOST_NOISE = 1e-3, 1e100  # between which squares and their inverses are ordinary numbers
-_CUTS = 32  # of a large cell that are tried, in each of two ways
+_LOG_DELTA = math.log(1e-6)  # of a typical delta
+_LEAST_NOISE, _MOST_NOISE = 1e-3, 1e100  # limits within which squares and their inverses are normal floats
+_CUTS = 32  # candidate cuts of a large cell, for each of two criteria
 _HALVINGS = 40
 
 
 @dataclass(frozen=True)
 class Kinds:
-    """Sampled Gaussians, all different, in an order that is not that of the history.
+    """Distinct sampled Gaussians, in any order.
 
     Attributes:
         rates: Between 0 and 1, ``(K,)``.
         noise: Positive, ``(K,)``.
-        counts: How many there are of each, ``(K,)``.
+        counts: Number of releases of each kind, ``(K,)``.
     """
 
     rates: Floats
@@ -40,18 +40,18 @@ class Kinds:
     counts: Floats
 
     def corner(self, cell: Integers, *, above: bool) -> tuple[float, float]:
-        """Rate and noise of a release that costs at least, or at most, as much as any of a cell."""
+        """Returns rate and noise of a release that costs at least, or at most, as much as each of a cell."""
         rates, noise = self.rates[cell], self.noise[cell]
         return (float(rates.max()), float(noise.min())) if above else (float(rates.min()), float(noise.max()))
 
 
 def cells(kinds: Kinds, most: int, *, above: bool) -> list[Integers]:
-    """Cuts kinds into cells, always where that helps most, and returns the indices of the kinds in each cell.
+    """Splits kinds into cells, always at the best cut, and returns the indices of the kinds in each cell.
 
-    With ``above`` a cell counts as its most expensive corner, else as its cheapest.
+    With ``above`` a cell is replaced by its most expensive corner, otherwise by its cheapest.
     """
     cutter = _Cutter(kinds, above)
-    found = [(-0.0, 0, cutter.cut(np.arange(len(kinds.rates))))]  # a heap; the number tells equal gains apart
+    found = [(-0.0, 0, cutter.cut(np.arange(len(kinds.rates))))]  # a heap; the number breaks ties
     for number in range(1, 2 * most - 1, 2):
         for i, part in enumerate(heapq.heappop(found)[2].parts):
             cut = cutter.cut(part)
@@ -60,16 +60,16 @@ def cells(kinds: Kinds, most: int, *, above: bool) -> list[Integers]:
 
 
 def typical(kinds: Kinds, cell: Integers) -> tuple[float, float]:
-    """Rate and noise of a release that costs about the mean of a cell: no bound."""
+    """Returns rate and noise of a release with about the mean cost of a cell: an estimate, not a bound."""
     if len(cell) == 1:
         return kinds.corner(cell, above=True)
-    dear, cheap = (np.log(kinds.corner(cell, above=above)) for above in (True, False))
+    expensive, cheap = (np.log(kinds.corner(cell, above=above)) for above in (True, False))
     order, counts = _order(kinds), kinds.counts[cell]
     aim = float(counts @ _cost(kinds.rates[cell], kinds.noise[cell], order) / counts.sum())
-    low, high = 0.0, 1.0  # on the way from the cheapest corner to the dearest
+    low, high = 0.0, 1.0  # position between the cheapest and the most expensive corner
     for _ in range(_HALVINGS):
         middle = (low + high) / 2
-        rate, noise = np.exp(cheap + middle * (dear - cheap))
+        rate, noise = np.exp(cheap + middle * (expensive - cheap))
         too_much = _cost(np.array([rate]), np.array([noise]), order)[0] > aim
         low, high = (low, middle) if too_much else (middle, high)
     return float(rate), float(noise)
@@ -77,7 +77,7 @@ def typical(kinds: Kinds, cell: Integers) -> tuple[float, float]:
 
 @dataclass(frozen=True)
 class _Cut:
-    """A cell, its parts if it has several kinds, and how much less the parts are off than the whole."""
+    """A cell, its parts if it has several kinds, and the decrease of the error by cutting."""
 
     cell: Integers
     parts: tuple[Integers, ...]
@@ -85,16 +85,19 @@ class _Cut:
 
 
 class _Cutter:
-    """Cells, and how much more or less they count than their members."""
+    """Cuts cells, with the error of replacing them."""
 
     def __init__(self, kinds: Kinds, above: bool):
         self._counts, self._order = kinds.counts, _order(kinds)
         self._costs = kinds.counts * _cost(kinds.rates, kinds.noise, self._order)
         sign = 1.0 if above else -1.0
-        self._sign, self._axes = sign, (sign * kinds.rates, -sign * kinds.noise)  # the larger, the further out
+        self._sign, self._axes = (
+            sign,
+            (sign * kinds.rates, -sign * kinds.noise),
+        )  # larger is closer to the corner
 
     def cut(self, cell: Integers) -> _Cut:
-        """The best straight cut of a cell."""
+        """Returns the best straight cut of a cell."""
         if len(cell) == 1:
             return _Cut(cell, (), -math.inf)
         counts = self._counts[cell].sum()
@@ -114,20 +117,20 @@ class _Cutter:
         return best
 
     def _places(self, ordered: Integers) -> Integers:
-        """Where to try a cut: everywhere, or where parts would have equal shares of the members, or of the cost."""
+        """Returns candidate cuts: all, or those at equal fractions of the members and of the cost."""
         last = len(ordered) - 1
         if last <= 2 * _CUTS:
             return np.arange(1, last + 1)
         shares = np.cumsum(self._costs[ordered])
-        dear = np.searchsorted(shares, np.linspace(0, shares[-1], _CUTS))
-        return np.unique(np.concatenate([dear, dear + 1, np.linspace(1, last, _CUTS, dtype=np.int64)]).clip(1, last))
+        at = np.searchsorted(shares, np.linspace(0, shares[-1], _CUTS))
+        return np.unique(np.concatenate([at, at + 1, np.linspace(1, last, _CUTS, dtype=np.int64)]).clip(1, last))
 
     def _corner_costs(self, rates: Floats, noise: Floats) -> Floats:
         return _cost(self._sign * rates, -self._sign * noise, self._order)
 
 
 def _order(kinds: Kinds) -> int:
-    """The order of the best bound on epsilon."""
+    """Returns the order of the best bound on epsilon."""
     best, found = math.inf, _ORDERS[0]
     for order in _ORDERS:
         epsilon = (float(kinds.counts @ _cost(kinds.rates, kinds.noise, order)) - _LOG_DELTA) / (order - 1)

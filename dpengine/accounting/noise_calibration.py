@@ -1,4 +1,4 @@
-"""Calibration: the least noise whose epsilon, as the reporting accountant will print it, keeps to a target."""
+"""Calibration: the smallest noise multiplier at which the accountant's epsilon meets a target."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -18,17 +18,17 @@ from .tilted_pld import pld
 LEAST_NOISE, MOST_NOISE = 1e-2, 1e6
 
 _ROUGHLY = 1e-3
-"""Relative accuracy of the lattices that the search begins on."""
+"""Relative accuracy of the coarse grids on which the search begins."""
 _EXACT_WITHOUT_SAMPLING = ("pld", "gdp", "prv")
 
 
 @dataclass(frozen=True)
 class Calibration:
-    """Noise for a run, and what it costs.
+    """Noise of a run, and its privacy cost.
 
     Args:
         noise_multiplier: Standard deviation of the noise over the sensitivity.
-        epsilon: Of all ``steps`` at this noise, by ``accountant_used``: at most the target.
+        epsilon: Epsilon of all ``steps`` at this noise, by ``accountant_used``: at most the target.
         steps: Number of batches.
         accountant_used: The accountant to report with.
     """
@@ -51,26 +51,26 @@ def calibration(
     spent: Sequence[Charge] = (),
     tol: float = 1e-5,
 ) -> Calibration:
-    """Finds the noise for a target.
+    """Calibrates the noise to a target.
 
     Args:
         target_epsilon: Positive and finite.
         target_delta: Strictly between 0 and 1.
-        sample_rate: Chance of each row to be in a batch, in (0, 1].
+        sample_rate: Sampling rate, in (0, 1].
         steps: Number of batches, at least 1.
-        accountant: The one that will report: a name of `ACCOUNTANTS`, or an `Accountant`.
-        relation: Which data sets are neighbours.
-        spent: What was released from the same data before; the target holds for all together.
-        tol: How far, relatively, epsilon or the noise may stay on the private side of the best.
+        accountant: The accountant of the report: a name of `ACCOUNTANTS`, or an `Accountant`.
+        relation: Neighboring relation.
+        spent: Earlier charges on the same data; the target applies to the total.
+        tol: Maximum relative distance of epsilon or the noise from the optimum, on the private side.
 
     Returns:
-        Noise at which the accountant's epsilon, evaluated there, is at most the target. Never less than
+        Noise at which the accountant's epsilon is at most the target. At least
         `LEAST_NOISE` for sampled releases.
 
     Raises:
-        CalibrationError: If no noise up to `MOST_NOISE` is enough; the message has the smallest epsilon reached.
+        CalibrationError: If no noise up to `MOST_NOISE` suffices; the message has the smallest epsilon reached.
         InvalidBudgetError: If an argument is out of range.
-        AccountingRefusedError: If the accountant has no sound answer for such runs.
+        AccountingRefusedError: If the accountant does not support such runs.
     """  # noqa: DOC502 - the checks raise on our behalf
     target = arguments.epsilon_in_range(target_epsilon, "target_epsilon", zero=False)
     delta = arguments.delta_in_range(target_delta, "target_delta")
@@ -95,11 +95,11 @@ def calibration(
         elif not isinstance(accountant, str) or used in ("rdp", "gdp") or (spent and used == "pld"):
             root = search.solve(reported, 1.0)
         else:
-            root = _calibrate_slowly(search, history, reported, delta, relation, 1.0 if spent else None)
+            root = _calibrate_coarse_to_fine(search, history, reported, delta, relation, 1.0 if spent else None)
     except _UnreachableError as error:
         raise CalibrationError(
             f"epsilon={target:g} needs noise_multiplier > {MOST_NOISE:g} at sample_rate={rate:g}, {steps:,} steps; "
-            f"smallest reachable here: {round_up(error.epsilon)}{' with what was spent before' if spent else ''}.",
+            f"smallest reachable here: {round_up(error.epsilon)}{' with the earlier charges' if spent else ''}.",
             fix="Use fewer epochs, a smaller batch or a larger delta.",
         ) from None
     return Calibration(root.noise_multiplier, root.epsilon, steps, used)
@@ -115,13 +115,13 @@ def least_noise(
     relation: Relation = Relation.ADD_OR_REMOVE_ONE,
     tol: float = 1e-5,
 ) -> float:
-    """Finds the noise of a run whose steps are any event.
+    """Calibrates the noise of a run whose steps have any event.
 
     Args:
-        event_of: What a step releases at a noise multiplier.
+        event_of: Returns the event of a step for a noise multiplier.
         target_epsilon: As for `calibration`.
         target_delta: As for `calibration`.
-        steps: Of the run.
+        steps: Number of steps in the run.
         accountant: As for `calibration`.
         relation: As for `calibration`.
         tol: As for `calibration`.
@@ -130,7 +130,7 @@ def least_noise(
         A noise multiplier at which epsilon is at most the target.
 
     Raises:
-        CalibrationError: If no noise up to `MOST_NOISE` is enough.
+        CalibrationError: If no noise up to `MOST_NOISE` suffices.
     """
     target = arguments.epsilon_in_range(target_epsilon, "target_epsilon", zero=False)
     delta = arguments.delta_in_range(target_delta, "target_delta")
@@ -143,9 +143,9 @@ def least_noise(
 
     search = _Search(target, tol)
     try:
-        if not isinstance(accountant, str):  # the lattices of "pld" may have no answer where it has one
+        if not isinstance(accountant, str):  # "pld" may not support these events
             return search.solve(reported, 1.0).noise_multiplier
-        return _calibrate_slowly(search, history, reported, delta, relation, 1.0).noise_multiplier
+        return _calibrate_coarse_to_fine(search, history, reported, delta, relation, 1.0).noise_multiplier
     except _UnreachableError as error:
         raise CalibrationError(
             f"epsilon={target:g} needs noise_multiplier > {MOST_NOISE:g} in {steps:,} steps; smallest reachable here: "
@@ -157,20 +157,20 @@ def least_noise(
 def least_noise_by(
     epsilon_at: Callable[[float], float], *, target_epsilon: float, tolerance: float, start: float = 1.0
 ) -> float:
-    """Finds the noise at which any accountant's epsilon is within a tolerance below a target.
+    """Calibrates the noise such that any accountant's epsilon is within a tolerance below a target.
 
     Args:
-        epsilon_at: Epsilon of the whole run at a noise multiplier: not rising in it.
+        epsilon_at: Epsilon of the run as a nonincreasing function of the noise multiplier.
         target_epsilon: Positive and finite.
         tolerance: How far below the target epsilon may stay, in units of epsilon. It may stay lower where the noise is
             `LEAST_NOISE`, and where epsilon jumps over the range; there the noise is within a millionth of the jump.
-        start: A guess.
+        start: Initial guess.
 
     Returns:
         A noise multiplier at which epsilon is at most the target.
 
     Raises:
-        CalibrationError: If no noise up to `MOST_NOISE` is enough.
+        CalibrationError: If no noise up to `MOST_NOISE` suffices.
     """
     target = arguments.epsilon_in_range(target_epsilon, "target_epsilon", zero=False)
     room = arguments.epsilon_in_range(tolerance, "tolerance", zero=False)
@@ -182,7 +182,7 @@ def least_noise_by(
             f"{round_up(error.epsilon)}.",
             fix="Use fewer steps, a smaller batch or a larger delta.",
         ) from None
-    # The search was content with noise close to the best; where epsilon falls fast that is not close in epsilon.
+    # The search ended with noise close to the optimum; if epsilon is steep, epsilon may still be far from the target.
     low, high, found, stride = 0.0, root.noise_multiplier, root.epsilon, 1e-3
     while found < target - room and high > LEAST_NOISE and high - low > 1e-6 * high:
         middle = (low + high) / 2 if low else max(LEAST_NOISE, high * (1 - stride))
@@ -193,7 +193,7 @@ def least_noise_by(
 
 
 class _UnreachableError(Exception):
-    """Epsilon at `MOST_NOISE` is still above the target."""
+    """Epsilon at `MOST_NOISE` exceeds the target."""
 
     def __init__(self, epsilon: float):
         self.epsilon = epsilon
@@ -205,12 +205,12 @@ class _Root:
     noise_multiplier: float
     epsilon: float
     slope: float = -1.3
-    """Of log epsilon in log noise."""
+    """Slope of log epsilon in log noise."""
 
 
 @dataclass(frozen=True)
 class _Search:
-    """Root finding that returns the private end of its bracket, never a midpoint."""
+    """Root finder that returns the private end of its bracket, never a midpoint."""
 
     target: float
     tol: float
@@ -238,16 +238,16 @@ class _Search:
                 slope = min(-0.1, (math.log(value) - math.log(last[1])) / (x - last[0]))
             last = (x, value)
             step = (aim - math.log(value)) / slope if usable else math.copysign(1.0, value - self.target)
-            step *= 2.0 ** max(0, repeats - 2)  # creeping along a staircase
+            step *= 2.0 ** max(0, repeats - 2)  # larger steps on a staircase function
             x = min(max(x + min(max(step, -3.0), 3.0), low), high)
             if good < math.inf and (not bad < x < good or attempt > 15):
-                x = (bad + good) / 2  # outside the bracket, or a jump where the accountant changes its grid
+                x = (bad + good) / 2  # outside the bracket, or a jump of the accountant's grid
         if good == math.inf:
             raise _UnreachableError(at_bad)
         return _Root(math.exp(good), at_good, slope)
 
     def settle(self, epsilon_at: Callable[[float], float], sigma: float) -> _Root:
-        """Raises a closed-form solution by rounding errors until it passes."""
+        """Increases a closed-form solution by rounding errors until it meets the target."""
         raised = 1e-15
         while (value := epsilon_at(sigma)) > self.target:
             sigma *= 1 + raised
@@ -255,7 +255,7 @@ class _Search:
         return _Root(sigma, value)
 
 
-def _calibrate_slowly(
+def _calibrate_coarse_to_fine(
     search: _Search,
     history: Callable[[float], tuple[Charge, ...]],
     reported: Callable[[float], float],
@@ -263,14 +263,14 @@ def _calibrate_slowly(
     relation: Relation,
     start: float | None,
 ) -> _Root:
-    """Searches on coarse lattices, which take milliseconds, and ends on the accountant that reports."""
+    """Searches on coarse grids, which take milliseconds, and ends with the accountant of the report."""
 
-    def roughly(sigma: float) -> float:
+    def coarse_epsilon(sigma: float) -> float:
         return pld.rough_epsilon(compose(history(sigma)), delta, relation, _ROUGHLY)
 
     start = _starting_noise(search, history, delta, relation) if start is None else start
     try:
-        rough = _Search(search.target, _ROUGHLY / 10).solve(roughly, start)
+        rough = _Search(search.target, _ROUGHLY / 10).solve(coarse_epsilon, start)
     except _UnreachableError:
         return search.solve(reported, start)
     return search.solve(reported, rough.noise_multiplier, rough.slope)
@@ -279,7 +279,7 @@ def _calibrate_slowly(
 def _starting_noise(
     search: _Search, history: Callable[[float], tuple[Charge, ...]], delta: float, relation: Relation
 ) -> float:
-    """Noise by RDP, which is enough, or some more than by the normal limit where that is much less."""
+    """Returns sufficient noise by RDP, or more than that of the central limit if this is much less."""
     distance = 2.0 if relation is Relation.REPLACE_ONE else 1.0
     (group,) = compose(history(1.0)).sampled
     mu = gdp.largest_mu(search.target, delta) / (group.sample_rate * math.sqrt(group.count))

@@ -1,4 +1,4 @@
-"""Facts about the runs whose charges a ledger holds."""
+"""Facts about the runs whose charges are in a ledger."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dpengine.errors import InvalidBudgetError, LedgerError
 from .events import Relation
 from .ledger import UNKNOWN_SAMPLING
 
-_FIX = "Pass what engine.state_dict() returned."
+_FIX = "Pass the result of engine.state_dict()."
 
 
 @dataclass(frozen=True)
@@ -19,15 +19,15 @@ class Origin:
     """Facts about a run that a report states. The defaults are those of an unknown run.
 
     Attributes:
-        sampling: Its sampling scheme.
-        relation: Which data sets are neighbours.
-        unit: Whose contribution is protected, in the singular.
-        kind: The generator of its noise.
+        sampling: Sampling scheme.
+        relation: Neighboring relation.
+        unit: Name of the privacy unit, in the singular.
+        kind: Generator of the noise.
         cryptographic: Whether that generator is cryptographic.
-        insecure_seed: Whether its noise follows from a seed that people can guess.
-        loss_checked: Whether its rows were probed for dependence on each other, and none was found.
-        processes: How many processes shared it.
-        resumed: Whether it went on from a checkpoint, and later releases of the process that saved it may be missing.
+        insecure_seed: Whether the noise is derived from a seed that can be guessed.
+        loss_checked: Whether samples were probed for dependence on each other, and none was found.
+        processes: Number of processes of the run.
+        resumed: Whether the run was resumed from a checkpoint, and later steps of the saving process may be missing.
     """
 
     sampling: str = UNKNOWN_SAMPLING
@@ -41,7 +41,7 @@ class Origin:
     resumed: bool = False
 
     def state(self) -> dict[str, Any]:
-        """Returns what is known as plain JSON values, from which `origins_in` makes an equal origin."""
+        """Returns the known facts as plain JSON values, for `origins_in`."""
         known = {item.name: getattr(self, item.name) for item in fields(self) if getattr(self, item.name) is not None}
         return known | ({} if self.relation is None else {"relation": self.relation.value})
 
@@ -52,16 +52,16 @@ def states_of(origins: Iterable[Origin]) -> list[dict[str, Any]]:
 
 
 def origins_in(state: Mapping[str, Any]) -> tuple[Origin, ...]:
-    """Returns the origins that ``state["origins"]`` has. Earlier versions stored the names of sampling schemes only.
+    """Returns the origins in ``state["origins"]``. Earlier versions stored names of sampling schemes only.
 
     Args:
-        state: A state of an engine, or what a ledger file says of charges that were loaded.
+        state: State of an engine, or an entry of a ledger file about loaded charges.
 
     Returns:
         The origins; an unknown one if the state has none.
 
     Raises:
-        LedgerError: If they are damaged, or say more than this version knows.
+        LedgerError: If the origins are damaged, or have facts that this version does not support.
     """
     stored = state.get("origins")
     if stored is None:
@@ -98,33 +98,33 @@ _TYPES: Mapping[str, type] = {
 
 
 def relation_of(origins: Iterable[Origin]) -> Relation:
-    """Returns the relation of all charges: that of each run if they agree, else zero-out, also where one is not known.
+    """Returns the relation of all charges: that of the runs if they agree and it is known, otherwise zero-out.
 
-    Every analysis holds for zero-out. It says that the number of rows is public, as it is if any run shows it.
+    Every analysis holds for zero-out. It makes the number of examples public, as it is if any run reveals it.
     """
     relations = {origin.relation for origin in origins}
     return (relations.pop() if len(relations) == 1 else None) or Relation.ZERO_OUT
 
 
 def unit_of(origins: Iterable[Origin]) -> str | None:
-    """Returns the privacy unit of all runs; None if it is not known of any.
+    """Returns the privacy unit of all runs; None if it is unknown for all.
 
-    Costs of different units do not add up, and none follows from that of another: an example that is left out may move
-    the gradient of its user by twice the norm that it is clipped to.
+    Costs of different units cannot be added or converted: removing one example may change the clipped gradient of its
+    user by twice the clipping norm.
 
     Args:
         origins: The origins of all charges.
 
     Returns:
-        What a unit is called.
+        The name of the unit.
 
     Raises:
-        LedgerError: If there are several.
+        LedgerError: If there are several units.
     """
     units = sorted({origin.unit for origin in origins if origin.unit is not None})
     if len(units) > 1:
         raise LedgerError(
-            f"Some runs protect each {units[0]!r} and others each {units[1]!r}: what they spend does not add up.",
-            fix="Give each unit of privacy an engine and a ledger of its own.",
+            f"Some runs protect each {units[0]!r} and others each {units[1]!r}: their costs cannot be added.",
+            fix="Use a separate engine and ledger for each unit of privacy.",
         )
     return units[0] if units else None

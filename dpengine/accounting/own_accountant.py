@@ -1,4 +1,4 @@
-"""The contract of a user's own accountant, and checks of the object and of the values that it returns."""
+"""Interface of custom accountants, and checks of the object and its return values."""
 
 from __future__ import annotations
 
@@ -23,9 +23,10 @@ class Accountant(Protocol):
     - ``bounds(history, delta, relation)`` returns a lower bound, an estimate and an upper bound on epsilon.
 
     The library does not verify the values. It raises if a value is not a number, is NaN or is out of range. It does not
-    ask about an empty history, which costs nothing, a release without noise, which costs infinity, or a release without
-    a privacy claim, which raises AccountingRefusedError. An accountant raises AccountingRefusedError for a history that
-    it cannot bound. The same arguments must give the same value: the engine remembers how many steps fit the budget.
+    call the accountant for an empty history, which costs nothing, a release without noise, which costs infinity, or a
+    release without a privacy claim, which raises AccountingRefusedError. An accountant raises AccountingRefusedError
+    for a history that it cannot bound. The same arguments must give the same value: the engine caches how many steps
+    fit the budget.
     """
 
     @property
@@ -82,7 +83,7 @@ def observer_of(accountant: str | Accountant) -> Callable[[Charge], object] | No
 
 def epsilon_by(accountant: Accountant, history: tuple[Charge, ...], delta: float, relation: Relation) -> float:
     """Returns the accountant's upper bound on epsilon, checked."""
-    known = _known(history)
+    known = _trivial_epsilon(history)
     if known is not None:
         return known
     return _checked(accountant, "epsilon", accountant.epsilon(history, delta, relation))
@@ -90,7 +91,7 @@ def epsilon_by(accountant: Accountant, history: tuple[Charge, ...], delta: float
 
 def delta_by(accountant: Accountant, history: tuple[Charge, ...], epsilon: float, relation: Relation) -> float:
     """Returns the accountant's upper bound on delta, checked."""
-    known = _known(history)
+    known = _trivial_epsilon(history)
     if known is not None:
         return min(known, 1.0)
     return _checked(accountant, "delta", accountant.delta(history, epsilon, relation), most=1.0)
@@ -103,7 +104,7 @@ def bounds_by(
     bounds = getattr(accountant, "bounds", None)
     if bounds is None:
         return None
-    known = _known(history)
+    known = _trivial_epsilon(history)
     if known is not None:
         return known, known, known
     found = bounds(history, delta, relation)
@@ -117,8 +118,8 @@ def bounds_by(
     return lower, estimate, upper
 
 
-def _known(history: tuple[Charge, ...]) -> float | None:
-    """Returns the epsilon that follows without an analysis: 0 without charges, infinity without noise."""
+def _trivial_epsilon(history: tuple[Charge, ...]) -> float | None:
+    """Returns epsilon if it needs no analysis: 0 without charges, infinity without noise; otherwise None."""
     composition = compose(history)  # raises if no epsilon is claimed for a release
     if composition.non_private:
         return math.inf

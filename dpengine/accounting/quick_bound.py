@@ -1,4 +1,4 @@
-"""Epsilon by the first of several accountants that has an answer, for callers that must always get one."""
+"""Epsilon by the first accountant that supports a history."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from .renyi_orders import epsilon_by_orders
 
 @dataclass(frozen=True)
 class FirstAnswer:
-    """An upper bound on epsilon, and who gave it.
+    """An upper bound on epsilon, and its accountant.
 
     Attributes:
-        epsilon: Infinity if nobody has an answer.
-        accountant_used: A name of `ACCOUNTANTS`; None if nobody has an answer.
-        relation: Of the answer.
-        refusals: What those said who were asked before, one message each.
+        epsilon: Infinity if no accountant supports the history.
+        accountant_used: A name of `ACCOUNTANTS`; None if no accountant supports the history.
+        relation: Relation of the bound.
+        refusals: Error messages of the accountants that were tried before.
     """
 
     epsilon: float
@@ -38,17 +38,17 @@ def first_answer(
     relations: Sequence[Relation] = (Relation.ADD_OR_REMOVE_ONE, Relation.ZERO_OUT),
     orders: Sequence[float] | None = None,
 ) -> FirstAnswer:
-    """Returns an upper bound on epsilon whatever the history holds.
+    """Returns an upper bound on epsilon for any history.
 
     Args:
-        history: Everything that was charged.
+        history: All charges.
         delta: Strictly between 0 and 1.
-        accountants: Whom to ask, in this order: names of `ACCOUNTANTS`.
-        relations: Each accountant is asked for these in turn. Some releases have a bound for one of them alone.
-        orders: At which "rdp" looks; None for its own, which are whole.
+        accountants: Accountants to try, in this order: names of `ACCOUNTANTS`.
+        relations: Relations to try for each accountant. Some events only have a bound for one of them.
+        orders: Orders for "rdp"; None for its default integer orders.
 
     Returns:
-        The first finite answer; infinity where there is none, as without noise or for an unclaimed release.
+        The first finite bound; infinity if there is none, as without noise or for an unclaimed event.
 
     Raises:
         InvalidBudgetError: If ``delta`` is out of range.

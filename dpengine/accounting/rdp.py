@@ -1,8 +1,8 @@
 """Renyi differential privacy of sampled Gaussians at integer orders by default: moments, curves, epsilon and delta.
 
 The bound holds for both directions of add-or-remove (Mironov, Talwar, Zhang 2019, 1908.10530). It is looser than the
-privacy loss distribution, never below the truth, takes about a millisecond and needs NumPy alone: it brackets the other
-accountants, and replaces them if their library is absent.
+privacy loss distribution, but always an upper bound. It takes about a millisecond and needs NumPy only, so it brackets
+the other accountants, and replaces them if their library is not installed.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _UNIT = 2.0**-52
 
 @functools.lru_cache(maxsize=4096)
 def log_moment(rate: float, sigma: float, order: float) -> float:
-    """An upper bound on ``log E[g^order]``, off by a few units of rounding unless the noise is tiny."""
+    """Returns an upper bound on ``log E[g^order]``, accurate to a few ulps unless the noise is tiny."""
     if math.isinf(order):
         return math.inf
     variance = sigma * sigma
@@ -83,13 +83,13 @@ ORDERS = (*range(2, 65), 80, 96, 128, 192, 256, 384, 512)
 
 @dataclass(frozen=True)
 class RdpCurve:
-    """Renyi divergence of a whole history at each of the orders."""
+    """Renyi divergence of a history at each of the orders."""
 
     rho: Floats
     orders: tuple[float, ...] = ORDERS
 
     def epsilon(self, delta: float) -> tuple[float, float]:
-        """Returns epsilon and the order that gives it."""
+        """Returns epsilon and its order."""
         if self._total_variation() <= delta:
             return 0.0, self.orders[-1]
         return best_epsilon(self.rho, _array(self.orders), delta)
@@ -107,17 +107,17 @@ class RdpCurve:
 
 
 def epsilon(composition: Composition, delta: float, relation: Relation) -> float:
-    """Upper bound on epsilon. Refuses Poisson sampling under replace-one."""
+    """Upper bound on epsilon. Raises for Poisson sampling under replace-one."""
     return math.inf if composition.non_private else curve(composition, relation).epsilon(delta)[0]
 
 
 def delta(composition: Composition, epsilon: float, relation: Relation) -> float:
-    """Upper bound on delta. Refuses Poisson sampling under replace-one."""
+    """Upper bound on delta. Raises for Poisson sampling under replace-one."""
     return 1.0 if composition.non_private else curve(composition, relation).delta(epsilon)
 
 
 def best_epsilon(rho: Floats, orders: Floats, delta: float) -> tuple[float, float]:
-    """The least epsilon of all orders, and its order (Canonne, Kamath, Steinke 2020, 2004.00010, Prop. 12)."""
+    """Returns the smallest epsilon, and its order (Canonne, Kamath, Steinke 2020, 2004.00010, Prop. 12)."""
     values = rho + np.log1p(-1 / orders) - (math.log(delta) + np.log(orders)) / (orders - 1)
     best = int(np.argmin(values))
     return max(0.0, float(values[best])), float(orders[best])
@@ -125,8 +125,8 @@ def best_epsilon(rho: Floats, orders: Floats, delta: float) -> tuple[float, floa
 
 def curve(composition: Composition, relation: Relation, orders: tuple[float, ...] = ORDERS) -> RdpCurve:
     """Sums the divergences of all releases."""
-    composition.refuse_runs()
-    composition.refuse_batches("rdp")
+    composition.check_no_sampled_runs()
+    composition.check_no_batch_events("rdp")
     if composition.sampled and relation is Relation.REPLACE_ONE:
         raise AccountingRefusedError(
             "accountant 'rdp' has no bound for Poisson sampling under replace-one.", fix="Use accountant='pld'."
@@ -145,18 +145,18 @@ def divergences(rate: float, sigma: float, orders: tuple[float, ...] = ORDERS) -
     """Divergence of one release at each order: log of the moment ``E[(dP/dQ)^order]`` over ``order - 1``."""
     if sigma == 0:
         return np.full(len(orders), np.inf)
-    if rate == 1:  # of releases that were merged
+    if rate == 1:  # merged releases
         return _array(orders) / sigma / sigma / 2
     if orders == ORDERS:
-        return _at_whole_orders(rate, sigma)
-    whole = dict(zip(ORDERS, _at_whole_orders(rate, sigma).tolist(), strict=True))
+        return _at_integer_orders(rate, sigma)
+    whole = dict(zip(ORDERS, _at_integer_orders(rate, sigma).tolist(), strict=True))
     return np.array(
         [whole[order] if order in whole else log_moment(rate, sigma, order) / (order - 1) for order in orders]
     )
 
 
 @functools.lru_cache(maxsize=256)
-def _at_whole_orders(rate: float, sigma: float) -> Floats:
+def _at_integer_orders(rate: float, sigma: float) -> Floats:
     j = np.arange(ORDERS[-1] + 1, dtype=np.float64)
     with np.errstate(divide="ignore", over="ignore", invalid="ignore"):
         exponent = (j * j - j) / sigma / sigma / 2

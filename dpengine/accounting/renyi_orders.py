@@ -1,4 +1,4 @@
-"""Epsilon by Renyi divergences at orders of one's own, whole numbers or not."""
+"""Epsilon by Renyi divergences at custom orders, which need not be integers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _LARGEST = 1e300
 
 
 def renyi_divergences(*, noise_multiplier: float, sample_rate: float, orders: Iterable[float]) -> Floats:
-    """Returns the Renyi divergence of one Poisson-sampled Gaussian release at each order: an upper bound on it."""
+    """Returns upper bounds of the Renyi divergences of one Poisson-sampled Gaussian mechanism."""
     sigma, rate = arguments.noise_multiplier(noise_multiplier), arguments.sample_rate(sample_rate)
     return rdp.divergences(rate, sigma, _checked(orders, math.inf))
 
@@ -35,13 +35,13 @@ def epsilon_by_orders(
     """Returns an upper bound on epsilon by Renyi divergences at chosen orders, and the order that gives it.
 
     Args:
-        history: Everything that was charged.
+        history: All charges.
         delta: Strictly between 0 and 1.
-        orders: Above 1; the more there are, the closer the bound.
-        relation: Which data sets are neighbours.
+        orders: Above 1; more orders give a tighter bound.
+        relation: Neighboring relation.
 
     Returns:
-        Epsilon, 0.0 if nothing was charged and infinity if something left without noise, and an order.
+        Epsilon, 0.0 if nothing was charged and infinity for a release without noise, and an order.
 
     Raises:
         AccountingRefusedError: For what has no such bound: see `epsilon_of` with "rdp".
@@ -55,7 +55,7 @@ def epsilon_by_orders(
 
 
 def epsilon_of_divergences(orders: Iterable[float], rho: Iterable[float], delta: float) -> tuple[float, float]:
-    """Returns epsilon from Renyi divergences that were computed elsewhere, and the order that gives it.
+    """Returns epsilon and its order for given Renyi divergences.
 
     Source: Canonne, Kamath, Steinke 2020 (arXiv:2004.00010), proposition 12.
     """

@@ -1,22 +1,22 @@
-"""Numbers as text, rounded to the private side: what is printed is never less than what was spent."""
+"""Formats numbers rounded up, so that a printed value is at least the privacy cost."""
 
 import decimal
 import math
 
 _CONTEXT = decimal.Context(prec=40)
-_LARGE = 15  # digits before the point; beyond them six are shown, and the power of ten
+_LARGE = 15  # digits before the point; larger numbers have six digits and an exponent
 
 
 def round_up(value: float, decimals: int = 2) -> str:
-    """Writes a bound such as epsilon, rounded up at the last digit shown.
+    """Formats a bound such as epsilon, rounded up at the last digit.
 
     Args:
         value: At least 0; may be infinite.
-        decimals: Digits after the point. Where they would show less than two digits that count, two are shown; from
-            1e15 on there are none.
+        decimals: Digits after the point. If they would show less than two significant digits, two are shown; from 1e15
+            there are none.
 
     Returns:
-        Text that reads back as at least ``value``; ``"∞"`` for infinity.
+        Text whose value is at least ``value``; ``"∞"`` for infinity.
     """
     if math.isinf(value):
         return "∞"
@@ -29,18 +29,18 @@ def round_up(value: float, decimals: int = 2) -> str:
 
 
 def round_up_delta(delta: float) -> str:
-    """Writes a small probability with at most three digits, rounded up; one that is shorter stays as it is."""
+    """Formats a small probability with at most three digits, rounded up."""
     exact = _exact(delta)
     return f"{float(_ceiling(exact, exact.adjusted() - 2)):g}" if exact else "0"
 
 
 def percent_up(share: float) -> str:
-    """Writes a share between 0 and 1 in percent, rounded up at one decimal."""
+    """Formats a fraction between 0 and 1 in percent, rounded up at one decimal."""
     return f"{_ceiling(100 * _exact(share), -1):f} %"
 
 
 def _exact(value: float) -> decimal.Decimal:
-    # The shortest text that reads back as the float: 1e-05 is then one digit, not 1.00000000000000008e-05.
+    # The shortest text with the value of the float: 1e-05 has one digit, instead of 1.00000000000000008e-05.
     return decimal.Decimal(repr(float(value)))
 
 

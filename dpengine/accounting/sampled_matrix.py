@@ -1,4 +1,4 @@
-"""The event of a run whose noise hangs together over steps, and in which each example's steps are random."""
+"""Event of a run with correlated noise and random participation of each example."""
 
 from __future__ import annotations
 
@@ -11,35 +11,35 @@ from dpengine.errors import InvalidBudgetError
 from . import arguments
 
 SCHEMES = ("balls-in-bins", "cyclic-poisson", "b-min-sep")
-"""Laws by which an example's steps are drawn, by the names that batch selections have for them."""
+"""Sampling schemes, by their names in ``dpengine.batch_selection``."""
 
 
 @dataclass(frozen=True)
 class SampledMatrixEvent:
-    """One whole run that releases ``G + S^-1 Z`` step by step, with credit for the chance in who takes part when.
+    """One complete run that releases ``G + S^-1 Z`` step by step, with amplification by random participation.
 
-    A charge of it pays for all ``steps``. There is no closed form: `monte_carlo_epsilon` verifies an epsilon. A part of
+    One charge accounts for all ``steps``. There is no closed form: `monte_carlo_epsilon` verifies an epsilon. A part of
     the run is another event, with fewer steps, whose number was fixed in advance.
 
-    Each example's steps are drawn independently of all other examples, and batches are not cut. So groups of one size
-    (``Partition.EQUAL_SPLIT``) are not covered, as an example's group hangs on those of the others there.
+    The steps of each example are drawn independently of all other examples, and batches are not truncated. Groups of
+    equal size (``Partition.EQUAL_SPLIT``) are not covered, because an example's group then depends on those of others.
 
     Source: Choquette-Choo et al. 2024 (arXiv:2410.06266).
 
     Attributes:
-        noise_multiplier: Standard deviation of the noise over the sensitivity to one participation: the bound of a
-            contribution times the largest column norm of the strategy. A multiple of the strategy is the same run.
-        scheme: One of `SCHEMES`. "balls-in-bins": each example picks one of ``cycle_length`` bins, and takes part in
-            every step of it. "cyclic-poisson": the same with ``sample_rate`` at each step of the bin. "b-min-sep": with
-            ``sample_rate`` at each step, except that it rests for ``cycle_length - 1`` steps after each participation.
-        cycle_length: Bins, groups, or steps from one participation to the next at least.
-        steps: Of the whole run.
-        coefficients: First column of a Toeplitz strategy S, none negative, the first one positive.
-        columns: Instead: all columns of a lower-triangular S, of ``steps`` numbers each, none negative.
+        noise_multiplier: Standard deviation of the noise over the sensitivity to one participation: the clipping norm
+            times the largest column norm of the strategy. A multiple of the strategy is the same run.
+        scheme: One of `SCHEMES`. "balls-in-bins": each example selects one of ``cycle_length`` bins, and participates
+            in every step of it. "cyclic-poisson": the same with ``sample_rate`` at each step of the bin. "b-min-sep":
+            with ``sample_rate`` at each step, but not for ``cycle_length - 1`` steps after each participation.
+        cycle_length: Number of bins or groups, or minimum number of steps between two participations.
+        steps: Number of steps in the run.
+        coefficients: First column of a Toeplitz strategy S, nonnegative, with a positive first element.
+        columns: Alternatively all columns of a lower-triangular S, of ``steps`` nonnegative numbers each.
         sample_rate: As above; 1 for balls in bins.
-        warm_start: For b-min-sep: whether examples rest at the start as they would in the middle of a long run.
+        warm_start: For b-min-sep: whether examples rest at the start like in the middle of a long run.
 
-    Except for balls in bins, columns ``cycle_length`` apart must not overlap: no more bands than that.
+    Except for balls in bins, columns ``cycle_length`` apart must not overlap: there are at most that many bands.
     """
 
     noise_multiplier: float
@@ -64,11 +64,11 @@ class SampledMatrixEvent:
             )
         if self.scheme == "balls-in-bins" and self.sample_rate != 1:
             raise InvalidBudgetError(
-                f"sample_rate={self.sample_rate} has no place in balls-in-bins: all of a bin take part.",
+                f"sample_rate={self.sample_rate} is not supported by balls-in-bins: all examples of a bin participate.",
                 fix='Use scheme="cyclic-poisson".',
             )
         if not isinstance(self.warm_start, bool) or (self.warm_start and self.scheme != "b-min-sep"):
-            raise InvalidBudgetError(f"warm_start={self.warm_start!r} is True or False, and for b-min-sep alone.")
+            raise InvalidBudgetError(f"warm_start={self.warm_start!r} must be False, or True for b-min-sep.")
         self._check_strategy()
 
     def _check_strategy(self) -> None:
@@ -90,7 +90,7 @@ class SampledMatrixEvent:
 
     @property
     def bands(self) -> int:
-        """Diagonals of the strategy down to the last one that is not zero."""
+        """Number of diagonals of the strategy, up to the last nonzero one."""
         columns = [self.coefficients] if self.coefficients else [c[i:] for i, c in enumerate(self.columns)]
         return max(k + 1 for column in columns for k, entry in enumerate(column) if entry)
 
@@ -99,8 +99,7 @@ def _entries(name: str, values: Iterable[float]) -> tuple[float, ...]:
     entries = tuple(arguments.real(name, value) for value in values)
     if any(not math.isfinite(entry) or entry < 0 for entry in entries):
         raise InvalidBudgetError(
-            f"{name} holds a number that is negative or not finite; amplification needs a strategy without negative "
-            "entries.",
-            fix="Use MatrixGaussianEvent, which takes no credit for chance.",
+            f"{name} holds a number that is negative or not finite; amplification needs a nonnegative strategy.",
+            fix="Use MatrixGaussianEvent, which does not use amplification.",
         )
     return entries

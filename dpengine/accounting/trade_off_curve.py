@@ -1,7 +1,7 @@
-"""What an attacker can achieve: the trade-off between false alarms and misses of any test for one example.
+"""Trade-off between false positives and false negatives of any membership test for one example.
 
-The curve follows from delta at many epsilons (Dong, Roth, Su 2019, arXiv:1905.02383, Prop. 6): each bound on delta is a
-bound on all tests, so that what is shown lies on the safe side however few epsilons are asked for.
+The curve is derived from delta at many epsilons (Dong, Roth, Su 2019, arXiv:1905.02383, Prop. 6). Each bound on delta
+bounds all tests, so the curve is a valid bound for any number of epsilons.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from .own_accountant import Accountant
 from .tilted_pld.loss_pairs import Floats
 
 _POINTS = 24
-_SMALLEST = 1e-6  # delta at the largest epsilon that is looked at
+_SMALLEST = 1e-6  # delta at the largest epsilon of the curve
 
 
 def trade_off(
@@ -30,16 +30,16 @@ def trade_off(
     accountant: str | Accountant = "pld",
     relation: Relation = Relation.ADD_OR_REMOVE_ONE,
 ) -> tuple[tuple[float, float], ...]:
-    """Returns bounds on what a membership test can achieve.
+    """Returns bounds on the power of membership tests.
 
     Args:
-        history: Everything that was charged.
-        false_positive_rates: How often a test may raise a false alarm, each in [0, 1].
+        history: All charges.
+        false_positive_rates: False positive rates, each in [0, 1].
         accountant: As for `epsilon_of`.
-        relation: Which data sets are neighbours.
+        relation: Neighboring relation.
 
     Returns:
-        Pairs ``(false positive rate, largest true positive rate)`` in the order given. No test does better.
+        Pairs ``(false positive rate, largest true positive rate)`` in the given order. No test has a higher rate.
 
     Raises:
         InvalidBudgetError: If a rate is not in [0, 1].

@@ -1,8 +1,8 @@
-"""The cost of tuning: a mechanism is run a random number of times, and the best of its results is published.
+"""Privacy cost of tuning: a mechanism is run a random number of times, and the best result is published.
 
 Source: Papernot, Steinke 2022 (arXiv:2110.03620), theorems 2 and 6. The number of runs has a truncated negative
-binomial law (geometric for shape 1, logarithmic for shape 0) or that of Poisson. It must not depend on the data, and
-nothing but the best result may leave.
+binomial distribution (geometric for shape 1, logarithmic for shape 0) or a Poisson distribution. It must not depend on
+the data, and only the best result may be published.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ class RepeatAndSelectEvent:
     """Runs of one mechanism, of which the best is published.
 
     Attributes:
-        base: What one run releases: events with their counts, none of them a `RepeatAndSelectEvent`.
-        mean: Of the number of runs, at least 1: below it the bound for Poisson would fall below 0.
-        shape: Of the truncated negative binomial law, at least 0; infinity for Poisson.
+        base: Events of one run with their counts, none of them a `RepeatAndSelectEvent`.
+        mean: Mean number of runs, at least 1: the bound for Poisson would be negative below it.
+        shape: Shape of the truncated negative binomial distribution, at least 0; infinity for Poisson.
     """
 
     base: tuple[tuple[Any, int], ...]
@@ -41,7 +41,7 @@ class RepeatAndSelectEvent:
         mean, shape = arguments.real("mean", self.mean), arguments.real("shape", self.shape)
         if not self.base or any(isinstance(event, RepeatAndSelectEvent) for event, _ in self.base):
             raise InvalidBudgetError(
-                "RepeatAndSelectEvent.base must hold what one run releases, and no selection itself.",
+                "RepeatAndSelectEvent.base must hold the events of one run, without a selection.",
                 fix="Pass base=((PoissonGaussianEvent(0.01, 1.0), 1000),).",
             )
         if not (shape >= 0 and math.isfinite(mean) and mean >= 1):
@@ -54,29 +54,29 @@ class RepeatAndSelectEvent:
 
 
 def selected_rho(event: RepeatAndSelectEvent, orders: Floats, rho: Floats) -> Floats:
-    """Renyi divergence of the published result."""
+    """Returns the Renyi divergences of the published result."""
     if math.isinf(event.shape):
         return _poisson(event.mean, orders, rho)
     if event.mean == 1 and event.shape >= 0:
         return rho  # exactly one run
     gamma = _success(event.mean, event.shape)
-    # At another order of our choice, whatever is best.
+    # At the best other order.
     chosen = (1 + event.shape) * (1 - 1 / orders) * rho + (1 + event.shape) * -math.log(gamma) / orders
     return np.asarray(rho + float(chosen.min()) + math.log(event.mean) / (orders - 1))
 
 
 def _poisson(mean: float, orders: Floats, rho: Floats) -> Floats:
-    """Theorem 6: where one run has (eps, delta) with ``e^eps <= 1 + 1 / (order - 1)``."""
+    """Theorem 6, with (eps, delta) of one run such that ``e^eps <= 1 + 1 / (order - 1)``."""
     epsilon = np.log1p(1 / (orders - 1))
-    # Delta of one run at that epsilon, by its own divergences (Canonne, Kamath, Steinke 2020, Prop. 12).
+    # Delta of one run at that epsilon, from its divergences (Canonne, Kamath, Steinke 2020, Prop. 12).
     exponents = (orders - 1) * (rho - epsilon[:, None] + np.log1p(-1 / orders)) - np.log(orders)
     delta = np.exp(np.minimum(0.0, exponents.min(axis=1)))
     return np.asarray(rho + mean * delta + math.log(mean) / (orders - 1))
 
 
 def _success(mean: float, shape: float) -> float:
-    """The parameter of the law with this mean, from below."""
-    low, high = 0.0, 1.0  # the mean falls as it grows
+    """Returns the success probability of the distribution with this mean, rounded down."""
+    low, high = 0.0, 1.0  # the mean decreases in it
     for _ in range(_HALVINGS):
         middle = (low + high) / 2
         if not low < middle < high:

@@ -111,8 +111,8 @@ def _whitened(evidence: Evidence, trial: Trial, steps: Sequence[Step]) -> Whiten
     noise = trial.plan.noise
     if noise is None:
         return found
-    column = noise.facts.get("strategy")
-    if column is None or noise.facts.get("column_normalized"):
+    column = noise.description.get("strategy")
+    if column is None or noise.description.get("column_normalized"):
         evidence.unknown(f"the strategy of {noise.name} is not given in numbers")
         return {}
     return {name: _times_strategy(rows_TD, column) for name, rows_TD in found.items()}

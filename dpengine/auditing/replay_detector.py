@@ -163,7 +163,7 @@ def _compare(
     scale = (trial.divisor, 4 * max(trial.rounding, torch.finfo(torch.float32).eps))
     if len(steps) != len(others):
         evidence.fault(f"{len(steps)} releases without the unit, {len(others)} with it")
-    if _books(trial) != _books(other[0]):
+    if _engine_ledger(trial) != _engine_ledger(other[0]):
         evidence.fault("the ledgers of neighbours differ")
     for before, after in zip(steps, others, strict=False):
         if before.bounds != after.bounds:  # the threshold moves by a private count, released with noise of its own
@@ -172,7 +172,7 @@ def _compare(
         _compare_steps(evidence, before, after, new, unusual, scale, times)
 
 
-def _books(trial: Trial) -> list[Any]:
+def _engine_ledger(trial: Trial) -> list[Any]:
     """What the ledger says, apart from what tells one run from another."""
     return [
         (type(charge.event), {**vars(charge.event), "run": None}, charge.count, charge.kind)

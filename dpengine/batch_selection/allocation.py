@@ -1,4 +1,4 @@
-"""Sampling schemes in which each example picks its steps at random: balls in bins, and random allocation."""
+"""Sampling schemes in which each example selects its steps at random: balls in bins, and random allocation."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ import numpy.typing as npt
 from dpengine.sampling.cyclic import CyclicPoissonStrategy, Partition
 from dpengine.sampling.scheme import AbstractBatchStrategy, IndexBatch, WordStream, whole_number
 
-from .scheme import AbstractBatchSelection, RememberingStrategy
+from .scheme import AbstractBatchSelection, StatefulStrategy
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BallsInBinsSampling(AbstractBatchSelection):
-    """Each example picks a bin once, whatever the others do; batch t is bin ``t mod cycle_length``.
+    """Each example selects a bin once, independently of the others; batch t is bin ``t mod cycle_length``.
 
     Source: Chua et al. 2024 (arXiv:2412.16802); Choquette-Choo et al. 2024 (arXiv:2410.06266) for correlated noise.
 
     Args:
-        iterations: Batches of the run.
-        cycle_length: Bins.
+        iterations: Number of batches in the run.
+        cycle_length: Number of bins.
 
     Raises:
-        TypeError: If a count is not a whole number.
+        TypeError: If a count is not an integer.
         ValueError: If it is too small.
     """
 
@@ -33,7 +33,7 @@ class BallsInBinsSampling(AbstractBatchSelection):
     cycle_length: int
 
     law: ClassVar[str] = "balls-in-bins"
-    accounting: ClassVar[str] = "one participation in every cycle, without credit for chance"
+    accounting: ClassVar[str] = "one participation in every cycle, without amplification"
 
     def __post_init__(self) -> None:
         owner = type(self).__name__
@@ -43,28 +43,28 @@ class BallsInBinsSampling(AbstractBatchSelection):
     def over(self, num_examples: int) -> AbstractBatchStrategy:
         """See `AbstractBatchSelection.over`."""
         expected = max(num_examples / self.cycle_length, 1e-9)
-        # Bins that were picked independently are the groups of cyclic sampling, of which all take part.
+        # Independently selected bins are the groups of cyclic sampling at rate 1.
         return CyclicPoissonStrategy(
             num_examples, 1.0, self.cycle_length, self.iterations, expected, Partition.INDEPENDENT
         )
 
 
-Left = npt.NDArray[np.int32]
-"""How often each example is still to take part."""
+Remaining = npt.NDArray[np.int32]
+"""Number of remaining participations of each example."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RandomAllocationSampling(AbstractBatchSelection):
-    """Each example takes part in exactly ``participations`` of the steps, all choices of steps being as likely.
+    """Each example participates in exactly ``participations`` steps, selected uniformly.
 
-    Memory is one number for each example.
+    Needs memory for one number per example.
 
     Args:
-        participations: Steps in which each example takes part.
-        iterations: Batches of the run.
+        participations: Number of participations of each example.
+        iterations: Number of batches in the run.
 
     Raises:
-        TypeError: If a count is not a whole number.
+        TypeError: If a count is not an integer.
         ValueError: If there are fewer steps than participations.
     """
 
@@ -86,22 +86,22 @@ class RandomAllocationSampling(AbstractBatchSelection):
 
 
 @dataclasses.dataclass(frozen=True)
-class AllocationStrategy(RememberingStrategy):
+class AllocationStrategy(StatefulStrategy):
     """Batches of `RandomAllocationSampling`."""
 
     selection: RandomAllocationSampling
 
     law: ClassVar[str] = "random-allocation"
 
-    def begin(self, words: WordStream) -> Left:
-        """Every example has all its participations before it."""
+    def begin(self, words: WordStream) -> Remaining:
+        """Returns all participations of each example."""
         return np.full(self.num_examples, self.selection.participations, dtype=np.int32)
 
-    def advance(self, state: Left, step: int, words: WordStream) -> tuple[Left, IndexBatch]:
-        """One step: an example with r participations left for s steps takes part with probability r / s."""
+    def advance(self, state: Remaining, step: int, words: WordStream) -> tuple[Remaining, IndexBatch]:
+        """Includes an example with r participations left in s steps with probability r / s."""
         left = self.selection.iterations - step
         if left <= 0:
             raise IndexError(f"RandomAllocationSampling: step {step} of a run of {self.selection.iterations}.")
         scaled = (words(self.num_examples, step=step, block=0) >> np.uint64(11)).astype(np.float64) * 2.0**-53 * left
-        taking = scaled < state
-        return state - taking, np.flatnonzero(taking)
+        included = scaled < state
+        return state - included, np.flatnonzero(included)

@@ -1,4 +1,4 @@
-"""Cyclic Poisson sampling as a public law, also with batches cut to a largest size."""
+"""Cyclic Poisson sampling, optionally with truncated batches."""
 
 from __future__ import annotations
 
@@ -14,19 +14,20 @@ from .scheme import AbstractBatchSelection, checked_probability
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CyclicPoissonSampling(AbstractBatchSelection):
-    """Examples are put into ``cycle_length`` groups once; step t draws from group ``t mod cycle_length``.
+    """Assigns examples to ``cycle_length`` groups once; step t samples from group ``t mod cycle_length``.
 
-    With one group this is Poisson sampling. With ``sampling_prob=1`` it is a fixed order, one pass in every cycle.
+    One group is Poisson sampling. With ``sampling_prob=1`` the order is fixed, with one pass in every cycle.
 
     Args:
-        sampling_prob: The probability of each example of the group, in [0, 1].
-        iterations: Batches of the run.
-        truncated_batch_size: Batches that are larger are cut to a uniform subset of this size; None for no cut.
-        cycle_length: Groups.
-        partition_type: How groups are made: of one size, which makes the number of examples public, or independently.
+        sampling_prob: Probability of each example of the group, in [0, 1].
+        iterations: Number of batches in the run.
+        truncated_batch_size: Larger batches are truncated to a uniform subset of this size; None for no truncation.
+        cycle_length: Number of groups.
+        partition_type: Assignment of examples to groups: of equal size, which makes the number of examples public, or
+            independent.
 
     Raises:
-        TypeError: If a count is not a whole number.
+        TypeError: If a count is not an integer.
         ValueError: If an argument is outside its range.
     """
 

@@ -1,4 +1,4 @@
-"""Batches of one size: a uniform subset of the data set for each step."""
+"""Batches of fixed size: a uniform subset of the data set in each step."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from .scheme import AbstractBatchSelection
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FixedBatchSampling(AbstractBatchSelection):
-    """Each batch is a uniform subset of ``batch_size`` examples, drawn anew.
+    """Each batch is a new uniform subset of ``batch_size`` examples.
 
     Args:
-        batch_size: Examples of each batch.
-        iterations: Batches of the run.
+        batch_size: Number of examples in each batch.
+        iterations: Number of batches in the run.
         replace: Whether an example may be in a batch more than once.
 
     Raises:
-        TypeError: If a count is not a whole number.
+        TypeError: If a count is not an integer.
         ValueError: If it is negative.
     """
 
@@ -40,7 +40,7 @@ class FixedBatchSampling(AbstractBatchSelection):
         whole_number(owner, "iterations", self.iterations, at_least=0)
 
     def over(self, num_examples: int) -> AbstractBatchStrategy:
-        """See `AbstractBatchSelection.over`; a batch larger than the data set is a ValueError."""
+        """See `AbstractBatchSelection.over`. Raises ValueError for a batch larger than the data set."""
         return FixedSizeStrategy(num_examples, self.batch_size, self.iterations, replace=self.replace)
 
 
@@ -61,18 +61,18 @@ class FixedSizeStrategy(AbstractBatchStrategy):
         enough = self.num_examples > 0 if self.replace else self.num_examples >= self.batch_size
         if self.batch_size and not enough:
             raise ValueError(
-                f"FixedBatchSampling: batch_size={self.batch_size} is more than the {self.num_examples} examples. Pass "
-                f"at most {self.num_examples}."
+                f"FixedBatchSampling: batch_size={self.batch_size} exceeds the {self.num_examples} examples. Pass at "
+                f"most {self.num_examples}."
             )
 
     @property
     def sample_rate(self) -> float:  # type: ignore[override]
-        """The share of the data set that is in a batch."""
+        """Fraction of the data set in a batch."""
         return self.batch_size / max(1, self.num_examples)
 
     @property
     def expected_batch_size(self) -> float:  # type: ignore[override]
-        """The size of every batch."""
+        """Size of every batch."""
         return float(self.batch_size)
 
     def draw(self, step: int, words: WordStream) -> IndexBatch:

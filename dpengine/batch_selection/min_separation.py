@@ -1,4 +1,4 @@
-"""Sampling with a rest: whoever took part does not take part again for some steps."""
+"""Sampling with a minimum separation: an example is excluded for some steps after each participation."""
 
 from __future__ import annotations
 
@@ -11,28 +11,28 @@ from dpengine.sampling.poisson import PoissonSampling
 from dpengine.sampling.scheme import AbstractBatchStrategy, IndexBatch, WordStream, whole_number
 from dpengine.sampling.subset import numbers_below, uniform_subset
 
-from .scheme import BEFORE, AbstractBatchSelection, RememberingStrategy, checked_probability
+from .scheme import BEFORE, AbstractBatchSelection, StatefulStrategy, checked_probability
 
 Resting = tuple[IndexBatch, ...]
-"""Who was chosen in each of the last steps, the latest last."""
+"""Examples selected in each of the last steps, the latest last."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BMinSepSampling(AbstractBatchSelection):
-    """Each example that was not chosen in the last ``min_separation - 1`` steps is chosen with one probability.
+    """Selects each example that was not selected in the last ``min_separation - 1`` steps with one probability.
 
-    What is cut off by ``truncated_batch_size`` rests all the same, so that the choice of one example does not depend on
-    the others.
+    Examples removed by ``truncated_batch_size`` also rest, so that the selection of an example does not depend on
+    others.
 
     Args:
-        sampling_prob: The probability of an example that does not rest, in [0, 1].
-        iterations: Batches of the run.
-        min_separation: Steps from one participation to the next, at least 1.
-        warm_start: Whether examples rest at the start as they would in the middle of a long run.
-        truncated_batch_size: The size that no batch exceeds; None for no cut.
+        sampling_prob: Probability of an example that does not rest, in [0, 1].
+        iterations: Number of batches in the run.
+        min_separation: Minimum number of steps between two participations, at least 1.
+        warm_start: Whether examples rest at the start like in the middle of a long run.
+        truncated_batch_size: Maximum batch size; None for no truncation.
 
     Raises:
-        TypeError: If a count is not a whole number.
+        TypeError: If a count is not an integer.
         ValueError: If an argument is outside its range.
     """
 
@@ -43,7 +43,7 @@ class BMinSepSampling(AbstractBatchSelection):
     truncated_batch_size: int | None = None
 
     law: ClassVar[str] = "b-min-sep"
-    accounting: ClassVar[str] = "at most one participation in min_separation steps, without credit for chance"
+    accounting: ClassVar[str] = "at most one participation in min_separation steps, without amplification"
 
     def __post_init__(self) -> None:
         owner = type(self).__name__
@@ -62,15 +62,15 @@ class BMinSepSampling(AbstractBatchSelection):
 
 
 @dataclasses.dataclass(frozen=True)
-class MinSeparationStrategy(RememberingStrategy):
-    """Batches of `BMinSepSampling`. Memory is that of the batches between two participations."""
+class MinSeparationStrategy(StatefulStrategy):
+    """Batches of `BMinSepSampling`. Needs memory for the batches between two participations."""
 
     selection: BMinSepSampling
 
     law: ClassVar[str] = "b-min-sep"
 
     def begin(self, words: WordStream) -> Resting:
-        """Who rests before the first step: of a run that always went on, or nobody."""
+        """Returns the examples that rest before the first step: as in a stationary run, or none."""
         slots = self.selection.min_separation - 1
         resting = np.empty(0, dtype=np.int64)
         if self.selection.warm_start:
@@ -79,7 +79,7 @@ class MinSeparationStrategy(RememberingStrategy):
         return tuple(resting[slot == i] for i in range(slots))
 
     def advance(self, state: Resting, step: int, words: WordStream) -> tuple[Resting, IndexBatch]:
-        """One step: those drawn who do not rest."""
+        """Draws the batch of one step from the examples that do not rest."""
         drawn = _poisson(self.num_examples, self.selection.sampling_prob, words, step)
         if state:
             drawn = drawn[~np.isin(drawn, np.concatenate(state))]

@@ -17,14 +17,14 @@ from .scheme import AbstractBatchSelection, Batches, words_from
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class MultiOwnerGraph:
-    """Who owns what: one edge for each pair of an example and a user. Public.
+    """Ownership of examples: one edge for each pair of an example and a user. Public.
 
     Args:
         examples: ``(E,)`` indices of examples, from 0; every example has an owner.
         users: ``(E,)`` indices of users, from 0.
 
     Raises:
-        ValueError: If the arrays do not fit, an edge is there twice, or an example has no owner.
+        ValueError: If the shapes differ, an edge is repeated, or an example has no owner.
     """
 
     examples: npt.NDArray[np.int64]
@@ -35,12 +35,12 @@ class MultiOwnerGraph:
         owner = "MultiOwnerGraph"
         if examples.ndim != 1 or examples.shape != users.shape:
             raise ValueError(f"{owner}: examples and users have shapes {examples.shape} and {users.shape}.")
-        whole = all(given.dtype.kind in "iu" and (given >= 0).all() for given in (examples, users) if given.size)
-        if not whole:
+        integers = all(given.dtype.kind in "iu" and (given >= 0).all() for given in (examples, users) if given.size)
+        if not integers:
             raise ValueError(f"{owner}: examples and users must be whole numbers from 0.")
         edges = np.unique(np.stack([examples, users]), axis=1)
         if edges.shape[1] < len(examples):
-            raise ValueError(f"{owner}: {len(examples) - edges.shape[1]} edges are there more than once.")
+            raise ValueError(f"{owner}: {len(examples) - edges.shape[1]} edges are repeated.")
         missing = np.setdiff1d(np.arange(examples.max(initial=-1) + 1), examples)
         if len(missing):
             raise ValueError(f"{owner}: {len(missing)} examples have no owner, the first is {missing[0]}.")
@@ -49,38 +49,38 @@ class MultiOwnerGraph:
 
     @property
     def num_examples(self) -> int:
-        """Examples."""
+        """Number of examples."""
         return int(self.examples.max(initial=-1)) + 1
 
     @functools.cached_property
     def degree(self) -> IndexBatch:
-        """Owners of each example ``(num_examples,)``."""
+        """Number of owners of each example ``(num_examples,)``."""
         return np.bincount(self.examples, minlength=self.num_examples)
 
     @functools.cached_property
     def rank(self) -> IndexBatch:
-        """Place of each example ``(num_examples,)`` in the order of (owners, index)."""
+        """Rank of each example ``(num_examples,)`` in the order of (number of owners, index)."""
         rank = np.empty(self.num_examples, dtype=np.int64)
         rank[np.lexsort((np.arange(self.num_examples), self.degree))] = np.arange(self.num_examples)
         return rank
 
     @property
     def num_users(self) -> int:
-        """Users, up to the largest index."""
+        """Number of users, derived from the largest index."""
         return int(self.users.max(initial=-1)) + 1
 
 
 def greedy_contribution_bound(graph: MultiOwnerGraph, max_degree: int = 8) -> IndexBatch:
-    """Examples such that no user owns two of them: in the order of (owners, index), each that takes no user twice.
+    """Selects examples such that no user owns two of them, greedily in the order of (number of owners, index).
 
     Source: Ganesh et al. 2025 (arXiv:2503.03622).
 
     Args:
-        graph: Who owns what.
-        max_degree: Examples with more owners are left out.
+        graph: Ownership of the examples.
+        max_degree: Examples with more owners are excluded.
 
     Returns:
-        The indices of what is kept, sorted.
+        The indices of the selected examples, sorted.
     """
     max_degree = whole_number("greedy_contribution_bound", "max_degree", max_degree, at_least=1)
     open_edge = graph.degree[graph.examples] <= max_degree
@@ -88,12 +88,12 @@ def greedy_contribution_bound(graph: MultiOwnerGraph, max_degree: int = 8) -> In
 
 
 def independent_examples(graph: MultiOwnerGraph, example: IndexBatch, user: IndexBatch) -> IndexBatch:
-    """Of some examples, in the graph's order, each that takes no user twice."""
+    """Selects, in the graph's order, each given example that shares no user with an earlier selected one."""
     rank, degree = graph.rank, graph.degree
     taken = np.zeros(graph.num_users, dtype=bool)
     kept: list[IndexBatch] = []
-    # In each round every user who is free votes for his first example; one that all of its owners vote for is the first
-    # for each of them, so the order would have kept it too.
+    # In each round every free user votes for their first example. An example for which all of its owners vote is the
+    # first of each of them, so the sequential order would also select it.
     while len(example):
         best = np.full(graph.num_users, graph.num_examples, dtype=np.int64)
         np.minimum.at(best, user, rank[example])
@@ -109,14 +109,14 @@ def independent_examples(graph: MultiOwnerGraph, example: IndexBatch, user: Inde
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MultiOwnerSelection:
-    """Another law over the examples that `greedy_contribution_bound` keeps, so that each user is in one at most.
+    """Another sampling scheme over the examples of `greedy_contribution_bound`, so that each user owns at most one.
 
     Args:
-        base: The law of those examples.
-        max_degree: Examples with more owners are left out.
+        base: Sampling scheme of those examples.
+        max_degree: Examples with more owners are excluded.
 
     Raises:
-        TypeError: If ``base`` is no law.
+        TypeError: If ``base`` is not a sampling scheme.
     """
 
     base: AbstractBatchSelection
@@ -127,15 +127,15 @@ class MultiOwnerSelection:
 
     def __post_init__(self) -> None:
         if not isinstance(self.base, AbstractBatchSelection):
-            raise TypeError(f"MultiOwnerSelection: base is a {type(self.base).__name__}; pass a law of batches.")
+            raise TypeError(f"MultiOwnerSelection: base is a {type(self.base).__name__}; pass a sampling scheme.")
         whole_number("MultiOwnerSelection", "max_degree", self.max_degree, at_least=1)
 
     def batch_iterator(self, graph: MultiOwnerGraph, rng: Any = None) -> Iterator[IndexBatch]:
-        """The batches of one run: see `AbstractBatchSelection.batch_iterator`.
+        """Returns the batches of one run; see `AbstractBatchSelection.batch_iterator`.
 
         Args:
-            graph: Who owns what.
-            rng: Where randomness comes from.
+            graph: Ownership of the examples.
+            rng: Source of randomness.
 
         Returns:
             An iterator over arrays of indices of examples, int64.
@@ -145,17 +145,17 @@ class MultiOwnerSelection:
         return (kept[batch] for batch in drawn)
 
 
-_LONG_AGO = -(1 << 62)
+_NEVER = -(1 << 62)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class MultiOwnerSchedule:
-    """The batches of a run, and how often anybody is in them.
+    """The batches of a run, and the maximum number of participations.
 
     Attributes:
         batches: Sorted indices of examples, one array for each step.
-        user_participations: Most batches that a user is in.
-        example_participations: Most batches that an example is in.
+        user_participations: Maximum number of batches of a user.
+        example_participations: Maximum number of batches of an example.
     """
 
     batches: tuple[IndexBatch, ...]
@@ -165,23 +165,23 @@ class MultiOwnerSchedule:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MultiOwnerMinSepSampling:
-    """Batches in a fixed order, in which two examples of one user are at least ``min_separation`` batches apart.
+    """Deterministic batches in which two examples of one user are at least ``min_separation`` batches apart.
 
-    Each batch takes examples in the order of (owners, index) whose users have all rested. Nobody is in more batches
-    than needed: how often a user, and an example, may take part grows only when a batch cannot be filled otherwise.
-    There is no chance in it, so none that could be claimed: the sensitivity is that of the strategy matrix for
-    ``user_participations`` at this separation (`dpengine.noise.toeplitz_sq_sensitivity`).
+    Each batch takes examples in the order of (number of owners, index) whose users all rested. The maximum numbers of
+    participations of a user and of an example only grow if a batch cannot be filled otherwise. There is no randomness
+    and hence no amplification: the sensitivity is that of the strategy matrix for ``user_participations`` at this
+    separation (`dpengine.noise.toeplitz_sq_sensitivity`).
 
     Source: Ganesh et al. 2025 (arXiv:2503.03622).
 
     Args:
-        batch_size: Examples of a batch; fewer where too many users rest.
-        iterations: Batches of the run.
-        min_separation: Batches from one of a user to his next, at least 1.
-        max_degree: Examples with more owners are left out.
+        batch_size: Number of examples in a batch; fewer if too many users rest.
+        iterations: Number of batches in the run.
+        min_separation: Minimum number of batches between two participations of a user, at least 1.
+        max_degree: Examples with more owners are excluded.
 
     Raises:
-        TypeError: If a number is not whole.
+        TypeError: If a number is not an integer.
         ValueError: If one is out of range.
     """
 
@@ -191,73 +191,74 @@ class MultiOwnerMinSepSampling:
     max_degree: int = 8
 
     law: ClassVar[str] = "multi-owner-min-sep"
-    accounting: ClassVar[str] = "min_separation with the participations of the schedule, for users; no chance"
+    accounting: ClassVar[str] = "min_separation with the participations of the schedule, for users; deterministic"
 
     def __post_init__(self) -> None:
         for name, least in {"batch_size": 1, "iterations": 0, "min_separation": 1, "max_degree": 1}.items():
             whole_number(type(self).__name__, name, getattr(self, name), at_least=least)
 
     def batch_iterator(self, graph: MultiOwnerGraph, rng: Any = None) -> Iterator[IndexBatch]:
-        """The batches of the schedule. ``rng`` is not read: there is no chance in it."""
+        """Returns the batches of the schedule. ``rng`` is ignored: the schedule is deterministic."""
         return iter(self.schedule(graph).batches)
 
     def schedule(self, graph: MultiOwnerGraph) -> MultiOwnerSchedule:
-        """All batches of a run, a function of the graph alone.
+        """Returns all batches of a run, a function of the graph alone.
 
         Args:
-            graph: Who owns what.
+            graph: Ownership of the examples.
 
         Returns:
             The schedule.
         """
         state = _Progress(graph, self)
         batches = tuple(state.next_batch(step) for step in range(self.iterations))
-        users, examples = state.met.max(initial=0), state.taken.max(initial=0)
+        users, examples = state.user_counts.max(initial=0), state.example_counts.max(initial=0)
         return MultiOwnerSchedule(batches, int(users), int(examples))
 
 
 class _Progress:
-    """How often, and when last, everybody took part."""
+    """Number and last step of the participations so far."""
 
     def __init__(self, graph: MultiOwnerGraph, law: MultiOwnerMinSepSampling):
         self.graph, self.law = graph, law
         edges = graph.degree[graph.examples] <= law.max_degree
         self.example, self.user = graph.examples[edges], graph.users[edges]
-        self.met = np.zeros(graph.num_users, dtype=np.int64)
-        self.last = np.full(graph.num_users, _LONG_AGO, dtype=np.int64)
-        self.taken = np.zeros(graph.num_examples, dtype=np.int64)
-        self.most_met, self.most_taken = 1, 1
+        self.user_counts = np.zeros(graph.num_users, dtype=np.int64)
+        self.last = np.full(graph.num_users, _NEVER, dtype=np.int64)
+        self.example_counts = np.zeros(graph.num_examples, dtype=np.int64)
+        self.max_per_user, self.max_per_example = 1, 1
 
     def next_batch(self, step: int) -> IndexBatch:
-        """The batch of this step; a limit grows where nothing else keeps it from being full."""
+        """Returns the batch of this step. A limit only grows if the batch cannot be filled otherwise."""
         free = self.last[self.user] + self.law.min_separation <= step
         chosen = np.empty(0, dtype=np.int64)
         while len(chosen) < self.law.batch_size:
-            waiting = self._whole(free)
-            unmet = self._whole(free & (self.met[self.user] < self.most_met))
-            found = self._choose(unmet & (self.taken < self.most_taken))[: self.law.batch_size - len(chosen)]
+            available = self._complete(free)
+            allowed = self._complete(free & (self.user_counts[self.user] < self.max_per_user))
+            room = self.law.batch_size - len(chosen)
+            found = self._choose(allowed & (self.example_counts < self.max_per_example))[:room]
             if len(found):
                 chosen = np.concatenate([chosen, found])
                 free &= ~np.isin(self.user, self.user[np.isin(self.example, found)])
-            elif unmet.any():
-                self.most_taken += 1
-            elif waiting.any():
-                self.most_met += 1
+            elif allowed.any():
+                self.max_per_example += 1
+            elif available.any():
+                self.max_per_user += 1
             else:
                 break
         users = self.user[np.isin(self.example, chosen)]
-        self.met[users] += 1
+        self.user_counts[users] += 1
         self.last[users] = step
-        self.taken[chosen] += 1
+        self.example_counts[chosen] += 1
         return np.sort(chosen)
 
-    def _whole(self, fit_E: np.ndarray) -> np.ndarray:
-        """Which examples ``(num_examples,)`` have edges of which all fit."""
+    def _complete(self, fit_E: np.ndarray) -> np.ndarray:
+        """Returns a mask ``(num_examples,)`` of examples of which all edges fit."""
         fitting = np.bincount(self.example[fit_E], minlength=self.graph.num_examples)
         return (fitting == self.graph.degree) & (fitting > 0)
 
     def _choose(self, examples: np.ndarray) -> IndexBatch:
-        """Of these examples, each that shares no user with one before it, in the graph's order."""
+        """Selects, in the graph's order, each of these examples that shares no user with an earlier one."""
         edges = examples[self.example]
         found = independent_examples(self.graph, self.example[edges], self.user[edges])
         return found[np.argsort(self.graph.rank[found])]

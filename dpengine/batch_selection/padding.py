@@ -1,4 +1,4 @@
-"""Batches of indices brought to sizes that compiled code likes, with -1 where there is no example."""
+"""Padding of index batches to sizes for compiled code, with -1 for no example."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ import numpy.typing as npt
 from dpengine.sampling.scheme import IndexBatch, whole_number
 
 PADDING = -1
-"""The index of no example. ``indices == PADDING`` is what `functional.clipped_grad` takes as ``is_padding_example``."""
+"""Index of no example. Pass ``indices == PADDING`` as ``is_padding_example`` of `functional.clipped_grad`."""
 
 
 def pad_to_multiple_of(indices: npt.ArrayLike, multiple: int, *, microbatch_size: int | None = None) -> IndexBatch:
-    """Adds -1 until the size is a multiple.
+    """Pads with -1 until the size is a multiple of ``multiple``.
 
     Args:
         indices: ``(B,)``, or ``(B, k)`` for users.
-        multiple: The size is brought to a multiple of this, at least 1.
-        microbatch_size: The size of the microbatches that will be made of the result: what is added is put where all of
-            it falls into the last ones. It must divide ``multiple``.
+        multiple: The size becomes a multiple of this, at least 1.
+        microbatch_size: Size of the microbatches into which the result will be split. The padding is placed so that all
+            of it is in the last ones. It must divide ``multiple``.
 
     Returns:
         ``(P, ...)`` int64.
@@ -35,19 +35,19 @@ def pad_to_multiple_of(indices: npt.ArrayLike, multiple: int, *, microbatch_size
     size = whole_number("pad_to_multiple_of", "microbatch_size", microbatch_size, at_least=1)
     if len(padded) % size:
         raise ValueError(
-            f"pad_to_multiple_of: microbatch_size={size} does not divide the {len(padded)} rows. Pass a multiple of it "
-            "as multiple."
+            f"pad_to_multiple_of: microbatch_size={size} does not divide the {len(padded)} rows. Pass a "
+            "multiple of it as multiple."
         )
-    # Row i goes to microbatch i mod (P / m): in this order microbatch j gets what was at j * m to (j + 1) * m.
+    # Row i goes to microbatch i mod (P / m), so in this order microbatch j gets rows j * m to (j + 1) * m.
     return padded.reshape(-1, size, *padded.shape[1:]).swapaxes(0, 1).reshape(padded.shape)
 
 
 def split_and_pad_global_batch(indices: npt.ArrayLike, size: int) -> list[IndexBatch]:
-    """Cuts a batch into parts of one size, the last of which is padded. A batch of none has no part.
+    """Splits a batch into parts of equal size, of which the last is padded. An empty batch has no parts.
 
     Args:
         indices: ``(B,)`` or ``(B, k)``.
-        size: Rows of each part.
+        size: Number of rows in each part.
 
     Returns:
         Arrays ``(size, ...)``.

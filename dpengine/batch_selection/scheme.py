@@ -18,7 +18,7 @@ from dpengine.sampling.scheme import AbstractBatchStrategy, IndexBatch, WordStre
 
 
 def checked_probability(owner: str, name: str, value: Any) -> float:
-    """``value`` as a float in [0, 1]; ``owner`` has the argument."""
+    """Returns ``value`` as a float in [0, 1]; ``owner`` is named in errors."""
     if isinstance(value, bool) or not isinstance(value, Real):
         raise TypeError(f"{owner}: {name} must be a number, got {value!r}.")
     if not 0.0 <= float(value) <= 1.0:
@@ -28,7 +28,7 @@ def checked_probability(owner: str, name: str, value: Any) -> float:
 
 @dataclass(frozen=True, repr=False)
 class KeyedWords:
-    """Words of a counter-based generator (Philox4x64) under a key of 128 bits, which is secret.
+    """Words of a counter-based generator (Philox4x64) with a secret 128-bit key.
 
     Attributes:
         key: Two words of 64 bits.
@@ -44,7 +44,10 @@ class KeyedWords:
 
 
 def words_from(rng: Any = None) -> WordStream:
-    """Returns a stream as it is, else one keyed by 16 bytes of ``rng``. A plain number is rejected: it is no secret."""
+    """Returns a word stream unchanged, otherwise one keyed by 16 bytes of ``rng``.
+
+    Raises TypeError for a number, which is not secret.
+    """
     if rng is None:
         drawn = secrets.token_bytes(16)
     elif isinstance(rng, np.random.Generator):
@@ -62,11 +65,11 @@ def words_from(rng: Any = None) -> WordStream:
 
 
 BEFORE = 1 << 63
-"""The step whose words are for what was before the first batch."""
+"""Step of the words for the state before the first batch."""
 
 
 class _Memory:
-    """What was drawn last, of one stream of words."""
+    """Last draw of one stream of words."""
 
     words: WordStream | None = None
     step = -1
@@ -75,8 +78,8 @@ class _Memory:
 
 
 @dataclasses.dataclass(frozen=True)
-class RememberingStrategy(AbstractBatchStrategy):
-    """Draws of step t follow from a state that draws before it left."""
+class StatefulStrategy(AbstractBatchStrategy):
+    """Sampling scheme in which the batch of step t depends on a state of earlier steps."""
 
     num_examples: int
     sample_rate: float  # probability of one example in one batch, over all possible earlier batches
@@ -88,14 +91,14 @@ class RememberingStrategy(AbstractBatchStrategy):
 
     @abc.abstractmethod
     def begin(self, words: WordStream) -> Any:
-        """The state before the first batch."""
+        """Returns the state before the first batch."""
 
     @abc.abstractmethod
     def advance(self, state: Any, step: int, words: WordStream) -> tuple[Any, IndexBatch]:
-        """The state after a batch, and the batch. The state before is not changed."""
+        """Returns the next state and batch. The given state is not changed."""
 
     def draw(self, step: int, words: WordStream) -> IndexBatch:
-        """Returns the examples of one logical batch, sorted. Quick if steps are drawn in order."""
+        """Returns the examples of one logical batch, sorted. Fast if steps are drawn in order."""
         memory = self._memory
         if memory.words is not words or memory.step > step or (memory.step == step and memory.batch is None):
             memory.words, memory.step, memory.state, memory.batch = words, -1, self.begin(words), None
@@ -105,31 +108,31 @@ class RememberingStrategy(AbstractBatchStrategy):
         assert memory.batch is not None
         return memory.batch
 
-    def kept(self, words: WordStream) -> dict[str, Any] | None:
-        """What later batches follow from, as plain values; None before the first draw of this stream."""
+    def saved_state(self, words: WordStream) -> dict[str, Any] | None:
+        """Returns the state for later batches, as plain values; None before the first draw of this stream."""
         memory = self._memory
         if memory.words is not words or memory.step < 0:
             return None
         arrays = memory.state if isinstance(memory.state, tuple) else (memory.state,)
         return {"step": memory.step, "state": [array.tolist() for array in arrays]}
 
-    def remember(self, words: WordStream, kept: Mapping[str, Any]) -> None:
-        """Goes on from what ``kept`` gave. The last batch itself is not known any more."""
-        arrays = tuple(np.asarray(values, dtype=np.int64) for values in kept["state"])
+    def restore(self, words: WordStream, saved_state: Mapping[str, Any]) -> None:
+        """Restores a result of ``saved_state``. The last batch itself is not restored."""
+        arrays = tuple(np.asarray(values, dtype=np.int64) for values in saved_state["state"])
         memory = self._memory
-        memory.words, memory.step, memory.batch = words, int(kept["step"]), None
+        memory.words, memory.step, memory.batch = words, int(saved_state["step"]), None
         memory.state = arrays if isinstance(self.begin(words), tuple) else arrays[0]
 
 
 class AbstractBatchSelection(abc.ABC):
-    """How the batches of a run are drawn, whatever the data set. Laws are frozen dataclasses of public numbers.
+    """Sampling scheme of a run, independent of the data set. Schemes are frozen dataclasses of public numbers.
 
-    What is private comes as an argument: the size of the data set, and the randomness.
+    Private values are arguments: the size of the data set, and the randomness.
 
     Attributes:
-        iterations: Batches of the run.
-        law: The name of the distribution.
-        accounting: What a run that draws so may claim, in words.
+        iterations: Number of batches in the run.
+        law: Name of the scheme.
+        accounting: Privacy analysis of the scheme, in words.
     """
 
     iterations: int
@@ -138,14 +141,14 @@ class AbstractBatchSelection(abc.ABC):
 
     @abc.abstractmethod
     def over(self, num_examples: int) -> AbstractBatchStrategy:
-        """The same law over a data set of this size, which draws single batches."""
+        """Returns the scheme for a data set of this size, which draws single batches."""
 
     def batch_iterator(self, num_examples: int, rng: Any = None) -> Batches:
-        """The batches of one run.
+        """Returns the batches of one run.
 
         Args:
-            num_examples: The size of the data set.
-            rng: Where randomness comes from: see `words_from`.
+            num_examples: Number of examples in the data set.
+            rng: Source of randomness; see `words_from`.
 
         Returns:
             An iterator over ``iterations`` arrays of sorted int64 indices; they may be empty.
@@ -153,7 +156,7 @@ class AbstractBatchSelection(abc.ABC):
         return Batches(self.over(num_examples), self.iterations, words_from(rng))
 
     def batch_sampler(self, num_examples: int, rng: Any = None) -> BatchSampler:
-        """The same as lists, for ``DataLoader(data, batch_sampler=...)``; it can be read once."""
+        """Returns the batches as lists, for ``DataLoader(data, batch_sampler=...)``. It can be read once."""
         return BatchSampler(self.batch_iterator(num_examples, rng))
 
 
@@ -161,8 +164,8 @@ class Batches(Iterator[IndexBatch]):
     """The batches of one run, in order.
 
     Args:
-        strategy: Draws them.
-        iterations: How many there are.
+        strategy: Draws the batches.
+        iterations: Number of batches.
         words: The randomness.
     """
 
@@ -183,29 +186,29 @@ class Batches(Iterator[IndexBatch]):
         return self._iterations - self._step
 
     def state_dict(self) -> dict[str, Any]:
-        """The position, the key of the randomness where it has one, and what is kept of batches before. Secret."""
+        """Returns the position, the key of the randomness if it has one, and the state of the scheme. Secret."""
         key = list(self._words.key) if isinstance(self._words, KeyedWords) else None
-        kept = self._strategy.kept(self._words) if isinstance(self._strategy, RememberingStrategy) else None
-        return {"step": self._step, "key": key, "kept": kept}
+        saved_state = self._strategy.saved_state(self._words) if isinstance(self._strategy, StatefulStrategy) else None
+        return {"step": self._step, "key": key, "kept": saved_state}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on from a stored position, with the randomness that was stored.
+        """Continues from a stored position, with the stored randomness.
 
         Args:
-            state: What `state_dict` returned.
+            state: Result of `state_dict`.
 
         Raises:
-            ValueError: If there is no step of the run in it, or the randomness has no key to be told by.
+            ValueError: If the state has no valid step, or belongs to randomness of another type.
         """
         step, key = state.get("step"), state.get("key")
         if isinstance(step, bool) or not isinstance(step, int) or not 0 <= step <= self._iterations:
-            raise ValueError(f"load_state_dict: step={step!r} is none of a run of {self._iterations} batches.")
+            raise ValueError(f"load_state_dict: step={step!r} is not in a run of {self._iterations} batches.")
         if (key is None) == isinstance(self._words, KeyedWords):
-            raise ValueError("load_state_dict: the state is of a run with randomness of another kind.")
+            raise ValueError("load_state_dict: the state belongs to a run with another type of randomness.")
         if key is not None:
             self._words = KeyedWords((int(key[0]), int(key[1])))
-        if state.get("kept") is not None and isinstance(self._strategy, RememberingStrategy):
-            self._strategy.remember(self._words, state["kept"])
+        if state.get("kept") is not None and isinstance(self._strategy, StatefulStrategy):
+            self._strategy.restore(self._words, state["kept"])
         self._step = step
 
 
@@ -213,7 +216,7 @@ class BatchSampler:
     """Batches as lists of indices.
 
     Args:
-        batches: What is read.
+        batches: The batches.
     """
 
     def __init__(self, batches: Batches):

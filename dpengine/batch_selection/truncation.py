@@ -1,4 +1,4 @@
-"""How often batches of Poisson sampling are cut to a largest size, which is what a cut costs."""
+"""Truncation probability of Poisson batches, which determines its privacy cost."""
 
 from __future__ import annotations
 
@@ -6,18 +6,18 @@ from dpengine.sampling.scheme import whole_number
 
 from .scheme import checked_probability
 
-_NOTHING_BESIDE_DELTA = 0.01
+_NEGLIGIBLE = 0.01
 
 
 def cut_probability(num_examples: int, sampling_prob: float, largest: int) -> float:
-    """The probability that the other examples alone fill a batch, so that one more displaces one of them.
+    """Returns the probability that the other examples fill a batch, so that one more displaces one of them.
 
     Source: Ganesh et al. 2025 (arXiv:2508.15089).
 
     Args:
-        num_examples: Examples that may be in the batch, at least 1.
-        sampling_prob: The probability of each, in [0, 1].
-        largest: The size that no batch exceeds.
+        num_examples: Number of examples that may be in the batch, at least 1.
+        sampling_prob: Probability of each, in [0, 1].
+        largest: Maximum batch size.
 
     Returns:
         ``P[Bin(num_examples - 1, sampling_prob) >= largest]``.
@@ -32,16 +32,16 @@ def cut_probability(num_examples: int, sampling_prob: float, largest: int) -> fl
 
 
 def suggest_cap(num_examples: int, sampling_prob: float, *, rounds: int, delta: float) -> int:
-    """The smallest largest size at which cutting batches costs nothing that counts.
+    """Returns the smallest maximum batch size at which truncation has negligible privacy cost.
 
     Args:
-        num_examples: Examples that may be in each batch, at least 1.
-        sampling_prob: The probability of each, in [0, 1].
-        rounds: Batches that one example may be in.
-        delta: Of the guarantee, in (0, 1).
+        num_examples: Number of examples that may be in each batch, at least 1.
+        sampling_prob: Probability of each, in [0, 1].
+        rounds: Number of batches that may include an example.
+        delta: Delta of the guarantee, in (0, 1).
 
     Returns:
-        The least size that is exceeded in any of the rounds with a probability of at most a hundredth of ``delta``.
+        The smallest size that is exceeded in any of the rounds with a probability of at most a hundredth of ``delta``.
 
     Raises:
         ValueError: If an argument is out of range.
@@ -53,6 +53,6 @@ def suggest_cap(num_examples: int, sampling_prob: float, *, rounds: int, delta: 
     low, high = 0, num_examples  # the batch has at most num_examples, so the others never fill one of that size
     while low < high:
         middle = (low + high) // 2
-        enough = rounds * cut_probability(num_examples, sampling_prob, middle) <= _NOTHING_BESIDE_DELTA * delta
-        low, high = (low, middle) if enough else (middle + 1, high)
+        suffices = rounds * cut_probability(num_examples, sampling_prob, middle) <= _NEGLIGIBLE * delta
+        low, high = (low, middle) if suffices else (middle + 1, high)
     return low

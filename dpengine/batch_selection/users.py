@@ -1,4 +1,4 @@
-"""Sampling of users: what is drawn, clipped and protected is everything that one user contributes to a batch."""
+"""Sampling of users: the unit of sampling, clipping and privacy is all contributions of a user to a batch."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from .scheme import AbstractBatchSelection, Batches, words_from
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class UserSelectionStrategy:
-    """Another law, drawn over users; each user drawn brings the next ``examples_per_user`` of his examples in turn.
+    """Another sampling scheme over users, each of whom contributes the next ``examples_per_user`` examples, cyclically.
 
     Args:
-        base: The law of users.
-        examples_per_user: Examples that a user brings each time, from his first again after his last.
-        shuffle: Whether each user's examples are put into a random order once.
+        base: Sampling scheme of users.
+        examples_per_user: Number of examples that a user contributes each time, starting over after the last.
+        shuffle: Whether the examples of each user are shuffled once.
 
     Raises:
-        TypeError: If ``base`` is no law, or the count no whole number.
+        TypeError: If ``base`` is not a sampling scheme, or the count is not an integer.
         ValueError: If the count is below 1.
     """
 
@@ -37,20 +37,20 @@ class UserSelectionStrategy:
 
     def __post_init__(self) -> None:
         if not isinstance(self.base, AbstractBatchSelection):
-            raise TypeError(f"UserSelectionStrategy: base is a {type(self.base).__name__}; pass a law of batches.")
+            raise TypeError(f"UserSelectionStrategy: base is a {type(self.base).__name__}; pass a sampling scheme.")
         whole_number("UserSelectionStrategy", "examples_per_user", self.examples_per_user, at_least=1)
 
     @property
     def iterations(self) -> int:
-        """Batches of the run."""
+        """Number of batches in the run."""
         return self.base.iterations
 
     def batch_iterator(self, user_ids: npt.ArrayLike, rng: Any = None) -> UserBatches:
-        """The batches of one run.
+        """Returns the batches of one run.
 
         Args:
-            user_ids: ``(N,)``: whose each example is. Any values that can be sorted.
-            rng: Where randomness comes from: see `words_from`.
+            user_ids: ``(N,)``: the user of each example. Any values that can be sorted.
+            rng: Source of randomness; see `words_from`.
 
         Returns:
             An iterator over arrays ``(users, examples_per_user)`` of indices of examples, int64.
@@ -77,30 +77,30 @@ class UserBatches(Iterator[IndexBatch]):
 
     def __init__(self, drawn: Batches, order: IndexBatch, sizes: npt.NDArray[np.int64], each: int):
         self._drawn = drawn
-        self._order = order  # examples, those of the first user first
+        self._order = order  # examples, sorted by user
         self._sizes = sizes
         self._starts = np.cumsum(sizes) - sizes
         self._each = each
-        self._brought = np.zeros(len(sizes), dtype=np.int64)  # by each user so far, modulo his size
+        self._used = np.zeros(len(sizes), dtype=np.int64)  # examples used by each user so far, modulo their number
 
     def __next__(self) -> IndexBatch:
         users = next(self._drawn)
         sizes = self._sizes[users].reshape(-1, 1)
-        places = (self._brought[users].reshape(-1, 1) + np.arange(self._each)) % np.maximum(sizes, 1)
-        self._brought[users] = (self._brought[users] + self._each) % self._sizes[users]
+        places = (self._used[users].reshape(-1, 1) + np.arange(self._each)) % np.maximum(sizes, 1)
+        self._used[users] = (self._used[users] + self._each) % self._sizes[users]
         return self._order[self._starts[users].reshape(-1, 1) + places]
 
     def __len__(self) -> int:
         return len(self._drawn)
 
     def state_dict(self) -> dict[str, Any]:
-        """The position, and how far each user is. Private, as batches are."""
-        return {**self._drawn.state_dict(), "brought": self._brought.tolist()}
+        """Returns the position, also of each user. Private, like batches."""
+        return {**self._drawn.state_dict(), "brought": self._used.tolist()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on from a stored position."""
-        brought = np.asarray(state["brought"], dtype=np.int64)
-        if brought.shape != self._sizes.shape:
-            raise ValueError(f"load_state_dict: the state is of {len(brought)} users; there are {len(self._sizes)}.")
+        """Continues from a stored position."""
+        used = np.asarray(state["brought"], dtype=np.int64)
+        if used.shape != self._sizes.shape:
+            raise ValueError(f"load_state_dict: the state has {len(used)} users, not {len(self._sizes)}.")
         self._drawn.load_state_dict(state)
-        self._brought = brought
+        self._used = used

@@ -1,6 +1,6 @@
-"""Checkpoint folders, replaced completely or not at all, and nested states as JSON values with named tensors.
+"""Checkpoint folders, replaced atomically, and nested states as JSON values with named tensors.
 
-A process may die at any moment. It then leaves the old folder, the new one, or both under names that `present` checks.
+A process may die at any time. It then leaves the old folder, the new one, or both under names that `present` checks.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from dpengine.errors import CorruptFileError
 _TENSOR, _TUPLE, _PAIRS, _FLOAT = "tensor", "tuple", "pairs", "float"
 
 
-def apart(state: Any, name: str) -> tuple[Any, dict[str, Tensor]]:
-    """Takes the tensors out of a state."""
+def split_tensors(state: Any, name: str) -> tuple[Any, dict[str, Tensor]]:
+    """Separates the tensors from a state. Returns the state as JSON values, and the tensors by name."""
     tensors: dict[str, Tensor] = {}
 
     def plain(value: Any, path: str) -> Any:
         if isinstance(value, Tensor):
-            mark = f"{name}.{len(tensors)}"  # paths of different keys may look alike
+            mark = f"{name}.{len(tensors)}"  # paths of different keys may be equal
             tensors[mark] = value
             return {_TENSOR: mark}
-        if isinstance(value, Mapping):  # as pairs, since keys may be numbers and marks may be keys
+        if isinstance(value, Mapping):  # as pairs, because keys may be numbers or equal a mark
             return {_PAIRS: [[plain(key, path), plain(part, f"{path}.{key}")] for key, part in value.items()]}
         if isinstance(value, (list, tuple)):
             parts = [plain(part, f"{path}.{i}") for i, part in enumerate(value)]
@@ -44,10 +44,10 @@ def apart(state: Any, name: str) -> tuple[Any, dict[str, Tensor]]:
     return plain(state, name), tensors
 
 
-def together(state: Any, tensors: Mapping[str, Tensor]) -> Any:
-    """What `apart` took apart."""
+def join_tensors(state: Any, tensors: Mapping[str, Tensor]) -> Any:
+    """Inverse of `split_tensors`."""
     if isinstance(state, list):
-        return [together(part, tensors) for part in state]
+        return [join_tensors(part, tensors) for part in state]
     if not isinstance(state, dict):
         return state
     try:
@@ -55,29 +55,29 @@ def together(state: Any, tensors: Mapping[str, Tensor]) -> Any:
         if mark == _TENSOR:
             return tensors[value]
         if mark == _TUPLE:
-            return tuple(together(part, tensors) for part in value)
+            return tuple(join_tensors(part, tensors) for part in value)
         if mark == _PAIRS:
-            return {together(key, tensors): together(part, tensors) for key, part in value}
+            return {join_tensors(key, tensors): join_tensors(part, tensors) for key, part in value}
         if mark == _FLOAT:
             return float(value)
-        raise ValueError(f"{mark!r} is no mark")
+        raise ValueError(f"{mark!r} is not a mark")
     except (ValueError, TypeError, KeyError) as error:
-        raise CorruptFileError(f"A stored state is damaged: {error}.", fix="Take an earlier checkpoint.") from error
+        raise CorruptFileError(f"A stored state is damaged: {error}.", fix="Use an earlier checkpoint.") from error
 
 
 _NEW, _OLD = "new", "old"
-_AT_ONCE = 2**22  # bytes
-_WHOLE = "Copy the whole folder, its private part too."
+_READ_SIZE = 2**22  # bytes
+_COPY_ALL = "Copy the complete folder, also its private part."
 _SECRET_MODE, _SECRET_FOLDER_MODE = 0o600, 0o700
 
 
 def begin(folder: Path, *, secret_folder: str) -> Path:
-    """Makes an empty folder for all that shall be in another, beside it."""
+    """Creates an empty staging folder next to a folder, for its new content."""
     folder = folder.resolve()
     if folder.exists() and not (folder / secret_folder).is_dir() and (not folder.is_dir() or any(folder.iterdir())):
-        raise FileExistsError(f"checkpoint: {folder} holds something else. Choose another folder.")
-    new, old = begun(folder), _beside(folder, _OLD)
-    if not folder.exists() and old.exists():  # a process died between the two renames of `commit`
+        raise FileExistsError(f"checkpoint: {folder} contains other files. Choose another folder.")
+    new, old = staging_folder(folder), _sibling(folder, _OLD)
+    if not folder.exists() and old.exists():  # a process died between the renames of `commit`
         present(folder).rename(folder)
     for left in (new, old):
         if left.exists():
@@ -87,20 +87,20 @@ def begin(folder: Path, *, secret_folder: str) -> Path:
     return new
 
 
-def begun(folder: Path) -> Path:
-    """Where the files of a folder are written that `begin` began."""
-    return _beside(folder.resolve(), _NEW)
+def staging_folder(folder: Path) -> Path:
+    """Returns the staging folder that `begin` creates."""
+    return _sibling(folder.resolve(), _NEW)
 
 
 def discard(folder: Path) -> None:
-    """Deletes what was begun and is not complete, as far as that goes."""
-    shutil.rmtree(begun(folder), ignore_errors=True)
+    """Deletes an incomplete staging folder, as far as possible."""
+    shutil.rmtree(staging_folder(folder), ignore_errors=True)
 
 
 def commit(folder: Path, *, secret_folder: str) -> None:
-    """Puts what was written in the place of all that was in a folder, when every file of it is durable."""
+    """Replaces a folder with its staging folder, once all of its files are durable."""
     folder = folder.resolve()
-    new, old = begun(folder), _beside(folder, _OLD)
+    new, old = staging_folder(folder), _sibling(folder, _OLD)
     _sync(new / secret_folder)
     _sync(new)
     if folder.exists():
@@ -116,29 +116,29 @@ def write(path: Path, into: Callable[[Path], None], *, secret: bool) -> str:
     os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, _SECRET_MODE if secret else 0o644))
     mode = path.stat().st_mode
     into(path)
-    path.chmod(stat.S_IMODE(mode))  # some writers put a file of their own there
+    path.chmod(stat.S_IMODE(mode))  # some writers replace the file
     with open(path, "rb+") as file:
         os.fsync(file.fileno())
     return digest(path)
 
 
 def digest(path: Path) -> str:
-    """The SHA-256 of a file."""
+    """Returns the SHA-256 of a file."""
     try:
         with open(path, "rb") as file:
-            whole = hashlib.sha256()
-            while part := file.read(_AT_ONCE):
-                whole.update(part)
-            return whole.hexdigest()
+            sha256 = hashlib.sha256()
+            while part := file.read(_READ_SIZE):
+                sha256.update(part)
+            return sha256.hexdigest()
     except FileNotFoundError:
-        raise CorruptFileError(f"{path} is missing.", fix=_WHOLE) from None
+        raise CorruptFileError(f"{path} is missing.", fix=_COPY_ALL) from None
 
 
 def present(folder: Path) -> Path:
-    """Where the last complete folder is."""
+    """Returns the path of the last complete folder."""
     folder = folder.resolve()
-    new, old = _beside(folder, _NEW), _beside(folder, _OLD)
-    # Between the two renames both are complete; the new one is complete as soon as the old one has moved.
+    new, old = _sibling(folder, _NEW), _sibling(folder, _OLD)
+    # Between the two renames both are complete; the new one is complete once the old one is renamed.
     for place in (folder, new, old) if old.is_dir() else (folder,):
         if place.is_dir():
             return place
@@ -146,24 +146,24 @@ def present(folder: Path) -> Path:
 
 
 def read(path: Path) -> bytes:
-    """The bytes of a file of a checkpoint."""
+    """Returns the bytes of a checkpoint file."""
     try:
         return path.read_bytes()
     except FileNotFoundError:
-        raise CorruptFileError(f"{path} is missing.", fix=_WHOLE) from None
+        raise CorruptFileError(f"{path} is missing.", fix=_COPY_ALL) from None
 
 
-def _beside(folder: Path, which: str) -> Path:
-    """A folder that nobody else would name so: what is in it may be deleted."""
+def _sibling(folder: Path, which: str) -> Path:
+    """Returns a sibling folder with a reserved name, whose content may be deleted."""
     return folder.with_name(f".{folder.name}.dpengine-{which}")
 
 
 def _sync(folder: Path) -> None:
-    """Makes the names in a folder durable, where the system knows of that."""
+    """Makes the names in a folder durable, if the system supports it."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
-    except OSError:  # some file systems have no such thing
+    except OSError:  # some file systems do not support it
         pass
     finally:
         os.close(descriptor)

@@ -1,4 +1,4 @@
-"""What a checkpoint is made of: the names of its files, and who keeps a state beside the model."""
+"""Layout of a checkpoint: the names of its files, and the objects with a state."""
 
 from __future__ import annotations
 
@@ -15,50 +15,50 @@ from dpengine.errors import InvalidBudgetError
 
 VERSION = 2
 SECRET = "private"
-MODEL, OPTIMIZER, RUN, NOISE = "model", "optimizer", "run", "noise"  # of tensors
+MODEL, OPTIMIZER, RUN, NOISE = "model", "optimizer", "run", "noise"  # names of tensor files
 PUBLIC, SEALS = "privacy_state.json", "seals.json"
-EARLIER = "Take an earlier checkpoint."
+EARLIER = "Use an earlier checkpoint."
 
 
 class Engine(Protocol):
-    """What is asked of a ``PrivacyEngine``."""
+    """Part of ``PrivacyEngine`` that checkpoints use."""
 
     runs: list[Run]
 
     @property
     def ledger(self) -> Ledger:
-        """What was charged."""
+        """The charges."""
 
     def state_dict(self) -> dict[str, Any]:
-        """What was spent."""
+        """Returns the privacy cost."""
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Adds what was spent."""
+        """Adds a stored privacy cost."""
 
 
 def only_run(engine: Engine) -> Run:
-    """The run of an engine that a checkpoint is of."""
+    """Returns the attached run of an engine. Raises InvalidBudgetError unless there is exactly one."""
     runs = [run for run in engine.runs if run.attached]
     if len(runs) != 1:
         raise InvalidBudgetError(
-            f"A checkpoint is of one run, and this engine has {len(runs)}.",
-            fix="Call make_private first." if not runs else "Detach the others, or use an engine for each.",
+            f"A checkpoint contains one run, and this engine has {len(runs)}.",
+            fix="Call make_private first." if not runs else "Detach the others, or use one engine for each.",
         )
     return runs[0]
 
 
-def companions(run: Run) -> dict[str, Any]:
-    """What keeps a state beside the model, the optimizer first."""
+def stateful_objects(run: Run) -> dict[str, Any]:
+    """Returns the objects with a state besides the model, the optimizer first."""
     found = {"optimizer": run.optimizer, "lr_scheduler": run.lr_scheduler, "grad_scaler": run.grad_scaler}
     return {name: one for name, one in found.items() if one is not None}
 
 
-def without_ties(model: nn.Module, topology: Topology) -> dict[str, Tensor]:
-    """Each tensor of a model once, under its first name: readers of such files refuse tensors that share memory."""
+def untied_tensors(model: nn.Module, topology: Topology) -> dict[str, Tensor]:
+    """Returns each tensor of a model once, under its first name: readers reject tensors that share memory."""
     weights: dict[str, Any] = model.state_dict()
-    strange = [name for name, tensor in weights.items() if not isinstance(tensor, Tensor)]
-    if strange:
-        raise TypeError(f"checkpoint: {strange[0]!r} in the model's state is no tensor. Leave out get_extra_state.")
+    others = [name for name, tensor in weights.items() if not isinstance(tensor, Tensor)]
+    if others:
+        raise TypeError(f"checkpoint: {others[0]!r} in the model's state is not a tensor. Remove get_extra_state.")
     registered: dict[str, object] = {
         f"{prefix}.{name}" if prefix else name: id(topology.registered(owner, name, present))
         for prefix, owner in model.named_modules(remove_duplicate=False)
@@ -72,7 +72,7 @@ def without_ties(model: nn.Module, topology: Topology) -> dict[str, Tensor]:
 
 
 def _memory(tensor: Any) -> tuple[Any, ...]:
-    """What only tensors that share their memory have alike; nothing for an empty one."""
+    """Returns a key that is equal for tensors that share their memory; empty for an empty tensor."""
     if not tensor.numel():
         return ()
     return (tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device)

@@ -1,4 +1,4 @@
-"""``load``: goes on with a run that was saved, on as many processes as there are now."""
+"""``load``: resumes a saved run, on any number of processes."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from dpengine.accounting.origin import origins_in, states_of
 from dpengine.engine.grad_sample_module import model_inside
 from dpengine.engine.run import Run
 from dpengine.errors import CorruptFileError, MechanismMismatchError
-from dpengine.noise.share import drawn_places
+from dpengine.noise.share import noised_places
 
 from . import folder as folders
-from . import spread
-from .folder import together
+from . import sharded_state
+from .folder import join_tensors
 from .layout import (
     EARLIER,
     MODEL,
@@ -32,67 +32,67 @@ from .layout import (
     SECRET,
     VERSION,
     Engine,
-    companions,
     only_run,
-    without_ties,
+    stateful_objects,
+    untied_tensors,
 )
-from .pieces import Stored, files_of
-from .run_state import is_seeded, next_life, refuse_damaged, resumption
+from .run_state import check_state, is_seeded, next_nonce, resumption
+from .tensor_files import StoredTensors, files_of
 
 
 def load(folder: str | Path, engine: Engine, *, nothing_left_since: bool = False) -> None:
-    """Goes on with a run that was saved: call ``make_private`` as the first time, then this, then train.
+    """Resumes a saved run. Call ``make_private`` as in the first run, then this, then train.
 
-    Model, optimizer, what was spent and the place in the run are those of the checkpoint. Batches and noise from here
-    on are fresh, so nothing is drawn twice; only a run with a seed goes on as if it had never stopped. What the saving
-    process released afterwards, its cost included, is in the ledger file, if there is one. Else it is not known here:
-    add it with ``engine.load_state_dict`` if its state is there.
+    Model, optimizer, privacy cost and position are those of the checkpoint. Later batches and noise are fresh, so no
+    randomness repeats; only a run with a seed continues as without interruption. The cost of steps that the saving
+    process made after the checkpoint is in the ledger file, if there is one. Otherwise it is unknown here: add it with
+    ``engine.load_state_dict`` if its state is available.
 
-    Noise that hangs together over steps begins anew, as a mechanism that adds to what was spent: that costs some more
-    than the run would have. With ``nothing_left_since`` it goes on as the one matrix that was planned.
+    Correlated noise starts again, as a separate mechanism whose cost is added, so the total cost is higher than that of
+    the uninterrupted run. With ``nothing_left_since`` it continues as the planned matrix.
 
-    The data set must be the same, in the same order. Its length is compared, and some of its examples, as far as they
-    are the same each time they are read. How many processes there are, and how they share the model, may be as it was
-    or not: the run that goes on is the same. Each of them calls this.
+    The data set must be the same, in the same order. Its length is compared, and some of its examples if reading them
+    is deterministic. The number of processes, and how they share the model, may change. Each of them calls this
+    function.
 
     Args:
-        folder: Where it was saved.
-        engine: An engine whose last run has not begun. Nothing of the run's history needs loading before.
-        nothing_left_since: Your word that nothing which the saving process made after the checkpoint was released,
-            not even shown: it crashed, say, and its weights are gone.
+        folder: The folder of the checkpoint.
+        engine: An engine whose last run has not begun. Earlier charges of the run need not be loaded before.
+        nothing_left_since: States that nothing which the saving process made after the checkpoint was released or even
+            displayed: for example, it crashed and its weights are lost.
 
     Raises:
-        MechanismMismatchError: If the run is another one.
+        MechanismMismatchError: If the run differs from the saved one.
         CorruptFileError: If a file is missing or damaged.
-        LedgerError: If ``nothing_left_since`` is not so, as far as this engine knows.
-        FileNotFoundError: If there is no such folder.
-        TicketError: If the run has begun.
+        LedgerError: If this engine has charges that contradict ``nothing_left_since``.
+        FileNotFoundError: If the folder does not exist.
+        BatchStateError: If the run has begun.
         InvalidBudgetError: If the engine has no run, or more than one that is not detached.
         RuntimeError: If another process failed.
     """  # noqa: DOC502 - what is called raises on our behalf
     run = only_run(engine)
     topology = run.step.passes.topology
     ranks = topology.everyone
-    seals = ranks.each(lambda: _refuse_damage(folders.present(Path(folder)), ranks.rank, ranks.size))
+    seals = ranks.each(lambda: _check_seals(folders.present(Path(folder)), ranks.rank, ranks.size))
     topology.agree(checkpoint=seals[ranks.rank], nothing_left_since=nothing_left_since)
     with contextlib.ExitStack() as opened:
         files = _Files(opened)
         ranks.each(lambda: files.open(folders.present(Path(folder))))
-        life = ranks.from_first(next_life(files.state))
-        ranks.each(lambda: files.prepare(run, engine, life, nothing_left_since=nothing_left_since))
+        nonce = ranks.from_first(next_nonce(files.state))
+        ranks.each(lambda: files.prepare(run, engine, nonce, nothing_left_since=nothing_left_since))
         with _all_or_nothing(run):
             ranks.each(lambda: files.fill(run, engine))
             ranks.each(lambda: files.changes.apply(run))
 
 
 def exists(folder: str | Path) -> bool:
-    """Whether `load` finds a run there. A ``save`` that broke off may have left it beside the folder.
+    """Returns True if `load` finds a checkpoint, also one that an interrupted ``save`` left next to the folder.
 
     Args:
-        folder: Where it was saved.
+        folder: The folder of the checkpoint.
 
     Returns:
-        Whether there is one.
+        Whether there is a checkpoint.
     """
     try:
         folders.present(Path(folder))
@@ -102,93 +102,95 @@ def exists(folder: str | Path) -> bool:
 
 
 class _Files:
-    """The files of a checkpoint, and what becomes of a run that takes them."""
+    """The files of a checkpoint, and the changes that loading makes."""
 
     def __init__(self, opened: contextlib.ExitStack):
         self._opened = opened
 
     def open(self, folder: Path) -> None:
-        """Reads what is small."""
+        """Reads the small files."""
         self._folder = folder
         seals = _seals(folder)
         names = [name.removeprefix(f"{SECRET}/") for name in seals]
 
-        def stored(name: str, folder: Path) -> Stored:
-            return self._opened.enter_context(Stored(folder / file for file in files_of(name, names)))
+        def stored(name: str, folder: Path) -> StoredTensors:
+            return self._opened.enter_context(StoredTensors(folder / file for file in files_of(name, names)))
 
         self._model, self._optimizer = stored(MODEL, self._folder), stored(OPTIMIZER, self._folder)
         self._noise, kept = stored(NOISE, self._folder / SECRET), stored(RUN, self._folder / SECRET)
         tensors = {name: kept.read(name) for name in kept.names}
-        self.state = together(_json(kept.metadata.get("state", ""), RUN), tensors)
+        self.state = join_tensors(_json(kept.metadata.get("state", ""), RUN), tensors)
         if not isinstance(self.state, dict) or self.state.get("version") != VERSION:
             version = self.state.get("version") if isinstance(self.state, dict) else None
             raise CorruptFileError(f"{RUN} has version {version!r}; this one reads {VERSION}.", fix=EARLIER)
-        refuse_damaged(self.state)
+        check_state(self.state)
 
-    def prepare(self, run: Run, engine: Engine, life: int, *, nothing_left_since: bool) -> None:
-        """Makes all that the run will have, and changes nothing."""
+    def prepare(self, run: Run, engine: Engine, nonce: int, *, nothing_left_since: bool) -> None:
+        """Prepares all changes, without making any."""
         topology = run.step.passes.topology
         if (nothing_left_since or is_seeded(self.state)) and self._noise.names:
-            places = drawn_places(run.step.passes.buffer, topology.replicas)
-            self.state["noise"]["slices"] = spread.cut_slices(self._noise, places)
+            places = noised_places(run.step.passes.buffer, topology.replicas)
+            self.state["noise"]["slices"] = sharded_state.cut_slices(self._noise, places)
         self.changes = resumption(
-            run, self.state, engine.ledger.history, life=life, nothing_left_since=nothing_left_since
+            run, self.state, engine.ledger.history, nonce=nonce, nothing_left_since=nothing_left_since
         )
-        now = without_ties(model_inside(run.model), topology)
-        _refuse_other_weights(now, self._model)
-        self._weights = {name: spread.taken(self._model, name, like, topology) for name, like in now.items()}
+        now = untied_tensors(model_inside(run.model), topology)
+        _check_weights(now, self._model)
+        self._weights = {
+            name: sharded_state.local_tensor(self._model, name, like, topology) for name, like in now.items()
+        }
         metadata = self._optimizer.metadata
         of = _json(metadata.get("of", ""), OPTIMIZER)
         if not isinstance(of, dict) or not all(isinstance(number, int) for number in of.values()):
-            raise CorruptFileError(f"{OPTIMIZER} does not tell whose its tensors are.", fix=EARLIER)
-        tensors = spread.optimizer_tensors(self._optimizer, of, run.optimizer, topology)
-        self._others = together(_json(metadata.get("state", ""), OPTIMIZER), tensors)
+            raise CorruptFileError(f"{OPTIMIZER} does not assign its tensors to parameters.", fix=EARLIER)
+        tensors = sharded_state.optimizer_tensors(self._optimizer, of, run.optimizer, topology)
+        self._others = join_tensors(_json(metadata.get("state", ""), OPTIMIZER), tensors)
         if not isinstance(self._others, dict):
             raise CorruptFileError(f"{OPTIMIZER} has no states.", fix=EARLIER)
-        if self._others.keys() != companions(run).keys():
+        if self._others.keys() != stateful_objects(run).keys():
             raise MechanismMismatchError(
-                f"The checkpoint has {list(self._others)}, and this run has {sorted(companions(run))}.",
-                fix="Give make_private the same lr_scheduler= and grad_scaler=.",
+                f"The checkpoint has {list(self._others)}, and this run has {sorted(stateful_objects(run))}.",
+                fix="Pass the same lr_scheduler= and grad_scaler= to make_private.",
             )
-        self._spent = _json(folders.read(self._folder / PUBLIC).decode(errors="replace"), PUBLIC)
+        self._privacy_state = _json(folders.read(self._folder / PUBLIC).decode(errors="replace"), PUBLIC)
 
     def fill(self, run: Run, engine: Engine) -> None:
-        """Gives model, companions and ledger what was stored."""
-        # A tied tensor is there under its first name.
+        """Loads the stored states into the model, the other objects and the ledger."""
+        # A tied tensor is stored under its first name.
         model_inside(run.model).load_state_dict(self._weights, strict=False)
-        for name, companion in companions(run).items():
+        for name, stateful in stateful_objects(run).items():
             try:
-                companion.load_state_dict(self._others[name])
+                stateful.load_state_dict(self._others[name])
             except (KeyError, TypeError, ValueError, AttributeError) as error:
                 raise CorruptFileError(f"The stored state does not fit the {name}: {error!r}.", fix=EARLIER) from error
-        engine.load_state_dict(_marked_resumed(self._spent))
+        engine.load_state_dict(_marked_resumed(self._privacy_state))
 
 
-def _marked_resumed(spent: Any) -> Any:
+def _marked_resumed(state: Any) -> Any:
     """Returns the state of an engine whose charges are marked as resumed, so that a ledger file records it too.
 
     Charges that are in a ledger file already keep their marks: that file has all later charges.
     """
-    if not isinstance(spent, dict) or "anchor" in spent:
-        return spent
-    return spent | {"origins": states_of(dataclasses.replace(one, resumed=True) for one in origins_in(spent))}
+    if not isinstance(state, dict) or "anchor" in state:
+        return state
+    return state | {"origins": states_of(dataclasses.replace(one, resumed=True) for one in origins_in(state))}
 
 
 @contextlib.contextmanager
 def _all_or_nothing(run: Run) -> Iterator[None]:
-    """Puts model and companions back if one of them does not take its state."""
+    """Restores the model and the other objects if one of them cannot load its state."""
     with contextlib.ExitStack() as undo:
-        for one in (model_inside(run.model), *companions(run).values()):
+        for one in (model_inside(run.model), *stateful_objects(run).values()):
             undo.callback(one.load_state_dict, copy.deepcopy(one.state_dict()))
         yield
-        undo.pop_all()  # all is well: nothing is undone
+        undo.pop_all()  # success: nothing is undone
 
 
-def _refuse_damage(folder: Path, rank: int, ranks: int) -> str:
-    """Refuses files that are not as they were saved. Each rank reads some of them; what they are sealed with."""
+def _check_seals(folder: Path, rank: int, ranks: int) -> str:
+    """Raises if a file changed since it was saved. Each rank checks some files. Returns the digest of the seals."""
     for name, seal in list(_seals(folder).items())[rank::ranks]:
         if folders.digest(folder / name) != seal:
-            raise CorruptFileError(f"{name} is not as it was saved.", fix=EARLIER)
+            raise CorruptFileError(f"{name} was changed after it was saved.", fix=EARLIER)
     return folders.digest(folder / SECRET / SEALS)
 
 
@@ -197,7 +199,7 @@ def _seals(folder: Path) -> dict[str, str]:
     if not isinstance(seals, dict) or not all(isinstance(name, str) and ".." not in name for name in seals):
         raise CorruptFileError(f"{SEALS} is damaged.", fix=EARLIER)
     if not {PUBLIC, f"{SECRET}/{RUN}.safetensors"} <= seals.keys():
-        raise CorruptFileError(f"{SEALS} does not tell of all files.", fix=EARLIER)
+        raise CorruptFileError(f"{SEALS} does not list all files.", fix=EARLIER)
     return seals
 
 
@@ -208,14 +210,14 @@ def _json(text: str, where: str) -> Any:
         raise CorruptFileError(f"{where} is damaged: {error}.", fix=EARLIER) from error
 
 
-def _refuse_other_weights(now: Mapping[str, Tensor], stored: Stored) -> None:
+def _check_weights(now: Mapping[str, Tensor], stored: StoredTensors) -> None:
     expected = {name: tuple(tensor.shape) for name, tensor in now.items()}
     found = {name: stored.shape(name) for name in stored.names}
     differing = sorted(name for name in expected.keys() | found.keys() if expected.get(name) != found.get(name))
     if differing:
         name = differing[0]
         raise MechanismMismatchError(
-            f"The checkpoint is of another model: {len(differing)} tensors differ, the first is {name!r} "
+            f"The checkpoint has another model: {len(differing)} tensors differ, the first is {name!r} "
             f"({found.get(name)}, now {expected.get(name)}).",
-            fix="Build the model as the first time.",
+            fix="Build the same model as in the saved run.",
         )

@@ -1,11 +1,11 @@
-"""What a run needs to go on where it was: where it is, the key of its randomness, and what its noise keeps. Secret.
+"""State of a run for a checkpoint: position, key of the randomness, and state of the noise. Secret.
 
-A run that goes on draws fresh batches and fresh normals, in a new life of the same source, so nothing is drawn twice.
-One with a seed goes on in the same life: it shall be the run that was not interrupted, and its noise is no secret.
+A resumed run samples fresh batches and noise with a new nonce of the same source, so no randomness repeats. A run with
+a seed keeps its nonce, to reproduce the uninterrupted run; its noise is not secret.
 
-Noise that hangs together over steps goes on as one matrix only if nothing that came after the checkpoint was released:
-else there would be two ends of one matrix, which share what one example did before, and no accountant here knows what
-both cost together. So it begins anew, as a mechanism of its own, unless the caller says that nothing was.
+Correlated noise continues as one matrix only if nothing after the checkpoint was released. Otherwise there would be two
+continuations of one matrix that share the earlier contributions of an example, and no accountant here has an analysis
+of both. So it starts again, as a separate mechanism, unless the caller states that nothing was released.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from dpengine.engine.batch_state import Stage
 from dpengine.engine.grad_sample_module import model_inside
 from dpengine.engine.rank_consistency import examples_of
 from dpengine.engine.run import Run
-from dpengine.errors import CorruptFileError, LedgerError, MechanismMismatchError, SamplingError, TicketError
+from dpengine.errors import BatchStateError, CorruptFileError, LedgerError, MechanismMismatchError, SamplingError
 from dpengine.noise.correlated import mechanism_for
 from dpengine.noise.mechanism import AbstractNoise
 from dpengine.noise.source import NoiseSource
@@ -33,8 +33,8 @@ from dpengine.sampling.units import UnitIds
 from .layout import EARLIER
 
 _BETWEEN_STEPS = (Stage.IDLE, Stage.RELEASED, Stage.DISCARDED)
-_LIFE_BITS = 63
-_KINDS: dict[str, Any] = {
+_NONCE_BITS = 63
+_TYPES: dict[str, Any] = {
     "fingerprint": dict,
     "noise_multiplier": float,
     "matrix": (str, type(None)),
@@ -46,11 +46,11 @@ _KINDS: dict[str, Any] = {
     "clipping": dict,
     "dropped_rows": int,
     "joined": int,
-}  # of what `taken` gives
+}  # types of the values of `state_of`
 
 
-def taken(run: Run) -> dict[str, Any]:
-    """The state of a run between two steps. It contains the secret key, and this rank's slices of the noise alone."""
+def state_of(run: Run) -> dict[str, Any]:
+    """Returns the state of a run between two steps, with the secret key and this rank's slices of the noise."""
     step = run.step
     if run.batches is None:
         raise SamplingError(
@@ -58,8 +58,8 @@ def taken(run: Run) -> dict[str, Any]:
             fix="Save the model, the optimizer and engine.state_dict(), and call make_private again.",
         )
     if step.batches.stage not in _BETWEEN_STEPS or step.batches.fetched:
-        raise TicketError(
-            "A batch is at hand that was not stepped; a checkpoint is of a run between two steps.",
+        raise BatchStateError(
+            "A batch was returned that was not stepped, and a checkpoint needs a run between two steps.",
             fix="Save after optimizer.step(), before the next batch is drawn.",
         )
     source = step.source.secret_state()
@@ -79,10 +79,10 @@ def taken(run: Run) -> dict[str, Any]:
     }
 
 
-def refuse_damaged(state: Any) -> None:
-    """Refuses what `taken` cannot have given."""
+def check_state(state: Any) -> None:
+    """Raises CorruptFileError if `state_of` cannot have returned the state."""
     parts: list[tuple[tuple[str, ...], Any]] = []
-    for name, kinds in _KINDS.items():
+    for name, kinds in _TYPES.items():
         parts += [((name, key), kind) for key, kind in kinds.items()] if isinstance(kinds, dict) else [((name,), kinds)]
     for path, kind in parts:
         found = state
@@ -90,78 +90,78 @@ def refuse_damaged(state: Any) -> None:
             if not isinstance(found, dict) or name not in found:
                 raise CorruptFileError(f"The state of the run has no {'.'.join(path)!r}.", fix=EARLIER)
             found = found[name]
-        whole = kind is not int or (not isinstance(found, bool) and isinstance(found, int) and -1 <= found < 2**64)
-        if not isinstance(found, kind) or not whole:
+        in_range = kind is not int or (not isinstance(found, bool) and isinstance(found, int) and -1 <= found < 2**64)
+        if not isinstance(found, kind) or not in_range:
             shown = "number out of range" if isinstance(found, int) else type(found).__name__
             raise CorruptFileError(f"The state of the run has a {shown} as {'.'.join(path)!r}.", fix=EARLIER)
     if not all(isinstance(name, str) for name in state["fingerprint"]):
-        raise CorruptFileError("The state of the run has other names than words.", fix=EARLIER)
+        raise CorruptFileError("The fingerprint of the run has names that are not strings.", fix=EARLIER)
 
 
 @dataclasses.dataclass(frozen=True)
 class Resumption:
-    """All that will change in a run, ready before anything does.
+    """All changes that resume a run, prepared before any is made.
 
     Attributes:
-        state: What `taken` returned.
-        plan: With the noise multiplier that was saved.
-        source: In a new life.
-        noise: With its past, or without.
-        first_life: The life in which groups were drawn, if that was another.
+        state: Result of `state_of`.
+        plan: Plan with the saved noise multiplier.
+        source: Source with the nonce of the resumed run.
+        noise: Noise mechanism, with its earlier state or without.
+        first_nonce: Nonce with which groups of examples were drawn, if it differs.
     """
 
     state: Mapping[str, Any]
     plan: RunPlan
     source: NoiseSource
     noise: AbstractNoise
-    first_life: int | None
+    first_nonce: int | None
 
     def apply(self, run: Run) -> None:
-        """Lets the run go on from here."""
+        """Makes the changes."""
         step, state = run.step, self.state
         step.source.close()
-        # Less noise than was found for this run's steps was found for others: then these are not known to fit.
+        # A smaller noise multiplier was calibrated for other steps, so the steps of this run may not fit the budget.
         run.budget.fits_plan = self.plan.noise_multiplier >= step.plan.noise_multiplier
         step.plan, step.source, step.noise = self.plan, self.source, self.noise
         step.plan.clipping.load_state_dict(dict(state["clipping"]))
         step.batches.last_step, step.batches.merged = state["last_step"], state["joined"]
         first = step.passes.topology.everyone.rank == 0
-        step.dropped_rows = state["dropped_rows"] if first else 0  # they are those of all ranks
-        run.step.first_nonce = self.first_life
+        step.dropped_rows = state["dropped_rows"] if first else 0  # the stored number is that of all ranks
+        run.step.first_nonce = self.first_nonce
         run.resumed = True
         run.batches.load_state_dict({"position": state["last_step"] + 1})
 
 
 def resumption(
-    run: Run, state: Mapping[str, Any], known: Iterable[Charge], *, life: int, nothing_left_since: bool
+    run: Run, state: Mapping[str, Any], charges: Iterable[Charge], *, nonce: int, nothing_left_since: bool
 ) -> Resumption:
-    """Returns the changes that resume a run, without making them. ``life`` is a new nonce, the same on all ranks."""
+    """Returns the changes that resume a run, without making them. ``nonce`` is the same on all ranks."""
     if run.step.batches.last_step >= 0 or run.resumed or not run.attached:
-        raise TicketError(
-            "The run that shall go on has drawn batches already, was loaded before, or is private no longer.",
+        raise BatchStateError(
+            "The run to resume has drawn batches already, was loaded before, or was detached.",
             fix="Call make_private, then load, then train.",
         )
-    _refuse_other(run, state)
+    _check_fingerprint(run, state)
     plan = _with_noise_multiplier(run.step.plan, state["noise_multiplier"])
     try:
-        source = NoiseSource.from_secret_state(state["source"], incarnation=life)
+        source = NoiseSource.from_secret_state(state["source"], nonce=nonce)
     except ValueError as error:
         raise CorruptFileError(f"The state of the run has no usable key: {error}", fix=EARLIER) from error
-    _refuse_other_examples(run, source, state)
+    _check_examples(run, source, state)
     first = state["last_step"] + 1
     same_matrix = plan.noise is None or plan.noise.name == state["matrix"]
     if not (nothing_left_since or (is_seeded(state) and same_matrix)):
         return Resumption(state, plan, source, mechanism_for(source, plan.noise, first_step=first), None)
-    if nothing_left_since and any(getattr(charge.event, "run", None) == state["run"] for charge in known):
+    if nothing_left_since and any(getattr(charge.event, "run", None) == state["run"] for charge in charges):
         raise LedgerError(
-            "This engine has charged steps of the very run that is loaded, so something may have left since.",
-            fix="Leave out nothing_left_since=True: the noise then begins anew, and both are counted.",
+            "This engine has charged steps of the loaded run, so something may have been released since.",
+            fix="Leave out nothing_left_since=True: the noise then starts again, and both are accounted.",
         )
     if not same_matrix:
         raise MechanismMismatchError(
-            f"The noise cannot go on as one matrix: it was {state['matrix']}, and this run has another, "
-            "perhaps since another machine optimised it.",
-            fix="Leave out nothing_left_since=True, or give the matrix in numbers: a plan, or BandMF(strategy=...).",
+            f"The noise cannot continue as one matrix: it was {state['matrix']}, and this run has another, "
+            "perhaps because it was optimized on another machine.",
+            fix="Leave out nothing_left_since=True, or pass the matrix as numbers: a plan, or BandMF(strategy=...).",
         )
     noise = mechanism_for(source, plan.noise)
     noise.load_state_dict(dict(state["noise"]))
@@ -173,7 +173,7 @@ def resumption(
 
 
 def fingerprint(run: Run) -> dict[str, Any]:
-    """What must be the same for one run to go on as another."""
+    """Returns the values that must be equal to resume a run."""
     plan, noise = run.step.plan, run.step.plan.noise
     moving = plan.clipping.state_dict()
     parameters = run.step.passes.topology.parameters(model_inside(run.model))
@@ -183,12 +183,12 @@ def fingerprint(run: Run) -> dict[str, Any]:
     parts = {
         "sampling": repr(plan.sampling),
         "clipping": {name: value for name, value in plan.clipping.describe().items() if name not in moving},
-        # With a target the noise was found beside what had been spent, which another process may not know.
+        # With a target, calibration depended on earlier charges, which another process may lack.
         "noise multiplier": plan.noise_multiplier if target is None else f"for epsilon {target!r}",
         "loss_reduction": run.step.passes.loss_reduction,
         "divisor": plan.divisor(1, mean=run.step.passes.loss_reduction == "mean"),
         "relation": plan.relation.value,
-        "noise": None if noise is None else {key: noise.facts.get(key) for key in ("noise", "bands")},
+        "noise": None if noise is None else {key: noise.description.get(key) for key in ("noise", "bands")},
         "iterations": plan.iterations if noise is None else noise.size,
         "privacy unit": [run.unit, run.step.unit_reduction, _hash(run.units)],
         "seed": run.step.source.insecure_seed,
@@ -202,32 +202,32 @@ def fingerprint(run: Run) -> dict[str, Any]:
             if parameter in trained
         ],
     }
-    return json.loads(json.dumps(parts))  # type: ignore[no-any-return]  # as it is read from a file
+    return json.loads(json.dumps(parts))  # type: ignore[no-any-return]  # as read from a file
 
 
-def _refuse_other(run: Run, state: Mapping[str, Any]) -> None:
+def _check_fingerprint(run: Run, state: Mapping[str, Any]) -> None:
     now, then = fingerprint(run), state["fingerprint"]
     differing = [name for name in {**now, **then} if now.get(name) != then.get(name)]
     if differing:
         name = differing[0]
         raise MechanismMismatchError(
-            f"The checkpoint is of a run with another {', '.join(differing)} ({name}: {then.get(name)!r}, now "
+            f"The checkpoint has a run with another {', '.join(differing)} ({name}: {then.get(name)!r}, now "
             f"{now.get(name)!r}).",
-            fix="Call make_private with the model, the data and the arguments of the run that was saved.",
+            fix="Call make_private with the model, the data and the arguments of the saved run.",
         )
 
 
-def _refuse_other_examples(run: Run, source: NoiseSource, state: Mapping[str, Any]) -> None:
-    then = state.get("examples")  # the first checkpoints had none
+def _check_examples(run: Run, source: NoiseSource, state: Mapping[str, Any]) -> None:
+    then = state.get("examples")  # missing in the first checkpoints
     then = then if isinstance(then, list) else []
     now = examples_of(run, source, state["source"]["incarnation"])
     differing = [i for i, (a, b) in enumerate(zip(then, now, strict=False)) if a and b and a != b]
     if differing:
         source.close()
         raise MechanismMismatchError(
-            f"The data set is not the one of the checkpoint: {len(differing)} of {len(now)} examples that were looked "
-            "at are others, or in another place.",
-            fix="Load with the data set that was there, in the same order; for another one, begin a run of its own.",
+            f"The data set differs from that of the checkpoint: {len(differing)} of {len(now)} compared examples are "
+            "different, or at another index.",
+            fix="Load with the same data set, in the same order; for another data set, begin a new run.",
         )
 
 
@@ -248,11 +248,11 @@ def _hash(ids: UnitIds | None) -> str | None:
     return None if ids is None else hashlib.sha256(ids.tobytes()).hexdigest()
 
 
-def next_life(state: Mapping[str, Any]) -> int:
-    """A life of the source that was not lived; with a seed, the one that the run is in."""
-    return int(state["source"]["incarnation"]) if is_seeded(state) else secrets.randbits(_LIFE_BITS)
+def next_nonce(state: Mapping[str, Any]) -> int:
+    """Returns an unused nonce of the source; with a seed, the saved nonce."""
+    return int(state["source"]["incarnation"]) if is_seeded(state) else secrets.randbits(_NONCE_BITS)
 
 
 def is_seeded(state: Mapping[str, Any]) -> bool:
-    """Whether a seed was given, so that the run shall repeat itself, and no noise of it is a secret."""
+    """Returns True if the run has a seed: it reproduces itself, and its noise is not secret."""
     return bool(state["source"]["insecure_seed"])

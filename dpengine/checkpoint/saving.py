@@ -1,4 +1,4 @@
-"""``save``: a run in a folder, with what anybody may have apart from what must stay secret."""
+"""``save``: writes a run to a folder, and separates public from secret files."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from typing import Any
 from dpengine.distributed.ranks import Ranks
 from dpengine.engine.grad_sample_module import model_inside
 from dpengine.engine.run import Run
-from dpengine.errors import TicketError
+from dpengine.errors import BatchStateError
 
 from . import folder as folders
-from . import run_state, spread
-from .folder import apart
+from . import run_state, sharded_state
+from .folder import split_tensors
 from .layout import (
     MODEL,
     NOISE,
@@ -25,52 +25,52 @@ from .layout import (
     SECRET,
     VERSION,
     Engine,
-    companions,
     only_run,
-    without_ties,
+    stateful_objects,
+    untied_tensors,
 )
-from .pieces import Part, file_name, writer
+from .tensor_files import Shard, file_name, writer
 
-_FORMAT = {"format": "pt"}  # what other readers of such files look for
+_FORMAT = {"format": "pt"}  # required by other readers of safetensors
 
 
 def save(folder: str | Path, engine: Engine) -> None:
-    """Writes the last run of an engine into a folder, as a whole or not at all.
+    """Writes the last run of an engine to a folder, completely or not at all.
 
-    ``model.safetensors``, ``optimizer.safetensors`` and ``privacy_state.json`` may be given away as far as the model
-    may: they follow from releases, and from what else the program wrote into the model. The folder ``private`` holds
-    the key of the noise, with which noise can be taken off again. It is readable by its owner alone, and must not be
+    ``model.safetensors``, ``optimizer.safetensors`` and ``privacy_state.json`` may be published if the model may: they
+    depend on released values only, and on values that the program itself wrote into the model. The folder ``private``
+    contains the key of the noise, with which noise can be removed. It is readable by its owner only, and must not be
     published.
 
-    Where several processes train the model, each of them calls this, and all see the same folder. Each writes what it
-    holds, as ``model-00001-of-00004.safetensors`` and so on; `load` takes it into any other number of processes, and
-    so does ``torch.distributed.checkpoint`` with its ``HuggingFaceStorageReader``.
+    If several processes train the model, each of them calls this, with the same shared folder. Each writes its shards,
+    as ``model-00001-of-00004.safetensors`` and so on. `load` reads them on any number of processes, and so does
+    ``torch.distributed.checkpoint`` with its ``HuggingFaceStorageReader``.
 
     Args:
-        folder: Where. What an earlier ``save`` wrote there is replaced when the new files are complete.
-        engine: The engine, between ``optimizer.step()`` and the next batch. A ``lr_scheduler`` and a ``grad_scaler``
-            that it was given are saved with it.
+        folder: The folder. An earlier checkpoint in it is replaced once the new files are complete.
+        engine: The engine, between ``optimizer.step()`` and the next batch. Its ``lr_scheduler`` and ``grad_scaler``
+            are saved, too.
 
     Raises:
-        TicketError: If a batch is at hand.
+        BatchStateError: If a batch was returned that was not stepped.
         InvalidBudgetError: If the engine has no run, or more than one that is not detached.
-        FileExistsError: If there is something else in the folder.
-        TypeError: If the model, the optimizer or their companions keep what is neither a tensor nor plain data, or an
-            optimizer has a state of which it is not known how it is sharded.
+        FileExistsError: If the folder contains other files.
+        TypeError: If a state holds something other than tensors and plain data, or an optimizer has a state whose
+            sharding is unknown.
         RuntimeError: If another process failed.
     """  # noqa: DOC502 - what is called raises on our behalf
     run, folder = only_run(engine), Path(folder)
     ranks = run.step.passes.topology.everyone
     files = _Files(run)
-    facts = ranks.each(files.take)
-    ranks.each(lambda: files.collect(facts))
+    states = ranks.each(files.take)
+    ranks.each(lambda: files.collect(states))
     ranks.each(lambda: _on_first(ranks, lambda: folders.begin(folder, secret_folder=SECRET)))
     try:
-        written = ranks.each(lambda: files.write(folders.begun(folder)))
+        written = ranks.each(lambda: files.write(folders.staging_folder(folder)))
         seals = {name: seal for one in written for name, seal in one.items()}
         ranks.each(lambda: _on_first(ranks, lambda: _finish(folder, engine, seals)))
     except Exception:
-        _on_first(ranks, lambda: folders.discard(folder))  # the key is in it
+        _on_first(ranks, lambda: folders.discard(folder))  # it contains the key
         raise
 
 
@@ -80,10 +80,10 @@ def _on_first(ranks: Ranks, action: Callable[[], Any]) -> None:
 
 
 def _finish(folder: Path, engine: Engine, seals: dict[str, str]) -> None:
-    """Writes what one rank writes, and puts the folder in its place."""
-    new = folders.begun(folder)
-    spent = (json.dumps(engine.state_dict(), indent=1) + "\n").encode()
-    seals[PUBLIC] = folders.write(new / PUBLIC, lambda path: _put(path, spent), secret=False)
+    """Writes the files of the first rank and commits the folder."""
+    new = folders.staging_folder(folder)
+    privacy_state = (json.dumps(engine.state_dict(), indent=1) + "\n").encode()
+    seals[PUBLIC] = folders.write(new / PUBLIC, lambda path: _put(path, privacy_state), secret=False)
     sealed = json.dumps(seals, indent=1).encode()
     folders.write(new / SECRET / SEALS, lambda path: _put(path, sealed), secret=True)
     folders.commit(folder, secret_folder=SECRET)
@@ -102,47 +102,47 @@ class _Files:
         self._writers: list[tuple[str, Callable[[Path], None], bool]] = []
 
     def take(self) -> tuple[dict[str, Any], int]:
-        """Takes the state of the run: what this rank says of its noise, and rows dropped that no other rank has."""
-        self._state = {"version": VERSION, **run_state.taken(self._run)}
+        """Takes the state of the run. Returns this rank's noise state and its number of dropped samples."""
+        self._state = {"version": VERSION, **run_state.state_of(self._run)}
         self._slices = self._state["noise"].pop("slices")
-        alone = self._run.step.passes.topology.splits.rank == 0
-        return self._state["noise"], self._state["dropped_rows"] if alone else 0
+        counts = self._run.step.passes.topology.splits.rank == 0
+        return self._state["noise"], self._state["dropped_rows"] if counts else 0
 
-    def collect(self, facts: list[tuple[dict[str, Any], int]]) -> None:
-        """Makes all that will be written of what the ranks took. Refuses what cannot be."""
+    def collect(self, states: list[tuple[dict[str, Any], int]]) -> None:
+        """Prepares all files from the states of the ranks. Raises if something cannot be stored."""
         run, topology = self._run, self._run.step.passes.topology
-        weights = without_ties(model_inside(run.model), topology)
-        self._add(MODEL, spread.written(weights, topology), _FORMAT)
-        kept = {name: one.state_dict() for name, one in companions(run).items()}
-        others, tensors = apart(kept, "state")
+        weights = untied_tensors(model_inside(run.model), topology)
+        self._add(MODEL, sharded_state.owned_shards(weights, topology), _FORMAT)
+        object_states = {name: one.state_dict() for name, one in stateful_objects(run).items()}
+        others, tensors = split_tensors(object_states, "state")
         metadata = {"state": json.dumps(others)}
-        metadata["of"] = json.dumps(spread.owners(tensors, run.optimizer, kept["optimizer"]))
-        self._add(OPTIMIZER, spread.written(tensors, topology), metadata)
-        self._add(NOISE, spread.slice_parts(self._slices), {}, secret=True)
-        noise = {**_agreed([noise for noise, _ in facts]), "slices": {}}
-        state = {**self._state, "noise": noise, "dropped_rows": sum(dropped for _, dropped in facts)}
+        metadata["of"] = json.dumps(sharded_state.owners(tensors, run.optimizer, object_states["optimizer"]))
+        self._add(OPTIMIZER, sharded_state.owned_shards(tensors, topology), metadata)
+        self._add(NOISE, sharded_state.slice_shards(self._slices), {}, secret=True)
+        noise = {**_merged_noise([noise for noise, _ in states]), "slices": {}}
+        state = {**self._state, "noise": noise, "dropped_rows": sum(dropped for _, dropped in states)}
         if self._ranks.rank == 0:
-            plain, tensors = apart(state, "run")
-            parts = {name: Part(tensor) for name, tensor in tensors.items()}
+            plain, tensors = split_tensors(state, "run")
+            parts = {name: Shard(tensor) for name, tensor in tensors.items()}
             self._writers.append((f"{RUN}.safetensors", writer(parts, {"state": json.dumps(plain)}), True))
 
-    def _add(self, name: str, parts: dict[str, Part], metadata: dict[str, str], *, secret: bool = False) -> None:
+    def _add(self, name: str, parts: dict[str, Shard], metadata: dict[str, str], *, secret: bool = False) -> None:
         if parts or (self._ranks.rank == 0 and not secret):
             self._writers.append((file_name(name, self._ranks.rank, self._ranks.size), writer(parts, metadata), secret))
 
     def write(self, folder: Path) -> dict[str, str]:
-        """Writes them; the seal of each by its place in the folder."""
+        """Writes the files. Returns the seal of each by its place in the folder."""
         places = ((f"{SECRET}/{name}" if secret else name, into, secret) for name, into, secret in self._writers)
         return {place: folders.write(folder / place, into, secret=secret) for place, into, secret in places}
 
 
-def _agreed(facts: list[dict[str, Any]]) -> dict[str, Any]:
-    """What the ranks that have drawn noise say of it; a rank whose share is empty has nothing to say."""
-    drawn = [one for one in facts if one.get("rows") is not None] or facts
-    found = {**drawn[0], "next_step": max(one["next_step"] for one in facts)}
+def _merged_noise(states: list[dict[str, Any]]) -> dict[str, Any]:
+    """Returns the noise state on which the ranks agree; a rank with an empty shard has none."""
+    drawn = [one for one in states if one.get("rows") is not None] or states
+    found = {**drawn[0], "next_step": max(one["next_step"] for one in states)}
     if any({**one, "next_step": found["next_step"]} != found for one in drawn):
-        raise TicketError(
-            "The ranks have not drawn the noise of the same steps: one of them failed in the middle of a step.",
-            fix="Save after the next step that all of them make.",
+        raise BatchStateError(
+            "The ranks have not generated noise for the same steps: one of them failed during a step.",
+            fix="Save after the next step that all ranks complete.",
         )
     return found

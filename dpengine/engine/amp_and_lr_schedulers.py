@@ -10,25 +10,25 @@ from torch.amp.grad_scaler import GradScaler
 
 
 def attach_scaler(scaler: GradScaler) -> None:
-    """Freezes a GradScaler's scale, in place: it is divided out before clipping, and no step is ever skipped."""
+    """Makes the scale of a GradScaler constant, in place. It is divided out before clipping; no step is skipped."""
     scaler.__class__ = _frozen_class(type(scaler))  # type: ignore[arg-type]
 
 
 def attach_scheduler(scheduler: Any) -> None:
-    """Makes a scheduler skip when its optimizer skipped, in place."""
+    """Makes a scheduler skip the skipped steps of its optimizer, in place."""
     scheduler.__class__ = _skipping_class(type(scheduler))  # type: ignore[arg-type]
 
 
-def detach(companion: Any) -> None:
-    """Gives a scaler or scheduler its own class back."""
-    companion.__class__ = getattr(type(companion), "dp_base", type(companion))
+def detach(attached: Any) -> None:
+    """Restores the original class of a scaler or scheduler."""
+    attached.__class__ = getattr(type(attached), "dp_base", type(attached))
 
 
 @functools.cache
 def _frozen_class(base: type[GradScaler]) -> type[GradScaler]:
     members = {
         "dp_base": base,
-        "__doc__": "A GradScaler whose scale is divided out before clipping and stays as it is.",
+        "__doc__": "A GradScaler with a constant scale, which is divided out before clipping.",
         "__module__": __name__,
         "__reduce_ex__": _reduce_to_base,
         "step": lambda self, optimizer, *args, **kwargs: optimizer.step(*args, **kwargs),
@@ -39,15 +39,15 @@ def _frozen_class(base: type[GradScaler]) -> type[GradScaler]:
 
 
 def _update(self: Any, new_scale: float | Tensor | None = None) -> None:
-    """Does nothing: growth and backoff would follow from private gradients."""
+    """Does nothing: growth and backoff would depend on private gradients."""
 
 
 @functools.cache
 def _skipping_class(base: type[Any]) -> type[Any]:
-    # A class and not a `step` on the instance: that would end up in the scheduler's state_dict.
+    # A `step` on the instance instead of the class would be saved in the scheduler's state_dict.
     members = {
         "dp_base": base,
-        "__doc__": f"{base.__name__} that does nothing after an optimizer step that only accumulated.",
+        "__doc__": f"{base.__name__} that ignores optimizer steps that only accumulate.",
         "__module__": __name__,
         "__reduce_ex__": _reduce_to_base,
         "step": _step_unless_skipped,
@@ -61,9 +61,9 @@ def _step_unless_skipped(self: Any, *args: Any, **kwargs: Any) -> None:
 
 
 def _reduce_to_base(self: Any, protocol: Any) -> tuple[Any, ...]:
-    """Copies and pickles are of the user's own class."""
-    return _blank, (self.dp_base,), self.__getstate__()
+    """Copies and pickles have the user's own class."""
+    return _new_instance, (self.dp_base,), self.__getstate__()
 
 
-def _blank(kind: type[Any]) -> Any:
+def _new_instance(kind: type[Any]) -> Any:
     return object.__new__(kind)

@@ -35,38 +35,38 @@ from dpengine.errors import (
 from dpengine.grad_modes.modes import MODES
 from dpengine.noise.band_mf import BandMF
 from dpengine.noise.correlated import Recurrence
-from dpengine.plan.run_plan import RunPlan, rate_to_book
+from dpengine.plan.run_plan import RunPlan, accounted_sample_rate
 from dpengine.sampling.cyclic import CyclicPoissonStrategy, Partition
 from dpengine.sampling.external import ExternalBatches
 from dpengine.sampling.poisson import PoissonSampling
 from dpengine.sampling.scheme import AbstractBatchStrategy
-from dpengine.sampling.units import UnitIds, refuse_reordering, unit_numbers
+from dpengine.sampling.units import UnitIds, check_order_kept, unit_numbers
 from dpengine.validation.check_model import check
 
 from .optimizer import parameters_of, refuse_optimizer
 
 
-class Uncopied:
-    """Keeps the books of private models, and so may not be copied once there are some."""
+class NotCopyable:
+    """Base of engines, which cannot be copied or pickled once they have private models."""
 
-    _to_keep = "engine.state_dict()"
+    _alternative = "engine.state_dict()"
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """For copies and pickles of an engine that no model is private in; TypeError for any other."""
-        if self._keeps_books():
+        """Supports copies and pickles of an engine without private models; raises TypeError for any other."""
+        if self._has_private_models():
             raise TypeError(
-                f"{type(self).__name__} cannot be copied or pickled while it keeps the account of private models: the "
-                "steps of each would be missing in the other, and noise would come twice. For its epsilon at this "
-                f"moment keep the number, or {self._to_keep}; to go on elsewhere, save a checkpoint."
+                f"{type(self).__name__} cannot be copied or pickled while it keeps the account of private models: "
+                "neither copy would account for the steps of the other, and noise would repeat. To keep the current "
+                f"epsilon, store the number, or {self._alternative}; to continue elsewhere, save a checkpoint."
             )
         return super().__reduce_ex__(protocol)
 
-    def _keeps_books(self) -> bool:
+    def _has_private_models(self) -> bool:
         return bool(getattr(self, "runs", ()))
 
 
 class _Attached:
-    """Models that are private now. Several threads may make models private at once."""
+    """Thread-safe set of the models that are private now."""
 
     def __init__(self) -> None:
         self._models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
@@ -86,11 +86,11 @@ class _Attached:
 
 
 attached_models = _Attached()
-_PASS_STATE = "Pass what engine.state_dict() returned."
+_PASS_STATE = "Pass the result of engine.state_dict()."
 
 
-def refuse_unknown(argument: str, value: str, choices: Collection[str]) -> None:
-    """Refuses a name that is not in a list."""
+def check_choice(argument: str, value: str, choices: Collection[str]) -> None:
+    """Raises ValueError if a value is not in a list."""
     if not isinstance(value, str) or value not in choices:
         raise ValueError(f"{argument}={value!r} is not known. Choose one of: {', '.join(map(repr, choices))}.")
 
@@ -104,21 +104,21 @@ _CHOICES = {
 }
 
 
-def refuse_unknown_choices(**arguments: str) -> None:
-    """Refuses names that are not in the list of their argument."""
+def check_choices(**arguments: str) -> None:
+    """Raises ValueError if the value of an argument is not in its list."""
     for argument, value in arguments.items():
-        refuse_unknown(argument, value, _CHOICES[argument])
+        check_choice(argument, value, _CHOICES[argument])
 
 
-def refuse_other_than_bool(**arguments: Any) -> None:
-    """Refuses an argument that is neither True nor False: ``"no"`` would count as True."""
+def check_bools(**arguments: Any) -> None:
+    """Raises TypeError if an argument is neither True nor False: ``"no"`` would count as True."""
     for name, value in arguments.items():
         if not isinstance(value, bool):
             raise TypeError(f"{name}={value!r} is a {type(value).__name__}; pass True or False.")
 
 
-def refuse_state(state: Any) -> None:
-    """Refuses what is no state of an engine. The charges in it are read, and refused, by the ledger."""
+def check_state(state: Any) -> None:
+    """Raises LedgerError if a value is not the state of an engine. The ledger checks the charges in it."""
     if not isinstance(state, Mapping):
         raise LedgerError(f"The engine's state is a {type(state).__name__}.", fix=_PASS_STATE)
     for name in ("ledger", "delta"):
@@ -132,10 +132,10 @@ def refuse_state(state: Any) -> None:
 
 
 def delta_for(given: float | None, num_examples: int, allow_large: bool) -> float:
-    """The delta given, checked, or the one suggested for so many examples."""
+    """Returns the given delta, checked, or the default delta for a number of examples."""
     if given is None and num_examples == 0:
         raise InvalidBudgetError(
-            "target_delta is not given, and no number of examples is known from which it could follow.",
+            "target_delta is not given, and the default delta needs the number of examples, which is not known.",
             fix="Pass target_delta=1e-6, below one over the number of examples; or ExternalBatches(num_examples=...).",
         )
     delta = suggested_delta(num_examples) if given is None else given
@@ -144,7 +144,7 @@ def delta_for(given: float | None, num_examples: int, allow_large: bool) -> floa
 
 
 def planned_steps(epochs: int | None, steps: int | None, steps_per_epoch: int) -> int | None:
-    """The number of logical batches that training is planned for, None if it was not said."""
+    """Returns the number of planned logical batches; None if it was not given."""
     for name, value in (("epochs", epochs), ("steps", steps)):
         if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
             raise InvalidBudgetError(f"{name}={value!r} is not a whole number of at least 1.", fix=f"Pass {name}=10.")
@@ -164,23 +164,23 @@ def noise_for(
     *,
     sq_sensitivity: float | None = None,
 ) -> float:
-    """The noise multiplier that was given, or the one that keeps the target: with what was spent and is planned."""
+    """Returns the given noise multiplier, or calibrates it so that all prior and planned charges meet the target."""
     if (sigma is None) == (target is None):
         given = "both were given" if sigma is not None else "neither was given"
         raise InvalidBudgetError(
-            f"Exactly one of noise_multiplier and target_epsilon is needed; {given}.",
+            f"Exactly one of noise_multiplier and target_epsilon is required; {given}.",
             fix="Pass noise_multiplier=1.1, or target_epsilon=3.0 with epochs=10.",
         )
     if target is None:
         return sigma  # type: ignore[return-value]
     if not strategy.claims_epsilon:
         raise InvalidBudgetError(
-            f"target_epsilon={target!r} cannot be kept with sampling={strategy.law!r}: no epsilon is claimed for it.",
+            f"target_epsilon={target!r} does not support sampling={strategy.law!r}, for which no epsilon is claimed.",
             fix='Pass sampling="poisson", or noise_multiplier=1.1.',
         )
     if planned is None:
-        raise InvalidBudgetError("target_epsilon needs to know how long training is.", fix="Pass epochs= or steps=.")
-    if sq_sensitivity is not None:  # chance earns nothing: the run is one release, of so much more sensitivity
+        raise InvalidBudgetError("target_epsilon needs the length of training.", fix="Pass epochs= or steps=.")
+    if sq_sensitivity is not None:  # no amplification: the run is one Gaussian mechanism with this sensitivity
         one = calibration(
             target_epsilon=target, target_delta=delta, sample_rate=1.0, steps=1, accountant=accountant, spent=spent
         ).noise_multiplier
@@ -189,7 +189,7 @@ def noise_for(
     return calibration(
         target_epsilon=target,
         target_delta=delta,
-        sample_rate=rate_to_book(strategy.sample_rate),
+        sample_rate=accounted_sample_rate(strategy.sample_rate),
         steps=-(-planned // cycle),
         accountant=accountant,
         spent=spent,
@@ -199,27 +199,27 @@ def noise_for(
 def sampling_and_noise(
     strategy: AbstractBatchStrategy, noise: Any, planned: int | None, relation: Relation
 ) -> tuple[AbstractBatchStrategy, Recurrence | None]:
-    """The sampling that noise with bands needs, with batches as large as before, and the noise of the planned steps."""
+    """Returns the sampling scheme for banded noise, with the same batch size, and the noise of the planned steps."""
     if noise is None:
         return strategy, None
     if not isinstance(noise, BandMF):
-        known = "BandMF(num_bands=16), BLT() or BandedInverse(num_bands=4)"
-        raise TypeError(f"noise is a {type(noise).__name__}; pass noise={known}.")
+        choices = "BandMF(num_bands=16), BLT() or BandedInverse(num_bands=4)"
+        raise TypeError(f"noise is a {type(noise).__name__}; pass noise={choices}.")
     if planned is None:
-        raise InvalidBudgetError("noise=BandMF(...) needs to know how long training is.", fix="Pass epochs= or steps=.")
+        raise InvalidBudgetError("noise=BandMF(...) needs the length of training.", fix="Pass epochs= or steps=.")
     if not isinstance(strategy, PoissonSampling):
         raise InvalidBudgetError(
-            f"noise=BandMF(...) does not go with sampling={strategy.law!r}.", fix='Pass sampling="poisson".'
+            f"noise=BandMF(...) does not support sampling={strategy.law!r}.", fix='Pass sampling="poisson".'
         )
     bands, rate = noise.num_bands, strategy.sample_rate
     if bands * rate > 1 + 1e-12:
         raise InvalidBudgetError(
-            f"{bands} bands need batches of at most 1/{bands} of the data set, and these have 1/{1 / rate:.4g} of it.",
-            fix=f"Pass BandMF(num_bands={max(1, int(1 / rate))}), or a smaller batch.",
+            f"{bands} bands need batches of at most 1/{bands} of the data set; this batch is 1/{1 / rate:.4g} of it.",
+            fix=f"Pass BandMF(num_bands={max(1, int(1 / rate))}), or a smaller batch size.",
         )
     if bands > planned:
         raise InvalidBudgetError(
-            f"noise=BandMF(num_bands={bands}) has more bands than the {planned:,} steps that are planned.",
+            f"noise=BandMF(num_bands={bands}) has more bands than the {planned:,} planned steps.",
             fix=f"Pass BandMF(num_bands={planned}) at most, or plan for more steps.",
         )
     sampling = CyclicPoissonStrategy(
@@ -234,7 +234,7 @@ def sampling_and_noise(
 
 
 def clipping_for(module: nn.Module, value: str | AbstractClip, max_grad_norm: Any) -> AbstractClip:
-    """The clipping policy that was meant, which must fit the model. A copy: it may hold a threshold that moves."""
+    """Returns the clipping policy as a copy, because a policy may have state. Raises if it does not fit the model."""
     if max_grad_norm is None and isinstance(value, str):
         max_grad_norm = 1.0
     policy = copy.deepcopy(clipping_from(value, max_grad_norm))
@@ -242,42 +242,42 @@ def clipping_for(module: nn.Module, value: str | AbstractClip, max_grad_norm: An
     return policy
 
 
-def admit(module: nn.Module, optimizer: Optimizer, grad_scaler: Any, lr_scheduler: Any) -> None:
-    """Refuses a model, an optimizer or their companions that cannot be made private."""
+def check_objects(module: nn.Module, optimizer: Optimizer, grad_scaler: Any, lr_scheduler: Any) -> None:
+    """Raises if the model, optimizer, GradScaler or scheduler cannot be made private."""
     if grad_scaler is not None and not isinstance(grad_scaler, GradScaler):
         raise TypeError(f"grad_scaler is a {type(grad_scaler).__name__}; pass the torch.amp.GradScaler of the loop.")
     if lr_scheduler is not None and not callable(getattr(lr_scheduler, "step", None)):
         raise TypeError(f"lr_scheduler is a {type(lr_scheduler).__name__}; pass a scheduler, which has step().")
-    _refuse_foreign_scheduler(lr_scheduler, optimizer)
+    _check_scheduler(lr_scheduler, optimizer)
     if isinstance(lr_scheduler, ReduceLROnPlateau):
         notice(
             "DPE012",
-            "ReduceLROnPlateau follows a loss. Of the training data, that is a release which no accountant knows of: "
-            "give it the loss on public data.",
+            "ReduceLROnPlateau depends on a loss. A loss on the training data is private, and this use of it is not "
+            "accounted: pass the loss on public data.",
             key="plateau",
         )
-    _refuse_attached(module)
+    _check_not_attached(module)
     refuse_optimizer(optimizer)
     check(module).raise_if_blocked()
     check_foreign_parameters(module, optimizer)
     _check_groups(module, optimizer)
 
 
-def _refuse_foreign_scheduler(lr_scheduler: Any, optimizer: Any) -> None:
-    """A scheduler skips when its optimizer skipped, so that must be the one that is made private."""
+def _check_scheduler(lr_scheduler: Any, optimizer: Any) -> None:
+    """Raises if a scheduler, which skips the skipped steps of its optimizer, belongs to another optimizer."""
     if lr_scheduler is None or getattr(lr_scheduler, "optimizer", None) is optimizer:
         return
     kind = type(lr_scheduler).__name__
     if isinstance(lr_scheduler, Optimizer):
         raise TypeError(f"lr_scheduler is an optimizer ({kind}); pass a scheduler, such as StepLR(optimizer, 10).")
     raise ValueError(
-        f"lr_scheduler ({kind}) belongs to another optimizer than the one given, or to none: its .optimizer is not "
-        f"this {type(optimizer).__name__}. Build it over the optimizer that make_private is given."
+        f"lr_scheduler ({kind}) does not belong to the optimizer passed to make_private: its .optimizer is not this "
+        f"{type(optimizer).__name__}. Build the scheduler with that optimizer."
     )
 
 
-def _refuse_attached(module: nn.Module) -> None:
-    """A model may be private once, in whole or in part and in whichever engine."""
+def _check_not_attached(module: nn.Module) -> None:
+    """Raises if a model, or a part of it, is private already, in any engine."""
     if not isinstance(module, nn.Module):
         raise TypeError(f"module is a {type(module).__name__}; pass a torch.nn.Module.")
     below = set(module.modules())
@@ -303,21 +303,21 @@ def check_foreign_parameters(module: nn.Module, optimizer: Optimizer) -> None:
 
 def _check_groups(module: nn.Module, optimizer: Optimizer) -> None:
     """Raises if an optimizer holds a parameter twice; warns about trainable parameters that it lacks."""
-    held = parameters_of(optimizer)
-    held_set = set(held)
-    if len(held_set) < len(held):
+    parameters = parameters_of(optimizer)
+    distinct = set(parameters)
+    if len(distinct) < len(parameters):
         raise ParameterMismatchError("A parameter is in the optimizer's groups twice.", fix="List each parameter once.")
-    left = [name for name, p in module.named_parameters() if p.requires_grad and p not in held_set]
-    if left:
+    missing = [name for name, p in module.named_parameters() if p.requires_grad and p not in distinct]
+    if missing:
         notice(
             "DPE003",
-            f"{len(left)} trainable parameters are not in the optimizer and will not change: {left[:3]}. Norms and "
-            "noise cover them all the same: freeze them, or call dpengine.engine.restrict_to_optimizer(engine).",
+            f"{len(missing)} trainable parameters are not in the optimizer and will not change: {missing[:3]}. Norms "
+            "and noise include them. Freeze them, or call dpengine.engine.restrict_to_optimizer(engine).",
         )
 
 
-def tell_of_plan(plan: RunPlan) -> None:
-    """Says so where what follows is not private, or no epsilon is claimed for it."""
+def warn_if_not_private(plan: RunPlan) -> None:
+    """Warns if the run is not private, or if no epsilon is claimed for it."""
     if plan.noise_multiplier == 0:
         notice("DPE012", "NOT PRIVATE (noise_multiplier=0).", key="noise")
     if not plan.sampling.claims_epsilon and plan.claim is None:
@@ -325,7 +325,7 @@ def tell_of_plan(plan: RunPlan) -> None:
 
 
 def units_for(privacy_unit: Any, loader: Any, mode: str) -> tuple[UnitIds | None, int | None, str]:
-    """The unit of each example, how many there are, and what one is called."""
+    """Returns the privacy unit of each example, the number of units, and the name of a unit."""
     if privacy_unit is None:
         return None, None, "training example"
     if mode != "auto":
@@ -333,7 +333,7 @@ def units_for(privacy_unit: Any, loader: Any, mode: str) -> tuple[UnitIds | None
             f"privacy_unit= needs grad_sample_mode='auto', got {mode!r}.", fix="Leave grad_sample_mode out."
         )
     units = unit_numbers(privacy_unit, loader.dataset)
-    refuse_reordering(loader.collate_fn, loader.dataset)
+    check_order_kept(loader.collate_fn, loader.dataset)
     return units, int(units.max(initial=-1)) + 1, privacy_unit if isinstance(privacy_unit, str) else "user"
 
 
@@ -361,10 +361,10 @@ def is_external(sampling: Any, data: Any, topology: Topology, accumulation_steps
 
 
 def _number_of_examples(data: Any) -> int | None:
-    """Returns the number of examples; None where it is not certain, as for a loader that draws from a part of them."""
+    """Returns the number of examples; None if it is uncertain, as for a loader that samples from a subset."""
     if isinstance(data, DataLoader):
-        whole = type(data.sampler) in (SequentialSampler, RandomSampler) and type(data.batch_sampler) is BatchSampler
-        return _number_of_examples(data.dataset) if whole else None
+        complete = type(data.sampler) in (SequentialSampler, RandomSampler) and type(data.batch_sampler) is BatchSampler
+        return _number_of_examples(data.dataset) if complete else None
     if isinstance(data, IterableDataset):  # its length may be a number of batches
         return None
     if isinstance(data, tuple):

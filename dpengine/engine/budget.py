@@ -68,8 +68,8 @@ class Budget:
         history += (Charge(plan.event(), separate),) if separate else ()
         others = tuple(charge for charge in history if charge.event != event)
         needed = count + sum(charge.count for charge in history if charge.event == event)
-        known = self.fits_plan and not others and event == plan.event()
-        planned = self.planned_steps if known else None
+        calibrated = self.fits_plan and not others and event == plan.event()
+        planned = self.planned_steps if calibrated else None
         fits = self._fits.get((event, others), planned or 0)
 
         def epsilon(number: int) -> float:
@@ -80,13 +80,13 @@ class Budget:
             reached = epsilon(needed)
             if reached > self.target_epsilon:
                 return reached
-            fits = _largest_known_to_fit(epsilon, self.target_epsilon, needed)
+            fits = _largest_fitting(epsilon, self.target_epsilon, needed)
         self._fits = {(event, others): fits}
         return None
 
 
-def _largest_known_to_fit(epsilon: Callable[[int], float], target: float, fits: int) -> int:
-    """A number of charges that fits, by bisection: the largest, or an eighth more than ``fits``."""
+def _largest_fitting(epsilon: Callable[[int], float], target: float, fits: int) -> int:
+    """Returns a number of charges that fits, by bisection: the largest, or an eighth more than ``fits``."""
     low, high = fits, fits + max(8, fits // 8)
     if epsilon(high) <= target:
         return high

@@ -35,8 +35,8 @@ from dpengine.sampling.subset import TruncatedStrategy
 from .argument_checks import clipping_for, delta_for, noise_for, planned_steps, sampling_and_noise
 from .budget import Budget
 
-_Planned = CyclicPoissonStrategy | TruncatedStrategy | FixedSizeStrategy
-_NEAR = 0.02  # relative: how far the plan's batches may be from the loader's
+_PlannedScheme = CyclicPoissonStrategy | TruncatedStrategy | FixedSizeStrategy
+_BATCH_SIZE_TOLERANCE = 0.02  # relative difference of the batch sizes of the plan and the loader
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,25 +89,29 @@ class PlanRequest:
 
 def build_plan(module: nn.Module, loader: DataLoader[Any], request: PlanRequest) -> tuple[RunPlan, Budget]:
     """Returns the plan and the budget of a run."""
-    return _by_numbers(module, loader, request) if request.plan is None else _by_plan(module, loader, request)
+    return (
+        _plan_from_values(module, loader, request)
+        if request.plan is None
+        else _plan_from_config(module, loader, request)
+    )
 
 
 def name_for(topology: Topology) -> str:
-    """A name that tells a run from all others, the same on all of its processes."""
+    """Returns a unique name for a run, the same on all of its processes."""
     return str(topology.everyone.from_first(secrets.token_hex(8)))
 
 
 def source_for(topology: Topology, kind: str, seed: int | None, *, run: int) -> NoiseSource:
-    """The source of a run's private randomness, the same on all of its processes.
+    """Returns the source of private randomness of a run, the same on all of its processes.
 
-    With a seed, ``run`` is the nonce, so that two runs of an engine never draw the same noise.
+    With a seed, ``run`` is the noise nonce, so that two runs of an engine never use the same noise.
     """
     if seed is not None:
-        return NoiseSource.seeded(seed, kind, incarnation=run)
+        return NoiseSource.seeded(seed, kind, nonce=run)
     return NoiseSource.from_secret_state(topology.everyone.from_first(NoiseSource.fresh(kind).secret_state()))
 
 
-def _by_numbers(module: nn.Module, loader: DataLoader[Any], request: PlanRequest) -> tuple[RunPlan, Budget]:
+def _plan_from_values(module: nn.Module, loader: DataLoader[Any], request: PlanRequest) -> tuple[RunPlan, Budget]:
     budget_config, sampling_config = request.budget_config, request.sampling_config
     strategy: AbstractBatchStrategy
     if isinstance(sampling_config.sampling, str):
@@ -120,11 +124,11 @@ def _by_numbers(module: nn.Module, loader: DataLoader[Any], request: PlanRequest
     else:
         strategy = sampling_config.sampling
     if sampling_config.num_units is not None:
-        strategy = _over_units(strategy, sampling_config)
+        strategy = _sample_units(strategy, sampling_config)
     policy = clipping_for(module, request.clipping, request.max_grad_norm)
     delta = delta_for(budget_config.target_delta, strategy.num_examples, budget_config.allow_large_delta)
     if isinstance(request.noise, (BLT, BandedInverse)):
-        strategy = _in_equal_groups(strategy, request)
+        strategy = _split_into_groups(strategy, request)
     planned = planned_steps(budget_config.epochs, budget_config.steps, strategy.steps_per_epoch)
     constants = None not in (
         sampling_config.sample_rate,
@@ -133,7 +137,7 @@ def _by_numbers(module: nn.Module, loader: DataLoader[Any], request: PlanRequest
     )
     relation = Relation.ADD_OR_REMOVE_ONE if constants else Relation.ZERO_OUT
     if isinstance(request.noise, (BLT, BandedInverse)):
-        plan = _in_turn(request, request.noise, strategy, policy, delta, planned, relation)
+        plan = _cyclic_plan(request, request.noise, strategy, policy, delta, planned, relation)
         return plan, _budget(budget_config, budget_config.target_epsilon, delta, planned)
     strategy, recurrence = sampling_and_noise(strategy, request.noise, planned, relation)
     sigma = noise_for(
@@ -150,30 +154,33 @@ def _by_numbers(module: nn.Module, loader: DataLoader[Any], request: PlanRequest
 
 
 def _budget(budget_config: BudgetConfig, target: float | None, delta: float, planned: int | None) -> Budget:
-    # A user's own accountant may judge the events of the run otherwise than those of the calibration: it checks each.
+    # A custom accountant may rate the events of the run differently from those of the calibration: check every step.
     fits, accountant = isinstance(budget_config.accountant, str), budget_config.accountant
     return Budget(target, delta, planned, budget_config.on_budget, accountant, fits_plan=fits)
 
 
-def _in_equal_groups(strategy: AbstractBatchStrategy, request: PlanRequest) -> AbstractBatchStrategy:
-    """The same with as many steps in a pass as there are batches in the data set, which must divide it about evenly."""
+def _split_into_groups(strategy: AbstractBatchStrategy, request: PlanRequest) -> AbstractBatchStrategy:
+    """Returns the scheme with one step per epoch for each group of examples.
+
+    Raises InvalidBudgetError if groups of about one batch each do not divide the data set.
+    """
     if not isinstance(strategy, PoissonSampling):
         raise InvalidBudgetError(
-            f"noise={type(request.noise).__name__}(...) does not go with sampling={strategy.law!r}.",
+            f"noise={type(request.noise).__name__}(...) does not support sampling={strategy.law!r}.",
             fix='Pass sampling="poisson".',
         )
     rows, rate = strategy.num_examples, strategy.sample_rate
     groups = max(1, round(1 / rate))
-    if abs(rows / groups - rate * rows) > max(1.0, _NEAR * rate * rows):
+    if abs(rows / groups - rate * rows) > max(1.0, _BATCH_SIZE_TOLERANCE * rate * rows):
         raise InvalidBudgetError(
-            f"noise={type(request.noise).__name__}(...) puts the {rows:,} examples into groups of a batch each, and "
-            f"batches of {rate * rows:g} do not divide them: {groups} groups would have {rows / groups:.4g} each.",
+            f"noise={type(request.noise).__name__}(...) splits the {rows:,} examples into groups of one batch each. "
+            f"Batches of {rate * rows:g} do not divide them: {groups} groups would have {rows / groups:.4g} each.",
             fix=f"Pass a loader with batch_size={math.ceil(rows / groups)} or {math.ceil(rows / (groups + 1))}.",
         )
     return dataclasses.replace(strategy, steps_per_epoch=groups)
 
 
-def _in_turn(
+def _cyclic_plan(
     request: PlanRequest,
     noise: BLT | BandedInverse,
     strategy: AbstractBatchStrategy,
@@ -182,12 +189,10 @@ def _in_turn(
     planned: int | None,
     relation: Relation,
 ) -> RunPlan:
-    """A run in which groups of a batch each take turns, and the noise takes back that of all steps before."""
+    """Returns the plan of a run with cyclic batches and noise correlated across all steps."""
     name, budget_config = type(noise).__name__, request.budget_config
     if planned is None:
-        raise InvalidBudgetError(
-            f"noise={name}(...) needs to know how long training is.", fix="Pass epochs= or steps=."
-        )
+        raise InvalidBudgetError(f"noise={name}(...) needs the length of training.", fix="Pass epochs= or steps=.")
     public = relation is not Relation.ADD_OR_REMOVE_ONE
     shared: dict[str, Any] = {
         "iterations": planned,
@@ -199,33 +204,33 @@ def _in_turn(
         config = BLTConfig.default(num_buffers=noise.num_buffers, **shared)
     else:
         config = BandedInverseConfig.default(num_bands=noise.num_bands, **shared)
-    drawn = config.selection.over(strategy.num_examples)
-    assert isinstance(drawn, CyclicPoissonStrategy)
-    if request.sampling_config.expected_batch_size is not None:  # a declared constant stays what it is
-        drawn = dataclasses.replace(drawn, expected_batch_size=strategy.expected_batch_size)
-    drawn = dataclasses.replace(drawn, steps_per_epoch=strategy.steps_per_epoch)
+    cyclic = config.selection.over(strategy.num_examples)
+    assert isinstance(cyclic, CyclicPoissonStrategy)
+    if request.sampling_config.expected_batch_size is not None:  # keep the declared constant
+        cyclic = dataclasses.replace(cyclic, expected_batch_size=strategy.expected_batch_size)
+    cyclic = dataclasses.replace(cyclic, steps_per_epoch=strategy.steps_per_epoch)
     whole_run = config.claim(1.0)
     assert isinstance(whole_run, MatrixGaussianEvent)
     sigma = noise_for(
         request.noise_multiplier,
         budget_config.target_epsilon,
         delta,
-        drawn,
+        cyclic,
         planned,
         budget_config.accountant,
         budget_config.prior_charges,
         sq_sensitivity=whole_run.sq_sensitivities[-1],
     )
     run = request.run
-    divisor, claim = drawn.expected_batch_size, config.claim(sigma, run)
-    return RunPlan(drawn, policy, sigma, divisor, relation, config.recurrence, planned, claim, run=run)
+    divisor, claim = cyclic.expected_batch_size, config.claim(sigma, run)
+    return RunPlan(cyclic, policy, sigma, divisor, relation, config.recurrence, planned, claim, run=run)
 
 
-def _over_units(strategy: AbstractBatchStrategy, sampling_config: SamplingConfig) -> AbstractBatchStrategy:
-    """The same probability for each unit as for each example."""
+def _sample_units(strategy: AbstractBatchStrategy, sampling_config: SamplingConfig) -> AbstractBatchStrategy:
+    """Returns the scheme that samples privacy units, each with the probability of an example."""
     if not isinstance(strategy, PoissonSampling):
         raise InvalidBudgetError(
-            f"privacy_unit= does not go with sampling={strategy.law!r}.", fix='Pass sampling="poisson".'
+            f"privacy_unit= does not support sampling={strategy.law!r}.", fix='Pass sampling="poisson".'
         )
     assert sampling_config.num_units is not None
     expected = sampling_config.expected_batch_size
@@ -234,31 +239,31 @@ def _over_units(strategy: AbstractBatchStrategy, sampling_config: SamplingConfig
     return dataclasses.replace(strategy, num_examples=sampling_config.num_units, expected_batch_size=expected)
 
 
-def _by_plan(module: nn.Module, loader: DataLoader[Any], request: PlanRequest) -> tuple[RunPlan, Budget]:
+def _plan_from_config(module: nn.Module, loader: DataLoader[Any], request: PlanRequest) -> tuple[RunPlan, Budget]:
     config = _config_of(request.plan)
-    _refuse_said_twice(request)
+    _check_conflicts(request)
     units = request.sampling_config.num_units
     rows = len(loader.dataset) if units is None else units  # type: ignore[arg-type]
     selection = config.selection
     strategy = selection.over(rows)
-    config.make()  # refuses one that has no noise yet
+    config.make()  # raises if it has no noise multiplier yet
     sigma = config.noise_multiplier
     assert sigma is not None
     run = request.run
     claim = config.claim(sigma, run)
-    if isinstance(claim, UnclaimedEvent) or not isinstance(strategy, _Planned):
+    if isinstance(claim, UnclaimedEvent) or not isinstance(strategy, _PlannedScheme):
         raise InvalidBudgetError(
-            f"The engine's ledger has no event for such a plan: {getattr(claim, 'reason', selection.accounting)}.",
-            fix="Use the parts of the plan in a loop of your own, or a plan with plain or cyclic Poisson batches.",
+            f"The ledger has no privacy event for this plan: {getattr(claim, 'reason', selection.accounting)}.",
+            fix="Use a plan with plain or cyclic Poisson batches, or use the parts of this plan in your own loop.",
         )
-    _refuse_misfit(config, strategy, loader, request)
+    _check_fit(config, strategy, loader, request)
     public = config.num_examples is not None
-    if public:  # else the length of a pass would tell how many rows there are
+    if public:  # otherwise the length of an epoch would reveal the number of examples
         passes = math.ceil(rows / strategy.expected_batch_size)
-        strategy = _with_passes(strategy, min(config.iterations, max(1, passes)))
+        strategy = _with_steps_per_epoch(strategy, min(config.iterations, max(1, passes)))
     elif request.budget_config.target_delta is None:
         raise InvalidBudgetError(
-            "The plan keeps the number of rows private, and a delta that follows from it would tell.",
+            "The plan keeps the number of examples private, and the default delta would reveal it.",
             fix="Pass target_delta=, or num_examples= to the plan if that number is public.",
         )
     divisor = config.normalize_by * (config.l2_clip_norm if config.rescale_to_unit_norm else 1.0)
@@ -267,8 +272,8 @@ def _by_plan(module: nn.Module, loader: DataLoader[Any], request: PlanRequest) -
     left = config.iterations - budget_config.steps_taken
     if left <= 0:
         raise InvalidBudgetError(
-            f"The plan has {config.iterations:,} iterations, and the state that was loaded has "
-            f"{budget_config.steps_taken:,} steps already.",
+            f"The plan has {config.iterations:,} iterations, and the loaded state has {budget_config.steps_taken:,} "
+            "steps already.",
             fix="Report now, or make a plan with more iterations.",
         )
     relation, noise = config.relation, config.recurrence
@@ -277,16 +282,16 @@ def _by_plan(module: nn.Module, loader: DataLoader[Any], request: PlanRequest) -
     return plan, _budget(budget_config, None, delta, config.iterations)
 
 
-def _with_passes(strategy: _Planned, steps: int) -> _Planned:
-    """The strategy with so many batches in a pass over the loader."""
+def _with_steps_per_epoch(strategy: _PlannedScheme, steps: int) -> _PlannedScheme:
+    """Returns the scheme with another number of batches per epoch of the loader."""
     if isinstance(strategy, TruncatedStrategy):
         assert isinstance(strategy.drawn, CyclicPoissonStrategy)
         return dataclasses.replace(strategy, drawn=dataclasses.replace(strategy.drawn, steps_per_epoch=steps))
     return dataclasses.replace(strategy, steps_per_epoch=steps)
 
 
-def _groups(strategy: _Planned) -> int:
-    """How many groups of examples take turns."""
+def _num_groups(strategy: _PlannedScheme) -> int:
+    """Number of groups of examples that are used cyclically."""
     drawn = strategy.drawn if isinstance(strategy, TruncatedStrategy) else strategy
     return drawn.cycle_length if isinstance(drawn, CyclicPoissonStrategy) else 1
 
@@ -294,12 +299,12 @@ def _groups(strategy: _Planned) -> int:
 def _config_of(plan: Any) -> AbstractPlanConfig:
     config = plan.config if isinstance(plan, DPExecutionPlan) else plan
     if not isinstance(config, AbstractPlanConfig):
-        raise TypeError(f"plan is a {type(plan).__name__}; pass what config.make() returns, or a calibrated config.")
+        raise TypeError(f"plan is a {type(plan).__name__}; pass the result of config.make(), or a calibrated config.")
     return config
 
 
-def _refuse_said_twice(request: PlanRequest) -> None:
-    """A plan says all of this."""
+def _check_conflicts(request: PlanRequest) -> None:
+    """Raises if arguments are given that the plan determines."""
     given: Mapping[str, Any] = {
         "noise_multiplier": request.noise_multiplier,
         "target_epsilon": request.budget_config.target_epsilon,
@@ -310,38 +315,38 @@ def _refuse_said_twice(request: PlanRequest) -> None:
         "sample_rate": request.sampling_config.sample_rate,
         "expected_batch_size": request.sampling_config.expected_batch_size,
     }
-    twice = [name for name, value in given.items() if value is not None]
-    if twice:
+    conflicts = [name for name, value in given.items() if value is not None]
+    if conflicts:
         raise InvalidBudgetError(
-            f"{', '.join(twice)} {'is' if len(twice) == 1 else 'are'} given beside plan=, which says it.",
-            fix="Leave it out, or give it to the plan's config.",
+            f"{', '.join(conflicts)} cannot be combined with plan=, which determines it.",
+            fix="Leave it out, or pass it to the plan's config.",
         )
 
 
-def _refuse_misfit(
-    config: AbstractPlanConfig, strategy: _Planned, loader: DataLoader[Any], request: PlanRequest
+def _check_fit(
+    config: AbstractPlanConfig, strategy: _PlannedScheme, loader: DataLoader[Any], request: PlanRequest
 ) -> None:
-    """Refuses a plan that is for other data, other batches or another number of steps."""
-    checked = strategy_for(loader, sampling="poisson", sample_rate=None, expected_batch_size=None)
+    """Raises if the plan does not match the data set, the loader's batch size or the number of steps."""
+    default = strategy_for(loader, sampling="poisson", sample_rate=None, expected_batch_size=None)
     rows = strategy.num_examples
-    usual = checked.sample_rate * rows
+    loader_batch_size = default.sample_rate * rows
     if config.num_examples is not None and config.num_examples != rows:
         raise InvalidBudgetError(
-            f"The plan is for num_examples={config.num_examples:,}, and the data set has {rows:,}.",
+            f"The plan is for num_examples={config.num_examples:,}, and the data set has {rows:,} examples.",
             fix=f"Make the plan with num_examples={rows}.",
         )
-    if abs(strategy.expected_batch_size - usual) > max(1.0, _NEAR * usual):
+    if abs(strategy.expected_batch_size - loader_batch_size) > max(1.0, _BATCH_SIZE_TOLERANCE * loader_batch_size):
+        sampling_prob = min(1.0, loader_batch_size * _num_groups(strategy) / max(rows, 1))
         raise InvalidBudgetError(
-            f"The plan draws batches of {strategy.expected_batch_size:.4g} rows on average (sampling_prob="
-            f"{strategy.sample_rate:.4g} of {rows:,} rows in {_groups(strategy)} groups), and the loader has "
-            f"batch_size={usual:g}.",
-            fix=f"Make the plan with sampling_prob={min(1.0, usual * _groups(strategy) / max(rows, 1)):.6g}, or "
-            "the loader with that batch size.",
+            f"The plan has an expected batch size of {strategy.expected_batch_size:.4g} (sampling_prob="
+            f"{strategy.sample_rate:.4g} of {rows:,} examples in {_num_groups(strategy)} groups), and the loader has "
+            f"batch_size={loader_batch_size:g}.",
+            fix=f"Make the plan with sampling_prob={sampling_prob:.6g}, or the loader with that batch size.",
         )
     passes = math.ceil(rows / strategy.expected_batch_size)
-    said = planned_steps(request.budget_config.epochs, request.budget_config.steps, passes)
-    if said is not None and said != config.iterations:
+    planned = planned_steps(request.budget_config.epochs, request.budget_config.steps, passes)
+    if planned is not None and planned != config.iterations:
         raise InvalidBudgetError(
-            f"The plan has {config.iterations:,} iterations, and {said:,} steps were asked for.",
+            f"The plan has {config.iterations:,} iterations, but epochs= or steps= request {planned:,}.",
             fix="Leave out epochs= and steps=.",
         )

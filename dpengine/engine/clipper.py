@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from dpengine.clipping.policy import AbstractClip
-from dpengine.errors import TicketError, UnsupportedLayerError, suggests_names
+from dpengine.errors import BatchStateError, UnsupportedLayerError, suggests_names
 
 from .add_clipped import ClipStatistics
 from .pass_clipper import PassClipper, RecordedPass
@@ -16,7 +16,7 @@ from .pass_clipper import PassClipper, RecordedPass
 class PerSampleGradientClipper:
     """Clips the gradient of every sample of a module and accumulates the clipped gradients.
 
-    It bounds what one sample can do to ``p.grad``; it adds no noise, so by itself it is not private. ::
+    It bounds the influence of each sample on ``p.grad``. It adds no noise, so by itself it is not private. ::
 
         clipper = PerSampleGradientClipper(model, Flat(1.0))
         for inputs, targets in minibatches:  # sizes may differ
@@ -26,15 +26,15 @@ class PerSampleGradientClipper:
         optimizer.step()
 
     Args:
-        module: The module whose trainable parameters are clipped. It must be in train mode to be recorded.
+        module: The module with the trainable parameters. It must be in train mode.
         norm_clipper: A clipping policy, such as ``Flat(1.0)``, that fits the module.
-        batch_first: Whether axis 0 of the inputs is the batch; else axis 1, as in time-major models.
+        batch_first: True if axis 0 of the inputs is the batch; False for axis 1, as in time-major models.
         loss_reduction: ``"mean"`` if the loss averages over the samples of a minibatch, ``"sum"`` if it adds them.
         grad_sample_mode: ``"auto"``, ``"hooks"``, ``"functorch"``, ``"ew"`` or ``"ghost"``.
 
     Raises:
-        TypeError: If the module is no ``torch.nn.Module``, or the policy no policy.
-        ValueError: If ``loss_reduction`` or ``grad_sample_mode`` is not known, or the policy does not fit the module.
+        TypeError: If the module is not a ``torch.nn.Module``, or ``norm_clipper`` is not a policy.
+        ValueError: If ``loss_reduction`` or ``grad_sample_mode`` is unknown, or the policy does not fit the module.
         UnsupportedLayerError: If the module has no trainable parameter.
     """
 
@@ -47,7 +47,7 @@ class PerSampleGradientClipper:
         *,
         grad_sample_mode: str = "auto",
     ):
-        _refuse_misfits(module, norm_clipper)
+        _check_arguments(module, norm_clipper)
         self.module = module
         self.norm_clipper = norm_clipper
         self.loss_reduction = loss_reduction
@@ -67,17 +67,17 @@ class PerSampleGradientClipper:
         if self._recorded is not None:
             self._clipper.forget()
             self._recorded = None
-            raise TicketError(
-                "A second batch went through the module before clip_and_accumulate() was called; both are dropped.",
+            raise BatchStateError(
+                "A second backward pass ran before clip_and_accumulate(); both passes are discarded.",
                 fix="Call clip_and_accumulate() after every backward().",
             )
         self._recorded = recorded
 
     def clip_and_accumulate(self) -> None:
-        """Clips the gradients of the last backward pass, and adds them to the accumulator.
+        """Clips the gradients of the last backward pass and accumulates them.
 
         Raises:
-            TicketError: If no backward pass came before.
+            BatchStateError: If there was no backward pass.
             BatchMismatchError: If layers saw different numbers of samples.
             MissingGradientError: If autograd filled the gradient of a parameter directly.
             UnknownParameterError: If the trainable parameters changed since the pass, or since the last `pre_step`.
@@ -87,7 +87,7 @@ class PerSampleGradientClipper:
             self._clipper.settle()
         recorded, self._recorded = None if interrupted else self._recorded, None
         if recorded is None:
-            raise TicketError(
+            raise BatchStateError(
                 "clip_and_accumulate() found no per-sample gradients.",
                 fix="Run forward in train mode and backward first.",
             )
@@ -95,19 +95,19 @@ class PerSampleGradientClipper:
             self._statistics.append(self._clipper.clip(recorded))
         finally:
             if self._clipper.buffer.clean and not self._clipper.contributed:
-                self._statistics = []  # the sums were zeroed, because a part of a pass was in them
+                self._statistics = []  # the sums were zeroed, because they held a part of a pass
 
     def pre_step(self) -> tuple[float | list[float], float]:
-        """Puts the clipped gradients into ``p.grad``: their average over all samples seen, or their sum.
+        """Writes the average of the clipped gradients over all accumulated samples, or their sum, to ``p.grad``.
 
         Returns:
-            The threshold (a list for a policy with several groups), and the largest per-sample norm seen.
+            The clipping norm (a list for a policy with several groups), and the largest per-sample norm.
 
         Raises:
-            TicketError: If nothing was accumulated.
+            BatchStateError: If nothing was accumulated.
         """
         if not self._statistics:
-            raise TicketError("pre_step() has nothing accumulated.", fix="Call clip_and_accumulate() first.")
+            raise BatchStateError("pre_step() has nothing accumulated.", fix="Call clip_and_accumulate() first.")
         samples = sum(one.samples for one in self._statistics)
         divisor = max(samples, 1) if self.loss_reduction == "mean" else 1
         for parameter, total in self._clipper.buffer:
@@ -118,33 +118,32 @@ class PerSampleGradientClipper:
         return (bounds[0] if len(bounds) == 1 else list(bounds)), largest
 
     def reset(self) -> None:
-        """Forgets what was accumulated."""
+        """Discards the accumulated gradients."""
         self._statistics = []
         self._recorded = None
         self._clipper.discard()
 
     def detach(self) -> None:
-        """Takes all hooks off the module."""
+        """Removes all hooks from the module."""
         self.reset()
         self._clipper.detach()
 
 
-def _refuse_misfits(module: nn.Module, policy: AbstractClip) -> None:
-    """Refuses what is no module or no policy, and a policy that does not fit the module."""
+def _check_arguments(module: nn.Module, policy: AbstractClip) -> None:
+    """Raises if an argument has the wrong type, or if the policy does not fit the module."""
     if not isinstance(module, nn.Module):
         raise TypeError(
             f"PerSampleGradientClipper: module is {torch.typename(module)}; pass an instance of torch.nn.Module."
         )
     if not isinstance(policy, AbstractClip):
         raise TypeError(
-            f"PerSampleGradientClipper: norm_clipper={policy!r} is no clipping policy. Pass one, such as "
+            f"PerSampleGradientClipper: norm_clipper={policy!r} is not a clipping policy. Pass a policy, such as "
             "dpengine.Flat(1.0)."
         )
     trainable = [name for name, p in module.named_parameters() if p.requires_grad]
     if not trainable:
         raise UnsupportedLayerError(
-            f"PerSampleGradientClipper: the module ({type(module).__name__}) has no trainable parameter, so there is "
-            "nothing to clip.",
-            fix="Thaw what shall be trained: module.requires_grad_(True).",
+            f"PerSampleGradientClipper: the module ({type(module).__name__}) has no trainable parameter.",
+            fix="Unfreeze the parameters to train: module.requires_grad_(True).",
         )
-    policy.group_of(trainable)  # refuses a model that it does not fit
+    policy.group_of(trainable)  # raises if the policy does not fit

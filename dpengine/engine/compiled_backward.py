@@ -24,24 +24,24 @@ from .pass_clipper import PassClipper, RecordedPass
 Loss = Callable[..., Tensor]
 
 _MOST_GRAPHS = 64
-_one_at_a_time = threading.RLock()  # while one thread traces, no other may run what was compiled
+_one_at_a_time = threading.RLock()  # no thread may run compiled code while another one traces
 
 
 class CompiledBackward:
-    """``loss = backward(*batch)`` does what ``loss_fn(*batch).backward()`` does, in compiled code.
+    """Compiled equivalent of ``loss = loss_fn(*batch); loss.backward()``: call ``loss = backward(*batch)``.
 
-    Batches that the independence probe is due for, the first among them, and those with a row whose gradient is not
-    finite go through the hooks, as without compilation. Others are padded, with rows of their own that count nothing,
-    since a graph is compiled for every size; the loss that is returned counts these rows, too. Every graph is compared
-    with the hooks on the first batches that it sees.
+    Batches for which the independence probe is due, such as the first, and batches with a non-finite per-sample
+    gradient use the hooks, as without compilation. Other batches are padded with copies of their samples, because a
+    graph is compiled for every size. Padding does not contribute to gradients, but the returned loss includes it. Every
+    graph is compared with the hooks on the first batches.
 
     Args:
         passes: Clips the passes of the model, to which it is attached.
-        loss_fn: The loss of a batch, a sum or mean over rows that keeps their order. It calls the model. What it reads
-            besides its arguments, the model's parameters, buffers and settings, and torch's random numbers is fixed
-            when it is traced.
+        loss_fn: The loss of a batch, a sum or mean over samples in their order. It calls the model. Values that it
+            reads besides its arguments, the model's parameters, buffers and settings, and torch's random numbers are
+            fixed when it is traced.
         multiple_of: Batches are padded to a multiple of this.
-        backend: Of ``torch.compile``, by name or as a function.
+        backend: Backend of ``torch.compile``, by name or as a function.
     """
 
     def __init__(
@@ -58,8 +58,8 @@ class CompiledBackward:
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
         """Runs forward, loss and clipped backward pass over one batch, and returns the detached loss.
 
-        Tensors that differ in the size of axis 0 are a BatchMismatchError; a pass that cannot be traced, or whose
-        compiled code does not compute what the hooks do, an UnsupportedLayerError.
+        Raises BatchMismatchError if tensors differ in the size of axis 0, and UnsupportedLayerError if the pass cannot
+        be traced or compiled code does not match the hooks.
         """
         _check_all_parameters(self._passes)
         with _one_at_a_time:
@@ -70,7 +70,7 @@ class CompiledBackward:
         rows, passes = _rows(leaves), self._passes
         if rows == 0 or not passes.capture.watching or passes.probe.due:
             return self._by_hooks(args, kwargs)
-        passes.capture.restore()  # an interrupt may have ended the last pass before its hooks could
+        passes.capture.restore()  # if an interrupt ended the last pass before its hooks
         passes.capture.begin(rows)
         padded = math.ceil(rows / self._multiple_of) * self._multiple_of
         batch = [_padded(leaf, padded) for leaf in leaves if isinstance(leaf, Tensor)]
@@ -94,7 +94,7 @@ class CompiledBackward:
         return loss.detach()
 
     def _graphs_for(self, batch: Sequence[Tensor], leaves: Sequence[Any], spec: Any) -> tuple[Graphs, list[Tensor]]:
-        """The graphs for such a batch, and the model's state in the order in which they take it."""
+        """Returns the graphs for a batch, and the model's state in the order of their arguments."""
         others = plain_arguments(leaves)
         grouping = self._passes.grouping()
         groups, num_groups = grouping.group_of, grouping.count
@@ -113,14 +113,14 @@ class CompiledBackward:
     def _checked(
         self, key: object, one: OnePass, state: list[Tensor], batch: Sequence[Tensor], num_groups: int
     ) -> Graphs:
-        """The graphs for a key, compared with the hooks as far as this batch allows."""
+        """Returns the graphs for a key, compared with the hooks as far as this batch allows."""
         weights_PK = torch.rand(len(batch[0]), num_groups, dtype=torch.float64, device=batch[0].device)
         if key not in self._graphs:
             if len(self._graphs) >= _MOST_GRAPHS:
                 raise UnsupportedLayerError(
                     f"More than {_MOST_GRAPHS} graphs were compiled: a setting of the model, a plain argument or a "
-                    "shape changes all the time.",
-                    fix="Pass what changes as a tensor, raise multiple_of, or call loss.backward().",
+                    "shape changes repeatedly.",
+                    fix="Pass changing values as tensors, increase multiple_of, or call loss.backward().",
                 )
             self._graphs[key] = traced_graphs(one, state, batch, weights_PK, self._compile)
         graphs = self._graphs[key]
@@ -152,19 +152,19 @@ def _check_all_parameters(passes: PassClipper) -> None:
 
 
 def _rows(leaves: Sequence[Any]) -> int:
-    """The size of axis 0 that all tensors have."""
+    """Returns the common size of axis 0 of all tensors."""
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     sizes = [tuple(tensor.shape[:1]) for tensor in tensors]
     if not sizes or () in sizes or len(set(sizes)) > 1 or any(t.layout is not torch.strided for t in tensors):
         raise BatchMismatchError(
             f"The tensors of a compiled pass must all be dense, with the batch on axis 0; found sizes {sizes}.",
-            fix="Let loss_fn read tensors that are no part of the batch from outside.",
+            fix="Do not pass other tensors as arguments: read them inside loss_fn.",
         )
     return sizes[0][0]
 
 
 def _padded(tensor: Tensor, rows: int) -> Tensor:
-    """The tensor with its first rows once more behind it."""
+    """Returns the tensor, padded with its first rows."""
     if len(tensor) == rows:
         return tensor.detach()
     return tensor.detach()[torch.arange(rows, device=tensor.device) % len(tensor)]

@@ -10,7 +10,7 @@ from torch import nn
 from dpengine.capture.capture import CaptureState
 from dpengine.distributed.detect import topology_of, unwrapped
 from dpengine.distributed.topology import SINGLE, Topology
-from dpengine.errors import TicketError, UnsupportedLayerError, suggests_names
+from dpengine.errors import BatchStateError, UnsupportedLayerError, suggests_names
 from dpengine.grad_modes.choose_method import MethodTable
 from dpengine.grad_modes.materialize import forget_grad_samples, show_grad_sample
 from dpengine.grad_modes.modes import MODES, on_demand
@@ -24,8 +24,8 @@ class GradSampleModule(nn.Module):
     """Wraps a module so that ``backward`` leaves per-sample gradients.
 
     After ``backward``, ``p.grad_sample`` of every trainable parameter is the gradient of each sample's own loss,
-    ``(B, *p.shape)``, batch first whatever ``batch_first`` is. It is formed when it is first read; until then the
-    inputs and output gradients of the layers are held. After several backward passes it is a list with one tensor for
+    ``(B, *p.shape)``, batch first for all ``batch_first``. It is formed when it is first read; until then the inputs
+    and output gradients of the layers are held. After several backward passes it is a list with one tensor for
     each, until ``zero_grad`` of this module (that of an optimizer does not clear it). ``p.grad`` stays None.
     ``last_pass`` gives norms and weighted sums, which form no per-sample gradient::
 
@@ -36,18 +36,18 @@ class GradSampleModule(nn.Module):
 
     At some passes the independence probe runs the model again with other samples in the batch; if that changes the
     gradient of a sample, ``backward`` raises ``UnsupportedLayerError``. For training use
-    ``PrivacyEngine.make_private``. It accepts this wrapper in the place of the module. During private training the
-    hooks of the wrapper are off, and ``last_pass`` raises TicketError.
+    ``PrivacyEngine.make_private``. It accepts this wrapper instead of the module. During private training the
+    hooks of the wrapper are off, and ``last_pass`` raises BatchStateError.
 
     Args:
         module: The module. It is not copied.
-        batch_first: Whether axis 0 of the inputs is the batch; else axis 1.
+        batch_first: True if axis 0 of the inputs is the batch; False for axis 1.
         loss_reduction: ``"mean"`` if the loss averages over the samples of a batch, ``"sum"`` if it adds them.
         force_functorch: Whether every layer uses the ``torch.func`` fallback.
 
     Raises:
-        TypeError: If the module is no ``torch.nn.Module``.
-        ValueError: If ``loss_reduction`` is not known.
+        TypeError: If the module is not a ``torch.nn.Module``.
+        ValueError: If ``loss_reduction`` is unknown.
     """
 
     def __init__(
@@ -85,11 +85,11 @@ class GradSampleModule(nn.Module):
         """Per-sample results of the last backward pass: ``norms()``, ``weighted_sum(weights)``, ``gradients(name)``.
 
         They are kept until the next backward pass or ``zero_grad`` of this module; after an interrupted backward pass,
-        and before the first one, reading it raises TicketError. See `dpengine.engine.PerSampleGradients`.
+        and before the first one, reading it raises BatchStateError. See `dpengine.engine.PerSampleGradients`.
         """
         self._check_not_private()
         if self._last is None or self._clipper.capture.unfinished is not None:
-            raise TicketError(
+            raise BatchStateError(
                 "No backward pass has left per-sample gradients.",
                 fix="Call loss.backward() on outputs of the wrapped model in train mode, before zero_grad().",
             )
@@ -105,7 +105,7 @@ class GradSampleModule(nn.Module):
         forget_grad_samples(self.module.parameters())
 
     def to_standard_module(self) -> nn.Module:
-        """Removes all hooks and gradients, and returns the module. Raises TicketError while it is private."""
+        """Removes all hooks and gradients, and returns the module. Raises BatchStateError while it is private."""
         self._check_not_private()
         self._clipper.detach()
         self.zero_grad()
@@ -117,7 +117,7 @@ class GradSampleModule(nn.Module):
 
     def _check_not_private(self) -> None:
         if self._clipper.capture.superseded:
-            raise TicketError(
+            raise BatchStateError(
                 "The hooks of this GradSampleModule are off: its module is private in an engine, or watched by another "
                 "wrapper.",
                 fix="Call engine.detach(model) first, which attaches them again.",
@@ -141,15 +141,15 @@ class GradSampleModule(nn.Module):
 
 
 def model_inside(model: nn.Module) -> nn.Module:
-    """Returns the model that has the layers, without DistributedDataParallel or GradSampleModule around it."""
+    """Returns the model without DistributedDataParallel or GradSampleModule around it."""
     inner = unwrapped(model)
     return inner.module if isinstance(inner, GradSampleModule) else inner
 
 
 def topology_and_model(model: nn.Module, *, batch_first: bool, loss_reduction: str) -> tuple[Topology, nn.Module]:
-    """Returns how a model is distributed, and the model that has the layers.
+    """Returns the topology of a model, and the model without wrappers.
 
-    Raises if there is a GradSampleModule around it that does not fit a private run with these settings.
+    Raises if it has a GradSampleModule that does not support a private run with these settings.
     """
     topology, wrapper = topology_of(model), unwrapped(model)
     if not isinstance(wrapper, GradSampleModule):

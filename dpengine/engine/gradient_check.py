@@ -25,13 +25,13 @@ Gradients = dict[str, Tensor]  # dotted name -> (B, *parameter)
 
 @dataclass(frozen=True)
 class Difference:
-    """Difference between the per-sample gradients of one parameter and those of each sample alone.
+    """Difference between the per-sample gradients of one parameter and the reference.
 
     Attributes:
-        name: Dotted name of the parameter.
+        name: Name of the parameter.
         row: The sample with the largest difference.
-        largest: The largest difference of an entry.
-        allowed: The tolerance of that entry.
+        largest: Largest difference of an entry, in units of the loss per unit of the parameter.
+        allowed: Tolerance of that entry.
     """
 
     name: str
@@ -41,7 +41,7 @@ class Difference:
 
     @property
     def ok(self) -> bool:
-        """Whether the difference is within the tolerance. NaN is not."""
+        """True if the difference is within the tolerance. NaN is not."""
         return self.largest <= self.allowed
 
 
@@ -53,11 +53,11 @@ class GradientReport:
 
     @property
     def ok(self) -> bool:
-        """Whether all differences are within the tolerance."""
+        """True if all differences are within the tolerance."""
         return all(one.ok for one in self.differences)
 
     def __str__(self) -> str:
-        """Returns a line for each parameter."""
+        """Returns one line for each parameter."""
         return "\n".join(
             f"{'ok   ' if one.ok else 'WRONG'} {one.name}: sample {one.row} is off by {one.largest:.3g}, "
             f"{one.allowed:.3g} is allowed"
@@ -78,26 +78,27 @@ def check_per_sample_gradients(
 ) -> GradientReport:
     """Compares the engine's per-sample gradients of a model with those of each sample run alone.
 
-    Copies of the model run in train mode with the loss ``probe_loss``. Random layers such as dropout cause differences.
-    If the samples cannot be sliced from the inputs, call ``gradients_alone``, ``gradients_together`` and ``compare``.
+    The model runs in train mode, on copies. A model with random numbers, such as dropout, differs from itself. Its loss
+    is ``probe_loss``. If samples cannot be cut out of the inputs of a model, call ``gradients_alone``,
+    ``gradients_together`` and ``compare`` directly.
 
     Args:
-        model: A model that ``GradSampleModule`` accepts, with a tensor or a ``PackedSequence`` as output.
-        inputs: A tensor, a tuple of positional or a mapping of keyword inputs. Tensors with as many samples as the
-            first tensor are sliced; each sample gets all other inputs unchanged.
-        batch_first: Whether axis 0 of inputs and output is the batch; else axis 1.
+        model: The model, as for ``GradSampleModule``. It returns a tensor or a ``PackedSequence``.
+        inputs: A tensor, a tuple of positional or a mapping of keyword inputs. Tensors with as many rows as the first
+            one are split into samples, the others are passed to each sample completely.
+        batch_first: True if axis 0 of inputs and output is the batch; False for axis 1.
         loss_reduction: ``"mean"`` or ``"sum"``.
-        atol: Absolute tolerance.
-        rtol: Relative tolerance.
-        force_functorch: Whether every layer uses the ``torch.func`` fallback.
+        atol: Absolute tolerance of each entry.
+        rtol: Relative tolerance of each entry.
+        force_functorch: As for ``GradSampleModule``.
 
     Returns:
         A difference for each trainable parameter.
 
     Raises:
-        ValueError: If the batch is empty, or ``loss_reduction`` is not known.
-        TypeError: If the inputs hold no tensor, or the output is no tensor.
-    """  # noqa: DOC502 - what is called raises
+        ValueError: If the batch is empty, or ``loss_reduction`` is unknown.
+        TypeError: If the inputs hold no tensor, or the output is not a tensor.
+    """  # noqa: DOC502 - what is called raises on our behalf
     alone = gradients_alone(model, rows_of(inputs, batch_first), batch_first=batch_first, loss_reduction=loss_reduction)
     together = gradients_together(
         GradSampleModule(
@@ -116,7 +117,7 @@ def check_per_sample_gradients(
 def gradients_alone(
     model: nn.Module, rows: Iterable[Any], *, batch_first: bool = True, loss_reduction: str = "mean"
 ) -> Gradients:
-    """Returns the gradient of each sample's own loss, from one pass of plain autograd for each sample."""
+    """Returns the gradient of each sample's own loss, from a separate pass through plain autograd."""
     model = copy.deepcopy(model)
     parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
     found: dict[str, list[Tensor]] = {name: [] for name in parameters}
@@ -130,14 +131,14 @@ def gradients_alone(
         for (name, parameter), gradient in zip(parameters.items(), gradients, strict=True):
             found[name].append(torch.zeros_like(parameter) if gradient is None else gradient.to_dense().detach())
     if not all(found.values()):
-        raise ValueError("gradients_alone: there is no sample. Pass a batch with at least one sample.")
+        raise ValueError("gradients_alone: the batch is empty. Pass at least one sample.")
     return {name: torch.stack(rows) for name, rows in found.items()}
 
 
 def gradients_together(
     wrapped: GradSampleModule, inputs: Any, *, batch_first: bool = True, loss_reduction: str = "mean"
 ) -> Gradients:
-    """Returns the ``grad_sample`` of each parameter, from one pass over the whole batch."""
+    """Returns the ``grad_sample`` of each parameter, from one pass of the complete batch."""
     wrapped.zero_grad()
     probe_loss(call(wrapped, inputs), batch_first=batch_first, loss_reduction=loss_reduction).backward()
     named = wrapped.module.named_parameters()
@@ -145,7 +146,7 @@ def gradients_together(
 
 
 def compare(alone: Gradients, together: Mapping[str, Tensor | None], *, atol: float, rtol: float) -> GradientReport:
-    """Compares per-sample gradients with those of each sample alone. A missing gradient counts as zero."""
+    """Compares per-sample gradients with the reference. Missing ones count as zero."""
     if alone.keys() != together.keys():
         raise ValueError(
             f"compare: only alone: {sorted(alone.keys() - together.keys())}; "
@@ -155,10 +156,10 @@ def compare(alone: Gradients, together: Mapping[str, Tensor | None], *, atol: fl
 
 
 def probe_loss(output: Tensor | PackedSequence, *, batch_first: bool = True, loss_reduction: str = "mean") -> Tensor:
-    """Returns a loss whose gradient has no structure that could hide an error.
+    """Loss with a gradient without structure, so that neither its signs nor its zeros hide an error.
 
-    Each sample's loss is ``<c, y + y^2 / 2>`` of its output ``y`` and a fixed random ``c``. Its gradient ``c (1 + y)``
-    differs between samples, and does not depend on the other samples.
+    The loss of a sample with output ``y`` is ``<c, y + y^2 / 2>`` with a fixed random ``c``. Its gradient ``c (1 + y)``
+    differs between samples, and does not depend on the other samples of the batch.
     """
     if loss_reduction not in REDUCTIONS:
         raise ValueError(f"loss_reduction={loss_reduction!r} is not known. Choose one of: 'mean', 'sum'.")
@@ -167,7 +168,7 @@ def probe_loss(output: Tensor | PackedSequence, *, batch_first: bool = True, los
 
 
 def call(model: Callable[..., Any], inputs: Any) -> Any:
-    """Calls a model with a tensor or packed sequence, a tuple of positional or a mapping of keyword inputs."""
+    """Calls the model with a tensor or packed sequence, a tuple of positional or a mapping of keyword inputs."""
     if isinstance(inputs, Mapping):
         return model(**inputs)
     positional = isinstance(inputs, tuple) and not isinstance(inputs, PackedSequence)
@@ -175,7 +176,7 @@ def call(model: Callable[..., Any], inputs: Any) -> Any:
 
 
 def rows_of(inputs: Any, batch_first: bool = True) -> list[Any]:
-    """Returns the inputs of each sample as batches of one."""
+    """Returns the inputs of each sample, as batches of one."""
     axis = 0 if batch_first else 1
     if isinstance(inputs, PackedSequence):
         return [row.unsqueeze(axis) for row in unpacked(inputs)]
@@ -192,7 +193,7 @@ def rows_of(inputs: Any, batch_first: bool = True) -> list[Any]:
 
 
 def unpacked(packed: PackedSequence) -> list[Tensor]:
-    """Returns the sequences ``(length, ...)`` of a packed sequence in their order before packing."""
+    """Returns the sequences of a packed sequence, ``(length, ...)`` each, in their original order."""
     starts = packed.batch_sizes.cumsum(0) - packed.batch_sizes
     rows = range(int(packed.batch_sizes[0])) if packed.unsorted_indices is None else packed.unsorted_indices.tolist()
     places = [starts[packed.batch_sizes > row] + row for row in rows]

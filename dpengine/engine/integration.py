@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from dpengine.errors import ParameterMismatchError, TicketError, UnsupportedLayerError, suggests_names
+from dpengine.errors import BatchStateError, ParameterMismatchError, UnsupportedLayerError, suggests_names
 from dpengine.sampling.scheme import whole_number
 
 from .batch_state import Stage
@@ -29,14 +29,14 @@ def fetch_ahead(engine: PrivacyEngine, batches: int) -> None:
 
     Raises:
         InvalidBudgetError: If no model is private yet.
-        TicketError: If the loader has returned a batch already, or the loop draws its own batches.
+        BatchStateError: If the loader has returned a batch already, or the loop draws its own batches.
         TypeError: If ``batches`` is not an integer.
         ValueError: If it is negative.
     """  # noqa: DOC502 - the checks raise
     state = engine._last_run().step.batches
     ahead = whole_number("fetch_ahead", "batches", batches, at_least=0)
     if state.external or state.last_step >= 0 or state.fetched:
-        raise TicketError(
+        raise BatchStateError(
             "fetch_ahead was called for a run that has no private loader, or whose loader has returned a batch.",
             fix="Call it right after make_private, and only for a run with a private loader.",
         )
@@ -59,11 +59,11 @@ def logical_batch(engine: PrivacyEngine) -> Iterator[None]:
 
     Raises:
         InvalidBudgetError: If no model is private yet.
-        TicketError: If the run has a private loader, or the sums hold a batch without a step.
+        BatchStateError: If the run has a private loader, or the sums hold a batch without a step.
     """  # noqa: DOC502 - the engine raises
     state = engine._last_run().step.batches
     if not state.external or state.continues or state.stage is Stage.CLIPPED:
-        raise TicketError(
+        raise BatchStateError(
             "logical_batch was called for a run with a private loader, or before optimizer.step() of the last batch.",
             fix="Use it with sampling=ExternalBatches(...) only, after optimizer.zero_grad() and outside of itself.",
         )
@@ -89,8 +89,8 @@ def restrict_to_optimizer(engine: PrivacyEngine) -> None:
 
     Raises:
         InvalidBudgetError: If no model is private yet.
-        TicketError: If the loader has returned a batch already, a backward pass was recorded, the run was resumed, or
-            the model was detached.
+        BatchStateError: If the loader has returned a batch already, a backward pass was recorded, the run was resumed,
+            or the model was detached.
         ParameterMismatchError: If the optimizer holds no trainable parameter.
         UnsupportedLayerError: If several processes train the model, or ``grad_sample_mode`` is not ``"auto"``.
         ValueError: If the clipping policy has thresholds for other groups of parameters.
@@ -99,8 +99,8 @@ def restrict_to_optimizer(engine: PrivacyEngine) -> None:
     passes, state = run.step.passes, run.step.batches
     began = state.last_step >= 0 or state.fetched or passes.pending or passes.capture.unfinished is not None
     if began or run.resumed or not run.attached:
-        raise TicketError(
-            "restrict_to_optimizer was called for a run that has begun, was resumed, or has ended.",
+        raise BatchStateError(
+            "restrict_to_optimizer was called for a run that has begun, was resumed or has ended.",
             fix="Call it right after make_private; load a checkpoint after it.",
         )
     if passes.topology.everyone.size > 1:  # ranks do not compare the restriction
@@ -119,7 +119,7 @@ def restrict_to_optimizer(engine: PrivacyEngine) -> None:
     names = [name for name, parameter in passes.trainable().items() if parameter in held]
     if not names:
         raise ParameterMismatchError(
-            "No parameter of the optimizer is trainable.", fix="Unfreeze those that are to be trained."
+            "No parameter of the optimizer is trainable.", fix="Unfreeze the parameters to train."
         )
     run.step.plan.clipping.group_of(names)  # raises if the thresholds are for other groups
     passes.only = held

@@ -78,7 +78,7 @@ class PerSampleGradients:
             Tensors of the shapes of the parameters, in float32 (float64 for float64 parameters).
 
         Raises:
-            TypeError: If ``weights`` is no tensor of real numbers.
+            TypeError: If ``weights`` is not a tensor of real numbers.
             ValueError: If ``weights`` has another shape, or a weight is not finite.
             StaleGradientError: If an input of a layer was changed in place since the pass.
         """  # noqa: DOC502 - the check raises
@@ -146,6 +146,6 @@ class PerSampleGradients:
 
 
 def _versions(mode: BookKeeping) -> list[tuple[Tensor, int]]:
-    """The tensors from which the gradients are formed, each with the number of its changes in place."""
+    """Returns the tensors from which gradients are formed, with their in-place version counters."""
     leaves = pytree.tree_leaves([(call.inputs, call.kwargs, call.grad_output) for call in mode.calls()])
     return [(leaf, leaf._version) for leaf in leaves if isinstance(leaf, Tensor) and not leaf.is_inference()]

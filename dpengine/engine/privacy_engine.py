@@ -21,7 +21,7 @@ from dpengine.distributed.topology import Topology
 from dpengine.errors import InvalidBudgetError, UnknownParameterError, suggests_names
 from dpengine.grad_modes.choose_method import MethodTable, method_table
 from dpengine.grad_modes.explain import explain
-from dpengine.ledger_file.books import Books, asked_for
+from dpengine.ledger_file.engine_ledger import EngineLedger, run_settings
 from dpengine.noise.band_mf import BandMF
 from dpengine.noise.keyed_streams import DEFAULT_KIND, SECURE_KIND
 from dpengine.noise.short_forms import BLT, BandedInverse
@@ -37,9 +37,9 @@ from .build_plan import BudgetConfig, PlanRequest, SamplingConfig, build_plan, n
 from .grad_sample_module import topology_and_model
 from .pass_clipper import PassClipper
 from .progress import progress
-from .rank_consistency import refuse_disagreement
+from .rank_consistency import check_rank_consistency
 from .run import Run
-from .run_report import about_run, metrics_of_run, noise_of, origins_of, refuse_unknown_facts, report_of_run
+from .run_report import about_run, check_report_arguments, metrics_of_run, noise_of, origins_of, report_of_run
 from .shared_dataset_check import SharedDatasetCheck
 from .step import PrivateStep
 
@@ -51,7 +51,7 @@ M = TypeVar("M", bound=nn.Module)
 O = TypeVar("O", bound=Optimizer)
 
 
-class PrivacyEngine(argument_checks.Uncopied):
+class PrivacyEngine(argument_checks.NotCopyable):
     """Makes training differentially private and computes its privacy cost.
 
     ::
@@ -92,7 +92,7 @@ class PrivacyEngine(argument_checks.Uncopied):
             NoiseSource.seeded(seed)  # raises if it is not an integer
         self.accountant: Any = accountant
         self.methods = method_table(methods)
-        self._books = Books(ledger, reserve_steps, observer_of(accountant))
+        self._engine_ledger = EngineLedger(ledger, reserve_steps, observer_of(accountant))
         self._kind = SECURE_KIND if secure_rng else DEFAULT_KIND
         self._seed = seed
         self.runs: list[Run] = []
@@ -180,18 +180,18 @@ class PrivacyEngine(argument_checks.Uncopied):
             The same model, the same optimizer, and the private loader.
         """
         choices = {"grad_sample_mode": grad_sample_mode, "unused_parameters": unused_parameters, "on_budget": on_budget}
-        argument_checks.refuse_unknown_choices(**choices, loss_reduction=loss_reduction, unit_reduction=unit_reduction)
-        argument_checks.refuse_other_than_bool(batch_first=batch_first, allow_large_delta=allow_large_delta)
-        argument_checks.admit(module, optimizer, grad_scaler, lr_scheduler)
+        argument_checks.check_choices(**choices, loss_reduction=loss_reduction, unit_reduction=unit_reduction)
+        argument_checks.check_bools(batch_first=batch_first, allow_large_delta=allow_large_delta)
+        argument_checks.check_objects(module, optimizer, grad_scaler, lr_scheduler)
         topology, inner = topology_and_model(module, batch_first=batch_first, loss_reduction=loss_reduction)
         of_loader = {"privacy_unit": privacy_unit, "sample_rate": sample_rate, "example_input": example_input}
         of_loader |= {"physical_batch_size": physical_batch_size, "expected_batch_size": expected_batch_size}
         external = argument_checks.is_external(sampling, data_loader, topology, accumulation_steps, **of_loader)
         units, num_units, unit = argument_checks.units_for(privacy_unit, data_loader, grad_sample_mode)
-        asked = asked_for(plan, target_epsilon=target_epsilon, delta=target_delta, epochs=epochs, steps=steps)
-        spent, resumed = self._books.open(topology.everyone, asked, first=not self.runs)
+        settings = run_settings(plan, target_epsilon=target_epsilon, delta=target_delta, epochs=epochs, steps=steps)
+        prior, resumed = self._engine_ledger.open(topology.everyone, settings, first=not self.runs)
         length = (target_epsilon, target_delta, epochs, steps)
-        budget_config = BudgetConfig(*length, on_budget, allow_large_delta, self.accountant, spent, resumed)
+        budget_config = BudgetConfig(*length, on_budget, allow_large_delta, self.accountant, prior, resumed)
         sampling_config = SamplingConfig(sampling, sample_rate, expected_batch_size, num_units)
         constants, name = (noise_multiplier, noise, plan, clipping, max_grad_norm), name_for(topology)
         run_plan, budget = build_plan(inner, data_loader, PlanRequest(*constants, budget_config, sampling_config, name))
@@ -199,23 +199,23 @@ class PrivacyEngine(argument_checks.Uncopied):
         layout |= {"grad_sample_mode": grad_sample_mode, "methods": self.methods}
         parts: dict[str, Any] = {"batches": BatchState(external=external), "budget": budget, "grad_scaler": grad_scaler}
         parts |= {"unused_parameters": unused_parameters, "unit_reduction": unit_reduction}
-        parts["dataset_check"] = SharedDatasetCheck(getattr(data_loader, "dataset", None), self._books.totals)
-        source, ledger = self._new_source(topology), self._books.of_run(run_plan.run, topology.everyone)
+        parts["dataset_check"] = SharedDatasetCheck(getattr(data_loader, "dataset", None), self._engine_ledger.totals)
+        source, ledger = self._new_source(topology), self._engine_ledger.of_run(run_plan.run, topology.everyone)
         step = PrivateStep(run_plan, partial(PassClipper, inner, run_plan.clipping, **layout), source, ledger, **parts)
         run = Run(module, optimizer, step, grad_scaler, lr_scheduler, units, unit)
         chunks = (physical_batch_size, accumulation_steps)
         loader = data_loader if external else run.loader(data_loader, *chunks, batch_first, example_input)
-        self._enter(run, asked, chunks)
+        self._enter(run, settings, chunks)
         return module, optimizer, loader
 
     def _new_source(self, topology: Topology) -> NoiseSource:
         return source_for(topology, self._kind, self._seed, run=len(self.runs))
 
-    def _enter(self, run: Run, asked: Mapping[str, Any], chunks: tuple[int | None, int]) -> None:
+    def _enter(self, run: Run, settings: Mapping[str, Any], chunks: tuple[int | None, int]) -> None:
         unit_of(origins_of(self, run))  # raises if there are several
-        argument_checks.tell_of_plan(run.step.plan)
-        refuse_disagreement(run, *chunks)
-        self._books.begin(run.step.ledger, about_run(run), asked=asked, noise=noise_of(run))
+        argument_checks.warn_if_not_private(run.step.plan)
+        check_rank_consistency(run, *chunks)
+        self._engine_ledger.begin(run.step.ledger, about_run(run), asked=settings, noise=noise_of(run))
         if not run.attached:
             run.attach()  # the first change to the user's objects; all checks come before it
         self.runs.append(run)
@@ -299,7 +299,7 @@ class PrivacyEngine(argument_checks.Uncopied):
     @property
     def ledger(self) -> Ledger:
         """All charges of this engine and of every run in its ledger file."""
-        return self._books.ledger
+        return self._engine_ledger.ledger
 
     @property
     def delta(self) -> float:
@@ -348,7 +348,7 @@ class PrivacyEngine(argument_checks.Uncopied):
         Returns:
             The report, with the plan of the last run and the charges of all runs. Its guarantee holds for all runs.
         """
-        refuse_unknown_facts(data, utility, excludes)
+        check_report_arguments(data, utility, excludes)
         return report_of_run(self._last_run(), self.ledger, origins_of(self), data, utility, excludes)
 
     @suggests_names
@@ -366,15 +366,15 @@ class PrivacyEngine(argument_checks.Uncopied):
         """Returns all charges and facts about their runs as JSON values, and the length of the ledger file if any."""
         state: dict[str, Any] = {"accountant": name_of(self.accountant), "delta": self._delta}
         state |= {"ledger": self.ledger.state_dict(), "origins": states_of(origins_of(self))}
-        return state | ({} if self._books.anchor is None else {"anchor": self._books.anchor})
+        return state | ({} if self._engine_ledger.anchor is None else {"anchor": self._engine_ledger.anchor})
 
     @suggests_names
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Adds stored charges unless the ledger file contains them. Raises LedgerError if the state is damaged."""
-        argument_checks.refuse_state(state)
+        argument_checks.check_state(state)
         origins = origins_in(state)
         unit_of({*origins_of(self), *origins})
-        self._books.load(state["ledger"], state.get("anchor"), origins)
+        self._engine_ledger.load(state["ledger"], state.get("anchor"), origins)
         self._delta = self._delta if self._delta is not None else state["delta"]
 
     @suggests_names

@@ -19,33 +19,32 @@ from dpengine.errors import AccountingRefusedError, suggests_names
 
 B = TypeVar("B")
 
-_LEAST_PAUSE = 1.0  # seconds between two looks at epsilon
-_COST_SHARE = 20  # and at least so many times what a look takes
+_MIN_INTERVAL = 1.0  # seconds between two computations of epsilon
+_COST_SHARE = 20  # minimum ratio of that interval and the time of a computation
 _BAR = "training {bar:19} {n_fmt}/{total_fmt}  {desc}  {elapsed}"
 _BAR_WITHOUT_TOTAL = "training {n_fmt} steps  {desc}  {elapsed}"
 
 
 class Spender(Protocol):
-    """What a bar asks of an engine."""
+    """Part of an engine that the progress bar uses."""
 
     @property
     def ledger(self) -> Ledger:
-        """What was charged."""
+        """The ledger."""
 
     @property
     def epsilon(self) -> float:
-        """Epsilon spent so far."""
+        """Epsilon so far."""
 
 
 @suggests_names
 def progress(
     engine: Spender, loader: Iterable[B], *, target_epsilon: float | None = None, total: int | None = None
 ) -> Iterator[B]:
-    """Yields the batches of a loader, beside a bar that counts logical batches and shows epsilon.
+    """Yields the batches of a loader, with a progress bar that counts logical batches and shows epsilon.
 
-    Silent where nobody looks: if the standard error stream is no terminal (a notebook counts as one), on any rank but
-    the first, without tqdm, and with ``DPENGINE_PROGRESS=0``. Epsilon is asked for about once a second, less often
-    where the answer takes long.
+    The bar is hidden if the standard error stream is not a terminal or a notebook, on all ranks but the first, without
+    tqdm, and with ``DPENGINE_PROGRESS=0``. Epsilon is computed about once a second, less often if that takes long.
     """
     if not is_shown():
         yield from loader
@@ -57,12 +56,12 @@ def progress(
     shown = _Throttled(lambda: spent_text(engine, target_epsilon))
     before = engine.ledger.steps
     layout = _BAR_WITHOUT_TOTAL if total is None else _BAR
-    columns, rows = shutil.get_terminal_size()  # 80 and 24 where the terminal does not know, as in some CI
+    columns, rows = shutil.get_terminal_size()  # 80 and 24 if unknown, as in some CI
     text = spent_text(engine, target_epsilon)
     with tqdm(total=total, bar_format=layout, desc=text, ncols=columns, nrows=rows) as bar:
 
         def show(*, at_once: bool = False) -> None:
-            # Steps charged, not chunks yielded: a logical batch may come in several chunks.
+            # Counts charged steps, because a logical batch may be returned as several physical batches.
             bar.set_description_str(shown.look(at_once=at_once), refresh=False)
             bar.update(engine.ledger.steps - before - bar.n)
             if at_once:
@@ -77,27 +76,27 @@ def progress(
 
 
 def spent_text(engine: Spender, target_epsilon: float | None) -> str:
-    """What was spent, in a few characters, rounded up: ``"ε 1.42/3.00 (48 %)"``."""
+    """Returns the privacy cost as short text, rounded up: ``"ε 1.42/3.00 (48 %)"``."""
     try:
-        spent = engine.epsilon
+        cost = engine.epsilon
     except AccountingRefusedError:
         return "ε not claimed"
     if target_epsilon is None:
-        return f"ε {round_up(spent)}"
-    return f"ε {round_up(spent)}/{round_up(target_epsilon)} ({math.ceil(100 * spent / target_epsilon)} %)"
+        return f"ε {round_up(cost)}"
+    return f"ε {round_up(cost)}/{round_up(target_epsilon)} ({math.ceil(100 * cost / target_epsilon)} %)"
 
 
 def is_shown() -> bool:
-    """Whether ``progress`` shows a bar here."""
-    wanted = os.environ.get("DPENGINE_PROGRESS")
+    """Returns True if ``progress`` shows a bar here."""
+    setting = os.environ.get("DPENGINE_PROGRESS")
     notebook = "ipykernel" in sys.modules
-    if wanted == "0" or _rank() != 0 or not (wanted == "1" or notebook or sys.stderr.isatty()):
+    if setting == "0" or _rank() != 0 or not (setting == "1" or notebook or sys.stderr.isatty()):
         return False
     return importlib.util.find_spec("tqdm") is not None
 
 
 class _Throttled:
-    """A text that is made anew only now and then."""
+    """Text that is updated at most once per interval."""
 
     def __init__(self, make: Callable[[], str]):
         self._make = make
@@ -105,11 +104,11 @@ class _Throttled:
         self._next = 0.0
 
     def look(self, *, at_once: bool = False) -> str:
-        began = time.monotonic()
-        if at_once or began >= self._next:
+        start = time.monotonic()
+        if at_once or start >= self._next:
             self._text = self._make()
-            ended = time.monotonic()
-            self._next = ended + max(_LEAST_PAUSE, _COST_SHARE * (ended - began))
+            end = time.monotonic()
+            self._next = end + max(_MIN_INTERVAL, _COST_SHARE * (end - start))
         return self._text
 
 

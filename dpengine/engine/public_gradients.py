@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 @suggests_names
 @contextlib.contextmanager
 def public(engine: PrivacyEngine, module: nn.Module | None = None) -> Iterator[dict[str, Tensor]]:
-    """Runs passes inside over data that are nobody's secret, as if the model were not private.
+    """Runs the passes in this context on public data, as if the model were not private.
 
     ::
 
@@ -25,16 +25,17 @@ def public(engine: PrivacyEngine, module: nn.Module | None = None) -> Iterator[d
             loss_fn(model(public_inputs), public_targets).backward()
         gradients["0.weight"]  # not clipped, without noise
 
-    What is in ``p.grad``, the sums of a batch at hand and the ledger stay as they are. That the data are public is the
-    caller's word: of rows of the private data set these would be raw gradients. A backward pass over a forward pass
-    from before is a private one, here as elsewhere.
+    ``p.grad``, the sums of the current batch and the ledger do not change. A backward pass of an earlier forward pass
+    is private.
+
+    Privacy: the caller states that the data are public. For private examples these would be raw gradients.
 
     Args:
-        engine: Whose model it is.
-        module: One of its private models; None takes that of the last ``make_private``.
+        engine: The engine of the model.
+        module: A private model of the engine; None selects that of the last ``make_private``.
 
     Yields:
-        Gradients by the names of parameters, added up over all passes; filled when the context ends.
+        Gradients by parameter name, summed over all passes; filled when the context ends.
 
     Raises:
         UnknownParameterError: If no such model is private in this engine, or several processes train it.
@@ -44,8 +45,8 @@ def public(engine: PrivacyEngine, module: nn.Module | None = None) -> Iterator[d
         raise UnknownParameterError("No such model is private in this engine.", fix="Call make_private first.")
     if not run.step.passes.topology.runs_by_itself:
         raise UnknownParameterError(
-            "Several processes train this model, and each would have a public gradient of its own.",
-            fix="Run public data through a copy: copy.deepcopy(model).",
+            "Several processes train this model, and their public gradients would differ.",
+            fix="Use a copy of the model for public data: copy.deepcopy(model).",
         )
     capture, gradients = run.step.passes.capture, dict[str, Tensor]()
     parameters = dict(run.model.named_parameters())
@@ -60,5 +61,5 @@ def public(engine: PrivacyEngine, module: nn.Module | None = None) -> Iterator[d
             if parameter.grad is not None:
                 gradients[name] = parameter.grad
             parameter.grad = before[name]
-        capture.leaks.clear()  # what autograd filled inside is public
+        capture.leaks.clear()  # gradients from inside the context are public
         capture.leaks.update(leaks)

@@ -20,20 +20,20 @@ from dpengine.noise.source import NoiseSource
 if TYPE_CHECKING:
     from .run import Run
 
-_EXAMPLES = 16  # of the data set, that are compared
+_EXAMPLES = 16  # number of examples of the data set that are compared
 
 
-def refuse_disagreement(run: Run, physical_batch_size: int | None, accumulation_steps: int) -> None:
-    """Refuses a run that the processes which share it do not see alike; with one process, nothing."""
+def check_rank_consistency(run: Run, physical_batch_size: int | None, accumulation_steps: int) -> None:
+    """Raises if the processes of a run disagree about data, model or plan. Does nothing with one process."""
     step, passes = run.step, run.step.passes
     topology, source = passes.topology, step.source
     if topology.everyone.size == 1:
         return
-    # The same example in another place on one rank would be one row twice, and another never. Examples that are changed
-    # at random as they are read cannot be compared.
+    # If ranks had examples in different order, one example would be used twice and another never. Examples with random
+    # augmentation cannot be compared.
     words = source.words(8, domain="agreement", step=0).tobytes()
     examples = topology.everyone.all_of(_examples(run.batches.dataset, words))
-    known = all(digest is not None for of_rank in examples for digest in of_rank)
+    comparable = all(digest is not None for of_rank in examples for digest in of_rank)
     topology.agree(
         key=hashlib.blake2b(words, digest_size=16).hexdigest(),
         dpengine=version("dpengine"),
@@ -43,7 +43,7 @@ def refuse_disagreement(run: Run, physical_batch_size: int | None, accumulation_
         plan=step.plan.describe(),
         event=step.plan.event(),
         data=len(run.batches.dataset),
-        examples=examples[topology.everyone.rank] if known else None,
+        examples=examples[topology.everyone.rank] if comparable else None,
         units=None if run.units is None else hashlib.sha256(run.units.tobytes()).hexdigest(),
         optimizer=(type(run.optimizer).__qualname__, _settings(run.optimizer)),
         chunks=(physical_batch_size, accumulation_steps),
@@ -54,13 +54,13 @@ def refuse_disagreement(run: Run, physical_batch_size: int | None, accumulation_
     refuse_other_weights(passes.model, topology)
 
 
-def examples_of(run: Run, source: NoiseSource, life: int | None = None) -> list[str | None]:
-    """What some of the examples are, for a comparison with those of a run that goes on. Secret, as the key is."""
-    return _examples(run.batches.dataset, source.words(8, domain="agreement", step=0, incarnation=life).tobytes())
+def examples_of(run: Run, source: NoiseSource, nonce: int | None = None) -> list[str | None]:
+    """Returns digests of some examples, which are compared when a run is resumed. Secret, like the key."""
+    return _examples(run.batches.dataset, source.words(8, domain="agreement", step=0, nonce=nonce).tobytes())
 
 
 def _settings(optimizer: Optimizer) -> list[dict[str, Any]]:
-    """Learning rates and the like, as far as they are plain."""
+    """Returns the plain settings of an optimizer, such as learning rates."""
     plain = (bool, int, float, str, tuple, type(None))
     return [
         {name: value for name, value in group.items() if isinstance(value, plain)} for group in optimizer.param_groups
@@ -68,7 +68,7 @@ def _settings(optimizer: Optimizer) -> list[dict[str, Any]]:
 
 
 def _examples(data: Any, key: bytes) -> list[str | None]:
-    """Digests of some examples; None for one that is another each time it is read, or cannot be read."""
+    """Returns digests of some examples; None if reading one is not deterministic, or fails."""
     size = len(data) if isinstance(data, Sized) else 0
     with _random_state_kept():
         return [_digest_of(data, i * size // _EXAMPLES, key) for i in range(_EXAMPLES if size else 0)]
@@ -77,14 +77,14 @@ def _examples(data: Any, key: bytes) -> list[str | None]:
 def _digest_of(data: Any, index: int, key: bytes) -> str | None:
     try:
         first, second = (_words(data[index]) for _ in range(2))
-    except Exception:  # the user's own code, which may ask for a batch, or for files that only some ranks have
+    except Exception:  # user code, which may need a batch, or files that only some ranks have
         return None
-    # With a key, since a message may show it: nobody else can try which example it is.
+    # Keyed, because an error message may show it: without the key, examples cannot be tested against it.
     return hashlib.blake2b(first, digest_size=8, key=key).hexdigest() if first == second else None
 
 
 def _words(example: Any) -> bytes:
-    """What is in an example, as far as it can be compared."""
+    """Returns the comparable content of an example."""
     words = []
     for leaf in pytree.tree_leaves(example):
         if isinstance(leaf, torch.Tensor):
@@ -99,7 +99,7 @@ def _words(example: Any) -> bytes:
 
 @contextlib.contextmanager
 def _random_state_kept() -> Iterator[None]:
-    """Puts the global generators back: reading an example may draw from them."""
+    """Restores the global random generators, from which reading an example may draw."""
     numpy = sys.modules.get("numpy")
     of_python, of_numpy = random.getstate(), numpy.random.get_state() if numpy else None
     try:

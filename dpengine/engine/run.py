@@ -120,14 +120,14 @@ class Run:
         """Runs the backward pass of a loss ``(B,)`` with one value per sample."""
         if loss_B.dim() != 1:
             raise BatchDependentLossError(
-                f"loss_per_example has shape {tuple(loss_B.shape)}; one number for each row is needed: a loss "
-                "that is reduced already may mix rows.",
+                f"loss_per_example has shape {tuple(loss_B.shape)}; one number per sample is needed, because a reduced "
+                "loss may mix samples.",
                 fix='Compute it with reduction="none", and reduce every axis but the first.',
             )
         batches = self.step.batches
         if batches.batches and loss_B.shape[0] != batches.samples:
             raise BatchMismatchError(
-                f"loss_per_example has {loss_B.shape[0]} numbers for the {batches.samples} rows of this batch.",
+                f"loss_per_example has {loss_B.shape[0]} numbers for the {batches.samples} samples of this batch.",
                 fix="Reduce every axis but the first, which is the batch.",
             )
         mean = self.step.passes.loss_reduction == "mean"
@@ -156,7 +156,7 @@ class Run:
         if isinstance(multiple_of, bool) or not isinstance(multiple_of, int) or multiple_of < 1:
             raise ValueError(f"multiple_of={multiple_of!r}; expected a whole number of at least 1.")
         if not callable(loss_fn):
-            raise TypeError(f"loss_fn is {torch.typename(loss_fn)}; pass a function of a batch that gives its loss.")
+            raise TypeError(f"loss_fn is {torch.typename(loss_fn)}; pass a function that returns the loss of a batch.")
         from .compiled_backward import CompiledBackward  # imports the compiler, which takes a second
 
         return CompiledBackward(passes, loss_fn, multiple_of=multiple_of, backend=backend)

@@ -31,11 +31,11 @@ _KEYS: dict[str, dict[str, tuple[type, ...]]] = {
     "data": {"name": _TEXT, "source": _TEXT, "licence": _TEXT, "sha256": (*_TEXT, Mapping)},
     "utility": {"metric": _TEXT, "value": (*_TEXT, Real), "split": _TEXT},
 }
-"""What the user may say of a run, and the types that each value may have."""
+"""Keys of the arguments of a report, with the types of their values."""
 
 
-def refuse_unknown_facts(data: Any, utility: Any, excludes: Any) -> None:
-    """Refuses what a report cannot show: other keys than it knows, and values of other types."""
+def check_report_arguments(data: Any, utility: Any, excludes: Any) -> None:
+    """Raises if an argument has an unknown key or a value of the wrong type."""
     for argument, given in (("data", data), ("utility", utility)):
         if given is not None and not isinstance(given, Mapping):
             raise TypeError(
@@ -59,15 +59,15 @@ def refuse_unknown_facts(data: Any, utility: Any, excludes: Any) -> None:
 
 
 def about_run(run: Run) -> dict[str, Any]:
-    """What a ledger file says of a run: nothing that is private, and nothing of the machine."""
+    """Returns the public facts about a run for the ledger file: no private values, nothing about the machine."""
     budget = run.budget
     goal = {"target_epsilon": budget.target_epsilon, "delta": budget.delta, "planned_steps": budget.planned_steps}
     return {"unit": run.unit, **goal, **run.step.plan.describe()}
 
 
 def origin_of(run: Run) -> Origin:
-    """Returns what a report needs to know of a run."""
-    plan, books, noise = run.step.plan, run.step.ledger, noise_of(run)
+    """Returns the facts about a run that a report needs."""
+    plan, ledger, noise = run.step.plan, run.step.ledger, noise_of(run)
     return Origin(
         sampling=plan.sampling.law,
         relation=plan.relation,
@@ -75,14 +75,14 @@ def origin_of(run: Run) -> Origin:
         kind=noise["kind"],
         cryptographic=noise["cryptographic"],
         insecure_seed=noise["insecure_seed"],
-        loss_checked=loss_was_checked(run.model) or None,  # None: not probed, as far as is known here
+        loss_checked=loss_was_checked(run.model) or None,  # None: this process did not probe it
         processes=run.step.passes.topology.everyone.size,
-        resumed=run.resumed and not (isinstance(books, RunLedger) and books.knows_later),
+        resumed=run.resumed and not (isinstance(ledger, RunLedger) and ledger.knows_later),
     )
 
 
 def noise_of(run: Run) -> dict[str, Any]:
-    """Describes all noise that a run has drawn; before its first step, the noise that it is about to draw."""
+    """Describes all noise of a run so far; before its first step, that of the first step."""
     used = [source.describe(device) for source, device in _noise_drawn(run)]
     return {
         "kind": ", ".join(sorted({one["kind"] for one in used})),
@@ -99,9 +99,9 @@ def _noise_drawn(run: Run) -> Collection[tuple[NoiseSource, str]]:
 
 
 def origins_of(engine: PrivacyEngine, *beginning: Run) -> frozenset[Origin]:
-    """Returns the origins of all charges in the ledger of an engine, and of runs that are about to be added to it."""
+    """Returns the origins of all charges in the ledger of an engine, and of runs that are about to be added."""
     names = {run.step.ledger.run for run in engine.runs if isinstance(run.step.ledger, RunLedger)}
-    return frozenset(map(origin_of, (*engine.runs, *beginning))) | engine._books.origins(without=names)
+    return frozenset(map(origin_of, (*engine.runs, *beginning))) | engine._engine_ledger.origins(without=names)
 
 
 def report_of_run(
@@ -112,11 +112,11 @@ def report_of_run(
     utility: Mapping[str, Any] | None,
     excludes: Sequence[str],
 ) -> PrivacyReport:
-    """Creates the report of a ledger and of the last run that it holds; ``origins`` are those of all its charges."""
+    """Creates the report of a ledger and its last run. ``origins`` are those of all charges in the ledger."""
     plan, budget, relation = run.step.plan, run.budget, relation_of(origins)
     device = ", ".join(sorted({device for _, device in _noise_drawn(run)}))
     topology = run.step.passes.topology
-    spread = topology.everyone.size > 1
+    distributed = topology.everyone.size > 1
     facts = RunFacts(
         plan=plan.describe(),
         accounting=AccountingFacts(
@@ -133,13 +133,13 @@ def report_of_run(
             ledger_on_disk=isinstance(run.step.ledger, RunLedger),
         ),
         dataset=DatasetFacts(
-            # It stays private if the last run states add-or-remove, also if another run makes the relation zero-out.
+            # It stays private if the last run states add-or-remove, even if another run does not.
             num_examples=None if plan.relation is Relation.ADD_OR_REMOVE_ONE else plan.sampling.num_examples,
             description=data or {},
         ),
         environment=EnvironmentFacts(
             torch=torch.__version__,
-            device=f"{device}, {topology.everyone.size} processes ({topology.name})" if spread else device,
+            device=f"{device}, {topology.everyone.size} processes ({topology.name})" if distributed else device,
         ),
         noise={"largest_normal": noise_of(run)["largest_normal"], **noise_of_all(origins)},
         loss_checked=loss_checked_of_all(origins),
@@ -151,7 +151,7 @@ def report_of_run(
 
 
 def _unamplified(history: Sequence[Charge]) -> tuple[Charge, ...]:
-    """Returns the charges without credit for random batches; none if one of them is not known without it."""
+    """Returns the charges without amplification by sampling; none if it is unknown for one of them."""
     events = [one.event.unamplified if isinstance(one.event, UnclaimedEvent) else one.event for one in history]
     if None in events:
         return ()
@@ -161,19 +161,19 @@ def _unamplified(history: Sequence[Charge]) -> tuple[Charge, ...]:
 def metrics_of_run(
     run: Run, ledger: Ledger, delta: float, epsilon_at: Callable[[float], float], *, nonprivate: bool
 ) -> dict[str, float]:
-    """What ``PrivacyEngine.metrics`` gives."""
+    """Returns the metrics of ``PrivacyEngine.metrics``."""
     values: dict[str, float] = {
         "privacy/delta": delta,
         "privacy/noise_multiplier": run.step.plan.noise_multiplier,
         "privacy/step": ledger.steps,
     }
-    with contextlib.suppress(AccountingRefusedError):  # then there is no epsilon to log
+    with contextlib.suppress(AccountingRefusedError):  # no epsilon to log
         values["privacy/epsilon"] = epsilon_at(delta)
         if run.budget.target_epsilon is not None:
             values["privacy/budget_used"] = values["privacy/epsilon"] / run.budget.target_epsilon
     if nonprivate:
-        seen = run.step.statistics
-        values["nonprivate/clip_fraction"] = seen.clipped / max(seen.samples, 1)
-        values["nonprivate/largest_norm"] = seen.largest_norm
+        statistics = run.step.statistics
+        values["nonprivate/clip_fraction"] = statistics.clipped / max(statistics.samples, 1)
+        values["nonprivate/largest_norm"] = statistics.largest_norm
         values["nonprivate/dropped_rows"] = run.step.dropped_rows
     return values

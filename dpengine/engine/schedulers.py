@@ -1,4 +1,4 @@
-"""Changes noise multiplier and clipping norm from epoch to epoch, by rules that do not see the data."""
+"""Schedules of noise multiplier and clipping norm over epochs, by rules that do not depend on the data."""
 
 from __future__ import annotations
 
@@ -8,46 +8,46 @@ from typing import Any, final
 
 from dpengine.errors import InvalidBudgetError, suggests_names
 
-# (value in force, value at the start, epoch) -> value of the epoch
+# (current value, initial value, epoch) -> value of the epoch
 Rule = Callable[[float, float, int], float]
 
 NOISE_MULTIPLIER, MAX_GRAD_NORM = "noise_multiplier", "max_grad_norm"
 _RANGES: dict[str, tuple[Callable[[float], bool], str]] = {
     NOISE_MULTIPLIER: (lambda value: 0 <= value < math.inf, "finite and not negative"),
-    MAX_GRAD_NORM: (lambda value: value > 0, "positive"),  # whether infinite is allowed is for the optimizer to say
+    MAX_GRAD_NORM: (lambda value: value > 0, "positive"),  # the optimizer checks whether infinity is allowed
 }
 _NOTHING = object()
 
 
 def exponential(gamma: float) -> Rule:
-    """Multiplies the value in force by ``gamma`` each epoch.
+    """Multiplies the value by ``gamma`` in each epoch.
 
     Args:
-        gamma: Finite, not negative. Below 1 the value shrinks.
+        gamma: Finite and nonnegative. Below 1 the value decreases.
 
     Returns:
         A rule for `Schedule`.
 
     Raises:
         ValueError: If ``gamma`` is out of range.
-        TypeError: If it is no number.
+        TypeError: If it is not a number.
     """  # noqa: DOC502 - the check raises on our behalf
     return in_steps(1, gamma)
 
 
 def in_steps(step_size: int, gamma: float) -> Rule:
-    """Multiplies the value in force by ``gamma`` in every epoch that ``step_size`` divides, the first one excepted.
+    """Multiplies the value by ``gamma`` in every epoch that is a multiple of ``step_size``, except for the first.
 
     Args:
-        step_size: Whole number of epochs from one change to the next, at least 1.
-        gamma: Finite, not negative.
+        step_size: Number of epochs between two changes, at least 1.
+        gamma: Finite and nonnegative.
 
     Returns:
         A rule for `Schedule`.
 
     Raises:
         ValueError: If an argument is out of range.
-        TypeError: If ``gamma`` is no number, or ``step_size`` not a whole one.
+        TypeError: If ``gamma`` is not a number, or ``step_size`` not an integer.
     """
     factor = _number("gamma", gamma)
     if not 0 <= factor < math.inf:
@@ -60,17 +60,17 @@ def in_steps(step_size: int, gamma: float) -> Rule:
 
 
 def by_factor(function: Callable[[int], float]) -> Rule:
-    """Multiplies the value at the start by what a function says of the epoch.
+    """Multiplies the initial value by a function of the epoch.
 
     Args:
-        function: From the epoch, counted from 0, to the factor. It must not look at private data: what it returns is
+        function: Returns the factor for an epoch, counted from 0. It must not depend on private data: its results are
             public.
 
     Returns:
         A rule for `Schedule`.
 
     Raises:
-        TypeError: If ``function`` cannot be called.
+        TypeError: If ``function`` is not callable.
     """
     if not callable(function):
         raise TypeError(f"schedulers: pass a function of the epoch, got {function!r}.")
@@ -80,18 +80,18 @@ def by_factor(function: Callable[[int], float]) -> Rule:
 @final
 @suggests_names
 class Schedule:
-    """Writes one privacy constant of an optimizer, once an epoch, by a rule.
+    """Sets one privacy constant of an optimizer in each epoch, by a rule.
 
-    To make a schedule is to enter epoch 0, in which `exponential` and `in_steps` leave the value as it is; ``step()``
-    enters the next epoch. What is written holds from the optimizer's next step, for clip, noise and accounting alike.
+    Creating a schedule begins epoch 0, in which `exponential` and `in_steps` keep the value; ``step()`` begins the next
+    epoch. A value applies from the optimizer's next step, to clipping, noise and accounting together.
 
     Args:
         optimizer: The private optimizer: any object with the attribute.
         attribute: ``"noise_multiplier"`` or ``"max_grad_norm"``.
-        rule: What `exponential`, `in_steps` or `by_factor` returned, or any function of that kind.
+        rule: Result of `exponential`, `in_steps` or `by_factor`, or any such function.
 
     Attributes:
-        epoch: The epoch that the value in force is for.
+        epoch: The epoch of the current value.
 
     Raises:
         ValueError: If the optimizer has no such attribute, or a value is out of its range.
@@ -107,40 +107,40 @@ class Schedule:
 
     @property
     def value(self) -> float:
-        """The value in force."""
+        """The current value."""
         return value_of(self._optimizer, self._attribute)
 
     def step(self) -> None:
-        """Enters the next epoch. If the rule gives a value out of range, nothing changes and ValueError is raised."""
+        """Begins the next epoch. Raises ValueError and changes nothing if the new value is out of range."""
         write(self._optimizer, self._attribute, self._rule(self.value, self._start, self.epoch + 1))
         self.epoch += 1
 
     def state_dict(self) -> dict[str, Any]:
-        """The epoch, the value at the start and the value in force. All public; the rule is the script's."""
+        """Returns the epoch, the initial value and the current value. All are public; the rule is not included."""
         return {"attribute": self._attribute, "epoch": self.epoch, "start": self._start, "value": self.value}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on from a stored state: the optimizer gets the value that was in force.
+        """Loads a stored state, and sets the stored value of the optimizer.
 
         Args:
-            state: What `state_dict` returned.
+            state: Result of `state_dict`.
 
         Raises:
-            ValueError: If it is incomplete, or of a schedule for the other attribute.
+            ValueError: If the state is incomplete, or belongs to a schedule for the other attribute.
         """
         if set(state) != set(self.state_dict()):
             raise ValueError(f"Schedule.load_state_dict: expected {sorted(self.state_dict())}, got {sorted(state)}.")
         if state["attribute"] != self._attribute:
             raise ValueError(
-                f"Schedule.load_state_dict: the state is of a schedule for {state['attribute']}, "
-                f"this one writes {self._attribute}."
+                f"Schedule.load_state_dict: the state belongs to a schedule for {state['attribute']}, "
+                f"not for {self._attribute}."
             )
         write(self._optimizer, self._attribute, state["value"])
         self.epoch, self._start = state["epoch"], state["start"]
 
 
 def value_of(optimizer: Any, attribute: str) -> float:
-    """The value that an optimizer has for one of its privacy constants.
+    """Returns a privacy constant of an optimizer.
 
     Args:
         optimizer: Any object.
@@ -162,23 +162,23 @@ def value_of(optimizer: Any, attribute: str) -> float:
 
 
 def write(optimizer: Any, attribute: str, value: Any) -> None:
-    """Gives an optimizer a new value for one of its privacy constants, if it is in range.
+    """Sets a privacy constant of an optimizer, if the value is in range.
 
     Args:
         optimizer: Any object with the attribute.
-        attribute: ``"noise_multiplier"``, finite and not negative, or ``"max_grad_norm"``, positive.
+        attribute: ``"noise_multiplier"``, finite and nonnegative, or ``"max_grad_norm"``, positive.
         value: The number.
 
     Raises:
         InvalidBudgetError: If the number is out of range.
-        TypeError: If it is no number.
+        TypeError: If it is not a number.
     """  # noqa: DOC502 - the check raises on our behalf
     number = _number(attribute, value)
     allowed, words = _RANGES[attribute]
     if not allowed(number):
         raise InvalidBudgetError(
-            f"The schedule gives {attribute}={number!r}, which must be {words}.",
-            fix=f"It stays {getattr(optimizer, attribute)!r}; change gamma or the function of the schedule.",
+            f"The schedule returned {attribute}={number!r}, which must be {words}.",
+            fix=f"The value stays {getattr(optimizer, attribute)!r}. Change gamma or the function of the schedule.",
         )
     setattr(optimizer, attribute, number)
 

@@ -17,16 +17,22 @@ from dpengine.ledger_file.run_ledger import RunLedger
 
 @dataclass
 class _Shares:
-    """What a ledger was charged for which data set, by its number."""
+    """Charges of a ledger by data set.
 
-    at: int  # the one it is charged for now
-    since: Counter[Event]  # what it held when that began
+    Attributes:
+        at: Number of the data set for which the ledger is charged now.
+        since: Charges of the ledger when that began.
+        before: Charges for earlier data sets, by number.
+    """
+
+    at: int
+    since: Counter[Event]
     before: dict[int, Counter[Event]] = field(default_factory=dict)
 
-    def move(self, number: int, held: Counter[Event]) -> None:
-        """From here on it is charged for another data set."""
-        self.before[self.at] = self.before.get(self.at, Counter()) + (held - self.since)
-        self.at, self.since = number, held
+    def move(self, number: int, charged: Counter[Event]) -> None:
+        """Records that the ledger is charged for another data set from now on."""
+        self.before[self.at] = self.before.get(self.at, Counter()) + (charged - self.since)
+        self.at, self.since = number, charged
 
 
 _shares: weakref.WeakKeyDictionary[Ledger, _Shares] = weakref.WeakKeyDictionary()
@@ -34,14 +40,14 @@ _shares: weakref.WeakKeyDictionary[Ledger, _Shares] = weakref.WeakKeyDictionary(
 
 @dataclass(frozen=True)
 class _Last:
-    """Who released last of a data set. Its account holds all that was before it, or a notice was given."""
+    """The last ledger that was charged for a data set. It holds all earlier charges, or a warning was given."""
 
-    dataset: Callable[[], Any]  # weak where that can be, so that data are not kept alive
-    ledger: Ledger  # also of an engine that is gone: what it released is not
-    others: Counter[Event]  # what its account held from elsewhere when it began
+    dataset: Callable[[], Any]  # a weak reference if possible
+    ledger: Ledger  # kept after its engine is deleted: its charges remain
+    others: Counter[Event]  # charges of its account from elsewhere when it began
     number: int  # of the data set
 
-    def spent(self) -> Counter[Event]:
+    def charges(self) -> Counter[Event]:
         return self.others + (_counts(self.ledger.totals) - _of_other_data(self.ledger, self.number))
 
 
@@ -77,7 +83,7 @@ class SharedDatasetCheck:
         _checks.add(self)
 
     def before_charge(self, charged: Ledger | RunLedger) -> None:
-        """Warns if needed."""
+        """Warns if the account lacks charges of another engine."""
         self.ledger = charged.ledger if isinstance(charged, RunLedger) else charged
         last = next((last for last in _last_of if last.dataset() is self.dataset), None)
         shares = _shares.get(self.ledger)
@@ -95,7 +101,7 @@ def _compare(
     shares: _Shares | None,
     account: Iterable[Charge],
 ) -> None:
-    """Notes that a ledger is charged for a data set from now on, and compares it with the last one."""
+    """Records that a ledger is charged for a data set from now on, and compares it with the last such ledger."""
     own, held = _counts(ledger.totals), _counts(account)
     number = next(_numbers) if last is None else last.number
     if shares is None:
@@ -103,20 +109,23 @@ def _compare(
     else:
         shares.move(number, own)
     _last_of[:] = [one for one in _last_of if one is not last and one.dataset() is not None]
-    _last_of.append(_Last(_way_to(dataset), ledger, held - own, number))
+    _last_of.append(_Last(_reference(dataset), ledger, held - own, number))
     of_this = (own | held) - _of_other_data(ledger, number)
-    if last is not None and last.ledger is not ledger and last.spent() - of_this:
+    if last is not None and last.ledger is not ledger and last.charges() - of_this:
         notice(
             "DPE012",
-            "Another engine trained on the same data set in this process, and the account of this one does not hold "
-            "what it spent. Their costs add up: use one engine for both, or load the state of the other before the "
-            "first step (load_state_dict, load_checkpoint).",
+            "Another engine trained on the same data set in this process, and the account of this engine lacks its "
+            "privacy cost. The costs add up: use one engine for both, or load the state of the other before the first "
+            "step (load_state_dict, load_checkpoint).",
             key=f"two engines, data set {number}",
         )
 
 
 def _of_other_data(ledger: Ledger, number: int) -> Counter[Event]:
-    """What a ledger was charged here for other data sets than one. Which one a loaded state was for, nobody says."""
+    """Charges of a ledger for other data sets than this one, in this process.
+
+    The data set of a loaded state is unknown.
+    """
     shares = _shares[ledger]
     counts = Counter[Event]()
     for of, share in shares.before.items():
@@ -132,7 +141,7 @@ def _counts(charges: Iterable[Charge]) -> Counter[Event]:
 
 
 def _rounded(event: Event) -> Event:
-    """Returns the event without what another account may lack: the last digits of its rate, an unamplified event."""
+    """Removes details that another account may lack: the last digits of the rate, an unamplified event."""
     if isinstance(event, UnclaimedEvent):
         return replace(event, unamplified=None)
     if isinstance(event, PoissonGaussianEvent):
@@ -140,8 +149,8 @@ def _rounded(event: Event) -> Event:
     return event
 
 
-def _way_to(dataset: Any) -> Callable[[], Any]:
+def _reference(dataset: Any) -> Callable[[], Any]:
     try:
         return weakref.ref(dataset)
-    except TypeError:  # a list, say, which stays alive from here on
+    except TypeError:  # such as a list, which then stays alive
         return lambda: dataset

@@ -126,9 +126,9 @@ class PrivateStep:
         if batch.step <= self.batches.last_step:
             self.discard()
             raise step_used_twice(batch.step)
-        self.plan.refuse_step(batch.step)
+        self.plan.check_step(batch.step)
         self.plan = self.plan.at_step(batch.step, first=self.batches.last_step < 0)
-        if self.plan.takes_turns:  # participation depends on the step number, so skipped steps count
+        if self.plan.is_cyclic:  # participation depends on the step number, so skipped steps count
             self._charge_discarded(self.batches.skipped_before(batch.step))
         last_step = self.batches.last_step
         try:
@@ -168,7 +168,7 @@ class PrivateStep:
         """Returns the random words that select a batch."""
         # Each request uses less than 2**32 blocks of the source, so requests of one step do not overlap.
         nonce = self.first_nonce if step >= PARTITION_STEP else None
-        return self.source.words(count, domain="mask", step=step, block=block << 32, incarnation=nonce)
+        return self.source.words(count, domain="mask", step=step, block=block << 32, nonce=nonce)
 
     # The plan
 
@@ -308,7 +308,7 @@ class PrivateStep:
 
     def _charge(self) -> None:
         count = len(self.batches.batches)
-        if count > 1 and not self.plan.claims_passes:  # for those plans merging does not change the cost
+        if count > 1 and not self.plan.claims_epochs:  # for those plans merging does not change the cost
             less = f"accumulation_steps={count} of dpengine.PrivacyEngine costs less privacy."
             if self.batches.external:
                 less = "One step for each backward pass costs less privacy."
@@ -339,7 +339,7 @@ class PrivateStep:
                 sums.add_noise(self.noise, std=std, step=step, scale=scale)
             else:
                 ranks = topology.replicas
-                add_noise(sums, self.noise, std=std, step=step, scale=scale, replicas=ranks, facts=fingerprint)
+                add_noise(sums, self.noise, std=std, step=step, scale=scale, replicas=ranks, fingerprint=fingerprint)
         except BaseException:
             for flat in sums.flats.values():
                 flat.zero_()

@@ -32,9 +32,9 @@ def watch_model(
 ) -> tuple[Capture, AbstractGradients, Probe]:
     """Builds these parts for one mode. Attaches nothing."""
     chosen = mode_of(mode)
-    # Norms from outside are asked for after the pass, when parameters that are spread over ranks are in parts again.
-    spread = bool(topology.slots) or topology.splits.size > 1
-    lookup = sampler_for if spread and chosen.lookup is rule_for else chosen.lookup
+    # External norms are computed after the pass, when distributed parameters are sharded again.
+    distributed = bool(topology.slots) or topology.splits.size > 1
+    lookup = sampler_for if distributed and chosen.lookup is rule_for else chosen.lookup
     watches = watch_list(model, lookup, functional_sampler, by_operations=chosen.by_operations)
     capture = Capture(
         model,
@@ -45,10 +45,10 @@ def watch_model(
         mean_loss=mean_loss,
         topology=topology,
     )
-    _refuse_mode(chosen.name, topology, watches)
+    _check_mode(chosen.name, topology, watches)
     methods = MethodTable() if methods is None else methods
     if topology.splits.size > 1:
-        # Sums of parameters that each rank holds as a whole must be the same bits, so none may be formed otherwise.
+        # Sums of replicated parameters must be equal bit by bit, so all ranks use the same methods.
         methods = methods.untimed(topology.splits.from_first(methods.seconds))
     grad_mode = chosen.build(capture, methods)
     return capture, grad_mode, Probe(capture, EVERY if topology.runs_by_itself else None)
@@ -63,11 +63,11 @@ def mode_of(mode: str | Mode) -> Mode:
     return MODES[mode]
 
 
-def _refuse_mode(mode: str, topology: Topology, watches: Sequence[Watch]) -> None:
+def _check_mode(mode: str, topology: Topology, watches: Sequence[Watch]) -> None:
     if topology.slots and mode not in _ONE_PASS:
         raise UnsupportedLayerError(
             f"grad_sample_mode={mode!r} runs the model again within a backward pass, when sharded parameters are not "
-            "there.",
+            "gathered.",
             fix="Leave grad_sample_mode out: the default mode needs one pass.",
         )
     if topology.splits.size == 1:
@@ -81,7 +81,7 @@ def _refuse_mode(mode: str, topology: Topology, watches: Sequence[Watch]) -> Non
         inside = next((part for layer, part in topology.parts.items() if layer in set(watch.module.modules())), None)
         if watch.kind is Kind.UNIT and inside is not None:
             raise UnsupportedLayerError(
-                f"'{watch.name}' ({type(watch.module).__name__}) is run as one, and layer '{inside.name}' in it is "
+                f"'{watch.name}' ({type(watch.module).__name__}) is a single unit, and its layer '{inside.name}' is "
                 "split over processes.",
                 fix="Leave that layer out of the plan of parallelize_module.",
             )

@@ -19,10 +19,10 @@ from dpengine.engine.privacy_engine import PrivacyEngine
 from dpengine.engine.run import Run
 from dpengine.errors import (
     AccountingRefusedError,
+    BatchStateError,
     MissingDependencyError,
     ParameterMismatchError,
     SamplingError,
-    TicketError,
     refuse_unknown,
 )
 
@@ -126,7 +126,7 @@ class DPCallback(lightning_class("Callback")):  # type: ignore[misc]
         if not batches.awaits_backward or batches.samples == 0:
             return
         if self.in_chunks:
-            raise TicketError(
+            raise BatchStateError(
                 "training_step returned None for a chunk of a batch; the other chunks cannot be released without it.",
                 fix="Return a loss for each, or leave physical_batch_size out.",
             )

@@ -1,4 +1,4 @@
-"""The durable ledger: an append-only file that records each charge before the step takes effect."""
+"""Ledger file: an append-only file that records each charge before the step takes effect."""
 
 from typing import TYPE_CHECKING
 

@@ -1,4 +1,4 @@
-"""What a ledger file tells, entry by entry. The writer follows its own entries here too, so both agree on them."""
+"""Contents of a ledger file, from its entries. The writer applies its own entries in the same way."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ SCHEMA = 1
 
 @dataclass
 class Row:
-    """A charge, or a reservation: charges that were paid for before they were made.
+    """A charge, or a reservation: charges that were written before they are made.
 
     Attributes:
-        event: What was released.
-        counts: How often, by the kind of the charge.
-        reserved: Whether it is a reservation that nobody has settled: the steps it paid for may not have been made.
+        event: The privacy event.
+        counts: Number of charges by kind.
+        reserved: True for a reservation that is not settled: its steps may not have been made.
     """
 
     event: Event
@@ -34,12 +34,12 @@ class Row:
 
 @dataclass
 class RunOfFile:
-    """A run, as far as the file knows.
+    """A run in the file.
 
     Attributes:
-        session: The process that made it; a later one cannot write for it.
-        facts: What was said when it began: ``date``, ``asked``, ``about``, ``versions``, ``noise``, ``processes``.
-        rows: What it was charged, in order.
+        session: The process that wrote the run; a later one cannot write for it.
+        facts: Fields of its first entry: ``date``, ``asked``, ``about``, ``versions``, ``noise``, ``processes``.
+        rows: Its charges, in order.
         closed: Whether its model was detached.
     """
 
@@ -50,17 +50,17 @@ class RunOfFile:
 
     @property
     def history(self) -> list[Charge]:
-        """Its charges in order, reservations as a whole where nobody settled them."""
+        """Charges of the run in order, with unsettled reservations counted completely."""
         return [Charge(row.event, count, kind) for row in self.rows for kind, count in row.counts.items() if count]
 
     @property
     def reserved(self) -> int:
-        """Charges of reservations that nobody settled."""
+        """Number of charges in unsettled reservations."""
         return sum(sum(row.counts.values()) for row in self.rows if row.reserved)
 
 
 class Contents:
-    """What the entries of a file add up to.
+    """Contents of a ledger file.
 
     Args:
         where: Name of the file, for messages.
@@ -69,7 +69,7 @@ class Contents:
     def __init__(self, where: str):
         self.where = where
         self.id = ""
-        self.size = 0  # bytes of the file that are entries
+        self.size = 0  # size of the entries in bytes
         self.last: Entry | None = None
         self.session = ""
         self.runs: dict[str, RunOfFile] = {}
@@ -80,40 +80,40 @@ class Contents:
 
     @property
     def history(self) -> list[Charge]:
-        """All charges in order. Epsilon follows from them."""
+        """All charges in order, which determine epsilon."""
         return [Charge(row.event, count, kind) for row in self._rows for kind, count in row.counts.items() if count]
 
-    def take(self, entry: Entry) -> None:
+    def apply(self, entry: Entry) -> None:
         """Applies the next entry of the file.
 
         Args:
-            entry: The entry that follows those applied so far.
+            entry: The entry after those applied so far.
 
         Raises:
-            LedgerError: If it is not known, or cannot stand where it does.
+            LedgerError: If the entry is unknown, or invalid at its place.
         """  # noqa: DOC502 - `damaged` makes it
-        known = _KINDS.get(entry.kind)
-        if known is None:
-            raise self.damaged(entry, f"is of kind {entry.kind!r}, which this version does not know")
-        types, take = known
+        handler = _KINDS.get(entry.kind)
+        if handler is None:
+            raise self.damaged(entry, f"has kind {entry.kind!r}, which this version does not support")
+        types, apply = handler
         wrong = [name for name in {**types, **entry.fields} if not _fits(entry.fields, types, name)]
         if wrong:
-            raise self.damaged(entry, f"has no {wrong[0]} that this version knows")
+            raise self.damaged(entry, f"has an unsupported or missing field {wrong[0]!r}")
         if (entry.kind == "ledger") != (entry.seq == 0):
-            raise self.damaged(entry, f"is of kind {entry.kind!r}")
-        take(self, entry)
+            raise self.damaged(entry, f"has kind {entry.kind!r} at the wrong place")
+        apply(self, entry)
         self.last = entry
         self.seals.append(entry.seal)
 
     def damaged(self, entry: Entry, what: str) -> LedgerError:
-        """The error for an entry."""
+        """Returns the error for an entry."""
         return LedgerError(f"{self.where}: line {entry.seq + 1} {what}.", fix=BACKUP)
 
     def _begin(self, entry: Entry) -> None:
         if entry.fields["schema"] != SCHEMA:
             raise LedgerError(
                 f"{self.where} has schema {entry.fields['schema']!r}; this version reads {SCHEMA}.",
-                fix="Use the version that wrote it.",
+                fix="Use the version of dpengine that wrote it.",
             )
         self.id = entry.fields["id"]
 
@@ -124,14 +124,14 @@ class Contents:
         facts = dict(entry.fields)
         run = facts.pop("run")
         if run in self.runs:
-            raise self.damaged(entry, "opens a run for the second time")
+            raise self.damaged(entry, "begins a run for the second time")
         self.session = facts.pop("session")
         self.runs[run] = RunOfFile(self.session, facts)
 
     def _charge(self, entry: Entry) -> None:
         of = entry.fields["of"]
         if of not in KINDS:
-            raise self.damaged(entry, f"charges for {of!r}")
+            raise self.damaged(entry, f"has a charge of unknown kind {of!r}")
         self._add(entry, of)
 
     def _reserve(self, entry: Entry) -> None:
@@ -140,7 +140,7 @@ class Contents:
     def _add(self, entry: Entry, kind: str, *, reserved: bool = False) -> Row:
         event, count = self.event_at.get(entry.fields["event"]), entry.fields["count"]
         if event is None or not 1 <= count <= MOST_COUNT:
-            raise self.damaged(entry, "charges for nothing that was told before")
+            raise self.damaged(entry, "has a charge for an unknown event, or an invalid count")
         row = Row(event, {kind: count}, reserved)
         self._open_run(entry).rows.append(row)
         self._rows.append(row)
@@ -150,23 +150,23 @@ class Contents:
         run, row = self._row_at.get(entry.fields["reserve"], (None, None))
         used = entry.fields["used"]
         if row is None or not row.reserved or run != entry.fields["run"]:
-            raise self.damaged(entry, "settles what was not reserved")
+            raise self.damaged(entry, "settles a reservation that does not exist")
         self._open_run(entry)
         counts = list(used.values())
         if not used.keys() <= set(KINDS) or any(type(count) is not int or count < 0 for count in counts):
-            raise self.damaged(entry, "settles for what is no number of steps")
+            raise self.damaged(entry, "settles an invalid number of steps")
         if sum(counts) > sum(row.counts.values()):
-            raise self.damaged(entry, "settles for more than was reserved")
+            raise self.damaged(entry, "settles more steps than were reserved")
         row.counts, row.reserved = dict(used), False
 
     def _close(self, entry: Entry) -> None:
         self._open_run(entry).closed = True
 
     def _open_run(self, entry: Entry) -> RunOfFile:
-        """The run of an entry. Only the process that opened it writes for it, and none does after a later one came."""
+        """Returns the run of an entry. Only the process that began it may write for it, until a later one does."""
         run = self.runs.get(entry.fields["run"])
         if run is None or run.closed or run.session != self.session:
-            raise self.damaged(entry, "is of a run that is not open")
+            raise self.damaged(entry, "belongs to a run that is not open")
         return run
 
 
@@ -191,25 +191,25 @@ _KINDS: Mapping[str, tuple[Mapping[str, type], Callable[[Contents, Entry], None]
     "settle": ({"run": str, "reserve": int, "used": dict}, Contents._settle),
     "close": ({"run": str}, Contents._close),
 }
-"""What each kind of entry has, and what follows from it."""
+"""Fields and handler of each kind of entry."""
 
 
 def _fits(fields: Mapping[str, Any], types: Mapping[str, type], name: str) -> bool:
-    """What is not known may be what makes a charge cost more."""
+    """Checks a field. Unknown fields are invalid, because they may increase the cost of a charge."""
     return name in types and type(fields.get(name)) is types[name]
 
 
 def read(path: Path) -> Contents:
-    """Reads a ledger file that nobody need hold.
+    """Reads a ledger file, without locking it.
 
     Args:
-        path: The file. One that is not there, or that a process began and did not come to write, has no entries.
+        path: The file. If it does not exist, or its first line is incomplete, it has no entries.
 
     Returns:
-        What it tells.
+        The contents.
 
     Raises:
-        LedgerError: If it was edited, or is none.
+        LedgerError: If the file was edited, or is not a ledger.
     """
     contents = Contents(str(path))
     try:
@@ -223,10 +223,10 @@ def read(path: Path) -> Contents:
 
 
 def follow(contents: Contents, lines: Iterable[bytes]) -> int:
-    """Reads the entries of a file and returns their size in bytes, without an incomplete last line."""
+    """Applies the entries of a file and returns their size in bytes, without an incomplete last line."""
     for entry, size in entries_of(lines, contents.where):
         try:
-            contents.take(entry)
+            contents.apply(entry)
         except (InvalidBudgetError, TypeError, ValueError) as error:
             raise contents.damaged(entry, f"cannot be read: {error}") from error
         contents.size = size

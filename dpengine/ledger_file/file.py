@@ -1,4 +1,4 @@
-"""A ledger file that this process writes: one process at a time, each entry on disk before the call returns."""
+"""A ledger file for writing: one process at a time, with each entry on disk before the call returns."""
 
 from __future__ import annotations
 
@@ -25,22 +25,22 @@ except ImportError:  # a system without POSIX locks
 _sync = getattr(os, "fdatasync", os.fsync)
 _MODE = 0o644
 
-Told = tuple[str, Mapping[str, Any]]
+NewEntry = tuple[str, Mapping[str, Any]]
 _open_files: weakref.WeakSet[LedgerFile] = weakref.WeakSet()
 
 
-def _let_go_in_a_fork() -> None:
-    """A fork, such as the worker of a loader, would hold the lock for as long as it lives."""
+def _close_in_fork() -> None:
+    """Closes the files in a fork, such as a loader worker, which would otherwise keep them locked."""
     for one in list(_open_files):
         one.forget()
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_let_go_in_a_fork)
+    os.register_at_fork(after_in_child=_close_in_fork)
 
 
 class LedgerFile:
-    """A ledger file, held for this process alone until `close`."""
+    """A ledger file, locked by this process until `close`."""
 
     def __init__(self, path: Path):
         self.path = path
@@ -50,9 +50,9 @@ class LedgerFile:
         self._process = os.getpid()
         self._broken = ""
         self._lock = threading.RLock()
-        self._file = self._opened()
+        self._file = self._open()
         try:
-            self._size = self._followed()
+            self._size = self._read()
             if self.contents.last is None:
                 self.append(("ledger", {"schema": SCHEMA, "id": secrets.token_hex(16)}))
                 _sync_folder(path.parent)
@@ -61,7 +61,7 @@ class LedgerFile:
             raise
         _open_files.add(self)
 
-    def _opened(self) -> int:
+    def _open(self) -> int:
         if fcntl is None:
             raise LedgerError(
                 "A ledger file needs a system with POSIX file locks.", fix="Leave out ledger= on this machine."
@@ -78,61 +78,61 @@ class LedgerFile:
         except OSError as error:
             os.close(file)
             raise LedgerError(
-                f"{self.path} is held by another process ({error}); two runs at once would not see what the other "
-                "spends.",
-                fix="Wait for it, or give this run a ledger of its own: dpengine ledger total adds them up.",
+                f"{self.path} is held by another process ({error}). Concurrent runs would not include each other's "
+                "cost.",
+                fix="Wait for it, or use a separate ledger for this run: dpengine ledger total adds them up.",
             ) from error
         return file
 
-    def _followed(self) -> int:
-        """Reads what there is, and cuts off a last line that a process died over."""
+    def _read(self) -> int:
+        """Reads the entries and truncates an incomplete last line of a process that died."""
         with open(self._file, "rb", closefd=False) as file:
             size = follow(self.contents, file)
         if os.fstat(self._file).st_size != size:
             os.ftruncate(self._file, size)
             _sync(self._file)
-        # A last line that was written up to its seal counts; all that it lacks is its end.
+        # A last line that is complete except for its newline counts.
         if size and os.pread(self._file, 1, size - 1) != b"\n":
             size += os.pwrite(self._file, b"\n", size)
             _sync(self._file)
         return size
 
-    def append(self, *told: Told) -> None:
+    def append(self, *new_entries: NewEntry) -> None:
         """Writes entries, all or none, and waits until they are on disk."""
-        with self.held():
+        with self.locked():
             data, entries, last = b"", [], self.contents.last
-            for kind, fields in told:
+            for kind, fields in new_entries:
                 line, last = sealed(last, kind, fields)
                 data += line
                 entries.append(last)
-            self._broken = "a write was interrupted"  # until all of it is done: whatever comes between is not known
+            self._broken = "a write was interrupted"  # until the write is complete
             try:
                 self._write(data)
                 _sync(self._file)
             except BaseException as error:
-                self._take_back()
+                self._truncate()
                 if not isinstance(error, OSError):
                     raise
                 raise LedgerError(
                     f"{self.path} cannot be written: {error}.",
-                    fix="The step is not made, and its batch is given up. Make room, and go on with the next batch.",
+                    fix="The step is not made, and its batch is discarded. Free disk space, then continue.",
                 ) from error
             self._size += len(data)
             for entry in entries:
-                self.contents.take(entry)
+                self.contents.apply(entry)
             self._broken = ""
 
     @contextmanager
-    def held(self) -> Iterator[None]:
-        """Keeps other threads away. Raises a ``LedgerError`` where the file cannot be written."""
-        self._refuse_fork()  # before the lock, which another thread may have had when this process was forked
+    def locked(self) -> Iterator[None]:
+        """Excludes other threads. Raises LedgerError if the file cannot be written."""
+        self._check_process()  # before the lock, which another thread may have held at the fork
         with self._lock:
-            self._refuse_other_hands()
+            self._check_unchanged()
             yield
 
     @property
     def is_open(self) -> bool:
-        """Whether this process may still write it."""
+        """True if this process may still write the file."""
         return self._file >= 0 and not self._broken and os.getpid() == self._process
 
     def _write(self, data: bytes) -> None:
@@ -141,8 +141,8 @@ class LedgerFile:
             written = os.pwrite(self._file, data, place)
             data, place = data[written:], place + written
 
-    def _take_back(self) -> None:
-        """Cuts off what was written. Where that fails, nothing more is written: the end of the file is not known."""
+    def _truncate(self) -> None:
+        """Removes what was written. If that fails, the end of the file is unknown, so nothing more is written."""
         try:
             os.ftruncate(self._file, self._size)
             _sync(self._file)
@@ -151,64 +151,64 @@ class LedgerFile:
         else:
             self._broken = ""
 
-    def _refuse_fork(self) -> None:
+    def _check_process(self) -> None:
         if os.getpid() != self._process:
             raise LedgerError(
-                f"{self.path} is held by the process that opened it, and this one was forked from it.",
+                f"{self.path} is held by the process that opened it, of which this one is a fork.",
                 fix="Train in the process that called make_private.",
             )
 
-    def _refuse_other_hands(self) -> None:
+    def _check_unchanged(self) -> None:
         if self._broken or self._file < 0:
             raise LedgerError(
                 f"{self.path} could not be written before ({self._broken or 'it is closed'}).",
-                fix="Start a new process, and go on from a checkpoint.",
+                fix="Start a new process, and resume from a checkpoint.",
             )
         try:
-            there = os.stat(self.path)
-            same = os.path.samestat(there, os.fstat(self._file)) and there.st_size == self._size
+            stat = os.stat(self.path)
+            same = os.path.samestat(stat, os.fstat(self._file)) and stat.st_size == self._size
         except OSError:
             same = False
         if not same:
             raise LedgerError(
                 f"{self.path} was changed, moved or deleted while this run writes it.",
-                fix="Put it back as it was, or start again with a new ledger and the old one's total beside it.",
+                fix="Restore it, or start again with a new ledger and add the total of the old one.",
             )
 
     def close(self) -> None:
-        """Settles what was reserved, and lets go of the file. Does nothing in a process that was forked."""
+        """Settles all reservations and unlocks the file. Does nothing in a fork."""
         if self._file < 0 or os.getpid() != self._process:
             return
-        with self._lock:  # a step of another thread is made as a whole before, or finds the file closed
+        with self._lock:  # a step of another thread is completed first, or fails
             try:
                 for run in list(self.reservations):
                     self.settle(run)
             except (LedgerError, OSError):
-                pass  # the reservation stays charged as a whole
+                pass  # the reservation stays charged completely
             finally:
                 self.forget()
 
     def forget(self) -> None:
-        """Closes the file, and nothing more."""
+        """Closes the file without settling."""
         file, self._file = self._file, -1
         if file >= 0:
             os.close(file)
 
     def settle(self, run: str) -> None:
-        """Says how much of its reservation a run has used, if it has one."""
+        """Writes how much of its reservation a run has used, if it has one."""
         reservation = self.reservations.pop(run, None)
         if reservation is not None:
             self.append(reservation.settled(run))
 
-    def told_of_event(self, event: Event, before: Sequence[Told] = ()) -> tuple[int, Sequence[Told]]:
-        """The number of the entry that tells of an event, and the entry to write first if there is none yet."""
+    def event_entry(self, event: Event, before: Sequence[NewEntry] = ()) -> tuple[int, Sequence[NewEntry]]:
+        """Returns the number of the entry of an event, and that entry if it must be written first."""
         state = {"event": event_to_state(event)}
         assert self.contents.last is not None
         for place, (kind, fields) in enumerate(before):
             if kind == "event" and fields == state:
                 return self.contents.last.seq + 1 + place, ()
-        for seq, told in self.contents.event_at.items():
-            if told == event:
+        for seq, known_event in self.contents.event_at.items():
+            if known_event == event:
                 return seq, ()
         return self.contents.last.seq + 1 + len(before), [("event", state)]
 
@@ -222,20 +222,20 @@ class Reservation:
 
     @property
     def left(self) -> int:
-        """How many were not made."""
+        """Number of charges not made yet."""
         return self.count - sum(self.used.values())
 
     def use(self, count: int, kind: str) -> None:
-        """Makes some of them."""
+        """Makes some of the charges."""
         self.used[kind] = self.used.get(kind, 0) + count
 
-    def settled(self, run: str) -> Told:
-        """The entry that says what became of them."""
+    def settled(self, run: str) -> NewEntry:
+        """Returns the entry that settles the reservation."""
         return "settle", {"run": run, "reserve": self.seq, "used": dict(self.used)}
 
 
 def _sync_folder(folder: Path) -> None:
-    """Makes the name of a new file durable, where the system knows of that."""
+    """Makes the name of a new file durable, if the system supports it."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -1,7 +1,7 @@
-"""The lines of a ledger file. Each is sealed together with all before it, so none can be changed or left out unseen.
+"""Lines of a ledger file. A hash chain over all lines detects changed or missing ones.
 
-A line is one JSON object that ends in its seal: the SHA-256 of the seal before it and of the rest of the line. That
-protects against accidents and careless edits, not against the owner of the file, who can write another.
+A line is one JSON object that ends with its seal: the SHA-256 of the previous seal and of the rest of the line. This
+protects against accidents and careless edits, not against the owner of the file, who can write a new one.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ class Entry:
     """One line.
 
     Attributes:
-        seq: Its number, from 0.
-        kind: What it tells.
-        fields: The rest of what it tells.
-        seal: SHA-256 over all up to here, in hexadecimal.
+        seq: Number of the line, from 0.
+        kind: Type of the entry.
+        fields: Other fields.
+        seal: SHA-256 over all lines up to this one, in hexadecimal.
     """
 
     seq: int
@@ -39,7 +39,7 @@ class Entry:
 
 
 def sealed(before: Entry | None, kind: str, fields: Mapping[str, Any]) -> tuple[bytes, Entry]:
-    """Makes the line that comes after another."""
+    """Returns the line that follows an entry, and its entry."""
     seq = 0 if before is None else before.seq + 1
     text = json.dumps({"seq": seq, "kind": kind, **fields}, separators=(",", ":"), allow_nan=False)
     seal = _seal_of(before, text.encode())
@@ -47,15 +47,15 @@ def sealed(before: Entry | None, kind: str, fields: Mapping[str, Any]) -> tuple[
 
 
 def entries_of(lines: Iterable[bytes], where: str) -> Iterator[tuple[Entry, int]]:
-    """Reads lines, and checks each seal.
+    """Reads lines and checks each seal. Yields the entry and the size so far in bytes.
 
-    The last line is left out if it was not written to its seal: a process died over it, so nothing came of it.
+    An incomplete last line is ignored: the process died while writing it, so it had no effect.
     """
     before, size = None, 0
     for line in lines:
         if not line.endswith(b"\n"):
             if before is None and not _may_begin(line):
-                raise LedgerError(f"{where} is no ledger.", fix="Pass another path.")
+                raise LedgerError(f"{where} is not a ledger.", fix="Pass another path.")
             if not _SEAL.search(line):
                 return
         before, size = _read(line.removesuffix(b"\n"), before, where), size + len(line)
@@ -63,7 +63,7 @@ def entries_of(lines: Iterable[bytes], where: str) -> Iterator[tuple[Entry, int]
 
 
 def _may_begin(line: bytes) -> bool:
-    """Whether a process may have died over the first line of a ledger, and left this."""
+    """Returns True if the line may be an incomplete first line of a ledger."""
     return not line.strip(b"\0") or line.startswith(_FIRST) or _FIRST.startswith(line)
 
 
@@ -71,14 +71,14 @@ def _read(line: bytes, before: Entry | None, where: str) -> Entry:
     seq = 0 if before is None else before.seq + 1
     found = _SEAL.search(line)
     if found is None:
-        raise LedgerError(f"{where}: line {seq + 1} is no entry of a ledger.", fix=BACKUP)
+        raise LedgerError(f"{where}: line {seq + 1} is not a ledger entry.", fix=BACKUP)
     text, seal = line[: found.start()] + b"}", found[1].decode()
     if _seal_of(before, text) != seal:
-        raise LedgerError(f"{where}: line {seq + 1}, or one before it, was edited, moved or taken out.", fix=BACKUP)
+        raise LedgerError(f"{where}: line {seq + 1}, or an earlier one, was edited, moved or removed.", fix=BACKUP)
     try:
         fields = json.loads(text)
         if fields.pop("seq") != seq:
-            raise ValueError("its number is another")
+            raise ValueError("its number is wrong")
         return Entry(seq, fields.pop("kind"), fields, seal)
     except (ValueError, KeyError, AttributeError, RecursionError) as error:
         raise LedgerError(f"{where}: line {seq + 1} cannot be read: {error}.", fix=BACKUP) from error

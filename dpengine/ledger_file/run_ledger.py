@@ -1,4 +1,4 @@
-"""What a run charges: to the ledger in memory, and before that to the file, if there is one."""
+"""Ledger of one run: charges the file first, if any, and then the ledger in memory."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ from dpengine.accounting.ledger import Charge, Ledger
 from dpengine.distributed.ranks import Ranks
 from dpengine.errors import LedgerError
 
-from .file import LedgerFile, Reservation, Told
+from .file import LedgerFile, NewEntry, Reservation
 
-MOST_RESERVED = 1000
+MAX_RESERVED = 1000
 
 
 @dataclass(eq=False)
 class RunLedger:
-    """The ledger as one run sees it.
+    """Ledger of one run.
 
-    Where several processes share the run, the first of them writes the file, and the others do the same arithmetic, so
-    that all know when the next entry is due: they wait for it, and fail with it.
+    If several processes share the run, the first writes the file. The others do the same arithmetic, so that all know
+    when the next entry is due: they wait for it, and fail with it.
 
     Attributes:
-        ledger: In memory, of all runs on the data.
-        run: Names the run in the file.
+        ledger: Ledger in memory, of all runs on the data.
+        run: Name of the run in the file.
         ranks: The processes of the run.
-        file: Where this process writes; None on other processes than the first.
-        reserve: How many releases are charged at once.
-        holder: Lets go of the file when nobody refers to it: a run may go on after its engine.
-        knows_later: Whether the run went on from a checkpoint, and all that came after that is in the file.
+        file: The file of this process; None on all but the first.
+        reserve: Number of steps charged on disk at once.
+        holder: Closes the file when it is garbage-collected: a run may outlive its engine.
+        knows_later: Whether the run was resumed from a checkpoint, and all later charges are in the file.
     """
 
     ledger: Ledger
@@ -42,7 +42,7 @@ class RunLedger:
     holder: Any = None
     knows_later: bool = False
     _reservation: Reservation | None = None
-    _owed: list[Charge] = field(default_factory=list)
+    _unwritten: list[Charge] = field(default_factory=list)
 
     @property
     def history(self) -> tuple[Charge, ...]:
@@ -56,19 +56,19 @@ class RunLedger:
 
     @property
     def steps(self) -> int:
-        """How many batches were charged."""
+        """Number of batches charged."""
         return self.ledger.steps
 
     def charge(
         self, event: Event, *, count: int = 1, kind: str = "release", room: Callable[[], int] | None = None
     ) -> None:
-        """Charges ``count`` entries before their release. Nothing is charged if the file cannot be written.
+        """Charges ``count`` entries before their step. Nothing is charged if the file cannot be written.
 
-        All processes charge the same releases at the same time. ``room`` returns how many charges of the event, these
-        included, may be reserved; None for no more than these.
+        All processes charge the same steps at the same time. ``room`` returns the maximum number of charges of the
+        event to reserve, including these; None reserves only these.
         """
         charge = Charge(event, count, kind)
-        with contextlib.nullcontext() if self.file is None or kind != "release" else self.file.held():
+        with contextlib.nullcontext() if self.file is None or kind != "release" else self.file.locked():
             if not self._is_reserved(charge):
                 self._write(charge, room)
             if self._reservation is not None and self._is_reserved(charge):
@@ -76,20 +76,20 @@ class RunLedger:
             self.ledger.charge(event, count=count, kind=kind)
 
     def _is_reserved(self, charge: Charge) -> bool:
-        """Whether there is a reservation for it, which nobody has settled."""
-        here = self._reservation
-        if here is None or here.event != charge.event or here.left < charge.count:
+        """Returns True if there is an unsettled reservation for the charge."""
+        reservation = self._reservation
+        if reservation is None or reservation.event != charge.event or reservation.left < charge.count:
             return False
-        if charge.kind != "release" and self.ranks.size > 1:  # of this process alone, perhaps
+        if charge.kind != "release" and self.ranks.size > 1:  # perhaps only on this process
             return False
-        return self.file is None or (self.file.is_open and self.file.reservations.get(self.run) is here)
+        return self.file is None or (self.file.is_open and self.file.reservations.get(self.run) is reservation)
 
     def _write(self, charge: Charge, room: Callable[[], int] | None) -> None:
-        if charge.kind != "release":  # nothing leaves, and other processes may not know of it
+        if charge.kind != "release":  # nothing is released, and other processes may not make this charge
             try:
                 self._append(charge, charge.count)
             except LedgerError:
-                self._owed.append(charge)  # it counts from now on, and is written before anything is released
+                self._unwritten.append(charge)  # counts from now on, and is written before the next release
             return
         reserved = charge.count if room is None else max(charge.count, min(self.reserve, room()))
         self._reservation = None
@@ -100,34 +100,33 @@ class RunLedger:
                 self.file.reservations[self.run] = self._reservation
 
     def _append(self, charge: Charge, reserved: int) -> int:
-        """Writes a charge, or a reservation that it is the first of, in the first process; the number of its entry."""
+        """Writes a charge, or a reservation that begins with it, on the first process. Returns its entry number."""
         if self.file is None:
             return 0
-        with self.file.held():  # the numbers of entries are those that will be written
-            told: list[Told] = []
+        with self.file.locked():  # entry numbers must not change before writing
+            new_entries: list[NewEntry] = []
             if charge.kind == "release":
-                before = self.file.reservations.pop(
-                    self.run, None
-                )  # if what follows fails, it stays charged as a whole
-                told += [] if before is None else [before.settled(self.run)]
-            for one in (*self._owed, charge):
-                at, event = self.file.told_of_event(one.event, told)
-                told += event
+                # If a later statement fails, the old reservation stays charged completely.
+                before = self.file.reservations.pop(self.run, None)
+                new_entries += [] if before is None else [before.settled(self.run)]
+            for one in (*self._unwritten, charge):
+                at, event = self.file.event_entry(one.event, new_entries)
+                new_entries += event
                 fields = {"run": self.run, "event": at, "count": one.count}
                 if one is charge and reserved > charge.count:
-                    told.append(("reserve", {**fields, "count": reserved}))
+                    new_entries.append(("reserve", {**fields, "count": reserved}))
                 else:
-                    told.append(("charge", {**fields, "of": one.kind}))
-            self.file.append(*told)
-            self._owed.clear()
+                    new_entries.append(("charge", {**fields, "of": one.kind}))
+            self.file.append(*new_entries)
+            self._unwritten.clear()
             assert self.file.contents.last is not None
             return self.file.contents.last.seq
 
     def close(self) -> None:
-        """Settles what was reserved, and says that the run is over; on the first process."""
+        """Settles the reservation and writes the end of the run, on the first process."""
         self._reservation = None
         if self.file is not None:
             self.file.settle(self.run)
-            while self._owed:
-                self._append(self._owed.pop(), 0)
+            while self._unwritten:
+                self._append(self._unwritten.pop(), 0)
             self.file.append(("close", {"run": self.run}))

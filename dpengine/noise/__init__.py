@@ -1,4 +1,4 @@
-"""Noise mechanisms, addressed random sources, and strategies for correlated noise."""
+"""Noise mechanisms, sources of addressed randomness, and strategies for correlated noise."""
 
 from typing import TYPE_CHECKING
 

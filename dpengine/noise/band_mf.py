@@ -1,4 +1,4 @@
-"""BandMF: banded Toeplitz noise with the least error, as an argument of ``make_private``."""
+"""BandMF: banded Toeplitz noise with minimal error, as an argument of ``make_private``."""
 
 from __future__ import annotations
 
@@ -17,26 +17,26 @@ from .toeplitz import momentum as momentum_workload
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BandMF:
-    """Noise of each step takes back a part of the noise of the steps before, for the same guarantee.
+    """Banded noise: each step cancels a part of the noise of earlier steps, at the same privacy cost.
 
-    Examples are put into as many groups as there are bands, and each step draws from the next group, so that no example
-    meets the same noise twice. Batches must be at most ``1 / num_bands`` of the data set, and the run as long as was
-    planned.
+    Examples are split into as many groups as there are bands, and each step samples from the next group, so that no
+    example participates twice within the bands. The expected batch size must be at most ``1 / num_bands`` of the data
+    set, and the run as long as planned.
 
     Source: Choquette-Choo et al. 2023, (Amplified) Banded Matrix Factorization (arXiv:2306.08153).
 
     Args:
-        num_bands: Bands of the strategy, at least 1. One band is independent noise.
-        momentum: Of the optimizer, in [0, 1): the strategy that is best for it is taken.
-        loss: ``"mean"`` or ``"max"``: which error over the steps is the least.
-        learning_rates: Of each step, where a schedule changes them; the strategy that is best for it is taken, for the
-            loss "mean". Their unit does not matter.
-        column_normalize: Divides each column of the strategy by its norm, which makes the last steps less noisy.
-        strategy: First column of the strategy, instead of the best one; ``num_bands`` numbers.
+        num_bands: Number of bands of the strategy, at least 1. One band is independent noise.
+        momentum: Momentum of the optimizer, in [0, 1), for which the strategy is optimized.
+        loss: ``"mean"`` or ``"max"``: the error over the steps that is minimized.
+        learning_rates: Learning rate of each step, if a schedule changes it. The strategy is optimized for it, with the
+            loss "mean". The scale of the rates does not matter.
+        column_normalize: Divides each column of the strategy by its norm, which reduces the noise of the last steps.
+        strategy: First column of the strategy, instead of the optimal one; ``num_bands`` numbers.
 
     Raises:
         ValueError: If a number is outside its range, or the strategy has another length.
-        TypeError: If ``num_bands`` is not a whole number.
+        TypeError: If ``num_bands`` is not an integer.
     """
 
     num_bands: int
@@ -47,14 +47,14 @@ class BandMF:
     strategy: Sequence[float] | None = None
 
     def __post_init__(self) -> None:
-        """Refuses what is no such noise."""
+        """Checks the arguments."""
         if isinstance(self.num_bands, bool) or not isinstance(self.num_bands, int):
             raise TypeError(f"noise.BandMF: num_bands must be a whole number, got {self.num_bands!r}.")
         if self.num_bands < 1:
             raise ValueError(f"noise.BandMF: num_bands must be at least 1, got {self.num_bands}.")
         momentum_workload(1, self.momentum)
         if self.loss not in ("mean", "max"):
-            raise ValueError(f"noise.BandMF: loss={self.loss!r} is not known. Choose one of: 'mean', 'max'.")
+            raise ValueError(f"noise.BandMF: loss={self.loss!r} is unknown. Choose one of: 'mean', 'max'.")
         if self.learning_rates is not None:
             rates = tuple(float(rate) for rate in self.learning_rates)
             if (
@@ -63,8 +63,8 @@ class BandMF:
                 or not any(rates[:1])
             ):
                 raise ValueError(
-                    "noise.BandMF: learning_rates must be finite, at least 0 and begin above it, and go with "
-                    f"loss='mean'; got {list(rates[:3])}... and loss={self.loss!r}."
+                    "noise.BandMF: learning_rates must be finite and nonnegative, begin with a positive one, and be "
+                    f"used with loss='mean'; got {list(rates[:3])}... and loss={self.loss!r}."
                 )
             object.__setattr__(self, "learning_rates", rates)
         if self.strategy is not None:
@@ -88,7 +88,7 @@ class BandMF:
         if self.learning_rates is not None and len(self.learning_rates) != iterations:
             raise ValueError(f"noise.BandMF: {len(self.learning_rates)} learning_rates for {iterations} steps.")
         if self.num_bands > iterations:
-            raise ValueError(f"noise.BandMF: {self.num_bands} bands for {iterations} steps; take at most as many.")
+            raise ValueError(f"noise.BandMF: {self.num_bands} bands for {iterations} steps; use at most one per step.")
         if self.strategy is not None:
             given = np.asarray(self.strategy)
             return given / np.linalg.norm(given)
@@ -104,11 +104,11 @@ class BandMF:
         return banded_loss(column, momentum_workload(iterations, self.momentum), self.loss)
 
     def recurrence(self, iterations: int) -> Recurrence:
-        """The noise of so many steps; it ends with them."""
+        """Returns the noise of a run with this number of steps."""
         column = self.column(iterations)
-        made = banded_toeplitz(column, column_normalized_steps=iterations if self.column_normalize else None)
+        recurrence = banded_toeplitz(column, column_normalized_steps=iterations if self.column_normalize else None)
         gain = self._loss([1.0], iterations) / self._loss(column, iterations)
-        facts = {
+        description = {
             "noise": "banded-toeplitz",
             "bands": self.num_bands,
             "iterations": iterations,
@@ -116,4 +116,4 @@ class BandMF:
             "strategy": [float(value) for value in column],
             "error_of_independent_noise_over_this": float(np.sqrt(gain)),
         }
-        return dataclasses.replace(made, size=iterations, facts=facts)
+        return dataclasses.replace(recurrence, size=iterations, description=description)

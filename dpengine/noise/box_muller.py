@@ -1,16 +1,16 @@
-"""Keystream -> standard normals in float64, by Box and Muller.
+"""Box-Muller transform: keystream to standard normals in float64.
 
-Normals come in groups of 512. A group takes 48 blocks of 16 32-bit words; word ``w`` of blocks ``16 p`` to ``16 p+15``
-makes row ``16 p + w`` of a table. Read row by row, its first two thirds are 256 64-bit words v, its last third 256
-32-bit words t, and each pair of these makes elements ``i`` and ``i + 256``::
+Normals come in groups of 512. A group uses 48 blocks of 16 32-bit words; word ``w`` of blocks ``16 p`` to ``16 p+15``
+is row ``16 p + w`` of a table. Read row by row, its first two thirds are 256 64-bit words v, and its last third is 256
+32-bit words t. Each pair (v, t) yields elements ``i`` and ``i + 256``::
 
     u = (v + 1/2) / 2**64                          sqrt(-ln u) * (cos y + sin y), its sign the first bit of t
     y = (r + 1/2 - 2**29) / 2**29 * pi / 4         sqrt(-ln u) * (cos y - sin y), its sign the second bit of t
 
-where r are the other 30 bits of t: a point of the quarter circle and two signs are a point of the circle. So the
-largest value is 9.49; a generator that draws float32 uniforms, as torch does on the CPU, stops at 5.77: a floor under
-delta. Logarithm, sine and cosine are series in operations that every machine rounds alike, good to 1e-10: noise can be
-drawn again anywhere, in native code or here.
+where r are the other 30 bits of t: a point of the quarter circle and two signs are a point of the circle. The largest
+value is therefore 9.49. A generator of float32 uniforms, such as torch's on the CPU, stops at 5.77, which is a lower
+limit of delta. Logarithm, sine and cosine are series of operations that every machine rounds alike, accurate to 1e-10,
+so noise can be regenerated anywhere, in native code or here.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ GROUP = 2 * PAIRS  # normals
 WORDS_PER_GROUP = 3 * PAIRS // 2  # 64-bit words
 BLOCKS_PER_GROUP = 48
 LARGEST_NORMAL = math.sqrt(2 * 65 * math.log(2))  # at u = 2**-65
-APART = 512  # words of a pair on an accelerator
+PAIR_DISTANCE = 512  # distance of the two words of a pair on an accelerator
 
 _COLUMNS = 16
-_GROUPS_AT_ONCE = 32  # of a few kilobytes each, so that what is in between stays in the cache
+_GROUPS_AT_ONCE = 32  # a few kilobytes each, so that intermediate values stay in the cache
 _ROOT = np.float64(math.sqrt(0.5)).view(np.uint64)
 _ONE = np.uint64(1 << 52)
 _LN_2 = 0.6931471805599453
@@ -42,9 +42,9 @@ Fill = Callable[[int, np.ndarray], None]
 
 
 def add_normals(fill: Fill, first: int, std: float, scale: float, to: np.ndarray) -> None:
-    """``to = (to + std * normals) * scale`` in place, in float64, rounded once. ``to[0]`` gets normal number ``first``.
+    """Computes ``to = (to + std * normals) * scale`` in float64, rounded once. ``to[0]`` gets normal number ``first``.
 
-    ``fill(block, out)`` writes the keystream from a 64-byte block on into a ``uint64`` array.
+    ``fill(block, out)`` writes the keystream, beginning with a 64-byte block, into a ``uint64`` array.
     """
     done = 0
     while done < len(to):
@@ -59,7 +59,7 @@ def add_normals(fill: Fill, first: int, std: float, scale: float, to: np.ndarray
 
 
 def normals_of_keystream(words: np.ndarray, std: float) -> np.ndarray:
-    """Normals times ``std``, float64, of whole groups of keystream words (uint64, little end first)."""
+    """Returns normals times ``std``, float64, from complete groups of keystream words (little-endian uint64)."""
     table = words.astype("<u8", copy=False).view("<u4").reshape(-1, 3, _COLUMNS, 16)
     rows = np.ascontiguousarray(table.transpose(0, 1, 3, 2)).reshape(-1, 3 * PAIRS)
     far = np.ascontiguousarray(rows[:, : 2 * PAIRS]).view("<u8")
@@ -95,11 +95,11 @@ def _series(coefficients: list[float], q: np.ndarray) -> np.ndarray:
 
 
 def normals_from_words(words: Tensor) -> Tensor:
-    """Normals of random bits on any device with float64: words ``i`` and ``i + APART`` make one pair.
+    """Returns normals from random bits on any device with float64; words ``i`` and ``i + PAIR_DISTANCE`` form a pair.
 
-    The number of words is a multiple of ``2 * APART``.
+    The number of words is a multiple of ``2 * PAIR_DISTANCE``.
     """
-    first, second = words.view(-1, 2, APART).to(torch.float64).unbind(dim=1)
+    first, second = words.view(-1, 2, PAIR_DISTANCE).to(torch.float64).unbind(dim=1)
     radius = first.add_(0.5).abs_().mul_(2.0**-63).log_().mul_(-2).sqrt_()
     angle = second.mul_(math.pi * 2.0**-63)
     return torch.stack((torch.sin(angle).mul_(radius), torch.cos(angle).mul_(radius)), dim=1).view(-1)

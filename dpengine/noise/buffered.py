@@ -1,7 +1,7 @@
-"""Buffered linear Toeplitz strategies: a few decaying sums stand for the whole past.
+"""Buffered linear Toeplitz strategies: a few decaying sums represent all earlier steps.
 
-The strategy's first column is 1, then ``t_k = sum_i omega_i theta_i^(k-1)``; that of its inverse has the same form,
-with ``theta_hat`` and ``omega_hat``. The decays of the two determine everything, and lie between each other.
+The strategy's first column is 1, then ``t_k = sum_i omega_i theta_i^(k-1)``. That of its inverse has the same form,
+with ``theta_hat`` and ``omega_hat``. The decays of both determine the strategy, and they interlace.
 
 Source: Dvijotham et al. 2024 (arXiv:2404.16706), McMahan et al. 2024 (arXiv:2408.08868).
 """
@@ -20,17 +20,17 @@ from torch import Tensor
 from .toeplitz import error_weights
 
 MOST_BUFFERS = 15
-_WORTH = 0.01  # by how much, relatively, one more buffer must lower the loss
+_MIN_GAIN = 0.01  # least relative decrease of the loss for one more buffer
 
 
 @dataclass(frozen=True)
 class BLTStrategy:
-    """Decays and scales of a strategy, in falling order of the decays.
+    """Decays and scales of a strategy, in decreasing order of the decays.
 
     Attributes:
         decays: theta, ``(m,)`` in (0, 1).
         scales: omega, ``(m,)``, positive.
-        inverse_decays: theta of the inverse, each below its neighbour in ``decays``.
+        inverse_decays: theta of the inverse, each below the corresponding element of ``decays``.
     """
 
     decays: tuple[float, ...]
@@ -42,18 +42,18 @@ class BLTStrategy:
         return blt_column(self.decays, self.scales, size)
 
     def inverse_column(self, size: int) -> np.ndarray:
-        """First column of its inverse, ``(size,)``."""
+        """First column of the inverse, ``(size,)``."""
         theta, hat = _wide(self.decays), _wide(self.inverse_decays)
         return _column(hat, _residues(hat, theta), size).numpy()
 
 
 def blt_column(decays: tuple[float, ...], scales: tuple[float, ...], size: int) -> np.ndarray:
-    """First column ``(size,)`` of the strategy with these buffers."""
+    """Returns the first column ``(size,)`` of the strategy with these buffers."""
     return _column(_wide(decays), _wide(scales), size).numpy()
 
 
 def blt_from_decays(decays: tuple[float, ...], inverse_decays: tuple[float, ...]) -> BLTStrategy:
-    """The strategy that these decays determine."""
+    """Returns the strategy with these decays."""
     order = [1.0, *(value for pair in zip(decays, inverse_decays, strict=True) for value in pair), 0.0]
     if any(a <= b for a, b in itertools.pairwise(order)):
         raise ValueError(
@@ -64,11 +64,11 @@ def blt_from_decays(decays: tuple[float, ...], inverse_decays: tuple[float, ...]
 
 
 def optimize_blt(size: int, *, buffers: int | None = None, loss: str = "max") -> BLTStrategy:
-    """The strategy with the least error for examples that take part once in a run.
+    """Returns the strategy with minimal error if each example participates once in a run.
 
     Args:
-        size: Steps of the run.
-        buffers: How many sums are kept, at most 15; None adds one while it lowers the squared error by 1 %.
+        size: Number of steps of the run.
+        buffers: Number of buffers, at most 15; None adds one while it decreases the squared error by 1 %.
         loss: ``"mean"`` or ``"max"`` over the steps.
 
     Returns:
@@ -83,7 +83,7 @@ def optimize_blt(size: int, *, buffers: int | None = None, loss: str = "max") ->
     best, lowest = BLTStrategy((), (), ()), float(weights.cumsum(0)[-1])
     for count in range(1, MOST_BUFFERS + 1) if buffers is None else [buffers] if buffers else []:
         found, reached = _optimized(count, size, weights)
-        if buffers is None and reached > lowest * (1 - _WORTH):
+        if buffers is None and reached > lowest * (1 - _MIN_GAIN):
             break
         best, lowest = found, reached
     return best
@@ -92,7 +92,7 @@ def optimize_blt(size: int, *, buffers: int | None = None, loss: str = "max") ->
 def _optimized(count: int, size: int, weights: Tensor) -> tuple[BLTStrategy, float]:
     from scipy.optimize import minimize
 
-    # 1 - decay in equal ratios from 1 / size up, as the poles of a good approximation to a square root lie.
+    # 1 - decay in geometric progression from 1 / size, like the poles of a good approximation of a square root.
     values = 1 - (1 / max(size, 2)) ** (1 - (np.arange(2 * count) + 0.5) / (2 * count))
     shares = values / np.concatenate([[1.0], values[:-1]])
     start = np.log(shares / (1 - shares))
@@ -115,7 +115,7 @@ def _with_gradient(loss: Callable[[Tensor], Tensor]) -> Callable[[np.ndarray], t
 
 
 def _log_loss(free: Tensor, size: int, weights: Tensor) -> Tensor:
-    decays = torch.sigmoid(free).cumprod(0)  # each is a share of the one before: they alternate and stay in (0, 1)
+    decays = torch.sigmoid(free).cumprod(0)  # each is a fraction of the previous one: they interlace and stay in (0, 1)
     theta, hat = decays[::2], decays[1::2]
     strategy = _column(theta, _residues(theta, hat), size)
     beta = _column(hat, _residues(hat, theta), size).cumsum(0)
@@ -124,8 +124,8 @@ def _log_loss(free: Tensor, size: int, weights: Tensor) -> Tensor:
 
 def _residues(theta: Tensor, hat: Tensor) -> Tensor:
     """``prod_j (theta_i - hat_j) / prod_{j != i} (theta_i - theta_j)``."""
-    apart = theta.unsqueeze(1) - theta.unsqueeze(0)
-    return (theta.unsqueeze(1) - hat.unsqueeze(0)).prod(dim=1) / (apart + torch.eye(len(theta)).to(apart)).prod(dim=1)
+    delta = theta.unsqueeze(1) - theta.unsqueeze(0)
+    return (theta.unsqueeze(1) - hat.unsqueeze(0)).prod(dim=1) / (delta + torch.eye(len(theta)).to(delta)).prod(dim=1)
 
 
 def _wide(values: tuple[float, ...]) -> Tensor:

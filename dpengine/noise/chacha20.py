@@ -1,7 +1,7 @@
 """The ChaCha20 keystream with a 64-bit block counter, in NumPy and through the system's libcrypto, with equal bytes.
 
-The core is that of RFC 8439. Its state ends in four words; they hold the block number (two words, as in Bernstein's
-original layout) and the nonce (two words), so one key and nonce last for 2**64 blocks of 64 bytes.
+The core is that of RFC 8439. The last four words of its state are the block number (two words, as in Bernstein's
+original layout) and the nonce (two words), so one key and nonce suffice for 2**64 blocks of 64 bytes.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ Fill = Callable[[bytes, int, int, np.ndarray], None]
 
 _CONSTANTS = struct.unpack("<4I", b"expand 32-byte k")
 _LANES = 2**12  # blocks computed together: large enough to hide NumPy's cost per call, small enough for the cache
-_LIBRARIES = {  # names that are safe to open; macOS ends a process that opens its unversioned libcrypto
+_LIBRARIES = {  # safe names only: macOS terminates a process that opens its unversioned libcrypto
     "linux": ("libcrypto.so.3", "libcrypto.so.1.1"),
     "win32": ("libcrypto-3-x64.dll", "libcrypto-3.dll", "libcrypto-3-arm64.dll"),
 }
 
 
 def fill_keystream(key: bytes, nonce: int, block: int, out: np.ndarray) -> None:
-    """Fills ``out`` with keystream words, by the fastest back end that passed its self-test.
+    """Fills ``out`` with keystream words by the fastest backend that passes its self-test.
 
     Word i of ``out`` is word ``i % 8`` of block ``block + i // 8``.
     """
@@ -37,7 +37,7 @@ def fill_keystream(key: bytes, nonce: int, block: int, out: np.ndarray) -> None:
 
 @functools.cache
 def backend() -> Fill:
-    """``fill_with_libcrypto`` where its bytes equal those of ``fill_with_numpy``, else the latter."""
+    """Returns ``fill_with_libcrypto`` if its bytes equal those of ``fill_with_numpy``, otherwise the latter."""
     if _libcrypto() is None:
         return fill_with_numpy
     key, expected, got = bytes(range(32)), np.empty(99, np.uint64), np.empty(99, np.uint64)
@@ -62,29 +62,29 @@ def fill_with_numpy(key: bytes, nonce: int, block: int, out: np.ndarray) -> None
 
 
 def fill_with_libcrypto(key: bytes, nonce: int, block: int, out: np.ndarray) -> None:
-    """``fill_keystream`` through OpenSSL's EVP interface, which lets other threads run meanwhile."""
+    """``fill_keystream`` through OpenSSL's EVP interface, which runs without the interpreter lock."""
     library = _libcrypto()
     context = library.quick.EVP_CIPHER_CTX_new() if library else None
     if not library or not context:
-        raise OSError("noise.chacha20: libcrypto gave no cipher context")
+        raise OSError("noise.chacha20: libcrypto returned no cipher context")
     out[:] = 0  # keystream = encryption of zeros, in place
     size, done, written = out.nbytes, 0, ctypes.c_int()
     initial = struct.pack("<QQ", block, nonce)
     try:
         accepted = library.quick.EVP_EncryptInit_ex(context, library.quick.EVP_chacha20(), None, key, initial)
         while accepted and done < size:
-            part = min(size - done, 2**30)  # its lengths are C ints
-            here = out.ctypes.data + done
-            accepted = library.long.EVP_EncryptUpdate(context, here, ctypes.byref(written), here, part)
+            part = min(size - done, 2**30)  # lengths are C ints
+            pointer = out.ctypes.data + done
+            accepted = library.long.EVP_EncryptUpdate(context, pointer, ctypes.byref(written), pointer, part)
             done += part
     finally:
         library.quick.EVP_CIPHER_CTX_free(context)  # this also erases the key
     if not accepted:
-        raise OSError("noise.chacha20: libcrypto refused ChaCha20")
+        raise OSError("noise.chacha20: libcrypto rejected ChaCha20")
 
 
 def _blocks(key: bytes, nonce: int, first: int, count: int) -> np.ndarray:
-    """Words of ``count`` blocks, ``(8 * count,)``."""
+    """Returns the words of ``count`` blocks, ``(8 * count,)``."""
     counters = np.arange(count, dtype=np.uint64) + np.uint64(first)
     rows = np.empty((16, count), np.uint32)
     rows[:12] = np.array([*_CONSTANTS, *struct.unpack("<8I", key)], np.uint32)[:, None]
@@ -112,7 +112,7 @@ def _quarter_rounds(a: np.ndarray, b: np.ndarray, c: np.ndarray, d: np.ndarray, 
 
 
 class _Library(NamedTuple):
-    """One library opened twice: calls of ``long`` let other threads run, which costs more than a short call takes."""
+    """One library, opened twice: ``long`` releases the interpreter lock, which costs more than a short call."""
 
     quick: ctypes.CDLL
     long: ctypes.CDLL
@@ -120,7 +120,7 @@ class _Library(NamedTuple):
 
 @functools.cache
 def _libcrypto() -> _Library | None:
-    """The library that Python's own hashlib is linked with, or a system one; None where there is none."""
+    """Returns the library that Python's hashlib is linked with, or a system one; None if there is none."""
     try:
         import _hashlib
 

@@ -1,4 +1,4 @@
-"""The keyed streams of 64-bit words that private randomness is made of: one record for each kind."""
+"""Keyed streams of 64-bit words, the basis of private randomness: one record for each kind."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .box_muller import add_normals
 from .chacha20 import fill_keystream
 
 DEFAULT_KIND = "chacha20"
-SECURE_KIND = "secure"  # chacha20, whatever the device that the noise is for
+SECURE_KIND = "secure"  # chacha20 on the CPU, for all devices
 
 
 @dataclass(frozen=True)
@@ -23,10 +23,10 @@ class StreamKind:
     """A pure function from (key, block) to words.
 
     Attributes:
-        fill: ``fill(subkey, block, out)`` writes the words from 64-byte block ``block`` on into ``out``, a contiguous
-            ``uint64`` array. ``subkey`` has 32 bytes and is never used for a second purpose.
-        cryptographic: Whether the words cannot be told from random ones without the key, as far as anyone knows.
-        native: Whether native code, where it is built, may draw the normals.
+        fill: ``fill(subkey, block, out)`` writes the words, beginning with 64-byte block ``block``, into ``out``, a
+            contiguous ``uint64`` array. ``subkey`` has 32 bytes and is never used for a second purpose.
+        cryptographic: Whether the words are believed to be indistinguishable from random ones without the key.
+        native: Whether native code, if built, may generate the normals.
     """
 
     fill: Callable[[bytes, int, np.ndarray], None]
@@ -34,19 +34,19 @@ class StreamKind:
     native: bool = False
 
     @property
-    def in_a_team(self) -> bool:
-        """Whether ``add_normals`` shares its work out to torch's own threads."""
+    def uses_torch_threads(self) -> bool:
+        """True if ``add_normals`` runs on torch's own threads."""
         return self.native and native_normals() is not None and thread_team() is not None
 
     @property
     def by_rows(self) -> bool:
-        """Whether ``add_normals_by_rows`` goes."""
+        """True if ``add_normals_by_rows`` is available."""
         return self.native and native_normals() is not None
 
     def add_normals(
         self, subkey: bytes, first: int, std: float, scale: float, to: np.ndarray, threads: int = 1
     ) -> None:
-        """``to = (to + std * normals) * scale`` in place, with the normals of the stream from number ``first`` on."""
+        """Computes ``to = (to + std * normals) * scale`` in place, from number ``first`` of the stream's normals."""
         library = native_normals() if self.native else None
         if library is None:
             add_normals(functools.partial(self.fill, subkey), first, std, scale, to)
@@ -65,13 +65,13 @@ class StreamKind:
         rows: int,
         stride: int,
     ) -> None:
-        """The same for rows, each of which begins ``stride`` normals after the one before; native code only."""
+        """Like ``add_normals`` for rows whose first normals are ``stride`` apart; native code only."""
         add_native_normals(native_normals(), subkey, first, std, scale, to, threads, rows=rows, stride=stride)
 
 
 @functools.cache
 def native_normals() -> Any:
-    """The compiled library if its normals are those of the plain code, bit by bit; else None."""
+    """Returns the compiled library if its normals equal those of the Python code, bit by bit; otherwise None."""
     library = native_library()
     if library is None:
         return None
@@ -103,7 +103,7 @@ def add_native_normals(
 
 
 def _fill_chacha20(subkey: bytes, block: int, out: np.ndarray) -> None:
-    fill_keystream(subkey, 0, block, out)  # the subkey is used once, so the nonce has nothing left to tell apart
+    fill_keystream(subkey, 0, block, out)  # the subkey is used once, so the nonce is constant
 
 
 def _fill_philox(subkey: bytes, block: int, out: np.ndarray) -> None:
@@ -121,7 +121,7 @@ STREAM_KINDS = {
 
 
 def stream_kind(name: str) -> StreamKind:
-    """The kind of that name; ValueError if there is none."""
+    """Returns the kind with this name; raises ValueError if there is none."""
     if name == SECURE_KIND:
         return STREAM_KINDS["chacha20"]
     if name not in STREAM_KINDS:

@@ -1,4 +1,4 @@
-"""The interface of noise mechanisms, and the one that draws independent noise in each step."""
+"""Interface of noise mechanisms, and independent Gaussian noise."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from .source import NoiseSource
 
 
 class AbstractNoise(abc.ABC):
-    """Noise for the sums of a run.
+    """Noise for the clipped sums of a run.
 
-    The standard deviation is an argument of each call, because only the caller knows the sensitivity in force. The
+    The standard deviation is an argument of each call, because only the caller knows the current sensitivity. The
     mechanism determines how noise is correlated across steps.
     """
 
@@ -33,37 +33,37 @@ class AbstractNoise(abc.ABC):
         rows: int = 1,
         stride: int = 0,
     ) -> None:
-        """Adds this step's noise in place, and multiplies by a public constant.
+        """Adds the noise of a step in place, and multiplies by a public constant.
 
         Args:
             sums: Contiguous 1-D tensor of clipped sums, float32 or float64.
             std: Noise multiplier times sensitivity, in units of ``sums``. 0 adds nothing.
-            step: Number of the release. Two releases must have two numbers, also where the first was voided.
-            start: Index of ``sums[0]`` in the whole vector, where ``sums`` is a slice of it (a rank's, a device's).
-            scale: What noisy sums are multiplied by, as 1 / expected batch size. One pass over memory does both.
-            rows: ``sums`` is so many rows of one length, each ``stride`` places after the one before in the vector.
+            step: Number of the step. Two steps must have two numbers, even if the first was discarded.
+            start: Index of ``sums[0]`` in the complete vector, if ``sums`` is a slice of it on one rank or device.
+            scale: Factor of the noisy sums, such as 1 / expected batch size. One pass over memory does both.
+            rows: Number of rows of equal length in ``sums``. Their starts are ``stride`` apart in the vector.
             stride: See ``rows``.
         """
 
     @abc.abstractmethod
     def state_dict(self) -> dict[str, Any]:
-        """What a resumed run needs besides the noise source, between two steps. Secret.
+        """Returns the state that a resumed run needs besides the noise source, between two steps. Secret.
 
         Returns:
-            ``"next_step"`` is the first that was not drawn; ``"slices"`` has tensors ``(K, D)`` by their places.
+            ``"next_step"`` is the first step without noise; ``"slices"`` has tensors ``(K, D)`` by their places.
         """
 
     @abc.abstractmethod
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Goes on from ``state_dict()``."""
+        """Loads the result of ``state_dict()``."""
 
 
 @final
 class GaussianNoise(AbstractNoise):
     """Independent Gaussian noise in each step: the noise of DP-SGD (Abadi et al. 2016).
 
-    Every (step, index) is an address of its own in the noise source. Noise at one address in two releases would cancel
-    in their difference, so an address at or before one that was used raises PrivacyError.
+    Every (step, index) is a separate address of the noise source. Noise at one address in two releases would cancel in
+    their difference, so an address at or before a used one raises PrivacyError.
 
     Args:
         source: The source of the normals.
@@ -73,7 +73,7 @@ class GaussianNoise(AbstractNoise):
     def __init__(self, source: NoiseSource, *, domain: str = "noise"):
         self._source = source
         self._domain = domain
-        self._next = (0, 0)  # (step, index): the first address not used yet
+        self._next = (0, 0)  # (step, index) of the first unused address
 
     def add(
         self,
@@ -86,16 +86,16 @@ class GaussianNoise(AbstractNoise):
         rows: int = 1,
         stride: int = 0,
     ) -> None:
-        """Adds this step's noise in place, and multiplies by ``scale``.
+        """Adds the noise of a step in place, and multiplies by ``scale``.
 
-        Slices of one step's vector come in the order of their ``start``.
+        The slices of one step's vector must come in the order of their ``start``.
 
         Args:
             sums: Contiguous 1-D tensor of clipped sums, float32 or float64.
-            std: Noise multiplier times sensitivity, in units of ``sums``. 0 adds nothing and uses up nothing.
-            step: Number of the release, above those before it.
-            start: Index of ``sums[0]`` in the whole vector.
-            scale: What the noisy sums are multiplied by.
+            std: Noise multiplier times sensitivity, in units of ``sums``. 0 adds nothing and uses no address.
+            step: Number of the step, in increasing order.
+            start: Index of ``sums[0]`` in the complete vector.
+            scale: Factor of the noisy sums.
             rows: See ``AbstractNoise.add``.
             stride: See ``AbstractNoise.add``.
 
@@ -110,32 +110,32 @@ class GaussianNoise(AbstractNoise):
             raise PrivacyError(
                 f"noise.GaussianNoise.add: got step {step} from index {start}, after step {self._next[0]} up to index "
                 f"{self._next[1]}. The same noise in two releases cancels in their difference.",
-                fix="Give each release its own step, and each slice of one vector its own start.",
+                fix="Use a new step for each release, and a separate start for each slice of one vector.",
             )
-        self._next = (step, end_of(sums, start, rows, stride))  # before: an address that failed half-way is used up
+        self._next = (step, end_of(sums, start, rows, stride))  # first, because an address that fails halfway is used
         cut = {"rows": rows, "stride": stride}
         self._source.add_normal_(sums, std, domain=self._domain, step=step, start=start, scale=scale, **cut)
 
     def state_dict(self) -> dict[str, Any]:
-        """The first step of which no address was used."""
+        """Returns the first step without a used address."""
         return {"next_step": self._next[0] + (self._next[1] > 0), "slices": {}}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Goes on from ``state_dict()``."""
+        """Loads the result of ``state_dict()``."""
         self._next = (state["next_step"], 0)
 
 
 def check_release(where: str, sums: Tensor, std: float) -> None:
-    """Refuses what no mechanism may noise."""
+    """Raises if the dtype of the sums or the standard deviation is not supported."""
     if sums.dtype not in (torch.float32, torch.float64):
         raise TypeError(
-            f"{where}: sums are {sums.dtype}, which absorbs noise by rounding. Sum and noise in float32 or float64, "
-            "and cast after the division."
+            f"{where}: sums are {sums.dtype}, which absorbs noise by rounding. Add sums and noise in float32 or "
+            "float64, and cast after the division."
         )
     if not (std >= 0 and math.isfinite(std)):
-        raise InvalidBudgetError(f"{where}: std must be finite and not negative, got {std!r}.")
+        raise InvalidBudgetError(f"{where}: std must be finite and nonnegative, got {std!r}.")
 
 
 def end_of(sums: Tensor, start: int, rows: int, stride: int) -> int:
-    """The first place of the vector behind the sums. See ``AbstractNoise.add``."""
+    """Returns the first place of the vector after the sums. See ``AbstractNoise.add``."""
     return start + (rows - 1) * stride + sums.numel() // rows

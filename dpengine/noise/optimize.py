@@ -1,11 +1,11 @@
-"""Strategies with the least error for their sensitivity, by gradients that are written out.
+"""Strategies with minimal error for their sensitivity, by explicit gradients.
 
 With ``beta`` the first column of ``A S^-1`` the loss is ``E v``, where ``E = sum_t w_t beta_t^2`` and ``v`` is the
-squared sensitivity. ``beta`` solves ``c * beta = a``, so that ``dE/dc_k = -sum_{t>=k} lambda_t beta_{t-k}`` with the
-adjoint ``lambda``: the same recursive filter, run backwards over ``2 w beta``.
+squared sensitivity. ``beta`` solves ``c * beta = a``, so ``dE/dc_k = -sum_{t>=k} lambda_t beta_{t-k}`` with the adjoint
+``lambda``: the same recursive filter, run backwards over ``2 w beta``.
 
-Source: Choquette-Choo et al. 2023 (arXiv:2306.08153) for bands, Kalinin and Lampert 2025 (arXiv:2505.12128) for
-inverses with bands.
+Source: Choquette-Choo et al. 2023 (arXiv:2306.08153) for banded strategies, Kalinin and Lampert 2025 (arXiv:2505.12128)
+for banded inverses.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from .sensitivity import overlapped, rounds
+from .sensitivity import max_participations, overlapped
 from .toeplitz import (
     Coefficients,
     error_weights,
@@ -39,19 +39,19 @@ def optimize_banded(
     separation: int | None = None,
     steps: int = _MOST_STEPS,
 ) -> np.ndarray:
-    """The banded Toeplitz strategy with the least error.
+    """Returns the banded Toeplitz strategy with minimal error.
 
     Args:
-        size: Steps of the run, at least 1.
-        bands: Coefficients of the strategy, at most ``size``.
-        workload: First column of what is wanted of the sums, ``(size,)``; None for running totals.
+        size: Number of steps of the run, at least 1.
+        bands: Number of coefficients of the strategy, at most ``size``.
+        workload: First column of the workload, ``(size,)``; None for prefix sums.
         loss: ``"mean"`` or ``"max"`` over the steps.
-        separation: Steps between two participations of an example, where these are fewer than the bands; None where
-            its participations never fall into the same bands.
-        steps: Iterations of the search, at most.
+        separation: Number of steps between two participations of an example, if it is less than the bands; None if no
+            example participates twice within the bands.
+        steps: Maximum number of iterations of the optimizer.
 
     Returns:
-        ``(bands,)``, of norm 1, the first one positive.
+        ``(bands,)``, of norm 1, with a positive first element.
 
     Raises:
         ValueError: If a number is out of its range.
@@ -61,13 +61,13 @@ def optimize_banded(
     weights = error_weights(size, loss)
     start = (root_of_prefix_sums(bands) if workload is None else root(np.abs(a[:bands]) + 0.0))[:bands]
     sensitivity = _column_norm if separation is None or bands <= separation else _overlapping(size, bands, separation)
-    return _normalised(_minimise(lambda c: _banded_loss(c, a, weights, sensitivity), start, steps))
+    return _normalized(_minimize(lambda c: _banded_loss(c, a, weights, sensitivity), start, steps))
 
 
 def optimize_scheduled(
     size: int, bands: int, *, rates: np.ndarray, momentum: float = 0.0, steps: int = 500
 ) -> np.ndarray:
-    """The banded Toeplitz strategy for momentum and a learning rate that changes, whose workload is not Toeplitz.
+    """Returns the banded Toeplitz strategy for momentum and learning rates that change. Their workload is not Toeplitz.
 
     The model after step t holds ``sum_{s <= t} rate_s m_s``, with ``m_s = momentum m_{s-1} + sum_s``. Takes
     ``O(size^2)`` time and memory.
@@ -78,11 +78,11 @@ def optimize_scheduled(
         raise ValueError(f"noise.optimize: momentum must be in [0, 1), got {momentum!r}.")
     decay = momentum ** np.arange(size)
     start = root_of_prefix_sums(bands)
-    return _normalised(_minimise(lambda c: _scheduled_loss(c, rates, decay), start, steps))
+    return _normalized(_minimize(lambda c: _scheduled_loss(c, rates, decay), start, steps))
 
 
 def scheduled_loss(column: Coefficients, *, rates: np.ndarray, momentum: float = 0.0) -> float:
-    """What `optimize_scheduled` minimises: mean squared error over the steps, times the squared column norm."""
+    """Loss of `optimize_scheduled`: mean squared error over the steps, times the squared column norm."""
     decay = momentum ** np.arange(len(rates))
     return _scheduled_loss(np.asarray(column, dtype=np.float64), np.asarray(rates, dtype=np.float64), decay)[0]
 
@@ -97,19 +97,19 @@ def optimize_banded_inverse(
     participations: int | None = None,
     steps: int = _MOST_STEPS,
 ) -> np.ndarray:
-    """The noising coefficients, few and banded, with the least error. Their strategy is not banded.
+    """Returns the banded noising coefficients with minimal error. Their strategy is not banded.
 
     Args:
-        size: Steps of the run.
-        bands: Coefficients of the inverse of the strategy.
-        workload: First column of what is wanted of the sums; None for running totals.
+        size: Number of steps of the run.
+        bands: Number of coefficients of the inverse of the strategy.
+        workload: First column of the workload; None for prefix sums.
         loss: ``"mean"`` or ``"max"`` over the steps.
-        separation: Steps between two participations of an example; None for a single participation.
-        participations: At most so many; None for as many as fit.
-        steps: Iterations of the search, at most.
+        separation: Number of steps between two participations of an example; None for a single participation.
+        participations: Maximum number of participations; None for as many as fit.
+        steps: Maximum number of iterations of the optimizer.
 
     Returns:
-        ``(bands,)``, the first one 1.
+        ``(bands,)``, with 1 as first element.
 
     Raises:
         ValueError: If a number is out of its range.
@@ -117,7 +117,7 @@ def optimize_banded_inverse(
     _check_size(size, bands)
     a = prefix_sums(size) if workload is None else _checked_workload(workload, size)
     weights, gap = error_weights(size, loss), separation or size
-    times = rounds(size, gap, participations if separation is not None else 1)
+    times = max_participations(size, gap, participations if separation is not None else 1)
     start = banded_inverse_square_root(size, bands, a)
 
     def value(d: np.ndarray) -> tuple[float, np.ndarray]:
@@ -133,12 +133,12 @@ def optimize_banded_inverse(
         by_norm = -np.array([adjoint[k:] @ c[: size - k] for k in range(bands)])
         return error * sq_norm, sq_norm * by_error + error * by_norm
 
-    found = _minimise(value, start, steps)
+    found = _minimize(value, start, steps)
     return found / found[0]
 
 
 def banded_inverse_square_root(size: int, bands: int, workload: np.ndarray | None = None) -> np.ndarray:
-    """The first coefficients of the inverse of the workload's square root (BISR), ``(bands,)``.
+    """Returns the first coefficients of the inverse of the workload's square root (BISR), ``(bands,)``.
 
     Source: Kalinin and Lampert 2025 (arXiv:2505.12128).
     """
@@ -149,15 +149,15 @@ def banded_inverse_square_root(size: int, bands: int, workload: np.ndarray | Non
 
 def _check_size(size: int, bands: int) -> None:
     if not 1 <= bands <= size:
-        raise ValueError(f"noise.optimize: got {bands} bands for {size} steps; there must be 1 to {size}.")
+        raise ValueError(f"noise.optimize: got {bands} bands for {size} steps; pass 1 to {size} bands.")
 
 
 def _checked_workload(workload: np.ndarray, size: int) -> np.ndarray:
     a = np.asarray(workload, dtype=np.float64)
     if a.shape != (size,) or not np.isfinite(a).all() or a[0] <= 0:
         raise ValueError(
-            f"noise.optimize: a workload must have shape ({size},), finite entries and a positive first one; got shape "
-            f"{a.shape}."
+            f"noise.optimize: a workload must have shape ({size},), finite entries and a positive first entry; got "
+            f"shape {a.shape}."
         )
     return a
 
@@ -167,15 +167,15 @@ def _column_norm(c: np.ndarray) -> tuple[float, np.ndarray]:
 
 
 def _overlapping(size: int, bands: int, separation: int) -> Loss:
-    """The squared sensitivity of a strategy whose columns overlap, and its gradient."""
-    times = rounds(size, separation)
+    """Returns the squared sensitivity of a strategy with overlapping columns, and its gradient."""
+    times = max_participations(size, separation)
 
     def value(c: np.ndarray) -> tuple[float, np.ndarray]:
         total = overlapped(c, size, separation, times)
         by_c = np.zeros(bands)
         for i in range(times):
-            seen = total[i * separation :][:bands]
-            by_c[: len(seen)] += 2 * seen
+            part = total[i * separation :][:bands]
+            by_c[: len(part)] += 2 * part
         return float(total @ total), by_c
 
     return value
@@ -193,7 +193,7 @@ def _banded_loss(c: np.ndarray, a: np.ndarray, weights: np.ndarray, sensitivity:
 def _scheduled_loss(c: np.ndarray, rates: np.ndarray, decay: np.ndarray) -> tuple[float, np.ndarray]:
     size, bands = len(rates), len(c)
     g = solve(c, decay)
-    # B[t, j] = sum_{s=j}^t rate_s g_{s-j}: a running total down each column.
+    # B[t, j] = sum_{s=j}^t rate_s g_{s-j}: a cumulative sum along each column.
     steps = np.zeros((size, size))
     for k in range(size):
         steps[np.arange(k, size), np.arange(size - k)] = rates[k:] * g[k]
@@ -212,7 +212,7 @@ def _correlated(one: np.ndarray, other: np.ndarray, bands: int) -> np.ndarray:
     return np.array([one[k:] @ other[: len(other) - k] for k in range(bands)])
 
 
-def _minimise(value: Loss, start: np.ndarray, steps: int) -> np.ndarray:
+def _minimize(value: Loss, start: np.ndarray, steps: int) -> np.ndarray:
     from scipy.optimize import minimize
 
     def finite(c: np.ndarray) -> tuple[float, np.ndarray]:
@@ -228,5 +228,5 @@ def _minimise(value: Loss, start: np.ndarray, steps: int) -> np.ndarray:
     return best if finite(best)[0] <= finite(start)[0] else start
 
 
-def _normalised(c: np.ndarray) -> np.ndarray:
+def _normalized(c: np.ndarray) -> np.ndarray:
     return c / np.linalg.norm(c) * (1 if c[0] > 0 else -1)

@@ -1,6 +1,6 @@
-"""The matrices that correlated noise can follow, as recurrences.
+"""Recurrences: the matrices of correlated noise.
 
-Axes: K rows of state, D numbers of the slice that is noised.
+Axes: K rows of state, D elements of the noised slice.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ from .toeplitz import Coefficients, column_norms
 
 
 def banded_toeplitz(strategy: Coefficients, *, column_normalized_steps: int | None = None) -> Recurrence:
-    """``x_t = (z_t - sum_{0<j<b} c_j x_{t-j}) / c_0``: the last b - 1 rows are kept. BandMF.
+    """``x_t = (z_t - sum_{0<j<b} c_j x_{t-j}) / c_0``, with a state of the last b - 1 rows. BandMF.
 
     Source: Choquette-Choo et al. 2023 (arXiv:2306.08153).
 
     Args:
-        strategy: First column c of S, ``(b,)``, finite, the first one positive.
-        column_normalized_steps: Where given, each column of S is divided by its norm, for a run of so many steps; c is
-            divided by its own first. The largest column norm is 1 then, else it is that of c.
+        strategy: First column c of S, ``(b,)``, finite, with a positive first element.
+        column_normalized_steps: If given, divides each column of S by its norm, for a run of this many steps, after
+            dividing c by its own norm. The largest column norm is then 1; otherwise it is that of c.
 
     Returns:
         The recurrence.
 
     Raises:
-        ValueError: If the strategy is no such column.
+        ValueError: If the strategy is not such a column.
     """  # noqa: DOC502 - the checks raise on our behalf
     c = checked_column("strategy", strategy)
     size = column_normalized_steps
@@ -48,13 +48,13 @@ def banded_toeplitz(strategy: Coefficients, *, column_normalized_steps: int | No
         if size is not None:
             out.mul_(float(scales[t]))
 
-    facts = {"strategy": [float(value) for value in c], "bands": len(c), "column_normalized": size is not None}
-    return Recurrence(f"banded-toeplitz-{_named(c)}-{size}", row, kept=kept, size=size, facts=facts)
+    description = {"strategy": [float(value) for value in c], "bands": len(c), "column_normalized": size is not None}
+    return Recurrence(f"banded-toeplitz-{_digest(c)}-{size}", row, kept=kept, size=size, description=description)
 
 
 def _ring_weights(c: np.ndarray) -> list[np.ndarray]:
-    """For each place of the ring that is written next, what each row that is kept counts."""
-    # Row s is kept at place s mod K, so that x_{t-j} is at (t - j) mod K, and x_{t-K} where x_t goes.
+    """Returns the weights of the stored rows for each place of the ring buffer that is written next."""
+    # Row s is stored at place s mod K, so x_{t-j} is at (t - j) mod K, and x_t replaces x_{t-K}.
     kept = len(c) - 1
     rings = []
     for place in range(kept):
@@ -66,18 +66,18 @@ def _ring_weights(c: np.ndarray) -> list[np.ndarray]:
 
 
 def banded_inverse(coefficients: Coefficients) -> Recurrence:
-    """``x_t = sum_{j<b} d_j z_{t-j}``: nothing is kept, the fresh rows are drawn again.
+    """``x_t = sum_{j<b} d_j z_{t-j}``, without state: the fresh rows are regenerated.
 
     Source: Kalinin and Lampert 2025 (arXiv:2505.12128); with ``(1, -lambda)`` it is DP-lambda-CGD (arXiv:2601.22334).
 
     Args:
-        coefficients: First column d of ``S^-1``, ``(b,)``, finite, the first one positive.
+        coefficients: First column d of ``S^-1``, ``(b,)``, finite, with a positive first element.
 
     Returns:
         The recurrence.
 
     Raises:
-        ValueError: If they are no such column.
+        ValueError: If the coefficients are not such a column.
     """  # noqa: DOC502 - the checks raise on our behalf
     d = checked_column("coefficients", coefficients)
 
@@ -85,8 +85,8 @@ def banded_inverse(coefficients: Coefficients) -> Recurrence:
         for j, weight in enumerate(d[: t + 1]):
             fresh(out, float(weight), t - j)
 
-    facts = {"inverse_coefficients": [float(value) for value in d]}
-    return Recurrence(f"banded-inverse-{_named(d)}", row, facts=facts)
+    description = {"inverse_coefficients": [float(value) for value in d]}
+    return Recurrence(f"banded-inverse-{_digest(d)}", row, description=description)
 
 
 def blt(decays: Coefficients, scales: Coefficients) -> Recurrence:
@@ -95,7 +95,7 @@ def blt(decays: Coefficients, scales: Coefficients) -> Recurrence:
     Source: Dvijotham et al. 2024 (arXiv:2404.16706), McMahan et al. 2024 (arXiv:2408.08868).
 
     Args:
-        decays: theta of S, ``(K,)`` in [0, 1]. None of them: independent noise.
+        decays: theta of S, ``(K,)`` in [0, 1]. Empty for independent noise.
         scales: omega of S, ``(K,)``.
 
     Returns:
@@ -116,21 +116,21 @@ def blt(decays: Coefficients, scales: Coefficients) -> Recurrence:
             out.addmv_(state_KD.t(), torch.as_tensor(-omega, dtype=out.dtype, device=out.device))
             state_KD.mul_(torch.as_tensor(theta, dtype=out.dtype, device=out.device).unsqueeze(1)).add_(out)
 
-    facts = {"decays": theta.tolist(), "scales": omega.tolist()}
-    return Recurrence(f"blt-{_named(np.concatenate([theta, omega]))}", row, kept=len(theta), facts=facts)
+    description = {"decays": theta.tolist(), "scales": omega.tolist()}
+    return Recurrence(f"blt-{_digest(np.concatenate([theta, omega]))}", row, kept=len(theta), description=description)
 
 
 def dense(strategy: np.ndarray) -> Recurrence:
-    """Any lower-triangular strategy: nothing is kept, all fresh rows of its row are drawn again. For short runs.
+    """Any lower-triangular strategy, without state: all fresh rows of a row are regenerated. For short runs.
 
     Args:
         strategy: S, ``(n, n)``.
 
     Returns:
-        The recurrence, which ends after n steps.
+        The recurrence, with n steps.
 
     Raises:
-        ValueError: If it is not square, lower-triangular and regular.
+        ValueError: If S is not square, lower-triangular and regular.
     """
     matrix = np.asarray(strategy, dtype=np.float64)
     square = matrix.ndim == 2 and matrix.shape[0] == matrix.shape[1]
@@ -148,11 +148,11 @@ def dense(strategy: np.ndarray) -> Recurrence:
             fresh(out, float(rows[t, j]), int(j))
 
     size = len(matrix)
-    return Recurrence(f"dense-{_named(matrix.reshape(-1))}", row, size=size, facts={"steps": size})
+    return Recurrence(f"dense-{_digest(matrix.reshape(-1))}", row, size=size, description={"steps": size})
 
 
 def checked_column(name: str, column: Coefficients) -> np.ndarray:
-    """The column as float64; ValueError unless it is 1-D, finite and begins with a positive number."""
+    """Returns the column as float64; raises ValueError unless it is 1-D, finite and begins with a positive number."""
     c = np.asarray(column, dtype=np.float64)
     if c.ndim != 1 or not len(c) or not np.isfinite(c).all() or not c[0] > 0:
         raise ValueError(
@@ -168,7 +168,7 @@ def lambda_cgd(lam: float) -> Recurrence:
         lam: The fraction, in [0, 1).
 
     Returns:
-        The recurrence, which keeps no state.
+        The recurrence, which has no state.
 
     Raises:
         ValueError: If ``lam`` is not in [0, 1).
@@ -178,6 +178,6 @@ def lambda_cgd(lam: float) -> Recurrence:
     return banded_inverse((1.0, -lam))
 
 
-def _named(numbers: np.ndarray) -> str:
-    """A short name that other numbers do not have."""
+def _digest(numbers: np.ndarray) -> str:
+    """Returns a short digest of the numbers, as a name."""
     return hashlib.blake2b(np.ascontiguousarray(numbers, dtype="<f8").tobytes(), digest_size=8).hexdigest()

@@ -1,8 +1,8 @@
-"""How far one example can move what a strategy matrix measures, when it takes part several times.
+"""Sensitivity of a strategy matrix to one example that participates several times.
 
-An example takes part in at most ``participations`` steps, at least ``separation`` apart. Over all such sets of steps
-``I``, the squared sensitivity is the largest ``sum_{i,j in I} |X_ij|`` with ``X = S^T S``, for contributions of norm 1
-each. Columns that overlap add up.
+An example participates in at most ``participations`` steps, which are at least ``separation`` apart. Over all such sets
+of steps ``I``, the squared sensitivity is the largest ``sum_{i,j in I} |X_ij|`` with ``X = S^T S``, for contributions
+of norm 1 each. Overlapping columns add up.
 
 Source: Choquette-Choo et al. 2023 (arXiv:2306.08153); Kalinin and Lampert 2024 (arXiv:2405.13763) for Toeplitz ones.
 """
@@ -14,12 +14,12 @@ import numpy as np
 from .toeplitz import Coefficients
 
 
-def rounds(size: int, separation: int, participations: int | None = None) -> int:
-    """How often an example can take part in so many steps."""
+def max_participations(size: int, separation: int, participations: int | None = None) -> int:
+    """Returns the maximum number of participations of an example."""
     if size < 0 or separation < 1 or (participations is not None and participations < 1):
         raise ValueError(
-            f"noise.sensitivity: got {size} steps, separation {separation}, participations {participations}; the "
-            "separation and the participations are at least 1."
+            f"noise.sensitivity: got {size} steps, separation {separation}, participations {participations}; "
+            "separation and participations must be at least 1."
         )
     fit = -(-size // separation)
     return fit if participations is None else min(participations, fit)
@@ -30,21 +30,21 @@ def toeplitz_sq_sensitivity(
 ) -> float:
     """Squared sensitivity of a Toeplitz strategy.
 
-    Exact where the coefficients are not negative and do not rise; else an upper bound.
+    Exact if the coefficients are nonnegative and nonincreasing; otherwise an upper bound.
 
     Args:
         column: First column of the strategy.
-        size: Steps.
-        separation: Steps from one participation to the next.
-        participations: At most so many; None for as many as fit.
+        size: Number of steps.
+        separation: Number of steps between two participations.
+        participations: Maximum number of participations; None for as many as fit.
 
     Returns:
         The squared sensitivity for contributions of norm 1.
     """
     shape = falling(column)[:size]
-    times = rounds(size, separation, participations)
+    times = max_participations(size, separation, participations)
     if len(shape) <= separation:
-        # Columns do not overlap: the longest ones count, and only the last may be cut.
+        # Columns do not overlap: the first ones are the longest, and only the last may be truncated.
         squares = np.cumsum(np.square(shape))
         starts = np.arange(times) * separation
         return float(squares[np.minimum(len(squares), size - starts) - 1].sum())
@@ -52,13 +52,13 @@ def toeplitz_sq_sensitivity(
 
 
 def falling(column: Coefficients) -> np.ndarray:
-    """The coefficients, or the smallest falling ones above their absolute values where they are not so already."""
+    """Returns the smallest nonincreasing sequence that is at least the absolute values of the coefficients."""
     c = np.abs(np.asarray(column, dtype=np.float64))
     return np.maximum.accumulate(c[::-1])[::-1]
 
 
 def overlapped(column: np.ndarray, size: int, separation: int, times: int) -> np.ndarray:
-    """Sum ``(size,)`` of the columns at 0, separation, 2 separation..., so many of them."""
+    """Returns the sum ``(size,)`` of the first ``times`` columns at 0, separation, 2 separation, ..."""
     total = np.zeros(size)
     for i in range(times):
         start = i * separation
@@ -67,7 +67,7 @@ def overlapped(column: np.ndarray, size: int, separation: int, times: int) -> np
 
 
 def largest_sum(values: np.ndarray, separation: int, times: int) -> float:
-    """The largest sum of at most so many values, at least ``separation`` apart."""
+    """Returns the largest sum of at most ``times`` values that are at least ``separation`` apart."""
     size = len(values)
     best = np.zeros(size + separation)
     for _ in range(times):
@@ -80,19 +80,19 @@ def largest_sum(values: np.ndarray, separation: int, times: int) -> float:
 def sq_sensitivity(strategy: np.ndarray, separation: int, participations: int | None = None) -> float:
     """Returns a bound on the squared sensitivity of a strategy matrix.
 
-    The bound is exact if columns that are ``separation`` or more apart are orthogonal.
+    The bound is exact if columns at a distance of ``separation`` or more are orthogonal.
 
     Args:
         strategy: The strategy ``(size, size)``.
-        separation: Least number of steps between two participations of an example.
-        participations: Largest number of participations; None for as many as the separation allows.
+        separation: Minimum number of steps between two participations of an example.
+        participations: Maximum number of participations; None for as many as the separation allows.
 
     Returns:
         The bound.
     """
     gram = np.abs(strategy.T @ strategy)
     size = len(gram)
-    times = rounds(size, separation, participations)
+    times = max_participations(size, separation, participations)
     i, j = np.indices(gram.shape)
     if not np.any(gram[np.abs(i - j) >= separation]):
         return largest_sum(np.diag(gram).copy(), separation, times)
@@ -100,7 +100,7 @@ def sq_sensitivity(strategy: np.ndarray, separation: int, participations: int | 
 
 
 def epochs_sq_sensitivity(strategy: np.ndarray, epochs: int) -> float:
-    """Returns the squared sensitivity of a strategy matrix for participation at the same place of every epoch.
+    """Returns the squared sensitivity of a strategy matrix for participation in the same step of every epoch.
 
     Args:
         strategy: The strategy ``(size, size)``.

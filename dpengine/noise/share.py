@@ -1,4 +1,4 @@
-"""Noise on the sums of a run: each rank draws that of its own share, and each number gets its noise once."""
+"""Noise on the clipped sums: each rank adds noise to its own shard, and each element gets noise once."""
 
 from __future__ import annotations
 
@@ -15,81 +15,89 @@ from .mechanism import AbstractNoise
 
 
 def add_noise(
-    taken: Taken,
+    sums: Taken,
     mechanism: AbstractNoise,
     *,
     std: float,
     step: int,
     scale: float,
     replicas: Ranks,
-    facts: tuple[object, ...],
+    fingerprint: tuple[object, ...],
 ) -> None:
-    """Adds a step's noise to sums, multiplies them by a public constant, and adds them up over replicas, in place.
+    """Adds noise to the local shard of the clipped sums, scales them, and all-reduces them over replicas, in place.
 
-    ``std`` is in units of the sums, before ``scale``. Other ``facts`` on another replica raise MechanismMismatchError.
-    Noise comes before the exchange, with full standard deviation on each rank's share and nowhere else; so it costs no
-    message of its own, and a rank draws and keeps what it needs for its share only. Each message leaves as soon as
-    its noise is in it, while that of the next is drawn.
+    Each rank adds noise with the full standard deviation to its own shard only, so noise needs no communication, and a
+    rank generates and stores noise for its shard only. Every bucket is sent as soon as its noise is added, which
+    overlaps communication with noise generation.
+
+    Args:
+        sums: The clipped sums.
+        mechanism: The noise mechanism.
+        std: Standard deviation, in units of the sums before ``scale``.
+        step: Step of the noise.
+        scale: Public factor of the noisy sums.
+        replicas: The ranks over which sums are all-reduced.
+        fingerprint: Values that must agree; MechanismMismatchError is raised if those of another replica differ.
     """
     if replicas.size > 1:
-        for memory in taken.memory.values():
-            Seal.write(memory[-Seal.WORDS :], facts)
+        for memory in sums.memory.values():
+            Seal.write(memory[-Seal.WORDS :], fingerprint)
     waits, done = [], 0
-    unsent = list(_messages(taken)) if replicas.size > 1 else []
-    for stretch, mine in _cut(taken.stretches, replicas, taken.messages, taken.whole):
-        sums, places = taken.sums(stretch), stretch.places
+    buckets = list(_buckets(sums)) if replicas.size > 1 else []
+    for span, mine in _cut_spans(sums.stretches, replicas, sums.messages, sums.whole):
+        part, places = sums.sums(span), span.places
         if mine:
             cut = {"start": places.start, "rows": places.rows, "stride": places.stride}
-            mechanism.add(sums, std=std, step=step, scale=scale, **cut)
+            mechanism.add(part, std=std, step=step, scale=scale, **cut)
         else:
-            sums.mul_(scale)
-        done += stretch.count
-        while unsent and unsent[0][0] <= done:
-            waits.append(replicas.add_up(unsent.pop(0)[1]))
-    for _, part in unsent:  # where there is nothing but the words
-        waits.append(replicas.add_up(part))
+            part.mul_(scale)
+        done += span.count
+        while buckets and buckets[0][0] <= done:
+            waits.append(replicas.add_up(buckets.pop(0)[1]))
+    for _, bucket in buckets:  # if there is nothing but the fingerprint
+        waits.append(replicas.add_up(bucket))
     for wait in waits:
         wait()
     if replicas.size > 1:
-        for memory in taken.memory.values():
+        for memory in sums.memory.values():
             Seal.refuse_other(memory[-Seal.WORDS :], replicas.size)
 
 
-def drawn_places(buffer: FlatBuffer, replicas: Ranks) -> list[Places]:
-    """Which places of the vector of all parameters this rank draws noise for."""
-    return [stretch.places for stretch, mine in _cut(buffer.stretches, replicas, buffer.messages, buffer.whole) if mine]
+def noised_places(buffer: FlatBuffer, replicas: Ranks) -> list[Places]:
+    """Returns the places of the vector of all parameters to which this rank adds noise."""
+    return [span.places for span, mine in _cut_spans(buffer.stretches, replicas, buffer.messages, buffer.whole) if mine]
 
 
-def _messages(taken: Taken) -> Iterator[tuple[int, Tensor]]:
-    """Yields each message to the other replicas, and how many of all sums must have their noise before it leaves."""
+def _buckets(sums: Taken) -> Iterator[tuple[int, Tensor]]:
+    """Yields each bucket to send, and the number of sums that must have their noise before it is sent."""
     before = 0
-    for key, memory in taken.memory.items():
-        size, each = len(taken.flats[key]), taken.messages[key]
+    for key, memory in sums.memory.items():
+        size, each = len(sums.flats[key]), sums.messages[key]
         for at, part in zip(range(0, len(memory), each), memory.split(each), strict=True):
             yield before + min(at + each, size), part
         before += size
 
 
-def _cut(
-    stretches: Sequence[Stretch], replicas: Ranks, messages: Mapping[Key, int], whole: int
+def _cut_spans(
+    spans: Sequence[Stretch], replicas: Ranks, messages: Mapping[Key, int], whole: int
 ) -> Iterator[tuple[Stretch, bool]]:
-    """The stretches, cut so that each part is this rank's or another's to draw noise for, and lies in one message."""
+    """Cuts the spans so that each part lies in one bucket and gets noise from one rank; yields True for this rank."""
     if replicas.size == 1:
-        for stretch in stretches:
-            yield stretch, True
+        for span in spans:
+            yield span, True
         return
-    total = whole or sum(stretch.count for stretch in stretches)
+    total = whole or sum(span.count for span in spans)
     first, end = (total * rank // replicas.size for rank in (replicas.rank, replicas.rank + 1))
     done = 0
-    for stretch in stretches:
-        begin_at = stretch.places.start if whole else done  # what the shares are cut by
-        if stretch.places.rows > 1:  # one of several rows stays whole
-            yield stretch, first <= begin_at < end
+    for span in spans:
+        begin_at = span.places.start if whole else done  # position by which shards are cut
+        if span.places.rows > 1:  # spans of several rows are not cut
+            yield span, first <= begin_at < end
         else:
-            low, high = (min(max(edge - begin_at, 0), stretch.count) for edge in (first, end))
-            each = messages[stretch.key]
-            ends = range(each - stretch.at % each, stretch.count, each)  # of the messages, where one begins at 0
-            edges = sorted({0, low, high, stretch.count, *ends})
+            low, high = (min(max(edge - begin_at, 0), span.count) for edge in (first, end))
+            each = messages[span.key]
+            ends = range(each - span.at % each, span.count, each)  # ends of buckets, the first of which begins at 0
+            edges = sorted({0, low, high, span.count, *ends})
             for begin, stop in pairwise(edges):
-                yield stretch.part(begin, stop), low <= begin < high
-        done += stretch.count
+                yield span.part(begin, stop), low <= begin < high
+        done += span.count

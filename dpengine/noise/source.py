@@ -1,9 +1,8 @@
-"""Where private randomness comes from: a secret key, and pure functions of (key, domain, incarnation, step, index).
+"""Source of private randomness: a secret key, and pure functions of (key, domain, nonce, step, index).
 
-Nothing here has a hidden position. Asking twice for one address gives the same values, whatever the chunking, the
-number of threads or the order of the calls; that is what lets a resumed run, a shard or a correlated mechanism
-regenerate noise. It also means that two uses of one address cancel: who asks must never use one (domain, step, index)
-for two releases.
+There is no hidden position. An address always has the same values, whatever the chunking, the number of threads or the
+order of the calls. A resumed run, a shard or a correlated mechanism can therefore regenerate noise. Noise at the same
+address also cancels, so the caller must never use one (domain, step, index) for two releases.
 """
 
 from __future__ import annotations
@@ -27,59 +26,59 @@ from .chacha20 import WORDS_PER_BLOCK
 from .keyed_streams import DEFAULT_KIND, SECURE_KIND, stream_kind
 
 _KEY_BYTES = 32
-_LIMIT = 2**64  # of steps, blocks and incarnations: addresses are 64-bit and never wrap
-_PER_THREAD = 2**14  # normals that are worth waking a thread for
-_DEVICE_CHUNK = 2**21  # elements of one seed on an accelerator: 16 MiB of words
-_CHUNKS_AT_ONCE = 8  # that become normals together: each kernel costs time
-_GENERATOR_DEVICES = ("cuda",)  # draw with torch's generator there; any other device receives what the CPU drew
+_LIMIT = 2**64  # upper limit of steps, blocks and incarnations: addresses are 64-bit and never wrap
+_PER_THREAD = 2**14  # minimum number of normals per thread
+_DEVICE_CHUNK = 2**21  # elements per seed on an accelerator: 16 MiB of words
+_CHUNKS_AT_ONCE = 8  # chunks transformed together, because each kernel launch costs time
+_GENERATOR_DEVICES = ("cuda",)  # devices with torch's generator; for others the CPU generates the noise
 
 
 @final
 class NoiseSource:
-    """A root key, and the random words and normals that follow from it.
+    """A root key, from which random words and normals are derived.
 
-    On the CPU words come from a keyed stream (``keyed_streams.STREAM_KINDS``); on CUDA from torch's Philox generator,
-    keyed for each step and chunk with 128 bits that follow from the key, which is not cryptographic. Normals are
-    computed in float64 from 64-bit words everywhere. The global generators of torch, NumPy and Python are neither read
-    nor advanced.
+    On the CPU, words come from a keyed stream (``keyed_streams.STREAM_KINDS``). On CUDA they come from torch's Philox
+    generator, which is not cryptographic; it is keyed for each step and chunk with 128 bits derived from the key.
+    Normals are computed in float64 from 64-bit words on all devices. The global generators of torch, NumPy and Python
+    are neither read nor advanced.
 
-    The object is for the process that made it: after a fork its copy refuses to draw. It cannot be copied or pickled,
-    and its ``repr`` does not show the key.
+    The object can only be used in the process that created it: in a fork it raises. It cannot be copied or pickled, and
+    its ``repr`` does not show the key.
 
     Args:
         key: 32 secret bytes. ``NoiseSource.fresh()`` takes them from the operating system.
-        kind: A name in ``STREAM_KINDS``; or ``"secure"``, which draws for every device on the CPU, with chacha20.
-        incarnation: Which life of the run this is. A resumed run that may draw other batches must use a new one.
-        insecure_seed: Whether the key follows from something that people can guess.
+        kind: A name in ``STREAM_KINDS``; or ``"secure"``, which generates with chacha20 on the CPU for all devices.
+        nonce: Noise nonce of the run. A resumed run that may sample other batches must use a new one.
+        insecure_seed: Whether the key is derived from a value that can be guessed.
     """
 
-    def __init__(self, key: bytes, *, kind: str = DEFAULT_KIND, incarnation: int = 0, insecure_seed: bool = False):
+    def __init__(self, key: bytes, *, kind: str = DEFAULT_KIND, nonce: int = 0, insecure_seed: bool = False):
         if len(key) != _KEY_BYTES:
             raise ValueError(f"noise.NoiseSource: key must have {_KEY_BYTES} bytes, got {len(key)}. Use .fresh().")
         self._stream = stream_kind(kind)
         self._kind = kind
         self._key = bytearray(key)
-        self._incarnation = _address("incarnation", incarnation)
+        self._nonce = _address("nonce", nonce)
         self._insecure_seed = insecure_seed
         self._pid = os.getpid()
         self._pool: ThreadPoolExecutor | None = None
 
     @classmethod
-    def fresh(cls, kind: str = DEFAULT_KIND, *, incarnation: int = 0) -> NoiseSource:
-        """A source with 256 bits of key from the operating system."""
-        return cls(os.urandom(_KEY_BYTES), kind=kind, incarnation=incarnation)
+    def fresh(cls, kind: str = DEFAULT_KIND, *, nonce: int = 0) -> NoiseSource:
+        """Returns a source with a 256-bit key from the operating system."""
+        return cls(os.urandom(_KEY_BYTES), kind=kind, nonce=nonce)
 
     @classmethod
-    def seeded(cls, seed: int, kind: str = DEFAULT_KIND, *, incarnation: int = 0) -> NoiseSource:
-        """A source that repeats, for tests. Whoever knows or guesses the seed can subtract the noise.
+    def seeded(cls, seed: int, kind: str = DEFAULT_KIND, *, nonce: int = 0) -> NoiseSource:
+        """Returns a reproducible source, for tests. Anyone who knows or guesses the seed can subtract the noise.
 
         Args:
             seed: Any integer.
             kind: A name in ``STREAM_KINDS``.
-            incarnation: As for the class.
+            nonce: Noise nonce of the run.
 
         Returns:
-            A source whose ``describe()`` says ``insecure_seed``.
+            A source whose ``describe()`` has ``insecure_seed``.
 
         Raises:
             TypeError: If ``seed`` is not an integer.
@@ -88,29 +87,29 @@ class NoiseSource:
             raise TypeError(f"noise.NoiseSource.seeded: seed must be an int, got {type(seed).__name__}.")
         encoded = seed.to_bytes(seed.bit_length() // 8 + 1, "little", signed=True)
         key = hashlib.blake2b(encoded, digest_size=_KEY_BYTES, person=b"dpengine seed").digest()
-        return cls(key, kind=kind, incarnation=incarnation, insecure_seed=True)
+        return cls(key, kind=kind, nonce=nonce, insecure_seed=True)
 
     @classmethod
-    def from_secret_state(cls, state: Mapping[str, Any], *, incarnation: int | None = None) -> NoiseSource:
-        """The source that ``secret_state`` described, in a given incarnation or the same one."""
+    def from_secret_state(cls, state: Mapping[str, Any], *, nonce: int | None = None) -> NoiseSource:
+        """Returns the source that ``secret_state`` described, with the same nonce or the given one."""
         return cls(
             bytes.fromhex(state["key"]),
             kind=state["kind"],
-            incarnation=state["incarnation"] if incarnation is None else incarnation,
+            nonce=state["incarnation"] if nonce is None else nonce,
             insecure_seed=state["insecure_seed"],
         )
 
     def secret_state(self) -> dict[str, Any]:
-        """All that is needed to go on, **the key included**: for the operator's file, never for a released one."""
+        """Returns the state for resuming, **with the key**: for the operator's file, never for a published one."""
         return {
             "kind": self._kind,
             "key": self._open_key().hex(),
-            "incarnation": self._incarnation,
+            "incarnation": self._nonce,
             "insecure_seed": self._insecure_seed,
         }
 
     def describe(self, device: torch.device | str = "cpu") -> dict[str, Any]:
-        """What a report says about noise drawn for tensors on ``device``. Public."""
+        """Returns the public description, for a report, of noise generated for tensors on ``device``."""
         on_device = self._draws_on(torch.device(device))
         return {
             "kind": "torch-philox" if on_device else "chacha20" if self._kind == SECURE_KIND else self._kind,
@@ -120,40 +119,38 @@ class NoiseSource:
         }
 
     @property
-    def incarnation(self) -> int:
-        """Which life of the run this is."""
-        return self._incarnation
+    def nonce(self) -> int:
+        """Noise nonce of the run."""
+        return self._nonce
 
     @property
     def insecure_seed(self) -> bool:
-        """Whether the key follows from a seed, which voids the guarantee against whoever knows it."""
+        """True if the key is derived from a seed. There is no guarantee against anyone who knows the seed."""
         return self._insecure_seed
 
-    def words(
-        self, count: int, *, domain: str, step: int, block: int = 0, incarnation: int | None = None
-    ) -> np.ndarray:
-        """Uniform 64-bit words.
+    def words(self, count: int, *, domain: str, step: int, block: int = 0, nonce: int | None = None) -> np.ndarray:
+        """Returns uniform 64-bit words.
 
         Args:
-            count: How many.
-            domain: What they are for. Two purposes must have two domains.
-            step: The step they belong to.
-            block: Where to start, in blocks of 8 words.
-            incarnation: The life of the run; None for the present one.
+            count: Number of words.
+            domain: Purpose of the words. Two purposes must have two domains.
+            step: Step of the words.
+            block: First block, in units of 8 words.
+            nonce: Noise nonce; None for the current one.
 
         Returns:
-            ``(count,)`` uint64, a pure function of the arguments, the key and the incarnation.
+            ``(count,)`` uint64, a pure function of the arguments, the key and the nonce.
 
         Raises:
-            ValueError: If a number is negative or the address passes 2**64.
+            ValueError: If a number is negative, or the address exceeds 2**64.
         """
         first, size = _address("block", block), _address("count", count)
         if first - (-size // WORDS_PER_BLOCK) > _LIMIT:
             raise ValueError(
-                f"noise.NoiseSource.words: block {block} and count {count} pass the last block, 2**64 - 1."
+                f"noise.NoiseSource.words: block {block} and count {count} exceed the last block, 2**64 - 1."
             )
         out = np.empty(size, np.uint64)
-        self._stream.fill(self._subkey(b"words", domain, step, incarnation), first, out)
+        self._stream.fill(self._subkey(b"words", domain, step, nonce), first, out)
         return out
 
     def normal_(self, out: Tensor, *, domain: str, step: int, start: int = 0) -> Tensor:
@@ -171,36 +168,36 @@ class NoiseSource:
         scale: float = 1.0,
         rows: int = 1,
         stride: int = 0,
-        incarnation: int | None = None,
+        nonce: int | None = None,
     ) -> Tensor:
         """Adds ``std`` times independent standard normals in place, then multiplies by ``scale``, in one pass.
 
-        On the CPU the work is shared by ``torch.get_num_threads()`` threads; the values do not depend on their number,
-        nor on whether native code draws them.
+        On the CPU ``torch.get_num_threads()`` threads share the work. The values do not depend on the number of
+        threads, or on whether native code generates them.
 
         Args:
             flat: Contiguous 1-D tensor, float32 or float64. Sums are formed in float64 and rounded once.
             std: Standard deviation, in units of ``flat``.
-            domain: What the noise is for. Two purposes must have two domains.
-            step: The release it belongs to. Two releases must have two steps.
-            start: Index of ``flat[0]`` in the whole vector, where ``flat`` is one rank's or one device's slice of it.
-            scale: What the noisy vector is multiplied by.
-            rows: ``flat`` is so many rows of one length, of which each begins ``stride`` places after the one before in
-                the whole vector: a rank's columns of a matrix, say.
+            domain: Purpose of the noise. Two purposes must have two domains.
+            step: Step of the noise. Two releases must have two steps.
+            start: Index of ``flat[0]`` in the complete vector, if ``flat`` is a slice of it on one rank or device.
+            scale: Factor of the noisy vector.
+            rows: Number of rows of equal length in ``flat``. Their starts are ``stride`` apart in the complete vector,
+                as those of a rank's columns of a matrix.
             stride: See ``rows``.
-            incarnation: The life of the run whose normals these are; None for the present one. An earlier one is for
-                mechanisms that need noise again which was drawn before a resume.
+            nonce: Noise nonce; None for the current one. Mechanisms that regenerate noise from before a resume pass an
+                earlier one.
 
         Returns:
             ``flat``.
         """
-        subkey = self._subkey(b"normal", domain, step, incarnation)
+        subkey = self._subkey(b"normal", domain, step, nonce)
         if rows == 1:
             return self._draw(flat, std, scale, subkey, start, overwrite=False)
         return self._draw_rows(flat, std, scale, subkey, start, rows, stride)
 
     def close(self) -> None:
-        """Overwrites the key, as far as Python allows, and ends the threads. Drawing afterwards raises."""
+        """Overwrites the key, as far as Python allows, and ends the threads. Later calls raise."""
         self._key[:] = bytes(len(self._key))
         self._key.clear()
         if self._pool is not None:
@@ -209,29 +206,29 @@ class NoiseSource:
 
     def __repr__(self) -> str:
         seeded = ", INSECURE_SEED" if self._insecure_seed else ""
-        return f"NoiseSource(kind={self._kind!r}, incarnation={self._incarnation}{seeded})"
+        return f"NoiseSource(kind={self._kind!r}, nonce={self._nonce}{seeded})"
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise TypeError(
-            "noise.NoiseSource cannot be pickled or copied: two copies would give two releases the same noise. "
+            "noise.NoiseSource cannot be pickled or copied: two copies would generate the same noise for two releases. "
             "Save secret_state() to the operator's own file."
         )
 
     def _open_key(self) -> bytes:
         if os.getpid() != self._pid:
             raise PrivacyError(
-                f"noise.NoiseSource was made in process {self._pid} and is used in its fork {os.getpid()}, where it "
-                "would give the parent's noise a second time.",
-                fix="Draw batches and noise in the main process, not in data loader workers or forked ranks.",
+                f"noise.NoiseSource was created in process {self._pid} and is used in its fork {os.getpid()}, where it "
+                "would repeat the noise of the parent.",
+                fix="Generate batches and noise in the main process, not in data loader workers or forked ranks.",
             )
         if not self._key:
-            raise PrivacyError("noise.NoiseSource is closed.", fix="Make another with NoiseSource.fresh().")
+            raise PrivacyError("noise.NoiseSource is closed.", fix="Create another one with NoiseSource.fresh().")
         return bytes(self._key)
 
-    def _subkey(self, use: bytes, domain: str, step: int, incarnation: int | None = None) -> bytes:
-        # Fixed-width numbers come first, so no two addresses give one message. `use` keeps words and normals apart.
-        life = self._incarnation if incarnation is None else _address("incarnation", incarnation)
-        numbers = struct.pack("<QQ", life, _address("step", step))
+    def _subkey(self, use: bytes, domain: str, step: int, nonce: int | None = None) -> bytes:
+        # Fixed-width numbers come first, so addresses map to distinct messages. `use` separates words and normals.
+        used = self._nonce if nonce is None else _address("nonce", nonce)
+        numbers = struct.pack("<QQ", used, _address("step", step))
         keyed = hashlib.blake2b(numbers, digest_size=_KEY_BYTES, key=self._open_key(), person=b"dpengine " + use)
         keyed.update(domain.encode())
         return keyed.digest()
@@ -240,7 +237,7 @@ class NoiseSource:
         _check_drawable(tensor)
         start = _address("start", start)
         if start + tensor.numel() > _LIMIT:
-            raise ValueError(f"noise.NoiseSource: start {start} and {tensor.numel()} elements pass 2**64.")
+            raise ValueError(f"noise.NoiseSource: start {start} and {tensor.numel()} elements exceed 2**64.")
         flat = tensor.detach()
         if overwrite:
             flat.zero_()
@@ -252,13 +249,13 @@ class NoiseSource:
         elif flat.device.type == "cpu":
             self._add_on_cpu(flat.numpy(), std, scale, subkey, start)
         else:
-            drawn = torch.zeros(flat.numel(), dtype=flat.dtype, device="cpu")
-            self._add_on_cpu(drawn.numpy(), std, 1.0, subkey, start)
-            flat.add_(drawn.to(flat.device)).mul_(scale)
+            noise = torch.zeros(flat.numel(), dtype=flat.dtype, device="cpu")
+            self._add_on_cpu(noise.numpy(), std, 1.0, subkey, start)
+            flat.add_(noise.to(flat.device)).mul_(scale)
         return tensor
 
     def _draws_on(self, device: torch.device) -> bool:
-        """Whether the device's own generator draws what is for it; else the CPU does, and it is copied there."""
+        """Returns True if the device's own generator is used; otherwise the CPU generates noise for the device."""
         return device.type in _GENERATOR_DEVICES and self._kind != SECURE_KIND
 
     def _draw_rows(
@@ -284,10 +281,10 @@ class NoiseSource:
         return flat.mul_(scale)
 
     def _add_on_cpu(self, target: np.ndarray, std: float, scale: float, subkey: bytes, start: int) -> None:
-        """Shares the vector out to threads, this one included, cut between groups of normals."""
+        """Distributes the vector over threads, including the current one. Parts end between groups of normals."""
         add = self._stream.add_normals
         count = min(torch.get_num_threads(), -(-len(target) // _PER_THREAD))
-        if self._stream.in_a_team:
+        if self._stream.uses_torch_threads:
             return add(subkey, start, std, scale, target, count)
         size = -(-len(target) // count // GROUP) * GROUP
         ends = [0, *(max(0, min(len(target), (start // GROUP * GROUP) + k * size - start)) for k in range(1, count))]
@@ -303,13 +300,13 @@ class NoiseSource:
         try:
             add_part(parts[0])
         finally:
-            wait(futures)  # never leave a thread writing to a tensor that the caller believes finished
+            wait(futures)  # no thread may still write to the tensor after the return
         for future in futures:
             future.result()
 
 
 def _add_on_device(flat: Tensor, std: float, subkey: bytes, start: int) -> None:
-    """One generator for each chunk, so that a slice of the vector needs its own chunks only."""
+    """Adds noise from one generator per chunk, so that a slice of the vector only needs its own chunks."""
     generator, end = torch.Generator(device=flat.device), start + flat.numel()
     last = (end - 1) // _DEVICE_CHUNK
     for first in range(start // _DEVICE_CHUNK, last + 1, _CHUNKS_AT_ONCE):
@@ -321,7 +318,7 @@ def _add_on_device(flat: Tensor, std: float, subkey: bytes, start: int) -> None:
 
 
 def _device_words(generator: torch.Generator, subkey: bytes, chunks: range) -> Tensor:
-    """Two streams, one over the other: seeds have 64 bits, of which two would be equal in a long run."""
+    """Returns the XOR of two streams, because two 64-bit seeds of a long run would coincide."""
     words, others = torch.empty(2, len(chunks), _DEVICE_CHUNK, dtype=torch.int64, device=generator.device)
     for i, chunk in enumerate(chunks):
         digest = hashlib.blake2b(chunk.to_bytes(8, "little"), digest_size=16, key=subkey).digest()
@@ -333,7 +330,7 @@ def _device_words(generator: torch.Generator, subkey: bytes, chunks: range) -> T
 def _check_drawable(flat: Tensor) -> None:
     if flat.dtype not in (torch.float32, torch.float64):
         raise TypeError(
-            f"noise.NoiseSource: got a {flat.dtype} tensor. Narrower types absorb the noise; draw into float32 or "
+            f"noise.NoiseSource: got a {flat.dtype} tensor. Narrower types absorb the noise; use float32 or "
             "float64 and cast after the release."
         )
     if flat.dim() != 1 or not flat.is_contiguous():

@@ -25,11 +25,11 @@ class NoiseTransform:
     """Adds ``stddev`` times row t of ``S^-1 Z`` to the sum of step t.
 
     Attributes:
-        stddev: Of each fresh normal, in units of the sums: noise multiplier times sensitivity times the largest column
-            norm of S.
-        recurrence: How noise hangs together over steps; None for independent noise.
-        noise_seed: None for the operating system's randomness. With a seed noise repeats, and is no secret.
-        iterations: Steps of the run, after which there is no noise; None for no end.
+        stddev: Standard deviation of each fresh normal, in units of the sums: noise multiplier times sensitivity times
+            the largest column norm of S.
+        recurrence: Correlation of the noise across steps; None for independent noise.
+        noise_seed: None for the operating system's randomness. With a seed, noise repeats and is not secret.
+        iterations: Number of steps of the run; None for no limit.
 
     Raises:
         ValueError: If ``stddev`` is negative or not finite.
@@ -41,46 +41,46 @@ class NoiseTransform:
     iterations: int | None = None
 
     def __post_init__(self) -> None:
-        """Refuses what is no standard deviation."""
+        """Checks the standard deviation."""
         if not (self.stddev >= 0 and math.isfinite(self.stddev)):
             raise ValueError(f"NoiseTransform: stddev={self.stddev!r} must be finite and at least 0.")
 
     def init(self, params: Any) -> NoiseState:
-        """The state before the first step.
+        """Returns the state before the first step.
 
         Args:
-            params: Tensors of the shapes, dtypes and devices of the sums, in any nesting.
+            params: Tensors with the shapes, dtypes and devices of the sums, as any pytree.
 
         Returns:
-            The state. It is secret.
+            The state, which is secret.
         """
         source = NoiseSource.fresh() if self.noise_seed is None else NoiseSource.seeded(self.noise_seed)
         return NoiseState(source, mechanism_for(source, self.recurrence), 0, _shapes(params))
 
     def update(self, sums: Any, state: NoiseState) -> tuple[Any, NoiseState]:
-        """The noisy sums of the next step.
+        """Returns the noisy sums of the next step.
 
         Args:
-            sums: The clipped sums as they were formed: anything that scaled them before would change the guarantee.
-            state: What ``init`` or the last ``update`` returned. An older one is refused with a ``PrivacyError``, since
-                noise that was used cancels.
+            sums: The clipped sums, unscaled: scaling them before would change the guarantee.
+            state: Result of ``init`` or of the last ``update``. An older one raises ``PrivacyError``, because used
+                noise cancels.
 
         Returns:
             Sums of the same dtypes, and the state after this step.
 
         Raises:
             ValueError: If the sums have other shapes than at the start.
-            BudgetExceeded: If the run is over.
+            BudgetExceeded: If the run has no further steps.
         """
         if self.iterations is not None and state.step >= self.iterations:
             raise BudgetExceeded(
                 f"This run was planned for {self.iterations:,} steps, and all of them were taken.",
-                fix="Make a plan with more iterations.",
+                fix="Create a plan with more iterations.",
             )
         leaves, spec = pytree.tree_flatten(sums)
         if _shapes(sums) != state.shapes:
             raise ValueError(
-                "NoiseTransform: the sums have other shapes, dtypes or devices than what init was given. Give them as "
+                "NoiseTransform: the sums have other shapes, dtypes or devices than the params of init. Pass them as "
                 "the clipped gradient returned them."
             )
         noisy: list[Tensor] = list(leaves)
@@ -98,13 +98,13 @@ class NoiseTransform:
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class NoiseState:
-    """Where the noise of a run is. Secret.
+    """State of the noise of a run. Secret.
 
     Attributes:
-        source: Where fresh normals come from.
-        noise: What is kept.
-        step: Of the next sum.
-        shapes: Of the sums.
+        source: Source of fresh normals.
+        noise: The noise mechanism, with its state.
+        step: Number of the next step.
+        shapes: Shapes of the sums.
     """
 
     source: NoiseSource
@@ -113,17 +113,17 @@ class NoiseState:
     shapes: object
 
     def state_dict(self) -> dict[str, Any]:
-        """All that later noise follows from, **the key included**: for a checkpoint that is kept secret."""
+        """Returns the state that determines later noise, **with the key**: for a secret checkpoint."""
         return {"step": self.step, "source": self.source.secret_state(), "noise": self.noise.state_dict()}
 
     def resumed(self, state: Mapping[str, Any], recurrence: Recurrence | None) -> NoiseState:
-        """The state that ``state_dict`` described, bit by bit; later noise is that of the run it was taken from.
+        """Returns the state from ``state_dict``; later noise equals that of the saved run, bit by bit.
 
-        A step that was taken after it must not be taken again over other data.
+        A step that was taken after saving must not be taken again with other data.
 
         Args:
-            state: What ``state_dict`` returned.
-            recurrence: That of the transform.
+            state: Result of ``state_dict``.
+            recurrence: Recurrence of the transform.
 
         Returns:
             A state for sums of the same shapes as this one.
@@ -139,7 +139,7 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 
 
 def _by_place(leaves: list[Tensor]) -> dict[Place, list[int]]:
-    """Numbers of leaves by the device and dtype in which they are noised."""
+    """Groups the indices of leaves by the device and dtype in which noise is added."""
     places: dict[Place, list[int]] = {}
     for i, leaf in enumerate(leaves):
         places.setdefault((leaf.device, _wide(leaf.dtype)), []).append(i)

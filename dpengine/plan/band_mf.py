@@ -1,4 +1,4 @@
-"""BandMF over groups of examples that take turns."""
+"""BandMF with cyclic Poisson sampling."""
 
 from __future__ import annotations
 
@@ -16,25 +16,26 @@ from dpengine.noise.toeplitz import column_norms, toeplitz_inverse
 from . import checks
 from .claims import Claims
 from .config import AbstractPlanConfig
-from .poisson_batches import PoissonBatches, checked_cut, known, participation
+from .poisson_batches import PoissonBatches, checked_truncation, not_none, participation
 
 
 @final
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BandMFConfig(AbstractPlanConfig):
-    """Banded noise over cyclic Poisson batches: BandMF with amplification by sampling.
+    """Banded noise with cyclic Poisson sampling: BandMF with amplification by sampling.
 
-    An example is in one of as many groups as there are bands, and step t draws from group ``t mod bands``. The expected
-    batch is ``num_examples * sampling_prob / bands``. A number of iterations that the bands divide is best.
+    Examples are split into as many groups as there are bands, and step t samples from group ``t mod bands``. The
+    expected batch size is ``num_examples * sampling_prob / bands``. A number of iterations that is a multiple of the
+    bands is best.
 
     Source: Choquette-Choo et al. 2023 (arXiv:2306.08153).
 
     Attributes:
-        strategy: First column of the strategy, its first number positive; a multiple of it is the same mechanism.
-        sampling_prob: The probability of each example of the group, in [0, 1].
-        expected_participations: ``sampling_prob * iterations / bands``: the other way to say it. With neither, all
-            examples of the group take part.
-        truncated_batch_size: Larger batches are cut to a uniform subset of this size; needs ``num_examples``.
+        strategy: First column of the strategy, with a positive first number. Its multiples are the same mechanism.
+        sampling_prob: Probability of each example of the group, in [0, 1].
+        expected_participations: ``sampling_prob * iterations / bands``, as an alternative. If neither is given, all
+            examples of the group are included.
+        truncated_batch_size: Larger batches are truncated to a uniform subset of this size; needs ``num_examples``.
         column_normalize: Divides each column of the strategy by its norm.
     """
 
@@ -48,12 +49,12 @@ class BandMFConfig(AbstractPlanConfig):
 
     @classmethod
     def default(cls, *, num_bands: int, iterations: int, strategy_optimization_steps: int = 500, **fields: Any) -> Self:
-        """The config with the strategy that has the least mean squared error over prefix sums.
+        """Returns the config with the strategy of minimal mean squared error of prefix sums.
 
         Args:
-            num_bands: Bands of the strategy.
-            iterations: Steps of the run.
-            strategy_optimization_steps: Most steps of the search for it.
+            num_bands: Number of bands of the strategy.
+            iterations: Number of steps in the run.
+            strategy_optimization_steps: Maximum number of optimizer steps.
             fields: Other fields.
 
         Returns:
@@ -62,10 +63,12 @@ class BandMFConfig(AbstractPlanConfig):
         Raises:
             ValueError: If there are more bands than steps.
         """
-        bands = checks.whole(cls.__name__, "num_bands", num_bands, at_least=1)
-        iterations = checks.whole(cls.__name__, "iterations", iterations, at_least=1)
+        bands = checks.integer(cls.__name__, "num_bands", num_bands, at_least=1)
+        iterations = checks.integer(cls.__name__, "iterations", iterations, at_least=1)
         if bands > iterations:
-            raise ValueError(f"{cls.__name__}: num_bands={bands} for {iterations} iterations; take at most as many.")
+            raise ValueError(
+                f"{cls.__name__}: num_bands={bands} for {iterations} iterations; pass at most {iterations}."
+            )
         column = optimize_banded(iterations, bands, steps=strategy_optimization_steps)
         return cls(iterations=iterations, strategy=tuple(map(float, column)), **fields)
 
@@ -76,32 +79,34 @@ class BandMFConfig(AbstractPlanConfig):
             raise ValueError(f"{owner}: strategy has {len(column)} numbers for {self.iterations} iterations.")
         if not isinstance(self.column_normalize, bool):
             raise TypeError(f"{owner}: column_normalize={self.column_normalize!r} must be True or False.")
-        cut = checked_cut(owner, self.truncated_batch_size, self.num_examples)
-        shares = participation(owner, self.sampling_prob, self.expected_participations, self.iterations / len(column))
-        return {"strategy": column, "truncated_batch_size": cut, **shares}
+        largest = checked_truncation(owner, self.truncated_batch_size, self.num_examples)
+        rates = participation(owner, self.sampling_prob, self.expected_participations, self.iterations / len(column))
+        return {"strategy": column, "truncated_batch_size": largest, **rates}
 
     @property
     def _unit_strategy(self) -> np.ndarray:
-        scaled = np.asarray(self.strategy) / self.strategy[0]  # first, since squares of small numbers vanish
+        scaled = np.asarray(self.strategy) / self.strategy[0]  # first, because squares of small numbers underflow
         return scaled / np.linalg.norm(scaled)
 
     @property
     def num_bands(self) -> int:
-        """Bands of the strategy, and groups of examples."""
+        """Number of bands of the strategy, and of groups of examples."""
         return len(self.strategy)
 
     @property
     def recurrence(self) -> Recurrence:
-        """The noise; its largest column norm is 1."""
+        """The correlated noise. Its largest column norm is 1."""
         column = self._unit_strategy
-        made = banded_toeplitz(column, column_normalized_steps=self.iterations if self.column_normalize else None)
-        return dataclasses.replace(made, size=self.iterations, facts={**made.facts, "noise": "banded-toeplitz"})
+        recurrence = banded_toeplitz(column, column_normalized_steps=self.iterations if self.column_normalize else None)
+        return dataclasses.replace(
+            recurrence, size=self.iterations, description={**recurrence.description, "noise": "banded-toeplitz"}
+        )
 
     @property
     def _claims(self) -> Claims:
         return PoissonBatches(
             cycle_length=self.num_bands,
-            sampling_prob=known(self.sampling_prob),
+            sampling_prob=not_none(self.sampling_prob),
             iterations=self.iterations,
             truncated_batch_size=self.truncated_batch_size,
             num_examples=self.num_examples,
@@ -109,20 +114,20 @@ class BandMFConfig(AbstractPlanConfig):
 
     @property
     def rmse(self) -> float:
-        """Root of the mean squared error of the prefix sums, for clipped gradients of norm 1, for each participation.
+        """Root mean squared error of the prefix sums, for clipped gradients of norm 1, per participation.
 
-        Smaller is better, among configs of one budget.
+        Smaller is better among configs with the same budget.
 
         Raises:
-            ValueError: If nobody takes part, or there is no noise multiplier yet.
+            ValueError: If no example participates, or there is no noise multiplier yet.
         """
         if not self.expected_participations:
-            raise ValueError("BandMFConfig: rmse needs expected_participations above 0.")
+            raise ValueError("BandMFConfig: rmse needs positive expected_participations.")
         column = self._unit_strategy
         noising = toeplitz_inverse(column, self.iterations)
         scales = column_norms(column, self.iterations) if self.column_normalize else np.ones(self.iterations)
         errors = np.zeros(self.iterations)
-        for j in range(self.iterations):  # one column of the prefix sums of the noising matrix after the other
+        for j in range(self.iterations):  # column j of the prefix sums of the noising matrix
             errors[j:] += np.square(np.cumsum(scales[j:] * noising[: self.iterations - j]))
         return self._noise_multiplier() * math.sqrt(errors.mean()) / self.expected_participations
 

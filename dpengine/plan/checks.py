@@ -1,4 +1,4 @@
-"""Checks of a config's fields: each names the field, what it got and what it may be."""
+"""Checks of config fields. Errors state the field, its value and the valid values."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import operator
 from numbers import Real
 from typing import Any
 
-_MOST = 1e100  # squares of such numbers, added up, are finite
+_MOST = 1e100  # sums of squares of such numbers are finite
 
 
-def whole(owner: str, name: str, value: Any, *, at_least: int) -> int:
-    """``value`` as an int of at least so much."""
+def integer(owner: str, name: str, value: Any, *, at_least: int) -> int:
+    """Returns ``value`` as an int of at least ``at_least``."""
     try:
         number = operator.index(value)
     except TypeError:
@@ -24,7 +24,7 @@ def whole(owner: str, name: str, value: Any, *, at_least: int) -> int:
 
 
 def number(owner: str, name: str, value: Any, *, above: bool = False) -> float:
-    """``value`` as a finite float of at least 0, or above 0."""
+    """Returns ``value`` as a finite float of at least 0, or above 0."""
     if isinstance(value, bool) or not isinstance(value, Real):
         raise TypeError(f"{owner}: {name}={value!r} must be a number.")
     found = _float(value)
@@ -34,7 +34,7 @@ def number(owner: str, name: str, value: Any, *, above: bool = False) -> float:
 
 
 def probability(owner: str, name: str, value: Any) -> float:
-    """``value`` as a float in [0, 1]."""
+    """Returns ``value`` as a float in [0, 1]."""
     found = number(owner, name, value)
     if found > 1:
         raise ValueError(f"{owner}: {name}={value!r} must be in [0, 1].")
@@ -42,7 +42,7 @@ def probability(owner: str, name: str, value: Any) -> float:
 
 
 def fraction(owner: str, name: str, value: Any) -> float:
-    """``value`` as a float strictly between 0 and 1."""
+    """Returns ``value`` as a float strictly between 0 and 1."""
     found = number(owner, name, value, above=True)
     if found >= 1:
         raise ValueError(f"{owner}: {name}={value!r} must be in (0, 1).")
@@ -50,7 +50,7 @@ def fraction(owner: str, name: str, value: Any) -> float:
 
 
 def numbers(owner: str, name: str, values: Any) -> tuple[float, ...]:
-    """``values`` as finite floats."""
+    """Returns ``values`` as finite floats."""
     try:
         listed = values.tolist() if hasattr(values, "tolist") else list(values)
     except TypeError:
@@ -64,17 +64,17 @@ def numbers(owner: str, name: str, values: Any) -> tuple[float, ...]:
 
 
 def column(owner: str, name: str, values: Any) -> tuple[float, ...]:
-    """Numbers of which the first is positive, and not nothing beside the others."""
+    """Returns finite numbers whose first one is positive, and not negligible compared with the others."""
     found = numbers(owner, name, values)
     if not found or not found[0] > 0:
         raise ValueError(f"{owner}: {name} must be a list of finite numbers that begins with a positive one.")
     if max(map(abs, found)) > _MOST * found[0]:
-        raise ValueError(f"{owner}: {name} begins with {found[0]:g}, which is nothing beside what follows.")
+        raise ValueError(f"{owner}: {name} begins with {found[0]:g}, which is negligible compared with the others.")
     return found
 
 
 def _float(value: Real) -> float:
-    """As a float; infinity for a whole number that is none."""
+    """Returns a float; infinity for an integer that is too large."""
     try:
         return float(value)
     except OverflowError:

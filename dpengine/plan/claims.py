@@ -1,4 +1,4 @@
-"""What a law of batches earns: the contract between configs and the kinds of batches that they may have."""
+"""Privacy analysis of a sampling scheme with a type of noise: interface between configs and batches."""
 
 from __future__ import annotations
 
@@ -11,42 +11,42 @@ from dpengine.batch_selection.scheme import AbstractBatchSelection
 
 
 class Claims(Protocol):
-    """A law of batches beside a kind of noise, and what runs that draw so cost."""
+    """Sampling scheme, and privacy cost of runs with one type of noise."""
 
     @property
     def selection(self) -> AbstractBatchSelection:
-        """The law."""
+        """The sampling scheme."""
 
     @property
     def relation(self) -> Relation:
-        """Which data sets are neighbours."""
+        """Neighboring relation of the guarantee."""
 
     @property
     def accountants(self) -> tuple[str, ...]:
-        """Those that can judge, the usual one first."""
+        """Accountants that support these batches, the default first."""
 
     def claim(self, noise_multiplier: float, run: str) -> Event:
-        """What each step costs, in the engine's own terms."""
+        """Returns the privacy event of each step for the engine's ledger."""
 
     def library_event(self, noise_multiplier: float) -> Any:
-        """What the whole run releases, as an event of the dp-accounting library."""
+        """Returns the privacy event of the run, for the dp-accounting library."""
 
     def epsilon(self, noise_multiplier: float, steps: int, delta: float, accountant: str | Accountant) -> float:
-        """Epsilon of the first steps, at least one."""
+        """Returns epsilon of the first steps, at least one."""
 
     def least_noise(self, target: float, delta: float, accountant: str | Accountant, tol: float) -> float:
-        """The least noise multiplier at which the accountant finds a target kept."""
+        """Returns the smallest noise multiplier with which an accountant's epsilon meets the target."""
 
 
 def example_relation(num_examples: int | None) -> Relation:
-    """Zero-out where the number of examples is public, else add-or-remove."""
+    """Returns zero-out if the number of examples is public, otherwise add-or-remove."""
     return Relation.ADD_OR_REMOVE_ONE if num_examples is None else Relation.ZERO_OUT
 
 
 def claimed_noise(
     claims: Claims, steps: int, target: float, delta: float, accountant: str | Accountant, tol: float
 ) -> float:
-    """Returns the least noise at which the claim meets a target. See `accounting.noise_calibration.least_noise`."""
+    """Returns the least noise whose privacy event meets a target. See `accounting.noise_calibration.least_noise`."""
     return least_noise(
         lambda sigma: claims.claim(sigma, ""),
         target_epsilon=target,

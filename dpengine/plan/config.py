@@ -1,4 +1,4 @@
-"""Base class of the plan configs, performance flags, and calibration with an accountant of the user's own."""
+"""Base class of the plan configs, performance flags, and calibration with a library accountant."""
 
 from __future__ import annotations
 
@@ -31,16 +31,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class PerformanceFlags:
-    """How a plan is carried out. The mechanism, and so the guarantee, is the same with all of them.
+    """Performance options of a plan. They do not change the mechanism or the guarantee.
 
     Attributes:
-        dtype: In which gradients are clipped and summed: float32 or float64; None leaves them as they are, and sums
-            half precision in float32.
-        noise_seed: None for the operating system's randomness. With a seed noise repeats, for tests: whoever knows the
-            seed can subtract it.
-        microbatch_size: Examples whose gradients are held at a time; it divides the batch.
-        keep_batch_dim: Whether the loss sees an example with an axis of size 1 in front.
-        process_group: A ``torch.distributed`` group over whose ranks sums are added.
+        dtype: Dtype in which gradients are clipped and summed: float32 or float64. None meets_target their dtype, and
+            sums half precision in float32.
+        noise_seed: None for the operating system's randomness. With a seed noise repeats, for tests: anyone who knows
+            the seed can subtract it.
+        microbatch_size: Number of examples whose gradients are materialized at a time; it divides the batch.
+        keep_batch_dim: Whether the loss gets examples with a leading axis of size 1.
+        process_group: A ``torch.distributed`` group over whose ranks sums are all-reduced.
     """
 
     dtype: torch.dtype | None = torch.float32
@@ -51,8 +51,8 @@ class PerformanceFlags:
 
 
 AccountantFactory = Callable[[Any], Any]
-"""Makes an accountant for a ``dp_accounting.NeighboringRelation``."""
-_MOST_NOISE = 1e6
+"""Creates an accountant for a ``dp_accounting.NeighboringRelation``."""
+_MAX_NOISE = 1e6
 
 
 def calibrated_by_library(
@@ -63,27 +63,27 @@ def calibrated_by_library(
     delta: float,
     tol: float,
 ) -> float:
-    """The least noise for a target, by bisection to the relative width ``tol``; the private end of the bracket."""
+    """Returns the smallest noise that meets a target: the private end of a bisection to relative width ``tol``."""
     if not target > 0 or not 0 < delta < 1:
-        raise ValueError(f"calibrate: epsilon={target!r} must be above 0, and delta={delta!r} in (0, 1).")
+        raise ValueError(f"calibrate: epsilon={target!r} must be positive, and delta={delta!r} in (0, 1).")
 
-    def keeps(sigma: float) -> bool:
+    def meets_target(sigma: float) -> bool:
         accountant = factory(library_relation(relation))
         accountant.compose(event_of(sigma))
         return float(accountant.get_epsilon(delta)) <= target
 
-    good = 1.0
-    while not keeps(good):
-        good *= 2
-        if good > _MOST_NOISE:
-            raise CalibrationError(f"epsilon={target:g} is not reached with noise_multiplier={_MOST_NOISE:g}.")
-    bad = good / 2
-    while bad > 1e-2 and keeps(bad):
-        good, bad = bad, bad / 2
-    while good / bad - 1 > tol:
-        middle = (good * bad) ** 0.5
-        good, bad = (middle, bad) if keeps(middle) else (good, middle)
-    return good
+    high = 1.0
+    while not meets_target(high):
+        high *= 2
+        if high > _MAX_NOISE:
+            raise CalibrationError(f"epsilon={target:g} cannot be reached with noise_multiplier={_MAX_NOISE:g}.")
+    low = high / 2
+    while low > 1e-2 and meets_target(low):
+        high, low = low, low / 2
+    while high / low - 1 > tol:
+        middle = (high * low) ** 0.5
+        high, low = (middle, low) if meets_target(middle) else (high, middle)
+    return high
 
 
 _VERSION = 1  # of the JSON form
@@ -91,17 +91,17 @@ _VERSION = 1  # of the JSON form
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AbstractPlanConfig(abc.ABC):
-    """A mechanism in plain numbers, all of them public. ``make`` turns it into a plan.
+    """A mechanism described by public numbers. ``make`` turns it into a plan.
 
     Attributes:
-        iterations: Steps of the run.
+        iterations: Number of steps in the run.
         noise_multiplier: Standard deviation of the noise over the sensitivity to one participation; None until
-            ``calibrate`` finds it.
-        l2_clip_norm: What the norm of each example's gradient is clipped to.
-        rescale_to_unit_norm: Divides clipped gradients by ``l2_clip_norm``, so that it does not act on the step.
-        normalize_by: Divides the sum.
-        num_examples: The size of the data set, if that is public. Then neighbours are data sets in which one example
-            is zeroed out; else one that has an example more.
+            ``calibrate`` sets it.
+        l2_clip_norm: Clipping norm of each example's gradient.
+        rescale_to_unit_norm: Divides clipped gradients by ``l2_clip_norm``, so that it does not affect the step size.
+        normalize_by: Divisor of the sum.
+        num_examples: Number of examples in the data set, if public. Neighboring data sets then differ in one zeroed-out
+            example; otherwise one has an example more.
     """
 
     iterations: int
@@ -114,10 +114,10 @@ class AbstractPlanConfig(abc.ABC):
     aliases: ClassVar[tuple[str, ...]] = ()
 
     def __post_init__(self) -> None:
-        """Refuses what no run could keep."""
+        """Checks the fields."""
         owner = type(self).__name__
         found: dict[str, Any] = {
-            "iterations": checks.whole(owner, "iterations", self.iterations, at_least=1),
+            "iterations": checks.integer(owner, "iterations", self.iterations, at_least=1),
             "l2_clip_norm": checks.number(owner, "l2_clip_norm", self.l2_clip_norm),
             "normalize_by": checks.number(owner, "normalize_by", self.normalize_by, above=True),
         }
@@ -126,62 +126,62 @@ class AbstractPlanConfig(abc.ABC):
         if self.noise_multiplier is not None:
             found["noise_multiplier"] = checks.number(owner, "noise_multiplier", self.noise_multiplier)
         if self.num_examples is not None:
-            found["num_examples"] = checks.whole(owner, "num_examples", self.num_examples, at_least=0)
+            found["num_examples"] = checks.integer(owner, "num_examples", self.num_examples, at_least=0)
         for name, value in {**found, **self._checked()}.items():
             object.__setattr__(self, name, value)
 
-    # What differs
+    # Subclasses implement
 
     @abc.abstractmethod
     def _checked(self) -> dict[str, Any]:
-        """The fields of this kind of config, checked and brought to their types."""
+        """Returns the fields of this type of config, checked and converted."""
 
     @property
     @abc.abstractmethod
     def recurrence(self) -> Recurrence | None:
-        """The noise, None for independent noise."""
+        """Correlation of the noise; None for independent noise."""
 
     @property
     @abc.abstractmethod
     def _claims(self) -> Claims:
-        """The law of batches, and what it earns with this noise."""
+        """Sampling scheme and privacy analysis with this noise."""
 
-    # What is the same
+    # Common to all configs
 
     @property
     def selection(self) -> AbstractBatchSelection:
-        """The law of batches."""
+        """The sampling scheme."""
         return self._claims.selection
 
     @property
     def relation(self) -> Relation:
-        """Which data sets are neighbours."""
+        """Neighboring relation of the guarantee."""
         return self._claims.relation
 
     @property
     def accountants(self) -> tuple[str, ...]:
-        """Those that can judge the batches, the usual one first."""
+        """Accountants that support these batches, the default first."""
         return self._claims.accountants
 
     def claim(self, noise_multiplier: float, run: str = "") -> Event:
-        """What each step of a run costs, as the engine's ledger has it.
+        """Returns the privacy event of each step of a run, for the engine's ledger.
 
         Args:
-            noise_multiplier: The noise.
-            run: Tells the run from others.
+            noise_multiplier: The noise multiplier.
+            run: Name that identifies the run.
 
         Returns:
-            The event, an unclaimed one where the engine has none.
+            The event; an unclaimed one if the engine has no analysis.
         """
         return self._claims.claim(noise_multiplier, run)
 
     def dp_event(self) -> Any:
-        """What the whole run releases, as an event of the dp-accounting library."""
+        """Returns the privacy event of the run, for the dp-accounting library."""
         return self._claims.library_event(self._noise_multiplier())
 
     @suggests_names
     def epsilon(self, delta: float, step: int | None = None, *, accountant: str | Accountant | None = None) -> float:
-        """Epsilon of the run, or of its first steps. See `DPExecutionPlan.epsilon`."""
+        """Returns epsilon of the run, or of its first steps. See `DPExecutionPlan.epsilon`."""
         sigma, steps = self._noise_multiplier(), self._steps(step)
         used = self._accountant(accountant)
         checks.fraction(type(self).__name__, "delta", delta)
@@ -196,13 +196,13 @@ class AbstractPlanConfig(abc.ABC):
         tol: float | None = None,
         accountant: str | Accountant | AccountantFactory | None = None,
     ) -> Self:
-        """The same config with the least noise that keeps a target.
+        """Returns the config with the smallest noise that meets a target.
 
         Args:
-            epsilon: Of the whole run; infinity means no noise.
+            epsilon: Target for the run; infinity means no noise.
             delta: In (0, 1).
-            tol: How far, relatively, the noise may be above the least. None takes 1e-5.
-            accountant: As for ``PrivacyEngine``, None for the one that suits the batches; or a function that makes an
+            tol: Maximum relative excess of the noise over the smallest. None selects 1e-5.
+            accountant: As for ``PrivacyEngine``; None for the default of the batches; or a function that creates an
                 accountant of the dp-accounting library for a ``NeighboringRelation``.
 
         Returns:
@@ -222,13 +222,13 @@ class AbstractPlanConfig(abc.ABC):
 
     @suggests_names
     def make(self, performance_flags: PerformanceFlags | None = None) -> DPExecutionPlan:
-        """The plan.
+        """Returns the plan.
 
         Args:
-            performance_flags: How it is carried out; none of them changes the mechanism.
+            performance_flags: Performance options, which do not change the mechanism.
 
         Returns:
-            A plan with this config's noise. Without noise multiplier it is a ValueError.
+            A plan with this config's noise. Raises ValueError without a noise multiplier.
         """
         sigma, flags = self._noise_multiplier(), performance_flags or PerformanceFlags()
         bound: dict[str, Any] = {
@@ -248,7 +248,7 @@ class AbstractPlanConfig(abc.ABC):
 
     @property
     def sensitivity(self) -> float:
-        """How far one participation moves the sum, under add-or-remove."""
+        """Sensitivity of the sum to one participation, under add-or-remove."""
         return (1.0 if self.rescale_to_unit_norm else self.l2_clip_norm) / self.normalize_by
 
     @property
@@ -256,13 +256,13 @@ class AbstractPlanConfig(abc.ABC):
         return 1.0 if self.recurrence is None else self.recurrence.column_norm
 
     def _accountant(self, accountant: str | Accountant | None) -> str | Accountant:
-        """The accountant that was asked for. Raises for a built-in one without an analysis of these batches."""
+        """Returns the given accountant or the default. Raises if a built-in one does not support these batches."""
         if accountant is None:
             return self.accountants[0]
         name = accountant_used(accountant)
         if isinstance(accountant, str) and name not in self.accountants:
             raise AccountingRefusedError(
-                f"accountant {name!r} cannot judge such batches.",
+                f"accountant {name!r} does not support these batches.",
                 fix=f"Choose one of: {', '.join(map(repr, self.accountants))}.",
             )
         return accountant
@@ -270,7 +270,7 @@ class AbstractPlanConfig(abc.ABC):
     def _noise_multiplier(self) -> float:
         if self.noise_multiplier is None:
             raise ValueError(
-                f"{type(self).__name__}: noise_multiplier is not set. Call calibrate(epsilon=..., delta=...), or give "
+                f"{type(self).__name__}: noise_multiplier is not set. Call calibrate(epsilon=..., delta=...), or pass "
                 "noise_multiplier."
             )
         return self.noise_multiplier
@@ -278,13 +278,13 @@ class AbstractPlanConfig(abc.ABC):
     def _steps(self, step: int | None) -> int:
         if step is None:
             return self.iterations
-        steps = checks.whole(type(self).__name__, "step", step, at_least=0)
+        steps = checks.integer(type(self).__name__, "step", step, at_least=0)
         if steps > self.iterations:
-            raise ValueError(f"{type(self).__name__}: step={step} of a run of {self.iterations} iterations.")
+            raise ValueError(f"{type(self).__name__}: step={step} exceeds the {self.iterations} iterations of the run.")
         return steps
 
     def describe(self) -> dict[str, Any]:
-        """The config as plain data, and what follows from it."""
+        """Returns the config and derived values as plain data."""
         return {
             **self._fields(),
             "config": type(self).__name__,
@@ -299,31 +299,33 @@ class AbstractPlanConfig(abc.ABC):
         return {name: list(value) if isinstance(value, tuple) else value for name, value in given.items()}
 
     def to_json(self) -> str:
-        """The config as JSON, from which `from_json` makes an equal one."""
+        """Returns the config as JSON, for `from_json`."""
         return json.dumps({"config": type(self).__name__, "version": _VERSION, **self._fields()}, allow_nan=False)
 
     @classmethod
     def from_json(cls, text: str) -> Self:
-        """The config that ``to_json`` wrote.
+        """Returns the config that ``to_json`` wrote.
 
         Args:
-            text: What it returned.
+            text: Result of ``to_json``.
 
         Returns:
             An equal config.
 
         Raises:
-            ValueError: If it is no JSON of a config of this kind, or of a later version.
+            ValueError: If the text is not JSON of a config of this type, or is of a later version.
         """
         try:
             fields = json.loads(text)
         except (ValueError, RecursionError) as error:
-            raise ValueError(f"{cls.__name__}.from_json: this is no JSON ({error}).") from error
+            raise ValueError(f"{cls.__name__}.from_json: the text is not JSON ({error}).") from error
         if not isinstance(fields, dict) or fields.pop("config", None) not in (cls.__name__, *cls.aliases):
-            raise ValueError(f"{cls.__name__}.from_json: this is no {cls.__name__}.")
+            raise ValueError(f"{cls.__name__}.from_json: the text is not a {cls.__name__}.")
         version = fields.pop("version", None)
         if version != _VERSION or isinstance(version, bool):
-            raise ValueError(f"{cls.__name__}.from_json: version {version!r} is not known; this one writes {_VERSION}.")
+            raise ValueError(
+                f"{cls.__name__}.from_json: version {version!r} is unknown; this reads version {_VERSION}."
+            )
         known = {field.name for field in dataclasses.fields(cls)}
         if unknown := sorted(set(fields) - known):
             raise ValueError(f"{cls.__name__}.from_json: unknown fields {unknown}; known are {sorted(known)}.")
@@ -334,13 +336,13 @@ class AbstractPlanConfig(abc.ABC):
 
 
 def _with_bound(bound: dict[str, Any]) -> Callable[..., BoundedSensitivityCallable]:
-    """``clipped_grad`` with options that the plan has fixed."""
-    from dpengine.functional.clipped_gradients import clipped_grad  # brings the compiler, which takes a second
+    """Returns ``clipped_grad`` with options fixed by the plan."""
+    from dpengine.functional.clipped_gradients import clipped_grad  # imports the compiler, which takes a second
 
     def plan_clipped_grad(*args: Any, **options: Any) -> BoundedSensitivityCallable:
-        again = sorted(options.keys() & bound.keys())
-        if again:
-            raise TypeError(f"plan.clipped_grad: {', '.join(again)} {'is' if len(again) == 1 else 'are'} in the plan.")
+        conflicts = sorted(options.keys() & bound.keys())
+        if conflicts:
+            raise TypeError(f"plan.clipped_grad: the plan fixes {', '.join(conflicts)}.")
         return clipped_grad(*args, **{**options, **bound})
 
     return plan_clipped_grad

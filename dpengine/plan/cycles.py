@@ -1,4 +1,4 @@
-"""What runs share whose examples take part once in every cycle, and whose noise hangs together over more than that."""
+"""Runs in which examples participate once in every cycle, with noise that is correlated across cycles."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ from .claims import claimed_noise, example_relation
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Cycles:
-    """Batches that go through the data set in one order, again and again.
+    """Batches in a fixed cyclic order of the data set.
 
-    Nobody takes part again sooner than after a whole cycle. Chance earns nothing here; what counts is how the columns
-    of the strategy add up.
+    Participations of an example are one cycle apart. There is no amplification by sampling; the sensitivity depends on
+    how the columns of the strategy add up.
 
     Attributes:
-        cycle_length: Steps of a pass.
-        iterations: Steps of the run.
+        cycle_length: Number of steps in a cycle.
+        iterations: Number of steps in the run.
         column: First column of the Toeplitz strategy, ``(iterations,)``.
-        num_examples: The size of the data set, where that is public.
+        num_examples: Number of examples in the data set, if public.
     """
 
     cycle_length: int
@@ -42,17 +42,17 @@ class Cycles:
 
     @property
     def relation(self) -> Relation:
-        """Which data sets are neighbours."""
+        """Neighboring relation of the guarantee."""
         return example_relation(self.num_examples)
 
     @property
     def accountants(self) -> tuple[str, ...]:
-        """Those that can judge, the usual one first."""
+        """Supported accountants, the default first."""
         return tuple(ACCOUNTANTS)
 
     @property
     def selection(self) -> CyclicPoissonSampling:
-        """The law: all examples of the group, at its step."""
+        """Sampling scheme: all examples of a group, at its step."""
         return CyclicPoissonSampling(
             sampling_prob=1.0,
             iterations=self.iterations,
@@ -62,31 +62,31 @@ class Cycles:
 
     @property
     def column_norm(self) -> float:
-        """The sensitivity to one participation."""
+        """Sensitivity to one participation."""
         return float(np.linalg.norm(self.column))
 
     @property
     def sq_sensitivities(self) -> tuple[float, ...]:
-        """By how many cycles have begun: of the steps so far, over that of one participation."""
+        """Squared sensitivity after each number of cycles, relative to that of one participation."""
         return _sq_sensitivities(self.column.tobytes(), self.cycle_length)
 
     def claim(self, noise_multiplier: float, run: str) -> Event:
-        """What each step costs."""
+        """Returns the privacy event of each step."""
         if noise_multiplier == 0:
             return NonPrivateEvent()
         return MatrixGaussianEvent(noise_multiplier, self.cycle_length, self.sq_sensitivities, run)
 
     def library_event(self, noise_multiplier: float) -> Any:
-        """What the run releases, as an event of the dp-accounting library."""
+        """Returns the privacy event of the run, for the dp-accounting library."""
         return as_library_event(self.claim(noise_multiplier, ""), self.iterations)
 
     def epsilon(self, noise_multiplier: float, steps: int, delta: float, accountant: str | Accountant) -> float:
-        """Epsilon of the first steps."""
+        """Returns epsilon of the first steps."""
         return epsilon_of((Charge(self.claim(noise_multiplier, ""), steps),), delta, accountant, self.relation)
 
     def least_noise(self, target: float, delta: float, accountant: str | Accountant, tol: float) -> float:
-        """The least noise at which the accountant finds a target kept."""
-        if not isinstance(accountant, str):  # which need not count the run as one Gaussian release
+        """Returns the smallest noise multiplier with which an accountant's epsilon meets the target."""
+        if not isinstance(accountant, str):  # it may not treat the run as one Gaussian mechanism
             return claimed_noise(self, self.iterations, target, delta, accountant, tol)
         one = calibration(
             target_epsilon=target,
@@ -105,7 +105,7 @@ class Cycles:
 
 @functools.lru_cache(maxsize=16)
 def _sq_sensitivities(column: bytes, cycle_length: int) -> tuple[float, ...]:
-    """Remembered, since each report asks for it, and long runs have many cycles."""
+    """Cached, because each report needs it and long runs have many cycles."""
     values = np.frombuffer(column)
     iterations = len(values)
     cycles = range(1, -(-iterations // cycle_length) + 1)

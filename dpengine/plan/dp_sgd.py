@@ -1,4 +1,4 @@
-"""DP-SGD: independent noise over Poisson batches, or over batches of one size."""
+"""DP-SGD: independent noise with Poisson sampling, or with batches of fixed size."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from dpengine.noise.correlated import Recurrence
 from . import checks
 from .claims import Claims, claimed_noise
 from .config import AbstractPlanConfig
-from .poisson_batches import PoissonBatches, checked_cut, known, participation
+from .poisson_batches import PoissonBatches, checked_truncation, not_none, participation
 
 
 @final
@@ -26,15 +26,15 @@ from .poisson_batches import PoissonBatches, checked_cut, known, participation
 class DPSGDConfig(AbstractPlanConfig):
     """Independent noise at every step.
 
-    Source: Abadi et al. 2016 (arXiv:1607.00133); for batches of one size Wang, Balle and Kasiviswanathan 2019
+    Source: Abadi et al. 2016 (arXiv:1607.00133); for batches of fixed size Wang, Balle and Kasiviswanathan 2019
     (arXiv:1808.00087).
 
     Attributes:
-        sampling_prob: The probability of each example at each step, in [0, 1].
-        expected_participations: ``sampling_prob * iterations``: the other way to say it.
-        truncated_batch_size: Larger batches are cut to a uniform subset of this size; needs ``num_examples``.
-        fixed_batch_size: Batches are uniform subsets of this size instead; needs ``num_examples``. The guarantee is for
-            data sets in which one example is another (replace-one).
+        sampling_prob: Probability of each example at each step, in [0, 1].
+        expected_participations: ``sampling_prob * iterations``, as an alternative.
+        truncated_batch_size: Larger batches are truncated to a uniform subset of this size; needs ``num_examples``.
+        fixed_batch_size: Batches are uniform subsets of this size instead; needs ``num_examples``. The guarantee then
+            holds for data sets that differ in one replaced example (replace-one).
     """
 
     sampling_prob: float | None = None
@@ -44,31 +44,31 @@ class DPSGDConfig(AbstractPlanConfig):
 
     @classmethod
     def default(cls, *, iterations: int, **fields: Any) -> Self:
-        """The config with these fields."""
+        """Returns the config with these fields."""
         return cls(iterations=iterations, **fields)
 
     def _checked(self) -> dict[str, Any]:
         owner = type(self).__name__
-        cut = checked_cut(owner, self.truncated_batch_size, self.num_examples)
+        largest = checked_truncation(owner, self.truncated_batch_size, self.num_examples)
         if self.fixed_batch_size is None:
             return {
-                "truncated_batch_size": cut,
+                "truncated_batch_size": largest,
                 **participation(owner, self.sampling_prob, self.expected_participations, float(self.iterations)),
             }
-        size = checks.whole(owner, "fixed_batch_size", self.fixed_batch_size, at_least=1)
+        size = checks.integer(owner, "fixed_batch_size", self.fixed_batch_size, at_least=1)
         if self.num_examples is None or size > self.num_examples:
             raise ValueError(
-                f"{owner}: fixed_batch_size={size} needs num_examples of at least as many; got {self.num_examples}."
+                f"{owner}: fixed_batch_size={size} needs num_examples of at least this size; got {self.num_examples}."
             )
-        others = {"truncated_batch_size": cut, "sampling_prob": self.sampling_prob}
+        others = {"truncated_batch_size": largest, "sampling_prob": self.sampling_prob}
         for name, value in {**others, "expected_participations": self.expected_participations}.items():
             if value is not None:
-                raise ValueError(f"{owner}: {name}={value!r} does not go with fixed_batch_size={size}.")
+                raise ValueError(f"{owner}: {name}={value!r} cannot be combined with fixed_batch_size={size}.")
         return {"fixed_batch_size": size}
 
     @property
     def recurrence(self) -> Recurrence | None:
-        """None: noise is independent."""
+        """None, because noise is independent."""
         return None
 
     @property
@@ -78,7 +78,7 @@ class DPSGDConfig(AbstractPlanConfig):
             return _FixedBatches(self.fixed_batch_size, self.num_examples, self.iterations)
         return PoissonBatches(
             cycle_length=1,
-            sampling_prob=known(self.sampling_prob),
+            sampling_prob=not_none(self.sampling_prob),
             iterations=self.iterations,
             truncated_batch_size=self.truncated_batch_size,
             num_examples=self.num_examples,
@@ -87,7 +87,7 @@ class DPSGDConfig(AbstractPlanConfig):
 
 @dataclasses.dataclass(frozen=True)
 class _FixedBatches:
-    """Subsets of one size, under replace-one."""
+    """Subsets of fixed size, under replace-one."""
 
     size: int
     num_examples: int
@@ -106,7 +106,7 @@ class _FixedBatches:
         return FixedSizeGaussianEvent(self.num_examples, self.size, noise_multiplier)
 
     def library_event(self, noise_multiplier: float) -> Any:
-        """With half the noise, since the library's RDP accountant takes replace-one at distance 1."""
+        """Uses half the noise multiplier, because the library's RDP accountant counts replace-one as distance 1."""
         return to_dp_accounting(self.claim(noise_multiplier / 2, ""), self.iterations)
 
     def epsilon(self, noise_multiplier: float, steps: int, delta: float, accountant: str | Accountant) -> float:

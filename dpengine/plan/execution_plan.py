@@ -1,4 +1,4 @@
-"""DPExecutionPlan: all parts of a private run that must fit together, and what they cost together."""
+"""DPExecutionPlan: the parts of a private run, which must match, and their total privacy cost."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 class DPExecutionPlan:
     """The parts of a mechanism, from a config's ``make``.
 
-    ``make_private(plan=...)`` trains by it, without its performance flags; or a loop of your own does::
+    ``make_private(plan=...)`` trains with it and ignores its performance flags. In your own loop::
 
         state = plan.noise_addition_transform.init(params)
         gradient = plan.clipped_grad(loss)
@@ -30,14 +30,14 @@ class DPExecutionPlan:
             noisy, state = plan.noise_addition_transform.update(clipped_sum, state)
             ...  # any use of noisy
 
-    Indices, batches and clipped sums are private; nothing may touch the sum before the noise.
+    Privacy: indices, batches and clipped sums are private. The sum must not be changed before the noise is added.
 
     Attributes:
         clipped_grad: ``functional.clipped_grad`` with its privacy options bound.
         batch_selection_strategy: Draws the batches.
         noise_addition_transform: Adds the noise.
-        neighboring_relation: For which the guarantee holds.
-        config: What the plan was made from, with the noise multiplier in it.
+        neighboring_relation: Neighboring relation of the guarantee.
+        config: Config of the plan, with the noise multiplier.
     """
 
     clipped_grad: Callable[..., BoundedSensitivityCallable]
@@ -48,7 +48,7 @@ class DPExecutionPlan:
 
     @property
     def dp_event(self) -> Any:
-        """What the whole run releases, as an event of the dp-accounting library."""
+        """Privacy event of the run, for the dp-accounting library."""
         return self.config.dp_event()
 
     @property
@@ -57,15 +57,15 @@ class DPExecutionPlan:
         return self.noise_addition_transform.stddev
 
     def epsilon(self, delta: float, step: int | None = None, *, accountant: str | Accountant | None = None) -> float:
-        """Epsilon of the whole run, or of its first steps, whose number was fixed in advance.
+        """Returns epsilon of the run, or of its first steps, if their number was fixed in advance.
 
-        If training stopped at a step for a reason that hangs on private data, the cost is that of the whole run: the
-        stop is a choice among its prefixes.
+        If training stopped at a step for a reason that depends on private data, the cost is that of the complete run,
+        because stopping selects among its prefixes.
 
         Args:
             delta: In (0, 1).
-            step: Steps taken; None for all of them.
-            accountant: As for ``PrivacyEngine``; None for the one that suits the batches.
+            step: Number of steps taken; None for all steps.
+            accountant: As for ``PrivacyEngine``; None for the default of the batches.
 
         Returns:
             An upper bound on epsilon.
@@ -73,9 +73,9 @@ class DPExecutionPlan:
         return self.config.epsilon(delta, step, accountant=accountant)
 
     def describe(self) -> dict[str, Any]:
-        """The plan as plain data."""
+        """Returns the plan as plain data."""
         return {**self.config.describe(), "stddev": self.stddev}
 
     def to_json(self) -> str:
-        """The config that makes this plan, as JSON."""
+        """Returns the config of this plan as JSON."""
         return self.config.to_json()

@@ -1,4 +1,4 @@
-"""Configs whose noise hangs together over more steps than a cycle has: buffered linear Toeplitz and banded inverse."""
+"""Configs with noise that is correlated across cycles: buffered linear Toeplitz and banded inverse."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from .cycles import Cycles
 class BLTConfig(AbstractPlanConfig):
     """Buffered linear Toeplitz noise: a few buffers of the model's size, for runs of any length.
 
-    Each example takes part once in every cycle, in an order that is fixed at the start; chance earns no credit.
+    Each example participates once in every cycle, in a fixed order. There is no amplification by sampling.
 
     Source: Dvijotham et al. 2024 (arXiv:2404.16706), McMahan et al. 2024 (arXiv:2408.08868).
 
     Attributes:
-        decays: Of the buffers of the strategy, in [0, 1].
-        scales: How much of each buffer counts; as many.
-        cycle_length: Steps of a pass over the data set; the batch is ``num_examples / cycle_length``.
+        decays: Decays of the buffers of the strategy, in [0, 1].
+        scales: Weights of the buffers, one for each decay.
+        cycle_length: Number of steps in a pass over the data set; the batch size is ``num_examples / cycle_length``.
     """
 
     decays: tuple[float, ...]
@@ -39,36 +39,38 @@ class BLTConfig(AbstractPlanConfig):
 
     @classmethod
     def default(cls, *, iterations: int, cycle_length: int, num_buffers: int | None = None, **fields: Any) -> Self:
-        """The config with buffers of the least largest error over prefix sums, for one participation.
+        """Returns the config with the buffers that minimize the maximum error of prefix sums, for one participation.
 
         Args:
-            iterations: Steps of the run.
-            cycle_length: Steps of a pass.
-            num_buffers: None for as many as still help.
+            iterations: Number of steps in the run.
+            cycle_length: Number of steps in a pass.
+            num_buffers: Number of buffers; None adds buffers while they help.
             fields: Other fields.
 
         Returns:
             The config.
         """
-        iterations = checks.whole(cls.__name__, "iterations", iterations, at_least=1)
+        iterations = checks.integer(cls.__name__, "iterations", iterations, at_least=1)
         found = optimize_blt(iterations, buffers=num_buffers)
         return cls(iterations=iterations, cycle_length=cycle_length, decays=found.decays, scales=found.scales, **fields)
 
     def _checked(self) -> dict[str, Any]:
         owner = type(self).__name__
         decays, scales = (checks.numbers(owner, name, getattr(self, name)) for name in ("decays", "scales"))
-        blt(decays, scales)  # refuses what is none
+        blt(decays, scales)  # raises if they are invalid
         return {
             "decays": decays,
             "scales": scales,
-            "cycle_length": checks.whole(owner, "cycle_length", self.cycle_length, at_least=1),
+            "cycle_length": checks.integer(owner, "cycle_length", self.cycle_length, at_least=1),
         }
 
     @property
     def recurrence(self) -> Recurrence:
-        """The noise."""
-        made, norm = blt(self.decays, self.scales), self._claims.column_norm
-        return dataclasses.replace(made, size=self.iterations, column_norm=norm, facts={**made.facts, "noise": "blt"})
+        """The correlated noise."""
+        recurrence, norm = blt(self.decays, self.scales), self._claims.column_norm
+        return dataclasses.replace(
+            recurrence, size=self.iterations, column_norm=norm, description={**recurrence.description, "noise": "blt"}
+        )
 
     @property
     def _claims(self) -> Cycles:
@@ -78,16 +80,16 @@ class BLTConfig(AbstractPlanConfig):
 @final
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BandedInverseConfig(AbstractPlanConfig):
-    """Noise that takes back a part of the fresh noise of the steps before, which is drawn again: nothing is kept.
+    """Each step cancels a part of the fresh noise of earlier steps, which is regenerated and needs no memory.
 
-    Each example takes part once in every cycle, in an order that is fixed at the start; chance earns no credit.
+    Each example participates once in every cycle, in a fixed order. There is no amplification by sampling.
 
     Source: Kalinin and Lampert 2025 (arXiv:2505.12128); with coefficients ``(1, -lambda)`` it is DP-lambda-CGD
     (arXiv:2601.22334).
 
     Attributes:
-        coefficients: First column of the noising matrix, its first number positive; kept divided by that.
-        cycle_length: Steps of a pass over the data set; the batch is ``num_examples / cycle_length``.
+        coefficients: First column of the noising matrix, with a positive first number by which all are divided.
+        cycle_length: Number of steps in a pass over the data set; the batch size is ``num_examples / cycle_length``.
     """
 
     coefficients: tuple[float, ...]
@@ -95,18 +97,18 @@ class BandedInverseConfig(AbstractPlanConfig):
 
     @classmethod
     def default(cls, *, num_bands: int, iterations: int, cycle_length: int, **fields: Any) -> Self:
-        """The config with the coefficients of the least mean squared error over prefix sums.
+        """Returns the config with the coefficients of minimal mean squared error of prefix sums.
 
         Args:
-            num_bands: Coefficients.
-            iterations: Steps of the run.
-            cycle_length: Steps of a pass.
+            num_bands: Number of coefficients.
+            iterations: Number of steps in the run.
+            cycle_length: Number of steps in a pass.
             fields: Other fields.
 
         Returns:
             The config.
         """
-        iterations = checks.whole(cls.__name__, "iterations", iterations, at_least=1)
+        iterations = checks.integer(cls.__name__, "iterations", iterations, at_least=1)
         found = optimize_banded_inverse(iterations, num_bands, separation=cycle_length)
         return cls(iterations=iterations, cycle_length=cycle_length, coefficients=tuple(map(float, found)), **fields)
 
@@ -115,15 +117,15 @@ class BandedInverseConfig(AbstractPlanConfig):
         column = checks.column(owner, "coefficients", self.coefficients)
         if len(column) > self.iterations:
             raise ValueError(f"{owner}: coefficients has {len(column)} numbers for {self.iterations} iterations.")
-        length = checks.whole(owner, "cycle_length", self.cycle_length, at_least=1)
+        length = checks.integer(owner, "cycle_length", self.cycle_length, at_least=1)
         return {"coefficients": tuple(value / column[0] for value in column), "cycle_length": length}
 
     @property
     def recurrence(self) -> Recurrence:
-        """The noise."""
-        made, norm = banded_inverse(self.coefficients), self._claims.column_norm
-        facts = {**made.facts, "noise": "banded-inverse"}
-        return dataclasses.replace(made, size=self.iterations, column_norm=norm, facts=facts)
+        """The correlated noise."""
+        recurrence, norm = banded_inverse(self.coefficients), self._claims.column_norm
+        description = {**recurrence.description, "noise": "banded-inverse"}
+        return dataclasses.replace(recurrence, size=self.iterations, column_norm=norm, description=description)
 
     @property
     def _claims(self) -> Cycles:

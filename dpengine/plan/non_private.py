@@ -1,4 +1,4 @@
-"""The interface of a plan without its privacy: for the run that private ones are compared with."""
+"""A config without privacy, for a baseline run."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from .config import AbstractPlanConfig
 @final
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class NonPrivateConfig(AbstractPlanConfig):
-    """Nothing is clipped and no noise is added: epsilon is infinite, and there is nothing to calibrate.
+    """No clipping and no noise: epsilon is infinite, and there is no noise to calibrate.
 
     Attributes:
-        batch_size: Each batch is a uniform subset of so many examples.
+        batch_size: Size of the batches, which are uniform subsets.
     """
 
     batch_size: int
@@ -36,34 +36,34 @@ class NonPrivateConfig(AbstractPlanConfig):
     num_examples: int | None = dataclasses.field(default=None, init=False)
 
     def __post_init__(self) -> None:
-        """Refuses what no run could keep."""
+        """Checks the fields."""
         owner = type(self).__name__
         found: dict[str, Any] = {
-            "iterations": checks.whole(owner, "iterations", self.iterations, at_least=1),
+            "iterations": checks.integer(owner, "iterations", self.iterations, at_least=1),
             "normalize_by": checks.number(owner, "normalize_by", self.normalize_by, above=True),
         }
         for name, value in {**found, **self._checked()}.items():
             object.__setattr__(self, name, value)
 
     def _checked(self) -> dict[str, Any]:
-        return {"batch_size": checks.whole(type(self).__name__, "batch_size", self.batch_size, at_least=1)}
+        return {"batch_size": checks.integer(type(self).__name__, "batch_size", self.batch_size, at_least=1)}
 
     @property
     def recurrence(self) -> Recurrence | None:
-        """None: there is no noise."""
+        """None, because there is no noise."""
         return None
 
     @property
     def _claims(self) -> Claims:
-        return _Nothing(self.batch_size, self.iterations)
+        return _NoNoise(self.batch_size, self.iterations)
 
     def calibrate(
         self, *, epsilon: float, delta: float, tol: float | None = None, accountant: Any = None
     ) -> NonPrivateConfig:
-        """The config itself where epsilon is infinite; every other target is an InvalidBudgetError."""
+        """Returns the config itself for an infinite epsilon; raises InvalidBudgetError for any other."""
         checks.fraction(type(self).__name__, "delta", delta)
         if epsilon != math.inf:
-            self._claims.least_noise(epsilon, delta, "pld", 0.0)  # refuses
+            self._claims.least_noise(epsilon, delta, "pld", 0.0)  # raises
         return self
 
     def _fields(self) -> dict[str, Any]:
@@ -71,8 +71,8 @@ class NonPrivateConfig(AbstractPlanConfig):
 
 
 @dataclasses.dataclass(frozen=True)
-class _Nothing:
-    """What is claimed for batches without noise."""
+class _NoNoise:
+    """Privacy analysis of batches without noise: none."""
 
     batch_size: int
     iterations: int
@@ -95,5 +95,5 @@ class _Nothing:
 
     def least_noise(self, target: float, delta: float, accountant: str | Accountant, tol: float) -> NoReturn:
         raise InvalidBudgetError(
-            f"NonPrivateConfig adds no noise: it cannot keep epsilon={target!r}.", fix="Use DPSGDConfig."
+            f"NonPrivateConfig adds no noise, so it cannot meet epsilon={target!r}.", fix="Use DPSGDConfig."
         )

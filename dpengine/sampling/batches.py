@@ -20,23 +20,27 @@ from .units import UnitStrategy
 class LogicalBatch:
     """One sampled batch, which may span several physical batches. Compared by identity.
 
-    ``rows`` and ``units`` have one entry for each chunk; without ``units``, each sample is a privacy unit.
-    ``placeholder`` is True if the loader returns a placeholder sample for an empty chunk.
-    It cannot be copied or pickled, because two steps with the same batch would break the accounting.
+    Cannot be copied or pickled, because releasing the same batch twice would break accounting.
+
+    Attributes:
+        step: Number of the step.
+        rows: Number of samples of each physical batch.
+        units: Privacy unit of each sample of each physical batch, from 0; empty if each sample is a unit.
+        placeholder: True if the loader returns a placeholder sample for an empty physical batch.
     """
 
     step: int
-    rows: tuple[int, ...] = dataclasses.field(repr=False)  # sizes that were drawn are private: not in messages or logs
+    rows: tuple[int, ...] = dataclasses.field(repr=False)  # private: sampled sizes must not appear in logs
     units: tuple[npt.NDArray[np.int64], ...] = dataclasses.field(default=(), repr=False)
     placeholder: bool = False
 
     @property
     def size(self) -> int:
-        """Number of samples in the whole logical batch."""
+        """Number of samples in the logical batch."""
         return sum(self.rows)
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        raise TypeError(f"{self!r} stands for one logical batch of this process and cannot be copied or pickled.")
+        raise TypeError(f"{self!r} represents one logical batch of this process and cannot be copied or pickled.")
 
 
 class DrawnBatch(NamedTuple):
@@ -56,15 +60,15 @@ class LogicalBatches:
         *,
         physical_batch_size: int | None,
         accumulation_steps: int,
-        on_return: Callable[[LogicalBatch, int], None],  # called with the index of a chunk before it is returned
+        on_return: Callable[[LogicalBatch, int], None],  # called before each physical batch is returned, with its index
         may_draw: Callable[[int], bool],  # called before each logical batch; False ends the pass
-        share: tuple[int, int] = (0, 1),  # rank and number of ranks, each of which returns its part of every chunk
-        placeholder: bool = False,  # whether an empty chunk comes with a placeholder sample
+        share: tuple[int, int] = (0, 1),  # rank and number of ranks; each returns its part of a batch
+        placeholder: bool = False,  # True if an empty physical batch has a placeholder sample
     ):
         self._placeholder = placeholder
         self.strategy = strategy
         self.may_draw = may_draw
-        self.position = 0  # returned logical batches of the run, which is the step of the next one
+        self.position = 0  # number of logical batches returned in the run: the step of the next one
         self.open_pass: Pass | None = None
         self.share = share
         self._words = words
@@ -73,22 +77,25 @@ class LogicalBatches:
         self.on_return = on_return
 
     def draw(self, step: int) -> DrawnBatch:
-        """Returns the logical batch of a step. Drawing has no effect: the same step gives the same batch again."""
+        """Returns the logical batch of a step. Drawing has no side effect: the same step gives the same batch again."""
         indices = self.strategy.draw(step, self._words)
         parts, size, (rank, ranks) = self._accumulation_steps, self.physical_batch_size, self.share
         units: tuple[IndexBatch, ...] = ()
         if isinstance(self.strategy, UnitStrategy):
-            cut = self._units_of(self.strategy, indices)
-            units = tuple(map(self.strategy.places, cut))
+            chunks = self._chunks_of_units(self.strategy, indices)
+            units = tuple(map(self.strategy.places, chunks))
         else:
             parts = parts if size is None else max(1, -(-len(indices) // (size * ranks)))
-            cut = np.array_split(indices, parts * ranks)[rank::ranks]
+            chunks = np.array_split(indices, parts * ranks)[rank::ranks]
         return DrawnBatch(
-            LogicalBatch(step, tuple(map(len, cut)), units, self._placeholder), [part.tolist() for part in cut]
+            LogicalBatch(step, tuple(map(len, chunks)), units, self._placeholder), [chunk.tolist() for chunk in chunks]
         )
 
-    def _units_of(self, strategy: UnitStrategy, indices: IndexBatch) -> list[IndexBatch]:
-        """Returns this process's chunks of whole units. All processes have equally many, and some may be empty."""
+    def _chunks_of_units(self, strategy: UnitStrategy, indices: IndexBatch) -> list[IndexBatch]:
+        """Returns the physical batches of this process, each with complete units.
+
+        All processes have the same number; the last ones may be empty.
+        """
         rank, ranks = self.share
         chunks = [
             strategy.chunks(part, size=self.physical_batch_size, parts=self._accumulation_steps)
@@ -98,29 +105,29 @@ class LogicalBatches:
         return [*chunks[rank], *[indices[:0]] * (most - len(chunks[rank]))]
 
     def mark_returned(self, batch: LogicalBatch, chunk: int) -> None:
-        """Records that a chunk is about to be returned."""
+        """Records that a physical batch is about to be returned to the user."""
         if chunk == 0:
-            self.position = batch.step + 1  # first: a callback that raises must not repeat the step
+            self.position = batch.step + 1  # first, so that this step does not repeat if the callback raises
         self.on_return(batch, chunk)
 
     def start_pass(self, *, fetch_empty: bool) -> Pass:
-        """Returns a new pass from the current position. Ends an open pass."""
+        """Starts a new pass at the current position and ends an open one."""
         self.end_pass()
         self.open_pass = Pass(self, fetch_empty=fetch_empty)
         return self.open_pass
 
     def end_pass(self) -> None:
-        """Ends the open pass, if there is one, and forgets its batches that were not returned."""
+        """Ends the open pass, if any. Batches that were drawn but not returned are forgotten."""
         if self.open_pass is not None:
             self.open_pass.source = None
             self.open_pass = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> LogicalBatches:
-        return self  # copies of a loader continue the same run, so no step is returned twice
+        return self  # copies of a loader continue the same run: no step may be returned twice
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise TypeError(
-            "A private loader cannot be pickled: another process would hand out the same batches again. "
+            "A private loader cannot be pickled: another process would return the same batches again. "
             "Pickle your own loader, and call make_private in each process."
         )
 
@@ -128,21 +135,21 @@ class LogicalBatches:
 class Pass:
     """One pass over the loader. Fetched and returned batches are matched first in, first out.
 
-    DataLoader workers fetch ahead of the user by an amount that depends on timing. The side that first needs the next
-    logical batch draws it for both.
+    DataLoader workers prefetch by an amount that depends on timing. So the side that needs the next logical batch first
+    draws it for both.
     """
 
     def __init__(self, batches: LogicalBatches, *, fetch_empty: bool):
-        self.source: Iterator[Any] | None = None  # the user's iterator; deleting it stops its workers
-        self.taken = False
-        self.sent, self.received = 0, 0  # index lists read by the source, and batches that it returned
-        self.fetch_empty = fetch_empty  # whether empty chunks go through the user's loader
+        self.source: Iterator[Any] | None = None  # iterator of the user's loader; deleting it stops its workers
+        self.claimed = False
+        self.sent, self.received = 0, 0  # physical batches: index lists read by the source, and batches it returned
+        self.fetch_empty = fetch_empty  # True if empty physical batches also go through the data loader
         self._batches = batches
         self._start = batches.position
         self._drawn = 0
         self._for_user: collections.deque[LogicalBatch] = collections.deque()
         self._to_fetch: collections.deque[list[list[int]]] = collections.deque()
-        self._lock = threading.Lock()  # some loader classes iterate in another thread
+        self._lock = threading.Lock()  # some loader classes iterate in a separate thread
 
     def next_for_user(self) -> LogicalBatch:
         """Returns the next logical batch."""
@@ -152,7 +159,7 @@ class Pass:
             return self._for_user.popleft()
 
     def index_lists(self) -> Iterator[list[int]]:
-        """Yields the chunks to fetch until the end of the pass."""
+        """Yields the index lists to fetch, until the end of the pass."""
         while (chunks := self._next_to_fetch()) is not None:
             for chunk in chunks:
                 if chunk or self.fetch_empty:
@@ -177,14 +184,14 @@ class Pass:
 class PrivateBatchSampler(Sampler[list[int]]):
     """The batch sampler of a private loader.
 
-    A loader that a training framework builds around it gets index lists, too. Such a loader does not report which batch
-    it returns, so a chunk counts as returned when its indices are read.
+    A loader that is built around it, for example by a training framework, also gets index lists. It cannot report when
+    a batch reaches the user, so a physical batch then counts as returned when its indices are read.
 
     Args:
-        batches: The logical batches of the run.
+        batches: Logical batches of the run.
 
     Attributes:
-        batch_size: The expected batch size of this process, rounded, for training frameworks.
+        batch_size: Expected batch size of this process, rounded, for frameworks.
         drop_last: Always False.
     """
 
@@ -197,15 +204,15 @@ class PrivateBatchSampler(Sampler[list[int]]):
         return self._batches.strategy.steps_per_epoch
 
     def __iter__(self) -> Iterator[list[int]]:
-        # A worker pool creates two iterators and reads one, so the first one that is read takes the pass.
+        # A worker pool creates two iterators and reads one, so the first one that is read claims the pass.
         current = self._batches.open_pass
-        if current is not None and not current.taken:
-            current.taken = True
+        if current is not None and not current.claimed:
+            current.claimed = True
             yield from current.index_lists()
         else:
-            yield from self._return_indices()
+            yield from self._indices_without_pass()
 
-    def _return_indices(self) -> Iterator[list[int]]:
+    def _indices_without_pass(self) -> Iterator[list[int]]:
         for _ in range(len(self)):
             step = self._batches.position
             if not self._batches.may_draw(step):

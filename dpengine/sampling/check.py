@@ -1,4 +1,4 @@
-"""Which loaders can be made private: those that give every example one known chance."""
+"""Checks that a loader can be made private: each example must have the same known sampling rate."""
 
 from __future__ import annotations
 
@@ -21,72 +21,71 @@ from .batches import PrivateBatchSampler
 
 _PLAIN_LOADER = "Pass DataLoader(dataset, batch_size=..., shuffle=True)."
 
-_WHY_REFUSED = {
+_UNSUPPORTED_SAMPLERS = {
     WeightedRandomSampler: (
-        "gives rows unequal chances; the accounting needs equal ones.",
-        "Weight the loss instead; batches that are not drawn by Poisson sampling need a plain loader too. "
-        + _PLAIN_LOADER,
+        "samples examples with unequal probabilities; the accounting needs equal ones.",
+        f"Weight the loss instead. {_PLAIN_LOADER}",
     ),
     SubsetRandomSampler: (
-        "draws from a part of the rows, so batch_size / len(dataset) is not its rate.",
+        "samples from a subset of the examples, so its rate is not batch_size / len(dataset).",
         "Pass DataLoader(torch.utils.data.Subset(dataset, indices), batch_size=..., shuffle=True).",
     ),
     DistributedSampler: (
-        "repeats rows so that all ranks get equally many; a repeated row counts twice.",
-        f"Give every rank the whole data set, the engine takes each rank's part of one draw. {_PLAIN_LOADER} "
-        "batch_size is that of all ranks together.",
+        "repeats examples to give all ranks the same number; a repeated example counts twice.",
+        f"Pass the complete data set on every rank; the engine splits each batch over the ranks. {_PLAIN_LOADER} "
+        "batch_size is the total of all ranks.",
     ),
 }
 
 
 def check_loader(loader: Any) -> None:
-    """Refuses every loader whose rows do not have equal and known chances.
+    """Raises SamplingError for a loader whose examples do not have equal, known sampling rates.
 
-    Accepted are a ``DataLoader`` or a subclass, over a map-style data set, with ``batch_size`` set and either order of
-    PyTorch's own: sequential, or a random permutation of all rows.
+    Accepts a ``DataLoader`` or a subclass, over a map-style data set, with ``batch_size`` set and one of PyTorch's own
+    orders: sequential, or a random permutation of all examples.
     """
     if not isinstance(loader, DataLoader):
         raise SamplingError(f"{_name(loader)} is not a torch DataLoader.", fix=_PLAIN_LOADER)
     if isinstance(loader.dataset, IterableDataset):
         raise SamplingError(
-            f"{_name(loader.dataset)} is an IterableDataset: rows without an index cannot be drawn with equal chances.",
+            f"{_name(loader.dataset)} is an IterableDataset: examples without an index cannot be sampled uniformly.",
             fix="Pass a map-style data set, such as DataLoader(list(dataset), batch_size=..., shuffle=True), "
-            "or a class with __len__ and __getitem__ over the stored rows.",
+            "or a class with __len__ and __getitem__.",
         )
     if loader.batch_sampler is None:
-        raise SamplingError(f"{_name(loader)} has batch_size=None, so it yields no batches.", fix=_PLAIN_LOADER)
+        raise SamplingError(f"{_name(loader)} has batch_size=None, so it does not return batches.", fix=_PLAIN_LOADER)
     if isinstance(loader.batch_sampler, PrivateBatchSampler):
         raise SamplingError(
-            f"{_name(loader)} is private already: its batches are those of the model that it was made for.",
-            fix="Pass the plain loader that it was made from; each private model gets a private loader of its own.",
+            f"{_name(loader)} is private already: its batches belong to the model for which it was created.",
+            fix="Pass the plain loader from which it was created; each private model needs its own private loader.",
         )
     if type(loader.batch_sampler) is not BatchSampler:
         raise SamplingError(
-            f"batch_sampler={_name(loader.batch_sampler)} has a law of its own; the accounting needs equal chances.",
+            f"batch_sampler={_name(loader.batch_sampler)} has its own distribution; accounting needs equal rates.",
             fix=_PLAIN_LOADER,
         )
     _check_sampler(loader.batch_sampler.sampler, loader.dataset)
 
 
 def _check_sampler(sampler: Any, dataset: Any) -> None:
-    for kind, (why, fix) in _WHY_REFUSED.items():
+    for kind, (why, fix) in _UNSUPPORTED_SAMPLERS.items():
         if isinstance(sampler, kind):
             raise SamplingError(f"{_name(sampler)} {why}", fix=fix)
-    # A subclass may have changed the order, so only the exact types are known.
+    # Exact types only, because a subclass may change the order.
     if type(sampler) not in (SequentialSampler, RandomSampler):
         raise SamplingError(
-            f"sampler={_name(sampler)} has a law of its own; the accounting needs equal chances.",
+            f"sampler={_name(sampler)} has its own distribution; accounting needs equal rates.",
             fix=_PLAIN_LOADER,
         )
     rows = _rows(dataset)
     if type(sampler) is RandomSampler and sampler.replacement:
         raise SamplingError(
-            "RandomSampler(replacement=True) may give one row twice in a batch; it would count twice.",
+            "RandomSampler(replacement=True) may return an example twice in a batch; it would count twice.",
             fix=_PLAIN_LOADER,
         )
     if len(sampler) != rows or _rows(sampler.data_source) != rows:
         raise SamplingError(
-            f"{_name(sampler)} draws {len(sampler)} rows of a data set of {rows}, at a rate that is not "
+            f"{_name(sampler)} samples {len(sampler)} examples from a data set of {rows}, so its rate is not "
             "batch_size / len(dataset).",
             fix=_PLAIN_LOADER,
         )
@@ -97,7 +96,7 @@ def _rows(dataset: Any) -> int:
         return len(dataset)
     except TypeError:
         raise SamplingError(
-            f"{_name(dataset)} has no length, so the chance of a row is not known.", fix="Give it a __len__."
+            f"{_name(dataset)} has no length, so the sampling rate is not known.", fix="Implement __len__."
         ) from None
 
 

@@ -1,4 +1,4 @@
-"""From the user's loader to the strategy that replaces its order."""
+"""Selects the sampling scheme that replaces the order of the user's loader."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ def strategy_for(
     sample_rate: float | None = None,
     expected_batch_size: float | None = None,
 ) -> AbstractBatchStrategy:
-    """Returns the strategy that stands for the loader's batch size.
+    """Returns the sampling scheme for the batch size of a loader.
 
-    What is not given follows from the loader: ``sample_rate`` is the batch size over ``len(dataset)``, at most 1, which
-    makes the size of the data set public. With both constants given, it plays no part in the rate, the divisor or the
-    number of steps. A loader that `check_loader` refuses, or that is empty without both constants, is a
-    `SamplingError`.
+    Values that are not given are derived from the loader: ``sample_rate`` is the batch size over ``len(dataset)``, at
+    most 1, which makes the size of the data set public. If both constants are given, that size does not affect the
+    rate, the divisor or the number of steps. Raises SamplingError for a loader that `check_loader` rejects, or an empty
+    one without both constants.
     """
     check_loader(loader)
     if sampling not in _BY_NAME:
@@ -41,16 +41,16 @@ def _poisson(loader: DataLoader[Any], sample_rate: float | None, batch_size: flo
     if sample_rate is not None:
         rate = checked_sample_rate("strategy_for", sample_rate)
         size = rate * rows if batch_size is None else batch_size
-        steps = batches_in_a_pass(rate, drop_last=drop_last)
+        steps = batches_per_epoch(rate, drop_last=drop_last)
     else:
         size = loader.batch_sampler.batch_size if batch_size is None else batch_size  # type: ignore[union-attr]
         size = checked_batch_size("strategy_for", size)
         rate = min(1.0, size / rows) if rows else 0.0
-        steps = _whole_batches(Fraction(rows) / Fraction(size), drop_last)
-        size = size if batch_size is not None else min(size, rows)  # a declared constant stays what it is
+        steps = _rounded(Fraction(rows) / Fraction(size), drop_last)
+        size = size if batch_size is not None else min(size, rows)  # keep a declared constant
     if rows == 0 and (sample_rate is None or batch_size is None):
         raise SamplingError(
-            f"The data set ({type(loader.dataset).__name__}) is empty, so no rate follows from it.",
+            f"The data set ({type(loader.dataset).__name__}) is empty, so no sampling rate can be derived.",
             fix="Pass sample_rate= and expected_batch_size= as constants, and example_input=.",
         )
     return PoissonSampling(rows, rate, steps, size)
@@ -59,9 +59,9 @@ def _poisson(loader: DataLoader[Any], sample_rate: float | None, batch_size: flo
 def _shuffle(loader: DataLoader[Any], sample_rate: float | None, batch_size: float | None) -> ShuffleSampling:
     for name, value in {"sample_rate": sample_rate, "expected_batch_size": batch_size}.items():
         if value is not None:
-            raise ValueError(f'{name}={value!r} has no meaning for sampling="shuffle": set the loader\'s batch_size.')
+            raise ValueError(f'{name}={value!r} is not supported by sampling="shuffle": set the loader\'s batch_size.')
     if len(loader.dataset) == 0:  # type: ignore[arg-type]
-        raise SamplingError(f"The data set ({type(loader.dataset).__name__}) is empty: there is nothing to shuffle.")
+        raise SamplingError(f"The data set ({type(loader.dataset).__name__}) is empty, so it cannot be shuffled.")
     batches = loader.batch_sampler
     return ShuffleSampling(len(loader.dataset), batches.batch_size, batches.drop_last)  # type: ignore[arg-type, union-attr]
 
@@ -69,17 +69,17 @@ def _shuffle(loader: DataLoader[Any], sample_rate: float | None, batch_size: flo
 _BY_NAME = {"poisson": _poisson, "shuffle": _shuffle}
 
 
-def batches_in_a_pass(sample_rate: float, *, drop_last: bool) -> int:
-    """How many logical batches go over the data once: ``1 / sample_rate``, a whole number where it is meant as one."""
-    return _whole_batches(_passes(checked_sample_rate("batches_in_a_pass", sample_rate)), drop_last)
+def batches_per_epoch(sample_rate: float, *, drop_last: bool) -> int:
+    """Returns the number of logical batches per epoch: ``1 / sample_rate``, rounded to an integer."""
+    return _rounded(_inverse_rate(checked_sample_rate("batches_per_epoch", sample_rate)), drop_last)
 
 
-def _passes(rate: float) -> Fraction:
-    """``1 / rate``, where a rate such as 1/3, which float64 cannot hold, still gives 3 and not a little more."""
+def _inverse_rate(rate: float) -> Fraction:
+    """Returns ``1 / rate`` exactly, also for a rate such as 1/3 that float64 cannot represent."""
     exact = 1 / Fraction(rate)
     nearest = Fraction(round(exact))
     return nearest if abs(exact - nearest) <= exact / (1 << 50) else exact
 
 
-def _whole_batches(batches: Fraction, drop_last: bool) -> int:
+def _rounded(batches: Fraction, drop_last: bool) -> int:
     return math.floor(batches) if drop_last else math.ceil(batches)

@@ -1,4 +1,4 @@
-"""Batches of zero rows: the structure of a batch, without any row."""
+"""Empty batches: the structure of a batch, with zero rows."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _KEPT = (str, bytes, numbers.Number, np.generic, enum.Enum, torch.dtype, torch.d
 
 @dataclasses.dataclass(frozen=True)
 class EmptyAwareCollate:
-    """The user's ``collate_fn``, which is never called with an empty list: then the answer is a batch of zero rows."""
+    """The user's ``collate_fn``, with an empty batch for an empty list, for which it is not called."""
 
     collate: Callable[[list[Any]], Any]
     template: Any
@@ -33,18 +33,18 @@ class EmptyAwareCollate:
 
 
 def empty_template(collate: Callable[[list[Any]], Any], example: Any, *, batch_first: bool = True) -> Any:
-    """Returns a batch of zero rows, with the structure that ``collate`` gives to real batches.
+    """Returns a batch of zero rows with the structure of real batches of ``collate``.
 
-    ``collate`` is called with one copy of the example and with two. What doubles in size counts rows: that axis of a
-    tensor or array becomes 0, such a list or tuple becomes empty. Tensors keep dtype, device and their other axes;
-    those that do not grow are filled with zeros, so that the template holds no tensor value of the example. Containers
-    keep their type where it can be built: dict, other mappings, list, tuple, named tuple, dataclass. A part of any
-    other type is a `SamplingError`. The process's random generators are left as they were. If nothing doubles, rows are
-    on axis 0, or on axis 1 without ``batch_first``.
+    ``collate`` is called with one copy of the example and with two. A size that doubles is the number of rows: that
+    axis of a tensor or array becomes 0, and such a list or tuple becomes empty. Tensors keep dtype, device and other
+    axes; those without such an axis are filled with zeros, so that the template holds no tensor value of the example.
+    Containers keep their type if it can be constructed: dict, other mappings, list, tuple, named tuple, dataclass.
+    Another type raises SamplingError. The random generators of the process are restored. If nothing doubles, axis 0
+    counts rows, or axis 1 without ``batch_first``.
     """
-    with generators_untouched():
+    with restored_generators():
         single = collate([example])
-    with generators_untouched():
+    with restored_generators():
         double = collate([example, example])
     cut = _GrowthCut()
     template = _walk(single, double, cut, "batch")
@@ -52,8 +52,8 @@ def empty_template(collate: Callable[[list[Any]], Any], example: Any, *, batch_f
 
 
 @contextlib.contextmanager
-def generators_untouched() -> Iterator[None]:
-    """Gives the process's generators back as they were: a data set or collate function may draw from them."""
+def restored_generators() -> Iterator[None]:
+    """Restores the random generators of the process, from which a data set or collate function may draw."""
     python_state, numpy_state = random.getstate(), np.random.get_state()
     with torch.random.fork_rng(devices=[]):
         try:
@@ -65,7 +65,7 @@ def generators_untouched() -> Iterator[None]:
 
 @dataclasses.dataclass
 class _GrowthCut:
-    """Takes for rows what doubles from one example to two."""
+    """Treats an axis as rows if its size doubles from one example to two."""
 
     found: bool = False
 
@@ -84,7 +84,7 @@ class _GrowthCut:
 
 @dataclasses.dataclass(frozen=True)
 class _AxisCut:
-    """Takes one axis of each tensor for rows, and each list of plain values."""
+    """Treats one axis of each tensor, and each list of plain values, as rows."""
 
     axis: int
 
@@ -97,7 +97,7 @@ class _AxisCut:
 
 
 def _walk(single: Any, double: Any, cut: _GrowthCut | _AxisCut, where: str) -> Any:
-    """The empty form of ``single``; ``double`` is the same part of the batch with two rows."""
+    """Returns the empty form of ``single``; ``double`` is the same part of the batch with two rows."""
     if isinstance(single, torch.Tensor):
         return single.new_zeros(cut.shape(single.shape, double.shape))
     if isinstance(single, np.ndarray):
@@ -115,13 +115,13 @@ def _walk(single: Any, double: Any, cut: _GrowthCut | _AxisCut, where: str) -> A
     if isinstance(single, _KEPT):
         return single
     raise SamplingError(
-        f"{where} is a {type(single).__name__}; what that is with zero rows is not known, and a batch may be empty.",
-        fix="Let collate_fn return tensors in a dict, tuple, list or dataclass.",
+        f"{where} is a {type(single).__name__}, of which no empty form is known; a batch may be empty.",
+        fix="Return tensors in a dict, tuple, list or dataclass from collate_fn.",
     )
 
 
 def _empty_sequence(single: Sequence[Any], double: Sequence[Any], cut: _GrowthCut | _AxisCut, where: str) -> Any:
-    """A list or tuple of fields is walked; one with an item for each row becomes empty."""
+    """Returns the empty form of a list or tuple: of its fields, or no items if it has an item per row."""
     named = isinstance(single, tuple) and hasattr(single, "_fields")
     if not named and cut.sequence(single, double):
         items = []
@@ -133,11 +133,11 @@ def _empty_sequence(single: Sequence[Any], double: Sequence[Any], cut: _GrowthCu
 
 
 def _like_mapping(original: Any, items: dict[Any, Any]) -> Any:
-    """A mapping of the original's type with these items, or a dict where the type cannot be built."""
+    """Returns a mapping of the original's type with these items, or a dict if the type cannot be constructed."""
     with contextlib.suppress(TypeError, ValueError):
         return type(original)(items)
     with contextlib.suppress(TypeError, ValueError):
-        # A defaultdict wants its factory first. Its copy has the same keys, so nothing of the original stays in it.
+        # A defaultdict needs its factory first. Its copy has the same keys, so all original values are replaced.
         result = copy.copy(original)
         result.update(items)
         return result

@@ -23,7 +23,7 @@ class KeyedPermutation:
     """A bijection of ``[0, size)``.
 
     A Feistel network permutes the next larger power of 4, and is repeated until the result is in range (cycle walking).
-    It is no cipher: examples only have to be assigned independently of the data.
+    It is not a cipher: the assignment of examples only has to be independent of the data.
 
     Attributes:
         size: At most 2**62.
@@ -34,7 +34,7 @@ class KeyedPermutation:
     key: Sequence[int]
 
     def __call__(self, numbers: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """The places of these numbers, ``(count,)``."""
+        """Returns the images of these numbers, ``(count,)``."""
         half = max(1, -(-max(1, (self.size - 1).bit_length()) // 2))
         placed = self._network(numbers.astype(np.uint64), half)
         outside = np.flatnonzero(placed >= self.size)
@@ -52,7 +52,7 @@ class KeyedPermutation:
 
 
 def _mixed(words: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    """A bijection of 64-bit words in which every bit depends on every other (the finaliser of SplitMix64)."""
+    """Bijection of 64-bit words in which every bit depends on every other (the finalizer of SplitMix64)."""
     with np.errstate(over="ignore"):
         words = (words ^ (words >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
         words = (words ^ (words >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -60,35 +60,35 @@ def _mixed(words: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
 
 
 PARTITION_STEP = 1 << 63
-"""The step whose words say who is in which group. No batch is as late."""
+"""Step of the words that assign examples to groups. It is after all batches."""
 
 
 class Partition(enum.Enum):
-    """How examples are put into groups."""
+    """Assignment of examples to groups."""
 
     EQUAL_SPLIT = "equal-split"
-    """Groups of exactly ``N // groups``; what is left over never takes part. Sizes follow from N, which is public."""
+    """Groups of exactly ``N // groups`` examples; the remainder is never included. N is public."""
     INDEPENDENT = "independent"
-    """Each example goes to a group of its own choice, whatever the others do. Sizes vary, and N stays private."""
+    """Each example is assigned independently of the others. Group sizes vary, and N stays private."""
 
 
 @dataclasses.dataclass(frozen=True)
 class CyclicPoissonStrategy(AbstractBatchStrategy):
-    """Step t draws from group ``t mod cycle_length`` alone, each of its examples on its own with one probability.
+    """Poisson sampling from group ``t mod cycle_length`` in step t.
 
-    An example can take part at steps that lie ``cycle_length`` apart, or a multiple of it, and no others. Time and
-    memory of a draw are those of its batch, whatever ``num_examples`` is.
+    An example can only be included in steps whose distance is a multiple of ``cycle_length``. Time and memory of a draw
+    are proportional to its batch, independent of ``num_examples``.
 
     Args:
-        num_examples: The size of the data set.
-        sample_rate: The probability, in [0, 1], of an example of the group. With 1, the batch is the group.
-        cycle_length: Groups, at least 1. With one group this is Poisson sampling.
-        steps_per_epoch: Logical batches in one pass over the loader.
-        expected_batch_size: The public constant by which sums are divided.
-        partition: How groups are made.
+        num_examples: Number of examples in the data set.
+        sample_rate: Probability, in [0, 1], of each example of the group. With 1, the batch is the group.
+        cycle_length: Number of groups, at least 1. One group is Poisson sampling.
+        steps_per_epoch: Number of logical batches in one pass over the loader.
+        expected_batch_size: Public constant that divides the sums.
+        partition: Assignment of examples to groups.
 
     Raises:
-        TypeError: If a count is not a whole number, or the partition none of ``Partition``.
+        TypeError: If a count is not an integer, or the partition not a ``Partition``.
         ValueError: If an argument is outside its range.
     """
 
@@ -129,7 +129,7 @@ class CyclicPoissonStrategy(AbstractBatchStrategy):
         return np.sort(permutation(start + inside.draw(step, words)))
 
     def group_of(self, words: WordStream) -> npt.NDArray[np.int64]:
-        """The group of each example ``(num_examples,)``, -1 for one that is in none. For checks: it takes memory."""
+        """Returns the group of each example ``(num_examples,)``, -1 for none. For tests: it needs much memory."""
         permutation, ends = self._groups(words)
         groups = np.full(self.num_examples, -1, dtype=np.int64)
         places = permutation(np.arange(int(ends[-1])))
@@ -137,7 +137,7 @@ class CyclicPoissonStrategy(AbstractBatchStrategy):
         return groups
 
     def _groups(self, words: WordStream) -> tuple[KeyedPermutation, npt.NDArray[np.int64]]:
-        """The order of the examples, and where in it each group ends."""
+        """Returns the permutation of the examples, and the end of each group in it."""
         drawn = words(KEY_WORDS + 2, step=PARTITION_STEP, block=0)
         permutation = KeyedPermutation(self.num_examples, [int(word) for word in drawn[:KEY_WORDS]])
         if self.partition is Partition.EQUAL_SPLIT:

@@ -1,4 +1,4 @@
-"""Private form of the user's DataLoader, which returns private batches."""
+"""The private loader: the user's DataLoader with private batches."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from dpengine.errors import SamplingError
 
 from .batches import LogicalBatch, LogicalBatches, Pass, PrivateBatchSampler
 from .check import check_loader
-from .collate import EmptyAwareCollate, empty_template, generators_untouched
+from .collate import EmptyAwareCollate, empty_template, restored_generators
 from .scheme import AbstractBatchStrategy, WordStream, whole_number
 from .whole_tensors import as_read, whole_tensors
 
 _END = object()
-_ONE_FOR_ONE = "Pass a loader that yields each batch of its batch_sampler once, in order."
+_IN_ORDER = "Pass a loader that returns each batch of its batch_sampler once, in order."
 
 
 def private_loader(
@@ -31,25 +31,25 @@ def private_loader(
     physical_batch_size: int | None = None,
     accumulation_steps: int = 1,
     batch_first: bool = True,
-    example_input: Any = None,  # for a data set whose example 0 cannot be read
+    example_input: Any = None,  # if example 0 of the data set cannot be read
     share: tuple[int, int] = (0, 1),
-    placeholder: bool = False,  # whether the collate function returns a placeholder sample for an empty batch
+    placeholder: bool = False,  # True if the collate function returns a placeholder sample for an empty batch
 ) -> DataLoader[Any]:
-    """Returns a copy of ``loader`` that draws its batches by ``strategy``.
+    """Returns a copy of ``loader`` that draws its batches by a sampling scheme.
 
-    The copy is an instance of the user's own class with all attributes of the original, which does not change. A pass
-    over it yields ``strategy.steps_per_epoch`` logical batches, each in one or more chunks. The next pass continues
-    after the last one: ``position`` counts returned logical batches. A batch that workers fetched ahead and that was
-    not returned has no effect, and is drawn again. Batches are drawn in the main process; workers receive only the
-    data set and ``collate_fn``.
+    The copy is an instance of the user's own class, with the data set, workers, memory pinning, generator and all other
+    attributes of the original, which is unchanged. A pass yields ``strategy.steps_per_epoch`` logical batches, each as
+    one or more physical batches. The next pass continues after the last one: ``position`` counts the logical batches
+    returned. A batch that workers prefetched but that was not returned has no effect, and is drawn again, identically.
+    Batches are drawn in the main process; workers receive the data set and ``collate_fn`` only.
 
-    An empty logical batch has zero samples and the structure of other batches, which is derived here from
+    An empty logical batch is a batch of zero rows with the structure of a real one, which is derived once from
     ``dataset[0]``.
 
-    Starting a pass ends an open one; reading the old one then raises `SamplingError`.
+    Starting a pass ends an open one; reading that raises SamplingError.
     """
     check_loader(loader)
-    _refuse_other_size(loader, strategy)
+    _check_loader_size(loader, strategy)
     accumulation_steps = whole_number("private_loader", "accumulation_steps", accumulation_steps, at_least=1)
     if physical_batch_size is not None:
         physical_batch_size = whole_number("private_loader", "physical_batch_size", physical_batch_size, at_least=1)
@@ -74,41 +74,41 @@ def private_loader(
         "batch_sampler": batch_sampler,
         "batch_size": batch_sampler.batch_size,
         "drop_last": False,
-        # As torch does for a batch sampler: the user's order of examples is not used.
+        # torch also sets this for a batch sampler: the user's order is replaced.
         "sampler": SequentialSampler(loader.dataset),  # type: ignore[arg-type]
         "collate_fn": EmptyAwareCollate(loader.collate_fn, template),
         "in_order": True,  # logical batches are matched first in, first out
         "_iterator": None,  # persistent workers belong to the original
     }
     wrapped = {name: _changed(part, type(part), settings) for name, part in _same_batches(loader).items()}
-    # A class that changes batches in its own __iter__ must get empty batches too. For all others they do not pass
-    # through workers, where `dataset.__getitems__` would get an empty list.
+    # A class whose own __iter__ changes batches must get empty ones too. For other classes they skip the workers, where
+    # `dataset.__getitems__` would get an empty list.
     fetch_empty = type(loader).__iter__ is not DataLoader.__iter__
     own = {"_batches": batches, "_fetch_empty": fetch_empty, "_physical_batch_size": physical_batch_size}
     private = {**settings, **wrapped, **own}
     return _changed(loader, _private_class(type(loader)), private)  # type: ignore[arg-type]
 
 
-def _refuse_other_size(loader: Any, strategy: AbstractBatchStrategy | None = None) -> None:
-    """Raises if the size of the data set has changed, because the accounted sampling rate would be wrong."""
+def _check_loader_size(loader: Any, strategy: AbstractBatchStrategy | None = None) -> None:
+    """Raises if the number of examples changed, because the accounted sampling rate is for that number."""
     strategy = loader._batches.strategy if strategy is None else strategy
     rows = len(loader.dataset)
     if rows != strategy.num_examples:
         raise SamplingError(
-            f"The data set has {rows} rows, the strategy draws from {strategy.num_examples}.",
-            fix="A data set stays as it is while a run goes on: call make_private on a loader of the new one.",
+            f"The data set has {rows} examples, and the sampling scheme expects {strategy.num_examples}.",
+            fix="Do not change a data set during a run: call make_private with a loader of the new one.",
         )
 
 
 def _changed(loader: DataLoader[Any], kind: type[DataLoader[Any]], attributes: dict[str, Any]) -> DataLoader[Any]:
-    """Returns a shallow copy of class ``kind`` with these attributes, set in __dict__ because DataLoader forbids it."""
+    """Returns a shallow copy of class ``kind`` with attributes that DataLoader does not allow to be set."""
     changed = object.__new__(kind)
     changed.__dict__.update(loader.__dict__, **attributes)
     return changed
 
 
 def _same_batches(loader: DataLoader[Any]) -> dict[str, DataLoader[Any]]:
-    """Returns the loaders that ``loader`` wraps and iterates over."""
+    """Returns the loaders inside ``loader`` over which it iterates, such as those of accelerate."""
     parts = {name: part for name, part in loader.__dict__.items() if isinstance(part, DataLoader)}
     return {name: part for name, part in parts.items() if part.batch_sampler is loader.batch_sampler}
 
@@ -119,23 +119,23 @@ def _template(loader: DataLoader[Any], example_input: Any, *, batch_first: bool)
         if len(loader.dataset) == 0:  # type: ignore[arg-type]
             raise SamplingError(
                 f"The data set ({type(loader.dataset).__name__}) is empty, so the structure of a batch is not known.",
-                fix="Pass example_input=, one example as the data set would return it.",
+                fix="Pass example_input=, an example as the data set would return it.",
             )
         try:
-            with generators_untouched():
+            with restored_generators():
                 example = loader.dataset[0]
         except Exception as error:
             raise SamplingError(
                 f"dataset[0] of {type(loader.dataset).__name__} cannot be read ({type(error).__name__}: {error}), so "
                 "the structure of an empty batch is not known.",
-                fix="Pass example_input=, one example as the data set would return it.",
+                fix="Pass example_input=, an example as the data set would return it.",
             ) from error
     return empty_template(loader.collate_fn, example, batch_first=batch_first)
 
 
 @functools.cache
 def _private_class(kind: type[DataLoader[Any]]) -> type[DataLoader[Any]]:
-    """Returns the private subclass of the user's loader class."""
+    """Returns the private subclass of a loader class."""
     return type(f"Private{kind.__name__}", (PrivateIteration, kind), {"__module__": __name__, "__doc__": kind.__doc__})
 
 
@@ -145,7 +145,7 @@ def _users_class(loader: Any) -> str:
 
 
 class PrivateIteration:
-    """Behavior of a private loader. The user's class follows it in the method resolution order."""
+    """Iteration of a private loader. In the method resolution order it precedes the user's class."""
 
     batch_sampler: PrivateBatchSampler
     collate_fn: EmptyAwareCollate
@@ -155,14 +155,14 @@ class PrivateIteration:
 
     def __iter__(self) -> Iterator[Any]:
         batches = self._batches
-        _refuse_other_size(self)
+        _check_loader_size(self)
         batches.physical_batch_size = self._physical_batch_size
         this_pass = batches.start_pass(fetch_empty=self._fetch_empty)
         try:
             this_pass.source = super().__iter__()  # type: ignore[misc]
             for _ in range(len(self.batch_sampler)):
-                # Called when the user needs the batch, not when a worker fetches ahead: the result may depend on the
-                # steps so far.
+                # Checked when the user requests the batch, not when a worker prefetches it: the result may depend on
+                # the steps taken so far.
                 if not batches.may_draw(batches.position):
                     return
                 batch = this_pass.next_for_user()
@@ -172,36 +172,36 @@ class PrivateIteration:
                     yield data
                     if batches.open_pass is not this_pass:
                         raise SamplingError(
-                            "This pass over the private loader is over: another was started, or a state loaded.",
+                            "This pass over the private loader has ended: another was started, or a state loaded.",
                             fix="Use one iterator at a time.",
                         )
-            # Runs the user's class to its end.
+            # Exhausts the iterator, so that the user's class runs its code after the last batch.
             if next(this_pass.source, _END) is not _END:
-                raise SamplingError(f"{_users_class(self)} gave more batches than were drawn.", fix=_ONE_FOR_ONE)
+                raise SamplingError(f"{_users_class(self)} returned more batches than were drawn.", fix=_IN_ORDER)
         finally:
             if batches.open_pass is this_pass:
                 batches.end_pass()
 
     def _get_iterator(self) -> Any:
-        """Returns the iterator of the user's class; for tensors in memory, one that reads a batch at once."""
-        theirs = super()._get_iterator  # type: ignore[misc]
-        as_torch_does = getattr(theirs, "__func__", None) is DataLoader._get_iterator
+        """Returns the user's iterator, or one that reads complete batches for torch's own over tensors in memory."""
+        get_iterator = super()._get_iterator  # type: ignore[misc]
+        as_torch_does = getattr(get_iterator, "__func__", None) is DataLoader._get_iterator
         if not as_torch_does or type(self.collate_fn) is not EmptyAwareCollate or self.__dict__["num_workers"]:
-            return theirs()
+            return get_iterator()
         whole = whole_tensors(self.__dict__["dataset"], self.collate_fn.collate)
         if whole is None:
-            return theirs()
+            return get_iterator()
         return _changed(self, DataLoader, {"dataset": whole, "collate_fn": as_read})._get_iterator()  # type: ignore[arg-type]
 
     def _chunk(self, this_pass: Pass, rows: int) -> Any:
-        """Returns the data of the next chunk."""
+        """Returns the data of the next physical batch."""
         if rows == 0 and not self._fetch_empty:
             return self.collate_fn([])
         data = next(this_pass.source, _END)  # type: ignore[arg-type]
         this_pass.received += 1
         if data is _END or this_pass.received > this_pass.sent:
-            what = "ended before all of its batches had come" if data is _END else "does not read its batch_sampler"
-            raise SamplingError(f"{_users_class(self)} {what}.", fix=_ONE_FOR_ONE)
+            what = "ended before it returned all batches" if data is _END else "does not read its batch_sampler"
+            raise SamplingError(f"{_users_class(self)} {what}.", fix=_IN_ORDER)
         return data
 
     def __len__(self) -> int:
@@ -214,13 +214,13 @@ class PrivateIteration:
         return self._batches.position
 
     def state_dict(self) -> dict[str, int]:
-        """Returns the position, which is public. With the same ``words`` it is all that a resumed run needs."""
+        """Returns the position, which is public. A resumed run needs it and the same ``words``, nothing else."""
         return {"position": self.position}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Continues from a stored position. Ends an open pass."""
+        """Continues from a stored position, and ends an open pass."""
         if set(state) != {"position"}:
-            raise ValueError(f"load_state_dict: expected the key 'position' alone, got {sorted(state)}.")
+            raise ValueError(f"load_state_dict: expected only the key 'position', got {sorted(state)}.")
         position = whole_number("load_state_dict", "position", state["position"], at_least=0)
         self._batches.end_pass()
         self._batches.position = position
@@ -234,7 +234,7 @@ class PrivateIteration:
         )
 
     def _with(self, attributes: dict[str, Any]) -> Any:
-        """Returns a loader of the same run with these attributes and without workers."""
+        """Returns a loader of the same run with these attributes, without workers."""
         other = object.__new__(type(self))
         other.__dict__.update(attributes, _iterator=None)
         return other

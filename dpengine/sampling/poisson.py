@@ -1,4 +1,4 @@
-"""Poisson sampling: every example joins each logical batch on its own, with one known probability."""
+"""Poisson sampling: each logical batch includes each example independently, with one known probability."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ import numpy.typing as npt
 
 from .scheme import AbstractBatchStrategy, IndexBatch, WordStream, whole_number
 
-# Note: how exact the draw is.
-# A word w stands for u = (w + 1/2) * 2**-64. At least k examples are passed over before the next included one if and
-# only if u <= (1 - q)**k. That comparison is exact: float64 decides it where it is clear, 120-digit arithmetic where it
-# is close. So P(at least k) is (1 - q)**k rounded to a multiple of 2**-64. Far out, where (1 - q)**k is small, this
-# rounding would count: so a word passes over at most `_longest_gap` examples, where (1 - q)**k >= 1/8, and a fresh word
-# goes on from there, which a memoryless law allows. Given everything before it, each example is therefore included
-# with a probability that differs from q by at most 2**-64 / (1/8) = 2**-61. It also makes a draw the same on every
-# machine, whose float64 logarithms may differ in the last place.
+# Note: exactness of the draw.
+# A word w represents u = (w + 1/2) * 2**-64. At least k examples are skipped before the next included one if and only
+# if u <= (1 - q)**k. This comparison is exact: float64 decides clear cases, 120-digit arithmetic close ones. So
+# P(at least k) is (1 - q)**k rounded to a multiple of 2**-64. For small (1 - q)**k this rounding would matter. A word
+# therefore skips at most `_longest_gap` examples, where (1 - q)**k >= 1/8, and a new word continues from there, because
+# the distribution is memoryless. Given all earlier inclusions, each example is included with a probability that differs
+# from q by at most 2**-64 / (1/8) = 2**-61. The exact comparison also makes draws equal on all machines, whose float64
+# logarithms may differ in the last digit.
 _SURVIVAL = 8
-_CLOSE = 2.0**-46  # relative; the float64 quotient of two logarithms is good to about 2**-50
+_CLOSE = 2.0**-46  # relative; the float64 quotient of two logarithms is accurate to about 2**-50
 _DIGITS = decimal.Context(prec=120)
 _TIE = decimal.Decimal("1e-60")
 _HALF = np.uint64(1 << 63)
@@ -33,18 +33,18 @@ _LARGEST_REQUEST = 1 << 18  # words: bounds memory while a batch of millions is 
 class PoissonSampling(AbstractBatchStrategy):
     """Includes each example in each logical batch independently, with probability ``sample_rate``.
 
-    A draw takes time and memory in proportion to the batch, whatever ``num_examples`` is. Given all other inclusions,
-    the probability of one differs from ``sample_rate`` by less than 2**-61; an accountant that books
-    the next float above ``sample_rate``, and ``sample_rate + 2**-60`` at least, is on the safe side.
+    A draw takes time and memory proportional to the batch, independent of ``num_examples``. Given all other inclusions,
+    the probability of an inclusion differs from ``sample_rate`` by less than 2**-61. An accountant that uses the next
+    float above ``sample_rate``, and at least ``sample_rate + 2**-60``, has an upper bound.
 
     Args:
-        num_examples: The size of the data set, from 0 to 2**53.
-        sample_rate: The probability, in (0, 1]. With 1, every batch is the whole data set.
-        steps_per_epoch: Logical batches in one pass over the loader.
-        expected_batch_size: The public constant by which sums are divided, in general ``sample_rate * num_examples``.
+        num_examples: Number of examples in the data set, from 0 to 2**53.
+        sample_rate: The probability, in (0, 1]. With 1, every batch is the complete data set.
+        steps_per_epoch: Number of logical batches in one pass over the loader.
+        expected_batch_size: Public constant that divides the sums, usually ``sample_rate * num_examples``.
 
     Raises:
-        TypeError: If a count is not a whole number, or another argument not a number.
+        TypeError: If a count is not an integer, or another argument is not a number.
         ValueError: If an argument is outside its range.
     """
 
@@ -75,7 +75,7 @@ class PoissonSampling(AbstractBatchStrategy):
             return np.arange(self.num_examples, dtype=np.int64)
         longest, request = self._longest_gap, self._words_per_request
         found: list[IndexBatch] = []
-        passed, block = 0, 0  # positions that are decided, requests made
+        passed, block = 0, 0  # decided positions, requests
         while passed < self.num_examples:
             skips = _skips(words(request, step=step, block=block), self.sample_rate, longest)
             included = skips < longest
@@ -100,7 +100,7 @@ class PoissonSampling(AbstractBatchStrategy):
 
 
 def _skips(words: npt.NDArray[np.uint64], sample_rate: float, longest: int) -> npt.NDArray[np.int64]:
-    """How many examples each word passes over before the next included one, ``longest`` at most."""
+    """Returns the number of examples that each word skips before the next included one, at most ``longest``."""
     low = words < _HALF
     # min(u, 1 - u): each half of the range keeps its own relative precision, down to 2**-65.
     tail = (np.where(low, words, ~words).astype(np.float64) + 0.5) * 2.0**-64
@@ -116,17 +116,17 @@ def _skips(words: npt.NDArray[np.uint64], sample_rate: float, longest: int) -> n
 
 
 def _exact_skips(word: int, sample_rate: float) -> int:
-    """The largest k with ``(word + 1/2) * 2**-64 <= (1 - sample_rate)**k``."""
+    """Returns the largest k with ``(word + 1/2) * 2**-64 <= (1 - sample_rate)**k``."""
     with decimal.localcontext(_DIGITS):
         uniform = decimal.Decimal(2 * word + 1) / decimal.Decimal(1 << 65)
         quotient = uniform.ln() / (1 - decimal.Decimal(sample_rate)).ln()
         nearest = quotient.to_integral_value()
-        tie = abs(quotient - nearest) < _TIE  # possible only where 1 - q is a short binary fraction
+        tie = abs(quotient - nearest) < _TIE  # only possible if 1 - q is a short binary fraction
         return int(nearest if tie else quotient.to_integral_value(decimal.ROUND_FLOOR))
 
 
 def checked_sample_rate(owner: str, value: Any) -> float:
-    """``value`` as a float in (0, 1]; ``owner`` has the argument."""
+    """Returns ``value`` as a float in (0, 1]; ``owner`` is named in errors."""
     rate = _number(owner, "sample_rate", value)
     if not 0.0 < rate <= 1.0:
         raise ValueError(f"{owner}: sample_rate must be in (0, 1], got {value!r}.")
@@ -134,7 +134,7 @@ def checked_sample_rate(owner: str, value: Any) -> float:
 
 
 def checked_batch_size(owner: str, value: Any) -> float:
-    """``value`` as a positive finite float; ``owner`` has the argument."""
+    """Returns ``value`` as a positive finite float; ``owner`` is named in errors."""
     size = _number(owner, "expected_batch_size", value)
     if not 0.0 < size < math.inf:
         raise ValueError(f"{owner}: expected_batch_size must be positive and finite, got {value!r}.")
@@ -142,7 +142,7 @@ def checked_batch_size(owner: str, value: Any) -> float:
 
 
 def _number(owner: str, name: str, value: Any) -> float:
-    """``value`` as a float, strings and flags refused."""
+    """Returns ``value`` as a float; raises TypeError for strings and booleans."""
     if isinstance(value, (bool, str)):
         raise TypeError(f"{owner}: {name} must be a number, got {value!r}.")
     try:

@@ -1,4 +1,4 @@
-"""The contract of a sampler: which examples make up the logical batch of a step."""
+"""Interface of sampling schemes, which select the examples of the logical batch of a step."""
 
 from __future__ import annotations
 
@@ -15,32 +15,33 @@ IndexBatch = npt.NDArray[np.int64]
 class WordStream(Protocol):
     """Random 64-bit words by address: the same arguments always give the same words.
 
-    A strategy never reads the same ``(step, block)`` for two purposes, so a stream may be a counter-mode cipher.
+    A sampling scheme never reads the same ``(step, block)`` for two purposes, so a stream may be a counter-mode cipher.
     """
 
     def __call__(self, count: int, *, step: int, block: int) -> npt.NDArray[np.uint64]:
-        """Returns ``count`` independent words, uniform on ``[0, 2**64)``, as an array of shape ``(count,)``.
+        """Returns ``count`` independent words, uniform on ``[0, 2**64)``, with shape ``(count,)``.
 
-        ``step`` is the logical batch, counted from the start of the run; ``block`` numbers the requests of one step.
+        ``step`` is the number of the logical batch in the run; ``block`` numbers the requests of a step.
         """
         ...
 
 
 class AbstractBatchStrategy(abc.ABC):
-    """How the logical batches of a run are drawn. Implementations are frozen dataclasses, and every field is public.
+    """Sampling scheme of the logical batches of a run. Implementations are frozen dataclasses with public fields.
 
-    The randomness is an argument of `draw` and never a field, so a strategy may be printed, stored and compared.
+    Randomness is an argument of `draw` and never a field, so a scheme may be printed, stored and compared.
 
     Attributes:
-        num_examples: The size of the data set.
-        sample_rate: The probability with which one example joins one logical batch.
-        expected_batch_size: The public constant by which sums are divided.
-        steps_per_epoch: Logical batches in one pass over the loader.
-        law: The name of the distribution, ``"poisson"`` or ``"shuffle"``.
+        num_examples: Number of examples in the data set.
+        sample_rate: Probability of an example to be in a logical batch.
+        expected_batch_size: Public constant that divides the sums.
+        steps_per_epoch: Number of logical batches in one pass over the loader.
+        law: Name of the scheme, such as ``"poisson"`` or ``"shuffle"``.
         claims_epsilon: Whether epsilon is claimed for batches of this scheme: with amplification by sampling at
             ``sample_rate``, or without amplification if ``once_per_pass``.
         once_per_pass: Whether each example is in at most one batch of each pass of ``steps_per_epoch`` batches, and
-            nothing else is known of its batches. Given who is in which batch, a pass is one Gaussian mechanism.
+            nothing else is known of its batches. Conditioned on the assignment of examples, a pass is one Gaussian
+            mechanism.
     """
 
     num_examples: int
@@ -56,8 +57,8 @@ class AbstractBatchStrategy(abc.ABC):
         """Returns the examples of one logical batch, a pure function of ``(step, words)``.
 
         Args:
-            step: The logical batch, counted from the start of the run.
-            words: Where the randomness comes from.
+            step: Number of the logical batch in the run.
+            words: Source of randomness.
 
         Returns:
             Distinct indices in ``[0, num_examples)``, sorted, int64. The batch may be empty.
@@ -65,7 +66,7 @@ class AbstractBatchStrategy(abc.ABC):
 
 
 def whole_number(owner: str, name: str, value: Any, *, at_least: int) -> int:
-    """Returns ``value`` as an int, or says which argument is not a whole number of the allowed size."""
+    """Returns ``value`` as an int; raises if it is not an integer or too small, naming the argument."""
     if isinstance(value, bool):
         raise TypeError(f"{owner}: {name} must be a whole number, got {value!r}.")
     try:

@@ -1,4 +1,4 @@
-"""Shuffled epochs: a random order, cut into batches. No privacy is claimed for the shuffling."""
+"""Shuffled epochs: a random order, split into batches. No amplification by shuffling is claimed."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ _TOP_BIT = np.uint64(63)
 
 @dataclasses.dataclass(frozen=True)
 class ShuffleSampling(AbstractBatchStrategy):
-    """Cuts a fresh random order of the data set into batches, once per epoch, as ``DataLoader(shuffle=True)`` does.
+    """Splits a new random order of the data set into batches in each epoch, like ``DataLoader(shuffle=True)``.
 
-    Batches of one epoch are dependent, so the amplification of Poisson sampling does not hold, and by default no
-    epsilon is claimed: the true one can be many times the Poisson figure (Chua et al. 2024).
+    Batches of one epoch are dependent, so the amplification of Poisson sampling does not hold. By default no epsilon is
+    claimed: the true one can be many times that of Poisson sampling (Chua et al. 2024).
 
     Args:
-        num_examples: The size of the data set, at least 1.
-        batch_size: Rows in a batch.
-        drop_last: Whether a shorter last batch is left out.
+        num_examples: Number of examples in the data set, at least 1.
+        batch_size: Number of examples in a batch.
+        drop_last: Whether a smaller last batch is dropped.
         claims_epsilon: Whether epsilon is claimed, without amplification by the random order.
 
     Attributes:
-        sample_rate: ``batch_size / num_examples``, at most 1. The share of the data in a batch, not a probability that
-            an accountant may use.
-        expected_batch_size: ``batch_size``, or ``num_examples`` where that is less.
-        steps_per_epoch: Batches in an epoch.
+        sample_rate: ``batch_size / num_examples``, at most 1. The fraction of the data in a batch, not a probability
+            for an accountant.
+        expected_batch_size: ``batch_size``, or ``num_examples`` if that is less.
+        steps_per_epoch: Number of batches in an epoch.
 
     Raises:
-        TypeError: If a count is not a whole number.
+        TypeError: If a count is not an integer.
         ValueError: If a count is below 1.
     """
 
@@ -70,7 +70,7 @@ class ShuffleSampling(AbstractBatchStrategy):
             return np.empty(0, dtype=np.int64)
         epoch, place = divmod(step, self.steps_per_epoch)
         positions = np.arange(place * self.batch_size, min((place + 1) * self.batch_size, self.num_examples))
-        # The order belongs to the epoch, so its words have the address of the epoch's first step.
+        # The order is that of the epoch, so its words have the address of the epoch's first step.
         rounds = _rounds(self.num_examples)
         keys = words(3 * rounds, step=epoch * self.steps_per_epoch, block=0).reshape(rounds, 3)
         return np.sort(_permuted(positions.astype(np.uint64), np.uint64(self.num_examples), keys)).astype(np.int64)
@@ -83,12 +83,12 @@ def _rounds(size: int) -> int:
 def _permuted(
     positions: npt.NDArray[np.uint64], size: np.uint64, keys: npt.NDArray[np.uint64]
 ) -> npt.NDArray[np.uint64]:
-    """Images of ``positions`` under a random permutation of ``[0, size)``, without forming the permutation."""
-    # Swap-or-not (Hoang, Morris, Rogaway 2012): each round pairs x with center - x and exchanges the two, or not, by a
-    # coin that depends on the pair only. So a round is its own inverse, and a batch costs O(batch * log size).
+    """Returns the images of ``positions`` under a random permutation of ``[0, size)``, without materializing it."""
+    # Swap-or-not (Hoang, Morris, Rogaway 2012): each round pairs x with center - x, and swaps the two depending on a
+    # coin of the pair. A round is therefore its own inverse, and a batch costs O(batch * log size).
     for center, factor, offset in keys:
         partner = (center % size + size - positions) % size
-        name_of_pair = np.maximum(positions, partner)
-        coin = ((factor | _ONE) * name_of_pair + offset) >> _TOP_BIT
+        pair_id = np.maximum(positions, partner)
+        coin = ((factor | _ONE) * pair_id + offset) >> _TOP_BIT
         positions = np.where(coin == _ONE, partner, positions)
     return positions

@@ -1,4 +1,4 @@
-"""Uniform subsets and whole numbers from words, without bias."""
+"""Unbiased uniform subsets and integers from random words."""
 
 from __future__ import annotations
 
@@ -9,11 +9,14 @@ import numpy as np
 
 from .scheme import AbstractBatchStrategy, IndexBatch, WordStream, whole_number
 
-_BLOCK = 1 << 24  # requests from here on are for choices among what was drawn; no draw makes as many of its own
+_BLOCK = 1 << 24  # first request for choices among drawn examples; no draw makes as many requests
 
 
 def numbers_below(size: int, count: int, words: WordStream, *, step: int, block: int = _BLOCK) -> IndexBatch:
-    """``count`` independent uniform numbers in ``[0, size)``, by rejection, from up to 2**16 blocks after ``block``."""
+    """Returns ``count`` independent uniform numbers in ``[0, size)``, by rejection.
+
+    Uses up to 2**16 blocks from ``block``.
+    """
     mask = np.uint64((1 << max(1, (size - 1).bit_length())) - 1)
     found = np.empty(0, dtype=np.int64)
     while len(found) < count:
@@ -24,24 +27,24 @@ def numbers_below(size: int, count: int, words: WordStream, *, step: int, block:
 
 
 def uniform_subset(size: int, count: int, words: WordStream, *, step: int) -> IndexBatch:
-    """A uniform subset of ``count`` numbers of ``[0, size)``, sorted: drawn until there are as many different ones."""
+    """Returns a uniform subset of ``count`` numbers of ``[0, size)``, sorted, by drawing until there are enough."""
     if 3 * count > size:
         return np.sort(np.argsort(words(size, step=step, block=_BLOCK), kind="stable")[:count])
     chosen = np.empty(0, dtype=np.int64)
     block = _BLOCK
     while len(chosen) < count:
         more = numbers_below(size, count - len(chosen), words, step=step, block=block)
-        chosen, block = np.union1d(chosen, more), block + (1 << 16)  # the law does not see what numbers are called
+        chosen, block = np.union1d(chosen, more), block + (1 << 16)  # the distribution is symmetric in the numbers
     return chosen
 
 
 @dataclasses.dataclass(frozen=True)
 class TruncatedStrategy(AbstractBatchStrategy):
-    """Another strategy whose batches are cut to a uniform subset where they are too large.
+    """Another sampling scheme whose batches are truncated to a uniform subset if they are too large.
 
     Args:
-        drawn: The strategy.
-        largest: The size that no batch exceeds.
+        drawn: The other scheme.
+        largest: Maximum batch size.
     """
 
     drawn: AbstractBatchStrategy
@@ -55,22 +58,22 @@ class TruncatedStrategy(AbstractBatchStrategy):
 
     @property
     def num_examples(self) -> int:  # type: ignore[override]
-        """The size of the data set."""
+        """Number of examples in the data set."""
         return self.drawn.num_examples
 
     @property
     def sample_rate(self) -> float:  # type: ignore[override]
-        """Before batches are cut."""
+        """Sampling rate before truncation."""
         return self.drawn.sample_rate
 
     @property
     def expected_batch_size(self) -> float:  # type: ignore[override]
-        """Before batches are cut."""
+        """Expected batch size before truncation."""
         return self.drawn.expected_batch_size
 
     @property
     def steps_per_epoch(self) -> int:  # type: ignore[override]
-        """Logical batches in one pass over the loader."""
+        """Number of logical batches in one pass over the loader."""
         return self.drawn.steps_per_epoch
 
     def draw(self, step: int, words: WordStream) -> IndexBatch:

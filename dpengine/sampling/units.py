@@ -1,4 +1,4 @@
-"""Batches of users: what is drawn is a unit of privacy, with all of its examples."""
+"""Batches of privacy units: sampling selects a unit with all of its examples."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from dpengine.errors import SamplingError
 from .scheme import AbstractBatchStrategy, IndexBatch, WordStream
 
 UnitIds = npt.NDArray[np.int64]
-_PAIRS = 17  # examples of a data set that are put beside its first
+_PAIRS = 17  # number of examples that are collated with the first one
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class UnitStrategy(AbstractBatchStrategy):
-    """A strategy over units, each of which brings all of its examples.
+    """Samples units by another scheme, each with all of its examples.
 
     Args:
-        drawn: Draws units, as numbers from 0.
-        unit_N: The unit of each example, ``(N,)``.
+        drawn: Samples units, as numbers from 0.
+        unit_N: Unit of each example, ``(N,)``.
 
     Raises:
-        ValueError: If there are not as many units as are drawn from.
+        ValueError: If the scheme samples from another number of units.
     """
 
     drawn: AbstractBatchStrategy
@@ -40,28 +40,28 @@ class UnitStrategy(AbstractBatchStrategy):
     def __post_init__(self) -> None:
         sizes = np.bincount(self.unit_N, minlength=1)
         if len(sizes) != max(1, self.drawn.num_examples):
-            raise ValueError(f"UnitStrategy: {len(sizes)} units, and {self.drawn.num_examples} are drawn from.")
+            raise ValueError(f"UnitStrategy: got {len(sizes)} units, and a scheme for {self.drawn.num_examples}.")
         object.__setattr__(self, "_order", np.argsort(self.unit_N, kind="stable"))
         object.__setattr__(self, "_ends", np.cumsum(sizes))
 
     @property
     def num_examples(self) -> int:  # type: ignore[override]
-        """Examples."""
+        """Number of examples."""
         return len(self.unit_N)
 
     @property
     def sample_rate(self) -> float:  # type: ignore[override]
-        """The probability of each unit."""
+        """Probability of each unit."""
         return self.drawn.sample_rate
 
     @property
     def expected_batch_size(self) -> float:  # type: ignore[override]
-        """Units in a batch."""
+        """Expected number of units in a batch."""
         return self.drawn.expected_batch_size
 
     @property
     def steps_per_epoch(self) -> int:  # type: ignore[override]
-        """Logical batches in one pass over the loader."""
+        """Number of logical batches in one pass over the loader."""
         return self.drawn.steps_per_epoch
 
     def draw(self, step: int, words: WordStream) -> IndexBatch:
@@ -73,14 +73,14 @@ class UnitStrategy(AbstractBatchStrategy):
         return np.concatenate(parts) if parts else np.empty(0, dtype=np.int64)
 
     def chunks(self, indices: IndexBatch, *, size: int | None, parts: int) -> list[IndexBatch]:
-        """Cuts a batch where units end: into chunks of at most ``size`` rows, or into so many parts.
+        """Splits a batch between units: into chunks of at most ``size`` examples, or into ``parts`` chunks.
 
-        A unit of more rows than that is a chunk of its own, since its gradient is clipped as one.
+        A larger unit is a chunk of its own, because its gradient is clipped as one.
 
         Args:
-            indices: What ``draw`` returned.
-            size: Most rows of a chunk; None for no limit.
-            parts: The number of chunks, where there is no limit.
+            indices: Result of ``draw``.
+            size: Maximum number of examples in a chunk; None for no limit.
+            parts: Number of chunks if there is no limit.
 
         Returns:
             The chunks, in order.
@@ -100,12 +100,12 @@ class UnitStrategy(AbstractBatchStrategy):
         return np.split(indices, cuts)
 
     def places(self, indices: IndexBatch) -> UnitIds:
-        """The place of each row's unit among those of a chunk, ``(rows,)``, from 0."""
+        """Returns the index of each example's unit among those of a chunk, ``(rows,)``, from 0."""
         return np.cumsum(np.diff(self.unit_N[indices], prepend=-1) != 0) - 1
 
 
 def unit_numbers(given: Any, dataset: Any) -> UnitIds:
-    """The unit of each example, as numbers from 0."""
+    """Returns the unit of each example, as numbers from 0."""
     ids = given
     if isinstance(given, str):
         try:
@@ -120,20 +120,21 @@ def unit_numbers(given: Any, dataset: Any) -> UnitIds:
         raise ValueError(
             f"privacy_unit has shape {values.shape} for {len(dataset):,} examples. Pass one id for each example."
         )
-    missing = np.array([value is None or value != value for value in values.tolist()], dtype=bool)  # NaN is not itself
+    # NaN differs from itself.
+    missing = np.array([value is None or value != value for value in values.tolist()], dtype=bool)
     if np.any(missing):
         raise ValueError(
             f"privacy_unit: {int(np.sum(missing))} examples have no id, the first is example "
-            f"{int(np.flatnonzero(missing)[0])}. Give each its unit, or leave it out of the data set."
+            f"{int(np.flatnonzero(missing)[0])}. Give each one an id, or remove it from the data set."
         )
     if values.dtype != object:
         return np.unique(values, return_inverse=True)[1].reshape(-1).astype(np.int64)
-    numbers: dict[Any, int] = {}  # in the order of their first example: ids of several kinds cannot be sorted
+    numbers: dict[Any, int] = {}  # by first example, because ids of several types cannot be sorted
     return np.array([numbers.setdefault(value, len(numbers)) for value in values.tolist()], dtype=np.int64)
 
 
-def refuse_reordering(collate: Any, dataset: Any) -> None:
-    """Refuses a ``collate_fn`` that puts rows into another order: whose each row is would not be known."""
+def check_order_kept(collate: Any, dataset: Any) -> None:
+    """Raises if ``collate_fn`` reorders examples, because their units would then be unknown."""
     for i in range(1, min(len(dataset), _PAIRS)):
         pair = [dataset[0], dataset[i]]
         forth, back = (pytree.tree_leaves(collate(list(order))) for order in (pair, pair[::-1]))
@@ -142,7 +143,7 @@ def refuse_reordering(collate: Any, dataset: Any) -> None:
                 continue
             if not torch.equal(torch.nan_to_num(one), torch.nan_to_num(other.flip(0))):
                 raise SamplingError(
-                    "collate_fn puts rows into another order, or changes a row for what is beside it, and with "
-                    "privacy_unit= it must be known whose each row is.",
+                    "collate_fn reorders the examples of a batch, or changes an example depending on the others. With "
+                    "privacy_unit= the unit of each sample must be known.",
                     fix="Keep the order of examples in collate_fn; sort inside the model.",
                 )

@@ -1,4 +1,4 @@
-"""Batches of a ``TensorDataset`` in one read for each tensor, where torch reads row by row and stacks."""
+"""Reads a batch of a ``TensorDataset`` with one operation per tensor, where torch reads and stacks single examples."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch.utils.data.dataloader import default_collate
 
 @dataclasses.dataclass(frozen=True)
 class WholeTensors:
-    """A data set that is read a batch at a time; with `as_read` for ``collate_fn`` batches are those of torch."""
+    """A data set that is read by batches. With `as_read` as ``collate_fn``, batches equal those of torch."""
 
     tensors: tuple[Tensor, ...]
     indices: tuple[Sequence[int], ...] = ()  # from the outermost subset to the innermost
@@ -25,20 +25,20 @@ class WholeTensors:
         """Returns the tensors of a batch, each ``(B, *)``."""
         for subset in self.indices:
             rows = [subset[row] for row in rows]
-        chosen = torch.tensor(rows, dtype=torch.int64, device="cpu")  # whatever the default is now
-        if self.indices:  # of a subset's own, which may count from the end
+        chosen = torch.tensor(rows, dtype=torch.int64, device="cpu")  # not the default device
+        if self.indices:  # indices of a subset may be negative
             chosen = torch.where(chosen < 0, chosen + len(self.tensors[0]), chosen)
-        # Not `tensor[rows]`, which gives another memory layout than stacked rows where the tensor is transposed.
+        # Not `tensor[rows]`, whose memory layout differs from that of stacked examples for a transposed tensor.
         return [one.index_select(0, chosen.to(one.device)) for one in self.tensors]
 
 
 def as_read(batch: list[Tensor]) -> list[Tensor]:
-    """Returns what `WholeTensors` read, which is a batch already."""
+    """Returns the result of `WholeTensors`, which is a batch already."""
     return batch
 
 
 def whole_tensors(dataset: Dataset[Any], collate_fn: Any) -> WholeTensors | None:
-    """Returns ``dataset`` in the form that is read at once, or None where the batches might then be others."""
+    """Returns the data set in a form that is read by batches; None if the batches might differ."""
     if collate_fn is not default_collate or not _collates_as_torch_does():
         return None
     indices = []
@@ -46,7 +46,7 @@ def whole_tensors(dataset: Dataset[Any], collate_fn: Any) -> WholeTensors | None
         if type(dataset.indices) not in {list, tuple, range}:
             return None
         if type(dataset.indices) is not range and not all(type(i) is int for i in dataset.indices):
-            return None  # a mask, say, would be taken for numbers
+            return None  # such as a mask, which would be read as numbers
         indices.append(dataset.indices)
         dataset = dataset.dataset
     if type(dataset) is not TensorDataset or not _reads_as_torch_does(dataset):
@@ -57,13 +57,13 @@ def whole_tensors(dataset: Dataset[Any], collate_fn: Any) -> WholeTensors | None
 
 
 def _collates_as_torch_does() -> bool:
-    """Whether the user changed nothing in what ``default_collate`` looks up for tuples and tensors."""
+    """Returns True if the user did not change the lookup of ``default_collate`` for tuples and tensors."""
     found = default_collate_fn_map
     return found.get(Tensor) is collate_tensor_fn and not any(issubclass(tuple, kinds) for kinds in found)
 
 
 def _reads_as_torch_does(dataset: Dataset[Any]) -> bool:
-    """Whether rows come by torch's own methods: none was set on the object, or put in their place on the class."""
+    """Returns True if torch's own methods read examples: none was replaced on the object or its class."""
     for name in ("__getitem__", "__getitems__"):
         method = getattr(dataset, name, None)
         code = getattr(method, "__func__", None)
@@ -77,6 +77,6 @@ def _reads_as_torch_does(dataset: Dataset[Any]) -> bool:
 
 
 def _is_plain(one: Tensor) -> bool:
-    """Whether rows that are chosen at once are those that are stacked, of the same kind and with the same history."""
+    """Returns True if selected rows equal stacked rows, including their type and autograd history."""
     own = type(one) is Tensor and one.layout == torch.strided and not one.is_nested and not one.is_quantized
     return own and one.dim() > 0 and not one.requires_grad

@@ -33,7 +33,7 @@ def test_what_was_spent_before_is_composed():
     whole = (*spent, Charge(release_event(noise_multiplier=found.noise_multiplier, sample_rate=0.02), 200))
     assert epsilon_of(whole, 1e-5, accountant="pld", relation=Relation.ADD_OR_REMOVE_ONE) == found.epsilon <= 6.0
     assert found.epsilon > 6.0 * (1 - 1e-3)
-    with pytest.raises(CalibrationError, match="with what was spent before"):
+    with pytest.raises(CalibrationError, match="with the earlier charges"):
         calibration(target_epsilon=0.99 * least, target_delta=1e-5, sample_rate=0.02, steps=200, spent=spent)
 
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from dpengine.accounting import Charge, PoissonGaussianEvent, bounds_of, composition
-from dpengine.accounting.composition import MOST_DISTINCT, compose
+from dpengine.accounting.composition import MAX_DISTINCT, compose
 from dpengine.accounting.merging import Kinds, cells, typical
 from dpengine.accounting.tilted_pld.loss_grid import sketch
 from dpengine.accounting.tilted_pld.loss_pairs import Direction, LossPair
@@ -26,12 +26,12 @@ BOTH = charges(np.geomspace(1e-4, 0.05, 80), RNG.uniform(0.6, 4, 80))
 
 @pytest.mark.parametrize(
     ("history", "most", "loss"),
-    [pytest.param(NOISES, MOST_DISTINCT, 1e-4, marks=pytest.mark.nightly), (BOTH, 15, 4e-3)],
+    [pytest.param(NOISES, MAX_DISTINCT, 1e-4, marks=pytest.mark.nightly), (BOTH, 15, 4e-3)],
 )
 def test_merging_costs_little_and_the_estimate_less(history, most, loss, monkeypatch):
-    monkeypatch.setattr(composition, "MOST_DISTINCT", most)
+    monkeypatch.setattr(composition, "MAX_DISTINCT", most)
     lower, estimate, upper = bounds_of(history, 1e-5)
-    monkeypatch.setattr(composition, "MOST_DISTINCT", len(history))
+    monkeypatch.setattr(composition, "MAX_DISTINCT", len(history))
     least, truth, exact = bounds_of(history, 1e-5)
     assert lower <= truth
     assert (1 - loss) * least < lower < estimate < upper < (1 + loss) * exact
@@ -59,7 +59,7 @@ def test_neither_the_order_of_the_history_nor_what_was_asked_before_shows():
 
 @pytest.mark.slow
 def test_epsilon_grows_with_the_history_but_for_what_merging_costs(monkeypatch):
-    monkeypatch.setattr(composition, "MOST_DISTINCT", 24)
+    monkeypatch.setattr(composition, "MAX_DISTINCT", 24)
     history = charges(0.01, np.geomspace(4, 0.6, 80))
     found = np.array([bounds_of(history[:length], 1e-5) for length in (24, 25, 26, 40, 41, 79, 80)])
     assert np.all(found[1:, 2] > 0.999 * found[:-1, 2])

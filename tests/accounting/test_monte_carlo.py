@@ -142,16 +142,16 @@ def test_without_groups_and_rests_the_estimate_is_the_delta_of_sampled_gaussians
     drawn = tally.simulation(event, 100_000, 7)
     truth = delta_of((Charge(PoissonGaussianEvent(0.4, 2.0), 20),), epsilon)
     error = math.sqrt(truth * (1 - truth) / 100_000)  # at most that of a coin
-    assert abs(drawn.estimate(epsilon, tally.alone) - truth) < 4 * error + 2e-4 * truth
+    assert abs(drawn.estimate(epsilon, tally.no_release) - truth) < 4 * error + 2e-4 * truth
 
 
 def test_rounding_of_losses_goes_up_and_not_far():
     drawn = np.random.default_rng(0).normal(size=1000)
     found = tally.tally(drawn)
     exact = np.maximum(0, -np.expm1(0.3 - drawn)).mean()
-    assert exact <= found.estimate(0.3, tally.alone) <= exact * (1 + 1e-3)
+    assert exact <= found.estimate(0.3, tally.no_release) <= exact * (1 + 1e-3)
     assert found.values[-1] >= drawn.max() and found.shares.sum() == pytest.approx(1)
-    assert tally.tally(np.full(3, 0.5)).estimate(0.0, tally.alone) >= -math.expm1(-0.5)
+    assert tally.tally(np.full(3, 0.5)).estimate(0.0, tally.no_release) >= -math.expm1(-0.5)
 
 
 @pytest.mark.parametrize(("threshold", "samples"), [(1e-6, 10**7), (3e-3, 10**4), (0.2, 50), (0.0, 1000), (1e-9, 100)])
@@ -185,7 +185,7 @@ def test_too_few_samples_verify_nothing_and_the_refusal_says_what_they_do():
 
 def test_a_wrong_claim_is_accepted_no_more_often_than_is_said():
     event = run("cyclic", steps=4, apart=2, coefficients=(1.0, 0.5), sigma=1.0)
-    truth = tally.simulation(event, 400_000, 1).estimate(1.0, tally.alone)
+    truth = tally.simulation(event, 400_000, 1).estimate(1.0, tally.no_release)
     samples, threshold, times = 40, truth * 0.55, 600
     accepted = sum(
         verify(event, 1.0, threshold=threshold, samples=samples, seed=seed).accepted for seed in range(times)

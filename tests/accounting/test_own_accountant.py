@@ -121,7 +121,7 @@ def test_an_accountant_without_bounds_has_none_and_no_grid():
         epsilon, delta = Says.epsilon, Says.delta
         value = 0.5
 
-    with pytest.raises(AccountingRefusedError, match="accountant 'plain' has no bound from below"):
+    with pytest.raises(AccountingRefusedError, match="accountant 'plain' has no lower bound"):
         bounds_of(SAMPLED, 1e-5, Plain())
     assert epsilon_of(SAMPLED, 1e-5, Plain()) == 0.5
     assert discretization_of(SAMPLED, 1e-5, Plain()) is None

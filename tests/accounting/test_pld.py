@@ -18,7 +18,7 @@ from dpengine.accounting import (
     epsilon_of,
     release_event,
 )
-from dpengine.accounting.composition import MOST_DISTINCT, Composition, SampledGaussian
+from dpengine.accounting.composition import MAX_DISTINCT, Composition, SampledGaussian
 from dpengine.accounting.gdp import epsilon_of_mu
 from dpengine.accounting.tilted_pld import lattice, pld
 
@@ -174,9 +174,9 @@ def test_rounding_never_leaves_its_side(above):
     sign = 1 if above else -1
     for value in np.exp(rng.uniform(-20, 20, 10)):
         rate = min(value, 0.99)
-        many = tuple(SampledGaussian(rate, value * (1 + i * 1e-4), i + 1) for i in range(3 * MOST_DISTINCT))
+        many = tuple(SampledGaussian(rate, value * (1 + i * 1e-4), i + 1) for i in range(3 * MAX_DISTINCT))
         merged = Composition(0.0, many, False).limited(above=above).sampled
-        assert len(merged) <= MOST_DISTINCT
+        assert len(merged) <= MAX_DISTINCT
         assert sum(group.count for group in merged) == sum(group.count for group in many)
         assert all(sign * group.sample_rate >= sign * rate for group in merged)
         # In order of noise, each release is counted among those on its side.

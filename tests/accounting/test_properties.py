@@ -22,7 +22,7 @@ from dpengine.accounting import (
     release_event,
     steps_within,
 )
-from dpengine.accounting.composition import MOST_DISTINCT, compose
+from dpengine.accounting.composition import MAX_DISTINCT, compose
 from dpengine.accounting.tilted_pld.convolved import convolved
 from dpengine.accounting.tilted_pld.loss_grid import View, atoms_above, atoms_below, cell_ends
 from dpengine.accounting.tilted_pld.loss_pairs import Direction, LossPair
@@ -98,7 +98,7 @@ def test_every_legal_history_has_bounds_in_their_order(runs, delta, relation, sh
 
 @pytest.mark.parametrize("rate", [1e-3, pytest.param(1 - 1e-4, marks=pytest.mark.slow)])
 def test_schedules_of_many_kinds_have_bounds_in_their_order(rate):
-    runs = [(rate * (1 - i * 1e-6), 5.0 + i / 100, 1 + i % 3) for i in range(MOST_DISTINCT + 4)]
+    runs = [(rate * (1 - i * 1e-6), 5.0 + i / 100, 1 + i % 3) for i in range(MAX_DISTINCT + 4)]
     lower, upper = silent_bounds(history_of(*runs), 1e-6)
     assert 0.995 * upper < lower < upper < epsilon_of(history_of(*runs), 1e-6, "rdp")
 

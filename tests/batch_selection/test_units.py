@@ -60,7 +60,7 @@ def test_a_run_over_users_resumes():
     resumed = law.batch_iterator(ids, words)
     resumed.load_state_dict(first.state_dict())
     assert [batch.tolist() for batch in resumed] == whole[11:]
-    with pytest.raises(ValueError, match="of 3 users; there are 2"):
+    with pytest.raises(ValueError, match="has 3 users, not 2"):
         law.batch_iterator([0, 1], words).load_state_dict(first.state_dict())
 
 
@@ -120,7 +120,7 @@ def test_no_user_is_in_two_examples_of_a_run():
     "examples, users, message",
     [
         ([0, 1], [0], "shapes"),
-        ([0, 0], [1, 1], "more than once"),
+        ([0, 0], [1, 1], "repeated"),
         ([0, 2], [0, 0], "1 examples have no owner, the first is 1"),
         ([0, -1], [0, 0], "whole numbers"),
         ([0.0, 1.0], [0.0, 0.0], "whole numbers"),

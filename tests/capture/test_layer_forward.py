@@ -17,7 +17,7 @@ from oracle import clip_by_loop, relative_error
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from dpengine.errors import PrivacyError, RepeatedBackwardError, TicketError
+from dpengine.errors import BatchStateError, PrivacyError, RepeatedBackwardError
 
 ROWS = 5
 
@@ -82,7 +82,7 @@ def test_a_second_backward_pass_that_ends_in_the_first_layer_it_reaches_discards
     loss.backward(retain_graph=True)
     with pytest.raises(RepeatedBackwardError):
         loss.backward()
-    with pytest.raises(TicketError):
+    with pytest.raises(BatchStateError):
         loop.optimizer.step()
     assert [charge.kind for charge in loop.engine.ledger.history][-1] == "void"
 

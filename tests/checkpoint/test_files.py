@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dpengine.checkpoint import folder as folders
-from dpengine.checkpoint import pieces
-from dpengine.checkpoint.folder import apart, together
+from dpengine.checkpoint import tensor_files
+from dpengine.checkpoint.folder import join_tensors, split_tensors
 from dpengine.distributed.local_shards import Box
 from dpengine.errors import CorruptFileError
 
@@ -26,13 +26,13 @@ def tensors():
 
 
 def put(path, parts, metadata=None):
-    pieces.writer({name: pieces.Part(*part) for name, part in parts.items()}, metadata or {})(path)
+    tensor_files.writer({name: tensor_files.Shard(*part) for name, part in parts.items()}, metadata or {})(path)
     return path
 
 
 def test_tensors_come_back(tmp_path):
     path = put(tmp_path / "x.safetensors", {name: (tensor,) for name, tensor in tensors().items()}, {"a": "b"})
-    with pieces.Stored([path]) as found:
+    with tensor_files.StoredTensors([path]) as found:
         assert found.metadata == {"a": "b"}
         assert set(found.names) == tensors().keys()
         for name, tensor in tensors().items():
@@ -45,7 +45,7 @@ def test_a_part_of_a_larger_memory_is_stored_alone(tmp_path):
     whole = torch.arange(1000.0)
     path = put(tmp_path / "x.safetensors", {"a": (whole[10:20],), "b": (whole[15:25],)})
     assert path.stat().st_size < 500
-    with pieces.Stored([path]) as found:
+    with tensor_files.StoredTensors([path]) as found:
         assert torch.equal(found.read("b"), whole[15:25])
 
 
@@ -63,13 +63,15 @@ def test_parts_are_read_however_they_were_cut(tmp_path, then, now):
     whole = torch.randn(7, 5)
     paths = [
         put(
-            tmp_path / pieces.file_name("w", i, len(CUTS[then])),
+            tmp_path / tensor_files.file_name("w", i, len(CUTS[then])),
             {"w": (whole[box.inside(Box.whole((7, 5)))], box.start)},
         )
         for i, box in enumerate(CUTS[then])
     ]
-    assert [path.name for path in paths] == pieces.files_of("w", [path.name for path in paths] + ["w2.safetensors"])
-    with pieces.Stored(paths) as found:
+    assert [path.name for path in paths] == tensor_files.files_of(
+        "w", [path.name for path in paths] + ["w2.safetensors"]
+    )
+    with tensor_files.StoredTensors(paths) as found:
         assert found.shape("w") == (7, 5)
         for box in CUTS[now]:
             assert torch.equal(found.read("w", box), whole[box.inside(Box.whole((7, 5)))])
@@ -77,9 +79,9 @@ def test_parts_are_read_however_they_were_cut(tmp_path, then, now):
 
 def test_a_part_that_is_missing_is_told(tmp_path):
     path = put(tmp_path / "x.safetensors", {"w": (torch.zeros(2, 2), (2, 0))})
-    with pieces.Stored([path]) as found:
+    with tensor_files.StoredTensors([path]) as found:
         assert torch.equal(found.read("w", Box((3, 0), (1, 2))), torch.zeros(1, 2))
-        with pytest.raises(CorruptFileError, match="not there as a whole"):
+        with pytest.raises(CorruptFileError, match="is incomplete"):
             found.read("w")
 
 
@@ -100,7 +102,7 @@ def test_f_p5_damaged_files_are_refused_or_read(tmp_path_factory, data):
     )
     path.write_bytes(broken)
     try:
-        with pieces.Stored([path]) as stored:
+        with tensor_files.StoredTensors([path]) as stored:
             found = [stored.read(name) for name in stored.names]
     except CorruptFileError as error:
         assert "DPE024" in str(error)
@@ -117,7 +119,7 @@ def test_f_p5_a_pickle_is_refused(tmp_path):
 
     (tmp_path / "x.safetensors").write_bytes(pickle.dumps(Harm()))
     with pytest.raises(CorruptFileError):
-        pieces.Stored([tmp_path / "x.safetensors"])
+        tensor_files.StoredTensors([tmp_path / "x.safetensors"])
 
 
 STATES = [
@@ -142,13 +144,13 @@ def same(a, b):
 
 @pytest.mark.parametrize("state", STATES, ids=str)
 def test_plain_values_come_back(state):
-    plain, found = apart(state, "x")
-    assert same(together(json.loads(json.dumps(plain, allow_nan=False)), found), state)
+    plain, found = split_tensors(state, "x")
+    assert same(join_tensors(json.loads(json.dumps(plain, allow_nan=False)), found), state)
 
 
 def test_what_is_not_plain_is_refused_with_its_place():
     with pytest.raises(TypeError, match=r"x\.a\.1 is a set"):
-        apart({"a": [1, {2}]}, "x")
+        split_tensors({"a": [1, {2}]}, "x")
 
 
 @pytest.mark.parametrize(
@@ -156,7 +158,7 @@ def test_what_is_not_plain_is_refused_with_its_place():
 )
 def test_f_p5_damaged_values_are_refused(plain):
     with pytest.raises(CorruptFileError):
-        together(plain, {})
+        join_tensors(plain, {})
 
 
 def contents(folder):
@@ -215,7 +217,7 @@ def test_f_p4_a_death_at_any_call_leaves_a_whole_folder(tmp_path, monkeypatch):
 
 def test_a_folder_with_other_things_is_left_alone(tmp_path):
     (tmp_path / "thesis.txt").write_text("years of work")
-    with pytest.raises(FileExistsError, match="something else"):
+    with pytest.raises(FileExistsError, match="other files"):
         write(tmp_path, {"a": b""}, {})
     assert (tmp_path / "thesis.txt").exists()
 

@@ -16,8 +16,8 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from dpengine import Adaptive, PrivacyEngine, checkpoint
-from dpengine.checkpoint.folder import together
-from dpengine.errors import CorruptFileError, InvalidBudgetError, LedgerError, MechanismMismatchError, TicketError
+from dpengine.checkpoint.folder import join_tensors
+from dpengine.errors import BatchStateError, CorruptFileError, InvalidBudgetError, LedgerError, MechanismMismatchError
 from dpengine.noise import BLT, BandedInverse, BandMF, NoiseSource
 
 ROWS = 120
@@ -194,7 +194,7 @@ def test_f_p3_later_steps_that_are_known_of_stand_against_one_matrix(tmp_path):
     first = Run(**settings).train(2).saved(tmp_path / "run").train(1)
     second = Run(**settings)
     second.engine.load_state_dict(first.engine.state_dict())
-    with pytest.raises(LedgerError, match="charged steps of the very run"):
+    with pytest.raises(LedgerError, match="charged steps of the loaded run"):
         second.resumed(tmp_path / "run", nothing_left_since=True)
     second.resumed(tmp_path / "run").train(1)
     assert second.engine.ledger.steps == 6
@@ -214,7 +214,7 @@ def test_f_p3_a_matrix_that_is_another_does_not_go_on(tmp_path):
     settings = {"steps": 8, "epochs": None}
     Run(noise=BandMF(num_bands=2, strategy=[1.0, 0.5]), **settings).train(2).saved(tmp_path / "run")
     other = Run(noise=BandMF(num_bands=2, strategy=[1.0, 0.50001]), **settings)
-    with pytest.raises(MechanismMismatchError, match="cannot go on as one matrix"):
+    with pytest.raises(MechanismMismatchError, match="cannot continue as one matrix"):
         other.resumed(tmp_path / "run", nothing_left_since=True)
     other.resumed(tmp_path / "run").train(1)
 
@@ -388,7 +388,7 @@ def test_f_d6_another_data_set_of_the_same_length_is_refused(tmp_path, change):
     Run().train(2).saved(tmp_path / "run")
     other = Run(data=other_rows(OTHER_ROWS[change]))
     before = other.weights
-    with pytest.raises(MechanismMismatchError, match=r"DPE023.*data set is not the one of the checkpoint"):
+    with pytest.raises(MechanismMismatchError, match=r"DPE023.*data set differs from that of the checkpoint"):
         other.resumed(tmp_path / "run")
     assert torch.equal(other.weights, before) and other.engine.ledger.steps == 0
     assert Run(data=other_rows(lambda x, y: (x, y))).resumed(tmp_path / "run").train(1).loader.position == 3
@@ -407,7 +407,9 @@ def test_f_d6_what_examples_are_is_compared_under_the_key_and_stays_in_the_priva
     found = []
     for name in ("one", "two"):
         with safe_open(tmp_path / name / "private" / "run.safetensors", framework="pt") as file:
-            state = dict(together(json.loads(file.metadata()["state"]), {k: file.get_tensor(k) for k in file.keys()}))
+            state = dict(
+                join_tensors(json.loads(file.metadata()["state"]), {k: file.get_tensor(k) for k in file.keys()})
+            )
         digests = state["examples"]
         assert len(digests) == 16 and len(set(digests)) == 16 and None not in digests
         public = [path for path in (tmp_path / name).iterdir() if path.is_file()]
@@ -459,7 +461,7 @@ def test_a_load_that_fails_changes_nothing(tmp_path):
     assert other.optimizer.state_dict()["state"] == {} and torch.equal(other.weights, before)
     other.resumed(tmp_path / "run")
     assert other.engine.ledger.steps == 2 and not torch.equal(other.weights, before)
-    with pytest.raises(TicketError, match="was loaded before"):
+    with pytest.raises(BatchStateError, match="was loaded before"):
         other.resumed(tmp_path / "run")
 
 
@@ -468,17 +470,17 @@ def test_what_is_no_tensor_in_the_model_is_named(tmp_path):
         def get_extra_state(self):
             return {"a": 1}
 
-    with pytest.raises(TypeError, match="'_extra_state' in the model's state is no tensor"):
+    with pytest.raises(TypeError, match="'_extra_state' in the model's state is not a tensor"):
         Run(model=Extra(4, 3)).saved(tmp_path / "run")
 
 
 def test_a_batch_at_hand_is_not_saved(tmp_path):
     run = Run()
     x, y = next(iter(run.loader))
-    with pytest.raises(TicketError, match=r"DPE022.*between two steps"):
+    with pytest.raises(BatchStateError, match=r"DPE022.*between two steps"):
         run.saved(tmp_path / "run")
     F.cross_entropy(run.model(x[:, :4]), y).backward()
-    with pytest.raises(TicketError, match="between two steps"):
+    with pytest.raises(BatchStateError, match="between two steps"):
         run.saved(tmp_path / "run")
     assert not (tmp_path / "run").exists()
     run.optimizer.step()
@@ -487,7 +489,7 @@ def test_a_batch_at_hand_is_not_saved(tmp_path):
 
 def test_a_run_that_has_begun_does_not_load(tmp_path):
     run = Run().train(1).saved(tmp_path / "run")
-    with pytest.raises(TicketError, match=r"make_private, then load"):
+    with pytest.raises(BatchStateError, match=r"make_private, then load"):
         run.resumed(tmp_path / "run")
 
 
@@ -533,6 +535,6 @@ def test_f_p5_damage_is_seen_before_anything_changes(tmp_path, name, damage):
 def test_f_p1_files_of_two_checkpoints_do_not_mix(tmp_path):
     run = Run().train(2).saved(tmp_path / "a").train(2).saved(tmp_path / "b")
     (tmp_path / "b" / "model.safetensors").write_bytes((tmp_path / "a" / "model.safetensors").read_bytes())
-    with pytest.raises(CorruptFileError, match="not as it was saved"):
+    with pytest.raises(CorruptFileError, match="changed after it was saved"):
         Run().resumed(tmp_path / "b")
     assert run.engine.ledger.steps == 4

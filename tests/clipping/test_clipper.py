@@ -11,7 +11,7 @@ from reference import per_sample_gradients
 from torch import nn
 
 from dpengine import Automatic, Flat, GradSampleModule, Groups, PerLayer, PerSampleGradientClipper
-from dpengine.errors import BatchMismatchError, MissingGradientError, TicketError, UnsupportedLayerError
+from dpengine.errors import BatchMismatchError, BatchStateError, MissingGradientError, UnsupportedLayerError
 
 SIZES = (4, 4, 3, 1)
 
@@ -160,12 +160,12 @@ def test_calls_out_of_order_say_what_is_missing():
     model = model_of()
     inputs, targets = data(4)
     clipper = PerSampleGradientClipper(model, Flat(0.4))
-    with pytest.raises(TicketError, match=r"DPE022.*Run forward in train mode and backward first"):
+    with pytest.raises(BatchStateError, match=r"DPE022.*Run forward in train mode and backward first"):
         clipper.clip_and_accumulate()
-    with pytest.raises(TicketError, match=r"DPE022.*Call clip_and_accumulate\(\) first"):
+    with pytest.raises(BatchStateError, match=r"DPE022.*Call clip_and_accumulate\(\) first"):
         clipper.pre_step()
     F.cross_entropy(model(inputs), targets).backward()
-    with pytest.raises(TicketError, match=r"DPE022.*Call clip_and_accumulate\(\) after every backward"):
+    with pytest.raises(BatchStateError, match=r"DPE022.*Call clip_and_accumulate\(\) after every backward"):
         F.cross_entropy(model(inputs), targets).backward()
 
 
@@ -288,7 +288,7 @@ def test_a_pass_that_fails_while_it_is_summed_leaves_nothing_of_itself():
     model(inputs).square().mean().backward()  # the eighth pass is probed
     with pytest.raises(UnsupportedLayerError, match="rows of a batch apart"):
         clipper.clip_and_accumulate()
-    with pytest.raises(TicketError, match="nothing accumulated"):
+    with pytest.raises(BatchStateError, match="nothing accumulated"):
         clipper.pre_step()
 
 
@@ -302,5 +302,5 @@ def test_an_interrupted_pass_is_not_clipped_with_the_one_before():
     first.backward()
     with pytest.raises(ZeroDivisionError):
         second.backward()
-    with pytest.raises(TicketError):
+    with pytest.raises(BatchStateError):
         clipper.clip_and_accumulate()

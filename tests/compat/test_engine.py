@@ -15,7 +15,7 @@ from dpengine.compat.opacus.accountants import register_accountant, registry
 from dpengine.compat.opacus.optimizers import DPOptimizer
 from dpengine.compat.opacus.utils.adaptive_clipping import PrivacyEngineAdaptiveClipping
 from dpengine.compat.opacus.utils.batch_memory_manager import BatchMemoryManager
-from dpengine.errors import ParameterMismatchError, TicketError
+from dpengine.errors import BatchStateError, ParameterMismatchError
 
 
 def passes_booked(engine):
@@ -97,7 +97,7 @@ def test_the_optimizer_of_an_earlier_call_is_refused():
         max_grad_norm=1.0,
         poisson_sampling=False,
     )
-    with pytest.raises((ParameterMismatchError, TicketError)):
+    with pytest.raises((ParameterMismatchError, BatchStateError)):
         train(first)
 
 
@@ -177,7 +177,7 @@ def test_batches_of_two_passes_never_make_one_release():
         loss(parts.model, *next(batches)).backward()
         if _ == 0:
             parts.optimizer.clip_and_accumulate()
-    with pytest.raises(TicketError, match="two passes"):
+    with pytest.raises(BatchStateError, match="two passes"):
         parts.optimizer.step()
 
 

@@ -18,7 +18,7 @@ from dpengine.compat.opacus.utils.batch_memory_manager import (
     BatchSplittingSampler,
     wrap_data_loader,
 )
-from dpengine.errors import TicketError
+from dpengine.errors import BatchStateError
 
 
 @pytest.mark.parametrize("mode", ["hooks", "functorch", "ghost"])
@@ -232,7 +232,7 @@ def test_a_loader_that_was_wrapped_is_wrapped_anew():
 def test_a_part_without_a_step_is_not_taken_for_another_one(left_out):
     wrapped, optimizer = by_hand(expected_batch_size=6)
     chunks = wrap_data_loader(data_loader=DataLoader(rows(), 6), max_batch_size=2, optimizer=optimizer)
-    with pytest.raises(TicketError, match=r"parts of several batches.*multiply its loss by 0"):
+    with pytest.raises(BatchStateError, match=r"parts of several batches.*multiply its loss by 0"):
         for number, one in enumerate(chunks):
             if number != left_out:
                 backward_and_step(wrapped, optimizer, *one)
@@ -243,7 +243,7 @@ def test_a_part_without_a_step_is_not_taken_for_another_one(left_out):
 def test_parts_of_two_passes_in_turn_are_refused():
     wrapped, optimizer = by_hand(expected_batch_size=6)
     pair = [wrap_data_loader(data_loader=DataLoader(rows(), 6), max_batch_size=2, optimizer=optimizer) for _ in "ab"]
-    with pytest.raises(TicketError, match="parts of several batches"):
+    with pytest.raises(BatchStateError, match="parts of several batches"):
         for first, _ in zip(*pair, strict=True):
             backward_and_step(wrapped, optimizer, *first)
 

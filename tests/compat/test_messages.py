@@ -16,10 +16,10 @@ from dpengine.compat.opacus.data_loader import DPDataLoader
 from dpengine.errors import (
     AccountingRefusedError,
     BatchMismatchError,
+    BatchStateError,
     MissingGradientError,
     PrivacyWarning,
     SamplingError,
-    TicketError,
     UnsupportedLayerError,
     forget_notices,
 )
@@ -80,7 +80,7 @@ def test_batches_that_were_fetched_ahead_are_named_as_such(door, wrap):
 
 def test_chunks_that_were_fetched_ahead_are_named_as_such():
     module, optimizer, loader = of_engine(physical_batch_size=3)
-    with pytest.raises(TicketError, match=r"fetches batches ahead.*no list\(loader\)"):
+    with pytest.raises(BatchStateError, match=r"fetches ahead.*no list\(loader\)"):
         for inputs, targets in list(loader):
             step(module, optimizer, inputs, targets)
 
@@ -97,7 +97,7 @@ def test_rows_that_were_filtered_are_named_as_such(door):
 @both
 def test_rows_that_were_doubled_are_named_as_such(door):
     wrapped, optimizer, loader = door()
-    with pytest.raises(BatchMismatchError, match=r"duplicates or merges rows.*several views"):
+    with pytest.raises(BatchMismatchError, match=r"duplicated or merged.*several views"):
         for inputs, targets in loader:
             step(wrapped, optimizer, torch.cat([inputs, inputs]), torch.cat([targets, targets]))
 
@@ -106,7 +106,7 @@ def test_rows_that_were_doubled_are_named_as_such(door):
 def test_a_batch_of_another_models_loader_is_named_as_such(door):
     other = door()[2]
     wrapped, optimizer, _ = door(model(1))
-    with pytest.raises(TicketError, match=r"private loader of this model.*each has a loader of its own"):
+    with pytest.raises(BatchStateError, match=r"private loader of this model.*has its own loader"):
         step(wrapped, optimizer, *next(iter(other)))
 
 
@@ -175,7 +175,7 @@ OTHER_MODES = ["hooks", "functorch", "ew", "ghost"]
 def test_a_backward_pass_through_another_method_is_named_at_the_step(mode):
     wrapped, optimizer, loader = of_compat(Encodes(), grad_sample_mode=mode)
     wrapped.encode(next(iter(loader))[0]).square().mean().backward()
-    with pytest.raises(TicketError, match=r"'first'.*model\.encode\(x\).*forward choose"):
+    with pytest.raises(BatchStateError, match=r"'first'.*model\.encode\(x\).*forward choose"):
         optimizer.step()
 
 
@@ -188,7 +188,7 @@ def test_its_rows_do_not_add_to_those_of_the_next_batch(mode, stepped):
     batches = iter(loader)
     wrapped.encode(next(batches)[0]).square().mean().backward()
     if stepped:
-        with pytest.raises(TicketError):
+        with pytest.raises(BatchStateError):
             optimizer.step()
     inputs, targets = next(batches)
     expected = truth(wrapped._module, inputs, targets)
@@ -202,7 +202,7 @@ def test_nor_by_hand(cleared):
     wrapped, optimizer = by_hand(Encodes())
     wrapped.encode(batch()[0] + 1).square().mean().backward()
     if not cleared:
-        with pytest.raises(TicketError, match="come through"):
+        with pytest.raises(BatchStateError, match="come through"):
             wrapped(batch()[0])
     optimizer.zero_grad()
     expected = truth(wrapped._module, *batch())
@@ -288,7 +288,9 @@ def test_batches_of_a_pass_that_are_joined_cost_no_more_and_are_not_said_to():
 
 def test_a_step_without_hooks_and_without_gradients_says_what_to_write():
     wrapped, optimizer, loader = of_compat(grad_sample_mode="no_op")
-    with pytest.raises(TicketError, match=r"no p\.grad_sample was written.*write p\.grad_sample of every parameter"):
+    with pytest.raises(
+        BatchStateError, match=r"no p\.grad_sample was written.*write p\.grad_sample of every parameter"
+    ):
         step(wrapped, optimizer, *next(iter(loader)))
 
 

@@ -11,7 +11,7 @@ from dpengine.compat.opacus.optimizers.optimizer import (
     _mark_as_processed,
 )
 from dpengine.compat.opacus.utils.batch_memory_manager import BatchMemoryManager
-from dpengine.errors import TicketError
+from dpengine.errors import BatchStateError
 
 
 class OwnNoise(DPOptimizer):
@@ -108,7 +108,7 @@ def test_a_part_of_a_batch_gets_no_noise_and_does_not_leave():
     parts = private(count=16, batch_size=8, noise_multiplier=1.0)
     before = flat(dict(parts.model.named_parameters())).clone()
     chunks = BatchMemoryManager(data_loader=parts.loader, max_physical_batch_size=3, optimizer=parts.optimizer)
-    with pytest.raises(TicketError, match="part of a logical batch"), chunks as some:
+    with pytest.raises(BatchStateError, match="part of a logical batch"), chunks as some:
         inputs, targets = next(iter(some))
         loss(parts.model, inputs, targets).backward()
         parts.optimizer.clip_and_accumulate()

@@ -17,7 +17,7 @@ from dpengine.compat.opacus.grad_sample import (
     GradSampleModuleFastGradientClipping,
     GradSampleModuleNoOp,
 )
-from dpengine.errors import BatchMismatchError, TicketError
+from dpengine.errors import BatchMismatchError, BatchStateError
 
 SHOWING = {
     "hooks": GradSampleModule,
@@ -269,7 +269,7 @@ def test_without_hooks_a_private_step_is_refused(off, says):
     parts = private(noise_multiplier=1.0)
     before = parts.model._module[0].weight.clone()
     getattr(parts.model, off)()
-    with pytest.raises(TicketError, match=says):
+    with pytest.raises(BatchStateError, match=says):
         train(parts)
     assert torch.equal(parts.model._module[0].weight, before)
 

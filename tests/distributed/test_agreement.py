@@ -214,7 +214,7 @@ def test_a_model_that_is_sharded_in_part_is_refused(refused):
 def test_f_s8_a_sampler_that_repeats_rows_is_refused():
     model = plain()
     sampler = DistributedSampler(data(), num_replicas=2, rank=0)
-    with pytest.raises(SamplingError, match="repeats rows"):
+    with pytest.raises(SamplingError, match="repeats examples"):
         PrivacyEngine().make_private(
             model,
             torch.optim.SGD(model.parameters(), 0.1),

@@ -11,7 +11,7 @@ from spread_runs import Case, Spread, data, difference, whole_weights
 from torch.utils.data import DataLoader
 
 from dpengine import checkpoint
-from dpengine.errors import CorruptFileError, MechanismMismatchError, TicketError
+from dpengine.errors import BatchStateError, CorruptFileError, MechanismMismatchError
 
 pytestmark = pytest.mark.xdist_group("checkpoints")  # what they all look at is made once
 
@@ -185,7 +185,7 @@ def saved_where_one_cannot(folder):
 
 def test_f_x3_where_one_rank_cannot_save_none_does(tmp_path):
     first, second = launched(2, saved_where_one_cannot, tmp_path / "run")
-    assert isinstance(second, TicketError)
+    assert isinstance(second, BatchStateError)
     assert isinstance(first, RuntimeError) and "Rank 1" in str(first) and "between two steps" in str(first)
     assert not (tmp_path / "run").exists()
 

@@ -7,7 +7,7 @@ from loops import assert_same_gradients, expected_gradients, gradients_of, make_
 
 from dpengine import PrivacyEngine
 from dpengine.engine import logical_batch
-from dpengine.errors import TicketError
+from dpengine.errors import BatchStateError
 from dpengine.sampling import ExternalBatches
 
 EXPECTED = 6
@@ -67,10 +67,10 @@ def test_only_passes_inside_the_context_are_of_one_batch():
 def test_a_batch_in_parts_begins_with_empty_sums_in_a_run_without_a_loader():
     loop = Loop()
     loop.optimizer.zero_grad()
-    with logical_batch(loop.engine), pytest.raises(TicketError, match="outside of itself"):
+    with logical_batch(loop.engine), pytest.raises(BatchStateError, match="outside of itself"):
         logical_batch(loop.engine).__enter__()
     loop.backward(4)
-    with pytest.raises(TicketError, match=r"before optimizer\.step\(\) of the last batch"):
+    with pytest.raises(BatchStateError, match=r"before optimizer\.step\(\) of the last batch"):
         logical_batch(loop.engine).__enter__()
-    with pytest.raises(TicketError, match="private loader"):
+    with pytest.raises(BatchStateError, match="private loader"):
         logical_batch(make_loop().engine).__enter__()

@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dpengine import GradSampleModule
-from dpengine.errors import MissingGradientError, StaleGradientError, TicketError, UnsupportedLayerError
+from dpengine.errors import BatchStateError, MissingGradientError, StaleGradientError, UnsupportedLayerError
 from dpengine.grad_modes.on_demand import OnDemand
 
 SAMPLES = 5
@@ -222,7 +222,7 @@ def test_grad_sample_of_several_passes_is_a_list_in_their_order_until_zero_grad(
     torch.testing.assert_close(first + 0, gradients["0.weight"], rtol=1e-9, atol=1e-12)
     wrapped.zero_grad()
     assert not hasattr(model[0].weight, "grad_sample")
-    with pytest.raises(TicketError, match="No backward pass has left per-sample gradients"):
+    with pytest.raises(BatchStateError, match="No backward pass has left per-sample gradients"):
         _ = wrapped.last_pass
 
 
@@ -353,7 +353,7 @@ def test_without_a_pass_in_train_mode_there_is_no_result(prepare):
     wrapped = GradSampleModule(mlp())
     prepare(wrapped)
     wrapped(torch.randn(2, 4))
-    with pytest.raises(TicketError, match=r"DPE022.*Call loss\.backward\(\) on outputs of the wrapped model"):
+    with pytest.raises(BatchStateError, match=r"DPE022.*Call loss\.backward\(\) on outputs of the wrapped model"):
         _ = wrapped.last_pass
 
 
@@ -375,7 +375,7 @@ def test_after_an_interrupted_pass_no_earlier_result_is_returned():
     hidden = model[0].register_forward_hook(lambda module, args, output: Interrupted.apply(output))
     with pytest.raises(RuntimeError, match="interrupted"):
         F.cross_entropy(wrapped(inputs), targets).backward()
-    with pytest.raises(TicketError, match="No backward pass has left"):
+    with pytest.raises(BatchStateError, match="No backward pass has left"):
         _ = wrapped.last_pass
     hidden.remove()
     F.cross_entropy(wrapped(inputs[:2]), targets[:2]).backward()
@@ -387,7 +387,7 @@ def test_a_pass_with_an_error_leaves_neither_its_results_nor_earlier_ones():
     wrapped = one_pass(model, inputs, targets)
     with pytest.raises(MissingGradientError, match=r"Autograd filled the gradient of '0\.weight' directly"):
         (F.cross_entropy(wrapped(inputs), targets) + model[0].weight.sum()).backward()
-    with pytest.raises(TicketError):
+    with pytest.raises(BatchStateError):
         _ = wrapped.last_pass
     assert not any(hasattr(parameter, "grad_sample") for parameter in model.parameters())
 
@@ -408,6 +408,6 @@ def test_a_pass_that_mixes_samples_leaves_no_result():
     _, inputs, targets = data_of("linear")
     with pytest.raises(UnsupportedLayerError):
         F.cross_entropy(wrapped(inputs), targets).backward()
-    with pytest.raises(TicketError):
+    with pytest.raises(BatchStateError):
         _ = wrapped.last_pass
     assert not any(hasattr(parameter, "grad_sample") for parameter in wrapped.parameters())

@@ -17,7 +17,7 @@ from torch import nn
 
 from dpengine import GradSampleModule, PerSampleGradientClipper, PrivacyEngine
 from dpengine.checkpoint import load, save
-from dpengine.errors import TicketError, UnknownParameterError, UnsupportedLayerError
+from dpengine.errors import BatchStateError, UnknownParameterError, UnsupportedLayerError
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*DPE012")
 
@@ -43,7 +43,7 @@ def assert_records(model):
 
 def assert_off(model):
     """The results of the wrapper are gone."""
-    with pytest.raises(TicketError, match="private in an engine"):
+    with pytest.raises(BatchStateError, match="private in an engine"):
         model.last_pass  # noqa: B018
     assert not any(hasattr(p, "grad_sample") for p in model.parameters())
 
@@ -118,7 +118,7 @@ def test_the_wrapper_shows_nothing_while_private():
 
 def test_the_wrapper_cannot_be_removed_while_private():
     loop = make_loop(wrapped())
-    with pytest.raises(TicketError, match=r"Call engine\.detach\(model\) first"):
+    with pytest.raises(BatchStateError, match=r"Call engine\.detach\(model\) first"):
         loop.model.to_standard_module()
     batch = batch_of(loop)
     expected = expected_gradients(loop.model.module, [batch])
@@ -131,7 +131,7 @@ def test_backward_over_a_forward_pass_from_before_shows_nothing():
     inputs, targets = (tensor[:5] for tensor in examples().tensors)
     loss = F.cross_entropy(model(inputs), targets)
     loop = make_loop(model)
-    with pytest.raises(TicketError, match="private in an engine"):
+    with pytest.raises(BatchStateError, match="private in an engine"):
         loss.backward()
     assert_off(model)
     batch = batch_of(loop)
@@ -180,7 +180,7 @@ def test_detach_attaches_the_hooks_again():
     loop.step(*batch_of(loop))
     loop.engine.detach(model)
     loop.optimizer.zero_grad()
-    with pytest.raises(TicketError, match="No backward pass"):  # results from before the run are gone
+    with pytest.raises(BatchStateError, match="No backward pass"):  # results from before the run are gone
         model.last_pass  # noqa: B018
     assert_records(model)
     assert isinstance(model.to_standard_module(), nn.Sequential)
@@ -199,9 +199,9 @@ def test_backward_over_a_forward_pass_of_the_run_is_not_recorded_afterwards():
     inputs, targets = batch_of(loop)
     loss = F.cross_entropy(loop.model(inputs), targets)
     loop.engine.detach(loop.model)
-    with pytest.raises(TicketError, match="before the model was detached"):
+    with pytest.raises(BatchStateError, match="before the model was detached"):
         loss.backward()
-    with pytest.raises(TicketError, match="No backward pass"):
+    with pytest.raises(BatchStateError, match="No backward pass"):
         loop.model.last_pass  # noqa: B018
 
 

@@ -18,11 +18,11 @@ from dpengine import Adaptive, Groups, PerLayer, PrivacyEngine, PrivacyWarning
 from dpengine.checkpoint import load, save
 from dpengine.engine import restrict_to_optimizer
 from dpengine.errors import (
+    BatchStateError,
     InvalidBudgetError,
     MechanismMismatchError,
     MissingGradientError,
     ParameterMismatchError,
-    TicketError,
     UnknownParameterError,
     UnsupportedLayerError,
 )
@@ -308,7 +308,7 @@ def one_pass(loop):
 def test_a_run_that_has_begun_or_ended_is_rejected(begin, options):
     loop = make_loop(make_optimizer=holding(*LAST), **options)
     begin(loop)
-    with pytest.raises(TicketError, match="right after make_private"):
+    with pytest.raises(BatchStateError, match="right after make_private"):
         restrict_to_optimizer(loop.engine)
 
 
@@ -410,7 +410,7 @@ def test_a_checkpoint_is_of_a_run_with_the_same_restriction(tmp_path):
     assert all(torch.equal(a, b) for a, b in zip(again.model.parameters(), loop.model.parameters(), strict=True))
     again.step(*batch_of(again))
     assert set(gradients_of(again.model)) == set(LAST)
-    with pytest.raises(TicketError, match="was resumed"):
+    with pytest.raises(BatchStateError, match="was resumed"):
         restrict_to_optimizer(again.engine)
 
 
@@ -438,5 +438,5 @@ def test_a_run_resumed_before_its_first_step_is_rejected(tmp_path):
     save(tmp_path / "run", make_loop(make_optimizer=holding(*LAST)).engine)
     again = make_loop(make_optimizer=holding(*LAST))
     load(tmp_path / "run", again.engine)
-    with pytest.raises(TicketError, match="was resumed"):
+    with pytest.raises(BatchStateError, match="was resumed"):
         restrict_to_optimizer(again.engine)

@@ -210,7 +210,7 @@ def test_f_c7_copies_of_a_row_are_refused_and_their_mean_is_clipped_as_one(mode)
     def with_copies(model, optimizer, inputs, targets):
         plain_step(model, optimizer, torch.cat([inputs, inputs.flip(1)]), torch.cat([targets, targets]))
 
-    with pytest.raises(BatchMismatchError, match=r"DPE018.*duplicates or merges rows"):
+    with pytest.raises(BatchMismatchError, match=r"DPE018.*duplicated or merged"):
         release_of(mlp(), tensors(), with_copies, mode=mode)
 
     def with_their_mean(model, optimizer, inputs, targets):

@@ -14,8 +14,8 @@ from plans import CONFIGS
 
 from dpengine import PrivacyEngine
 from dpengine.accounting import GaussianEvent, Ledger, PoissonGaussianEvent, RepeatAndSelectEvent
-from dpengine.checkpoint import pieces
-from dpengine.checkpoint.folder import apart, together
+from dpengine.checkpoint import tensor_files
+from dpengine.checkpoint.folder import join_tensors, split_tensors
 from dpengine.errors import CorruptFileError, LedgerError, PrivacyWarning
 from dpengine.plan import DPSGDConfig
 from dpengine.report import PrivacyReport
@@ -52,12 +52,12 @@ def watch():
 def of_tensors(folder):
     """Of a file of tensors, and what reads it."""
     path = folder / "x.safetensors"
-    parts = {"w": pieces.Part(torch.ones(2, 3), (0, 0)), "b": pieces.Part(torch.arange(4))}
-    pieces.writer(parts, {"state": "{}"})(path)
+    parts = {"w": tensor_files.Shard(torch.ones(2, 3), (0, 0)), "b": tensor_files.Shard(torch.arange(4))}
+    tensor_files.writer(parts, {"state": "{}"})(path)
 
     def read(data):
         path.write_bytes(data)
-        with pieces.Stored([path]) as stored:
+        with tensor_files.StoredTensors([path]) as stored:
             return [stored.read(name) for name in stored.names]
 
     return path.read_bytes(), read, CorruptFileError
@@ -66,8 +66,8 @@ def of_tensors(folder):
 def of_state(folder):
     state = {"source": {"key": "00" * 32, "incarnation": 3}, "last_step": 4, "noise": {"slices": {0: torch.ones(2)}},
              "clipping": (1.0, float("inf")), "examples": [None, "ab"]}  # fmt: skip
-    plain, tensors = apart(state, "run")
-    return json.dumps(plain).encode(), lambda data: together(parsed(data), tensors), CorruptFileError
+    plain, tensors = split_tensors(state, "run")
+    return json.dumps(plain).encode(), lambda data: join_tensors(parsed(data), tensors), CorruptFileError
 
 
 def charged():

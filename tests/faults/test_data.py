@@ -37,7 +37,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from dpengine import PrivacyEngine
-from dpengine.errors import BatchMismatchError, PrivacyError, SamplingError, TicketError
+from dpengine.errors import BatchMismatchError, BatchStateError, PrivacyError, SamplingError
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*DPE0")
 every_mode = pytest.mark.parametrize("mode", MODES)
@@ -160,7 +160,7 @@ def test_batches_that_were_listed_first_are_charged_and_all_but_the_last_refused
         try:
             loop.step(*batch)
             trained += 1
-        except (TicketError, BatchMismatchError):
+        except (BatchStateError, BatchMismatchError):
             loop.optimizer.zero_grad()
     assert trained <= 1
     assert loop.engine.ledger.steps == 8
@@ -170,7 +170,7 @@ def test_one_batch_again_and_again_is_one_release():
     loop = make_loop(noise_multiplier=1.0)
     batch = first_batch(loop.loader)
     loop.step(*batch)
-    with pytest.raises(TicketError, match="DPE022"):
+    with pytest.raises(BatchStateError, match="DPE022"):
         loop.step(*batch)
     assert loop.engine.ledger.steps == 1
 

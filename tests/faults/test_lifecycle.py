@@ -16,11 +16,11 @@ from torch import nn
 from torch.optim import lr_scheduler
 
 from dpengine.errors import (
+    BatchStateError,
     MissingGradientError,
     PrivacyError,
     PrivacyWarning,
     StaleGradientError,
-    TicketError,
     UnknownParameterError,
 )
 
@@ -49,7 +49,7 @@ def test_f_l1_a_missing_zero_grad_is_refused():
 @pytest.mark.parametrize(
     ("prepare", "says"),
     [
-        (lambda loop: None, "no batch was drawn"),
+        (lambda loop: None, "loader returned no batch"),
         (lambda loop: first_batch(loop.loader), "no backward pass ran"),
         (lambda loop: loop.model.eval() and loop.backward(*first_batch(loop.loader)), "eval mode"),
     ],
@@ -59,7 +59,7 @@ def test_f_l2_a_step_with_nothing_to_release_names_the_cause(prepare, says):
     loop = make_loop(noise_multiplier=1.0)
     before = state_of(loop.model)
     prepare(loop)
-    with pytest.raises(TicketError, match=rf"DPE022.*{says}"):
+    with pytest.raises(BatchStateError, match=rf"DPE022.*{says}"):
         loop.optimizer.step()
     assert all(torch.equal(before[name], value) for name, value in state_of(loop.model).items())
 
@@ -137,7 +137,7 @@ def test_f_l4_a_batch_that_ended_early_is_charged_and_leaves_nothing_behind(mode
             try:
                 loop.backward(*batch)
                 loop.optimizer.step()
-            except TicketError:
+            except BatchStateError:
                 expected.clear()
                 break
             if position == 2:

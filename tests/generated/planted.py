@@ -129,7 +129,9 @@ PLANTED: dict[str, Planted] = {
     "borrowed-weight": Planted(
         lambda width: Borrowed(nn.Linear(width, width)), MissingGradientError, "outside the forward of the layer"
     ),
-    "unused": Planted(lambda width: Unused(nn.Linear(width, width)), MissingGradientError, "took no part"),
+    "unused": Planted(
+        lambda width: Unused(nn.Linear(width, width)), MissingGradientError, "has no gradient in this step"
+    ),
     "random": Planted(Noisy, UnsupportedLayerError, "draws random numbers"),
     "buffer": Planted(lambda width: Counting(), BufferUpdateError, "was written by the forward pass"),
     "beside-product": Planted(BesideProduct, UnsupportedLayerError, "is used by", _ONE_PASS),

@@ -2,6 +2,7 @@
 
 import functools
 
+import inside_parts
 import pytest
 import torch
 import torch.nn.functional as F
@@ -16,8 +17,6 @@ from dpengine.capture import LayerCall
 from dpengine.capture.record import Use
 from dpengine.clipping import Automatic, Flat, Groups, PerLayer
 from dpengine.errors import UnsupportedLayerError
-from dpengine.grad_modes.bookkeep import BookKeeping
-from dpengine.grad_modes.choose_method import MethodTable
 from dpengine.grad_modes.flat_buffer import FlatBuffer
 from dpengine.grad_modes.modes import MODES
 from dpengine.grad_modes.rows import Units
@@ -292,7 +291,7 @@ def test_a_grad_mode_computes_in_full_precision(phase, layer, shape, monkeypatch
     inputs = torch.randn(shape)
     uses = {name: Use(parameter, name) for name, parameter in layer.named_parameters()}
     groups = dict.fromkeys(layer.parameters(), 0)
-    mode = BookKeeping(MethodTable(timed=False))
+    mode = inside_parts.book_keeping()
     mode.receive(LayerCall(layer, (inputs,), torch.randn_like(layer(inputs)).detach()), uses, sampler_for(layer))
     phases = {
         "sq_norms": lambda: mode.sq_norms(groups, 1, 1.0),

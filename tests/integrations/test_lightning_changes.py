@@ -16,11 +16,11 @@ from lightning.pytorch.tuner import Tuner  # noqa: E402
 
 from dpengine import PrivacyEngine  # noqa: E402
 from dpengine.errors import (  # noqa: E402
+    BatchStateError,
     DetachedError,
     ParameterMismatchError,
     SamplingError,
     ScaledGradientError,
-    TicketError,
     UnsupportedLayerError,
     forget_notices,
 )
@@ -117,7 +117,7 @@ def test_a_module_that_is_detached_between_batch_and_step_does_not_step(hook):
 
     setattr(Detaching, hook, Detaching.detach)
     callback, module = DPCallback(**WANTED), Detaching()
-    with pytest.raises((DetachedError, TicketError), match="detach"):
+    with pytest.raises((DetachedError, BatchStateError), match="detach"):
         fit(module, callback)
     assert torch.equal(weights(module), module.before)
 
@@ -224,7 +224,7 @@ def test_a_batch_without_a_loss_is_given_up_and_charged():
 
 
 def test_a_chunk_without_a_loss_is_refused_and_says_so():
-    with pytest.raises(TicketError, match="training_step returned None for a chunk"):
+    with pytest.raises(BatchStateError, match="training_step returned None for a chunk"):
         fit(Leaving(), DPCallback(physical_batch_size=4, **WANTED))
 
 

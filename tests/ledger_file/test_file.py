@@ -35,8 +35,8 @@ def path(tmp_path):
 HOLD = """
 import sys
 from pathlib import Path
-from dpengine.ledger_file.books import held
-one = held(Path(sys.argv[1]))
+from dpengine.ledger_file.engine_ledger import open_ledger
+one = open_ledger(Path(sys.argv[1]))
 print("held", flush=True)
 sys.stdin.read()
 """
@@ -56,8 +56,8 @@ def test_another_process_is_kept_out_until_the_first_is_gone(path):
 FORKED = """
 import os, sys, time
 from pathlib import Path
-from dpengine.ledger_file.books import held
-one = held(Path(sys.argv[1]))
+from dpengine.ledger_file.engine_ledger import open_ledger
+one = open_ledger(Path(sys.argv[1]))
 if os.fork() == 0:
     time.sleep(60)
 print("held", flush=True)
@@ -79,7 +79,7 @@ def test_a_fork_of_a_process_that_died_does_not_hold_the_file(path):
 @pytest.mark.parametrize("content", [b"my notes", b'{"a": 1}', b"x" * 5000], ids=["text", "json", "long"])
 def test_a_file_of_one_line_that_is_no_ledger_is_left_as_it_is(path, content):
     path.write_bytes(content)
-    with pytest.raises(LedgerError, match="is no ledger"):
+    with pytest.raises(LedgerError, match="is not a ledger"):
         Run(path)
     assert path.read_bytes() == content
 
@@ -155,7 +155,7 @@ def test_batches_that_were_given_up_while_the_disk_was_full_are_charged_later(pa
         os.ftruncate(self._file, self._size)
         self._broken = ""
 
-    monkeypatch.setattr(LedgerFile, "_take_back", take_back)
+    monkeypatch.setattr(LedgerFile, "_truncate", take_back)
     for step in range(12):
         full[:] = [step] if step % 2 else []
         if full:

@@ -141,10 +141,10 @@ def _one_step(add_normal: Any) -> Any:
 
 
 def _one_life(subkey: Any) -> Any:
-    def without_incarnation(self: Any, use: bytes, domain: str, step: int, incarnation: Any = None) -> bytes:
+    def without_nonce(self: Any, use: bytes, domain: str, step: int, nonce: Any = None) -> bytes:
         return subkey(self, use, domain, step, 0)
 
-    return without_incarnation
+    return without_nonce
 
 
 def _history_lost(load: Any) -> Any:
@@ -195,7 +195,7 @@ BUGS = (
         "each rank adds sigma / R for sigma / sqrt(R)",
         ("DN",),
         (
-            Patch(module_of(add_noise), "_cut", _each_rank_draws_all),
+            Patch(module_of(add_noise), "_cut_spans", _each_rank_draws_all),
             Patch(module_of(PrivateStep), "add_noise", _share_of_ranks),
             Patch(module_of(noise_law), "add_noise", _share_of_ranks),
         ),
@@ -229,7 +229,7 @@ BUGS = (
     ),
     Planted(
         "PB-32",
-        "address without incarnation: noise comes again after a resume",
+        "address without nonce: noise comes again after a resume",
         ("DN",),
         (Patch(NoiseSource, "_subkey", _one_life),),
     ),

@@ -27,7 +27,7 @@ GUARDS = [
     Guard(
         "plan-refuses-step",
         "a step that the plan does not have",
-        "        self.plan.refuse_step(batch.step)\n",
+        "        self.plan.check_step(batch.step)\n",
         "",
         "test_correlated_runs.py::test_more_steps_than_planned_are_refused",
     ),
@@ -230,8 +230,8 @@ GUARDS = [
     Guard(
         "refuse-closed-backward",
         "backward after detach",
-        "    if step.batches.stage is Stage.CLOSED:\n        raise TicketError",
-        "    if False:\n        raise TicketError",
+        "    if step.batches.stage is Stage.CLOSED:\n        raise BatchStateError",
+        "    if False:\n        raise BatchStateError",
         "test_engine.py::test_after_detach_the_private_loader_hands_out_and_charges_nothing",
     ),
     Guard(

@@ -76,23 +76,23 @@ GUARDS = [
     Guard(
         "ledger-owed",
         "a charge that could not be written is written later",
-        "                self._owed.append(charge)  #",
+        "                self._unwritten.append(charge)  #",
         "                pass  #",
         "ledger_file/test_file.py::test_batches_that_were_given_up_while_the_disk_was_full_are_charged_later",
     ),
     Guard(
         "ledger-reserved-left",
         "no more is used than was reserved",
-        "here.left < charge.count",
+        "reservation.left < charge.count",
         "False",
-        "ledger_file/test_books.py::test_steps_are_reserved_and_settled_unless_the_process_dies",
+        "ledger_file/test_engine_ledger.py::test_steps_are_reserved_and_settled_unless_the_process_dies",
     ),
     Guard(
         "ledger-writes",
         "the file is written before a release",
         "            if not self._is_reserved(charge):\n                self._write(charge, room)",
         "            pass",
-        "ledger_file/test_books.py::test_f_l5_a_charge_is_on_disk_before_the_weights_change",
+        "ledger_file/test_engine_ledger.py::test_f_l5_a_charge_is_on_disk_before_the_weights_change",
     ),
     Guard(
         "loss-per-example",
@@ -187,9 +187,9 @@ GUARDS = [
     ),
     Guard(
         "noise-used-up",
-        "an address that failed half-way is used up",
-        "        self._next = (step, end_of(sums, start, rows, stride))  # before: an address that failed hal"
-        "f-way is used up\n"
+        "an address that fails halfway is used",
+        "        self._next = (step, end_of(sums, start, rows, stride))  # first, because an address that "
+        "fails halfway is used\n"
         "        cut =",
         "        cut =",
         "noise/test_gaussian.py::test_an_address_whose_draw_failed_counts_as_used",
@@ -243,7 +243,7 @@ GUARDS = [
         "a charge counts in memory",
         "            self.ledger.charge(event, count=count, kind=kind)",
         "            pass",
-        "ledger_file/test_books.py::test_epsilon_follows_from_the_file_alone",
+        "ledger_file/test_engine_ledger.py::test_epsilon_follows_from_the_file_alone",
     ),
     Guard(
         "total-adds",
@@ -264,28 +264,28 @@ GUARDS = [
         "a step is charged to the file",
         "self.ledger.charge(event, count=count, room=room)",
         "pass",
-        "ledger_file/test_books.py::test_f_l5_a_charge_is_on_disk_before_the_weights_change",
+        "ledger_file/test_engine_ledger.py::test_f_l5_a_charge_is_on_disk_before_the_weights_change",
     ),
     Guard(
         "charge-file-all",
         "all joined batches are charged to the file",
         "self.ledger.charge(event, count=count, room",
         "self.ledger.charge(event, count=1, room",
-        "ledger_file/test_books.py::test_all_batches_of_a_step_are_charged_to_the_file",
+        "ledger_file/test_engine_ledger.py::test_all_batches_of_a_step_are_charged_to_the_file",
     ),
     Guard(
         "reserve-room",
         "no more is reserved than the budget has room for",
         "min(self.reserve, room())",
         "self.reserve",
-        "ledger_file/test_books.py::test_a_reservation_never_passes_the_budget",
+        "ledger_file/test_engine_ledger.py::test_a_reservation_never_passes_the_budget",
     ),
     Guard(
         "room-fits",
         "a reservation that fits the budget",
         "ahead = min(ahead, self._fits.get((event, others), 0) - charged - count)",
         "pass",
-        "ledger_file/test_books.py::test_a_reservation_never_passes_the_budget_after_a_change_of_the_plan",
+        "ledger_file/test_engine_ledger.py::test_a_reservation_never_passes_the_budget_after_a_change_of_the_plan",
     ),
     Guard(
         "shared-data",

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from dpengine.kernels.library import native_library
 from dpengine.noise import keyed_streams
 from dpengine.noise.box_muller import (
-    APART,
     GROUP,
     LARGEST_NORMAL,
+    PAIR_DISTANCE,
     PAIRS,
     WORDS_PER_GROUP,
     add_normals,
@@ -150,9 +150,9 @@ def test_without_native_code_the_same_noise_is_drawn(monkeypatch):
 
 
 def test_the_map_for_devices_is_that_of_box_and_muller():
-    words = WORDS[: 4 * APART].view(np.int64)
-    got = normals_from_words(torch.from_numpy(words)).numpy().reshape(-1, 2, APART)
-    first, second = (words.reshape(-1, 2, APART)[:, i].astype(np.float64) for i in (0, 1))
+    words = WORDS[: 4 * PAIR_DISTANCE].view(np.int64)
+    got = normals_from_words(torch.from_numpy(words)).numpy().reshape(-1, 2, PAIR_DISTANCE)
+    first, second = (words.reshape(-1, 2, PAIR_DISTANCE)[:, i].astype(np.float64) for i in (0, 1))
     radius = np.sqrt(-2 * np.log(np.abs(first + 0.5) / 2**63))
     assert np.allclose(got[:, 0], radius * np.sin(np.pi * second / 2**63), rtol=1e-12, atol=1e-14)
     assert np.allclose(got[:, 1], radius * np.cos(np.pi * second / 2**63), rtol=1e-12, atol=1e-14)

@@ -115,10 +115,10 @@ def test_f_p3_a_resumed_run_is_the_same_bit_by_bit(kind, dtype, stop):
 def test_rows_drawn_before_a_resume_in_another_life_are_drawn_again():
     first = mechanism_of("banded-inverse")
     run(first, range(3))
-    later = mechanism_of("banded-inverse", incarnation=1)
+    later = mechanism_of("banded-inverse", nonce=1)
     later.load_state_dict(first.state_dict())
     found = run(later, [3, 4])
-    source = NoiseSource.seeded(0, incarnation=1)
+    source = NoiseSource.seeded(0, nonce=1)
     new = [source.normal_(torch.empty(SIZE, dtype=torch.float64), domain="noise", step=step) for step in (3, 4)]
     z = np.concatenate([fresh(3), torch.stack(new).numpy()])
     weights = np.array([-0.125, -0.5, 1.0])
@@ -171,9 +171,9 @@ def test_float32_sums_stay_float32():
     [
         ({"step": 3}, "cancels in their difference"),
         ({"step": 2}, "cancels in their difference"),
-        ({"step": 4, "std": 1.0}, "std is 1.0 now and was 1.5"),
-        ({"step": 4, "size": SIZE - 1}, "cut otherwise"),
-        ({"step": 4, "start": 7}, "cut otherwise"),
+        ({"step": 4, "std": 1.0}, "std changed from 1.5 to 1.0"),
+        ({"step": 4, "size": SIZE - 1}, "differ from those of earlier steps"),
+        ({"step": 4, "start": 7}, "differ from those of earlier steps"),
         ({"step": STEPS}, "planned for 9 steps"),
     ],
 )
@@ -189,12 +189,12 @@ def test_what_the_guarantee_does_not_cover_is_refused(then, says):
 def test_a_slice_that_appears_later_is_refused():
     mechanism = mechanism_of("banded")
     run(mechanism, [0], cuts=(0, 20))
-    with pytest.raises(PrivacyError, match="cut otherwise"):
+    with pytest.raises(PrivacyError, match="differ from those of earlier steps"):
         run(mechanism, [1], cuts=(0, 30))
 
 
 def test_the_state_of_another_mechanism_is_refused():
-    with pytest.raises(ValueError, match="is of 'banded-inverse"):
+    with pytest.raises(ValueError, match="belongs to 'banded-inverse"):
         mechanism_of("banded").load_state_dict(mechanism_of("lambda-cgd").state_dict())
 
 
@@ -226,11 +226,11 @@ def test_matrices_that_are_none_are_refused(make, says):
 
 def test_band_mf_has_unit_norm_and_less_error_than_independent_noise():
     recurrence = BandMF(num_bands=4).recurrence(64)
-    facts = recurrence.facts
+    facts = recurrence.description
     assert np.linalg.norm(facts["strategy"]) == pytest.approx(1)
     assert facts["error_of_independent_noise_over_this"] == pytest.approx(np.sqrt(32.5 / 10.501447), rel=1e-6)
     assert recurrence.size == 64
     given = BandMF(num_bands=2, strategy=[2.0, 1.0]).recurrence(10)
-    np.testing.assert_allclose(given.facts["strategy"], np.array([2, 1]) / np.sqrt(5))
+    np.testing.assert_allclose(given.description["strategy"], np.array([2, 1]) / np.sqrt(5))
     with pytest.raises(TypeError, match="whole number"):
         BandMF(num_bands=2.0)

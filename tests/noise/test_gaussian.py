@@ -79,7 +79,7 @@ def test_a_standard_deviation_of_zero_adds_nothing():
 def test_f_b1_a_standard_deviation_out_of_range_is_refused(std):
     """F-B1."""
     sums = torch.zeros(3)
-    with pytest.raises(InvalidBudgetError, match="std must be finite and not negative"):
+    with pytest.raises(InvalidBudgetError, match="std must be finite and nonnegative"):
         GaussianNoise(NoiseSource.seeded(1)).add(sums, std=std, step=0)
     assert sums.equal(torch.zeros(3))
 

@@ -61,7 +61,7 @@ def test_perturbed_starts_find_the_same_optimum():
     for _ in range(5):
         start = toeplitz.root_of_prefix_sums(5) * rng.uniform(0.7, 1.3, size=5)
         value = lambda c: optimize._banded_loss(c, np.ones(60), weights, optimize._column_norm)  # noqa: E731
-        found = optimize._minimise(value, start, 500)
+        found = optimize._minimize(value, start, 500)
         assert toeplitz.banded_loss(found, np.ones(60)) == pytest.approx(best, rel=1e-7)
 
 

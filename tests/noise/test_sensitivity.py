@@ -54,7 +54,7 @@ def test_the_largest_sum_of_values_apart_is_found(seed):
 def test_any_matrix_has_a_bound_that_is_exact_without_overlap(seed):
     rng = np.random.default_rng(seed)
     strategy = np.tril(rng.normal(size=(7, 7)))
-    times = sensitivity.rounds(7, 2)
+    times = sensitivity.max_participations(7, 2)
     assert sensitivity.sq_sensitivity(strategy, 2) >= brute_force(strategy, 2, times) * (1 - 1e-12)
     banded = np.triu(strategy, -1)  # two diagonals: columns two apart do not meet
     assert sensitivity.sq_sensitivity(banded, 2) == pytest.approx(brute_force(banded, 2, times), rel=1e-12)
@@ -73,4 +73,4 @@ def test_equal_epochs_are_tried_at_each_offset():
 @pytest.mark.parametrize("bad", [(-1, 1, None), (4, 0, None), (4, 1, 0)])
 def test_impossible_numbers_of_steps_are_refused(bad):
     with pytest.raises(ValueError, match=r"noise\.sensitivity"):
-        sensitivity.rounds(*bad)
+        sensitivity.max_participations(*bad)

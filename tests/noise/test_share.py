@@ -13,7 +13,7 @@ from dpengine.errors import MechanismMismatchError
 from dpengine.grad_modes import flat_buffer
 from dpengine.grad_modes.flat_buffer import FlatBuffer
 from dpengine.noise import GaussianNoise, NoiseSource
-from dpengine.noise.share import add_noise, drawn_places
+from dpengine.noise.share import add_noise, noised_places
 
 SHAPES = [(30, 7), (11,), (5, 4, 3), (1,), (200,), (13, 13)]
 
@@ -41,12 +41,12 @@ def noised(ranks, held=None, dtypes=(torch.float32,)):
     parameters = [nn.Parameter(torch.zeros(s, dtype=dtypes[i % len(dtypes)])) for i, s in enumerate(SHAPES)]
     topology = Topology(replicas=ranks) if held is None else Topology(replicas=ranks, layout=ParameterLayout(held=held))
     buffer = FlatBuffer(parameters, topology)
-    places = drawn_places(buffer, ranks)
+    places = noised_places(buffer, ranks)
     taken, noise = buffer.take(), GaussianNoise(NoiseSource.seeded(4))
     for flat in taken.flats.values():
         flat.zero_()
     try:
-        add_noise(taken, noise, std=2.0, step=3, scale=0.5, replicas=ranks, facts=("facts",))
+        add_noise(taken, noise, std=2.0, step=3, scale=0.5, replicas=ranks, fingerprint=("fingerprint",))
     except MechanismMismatchError:  # nobody added the words of the others
         assert ranks.size > 1
     return [flat.clone() for flat in taken.flats.values()], places
@@ -110,7 +110,7 @@ def test_ranks_that_split_layers_unevenly_get_the_noise_of_whole_ones_from_the_s
 
         parameters = [nn.Parameter(torch.zeros(s)) for s in SHAPES]
         topology = Topology(replicas=Ranks(replica, 2), splits=Ranks(split, 2), layout=ParameterLayout(held=held))
-        drawn = drawn_places(FlatBuffer(parameters, topology), Ranks(replica, 2))
+        drawn = noised_places(FlatBuffer(parameters, topology), Ranks(replica, 2))
         mine = {n for one in drawn for n in range(one.start, one.start + one.count)}
         sizes = [torch.Size(s).numel() for s in SHAPES]
         return [
@@ -126,5 +126,5 @@ def test_a_rank_without_any_sum_sends_its_words():
     topology = Topology(replicas=ranks, layout=ParameterLayout(held=lambda parameter: nothing))
     taken, noise = FlatBuffer([nn.Parameter(torch.zeros(3))], topology).take(), GaussianNoise(NoiseSource.seeded(4))
     with pytest.raises(MechanismMismatchError):  # nobody added the words of the others
-        add_noise(taken, noise, std=1.0, step=0, scale=1.0, replicas=ranks, facts=())
+        add_noise(taken, noise, std=1.0, step=0, scale=1.0, replicas=ranks, fingerprint=())
     assert [len(now) for now, _ in ranks.sent] == [16]

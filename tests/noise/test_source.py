@@ -49,7 +49,7 @@ def test_one_address_gives_the_same_values_in_every_call_and_object(kind):
 def test_f_n2_f_n3_two_addresses_share_no_value(kind):
     """F-N2, F-N3, RN4: 64-bit values that coincide by chance: 10**-13."""
     addresses = [
-        (NoiseSource.seeded(seed, kind, incarnation=incarnation), domain, step)
+        (NoiseSource.seeded(seed, kind, nonce=incarnation), domain, step)
         for seed in (0, 1, -1, 2**32, 2**64)  # a generator that keeps 32 bits of its seed would repeat
         for incarnation in (0, 1)
         for domain in ("noise", "noise2", "mask", "")
@@ -221,11 +221,11 @@ def test_a_source_cannot_be_copied_or_pickled(copier):
 
 @every_kind
 def test_the_secret_state_restores_the_source_in_the_same_or_a_new_incarnation(kind):
-    source = NoiseSource.seeded(5, kind, incarnation=4)
+    source = NoiseSource.seeded(5, kind, nonce=4)
     state = source.secret_state()
-    same, other = NoiseSource.from_secret_state(state), NoiseSource.from_secret_state(state, incarnation=5)
-    assert normals(same).equal(normals(source)) and same.incarnation == 4 and same.insecure_seed
-    assert not normals(other).equal(normals(source)) and other.incarnation == 5 and other.insecure_seed
+    same, other = NoiseSource.from_secret_state(state), NoiseSource.from_secret_state(state, nonce=5)
+    assert normals(same).equal(normals(source)) and same.nonce == 4 and same.insecure_seed
+    assert not normals(other).equal(normals(source)) and other.nonce == 5 and other.insecure_seed
 
 
 def test_a_closed_source_has_no_key_and_draws_nothing():
@@ -297,13 +297,13 @@ def test_a_tensor_that_is_not_flat_and_contiguous_is_refused(tensor):
 
 
 @pytest.mark.parametrize("bad", [-1, 2**64])
-@pytest.mark.parametrize("name", ["step", "block", "count", "incarnation", "start"])
+@pytest.mark.parametrize("name", ["step", "block", "count", "nonce", "start"])
 def test_f_u4_a_number_outside_64_bits_is_refused_and_nothing_is_changed(name, bad):
     """F-U4: counters never wrap."""
     source, out = NoiseSource.seeded(1), torch.ones(3)
     with pytest.raises(ValueError, match=name):
-        if name == "incarnation":
-            NoiseSource.fresh(incarnation=bad)
+        if name == "nonce":
+            NoiseSource.fresh(nonce=bad)
         elif name == "start":
             source.normal_(out, domain="a", step=0, start=bad)
         else:
@@ -314,9 +314,9 @@ def test_f_u4_a_number_outside_64_bits_is_refused_and_nothing_is_changed(name, b
 def test_f_u4_an_address_that_would_pass_the_end_is_refused():
     source = NoiseSource.seeded(1)
     assert source.words(8, domain="a", step=0, block=2**64 - 1).shape == (8,)
-    with pytest.raises(ValueError, match="pass the last block"):
+    with pytest.raises(ValueError, match="exceed the last block"):
         source.words(9, domain="a", step=0, block=2**64 - 1)
-    with pytest.raises(ValueError, match="pass"):
+    with pytest.raises(ValueError, match="exceed"):
         source.normal_(torch.empty(2), domain="a", step=0, start=2**64 - 1)
 
 

@@ -72,7 +72,7 @@ def test_domains_incarnations_and_keys_are_uncorrelated(kind):
     base = normals(NoiseSource.seeded(15, kind))
     others = [
         normals(NoiseSource.seeded(15, kind), domain="clip"),
-        normals(NoiseSource.seeded(15, kind, incarnation=1)),
+        normals(NoiseSource.seeded(15, kind, nonce=1)),
         normals(NoiseSource.seeded(16, kind)),
         normals(NoiseSource.fresh(kind)),
     ]

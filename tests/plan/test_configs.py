@@ -127,10 +127,10 @@ def test_json_gives_an_equal_config(name):
 @pytest.mark.parametrize(
     "text, message",
     [
-        ("{", "no JSON"),
-        ("[]", "no DPSGDConfig"),
-        ("{}", "no DPSGDConfig"),
-        (noisy(CONFIGS["blt"]).to_json(), "no DPSGDConfig"),
+        ("{", "not JSON"),
+        ("[]", "not a DPSGDConfig"),
+        ("{}", "not a DPSGDConfig"),
+        (noisy(CONFIGS["blt"]).to_json(), "not a DPSGDConfig"),
         ('{"config": "DPSGDConfig", "iterations": 5}', "version None"),
         ('{"config": "DPSGDConfig", "version": 2, "iterations": 5}', "version 2"),
         ('{"config": "DPSGDConfig", "version": 1}', "iterations"),
@@ -236,10 +236,10 @@ def test_the_standard_deviation_is_noise_times_sensitivity(rescale, clip, by):
 
 def test_options_of_the_plan_cannot_be_given_again():
     plan = noisy(CONFIGS["dp-sgd"]).make()
-    with pytest.raises(TypeError, match="l2_clip_norm, normalize_by are in the plan"):
+    with pytest.raises(TypeError, match="the plan fixes l2_clip_norm, normalize_by"):
         plan.clipped_grad(lambda p, x: p, l2_clip_norm=3.0, normalize_by=2.0)
     for option in ({"grid_scale": 1000.0}, {"nan_safe": False}):
-        with pytest.raises(TypeError, match="is in the plan"):
+        with pytest.raises(TypeError, match="the plan fixes"):
             plan.clipped_grad(lambda p, x: p, **option)
 
 
@@ -337,8 +337,8 @@ BAD = [
     (DPSGDConfig, {"iterations": 5, "truncated_batch_size": 8}, "needs num_examples"),
     (DPSGDConfig, {"iterations": 5, "truncated_batch_size": -8, "num_examples": 9}, "truncated_batch_size=-8"),
     (DPSGDConfig, {"iterations": 5, "fixed_batch_size": 8}, "needs num_examples"),
-    (DPSGDConfig, {"iterations": 5, "fixed_batch_size": 8, "num_examples": 7}, "at least as many; got 7"),
-    (DPSGDConfig, {"iterations": 5, "fixed_batch_size": 8, "num_examples": 9, "sampling_prob": 0.1}, "does not go"),
+    (DPSGDConfig, {"iterations": 5, "fixed_batch_size": 8, "num_examples": 7}, "at least this size; got 7"),
+    (DPSGDConfig, {"iterations": 5, "fixed_batch_size": 8, "num_examples": 9, "sampling_prob": 0.1}, "be combined"),
     (BandMFConfig, {**BAND, "strategy": (1.0,) * 11}, "11 numbers for 10 iterations"),
     (BandMFConfig, {**BAND, "strategy": ()}, "strategy"),
     (BandMFConfig, {**BAND, "strategy": (0.0, 1.0)}, "begins with a positive"),
@@ -396,7 +396,7 @@ def test_an_accountant_that_cannot_judge_is_refused(name, accountant):
         lambda: noisy(CONFIGS[name]).epsilon(1e-5, accountant=accountant),
         lambda: CONFIGS[name].calibrate(epsilon=1.0, delta=1e-5, accountant=accountant),
     ):
-        with pytest.raises(AccountingRefusedError, match="cannot judge"):
+        with pytest.raises(AccountingRefusedError, match="does not support"):
             ask()
 
 
@@ -456,7 +456,7 @@ def test_a_ledger_that_was_loaded_twice_still_tells():
 
 
 def test_nobody_drawn_needs_no_noise():
-    with pytest.raises(PrivacyError, match="nothing to calibrate"):
+    with pytest.raises(PrivacyError, match="no noise to calibrate"):
         DPSGDConfig(iterations=5, sampling_prob=0.0).calibrate(epsilon=1.0, delta=1e-5)
 
 

@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from dpengine import PrivacyEngine
-from dpengine.errors import BudgetExceeded, InvalidBudgetError, TicketError
+from dpengine.errors import BatchStateError, BudgetExceeded, InvalidBudgetError
 from dpengine.noise import BandMF
 from dpengine.plan import BandMFConfig, DPSGDConfig
 from dpengine.report import PrivacyReport
@@ -159,25 +159,31 @@ def test_two_batches_are_not_one_step_of_the_plan():
     _, model, optimizer, batches = private(PLANS["dp-sgd"])
     for _, (x, y) in zip(range(2), batches, strict=False):
         F.cross_entropy(model(x), y).backward()
-    with pytest.raises(TicketError, match="do not fit the plan"):
+    with pytest.raises(BatchStateError, match="plan needs one sampled batch in each step"):
         optimizer.step()
 
 
 MISFITS = [
-    ({"plan": DPSGDConfig(iterations=8, sampling_prob=0.5, noise_multiplier=1.0)}, r"60 rows.*batch_size=30.*0\.25"),
+    (
+        {"plan": DPSGDConfig(iterations=8, sampling_prob=0.5, noise_multiplier=1.0)},
+        r"batch size of 60.*size=30.*0\.25",
+    ),
     (
         {"plan": DPSGDConfig(iterations=8, sampling_prob=0.25, noise_multiplier=1.0, num_examples=100)},
         "num_examples=100, and the data set has 120",
     ),
-    ({"plan": PLANS["dp-sgd"], "steps": 9}, "8 iterations, and 9 steps"),
-    ({"plan": PLANS["dp-sgd"], "epochs": 3}, "8 iterations, and 12 steps"),
-    ({"plan": PLANS["dp-sgd"], "noise_multiplier": 1.0}, "noise_multiplier is given beside plan="),
-    ({"plan": PLANS["dp-sgd"], "target_epsilon": 1.0, "max_grad_norm": 1.0}, "target_epsilon, max_grad_norm are given"),
-    ({"plan": PLANS["dp-sgd"], "noise": BandMF(num_bands=2)}, "noise is given"),
-    ({"plan": PLANS["dp-sgd"], "clipping": "per_layer"}, "clipping is given"),
-    ({"plan": PLANS["dp-sgd"], "sampling": "shuffle"}, "sampling is given"),
-    ({"plan": PLANS["dp-sgd"], "sample_rate": 0.25, "expected_batch_size": 30}, "sample_rate, expected_batch_size are"),
-    ({"plan": PLANS["dp-sgd"], "delta": None}, "keeps the number of rows private"),
+    ({"plan": PLANS["dp-sgd"], "steps": 9}, "8 iterations, but .* request 9"),
+    ({"plan": PLANS["dp-sgd"], "epochs": 3}, "8 iterations, but .* request 12"),
+    ({"plan": PLANS["dp-sgd"], "noise_multiplier": 1.0}, "noise_multiplier cannot be combined with plan="),
+    ({"plan": PLANS["dp-sgd"], "target_epsilon": 1.0, "max_grad_norm": 1.0}, "target_epsilon, max_grad_norm cannot"),
+    ({"plan": PLANS["dp-sgd"], "noise": BandMF(num_bands=2)}, "noise cannot be combined"),
+    ({"plan": PLANS["dp-sgd"], "clipping": "per_layer"}, "clipping cannot be combined"),
+    ({"plan": PLANS["dp-sgd"], "sampling": "shuffle"}, "sampling cannot be combined"),
+    (
+        {"plan": PLANS["dp-sgd"], "sample_rate": 0.25, "expected_batch_size": 30},
+        "sample_rate, expected_batch_size cannot",
+    ),
+    ({"plan": PLANS["dp-sgd"], "delta": None}, "keeps the number of examples private"),
 ]
 
 

@@ -37,7 +37,7 @@ def test_it_comes_back_from_json_and_says_what_it_is():
 
 
 def test_there_is_nothing_to_calibrate():
-    with pytest.raises(InvalidBudgetError, match=r"cannot keep epsilon=1.*Use DPSGDConfig"):
+    with pytest.raises(InvalidBudgetError, match=r"cannot meet epsilon=1.*Use DPSGDConfig"):
         CONFIG.calibrate(epsilon=1.0, delta=1e-5)
     assert CONFIG.calibrate(epsilon=math.inf, delta=1e-5) == CONFIG
     with pytest.raises(ValueError, match="noise_multiplier"):
@@ -66,7 +66,7 @@ def test_the_engine_has_no_run_for_it():
 def test_a_steep_cut_is_noticed_with_one_that_is_not(ask):
     settings = {"iterations": 20, "sampling_prob": 0.1, "num_examples": 1000, "noise_multiplier": 1.0}
     forget_notices()
-    with pytest.warns(PrivacyWarning, match=r"truncated_batch_size=120 cuts.*From (\d+) on") as seen:
+    with pytest.warns(PrivacyWarning, match=r"truncated_batch_size=120 truncates.*From (\d+) on") as seen:
         ask(DPSGDConfig(truncated_batch_size=120, **settings))
     enough = int(str(seen[0].message).split("From ")[1].split()[0])
     forget_notices()

@@ -214,7 +214,7 @@ def test_a_copy_continues_the_same_run():
 
 
 def test_f_n4_a_private_loader_cannot_be_pickled():
-    with pytest.raises(TypeError, match="another process would hand out the same batches"):
+    with pytest.raises(TypeError, match="another process would return the same batches"):
         pickle.dumps(private(Fixed([1])))
 
 

@@ -68,7 +68,7 @@ REFUSED = {  # the name that the message must hold, and what it must say
     "weighted": (
         lambda: DataLoader(DATA, batch_size=4, sampler=WeightedRandomSampler([1.0] * 10, 10)),
         "WeightedRandomSampler",
-        "unequal chances; the accounting needs equal ones. Weight the loss",
+        "unequal probabilities; the accounting needs equal ones. Weight the loss",
     ),
     "subset": (
         lambda: DataLoader(DATA, batch_size=4, sampler=SubsetRandomSampler([1, 2])),
@@ -78,24 +78,24 @@ REFUSED = {  # the name that the message must hold, and what it must say
     "distributed": (
         lambda: DataLoader(DATA, batch_size=4, sampler=DistributedSampler(DATA, num_replicas=3, rank=0)),
         "DistributedSampler",
-        "repeats rows",
+        "repeats examples",
     ),
-    "own-sampler": (lambda: DataLoader(DATA, batch_size=4, sampler=Reversed()), "Reversed", "law of its own"),
+    "own-sampler": (lambda: DataLoader(DATA, batch_size=4, sampler=Reversed()), "Reversed", "its own distribution"),
     "sampler-subclass": (
         lambda: DataLoader(DATA, batch_size=4, sampler=ShuffledTwice(DATA)),
         "ShuffledTwice",
-        "law of its own",
+        "its own distribution",
     ),
     "own-batch-sampler": (
         lambda: DataLoader(DATA, batch_sampler=OddBatches(SequentialSampler(DATA), 4, False)),
         "OddBatches",
-        "law of its own",
+        "its own distribution",
     ),
-    "list-of-batches": (lambda: DataLoader(DATA, batch_sampler=[[0, 1], [2]]), "list", "law of its own"),
+    "list-of-batches": (lambda: DataLoader(DATA, batch_sampler=[[0, 1], [2]]), "list", "its own distribution"),
     "sampler-in-batch-sampler": (
         lambda: DataLoader(DATA, batch_sampler=BatchSampler(WeightedRandomSampler([1.0] * 10, 10), 4, False)),
         "WeightedRandomSampler",
-        "unequal chances",
+        "unequal probabilities",
     ),
     "with-replacement": (
         lambda: DataLoader(DATA, batch_size=4, sampler=RandomSampler(DATA, replacement=True)),
@@ -105,17 +105,17 @@ REFUSED = {  # the name that the message must hold, and what it must say
     "fewer-rows": (
         lambda: DataLoader(DATA, batch_size=4, sampler=RandomSampler(DATA, num_samples=5)),
         "RandomSampler",
-        "5 rows of a data set of 10",
+        "5 examples from a data set of 10",
     ),
     "other-rows": (
         lambda: DataLoader(DATA, batch_size=4, sampler=SequentialSampler(range(3))),
         "SequentialSampler",
-        "3 rows of a data set of 10",
+        "3 examples from a data set of 10",
     ),
     "other-source": (
         lambda: DataLoader(DATA, batch_size=4, sampler=RandomSampler(range(3), num_samples=10)),
         "RandomSampler",
-        "rate that is not",
+        "its rate is not",
     ),
     "no-length": (
         lambda: DataLoader(Endless(), batch_size=4, sampler=SequentialSampler(range(3))),

@@ -136,7 +136,7 @@ def test_a_class_that_reads_ahead_in_a_thread_keeps_the_order(seeded_words):
     [
         (Impatient, "Impatient ended before"),
         (Stubborn, "Stubborn does not read its batch_sampler"),
-        (Stuttering, "Stuttering gave more batches"),
+        (Stuttering, "Stuttering returned more batches"),
     ],
 )
 def test_a_class_that_does_not_give_the_batches_that_were_drawn_is_named(kind, says):
@@ -263,7 +263,7 @@ def test_a_bad_argument_is_named(options, error, says):
 
 
 def test_a_strategy_for_other_data_is_refused():
-    with pytest.raises(SamplingError, match="has 20 rows, the strategy draws from 21"):
+    with pytest.raises(SamplingError, match="has 20 examples, and the sampling scheme expects 21"):
         private(Fixed([1], rows=21), loader=DataLoader(Rows(20), batch_size=2))
 
 

@@ -28,11 +28,11 @@ from dpengine.accounting import Charge, epsilon_of, release_event
 from dpengine.engine import fetch_ahead
 from dpengine.errors import (
     BatchMismatchError,
+    BatchStateError,
     InvalidBudgetError,
     MissingGradientError,
     PrivacyError,
     PrivacyWarning,
-    TicketError,
 )
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*DPE012", "ignore:.*DPE006")
@@ -222,7 +222,7 @@ def test_s2_an_error_between_batches_fetched_ahead_discards_its_batch_alone():
 def test_s2_fetching_further_ahead_than_declared_is_an_error():
     loop = make_loop()
     fetch_ahead(loop.engine, 1)
-    with pytest.raises((TicketError, BatchMismatchError)):
+    with pytest.raises((BatchStateError, BatchMismatchError)):
         released(loop, fetching_ahead(loop.loader, 3))
 
 
@@ -319,7 +319,7 @@ def test_s3_zero_grad_before_the_step_leaves_nothing_to_release():
     loop.backward(*first_batch(loop.loader))
     loop.optimizer.zero_grad()
     assert inside.state(loop.engine).zero
-    with pytest.raises(TicketError, match="given up"):
+    with pytest.raises(BatchStateError, match="discarded"):
         loop.optimizer.step()
     assert [(charge.kind, charge.count) for charge in loop.engine.ledger.history] == [("void", 1)]
 

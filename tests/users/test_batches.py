@@ -160,7 +160,7 @@ def test_s9_more_rows_than_were_drawn_are_refused():
     loop = make_loop(noise_multiplier=1.0)
     inputs, targets = first_batch(loop.loader)
     size = len(targets)
-    message = rf"DPE018.*Layer '2', as all others, saw {2 * size} rows, and the loader handed out {size}.*duplicates"
+    message = rf"DPE018.*All layers, such as '2', saw {2 * size} samples, and the loader returned {size}.*duplicated"
     with pytest.raises(BatchMismatchError, match=message):
         loop.backward(torch.cat([inputs, inputs]), torch.cat([targets, targets]))
     assert [(charge.kind, charge.count) for charge in loop.engine.ledger.history] == [("void", 1)]
@@ -170,7 +170,7 @@ def test_s9_rows_for_an_empty_batch_are_refused():
     loop = make_loop(batch_size=1, noise_multiplier=1.0)
     assert any(len(targets) == 0 for _, targets in loop.loader)  # the loop ends at the empty batch
     inputs, targets = examples()[:1]
-    with pytest.raises(BatchMismatchError, match=r"DPE018.*saw 1 rows, and the loader handed out 0"):
+    with pytest.raises(BatchMismatchError, match=r"DPE018.*saw 1 samples, and the loader returned 0"):
         loop.backward(inputs, targets)
 
 

@@ -180,14 +180,14 @@ CATALOGUE = [
     Row("DPE016", errors.UnknownParameterError, lbfgs, "LBFGS", "such as SGD or AdamW"),
     Row("DPE017", errors.RepeatedBackwardError, lambda: backward_only(make_loop(), times=2), "2 backward passes",
         "(a + b).backward()"),
-    Row("DPE018", errors.BatchMismatchError, doubled_rows, "Layer '2'", "Keep the batch on axis 0"),
+    Row("DPE018", errors.BatchMismatchError, doubled_rows, "such as '2'", "Keep the batch on axis 0"),
     Row("DPE019", errors.DetachedError, copied_optimizer, "optimizer is a copy", "dpengine.detach(optimizer)"),
     Row("DPE020", errors.MissingDependencyError, without_dp_accounting, "dp-accounting", "pip install"),
-    Row("DPE022", errors.TicketError, lambda: make_loop().optimizer.step(), "step() has nothing to release",
+    Row("DPE022", errors.BatchStateError, lambda: make_loop().optimizer.step(), "step() has no complete batch",
         "Iterate over the loader that make_private returned"),
-    Row("DPE022", errors.TicketError, lambda: next(iter((loop := make_loop()).loader)) and loop.optimizer.step(),
+    Row("DPE022", errors.BatchStateError, lambda: next(iter((loop := make_loop()).loader)) and loop.optimizer.step(),
         "no backward pass", "Call loss.backward() before optimizer.step()"),
-    Row("DPE022", errors.TicketError, eval_mode, "eval mode", "Call model.train() before the forward pass"),
+    Row("DPE022", errors.BatchStateError, eval_mode, "eval mode", "Call model.train() before the forward pass"),
 ]  # fmt: skip
 
 
@@ -264,7 +264,7 @@ def test_errors_dpe022_the_loop_goes_on_after_each_refusal():
     for spoil in (lambda *_: None, lambda *b: backward_only_eval(loop, *b)):
         batch = next(chunks)
         spoil(*batch)
-        with pytest.raises(errors.TicketError):
+        with pytest.raises(errors.BatchStateError):
             loop.optimizer.step()
         loop.step(*batch)
     assert loop.engine.ledger.steps == 2

@@ -19,11 +19,11 @@ from loops import (
 from torch import nn
 
 from dpengine.errors import (
+    BatchStateError,
     MissingGradientError,
     PrivacyWarning,
     RepeatedBackwardError,
     StaleGradientError,
-    TicketError,
     UnsupportedLayerError,
 )
 
@@ -51,7 +51,7 @@ def test_s4_a_second_backward_over_the_same_rows_is_refused(twice, mode):
     chunks = iter(loop.loader)
     with pytest.raises(RepeatedBackwardError, match=r"DPE017.*\(.*a \+ .*b\)\.backward\(\)"):
         twice(loop, *next(chunks))
-    with pytest.raises(TicketError, match="given up"):
+    with pytest.raises(BatchStateError, match="discarded"):
         loop.optimizer.step()
     loop.step(*next(chunks))  # and the next batch is as good as ever
     assert [charge.kind for charge in loop.engine.ledger.history] == ["void", "release"]
@@ -260,7 +260,7 @@ def test_s8_two_older_forward_passes_never_escape_the_threshold(mode):
     try:
         (F.cross_entropy(older, targets) + F.cross_entropy(oldest, targets)).backward()
         loop.optimizer.step()
-    except (TicketError, UnsupportedLayerError, MissingGradientError):
+    except (BatchStateError, UnsupportedLayerError, MissingGradientError):
         return  # refused is fine
     released = torch.cat([gradient.flatten() for gradient in gradients_of(loop.model).values()])
     assert released.norm() <= 0.01 * len(targets) / BATCH
@@ -282,14 +282,14 @@ def test_s8_a_pass_that_failed_at_its_end_does_not_join_an_older_forward(mode):
 
 
 @pytest.mark.parametrize(
-    ("fail", "says"), [(fail_in_backward, "no backward pass ran"), (fail_inside_backward, "given up")]
+    ("fail", "says"), [(fail_in_backward, "no backward pass ran"), (fail_inside_backward, "discarded")]
 )
 def test_s8_a_batch_that_failed_leaves_nothing_in_the_next(fail, says):
     loop = make_loop(accumulation_steps=2)
     chunks = iter(loop.loader)
     loop.backward(*next(chunks))
     fail(loop, *next(chunks))
-    with pytest.raises(TicketError, match=says):
+    with pytest.raises(BatchStateError, match=says):
         loop.optimizer.step()
     first = next(chunks)
     assert inside.state(loop.engine).clean
@@ -308,6 +308,6 @@ def test_s8_a_failure_while_gradients_are_summed_voids_the_batch():
     with inside.failing_sums(loop.engine, MemoryError(), at=3), pytest.raises(MemoryError):
         loop.backward(*batch)
     assert inside.state(loop.engine).zero
-    with pytest.raises(TicketError, match="given up"):
+    with pytest.raises(BatchStateError, match="discarded"):
         loop.backward(*batch)  # half of it was in the sums once: it must not be tried again
     assert [(charge.kind, charge.count) for charge in loop.engine.ledger.history] == [("void", 1)]

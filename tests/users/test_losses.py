@@ -101,7 +101,7 @@ def test_s12_backward_of_the_engine_takes_batches_without_rows():
 def test_f_b16_s12_backward_of_the_engine_wants_one_loss_for_each_row(shape):
     loop = make_loop()
     next(iter(loop.loader))
-    with pytest.raises(BatchDependentLossError, match=r'DPE010.*one number for each row.*reduction="none"'):
+    with pytest.raises(BatchDependentLossError, match=r'DPE010.*one number per sample.*reduction="none"'):
         loop.engine.backward(torch.zeros(shape, requires_grad=True))
     with pytest.raises(BatchMismatchError, match=r"DPE018.*loss_per_example has 99 numbers"):
         loop.engine.backward(torch.zeros(99, requires_grad=True))

@@ -1,7 +1,7 @@
 """Epsilon of runs without a closed form, verified by simulation.
 
-The answers hold for random samples. Their seed is given, or made from the event, so that the same charges always cost
-the same: whoever tries many seeds or many runs, and reports the best of them, has no guarantee.
+The results hold for random samples. Their seed is given, or derived from the event, so that equal charges always have
+equal cost. There is no guarantee for the best result of several seeds or runs.
 """
 
 from __future__ import annotations
@@ -23,23 +23,23 @@ from .tally import curve_of, simulation
 from .verified import delta_above, threshold_for, verified_delta
 
 MOST_SAMPLES = 10_000_000
-_MOST_WORK = 25_000_000_000  # nanoseconds
+_MAX_WORK = 25_000_000_000  # nanoseconds
 _TAIL = 1e-3
-"""Share of the threshold below which the delta of further releases is not followed."""
+"""Fraction of the threshold at which the privacy curve of other releases is truncated."""
 
 
 @dataclass(frozen=True)
 class MonteCarloClaim:
-    """What was claimed of a run, and what the simulation said.
+    """A claimed epsilon of a run, and the result of its simulation.
 
     Attributes:
         epsilon: The claim.
-        accepted: Whether the estimate keeps to the threshold.
-        delta: The verified delta, if the claim is published only when it is accepted: see `verified_delta`.
-        threshold: What the estimates of both directions had to keep to; fixed beforehand.
-        estimate: The larger of them.
-        samples: In each direction.
-        seed: Of their generator.
+        accepted: Whether the estimate is at most the threshold.
+        delta: The verified delta, if the claim is published only when accepted; see `verified_delta`.
+        threshold: Maximum of the estimates of both directions, fixed beforehand.
+        estimate: The larger estimate.
+        samples: Number of samples in each direction.
+        seed: Seed of the generator.
     """
 
     epsilon: float
@@ -61,15 +61,15 @@ def verify(
     beside: Iterable[Charge] = (),
     relation: Relation = Relation.ADD_OR_REMOVE_ONE,
 ) -> MonteCarloClaim:
-    """Holds one claim against fresh samples.
+    """Verifies one claim with fresh samples.
 
     Args:
         event: The run.
         epsilon: At least 0 and finite.
-        threshold: What the estimate of delta must keep to; choose it before anything is drawn, with `threshold_for`.
-        samples: In each direction.
-        seed: Of the generator; one that nothing else was drawn from.
-        beside: What else was released from the same data.
+        threshold: Maximum of the estimate of delta. Choose it before sampling, with `threshold_for`.
+        samples: Number of samples in each direction.
+        seed: Seed of the generator, which is not used for anything else.
+        beside: Other charges on the same data.
         relation: Add-or-remove or zero-out.
 
     Returns:
@@ -77,7 +77,7 @@ def verify(
     """
     epsilon = arguments.epsilon_in_range(epsilon)
     delta = verified_delta(threshold, samples)
-    composition = _beside(event, beside, Relation(relation))
+    composition = _composition_with(event, beside, Relation(relation))
     curve, _ = curve_of(composition, Relation(relation), max(_TAIL * threshold, 1e-300))
     drawn = simulation(event, samples, _checked_seed(seed))
     estimate = drawn.estimate(epsilon, curve)
@@ -93,17 +93,17 @@ def monte_carlo_epsilon(
     beside: Iterable[Charge] = (),
     relation: Relation = Relation.ADD_OR_REMOVE_ONE,
 ) -> MonteCarloClaim:
-    """The least epsilon that a simulation lets pass: the end of a sweep of claims from large ones down.
+    """Returns the smallest epsilon that a simulation accepts: the end of a sweep of decreasing claims.
 
-    Wrong claims come last in the sweep, so the whole of it errs no more often than one claim: see `verified_delta`.
+    Wrong claims come last in the sweep, so its error probability is that of one claim; see `verified_delta`.
 
     Args:
         event: The run.
         delta: Strictly between 0 and 1. The verified delta is at most this.
-        samples: In each direction. None for 100 over delta, as far as `MOST_SAMPLES` and half a minute allow. More
-            samples bring epsilon closer to the truth.
-        seed: Of the generator.
-        beside: What else was released from the same data.
+        samples: Number of samples in each direction. None for 100 / delta, limited by `MOST_SAMPLES` and half a minute.
+            More samples give a tighter epsilon.
+        seed: Seed of the generator.
+        beside: Other charges on the same data.
         relation: Add-or-remove or zero-out.
 
     Returns:
@@ -117,7 +117,7 @@ def monte_carlo_epsilon(
     if samples is None:
         samples = min(affordable_samples(event), math.ceil(100 / delta))
     threshold = threshold_for(delta, samples)
-    composition = _beside(event, beside, relation)
+    composition = _composition_with(event, beside, relation)
     curve, end = curve_of(composition, relation, _TAIL * threshold)
     drawn = simulation(event, samples, _checked_seed(seed))
     found = drawn.least_epsilon(threshold, curve, max(0.0, drawn.largest) + end)
@@ -126,17 +126,17 @@ def monte_carlo_epsilon(
 
 
 def affordable_samples(event: SampledMatrixEvent) -> int:
-    """How many losses of each direction take less than about half a minute."""
-    return max(1, min(MOST_SAMPLES, _MOST_WORK // loss_sampler(event).work))
+    """Returns the number of samples in each direction that take less than about half a minute."""
+    return max(1, min(MOST_SAMPLES, _MAX_WORK // loss_sampler(event).work))
 
 
 def seed_of(event: SampledMatrixEvent) -> int:
-    """A seed that the event alone decides on."""
+    """Returns a seed derived from the event."""
     return int.from_bytes(hashlib.blake2b(repr(event).encode(), digest_size=16).digest(), "little")
 
 
 def epsilon(composition: Composition, delta: float, relation: Relation) -> float:
-    """Upper bound on epsilon, by samples whose number and seed the event alone decides on."""
+    """Upper bound on epsilon. The number of samples and the seed only depend on the event."""
     if composition.non_private:
         return math.inf
     if composition.empty:
@@ -161,16 +161,16 @@ def delta(composition: Composition, epsilon: float, relation: Relation) -> float
     return delta_above(min(1.0, simulation(event, samples, seed_of(event)).estimate(epsilon, curve)), samples)
 
 
-def _beside(event: SampledMatrixEvent, charges: Iterable[Charge], relation: Relation) -> Composition:
+def _composition_with(event: SampledMatrixEvent, charges: Iterable[Charge], relation: Relation) -> Composition:
     composition = compose((*checked_history(charges), Charge(event)))
     if composition.non_private:
-        raise AccountingRefusedError("Something left without noise: no epsilon is finite.")
+        raise AccountingRefusedError("The history has a release without noise: epsilon is infinite.")
     _only_run(composition, relation)
     return composition
 
 
 def _only_run(composition: Composition, relation: Relation) -> SampledMatrixEvent:
-    """The run to simulate."""
+    """Returns the run to simulate."""
     if relation is Relation.REPLACE_ONE:
         raise AccountingRefusedError(
             "accountant 'monte_carlo' has no bound under replace-one.", fix="Use add-or-remove or zero-out."

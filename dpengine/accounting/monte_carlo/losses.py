@@ -1,10 +1,9 @@
-"""Privacy losses of runs with random participation, drawn by simulation.
+"""Privacy losses of runs with random participation, by simulation.
 
-Without an example, a run shows ``y = sigma Z`` (Q); with it, ``y = S u + sigma Z`` (P), with u its random steps. That
-pair dominates the run where no entry of S is negative. `LossSampler` draws ``log dP/dQ`` under P, and its negative
-under Q.
+Without an example, a run outputs ``y = sigma Z`` (Q); with it, ``y = S u + sigma Z`` (P), with random participations u.
+This pair dominates the run if S is nonnegative. `LossSampler` draws ``log dP/dQ`` under P, and its negative under Q.
 
-Axes: T steps of the run (or coordinates that do as well), K bands of the strategy, B bins, M samples.
+Axes: T steps of the run (or equivalent coordinates), K bands of the strategy, B bins, M samples.
 """
 
 from __future__ import annotations
@@ -22,13 +21,13 @@ from dpengine.errors import AccountingRefusedError
 
 Floats = npt.NDArray[np.float64]
 Steps = npt.NDArray[np.int64]
-if TYPE_CHECKING:  # numpy loads its generators where they are first named
+if TYPE_CHECKING:  # numpy imports its generators lazily
     Rng = np.random.Generator
 
 _CHUNK = 2**19
-"""Numbers that are held at a time for a quantity of all steps."""
-_MOST_ENTRIES = 2**25  # of a strategy
-_WORK = 40  # for each row, besides multiplications
+"""Number of elements of a chunk of samples over all steps."""
+_MOST_ENTRIES = 2**25  # maximum number of entries of a strategy
+_WORK = 40  # nanoseconds for each row, besides multiplications
 
 
 @dataclass(frozen=True)
@@ -36,10 +35,10 @@ class LossSampler:
     """Draws privacy losses.
 
     Attributes:
-        rows: Numbers in one output.
-        work: Nanoseconds for one sample of both directions, about.
+        rows: Number of elements in one output.
+        work: Approximate nanoseconds for one sample of both directions.
         sigma: Standard deviation of the noise.
-        join: Adds ``S u`` to outputs (T, M), with fresh u for each sample.
+        join: Adds ``S u`` to outputs (T, M), with new u for each sample.
         log_ratio: ``log dP/dQ`` of outputs (T, M).
     """
 
@@ -50,9 +49,9 @@ class LossSampler:
     log_ratio: Callable[[Floats], Floats]
 
     def draw(self, samples: int, seed: int) -> tuple[Floats, Floats]:
-        """Losses of both directions: an example that is there, and one that is not.
+        """Returns losses of both directions: removing and adding an example.
 
-        Both come from the same noise. Within each direction the samples are independent.
+        Both use the same noise. Samples of each direction are independent.
         """
         rng = np.random.Generator(np.random.SFC64(seed))
         remove, add = np.empty(samples), np.empty(samples)
@@ -66,17 +65,17 @@ class LossSampler:
                 self.join(rng, noise_TM)
                 remove[part] = self.log_ratio(noise_TM)
         if not (np.isfinite(remove).all() and np.isfinite(add).all()):
-            raise AccountingRefusedError("Losses at so little noise are too large to be computed.")
+            raise AccountingRefusedError("The noise multiplier is so small that losses overflow.")
         return remove, add
 
 
 def loss_sampler(event: SampledMatrixEvent) -> LossSampler:
-    """The sampler of a run; refuses one whose strategy would fill the memory."""
+    """Returns the sampler of a run. Raises if its strategy would need too much memory."""
     entries = event.steps * (event.cycle_length if event.scheme == "balls-in-bins" else event.bands)
     if entries > _MOST_ENTRIES:
         raise AccountingRefusedError(
             f"A {event.scheme} run of {event.steps:,} steps has {entries:,} entries: too many to simulate.",
-            fix="Use MatrixGaussianEvent, which takes no credit for chance.",
+            fix="Use MatrixGaussianEvent, which does not use amplification.",
         )
     bands_KT = _bands(event)
     sigma = event.noise_multiplier * math.sqrt(float(np.square(bands_KT).sum(axis=0).max()))
@@ -84,7 +83,7 @@ def loss_sampler(event: SampledMatrixEvent) -> LossSampler:
 
 
 def _bands(event: SampledMatrixEvent) -> Floats:
-    """Entry ``[k, i]`` is ``S[i + k, i]``, and 0 where that is beyond the run: the last columns are cut."""
+    """Entry ``[k, i]`` is ``S[i + k, i]``, and 0 beyond the run: the last columns are truncated."""
     steps = event.steps
     found = np.zeros((event.bands, steps))
     for k in range(event.bands):
@@ -95,7 +94,7 @@ def _bands(event: SampledMatrixEvent) -> Floats:
 
 
 def balls_in_bins(event: SampledMatrixEvent, bands_KT: Floats, sigma: float) -> LossSampler:
-    """Each bin's columns add up to one vector; only the span of these vectors matters, so outputs are drawn in it."""
+    """The columns of each bin are summed. Outputs are drawn in the span of these vectors only."""
     bins, steps = event.cycle_length, event.steps
     sums_TB = np.zeros((steps, bins))
     for k, row in enumerate(bands_KT):
@@ -117,7 +116,7 @@ def balls_in_bins(event: SampledMatrixEvent, bands_KT: Floats, sigma: float) -> 
 
 
 def cyclic_poisson(event: SampledMatrixEvent, bands_KT: Floats, sigma: float) -> LossSampler:
-    """Given the group, steps are independent, since their columns do not overlap."""
+    """Conditioned on the group, steps are independent, because their columns do not overlap."""
     groups, rate = event.cycle_length, event.sample_rate
     log_rest = math.log1p(-rate) if rate < 1 else -math.inf
 
@@ -138,10 +137,10 @@ def cyclic_poisson(event: SampledMatrixEvent, bands_KT: Floats, sigma: float) ->
 
 
 def b_min_sep(event: SampledMatrixEvent, bands_KT: Floats, sigma: float) -> LossSampler:
-    """From the last step back: what is to come hangs only on how long the example still rests."""
+    """Computed backwards from the last step: the future only depends on the remaining rest of the example."""
     steps, apart, rate = event.steps, event.cycle_length, event.sample_rate
     log_rest = math.log1p(-rate) if rate < 1 else -math.inf
-    starts = 1 + (apart - 1) * rate  # an example is ready with chance 1 / starts, else rests for each time alike
+    starts = 1 + (apart - 1) * rate  # an example is ready with probability 1 / starts, otherwise its rest is uniform
 
     def join(rng: Rng, y_TM: Floats) -> None:
         size = y_TM.shape[1]
@@ -170,7 +169,7 @@ _SAMPLERS = {"balls-in-bins": balls_in_bins, "cyclic-poisson": cyclic_poisson, "
 
 
 def _participate(y_TM: Floats, bands_KT: Floats, at_M: Steps, gaps: Callable[[int], Steps]) -> None:
-    """Adds the columns of all participations: each sample's first is at ``at_M``, and ``gaps`` draws so many gaps."""
+    """Adds the columns of all participations. The first of each sample is at ``at_M``; ``gaps`` draws gaps."""
     steps = len(y_TM)
     while (who := np.flatnonzero(at_M < steps)).size:
         at = at_M[who]
@@ -180,7 +179,7 @@ def _participate(y_TM: Floats, bands_KT: Floats, at_M: Steps, gaps: Callable[[in
 
 
 def _step_losses(bands_KT: Floats, sigma: float, y_TM: Floats) -> Floats:
-    """What a participation at each step alone adds: ``(2 <S_t, y> - |S_t|^2) / (2 sigma^2)``."""
+    """Contribution of a single participation at each step: ``(2 <S_t, y> - |S_t|^2) / (2 sigma^2)``."""
     losses_TM = np.empty_like(y_TM)
     half_squares_T = np.square(bands_KT).sum(axis=0) / 2
     for t, half_square in enumerate(half_squares_T):
@@ -191,7 +190,7 @@ def _step_losses(bands_KT: Floats, sigma: float, y_TM: Floats) -> Floats:
 
 
 def _log_add(one_M: Floats, other_M: Floats | float, out_M: Floats) -> None:
-    """``log(e^one + e^other)``, several times as fast as ``np.logaddexp``."""
+    """Computes ``log(e^one + e^other)``, several times as fast as ``np.logaddexp``."""
     apart_M = one_M - other_M
     np.maximum(one_M, other_M, out=out_M)
     np.abs(apart_M, out=apart_M)

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from dpengine.accounting.sampled_matrix import SampledMatrixEvent
 
 Curve = Callable[[Floats], Floats]
-"""An upper bound on what delta is at each epsilon, negative ones too, in [0, 1] and falling."""
+"""Nonincreasing upper bound on delta at each epsilon, also negative ones, in [0, 1]."""
 
 _CELLS = 2**18
 _ROUNDING = 1e-9
@@ -28,19 +28,19 @@ _ROUNDING = 1e-9
 
 @dataclass(frozen=True, eq=False)
 class Tally:
-    """Losses of one direction, rounded up to a lattice: each value once, with its share of the samples."""
+    """Losses of one direction, rounded up to a grid: each value once, with its fraction of the samples."""
 
     values: Floats
     shares: Floats
 
     def estimate(self, epsilon: float, curve: Curve) -> float:
-        """The mean of a curve at ``epsilon`` less the loss."""
+        """Returns the mean of a curve at ``epsilon`` minus the loss."""
         return float(self.shares @ curve(epsilon - self.values))
 
 
 @dataclass(frozen=True, eq=False)
 class Simulation:
-    """So many losses of each direction."""
+    """Simulated losses of both directions."""
 
     samples: int
     seed: int
@@ -52,11 +52,11 @@ class Simulation:
         return max(float(tally.values[-1]) for tally in self.directions)
 
     def estimate(self, epsilon: float, curve: Curve) -> float:
-        """The estimate of delta for the worse direction."""
+        """Returns the estimate of delta of the worse direction."""
         return max(tally.estimate(epsilon, curve) for tally in self.directions)
 
     def least_epsilon(self, threshold: float, curve: Curve, enough: float) -> float:
-        """The least epsilon whose estimate keeps to the threshold; ``enough`` is one that does."""
+        """Returns the smallest epsilon with an estimate below the threshold; ``enough`` is one with it."""
         if self.estimate(0.0, curve) <= threshold:
             return 0.0
         low, high = 0.0, enough
@@ -68,13 +68,13 @@ class Simulation:
 
 @functools.lru_cache(maxsize=8)
 def simulation(event: SampledMatrixEvent, samples: int, seed: int) -> Simulation:
-    """Draws losses of a run."""
+    """Draws the losses of a run."""
     remove, add = loss_sampler(event).draw(samples, seed)
     return Simulation(samples, seed, (tally(remove), tally(add)))
 
 
 def tally(losses: Floats) -> Tally:
-    """Rounds losses up, by a share of their range and by more than their own rounding error."""
+    """Rounds losses up, by a fraction of their range and by more than their rounding error."""
     least, largest = float(losses.min()), float(losses.max())
     spacing = max((largest - least) / _CELLS, 1e-300)
     counts = np.bincount(np.ceil((losses - least) / spacing).astype(np.int64))
@@ -83,8 +83,8 @@ def tally(losses: Floats) -> Tally:
     return Tally(values + _ROUNDING * (1 + np.abs(values)), counts[cells] / len(losses))
 
 
-def alone(epsilons: Floats) -> Floats:
-    """The curve of nothing: delta of a release that tells nothing is ``1 - e^epsilon`` below 0."""
+def no_release(epsilons: Floats) -> Floats:
+    """Privacy curve without other releases: delta is ``1 - e^epsilon`` for negative epsilon."""
     below: Floats = np.minimum(epsilons, 0.0)
     return -np.expm1(below)
 
@@ -97,14 +97,14 @@ def curve_of(composition: Composition, relation: Relation, tail: float) -> tuple
     """Returns an upper bound on the curve without simulated runs, and the epsilon at which it falls to ``tail``."""
     rest = dataclasses.replace(composition, runs=())
     if rest.empty:
-        return alone, 0.0
+        return no_release, 0.0
     end = pld.epsilon(rest, tail, relation)
     points = np.linspace(0.0, max(end, 1e-9), _POINTS)
     deltas = np.append([pld.delta(rest, float(point), relation) for point in points[:-1]], tail)
     deltas = np.minimum.accumulate(deltas)
 
     def above(epsilons: Floats) -> Floats:
-        """Delta is convex in ``e^epsilon``, so chords lie above it; from ``end`` on it is at most ``tail``."""
+        """Delta is convex in ``e^epsilon``, so chords are above it; from ``end`` it is at most ``tail``."""
         cell = np.minimum(np.searchsorted(points, epsilons, side="right") - 1, _POINTS - 2)
         along = np.expm1(np.minimum(epsilons, points[-1]) - points[cell]) / np.expm1(points[cell + 1] - points[cell])
         found: Floats = deltas[cell] + (deltas[cell + 1] - deltas[cell]) * np.clip(along, 0.0, 1.0)

@@ -1,15 +1,15 @@
-"""The delta of a claim that was accepted because a simulation did not speak against it.
+"""Verified delta of a claim that a simulation accepted.
 
-A claim says that delta at some epsilon is at most ``a``. It is accepted if, for each direction, the mean of m
-independent numbers in [0, 1] whose expectation is the delta keeps to a threshold fixed beforehand. If it is wrong,
-the expectation of one direction is above a; by Chernoff and Hoeffding its mean keeps to the threshold with probability
-at most ``beta = exp(-m KL(threshold || a))``. So the claim is accepted no more often, however the samples of the two
-directions hang together. Who publishes only accepted claims has a delta of at most a where the claim is right, and of
-1 where it is wrong, with probability beta: together ``a (1 - beta) + beta``. That holds for every a, so for the best.
+A claim is that delta at some epsilon is at most ``a``. It is accepted if, for each direction, the mean of m independent
+numbers in [0, 1] with expectation delta is at most a threshold fixed beforehand. If the claim is wrong, the expectation
+of one direction exceeds a. By Chernoff and Hoeffding its mean is at most the threshold with probability at most
+``beta = exp(-m KL(threshold || a))``, for any dependence between the samples of the two directions. Publishing accepted
+claims only has a delta of at most a if the claim is right, and of 1 with probability beta if it is wrong: together
+``a (1 - beta) + beta``. This holds for every a, so for the best one.
 
-A sweep over claims from the weakest on, which stops at the first that fails, publishes a wrong claim only if the first
-wrong one is accepted. Which one that is, is fixed before any sample is drawn. So its bound is that of one claim, for as
-many claims as wanted, and all of them may be held against the same samples.
+A sweep over claims from the weakest, which stops at the first rejected one, publishes a wrong claim only if the first
+wrong one is accepted. That claim is fixed before sampling. So the bound of a sweep is that of one claim, for any number
+of claims with the same samples.
 
 Source: Wang et al. 2023 (arXiv:2304.07927) for publishing after a check.
 """
@@ -24,20 +24,20 @@ from dpengine.accounting import arguments
 from dpengine.errors import AccountingRefusedError, InvalidBudgetError
 
 LEAST_SAMPLES_TIMES_DELTA = 25
-"""With fewer samples there is hardly a threshold."""
+"""Minimum of samples times delta for a useful threshold."""
 _GUESSES = 2000
-_MISTAKES = 0.1  # of wrong bounds, for so many samples
+_MISTAKES = 0.1  # expected number of wrong bounds per this number of samples
 
 
 def verified_delta(threshold: float, samples: int) -> float:
-    """The delta of a claim that was accepted.
+    """Returns the delta of an accepted claim.
 
     Args:
-        threshold: What the estimates of delta of both directions had to keep to; fixed before samples were drawn.
-        samples: In each direction.
+        threshold: Maximum of the estimates of delta of both directions, fixed before sampling.
+        samples: Number of samples in each direction.
 
     Returns:
-        ``min_a [a + (1 - a) exp(-samples KL(threshold || a))]``, from above.
+        An upper bound of ``min_a [a + (1 - a) exp(-samples KL(threshold || a))]``.
 
     Raises:
         InvalidBudgetError: If the threshold is not in [0, 1) or there are no samples.
@@ -46,7 +46,7 @@ def verified_delta(threshold: float, samples: int) -> float:
     if not 0 <= threshold < 1:
         raise InvalidBudgetError(f"threshold={threshold!r} must lie in [0, 1).", fix="Use half the delta of the claim.")
     samples = arguments.count("samples", samples)
-    # Each a is a bound, so a coarse search is sound; a fine one after it loses nothing.
+    # Each a gives a bound, so a coarse search is sound; a fine one follows.
     above = np.geomspace(1e-3 / samples, 1, _GUESSES)
     best = int(np.argmin(_delta_with(threshold, threshold + above, samples)))
     finer = np.geomspace(above[max(0, best - 1)], above[min(_GUESSES - 1, best + 1)], _GUESSES)
@@ -54,11 +54,11 @@ def verified_delta(threshold: float, samples: int) -> float:
 
 
 def threshold_for(delta: float, samples: int) -> float:
-    """The largest threshold whose verified delta is at most ``delta``.
+    """Returns the largest threshold whose verified delta is at most ``delta``.
 
     Args:
         delta: Strictly between 0 and 1.
-        samples: In each direction.
+        samples: Number of samples in each direction.
 
     Returns:
         The threshold, positive.
@@ -81,10 +81,10 @@ def threshold_for(delta: float, samples: int) -> float:
 
 
 def delta_above(estimate: float, samples: int) -> float:
-    """The delta of the least claim on delta that an estimate lets pass.
+    """Returns the delta of the smallest claim that an estimate accepts.
 
-    The estimate is the larger of the two directions, and ``samples`` counts each direction alone.
-    The claims of all a have one probability to be accepted if wrong, so this is the end of a sweep as well.
+    The estimate is the larger of both directions, and ``samples`` counts those of one direction. All claims have the
+    same probability to be accepted if wrong, so this is also the end of a sweep.
     """
     beta = _MISTAKES / samples
     low, high = estimate, 1.0
@@ -103,6 +103,6 @@ def _delta_with(threshold: float, a: np.ndarray, samples: int) -> np.ndarray:
 
 
 def _divergence(p: float, q: np.ndarray) -> np.ndarray:
-    """``KL(p || q)`` of two coins; p is below 1."""
+    """``KL(p || q)`` of two Bernoulli distributions; p is below 1."""
     tails: np.ndarray = (1 - p) * (math.log1p(-p) - np.log1p(-q))
     return tails + p * np.log(p / q) if p > 0 else tails

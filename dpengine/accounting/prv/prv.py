@@ -1,8 +1,9 @@
 """Privacy random variables: the composition of Gopi, Lee, Wutschitz 2021 (arXiv:2106.02848), as a second opinion.
 
-Each direction of the neighbouring relation is composed over the whole run, and the worse of them counts. The answer is
-an interval that holds epsilon. It shares the pairs that dominate a release with ``pld``, and neither its lattice nor
-its tilt. Rounding in an FFT is absolute, so no answer is given for a delta that is not large beside it.
+Each direction of the neighboring relation is composed over the complete run, and the worse one determines the result,
+which is an interval that contains epsilon. It uses the same dominating pairs of a release as ``pld``, but neither its
+lattice nor its tilt. Rounding errors of an FFT are absolute, so a delta that is not large compared with them raises an
+error.
 """
 
 from __future__ import annotations
@@ -21,25 +22,25 @@ from dpengine.errors import AccountingRefusedError
 from .prv_sum import LossSum, NoMeshError, Releases, Sketch, rounded_sum
 
 _ROUGHLY, _ACCURACY, _WORST = 5e-2, 1e-3, 5e-2
-"""Shares of epsilon by which rounding to the mesh may move it: at first, in the end, and where nothing finer fits."""
-_DELTA_ACCURACY = 5e-3  # share of delta by which that rounding may move it
-_ERROR = 1e-3  # share of delta that windows and rounding may cost
-_MOST_ROUNDING = 1e-2  # share of delta that floating-point numbers may
-_MOST_LOST = 1e-1  # share of delta that windows may
+"""Relative errors of epsilon from rounding to the mesh: initial, final, and for the finest mesh that fits."""
+_DELTA_ACCURACY = 5e-3  # relative error of delta from that rounding
+_ERROR = 1e-3  # relative error of delta from windows and rounding
+_MOST_ROUNDING = 1e-2  # maximum relative error of delta from floating-point rounding
+_MOST_LOST = 1e-1  # maximum relative error of delta from windows
 _MOST_KINDS = 64
-_LEAST_NOISE = 0.02  # with less, losses are in the thousands
+_LEAST_NOISE = 0.02  # below it, losses are in the thousands
 _UNIT = 2.0**-53
 
 
 def epsilon(composition: Composition, delta: float, relation: Relation) -> float:
-    """Upper bound on epsilon; exact without sampling. Refuses where rounding or the mesh would decide."""
+    """Upper bound on epsilon; exact without sampling. Raises if rounding or the mesh would dominate."""
     return bounds(composition, delta, relation).upper
 
 
 def bounds(composition: Composition, delta: float, relation: Relation) -> Bounds:
-    """Epsilon from below and above, and the best guess. Without sampling all three are one number.
+    """Lower bound, estimate and upper bound of epsilon. Without sampling all three are equal.
 
-    The interval is about 0.2 % of epsilon wide, more where memory does not allow so fine a mesh.
+    The interval has a relative width of about 0.2 %, or more if memory does not allow such a fine mesh.
     """
     if composition.non_private or composition.unsampled:
         return gdp.bounds(composition, delta, relation)
@@ -47,14 +48,14 @@ def bounds(composition: Composition, delta: float, relation: Relation) -> Bounds
 
 
 def spacing(composition: Composition, delta: float, relation: Relation) -> float | None:
-    """The spacing of the mesh of losses behind `epsilon`; None where there is none."""
+    """Spacing of the mesh of losses behind `epsilon`; None without a mesh."""
     if composition.non_private or composition.unsampled:
         return None
     return _bracket(composition, delta, relation)[1]
 
 
 def delta(composition: Composition, epsilon: float, relation: Relation) -> float:
-    """Upper bound on delta; exact without sampling. Refuses where rounding or the mesh would decide."""
+    """Upper bound on delta; exact without sampling. Raises if rounding or the mesh would dominate."""
     if composition.non_private or composition.unsampled:
         return gdp.delta(composition, epsilon, relation)
     return _delta(composition, epsilon, relation)
@@ -62,7 +63,7 @@ def delta(composition: Composition, epsilon: float, relation: Relation) -> float
 
 @functools.lru_cache(maxsize=32)
 def _bracket(composition: Composition, delta: float, relation: Relation) -> tuple[Bounds, float]:
-    """The bounds, and the mesh behind the upper one."""
+    """Returns the bounds, and the mesh spacing of the upper one."""
     with np.errstate(all="ignore"):
         questions = [_Question(releases, delta) for releases in _releases(composition, delta, relation)]
         for question in questions:
@@ -76,13 +77,13 @@ def _bracket(composition: Composition, delta: float, relation: Relation) -> tupl
                 break
             worst.refine(aim)
     if worst.law.shift > _WORST * worst.upper:
-        raise _refused(f"the finest mesh that fits moves an epsilon of {worst.upper:.3g} by {worst.law.shift:.2g}")
+        raise _unsupported(f"the finest mesh that fits moves an epsilon of {worst.upper:.3g} by {worst.law.shift:.2g}")
     lower, about = max(question.lower for question in questions), max(question.about for question in questions)
     return Bounds(lower, about, worst.upper), worst.law.step
 
 
 class _Question:
-    """The epsilon of one direction at one delta, on finer and finer meshes."""
+    """Epsilon of one direction at one delta, on successively finer meshes."""
 
     law: LossSum
     lower: float
@@ -96,7 +97,7 @@ class _Question:
         self.aim = math.inf
 
     def refine(self, aim: float) -> None:
-        """Rounds to a mesh that moves epsilon by so much, or to the finest that fits."""
+        """Rounds to a mesh that changes epsilon by at most ``aim``, or to the finest that fits."""
         self.aim = aim
         self.law = _composed(self.sketch, aim)
         _check_errors(self.law, self.delta)
@@ -112,7 +113,7 @@ def _delta(composition: Composition, epsilon: float, relation: Relation) -> floa
         ]
         about = math.exp(min(0.0, max(log_delta for _, log_delta, _ in found)))
         if about < _UNIT:
-            raise _refused(f"delta is about {about:.1g}, which the rounding of an FFT hides")
+            raise _unsupported(f"delta is about {about:.1g}, which the rounding of an FFT hides")
         upper, lower, laws = 0.0, 0.0, []
         for releases, _, slope in found:
             law = _composed(Sketch(releases, _ERROR / 10 * about), _DELTA_ACCURACY / slope)
@@ -122,24 +123,24 @@ def _delta(composition: Composition, epsilon: float, relation: Relation) -> floa
     for law in laws:
         _check_errors(law, upper)
     if upper > 2 * lower:
-        raise _refused(f"on the finest mesh that fits, delta is anything between {max(0.0, lower):.2g} and {upper:.2g}")
+        raise _unsupported(f"on the finest mesh that fits, delta is between {max(0.0, lower):.2g} and {upper:.2g}")
     return min(1.0, upper)
 
 
 def _releases(composition: Composition, delta: float, relation: Relation) -> list[Releases]:
-    """All releases as pairs, by direction."""
-    composition.refuse_runs()
-    composition.refuse_batches("prv")
-    composition.refuse_selections()
+    """Returns all releases as pairs, for each direction."""
+    composition.check_no_sampled_runs()
+    composition.check_no_batch_events("prv")
+    composition.check_no_selections()
     kinds = len(composition.sampled) + (composition.precision > 0)
     count = sum(group.count for group in composition.sampled) + (composition.precision > 0)
     least = min(group.noise_multiplier for group in composition.sampled)
     if kinds > _MOST_KINDS:
-        raise _refused(f"{kinds} distinct releases are more than the {_MOST_KINDS} that it composes")
+        raise _unsupported(f"{kinds} distinct releases are more than the {_MOST_KINDS} that it composes")
     if least < _LEAST_NOISE:
-        raise _refused(f"losses at noise_multiplier={least:g} are too large for its mesh")
+        raise _unsupported(f"losses at noise_multiplier={least:g} are too large for its mesh")
     if 2 * count * _UNIT > _MOST_ROUNDING * delta:
-        raise _refused(f"the rounding of {count:,} releases is more than {_MOST_ROUNDING:.0%} of delta={delta:.2g}")
+        raise _unsupported(f"the rounding of {count:,} releases is more than {_MOST_ROUNDING:.0%} of delta={delta:.2g}")
     found = []
     for direction in DIRECTIONS[relation]:
         pairs = [(LossPair(g.sample_rate, g.noise_multiplier, direction), g.count) for g in composition.sampled]
@@ -153,17 +154,17 @@ def _composed(sketch: Sketch, shift: float) -> LossSum:
     try:
         return rounded_sum(sketch, shift)
     except NoMeshError as error:
-        raise _refused(str(error)) from None
+        raise _unsupported(str(error)) from None
 
 
 def _check_errors(law: LossSum, delta: float) -> None:
     if law.rounding > _MOST_ROUNDING * delta:
-        raise _refused(
-            f"rounding may change probabilities by {law.rounding:.1g}, which is not small beside {delta:.2g}"
+        raise _unsupported(
+            f"rounding may change probabilities by {law.rounding:.1g}, which is not small compared with {delta:.2g}"
         )
     if law.lost > _MOST_LOST * delta:
-        raise _refused("the losses do not fit on its mesh")
+        raise _unsupported("the losses do not fit on its mesh")
 
 
-def _refused(reason: str) -> AccountingRefusedError:
+def _unsupported(reason: str) -> AccountingRefusedError:
     return AccountingRefusedError(f"accountant 'prv' has no sound answer: {reason}.", fix="Use accountant='pld'.")

@@ -30,15 +30,15 @@ Releases = tuple[tuple[LossPair, int], ...]
 
 
 class NoMeshError(Exception):
-    """The sum does not fit on a mesh; the message says why."""
+    """The sum does not fit on a mesh; the message states the reason."""
 
 
 class Sketch:
-    """Releases on a thousand points each: about where their sum lies. None of it is a bound."""
+    """Releases on a thousand points each, for estimates of their sum, which are not bounds."""
 
     def __init__(self, releases: Releases, error: float):
         self.releases = releases
-        self.error = error  # mass that the windows of all losses and of their sum may cut off
+        self.error = error  # mass that the windows of all losses and of their sum may truncate
         self.count = sum(count for _, count in releases)
         self.reaches = [pair.reach(error / (16 * self.count)) for pair, _ in releases]
         self._laws: list[tuple[Floats, Floats, int]] = []
@@ -51,7 +51,7 @@ class Sketch:
             mean += count * center
             variance += count * float(p @ np.square(losses - center) / p.sum())
         self.mean = mean
-        # Where noise is tiny and rates are too, an example that is added has one loss nearly always.
+        # For tiny noise and rates, an added example nearly always has one loss.
         self.deviation = max(math.sqrt(variance), 1e-6 * abs(mean), 1e-300)
 
     def log_moment(self, tilt: float) -> float:
@@ -59,23 +59,23 @@ class Sketch:
         return math.fsum(count * _log_sum(log_p + tilt * losses) for log_p, losses, count in self._laws)
 
     def epsilon(self, delta: float) -> float:
-        """By Chernoff, the epsilon of a delta; some ten per cent too high, or several times where it is tiny."""
+        """Chernoff bound of epsilon at a delta; about ten percent too high, or several times if it is tiny."""
         return self._best(lambda tilt: (self.log_moment(tilt) + _log_weight(tilt) - math.log(delta)) / tilt)[1]
 
     def log_delta(self, epsilon: float) -> tuple[float, float]:
-        """By Chernoff, the log of the delta of an epsilon, and about how fast it falls there."""
+        """Chernoff bound of log delta at an epsilon, and its approximate slope."""
         tilt, value = self._best(lambda tilt: self.log_moment(tilt) + _log_weight(tilt) - tilt * epsilon)
         return value, tilt
 
     def ends(self) -> tuple[tuple[float, float], tuple[float, float]]:
-        """The window of the sum: its lower and its upper end, each with the tilt at which Chernoff proves it."""
+        """Window of the sum: its ends, each with the tilt of the Chernoff bound."""
         room = -math.log(self.error / 16)
         below, low = self._best(lambda tilt: (self.log_moment(-tilt) + room) / tilt)
         above, high = self._best(lambda tilt: (self.log_moment(tilt) + room) / tilt)
         return (-low, -below), (high, above)
 
     def _best(self, value_at: Callable[[float], float]) -> tuple[float, float]:
-        """The least value over all tilts, found by golden section."""
+        """Minimum over all tilts, by golden-section search."""
         low, high = math.log(1e-4 / self.deviation), math.log(1e4 / self.deviation)
         golden = (math.sqrt(5) - 1) / 2
         for _ in range(40):
@@ -111,7 +111,7 @@ class LossSum:
 
     @property
     def doubt(self) -> float:
-        """How far off the delta at a loss moved by ``shift`` can be, but for its own relative error."""
+        """Absolute error of delta at a loss moved by ``shift``, without its relative error."""
         return self.lost + self.rounding
 
     def delta(self, epsilon: float) -> float:
@@ -121,20 +121,20 @@ class LossSum:
         return float(np.sum(self.masses[start:] * -np.expm1(-gap)))
 
     def bracket(self, delta: float) -> tuple[float, float, float]:
-        """Epsilon of the true loss from below, about, and from above. Negative numbers mean that it is 0."""
+        """Lower bound, estimate and upper bound of epsilon of the true loss. Negative numbers mean 0."""
         lower = self._below(min(1.0, (delta + self.doubt) * (1 + self.relative))) - self.shift
         upper = self._above((delta - self.doubt) * (1 - self.relative)) + self.shift
         return lower, min(max(self._about(delta), lower), upper), upper
 
     def _above(self, delta: float) -> float:
-        """The epsilon of the rounded loss, or a little more."""
+        """Epsilon of the rounded loss, rounded up."""
         x, move = self._about(delta), 1e-9 * self.step
         while self.delta(x) > delta:
             x, move = x + move, 2 * move
         return x
 
     def _below(self, delta: float) -> float:
-        """The epsilon of the rounded loss, or a little less."""
+        """Epsilon of the rounded loss, rounded down."""
         x, move = self._about(delta), 1e-9 * self.step
         while self.delta(x) < delta:
             x, move = x - move, 2 * move
@@ -152,7 +152,7 @@ class LossSum:
 
     @functools.cached_property
     def _tails(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """From each mesh point on: mass, and mass times e^-loss; and e^-loss. Losses are taken from the first on."""
+        """Cumulative mass from each mesh point, mass times e^-loss, and e^-loss, with losses relative to the first."""
         masses = self.masses.astype(np.longdouble)
         weights = np.exp(-np.longdouble(self.step) * np.arange(len(masses)))
         mass, weighted = (np.append(np.cumsum(terms[::-1])[::-1], 0) for terms in (masses, masses * weights))
@@ -249,7 +249,7 @@ def _rounded(pair: LossPair, reach: tuple[float, float], step: float) -> _Rounde
 
 
 def _edge_error(pair: LossPair, reach: tuple[float, float]) -> float:
-    """How far off the losses at the edges of cells may be: their outputs and the tails there are rounded."""
+    """Error bound of the losses at cell edges, from the rounding of their outputs and tails."""
     # A tail that is a few units off, relatively, is that of an output off by as many units of sigma and of itself.
     sigma, rate = pair.sigma, pair.rate
     losses = np.abs(pair.loss(np.array(reach)))
@@ -266,7 +266,7 @@ def _edge_error(pair: LossPair, reach: tuple[float, float]) -> float:
 
 
 def _composed(laws: list[tuple[_Rounded, int]], first: int, size: int) -> tuple[Floats, float]:
-    """The law of the sum of so many of each on ``size`` mesh points, and a bound on its rounding over any event."""
+    """Distribution of the sum on ``size`` mesh points, and a bound of its rounding error for any event."""
     transforms, transform = [], np.ones(size // 2 + 1, dtype=np.clongdouble)
     for law, count in laws:
         one = np.fft.rfft(_folded(law, size))
@@ -288,12 +288,12 @@ def _composed(laws: list[tuple[_Rounded, int]], first: int, size: int) -> tuple[
     total = sum(count for _, count in transforms)
     norm = math.sqrt(float(doubled @ np.exp(2 * np.minimum(whole, 0.0))))
     error += (8 * total * unit + level) * norm
-    clipped = np.maximum(masses, 0).astype(np.float64)  # which moves no mass away from the truth
+    clipped = np.maximum(masses, 0).astype(np.float64)  # does not increase the error
     return clipped, error + 2 * total * _UNIT
 
 
 def _power(base: np.ndarray, count: int) -> np.ndarray:
-    """By squaring, whose rounding is known: at most two multiplications a bit."""
+    """Computes a power by squaring, with known rounding: at most two multiplications per bit."""
     answer, square = np.ones_like(base), base
     while count:
         answer = answer * square if count & 1 else answer

@@ -48,7 +48,7 @@ class FixedSizePair:
         return math.inf
 
     def loss(self, x: Floats) -> Floats:
-        """The loss at outputs x; it is 0 at 0."""
+        """Loss at outputs x; 0 at 0."""
         positive = self._taken.loss(np.maximum(x, 0.0) + 0.5)
         return np.where(x >= 0, positive, self._added.loss(np.minimum(x, 0.0) - 0.5))
 
@@ -141,7 +141,7 @@ class MixturePair:
         return found
 
     def _output_of_ratio(self, y: Floats) -> Floats:
-        """By halving: the ratio rises with x."""
+        """Bisection, because the ratio increases with x."""
         if max(self.norms) == 0:
             return np.where(y >= 0, np.inf, -np.inf)
         least = min(norm for norm in self.norms if norm > 0)
@@ -154,9 +154,9 @@ class MixturePair:
         return np.where(self._log_ratio(-widest) > y, -np.inf, high)
 
 
-_ROUNDED_UP = 1 + 1e-9  # probabilities of a cut, whose tails a library computes
-_LEAST_NORM = 1e-12  # of the largest; a larger one only helps the attacker
-_NEVER = 1e-300  # beside any delta that is answered
+_ROUNDED_UP = 1 + 1e-9  # factor of truncation probabilities, whose tails a library computes
+_LEAST_NORM = 1e-12  # relative to the largest; increasing a norm is an upper bound
+_NEVER = 1e-300  # negligible compared with any supported delta
 
 
 @dataclass(frozen=True)
@@ -179,7 +179,7 @@ class BatchLaw:
 
 
 def _truncated(event: TruncatedGaussianEvent, direction: Direction) -> Mixture:
-    """Whether the others alone fill the batch is told the attacker; then one that takes part displaces another."""
+    """The attacker knows whether the others fill the batch. Then an included example displaces another one."""
     open_, full, rate = cut_of(event)
     free = LossPair(event.sample_rate, event.noise_multiplier, direction)
     if full == 0 or rate == 0:
@@ -189,7 +189,7 @@ def _truncated(event: TruncatedGaussianEvent, direction: Direction) -> Mixture:
 
 
 def cut_of(event: TruncatedGaussianEvent) -> tuple[float, float, float]:
-    """Bounds the chances that the others leave room, that they fill the batch, and that the example is then in it."""
+    """Bounds the probabilities that the others leave room or fill the batch, and that the example is then in it."""
     from scipy import stats  # takes a second to import
 
     n, q, most = event.num_examples, event.sample_rate, event.largest_batch
@@ -229,4 +229,4 @@ BATCH_LAWS = {
         exact=True,
     ),
 }
-"""By the type of the event."""
+"""Entries by event type."""

@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from .tilt import Part
 
 _UNIT = 2.0**-53
-_JUMPS = 0.3  # about how many are expected
-_FEW = 64  # releases that need no cut
+_JUMPS = 0.3  # approximate expected number of jumps
+_FEW = 64  # number of releases without a split
 _MOST_POINTS = 2**21
 _SPARE = 10.0  # -log of the share of delta that the bulk may have beyond its window
 _MOVES = np.concatenate([-np.geomspace(40.0, 0.05, 24), np.arange(0.05, 36.0, 0.4)])  # over the deviation
@@ -36,7 +36,7 @@ _ROUNDED = 1e-13
 
 @dataclass(frozen=True)
 class Aim:
-    """What is asked for.
+    """Parameters of a composition.
 
     Attributes:
         log_delta: Of the run.
@@ -67,7 +67,7 @@ def bulk_and_jumps(parts: tuple[Part, ...], lowest: float, highest: float, point
 
 
 def _laws(part: Part, step: float, window: CoarseWindow, aim: Aim) -> list[CoarseLaw]:
-    """The sum of all bulks, and that of all jumps."""
+    """Sum of all bulks, and sum of all jumps."""
     if part.count < _FEW:
         law = window.law(atoms_above(part.mixture, lambda pair: window.ends(pair, step), step))
         return [power(law, part.count, window)]
@@ -85,7 +85,7 @@ def _laws(part: Part, step: float, window: CoarseWindow, aim: Aim) -> list[Coars
 
 
 def _jumping(mixture: Mixture, bulk: _Atoms, cut: int, step: float, window: CoarseWindow) -> CoarseLaw:
-    """One release apart from its bulk: a jump or nothing."""
+    """One release without its bulk: a jump or nothing."""
     jumps = _jumps(mixture, cut, step, window)
     # Both masses of the bulk are taken out of the jumps, whose losses move by the ratio of the masses.
     p, q = math.fsum(bulk.masses), math.fsum(bulk.masses * np.exp(-bulk.losses))
@@ -96,7 +96,7 @@ def _jumping(mixture: Mixture, bulk: _Atoms, cut: int, step: float, window: Coar
 
 
 def _cut(part: Part) -> float:
-    """The loss beyond which a few of all releases are expected."""
+    """Loss that a few of all releases are expected to exceed."""
     share, found = _JUMPS / part.count, 0.0
     for weight, pair in part.mixture:
         seen = sketch(pair, min(1e-3 * share, 1e-20))
@@ -107,7 +107,7 @@ def _cut(part: Part) -> float:
 
 
 def _fine_step(part: Part, aim: Aim) -> float:
-    """At which spreading n losses adds no more than is allowed."""
+    """Step at which spreading n losses adds at most the allowed error."""
     return math.sqrt(max(aim.error, 1e-300) / (0.4 * part.count * (1 + aim.tilt)))
 
 
@@ -134,7 +134,7 @@ def _bulk(mixture: Mixture, cut: int, step: float) -> _Atoms:
 
 
 def _jumps(mixture: Mixture, cut: int, step: float, window: CoarseWindow) -> _Atoms:
-    """The rest of it."""
+    """The other losses of a release."""
     places, masses, infinite = [np.zeros(0, dtype=np.int64)], [np.zeros(0)], 0.0
     for weight, pair in mixture:
         low, high = _reach(pair, step)

@@ -58,7 +58,7 @@ class ConvolvedSum:
         return (math.log(value), -slope / value) if value > 0 else (-math.inf, 0.0)
 
     def quantile(self, log_share: float) -> float:
-        """About the loss above which a share is left; above the last point, if more is left there."""
+        """Approximate quantile of the loss; above the last point if more mass is left there."""
         over = np.cumsum(self.masses[::-1])[::-1] + self.infinite
         above = int(np.searchsorted(-over, -math.exp(log_share)))
         return self.first + self.step * above if above < len(over) else 2 * self.last
@@ -106,7 +106,7 @@ class CoarseWindow:
     above: bool
 
     def ends(self, pair: Pair, step: float) -> Integers:
-        """All places to which losses of a release come."""
+        """All places of the losses of a release."""
         first, last = pair.loss(np.array(pair.reach(LOST)))
         return np.arange(max(self.low, math.floor(first / step)), min(self.high, max(math.ceil(last / step), 1)) + 1)
 
@@ -121,7 +121,7 @@ class CoarseWindow:
         return self.kept(np.convolve(one.masses, other.masses), one.first + other.first, infinite)
 
     def kept(self, masses: Floats, first: int, infinite: float) -> CoarseLaw:
-        """The law with what lies outside put where it counts."""
+        """Distribution with the mass outside moved to the safe side."""
         beyond = max(0, first + len(masses) - 1 - self.high)
         if beyond:
             over = float(masses[-beyond:].sum())
@@ -139,7 +139,7 @@ class CoarseWindow:
 
 
 def power(law: CoarseLaw, count: int, window: CoarseWindow) -> CoarseLaw:
-    """The law of the sum of so many equal ones, by squaring."""
+    """Distribution of a sum of equal ones, by squaring."""
     found, square = None, law
     while True:
         if count & 1:

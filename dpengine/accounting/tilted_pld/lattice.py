@@ -202,15 +202,15 @@ def _third(fall: float) -> float:
 
 
 class _Search:
-    """Where the answer lies for one direction."""
+    """Plan of the computation for one direction."""
 
     def __init__(self, parts: Parts, delta: float):
         share = math.log10(_TAIL_SHARE * max(delta, LEAST_TAIL)) - math.log10(sum(part.count for part in parts))
-        # A power of ten, so that releases are found again in caches.
+        # A power of ten, for cache hits.
         self.overview = Overview(parts, 10.0 ** max(math.floor(share), math.log10(LEAST_TAIL)))
 
     def bins(self, tilt: float, accuracy: float) -> int:
-        """A guess at the points of a lattice that is as accurate."""
+        """Estimate of the number of lattice points for an accuracy."""
         aim, bins = accuracy * max(self.overview.mean(tilt), 0.0), _LEAST_BINS
         window = self.overview.window(tilt, bins)
         while bins < _MOST_BINS and self.overview.excess(window, bins) > aim:
@@ -225,13 +225,13 @@ def _alone(parts: Parts) -> Pair | None:
 
 
 def _largest_loss(parts: Parts) -> float:
-    """No sum of losses is above it."""
+    """Upper limit of the sum of losses."""
     largest = [max(pair.largest_loss for _, pair in part.mixture) * part.count for part in parts]
     return math.fsum(largest) * (1 + 1e-12)
 
 
 def _least_epsilon(law: TiltedSum | ConvolvedSum, log_delta: float, start: float) -> float:
-    """The least epsilon of the window at which the bound on delta is small enough; infinite if there is none."""
+    """Smallest epsilon of the window whose bound on delta is small enough; infinity if there is none."""
     least, most = max(0.0, law.first), law.last
     if most < least:
         return 0.0 if law.log_delta(0.0)[0] <= log_delta else math.inf
@@ -248,7 +248,7 @@ def _least_epsilon(law: TiltedSum | ConvolvedSum, log_delta: float, start: float
         if high - low <= 1e-10 * high:
             return found
         newton = x - (value - log_delta) / slope if slope < 0 and math.isfinite(value) else math.nan
-        # On the safe side by a little, so that the bracket closes from above.
+        # Slightly on the safe side, so that the bracket closes from above.
         moved = newton + 1e-12 * (1 + newton)
         if low < moved < high:
             x = moved
@@ -263,7 +263,7 @@ def _least_epsilon(law: TiltedSum | ConvolvedSum, log_delta: float, start: float
 
 
 def _greatest_epsilon(law: TiltedSum | ConvolvedSum, log_delta: float, upper: float) -> float:
-    """An epsilon at which the lower bound on delta is still large enough; 0 if none is found."""
+    """Epsilon at which the lower bound on delta is still large enough; 0 if none is found."""
     x = min(upper, law.last)
     for _ in range(12):
         value, slope = law.log_delta(x)

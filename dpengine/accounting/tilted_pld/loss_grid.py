@@ -93,7 +93,7 @@ class Sketch:
 
 @functools.lru_cache(maxsize=1024)
 def sketch(pair: Pair, tail: float, points: int = SKETCH_POINTS) -> Sketch:
-    """Looks at a release from afar."""
+    """Returns a sketch of a release."""
     x = np.linspace(*pair.reach(tail), points)
     masses = pair.masses(x).p
     losses = pair.loss((x[1:] + x[:-1]) / 2)
@@ -103,7 +103,7 @@ def sketch(pair: Pair, tail: float, points: int = SKETCH_POINTS) -> Sketch:
 
 @dataclass(frozen=True)
 class View:
-    """What of a release's loss counts.
+    """Relevant range of a release's loss.
 
     Attributes:
         focus: The tilt under which the answer is in the middle.
@@ -118,12 +118,12 @@ class View:
     share: float
 
     def floor(self, pair: Pair) -> float:
-        """The loss below which nothing counts."""
+        """Loss below which the mass is negligible."""
         return sketch(pair, self.tail).floor((self.focus, self.tilt), self.share)
 
 
 def cell_ends(pair: Pair, view: View, step: float, *, above: bool) -> Integers:
-    """Where cells end, as multiples of the step: denser where the tilted loss has its mass."""
+    """Cell edges as multiples of the step, denser at the mass of the tilted loss."""
     seen = sketch(pair, view.tail).lifted(view.floor(pair))
     low, high = float(seen.losses[0]), float(pair.loss(np.array(pair.reach(view.tail)))[1])
     first = math.floor(low / step)
@@ -144,7 +144,7 @@ def cell_ends(pair: Pair, view: View, step: float, *, above: bool) -> Integers:
 
 
 def atoms_above(mixture: Mixture, ends_of: EndsOf, step: float) -> Atoms:
-    """A discrete pair that dominates a release. The attacker is told which pair of ``mixture`` was drawn."""
+    """Discrete pair that dominates a release. The attacker knows which pair of ``mixture`` was drawn."""
     found = [(weight, *spread_out(pair, ends_of(pair), step)) for weight, pair in mixture]
     places = np.concatenate([ends for _, ends, _, _ in found])
     masses = np.concatenate([weight * mass for weight, _, mass, _ in found])

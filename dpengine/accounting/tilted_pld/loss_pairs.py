@@ -25,11 +25,11 @@ from dpengine.accounting.events import Relation
 Floats = npt.NDArray[np.float64]
 
 _erfc = np.frompyfunc(math.erfc, 1, 1)
-_LARGE = 30.0  # where 1 is nothing beside e^y, in float64
+_LARGE = 30.0  # 1 is negligible compared with e^y in float64
 
 
 class Direction(enum.Enum):
-    """What the neighbour of a data set is."""
+    """Direction of the neighboring relation."""
 
     REMOVE = "remove"
     ADD = "add"
@@ -41,7 +41,7 @@ DIRECTIONS = {
     Relation.ZERO_OUT: (Direction.REMOVE, Direction.ADD),
     Relation.REPLACE_ONE: (Direction.REPLACE,),
 }
-"""Those of a relation, each to be composed over the whole run."""
+"""Directions of a relation, each composed over the complete run."""
 
 
 @dataclass(frozen=True)
@@ -174,10 +174,10 @@ def _tail(z: Floats) -> Floats:
 
 
 class Pair(Protocol):
-    """What a lattice needs of a pair; frozen. The methods are those of `LossPair`."""
+    """Interface of pairs for lattices; frozen. The methods are those of `LossPair`."""
 
     def __hash__(self) -> int:
-        """Pairs are found again in caches."""
+        """Pairs are keys of caches."""
 
     @property
     def sigma(self) -> float:
@@ -185,7 +185,7 @@ class Pair(Protocol):
 
     @property
     def largest_loss(self) -> float:
-        """No loss is above it."""
+        """Upper limit of the losses."""
 
     def loss(self, x: Floats) -> Floats:
         """The loss at outputs x, rising."""
@@ -197,4 +197,4 @@ class Pair(Protocol):
         """The masses between neighbouring outputs."""
 
     def reach(self, tail: float) -> tuple[float, float]:
-        """Between which outputs all that counts lies."""
+        """Range of the relevant outputs."""

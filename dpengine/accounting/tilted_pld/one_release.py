@@ -16,7 +16,7 @@ _ROUNDING = 2.0**-47
 
 
 def epsilon(pair: Pair, delta: float) -> float:
-    """The least epsilon at which the bound on delta is small enough; infinite if none below 1e6 is."""
+    """Smallest epsilon whose bound on delta is small enough; infinity if there is none below 1e6."""
     low, high = 0.0, 1.0
     if delta_of(pair, low) <= delta:
         return 0.0

@@ -23,10 +23,10 @@ from .lattice import LEAST_TAIL, Answer, lower_epsilon, upper_epsilon, upper_log
 from .loss_pairs import DIRECTIONS, Direction, LossPair
 from .tilt import NoWindowError, Part
 
-_ACCURACY = 2e-5  # share of epsilon that the lattice may add
-_COARSE = 8.0  # how much less accurate the direction is that does not count
-_LEAST_NOISE = 0.02  # with less, losses are in the thousands, and epsilon tells nothing
-_MOST_NOISE = 1e15  # with more, losses are lost in rounding
+_ACCURACY = 2e-5  # relative error of epsilon from the lattice
+_COARSE = 8.0  # accuracy ratio for the direction that does not determine the result
+_LEAST_NOISE = 0.02  # below it, losses are in the thousands, and epsilon is useless
+_MOST_NOISE = 1e15  # above it, losses are lost in rounding
 
 
 def epsilon(composition: Composition, delta: float, relation: Relation) -> float:
@@ -35,7 +35,7 @@ def epsilon(composition: Composition, delta: float, relation: Relation) -> float
 
 
 def rough_epsilon(composition: Composition, delta: float, relation: Relation, accuracy: float) -> float:
-    """`epsilon` to another relative accuracy: for searches."""
+    """`epsilon` with another relative accuracy, for searches."""
     if composition.non_private or composition.unsampled:
         return gdp.epsilon(composition, delta, relation)
     composition = _checked(composition, relation)
@@ -44,7 +44,7 @@ def rough_epsilon(composition: Composition, delta: float, relation: Relation, ac
 
 
 def spacing(composition: Composition, delta: float, relation: Relation) -> float | None:
-    """The spacing of the lattice of losses behind `epsilon`; None where there is none."""
+    """Spacing of the lattice of losses behind `epsilon`; None without a lattice."""
     if composition.non_private or composition.unsampled:
         return None
     return _on_lattices(_checked(composition, relation), delta, relation, _ACCURACY).step
@@ -65,12 +65,12 @@ def delta(composition: Composition, epsilon: float, relation: Relation) -> float
 
 
 def _delta_on_lattices(composition: Composition, epsilon: float, relation: Relation, ceiling: float) -> float:
-    """The bound on delta of the worse direction; ``ceiling`` is another one."""
+    """Upper bound on delta of the worse direction; ``ceiling`` is another upper bound."""
     found, unknown = -math.inf, []
     for parts in (_parts(composition, direction) for direction in DIRECTIONS[relation]):
         try:
             found = max(found, upper_log_delta(parts, epsilon, ceiling, _ACCURACY))
-        except NoWindowError:  # losses of this direction hardly come near epsilon
+        except NoWindowError:  # losses of this direction are far from epsilon
             unknown.append(parts)
     answer = math.exp(min(0.0, found))
     if unknown:
@@ -81,7 +81,7 @@ def _delta_on_lattices(composition: Composition, epsilon: float, relation: Relat
 
 
 def bounds(composition: Composition, delta: float, relation: Relation) -> Bounds:
-    """Epsilon from below and above, and the best guess."""
+    """Lower bound, estimate and upper bound of epsilon."""
     if composition.non_private or composition.unsampled:
         return gdp.bounds(composition, delta, relation)
     above, below = _checked(composition, relation), composition.limited(above=False)
@@ -96,7 +96,7 @@ def bounds(composition: Composition, delta: float, relation: Relation) -> Bounds
     if math.isfinite(answer.epsilon) and all(BATCH_LAWS[type(event)].exact for event, _ in below.batches):
         with np.errstate(all="ignore"):
             lower = min(max(lower_epsilon(parts, delta, upper, _ACCURACY) for parts in directions), upper)
-    if len(composition.sampled) > len(above.sampled):  # the bounds lie to either side of what was merged
+    if len(composition.sampled) > len(above.sampled):  # the bounds are on both sides of the merged releases
         answer = _on_lattices(composition.typical(), delta, relation, _ACCURACY)
     estimate = answer.epsilon - answer.excess if answer.excess < math.inf else answer.epsilon
     return Bounds(lower, min(max(estimate, lower), upper), upper)
@@ -104,7 +104,7 @@ def bounds(composition: Composition, delta: float, relation: Relation) -> Bounds
 
 @functools.lru_cache(maxsize=32)
 def _on_lattices(composition: Composition, delta: float, relation: Relation, accuracy: float) -> Answer:
-    """The bound of the worse direction; the other one is only looked at closely enough to tell that it is the other."""
+    """Bound of the worse direction. The other one is only computed as accurately as the comparison needs."""
     if delta < LEAST_TAIL or _out_of_range(composition):
         return Answer(math.inf)
     with np.errstate(all="ignore"):
@@ -134,9 +134,9 @@ def _parts(composition: Composition, direction: Direction) -> tuple[Part, ...]:
 
 
 def _checked(composition: Composition, relation: Relation) -> Composition:
-    """The composition, with few distinct releases, or a refusal of what has no pairs under this relation."""
-    composition.refuse_runs()
-    composition.refuse_selections()
+    """Composition with few distinct releases. Raises for events without pairs under this relation."""
+    composition.check_no_sampled_runs()
+    composition.check_no_selections()
     for event, _ in composition.batches:
         law = BATCH_LAWS[type(event)]
         if relation not in law.relations:
@@ -148,7 +148,7 @@ def _checked(composition: Composition, relation: Relation) -> Composition:
 
 
 def _chance(composition: Composition) -> float:
-    """Bounds delta at any epsilon: of the example to take part at all."""
+    """Bounds delta at any epsilon by the probability that the example participates at all."""
     if composition.precision or composition.batches:
         return 1.0
     return math.fsum(group.count * group.sample_rate for group in composition.sampled) * (1 + 1e-12)
@@ -169,9 +169,9 @@ def _other_delta(composition: Composition, epsilon: float, relation: Relation) -
 
 
 def _without_sampling(composition: Composition, relation: Relation) -> Composition:
-    """The same releases over all rows: sampling can only help."""
+    """Releases without sampling, which can only cost more."""
     extra = math.fsum(g.count / g.noise_multiplier / g.noise_multiplier for g in composition.sampled)
     distances = [(BATCH_LAWS[type(event)].distance(event), count) for event, count in composition.batches]
     squares = math.fsum(count * distance * distance for distance, count in distances)
-    extra += squares / (4 if relation is Relation.REPLACE_ONE else 1)  # which doubles the distance of the rest
+    extra += squares / (4 if relation is Relation.REPLACE_ONE else 1)  # it doubles the sensitivity of the others
     return replace(composition, precision=composition.precision + extra, sampled=(), batches=())

@@ -48,7 +48,7 @@ class TailSums(Protocol):
 
 
 def tail_sums(transform: Complex, first: int, size: int) -> TailSums:
-    """Makes the sums."""
+    """Computes the sums."""
     if len(transform) <= size // _SHARE_OF_FREQUENCIES:
         return _ByFrequency(transform, first, size)
     return _ByMass(np.roll(np.fft.irfft(transform, size), -(first % size)))

@@ -18,7 +18,7 @@ from .loss_grid import SKETCH_POINTS, Mixture, View, sketch
 if TYPE_CHECKING:
     from .loss_pairs import Floats
 
-_AT_ONCE = 2**17  # numbers, so that they stay near the processor
+_AT_ONCE = 2**17  # elements, so that they stay in the cache
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ class Sketches:
 
 
 def sketches(mixtures: Sequence[Mixture], counts: Sequence[int], tail: float, points: int) -> Sketches:
-    """Looks at releases from afar."""
+    """Returns sketches of releases."""
     rows = [[(weight, pair) for weight, pair in mixture if weight > 0] for mixture in mixtures]
     seen = [sketch(pair, tail, points) for row in rows for _, pair in row]
     widest = max(len(one.losses) for one in seen)
@@ -149,7 +149,7 @@ class Window:
 
 
 class NoWindowError(Exception):
-    """Losses are so large, or so small, that no lattice holds their sum."""
+    """Losses are too large or too small for a lattice."""
 
 
 class Overview:
@@ -181,7 +181,7 @@ class Overview:
         return self._sketches.moments(tilt)[0]
 
     def excess(self, window: Window, bins: int) -> float:
-        """About what a lattice of so many points adds to epsilon."""
+        """Approximate error of epsilon from a lattice with this number of points."""
         step = (window.high - window.low) / bins
         return _EXCESS * self._count * step * step * (1 + window.view.focus)
 

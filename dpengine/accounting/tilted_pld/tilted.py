@@ -39,7 +39,7 @@ class Memory(Generic[V]):
         self._lock = threading.Lock()
 
     def get(self, key: Hashable, make: Callable[[], V]) -> V:
-        """Returns what is kept under ``key``, or makes it."""
+        """Returns the cached value of ``key``, or creates it."""
         with self._lock:
             if key in self._kept:
                 self._kept.move_to_end(key)
@@ -55,7 +55,7 @@ class Memory(Generic[V]):
         return made
 
     def clear(self) -> None:
-        """Forgets all."""
+        """Clears the cache."""
         with self._lock:
             self._kept.clear()
             self._taken = 0
@@ -102,7 +102,7 @@ class TiltedSum:
         return self.first + self.step * (self.law.size - 1)
 
     def _doubt(self, epsilon: float) -> float:
-        """How far the sum of weighted masses may be off to the unsafe side."""
+        """Error bound of the sum of weighted masses on the unsafe side."""
         # A mass x above epsilon has the weight e^(-tilt x) (1 - e^-x), at most 1 and at most x e^(-tilt x).
         theta, step = self.tilt, self.step
         squares = min(1 + 1 / (2 * theta * step), (1 / (4 * theta * step) + math.exp(-2)) / theta / theta)
@@ -115,7 +115,7 @@ class TiltedSum:
         return rounding + beyond + (self.under * largest if epsilon < self.first else 0.0)
 
     def doubt(self, epsilon: float) -> float:
-        """About how much of epsilon is there for bounds on errors, and for mass at infinity."""
+        """Approximate part of epsilon due to error bounds, and to mass at infinity."""
         tail = self._tail(epsilon)
         infinite = self.infinite * math.exp(min(700.0, self.tilt * epsilon - self.log_moment))
         return (tail.rounding + self._doubt(epsilon) + infinite) / max(tail.slope, 1e-300)

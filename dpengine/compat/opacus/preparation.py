@@ -17,7 +17,7 @@ from dpengine.accounting.constants import suggested_delta
 from dpengine.accounting.events import CyclicGaussianEvent
 from dpengine.accounting.ledger import Charge, Ledger
 from dpengine.distributed.topology import SINGLE, Topology
-from dpengine.engine.argument_checks import Uncopied
+from dpengine.engine.argument_checks import NotCopyable
 from dpengine.engine.budget import Budget
 from dpengine.engine.run import Run
 from dpengine.engine.shared_dataset_check import SharedDatasetCheck
@@ -34,7 +34,7 @@ from .optimizers import DPOptimizer, get_optimizer_class
 from .utils.fast_gradient_clipping_utils import DPLossFastGradientClipping
 
 
-class Preparation(Uncopied):
+class Preparation(NotCopyable):
     """The parts of ``make_private``. Subclasses may override methods whose names begin with ``_prepare``.
 
     Attributes:
@@ -54,7 +54,7 @@ class Preparation(Uncopied):
     _to_keep = "copy.deepcopy(engine.accountant)"
     _repeats = False  # whether the batches of the next run are reproducible, for tests
 
-    def _keeps_books(self) -> bool:
+    def _has_private_models(self) -> bool:
         return bool(self.engine.runs)
 
     def _prepare_optimizer(

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 import dpengine
 from dpengine.accounting.accountant import epsilon_of
 from dpengine.accounting.origin import Origin, relation_of
-from dpengine.engine.run_report import origins_of, refuse_unknown_facts, report_of_run
+from dpengine.engine.run_report import check_report_arguments, origins_of, report_of_run
 from dpengine.errors import LedgerError, suggests_names
 from dpengine.report.report import PrivacyReport
 
@@ -254,7 +254,7 @@ class PrivacyEngine(Preparation, Checkpoints):
                 f"The accountant's history has {ledger.steps} steps that cost less than the {spent} this engine made.",
                 fix="Leave accountant.history as it is, or ask privacy_engine.engine.report().",
             )
-        refuse_unknown_facts(data, utility, excludes)
+        check_report_arguments(data, utility, excludes)
         return report_of_run(self.engine.runs[-1], ledger, origins, data, utility, excludes)
 
     def is_compatible(self, *, module: nn.Module, optimizer: Any, data_loader: Any) -> bool:

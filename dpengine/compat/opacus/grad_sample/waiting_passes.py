@@ -16,7 +16,7 @@ from dpengine.engine.batch_state import NOT_RETURNED, Stage
 from dpengine.engine.pass_clipper import PassClipper, RecordedPass
 from dpengine.engine.per_sample import PerSampleGradients
 from dpengine.engine.watch_model import mode_of
-from dpengine.errors import MissingGradientError, RepeatedBackwardError, StaleGradientError, TicketError
+from dpengine.errors import BatchStateError, MissingGradientError, RepeatedBackwardError, StaleGradientError
 from dpengine.grad_modes.bookkeep import BookKeeping
 from dpengine.grad_modes.choose_method import KeepAll
 from dpengine.grad_modes.materialize import show_grad_sample
@@ -297,7 +297,7 @@ class _Clipper(PassClipper):
         if self.capture.unfinished is None and self.mode.rows:
             name = next(iter(self.mode.rows))
             self.forget()
-            raise TicketError(
+            raise BatchStateError(
                 f"A backward pass reached layer '{name}' that did not come through the model's own forward: by another "
                 "method of it, as in model.encode(x), or by a layer that was called by itself. It was dropped.",
                 fix="Call the model, and have its forward choose: def forward(self, x, part='all').",

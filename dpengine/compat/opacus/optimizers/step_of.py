@@ -26,7 +26,7 @@ from dpengine.engine.build_plan import name_for, source_for
 from dpengine.engine.optimizer import refuse_optimizer, refuse_replaced
 from dpengine.engine.pass_clipper import REDUCTIONS
 from dpengine.engine.step import PrivateStep
-from dpengine.errors import MissingGradientError, ParameterMismatchError, ScaledGradientError, TicketError
+from dpengine.errors import BatchStateError, MissingGradientError, ParameterMismatchError, ScaledGradientError
 from dpengine.grad_modes.flat_buffer import FlatBuffer
 from dpengine.noise.keyed_streams import DEFAULT_KIND, SECURE_KIND
 from dpengine.noise.source import NoiseSource
@@ -233,7 +233,7 @@ def check_fetched_parts(optimizer: DPOptimizer, step: PrivateStep | None) -> Non
     optimizer.forget_skips()
     if step is not None:
         step.discard()
-    raise TicketError(
+    raise BatchStateError(
         "The loader returned parts of several batches since the last step, so the batch of this step is unknown. The "
         "gradients so far are discarded.",
         fix="Call optimizer.step() for each part before the next one is fetched; use num_workers of the loader to "
@@ -260,7 +260,7 @@ def gather(optimizer: DPOptimizer, step: PrivateStep) -> None:
     waiting.deliver(step)
     hooked = waiting.clipper.capture.state is CaptureState.ATTACHED or not waiting.clipper.model.training
     if not hooked and step.batches.awaits_backward and step.batches.samples:
-        raise TicketError(
+        raise BatchStateError(
             "step() has no gradients: the model's hooks are off, so no backward pass was recorded, and no "
             "p.grad_sample was written. Call model.enable_hooks() first, or write p.grad_sample of every parameter."
         )
@@ -323,7 +323,7 @@ def releasing(optimizer: DPOptimizer, step: PrivateStep) -> Iterator[None]:
 def write_noised(optimizer: DPOptimizer, step: PrivateStep) -> None:
     """Writes the noised sums to ``p.grad``."""
     if step.batches.stage is Stage.OPEN:
-        raise TicketError(
+        raise BatchStateError(
             "add_noise() was called for a part of a logical batch, which is not charged.",
             fix="Call it once all parts are clipped: pre_step() returns True then.",
         )

@@ -10,7 +10,7 @@ from torch.utils.data import Sampler
 from dpengine.distributed.ranks import Ranks
 from dpengine.errors import suggests_names
 from dpengine.noise.source import NoiseSource
-from dpengine.sampling.choose_scheme import batches_in_a_pass
+from dpengine.sampling.choose_scheme import batches_per_epoch
 from dpengine.sampling.poisson import PoissonSampling
 from dpengine.sampling.scheme import whole_number
 
@@ -38,7 +38,7 @@ class UniformWithReplacementSampler(Sampler[list[int]]):
         self.num_samples = whole_number(type(self).__name__, "num_samples", num_samples, at_least=1)
         self.sample_rate = sample_rate
         self.generator = generator
-        self.steps = batches_in_a_pass(sample_rate, drop_last=True) if steps is None else steps
+        self.steps = batches_per_epoch(sample_rate, drop_last=True) if steps is None else steps
         _strategy(self.num_samples, sample_rate, self.steps)
 
     def __len__(self) -> int:
@@ -82,7 +82,7 @@ class DistributedUniformWithReplacementSampler(Sampler[list[int]]):
         self.shuffle = shuffle
         self.shuffle_seed = shuffle_seed
         self.num_samples = len(range(self.rank, self.total_size, self.num_replicas))
-        self.num_batches = batches_in_a_pass(sample_rate, drop_last=True) if steps is None else steps
+        self.num_batches = batches_per_epoch(sample_rate, drop_last=True) if steps is None else steps
         _strategy(self.num_samples, sample_rate, self.num_batches)
 
     def __len__(self) -> int:

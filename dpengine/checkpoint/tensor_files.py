@@ -1,7 +1,8 @@
-"""Tensors of which each process may have a part, in safetensors files. Nothing in such a file can be code.
+"""Tensors, possibly sharded over processes, in safetensors files. Such a file cannot contain code.
 
-One process writes one file, ``NAME.safetensors``; several write ``NAME-00001-of-00004.safetensors`` and so on, each
-with where its parts lie, as ``torch.distributed.checkpoint`` has it: its ``HuggingFaceStorageReader`` reads them.
+One process writes one file, ``NAME.safetensors``. Several write ``NAME-00001-of-00004.safetensors`` and so on, each
+with the offsets of its shards in the format of ``torch.distributed.checkpoint``, whose ``HuggingFaceStorageReader``
+reads them.
 """
 
 from __future__ import annotations
@@ -23,17 +24,17 @@ from dpengine.distributed.local_shards import Box
 from dpengine.errors import CorruptFileError
 
 _SUFFIX = ".safetensors"
-_PLACES, _OFFSETS = "DCP_SHARDING_INFO", "saved_offsets"  # as torch.distributed.checkpoint calls them
-_EARLIER = "Take an earlier checkpoint."
+_PLACES, _OFFSETS = "DCP_SHARDING_INFO", "saved_offsets"  # names of torch.distributed.checkpoint
+_EARLIER = "Use an earlier checkpoint."
 
 
 @dataclass(frozen=True, eq=False)
-class Part:
-    """A part of a tensor.
+class Shard:
+    """A shard of a tensor.
 
     Attributes:
-        tensor: The part.
-        start: Where it begins, along each axis; None for a tensor that is here as a whole.
+        tensor: The shard.
+        start: Its offset along each axis; None for a complete tensor.
     """
 
     tensor: Tensor
@@ -41,35 +42,35 @@ class Part:
 
 
 def file_name(name: str, rank: int, ranks: int) -> str:
-    """What a rank's file is called."""
+    """Returns the name of a rank's file."""
     return f"{name}{_SUFFIX}" if ranks == 1 else f"{name}-{rank + 1:05d}-of-{ranks:05d}{_SUFFIX}"
 
 
 def files_of(name: str, files: Iterable[str]) -> list[str]:
-    """The files of all ranks among others."""
+    """Selects the files of all ranks."""
     pattern = re.compile(rf"{re.escape(name)}(-\d{{5,}}-of-\d{{5,}})?{re.escape(_SUFFIX)}")
     return sorted(file for file in files if pattern.fullmatch(file))
 
 
-def writer(parts: Mapping[str, Part], metadata: Mapping[str, str]) -> Callable[[Path], None]:
-    """What writes a file."""
+def writer(parts: Mapping[str, Shard], metadata: Mapping[str, str]) -> Callable[[Path], None]:
+    """Returns a function that writes a file."""
     places = {name: {_OFFSETS: part.start} for name, part in parts.items() if part.start is not None}
     if places:
         others = {name: {_OFFSETS: [0] * part.tensor.dim()} for name, part in parts.items() if part.start is None}
         metadata = {**metadata, _PLACES: json.dumps({**places, **others})}
-    tensors = {name: _alone(part.tensor.detach()) for name, part in parts.items()}
+    tensors = {name: _with_own_storage(part.tensor.detach()) for name, part in parts.items()}
     return lambda path: save_file(tensors, path, dict(metadata))
 
 
-def _alone(tensor: Tensor) -> Tensor:
-    """A tensor whose memory has nothing else, which such a file asks for."""
+def _with_own_storage(tensor: Tensor) -> Tensor:
+    """Returns the tensor with a storage of its own, which safetensors requires."""
     tensor = tensor.contiguous()
     size = tensor.numel() * tensor.element_size()
     return tensor if tensor.untyped_storage().nbytes() == size else tensor.clone()
 
 
-class Stored:
-    """The tensors in the files of all ranks, of which some or all of each can be read.
+class StoredTensors:
+    """The tensors in the files of all ranks, which can be read completely or partially.
 
     Use it in a ``with`` statement, which closes the files.
     """
@@ -79,7 +80,7 @@ class Stored:
         self._files = contextlib.ExitStack()
         self.metadata: dict[str, str] = {}
         for path in paths:
-            with _damage_told(path.name):
+            with _corruption_errors(path.name):
                 file = self._files.enter_context(safe_open(path, framework="pt"))
                 found = dict(file.metadata() or {})
                 places = json.loads(found.pop(_PLACES, "{}"))
@@ -88,12 +89,12 @@ class Stored:
                     size = tuple(file.get_slice(name).get_shape())
                     start = tuple(places[name][_OFFSETS]) if name in places else (0,) * len(size)
                     if len(start) != len(size):
-                        raise ValueError(f"{name!r} is a part of something else")
+                        raise ValueError(f"{name!r} is a shard of another tensor")
                     parts = self._parts.setdefault(name, [])
-                    if all(box != Box(start, size) for _, box in parts):  # ranks may have written the same
+                    if all(box != Box(start, size) for _, box in parts):  # ranks may have written the same shard
                         parts.append((file, Box(start, size)))
 
-    def __enter__(self) -> Stored:
+    def __enter__(self) -> StoredTensors:
         return self
 
     def __exit__(self, *raised: object) -> None:
@@ -101,19 +102,19 @@ class Stored:
 
     @property
     def names(self) -> list[str]:
-        """What the tensors are called."""
+        """Names of the tensors."""
         return list(self._parts)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Of a whole tensor."""
+        """Returns the shape of the complete tensor."""
         ends = [[a + n for a, n in zip(box.start, box.size, strict=True)] for _, box in self._parts[name]]
         return tuple(map(max, zip(*ends, strict=True)))
 
     def read(self, name: str, wanted: Box | None = None) -> Tensor:
-        """A part of a tensor, on the CPU and in memory of its own."""
+        """Returns a part of a tensor, on the CPU with its own storage."""
         box = Box.whole(self.shape(name)) if wanted is None else wanted
         out, found = None, 0
-        with _damage_told(name):
+        with _corruption_errors(name):
             for file, part in self._parts[name]:
                 common = part.common(box)
                 if out is None or common.numel:
@@ -122,25 +123,25 @@ class Stored:
                     out[common.inside(box)] = values
                     found += common.numel
         if out is None or found != box.numel:
-            raise CorruptFileError(f"{name!r} is not there as a whole.", fix=_EARLIER)
+            raise CorruptFileError(f"{name!r} is incomplete.", fix=_EARLIER)
         return out
 
 
 def _values(file: Any, name: str, part: Box, common: Box) -> Tensor:
     if common == part or not part.size:
         return file.get_tensor(name)  # type: ignore[no-any-return]
-    if not common.numel:  # then its dtype is asked for
+    if not common.numel:  # only its dtype is needed
         return file.get_slice(name)[tuple(slice(0, 0) for _ in part.size)].new_empty(common.size)  # type: ignore[no-any-return]
     return file.get_slice(name)[common.inside(part)]  # type: ignore[no-any-return]
 
 
 @contextlib.contextmanager
-def _damage_told(what: str) -> Any:
+def _corruption_errors(what: str) -> Any:
     try:
         yield
     except FileNotFoundError:
-        raise CorruptFileError(f"{what} is missing.", fix="Copy the whole folder, its private part too.") from None
+        raise CorruptFileError(f"{what} is missing.", fix="Copy the complete folder, also its private part.") from None
     except (SafetensorError, ValueError, TypeError, KeyError, AttributeError, RuntimeError, RecursionError) as error:
         if isinstance(error, CorruptFileError):
             raise
-        raise CorruptFileError(f"{what} is damaged, or no tensor file: {error}.", fix=_EARLIER) from error
+        raise CorruptFileError(f"{what} is damaged, or not a tensor file: {error}.", fix=_EARLIER) from error

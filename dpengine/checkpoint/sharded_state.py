@@ -1,4 +1,4 @@
-"""States of which each process has a part: what each writes, and what each takes of what all wrote."""
+"""Sharded states: what each process writes, and reads from the files of all processes."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ from dpengine.distributed.topology import Topology
 from dpengine.errors import CorruptFileError, MechanismMismatchError
 
 from .layout import EARLIER
-from .pieces import Part, Stored
+from .tensor_files import Shard, StoredTensors
 
 _SLICE = "noise"
 
 
-def written(tensors: Mapping[str, Tensor], topology: Topology) -> dict[str, Part]:
-    """Selects what this rank writes of shared or sharded tensors: exactly one rank writes each element."""
+def owned_shards(tensors: Mapping[str, Tensor], topology: Topology) -> dict[str, Shard]:
+    """Selects the shards that this rank writes: exactly one rank writes each element."""
     found = {}
     for name, tensor in tensors.items():
         if topology.writes(tensor):
             start = topology.layout.held(cast(nn.Parameter, tensor)).kept.start if is_dtensor(tensor) else None
-            part = Part(local_part(tensor), start)
+            part = Shard(local_part(tensor), start)
             if start is None or part.tensor.numel():
                 found[name] = part
     return found
 
 
-def taken(stored: Stored, name: str, like: Tensor, topology: Topology) -> Tensor:
-    """A stored tensor as this rank has it: all of it, or its part, as a DTensor where ``like`` is one."""
+def local_tensor(stored: StoredTensors, name: str, like: Tensor, topology: Topology) -> Tensor:
+    """Reads a stored tensor for this rank: completely, or its shard as a DTensor if ``like`` is one."""
     if not is_dtensor(like):
         return stored.read(name)
     like = cast(nn.Parameter, like)
@@ -44,7 +44,7 @@ def taken(stored: Stored, name: str, like: Tensor, topology: Topology) -> Tensor
 
 
 def owners(tensors: Mapping[str, Tensor], optimizer: Optimizer, state: Mapping[str, Any]) -> dict[str, int]:
-    """Whose state a tensor of an optimizer is: the number of the parameter."""
+    """Returns the parameter index of each tensor of an optimizer's state."""
     of = {id(leaf): i for i, kept in state.get("state", {}).items() for leaf in pytree.tree_leaves(kept)}
     found = {name: of[id(tensor)] for name, tensor in tensors.items() if id(tensor) in of}
     parameters = _listed(optimizer)
@@ -53,31 +53,31 @@ def owners(tensors: Mapping[str, Tensor], optimizer: Optimizer, state: Mapping[s
         if is_dtensor(parameters[i]) and not _alike(tensor, parameters[i]) and (tensor.dim() or is_dtensor(tensor)):
             raise TypeError(
                 f"checkpoint: the optimizer keeps a tensor {tuple(tensor.shape)} for a sharded parameter "
-                f"{tuple(parameters[i].shape)}. Known are tensors that are cut as the parameter is, and single numbers."
+                f"{tuple(parameters[i].shape)}. Supported are tensors sharded like the parameter, and scalars."
             )
     return found
 
 
 def optimizer_tensors(
-    stored: Stored, of: Mapping[str, int], optimizer: Optimizer, topology: Topology
+    stored: StoredTensors, of: Mapping[str, int], optimizer: Optimizer, topology: Topology
 ) -> dict[str, Tensor]:
-    """The tensors of an optimizer's state as this rank has them."""
+    """Reads the tensors of an optimizer's state for this rank."""
     parameters, found = _listed(optimizer), {}
     for name in stored.names:
         if name not in of:
             found[name] = stored.read(name)
             continue
         if not 0 <= of[name] < len(parameters):
-            raise CorruptFileError(f"{name!r} belongs to no parameter.", fix=EARLIER)
+            raise CorruptFileError(f"{name!r} does not belong to a parameter.", fix=EARLIER)
         parameter, shape = parameters[of[name]], stored.shape(name)
         if not is_dtensor(parameter) or not shape:
             found[name] = stored.read(name)
         elif shape == tuple(parameter.shape):
-            found[name] = taken(stored, name, parameter, topology)
+            found[name] = local_tensor(stored, name, parameter, topology)
         else:
             raise MechanismMismatchError(
                 f"The optimizer keeps a tensor {shape} for a parameter {tuple(parameter.shape)} that is sharded now.",
-                fix="Load it where parameters are as they were, or take an optimizer whose state is cut as they are.",
+                fix="Load it without sharding, or use an optimizer whose state is sharded like the parameters.",
             )
     return found
 
@@ -90,26 +90,26 @@ def _alike(tensor: Any, parameter: Any) -> bool:
     return is_dtensor(tensor) and (tensor.shape, tensor.placements) == (parameter.shape, parameter.placements)
 
 
-def slice_parts(slices: Mapping[Places, Tensor]) -> dict[str, Part]:
-    """What correlated noise keeps for its slices, ``(K, D)`` by their places, as parts of a file."""
-    return {".".join([_SLICE, *map(str, astuple(places))]): Part(state_KD) for places, state_KD in slices.items()}
+def slice_shards(slices: Mapping[Places, Tensor]) -> dict[str, Shard]:
+    """Returns the state of correlated noise, ``(K, D)`` by place, as shards of a file."""
+    return {".".join([_SLICE, *map(str, astuple(places))]): Shard(state_KD) for places, state_KD in slices.items()}
 
 
-def cut_slices(stored: Stored, wanted: Sequence[Places]) -> dict[Places, Tensor]:
-    """What was kept for slices, cut as this rank draws them now."""
+def cut_slices(stored: StoredTensors, wanted: Sequence[Places]) -> dict[Places, Tensor]:
+    """Reads the state of correlated noise for the slices of this rank."""
     rows = sorted(row for name in stored.names for row in _rows_of(name))
     return {places: _cut(stored, rows, places) for places in wanted}
 
 
 def _rows_of(name: str) -> list[tuple[int, int, str, int]]:
-    """Where each row of a stored slice begins, how long it is, and where it lies in what is stored."""
+    """Returns start, length, name and offset of each row of a stored slice."""
     places = Places(*map(int, name.split(".")[1:]))
     return [(places.start + i * places.stride, places.length, name, i * places.length) for i in range(places.rows)]
 
 
-def _cut(stored: Stored, rows: Sequence[tuple[int, int, str, int]], wanted: Places) -> Tensor:
+def _cut(stored: StoredTensors, rows: Sequence[tuple[int, int, str, int]], wanted: Places) -> Tensor:
     pieces: list[Tensor] = []
-    whole: dict[str, Tensor] = {}  # slices that have many rows are read once
+    cache: dict[str, Tensor] = {}  # slices with several rows are read once
     for row in range(wanted.rows):
         place = wanted.start + row * wanted.stride
         end = place + wanted.length
@@ -117,13 +117,13 @@ def _cut(stored: Stored, rows: Sequence[tuple[int, int, str, int]], wanted: Plac
         while place < end:
             start, length, name, offset = rows[at] if 0 <= at < len(rows) else (end, 0, "", 0)
             if not start <= place < start + length:
-                raise CorruptFileError(f"The noise kept for place {place} is missing.", fix=EARLIER)
+                raise CorruptFileError(f"The state of the noise at place {place} is missing.", fix=EARLIER)
             stop = min(end, start + length)
-            kept, many = stored.shape(name)[0], stored.shape(name)[1] > length
-            if many:
-                state_KD = whole[name] if name in whole else whole.setdefault(name, stored.read(name))
+            state_rows, several = stored.shape(name)[0], stored.shape(name)[1] > length
+            if several:
+                state_KD = cache[name] if name in cache else cache.setdefault(name, stored.read(name))
                 pieces.append(state_KD[:, offset + place - start : offset + stop - start])
             else:
-                pieces.append(stored.read(name, Box((0, place - start), (kept, stop - place))))
+                pieces.append(stored.read(name, Box((0, place - start), (state_rows, stop - place))))
             place, at = stop, at + 1
     return torch.cat(pieces, dim=1)
