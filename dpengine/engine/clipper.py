@@ -16,7 +16,7 @@ from .pass_clipper import PassClipper, RecordedPass
 class PerSampleGradientClipper:
     """Clips the gradient of every sample of a module and accumulates the clipped gradients.
 
-    It bounds what one sample can do to ``p.grad``; it adds no noise, so by itself it is not private. ::
+    It bounds the contribution of each sample to ``p.grad``. It adds no noise, so by itself it is not private. ::
 
         clipper = PerSampleGradientClipper(model, Flat(1.0))
         for inputs, targets in minibatches:  # sizes may differ
@@ -26,10 +26,12 @@ class PerSampleGradientClipper:
         optimizer.step()
 
     Args:
-        module: The module whose trainable parameters are clipped. It must be in train mode to be recorded.
+        module: The module whose trainable parameters are clipped, with all of its layers. Only passes in train mode are
+            recorded.
         norm_clipper: A clipping policy, such as ``Flat(1.0)``, that fits the module.
         batch_first: Whether axis 0 of the inputs is the batch; else axis 1, as in time-major models.
-        loss_reduction: ``"mean"`` if the loss averages over the samples of a minibatch, ``"sum"`` if it adds them.
+        loss_reduction: ``"mean"`` multiplies gradients by the number of samples, so the loss must be the mean over all
+            samples of a minibatch; ``"sum"`` if the loss is their sum.
         grad_sample_mode: ``"auto"``, ``"hooks"``, ``"functorch"``, ``"ew"`` or ``"ghost"``.
 
     Raises:
@@ -98,10 +100,10 @@ class PerSampleGradientClipper:
                 self._statistics = []  # the sums were zeroed, because a part of a pass was in them
 
     def pre_step(self) -> tuple[float | list[float], float]:
-        """Puts the clipped gradients into ``p.grad``: their average over all samples seen, or their sum.
+        """Writes the average of the clipped gradients to ``p.grad`` (their sum for a sum loss); clears the accumulator.
 
         Returns:
-            The threshold (a list for a policy with several groups), and the largest per-sample norm seen.
+            The clipping norm (a list for a policy with several groups), and the largest per-sample norm.
 
         Raises:
             TicketError: If nothing was accumulated.
@@ -118,13 +120,13 @@ class PerSampleGradientClipper:
         return (bounds[0] if len(bounds) == 1 else list(bounds)), largest
 
     def reset(self) -> None:
-        """Forgets what was accumulated."""
+        """Clears the accumulator."""
         self._statistics = []
         self._recorded = None
         self._clipper.discard()
 
     def detach(self) -> None:
-        """Takes all hooks off the module."""
+        """Removes all hooks from the module."""
         self.reset()
         self._clipper.detach()
 
