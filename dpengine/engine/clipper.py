@@ -16,7 +16,7 @@ from .pass_clipper import PassClipper, RecordedPass
 class PerSampleGradientClipper:
     """Clips the gradient of every sample of a module and accumulates the clipped gradients.
 
-    It bounds the influence of each sample on ``p.grad``. It adds no noise, so by itself it is not private. ::
+    It bounds the contribution of each sample to ``p.grad``. It adds no noise, so by itself it is not private. ::
 
         clipper = PerSampleGradientClipper(model, Flat(1.0))
         for inputs, targets in minibatches:  # sizes may differ
@@ -26,10 +26,12 @@ class PerSampleGradientClipper:
         optimizer.step()
 
     Args:
-        module: The module with the trainable parameters. It must be in train mode.
+        module: The module whose trainable parameters are clipped, with all of its layers. Only passes in train mode are
+            recorded.
         norm_clipper: A clipping policy, such as ``Flat(1.0)``, that fits the module.
         batch_first: True if axis 0 of the inputs is the batch; False for axis 1, as in time-major models.
-        loss_reduction: ``"mean"`` if the loss averages over the samples of a minibatch, ``"sum"`` if it adds them.
+        loss_reduction: ``"mean"`` multiplies gradients by the number of samples, so the loss must be the mean over all
+            samples of a minibatch; ``"sum"`` if the loss is their sum.
         grad_sample_mode: ``"auto"``, ``"hooks"``, ``"functorch"``, ``"ew"`` or ``"ghost"``.
 
     Raises:
@@ -98,7 +100,7 @@ class PerSampleGradientClipper:
                 self._statistics = []  # the sums were zeroed, because they held a part of a pass
 
     def pre_step(self) -> tuple[float | list[float], float]:
-        """Writes the average of the clipped gradients over all accumulated samples, or their sum, to ``p.grad``.
+        """Writes the average of the clipped gradients to ``p.grad`` (their sum for a sum loss); clears the accumulator.
 
         Returns:
             The clipping norm (a list for a policy with several groups), and the largest per-sample norm.

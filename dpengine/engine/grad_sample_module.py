@@ -21,18 +21,22 @@ from .per_sample import PerSampleGradients
 
 @suggests_names
 class GradSampleModule(nn.Module):
-    """Wraps a module so that ``backward`` leaves per-sample gradients.
+    """Wraps a module and records the per-sample gradients of each backward pass.
 
     After ``backward``, ``p.grad_sample`` of every trainable parameter is the gradient of each sample's own loss,
-    ``(B, *p.shape)``, batch first for all ``batch_first``. It is formed when it is first read; until then the inputs
-    and output gradients of the layers are held. After several backward passes it is a list with one tensor for
-    each, until ``zero_grad`` of this module (that of an optimizer does not clear it). ``p.grad`` stays None.
-    ``last_pass`` gives norms and weighted sums, which form no per-sample gradient::
+    ``(B, *p.shape)``, batch first whatever ``batch_first`` is. It is formed when it is first read; until then the
+    inputs and output gradients of the layers are kept in memory. After several backward passes it is a list with one
+    tensor for each, until ``zero_grad`` of this module (that of an optimizer does not clear it). ``p.grad`` stays None.
+    ``last_pass`` returns norms and weighted sums, which form no per-sample gradient::
 
         model = GradSampleModule(model)
         loss_fn(model(inputs), targets).backward()
         norms = model.last_pass.norms()  # (B,)
         clipped = model.last_pass.weighted_sum((1.0 / norms).clamp(max=1.0))  # {name: sum over samples}
+
+    The wrapped module must be in train mode. A pass in eval mode is not recorded and leaves ordinary gradients in
+    ``p.grad``; ``last_pass`` then still returns the pass before it. To disable dropout, put only those layers in eval
+    mode. Layers that are added or replaced after wrapping are not recorded.
 
     At some passes the independence probe runs the model again with other samples in the batch; if that changes the
     gradient of a sample, ``backward`` raises ``UnsupportedLayerError``. For training use
@@ -40,9 +44,10 @@ class GradSampleModule(nn.Module):
     hooks of the wrapper are off, and ``last_pass`` raises BatchStateError.
 
     Args:
-        module: The module. It is not copied.
+        module: The module with all of its layers. It is not copied, and is available as ``.module``.
         batch_first: True if axis 0 of the inputs is the batch; False for axis 1.
-        loss_reduction: ``"mean"`` if the loss averages over the samples of a batch, ``"sum"`` if it adds them.
+        loss_reduction: ``"mean"`` multiplies gradients by the number of samples, so the loss must be the mean over all
+            of them; ``"sum"`` if the loss is their sum. It is not checked.
         force_functorch: Whether every layer uses the ``torch.func`` fallback.
 
     Raises:
@@ -84,8 +89,9 @@ class GradSampleModule(nn.Module):
     def last_pass(self) -> PerSampleGradients:
         """Per-sample results of the last backward pass: ``norms()``, ``weighted_sum(weights)``, ``gradients(name)``.
 
-        They are kept until the next backward pass or ``zero_grad`` of this module; after an interrupted backward pass,
-        and before the first one, reading it raises BatchStateError. See `dpengine.engine.PerSampleGradients`.
+        Only passes in train mode are recorded. Raises BatchStateError before the first one, after an interrupted one, after
+        ``zero_grad`` of this module, and while the module is private. The returned object stays valid after the next
+        pass. See `dpengine.engine.PerSampleGradients`.
         """
         self._check_not_private()
         if self._last is None or self._clipper.capture.unfinished is not None:

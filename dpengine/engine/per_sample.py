@@ -23,14 +23,14 @@ from .pass_clipper import PassClipper, RecordedPass
 
 
 class PerSampleGradients:
-    """Gradients of the samples of one backward pass, which are formed only when they are read.
+    """Per-sample gradients of one backward pass, formed when they are read. Returned by ``GradSampleModule.last_pass``.
 
-    All results refer to the gradient of each sample's own loss, whatever the loss reduction. They are not private.
-    Norms and weighted sums form no gradient tensor ``(B, *param.shape)``, except for layers without a built-in grad
-    sampler. Until it is released, the object holds the inputs and output gradients of all layers. Parameters are named
-    as in ``named_parameters()`` of the wrapped module. Results may be read several times, also after the next pass.
+    All results refer to the gradient of each sample's own loss, for a mean loss too. They are not private. Norms and
+    weighted sums form no gradient tensor ``(B, *param.shape)``, except for layers without a built-in grad sampler. The
+    object keeps the inputs and output gradients of all layers in memory. Parameter names are those in the wrapped
+    module, without the prefix ``module.``. Results may be read several times, also after the next pass.
 
-    A result cannot be formed once an input of a layer was changed in place; reading it then raises StaleGradientError.
+    Reading a result after an input of a layer was changed in place raises StaleGradientError.
 
     Attributes:
         samples: Number of samples B.
@@ -72,7 +72,8 @@ class PerSampleGradients:
         """Returns the sum over samples of weight times gradient for each parameter, by dotted name.
 
         Args:
-            weights: ``(B,)``, one finite number for each sample, of any sign and size.
+            weights: ``(B,)``, one finite number for each sample, of any sign and size. A one-hot vector gives the
+                gradient of one sample.
 
         Returns:
             Tensors of the shapes of the parameters, in float32 (float64 for float64 parameters).
