@@ -117,6 +117,14 @@ def test_a_batch_without_a_step_is_charged_as_discarded():
 
 
 @pytest.mark.filterwarnings("ignore:.*DPE006")
+def test_two_engines_on_one_data_set_warn_before_the_second_step():
+    data = TensorDataset(torch.randn(EXAMPLES, 4))
+    loops = [Loop(data=data), Loop(data=data)]
+    loops[0].step(5)
+    with pytest.warns(PrivacyWarning, match="Another engine trained on the same data set"):
+        loops[1].step(5)
+
+
 def test_no_step_number_addresses_noise_twice():
     loop = Loop()
     with inside.drawn_noise(loop.engine) as drawn:

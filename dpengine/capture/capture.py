@@ -167,6 +167,20 @@ class Capture:
             parameter = self._unwatched.pop(name)
             self._handles.append(parameter.register_post_accumulate_grad_hook(self._leak_hook(name)))
 
+    def check_layers(self) -> None:
+        """Raises UnknownParameterError if a layer with parameters that train was added after the hooks."""
+        if self.state is CaptureState.DETACHED or self.topology.slots:
+            return
+        for name, module in self.model.named_modules():
+            own = module not in _watched and [p for p in module._parameters.values() if p is not None]
+            if own and any(p.requires_grad for p in own):
+                raise UnknownParameterError(
+                    f"Layer '{name}' ({type(module).__name__}) was added or replaced after the hooks were attached, so "
+                    "its gradients are not clipped.",
+                    fix="Change the layers first. Now detach the hooks (engine.detach(model), to_standard_module() or "
+                    "clipper.detach()), and attach them again.",
+                )
+
     def detach(self) -> None:
         """Takes every hook off again. Safe to call twice."""
         for handle in self._handles:

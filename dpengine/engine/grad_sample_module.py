@@ -14,6 +14,7 @@ from dpengine.errors import BatchStateError, UnsupportedLayerError, suggests_nam
 from dpengine.grad_modes.choose_method import MethodTable
 from dpengine.grad_modes.materialize import forget_grad_samples, show_grad_sample
 from dpengine.grad_modes.modes import MODES, on_demand
+from dpengine.kernels.precision import without_autocast
 
 from .pass_clipper import PassClipper, RecordedPass
 from .per_sample import PerSampleGradients
@@ -35,8 +36,8 @@ class GradSampleModule(nn.Module):
         clipped = model.last_pass.weighted_sum((1.0 / norms).clamp(max=1.0))  # {name: sum over samples}
 
     The wrapped module must be in train mode. A pass in eval mode is not recorded and leaves ordinary gradients in
-    ``p.grad``; ``last_pass`` then still returns the pass before it. To disable dropout, put only those layers in eval
-    mode. Layers that are added or replaced after wrapping are not recorded.
+    ``p.grad``; ``last_pass`` then raises. To disable dropout, put only those layers in eval
+    mode. Wrap the module again after adding or replacing layers.
 
     At some passes the independence probe runs the model again with other samples in the batch; if that changes the
     gradient of a sample, ``backward`` raises ``UnsupportedLayerError``. For training use
@@ -89,15 +90,20 @@ class GradSampleModule(nn.Module):
     def last_pass(self) -> PerSampleGradients:
         """Per-sample results of the last backward pass: ``norms()``, ``weighted_sum(weights)``, ``gradients(name)``.
 
-        Only passes in train mode are recorded. Raises BatchStateError before the first one, after an interrupted one, after
-        ``zero_grad`` of this module, and while the module is private. The returned object stays valid after the next
-        pass. See `dpengine.engine.PerSampleGradients`.
+        Only passes in train mode are recorded. Raises BatchStateError before the first one, after an interrupted one,
+        after one in eval mode, after ``zero_grad`` of this module, and while the module is private. The returned object
+        stays valid after the next pass. See `dpengine.engine.PerSampleGradients`.
         """
         self._check_not_private()
         if self._last is None or self._clipper.capture.unfinished is not None:
             raise BatchStateError(
                 "No backward pass has left per-sample gradients.",
                 fix="Call loss.backward() on outputs of the wrapped model in train mode, before zero_grad().",
+            )
+        if self._clipper.capture.leaks:  # which the next pass in train mode clears
+            raise BatchStateError(
+                "The last backward pass was not recorded: its forward pass ran in eval mode.",
+                fix="Call model.train() before the forward pass. To disable dropout, put those layers in eval mode.",
             )
         return self._last
 
@@ -134,9 +140,11 @@ class GradSampleModule(nn.Module):
         try:
             self._check_not_private()  # the forward pass may be one from before
             self._clipper.check_leaks()
+            self._clipper.trainable()  # checks that all layers have hooks
             found = PerSampleGradients(self._clipper, self._clipper.take())
             norms_B = found.norms() / found.recorded.scale
-            self._clipper.probe.after(found.recorded.replay, norms_B.square())
+            with without_autocast():
+                self._clipper.probe.after(found.recorded.replay, norms_B.square())
         except BaseException:
             self._clipper.forget()
             self._forget_results()

@@ -21,7 +21,7 @@ def fetch_ahead(engine: PrivacyEngine, batches: int) -> None:
     """Declares that the trainer fetches batches from the private loader before it uses the first of them.
 
     Call it after ``make_private``, before the first batch. Each physical batch must then go through one backward pass,
-    in the order of the loader; a batch that is empty may be left out.
+    in the order of the loader. The backward pass of an empty batch may be left out, but not its ``optimizer.step()``.
 
     Args:
         engine: The engine; it applies to the run of the last ``make_private``.

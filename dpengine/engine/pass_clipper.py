@@ -137,6 +137,7 @@ class PassClipper:
         flags = list(map(_requires_grad, named.values()))
         last = self._last_trainable
         if last is None or last.named is not named or last.only is not self.only or last.flags != flags:
+            self.capture.check_layers()
             found = {name: p for name, p in named.items() if p.requires_grad and (self.only is None or p in self.only)}
             last = self._last_trainable = _Trainable(named, flags, self.only, found)
         return last.found

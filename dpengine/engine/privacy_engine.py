@@ -199,7 +199,8 @@ class PrivacyEngine(argument_checks.NotCopyable):
         layout |= {"grad_sample_mode": grad_sample_mode, "methods": self.methods}
         parts: dict[str, Any] = {"batches": BatchState(external=external), "budget": budget, "grad_scaler": grad_scaler}
         parts |= {"unused_parameters": unused_parameters, "unit_reduction": unit_reduction}
-        parts["dataset_check"] = SharedDatasetCheck(getattr(data_loader, "dataset", None), self._engine_ledger.totals)
+        dataset = getattr(data_loader, "dataset", data_loader if external else None)
+        parts["dataset_check"] = SharedDatasetCheck(dataset, self._engine_ledger.totals)
         source, ledger = self._new_source(topology), self._engine_ledger.of_run(run_plan.run, topology.everyone)
         step = PrivateStep(run_plan, partial(PassClipper, inner, run_plan.clipping, **layout), source, ledger, **parts)
         run = Run(module, optimizer, step, grad_scaler, lr_scheduler, units, unit)

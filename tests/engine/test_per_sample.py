@@ -11,7 +11,13 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dpengine import GradSampleModule
-from dpengine.errors import BatchStateError, MissingGradientError, StaleGradientError, UnsupportedLayerError
+from dpengine.errors import (
+    BatchStateError,
+    MissingGradientError,
+    StaleGradientError,
+    UnknownParameterError,
+    UnsupportedLayerError,
+)
 from dpengine.grad_modes.on_demand import OnDemand
 
 SAMPLES = 5
@@ -354,6 +360,31 @@ def test_without_a_pass_in_train_mode_there_is_no_result(prepare):
     prepare(wrapped)
     wrapped(torch.randn(2, 4))
     with pytest.raises(BatchStateError, match=r"DPE022.*Call loss\.backward\(\) on outputs of the wrapped model"):
+        _ = wrapped.last_pass
+
+
+def test_after_a_pass_in_eval_mode_no_earlier_result_is_returned():
+    model, inputs, targets = data_of("linear")
+    wrapped = one_pass(model, inputs, targets).eval()
+    F.cross_entropy(wrapped(inputs[:2]), targets[:2]).backward()
+    with pytest.raises(BatchStateError, match=r"eval mode.*Call model\.train\(\)"):
+        _ = wrapped.last_pass
+    wrapped.train()
+    F.cross_entropy(wrapped(inputs[:2]), targets[:2]).backward()
+    assert wrapped.last_pass.samples == 2
+
+
+@pytest.mark.parametrize("changed", ["replaced", "added"])
+def test_a_layer_that_the_hooks_do_not_know_is_an_error(changed):
+    model, inputs, targets = data_of("linear")
+    wrapped = one_pass(model, inputs, targets)
+    if changed == "replaced":
+        model[2] = nn.Linear(model[2].in_features, 3).double()
+    else:
+        model.append(nn.Linear(model[2].out_features, 3).double())
+    with pytest.raises(UnknownParameterError, match=f"Layer '{len(model) - 1}' \\(Linear\\) was added or replaced"):
+        F.cross_entropy(wrapped(inputs), targets).backward()
+    with pytest.raises(BatchStateError):
         _ = wrapped.last_pass
 
 
