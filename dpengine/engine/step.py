@@ -109,7 +109,7 @@ class PrivateStep:
         return unlimited or self.budget.may_draw(self.plan, self.ledger, *self.batches.upcoming())
 
     def batch_returned(self, batch: LogicalBatch, chunk: int) -> None:
-        """Records that the loader returns a physical batch to the user."""
+        """Records a physical batch, just before the loader returns it to the user."""
         if self.batches.stage is Stage.CLOSED:
             return
         self._settle()
@@ -152,7 +152,7 @@ class PrivateStep:
             self.ledger.charge(self.plan.event(), count=count, kind="void")
 
     def discard(self) -> None:
-        """Discards the merged logical batches: charges them and zeroes the sums."""
+        """Discards the merged logical batches: charges them, unless that is done, and zeroes the sums."""
         self._apply(self.batches.discard())
 
     @contextlib.contextmanager
@@ -271,7 +271,10 @@ class PrivateStep:
 
     @contextlib.contextmanager
     def releasing(self) -> Iterator[None]:
-        """Charges a complete logical batch before its update runs in the context. An error discards the batch."""
+        """Charges a complete logical batch before its update runs in the context.
+
+        An error in the update discards the batch, which is not charged a second time.
+        """
         self._check_budget(len(self.batches.batches))
         with self._discard_on_error():
             if missing := self.passes.missing(self.passes.follow()):
