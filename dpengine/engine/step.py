@@ -139,6 +139,7 @@ class PrivateStep:
         self._follow_plan()
 
     def _apply(self, effect: Effect) -> None:
+        """Executes the effect of a transition of the batch state."""
         try:
             self._charge_discarded(effect.discarded)
         finally:
@@ -261,7 +262,7 @@ class PrivateStep:
         self._settle()
         self._begin(self.batches.next_for_step())
         if self.batches.stage in NOT_RETURNED:
-            self._check_budget(1)  # the loader may have ended because of the budget
+            self._check_before_charge(1)  # the loader may have ended because of the budget
         if not self.batches.is_ready or len(self.batches.batches) > 1:
             check_step(self)
         if not self.batches.done:
@@ -275,7 +276,7 @@ class PrivateStep:
 
         An error in the update discards the batch, which is not charged a second time.
         """
-        self._check_budget(len(self.batches.batches))
+        self._check_before_charge(len(self.batches.batches))
         with self._discard_on_error():
             if missing := self.passes.missing(self.passes.follow()):
                 check_unused(self, missing)
@@ -292,7 +293,8 @@ class PrivateStep:
         if self.passes.settle():
             self.discard()
 
-    def _check_budget(self, count: int) -> None:
+    def _check_before_charge(self, count: int) -> None:
+        """Warns if another engine trains on the data set; raises BudgetExceeded if ``count`` charges do not fit."""
         if self.dataset_check is not None and not self.dataset_check.is_last:
             self.dataset_check.before_charge(self.ledger)
         if self.budget.target_epsilon is None:
