@@ -212,6 +212,7 @@ class PrivateStep:
                 self.passes.forget()
                 self.batches.clipped()
                 return
+            # Quick tests, once per pass. `check_backward` raises the error if the pass is indeed wrong.
             samples = self.batches.samples if self.batches.awaits_backward else None
             if samples is None or recorded.samples != samples or self.writer.stale:
                 check_backward(self, recorded)
