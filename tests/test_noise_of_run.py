@@ -157,3 +157,25 @@ def test_a_loader_that_is_set_back_cannot_have_its_noise_twice():
         next(iter(loop.loader))
     loop.loader.load_state_dict({"position": 9})  # forward is fine
     train(loop)
+
+
+@pytest.mark.parametrize("fetches", [(), (0, 2), (0, 1, 2)], ids=["before the step", "at times", "in the update"])
+def test_the_counts_of_adaptive_clipping_have_noise_of_their_own_step(fetches, monkeypatch):
+    loop = make_loop(noise_multiplier=1.0, clipping="adaptive", max_grad_norm=None)
+    source, steps = inside.noise_source(loop.engine), []
+    normal = type(source).normal_
+
+    def noted(self, out, *, domain, step, **rest):
+        steps.append(step)
+        return normal(self, out, domain=domain, step=step, **rest)
+
+    monkeypatch.setattr(type(source), "normal_", noted)
+    batches = (batch for _ in range(2) for batch in loop.loader)
+    waiting = [next(batches)]
+    loop.optimizer.register_step_post_hook(lambda *_: len(steps) in fetches and waiting.append(next(batches)))
+    for _ in range(4):
+        inputs, targets = waiting.pop() if waiting else next(batches)
+        loop.optimizer.zero_grad()
+        nn.functional.cross_entropy(loop.model(inputs), targets).backward()
+        loop.optimizer.step()
+    assert steps == [0, 1, 2, 3]

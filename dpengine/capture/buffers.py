@@ -27,11 +27,11 @@ class _Noted:
     version: int
     value: Tensor | None
     digest: Tensor | None
-    look: bool  # at the value even where version and identity are as before
-    local: Callable[[Tensor], Tensor]  # the part of a tensor that is here
+    look: bool  # compare the value also if version and identity are unchanged
+    local: Callable[[Tensor], Tensor]  # returns the local part of a sharded tensor
 
     def written(self) -> bool:
-        """Whether the buffer holds something else than before, as far as can be told."""
+        """Returns True if the buffer changed, as far as version, identity, value or digest show."""
         now, local = self.slots.get(self.name), self.local
         if now is None or now.shape != self.buffer.shape:
             return True
@@ -45,7 +45,7 @@ class _Noted:
         return not _equal(local(now), self.value) and not _counts(self.value, now)
 
     def put_back(self) -> None:
-        """Undoes what was written, where the old value is known."""
+        """Restores the tensor of the slot, and its value if that was recorded."""
         self.slots[self.name] = self.buffer
         if self.value is not None:
             self.local(self.buffer.data).copy_(self.value)
@@ -66,16 +66,16 @@ class BufferWatch:
         self._passes = 0
         self._modules: dict[str, nn.Module] = {}
         self._slots: list[tuple[dict[str, Tensor | None], str, str]] = []  # table, name there, and dotted name
-        self._present: list[Tensor | None] = []  # what is in these slots
+        self._present: list[Tensor | None] = []  # the tensors in these slots
         self._tables: list[dict[str, Tensor | None]] = []
         self._entries = 0  # of all tables
-        self._counters: set[int] = set()  # indices of what may count passes
-        self._versions: list[int] | None = None  # of what is in the slots; None when no pass runs
-        self._noted: dict[int, _Noted] = {}  # those whose values were noted, by index
-        self._rewritten: set[str] = set()  # buffers whose version went up though their value stayed
+        self._counters: set[int] = set()  # indices of integer scalars, which may count passes
+        self._versions: list[int] | None = None  # of `_present`; None when no pass runs
+        self._noted: dict[int, _Noted] = {}  # records with a value or a digest, by index
+        self._rewritten: set[str] = set()  # buffers that were rewritten, so their values must be compared
 
     def note(self) -> None:
-        """A forward pass begins."""
+        """Records the versions of all buffers, and some values, when a forward pass begins."""
         self._passes += 1
         whole = self._passes & (self._passes - 1) == 0 or self._passes % _EVERY == 0
         if whole:
@@ -98,7 +98,10 @@ class BufferWatch:
             self._noted[i] = _Noted(*self._slots[i], buffer, self._versions[i], value, digest, whole, local)
 
     def put_back(self) -> list[str]:
-        """The forward pass is over, perhaps by an exception: undoes what it wrote, where the old value is known."""
+        """Restores buffers that a forward pass wrote, if their values are known. Returns the names of all written ones.
+
+        Called at the end of the forward pass, also after an exception.
+        """
         versions, self._versions = self._versions, None
         if versions is None:
             return []
@@ -129,7 +132,7 @@ class BufferWatch:
         return found
 
     def _same_tensors(self) -> bool:
-        """Returns True if the slots of the model hold the tensors that were found there last."""
+        """Returns True if the slots of the model hold the same tensors as before."""
         present = [slots.get(name) for slots, name, _ in self._slots]
         return all(map(operator.is_, present, self._present)) and sum(map(len, self._tables)) == self._entries
 
@@ -141,7 +144,7 @@ class BufferWatch:
         self._counters = {i for i, tensor in enumerate(self._present) if tensor is not None and _may_count(tensor)}
 
     def refuse_written(self) -> None:
-        """The forward pass is over."""
+        """Ends a forward pass: restores buffers that it wrote, and raises BufferUpdateError if there are any."""
         found = self.put_back()
         if not found:
             return
@@ -165,7 +168,7 @@ class BufferWatch:
 
 
 def _digest(tensor: Tensor) -> Tensor:
-    """Sums of the bits of all numbers, on which a write leaves its mark."""
+    """Returns the sum of the bits of all numbers, which a write most probably changes."""
     bits = {1: torch.int8, 2: torch.int16, 4: torch.int32}
     numbers = torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor.detach()
     return numbers.view(bits.get(numbers.element_size(), torch.int64)).sum(dtype=torch.int64)
@@ -180,6 +183,6 @@ def _counts(before: Tensor, now: Tensor) -> bool:
 
 
 def _equal(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors hold the same, NaN included, wherever and in whatever type they are."""
+    """Returns True if two tensors have equal values, NaN included, on any device and in any dtype."""
     other = other.to(device=one.device, dtype=one.dtype)
     return bool(((one == other) | ((one != one) & (other != other))).all())

@@ -30,42 +30,42 @@ from .watch import Watch
 if TYPE_CHECKING:
     from .replay import Replay
 
-_peek_transform = _functorch.peek_interpreter_stack  # None outside torch.func.vmap, grad and their like
+_peek_transform = _functorch.peek_interpreter_stack  # returns None outside transforms such as torch.func.vmap
 
 
 _watched: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # modules of all models that are attached
 
 
 class CaptureState(enum.Enum):
-    """Where capture is in its life."""
+    """State of a capture."""
 
     DETACHED = "detached"  # no hook on the model
     ATTACHED = "attached"  # train-mode forward passes are recorded
-    PAUSED = "paused"  # hooks are there and do nothing, as inside a replay
+    PAUSED = "paused"  # the hooks are attached and do nothing, as inside a replay
 
 
 class Recipient(Protocol):
-    """Takes the layer calls of a backward pass, as a grad mode does."""
+    """Receives the layer calls of a backward pass, as a grad mode does."""
 
     def receive(self, call: LayerCall, uses: Mapping[str, Use], rule: Any) -> None:
-        """A layer's output gradient arrived.
+        """Receives a layer call, once the gradient of the layer's output is computed.
 
-        With `LayerUses`, which a mode that needs ``Capture.counts_uses`` does not get, it must only store the call:
-        other threads may report at the same time, and autocast may be on.
+        If ``uses`` is a `LayerUses`, the recipient must only store the call, because other threads may call this method
+        at the same time and autocast may be on. A mode that sets ``Capture.counts_uses`` gets no `LayerUses`.
         """
 
     def receive_rows(self, use: Use, grad: Tensor) -> None:
-        """A parameter's per-sample gradient ``(B, *param.shape)`` arrived."""
+        """Receives a part ``(B, *param.shape)`` of a parameter's per-sample gradient."""
 
 
 class Listener(Recipient, Protocol):
-    """Takes the events of capture."""
+    """Receives the layer calls and the events of a capture."""
 
     def forward_started(self, rows: int | None) -> None:
-        """A train-mode forward pass of the whole model begins."""
+        """Called before a train-mode forward pass of the whole model, with its batch size if known."""
 
     def backward_ended(self) -> None:
-        """The backward pass that reached the model's output is over."""
+        """Called at the end of a backward pass that reached the model's output."""
 
 
 Swap = Callable[[Watch, Mapping[str, nn.Parameter], Sequence[Tensor], "int | None"], "Mapping[str, Tensor] | None"]
@@ -73,18 +73,19 @@ Swap = Callable[[Watch, Mapping[str, nn.Parameter], Sequence[Tensor], "int | Non
 
 @dataclass(eq=False)
 class Capture:
-    """Watches a model. Nothing of a batch is kept here: records belong to the autograd graph.
+    """Records the layer calls of one model. Inputs and gradients are stored in the autograd graph, not here.
 
     Attributes:
         model: The model whose forward passes are recorded in train mode.
-        watches: What is watched in it.
-        listener: Takes the events.
-        linear_rule: The rule for ``F.linear`` on a module's own parameters.
-        batch_first: Whether axis 0 carries the batch; else axis 1 of tensors with three axes or more, and of indices.
-        mean_loss: Whether losses are declared to be means over the rows; records say so.
-        swap: Another way to follow a layer's parameters, for batches on axis 0; None from it means the ordinary way.
-        replay: Where forward passes are noted so that they can be run again, if they shall be.
-        topology: Who holds what: where parameters are sharded, modules show others while they run.
+        watches: The watched modules.
+        listener: Receives the events.
+        linear_rule: The rule for ``F.linear`` called on parameters of a module that is followed operation by operation.
+        batch_first: True if axis 0 is the batch; else axis 1 of indices and of tensors with three axes or more.
+        mean_loss: True if losses are declared to be means over the samples. Copied to each `LayerCall`.
+        swap: Set by mode ``"ew"``. Returns the tensors that replace a layer's parameters while it runs; None for the
+            default, detached views.
+        replay: Records forward passes that will run again; None if none will.
+        topology: How the model is distributed. A module of a sharded model holds other parameters while it runs.
     """
 
     model: nn.Module
@@ -98,34 +99,34 @@ class Capture:
     topology: Topology = SINGLE
     state: CaptureState = field(default=CaptureState.DETACHED, init=False)
     rows: int | None = field(default=None, init=False)  # of the running forward pass
-    # Number of taps of each parameter since the last backward pass.
+    # Number of uses of each parameter since the last backward pass. Only filled where outputs go through a tap.
     uses: Counter[nn.Parameter] = field(default_factory=Counter, init=False)
     # Parameters whose gradient autograd filled outside a watched layer, with their names.
     leaks: dict[nn.Parameter, str] = field(default_factory=dict, init=False)
-    recipient: Recipient = field(init=False)  # takes the layer calls: the listener, unless they are redirected
-    # Parameters that running forward passes have replaced.
+    recipient: Recipient = field(init=False)  # the listener, except inside ``redirected``
+    # Parameters that are replaced while forward passes run: module, name in the module, parameter.
     swapped: list[tuple[nn.Module, str, nn.Parameter]] = field(default_factory=list, init=False)
-    # Parameters that do not require gradients while their layers run, in this or another thread.
+    # Parameters whose ``requires_grad`` is off while their layers run, one list for each running call.
     switched_off: list[list[nn.Parameter]] = field(default_factory=list, init=False)
-    thread: int | None = field(default=None, init=False)  # that ran the last forward pass of the whole model
-    counts_uses: bool = field(default=False, init=False)  # whether the grad mode reads ``uses``
+    thread: int | None = field(default=None, init=False)  # id of the thread of the last recorded forward pass
+    counts_uses: bool = field(default=False, init=False)  # the grad mode reads ``uses``, so every layer gets a tap
     anchor: Tensor = field(init=False)  # note [anchor] in tap.py
-    unfinished: int | None = field(default=None, init=False)  # graph task of a backward pass whose end is not seen yet
+    unfinished: int | None = field(default=None, init=False)  # graph task of a backward pass that has not ended
 
     def __post_init__(self) -> None:
-        """Creates what attaching fills."""
+        """Creates the private state, which ``attach`` fills."""
         self.anchor = torch.zeros((), requires_grad=True)
-        self._reports = _Reports()
-        self._reporting: int | None = None  # the thread whose report the recipient takes
+        self._report_lock = _ReportLock()
+        self._reporting: int | None = None  # thread in which the recipient handles a layer call now
         self.recipient = self.listener
         self._handles: list[Any] = []
         self._forwards: list[LayerForward] = []
         self._replaced: list[nn.Module] = []  # layers that run as batch-first replacements while attached
-        self._shown: dict[nn.Parameter, nn.Parameter] = {}  # the parameter in a module, to the registered one
-        self._unwatched: dict[str, nn.Parameter] = {}  # parameters without a hook, because they were frozen
+        self._registered: dict[nn.Parameter, nn.Parameter] = {}  # by the parameter that a running module holds
+        self._unwatched: dict[str, nn.Parameter] = {}  # parameters without a leak hook, because they are frozen
 
     def attach(self) -> None:
-        """Puts the hooks on."""
+        """Attaches all hooks to the model."""
         if self.state is not CaptureState.DETACHED:
             raise RuntimeError("capture is attached already; detach it first.")
         if any(module in _watched for module in self.model.modules()):
@@ -150,19 +151,19 @@ class Capture:
         self.state = CaptureState.ATTACHED
 
     def registered(self, present: nn.Parameter, owner: nn.Module | None = None, name: str = "") -> nn.Parameter:
-        """The parameter that the optimizer holds, for the one that stands in a module while it runs."""
+        """Returns the optimizer's parameter for the one that a module of a sharded model holds while it runs."""
         if not self.topology.slots:
             return present
-        if present not in self._shown and owner is not None:
+        if present not in self._registered and owner is not None:
             known = self.topology.registered(owner, name, present)
-            self._shown[present] = known
+            self._registered[present] = known
             if known is not present and present.requires_grad:
                 dotted = next(n for n, p in self.topology.parameters(self.model).items() if p is known)
                 self._handles.append(present.register_post_accumulate_grad_hook(self._leak_hook(dotted)))
-        return self._shown.get(present, present)
+        return self._registered.get(present, present)
 
     def watch_leaks(self) -> None:
-        """Watches what autograd does to parameters that train; those thawed since the last call are new among them."""
+        """Detects gradients that autograd writes to trainable parameters, also those unfrozen since the last call."""
         for name in [name for name, p in self._unwatched.items() if p.requires_grad]:
             parameter = self._unwatched.pop(name)
             self._handles.append(parameter.register_post_accumulate_grad_hook(self._leak_hook(name)))
@@ -182,7 +183,7 @@ class Capture:
                 )
 
     def detach(self) -> None:
-        """Takes every hook off again. Safe to call twice."""
+        """Removes all hooks. May be called twice."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -193,7 +194,7 @@ class Capture:
         for layer in self._replaced:
             from_twin(layer)
         self._replaced = []
-        self._shown.clear()
+        self._registered.clear()
         self.leaks.clear()
         if self.state is not CaptureState.DETACHED:
             for module in self.model.modules():
@@ -202,7 +203,7 @@ class Capture:
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Lets forward passes inside run as if the hooks were not there."""
+        """Makes the hooks ignore forward passes in the context."""
         before, self.state = self.state, CaptureState.PAUSED
         try:
             yield
@@ -210,8 +211,8 @@ class Capture:
             self.state = before
 
     def report(self, call: LayerCall, uses: Mapping[str, Use], rule: Any) -> None:
-        """Passes a layer call on. Forward passes inside the receiver are not recorded: a sampler may run the layer."""
-        with self._reports.lock, without_autocast():
+        """Sends a layer call to the recipient. Forward passes that a grad sampler runs meanwhile are not recorded."""
+        with self._report_lock.lock, without_autocast():
             before, self._reporting = self._reporting, threading.get_ident()
             try:
                 self.recipient.receive(call, uses, rule)
@@ -219,13 +220,13 @@ class Capture:
                 self._reporting = before
 
     def report_rows(self, use: Use, grad: Tensor) -> None:
-        """Passes the per-sample gradient of a parameter on."""
-        with self._reports.lock, without_autocast():
+        """Sends the per-sample gradient of a parameter to the recipient."""
+        with self._report_lock.lock, without_autocast():
             self.recipient.receive_rows(use, grad)
 
     @contextlib.contextmanager
     def redirected(self, recipient: Recipient, rows: int | None) -> Iterator[None]:
-        """Sends the layer calls of passes inside to another recipient. The model as a whole is not watched."""
+        """Sends the layer calls of passes in the context to another recipient. The root hook does nothing meanwhile."""
         before, mark = (self.recipient, self.rows, self.unfinished, self.swap), len(self.swapped)
         self.recipient, self.rows, self.swap = recipient, rows, None
         try:
@@ -238,16 +239,16 @@ class Capture:
                 forward.swap.open.clear()
 
     def begin(self, rows: int | None) -> None:
-        """A forward pass of the whole model begins that will be clipped."""
+        """Starts to record a forward pass of the whole model."""
         if self._unwatched:
             self.watch_leaks()
         self.rows = rows
         self.thread = threading.get_ident()
         self.listener.forward_started(rows)
-        self.leaks.clear()  # of backward passes before this, which were none of ours: in eval mode, say
+        self.leaks.clear()  # earlier backward passes were not recorded, for example in eval mode
 
     def restore(self) -> None:
-        """Puts back what an interrupted forward pass left: swapped parameters, and such as do not require gradients."""
+        """Restores the parameters and ``requires_grad`` flags that an interrupted forward pass left changed."""
         self.unswap(0)
         while self.switched_off:
             for parameter in self.switched_off.pop():
@@ -263,14 +264,14 @@ class Capture:
             )
 
     def unswap(self, mark: int) -> None:
-        """Puts back all parameters swapped since ``swapped`` had length ``mark``."""
+        """Restores all parameters replaced since ``swapped`` had length ``mark``."""
         while len(self.swapped) > mark:
             owner, name, parameter = self.swapped.pop()
             owner._parameters[name] = parameter
 
     def _leak_hook(self, name: str) -> Hook:
-        """Notes a parameter that autograd wrote to. Held by the parameter, whose hooks Python cannot collect."""
-        capture = weakref.ref(self)  # the hooks of the model's modules hold it
+        """Returns the hook that records a gradient that autograd wrote to a parameter."""
+        capture = weakref.ref(self)  # Python cannot collect a cycle through the hooks of a parameter
 
         def leaked(parameter: nn.Parameter) -> None:
             this = capture()
@@ -281,7 +282,7 @@ class Capture:
 
     @property
     def superseded(self) -> bool:
-        """True if these hooks are off and others are on the model."""
+        """True if these hooks are removed and another capture is attached to the model."""
         return self.state is CaptureState.DETACHED and self.model in _watched
 
     def _acts(self) -> bool:
@@ -290,7 +291,8 @@ class Capture:
 
     @property
     def recording(self) -> bool:
-        """Whether a forward pass would be recorded now."""
+        """True if a forward pass of this thread would be recorded now."""
+        # `_acts`, inlined because this runs once per layer call.
         attached = self.state is CaptureState.ATTACHED and self._reporting != threading.get_ident()
         return attached and self.model.training and torch.is_grad_enabled() and _peek_transform() is None
 
@@ -301,52 +303,53 @@ class Capture:
 
     @property
     def rerunning(self) -> bool:
-        """Whether forward passes are those of a replay, or for another recipient."""
+        """True if forward passes belong to a replay, or to another recipient."""
         return self.recipient is not self.listener or (self.replay is not None and self.replay.running)
 
     def forget_backward(self) -> None:
-        """Forgets a backward pass that is clipped, or was interrupted."""
+        """Forgets a backward pass that was clipped, taken or interrupted."""
         self.unfinished = None
         self.uses.clear()
 
     def end_backward(self) -> None:
-        """Called by autograd when the outermost backward pass is over."""
+        """Called by autograd at the end of the outermost backward pass."""
         self.unfinished = None
         self.listener.backward_ended()
 
     def expect_end(self) -> None:
-        """Asks autograd for a call at the end of the running backward pass, once."""
+        """Asks autograd to call ``end_backward`` at the end of the running backward pass, once per pass."""
         task = torch._C._current_graph_task_id()
-        with self._reports.lock:
+        with self._report_lock.lock:
             if self.unfinished != task:
-                if self.unfinished is not None:  # and this pass is over an older forward, whose start could not tell
+                # An earlier backward pass was interrupted, and no forward pass that would discard it began since.
+                if self.unfinished is not None:
                     self.listener.forward_started(self.rows)
                 self.unfinished = task
                 Variable._execution_engine.queue_callback(self.end_backward)
 
     def batch_to_front(self, tensor: Tensor) -> Tensor:
-        """The tensor with its batch axis moved to the front."""
+        """Returns the tensor with its batch axis in front."""
         return tensor if self.batch_first else turned(tensor)
 
     def rows_of(self, tensors: Sequence[Tensor]) -> int | None:
-        """Batch size of the first tensor that has axes."""
+        """Returns the batch size of the first tensor with an axis."""
         for tensor in tensors:
             if tensor.dim():
                 return (tensor if self.batch_first else turned(tensor)).shape[0]
         return None
 
 
-class _Reports:
-    """Lets one thread report at a time: autograd runs one for each device. The copy of a capture gets another lock."""
+class _ReportLock:
+    """Lock for calls of the recipient: autograd runs a thread per device. Can be copied, unlike a lock of Python."""
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
 
-    def __reduce__(self) -> tuple[type[_Reports], tuple[()]]:
-        return _Reports, ()
+    def __reduce__(self) -> tuple[type[_ReportLock], tuple[()]]:
+        return _ReportLock, ()
 
 
 def _forget_compiled_code() -> None:
-    """Code compiled before the hooks were there would run without them."""
+    """Resets torch.compile, because code compiled before the hooks were attached would run without them."""
     if "torch._dynamo" in sys.modules:
         torch._dynamo.reset()

@@ -1,6 +1,7 @@
 """The hooks on a model and on its layers.
 
-The hook of a layer stands in for its ``forward``: parameters require no gradients meanwhile, and the output is hooked.
+The hook of a layer replaces its ``forward``. While the original runs, the parameters require no gradients. A hook on
+the output reports the layer call in the backward pass.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
 
 
 class Hook:
-    """A hook whose copies do nothing, so that copies of the model are plain models."""
+    """A hook whose copies do nothing, so that copies of the model have no hooks."""
 
     def __init__(self, function: Callable[..., Any]):
         self.function = function
@@ -45,8 +46,8 @@ class Hook:
 _DOES_NOTHING = contextlib.nullcontext()
 
 
-class _HooksBefore(dict[int, Any]):
-    """The hooks of a tensor, among which that of capture is called last: others may change the gradient."""
+class _ArrivalLast(dict[int, Any]):
+    """Hooks of a tensor. Calls the `Arrival` after hooks of the user, because these may change the gradient."""
 
     def __setitem__(self, key: int, hook: Any) -> None:
         last = self.pop(_LAST)
@@ -55,11 +56,11 @@ class _HooksBefore(dict[int, Any]):
 
 
 _LAST = -1
-_saving_hooks = torch._C._autograd._top_saved_tensors_default_hooks  # None outside checkpoints and their like
+_saving_hooks = torch._C._autograd._top_saved_tensors_default_hooks  # returns None outside checkpoints
 
 
 def has_own_forward(module: nn.Module) -> bool:
-    """Returns True if the module runs another ``forward`` than that of its class, capture aside."""
+    """Returns True if the instance overrides the ``forward`` of its class, not counting the override by capture."""
     own = vars(module).get("forward")
     own = own._replaced if isinstance(own, LayerForward) else own
     return own is not None and getattr(own, "__func__", None) is not type(module).forward
@@ -70,11 +71,12 @@ def _forward_of_class(module: nn.Module) -> Callable[..., Any]:
 
 
 class RootHook:
-    """Notes the batch size of a forward pass, watches its buffers, and asks to be told when its backward pass is over.
+    """Records the batch size of a forward pass, checks its buffers, and registers the end of its backward pass.
 
     Note [end of backward]: a callback queued from inside a checkpointed block runs when the nested backward pass ends,
-    which is too early. The node behind the model's output belongs to the outer pass. Where an in-place operation on a
-    view takes that node out of the graph, nobody calls, and the batch is finished when the next one begins.
+    which is too early. The callback is therefore queued from the node that computes the model's output, which belongs
+    to the outer pass. If an in-place operation on a view removes that node from the graph, no callback runs, and the
+    pass is clipped when the next forward pass or the step begins.
     """
 
     def __init__(self, capture: Capture):
@@ -87,12 +89,12 @@ class RootHook:
         capture = self.capture
         if not capture.watching or capture.rerunning:
             return
-        again = torch._C._current_graph_task_id() != -1  # a recomputation inside a backward pass
-        if (capture.swapped or capture.switched_off) and not again:
+        recomputes = torch._C._current_graph_task_id() != -1  # inside the backward pass of a checkpoint
+        if (capture.swapped or capture.switched_off) and not recomputes:
             capture.refuse_second_thread()
-            capture.restore()  # an interrupt may have ended the last pass before its hooks could
+            capture.restore()  # an interrupt may have ended the last pass before its hooks restored the parameters
         self.buffers.note()
-        if not capture.recording or again:
+        if not capture.recording or recomputes:
             return
         capture.begin(_rows_of(capture, args, kwargs))
         if capture.replay is not None:
@@ -102,7 +104,7 @@ class RootHook:
         capture = self.capture
         if capture.rerunning:
             return None
-        if output is None:  # perhaps after an exception, which another one must not hide
+        if output is None:  # perhaps after an exception, which an exception from here would hide
             self.buffers.put_back()
             return None
         self.buffers.refuse_written()
@@ -120,9 +122,9 @@ class RootHook:
 
 
 def _rows_of(capture: Capture, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
-    """Batch size of a call of the model."""
+    """Returns the batch size of a call of the model."""
     first = next(iter((*args, *kwargs.values())), None)
-    if isinstance(first, PackedSequence):  # whose data has an entry for each row and time
+    if isinstance(first, PackedSequence):  # axis 0 of its data is time steps of all samples
         return int(first.batch_sizes[0])
     if isinstance(first, Tensor) and first.dim():
         return capture.rows_of((first,))
@@ -130,7 +132,7 @@ def _rows_of(capture: Capture, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 
 
 class Anchor(torch.autograd.Function):
-    """Identity on the output of a layer whose input needs no gradient: makes the output require one."""
+    """Identity on the output of a layer whose input needs no gradient: makes the output require a gradient."""
 
     @staticmethod
     def forward(ctx, output, anchor):
@@ -145,22 +147,22 @@ class Anchor(torch.autograd.Function):
 
 
 class Arrival:
-    """The hook on the output of one call of a layer: reports the gradient, once."""
+    """The hook on the output of one call of a layer: reports the layer call when the gradient arrives, once."""
 
     __slots__ = ("dtype", "forward", "inputs", "shape", "uses", "version")
 
     def __init__(self, forward: LayerForward, inputs: Tensor, output: Tensor):
         self.forward = forward
-        self.inputs: Tensor | None = inputs  # which must not outlive the report
+        self.inputs: Tensor | None = inputs  # None once reported, which frees the memory
         self.version = inputs._version
-        self.shape, self.dtype = output.shape, output.dtype  # not the output, which holds this hook
+        self.shape, self.dtype = output.shape, output.dtype  # the output itself would be a cycle: it holds this hook
         self.uses = forward._uses
 
     def __call__(self, grad: Tensor | None) -> Tensor | None:
         inputs, self.inputs = self.inputs, None
         name = self.forward.watch.name
         if inputs is None:
-            self.forward.capture.expect_end()  # which does not come, so that the batch is discarded
+            self.forward.capture.expect_end()  # the error prevents the callback, so `unfinished` stays set: a discard
             raise repeated_backward(name)
         if inputs._version != self.version:
             self.forward.capture.expect_end()
@@ -168,8 +170,8 @@ class Arrival:
                 f"The input of layer '{name}', one of the variables needed for gradient computation, has been "
                 "modified by an inplace operation after the layer used it. Use an operation that is not in place."
             )
-        if grad is None:  # a Function behind the layer gave none
-            grad = inputs.new_zeros(self.shape, dtype=self.dtype)  # inputs may be indices
+        if grad is None:  # from an autograd.Function that returned None
+            grad = inputs.new_zeros(self.shape, dtype=self.dtype)  # a dtype of its own, because inputs may be indices
         if not torch.is_grad_enabled():
             self._report(inputs, grad)
             return None
@@ -181,19 +183,19 @@ class Arrival:
         watch, capture = self.forward.watch, self.forward.capture
         grad = grad if grad.shape == self.shape else grad.reshape(self.shape)
         call = LayerCall(watch.module, (inputs.detach(),), grad, {}, None, watch.name, True, capture.mean_loss)
-        # Recipients only store such a call, so this may happen in several threads, and under autocast.
+        # Not by `Capture.report`: recipients only store this call, so its lock and its autocast guard are not needed.
         capture.recipient.receive(call, self.uses, watch.rule)
 
 
 class LayerForward:
-    """Takes the place of a watched module's ``forward``, and reports the gradient of its output in the backward pass.
+    """Replaces a watched module's ``forward``, and reports the gradient of its output in the backward pass.
 
-    While the module's own ``forward`` runs, its parameters do not require gradients, so that autograd forms no gradient
-    of them. For a layer of ``torch.nn`` with one tensor in and one out, this is all: a hook on the output reports the
-    gradient together with the input. For other modules, the parameters are replaced by tensors that do not require
-    gradients, and the output goes through a tap, which saves the inputs as autograd saves them.
+    While the original ``forward`` runs, the parameters do not require gradients, so autograd computes none for them.
+    There are two paths. For a layer of ``torch.nn`` with one input and one output tensor, ``requires_grad`` is set to
+    False, and an `Arrival` on the output reports the layer call. For all other modules, `ParameterSwap` replaces the
+    parameters by detached tensors, and the output goes through a tap, which saves the inputs as autograd saves them.
 
-    A copy of the module, and one that is pickled, gets the ``forward`` of its class.
+    Copies and pickles of the module get the ``forward`` of its class.
     """
 
     def __init__(self, capture: Capture, watch: Watch):
@@ -202,10 +204,10 @@ class LayerForward:
         self.module = watch.module
         self.forward: Callable[..., Any] = watch.module.forward
         self.swap = ParameterSwap(capture, watch)
-        self._replaced = vars(watch.module).get("forward")
+        self._replaced = vars(watch.module).get("forward")  # the instance attribute, if any; put back by `detach`
         self._compiled = torch.compiler.disable(self._call, recursive=True)
         sharded = bool(capture.topology.slots) or capture.topology.splits.size > 1
-        self._is_plain = (
+        self._may_hook = (
             watch.kind is Kind.LAYER
             and isinstance(watch.rule, Mapping)
             and type(watch.module).__module__.startswith("torch.nn.modules.")
@@ -213,19 +215,19 @@ class LayerForward:
             and not (sharded or capture.counts_uses)
             and capture.swap is None
         )
-        self._known: list[tuple[str, nn.Parameter | None, bool]] = []  # slots as they were at the last call
-        self._live: list[nn.Parameter] = []  # the parameters among them that require gradients
-        self._hookable = True  # whether these are leaves
+        self._slots: list[tuple[str, nn.Parameter | None, bool]] = []  # name, parameter, requires_grad at the last call
+        self._trainable: list[nn.Parameter] = []  # the parameters among them that require gradients
+        self._hookable = True  # they are leaves, so that requires_grad can be set to False
         self._uses = LayerUses()
-        samplers = watch.rule.values() if self._is_plain else ()
+        samplers = watch.rule.values() if self._may_hook else ()
         self._settings = tuple({name: None for one in samplers for name in one.settings or ()})
 
     def attach(self) -> None:
-        """Takes the place of ``forward``."""
+        """Replaces the module's ``forward``."""
         vars(self.module)["forward"] = self
 
     def detach(self) -> None:
-        """Puts ``forward`` back, unless somebody else has replaced it since."""
+        """Restores the module's ``forward``, unless other code replaced it since."""
         own = vars(self.module)
         if own.get("forward") is not self:
             return
@@ -238,7 +240,7 @@ class LayerForward:
         return _forward_of_class(memo.get(id(self.module), self.module))
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[nn.Module, str]]:
-        return getattr, (self.module, "forward")  # the module has no attributes yet when it is unpickled
+        return getattr, (self.module, "forward")  # has no instance attributes yet while it is unpickled: the class's
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the module."""
@@ -249,10 +251,10 @@ class LayerForward:
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not self.capture.recording:
             return self.forward(*args, **kwargs)
-        if self._is_plain and not kwargs and len(args) == 1 and type(args[0]) is Tensor and self._in_rows(args[0]):
+        if self._may_hook and not kwargs and len(args) == 1 and type(args[0]) is Tensor and self._in_rows(args[0]):
             if self._changed():
-                self._look()
-            if not self._live:
+                self._read_slots()
+            if not self._trainable:
                 return self.forward(args[0])
             if self._hookable and _saving_hooks(False) is None:
                 return self._hooked(args[0])
@@ -263,34 +265,35 @@ class LayerForward:
         return not (self.swap.is_embedding and self.swap.is_shared_table((inputs,), {}))
 
     def _changed(self) -> bool:
-        """Returns True if another parameter stands in a slot, or requires gradients, than at the last call."""
+        """Returns True if a parameter was replaced, frozen or unfrozen since the last call."""
         parameters = self.module._parameters
-        for name, parameter, trained in self._known:
+        for name, parameter, trained in self._slots:
             present = parameters.get(name)
             if present is not parameter or (present is not None and present.requires_grad is not trained):
                 return True
-        return len(parameters) != len(self._known)
+        return len(parameters) != len(self._slots)
 
-    def _look(self) -> None:
+    def _read_slots(self) -> None:
+        """Stores the parameters of the module and their uses, for this and later calls."""
         slots = self.module._parameters.items()
-        self._known = [(name, p, p is not None and p.requires_grad) for name, p in slots]
+        self._slots = [(name, p, p is not None and p.requires_grad) for name, p in slots]
         live = {name: p for name, p in slots if p is not None and p.requires_grad}
-        self._live = list(live.values())
-        self._hookable = all(p.is_leaf for p in self._live)
+        self._trainable = list(live.values())
+        self._hookable = all(p.is_leaf for p in self._trainable)
         off = {p for running in self.capture.switched_off for p in running}
-        if off.intersection(p for _, p, _ in self._known if p is not None):
-            self._known = []
+        if off.intersection(p for _, p, _ in self._slots if p is not None):
+            self._slots = []
             self.capture.refuse_second_thread()
-            self.capture.restore()  # an interrupt came while the flags were put back
-            self._look()
+            self.capture.restore()  # an interrupt came before all flags were set back
+            self._read_slots()
             return
         prefix = f"{self.watch.name}." if self.watch.name else ""
         self._uses = LayerUses({name: Use(p, prefix + name) for name, p in live.items()})
         self._uses.settings = self._settings
 
     def _hooked(self, inputs: Tensor) -> Any:
-        """Runs a layer with one tensor in and one out, and hooks its output."""
-        capture, live = self.capture, self._live
+        """Runs a layer with one input and one output tensor, and hooks its output."""
+        capture, live = self.capture, self._trainable
         capture.switched_off.append(live)
         try:
             for parameter in live:
@@ -310,8 +313,8 @@ class LayerForward:
             hooked = output = Anchor.apply(output, capture.anchor)
         arrival = Arrival(self, inputs, output)
         if hooked._backward_hooks is None:
-            hooked._backward_hooks = _HooksBefore({_LAST: arrival})
+            hooked._backward_hooks = _ArrivalLast({_LAST: arrival})
             hooked.grad_fn._register_hook_dict(hooked)  # type: ignore[union-attr]
-        else:  # hooks of a forward of the user, which must stay
+        else:  # hooks that the user's own forward registered
             hooked.register_hook(arrival)
         return output

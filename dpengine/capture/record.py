@@ -1,4 +1,4 @@
-"""What capture hands on: one record for each use of a layer in a backward pass."""
+"""Records that capture reports: one for each call of a layer in a backward pass."""
 
 from __future__ import annotations
 
@@ -13,29 +13,29 @@ from torch.utils import _pytree as pytree
 
 
 def turned(tensor: Tensor) -> Tensor:
-    """The tensor with its batch moved from axis 1 to the front, or back, in models that have it second.
+    """Swaps axes 0 and 1 of a tensor of a model with ``batch_first=False``, if its batch is on axis 1.
 
-    Only tensors with three axes or more, and indices, have it there: those of ``(B, F)`` have no other axis before it.
+    That holds for indices and for tensors with three axes or more. A float tensor ``(B, F)`` has its batch in front.
     """
-    has_it_in_front = tensor.dim() < 2 or (tensor.dim() == 2 and tensor.is_floating_point())
-    return tensor if has_it_in_front else tensor.transpose(0, 1)
+    batch_is_first = tensor.dim() < 2 or (tensor.dim() == 2 and tensor.is_floating_point())
+    return tensor if batch_is_first else tensor.transpose(0, 1)
 
 
 @dataclass(eq=False, slots=True, weakref_slot=True)
 class LayerCall:
-    """One use of a layer: what went in, and the gradient of what came out.
+    """One call of a layer: its inputs and the gradient of its output, with the batch on axis 0.
 
-    Every tensor that carries the batch has it on axis 0, whatever the model's own order was.
+    This also holds if the model has its batch on axis 1.
 
     Attributes:
-        layer: The module, for its settings (stride, eps, ...). Its parameters are the real ones.
+        layer: The module, with its settings (stride, eps, ...) and the parameters that the optimizer updates.
         inputs: Positional inputs of ``forward``, tensors detached.
-        grad_output: Gradient of the loss by the output, ``(B, ...)``; a tuple where the layer returns several tensors.
+        grad_output: Gradient of the loss by the output, ``(B, ...)``; a tuple if the layer returns several tensors.
         kwargs: Keyword inputs of ``forward``.
-        output: The output itself where the receiver asked for it, else None.
+        output: The output, if the rule has ``needs_output``, else None.
         name: Dotted name of the layer in the model.
-        batch_first: Whether the layer's own order has the batch on axis 0, too; else see ``turned``.
-        mean_loss: Whether the loss was declared to be a mean over the rows, so that a row's own loss is as much larger.
+        batch_first: True if the layer itself has the batch on axis 0; else see ``turned``.
+        mean_loss: True if the loss is declared to be the mean over B samples, which scales gradients by 1 / B.
     """
 
     layer: nn.Module
@@ -49,22 +49,22 @@ class LayerCall:
 
     @property
     def batch_size(self) -> int:
-        """Number of rows."""
+        """Number of samples."""
         grad = self.grad_output
         if isinstance(grad, Tensor):
             return grad.shape[0]
         return next(leaf for leaf in pytree.tree_leaves(grad) if isinstance(leaf, Tensor)).shape[0]
 
     def replace(self, **changes: Any) -> LayerCall:
-        """A copy with some fields changed."""
+        """Returns a copy with some fields changed."""
         return dataclasses.replace(self, **changes)
 
 
 class LayerUses(dict[str, "Use"]):
     """The uses of a layer's parameters, by their name in the layer.
 
-    The layer makes them anew when a parameter was replaced, frozen or unfrozen. They hash and compare by identity, so
-    that two passes over the same layers are recognized.
+    A `LayerForward` creates a new one only if a parameter was replaced, frozen or unfrozen. Hashes and compares by
+    identity, so it can be a key of what is cached between passes.
 
     Attributes:
         settings: Names of the attributes of the layer on which its grad samplers depend.
@@ -77,13 +77,13 @@ class LayerUses(dict[str, "Use"]):
 
 @dataclass(frozen=True, eq=False)
 class Use:
-    """A parameter's part in a call.
+    """The use of one parameter in a call.
 
     Attributes:
         parameter: The parameter.
         name: Its dotted name in the model.
-        place: The slice of its leading axis that was used, None for all of it.
-        part: Shape of the part that is here, where the layer is split over processes; None for the whole.
+        place: The slice of its leading axis that was used; None for all of it.
+        part: Shape of the part on this process, if the layer is split over processes; None for all of it.
     """
 
     parameter: nn.Parameter
@@ -93,10 +93,10 @@ class Use:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the gradients that are formed here."""
+        """Shape of a per-sample gradient on this process, without the batch axis."""
         return tuple(self.parameter.shape) if self.part is None else self.part
 
     @property
     def numel(self) -> int:
-        """Numbers in a gradient that is formed here."""
+        """Number of elements of ``shape``."""
         return math.prod(self.shape)

@@ -1,4 +1,4 @@
-"""Runs a batch a second time: for the strategy that keeps nothing between two passes, and for the probe."""
+"""Runs a batch a second time, for the grad mode ``"ghost"`` and for the independence probe."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ GradsOf = Callable[[list[Tensor]], Sequence["Tensor | None"]]
 
 @dataclass(eq=False)
 class Pass:
-    """One forward pass: what is needed to run it again, and the gradients of its outputs.
+    """One forward pass: its inputs and state, to run it again, and the gradients of its outputs.
 
     Attributes:
-        replay: Where it is noted.
+        replay: The replay that records it.
         args: Copies of its inputs.
         kwargs: Copies of its inputs by keyword.
-        state: What the model was before.
+        state: The state of the model before the pass.
         random: The state of random generators, by device.
-        autocast: Device type, whether it was on, and its type.
-        outputs: The tensors that it gave, detached.
-        grads: Their gradients, None where there is none.
+        autocast: Device type, enabled, and dtype of autocast.
+        outputs: The tensors of its output, detached.
+        grads: Their gradients; None for an output without one.
         name: Name of the model in messages.
         needs_output: Whether a backward tap saves the output.
         random_after: The state of random generators after the last replay, by device.
@@ -53,19 +53,19 @@ class Pass:
         self.replay.reached.append(self)
 
     def again(self, model: nn.Module, grads_of: GradsOf, args: Any = None, kwargs: Any = None) -> list[Tensor]:
-        """Runs the model forward and backward again, perhaps on other inputs. What it writes to itself is undone.
+        """Runs the model forward and backward again, also on other inputs. Restores the state of the model afterwards.
 
         Args:
             model: The model.
-            grads_of: Gives the gradient of each output, from where the backward pass starts; None where there is none.
-            args: Inputs in the place of those of the pass.
-            kwargs: Inputs by keyword in the place of those of the pass.
+            grads_of: Returns the gradient with which the backward pass starts at each output; None for no gradient.
+            args: Inputs instead of those of the pass.
+            kwargs: Keyword inputs instead of those of the pass.
 
         Returns:
             The tensors of its output, detached.
         """
         given = (self.args, self.kwargs) if args is None else (args, kwargs)
-        args, kwargs = _copies(given)  # which forward may write, and run once more
+        args, kwargs = _copies(given)  # because forward may write to its inputs, and the pass may run again
         devices = [name for name, _ in self.random if name != "cpu"]
         with torch.random.fork_rng(devices=devices), torch.enable_grad(), _as_before(model, self.state):
             for name, state in self.random:
@@ -82,7 +82,7 @@ class Pass:
 
 
 class Replay:
-    """Remembers the forward passes that a backward pass reached. A pass that none reaches goes with its graph."""
+    """Records the forward passes that a backward pass reached. Other passes are freed with their graphs."""
 
     def __init__(self) -> None:
         self.reached: list[Pass] = []
@@ -90,7 +90,7 @@ class Replay:
         self._current: Pass | None = None
 
     def begin(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Notes the inputs of a pass that begins, the random state and the state of the model."""
+        """Records inputs, random state and model state of a pass that begins."""
         devices = {t.device for t in (*tensors_in((args, kwargs)), *model.parameters())}
         random = _random_states(["cpu", *sorted(str(d) for d in devices if d.type == "cuda")])
         kinds = {"cpu", *(d.type for d in devices if torch.amp.is_autocast_available(d.type))}
@@ -98,7 +98,7 @@ class Replay:
         self._current = Pass(self, _copies(args), _copies(kwargs), ModelState.of(model), random, autocast)
 
     def end(self, output: Any, anchor: Tensor) -> Any:
-        """Notes the outputs of the pass, and gives them with a tap behind."""
+        """Records the outputs of the pass, and returns them with a tap on them."""
         outputs = tensors_in_outputs(output)
         current, self._current = self._current, None
         if current is None or not outputs:
@@ -110,7 +110,8 @@ class Replay:
     def run(self, model: nn.Module, select: Callable[[Tensor], Tensor]) -> None:
         """Runs each pass forward and backward again; ``select`` is applied to every output gradient.
 
-        Outputs that differ from the first time are refused: the gradients would belong to another computation.
+        Raises UnsupportedLayerError if outputs differ from the first time, because the gradients would then belong to
+        another computation.
         """
         self.running = True
         try:
@@ -133,11 +134,11 @@ class Replay:
         one.again(model, grads_of)
 
     def clear(self) -> None:
-        """Forgets the batch."""
+        """Forgets all recorded passes."""
         self.reached = []
 
     def taken(self) -> Replay:
-        """Moves the passes of the batch to a replay of their own."""
+        """Moves the recorded passes to a new replay, and returns it."""
         other = Replay()
         other.reached, self.reached = self.reached, []
         return other

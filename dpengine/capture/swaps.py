@@ -26,25 +26,25 @@ if TYPE_CHECKING:
 Finish = Callable[[Any, Any, Any], Any]
 
 
-class PartHook:
-    """Stands before a layer's hook, in a model some of whose layers are split.
+class PartSwap:
+    """Wraps the `ParameterSwap` of a layer, in a model with layers that are split over processes.
 
-    The layer runs on DTensors, inside hooks of its parallel style: these distribute what goes in before ours see it,
-    and what comes out after. The tap is on ordinary tensors, the part that is here, between two conversions.
+    A split layer runs on DTensors. The hooks of its parallel style distribute the inputs before the swap sees them, and
+    the output after it. The tap is on the local part of the output, an ordinary tensor, between two conversions.
     """
 
-    def __init__(self, hook: ParameterSwap):
-        self.hook = hook
-        self.part = hook.capture.topology.parts.get(hook.watch.module)
+    def __init__(self, swap: ParameterSwap):
+        self.swap = swap
+        self.part = swap.capture.topology.parts.get(swap.watch.module)  # None if the layer is not split
 
     def begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Before a call."""
-        hook, part = self.hook, self.part
+        """Replaces the parameters before a call. Returns the inputs."""
+        swap, part = self.swap, self.part
         if part is None:
-            return hook.begin(module, args, kwargs)
+            return swap.begin(module, args, kwargs)
         if (
-            hook.is_embedding
-            and hook.is_shared_table(args, kwargs)
+            swap.is_embedding
+            and swap.is_shared_table(args, kwargs)
             and any(p.requires_grad for p in module.parameters())
         ):
             raise UnsupportedLayerError(
@@ -52,31 +52,31 @@ class PartHook:
                 fix="Leave it out of the plan of parallelize_module, or pass it indices of each row, (B, T).",
             )
         if not part.has_no_rows(args):
-            return hook.begin(module, args, kwargs)
+            return swap.begin(module, args, kwargs)
         mesh = args[0].device_mesh
-        given = hook.begin(module, (args[0].to_local(),), kwargs)
-        mark, finish = hook.open.pop()
-        hook.open.append((mark, partial(self._alone, mesh, finish)))
-        for owner, name, _ in hook.slots:
+        given = swap.begin(module, (args[0].to_local(),), kwargs)
+        mark, finish = swap.open.pop()
+        swap.open.append((mark, partial(self._distribute, mesh, finish)))
+        for owner, name, _ in swap.slots:
             present = owner._parameters[name]
             if present is not None:
-                hook.capture.swapped.append((owner, name, present))
+                swap.capture.swapped.append((owner, name, present))
                 owner._parameters[name] = local_part(present).detach()
         return given
 
-    def _alone(self, mesh: Any, finish: Finish | None, args: Any, kwargs: Any, output: Tensor) -> Any:
-        """After a call that the part ran by itself, on ordinary tensors, since there are no rows."""
+    def _distribute(self, mesh: Any, finish: Finish | None, args: Any, kwargs: Any, output: Tensor) -> Any:
+        """Turns the output of a call without samples, which ran on ordinary tensors, into a DTensor."""
         assert self.part is not None
         return self.part.given(output if finish is None else finish(args, kwargs, output), mesh)
 
     def tapped(self, real: Mapping[str, nn.Parameter], args: Any, kwargs: Any, output: Any) -> Any:
-        """After a call: the output with a tap behind it."""
-        hook, part = self.hook, self.part
+        """Returns the output of a call, with a tap on it."""
+        swap, part = self.swap, self.part
         if part is None:
-            args, kwargs = ordinary(hook.watch.name, (args, kwargs))
-            return hook.tapped(real, args, kwargs, output)
-        uses = hook.uses(real, part.shapes)
-        report = CallReport(hook.capture, replace(hook.watch, module=part.layer), uses)
+            args, kwargs = ordinary(swap.watch.name, (args, kwargs))
+            return swap.tapped(real, args, kwargs, output)
+        uses = swap.uses(real, part.shapes)
+        report = CallReport(swap.capture, replace(swap.watch, module=part.layer), uses)
         if not is_dtensor(output):
             return report.tap(args, kwargs, output)
         call = part.local(args, kwargs, output)
@@ -96,16 +96,16 @@ class ParameterSwap:
         self.slots = watch.slots()
         self.is_embedding = layer_type(watch.module) is nn.Embedding
         self._dotted = {name: f"{watch.name}.{name}" if watch.name else name for _, _, name in self.slots}
-        # One entry for each call that runs: where its swaps begin, and what to do with its output.
+        # For each running call: length of `Capture.swapped` before it, and the function that is applied to its output.
         self.open: list[tuple[int, Finish | None]] = []
-        self.shared = False  # whether indices of one axis were other than samples once
+        self.shared = False  # True once 1-D indices were not as many as samples: they are shared positions
         self._begin, self.tap = self.begin, self.tapped
         if capture.topology.splits.size > 1:
-            part = PartHook(self)
+            part = PartSwap(self)
             self._begin, self.tap = part.begin, part.tapped
 
     def run(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Runs the module's own forward between the replacement of its parameters and their return."""
+        """Runs the module's original forward with replaced parameters."""
         args, kwargs = self._begin(self.module, args, kwargs)
         output = None
         try:
@@ -115,7 +115,7 @@ class ParameterSwap:
         return output if replaced is None else replaced
 
     def begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Before a call: parameters are swapped. Returns the inputs."""
+        """Replaces the parameters before a call. Returns the inputs."""
         capture = self.capture
         args, kwargs = _realised(args, kwargs)
         sharded, live, real = bool(capture.topology.slots), [], {}
@@ -134,7 +134,7 @@ class ParameterSwap:
     def _stand_ins(
         self, real: Mapping[str, nn.Parameter], args: Any, kwargs: Any
     ) -> tuple[Mapping[str, Tensor], Finish | None]:
-        """What stands in for each parameter while forward runs, and what to do with the output."""
+        """Returns the tensor that replaces each parameter, and the function that is applied to the output."""
         capture, watch = self.capture, self.watch
         if not real:
             return {}, None
@@ -155,13 +155,14 @@ class ParameterSwap:
         if capture.rows is None or not capture.batch_first:
             return False
         indices = tensors_in((args, kwargs))[0]
-        if indices.dim() == 1:  # as many positions as rows, some day: what was shared before is then, too
+        if indices.dim() == 1:
+            # A batch may have as many samples as there are positions, so a call that shows sharing decides later ones.
             self.shared = self.shared or len(indices) != capture.rows
             return self.shared
         return indices.dim() > 1 and indices.shape[0] == 1 != capture.rows
 
     def _watched_entries(self, real: Mapping[str, nn.Parameter], args: Any, kwargs: Any, output: Tensor) -> Tensor:
-        """The entries, followed operation by operation until they meet a tensor that carries the batch."""
+        """Follows shared entries operation by operation until they are combined with a tensor that has a batch axis."""
         capture, indices = self.capture, tensors_in((args, kwargs))[0]
         ((name, parameter),) = real.items()
         dotted = self._dotted[name]
@@ -179,25 +180,24 @@ class ParameterSwap:
         if not self.open:
             return None
         mark, finish = self.open.pop()
-        if len(self.capture.swapped) > mark:
-            self.capture.unswap(mark)
+        self.capture.unswap(mark)
         if output is None or finish is None or not self.capture.recording:
             return None
         return finish(args, kwargs, output)
 
     def _use(self, parameter: nn.Parameter, dotted: str, place: slice | None = None) -> Use:
-        """A use of a parameter, by the one that the optimizer holds."""
+        """Creates the use of a parameter, and counts it."""
         registered = self.capture.registered(parameter) if self.capture.topology.slots else parameter
         self.capture.uses[registered] += 1
         return Use(registered, dotted, place)
 
     def tapped(self, real: Mapping[str, nn.Parameter], args: Any, kwargs: Any, output: Any) -> Any:
-        """After a call: the output with a tap behind it."""
+        """Returns the output of a call, with a tap on it."""
         uses = {name: self._use(p, self._dotted[name]) for name, p in real.items()}
         return CallReport(self.capture, self.watch, uses, batch_first=self.watch.in_rows).tap(args, kwargs, output)
 
     def uses(self, real: Mapping[str, nn.Parameter], parts: Mapping[str, tuple[int, ...]]) -> dict[str, Use]:
-        """Uses of parameters of which these parts are here."""
+        """Creates the uses of parameters of a split layer, with the shapes of their parts on this process."""
         found = {name: self._use(p, self._dotted[name]) for name, p in real.items()}
         return {name: replace(use, part=parts[name]) for name, use in found.items()}
 
@@ -225,8 +225,8 @@ def _no_linear(origins: Mapping[str, Origin], inputs: Tensor, output: Tensor) ->
 
 
 def _copied(args: Any, kwargs: Any, output: Tensor) -> Tensor:
-    # The swapped layer's own Function gives views, after which an in-place operation would raise, and takes gradients
-    # for contiguous.
+    # The autograd.Function of a swapped layer returns views, on which an in-place operation would raise, and expects
+    # contiguous gradients.
     copied = output.clone()
     if copied.requires_grad:
         copied.register_hook(_contiguous_once)

@@ -1,4 +1,4 @@
-"""Taps: identities that report the gradient of a layer's output, and what they report. Traversal of nested tensors.
+"""Taps: identity functions whose backward reports the gradient of a layer's output. Traversal of nested tensors.
 
 Note [anchor]: a layer whose input needs no gradient, and whose parameters were swapped for detached views, would be
 outside the graph. Every tap takes a scalar that requires grad, so that its backward always runs.
@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from dpengine.errors import RepeatedBackwardError
-from dpengine.layers.not_twice_differentiable import differentiated_once
+from dpengine.layers.not_twice_differentiable import not_twice_differentiable
 
 from .record import LayerCall, Use, turned
 from .watch import Kind, Watch
@@ -25,12 +25,12 @@ if TYPE_CHECKING:
 
 
 class Report(Protocol):
-    """What a tap tells in the backward pass."""
+    """Called by a tap in the backward pass."""
 
     name: str
 
     def fire(self, saved: tuple[Tensor, ...], grad: Any) -> None:
-        """Takes the saved tensors and the gradient of the output."""
+        """Receives the saved tensors and the gradient of the output."""
 
 
 def _fire(ctx: Any, grad: Any) -> None:
@@ -56,20 +56,20 @@ class Tap(torch.autograd.Function):
     def forward(ctx, output, anchor, report, *saved):
         ctx.report = report
         ctx.save_for_backward(*saved)
-        if output._is_view():  # what writes into a view has its gradient copied three times on the way back
+        if output._is_view():  # marking a view dirty would copy its gradient three times in the backward pass
             return output.detach()
         ctx.mark_dirty(output)
         return output
 
     @staticmethod
-    @differentiated_once
+    @not_twice_differentiable
     def backward(ctx, grad):
         _fire(ctx, grad)
         return (grad, None, None, *[None] * (len(ctx.needs_input_grad) - 3))
 
 
 class CopyTap(torch.autograd.Function):
-    """Identity on several outputs, by copy: the operation that made them may have saved them for its own backward."""
+    """Identity on several outputs, by copy, because the operation before may have saved them for its own backward."""
 
     @staticmethod
     def forward(ctx, anchor, report, count, *outputs_and_saved):
@@ -77,20 +77,20 @@ class CopyTap(torch.autograd.Function):
         ctx.report = report
         ctx.count = count
         ctx.set_materialize_grads(False)
-        # What is saved is the output before the copy: the user may change the copy in place.
+        # Saves the outputs before the copy, because the user may change the copy in place.
         ctx.save_for_backward(*outputs_and_saved[count:], *(outputs_and_saved[:count] if report.needs_output else ()))
         return outputs
 
     @staticmethod
-    @differentiated_once
+    @not_twice_differentiable
     def backward(ctx, *grads):
-        if any(grad is not None for grad in grads):  # else the pass came by, and nothing of it depends on the outputs
+        if any(grad is not None for grad in grads):  # else the loss does not depend on the outputs
             _fire(ctx, grads)
         return (None, None, None, *grads, *[None] * (len(ctx.needs_input_grad) - 3 - ctx.count))
 
 
 class RowsTap(torch.autograd.Function):
-    """A parameter repeated for every row, ``(B, *param.shape)``: its gradient is the per-sample gradient."""
+    """Repeats a parameter for every sample, ``(B, *param.shape)``, so that its gradient is the per-sample gradient."""
 
     @staticmethod
     def forward(ctx, anchor, report, parameter, rows):
@@ -98,7 +98,7 @@ class RowsTap(torch.autograd.Function):
         return parameter.expand(rows, *parameter.shape)
 
     @staticmethod
-    @differentiated_once
+    @not_twice_differentiable
     def backward(ctx, grad):
         _fire(ctx, grad)
         return None, None, None, None
@@ -125,7 +125,7 @@ class CallReport:
         self.batch_first = batch_first or capture.batch_first
 
     def tap(self, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
-        """Returns the output behind a tap."""
+        """Returns the output of a tap on ``output``."""
         anchor = self.capture.anchor
         saved, self.other_inputs, self.input_spec = take_tensors((args, kwargs))
         saved = [t.detach() for t in saved]
@@ -160,7 +160,7 @@ class CallReport:
 
 
 class RowsReport:
-    """Reports the gradient of a parameter that was repeated for each row."""
+    """Reports the gradient of a parameter that was repeated for each sample."""
 
     def __init__(self, capture: Capture, use: Use):
         self.capture = capture
@@ -172,7 +172,7 @@ class RowsReport:
 
 
 def tensors_in(tree: Any) -> list[Tensor]:
-    """All tensors in nested containers, in order."""
+    """Returns all tensors in nested containers, in order."""
     return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
@@ -188,7 +188,7 @@ def take_tensors(tree: Any) -> tuple[list[Tensor], list[Any], Any]:
 
 
 def put_tensors(tensors: Any, others: list[Any], spec: Any) -> Any:
-    """The inverse of ``take_tensors``."""
+    """Inverse of ``take_tensors``."""
     if spec is _ONE_INPUT:
         return (next(iter(tensors)),), {}
     source = iter(tensors)
@@ -200,7 +200,7 @@ _ONE_INPUT = object()
 
 
 def tensors_in_outputs(output: Any) -> list[Tensor]:
-    """The tensors, in order. Of objects inside objects nothing is seen."""
+    """Returns the tensors of a model's output in order, also those in fields of objects, one level deep."""
     if isinstance(output, Tensor):
         return [output]
     found: list[Tensor] = []
@@ -210,7 +210,7 @@ def tensors_in_outputs(output: Any) -> list[Tensor]:
 
 
 def map_outputs(function: Callable[[Tensor], Tensor], output: Any) -> Any:
-    """The output with the function applied to its tensors, in order; objects that hold some are copied."""
+    """Applies a function to the tensors of an output, in order. Copies objects that hold tensors."""
 
     def of_leaf(leaf: Any) -> Any:
         if isinstance(leaf, Tensor):
@@ -229,6 +229,6 @@ def map_outputs(function: Callable[[Tensor], Tensor], output: Any) -> Any:
 
 
 def _content(leaf: Any) -> tuple[dict[str, Any], dict[Any, Any]]:
-    """The fields of an object, and the items of a dict that is more than a dict."""
+    """Returns the fields of an object, and its items if its class derives from dict."""
     fields = getattr(leaf, "__dict__", {})
     return dict(fields) if isinstance(fields, dict) else {}, dict(leaf) if isinstance(leaf, dict) else {}

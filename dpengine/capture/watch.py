@@ -1,4 +1,4 @@
-"""Which modules are watched, and how: the table that capture works from."""
+"""Watch list: the modules that capture hooks, and how it follows the parameters of each."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from dpengine.layers.replacements import TWINS, is_made_of_operations
 
 
 class Kind(enum.Enum):
-    """How a module's parameters are followed."""
+    """Method to follow a module's parameters."""
 
     LAYER = "layer"  # one tensor out; each parameter has its own grad sampler
-    UNIT = "unit"  # the module with all that is below it, by one joint sampler
+    UNIT = "unit"  # the module with all its submodules, by one joint sampler. Not a privacy unit
     OPERATIONS = "operations"  # the operations that use its own parameters, one by one
 
 
@@ -29,9 +29,10 @@ class Watch:
         name: Dotted name in the model.
         module: The module.
         kind: How its parameters are followed.
-        rule: What the receiver needs to make gradients of a call; capture does not look inside.
-        in_place: Whether the operation that makes the output is known not to need it in its own backward.
-        in_rows: Whether calls have the batch on axis 0, whatever the model has: a twin's own layers.
+        rule: The grad samplers of the module, which capture passes on to the grad mode.
+        in_place: True if the output may be changed in place, because no backward of the module reads it.
+        in_rows: True if calls have the batch on axis 0 also in a model with ``batch_first=False``, as layers inside a
+            batch-first replacement layer have.
     """
 
     name: str
@@ -42,7 +43,7 @@ class Watch:
     in_rows: bool = False
 
     def slots(self) -> list[tuple[nn.Module, str, str]]:
-        """Owner, name in the owner and dotted name in the module, for every parameter slot that is followed."""
+        """Returns owner, name in the owner and dotted name in the module of every parameter that is followed."""
         if self.kind is not Kind.UNIT:
             return [(self.module, name, name) for name, p in self.module._parameters.items() if p is not None]
         return [
@@ -59,9 +60,9 @@ Lookup = Callable[[nn.Module], Any]
 def watch_list(
     model: nn.Module, lookup: Lookup, unit_rule: Callable[[nn.Module], Any], *, by_operations: bool = True
 ) -> list[Watch]:
-    """Decides for every module that owns parameters how it is watched.
+    """Returns the watches of all modules that own parameters.
 
-    Frozen parameters are watched too: ``requires_grad`` is read at each use, so that they may be thawed later.
+    Includes frozen parameters: ``requires_grad`` is read in each call, so they may be unfrozen later.
     """
     found: list[Watch] = []
     seen: set[nn.Module] = set()
@@ -104,17 +105,17 @@ def _watch(
 
 
 def _is_elementary(rule: Any) -> bool:
-    """Whether a rule is by parameters, as only those of layers that are known in and out are."""
+    """Returns True if a rule has a sampler per parameter, which exists for layers with known operations only."""
     return isinstance(rule, Mapping) or getattr(rule, "by_parameters", False)
 
 
 def _drops_out(module: nn.Module) -> bool:
-    """Whether it draws random numbers, which a rule that runs rows again would draw anew."""
+    """Returns True for dropout, which would draw other random numbers if a joint sampler ran it again."""
     return isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0
 
 
 def has_own_parameters(module: nn.Module) -> bool:
-    """Whether the module itself, not a child, holds a parameter."""
+    """Returns True if the module itself, not a child, holds a parameter."""
     return any(p is not None for p in module._parameters.values())
 
 

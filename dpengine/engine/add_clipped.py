@@ -89,9 +89,10 @@ def add_clipped(
     dropped = _drop_not_finite(mode, norms_BK)
     policy.observe(norms_BK)
     samples = common_rows(mode.rows)
+    # `add_sums` takes weights of at most 1; automatic clipping may return larger factors.
     largest = max(1.0, float(factors_BK.max())) if samples else 1.0
     weights_BK = factors_BK / largest if largest > 1 else factors_BK
-    # Sums are float32, where a number below the smallest normal one may be rounded up to twice what it was.
+    # Sums are float32: a weight below the smallest normal number might be rounded up to twice its value.
     weights_BK = weights_BK.masked_fill(weights_BK < torch.finfo(torch.float32).smallest_normal, 0)
     wait = topology.defers is not None and topology.defers()
     buffer.begin(fingerprint, wait=wait)
@@ -119,14 +120,14 @@ def _drop_not_finite(mode: AbstractGradients, norms_BK: Tensor) -> int:
 def _sq_norms(
     mode: AbstractGradients, grouping: Grouping, scale: float, topology: Topology, fingerprint: tuple[object, ...]
 ) -> Tensor:
-    """Squared norms ``(B, K)``, over all ranks that hold parts of the parameters."""
+    """Returns squared norms ``(B, K)``, summed over the ranks that hold parts of the parameters."""
     groups, count = grouping.group_of, grouping.count
     if topology.splits.size == 1:
         norms_BK, first = mode.sq_norms(groups, count, scale), next(iter(groups), None)
-        # Policies may add up over passes, so the device does not depend on what a pass reached first.
+        # A policy may add up values over passes, so all passes return norms on the device of the first parameter.
         return norms_BK if first is None else norms_BK.to(first.device)
     # Replicated parameters get separate groups, numbered after the others.
-    apart = {p: group if topology.in_parts(p) else count + group for p, group in groups.items()}
-    own_BK, whole_BK = mode.sq_norms(apart, 2 * count, scale).split(count, dim=1)
+    separate = {p: group if topology.in_parts(p) else count + group for p, group in groups.items()}
+    split_BK, replicated_BK = mode.sq_norms(separate, 2 * count, scale).split(count, dim=1)
     device = next(iter(groups)).device
-    return topology.reduce_sq_norms(own_BK, whole_BK, fingerprint, device)
+    return topology.reduce_sq_norms(split_BK, replicated_BK, fingerprint, device)

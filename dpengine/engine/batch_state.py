@@ -20,12 +20,12 @@ class Stage(enum.Enum):
     CLIPPED = "clipped"  # the clipped gradients of all physical batches are in the sums
     CHARGED = "charged"  # accounted; the parameters are not updated yet
     RELEASED = "released"  # the parameters are updated; zero_grad comes next
-    DISCARDED = "discarded"  # ended early; the next batch comes next
+    DISCARDED = "discarded"  # ended before its step; the loader returns the next batch next
     CLOSED = "closed"  # the model is not private any more
 
 
 class Effect(NamedTuple):
-    """What the owner of a `BatchState` must do after a transition, in this order."""
+    """Actions that the owner of a `BatchState` must execute after a transition, in this order."""
 
     discarded: int = 0  # logical batches to charge as discarded: why they ended early may depend on the data
     zero_sums: bool = False
@@ -45,17 +45,17 @@ class BatchState:
     Several logical batches are merged into one step if the optimizer did not step after each of them.
 
     Attributes:
-        external: Whether no private loader returns the batches: each backward pass is then a physical batch.
-        continues: With ``external``: whether the next backward pass is over a further part of the current batch.
+        external: True if no private loader returns the batches. Each backward pass is then a physical batch.
+        continues: With ``external``: True if the next backward pass belongs to the current logical batch.
         look_ahead: Number of physical batches that a trainer fetches before it uses the first. If it is positive, the
             trainer must run one backward pass for each physical batch, in the order of the loader.
         batches: Logical batches whose gradients are in the sums. The last one is the current batch.
         fetched: Physical batches that were fetched ahead of their backward pass.
         chunk: Index of the current physical batch within its logical batch.
-        done: Whether the current physical batch has been through backward, also if its logical batch is discarded.
-        passed_over: Whether the previous logical batch has not been through backward at all.
+        done: True if the current physical batch has been through backward, also if its logical batch is discarded.
+        passed_over: True if no backward pass ran over the previous logical batch before the current one began.
         last_step: Step number of the newest logical batch.
-        merged: Number of logical batches in the last step.
+        merged: Number of logical batches in the last step, which predicts that of the next one.
         released: Number of steps taken.
         discarded: Number of logical batches that were discarded. They are charged, too.
     """
@@ -107,7 +107,7 @@ class BatchState:
     # The loader
 
     def fetch(self, batch: LogicalBatch, chunk: int) -> tuple[LogicalBatch, int] | None:
-        """Returns the physical batch that comes next when the loader returns this one; None if it waits."""
+        """Queues a physical batch that the loader returns. Returns the one that becomes current, if one does."""
         if not self.fetched and not (self.look_ahead and self.awaits_backward):
             return batch, chunk
         self.fetched.append((batch, chunk))
@@ -143,7 +143,7 @@ class BatchState:
         return effect
 
     def revoke(self, last_step: int) -> None:
-        """Takes back `begin` of a logical batch that the user does not get; ``last_step`` is that of the one before.
+        """Reverts `begin` of a logical batch that the loader does not return. ``last_step`` is the value before.
 
         Its step counts as skipped. Batches whose gradients are in the sums stay complete.
         """
@@ -161,15 +161,18 @@ class BatchState:
     # The backward pass
 
     def next_for_backward(self, samples: Collection[int]) -> tuple[LogicalBatch, int] | None:
-        """Takes the next fetched batch if the current one cannot be that of a backward pass with these numbers."""
+        """Removes and returns the next fetched batch if a backward pass cannot be over the current one.
+
+        ``samples`` are the batch sizes that the layers saw.
+        """
         if self.stage is Stage.DISCARDED and not self.done:
-            return None  # the pass is over a later physical batch of the discarded logical batch
+            return None  # the pass runs over a later physical batch of the discarded logical batch
         if not self.fetched or self.is_placeholder or (self.awaits_backward and self.samples in samples):
             return None
         return self.fetched.popleft()
 
     def clipped(self) -> None:
-        """The gradients of the current physical batch are in the sums."""
+        """Records that the gradients of the current physical batch are in the sums."""
         self.done = True
         if self.chunk == len(self.batches[-1].rows) - 1:
             self.stage = Stage.CLIPPED
@@ -177,7 +180,7 @@ class BatchState:
     # The optimizer
 
     def next_for_step(self) -> tuple[LogicalBatch, int] | None:
-        """Takes the next fetched batch if it is empty, so that it may have no backward pass, and it is its turn."""
+        """Removes and returns the next fetched batch if it is due and empty, because it may have no backward pass."""
         waits = not self.done if self.stage is Stage.OPEN else self.stage is Stage.CLIPPED
         if not self.fetched or waits:
             return None
@@ -185,18 +188,18 @@ class BatchState:
         return self.fetched.popleft() if batch.rows[chunk] == 0 else None
 
     def charged(self) -> None:
-        """The merged logical batches are accounted."""
+        """Records that the merged logical batches are accounted."""
         self.merged = len(self.batches)
         self.stage = Stage.CHARGED
 
     def finished(self) -> None:
-        """The parameters are updated. A batch that the loader returned during the update stays the current one."""
+        """Records that the parameters are updated. A batch returned during the update stays the current one."""
         if self.stage is Stage.CHARGED:
             self.stage = Stage.RELEASED
         self.released += 1
 
     def cleared(self) -> Effect:
-        """``zero_grad`` was called: complete logical batches that were not stepped are discarded."""
+        """Records a call of ``zero_grad``: discards complete logical batches that were not stepped."""
         if self.stage is Stage.RELEASED:
             self.batches, self.stage = [], Stage.IDLE
         elif self.stage is Stage.CLIPPED:

@@ -39,7 +39,7 @@ class Attachment:
         step: The private step of the run.
         base: Original class of the optimizer.
         instance_step: The ``step`` attribute of the instance (the counter of a scheduler), if any.
-        known: The model's parameters at the start of the run.
+        known: The model's parameters at the start of the run. `refuse_replaced` does not warn about them.
         skipped: True if the last step only accumulated.
     """
 
@@ -86,11 +86,11 @@ def detach(optimizer: Optimizer) -> None:
     if base is None:
         return
     attachment = optimizer.__dict__.pop(_ATTACHED, None)
-    stood = optimizer.__dict__.pop("step", None)
+    instance_step = optimizer.__dict__.pop("step", None)
     optimizer.__class__ = base
     if attachment is not None and attachment.instance_step is not None:
         optimizer.__dict__["step"] = attachment.instance_step
-    elif stood is not None:  # a scheduler that was built while the optimizer was private
+    elif instance_step is not None:  # a scheduler that was built while the optimizer was private
         optimizer.__dict__["step"] = _counted(optimizer, base.step)
 
 
@@ -178,11 +178,11 @@ def _step(self: Any, closure: Callable[[], Any] | None = None) -> Any:
 
 
 def _update(optimizer: Optimizer, attachment: Attachment) -> None:
-    """Runs the base update with the engine's gradients only. Clears others: a frozen parameter may hold a raw one."""
+    """Runs the update of the base class. Clears all other gradients: a frozen parameter may hold an unclipped one."""
     released, held = attachment.step.writer.released, parameters_of(optimizer)
     passes = attachment.step.passes
     trained: Set[nn.Parameter] = released.keys()
-    if passes.only is not None:  # a parameter that replaced one of the optimizer's gets no gradient
+    if passes.only is not None:  # then `released` lacks parameters that replaced one of the optimizer's
         trained = {p for p in passes.model.parameters() if p.requires_grad}
     refuse_replaced(trained, held, known=attachment.known)
     for parameter in held:
@@ -201,10 +201,10 @@ def refuse_replaced(
             "would ever change.",
             fix="Move, cast or wrap the model first, then build the optimizer, then call make_private.",
         )
-    if left := len(released - known - set(held)):
+    if skipped := len(released - known - set(held)):
         notice(
             "DPE003",
-            f"{left} parameters that the model has since make_private are not in the optimizer, and do not change. "
+            f"{skipped} parameters that the model has since make_private are not in the optimizer, and do not change. "
             "Call engine.detach(model), build the optimizer anew, and call make_private again.",
             key="in a step",
         )
@@ -219,8 +219,8 @@ def _zero_grad(self: Any, set_to_none: bool = True) -> None:
     self.dp_base.zero_grad(self, set_to_none)
     attachment = self.__dict__.get(_ATTACHED)
     if attachment is not None:
-        if shown := [p for p in parameters_of(self) if hasattr(p, "grad_sample")]:
-            forget_grad_samples(shown)
+        if with_grad_sample := [p for p in parameters_of(self) if hasattr(p, "grad_sample")]:
+            forget_grad_samples(with_grad_sample)
         attachment.step.zero_grad()
 
 

@@ -64,12 +64,20 @@ class RecordedPass:
 
 
 class _Trainable(NamedTuple):
-    """The trainable parameters that were found last, and what they follow from."""
+    """Cache of `PassClipper.trainable`: ``found``, and the values that it depends on."""
 
     named: Mapping[str, nn.Parameter]
     flags: list[bool]
     only: Collection[nn.Parameter] | None
     found: Mapping[str, nn.Parameter]
+
+
+class _Assigned(NamedTuple):
+    """Cache of `PassClipper.grouping`: ``grouping``, and the objects that it depends on."""
+
+    policy: AbstractClip
+    trainable: Mapping[str, nn.Parameter]
+    grouping: Grouping
 
 
 class PassClipper:
@@ -82,7 +90,10 @@ class PassClipper:
         policy: The clipping policy in force.
         buffer: The clipped sums.
         contributed: Parameters with a gradient in the sums.
-        only: The parameters that are clipped and summed; None for all trainable parameters.
+        only: The parameters that are clipped and summed; None for all trainable parameters. Set by the owner.
+        mode: Holds the layer calls of the last backward pass.
+        capture: Hooks of the model, which report to this object.
+        probe: The independence probe.
 
     Args:
         model: The model. Nothing is attached yet.
@@ -129,7 +140,7 @@ class PassClipper:
         self._last_trainable: _Trainable | None = None
         self.buffer = FlatBuffer(self.trainable().values(), topology)
         self.contributed: set[nn.Parameter] = set()
-        self._assigned: tuple[AbstractClip, Mapping[str, nn.Parameter], Grouping] | None = None  # for these parameters
+        self._assigned: _Assigned | None = None
 
     def trainable(self) -> Mapping[str, nn.Parameter]:
         """The parameters that are clipped and summed now, by dotted name."""
@@ -159,30 +170,30 @@ class PassClipper:
     # Events of capture
 
     def forward_started(self, rows: int | None) -> None:
-        """A forward pass begins, so that any earlier backward pass has ended."""
+        """Settles the last backward pass, because a new forward pass begins."""
         self.settle()
 
     def receive(self, call: LayerCall, uses: Mapping[str, Use], rule: Any) -> None:
-        """A layer's output gradient arrived."""
+        """Stores a layer call in the grad mode."""
         self.mode.receive(call, uses, rule)
 
     def receive_rows(self, use: Use, grad: Tensor) -> None:
-        """A parameter's per-sample gradient arrived."""
+        """Stores a part of a parameter's per-sample gradient in the grad mode."""
         self.mode.receive_rows(use, grad)
 
     def backward_ended(self) -> None:
-        """A backward pass has ended."""
+        """Reports the backward pass that has ended."""
         self.mode.backward_ended()
         self._on_pass(RecordedPass(self.mode, self.capture.replay, self.loss_reduction == "mean"))
 
     # For the owner
 
     def report(self, recorded: RecordedPass) -> None:
-        """Reports a pass that ran outside the hooks."""
+        """Reports a pass that ran outside the hooks, as a compiled one does."""
         self._on_pass(recorded)
 
     def settle(self) -> bool:
-        """Reports a pass whose end callback was missed; forgets an interrupted one. Returns whether there was one."""
+        """Reports a pass whose end callback was missed. Forgets an interrupted one, and then returns True."""
         if self.capture.unfinished is not None:
             self.forget()
             return True
@@ -201,7 +212,7 @@ class PassClipper:
         if replay is not None:
             copied = mode.copied()  # the pass itself is clipped as if it were not probed
             with without_autocast():
-                probed_B = copied.sq_norms(dict.fromkeys(copied.parameters, 0), 1, 1.0).sum(dim=1)
+                probed_B = _unscaled_sq_norms(copied)
         self.mode = mode.renewed()
         self.capture.forget_backward()
         return RecordedPass(mode, replay, self.loss_reduction == "mean", probed_B)
@@ -217,6 +228,8 @@ class PassClipper:
         fingerprint: tuple[object, ...] = (),
     ) -> ClipStatistics:
         """Clips a pass and adds it to the sums. An error zeroes the sums if a part of the pass may be in them.
+
+        Forgets the pass, and the one in ``mode`` if that is another, also on an error.
 
         ``samples`` is the number of samples that the pass must have, and ``loss_scale`` the factor on the loss. All
         ranks must pass the same ``fingerprint``. A layer with another number of samples raises BatchMismatchError; a
@@ -244,7 +257,7 @@ class PassClipper:
             self.check_leaks()
         if probed_B is None and (units is not None or self.only is not None) and self.probe.due:
             # The probe compares samples, not units, over all parameters.
-            probed_B = mode.sq_norms(dict.fromkeys(mode.parameters, 0), 1, 1.0).sum(dim=1)
+            probed_B = _unscaled_sq_norms(mode)
         if self.only is not None:
             mode.keep(self.only)
             if not trainable:
@@ -255,12 +268,12 @@ class PassClipper:
                     "again.",
                 )
         self._check_samples(mode, samples)
-        took_part = mode.parameters
-        self._check_parameters(took_part, trainable)
+        included = mode.parameters
+        self._check_parameters(included, trainable)
         scale = recorded.scale / loss_scale
         if units is not None:
             mode.combine(units)
-        self.contributed.update(took_part)
+        self.contributed.update(included)
         grouping = self.grouping(trainable)
         try:
             statistics = add_clipped(
@@ -272,7 +285,7 @@ class PassClipper:
                 topology=self.topology,
                 fingerprint=fingerprint,
             )
-            # The probe comes last, when what was held of the batch is free: it needs as much once more.
+            # The probe comes last, when the records of the batch are free, because it needs as much memory again.
             norms_BK = statistics.norms_BK
             if probed_B is None:
                 probed_B = torch.zeros(0) if norms_BK is None else norms_BK.square().sum(dim=1) / scale**2
@@ -286,10 +299,10 @@ class PassClipper:
         """Groups of the trainable parameters by the policy in force."""
         trainable = self.trainable() if trainable is None else trainable
         last = self._assigned
-        if last is None or last[0] is not self.policy or last[1] is not trainable:
+        if last is None or last.policy is not self.policy or last.trainable is not trainable:
             groups = self.policy.group_of(list(trainable))
-            last = self._assigned = (self.policy, trainable, Grouping.of(list(trainable.values()), groups))
-        return last[2]
+            last = self._assigned = _Assigned(self.policy, trainable, Grouping.of(list(trainable.values()), groups))
+        return last.grouping
 
     def follow(self) -> Mapping[str, nn.Parameter]:
         """Adapts the buffer to the parameters that are trainable now, and returns them.
@@ -313,9 +326,9 @@ class PassClipper:
         """Names of the trainable parameters without a gradient in the sums."""
         return [name for name, p in trainable.items() if p not in self.contributed]
 
-    def _check_parameters(self, took_part: Mapping[nn.Parameter, str], trainable: Mapping[str, nn.Parameter]) -> None:
+    def _check_parameters(self, included: Mapping[nn.Parameter, str], trainable: Mapping[str, nn.Parameter]) -> None:
         known = set(trainable.values())
-        unknown = [name for parameter, name in took_part.items() if parameter not in known]
+        unknown = [name for parameter, name in included.items() if parameter not in known]
         if unknown:
             raise UnknownParameterError(
                 f"'{unknown[0]}' had a gradient, but is no trainable parameter of the model: it was frozen or "
@@ -347,7 +360,7 @@ class PassClipper:
                 )
 
     def forget(self) -> None:
-        """Forgets a backward pass that is clipped, or was interrupted."""
+        """Forgets the backward pass in ``mode``. The sums stay."""
         self.mode.clear()
         self.capture.forget_backward()
         if self.capture.replay is not None and not self.capture.replay.running:
@@ -364,3 +377,8 @@ class PassClipper:
         self.contributed.clear()
         if self.policy is not None:
             self.policy.discard()
+
+
+def _unscaled_sq_norms(mode: AbstractGradients) -> Tensor:
+    """Returns squared norms ``(B,)`` over all parameters, to compare with those of a probe."""
+    return mode.sq_norms(dict.fromkeys(mode.parameters, 0), 1, 1.0).sum(dim=1)

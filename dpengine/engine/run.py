@@ -38,7 +38,7 @@ class Run:
     Attributes:
         units: The privacy unit of each example; None if each example is a unit.
         unit: Name of the privacy unit.
-        batches: The private loader; None if the loop draws the batches.
+        batches: The private loader; None if the loop draws the batches. Not the `BatchState`, ``step.batches``.
         resumed: True if the run continues a saved run.
         attached: True if the hooks are attached.
         recorder: The model, if it is a GradSampleModule whose hooks are off during the run.

@@ -109,7 +109,7 @@ class PrivateStep:
         return unlimited or self.budget.may_draw(self.plan, self.ledger, *self.batches.upcoming())
 
     def batch_returned(self, batch: LogicalBatch, chunk: int) -> None:
-        """Records that the loader returns a physical batch to the user."""
+        """Records a physical batch, just before the loader returns it to the user."""
         if self.batches.stage is Stage.CLOSED:
             return
         self._settle()
@@ -139,6 +139,7 @@ class PrivateStep:
         self._follow_plan()
 
     def _apply(self, effect: Effect) -> None:
+        """Executes the effect of a transition of the batch state."""
         try:
             self._charge_discarded(effect.discarded)
         finally:
@@ -152,7 +153,7 @@ class PrivateStep:
             self.ledger.charge(self.plan.event(), count=count, kind="void")
 
     def discard(self) -> None:
-        """Discards the merged logical batches: charges them and zeroes the sums."""
+        """Discards the merged logical batches: charges them, unless that is done, and zeroes the sums."""
         self._apply(self.batches.discard())
 
     @contextlib.contextmanager
@@ -211,6 +212,7 @@ class PrivateStep:
                 self.passes.forget()
                 self.batches.clipped()
                 return
+            # Quick tests, once per pass. `check_backward` raises the error if the pass is indeed wrong.
             samples = self.batches.samples if self.batches.awaits_backward else None
             if samples is None or recorded.samples != samples or self.writer.stale:
                 check_backward(self, recorded)
@@ -261,7 +263,7 @@ class PrivateStep:
         self._settle()
         self._begin(self.batches.next_for_step())
         if self.batches.stage in NOT_RETURNED:
-            self._check_budget(1)  # the loader may have ended because of the budget
+            self._check_before_charge(1)  # the loader may have ended because of the budget
         if not self.batches.is_ready or len(self.batches.batches) > 1:
             check_step(self)
         if not self.batches.done:
@@ -271,15 +273,19 @@ class PrivateStep:
 
     @contextlib.contextmanager
     def releasing(self) -> Iterator[None]:
-        """Charges a complete logical batch before its update runs in the context. An error discards the batch."""
-        self._check_budget(len(self.batches.batches))
+        """Charges a complete logical batch before its update runs in the context.
+
+        An error in the update discards the batch, which is not charged a second time.
+        """
+        self._check_before_charge(len(self.batches.batches))
         with self._discard_on_error():
             if missing := self.passes.missing(self.passes.follow()):
                 check_unused(self, missing)
             self._charge()
+            plan, step = self.plan, self.batches.last_step  # those of the next batch if the update fetches it
             yield
-            step, size, total = self.batches.last_step, self.plan.expected_batch_size, self.passes.topology.total
-            self.plan.clipping.finish_step(self.source, step, size, total)  # may wait for other ranks
+            total = self.passes.topology.total
+            plan.clipping.finish_step(self.source, step, plan.expected_batch_size, total)  # may wait for other ranks
         self.passes.contributed.clear()
         self.batches.finished()
         self._follow_plan()
@@ -289,7 +295,8 @@ class PrivateStep:
         if self.passes.settle():
             self.discard()
 
-    def _check_budget(self, count: int) -> None:
+    def _check_before_charge(self, count: int) -> None:
+        """Warns if another engine trains on the data set; raises BudgetExceeded if ``count`` charges do not fit."""
         if self.dataset_check is not None and not self.dataset_check.is_last:
             self.dataset_check.before_charge(self.ledger)
         if self.budget.target_epsilon is None:

@@ -30,11 +30,11 @@ def watch_model(
     methods: MethodTable | None = None,
     topology: Topology = SINGLE,
 ) -> tuple[Capture, AbstractGradients, Probe]:
-    """Builds these parts for one mode. Attaches nothing."""
+    """Builds the three parts for one mode. Attaches nothing."""
     chosen = mode_of(mode)
-    # External norms are computed after the pass, when distributed parameters are sharded again.
-    distributed = bool(topology.slots) or topology.splits.size > 1
-    lookup = sampler_for if distributed and chosen.lookup is rule_for else chosen.lookup
+    # A registered norm rule runs after the pass, when a module no longer holds its whole parameters.
+    sharded = bool(topology.slots) or topology.splits.size > 1
+    lookup = sampler_for if sharded and chosen.lookup is rule_for else chosen.lookup
     watches = watch_list(model, lookup, functional_sampler, by_operations=chosen.by_operations)
     capture = Capture(
         model,
@@ -48,7 +48,7 @@ def watch_model(
     _check_mode(chosen.name, topology, watches)
     methods = MethodTable() if methods is None else methods
     if topology.splits.size > 1:
-        # Sums of replicated parameters must be equal bit by bit, so all ranks use the same methods.
+        # Sums of replicated parameters must be bitwise equal on all ranks, so all ranks use the same methods.
         methods = methods.untimed(topology.splits.from_first(methods.seconds))
     grad_mode = chosen.build(capture, methods)
     return capture, grad_mode, Probe(capture, EVERY if topology.runs_by_itself else None)

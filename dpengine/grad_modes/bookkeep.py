@@ -23,33 +23,34 @@ from .rows import Units, stays_narrow, widened, zeroed
 from .stacks import Layout, Matrix, Waiting, bucket_of, layout_of, shape_key
 from .strategy import AbstractGradients, common_rows, joint_gradients, joint_parts, note_rows
 
-Quiet = Callable[[], AbstractContextManager[None]]
+Pause = Callable[[], AbstractContextManager[None]]
 
-_SHARE = 4  # a quarter of the budget for kept gradients is for stacked ones
-_PLANS = 500  # cached plans; sequences and batches of varying length need many
+_MATRIX_SHARE = 4  # the matrix takes at most a quarter of the budget for kept gradients
+_MOST_PLANS = 500  # cached plans and layouts; sequences and batches of varying length need many
 
 
 class BookKeeping(AbstractGradients):
     """Computes norms by the fastest applicable method for each parameter, and clipped sums by one weighted product.
 
-    The gradients of small layers are stacked: computed together, in one matrix.
+    The gradients of small layers are stacked: computed together, in one matrix. A call waits until the first use of the
+    gradients decides whether it is stacked, or goes to the `Entry` of each of its parameters.
     """
 
     rows: dict[str, int] = None  # type: ignore[assignment]  # replaces the property; set per instance
 
-    def __init__(self, planner: Planner | None = None, quiet: Quiet | None = None):
+    def __init__(self, planner: Planner | None = None, pause: Pause | None = None):
         self.planner = MethodTable() if planner is None else planner
-        self._quiet = quiet  # pauses hooks while a registered norm rule reruns a layer; None ignores the rule
-        self._entries: dict[nn.Parameter, Entry] = {}
-        self._still: Quiet = nullcontext if quiet is None else quiet
+        self._pause = pause  # pauses hooks while a registered norm rule reruns a layer; None ignores the rule
+        self._paused: Pause = nullcontext if pause is None else pause
+        self._entries: dict[nn.Parameter, Entry] = {}  # parameters whose calls are not stacked
         self.rows = {}
-        self._plans: dict[object, Plan] = {}
-        self._plan: Plan = {}
+        self._plans: dict[object, Plan] = {}  # shared with the next passes
+        self._plan: Plan = {}  # of the last pass; kept after `clear`, for `choices`
         self._scratch = Scratch()
         self._waiting: list[Waiting] = []  # calls that may be stacked, until norms are computed
-        self._layouts: dict[object, Layout] = {}
-        self._layout: Layout | None = None  # of the waiting calls
-        self._matrix: Matrix | None = None  # stacked gradients
+        self._layouts: dict[object, Layout] = {}  # shared with the next passes
+        self._layout: Layout | None = None  # of the waiting calls; None if they changed since it was computed
+        self._matrix: Matrix | None = None  # stacked gradients, from the norms to the sums
         self._stacked: tuple[Layout, int] | None = None  # layout and number of samples of the last pass, for `choices`
 
     def receive(self, call: LayerCall, uses: Mapping[str, Use], rule: Any) -> None:
@@ -66,7 +67,7 @@ class BookKeeping(AbstractGradients):
         if placed or not stays_narrow(call, [rule[name] for name in uses]):
             call = widened(call)
         if isinstance(rule, NormedRule):
-            if self._quiet is not None:
+            if self._pause is not None:
                 self._receive_normed(call, uses, rule)
                 return
             rule = rule.gradients
@@ -93,7 +94,7 @@ class BookKeeping(AbstractGradients):
 
     def combine(self, units: Units) -> None:
         """Combines the gradients of the samples of each privacy unit. Afterwards axis 0 is the unit."""
-        self._form_alone()
+        self._unstack()
         rows = common_rows(self.rows)
         with self._computing():
             for entry in self._entries.values():
@@ -103,17 +104,17 @@ class BookKeeping(AbstractGradients):
 
     def renewed(self) -> BookKeeping:
         """Returns an empty mode for the next pass that shares the cached plans. This mode keeps its layer calls."""
-        other = BookKeeping(self.planner, self._quiet)
+        other = BookKeeping(self.planner, self._pause)
         other._plans, other._layouts = self._plans, self._layouts
         return other
 
     def keep(self, parameters: Collection[nn.Parameter]) -> None:
-        self._form_alone()
+        self._unstack()
         self._entries = {parameter: entry for parameter, entry in self._entries.items() if parameter in parameters}
 
     def copied(self) -> BookKeeping:
         """Returns a mode with a copy of the layer calls. Consuming one does not change the other."""
-        self._form_alone()
+        self._unstack()
         other = self.renewed()
         other.rows = dict(self.rows)
         other._entries = {p: replace(entry, calls=list(entry.calls)) for p, entry in self._entries.items()}
@@ -123,8 +124,8 @@ class BookKeeping(AbstractGradients):
         self._layout = None  # a stacked parameter must not have other uses
         return self._entries.setdefault(use.parameter, Entry(use))
 
-    def _form_alone(self) -> None:
-        """Ends stacking for this pass: moves all calls and gradients to entries per parameter."""
+    def _unstack(self) -> None:
+        """Moves all waiting calls and the columns of the matrix to entries, because the caller needs each parameter."""
         waiting, self._waiting, self._layout = self._waiting, [], None
         for call, uses, rule in waiting:
             self._receive(call, uses, rule)
@@ -134,14 +135,14 @@ class BookKeeping(AbstractGradients):
                 grad = matrix.grads_BP[:, columns].reshape(-1, *parameter.shape)
                 self._entry(Use(parameter, matrix.layout.names[parameter])).keep(grad)
 
-    def _laid_out(self) -> Layout | None:
-        """Returns the layout of the waiting calls; None without calls."""
+    def _current_layout(self) -> Layout | None:
+        """Returns the layout of the waiting calls, from the cache if possible; None without calls."""
         if self._layout is None and self._waiting:
-            rows, budget = bucket_of(common_rows(self.rows)), self.planner.keep_budget // _SHARE
+            rows, budget = bucket_of(common_rows(self.rows)), self.planner.keep_budget // _MATRIX_SHARE
             keys = [shape_key(call, uses) for call, uses, _ in self._waiting]
             key = (rows, budget, tuple(self._entries), *keys)
             if key not in self._layouts:
-                if len(self._layouts) >= _PLANS:
+                if len(self._layouts) >= _MOST_PLANS:
                     self._layouts.clear()
                 self._layouts[key] = layout_of(self._waiting, keys, self._entries, rows, budget)
             self._layout = self._layouts[key]
@@ -149,7 +150,7 @@ class BookKeeping(AbstractGradients):
 
     @property
     def parameters(self) -> Mapping[nn.Parameter, str]:
-        layout = self._laid_out() if self._matrix is None else self._matrix.layout
+        layout = self._current_layout() if self._matrix is None else self._matrix.layout
         entries = {parameter: entry.use.name for parameter, entry in self._entries.items()}
         if layout is None:
             return entries
@@ -163,24 +164,24 @@ class BookKeeping(AbstractGradients):
 
     def calls(self) -> list[LayerCall]:
         """Returns the stored layer calls."""
-        alone = [call for entry in self._entries.values() for call, _ in entry.calls]
-        return alone + [waiting.call for waiting in self._waiting]
+        in_entries = [call for entry in self._entries.values() for call, _ in entry.calls]
+        return in_entries + [waiting.call for waiting in self._waiting]
 
     def kept(self) -> dict[nn.Parameter, Tensor]:
         """Returns the kept per-sample gradients, unscaled."""
-        self._form_alone()
+        self._unstack()
         return {p: entry.kept for p, entry in self._entries.items() if entry.kept is not None}
 
     def formed(self, parameter: nn.Parameter) -> Tensor:
         """Returns unscaled per-sample gradients ``(B, *param.shape)`` of an included parameter. Consumes nothing."""
-        self._form_alone()
+        self._unstack()
         with self._computing():
             return self._entries[parameter].formed(common_rows(self.rows))
 
     @contextmanager
     def _computing(self) -> Iterator[None]:
         """Pauses the hooks, and computes products in full precision."""
-        with full_precision(), self._still():
+        with full_precision(), self._paused():
             yield
 
     def sq_norms(self, groups: Mapping[nn.Parameter, int], num_groups: int, scale: float) -> Tensor:
@@ -207,13 +208,13 @@ class BookKeeping(AbstractGradients):
 
     def _stack(self, rows: int) -> None:
         """Stacks the gradients of small layers."""
-        if self._matrix is not None:  # norms were computed before
+        if self._matrix is not None:  # an earlier `sq_norms` of this pass formed it
             return
-        layout, waiting, self._stacked = self._laid_out(), self._waiting, None
+        layout, waiting, self._stacked = self._current_layout(), self._waiting, None
         if layout is None:
             return
         if not (rows and layout.stacks):
-            self._form_alone()
+            self._unstack()
             return
         self._waiting, self._stacked = [], (layout, rows)
         for (call, _, rule), uses in zip(waiting, layout.rest, strict=True):
@@ -236,7 +237,7 @@ class BookKeeping(AbstractGradients):
         entries = list(self._entries.values())
         key = (self.planner.version, plan_key(entries, rows))
         if key not in self._plans:
-            if len(self._plans) >= _PLANS:
+            if len(self._plans) >= _MOST_PLANS:
                 self._plans.clear()
             self._plans[key] = self.planner.plan(entries, rows)
         return self._plans[key]
@@ -255,7 +256,7 @@ class BookKeeping(AbstractGradients):
 
     def drop(self, rows_B: Tensor) -> None:
         if self._waiting:
-            self._form_alone()
+            self._unstack()
         if self._matrix is not None:
             self._matrix = self._matrix._replace(grads_BP=zeroed(self._matrix.grads_BP, rows_B))
         with self._computing():

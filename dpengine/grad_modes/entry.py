@@ -23,7 +23,7 @@ from .method import Method, Way
 from .rows import Units, in_rows, some_rows, widened, without_rows, zeroed
 
 CHUNK_BYTES = 4 * 2**20  # bytes of per-sample gradients formed at a time if they are not kept; fits the cache
-_LEFT = 2.0**-11  # upper limit of one rounding error of a sample's sum, relative to the clipping norm
+_MOST_ROUNDING = 2.0**-11  # upper limit of one rounding error of a sample's sum, relative to the clipping norm
 
 
 class Scratch:
@@ -64,7 +64,7 @@ class Entry:
 
     use: Use
     calls: list[tuple[LayerCall, GradSampler]] = field(default_factory=list)
-    kept: Tensor | None = None  # (B, *param.shape)
+    kept: Tensor | None = None  # formed gradients (B, *param.shape), of calls that are not in ``calls``
 
     def keep(self, grad: Tensor) -> None:
         """Adds per-sample gradients to the kept ones."""
@@ -72,10 +72,10 @@ class Entry:
 
     def formed(self, rows: int) -> Tensor:
         """Returns per-sample gradients ``(B, *param.shape)``: the kept ones plus those of the calls."""
-        made = self._form("", 0, rows, rows) if self.calls else None
-        if made is None or self.kept is None:
-            return self.kept if made is None else made  # type: ignore[return-value]
-        return self.kept + made
+        grad = self._form("", 0, rows, rows) if self.calls else None
+        if grad is None or self.kept is None:
+            return self.kept if grad is None else grad  # type: ignore[return-value]
+        return self.kept + grad
 
     def join(self) -> None:
         """Concatenates calls of the same sampler if it supports that."""
@@ -110,19 +110,19 @@ class Entry:
             if len(self.calls) > 1:
                 return self.from_gram(tied_norm(self.calls))
             ((call, sampler),) = self.calls
-            return self._raised(sampler.sq_norms[way.name](call), self._spread())
+            return self._at_least_rounding(sampler.sq_norms[way.name](call), self._spread())
         if way.method is Method.KEEP:
             found = None
             if self.calls:
-                grad, found = self._written(way.name, rows, scratch)
+                grad, found = self._form_in(way.name, rows, scratch)
                 self.keep(grad)
                 self.calls = []
             assert self.kept is not None
             return sq_norms(self.kept) if found is None else found
-        sq_norm_B, spread_B = self._discarded(way.name, rows, scratch), self._spread()
+        sq_norm_B, spread_B = self._chunked_sq_norms(way.name, rows, scratch), self._spread()
         if spread_B is not None and self._in_bfloat16:
             sq_norm_B = (sq_norm_B.sqrt() + PRODUCT_ERROR * spread_B).square()
-        return self._raised(sq_norm_B, spread_B)
+        return self._at_least_rounding(sq_norm_B, spread_B)
 
     def add_sum(self, weight_B: Tensor, scale: float, into: Sums) -> None:
         """Adds ``scale`` times the weighted sum of gradients. Weights are at most 1, on the parameter's device."""
@@ -141,7 +141,7 @@ class Entry:
                 into.add(parameter, sampler.total(call, weight_B), scale)
 
     def norm_and_sum(self, way: Way, rows: int, scratch: Scratch, weight_B: Tensor, into: Sums) -> None:
-        """Computes norms and then the sum, as a pass does."""
+        """Computes norms and then the sum, to time a method."""
         self.sq_norm(way, rows, scratch)
         self.add_sum(weight_B, 1.0, into)
         scratch.start_again()
@@ -167,7 +167,7 @@ class Entry:
         assert total is not None
         return total
 
-    def _discarded(self, name: str, rows: int, scratch: Scratch) -> Tensor:
+    def _chunked_sq_norms(self, name: str, rows: int, scratch: Scratch) -> Tensor:
         """Computes squared norms ``(B,)`` from gradients formed for some samples at a time in the same memory."""
         step = min(rows, self._rows_at_a_time())
         starts = range(0, rows, max(1, step))
@@ -194,7 +194,7 @@ class Entry:
         sampler = self.calls[0][1]
         return sampler.write_grads.get(name or sampler.grad_name)
 
-    def _written(self, name: str, rows: int, scratch: Scratch) -> tuple[Tensor, Tensor | None]:
+    def _form_in(self, name: str, rows: int, scratch: Scratch) -> tuple[Tensor, Tensor | None]:
         """Returns all gradients, in scratch memory if possible, and their squared norms if the sampler returns them."""
         call, write = self.calls[0][0], self._writer(name)
         if write is None or not rows:
@@ -203,19 +203,20 @@ class Entry:
         out = scratch.take((rows, *self.use.shape), wide(grad.dtype), grad.device)
         return out, write(call, out)
 
-    def _raised(self, sq_norm_B: Tensor, spread_B: Tensor | None) -> Tensor:
-        """Raises squared norms of samples whose parts cancel so far that rounding errors dominate their sum.
+    def _at_least_rounding(self, sq_norm_B: Tensor, spread_B: Tensor | None) -> Tensor:
+        """Increases squared norms of samples whose parts cancel so far that rounding errors dominate their sum.
 
         The weighted sum adds the parts of a sample one by one. Its rounding error is about ``u * spread``, where
         ``spread`` is the sum of the norms of the parts, which may be far above the norm of the gradient. With a norm of
-        at least ``u / _LEFT * spread``, the error is at most 1/32 of the clipping norm, for any number of parts. The
-        largest error found by a search was 0.8 %. Most samples are unchanged: in float32 the lower limit applies only
-        if the spread exceeds 8192 times the norm. Tensor cores lose more than float32, so the limit is twice as high.
+        at least ``u / _MOST_ROUNDING * spread``, the error is at most 1/32 of the clipping norm, for any number of
+        parts. The largest error found by a search was 0.8 %. Most samples are unchanged: in float32 the lower limit
+        applies only if the spread exceeds 8192 times the norm. Tensor cores lose more than float32, so the limit is
+        twice as high.
         """
         if spread_B is None:
             return sq_norm_B
         unit = torch.finfo(wide(self.use.parameter.dtype)).eps / (1 if self._in_bfloat16 else 2)
-        floor_B = spread_B.square() * (unit / _LEFT) ** 2
+        floor_B = spread_B.square() * (unit / _MOST_ROUNDING) ** 2
         return torch.maximum(sq_norm_B.to(floor_B.dtype), floor_B)
 
     @property
@@ -231,7 +232,7 @@ class Entry:
 
     def from_gram(self, norm: GramNorm) -> Tensor:
         """Returns squared norms ``(B,)`` from a Gram norm that was computed together with other parameters."""
-        return self._raised(norm.sq_norm_B, norm.spread_B)
+        return self._at_least_rounding(norm.sq_norm_B, norm.spread_B)
 
 
 def gram_sq_norms(entries: Sequence[Entry]) -> list[Tensor]:

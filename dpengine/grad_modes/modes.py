@@ -1,4 +1,4 @@
-"""The table behind ``grad_sample_mode``: how a model is watched, and what is done with what is reported."""
+"""Table of grad modes: for each ``grad_sample_mode``, the watch list of the model and the class that gets its calls."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from .strategy import AbstractGradients
 
 @dataclass(frozen=True)
 class Mode:
-    """One way to get clipped sums.
+    """A row of the table of grad modes.
 
     Attributes:
         name: The value of ``grad_sample_mode``.
-        build: Makes the strategy and finishes the capture that it needs.
-        lookup: The rule for exactly one layer, or None.
-        by_operations: Whether modules with parameters beside children are followed operation by operation.
+        build: Creates the object that holds the layer calls, and sets what it needs on the capture.
+        lookup: Returns the rule of a layer, or None if it has none.
+        by_operations: True if modules with both parameters and children are followed operation by operation.
     """
 
     name: str
@@ -52,7 +52,7 @@ def _expanded(capture: Capture, methods: MethodTable) -> AbstractGradients:
 
 
 def _rule_where_rows_cannot_be_cut(module: nn.Module) -> Any:
-    """Flat bags have no batch axis, and sparse gradients no per-sample form: only the layer's own rule fits."""
+    """Returns the layer's own rule where functorch cannot be used: flat bags without a batch axis, sparse gradients."""
     flat = layer_type(module) is nn.EmbeddingBag or (layer_type(module) is nn.Embedding and module.sparse)
     return sampler_for(module) if flat else None
 

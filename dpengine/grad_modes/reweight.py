@@ -13,7 +13,7 @@ from dpengine.capture.record import LayerCall, Use
 from dpengine.errors import UnsupportedLayerError
 from dpengine.kernels.products import sq_norms
 
-from .bookkeep import BookKeeping, Quiet
+from .bookkeep import BookKeeping, Pause
 from .choose_method import Planner
 from .flat_buffer import Sums
 from .rows import zeroed
@@ -30,11 +30,11 @@ class Reweight(AbstractGradients):
     The methods that ``planner`` chooses should keep nothing, or the memory advantage is lost.
     """
 
-    def __init__(self, uses: Callable[[nn.Parameter], int], rerun: Rerun, planner: Planner, quiet: Quiet | None = None):
+    def __init__(self, uses: Callable[[nn.Parameter], int], rerun: Rerun, planner: Planner, pause: Pause | None = None):
         self._uses = uses
         self._rerun = rerun
-        self._held = BookKeeping(planner, quiet)
-        self._single = BookKeeping(planner, quiet)  # for one call at a time
+        self._held = BookKeeping(planner, pause)
+        self._single = BookKeeping(planner, pause)  # for one call at a time
         self._sq_norms: dict[nn.Parameter, Tensor] = {}
         self._names: dict[nn.Parameter, str] = {}  # of the parameters in `_sq_norms`
         self._rows: dict[str, int] = {}

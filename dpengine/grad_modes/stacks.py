@@ -32,7 +32,7 @@ MOST_COLUMNS = 2**20
 
 
 class Waiting(NamedTuple):
-    """A call of a layer that has one tensor as input and one as output."""
+    """A call of a layer with one input and one output tensor, not yet assigned to a stack or to entries."""
 
     call: LayerCall
     uses: LayerUses
@@ -41,12 +41,12 @@ class Waiting(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Part:
-    """The gradients that a stack forms of one parameter of each of its layers.
+    """The parameters of one name in all layers of a stack.
 
     Attributes:
-        way: How they are formed.
-        grad: Forms them, of a call in which the samples of all layers follow each other.
-        uses: The parameters, one for each layer.
+        way: The method, for reports.
+        grad: Computes their gradients from a call that concatenates the samples of all layers.
+        uses: The use of the parameter in each layer.
     """
 
     way: Way
@@ -65,10 +65,10 @@ class Stack:
     """Layers of one type with equal settings and shapes, and the parameters whose gradients go into the matrix.
 
     Attributes:
-        layer: One of them.
-        at: Indices of the calls.
-        parts: The parameters, by their name in the layer.
-        widens: Whether half-precision tensors must become float32.
+        layer: One of the layers.
+        at: Indices of their calls among the waiting calls.
+        parts: The parameters, one part for each name in the layer.
+        widens: True if half-precision tensors must become float32.
     """
 
     layer: nn.Module
@@ -92,7 +92,7 @@ class Layout:
     """Selects the gradients of a pass that go into the matrix, and their columns.
 
     Attributes:
-        names: The dotted names of all parameters that took part.
+        names: The dotted names of all parameters of the waiting calls, also of those outside the matrix.
         stacks: The stacks, in the order of the columns.
         columns: The columns of each parameter in the matrix.
         rest: For each call, the uses whose gradients do not go into the matrix.
@@ -104,7 +104,7 @@ class Layout:
     rest: tuple[Mapping[str, Use], ...]
 
     def choices(self, rows: int) -> list[Choice]:
-        """Returns the treatment of each parameter in the matrix."""
+        """Returns the choice to report for each parameter in the matrix."""
         found = []
         for stack in self.stacks:
             why = "formed with equal layers" if len(stack.at) > 1 else "formed at once"
@@ -129,7 +129,7 @@ class Matrix(NamedTuple):
 
 
 def bucket_of(size: int) -> int:
-    """Returns a size that stands for all sizes within a factor of the fourth root of 2."""
+    """Rounds a size to a power of the square root of 2, so that batches of similar sizes share a cached layout."""
     return round(2 ** (round(2 * math.log2(size)) / 2)) if size > 8 else size
 
 

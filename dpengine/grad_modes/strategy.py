@@ -32,7 +32,7 @@ class AbstractGradients(ABC):
 
     @abstractmethod
     def receive(self, call: LayerCall, uses: Mapping[str, Use], rule: Any) -> None:
-        """Stores one call of a layer."""
+        """Stores one call of a layer, with the grad samplers of its parameters (``rule``)."""
 
     @abstractmethod
     def receive_rows(self, use: Use, grad: Tensor) -> None:
@@ -67,7 +67,7 @@ class AbstractGradients(ABC):
         )
 
     def keep(self, parameters: Collection[nn.Parameter]) -> None:
-        """Drops the gradients of all parameters that are not in ``parameters``."""
+        """Restricts the pass to ``parameters``: drops the gradients of all others."""
         raise UnsupportedLayerError(
             "Gradients of some of the parameters are clipped in grad_sample_mode='auto' only, through loss.backward().",
             fix="Pass that mode to make_private, or give the optimizer all parameters of the model.",

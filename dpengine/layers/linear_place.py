@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function
 
-from .not_twice_differentiable import differentiated_once
+from .not_twice_differentiable import not_twice_differentiable
 
 
 def linear_place(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -30,7 +30,7 @@ class _Place(torch.autograd.Function):
         return input.new_zeros(()).expand(*input.shape[:-1], weight.shape[0]).detach()
 
     @staticmethod
-    @differentiated_once
+    @not_twice_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         input, weight = ctx.saved_tensors
         by_input, by_weight, by_bias = ctx.needs_input_grad

@@ -1,4 +1,4 @@
-"""Backward passes that are not differentiated again, and say so in our words."""
+"""Backward passes that raise RepeatedBackwardError if they are differentiated again."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 from dpengine.errors import RepeatedBackwardError
 
 
-def differentiated_once(backward: Callable[..., Any]) -> Callable[..., Any]:
+def not_twice_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
     """Makes a second derivative through a ``torch.autograd.Function`` raise RepeatedBackwardError."""
 
     @functools.wraps(backward)

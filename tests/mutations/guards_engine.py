@@ -88,6 +88,13 @@ GUARDS = [
         "test_noise_of_run.py::test_f_n6_noise_has_the_standard_deviation_that_is_charged",
     ),
     Guard(
+        "count-step",
+        "the noise of adaptive clipping is addressed by the step that is charged",
+        "plan.clipping.finish_step(self.source, step, plan",
+        "plan.clipping.finish_step(self.source, self.batches.last_step, plan",
+        "test_noise_of_run.py::test_the_counts_of_adaptive_clipping_have_noise_of_their_own_step[in the update]",
+    ),
+    Guard(
         "noise-step",
         "noise is addressed by the step",
         "self.plan.noise_std, self.batches.batches[-1].step, 1",

@@ -296,8 +296,8 @@ GUARDS = [
     Guard(
         "leaks-cleared",
         "leaks of passes in eval mode are none of the next pass",
-        "        self.leaks.clear()  # of backward passes before",
-        "        pass  # of backward passes before",
+        "        self.leaks.clear()  # earlier backward passes",
+        "        pass  # earlier backward passes",
         "capture/test_capture.py::test_a_backward_pass_in_eval_mode_does_not_stand_in_the_way_of_the_next",
     ),
     Guard(

@@ -72,8 +72,8 @@ GUARDS = [
     Guard(
         "subset-replaced",
         "a parameter of the subset that was replaced",
-        "    if passes.only is not None:  # a parameter that replaced",
-        "    if False:  # a parameter that replaced",
+        "    if passes.only is not None:  # then `released` lacks",
+        "    if False:  # then `released` lacks",
         f"{SUBSET}test_a_replaced_parameter_is_noticed",
     ),
     Guard(
