@@ -199,8 +199,7 @@ class PrivacyEngine(argument_checks.NotCopyable):
         layout |= {"grad_sample_mode": grad_sample_mode, "methods": self.methods}
         parts: dict[str, Any] = {"batches": BatchState(external=external), "budget": budget, "grad_scaler": grad_scaler}
         parts |= {"unused_parameters": unused_parameters, "unit_reduction": unit_reduction}
-        dataset = getattr(data_loader, "dataset", data_loader if external else None)
-        parts["dataset_check"] = SharedDatasetCheck(dataset, self._engine_ledger.totals)
+        parts["dataset_check"] = SharedDatasetCheck(data_loader, self._engine_ledger.totals)
         source, ledger = self._new_source(topology), self._engine_ledger.of_run(run_plan.run, topology.everyone)
         step = PrivateStep(run_plan, partial(PassClipper, inner, run_plan.clipping, **layout), source, ledger, **parts)
         run = Run(module, optimizer, step, grad_scaler, lr_scheduler, units, unit)

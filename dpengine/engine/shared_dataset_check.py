@@ -66,19 +66,22 @@ class SharedDatasetCheck:
     engines may be the first to charge.
 
     Attributes:
-        dataset: The data set of the run; None if it is not known.
+        loader: The data loader of the run, or the data set if the loop draws its own batches. None if neither is known.
+        dataset: The data set of the run.
         account: Returns the charges of the account that states the privacy cost of the run.
-        is_last: Whether no other run was charged for the data set, and the ledger for no other data set, since the last
+        is_last: True if no other run was charged for the data set, and the ledger for no other data set, since the last
             call of ``before_charge``. It need not be called then.
     """
 
-    dataset: Any
+    loader: Any
     account: Callable[[], Iterable[Charge]]
+    dataset: Any = field(init=False)
     is_last: bool = field(default=False, init=False)
     ledger: Ledger | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
         """Begins to notice the charges of other runs."""
+        self.dataset = getattr(self.loader, "dataset", self.loader)
         self.is_last = self.dataset is None
         _checks.add(self)
 

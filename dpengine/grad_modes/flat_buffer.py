@@ -285,8 +285,8 @@ class FlatBuffer(Sums):
             self._memory[key] = torch.empty(size + self._seals, device=key[0], dtype=key[1])
         for key, shapes in self._shapes.items():
             sums = self._memory[key][: self._sizes[key]]
-            # Parts share the memory and are no views for autograd, so that users may change p.grad in place.
-            parts = sums.unsafe_split_with_sizes([shape.numel() for shape in shapes.values()])
+            # Views share a version counter: a write to one gradient shows in all of them.
+            parts = sums.split_with_sizes([shape.numel() for shape in shapes.values()])
             for (parameter, shape), part in zip(shapes.items(), parts, strict=True):
                 if len(shape) > 1:
                     part = part.view(*shape)  # which is faster than view(shape)

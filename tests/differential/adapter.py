@@ -26,8 +26,9 @@ NAMES = {  # what is needed -> "module:attribute" below dpengine, in the order o
 }
 DRAWS = ("words", "normal_", "add_normal_")  # methods of the noise source
 ARGUMENTS = {"nonce": "incarnation", "noise_nonce": "incarnation"}  # renamed arguments of these, and attributes
+ERRORS = {"BatchStateError": "TicketError"}  # renamed
 COUNTED = ("count", "out", "flat", "key")  # the argument that says how many numbers are drawn
-_RUN_NAME = re.compile(r"\b[0-9a-f]{16}\b")
+_RUN_NAME = re.compile(r"(?<!\.)\b[0-9a-f]{16}\b")  # not the digits of a number
 
 
 def find(what: str) -> Any:
@@ -146,4 +147,7 @@ def projections(tensors: Any) -> list[float | None]:
 
 def error_of(error: BaseException | None) -> list[str | None] | None:
     """Returns the name of an error's type, and its code; not its message, which may change."""
-    return None if error is None else [type(error).__name__, getattr(error, "code", None)]
+    if error is None:
+        return None
+    name = type(error).__name__
+    return [ERRORS.get(name, name), getattr(error, "code", None)]

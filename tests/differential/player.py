@@ -324,8 +324,8 @@ class Player:
     def clip(self) -> None:
         self.alone.clip_and_accumulate()
 
-    def pre_step(self) -> str:
-        return repr(self.alone.pre_step())
+    def pre_step(self) -> list[float]:
+        return [float(value) for value in self.alone.pre_step()]
 
     def update(self) -> None:
         self.optimizer.step()

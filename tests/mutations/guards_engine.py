@@ -6,8 +6,8 @@ GUARDS = [
     Guard(
         "finish-step-size",
         "the expected batch size as the divisor of an adaptive threshold",
-        "self.plan.expected_batch_size, self.passes.topology.total",
-        'self.plan.divisor(1, mean=self.passes.loss_reduction == "mean"), self.passes.topology.total',
+        "step, plan.expected_batch_size, total)",
+        'step, plan.divisor(1, mean=self.passes.loss_reduction == "mean"), total)',
         "faults/test_clipping.py::test_an_adaptive_threshold_moves_by_a_share_of_the_expected_batch_size",
     ),
     Guard(
@@ -111,7 +111,7 @@ GUARDS = [
     Guard(
         "finish-step",
         "an adaptive policy finishes its step",
-        "            self.plan.clipping.finish_step(",
+        "            plan.clipping.finish_step(",
         "            (lambda *_: None)(",
         "faults/test_clipping.py::test_an_adaptive_threshold_moves_by_a_share_of_the_expected_batch_size",
     ),
@@ -300,8 +300,8 @@ GUARDS = [
     Guard(
         "finish-step-total",
         "counts of all ranks move an adaptive threshold",
-        "self.plan.expected_batch_size, self.passes.topology.total",
-        "self.plan.expected_batch_size, float",
+        "total = self.passes.topology.total\n",
+        "total = float\n",
         "distributed/test_failures.py::test_f_x3_a_count_that_cannot_be_exchanged_is_destroyed_and_its_step_stays_charged",
     ),
     Guard(

@@ -193,7 +193,7 @@ class Preparation(NotCopyable):
             self.engine.ledger,
             own_accountant.count_step,
             budget=Budget(None, delta, None, "warn", self.engine.accountant),
-            dataset_check=SharedDatasetCheck(loader.dataset, own_accountant.charges),
+            dataset_check=SharedDatasetCheck(loader, own_accountant.charges),
         )
         if poisson:
             hooks.forbid_grad_accumulation()
