@@ -259,8 +259,8 @@ def _shares(evidence: Evidence, trial: Trial, seed: int) -> None:
             ranks = _Half(rank)
             buffer = FlatBuffer(parameters, Topology(replicas=ranks))
             taken = buffer.take()
-            options: dict[str, Any] = {"std": 2.0, "step": step, "scale": 0.25, "replicas": ranks, "facts": ("audit",)}
-            add_noise(taken, GaussianNoise(source), **options)
+            mechanism = GaussianNoise(source)
+            add_noise(taken, mechanism, std=2.0, step=step, scale=0.25, replicas=ranks, fingerprint=("audit",))
             mine = torch.cat([one.flatten() for one in ranks.sent])[:8001]  # type: ignore[attr-defined]
             total = mine if rank == 0 else total + mine
         rows.append(total.double() / 0.5)

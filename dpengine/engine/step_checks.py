@@ -153,7 +153,7 @@ def _why_not_ready(step: Step) -> str:
         return ""
     if step.passes.capture.leaks or not step.passes.model.training:
         return (
-            "the model was in eval mode, or the loss does not depend on it. Call model.train() before the forward "
-            "pass, and use the model that was passed to make_private."
+            "the backward pass went around the model: its forward pass ran in eval mode, or the loss does not depend "
+            "on it. Call model.train() before the forward pass, and use the model that was passed to make_private."
         )
     return "no backward pass ran over this batch in train mode. Call loss.backward() before optimizer.step()."

@@ -275,7 +275,7 @@ def test_a_part_gets_the_noise_of_its_place_in_the_whole(kind):
     def noise(held, step, drawing):
         topology = Topology(layout=ParameterLayout(held=lambda p: held if p is parameters[1] else Held.whole(p.shape)))
         taken = FlatBuffer(parameters, topology).take()
-        add_noise(taken, drawing, std=2.0, step=step, scale=0.5, replicas=Ranks(), facts=())
+        add_noise(taken, drawing, std=2.0, step=step, scale=0.5, replicas=Ranks(), fingerprint=())
         return [taken.views[p] for p in parameters]
 
     one, others = mechanism(kind), {}

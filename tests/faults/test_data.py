@@ -335,7 +335,7 @@ def test_f_d6_a_data_set_that_grows_or_shrinks_between_two_passes_is_refused():
     loop = loop_with_workers(data)
     train(loop)
     data.append(data[0])
-    with pytest.raises(SamplingError, match=r"DPE004.*9 rows.*8"):
+    with pytest.raises(SamplingError, match=r"DPE004.*9 examples.*8"):
         next(iter(loop.loader))
     assert loop.engine.ledger.steps == 1
     data.pop()

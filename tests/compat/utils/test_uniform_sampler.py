@@ -13,12 +13,12 @@ from dpengine.compat.opacus.utils.uniform_sampler import (
     DistributedUniformWithReplacementSampler,
     UniformWithReplacementSampler,
 )
-from dpengine.sampling.choose_scheme import batches_in_a_pass
+from dpengine.sampling.choose_scheme import batches_per_epoch
 
 
 def test_a_rate_of_one_over_n_makes_n_steps():
     for n in range(1, 2001):
-        assert batches_in_a_pass(1 / n, drop_last=True) == n == batches_in_a_pass(1 / n, drop_last=False)
+        assert batches_per_epoch(1 / n, drop_last=True) == n == batches_per_epoch(1 / n, drop_last=False)
         assert len(UniformWithReplacementSampler(num_samples=7, sample_rate=1 / n)) == n
 
 
