@@ -100,7 +100,7 @@ class ClippedPasses:
 
     def choices(self):
         """How the norm of each parameter was formed, and why, by name."""
-        return {choice.name: (str(choice.way), choice.why) for choice in self._passes.mode.choices}
+        return {choice.name: (str(choice.algorithm), choice.why) for choice in self._passes.mode.choices}
 
     def unused(self):
         """Names of the trainable parameters without a gradient."""
@@ -220,7 +220,7 @@ def rows_of_forward(model, inputs):
 
 
 class GradientsOfRows:
-    """Norms and weighted sums of the calls of layers, by the ways of a table of methods."""
+    """Norms and weighted sums of the calls of layers, by the algorithms of a table of methods."""
 
     def __init__(self, table):
         self._kept = BookKeeping(table)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from dpengine.distributed.layer_parts import layer_type, ordinary
+from dpengine.distributed.layer_parts import layer_type, local_inputs
 from dpengine.distributed.local_shards import is_dtensor, local_part
 from dpengine.errors import UnsupportedLayerError
 from dpengine.layers.not_twice_differentiable import refuse_second_derivative
@@ -51,7 +51,7 @@ class PartHook:
                 f"Embedding '{part.name}' is split over processes, and all rows share the entries that it gives.",
                 fix="Leave it out of the plan of parallelize_module, or pass it indices of each row, (B, T).",
             )
-        if not part.has_no_rows(args):
+        if not part.is_empty_linear_call(args):
             return hook.begin(module, args, kwargs)
         mesh = args[0].device_mesh
         given = hook.begin(module, (args[0].to_local(),), kwargs)
@@ -67,20 +67,20 @@ class PartHook:
     def _alone(self, mesh: Any, finish: Finish | None, args: Any, kwargs: Any, output: Tensor) -> Any:
         """After a call that the part ran by itself, on ordinary tensors, since there are no rows."""
         assert self.part is not None
-        return self.part.given(output if finish is None else finish(args, kwargs, output), mesh)
+        return self.part.empty_output(output if finish is None else finish(args, kwargs, output), mesh)
 
     def tapped(self, real: Mapping[str, nn.Parameter], args: Any, kwargs: Any, output: Any) -> Any:
         """After a call: the output with a tap behind it."""
         hook, part = self.hook, self.part
         if part is None:
-            args, kwargs = ordinary(hook.watch.name, (args, kwargs))
+            args, kwargs = local_inputs(hook.watch.name, (args, kwargs))
             return hook.tapped(real, args, kwargs, output)
         uses = hook.uses(real, part.shapes)
         report = CallReport(hook.capture, replace(hook.watch, module=part.layer), uses)
         if not is_dtensor(output):
             return report.tap(args, kwargs, output)
         call = part.local(args, kwargs, output)
-        return part.joined(report.tap(call.args, call.kwargs, call.output), call, output)
+        return part.with_tap(report.tap(call.args, call.kwargs, call.output), call, output)
 
 
 class ParameterSwap:

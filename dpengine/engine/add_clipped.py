@@ -94,7 +94,7 @@ def add_clipped(
     # Sums are float32, where a number below the smallest normal one may be rounded up to twice what it was.
     weights_BK = weights_BK.masked_fill(weights_BK < torch.finfo(torch.float32).smallest_normal, 0)
     wait = topology.defers is not None and topology.defers()
-    buffer.begin(fingerprint, wait=wait)
+    buffer.begin(fingerprint, defer=wait)
     mode.add_sums(grouping.group_of, weights_BK, scale * largest, buffer)
     if not wait:
         buffer.settle()
@@ -126,7 +126,7 @@ def _sq_norms(
         # Policies may add up over passes, so the device does not depend on what a pass reached first.
         return norms_BK if first is None else norms_BK.to(first.device)
     # Replicated parameters get separate groups, numbered after the others.
-    apart = {p: group if topology.in_parts(p) else count + group for p, group in groups.items()}
+    apart = {p: group if topology.is_split(p) else count + group for p, group in groups.items()}
     own_BK, whole_BK = mode.sq_norms(apart, 2 * count, scale).split(count, dim=1)
     device = next(iter(groups)).device
     return topology.reduce_sq_norms(own_BK, whole_BK, fingerprint, device)

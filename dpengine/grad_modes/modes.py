@@ -1,4 +1,4 @@
-"""The table behind ``grad_sample_mode``: how a model is watched, and what is done with what is reported."""
+"""Table of grad modes, the values of ``grad_sample_mode``."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from .strategy import AbstractGradients
 
 @dataclass(frozen=True)
 class Mode:
-    """One way to get clipped sums.
+    """Grad mode: computation of clipped sums.
 
     Attributes:
-        name: The value of ``grad_sample_mode``.
-        build: Makes the strategy and finishes the capture that it needs.
-        lookup: The rule for exactly one layer, or None.
-        by_operations: Whether modules with parameters beside children are followed operation by operation.
+        name: Value of ``grad_sample_mode``.
+        build: Creates the `AbstractGradients` and configures the capture for it.
+        lookup: Returns the grad sampler of a layer, or None.
+        by_operations: Whether single operations are captured in modules that have both own parameters and children.
     """
 
     name: str
@@ -46,13 +46,13 @@ def _reweight(capture: Capture, methods: MethodTable) -> AbstractGradients:
 
 
 def _expanded(capture: Capture, methods: MethodTable) -> AbstractGradients:
-    strategy = ExpandedWeights()
-    capture.swap = strategy.swap
-    return strategy
+    gradients = ExpandedWeights()
+    capture.swap = gradients.swap
+    return gradients
 
 
-def _rule_where_rows_cannot_be_cut(module: nn.Module) -> Any:
-    """Flat bags have no batch axis, and sparse gradients no per-sample form: only the layer's own rule fits."""
+def _rule_without_vmap(module: nn.Module) -> Any:
+    """Returns the grad sampler of layers that vmap cannot compute: flat bags lack a batch axis, or grads are sparse."""
     flat = layer_type(module) is nn.EmbeddingBag or (layer_type(module) is nn.Embedding and module.sparse)
     return sampler_for(module) if flat else None
 
@@ -61,7 +61,7 @@ MODES: dict[str, Mode] = {
     "auto": Mode("auto", lambda capture, methods: BookKeeping(methods, capture.paused), lookup=rule_for),
     "hooks": Mode("hooks", lambda capture, methods: Materialize()),
     "functorch": Mode(
-        "functorch", lambda capture, methods: Materialize(), lookup=_rule_where_rows_cannot_be_cut, by_operations=False
+        "functorch", lambda capture, methods: Materialize(), lookup=_rule_without_vmap, by_operations=False
     ),
     "ew": Mode("ew", _expanded),
     "ghost": Mode("ghost", _reweight, lookup=rule_for),
@@ -69,5 +69,5 @@ MODES: dict[str, Mode] = {
 
 
 def on_demand(mode: Mode) -> Mode:
-    """Returns the mode with the same grad samplers that keeps layer calls, and forms gradients only where needed."""
+    """Returns a mode with the same grad samplers that keeps layer calls and forms gradients only if needed."""
     return replace(mode, build=MODES["auto"].build)

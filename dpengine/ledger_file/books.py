@@ -128,7 +128,7 @@ class Books:
 
         Returns the charges before the run, and the steps already made, 0 with a file: a checkpoint knows them.
         """
-        if len(set(ranks.all_of((self.path is not None, self.reserve)))) > 1:
+        if len(set(ranks.all_gather((self.path is not None, self.reserve)))) > 1:
             raise MechanismMismatchError(
                 "The processes of this run were given another ledger= or reserve_steps=.",
                 fix="Give all of them the same; the first writes the file.",

@@ -8,14 +8,14 @@ from itertools import pairwise
 from torch import Tensor
 
 from dpengine.distributed.local_shards import Places
-from dpengine.distributed.ranks import Ranks, Seal
-from dpengine.grad_modes.flat_buffer import FlatBuffer, Key, Stretch, Taken
+from dpengine.distributed.ranks import RankFingerprint, Ranks
+from dpengine.grad_modes.flat_buffer import BufferSpan, DrainedBuffer, FlatBuffer, Key
 
 from .mechanism import AbstractNoise
 
 
 def add_noise(
-    taken: Taken,
+    taken: DrainedBuffer,
     mechanism: AbstractNoise,
     *,
     std: float,
@@ -33,63 +33,64 @@ def add_noise(
     """
     if replicas.size > 1:
         for memory in taken.memory.values():
-            Seal.write(memory[-Seal.WORDS :], facts)
+            RankFingerprint.write(memory[-RankFingerprint.WORDS :], facts)
     waits, done = [], 0
     unsent = list(_messages(taken)) if replicas.size > 1 else []
-    for stretch, mine in _cut(taken.stretches, replicas, taken.messages, taken.whole):
-        sums, places = taken.sums(stretch), stretch.places
+    for span, mine in _cut(taken.spans, replicas, taken.message_sizes, taken.total_numel):
+        sums, places = taken.sums(span), span.places
         if mine:
             cut = {"start": places.start, "rows": places.rows, "stride": places.stride}
             mechanism.add(sums, std=std, step=step, scale=scale, **cut)
         else:
             sums.mul_(scale)
-        done += stretch.count
+        done += span.count
         while unsent and unsent[0][0] <= done:
-            waits.append(replicas.add_up(unsent.pop(0)[1]))
+            waits.append(replicas.all_reduce(unsent.pop(0)[1]))
     for _, part in unsent:  # where there is nothing but the words
-        waits.append(replicas.add_up(part))
+        waits.append(replicas.all_reduce(part))
     for wait in waits:
         wait()
     if replicas.size > 1:
         for memory in taken.memory.values():
-            Seal.refuse_other(memory[-Seal.WORDS :], replicas.size)
+            RankFingerprint.check(memory[-RankFingerprint.WORDS :], replicas.size)
 
 
 def drawn_places(buffer: FlatBuffer, replicas: Ranks) -> list[Places]:
     """Which places of the vector of all parameters this rank draws noise for."""
-    return [stretch.places for stretch, mine in _cut(buffer.stretches, replicas, buffer.messages, buffer.whole) if mine]
+    cut = _cut(buffer.spans, replicas, buffer.message_sizes, buffer.total_numel)
+    return [span.places for span, mine in cut if mine]
 
 
-def _messages(taken: Taken) -> Iterator[tuple[int, Tensor]]:
+def _messages(taken: DrainedBuffer) -> Iterator[tuple[int, Tensor]]:
     """Yields each message to the other replicas, and how many of all sums must have their noise before it leaves."""
     before = 0
     for key, memory in taken.memory.items():
-        size, each = len(taken.flats[key]), taken.messages[key]
+        size, each = len(taken.flats[key]), taken.message_sizes[key]
         for at, part in zip(range(0, len(memory), each), memory.split(each), strict=True):
             yield before + min(at + each, size), part
         before += size
 
 
 def _cut(
-    stretches: Sequence[Stretch], replicas: Ranks, messages: Mapping[Key, int], whole: int
-) -> Iterator[tuple[Stretch, bool]]:
-    """The stretches, cut so that each part is this rank's or another's to draw noise for, and lies in one message."""
+    spans: Sequence[BufferSpan], replicas: Ranks, messages: Mapping[Key, int], whole: int
+) -> Iterator[tuple[BufferSpan, bool]]:
+    """The spans, cut so that each part is this rank's or another's to draw noise for, and lies in one message."""
     if replicas.size == 1:
-        for stretch in stretches:
-            yield stretch, True
+        for span in spans:
+            yield span, True
         return
-    total = whole or sum(stretch.count for stretch in stretches)
+    total = whole or sum(span.count for span in spans)
     first, end = (total * rank // replicas.size for rank in (replicas.rank, replicas.rank + 1))
     done = 0
-    for stretch in stretches:
-        begin_at = stretch.places.start if whole else done  # what the shares are cut by
-        if stretch.places.rows > 1:  # one of several rows stays whole
-            yield stretch, first <= begin_at < end
+    for span in spans:
+        begin_at = span.places.start if whole else done  # what the shares are cut by
+        if span.places.rows > 1:  # one of several rows stays whole
+            yield span, first <= begin_at < end
         else:
-            low, high = (min(max(edge - begin_at, 0), stretch.count) for edge in (first, end))
-            each = messages[stretch.key]
-            ends = range(each - stretch.at % each, stretch.count, each)  # of the messages, where one begins at 0
-            edges = sorted({0, low, high, stretch.count, *ends})
+            low, high = (min(max(edge - begin_at, 0), span.count) for edge in (first, end))
+            each = messages[span.key]
+            ends = range(each - span.offset % each, span.count, each)  # of the messages, where one begins at 0
+            edges = sorted({0, low, high, span.count, *ends})
             for begin, stop in pairwise(edges):
-                yield stretch.part(begin, stop), low <= begin < high
-        done += stretch.count
+                yield span.part(begin, stop), low <= begin < high
+        done += span.count

@@ -13,7 +13,7 @@ GUARDS = [
     Guard(
         "second-norm",
         "a second norm in ghost mode",
-        "self._take is None and use.parameter in self._sq_norms",
+        "self._consume is None and use.parameter in self._sq_norms",
         "False",
         "clipping/test_clipper.py::test_ghost_mode_refuses_to_join_the_norms_of_forward_passes_from_before_th"
         "e_last_backward",
@@ -141,7 +141,7 @@ GUARDS = [
     Guard(
         "ghost-same",
         "other gradients in the second pass",
-        "        self._refuse_another_pass()\n\n",
+        "        self._check_equal_passes()\n\n",
         "\n",
         "faults/test_probe.py::test_f_c1_ghost_refuses_gradients_that_it_cannot_run_again",
     ),
@@ -319,7 +319,7 @@ GUARDS = [
     Guard(
         "ghost-take",
         "the second pass ends",
-        "        finally:\n            self._take = None",
+        "        finally:\n            self._consume = None",
         "        finally:\n            pass",
         "clipping/test_clipper.py::test_unequal_minibatches_give_the_average_over_all_samples",
     ),
