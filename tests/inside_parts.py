@@ -301,13 +301,13 @@ def set_compiled_loss(backward, loss):
 
 def record_probes(monkeypatch, *, ask=True):
     """A list that gets the numbers of rows and of halves of each probe; without ``ask`` probes do nothing."""
-    asked, original = [], probe.Company.ask
+    asked, original = [], probe.IndependenceCheck.run
 
     def recorded(self):
         asked.append((len(self._usable_B), len(self._halves)))
         return original(self) if ask else None
 
-    monkeypatch.setattr(probe.Company, "ask", recorded)
+    monkeypatch.setattr(probe.IndependenceCheck, "run", recorded)
     return asked
 
 

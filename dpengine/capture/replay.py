@@ -1,4 +1,4 @@
-"""Runs a batch a second time: for the strategy that keeps nothing between two passes, and for the probe."""
+"""Repeats forward and backward passes: for the grad mode that runs two passes, and for the independence check."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ GradsOf = Callable[[list[Tensor]], Sequence["Tensor | None"]]
 
 @dataclass(eq=False)
 class Pass:
-    """One forward pass: what is needed to run it again, and the gradients of its outputs.
+    """Record of one forward pass that allows to repeat it, and the gradients of its outputs.
 
     Attributes:
-        replay: Where it is noted.
-        args: Copies of its inputs.
-        kwargs: Copies of its inputs by keyword.
-        state: What the model was before.
-        random: The state of random generators, by device.
-        autocast: Device type, whether it was on, and its type.
-        outputs: The tensors that it gave, detached.
-        grads: Their gradients, None where there is none.
+        replay: The replay that collects the pass once backward reaches it.
+        args: Copies of the positional inputs.
+        kwargs: Copies of the keyword inputs.
+        state: State of the model before the pass.
+        random: State of the random generators before the pass, by device.
+        autocast: Device type, enabled flag and dtype of each autocast mode.
+        outputs: Output tensors, detached.
+        grads: Gradients of the outputs; None for outputs without one.
         name: Name of the model in messages.
         needs_output: Whether a backward tap saves the output.
-        random_after: The state of random generators after the last replay, by device.
+        random_after: State of the random generators after the last replay, by device.
     """
 
     replay: Replay
@@ -52,37 +52,37 @@ class Pass:
         self.grads = grad
         self.replay.reached.append(self)
 
-    def again(self, model: nn.Module, grads_of: GradsOf, args: Any = None, kwargs: Any = None) -> list[Tensor]:
-        """Runs the model forward and backward again, perhaps on other inputs. What it writes to itself is undone.
+    def rerun(self, model: nn.Module, grads_of: GradsOf, args: Any = None, kwargs: Any = None) -> list[Tensor]:
+        """Repeats forward and backward, optionally on other inputs. Changes of the model's state are undone.
 
         Args:
             model: The model.
-            grads_of: Gives the gradient of each output, from where the backward pass starts; None where there is none.
-            args: Inputs in the place of those of the pass.
-            kwargs: Inputs by keyword in the place of those of the pass.
+            grads_of: Returns the gradient of each output, from which backward starts; None for outputs without one.
+            args: Positional inputs instead of those of the pass.
+            kwargs: Keyword inputs instead of those of the pass.
 
         Returns:
-            The tensors of its output, detached.
+            The output tensors, detached.
         """
-        given = (self.args, self.kwargs) if args is None else (args, kwargs)
-        args, kwargs = _copies(given)  # which forward may write, and run once more
+        inputs = (self.args, self.kwargs) if args is None else (args, kwargs)
+        args, kwargs = _copies(inputs)  # forward may write to its inputs, and the pass may be repeated again
         devices = [name for name, _ in self.random if name != "cpu"]
-        with torch.random.fork_rng(devices=devices), torch.enable_grad(), _as_before(model, self.state):
+        with torch.random.fork_rng(devices=devices), torch.enable_grad(), _with_state(model, self.state):
             for name, state in self.random:
                 torch.set_rng_state(state) if name == "cpu" else torch.cuda.set_rng_state(state, name)
             with contextlib.ExitStack() as stack:
-                for kind, on, dtype in self.autocast:
-                    stack.enter_context(torch.autocast(kind, enabled=on, dtype=dtype))
+                for device_type, enabled, dtype in self.autocast:
+                    stack.enter_context(torch.autocast(device_type, enabled=enabled, dtype=dtype))
                 outputs = tensors_in_outputs(model(*args, **kwargs))
             self.random_after = _random_states([name for name, _ in self.random])
             pairs = zip(outputs, grads_of(outputs), strict=True)
-            ends = [(output, grad) for output, grad in pairs if grad is not None and output.requires_grad]
-            torch.autograd.backward([output for output, _ in ends], [grad for _, grad in ends])
+            roots = [(output, grad) for output, grad in pairs if grad is not None and output.requires_grad]
+            torch.autograd.backward([output for output, _ in roots], [grad for _, grad in roots])
         return [output.detach() for output in outputs]
 
 
 class Replay:
-    """Remembers the forward passes that a backward pass reached. A pass that none reaches goes with its graph."""
+    """Collects the forward passes that a backward pass reached. Other passes are freed with their graphs."""
 
     def __init__(self) -> None:
         self.reached: list[Pass] = []
@@ -90,7 +90,7 @@ class Replay:
         self._current: Pass | None = None
 
     def begin(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Notes the inputs of a pass that begins, the random state and the state of the model."""
+        """Records the inputs of a new pass, the random state and the state of the model."""
         devices = {t.device for t in (*tensors_in((args, kwargs)), *model.parameters())}
         random = _random_states(["cpu", *sorted(str(d) for d in devices if d.type == "cuda")])
         kinds = {"cpu", *(d.type for d in devices if torch.amp.is_autocast_available(d.type))}
@@ -98,7 +98,7 @@ class Replay:
         self._current = Pass(self, _copies(args), _copies(kwargs), ModelState.of(model), random, autocast)
 
     def end(self, output: Any, anchor: Tensor) -> Any:
-        """Notes the outputs of the pass, and gives them with a tap behind."""
+        """Records the outputs of the pass and returns them with a backward tap."""
         outputs = tensors_in_outputs(output)
         current, self._current = self._current, None
         if current is None or not outputs:
@@ -108,36 +108,36 @@ class Replay:
         return map_outputs(lambda _: next(tapped), output)
 
     def run(self, model: nn.Module, select: Callable[[Tensor], Tensor]) -> None:
-        """Runs each pass forward and backward again; ``select`` is applied to every output gradient.
+        """Repeats forward and backward of each pass. ``select`` is applied to every output gradient.
 
-        Outputs that differ from the first time are refused: the gradients would belong to another computation.
+        Raises if an output differs from the first run, because the gradients would belong to another computation.
         """
         self.running = True
         try:
-            for one in self.reached:
-                self._run(model, one, select)
+            for recorded in self.reached:
+                self._run(model, recorded, select)
         finally:
             self.running = False
 
-    def _run(self, model: nn.Module, one: Pass, select: Callable[[Tensor], Tensor]) -> None:
+    def _run(self, model: nn.Module, recorded: Pass, select: Callable[[Tensor], Tensor]) -> None:
         def grads_of(outputs: list[Tensor]) -> list[Tensor | None]:
-            for before, now in zip(one.outputs, outputs, strict=True):
-                if before.shape != now.shape or not torch.allclose(before, now, rtol=1e-3, atol=1e-5, equal_nan=True):
+            for old, new in zip(recorded.outputs, outputs, strict=True):
+                if old.shape != new.shape or not torch.allclose(old, new, rtol=1e-3, atol=1e-5, equal_nan=True):
                     raise UnsupportedLayerError(
-                        "The forward pass gave another output when it was run again; grad_sample_mode='ghost' needs "
-                        "one that repeats, apart from torch's own random numbers.",
+                        "The forward pass returned another output when it was run again. grad_sample_mode='ghost' "
+                        "requires a repeatable forward, apart from torch's random numbers.",
                         fix="Use grad_sample_mode='auto'.",
                     )
-            return [None if grad is None else select(grad) for grad in one.grads]
+            return [None if grad is None else select(grad) for grad in recorded.grads]
 
-        one.again(model, grads_of)
+        recorded.rerun(model, grads_of)
 
     def clear(self) -> None:
-        """Forgets the batch."""
+        """Removes the passes of the batch."""
         self.reached = []
 
-    def taken(self) -> Replay:
-        """Moves the passes of the batch to a replay of their own."""
+    def split(self) -> Replay:
+        """Moves the passes of the batch to a new replay."""
         other = Replay()
         other.reached, self.reached = self.reached, []
         return other
@@ -153,10 +153,10 @@ def _random_states(devices: Sequence[str]) -> list[tuple[str, Tensor]]:
 
 
 @contextlib.contextmanager
-def _as_before(model: nn.Module, state: ModelState) -> Iterator[None]:
-    now = ModelState.of(model)
-    state.put_back()
+def _with_state(model: nn.Module, state: ModelState) -> Iterator[None]:
+    current = ModelState.of(model)
+    state.restore()
     try:
         yield
     finally:
-        now.put_back()
+        current.restore()

@@ -18,7 +18,7 @@ from dpengine.layers.not_twice_differentiable import refuse_second_derivative
 from .record import Use
 from .tap import CallReport, RowsReport, RowsTap, tensors_in
 from .watch import Kind, Watch
-from .watched_parameter import Origin, WatchedParameter, realise
+from .watched_parameter import Origin, WatchedParameter, realize
 
 if TYPE_CHECKING:
     from .capture import Capture
@@ -242,5 +242,5 @@ def _contiguous_once(grad: Tensor) -> Tensor:
 def _realised(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
     for value in (*args, *kwargs.values()):
         if isinstance(value, WatchedParameter):
-            return tuple(realise(v) for v in args), {k: realise(v) for k, v in kwargs.items()}
+            return tuple(realize(v) for v in args), {k: realize(v) for k, v in kwargs.items()}
     return args, kwargs

@@ -1,4 +1,4 @@
-"""Which modules are watched, and how: the table that capture works from."""
+"""List of watched modules, which capture works from."""
 
 from __future__ import annotations
 
@@ -14,24 +14,25 @@ from dpengine.layers.replacements import TWINS, is_made_of_operations
 
 
 class Kind(enum.Enum):
-    """How a module's parameters are followed."""
+    """Level at which the parameters of a module are captured."""
 
-    LAYER = "layer"  # one tensor out; each parameter has its own grad sampler
-    UNIT = "unit"  # the module with all that is below it, by one joint sampler
-    OPERATIONS = "operations"  # the operations that use its own parameters, one by one
+    LAYER = "layer"  # the module returns one tensor, and each parameter has its own grad sampler
+    UNIT = "unit"  # the module with all its submodules, by one joint grad sampler
+    OPERATIONS = "operations"  # each operation that uses a parameter of the module itself
 
 
 @dataclass(frozen=True, eq=False)
 class Watch:
-    """One watched module.
+    """Watched module.
 
     Attributes:
         name: Dotted name in the model.
         module: The module.
-        kind: How its parameters are followed.
-        rule: What the receiver needs to make gradients of a call; capture does not look inside.
-        in_place: Whether the operation that makes the output is known not to need it in its own backward.
-        in_rows: Whether calls have the batch on axis 0, whatever the model has: a twin's own layers.
+        kind: Level at which its parameters are captured.
+        rule: Grad sampler, passed to the receiver of calls; opaque to capture.
+        in_place: Whether the backward of the operation that computes the output does not need the output.
+        in_rows: Whether calls have the batch on axis 0, whatever the model has. True for the layers inside a
+            batch-first replacement layer.
     """
 
     name: str
@@ -42,7 +43,7 @@ class Watch:
     in_rows: bool = False
 
     def slots(self) -> list[tuple[nn.Module, str, str]]:
-        """Owner, name in the owner and dotted name in the module, for every parameter slot that is followed."""
+        """Returns owner, name in the owner and dotted name in the module for every captured parameter."""
         if self.kind is not Kind.UNIT:
             return [(self.module, name, name) for name, p in self.module._parameters.items() if p is not None]
         return [
@@ -59,9 +60,9 @@ Lookup = Callable[[nn.Module], Any]
 def watch_list(
     model: nn.Module, lookup: Lookup, unit_rule: Callable[[nn.Module], Any], *, by_operations: bool = True
 ) -> list[Watch]:
-    """Decides for every module that owns parameters how it is watched.
+    """Returns a watch for every module that owns parameters.
 
-    Frozen parameters are watched too: ``requires_grad`` is read at each use, so that they may be thawed later.
+    Frozen parameters are included. ``requires_grad`` is read at each use, so that they may be unfrozen later.
     """
     found: list[Watch] = []
     seen: set[nn.Module] = set()
@@ -78,7 +79,7 @@ def watch_list(
                 return
         for child_name, child in module.named_children():
             dotted = f"{name}.{child_name}" if name else child_name
-            visit(child, dotted, type(module) in _TWIN_TYPES or is_made_of_operations(module))
+            visit(child, dotted, type(module) in _REPLACED_TYPES or is_made_of_operations(module))
 
     visit(model, "", False)
     return found
@@ -91,35 +92,35 @@ def _watch(
         return Watch(name, module, Kind.UNIT, unit_rule(module))
     if not has_own_parameters(module):
         return None
-    if type(module) in _TWIN_TYPES:
+    if type(module) in _REPLACED_TYPES:
         return Watch(name, module, Kind.OPERATIONS)
     rule = lookup(module)
     if rule is not None:
         return Watch(name, module, Kind.LAYER, rule, in_place=_is_elementary(rule))
     if is_made_of_operations(module):
         return Watch(name, module, Kind.OPERATIONS)
-    if by_operations and any(has_own_parameters(child) or _drops_out(child) for child in _below(module)):
+    if by_operations and any(has_own_parameters(child) or _is_dropout(child) for child in _submodules(module)):
         return Watch(name, module, Kind.OPERATIONS)
     return Watch(name, module, Kind.UNIT, unit_rule(module))
 
 
 def _is_elementary(rule: Any) -> bool:
-    """Whether a rule is by parameters, as only those of layers that are known in and out are."""
+    """Returns True for rules with one sampler per parameter, which exist only for layers with a known forward."""
     return isinstance(rule, Mapping) or getattr(rule, "by_parameters", False)
 
 
-def _drops_out(module: nn.Module) -> bool:
-    """Whether it draws random numbers, which a rule that runs rows again would draw anew."""
+def _is_dropout(module: nn.Module) -> bool:
+    """Returns True for active dropout. A rule that repeats the forward per sample would draw new random numbers."""
     return isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0
 
 
 def has_own_parameters(module: nn.Module) -> bool:
-    """Whether the module itself, not a child, holds a parameter."""
+    """Returns True if the module itself, not a submodule, has a parameter."""
     return any(p is not None for p in module._parameters.values())
 
 
-def _below(module: nn.Module) -> Iterable[nn.Module]:
+def _submodules(module: nn.Module) -> Iterable[nn.Module]:
     return (m for m in module.modules() if m is not module)
 
 
-_TWIN_TYPES = TWINS.keys() | set(TWINS.values())
+_REPLACED_TYPES = TWINS.keys() | set(TWINS.values())
