@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from dpengine.errors import RepeatedBackwardError
-from dpengine.layers.not_twice_differentiable import differentiated_once
+from dpengine.layers.not_twice_differentiable import not_twice_differentiable
 
 from .record import LayerCall, Use, turned
 from .watch import Kind, Watch
@@ -62,7 +62,7 @@ class Tap(torch.autograd.Function):
         return output
 
     @staticmethod
-    @differentiated_once
+    @not_twice_differentiable
     def backward(ctx, grad):
         _fire(ctx, grad)
         return (grad, None, None, *[None] * (len(ctx.needs_input_grad) - 3))
@@ -82,7 +82,7 @@ class CopyTap(torch.autograd.Function):
         return outputs
 
     @staticmethod
-    @differentiated_once
+    @not_twice_differentiable
     def backward(ctx, *grads):
         if any(grad is not None for grad in grads):  # else the pass came by, and nothing of it depends on the outputs
             _fire(ctx, grads)
@@ -98,7 +98,7 @@ class RowsTap(torch.autograd.Function):
         return parameter.expand(rows, *parameter.shape)
 
     @staticmethod
-    @differentiated_once
+    @not_twice_differentiable
     def backward(ctx, grad):
         _fire(ctx, grad)
         return None, None, None, None

@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 from torch.nn.utils import parametrize
 
-from dpengine.layers.replacements import TWINS, is_made_of_operations
+from dpengine.layers.replacements import REPLACEMENTS, is_made_of_operations
 
 
 class Kind(enum.Enum):
@@ -123,4 +123,4 @@ def _submodules(module: nn.Module) -> Iterable[nn.Module]:
     return (m for m in module.modules() if m is not module)
 
 
-_REPLACED_TYPES = TWINS.keys() | set(TWINS.values())
+_REPLACED_TYPES = REPLACEMENTS.keys() | set(REPLACEMENTS.values())

@@ -14,7 +14,7 @@ from dpengine.errors import BatchDependentLossError, PrivacyError, ReductionErro
 from dpengine.grad_samplers.registered import REGISTERED
 from dpengine.grad_samplers.table import sampler_for
 from dpengine.independence.copy_probe import CopyIndependenceCheck
-from dpengine.layers.replacements import TWINS, is_made_of_operations
+from dpengine.layers.replacements import REPLACEMENTS, is_made_of_operations
 
 from .loss import LossFunction, check_independent_loss, parts_of
 from .obstacles import obstacle_of
@@ -207,8 +207,8 @@ def _watched(name: str, watch: Watch) -> Finding:
     kind = type(watch.module)
     if not any(getattr(owner._parameters[slot], "requires_grad", False) for owner, slot, _ in watch.slots()):
         return Finding(name, kind.__name__, NOTHING, "frozen")
-    if kind in TWINS or (watch.kind is Kind.OPERATIONS and is_made_of_operations(watch.module)):
-        return Finding(name, kind.__name__, TWIN, f"{TWINS.get(kind, kind).__name__}, operation by operation")
+    if kind in REPLACEMENTS or (watch.kind is Kind.OPERATIONS and is_made_of_operations(watch.module)):
+        return Finding(name, kind.__name__, TWIN, f"{REPLACEMENTS.get(kind, kind).__name__}, operation by operation")
     if watch.kind is Kind.OPERATIONS:
         return Finding(name, kind.__name__, SUPPORTED, "bare parameter, operation by operation")
     if watch.kind is Kind.UNIT:

@@ -14,7 +14,7 @@ from torch.nn.modules.instancenorm import _InstanceNorm
 
 from dpengine.capture.batch_statistics import uses_fixed_statistics
 from dpengine.errors import suggests_names
-from dpengine.layers.replacements import to_twin
+from dpengine.layers.replacements import to_replacement
 
 from .check_model import check
 
@@ -184,7 +184,7 @@ def _embedding(module: nn.Module) -> Outcome | None:
 
 
 def _replacement(module: nn.Module) -> Outcome | None:
-    replacement = to_twin(module)
+    replacement = to_replacement(module)
     return None if replacement is None else (replacement, "computes the same, with per-sample gradients")
 
 

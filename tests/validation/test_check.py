@@ -10,7 +10,7 @@ from dpengine.errors import UnsupportedLayerError
 from dpengine.grad_samplers import register_grad_sampler
 from dpengine.grad_samplers.registered import REGISTERED
 from dpengine.grad_samplers.table import BUILTIN
-from dpengine.layers.replacements import TWINS
+from dpengine.layers.replacements import REPLACEMENTS
 from dpengine.validation import CheckReport, Finding, check
 from dpengine.validation.obstacles import OBSTACLES
 
@@ -139,11 +139,11 @@ def test_what_keeps_rows_apart_is_let_through(case):
     assert finding_for(make()).verdict == verdict
 
 
-@pytest.mark.parametrize("layer", list(TWINS), ids=lambda layer: layer.__name__)
+@pytest.mark.parametrize("layer", list(REPLACEMENTS), ids=lambda layer: layer.__name__)
 def test_layers_with_a_twin_say_so_before_and_after_they_are_turned(layer):
-    for kind in (layer, TWINS[layer]):
+    for kind in (layer, REPLACEMENTS[layer]):
         finding = finding_for(kind(4, 4))
-        assert (finding.verdict, finding.how) == ("twin", f"{TWINS[layer].__name__}, operation by operation")
+        assert (finding.verdict, finding.how) == ("twin", f"{REPLACEMENTS[layer].__name__}, operation by operation")
 
 
 def test_every_layer_with_a_built_in_rule_is_supported():
