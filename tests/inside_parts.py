@@ -101,7 +101,7 @@ class ClippedPasses:
 
     def choices(self):
         """How the norm of each parameter was formed, and why, by name."""
-        return {choice.name: (str(choice.way), choice.why) for choice in self._passes.mode.choices}
+        return {choice.name: (str(choice.algorithm), choice.why) for choice in self._passes.mode.choices}
 
     def unused(self):
         """Names of the trainable parameters without a gradient."""
@@ -226,7 +226,7 @@ def book_keeping():
 
 
 class GradientsOfRows:
-    """Norms and weighted sums of the calls of layers, by the ways of a table of methods."""
+    """Norms and weighted sums of the calls of layers, by the algorithms of a table of methods."""
 
     def __init__(self, table):
         self._kept = BookKeeping(table)
@@ -307,13 +307,13 @@ def set_compiled_loss(backward, loss):
 
 def record_probes(monkeypatch, *, ask=True):
     """A list that gets the numbers of rows and of halves of each probe; without ``ask`` probes do nothing."""
-    asked, original = [], probe.Company.ask
+    asked, original = [], probe.IndependenceCheck.run
 
     def recorded(self):
         asked.append((len(self._usable_B), len(self._halves)))
         return original(self) if ask else None
 
-    monkeypatch.setattr(probe.Company, "ask", recorded)
+    monkeypatch.setattr(probe.IndependenceCheck, "run", recorded)
     return asked
 
 

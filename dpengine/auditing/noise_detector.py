@@ -243,7 +243,7 @@ class _Half(Ranks):
         super().__init__(None, rank, _RANKS)
         object.__setattr__(self, "sent", [])
 
-    def add_up(self, tensor: Tensor) -> Any:
+    def all_reduce(self, tensor: Tensor) -> Any:
         self.sent.append(tensor.clone())  # type: ignore[attr-defined]
         tensor.mul_(_RANKS)
         return lambda: None
@@ -258,7 +258,7 @@ def _shares(evidence: Evidence, trial: Trial, seed: int) -> None:
         for rank in range(_RANKS):
             ranks = _Half(rank)
             buffer = FlatBuffer(parameters, Topology(replicas=ranks))
-            taken = buffer.take()
+            taken = buffer.drain()
             mechanism = GaussianNoise(source)
             add_noise(taken, mechanism, std=2.0, step=step, scale=0.25, replicas=ranks, fingerprint=("audit",))
             mine = torch.cat([one.flatten() for one in ranks.sent])[:8001]  # type: ignore[attr-defined]

@@ -18,7 +18,7 @@ from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset
 from dpengine.accounting.accountant import epsilon_of, mu_gdp
 from dpengine.accounting.gdp import epsilon_of_mu, largest_mu
 from dpengine.accounting.ledger import Charge
-from dpengine.capture.model_state import modes_kept
+from dpengine.capture.model_state import preserve_modes
 from dpengine.engine.privacy_engine import PrivacyEngine
 from dpengine.errors import AccountingRefusedError, suggests_names
 
@@ -247,7 +247,7 @@ def _losses(
 ) -> Floats:
     """The loss ``(M,)`` of each canary under the model as it is."""
     rows, found = np.flatnonzero(canaries.at >= 0), np.zeros(canaries.count)
-    with modes_kept(model):
+    with preserve_modes(model):
         model.eval()
         for part in np.array_split(rows, max(1, len(rows) // 256)):
             batch = loader.collate_fn([dataset[int(row)] for row in part])

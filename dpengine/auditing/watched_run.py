@@ -62,7 +62,7 @@ class WatchedRun:
         passes, strategy = self.run.step.passes, self.run.step.plan.sampling
         for wrong, what, fix in (
             (self.run.units is not None, "a run with privacy_unit", "Leave it out of the audited run."),
-            (not passes.topology.runs_by_itself, "a run of several processes", "Audit the same run in one."),
+            (not passes.topology.runs_independently, "a run of several processes", "Audit the same run in one."),
             (passes.only is not None, "a run with restrict_to_optimizer", "Freeze the other parameters in make()."),
             (
                 gradient and passes.grad_sample_mode == "ghost",

@@ -20,7 +20,7 @@ from torch.autograd.variable import Variable
 from dpengine.distributed.topology import SINGLE, Topology
 from dpengine.errors import UnknownParameterError, UnsupportedLayerError
 from dpengine.kernels.precision import without_autocast
-from dpengine.layers.replacements import from_twin, to_twin
+from dpengine.layers.replacements import to_original, to_replacement
 
 from .batch_statistics import batch_norm_guards
 from .hooks import Hook, LayerForward, RootHook
@@ -136,7 +136,7 @@ class Capture:
                 fix="Call engine.detach(model), to_standard_module() or clipper.detach() first.",
             )
         _forget_compiled_code()
-        self._replaced = [layer for layer in self.model.modules() if to_twin(layer) is not None]
+        self._replaced = [layer for layer in self.model.modules() if to_replacement(layer) is not None]
         for watch in self.watches:
             forward = LayerForward(self, watch)
             self._forwards.append(forward)
@@ -192,7 +192,7 @@ class Capture:
         self._forwards.clear()
         self.restore()
         for layer in self._replaced:
-            from_twin(layer)
+            to_original(layer)
         self._replaced = []
         self._registered.clear()
         self.leaks.clear()

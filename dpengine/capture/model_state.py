@@ -1,4 +1,4 @@
-"""What a forward pass may write to a model, beside parameters: noted, so that a pass can be run again and undone."""
+"""Snapshot of the state of a model besides its parameters, so that a forward pass can be repeated and undone."""
 
 from __future__ import annotations
 
@@ -11,49 +11,57 @@ import torch
 from torch import Tensor, nn
 
 _PARTS = frozenset({"_parameters", "_modules", "_buffers"})
-_SMALL = 2**20  # elements up to which a tensor that is an attribute is copied
+_MOST_ELEMENTS = 2**20  # of a tensor attribute that is copied
 
 
 @dataclass(frozen=True, eq=False)
 class ModelState:
-    """The buffers and attributes of all modules, modes included. What attributes point to is noted for plain kinds."""
+    """Snapshot of the buffers and attributes of all modules, including train or eval mode.
 
-    attributes: list[tuple[dict[str, Any], dict[str, Any]]]  # of each module, and what was in it
-    contents: list[tuple[Any, Any]]  # containers, tensors and generators that attributes hold, and what was in them
+    Contents of attributes are saved for lists, dicts, sets, small tensors and generators.
+
+    Attributes:
+        attributes: The ``__dict__`` of each module, and a copy of it.
+        contents: Mutable values of attributes, and their saved contents.
+        buffers: The buffers of each module: the dict itself, a copy of it, and copies of the tensors.
+    """
+
+    attributes: list[tuple[dict[str, Any], dict[str, Any]]]
+    contents: list[tuple[Any, Any]]
     buffers: list[tuple[dict[str, Tensor | None], dict[str, Tensor | None], dict[str, Tensor]]]
 
     @classmethod
     def of(cls, model: nn.Module) -> ModelState:
-        """Notes the state of a model."""
+        """Saves the state of a model."""
         attributes, contents, buffers = [], [], []
         for module in model.modules():
-            held = {name: value for name, value in vars(module).items() if name not in _PARTS}
-            attributes.append((vars(module), held))
-            contents += [(value, _content(value)) for value in held.values() if _content(value) is not None]
+            saved = {name: value for name, value in vars(module).items() if name not in _PARTS}
+            attributes.append((vars(module), saved))
+            contents += [(value, _content(value)) for value in saved.values() if _content(value) is not None]
             values = {name: buffer.clone() for name, buffer in module._buffers.items() if buffer is not None}
             buffers.append((module._buffers, dict(module._buffers), values))
         return cls(attributes, contents, buffers)
 
-    def put_back(self) -> None:
-        """Makes the model what it was."""
-        for now, held in self.attributes:
-            for name in now.keys() - held.keys() - _PARTS:
-                del now[name]
-            now.update(held)
+    def restore(self) -> None:
+        """Restores the saved state."""
+        for current, saved in self.attributes:
+            for name in current.keys() - saved.keys() - _PARTS:
+                del current[name]
+            current.update(saved)
         for value, content in self.contents:
-            _refill(value, content)
-        for slots, held_buffers, values in self.buffers:
-            slots.clear()
-            slots.update(held_buffers)
+            _set_content(value, content)
+        for buffers, saved_buffers, values in self.buffers:
+            buffers.clear()
+            buffers.update(saved_buffers)
             for name, value in values.items():
-                buffer = slots[name]
+                buffer = buffers[name]
                 if buffer is not None and not _equal(buffer, value):
                     buffer.data.copy_(value)
 
 
 @contextlib.contextmanager
-def modes_kept(model: nn.Module) -> Iterator[None]:
-    """Puts each module back into train or eval mode as it was: a part may be in eval mode on purpose."""
+def preserve_modes(model: nn.Module) -> Iterator[None]:
+    """Restores the train or eval mode of each module on exit, because parts may be in eval mode on purpose."""
     modes = [(module, module.training) for module in model.modules()]
     try:
         yield
@@ -63,15 +71,15 @@ def modes_kept(model: nn.Module) -> Iterator[None]:
 
 
 def _content(value: Any) -> Any:
-    """What to put back into an object that may be written in place; None for any other."""
+    """Returns a copy of the content of an object that may be modified in place; None for other objects."""
     if type(value) in {list, dict, set}:
         return value.copy()
-    if type(value) is Tensor and not value.requires_grad and value.numel() <= _SMALL:
+    if type(value) is Tensor and not value.requires_grad and value.numel() <= _MOST_ELEMENTS:
         return value.clone()
     return value.get_state() if isinstance(value, torch.Generator) else None
 
 
-def _refill(value: Any, content: Any) -> None:
+def _set_content(value: Any, content: Any) -> None:
     if isinstance(value, torch.Generator):
         value.set_state(content)
     elif isinstance(value, Tensor):

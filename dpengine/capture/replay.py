@@ -33,7 +33,7 @@ class Pass:
         grads: Their gradients; None for an output without one.
         name: Name of the model in messages.
         needs_output: Whether a backward tap saves the output.
-        random_after: The state of random generators after the last replay, by device.
+        random_after: State of the random generators after the last replay, by device.
     """
 
     replay: Replay
@@ -52,7 +52,7 @@ class Pass:
         self.grads = grad
         self.replay.reached.append(self)
 
-    def again(self, model: nn.Module, grads_of: GradsOf, args: Any = None, kwargs: Any = None) -> list[Tensor]:
+    def rerun(self, model: nn.Module, grads_of: GradsOf, args: Any = None, kwargs: Any = None) -> list[Tensor]:
         """Runs the model forward and backward again, also on other inputs. Restores the state of the model afterwards.
 
         Args:
@@ -62,22 +62,22 @@ class Pass:
             kwargs: Keyword inputs instead of those of the pass.
 
         Returns:
-            The tensors of its output, detached.
+            The output tensors, detached.
         """
         given = (self.args, self.kwargs) if args is None else (args, kwargs)
         args, kwargs = _copies(given)  # because forward may write to its inputs, and the pass may run again
         devices = [name for name, _ in self.random if name != "cpu"]
-        with torch.random.fork_rng(devices=devices), torch.enable_grad(), _as_before(model, self.state):
+        with torch.random.fork_rng(devices=devices), torch.enable_grad(), _with_state(model, self.state):
             for name, state in self.random:
                 torch.set_rng_state(state) if name == "cpu" else torch.cuda.set_rng_state(state, name)
             with contextlib.ExitStack() as stack:
-                for kind, on, dtype in self.autocast:
-                    stack.enter_context(torch.autocast(kind, enabled=on, dtype=dtype))
+                for device_type, enabled, dtype in self.autocast:
+                    stack.enter_context(torch.autocast(device_type, enabled=enabled, dtype=dtype))
                 outputs = tensors_in_outputs(model(*args, **kwargs))
             self.random_after = _random_states([name for name, _ in self.random])
             pairs = zip(outputs, grads_of(outputs), strict=True)
-            ends = [(output, grad) for output, grad in pairs if grad is not None and output.requires_grad]
-            torch.autograd.backward([output for output, _ in ends], [grad for _, grad in ends])
+            roots = [(output, grad) for output, grad in pairs if grad is not None and output.requires_grad]
+            torch.autograd.backward([output for output, _ in roots], [grad for _, grad in roots])
         return [output.detach() for output in outputs]
 
 
@@ -108,36 +108,36 @@ class Replay:
         return map_outputs(lambda _: next(tapped), output)
 
     def run(self, model: nn.Module, select: Callable[[Tensor], Tensor]) -> None:
-        """Runs each pass forward and backward again; ``select`` is applied to every output gradient.
+        """Repeats forward and backward of each pass. ``select`` is applied to every output gradient.
 
         Raises UnsupportedLayerError if outputs differ from the first time, because the gradients would then belong to
         another computation.
         """
         self.running = True
         try:
-            for one in self.reached:
-                self._run(model, one, select)
+            for recorded in self.reached:
+                self._run(model, recorded, select)
         finally:
             self.running = False
 
-    def _run(self, model: nn.Module, one: Pass, select: Callable[[Tensor], Tensor]) -> None:
+    def _run(self, model: nn.Module, recorded: Pass, select: Callable[[Tensor], Tensor]) -> None:
         def grads_of(outputs: list[Tensor]) -> list[Tensor | None]:
-            for before, now in zip(one.outputs, outputs, strict=True):
-                if before.shape != now.shape or not torch.allclose(before, now, rtol=1e-3, atol=1e-5, equal_nan=True):
+            for old, new in zip(recorded.outputs, outputs, strict=True):
+                if old.shape != new.shape or not torch.allclose(old, new, rtol=1e-3, atol=1e-5, equal_nan=True):
                     raise UnsupportedLayerError(
-                        "The forward pass gave another output when it was run again; grad_sample_mode='ghost' needs "
-                        "one that repeats, apart from torch's own random numbers.",
+                        "The forward pass returned another output when it was run again. grad_sample_mode='ghost' "
+                        "requires a repeatable forward, apart from torch's random numbers.",
                         fix="Use grad_sample_mode='auto'.",
                     )
-            return [None if grad is None else select(grad) for grad in one.grads]
+            return [None if grad is None else select(grad) for grad in recorded.grads]
 
-        one.again(model, grads_of)
+        recorded.rerun(model, grads_of)
 
     def clear(self) -> None:
         """Forgets all recorded passes."""
         self.reached = []
 
-    def taken(self) -> Replay:
+    def split(self) -> Replay:
         """Moves the recorded passes to a new replay, and returns it."""
         other = Replay()
         other.reached, self.reached = self.reached, []
@@ -154,10 +154,10 @@ def _random_states(devices: Sequence[str]) -> list[tuple[str, Tensor]]:
 
 
 @contextlib.contextmanager
-def _as_before(model: nn.Module, state: ModelState) -> Iterator[None]:
-    now = ModelState.of(model)
-    state.put_back()
+def _with_state(model: nn.Module, state: ModelState) -> Iterator[None]:
+    current = ModelState.of(model)
+    state.restore()
     try:
         yield
     finally:
-        now.put_back()
+        current.restore()

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from dpengine.distributed.layer_parts import layer_type, ordinary
+from dpengine.distributed.layer_parts import layer_type, local_inputs
 from dpengine.distributed.local_shards import is_dtensor, local_part
 from dpengine.errors import UnsupportedLayerError
 from dpengine.layers.not_twice_differentiable import refuse_second_derivative
@@ -18,7 +18,7 @@ from dpengine.layers.not_twice_differentiable import refuse_second_derivative
 from .record import Use
 from .tap import CallReport, RowsReport, RowsTap, tensors_in
 from .watch import Kind, Watch
-from .watched_parameter import Origin, WatchedParameter, realise
+from .watched_parameter import Origin, WatchedParameter, realize
 
 if TYPE_CHECKING:
     from .capture import Capture
@@ -51,7 +51,7 @@ class PartSwap:
                 f"Embedding '{part.name}' is split over processes, and all rows share the entries that it gives.",
                 fix="Leave it out of the plan of parallelize_module, or pass it indices of each row, (B, T).",
             )
-        if not part.has_no_rows(args):
+        if not part.is_empty_linear_call(args):
             return swap.begin(module, args, kwargs)
         mesh = args[0].device_mesh
         given = swap.begin(module, (args[0].to_local(),), kwargs)
@@ -67,20 +67,20 @@ class PartSwap:
     def _distribute(self, mesh: Any, finish: Finish | None, args: Any, kwargs: Any, output: Tensor) -> Any:
         """Turns the output of a call without samples, which ran on ordinary tensors, into a DTensor."""
         assert self.part is not None
-        return self.part.given(output if finish is None else finish(args, kwargs, output), mesh)
+        return self.part.empty_output(output if finish is None else finish(args, kwargs, output), mesh)
 
     def tapped(self, real: Mapping[str, nn.Parameter], args: Any, kwargs: Any, output: Any) -> Any:
         """Returns the output of a call, with a tap on it."""
         swap, part = self.swap, self.part
         if part is None:
-            args, kwargs = ordinary(swap.watch.name, (args, kwargs))
+            args, kwargs = local_inputs(swap.watch.name, (args, kwargs))
             return swap.tapped(real, args, kwargs, output)
         uses = swap.uses(real, part.shapes)
         report = CallReport(swap.capture, replace(swap.watch, module=part.layer), uses)
         if not is_dtensor(output):
             return report.tap(args, kwargs, output)
         call = part.local(args, kwargs, output)
-        return part.joined(report.tap(call.args, call.kwargs, call.output), call, output)
+        return part.with_tap(report.tap(call.args, call.kwargs, call.output), call, output)
 
 
 class ParameterSwap:
@@ -242,5 +242,5 @@ def _contiguous_once(grad: Tensor) -> Tensor:
 def _realised(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
     for value in (*args, *kwargs.values()):
         if isinstance(value, WatchedParameter):
-            return tuple(realise(v) for v in args), {k: realise(v) for k, v in kwargs.items()}
+            return tuple(realize(v) for v in args), {k: realize(v) for k, v in kwargs.items()}
     return args, kwargs

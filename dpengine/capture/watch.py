@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 from torch.nn.utils import parametrize
 
-from dpengine.layers.replacements import TWINS, is_made_of_operations
+from dpengine.layers.replacements import REPLACEMENTS, is_made_of_operations
 
 
 class Kind(enum.Enum):
@@ -23,7 +23,7 @@ class Kind(enum.Enum):
 
 @dataclass(frozen=True, eq=False)
 class Watch:
-    """One watched module.
+    """Watched module.
 
     Attributes:
         name: Dotted name in the model.
@@ -79,7 +79,7 @@ def watch_list(
                 return
         for child_name, child in module.named_children():
             dotted = f"{name}.{child_name}" if name else child_name
-            visit(child, dotted, type(module) in _TWIN_TYPES or is_made_of_operations(module))
+            visit(child, dotted, type(module) in _REPLACED_TYPES or is_made_of_operations(module))
 
     visit(model, "", False)
     return found
@@ -92,14 +92,14 @@ def _watch(
         return Watch(name, module, Kind.UNIT, unit_rule(module))
     if not has_own_parameters(module):
         return None
-    if type(module) in _TWIN_TYPES:
+    if type(module) in _REPLACED_TYPES:
         return Watch(name, module, Kind.OPERATIONS)
     rule = lookup(module)
     if rule is not None:
         return Watch(name, module, Kind.LAYER, rule, in_place=_is_elementary(rule))
     if is_made_of_operations(module):
         return Watch(name, module, Kind.OPERATIONS)
-    if by_operations and any(has_own_parameters(child) or _drops_out(child) for child in _below(module)):
+    if by_operations and any(has_own_parameters(child) or _is_dropout(child) for child in _submodules(module)):
         return Watch(name, module, Kind.OPERATIONS)
     return Watch(name, module, Kind.UNIT, unit_rule(module))
 
@@ -109,7 +109,7 @@ def _is_elementary(rule: Any) -> bool:
     return isinstance(rule, Mapping) or getattr(rule, "by_parameters", False)
 
 
-def _drops_out(module: nn.Module) -> bool:
+def _is_dropout(module: nn.Module) -> bool:
     """Returns True for dropout, which would draw other random numbers if a joint sampler ran it again."""
     return isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0
 
@@ -119,8 +119,8 @@ def has_own_parameters(module: nn.Module) -> bool:
     return any(p is not None for p in module._parameters.values())
 
 
-def _below(module: nn.Module) -> Iterable[nn.Module]:
+def _submodules(module: nn.Module) -> Iterable[nn.Module]:
     return (m for m in module.modules() if m is not module)
 
 
-_TWIN_TYPES = TWINS.keys() | set(TWINS.values())
+_REPLACED_TYPES = REPLACEMENTS.keys() | set(REPLACEMENTS.values())

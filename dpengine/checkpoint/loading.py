@@ -74,11 +74,11 @@ def load(folder: str | Path, engine: Engine, *, nothing_left_since: bool = False
     topology = run.step.passes.topology
     ranks = topology.everyone
     seals = ranks.each(lambda: _check_seals(folders.present(Path(folder)), ranks.rank, ranks.size))
-    topology.agree(checkpoint=seals[ranks.rank], nothing_left_since=nothing_left_since)
+    topology.check_consistent(checkpoint=seals[ranks.rank], nothing_left_since=nothing_left_since)
     with contextlib.ExitStack() as opened:
         files = _Files(opened)
         ranks.each(lambda: files.open(folders.present(Path(folder))))
-        nonce = ranks.from_first(next_nonce(files.state))
+        nonce = ranks.broadcast(next_nonce(files.state))
         ranks.each(lambda: files.prepare(run, engine, nonce, nothing_left_since=nothing_left_since))
         with _all_or_nothing(run):
             ranks.each(lambda: files.fill(run, engine))

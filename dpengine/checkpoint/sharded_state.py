@@ -27,7 +27,7 @@ def owned_shards(tensors: Mapping[str, Tensor], topology: Topology) -> dict[str,
     found = {}
     for name, tensor in tensors.items():
         if topology.writes(tensor):
-            start = topology.layout.held(cast(nn.Parameter, tensor)).kept.start if is_dtensor(tensor) else None
+            start = topology.layout.local_shard(cast(nn.Parameter, tensor)).kept.start if is_dtensor(tensor) else None
             part = Shard(local_part(tensor), start)
             if start is None or part.tensor.numel():
                 found[name] = part
@@ -39,7 +39,7 @@ def local_tensor(stored: StoredTensors, name: str, like: Tensor, topology: Topol
     if not is_dtensor(like):
         return stored.read(name)
     like = cast(nn.Parameter, like)
-    kept = stored.read(name, topology.layout.held(like).kept).to(like.device)
+    kept = stored.read(name, topology.layout.local_shard(like).kept).to(like.device)
     return kept if topology.layout.gradient is None else topology.layout.gradient(like, kept)
 
 

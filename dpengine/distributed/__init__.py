@@ -1,1 +1,1 @@
-"""Which rank holds which parameters, and how ranks exchange sums."""
+"""Placement of parameters on ranks, and communication between ranks."""

@@ -1,4 +1,4 @@
-"""Finds out how a model is distributed over ranks."""
+"""Detects how a model is distributed over ranks."""
 
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -10,10 +10,10 @@ from .topology import Topology
 
 
 def topology_of(model: nn.Module) -> Topology:
-    """How a model is spread over processes, as it shows it."""
+    """Returns the topology of a model, detected from its wrappers and parameters."""
     return tensor_parallel(unwrapped(model), fully_sharded(model) or data_parallel(model))
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
-    """The model that has the layers, inside what adds up gradients over ranks."""
+    """Returns the module inside ``DistributedDataParallel``; any other model unchanged."""
     return model.module if isinstance(model, DistributedDataParallel) else model

@@ -1,4 +1,4 @@
-"""Models whose parameters ``torch.distributed.fsdp.fully_shard`` cut over ranks, on a mesh of one or two axes."""
+"""Models sharded by ``torch.distributed.fsdp.fully_shard``, on a mesh of one or two axes."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from torch import nn
 from dpengine.errors import UnsupportedLayerError
 
 from .local_shards import dtensor_layout
-from .ranks import ALONE, Ranks, world
+from .ranks import SINGLE_PROCESS, Ranks, world
 from .topology import Slot, Topology
 
 
 def fully_sharded(model: nn.Module) -> Topology | None:
-    """The topology of a model that ``fully_shard`` was applied to."""
+    """Returns the topology of a model that ``fully_shard`` was applied to; None for other models."""
     sharded = [group for module in model.modules() for group in _groups_of(module)]
     parts = [part for group in sharded for part in group.fsdp_params]
     if not parts:
@@ -29,25 +29,25 @@ def fully_sharded(model: nn.Module) -> Topology | None:
         for name, parameter in module._parameters.items():
             if parameter is not None and (module, name) not in slots and parameter.requires_grad:
                 raise UnsupportedLayerError(
-                    f"Parameter '{prefix}.{name}' is not sharded, and others are: its gradient would not be added over "
-                    "the ranks.",
-                    fix="Call fully_shard(model) on the whole model too, after its parts.",
+                    f"Parameter '{prefix}.{name}' is not sharded, but others are, so its gradient would not be summed "
+                    "over the ranks.",
+                    fix="Also call fully_shard(model) on the whole model, after its parts.",
                 )
     info = next(iter(infos.values()))
     replicated = hasattr(info, "replicate_process_group")
     if not hasattr(info, "shard_process_group"):
         raise UnsupportedLayerError(
-            f"The model's parameters are on a mesh that shards none ({type(info).__name__}).",
+            f"The mesh of the model does not shard its parameters ({type(info).__name__}).",
             fix="Wrap it in torch.nn.parallel.DistributedDataParallel instead.",
         )
     shards = Ranks.of(info.shard_process_group)
-    replicas = Ranks.of(info.replicate_process_group) if replicated else ALONE
+    replicas = Ranks.of(info.replicate_process_group) if replicated else SINGLE_PROCESS
     others = world().size - replicas.size * shards.size
     if others and replicated and not _split(parts, info):
         raise UnsupportedLayerError(
-            f"{world().size} processes run, and this model is on a mesh of {replicas.size} times {shards.size}. The "
-            "others would have the noise of this run if they trained a model too.",
-            fix="Use a mesh of all processes, or start each run by itself.",
+            f"The model is on a mesh of {replicas.size} x {shards.size} processes, but {world().size} processes run. "
+            "Another model on the remaining processes would get the same noise.",
+            fix="Use a mesh of all processes, or launch each run separately.",
         )
     return Topology(
         name="hybrid sharded" if replicated else "fully sharded",
@@ -62,18 +62,18 @@ def fully_sharded(model: nn.Module) -> Topology | None:
 
 
 def _groups_of(module: nn.Module) -> list[Any]:
-    """What FSDP keeps for the parameters that it gathers together from a module on."""
+    """Returns FSDP's parameter groups of a module; the parameters of a group are gathered together."""
     state = module._get_fsdp_state() if hasattr(module, "_get_fsdp_state") else None  # type: ignore[operator]
     if state is None:
         return []
     groups = getattr(state, "_fsdp_param_groups", None)
-    if groups is None:  # before torch 2.11 a module had one at most
+    if groups is None:  # before torch 2.11 a module had at most one
         groups = [state._fsdp_param_group] if state._fsdp_param_group is not None else []
     return list(groups)
 
 
 def _split(parts: list[Any], info: Any) -> bool:
-    """Whether layers are split too, which has a check of its own."""
+    """Returns True if layers are also split. Tensor parallelism has its own check of the mesh."""
     return any(part.sharded_param.device_mesh.ndim > info.mesh.ndim for part in parts)
 
 

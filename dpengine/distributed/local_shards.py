@@ -1,7 +1,7 @@
-"""Position of a rank's part of a parameter in the whole, also for DTensors.
+"""Position of a rank's shard in a parameter, also for DTensors.
 
-Noise is addressed by positions in the whole, so it does not depend on how a parameter is cut. A mesh has the axes of
-the data (replicas, shards) first, then perhaps one that splits layers. A parameter is cut along the latter first; the
+Noise is addressed by positions in the full parameter, so it does not depend on the sharding. A mesh has the data axes
+(replicas, shards) first, then optionally an axis that splits layers. A parameter is cut along the latter first; the
 part that its layer uses is then cut again for the shards.
 """
 
@@ -22,11 +22,11 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Box:
-    """A part of a tensor: along each axis, where it begins and how long it is.
+    """Rectangular part of a tensor.
 
     Attributes:
-        start: Along each axis.
-        size: Along each axis.
+        start: First index along each axis.
+        size: Length along each axis.
     """
 
     start: Shape
@@ -34,16 +34,16 @@ class Box:
 
     @classmethod
     def whole(cls, shape: Sequence[int]) -> Box:
-        """All of a tensor."""
+        """Returns the box of a full tensor."""
         return cls((0,) * len(shape), tuple(shape))
 
     @cached_property
     def numel(self) -> int:
-        """Numbers in the part."""
+        """Number of elements."""
         return math.prod(self.size)
 
     def part(self, axis: int, number: int, parts: int) -> Box:
-        """One of several parts along an axis, as ``torch.chunk`` cuts them; the last ones may be empty."""
+        """Returns one of several parts along an axis, cut as by ``torch.chunk``; the last ones may be empty."""
         length = self.size[axis]
         each = -(-length // parts)
         begin, end = min(number * each, length), min((number + 1) * each, length)
@@ -51,26 +51,26 @@ class Box:
         return Box(start, (*self.size[:axis], end - begin, *self.size[axis + 1 :]))
 
     def common(self, other: Box) -> Box:
-        """What both have; empty if they have nothing in common."""
+        """Returns the intersection of two boxes, which may be empty."""
         start = tuple(map(max, self.start, other.start))
         ends = (min(a + m, b + n) for a, m, b, n in zip(self.start, self.size, other.start, other.size, strict=True))
         return Box(start, tuple(max(0, end - begin) for begin, end in zip(start, ends, strict=True)))
 
     def inside(self, outer: Box) -> tuple[slice, ...]:
-        """Where this part lies in a tensor that has the outer one."""
-        places = (begin - first for begin, first in zip(self.start, outer.start, strict=True))
-        return tuple(slice(place, place + length) for place, length in zip(places, self.size, strict=True))
+        """Returns the slices that select this box from a tensor that stores the outer box."""
+        starts = (begin - first for begin, first in zip(self.start, outer.start, strict=True))
+        return tuple(slice(start, start + length) for start, length in zip(starts, self.size, strict=True))
 
 
 @dataclass(frozen=True)
 class Places:
-    """Places of numbers in a long vector: rows of one length, equally far apart.
+    """Positions in a vector: rows of equal length at equal distances.
 
     Attributes:
-        start: Of the first.
-        length: Of each row.
-        rows: How many.
-        stride: From where a row begins to where the next one does; 0 for a single row.
+        start: Position of the first element.
+        length: Length of each row.
+        rows: Number of rows.
+        stride: Distance between the starts of two rows; 0 for a single row.
     """
 
     start: int
@@ -80,23 +80,23 @@ class Places:
 
     @cached_property
     def count(self) -> int:
-        """How many they are."""
+        """Number of positions."""
         return self.rows * self.length
 
     def behind(self, base: int) -> Places:
-        """The same places in a vector in which so many come before."""
+        """Returns the positions shifted by ``base``."""
         return replace(self, start=self.start + base)
 
 
 @dataclass(frozen=True)
-class Held:
-    """How one parameter's sum is formed on a rank, and what the rank keeps of it once all ranks' sums are added.
+class LocalShard:
+    """Part of a parameter's gradient sum that a rank computes, and the part that it keeps after the reduce-scatter.
 
     Attributes:
-        shape: Of the whole parameter.
-        formed: What the rank forms: all, or its share where layers are split (tensor parallel).
-        kept: What it keeps of that.
-        axis: Along which ``kept`` is cut from ``formed``, where ranks keep parts.
+        shape: Shape of the full parameter.
+        formed: Part that the rank computes: the full parameter, or its part of a split layer (tensor parallelism).
+        kept: Part of ``formed`` that the rank keeps.
+        axis: Axis along which ``kept`` is cut from ``formed``, if parameters are sharded.
     """
 
     shape: Shape
@@ -105,24 +105,24 @@ class Held:
     axis: int = 0
 
     @classmethod
-    def whole(cls, shape: Sequence[int]) -> Held:
-        """A parameter that a rank holds as a whole."""
+    def whole(cls, shape: Sequence[int]) -> LocalShard:
+        """Returns the shard of a parameter that is full on every rank."""
         box = Box.whole(shape)
         return cls(tuple(shape), box, box)
 
     @property
     def numel(self) -> int:
-        """Numbers in the whole parameter."""
+        """Number of elements of the full parameter."""
         return math.prod(self.shape)
 
     @property
     def places(self) -> list[Places]:
-        """Where ``kept`` lies in the flat parameter, in the order in which it lies in memory."""
+        """Positions of ``kept`` in the flat parameter, in memory order."""
         cut = [axis for axis, size in enumerate(self.kept.size) if size != self.shape[axis]]
         if not cut or not self.kept.numel:
             return [Places(0, self.kept.numel)] if self.kept.numel else []
         strides = [math.prod(self.shape[axis + 1 :]) for axis in range(len(self.shape))]
-        inner, outer = cut[-1], cut[-2] if len(cut) > 1 else 0  # from outer to inner, rows are equally far apart
+        inner, outer = cut[-1], cut[-2] if len(cut) > 1 else 0  # between these axes, rows have equal distances
         length, rows = self.kept.size[inner] * strides[inner], math.prod(self.kept.size[outer:inner])
         stride = strides[inner - 1] if rows > 1 else 0
         first = _product(self.kept.start, strides)
@@ -131,12 +131,12 @@ class Held:
 
 
 def _product(index: Sequence[int], strides: Sequence[int]) -> int:
-    """Where an element lies; leading axes are enough."""
+    """Returns the position of an element. The index may omit trailing axes."""
     return sum(i * stride for i, stride in zip(index, strides, strict=False))
 
 
-def _whole(parameter: nn.Parameter) -> Held:
-    return Held.whole(parameter.shape)
+def _whole(parameter: nn.Parameter) -> LocalShard:
+    return LocalShard.whole(parameter.shape)
 
 
 def _itself(tensor: Tensor) -> Tensor:
@@ -145,16 +145,16 @@ def _itself(tensor: Tensor) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class ParameterLayout:
-    """How parameters are distributed over the ranks. The default is that of ordinary tensors, whole on each rank.
+    """Distribution of parameters over the ranks. The default is for ordinary tensors, full on each rank.
 
     Attributes:
-        held: Returns how the sum of a parameter is formed and kept on this rank.
-        gradient: Returns the gradient of a parameter, given the part of it that is kept; None if that is all of it.
-        local: Returns the part of a tensor that is on this rank.
+        local_shard: Returns the shard of a parameter's sum that this rank computes and keeps.
+        gradient: Returns the gradient of a parameter, given the kept shard; None if the kept shard is the gradient.
+        local: Returns the local part of a tensor.
         data_axes: Number of axes of a DTensor's mesh that belong to replicas and shards.
     """
 
-    held: Callable[[nn.Parameter], Held] = _whole
+    local_shard: Callable[[nn.Parameter], LocalShard] = _whole
     gradient: Callable[[nn.Parameter, Tensor], Tensor] | None = None
     local: Callable[[Tensor], Tensor] = _itself
     data_axes: int = 0
@@ -164,25 +164,25 @@ WHOLE = ParameterLayout()
 
 
 def dtensor_layout(data_axes: int) -> ParameterLayout:
-    """Returns the layout of parameters all or some of which are DTensors."""
-    return ParameterLayout(partial(_held, data_axes), _gradient, local_part, data_axes)
+    """Returns the layout of parameters of which all or some are DTensors."""
+    return ParameterLayout(partial(_local_shard, data_axes), _gradient, local_part, data_axes)
 
 
 def is_dtensor(tensor: object) -> bool:
-    """Whether a tensor is a DTensor. There are none before their module was imported, which takes a second."""
+    """Returns True for a DTensor. Does not import the DTensor module, which takes a second."""
     known = sys.modules.get("torch.distributed.tensor")
     return known is not None and isinstance(tensor, known.DTensor)
 
 
 def local_part(tensor: Any) -> Any:
-    """The part of a DTensor that is here, when it has arrived; anything else as it is."""
+    """Returns the local part of a DTensor, after waiting for it; anything else unchanged."""
     if is_dtensor(tensor):
         tensor = tensor._local_tensor
     return tensor.wait() if _is_arriving(tensor) else tensor
 
 
 def is_first_copy(tensor: Any) -> bool:
-    """Whether this rank is the first of those of a DTensor's mesh that hold the same part of it."""
+    """Returns True if this rank is the first in a DTensor's mesh with this shard."""
     mesh = tensor.device_mesh
     copied = [at for at, placement in enumerate(tensor.placements) if placement.is_replicate()]
     return all(mesh.get_local_rank(at) == 0 for at in copied)
@@ -193,9 +193,9 @@ def _is_arriving(tensor: object) -> bool:
     return known is not None and isinstance(tensor, known.AsyncCollectiveTensor)
 
 
-def _held(data_axes: int, parameter: Any) -> Held:
+def _local_shard(data_axes: int, parameter: Any) -> LocalShard:
     if not is_dtensor(parameter):
-        return Held.whole(parameter.shape)
+        return LocalShard.whole(parameter.shape)
     whole = Box.whole(parameter.shape)
     mesh = parameter.device_mesh
     cuts = [
@@ -209,7 +209,7 @@ def _held(data_axes: int, parameter: Any) -> Held:
     kept = formed
     for at, dim, number, parts in cuts:
         kept, axis = (kept.part(dim, number, parts), dim) if at < data_axes else (kept, axis)
-    return Held(tuple(parameter.shape), formed, kept, axis)
+    return LocalShard(tuple(parameter.shape), formed, kept, axis)
 
 
 def _gradient(parameter: Any, kept: Tensor) -> Tensor:

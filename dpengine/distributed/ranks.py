@@ -1,4 +1,4 @@
-"""Process groups of the engine, and the seal by which ranks check that all of them sum the same values."""
+"""Process groups of the engine, and the rank fingerprint, which shows whether all ranks sum the same values."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, eq=False)
 class Ranks:
-    """The ranks of one process group.
+    """Ranks of one process group.
 
     Attributes:
-        group: The group of ``torch.distributed``; None for a process that is alone.
-        rank: This process among them, from 0.
-        size: How many there are.
+        group: Process group of ``torch.distributed``; None for a single process.
+        rank: Rank of this process in the group.
+        size: Number of ranks.
     """
 
     group: Any = None
@@ -32,31 +32,31 @@ class Ranks:
 
     @classmethod
     def of(cls, group: Any) -> Ranks:
-        """The ranks of a group, which are alone if there is one of them."""
+        """Returns the ranks of a group; `SINGLE_PROCESS` for a group of one."""
         size = dist.get_world_size(group)
-        return cls(group, dist.get_rank(group), size) if size > 1 else ALONE
+        return cls(group, dist.get_rank(group), size) if size > 1 else SINGLE_PROCESS
 
     @property
     def timeout(self) -> Any:
-        """How long they wait for each other, as was said when their group was made; None where it is not known."""
+        """Timeout of the group; None if it is not known."""
         try:
             return self.group._get_backend(self.group._device_types[0]).options._timeout
-        except AttributeError:  # alone, or in a torch that keeps it elsewhere
+        except AttributeError:  # a single process, or a torch version that stores it elsewhere
             return None
 
-    def add_up(self, tensor: Tensor) -> Callable[[], None]:
-        """Begins to replace a tensor by its sum over the ranks; what is returned waits for that."""
+    def all_reduce(self, tensor: Tensor) -> Callable[[], None]:
+        """Starts replacing a tensor by its sum over the ranks. Returns a function that waits for the result."""
         if self.size == 1:
             return _nothing
         return _waiting(dist.all_reduce(tensor, group=self.group, async_op=True), tensor)
 
-    def scatter_sum(self, whole: Tensor, part: Tensor) -> Callable[[], None]:
-        """Begins to sum ``whole`` ``(size * n,)`` over the ranks, of which each gets its ``part`` ``(n,)``."""
-        exchange = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor  # as it was called before
+    def reduce_scatter(self, whole: Tensor, part: Tensor) -> Callable[[], None]:
+        """Starts summing ``whole`` ``(size * n,)`` over the ranks; each rank gets its ``part`` ``(n,)``."""
+        exchange = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor  # the former name
         return _waiting(exchange(part, whole, group=self.group, async_op=True), whole, part)
 
-    def all_of(self, value: Any) -> list[Any]:
-        """What each rank has: any object that can be pickled. Waits for all."""
+    def all_gather(self, value: Any) -> list[Any]:
+        """Returns the values of all ranks, which must be picklable. Waits for all ranks."""
         if self.size == 1:
             return [value]
         found: list[Any] = [None] * self.size
@@ -64,7 +64,7 @@ class Ranks:
         return found
 
     def each(self, action: Callable[[], T]) -> list[T]:
-        """Returns the results of an action on all ranks; it must not wait for other ranks.
+        """Returns the results of an action on all ranks. The action must not wait for other ranks.
 
         If it fails on one rank, that rank raises its exception and the others raise RuntimeError.
         """
@@ -73,16 +73,16 @@ class Ranks:
             answer = action()
         except Exception as caught:
             error = caught
-        found = self.all_of((answer, None if error is None else f"{type(error).__name__}: {error}"))
+        found = self.all_gather((answer, None if error is None else f"{type(error).__name__}: {error}"))
         if error is not None:
             raise error
         for rank, (_, text) in enumerate(found):
             if text is not None:
-                raise RuntimeError(f"Rank {rank} failed, and so all end here: {text}")
+                raise RuntimeError(f"Rank {rank} failed, so all ranks stop: {text}")
         return [one for one, _ in found]
 
-    def from_first(self, value: Any) -> Any:
-        """What the first of the ranks has. Nothing else of the others is sent."""
+    def broadcast(self, value: Any) -> Any:
+        """Returns the value of the first rank. Values of other ranks are not sent."""
         if self.size == 1:
             return value
         shared = [value if self.rank == 0 else None]
@@ -92,53 +92,53 @@ class Ranks:
 
 
 def world() -> Ranks:
-    """All processes; this one alone where ``torch.distributed`` does not run."""
+    """Returns the ranks of all processes; `SINGLE_PROCESS` without ``torch.distributed``."""
     if not (dist.is_available() and dist.is_initialized()):
-        return ALONE
+        return SINGLE_PROCESS
     return Ranks.of(dist.group.WORLD)
 
 
-def _waiting(work: Any, *held: Tensor) -> Callable[[], None]:
-    """Waits for what was begun; the tensors live until then."""
+def _waiting(work: Any, *tensors: Tensor) -> Callable[[], None]:
+    """Returns a function that waits for an operation and keeps its tensors alive until then."""
 
     def wait() -> None:
         if work is not None:
             work.wait()
-        assert all(isinstance(one, torch.Tensor) for one in held)
+        assert all(isinstance(tensor, torch.Tensor) for tensor in tensors)
 
     return wait
 
 
 def _nothing() -> None:
-    """Nothing was begun."""
+    """Waits for nothing."""
 
 
-ALONE = Ranks()
+SINGLE_PROCESS = Ranks()
 
 
-class Seal:
-    """Words that travel with a sum, by which every rank sees whether all of them summed the same thing.
+class RankFingerprint:
+    """Hash that is summed along with a message and shows every rank whether all ranks summed the same values.
 
-    A fact is hashed to 32 bits, in eight words ``h`` below 16, and beside them their squares. Sums of both over R ranks
-    are exact in float32, and the words are the same everywhere exactly if ``R * sum(h**2) == sum(h)**2``.
+    The values are hashed to 32 bits: eight words ``h`` below 16, followed by their squares. Sums of both over R ranks
+    are exact in float32, and the words are equal on all ranks exactly if ``R * sum(h**2) == sum(h)**2``.
     """
 
     WORDS = 16
 
     @staticmethod
-    def write(into: Tensor, facts: Sequence[object]) -> None:
-        """Writes the words of a fact into ``(16,)``, or into each of several such."""
-        digest = hashlib.blake2b(repr(tuple(facts)).encode(), digest_size=4).digest()
+    def write(into: Tensor, values: Sequence[object]) -> None:
+        """Writes the words of the values to a tensor ``(16,)``, or to each row of ``(n, 16)``."""
+        digest = hashlib.blake2b(repr(tuple(values)).encode(), digest_size=4).digest()
         words = [half for byte in digest for half in (byte >> 4, byte & 15)]
         into.copy_(torch.tensor([*words, *(word * word for word in words)], dtype=into.dtype))
 
     @staticmethod
-    def refuse_other(summed: Tensor, ranks: int) -> None:
+    def check(summed: Tensor, ranks: int) -> None:
         """Raises MechanismMismatchError unless all ranks wrote the same words."""
         words = [round(number) for number in summed.tolist()]
         if any(ranks * words[8 + i] != words[i] ** 2 for i in range(8)):
             raise MechanismMismatchError(
-                "The ranks are not at the same step, or do not do the same in it: one of them skipped a batch, a "
-                "backward pass or a step, or has another noise, threshold or ledger.",
-                fix="Let every rank run the same loop over the private loader, empty batches included.",
+                "The ranks are not at the same step, or differ in it. One of them skipped a batch, a backward pass or "
+                "a step, or has a different noise multiplier, clipping norm or ledger.",
+                fix="Run the same loop over the private loader on every rank, including empty batches.",
             )

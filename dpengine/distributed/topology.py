@@ -1,11 +1,12 @@
-"""Topology of a run, which says what each rank holds, and the norms of gradients split over ranks.
+"""Topology of a run: placement of parameters on ranks, and norms of gradients that are split over ranks.
 
-There are three groups, each possibly of one process. *Replicas* hold the same parameters, for other samples. *Shards*
-hold parts of one copy of the parameters, for other samples. *Splits* hold parts of each layer, for the same samples.
+There are three groups, each possibly of one process. *Replicas* hold the same parameters, for different samples.
+*Shards* hold parts of one copy of the parameters, for different samples. *Splits* hold parts of each layer, for the
+same samples.
 
-Note [replicated]: ranks that split layers also hold whole parameters, each its own copy, whose gradients must be equal.
-One copy counts. If the copies differ, as with different dropout, the norm of the gradient that another rank adds is not
-bounded: so the norms of the copies are exchanged too, and a spread above a thousandth raises on every rank.
+Note [replicated]: ranks that split layers also hold full copies of other parameters, whose gradients must be equal. One
+copy counts. If the copies differ, for example because of different dropout, the norm of the gradient that another rank
+adds is not bounded. So the norms of the copies are exchanged, and a relative deviation above 1e-3 raises on every rank.
 
 Axes: B samples, K groups.
 """
@@ -23,63 +24,65 @@ from dpengine.errors import MechanismMismatchError
 
 from .layer_parts import LayerPart, cut_axis
 from .local_shards import WHOLE, ParameterLayout, is_first_copy
-from .ranks import ALONE, Ranks, Seal
+from .ranks import SINGLE_PROCESS, RankFingerprint, Ranks
 
-_SPREAD = 1e-6  # variance of a row's norms over ranks, of their squared mean
+_MOST_VARIANCE = 1e-6  # of the norms of a sample over ranks, relative to their squared mean
 
 
-def add_up_sq_norms(
-    splits: Ranks, own_BK: Tensor, whole_BK: Tensor, facts: Sequence[object], device: torch.device
+def all_reduce_sq_norms(
+    splits: Ranks, own_BK: Tensor, whole_BK: Tensor, fingerprint: Sequence[object], device: torch.device
 ) -> Tensor:
-    """Squared norms over split (own) and replicated (whole) parameters, bit-equal on all ranks. Note [replicated]."""
+    """Sums squared norms over split (own) and replicated (whole) parameters, bit-equal on all ranks.
+
+    See Note [replicated].
+    """
     rows, groups = own_BK.shape
-    message = torch.zeros(rows * (groups + 2) + Seal.WORDS, dtype=torch.float64, device=device)
-    sums = message[: -Seal.WORDS].view(rows, groups + 2)
+    message = torch.zeros(rows * (groups + 2) + RankFingerprint.WORDS, dtype=torch.float64, device=device)
+    sums = message[: -RankFingerprint.WORDS].view(rows, groups + 2)
     sums[:, :groups] = own_BK if splits.rank else own_BK.double() + whole_BK.double()
     sums[:, groups + 1] = whole_BK.double().sum(dim=1)
     sums[:, groups] = sums[:, groups + 1].sqrt()
-    Seal.write(message[-Seal.WORDS :], facts)
-    splits.add_up(message)()
-    Seal.refuse_other(message[-Seal.WORDS :], splits.size)
+    RankFingerprint.write(message[-RankFingerprint.WORDS :], fingerprint)
+    splits.all_reduce(message)()
+    RankFingerprint.check(message[-RankFingerprint.WORDS :], splits.size)
     norm_B, sq_norm_B = sums[:, groups], sums[:, groups + 1]
-    if bool((splits.size * sq_norm_B > norm_B.square() * (1 + _SPREAD)).any()):
+    if bool((splits.size * sq_norm_B > norm_B.square() * (1 + _MOST_VARIANCE)).any()):
         raise MechanismMismatchError(
-            "The processes that hold parts of the layers do not have the same gradients of the parameters that each "
-            "holds as a whole.",
-            fix="Give all of them the same random state (torch.manual_seed), so that dropout is the same; and let no "
-            "layer that is whole work on a part of an activation, as between ColwiseParallel and RowwiseParallel, or "
-            "with sequences split.",
+            "Gradients of replicated parameters differ between tensor-parallel ranks.",
+            fix="Set the same random state on all of them (torch.manual_seed), so that dropout is equal. Do not place "
+            "a replicated layer where activations are split: between ColwiseParallel and RowwiseParallel, or on "
+            "split sequences.",
         )
-    unusable_B1 = ~sq_norm_B.isfinite().unsqueeze(1)  # on any rank: then the row is dropped on all
+    unusable_B1 = ~sq_norm_B.isfinite().unsqueeze(1)  # on any rank, so that all ranks drop the sample
     return sums[:, :groups].masked_fill(unusable_B1, torch.inf).to(own_BK.device)
 
 
 Slot = tuple[nn.Module, str]
-"""Where a parameter is registered: its module, and its name there."""
+"""Module in which a parameter is registered, and its name there."""
 
 
 @dataclass(frozen=True, eq=False)
 class Topology:
-    """How a run is spread over processes.
+    """Distribution of a run over processes.
 
     Attributes:
-        name: What it is called in reports.
-        replicas: Those that hold the same parameters, for other rows.
-        shards: Those that hold parts of one copy of the parameters, for other rows.
-        splits: Those that hold parts of each layer, for the same rows.
+        name: Name in reports.
+        replicas: Ranks with the same parameters and different samples.
+        shards: Ranks with parts of one copy of the parameters and different samples.
+        splits: Ranks with parts of each layer and the same samples.
         everyone: All ranks of the run.
-        slots: The parameters that the optimizer holds, where a module shows others while it runs.
-        layout: How parameters are distributed.
-        parts: Layers that are split, with the part of each that is here.
-        group: Of parameters that are gathered together, the same; sums of these are exchanged together.
-        defers: Returns True if the user asked that sums are exchanged at the step, not in each pass; None for never.
+        slots: Parameters of the optimizer, for modules that have other parameters during their forward.
+        layout: Distribution of parameters.
+        parts: This rank's part of each split layer.
+        group: Returns a key that is equal for parameters that are gathered together. Their sums share buckets.
+        defers: Returns True if the user postponed the reduce-scatter from each pass to the step; None for never.
     """
 
     name: str = "single"
-    replicas: Ranks = ALONE
-    shards: Ranks = ALONE
-    splits: Ranks = ALONE
-    everyone: Ranks = ALONE
+    replicas: Ranks = SINGLE_PROCESS
+    shards: Ranks = SINGLE_PROCESS
+    splits: Ranks = SINGLE_PROCESS
+    everyone: Ranks = SINGLE_PROCESS
     slots: Mapping[Slot, nn.Parameter] = field(default_factory=dict)
     layout: ParameterLayout = WHOLE
     parts: Mapping[nn.Module, LayerPart] = field(default_factory=dict)
@@ -88,38 +91,38 @@ class Topology:
 
     @property
     def rank(self) -> int:
-        """This process among those that share the rows of a batch."""
+        """Rank of this process among those that divide the samples of a batch."""
         return self.replicas.rank * self.shards.size + self.shards.rank
 
     @property
     def ranks(self) -> int:
-        """How many share the rows of a batch."""
+        """Number of ranks that divide the samples of a batch."""
         return self.replicas.size * self.shards.size
 
     @property
-    def runs_by_itself(self) -> bool:
-        """Whether this process can run the model without the others, as a second look at a batch does."""
+    def runs_independently(self) -> bool:
+        """True if this process can run the model without the others, for example to repeat a batch."""
         return not self.slots and self.splits.size == 1
 
-    def in_parts(self, parameter: nn.Parameter) -> bool:
-        """Whether ranks that have the same rows hold parts of a parameter; else each has all that its shard keeps."""
-        return self.splits.size > 1 and cut_axis(self.layout.held(parameter)) is not None
+    def is_split(self, parameter: nn.Parameter) -> bool:
+        """Returns True if tensor parallelism splits a parameter."""
+        return self.splits.size > 1 and cut_axis(self.layout.local_shard(parameter)) is not None
 
     def reduce_sq_norms(
-        self, own_BK: Tensor, whole_BK: Tensor, facts: Sequence[object], device: torch.device
+        self, own_BK: Tensor, whole_BK: Tensor, fingerprint: Sequence[object], device: torch.device
     ) -> Tensor:
-        """Returns squared norms of gradients that are split over ranks; see `add_up_sq_norms`."""
-        return add_up_sq_norms(self.splits, own_BK, whole_BK, facts, device)
+        """Returns squared norms of gradients that are split over ranks; see `all_reduce_sq_norms`."""
+        return all_reduce_sq_norms(self.splits, own_BK, whole_BK, fingerprint, device)
 
     def total(self, number: Tensor | float) -> float:
-        """The sum of a number over the processes that share the rows of a batch, exact for halves."""
+        """Returns the sum of a number over the ranks that divide the samples of a batch. Exact for multiples of 1/2."""
         summed = torch.as_tensor(number, dtype=torch.float64).clone()
         for ranks in (self.shards, self.replicas):
-            ranks.add_up(summed)()
+            ranks.all_reduce(summed)()
         return float(summed)
 
     def parameters(self, model: nn.Module) -> dict[str, nn.Parameter]:
-        """The parameters that the optimizer holds, by dotted name; those that are tied once."""
+        """Returns the parameters of the optimizer by dotted name. Tied parameters appear once."""
         if not self.slots:
             return dict(model.named_parameters())
         found: dict[nn.Parameter, str] = {}
@@ -130,7 +133,7 @@ class Topology:
         return {name: parameter for parameter, name in found.items()}
 
     def writes(self, tensor: Tensor) -> bool:
-        """Whether this rank stores its part of a tensor: of ranks that hold the same, the first does."""
+        """Returns True if this rank stores its part of a tensor: the first rank of those with the same part does."""
         mesh: Any = getattr(tensor, "device_mesh", None)
         copies = self.splits.rank if mesh is None or mesh.ndim <= self.layout.data_axes else 0
         if mesh is not None:
@@ -138,21 +141,21 @@ class Topology:
         return self.replicas.rank == self.shards.rank == copies == 0
 
     def registered(self, owner: nn.Module, name: str, present: nn.Parameter) -> nn.Parameter:
-        """The parameter that the optimizer holds, where ``present`` stands in the module now."""
+        """Returns the optimizer's parameter for ``present``, which is currently in the module."""
         return self.slots.get((owner, name), present)
 
-    def agree(self, **facts: Any) -> None:
-        """Refuses a run in which the ``repr`` of a fact differs. Every rank calls it at the same place."""
-        mine = {name: repr(value) for name, value in facts.items()}
-        all_facts = self.everyone.all_of(mine)
-        for name in mine:
-            values = [facts_of_rank.get(name) for facts_of_rank in all_facts]
+    def check_consistent(self, **settings: Any) -> None:
+        """Raises if the ``repr`` of a setting differs between ranks. All ranks must call it at the same place."""
+        own = {name: repr(value) for name, value in settings.items()}
+        gathered = self.everyone.all_gather(own)
+        for name in own:
+            values = [of_rank.get(name) for of_rank in gathered]
             if len(set(values)) > 1:
                 other = next(i for i, value in enumerate(values) if value != values[0])
                 raise MechanismMismatchError(
                     f"The ranks do not agree on {name}: rank 0 has {_short(values[0], values[other])}, rank {other} "
                     f"has {_short(values[other], values[0])}.",
-                    fix="Build model, optimizer, loader and arguments alike in every process.",
+                    fix="Create model, optimizer, loader and arguments equally in every process.",
                 )
 
 
@@ -160,10 +163,10 @@ SINGLE = Topology()
 
 
 def _short(text: str | None, other: str | None) -> str:
-    """A text, or where it is long a part of it that shows how it differs from the other."""
+    """Returns a text, shortened to the part around the first difference from the other if it is long."""
     if text is None or len(text) <= 120:
         return str(text)
-    differ = (at for at, (mine, its) in enumerate(zip(text, other or "", strict=False)) if mine != its)
-    start = max(0, next(differ, 0) - 60)
+    differences = (i for i, (mine, its) in enumerate(zip(text, other or "", strict=False)) if mine != its)
+    start = max(0, next(differences, 0) - 60)
     part = text[start : start + 114]
     return "..." * (start > 0) + part + "..." * (start + 114 < len(text))

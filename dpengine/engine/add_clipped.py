@@ -95,7 +95,7 @@ def add_clipped(
     # Sums are float32: a weight below the smallest normal number might be rounded up to twice its value.
     weights_BK = weights_BK.masked_fill(weights_BK < torch.finfo(torch.float32).smallest_normal, 0)
     wait = topology.defers is not None and topology.defers()
-    buffer.begin(fingerprint, wait=wait)
+    buffer.begin(fingerprint, defer=wait)
     mode.add_sums(grouping.group_of, weights_BK, scale * largest, buffer)
     if not wait:
         buffer.settle()
@@ -127,7 +127,7 @@ def _sq_norms(
         # A policy may add up values over passes, so all passes return norms on the device of the first parameter.
         return norms_BK if first is None else norms_BK.to(first.device)
     # Replicated parameters get separate groups, numbered after the others.
-    separate = {p: group if topology.in_parts(p) else count + group for p, group in groups.items()}
+    separate = {p: group if topology.is_split(p) else count + group for p, group in groups.items()}
     split_BK, replicated_BK = mode.sq_norms(separate, 2 * count, scale).split(count, dim=1)
     device = next(iter(groups)).device
     return topology.reduce_sq_norms(split_BK, replicated_BK, fingerprint, device)

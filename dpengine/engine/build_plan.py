@@ -98,7 +98,7 @@ def build_plan(module: nn.Module, loader: DataLoader[Any], request: PlanRequest)
 
 def name_for(topology: Topology) -> str:
     """Returns a unique name for a run, the same on all of its processes."""
-    return str(topology.everyone.from_first(secrets.token_hex(8)))
+    return str(topology.everyone.broadcast(secrets.token_hex(8)))
 
 
 def source_for(topology: Topology, kind: str, seed: int | None, *, run: int) -> NoiseSource:
@@ -108,7 +108,7 @@ def source_for(topology: Topology, kind: str, seed: int | None, *, run: int) -> 
     """
     if seed is not None:
         return NoiseSource.seeded(seed, kind, nonce=run)
-    return NoiseSource.from_secret_state(topology.everyone.from_first(NoiseSource.fresh(kind).secret_state()))
+    return NoiseSource.from_secret_state(topology.everyone.broadcast(NoiseSource.fresh(kind).secret_state()))
 
 
 def _plan_from_values(module: nn.Module, loader: DataLoader[Any], request: PlanRequest) -> tuple[RunPlan, Budget]:

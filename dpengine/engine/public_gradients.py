@@ -43,7 +43,7 @@ def public(engine: PrivacyEngine, module: nn.Module | None = None) -> Iterator[d
     run = next((one for one in reversed(engine.runs) if one.attached and module in (None, one.model)), None)
     if run is None:
         raise UnknownParameterError("No such model is private in this engine.", fix="Call make_private first.")
-    if not run.step.passes.topology.runs_by_itself:
+    if not run.step.passes.topology.runs_independently:
         raise UnknownParameterError(
             "Several processes train this model, and their public gradients would differ.",
             fix="Use a copy of the model for public data: copy.deepcopy(model).",

@@ -14,7 +14,7 @@ import torch
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
-from dpengine.distributed.data_parallel import refuse_other_weights
+from dpengine.distributed.data_parallel import check_equal_weights
 from dpengine.noise.source import NoiseSource
 
 if TYPE_CHECKING:
@@ -32,9 +32,9 @@ def check_rank_consistency(run: Run, physical_batch_size: int | None, accumulati
     # If ranks had examples in different order, one example would be used twice and another never. Examples with random
     # augmentation cannot be compared.
     words = source.words(8, domain="agreement", step=0).tobytes()
-    examples = topology.everyone.all_of(_examples(run.batches.dataset, words))
+    examples = topology.everyone.all_gather(_examples(run.batches.dataset, words))
     comparable = all(digest is not None for of_rank in examples for digest in of_rank)
-    topology.agree(
+    topology.check_consistent(
         key=hashlib.blake2b(words, digest_size=16).hexdigest(),
         dpengine=version("dpengine"),
         torch=torch.__version__,
@@ -51,7 +51,7 @@ def check_rank_consistency(run: Run, physical_batch_size: int | None, accumulati
         budget=(run.budget.target_epsilon, run.budget.delta, run.budget.planned_steps, run.budget.on_budget),
         ledger=step.ledger.totals,
     )
-    refuse_other_weights(passes.model, topology)
+    check_equal_weights(passes.model, topology)
 
 
 def examples_of(run: Run, source: NoiseSource, nonce: int | None = None) -> list[str | None]:

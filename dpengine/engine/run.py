@@ -147,7 +147,7 @@ class Run:
         ):
             if wrong:
                 raise UnsupportedLayerError(f"A compiled pass needs {name}={wanted}.", fix="Pass that to make_private.")
-        if not passes.topology.runs_by_itself:
+        if not passes.topology.runs_independently:
             raise UnsupportedLayerError(
                 "A compiled pass needs all of the model in one process.", fix="Call loss.backward() instead."
             )

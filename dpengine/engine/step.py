@@ -334,10 +334,10 @@ class PrivateStep:
     def write_gradients(self, divisor: float) -> None:
         """Adds noise to the sums, divides them by a public constant and writes them to ``p.grad`` without a copy."""
         buffer, topology, count = self.passes.buffer, self.passes.topology, len(self.batches.batches)
-        if buffer.waits:
+        if buffer.deferred:
             buffer.settle()
         fingerprint = ("release", *self._fingerprint(), count, divisor)
-        sums = buffer.take()
+        sums = buffer.drain()
         for flat in sums.flats.values():
             self.noise_drawn.add((self.source, flat.device.type))
         try:

@@ -49,9 +49,9 @@ def watch_model(
     methods = MethodTable() if methods is None else methods
     if topology.splits.size > 1:
         # Sums of replicated parameters must be bitwise equal on all ranks, so all ranks use the same methods.
-        methods = methods.untimed(topology.splits.from_first(methods.seconds))
+        methods = methods.untimed(topology.splits.broadcast(methods.seconds))
     grad_mode = chosen.build(capture, methods)
-    return capture, grad_mode, Probe(capture, EVERY if topology.runs_by_itself else None)
+    return capture, grad_mode, Probe(capture, EVERY if topology.runs_independently else None)
 
 
 def mode_of(mode: str | Mode) -> Mode:

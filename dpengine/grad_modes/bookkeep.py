@@ -246,11 +246,11 @@ class BookKeeping(AbstractGradients):
         """Returns squared norms by parameter. Gram norms come last, because parameters may share Gram matrices."""
         found, by_gram = [], []
         for parameter, entry in self._entries.items():
-            way = self._plan[parameter].way
-            if way.method is Method.GHOST and len(entry.calls) == 1 and entry.calls[0][1].factors is not None:
+            algorithm = self._plan[parameter].algorithm
+            if algorithm.method is Method.GHOST and len(entry.calls) == 1 and entry.calls[0][1].factors is not None:
                 by_gram.append(entry)
             else:
-                found.append((parameter, entry.sq_norm(way, rows, self._scratch)))
+                found.append((parameter, entry.sq_norm(algorithm, rows, self._scratch)))
         norms = gram_sq_norms(by_gram) if by_gram else []
         return found + [(entry.use.parameter, norm_B) for entry, norm_B in zip(by_gram, norms, strict=True)]
 

@@ -27,22 +27,22 @@ from dpengine.grad_samplers.tied import tied_cost
 
 from .entry import Entry, Scratch
 from .flat_buffer import FlatBuffer, wide
-from .method import KEEP, Choice, Method, Way
+from .method import KEEP, Algorithm, Choice, Method
 from .rows import in_rows, shapes_of, some_rows
 from .stacks import bucket_of
 
 KEEP_BUDGET = 512 * 2**20  # maximum bytes of kept per-sample gradients, over all parameters
 _MOST_KEPT = 16 * 2**30  # the same on a GPU, whose default is 1/32 of its memory
-_HOPELESS = 4.0  # multiple of the best estimate above which a method is not timed
-_WORTH_TIMING = 1e-4  # seconds of the best estimate, below which estimates decide
+_MOST_RATIO = 4.0  # multiple of the best estimate above which a method is not timed
+_LEAST_TIMED = 1e-4  # seconds of the best estimate, below which estimates decide
 _TIMED_BYTES = 64 * 2**20  # gradients and inputs of the timed samples
 _REPEATS = 3
-_LONG = 0.05  # total seconds of repeats after which timing stops
-_FAR = 1.5  # multiple of the best time from which repeats stop
+_MOST_SECONDS = 0.05  # total seconds of repeats after which timing stops
+_STOP_RATIO = 1.5  # multiple of the best time from which repeats stop
 _VERSION = 1  # of saved tables
-_SAME_ORDER = 4  # ratio of batch sizes within which time is taken as proportional to the batch size
+_MOST_SCALING = 4  # ratio of batch sizes within which time is taken as proportional to the batch size
 _CACHE_BYTES = 48 * 2**20  # more than the caches of most processors
-_OTHERS = 4  # memory that other layers write in a pass, as a multiple of the layer's own
+_OTHER_LAYERS = 4  # memory that other layers write in a pass, as a multiple of the layer's own
 
 
 Plan = Mapping[nn.Parameter, Choice]
@@ -60,7 +60,7 @@ class Planner(Protocol):
     keep_budget: int
 
     def plan(self, entries: Sequence[Entry], rows: int) -> Plan:
-        """Chooses a way for each parameter of a backward pass with batch size ``rows``."""
+        """Chooses an algorithm for each parameter of a backward pass with batch size ``rows``."""
 
 
 class MethodTable:
@@ -76,25 +76,25 @@ class MethodTable:
         self._given_budget = keep_budget
         self.keep_budget = KEEP_BUDGET if keep_budget is None else keep_budget
         self.timed = timed
-        self.seconds: dict[str, dict[str, float]] = {}  # signature -> way -> seconds for a batch of the rounded size
+        self.seconds: dict[str, dict[str, float]] = {}  # signature -> algorithm -> seconds for the rounded batch size
         self.version = 0
-        self._per_row: dict[str, tuple[int, Mapping[str, float]]] = {}  # batch size and seconds by way, to scale
+        self._per_row: dict[str, tuple[int, Mapping[str, float]]] = {}  # batch size, seconds by algorithm
 
     def plan(self, entries: Sequence[Entry], rows: int) -> Plan:
-        """Chooses a way for each parameter of a backward pass with batch size ``rows``."""
-        offers = [self._offer(entry, rows) for entry in entries]
+        """Chooses an algorithm for each parameter of a backward pass with batch size ``rows``."""
+        options = [self._options(entry, rows) for entry in entries]
         left = self.keep_budget
         if self._given_budget is None and entries:
             left = memory_for(entries[0].use.parameter.device, left, most=_MOST_KEPT)
         keeping: set[int] = set()
         # The gradients that save most time per byte come first; without times, the smallest.
-        for i in sorted(range(len(offers)), key=lambda i: offers[i].urgency, reverse=True):
-            if offers[i].keep is not None and (offers[i].other is None or offers[i].kept_bytes <= left):
+        for i in sorted(range(len(options)), key=lambda i: options[i].urgency, reverse=True):
+            if options[i].keep is not None and (options[i].other is None or options[i].kept_bytes <= left):
                 keeping.add(i)
-                left -= offers[i].kept_bytes
+                left -= options[i].kept_bytes
         return {
-            entry.use.parameter: offer.choice(entry, keeps=i in keeping)
-            for i, (entry, offer) in enumerate(zip(entries, offers, strict=True))
+            entry.use.parameter: option.choice(entry, keeps=i in keeping)
+            for i, (entry, option) in enumerate(zip(entries, options, strict=True))
         }
 
     def with_budget(self, keep_budget: int) -> MethodTable:
@@ -110,7 +110,7 @@ class MethodTable:
         Its budget does not depend on the memory of a GPU.
 
         Args:
-            seconds: Seconds of each way, by signature.
+            seconds: Seconds of each algorithm, by signature.
 
         Returns:
             The table.
@@ -159,16 +159,16 @@ class MethodTable:
             if stored["version"] != _VERSION:
                 raise ValueError(f"its version is {stored['version']!r}, not {_VERSION}")
             for signature, seconds in stored["seconds"].items():
-                table.seconds[signature] = {str(Way.of(way)): float(value) for way, value in seconds.items()}
+                table.seconds[signature] = {str(Algorithm.of(name)): float(value) for name, value in seconds.items()}
         except (ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
-            raise ValueError(f"{path} is no table of methods: {error}. Write one with MethodTable.save().") from None
+            raise ValueError(f"{path} is not a saved MethodTable: {error}. Create one with its save().") from None
         return table
 
-    def _offer(self, entry: Entry, rows: int) -> _Offer:
+    def _options(self, entry: Entry, rows: int) -> _Options:
         numel = entry.use.numel
-        kept_bytes = _most(rows) * numel * wide(entry.use.parameter.dtype).itemsize
+        kept_bytes = _largest_size(rows) * numel * wide(entry.use.parameter.dtype).itemsize
         if entry.kept is not None:
-            return _Offer(KEEP, None, {}, 0, "arrives per sample")
+            return _Options(KEEP, None, {}, 0, "computed per sample")
         # Without weighted_sum, the norm must be that of the very gradients that are summed. Gradients formed for fewer
         # samples may differ by rounding, because torch may add in another order.
         sums = all(sampler.weighted_sum is not None for _, sampler in entry.calls)
@@ -177,41 +177,41 @@ class MethodTable:
         cost = tied_cost(entry.calls) if len(entry.calls) > 1 else sampler.cost and sampler.cost(first)
         if cost is None:
             if len(entry.calls) == 1 and sampler.sq_norm is not None:
-                return _Offer(None, Way(Method.GHOST, sampler.sq_norm_name), {}, 0, "has a shortcut")
+                return _Options(None, Algorithm(Method.GHOST, sampler.sq_norm_name), {}, 0, "has a shortcut")
             several = "several uses" if len(entry.calls) > 1 else "no shortcut"
             grad_name = sampler.grad_name
-            other = Way(Method.DISCARD, grad_name) if cut else None
-            return _Offer(Way(Method.KEEP, grad_name), other, {}, kept_bytes, several)
+            other = Algorithm(Method.DISCARD, grad_name) if cut else None
+            return _Options(Algorithm(Method.KEEP, grad_name), other, {}, kept_bytes, several)
         # Per-sample gradients of a tied weight are as large as the vocabulary and are not kept.
         estimates = _estimates(cost, rows, numel, first.grad_output.device, cut=cut, keep=len(entry.calls) == 1)
         seconds, why = self._times(entry, rows, estimates)
-        keep = _fastest(seconds, lambda way: way.method is Method.KEEP)
-        other = _fastest(seconds, lambda way: way.method is not Method.KEEP)
+        keep = _fastest(seconds, lambda algorithm: algorithm.method is Method.KEEP)
+        other = _fastest(seconds, lambda algorithm: algorithm.method is not Method.KEEP)
         if keep is not None and other is not None and seconds[str(other)] <= seconds[str(keep)]:
             keep = None
-        return _Offer(keep, other, seconds, kept_bytes, why)
+        return _Options(keep, other, seconds, kept_bytes, why)
 
     def _times(self, entry: Entry, rows: int, estimates: Mapping[str, float]) -> tuple[Mapping[str, float], str]:
-        """Returns seconds by way and their origin."""
+        """Returns seconds by algorithm, and their origin."""
         signature = _signature(entry, rows)
-        known = {way: s for way, s in self.seconds.get(signature, {}).items() if way in estimates}
+        known = {name: s for name, s in self.seconds.get(signature, {}).items() if name in estimates}
         if any(map(_frees, known)) or (known and not any(map(_frees, estimates))):
             return known, "timed"
         per_row = _signature(entry, rows, per_row=True)
         if known := _scaled(self._per_row.get(per_row), rows, estimates):
             return known, "timed"
         best = min(estimates.values())
-        if not self.timed or best < _WORTH_TIMING:
-            return estimates, "estimated" if best >= _WORTH_TIMING else "too small to time"
-        hopeful = [way for way, seconds in estimates.items() if seconds <= _HOPELESS * best]
-        # The budget may exclude KEEP, so at least one other way is always timed.
-        if others := [way for way in estimates if _frees(way)]:
-            hopeful = list(dict.fromkeys([*hopeful, min(others, key=estimates.__getitem__)]))
-        hopeful.sort(key=estimates.__getitem__)  # the best first, so that timing of slower ones stops early
-        if len(hopeful) == 1:
-            return {hopeful[0]: estimates[hopeful[0]]}, "nothing comes near"
+        if not self.timed or best < _LEAST_TIMED:
+            return estimates, "estimated" if best >= _LEAST_TIMED else "too small to time"
+        candidates = [name for name, seconds in estimates.items() if seconds <= _MOST_RATIO * best]
+        # The budget may exclude KEEP, so at least one other algorithm is always timed.
+        if others := [name for name in estimates if _frees(name)]:
+            candidates = list(dict.fromkeys([*candidates, min(others, key=estimates.__getitem__)]))
+        candidates.sort(key=estimates.__getitem__)  # the best first, so that timing of slower ones stops early
+        if len(candidates) == 1:
+            return {candidates[0]: estimates[candidates[0]]}, "no competitive alternative"
         try:
-            self.seconds[signature] = time_ways(entry, [Way.of(way) for way in hopeful], rows)
+            self.seconds[signature] = time_algorithms(entry, [Algorithm.of(name) for name in candidates], rows)
         except RuntimeError as error:  # on the CPU torch does not raise OutOfMemoryError
             if not isinstance(error, torch.OutOfMemoryError) and "allocate memory" not in str(error):
                 raise
@@ -226,15 +226,15 @@ def method_table(given: MethodTable | str | Path | None) -> MethodTable:
         return given
     if given is None or isinstance(given, (str, Path)):
         return MethodTable() if given is None else MethodTable.load(given)
-    raise TypeError(f"methods is a {type(given).__name__}; pass a MethodTable, or a file that one was saved to.")
+    raise TypeError(f"methods is a {type(given).__name__}. Pass a MethodTable or the path of a saved one.")
 
 
 @dataclass(frozen=True)
-class _Offer:
-    """Options of one parameter: keeping its gradients, if that is faster, and the best way without keeping them."""
+class _Options:
+    """Options of one parameter: keeping its gradients, if that is faster, and the best algorithm without."""
 
-    keep: Way | None
-    other: Way | None
+    keep: Algorithm | None
+    other: Algorithm | None
     seconds: Mapping[str, float]
     kept_bytes: int
     why: str
@@ -247,33 +247,33 @@ class _Offer:
         return (self.seconds[str(self.other)] - self.seconds[str(self.keep)]) / (1 + self.kept_bytes)
 
     def choice(self, entry: Entry, *, keeps: bool) -> Choice:
-        """Returns the record of the chosen way."""
-        way = self.keep if keeps else self.other
-        assert way is not None
+        """Returns the record of the chosen algorithm."""
+        algorithm = self.keep if keeps else self.other
+        assert algorithm is not None
         layer = entry.calls[0][0].layer if entry.calls else None
         shown = "" if layer is None else f"{type(layer).__name__}({layer.extra_repr()})"
         kept_bytes = self.kept_bytes if keeps else 0
-        return Choice(entry.use.name, shown, way, self.why, self.seconds.get(str(way)), kept_bytes)
+        return Choice(entry.use.name, shown, algorithm, self.why, self.seconds.get(str(algorithm)), kept_bytes)
 
 
 def _estimates(cost: Cost, rows: int, numel: int, device: torch.device, *, cut: bool, keep: bool) -> dict[str, float]:
     read = 4.0 * numel * operations_per_byte(device)
-    operations = {Way(Method.GHOST, name): norm + cost.weighted_sum for name, norm in cost.sq_norms.items()}
+    operations = {Algorithm(Method.GHOST, name): norm + cost.weighted_sum for name, norm in cost.sq_norms.items()}
     for name, grad in cost.grads.items():
         if keep:
-            operations[Way(Method.KEEP, name)] = grad + 3 * read
+            operations[Algorithm(Method.KEEP, name)] = grad + 3 * read
         if cut:
-            operations[Way(Method.DISCARD, name)] = grad + 2 * read + cost.weighted_sum
-    return {str(way): rows * count / operations_per_second(device) for way, count in operations.items()}
+            operations[Algorithm(Method.DISCARD, name)] = grad + 2 * read + cost.weighted_sum
+    return {str(algorithm): rows * count / operations_per_second(device) for algorithm, count in operations.items()}
 
 
-def _fastest(seconds: Mapping[str, float], fits: Callable[[Way], bool]) -> Way | None:
-    ways = [way for way in map(Way.of, seconds) if fits(way)]
-    return min(ways, key=lambda way: seconds[str(way)]) if ways else None
+def _fastest(seconds: Mapping[str, float], fits: Callable[[Algorithm], bool]) -> Algorithm | None:
+    algorithms = [algorithm for algorithm in map(Algorithm.of, seconds) if fits(algorithm)]
+    return min(algorithms, key=lambda algorithm: seconds[str(algorithm)]) if algorithms else None
 
 
-def time_ways(entry: Entry, ways: Sequence[Way], rows: int) -> dict[str, float]:
-    """Times norm and clipped sum of each way in seconds, on random numbers of the shape and layout of the calls."""
+def time_algorithms(entry: Entry, algorithms: Sequence[Algorithm], rows: int) -> dict[str, float]:
+    """Times norm and clipped sum of each algorithm in seconds, on random numbers with the shapes of the calls."""
     leaves = pytree.tree_leaves([(call.inputs, call.grad_output) for call, _ in entry.calls])
     numbers = sum(leaf.numel() for leaf in leaves if isinstance(leaf, Tensor))
     row_bytes = 4 * (numbers // rows + entry.use.numel)
@@ -282,24 +282,25 @@ def time_ways(entry: Entry, ways: Sequence[Way], rows: int) -> dict[str, float]:
     size = entry.use.shape[0]
     calls = [(_random(some_rows(call, 0, some) if some < rows else call, size), s) for call, s in entry.calls]
     weight_B, buffer, scratch = torch.ones(some, device=device), FlatBuffer([entry.use.parameter]), Scratch()
-    broom = torch.empty(min(_CACHE_BYTES, _OTHERS * some * row_bytes) // 4, device=device)
+    evictor = torch.empty(min(_CACHE_BYTES, _OTHER_LAYERS * some * row_bytes) // 4, device=device)
     seconds: dict[str, float] = {}
-    for way in ways:
+    for algorithm in algorithms:
         times: list[float] = []
         for repeat in range(1 + _REPEATS):  # the first one warms up
             one = Entry(entry.use, list(calls))
             if repeat:
-                broom.fill_(repeat)  # evicts cached data, as other layers do in a pass
-            _synchronise(device)
+                evictor.fill_(repeat)  # evicts cached data, as other layers do in a pass
+            _synchronize(device)
             start = time.perf_counter()
-            one.norm_and_sum(way, some, scratch, weight_B, buffer)
-            _synchronise(device)
+            one.norm_and_sum(algorithm, some, scratch, weight_B, buffer)
+            _synchronize(device)
             times.append(time.perf_counter() - start)
-            if sum(times[1:]) > _LONG:  # long runs vary little
+            if sum(times[1:]) > _MOST_SECONDS:  # long runs vary little
                 break
-            if seconds and min(times) > (_FAR if repeat else 2 * _FAR) * min(seconds.values()) * some / rows:
+            ratio = _STOP_RATIO if repeat else 2 * _STOP_RATIO
+            if seconds and min(times) > ratio * min(seconds.values()) * some / rows:
                 break
-        seconds[str(way)] = min(times) * rows / some
+        seconds[str(algorithm)] = min(times) * rows / some
     return seconds
 
 
@@ -319,7 +320,7 @@ def _random(call: LayerCall, entries: int) -> LayerCall:
     return call.replace(inputs=inputs, kwargs=kwargs, grad_output=grad)
 
 
-def _synchronise(device: torch.device) -> None:
+def _synchronize(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
@@ -328,9 +329,9 @@ def _scaled(
     timed: tuple[int, Mapping[str, float]] | None, rows: int, estimates: Mapping[str, float]
 ) -> dict[str, float]:
     """Scales times of another batch size to ``rows``. Returns an empty dict if the sizes differ too much."""
-    if timed is None or not rows or max(rows, timed[0]) > _SAME_ORDER * min(rows, timed[0]):
+    if timed is None or not rows or max(rows, timed[0]) > _MOST_SCALING * min(rows, timed[0]):
         return {}
-    known = {way: seconds * rows / timed[0] for way, seconds in timed[1].items() if way in estimates}
+    known = {name: seconds * rows / timed[0] for name, seconds in timed[1].items() if name in estimates}
     return known if any(map(_frees, known)) or not any(map(_frees, estimates)) else {}
 
 
@@ -351,12 +352,12 @@ def _signature(entry: Entry, rows: int, *, per_row: bool = False) -> str:
     return f"{layer}.{name} | {count} rows | {', '.join(shapes)} | {kind}".replace("torch.", "")
 
 
-def _frees(way: str) -> bool:
-    """Returns True if a way keeps no gradients."""
-    return Way.of(way).method is not Method.KEEP
+def _frees(name: str) -> bool:
+    """Returns True if an algorithm keeps no gradients."""
+    return Algorithm.of(name).method is not Method.KEEP
 
 
-def _most(size: int) -> int:
+def _largest_size(size: int) -> int:
     """Returns the largest size with the same rounding."""
     return math.ceil(bucket_of(size) * 2**0.25) if size > 8 else size
 

@@ -19,7 +19,7 @@ from dpengine.grad_samplers.tied import tied_norm
 from dpengine.kernels.products import sq_norms
 
 from .flat_buffer import Sums, wide
-from .method import Method, Way
+from .method import Algorithm, Method
 from .rows import Units, in_rows, some_rows, widened, without_rows, zeroed
 
 CHUNK_BYTES = 4 * 2**20  # bytes of per-sample gradients formed at a time if they are not kept; fits the cache
@@ -104,22 +104,22 @@ class Entry:
             units.add_rows(out, self._form("", start, stop, rows), start, stop)
         self.kept, self.calls = out, []
 
-    def sq_norm(self, way: Way, rows: int, scratch: Scratch) -> Tensor:
+    def sq_norm(self, algorithm: Algorithm, rows: int, scratch: Scratch) -> Tensor:
         """Computes squared norms ``(B,)`` by one method. ``KEEP`` stores the gradients, in ``scratch`` if possible."""
-        if way.method is Method.GHOST:
+        if algorithm.method is Method.GHOST:
             if len(self.calls) > 1:
                 return self.from_gram(tied_norm(self.calls))
             ((call, sampler),) = self.calls
-            return self._at_least_rounding(sampler.sq_norms[way.name](call), self._spread())
-        if way.method is Method.KEEP:
+            return self._at_least_rounding(sampler.sq_norms[algorithm.name](call), self._spread())
+        if algorithm.method is Method.KEEP:
             found = None
             if self.calls:
-                grad, found = self._form_in(way.name, rows, scratch)
+                grad, found = self._form_in(algorithm.name, rows, scratch)
                 self.keep(grad)
                 self.calls = []
             assert self.kept is not None
             return sq_norms(self.kept) if found is None else found
-        sq_norm_B, spread_B = self._chunked_sq_norms(way.name, rows, scratch), self._spread()
+        sq_norm_B, spread_B = self._chunked_sq_norms(algorithm.name, rows, scratch), self._spread()
         if spread_B is not None and self._in_bfloat16:
             sq_norm_B = (sq_norm_B.sqrt() + PRODUCT_ERROR * spread_B).square()
         return self._at_least_rounding(sq_norm_B, spread_B)
@@ -140,9 +140,9 @@ class Entry:
             else:
                 into.add(parameter, sampler.total(call, weight_B), scale)
 
-    def norm_and_sum(self, way: Way, rows: int, scratch: Scratch, weight_B: Tensor, into: Sums) -> None:
+    def norm_and_sum(self, algorithm: Algorithm, rows: int, scratch: Scratch, weight_B: Tensor, into: Sums) -> None:
         """Computes norms and then the sum, to time a method."""
-        self.sq_norm(way, rows, scratch)
+        self.sq_norm(algorithm, rows, scratch)
         self.add_sum(weight_B, 1.0, into)
         scratch.start_again()
 

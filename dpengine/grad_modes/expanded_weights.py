@@ -1,4 +1,4 @@
-"""PyTorch's own ExpandedWeights as a strategy; layers that it does not know go the ordinary way, kept."""
+"""Grad mode that uses PyTorch's ExpandedWeights, and ordinary capture for layers that it does not support."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ EXPANDED = frozenset({nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.Embedding, 
 
 
 class ExpandedWeights(AbstractGradients):
-    """Swaps parameters for ``ExpandedWeight`` copies, whose backward leaves per-sample gradients on the copy."""
+    """Replaces parameters by ``ExpandedWeight`` copies, whose backward stores per-sample gradients in the copy."""
 
     def __init__(self) -> None:
         self._inner = BookKeeping(KeepAll())
-        # Each copy, and the stand-in for it, which lives as long as the graph of its forward pass.
+        # Each copy with its ExpandedWeight, which lives as long as the graph of its forward pass.
         self._copies: list[tuple[Use, Tensor, weakref.ref[Tensor]]] = []
 
     def swap(
         self, watch: Watch, real: Mapping[str, nn.Parameter], inputs: Sequence[Tensor], rows: int | None
     ) -> Mapping[str, Tensor] | None:
-        """The expanded copies of a layer's parameters, or None where ExpandedWeights cannot follow."""
+        """Returns expanded copies of a layer's parameters; None if ExpandedWeights does not support the call."""
         module = watch.module
-        known = type(module) in EXPANDED and len(real) == len(list(module.parameters(recurse=False)))
-        if not known or not rows or torch.is_autocast_enabled("cpu") or not _followed(module, inputs):
+        supported = type(module) in EXPANDED and len(real) == len(list(module.parameters(recurse=False)))
+        if not supported or not rows or torch.is_autocast_enabled("cpu") or not _supports_call(module, inputs):
             return None
         swapped: dict[str, Tensor] = {}
         for name, parameter in real.items():
@@ -54,8 +54,8 @@ class ExpandedWeights(AbstractGradients):
         self._forget_used()
 
     def _forget_used(self) -> None:
-        # What has no gradient yet may belong to a forward pass whose backward is still to come.
-        self._copies = [one for one in self._copies if _gradient(one[1]) is None and one[2]() is not None]
+        # A copy without a gradient may belong to a forward pass whose backward pass is still to come.
+        self._copies = [entry for entry in self._copies if _gradient(entry[1]) is None and entry[2]() is not None]
 
     def receive(self, call: LayerCall, uses: Mapping[str, Use], rule: Any) -> None:
         self._inner.receive(call, uses, rule)
@@ -94,11 +94,11 @@ def _gradient(copy: Tensor) -> Tensor | None:
     return getattr(copy, "grad_sample", None)
 
 
-def _followed(module: nn.Module, inputs: Sequence[Tensor]) -> bool:
-    """Whether ExpandedWeights is right for this use, as far as is known.
+def _supports_call(module: nn.Module, inputs: Sequence[Tensor]) -> bool:
+    """Returns True if ExpandedWeights has no known error for this call.
 
-    It takes the strides of convolutions for those of contiguous inputs, knows neither other padding modes nor dilation
-    in 3-D, and gives padding rows of an embedding a gradient (torch 2.13).
+    In torch 2.13 it requires contiguous inputs of convolutions, supports neither other padding modes nor dilation in
+    3-D, and computes a gradient for the padding entry of an embedding.
     """
     if isinstance(module, nn.Embedding):
         return module.padding_idx is None and all(t.dim() > 1 for t in inputs)

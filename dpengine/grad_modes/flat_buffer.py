@@ -1,4 +1,4 @@
-"""One flat float32 buffer for the clipped sums of all parameters, so that noise is one pass over memory."""
+"""Flat buffer for the clipped sums of all parameters, so that noise is added in one pass over memory."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from dpengine.distributed.local_shards import Held, Places
-from dpengine.distributed.ranks import Seal
+from dpengine.distributed.local_shards import LocalShard, Places
+from dpengine.distributed.ranks import RankFingerprint
 from dpengine.distributed.topology import SINGLE, Topology
 
-from .outbox import BUCKET_BYTES, Outbox
+from .reduce_scatter import BUCKET_BYTES, ReduceScatterBuckets
 
-_MOST_INDICES = 32  # cached: layers are stacked differently in batches of other shapes
-_MOST_SPANS = 8  # copied one by one
+_MOST_INDICES = 32  # cached scatters; stacks of layers depend on the shapes of the batch
+_MOST_RUNS = 8  # contiguous runs that are copied one by one
 _device, _dtype = operator.attrgetter("device"), operator.attrgetter("dtype")
 
 Key = tuple[torch.device, torch.dtype]
@@ -29,169 +29,169 @@ class Columns:
     """Slices of several parameters in a vector, or in the columns of a matrix.
 
     Attributes:
-        of: The slice of each parameter, in order.
+        of: Slice of each parameter, in order.
     """
 
     of: Mapping[nn.Parameter, slice]
 
 
 class Sums(Protocol):
-    """Where sums of gradients go."""
+    """Destination of gradient sums."""
 
     def add(self, parameter: nn.Parameter, total: Tensor, scale: float = 1.0) -> None:
-        """Adds ``scale * total`` to one parameter's sum."""
+        """Adds ``scale * total`` to the sum of one parameter."""
 
     def fill(self, parameter: nn.Parameter, write: Callable[[Tensor, float], None]) -> None:
-        """Has one parameter's sum written where it lies. See ``FlatBuffer.fill``."""
+        """Calls ``write`` to update the sum of one parameter in place. See ``FlatBuffer.fill``."""
 
     def add_flat(self, columns: Columns, total_P: Tensor, scale: float) -> None:
-        """Adds ``scale`` times the sums of several parameters that lie in one vector, and are complete with that."""
+        """Adds ``scale`` times the sums of several parameters, stored in one vector, and completes them."""
         for parameter, part in columns.of.items():
             self.add(parameter, total_P[part].view(parameter.shape), scale)
             self.complete(parameter)
 
     def complete(self, parameter: nn.Parameter) -> None:
-        """Nothing more comes for a parameter in this pass. Who cannot know need not say."""
+        """Marks the sum of a parameter as complete for this pass. The call is optional."""
 
 
 @dataclass(frozen=True)
-class Stretch:
-    """Sums that lie side by side, here and in the vector of all parameters that noise is addressed by.
+class BufferSpan:
+    """Contiguous part of a buffer, and its positions in the vector of all parameters, which address the noise.
 
     Attributes:
-        key: Device and dtype of the memory that they lie in.
-        at: Place of the first in that memory.
-        places: In the vector of all.
+        key: Device and dtype of the memory.
+        offset: Index of the first number in the memory.
+        places: Positions in the vector of all parameters.
     """
 
     key: Key
-    at: int
+    offset: int
     places: Places
 
     @cached_property
     def count(self) -> int:
-        """How many they are."""
+        """Number of elements."""
         return self.places.count
 
-    def part(self, begin: int, stop: int) -> Stretch:
-        """Some of the sums of one that is a single row."""
-        return replace(self, at=self.at + begin, places=Places(self.places.start + begin, stop - begin))
+    def part(self, begin: int, stop: int) -> BufferSpan:
+        """Returns a part of a span whose positions are contiguous."""
+        return replace(self, offset=self.offset + begin, places=Places(self.places.start + begin, stop - begin))
 
-    def followed_by(self, other: Stretch) -> bool:
-        """Whether the other lies right behind this one, here and in the vector of all."""
-        alike = self.key == other.key and self.places.rows == other.places.rows == 1
-        apart = (other.at - self.at, other.places.start - self.places.start)
-        return alike and apart == (self.count, self.count)
+    def followed_by(self, other: BufferSpan) -> bool:
+        """Returns True if the other span starts at the end of this one, in the memory and in the vector."""
+        contiguous = self.key == other.key and self.places.rows == other.places.rows == 1
+        distances = (other.offset - self.offset, other.places.start - self.places.start)
+        return contiguous and distances == (self.count, self.count)
 
 
 @dataclass(frozen=True, eq=False)
-class Taken:
-    """Sums that were handed over.
+class DrainedBuffer:
+    """Sums that were moved out of a `FlatBuffer`.
 
     Attributes:
-        memory: Of the sums, by device and dtype, with the words behind it that travel with sums.
-        flats: The same without these words.
-        views: Each parameter's sum, in the flats.
-        stretches: Where the sums lie in the vector of all, in its order: all of the flats.
-        messages: How many numbers of a memory ranks add up at a time.
-        whole: See ``FlatBuffer``.
+        memory: Memory of the sums, by device and dtype, followed by the words of the rank fingerprint.
+        flats: The same memory without these words.
+        views: Sum of each parameter, as a view of the memory.
+        spans: Spans that cover the flats, in the order of the vector of all parameters.
+        message_sizes: Number of elements of a memory that ranks sum in one message.
+        total_numel: See ``FlatBuffer``.
     """
 
     memory: dict[Key, Tensor]
     flats: dict[Key, Tensor]
     views: dict[nn.Parameter, Tensor]
-    stretches: list[Stretch]
-    messages: dict[Key, int]
-    whole: int
+    spans: list[BufferSpan]
+    message_sizes: dict[Key, int]
+    total_numel: int
 
-    def sums(self, stretch: Stretch) -> Tensor:
-        """The sums of a stretch, ``(n,)``."""
-        return self.flats[stretch.key][stretch.at : stretch.at + stretch.count]
+    def sums(self, span: BufferSpan) -> Tensor:
+        """Returns the sums of a span, ``(n,)``."""
+        return self.flats[span.key][span.offset : span.offset + span.count]
 
     def add_noise(self, mechanism: Any, *, std: float, step: int, scale: float) -> None:
-        """Adds the noise of a step to all sums and multiplies them by ``scale``, where there are no replicas."""
-        for stretch in self.stretches:
-            places = stretch.places
+        """Adds the noise of a step to all sums and multiplies them by ``scale``. For topologies without replicas."""
+        for span in self.spans:
+            places = span.places
             cut = {"start": places.start, "rows": places.rows, "stride": places.stride}
-            mechanism.add(self.sums(stretch), std=std, step=step, scale=scale, **cut)
+            mechanism.add(self.sums(span), std=std, step=step, scale=scale, **cut)
 
 
 @dataclass(frozen=True, eq=False)
-class _Spans:
-    """Where the numbers of a vector go in a memory.
+class _Scatter:
+    """Scatter of a vector into a memory.
 
     Attributes:
         key: Device and dtype of the memory.
-        index: The place of each number.
-        pieces: For each span of the memory its start, its end and the indices of its numbers. Empty if there are many.
+        index: Index in the memory for each element of the vector.
+        runs: Start, end and elements of each contiguous run of the memory. Empty if there are many runs.
     """
 
     key: Key
     index: Tensor
-    pieces: Sequence[tuple[int, int, Tensor]]
+    runs: Sequence[tuple[int, int, Tensor]]
 
     @classmethod
-    def of(cls, key: Key, index: Tensor) -> _Spans:
-        """Finds the spans. Indices are on the CPU."""
+    def of(cls, key: Key, index: Tensor) -> _Scatter:
+        """Finds the contiguous runs of an index that is on the CPU."""
         places, order = index.sort()
         ends = [*(places.diff() != 1).nonzero().flatten().add(1).tolist(), len(places)]
-        pieces = [] if len(ends) > _MOST_SPANS else list(zip([0, *ends], ends, strict=False))
-        starts = [int(places[begin]) for begin, _ in pieces]
-        found = [(at, at + e - b, order[b:e].to(key[0])) for at, (b, e) in zip(starts, pieces, strict=True)]
+        runs = [] if len(ends) > _MOST_RUNS else list(zip([0, *ends], ends, strict=False))
+        starts = [int(places[begin]) for begin, _ in runs]
+        found = [(at, at + e - b, order[b:e].to(key[0])) for at, (b, e) in zip(starts, runs, strict=True)]
         return cls(key, index.to(key[0]), found)
 
     def copy(self, total_P: Tensor, memory: Tensor) -> None:
-        """Writes the numbers to the memory."""
-        for start, end, indices in self.pieces:  # five times as fast as index_copy_
+        """Writes the vector to the memory."""
+        for start, end, indices in self.runs:  # five times as fast as index_copy_
             torch.index_select(total_P, 0, indices, out=memory[start:end])
-        if not self.pieces:
+        if not self.runs:
             memory.index_copy_(0, self.index, total_P)
 
 
 class FlatBuffer(Sums):
     """Clipped sums of many parameters, contiguous for each device and dtype.
 
-    Sums are float32, or float64 for float64 parameters, whatever else the model's dtype is. Memory is had when the
-    first sum comes, and is not cleared: the first sum of a parameter overwrites it, which saves two passes. Where ranks
-    keep parts of parameters, sums of whole ones go through an outbox, and ``settle`` brings what is kept of them.
+    Sums are float64 for float64 parameters and float32 for all others. Memory is allocated for the first sum and is not
+    cleared: the first sum of a parameter overwrites it, which saves two passes. If parameters are sharded, full sums
+    go through reduce-scatter buckets, and ``settle`` adds the local shards to the buffer.
 
     Attributes:
-        stretches: Where the sums lie in the vector of all parameters, in its order.
-        messages: How many numbers of a memory ranks add up at a time: no more messages than where parameters fill
-            buckets of ``BUCKET_BYTES`` as a whole, as they do in PyTorch.
-        whole: Length of the vector of all parameters, where replicas share out its noise by places: ranks that hold
-            parts of layers hold others as a whole, which must get theirs from the same replica. 0 where they share
-            out what is held, which is the same on all.
+        spans: Spans that cover the buffer, in the order of the vector of all parameters.
+        message_sizes: Number of elements of a memory that ranks sum in one message. There are at most as many messages
+            as in PyTorch, where whole parameters fill buckets of ``BUCKET_BYTES``.
+        total_numel: Length of the vector of all parameters if replicas divide the noise by positions in this vector.
+            With tensor parallelism they must, because some parameters are whole on every rank, and all copies must get
+            their noise from the same replica. 0 if replicas divide the local sums, which are the same on all of them.
     """
 
     def __init__(self, parameters: Iterable[nn.Parameter], topology: Topology = SINGLE):
         self._sizes: dict[Key, int] = {}
         self._places: dict[nn.Parameter, tuple[Key, int]] = {}
-        self._held: dict[nn.Parameter, Held] = {}
+        self._shards: dict[nn.Parameter, LocalShard] = {}
         for parameter in parameters:  # their order addresses the noise
             key = (parameter.device, wide(parameter.dtype))
-            held = self._held[parameter] = topology.layout.held(parameter)
+            shard = self._shards[parameter] = topology.layout.local_shard(parameter)
             self._places[parameter] = (key, self._sizes.get(key, 0))
-            self._sizes[key] = self._sizes.get(key, 0) + held.kept.numel
+            self._sizes[key] = self._sizes.get(key, 0) + shard.kept.numel
         self._shapes: dict[Key, dict[nn.Parameter, torch.Size]] = {key: {} for key in self._sizes}
         for parameter, (key, _) in self._places.items():
-            self._shapes[key][parameter] = torch.Size(self._held[parameter].kept.size)
-        self._where = list(map(_device, self._places)), list(map(_dtype, self._places))
-        self.stretches = _stretches(self._places, self._held, list(self._sizes))
-        self.whole = sum(held.numel for held in self._held.values()) if topology.splits.size > 1 else 0
+            self._shapes[key][parameter] = torch.Size(self._shards[parameter].kept.size)
+        self._devices_and_dtypes = list(map(_device, self._places)), list(map(_dtype, self._places))
+        self.spans = _spans(self._places, self._shards, list(self._sizes))
+        self.total_numel = sum(shard.numel for shard in self._shards.values()) if topology.splits.size > 1 else 0
         largest = dict.fromkeys(self._sizes, 0)
         for parameter, (key, _) in self._places.items():
-            largest[key] = max(largest[key], self._held[parameter].kept.numel)
-        self.messages = {key: size + BUCKET_BYTES // key[1].itemsize for key, size in largest.items()}
-        self._seals = Seal.WORDS if topology.ranks > 1 else 0
+            largest[key] = max(largest[key], self._shards[parameter].kept.numel)
+        self.message_sizes = {key: size + BUCKET_BYTES // key[1].itemsize for key, size in largest.items()}
+        self._fingerprint_words = RankFingerprint.WORDS if topology.ranks > 1 else 0
         self._memory: dict[Key, Tensor] = {}
         self._views: dict[nn.Parameter, Tensor] = {}
         self._unwritten = set(self._places)
-        self._spans: dict[Columns, _Spans | None] = {}
-        self.outbox: Outbox | None = None
+        self._scatters: dict[Columns, _Scatter | None] = {}
+        self.buckets: ReduceScatterBuckets | None = None
         if topology.shards.size > 1:
             dtypes = [(parameter, key[1]) for parameter, (key, _) in self._places.items()]
-            self.outbox = Outbox(dtypes, topology, self._held)
+            self.buckets = ReduceScatterBuckets(dtypes, topology, self._shards)
 
     def __iter__(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
         self._finish()
@@ -199,11 +199,11 @@ class FlatBuffer(Sums):
 
     @property
     def parameters(self) -> Mapping[nn.Parameter, object]:
-        """The parameters, in order."""
+        """Parameters of the buffer, in order."""
         return self._places
 
     def add(self, parameter: nn.Parameter, total: Tensor, scale: float = 1.0) -> None:
-        """Adds ``scale * total`` to one parameter's sum."""
+        """Adds ``scale * total`` to the sum of one parameter."""
         self.fill(parameter, lambda view, keep: _add(view, total, scale, keep))
 
     def fill(self, parameter: nn.Parameter, write: Callable[[Tensor, float], None]) -> None:
@@ -211,40 +211,40 @@ class FlatBuffer(Sums):
 
         For the first sum ``keep`` is 0 and ``view`` is uninitialized, possibly not finite; later ``keep`` is 1.
         """
-        if self.outbox is not None:
-            self.outbox.fill(parameter, write, dtype=self._places[parameter][0][1])
+        if self.buckets is not None:
+            self.buckets.fill(parameter, write, dtype=self._places[parameter][0][1])
             return
         self._write(parameter, write)
 
     def add_flat(self, columns: Columns, total_P: Tensor, scale: float) -> None:
-        """Adds ``scale`` times the sums of several parameters that lie in one vector."""
-        if columns not in self._spans:
-            if len(self._spans) >= _MOST_INDICES:
-                self._spans.clear()
-            self._spans[columns] = self._spans_of(columns)
-        spans = self._spans[columns]
-        if spans is None:
+        """Adds ``scale`` times the sums of several parameters, stored in one vector."""
+        if columns not in self._scatters:
+            if len(self._scatters) >= _MOST_INDICES:
+                self._scatters.clear()
+            self._scatters[columns] = self._scatter_of(columns)
+        scatter = self._scatters[columns]
+        if scatter is None:
             super().add_flat(columns, total_P, scale)
             return
         if not self._memory:
             self._allocate()
-        memory = self._memory[spans.key]
+        memory = self._memory[scatter.key]
         total_P = total_P if scale == 1.0 else total_P * scale
         if len(self._unwritten) == len(self._places):
-            spans.copy(total_P, memory)
+            scatter.copy(total_P, memory)
         else:
             for parameter in self._unwritten.intersection(columns.of):
                 self._views[parameter].zero_()
-            memory.index_add_(0, spans.index, total_P)
+            memory.index_add_(0, scatter.index, total_P)
         self._unwritten.difference_update(columns.of)
 
-    def _spans_of(self, columns: Columns) -> _Spans | None:
-        """Returns the places for the numbers of a vector; None if they go to several memories."""
+    def _scatter_of(self, columns: Columns) -> _Scatter | None:
+        """Returns the scatter of a vector; None if its elements go to several memories."""
         places = [self._places[parameter] for parameter in columns.of]
-        if self.outbox is not None or len({key for key, _ in places}) > 1:
+        if self.buckets is not None or len({key for key, _ in places}) > 1:
             return None
-        steps = [torch.arange(at, at + p.numel()) for p, (_, at) in zip(columns.of, places, strict=True)]
-        return _Spans.of(places[0][0], torch.cat(steps))
+        indices = [torch.arange(at, at + p.numel()) for p, (_, at) in zip(columns.of, places, strict=True)]
+        return _Scatter.of(places[0][0], torch.cat(indices))
 
     def _write(self, parameter: nn.Parameter, write: Callable[[Tensor, float], None]) -> None:
         if not self._memory:
@@ -252,44 +252,44 @@ class FlatBuffer(Sums):
         write(self._views[parameter], 0.0 if parameter in self._unwritten else 1.0)
         self._unwritten.discard(parameter)
 
-    def begin(self, facts: tuple[object, ...], *, wait: bool = False) -> None:
-        """Begins the sum of a pass, on all ranks. ``wait`` keeps whole sums for further passes, until ``settle``."""
-        if self.outbox is not None:
-            self.outbox.begin(facts, wait=wait)
+    def begin(self, fingerprint: tuple[object, ...], *, defer: bool = False) -> None:
+        """Begins the sums of a pass, on all ranks. ``defer`` postpones the reduce-scatter until ``settle``."""
+        if self.buckets is not None:
+            self.buckets.begin(fingerprint, defer=defer)
 
     def complete(self, parameter: nn.Parameter) -> None:
-        """Nothing more comes for a parameter in this pass."""
-        if self.outbox is not None:
-            self.outbox.complete(parameter)
+        """Marks the sum of a parameter as complete for this pass."""
+        if self.buckets is not None:
+            self.buckets.complete(parameter)
 
     def settle(self) -> None:
-        """Brings what other ranks summed of the parts that are kept here. All ranks call it after the same passes."""
-        if self.outbox is None:
+        """Completes the reduce-scatter and adds the local shards. All ranks must call it after the same passes."""
+        if self.buckets is None:
             return
-        for parameter, kept in self.outbox.deliver():
+        for parameter, kept in self.buckets.deliver():
             self._write(parameter, lambda view, keep, kept=kept: _add(view, kept, 1.0, keep))  # type: ignore[misc]
 
     @property
-    def waits(self) -> bool:
-        """Whether ``settle`` is still to come, on all ranks."""
-        return self.outbox is not None and self.outbox.waits
+    def deferred(self) -> bool:
+        """True if the reduce-scatter was postponed until ``settle``, on all ranks."""
+        return self.buckets is not None and self.buckets.deferred
 
     @property
     def flats(self) -> dict[Key, Tensor]:
-        """The sums as they are now, flat, by device and dtype."""
+        """Current sums, flat, by device and dtype."""
         self._finish()
         return {key: memory[: self._sizes[key]] for key, memory in self._memory.items()}
 
     def _allocate(self) -> None:
         for key, size in self._sizes.items():
-            self._memory[key] = torch.empty(size + self._seals, device=key[0], dtype=key[1])
+            self._memory[key] = torch.empty(size + self._fingerprint_words, device=key[0], dtype=key[1])
         for key, shapes in self._shapes.items():
             sums = self._memory[key][: self._sizes[key]]
             # Views share a version counter: a write to one gradient shows in all of them.
             parts = sums.split_with_sizes([shape.numel() for shape in shapes.values()])
             for (parameter, shape), part in zip(shapes.items(), parts, strict=True):
                 if len(shape) > 1:
-                    part = part.view(*shape)  # which is faster than view(shape)
+                    part = part.view(*shape)  # faster than view(shape)
                 self._views[parameter] = part if shape else part.view(())
 
     def _finish(self) -> None:
@@ -300,34 +300,34 @@ class FlatBuffer(Sums):
 
     @property
     def clean(self) -> bool:
-        """Whether nothing was added since the sums were destroyed or taken."""
-        return len(self._unwritten) == len(self._places) and (self.outbox is None or self.outbox.empty)
+        """True if nothing was added since the sums were zeroed or drained."""
+        return len(self._unwritten) == len(self._places) and (self.buckets is None or self.buckets.empty)
 
     def is_finite(self) -> bool:
-        """Whether every sum is a number."""
+        """Returns True if every sum is finite."""
         return all(bool(self._views[p].isfinite().all()) for p in self._places.keys() - self._unwritten)
 
-    def take(self) -> Taken:
-        """Hands the sums over, and starts again in other memory."""
-        flats = self.flats  # has the memory made, if there was no sum
-        taken = Taken(self._memory, flats, self._views, self.stretches, self.messages, self.whole)
+    def drain(self) -> DrainedBuffer:
+        """Moves the sums out of the buffer. The next sums get new memory."""
+        flats = self.flats  # allocates the memory if there was no sum
+        drained = DrainedBuffer(self._memory, flats, self._views, self.spans, self.message_sizes, self.total_numel)
         self._memory, self._views, self._unwritten = {}, {}, set(self._places)
-        return taken
+        return drained
 
     def zero(self) -> None:
-        """Destroys the sums."""
+        """Zeroes the sums."""
         for parameter in self._places.keys() - self._unwritten:
             self._views[parameter].zero_()
         self._unwritten = set(self._places)
-        if self.outbox is not None:
-            self.outbox.clear()
+        if self.buckets is not None:
+            self.buckets.clear()
 
     def fits(self, parameters: Iterable[nn.Parameter]) -> bool:
-        """Returns True if the buffer is for exactly these parameters, where they are now."""
+        """Returns True if the buffer is for exactly these parameters, with their current devices and dtypes."""
         listed = list(parameters)
         if len(listed) != len(self._places) or not all(map(operator.is_, listed, self._places)):
             return False
-        devices, dtypes = self._where
+        devices, dtypes = self._devices_and_dtypes
         if list(map(_device, listed)) != devices:
             return False
         now = list(map(_dtype, listed))
@@ -335,27 +335,27 @@ class FlatBuffer(Sums):
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which norms and sums of such gradients are formed."""
+    """Returns the dtype for norms and sums of gradients with the given dtype."""
     return torch.float64 if dtype is torch.float64 else torch.float32
 
 
-def _stretches(
-    places: Mapping[nn.Parameter, tuple[Key, int]], held: Mapping[nn.Parameter, Held], keys: list[Key]
-) -> list[Stretch]:
-    """Where sums lie in the vector of all: devices and dtypes one after the other, and parameters in their order."""
-    found: list[Stretch] = []
+def _spans(
+    places: Mapping[nn.Parameter, tuple[Key, int]], shards: Mapping[nn.Parameter, LocalShard], keys: list[Key]
+) -> list[BufferSpan]:
+    """Returns the spans of all sums. The vector of all parameters is ordered by device and dtype, then by parameter."""
+    found: list[BufferSpan] = []
     base = 0
     for parameter in sorted(places, key=lambda p: keys.index(places[p][0])):  # a stable sort
-        key, at = places[parameter]
-        for one in held[parameter].places:
-            stretch = Stretch(key, at, one.behind(base))
-            at += stretch.count
-            if found and found[-1].followed_by(stretch):
-                joined = Places(found[-1].places.start, found[-1].count + stretch.count)
-                found[-1] = replace(found[-1], places=joined)
+        key, offset = places[parameter]
+        for shard_places in shards[parameter].places:
+            span = BufferSpan(key, offset, shard_places.behind(base))
+            offset += span.count
+            if found and found[-1].followed_by(span):
+                merged = Places(found[-1].places.start, found[-1].count + span.count)
+                found[-1] = replace(found[-1], places=merged)
             else:
-                found.append(stretch)
-        base += held[parameter].numel
+                found.append(span)
+        base += shards[parameter].numel
     return found
 
 

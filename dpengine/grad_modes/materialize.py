@@ -1,4 +1,4 @@
-"""Keeps every per-sample gradient and shows it as ``p.grad_sample``."""
+"""Grad mode that forms all per-sample gradients and stores them in ``p.grad_sample``."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from .strategy import AbstractGradients
 
 
 class Materialize(AbstractGradients):
-    """Per-sample gradients are formed for every parameter, and left in ``p.grad_sample`` for the user to read.
+    """Forms per-sample gradients of every parameter and stores them in ``p.grad_sample``.
 
-    ``p.grad_sample`` is ``(B, *param.shape)``, batch first: the gradient of each row's own loss. After several backward
-    passes it is a list with one tensor for each. ``zero_grad`` of the optimizer takes it away.
+    ``p.grad_sample`` is ``(B, *param.shape)``: the gradient of each sample's own loss. After several backward passes it
+    is a list with one tensor per pass. ``zero_grad`` of the optimizer deletes it.
     """
 
     def __init__(self) -> None:
@@ -61,7 +61,7 @@ class Materialize(AbstractGradients):
 
 
 def show_grad_sample(parameter: nn.Parameter, grad: Tensor) -> None:
-    """Adds one backward pass to ``parameter.grad_sample``."""
+    """Adds the gradients of one backward pass to ``parameter.grad_sample``."""
     shown = getattr(parameter, "grad_sample", None)
     if shown is None:
         parameter.grad_sample = grad  # type: ignore[attr-defined]
@@ -71,7 +71,7 @@ def show_grad_sample(parameter: nn.Parameter, grad: Tensor) -> None:
 
 
 def forget_grad_samples(parameters: Any) -> None:
-    """Takes ``grad_sample`` away."""
+    """Deletes ``grad_sample`` of all parameters."""
     for parameter in parameters:
         if hasattr(parameter, "grad_sample"):
             del parameter.grad_sample

@@ -15,8 +15,8 @@ class Method(enum.Enum):
 
 
 @dataclass(frozen=True)
-class Way:
-    """A method and the function of the grad sampler that it uses.
+class Algorithm:
+    """Method, and the function of the grad sampler that computes it.
 
     Attributes:
         method: The method.
@@ -30,23 +30,23 @@ class Way:
         return f"{self.method.value}: {self.name}" if self.name else self.method.value
 
     @classmethod
-    def of(cls, text: str) -> Way:
+    def of(cls, text: str) -> Algorithm:
         """Parses the result of ``str``."""
         method, _, name = text.partition(": ")
         return cls(Method(method), name)
 
 
-KEEP = Way(Method.KEEP)
+KEEP = Algorithm(Method.KEEP)
 
 
 @dataclass(frozen=True)
 class Choice:
-    """Method chosen for one parameter.
+    """Algorithm chosen for one parameter.
 
     Attributes:
         name: Dotted name of the parameter.
         layer: Short description of its layer.
-        way: The chosen method.
+        algorithm: The chosen algorithm.
         why: Short reason for the choice.
         seconds: Timed or estimated duration of norm and sum for one batch; None without alternatives.
         kept_bytes: Memory for kept gradients, in bytes.
@@ -54,7 +54,7 @@ class Choice:
 
     name: str
     layer: str
-    way: Way
+    algorithm: Algorithm
     why: str
     seconds: float | None
     kept_bytes: int

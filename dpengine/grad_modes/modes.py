@@ -46,12 +46,12 @@ def _reweight(capture: Capture, methods: MethodTable) -> AbstractGradients:
 
 
 def _expanded(capture: Capture, methods: MethodTable) -> AbstractGradients:
-    strategy = ExpandedWeights()
-    capture.swap = strategy.swap
-    return strategy
+    gradients = ExpandedWeights()
+    capture.swap = gradients.swap
+    return gradients
 
 
-def _rule_where_rows_cannot_be_cut(module: nn.Module) -> Any:
+def _rule_without_vmap(module: nn.Module) -> Any:
     """Returns the layer's own rule where functorch cannot be used: flat bags without a batch axis, sparse gradients."""
     flat = layer_type(module) is nn.EmbeddingBag or (layer_type(module) is nn.Embedding and module.sparse)
     return sampler_for(module) if flat else None
@@ -61,7 +61,7 @@ MODES: dict[str, Mode] = {
     "auto": Mode("auto", lambda capture, methods: BookKeeping(methods, capture.paused), lookup=rule_for),
     "hooks": Mode("hooks", lambda capture, methods: Materialize()),
     "functorch": Mode(
-        "functorch", lambda capture, methods: Materialize(), lookup=_rule_where_rows_cannot_be_cut, by_operations=False
+        "functorch", lambda capture, methods: Materialize(), lookup=_rule_without_vmap, by_operations=False
     ),
     "ew": Mode("ew", _expanded),
     "ghost": Mode("ghost", _reweight, lookup=rule_for),
@@ -69,5 +69,5 @@ MODES: dict[str, Mode] = {
 
 
 def on_demand(mode: Mode) -> Mode:
-    """Returns the mode with the same grad samplers that keeps layer calls, and forms gradients only where needed."""
+    """Returns a mode with the same grad samplers that keeps layer calls and forms gradients only if needed."""
     return replace(mode, build=MODES["auto"].build)

@@ -1,4 +1,4 @@
-"""Per-sample gradients that are formed when they are first read."""
+"""Per-sample gradients that are formed on first use."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from torch.utils import _pytree as pytree
 
 from dpengine.errors import MissingGradientError, StaleGradientError
 
-# Properties that need no values.
+# Properties that do not need the values.
 _METADATA = {Tensor.size, Tensor.dim, Tensor.numel, Tensor.__len__} | {
     getattr(Tensor, name).__get__ for name in ("shape", "dtype", "device", "ndim", "requires_grad", "is_leaf")
 }
 
 
 class OnDemand(Tensor):
-    """Tensor whose values the first operation on it forms. Operations act on the values and return plain tensors.
+    """Tensor whose values are formed by the first operation on it. Operations return plain tensors.
 
     ``form`` raises MissingGradientError or StaleGradientError if the gradients cannot be formed any more.
 

@@ -1,4 +1,4 @@
-"""Two passes over each batch, least memory: the first for norms alone, the second for the weighted sums."""
+"""Grad mode with the least memory: a first pass computes norms only, a second pass the weighted sums."""
 
 from __future__ import annotations
 
@@ -20,100 +20,100 @@ from .rows import zeroed
 from .strategy import AbstractGradients, common_rows, note_rows
 
 Rerun = Callable[[Callable[[Tensor], Tensor]], None]
-_SAME = 2e-3  # relative: what the squared norms of a layer's inputs and gradients may differ by in two passes
+_MOST_DEVIATION = 2e-3  # relative deviation of the squared norms of a layer's inputs and gradients in two passes
 
 
 class Reweight(AbstractGradients):
-    """Keeps norms only; the sums come from a second forward and backward pass of the same batch.
+    """Stores norms only. A second forward and backward pass over the same batch computes the sums.
 
-    Parameters that are used more than once need their uses together for the norm, and are kept until the pass is over.
-    The methods that ``planner`` chooses should keep nothing, or the memory advantage is lost.
+    For a parameter that is used more than once, the norm needs all uses, so its layer calls are kept until the end of
+    the pass. ``planner`` should choose methods that keep no gradients, or the memory advantage is lost.
     """
 
     def __init__(self, uses: Callable[[nn.Parameter], int], rerun: Rerun, planner: Planner, pause: Pause | None = None):
         self._uses = uses
         self._rerun = rerun
-        self._held = BookKeeping(planner, pause)
+        self._repeated = BookKeeping(planner, pause)
         self._single = BookKeeping(planner, pause)  # for one call at a time
         self._sq_norms: dict[nn.Parameter, Tensor] = {}
         self._names: dict[nn.Parameter, str] = {}  # of the parameters in `_sq_norms`
         self._rows: dict[str, int] = {}
-        self._arrived: tuple[dict[str, Tensor], dict[str, Tensor]] = ({}, {})  # squared norms in both passes
+        self._tensor_norms: tuple[dict[str, Tensor], dict[str, Tensor]] = ({}, {})  # squared norms in both passes
         self._dropped: Tensor | None = None
-        self._take: Callable[[BookKeeping], None] | None = None  # what to do with a call of the second pass
+        self._consume: Callable[[BookKeeping], None] | None = None  # applied to each call of the second pass
 
     def receive(self, call: LayerCall, uses: Mapping[str, Use], rule: Any) -> None:
-        if self._take is None:
+        if self._consume is None:
             note_rows(self._rows, call.name, call.batch_size)
         for grad in pytree.tree_leaves(call.grad_output):
-            if grad is not None:  # an output that the loss does not use
-                self._note_arrival(f"'{call.name}' had other gradients", grad)
-        for given in pytree.tree_leaves((call.inputs, dict(call.kwargs))):
-            if isinstance(given, Tensor) and given.dim() and len(given) == call.batch_size:
-                self._note_arrival(f"'{call.name}' had another input", given)
-        self._refuse_second_norm(list(uses.values()))
+            if grad is not None:  # None for an output that the loss does not use
+                self._record_norms(f"'{call.name}' had other gradients", grad)
+        for leaf in pytree.tree_leaves((call.inputs, dict(call.kwargs))):
+            if isinstance(leaf, Tensor) and leaf.dim() and len(leaf) == call.batch_size:
+                self._record_norms(f"'{call.name}' had another input", leaf)
+        self._check_first_norm(list(uses.values()))
         once = all(self._uses(use.parameter) <= 1 for use in uses.values())
-        with self._one(once) as one:
-            one.receive(call, uses, rule)
+        with self._receiver(once) as gradients:
+            gradients.receive(call, uses, rule)
 
     def receive_rows(self, use: Use, grad: Tensor) -> None:
-        if self._take is None:
+        if self._consume is None:
             note_rows(self._rows, use.name, grad.shape[0])
-        self._note_arrival(f"'{use.name}' had other gradients", grad)
-        self._refuse_second_norm([use])
-        with self._one(self._uses(use.parameter) <= 1) as one:
-            one.receive_rows(use, grad)
+        self._record_norms(f"'{use.name}' had other gradients", grad)
+        self._check_first_norm([use])
+        with self._receiver(self._uses(use.parameter) <= 1) as gradients:
+            gradients.receive_rows(use, grad)
 
-    def _note_arrival(self, difference: str, tensor: Tensor) -> None:
-        """Notes a tensor by its squared norms, and what is to be said if they are others in the second pass."""
+    def _record_norms(self, difference: str, tensor: Tensor) -> None:
+        """Records the squared norms of a tensor, under the message for a difference between the two passes."""
         tensor = tensor.to(torch.promote_types(tensor.dtype, torch.float32))
         sq_norm_B = sq_norms(tensor)
-        arrived = self._arrived[self._take is not None]
-        earlier_B = arrived.get(difference)
-        arrived[difference] = sq_norm_B if earlier_B is None else earlier_B + sq_norm_B.to(earlier_B.device)
+        recorded = self._tensor_norms[self._consume is not None]
+        earlier_B = recorded.get(difference)
+        recorded[difference] = sq_norm_B if earlier_B is None else earlier_B + sq_norm_B.to(earlier_B.device)
 
-    def _refuse_another_pass(self) -> None:
-        """Norms are those of the first pass, sums those of the second: the same must have arrived in both."""
-        first, second = self._arrived
+    def _check_equal_passes(self) -> None:
+        """Raises if the two passes differ, because norms are from the first and sums from the second."""
+        first, second = self._tensor_norms
         for difference in {**first, **second}:
-            then_B, now_B = first.get(difference), second.get(difference)
-            if then_B is None or now_B is None or not self._same(then_B, now_B):
+            first_B, second_B = first.get(difference), second.get(difference)
+            if first_B is None or second_B is None or not self._equal(first_B, second_B):
                 raise UnsupportedLayerError(
-                    f"Layer {difference} when the batch was run again: grad_sample_mode='ghost' runs the model's "
-                    "forward twice, which must compute the same, and starts backward from the tensors that it returns, "
-                    "in tuples, lists, dicts or the fields of one object, outside any checkpoint.",
-                    fix="Return all tensors that the loss is made of, or use grad_sample_mode='auto'.",
+                    f"Layer {difference} when the batch was run again. grad_sample_mode='ghost' runs the forward "
+                    "twice, which must compute the same, and starts backward from the tensors that it returns in "
+                    "tuples, lists, dicts or the fields of one object, outside any checkpoint.",
+                    fix="Return all tensors that the loss depends on, or use grad_sample_mode='auto'.",
                 )
 
-    def _same(self, then_B: Tensor, now_B: Tensor) -> bool:
-        if then_B.shape != now_B.shape:
+    def _equal(self, first_B: Tensor, second_B: Tensor) -> bool:
+        if first_B.shape != second_B.shape:
             return False
-        usable_B = then_B.isfinite()
+        usable_B = first_B.isfinite()
         if self._dropped is not None:
             usable_B &= ~self._dropped.to(usable_B.device)
-        within_B = (now_B - then_B).abs() <= _SAME * then_B + 1e-9 * then_B[usable_B].sum()
-        return bool(within_B[usable_B].all())
+        close_B = (second_B - first_B).abs() <= _MOST_DEVIATION * first_B + 1e-9 * first_B[usable_B].sum()
+        return bool(close_B[usable_B].all())
 
-    def _refuse_second_norm(self, uses: Sequence[Use]) -> None:
-        # Of the first use only the norm is left, and the norm of a sum does not follow from norms.
+    def _check_first_norm(self, uses: Sequence[Use]) -> None:
+        # Only the norm of the first use is left, and the norm of a sum does not follow from norms.
         for use in uses:
-            if self._take is None and use.parameter in self._sq_norms:
+            if self._consume is None and use.parameter in self._sq_norms:
                 raise UnsupportedLayerError(
                     f"Parameter '{use.name}' was reached a second time in one backward pass, over forward passes from "
-                    "before the last one; grad_sample_mode='ghost' cannot join their norms.",
+                    "before the last one. grad_sample_mode='ghost' cannot combine their norms.",
                     fix="Run the forward passes again, or use grad_sample_mode='auto'.",
                 )
 
-    def _one(self, once: bool) -> _Passing:
-        if self._take is not None:
-            return _Passing(self._single, self._take)
-        return _Passing(self._single, self._note_norms) if once else _Passing(self._held, None)
+    def _receiver(self, once: bool) -> _Receiver:
+        if self._consume is not None:
+            return _Receiver(self._single, self._consume)
+        return _Receiver(self._single, self._store_norms) if once else _Receiver(self._repeated, None)
 
-    def _note_norms(self, one: BookKeeping) -> None:
-        parameters = list(one.parameters)
+    def _store_norms(self, gradients: BookKeeping) -> None:
+        parameters = list(gradients.parameters)
         columns = {parameter: i for i, parameter in enumerate(parameters)}
-        sq_norms_BP = one.sq_norms(columns, len(parameters), 1.0)
-        self._names.update(one.parameters)
+        sq_norms_BP = gradients.sq_norms(columns, len(parameters), 1.0)
+        self._names.update(gradients.parameters)
         self._sq_norms.update({parameter: sq_norms_BP[:, i] for parameter, i in columns.items()})
 
     @property
@@ -122,17 +122,17 @@ class Reweight(AbstractGradients):
 
     @property
     def parameters(self) -> Mapping[nn.Parameter, str]:
-        return {**self._names, **self._held.parameters}
+        return {**self._names, **self._repeated.parameters}
 
     def sq_norms(self, groups: Mapping[nn.Parameter, int], num_groups: int, scale: float) -> Tensor:
         rows = common_rows(self._rows)
         device = next((sq_norm_B.device for sq_norm_B in self._sq_norms.values()), None)
         norms = torch.zeros(rows, num_groups, dtype=torch.float64, device=device)
-        if self._held.parameters:
-            norms = self._held.sq_norms(groups, num_groups, 1.0)
+        if self._repeated.parameters:
+            norms = self._repeated.sq_norms(groups, num_groups, 1.0)
         for parameter, sq_norm_B in self._sq_norms.items():
             norms[:, groups[parameter]] += sq_norm_B.to(norms.device)
-        self._held.clear()
+        self._repeated.clear()
         return norms * scale**2
 
     def drop(self, rows_B: Tensor) -> None:
@@ -141,33 +141,33 @@ class Reweight(AbstractGradients):
     def add_sums(self, groups: Mapping[nn.Parameter, int], weights_BK: Tensor, scale: float, into: Sums) -> None:
         dropped = self._dropped
 
-        def take(one: BookKeeping) -> None:
+        def consume(gradients: BookKeeping) -> None:
             if dropped is not None:
-                one.drop(dropped)
-            one.add_sums(groups, weights_BK, scale, _InPieces(into))
+                gradients.drop(dropped)
+            gradients.add_sums(groups, weights_BK, scale, _PartialSums(into))
 
         def select(grad: Tensor) -> Tensor:
             if dropped is None or grad.dim() == 0 or len(grad) != len(dropped):
-                return grad  # perhaps that of a loss: its rows are dropped by take()
+                return grad  # may be that of a loss, whose samples consume() drops
             return zeroed(grad, dropped)
 
-        self._take = take
+        self._consume = consume
         try:
             self._rerun(select)
         finally:
-            self._take = None
-        self._refuse_another_pass()
+            self._consume = None
+        self._check_equal_passes()
 
     def clear(self) -> None:
-        self._held.clear()
+        self._repeated.clear()
         self._sq_norms, self._names = {}, {}
         self._rows = {}
-        self._arrived = ({}, {})
+        self._tensor_norms = ({}, {})
         self._dropped = None
 
 
-class _InPieces(Sums):
-    """Sums of which only the end of the pass is the end: a parameter may be used in several calls."""
+class _PartialSums(Sums):
+    """Sums without ``complete``, because further calls in the pass may use the same parameter."""
 
     def __init__(self, sums: Sums):
         self._sums = sums
@@ -182,21 +182,21 @@ class _InPieces(Sums):
         pass
 
 
-class _Passing:
-    """Lets one call through a strategy and, unless it is to be held, does something with it at once."""
+class _Receiver:
+    """Receives one layer call and, if ``consume`` is given, applies it and clears the gradients."""
 
-    def __init__(self, inner: BookKeeping, then: Callable[[BookKeeping], None] | None):
-        self.inner = inner
-        self.then = then
+    def __init__(self, gradients: BookKeeping, consume: Callable[[BookKeeping], None] | None):
+        self.gradients = gradients
+        self.consume = consume
 
     def __enter__(self) -> BookKeeping:
-        return self.inner
+        return self.gradients
 
     def __exit__(self, kind: Any, *rest: Any) -> None:
-        if self.then is None:
+        if self.consume is None:
             return
         try:
             if kind is None:
-                self.then(self.inner)
+                self.consume(self.gradients)
         finally:
-            self.inner.clear()
+            self.gradients.clear()

@@ -22,7 +22,7 @@ NARROW = frozenset({torch.float16, torch.bfloat16})
 
 
 def widened(call: LayerCall) -> LayerCall:
-    """The call with half-precision tensors in float32: norms and sums are never formed in less."""
+    """Returns the call with half-precision tensors in float32, the lowest precision of norms and sums."""
     for leaf in _leaves((call.inputs, call.kwargs, call.grad_output, call.output)):
         if isinstance(leaf, Tensor) and leaf.dtype in NARROW:
             break
@@ -36,7 +36,7 @@ def widened(call: LayerCall) -> LayerCall:
 
 
 def stays_narrow(call: LayerCall, samplers: Iterable[GradSampler]) -> bool:
-    """Returns True if the grad samplers take the bfloat16 tensors of a call. Traced products need float32."""
+    """Returns True if the grad samplers accept the bfloat16 tensors of a call. Traced products need float32."""
     grads = call.grad_output
     if not isinstance(grads, Tensor) or grads.dtype is not torch.bfloat16 or traced(grads):
         return False
@@ -44,7 +44,7 @@ def stays_narrow(call: LayerCall, samplers: Iterable[GradSampler]) -> bool:
 
 
 def without_rows(call: LayerCall, rows_B: Tensor) -> LayerCall:
-    """The call with some rows zero by selection: zero times NaN would be NaN."""
+    """Returns the call with zeros for the samples where ``rows_B`` is True. Selects, because zero times NaN is NaN."""
 
     def dropped(leaf: Any) -> Any:
         return zeroed(leaf, rows_B) if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
@@ -57,19 +57,23 @@ def without_rows(call: LayerCall, rows_B: Tensor) -> LayerCall:
 
 
 def zeroed(tensor: Tensor, rows_B: Tensor) -> Tensor:
-    """The tensor with zeros where ``rows_B``, on any device, is True."""
+    """Returns the tensor with zeros where ``rows_B``, which may be on another device, is True."""
     return tensor.masked_fill(rows_B.to(tensor.device).view(-1, *[1] * (tensor.dim() - 1)), 0)
 
 
 def in_rows(call: LayerCall, rows: int) -> bool:
-    """Whether axis 0 of every input is the batch. Indices beside other tensors may be flat bags, as long by chance."""
+    """Returns True if axis 0 of every input is the batch.
+
+    Returns False if there are index tensors besides other tensors: they may be flat bags whose length is the batch size
+    by chance.
+    """
     tensors = [leaf for leaf in _leaves((call.inputs, call.kwargs)) if isinstance(leaf, Tensor)]
     sized = all(tensor.dim() > 0 and tensor.shape[0] == rows for tensor in tensors)
     return sized and (len(tensors) == 1 or all(tensor.is_floating_point() for tensor in tensors))
 
 
 def some_rows(call: LayerCall, start: int, stop: int) -> LayerCall:
-    """The rows from ``start`` to before ``stop`` of a call that is in rows."""
+    """Returns samples ``start`` to ``stop`` of a call for which ``in_rows`` is True."""
     trees = (call.inputs, dict(call.kwargs), call.grad_output)
     cut = lambda leaf: leaf[start:stop] if isinstance(leaf, Tensor) else leaf  # noqa: E731
     inputs, kwargs, grad_output = pytree.tree_map(cut, trees)
@@ -77,36 +81,36 @@ def some_rows(call: LayerCall, start: int, stop: int) -> LayerCall:
 
 
 def shapes_of(call: LayerCall) -> tuple[Any, ...]:
-    """Shapes, but for axis 0, and types of all tensors of a call: what a choice may depend on."""
+    """Returns shapes without axis 0 and dtypes of all tensors of a call. The choice of a method depends on them."""
     leaves = _leaves((call.inputs, call.kwargs, call.grad_output))
     return tuple([(leaf.shape[1:], leaf.dtype) for leaf in leaves if isinstance(leaf, Tensor)])
 
 
 def _leaves(tree: Any) -> list[Any]:
-    """All leaves; much faster than pytree's own for the usual shapes."""
-    found: list[Any] = []
-    waiting = [tree]
-    while waiting:
-        one = waiting.pop()
-        if isinstance(one, Tensor) or one is None:
-            found.append(one)
-        elif isinstance(one, (tuple, list)):
-            waiting.extend(reversed(one))
-        elif isinstance(one, dict):
-            waiting.extend(reversed(list(one.values())))
+    """Returns all leaves. Much faster than pytree for tuples, lists and dicts."""
+    leaves: list[Any] = []
+    stack = [tree]
+    while stack:
+        node = stack.pop()
+        if isinstance(node, Tensor) or node is None:
+            leaves.append(node)
+        elif isinstance(node, (tuple, list)):
+            stack.extend(reversed(node))
+        elif isinstance(node, dict):
+            stack.extend(reversed(list(node.values())))
         else:
-            found += pytree.tree_leaves(one)
-    return found
+            leaves += pytree.tree_leaves(node)
+    return leaves
 
 
 @dataclass(frozen=True, eq=False)
 class Units:
-    """Whose each row is.
+    """Privacy unit of each sample.
 
     Attributes:
-        place_B: The unit of each row, from 0.
-        count: Units.
-        mean: Whether a unit's gradient is the mean over its rows; else their sum.
+        place_B: Index of each sample's unit, from 0.
+        count: Number of units.
+        mean: Whether the gradient of a unit is the mean over its samples; else it is their sum.
     """
 
     place_B: Tensor
@@ -114,13 +118,13 @@ class Units:
     mean: bool
 
     def weights(self) -> Tensor:
-        """What each row counts within its unit, ``(B,)``."""
+        """Returns the weight of each sample within its unit, ``(B,)``."""
         if not self.mean:
             return torch.ones(len(self.place_B))
         return 1 / torch.bincount(self.place_B, minlength=self.count)[self.place_B].double()
 
     def add_rows(self, out: Tensor, grad: Tensor, start: int, stop: int) -> None:
-        """Adds gradients of some rows ``(stop - start, *param.shape)`` to those of units ``(U, *param.shape)``."""
+        """Adds gradients of samples ``(stop - start, *param.shape)`` to those of units ``(U, *param.shape)``."""
         weight = self.weights()[start:stop].to(out)
         weighted = grad.to(out.dtype) * weight.view(-1, *[1] * (grad.dim() - 1))
         out.index_add_(0, self.place_B[start:stop].to(out.device), weighted)

@@ -23,7 +23,7 @@ from dpengine.capture.record import LayerCall, LayerUses, Use
 from dpengine.grad_samplers.sampler import GradSampler
 
 from .flat_buffer import Columns, wide
-from .method import Choice, Method, Way
+from .method import Algorithm, Choice, Method
 from .rows import stays_narrow, widened
 
 SMALL_CALL_BYTES = 128 * 2**10  # of a layer's input and output gradient: stacked up to here
@@ -44,12 +44,12 @@ class Part:
     """The parameters of one name in all layers of a stack.
 
     Attributes:
-        way: The method, for reports.
+        algorithm: The method, for reports.
         grad: Computes their gradients from a call that concatenates the samples of all layers.
         uses: The use of the parameter in each layer.
     """
 
-    way: Way
+    algorithm: Algorithm
     grad: Callable[[LayerCall], Tensor]
     uses: tuple[Use, ...]
 
@@ -57,7 +57,7 @@ class Part:
     def of(cls, sampler: GradSampler, uses: Sequence[Use]) -> Part:
         """Returns a part whose gradients a sampler forms."""
         name = sampler.stacked_name or sampler.grad_name
-        return cls(Way(Method.KEEP, name), sampler.grads[name], tuple(uses))
+        return cls(Algorithm(Method.KEEP, name), sampler.grads[name], tuple(uses))
 
 
 @dataclass(frozen=True, eq=False)
@@ -112,7 +112,7 @@ class Layout:
             for part in stack.parts:
                 for use in part.uses:
                     kept_bytes = use.parameter.itemsize * rows * use.numel
-                    found.append(Choice(use.name, shown, part.way, why, None, kept_bytes))
+                    found.append(Choice(use.name, shown, part.algorithm, why, None, kept_bytes))
         return found
 
     def matrix(self, calls: Sequence[Waiting], rows: int) -> Matrix:

@@ -1,8 +1,8 @@
-"""Independence probe on a copy of the model: finds the layer in which the samples of a batch interact.
+"""Independence check on a copy of the model: finds the layer in which the samples of a batch interact.
 
-Some samples are kept and the others get other data; the batch size stays the same. If a kept sample changes, the first
-layer in execution order whose output changed while its input did not is reported. The batch then runs once more after
-two different ones: a model whose answer changes keeps state between batches.
+Some samples are kept, and the others get different data; the batch size does not change. If the output of a kept sample
+changes, the check reports the first layer in execution order whose output changed although its input did not. Then the
+batch runs after two different batches. If its output changes, the model keeps state between batches.
 
 Everything runs on a copy of the model, from one state of the model and of the random generators.
 """
@@ -22,19 +22,19 @@ from dpengine.capture.model_state import ModelState
 from dpengine.capture.tap import tensors_in_outputs
 from dpengine.errors import notice
 
-_EXACT, _HALF = 1e-4, 2e-2  # relative: what a row may differ by for rounding
+_EXACT, _HALF = 1e-4, 2e-2  # relative tolerance for rounding, in float32 and in half precision
 _SEED = 0
 
 
 @dataclass(frozen=True)
 class Coupling:
-    """Where rows meet.
+    """Module in which samples interact.
 
     Attributes:
-        name: Dotted name of the module, empty for the model itself.
+        name: Dotted name of the module; empty for the model itself.
         type: Name of its class.
-        why: What it does, as the rest of a sentence that begins with its name.
-        remedy: What to do.
+        why: Predicate of a sentence whose subject is the module.
+        remedy: Recommended fix.
     """
 
     name: str
@@ -45,7 +45,7 @@ class Coupling:
 
 @dataclass(frozen=True)
 class _Event:
-    """A module begins or ends."""
+    """Start or end of the forward of a module, with its inputs or outputs."""
 
     entry: bool
     name: str
@@ -58,7 +58,7 @@ class _Run:
     output: Any
     events: list[_Event]
     buffers: dict[str, Tensor]
-    random: Tensor  # state of the generator afterwards
+    random: Tensor  # state of the generator after the run
 
     @property
     def outputs(self) -> list[Tensor]:
@@ -70,75 +70,74 @@ class _Run:
 
 
 def call(model: nn.Module, inputs: Any) -> Any:
-    """The model on inputs: a tensor, a tuple of positional or a mapping of keyword inputs."""
+    """Calls the model with a tensor, a tuple of positional inputs or a mapping of keyword inputs."""
     if isinstance(inputs, Mapping):
         return model(**inputs)
     return model(*inputs) if isinstance(inputs, tuple) else model(inputs)
 
 
-def carries_rows(leaf: Any, size: int) -> bool:
-    """Whether this is a tensor with so many rows."""
+def has_batch_axis(leaf: Any, size: int) -> bool:
+    """Returns True for a tensor whose axis 0 has this size."""
     return isinstance(leaf, Tensor) and leaf.dim() > 0 and leaf.shape[0] == size
 
 
-def kept_rows(size: int) -> list[Tensor]:
-    """Sets of rows to keep: for any two rows there is a set with the first and without the second."""
-    places = torch.arange(size)
-    ones = [(places >> bit) % 2 == 1 for bit in range((size - 1).bit_length())]
-    return [keep_B for one in ones for keep_B in (one, ~one)]
+def keep_masks(size: int) -> list[Tensor]:
+    """Returns masks of samples to keep. For any two samples, some mask contains the first but not the second."""
+    indices = torch.arange(size)
+    bits = [(indices >> bit) % 2 == 1 for bit in range((size - 1).bit_length())]
+    return [keep_B for bit_B in bits for keep_B in (bit_B, ~bit_B)]
 
 
-def with_others_changed(tree: Any, keep_B: Tensor, *, first_only: bool = False) -> Any:
-    """The tree, in which every row that is not kept has the data of the row before it."""
+def with_others_replaced(tree: Any, keep_B: Tensor, *, first_only: bool = False) -> Any:
+    """Returns the tree with the data of the previous sample in every sample that is not kept."""
     leaves, spec = pytree.tree_flatten(tree)
-    carrying = [i for i, leaf in enumerate(leaves) if carries_rows(leaf, len(keep_B))]
-    for i in carrying[:1] if first_only else carrying:
-        chosen = keep_B.to(leaves[i].device).view(-1, *[1] * (leaves[i].dim() - 1))
-        leaves[i] = torch.where(chosen, leaves[i].detach(), leaves[i].detach().roll(1, dims=0))
+    batched = [i for i, leaf in enumerate(leaves) if has_batch_axis(leaf, len(keep_B))]
+    for i in batched[:1] if first_only else batched:
+        keep = keep_B.to(leaves[i].device).view(-1, *[1] * (leaves[i].dim() - 1))
+        leaves[i] = torch.where(keep, leaves[i].detach(), leaves[i].detach().roll(1, dims=0))
     return pytree.tree_unflatten(leaves, spec)
 
 
-class Company:
-    """A model that is run on one batch again and again."""
+class CopyIndependenceCheck:
+    """Runs a copy of a model repeatedly on one batch."""
 
     def __init__(self, model: nn.Module, inputs: Any, size: int):
         self._model = copy.deepcopy(model)
         self._inputs, self._size = inputs, size
         self._all_B = torch.ones(size, dtype=torch.bool)
 
-    def ask(self) -> tuple[Coupling | None, Any]:
-        """Returns the first coupling, None if none was found, and the output of the batch."""
-        if not self._model.training:  # a part may be in eval mode on purpose
+    def run(self) -> tuple[Coupling | None, Any]:
+        """Returns the first coupling, or None, and the output of the batch."""
+        if not self._model.training:  # otherwise unchanged, because a part may be in eval mode on purpose
             self._model.train()
         base = self._run(self._inputs)
-        if not any(carries_rows(output, self._size) for output in base.outputs):
+        if not any(has_batch_axis(output, self._size) for output in base.outputs):
             shapes = [tuple(output.shape) for output in base.outputs]
             raise ValueError(
-                f"check: no output of the model has {self._size} rows in front, as the targets have (shapes {shapes}), "
-                "so it cannot be seen whether they stay apart. Check the model without its loss, with the batch first."
+                f"check: no output of the model has {self._size} samples on axis 0, as the targets have (output shapes "
+                f"{shapes}), so independence cannot be checked. Pass the model without its loss, and with batch-first "
+                "outputs."
             )
-        if not self._can_be_changed():
-            _notice_unknown(
-                "which inputs carry rows cannot be told: some may be indices of bags", "Give each bag a row."
-            )
+        if not self._can_replace():
+            _warn_unknown("some inputs may be flat indices of bags without a batch axis", "Pass a 2-D tensor of bags.")
             return None, base.output
         if self._differ(base, self._run(self._inputs), self._all_B):
-            _notice_unknown("the model gives another output when it runs again", "Draw random numbers by torch alone.")
+            _warn_unknown("the output changes when the model runs again", "Use only torch's random number generators.")
             return None, base.output
         return self._memory(base) or self._mixing(base), base.output
 
     # Runs
 
-    def _can_be_changed(self) -> bool:
-        """Indices may be flat bags, as long as the batch by chance, and others where these begin."""
+    def _can_replace(self) -> bool:
+        """Returns False if indices may be flat bags, whose length is the batch size by chance, or their offsets."""
         leaves = [leaf for leaf in pytree.tree_leaves(self._inputs) if isinstance(leaf, Tensor) and leaf.dim()]
         indices = [leaf for leaf in leaves if not leaf.is_floating_point() and leaf.dtype is not torch.bool]
         flat = [leaf for leaf in indices if leaf.dim() == 1]
         shared = [leaf for leaf in indices if leaf.shape[0] not in (1, self._size)]
-        return not shared and not any(int(one[0]) == 0 and bool((one.diff() >= 0).all()) for one in flat)
+        return not shared and not any(int(leaf[0]) == 0 and bool((leaf.diff() >= 0).all()) for leaf in flat)
 
     def _run(self, inputs: Any, before: Any = None) -> _Run:
-        """One forward pass from the state that the model came in, or after a pass over another batch."""
+        """Runs forward from the original state of the model, optionally after a pass over the batch ``before``."""
         state = ModelState.of(self._model)
         devices = sorted({p.device for p in self._model.parameters() if p.device.type == "cuda"}, key=str)
         try:
@@ -152,57 +151,57 @@ class Company:
                 random = torch.get_rng_state()
             buffers = {name: buffer.detach().clone() for name, buffer in self._model.named_buffers()}
         finally:
-            state.put_back()
+            state.restore()
         return _Run(output, listener.events, buffers, random)
 
-    # What they show
+    # Comparison
 
     def _mixing(self, base: _Run) -> Coupling | None:
-        for keep_B in kept_rows(self._size):
-            changed = self._run(with_others_changed(self._inputs, keep_B))
+        for keep_B in keep_masks(self._size):
+            changed = self._run(with_others_replaced(self._inputs, keep_B))
             if not self._differ(base, changed, keep_B):
                 continue
-            if not _comparable(base, changed):  # dropout fell on other places: look without it
+            if not _comparable(base, changed):  # dropout masks differ, so compare without dropout
                 self._model.eval()
-                base, changed = self._run(self._inputs), self._run(with_others_changed(self._inputs, keep_B))
-            # An input that all rows share may be as long as the batch by chance.
-            alone = self._run(with_others_changed(self._inputs, keep_B, first_only=True))
-            if self._differ(base, changed, keep_B) and self._differ(base, alone, keep_B):
-                name, kind, where = self._first_difference(base, alone, keep_B)
+                base, changed = self._run(self._inputs), self._run(with_others_replaced(self._inputs, keep_B))
+            # The length of an input that all samples share may be the batch size by chance.
+            first_changed = self._run(with_others_replaced(self._inputs, keep_B, first_only=True))
+            if self._differ(base, changed, keep_B) and self._differ(base, first_changed, keep_B):
+                name, kind, where = self._first_difference(base, first_changed, keep_B)
                 return Coupling(
                     name,
                     kind,
-                    f"mixes rows{where}: the output for a row changed when other rows of its batch got other data",
-                    "Normalise, sort and attend within each row, not over axis 0; dpengine.fix(model) replaces the "
-                    "layers that it knows.",
+                    f"mixes samples{where}: the output of a sample changed when other samples got different data",
+                    "Normalize, sort and attend within each sample, not over axis 0. dpengine.fix(model) replaces "
+                    "known layers.",
                 )
         return self._mixing_backward()
 
     def _mixing_backward(self) -> Coupling | None:
-        """What looks at other rows on the way back alone."""
-        for keep_B in kept_rows(self._size)[:2]:
+        """Finds a model that mixes samples in backward only."""
+        for keep_B in keep_masks(self._size)[:2]:
             norms = []
-            for inputs in (self._inputs, with_others_changed(self._inputs, keep_B, first_only=True)):
+            for inputs in (self._inputs, with_others_replaced(self._inputs, keep_B, first_only=True)):
                 norms.append(self._gradients(inputs, keep_B))
             for one, other in zip(*norms, strict=True):
                 if float((one - other).norm()) > 1e-3 * float(one.norm()):
                     return Coupling(
                         "",
                         type(self._model).__name__,
-                        "mixes rows in its backward pass: gradients of some rows changed when others got other data",
+                        "mixes samples in backward: gradients of some samples changed when others got different data",
                         "Look for a torch.autograd.Function whose backward sums or averages over axis 0.",
                     )
         return None
 
     def _gradients(self, inputs: Any, keep_B: Tensor) -> list[Tensor]:
-        """Of a sum over outputs of the kept rows, by parameter."""
+        """Returns the gradient of a weighted sum of the kept outputs, by parameter."""
         state = ModelState.of(self._model)
         parameters = [p for p in self._model.parameters() if p.requires_grad]
         try:
             with torch.random.fork_rng(devices=[]), torch.enable_grad():
                 torch.manual_seed(_SEED)
                 outputs = tensors_in_outputs(call(self._model, _copied(inputs)))
-                kept = [o[keep_B.to(o.device)] for o in outputs if o.requires_grad and carries_rows(o, self._size)]
+                kept = [o[keep_B.to(o.device)] for o in outputs if o.requires_grad and has_batch_axis(o, self._size)]
                 if not kept or not parameters:
                     return []
                 total = torch.stack(
@@ -210,25 +209,25 @@ class Company:
                 )
                 found = torch.autograd.grad(total.sum(), parameters, allow_unused=True)
         finally:
-            state.put_back()
+            state.restore()
         return [torch.zeros_like(p) if g is None else g for p, g in zip(parameters, found, strict=True)]
 
     def _memory(self, base: _Run) -> Coupling | None:
-        """What a batch leaves for the next one."""
-        keep_B = kept_rows(self._size)[0]
-        other = with_others_changed(self._inputs, keep_B)
-        remedy = "Use a layer without running statistics, or keep it in eval mode; dpengine.fix(model) knows some."
+        """Finds a model that keeps state between batches."""
+        keep_B = keep_masks(self._size)[0]
+        other = with_others_replaced(self._inputs, keep_B)
+        remedy = "Use a layer without running statistics, or keep it in eval mode. dpengine.fix(model) replaces some."
         after = self._run(other)
         for name, buffer in base.buffers.items():
             if name not in after.buffers or not _same(buffer, after.buffers[name]):
                 owner, _, slot = name.rpartition(".")
                 kind = type(self._model.get_submodule(owner)).__name__
-                return Coupling(owner, kind, f"writes what it saw of a batch into its buffer {slot!r}", remedy)
+                return Coupling(owner, kind, f"writes data of a batch into its buffer {slot!r}", remedy)
         one, two = self._run(self._inputs, before=self._inputs), self._run(self._inputs, before=other)
         if not self._differ(one, two, self._all_B):
             return None
         name, kind, where = self._first_difference(one, two, self._all_B)
-        return Coupling(name, kind, f"remembers the batch before{where}, and answers the next one by it", remedy)
+        return Coupling(name, kind, f"remembers the previous batch{where}, which changes its output", remedy)
 
     def _differ(self, one: _Run, other: _Run, keep_B: Tensor) -> bool:
         return any(not self._agree(a, b, keep_B) for a, b in zip(one.outputs, other.outputs, strict=False)) or len(
@@ -236,20 +235,20 @@ class Company:
         ) != len(other.outputs)
 
     def _agree(self, one: Tensor, other: Tensor, keep_B: Tensor) -> bool:
-        """Whether the kept rows of two tensors are the same; True of tensors that have none."""
+        """Returns True if the kept samples of two tensors are equal, or the tensors have no batch axis."""
         a, b = self._rows(one), self._rows(other)
         if a is None or b is None or a.shape != b.shape:
-            return True  # as long as the longest row, say: what is made of it will tell
+            return True  # for example padded to the longest sample; later tensors show a difference
         keep_B = keep_B.to(a.device)
         return _same(a[keep_B], b[keep_B])
 
     def _rows(self, tensor: Tensor) -> Tensor | None:
-        if carries_rows(tensor, self._size):
+        if has_batch_axis(tensor, self._size):
             return tensor
         return tensor.transpose(0, 1) if tensor.dim() > 1 and tensor.shape[1] == self._size else None
 
     def _first_difference(self, one: _Run, other: _Run, keep_B: Tensor) -> tuple[str, str, str]:
-        """Name and class of the module in which the kept rows part, and where in its forward."""
+        """Returns name and class of the module in which kept samples first differ, and the place in its forward."""
         inside = [("", type(self._model).__name__)]
         for a, b in zip(one.events, other.events, strict=False):
             same = (a.entry, a.name) == (b.entry, b.name)
@@ -265,16 +264,16 @@ class Company:
         return *inside[0], ""
 
 
-def _notice_unknown(what: str, fix: str) -> None:
+def _warn_unknown(reason: str, fix: str) -> None:
     notice(
         "DPE012",
-        f"check: {what}, so it is not known whether the model keeps the rows of a batch apart. {fix}",
-        key=what,
+        f"check: {reason}, so it is not known whether the model keeps the samples of a batch independent. {fix}",
+        key=reason,
     )
 
 
 class _Listener:
-    """Notes what goes into each module and what comes out, in the order of execution."""
+    """Records the inputs and outputs of each module, in execution order."""
 
     def __init__(self, model: nn.Module):
         self.events: list[_Event] = []
@@ -284,25 +283,28 @@ class _Listener:
     def __enter__(self) -> _Listener:
         for name, module in self._model.named_modules():
             if not isinstance(module, torch.jit.ScriptModule):
-                note = self._noted(name, type(module).__name__)
-                self._hooks.append(module.register_forward_pre_hook(note, with_kwargs=True, prepend=True))
-                self._hooks.append(module.register_forward_hook(note, with_kwargs=True))
+                hook = self._recorder(name, type(module).__name__)
+                self._hooks.append(module.register_forward_pre_hook(hook, with_kwargs=True, prepend=True))
+                self._hooks.append(module.register_forward_hook(hook, with_kwargs=True))
         return self
 
     def __exit__(self, *_: object) -> None:
         for hook in self._hooks:
             hook.remove()
 
-    def _noted(self, name: str, kind: str) -> Callable[..., None]:
-        def note(module: nn.Module, args: Any, kwargs: Any, *output: Any) -> None:
+    def _recorder(self, name: str, kind: str) -> Callable[..., None]:
+        def record(module: nn.Module, args: Any, kwargs: Any, *output: Any) -> None:
             tensors = tensors_in_outputs(output if output else (args, kwargs))
             self.events.append(_Event(not output, name, kind, [tensor.detach().clone() for tensor in tensors]))
 
-        return note
+        return record
 
 
 def _comparable(one: _Run, other: _Run) -> bool:
-    """Whether random numbers fell on the same places: shapes may follow from the data, as in padding."""
+    """Returns True if both runs used the same random numbers for the same elements.
+
+    They do not if shapes depend on the data, as with padding.
+    """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(_SEED)
         none_drawn = torch.equal(one.random, torch.get_rng_state())
@@ -310,7 +312,7 @@ def _comparable(one: _Run, other: _Run) -> bool:
 
 
 def _same(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors hold the same but for rounding, as far as the first is finite."""
+    """Returns True if two tensors are equal up to rounding, where the first is finite."""
     if one.shape != other.shape:
         return False
     if not (one.is_floating_point() or one.is_complex()):
@@ -323,5 +325,5 @@ def _same(one: Tensor, other: Tensor) -> bool:
 
 
 def _copied(tree: Any) -> Any:
-    """Copies of the tensors, which a forward pass may write."""
+    """Returns the tree with copies of all tensors, because forward may write to its inputs."""
     return pytree.tree_map(lambda leaf: leaf.detach().clone() if isinstance(leaf, Tensor) else leaf, tree)

@@ -1,12 +1,16 @@
-"""Independence probe on the live pass: reruns some samples of a batch beside other data and compares the results.
+"""Independence check on the live pass: reruns some samples of a batch with other data and compares the results.
 
-Clipping bounds the contribution of a sample only if the model keeps samples apart and in order. A layer that sorts the
-batch, averages over it or has time on axis 0 puts gradients of several samples into one row, which capture cannot
-detect. The probe therefore reruns the model, forward and backward, with the same random numbers and output gradients:
-first unchanged; then with half of the samples kept and the output gradients of the others set to zero; then with other
-data for those others as well. At most the kept samples may then have a gradient, their norms must be those of the whole
-batch, and their outputs, norms and sum of gradients must not depend on the others. The other half is kept next, and
-then some more halves, because two exchanged samples are detected only if exactly one of them is kept.
+Clipping bounds the contribution of a sample only if the model keeps samples independent and in order. A layer that
+sorts the batch, averages over it or has time on axis 0 mixes gradients of several samples, which capture cannot detect.
+The check therefore reruns the model, forward and backward, with the same random numbers and output gradients:
+
+1. unchanged;
+2. with half of the samples kept, and zero output gradients for the others;
+3. also with other data for the others.
+
+Then at most the kept samples may have a gradient, their norms must be those of the full batch, and their outputs, norms
+and sum of gradients must not depend on the others. The check repeats this with the other half kept, and with further
+halves, because two exchanged samples are detected only if exactly one of them is kept.
 
 Axes: B samples, P parameters.
 """
@@ -29,14 +33,14 @@ from dpengine.grad_modes.bookkeep import BookKeeping
 from dpengine.grad_modes.choose_method import MethodTable
 from dpengine.grad_modes.flat_buffer import Sums
 
-_WIDTH = 4096  # numbers of a sketch of one kind; what is not larger is kept as it is
-_KINDS = 4
+_WIDTH = 4096  # length of a sketch; shorter vectors are stored in full
+_REPETITIONS = 4
 
 
 class Sketches(Sums):
-    """Stands in for a ``FlatBuffer``: of each sum it keeps its products with random signs, which add up like it.
+    """Replacement of a ``FlatBuffer`` that stores a linear sketch of each sum: its products with random signs.
 
-    The norm of a sketch is that of the sum on average (Alon, Matias and Szegedy 1996), give or take a half.
+    The expected squared norm of a sketch is that of the sum (Alon, Matias and Szegedy 1996); the error is about a half.
     """
 
     def __init__(self) -> None:
@@ -48,18 +52,18 @@ class Sketches(Sums):
         self.of[parameter] = self.of[parameter] + sketch if parameter in self.of else sketch
 
     def fill(self, parameter: nn.Parameter, write: Callable[[Tensor, float], None]) -> None:
-        """Adds what ``write`` writes. See ``FlatBuffer.fill``."""
+        """Adds the sum that ``write`` computes. See ``FlatBuffer.fill``."""
         dtype = torch.promote_types(parameter.dtype, torch.float32)
         total = torch.empty(parameter.shape, dtype=dtype, device=parameter.device)
         write(total, 0.0)
         self.add(parameter, total)
 
     def complete(self, parameter: nn.Parameter) -> None:
-        """Nothing waits for that here."""
+        """Does nothing."""
 
 
 def norm_of_sketch(sketch: Tensor) -> Tensor:
-    """About the norm of what was sketched."""
+    """Estimates the norm of the sketched vector."""
     return sketch.norm() / (len(sketch) ** 0.5 if sketch.dim() == 2 else 1)
 
 
@@ -67,31 +71,31 @@ def _sketched(flat: Tensor) -> Tensor:
     if flat.numel() <= _WIDTH:
         return flat.clone()
     rows = flat.numel() // _WIDTH
-    generator = torch.Generator().manual_seed(rows)  # the same signs for sums that are to be compared
-    signs = torch.randint(0, 2, (_KINDS, rows + 1), generator=generator).to(flat) * 2 - 1
+    generator = torch.Generator().manual_seed(rows)  # equal signs for sums that are compared
+    signs = torch.randint(0, 2, (_REPETITIONS, rows + 1), generator=generator).to(flat) * 2 - 1
     sketch = signs[:, :rows] @ flat[: rows * _WIDTH].view(rows, _WIDTH)
     rest = flat[rows * _WIDTH :]
     sketch[:, : len(rest)] += signs[:, rows:] * rest
     return sketch
 
 
-_HALVES = 4  # further ones of a thorough probe, on which only gradients are looked at
-_EXACT, _HALF = 1e-4, 2e-2  # relative: what two runs of the same rows may differ by
-_ALL = 0.05  # relative: what squared norms by two methods may differ by
-_NOTHING = 1e-8  # of the largest squared norm: a row with less has no gradient
+_HALVES = 4  # further halves of a thorough check, for which only gradients are compared
+_EXACT, _HALF = 1e-4, 2e-2  # relative tolerance between two runs, in float32 and in half precision
+_NORM_TOLERANCE = 0.05  # relative tolerance between squared norms by two methods
+_NO_GRADIENT = 1e-8  # fraction of the largest squared norm below which a sample counts as without gradient
 
 
 @dataclass(frozen=True, eq=False)
 class _Run:
-    """What a run left.
+    """Results of a run.
 
     Attributes:
-        outputs: What the model gave.
-        norms_BP: Squared norms by row and parameter.
-        parameters: These parameters.
-        sums: Sketches of the gradients of each parameter, added over rows.
-        shapes: The shapes that layers gave.
-        random: The states of random generators after the forward passes.
+        outputs: Outputs of the model.
+        norms_BP: Squared gradient norms by sample and parameter.
+        parameters: Parameters of the columns of ``norms_BP``.
+        sums: Sketch of the gradient sum of each parameter.
+        shapes: Shapes of the output gradients of layers.
+        random: States of the random generators after the forward passes.
     """
 
     outputs: list[Tensor]
@@ -107,7 +111,7 @@ class _Run:
 
 
 def _halves(usable_B: Tensor, seed: int, further: int) -> list[Tensor]:
-    """Sets of usable rows: about half of them, and the others; then so many other halves."""
+    """Returns masks of usable samples: a random half, the other half, and ``further`` other halves."""
     usable = usable_B.nonzero().flatten()
     generator = torch.Generator().manual_seed(seed)
     orders = [torch.randperm(len(usable), generator=generator).to(usable.device) for _ in range(1 + further)]
@@ -116,10 +120,10 @@ def _halves(usable_B: Tensor, seed: int, further: int) -> list[Tensor]:
     return [nothing_B.index_fill(0, part, True) for part in parts if 0 < len(part) < len(usable_B)]
 
 
-class Company:
-    """One probe of one batch. Samples without a finite norm are not kept.
+class IndependenceCheck:
+    """Independence check of one batch. Samples without a finite norm are not kept.
 
-    ``thorough`` adds halves that detect samples exchanged with few others, at nearly twice the time.
+    ``thorough`` adds halves that detect samples exchanged with few others, in nearly twice the time.
     """
 
     def __init__(self, capture: Capture, replay: Replay, sq_norms_B: Tensor, seed: int, *, thorough: bool):
@@ -137,134 +141,135 @@ class Company:
         half = half or any(on for one in replay.reached for _, on, _ in one.autocast)
         self._tolerance = _HALF if half else _EXACT
 
-    def ask(self) -> None:
-        """Raises UnsupportedLayerError where rows do not stay apart."""
-        whole = self._try(_as_it_is) if self._replay.reached else None
+    def run(self) -> None:
+        """Raises UnsupportedLayerError if samples are not independent."""
+        whole = self._try(_unchanged_input) if self._replay.reached else None
         if whole is None or not self._outputs_agree(self._outputs, whole.outputs, self._keep_B):
             if self._replay.reached:
-                _notice_unknown(
-                    "The forward pass gave another output when it was run again", "Draw random numbers by torch alone, "
-                    "and keep nothing from one batch to the next."
-                )  # fmt: skip
+                _warn_unknown(
+                    "The forward pass returned another output when it was run again",
+                    "Use only torch's random number generators, and keep no state between batches.",
+                )
             else:
-                _notice_unknown("The loss is not made of what the model returns", "Call the model as a whole.")
+                _warn_unknown("The loss does not depend on the returned outputs of the model", "Call the model itself.")
             return
-        if not self._is_all(whole):
-            _notice_unknown(
-                "Gradients came by other ways than what the model returns", "Return all that the loss is made of."
+        if not self._all_gradients_seen(whole):
+            _warn_unknown(
+                "Some gradients do not come through the outputs that the model returns",
+                "Return all tensors that the loss depends on.",
             )
-        for round_, keep_B in enumerate(self._halves):
+        for i, keep_B in enumerate(self._halves):
             self._keep_B = keep_B
-            self._ask_half(whole, with_others=round_ < 2)
+            self._check_half(whole, replaces_others=i < 2)
 
-    def _ask_half(self, whole: _Run, *, with_others: bool) -> None:
-        same = self._try(_as_it_is)
-        if same is None:  # for want of memory, say
-            _notice_unknown("A batch could not be run again", "See that there is memory for it.")
+    def _check_half(self, whole: _Run, *, replaces_others: bool) -> None:
+        same = self._try(_unchanged_input)
+        if same is None:  # for example without enough memory
+            _warn_unknown("A batch could not be run again", "Make sure that there is enough memory.")
             return
-        changed = self._try(self._others_changed) if with_others else same
+        changed = self._try(self._others_replaced) if replaces_others else same
         if changed is None or not self._comparable(same, changed):
             changed = same
-        if self._apart(whole, same) and self._unchanged(whole, same, changed):
+        if self._separate(whole, same) and self._unchanged(whole, same, changed):
             return
-        alone = self._try(self._others_changed_in_the_first) if with_others else None
+        first_changed = self._try(self._first_replaced) if replaces_others else None
         if (
-            alone is not None
-            and self._comparable(same, alone)
-            and self._apart(whole, same)
-            and self._unchanged(whole, same, alone)
+            first_changed is not None
+            and self._comparable(same, first_changed)
+            and self._separate(whole, same)
+            and self._unchanged(whole, same, first_changed)
         ):
-            _notice_unknown(
-                "An input is as long as the batch, and it could not be told whether it holds rows",
-                "Register what all rows share as a buffer of the model.",
+            _warn_unknown(
+                "An input has the length of the batch, but may not have a batch axis",
+                "Register data that all samples share as a buffer of the model.",
             )
             return
-        self._refuse(same, changed)
+        self._raise(same, changed)
 
     def _comparable(self, one: _Run, other: _Run) -> bool:
-        """Whether random numbers fell on the same places.
+        """Returns True if both runs used the same random numbers for the same elements.
 
-        Where a shape follows from the data of the batch, as in padding to its longest row, those of dropout do not.
+        If shapes depend on the data, as with padding to the longest sample, dropout masks differ.
         """
         none_drawn = _equal(one.random, [state for p in self._replay.reached for _, state in p.random])
         return _equal(one.random, other.random) and (none_drawn or one.shapes == other.shapes)
 
-    def _is_all(self, whole: _Run) -> bool:
-        """Whether the run again brought the gradients that the grad mode received."""
+    def _all_gradients_seen(self, whole: _Run) -> bool:
+        """Returns True if the rerun computed the gradients that the grad mode received."""
         expected = self._sq_norms_B[self._usable_B].sum()
-        return bool((whole.norms_B[self._usable_B].sum() - expected).abs() <= _ALL * expected)
+        return bool((whole.norms_B[self._usable_B].sum() - expected).abs() <= _NORM_TOLERANCE * expected)
 
-    # The runs
+    # Runs
 
-    def _try(self, arrange: Callable[[Tensor], Tensor]) -> _Run | None:
+    def _try(self, transform: Callable[[Tensor], Tensor]) -> _Run | None:
         try:
-            return self._run(arrange)
+            return self._run(transform)
         except Exception:
             return None
 
-    def _run(self, arrange: Callable[[Tensor], Tensor]) -> _Run:
+    def _run(self, transform: Callable[[Tensor], Tensor]) -> _Run:
         recorder = _Recorder(self._capture)
         outputs: list[Tensor] = []
         with self._capture.redirected(recorder, self._capture.rows):
             for one in self._replay.reached:
-                outputs += self._once(one, arrange)
+                outputs += self._rerun(one, transform)
         columns = {parameter: i for i, parameter in enumerate(recorder.mode.parameters)}
         norms_BP = recorder.mode.sq_norms(columns, len(columns), 1.0).to(self._keep_B.device)
         sums = Sketches()
         finite_B = norms_BP.sum(dim=1).isfinite()
-        recorder.mode.drop(~finite_B)  # their data may have been put into other rows
+        recorder.mode.drop(~finite_B)  # their data may have been copied to other samples
         counted_B = finite_B if self._all_masked else finite_B & self._keep_B
         recorder.mode.add_sums(columns, counted_B.unsqueeze(1).expand_as(norms_BP).to(norms_BP.dtype), 1.0, sums)
         random = [state for one in self._replay.reached for _, state in one.random_after]
         return _Run(outputs, norms_BP, list(columns), sums.of, recorder.shapes, random)
 
-    def _once(self, one: Pass, arrange: Callable[[Tensor], Tensor]) -> list[Tensor]:
+    def _rerun(self, one: Pass, transform: Callable[[Tensor], Tensor]) -> list[Tensor]:
         args, kwargs = one.args, one.kwargs
-        if self._can_be_changed((args, kwargs)):
-            args, kwargs = pytree.tree_map(lambda v: arrange(v) if isinstance(v, Tensor) else v, (args, kwargs))
+        if self._can_replace((args, kwargs)):
+            args, kwargs = pytree.tree_map(lambda v: transform(v) if isinstance(v, Tensor) else v, (args, kwargs))
         grads = [None if grad is None else self._masked(grad) for grad in one.grads]
-        return one.again(self._capture.model, lambda outputs: grads, args, kwargs)
+        return one.rerun(self._capture.model, lambda outputs: grads, args, kwargs)
 
     def _front(self, tensor: Tensor) -> Tensor | None:
-        """The tensor with its rows in front, None if it has none."""
+        """Returns the tensor with the batch on axis 0; None if it has no batch axis."""
         front = self._capture.batch_to_front(tensor)
         return front if front.dim() and front.shape[0] == len(self._keep_B) else None
 
-    def _chosen(self, front: Tensor) -> Tensor:
+    def _keep_mask(self, front: Tensor) -> Tensor:
         return self._keep_B.to(front.device).view(-1, *[1] * (front.dim() - 1))
 
-    def _can_be_changed(self, inputs: Any) -> bool:
-        """Whether it is known which inputs carry rows: indices may be flat bags, as long as the batch by chance."""
+    def _can_replace(self, inputs: Any) -> bool:
+        """Returns False if indices may be flat bags, whose length is the batch size by chance."""
         tensors = _tensors_with_axes(inputs)
         indices = [t for t in tensors if not t.is_floating_point() and t.dtype is not torch.bool]
         shared = [t for t in indices if self._front(t) is None and self._capture.batch_to_front(t).shape[0] != 1]
         return not shared and not any(_may_be_offsets(t) for t in indices)
 
-    def _others_changed(self, tensor: Tensor) -> Tensor:
-        """Every row that is not kept gets the data of one that is: were its own left elsewhere, so would a maximum."""
+    def _others_replaced(self, tensor: Tensor) -> Tensor:
+        """Replaces each sample that is not kept by a kept one, so that no data of it, such as a maximum, remain."""
         front = self._front(tensor)
         if front is None:
             return tensor
         first = front[int(self._keep_B.nonzero()[0])]
-        return self._capture.batch_to_front(torch.where(self._chosen(front), front, first))
+        return self._capture.batch_to_front(torch.where(self._keep_mask(front), front, first))
 
-    def _others_changed_in_the_first(self, tensor: Tensor) -> Tensor:
-        """The same for the first input alone, which is the batch; another may be as long as it by chance."""
-        return self._others_changed(tensor) if any(t is tensor for t in self._first_inputs) else tensor
+    def _first_replaced(self, tensor: Tensor) -> Tensor:
+        """Replaces samples in the first input only. Other inputs may have the length of the batch by chance."""
+        return self._others_replaced(tensor) if any(t is tensor for t in self._first_inputs) else tensor
 
     def _masked(self, grad: Tensor) -> Tensor:
         front = self._front(grad)
         if front is None:
             return grad
-        return self._capture.batch_to_front(front.masked_fill(~self._chosen(front), 0))
+        return self._capture.batch_to_front(front.masked_fill(~self._keep_mask(front), 0))
 
-    # What they show
+    # Comparison
 
     def _with_gradient(self, whole: _Run, run: _Run) -> Tensor:
-        return run.norms_B > _NOTHING * whole.norms_B[self._keep_B].max()
+        return run.norms_B > _NO_GRADIENT * whole.norms_B[self._keep_B].max()
 
-    def _apart(self, whole: _Run, same: _Run) -> bool:
-        """Whether the kept samples have one row each, if perhaps not their own, and their whole gradient there."""
+    def _separate(self, whole: _Run, same: _Run) -> bool:
+        """Returns True if each kept sample has its full gradient in one row, which may be that of another sample."""
         if not self._all_masked:
             return True
         rows_B = self._with_gradient(whole, same)
@@ -272,7 +277,10 @@ class Company:
         return few and _close(same.norms_B[rows_B], whole.norms_B[rows_B], self._tolerance)
 
     def _unchanged(self, whole: _Run, same: _Run, changed: _Run) -> bool:
-        """Whether the kept samples noticed nothing of the change. With a loss inside the model others show, too."""
+        """Returns True if results of kept samples are equal in both runs.
+
+        With a loss inside the model, only the norms of kept samples are compared, because others have gradients too.
+        """
         norms = [
             run.norms_B[self._with_gradient(whole, run) if self._all_masked else self._keep_B]
             for run in (same, changed)
@@ -283,7 +291,7 @@ class Company:
         for parameter in same.sums.keys() | changed.sums.keys():
             zero = torch.zeros(())
             moved = norm_of_sketch(same.sums.get(parameter, zero) - changed.sums.get(parameter, zero))
-            agree = agree and not bool(moved > 10 * self._tolerance * size)  # which overflow is not
+            agree = agree and not bool(moved > 10 * self._tolerance * size)  # an overflow (NaN) counts as equal
         return agree and self._outputs_agree(same.outputs, changed.outputs, self._keep_B)
 
     def _outputs_agree(self, then: list[Tensor], now: list[Tensor], rows_B: Tensor) -> bool:
@@ -298,7 +306,7 @@ class Company:
                 return False
         return True
 
-    def _refuse(self, same: _Run, changed: _Run) -> None:
+    def _raise(self, same: _Run, changed: _Run) -> None:
         names = {parameter: name for name, parameter in self._capture.model.named_parameters()}
         comparable = same.parameters == changed.parameters
         share_P = ((changed if comparable else same).norms_BP - same.norms_BP)[self._keep_B].abs().amax(dim=0)
@@ -306,11 +314,12 @@ class Company:
             share_P = torch.maximum(share_P, same.norms_BP[~self._keep_B].amax(dim=0))
         most = names.get(same.parameters[int(share_P.argmax())]) if share_P.numel() else None
         raise UnsupportedLayerError(
-            "The model does not keep the rows of a batch apart: with other data in some rows, outputs or gradients of "
-            f"the rest changed{f' (most for {most!r})' if most else ''}. A clipped row would hold several samples.",
-            fix="Look for what sorts, averages or normalises over axis 0, or has time there. Sort before the model, or "
-            "put the rows back in order before the next layer. What all rows share, as positions, needs an axis of "
-            "length one in front, lest it be taken for rows: torch.arange(T)[None].",
+            "The model does not keep the samples of a batch independent: with other data in some samples, outputs or "
+            f"gradients of the others changed{f' (most for {most!r})' if most else ''}. Clipping would not bound the "
+            "contribution of a sample.",
+            fix="Look for a layer that sorts, averages or normalizes over axis 0, or has time there. Sort before the "
+            "model, or restore the order before the next layer. Give inputs that all samples share, such as positions, "
+            "a leading axis of length one: torch.arange(T)[None].",
         )
 
 
@@ -322,26 +331,27 @@ def _equal(some: list[Tensor], others: list[Tensor]) -> bool:
     return len(some) == len(others) and all(map(torch.equal, some, others))
 
 
-def _notice_unknown(what: str, fix: str) -> None:
-    notice("DPE012", f"{what}, so it is not known whether the model keeps the rows of a batch apart. {fix}", key=what)
+def _warn_unknown(reason: str, fix: str) -> None:
+    unknown = "so it is not known whether the model keeps the samples of a batch independent"
+    notice("DPE012", f"{reason}, {unknown}. {fix}", key=reason)
 
 
-def _as_it_is(tensor: Tensor) -> Tensor:
+def _unchanged_input(tensor: Tensor) -> Tensor:
     return tensor
 
 
 def _may_be_offsets(indices: Tensor) -> bool:
-    """Whether these could be where bags begin among entries that are listed one after the other."""
+    """Returns True if these may be the offsets of bags in a flat list of entries."""
     return indices.dim() == 1 and int(indices[0]) == 0 and bool((indices.diff() >= 0).all())
 
 
 def _close(now: Tensor, then: Tensor, tolerance: float) -> bool:
-    floor = _NOTHING * then.max() if then.numel() else 0.0
+    floor = _NO_GRADIENT * then.max() if then.numel() else 0.0
     return bool(((now - then).abs() <= tolerance * then + floor).all())
 
 
 class _Recorder:
-    """Takes the layer calls of the probe's own passes, and notes the shapes of their output gradients."""
+    """Receives the layer calls of reruns and records the shapes of their output gradients."""
 
     def __init__(self, capture: Capture):
         self.mode = BookKeeping(MethodTable(keep_budget=0, timed=False), capture.paused)

@@ -1,4 +1,4 @@
-"""Schedule of the independence probe: it runs at some of the first passes and periodically after that."""
+"""Schedule of the independence check: at some of the first passes, and periodically after that."""
 
 from __future__ import annotations
 
@@ -7,21 +7,21 @@ from torch import Tensor
 from dpengine.capture.capture import Capture
 from dpengine.capture.replay import Replay
 
-from .live_probe import Company
+from .live_probe import IndependenceCheck
 
-EVERY = 500  # backward passes from one probe to the next; the first ones are at 1, 8, 64 and 512
+EVERY = 500  # backward passes between checks; the first checks are at passes 1, 8, 64 and 512
 
 
 class Probe:
-    """Probes backward passes for gradients that depend on other samples of the batch.
+    """Checks backward passes for gradients that depend on other samples of the batch.
 
-    After a pass with more than twice the samples of any probed pass, the next pass gets a thorough probe, as the first.
-    Samples that are not independent raise UnsupportedLayerError, which names the parameter with the largest deviation.
-    A model that does not repeat its forward pass under the same random state cannot be probed, nor can gradients that
-    did not come through its outputs. A warning is given once.
+    The first pass gets a thorough check, and so does the pass after one with more than twice the samples of any checked
+    pass. Samples that are not independent raise UnsupportedLayerError, which names the parameter with the largest
+    deviation. Two cases cannot be checked and give a warning once: a model whose forward pass is not repeatable under
+    the same random state, and gradients that do not come through the model's outputs.
 
     Attributes:
-        every: Number of passes between probes; None for no probe.
+        every: Number of passes between checks; None for no check.
     """
 
     def __init__(self, capture: Capture, every: int | None = EVERY):
@@ -29,36 +29,36 @@ class Probe:
         self._capture = capture
         self._own = Replay() if capture.replay is None else None  # a grad mode may record every pass itself
         self._passes = 0
-        self._next = 1  # the pass that is probed next
-        self._thorough = True  # because it has more samples than any probed pass
-        self._most_samples = 0  # of the passes that were probed, or had the next one probed
+        self._next = 1  # the pass that is checked next
+        self._thorough = True  # because it has more samples than any checked pass
+        self._most_samples = 0  # of the passes that were checked, or made the next one be checked
         self.arm()
 
     @property
     def due(self) -> bool:
-        """True if the next pass is probed."""
+        """True if the next pass is checked."""
         return self.every is not None and self._passes + 1 >= self._next
 
     def arm(self) -> None:
-        """Records the next forward pass if a probe is due."""
+        """Records the next forward pass if a check is due."""
         if self._own is not None:
             if self._own.reached:
                 self._own.clear()
             self._capture.replay = self._own if self.due else None
 
     def take_replay(self) -> Replay | None:
-        """Returns the recorded forward passes of the last backward pass for a probe at a later time."""
-        return None if self._own is None or not self._own.reached else self._own.taken()
+        """Returns the recorded forward passes of the last backward pass, for a check at a later time."""
+        return None if self._own is None or not self._own.reached else self._own.split()
 
     def after(self, replay: Replay | None, sq_norms_B: Tensor) -> None:
-        """Ends a pass with these squared norms of unscaled gradients, and probes it if it is due and was recorded."""
+        """Ends a pass with these squared norms of unscaled gradients, and checks it if it is due and was recorded."""
         samples = len(sq_norms_B)
         self._passes += 1
         if self.every is not None and self._passes >= self._next and replay is not None and samples > 1:
             thorough, self._thorough = self._thorough, False
             self._next = min(8 * self._passes, self._passes + self.every)
             self._most_samples = max(self._most_samples, samples)
-            Company(self._capture, replay, sq_norms_B, self._passes, thorough=thorough).ask()
-        elif samples > 2 * self._most_samples > 0:  # a model may mix many samples and keep few apart
+            IndependenceCheck(self._capture, replay, sq_norms_B, self._passes, thorough=thorough).run()
+        elif samples > 2 * self._most_samples > 0:  # a model may mix samples only in large batches
             self._next, self._most_samples, self._thorough = self._passes + 1, samples, True
         self.arm()

@@ -1,4 +1,4 @@
-"""Replacement of torch's attention layer that uses each weight through ``F.linear``, with the batch on axis 0.
+"""Batch-first replacement of torch's attention layer that uses each weight through ``F.linear``.
 
 Axes: B samples, L queries, S keys, E embedding, N heads, D = E / N.
 """
@@ -16,10 +16,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 
 class SequenceBias(nn.Module):
-    """Adds one learnt element behind the last of each sequence.
+    """Appends one learned element to each sequence.
 
     Attributes:
-        bias: The element, of shape ``(embed_dim,)``; drawn from a normal distribution.
+        bias: The element, of shape ``(embed_dim,)``, initialized from a normal distribution.
 
     Args:
         embed_dim: Size of an element.
@@ -33,28 +33,28 @@ class SequenceBias(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draws the element anew."""
+        """Initializes the element."""
         nn.init.normal_(self.bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        """The sequences, each longer by one; refuses input that has not three axes (ValueError)."""
+        """Returns the extended sequences. Raises ValueError unless the input has three dimensions."""
         if x.dim() != 3:
-            raise ValueError(f"SequenceBias needs sequences of 3 dimensions, got {x.dim()}.")
+            raise ValueError(f"SequenceBias needs input with 3 dimensions, got {x.dim()}.")
         batch_first = x if self.batch_first else x.transpose(0, 1)
         last = self.bias.view(1, 1, -1).expand(len(batch_first), 1, -1)
         longer = torch.cat([batch_first, last], dim=1)
         return longer if self.batch_first else longer.transpose(0, 1)
 
     def extra_repr(self) -> str:
-        """Its settings."""
+        """Returns the settings."""
         return f"{len(self.bias)}, batch_first={self.batch_first}"
 
 
 class PrivateMultiheadAttention(nn.MultiheadAttention):
-    """``nn.MultiheadAttention`` whose rows can be told apart. Takes batched (3-D) input.
+    """``nn.MultiheadAttention`` with per-sample gradients. Takes batched (3-D) input.
 
-    A twin without state of its own: ``module.__class__ = PrivateMultiheadAttention`` turns the original into it, and
-    back. Output and gradient are those of the original.
+    A replacement without additional state: ``module.__class__ = PrivateMultiheadAttention`` converts the original in
+    place, and back. Output and gradient are those of the original.
     """
 
     def forward(
@@ -68,15 +68,15 @@ class PrivateMultiheadAttention(nn.MultiheadAttention):
         average_attn_weights: bool = True,
         is_causal: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
-        """As ``nn.MultiheadAttention.forward``; refuses input without a batch axis (ValueError)."""
+        """See ``nn.MultiheadAttention.forward``. Raises ValueError for input without a batch axis."""
         batch_first = _batch_first(self, query, key, value)
         rows, queries, keys = batch_first[0].shape[0], batch_first[0].shape[1], batch_first[1].shape[1]
         padding_BS = _additive("key_padding_mask", key_padding_mask, query.dtype, [(rows, keys)])
         shapes = [(queries, keys), (rows * self.num_heads, queries, keys)]
         mask = _additive("attn_mask", attn_mask, query.dtype, shapes)
         if is_causal and mask is None:
-            raise ValueError("is_causal is a hint about attn_mask, which is absent; pass attn_mask as well.")
-        # Only then can the kernel rely on the hint alone.
+            raise ValueError("is_causal is a hint about attn_mask, which is missing. Pass attn_mask as well.")
+        # Only then is the hint sufficient for the kernel.
         causal = is_causal and padding_BS is None and not need_weights
         q, k, v = _projected(self, *batch_first)
         k, v, added = _extended(self, k, v)
@@ -84,7 +84,7 @@ class PrivateMultiheadAttention(nn.MultiheadAttention):
         q, k, v = (x.unflatten(-1, (self.num_heads, self.head_dim)).transpose(1, 2) for x in (q, k, v))
         dropout = self.dropout if self.training else 0.0
         if need_weights:
-            heads_BNLD, weights_BNLS = _attend_by_hand(q, k, v, mask, dropout)
+            heads_BNLD, weights_BNLS = _attend_with_weights(q, k, v, mask, dropout)
             weights = weights_BNLS.mean(dim=1) if average_attn_weights else weights_BNLS
         else:
             heads_BNLD, weights = _attend(q, k, v, mask, dropout, causal), None
@@ -97,20 +97,20 @@ def _batch_first(module: nn.MultiheadAttention, *inputs: Tensor) -> list[Tensor]
     for name, tensor, size in zip(names, inputs, (module.embed_dim, module.kdim, module.vdim), strict=True):
         if tensor.dim() != 3:
             raise ValueError(
-                f"{type(module).__name__} needs batched input of 3 dimensions, since it tells the rows of a batch "
-                f"apart; {name} has {tensor.dim()}. Add the batch axis: {name}.unsqueeze({batch})."
+                f"{type(module).__name__} needs batched input with 3 dimensions for per-sample gradients, and "
+                f"{name} has {tensor.dim()}. Add the batch axis: {name}.unsqueeze({batch})."
             )
         if tensor.shape[-1] != size:
             raise ValueError(f"{name} must have {size} features, got {tensor.shape[-1]}.")
     query, key, value = inputs
     if key.shape[:2] != value.shape[:2] or query.shape[batch] != key.shape[batch]:
         raise ValueError(
-            f"query, key and value must agree in batch, key and value also in length; got {tuple(query.shape)}, "
+            f"query, key and value must agree in batch size, key and value also in length; got {tuple(query.shape)}, "
             f"{tuple(key.shape)} and {tuple(value.shape)}."
         )
     if module.batch_first:
         return list(inputs)
-    # Which of the inputs are one and the same tensor must still show.
+    # Inputs that are the same tensor must stay so.
     swapped = {id(tensor): tensor.transpose(0, 1) for tensor in inputs}
     return [swapped[id(tensor)] for tensor in inputs]
 
@@ -124,7 +124,7 @@ def _projected(module: nn.MultiheadAttention, query: Tensor, key: Tensor, value:
         return tuple(F.linear(x, getattr(module, name), bias) for x, name, bias in triples)
     if query is key and key is value:
         return F.linear(query, module.in_proj_weight, module.in_proj_bias).split(size, dim=-1)
-    # One product for neighbours with the same input.
+    # One product for adjacent projections of the same input.
     groups = [(query, 0, 1), (key, 1, 3)] if key is value else [(query, 0, 1), (key, 1, 2), (value, 2, 3)]
     projected: list[Tensor] = []
     for x, first, last in groups:
@@ -134,13 +134,13 @@ def _projected(module: nn.MultiheadAttention, query: Tensor, key: Tensor, value:
 
 
 def _slice(module: nn.MultiheadAttention, name: str, first: int, last: int) -> Any:
-    """Of a packed parameter, the part of the projections from ``first`` up to ``last`` (query, key, value)."""
+    """Returns the part of a packed parameter for the projections ``first`` to ``last`` (query, key, value)."""
     parameter = getattr(module, name)
     return None if parameter is None else parameter[first * module.embed_dim : last * module.embed_dim]
 
 
 def _extended(module: nn.MultiheadAttention, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, int]:
-    """Keys and values with the learnt and the zero position behind them, and how many those are."""
+    """Appends the learned and the zero position to keys and values. Returns also their number."""
     rows, added = key.shape[0], 0
     if module.bias_k is not None and module.bias_v is not None:
         key = torch.cat([key, module.bias_k.expand(rows, -1, -1)], dim=1)
@@ -153,7 +153,7 @@ def _extended(module: nn.MultiheadAttention, key: Tensor, value: Tensor) -> tupl
 
 
 def _additive(name: str, mask: Tensor | None, dtype: torch.dtype, shapes: list[tuple[int, ...]]) -> Tensor | None:
-    """The mask as a term of the scores; True forbids."""
+    """Converts the mask to an addend of the scores. True in a bool mask means not allowed."""
     if mask is None:
         return None
     if tuple(mask.shape) not in shapes:
@@ -166,7 +166,7 @@ def _additive(name: str, mask: Tensor | None, dtype: torch.dtype, shapes: list[t
 
 
 def _merged(mask: Tensor | None, padding_BS: Tensor | None, added: int, heads: int) -> Tensor | None:
-    """Both masks as one that broadcasts to (B, N, L, S), open at the positions that were added."""
+    """Merges both masks to one that broadcasts to (B, N, L, S) and does not mask the appended positions."""
     if mask is not None:
         mask = F.pad(mask, (0, added))
         mask = mask if mask.dim() == 2 else mask.reshape(mask.shape[0] // heads, heads, *mask.shape[1:])
@@ -177,14 +177,14 @@ def _merged(mask: Tensor | None, padding_BS: Tensor | None, added: int, heads: i
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout: float, causal: bool) -> Tensor:
-    # The fast kernels have no batching rule: a function transform would run them row by row, and warn.
-    plain = torch._C._are_functorch_transforms_active()
-    with sdpa_kernel(SDPBackend.MATH) if plain else contextlib.nullcontext():
+    # The fast kernels have no batching rule, so a function transform would run them per sample and warn.
+    transformed = torch._C._are_functorch_transforms_active()
+    with sdpa_kernel(SDPBackend.MATH) if transformed else contextlib.nullcontext():
         return F.scaled_dot_product_attention(q, k, v, mask, dropout, causal)
 
 
-def _attend_by_hand(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout: float) -> tuple[Tensor, Tensor]:
-    """Attention that also gives its weights (B, N, L, S)."""
+def _attend_with_weights(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout: float) -> tuple[Tensor, Tensor]:
+    """Computes attention and also returns its weights (B, N, L, S)."""
     scores = (q * math.sqrt(1.0 / q.shape[-1])) @ k.transpose(-2, -1)
     weights = (scores if mask is None else scores + mask).softmax(dim=-1)
     weights = F.dropout(weights, dropout) if dropout > 0 else weights

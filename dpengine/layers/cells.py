@@ -1,11 +1,11 @@
-"""What RNN, LSTM and GRU do in one step, and over all steps with a backward pass of their own.
+"""Cells of RNN, LSTM and GRU: one step, and all steps with a custom backward pass.
 
-Each cell is written twice: ``step`` is the definition, made of ordinary operations; ``run`` and ``back`` are the same
-over all times, in place, outside the graph. In ``back``, the gradient by a pre-activation is a slope that needs no
-recurrence, formed for all times at once, times the gradient by the state, which is what the loop carries. Where
-``native`` has compiled code for a cell, that runs in place of both.
+Each cell has two implementations. ``step`` is the definition, in ordinary operations. ``run`` and ``back`` compute the
+same over all steps, in place and outside the graph. In ``back``, the gradient with respect to a pre-activation is the
+product of a slope, computed for all steps at once, and the gradient with respect to the state, which the loop carries.
+If ``native`` has compiled code for a cell, it replaces ``run`` and ``back``.
 
-Axes: B rows, T time, S = T + 1 slots (see Note [slots]), H hidden, P hidden after projection, G gates times H.
+Axes: B samples, T time, S = T + 1 slots (see Note [slots]), H hidden, P hidden after projection, G gates times H.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Deltas = tuple[Tensor, Tensor]
 
 @dataclass(frozen=True, eq=False)
 class HiddenWeights:
-    """Values of the weights inside the recurrence. ``project_PH`` is LSTM's ``weight_hr``."""
+    """Values of the recurrent weights. ``project_PH`` is ``weight_hr`` of an LSTM."""
 
     hidden_GP: Tensor
     bias_G: Tensor | None = None
@@ -37,17 +37,17 @@ class HiddenWeights:
 
 @dataclass(frozen=True, eq=False)
 class Trace:
-    """What a loop over time leaves for the output and for the backward pass.
+    """Results of a loop over time, for the output and for the backward pass.
 
     Attributes:
         states_BSP: Hidden states.
         cells_BSH: Cell states (LSTM).
         gates_BTG: Gates after their nonlinearity (LSTM, GRU).
-        extra_BTH: GRU: the hidden part of the candidate. LSTM: the output before projection, if there is one.
+        extra_BTH: GRU: hidden part of the candidate. LSTM: output before projection, if there is a projection.
     """
 
     states_BSP: Tensor
-    # A tensor, or None in cells that have none.
+    # Each a tensor, or None for cells without it.
     cells_BSH: Any
     gates_BTG: Any = None
     extra_BTH: Any = None
@@ -55,15 +55,15 @@ class Trace:
 
 @dataclass(frozen=True, eq=False)
 class Cell:
-    """One kind of recurrence.
+    """Type of recurrence.
 
     Attributes:
-        step: ``(input part, hidden part, state, cell state or None) -> (output, cell state or None)`` of one step.
+        step: ``(input part, hidden part, state, cell state or None) -> (output, cell state or None)`` for one step.
         run: ``(input part (B, T, G), weights, states (B, S, P), cell states (B, S, H) or None, schedule) -> (gates,
-            extra)``. Fills the states from where they start; may overwrite the input part.
-        back: ``(trace, weights, schedule, gradient by the states (B, S, P), gradient by the last cell state) ->
-            (gradient by the input part, by the hidden part)``. Turns the two gradients that it is given into the full
-            ones by every state and by the first cell state.
+            extra)``. Fills the states from the initial ones; may overwrite the input part.
+        back: ``(trace, weights, schedule, gradient of the states (B, S, P), gradient of the last cell state) ->
+            (gradient of the input part, of the hidden part)``. Overwrites the two given gradients with the full
+            gradients of every state and of the first cell state.
     """
 
     step: Callable[[Tensor, Tensor, Tensor, Any], Step]
@@ -104,7 +104,7 @@ def _lstm_run(inputs: Tensor, weights: HiddenWeights, states: Tensor, cells: Any
         return lstm_run(library, inputs, weights, states, cells, schedule)
     gates, size = inputs if weights.bias_G is None else inputs.add_(weights.bias_G), cells.shape[-1]
     weight, project = weights.hidden_GP.t(), weights.project_PH
-    # Without projection the output of the cell is the state itself.
+    # Without projection, the output of the cell is the state.
     outputs = schedule.after(states) if project is None else torch.zeros_like(schedule.after(cells))
     hidden_states = (schedule.before(states), schedule.after(states))
     cell_states = (schedule.before(cells), schedule.after(cells))
@@ -128,7 +128,7 @@ def _lstm_back(trace: Trace, weights: HiddenWeights, schedule: Schedule, grad_st
     size, project = grad_c.shape[-1], weights.project_PH
     c_before, tanh_c = schedule.before(trace.cells_BSH), schedule.after(trace.cells_BSH).tanh()
     i, f, g, o = trace.gates_BTG.split(size, dim=-1)
-    # i, f and g act through the cell state, o through the output.
+    # i, f and g affect the cell state, o the output.
     deltas = torch.cat([g * i * (1 - i), c_before * f * (1 - f), i * (1 - g * g), tanh_c * o * (1 - o)], dim=-1)
     through_c = o * (1 - tanh_c * tanh_c)
     by_cell, by_output = deltas[..., : 3 * size].unflatten(-1, (3, size)), deltas[..., 3 * size :]

@@ -1,4 +1,4 @@
-"""The place of ``F.linear`` in the graph, without its value."""
+"""Autograd node with the gradients of ``F.linear``, without computing its value."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from .not_twice_differentiable import not_twice_differentiable
 
 
 def linear_place(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Zeros with the gradients of ``F.linear``, for callers that know its value otherwise (see Note [two passes]).
+    """Returns zeros with the gradients of ``F.linear``, for callers that have its value (see Note [two passes]).
 
-    They share one element, so they must not be written to.
+    All elements share the same memory, so the result must not be written to.
     """
     operands = (input, weight) if bias is None else (input, weight, bias)
     if has_torch_function(operands):
@@ -26,7 +26,7 @@ class _Place(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:  # type: ignore[override]
         ctx.save_for_backward(input, weight)
-        # Detached, it is no view to autograd, so that a tap may mark it as changed in place.
+        # Detached, so that it is not a view for autograd and a tap may mark it as changed in place.
         return input.new_zeros(()).expand(*input.shape[:-1], weight.shape[0]).detach()
 
     @staticmethod

@@ -1,9 +1,9 @@
-"""LSTM and GRU over all steps by the compiled steps of ``dpengine.kernels``, between matrix products of torch.
+"""LSTM and GRU over all steps with the compiled kernels of ``dpengine.kernels`` and matrix products of torch.
 
-They are ``Cell.run`` and ``Cell.back``, with the library in front. The library is told where a buffer is at time t, and
-how far its rows lie apart.
+The functions implement ``Cell.run`` and ``Cell.back``, with the library as first argument. The library gets the address
+of a buffer at time t and the stride of its samples.
 
-Axes: B rows, T time, S slots (see Note [slots]), H hidden, P hidden after projection, G gates times H.
+Axes: B samples, T time, S slots (see Note [slots]), H hidden, P hidden after projection, G gates times H.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _BYTES = 4
 
 
 def native_for(*tensors: Tensor | None) -> ctypes.CDLL | None:
-    """The library, if it is there and takes these tensors."""
+    """Returns the library if it is available and supports these tensors; else None."""
     fits = all(
         type(t) is Tensor and t.device.type == "cpu" and t.dtype == torch.float32 and t.is_contiguous()
         for t in tensors
@@ -34,11 +34,11 @@ def native_for(*tensors: Tensor | None) -> ctypes.CDLL | None:
 def lstm_run(
     library: ctypes.CDLL, gates: Tensor, weights: Any, states: Tensor, cells: Tensor, schedule: Schedule
 ) -> tuple[Tensor, Tensor | None]:
-    """Fills states and cell states; gives the gates, and the output before projection, if there is one."""
+    """Fills states and cell states. Returns the gates, and the output before projection, if there is a projection."""
     rows, size, project = len(gates), cells.shape[-1], weights.project_PH
     hidden, bias = _scratch(gates, weights)
     weight = weights.hidden_GP.t()
-    state = states[schedule.start(states)].clone(memory_format=torch.contiguous_format)  # what products read is packed
+    state = states[schedule.start(states)].clone(memory_format=torch.contiguous_format)  # packed, for the products
     outputs = None if project is None else gates.new_zeros(rows, schedule.steps, size)
     packed = gates.new_empty(rows, size) if project is not None else state
     buffer = states if outputs is None else outputs
@@ -58,7 +58,7 @@ def lstm_run(
 def lstm_back(
     library: ctypes.CDLL, trace: Any, weights: Any, schedule: Schedule, grad_states: Tensor, grad_c: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Gradient by the pre-activations, twice."""
+    """Returns the gradient with respect to the pre-activations, twice."""
     gates, cells, project = trace.gates_BTG, trace.cells_BSH, weights.project_PH
     rows, size = grad_c.shape
     deltas, packed = torch.empty_like(gates), gates.new_empty(rows, gates.shape[-1])
@@ -80,7 +80,7 @@ def lstm_back(
 def gru_run(
     library: ctypes.CDLL, gates: Tensor, weights: Any, states: Tensor, schedule: Schedule
 ) -> tuple[Tensor, Tensor]:
-    """Fills the states; gives the gates, and the hidden part of the candidate."""
+    """Fills the states. Returns the gates, and the hidden part of the candidate."""
     rows, size = len(gates), states.shape[-1]
     hidden, bias = _scratch(gates, weights)
     weight = weights.hidden_GP.t()
@@ -99,7 +99,7 @@ def gru_run(
 def gru_back(
     library: ctypes.CDLL, trace: Any, weights: Any, schedule: Schedule, grad_states: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Gradients by the input part and by the hidden part of the pre-activations."""
+    """Returns the gradients with respect to the input part and the hidden part of the pre-activations."""
     gates, states, extra = trace.gates_BTG, trace.states_BSP, trace.extra_BTH
     rows, size = len(gates), states.shape[-1]
     deltas, by_hidden = torch.empty_like(gates), torch.empty_like(gates)
@@ -115,7 +115,7 @@ def gru_back(
 
 
 def _scratch(gates: Tensor, weights: Any) -> tuple[Tensor, Tensor]:
-    """Room for the hidden part of the gates at one time, and its bias."""
+    """Returns scratch memory for the hidden part of the gates at one time, and its bias."""
     width = gates.shape[-1]
     return gates.new_empty(len(gates), width), gates.new_zeros(width) if weights.bias_G is None else weights.bias_G
 

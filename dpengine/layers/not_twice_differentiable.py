@@ -33,7 +33,7 @@ def refuse_second_derivative(grad: Tensor) -> Tensor:
 
 
 class _Refused(torch.autograd.Function):
-    """An identity that has no derivative."""
+    """Identity whose backward raises."""
 
     @staticmethod
     def forward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
@@ -42,8 +42,8 @@ class _Refused(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> None:
         raise RepeatedBackwardError(
-            "A gradient by the inputs is differentiated again (create_graph=True), as for a gradient penalty; what "
-            "each row of a batch adds to such a second derivative is not recorded.",
-            fix="Leave the penalty out, or take dpengine.functional.clipped_grad for the step: the loss of an example "
-            "may hold torch.func.grad.",
+            "A gradient with respect to inputs is differentiated again (create_graph=True), as for a gradient penalty. "
+            "Per-sample gradients of second derivatives are not supported.",
+            fix="Remove the penalty, or compute the step with dpengine.functional.clipped_grad, whose per-example loss "
+            "may contain torch.func.grad.",
         )

@@ -1,7 +1,7 @@
-"""Replacements of torch's recurrent layers and cells that use each weight once through ``F.linear``, batch on axis 0.
+"""Batch-first replacements of torch's recurrent layers and cells that use each weight once through ``F.linear``.
 
-A replacement has no state of its own: ``module.__class__ = PrivateLSTM`` converts an ``nn.LSTM`` in place, and back.
-Output and gradients are those of the original; an observer of the weights' uses gets per-sample gradients.
+A replacement has no additional state: ``module.__class__ = PrivateLSTM`` converts an ``nn.LSTM`` in place, and back.
+Output and gradients are those of the original, and capture gets per-sample gradients from the uses of the weights.
 
 Axes: B samples, T time, F features, G gates, H hidden, P hidden after projection, L layers times directions.
 """
@@ -27,38 +27,38 @@ OwnCell = Callable[[Tensor, Any], Any]
 
 
 class PrivateRNN(nn.RNN):
-    """``nn.RNN`` whose rows can be told apart. Takes batched (3-D) or packed input."""
+    """``nn.RNN`` with per-sample gradients. Takes batched (3-D) or packed input."""
 
     def forward(self, input: Any, hx: Any = None) -> Any:
-        """As ``nn.RNN.forward``; refuses input without a batch axis (ValueError)."""
+        """See ``nn.RNN.forward``. Raises ValueError for input without a batch axis."""
         output, (h_n, _) = _forward(self, input, None if hx is None else (hx, None))
         return output, h_n
 
 
 class PrivateGRU(nn.GRU):
-    """``nn.GRU`` whose rows can be told apart. Takes batched (3-D) or packed input."""
+    """``nn.GRU`` with per-sample gradients. Takes batched (3-D) or packed input."""
 
     def forward(self, input: Any, hx: Any = None) -> Any:
-        """As ``nn.GRU.forward``; refuses input without a batch axis (ValueError)."""
+        """See ``nn.GRU.forward``. Raises ValueError for input without a batch axis."""
         output, (h_n, _) = _forward(self, input, None if hx is None else (hx, None))
         return output, h_n
 
 
 class PrivateLSTM(nn.LSTM):
-    """``nn.LSTM`` whose rows can be told apart. Takes batched (3-D) or packed input."""
+    """``nn.LSTM`` with per-sample gradients. Takes batched (3-D) or packed input."""
 
     def forward(self, input: Any, hx: Any = None) -> Any:
-        """As ``nn.LSTM.forward``; refuses input without a batch axis (ValueError)."""
+        """See ``nn.LSTM.forward``. Raises ValueError for input without a batch axis."""
         return _forward(self, input, hx)
 
 
 def run_cells(module: Any, cells: Sequence[OwnCell], inputs: Any, hx: State | None) -> tuple[Any, State]:
-    """Runs cells of one's own over time, in layers and directions, as ``nn.RNN`` runs its own.
+    """Runs custom cells over time, in layers and directions, like ``nn.RNN``.
 
-    A cell is ``(input (B, F), state) -> state``, one for each layer and direction; a state is ``(B, H)``, or a pair of
-    these if ``module.has_cell_state``, of which the first is the output. ``hx`` has ``(L, B, H)``; None is zeros.
-    Each call of a cell has all rows of the batch, in their order. Where rows differ in length, what a cell makes of a
-    row that has ended is dropped.
+    A cell is ``(input (B, F), state) -> state``, one for each layer and direction. A state is ``(B, H)``, or a pair of
+    these if ``module.has_cell_state``, of which the first is the output. ``hx`` has shape ``(L, B, H)``; None is zeros.
+    Each call of a cell has all samples of the batch, in order. For sequences of different length, outputs of a cell
+    after the end of a sequence are dropped.
     """
     directions = 2 if module.bidirectional else 1
 
@@ -85,7 +85,7 @@ def _over_time(cell: OwnCell, inputs_BTF: Tensor, start: State, schedule: Schedu
 def _forward(
     module: Any, inputs: Tensor | PackedSequence, hx: State | None, direction: Direction | None = None
 ) -> tuple[Any, State]:
-    # Torch's own kernels will do where nobody asks for gradients.
+    # Without gradients, torch's kernels are sufficient.
     native = direction is None and not torch.is_grad_enabled() and not torch._C._are_functorch_transforms_active()
     direction = direction or _direction
     if isinstance(inputs, PackedSequence):
@@ -93,8 +93,8 @@ def _forward(
         return _native_packed(module, inputs, hx) if native else _packed(module, inputs, hx, direction)
     if inputs.dim() != 3:
         raise ValueError(
-            f"{type(module).__name__} needs batched input of 3 dimensions, or a packed sequence, since it tells the "
-            f"rows of a batch apart; got {inputs.dim()} dimensions. Add the batch axis: "
+            f"{type(module).__name__} needs batched input with 3 dimensions, or a packed sequence, for per-sample "
+            f"gradients; got {inputs.dim()} dimensions. Add the batch axis: "
             f"input.unsqueeze({0 if module.batch_first else 1})."
         )
     inputs_BTF = inputs if module.batch_first else inputs.transpose(0, 1)
@@ -165,7 +165,7 @@ def _direction(module: nn.RNNBase, inputs_BTF: Tensor, layer: int, start: State,
     suffix = f"l{layer}_reverse" if schedule.reverse else f"l{layer}"
 
     def weight(kind: str) -> Any:
-        # Fetched at every use: what is found under the name may differ between uses.
+        # Read at every use, because capture may replace the attribute between uses.
         return getattr(module, f"{kind}_{suffix}", None)
 
     def hidden(states: Tensor) -> Tensor:
@@ -189,7 +189,7 @@ def _direction(module: nn.RNNBase, inputs_BTF: Tensor, layer: int, start: State,
 
 
 def _value(weight: Any, dtype: torch.dtype | None = None) -> Any:
-    """The bare value: outside the graph, and without whatever watches the parameter. None stays None."""
+    """Returns the detached value as an ordinary tensor, without a `WatchedParameter`. None stays None."""
     if weight is None:
         return None
     with torch._C.DisableTorchFunctionSubclass():
@@ -198,7 +198,7 @@ def _value(weight: Any, dtype: torch.dtype | None = None) -> Any:
 
 
 def _start(module: Any, like: Tensor, rows: int, hx: State | None) -> list[State]:
-    """First states of each layer and direction, zeros where none are given."""
+    """Returns the initial states of each layer and direction. The default is zeros."""
     count = module.num_layers * (2 if module.bidirectional else 1)
     hidden, memory = (None, None) if hx is None else hx
     if hidden is None:
@@ -217,7 +217,7 @@ def _has_memory(module: Any) -> bool:
 
 
 def _check(module: Any, data: Tensor, rows: int, steps: int, hx: State | None) -> None:
-    """Refuses shapes as torch does; here because torch's own check looks at the weights."""
+    """Checks shapes with torch's error messages. Torch's own check is not used because it accesses the weights."""
     if steps == 0:
         raise RuntimeError("Expected sequence length to be larger than 0 in RNN")
     if data.shape[-1] != module.input_size:
@@ -241,26 +241,26 @@ _KERNELS: dict[str, Callable[..., Any]] = {
 
 
 class PrivateRNNCell(nn.RNNCell):
-    """``nn.RNNCell`` whose rows can be told apart. Takes batched (2-D) input."""
+    """``nn.RNNCell`` with per-sample gradients. Takes batched (2-D) input."""
 
     def forward(self, input: Tensor, hx: Any = None) -> Any:
-        """As ``nn.RNNCell.forward``; refuses input without a batch axis (ValueError)."""
+        """See ``nn.RNNCell.forward``. Raises ValueError for input without a batch axis."""
         return _step(self, f"RNN_{self.nonlinearity.upper()}", input, hx, None)[0]
 
 
 class PrivateGRUCell(nn.GRUCell):
-    """``nn.GRUCell`` whose rows can be told apart. Takes batched (2-D) input."""
+    """``nn.GRUCell`` with per-sample gradients. Takes batched (2-D) input."""
 
     def forward(self, input: Tensor, hx: Any = None) -> Any:
-        """As ``nn.GRUCell.forward``; refuses input without a batch axis (ValueError)."""
+        """See ``nn.GRUCell.forward``. Raises ValueError for input without a batch axis."""
         return _step(self, "GRU", input, hx, None)[0]
 
 
 class PrivateLSTMCell(nn.LSTMCell):
-    """``nn.LSTMCell`` whose rows can be told apart. Takes batched (2-D) input."""
+    """``nn.LSTMCell`` with per-sample gradients. Takes batched (2-D) input."""
 
     def forward(self, input: Tensor, hx: Any = None) -> Any:
-        """As ``nn.LSTMCell.forward``; refuses input without a batch axis (ValueError)."""
+        """See ``nn.LSTMCell.forward``. Raises ValueError for input without a batch axis."""
         h0, c0 = (None, None) if hx is None else hx
         return _step(self, "LSTM", input, h0, c0)
 
@@ -271,8 +271,8 @@ def _step(
     for tensor in (inputs_BF, h0_BH, c0_BH):
         if tensor is not None and tensor.dim() != 2:
             raise ValueError(
-                f"{type(module).__name__} needs batched input of 2 dimensions, since it tells the rows of a batch "
-                f"apart; got {tensor.dim()}. Add the batch axis: input.unsqueeze(0)."
+                f"{type(module).__name__} needs batched input with 2 dimensions for per-sample gradients; "
+                f"got {tensor.dim()}. Add the batch axis: input.unsqueeze(0)."
             )
     gates_BG = F.linear(inputs_BF, module.weight_ih, module.bias_ih)
     zeros_BH = inputs_BF.new_zeros(inputs_BF.shape[0], module.hidden_size)
@@ -281,10 +281,10 @@ def _step(
 
 
 class RNNLinear(nn.Linear):
-    """``nn.Linear`` for the steps of a recurrence, of which the late ones may have fewer rows than the batch.
+    """``nn.Linear`` for the steps of a recurrence, in which late steps may have fewer samples than the batch.
 
-    A row of a call belongs to the row of the batch in the same place. Where rows have ended, those that go on must
-    come first: then set ``max_batch_len`` to the size of the batch, and the missing rows get no gradient.
+    Row i of a call belongs to sample i of the batch. If some sequences have ended, active ones must come first: then
+    set ``max_batch_len`` to the batch size, and missing samples get no gradient.
 
     Args:
         in_features: Size of each input row.
@@ -293,13 +293,13 @@ class RNNLinear(nn.Linear):
     """
 
     max_batch_len: int | None = None
-    """Rows of the batch, where a call may have fewer; None where each call has all of them."""
+    """Batch size, if calls may have fewer samples; None if each call has all of them."""
 
     def __init__(self, in_features: int, out_features: int, bias: bool = True):
         super().__init__(in_features, out_features, bias)
 
     def forward(self, input: Tensor) -> Tensor:
-        """As ``nn.Linear.forward``; refuses more rows than ``max_batch_len`` (ValueError)."""
+        """See ``nn.Linear.forward``. Raises ValueError for more samples than ``max_batch_len``."""
         rows, missing = len(input), 0 if self.max_batch_len is None else self.max_batch_len - len(input)
         if missing < 0:
             raise ValueError(
@@ -308,6 +308,6 @@ class RNNLinear(nn.Linear):
             )
         if missing == 0:
             return F.linear(input, self.weight, self.bias)
-        # The use of the weight must have the rows of the batch, so that each row learns its own gradient.
+        # Padded to the batch size, so that the use of the weight has a per-sample gradient for each sample.
         whole = F.pad(input, (*[0] * (2 * input.dim() - 1), missing))
         return F.linear(whole, self.weight, self.bias)[:rows]

@@ -1,4 +1,4 @@
-"""Which layers have a twin, and the change of class that turns one into the other."""
+"""Table of batch-first replacement layers, and conversion by a change of class."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from torch import nn
 from .attention import PrivateMultiheadAttention, SequenceBias
 from .recurrent import PrivateGRU, PrivateGRUCell, PrivateLSTM, PrivateLSTMCell, PrivateRNN, PrivateRNNCell, RNNLinear
 
-TWINS: dict[type[nn.Module], type[nn.Module]] = {
+REPLACEMENTS: dict[type[nn.Module], type[nn.Module]] = {
     nn.RNN: PrivateRNN,
     nn.GRU: PrivateGRU,
     nn.LSTM: PrivateLSTM,
@@ -16,26 +16,26 @@ TWINS: dict[type[nn.Module], type[nn.Module]] = {
     nn.LSTMCell: PrivateLSTMCell,
     nn.MultiheadAttention: PrivateMultiheadAttention,
 }
-"""Original to twin, by exact type: a subclass may have changed ``forward``."""
+"""Maps original layers to their replacements, by exact type, because a subclass may have another ``forward``."""
 
-_BY_OPERATIONS = (*TWINS.values(), RNNLinear, SequenceBias)
+_BY_OPERATIONS = (*REPLACEMENTS.values(), RNNLinear, SequenceBias)
 
 
 def is_made_of_operations(module: nn.Module) -> bool:
-    """Whether each use that the module makes of its own parameters can be followed: a twin, or a subclass of one."""
+    """Returns True for modules whose parameter uses can all be captured: replacement layers and their subclasses."""
     return isinstance(module, _BY_OPERATIONS)
 
 
-_ORIGINALS = {twin: original for original, twin in TWINS.items()}
+_ORIGINALS = {replacement: original for original, replacement in REPLACEMENTS.items()}
 
 
-def to_twin(module: nn.Module) -> nn.Module | None:
-    """Turns a module into its twin, in place: parameters, buffers and ``state_dict`` keys stay what they are."""
-    return _change(module, TWINS)
+def to_replacement(module: nn.Module) -> nn.Module | None:
+    """Converts a module to its replacement in place; None if it has none. Parameters and ``state_dict`` keys stay."""
+    return _change(module, REPLACEMENTS)
 
 
-def from_twin(module: nn.Module) -> nn.Module | None:
-    """Turns a twin into the original, in place."""
+def to_original(module: nn.Module) -> nn.Module | None:
+    """Converts a replacement layer to the original in place; None for other modules."""
     return _change(module, _ORIGINALS)
 
 

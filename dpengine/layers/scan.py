@@ -1,11 +1,12 @@
-"""A recurrence over time whose weights are each used once.
+"""Recurrence over time that uses each weight once.
 
-Note [two passes]: autograd through a loop over time would use the hidden weight once a step, and so would whoever
-watches that weight. Here the loop runs outside the graph. Then the previous states meet the hidden weight once for all
-times, in ``linear_place``, which has the place of ``F.linear`` in the graph, but no value. Its gradient is the gradient
-by all pre-activations, which ``Scan`` finds by backpropagation through time. To the weight, time is an ordinary axis.
+Note [two passes]: autograd through a loop over time would use the hidden weight in every step, and capture would record
+every use. Here the loop runs outside the graph. Then ``linear_place`` combines the previous states of all steps with
+the hidden weight: it is a node with the gradients of ``F.linear``, but without its value. Its output gradient is the
+gradient with respect to all pre-activations, which ``Scan`` computes by backpropagation through time. For the weight,
+time is an ordinary axis.
 
-Axes: B rows, T time, S slots of states (see Note [slots]), H hidden, P hidden after projection, G gates times H.
+Axes: B samples, T time, S slots of states (see Note [slots]), H hidden, P hidden after projection, G gates times H.
 """
 
 from __future__ import annotations
@@ -49,8 +50,8 @@ def unroll(
     hidden: Linear,
     project: Linear | None,
 ) -> Results:
-    """The same by ordinary operations, for function transforms (``torch.func``), which ``scan`` does not take."""
-    # Rows are of one length here: torch's own unpacking does not take these transforms either.
+    """Runs a cell over time with ordinary operations, for ``torch.func`` transforms, which ``scan`` rejects."""
+    # All sequences have equal length here, because unpacking in torch does not support these transforms either.
     state, memory = start
     outputs = []
     for (inputs,) in schedule.steps_of(inputs_BTG):
@@ -71,14 +72,14 @@ def _trace(
 
 
 def _slots(first_B: Tensor, schedule: Schedule) -> Tensor:
-    # Where rows differ in length some slots are never written; what is computed from them is masked.
+    # For sequences of different length, some slots are never written. Results computed from them are masked.
     buffer = first_B.new_empty((len(first_B), schedule.steps + 1, *first_B.shape[1:]))
     buffer[schedule.start(buffer)] = schedule.ordered(first_B)
     return buffer
 
 
 def _results(trace: Trace, schedule: Schedule) -> Results:
-    # Copies, since the caller may change them in place.
+    # Copies, because the caller may change them in place.
     output_BTP = schedule.callers(schedule.after(trace.states_BSP)).clone(memory_format=torch.contiguous_format)
     last_cell = None if trace.cells_BSH is None else _last(trace.cells_BSH, schedule)
     return output_BTP, _last(trace.states_BSP, schedule), last_cell
@@ -89,7 +90,7 @@ def _last(buffer_BS: Tensor, schedule: Schedule) -> Tensor:
 
 
 class Scan(torch.autograd.Function):
-    """Puts a trace into the graph. See Note [two passes]."""
+    """Adds a trace to the autograd graph. See Note [two passes]."""
 
     @staticmethod
     def forward(ctx: Any, inputs, hidden, projected, h0, c0, cell, schedule, values, trace) -> Results:  # type: ignore[no-untyped-def,override]
@@ -104,10 +105,10 @@ class Scan(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         if torch.is_grad_enabled():
-            # The graph holds the states as constants, so a second derivative would silently lack terms.
+            # The states are constants in the graph, so a second derivative would silently lack terms.
             raise RuntimeError(
-                "The backward pass of a private recurrent layer cannot be differentiated (create_graph=True). "
-                "Turn the layer into torch's own with dpengine.layers.from_twin(layer), or keep it out of the penalty."
+                "The backward pass of a private recurrent layer cannot be differentiated (create_graph=True). Convert "
+                "the layer with dpengine.layers.replacements.to_original(layer), or exclude it from the penalty."
             )
         grad_output, grad_h, grad_c = grads
         saved = ctx.saved_tensors
@@ -124,7 +125,7 @@ class Scan(torch.autograd.Function):
             grad_c = grad_c.clone(memory_format=torch.contiguous_format)
         by_inputs, by_hidden = ctx.cell.back(trace, values, schedule, grad_states, grad_c)
         grad_inputs = schedule.callers(by_inputs)
-        # The same tensor where both are equal, so that work on it can be shared.
+        # The same tensor if both are equal, so that computations on it can be shared.
         grad_hidden = grad_inputs if by_hidden is by_inputs else schedule.callers(by_hidden)
         grad_projected = None
         if values.project_PH is not None:

@@ -1,9 +1,9 @@
-"""The order in which a recurrence visits times, and which rows take part in each.
+"""Order of the time steps of a recurrence, and the active sequences of each step.
 
-Note [slots]: the state before and after each step lie in one buffer of S = T + 1 slots. Step t goes from slot t to slot
-t + 1, or from slot t + 1 to slot t where time runs backwards.
+Note [slots]: the states before and after each step are stored in one buffer of S = T + 1 slots. Step t goes from slot t
+to slot t + 1, or from slot t + 1 to slot t if time runs backwards.
 
-Axes: B rows, T time, S slots. Buffers have the batch first, as the caller has, but the longest row first.
+Axes: B samples, T time, S slots. Buffers are batch-first, like the caller's tensors, but sorted by decreasing length.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from torch.nn.utils.rnn import PackedSequence
 
 @dataclass(frozen=True, eq=False)
 class Ragged:
-    """Rows of different length.
+    """Sequences of different length.
 
     Attributes:
-        rows: How many rows take part at each time, the longest first.
-        lengths_B: Length of each row, the longest first.
-        padding_BT1: True where a row has ended.
-        order_B: Brings rows from the caller's order to longest first; None if they are already.
-        restore_B: The inverse of ``order_B``.
+        rows: Number of active sequences at each time, the longest first.
+        lengths_B: Length of each sequence, the longest first.
+        padding_BT1: True after the end of a sequence.
+        order_B: Indices that sort the caller's sequences by decreasing length; None if they are sorted.
+        restore_B: Inverse of ``order_B``.
     """
 
     rows: tuple[int, ...]
@@ -37,7 +37,7 @@ class Ragged:
 
     @classmethod
     def of(cls, packed: PackedSequence) -> Ragged:
-        """What a packed sequence says of its rows."""
+        """Returns the lengths and the order of a packed sequence."""
         sizes_T = packed.batch_sizes
         active_TB = torch.arange(int(sizes_T[0])) < sizes_T.unsqueeze(1)
         device = packed.data.device
@@ -51,7 +51,7 @@ class Ragged:
 
 
 class Visit(NamedTuple):
-    """One step: its time, how many rows take part, and the slots of the states before and after it."""
+    """One step: its time, the number of active sequences, and the slots of the states before and after it."""
 
     time: int
     rows: int
@@ -61,12 +61,12 @@ class Visit(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Schedule:
-    """The order of steps.
+    """Order of the steps.
 
     Attributes:
-        steps: Number of times T.
+        steps: Number of steps T.
         reverse: Whether time runs from the last step to the first.
-        ragged: The rows, where they differ in length.
+        ragged: Lengths of the sequences; None if they are equal.
     """
 
     steps: int
@@ -74,19 +74,19 @@ class Schedule:
     ragged: Ragged | None = None
 
     def before(self, buffer_BS: Tensor) -> Tensor:
-        """The slots that hold the state before each time."""
+        """Returns the slots with the state before each step."""
         return buffer_BS[:, 1:] if self.reverse else buffer_BS[:, :-1]
 
     def after(self, buffer_BS: Tensor) -> Tensor:
-        """The slots that hold the state after each time."""
+        """Returns the slots with the state after each step."""
         return buffer_BS[:, :-1] if self.reverse else buffer_BS[:, 1:]
 
     def start(self, buffer_BS: Tensor) -> tuple[Any, Any]:
-        """Index of the slots in which rows start."""
+        """Returns the index of the slots with the initial states."""
         return self._boundary(buffer_BS, late=self.reverse)
 
     def end(self, buffer_BS: Tensor) -> tuple[Any, Any]:
-        """Index of the slots in which rows end."""
+        """Returns the index of the slots with the final states."""
         return self._boundary(buffer_BS, late=not self.reverse)
 
     def _boundary(self, buffer_BS: Tensor, *, late: bool) -> tuple[Any, Any]:
@@ -95,12 +95,12 @@ class Schedule:
         return torch.arange(len(buffer_BS), device=buffer_BS.device), self.ragged.lengths_B
 
     def steps_of(self, *buffers_BT: Tensor) -> Iterable[tuple[Tensor, ...]]:
-        """For each step in order, views of the buffers at that time, of the rows that take part."""
+        """Returns for each step in order the views of the buffers at that time, for the active sequences."""
         columns = [self._views(buffer) for buffer in buffers_BT]
         return zip(*(reversed(views) if self.reverse else views for views in columns), strict=True)
 
     def steps_back(self, *buffers_BT: Tensor) -> Iterable[tuple[Tensor, ...]]:
-        """As ``steps_of``, from the last step to the first."""
+        """Returns the views of ``steps_of`` from the last step to the first."""
         columns = [self._views(buffer) for buffer in buffers_BT]
         return zip(*(views if self.reverse else reversed(views) for views in columns), strict=True)
 
@@ -109,28 +109,28 @@ class Schedule:
         return views if self.ragged is None else [v[:rows] for v, rows in zip(views, self.ragged.rows, strict=True)]
 
     def visits(self, rows: int) -> list[Visit]:
-        """What ``steps_of`` goes through, by numbers, of so many rows."""
+        """Returns the steps of ``steps_of`` as indices, for ``rows`` sequences."""
         counts = [rows] * self.steps if self.ragged is None else self.ragged.rows
         first, second = (1, 0) if self.reverse else (0, 1)
         visits = [Visit(time, count, time + first, time + second) for time, count in enumerate(counts)]
         return visits[::-1] if self.reverse else visits
 
     def own_order(self, tensor_BT: Tensor) -> Tensor:
-        """The tensor, or a copy, with rows in the order of the buffers."""
+        """Returns the tensor, or a copy, with samples in the order of the buffers."""
         return self.ordered(tensor_BT).contiguous()
 
     def callers(self, buffer_BT: Tensor) -> Tensor:
-        """The buffer, or a copy, with rows in the caller's order, and zero where a row has ended."""
+        """Returns the buffer, or a copy, in the caller's order, with zeros after the end of a sequence."""
         if self.ragged is None:
             return buffer_BT
         return self.restored(buffer_BT.masked_fill(self.ragged.padding_BT1, 0))
 
     def ordered(self, tensor_B: Tensor) -> Tensor:
-        """Rows in the order of the buffers."""
+        """Returns the samples in the order of the buffers."""
         return _picked(tensor_B, None if self.ragged is None else self.ragged.order_B)
 
     def restored(self, tensor_B: Tensor) -> Tensor:
-        """Rows in the caller's order."""
+        """Returns the samples in the caller's order."""
         return _picked(tensor_B, None if self.ragged is None else self.ragged.restore_B)
 
 

@@ -137,7 +137,7 @@ class EngineLedger:
         Returns the charges before the run, and the number of steps already made, 0 with a file: a checkpoint contains
         them.
         """
-        if len(set(ranks.all_of((self.path is not None, self.reserve)))) > 1:
+        if len(set(ranks.all_gather((self.path is not None, self.reserve)))) > 1:
             raise MechanismMismatchError(
                 "The processes of this run have different ledger= or reserve_steps=.",
                 fix="Pass the same values on all processes; the first writes the file.",

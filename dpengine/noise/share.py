@@ -8,14 +8,14 @@ from itertools import pairwise
 from torch import Tensor
 
 from dpengine.distributed.local_shards import Places
-from dpengine.distributed.ranks import Ranks, Seal
-from dpengine.grad_modes.flat_buffer import FlatBuffer, Key, Stretch, Taken
+from dpengine.distributed.ranks import RankFingerprint, Ranks
+from dpengine.grad_modes.flat_buffer import BufferSpan, DrainedBuffer, FlatBuffer, Key
 
 from .mechanism import AbstractNoise
 
 
 def add_noise(
-    sums: Taken,
+    sums: DrainedBuffer,
     mechanism: AbstractNoise,
     *,
     std: float,
@@ -41,10 +41,10 @@ def add_noise(
     """
     if replicas.size > 1:
         for memory in sums.memory.values():
-            Seal.write(memory[-Seal.WORDS :], fingerprint)
+            RankFingerprint.write(memory[-RankFingerprint.WORDS :], fingerprint)
     waits, done = [], 0
     buckets = list(_buckets(sums)) if replicas.size > 1 else []
-    for span, mine in _cut_spans(sums.stretches, replicas, sums.messages, sums.whole):
+    for span, mine in _cut_spans(sums.spans, replicas, sums.message_sizes, sums.total_numel):
         part, places = sums.sums(span), span.places
         if mine:
             cut = {"start": places.start, "rows": places.rows, "stride": places.stride}
@@ -53,34 +53,38 @@ def add_noise(
             part.mul_(scale)
         done += span.count
         while buckets and buckets[0][0] <= done:
-            waits.append(replicas.add_up(buckets.pop(0)[1]))
+            waits.append(replicas.all_reduce(buckets.pop(0)[1]))
     for _, bucket in buckets:  # if there is nothing but the fingerprint
-        waits.append(replicas.add_up(bucket))
+        waits.append(replicas.all_reduce(bucket))
     for wait in waits:
         wait()
     if replicas.size > 1:
         for memory in sums.memory.values():
-            Seal.refuse_other(memory[-Seal.WORDS :], replicas.size)
+            RankFingerprint.check(memory[-RankFingerprint.WORDS :], replicas.size)
 
 
 def noised_places(buffer: FlatBuffer, replicas: Ranks) -> list[Places]:
     """Returns the places of the vector of all parameters to which this rank adds noise."""
-    return [span.places for span, mine in _cut_spans(buffer.stretches, replicas, buffer.messages, buffer.whole) if mine]
+    return [
+        span.places
+        for span, mine in _cut_spans(buffer.spans, replicas, buffer.message_sizes, buffer.total_numel)
+        if mine
+    ]
 
 
-def _buckets(sums: Taken) -> Iterator[tuple[int, Tensor]]:
+def _buckets(sums: DrainedBuffer) -> Iterator[tuple[int, Tensor]]:
     """Yields each bucket to send, and the number of sums that must have their noise before it is sent."""
     before = 0
     for key, memory in sums.memory.items():
-        size, each = len(sums.flats[key]), sums.messages[key]
+        size, each = len(sums.flats[key]), sums.message_sizes[key]
         for at, part in zip(range(0, len(memory), each), memory.split(each), strict=True):
             yield before + min(at + each, size), part
         before += size
 
 
 def _cut_spans(
-    spans: Sequence[Stretch], replicas: Ranks, messages: Mapping[Key, int], whole: int
-) -> Iterator[tuple[Stretch, bool]]:
+    spans: Sequence[BufferSpan], replicas: Ranks, messages: Mapping[Key, int], whole: int
+) -> Iterator[tuple[BufferSpan, bool]]:
     """Cuts the spans so that each part lies in one bucket and gets noise from one rank; yields True for this rank."""
     if replicas.size == 1:
         for span in spans:
@@ -96,7 +100,7 @@ def _cut_spans(
         else:
             low, high = (min(max(edge - begin_at, 0), span.count) for edge in (first, end))
             each = messages[span.key]
-            ends = range(each - span.at % each, span.count, each)  # ends of buckets, the first of which begins at 0
+            ends = range(each - span.offset % each, span.count, each)  # ends of buckets, the first of which begins at 0
             edges = sorted({0, low, high, span.count, *ends})
             for begin, stop in pairwise(edges):
                 yield span.part(begin, stop), low <= begin < high

@@ -1,4 +1,4 @@
-"""Checks a model for private training and fixes what it can."""
+"""Checks of models and losses for private training, and automatic fixes."""
 
 from typing import TYPE_CHECKING
 

@@ -1,4 +1,4 @@
-"""What stands between a model and private training, layer by layer, before anything is changed."""
+"""Check of a model for private training, layer by layer. Changes nothing."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from dpengine.capture.watch import Kind, Watch, watch_list
 from dpengine.errors import BatchDependentLossError, PrivacyError, ReductionError, UnsupportedLayerError, suggests_names
 from dpengine.grad_samplers.registered import REGISTERED
 from dpengine.grad_samplers.table import sampler_for
-from dpengine.independence.copy_probe import Company
-from dpengine.layers.replacements import TWINS, is_made_of_operations
+from dpengine.independence.copy_probe import CopyIndependenceCheck
+from dpengine.layers.replacements import REPLACEMENTS, is_made_of_operations
 
-from .loss import LossFunction, parts_of, refuse_mixing
+from .loss import LossFunction, check_independent_loss, parts_of
 from .obstacles import obstacle_of
 
 SUPPORTED, TWIN, FALLBACK, BLOCKED, NOTHING = "supported", "twin", "fallback", "blocked", "no trainable parameters"
@@ -27,15 +27,16 @@ _WHOLE = {LAYER: "model", LOSS: "loss"}
 
 @dataclass(frozen=True)
 class Finding:
-    """What is known about one layer, or about the loss.
+    """Result for one layer, or for the loss.
 
     Attributes:
-        name: Dotted name in the model, empty for the model itself and for the loss.
-        type: Name of its class, or of the loss function.
-        verdict: ``"supported"``, ``"twin"``, ``"fallback"``, ``"blocked"`` or ``"no trainable parameters"``.
-        how: The rule that gives its per-sample gradients.
-        why: For a blocked layer, what it does, as the rest of a sentence that begins with its name.
-        remedy: For a blocked layer, what to do.
+        name: Dotted name in the model; empty for the model itself and for the loss.
+        type: Name of the layer's class, or of the loss function.
+        verdict: ``"supported"``, ``"twin"`` (has a batch-first replacement layer), ``"fallback"``, ``"blocked"`` or
+            ``"no trainable parameters"``.
+        how: Computation of the per-sample gradients.
+        why: Reason why a layer is blocked: predicate of a sentence whose subject is the layer.
+        remedy: Recommended fix for a blocked layer.
         part: ``"layer"`` or ``"loss"``.
     """
 
@@ -55,26 +56,26 @@ class Finding:
 
 @dataclass(frozen=True)
 class CheckReport:
-    """The findings, in the order of ``model.named_modules()``. ``str(report)`` is a table."""
+    """Findings in the order of ``model.named_modules()``. ``str(report)`` is a table."""
 
     findings: tuple[Finding, ...]
 
     @property
     def blocked(self) -> tuple[Finding, ...]:
-        """The findings that forbid private training."""
+        """Findings that prevent private training."""
         return tuple(finding for finding in self.findings if finding.verdict == BLOCKED)
 
     @property
     def ok(self) -> bool:
-        """Whether nothing is blocked."""
+        """True if nothing is blocked."""
         return not self.blocked
 
     def raise_if_blocked(self) -> None:
-        """Refuses a model with blocked layers.
+        """Raises if the model or the loss is blocked.
 
         Raises:
-            UnsupportedLayerError: With the reason and the remedy of the first, and the names of the others.
-            BatchDependentLossError: The same, where the first is the loss.
+            UnsupportedLayerError: If a layer is blocked, with reason and remedy for the first and the names of others.
+            BatchDependentLossError: If the first blocked finding is the loss.
         """  # noqa: DOC502 - one of the two
         if self.ok:
             return
@@ -100,60 +101,62 @@ def check(
     *,
     loss_reduction: str = "mean",
 ) -> CheckReport:
-    """Says for each layer of a model how its per-sample gradients are found, or why it cannot be trained privately.
+    """Reports for each layer of a model how its per-sample gradients are computed, or why it is not supported.
 
-    Looks at layers one by one. That a layer of unknown kind, or the loss, keeps the rows of a batch apart is something
-    that only a batch can show. With ``loss_fn`` and ``batch`` the model, in train mode, runs on the batch again and
-    again, while some of its rows get the data of others; the loss is asked the same, and each of two rows also alone.
-    The first layer in which a row notices other rows, or the batch before, is blocked, and so is such a loss. What the
-    data of the batch do not bring about is not found: a mean over tokens needs rows of different lengths.
+    Without a batch, layers are checked one by one. Only a batch can show whether unknown layers and the loss keep
+    samples independent. With ``loss_fn`` and ``batch``, the model runs repeatedly on the batch in train mode, while
+    some samples get the data of others. The loss is checked in the same way, and for each of two samples alone. The
+    first layer whose output for a sample depends on other samples or on the previous batch is blocked, and so is such a
+    loss. Dependence that the data of the batch do not trigger is not found: for example, a mean over tokens is only
+    found with samples of different lengths.
 
     The model is not changed. The batch runs on a copy of it.
 
     Args:
         model: The model, before or after ``fix``.
         loss_fn: Called as ``loss_fn(model(inputs), targets)``.
-        batch: ``(inputs, targets)`` with at least two rows, on axis 0; inputs may be a tensor, a tuple of positional or
-            a mapping of keyword inputs.
-        loss_reduction: What will be declared to ``make_private``: ``"mean"`` or ``"sum"``.
+        batch: ``(inputs, targets)`` with at least two samples, on axis 0. Inputs may be a tensor, a tuple of positional
+            inputs or a mapping of keyword inputs.
+        loss_reduction: Value that will be passed to ``make_private``: ``"mean"`` or ``"sum"``.
 
     Returns:
-        A report with one row for each layer: what owns parameters, what has no children, and all that is blocked.
+        A report with one row for each module that owns parameters, has no children or is blocked.
 
     Raises:
-        TypeError: If the model is no ``torch.nn.Module``, or only one of ``loss_fn`` and ``batch`` is given, or one
-            is of a wrong kind.
-        ValueError: If the batch has fewer than two rows or the model gives none, or ``loss_reduction`` is not known.
-    """  # noqa: DOC502 - what is called raises on our behalf
+        TypeError: If the model is not a ``torch.nn.Module``, or only one of ``loss_fn`` and ``batch`` is given, or
+            one has a wrong type.
+        ValueError: If the batch has fewer than two samples, the outputs do not have the batch size of the targets, or
+            ``loss_reduction`` is not known.
+    """  # noqa: DOC502 - raised by called functions
     if not isinstance(model, nn.Module):
         raise TypeError(f"check: model is {torch.typename(model)}; pass an instance of torch.nn.Module.")
-    findings = _of_layers(model)
+    findings = _layer_findings(model)
     if loss_fn is not None or batch is not None:
         inputs, targets, size = parts_of("check", model, loss_fn, batch, loss_reduction)
-        assert loss_fn is not None  # parts_of has refused that
-        findings += _of_a_batch(findings, model, loss_fn, inputs, targets, size, loss_reduction)
+        assert loss_fn is not None  # parts_of raises in that case
+        findings += _batch_findings(findings, model, loss_fn, inputs, targets, size, loss_reduction)
     return CheckReport(tuple(findings))
 
 
-def _of_a_batch(
+def _batch_findings(
     known: list[Finding], model: nn.Module, loss_fn: LossFunction, inputs: Any, targets: Any, size: int, reduction: str
 ) -> list[Finding]:
-    """What a batch shows beside what is known."""
+    """Returns the additional findings of a batch."""
     found = []
-    coupling, outputs = Company(model, inputs, size).ask()
-    if coupling is not None and coupling.name not in {one.name for one in known if one.verdict == BLOCKED}:
+    coupling, outputs = CopyIndependenceCheck(model, inputs, size).run()
+    if coupling is not None and coupling.name not in {finding.name for finding in known if finding.verdict == BLOCKED}:
         found.append(Finding(coupling.name, coupling.type, BLOCKED, why=coupling.why, remedy=coupling.remedy))
     try:
-        refuse_mixing(outputs, targets, loss_fn, size, reduction)
-    except (BatchDependentLossError, ReductionError) as refusal:
+        check_independent_loss(outputs, targets, loss_fn, size, reduction)
+    except (BatchDependentLossError, ReductionError) as error:
         name = getattr(loss_fn, "__name__", type(loss_fn).__name__)
-        said = str(refusal).removeprefix(f"[{refusal.code}] ").removesuffix(refusal.fix).rstrip(" .")
-        found.append(Finding("", name, BLOCKED, why=f"was refused: {said}", remedy=refusal.fix, part=LOSS))
+        message = str(error).removeprefix(f"[{error.code}] ").removesuffix(error.fix).rstrip(" .")
+        found.append(Finding("", name, BLOCKED, why=f"is not supported: {message}", remedy=error.fix, part=LOSS))
     return found
 
 
-def _of_layers(model: nn.Module) -> list[Finding]:
-    """What is known of each layer by itself."""
+def _layer_findings(model: nn.Module) -> list[Finding]:
+    """Returns the findings of single layers."""
     lookup = _Lookup(model.training)
     watches = {watch.module: watch for watch in watch_list(model, lookup, lambda module: None)}
     inside = {m for watch in watches.values() if watch.kind is Kind.UNIT for m in watch.module.modules()}
@@ -167,48 +170,48 @@ def _of_layers(model: nn.Module) -> list[Finding]:
             findings.append(finding)
     if not any(parameter.requires_grad for parameter in model.parameters()):
         why = "has no trainable parameter, so there is nothing to train"
-        remedy = "Thaw what shall be trained: model.requires_grad_(True)"
+        remedy = "Unfreeze the parameters to train: model.requires_grad_(True)"
         findings.insert(0, Finding("", type(model).__name__, BLOCKED, why=why, remedy=remedy))
     return findings
 
 
 class _Lookup:
-    """``sampler_for``, which remembers what it refused."""
+    """``sampler_for`` that stores its errors instead of raising them."""
 
     def __init__(self, model_trains: bool) -> None:
         self.model_trains = model_trains
-        self.refusals: dict[nn.Module, UnsupportedLayerError] = {}
+        self.errors: dict[nn.Module, UnsupportedLayerError] = {}
 
     def __call__(self, module: nn.Module) -> Any:
         if obstacle_of(module, model_trains=self.model_trains) is not None:
             return {}
         try:
             return sampler_for(module)
-        except UnsupportedLayerError as refusal:
-            self.refusals[module] = refusal
+        except UnsupportedLayerError as error:
+            self.errors[module] = error
             return {}
 
 
 def _blocked(name: str, module: nn.Module, lookup: _Lookup) -> Finding | None:
     obstacle = obstacle_of(module, model_trains=lookup.model_trains)
-    refusal = lookup.refusals.get(module)
+    error = lookup.errors.get(module)
     if obstacle is not None:
         return Finding(name, type(module).__name__, BLOCKED, why=obstacle.why, remedy=obstacle.remedy)
-    if refusal is not None:
-        return Finding(name, type(module).__name__, BLOCKED, why=f"was refused: {refusal}", remedy=refusal.fix)
+    if error is not None:
+        return Finding(name, type(module).__name__, BLOCKED, why=f"is not supported: {error}", remedy=error.fix)
     return None
 
 
 def _watched(name: str, watch: Watch) -> Finding:
-    """What capture would do with a layer that owns parameters, or holds them in a parametrization."""
+    """Returns the finding for a layer with parameters, which may be in a parametrization."""
     kind = type(watch.module)
     if not any(getattr(owner._parameters[slot], "requires_grad", False) for owner, slot, _ in watch.slots()):
         return Finding(name, kind.__name__, NOTHING, "frozen")
-    if kind in TWINS or (watch.kind is Kind.OPERATIONS and is_made_of_operations(watch.module)):
-        return Finding(name, kind.__name__, TWIN, f"{TWINS.get(kind, kind).__name__}, operation by operation")
+    if kind in REPLACEMENTS or (watch.kind is Kind.OPERATIONS and is_made_of_operations(watch.module)):
+        return Finding(name, kind.__name__, TWIN, f"{REPLACEMENTS.get(kind, kind).__name__}, operation by operation")
     if watch.kind is Kind.OPERATIONS:
         return Finding(name, kind.__name__, SUPPORTED, "bare parameter, operation by operation")
     if watch.kind is Kind.UNIT:
-        return Finding(name, kind.__name__, FALLBACK, "each row alone, by torch.func")
+        return Finding(name, kind.__name__, FALLBACK, "each sample separately, by torch.func")
     builtin = isinstance(watch.rule, Mapping) and kind not in REGISTERED
     return Finding(name, kind.__name__, SUPPORTED, "built-in rule" if builtin else "registered rule")

@@ -1,4 +1,4 @@
-"""What makes a layer impossible to train privately: one row of a table for each reason."""
+"""Table of reasons why a layer cannot be trained privately."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from torch.nn.utils import parametrize
 from torch.nn.utils.parametrizations import _SpectralNorm
 from torch.nn.utils.spectral_norm import SpectralNorm
 
-from dpengine.capture.batch_statistics import may_normalise_by_constants
+from dpengine.capture.batch_statistics import can_use_fixed_statistics
 
 FIX = "Run before creating the optimizer: model, changes = dp.fix(model)"
 
 
 @dataclass(frozen=True)
 class Obstacle:
-    """One reason.
+    """Reason why a layer cannot be trained privately.
 
     Attributes:
-        applies: Whether it stands in the way of this module. Looks at the module's own settings and parameters.
-        why: What the layer does, as the rest of a sentence that begins with its name.
-        remedy: What to do, best as a line to type.
+        applies: Returns True if a module has this obstacle, from its own settings and parameters.
+        why: Predicate of a sentence whose subject is the layer.
+        remedy: Recommended fix, preferably as a line of code.
     """
 
     applies: Callable[[nn.Module], bool]
@@ -35,16 +35,16 @@ class Obstacle:
 
 
 def obstacle_of(module: nn.Module, *, model_trains: bool = True) -> Obstacle | None:
-    """The first obstacle that applies to a module itself, not to its children.
+    """Returns the first obstacle of a module itself, not of its children.
 
-    In a model that is in eval mode as a whole, a batch norm counts as well: training puts it into train mode.
+    If the whole model is in eval mode, a batch norm is an obstacle, too, because training puts it into train mode.
     """
     found = next((obstacle for obstacle in (SCRIPTED, *OBSTACLES) if obstacle.applies(module)), None)
     return _BATCH_NORM if found is None and not model_trains and isinstance(module, _BatchNorm) else found
 
 
 def has_spectral_norm(module: nn.Module) -> bool:
-    """Whether a weight of the module is divided by its spectral norm, old style or new."""
+    """Returns True if a weight of the module has spectral norm, by a hook or by a parametrization."""
     if any(isinstance(hook, SpectralNorm) for hook in module._forward_pre_hooks.values()):
         return True
     parts = module.get_submodule("parametrizations").modules() if parametrize.is_parametrized(module) else ()
@@ -52,7 +52,7 @@ def has_spectral_norm(module: nn.Module) -> bool:
 
 
 def _is_wrapper(module: nn.Module) -> bool:
-    # The older FSDP keeps a flat vector of all parameters, in which layers cannot be told apart.
+    # FSDP1 stores all parameters in one flat vector, without information about layers.
     return isinstance(module, nn.DataParallel) or type(module).__name__ == "FullyShardedDataParallel"
 
 
@@ -63,7 +63,7 @@ def _is_lazy(module: nn.Module) -> bool:
 def _mixes_rows(module: nn.Module) -> bool:
     if not isinstance(module, _BatchNorm):
         return False
-    return module.training or not may_normalise_by_constants(module)  # capture sees that it stays in eval mode
+    return module.training or not can_use_fixed_statistics(module)  # capture checks that it stays in eval mode
 
 
 def _keeps_statistics(module: nn.Module) -> bool:
@@ -88,24 +88,24 @@ def _trains(module: nn.Module, holds: Callable[[torch.dtype], bool]) -> bool:
 
 SCRIPTED = Obstacle(
     lambda module: isinstance(module, torch.jit.ScriptModule),
-    "is compiled by torch.jit, which takes no hooks and does not show what it does with the rows of a batch",
-    "Pass the ordinary module that was scripted or traced, and script it after training",
+    "is compiled by torch.jit, which supports no hooks, so its per-sample gradients and independence are unknown",
+    "Pass the original module, and script it after training",
 )
-"""Looked at before all others: the kinds of what is inside cannot be told."""
+"""Checked before all other obstacles, because the types of submodules are not available."""
 
-_MIXES = "mixes the rows of a batch, so one record changes the gradients of others"
+_MIXES = "mixes the samples of a batch, so one record changes the gradients of others"
 _BATCH_NORM = Obstacle(
-    lambda module: isinstance(module, _BatchNorm) and may_normalise_by_constants(module) and module.training,
+    lambda module: isinstance(module, _BatchNorm) and can_use_fixed_statistics(module) and module.training,
     _MIXES,
-    f"{FIX}; or keep its running statistics, if they are public: layer.eval() after each model.train()",
+    f"{FIX}; or, if its running statistics are public, keep them: layer.eval() after each model.train()",
 )
 
 OBSTACLES = (
     Obstacle(
         _is_wrapper,
-        "wraps the model for several devices, and moves gradients before they are clipped and noised",
+        "wraps the model for several devices, and reduces gradients before they are clipped and noised",
         "Use torch.nn.parallel.DistributedDataParallel or torch.distributed.fsdp.fully_shard under torchrun, or pass "
-        "the model inside it: make_private(model.module, ...)",
+        "the wrapped model: make_private(model.module, ...)",
     ),
     Obstacle(
         _is_lazy,
@@ -124,20 +124,20 @@ OBSTACLES = (
     Obstacle(_rescales_entries, "has max_norm, which rescales the entries that a batch uses, without noise", FIX),
     Obstacle(
         _iterates_in_training,
-        "has spectral norm, whose power iteration changes a buffer in every forward pass, so that a row run again "
-        "alone meets another weight",
+        "has spectral norm, whose power iteration changes a buffer in every forward pass, so a repeated sample uses "
+        "another weight",
         "Remove it: torch.nn.utils.remove_spectral_norm(layer), or "
         "torch.nn.utils.parametrize.remove_parametrizations(layer, 'weight')",
     ),
     Obstacle(
         lambda module: _trains(module, lambda dtype: dtype == torch.float16),
-        "has trainable float16 parameters, in which updates of the size of the noise are lost",
+        "has trainable float16 parameters, in which updates of the size of the noise are rounded away",
         "Train float32 parameters under torch.autocast, or use model.bfloat16()",
     ),
     Obstacle(
         lambda module: _trains(module, lambda dtype: dtype.is_complex),
-        "has trainable complex parameters, for which no per-sample gradient is known",
-        "Hold real and imaginary part in two real parameters: torch.view_as_real(parameter)",
+        "has trainable complex parameters, for which per-sample gradients are not supported",
+        "Store real and imaginary part in two real parameters: torch.view_as_real(parameter)",
     ),
 )
-"""In the order of importance; ``why`` is shown for the first that applies."""
+"""In the order of importance. ``why`` is reported for the first that applies."""

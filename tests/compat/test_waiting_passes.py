@@ -220,7 +220,7 @@ def test_a_pass_is_probed_also_if_its_gradients_were_read_or_replaced(change):
             parameter.grad_sample = torch.zeros(4, *parameter.shape)
     if change == "overwritten batch":
         inputs.zero_()
-    with pytest.raises(UnsupportedLayerError, match="does not keep the rows of a batch apart"):
+    with pytest.raises(UnsupportedLayerError, match="does not keep the samples of a batch independent"):
         sums.clip(rows=4)
 
 

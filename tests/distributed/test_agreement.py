@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler
 
 from dpengine import PrivacyEngine
-from dpengine.distributed.ranks import Seal
+from dpengine.distributed.ranks import RankFingerprint
 from dpengine.errors import MechanismMismatchError, SamplingError, UnsupportedLayerError
 
 pytestmark = pytest.mark.xdist_group("agreement")  # what they all look at is made once
@@ -103,7 +103,7 @@ DISAGREEMENTS = {
     "learning rate": (other_learning_rate, "optimizer"),
     "noise": (other_noise, "plan"),
     "key": (other_key, "key"),
-    "weights": (other_weights, "'embedding.weight' is not the same"),
+    "weights": (other_weights, "'embedding.weight' differs"),
     "chunks": (other_chunks, "chunks"),
     "data": (other_data, "data|plan"),
 }
@@ -225,9 +225,9 @@ def test_f_s8_a_sampler_that_repeats_rows_is_refused():
 
 @pytest.mark.parametrize("ranks", [2, 3, 64, 5000])
 def test_a_seal_is_whole_only_if_all_wrote_the_same(ranks):
-    words, other = torch.zeros(2, Seal.WORDS)
-    Seal.write(words, ("step", 7))
-    Seal.write(other, ("step", 8))
-    Seal.refuse_other(words * ranks, ranks)
+    words, other = torch.zeros(2, RankFingerprint.WORDS)
+    RankFingerprint.write(words, ("step", 7))
+    RankFingerprint.write(other, ("step", 8))
+    RankFingerprint.check(words * ranks, ranks)
     with pytest.raises(MechanismMismatchError):
-        Seal.refuse_other(words * (ranks - 1) + other, ranks)
+        RankFingerprint.check(words * (ranks - 1) + other, ranks)

@@ -11,12 +11,12 @@ from torch.utils.data import DataLoader
 
 from benchmarks.exchanges import Exchanges
 from dpengine import PrivacyEngine
-from dpengine.distributed.ranks import Seal
+from dpengine.distributed.ranks import RankFingerprint
 
 TOPOLOGIES = ("ddp", "fsdp", "tp")
 RANKS = 2
 GROUPS = 8  # layers of the model
-SEAL = 4 * Seal.WORDS
+SEAL = 4 * RankFingerprint.WORDS
 
 
 def exchanged(topology, options=None, chunks=1):
@@ -110,7 +110,7 @@ def test_split_layers_cost_one_exchange_of_some_numbers_for_each_row(counts, run
     plain_count, plain_size = ordinary["all_reduce"]
     assert private == {kind: found for kind, found in ordinary.items() if kind != "all_reduce"}
     assert count == plain_count + 1
-    assert size == plain_size + 8 * (ROWS * (groups + 2) + Seal.WORDS)
+    assert size == plain_size + 8 * (ROWS * (groups + 2) + RankFingerprint.WORDS)
 
 
 def test_chunks_of_a_logical_batch_are_exchanged_together_where_each_rank_has_all_parameters(counts):

@@ -73,7 +73,7 @@ class Failing:
             while time.monotonic() < until and not self.others_ended():
                 time.sleep(0.05)
         if self.failure == "is killed" and point == "before forward":
-            Ranks.add_up = Ranks.scatter_sum = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+            Ranks.all_reduce = Ranks.reduce_scatter = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
         if self.failure == "runs twice" and point == "before the step":
             loss_of(model, batch, self).backward()
 

@@ -234,4 +234,4 @@ def test_two_models_of_one_start_have_each_their_own_noise():
     assert torch.equal(noises[0], noises[1]) and torch.equal(noises[2], noises[3])
     error = noises[0].numel() ** -0.5 * noises[0].var().item()
     assert abs((noises[0] * noises[2]).mean().item()) < SIGMAS * error
-    assert all("this model is on a mesh of 2 times 1" in refused for _, refused in found[:2])
+    assert all("The model is on a mesh of 2 x 1" in refused for _, refused in found[:2])

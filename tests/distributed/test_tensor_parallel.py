@@ -26,9 +26,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader, TensorDataset
 
 from dpengine import PrivacyEngine
-from dpengine.distributed.local_shards import Box, Held, ParameterLayout
+from dpengine.distributed.local_shards import Box, LocalShard, ParameterLayout
 from dpengine.distributed.ranks import Ranks
-from dpengine.distributed.topology import Topology, add_up_sq_norms
+from dpengine.distributed.topology import Topology, all_reduce_sq_norms
 from dpengine.grad_modes.flat_buffer import FlatBuffer
 from dpengine.noise import BandMF, NoiseSource
 from dpengine.noise.correlated import mechanism_for
@@ -185,7 +185,7 @@ def run(model, plan, *, seed=0, shape=(INPUTS,), **options):
 def norms(rank, own, whole, facts=("step", 3)):
     group, parts = Ranks.of(dist.group.WORLD), (torch.tensor(own[rank]), torch.tensor(whole[rank]))
     try:
-        found = add_up_sq_norms(group, *parts, facts, torch.device("cpu"))
+        found = all_reduce_sq_norms(group, *parts, facts, torch.device("cpu"))
     except RuntimeError as error:
         return type(error).__name__
     return found.tolist()
@@ -251,12 +251,12 @@ def test_a_row_is_dropped_on_all_ranks(checks):
 @pytest.mark.parametrize(
     ("case", "message"),
     [
-        ("dropout differs", "MechanismMismatchError.*do not have the same gradients"),
-        ("between", "MechanismMismatchError.*do not have the same gradients"),
+        ("dropout differs", "MechanismMismatchError.*Gradients of replicated parameters differ"),
+        ("between", "MechanismMismatchError.*Gradients of replicated parameters differ"),
         ("mode", "UnsupportedLayerError.*grad_sample_mode='ghost'"),
         ("sequences", "UnsupportedLayerError.*Layer 'norm' .LayerNorm."),
         ("positions", "UnsupportedLayerError.*Embedding 'entries'"),
-        ("other weights", "MechanismMismatchError.*'outer.weight' is not the same on rank 0 and rank 1"),
+        ("other weights", "MechanismMismatchError.*'outer.weight' differs between rank 0 and rank 1"),
     ],
 )
 def test_what_is_not_known_is_refused_by_name(checks, case, message):
@@ -273,18 +273,20 @@ def test_a_part_gets_the_noise_of_its_place_in_the_whole(kind):
     parameters = [nn.Parameter(torch.zeros(shape)) for shape in ((3,), (7, 6), (2, 2))]
 
     def noise(held, step, drawing):
-        topology = Topology(layout=ParameterLayout(held=lambda p: held if p is parameters[1] else Held.whole(p.shape)))
-        taken = FlatBuffer(parameters, topology).take()
+        topology = Topology(
+            layout=ParameterLayout(local_shard=lambda p: held if p is parameters[1] else LocalShard.whole(p.shape))
+        )
+        taken = FlatBuffer(parameters, topology).drain()
         add_noise(taken, drawing, std=2.0, step=step, scale=0.5, replicas=Ranks(), fingerprint=())
         return [taken.views[p] for p in parameters]
 
     one, others = mechanism(kind), {}
     for step in range(3):
-        expected = noise(Held.whole((7, 6)), step, one)
+        expected = noise(LocalShard.whole((7, 6)), step, one)
         assert all(float(view.std()) > 0.2 for view in expected)
         for place in itertools.product(range(2), range(3)):  # two parts of columns, and three of the rows of each
             formed = Box.whole((7, 6)).part(1, place[0], 2)
-            held = Held((7, 6), formed, formed.part(0, place[1], 3))
+            held = LocalShard((7, 6), formed, formed.part(0, place[1], 3))
             found = noise(held, step, others.setdefault(place, mechanism(kind)))
             box = tuple(slice(a, a + n) for a, n in zip(held.kept.start, held.kept.size, strict=True))
             torch.testing.assert_close(found, [expected[0], expected[1][box], expected[2]])

@@ -44,7 +44,7 @@ def files_of_calls(actions):
 
 
 def test_an_ordinary_step_enters_few_files_and_changes_file_seldom(monkeypatch):
-    monkeypatch.setattr(choose_method, "time_ways", lambda entry, ways, rows: {str(way): 1.0 for way in ways})
+    monkeypatch.setattr(choose_method, "time_algorithms", lambda _, algorithms, rows: {str(a): 1.0 for a in algorithms})
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(20, 16), nn.ReLU(), nn.Linear(16, 2))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -125,7 +125,7 @@ def test_f_m2_every_planted_operation_is_found(between, inner_loss):
     model = Between(between, time=6 if between in WITH_TIME else None)
     data = tensors(*model.shape)
     model, step = (Scored(model), step_on_inner_loss) if inner_loss else (model, plain_step)
-    with pytest.raises(UnsupportedLayerError, match=r"DPE001.*does not keep the rows of a batch apart"):
+    with pytest.raises(UnsupportedLayerError, match=r"DPE001.*does not keep the samples of a batch independent"):
         release_of(model, data, step)
 
 
@@ -139,14 +139,14 @@ def test_f_m2_a_maximum_of_the_batch_is_found_whichever_row_has_it():
     for row in range(len(inputs)):
         longest = inputs.clone()
         longest[row] *= 10
-        with pytest.raises(UnsupportedLayerError, match="rows of a batch apart"):
+        with pytest.raises(UnsupportedLayerError, match="samples of a batch independent"):
             release_of(Between(scaled_without_gradient), (longest, targets))
 
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("between", [sorted_rows, centred_without_gradient])
 def test_f_m2_every_mode_is_probed(between, mode):
-    with pytest.raises(UnsupportedLayerError, match="rows of a batch apart"):
+    with pytest.raises(UnsupportedLayerError, match="samples of a batch independent"):
         release_of(Between(between), tensors(), mode=mode)
 
 
@@ -170,7 +170,7 @@ def test_f_m2_what_the_probe_finds_does_break_the_sensitivity(between):
 
 
 def test_f_m2_the_engine_probes_by_itself():
-    with pytest.raises(UnsupportedLayerError, match="rows of a batch apart"):
+    with pytest.raises(UnsupportedLayerError, match="samples of a batch independent"):
         release_of(Between(sorted_rows), tensors())
 
 
@@ -428,7 +428,7 @@ def test_f_m2_outputs_in_a_dataclass_are_probed_too():
         F.cross_entropy(model(inputs).logits, targets).backward()
         optimizer.step()
 
-    with pytest.raises(UnsupportedLayerError, match="rows of a batch apart"):
+    with pytest.raises(UnsupportedLayerError, match="samples of a batch independent"):
         release_of(OfDataclass(Between(sorted_rows)), tensors(), step)
 
 

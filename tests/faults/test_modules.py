@@ -145,7 +145,7 @@ def test_f_m9_position_embeddings_beside_the_batch_are_right(mode, ids, tied):
 
 @pytest.mark.parametrize("mode", ["auto", "ghost"])
 def test_f_m9_as_many_positions_as_rows_are_refused_at_first_and_right_later(mode):
-    with pytest.raises(UnsupportedLayerError, match="rows of a batch apart"):
+    with pytest.raises(UnsupportedLayerError, match="samples of a batch independent"):
         release_of(Positions(torch.arange(9), False), tensors(6, FEATURES), mode=mode)
     _, model, optimizer, loader = private(Positions(torch.arange(9), False), tensors(5, FEATURES), mode=mode)
     for inputs, targets in loader:

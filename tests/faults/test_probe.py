@@ -14,7 +14,7 @@ from dpengine.errors import BufferUpdateError, PrivacyWarning, UnsupportedLayerE
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*NOT PRIVATE")
 both_kinds = pytest.mark.parametrize("mode", ["auto", "ghost"])
-APART = r"DPE001.*rows of a batch apart"
+APART = r"DPE001.*samples of a batch independent"
 
 
 class Made(nn.Module):
@@ -88,7 +88,7 @@ def test_f_m2_a_forward_pass_that_writes_its_input_is_right(mode):
         optimizer.step()
 
     with warnings.catch_warnings():
-        warnings.filterwarnings("error", message=".*rows of a batch apart")
+        warnings.filterwarnings("error", message=".*samples of a batch independent")
         assert influence(Made(in_place), tensors(), step, mode=mode) <= 1 + 1e-6
 
 
@@ -124,7 +124,10 @@ def with_a_loss_beside(model, optimizer, inputs, targets):
 
 @pytest.mark.parametrize(
     ("step", "says"),
-    [(by_the_other_door, "not made of what the model returns"), (with_a_loss_beside, "came by other ways")],
+    [
+        (by_the_other_door, "does not depend on the returned outputs"),
+        (with_a_loss_beside, "do not come through the outputs"),
+    ],
 )
 def test_f_m2_gradients_that_do_not_come_through_the_outputs_are_noticed(step, says):
     with pytest.warns(PrivacyWarning, match=rf"DPE012.*{says}.*not known whether"):
@@ -148,7 +151,7 @@ def test_f_c1_ghost_refuses_another_output_though_its_gradients_have_the_same_no
         def forward(self, inputs):
             return self.head(next(signs) * inputs)
 
-    with pytest.raises(UnsupportedLayerError, match=r"DPE001.*another output when it was run again"):
+    with pytest.raises(UnsupportedLayerError, match=r"DPE001.*returned another output when it was run again"):
         release_of(Turned(), tensors(), plain_step, mode="ghost")
 
 
@@ -194,7 +197,7 @@ def test_f_m2_a_mask_as_long_as_the_batch_is_noticed_and_not_refused():
         F.cross_entropy(model(inputs, torch.ones(6, 6).triu(1).bool()), targets).backward()
         optimizer.step()
 
-    with pytest.warns(PrivacyWarning, match=r"DPE012.*as long as the batch"):
+    with pytest.warns(PrivacyWarning, match=r"DPE012.*has the length of the batch"):
         assert release_of(Masked(), tensors(6, FEATURES), step).norm() > 0
 
 
@@ -307,5 +310,5 @@ class FirstOfPair(nn.Module):
 
 def test_f_m2_a_layer_with_an_unused_output_does_not_hide_that_rows_mix():
     wrapped = GradSampleModule(FirstOfPair(), loss_reduction="sum")
-    with pytest.raises(UnsupportedLayerError, match="does not keep the rows of a batch apart"):
+    with pytest.raises(UnsupportedLayerError, match="does not keep the samples of a batch independent"):
         wrapped(torch.randn(5, FEATURES)).square().sum().backward()

@@ -13,7 +13,7 @@ from dpengine.clipping.flat import Flat
 from dpengine.errors import UnsupportedLayerError
 from dpengine.grad_modes import entry
 from dpengine.grad_modes.choose_method import MethodTable
-from dpengine.grad_modes.method import Method, Way
+from dpengine.grad_modes.method import Algorithm, Method
 from dpengine.grad_samplers.table import BUILTIN
 
 ROUNDING = 1e-5
@@ -100,7 +100,7 @@ def test_f_u2_a_float64_weight_with_two_uses_that_cancel_has_a_norm():
             (LayerCall(head, (acts,), by_head), BUILTIN[nn.Linear]["weight"]),
         ]
         both = entry.Entry(Use(words.weight, "words.weight"), calls)
-        assert float(both.sq_norm(Way(Method.GHOST, "gram"), 1, None)) >= true**2
+        assert float(both.sq_norm(Algorithm(Method.GHOST, "gram"), 1, None)) >= true**2
 
 
 def test_f_u1_a_factor_below_all_normal_numbers_is_not_rounded_up():

@@ -104,11 +104,13 @@ class OverFeatures(Inner):
         return self.inner(x) if x.dim() == 2 else self.inner(x.transpose(1, 2)).transpose(1, 2)
 
 
-_MIXES = "does not keep the rows of a batch apart"
+_MIXES = "does not keep the samples of a batch independent"
 _ONE_PASS = {"mode": "hooks"}
 PLANTED: dict[str, Planted] = {
-    "batch-norm": Planted(lambda width: OverFeatures(nn.BatchNorm1d(width)), UnsupportedLayerError, "mixes the rows"),
-    "subclass": Planted(lambda width: OverFeatures(OwnBatchNorm(width)), UnsupportedLayerError, "mixes the rows"),
+    "batch-norm": Planted(
+        lambda width: OverFeatures(nn.BatchNorm1d(width)), UnsupportedLayerError, "mixes the samples"
+    ),
+    "subclass": Planted(lambda width: OverFeatures(OwnBatchNorm(width)), UnsupportedLayerError, "mixes the samples"),
     "running-statistics": Planted(
         lambda width: OverFeatures(nn.InstanceNorm1d(width, affine=True, track_running_stats=True)),
         UnsupportedLayerError,

@@ -167,5 +167,5 @@ def _checkpoints_by_running_again(subject: Subject, text: str) -> bool:
 REASONS = {  # why a subject in which nothing was planted may be refused
     "has no gradient in this step": lambda subject, text: any(f"'{name}'" in text for name in untouched(subject)),
     "was reached a second time in one backward pass": _checkpoints_by_running_again,
-    "does not keep the rows of a batch apart": _has_positions_as_long_as_a_batch,
+    "does not keep the samples of a batch independent": _has_positions_as_long_as_a_batch,
 }

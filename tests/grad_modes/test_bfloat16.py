@@ -15,12 +15,12 @@ from dpengine.capture.record import LayerCall, Use
 from dpengine.clipping import Flat
 from dpengine.grad_modes import bookkeep, choose_method, rows
 from dpengine.grad_modes.entry import Entry, Scratch
-from dpengine.grad_modes.method import Method, Way
+from dpengine.grad_modes.method import Algorithm, Method
 from dpengine.grad_samplers import machine
 from dpengine.grad_samplers.linear import PRODUCT_ERROR, SAMPLERS, add_product
 
 ROWS, POSITIONS = 6, 5
-WAYS = [Way(Method.KEEP, "direct"), Way(Method.DISCARD, "direct"), Way(Method.GHOST, "gram")]
+ALGORITHMS = [Algorithm(Method.KEEP, "direct"), Algorithm(Method.DISCARD, "direct"), Algorithm(Method.GHOST, "gram")]
 
 
 class Wide(nn.Module):
@@ -65,16 +65,16 @@ def clipped(model, bound=0.05, batch=None):
     return found, {name: total.double() for name, total in sums.totals().items()}
 
 
-@pytest.mark.parametrize("way", WAYS, ids=str)
-def test_sums_and_norms_are_those_of_widened_tensors(way, narrow, monkeypatch):
-    monkeypatch.setattr(choose_method, "_fastest", lambda seconds, fits: way if fits(way) else None)
+@pytest.mark.parametrize("algorithm", ALGORITHMS, ids=str)
+def test_sums_and_norms_are_those_of_widened_tensors(algorithm, narrow, monkeypatch):
+    monkeypatch.setattr(choose_method, "_fastest", lambda seconds, fits: algorithm if fits(algorithm) else None)
     model = Wide()
     found, sums = clipped(copy.deepcopy(model))
     assert any(narrow)
     monkeypatch.setattr(rows, "multiplies_bfloat16", lambda device: False)
     expected, truth = clipped(model)
     assert relative_error(sums, truth) < 2e-5
-    raised = way.method is Method.DISCARD
+    raised = algorithm.method is Method.DISCARD
     assert (1 - 1e-6) < found.largest_norm / expected.largest_norm < (1 + 2e-4 if raised else 1 + 1e-6)
 
 
@@ -116,7 +116,7 @@ def test_a_product_with_a_split_matrix_is_that_of_float32(left_is_narrow, keep):
 
 def test_norms_of_gradients_that_are_discarded_are_raised_by_what_tensor_cores_may_lose(narrow, monkeypatch):
     """A product that loses as much as the note allows gives no norm that is too small."""
-    monkeypatch.setattr(choose_method, "_fastest", lambda seconds, fits: WAYS[1] if fits(WAYS[1]) else None)
+    monkeypatch.setattr(choose_method, "_fastest", lambda seconds, fits: ALGORITHMS[1] if fits(ALGORITHMS[1]) else None)
 
     def lossy(call, out):
         grads, acts = call.grad_output.float(), call.inputs[0].float()
@@ -141,12 +141,12 @@ def test_inputs_have_the_dtype_that_the_layer_multiplied_in():
     assert torch.equal(SAMPLERS["weight"].grad(call), expected)
 
 
-@pytest.mark.parametrize("way", WAYS, ids=str)
-def test_norms_of_one_position_are_not_rounded(way):
+@pytest.mark.parametrize("algorithm", ALGORITHMS, ids=str)
+def test_norms_of_one_position_are_not_rounded(algorithm):
     torch.manual_seed(0)
     layer, inputs, grads = nn.Linear(30, 20), torch.randn(64, 30).bfloat16(), torch.randn(64, 20).bfloat16()
     call = LayerCall(layer, (inputs,), grads, name="layer")
-    found = Entry(Use(layer.weight, "weight"), [(call, SAMPLERS["weight"])]).sq_norm(way, 64, Scratch())
+    found = Entry(Use(layer.weight, "weight"), [(call, SAMPLERS["weight"])]).sq_norm(algorithm, 64, Scratch())
     expected = (inputs.double().norm(dim=1) * grads.double().norm(dim=1)).square()
     torch.testing.assert_close(found.double(), expected, rtol=1e-6, atol=0)
 

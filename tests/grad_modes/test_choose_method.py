@@ -1,4 +1,4 @@
-"""Every way gives the same norms and sums; the choice keeps to its budget, reads no data, and can be saved."""
+"""Every algorithm gives the same norms and sums; the choice keeps to its budget, reads no data, and can be saved."""
 
 import json
 import weakref
@@ -10,19 +10,19 @@ from torch import nn
 
 from dpengine.capture import LayerCall, Use
 from dpengine.grad_modes import choose_method
-from dpengine.grad_modes.choose_method import MethodTable, time_ways
+from dpengine.grad_modes.choose_method import MethodTable, time_algorithms
 from dpengine.grad_modes.entry import Entry
-from dpengine.grad_modes.method import Choice, Method, Way
+from dpengine.grad_modes.method import Algorithm, Choice, Method
 from dpengine.grad_samplers.table import BUILTIN
 from dpengine.kernels import products
 
 LINEAR, CONV = BUILTIN[nn.Linear], BUILTIN[nn.Conv2d]
-WAYS = {
-    "linear": [Way(Method.GHOST, "gram"), Way(Method.KEEP, "direct"), Way(Method.DISCARD, "direct")],
+ALGORITHMS = {
+    "linear": [Algorithm(Method.GHOST, "gram"), Algorithm(Method.KEEP, "direct"), Algorithm(Method.DISCARD, "direct")],
     "conv": [
-        *(Way(Method.GHOST, name) for name in ("gram", "shifted gram", "compiled")),
+        *(Algorithm(Method.GHOST, name) for name in ("gram", "shifted gram", "compiled")),
         *(
-            Way(method, name)
+            Algorithm(method, name)
             for method in (Method.KEEP, Method.DISCARD)
             for name in ("grouped", "unfold", "loop", "compiled")
         ),
@@ -48,11 +48,11 @@ def entry_of(call, samplers, name="weight"):
 class Forced:
     version = 0
 
-    def __init__(self, way):
-        self.way = way
+    def __init__(self, algorithm):
+        self.algorithm = algorithm
 
     def plan(self, entries, rows):
-        return {e.use.parameter: Choice(e.use.name, "", self.way, "", None, 0) for e in entries}
+        return {e.use.parameter: Choice(e.use.name, "", self.algorithm, "", None, 0) for e in entries}
 
 
 def planned(call, samplers=LINEAR, **settings):
@@ -62,20 +62,20 @@ def planned(call, samplers=LINEAR, **settings):
 
 
 def test_the_table_of_ways_is_complete():
-    assert {way.name for way in WAYS["conv"]} == CONV["weight"].grads.keys() | CONV["weight"].sq_norms.keys()
-    assert {way.name for way in WAYS["linear"]} == LINEAR["weight"].grads.keys() | LINEAR["weight"].sq_norms.keys()
+    assert {a.name for a in ALGORITHMS["conv"]} == CONV["weight"].grads.keys() | CONV["weight"].sq_norms.keys()
+    assert {a.name for a in ALGORITHMS["linear"]} == LINEAR["weight"].grads.keys() | LINEAR["weight"].sq_norms.keys()
 
 
-@pytest.mark.parametrize("way", WAYS["linear"] + WAYS["conv"], ids=str)
+@pytest.mark.parametrize("algorithm", ALGORITHMS["linear"] + ALGORITHMS["conv"], ids=str)
 @pytest.mark.parametrize("built", [True, False], ids=["", "not-built"])
-def test_every_way_gives_the_same_norms_and_sums(monkeypatch, way, built):
+def test_every_algorithm_gives_the_same_norms_and_sums(monkeypatch, algorithm, built):
     if not built:  # nor is it here in a run whose table of methods is from elsewhere
         monkeypatch.setattr(products, "native_library", lambda: None)
     torch.manual_seed(0)
-    kind = "linear" if way in WAYS["linear"] else "conv"
+    kind = "linear" if algorithm in ALGORITHMS["linear"] else "conv"
     call, samplers = (linear_call(5, 7, 6, 4), LINEAR) if kind == "linear" else (conv_call(5, 3, 4, 6), CONV)
     weight = call.layer.weight
-    found = GradientsOfRows(Forced(way))
+    found = GradientsOfRows(Forced(algorithm))
     found.receive(call, {"weight": Use(weight, "layer.weight")}, samplers)
     truth_B = []
     for row in range(5):
@@ -104,7 +104,7 @@ def test_every_way_gives_the_same_norms_and_sums(monkeypatch, way, built):
 )
 def test_estimates_follow_shape_and_budget(time, width, budget, expected):
     call = linear_call(2, time, width, width)
-    assert planned(call, keep_budget=budget, timed=False).way.method is expected
+    assert planned(call, keep_budget=budget, timed=False).algorithm.method is expected
 
 
 def test_the_choice_does_not_look_at_data():
@@ -121,24 +121,28 @@ def test_the_choice_does_not_look_at_data():
 
 def test_timing_leaves_the_generators_alone():
     entry, before = entry_of(linear_call(3, 5, 6, 7), LINEAR), torch.get_rng_state()
-    time_ways(entry, WAYS["linear"], 3)
+    time_algorithms(entry, ALGORITHMS["linear"], 3)
     assert torch.equal(before, torch.get_rng_state())
 
 
 def test_what_was_timed_decides(monkeypatch):
     call = linear_call(64, 64, 256, 256)
-    for fastest in WAYS["linear"]:
+    for fastest in ALGORITHMS["linear"]:
         monkeypatch.setattr(
-            choose_method, "time_ways", lambda entry, ways, rows, f=fastest: {str(w): 1.0 + (w != f) for w in ways}
+            choose_method,
+            "time_algorithms",
+            lambda _, algorithms, rows, f=fastest: {str(a): 1.0 + (a != f) for a in algorithms},
         )
         choice = planned(call)
-        assert choice.way == fastest and choice.why == "timed" and choice.seconds == 1.0
+        assert choice.algorithm == fastest and choice.why == "timed" and choice.seconds == 1.0
 
 
 def test_each_kind_of_call_is_timed_once_and_sizes_are_rounded(monkeypatch):
     timed = []
     monkeypatch.setattr(
-        choose_method, "time_ways", lambda entry, ways, rows: timed.append(rows) or {str(way): 1.0 for way in ways}
+        choose_method,
+        "time_algorithms",
+        lambda _, algorithms, rows: timed.append(rows) or {str(a): 1.0 for a in algorithms},
     )
     table = MethodTable()
     for rows in (64, 60, 70, 64, 66):
@@ -149,14 +153,14 @@ def test_each_kind_of_call_is_timed_once_and_sizes_are_rounded(monkeypatch):
 
 
 def test_a_small_layer_is_not_timed(monkeypatch):
-    monkeypatch.setattr(choose_method, "time_ways", lambda *args: pytest.fail("timed"))
+    monkeypatch.setattr(choose_method, "time_algorithms", lambda *args: pytest.fail("timed"))
     assert planned(linear_call(8, 4, 16, 16)).why == "too small to time"
 
 
 def test_times_are_those_of_norm_and_sum_on_this_machine():
     """A Gram of 2000 positions takes many times what a product of 8 by 8 takes."""
     entry = entry_of(linear_call(4, 2000, 8, 8), LINEAR)
-    seconds = time_ways(entry, WAYS["linear"], 4)
+    seconds = time_algorithms(entry, ALGORITHMS["linear"], 4)
     assert seconds["ghost: gram"] > 3 * seconds["keep: direct"]
     assert entry.kept is None and len(entry.calls) == 1  # the pass itself is not touched
 
@@ -166,9 +170,10 @@ def test_the_budget_goes_to_what_saves_most_for_a_byte(monkeypatch):
     saving = {512: 2.0, 256: 1.5}  # the narrow layer takes a quarter of the memory
     monkeypatch.setattr(
         choose_method,
-        "time_ways",
-        lambda entry, ways, rows: {
-            str(way): 1.0 if way.method is Method.KEEP else 1.0 + saving[entry.use.parameter.shape[0]] for way in ways
+        "time_algorithms",
+        lambda entry, algorithms, rows: {
+            str(algorithm): 1.0 if algorithm.method is Method.KEEP else 1.0 + saving[entry.use.parameter.shape[0]]
+            for algorithm in algorithms
         },
     )
     entries = [entry_of(wide, LINEAR), entry_of(narrow, LINEAR)]
@@ -178,7 +183,7 @@ def test_the_budget_goes_to_what_saves_most_for_a_byte(monkeypatch):
         (8 * (512**2 + 256**2) * 4, [512, 256]),
     ):
         plan = MethodTable(keep_budget=budget).plan(entries, 8)
-        assert [p.shape[0] for p, choice in plan.items() if choice.way.method is Method.KEEP] == kept
+        assert [p.shape[0] for p, choice in plan.items() if choice.algorithm.method is Method.KEEP] == kept
         assert sum(choice.kept_bytes for choice in plan.values()) <= budget
 
 
@@ -190,10 +195,10 @@ def test_a_saved_table_is_used_instead_of_timing(tmp_path, monkeypatch):
     assert "Linear(in_features=256" in signature and ".weight" in signature and "64 rows" in signature
     table.seconds[signature] = {"discard: direct": 1e-9, "keep: direct": 1.0}
     table.save(tmp_path / "methods.json")
-    monkeypatch.setattr(choose_method, "time_ways", lambda *args: pytest.fail("timed"))
+    monkeypatch.setattr(choose_method, "time_algorithms", lambda *args: pytest.fail("timed"))
     loaded = MethodTable.load(tmp_path / "methods.json")
     (choice,) = loaded.plan([entry_of(call, LINEAR)], 64).values()
-    assert choice.way == Way(Method.DISCARD, "direct") and loaded.seconds == table.seconds
+    assert choice.algorithm == Algorithm(Method.DISCARD, "direct") and loaded.seconds == table.seconds
 
 
 @pytest.mark.parametrize(
@@ -207,7 +212,7 @@ def test_a_saved_table_is_used_instead_of_timing(tmp_path, monkeypatch):
 )
 def test_a_file_that_is_no_table_is_refused(tmp_path, text):
     (tmp_path / "methods.json").write_text(text)
-    with pytest.raises(ValueError, match="is no table of methods"):
+    with pytest.raises(ValueError, match="is not a saved MethodTable"):
         MethodTable.load(tmp_path / "methods.json")
 
 
@@ -218,15 +223,15 @@ def test_a_table_that_knows_only_how_to_keep_does_not_break_the_budget(monkeypat
     (signature,) = table.seconds
     table.seconds[signature] = {"keep: direct": 1e-9}
     (choice,) = table.plan([entry_of(call, LINEAR)], 64).values()
-    assert choice.way.method is not Method.KEEP
+    assert choice.algorithm.method is not Method.KEEP
 
 
 def test_the_budget_holds_for_the_largest_batch_that_a_plan_is_for():
     """Batches of up to a fifth more rows are planned alike."""
     one = 256 * 256 * 4
     call = linear_call(64, 300, 256, 256)
-    assert planned(call, keep_budget=64 * one, timed=False).way.method is not Method.KEEP
-    assert planned(call, keep_budget=77 * one, timed=False).way.method is Method.KEEP
+    assert planned(call, keep_budget=64 * one, timed=False).algorithm.method is not Method.KEEP
+    assert planned(call, keep_budget=77 * one, timed=False).algorithm.method is Method.KEEP
 
 
 @pytest.mark.parametrize(
@@ -236,7 +241,7 @@ def test_without_memory_for_timing_estimates_decide(monkeypatch, error):
     def fails(*args):
         raise error
 
-    monkeypatch.setattr(choose_method, "time_ways", fails)
+    monkeypatch.setattr(choose_method, "time_algorithms", fails)
     assert planned(linear_call(64, 64, 256, 256)).why == "no memory to time"
 
 
@@ -244,7 +249,7 @@ def test_what_fails_in_timing_for_another_reason_is_raised(monkeypatch):
     def fails(*args):
         raise RuntimeError("shapes do not match")
 
-    monkeypatch.setattr(choose_method, "time_ways", fails)
+    monkeypatch.setattr(choose_method, "time_algorithms", fails)
     with pytest.raises(RuntimeError, match="shapes do not match"):
         planned(linear_call(64, 64, 256, 256))
 
@@ -252,18 +257,18 @@ def test_what_fails_in_timing_for_another_reason_is_raised(monkeypatch):
 @pytest.mark.parametrize("rows", [1, 2])
 def test_a_large_image_alone_is_not_put_through_a_gram(rows):
     call = conv_call(rows, 64, 64, 112)
-    ways = []
+    algorithms = []
     choose = planned(call, CONV, keep_budget=0, timed=False)
-    ways = MethodTable(timed=False)._offer(entry_of(call, CONV), rows).seconds
-    assert "ghost: shifted gram" not in ways
-    assert choose.way != Way(Method.GHOST, "gram")
-    assert any(way.startswith("discard") for way in ways)
+    algorithms = MethodTable(timed=False)._options(entry_of(call, CONV), rows).seconds
+    assert "ghost: shifted gram" not in algorithms
+    assert choose.algorithm != Algorithm(Method.GHOST, "gram")
+    assert any(algorithm.startswith("discard") for algorithm in algorithms)
 
 
 def test_a_gradient_without_a_sum_of_its_own_is_kept_whatever_the_budget():
     call = linear_call(64, 3, 8, 50_000)
     (choice,) = MethodTable(keep_budget=0).plan([entry_of(call, LINEAR, "bias")], 64).values()
-    assert choice.way.method is Method.KEEP
+    assert choice.algorithm.method is Method.KEEP
 
 
 def test_a_table_that_knows_other_ways_only_does_not_stop_training(tmp_path):
@@ -275,7 +280,7 @@ def test_a_table_that_knows_other_ways_only_does_not_stop_training(tmp_path):
     stored = {"version": 1, "seconds": {signature: {"ghost: by magic": 1e-9}}}
     (tmp_path / "methods.json").write_text(json.dumps(stored))
     choice = MethodTable.load(tmp_path / "methods.json").plan([entry_of(call, LINEAR)], 64)[call.layer.weight]
-    assert choice.way.name in {"gram", "direct"}
+    assert choice.algorithm.name in {"gram", "direct"}
 
 
 def test_a_pass_that_repeats_a_shape_is_not_planned_again_until_the_times_are_others(monkeypatch):
@@ -313,5 +318,5 @@ def test_ranks_that_must_choose_alike_have_one_budget_whatever_their_gpus_have(m
         monkeypatch.setattr(choose_method, "memory_for", lambda device, on_cpu, *, most=0, memory=memory: memory)
         for table in (own, own.untimed({})):
             (choice,) = table.plan([entry_of(call, LINEAR)], 64).values()
-            chosen.append(choice.way.method is Method.KEEP)
+            chosen.append(choice.algorithm.method is Method.KEEP)
     assert chosen == [False, True, True, True]  # the first is that of a card without memory

@@ -52,14 +52,14 @@ def test_explain_needs_a_model():
 
 
 def test_a_table_goes_from_engine_to_engine(tmp_path, monkeypatch):
-    monkeypatch.setattr(choose_method, "_WORTH_TIMING", 0.0)
+    monkeypatch.setattr(choose_method, "_LEAST_TIMED", 0.0)
     monkeypatch.setattr(stacks, "SMALL_CALL_BYTES", 0)
     first = PrivacyEngine(seed=0)  # batches of one size
     torch.manual_seed(0)
     step_of(make_loop(images(), engine=first))
     assert any("Conv1d" in signature for signature in first.methods.seconds)
     first.methods.save(tmp_path / "methods.json")
-    monkeypatch.setattr(choose_method, "time_ways", lambda *args: pytest.fail("timed again"))
+    monkeypatch.setattr(choose_method, "time_algorithms", lambda *args: pytest.fail("timed again"))
     for given in (tmp_path / "methods.json", str(tmp_path / "methods.json"), first.methods):
         second = PrivacyEngine(seed=0, methods=given)
         torch.manual_seed(0)

@@ -32,7 +32,7 @@ def test_what_was_taken_is_never_written_again():
     listed = parameters()
     buffer = FlatBuffer(listed)
     buffer.add(listed[0], torch.ones(3, 2))
-    taken = buffer.take()
+    taken = buffer.drain()
     flats, views = list(taken.flats.values()), taken.views
     assert buffer.clean
     buffer.add(listed[0], torch.full((3, 2), 7.0))
@@ -50,7 +50,7 @@ def test_f_u3_thousands_of_small_sums_do_not_stagnate_in_half_precision():
 
 def test_where_there_was_no_sum_all_is_handed_over_all_the_same():
     listed = parameters()
-    taken = FlatBuffer(listed).take()
+    taken = FlatBuffer(listed).drain()
     assert [len(memory) for memory in taken.memory.values()] == [len(flat) for flat in taken.flats.values()] == [11]
     assert taken.views.keys() == set(listed)
     assert not any(flat.any() for flat in taken.flats.values())

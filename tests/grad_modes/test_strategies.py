@@ -221,7 +221,7 @@ def test_a_grad_sample_that_holds_several_rows_is_refused_and_not_shown():
     torch.manual_seed(4)
     model = _Positions()
     wrapped = GradSampleModule(model)
-    with pytest.raises(UnsupportedLayerError, match=r"rows of a batch apart.*'table\.weight'"):
+    with pytest.raises(UnsupportedLayerError, match=r"samples of a batch independent.*'table\.weight'"):
         wrapped(torch.randn(ROWS, ROWS, 3)).square().mean().backward()
     assert not any(hasattr(p, "grad_sample") for p in model.parameters())
     wrapped(torch.randn(ROWS + 1, ROWS, 3)).square().mean().backward()  # and here the shapes tell

@@ -6,9 +6,9 @@ from torch import nn
 
 from dpengine.capture import LayerCall, Use
 from dpengine.grad_modes import choose_method
-from dpengine.grad_modes.choose_method import MethodTable, time_ways
+from dpengine.grad_modes.choose_method import MethodTable, time_algorithms
 from dpengine.grad_modes.entry import Entry, Scratch
-from dpengine.grad_modes.method import Method, Way
+from dpengine.grad_modes.method import Algorithm, Method
 from dpengine.grad_samplers import tied
 from dpengine.grad_samplers.table import BUILTIN
 from dpengine.grad_samplers.tied import tied_cost, tied_norm
@@ -63,7 +63,7 @@ def test_float32_uses_that_cancel_have_a_norm_that_is_not_low():
     wide = [(c.replace(inputs=tuple(t.double() if t.is_floating_point() else t for t in c.inputs),
                        grad_output=c.grad_output.double()), s) for c, s in calls]  # fmt: skip
     entry = Entry(Use(calls[0][0].layer.weight, "words.weight"), list(calls))
-    found = entry.sq_norm(Way(Method.GHOST, "gram"), ROWS, None)
+    found = entry.sq_norm(Algorithm(Method.GHOST, "gram"), ROWS, None)
     assert (found.double() >= truth_of(wide) * (1 - 1e-6)).all()
 
 
@@ -85,16 +85,18 @@ def test_other_uses_have_no_cross_terms_of_this_kind():
 def test_a_tied_weight_is_not_kept_and_its_ways_are_timed(monkeypatch):
     calls = calls_of(dtype=torch.float32)
     entry = Entry(Use(calls[0][0].layer.weight, "words.weight"), list(calls))
-    ways = [Way(Method.GHOST, "gram"), Way(Method.DISCARD, "direct")]
-    assert time_ways(entry, ways, ROWS).keys() == {"ghost: gram", "discard: direct"}
+    algorithms = [Algorithm(Method.GHOST, "gram"), Algorithm(Method.DISCARD, "direct")]
+    assert time_algorithms(entry, algorithms, ROWS).keys() == {"ghost: gram", "discard: direct"}
     timed = []
-    monkeypatch.setattr(choose_method, "_WORTH_TIMING", 0.0)
+    monkeypatch.setattr(choose_method, "_LEAST_TIMED", 0.0)
     monkeypatch.setattr(
-        choose_method, "time_ways", lambda entry, ways, rows: timed.extend(ways) or {str(way): 1.0 for way in ways}
+        choose_method,
+        "time_algorithms",
+        lambda _, algorithms, rows: timed.extend(algorithms) or {str(a): 1.0 for a in algorithms},
     )
     (choice,) = MethodTable().plan([entry], ROWS).values()
-    assert choice.way.method is not Method.KEEP and choice.kept_bytes == 0
-    assert set(timed) == set(ways)
+    assert choice.algorithm.method is not Method.KEEP and choice.kept_bytes == 0
+    assert set(timed) == set(algorithms)
 
 
 def test_what_arrives_at_the_padding_makes_no_norm_larger():
@@ -105,6 +107,6 @@ def test_what_arrives_at_the_padding_makes_no_norm_larger():
     large = words.replace(grad_output=words.grad_output.masked_fill(at_padding, 1e12))
     assert torch.equal(sampler.spread(large), sampler.spread(words))
     entry = lambda call: Entry(Use(call.layer.weight, "weight"), [(call, sampler)])  # noqa: E731
-    way, scratch = Way(Method.GHOST, "shortcut"), Scratch()
-    norms_B = [entry(call).sq_norm(way, ROWS, scratch) for call in (words, large)]
+    algorithm, scratch = Algorithm(Method.GHOST, "shortcut"), Scratch()
+    norms_B = [entry(call).sq_norm(algorithm, ROWS, scratch) for call in (words, large)]
     torch.testing.assert_close(norms_B[1], norms_B[0], rtol=1e-12, atol=0)

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dpengine.layers.replacements import from_twin, to_twin
+from dpengine.layers.replacements import to_original, to_replacement
 
 ROWS, QUERIES, KEYS, SIZE, HEADS = 3, 4, 5, 8, 2
 
@@ -47,9 +47,9 @@ def results(module, inputs, **options):
 
 def assert_equal_twin(module, inputs, *, outputs_to=1e-12, gradients_to=1e-12, **options):
     expected = results(module, inputs, **options)
-    assert to_twin(module) is module
+    assert to_replacement(module) is module
     got = results(module, inputs, **options)
-    from_twin(module)
+    to_original(module)
     torch.testing.assert_close(got[0], expected[0], atol=outputs_to, rtol=outputs_to)
     torch.testing.assert_close(got[1], expected[1], atol=gradients_to, rtol=gradients_to)
 
@@ -121,7 +121,7 @@ def test_dropout_draws_what_the_original_draws(need_weights):
     module = attention(dropout=0.5)
     assert_equal_twin(module, inputs_for(module, "all"), need_weights=need_weights)
     inputs = inputs_for(module, "all")
-    to_twin(module)
+    to_replacement(module)
     assert not torch.equal(module(*inputs)[0], module(*inputs)[0])
     module.eval()
     assert torch.equal(module(*inputs)[0], module(*inputs)[0])
@@ -142,13 +142,13 @@ def test_in_evaluation_mode_outputs_equal_the_original(batch_first, need_weights
     inputs = inputs_for(module, "all")
     with torch.no_grad():
         expected = module(*inputs, need_weights=need_weights)
-        got = to_twin(module)(*inputs, need_weights=need_weights)
+        got = to_replacement(module)(*inputs, need_weights=need_weights)
     torch.testing.assert_close(got, expected, atol=1e-12, rtol=0)
 
 
 @pytest.mark.parametrize("need_weights", [True, False])
 def test_a_batch_of_no_rows_has_zero_gradients(need_weights):
-    module = to_twin(attention(add_bias_kv=True, add_zero_attn=True))
+    module = to_replacement(attention(add_bias_kv=True, add_zero_attn=True))
     x = torch.randn(0, KEYS, SIZE, dtype=torch.float64)
     options = {"key_padding_mask": torch.zeros(0, KEYS, dtype=torch.bool), "need_weights": need_weights}
     per_head = torch.zeros(0, KEYS, KEYS, dtype=torch.bool)
@@ -172,7 +172,7 @@ def test_function_transforms_give_the_gradient_of_each_row(need_weights):
 
     parameters = {name: p.detach() for name, p in module.named_parameters()}
     expected = [torch.func.grad(loss_of)(parameters, row) for row in inputs]
-    to_twin(module)
+    to_replacement(module)
     got = torch.func.vmap(torch.func.grad(loss_of), (None, 0))(parameters, inputs)
     for name in parameters:
         torch.testing.assert_close(got[name], torch.stack([e[name] for e in expected]), atol=1e-12, rtol=1e-12)
@@ -189,12 +189,12 @@ def test_torchs_transformer_layers_take_the_twin(layer, batch_first):
     for training in (True, False):
         module.train(training)
         expected = module(*inputs)
-        changed = [m for m in module.modules() if to_twin(m) is not None]
+        changed = [m for m in module.modules() if to_replacement(m) is not None]
         torch.testing.assert_close(module(*inputs), expected, atol=1e-12, rtol=0)
         with torch.no_grad():
             torch.testing.assert_close(module(*inputs), expected, atol=1e-12, rtol=0)
         for attention_layer in changed:
-            from_twin(attention_layer)
+            to_original(attention_layer)
         assert len(changed) == (1 if layer is nn.TransformerEncoderLayer else 2)
 
 
@@ -216,7 +216,7 @@ def test_what_does_not_fit_is_refused(change, message):
     x = torch.randn(ROWS, QUERIES, SIZE, dtype=torch.float64)
     *inputs, options = change(x, torch.ones(QUERIES, QUERIES, dtype=torch.bool))
     with pytest.raises(ValueError, match=message):
-        to_twin(attention())(*inputs, **options)
+        to_replacement(attention())(*inputs, **options)
 
 
 class Watched(Tensor):
@@ -256,7 +256,7 @@ def test_each_weight_is_used_once_with_the_batch_on_axis_0(sharing, kdim, batch_
     module = attention(add_bias_kv=True, kdim=kdim, batch_first=batch_first)
     inputs = inputs_for(module, sharing)
     expected = module(*inputs)[0]
-    to_twin(module)
+    to_replacement(module)
     log = []
     for name, parameter in list(module._parameters.items()):
         if parameter is not None:

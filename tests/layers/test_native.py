@@ -8,7 +8,7 @@ from torch.nn.utils.rnn import pack_padded_sequence
 from dpengine.kernels.library import native_library
 from dpengine.layers import cells
 from dpengine.layers.native import native_for
-from dpengine.layers.replacements import to_twin
+from dpengine.layers.replacements import to_replacement
 
 ROWS, STEPS, FEATURES, HIDDEN = 4, 7, 5, 19
 SETTINGS = {
@@ -27,7 +27,7 @@ def outcome(name, order, dtype=torch.float32):
     rows = 1 if order.startswith("one-r") else ROWS  # any slice of one row counts as contiguous
     torch.manual_seed(0)
     layer, settings = SETTINGS[name]
-    module = to_twin(layer(FEATURES, HIDDEN, batch_first=True, **settings)).to(dtype)
+    module = to_replacement(layer(FEATURES, HIDDEN, batch_first=True, **settings)).to(dtype)
     inputs = torch.randn(rows, STEPS, FEATURES).to(dtype).requires_grad_()
     given = inputs
     if LENGTHS[order] is not None:
@@ -83,7 +83,7 @@ def test_what_compiled_code_cannot_read_goes_another_way(tensor):
 def test_a_row_that_is_not_finite_leaves_the_others_alone():
     torch.manual_seed(0)
     for layer in (nn.LSTM, nn.GRU, nn.RNN):
-        module = to_twin(layer(FEATURES, HIDDEN, batch_first=True))
+        module = to_replacement(layer(FEATURES, HIDDEN, batch_first=True))
         inputs = torch.randn(ROWS, STEPS, FEATURES)
         clean = module(inputs)[0]
         inputs[1, 2] = torch.nan

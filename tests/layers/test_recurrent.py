@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 from dpengine.layers.linear_place import linear_place
-from dpengine.layers.replacements import from_twin, to_twin
+from dpengine.layers.replacements import to_original, to_replacement
 
 ROWS, STEPS, FEATURES, HIDDEN = 5, 6, 3, 4
 LENGTHS = {"sorted": [6, 4, 4, 2, 1], "unsorted": [4, 1, 6, 2, 4]}
@@ -86,7 +86,7 @@ def results(module, inputs, states, pack=lambda x: x):
 
 def assert_equal_twin(module, *args, outputs_to=1e-12, gradients_to=1e-12, **kwargs):
     expected = results(module, *args, **kwargs)
-    assert to_twin(module) is module
+    assert to_replacement(module) is module
     got = results(module, *args, **kwargs)
     torch.testing.assert_close(got[0], expected[0], atol=outputs_to, rtol=outputs_to)
     torch.testing.assert_close(got[1], expected[1], atol=gradients_to, rtol=gradients_to)
@@ -119,7 +119,7 @@ def test_a_packed_result_keeps_the_order_of_its_rows(case):
     module, inputs = case.make(), inputs_for(case)
     packed = pack_padded_sequence(inputs, LENGTHS["unsorted"], batch_first=True, enforce_sorted=False)
     expected = module(packed)[0]
-    got = to_twin(module)(packed)[0]
+    got = to_replacement(module)(packed)[0]
     assert torch.equal(got.batch_sizes, expected.batch_sizes)
     assert torch.equal(got.unsorted_indices, expected.unsorted_indices)
     both = [pad_packed_sequence(x, batch_first=True)[0] for x in (got, expected)]
@@ -135,7 +135,7 @@ def test_without_gradients_outputs_equal_the_original(case, order, monkeypatch):
     monkeypatch.setattr(F, "linear", None)  # torch's own kernel runs
     with torch.no_grad():
         expected = module(inputs, states)
-        got = to_twin(module)(inputs, states)
+        got = to_replacement(module)(inputs, states)
     torch.testing.assert_close(got, expected, atol=1e-12, rtol=0)
 
 
@@ -146,7 +146,7 @@ def test_function_transforms_give_the_gradient_of_each_row(case):
     for row in inputs:
         loss = sum(o.square().sum() for o in tensors_of(module(row[None])))
         rows.append(torch.autograd.grad(loss, list(module.parameters())))
-    to_twin(module)
+    to_replacement(module)
 
     def loss_of(parameters, row):
         return sum(o.square().sum() for o in tensors_of(torch.func.functional_call(module, parameters, (row[None],))))
@@ -173,7 +173,7 @@ def test_dropout_falls_between_layers_only(monkeypatch):
         )
     inputs = torch.randn(ROWS, STEPS, FEATURES, dtype=torch.float64)
     expected = upper(drop(lower(inputs)[0], 0.5, training=True))[0]
-    torch.testing.assert_close(to_twin(stack)(inputs)[0], expected, atol=1e-12, rtol=0)
+    torch.testing.assert_close(to_replacement(stack)(inputs)[0], expected, atol=1e-12, rtol=0)
 
 
 @pytest.mark.parametrize("training", [True, False])
@@ -182,11 +182,11 @@ def test_one_layer_with_dropout_is_not_random(training):
         module = nn.GRU(FEATURES, HIDDEN, dropout=0.9)
     inputs = torch.randn(STEPS, ROWS, FEATURES)
     expected = module(inputs)[0]
-    torch.testing.assert_close(to_twin(module).train(training)(inputs)[0], expected)
+    torch.testing.assert_close(to_replacement(module).train(training)(inputs)[0], expected)
 
 
 def test_dropout_of_everything_leaves_only_the_biases():
-    module = to_twin(nn.GRU(FEATURES, HIDDEN, num_layers=2, dropout=1.0))
+    module = to_replacement(nn.GRU(FEATURES, HIDDEN, num_layers=2, dropout=1.0))
     first, second = (module(torch.randn(STEPS, ROWS, FEATURES))[0] for _ in range(2))
     torch.testing.assert_close(first, second)
     module.eval()
@@ -195,7 +195,7 @@ def test_dropout_of_everything_leaves_only_the_biases():
 
 @one_of_each
 def test_a_batch_of_no_rows_has_zero_gradients(case):
-    module = to_twin(case.make())
+    module = to_replacement(case.make())
     output, _ = module(torch.randn(0, STEPS, FEATURES, dtype=torch.float64))
     assert output.shape[:2] == (0, STEPS)
     output.sum().backward()
@@ -205,7 +205,7 @@ def test_a_batch_of_no_rows_has_zero_gradients(case):
 @one_of_each
 @pytest.mark.parametrize("grad", [True, False])
 def test_input_without_a_batch_axis_is_refused(case, grad):
-    module = to_twin(case.make())
+    module = to_replacement(case.make())
     with torch.set_grad_enabled(grad), pytest.raises(ValueError, match=r"batch axis: input.unsqueeze\(0\)"):
         module(torch.randn(STEPS, FEATURES, dtype=torch.float64))
 
@@ -225,7 +225,7 @@ def test_wrong_shapes_are_refused_as_by_torch(shape, states):
     with pytest.raises(RuntimeError) as theirs:
         module(inputs, states)
     with pytest.raises(RuntimeError) as ours:
-        to_twin(module)(inputs, states)
+        to_replacement(module)(inputs, states)
     assert str(ours.value)[:15] == str(theirs.value)[:15]
 
 
@@ -250,11 +250,11 @@ class Watched(Tensor):
 @one_of_each
 def test_each_weight_is_used_once_with_the_batch_on_axis_0(case):
     module = case.make()
-    expected = results(from_twin(module) or module, inputs_for(case), None)[0]
+    expected = results(to_original(module) or module, inputs_for(case), None)[0]
     torch.manual_seed(0)
     case.make()  # as above, to draw the same inputs
     inputs = inputs_for(case)
-    to_twin(module)
+    to_replacement(module)
     for name, parameter in list(module._parameters.items()):
         watched = parameter.detach().as_subclass(Watched)
         watched.uses = []
@@ -266,7 +266,7 @@ def test_each_weight_is_used_once_with_the_batch_on_axis_0(case):
 
 
 def test_a_weight_changed_before_backward_is_noticed():
-    module = to_twin(nn.LSTM(FEATURES, HIDDEN))
+    module = to_replacement(nn.LSTM(FEATURES, HIDDEN))
     output, _ = module(torch.randn(STEPS, ROWS, FEATURES))
     with torch.no_grad():
         module.weight_hh_l0.mul_(2)
@@ -278,7 +278,7 @@ def test_changing_the_output_in_place_does_not_reach_the_gradient():
     module = nn.GRU(FEATURES, HIDDEN, dtype=torch.float64)
     inputs = torch.randn(STEPS, ROWS, FEATURES, dtype=torch.float64)
     gradients = []
-    for layer in (module, to_twin(module)):
+    for layer in (module, to_replacement(module)):
         output, last = layer(inputs)
         (output.mul_(3).sum() + last.mul_(2).sum()).backward()
         gradients.append([p.grad.clone() for p in module.parameters()])
@@ -290,21 +290,21 @@ def test_only_a_part_of_the_results_may_be_used():
     module = nn.LSTM(FEATURES, HIDDEN, dtype=torch.float64)
     inputs = torch.randn(STEPS, ROWS, FEATURES, dtype=torch.float64)
     expected = torch.autograd.grad(module(inputs)[1][1].sum(), list(module.parameters()))
-    got = torch.autograd.grad(to_twin(module)(inputs)[1][1].sum(), list(module.parameters()))
+    got = torch.autograd.grad(to_replacement(module)(inputs)[1][1].sum(), list(module.parameters()))
     torch.testing.assert_close(got, expected, atol=1e-12, rtol=0)
 
 
 def test_a_second_derivative_is_refused():
-    module = to_twin(nn.LSTM(FEATURES, HIDDEN))
+    module = to_replacement(nn.LSTM(FEATURES, HIDDEN))
     inputs = torch.randn(STEPS, ROWS, FEATURES, requires_grad=True)
-    with pytest.raises(RuntimeError, match="from_twin"):
+    with pytest.raises(RuntimeError, match="to_original"):
         torch.autograd.grad(module(inputs)[0].sum(), inputs, create_graph=True)
 
 
 @pytest.mark.parametrize("layer", [nn.RNN, nn.GRU, nn.LSTM])
 def test_autocast_and_bfloat16_give_about_the_same(layer):
     torch.manual_seed(0)
-    module = to_twin(layer(FEATURES, HIDDEN))
+    module = to_replacement(layer(FEATURES, HIDDEN))
     inputs, state = torch.randn(STEPS, ROWS, FEATURES), torch.randn(1, ROWS, HIDDEN)
     states = (state, state) if layer is nn.LSTM else state
     exact = results(module, inputs, states)

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from dpengine.layers.replacements import to_twin
+from dpengine.layers.replacements import to_replacement
 
 CELLS = {
     "tanh": lambda **s: nn.RNNCell(3, 4, nonlinearity="tanh", **s),
@@ -35,17 +35,17 @@ def test_two_steps_equal_the_original(kind, bias, given, dtype, tolerance):
     state, memory = (torch.randn(5, 4, dtype=dtype, requires_grad=True) for _ in range(2))
     states = None if not given else (state, memory) if kind == "lstm" else state
     expected = results(module, inputs, states)
-    got = results(to_twin(module), inputs, states)
+    got = results(to_replacement(module), inputs, states)
     torch.testing.assert_close(got, expected, atol=tolerance, rtol=tolerance)
 
 
 @each_cell
 def test_a_batch_of_no_rows_works(kind):
-    output = to_twin(CELLS[kind]())(torch.randn(0, 3))
+    output = to_replacement(CELLS[kind]())(torch.randn(0, 3))
     assert (output[0] if kind == "lstm" else output).shape == (0, 4)
 
 
 @each_cell
 def test_input_without_a_batch_axis_is_refused(kind):
     with pytest.raises(ValueError, match="batch axis"):
-        to_twin(CELLS[kind]())(torch.randn(3))
+        to_replacement(CELLS[kind]())(torch.randn(3))

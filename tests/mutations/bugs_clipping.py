@@ -22,7 +22,7 @@ from dpengine.grad_modes.entry import Entry
 from dpengine.grad_modes.flat_buffer import FlatBuffer
 from dpengine.grad_modes.rows import Units
 from dpengine.grad_modes.stacks import Layout
-from dpengine.independence.live_probe import Company
+from dpengine.independence.live_probe import IndependenceCheck
 
 from .planted import Patch, Planted, module_of
 
@@ -174,7 +174,7 @@ def _three(kind: Callable[..., nn.Module], square: bool = False) -> Callable[[],
     return lambda: kind(nn.Linear(6, width), nn.Tanh(), nn.Linear(width, 3))
 
 
-_NO_PROBE = Patch(Company, "ask", _of_nothing)
+_NO_PROBE = Patch(IndependenceCheck, "run", _of_nothing)
 
 BUGS = (
     Planted(

@@ -13,7 +13,7 @@ GUARDS = [
     Guard(
         "second-norm",
         "a second norm in ghost mode",
-        "self._take is None and use.parameter in self._sq_norms",
+        "self._consume is None and use.parameter in self._sq_norms",
         "False",
         "clipping/test_clipper.py::test_ghost_mode_refuses_to_join_the_norms_of_forward_passes_from_before_th"
         "e_last_backward",
@@ -119,14 +119,14 @@ GUARDS = [
     Guard(
         "watched-op",
         "an unknown operation on a watched parameter",
-        "        raise _refusal(_first(args, kwargs).origin, func)\n\n\nclass",
+        "        raise _unsupported(_first(args, kwargs).origin, func)\n\n\nclass",
         "        return result\n\n\nclass",
         "capture/test_watched_parameter.py::test_other_uses_are_refused_by_name_before_any_gradient",
     ),
     Guard(
         "watched-rows",
         "a tensor whose first axis is not the batch",
-        "known is not None and other.shape[0] != known",
+        "batch_size is not None and other.shape[0] != batch_size",
         "False",
         "capture/test_watched_parameter.py::test_other_uses_are_refused_by_name_before_any_gradient",
     ),
@@ -141,7 +141,7 @@ GUARDS = [
     Guard(
         "ghost-same",
         "other gradients in the second pass",
-        "        self._refuse_another_pass()\n\n",
+        "        self._check_equal_passes()\n\n",
         "\n",
         "faults/test_probe.py::test_f_c1_ghost_refuses_gradients_that_it_cannot_run_again",
     ),
@@ -311,7 +311,7 @@ GUARDS = [
     Guard(
         "batch-norm",
         "batch norm that looks at the batch",
-        "not (_looks_at_the_batch(module) and is_on())",
+        "not (_uses_batch_statistics(module) and is_on())",
         "True",
         "validation/test_frozen_batch_norm.py::test_a_batch_norm_that_would_look_at_the_batch_is_refused_in_t"
         "he_forward_pass",
@@ -319,7 +319,7 @@ GUARDS = [
     Guard(
         "ghost-take",
         "the second pass ends",
-        "        finally:\n            self._take = None",
+        "        finally:\n            self._consume = None",
         "        finally:\n            pass",
         "clipping/test_clipper.py::test_unequal_minibatches_give_the_average_over_all_samples",
     ),
@@ -333,14 +333,14 @@ GUARDS = [
     Guard(
         "probe-others",
         "the other rows get other data",
-        "torch.where(self._chosen(front), front, first)",
+        "torch.where(self._keep_mask(front), front, first)",
         "front",
         "faults/test_isolation.py::test_f_m2_a_maximum_of_the_batch_is_found_whichever_row_has_it",
     ),
     Guard(
         "probe-refuses",
         "rows that do not stay apart",
-        "        self._refuse(same, changed)\n",
+        "        self._raise(same, changed)\n",
         "        pass\n",
         "faults/test_isolation.py::test_f_m2_the_layer_that_sees_other_rows_is_named_and_nothing_is_released",
     ),
@@ -377,8 +377,8 @@ GUARDS = [
     Guard(
         "replay-output",
         "another output of the second pass",
-        "before.shape != now.shape or not torch.allclose(",
-        "before.shape != now.shape or False and torch.allclose(",
+        "old.shape != new.shape or not torch.allclose(",
+        "old.shape != new.shape or False and torch.allclose(",
         "faults/test_probe.py::test_f_c1_ghost_refuses_another_output_though_its_gradients_have_the_same_norms",
     ),
     Guard(

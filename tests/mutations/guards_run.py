@@ -146,7 +146,7 @@ GUARDS = [
     Guard(
         "noise-seal",
         "ranks with other facts",
-        "            Seal.refuse_other(memory[-Seal.WORDS :], replicas.size)",
+        "            RankFingerprint.check(memory[-RankFingerprint.WORDS :], replicas.size)",
         "            pass",
         "noise/test_share.py::test_a_rank_without_any_sum_sends_its_words",
     ),
@@ -248,7 +248,7 @@ GUARDS = [
     Guard(
         "total-adds",
         "counts of all ranks are added up",
-        "            ranks.add_up(summed)()\n        return float(summed)",
+        "            ranks.all_reduce(summed)()\n        return float(summed)",
         "            pass\n        return float(summed)",
         "distributed/test_equal_runs.py::test_f_s7_f_x1_f_x2_two_processes_give_the_weights_of_one",
     ),

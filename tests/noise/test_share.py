@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from dpengine.distributed.local_shards import Box, Held, ParameterLayout
-from dpengine.distributed.ranks import ALONE
+from dpengine.distributed.local_shards import Box, LocalShard, ParameterLayout
+from dpengine.distributed.ranks import SINGLE_PROCESS
 from dpengine.distributed.topology import Topology
 from dpengine.errors import MechanismMismatchError
 from dpengine.grad_modes import flat_buffer
@@ -26,7 +26,7 @@ class Ranks:
     size: int
     sent: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
 
-    def add_up(self, tensor):
+    def all_reduce(self, tensor):
         self.sent.append((tensor, tensor.clone()))
         return lambda: None
 
@@ -39,10 +39,11 @@ def small_messages(monkeypatch):
 def noised(ranks, held=None, dtypes=(torch.float32,)):
     """What a rank has after its noise, where all sums are zero, and the buffer."""
     parameters = [nn.Parameter(torch.zeros(s, dtype=dtypes[i % len(dtypes)])) for i, s in enumerate(SHAPES)]
-    topology = Topology(replicas=ranks) if held is None else Topology(replicas=ranks, layout=ParameterLayout(held=held))
+    layout = ParameterLayout() if held is None else ParameterLayout(local_shard=held)
+    topology = Topology(replicas=ranks, layout=layout)
     buffer = FlatBuffer(parameters, topology)
     places = noised_places(buffer, ranks)
-    taken, noise = buffer.take(), GaussianNoise(NoiseSource.seeded(4))
+    taken, noise = buffer.drain(), GaussianNoise(NoiseSource.seeded(4))
     for flat in taken.flats.values():
         flat.zero_()
     try:
@@ -56,7 +57,7 @@ def noised(ranks, held=None, dtypes=(torch.float32,)):
 @pytest.mark.parametrize("dtypes", [(torch.float32,), (torch.float32, torch.float64)])
 def test_each_number_gets_its_noise_from_one_rank(small_messages, size, dtypes):
     (alone, whole), of_ranks = (
-        noised(ALONE, dtypes=dtypes),
+        noised(SINGLE_PROCESS, dtypes=dtypes),
         [noised(Ranks(i, size), dtypes=dtypes) for i in range(size)],
     )
     for flat, parts in zip(alone, zip(*(flats for flats, _ in of_ranks), strict=True), strict=True):
@@ -81,12 +82,12 @@ def test_columns_of_a_parameter_have_the_noise_of_their_places():
         def held(parameter):
             whole = Box.whole(parameter.shape)
             part = whole.part(1, number, 3) if parameter.dim() > 1 else whole
-            return Held(tuple(parameter.shape), part, part)
+            return LocalShard(tuple(parameter.shape), part, part)
 
         return held
 
-    (alone,), _ = noised(ALONE)
-    found = [noised(ALONE, columns(number))[0][0] for number in range(3)]
+    (alone,), _ = noised(SINGLE_PROCESS)
+    found = [noised(SINGLE_PROCESS, columns(number))[0][0] for number in range(3)]
     at, starts = 0, [0, 0, 0]
     for shape in SHAPES:
         size = torch.Size(shape).numel()
@@ -106,10 +107,12 @@ def test_ranks_that_split_layers_unevenly_get_the_noise_of_whole_ones_from_the_s
         def held(parameter):
             whole = Box.whole(parameter.shape)
             part = whole.part(0, split, 2) if parameter.dim() > 1 else whole
-            return Held(tuple(parameter.shape), part, part)
+            return LocalShard(tuple(parameter.shape), part, part)
 
         parameters = [nn.Parameter(torch.zeros(s)) for s in SHAPES]
-        topology = Topology(replicas=Ranks(replica, 2), splits=Ranks(split, 2), layout=ParameterLayout(held=held))
+        topology = Topology(
+            replicas=Ranks(replica, 2), splits=Ranks(split, 2), layout=ParameterLayout(local_shard=held)
+        )
         drawn = noised_places(FlatBuffer(parameters, topology), Ranks(replica, 2))
         mine = {n for one in drawn for n in range(one.start, one.start + one.count)}
         sizes = [torch.Size(s).numel() for s in SHAPES]
@@ -122,9 +125,9 @@ def test_ranks_that_split_layers_unevenly_get_the_noise_of_whole_ones_from_the_s
 
 
 def test_a_rank_without_any_sum_sends_its_words():
-    ranks, nothing = Ranks(0, 2), Held((3,), Box.whole((3,)), Box((3,), (0,)))
-    topology = Topology(replicas=ranks, layout=ParameterLayout(held=lambda parameter: nothing))
-    taken, noise = FlatBuffer([nn.Parameter(torch.zeros(3))], topology).take(), GaussianNoise(NoiseSource.seeded(4))
+    ranks, nothing = Ranks(0, 2), LocalShard((3,), Box.whole((3,)), Box((3,), (0,)))
+    topology = Topology(replicas=ranks, layout=ParameterLayout(local_shard=lambda parameter: nothing))
+    taken, noise = FlatBuffer([nn.Parameter(torch.zeros(3))], topology).drain(), GaussianNoise(NoiseSource.seeded(4))
     with pytest.raises(MechanismMismatchError):  # nobody added the words of the others
         add_noise(taken, noise, std=1.0, step=0, scale=1.0, replicas=ranks, fingerprint=())
     assert [len(now) for now, _ in ranks.sent] == [16]

@@ -261,7 +261,7 @@ MIXING = {
 @through(ALL_DOORS)
 def test_rank_13_a_batch_norm_without_trainable_parameters_is_refused_by_name(door, name):
     model = nn.Sequential(nn.Linear(4, 4), MIXING[name](), nn.Linear(4, CLASSES))
-    with pytest.raises(UnsupportedLayerError, match=r"(?s)1.*BatchNorm1d.*mixes the rows.*dp\.fix\(model\)"):
+    with pytest.raises(UnsupportedLayerError, match=r"(?s)1.*BatchNorm1d.*mixes the samples.*dp\.fix\(model\)"):
         door.open(model, fixed_loader(ROWS))
 
 

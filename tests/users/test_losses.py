@@ -60,7 +60,9 @@ def test_s11_a_declared_sum_gives_the_same_sums(mode):
 
 
 def test_s12_a_loss_that_mixes_rows_is_found_and_its_remedy_works():
-    with pytest.raises(BatchDependentLossError, match=r"DPE010.*row 0 changes with its batch.*per_example\(loss_fn\)"):
+    with pytest.raises(
+        BatchDependentLossError, match=r"DPE010.*sample 0 depends on the other samples.*per_example\(loss_fn\)"
+    ):
         check_loss(mlp(), token_mean, token_batch())
     check_loss(mlp(), per_example(token_mean), token_batch())
 

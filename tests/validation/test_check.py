@@ -10,7 +10,7 @@ from dpengine.errors import UnsupportedLayerError
 from dpengine.grad_samplers import register_grad_sampler
 from dpengine.grad_samplers.registered import REGISTERED
 from dpengine.grad_samplers.table import BUILTIN
-from dpengine.layers.replacements import TWINS
+from dpengine.layers.replacements import REPLACEMENTS
 from dpengine.validation import CheckReport, Finding, check
 from dpengine.validation.obstacles import OBSTACLES
 
@@ -45,27 +45,27 @@ def half(layer):
 
 FIX = r"Run before creating the optimizer: model, changes = dp.fix\(model\)"
 BLOCKED = {
-    "batch-norm-1d": (lambda: nn.BatchNorm1d(4), "mixes the rows", FIX),
-    "batch-norm-2d": (lambda: nn.BatchNorm2d(4), "mixes the rows", FIX),
-    "batch-norm-3d": (lambda: nn.BatchNorm3d(4), "mixes the rows", FIX),
-    "batch-norm-plain": (lambda: nn.BatchNorm2d(4, affine=False), "mixes the rows", FIX),
-    "batch-norm-without-statistics": (lambda: nn.BatchNorm2d(4, track_running_stats=False), "mixes the rows", FIX),
-    "batch-norm-frozen": (lambda: nn.BatchNorm2d(4).requires_grad_(False), "mixes the rows", FIX),
+    "batch-norm-1d": (lambda: nn.BatchNorm1d(4), "mixes the samples", FIX),
+    "batch-norm-2d": (lambda: nn.BatchNorm2d(4), "mixes the samples", FIX),
+    "batch-norm-3d": (lambda: nn.BatchNorm3d(4), "mixes the samples", FIX),
+    "batch-norm-plain": (lambda: nn.BatchNorm2d(4, affine=False), "mixes the samples", FIX),
+    "batch-norm-without-statistics": (lambda: nn.BatchNorm2d(4, track_running_stats=False), "mixes the samples", FIX),
+    "batch-norm-frozen": (lambda: nn.BatchNorm2d(4).requires_grad_(False), "mixes the samples", FIX),
     "batch-norm-in-eval-mode-without-statistics": (
         lambda: nn.BatchNorm2d(4, track_running_stats=False).eval(),
-        "mixes the rows",
+        "mixes the samples",
         FIX,
     ),
-    "batch-norm-subclass-in-eval-mode": (lambda: NewBatchNorm(4).eval(), "mixes the rows", FIX),
+    "batch-norm-subclass-in-eval-mode": (lambda: NewBatchNorm(4).eval(), "mixes the samples", FIX),
     "batch-norm-in-eval-mode-with-a-forward": (
         lambda: with_other_forward(nn.BatchNorm2d(4).eval()),
-        "mixes the rows",
+        "mixes the samples",
         FIX,
     ),
-    "sync-batch-norm-in-eval-mode": (lambda: nn.SyncBatchNorm(4).eval(), "mixes the rows", FIX),
-    "batch-norm-subclass": (lambda: NewBatchNorm(4), "mixes the rows", FIX),
+    "sync-batch-norm-in-eval-mode": (lambda: nn.SyncBatchNorm(4).eval(), "mixes the samples", FIX),
+    "batch-norm-subclass": (lambda: NewBatchNorm(4), "mixes the samples", FIX),
     "batch-norm-lazy": (lambda: nn.LazyBatchNorm2d(affine=False), "shape is not known", r"model\(example_input\)"),
-    "sync-batch-norm": (lambda: nn.SyncBatchNorm(4), "mixes the rows", FIX),
+    "sync-batch-norm": (lambda: nn.SyncBatchNorm(4), "mixes the samples", FIX),
     "instance-norm-tracking": (lambda: nn.InstanceNorm2d(4, track_running_stats=True), "statistics of the batch", FIX),
     "embedding-by-frequency": (lambda: nn.Embedding(4, 3, scale_grad_by_freq=True), "counts over the whole batch", FIX),
     "bag-by-frequency": (lambda: nn.EmbeddingBag(4, 3, scale_grad_by_freq=True), "counts over the whole batch", FIX),
@@ -139,11 +139,11 @@ def test_what_keeps_rows_apart_is_let_through(case):
     assert finding_for(make()).verdict == verdict
 
 
-@pytest.mark.parametrize("layer", list(TWINS), ids=lambda layer: layer.__name__)
+@pytest.mark.parametrize("layer", list(REPLACEMENTS), ids=lambda layer: layer.__name__)
 def test_layers_with_a_twin_say_so_before_and_after_they_are_turned(layer):
-    for kind in (layer, TWINS[layer]):
+    for kind in (layer, REPLACEMENTS[layer]):
         finding = finding_for(kind(4, 4))
-        assert (finding.verdict, finding.how) == ("twin", f"{TWINS[layer].__name__}, operation by operation")
+        assert (finding.verdict, finding.how) == ("twin", f"{REPLACEMENTS[layer].__name__}, operation by operation")
 
 
 def test_every_layer_with_a_built_in_rule_is_supported():
@@ -181,9 +181,9 @@ def test_all_blocked_layers_are_named_in_one_error():
     with pytest.raises(UnsupportedLayerError) as refusal:
         check(model).raise_if_blocked()
     assert str(refusal.value) == (
-        "[DPE001] 1 (BatchNorm2d) mixes the rows of a batch, so one record changes the gradients of others. "
-        "Also blocked: 2.0 (BatchNorm2d). Run before creating the optimizer: model, changes = dp.fix(model); or keep "
-        "its running statistics, if they are public: layer.eval() after each model.train()"
+        "[DPE001] 1 (BatchNorm2d) mixes the samples of a batch, so one record changes the gradients of others. "
+        "Also blocked: 2.0 (BatchNorm2d). Run before creating the optimizer: model, changes = dp.fix(model); or, if "
+        "its running statistics are public, keep them: layer.eval() after each model.train()"
     )
 
 
@@ -197,7 +197,7 @@ def test_a_model_without_trainable_parameters_is_refused(model):
 
 def test_a_model_that_is_one_layer_is_checked_itself():
     assert [(f.name, f.verdict) for f in check(nn.Linear(2, 2)).findings] == [("", "supported")]
-    with pytest.raises(UnsupportedLayerError, match=r"The model \(BatchNorm1d\) mixes the rows"):
+    with pytest.raises(UnsupportedLayerError, match=r"The model \(BatchNorm1d\) mixes the samples"):
         check(nn.BatchNorm1d(3)).raise_if_blocked()
 
 

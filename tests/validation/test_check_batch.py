@@ -11,7 +11,7 @@ from torch import nn
 
 from dpengine import PrivacyEngine, check
 from dpengine.errors import BatchDependentLossError, PrivacyWarning, UnsupportedLayerError
-from dpengine.independence import copy_probe as company
+from dpengine.independence import copy_probe
 from dpengine.validation import per_example
 
 ROWS, WIDTH, CLASSES = 6, 4, 3
@@ -129,7 +129,7 @@ def test_a_buffer_that_remembers_is_named_and_an_attribute_by_what_it_does():
     batch = (inputs(), targets())
     (buffer,) = check(MIXING["a-buffer-that-remembers"][0](), F.cross_entropy, batch).blocked
     (attribute,) = check(MIXING["an-attribute-that-remembers"][0](), F.cross_entropy, batch).blocked
-    assert "into its buffer 'average'" in buffer.why and "remembers the batch before" in attribute.why
+    assert "into its buffer 'average'" in buffer.why and "remembers the previous batch" in attribute.why
 
 
 def token_mean(outputs, words):
@@ -273,7 +273,7 @@ def assert_no_alarm(make, args):
 
 def test_a_model_that_does_not_repeat_itself_is_noticed_and_not_blocked():
     numbers = iter(range(1, 100))
-    with pytest.warns(PrivacyWarning, match="DPE012.*gives another output when it runs again"):
+    with pytest.warns(PrivacyWarning, match="DPE012.*output changes when the model runs again"):
         assert check(between(Layer(lambda h: h * next(numbers))), F.cross_entropy, (inputs(), targets())).ok
 
 
@@ -315,13 +315,13 @@ def test_a_private_model_is_checked_without_a_trace_in_its_run():
 WRONG = {
     "batch alone": (TypeError, "loss_fn is NoneType", {"batch": (inputs(), targets())}),
     "loss alone": (TypeError, "batch is NoneType", {"loss_fn": F.cross_entropy}),
-    "one row": (ValueError, "has 1 rows", {"loss_fn": F.cross_entropy, "batch": (inputs()[:1], targets()[:1])}),
+    "one row": (ValueError, "batch size is 1", {"loss_fn": F.cross_entropy, "batch": (inputs()[:1], targets()[:1])}),
     "reduction": (
         ValueError, "loss_reduction='avg'",
         {"loss_fn": F.cross_entropy, "batch": (inputs(), targets()), "loss_reduction": "avg"},
     ),
     "no rows": (
-        ValueError, "no output of the model has 3 rows",
+        ValueError, "no output of the model has 3 samples",
         {"loss_fn": F.cross_entropy, "batch": (inputs(), targets()[:3])},
     ),
 }  # fmt: skip
@@ -336,7 +336,7 @@ def test_what_is_no_batch_with_a_loss_is_refused(name):
 
 @pytest.mark.parametrize("size", [2, 3, 8, 33])
 def test_any_row_is_kept_once_while_any_other_is_not(size):
-    sets = torch.stack(company.kept_rows(size))
+    sets = torch.stack(copy_probe.keep_masks(size))
     for one in range(size):
         for other in range(size):
             assert one == other or bool((sets[:, one] & ~sets[:, other]).any())

@@ -223,8 +223,8 @@ def test_embeddings_lose_what_mixes_rows_and_nothing_else(layer):
     [
         (lambda: nn.utils.spectral_norm(nn.Linear(3, 3)), "power iteration"),
         (lambda: parametrizations.spectral_norm(nn.Linear(3, 3)), "power iteration"),
-        (lambda: nn.BatchNorm1d(1), "one channel alone"),
-        (lambda: type("Special", (nn.BatchNorm2d,), {})(4), "replace it by hand"),
+        (lambda: nn.BatchNorm1d(1), "a single channel"),
+        (lambda: type("Special", (nn.BatchNorm2d,), {})(4), "Replace it manually"),
         (lambda: nn.LazyLinear(2), "shape is not known yet"),
         (lambda: nn.Linear(2, 2).half(), "float16"),
     ],
@@ -243,7 +243,7 @@ def test_a_change_reads_as_one_line():
     _, (change,) = fix(nn.Sequential(nn.BatchNorm2d(4)))
     assert str(change).startswith("0: BatchNorm2d(4, ")
     assert " -> GroupNorm(2, 4, " in str(change)
-    assert str(change).endswith(": batch norm mixes the rows of a batch; group norm looks at one row")
+    assert str(change).endswith(": batch norm mixes the samples of a batch; group norm normalizes one sample")
     _, (left,) = fix(nn.Sequential(nn.LazyLinear(2)))
     assert str(left).startswith("0: LazyLinear -> NOT FIXED: has parameters whose shape is not known yet.")
 
@@ -274,13 +274,13 @@ def test_the_number_of_groups_may_be_asked_for():
     assert [type(layer) for layer in mended] == [nn.GroupNorm, nn.GroupNorm, nn.BatchNorm2d]
     assert [layer.num_groups for layer in mended[:2]] == [3, 3]
     assert (changes[2].name, changes[2].after) == ("2", None)
-    assert "3 channels cannot be had in 3 groups" in changes[2].why
+    assert "3 channels cannot be divided into 3 groups" in changes[2].why
 
 
 def test_a_batch_norm_of_unknown_dimensions_cannot_become_instance_norm():
     _, (change,) = fix(nn.Sequential(nn.SyncBatchNorm(4)), batch_norm="instance")
     assert change.after is None
-    assert "does not say its dimensions" in change.why
+    assert "does not store its number of dimensions" in change.why
 
 
 @pytest.mark.parametrize(

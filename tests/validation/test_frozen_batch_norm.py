@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import dpengine
-from dpengine.capture.model_state import modes_kept
+from dpengine.capture.model_state import preserve_modes
 from dpengine.compat.opacus import PrivacyEngine as CompatEngine
 from dpengine.errors import PrivacyError, UnsupportedLayerError
 from dpengine.validation import check_loss
@@ -166,7 +166,9 @@ def test_it_goes_on_after_it_was_put_back_into_eval_mode(door):
 
 @both
 def test_in_a_model_that_is_in_eval_mode_as_a_whole_it_is_refused(door):
-    with pytest.raises(UnsupportedLayerError, match=r"1 \(BatchNorm2d\) mixes the rows.*after each model\.train\(\)"):
+    with pytest.raises(
+        UnsupportedLayerError, match=r"1 \(BatchNorm2d\) mixes the samples.*after each model\.train\(\)"
+    ):
         door(pretrained().eval(), "hooks")
 
 
@@ -199,6 +201,6 @@ def test_fix_leaves_what_was_put_into_eval_mode_on_purpose():
 
 def test_modes_are_put_back_part_by_part():
     model = pretrained()
-    with modes_kept(model):
+    with preserve_modes(model):
         model.eval()
     assert [m.training for m in model.modules()] == [True, True, False, True, True, True]

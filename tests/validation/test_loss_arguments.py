@@ -14,11 +14,11 @@ WRONG = {
     "no-batch": ((MODEL, F.cross_entropy, 3), "batch is int"),
     "three-parts": ((MODEL, F.cross_entropy, (*BATCH, BATCH[0])), "batch is tuple of 3"),
     "inputs-alone": ((MODEL, F.cross_entropy, torch.ones(2, 3)), "batch is torch.FloatTensor"),
-    "targets-without-rows": ((MODEL, F.cross_entropy, (BATCH[0], 1)), r"targets \(int\) hold no tensor"),
-    "function-and-model": ((F.cross_entropy, MODEL, BATCH), "model is .*cross_entropy, which is no torch.nn.Module"),
+    "targets-without-rows": ((MODEL, F.cross_entropy, (BATCH[0], 1)), r"targets \(int\) contain no tensor"),
+    "function-and-model": ((F.cross_entropy, MODEL, BATCH), "model is .*cross_entropy, which is not a torch.nn.Module"),
     "loss-module-and-model": ((nn.CrossEntropyLoss(), MODEL, BATCH), "model is .*CrossEntropyLoss, which is a loss"),
     "batch-and-loss": ((MODEL, BATCH, F.cross_entropy), "loss_fn is tuple"),
-    "class": ((nn.Linear, F.cross_entropy, BATCH), "model is .*Linear, which is no torch.nn.Module"),
+    "class": ((nn.Linear, F.cross_entropy, BATCH), "model is .*Linear, which is not a torch.nn.Module"),
 }
 
 

@@ -178,7 +178,7 @@ def topology_for(distributed: bool | Topology) -> Topology:
 def words_for(generator: torch.Generator | None, topology: Topology) -> Any:
     """The randomness of batches, the same on all processes that share them."""
     # All draw the same batches, each for its own part: with seeds that differ, a row might come twice.
-    seed = topology.everyone.from_first(seed_of(generator))
+    seed = topology.everyone.broadcast(seed_of(generator))
     source: NoiseSource = source_for(topology, DEFAULT_KIND, seed, run=0)
 
     def words(count: int, *, step: int, block: int) -> Any:

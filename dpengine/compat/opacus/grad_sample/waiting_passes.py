@@ -141,7 +141,7 @@ class WaitingPasses:
         owner = None if self.owner is None else self.owner()
         if self._waiting and not self.shows and owner is not None:
             self.deliver(owner._step)  # the pass is not shown, so it cannot be read or changed before the step
-        shows = self.shows and self.clipper.topology.runs_by_itself
+        shows = self.shows and self.clipper.topology.runs_independently
         unread = gradients.on_demand() if shows else {}
         shown = {parameter: _shown(unread, parameter) for parameter in unread}
         for parameter, grad_sample in shown.items():

@@ -18,7 +18,7 @@ from dpengine.capture.capture import CaptureState
 from dpengine.clipping.policy import AbstractClip
 from dpengine.compat.opacus.grad_sample.gsm_base import waiting_of
 from dpengine.compat.opacus.grad_sample.waiting_passes import WaitingPasses
-from dpengine.distributed.data_parallel import refuse_other_weights
+from dpengine.distributed.data_parallel import check_equal_weights
 from dpengine.distributed.detect import topology_of
 from dpengine.distributed.topology import SINGLE, Topology
 from dpengine.engine.batch_state import BatchState, Stage
@@ -159,7 +159,7 @@ def source(optimizer: DPOptimizer, topology: Topology) -> NoiseSource:
     """Returns the source of noise."""
     kind = SECURE_KIND if optimizer.secure_mode else DEFAULT_KIND
     # Scripts may give each process its own seed; as in Opacus, the seed of the first process counts.
-    return source_for(topology, kind, topology.everyone.from_first(seed_of(optimizer.generator)), run=0)
+    return source_for(topology, kind, topology.everyone.broadcast(seed_of(optimizer.generator)), run=0)
 
 
 def seed_of(generator: torch.Generator | None) -> int | None:
@@ -178,7 +178,7 @@ def _bound(optimizer: DPOptimizer) -> WaitingPasses:
         if topology is not SINGLE:
             clipper.topology = clipper.capture.topology = topology
             clipper.buffer = FlatBuffer(clipper.trainable().values(), topology)
-            refuse_other_weights(clipper.model, topology)
+            check_equal_weights(clipper.model, topology)
     return waiting
 
 
@@ -311,7 +311,7 @@ def releasing(optimizer: DPOptimizer, step: PrivateStep) -> Iterator[None]:
         for parameter in optimizer.params:
             parameter.summed_grad = None  # type: ignore[attr-defined]
     if not step.passes.buffer.clean:  # the user's own add_noise did not drain the sums
-        step.passes.buffer.take()
+        step.passes.buffer.drain()
     optimizer._waiting.mark_released()
     held = params(optimizer)
     refuse_replaced(step.writer.released.keys(), held)

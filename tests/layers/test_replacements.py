@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from dpengine.layers.replacements import TWINS, from_twin, to_twin
+from dpengine.layers.replacements import REPLACEMENTS, to_original, to_replacement
 
 MAKE = {
     nn.RNN: lambda: nn.RNN(4, 4, num_layers=2, nonlinearity="relu", bidirectional=True),
@@ -30,28 +30,28 @@ def output_of(module):
 
 
 def test_every_twin_is_tried():
-    assert set(MAKE) == set(TWINS)
+    assert set(MAKE) == set(REPLACEMENTS)
 
 
 @each_layer
 def test_there_and_back_leaves_the_module_as_it_was(original):
     module = MAKE[original]()
     before, parameters = dict(module.__dict__), list(module.parameters())
-    assert to_twin(module) is module
-    assert type(module) is TWINS[original]
+    assert to_replacement(module) is module
+    assert type(module) is REPLACEMENTS[original]
     assert isinstance(module, original)
     assert module.__dict__ == before
     assert all(a is b for a, b in zip(module.parameters(), parameters, strict=True))
-    assert to_twin(module) is None
-    assert from_twin(module) is module
+    assert to_replacement(module) is None
+    assert to_original(module) is module
     assert type(module) is original
-    assert from_twin(module) is None
+    assert to_original(module) is None
     assert module.__dict__ == before
 
 
 @each_layer
 def test_state_dicts_load_strictly_both_ways(original):
-    module, twin = MAKE[original](), to_twin(MAKE[original]())
+    module, twin = MAKE[original](), to_replacement(MAKE[original]())
     assert list(module.state_dict()) == list(twin.state_dict())
     twin.load_state_dict(module.state_dict(), strict=True)
     torch.testing.assert_close(output_of(twin), output_of(module))
@@ -63,9 +63,9 @@ def test_state_dicts_load_strictly_both_ways(original):
 @each_layer
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))], ids=["deepcopy", "pickle"])
 def test_copies_are_twins_with_parameters_of_their_own(original, copied):
-    module = to_twin(MAKE[original]())
+    module = to_replacement(MAKE[original]())
     other = copied(module)
-    assert type(other) is TWINS[original]
+    assert type(other) is REPLACEMENTS[original]
     assert torch.equal(output_of(other), output_of(module))
     with torch.no_grad():
         for parameter in module.parameters():
@@ -77,7 +77,7 @@ def test_copies_are_twins_with_parameters_of_their_own(original, copied):
 def test_moves_and_casts_reach_the_twin(original):
     module = MAKE[original]()
     expected = output_of(module)
-    to_twin(module).double()
+    to_replacement(module).double()
     assert all(p.dtype == torch.float64 for p in module.parameters())
     with pytest.raises((RuntimeError, ValueError)):
         output_of(module)  # single precision input
@@ -89,18 +89,20 @@ def test_moves_and_casts_reach_the_twin(original):
 def test_a_subclass_has_no_twin(original):
     module = MAKE[original]()
     module.__class__ = type("Changed", (original,), {})
-    assert to_twin(module) is None
+    assert to_replacement(module) is None
 
 
 def test_modules_without_a_twin_are_left_alone():
     module = nn.Linear(2, 2)
-    assert to_twin(module) is None
-    assert from_twin(module) is None
+    assert to_replacement(module) is None
+    assert to_original(module) is None
     assert type(module) is nn.Linear
 
 
 @each_layer
 def test_a_twin_is_made_like_its_original(original):
     plain = MAKE[original]()
-    assert TWINS[original].__init__ is original.__init__
-    assert repr(to_twin(MAKE[original]())) == repr(plain).replace(original.__name__, TWINS[original].__name__, 1)
+    assert REPLACEMENTS[original].__init__ is original.__init__
+    assert repr(to_replacement(MAKE[original]())) == repr(plain).replace(
+        original.__name__, REPLACEMENTS[original].__name__, 1
+    )

@@ -1,4 +1,4 @@
-"""Sums on their way to the ranks that keep them: in fixed buckets, each as soon as it is complete and in its turn."""
+"""Reduce-scatter of gradient sums: fixed buckets in one order, each sent as soon as it is complete."""
 
 from dataclasses import dataclass, field
 
@@ -6,22 +6,22 @@ import pytest
 import torch
 from torch import nn
 
-from dpengine.distributed.local_shards import Box, Held, ParameterLayout
+from dpengine.distributed.local_shards import Box, LocalShard, ParameterLayout
 from dpengine.distributed.topology import Topology
-from dpengine.grad_modes import outbox as module
+from dpengine.grad_modes import reduce_scatter as module
 from dpengine.grad_modes.flat_buffer import FlatBuffer
 
 
 @dataclass
 class TwoAlike:
-    """The first of two ranks, of which the other sums the same; it notes how much leaves, and what is waited for."""
+    """The first of two ranks with equal sums. Records the size of each message, and which ones were waited for."""
 
     rank: int = 0
     size: int = 2
     left: list[int] = field(default_factory=list)
     waited: list[int] = field(default_factory=list)
 
-    def scatter_sum(self, whole, part):
+    def reduce_scatter(self, whole, part):
         part.copy_(2 * whole.view(2, -1)[0])
         self.left.append(part.numel())
         number = len(self.left) - 1
@@ -30,7 +30,7 @@ class TwoAlike:
 
 def half(parameter):
     whole = Box.whole(parameter.shape)
-    return Held(tuple(parameter.shape), whole, whole.part(0, 0, 2))
+    return LocalShard(tuple(parameter.shape), whole, whole.part(0, 0, 2))
 
 
 @pytest.fixture
@@ -46,7 +46,7 @@ def ranks():
 
 @pytest.fixture
 def buffer(parameters, ranks):
-    buffer = FlatBuffer(parameters, Topology(shards=ranks, layout=ParameterLayout(held=half)))
+    buffer = FlatBuffer(parameters, Topology(shards=ranks, layout=ParameterLayout(local_shard=half)))
     buffer.begin(("facts",))
     return buffer
 
@@ -98,7 +98,7 @@ def test_passes_add_up(buffer, parameters):
 @pytest.mark.parametrize(("groups", "buckets"), [([0, 0, 1, 1, 1], 2), ([0, 1, 2, 3, 4], 5), ([0] * 5, 1)])
 def test_what_is_gathered_together_leaves_together(parameters, ranks, groups, buckets):
     group = dict(zip(parameters, groups, strict=True)).get
-    buffer = FlatBuffer(parameters, Topology(shards=ranks, layout=ParameterLayout(held=half), group=group))
+    buffer = FlatBuffer(parameters, Topology(shards=ranks, layout=ParameterLayout(local_shard=half), group=group))
     buffer.begin(("facts",))
     for parameter in parameters:
         summed(buffer, parameter)
@@ -107,18 +107,18 @@ def test_what_is_gathered_together_leaves_together(parameters, ranks, groups, bu
 
 def test_sums_may_wait_for_more_passes_and_leave_once(buffer, parameters, ranks):
     for _ in range(3):
-        buffer.begin(("facts",), wait=True)
+        buffer.begin(("facts",), defer=True)
         for parameter in parameters:
             summed(buffer, parameter)
-    assert ranks.left == [] and buffer.waits and not buffer.clean
+    assert ranks.left == [] and buffer.deferred and not buffer.clean
     buffer.settle()
-    assert len(ranks.left) == 5 and not buffer.waits
+    assert len(ranks.left) == 5 and not buffer.deferred
     assert all(view.eq(6).all() for _, view in buffer)
 
 
 def test_nothing_is_added_to_what_has_left(buffer, parameters):
     summed(buffer, parameters[0])
-    with pytest.raises(AssertionError, match="has left"):
+    with pytest.raises(AssertionError, match="was sent"):
         summed(buffer, parameters[0])
 
 
@@ -139,7 +139,7 @@ def test_each_rank_gets_the_part_that_chunk_cuts(axis, ranks):
     parts = whole.chunk(ranks, axis)
     size = parts[0].numel()
     each = torch.full((ranks, size), -1.0)
-    module._put(each, whole, axis)
+    module._chunk_into(each, whole, axis)
     for i in range(ranks):
         kept = parts[i].reshape(-1) if i < len(parts) else torch.zeros(0)
         assert torch.equal(each[i, : len(kept)], kept) and each[i, len(kept) :].eq(-1).all()
