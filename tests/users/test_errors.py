@@ -167,7 +167,7 @@ CATALOGUE = [
         "epsilon=1e-09", "Use fewer epochs, a smaller"),
     Row("DPE009", errors.ScaledGradientError, scaled_loss, "GradScaler",
         "torch.autocast(dtype=torch.bfloat16), or pass make_private(..., grad_scaler=scaler)"),
-    Row("DPE010", errors.BatchDependentLossError, lambda: check_loss(mlp(), mixed_tokens, token_batch()), "row 0",
+    Row("DPE010", errors.BatchDependentLossError, lambda: check_loss(mlp(), mixed_tokens, token_batch()), "sample 0",
         "per_example(loss_fn)"),
     Row("DPE011", errors.BudgetExceeded, over_budget, "Step 3", "Raise target_epsilon deliberately, or report now"),
     Row("DPE012", errors.PrivacyWarning, lambda: make_loop(noise_multiplier=0), "noise_multiplier=0", "NOT PRIVATE"),

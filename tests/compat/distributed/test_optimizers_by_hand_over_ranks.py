@@ -236,7 +236,7 @@ def one_begins_elsewhere(case):
 
 def test_processes_that_begin_with_other_weights_are_refused_at_the_first_step():
     for one in launched(2, one_begins_elsewhere, "weights", seconds=10.0):
-        assert isinstance(one, MechanismMismatchError) and "'weight' is not the same" in str(one)
+        assert isinstance(one, MechanismMismatchError) and "'weight' differs between rank" in str(one)
 
 
 def test_a_process_that_steps_by_hand_without_a_backward_pass_says_so_and_the_others_do_not_hang():

@@ -98,7 +98,7 @@ def test_rank_31_attention_computes_what_torch_computes_over_all_flags(settings,
 
 def test_rank_42_a_causal_hint_needs_its_mask():
     _, ours = pair({}, True)
-    with pytest.raises(ValueError, match="pass attn_mask as well"):
+    with pytest.raises(ValueError, match="Pass attn_mask as well"):
         ours(*inputs({}), is_causal=True)
 
 
