@@ -56,6 +56,7 @@ class _ArrivalLast(dict[int, Any]):
 
 
 _LAST = -1
+_MOST_SHAPES = 100  # shapes of a layer's calls, for sequences of varying length
 _saving_hooks = torch._C._autograd._top_saved_tensors_default_hooks  # returns None outside checkpoints
 
 
@@ -156,7 +157,7 @@ class Arrival:
         self.inputs: Tensor | None = inputs  # None once reported, which frees the memory
         self.version = inputs._version
         self.shape, self.dtype = output.shape, output.dtype  # the output itself would be a cycle: it holds this hook
-        self.uses = forward._uses
+        self.uses = forward.uses(inputs, output)
 
     def __call__(self, grad: Tensor | None) -> Tensor | None:
         inputs, self.inputs = self.inputs, None
@@ -218,9 +219,12 @@ class LayerForward:
         self._slots: list[tuple[str, nn.Parameter | None, bool]] = []  # name, parameter, requires_grad at the last call
         self._trainable: list[nn.Parameter] = []  # the parameters among them that require gradients
         self._hookable = True  # they are leaves, so that requires_grad can be set to False
-        self._uses = LayerUses()
         samplers = watch.rule.values() if self._may_hook else ()
         self._settings = tuple({name: None for one in samplers for name in one.settings or ()})
+        self._uses: dict[str, Use] = {}
+        self._uses_by_shape: dict[tuple[object, ...], LayerUses] = {}
+        self._last_call: tuple[object, ...] = ()  # shapes and settings of the last call
+        self._last_uses = LayerUses()
 
     def attach(self) -> None:
         """Replaces the module's ``forward``."""
@@ -288,8 +292,26 @@ class LayerForward:
             self._read_slots()
             return
         prefix = f"{self.watch.name}." if self.watch.name else ""
-        self._uses = LayerUses({name: Use(p, prefix + name) for name, p in live.items()})
-        self._uses.settings = self._settings
+        self._uses = {name: Use(p, prefix + name) for name, p in live.items()}
+        self._uses_by_shape, self._last_call = {}, ()
+
+    def uses(self, inputs: Tensor, output: Tensor) -> LayerUses:
+        """Returns the uses of the parameters in a call: the same object while shapes and settings are the same."""
+        module = self.module
+        call = (inputs.shape, output.shape, inputs.dtype, output.dtype, output.device)
+        if self._settings:
+            call += tuple([getattr(module, name) for name in self._settings])
+        if call != self._last_call:
+            in_shape, out_shape, *rest = call
+            in_rows = in_shape[:1] == out_shape[:1]
+            alike = (type(module), *self._uses, in_shape[1:], out_shape[1:], in_rows, *rest)
+            if alike not in self._uses_by_shape:
+                if len(self._uses_by_shape) >= _MOST_SHAPES:
+                    self._uses_by_shape.clear()
+                uses = self._uses_by_shape[alike] = LayerUses(self._uses)
+                uses.alike = alike
+            self._last_call, self._last_uses = call, self._uses_by_shape[alike]
+        return self._last_uses
 
     def _hooked(self, inputs: Tensor) -> Any:
         """Runs a layer with one input and one output tensor, and hooks its output."""

@@ -61,16 +61,16 @@ class LayerCall:
 
 
 class LayerUses(dict[str, "Use"]):
-    """The uses of a layer's parameters, by their name in the layer.
+    """The uses of a layer's parameters, by their name in the layer, in calls that differ in the number of samples only.
 
-    A `LayerForward` creates a new one only if a parameter was replaced, frozen or unfrozen. Hashes and compares by
-    identity, so it can be a key of what is cached between passes.
+    A `LayerForward` creates a new one only if a shape, a setting of the layer or a parameter changed. Hashes and
+    compares by identity, so it can be a key of what is cached between passes.
 
     Attributes:
-        settings: Names of the attributes of the layer on which its grad samplers depend.
+        alike: Type, parameter names, settings, shapes without axis 0 and dtypes. Equal for layers that can be stacked.
     """
 
-    settings: tuple[str, ...] = ()
+    alike: tuple[object, ...] = ()
     __hash__ = object.__hash__  # type: ignore[assignment]
     __eq__ = object.__eq__  # type: ignore[assignment]
 

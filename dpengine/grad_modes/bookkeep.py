@@ -20,7 +20,7 @@ from .entry import Entry, Scratch, gram_sq_norms
 from .flat_buffer import Key, Sums, wide
 from .method import Choice, Method
 from .rows import Units, stays_narrow, widened, zeroed
-from .stacks import Layout, Matrix, Waiting, bucket_of, layout_of, shape_key
+from .stacks import Layout, Matrix, Waiting, bucket_of, layout_of
 from .strategy import AbstractGradients, common_rows, joint_gradients, joint_parts, note_rows
 
 Pause = Callable[[], AbstractContextManager[None]]
@@ -139,12 +139,11 @@ class BookKeeping(AbstractGradients):
         """Returns the layout of the waiting calls, from the cache if possible; None without calls."""
         if self._layout is None and self._waiting:
             rows, budget = bucket_of(common_rows(self.rows)), self.planner.keep_budget // _MATRIX_SHARE
-            keys = [shape_key(call, uses) for call, uses, _ in self._waiting]
-            key = (rows, budget, tuple(self._entries), *keys)
+            key = (rows, budget, tuple(self._entries), *[uses for _, uses, _ in self._waiting])
             if key not in self._layouts:
                 if len(self._layouts) >= _MOST_PLANS:
                     self._layouts.clear()
-                self._layouts[key] = layout_of(self._waiting, keys, self._entries, rows, budget)
+                self._layouts[key] = layout_of(self._waiting, self._entries, rows, budget)
             self._layout = self._layouts[key]
         return self._layout
 

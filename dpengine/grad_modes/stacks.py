@@ -133,18 +133,8 @@ def bucket_of(size: int) -> int:
     return round(2 ** (round(2 * math.log2(size)) / 2)) if size > 8 else size
 
 
-def shape_key(call: LayerCall, uses: LayerUses) -> tuple[object, ...]:
-    """Returns all that a layout depends on in a call, except for the number of samples."""
-    inputs, grad = call.inputs[0], call.grad_output
-    in_shape, out_shape = inputs.shape, grad.shape
-    in_rows = len(in_shape) > 0 and in_shape[0] == out_shape[0]
-    key = (uses, in_shape[1:], out_shape[1:], in_rows, inputs.dtype, grad.dtype, grad.device)
-    return (*key, *[getattr(call.layer, name) for name in uses.settings]) if uses.settings else key
-
-
 def layout_of(
     calls: Sequence[Waiting],
-    keys: Sequence[tuple[object, ...]],
     used: Collection[nn.Parameter],
     rows: int,
     budget: int,
@@ -157,10 +147,8 @@ def layout_of(
     times = Counter(use.parameter for waiting in calls for use in waiting.uses.values())
     times.update(list(used))
     alike: dict[object, list[int]] = {}
-    for i, (waiting, key) in enumerate(zip(calls, keys, strict=True)):
-        small = _call_bytes(waiting.call) <= SMALL_CALL_BYTES
-        same = (type(waiting.call.layer), tuple(waiting.uses), *key[1:])
-        alike.setdefault(same if small else (i,), []).append(i)
+    for i, (call, its_uses, _) in enumerate(calls):
+        alike.setdefault(its_uses.alike if _call_bytes(call) <= SMALL_CALL_BYTES else i, []).append(i)
     stacks: list[Stack] = []
     columns: dict[nn.Parameter, slice] = {}
     first = calls[0].call.grad_output  # the matrix has one dtype and one device
