@@ -28,6 +28,7 @@ from .rows import stays_narrow, widened
 
 SMALL_CALL_BYTES = 128 * 2**10  # of a layer's input and output gradient: stacked up to here
 SMALL_GRAD_BYTES = 2**20  # of the per-sample gradients of a parameter
+SMALL_SPARSE_BYTES = 2**16  # the same of an embedding, most of which are zeros
 MOST_COLUMNS = 2**20
 
 
@@ -192,6 +193,7 @@ def _fitting(waiting: Waiting, like: Tensor, rows: int) -> list[str]:
         sampler = waiting.rule[name]
         has_shortcut = sampler.cost is not None or sampler.sq_norm is not None
         known = sampler.settings is not None and wide(use.parameter.dtype) is dtype
-        if known and dtype.itemsize * rows * use.numel <= SMALL_GRAD_BYTES and (small or not has_shortcut):
+        most = SMALL_GRAD_BYTES if inputs.is_floating_point() else SMALL_SPARSE_BYTES
+        if known and dtype.itemsize * rows * use.numel <= most and (small or not has_shortcut):
             found.append(name)
     return found

@@ -113,6 +113,15 @@ def _grad(call: LayerCall) -> Tensor:
     return dense(*_pairs(call), weight_of(call))
 
 
+def _scattered(call: LayerCall) -> Tensor:
+    """Gradients ``(B, V, D)`` without a search for equal entries, which takes longer if they are small."""
+    uses, grad_ND = _uses(call)
+    size, features = weight_of(call).shape
+    wide_ND = grad_ND if grad_ND.device.type == "mps" else grad_ND.double()
+    flat = wide_ND.new_zeros(uses.rows * size, features).index_add_(0, uses.row_N * size + uses.entry_N, wide_ND)
+    return flat.to(wide(weight_of(call))).view(uses.rows, size, features)
+
+
 def _pairs(call: LayerCall) -> tuple[Uses, Tensor]:
     return merged(*_uses(call), weight_of(call).shape[0])
 
@@ -190,6 +199,14 @@ def _concat(calls: Any) -> LayerCall:
 
 SAMPLERS = {
     "weight": GradSampler(
-        _grad, _sq_norm, _weighted_sum, add_weighted_sum=_add_weighted_sum, concat=_concat, spread=_spread
+        _grad,
+        _sq_norm,
+        _weighted_sum,
+        add_weighted_sum=_add_weighted_sum,
+        concat=_concat,
+        spread=_spread,
+        more_grads={"scattered": _scattered},
+        settings=("num_embeddings", "padding_idx"),
+        stacked_name="scattered",
     )
 }
