@@ -23,7 +23,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
-from dpengine.capture.record import LayerCall, Use
+from dpengine.capture.record import LayerCall, TensorCall, Use
 from dpengine.grad_modes.flat_buffer import Sums, wide
 from dpengine.grad_modes.strategy import AbstractGradients
 from dpengine.noise.correlated import Recurrence
@@ -149,6 +149,9 @@ class PlantedGradients(AbstractGradients):
 
     def receive(self, call: LayerCall, uses: Mapping[str, Use], rule: Any) -> None:
         self.inner.receive(call, uses, rule)
+
+    def receive_tensor_call(self, call: TensorCall) -> None:
+        self.inner.receive_tensor_call(call)
 
     def receive_rows(self, use: Use, grad: Tensor) -> None:
         self.inner.receive_rows(use, grad)

@@ -24,7 +24,7 @@ from dpengine.layers.replacements import to_original, to_replacement
 
 from .batch_statistics import batch_norm_guards
 from .hooks import Hook, LayerForward, RootHook
-from .record import LayerCall, Use, turned
+from .record import LayerCall, TensorCall, Use, turned
 from .watch import Watch
 
 if TYPE_CHECKING:
@@ -48,10 +48,13 @@ class Recipient(Protocol):
     """Receives the layer calls of a backward pass, as a grad mode does."""
 
     def receive(self, call: LayerCall, uses: Mapping[str, Use], rule: Any) -> None:
-        """Receives a layer call, once the gradient of the layer's output is computed.
+        """Receives a layer call, once the gradient of the layer's output is computed."""
 
-        If ``uses`` is a `LayerUses`, the recipient must only store the call, because other threads may call this method
-        at the same time and autocast may be on. A mode that sets ``Capture.counts_uses`` gets no `LayerUses`.
+    def receive_tensor_call(self, call: TensorCall) -> None:
+        """The same for a layer with one input and one output tensor, unless ``Capture.counts_uses`` is set.
+
+        May only store the call, because other threads may call this method at the same time and autocast may be on.
+        The recipient must set ``call.inputs`` and ``call.grad`` to None when it has used them.
         """
 
     def receive_rows(self, use: Use, grad: Tensor) -> None:

@@ -18,7 +18,7 @@ from torch.nn.utils.rnn import PackedSequence
 from dpengine.layers.not_twice_differentiable import refuse_second_derivative
 
 from .buffers import BufferWatch
-from .record import LayerCall, LayerUses, Use
+from .record import LayerUses, TensorCall, Use
 from .swaps import ParameterSwap
 from .tap import repeated_backward, tensors_in, tensors_in_outputs
 from .watch import Kind, Watch
@@ -147,45 +147,36 @@ class Anchor(torch.autograd.Function):
         return grad if ctx.needs_input_grad[0] else None, None
 
 
-class Arrival:
-    """The hook on the output of one call of a layer: reports the layer call when the gradient arrives, once."""
+class Arrival(TensorCall):
+    """The hook on the output of one call of a layer: reports the call when the gradient arrives, once."""
 
-    __slots__ = ("dtype", "forward", "inputs", "shape", "uses", "version")
+    __slots__ = ("capture", "version")
 
-    def __init__(self, forward: LayerForward, inputs: Tensor, output: Tensor):
-        self.forward = forward
-        self.inputs: Tensor | None = inputs  # None once reported, which frees the memory
+    def __init__(self, capture: Capture, uses: LayerUses, inputs: Tensor, shape: torch.Size, grad_shape: torch.Size):
+        self.capture = capture
+        self.uses = uses
+        self.inputs = inputs
+        self.shape, self.grad_shape = shape, grad_shape  # the output itself would be a cycle: it holds this hook
+        self.grad = None
         self.version = inputs._version
-        self.shape, self.dtype = output.shape, output.dtype  # the output itself would be a cycle: it holds this hook
-        self.uses = forward.uses(inputs, output)
 
     def __call__(self, grad: Tensor | None) -> Tensor | None:
-        inputs, self.inputs = self.inputs, None
-        name = self.forward.watch.name
-        if inputs is None:
-            self.forward.capture.expect_end()  # the error prevents the callback, so `unfinished` stays set: a discard
-            raise repeated_backward(name)
+        inputs = self.inputs
+        if inputs is None or self.grad is not None:
+            self.capture.expect_end()  # the error prevents the callback, so `unfinished` stays set: a discard
+            raise repeated_backward(self.uses.name)
         if inputs._version != self.version:
-            self.forward.capture.expect_end()
+            self.capture.expect_end()
             raise RuntimeError(
-                f"The input of layer '{name}', one of the variables needed for gradient computation, has been "
-                "modified by an inplace operation after the layer used it. Use an operation that is not in place."
+                f"The input of layer '{self.uses.name}', one of the variables needed for gradient computation, has "
+                "been modified by an inplace operation after the layer used it. Use an operation that is not in place."
             )
         if grad is None:  # from an autograd.Function that returned None
-            grad = inputs.new_zeros(self.shape, dtype=self.dtype)  # a dtype of its own, because inputs may be indices
-        if not torch.is_grad_enabled():
-            self._report(inputs, grad)
-            return None
-        with torch.no_grad():  # with create_graph=True
-            self._report(inputs, grad.detach())
-        return refuse_second_derivative(grad) if grad.requires_grad else None
-
-    def _report(self, inputs: Tensor, grad: Tensor) -> None:
-        watch, capture = self.forward.watch, self.forward.capture
-        grad = grad if grad.shape == self.shape else grad.reshape(self.shape)
-        call = LayerCall(watch.module, (inputs.detach(),), grad, {}, None, watch.name, True, capture.mean_loss)
+            grad = inputs.new_zeros(self.grad_shape, dtype=self.uses.dtype)
+        self.grad = grad.detach() if grad.requires_grad else grad  # it requires a gradient with create_graph=True
         # Not by `Capture.report`: recipients only store this call, so its lock and its autocast guard are not needed.
-        capture.recipient.receive(call, self.uses, watch.rule)
+        self.capture.recipient.receive_tensor_call(self)
+        return refuse_second_derivative(grad) if grad.requires_grad else None
 
 
 class LayerForward:
@@ -224,7 +215,7 @@ class LayerForward:
         self._uses: dict[str, Use] = {}
         self._uses_by_shape: dict[tuple[object, ...], LayerUses] = {}
         self._last_call: tuple[object, ...] = ()  # shapes and settings of the last call
-        self._last_uses = LayerUses()
+        self._last_uses: LayerUses
 
     def attach(self) -> None:
         """Replaces the module's ``forward``."""
@@ -295,21 +286,22 @@ class LayerForward:
         self._uses = {name: Use(p, prefix + name) for name, p in live.items()}
         self._uses_by_shape, self._last_call = {}, ()
 
-    def uses(self, inputs: Tensor, output: Tensor) -> LayerUses:
+    def _uses_in(self, inputs: Tensor, shape: torch.Size, grad_shape: torch.Size, output: Tensor) -> LayerUses:
         """Returns the uses of the parameters in a call: the same object while shapes and settings are the same."""
         module = self.module
-        call = (inputs.shape, output.shape, inputs.dtype, output.dtype, output.device)
+        call = (inputs.shape, shape, grad_shape, inputs.dtype, output.dtype, output.device)
         if self._settings:
             call += tuple([getattr(module, name) for name in self._settings])
         if call != self._last_call:
-            in_shape, out_shape, *rest = call
+            in_shape, out_shape, _, *rest = call
             in_rows = in_shape[:1] == out_shape[:1]
-            alike = (type(module), *self._uses, in_shape[1:], out_shape[1:], in_rows, *rest)
+            alike = (type(module), *self._uses, in_shape[1:], out_shape[1:], grad_shape[1:], in_rows, *rest)
             if alike not in self._uses_by_shape:
                 if len(self._uses_by_shape) >= _MOST_SHAPES:
                     self._uses_by_shape.clear()
                 uses = self._uses_by_shape[alike] = LayerUses(self._uses)
-                uses.alike = alike
+                uses.layer, uses.name, uses.rule = module, self.watch.name, self.watch.rule
+                uses.mean_loss, uses.alike, uses.dtype = self.capture.mean_loss, alike, output.dtype
             self._last_call, self._last_uses = call, self._uses_by_shape[alike]
         return self._last_uses
 
@@ -333,7 +325,9 @@ class LayerForward:
             hooked = base if base is not None and base.numel() == output.numel() else None
         if hooked is None or not hooked.requires_grad:
             hooked = output = Anchor.apply(output, capture.anchor)
-        arrival = Arrival(self, inputs, output)
+        shape = output.shape
+        grad_shape = shape if hooked is output else hooked.shape
+        arrival = Arrival(capture, self._uses_in(inputs, shape, grad_shape, output), inputs, shape, grad_shape)
         if hooked._backward_hooks is None:
             hooked._backward_hooks = _ArrivalLast({_LAST: arrival})
             hooked.grad_fn._register_hook_dict(hooked)  # type: ignore[union-attr]

@@ -25,6 +25,7 @@ class NamedParameters:
     def __init__(self, model: nn.Module):
         self._model = model
         self._tables: list[dict[str, Any]] = []
+        self._filled: list[dict[str, Any]] = []  # the tables that are not empty
         self._names: list[str] = []
         self._values: list[Any] = []
         self._found: Mapping[str, nn.Parameter] = {}
@@ -39,14 +40,17 @@ class NamedParameters:
         if not self._tables or not self._unchanged():
             modules = list(self._model.modules())
             self._tables = [table for module in modules for table in (module._modules, module._parameters)]
+            self._filled = [table for table in self._tables if table]
             self._names, self._values = self._contents()
             self._found = topology.parameters(self._model)
         return self._found
 
     def _unchanged(self) -> bool:
+        if sum(map(len, self._tables)) != len(self._names):
+            return False
         names, values = self._contents()
         return names == self._names and all(map(operator.is_, values, self._values))
 
     def _contents(self) -> tuple[list[str], list[Any]]:
         """Returns the names and the values of all tables, without a Python loop over them."""
-        return list(chain.from_iterable(self._tables)), list(chain.from_iterable(map(dict.values, self._tables)))
+        return list(chain.from_iterable(self._filled)), list(chain.from_iterable(map(dict.values, self._filled)))

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
@@ -67,12 +68,49 @@ class LayerUses(dict[str, "Use"]):
     compares by identity, so it can be a key of what is cached between passes.
 
     Attributes:
+        layer: The layer.
+        name: Dotted name of the layer in the model.
+        rule: The grad samplers of the parameters.
+        mean_loss: See `LayerCall`.
+        dtype: Dtype of the output.
         alike: Type, parameter names, settings, shapes without axis 0 and dtypes. Equal for layers that can be stacked.
     """
 
-    alike: tuple[object, ...] = ()
+    layer: nn.Module
+    name: str
+    rule: Mapping[str, Any]
+    mean_loss: bool
+    dtype: torch.dtype
+    alike: tuple[object, ...]
     __hash__ = object.__hash__  # type: ignore[assignment]
     __eq__ = object.__eq__  # type: ignore[assignment]
+
+
+class TensorCall:
+    """One call of a layer that has one input and one output tensor, with the batch on axis 0.
+
+    Most layers are such, so a pass has one of these per layer and forms a `LayerCall` only if it needs one.
+
+    Attributes:
+        uses: The layer, and the uses of its parameters.
+        inputs: The input, not detached; None once the call was used.
+        shape: Shape of the output, ``(B, ...)``.
+        grad: Gradient of the loss by the output; None before the backward pass, and once the call was used.
+        grad_shape: Shape of ``grad``. If the output is a view, that of the tensor of which it is a view.
+    """
+
+    __slots__ = ("grad", "grad_shape", "inputs", "shape", "uses")
+    uses: LayerUses
+    inputs: Tensor | None
+    shape: torch.Size
+    grad_shape: torch.Size
+    grad: Tensor | None
+
+    def layer_call(self) -> LayerCall:
+        """Returns the call as a `LayerCall`."""
+        assert self.inputs is not None and self.grad is not None
+        uses, grad = self.uses, self.grad.reshape(self.shape)
+        return LayerCall(uses.layer, (self.inputs.detach(),), grad, name=uses.name, mean_loss=uses.mean_loss)
 
 
 @dataclass(frozen=True, eq=False)

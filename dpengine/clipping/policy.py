@@ -156,9 +156,10 @@ def selected(factors_BK: Tensor, norms_BK: Tensor) -> Tensor:
     # Hardware that has no such numbers makes it 0, which is safe too.
     info = torch.finfo(factors_BK.dtype)
     least = info.smallest_normal * info.eps
-    lowered_BK = torch.where(factors_BK < info.smallest_normal, (factors_BK - least).clamp(min=0), factors_BK)
+    # Larger ones do not change.
+    lowered_BK = (factors_BK - least).clamp(min=0)
     # Selection, not multiplication: 0 * NaN is NaN.
-    usable_B1 = ((norms_BK >= 0) & (norms_BK < torch.inf)).all(dim=1, keepdim=True)
+    usable_B1 = (norms_BK < torch.inf).all(dim=1, keepdim=True)
     return torch.where(usable_B1, lowered_BK, 0.0)
 
 

@@ -144,7 +144,7 @@ class GradSampleModule(nn.Module):
             found = PerSampleGradients(self._clipper, self._clipper.take())
             norms_B = found.norms() / found.recorded.scale
             with without_autocast():
-                self._clipper.probe.after(found.recorded.replay, norms_B.square())
+                self._clipper.probe.after(found.recorded.replay, len(norms_B), norms_B.square)
         except BaseException:
             self._clipper.forget()
             self._forget_results()

@@ -5,13 +5,14 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from dpengine.capture.named_parameters import NamedParameters
-from dpengine.capture.record import LayerCall, Use
+from dpengine.capture.record import LayerCall, TensorCall, Use
 from dpengine.capture.replay import Replay
 from dpengine.clipping.policy import AbstractClip
 from dpengine.distributed.topology import SINGLE, Topology
@@ -141,6 +142,8 @@ class PassClipper:
         self.buffer = FlatBuffer(self.trainable().values(), topology)
         self.contributed: set[nn.Parameter] = set()
         self._assigned: _Assigned | None = None
+        # Parameters of the last pass, and the trainable ones among which they were found.
+        self._known: tuple[Mapping[nn.Parameter, str], Mapping[str, nn.Parameter]] | None = None
 
     def trainable(self) -> Mapping[str, nn.Parameter]:
         """The parameters that are clipped and summed now, by dotted name."""
@@ -176,6 +179,10 @@ class PassClipper:
     def receive(self, call: LayerCall, uses: Mapping[str, Use], rule: Any) -> None:
         """Stores a layer call in the grad mode."""
         self.mode.receive(call, uses, rule)
+
+    def receive_tensor_call(self, call: TensorCall) -> None:
+        """Stores a call of a layer with one input and one output tensor in the grad mode."""
+        self.mode.receive_tensor_call(call)
 
     def receive_rows(self, use: Use, grad: Tensor) -> None:
         """Stores a part of a parameter's per-sample gradient in the grad mode."""
@@ -269,7 +276,9 @@ class PassClipper:
                 )
         self._check_samples(mode, samples)
         included = mode.parameters
-        self._check_parameters(included, trainable)
+        if self._known is None or self._known[0] is not included or self._known[1] is not trainable:
+            self._check_parameters(included, trainable)
+            self._known = included, trainable
         scale = recorded.scale / loss_scale
         if units is not None:
             mode.combine(units)
@@ -286,10 +295,10 @@ class PassClipper:
                 fingerprint=fingerprint,
             )
             # The probe comes last, when the records of the batch are free, because it needs as much memory again.
-            norms_BK = statistics.norms_BK
             if probed_B is None:
-                probed_B = torch.zeros(0) if norms_BK is None else norms_BK.square().sum(dim=1) / scale**2
-            self.probe.after(recorded.replay, probed_B)
+                self.probe.after(recorded.replay, statistics.samples, partial(_sq_norms_of, statistics, scale))
+            else:
+                self.probe.after(recorded.replay, len(probed_B), lambda: probed_B)
         except BaseException:
             self.zero()
             raise
@@ -324,6 +333,8 @@ class PassClipper:
 
     def missing(self, trainable: Mapping[str, nn.Parameter]) -> list[str]:
         """Names of the trainable parameters without a gradient in the sums."""
+        if len(self.contributed) == len(trainable):  # it has no others: `_check_parameters`
+            return []
         return [name for name, p in trainable.items() if p not in self.contributed]
 
     def _check_parameters(self, included: Mapping[nn.Parameter, str], trainable: Mapping[str, nn.Parameter]) -> None:
@@ -377,6 +388,12 @@ class PassClipper:
         self.contributed.clear()
         if self.policy is not None:
             self.policy.discard()
+
+
+def _sq_norms_of(statistics: ClipStatistics, scale: float) -> Tensor:
+    """Returns squared norms ``(B,)`` of unscaled gradients over all parameters."""
+    assert statistics.norms_BK is not None
+    return statistics.norms_BK.square().sum(dim=1) / scale**2
 
 
 def _unscaled_sq_norms(mode: AbstractGradients) -> Tensor:

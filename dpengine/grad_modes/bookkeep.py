@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dpengine.capture.record import LayerCall, LayerUses, Use
+from dpengine.capture.record import LayerCall, TensorCall, Use
 from dpengine.grad_samplers.sampler import JointSampler, NormedRule
 from dpengine.kernels.precision import full_precision
 from dpengine.kernels.products import sq_norms
@@ -20,7 +20,7 @@ from .entry import Entry, Scratch, gram_sq_norms
 from .flat_buffer import Key, Sums, wide
 from .method import Choice, Method
 from .rows import Units, stays_narrow, widened, zeroed
-from .stacks import Layout, Matrix, Waiting, bucket_of, layout_of
+from .stacks import Layout, Matrix, bucket_of, layout_of
 from .strategy import AbstractGradients, common_rows, joint_gradients, joint_parts, note_rows
 
 Pause = Callable[[], AbstractContextManager[None]]
@@ -47,20 +47,23 @@ class BookKeeping(AbstractGradients):
         self._plans: dict[object, Plan] = {}  # shared with the next passes
         self._plan: Plan = {}  # of the last pass; kept after `clear`, for `choices`
         self._scratch = Scratch()
-        self._waiting: list[Waiting] = []  # calls that may be stacked, until norms are computed
+        self._waiting: list[TensorCall] = []  # calls that may be stacked, until norms are computed
         self._layouts: dict[object, Layout] = {}  # shared with the next passes
         self._layout: Layout | None = None  # of the waiting calls; None if they changed since it was computed
         self._matrix: Matrix | None = None  # stacked gradients, from the norms to the sums
         self._stacked: tuple[Layout, int] | None = None  # layout and number of samples of the last pass, for `choices`
 
     def receive(self, call: LayerCall, uses: Mapping[str, Use], rule: Any) -> None:
-        if type(uses) is LayerUses and self.planner.keep_budget:
-            note_rows(self.rows, call.name, call.grad_output.shape[0])
-            self._waiting.append(Waiting(call, uses, rule))
-            self._layout = None
-            return
         note_rows(self.rows, call.name, call.batch_size)
         self._receive(call, uses, rule)
+
+    def receive_tensor_call(self, call: TensorCall) -> None:
+        if not self.planner.keep_budget:
+            super().receive_tensor_call(call)
+            return
+        note_rows(self.rows, call.uses.name, call.shape[0])
+        self._waiting.append(call)
+        self._layout = None
 
     def _receive(self, call: LayerCall, uses: Mapping[str, Use], rule: Any) -> None:
         placed = not isinstance(rule, Mapping) or any(use.place is not None for use in uses.values())
@@ -127,8 +130,9 @@ class BookKeeping(AbstractGradients):
     def _unstack(self) -> None:
         """Moves all waiting calls and the columns of the matrix to entries, because the caller needs each parameter."""
         waiting, self._waiting, self._layout = self._waiting, [], None
-        for call, uses, rule in waiting:
-            self._receive(call, uses, rule)
+        for call in waiting:
+            self._receive(call.layer_call(), call.uses, call.uses.rule)
+        _release(waiting)
         if self._matrix is not None:
             matrix, self._matrix = self._matrix, None
             for parameter, columns in matrix.layout.columns.of.items():
@@ -139,7 +143,7 @@ class BookKeeping(AbstractGradients):
         """Returns the layout of the waiting calls, from the cache if possible; None without calls."""
         if self._layout is None and self._waiting:
             rows, budget = bucket_of(common_rows(self.rows)), self.planner.keep_budget // _MATRIX_SHARE
-            key = (rows, budget, tuple(self._entries), *[uses for _, uses, _ in self._waiting])
+            key = (rows, budget, tuple(self._entries), *[call.uses for call in self._waiting])
             if key not in self._layouts:
                 if len(self._layouts) >= _MOST_PLANS:
                     self._layouts.clear()
@@ -164,7 +168,7 @@ class BookKeeping(AbstractGradients):
     def calls(self) -> list[LayerCall]:
         """Returns the stored layer calls."""
         in_entries = [call for entry in self._entries.values() for call, _ in entry.calls]
-        return in_entries + [waiting.call for waiting in self._waiting]
+        return in_entries + [call.layer_call() for call in self._waiting]
 
     def kept(self) -> dict[nn.Parameter, Tensor]:
         """Returns the kept per-sample gradients, unscaled."""
@@ -179,8 +183,8 @@ class BookKeeping(AbstractGradients):
 
     @contextmanager
     def _computing(self) -> Iterator[None]:
-        """Pauses the hooks, and computes products in full precision."""
-        with full_precision(), self._paused():
+        """Pauses the hooks, and computes products in full precision and outside the graph."""
+        with torch.no_grad(), full_precision(), self._paused():
             yield
 
     def sq_norms(self, groups: Mapping[nn.Parameter, int], num_groups: int, scale: float) -> Tensor:
@@ -216,10 +220,10 @@ class BookKeeping(AbstractGradients):
             self._unstack()
             return
         self._waiting, self._stacked = [], (layout, rows)
-        for (call, _, rule), uses in zip(waiting, layout.rest, strict=True):
-            if uses:
-                self._receive(call, uses, rule)
+        for i, uses in layout.rest:
+            self._receive(waiting[i].layer_call(), uses, waiting[i].uses.rule)
         self._matrix = layout.matrix(waiting, rows)
+        _release(waiting)
 
     def _matrix_sq_norms(self, groups: Mapping[nn.Parameter, int], found: list[list[Tensor]]) -> None:
         """Appends the squared norms ``(B,)`` of stacked gradients to ``found[group]``."""
@@ -287,11 +291,18 @@ class BookKeeping(AbstractGradients):
             into.complete(parameter)
 
     def clear(self) -> None:
+        _release(self._waiting)
         self._entries = {}
         self._waiting, self._layout, self._matrix = [], None, None
         self.rows = {}
         if self._scratch.taken:
             self._scratch.start_again()
+
+
+def _release(calls: Sequence[TensorCall]) -> None:
+    """Releases the tensors of calls, which hooks of the graph still hold."""
+    for call in calls:
+        call.inputs = call.grad = None
 
 
 def _placed(grad: Tensor, use: Use) -> Tensor:

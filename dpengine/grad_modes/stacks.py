@@ -14,12 +14,12 @@ import math
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from dpengine.capture.record import LayerCall, LayerUses, Use
+from dpengine.capture.record import LayerCall, TensorCall, Use
 from dpengine.grad_samplers.sampler import GradSampler
 
 from .flat_buffer import Columns, wide
@@ -30,14 +30,6 @@ SMALL_CALL_BYTES = 128 * 2**10  # of a layer's input and output gradient: stacke
 SMALL_GRAD_BYTES = 2**20  # of the per-sample gradients of a parameter
 SMALL_SPARSE_BYTES = 2**16  # the same of an embedding, most of which are zeros
 MOST_COLUMNS = 2**20
-
-
-class Waiting(NamedTuple):
-    """A call of a layer with one input and one output tensor, not yet assigned to a stack or to entries."""
-
-    call: LayerCall
-    uses: LayerUses
-    rule: Mapping[str, GradSampler]
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,7 +59,7 @@ class Stack:
 
     Attributes:
         layer: One of the layers.
-        at: Indices of their calls among the waiting calls.
+        at: Indices of their calls in the pass.
         parts: The parameters, one part for each name in the layer.
         widens: True if half-precision tensors must become float32.
     """
@@ -77,13 +69,21 @@ class Stack:
     parts: tuple[Part, ...]
     widens: bool
 
-    def grads(self, calls: Sequence[Waiting], rows: int) -> list[Tensor]:
+    def grads(self, calls: Sequence[TensorCall], rows: int) -> list[Tensor]:
         """Returns the per-sample gradients, ``(B, L * numel)`` for each part."""
-        call = calls[self.at[0]].call
-        if len(self.at) > 1:
-            inputs = torch.stack([calls[i].call.inputs[0] for i in self.at], 1).flatten(0, 1)
-            grads = torch.stack([calls[i].call.grad_output for i in self.at], 1).flatten(0, 1)
-            call = LayerCall(call.layer, (inputs,), grads, name=call.name, mean_loss=call.mean_loss)
+        first, count = calls[self.at[0]], len(self.at)
+        inputs: Any = first.inputs
+        grad: Any = first.grad
+        if count > 1:
+            inputs = torch.stack([calls[i].inputs for i in self.at], 1).flatten(0, 1)  # type: ignore[misc]
+            grads: Any = [calls[i].grad for i in self.at]
+            if first.grad_shape == first.shape:
+                grad = torch.stack(grads, 1).flatten(0, 1)
+            else:  # one copy more, but no view of each gradient
+                grad = torch.stack(grads).view(count, *first.shape).transpose(0, 1).flatten(0, 1)
+        elif first.grad_shape != first.shape:
+            grad = grad.view(first.shape)
+        call = LayerCall(self.layer, (inputs,), grad, name=first.uses.name, mean_loss=first.uses.mean_loss)
         call = widened(call) if self.widens else call
         return [part.grad(call).reshape(rows, -1) for part in self.parts]
 
@@ -93,16 +93,16 @@ class Layout:
     """Selects the gradients of a pass that go into the matrix, and their columns.
 
     Attributes:
-        names: The dotted names of all parameters of the waiting calls, also of those outside the matrix.
+        names: The dotted names of all parameters of the calls, also of those outside the matrix.
         stacks: The stacks, in the order of the columns.
         columns: The columns of each parameter in the matrix.
-        rest: For each call, the uses whose gradients do not go into the matrix.
+        rest: Index of each call with gradients that do not go into the matrix, and the uses of their parameters.
     """
 
     names: Mapping[nn.Parameter, str]
     stacks: tuple[Stack, ...]
     columns: Columns
-    rest: tuple[Mapping[str, Use], ...]
+    rest: tuple[tuple[int, Mapping[str, Use]], ...]
 
     def choices(self, rows: int) -> list[Choice]:
         """Returns the choice to report for each parameter in the matrix."""
@@ -116,7 +116,7 @@ class Layout:
                     found.append(Choice(use.name, shown, part.algorithm, why, None, kept_bytes))
         return found
 
-    def matrix(self, calls: Sequence[Waiting], rows: int) -> Matrix:
+    def matrix(self, calls: Sequence[TensorCall], rows: int) -> Matrix:
         """Forms the gradients."""
         parts = [grad for stack in self.stacks for grad in stack.grads(calls, rows)]
         return Matrix(self, torch.cat(parts, dim=1) if len(parts) > 1 else parts[0])
@@ -134,63 +134,62 @@ def bucket_of(size: int) -> int:
     return round(2 ** (round(2 * math.log2(size)) / 2)) if size > 8 else size
 
 
-def layout_of(
-    calls: Sequence[Waiting],
-    used: Collection[nn.Parameter],
-    rows: int,
-    budget: int,
-) -> Layout:
+def layout_of(calls: Sequence[TensorCall], used: Collection[nn.Parameter], rows: int, budget: int) -> Layout:
     """Returns the layout of a pass of about ``rows`` samples.
 
     A parameter with several uses is not in the matrix: its uses add up before any norm. ``used`` are the parameters
     with uses besides ``calls``. The matrix takes at most ``budget`` bytes.
     """
-    times = Counter(use.parameter for waiting in calls for use in waiting.uses.values())
+    times = Counter(use.parameter for call in calls for use in call.uses.values())
     times.update(list(used))
     alike: dict[object, list[int]] = {}
-    for i, (call, its_uses, _) in enumerate(calls):
-        alike.setdefault(its_uses.alike if _call_bytes(call) <= SMALL_CALL_BYTES else i, []).append(i)
+    for i, call in enumerate(calls):
+        alike.setdefault(call.uses.alike if _call_bytes(call) <= SMALL_CALL_BYTES else i, []).append(i)
     stacks: list[Stack] = []
     columns: dict[nn.Parameter, slice] = {}
-    first = calls[0].call.grad_output  # the matrix has one dtype and one device
-    end, most = 0, min(MOST_COLUMNS, budget // (wide(first.dtype).itemsize * max(rows, 1)))
+    like = calls[0].grad  # the matrix has one dtype and one device
+    assert like is not None
+    end, most = 0, min(MOST_COLUMNS, budget // (wide(like.dtype).itemsize * max(rows, 1)))
     for at in alike.values():
-        parts, taken = [], []
-        for name in _fitting(calls[at[0]], first, rows):
+        first, parts, taken = calls[at[0]], [], []
+        for name in _fitting(first, like, rows):
             uses = [calls[i].uses[name] for i in at]
             width = sum(use.numel for use in uses)
             if end + width > most or any(times[use.parameter] > 1 for use in uses):
                 continue
-            parts.append(Part.of(calls[at[0]].rule[name], uses))
+            parts.append(Part.of(first.uses.rule[name], uses))
             taken.append(name)
             for use in uses:
                 columns[use.parameter] = slice(end, end + use.numel)
                 end += use.numel
         if parts:
-            call, _, rule = calls[at[0]]
-            widens = widened(call) is not call and not stays_narrow(call, [rule[name] for name in taken])
-            stacks.append(Stack(call.layer, tuple(at), tuple(parts), widens))
-    names = {use.parameter: use.name for waiting in calls for use in waiting.uses.values()}
-    rest = tuple({n: use for n, use in w.uses.items() if use.parameter not in columns} for w in calls)
+            as_call = first.layer_call()
+            narrow = stays_narrow(as_call, [first.uses.rule[name] for name in taken])
+            widens = widened(as_call) is not as_call and not narrow
+            stacks.append(Stack(as_call.layer, tuple(at), tuple(parts), widens))
+    names = {use.parameter: use.name for call in calls for use in call.uses.values()}
+    outside = [{n: use for n, use in call.uses.items() if use.parameter not in columns} for call in calls]
+    rest = tuple([(i, uses) for i, uses in enumerate(outside) if uses])
     return Layout(names, tuple(stacks), Columns(columns), rest)
 
 
-def _call_bytes(call: LayerCall) -> int:
-    return call.grad_output.itemsize * (call.inputs[0].numel() + call.grad_output.numel())
+def _call_bytes(call: TensorCall) -> int:
+    assert call.inputs is not None and call.grad is not None
+    return call.grad.itemsize * (call.inputs.numel() + call.grad.numel())
 
 
-def _fitting(waiting: Waiting, like: Tensor, rows: int) -> list[str]:
+def _fitting(call: TensorCall, like: Tensor, rows: int) -> list[str]:
     """Names of the parameters of a layer whose gradients may go into a matrix with the dtype and device of ``like``."""
-    call, found = waiting.call, []
-    inputs, grad = call.inputs[0], call.grad_output
+    inputs, grad, found = call.inputs, call.grad, []
+    assert inputs is not None and grad is not None
     dtype = wide(grad.dtype)
-    if inputs.shape[:1] != grad.shape[:1] or grad.device != like.device or wide(like.dtype) is not dtype:
+    if inputs.shape[:1] != call.shape[:1] or grad.device != like.device or wide(like.dtype) is not dtype:
         return []
     if inputs.is_floating_point() and wide(inputs.dtype) is not dtype:
         return []
     small = _call_bytes(call) <= SMALL_CALL_BYTES
-    for name, use in waiting.uses.items():
-        sampler = waiting.rule[name]
+    for name, use in call.uses.items():
+        sampler = call.uses.rule[name]
         has_shortcut = sampler.cost is not None or sampler.sq_norm is not None
         known = sampler.settings is not None and wide(use.parameter.dtype) is dtype
         most = SMALL_GRAD_BYTES if inputs.is_floating_point() else SMALL_SPARSE_BYTES

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dpengine.capture.record import LayerCall, Use
+from dpengine.capture.record import LayerCall, TensorCall, Use
 from dpengine.errors import BatchMismatchError, MissingGradientError, UnsupportedLayerError
 from dpengine.grad_samplers.sampler import GradSampler, JointSampler
 
@@ -33,6 +33,11 @@ class AbstractGradients(ABC):
     @abstractmethod
     def receive(self, call: LayerCall, uses: Mapping[str, Use], rule: Any) -> None:
         """Stores one call of a layer, with the grad samplers of its parameters (``rule``)."""
+
+    def receive_tensor_call(self, call: TensorCall) -> None:
+        """Stores one call of a layer with one input and one output tensor."""
+        self.receive(call.layer_call(), call.uses, call.uses.rule)
+        call.inputs = call.grad = None
 
     @abstractmethod
     def receive_rows(self, use: Use, grad: Tensor) -> None:

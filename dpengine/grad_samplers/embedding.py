@@ -113,13 +113,15 @@ def _grad(call: LayerCall) -> Tensor:
     return dense(*_pairs(call), weight_of(call))
 
 
-def _scattered(call: LayerCall) -> Tensor:
-    """Gradients ``(B, V, D)`` without a search for equal entries, which takes longer if they are small."""
-    uses, grad_ND = _uses(call)
-    size, features = weight_of(call).shape
-    wide_ND = grad_ND if grad_ND.device.type == "mps" else grad_ND.double()
-    flat = wide_ND.new_zeros(uses.rows * size, features).index_add_(0, uses.row_N * size + uses.entry_N, wide_ND)
-    return flat.to(wide(weight_of(call))).view(uses.rows, size, features)
+def _grad_by_product(call: LayerCall) -> Tensor:
+    """Gradients ``(B, V, D)`` from one product with one-hot vectors, for a few small entries."""
+    weight, grad_BTD = weight_of(call), tokens(call.grad_output)
+    entry_BT1 = argument(call, 0, "input").reshape(*grad_BTD.shape[:2], 1)
+    padding = call.layer.padding_idx
+    if padding is not None:  # gradients there may be infinite, and zero times infinity is not a number
+        grad_BTD = grad_BTD.masked_fill(entry_BT1 == padding, 0)
+    one_hot_BTV = (entry_BT1 == torch.arange(weight.shape[0], device=entry_BT1.device)).to(grad_BTD.dtype)
+    return torch.bmm(one_hot_BTV.transpose(1, 2), grad_BTD)
 
 
 def _pairs(call: LayerCall) -> tuple[Uses, Tensor]:
@@ -205,8 +207,8 @@ SAMPLERS = {
         add_weighted_sum=_add_weighted_sum,
         concat=_concat,
         spread=_spread,
-        more_grads={"scattered": _scattered},
+        more_grads={"product": _grad_by_product},
         settings=("num_embeddings", "padding_idx"),
-        stacked_name="scattered",
+        stacked_name="product",
     )
 }

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from dpengine.capture.capture import Capture
-from dpengine.capture.record import LayerCall, Use
+from dpengine.capture.record import LayerCall, TensorCall, Use
 from dpengine.capture.replay import Pass, Replay
 from dpengine.errors import UnsupportedLayerError, notice
 from dpengine.grad_modes.bookkeep import BookKeeping
@@ -361,6 +361,10 @@ class _Recorder:
         leaves = pytree.tree_leaves(call.grad_output)  # None for an output that the loss does not use
         self.shapes += [(call.name, tensor.shape) for tensor in leaves if isinstance(tensor, Tensor)]
         self.mode.receive(call, uses, rule)
+
+    def receive_tensor_call(self, call: TensorCall) -> None:
+        self.receive(call.layer_call(), call.uses, call.uses.rule)
+        call.inputs = call.grad = None
 
     def receive_rows(self, use: Use, grad: Tensor) -> None:
         self.shapes.append((use.name, grad.shape))

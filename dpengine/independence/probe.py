@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from torch import Tensor
 
 from dpengine.capture.capture import Capture
@@ -50,15 +52,20 @@ class Probe:
         """Returns the recorded forward passes of the last backward pass, for a check at a later time."""
         return None if self._own is None or not self._own.reached else self._own.split()
 
-    def after(self, replay: Replay | None, sq_norms_B: Tensor) -> None:
-        """Ends a pass with these squared norms of unscaled gradients, and checks it if it is due and was recorded."""
-        samples = len(sq_norms_B)
+    def after(self, replay: Replay | None, samples: int, sq_norms_B: Callable[[], Tensor]) -> None:
+        """Ends a pass, and checks it if it is due and was recorded.
+
+        Args:
+            replay: The forward passes that were recorded; None if none were.
+            samples: Number of samples.
+            sq_norms_B: Returns the squared norms of unscaled gradients.
+        """
         self._passes += 1
         if self.every is not None and self._passes >= self._next and replay is not None and samples > 1:
             thorough, self._thorough = self._thorough, False
             self._next = min(8 * self._passes, self._passes + self.every)
             self._most_samples = max(self._most_samples, samples)
-            IndependenceCheck(self._capture, replay, sq_norms_B, self._passes, thorough=thorough).run()
+            IndependenceCheck(self._capture, replay, sq_norms_B(), self._passes, thorough=thorough).run()
         elif samples > 2 * self._most_samples > 0:  # a model may mix samples only in large batches
             self._next, self._most_samples, self._thorough = self._passes + 1, samples, True
         self.arm()
