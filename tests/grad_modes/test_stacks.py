@@ -220,3 +220,29 @@ def test_a_matrix_keeps_to_its_share_of_the_budget():
     joined = {name for name, (_, why) in sums.choices().items() if why in (JOINED, "formed at once")}
     held = sum(p.numel() for name, p in model.named_parameters() if name in joined)
     assert 0 < held <= numbers // 2
+
+
+class Tables(nn.Module):
+    """Two small embeddings of different sizes, the sum of which the head reads."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.short, self.long = nn.Embedding(3, 4, padding_idx=0), nn.Embedding(6, 4)
+        self.head = nn.Linear(4, 3)
+
+    def forward(self, entries):
+        return self.head(torch.tanh(self.short(entries % 3) + self.long(entries)).mean(1))
+
+
+@pytest.mark.parametrize("most", [0, stacks.SMALL_SPARSE_BYTES], ids=["alone", "in the matrix"])
+def test_small_embeddings_are_formed_in_the_matrix(most, monkeypatch):
+    monkeypatch.setattr(stacks, "SMALL_SPARSE_BYTES", most)
+    model = Tables().double()
+    plain = copy.deepcopy(model)
+    sums = ClippedPasses(model)
+    entries, targets = torch.randint(6, (ROWS, 7)), torch.arange(ROWS) % 3
+    step(sums, model, entries, targets)
+    assert relative_error(sums_of(sums), truth(plain, entries, targets)[0]) < 1e-9
+    why = {name: reason for name, (_, reason) in sums.choices().items()}
+    assert (why["short.weight"] == why["long.weight"] == "formed at once") is bool(most)

@@ -295,3 +295,14 @@ def test_norms_of_embeddings_add_repeated_entries_first(limit, padding, shape, m
     sampler = sampler_for(layer)["weight"]
     expected = sampler.grad(call).double().flatten(1).square().sum(dim=1)
     torch.testing.assert_close(sampler.sq_norm(call).double(), expected, rtol=1e-6, atol=1e-12)
+
+
+@pytest.mark.parametrize("shape", [(5,), (5, 7), (5, 2, 3)], ids=str)
+def test_gradients_of_embeddings_by_one_product_leave_out_the_padding(shape):
+    torch.manual_seed(0)
+    layer, entries = nn.Embedding(3, 4, padding_idx=0).double(), torch.randint(3, shape)
+    cotangent = torch.randn(*shape, 4, dtype=F64)
+    cotangent[entries == 0] = float("inf")
+    sampler, call = sampler_for(layer)["weight"], LayerCall(layer, (entries,), cotangent)
+    assert sampler.grad(call).isfinite().all() and (entries == 0).any()
+    assert_close(sampler.grads["product"](call), sampler.grad(call), 1e-12)
