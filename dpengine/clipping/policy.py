@@ -159,7 +159,7 @@ def selected(factors_BK: Tensor, norms_BK: Tensor) -> Tensor:
     # Larger ones do not change.
     lowered_BK = (factors_BK - least).clamp(min=0)
     # Selection, not multiplication: 0 * NaN is NaN.
-    usable_B1 = (norms_BK < torch.inf).all(dim=1, keepdim=True)
+    usable_B1 = ((norms_BK >= 0) & (norms_BK < torch.inf)).all(dim=1, keepdim=True)
     return torch.where(usable_B1, lowered_BK, 0.0)
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import operator
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from torch import Tensor, nn
@@ -10,7 +11,7 @@ from torch import Tensor, nn
 from dpengine.distributed.topology import Topology
 from dpengine.errors import notice
 
-_Written = dict[nn.Parameter, tuple[Tensor, int]]
+_dtype = operator.attrgetter("dtype")
 
 
 @dataclass(eq=False)
@@ -19,42 +20,52 @@ class GradWriter:
 
     Attributes:
         topology: How the model is distributed; turns local parts of gradients into gradients.
-        released: Gradients of the last step with their versions, by parameter. Empty after ``zero_grad``.
+        released: Gradients of the last step by parameter. Empty after ``zero_grad``.
     """
 
     topology: Topology
-    released: _Written = field(default_factory=dict)
-    _cleared: _Written = field(default_factory=dict)  # gradients in ``p.grad`` after the last ``zero_grad``
+    released: Mapping[nn.Parameter, Tensor] = field(default_factory=dict)
+    _versions: list[int] = field(default_factory=list)  # of the gradients in `released`
+    # Gradients in ``p.grad`` after the last ``zero_grad``, and their versions.
+    _cleared: dict[nn.Parameter, tuple[Tensor, int]] = field(default_factory=dict)
 
-    def write(self, sums: dict[nn.Parameter, Tensor]) -> None:
+    def write(self, grads: Mapping[nn.Parameter, Tensor]) -> None:
         """Writes noisy sums to ``p.grad``. Copies them only if the parameter has another dtype."""
-        self.released, gradient = {}, self.topology.layout.gradient
-        for parameter, view in sums.items():
-            grad = view if view.dtype is parameter.dtype else view.to(parameter.dtype)
-            if gradient is not None:
-                grad = gradient(parameter, grad)
-            if parameter.grad is not None and self._was_changed(parameter, parameter.grad):
+        if not all(map(operator.is_, map(_dtype, grads), map(_dtype, grads.values()))):
+            grads = {parameter: grad.to(parameter.dtype) for parameter, grad in grads.items()}
+        gradient = self.topology.layout.gradient
+        if gradient is not None:
+            grads = {parameter: gradient(parameter, grad) for parameter, grad in grads.items()}
+        self.record(grads)
+        for parameter, grad in grads.items():
+            present = parameter.grad
+            if present is not None and self._was_changed(parameter, present):
                 notice(
                     "DPE015",
                     "p.grad was changed between backward and step; that has no effect on the private update. Use "
                     "max_grad_norm to clip, and set clipping outside the engine to None.",
                 )
             parameter.grad = grad
-            self.released[parameter] = (grad, grad._version)
+
+    def record(self, grads: Mapping[nn.Parameter, Tensor]) -> None:
+        """Records these as the gradients of the last step."""
+        self.released, self._versions = grads, [grad._version for grad in grads.values()]
 
     def zero_grad(self, parameters: Iterable[nn.Parameter]) -> None:
         """Records that the user cleared the gradients of ``parameters``."""
-        self.released = {}
+        self.record({})
         self._cleared = {p: (p.grad, p.grad._version) for p in parameters if p.grad is not None}
 
     def forget(self) -> None:
         """Forgets all gradients, at the end of the run."""
-        self.released, self._cleared = {}, {}
+        self.record({})
+        self._cleared = {}
 
     @property
     def stale(self) -> bool:
         """True if a gradient of the last step is still in ``p.grad``: ``zero_grad`` was not called."""
-        return any(p.grad is grad and grad._version == version for p, (grad, version) in self.released.items())
+        written = zip(self.released.items(), self._versions, strict=True)
+        return any(p.grad is grad and grad._version == version for (p, grad), version in written)
 
     def _was_changed(self, parameter: nn.Parameter, grad: Tensor) -> bool:
         """Returns True if other code wrote to ``p.grad`` after ``zero_grad`` cleared it."""

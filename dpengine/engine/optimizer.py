@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import operator
 import weakref
 from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass
@@ -181,6 +182,9 @@ def _update(optimizer: Optimizer, attachment: Attachment) -> None:
     """Runs the update of the base class. Clears all other gradients: a frozen parameter may hold an unclipped one."""
     released, held = attachment.step.writer.released, parameters_of(optimizer)
     passes = attachment.step.passes
+    if passes.only is None and len(released) == len(held) and all(map(operator.is_, released, held)):
+        attachment.base.step(optimizer)
+        return
     trained: Set[nn.Parameter] = released.keys()
     if passes.only is not None:  # then `released` lacks parameters that replaced one of the optimizer's
         trained = {p for p in passes.model.parameters() if p.requires_grad}

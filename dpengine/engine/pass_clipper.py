@@ -142,7 +142,7 @@ class PassClipper:
         self.buffer = FlatBuffer(self.trainable().values(), topology)
         self.contributed: set[nn.Parameter] = set()
         self._assigned: _Assigned | None = None
-        # Parameters of the last pass, and the trainable ones among which they were found.
+        # Parameters of the last pass, which were found among these trainable ones.
         self._known: tuple[Mapping[nn.Parameter, str], Mapping[str, nn.Parameter]] | None = None
 
     def trainable(self) -> Mapping[str, nn.Parameter]:
@@ -295,10 +295,9 @@ class PassClipper:
                 fingerprint=fingerprint,
             )
             # The probe comes last, when the records of the batch are free, because it needs as much memory again.
-            if probed_B is None:
-                self.probe.after(recorded.replay, statistics.samples, partial(_sq_norms_of, statistics, scale))
-            else:
-                self.probe.after(recorded.replay, len(probed_B), lambda: probed_B)
+            compared = partial(_sq_norms_of, statistics, scale) if probed_B is None else lambda: probed_B
+            count = statistics.samples if probed_B is None else len(probed_B)
+            self.probe.after(recorded.replay, count, compared)
         except BaseException:
             self.zero()
             raise

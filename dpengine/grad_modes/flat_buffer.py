@@ -176,6 +176,7 @@ class FlatBuffer(Sums):
         self._shapes: dict[Key, dict[nn.Parameter, torch.Size]] = {key: {} for key in self._sizes}
         for parameter, (key, _) in self._places.items():
             self._shapes[key][parameter] = torch.Size(self._shards[parameter].kept.size)
+        self._numels = {key: [s.numel() for s in shapes.values()] for key, shapes in self._shapes.items()}
         self._devices_and_dtypes = list(map(_device, self._places)), list(map(_dtype, self._places))
         self.spans = _spans(self._places, self._shards, list(self._sizes))
         self.total_numel = sum(shard.numel for shard in self._shards.values()) if topology.splits.size > 1 else 0
@@ -286,11 +287,10 @@ class FlatBuffer(Sums):
         for key, shapes in self._shapes.items():
             sums = self._memory[key][: self._sizes[key]]
             # Views share a version counter: a write to one gradient shows in all of them.
-            parts = sums.split_with_sizes([shape.numel() for shape in shapes.values()])
-            for (parameter, shape), part in zip(shapes.items(), parts, strict=True):
-                if len(shape) > 1:
-                    part = part.view(*shape)  # faster than view(shape)
-                self._views[parameter] = part if shape else part.view(())
+            parts = zip(sums.split_with_sizes(self._numels[key]), shapes.values(), strict=True)
+            # view(*shape) is faster than view(shape), and rejects an empty shape.
+            views = [part if len(s) == 1 else part.view(*s) if s else part.view(()) for part, s in parts]
+            self._views.update(zip(shapes, views, strict=True))
 
     def _finish(self) -> None:
         if not self._memory:

@@ -216,8 +216,8 @@ GUARDS = [
     Guard(
         "stale-grads",
         "a released gradient is recognized",
-        "            self.released[parameter] = (grad, grad._version)",
-        "            pass",
+        "self.released, self._versions = grads, [grad._version for grad in grads.values()]",
+        "pass",
         "faults/test_lifecycle.py::test_f_l1_a_missing_zero_grad_is_refused",
     ),
     Guard(
@@ -272,7 +272,7 @@ GUARDS = [
     Guard(
         "changed-grads",
         "a gradient that somebody wrote",
-        "            if parameter.grad is not None and self._was_changed(parameter, parameter.grad):",
+        "            if present is not None and self._was_changed(parameter, present):",
         "            if False:",
         "faults/test_lifecycle.py::test_f_l8_gradients_that_were_written_by_hand_are_never_used",
     ),

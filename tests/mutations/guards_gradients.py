@@ -28,8 +28,8 @@ GUARDS = [
     Guard(
         "factor-subnormal",
         "small factors are rounded down",
-        "factors_BK < info.smallest_normal, (factors_BK - least)",
-        "factors_BK < 0, (factors_BK - least)",
+        "lowered_BK = (factors_BK - least).clamp(min=0)",
+        "lowered_BK = factors_BK.clamp(min=0)",
         "clipping/test_policy.py::test_factor_times_norm_never_passes_the_threshold",
     ),
     Guard(
@@ -211,7 +211,7 @@ GUARDS = [
     Guard(
         "layer-twice",
         "a second backward pass over one call of a hooked layer",
-        "        if inputs is None:\n",
+        "        if inputs is None or self.grad is not None:\n",
         "        if False:\n",
         "capture/test_capture.py::test_f_c6_a_second_backward_over_one_forward_is_refused[auto]",
     ),
@@ -268,8 +268,8 @@ GUARDS = [
     Guard(
         "stack-settings",
         "layers with other settings are not formed together",
-        "return (*key, *[getattr(call.layer, name) for name in uses.settings]) if uses.settings else key",
-        "return key",
+        "            call += tuple([getattr(module, name) for name in self._settings])",
+        "            pass",
         "grad_modes/test_stacks.py::test_layers_with_other_settings_are_not_joined",
     ),
     Guard(

@@ -55,10 +55,10 @@ GUARDS = [
     Guard(
         "probe-before-use",
         "a pass that the probe rejects is not in the sums",
-        "            self.probe.after(recorded.replay, probed_B)\n        except BaseException:\n"
+        "            self.probe.after(recorded.replay, count, compared)\n        except BaseException:\n"
         "            self.zero()\n            raise\n        return",
         "        except BaseException:\n            self.zero()\n            raise\n"
-        "        self.probe.after(recorded.replay, probed_B)\n        return",
+        "        self.probe.after(recorded.replay, count, compared)\n        return",
         "clipping/test_clipper.py::test_a_pass_that_fails_while_it_is_summed_leaves_nothing_of_itself",
     ),
     Guard(

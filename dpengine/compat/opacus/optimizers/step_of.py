@@ -347,7 +347,7 @@ def scale(optimizer: DPOptimizer, step: PrivateStep) -> None:
         grads = {p: p.grad for p in written or optimizer.params if p.grad is not None}
         if grads:
             torch._foreach_mul_(list(grads.values()), 1 / step.plan.divisor(count, mean=True))
-        step.writer.released = {p: (grads[p], grads[p]._version) for p in written if p in grads}
+        step.writer.record({p: grads[p] for p in written if p in grads})
 
 
 def clear(optimizer: DPOptimizer, step: PrivateStep | None, *, keeps_sums: bool) -> None:
