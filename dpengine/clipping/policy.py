@@ -156,7 +156,7 @@ def selected(factors_BK: Tensor, norms_BK: Tensor) -> Tensor:
     # Hardware that has no such numbers makes it 0, which is safe too.
     info = torch.finfo(factors_BK.dtype)
     least = info.smallest_normal * info.eps
-    # Larger ones do not change.
+    # Factors from four times the smallest normal number on do not change.
     lowered_BK = (factors_BK - least).clamp(min=0)
     # Selection, not multiplication: 0 * NaN is NaN.
     usable_B1 = ((norms_BK >= 0) & (norms_BK < torch.inf)).all(dim=1, keepdim=True)

@@ -332,7 +332,7 @@ class PassClipper:
 
     def missing(self, trainable: Mapping[str, nn.Parameter]) -> list[str]:
         """Names of the trainable parameters without a gradient in the sums."""
-        if len(self.contributed) == len(trainable):  # it has no others: `_check_parameters`
+        if self.contributed.issuperset(trainable.values()):
             return []
         return [name for name, p in trainable.items() if p not in self.contributed]
 

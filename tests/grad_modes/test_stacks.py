@@ -9,6 +9,7 @@ from inside_parts import ClippedPasses
 from oracle import clip_by_loop, relative_error
 from torch import nn
 
+from dpengine.capture import hooks
 from dpengine.clipping import PerLayer
 from dpengine.grad_modes import stacks
 
@@ -246,3 +247,15 @@ def test_small_embeddings_are_formed_in_the_matrix(most, monkeypatch):
     assert relative_error(sums_of(sums), truth(plain, entries, targets)[0]) < 1e-9
     why = {name: reason for name, (_, reason) in sums.choices().items()}
     assert (why["short.weight"] == why["long.weight"] == "formed at once") is bool(most)
+
+
+def test_lengths_that_change_from_pass_to_pass_are_exact(monkeypatch):
+    monkeypatch.setattr(hooks, "_MOST_SHAPES", 1)
+    model = Blocks().double()
+    plain = copy.deepcopy(model)
+    sums = ClippedPasses(model, probes=False)
+    for length in (3, 5, 3, 1):
+        inputs, targets = torch.randn(ROWS, length, 4, dtype=torch.float64), torch.arange(ROWS) % 3
+        step(sums, model, inputs, targets)
+        assert relative_error(sums_of(sums), truth(plain, inputs, targets)[0]) < 1e-9
+        sums.discard()
