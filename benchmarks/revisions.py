@@ -3,8 +3,9 @@
     python -m benchmarks.revisions 170d470 --cells mlp cnn --pairs 200
 
 Each revision runs the same cell in a process of its own, with its own ``benchmarks`` and native library. The two take
-turns, and the one that steps first alternates. Printed are the median of the ratios of adjacent steps and its 95 %
-bounds, from the ranks of the sorted ratios. Two processes with the same code can differ by several percent for their
+turns, and the one that steps first alternates. The second of two adjacent steps can be 30 % faster, so a ratio is the
+geometric mean of two pairs with opposite order. Printed are the median of these ratios and its 95 % bounds, from the
+ranks of the sorted ratios. Two processes with the same code can differ by several percent for their
 whole life; ``--starts 10`` starts that many pairs of processes, and prints the median of each, and median and bounds of
 these medians.
 """
@@ -75,16 +76,16 @@ def bounds(ratios: list[float]) -> tuple[float, float, float]:
 
 
 def compare(other: Path, cell: str, pairs: int, warm_up: int, threads: int) -> list[float]:
-    """Ratios of step times, this checkout over the other."""
+    """Ratios of step times, this checkout over the other, each from one pair in either order."""
     processes = [worker(folder, cell, warm_up, threads) for folder in (ROOT, other)]
     try:
         for process in processes:
             assert process.stdout is not None and process.stdout.readline() == "ready\n"
         ratios = []
-        for pair in range(pairs):
-            order = (0, 1) if pair % 2 else (1, 0)
-            taken = {place: seconds(processes[place]) for place in order}
-            ratios.append(taken[0] / taken[1])
+        for _ in range(pairs // 2):
+            first, other_first = seconds(processes[0]), seconds(processes[1])
+            other_second, second = seconds(processes[1]), seconds(processes[0])
+            ratios.append(math.sqrt(first * second / (other_first * other_second)))
         return ratios
     finally:
         for process in processes:
