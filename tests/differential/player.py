@@ -13,7 +13,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from differential.adapter import Recorder, charges, digest, error_of, find, form_gradients_alone, tables_are_untimed
+from differential.adapter import (
+    Recorder,
+    charges,
+    digest,
+    error_of,
+    find,
+    form_gradients_alone,
+    projections,
+    tables_are_untimed,
+)
 from differential.scenarios import KINDS, Case, Net, Settings
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -127,8 +136,8 @@ class Player:
             "answer": answer,
             "error": error_of(error),
             "warnings": [match[1] for match in named if match],
-            "gradients": digest(p.grad for p in self.parameters),
-            "parameters": digest(self.parameters),
+            "gradients": projections(p.grad for p in self.parameters),
+            "parameters": projections(self.parameters),
             "draws": self.recorder.take(),
             "ledger": charges(self.engine),
         }
@@ -233,7 +242,7 @@ class Player:
         if kind == "two_passes":
             loss.backward(retain_graph=True)
         self.loss = loss
-        return digest([loss])
+        return projections([loss])
 
     def _fault_hook(self, kind: str) -> Any:
         last = [part for part in self.model.modules() if isinstance(part, nn.Linear)][-1]
@@ -319,7 +328,7 @@ class Player:
 
     def samples(self) -> str:
         found = [getattr(p, "grad_sample", None) for p in self.parameters]
-        return digest(part for one in found for part in (one if isinstance(one, list) else [one]))
+        return projections(part for one in found for part in (one if isinstance(one, list) else [one]))
 
     def clip(self) -> None:
         self.alone.clip_and_accumulate()

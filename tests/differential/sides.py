@@ -7,6 +7,7 @@ import importlib
 import io
 import itertools
 import json
+import math
 import multiprocessing
 import os
 import subprocess
@@ -278,9 +279,10 @@ def _same(before: Any, after: Any) -> bool:
         return before == after
     if not all(isinstance(value, float | None) for value in before + after):
         return before == after
-    far = ROUNDING * max((abs(value) for value in before if value is not None), default=0.0)
+    far = ROUNDING * max((abs(value) for value in before if value is not None and math.isfinite(value)), default=0.0)
     return all(
-        one == other or (one is not None and other is not None and abs(one - other) <= far)
+        one == other
+        or (one is not None and other is not None and (abs(one - other) <= far or (one != one and other != other)))
         for one, other in zip(before, after, strict=True)
     )
 
