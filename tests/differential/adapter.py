@@ -125,12 +125,16 @@ def digest(tensors: Any) -> str:
         if tensor is None:
             found.update(b"none")
             continue
-        tensor = (tensor.to_local() if hasattr(tensor, "to_local") else tensor).detach()
-        if tensor.is_sparse:
-            tensor = tensor.to_dense()
+        tensor = _whole(tensor)
         found.update(f"{tuple(tensor.shape)}{tensor.dtype}".encode())
         found.update(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
     return found.hexdigest()
+
+
+def _whole(tensor: Any) -> Any:
+    """Returns a dense tensor without a graph: the local shard of a sharded one."""
+    tensor = (tensor.to_local() if hasattr(tensor, "to_local") else tensor).detach()
+    return tensor.to_dense() if tensor.is_sparse else tensor
 
 
 def projections(tensors: Any) -> list[float | None]:
@@ -140,7 +144,7 @@ def projections(tensors: Any) -> list[float | None]:
         if tensor is None:
             found.append(None)
             continue
-        flat = (tensor.to_dense() if tensor.is_sparse else tensor).detach().double().flatten()
+        flat = _whole(tensor).double().flatten()
         found += [float(flat.norm()), float(flat @ torch.arange(1.0, len(flat) + 1, dtype=flat.dtype).cos())]
     return found
 
