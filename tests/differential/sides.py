@@ -60,12 +60,12 @@ INTENDED: list[Intended] = [
     Intended(
         "PerSampleGradientClipper drops an interrupted backward pass, which it clipped.",
         "error",
-        where=lambda record: record.get("error") == ["BatchStateError", "DPE022"] and record["call"] == ["clip"],
+        where=lambda record: record.get("error") == ["TicketError", "DPE022"] and record["call"] == ["clip"],
     ),
     Intended(
         "The same: a dropped pass is not probed, and leaves p.grad as it is.",
         "gradients",
-        where=lambda record: record.get("error") == ["BatchStateError", "DPE022"] and record["call"] == ["clip"],
+        where=lambda record: record.get("error") == ["TicketError", "DPE022"] and record["call"] == ["clip"],
     ),
     Intended(
         "The same: an interrupted pass leaves no forward pass for the probe of the next one.",
