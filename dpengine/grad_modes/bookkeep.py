@@ -16,7 +16,7 @@ from dpengine.kernels.precision import full_precision
 from dpengine.kernels.products import sq_norms
 
 from .choose_method import MethodTable, Plan, Planner, plan_key
-from .entry import Entry, Scratch, gram_sq_norms
+from .entry import Entry, Scratch, gram_sq_norms, group_sq_norms
 from .flat_buffer import Key, Sums, wide
 from .method import Choice, Method
 from .rows import Units, stays_narrow, widened, zeroed
@@ -38,8 +38,9 @@ class BookKeeping(AbstractGradients):
 
     rows: dict[str, int] = None  # type: ignore[assignment]  # replaces the property; set per instance
 
-    def __init__(self, planner: Planner | None = None, pause: Pause | None = None):
+    def __init__(self, planner: Planner | None = None, pause: Pause | None = None, *, sums_follow: bool = True):
         self.planner = MethodTable() if planner is None else planner
+        self._sums_follow = sums_follow  # False if another instance computes the sums
         self._pause = pause  # pauses hooks while a registered norm rule reruns a layer; None ignores the rule
         self._paused: Pause = nullcontext if pause is None else pause
         self._entries: dict[nn.Parameter, Entry] = {}  # parameters whose calls are not stacked
@@ -107,7 +108,7 @@ class BookKeeping(AbstractGradients):
 
     def renewed(self) -> BookKeeping:
         """Returns an empty mode for the next pass that shares the cached plans. This mode keeps its layer calls."""
-        other = BookKeeping(self.planner, self._pause)
+        other = BookKeeping(self.planner, self._pause, sums_follow=self._sums_follow)
         other._plans, other._layouts = self._plans, self._layouts
         return other
 
@@ -246,16 +247,24 @@ class BookKeeping(AbstractGradients):
         return self._plans[key]
 
     def _each_sq_norm(self, rows: int) -> list[tuple[nn.Parameter, Tensor]]:
-        """Returns squared norms by parameter. Gram norms come last, because parameters may share Gram matrices."""
-        found, by_gram = [], []
+        """Returns squared norms by parameter. Parameters that share Gram matrices or kernels come last."""
+        found: list[tuple[nn.Parameter, Tensor]] = []
+        by_gram: list[Entry] = []
+        groups: dict[Any, list[Entry]] = {}
         for parameter, entry in self._entries.items():
             algorithm = self._plan[parameter].algorithm
             if algorithm.method is Method.GHOST and len(entry.calls) == 1 and entry.calls[0][1].factors is not None:
                 by_gram.append(entry)
+            elif self._sums_follow and (key := entry.group_key(algorithm, rows)):
+                groups.setdefault((algorithm, key), []).append(entry)
             else:
-                found.append((parameter, entry.sq_norm(algorithm, rows, self._scratch)))
-        norms = gram_sq_norms(by_gram) if by_gram else []
-        return found + [(entry.use.parameter, norm_B) for entry, norm_B in zip(by_gram, norms, strict=True)]
+                sq_norm_B = entry.sq_norm(algorithm, rows, self._scratch, sum_follows=self._sums_follow)
+                found.append((parameter, sq_norm_B))
+        together = [(by_gram, gram_sq_norms(by_gram))] if by_gram else []
+        together += [(some, group_sq_norms(some, key[0], rows)) for key, some in groups.items()]
+        for entries, sq_norms_KB in together:
+            found += [(entry.use.parameter, one) for entry, one in zip(entries, sq_norms_KB, strict=True)]
+        return found
 
     def drop(self, rows_B: Tensor) -> None:
         if self._waiting:

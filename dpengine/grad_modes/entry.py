@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -13,7 +13,7 @@ from torch import Tensor
 from dpengine.capture.record import LayerCall, Use
 from dpengine.grad_samplers.gram import GramNorm, gram_norms
 from dpengine.grad_samplers.linear import PRODUCT_ERROR
-from dpengine.grad_samplers.machine import memory_for
+from dpengine.grad_samplers.machine import launches_kernels, memory_for
 from dpengine.grad_samplers.sampler import GradSampler
 from dpengine.grad_samplers.tied import tied_norm
 from dpengine.kernels.products import sq_norms
@@ -65,6 +65,7 @@ class Entry:
     use: Use
     calls: list[tuple[LayerCall, GradSampler]] = field(default_factory=list)
     kept: Tensor | None = None  # formed gradients (B, *param.shape), of calls that are not in ``calls``
+    form_again: str | None = None  # how `add_sum` forms the gradients a second time; None to use the weighted sum
 
     def keep(self, grad: Tensor) -> None:
         """Adds per-sample gradients to the kept ones."""
@@ -104,8 +105,11 @@ class Entry:
             units.add_rows(out, self._form("", start, stop, rows), start, stop)
         self.kept, self.calls = out, []
 
-    def sq_norm(self, algorithm: Algorithm, rows: int, scratch: Scratch) -> Tensor:
-        """Computes squared norms ``(B,)`` by one method. ``KEEP`` stores the gradients, in ``scratch`` if possible."""
+    def sq_norm(self, algorithm: Algorithm, rows: int, scratch: Scratch, *, sum_follows: bool = True) -> Tensor:
+        """Computes squared norms ``(B,)`` by one method. ``KEEP`` stores the gradients, in ``scratch`` if possible.
+
+        ``sum_follows`` tells if `add_sum` is called on this entry, and not on that of another backward pass.
+        """
         if algorithm.method is Method.GHOST:
             if len(self.calls) > 1:
                 return self.from_gram(tied_norm(self.calls))
@@ -119,10 +123,27 @@ class Entry:
                 self.calls = []
             assert self.kept is not None
             return sq_norms(self.kept) if found is None else found
-        sq_norm_B, spread_B = self._chunked_sq_norms(algorithm.name, rows, scratch), self._spread()
+        parts = self._parts(algorithm.name, rows, scratch)
+        sq_norm_B = torch.cat([sq_norms(grad) if found is None else found for _, grad, found in parts])
+        if self._in_bfloat16 and sum_follows:  # a weighted sum would split each bfloat16 product into three
+            self.form_again = algorithm.name
+            return sq_norm_B
+        spread_B = self._spread()
         if spread_B is not None and self._in_bfloat16:
             sq_norm_B = (sq_norm_B.sqrt() + PRODUCT_ERROR * spread_B).square()
         return self._at_least_rounding(sq_norm_B, spread_B)
+
+    def group_key(self, algorithm: Algorithm, rows: int) -> object:
+        """Returns a key that is equal for parameters whose gradients `group_sq_norms` may form; None if it may not."""
+        device = self.use.parameter.device
+        if algorithm.method is Method.GHOST or not launches_kernels(device) or self._writer(algorithm.name) is None:
+            return None
+        if algorithm.method is Method.DISCARD and not self._in_bfloat16:
+            return None  # norms depend on the spread of each parameter
+        if rows < 2 or 2 * rows > self._rows_at_a_time():
+            return None
+        grad = self.calls[0][0].grad_output
+        return self.use.shape, grad.dtype, grad.device
 
     def add_sum(self, weight_B: Tensor, scale: float, into: Sums) -> None:
         """Adds ``scale`` times the weighted sum of gradients. Weights are at most 1, on the parameter's device."""
@@ -133,12 +154,20 @@ class Entry:
             flat_BP = self.kept.reshape(len(self.kept), math.prod(self.kept.shape[1:]))
             weight_B = weight_B.to(flat_BP.dtype)
             into.fill(parameter, partial(_add_product, flat_BP, weight_B, scale))
+        if self.form_again is not None and self.calls:
+            into.fill(parameter, partial(self._add_formed, weight_B, scale))
+            return
         for call, sampler in self.calls:
             if sampler.add_weighted_sum is not None and dtype is wide(call.grad_output.dtype):
                 add = sampler.add_weighted_sum
                 into.fill(parameter, lambda out, keep: add(call, weight_B, scale, keep, out))  # noqa: B023
             else:
                 into.add(parameter, sampler.total(call, weight_B), scale)
+
+    def _add_formed(self, weight_B: Tensor, scale: float, out: Tensor, keep: float) -> None:
+        assert self.form_again is not None
+        for samples, grad, _ in self._parts(self.form_again, len(weight_B), Scratch()):
+            _add_product(grad.flatten(1), weight_B[samples], scale, out, keep if samples.start == 0 else 1.0)
 
     def norm_and_sum(self, algorithm: Algorithm, rows: int, scratch: Scratch, weight_B: Tensor, into: Sums) -> None:
         """Computes norms and then the sum, to time a method."""
@@ -167,25 +196,36 @@ class Entry:
         assert total is not None
         return total
 
-    def _chunked_sq_norms(self, name: str, rows: int, scratch: Scratch) -> Tensor:
-        """Computes squared norms ``(B,)`` from gradients formed for some samples at a time in the same memory."""
-        step = min(rows, self._rows_at_a_time())
-        starts = range(0, rows, max(1, step))
-        write = self._writer(name)
-        if write is None or rows <= 1:
-            return torch.cat([sq_norms(self._form(name, i, min(i + step, rows), rows)) for i in starts])
-        ((call, _),) = self.calls
-        grad = call.grad_output
-        out = scratch.take((step, *self.use.shape), wide(grad.dtype), grad.device)
-        parts = []
-        for i in starts:
-            some = out[: min(step, rows - i)]
-            found = write(some_rows(call, i, i + len(some)), some)
-            parts.append(sq_norms(some) if found is None else found)
-        return torch.cat(parts)
+    def _parts(self, name: str, rows: int, scratch: Scratch) -> Iterator[tuple[slice, Tensor, Tensor | None]]:
+        """Forms the gradients of some samples at a time, in the same memory.
+
+        Yields the samples, their gradients, and their squared norms if the sampler returns them.
+        """
+        step, write = max(1, min(rows, self._rows_at_a_time())), self._writer(name)
+        out: Tensor | None = None
+        if write is not None and rows > 1:
+            ((call, _),) = self.calls
+            out = scratch.take((step, *self.use.shape), wide(call.grad_output.dtype), call.grad_output.device)
+        for start in range(0, rows, step):
+            samples = slice(start, min(start + step, rows))
+            if write is None or out is None:
+                yield samples, self._form(name, samples.start, samples.stop, rows), None
+            else:
+                some = out[: samples.stop - samples.start]
+                yield samples, some, write(some_rows(call, samples.start, samples.stop), some)
 
     def _rows_at_a_time(self) -> int:
         return max(1, memory_for(self.use.parameter.device, CHUNK_BYTES) // (4 * self.use.numel))
+
+    def write(self, algorithm: Algorithm, out: Tensor) -> None:
+        """Writes all gradients to ``out``, for which ``group_key`` is not None."""
+        write, ((call, _),) = self._writer(algorithm.name), self.calls
+        assert write is not None
+        write(call, out)
+        if algorithm.method is Method.KEEP:
+            self.kept, self.calls = out, []
+        else:
+            self.form_again = algorithm.name
 
     def _writer(self, name: str) -> Callable[[LayerCall, Tensor], Tensor | None] | None:
         """Returns the function that writes gradients to a given tensor; None if there are other gradients to add."""
@@ -233,6 +273,21 @@ class Entry:
     def from_gram(self, norm: GramNorm) -> Tensor:
         """Returns squared norms ``(B,)`` from a Gram norm that was computed together with other parameters."""
         return self._at_least_rounding(norm.sq_norm_B, norm.spread_B)
+
+
+def group_sq_norms(entries: Sequence[Entry], algorithm: Algorithm, rows: int) -> list[Tensor]:
+    """Computes squared norms of parameters that have the same `Entry.group_key` with few operations."""
+    first = entries[0]
+    found: list[Tensor] = []
+    grad = first.calls[0][0].grad_output
+    count = max(1, memory_for(grad.device, CHUNK_BYTES) // (4 * rows * first.use.numel))
+    for start in range(0, len(entries), count):
+        some = entries[start : start + count]
+        out = torch.empty((len(some), rows, *first.use.shape), dtype=wide(grad.dtype), device=grad.device)
+        for entry, grads in zip(some, out, strict=True):
+            entry.write(algorithm, grads)
+        found += sq_norms(out.flatten(0, 1)).view(len(some), rows).unbind()
+    return found
 
 
 def gram_sq_norms(entries: Sequence[Entry]) -> list[Tensor]:

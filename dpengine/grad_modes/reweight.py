@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -33,8 +33,8 @@ class Reweight(AbstractGradients):
     def __init__(self, uses: Callable[[nn.Parameter], int], rerun: Rerun, planner: Planner, pause: Pause | None = None):
         self._uses = uses
         self._rerun = rerun
-        self._repeated = BookKeeping(planner, pause)
-        self._single = BookKeeping(planner, pause)  # for one call at a time
+        self._repeated = BookKeeping(planner, pause, sums_follow=False)
+        self._single = BookKeeping(planner, pause, sums_follow=False)  # for one call at a time
         self._sq_norms: dict[nn.Parameter, Tensor] = {}
         self._names: dict[nn.Parameter, str] = {}  # of the parameters in `_sq_norms`
         self._rows: dict[str, int] = {}
@@ -76,23 +76,32 @@ class Reweight(AbstractGradients):
         """Raises if the two passes differ, because norms are from the first and sums from the second."""
         first, second = self._tensor_norms
         for difference in {**first, **second}:
-            first_B, second_B = first.get(difference), second.get(difference)
-            if first_B is None or second_B is None or not self._equal(first_B, second_B):
-                raise UnsupportedLayerError(
-                    f"Layer {difference} when the batch was run again. grad_sample_mode='ghost' runs the forward "
-                    "twice, which must compute the same, and starts backward from the tensors that it returns in "
-                    "tuples, lists, dicts or the fields of one object, outside any checkpoint.",
-                    fix="Return all tensors that the loss depends on, or use grad_sample_mode='auto'.",
-                )
+            if difference not in first or difference not in second:
+                self._raise_other_pass(difference)
+        by_length: dict[int, list[str]] = {}
+        for difference, first_B in first.items():
+            if len(first_B) != len(second[difference]):
+                self._raise_other_pass(difference)
+            by_length.setdefault(len(first_B), []).append(difference)
+        for names in by_length.values():  # together, since each value that the host reads waits for the device
+            device = first[names[0]].device
+            first_KB, second_KB = (torch.stack([one[name].to(device) for name in names]) for one in (first, second))
+            usable_KB = first_KB.isfinite()
+            if self._dropped is not None:
+                usable_KB &= ~self._dropped.to(device)
+            least_K1 = 1e-9 * first_KB.where(usable_KB, 0).sum(dim=1, keepdim=True)
+            close_KB = (second_KB - first_KB).abs() <= _MOST_DEVIATION * first_KB + least_K1
+            equal_K = (close_KB | ~usable_KB).all(dim=1)
+            if not equal_K.all():
+                self._raise_other_pass(names[equal_K.tolist().index(False)])
 
-    def _equal(self, first_B: Tensor, second_B: Tensor) -> bool:
-        if first_B.shape != second_B.shape:
-            return False
-        usable_B = first_B.isfinite()
-        if self._dropped is not None:
-            usable_B &= ~self._dropped.to(usable_B.device)
-        close_B = (second_B - first_B).abs() <= _MOST_DEVIATION * first_B + 1e-9 * first_B[usable_B].sum()
-        return bool(close_B[usable_B].all())
+    def _raise_other_pass(self, difference: str) -> NoReturn:
+        raise UnsupportedLayerError(
+            f"Layer {difference} when the batch was run again. grad_sample_mode='ghost' runs the forward "
+            "twice, which must compute the same, and starts backward from the tensors that it returns in "
+            "tuples, lists, dicts or the fields of one object, outside any checkpoint.",
+            fix="Return all tensors that the loss depends on, or use grad_sample_mode='auto'.",
+        )
 
     def _check_first_norm(self, uses: Sequence[Use]) -> None:
         # Only the norm of the first use is left, and the norm of a sum does not follow from norms.

@@ -31,6 +31,11 @@ def memory_for(device: torch.device, on_cpu: int, *, most: int = 2**30) -> int:
     return min(most, torch.cuda.get_device_properties(device).total_memory // 32)
 
 
+def launches_kernels(device: torch.device) -> bool:
+    """Whether each operation costs time that a larger operation does not: then parameters are processed together."""
+    return device.type != "cpu"
+
+
 def multiplies_bfloat16(device: torch.device) -> bool:
     """Returns True if products of bfloat16 matrices can be float32. See note [bfloat16 products] of `linear`."""
     if device.type != "cuda" or torch.version.hip is not None or not _HAS_OUT_DTYPE:

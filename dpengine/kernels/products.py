@@ -9,6 +9,7 @@ Axes: B rows, T places, F features, G groups, C channels of a group, K channels 
 from __future__ import annotations
 
 import ctypes
+import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,7 +22,8 @@ from .library import native_library, thread_team, traced
 _COUNT, _POINTER = ctypes.c_uint64, ctypes.c_void_p
 _LINE = 64  # bytes to which work space is aligned
 _FEW = 64  # values per sample up to which one call in float64 is faster than several in float32
-_SHORT_BLOCK, _LONG_BLOCK = 64, 256  # squares added in float32 before they are added to a float64 sum
+_SHORT_BLOCK = 64  # squares added in float32 before they are added to a float64 sum
+_SMALLEST_BLOCK, _LARGEST_BLOCK = 256, 4096  # the same on accelerators, which need longer blocks for speed
 _SURE = 1e-12  # for norms between this and its inverse, squares outside the range of float32 are negligible
 _LARGEST_WORK = 16 * 2**20  # bytes for each thread
 
@@ -39,20 +41,34 @@ def takes(*tensors: Tensor) -> bool:
 def sq_norms(grad: Tensor) -> Tensor:
     """Computes squared norms ``(B,)`` in float64.
 
-    On accelerators, squares are added in float32 within blocks of 256 and in float64 across blocks. The relative error
-    is about 1e-6.
+    On accelerators, squares are added in float32 within blocks of at most 4096 and in float64 across blocks. The
+    relative error is about 1e-6.
     """
     flat_BP = grad.flatten(1) if grad.dim() > 1 else grad.unsqueeze(1)
     if takes(flat_BP):
         return native_sq_norms(flat_BP)
     if flat_BP.device.type == "cpu":
         return norms(flat_BP, 1).square()
+    return blocked_sq_norms(flat_BP)
+
+
+def blocked_sq_norms(flat_BP: Tensor) -> Tensor:
+    """Computes the same from ``(B, P)`` with the operations that suit an accelerator."""
     if flat_BP.dtype is torch.float64 or (flat_BP.shape[1] <= _FEW and flat_BP.device.type != "mps"):
         return torch.linalg.vector_norm(flat_BP, dim=1, dtype=torch.float64).square()
-    whole = flat_BP.shape[1] // _LONG_BLOCK * _LONG_BLOCK
-    blocks_BNF = flat_BP[:, :whole].reshape(len(flat_BP), whole // _LONG_BLOCK, _LONG_BLOCK)
-    rest_B = torch.linalg.vector_norm(flat_BP[:, whole:], dim=1)
-    return torch.linalg.vector_norm(blocks_BNF, dim=2).double().square().sum(dim=1) + rest_B.double().square()
+    block = _block(flat_BP.shape[1])
+    if block is None:
+        whole = flat_BP.shape[1] // _LARGEST_BLOCK * _LARGEST_BLOCK
+        return blocked_sq_norms(flat_BP[:, :whole]) + blocked_sq_norms(flat_BP[:, whole:])
+    norms_BN = torch.linalg.vector_norm(flat_BP.unflatten(1, (-1, block)), dim=2).to(widest(flat_BP))
+    return (norms_BN if norms_BN.shape[1] == 1 else torch.linalg.vector_norm(norms_BN, dim=1)).square().view(-1)
+
+
+@functools.lru_cache(maxsize=10_000)
+def _block(size: int) -> int | None:
+    """Returns the largest size of equal blocks, for an accelerator; None if the best blocks are too short."""
+    sizes = range(min(size, _LARGEST_BLOCK), min(size, _SMALLEST_BLOCK) - 1, -1)
+    return next((block for block in sizes if size % block == 0), None)
 
 
 def norms(tensor: Tensor, dim: int) -> Tensor:

@@ -2,6 +2,7 @@ import pytest
 import torch
 
 from dpengine.kernels.precision import full_precision
+from dpengine.kernels.products import _block, blocked_sq_norms
 
 by_operation = pytest.mark.skipif(
     not hasattr(torch.backends, "fp32_precision"), reason="one setting for all operations"
@@ -52,3 +53,15 @@ def test_the_users_setting_is_back_after_an_exception(lowered):
     with pytest.raises(KeyError), full_precision():
         raise KeyError
     assert flags() == ("medium", True, True)
+
+
+@pytest.mark.parametrize("size", [0, 1, 64, 65, 4096, 4099, 8198, 9408, 20_000])
+def test_squared_norms_in_blocks_for_an_accelerator(size):
+    torch.manual_seed(size)
+    tensor = torch.randn(3, size + 5)[:, 2 : size + 2]
+    expected = tensor.double().square().sum(dim=1)
+    torch.testing.assert_close(blocked_sq_norms(tensor), expected, rtol=1e-6, atol=0)
+
+
+def test_blocks_for_an_accelerator_are_equal_and_long():
+    assert [_block(size) for size in (65, 4096, 4097, 768 * 768, 4099)] == [65, 4096, None, 4096, None]
