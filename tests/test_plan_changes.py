@@ -13,8 +13,12 @@ from dpengine.noise import NoiseSource
 from dpengine.sampling import PoissonSampling, ShuffleSampling
 
 
+class Claimed(ShuffleSampling):
+    claims_epsilon = True
+
+
 def passes(spe=4, *, claims=True, **changed):
-    sampling = ShuffleSampling(4 * spe, 4, claims_epsilon=claims)
+    sampling = (Claimed if claims else ShuffleSampling)(4 * spe, 4)
     return Plan(sampling, Flat(1.0), 1.0, 4.0, Relation.ZERO_OUT, **{"run": "r"} | changed)
 
 

@@ -47,14 +47,11 @@ class RegisteredNorms:
     sq_norm: Callable[[str], Rows]
 
 
-REGISTERED: dict[type[nn.Module], RegisteredGrads] = {}
-"""What ``register_grad_sampler`` added; it goes before ``BUILTIN``."""
+REGISTERED: dict[type[nn.Module], RegisteredGrads | None] = {}
+"""Rules of ``register_grad_sampler``, which replace those of ``BUILTIN``. None selects the functional fallback."""
 
-REGISTERED_NORMS: dict[type[nn.Module], RegisteredNorms] = {}
+REGISTERED_NORMS: dict[type[nn.Module], RegisteredNorms | None] = {}
 """What ``register_norm_sampler`` added; it goes before the engine's own ways to norms."""
-
-WITHDRAWN: set[type[nn.Module]] = set()
-"""Classes whose built-in rule is not used: where none is registered either, they take the functional fallback."""
 
 
 @suggests_names

@@ -12,7 +12,7 @@ from dpengine.distributed.layer_parts import layer_type
 
 from . import bilinear, conv, embedding, embedding_bag, linear, normalization, prelu
 from .functional import functional_sampler
-from .registered import REGISTERED, REGISTERED_NORMS, WITHDRAWN
+from .registered import REGISTERED, REGISTERED_NORMS
 from .sampler import GradSampler, JointSampler, NormedRule
 
 BUILTIN: Mapping[type[nn.Module], Mapping[str, GradSampler]] = {
@@ -46,9 +46,10 @@ def sampler_for(module: nn.Module) -> Mapping[str, GradSampler] | JointSampler |
         return None
     kind = layer_type(module)
     if kind in REGISTERED:
-        return REGISTERED[kind].sampler
+        registered = REGISTERED[kind]
+        return None if registered is None else registered.sampler
     samplers = BUILTIN.get(kind)
-    if samplers is None or kind in WITHDRAWN:
+    if samplers is None:
         return None
     embedding.refuse_unsafe_embedding(module)
     own = {parameter for parameter, _ in module.named_parameters(recurse=False)}  # frozen ones too: they may be thawed
@@ -59,7 +60,7 @@ def rule_for(module: nn.Module) -> Mapping[str, GradSampler] | JointSampler | No
     """``sampler_for`` with the norms that are registered for exactly this module's class, if any are."""
     sampler, kind = sampler_for(module), layer_type(module)
     norms = REGISTERED_NORMS.get(kind)
-    known = kind in BUILTIN and kind not in WITHDRAWN
+    known = kind in BUILTIN and kind not in REGISTERED
     if norms is None or has_own_forward(module) or (sampler is None and known):
         return sampler
     return NormedRule(functional_sampler(module) if sampler is None else sampler, norms.sq_norm)

@@ -25,7 +25,6 @@ class ShuffleSampling(AbstractBatchStrategy):
         num_examples: Number of examples in the data set, at least 1.
         batch_size: Number of examples in a batch.
         drop_last: Whether a smaller last batch is dropped.
-        claims_epsilon: Whether epsilon is claimed, without amplification by the random order.
 
     Attributes:
         sample_rate: ``batch_size / num_examples``, at most 1. The fraction of the data in a batch, not a probability
@@ -41,12 +40,12 @@ class ShuffleSampling(AbstractBatchStrategy):
     num_examples: int
     batch_size: int
     drop_last: bool = False
-    claims_epsilon: bool = dataclasses.field(default=False, kw_only=True, repr=False)  # type: ignore[misc]
     sample_rate: float = dataclasses.field(init=False)
     expected_batch_size: float = dataclasses.field(init=False)
     steps_per_epoch: int = dataclasses.field(init=False)
 
     law: ClassVar[str] = "shuffle"
+    claims_epsilon: ClassVar[bool] = False
     once_per_pass: ClassVar[bool] = True
 
     def __post_init__(self) -> None:

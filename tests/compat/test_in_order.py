@@ -17,7 +17,7 @@ def test_batches_are_those_of_an_unshuffled_loader_in_every_pass(rows, size, dro
     assert drawn == 2 * plain
     assert strategy.expected_batch_size == min(size, rows)
     assert strategy.sample_rate == min(1, size / rows)
-    assert not strategy.claims_epsilon
+    assert strategy.claims_epsilon
 
 
 @pytest.mark.parametrize("wrong", [(0, 4), (4, 0), (4, -1)])

@@ -92,6 +92,17 @@ def test_a_setting_that_changes_between_passes_is_followed():
     assert relative_error(sums_of(sums), truth(plain, inputs, targets)[0]) < 1e-9
 
 
+class Product(nn.Module):
+    """A layer without a grad sampler."""
+
+    def __init__(self, weight):
+        super().__init__()
+        self.weight = weight
+
+    def forward(self, inputs):
+        return inputs @ self.weight.T
+
+
 class Tied(nn.Module):
     """A layer that runs twice, one whose weight another layer shares, and an ordinary one."""
 
@@ -104,6 +115,8 @@ class Tied(nn.Module):
             self.second.weight = self.first.weight
         if how == "embedding":
             self.second.weight = self.table.weight
+        if how == "fallback":
+            self.product = Product(self.second.weight)
 
     def forward(self, inputs):
         hidden = torch.tanh(self.first(inputs))
@@ -111,10 +124,12 @@ class Tied(nn.Module):
             hidden = torch.tanh(self.first(hidden))
         if self.how == "embedding":
             hidden = hidden + self.table((inputs[..., 0] > 0).long())
+        if self.how == "fallback":
+            hidden = torch.tanh(self.product(hidden))
         return self.third(torch.tanh(self.second(hidden)).mean(1))
 
 
-@pytest.mark.parametrize("how", ["twice", "shared", "embedding"])
+@pytest.mark.parametrize("how", ["twice", "shared", "embedding", "fallback"])
 def test_parameters_with_several_uses_are_not_in_the_matrix(how):
     model = Tied(how).double()
     plain = copy.deepcopy(model)
@@ -129,6 +144,7 @@ def test_parameters_with_several_uses_are_not_in_the_matrix(how):
         "twice": ["first.weight"],
         "shared": ["first.weight", "second.weight"],
         "embedding": ["table.weight", "second.weight"],
+        "fallback": ["product.weight", "second.weight"],
     }
     why = {name: reason for name, (_, reason) in sums.choices().items()}
     assert why["third.weight"] == "formed at once"

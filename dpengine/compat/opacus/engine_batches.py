@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 import weakref
 from typing import TYPE_CHECKING, Any
 
@@ -29,7 +28,13 @@ if TYPE_CHECKING:
     from .optimizers import DPOptimizer
 
 
-class InOrder(ShuffleSampling):
+class Shuffled(ShuffleSampling):
+    """Batches in random order, for which epsilon is claimed without amplification by the order."""
+
+    claims_epsilon = True
+
+
+class InOrder(Shuffled):
     """Batches in the order of the data set, as ``DataLoader(shuffle=False)`` returns them."""
 
     law = "in order"
@@ -106,12 +111,14 @@ def unsampled_loader(data_loader: DataLoader[Any], distributed: bool | Topology 
     topology = topology_for(distributed)
     strategy = data_loader._batches.strategy if isinstance(data_loader, PrivateIteration) else None
     whole = whole_loader(data_loader, topology)
-    if not isinstance(strategy, ShuffleSampling):
+    if isinstance(strategy, ShuffleSampling):
+        if not isinstance(strategy, Shuffled):
+            strategy = Shuffled(strategy.num_examples, strategy.batch_size, strategy.drop_last)
+    else:
         check_loader(whole)
         batches: Any = whole.batch_sampler
-        law = ShuffleSampling if type(batches.sampler) is RandomSampler else InOrder
-        strategy = law(len(whole.dataset), batches.batch_size, batches.drop_last)  # type: ignore[arg-type]
-    strategy = dataclasses.replace(strategy, claims_epsilon=True)
+        scheme = Shuffled if type(batches.sampler) is RandomSampler else InOrder
+        strategy = scheme(len(whole.dataset), batches.batch_size, batches.drop_last)  # type: ignore[arg-type]
     private = reporting_loader(plain(whole), topology, strategy=strategy, words=words_for(None, topology))
     private.__dict__["sampler"] = data_loader.sampler  # of which scripts call set_epoch
     return private

@@ -16,7 +16,7 @@ from dpengine.compat.opacus.grad_sample.registries import GRAD_SAMPLERS, NORM_SA
 from dpengine.compat.opacus.grad_sample.utils import register_grad_sampler, register_norm_sampler
 from dpengine.compat.opacus.optimizers.optimizer import DPOptimizer
 from dpengine.grad_modes.modes import MODES
-from dpengine.grad_samplers.registered import REGISTERED, REGISTERED_NORMS, WITHDRAWN
+from dpengine.grad_samplers.registered import REGISTERED, REGISTERED_NORMS
 from dpengine.grad_samplers.table import BUILTIN, rule_for, sampler_for
 from dpengine.layers import RNNLinear, SequenceBias
 
@@ -30,8 +30,6 @@ def registries():
     for table, entries in zip((REGISTERED, REGISTERED_NORMS), before, strict=True):
         table.clear()
         table.update(entries)
-    WITHDRAWN.clear()
-    NORM_SAMPLERS._withdrawn.clear()
 
 
 class Affine(nn.Module):

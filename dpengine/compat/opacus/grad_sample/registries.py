@@ -9,7 +9,7 @@ from torch import nn
 
 from dpengine import grad_samplers
 from dpengine.errors import suggests_names
-from dpengine.grad_samplers.registered import REGISTERED, REGISTERED_NORMS, WITHDRAWN
+from dpengine.grad_samplers.registered import REGISTERED, REGISTERED_NORMS
 from dpengine.layers.attention import SequenceBias
 from dpengine.layers.recurrent import RNNLinear
 
@@ -54,34 +54,31 @@ class Samplers(MutableMapping[type[nn.Module], Function]):
         self,
         builtin: Mapping[type[nn.Module], Function],
         registered: MutableMapping[type[nn.Module], Any],
-        withdrawn: set[type[nn.Module]],
         register: Callable[[type[nn.Module]], Decorator],
     ):
         self._builtin = builtin
         self._registered = registered
-        self._withdrawn = withdrawn
         self._register = register
 
     def __getitem__(self, layer_class: type[nn.Module]) -> Function:
-        if layer_class in self._registered:
-            found: Function = self._registered[layer_class].function
-            return found
-        if layer_class in self._withdrawn:
+        if layer_class not in self._registered:
+            return self._builtin[layer_class]
+        if self._registered[layer_class] is None:
             raise KeyError(layer_class)
-        return self._builtin[layer_class]
+        found: Function = self._registered[layer_class].function
+        return found
 
     def __setitem__(self, layer_class: type[nn.Module], function: Function) -> None:
         if self._builtin.get(layer_class) is function:  # the rule itself is faster than its function
             self._registered.pop(layer_class, None)
         else:
             self._register(layer_class)(function)
-        self._withdrawn.discard(layer_class)
 
     def __delitem__(self, layer_class: type[nn.Module]) -> None:
         self[layer_class]
         self._registered.pop(layer_class, None)
         if layer_class in self._builtin:
-            self._withdrawn.add(layer_class)
+            self._registered[layer_class] = None
 
     def __iter__(self) -> Iterator[type[nn.Module]]:
         return iter([cls for cls in dict.fromkeys([*self._builtin, *self._registered]) if cls in self])
@@ -115,7 +112,6 @@ GRAD_SAMPLERS = Samplers(
         SequenceBias: rules.compute_sequence_bias_grad_sample,
     },
     REGISTERED,
-    WITHDRAWN,
     register_grad_sampler,
 )
 """Rules for per-sample gradients."""
@@ -123,7 +119,6 @@ GRAD_SAMPLERS = Samplers(
 NORM_SAMPLERS = Samplers(
     {nn.Embedding: rules.compute_embedding_norm_sample, nn.Linear: rules.compute_linear_norm_sample},
     REGISTERED_NORMS,
-    set(),  # norms that nobody gives are the engine's own, so nothing hangs on it
     register_norm_sampler,
 )
 """Rules for per-sample gradient norms."""
