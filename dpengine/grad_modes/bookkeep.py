@@ -205,10 +205,7 @@ class BookKeeping(AbstractGradients):
         for parameter, sq_norm_B in self._each_sq_norm(rows):
             found[groups[parameter]].append(sq_norm_B.double())
         like = next(one[0] for one in found if one)
-        sums = [
-            torch.stack([n.to(like.device) for n in one]).sum(dim=0) if one else torch.zeros_like(like) for one in found
-        ]
-        return torch.stack(sums, dim=1)
+        return torch.stack([_sum_on(like.device, one) if one else torch.zeros_like(like) for one in found], dim=1)
 
     def _stack(self, rows: int) -> None:
         """Stacks the gradients of small layers."""
@@ -306,6 +303,12 @@ class BookKeeping(AbstractGradients):
         self.rows = {}
         if self._scratch.taken:
             self._scratch.start_again()
+
+
+def _sum_on(device: torch.device, tensors: Sequence[Tensor]) -> Tensor:
+    if len(tensors) == 1:
+        return tensors[0].to(device)
+    return torch.stack([tensor.to(device) for tensor in tensors]).sum(dim=0)
 
 
 def _release(calls: Sequence[TensorCall]) -> None:

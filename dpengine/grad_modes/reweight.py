@@ -11,7 +11,7 @@ from torch.utils import _pytree as pytree
 
 from dpengine.capture.record import LayerCall, Use
 from dpengine.errors import UnsupportedLayerError
-from dpengine.kernels.products import sq_norms
+from dpengine.kernels.products import norms
 
 from .bookkeep import BookKeeping, Pause
 from .choose_method import Planner
@@ -38,7 +38,7 @@ class Reweight(AbstractGradients):
         self._sq_norms: dict[nn.Parameter, Tensor] = {}
         self._names: dict[nn.Parameter, str] = {}  # of the parameters in `_sq_norms`
         self._rows: dict[str, int] = {}
-        self._tensor_norms: tuple[dict[str, Tensor], dict[str, Tensor]] = ({}, {})  # squared norms in both passes
+        self._tensor_norms: tuple[dict[str, list[Tensor]], dict[str, list[Tensor]]] = ({}, {})  # in both passes
         self._dropped: Tensor | None = None
         self._consume: Callable[[BookKeeping], None] | None = None  # applied to each call of the second pass
 
@@ -65,27 +65,32 @@ class Reweight(AbstractGradients):
             gradients.receive_rows(use, grad)
 
     def _record_norms(self, difference: str, tensor: Tensor) -> None:
-        """Records the squared norms of a tensor, under the message for a difference between the two passes."""
-        tensor = tensor.to(torch.promote_types(tensor.dtype, torch.float32))
-        sq_norm_B = sq_norms(tensor)
-        recorded = self._tensor_norms[self._consume is not None]
-        earlier_B = recorded.get(difference)
-        recorded[difference] = sq_norm_B if earlier_B is None else earlier_B + sq_norm_B.to(earlier_B.device)
+        """Records the norms of a tensor, under the message for a difference between the two passes."""
+        flat_BF = tensor.flatten(1) if tensor.dim() > 1 else tensor.unsqueeze(1)
+        if not (flat_BF.is_floating_point() or flat_BF.is_complex()):  # indices
+            flat_BF = flat_BF.float()
+        if flat_BF.device.type == "cpu":
+            norm_B = norms(flat_BF, 1)
+        else:  # one kernel
+            dtype = torch.promote_types(flat_BF.dtype, torch.float32)
+            norm_B = torch.linalg.vector_norm(flat_BF, dim=1, dtype=dtype)
+        self._tensor_norms[self._consume is not None].setdefault(difference, []).append(norm_B)
 
     def _check_equal_passes(self) -> None:
         """Raises if the two passes differ, because norms are from the first and sums from the second."""
         first, second = self._tensor_norms
-        for difference in {**first, **second}:
-            if difference not in first or difference not in second:
-                self._raise_other_pass(difference)
         by_length: dict[int, list[str]] = {}
-        for difference, first_B in first.items():
-            if len(first_B) != len(second[difference]):
+        for difference in {**first, **second}:
+            one, other = first.get(difference, []), second.get(difference, [])
+            lengths = {len(norm_B) for norm_B in (*one, *other)}
+            if len(one) != len(other) or len(lengths) != 1:
                 self._raise_other_pass(difference)
-            by_length.setdefault(len(first_B), []).append(difference)
+            by_length.setdefault(lengths.pop(), []).append(difference)
         for names in by_length.values():  # together, since each value that the host reads waits for the device
-            device = first[names[0]].device
-            first_KB, second_KB = (torch.stack([one[name].to(device) for name in names]) for one in (first, second))
+            device = first[names[0]][0].device
+            first_KB, second_KB = (
+                _total_sq_norms([found[name] for name in names], device) for found in (first, second)
+            )
             usable_KB = first_KB.isfinite()
             if self._dropped is not None:
                 usable_KB &= ~self._dropped.to(device)
@@ -136,13 +141,16 @@ class Reweight(AbstractGradients):
     def sq_norms(self, groups: Mapping[nn.Parameter, int], num_groups: int, scale: float) -> Tensor:
         rows = common_rows(self._rows)
         device = next((sq_norm_B.device for sq_norm_B in self._sq_norms.values()), None)
-        norms = torch.zeros(rows, num_groups, dtype=torch.float64, device=device)
+        norms_BK = torch.zeros(rows, num_groups, dtype=torch.float64, device=device)
         if self._repeated.parameters:
-            norms = self._repeated.sq_norms(groups, num_groups, 1.0)
+            norms_BK = self._repeated.sq_norms(groups, num_groups, 1.0)
+        by_group: dict[int, list[Tensor]] = {}
         for parameter, sq_norm_B in self._sq_norms.items():
-            norms[:, groups[parameter]] += sq_norm_B.to(norms.device)
+            by_group.setdefault(groups[parameter], []).append(sq_norm_B.to(norms_BK.device))
+        for group, found in by_group.items():
+            norms_BK[:, group] += torch.stack(found).sum(dim=0)
         self._repeated.clear()
-        return norms * scale**2
+        return norms_BK * scale**2
 
     def drop(self, rows_B: Tensor) -> None:
         self._dropped = rows_B
@@ -173,6 +181,16 @@ class Reweight(AbstractGradients):
         self._rows = {}
         self._tensor_norms = ({}, {})
         self._dropped = None
+
+
+def _total_sq_norms(found: Sequence[Sequence[Tensor]], device: torch.device) -> Tensor:
+    """Returns the squared norms ``(K, B)`` of K sequences of tensors, from the norms ``(B,)`` of each tensor."""
+    each_NB = torch.stack([norm_B.to(device) for one in found for norm_B in one]).double().square()
+    if len(each_NB) == len(found):
+        return each_NB
+    places = [k for k, one in enumerate(found) for _ in one]
+    total_KB = each_NB.new_zeros(len(found), each_NB.shape[1])
+    return total_KB.index_add_(0, torch.tensor(places, device=device), each_NB)
 
 
 class _PartialSums(Sums):
