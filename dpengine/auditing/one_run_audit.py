@@ -155,6 +155,10 @@ def one_run(
     )
 
 
+class _Added(Subset[Any]):
+    """Examples that are canaries, which may be copies."""
+
+
 def plant(
     dataset: Dataset[Any], count: int, kind: str, examples: Dataset[Any] | None, rng: np.random.Generator
 ) -> tuple[Dataset[Any], Canaries]:
@@ -164,7 +168,7 @@ def plant(
         at = np.full(rows, -1, dtype=np.int64)
         at[rng.permutation(rows)[:count]] = np.arange(count)
         return dataset, Canaries(coins, at)
-    added = Subset(dataset, [0] * count) if examples is None else Subset(examples, range(count))
+    added = _Added(dataset, [0] * count) if examples is None else _Added(examples, range(count))
     at = np.concatenate([np.full(rows, -1, dtype=np.int64), np.arange(count)])
     return ConcatDataset([dataset, added]), Canaries(coins, at)
 

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 from torch.utils.data import (
     BatchSampler,
+    ConcatDataset,
     DataLoader,
     DistributedSampler,
     IterableDataset,
     RandomSampler,
     SequentialSampler,
+    Subset,
     SubsetRandomSampler,
     WeightedRandomSampler,
 )
@@ -89,6 +92,54 @@ def _check_sampler(sampler: Any, dataset: Any) -> None:
             "batch_size / len(dataset).",
             fix=_PLAIN_LOADER,
         )
+
+
+def check_repeats(dataset: Any) -> None:
+    """Raises SamplingError if a data set has an example more than once.
+
+    Finds repeated indices of ``torch.utils.data.Subset``, and data sets that overlap in a ``ConcatDataset``, at any
+    depth. Equal values in other data sets cannot be told from different examples.
+    """
+    if type(dataset) not in (Subset, ConcatDataset):
+        return
+    taken: dict[int, tuple[Any, list[np.ndarray]]] = {}  # by the id of a data set, which ``dataset`` keeps alive
+    for part, indices in _taken(dataset, None):
+        taken.setdefault(id(part), (part, []))[1].append(indices)
+    for part, every in taken.values():
+        found, counts = np.unique(np.concatenate(every), return_counts=True)
+        if len(counts) and counts.max() > 1:
+            most = int(counts.argmax())
+            raise SamplingError(
+                f"Example {found[most]} of {_name(part)} is in the data set {counts[most]} times, and "
+                f"{(counts > 1).sum()} of {len(counts)} examples are repeated. Each copy is sampled and clipped by "
+                "itself, so the privacy loss of an example is larger than stated.",
+                fix="Take each example once, as by Subset(dataset, sorted(set(indices))), or pass privacy_unit= with "
+                "one value for all copies of an example.",
+            )
+
+
+def _taken(dataset: Any, chosen: np.ndarray | None) -> list[tuple[Any, np.ndarray]]:
+    """Returns the data sets that a data set is made of, and the indices that it takes; None for all of them."""
+    if type(dataset) is Subset:
+        try:
+            own = np.asarray(dataset.indices, dtype=np.int64)
+        except (TypeError, ValueError):  # keys, or a tensor on a GPU
+            own = None
+        if own is not None:
+            return _taken(dataset.dataset, own if chosen is None else own[chosen])
+    if type(dataset) is ConcatDataset:
+        if chosen is None:
+            return [one for part in dataset.datasets for one in _taken(part, None)]
+        ends, found = dataset.cumulative_sizes, []
+        chosen = np.where(chosen < 0, chosen + ends[-1], chosen)
+        for part, start, end in zip(dataset.datasets, [0, *ends], ends, strict=False):
+            found += _taken(part, chosen[(start <= chosen) & (chosen < end)] - start)
+        return found
+    if chosen is None:
+        chosen = np.arange(_rows(dataset))
+    if (chosen < 0).any():
+        chosen = np.where(chosen < 0, chosen + _rows(dataset), chosen)
+    return [(dataset, chosen)]
 
 
 def _rows(dataset: Any) -> int:

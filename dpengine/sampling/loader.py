@@ -12,9 +12,10 @@ from torch.utils.data import DataLoader, SequentialSampler
 from dpengine.errors import SamplingError
 
 from .batches import LogicalBatch, LogicalBatches, Pass, PrivateBatchSampler
-from .check import check_loader
+from .check import check_loader, check_repeats
 from .collate import EmptyAwareCollate, empty_template, restored_generators
 from .scheme import AbstractBatchStrategy, WordStream, whole_number
+from .units import UnitStrategy
 from .whole_tensors import as_read, whole_tensors
 
 _END = object()
@@ -49,6 +50,8 @@ def private_loader(
     Starting a pass ends an open one; reading that raises SamplingError.
     """
     check_loader(loader)
+    if not isinstance(strategy, UnitStrategy):
+        check_repeats(loader.dataset)
     _check_loader_size(loader, strategy)
     accumulation_steps = whole_number("private_loader", "accumulation_steps", accumulation_steps, at_least=1)
     if physical_batch_size is not None:

@@ -11,6 +11,13 @@ GUARDS = [
         "noise/test_gaussian.py::test_f_n12_sums_narrower_than_float32_are_refused",
     ),
     Guard(
+        "repeated-examples",
+        "an example that a data set holds more than once",
+        "        check_repeats(loader.dataset)\n",
+        "        pass\n",
+        "sampling/test_check.py::test_make_private_rejects_repeated_examples_unless_they_are_one_unit[poisson]",
+    ),
+    Guard(
         "noise-std-range",
         "a standard deviation that is negative or not finite",
         "not (std >= 0 and math.isfinite(std))",

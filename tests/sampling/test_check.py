@@ -2,8 +2,10 @@
 
 import pytest
 import torch
+from torch import nn
 from torch.utils.data import (
     BatchSampler,
+    ConcatDataset,
     DataLoader,
     Dataset,
     DistributedSampler,
@@ -11,14 +13,17 @@ from torch.utils.data import (
     RandomSampler,
     Sampler,
     SequentialSampler,
+    Subset,
     SubsetRandomSampler,
     TensorDataset,
     WeightedRandomSampler,
+    random_split,
 )
 
+from dpengine import PrivacyEngine
 from dpengine.errors import SamplingError
 from dpengine.sampling import PoissonSampling
-from dpengine.sampling.check import check_loader
+from dpengine.sampling.check import check_loader, check_repeats
 from dpengine.sampling.loader import private_loader
 
 DATA = TensorDataset(torch.zeros(10, 2))
@@ -151,3 +156,58 @@ def test_a_private_loader_is_refused_by_name(seeded_words):
     )
     with pytest.raises(SamplingError, match=r"PrivateDataLoader is private already.*plain loader"):
         check_loader(private)
+
+
+class Keyed(dict):
+    """A data set whose examples have names."""
+
+
+class Unhashable(list):
+    """A plain list, which has no hash."""
+
+
+REPEATED = {  # the data set, and what the message must say
+    "an index twice": (lambda: Subset(DATA, [0, 3, 3]), "Example 3 of TensorDataset is in the data set 2 times"),
+    "an index from the end": (lambda: Subset(DATA, torch.tensor([9, -1])), "Example 9 of TensorDataset"),
+    "oversampled": (lambda: Subset(DATA, [*range(10), 1, 1, 2]), "3 times, and 2 of 10 examples are repeated"),
+    "twice the data": (lambda: ConcatDataset([DATA, DATA]), "2 times, and 10 of 10 examples"),
+    "overlapping parts": (lambda: ConcatDataset([Subset(DATA, range(6)), Subset(DATA, range(5, 9))]), "Example 5 of"),
+    "part of twice the data": (lambda: Subset(ConcatDataset([DATA, DATA]), [2, 12]), "Example 2 of"),
+    "end of twice the data": (lambda: Subset(ConcatDataset([DATA, DATA]), [9, -1]), "Example 9 of"),
+    "part of a part": (lambda: Subset(Subset(DATA, [4, 4, 5]), [0, 1]), "Example 4 of"),
+    "of a list": (lambda: Subset(Unhashable([1, 2]), [0, 0]), "Example 0 of Unhashable"),
+    "without a length": (lambda: Subset(Endless(), [7, 7]), "Example 7 of Endless"),
+}
+ONCE = {
+    "the parts of a split": lambda: ConcatDataset(random_split(DATA, [4, 6])),
+    "other data": lambda: ConcatDataset([DATA, TensorDataset(torch.zeros(10, 2))]),
+    "one of two copies": lambda: Subset(Subset(DATA, [4, 4, 5]), [1, 2]),
+    "names": lambda: Subset(Keyed(a=1, b=2), ["a", "b"]),
+    "no length": lambda: Subset(Endless(), [7, 8]),
+    "nothing": lambda: Subset(DATA, []),
+}
+
+
+@pytest.mark.parametrize("name", REPEATED)
+def test_repeated_examples_are_rejected(name):
+    make, says = REPEATED[name]
+    with pytest.raises(SamplingError, match=says):
+        check_repeats(make())
+
+
+@pytest.mark.parametrize("name", ONCE)
+def test_data_sets_without_repeated_examples_are_accepted(name):
+    check_repeats(ONCE[name]())
+
+
+@pytest.mark.parametrize("sampling", ["poisson", "shuffle"])
+def test_make_private_rejects_repeated_examples_unless_they_are_one_unit(sampling):
+    data = Subset(TensorDataset(torch.randn(10, 4), torch.zeros(10, dtype=torch.int64)), [*range(10), 3])
+    model = nn.Linear(4, 2)
+    objects = model, torch.optim.SGD(model.parameters(), lr=0.1), DataLoader(data, batch_size=4)
+    settings = {"noise_multiplier": 1.0, "max_grad_norm": 1.0}
+    with pytest.raises(SamplingError, match="Example 3 of TensorDataset is in the data set 2 times"):
+        PrivacyEngine().make_private(*objects, sampling=sampling, **settings)
+    assert "forward" not in vars(model)
+    if sampling == "poisson":
+        PrivacyEngine().make_private(*objects, privacy_unit=[*range(10), 3], **settings)
