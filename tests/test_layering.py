@@ -17,6 +17,7 @@ PACKAGE = Path(__file__).resolve().parents[1] / "dpengine"
 # of the whole: parts above it must not import it, but for `lazy_exports`, which each ``__init__`` calls.
 ORDER = (
     "errors",
+    "losses",
     "accounting",
     "kernels",
     "distributed",

@@ -174,6 +174,13 @@ GUARDS = [
         "grad_modes/test_bfloat16.py::test_an_accelerator_forms_gradients_of_one_shape_together[discard: direct-False]",
     ),
     Guard(
+        "own-token-mean",
+        "a model's own mean over the tokens of the batch",
+        "    loss.grad_fn.register_prehook(raise_if_used)\n",
+        "    pass\n",
+        "test_losses.py::test_a_count_of_the_batch_is_rejected",
+    ),
+    Guard(
         "half-widened",
         "half precision is widened",
         "            call = widened(call)\n        if isinstance(rule, NormedRule):\n",

@@ -1,0 +1,50 @@
+"""The cross entropy of token predictions, as a mean over the tokens of each sample.
+
+Axes: B samples, T tokens, V classes.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def per_token_mean(
+    logits: Tensor, labels: Tensor, *, shift: bool = False, ignore_index: int = -100, reduction: str = "mean"
+) -> Tensor:
+    """Computes the cross entropy as a mean over the tokens of each sample, and then over the samples.
+
+    ``F.cross_entropy`` averages over the tokens of the whole batch: if samples have different numbers of labels, the
+    weight of a sample depends on the others, and its gradient is not bounded by clipping.
+
+    Args:
+        logits: ``(B, T, V)``. Half precision is converted to float32.
+        labels: ``(B, T)``, class indices.
+        shift: True if the logits at token ``t`` predict the label at ``t + 1``, as in causal language models of
+            Hugging Face.
+        ignore_index: Label of tokens that do not count. The loss of a sample without other labels is 0.
+        reduction: ``"mean"`` or ``"sum"`` over the samples, or ``"none"`` for ``(B,)``.
+
+    Returns:
+        The loss, a scalar or ``(B,)``. The mean over 0 samples is 0.
+
+    Raises:
+        ValueError: If the shapes do not fit, or ``reduction`` is not known.
+    """
+    if logits.dim() != 3 or labels.shape != logits.shape[:2]:
+        raise ValueError(
+            f"per_token_mean needs logits (B, T, V) and labels (B, T), got {tuple(logits.shape)} and "
+            f"{tuple(labels.shape)}."
+        )
+    if reduction not in ("mean", "sum", "none"):
+        raise ValueError(f"reduction={reduction!r} is not known. Choose one of: 'mean', 'sum', 'none'.")
+    if shift:
+        logits, labels = logits[:, :-1], labels[:, 1:]
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    labels = labels.to(logits.device)
+    loss_BT = F.cross_entropy(logits.transpose(1, 2), labels, ignore_index=ignore_index, reduction="none")
+    loss_B = loss_BT.sum(dim=1) / (labels != ignore_index).sum(dim=1).clamp(min=1)
+    if reduction == "none":
+        return loss_B
+    return loss_B.sum() / max(1, len(loss_B)) if reduction == "mean" else loss_B.sum()
