@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import enum
+import logging
 import sys
 import threading
 import weakref
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch._C import _functorch
 from torch.autograd.variable import Variable
+from torch.utils import _pytree as pytree
 
 from dpengine.distributed.topology import SINGLE, Topology
 from dpengine.errors import UnknownParameterError, UnsupportedLayerError
@@ -24,6 +26,7 @@ from dpengine.layers.replacements import to_original, to_replacement
 
 from .batch_statistics import batch_norm_guards
 from .hooks import Hook, LayerForward, RootHook
+from .model_state import ModelState
 from .record import LayerCall, TensorCall, Use, turned
 from .watch import Watch
 
@@ -33,6 +36,7 @@ if TYPE_CHECKING:
 _peek_transform = _functorch.peek_interpreter_stack  # returns None outside transforms such as torch.func.vmap
 
 
+_logger = logging.getLogger(__name__)
 _watched: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # modules of all models that are attached
 
 
@@ -102,6 +106,7 @@ class Capture:
     topology: Topology = SINGLE
     state: CaptureState = field(default=CaptureState.DETACHED, init=False)
     rows: int | None = field(default=None, init=False)  # of the running forward pass
+    inputs: tuple[Any, Any] | None = field(default=None, init=False)  # of the running forward pass of the model
     # Number of uses of each parameter since the last backward pass. Only filled where outputs go through a tap.
     uses: Counter[nn.Parameter] = field(default_factory=Counter, init=False)
     # Parameters whose gradient autograd filled outside a watched layer, with their names.
@@ -250,6 +255,27 @@ class Capture:
         self.listener.forward_started(rows)
         self.leaks.clear()  # earlier backward passes were not recorded, for example in eval mode
 
+    def run_with_fewer_samples(self) -> None:
+        """Runs the running forward pass without its last sample, and undoes it. Does nothing if that fails."""
+        sharded = bool(self.topology.slots) or self.topology.splits.size > 1  # whose processes would wait
+        if self.inputs is None or self.rows is None or sharded:
+            return
+
+        def cut(leaf: Any) -> Any:
+            whole = isinstance(leaf, Tensor) and leaf.dim() and self.rows_of((leaf,)) == self.rows
+            return self.batch_to_front(self.batch_to_front(leaf)[:-1]).clone() if whole else leaf
+
+        args, kwargs = pytree.tree_map(cut, self.inputs)
+        devices = sorted({str(p.device) for p in self.model.parameters() if p.device.type == "cuda"})
+        state = ModelState.of(self.model)
+        try:
+            with self.paused(), torch.no_grad(), torch.random.fork_rng(devices):
+                self.model(*args, **kwargs)
+        except Exception:
+            _logger.debug("The model does not run with one sample less.", exc_info=True)
+        finally:
+            state.restore()
+
     def restore(self) -> None:
         """Restores the parameters and ``requires_grad`` flags that an interrupted forward pass left changed."""
         self.unswap(0)
@@ -303,6 +329,11 @@ class Capture:
     def watching(self) -> bool:
         """True if the hooks act on forward passes of this thread, and the model is in train mode."""
         return self._acts() and self.model.training
+
+    @property
+    def is_paused(self) -> bool:
+        """True if the hooks do nothing."""
+        return self.state is CaptureState.PAUSED
 
     @property
     def rerunning(self) -> bool:

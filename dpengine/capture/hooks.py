@@ -99,13 +99,15 @@ class RootHook:
         if not capture.recording or recomputes:
             return
         capture.begin(_rows_of(capture, args, kwargs))
+        capture.inputs = args, kwargs
         if capture.replay is not None:
             capture.replay.begin(module, args, kwargs)
 
     def _after(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         capture = self.capture
-        if capture.rerunning:
+        if capture.rerunning or capture.is_paused:
             return None
+        capture.inputs = None
         if output is None:  # perhaps after an exception, which an exception from here would hide
             self.buffers.put_back()
             return None

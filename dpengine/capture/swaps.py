@@ -99,6 +99,7 @@ class ParameterSwap:
         # For each running call: length of `Capture.swapped` before it, and the function that is applied to its output.
         self.open: list[tuple[int, Finish | None]] = []
         self.shared = False  # True once 1-D indices were not as many as samples: they are shared positions
+        self._told_apart = False  # True once a pass with fewer samples was run, because they were as many
         self._begin, self.tap = self.begin, self.tapped
         if capture.topology.splits.size > 1:
             part = PartSwap(self)
@@ -158,8 +159,25 @@ class ParameterSwap:
         if indices.dim() == 1:
             # A batch may have as many samples as there are positions, so a call that shows sharing decides later ones.
             self.shared = self.shared or len(indices) != capture.rows
+            if not self.shared and not self._told_apart and len(indices) > 1:
+                self._told_apart = True
+                self.shared = len(indices) in self._lengths_with_fewer_samples()
             return self.shared
         return indices.dim() > 1 and indices.shape[0] == 1 != capture.rows
+
+    def _lengths_with_fewer_samples(self) -> set[int]:
+        """Returns the lengths of the 1-D indices of this layer if the running pass has one sample less."""
+        lengths: set[int] = set()
+
+        def note(module: nn.Module, args: Any, kwargs: Any) -> None:
+            lengths.update(len(indices) for indices in tensors_in((args, kwargs))[:1] if indices.dim() == 1)
+
+        handle = self.module.register_forward_pre_hook(note, with_kwargs=True)
+        try:
+            self.capture.run_with_fewer_samples()
+        finally:
+            handle.remove()
+        return lengths
 
     def _watched_entries(self, real: Mapping[str, nn.Parameter], args: Any, kwargs: Any, output: Tensor) -> Tensor:
         """Follows shared entries operation by operation until they are combined with a tensor that has a batch axis."""
