@@ -112,7 +112,7 @@ class Player:
         ledger = self.folder / "ledger" if self.settings.ledger_file else None
         seed = self.settings.seed if self.settings.seeded else None
         self.engine = PrivacyEngine(
-            self.settings.accountant, seed=seed, ledger=ledger, reserve_steps=self.settings.reserve
+            self.settings.accountant, seed=seed, ledger=ledger, reserve_steps=self.settings.reserve if ledger else 1
         )
         tables_are_untimed(self.engine)
         self.iterator: Iterator[Any] = iter(())
