@@ -7,25 +7,25 @@ changes the text of such a line changes it here too.
 import re
 
 import pytest
-from differential.sides import NoBaseline, both_sides, copy_package, differences
+from differential.sides import CURRENT, NoBaseline, both_sides, copy_package, differences
 from differential.test_differential import SHORT, cases
 
 CASES = cases({**SHORT, "model": 4, "alone": 8, "sequence": 60, "spread": 3})
 MISTAKES = {  # name: the text that is replaced, in which « » holds the part that becomes what follows
     "finish_step gets the divisor": (
-        "step, size, total = self.batches.last_step, «self.plan.expected_batch_size», self.sums.topology.total",
-        "self.plan.divisor(1, mean=self.sums.loss_reduction == 'mean')",
+        "plan.clipping.finish_step(self.source, step, «plan.expected_batch_size», total)",
+        "2 * plan.expected_batch_size",
     ),
-    "finish_step gets the next step": ("step, size, total = self.batches.last_step«», self.plan.expected", " + 1"),
-    "leaks of unfrozen parameters are not seen": ("        «self.watch_leaks()»\n        self.rows = rows\n", "pass"),
+    "finish_step gets the next step": ("plan.clipping.finish_step(self.source, step«», plan.", " + 1"),
+    "leaks of unfrozen parameters are not seen": ("            «self.watch_leaks()»\n        self.rows = rows\n", "pass"),
     "sums stay when the charge fails": (
         "            self._charge_discarded(effect.discarded)\n        «finally»:\n            if effect",
         "except ZeroDivisionError: pass\n        else",
     ),
-    "no finite check after samples were dropped": ("if «dropped and not self.buffer.is_finite()»:", "False"),
+    "no finite check after samples were dropped": ("if «dropped and not buffer.is_finite()»:", "False"),
     "a second norm in ghost mode is taken": ("if «self._consume is None and use.parameter in self._sq_norms»", "False"),
-    "the noise address is one too high": ("self.plan.noise_std, self.batches.batches[-1].step«»\n", " + 1"),
-    "the divisor is one too large": ("std=std, step=step, scale=1 / «divisor»,", "(divisor + 1)"),
+    "the noise address is one too high": ("self.plan.noise_std, self.batches.batches[-1].step«», 1 / divisor", " + 1"),
+    "the divisor is one too large": ("self.batches.batches[-1].step, 1 / «divisor»\n", "(divisor + 1)"),
     "a discarded batch is not charged": ('«self.ledger.charge(self.plan.event(), count=count, kind="void")»', "pass"),
     "factors are not clamped": ("return selected(bounds_K / norms_BK, norms_BK)«.clamp(max=1)»", ""),
     "another error code": ('code = "«DPE018»"', "DPE017"),
@@ -34,8 +34,8 @@ MISTAKES = {  # name: the text that is replaced, in which « » holds the part t
     "zero_grad keeps a clipped batch": (
         "        elif self.stage is Stage.CLIPPED:\n            «return self.discard()»", "pass"
     ),
-    "merged batches are charged as one": ("self.ledger.charge(self.plan.event(count), count=«count»)", "1"),
-    "a batch over budget is released": ("        «self._refuse_over_budget(len(self.batches.batches))»\n", "pass"),
+    "merged batches are charged as one": ("                self.ledger.charge(event, count=«count»)\n", "1"),
+    "a batch over budget is released": ("        «self._check_before_charge(len(self.batches.batches))»\n", "pass"),
     "all ranks draw the noise of the first": (
         "first, end = (total * rank // replicas.size for rank in («replicas.rank, replicas.rank + 1»))", "0, 1"
     ),
@@ -50,6 +50,12 @@ def make_mistake(root, marked, replacement):
     found = [path for path, content in files.items() for _ in range(content.count(text))]
     assert len(found) == 1, f"{text!r} is in {len(found)} places; it must be in one: change it in {__file__}"
     found[0].write_text(files[found[0]].replace(text, before + replacement + after))
+
+
+def test_each_mistake_is_in_one_place():
+    contents = [path.read_text() for path in (CURRENT / "dpengine").rglob("*.py")]
+    texts = {name: re.sub("[«»]", "", marked) for name, (marked, _) in MISTAKES.items()}
+    assert {name for name, text in texts.items() if sum(content.count(text) for content in contents) != 1} == set()
 
 
 @pytest.mark.nightly
