@@ -17,7 +17,7 @@ MISTAKES = {  # name: the text that is replaced, in which « » holds the part t
         "2 * plan.expected_batch_size",
     ),
     "finish_step gets the next step": ("plan.clipping.finish_step(self.source, step«», plan.", " + 1"),
-    "leaks of unfrozen parameters are not seen": ("            «self.watch_leaks()»\n        self.rows = rows\n", "pass"),
+    "leaks of unfrozen parameters are not seen": ("    «self.watch_leaks()»\n        self.rows = rows\n", "pass"),
     "sums stay when the charge fails": (
         "            self._charge_discarded(effect.discarded)\n        «finally»:\n            if effect",
         "except ZeroDivisionError: pass\n        else",
