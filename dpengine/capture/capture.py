@@ -331,14 +331,10 @@ class Capture:
         return self._acts() and self.model.training
 
     @property
-    def is_paused(self) -> bool:
-        """True if the hooks do nothing."""
-        return self.state is CaptureState.PAUSED
-
-    @property
     def rerunning(self) -> bool:
-        """True if forward passes belong to a replay, or to another recipient."""
-        return self.recipient is not self.listener or (self.replay is not None and self.replay.running)
+        """True if forward passes belong to a replay or to another recipient, or the hooks are paused."""
+        replays = self.replay is not None and self.replay.running
+        return replays or self.recipient is not self.listener or self.state is CaptureState.PAUSED
 
     def forget_backward(self) -> None:
         """Forgets a backward pass that was clipped, taken or interrupted."""

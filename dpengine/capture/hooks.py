@@ -105,7 +105,7 @@ class RootHook:
 
     def _after(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         capture = self.capture
-        if capture.rerunning or capture.is_paused:
+        if capture.rerunning:
             return None
         capture.inputs = None
         if output is None:  # perhaps after an exception, which an exception from here would hide

@@ -96,6 +96,11 @@ INTENDED: list[Intended] = [
         where=lambda record: ["fault_in_charge", "zero_grad"] in record["calls"],
     ),
     Intended(
+        "The same: the step of such a batch is taken if it is empty.",
+        "*",
+        where=lambda record: ["fault_in_charge", "zero_grad"] in record["calls"] and record["call"] == ["step"],
+    ),
+    Intended(
         "Shuffled runs charge skipped steps, and keep charges apart whose bounds without amplification differ.",
         "ledger",
         accepts=lambda before, after: bool(after) and (before is None or _steps(after, before)),

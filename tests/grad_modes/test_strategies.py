@@ -207,13 +207,14 @@ def test_hooks_mode_shows_the_gradient_of_each_rows_own_loss():
 
 
 class _Positions(nn.Module):
-    """Entries that all rows share, as many as there are rows: nothing in their shape tells what they are."""
+    """Entries that all rows share, as many as there are rows. It does not run with fewer rows, which would tell."""
 
     def __init__(self):
         super().__init__()
         self.table, self.head = nn.Embedding(ROWS, 3), nn.Linear(3, 2)
 
     def forward(self, x):
+        assert len(x) >= ROWS
         return self.head(torch.tanh(x + self.table(torch.arange(ROWS))))
 
 
