@@ -55,9 +55,10 @@ class Recipient(Protocol):
         """Receives a layer call, once the gradient of the layer's output is computed."""
 
     def receive_tensor_call(self, call: TensorCall) -> None:
-        """The same for a layer with one input and one output tensor, unless ``Capture.counts_uses`` is set.
+        """The same for a layer with one input and one output tensor.
 
-        May only store the call, because other threads may call this method at the same time and autocast may be on.
+        Other threads may call this method at the same time, and autocast may be on, so a recipient that does more than
+        store the call must do so within ``Capture.reporting``.
         The recipient must set ``call.inputs`` and ``call.grad`` to None when it has used them.
         """
 
@@ -107,7 +108,7 @@ class Capture:
     state: CaptureState = field(default=CaptureState.DETACHED, init=False)
     rows: int | None = field(default=None, init=False)  # of the running forward pass
     inputs: tuple[Any, Any] | None = field(default=None, init=False)  # of the running forward pass of the model
-    # Number of uses of each parameter since the last backward pass. Only filled where outputs go through a tap.
+    # Number of uses of each parameter since the last backward pass. A hooked output counts if ``counts_uses`` is set.
     uses: Counter[nn.Parameter] = field(default_factory=Counter, init=False)
     # Parameters whose gradient autograd filled outside a watched layer, with their names.
     leaks: dict[nn.Parameter, str] = field(default_factory=dict, init=False)
@@ -117,7 +118,7 @@ class Capture:
     # Parameters whose ``requires_grad`` is off while their layers run, one list for each running call.
     switched_off: list[list[nn.Parameter]] = field(default_factory=list, init=False)
     thread: int | None = field(default=None, init=False)  # id of the thread of the last recorded forward pass
-    counts_uses: bool = field(default=False, init=False)  # the grad mode reads ``uses``, so every layer gets a tap
+    counts_uses: bool = field(default=False, init=False)  # the grad mode reads ``uses``
     anchor: Tensor = field(init=False)  # note [anchor] in tap.py
     unfinished: int | None = field(default=None, init=False)  # graph task of a backward pass that has not ended
 
@@ -219,11 +220,17 @@ class Capture:
             self.state = before
 
     def report(self, call: LayerCall, uses: Mapping[str, Use], rule: Any) -> None:
-        """Sends a layer call to the recipient. Forward passes that a grad sampler runs meanwhile are not recorded."""
+        """Sends a layer call to the recipient."""
+        with self.reporting():
+            self.recipient.receive(call, uses, rule)
+
+    @contextlib.contextmanager
+    def reporting(self) -> Iterator[None]:
+        """Lets one thread compute at a time, without autocast. Forward passes of a grad sampler are not recorded."""
         with self._report_lock.lock, without_autocast():
             before, self._reporting = self._reporting, threading.get_ident()
             try:
-                self.recipient.receive(call, uses, rule)
+                yield
             finally:
                 self._reporting = before
 

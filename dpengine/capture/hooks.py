@@ -179,7 +179,7 @@ class Arrival(TensorCall):
         if grad is None:  # from an autograd.Function that returned None
             grad = inputs.new_zeros(self.grad_shape, dtype=self.uses.dtype)
         self.grad = grad.detach() if grad.requires_grad else grad  # it requires a gradient with create_graph=True
-        # Not by `Capture.report`: recipients only store this call, so its lock and its autocast guard are not needed.
+        # Not by `Capture.report`: most recipients only store this call, and need no lock and no autocast guard.
         self.capture.recipient.receive_tensor_call(self)
         return refuse_second_derivative(grad) if grad.requires_grad else None
 
@@ -209,7 +209,7 @@ class LayerForward:
             and isinstance(watch.rule, Mapping)
             and type(watch.module).__module__.startswith("torch.nn.modules.")
             and (capture.batch_first or watch.in_rows)
-            and not (sharded or capture.counts_uses)
+            and not sharded
             and capture.swap is None
         )
         self._slots: list[tuple[str, nn.Parameter | None, bool]] = []  # name, parameter, requires_grad at the last call
@@ -324,6 +324,8 @@ class LayerForward:
             capture.switched_off.pop()
         if type(output) is not Tensor:
             return self.swap.tap(dict(zip(self._uses, live, strict=True)), (inputs,), {}, output)
+        if capture.counts_uses:
+            capture.uses.update(live)
         hooked: Tensor | None = output
         if output._is_view():
             base = output._base

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 _PARTS = frozenset({"_parameters", "_modules", "_buffers"})
+_NOT_SAVED = frozenset({bool, int, float, str, tuple, type(None), OrderedDict})  # an OrderedDict holds hooks
 _MOST_ELEMENTS = 2**20  # of a tensor attribute that is copied
 
 
@@ -37,7 +39,9 @@ class ModelState:
         for module in model.modules():
             saved = {name: value for name, value in vars(module).items() if name not in _PARTS}
             attributes.append((vars(module), saved))
-            contents += [(value, _content(value)) for value in saved.values() if _content(value) is not None]
+            for value in saved.values():
+                if type(value) not in _NOT_SAVED and (content := _content(value)) is not None:
+                    contents.append((value, content))
             values = {name: buffer.clone() for name, buffer in module._buffers.items() if buffer is not None}
             buffers.append((module._buffers, dict(module._buffers), values))
         return cls(attributes, contents, buffers)

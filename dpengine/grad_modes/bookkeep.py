@@ -38,8 +38,17 @@ class BookKeeping(AbstractGradients):
 
     rows: dict[str, int] = None  # type: ignore[assignment]  # replaces the property; set per instance
 
-    def __init__(self, planner: Planner | None = None, pause: Pause | None = None, *, sums_follow: bool = True):
+    def __init__(
+        self,
+        planner: Planner | None = None,
+        pause: Pause | None = None,
+        *,
+        sums_follow: bool = True,
+        matrix_bytes: int | None = None,
+    ):
         self.planner = MethodTable() if planner is None else planner
+        # Most bytes of stacked gradients; 0 disables stacking.
+        self._matrix_bytes = self.planner.keep_budget // _MATRIX_SHARE if matrix_bytes is None else matrix_bytes
         self._sums_follow = sums_follow  # False if another instance computes the sums
         self._pause = pause  # pauses hooks while a registered norm rule reruns a layer; None ignores the rule
         self._paused: Pause = nullcontext if pause is None else pause
@@ -59,7 +68,7 @@ class BookKeeping(AbstractGradients):
         self._receive(call, uses, rule)
 
     def receive_tensor_call(self, call: TensorCall) -> None:
-        if not self.planner.keep_budget:
+        if not self._matrix_bytes:
             super().receive_tensor_call(call)
             return
         note_rows(self.rows, call.uses.name, call.shape[0])
@@ -108,7 +117,7 @@ class BookKeeping(AbstractGradients):
 
     def renewed(self) -> BookKeeping:
         """Returns an empty mode for the next pass that shares the cached plans. This mode keeps its layer calls."""
-        other = BookKeeping(self.planner, self._pause, sums_follow=self._sums_follow)
+        other = BookKeeping(self.planner, self._pause, sums_follow=self._sums_follow, matrix_bytes=self._matrix_bytes)
         other._plans, other._layouts = self._plans, self._layouts
         return other
 
@@ -143,7 +152,7 @@ class BookKeeping(AbstractGradients):
     def _current_layout(self) -> Layout | None:
         """Returns the layout of the waiting calls, from the cache if possible; None without calls."""
         if self._layout is None and self._waiting:
-            rows, budget = bucket_of(common_rows(self.rows)), self.planner.keep_budget // _MATRIX_SHARE
+            rows, budget = bucket_of(common_rows(self.rows)), self._matrix_bytes
             key = (rows, budget, tuple(self._entries), *[call.uses for call in self._waiting])
             if key not in self._layouts:
                 if len(self._layouts) >= _MOST_PLANS:
@@ -231,8 +240,11 @@ class BookKeeping(AbstractGradients):
         if len(found) == 1:
             found[0].append(sq_norms(grads_BP))
             return
-        for parameter, columns in self._matrix.layout.columns.of.items():
-            found[groups[parameter]].append(sq_norms(grads_BP[:, columns]))
+        for parameters, columns in self._matrix.layout.equal_columns():
+            parts_BLP = grads_BP[:, columns].unflatten(1, (len(parameters), -1))
+            sq_norms_BL = sq_norms(parts_BLP.flatten(0, 1)).view(parts_BLP.shape[:2])
+            for parameter, sq_norm_B in zip(parameters, sq_norms_BL.unbind(1), strict=True):
+                found[groups[parameter]].append(sq_norm_B)
 
     def _planned(self, rows: int) -> Plan:
         entries = list(self._entries.values())
@@ -277,6 +289,8 @@ class BookKeeping(AbstractGradients):
             self._add_sums(groups, weights_BK, scale, into)
 
     def _add_sums(self, groups: Mapping[nn.Parameter, int], weights_BK: Tensor, scale: float, into: Sums) -> None:
+        if self._waiting:
+            self._stack(common_rows(self.rows))
         if self._matrix is not None:
             (layout, grads_BP), self._matrix = self._matrix, None
             weight = weights_BK.to(grads_BP.device, grads_BP.dtype).unbind(dim=1)

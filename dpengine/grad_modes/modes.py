@@ -42,7 +42,8 @@ def _reweight(capture: Capture, methods: MethodTable) -> AbstractGradients:
     replay = capture.replay = Replay()
     capture.counts_uses = True
     rerun = lambda select: replay.run(capture.model, select)  # noqa: E731
-    return Reweight(lambda parameter: capture.uses[parameter], rerun, methods.with_budget(0), capture.paused)
+    uses = lambda parameter: capture.uses[parameter]  # noqa: E731
+    return Reweight(uses, rerun, methods.with_budget(0), capture.paused, capture.reporting)
 
 
 def _expanded(capture: Capture, methods: MethodTable) -> AbstractGradients:

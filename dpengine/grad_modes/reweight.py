@@ -2,94 +2,165 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from dpengine.capture.record import LayerCall, Use
+from dpengine.capture.record import LayerCall, TensorCall, Use
 from dpengine.errors import UnsupportedLayerError
+from dpengine.grad_samplers.machine import launches_kernels, memory_for
 from dpengine.kernels.products import norms
 
 from .bookkeep import BookKeeping, Pause
 from .choose_method import Planner
 from .flat_buffer import Sums
 from .rows import zeroed
+from .stacks import SMALL_CALL_BYTES
 from .strategy import AbstractGradients, common_rows, note_rows
 
 Rerun = Callable[[Callable[[Tensor], Tensor]], None]
+Place = tuple[str, str, int]  # name of a layer, "input" or "gradients", number of rows
+
+WINDOW_BYTES = 4 * 2**20  # of the tensors of layer calls that are processed together on the CPU; fits the cache
+_MOST_WINDOW_BYTES = 2**27  # the same on accelerators
 _MOST_DEVIATION = 2e-3  # relative deviation of the squared norms of a layer's inputs and gradients in two passes
 
 
 class Reweight(AbstractGradients):
     """Stores norms only. A second forward and backward pass over the same batch computes the sums.
 
+    Layer calls wait in a window until their tensors take `WINDOW_BYTES`, so that small layers are processed together.
     For a parameter that is used more than once, the norm needs all uses, so its layer calls are kept until the end of
     the pass. ``planner`` should choose methods that keep no gradients, or the memory advantage is lost.
+
+    Args:
+        uses: Returns how often a parameter was used since the last backward pass.
+        rerun: Runs the batch again, with a function that is applied to each gradient of an output.
+        planner: Chooses the methods.
+        pause: Pauses hooks.
+        reporting: Prepares computations inside a backward pass: one thread at a time, without autocast.
     """
 
-    def __init__(self, uses: Callable[[nn.Parameter], int], rerun: Rerun, planner: Planner, pause: Pause | None = None):
+    def __init__(
+        self, uses: Callable[[nn.Parameter], int], rerun: Rerun, planner: Planner, pause: Pause, reporting: Pause
+    ):
         self._uses = uses
         self._rerun = rerun
+        self._reporting = reporting
         self._repeated = BookKeeping(planner, pause, sums_follow=False)
-        self._single = BookKeeping(planner, pause, sums_follow=False)  # for one call at a time
-        self._sq_norms: dict[nn.Parameter, Tensor] = {}
-        self._names: dict[nn.Parameter, str] = {}  # of the parameters in `_sq_norms`
+        self._window = BookKeeping(planner, pause, sums_follow=False, matrix_bytes=WINDOW_BYTES)
+        self._window_bytes = 0
+        self._arrived: deque[TensorCall] = deque()  # threads of autograd append to it at the same time
+        self._tensors: list[tuple[Place, Tensor]] = []  # inputs and gradients of the calls in the window
+        self._met: dict[nn.Parameter, str] = {}  # parameters of the calls that are or were in the window
+        self._sq_norms: list[tuple[list[nn.Parameter], Tensor]] = []  # parameters, (B, len(parameters))
         self._rows: dict[str, int] = {}
-        self._tensor_norms: tuple[dict[str, list[Tensor]], dict[str, list[Tensor]]] = ({}, {})  # in both passes
+        self._tensor_norms: tuple[dict[Place, list[Tensor]], dict[Place, list[Tensor]]] = ({}, {})  # in both passes
         self._dropped: Tensor | None = None
-        self._consume: Callable[[BookKeeping], None] | None = None  # applied to each call of the second pass
+        self._consume: Callable[[BookKeeping], None] | None = None  # applied to the windows of the second pass
 
     def receive(self, call: LayerCall, uses: Mapping[str, Use], rule: Any) -> None:
-        if self._consume is None:
-            note_rows(self._rows, call.name, call.batch_size)
-        for grad in pytree.tree_leaves(call.grad_output):
-            if grad is not None:  # None for an output that the loss does not use
-                self._record_norms(f"'{call.name}' had other gradients", grad)
+        held = [("gradients", grad) for grad in pytree.tree_leaves(call.grad_output) if grad is not None]
         for leaf in pytree.tree_leaves((call.inputs, dict(call.kwargs))):
             if isinstance(leaf, Tensor) and leaf.dim() and len(leaf) == call.batch_size:
-                self._record_norms(f"'{call.name}' had another input", leaf)
-        self._check_first_norm(list(uses.values()))
-        once = all(self._uses(use.parameter) <= 1 for use in uses.values())
-        with self._receiver(once) as gradients:
-            gradients.receive(call, uses, rule)
+                held.append(("input", leaf))
+        self._note_rows(call.name, call.batch_size)
+        self._hold(call.name, uses.values(), held).receive(call, uses, rule)
+        self._grow(held[0][1].device, sum(tensor.nbytes for _, tensor in held))
+
+    def receive_tensor_call(self, call: TensorCall) -> None:
+        assert call.inputs is not None and call.grad is not None
+        self._note_rows(call.uses.name, call.shape[0])
+        self._arrived.append(call)
+        self._grow(call.grad.device, call.inputs.nbytes + call.grad.nbytes)
 
     def receive_rows(self, use: Use, grad: Tensor) -> None:
-        if self._consume is None:
-            note_rows(self._rows, use.name, grad.shape[0])
-        self._record_norms(f"'{use.name}' had other gradients", grad)
-        self._check_first_norm([use])
-        with self._receiver(self._uses(use.parameter) <= 1) as gradients:
-            gradients.receive_rows(use, grad)
+        self._note_rows(use.name, grad.shape[0])
+        self._hold(use.name, [use], [("gradients", grad)]).receive_rows(use, grad)
+        self._grow(grad.device, grad.nbytes)
 
-    def _record_norms(self, difference: str, tensor: Tensor) -> None:
-        """Records the norms of a tensor, under the message for a difference between the two passes."""
-        flat_BF = tensor.flatten(1) if tensor.dim() > 1 else tensor.unsqueeze(1)
-        if not (flat_BF.is_floating_point() or flat_BF.is_complex()):  # indices
-            flat_BF = flat_BF.float()
-        if flat_BF.device.type == "cpu":
-            norm_B = norms(flat_BF, 1)
-        else:  # one kernel
-            dtype = torch.promote_types(flat_BF.dtype, torch.float32)
-            norm_B = torch.linalg.vector_norm(flat_BF, dim=1, dtype=dtype)
-        self._tensor_norms[self._consume is not None].setdefault(difference, []).append(norm_B)
+    def _note_rows(self, name: str, rows: int) -> None:
+        if self._consume is None:
+            note_rows(self._rows, name, rows)
+
+    def _grow(self, device: torch.device, size: int) -> None:
+        """Adds bytes to the window, and empties it if it is full."""
+        self._window_bytes += size
+        if self._window_bytes >= memory_for(device, WINDOW_BYTES, most=_MOST_WINDOW_BYTES):
+            with self._reporting():
+                self._empty_window()
+
+    def _hold(self, name: str, uses: Collection[Use], held: Sequence[tuple[str, Tensor]]) -> BookKeeping:
+        """Keeps the tensors of a call to compare the passes. Returns the object that receives the call."""
+        self._tensors += [((name, kind, len(tensor)), tensor) for kind, tensor in held]
+        if self._consume is not None:
+            return self._window
+        self._check_first_norm(uses)
+        if any(self._uses(use.parameter) > 1 for use in uses):
+            return self._repeated
+        self._met.update((use.parameter, use.name) for use in uses)
+        return self._window
+
+    def _empty_window(self) -> None:
+        """Computes the norms, or the sums, of the calls in the window, and frees them."""
+        try:
+            while self._arrived:
+                call = self._arrived.popleft()
+                inputs, grad = call.inputs, call.grad
+                assert inputs is not None and grad is not None
+                held = [("gradients", grad.reshape(call.shape)), ("input", inputs.detach())]
+                if inputs.shape[:1] != call.shape[:1]:
+                    held.pop()
+                self._hold(call.uses.name, call.uses.values(), held).receive_tensor_call(call)
+            tensors, self._tensors = self._tensors, []
+            self._record_norms(tensors)
+            if self._consume is not None:
+                self._consume(self._window)
+            elif len(set(self._window.rows.values())) == 1:  # else `sq_norms` raises the error
+                parameters = list(self._window.parameters)
+                columns = {parameter: i for i, parameter in enumerate(parameters)}
+                self._sq_norms.append((parameters, self._window.sq_norms(columns, len(parameters), 1.0)))
+        finally:
+            self._window.clear()
+            self._tensors, self._window_bytes = [], 0
+
+    def _record_norms(self, tensors: Sequence[tuple[Place, Tensor]]) -> None:
+        """Records the norms of the samples in each tensor, to compare the two passes."""
+        found = self._tensor_norms[self._consume is not None]
+        alike: dict[object, list[tuple[Place, Tensor]]] = {}
+        for i, (place, tensor) in enumerate(tensors):
+            together = launches_kernels(tensor.device) or tensor.numel() * tensor.itemsize <= SMALL_CALL_BYTES
+            key = (tensor.shape, tensor.dtype, tensor.device) if together else i
+            alike.setdefault(key, []).append((place, tensor))
+        for some in alike.values():
+            stacked = torch.stack([tensor for _, tensor in some]) if len(some) > 1 else some[0][1].unsqueeze(0)
+            flat_NBF = stacked.flatten(2) if stacked.dim() > 2 else stacked.unsqueeze(2)
+            if not (flat_NBF.is_floating_point() or flat_NBF.is_complex()):  # indices
+                flat_NBF = flat_NBF.float()
+            if flat_NBF.device.type == "cpu":
+                norms_NB = norms(flat_NBF, 2)
+            else:  # one kernel
+                dtype = torch.promote_types(flat_NBF.dtype, torch.float32)
+                norms_NB = torch.linalg.vector_norm(flat_NBF, dim=2, dtype=dtype)
+            for (place, _), norm_B in zip(some, norms_NB, strict=True):
+                found.setdefault(place, []).append(norm_B)
 
     def _check_equal_passes(self) -> None:
         """Raises if the two passes differ, because norms are from the first and sums from the second."""
         first, second = self._tensor_norms
-        by_length: dict[int, list[str]] = {}
-        for difference in {**first, **second}:
-            one, other = first.get(difference, []), second.get(difference, [])
-            lengths = {len(norm_B) for norm_B in (*one, *other)}
-            if len(one) != len(other) or len(lengths) != 1:
-                self._raise_other_pass(difference)
-            by_length.setdefault(lengths.pop(), []).append(difference)
-        for names in by_length.values():  # together, since each value that the host reads waits for the device
-            device = first[names[0]][0].device
+        by_length: dict[int, list[Place]] = {}
+        for place in {**first, **second}:
+            if len(first.get(place, [])) != len(second.get(place, [])):
+                self._raise_other_pass(place)
+            by_length.setdefault(place[2], []).append(place)
+        for places in by_length.values():  # together, since each value that the host reads waits for the device
+            device = first[places[0]][0].device
             first_KB, second_KB = (
-                _total_sq_norms([found[name] for name in names], device) for found in (first, second)
+                _total_sq_norms([found[place] for place in places], device) for found in (first, second)
             )
             usable_KB = first_KB.isfinite()
             if self._dropped is not None:
@@ -98,37 +169,27 @@ class Reweight(AbstractGradients):
             close_KB = (second_KB - first_KB).abs() <= _MOST_DEVIATION * first_KB + least_K1
             equal_K = (close_KB | ~usable_KB).all(dim=1)
             if not equal_K.all():
-                self._raise_other_pass(names[equal_K.tolist().index(False)])
+                self._raise_other_pass(places[equal_K.tolist().index(False)])
 
-    def _raise_other_pass(self, difference: str) -> NoReturn:
+    def _raise_other_pass(self, place: Place) -> NoReturn:
+        name, kind, _ = place
         raise UnsupportedLayerError(
-            f"Layer {difference} when the batch was run again. grad_sample_mode='ghost' runs the forward "
-            "twice, which must compute the same, and starts backward from the tensors that it returns in "
-            "tuples, lists, dicts or the fields of one object, outside any checkpoint.",
+            f"Layer '{name}' had {'another input' if kind == 'input' else 'other gradients'} when the batch was run "
+            "again. grad_sample_mode='ghost' runs the forward twice, which must compute the same, and starts backward "
+            "from the tensors that it returns in tuples, lists, dicts or the fields of one object, outside any "
+            "checkpoint.",
             fix="Return all tensors that the loss depends on, or use grad_sample_mode='auto'.",
         )
 
-    def _check_first_norm(self, uses: Sequence[Use]) -> None:
+    def _check_first_norm(self, uses: Collection[Use]) -> None:
         # Only the norm of the first use is left, and the norm of a sum does not follow from norms.
         for use in uses:
-            if self._consume is None and use.parameter in self._sq_norms:
+            if use.parameter in self._met:
                 raise UnsupportedLayerError(
                     f"Parameter '{use.name}' was reached a second time in one backward pass, over forward passes from "
                     "before the last one. grad_sample_mode='ghost' cannot combine their norms.",
                     fix="Run the forward passes again, or use grad_sample_mode='auto'.",
                 )
-
-    def _receiver(self, once: bool) -> _Receiver:
-        if self._consume is not None:
-            return _Receiver(self._single, self._consume)
-        return _Receiver(self._single, self._store_norms) if once else _Receiver(self._repeated, None)
-
-    def _store_norms(self, gradients: BookKeeping) -> None:
-        parameters = list(gradients.parameters)
-        columns = {parameter: i for i, parameter in enumerate(parameters)}
-        sq_norms_BP = gradients.sq_norms(columns, len(parameters), 1.0)
-        self._names.update(gradients.parameters)
-        self._sq_norms.update({parameter: sq_norms_BP[:, i] for parameter, i in columns.items()})
 
     @property
     def rows(self) -> Mapping[str, int]:
@@ -136,21 +197,22 @@ class Reweight(AbstractGradients):
 
     @property
     def parameters(self) -> Mapping[nn.Parameter, str]:
-        return {**self._names, **self._repeated.parameters}
+        waiting = {use.parameter: use.name for call in self._arrived for use in call.uses.values()}
+        return {**waiting, **self._met, **self._repeated.parameters}
 
     def sq_norms(self, groups: Mapping[nn.Parameter, int], num_groups: int, scale: float) -> Tensor:
         rows = common_rows(self._rows)
-        device = next((sq_norm_B.device for sq_norm_B in self._sq_norms.values()), None)
-        norms_BK = torch.zeros(rows, num_groups, dtype=torch.float64, device=device)
+        self._empty_window()
         if self._repeated.parameters:
-            norms_BK = self._repeated.sq_norms(groups, num_groups, 1.0)
-        by_group: dict[int, list[Tensor]] = {}
-        for parameter, sq_norm_B in self._sq_norms.items():
-            by_group.setdefault(groups[parameter], []).append(sq_norm_B.to(norms_BK.device))
-        for group, found in by_group.items():
-            norms_BK[:, group] += torch.stack(found).sum(dim=0)
+            sq_norms_BK = self._repeated.sq_norms(groups, num_groups, 1.0)
+        else:
+            device = self._sq_norms[0][1].device if self._sq_norms else None
+            sq_norms_BK = torch.zeros(rows, num_groups, dtype=torch.float64, device=device)
+        for parameters, found_BP in self._sq_norms:
+            index = torch.tensor([groups[parameter] for parameter in parameters], device=sq_norms_BK.device)
+            sq_norms_BK.index_add_(1, index, found_BP.to(sq_norms_BK))
         self._repeated.clear()
-        return norms_BK * scale**2
+        return sq_norms_BK * scale**2
 
     def drop(self, rows_B: Tensor) -> None:
         self._dropped = rows_B
@@ -161,7 +223,7 @@ class Reweight(AbstractGradients):
         def consume(gradients: BookKeeping) -> None:
             if dropped is not None:
                 gradients.drop(dropped)
-            gradients.add_sums(groups, weights_BK, scale, _PartialSums(into))
+            gradients.add_sums(groups, weights_BK, scale, into)
 
         def select(grad: Tensor) -> Tensor:
             if dropped is None or grad.dim() == 0 or len(grad) != len(dropped):
@@ -171,13 +233,17 @@ class Reweight(AbstractGradients):
         self._consume = consume
         try:
             self._rerun(select)
+            self._empty_window()
         finally:
             self._consume = None
         self._check_equal_passes()
 
     def clear(self) -> None:
         self._repeated.clear()
-        self._sq_norms, self._names = {}, {}
+        self._window.clear()
+        self._arrived.clear()
+        self._tensors, self._window_bytes = [], 0
+        self._met, self._sq_norms = {}, []
         self._rows = {}
         self._tensor_norms = ({}, {})
         self._dropped = None
@@ -191,39 +257,3 @@ def _total_sq_norms(found: Sequence[Sequence[Tensor]], device: torch.device) -> 
     places = [k for k, one in enumerate(found) for _ in one]
     total_KB = each_NB.new_zeros(len(found), each_NB.shape[1])
     return total_KB.index_add_(0, torch.tensor(places, device=device), each_NB)
-
-
-class _PartialSums(Sums):
-    """Sums without ``complete``, because further calls in the pass may use the same parameter."""
-
-    def __init__(self, sums: Sums):
-        self._sums = sums
-
-    def add(self, parameter: nn.Parameter, total: Tensor, scale: float = 1.0) -> None:
-        self._sums.add(parameter, total, scale)
-
-    def fill(self, parameter: nn.Parameter, write: Callable[[Tensor, float], None]) -> None:
-        self._sums.fill(parameter, write)
-
-    def complete(self, parameter: nn.Parameter) -> None:
-        pass
-
-
-class _Receiver:
-    """Receives one layer call and, if ``consume`` is given, applies it and clears the gradients."""
-
-    def __init__(self, gradients: BookKeeping, consume: Callable[[BookKeeping], None] | None):
-        self.gradients = gradients
-        self.consume = consume
-
-    def __enter__(self) -> BookKeeping:
-        return self.gradients
-
-    def __exit__(self, kind: Any, *rest: Any) -> None:
-        if self.consume is None:
-            return
-        try:
-            if kind is None:
-                self.consume(self.gradients)
-        finally:
-            self.gradients.clear()

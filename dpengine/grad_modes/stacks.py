@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -115,6 +115,13 @@ class Layout:
                     kept_bytes = use.parameter.itemsize * rows * use.numel
                     found.append(Choice(use.name, shown, part.algorithm, why, None, kept_bytes))
         return found
+
+    def equal_columns(self) -> Iterator[tuple[list[nn.Parameter], slice]]:
+        """Yields parameters of one shape that are adjacent, and their columns."""
+        for part in (part for stack in self.stacks for part in stack.parts):
+            parameters = [use.parameter for use in part.uses]
+            first, last = self.columns.of[parameters[0]], self.columns.of[parameters[-1]]
+            yield parameters, slice(first.start, last.stop)
 
     def matrix(self, calls: Sequence[TensorCall], rows: int) -> Matrix:
         """Forms the gradients."""

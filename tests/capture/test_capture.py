@@ -309,9 +309,21 @@ def test_f_m5_a_weight_used_outside_its_layer_is_refused_by_name():
     assert_nothing_is_left(sums, model)
 
 
+class TwoInputs(nn.Module):
+    """A layer with two inputs, which gets a tap."""
+
+    def __init__(self):
+        super().__init__()
+        self.pair = nn.Bilinear(4, 4, 3)
+
+    def forward(self, inputs):
+        return self.pair(inputs, inputs.tanh())
+
+
 @pytest.mark.parametrize("mode", ["auto", "ghost"])
-def test_f_c6_a_second_backward_over_one_forward_is_refused(mode):
-    model = Net().double()
+@pytest.mark.parametrize("net", [Net, TwoInputs])
+def test_f_c6_a_second_backward_over_one_forward_is_refused(mode, net):
+    model = net().double()
     sums = attached(model, mode, probes=False)
     inputs, targets = batch()
     F.cross_entropy(model(inputs), targets).backward()  # the first pass is recorded for a probe

@@ -47,6 +47,7 @@ def entry_of(call, samplers, name="weight"):
 
 class Forced:
     version = 0
+    keep_budget = 0
 
     def __init__(self, algorithm):
         self.algorithm = algorithm
