@@ -54,7 +54,8 @@ class Reweight(AbstractGradients):
         self._repeated = BookKeeping(planner, pause, sums_follow=False)
         self._window = BookKeeping(planner, pause, sums_follow=False, matrix_bytes=WINDOW_BYTES)
         self._window_bytes = 0
-        self._arrived: deque[TensorCall] = deque()  # threads of autograd append to it at the same time
+        # Calls that are not in the window yet, and the object that receives them. Threads of autograd append to it.
+        self._arrived: deque[tuple[TensorCall, BookKeeping]] = deque()
         self._tensors: list[tuple[Place, Tensor]] = []  # inputs and gradients of the calls in the window
         self._met: dict[nn.Parameter, str] = {}  # parameters of the calls that are or were in the window
         self._sq_norms: list[tuple[list[nn.Parameter], Tensor]] = []  # parameters, (B, len(parameters))
@@ -68,24 +69,43 @@ class Reweight(AbstractGradients):
         for leaf in pytree.tree_leaves((call.inputs, dict(call.kwargs))):
             if isinstance(leaf, Tensor) and leaf.dim() and len(leaf) == call.batch_size:
                 held.append(("input", leaf))
-        self._note_rows(call.name, call.batch_size)
-        self._hold(call.name, uses.values(), held).receive(call, uses, rule)
+        receiver = self._note(call.name, call.batch_size, uses.values())
+        self._hold(call.name, held)
+        receiver.receive(call, uses, rule)
         self._grow(held[0][1].device, sum(tensor.nbytes for _, tensor in held))
 
     def receive_tensor_call(self, call: TensorCall) -> None:
         assert call.inputs is not None and call.grad is not None
-        self._note_rows(call.uses.name, call.shape[0])
-        self._arrived.append(call)
+        self._arrived.append((call, self._note(call.uses.name, call.shape[0], call.uses.values())))
         self._grow(call.grad.device, call.inputs.nbytes + call.grad.nbytes)
 
     def receive_rows(self, use: Use, grad: Tensor) -> None:
-        self._note_rows(use.name, grad.shape[0])
-        self._hold(use.name, [use], [("gradients", grad)]).receive_rows(use, grad)
+        receiver = self._note(use.name, grad.shape[0], [use])
+        self._hold(use.name, [("gradients", grad)])
+        receiver.receive_rows(use, grad)
         self._grow(grad.device, grad.nbytes)
 
-    def _note_rows(self, name: str, rows: int) -> None:
-        if self._consume is None:
-            note_rows(self._rows, name, rows)
+    def _note(self, name: str, rows: int, uses: Collection[Use]) -> BookKeeping:
+        """Notes the parameters of a call and its number of samples. Returns the object that receives the call."""
+        if self._consume is not None:
+            return self._window
+        note_rows(self._rows, name, rows)
+        for use in uses:
+            # Only the norm of the first use is left, and the norm of a sum does not follow from norms.
+            if use.parameter in self._met:
+                raise UnsupportedLayerError(
+                    f"Parameter '{use.name}' was reached a second time in one backward pass, over forward passes from "
+                    "before the last one. grad_sample_mode='ghost' cannot combine their norms.",
+                    fix="Run the forward passes again, or use grad_sample_mode='auto'.",
+                )
+        if any(self._uses(use.parameter) > 1 for use in uses):
+            return self._repeated
+        self._met.update((use.parameter, use.name) for use in uses)
+        return self._window
+
+    def _hold(self, name: str, held: Sequence[tuple[str, Tensor]]) -> None:
+        """Keeps the tensors of a call until the window is emptied, to compare the passes."""
+        self._tensors += [((name, kind, len(tensor)), tensor) for kind, tensor in held]
 
     def _grow(self, device: torch.device, size: int) -> None:
         """Adds bytes to the window, and empties it if it is full."""
@@ -94,28 +114,18 @@ class Reweight(AbstractGradients):
             with self._reporting():
                 self._empty_window()
 
-    def _hold(self, name: str, uses: Collection[Use], held: Sequence[tuple[str, Tensor]]) -> BookKeeping:
-        """Keeps the tensors of a call to compare the passes. Returns the object that receives the call."""
-        self._tensors += [((name, kind, len(tensor)), tensor) for kind, tensor in held]
-        if self._consume is not None:
-            return self._window
-        self._check_first_norm(uses)
-        if any(self._uses(use.parameter) > 1 for use in uses):
-            return self._repeated
-        self._met.update((use.parameter, use.name) for use in uses)
-        return self._window
-
     def _empty_window(self) -> None:
         """Computes the norms, or the sums, of the calls in the window, and frees them."""
         try:
             while self._arrived:
-                call = self._arrived.popleft()
+                call, receiver = self._arrived.popleft()
                 inputs, grad = call.inputs, call.grad
                 assert inputs is not None and grad is not None
                 held = [("gradients", grad.reshape(call.shape)), ("input", inputs.detach())]
                 if inputs.shape[:1] != call.shape[:1]:
                     held.pop()
-                self._hold(call.uses.name, call.uses.values(), held).receive_tensor_call(call)
+                self._hold(call.uses.name, held)
+                receiver.receive_tensor_call(call)
             tensors, self._tensors = self._tensors, []
             self._record_norms(tensors)
             if self._consume is not None:
@@ -181,24 +191,14 @@ class Reweight(AbstractGradients):
             fix="Return all tensors that the loss depends on, or use grad_sample_mode='auto'.",
         )
 
-    def _check_first_norm(self, uses: Collection[Use]) -> None:
-        # Only the norm of the first use is left, and the norm of a sum does not follow from norms.
-        for use in uses:
-            if use.parameter in self._met:
-                raise UnsupportedLayerError(
-                    f"Parameter '{use.name}' was reached a second time in one backward pass, over forward passes from "
-                    "before the last one. grad_sample_mode='ghost' cannot combine their norms.",
-                    fix="Run the forward passes again, or use grad_sample_mode='auto'.",
-                )
-
     @property
     def rows(self) -> Mapping[str, int]:
         return self._rows
 
     @property
     def parameters(self) -> Mapping[nn.Parameter, str]:
-        waiting = {use.parameter: use.name for call in self._arrived for use in call.uses.values()}
-        return {**waiting, **self._met, **self._repeated.parameters}
+        repeated = {use.parameter: use.name for call, _ in self._arrived for use in call.uses.values()}
+        return {**self._met, **repeated, **self._repeated.parameters}
 
     def sq_norms(self, groups: Mapping[nn.Parameter, int], num_groups: int, scale: float) -> Tensor:
         rows = common_rows(self._rows)

@@ -415,7 +415,7 @@ def test_a_checkpoint_is_of_a_run_with_the_same_restriction(tmp_path):
 
 
 def test_correlated_noise_goes_on_after_a_checkpoint(tmp_path):
-    """With a seed, a run that is resumed is the run that was not interrupted."""
+    """With a seed, a run that is resumed is the run that was not interrupted, up to the rounding of sums."""
 
     def begun():
         return restricted(noise_multiplier=1.0, noise=BandMF(num_bands=2), steps=4)
@@ -431,7 +431,8 @@ def test_correlated_noise_goes_on_after_a_checkpoint(tmp_path):
     save(tmp_path / "run", first.engine)
     load(tmp_path / "run", second.engine)
     train(second, 2)
-    assert all(torch.equal(a, b) for a, b in zip(whole.model.parameters(), second.model.parameters(), strict=True))
+    for expected, found in zip(whole.model.parameters(), second.model.parameters(), strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-7)
 
 
 def test_a_run_resumed_before_its_first_step_is_rejected(tmp_path):
