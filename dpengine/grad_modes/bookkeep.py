@@ -43,13 +43,11 @@ class BookKeeping(AbstractGradients):
         planner: Planner | None = None,
         pause: Pause | None = None,
         *,
-        sums_follow: bool = True,
         matrix_bytes: int | None = None,
     ):
         self.planner = MethodTable() if planner is None else planner
         # Most bytes of stacked gradients; 0 disables stacking.
         self._matrix_bytes = self.planner.keep_budget // _MATRIX_SHARE if matrix_bytes is None else matrix_bytes
-        self._sums_follow = sums_follow  # False if another instance computes the sums
         self._pause = pause  # pauses hooks while a registered norm rule reruns a layer; None ignores the rule
         self._paused: Pause = nullcontext if pause is None else pause
         self._entries: dict[nn.Parameter, Entry] = {}  # parameters whose calls are not stacked
@@ -117,7 +115,7 @@ class BookKeeping(AbstractGradients):
 
     def renewed(self) -> BookKeeping:
         """Returns an empty mode for the next pass that shares the cached plans. This mode keeps its layer calls."""
-        other = BookKeeping(self.planner, self._pause, sums_follow=self._sums_follow, matrix_bytes=self._matrix_bytes)
+        other = BookKeeping(self.planner, self._pause, matrix_bytes=self._matrix_bytes)
         other._plans, other._layouts = self._plans, self._layouts
         return other
 
@@ -264,16 +262,26 @@ class BookKeeping(AbstractGradients):
             algorithm = self._plan[parameter].algorithm
             if algorithm.method is Method.GHOST and len(entry.calls) == 1 and entry.calls[0][1].factors is not None:
                 by_gram.append(entry)
-            elif self._sums_follow and (key := entry.group_key(algorithm, rows)):
+            elif key := entry.group_key(algorithm, rows):
                 groups.setdefault((algorithm, key), []).append(entry)
             else:
-                sq_norm_B = entry.sq_norm(algorithm, rows, self._scratch, sum_follows=self._sums_follow)
-                found.append((parameter, sq_norm_B))
+                found.append((parameter, entry.sq_norm(algorithm, rows, self._scratch)))
         together = [(by_gram, gram_sq_norms(by_gram))] if by_gram else []
         together += [(some, group_sq_norms(some, key[0], rows)) for key, some in groups.items()]
         for entries, sq_norms_KB in together:
             found += [(entry.use.parameter, one) for entry, one in zip(entries, sq_norms_KB, strict=True)]
         return found
+
+    def formed_again(self) -> dict[nn.Parameter, str]:
+        """Returns how `add_sums` forms gradients a second time, by parameter, after `sq_norms`."""
+        return {p: entry.form_again for p, entry in self._entries.items() if entry.form_again is not None}
+
+    def form_again(self, names: Mapping[nn.Parameter, str]) -> None:
+        """Makes `add_sums` form gradients as `sq_norms` of another pass over the batch did."""
+        if self._waiting:
+            self._stack(common_rows(self.rows))
+        for parameter, entry in self._entries.items():
+            entry.form_again = names.get(parameter)
 
     def drop(self, rows_B: Tensor) -> None:
         if self._waiting:

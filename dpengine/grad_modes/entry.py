@@ -12,7 +12,6 @@ from torch import Tensor
 
 from dpengine.capture.record import LayerCall, Use
 from dpengine.grad_samplers.gram import GramNorm, gram_norms
-from dpengine.grad_samplers.linear import PRODUCT_ERROR
 from dpengine.grad_samplers.machine import launches_kernels, memory_for
 from dpengine.grad_samplers.sampler import GradSampler
 from dpengine.grad_samplers.tied import tied_norm
@@ -105,11 +104,8 @@ class Entry:
             units.add_rows(out, self._form("", start, stop, rows), start, stop)
         self.kept, self.calls = out, []
 
-    def sq_norm(self, algorithm: Algorithm, rows: int, scratch: Scratch, *, sum_follows: bool = True) -> Tensor:
-        """Computes squared norms ``(B,)`` by one method. ``KEEP`` stores the gradients, in ``scratch`` if possible.
-
-        ``sum_follows`` tells if `add_sum` is called on this entry, and not on that of another backward pass.
-        """
+    def sq_norm(self, algorithm: Algorithm, rows: int, scratch: Scratch) -> Tensor:
+        """Computes squared norms ``(B,)`` by one method. ``KEEP`` stores the gradients, in ``scratch`` if possible."""
         if algorithm.method is Method.GHOST:
             if len(self.calls) > 1:
                 return self.from_gram(tied_norm(self.calls))
@@ -125,13 +121,10 @@ class Entry:
             return sq_norms(self.kept) if found is None else found
         parts = self._parts(algorithm.name, rows, scratch)
         sq_norm_B = torch.cat([sq_norms(grad) if found is None else found for _, grad, found in parts])
-        if self._in_bfloat16 and sum_follows:  # a weighted sum would split each bfloat16 product into three
+        if self._in_bfloat16:  # a weighted sum would be another product, which tensor cores round otherwise
             self.form_again = algorithm.name
             return sq_norm_B
-        spread_B = self._spread()
-        if spread_B is not None and self._in_bfloat16:
-            sq_norm_B = (sq_norm_B.sqrt() + PRODUCT_ERROR * spread_B).square()
-        return self._at_least_rounding(sq_norm_B, spread_B)
+        return self._at_least_rounding(sq_norm_B, self._spread())
 
     def group_key(self, algorithm: Algorithm, rows: int) -> object:
         """Returns a key that is equal for parameters whose gradients `group_sq_norms` may form; None if it may not."""

@@ -17,7 +17,7 @@ from dpengine.distributed.topology import SINGLE, Topology
 
 from .reduce_scatter import BUCKET_BYTES, ReduceScatterBuckets
 
-_MOST_INDICES = 32  # cached scatters; stacks of layers depend on the shapes of the batch
+_MOST_INDICES = 2**25  # indices of all cached scatters; stacks of layers depend on the shapes of the batch
 _MOST_RUNS = 8  # contiguous runs that are copied one by one
 _device, _dtype = operator.attrgetter("device"), operator.attrgetter("dtype")
 
@@ -33,6 +33,11 @@ class Columns:
     """
 
     of: Mapping[nn.Parameter, slice]
+
+    @cached_property
+    def parameters(self) -> frozenset[nn.Parameter]:
+        """The parameters."""
+        return frozenset(self.of)
 
 
 class Sums(Protocol):
@@ -220,7 +225,7 @@ class FlatBuffer(Sums):
     def add_flat(self, columns: Columns, total_P: Tensor, scale: float) -> None:
         """Adds ``scale`` times the sums of several parameters, stored in one vector."""
         if columns not in self._scatters:
-            if len(self._scatters) >= _MOST_INDICES:
+            if sum(len(kept.index) for kept in self._scatters.values() if kept) >= _MOST_INDICES:
                 self._scatters.clear()
             self._scatters[columns] = self._scatter_of(columns)
         scatter = self._scatters[columns]
@@ -231,13 +236,14 @@ class FlatBuffer(Sums):
             self._allocate()
         memory = self._memory[scatter.key]
         total_P = total_P if scale == 1.0 else total_P * scale
-        if len(self._unwritten) == len(self._places):
+        first = self._unwritten.intersection(columns.parameters)
+        if len(first) == len(columns.parameters):
             scatter.copy(total_P, memory)
         else:
-            for parameter in self._unwritten.intersection(columns.of):
+            for parameter in first:
                 self._views[parameter].zero_()
             memory.index_add_(0, scatter.index, total_P)
-        self._unwritten.difference_update(columns.of)
+        self._unwritten -= first
 
     def _scatter_of(self, columns: Columns) -> _Scatter | None:
         """Returns the scatter of a vector; None if its elements go to several memories."""

@@ -51,8 +51,8 @@ class Reweight(AbstractGradients):
         self._uses = uses
         self._rerun = rerun
         self._reporting = reporting
-        self._repeated = BookKeeping(planner, pause, sums_follow=False)
-        self._window = BookKeeping(planner, pause, sums_follow=False, matrix_bytes=WINDOW_BYTES)
+        self._repeated = BookKeeping(planner, pause)
+        self._window = BookKeeping(planner, pause, matrix_bytes=WINDOW_BYTES)
         self._window_bytes = 0
         # Calls that are not in the window yet, and the object that receives them. Threads of autograd append to it.
         self._arrived: deque[tuple[TensorCall, BookKeeping]] = deque()
@@ -61,6 +61,7 @@ class Reweight(AbstractGradients):
         self._sq_norms: list[tuple[list[nn.Parameter], Tensor]] = []  # parameters, (B, len(parameters))
         self._rows: dict[str, int] = {}
         self._tensor_norms: tuple[dict[Place, list[Tensor]], dict[Place, list[Tensor]]] = ({}, {})  # in both passes
+        self._formed_again: dict[nn.Parameter, str] = {}  # how the second pass forms gradients for the sums
         self._dropped: Tensor | None = None
         self._consume: Callable[[BookKeeping], None] | None = None  # applied to the windows of the second pass
 
@@ -134,6 +135,7 @@ class Reweight(AbstractGradients):
                 parameters = list(self._window.parameters)
                 columns = {parameter: i for i, parameter in enumerate(parameters)}
                 self._sq_norms.append((parameters, self._window.sq_norms(columns, len(parameters), 1.0)))
+                self._formed_again.update(self._window.formed_again())
         finally:
             self._window.clear()
             self._tensors, self._window_bytes = [], 0
@@ -205,12 +207,14 @@ class Reweight(AbstractGradients):
         self._empty_window()
         if self._repeated.parameters:
             sq_norms_BK = self._repeated.sq_norms(groups, num_groups, 1.0)
+            self._formed_again.update(self._repeated.formed_again())
         else:
             device = self._sq_norms[0][1].device if self._sq_norms else None
             sq_norms_BK = torch.zeros(rows, num_groups, dtype=torch.float64, device=device)
-        for parameters, found_BP in self._sq_norms:
-            index = torch.tensor([groups[parameter] for parameter in parameters], device=sq_norms_BK.device)
-            sq_norms_BK.index_add_(1, index, found_BP.to(sq_norms_BK))
+        if self._sq_norms:
+            found_BP = torch.cat([found.to(sq_norms_BK) for _, found in self._sq_norms], dim=1)
+            places = torch.tensor([groups[parameter] for parameters, _ in self._sq_norms for parameter in parameters])
+            sq_norms_BK.index_add_(1, places.to(sq_norms_BK.device), found_BP)
         self._repeated.clear()
         return sq_norms_BK * scale**2
 
@@ -223,6 +227,7 @@ class Reweight(AbstractGradients):
         def consume(gradients: BookKeeping) -> None:
             if dropped is not None:
                 gradients.drop(dropped)
+            gradients.form_again(self._formed_again)
             gradients.add_sums(groups, weights_BK, scale, into)
 
         def select(grad: Tensor) -> Tensor:
@@ -243,7 +248,7 @@ class Reweight(AbstractGradients):
         self._window.clear()
         self._arrived.clear()
         self._tensors, self._window_bytes = [], 0
-        self._met, self._sq_norms = {}, []
+        self._met, self._sq_norms, self._formed_again = {}, [], {}
         self._rows = {}
         self._tensor_norms = ({}, {})
         self._dropped = None

@@ -6,11 +6,12 @@ Note [bfloat16 products]: the product of two bfloat16 numbers has 16 significant
 matrix multiplication adds the products in float32. Tensor cores align the terms of a block of at least 4, and the sum
 of the blocks before, to the largest term. They truncate each term after 25 bits, and the sum of the block after 24.
 Each term may lose ``2**-24``, and each block ``2**-23``, of the sum of the absolute values. The error of a sum of T
-products is therefore at most ``(3 / 4 * T + 8) * 2**-23`` times the sum of their absolute values. `PRODUCT_ERROR` times
-`GradSampler.spread`, which grows by 1 for each 64 positions, exceeds this bound for every T. If a norm is computed from
-gradients of such a product but the clipped sum is a different product, the norm is increased by this bound. The product
-of a factor and a bfloat16 number is split into three bfloat16 numbers, whose sum equals it up to float32 rounding. The
-model of tensor cores is from the literature (Fasi et al. 2021); it was not measured on a GPU.
+products is therefore at most ``(3 / 4 * T + 8) * 2**-23`` times the sum of their absolute values, and at most
+``3 * 2**-19`` times `GradSampler.spread`, which grows by 1 for each 64 positions. A clipped sum from another product
+than the norm could exceed the norm by this error. Gradients of which a norm was computed are therefore formed again by
+the same product for the clipped sum. For norms by Gram matrices, the product of a factor and a bfloat16 number is split
+into three bfloat16 numbers, whose sum equals it up to float32 rounding. The model of tensor cores is from the
+literature (Fasi et al. 2021); it was not measured on a GPU.
 """
 
 from __future__ import annotations
@@ -25,8 +26,6 @@ from dpengine.capture.record import LayerCall
 
 from .gram import gram_operations, gram_sq_norm, spread_of
 from .sampler import Cost, GradSampler
-
-PRODUCT_ERROR = 3 * 2.0**-19  # of note [bfloat16 products]
 
 
 def tokens(features: Tensor) -> Tensor:

@@ -17,9 +17,10 @@ from dpengine.grad_modes import bookkeep, choose_method, entry, rows
 from dpengine.grad_modes.entry import Entry, Scratch
 from dpengine.grad_modes.method import KEEP, Algorithm, Method
 from dpengine.grad_samplers import machine
-from dpengine.grad_samplers.linear import PRODUCT_ERROR, SAMPLERS, add_product
+from dpengine.grad_samplers.linear import SAMPLERS, add_product
 
 ROWS, POSITIONS = 6, 5
+PRODUCT_ERROR = 3 * 2.0**-19  # of note [bfloat16 products]
 ALGORITHMS = [Algorithm(Method.KEEP, "direct"), Algorithm(Method.DISCARD, "direct"), Algorithm(Method.GHOST, "gram")]
 
 
@@ -55,8 +56,8 @@ def sentences():
     return torch.randn(ROWS, POSITIONS, 300).bfloat16(), torch.randint(0, 200, (ROWS,))
 
 
-def clipped(model, bound=0.05, batch=None):
-    sums = ClippedPasses(model, Flat(bound))
+def clipped(model, bound=0.05, batch=None, mode="auto"):
+    sums = ClippedPasses(model, Flat(bound), mode=mode)
     inputs, targets = batch or sentences()
     with torch.autocast("cpu", torch.bfloat16):
         loss = F.cross_entropy(model(inputs).float(), targets)
@@ -66,13 +67,14 @@ def clipped(model, bound=0.05, batch=None):
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS, ids=str)
-def test_sums_and_norms_are_those_of_widened_tensors(algorithm, narrow, monkeypatch):
+@pytest.mark.parametrize("mode", ["auto", "ghost"])
+def test_sums_and_norms_are_those_of_widened_tensors(algorithm, mode, narrow, monkeypatch):
     monkeypatch.setattr(choose_method, "_fastest", lambda seconds, fits: algorithm if fits(algorithm) else None)
     model = Wide()
-    found, sums = clipped(copy.deepcopy(model))
+    found, sums = clipped(copy.deepcopy(model), mode=mode)
     assert any(narrow)
     monkeypatch.setattr(rows, "multiplies_bfloat16", lambda device: False)
-    expected, truth = clipped(model)
+    expected, truth = clipped(model, mode=mode)
     assert relative_error(sums, truth) < 2e-5
     assert found.largest_norm == pytest.approx(expected.largest_norm, rel=1e-6)
 
@@ -150,27 +152,9 @@ def test_a_product_with_a_split_matrix_is_that_of_float32(left_is_narrow, keep):
     assert bool(((out.double() - expected).abs() <= bound).all())
 
 
-def test_norms_are_raised_by_what_tensor_cores_may_lose_if_the_sum_is_another_product(monkeypatch):
-    """A product that loses as much as the note allows gives no norm that is too small."""
-
-    def lossy(call, out):
-        grads, acts = call.grad_output.float(), call.inputs[0].float()
-        lost = (3 / 4 * POSITIONS + 8) * 2**-23
-        torch.bmm(grads.transpose(1, 2), acts, out=out)
-        out -= lost * out.sign() * torch.bmm(grads.abs().transpose(1, 2), acts.abs())
-
-    torch.manual_seed(0)
-    layer = nn.Linear(30, 20)
-    inputs, grads = torch.randn(ROWS, POSITIONS, 30).bfloat16(), torch.randn(ROWS, POSITIONS, 20).bfloat16()
-    found = Entry(Use(layer.weight, "weight"), [(LayerCall(layer, (inputs,), grads), SAMPLERS["weight"])])
-    expected = torch.bmm(grads.double().transpose(1, 2), inputs.double()).square().sum(dim=(1, 2))
-    monkeypatch.setitem(SAMPLERS["weight"].write_grads, "direct", lossy)
-    assert bool((found.sq_norm(ALGORITHMS[1], ROWS, Scratch()) < expected).all())
-    assert bool((found.sq_norm(ALGORITHMS[1], ROWS, Scratch(), sum_follows=False) >= expected).all())
-
-
+@pytest.mark.parametrize("mode", ["auto", "ghost"])
 @pytest.mark.parametrize("rows_at_a_time", [1, 4, ROWS])
-def test_the_sum_of_discarded_gradients_adds_the_products_of_the_norms(rows_at_a_time, narrow, monkeypatch):
+def test_the_sum_of_discarded_gradients_adds_the_products_of_the_norms(rows_at_a_time, mode, narrow, monkeypatch):
     monkeypatch.setattr(choose_method, "_fastest", lambda seconds, fits: ALGORITHMS[1] if fits(ALGORITHMS[1]) else None)
     monkeypatch.setattr(Entry, "_rows_at_a_time", lambda entry: rows_at_a_time)
     plain = SAMPLERS["weight"].write_grads["direct"]
@@ -180,9 +164,9 @@ def test_the_sum_of_discarded_gradients_adds_the_products_of_the_norms(rows_at_a
         out /= 2
 
     model = Wide()
-    _, expected = clipped(copy.deepcopy(model), bound=1e6)
+    _, expected = clipped(copy.deepcopy(model), bound=1e6, mode=mode)
     monkeypatch.setitem(SAMPLERS["weight"].write_grads, "direct", half)
-    _, sums = clipped(model, bound=1e6)
+    _, sums = clipped(model, bound=1e6, mode=mode)
     for name, total in sums.items():
         torch.testing.assert_close(total, expected[name] / (2 if "weight" in name else 1))
 
