@@ -26,7 +26,7 @@ Rerun = Callable[[Callable[[Tensor], Tensor]], None]
 Place = tuple[str, str, int]  # name of a layer, "input" or "gradients", number of rows
 
 WINDOW_BYTES = 4 * 2**20  # of the tensors of layer calls that are processed together on the CPU; fits the cache
-_MOST_WINDOW_BYTES = 2**27  # the same on accelerators
+_MOST_WINDOW_BYTES = 2**26  # the same on accelerators
 _MOST_DEVIATION = 2e-3  # relative deviation of the squared norms of a layer's inputs and gradients in two passes
 
 
