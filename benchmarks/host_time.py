@@ -35,7 +35,7 @@ CELLS = {
     "lstm": Cell(lambda: models.Recurrent(16), vectors(4, 16), ROWS),
     "mlp-20": Cell(lambda: models.mlp(16, 16, 20), vectors(16), ROWS),
 }
-WAYS = {name: CONTENDERS[name] for name in ("plain", "dpengine auto", "opacus hooks")}
+WAYS = {name: CONTENDERS[name] for name in ("plain", "dpengine auto", "dpengine ghost", "opacus hooks")}
 WAYS |= {"compile_backward": Contender(one_graph)}
 PHASES = ("zero_grad", "forward", "backward", "step")
 
