@@ -5,7 +5,7 @@
 A GPU waits for this time, and most of the overhead of small models on a CPU is this time. Tensors are tiny (batch of 4,
 width 16), one thread, ledger in memory, noise and optimizer included. Ways are interleaved step by step; steps with an
 independence probe are left out. The loader is measured apart: time per batch over that of ``torch``'s ``DataLoader``.
-Phases are medians of their own, so they do not add up to the step.
+So is what the first step of a batch size takes more than later ones. Phases are medians of their own, so they do not add up to the step.
 """
 
 from __future__ import annotations
@@ -110,6 +110,34 @@ def _phases(cell: Cell, private: bool) -> Iterator[tuple[Callable[[], Any], ...]
         )
 
 
+def unseen_sizes(sizes: int) -> dict[str, float]:
+    """Median microseconds that the first step of a batch size takes more than later steps of that size.
+
+    Kernels of torch prepare for a new size too, so the plain step is measured in the same way.
+    """
+    import dpengine
+
+    found = {}
+    for private in (False, True):
+        torch.manual_seed(0)
+        model = models.Encoder(50, 16, 12, 2, 4)
+        clipper = dpengine.PerSampleGradientClipper(model, dpengine.Flat(1.0)) if private else None
+
+        def step(rows: int, model: Any = model, clipper: Any = clipper) -> None:
+            torch.nn.functional.cross_entropy(model(torch.randint(0, 50, (rows, 4))), torch.arange(rows) % 2).backward()
+            if clipper is not None:
+                clipper.clip_and_accumulate()
+
+        for rows in 70 * [8] + [45, 50, 63]:  # past the probes
+            step(rows)
+        more = []
+        for rows in range(46, 46 + sizes):
+            first, *later = (_seconds(lambda rows=rows: step(rows)) for _ in range(6))  # type: ignore[misc]
+            more.append(first - statistics.median(later))
+        found["dpengine" if private else "plain"] = 1e6 * statistics.median(more)
+    return found
+
+
 def loader_times(batches: int) -> dict[str, float]:
     """Median microseconds per batch of 64 of 4,096 samples of 20 numbers, of both loaders in turn."""
     import dpengine
@@ -172,6 +200,9 @@ def main() -> None:
     results["loader"] = loader_times(10 * given.steps)
     shown = ", ".join(f"{name} {value:.3g}" for name, value in results["loader"].items())
     print(f"\nloader, us per batch: {shown}")
+    results["unseen batch size"] = unseen_sizes(16)
+    shown = ", ".join(f"{name} {value:.3g}" for name, value in results["unseen batch size"].items())
+    print(f"first step of a batch size, us more than later ones: {shown}")
     if given.out:
         with open(given.out, "w") as file:
             json.dump(results, file, indent=1)
