@@ -264,9 +264,9 @@ def record_batches(owner, loader, seen):
     """Calls ``seen(step)`` for each chunk that the loader returns."""
     batch_returned = _step(owner).batch_returned
 
-    def returned(batch, chunk):
+    def returned(batch, chunk, data):
         seen(batch.step)
-        batch_returned(batch, chunk)
+        batch_returned(batch, chunk, data)
 
     _batches(loader).on_return = returned
 

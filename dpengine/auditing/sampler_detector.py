@@ -162,7 +162,7 @@ def _of_ranks(evidence: Evidence, rate: float, seed: int) -> None:
             DataLoader(torch.arange(_EXAMPLES), batch_size=6),  # type: ignore[arg-type]
             strategy=PoissonSampling(_EXAMPLES, rate, _OF_RANKS, 6.0),
             words=lambda count, *, step, block: source.words(count, domain="audit", step=step, block=block << 32),
-            on_return=lambda batch, chunk: None,
+            on_return=lambda batch, chunk, data: None,
             may_draw=lambda step: True,
             share=(rank, _RANKS),
         )

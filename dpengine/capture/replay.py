@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -81,16 +81,37 @@ class Pass:
         return [output.detach() for output in outputs]
 
 
+class Loop(Protocol):
+    """Records a training loop, in which the forward pass of the model is one entry."""
+
+    def model_started(self) -> None:
+        """Called when the model starts to run."""
+
+    def model_ended(self, given: Any, outputs: Sequence[Tensor], recorded: Pass) -> None:
+        """Called with the inputs of the model, the outputs that it returns, and the recorded pass."""
+
+
 class Replay:
-    """Records the forward passes that a backward pass reached. Other passes are freed with their graphs."""
+    """Records the forward passes that a backward pass reached. Other passes are freed with their graphs.
+
+    Attributes:
+        reached: The forward passes.
+        running: True while they run again.
+        loop: Receives the forward passes of a loop that is recorded; None for most batches.
+    """
 
     def __init__(self) -> None:
         self.reached: list[Pass] = []
+        self.loop: Loop | None = None
         self.running = False
         self._current: Pass | None = None
+        self._given: Any = None  # inputs of the current pass
 
     def begin(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Records inputs, random state and model state of a pass that begins."""
+        if self.loop is not None:
+            self._given = args, kwargs
+            self.loop.model_started()
         devices = {t.device for t in (*tensors_in((args, kwargs)), *model.parameters())}
         random = _random_states(["cpu", *sorted(str(d) for d in devices if d.type == "cuda")])
         kinds = {"cpu", *(d.type for d in devices if torch.amp.is_autocast_available(d.type))}
@@ -103,9 +124,12 @@ class Replay:
         current, self._current = self._current, None
         if current is None or not outputs:
             return output
-        tapped = iter(CopyTap.apply(anchor, current, len(outputs), *outputs))
+        tapped = CopyTap.apply(anchor, current, len(outputs), *outputs)
         current.outputs = [t.detach() for t in outputs]
-        return map_outputs(lambda _: next(tapped), output)
+        if self.loop is not None:
+            self.loop.model_ended(self._given, tapped, current)
+        following = iter(tapped)
+        return map_outputs(lambda _: next(following), output)
 
     def run(self, model: nn.Module, select: Callable[[Tensor], Tensor]) -> None:
         """Repeats forward and backward of each pass. ``select`` is applied to every output gradient.

@@ -104,6 +104,7 @@ class Run:
             accumulation_steps=accumulation_steps,
             batch_first=batch_first,
             on_return=self.step.batch_returned,
+            on_end=self.step.loop.close,
             may_draw=self.step.may_draw,
             example_input=example_input,
             share=(self.step.passes.topology.rank, self.step.passes.topology.ranks),

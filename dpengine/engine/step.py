@@ -18,6 +18,7 @@ from dpengine.accounting.rounding import round_up
 from dpengine.errors import BudgetExceeded, notice
 from dpengine.grad_modes.materialize import forget_grad_samples
 from dpengine.grad_modes.rows import Units
+from dpengine.independence.loop_probe import LoopProbe
 from dpengine.ledger_file.run_ledger import RunLedger
 from dpengine.noise.correlated import mechanism_for
 from dpengine.noise.share import add_noise
@@ -90,6 +91,7 @@ class PrivateStep:
         self.first_nonce: int | None = None
         self.noise = mechanism_for(source, plan.noise)
         self.noise_drawn: set[tuple[NoiseSource, str]] = set()
+        self.loop = LoopProbe(self.passes.capture, mean_loss=self.passes.loss_reduction == "mean")
         self.writer = GradWriter(self.passes.topology)
         self.budget = Budget() if budget is None else budget
         self.dataset_check = dataset_check
@@ -108,12 +110,27 @@ class PrivateStep:
         unlimited = self.budget.target_epsilon is None
         return unlimited or self.budget.may_draw(self.plan, self.ledger, *self.batches.upcoming())
 
-    def batch_returned(self, batch: LogicalBatch, chunk: int) -> None:
+    def batch_returned(self, batch: LogicalBatch, chunk: int, data: Any = None) -> None:
         """Records a physical batch, just before the loader returns it to the user."""
         if self.batches.stage is Stage.CLOSED:
             return
         self._settle()
         self._begin(self.batches.fetch(batch, chunk))
+        samples = batch.rows[chunk]
+        other_size = self.loop.wants_other_size not in (None, samples)
+        if (self.passes.probe.armed or other_size or self.loop.record is not None) and not self.batches.fetched:
+            self._record_loop(data, samples)
+
+    def _record_loop(self, data: Any, samples: int) -> None:
+        """Records the loop over the current physical batch if a check is due."""
+        self.loop.close()
+        if data is None or self.passes.probe.every is None:
+            return
+        if not self.passes.probe.armed:
+            if self.loop.wants_other_size in (None, samples):
+                return
+            self.passes.probe.record_next()
+        self.loop.open(data, samples)
 
     def _begin(self, physical: tuple[LogicalBatch, int] | None) -> None:
         """Makes a physical batch the current one, if there is one."""
@@ -161,6 +178,7 @@ class PrivateStep:
         try:
             yield
         except BaseException:  # also interrupts: the sums may hold a part of the batch
+            self.loop.close()
             self.passes.forget()
             self.discard()
             raise
@@ -223,6 +241,8 @@ class PrivateStep:
                 units=self._units(),
                 fingerprint=self._fingerprint(),
             )
+            if self.loop.record is not None:
+                self.loop.check()
         self.dropped_rows += self.statistics.dropped
         self.batches.clipped()
 
@@ -366,6 +386,7 @@ class PrivateStep:
 
     def close(self) -> None:
         """Ends the run: discards unfinished batches and zeroes the sums, also if the charge fails."""
+        self.loop.close()
         try:
             self._charge_discarded(self.batches.close().discarded)
         finally:

@@ -24,6 +24,7 @@ class Probe:
 
     Attributes:
         every: Number of passes between checks; None for no check.
+        armed: True if the next forward pass is recorded for a check.
     """
 
     def __init__(self, capture: Capture, every: int | None = EVERY):
@@ -34,6 +35,7 @@ class Probe:
         self._next = 1  # the pass that is checked next
         self._thorough = True  # because it has more samples than any checked pass
         self._most_samples = 0  # of the passes that were checked, or made the next one be checked
+        self.armed = False
         self.arm()
 
     @property
@@ -43,10 +45,16 @@ class Probe:
 
     def arm(self) -> None:
         """Records the next forward pass if a check is due."""
+        self.armed = self.due
         if self._own is not None:
             if self._own.reached:
                 self._own.clear()
-            self._capture.replay = self._own if self.due else None
+            self._capture.replay = self._own if self.armed else None
+
+    def record_next(self) -> None:
+        """Records the next forward pass, although no check is due."""
+        if self._own is not None:
+            self._capture.replay = self._own
 
     def take_replay(self) -> Replay | None:
         """Returns the recorded forward passes of the last backward pass, for a check at a later time."""

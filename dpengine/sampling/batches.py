@@ -60,7 +60,9 @@ class LogicalBatches:
         *,
         physical_batch_size: int | None,
         accumulation_steps: int,
-        on_return: Callable[[LogicalBatch, int], None],  # called before each physical batch is returned, with its index
+        # Called before each physical batch is returned, with its index and its data, if they are known.
+        on_return: Callable[[LogicalBatch, int, Any], None],
+        on_end: Callable[[], None] = lambda: None,  # called when a pass ends
         may_draw: Callable[[int], bool],  # called before each logical batch; False ends the pass
         share: tuple[int, int] = (0, 1),  # rank and number of ranks; each returns its part of a batch
         placeholder: bool = False,  # True if an empty physical batch has a placeholder sample
@@ -75,6 +77,7 @@ class LogicalBatches:
         self.physical_batch_size = physical_batch_size
         self._accumulation_steps = accumulation_steps
         self.on_return = on_return
+        self._on_end = on_end
 
     def draw(self, step: int) -> DrawnBatch:
         """Returns the logical batch of a step. Drawing has no side effect: the same step gives the same batch again."""
@@ -104,11 +107,11 @@ class LogicalBatches:
         most = max(map(len, chunks))
         return [*chunks[rank], *[indices[:0]] * (most - len(chunks[rank]))]
 
-    def mark_returned(self, batch: LogicalBatch, chunk: int) -> None:
+    def mark_returned(self, batch: LogicalBatch, chunk: int, data: Any = None) -> None:
         """Records that a physical batch is about to be returned to the user."""
         if chunk == 0:
             self.position = batch.step + 1  # first, so that this step does not repeat if the callback raises
-        self.on_return(batch, chunk)
+        self.on_return(batch, chunk, data)
 
     def start_pass(self, *, fetch_empty: bool) -> Pass:
         """Starts a new pass at the current position and ends an open one."""
@@ -121,6 +124,7 @@ class LogicalBatches:
         if self.open_pass is not None:
             self.open_pass.source = None
             self.open_pass = None
+            self._on_end()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> LogicalBatches:
         return self  # copies of a loader continue the same run: no step may be returned twice

@@ -27,7 +27,8 @@ def private_loader(
     *,
     strategy: AbstractBatchStrategy,
     words: WordStream,
-    on_return: Callable[[LogicalBatch, int], None],
+    on_return: Callable[[LogicalBatch, int, Any], None],
+    on_end: Callable[[], None] = lambda: None,
     may_draw: Callable[[int], bool],
     physical_batch_size: int | None = None,
     accumulation_steps: int = 1,
@@ -67,6 +68,7 @@ def private_loader(
         physical_batch_size=physical_batch_size,
         accumulation_steps=accumulation_steps,
         on_return=on_return,
+        on_end=on_end,
         may_draw=may_draw,
         share=share,
         placeholder=placeholder,
@@ -171,7 +173,7 @@ class PrivateIteration:
                 batch = this_pass.next_for_user()
                 for chunk, rows in enumerate(batch.rows):
                     data = self._chunk(this_pass, rows)
-                    batches.mark_returned(batch, chunk)
+                    batches.mark_returned(batch, chunk, data)
                     yield data
                     if batches.open_pass is not this_pass:
                         raise SamplingError(

@@ -48,7 +48,7 @@ class Recorder:
     def __init__(self, budget=math.inf):
         self.handed, self.asked, self.budget = [], [], budget
 
-    def on_return(self, ticket, chunk):
+    def on_return(self, ticket, chunk, data=None):
         self.handed.append((ticket, chunk))
 
     def may_draw(self, step):

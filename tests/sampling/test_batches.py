@@ -110,7 +110,7 @@ def test_a_batch_left_in_the_middle_is_not_handed_out_again():
 
 def test_a_failing_callback_uses_up_the_step():
     class Failing(Recorder):
-        def on_return(self, ticket, chunk):
+        def on_return(self, ticket, chunk, data=None):
             super().on_return(ticket, chunk)
             if ticket.step == 1:
                 raise RuntimeError("no")

@@ -151,7 +151,7 @@ def test_a_private_loader_is_refused_by_name(seeded_words):
         DataLoader(DATA, batch_size=4),
         strategy=PoissonSampling(10, 0.4, 3, 4.0),
         words=seeded_words(),
-        on_return=lambda ticket, chunk: None,
+        on_return=lambda ticket, chunk, data: None,
         may_draw=lambda step: True,
     )
     with pytest.raises(SamplingError, match=r"PrivateDataLoader is private already.*plain loader"):

@@ -18,7 +18,7 @@ def batches_of(rank, ranks):
         DataLoader(range(ROWS), batch_size=6),
         strategy=PoissonSampling(ROWS, 0.2, STEPS, 9.6),
         words=lambda count, *, step, block: source.words(count, domain="mask", step=step, block=block << 32),
-        on_return=lambda batch, chunk: None,
+        on_return=lambda batch, chunk, data: None,
         may_draw=lambda step: True,
         share=(rank, ranks),
     )

@@ -58,13 +58,13 @@ class BatchReports:
         """Reports to this optimizer from now on, and to no other. The reference is weak."""
         self._optimizer = weakref.ref(optimizer)
 
-    def batch_returned(self, batch: LogicalBatch, chunk: int) -> None:
+    def batch_returned(self, batch: LogicalBatch, chunk: int, data: Any) -> None:
         """The loader returns a physical batch to the user."""
         optimizer = None if self._optimizer is None else self._optimizer()
         if optimizer is None:
             return
         if not optimizer.has_external_batches:
-            optimizer._waiting.batch_returned(optimizer._step, batch, chunk)
+            optimizer._waiting.batch_returned(optimizer._step, batch, chunk, data)
             return
         if chunk == 0:
             optimizer.forget_skips()

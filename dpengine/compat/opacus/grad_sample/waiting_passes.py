@@ -195,7 +195,7 @@ class WaitingPasses:
             self._forget()
             step.discard()
 
-    def batch_returned(self, step: PrivateStep, batch: LogicalBatch, chunk: int) -> None:
+    def batch_returned(self, step: PrivateStep, batch: LogicalBatch, chunk: int, data: Any) -> None:
         """Clips what waits, which belongs to the batch before, when the loader returns the next one."""
         if step.batches.stage is not Stage.CLOSED:
             if self._waiting and step.batches.stage in NOT_RETURNED:
@@ -208,7 +208,7 @@ class WaitingPasses:
             elif self.clipper.pending:
                 self.clipper.forget()  # it is of samples before those of this batch
             self.deliver(step)
-        step.batch_returned(batch, chunk)
+        step.batch_returned(batch, chunk, data)
 
     def deliver(self, step: PrivateStep) -> None:
         """Passes everything that waits to the private step, oldest first."""
