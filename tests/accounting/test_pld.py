@@ -265,6 +265,24 @@ def test_bounds_hold_at_random_settings():
     assert np.median(excess) < 1e-4
 
 
+@pytest.mark.parametrize(
+    ("rate", "sigma", "delta"),
+    [
+        (5e-4, 0.024, 4e-5),  # the tail of Q underflows
+        (0.0545, 0.02206, 3.68e-4),
+        (5.82e-5, 0.028968, 2.06e-9),  # it is a number without all of its digits
+        (4.6e-5, 0.028302, 5.47e-8),
+        (0.9, 0.0201, 0.5),
+    ],
+)
+def test_bounds_of_one_release_hold_where_a_tail_underflows(rate, sigma, delta):
+    truth = one_step(rate, sigma, delta, "remove")
+    lower, estimate, upper = bounds_of(poisson(rate, sigma, 1), delta)
+    assert truth * (1 - 2e-5) < lower <= truth <= upper < truth * (1 + 2e-5)
+    assert lower <= estimate <= upper
+    assert delta_of(poisson(rate, sigma, 1), float(truth) * (1 - 1e-9)) >= delta
+
+
 @pytest.mark.parametrize(("steps", "sigma", "delta"), [(1, 0.1, 1e-100), (100_000, 600.0, 1e-10), (7, 3.0, 1e-2)])
 def test_bounds_without_sampling_are_one_number_rounded_both_ways(steps, sigma, delta):
     lower, estimate, upper = bounds_of((Charge(GaussianEvent(sigma), steps),), delta)

@@ -13,6 +13,8 @@ import numpy as np
 from .loss_pairs import Pair
 
 _ROUNDING = 2.0**-47
+_LEAST_MASS = 1e-290  # with less, digits are lost
+_GAPS = np.geomspace(1e-6, 60.0, 2**11)  # between epsilon and larger losses
 
 
 def epsilon(pair: Pair, delta: float) -> float:
@@ -52,7 +54,22 @@ def _delta(pair: Pair, epsilon: float, side: int) -> float:
     beyond = np.array([x[0], np.inf])
     masses = pair.masses(beyond)
     p, q = float(masses.p[0]), float(masses.q[0])
-    weighted = math.exp(epsilon + math.log(q)) if q > 0 else 0.0
+    if q > _LEAST_MASS:
+        weighted = math.exp(epsilon + math.log(q))
+    else:
+        weighted = _weighted_by_losses(pair, epsilon, float(x[0]), side)
     # The cut may be off by rounding, and so may each tail; the loss there is epsilon, so both move alike.
     rounding = _ROUNDING * (1 + epsilon + abs(float(x[0])) / pair.sigma) ** 2 * (p + weighted)
     return max(0.0, p - weighted) + side * rounding
+
+
+def _weighted_by_losses(pair: Pair, epsilon: float, x: float, side: int) -> float:
+    """Bounds ``e^epsilon Q[> x]``, from above if ``side`` is -1, else from below, without the mass of Q.
+
+    Q is P times ``e^-loss``, and the loss increases: each cell of outputs lies between its two ends.
+    """
+    ends = np.maximum(np.append(x, pair.output(epsilon + _GAPS)), x)
+    gaps = pair.loss(ends) - epsilon
+    gaps += side * _ROUNDING * (np.abs(gaps) + epsilon + 1 / pair.sigma / pair.sigma)
+    p = pair.masses(np.append(ends, np.inf)).p
+    return float(p @ np.exp(-gaps)) if side < 0 else float(p[:-1] @ np.exp(-gaps[1:]))
