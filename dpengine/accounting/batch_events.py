@@ -26,7 +26,8 @@ class TruncatedGaussianEvent:
         largest_batch: Maximum batch size.
         noise_multiplier: Standard deviation of the noise over the add/remove sensitivity of the sum.
         cycle_length: Number of groups.
-        run: Name of the run; required with several groups.
+        run: Name of the run. Without a name, each step counts as a run of its own, which costs more with several
+            groups.
     """
 
     num_examples: int
@@ -47,7 +48,7 @@ class TruncatedGaussianEvent:
 
     def cycles(self, steps: int) -> int:
         """Returns the maximum number of participations of an example in this number of steps."""
-        return -(-steps // self.cycle_length)
+        return -(-steps // self.cycle_length) if self.run else steps
 
 
 @dataclass(frozen=True)

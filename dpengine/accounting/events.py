@@ -71,7 +71,8 @@ class CyclicGaussianEvent:
         sample_rate: Sampling rate within the group.
         noise_multiplier: Standard deviation of the noise over the sensitivity to one participation.
         cycle_length: Number of groups.
-        run: Name of the run. The noise of different runs is independent.
+        run: Name of the run. The noise of different runs is independent. Without a name, each step counts as a run of
+            its own.
     """
 
     sample_rate: float
@@ -88,7 +89,7 @@ class CyclicGaussianEvent:
 
     def cycles(self, steps: int) -> int:
         """Returns the maximum number of participations of an example in this number of steps."""
-        return -(-steps // self.cycle_length)
+        return -(-steps // self.cycle_length) if self.run else steps
 
 
 @dataclass(frozen=True)
@@ -102,7 +103,8 @@ class MatrixGaussianEvent:
         cycle_length: Minimum number of steps between two participations.
         sq_sensitivities: For each number of cycles, the squared sensitivity of all steps so far relative to that of one
             participation. Nondecreasing.
-        run: Name of the run. The noise of different runs is independent.
+        run: Name of the run. The noise of different runs is independent. Without a name, each step counts as a run of
+            its own.
     """
 
     noise_multiplier: float
@@ -131,6 +133,8 @@ class MatrixGaussianEvent:
         Returns:
             The precision.
         """
+        if not self.run:
+            return steps * self.sq_sensitivities[0] / self.noise_multiplier / self.noise_multiplier
         runs, cycles = divmod(-(-steps // self.cycle_length), len(self.sq_sensitivities))
         rest = self.sq_sensitivities[cycles - 1] if cycles else 0.0
         return (runs * self.sq_sensitivities[-1] + rest) / self.noise_multiplier / self.noise_multiplier

@@ -9,6 +9,9 @@ from dpengine.accounting.noise_calibration import least_noise
 from dpengine.accounting.own_accountant import Accountant
 from dpengine.batch_selection.scheme import AbstractBatchSelection
 
+ONE_RUN = "one run"
+"""Name in events that are charged for one run only, to compute its epsilon."""
+
 
 class Claims(Protocol):
     """Sampling scheme, and privacy cost of runs with one type of noise."""
@@ -48,7 +51,7 @@ def claimed_noise(
 ) -> float:
     """Returns the least noise whose privacy event meets a target. See `accounting.noise_calibration.least_noise`."""
     return least_noise(
-        lambda sigma: claims.claim(sigma, ""),
+        lambda sigma: claims.claim(sigma, ONE_RUN),
         target_epsilon=target,
         target_delta=delta,
         steps=steps,

@@ -6,6 +6,7 @@ import abc
 import dataclasses
 import json
 import math
+import secrets
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Self
@@ -168,12 +169,12 @@ class AbstractPlanConfig(abc.ABC):
 
         Args:
             noise_multiplier: The noise multiplier.
-            run: Name that identifies the run.
+            run: Name that identifies the run. By default each call names a run of its own.
 
         Returns:
             The event; an unclaimed one if the engine has no analysis.
         """
-        return self._claims.claim(noise_multiplier, run)
+        return self._claims.claim(noise_multiplier, run or secrets.token_hex(8))
 
     def dp_event(self) -> Any:
         """Returns the privacy event of the run, for the dp-accounting library."""

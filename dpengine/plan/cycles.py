@@ -18,7 +18,7 @@ from dpengine.batch_selection.cyclic_poisson import CyclicPoissonSampling
 from dpengine.noise.sensitivity import toeplitz_sq_sensitivity
 from dpengine.sampling.cyclic import Partition
 
-from .claims import claimed_noise, example_relation
+from .claims import ONE_RUN, claimed_noise, example_relation
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -78,11 +78,11 @@ class Cycles:
 
     def library_event(self, noise_multiplier: float) -> Any:
         """Returns the privacy event of the run, for the dp-accounting library."""
-        return as_library_event(self.claim(noise_multiplier, ""), self.iterations)
+        return as_library_event(self.claim(noise_multiplier, ONE_RUN), self.iterations)
 
     def epsilon(self, noise_multiplier: float, steps: int, delta: float, accountant: str | Accountant) -> float:
         """Returns epsilon of the first steps."""
-        return epsilon_of((Charge(self.claim(noise_multiplier, ""), steps),), delta, accountant, self.relation)
+        return epsilon_of((Charge(self.claim(noise_multiplier, ONE_RUN), steps),), delta, accountant, self.relation)
 
     def least_noise(self, target: float, delta: float, accountant: str | Accountant, tol: float) -> float:
         """Returns the smallest noise multiplier with which an accountant's epsilon meets the target."""

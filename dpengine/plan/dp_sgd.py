@@ -16,7 +16,7 @@ from dpengine.batch_selection.scheme import AbstractBatchSelection
 from dpengine.noise.correlated import Recurrence
 
 from . import checks
-from .claims import Claims, claimed_noise
+from .claims import ONE_RUN, Claims, claimed_noise
 from .config import AbstractPlanConfig
 from .poisson_batches import PoissonBatches, checked_truncation, not_none, participation
 
@@ -107,10 +107,10 @@ class _FixedBatches:
 
     def library_event(self, noise_multiplier: float) -> Any:
         """Uses half the noise multiplier, because the library's RDP accountant counts replace-one as distance 1."""
-        return to_dp_accounting(self.claim(noise_multiplier / 2, ""), self.iterations)
+        return to_dp_accounting(self.claim(noise_multiplier / 2, ONE_RUN), self.iterations)
 
     def epsilon(self, noise_multiplier: float, steps: int, delta: float, accountant: str | Accountant) -> float:
-        return epsilon_of((Charge(self.claim(noise_multiplier, ""), steps),), delta, accountant, self.relation)
+        return epsilon_of((Charge(self.claim(noise_multiplier, ONE_RUN), steps),), delta, accountant, self.relation)
 
     def least_noise(self, target: float, delta: float, accountant: str | Accountant, tol: float) -> float:
         return claimed_noise(self, self.iterations, target, delta, accountant, tol)

@@ -19,7 +19,7 @@ from dpengine.errors import InvalidBudgetError, notice
 from dpengine.sampling.cyclic import Partition
 
 from . import checks
-from .claims import claimed_noise, example_relation
+from .claims import ONE_RUN, claimed_noise, example_relation
 from .run_plan import accounted_sample_rate
 
 
@@ -88,13 +88,13 @@ class PoissonBatches:
 
     def library_event(self, noise_multiplier: float) -> Any:
         """Returns the privacy event of the run, for the dp-accounting library."""
-        return to_dp_accounting(self.claim(noise_multiplier, ""), self.iterations)
+        return to_dp_accounting(self.claim(noise_multiplier, ONE_RUN), self.iterations)
 
     def epsilon(self, noise_multiplier: float, steps: int, delta: float, accountant: str | Accountant) -> float:
         """Returns epsilon of the first steps."""
         if self.truncated_batch_size is not None and noise_multiplier > 0:
             self._warn_about_truncation(delta)
-        return epsilon_of((Charge(self.claim(noise_multiplier, ""), steps),), delta, accountant, self.relation)
+        return epsilon_of((Charge(self.claim(noise_multiplier, ONE_RUN), steps),), delta, accountant, self.relation)
 
     def least_noise(self, target: float, delta: float, accountant: str | Accountant, tol: float) -> float:
         """Returns the smallest noise multiplier with which an accountant's epsilon meets the target."""

@@ -1,5 +1,7 @@
 """Steps of a run with banded noise cost as many sampled Gaussians as there are cycles."""
 
+from dataclasses import replace
+
 import pytest
 
 from dpengine.accounting import (
@@ -7,7 +9,10 @@ from dpengine.accounting import (
     CyclicGaussianEvent,
     GaussianEvent,
     Ledger,
+    MatrixGaussianEvent,
     PoissonGaussianEvent,
+    Relation,
+    TruncatedGaussianEvent,
     epsilon_of,
     to_dp_accounting,
 )
@@ -40,6 +45,26 @@ def test_runs_do_not_share_cycles():
     ledger.charge(EVENT)
     ledger.charge(second)
     assert len(ledger.history) == 2
+
+
+CUT = TruncatedGaussianEvent(1000, 0.1, 200, 1.0, cycle_length=10, run="a")
+MATRIX = MatrixGaussianEvent(2.0, 10, (1.0, 2.5), "a")
+
+
+@pytest.mark.parametrize("event", [EVENT, CUT, MATRIX], ids=["cyclic", "truncated", "matrix"])
+def test_runs_without_a_name_are_never_merged(event):
+    unnamed = replace(event, run="")
+    runs = [(Charge(replace(event, run=name)),) for name in ("a", "b", "c")]
+    for charges in ((Charge(unnamed),) * 3, (Charge(unnamed, 3),), (Charge(unnamed, 2), Charge(unnamed, 1, "void"))):
+        found = epsilon_of(charges, DELTA, relation=Relation.ZERO_OUT)
+        assert found == pytest.approx(epsilon_of(sum(runs, ()), DELTA, relation=Relation.ZERO_OUT), rel=1e-12)
+    assert found > 1.2 * epsilon_of((Charge(event, 3),), DELTA, relation=Relation.ZERO_OUT)
+    ledger = Ledger()
+    for _ in range(2):
+        ledger.charge(unnamed)
+    twice = epsilon_of((*runs[0], *runs[1]), DELTA, relation=Relation.ZERO_OUT)
+    assert epsilon_of(ledger.history, DELTA, relation=Relation.ZERO_OUT) == pytest.approx(twice, rel=1e-12)
+    assert to_dp_accounting(unnamed, 3) == to_dp_accounting(replace(event, cycle_length=1, run=""), 3)
 
 
 def test_where_all_of_a_group_take_part_cycles_are_plain_gaussians():
