@@ -93,7 +93,8 @@ class MixtureGaussianEvent:
     Attributes:
         noise_multiplier: Standard deviation of the noise, in units of the norms.
         norms: Nonnegative; 0 if the unit may be absent.
-        probabilities: Probability of each norm, with sum 1.
+        probabilities: Probability of each norm, with sum 1. What is missing from 1, at most 1e-9, counts as infinite
+            privacy loss.
     """
 
     noise_multiplier: float
@@ -109,6 +110,12 @@ class MixtureGaussianEvent:
                 "MixtureGaussianEvent needs one probability for each norm, of sum 1.",
                 fix="Pass norms=(0.0, 1.0), probabilities=(0.99, 0.01).",
             )
+
+    @property
+    def missing(self) -> float:
+        """Probability that no norm is given for; 0 if rounding the probabilities to floats explains it."""
+        missing = math.fsum([1.0, *(-probability for probability in self.probabilities)])
+        return missing if missing > len(self.probabilities) * 2.0**-54 else 0.0
 
 
 def _numbers(name: str, values: Sequence[float]) -> tuple[float, ...]:

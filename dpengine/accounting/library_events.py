@@ -78,6 +78,12 @@ def _fixed_size(library: Any, event: FixedSizeGaussianEvent, count: int) -> tupl
 
 
 def _mixture(library: Any, event: MixtureGaussianEvent, count: int) -> tuple[Any, int]:
+    if event.missing:
+        raise AccountingRefusedError(
+            f"The probabilities of a MixtureGaussianEvent miss {event.missing:.2g} of 1, which is infinite loss: "
+            "dp-accounting has no event for it.",
+            fix="Use accountant='pld', or probabilities of sum 1.",
+        )
     return library.dp_event.MixtureOfGaussiansDpEvent(event.noise_multiplier, event.norms, event.probabilities), count
 
 

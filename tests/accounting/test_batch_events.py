@@ -3,11 +3,12 @@
 import itertools
 import json
 import math
+from fractions import Fraction
 
 import dp_accounting
 import numpy as np
 import pytest
-from scipy import integrate
+from scipy import integrate, stats
 
 from dpengine.accounting import (
     ACCOUNTANTS,
@@ -29,7 +30,7 @@ from dpengine.accounting import (
 from dpengine.accounting.events import event_from_state, event_to_state
 from dpengine.accounting.library import library_relation
 from dpengine.accounting.rdp import ORDERS
-from dpengine.accounting.tilted_pld.batch_losses import FixedSizePair, MixturePair, cut_of
+from dpengine.accounting.tilted_pld.batch_losses import BATCH_LAWS, FixedSizePair, MixturePair, cut_of
 from dpengine.accounting.tilted_pld.loss_pairs import Direction
 from dpengine.errors import AccountingRefusedError, InvalidBudgetError
 
@@ -95,6 +96,55 @@ def test_steps_of_a_cut_run_whose_groups_take_turns_are_counted_by_cycles():
     turns = TruncatedGaussianEvent(10_000, 0.01, 110, 1.2, cycle_length=4, run="a")
     cut = epsilon_of((Charge(turns, 9),), 1e-5, relation=Relation.ZERO_OUT)
     assert cut == epsilon_of((Charge(TRUNCATED, 3),), 1e-5, relation=Relation.ZERO_OUT)
+
+
+SHORT = MixtureGaussianEvent(1.0, (0.0, 1.0), (0.99, 0.01 - 9e-10))
+
+
+def short_delta(eps, steps=1):
+    """Delta of SHORT: what its probabilities miss of 1 is an atom at infinite loss."""
+    absent, present = SHORT.probabilities
+    missing = float(1 - Fraction(absent) - Fraction(present))
+    if steps > 1:  # no finite loss is as large as the epsilons of this test
+        return float(1 - (1 - Fraction(missing)) ** steps)
+    cut = 0.5 + math.log((math.exp(eps) - absent) / present)
+    finite = absent * stats.norm.sf(cut) + present * stats.norm.sf(cut - 1) - math.exp(eps + stats.norm.logsf(cut))
+    return missing + finite
+
+
+@pytest.mark.parametrize("eps", [0.5, 1.0, 5.0, 20.0])
+def test_probability_that_a_mixture_misses_is_infinite_loss(eps):
+    truth = short_delta(eps)
+    assert truth * (1 - 1e-12) <= delta_of((Charge(SHORT),), eps) <= truth * (1 + 1e-6)
+
+
+def test_missing_probability_adds_up_over_steps_and_bounds_delta():
+    truth = short_delta(50.0, 1000)
+    assert truth <= delta_of((Charge(SHORT, 1000),), 50.0) <= truth * (1 + 1e-6)
+    assert epsilon_of((Charge(SHORT),), 1e-10) == math.inf
+    assert bounds_of((Charge(SHORT),), 1e-10) == (0.0, math.inf, math.inf)
+    delta = short_delta(1.25)
+    lower, estimate, upper = bounds_of((Charge(SHORT),), delta)
+    assert lower <= 1.25 <= upper < 1.25 * (1 + 1e-5) and estimate <= upper
+    assert epsilon_of((Charge(SHORT),), delta) == upper
+    with pytest.raises(AccountingRefusedError, match=r"miss 9e-10 of 1.*accountant='pld'"):
+        to_dp_accounting(SHORT)
+
+
+def test_rounded_probabilities_miss_nothing():
+    rng = np.random.default_rng(0)
+    for size in range(2, 40):
+        chances = rng.dirichlet(np.ones(size - 1)) * 0.1
+        event = MixtureGaussianEvent(1.0, tuple(range(size)), (1 - math.fsum(chances), *chances))
+        assert event.missing == 0
+
+
+def test_probabilities_above_1_cost_no_less_than_those_of_sum_1():
+    over = MixtureGaussianEvent(1.0, (0.0, 1.0), (0.99 + 9e-10, 0.01))
+    plain = MixtureGaussianEvent(1.0, (0.0, 1.0), (0.99, 0.01))
+    pair = BATCH_LAWS[MixtureGaussianEvent].mixture(over, Direction.ADD)[0][1]
+    assert math.fsum(pair.probabilities) == pytest.approx(1, abs=1e-15)
+    assert epsilon_of((Charge(over, 10),), 1e-6) >= epsilon_of((Charge(plain, 10),), 1e-6) * (1 - 1e-6)
 
 
 @pytest.mark.parametrize(("rate", "sigma"), [(0.01, 1.2), (0.3, 0.8), (1.0, 2.0)])

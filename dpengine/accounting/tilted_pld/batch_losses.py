@@ -91,7 +91,7 @@ class MixturePair:
 
     Attributes:
         norms: None negative.
-        probabilities: Of sum 1.
+        probabilities: Of sum 1 at most, or more in the direction REMOVE.
         sigma: Standard deviation of the noise.
         direction: REMOVE or ADD.
     """
@@ -208,7 +208,10 @@ def _fixed_size(event: FixedSizeGaussianEvent, direction: Direction) -> Mixture:
 def _mixture(event: MixtureGaussianEvent, direction: Direction) -> Mixture:
     largest = max(event.norms)
     norms = tuple(0.0 if norm == 0 else max(norm / largest, _LEAST_NORM) for norm in event.norms)
-    return ((1.0, MixturePair(norms, event.probabilities, event.noise_multiplier / largest, direction)),)
+    probabilities, total = event.probabilities, math.fsum(event.probabilities)
+    if total > 1 and direction is Direction.ADD:  # more mass of Q would lower the loss
+        probabilities = tuple(probability / total for probability in probabilities)
+    return ((1.0, MixturePair(norms, probabilities, event.noise_multiplier / largest, direction)),)
 
 
 BATCH_LAWS = {

@@ -14,6 +14,7 @@ from dataclasses import replace
 import numpy as np
 
 from dpengine.accounting import gdp, rdp
+from dpengine.accounting.batch_events import MixtureGaussianEvent
 from dpengine.accounting.composition import Bounds, Composition
 from dpengine.accounting.events import Relation
 from dpengine.errors import AccountingRefusedError
@@ -39,6 +40,8 @@ def rough_epsilon(composition: Composition, delta: float, relation: Relation, ac
     if composition.non_private or composition.unsampled:
         return gdp.epsilon(composition, delta, relation)
     composition = _checked(composition, relation)
+    if (delta := delta - _infinite(composition)) <= 0:
+        return math.inf
     ceiling = _other_epsilon(composition, delta, relation)
     return min(ceiling, _on_lattices(composition, delta, relation, accuracy).epsilon) if ceiling > 0 else 0.0
 
@@ -47,7 +50,9 @@ def spacing(composition: Composition, delta: float, relation: Relation) -> float
     """Spacing of the lattice of losses behind `epsilon`; None without a lattice."""
     if composition.non_private or composition.unsampled:
         return None
-    return _on_lattices(_checked(composition, relation), delta, relation, _ACCURACY).step
+    composition = _checked(composition, relation)
+    finite = delta - _infinite(composition)
+    return _on_lattices(composition, finite, relation, _ACCURACY).step if finite > 0 else None
 
 
 def delta(composition: Composition, epsilon: float, relation: Relation) -> float:
@@ -55,6 +60,10 @@ def delta(composition: Composition, epsilon: float, relation: Relation) -> float
     if composition.non_private or composition.unsampled:
         return gdp.delta(composition, epsilon, relation)
     composition = _checked(composition, relation)
+    return min(1.0, _finite_delta(composition, epsilon, relation) + _infinite(composition))
+
+
+def _finite_delta(composition: Composition, epsilon: float, relation: Relation) -> float:
     ceiling = _other_delta(composition, epsilon, relation)
     if ceiling < LEAST_TAIL:
         return ceiling
@@ -85,9 +94,11 @@ def bounds(composition: Composition, delta: float, relation: Relation) -> Bounds
     if composition.non_private or composition.unsampled:
         return gdp.bounds(composition, delta, relation)
     above, below = _checked(composition, relation), composition.limited(above=False)
-    if (ceiling := _other_epsilon(above, delta, relation)) == 0:
+    if (finite := delta - _infinite(above)) <= 0:
+        return Bounds(0.0, math.inf, math.inf)
+    if (ceiling := _other_epsilon(above, finite, relation)) == 0:
         return Bounds(0.0, 0.0, 0.0)
-    answer = _on_lattices(above, delta, relation, _ACCURACY)
+    answer = _on_lattices(above, finite, relation, _ACCURACY)
     upper = min(answer.epsilon, ceiling)
     if upper == 0:
         return Bounds(0.0, 0.0, 0.0)
@@ -97,7 +108,7 @@ def bounds(composition: Composition, delta: float, relation: Relation) -> Bounds
         with np.errstate(all="ignore"):
             lower = min(max(lower_epsilon(parts, delta, upper, _ACCURACY) for parts in directions), upper)
     if len(composition.sampled) > len(above.sampled):  # the bounds are on both sides of the merged releases
-        answer = _on_lattices(composition.typical(), delta, relation, _ACCURACY)
+        answer = _on_lattices(composition.typical(), finite, relation, _ACCURACY)
     estimate = answer.epsilon - answer.excess if answer.excess < math.inf else answer.epsilon
     return Bounds(lower, min(max(estimate, lower), upper), upper)
 
@@ -145,6 +156,13 @@ def _checked(composition: Composition, relation: Relation) -> Composition:
                 f"There is no bound for {law.name} under {relation.value}.", fix=f"Ask for {known}."
             )
     return composition.limited()
+
+
+def _infinite(composition: Composition) -> float:
+    """Bounds the probability of an infinite loss, in which all probability that mixtures leave out results."""
+    parts = [(event.missing, count) for event, count in composition.batches if isinstance(event, MixtureGaussianEvent)]
+    log_rest = math.fsum(count * math.log1p(-missing) for missing, count in parts)
+    return -math.expm1(log_rest) * (1 + 1e-12)
 
 
 def _chance(composition: Composition) -> float:
