@@ -3,16 +3,19 @@
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from dpengine.errors import CalibrationError, suggests_names
+from dpengine.errors import CalibrationError, InvalidBudgetError, suggests_names
 
 from . import arguments, gdp, rdp
 from .accountant import accountant_used, epsilon_of
 from .composition import compose
 from .events import Event, Relation, release_event
 from .ledger import Charge, checked_history
+from .monte_carlo import estimate as monte_carlo
 from .own_accountant import Accountant
 from .rounding import round_up
+from .sampled_matrix import SampledMatrixEvent
 from .tilted_pld import pld
 
 LEAST_NOISE, MOST_NOISE = 1e-2, 1e6
@@ -92,7 +95,8 @@ def calibration(
             start = math.sqrt(steps) * (2.0 if relation is Relation.REPLACE_ONE else 1.0) / mu
             exact = used in _EXACT_WITHOUT_SAMPLING
             root = search.settle(reported, start) if exact else search.solve(reported, start)
-        elif not isinstance(accountant, str) or used in ("rdp", "gdp") or (spent and used == "pld"):
+        elif not isinstance(accountant, str) or used in ("rdp", "gdp") or (spent and used in ("pld", "monte_carlo")):
+            # One simulation judges all noise, so this is a sweep of claims; see `monte_carlo.verified`.
             root = search.solve(reported, 1.0)
         else:
             root = _calibrate_coarse_to_fine(search, history, reported, delta, relation, 1.0 if spent else None)
@@ -122,7 +126,9 @@ def least_noise(
         target_epsilon: As for `calibration`.
         target_delta: As for `calibration`.
         steps: Number of steps in the run.
-        accountant: As for `calibration`.
+        accountant: As for `calibration`. With "monte_carlo", each noise multiplier that is tried is simulated, about
+            a dozen of a grid whose neighbors are 1 % apart. ``target_delta`` covers the chance that any of these
+            simulations is wrong. Report the targets, not a lower epsilon at this noise, and calibrate a run once.
         relation: As for `calibration`.
         tol: As for `calibration`.
 
@@ -131,9 +137,12 @@ def least_noise(
 
     Raises:
         CalibrationError: If no noise up to `MOST_NOISE` suffices.
-    """
+        InvalidBudgetError: If "monte_carlo" is to calibrate several simulated runs.
+    """  # noqa: DOC502 - the checks raise on our behalf
     target = arguments.epsilon_in_range(target_epsilon, "target_epsilon", zero=False)
     delta = arguments.delta_in_range(target_delta, "target_delta")
+    if accountant == "monte_carlo" and isinstance(event_of(1.0), SampledMatrixEvent):
+        return _least_noise_by_simulation(event_of, target, delta, steps, Relation(relation))
 
     def history(sigma: float) -> tuple[Charge, ...]:
         return (Charge(event_of(sigma), steps),)
@@ -190,6 +199,23 @@ def least_noise_by(
         value = epsilon_at(middle)
         low, high, found = (low, middle, value) if value <= target else (middle, high, found)
     return high
+
+
+def _least_noise_by_simulation(
+    event_of: Callable[[float], Any], target: float, delta: float, steps: int, relation: Relation
+) -> float:
+    if steps != 1:
+        raise InvalidBudgetError(
+            f"steps={steps!r}: the event is a whole run, and accountant 'monte_carlo' simulates one.",
+            fix="Pass steps=1.",
+        )
+    found = monte_carlo.least_noise(event_of, target, delta, relation, (LEAST_NOISE, MOST_NOISE))
+    if found == math.inf:
+        raise CalibrationError(
+            f"epsilon={target:g} needs noise_multiplier > {MOST_NOISE:g} by simulation.",
+            fix="Use fewer steps, a smaller batch or a larger delta.",
+        )
+    return found
 
 
 class _UnreachableError(Exception):

@@ -5,6 +5,7 @@ import math
 
 import numpy as np
 import pytest
+from scipy import stats
 
 from dpengine.accounting import (
     ACCOUNTANTS,
@@ -19,10 +20,12 @@ from dpengine.accounting import (
     TruncatedGaussianEvent,
     advantage_of,
     bounds_of,
+    calibrate,
     delta_of,
     epsilon_of,
     monte_carlo_epsilon,
     mu_gdp,
+    noise_calibration,
     privacy_profile,
     privacy_spent,
     to_dp_accounting,
@@ -33,7 +36,9 @@ from dpengine.accounting.accountant import discretization_of
 from dpengine.accounting.events import event_from_state, event_to_state
 from dpengine.accounting.monte_carlo import estimate as monte_carlo
 from dpengine.accounting.monte_carlo import tally
-from dpengine.errors import AccountingRefusedError, InvalidBudgetError, LedgerError
+from dpengine.accounting.monte_carlo.verified import threshold_for, verified_delta
+from dpengine.accounting.noise_calibration import calibration, least_noise
+from dpengine.errors import AccountingRefusedError, CalibrationError, InvalidBudgetError, LedgerError
 
 from .simulated_runs import BANDS, DENSE, run
 
@@ -182,6 +187,72 @@ def test_bad_questions_are_refused():
         monte_carlo_epsilon(run("bins", steps=10_000, apart=9000), 1e-2, samples=5000, seed=0)
     with pytest.raises(AccountingRefusedError, match="losses overflow"):
         monte_carlo_epsilon(run("cold", sigma=1e-200), 1e-2, samples=5000, seed=0)
+
+
+def test_calibration_charges_every_noise_that_it_tries(few, monkeypatch):
+    tried, charged = set(), set()
+    simulation, threshold = monte_carlo.simulation, monte_carlo.threshold_for
+    monkeypatch.setattr(monte_carlo, "simulation", lambda event, *how: tried.add(event) or simulation(event, *how))
+    monkeypatch.setattr(
+        monte_carlo,
+        "threshold_for",
+        lambda delta, samples, claims: charged.add(claims) or threshold(delta, samples, claims),
+    )
+    found = least_noise(
+        lambda sigma: run("cyclic", apart=1, steps=20, coefficients=(1.0,), sigma=sigma),
+        target_epsilon=2.0, target_delta=1e-2, steps=1, accountant="monte_carlo",
+    )  # fmt: skip
+    (claims,) = charged
+    assert len(tried) <= claims == 11
+    truth = calibrate(target_epsilon=2.0, target_delta=1e-2, sample_rate=0.4, steps=20)
+    assert truth < found < 1.15 * truth
+    monkeypatch.undo()
+
+
+def test_calibration_beside_a_simulated_run_needs_no_other_accountant(few, monkeypatch):
+    monkeypatch.setattr(tally, "_POINTS", 8)
+    event = run("cyclic", apart=1, steps=20, coefficients=(1.0,), sigma=3.0)
+    found = calibration(
+        target_epsilon=5.0, target_delta=1e-2, sample_rate=0.1, steps=10, accountant="monte_carlo",
+        spent=[Charge(event)], tol=0.05,
+    )  # fmt: skip
+    sampled = [
+        Charge(PoissonGaussianEvent(0.4, 3.0), 20),
+        Charge(PoissonGaussianEvent(0.1, found.noise_multiplier), 10),
+    ]
+    assert 4.0 < epsilon_of(sampled, 1e-2) < found.epsilon <= 5.0
+
+
+def test_calibration_by_simulation_refuses_what_it_cannot_reach(few, monkeypatch):
+    settings = {"target_epsilon": 1.0, "target_delta": 1e-2, "accountant": "monte_carlo"}
+    with pytest.raises(InvalidBudgetError, match=r"Pass steps=1\."):
+        least_noise(lambda sigma: run("cold", sigma=sigma), steps=2, **settings)
+    with pytest.raises(AccountingRefusedError, match="or more"):
+        least_noise(lambda sigma: run("cold", sigma=sigma), steps=1, **{**settings, "target_delta": 1e-5})
+    monkeypatch.setattr(noise_calibration, "MOST_NOISE", 0.5)
+    with pytest.raises(CalibrationError, match=r"noise_multiplier > 0\.5 by simulation"):
+        least_noise(lambda sigma: run("cold", sigma=sigma), steps=1, **settings)
+
+
+@pytest.mark.parametrize("claims", [1, 11])
+def test_the_verified_delta_of_several_claims_is_that_of_a_union_bound(claims):
+    samples, threshold = 5000, 2e-3
+    a = threshold + np.geomspace(1e-7, 0.5, 200_000)
+    divergence = threshold * np.log(threshold / a) + (1 - threshold) * np.log((1 - threshold) / (1 - a))
+    best = (a + (1 - a) * np.minimum(1, claims * np.exp(-samples * divergence))).min()
+    assert verified_delta(threshold, samples, claims) == pytest.approx(best, rel=1e-6)
+    assert verified_delta(threshold_for(1e-2, samples, claims), samples, claims) == pytest.approx(1e-2, rel=1e-6)
+
+
+@pytest.mark.parametrize("charged", [1, 11])
+def test_eleven_tries_have_the_delta_of_eleven_claims_and_not_of_one(charged):
+    """Exact: each of eleven wrong claims, whose delta is ``a``, is accepted with a binomial probability."""
+    samples, delta = 1000, 0.05
+    threshold = threshold_for(delta, samples, charged)
+    a = np.linspace(threshold, delta, 500)[1:-1]
+    accepted = stats.binom.cdf(math.floor(threshold * samples), samples, a)
+    worst = (a + (1 - a) * (1 - (1 - accepted) ** 11)).min()  # for the best split between both kinds of error
+    assert (worst <= delta) == (charged == 11)
 
 
 @pytest.mark.slow

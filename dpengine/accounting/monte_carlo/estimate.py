@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from dpengine.accounting import arguments
@@ -24,6 +24,7 @@ from .verified import delta_above, threshold_for, verified_delta
 
 MOST_SAMPLES = 10_000_000
 _MAX_WORK = 25_000_000_000  # nanoseconds
+_PER_OCTAVE = 64  # noise multipliers on the grid of a calibration
 _TAIL = 1e-3
 """Fraction of the threshold at which the privacy curve of other releases is truncated."""
 
@@ -147,6 +148,40 @@ def epsilon(composition: Composition, delta: float, relation: Relation) -> float
     curve, end = curve_of(composition, relation, _TAIL * threshold)
     drawn = simulation(event, samples, seed_of(event))
     return drawn.least_epsilon(threshold, curve, max(0.0, drawn.largest) + end)
+
+
+def least_noise(
+    event_of: Callable[[float], SampledMatrixEvent],
+    target: float,
+    delta: float,
+    relation: Relation,
+    limits: tuple[float, float],
+) -> float:
+    """Returns the least accepted noise multiplier of a grid; infinity if none is accepted.
+
+    The samples are those of `epsilon`, and ``delta`` covers all claims that are tested; see `verified`.
+    """
+    lowest, highest = limits
+    size = math.floor(math.log2(highest / lowest) * _PER_OCTAVE) + 1
+    claims = size.bit_length()  # the most that halving tests
+
+    def accepted(place: int) -> bool:
+        event = event_of(lowest * 2.0 ** (place / _PER_OCTAVE))
+        composition = compose((Charge(event),))
+        _only_run(composition, relation)
+        samples = affordable_samples(event)
+        threshold = threshold_for(delta, samples, claims)
+        curve, _ = curve_of(composition, relation, _TAIL * threshold)
+        try:
+            return simulation(event, samples, seed_of(event)).estimate(target, curve) <= threshold
+        except AccountingRefusedError:  # losses overflow
+            return False
+
+    rejected, found = -1, size
+    while found - rejected > 1:
+        middle = (rejected + found) // 2
+        rejected, found = (rejected, middle) if accepted(middle) else (middle, found)
+    return lowest * 2.0 ** (found / _PER_OCTAVE) if found < size else math.inf
 
 
 def delta(composition: Composition, epsilon: float, relation: Relation) -> float:

@@ -11,6 +11,11 @@ A sweep over claims from the weakest, which stops at the first rejected one, pub
 wrong one is accepted. That claim is fixed before sampling. So the bound of a sweep is that of one claim, for any number
 of claims with the same samples.
 
+Calibration tests claims about different noise, each with samples of its own, by halving a grid that is fixed before
+sampling. More noise costs less, so after the rejection of a right claim only right ones are tested. The first wrong
+acceptance is therefore on the path that accepts right claims and rejects wrong ones, which is fixed before sampling. By
+a union bound over the n claims on it, a wrong one is published with probability at most ``n beta``.
+
 Source: Wang et al. 2023 (arXiv:2304.07927) for publishing after a check.
 """
 
@@ -29,15 +34,16 @@ _GUESSES = 2000
 _MISTAKES = 0.1  # expected number of wrong bounds per this number of samples
 
 
-def verified_delta(threshold: float, samples: int) -> float:
+def verified_delta(threshold: float, samples: int, claims: int = 1) -> float:
     """Returns the delta of an accepted claim.
 
     Args:
         threshold: Maximum of the estimates of delta of both directions, fixed before sampling.
         samples: Number of samples in each direction.
+        claims: Number of claims of which one is published, with samples of their own.
 
     Returns:
-        An upper bound of ``min_a [a + (1 - a) exp(-samples KL(threshold || a))]``.
+        An upper bound of ``min_a [a + (1 - a) claims exp(-samples KL(threshold || a))]``.
 
     Raises:
         InvalidBudgetError: If the threshold is not in [0, 1) or there are no samples.
@@ -48,17 +54,18 @@ def verified_delta(threshold: float, samples: int) -> float:
     samples = arguments.count("samples", samples)
     # Each a gives a bound, so a coarse search is sound; a fine one follows.
     above = np.geomspace(1e-3 / samples, 1, _GUESSES)
-    best = int(np.argmin(_delta_with(threshold, threshold + above, samples)))
+    best = int(np.argmin(_delta_with(threshold, threshold + above, samples, claims)))
     finer = np.geomspace(above[max(0, best - 1)], above[min(_GUESSES - 1, best + 1)], _GUESSES)
-    return float(_delta_with(threshold, threshold + finer, samples).min())
+    return float(_delta_with(threshold, threshold + finer, samples, claims).min())
 
 
-def threshold_for(delta: float, samples: int) -> float:
+def threshold_for(delta: float, samples: int, claims: int = 1) -> float:
     """Returns the largest threshold whose verified delta is at most ``delta``.
 
     Args:
         delta: Strictly between 0 and 1.
         samples: Number of samples in each direction.
+        claims: As for `verified_delta`.
 
     Returns:
         The threshold, positive.
@@ -70,7 +77,7 @@ def threshold_for(delta: float, samples: int) -> float:
     low, high = 0.0, delta
     for _ in range(40):
         middle = (low + high) / 2
-        low, high = (middle, high) if verified_delta(middle, samples) <= delta else (low, middle)
+        low, high = (middle, high) if verified_delta(middle, samples, claims) <= delta else (low, middle)
     if samples * delta < LEAST_SAMPLES_TIMES_DELTA or low == 0:
         least = 1.05 * LEAST_SAMPLES_TIMES_DELTA / samples  # two digits are shown
         raise AccountingRefusedError(
@@ -94,10 +101,10 @@ def delta_above(estimate: float, samples: int) -> float:
     return min(1.0, high + (1 - high) * beta)
 
 
-def _delta_with(threshold: float, a: np.ndarray, samples: int) -> np.ndarray:
+def _delta_with(threshold: float, a: np.ndarray, samples: int, claims: int) -> np.ndarray:
     a = a[a < 1]
     rounding = 2.0**-50 * (threshold + a)
-    beta = np.exp(-samples * np.maximum(0.0, _divergence(threshold, a) - rounding))
+    beta = np.minimum(1.0, claims * np.exp(-samples * np.maximum(0.0, _divergence(threshold, a) - rounding)))
     found: np.ndarray = np.append(a + (1 - a) * beta, 1.0)
     return found
 
