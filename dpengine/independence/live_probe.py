@@ -28,7 +28,7 @@ from torch.utils import _pytree as pytree
 from dpengine.capture.capture import Capture
 from dpengine.capture.record import LayerCall, TensorCall, Use
 from dpengine.capture.replay import Pass, Replay
-from dpengine.errors import UnsupportedLayerError, notice
+from dpengine.errors import BatchDependentLossError, UnsupportedLayerError, notice
 from dpengine.grad_modes.bookkeep import BookKeeping
 from dpengine.grad_modes.choose_method import MethodTable
 from dpengine.grad_modes.flat_buffer import Sums
@@ -174,6 +174,8 @@ class IndependenceCheck:
             return
         first_changed = self._try(self._first_replaced) if replaces_others else None
         if (
+        if not self._all_masked:
+            self._check_weights(same, changed)
             first_changed is not None
             and self._comparable(same, first_changed)
             and self._separate(whole, same)
@@ -188,6 +190,22 @@ class IndependenceCheck:
 
     def _comparable(self, one: _Run, other: _Run) -> bool:
         """Returns True if both runs used the same random numbers for the same elements.
+    def _check_weights(self, same: _Run, changed: _Run) -> None:
+        """Raises if a loss inside the model gave all kept samples another weight, as a mean over tokens does."""
+        then, now = same.norms_B[self._keep_B], changed.norms_B[self._keep_B]
+        ratios = (now / then)[then > _NO_GRADIENT * then.max()].sqrt()
+        if len(ratios) < 2:
+            return
+        low, high = float(ratios.min()), float(ratios.max())
+        if high - low <= 10 * self._tolerance * high < abs(high - 1):
+            raise BatchDependentLossError(
+                "The loss that the model computes mixes the samples of a batch: with other data in some samples, the "
+                f"gradients of all others were {high:.3g} times as large. Typical causes are a mean over the tokens of "
+                "the batch, and class weights.",
+                fix="Compute the loss outside the model as a mean over samples; for tokens that is "
+                "dpengine.losses.per_token_mean(logits, labels), after import dpengine.losses.",
+            )
+
 
         If shapes depend on the data, as with padding to the longest sample, dropout masks differ.
         """
@@ -308,7 +326,7 @@ class IndependenceCheck:
 
     def _raise(self, same: _Run, changed: _Run) -> None:
         names = {parameter: name for name, parameter in self._capture.model.named_parameters()}
-        comparable = same.parameters == changed.parameters
+        comparable = list(map(id, same.parameters)) == list(map(id, changed.parameters))
         share_P = ((changed if comparable else same).norms_BP - same.norms_BP)[self._keep_B].abs().amax(dim=0)
         if self._all_masked:
             share_P = torch.maximum(share_P, same.norms_BP[~self._keep_B].amax(dim=0))

@@ -10,7 +10,7 @@ from faults.neighbours import CLASSES, FEATURES, influence, mlp, plain_step, pri
 from torch import nn
 
 from dpengine import GradSampleModule
-from dpengine.errors import BufferUpdateError, PrivacyWarning, UnsupportedLayerError
+from dpengine.errors import BatchDependentLossError, BufferUpdateError, PrivacyWarning, UnsupportedLayerError
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*NOT PRIVATE")
 both_kinds = pytest.mark.parametrize("mode", ["auto", "ghost"])
@@ -199,6 +199,50 @@ def test_f_m2_a_mask_as_long_as_the_batch_is_noticed_and_not_refused():
 
     with pytest.warns(PrivacyWarning, match=r"DPE012.*has the length of the batch"):
         assert release_of(Masked(), tensors(6, FEATURES), step).norm() > 0
+
+
+class OwnLoss(nn.Module):
+    """Returns its loss, and may weigh samples by the labels of others."""
+
+    def __init__(self, mean_of_tokens):
+        super().__init__()
+        torch.manual_seed(0)
+        self.body, self.head, self.mean_of_tokens = nn.Linear(FEATURES, 4), nn.Linear(4, CLASSES), mean_of_tokens
+
+    def forward(self, inputs, labels):
+        logits = self.head(torch.tanh(self.body(inputs))).transpose(1, 2)
+        if self.mean_of_tokens:
+            return F.cross_entropy(logits, labels)
+        return (F.cross_entropy(logits, labels, reduction="none").sum(dim=1) / 5).mean()
+
+
+@both_kinds
+def test_a_mean_over_tokens_inside_the_model_is_refused_and_named(mode):
+    def step(model, optimizer, inputs, targets):
+        labels = torch.arange(30).reshape(6, 5) % CLASSES
+        labels[:, 1:][torch.arange(4) >= torch.arange(6)[:, None]] = -100  # of different numbers
+        optimizer.zero_grad()
+        model(inputs, labels[: len(inputs)]).backward()
+        optimizer.step()
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*DPE012.*batch")
+        assert release_of(OwnLoss(False), tensors(5, FEATURES), step, mode=mode).norm() > 0
+        with pytest.raises(BatchDependentLossError, match=r"DPE010.*loss that the model computes.*per_token_mean"):
+            release_of(OwnLoss(True), tensors(5, FEATURES), step, mode=mode)
+
+
+def one_of_two(model, inputs):
+    layer = model.body if inputs[:, 0].mean() > inputs[:, 0].median() else model.other
+    return model.head(torch.tanh(layer(inputs)))
+
+
+@both_kinds
+def test_a_batch_that_chooses_the_layer_is_found(mode):
+    model = Made(one_of_two)
+    model.other = nn.Linear(FEATURES, 8)
+    with pytest.raises(UnsupportedLayerError, match=APART):
+        release_of(model, tensors(), mode=mode, unused_parameters="zero")
 
 
 # No false alarms, and nothing left behind
