@@ -91,7 +91,7 @@ def clip_tree(tree: Any, c: Any, rescale_to_unit_norm: bool = False) -> tuple[An
 
     Returns:
         The clipped tree, in the types of its leaves, and the norm before, as a float64 tensor, or a tree like ``c``.
-        What has no finite norm is multiplied by 0.
+        A group without a finite norm becomes 0.
 
     Raises:
         ValueError: If a number is negative, or ``c`` does not fit the tree.
@@ -183,7 +183,8 @@ def scaled(leaves: list[Tensor], groups: list[Group], factors_BK: Tensor) -> lis
             leaf = leaves[i].to(torch.promote_types(leaves[i].dtype, torch.float32))
             factor_B = factors_BK[:, k].view(-1, *[1] * (leaf.dim() - 1))
             # A factor that float32 cannot hold would become 0, and a large number stay what it is: multiply as float64.
-            found[i] = (leaf.double() * factor_B).to(leaf.dtype)
+            product = leaf.double() * factor_B
+            found[i] = product.masked_fill(factor_B == 0, 0.0).to(leaf.dtype)  # 0 * NaN is NaN
     return found
 
 

@@ -44,9 +44,13 @@ def test_nothing_stays_nothing(c, rescale):
 
 
 @pytest.mark.parametrize("bad", [NAN, INF, -INF])
-def test_what_is_not_finite_is_multiplied_by_zero(bad):
-    clipped, norm = clip_tree([torch.tensor([bad, 1.0]), torch.tensor(2.0)], 1.0)
-    assert not math.isfinite(norm) and clipped[1] == 0
+@pytest.mark.parametrize(("c", "rescale"), [(1.0, False), (INF, False), (0.0, False), (1.0, True)])
+def test_what_is_not_finite_becomes_zero(bad, c, rescale):
+    clipped, norm = clip_tree([torch.tensor([bad, 1.0]), torch.tensor(2.0)], c, rescale)
+    assert not math.isfinite(norm)
+    assert clipped[0].tolist() == [0.0, 0.0] and clipped[1] == 0
+    clipped, _ = clip_tree({"a": torch.tensor([bad, 1.0]).half(), "b": torch.tensor(2.0)}, {"a": 1.0, "b": 1.0})
+    assert clipped["a"].tolist() == [0.0, 0.0] and clipped["b"] == 1
 
 
 def test_a_tree_of_thresholds_clips_in_groups():
