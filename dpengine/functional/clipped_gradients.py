@@ -41,7 +41,8 @@ def clipped_grad(
 
     Args:
         fun: Returns the loss of what it is given, a scalar; with ``has_aux`` a pair of it and anything.
-        argnums: Which arguments to differentiate by: a tensor each, or any nesting of dicts, lists and tuples.
+        argnums: Which arguments to differentiate by: a tensor or a float each, or any nesting of dicts, lists and
+            tuples of them. The gradient by a float is a tensor.
         has_aux: Whether ``fun`` returns a pair.
         l2_clip_norm: What the norm of each example's gradient is clipped to, of all arguments together; 0 and infinity
             are allowed. A tree of numbers that is the beginning of the gradient's clips in groups.
@@ -85,7 +86,7 @@ def clipped_grad(
 
     def rows(batch: Batch) -> tuple[Any, Any, Any]:
         def one(args: list[Any]) -> tuple[Any, Tensor, Any]:
-            chosen = tuple(args[place] for place in differentiated)
+            chosen = tuple(_as_tensors(place, args[place]) for place in differentiated)
             grads, (value, aux) = torch.func.grad(loss, has_aux=True)(chosen, args, batch.kwargs)
             return (grads[0] if single else grads), value.detach(), aux
 
@@ -185,6 +186,23 @@ def _places(where: str, **given: Places | None) -> dict[str, tuple[int, ...]]:
     if len(set(everything)) < len(everything):
         raise ValueError(f"{where}: an argument is named twice in {given}; each has one part.")
     return found
+
+
+def _as_tensors(place: int, tree: Any) -> Any:
+    """Returns parameters with tensors for Python floats."""
+
+    def tensor(leaf: Any) -> Tensor:
+        if isinstance(leaf, float):
+            return torch.tensor(leaf, dtype=torch.get_default_dtype())
+        if not isinstance(leaf, Tensor) or not (leaf.is_floating_point() or leaf.is_complex()):
+            what = leaf.dtype if isinstance(leaf, Tensor) else repr(leaf)
+            raise TypeError(
+                f"clipped_grad: argument {place} holds {what}, by which nothing can be differentiated. Pass floats or "
+                "floating-point tensors, such as 1.0, or leave the argument out of argnums."
+            )
+        return leaf
+
+    return pytree.tree_map(tensor, tree)
 
 
 def _without_front_axis(tree: Any, fun: Callable[[list[Any]], Any], batch: Batch) -> Any:

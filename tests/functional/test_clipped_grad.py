@@ -33,6 +33,27 @@ def test_the_worked_numbers():
     assert clipped_grad(half_square, l2_clip_norm=INF, keep_batch_dim=False)(p, users) == 5.5
 
 
+@pytest.mark.parametrize("keep_batch_dim", [True, False])
+def test_parameters_may_be_python_floats(keep_batch_dim):
+    def fun(params, x):
+        return half_square(params["mean"] + params["rest"][0], x)
+
+    data = torch.tensor([0.0, 7.0, -2.0])
+    numbers, tensors = {"mean": 1.0, "rest": [2.0]}, {"mean": torch.tensor(1.0), "rest": [torch.tensor(2.0)]}
+    of = clipped_grad(fun, l2_clip_norm=2.0, keep_batch_dim=keep_batch_dim, return_values=True)
+    (found, extra), (expected, others) = of(numbers, data), of(tensors, data)
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+    torch.testing.assert_close(extra.values, others.values)
+    assert clipped_grad(half_square, l2_clip_norm=INF)(3.0, data) == 4.0
+    assert of(numbers, data[:0])[0]["mean"] == 0
+
+
+@pytest.mark.parametrize("number", [3, True, "3", torch.tensor(3)])
+def test_parameters_without_a_gradient_are_refused(number):
+    with pytest.raises(TypeError, match=r"argument 0 holds .*Pass floats"):
+        clipped_grad(half_square, l2_clip_norm=1.0)(number, torch.tensor([0.0, 7.0]))
+
+
 def loss(params, x, y):
     hidden = torch.tanh(x @ params["first"]["w"] + params["first"]["b"])
     return F.cross_entropy(hidden @ params["second"][0], y)
