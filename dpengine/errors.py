@@ -8,7 +8,9 @@ from __future__ import annotations
 import difflib
 import functools
 import inspect
+import sys
 import warnings
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
@@ -185,23 +187,39 @@ class BufferUpdateError(PrivacyError):
 
 
 class PrivacyWarning(Warning):
-    """Something a person who answers for the guarantee must know. Shown once per process and code."""
+    """Something a person who answers for the guarantee must know. Shown once for each code, and object at fault."""
 
 
-_shown: set[tuple[str, str]] = set()
+class _Process:
+    """Stands for the process in `_shown`."""
 
 
-def notice(code: str, message: str, *, key: str = "") -> None:
-    """Warns once per process for each ``(code, key)``.
+_PROCESS = _Process()
+_shown: weakref.WeakKeyDictionary[object, set[tuple[str, str]]] = weakref.WeakKeyDictionary()
+
+
+def notice(code: str, message: str, *, key: str = "", of: object = _PROCESS) -> None:
+    """Warns once for each ``(code, key)`` and object.
 
     Args:
         code: The code of the error catalogue, such as ``"DPE012"``.
         message: What happened and what to do.
         key: Tells apart notices of one code that should each be shown.
+        of: The object at fault, such as a model; the process by default.
     """
-    if (code, key) not in _shown:
-        _shown.add((code, key))
-        warnings.warn(f"[{code}] {message}", PrivacyWarning, stacklevel=3)
+    shown = _shown.setdefault(of, set())
+    if (code, key) not in shown:
+        shown.add((code, key))
+        frame = sys._getframe(1)
+        caller = frame.f_back or frame
+        # Not `warnings.warn`, which by default shows equal texts from one line once, whatever object they are about.
+        warnings.warn_explicit(
+            f"[{code}] {message}",
+            PrivacyWarning,
+            caller.f_code.co_filename,
+            caller.f_lineno,
+            module=caller.f_globals.get("__name__"),
+        )
 
 
 def forget_notices() -> None:

@@ -255,6 +255,7 @@ def check_objects(module: nn.Module, optimizer: Optimizer, grad_scaler: Any, lr_
             "ReduceLROnPlateau depends on a loss. A loss on the training data is private, and this use of it is not "
             "accounted: pass the loss on public data.",
             key="plateau",
+            of=lr_scheduler,
         )
     _check_not_attached(module)
     refuse_optimizer(optimizer)
@@ -313,15 +314,16 @@ def _check_groups(module: nn.Module, optimizer: Optimizer) -> None:
             "DPE003",
             f"{len(missing)} trainable parameters are not in the optimizer and will not change: {missing[:3]}. Norms "
             "and noise include them. Freeze them, or call dpengine.engine.restrict_to_optimizer(engine).",
+            of=optimizer,
         )
 
 
-def warn_if_not_private(plan: RunPlan) -> None:
+def warn_if_not_private(plan: RunPlan, module: nn.Module) -> None:
     """Warns if the run is not private, or if no epsilon is claimed for it."""
     if plan.noise_multiplier == 0:
-        notice("DPE012", "NOT PRIVATE (noise_multiplier=0).", key="noise")
+        notice("DPE012", "NOT PRIVATE (noise_multiplier=0).", key="noise", of=module)
     if not plan.sampling.claims_epsilon and plan.claim is None:
-        notice("DPE012", f"epsilon not claimed (sampling={plan.sampling.law!r}).", key="sampling")
+        notice("DPE012", f"epsilon not claimed (sampling={plan.sampling.law!r}).", key="sampling", of=module)
 
 
 def units_for(privacy_unit: Any, loader: Any, mode: str) -> tuple[UnitIds | None, int | None, str]:

@@ -47,7 +47,9 @@ class Budget:
         """Returns epsilon after a step with ``count`` charges if it exceeds the target and is not allowed."""
         reached = self._reached(plan, ledger, count, 0)
         if reached is not None and self.on_budget == "warn":
-            notice("DPE011", f"The next step reaches epsilon={round_up(reached, 4)} > {self.target_epsilon:g}.")
+            notice(
+                "DPE011", f"The next step reaches epsilon={round_up(reached, 4)} > {self.target_epsilon:g}.", of=self
+            )
             return None
         return reached
 

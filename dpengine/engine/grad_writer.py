@@ -44,6 +44,7 @@ class GradWriter:
                     "DPE015",
                     "p.grad was changed between backward and step; that has no effect on the private update. Use "
                     "max_grad_norm to clip, and set clipping outside the engine to None.",
+                    of=self,
                 )
             parameter.grad = grad
 

@@ -188,7 +188,7 @@ def _update(optimizer: Optimizer, attachment: Attachment) -> None:
     trained: Set[nn.Parameter] = released.keys()
     if passes.only is not None:  # then `released` lacks parameters that replaced one of the optimizer's
         trained = {p for p in passes.model.parameters() if p.requires_grad}
-    refuse_replaced(trained, held, known=attachment.known)
+    refuse_replaced(trained, held, optimizer, known=attachment.known)
     for parameter in held:
         if parameter not in released:
             parameter.grad = None
@@ -196,7 +196,7 @@ def _update(optimizer: Optimizer, attachment: Attachment) -> None:
 
 
 def refuse_replaced(
-    released: Set[nn.Parameter], held: Sequence[nn.Parameter], *, known: Set[nn.Parameter] = frozenset()
+    released: Set[nn.Parameter], held: Sequence[nn.Parameter], optimizer: Any, *, known: Set[nn.Parameter] = frozenset()
 ) -> None:
     """Raises if the step updates no parameter; warns about parameters that it skips."""
     if released and held and released.isdisjoint(held):
@@ -211,6 +211,7 @@ def refuse_replaced(
             f"{skipped} parameters that the model has since make_private are not in the optimizer, and do not change. "
             "Call engine.detach(model), build the optimizer anew, and call make_private again.",
             key="in a step",
+            of=optimizer,
         )
 
 

@@ -213,7 +213,7 @@ class PrivacyEngine(argument_checks.NotCopyable):
 
     def _enter(self, run: Run, settings: Mapping[str, Any], chunks: tuple[int | None, int]) -> None:
         unit_of(origins_of(self, run))  # raises if there are several
-        argument_checks.warn_if_not_private(run.step.plan)
+        argument_checks.warn_if_not_private(run.step.plan, run.model)
         check_rank_consistency(run, *chunks)
         self._engine_ledger.begin(run.step.ledger, about_run(run), asked=settings, noise=noise_of(run))
         if not run.attached:

@@ -339,7 +339,7 @@ class PrivateStep:
             less = f"accumulation_steps={count} of dpengine.PrivacyEngine costs less privacy."
             if self.batches.external:
                 less = "One step for each backward pass costs less privacy."
-            notice("DPE006", f"{count} sampled batches went into one step; both are accounted. {less}")
+            notice("DPE006", f"{count} sampled batches went into one step; both are accounted. {less}", of=self)
         event, before = self.plan.event(count), self.ledger.steps
         try:
             if isinstance(self.ledger, RunLedger):

@@ -102,7 +102,7 @@ class CopyIndependenceCheck:
     """Runs a copy of a model repeatedly on one batch."""
 
     def __init__(self, model: nn.Module, inputs: Any, size: int):
-        self._model = copy.deepcopy(model)
+        self._original, self._model = model, copy.deepcopy(model)
         self._inputs, self._size = inputs, size
         self._all_B = torch.ones(size, dtype=torch.bool)
 
@@ -119,12 +119,24 @@ class CopyIndependenceCheck:
                 "outputs."
             )
         if not self._can_replace():
-            _warn_unknown("some inputs may be flat indices of bags without a batch axis", "Pass a 2-D tensor of bags.")
+            self._warn_unknown(
+                "some inputs may be flat indices of bags without a batch axis", "Pass a 2-D tensor of bags."
+            )
             return None, base.output
         if self._differ(base, self._run(self._inputs), self._all_B):
-            _warn_unknown("the output changes when the model runs again", "Use only torch's random number generators.")
+            self._warn_unknown(
+                "the output changes when the model runs again", "Use only torch's random number generators."
+            )
             return None, base.output
         return self._memory(base) or self._mixing(base), base.output
+
+    def _warn_unknown(self, reason: str, fix: str) -> None:
+        notice(
+            "DPE012",
+            f"check: {reason}, so it is not known whether the model keeps the samples of a batch independent. {fix}",
+            key=reason,
+            of=self._original,
+        )
 
     # Runs
 
@@ -262,14 +274,6 @@ class CopyIndependenceCheck:
             else:
                 inside.pop()
         return *inside[0], ""
-
-
-def _warn_unknown(reason: str, fix: str) -> None:
-    notice(
-        "DPE012",
-        f"check: {reason}, so it is not known whether the model keeps the samples of a batch independent. {fix}",
-        key=reason,
-    )
 
 
 class _Listener:

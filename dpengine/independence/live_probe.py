@@ -146,15 +146,17 @@ class IndependenceCheck:
         whole = self._try(_unchanged_input) if self._replay.reached else None
         if whole is None or not self._outputs_agree(self._outputs, whole.outputs, self._keep_B):
             if self._replay.reached:
-                _warn_unknown(
+                self._warn_unknown(
                     "The forward pass returned another output when it was run again",
                     "Use only torch's random number generators, and keep no state between batches.",
                 )
             else:
-                _warn_unknown("The loss does not depend on the returned outputs of the model", "Call the model itself.")
+                self._warn_unknown(
+                    "The loss does not depend on the returned outputs of the model", "Call the model itself."
+                )
             return
         if not self._all_gradients_seen(whole):
-            _warn_unknown(
+            self._warn_unknown(
                 "Some gradients do not come through the outputs that the model returns",
                 "Return all tensors that the loss depends on.",
             )
@@ -165,31 +167,29 @@ class IndependenceCheck:
     def _check_half(self, whole: _Run, *, replaces_others: bool) -> None:
         same = self._try(_unchanged_input)
         if same is None:  # for example without enough memory
-            _warn_unknown("A batch could not be run again", "Make sure that there is enough memory.")
+            self._warn_unknown("A batch could not be run again", "Make sure that there is enough memory.")
             return
         changed = self._try(self._others_replaced) if replaces_others else same
         if changed is None or not self._comparable(same, changed):
             changed = same
         if self._separate(whole, same) and self._unchanged(whole, same, changed):
             return
-        first_changed = self._try(self._first_replaced) if replaces_others else None
-        if (
         if not self._all_masked:
             self._check_weights(same, changed)
+        first_changed = self._try(self._first_replaced) if replaces_others else None
+        if (
             first_changed is not None
             and self._comparable(same, first_changed)
             and self._separate(whole, same)
             and self._unchanged(whole, same, first_changed)
         ):
-            _warn_unknown(
+            self._warn_unknown(
                 "An input has the length of the batch, but may not have a batch axis",
                 "Register data that all samples share as a buffer of the model.",
             )
             return
         self._raise(same, changed)
 
-    def _comparable(self, one: _Run, other: _Run) -> bool:
-        """Returns True if both runs used the same random numbers for the same elements.
     def _check_weights(self, same: _Run, changed: _Run) -> None:
         """Raises if a loss inside the model gave all kept samples another weight, as a mean over tokens does."""
         then, now = same.norms_B[self._keep_B], changed.norms_B[self._keep_B]
@@ -206,6 +206,8 @@ class IndependenceCheck:
                 "dpengine.losses.per_token_mean(logits, labels), after import dpengine.losses.",
             )
 
+    def _comparable(self, one: _Run, other: _Run) -> bool:
+        """Returns True if both runs used the same random numbers for the same elements.
 
         If shapes depend on the data, as with padding to the longest sample, dropout masks differ.
         """
@@ -324,6 +326,10 @@ class IndependenceCheck:
                 return False
         return True
 
+    def _warn_unknown(self, reason: str, fix: str) -> None:
+        unknown = "so it is not known whether the model keeps the samples of a batch independent"
+        notice("DPE012", f"{reason}, {unknown}. {fix}", key=reason, of=self._capture.model)
+
     def _raise(self, same: _Run, changed: _Run) -> None:
         names = {parameter: name for name, parameter in self._capture.model.named_parameters()}
         comparable = list(map(id, same.parameters)) == list(map(id, changed.parameters))
@@ -347,11 +353,6 @@ def _tensors_with_axes(tree: Any) -> list[Tensor]:
 
 def _equal(some: list[Tensor], others: list[Tensor]) -> bool:
     return len(some) == len(others) and all(map(torch.equal, some, others))
-
-
-def _warn_unknown(reason: str, fix: str) -> None:
-    unknown = "so it is not known whether the model keeps the samples of a batch independent"
-    notice("DPE012", f"{reason}, {unknown}. {fix}", key=reason)
 
 
 def _unchanged_input(tensor: Tensor) -> Tensor:

@@ -80,7 +80,7 @@ def notice_choices_by_training_data(trainer: Any) -> None:
                 "DPE012",
                 f"{type(callback).__name__}(monitor={monitor!r}) chooses by the training data; that choice is a "
                 "release which no accountant knows of. Monitor a metric of public data.",
-                key=f"monitor {type(callback).__name__}",
+                of=callback,
             )
 
 

@@ -129,7 +129,7 @@ class PoissonBatches:
                 f"truncated_batch_size={self.truncated_batch_size} truncates a batch with probability "
                 f"{probability:.2g}, which costs privacy in each of {rounds:,} rounds. From {free} on the cost is "
                 "negligible.",
-                key="cut",
+                key=f"cut {self}",
             )
 
     def _cycles(self, steps: int) -> int:

@@ -245,6 +245,19 @@ def test_a_batch_that_chooses_the_layer_is_found(mode):
         release_of(model, tensors(), mode=mode, unused_parameters="zero")
 
 
+def test_each_model_is_warned_about():
+    def step(model, optimizer, inputs, targets):
+        optimizer.zero_grad()
+        F.cross_entropy(model(inputs, torch.ones(6, 6).triu(1).bool()), targets).backward()
+        optimizer.step()
+
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("default")  # which shows equal texts from one line once
+        for _ in range(2):
+            release_of(Masked(), tensors(6, FEATURES), step)
+    assert sum("has the length of the batch" in str(one.message) for one in seen) == 2
+
+
 # No false alarms, and nothing left behind
 
 

@@ -286,11 +286,13 @@ with warnings.catch_warnings(record=True) as seen:
     for _ in range(3):
         notice("DPE012", "Twice is once.")
         notice("DPE012", "But a key of its own is its own.", key="other")
+        for one in (notice, dpengine):
+            notice("DPE012", "Each object at fault is named.", of=one)
     notice("DPE006", "Another code.")
 print(len(seen), {w.category.__name__ for w in seen})
 """
 
 
-def test_errors_each_notice_is_shown_once_in_a_process():
+def test_errors_each_notice_is_shown_once_for_each_object_at_fault():
     found = subprocess.run([sys.executable, "-c", NOTICES], capture_output=True, text=True, check=True)
-    assert found.stdout.split(maxsplit=1) == ["3", "{'PrivacyWarning'}\n"]
+    assert found.stdout.split(maxsplit=1) == ["5", "{'PrivacyWarning'}\n"]

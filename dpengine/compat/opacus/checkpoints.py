@@ -111,18 +111,19 @@ def _load_accountant(accountant: Any, state: Any, steps_since_load: int, steps: 
     more = after.total() - before.total()
     if more < 0:
         what = f"The account goes back from {before.total()} steps to the {after.total()} of the checkpoint."
-        _notice_lost("back", what)
+        _notice_lost(accountant, "back", what)
     elif (steps_since_load and more) or (steps and before - after):
         what = f"Unless the checkpoint has them too, steps made here count no more: {steps_since_load or steps}."
-        _notice_lost("other", what)
+        _notice_lost(accountant, "other", what)
 
 
-def _notice_lost(key: str, what: str) -> None:
+def _notice_lost(accountant: Any, key: str, what: str) -> None:
     notice(
         "DPE021",
         f"{what} That is right only if nothing was kept or shown of what was trained since. Else load the weights "
         "alone, by module.load_state_dict.",
         key=key,
+        of=accountant,
     )
 
 

@@ -137,9 +137,7 @@ class LedgerAccountant(IAccountant):
         if answer.refusals and answer.accountant_used != accountant:
             who = answer.accountant_used
             said = f"accountant {who!r} answered instead" if who else "epsilon is infinite"
-            notice(
-                "DPE025", f"{answer.refusals[0]} So {said}.", key=f"{type(self).__name__} {answer.refusals[0]} {who}"
-            )
+            notice("DPE025", f"{answer.refusals[0]} So {said}.", key=f"{answer.refusals[0]} {who}", of=self)
         return answer.epsilon
 
 

@@ -314,7 +314,7 @@ def releasing(optimizer: DPOptimizer, step: PrivateStep) -> Iterator[None]:
         step.passes.buffer.drain()
     optimizer._waiting.mark_released()
     held = params(optimizer)
-    refuse_replaced(step.writer.released.keys(), held)
+    refuse_replaced(step.writer.released.keys(), held, optimizer)
     every = {p for group in optimizer.param_groups for p in group["params"]}
     for parameter in (step.writer.released.keys() | every) - set(held):
         parameter.grad = None  # a frozen parameter may hold a raw gradient

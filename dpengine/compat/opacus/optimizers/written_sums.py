@@ -58,7 +58,7 @@ def refuse_or_take(step: PrivateStep, changed: Sequence[nn.Parameter], name: str
             fix="Scale the loss, or the learning rate; call optimizer.zero_grad() to drop sums; or do it in "
             "clip_and_accumulate() of a subclass of DPOptimizer, whose bound is yours to answer for.",
         )
-    notice("DPE012", f"{what}, {why}: its bound is yours to answer for.", key="summed_grad")
+    notice("DPE012", f"{what}, {why}: its bound is yours to answer for.", key="summed_grad", of=step)
     views = dict(step.passes.buffer)
     for parameter in changed:
         total: Any = parameter.summed_grad  # type: ignore[attr-defined]
