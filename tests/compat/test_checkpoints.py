@@ -259,3 +259,26 @@ def test_arguments_for_torch_are_passed_on():
     parts.engine.load_checkpoint(path=again, module=parts.model, module_load_dict_kwargs=loose)
     bare.seek(0)
     parts.engine.load_checkpoint(path=bare, module=parts.model, torch_load_kwargs={"map_location": "cpu"})
+
+
+class Runs:
+    """Sets a flag when it is unpickled."""
+
+    ran = False
+
+    def __reduce__(self):
+        return setattr, (Runs, "ran", True)
+
+
+def test_a_file_that_may_run_code_is_loaded_only_where_that_is_asked_for(monkeypatch):
+    monkeypatch.setattr(Runs, "ran", False)
+    parts = private(noise_multiplier=1.0)
+    before = weights(parts).clone()
+    file = saved(parts, checkpoint_dict={"extra": Runs()})
+    with pytest.raises(ValueError, match=r"may run code.*torch_load_kwargs=\{'weights_only': False\}") as caught:
+        parts.engine.load_checkpoint(path=file, module=parts.model)
+    assert not Runs.ran and torch.equal(weights(parts), before)
+    file.seek(0)
+    fix = str(caught.value).rpartition("pass ")[2].removesuffix(".")
+    eval(f"parts.engine.load_checkpoint(path=file, module=parts.model, {fix})", {"parts": parts, "file": file})
+    assert Runs.ran

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import pickle
 import warnings
 from collections import Counter
 from typing import Any
@@ -77,15 +78,17 @@ class Checkpoints:
             noise_scheduler: Scheduler of the noise multiplier.
             grad_clip_scheduler: Scheduler of the clipping norm.
             module_load_dict_kwargs: Arguments of ``module.load_state_dict``.
-            torch_load_kwargs: Arguments of ``torch.load``; ``weights_only`` is False by default.
+            torch_load_kwargs: Arguments of ``torch.load``. ``weights_only`` is True by default; without it, a file may
+                run code.
 
         Returns:
             The content without the states of optimizer and schedulers.
 
         Raises:
-            ValueError: If the file is no such checkpoint, or belongs to another accountant.
+            ValueError: If the file is no such checkpoint, or belongs to another accountant, or holds objects that
+                ``weights_only`` does not load.
         """
-        content = dict(torch.load(path, **{"weights_only": False, **(torch_load_kwargs or {})}))
+        content = _loaded(path, {"weights_only": True, **(torch_load_kwargs or {})})
         missing = [key for key in (MODULE, ACCOUNTANT) if key not in content]
         if missing:
             raise ValueError(f"{path} holds no {missing[0]!r}, as save_checkpoint writes it; it has {list(content)}.")
@@ -101,6 +104,18 @@ class Checkpoints:
                 warnings.warn(f"The {name.replace('_', ' ')} {said}: its state stays as it is.", stacklevel=3)
         self._steps_at_load = steps
         return content
+
+
+def _loaded(path: Any, how: dict[str, Any]) -> dict[str, Any]:
+    try:
+        return dict(torch.load(path, **how))
+    except pickle.UnpicklingError as error:
+        if not how["weights_only"]:
+            raise
+        raise ValueError(
+            f"{path} holds objects other than tensors and plain values, and loading them may run code that is in the "
+            "file. If you trust the file, pass torch_load_kwargs={'weights_only': False}."
+        ) from error
 
 
 def _load_accountant(accountant: Any, state: Any, steps_since_load: int, steps: int) -> None:
