@@ -121,27 +121,39 @@ class CyclicPoissonStrategy(AbstractBatchStrategy):
         """Returns the examples of one logical batch, sorted. See `AbstractBatchStrategy.draw`."""
         if self.sample_rate == 0:
             return np.empty(0, dtype=np.int64)
-        permutation, ends = self._groups(words)
-        group = step % self.cycle_length
-        start, size = (0 if group == 0 else int(ends[group - 1])), int(ends[group])
-        size -= start
+        drawn = words(KEY_WORDS + 2, step=PARTITION_STEP, block=0)
+        permutation = self._permutation(drawn)
+        start, size = self._span(step % self.cycle_length, drawn)
         inside = PoissonSampling(size, self.sample_rate, 0, self.expected_batch_size)
         return np.sort(permutation(start + inside.draw(step, words)))
 
     def group_of(self, words: WordStream) -> npt.NDArray[np.int64]:
         """Returns the group of each example ``(num_examples,)``, -1 for none. For tests: it needs much memory."""
-        permutation, ends = self._groups(words)
+        drawn = words(KEY_WORDS + 2, step=PARTITION_STEP, block=0)
+        permutation = self._permutation(drawn)
         groups = np.full(self.num_examples, -1, dtype=np.int64)
-        places = permutation(np.arange(int(ends[-1])))
-        groups[places] = np.searchsorted(ends, np.arange(int(ends[-1])), side="right")
+        for group in range(self.cycle_length):
+            start, size = self._span(group, drawn)
+            groups[permutation(np.arange(start, start + size))] = group
         return groups
 
-    def _groups(self, words: WordStream) -> tuple[KeyedPermutation, npt.NDArray[np.int64]]:
-        """Returns the permutation of the examples, and the end of each group in it."""
-        drawn = words(KEY_WORDS + 2, step=PARTITION_STEP, block=0)
-        permutation = KeyedPermutation(self.num_examples, [int(word) for word in drawn[:KEY_WORDS]])
+    def _permutation(self, drawn: npt.NDArray[np.uint64]) -> KeyedPermutation:
+        return KeyedPermutation(self.num_examples, [int(word) for word in drawn[:KEY_WORDS]])
+
+    def _span(self, group: int, drawn: npt.NDArray[np.uint64]) -> tuple[int, int]:
+        """Returns the start of a group among the permuted examples, and its size."""
         if self.partition is Partition.EQUAL_SPLIT:
-            return permutation, np.arange(1, self.cycle_length + 1) * (self.num_examples // self.cycle_length)
-        generator = np.random.Generator(np.random.Philox(key=drawn[KEY_WORDS:]))
-        sizes = generator.multinomial(self.num_examples, np.full(self.cycle_length, 1 / self.cycle_length))
-        return permutation, np.cumsum(sizes)
+            size = self.num_examples // self.cycle_length
+            return group * size, size
+        # Sizes are multinomial. Halving a range of groups splits its examples binomially, so one group needs the splits
+        # on the way to it only. Each split has its own stream.
+        start, size, low, high = 0, self.num_examples, 0, self.cycle_length
+        while high - low > 1:
+            middle = (low + high) // 2
+            stream = np.random.Philox(key=drawn[KEY_WORDS:], counter=[0, low, high, 0])
+            lower = int(np.random.Generator(stream).binomial(size, (middle - low) / (high - low)))
+            if group < middle:
+                high, size = middle, lower
+            else:
+                low, start, size = middle, start + lower, size - lower
+        return start, size

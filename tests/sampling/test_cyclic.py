@@ -52,6 +52,25 @@ def test_independent_groups_take_every_example_and_have_binomial_sizes(seeded_wo
     assert stats.chisquare(found, expected).pvalue > 1e-4
 
 
+def test_sizes_of_independent_groups_are_multinomial(seeded_words):
+    """5,000 partitions of 4 examples in 3 groups: chi-square of all 15 vectors of sizes at 1e-4."""
+    law = stats.multinomial(4, np.full(3, 1 / 3))
+    vectors = [(a, b, 4 - a - b) for a in range(5) for b in range(5 - a)]
+    found = dict.fromkeys(vectors, 0)
+    for seed in range(5000):
+        strategy = sampling(4, rate=1.0, cycle=3, partition=Partition.INDEPENDENT)
+        found[tuple(len(strategy.draw(step, seeded_words(seed))) for step in range(3))] += 1
+    expected = [5000 * law.pmf(vector) for vector in vectors]
+    assert stats.chisquare(list(found.values()), expected).pvalue > 1e-4
+
+
+@both
+def test_a_draw_needs_no_time_or_memory_for_each_group(seeded_words, partition):
+    strategy, words = sampling(10**6, rate=1.0, cycle=10**15, partition=partition), seeded_words()
+    assert [len(strategy.draw(step, words)) for step in (0, 10**15 - 1, 3 * 10**15 + 7)] == [0, 0, 0]
+    assert len(sampling(10**6, rate=1.0, cycle=2, partition=partition).draw(1, words)) == pytest.approx(5e5, rel=0.01)
+
+
 @both
 def test_groups_do_not_hang_together(seeded_words, partition):
     """4,000 partitions: whether examples 0 and 1 share a group, chi-square at 1e-4."""
