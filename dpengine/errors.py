@@ -186,6 +186,12 @@ class BufferUpdateError(PrivacyError):
     code = "DPE026"
 
 
+class ExtensionError(PrivacyError, ValueError):
+    """A clipping policy, grad sampler or norm sampler from outside does not fulfill its contract."""
+
+    code = "DPE027"
+
+
 class PrivacyWarning(Warning):
     """Something a person who answers for the guarantee must know. Shown once for each code, and object at fault."""
 

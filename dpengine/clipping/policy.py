@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from dpengine.errors import InvalidBudgetError
+from dpengine.errors import ExtensionError, InvalidBudgetError
 
 # By how much a neighbouring relation multiplies what one sample can add. The names are those of accounting.Relation.
 RELATIONS = {"add-or-remove-one": 1.0, "zero-out": 1.0, "replace-one": 2.0}
@@ -161,6 +161,43 @@ def selected(factors_BK: Tensor, norms_BK: Tensor) -> Tensor:
     # Selection, not multiplication: 0 * NaN is NaN.
     usable_B1 = ((norms_BK >= 0) & (norms_BK < torch.inf)).all(dim=1, keepdim=True)
     return torch.where(usable_B1, lowered_BK, 0.0)
+
+
+def checked_factors(policy: AbstractClip, norms_BK: Tensor, factors_BK: Any) -> Tensor:
+    """Raises ExtensionError if factors scale a gradient to more than the bounds that their policy states.
+
+    Returns the factors, with 0 for samples that are dropped because their norm is not finite.
+    """
+    name, bounds, shape = type(policy).__name__, tuple(map(float, policy.bounds)), tuple(norms_BK.shape)
+    if not bounds or not all(0 < bound < math.inf for bound in bounds) or len(bounds) not in (1, shape[1]):
+        raise ExtensionError(
+            f"{name}.bounds is {bounds}; expected one positive number, or one for each of the {shape[1]} groups.",
+            fix="Return the clipping norm of each group of group_of().",
+        )
+    if policy.sensitivity() < math.hypot(*bounds) * (1 - SLACK):
+        raise ExtensionError(
+            f"{name}.sensitivity() is {policy.sensitivity():g}, below the norm {math.hypot(*bounds):g} of its bounds.",
+            fix="Do not override sensitivity() and max_grad_norm.",
+        )
+    if not isinstance(factors_BK, Tensor) or factors_BK.shape != norms_BK.shape or factors_BK.is_complex():
+        found = tuple(factors_BK.shape) if isinstance(factors_BK, Tensor) else torch.typename(factors_BK)
+        raise ExtensionError(
+            f"{name}.factors() returned {found}; expected real factors of shape {shape}.",
+            fix="Return one factor for each sample and group.",
+        )
+    clipped_BK = (factors_BK.double() * norms_BK.double()).abs()
+    if len(bounds) < shape[1]:  # one bound for all groups together
+        clipped_BK = clipped_BK.square().sum(dim=1, keepdim=True).sqrt()
+    excess_BK = clipped_BK / clipped_BK.new_tensor(bounds)
+    dropped_B1 = ~norms_BK.isfinite().all(dim=1, keepdim=True)
+    if not ((excess_BK <= 1 + SLACK) | dropped_B1).all():  # NaN is not within
+        worst = float(excess_BK.masked_fill(dropped_B1, 0).max())
+        raise ExtensionError(
+            f"{name}.factors() exceeds the bounds that the policy states: factor times norm is up to {worst:.6g} times "
+            "the bound, so that the noise would be too small.",
+            fix="Return factors of at most bounds[k] / norms_BK[:, k] for group k, or state larger bounds.",
+        )
+    return factors_BK.masked_fill(dropped_B1, 0)
 
 
 def check_norms(where: str, norms_BK: Tensor, groups: int | None = None) -> None:

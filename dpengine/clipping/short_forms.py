@@ -9,6 +9,7 @@ from dpengine.errors import InvalidBudgetError
 
 from .adaptive import Adaptive
 from .flat import Automatic, Flat
+from .groups import Groups
 from .per_layer import PerLayer
 from .policy import AbstractClip
 
@@ -18,6 +19,9 @@ SHORT_FORMS: dict[str, Callable[[Any], AbstractClip]] = {
     "automatic": Automatic,
     "adaptive": Adaptive,
 }
+
+BUILTIN = frozenset({Flat, PerLayer, Automatic, Adaptive, Groups})
+"""Policies whose factors need no check against their bounds."""
 
 
 def clipping_from(value: str | AbstractClip, max_grad_norm: float | Sequence[float] | None = None) -> AbstractClip:

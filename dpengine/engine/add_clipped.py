@@ -12,7 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from dpengine.clipping.policy import AbstractClip
+from dpengine.clipping.policy import AbstractClip, checked_factors
+from dpengine.clipping.short_forms import BUILTIN
 from dpengine.distributed.topology import Topology
 from dpengine.errors import UnsupportedLayerError
 from dpengine.grad_modes.flat_buffer import FlatBuffer
@@ -86,6 +87,8 @@ def add_clipped(
     """
     norms_BK = _sq_norms(mode, grouping, scale, topology, fingerprint).sqrt()
     factors_BK = policy.factors(norms_BK)
+    if type(policy) not in BUILTIN:
+        factors_BK = checked_factors(policy, norms_BK, factors_BK)
     dropped = _drop_not_finite(mode, norms_BK)
     policy.observe(norms_BK)
     samples = common_rows(mode.rows)

@@ -19,6 +19,13 @@ GUARDS = [
         "e_last_backward",
     ),
     Guard(
+        "factors-of-own-policy",
+        "factors of policies from outside are within the bounds",
+        "(excess_BK <= 1 + SLACK) | dropped_B1",
+        "(excess_BK <= 1e9) | dropped_B1",
+        "clipping/test_policies_from_outside.py::test_a_policy_that_exceeds_its_bounds_is_refused",
+    ),
+    Guard(
         "factor-slack",
         "thresholds leave room for rounding",
         " * (1 - SLACK)\n    return selected",

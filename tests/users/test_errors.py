@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader, WeightedRandomSampler
 import dpengine
 from dpengine import PrivacyEngine, errors
 from dpengine.accounting import PoissonGaussianEvent, suggested_delta, to_dp_accounting
+from dpengine.clipping import AbstractClip
 from dpengine.validation.loss import check_loss, per_example
 
 from .mistakes import UNREACHABLE, batch_norm, rdp
@@ -43,6 +44,21 @@ class Functional(nn.Module):
 
     def forward(self, inputs):
         return self.layer(inputs) + F.linear(inputs, self.layer.weight)
+
+
+class Doubled(AbstractClip):
+    """Clips to twice the norm that it states."""
+
+    bounds = (0.1,)
+
+    def group_of(self, names):
+        return [0] * len(names)
+
+    def factors(self, norms_BK):
+        return (0.2 / norms_BK).clamp(max=1)
+
+    def describe(self):
+        return {"policy": "doubled"}
 
 
 def backward_only(loop, *, times=1):
@@ -188,6 +204,8 @@ CATALOGUE = [
     Row("DPE022", errors.BatchStateError, lambda: next(iter((loop := make_loop()).loader)) and loop.optimizer.step(),
         "no backward pass", "Call loss.backward() before optimizer.step()"),
     Row("DPE022", errors.BatchStateError, eval_mode, "eval mode", "Call model.train() before the forward pass"),
+    Row("DPE027", errors.ExtensionError, lambda: one_step(make_loop(clipping=Doubled())), "Doubled.factors()",
+        "Return factors of at most bounds[k] / norms_BK[:, k]"),
 ]  # fmt: skip
 
 
