@@ -16,6 +16,7 @@ from torch.nn.utils.rnn import PackedSequence
 from torch.utils import _pytree as pytree
 
 from dpengine.errors import suggests_names
+from dpengine.grad_samplers.rule_check import without_rule_checks
 
 from .grad_sample_module import GradSampleModule
 
@@ -66,6 +67,7 @@ class GradientReport:
 
 
 @suggests_names
+@without_rule_checks()
 def check_per_sample_gradients(
     model: nn.Module,
     inputs: Any,
@@ -135,6 +137,7 @@ def gradients_alone(
     return {name: torch.stack(rows) for name, rows in found.items()}
 
 
+@without_rule_checks()
 def gradients_together(
     wrapped: GradSampleModule, inputs: Any, *, batch_first: bool = True, loss_reduction: str = "mean"
 ) -> Gradients:
@@ -145,6 +148,7 @@ def gradients_together(
     return {name: getattr(p, "grad_sample", None) for name, p in named if p.requires_grad}  # type: ignore[misc]
 
 
+@without_rule_checks()  # because some gradients are formed on first use
 def compare(alone: Gradients, together: Mapping[str, Tensor | None], *, atol: float, rtol: float) -> GradientReport:
     """Compares per-sample gradients with the reference. Missing ones count as zero."""
     if alone.keys() != together.keys():

@@ -9,7 +9,7 @@ batched.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -168,21 +168,30 @@ class _Rows:
         found: dict[str, list[Tensor]] = {name: [] for name in self.parameters}
         outputs: list[list[Tensor]] = []
         for row in range(self.count):
-            parameters = {name: p.detach().requires_grad_() for name, p in self.parameters.items()}
-            # In order, since torch 2.13 dies in the backward of group_norm on a channels_last input.
-            inputs = [self.leaves[place][row : row + 1].contiguous() for place in self.cut]
-            with torch.enable_grad():
-                one = self.run(parameters, inputs)
-            ends = [(o, g[row : row + 1].to(o.dtype)) for o, g in zip(one, self.grads, strict=True) if o.requires_grad]
-            grads: Any = [None] * len(parameters)
-            if ends:
-                tensors, cotangents = zip(*ends, strict=True)
-                grads = torch.autograd.grad(tensors, list(parameters.values()), cotangents, allow_unused=True)
-            for (name, parameter), grad in zip(parameters.items(), grads, strict=True):
-                found[name].append(torch.zeros_like(parameter) if grad is None else grad.to_dense())
-            outputs.append([o.detach() for o in one])
+            grads, one = self.alone(row)
+            for name, grad in grads.items():
+                found[name].append(grad)
+            outputs.append(one)
         stacked = {name: torch.stack(grads).detach() for name, grads in found.items()}
         return stacked, [torch.cat(parts) for parts in zip(*outputs, strict=True)]
+
+    def alone(self, row: int) -> tuple[dict[str, Tensor], list[Tensor]]:
+        """Gradients and outputs of one row, by autograd."""
+        parameters = {name: p.detach().requires_grad_() for name, p in self.parameters.items()}
+        # In order, since torch 2.13 dies in the backward of group_norm on a channels_last input.
+        inputs = [self.leaves[place][row : row + 1].contiguous() for place in self.cut]
+        with torch.enable_grad():
+            one = self.run(parameters, inputs)
+        ends = [(o, g[row : row + 1].to(o.dtype)) for o, g in zip(one, self.grads, strict=True) if o.requires_grad]
+        grads: Any = [None] * len(parameters)
+        if ends:
+            tensors, cotangents = zip(*ends, strict=True)
+            grads = torch.autograd.grad(tensors, list(parameters.values()), cotangents, allow_unused=True)
+        found = {
+            name: torch.zeros_like(parameter) if grad is None else grad.to_dense()
+            for (name, parameter), grad in zip(parameters.items(), grads, strict=True)
+        }
+        return found, [o.detach() for o in one]
 
     def agree(self, outputs: list[Tensor]) -> bool:
         """Whether the replay gave what was recorded, but for rounding."""
@@ -193,6 +202,36 @@ class _Rows:
         # Perhaps forward ran in half precision. Then the whole batch, run in the rows' precision, agrees with them.
         whole = self.run(self.parameters, [self.leaves[place] for place in self.cut])
         return _close(outputs, whole, _ROUNDING[self.grads[0].dtype])
+
+
+def samples_alone(call: LayerCall, samples: Sequence[int]) -> Iterator[tuple[int, dict[str, Tensor]]]:
+    """Yields samples of a call, each with the gradients of the layer's parameters by autograd.
+
+    The call needs no output. Raises RuntimeError if the output of a sample alone is not that of the batch.
+    """
+    devices = {leaf.device for leaf in pytree.tree_leaves(call.grad_output) if isinstance(leaf, Tensor)}
+    with torch.random.fork_rng([d for d in devices if d.type == "cuda"]), _attributes_kept(call.layer):
+        rows = _Rows.of(call.replace(output=_output_of(call)) if call.output is None else call)
+        with torch.no_grad():
+            whole = rows.run({**rows.parameters}, [rows.leaves[place] for place in rows.cut])
+        for sample in samples:
+            grads, outputs = rows.alone(sample)
+            if not _close(outputs, [o[sample : sample + 1] for o in whole], _ROUNDING[rows.grads[0].dtype]):
+                raise RuntimeError("its output for a sample depends on the others or on random numbers")
+            yield sample, grads
+
+
+def _output_of(call: LayerCall) -> Any:
+    """Runs a layer on a whole batch."""
+    turn = (
+        (lambda leaf: leaf) if call.batch_first else (lambda leaf: turned(leaf) if isinstance(leaf, Tensor) else leaf)
+    )
+    args, kwargs = pytree.tree_map(turn, (call.inputs, dict(call.kwargs)))
+    dtype = next(leaf.dtype for leaf in pytree.tree_leaves(call.grad_output) if isinstance(leaf, Tensor))
+    tensors = [*call.layer.named_parameters(), *call.layer.named_buffers()]
+    state = {name: _widened(tensor, dtype).clone() for name, tensor in tensors}
+    with torch.no_grad():
+        return pytree.tree_map(turn, functional_call(call.layer, state, args, kwargs))
 
 
 _ROUNDING = {torch.float64: 1e-9, torch.float32: 1e-3}

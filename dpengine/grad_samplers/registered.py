@@ -15,6 +15,7 @@ from torch.utils import _pytree as pytree
 from dpengine.capture.record import LayerCall
 from dpengine.errors import MissingGradientError, UnsupportedLayerError, suggests_names
 
+from .rule_check import RuleCheck
 from .sampler import JointSampler, Rows
 
 GradFunction = Callable[[Any, "list[Any]", Any], Mapping[nn.Parameter, Tensor]]
@@ -146,18 +147,23 @@ def _refuse_uncallable(caller: str, what: str, classes: Sequence[type[nn.Module]
 
 
 def _joint(function: GradFunction, own_loss: bool) -> JointSampler:
+    check = RuleCheck("grad")
+
     def grads(call: LayerCall) -> dict[str, Tensor]:
         parameters = dict(call.layer.named_parameters())
         if call.batch_size == 0:
             return {n: p.new_zeros(0, *p.shape) for n, p in parameters.items() if p.requires_grad}
         names = {parameter: name for name, parameter in parameters.items()}
         found = _asked("grad", function, own_loss, call)
+        if call.layer not in check.settled:
+            check.compare(call, found)
         return {names[parameter]: grad for parameter, grad in found.items()}
 
     return JointSampler(grads)
 
 
 def _sq_norms(function: NormFunction, own_loss: bool) -> Callable[[str], Rows]:
+    check = RuleCheck("norm")
     answers: weakref.WeakKeyDictionary[LayerCall, dict[nn.Parameter, Any]] = weakref.WeakKeyDictionary()
 
     def sq_norm_of(name: str) -> Rows:
@@ -167,6 +173,8 @@ def _sq_norms(function: NormFunction, own_loss: bool) -> Callable[[str], Rows]:
                 return parameter.new_zeros(0)
             if call not in answers:  # one answer for all parameters of a call
                 answers[call] = _asked("norm", function, own_loss, call)
+                if call.layer not in check.settled:
+                    check.compare(call, answers[call])
             norm_B = _checked(call, name, answers[call].get(parameter))
             return norm_B.to(torch.promote_types(norm_B.dtype, torch.float32)).square()
 

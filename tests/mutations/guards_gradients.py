@@ -19,6 +19,20 @@ GUARDS = [
         "e_last_backward",
     ),
     Guard(
+        "rules-compared",
+        "registered grad samplers are compared with a loop over samples",
+        "            check.compare(call, found)\n",
+        "            pass\n",
+        "grad_samplers/test_rule_check.py::test_a_wrong_grad_sampler_is_refused_by_name_with_what_differs",
+    ),
+    Guard(
+        "norm-rules-compared",
+        "registered norm samplers are compared with a loop over samples",
+        "check.compare(call, answers[call])",
+        "pass",
+        "grad_samplers/test_rule_check.py::test_a_wrong_norm_sampler_is_refused_by_name_with_what_differs",
+    ),
+    Guard(
         "factors-of-own-policy",
         "factors of policies from outside are within the bounds",
         "(excess_BK <= 1 + SLACK) | dropped_B1",
