@@ -65,7 +65,8 @@ def register_grad_sampler(
     ``forward``, and the gradient of its output, all with the batch on axis 0 and not scaled. It returns, for each
     trainable parameter of the layer, the gradients of all rows, ``{parameter: (B, *parameter.shape)}``. Only exactly
     this class is matched, not its subclasses. A later registration replaces an earlier one, and wins over the built-in
-    rule. Models that are attached already keep the rules that they have.
+    rule. Models that are attached already keep the rules that they have. In the first batches of each layer, results
+    are compared with those of a loop over samples; if they differ, ``ExtensionError`` is raised.
 
     Args:
         layer_class: The class, or several.
@@ -104,7 +105,8 @@ def register_norm_sampler(
     and where the model is spread over processes.
 
     Only exactly this class is matched, not its subclasses. A later registration replaces an earlier one. Models that
-    are attached already keep the rules that they have.
+    are attached already keep the rules that they have. In the first batches of each layer, norms are compared with
+    those of a loop over samples; if they differ, ``ExtensionError`` is raised.
 
     Args:
         layer_class: The class, or several.
