@@ -107,11 +107,11 @@ class LanguageModel(nn.Module):
 @pytest.fixture
 def step(monkeypatch):
     """Returns a function that runs one private step with given labels."""
-    for kind in (CausalLMOutput, MaskedLMOutput):
-        monkeypatch.setattr(kind, "__module__", "transformers.modeling_outputs")
+    for kind in (CausalLMOutput, MaskedLMOutput, LanguageModel):
+        monkeypatch.setattr(kind, "__module__", "transformers.modeling")
 
-    def run(labels, loss_of, kind=CausalLMOutput):
-        model, ids = LanguageModel(kind), torch.randint(V, (B, T))
+    def run(labels, loss_of, kind=CausalLMOutput, wrap=lambda model: model):
+        model, ids = wrap(LanguageModel(kind)), torch.randint(V, (B, T))
         objects = model, torch.optim.SGD(model.parameters(), lr=0.1), DataLoader(TensorDataset(ids, labels), B)
         model, optimizer, loader = PrivacyEngine().make_private(*objects, noise_multiplier=1.0, max_grad_norm=1.0)
         optimizer.zero_grad()
@@ -142,6 +142,23 @@ def first_masked(count):
 def test_a_mean_over_all_labels_of_the_batch_is_rejected(labels, kind, says, step):
     with pytest.raises(BatchDependentLossError, match=says):
         step(labels, own, kind)
+
+
+class Wrapped(nn.Module):
+    """Holds a model of the library, as Lightning modules do, and returns a tuple."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def forward(self, input_ids, labels):
+        output = self.model(input_ids, labels)
+        return output.loss, output.logits
+
+
+def test_a_mean_over_all_labels_is_rejected_inside_another_model(step):
+    with pytest.raises(BatchDependentLossError, match="different numbers of labels"):
+        step(tokens()[1], lambda model, ids, labels: model(ids, labels)[0], wrap=Wrapped)
 
 
 def test_a_count_of_the_batch_is_rejected(step):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import enum
-import logging
 import sys
 import threading
 import weakref
@@ -17,7 +16,6 @@ import torch
 from torch import Tensor, nn
 from torch._C import _functorch
 from torch.autograd.variable import Variable
-from torch.utils import _pytree as pytree
 
 from dpengine.distributed.topology import SINGLE, Topology
 from dpengine.errors import UnknownParameterError, UnsupportedLayerError
@@ -26,7 +24,7 @@ from dpengine.layers.replacements import to_original, to_replacement
 
 from .batch_statistics import batch_norm_guards
 from .hooks import Hook, LayerForward, RootHook
-from .model_state import ModelState
+from .own_loss import token_mean_guards
 from .record import LayerCall, TensorCall, Use, turned
 from .watch import Watch
 
@@ -36,7 +34,6 @@ if TYPE_CHECKING:
 _peek_transform = _functorch.peek_interpreter_stack  # returns None outside transforms such as torch.func.vmap
 
 
-_logger = logging.getLogger(__name__)
 _watched: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # modules of all models that are attached
 
 
@@ -151,6 +148,7 @@ class Capture:
             self._forwards.append(forward)
             forward.attach()
         self._handles += batch_norm_guards(self.model, self._acts)
+        self._handles += token_mean_guards(self.model, lambda: self.recording)
         root = RootHook(self)
         self._handles.append(self.model.register_forward_pre_hook(root.before, with_kwargs=True, prepend=True))
         self._handles.append(self.model.register_forward_hook(root.after, with_kwargs=True, always_call=True))
@@ -262,26 +260,10 @@ class Capture:
         self.listener.forward_started(rows)
         self.leaks.clear()  # earlier backward passes were not recorded, for example in eval mode
 
-    def run_with_fewer_samples(self) -> None:
-        """Runs the running forward pass without its last sample, and undoes it. Does nothing if that fails."""
-        sharded = bool(self.topology.slots) or self.topology.splits.size > 1  # whose processes would wait
-        if self.inputs is None or self.rows is None or sharded:
-            return
-
-        def cut(leaf: Any) -> Any:
-            whole = isinstance(leaf, Tensor) and leaf.dim() and self.rows_of((leaf,)) == self.rows
-            return self.batch_to_front(self.batch_to_front(leaf)[:-1]).clone() if whole else leaf
-
-        args, kwargs = pytree.tree_map(cut, self.inputs)
-        devices = sorted({str(p.device) for p in self.model.parameters() if p.device.type == "cuda"})
-        state = ModelState.of(self.model)
-        try:
-            with self.paused(), torch.no_grad(), torch.random.fork_rng(devices):
-                self.model(*args, **kwargs)
-        except Exception:
-            _logger.debug("The model does not run with one sample less.", exc_info=True)
-        finally:
-            state.restore()
+    @property
+    def sharded(self) -> bool:
+        """True if processes hold parts of parameters or of layers, so that all of them must run a pass together."""
+        return bool(self.topology.slots) or self.topology.splits.size > 1
 
     def restore(self) -> None:
         """Restores the parameters and ``requires_grad`` flags that an interrupted forward pass left changed."""

@@ -18,7 +18,6 @@ from torch.nn.utils.rnn import PackedSequence
 from dpengine.layers.not_twice_differentiable import refuse_second_derivative
 
 from .buffers import BufferWatch
-from .own_loss import refuse_token_mean
 from .record import LayerUses, TensorCall, Use
 from .swaps import ParameterSwap
 from .tap import repeated_backward, tensors_in, tensors_in_outputs
@@ -114,8 +113,6 @@ class RootHook:
         self.buffers.refuse_written()
         if not capture.recording:
             return None
-        if not isinstance(output, Tensor):
-            refuse_token_mean(kwargs, output)
         if capture.replay is not None:
             output = capture.replay.end(output, capture.anchor)
         for tensor in (output,) if isinstance(output, Tensor) else tensors_in_outputs(output):

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import inspect
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from dpengine.errors import BatchDependentLossError
+
+from .hooks import Hook
 
 _IGNORED = -100  # label of tokens that do not count
 _FIX = (
@@ -16,21 +19,46 @@ _FIX = (
 )
 
 
-def refuse_token_mean(kwargs: Mapping[str, Any], output: Any) -> None:
-    """Raises BatchDependentLossError in the backward pass from a loss in which samples have different weights.
+def token_mean_guards(model: nn.Module, recording: Callable[[], bool]) -> list[Any]:
+    """Attaches hooks that raise BatchDependentLossError in the backward pass from a loss with unequal weights.
 
-    Such a loss is that of a model of the library transformers, given ``labels`` of which samples have different
-    numbers, or the number of labels in the batch. Nothing is raised if the loss is not used.
+    Such a loss is that of a model of the library transformers, or of such a model inside another one, given ``labels``
+    of which samples have different numbers, or the number of labels in the batch. Nothing is raised if it is not used.
     """
-    if not type(output).__module__.startswith("transformers."):
+    handles = []
+    for module in model.modules():
+        if type(module).__module__.startswith("transformers."):
+            signature = inspect.signature(type(module).forward)
+            if "labels" in signature.parameters:
+                hook = _LossHook(signature, recording)
+                handles.append(module.register_forward_hook(hook, with_kwargs=True))
+    return handles
+
+
+class _LossHook(Hook):
+    """Checks the loss of a module. Copies of the module have no check."""
+
+    def __init__(self, signature: inspect.Signature, recording: Callable[[], bool]):
+        def check(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+            if recording():
+                _refuse(module, signature.bind_partial(module, *args, **kwargs).arguments, output)
+
+        super().__init__(check)
+
+
+def _refuse(module: nn.Module, given: Mapping[str, Any], output: Any) -> None:
+    labels = given.get("labels")
+    loss = output[0] if isinstance(output, tuple) else getattr(output, "loss", None)
+    logits = output[1] if isinstance(output, tuple) and len(output) > 1 else getattr(output, "logits", None)
+    if not isinstance(loss, Tensor) or loss.dim() or loss.grad_fn is None:
         return
-    loss = getattr(output, "loss", None)
-    if not isinstance(loss, Tensor) or loss.grad_fn is None:
-        return
-    shifted = type(output).__name__.startswith("CausalLM")
-    if kwargs.get("num_items_in_batch") is not None:
+    if not (isinstance(logits, Tensor) and isinstance(labels, Tensor)) or logits.shape[:2] != labels.shape:
+        return  # no loss of tokens, as one of CTC
+    shifted = any("CausalLM" in type(one).__name__ or "LMHead" in type(one).__name__ for one in (module, output))
+    more = {**given, **given.get("kwargs", {})}
+    if more.get("num_items_in_batch") is not None:
         why = "num_items_in_batch= divides the loss of each sample by the number of labels of the whole batch"
-    elif _have_equal_counts(kwargs.get("labels"), shifted):
+    elif _have_equal_counts(labels, shifted):
         return
     else:
         why = "the samples have different numbers of labels, and the loss is a mean over all labels of the batch"

@@ -15,6 +15,7 @@ from dpengine.distributed.local_shards import is_dtensor, local_part
 from dpengine.errors import UnsupportedLayerError
 from dpengine.layers.not_twice_differentiable import refuse_second_derivative
 
+from .fewer_samples import is_in_inputs, run_with_fewer_samples
 from .record import Use
 from .tap import CallReport, RowsReport, RowsTap, tensors_in
 from .watch import Kind, Watch
@@ -159,11 +160,21 @@ class ParameterSwap:
         if indices.dim() == 1:
             # A batch may have as many samples as there are positions, so a call that shows sharing decides later ones.
             self.shared = self.shared or len(indices) != capture.rows
-            if not self.shared and not self._told_apart and len(indices) > 1:
+            if not (self.shared or self._told_apart or len(indices) < 2 or is_in_inputs(capture, indices)):
                 self._told_apart = True
+                if capture.sharded:
+                    self._refuse_consecutive(indices)
                 self.shared = len(indices) in self._lengths_with_fewer_samples()
             return self.shared
         return indices.dim() > 1 and indices.shape[0] == 1 != capture.rows
+
+    def _refuse_consecutive(self, indices: Tensor) -> None:
+        if torch.equal(indices, indices[0] + torch.arange(len(indices), device=indices.device)):
+            raise UnsupportedLayerError(
+                f"Embedding '{self.watch.name}' got {len(indices)} consecutive indices, as many as samples. They may "
+                "be positions that all samples share.",
+                fix="Give positions an axis of length 1: torch.arange(T).unsqueeze(0).",
+            )
 
     def _lengths_with_fewer_samples(self) -> set[int]:
         """Returns the lengths of the 1-D indices of this layer if the running pass has one sample less."""
@@ -174,7 +185,7 @@ class ParameterSwap:
 
         handle = self.module.register_forward_pre_hook(note, with_kwargs=True)
         try:
-            self.capture.run_with_fewer_samples()
+            run_with_fewer_samples(self.capture)
         finally:
             handle.remove()
         return lengths

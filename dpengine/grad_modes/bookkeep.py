@@ -279,16 +279,17 @@ class BookKeeping(AbstractGradients):
     def form_again(self, names: Mapping[nn.Parameter, str]) -> None:
         """Makes `add_sums` form gradients as `sq_norms` of another pass over the batch did."""
         if self._waiting:
-            self._stack(common_rows(self.rows))
+            with self._computing():
+                self._stack(common_rows(self.rows))
         for parameter, entry in self._entries.items():
             entry.form_again = names.get(parameter)
 
     def drop(self, rows_B: Tensor) -> None:
-        if self._waiting:
-            self._unstack()
-        if self._matrix is not None:
-            self._matrix = self._matrix._replace(grads_BP=zeroed(self._matrix.grads_BP, rows_B))
         with self._computing():
+            if self._waiting:  # of the second pass of ghost mode, whose norms are those of this matrix
+                self._stack(common_rows(self.rows))
+            if self._matrix is not None:
+                self._matrix = self._matrix._replace(grads_BP=zeroed(self._matrix.grads_BP, rows_B))
             for entry in self._entries.values():
                 entry.drop(rows_B)
 

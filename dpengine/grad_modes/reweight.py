@@ -57,6 +57,7 @@ class Reweight(AbstractGradients):
         # Calls that are not in the window yet, and the object that receives them. Threads of autograd append to it.
         self._arrived: deque[tuple[TensorCall, BookKeeping]] = deque()
         self._tensors: list[tuple[Place, Tensor]] = []  # inputs and gradients of the calls in the window
+        self._several: set[nn.Parameter] = set()  # parameters of the calls in `_repeated`
         self._met: dict[nn.Parameter, str] = {}  # parameters of the calls that are or were in the window
         self._sq_norms: list[tuple[list[nn.Parameter], Tensor]] = []  # parameters, (B, len(parameters))
         self._rows: dict[str, int] = {}
@@ -89,7 +90,7 @@ class Reweight(AbstractGradients):
     def _note(self, name: str, rows: int, uses: Collection[Use]) -> BookKeeping:
         """Notes the parameters of a call and its number of samples. Returns the object that receives the call."""
         if self._consume is not None:
-            return self._window
+            return self._repeated if any(use.parameter in self._several for use in uses) else self._window
         note_rows(self._rows, name, rows)
         for use in uses:
             # Only the norm of the first use is left, and the norm of a sum does not follow from norms.
@@ -100,6 +101,7 @@ class Reweight(AbstractGradients):
                     fix="Run the forward passes again, or use grad_sample_mode='auto'.",
                 )
         if any(self._uses(use.parameter) > 1 for use in uses):
+            self._several.update(use.parameter for use in uses)
             return self._repeated
         self._met.update((use.parameter, use.name) for use in uses)
         return self._window
@@ -207,7 +209,6 @@ class Reweight(AbstractGradients):
         self._empty_window()
         if self._repeated.parameters:
             sq_norms_BK = self._repeated.sq_norms(groups, num_groups, 1.0)
-            self._formed_again.update(self._repeated.formed_again())
         else:
             device = self._sq_norms[0][1].device if self._sq_norms else None
             sq_norms_BK = torch.zeros(rows, num_groups, dtype=torch.float64, device=device)
@@ -239,6 +240,11 @@ class Reweight(AbstractGradients):
         try:
             self._rerun(select)
             self._empty_window()
+            if self._repeated.rows:  # by the gradients of which the norms are
+                self._repeated.sq_norms(groups, weights_BK.shape[1], 1.0)
+                if dropped is not None:
+                    self._repeated.drop(dropped)
+                self._repeated.add_sums(groups, weights_BK, scale, into)
         finally:
             self._consume = None
         self._check_equal_passes()
@@ -248,7 +254,7 @@ class Reweight(AbstractGradients):
         self._window.clear()
         self._arrived.clear()
         self._tensors, self._window_bytes = [], 0
-        self._met, self._sq_norms, self._formed_again = {}, [], {}
+        self._met, self._sq_norms, self._formed_again, self._several = {}, [], {}, set()
         self._rows = {}
         self._tensor_norms = ({}, {})
         self._dropped = None

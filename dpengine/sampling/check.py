@@ -102,11 +102,14 @@ def check_repeats(dataset: Any) -> None:
     """
     if type(dataset) not in (Subset, ConcatDataset):
         return
-    taken: dict[int, tuple[Any, list[np.ndarray]]] = {}  # by the id of a data set, which ``dataset`` keeps alive
+    taken: dict[int, tuple[Any, list[np.ndarray | None]]] = {}  # by the id of a data set, which ``dataset`` keeps alive
     for part, indices in _taken(dataset, None):
         taken.setdefault(id(part), (part, []))[1].append(indices)
     for part, every in taken.values():
-        found, counts = np.unique(np.concatenate(every), return_counts=True)
+        if len(every) == 1 and every[0] is None:
+            continue
+        listed = [np.arange(_rows(part)) if one is None else one for one in every]
+        found, counts = np.unique(np.concatenate(listed), return_counts=True)
         if len(counts) and counts.max() > 1:
             most = int(counts.argmax())
             raise SamplingError(
@@ -118,14 +121,14 @@ def check_repeats(dataset: Any) -> None:
             )
 
 
-def _taken(dataset: Any, chosen: np.ndarray | None) -> list[tuple[Any, np.ndarray]]:
-    """Returns the data sets that a data set is made of, and the indices that it takes; None for all of them."""
+def _taken(dataset: Any, chosen: np.ndarray | None) -> list[tuple[Any, np.ndarray | None]]:
+    """Returns the data sets that a data set is made of, and the indices that it takes; None for each index once."""
     if type(dataset) is Subset:
         try:
-            own = np.asarray(dataset.indices, dtype=np.int64)
-        except (TypeError, ValueError):  # keys, or a tensor on a GPU
-            own = None
-        if own is not None:
+            own = np.asarray(dataset.indices)
+        except (TypeError, ValueError):  # a tensor on a GPU
+            own = np.empty(0, dtype=object)
+        if own.ndim == 1 and own.dtype.kind in "iu":  # else keys
             return _taken(dataset.dataset, own if chosen is None else own[chosen])
     if type(dataset) is ConcatDataset:
         if chosen is None:
@@ -135,9 +138,7 @@ def _taken(dataset: Any, chosen: np.ndarray | None) -> list[tuple[Any, np.ndarra
         for part, start, end in zip(dataset.datasets, [0, *ends], ends, strict=False):
             found += _taken(part, chosen[(start <= chosen) & (chosen < end)] - start)
         return found
-    if chosen is None:
-        chosen = np.arange(_rows(dataset))
-    if (chosen < 0).any():
+    if chosen is not None and (chosen < 0).any():
         chosen = np.where(chosen < 0, chosen + _rows(dataset), chosen)
     return [(dataset, chosen)]
 

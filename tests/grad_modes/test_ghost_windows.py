@@ -80,3 +80,55 @@ def test_layers_in_one_window_are_formed_together_and_no_window_holds_more_than_
     model(inputs).square().sum().backward()
     sums.clip(rows=8)
     assert [size // call_bytes for size in windows] == 2 * [5, 5, 5, 5, 0]
+
+
+CANCELLING = 64  # positions whose gradients cancel, so that rounding decides what their sum is
+
+
+class TwoLayers(nn.Module):
+    """Layers of one shape, of which the second may be used twice."""
+
+    def __init__(self, reuse):
+        super().__init__()
+        self.a, self.b = nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False)
+        self.reuse = reuse
+
+    def forward(self, inputs, others):
+        return self.a(inputs), self.b(others) + (self.b(others) if self.reuse else 0)
+
+
+def cancelling(seed, rows):
+    torch.manual_seed(seed)
+    inputs, grads = 1e9 * torch.randn(1, CANCELLING, 3), torch.randn(1, CANCELLING, 3)
+    half = CANCELLING // 2
+    order = torch.randperm(half)
+    inputs[:, half:], grads[:, half:] = inputs[:, :half][:, order], -grads[:, :half][:, order]
+    return inputs.repeat(rows, 1, 1), grads.repeat(rows, 1, 1)
+
+
+@pytest.mark.parametrize(("reuse", "not_finite"), [(False, False), (True, False), (False, True)])
+def test_both_passes_form_gradients_by_the_same_products(reuse, not_finite):
+    """Else the sum of samples whose gradients cancel in one product only is far above the clipping norm."""
+    for seed in range(10):
+        inputs, grads = cancelling(seed, 3)
+        if not_finite:
+            grads[2] = torch.nan
+        model = TwoLayers(reuse)
+        sums = ClippedPasses(model, Flat(1.0), mode="ghost", probes=False)
+        first, second = model(inputs, torch.zeros(3, CANCELLING, 3))
+        ((first * grads).sum() / 3 + (second * 0).sum()).backward()
+        sums.clip(rows=3)
+        assert float(sums.totals()["a.weight"].norm()) <= 3.01
+
+
+def test_a_bias_that_is_used_several_times_is_summed_as_its_norm_was_computed():
+    for seed in range(5):
+        torch.manual_seed(seed)
+        layer = nn.Linear(1, 5)
+        one, other = torch.randint(-(2**23), 2**23, (2, 8, 5)).float() * 2**12
+        sums = ClippedPasses(layer, Flat(1.0), mode="ghost", probes=False)
+        x = torch.zeros(8, 1)
+        uses = (layer(x) * one).sum() + (layer(x) * other).sum() - (layer(x) * (one + other)).sum()
+        (uses / 8).backward()
+        sums.clip(rows=8)
+        assert float(sums.totals()["bias"].norm()) <= 8.1
