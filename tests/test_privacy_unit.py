@@ -317,10 +317,9 @@ def test_nobody_may_be_drawn(settings):
     sizes = []
     for x, y, _ in loader:
         optimizer.zero_grad()
-        if len(x):
-            F.cross_entropy(model(x), y).backward()
+        F.cross_entropy(model(x), y).backward()
         if "accumulation_steps" not in settings:
-            sizes.append(len(x))
+            sizes.append(inside.samples_now(engine))
             optimizer.step()
     if sizes:
         assert 0 in sizes

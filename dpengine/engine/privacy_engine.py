@@ -140,7 +140,8 @@ class PrivacyEngine(argument_checks.NotCopyable):
         Args:
             module: The model, or a ``GradSampleModule``. Hooks are attached to it; ``detach`` removes them.
             optimizer: Any optimizer of ``torch.optim`` except LBFGS and SparseAdam, over the model's parameters.
-            data_loader: A ``DataLoader``. The returned loader draws Poisson batches of the same expected size.
+            data_loader: A ``DataLoader``. The returned loader draws Poisson batches of the same expected size. For an
+                empty batch it returns one placeholder sample, of zeros.
             noise_multiplier: Ratio of the noise standard deviation to the sensitivity. 0 trains without privacy.
             target_epsilon: Maximum epsilon of all planned steps and the earlier runs of this engine; the noise is
                 calibrated to it. The first run after ``load_state_dict`` resumes with the same noise and the remaining
@@ -172,7 +173,7 @@ class PrivacyEngine(argument_checks.NotCopyable):
             unused_parameters: ``"error"``, or ``"zero"`` to update a parameter without a gradient by noise only.
             on_budget: ``"stop"`` ends the loader before the target is exceeded, ``"raise"`` raises, ``"warn"`` warns.
             allow_large_delta: Accepts a delta of ``1 / N`` or more.
-            example_input: An example of the data set, if the data set is empty.
+            example_input: A made-up example as the data set would return it, for an empty data set, or as placeholder.
             grad_scaler: The GradScaler that scales the loss. Its scale stays constant from now on.
             lr_scheduler: A scheduler that must not count accumulation steps.
 

@@ -208,10 +208,9 @@ class PrivateStep:
                 self._begin_external(recorded.samples)
             while physical := self.batches.next_for_backward(recorded.mode.rows.values()):
                 self._begin(physical)
-            if self.batches.is_placeholder:
+            if self.batches.is_placeholder:  # clipped as a pass without samples, because other ranks may wait for it
                 self.passes.forget()
-                self.batches.clipped()
-                return
+                recorded = RecordedPass(self.passes.mode)
             # Quick tests, once per pass. `check_backward` raises the error if the pass is indeed wrong.
             samples = self.batches.samples if self.batches.awaits_backward else None
             if samples is None or recorded.samples != samples or self.writer.stale:
