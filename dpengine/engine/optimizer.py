@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import operator
 import weakref
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Collection, Sequence, Set
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +14,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from dpengine.errors import (
+    BatchStateError,
     DetachedError,
     ParameterMismatchError,
     ScaledGradientError,
@@ -181,9 +182,11 @@ def _step(self: Any, closure: Callable[[], Any] | None = None) -> Any:
 def _update(optimizer: Optimizer, attachment: Attachment) -> None:
     """Runs the update of the base class. Clears all other gradients: a frozen parameter may hold an unclipped one."""
     released, held = attachment.step.writer.released, parameters_of(optimizer)
-    passes = attachment.step.passes
+    passes, versions = attachment.step.passes, [p._version for p in released]
     if passes.only is None and len(released) == len(held) and all(map(operator.is_, released, held)):
         attachment.base.step(optimizer)
+        if versions and versions[0] == held[0]._version:
+            refuse_no_update(optimizer, attachment.base, released, versions)
         return
     trained: Set[nn.Parameter] = released.keys()
     if passes.only is not None:  # then `released` lacks parameters that replaced one of the optimizer's
@@ -193,6 +196,27 @@ def _update(optimizer: Optimizer, attachment: Attachment) -> None:
         if parameter not in released:
             parameter.grad = None
     attachment.base.step(optimizer)
+    refuse_no_update(optimizer, attachment.base, released, versions)
+
+
+def refuse_no_update(
+    optimizer: Optimizer, base: type[Optimizer], released: Collection[nn.Parameter], versions: Sequence[int]
+) -> None:
+    """Raises if an optimizer of torch, or a wrapper of one, returned from ``step`` without an update.
+
+    These optimizers update in place, which increments the version of a parameter; others may not.
+    """
+    updates = next((type(value) for value in vars(optimizer).values() if isinstance(value, Optimizer)), base)
+    if not released or not updates.step.__module__.startswith("torch.optim"):
+        return
+    if any(p._version != version for p, version in zip(released, versions, strict=True)):
+        return
+    raise BatchStateError(
+        f"{base.__name__}.step() changed no weight: it skipped the update, as inside accelerator.accumulate(). The step "
+        "is accounted, and its gradient is lost.",
+        fix="Pass accumulation_steps= to make_private instead, and leave out accumulate() and "
+        "gradient_accumulation_steps.",
+    )
 
 
 def refuse_replaced(
