@@ -259,6 +259,7 @@ def check_objects(module: nn.Module, optimizer: Optimizer, grad_scaler: Any, lr_
     _check_not_attached(module)
     refuse_optimizer(optimizer)
     check(module).raise_if_blocked()
+    check_not_shared(module)
     check_foreign_parameters(module, optimizer)
     _check_groups(module, optimizer)
 
@@ -286,6 +287,18 @@ def _check_not_attached(module: nn.Module) -> None:
             f"The model ({type(module).__name__}), or a part of it, is private already.",
             fix="Call engine.detach(model) first.",
         )
+
+
+def check_not_shared(module: nn.Module) -> None:
+    """Raises UnknownParameterError if parameters are in memory that other processes can write."""
+    for name, p in module.named_parameters():
+        if p.requires_grad and p.device.type == "cpu" and p.is_shared():
+            raise UnknownParameterError(
+                f"Parameter '{name}' is in shared memory, as after model.share_memory() or as an argument of a "
+                "process: other processes may change it (Hogwild), and each would account for its own steps only.",
+                fix="Train a copy in one process, model = copy.deepcopy(model), and build the optimizer from it. For "
+                "several processes, wrap the copy in torch.nn.parallel.DistributedDataParallel.",
+            )
 
 
 def check_foreign_parameters(module: nn.Module, optimizer: Optimizer) -> None:

@@ -212,8 +212,8 @@ def refuse_no_update(
     if any(p._version != version for p, version in zip(released, versions, strict=True)):
         return
     raise BatchStateError(
-        f"{base.__name__}.step() changed no weight: it skipped the update, as inside accelerator.accumulate(). The step "
-        "is accounted, and its gradient is lost.",
+        f"{base.__name__}.step() changed no weight: it skipped the update, as inside accelerator.accumulate(). The "
+        "step is accounted, and its gradient is lost.",
         fix="Pass accumulation_steps= to make_private instead, and leave out accumulate() and "
         "gradient_accumulation_steps.",
     )

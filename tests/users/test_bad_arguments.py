@@ -1,5 +1,6 @@
 """Section 1.11 of the faults, bad arguments: a refusal names its cause and leaves everything as it was."""
 
+import copy
 import functools
 import math
 import random
@@ -422,3 +423,15 @@ def test_f_b13_a_second_make_private_after_detach_is_fine():
         loop.engine.detach(loop.model)
     again = make_loop(loop.model, make_optimizer=lambda _: loop.optimizer, engine=loop.engine)
     one_step(again)
+
+
+def test_a_model_in_shared_memory_is_rejected_by_name_and_a_copy_trains():
+    model = mlp()
+    model.share_memory()
+    with pytest.raises(errors.UnknownParameterError, match=r"DPE016.*'0.weight' is in shared memory.*copy.deepcopy"):
+        make_loop(model)
+    model = copy.deepcopy(model)
+    loop = make_loop(model)
+    for inputs, targets in loop.loader:
+        loop.step(inputs, targets)
+    assert loop.engine.ledger.steps == len(loop.loader)
