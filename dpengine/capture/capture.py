@@ -27,6 +27,7 @@ from dpengine.layers.replacements import to_original, to_replacement
 from .batch_statistics import batch_norm_guards
 from .hooks import Hook, LayerForward, RootHook
 from .model_state import ModelState
+from .plain_copies import PlainReduce
 from .record import LayerCall, TensorCall, Use, turned
 from .watch import Watch
 
@@ -129,6 +130,7 @@ class Capture:
         self.recipient = self.listener
         self._handles: list[Any] = []
         self._forwards: list[LayerForward] = []
+        self._copies: list[PlainReduce] = []
         self._replaced: list[nn.Module] = []  # layers that run as batch-first replacements while attached
         self._registered: dict[nn.Parameter, nn.Parameter] = {}  # by the parameter that a running module holds
         self._unwatched: dict[str, nn.Parameter] = {}  # parameters without a leak hook, because they are frozen
@@ -153,6 +155,10 @@ class Capture:
         root = RootHook(self)
         self._handles.append(self.model.register_forward_pre_hook(root.before, with_kwargs=True, prepend=True))
         self._handles.append(self.model.register_forward_hook(root.after, with_kwargs=True, always_call=True))
+        for module in self.model.modules():
+            if not isinstance(module, torch.jit.ScriptModule):
+                self._copies.append(PlainReduce(module, replaced=any(module is layer for layer in self._replaced)))
+                self._copies[-1].attach()
         self._unwatched = self.topology.parameters(self.model)
         self.watch_leaks()
         _watched.update(self.model.modules())
@@ -198,6 +204,9 @@ class Capture:
         for forward in self._forwards:
             forward.detach()
         self._forwards.clear()
+        for copies in self._copies:
+            copies.detach()
+        self._copies.clear()
         self.restore()
         for layer in self._replaced:
             to_original(layer)
