@@ -191,16 +191,17 @@ class PrivacyWarning(Warning):
 _shown: set[tuple[str, str]] = set()
 
 
-def notice(code: str, message: str, *, key: str = "") -> None:
+def notice(code: str, message: str | Callable[[], str], *, key: str = "") -> None:
     """Warns once per process for each ``(code, key)``.
 
     Args:
         code: The code of the error catalogue, such as ``"DPE012"``.
-        message: What happened and what to do.
+        message: What happened and what to do; or a function that returns it, called only if the notice is shown.
         key: Tells apart notices of one code that should each be shown.
     """
     if (code, key) not in _shown:
         _shown.add((code, key))
+        message = message if isinstance(message, str) else message()
         warnings.warn(f"[{code}] {message}", PrivacyWarning, stacklevel=3)
 
 
@@ -233,7 +234,7 @@ def refuse_unknown(called: str, names: Iterable[str], known: Sequence[str]) -> N
     """
     for name in names:
         if name not in known:
-            near = difflib.get_close_matches(name, known, n=1)
+            near = difflib.get_close_matches(name, known, n=1) or [k for k in known if name in k or k in name]
             hint = f" Did you mean {near[0]!r}?" if near else f" It takes: {', '.join(known) or 'none'}."
             raise TypeError(f"{called}() has no argument {name!r}.{hint}")
 

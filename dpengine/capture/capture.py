@@ -143,7 +143,7 @@ class Capture:
             raise UnknownParameterError(
                 f"The model ({type(self.model).__name__}), or a part of it, is watched already: by an engine, a "
                 "GradSampleModule or a PerSampleGradientClipper, which would each see the passes of the other.",
-                fix="Call engine.detach(model), to_standard_module() or clipper.detach() first.",
+                fix="Call dpengine.detach(model), to_standard_module() or clipper.detach() first.",
             )
         _forget_compiled_code()
         self._replaced = [layer for layer in self.model.modules() if to_replacement(layer) is not None]

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from dpengine.errors import (
     BatchStateError,
@@ -20,7 +21,6 @@ from dpengine.errors import (
     ScaledGradientError,
     UnknownParameterError,
     notice,
-    suggests_names,
 )
 from dpengine.grad_modes.materialize import forget_grad_samples
 
@@ -59,7 +59,8 @@ def refuse_optimizer(optimizer: Optimizer) -> None:
         raise TypeError(f"optimizer is a {base.__name__}; pass an optimizer of torch.optim, such as SGD or AdamW.")
     if _ATTACHED in optimizer.__dict__:
         raise UnknownParameterError(
-            f"The optimizer ({base.__name__}) is private already.", fix="Call engine.detach(model) first."
+            f"The optimizer ({base.__name__}) is private already.",
+            fix="Create it again, or call dpengine.detach(optimizer) first.",
         )
     for kind in base.__mro__:
         if kind.__name__ in REFUSED and kind.__module__.startswith("torch.optim"):
@@ -81,7 +82,6 @@ def attach(optimizer: Optimizer, step: PrivateStep) -> None:
         optimizer.__dict__["step"] = _counted(optimizer, private_class(base).step)  # type: ignore[arg-type]
 
 
-@suggests_names
 def detach(optimizer: Optimizer) -> None:
     """Restores the original class of a private optimizer or of its copy, which then trains without privacy."""
     base = getattr(type(optimizer), "dp_base", None)
@@ -197,6 +197,26 @@ def _update(optimizer: Optimizer, attachment: Attachment) -> None:
             parameter.grad = None
     attachment.base.step(optimizer)
     refuse_no_update(optimizer, attachment.base, released, versions)
+
+
+def refuse_other_optimizers(step: PrivateStep) -> Any:
+    """Registers a hook that raises if another optimizer steps while gradients of this run wait for theirs."""
+    reference = weakref.ref(step)
+
+    def check(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        this = reference()
+        if _ATTACHED in optimizer.__dict__ or this is None or not this.batches.waits_for_step:
+            return
+        trained = set(this.passes.trainable().values())
+        if any(p in trained for p in parameters_of(optimizer)):
+            raise BatchStateError(
+                f"{type(optimizer).__name__}.step() was called on parameters of a private model, and this is not the "
+                "optimizer that make_private returned. The gradients are not in p.grad, so it would change nothing.",
+                fix="Call step() and zero_grad() of the optimizer that make_private returned, or pass this one to "
+                "make_private.",
+            )
+
+    return register_optimizer_step_pre_hook(check)
 
 
 def refuse_no_update(
