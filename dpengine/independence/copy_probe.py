@@ -111,12 +111,14 @@ class CopyIndependenceCheck:
         if not self._model.training:  # otherwise unchanged, because a part may be in eval mode on purpose
             self._model.train()
         base = self._run(self._inputs)
+        if base.outputs and all(output.dim() == 0 for output in base.outputs):
+            return None, base.output  # the loss, which is compared with those of single samples
         if not any(has_batch_axis(output, self._size) for output in base.outputs):
             shapes = [tuple(output.shape) for output in base.outputs]
             raise ValueError(
                 f"check: no output of the model has {self._size} samples on axis 0, as the targets have (output shapes "
-                f"{shapes}), so independence cannot be checked. Pass the model without its loss, and with batch-first "
-                "outputs."
+                f"{shapes}), so independence cannot be checked. Pass targets of the same batch, and batch_first=False "
+                "if the batch is on axis 1 of the inputs."
             )
         if not self._can_replace():
             _warn_unknown("some inputs may be flat indices of bags without a batch axis", "Pass a 2-D tensor of bags.")
@@ -172,8 +174,8 @@ class CopyIndependenceCheck:
                     name,
                     kind,
                     f"mixes samples{where}: the output of a sample changed when other samples got different data",
-                    "Normalize, sort and attend within each sample, not over axis 0. dpengine.fix(model) replaces "
-                    "known layers.",
+                    "Normalize, sort and attend within each sample, not over axis 0 (if axis 0 is time, pass "
+                    "batch_first=False). dpengine.fix(model) replaces known layers.",
                 )
         return self._mixing_backward()
 
