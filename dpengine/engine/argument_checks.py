@@ -139,7 +139,7 @@ def delta_for(given: float | None, num_examples: int, allow_large: bool) -> floa
             fix="Pass target_delta=1e-6, below one over the number of examples; or ExternalBatches(num_examples=...).",
         )
     delta = suggested_delta(num_examples) if given is None else given
-    check_delta(delta, max(num_examples, 1), allow_large=allow_large)
+    check_delta(delta, max(num_examples, 1), allow_large, name="target_delta")
     return delta
 
 

@@ -10,6 +10,7 @@ from dpengine.accounting.accountant import epsilon_of
 from dpengine.accounting.events import PoissonGaussianEvent
 from dpengine.accounting.ledger import Charge
 from dpengine.accounting.rounding import round_up
+from dpengine.capture.tap import FREEZE_DISCRIMINATOR
 from dpengine.errors import (
     AccountingRefusedError,
     BatchMismatchError,
@@ -88,7 +89,7 @@ def check_backward(step: Step, recorded: RecordedPass) -> None:
         raise RepeatedBackwardError(
             f"The {step.batches.samples} samples of this batch were used in 2 backward passes in one step; each pass "
             "would be clipped separately.",
-            fix="Add the losses: (a + b).backward().",
+            fix=f"Add the losses: (a + b).backward(). {FREEZE_DISCRIMINATOR}",
         )
     check_stale(step)
     if recorded.samples != step.batches.samples and len(set(recorded.mode.rows.values())) == 1:
@@ -108,7 +109,12 @@ def _other_batch(step: Step, recorded: RecordedPass) -> BatchMismatchError:
         )
     else:
         why = "samples were duplicated or merged between the loader and the model, or are from elsewhere"
-        fix = "Augment examples in the data set, one for one. For several views of an example, add their losses."
+        fix = (
+            "Augment examples in the data set, one for one. For several views of an example, add the losses of single "
+            "samples: (loss_fn(model(a), y) + loss_fn(model(b), y)).backward(). A contrastive loss, such as that of "
+            "SimCLR, compares samples, and nodes of one graph share its edges: neither can be trained with this "
+            "guarantee."
+        )
     return BatchMismatchError(
         f"All layers, such as '{name}', saw {seen} samples, and the loader returned {drawn}: {why}, or axis 0 is not "
         "the batch.",
@@ -163,7 +169,8 @@ def _why_not_ready(step: Step) -> str:
     if step.passes.capture.leaks or not step.passes.model.training:
         return (
             "the backward pass went around the model: its forward pass ran in eval mode, or the loss does not depend "
-            "on it. Call model.train() before the forward pass, and use the model that was passed to make_private."
+            "on it. Call the model, self(x) and not self.forward(x). Call model.train() before the forward pass, and "
+            "use the model that was passed to make_private."
         )
     return "no backward pass ran over this batch in train mode. Call loss.backward() before optimizer.step()."
 

@@ -81,6 +81,16 @@ def has_batch_axis(leaf: Any, size: int) -> bool:
     return isinstance(leaf, Tensor) and leaf.dim() > 0 and leaf.shape[0] == size
 
 
+def graph_note(inputs: Any) -> str:
+    """Returns a sentence for a model with a sparse input, or one with two rows of indices, as edges of a graph."""
+    tensors = [leaf for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, Tensor)]
+    for leaf in tensors:
+        edges = not leaf.is_floating_point() and leaf.dim() == 2 and leaf.shape[0] == 2
+        if edges or leaf.layout is not torch.strided:
+            return "Nodes of one graph share its edges and are no independent samples: make each graph a sample. "
+    return ""
+
+
 def keep_masks(size: int) -> list[Tensor]:
     """Returns masks of samples to keep. For any two samples, some mask contains the first but not the second."""
     indices = torch.arange(size)
@@ -121,7 +131,8 @@ class CopyIndependenceCheck:
                 "if the batch is on axis 1 of the inputs."
             )
         if not self._can_replace():
-            _warn_unknown("some inputs may be flat indices of bags without a batch axis", "Pass a 2-D tensor of bags.")
+            fix = graph_note(self._inputs) or "Pass a 2-D tensor of bags."
+            _warn_unknown("some inputs may be flat indices of bags without a batch axis", fix.strip())
             return None, base.output
         if self._differ(base, self._run(self._inputs), self._all_B):
             _warn_unknown("the output changes when the model runs again", "Use only torch's random number generators.")
@@ -174,8 +185,8 @@ class CopyIndependenceCheck:
                     name,
                     kind,
                     f"mixes samples{where}: the output of a sample changed when other samples got different data",
-                    "Normalize, sort and attend within each sample, not over axis 0 (if axis 0 is time, pass "
-                    "batch_first=False). dpengine.fix(model) replaces known layers.",
+                    f"{graph_note(self._inputs)}Normalize, sort and attend within each sample, not over axis 0 (if "
+                    "axis 0 is time, pass batch_first=False). dpengine.fix(model) replaces known layers.",
                 )
         return self._mixing_backward()
 

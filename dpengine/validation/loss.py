@@ -19,8 +19,9 @@ from .sequence_first import LossFunction, batch_first_parts, per_sample_rows
 
 _HALF = {torch.float16, torch.bfloat16}
 _PER_EXAMPLE = {
-    True: "Use loss_fn = dpengine.validation.per_example(loss_fn).",
-    False: "Use loss_fn = dpengine.validation.per_example(loss_fn, batch_first=False).",
+    first: f"Use loss_fn = dpengine.validation.per_example(loss_fn{more}). A loss that compares samples with each "
+    "other, such as a contrastive one, cannot be trained with this guarantee."
+    for first, more in {True: "", False: ", batch_first=False"}.items()
 }
 _OWN_LOSS = (
     "Compute the loss outside the model, from its logits: dpengine.losses.per_token_mean(logits, labels), which is a "
@@ -135,7 +136,9 @@ def compare_own_loss(
 
 def _wrong_reduction(found: str, declared: str, ratio: float) -> ReductionError:
     return ReductionError(
-        f"Loss looks like a {found}, expected a {declared} (ratio {ratio:.3g}).",
+        f"Loss looks like a {found}, expected a {declared} (ratio {ratio:.3g}). The gradients of all samples would be "
+        "scaled by the number of samples, which one sample changes, so that it moves the sum by up to twice the "
+        "clipping norm.",
         fix=f'Pass loss_reduction="{found}".',
     )
 

@@ -184,7 +184,7 @@ BAD = [
     Bad("F-B4", ValueError, "physical_batch_size=2 and accumulation_steps=2",
         {"physical_batch_size": 2, "accumulation_steps": 2}),
     *given("F-B5", Budget, "target_delta", (0.0, 1.0, -1.0, 2.0, nan), match="delta="),
-    Bad("F-B5", Budget, "delta=0.1 is too large for 24 examples", {"target_delta": 0.1}),
+    Bad("F-B5", Budget, "target_delta=0.1 is too large for 24 examples", {"target_delta": 0.1}),
     *given("F-B6", Budget, "target_epsilon", (0.0, -1.0, nan, inf), noise=False, steps=2),
     Bad("F-B6", errors.CalibrationError, "DPE008", UNREACHABLE, with_rdp, noise=False),
     Bad("F-B7", Budget, "both were given", {"target_epsilon": 3.0, "steps": 2}),
