@@ -5,8 +5,8 @@ from __future__ import annotations
 import functools
 import operator
 import weakref
-from collections.abc import Callable, Collection, Sequence, Set
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence, Set
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -43,6 +43,8 @@ class Attachment:
         instance_step: The ``step`` attribute of the instance (the counter of a scheduler), if any.
         known: The model's parameters at the start of the run. `refuse_replaced` does not warn about them.
         skipped: True if the last step only accumulated.
+        inside: Handles of the hooks on optimizers that this one wraps.
+        updated: True if one of them was stepped in the last update.
     """
 
     step: PrivateStep
@@ -50,6 +52,15 @@ class Attachment:
     instance_step: Any
     known: frozenset[nn.Parameter]
     skipped: bool = False
+    inside: list[Any] = field(default_factory=list)
+    updated: bool = False
+
+    def watch(self, optimizer: Optimizer) -> None:
+        """Notices steps of an optimizer inside this one."""
+        self.inside.append(optimizer.register_step_pre_hook(self._stepped))
+
+    def _stepped(self, *_: Any) -> None:
+        self.updated = True
 
 
 def refuse_optimizer(optimizer: Optimizer) -> None:
@@ -77,7 +88,10 @@ def attach(optimizer: Optimizer, step: PrivateStep) -> None:
     known = frozenset(step.passes.model.parameters())
     optimizer.__class__ = private_class(base)  # type: ignore[arg-type]  # first, because Python may raise
     bound = optimizer.__dict__.pop("step", None)
-    optimizer.__dict__[_ATTACHED] = Attachment(step, base, bound, known)
+    attachment = optimizer.__dict__[_ATTACHED] = Attachment(step, base, bound, known)
+    for inside in list(vars(optimizer).values()):
+        if isinstance(inside, Optimizer):  # as in wrappers of accelerate
+            attachment.watch(inside)
     if bound is not None:
         optimizer.__dict__["step"] = _counted(optimizer, private_class(base).step)  # type: ignore[arg-type]
 
@@ -89,6 +103,8 @@ def detach(optimizer: Optimizer) -> None:
         return
     attachment = optimizer.__dict__.pop(_ATTACHED, None)
     instance_step = optimizer.__dict__.pop("step", None)
+    for handle in () if attachment is None else attachment.inside:
+        handle.remove()
     optimizer.__class__ = base
     if attachment is not None and attachment.instance_step is not None:
         optimizer.__dict__["step"] = attachment.instance_step
@@ -182,11 +198,11 @@ def _step(self: Any, closure: Callable[[], Any] | None = None) -> Any:
 def _update(optimizer: Optimizer, attachment: Attachment) -> None:
     """Runs the update of the base class. Clears all other gradients: a frozen parameter may hold an unclipped one."""
     released, held = attachment.step.writer.released, parameters_of(optimizer)
-    passes, versions = attachment.step.passes, [p._version for p in released]
+    passes, attachment.updated = attachment.step.passes, False
     if passes.only is None and len(released) == len(held) and all(map(operator.is_, released, held)):
         attachment.base.step(optimizer)
-        if versions and versions[0] == held[0]._version:
-            refuse_no_update(optimizer, attachment.base, released, versions)
+        if attachment.inside:
+            refuse_skipped_update(attachment)
         return
     trained: Set[nn.Parameter] = released.keys()
     if passes.only is not None:  # then `released` lacks parameters that replaced one of the optimizer's
@@ -196,7 +212,7 @@ def _update(optimizer: Optimizer, attachment: Attachment) -> None:
         if parameter not in released:
             parameter.grad = None
     attachment.base.step(optimizer)
-    refuse_no_update(optimizer, attachment.base, released, versions)
+    refuse_skipped_update(attachment)
 
 
 def refuse_other_optimizers(step: PrivateStep) -> Any:
@@ -219,24 +235,15 @@ def refuse_other_optimizers(step: PrivateStep) -> Any:
     return register_optimizer_step_pre_hook(check)
 
 
-def refuse_no_update(
-    optimizer: Optimizer, base: type[Optimizer], released: Collection[nn.Parameter], versions: Sequence[int]
-) -> None:
-    """Raises if an optimizer of torch, or a wrapper of one, returned from ``step`` without an update.
-
-    These optimizers update in place, which increments the version of a parameter; others may not.
-    """
-    updates = next((type(value) for value in vars(optimizer).values() if isinstance(value, Optimizer)), base)
-    if not released or not updates.step.__module__.startswith("torch.optim"):
-        return
-    if any(p._version != version for p, version in zip(released, versions, strict=True)):
-        return
-    raise BatchStateError(
-        f"{base.__name__}.step() changed no weight: it skipped the update, as inside accelerator.accumulate(). The "
-        "step is accounted, and its gradient is lost.",
-        fix="Pass accumulation_steps= to make_private instead, and leave out accumulate() and "
-        "gradient_accumulation_steps.",
-    )
+def refuse_skipped_update(attachment: Attachment) -> None:
+    """Raises if a wrapper of an optimizer did not call the ``step`` of the optimizer inside."""
+    if attachment.inside and not attachment.updated:
+        raise BatchStateError(
+            f"{attachment.base.__name__}.step() changed no weight: it skipped the update, as inside "
+            "accelerator.accumulate(). The step is accounted, and its gradient is lost.",
+            fix="Pass accumulation_steps= to make_private instead, and leave out accumulate() and "
+            "gradient_accumulation_steps.",
+        )
 
 
 def refuse_replaced(

@@ -382,6 +382,14 @@ def test_the_remedy_for_a_skipped_update_is_accumulation_of_the_engine():
     assert loop.engine.ledger.steps == len(loop.loader)
 
 
+class Wrapper(SkipsEverySecond):
+    def step(self, closure=None):
+        self.optimizer.step(closure)
+
+    def zero_grad(self, set_to_none=True):
+        self.optimizer.zero_grad(set_to_none)
+
+
 class ByData(torch.optim.SGD):
     """Updates ``p.data``, which does not increment the version of a parameter."""
 
@@ -391,7 +399,15 @@ class ByData(torch.optim.SGD):
                 p.data.add_(p.grad, alpha=-group["lr"])
 
 
-@pytest.mark.parametrize("make", [lambda p: ByData(p, lr=0.1), lambda p: torch.optim.SGD(p, lr=0.0)], ids=["data", "0"])
+UNSEEN = {
+    "data": lambda p: ByData(p, lr=0.1),
+    "learning rate of 0": lambda p: torch.optim.SGD(p, lr=0.0),
+    "fused": lambda p: torch.optim.SGD(p, lr=0.1, fused=True),
+    "wrapped": lambda p: Wrapper(torch.optim.SGD(p, lr=0.1)),
+}
+
+
+@pytest.mark.parametrize("make", UNSEEN.values(), ids=UNSEEN)
 def test_updates_that_do_not_show_in_versions_or_values_are_accepted(make):
     loop = make_loop(noise_multiplier=1.0, make_optimizer=make)
     for inputs, targets in loop.loader:
