@@ -275,7 +275,8 @@ class PrivateStep:
     def gather(self) -> bool:
         """Clips a pass whose end callback was missed. Returns True if the logical batch is complete."""
         self._settle()
-        self._begin(self.batches.next_for_step())
+        if self.batches.fetched:
+            self._begin(self.batches.next_for_step())
         if self.batches.stage in NOT_RETURNED:
             self._check_before_charge(1)  # the loader may have ended because of the budget
         if not self.batches.is_ready or len(self.batches.batches) > 1:

@@ -8,6 +8,7 @@ from loops import CLASSES, FEATURES, every_mode, examples, gradients_of, make_lo
 from torch import nn
 from torch.utils.data import Dataset
 
+from dpengine.engine import fetch_ahead
 from dpengine.sampling.collate import placeholder_batch
 
 
@@ -162,3 +163,22 @@ def test_a_placeholder_holds_no_value_of_an_example():
     assert (found["name"], found["meta"], found["label"].tolist()) == ([""], [{"id": 0}], [0])
     assert found["task"] == "detection"
     assert placeholder_batch(collate, rows, public=True)["name"] == ["Ann"]
+
+
+def test_placeholders_that_were_fetched_ahead_are_those_of_their_batches():
+    plain, ahead = (make_loop(batch_size=1, noise_multiplier=1.0) for _ in range(2))
+    fetch_ahead(ahead.engine, 2)
+    sizes, waiting = [], []
+    for inputs, targets in plain.loader:
+        plain.step(inputs, targets)
+        sizes.append(inside.samples_now(plain.engine))
+    for batch in ahead.loader:
+        waiting.append(batch)
+        if len(waiting) > 2:
+            ahead.step(*waiting.pop(0))
+    for batch in waiting:
+        ahead.step(*batch)
+    assert 0 in sizes and 1 in sizes
+    assert ahead.engine.ledger.history == plain.engine.ledger.history
+    for name, value in state_of(plain.model).items():
+        assert torch.equal(state_of(ahead.model)[name], value)
