@@ -37,8 +37,8 @@ class PlainReduce:
         self._module, self._replaced = module, replaced
 
     def attach(self) -> None:
-        """Sets the attribute of the module."""
-        vars(self._module)["__reduce_ex__"] = self
+        """Sets the attribute of the module, unless the module has one of its own."""
+        vars(self._module).setdefault("__reduce_ex__", self)
 
     def detach(self) -> None:
         """Removes the attribute."""
