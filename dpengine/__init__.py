@@ -38,8 +38,8 @@ if TYPE_CHECKING:
     from dpengine.clipping.per_layer import PerLayer as PerLayer
     from dpengine.engine.clipper import PerSampleGradientClipper as PerSampleGradientClipper
     from dpengine.engine.grad_sample_module import GradSampleModule as GradSampleModule
-    from dpengine.engine.optimizer import detach as detach
     from dpengine.engine.privacy_engine import PrivacyEngine as PrivacyEngine
+    from dpengine.engine.run import detach as detach
     from dpengine.errors import PrivacyWarning as PrivacyWarning
     from dpengine.grad_samplers.registered import register_grad_sampler as register_grad_sampler
     from dpengine.grad_samplers.registered import register_norm_sampler as register_norm_sampler
@@ -57,8 +57,8 @@ else:
             "clipping.per_layer": ["PerLayer"],
             "engine.clipper": ["PerSampleGradientClipper"],
             "engine.grad_sample_module": ["GradSampleModule"],
-            "engine.optimizer": ["detach"],
             "engine.privacy_engine": ["PrivacyEngine"],
+            "engine.run": ["detach"],
             "errors": ["PrivacyWarning"],
             "grad_samplers.registered": ["register_grad_sampler", "register_norm_sampler"],
             "validation.check_model": ["check"],

@@ -204,12 +204,12 @@ _PROCESS = _Process()
 _shown: weakref.WeakKeyDictionary[object, set[tuple[str, str]]] = weakref.WeakKeyDictionary()
 
 
-def notice(code: str, message: str, *, key: str = "", of: object = _PROCESS) -> None:
+def notice(code: str, message: str | Callable[[], str], *, key: str = "", of: object = _PROCESS) -> None:
     """Warns once for each ``(code, key)`` and object.
 
     Args:
         code: The code of the error catalogue, such as ``"DPE012"``.
-        message: What happened and what to do.
+        message: What happened and what to do; or a function that returns it, called only if the notice is shown.
         key: Tells apart notices of one code that should each be shown.
         of: The object at fault, such as a model; the process by default.
     """
@@ -220,7 +220,7 @@ def notice(code: str, message: str, *, key: str = "", of: object = _PROCESS) -> 
         caller = frame.f_back or frame
         # Not `warnings.warn`, which by default shows equal texts from one line once, whatever object they are about.
         warnings.warn_explicit(
-            f"[{code}] {message}",
+            f"[{code}] {message if isinstance(message, str) else message()}",
             PrivacyWarning,
             caller.f_code.co_filename,
             caller.f_lineno,
@@ -257,7 +257,7 @@ def refuse_unknown(called: str, names: Iterable[str], known: Sequence[str]) -> N
     """
     for name in names:
         if name not in known:
-            near = difflib.get_close_matches(name, known, n=1)
+            near = difflib.get_close_matches(name, known, n=1) or [k for k in known if name in k or k in name]
             hint = f" Did you mean {near[0]!r}?" if near else f" It takes: {', '.join(known) or 'none'}."
             raise TypeError(f"{called}() has no argument {name!r}.{hint}")
 

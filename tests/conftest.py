@@ -114,6 +114,14 @@ def _same_draws_in_any_order():
     torch.manual_seed(0)  # else what a test draws hangs on the tests before it
 
 
+@pytest.fixture(autouse=True)
+def _no_open_records():
+    yield
+    loops = sys.modules.get("dpengine.independence.loop_record")
+    for record in [] if loops is None else list(loops._open):  # of loops that a test left in the middle
+        record.close()
+
+
 @pytest.fixture
 def network_refused() -> type[NetworkRefused]:
     return NetworkRefused

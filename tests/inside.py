@@ -21,6 +21,7 @@ from dpengine.engine.budget import Budget
 from dpengine.grad_modes.flat_buffer import Sums
 from dpengine.noise.correlated import mechanism_for
 from dpengine.sampling.batches import LogicalBatch
+from dpengine.sampling.collate import EmptyAwareCollate, empty_template
 
 
 def _step(owner, run=-1):
@@ -81,6 +82,20 @@ def public_text(owner, run=-1):
 def return_batch(owner, step, rows):
     """Acts as a loader that returns a logical batch of one chunk."""
     _step(owner).batch_returned(LogicalBatch(step, (rows,)), 0)
+
+
+def samples_now(owner, run=-1):
+    """The number of samples of the current physical batch: 0 for a placeholder, or if the batch was discarded."""
+    batches = _step(owner, run).batches
+    return batches.samples if batches.batches else 0
+
+
+def without_placeholders(loader):
+    """Has a private loader return zero rows for an empty batch, as one of Opacus compatibility does."""
+    loader._batches._placeholder = False
+    collate = loader.collate_fn.collate
+    loader.__dict__["collate_fn"] = EmptyAwareCollate(collate, empty_template(collate, loader.dataset[0]))
+    return loader
 
 
 # The plan

@@ -22,7 +22,7 @@ from dpengine.compat.opacus.grad_sample.waiting_passes import WaitingPasses
 from dpengine.compiled.one_pass import OnePass
 from dpengine.engine import amp_and_lr_schedulers
 from dpengine.engine.add_clipped import ClipStatistics
-from dpengine.engine.argument_checks import attached_models
+from dpengine.engine.argument_checks import attached_runs
 from dpengine.engine.optimizer import REFUSED
 from dpengine.engine.pass_clipper import PassClipper, RecordedPass
 from dpengine.engine.watch_model import watch_model
@@ -347,7 +347,7 @@ ATTACHED_PARTS = {  # what make_private attaches besides hooks, in order
     "layers": (dpengine.capture.hooks.LayerForward, "attach"),
     "scaler": (amp_and_lr_schedulers, "attach_scaler"),
     "scheduler": (amp_and_lr_schedulers, "attach_scheduler"),
-    "models": (dpengine.engine.run, "attached_models"),
+    "models": (dpengine.engine.run, "attached_runs"),
 }
 
 
@@ -359,13 +359,13 @@ def fail_to_attach(monkeypatch, part, fail):
 
 def is_private(model):
     """Whether a model is in the list of private models."""
-    return model in attached_models.all()
+    return any(run.model is model for run in attached_runs.all())
 
 
 def list_as_private(model):
     """Adds a model to the list of private models, and reads the list."""
-    attached_models.add(model)
-    attached_models.all()
+    attached_runs.add(type("Listed", (), {"model": model})())
+    attached_runs.all()
 
 
 def record_calibrations(monkeypatch):

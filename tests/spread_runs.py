@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
+import inside
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -205,10 +206,11 @@ class Spread:
         while taken < steps:
             for words, following in self.loader:
                 self.optimizer.zero_grad()
-                if len(words) or not self.case.skips_empty:
+                size = inside.samples_now(self.engine)
+                if size or not self.case.skips_empty:
                     F.cross_entropy(self.model(words).flatten(0, 1), following.flatten()).backward()
                 self.optimizer.step()
-                self.empty += len(words) == 0
+                self.empty += size == 0
                 taken += not self.optimizer.step_was_skipped
                 if taken == steps:
                     break

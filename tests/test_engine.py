@@ -126,10 +126,9 @@ def test_an_empty_batch_gives_noise_to_a_thawed_parameter_too():
     train_one = (batch for batch in loop.loader)
     loop.step(*next(train_one))
     model[0].requires_grad_(True)
-    empty = next(batch for batch in fresh(train_one, loop) if len(batch[1]) == 0)
+    next(batch for batch in fresh(train_one, loop) if inside.samples_now(loop.engine) == 0)
     before = state_of(model)
     loop.optimizer.zero_grad()
-    assert len(empty[1]) == 0
     loop.optimizer.step()
     assert not any(torch.equal(before[name], value) for name, value in state_of(model).items())
 

@@ -108,7 +108,7 @@ class Trace:
         if batch is None:
             return self.start_over()
         self.batch = batch
-        rows = zip(batch[0].double(), batch[1], strict=True)
+        rows = zip(batch[0].double(), batch[1], strict=True) if inside.samples_now(self.engine) else ()
         self.handed_out[self.current] += list(rows)
 
     def start_over(self):

@@ -61,13 +61,13 @@ def suggested_delta(num_examples: int) -> float:
     return float(rows**-1.1)
 
 
-def check_delta(delta: float, num_examples: int, allow_large: bool = False) -> None:
+def check_delta(delta: float, num_examples: int, allow_large: bool = False, name: str = "delta") -> None:
     """Raises if delta is so large that it does not protect single examples."""
     value = arguments.delta_in_range(delta)
     rows = arguments.count("num_examples", num_examples)
     if value >= 1 / rows and not allow_large:
-        suggestion = f"Suggested: {suggested_delta(rows):.1e}." if rows > 1 else ""
+        suggestion = f"Pass {name}={suggested_delta(rows):.1e}." if rows > 1 else ""
         raise InvalidBudgetError(
-            f"delta={value:g} is too large for {rows:,} examples; at 1/N a mechanism may publish a complete record.",
+            f"{name}={value:g} is too large for {rows:,} examples; at 1/N a mechanism may publish a complete record.",
             fix=suggestion,
         )

@@ -101,7 +101,8 @@ def _masks(evidence: Evidence, trial: Trial, draws: int, examples: int) -> Masks
         while step < draws:
             before = step
             for batch in trial.loader:
-                np.add.at(found_TN[step], batch.numpy(), 1)
+                drawn = batch.numpy()[: trial.step.batches.samples]  # without the placeholder of an empty batch
+                np.add.at(found_TN[step], drawn, 1)
                 step += 1
                 if step == draws:
                     break
@@ -213,7 +214,8 @@ def _some(trial: Trial, draws: int) -> Masks:
     with quiet():
         while step < draws:
             for batch in trial.loader:
-                np.add.at(found_TN[step], batch.numpy(), 1)
+                drawn = batch.numpy()[: trial.step.batches.samples]  # without the placeholder of an empty batch
+                np.add.at(found_TN[step], drawn, 1)
                 step += 1
                 if step == draws:
                     break

@@ -50,7 +50,7 @@ def _guard(name: str, is_on: Callable[[], bool]) -> Hook:
             "samples of the batch and store batch statistics without noise. Note that model.train() puts every layer "
             "into train mode.",
             fix=f"Call model.get_submodule({name!r}).eval() after each model.train(), for every batch norm, or call "
-            "dp.fix(model) before creating the optimizer.",
+            "dpengine.fix(model) before creating the optimizer.",
         )
 
     return Hook(torch.compiler.disable(check, recursive=True))

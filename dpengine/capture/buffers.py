@@ -154,8 +154,9 @@ class BufferWatch:
         raise BufferUpdateError(
             f"{kind} '{found[0]}' ({type(owner).__name__}) was written by the forward pass of a batch. It is part of "
             f"the model, and would leave without noise.{others}",
-            fix="Use a layer without running statistics (dp.fix(model) knows some), keep this one in eval mode, fill a "
-            "cache by a forward pass before make_private, or update an average of weights after optimizer.step().",
+            fix="Use a layer without running statistics (dpengine.fix(model) knows some), keep this one in eval mode, "
+            "fill a cache by a forward pass before make_private, or update an average of weights after "
+            "optimizer.step().",
         )
 
     def _all_slots(self) -> Iterator[tuple[dict[str, Tensor | None], str, str]]:

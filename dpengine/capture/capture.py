@@ -25,6 +25,7 @@ from dpengine.layers.replacements import to_original, to_replacement
 from .batch_statistics import batch_norm_guards
 from .hooks import Hook, LayerForward, RootHook
 from .own_loss import token_mean_guards
+from .plain_copies import PlainReduce
 from .record import LayerCall, TensorCall, Use, turned
 from .watch import Watch
 
@@ -127,6 +128,7 @@ class Capture:
         self.recipient = self.listener
         self._handles: list[Any] = []
         self._forwards: list[LayerForward] = []
+        self._copies: list[PlainReduce] = []
         self._replaced: list[nn.Module] = []  # layers that run as batch-first replacements while attached
         self._registered: dict[nn.Parameter, nn.Parameter] = {}  # by the parameter that a running module holds
         self._unwatched: dict[str, nn.Parameter] = {}  # parameters without a leak hook, because they are frozen
@@ -139,7 +141,7 @@ class Capture:
             raise UnknownParameterError(
                 f"The model ({type(self.model).__name__}), or a part of it, is watched already: by an engine, a "
                 "GradSampleModule or a PerSampleGradientClipper, which would each see the passes of the other.",
-                fix="Call engine.detach(model), to_standard_module() or clipper.detach() first.",
+                fix="Call dpengine.detach(model), to_standard_module() or clipper.detach() first.",
             )
         _forget_compiled_code()
         self._replaced = [layer for layer in self.model.modules() if to_replacement(layer) is not None]
@@ -152,6 +154,10 @@ class Capture:
         root = RootHook(self)
         self._handles.append(self.model.register_forward_pre_hook(root.before, with_kwargs=True, prepend=True))
         self._handles.append(self.model.register_forward_hook(root.after, with_kwargs=True, always_call=True))
+        for module in self.model.modules():
+            if not isinstance(module, torch.jit.ScriptModule):
+                self._copies.append(PlainReduce(module, replaced=any(module is layer for layer in self._replaced)))
+                self._copies[-1].attach()
         self._unwatched = self.topology.parameters(self.model)
         self.watch_leaks()
         _watched.update(self.model.modules())
@@ -197,6 +203,9 @@ class Capture:
         for forward in self._forwards:
             forward.detach()
         self._forwards.clear()
+        for copies in self._copies:
+            copies.detach()
+        self._copies.clear()
         self.restore()
         for layer in self._replaced:
             to_original(layer)

@@ -63,7 +63,7 @@ _saving_hooks = torch._C._autograd._top_saved_tensors_default_hooks  # returns N
 def has_own_forward(module: nn.Module) -> bool:
     """Returns True if the instance overrides the ``forward`` of its class, not counting the override by capture."""
     own = vars(module).get("forward")
-    own = own._replaced if isinstance(own, LayerForward) else own
+    own = own.replaced if isinstance(own, LayerForward) else own
     return own is not None and getattr(own, "__func__", None) is not type(module).forward
 
 
@@ -198,7 +198,7 @@ class LayerForward:
         self.module = watch.module
         self.forward: Callable[..., Any] = watch.module.forward
         self.swap = ParameterSwap(capture, watch)
-        self._replaced = vars(watch.module).get("forward")  # the instance attribute, if any; put back by `detach`
+        self.replaced = vars(watch.module).get("forward")  # the instance attribute, if any; put back by `detach`
         self._compiled = torch.compiler.disable(self._call, recursive=True)
         sharded = bool(capture.topology.slots) or capture.topology.splits.size > 1
         self._may_hook = (
@@ -228,10 +228,10 @@ class LayerForward:
         own = vars(self.module)
         if own.get("forward") is not self:
             return
-        if self._replaced is None:
+        if self.replaced is None:
             del own["forward"]
         else:
-            own["forward"] = self._replaced
+            own["forward"] = self.replaced
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., Any]:
         return _forward_of_class(memo.get(id(self.module), self.module))

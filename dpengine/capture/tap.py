@@ -24,6 +24,11 @@ if TYPE_CHECKING:
     from .capture import Capture
 
 
+FREEZE_DISCRIMINATOR = (
+    "In a GAN, call discriminator.requires_grad_(False) before the generator's step, and requires_grad_(True) after it."
+)
+
+
 class Report(Protocol):
     """Called by a tap in the backward pass."""
 
@@ -45,7 +50,7 @@ def repeated_backward(name: str) -> RepeatedBackwardError:
     return RepeatedBackwardError(
         f"Layer '{name}' was reached by a second backward pass over the same forward pass; each pass would be clipped "
         "alone, so a sample would count twice.",
-        fix="Add the losses: (loss_a + loss_b).backward().",
+        fix=f"Add the losses: (loss_a + loss_b).backward(). {FREEZE_DISCRIMINATOR}",
     )
 
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,6 +27,8 @@ from torch.utils import _pytree as pytree
 from dpengine.errors import UnsupportedLayerError
 from dpengine.kernels.library import traced
 from dpengine.layers.linear_place import linear_place
+
+_SEPARATE = "Move the parameter to a separate module, freeze it, or pass grad_sample_mode='functorch'."
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,9 +70,11 @@ class WatchedParameter(Tensor):
 
     @classmethod
     def of(cls, value: Tensor, origin: Origin) -> WatchedParameter:
-        """Wraps a value that depends on the parameter only."""
+        """Wraps a value that depends on the parameter only. Raises if a gradient reaches it, see `_escaped`."""
         with torch._C.DisableTorchFunctionSubclass():
-            wrapped = _Traced.around(value) if traced(value) else value.as_subclass(cls)
+            wrapped = _Traced.around(value) if traced(value) else value.detach().as_subclass(cls)
+            if type(wrapped) is cls and torch.is_grad_enabled() and wrapped.is_floating_point():
+                wrapped.requires_grad_().register_hook(partial(_escaped, origin))
         wrapped.origin = origin
         return wrapped
 
@@ -120,7 +125,7 @@ def unwatched(value: Any) -> Any:
     if not isinstance(value, WatchedParameter):
         return value
     with torch._C.DisableTorchFunctionSubclass():
-        return value.value if isinstance(value, _Traced) else value.as_subclass(Tensor)
+        return value.value if isinstance(value, _Traced) else value.detach().as_subclass(Tensor)
 
 
 def _expanded_per_sample(value: WatchedParameter) -> Tensor:
@@ -129,6 +134,15 @@ def _expanded_per_sample(value: WatchedParameter) -> Tensor:
         shape = tuple(value.shape)
     unexpanded = replace(value.origin, steps=value.origin.steps[:-1], rows=None)
     return unexpanded.per_sample(shape[0]).flatten(0, 1).expand(shape)
+
+
+def _escaped(origin: Origin, grad: Tensor) -> None:
+    """Raises in the backward pass if the parameter was used in an operation that no handler saw."""
+    raise UnsupportedLayerError(
+        f"Parameter '{origin.name}' is used in a torch.autograd.Function, which has no per-sample gradients in a "
+        "module that also contains other layers.",
+        fix=_SEPARATE,
+    )
 
 
 def _first(args: Any, kwargs: Any) -> WatchedParameter:
@@ -144,7 +158,7 @@ def _unsupported(origin: Origin, func: Any) -> UnsupportedLayerError:
     return UnsupportedLayerError(
         f"Parameter '{origin.name}' is used by {operation}, which has no per-sample gradients in a module that also "
         "contains other layers.",
-        fix="Move the parameter to a separate module, freeze it, or pass grad_sample_mode='functorch'.",
+        fix=_SEPARATE,
     )
 
 
@@ -153,7 +167,7 @@ def _unary(func, args, kwargs):
     value, *rest = args
     if any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves((rest, kwargs))):
         raise _unsupported(_first(args, kwargs).origin, func)
-    with torch._C.DisableTorchFunctionSubclass():
+    with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
         result = func(value, *rest, **kwargs)
     origin = value.origin
     if origin.rows is not None:
@@ -174,7 +188,7 @@ def _expand(func, args, kwargs):
     value, *rest = args
     origin = value.origin
     sizes = tuple(rest[0]) if len(rest) == 1 and not isinstance(rest[0], int) else tuple(rest)
-    with torch._C.DisableTorchFunctionSubclass():
+    with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
         result = func(value, *rest, **kwargs)
         leading = value.shape[0] == 1 and len(sizes) == value.dim() if value.dim() else False
     if origin.rows is not None:
@@ -195,7 +209,7 @@ def _elementwise(func, args, kwargs):
     if not others or others[0].dim() == 0:
         index = next(i for i, v in enumerate(args) if v is value)
         step = lambda tensor: func(*args[:index], tensor, *args[index + 1 :], **kwargs)  # noqa: E731
-        with torch._C.DisableTorchFunctionSubclass():
+        with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
             result = func(*args, **kwargs)
         if value.origin.rows is not None:
             raise _unsupported(value.origin, func)

@@ -14,10 +14,10 @@ if TYPE_CHECKING:
     from .integration import fetch_ahead as fetch_ahead
     from .integration import logical_batch as logical_batch
     from .integration import restrict_to_optimizer as restrict_to_optimizer
-    from .optimizer import detach as detach
     from .per_sample import PerSampleGradients as PerSampleGradients
     from .privacy_engine import PrivacyEngine as PrivacyEngine
     from .public_gradients import public as public
+    from .run import detach as detach
 else:
     __getattr__, __dir__, __all__ = lazy_exports(
         __name__,
@@ -28,7 +28,7 @@ else:
             "grad_sample_module": ["GradSampleModule"],
             "gradient_check": ["GradientReport", "check_per_sample_gradients"],
             "integration": ["fetch_ahead", "logical_batch", "restrict_to_optimizer"],
-            "optimizer": ["detach"],
+            "run": ["detach"],
             "per_sample": ["PerSampleGradients"],
             "privacy_engine": ["PrivacyEngine"],
             "public_gradients": ["public"],

@@ -66,26 +66,26 @@ class NotCopyable:
 
 
 class _Attached:
-    """Thread-safe set of the models that are private now."""
+    """Thread-safe set of the runs whose models are private now."""
 
     def __init__(self) -> None:
-        self._models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self._runs: weakref.WeakSet[Any] = weakref.WeakSet()
         self._lock = threading.Lock()
 
-    def add(self, model: nn.Module) -> None:
+    def add(self, run: Any) -> None:
         with self._lock:
-            self._models.add(model)
+            self._runs.add(run)
 
-    def discard(self, model: nn.Module) -> None:
+    def discard(self, run: Any) -> None:
         with self._lock:
-            self._models.discard(model)
+            self._runs.discard(run)
 
-    def all(self) -> list[nn.Module]:
+    def all(self) -> list[Any]:
         with self._lock:
-            return list(self._models)
+            return list(self._runs)
 
 
-attached_models = _Attached()
+attached_runs = _Attached()
 _PASS_STATE = "Pass the result of engine.state_dict()."
 
 
@@ -139,7 +139,7 @@ def delta_for(given: float | None, num_examples: int, allow_large: bool) -> floa
             fix="Pass target_delta=1e-6, below one over the number of examples; or ExternalBatches(num_examples=...).",
         )
     delta = suggested_delta(num_examples) if given is None else given
-    check_delta(delta, max(num_examples, 1), allow_large=allow_large)
+    check_delta(delta, max(num_examples, 1), allow_large, name="target_delta")
     return delta
 
 
@@ -260,6 +260,7 @@ def check_objects(module: nn.Module, optimizer: Optimizer, grad_scaler: Any, lr_
     _check_not_attached(module)
     refuse_optimizer(optimizer)
     check(module).raise_if_blocked()
+    check_not_shared(module)
     check_foreign_parameters(module, optimizer)
     _check_groups(module, optimizer)
 
@@ -282,11 +283,25 @@ def _check_not_attached(module: nn.Module) -> None:
     if not isinstance(module, nn.Module):
         raise TypeError(f"module is a {type(module).__name__}; pass a torch.nn.Module.")
     below = set(module.modules())
-    if any(model in below or module in set(model.modules()) for model in attached_models.all()):
+    if any(run.model in below or module in set(run.model.modules()) for run in attached_runs.all()):
         raise UnknownParameterError(
-            f"The model ({type(module).__name__}), or a part of it, is private already.",
-            fix="Call engine.detach(model) first.",
+            f"The model ({type(module).__name__}), or a part of it, is private already, as after a notebook cell was "
+            "run twice.",
+            fix="Create model, optimizer and loader again, or call dpengine.detach(model) to continue with its "
+            "weights. Keep one engine for all runs on a data set: create it in a cell of its own.",
         )
+
+
+def check_not_shared(module: nn.Module) -> None:
+    """Raises UnknownParameterError if parameters are in memory that other processes can write."""
+    for name, p in module.named_parameters():
+        if p.requires_grad and p.device.type == "cpu" and p.is_shared():
+            raise UnknownParameterError(
+                f"Parameter '{name}' is in shared memory, as after model.share_memory() or as an argument of a "
+                "process: other processes may change it (Hogwild), and each would account for its own steps only.",
+                fix="Train a copy in one process, model = copy.deepcopy(model), and build the optimizer from it. For "
+                "several processes, wrap the copy in torch.nn.parallel.DistributedDataParallel.",
+            )
 
 
 def check_foreign_parameters(module: nn.Module, optimizer: Optimizer) -> None:

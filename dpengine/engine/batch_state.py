@@ -95,6 +95,11 @@ class BatchState:
         return self.stage is Stage.OPEN and not self.done
 
     @property
+    def waits_for_step(self) -> bool:
+        """True if the current physical batch has been through backward, and its step has not begun."""
+        return self.stage is Stage.CLIPPED or (self.stage is Stage.OPEN and self.done)
+
+    @property
     def is_ready(self) -> bool:
         """True if a step may follow: the current physical batch has been through backward, or is empty."""
         return self.stage is Stage.CLIPPED or (self.stage is Stage.OPEN and (self.done or self.samples == 0))

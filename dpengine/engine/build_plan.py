@@ -120,11 +120,10 @@ def _plan_from_values(module: nn.Module, loader: DataLoader[Any], request: PlanR
             sampling=sampling_config.sampling,
             sample_rate=sampling_config.sample_rate,
             expected_batch_size=sampling_config.expected_batch_size,
+            num_units=sampling_config.num_units,
         )
     else:
         strategy = sampling_config.sampling
-    if sampling_config.num_units is not None:
-        strategy = _sample_units(strategy, sampling_config)
     policy = clipping_for(module, request.clipping, request.max_grad_norm)
     delta = delta_for(budget_config.target_delta, strategy.num_examples, budget_config.allow_large_delta)
     if isinstance(request.noise, (BLT, BandedInverse)):
@@ -226,19 +225,6 @@ def _cyclic_plan(
     return RunPlan(cyclic, policy, sigma, divisor, relation, config.recurrence, planned, claim, run=run)
 
 
-def _sample_units(strategy: AbstractBatchStrategy, sampling_config: SamplingConfig) -> AbstractBatchStrategy:
-    """Returns the scheme that samples privacy units, each with the probability of an example."""
-    if not isinstance(strategy, PoissonSampling):
-        raise InvalidBudgetError(
-            f"privacy_unit= does not support sampling={strategy.law!r}.", fix='Pass sampling="poisson".'
-        )
-    assert sampling_config.num_units is not None
-    expected = sampling_config.expected_batch_size
-    if expected is None:
-        expected = max(strategy.sample_rate * sampling_config.num_units, 1e-9)
-    return dataclasses.replace(strategy, num_examples=sampling_config.num_units, expected_batch_size=expected)
-
-
 def _plan_from_config(module: nn.Module, loader: DataLoader[Any], request: PlanRequest) -> tuple[RunPlan, Budget]:
     config = _config_of(request.plan)
     _check_conflicts(request)
@@ -327,8 +313,8 @@ def _check_fit(
     config: AbstractPlanConfig, strategy: _PlannedScheme, loader: DataLoader[Any], request: PlanRequest
 ) -> None:
     """Raises if the plan does not match the data set, the loader's batch size or the number of steps."""
-    default = strategy_for(loader, sampling="poisson", sample_rate=None, expected_batch_size=None)
     rows = strategy.num_examples
+    default = strategy_for(loader, num_units=rows)
     loader_batch_size = default.sample_rate * rows
     if config.num_examples is not None and config.num_examples != rows:
         raise InvalidBudgetError(

@@ -42,8 +42,10 @@ class GradWriter:
             if present is not None and self._was_changed(parameter, present):
                 notice(
                     "DPE015",
-                    "p.grad was changed between backward and step; that has no effect on the private update. Use "
-                    "max_grad_norm to clip, and set clipping outside the engine to None.",
+                    "p.grad was changed between backward and step; that has no effect on the private update. Remove "
+                    "clip_grad_norm_() and clip_grad_value_() from the loop, and pass max_grad_norm= to make_private. "
+                    "In a trainer: TrainingArguments(max_grad_norm=0) of transformers, "
+                    "Trainer(gradient_clip_val=None) of Lightning.",
                     of=self,
                 )
             parameter.grad = grad

@@ -6,20 +6,21 @@ import functools
 import operator
 import weakref
 from collections.abc import Callable, Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from dpengine.errors import (
+    BatchStateError,
     DetachedError,
     ParameterMismatchError,
     ScaledGradientError,
     UnknownParameterError,
     notice,
-    suggests_names,
 )
 from dpengine.grad_modes.materialize import forget_grad_samples
 
@@ -42,6 +43,8 @@ class Attachment:
         instance_step: The ``step`` attribute of the instance (the counter of a scheduler), if any.
         known: The model's parameters at the start of the run. `refuse_replaced` does not warn about them.
         skipped: True if the last step only accumulated.
+        inside: Handles of the hooks on optimizers that this one wraps.
+        updated: True if one of them was stepped in the last update.
     """
 
     step: PrivateStep
@@ -49,6 +52,15 @@ class Attachment:
     instance_step: Any
     known: frozenset[nn.Parameter]
     skipped: bool = False
+    inside: list[Any] = field(default_factory=list)
+    updated: bool = False
+
+    def watch(self, optimizer: Optimizer) -> None:
+        """Notices steps of an optimizer inside this one."""
+        self.inside.append(optimizer.register_step_pre_hook(self._stepped))
+
+    def _stepped(self, *_: Any) -> None:
+        self.updated = True
 
 
 def refuse_optimizer(optimizer: Optimizer) -> None:
@@ -58,7 +70,8 @@ def refuse_optimizer(optimizer: Optimizer) -> None:
         raise TypeError(f"optimizer is a {base.__name__}; pass an optimizer of torch.optim, such as SGD or AdamW.")
     if _ATTACHED in optimizer.__dict__:
         raise UnknownParameterError(
-            f"The optimizer ({base.__name__}) is private already.", fix="Call engine.detach(model) first."
+            f"The optimizer ({base.__name__}) is private already.",
+            fix="Create it again, or call dpengine.detach(optimizer) first.",
         )
     for kind in base.__mro__:
         if kind.__name__ in REFUSED and kind.__module__.startswith("torch.optim"):
@@ -75,12 +88,14 @@ def attach(optimizer: Optimizer, step: PrivateStep) -> None:
     known = frozenset(step.passes.model.parameters())
     optimizer.__class__ = private_class(base)  # type: ignore[arg-type]  # first, because Python may raise
     bound = optimizer.__dict__.pop("step", None)
-    optimizer.__dict__[_ATTACHED] = Attachment(step, base, bound, known)
+    attachment = optimizer.__dict__[_ATTACHED] = Attachment(step, base, bound, known)
+    for inside in list(vars(optimizer).values()):
+        if isinstance(inside, Optimizer):  # as in wrappers of accelerate
+            attachment.watch(inside)
     if bound is not None:
         optimizer.__dict__["step"] = _counted(optimizer, private_class(base).step)  # type: ignore[arg-type]
 
 
-@suggests_names
 def detach(optimizer: Optimizer) -> None:
     """Restores the original class of a private optimizer or of its copy, which then trains without privacy."""
     base = getattr(type(optimizer), "dp_base", None)
@@ -88,6 +103,8 @@ def detach(optimizer: Optimizer) -> None:
         return
     attachment = optimizer.__dict__.pop(_ATTACHED, None)
     instance_step = optimizer.__dict__.pop("step", None)
+    for handle in () if attachment is None else attachment.inside:
+        handle.remove()
     optimizer.__class__ = base
     if attachment is not None and attachment.instance_step is not None:
         optimizer.__dict__["step"] = attachment.instance_step
@@ -181,9 +198,11 @@ def _step(self: Any, closure: Callable[[], Any] | None = None) -> Any:
 def _update(optimizer: Optimizer, attachment: Attachment) -> None:
     """Runs the update of the base class. Clears all other gradients: a frozen parameter may hold an unclipped one."""
     released, held = attachment.step.writer.released, parameters_of(optimizer)
-    passes = attachment.step.passes
+    passes, attachment.updated = attachment.step.passes, False
     if passes.only is None and len(released) == len(held) and all(map(operator.is_, released, held)):
         attachment.base.step(optimizer)
+        if attachment.inside:
+            refuse_skipped_update(attachment)
         return
     trained: Set[nn.Parameter] = released.keys()
     if passes.only is not None:  # then `released` lacks parameters that replaced one of the optimizer's
@@ -193,6 +212,38 @@ def _update(optimizer: Optimizer, attachment: Attachment) -> None:
         if parameter not in released:
             parameter.grad = None
     attachment.base.step(optimizer)
+    refuse_skipped_update(attachment)
+
+
+def refuse_other_optimizers(step: PrivateStep) -> Any:
+    """Registers a hook that raises if another optimizer steps while gradients of this run wait for theirs."""
+    reference = weakref.ref(step)
+
+    def check(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        this = reference()
+        if _ATTACHED in optimizer.__dict__ or this is None or not this.batches.waits_for_step:
+            return
+        trained = set(this.passes.trainable().values())
+        if any(p in trained for p in parameters_of(optimizer)):
+            raise BatchStateError(
+                f"{type(optimizer).__name__}.step() was called on parameters of a private model, and this is not the "
+                "optimizer that make_private returned. The gradients are not in p.grad, so it would change nothing.",
+                fix="Call step() and zero_grad() of the optimizer that make_private returned, or pass this one to "
+                "make_private.",
+            )
+
+    return register_optimizer_step_pre_hook(check)
+
+
+def refuse_skipped_update(attachment: Attachment) -> None:
+    """Raises if a wrapper of an optimizer did not call the ``step`` of the optimizer inside."""
+    if attachment.inside and not attachment.updated:
+        raise BatchStateError(
+            f"{attachment.base.__name__}.step() changed no weight: it skipped the update, as inside "
+            "accelerator.accumulate(). The step is accounted, and its gradient is lost.",
+            fix="Pass accumulation_steps= to make_private instead, and leave out accumulate() and "
+            "gradient_accumulation_steps.",
+        )
 
 
 def refuse_replaced(

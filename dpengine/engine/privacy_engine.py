@@ -12,12 +12,10 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from dpengine.accounting.accountant import PrivacySpent, accountant_used, epsilon_of, privacy_spent
-from dpengine.accounting.events import Relation
 from dpengine.accounting.ledger import Ledger
 from dpengine.accounting.origin import origins_in, relation_of, states_of, unit_of
 from dpengine.accounting.own_accountant import Accountant, name_of, observer_of
 from dpengine.clipping.policy import AbstractClip
-from dpengine.distributed.topology import Topology
 from dpengine.errors import InvalidBudgetError, UnknownParameterError, suggests_names
 from dpengine.grad_modes.choose_method import MethodTable, method_table
 from dpengine.grad_modes.explain import explain
@@ -140,7 +138,8 @@ class PrivacyEngine(argument_checks.NotCopyable):
         Args:
             module: The model, or a ``GradSampleModule``. Hooks are attached to it; ``detach`` removes them.
             optimizer: Any optimizer of ``torch.optim`` except LBFGS and SparseAdam, over the model's parameters.
-            data_loader: A ``DataLoader``. The returned loader draws Poisson batches of the same expected size.
+            data_loader: A ``DataLoader``. The returned loader draws Poisson batches of the same expected size. For an
+                empty batch it returns one placeholder sample, of zeros.
             noise_multiplier: Ratio of the noise standard deviation to the sensitivity. 0 trains without privacy.
             target_epsilon: Maximum epsilon of all planned steps and the earlier runs of this engine; the noise is
                 calibrated to it. The first run after ``load_state_dict`` resumes with the same noise and the remaining
@@ -158,21 +157,21 @@ class PrivacyEngine(argument_checks.NotCopyable):
             sampling: ``"poisson"``; ``"shuffle"``, for which no epsilon is claimed; or ``ExternalBatches(...)`` if the
                 loop draws its own batches. ``data_loader`` is then returned unchanged and may be any iterable.
             sample_rate: Sampling rate, as a constant. None derives it from the loader, which makes the number of
-                examples public.
+                examples public. Add-or-remove is claimed if rate, batch size and ``target_delta`` are constants.
             expected_batch_size: Divisor of the sums, as a constant. None selects the loader's batch size.
             physical_batch_size: Maximum number of samples per forward pass; larger logical batches are split.
             accumulation_steps: Number of physical batches per logical batch.
             batch_first: True if axis 0 of the model's inputs is the batch; False for axis 1.
             loss_reduction: ``"mean"`` or ``"sum"``: reduction of the loss over the batch.
             privacy_unit: The privacy unit of each example: a sequence of ids, or a column of the data set. Sampling
-                then draws units with all of their examples, and clipping and the guarantee apply to units. Batch size
-                and sampling rate count units. The loop must not reorder the samples of a batch.
+                then draws units with all of their examples, and clipping and the guarantee apply to units. The loader's
+                batch size and the sampling rate count units. The loop must not reorder the samples of a batch.
             unit_reduction: ``"mean"`` or ``"sum"``: reduction of the gradients of a unit's examples.
             grad_sample_mode: ``"auto"``, ``"hooks"``, ``"functorch"``, ``"ew"`` or ``"ghost"``.
             unused_parameters: ``"error"``, or ``"zero"`` to update a parameter without a gradient by noise only.
             on_budget: ``"stop"`` ends the loader before the target is exceeded, ``"raise"`` raises, ``"warn"`` warns.
             allow_large_delta: Accepts a delta of ``1 / N`` or more.
-            example_input: An example of the data set, if the data set is empty.
+            example_input: A made-up example as the data set would return it, for an empty data set, or as placeholder.
             grad_scaler: The GradScaler that scales the loss. Its scale stays constant from now on.
             lr_scheduler: A scheduler that must not count accumulation steps.
 
@@ -208,7 +207,7 @@ class PrivacyEngine(argument_checks.NotCopyable):
         self._enter(run, settings, chunks)
         return module, optimizer, loader
 
-    def _new_source(self, topology: Topology) -> NoiseSource:
+    def _new_source(self, topology: Any) -> NoiseSource:
         return source_for(topology, self._kind, self._seed, run=len(self.runs))
 
     def _enter(self, run: Run, settings: Mapping[str, Any], chunks: tuple[int | None, int]) -> None:
@@ -287,14 +286,20 @@ class PrivacyEngine(argument_checks.NotCopyable):
         return self._last_run().compile_backward(loss_fn, multiple_of, backend)
 
     @suggests_names
-    def get_epsilon(self, delta: float) -> float:
-        """Returns an upper bound of epsilon at a delta in (0, 1); raises AccountingRefusedError if none exists."""
-        return epsilon_of(self.ledger.totals, delta, accountant=self.accountant, relation=self._relation)
+    def get_epsilon(self, delta: float | None = None) -> float:
+        """Returns an upper bound of epsilon; raises AccountingRefusedError if none exists.
+
+        Args:
+            delta: In (0, 1). None selects the delta of the last run.
+        """
+        delta = self.delta if delta is None else delta
+        relation = relation_of(origins_of(self))
+        return epsilon_of(self.ledger.totals, delta, accountant=self.accountant, relation=relation)
 
     @property
     def epsilon(self) -> float:
         """Epsilon of all charges so far, at the configured delta."""
-        return self.get_epsilon(self.delta)
+        return self.get_epsilon()
 
     @property
     def ledger(self) -> Ledger:
@@ -311,11 +316,8 @@ class PrivacyEngine(argument_checks.NotCopyable):
     @property
     def spent(self) -> PrivacySpent:
         """Privacy cost so far: epsilon, delta, mu, advantage and number of steps."""
-        return privacy_spent(self.ledger.history, self.delta, accountant=self.accountant, relation=self._relation)
-
-    @property
-    def _relation(self) -> Relation:
-        return relation_of(origins_of(self))
+        relation = relation_of(origins_of(self))
+        return privacy_spent(self.ledger.history, self.delta, accountant=self.accountant, relation=relation)
 
     @suggests_names
     def metrics(self, *, nonprivate: bool = False) -> dict[str, float]:
@@ -382,14 +384,11 @@ class PrivacyEngine(argument_checks.NotCopyable):
         """Removes all hooks from a model and its optimizer. The ledger keeps the privacy cost.
 
         Args:
-            module: The model that ``make_private`` returned.
-
-        Raises:
-            UnknownParameterError: If the model is not private in this engine.
+            module: The model. One that is not private in this engine raises UnknownParameterError.
         """
         run = next((run for run in self.runs if run.model is module and run.attached), None)
         if run is None:
-            name, fix = type(module).__name__, "Pass the model that make_private returned."
+            name, fix = type(module).__name__, "For a model of another engine: dpengine.detach(model)."
             raise UnknownParameterError(f"The model ({name}) is not private in this engine.", fix=fix)
         run.detach()
 

@@ -13,7 +13,13 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
-from dpengine.errors import BatchDependentLossError, BatchMismatchError, UnsupportedLayerError
+from dpengine.errors import (
+    BatchDependentLossError,
+    BatchMismatchError,
+    UnknownParameterError,
+    UnsupportedLayerError,
+    suggests_names,
+)
 from dpengine.kernels.memory import keep_freed_memory
 from dpengine.ledger_file.run_ledger import RunLedger
 from dpengine.report.facts import DEFAULT_UNIT
@@ -22,7 +28,7 @@ from dpengine.sampling.units import UnitIds, UnitStrategy
 
 from . import amp_and_lr_schedulers
 from . import optimizer as private_optimizer
-from .argument_checks import attached_models
+from .argument_checks import attached_runs
 from .budget import Budget
 from .grad_sample_module import GradSampleModule
 from .step import PrivateStep
@@ -55,6 +61,7 @@ class Run:
     resumed: bool = False
     attached: bool = False
     recorder: GradSampleModule | None = None
+    _other_optimizers: Any = None  # handle of the hook on steps of other optimizers
 
     @property
     def budget(self) -> Budget:
@@ -78,7 +85,10 @@ class Run:
             if self.lr_scheduler is not None:
                 amp_and_lr_schedulers.attach_scheduler(self.lr_scheduler)
                 undo.callback(amp_and_lr_schedulers.detach, self.lr_scheduler)
-            attached_models.add(self.model)
+            self._other_optimizers = private_optimizer.refuse_other_optimizers(self.step)
+            undo.callback(self._other_optimizers.remove)
+            attached_runs.add(self)
+            self.step.run = self
             undo.pop_all()  # no error: nothing is undone
         self.attached, self.recorder = True, recorder
         if recorder is not None:
@@ -108,6 +118,7 @@ class Run:
             may_draw=self.step.may_draw,
             example_input=example_input,
             share=(self.step.passes.topology.rank, self.step.passes.topology.ranks),
+            placeholder=True,
         )
         self.batches = loader
         return loader
@@ -126,7 +137,7 @@ class Run:
                 fix='Compute it with reduction="none", and reduce every axis but the first.',
             )
         batches = self.step.batches
-        if batches.batches and loss_B.shape[0] != batches.samples:
+        if batches.batches and loss_B.shape[0] != batches.samples and not batches.is_placeholder:
             raise BatchMismatchError(
                 f"loss_per_example has {loss_B.shape[0]} numbers for the {batches.samples} samples of this batch.",
                 fix="Reduce every axis but the first, which is the batch.",
@@ -173,7 +184,39 @@ class Run:
             for attached in (self.grad_scaler, self.lr_scheduler):
                 if attached is not None:
                     amp_and_lr_schedulers.detach(attached)
-            attached_models.discard(self.model)
+            self._other_optimizers.remove()
+            attached_runs.discard(self)
             self.attached = False
             if self.recorder is not None:
                 self.recorder._clipper.attach()
+
+
+@suggests_names
+def detach(target: Any) -> None:
+    """Ends the private run of a model or an optimizer, or all runs of an engine. Training is then not private.
+
+    Removes all hooks, whichever engine started the run. The privacy cost so far stays in the ledger of that engine.
+
+    Args:
+        target: A model or optimizer that ``make_private`` returned, a copy of such an optimizer, or an engine.
+
+    Raises:
+        UnknownParameterError: If the model is not private.
+        TypeError: If ``target`` is something else.
+    """
+    if isinstance(target, Optimizer):
+        runs = [run for run in attached_runs.all() if run.optimizer is target]
+        if not runs:
+            private_optimizer.detach(target)
+    elif isinstance(target, nn.Module):
+        runs = [run for run in attached_runs.all() if run.model is target]
+        if not runs:
+            raise UnknownParameterError(
+                f"The model ({type(target).__name__}) is not private.", fix="Pass the model that make_private returned."
+            )
+    elif hasattr(target, "runs"):
+        runs = [run for run in target.runs if run.attached]
+    else:
+        raise TypeError(f"detach: {type(target).__name__} is no model, optimizer or engine.")
+    for run in runs:
+        run.detach()

@@ -15,7 +15,7 @@ import torch
 
 from dpengine.accounting.ledger import Ledger
 from dpengine.accounting.rounding import round_up
-from dpengine.errors import BudgetExceeded, notice
+from dpengine.errors import BudgetExceeded
 from dpengine.grad_modes.materialize import forget_grad_samples
 from dpengine.grad_modes.rows import Units
 from dpengine.independence.loop_probe import LoopProbe
@@ -33,7 +33,17 @@ from .budget import Budget
 from .grad_writer import GradWriter
 from .pass_clipper import PassClipper, RecordedPass
 from .shared_dataset_check import SharedDatasetCheck
-from .step_checks import check_backward, check_stale, check_step, check_unused, pass_inside_update, step_used_twice
+from .step_checks import (
+    check_backward,
+    check_stale,
+    check_step,
+    check_unused,
+    pass_inside_update,
+    step_used_twice,
+    warn_ended,
+    warn_left_out,
+    warn_merged,
+)
 
 OnPass = Callable[[RecordedPass], None]
 
@@ -100,15 +110,18 @@ class PrivateStep:
         self.grad_scaler = grad_scaler
         self.statistics = ClipStatistics()
         self.dropped_rows = 0
+        self.run: Any = None  # set by the run: kept alive as long as the model
 
     # Called by the loader
 
     def may_draw(self, step: int) -> bool:
         """Returns True if the loader may draw the logical batch of this step."""
-        if not self.plan.has_step(step):
-            return False
-        unlimited = self.budget.target_epsilon is None
-        return unlimited or self.budget.may_draw(self.plan, self.ledger, *self.batches.upcoming())
+        fits = self.plan.has_step(step)
+        if fits and self.budget.target_epsilon is not None:
+            fits = self.budget.may_draw(self.plan, self.ledger, *self.batches.upcoming())
+        if not fits:
+            warn_ended(self, step)
+        return fits
 
     def batch_returned(self, batch: LogicalBatch, chunk: int, data: Any = None) -> None:
         """Records a physical batch, just before the loader returns it to the user."""
@@ -119,18 +132,7 @@ class PrivateStep:
         samples = batch.rows[chunk]
         other_size = self.loop.wants_other_size not in (None, samples)
         if (self.passes.probe.armed or other_size or self.loop.record is not None) and not self.batches.fetched:
-            self._record_loop(data, samples)
-
-    def _record_loop(self, data: Any, samples: int) -> None:
-        """Records the loop over the current physical batch if a check is due."""
-        self.loop.close()
-        if data is None or self.passes.probe.every is None:
-            return
-        if not self.passes.probe.armed:
-            if self.loop.wants_other_size in (None, samples):
-                return
-            self.passes.probe.record_next()
-        self.loop.open(data, samples)
+            self.loop.batch_returned(self.passes.probe, data, samples)
 
     def _begin(self, physical: tuple[LogicalBatch, int] | None) -> None:
         """Makes a physical batch the current one, if there is one."""
@@ -138,7 +140,7 @@ class PrivateStep:
             return
         batch, chunk = physical
         if chunk > 0:
-            self._apply(self.batches.begin(batch, chunk))
+            self._apply(self.batches.begin(batch, chunk), left_out=True)
             return
         if batch.step <= self.batches.last_step:
             self.discard()
@@ -149,14 +151,16 @@ class PrivateStep:
             self._charge_discarded(self.batches.skipped_before(batch.step))
         last_step = self.batches.last_step
         try:
-            self._apply(self.batches.begin(batch, chunk))
+            self._apply(self.batches.begin(batch, chunk), left_out=True)
         except BaseException:
             self.batches.revoke(last_step)  # the loader raises, so the user does not get this batch
             raise
         self._follow_plan()
 
-    def _apply(self, effect: Effect) -> None:
-        """Executes the effect of a transition of the batch state."""
+    def _apply(self, effect: Effect, *, left_out: bool = False) -> None:
+        """Executes the effect of a transition of the batch state, which may have left out a batch."""
+        if effect.discarded and left_out:
+            warn_left_out()
         try:
             self._charge_discarded(effect.discarded)
         finally:
@@ -226,10 +230,9 @@ class PrivateStep:
                 self._begin_external(recorded.samples)
             while physical := self.batches.next_for_backward(recorded.mode.rows.values()):
                 self._begin(physical)
-            if self.batches.is_placeholder:
+            if self.batches.is_placeholder:  # clipped as a pass without samples, because other ranks may wait for it
                 self.passes.forget()
-                self.batches.clipped()
-                return
+                recorded = RecordedPass(self.passes.mode)
             # Quick tests, once per pass. `check_backward` raises the error if the pass is indeed wrong.
             samples = self.batches.samples if self.batches.awaits_backward else None
             if samples is None or recorded.samples != samples or self.writer.stale:
@@ -281,7 +284,8 @@ class PrivateStep:
     def gather(self) -> bool:
         """Clips a pass whose end callback was missed. Returns True if the logical batch is complete."""
         self._settle()
-        self._begin(self.batches.next_for_step())
+        if self.batches.fetched:
+            self._begin(self.batches.next_for_step())
         if self.batches.stage in NOT_RETURNED:
             self._check_before_charge(1)  # the loader may have ended because of the budget
         if not self.batches.is_ready or len(self.batches.batches) > 1:
@@ -336,10 +340,7 @@ class PrivateStep:
     def _charge(self) -> None:
         count = len(self.batches.batches)
         if count > 1 and not self.plan.claims_epochs:  # for those plans merging does not change the cost
-            less = f"accumulation_steps={count} of dpengine.PrivacyEngine costs less privacy."
-            if self.batches.external:
-                less = "One step for each backward pass costs less privacy."
-            notice("DPE006", f"{count} sampled batches went into one step; both are accounted. {less}", of=self)
+            warn_merged(self, count)
         event, before = self.plan.event(count), self.ledger.steps
         try:
             if isinstance(self.ledger, RunLedger):

@@ -2,21 +2,30 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol
 
+from dpengine.accounting.accountant import epsilon_of
+from dpengine.accounting.events import PoissonGaussianEvent
+from dpengine.accounting.ledger import Charge
+from dpengine.accounting.rounding import round_up
+from dpengine.capture.tap import FREEZE_DISCRIMINATOR
 from dpengine.errors import (
+    AccountingRefusedError,
     BatchMismatchError,
     BatchStateError,
     DetachedError,
     MissingGradientError,
     RepeatedBackwardError,
     StaleGradientError,
+    notice,
 )
 from dpengine.grad_modes.strategy import KEEP_THE_BATCH_FIRST
 from dpengine.plan.run_plan import RunPlan
 
 from .batch_state import BatchState, Stage
+from .budget import Budget
 from .grad_writer import GradWriter
 
 if TYPE_CHECKING:
@@ -34,6 +43,7 @@ class Step(Protocol):
 
     batches: BatchState
     plan: RunPlan
+    budget: Budget
     passes: PassClipper
     writer: GradWriter
     unused_parameters: str
@@ -79,7 +89,7 @@ def check_backward(step: Step, recorded: RecordedPass) -> None:
         raise RepeatedBackwardError(
             f"The {step.batches.samples} samples of this batch were used in 2 backward passes in one step; each pass "
             "would be clipped separately.",
-            fix="Add the losses: (a + b).backward().",
+            fix=f"Add the losses: (a + b).backward(). {FREEZE_DISCRIMINATOR}",
         )
     check_stale(step)
     if recorded.samples != step.batches.samples and len(set(recorded.mode.rows.values())) == 1:
@@ -99,7 +109,12 @@ def _other_batch(step: Step, recorded: RecordedPass) -> BatchMismatchError:
         )
     else:
         why = "samples were duplicated or merged between the loader and the model, or are from elsewhere"
-        fix = "Augment examples in the data set, one for one. For several views of an example, add their losses."
+        fix = (
+            "Augment examples in the data set, one for one. For several views of an example, add the losses of single "
+            "samples: (loss_fn(model(a), y) + loss_fn(model(b), y)).backward(). A contrastive loss, such as that of "
+            "SimCLR, compares samples, and nodes of one graph share its edges: neither can be trained with this "
+            "guarantee."
+        )
     return BatchMismatchError(
         f"All layers, such as '{name}', saw {seen} samples, and the loader returned {drawn}: {why}, or axis 0 is not "
         "the batch.",
@@ -154,6 +169,72 @@ def _why_not_ready(step: Step) -> str:
     if step.passes.capture.leaks or not step.passes.model.training:
         return (
             "the backward pass went around the model: its forward pass ran in eval mode, or the loss does not depend "
-            "on it. Call model.train() before the forward pass, and use the model that was passed to make_private."
+            "on it. Call the model, self(x) and not self.forward(x). Call model.train() before the forward pass, and "
+            "use the model that was passed to make_private."
         )
     return "no backward pass ran over this batch in train mode. Call loss.backward() before optimizer.step()."
+
+
+def warn_left_out() -> None:
+    """Warns that a batch was drawn and not trained on."""
+    notice(
+        "DPE006",
+        "A batch was drawn from the private loader and not trained on. Its privacy cost is accounted anyway. For the "
+        "number of batches use len(loader), which draws none; to look at data, iterate over your own DataLoader. To "
+        "leave samples out, multiply their losses by 0 instead of skipping the batch by continue.",
+        key="left out",
+    )
+
+
+def warn_ended(step: Step, number: int) -> None:
+    """Warns that the loader ends, unless it ends within a pass after all planned batches."""
+    planned, target = step.budget.planned_steps, step.budget.target_epsilon
+    budget = "" if target is None else f" and the budget of epsilon {target:g} is used up"
+    if target is not None and (planned is None or number < planned):
+        of = "" if planned is None else f" of {planned:,} planned"
+        text = (
+            f"The loader ended after {number:,}{of} batches: another step would exceed epsilon {target:g}. Batches "
+            "that were not trained on, or that went into one step together, cost more than planned: call "
+            "optimizer.step() for each batch, or pass accumulation_steps= to make_private."
+        )
+    elif planned is not None and number % step.plan.sampling.steps_per_epoch == 0:  # at the start of a pass
+        text = (
+            f"The loader returned no batch: the {planned:,} planned steps are taken{budget}. To train longer, create "
+            "model and optimizer again, and pass more epochs= or steps= to make_private."
+        )
+    else:
+        return
+    notice("DPE011", text, key=f"ended {number < (planned or number + 1)}")
+
+
+def warn_merged(step: Step, count: int) -> None:
+    """Warns that one step used several sampled batches, with the cost of both ways to accumulate."""
+    notice("DPE006", lambda: _merged_text(step, count), of=step)
+
+
+def _merged_text(step: Step, count: int) -> str:
+    """Returns the text of the warning. Computes epsilon twice."""
+    used = f"{count} sampled batches went into one step, and each of them is accounted"
+    if step.batches.external:
+        return f"{used}. One step for each backward pass costs less privacy."
+    plan, budget, event = step.plan, step.budget, step.plan.event()
+    size = round(count * plan.sampling.expected_batch_size)
+    type_this = (
+        f"Pass DataLoader(..., batch_size={size}) and accumulation_steps={count} to make_private, and do not divide "
+        "the loss: the loader then returns each batch in parts."
+    )
+    if not isinstance(event, PoissonGaussianEvent) or event.sample_rate * count > 1:
+        return f"{used}. One batch in {count} parts costs less privacy. {type_this}"
+    steps = max(1, (budget.planned_steps or plan.sampling.steps_per_epoch) // count)
+    one = dataclasses.replace(event, sample_rate=event.sample_rate * count)
+    try:
+        now, less = (
+            round_up(epsilon_of(charges, budget.delta, accountant=budget.accountant, relation=plan.relation))
+            for charges in ((Charge(plan.event(count), steps * count),), (Charge(one, steps),))
+        )
+    except AccountingRefusedError:
+        return f"{used}. One batch in {count} parts costs less privacy. {type_this}"
+    return (
+        f"{used}: epsilon is {now} after {steps:,} such steps, at delta {budget.delta:.3g}. With one batch in {count} "
+        f"parts it is {less}. {type_this}"
+    )

@@ -19,7 +19,8 @@ from .method import Choice
 from .rows import Units
 
 KEEP_THE_BATCH_FIRST = (
-    "Keep the batch on axis 0 of every layer's input: use (B, T, features), not (B*T, features) or (T, B, ...)."
+    "Keep the batch on axis 0 of every layer's input: use (B, T, features), not (B*T, features); for (T, B, ...), pass "
+    "batch_first=False to make_private."
 )
 
 

@@ -81,6 +81,16 @@ def has_batch_axis(leaf: Any, size: int) -> bool:
     return isinstance(leaf, Tensor) and leaf.dim() > 0 and leaf.shape[0] == size
 
 
+def graph_note(inputs: Any) -> str:
+    """Returns a sentence for a model with a sparse input, or one with two rows of indices, as edges of a graph."""
+    tensors = [leaf for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, Tensor)]
+    for leaf in tensors:
+        edges = not leaf.is_floating_point() and leaf.dim() == 2 and leaf.shape[0] == 2
+        if edges or leaf.layout is not torch.strided:
+            return "Nodes of one graph share its edges and are no independent samples: make each graph a sample. "
+    return ""
+
+
 def keep_masks(size: int) -> list[Tensor]:
     """Returns masks of samples to keep. For any two samples, some mask contains the first but not the second."""
     indices = torch.arange(size)
@@ -111,17 +121,18 @@ class CopyIndependenceCheck:
         if not self._model.training:  # otherwise unchanged, because a part may be in eval mode on purpose
             self._model.train()
         base = self._run(self._inputs)
+        if base.outputs and all(output.dim() == 0 for output in base.outputs):
+            return None, base.output  # the loss, which is compared with those of single samples
         if not any(has_batch_axis(output, self._size) for output in base.outputs):
             shapes = [tuple(output.shape) for output in base.outputs]
             raise ValueError(
                 f"check: no output of the model has {self._size} samples on axis 0, as the targets have (output shapes "
-                f"{shapes}), so independence cannot be checked. Pass the model without its loss, and with batch-first "
-                "outputs."
+                f"{shapes}), so independence cannot be checked. Pass targets of the same batch, and batch_first=False "
+                "if the batch is on axis 1 of the inputs."
             )
         if not self._can_replace():
-            self._warn_unknown(
-                "some inputs may be flat indices of bags without a batch axis", "Pass a 2-D tensor of bags."
-            )
+            fix = graph_note(self._inputs) or "Pass a 2-D tensor of bags."
+            self._warn_unknown("some inputs may be flat indices of bags without a batch axis", fix.strip())
             return None, base.output
         if self._differ(base, self._run(self._inputs), self._all_B):
             self._warn_unknown(
@@ -184,8 +195,8 @@ class CopyIndependenceCheck:
                     name,
                     kind,
                     f"mixes samples{where}: the output of a sample changed when other samples got different data",
-                    "Normalize, sort and attend within each sample, not over axis 0. dpengine.fix(model) replaces "
-                    "known layers.",
+                    f"{graph_note(self._inputs)}Normalize, sort and attend within each sample, not over axis 0 (if "
+                    "axis 0 is time, pass batch_first=False). dpengine.fix(model) replaces known layers.",
                 )
         return self._mixing_backward()
 

@@ -33,6 +33,8 @@ from dpengine.grad_modes.bookkeep import BookKeeping
 from dpengine.grad_modes.choose_method import MethodTable
 from dpengine.grad_modes.flat_buffer import Sums
 
+from .copy_probe import graph_note
+
 _WIDTH = 4096  # length of a sketch; shorter vectors are stored in full
 _REPETITIONS = 4
 
@@ -152,7 +154,8 @@ class IndependenceCheck:
                 )
             else:
                 self._warn_unknown(
-                    "The loss does not depend on the returned outputs of the model", "Call the model itself."
+                    "The loss does not depend on the returned outputs of the model",
+                    "Call the model, not its forward: model(x) or self(x), not self.forward(x).",
                 )
             return
         if not self._all_gradients_seen(whole):
@@ -341,9 +344,10 @@ class IndependenceCheck:
             "The model does not keep the samples of a batch independent: with other data in some samples, outputs or "
             f"gradients of the others changed{f' (most for {most!r})' if most else ''}. Clipping would not bound the "
             "contribution of a sample.",
-            fix="Look for a layer that sorts, averages or normalizes over axis 0, or has time there. Sort before the "
-            "model, or restore the order before the next layer. Give inputs that all samples share, such as positions, "
-            "a leading axis of length one: torch.arange(T)[None].",
+            fix=f"{graph_note([(one.args, one.kwargs) for one in self._replay.reached])}"
+            "Look for a layer that sorts, averages or normalizes over axis 0, or has time there. Sort before the "
+            "model, or restore the order before the next layer. Give inputs that all samples share, such as "
+            "positions, a leading axis of length one: torch.arange(T)[None].",
         )
 
 

@@ -25,13 +25,14 @@ from dpengine.capture.tap import tensors_in
 from dpengine.errors import BatchDependentLossError, ReductionError, notice
 
 from .loop_record import LoopRecord, ModelCall, NotRecordedError, Place, Run
+from .probe import Probe
 
 _EXACT, _HALF = 1e-4, 2e-2  # relative tolerance between two runs, in float32 and in half precision
 _MOST_OPEN = 4  # probed steps after which a loop that numbers leave is reported as not checked
 
 
 class _Sample(NamedTuple):
-    """The first sample of an earlier batch: size of the batch, data and outputs by place, gradients of outputs."""
+    """A sample of an earlier batch: size of the batch, data and outputs by place, gradients of outputs."""
 
     samples: int
     values: Mapping[Place, Tensor]
@@ -57,9 +58,15 @@ class LoopProbe:
         self._open = 0
         self._replay: Replay | None = None  # reports forward passes to the record
 
-    def open(self, data: Any, samples: int) -> None:
-        """Starts to record the loop over a batch that is returned next."""
+    def batch_returned(self, probe: Probe, data: Any, samples: int) -> None:
+        """Records the loop over a batch that is returned next, if a check is due or needs a batch of this size."""
         self.close()
+        if data is None or probe.every is None:
+            return
+        if not probe.armed:
+            if self.wants_other_size in (None, samples):
+                return
+            probe.record_next()
         self._replay = self._capture.replay
         if samples > 1 and self._replay is not None:
             self.record = self._replay.loop = LoopRecord(data, samples)
@@ -123,7 +130,7 @@ class LoopProbe:
     def _compare_with_earlier(self, check: _LoopCheck, record: LoopRecord, whole: Run) -> str | None:
         earlier, told = self._earlier, None
         if earlier is None:
-            self._earlier = check.first_sample(whole)
+            self._earlier = check.one_sample(whole)
             self.wants_other_size = None if self._earlier is None else record.samples
             told = check.reduction_of_half(whole)
         elif earlier.samples != record.samples:
@@ -217,24 +224,27 @@ class _LoopCheck:
 
     # Mean or sum
 
-    def first_sample(self, whole: Run) -> _Sample | None:
-        """Returns the first sample of this batch, for a later one; None if its gradient is 0 or not finite."""
-        grads = self._first_rows(whole.grads)
-        if not 0 < sum(float(grad.double().square().sum()) for grad in grads.values()) < torch.inf:
+    def one_sample(self, whole: Run) -> _Sample | None:
+        """Returns the sample with the largest finite gradient, for a later batch; None if all gradients are 0."""
+        rows = [self._probe._rows(grad, self._samples) for grad in whole.grads.values()]
+        sq_norm_B = sum(some.flatten(1).double().square().sum(dim=1).cpu() for some in rows if some is not None)
+        at = int(sq_norm_B.nan_to_num(0, 0, 0).argmax())  # type: ignore[union-attr]
+        grads = self._first_rows(whole.grads, at)
+        if not sq_norm_B[at] > 0:  # type: ignore[index]
             return None
         values: dict[Place, Tensor] = {}
 
         def note(tensor: Tensor, place: Place) -> Tensor:
             if (rows := self._probe._rows(tensor, self._samples)) is not None:
-                values[place] = rows[:1].clone()
+                values[place] = rows[at : at + 1].clone()
             return tensor
 
         self._record.run(note)
         return _Sample(self._samples, values, grads)
 
-    def _first_rows(self, grads: Mapping[Place, Tensor]) -> dict[Place, Tensor]:
+    def _first_rows(self, grads: Mapping[Place, Tensor], at: int = 0) -> dict[Place, Tensor]:
         rows = {place: self._probe._rows(grad, self._samples) for place, grad in grads.items()}
-        return {place: some[:1].clone() for place, some in rows.items() if some is not None}
+        return {place: some[at : at + 1].clone() for place, some in rows.items() if some is not None}
 
     def reduction(self, earlier: _Sample) -> str | None:
         """Returns "mean", "sum" or "neither", by a sample of an earlier batch; None if it cannot be told."""

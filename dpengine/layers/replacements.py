@@ -26,7 +26,7 @@ def is_made_of_operations(module: nn.Module) -> bool:
     return isinstance(module, _BY_OPERATIONS)
 
 
-_ORIGINALS = {replacement: original for original, replacement in REPLACEMENTS.items()}
+ORIGINALS = {replacement: original for original, replacement in REPLACEMENTS.items()}
 
 
 def to_replacement(module: nn.Module) -> nn.Module | None:
@@ -36,7 +36,7 @@ def to_replacement(module: nn.Module) -> nn.Module | None:
 
 def to_original(module: nn.Module) -> nn.Module | None:
     """Converts a replacement layer to the original in place; None for other modules."""
-    return _change(module, _ORIGINALS)
+    return _change(module, ORIGINALS)
 
 
 def _change(module: nn.Module, table: dict[type[nn.Module], type[nn.Module]]) -> nn.Module | None:

@@ -60,7 +60,8 @@ def check_loader(loader: Any) -> None:
     if isinstance(loader.batch_sampler, PrivateBatchSampler):
         raise SamplingError(
             f"{_name(loader)} is private already: its batches belong to the model for which it was created.",
-            fix="Pass the plain loader from which it was created; each private model needs its own private loader.",
+            fix="Pass the plain loader from which it was created, or create it again, as in a notebook cell that was "
+            "run twice; each private model needs its own private loader.",
         )
     if type(loader.batch_sampler) is not BatchSampler:
         raise SamplingError(

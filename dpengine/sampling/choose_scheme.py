@@ -8,7 +8,7 @@ from typing import Any
 
 from torch.utils.data import DataLoader
 
-from dpengine.errors import SamplingError
+from dpengine.errors import InvalidBudgetError, SamplingError
 
 from .check import check_loader
 from .poisson import PoissonSampling, checked_batch_size, checked_sample_rate
@@ -22,22 +22,32 @@ def strategy_for(
     sampling: str = "poisson",
     sample_rate: float | None = None,
     expected_batch_size: float | None = None,
+    num_units: int | None = None,
 ) -> AbstractBatchStrategy:
     """Returns the sampling scheme for the batch size of a loader.
 
     Values that are not given are derived from the loader: ``sample_rate`` is the batch size over ``len(dataset)``, at
     most 1, which makes the size of the data set public. If both constants are given, that size does not affect the
-    rate, the divisor or the number of steps. Raises SamplingError for a loader that `check_loader` rejects, or an empty
-    one without both constants.
+    rate, the divisor or the number of steps. With ``num_units``, privacy units are sampled instead of examples, and the
+    batch size of the loader is a number of units. Raises SamplingError for a loader that `check_loader` rejects, or an
+    empty one without both constants.
     """
     check_loader(loader)
     if sampling not in _BY_NAME:
         raise ValueError(f"sampling must be one of {', '.join(map(repr, _BY_NAME))}, got {sampling!r}.")
-    return _BY_NAME[sampling](loader, sample_rate, expected_batch_size)
+    if num_units is None:
+        return _BY_NAME[sampling](loader, sample_rate, expected_batch_size, len(loader.dataset))  # type: ignore[arg-type]
+    if sampling != "poisson":
+        raise InvalidBudgetError(
+            f"privacy_unit= does not support sampling={sampling!r}.", fix='Pass sampling="poisson".'
+        )
+    return _poisson(loader, sample_rate, expected_batch_size, num_units)
 
 
-def _poisson(loader: DataLoader[Any], sample_rate: float | None, batch_size: float | None) -> PoissonSampling:
-    rows, drop_last = len(loader.dataset), loader.batch_sampler.drop_last  # type: ignore[arg-type, union-attr]
+def _poisson(
+    loader: DataLoader[Any], sample_rate: float | None, batch_size: float | None, rows: int
+) -> PoissonSampling:
+    drop_last = loader.batch_sampler.drop_last  # type: ignore[union-attr]
     if sample_rate is not None:
         rate = checked_sample_rate("strategy_for", sample_rate)
         size = rate * rows if batch_size is None else batch_size
@@ -56,14 +66,16 @@ def _poisson(loader: DataLoader[Any], sample_rate: float | None, batch_size: flo
     return PoissonSampling(rows, rate, steps, size)
 
 
-def _shuffle(loader: DataLoader[Any], sample_rate: float | None, batch_size: float | None) -> ShuffleSampling:
+def _shuffle(
+    loader: DataLoader[Any], sample_rate: float | None, batch_size: float | None, rows: int
+) -> ShuffleSampling:
     for name, value in {"sample_rate": sample_rate, "expected_batch_size": batch_size}.items():
         if value is not None:
             raise ValueError(f'{name}={value!r} is not supported by sampling="shuffle": set the loader\'s batch_size.')
-    if len(loader.dataset) == 0:  # type: ignore[arg-type]
+    if rows == 0:
         raise SamplingError(f"The data set ({type(loader.dataset).__name__}) is empty, so it cannot be shuffled.")
     batches = loader.batch_sampler
-    return ShuffleSampling(len(loader.dataset), batches.batch_size, batches.drop_last)  # type: ignore[arg-type, union-attr]
+    return ShuffleSampling(rows, batches.batch_size, batches.drop_last)  # type: ignore[arg-type, union-attr]
 
 
 _BY_NAME = {"poisson": _poisson, "shuffle": _shuffle}

@@ -1,4 +1,4 @@
-"""Empty batches: the structure of a batch, with zero rows."""
+"""Empty batches: a batch of zero rows, or a placeholder sample, with the structure of a batch."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ import torch
 from dpengine.errors import SamplingError
 
 _KEPT = (str, bytes, numbers.Number, np.generic, enum.Enum, torch.dtype, torch.device, type(None))
+_BLANK: dict[type, Any] = {str: "", bytes: b"", bool: False, int: 0, float: 0.0}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,6 +52,20 @@ def empty_template(collate: Callable[[list[Any]], Any], example: Any, *, batch_f
     return template if cut.found else _walk(single, single, _AxisCut(0 if batch_first else 1), "batch")
 
 
+def placeholder_batch(collate: Callable[[list[Any]], Any], example: Any, *, public: bool = False) -> Any:
+    """Returns a batch of one sample for an empty batch: the example itself if it is ``public``, else one of zeros.
+
+    Zeros replace the values of all tensors and arrays, and of the items of lists that have an item for each sample.
+    """
+    with restored_generators():
+        single = collate([example])
+    if public:
+        return single
+    with restored_generators():
+        double = collate([example, example])
+    return _walk(single, double, _Zeros(), "batch")
+
+
 @contextlib.contextmanager
 def restored_generators() -> Iterator[None]:
     """Restores the random generators of the process, from which a data set or collate function may draw."""
@@ -80,6 +95,17 @@ class _GrowthCut:
         grown = len(single) > 0 and len(double) == 2 * len(single)
         self.found = self.found or grown
         return grown
+
+
+class _Zeros(_GrowthCut):
+    """Keeps all sizes. ``of_sample`` is True within an item of a list that has an item for each sample."""
+
+    def __init__(self, of_sample: bool = False):
+        super().__init__()
+        self.of_sample = of_sample
+
+    def shape(self, single: Sequence[int], double: Sequence[int]) -> list[int]:
+        return list(single)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,10 +139,12 @@ def _walk(single: Any, double: Any, cut: _GrowthCut | _AxisCut, where: str) -> A
             object.__setattr__(result, field.name, _walk(one, two, cut, f"{where}.{field.name}"))
         return result
     if isinstance(single, _KEPT):
-        return single
+        blank = isinstance(cut, _Zeros) and cut.of_sample
+        return _BLANK.get(type(single), single) if blank else single
     raise SamplingError(
         f"{where} is a {type(single).__name__}, of which no empty form is known; a batch may be empty.",
-        fix="Return tensors in a dict, tuple, list or dataclass from collate_fn.",
+        fix="Return tensors in a dict, tuple, list or dataclass from collate_fn, or pass example_input=, a made-up "
+        "example as the data set would return it.",
     )
 
 
@@ -125,6 +153,8 @@ def _empty_sequence(single: Sequence[Any], double: Sequence[Any], cut: _GrowthCu
     named = isinstance(single, tuple) and hasattr(single, "_fields")
     if not named and cut.sequence(single, double):
         items = []
+        if isinstance(cut, _Zeros):
+            items = [_walk(item, item, _Zeros(of_sample=True), f"{where}[{i}]") for i, item in enumerate(single)]
     else:
         pairs = enumerate(zip(single, double, strict=False))
         items = [_walk(one, two, cut, f"{where}[{index}]") for index, (one, two) in pairs]

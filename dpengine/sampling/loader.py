@@ -13,7 +13,7 @@ from dpengine.errors import SamplingError
 
 from .batches import LogicalBatch, LogicalBatches, Pass, PrivateBatchSampler
 from .check import check_loader, check_repeats
-from .collate import EmptyAwareCollate, empty_template, restored_generators
+from .collate import EmptyAwareCollate, empty_template, placeholder_batch, restored_generators
 from .scheme import AbstractBatchStrategy, WordStream, whole_number
 from .units import UnitStrategy
 from .whole_tensors import as_read, whole_tensors
@@ -33,9 +33,9 @@ def private_loader(
     physical_batch_size: int | None = None,
     accumulation_steps: int = 1,
     batch_first: bool = True,
-    example_input: Any = None,  # if example 0 of the data set cannot be read
+    example_input: Any = None,  # for the structure of an empty batch, instead of example 0 of the data set
     share: tuple[int, int] = (0, 1),
-    placeholder: bool = False,  # True if the collate function returns a placeholder sample for an empty batch
+    placeholder: bool = False,  # True if an empty batch has a placeholder sample, whose gradient must be dropped
 ) -> DataLoader[Any]:
     """Returns a copy of ``loader`` that draws its batches by a sampling scheme.
 
@@ -45,8 +45,8 @@ def private_loader(
     returned. A batch that workers prefetched but that was not returned has no effect, and is drawn again, identically.
     Batches are drawn in the main process; workers receive the data set and ``collate_fn`` only.
 
-    An empty logical batch is a batch of zero rows with the structure of a real one, which is derived once from
-    ``dataset[0]``.
+    An empty physical batch has the structure of a real one, which is derived once from ``dataset[0]``. It has zero
+    rows or, with ``placeholder``, one sample: ``example_input`` if given, else zeros.
 
     Starting a pass ends an open one; reading that raises SamplingError.
     """
@@ -73,7 +73,7 @@ def private_loader(
         share=share,
         placeholder=placeholder,
     )
-    template = _template(loader, example_input, batch_first=batch_first)
+    template = _template(loader, example_input, batch_first=batch_first, placeholder=placeholder)
     batch_sampler = PrivateBatchSampler(batches)
     settings = {
         "batch_sampler": batch_sampler,
@@ -118,7 +118,7 @@ def _same_batches(loader: DataLoader[Any]) -> dict[str, DataLoader[Any]]:
     return {name: part for name, part in parts.items() if part.batch_sampler is loader.batch_sampler}
 
 
-def _template(loader: DataLoader[Any], example_input: Any, *, batch_first: bool) -> Any:
+def _template(loader: DataLoader[Any], example_input: Any, *, batch_first: bool, placeholder: bool) -> Any:
     example = example_input
     if example is None:
         if len(loader.dataset) == 0:  # type: ignore[arg-type]
@@ -135,6 +135,8 @@ def _template(loader: DataLoader[Any], example_input: Any, *, batch_first: bool)
                 "the structure of an empty batch is not known.",
                 fix="Pass example_input=, an example as the data set would return it.",
             ) from error
+    if placeholder:
+        return placeholder_batch(loader.collate_fn, example, public=example_input is not None)
     return empty_template(loader.collate_fn, example, batch_first=batch_first)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -16,8 +17,9 @@ from dpengine.grad_samplers.table import sampler_for
 from dpengine.independence.copy_probe import CopyIndependenceCheck
 from dpengine.layers.replacements import REPLACEMENTS, is_made_of_operations
 
-from .loss import LossFunction, check_independent_loss, parts_of
+from .loss import arranged, check_independent_loss, compare_own_loss, gradients_at, is_own_loss, parts_of
 from .obstacles import obstacle_of
+from .sequence_first import LossFunction
 
 SUPPORTED, TWIN, FALLBACK, BLOCKED, NOTHING = "supported", "twin", "fallback", "blocked", "no trainable parameters"
 LAYER, LOSS = "layer", "loss"
@@ -97,9 +99,10 @@ class CheckReport:
 def check(
     model: nn.Module,
     loss_fn: LossFunction | None = None,
-    batch: tuple[Any, Any] | None = None,
+    batch: Any = None,
     *,
     loss_reduction: str = "mean",
+    batch_first: bool = True,
 ) -> CheckReport:
     """Reports for each layer of a model how its per-sample gradients are computed, or why it is not supported.
 
@@ -114,10 +117,11 @@ def check(
 
     Args:
         model: The model, before or after ``fix``.
-        loss_fn: Called as ``loss_fn(model(inputs), targets)``.
-        batch: ``(inputs, targets)`` with at least two samples, on axis 0. Inputs may be a tensor, a tuple of positional
-            inputs or a mapping of keyword inputs.
+        loss_fn: Called as ``loss_fn(model(inputs), targets)``. It may return a loss that the model computes.
+        batch: ``(inputs, targets)`` with at least two samples. Inputs may be a tensor, a tuple of positional inputs or
+            a mapping of keyword inputs. A mapping alone is both the inputs and the targets.
         loss_reduction: Value that will be passed to ``make_private``: ``"mean"`` or ``"sum"``.
+        batch_first: Value that will be passed to ``make_private``: False if the batch is on axis 1 of the inputs.
 
     Returns:
         A report with one row for each module that owns parameters, has no children or is blocked.
@@ -132,22 +136,35 @@ def check(
         raise TypeError(f"check: model is {torch.typename(model)}; pass an instance of torch.nn.Module.")
     findings = _layer_findings(model)
     if loss_fn is not None or batch is not None:
-        inputs, targets, size = parts_of("check", model, loss_fn, batch, loss_reduction)
-        assert loss_fn is not None  # parts_of raises in that case
-        findings += _batch_findings(findings, model, loss_fn, inputs, targets, size, loss_reduction)
+        front, loss_fn, batch = arranged("check", model, loss_fn, batch, batch_first=batch_first)  # type: ignore[arg-type]
+        parts = parts_of("check", front, loss_fn, batch, loss_reduction)
+        findings += _batch_findings(findings, front, loss_fn, *parts, loss_reduction, batch_first=batch_first)
     return CheckReport(tuple(findings))
 
 
 def _batch_findings(
-    known: list[Finding], model: nn.Module, loss_fn: LossFunction, inputs: Any, targets: Any, size: int, reduction: str
+    known: list[Finding],
+    model: nn.Module,
+    loss_fn: LossFunction,
+    inputs: Any,
+    targets: Any,
+    size: int,
+    reduction: str,
+    *,
+    batch_first: bool,
 ) -> list[Finding]:
     """Returns the additional findings of a batch."""
     found = []
     coupling, outputs = CopyIndependenceCheck(model, inputs, size).run()
-    if coupling is not None and coupling.name not in {finding.name for finding in known if finding.verdict == BLOCKED}:
-        found.append(Finding(coupling.name, coupling.type, BLOCKED, why=coupling.why, remedy=coupling.remedy))
+    name = "" if coupling is None else coupling.name if batch_first else coupling.name.removeprefix("model").lstrip(".")
+    if coupling is not None and name not in {finding.name for finding in known if finding.verdict == BLOCKED}:
+        found.append(Finding(name, coupling.type, BLOCKED, why=coupling.why, remedy=coupling.remedy))
     try:
-        check_independent_loss(outputs, targets, loss_fn, size, reduction)
+        if is_own_loss(gradients_at(outputs, loss_fn, targets)[1]):
+            whole = copy.deepcopy(model).eval()  # without dropout
+            compare_own_loss(whole, loss_fn, inputs, targets, size, reduction)
+        else:
+            check_independent_loss(outputs, targets, loss_fn, size, reduction, batch_first=batch_first)
     except (BatchDependentLossError, ReductionError) as error:
         name = getattr(loss_fn, "__name__", type(loss_fn).__name__)
         message = str(error).removeprefix(f"[{error.code}] ").removesuffix(error.fix).rstrip(" .")

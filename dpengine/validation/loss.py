@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,14 +15,30 @@ from dpengine.capture.model_state import preserve_modes
 from dpengine.errors import BatchDependentLossError, ReductionError, suggests_names
 from dpengine.independence.copy_probe import call, has_batch_axis, keep_masks, with_others_replaced
 
+from .sequence_first import LossFunction, batch_first_parts, per_sample_rows
+
 _HALF = {torch.float16, torch.bfloat16}
-LossFunction = Callable[[Any, Any], Tensor]
+_PER_EXAMPLE = {
+    first: f"Use loss_fn = dpengine.validation.per_example(loss_fn{more}). A loss that compares samples with each "
+    "other, such as a contrastive one, cannot be trained with this guarantee."
+    for first, more in {True: "", False: ", batch_first=False"}.items()
+}
+_OWN_LOSS = (
+    "Compute the loss outside the model, from its logits: dpengine.losses.per_token_mean(logits, labels), which is a "
+    "mean over the tokens of each sample (shift=True for a causal language model of transformers)."
+)
 _checked: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # models whose last check passed
 
 
 @suggests_names
 def check_loss(
-    model: nn.Module, loss_fn: LossFunction, batch: tuple[Any, Any], *, loss_reduction: str = "mean", rows: int = 2
+    model: nn.Module,
+    loss_fn: LossFunction,
+    batch: Any,
+    *,
+    loss_reduction: str = "mean",
+    rows: int = 2,
+    batch_first: bool = True,
 ) -> None:
     """Recomputes a few samples of a batch one by one and compares the results with those of the batch.
 
@@ -31,11 +47,12 @@ def check_loss(
 
     Args:
         model: The model.
-        loss_fn: Called as ``loss_fn(model(inputs), targets)``.
+        loss_fn: Called as ``loss_fn(model(inputs), targets)``. It may return a loss that the model computes.
         batch: ``(inputs, targets)`` with at least two samples. Inputs may be a tensor, a tuple of positional inputs or
-            a mapping of keyword inputs.
+            a mapping of keyword inputs. A mapping alone is both the inputs and the targets.
         loss_reduction: Value that is passed to ``make_private``.
         rows: Number of samples to recompute.
+        batch_first: Value that is passed to ``make_private``: False if the batch is on axis 1 of the inputs.
 
     Raises:
         BatchDependentLossError: If an output or a loss gradient of a sample depends on other samples.
@@ -43,19 +60,25 @@ def check_loss(
         TypeError: If an argument has a wrong type.
         ValueError: If the batch has fewer than two samples, or ``loss_reduction`` is not known.
     """  # noqa: DOC502 - raised by called functions
+    whole = model
+    model, loss_fn, batch = arranged("check_loss", model, loss_fn, batch, batch_first=batch_first)
     inputs, targets, size = parts_of("check_loss", model, loss_fn, batch, loss_reduction)
-    _checked.discard(model)
+    _checked.discard(whole)
     with preserve_modes(model):
         model.eval()
         outputs, by_outputs = _loss_gradients(model, loss_fn, inputs, targets)
+        if is_own_loss(by_outputs):
+            compare_own_loss(model, loss_fn, inputs, targets, size, loss_reduction)
+            _checked.add(whole)
+            return
         for row in range(min(rows, size)):
             select = lambda leaf, row=row: leaf[row : row + 1] if has_batch_axis(leaf, size) else leaf  # noqa: E731
             alone, by_alone = _loss_gradients(
                 model, loss_fn, pytree.tree_map(select, inputs), pytree.tree_map(select, targets)
             )
             _compare_outputs(row, [select(o) for o in outputs], alone)
-            _compare_gradients(row, size, loss_reduction, [select(g) for g in by_outputs], by_alone)
-    _checked.add(model)
+            _compare_gradients(row, size, loss_reduction, [select(g) for g in by_outputs], by_alone, batch_first)
+    _checked.add(whole)
 
 
 def loss_was_checked(model: nn.Module) -> bool:
@@ -63,12 +86,73 @@ def loss_was_checked(model: nn.Module) -> bool:
     return model in _checked
 
 
-def check_independent_loss(outputs: Any, targets: Any, loss_fn: LossFunction, size: int, loss_reduction: str) -> None:
+def arranged(
+    caller: str, model: nn.Module, loss_fn: LossFunction, batch: Any, *, batch_first: bool
+) -> tuple[nn.Module, LossFunction, Any]:
+    """Returns model, loss and batch with the batch on axis 0, and a mapping as a pair."""
+    if isinstance(batch, Mapping):
+        batch = (batch, batch)
+    usable = isinstance(model, nn.Module) and callable(loss_fn) and isinstance(batch, (tuple, list)) and len(batch) == 2
+    if batch_first or not usable:  # `parts_of` raises
+        return model, loss_fn, batch
+    if not any(isinstance(leaf, Tensor) and leaf.dim() > 1 for leaf in pytree.tree_leaves(batch[0])):
+        raise TypeError(f"{caller}: batch_first=False needs an input with the batch on axis 1.")
+    return batch_first_parts(model, loss_fn, batch)
+
+
+def is_own_loss(gradients: Sequence[Tensor]) -> bool:
+    """Returns True if the loss depends on an output without axes: the model computes it."""
+    return any(grad.dim() == 0 and bool(grad != 0) for grad in gradients)
+
+
+def compare_own_loss(
+    model: nn.Module, loss_fn: LossFunction, inputs: Any, targets: Any, size: int, declared: str
+) -> None:
+    """Compares the parameter gradients of a loss inside the model with those of the samples one by one."""
+
+    def gradient(batch: Any) -> Tensor:
+        parameters = [p for p in model.parameters() if p.requires_grad]
+        with torch.enable_grad():
+            found = torch.autograd.grad(
+                loss_fn(call(model, batch[0]), batch[1]), parameters, allow_unused=True, materialize_grads=True
+            )
+        return torch.cat([grad.detach().flatten().double() for grad in found])
+
+    together = gradient((inputs, targets))
+    total = torch.zeros_like(together)
+    for i in range(size):
+        total += gradient(_row((inputs, targets), i, size))
+    expected = {"mean": total / size, "sum": total}
+    close = {name: bool((together - one).norm() <= 1e-3 * one.norm() + 1e-7) for name, one in expected.items()}
+    if close[declared]:
+        return
+    other = "sum" if declared == "mean" else "mean"
+    if close[other]:
+        raise _wrong_reduction(other, declared, float(together.norm() / expected[declared].norm().clamp(min=1e-30)))
+    raise BatchDependentLossError(
+        "The loss that the model computes mixes samples: its gradient is not the mean of those of single samples. A "
+        "typical cause is a mean over all tokens of the batch.",
+        fix=_OWN_LOSS,
+    )
+
+
+def _wrong_reduction(found: str, declared: str, ratio: float) -> ReductionError:
+    return ReductionError(
+        f"Loss looks like a {found}, expected a {declared} (ratio {ratio:.3g}). The gradients of all samples would be "
+        "scaled by the number of samples, which one sample changes, so that it moves the sum by up to twice the "
+        "clipping norm.",
+        fix=f'Pass loss_reduction="{found}".',
+    )
+
+
+def check_independent_loss(
+    outputs: Any, targets: Any, loss_fn: LossFunction, size: int, loss_reduction: str, *, batch_first: bool = True
+) -> None:
     """Raises if the loss of a sample changes when other samples get different outputs and targets."""
-    _, original = _gradients_at(outputs, loss_fn, targets)
+    _, original = gradients_at(outputs, loss_fn, targets)
     for keep_B in keep_masks(size):
         new_outputs, new_targets = with_others_replaced((outputs, targets), keep_B)
-        _, changed = _gradients_at(new_outputs, loss_fn, new_targets)
+        _, changed = gradients_at(new_outputs, loss_fn, new_targets)
         for one, other in zip(original, changed, strict=True):
             rows = keep_B.to(one.device).nonzero().flatten()
             a, b = (grad[rows] if has_batch_axis(grad, size) else grad for grad in (one, other))
@@ -76,11 +160,12 @@ def check_independent_loss(outputs: Any, targets: Any, loss_fn: LossFunction, si
                 raise BatchDependentLossError(
                     "The loss gradient of a sample changed when other samples got different outputs and targets. "
                     "Typical causes are a mean over tokens, class weights, or a loss between samples.",
-                    fix="Use dpengine.validation.per_example(loss_fn).",
+                    fix=_PER_EXAMPLE[batch_first],
                 )
     for row in range(2):
-        _, alone = _gradients_at(_row(outputs, row, size), loss_fn, _row(targets, row, size))
-        _compare_gradients(row, size, loss_reduction, [_row(grad, row, size) for grad in original], alone)
+        _, alone = gradients_at(_row(outputs, row, size), loss_fn, _row(targets, row, size))
+        own = [_row(grad, row, size) for grad in original]
+        _compare_gradients(row, size, loss_reduction, own, alone, batch_first)
 
 
 def parts_of(caller: str, model: Any, loss_fn: Any, batch: Any, loss_reduction: Any) -> tuple[Any, Any, int]:
@@ -105,17 +190,20 @@ def parts_of(caller: str, model: Any, loss_fn: Any, batch: Any, loss_reduction: 
     return inputs, targets, sizes[0]
 
 
-def per_example(loss_fn: LossFunction) -> LossFunction:
+def per_example(loss_fn: LossFunction, *, batch_first: bool = True) -> LossFunction:
     """Converts any loss to the mean of the losses of single samples, which are independent.
 
     Args:
         loss_fn: Called with one sample at a time, as a batch of one.
+        batch_first: False if the batch is on axis 1 of the outputs, ``(T, B, ...)``. Targets may be flat, ``(T * B,)``.
 
     Returns:
         A loss for full batches. An empty batch gives zero.
     """
 
     def of_batch(outputs: Any, targets: Any) -> Tensor:
+        if not batch_first:
+            return torch.stack(per_sample_rows(outputs, targets, loss_fn)).mean()
         tensors = [t for t in pytree.tree_leaves(outputs) if isinstance(t, Tensor)]
         size = tensors[0].shape[0]
         losses = [loss_fn(*_row((outputs, targets), i, size)) for i in range(size)]
@@ -133,10 +221,10 @@ def _loss_gradients(
 ) -> tuple[list[Tensor], list[Tensor]]:
     with torch.no_grad():
         raw = call(model, inputs)
-    return _gradients_at(raw, loss_fn, targets)
+    return gradients_at(raw, loss_fn, targets)
 
 
-def _gradients_at(raw: Any, loss_fn: LossFunction, targets: Any) -> tuple[list[Tensor], list[Tensor]]:
+def gradients_at(raw: Any, loss_fn: LossFunction, targets: Any) -> tuple[list[Tensor], list[Tensor]]:
     """Returns the floating-point outputs, and the gradients of the loss with respect to them."""
     leaves, spec = pytree.tree_flatten(raw)
     # At least float32, because rounding errors of a loss in half precision exceed the tolerance.
@@ -161,12 +249,14 @@ def _compare_outputs(row: int, together: list[Tensor], alone: list[Tensor]) -> N
         if a.shape != b.shape or not torch.allclose(a, b, rtol=1e-3, atol=1e-5, equal_nan=True):
             raise BatchDependentLossError(
                 f"The model's output for sample {row} depends on the other samples of the batch.",
-                fix="Find the layer with dpengine.check(model, loss_fn, batch), and replace it or try "
-                "dpengine.fix(model).",
+                fix="If axis 0 is time, pass batch_first=False. Else find the layer with dpengine.check(model, "
+                "loss_fn, batch), and replace it or try dpengine.fix(model).",
             )
 
 
-def _compare_gradients(row: int, size: int, declared: str, together: list[Tensor], alone: list[Tensor]) -> None:
+def _compare_gradients(
+    row: int, size: int, declared: str, together: list[Tensor], alone: list[Tensor], batch_first: bool
+) -> None:
     def close(scale: float) -> bool:
         return all(torch.allclose(a * scale, b, rtol=1e-3, atol=1e-7) for a, b in zip(together, alone, strict=True))
 
@@ -177,13 +267,10 @@ def _compare_gradients(row: int, size: int, declared: str, together: list[Tensor
     other = "sum" if declared == "mean" else "mean"
     if found[other]:
         ratio = norms[0] * (size if declared == "mean" else 1) / max(norms[1], 1e-30)
-        raise ReductionError(
-            f"Loss looks like a {other}, expected a {declared} (ratio {ratio:.3g}).",
-            fix=f'Pass loss_reduction="{other}".',
-        )
+        raise _wrong_reduction(other, declared, ratio)
     in_batch = norms[0] * (size if declared == "mean" else 1)
     raise BatchDependentLossError(
         f"The loss of sample {row} depends on the other samples of the batch (gradient norm {in_batch:.3g}, and "
         f"{norms[1]:.3g} alone). Typical causes are a mean over tokens, class weights, or a loss between samples.",
-        fix="Use dpengine.validation.per_example(loss_fn).",
+        fix=_PER_EXAMPLE[batch_first],
     )

@@ -16,7 +16,7 @@ from torch.nn.utils.spectral_norm import SpectralNorm
 
 from dpengine.capture.batch_statistics import can_use_fixed_statistics
 
-FIX = "Run before creating the optimizer: model, changes = dp.fix(model)"
+FIX = "Run before creating the optimizer: model, changes = dpengine.fix(model)"
 
 
 @dataclass(frozen=True)

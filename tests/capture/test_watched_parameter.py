@@ -7,6 +7,7 @@ from inside_parts import ClippedPasses
 from oracle import clip_by_engine, clip_by_loop, relative_error
 from torch import nn
 
+from dpengine import PrivacyEngine
 from dpengine.errors import UnsupportedLayerError
 
 ROWS, TIME, WIDTH = 5, 4, 3
@@ -119,3 +120,68 @@ def test_what_is_refused_works_through_the_fallback(use):
     found, _ = clip_by_engine(model, inputs, lambda o: F.cross_entropy(o, targets), mode="functorch", reduction="mean")
     truth, _ = clip_by_loop(model, inputs, lambda o, i: F.cross_entropy(o, targets[i]), ROWS)
     assert relative_error(found, truth) < 1e-9
+
+
+class Times(torch.autograd.Function):
+    @staticmethod
+    def forward(x, weight):
+        return x * weight
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, weight = ctx.saved_tensors
+        return grad * weight, (grad * x).sum(0)
+
+
+class TimesModule(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.linspace(0.5, 2, WIDTH))
+
+    def forward(self, x):
+        return Times.apply(x, self.weight)
+
+
+class InRoot(TimesModule):
+    """Uses its parameter in an autograd.Function, beside a child; ``change`` derives a tensor from it first."""
+
+    def __init__(self, change=lambda weight: weight):
+        super().__init__()
+        self.head, self.change = nn.Linear(WIDTH, 2), change
+
+    def forward(self, x):
+        return self.head(Times.apply(x, self.change(self.weight)))
+
+
+@pytest.mark.parametrize("unused", ["error", "zero"])
+@pytest.mark.parametrize("change", [lambda w: w, lambda w: w.view(-1), lambda w: w.exp()], ids=["plain", "view", "exp"])
+def test_a_parameter_in_a_function_beside_layers_is_rejected_by_name(change, unused):
+    inputs, targets = torch.randn(6, WIDTH), torch.zeros(6, dtype=torch.long)
+    data = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(inputs, targets), batch_size=6)
+    model = InRoot(change)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    _, _, loader = PrivacyEngine().make_private(
+        model, optimizer, data, noise_multiplier=1.0, sample_rate=1.0, unused_parameters=unused
+    )
+    ((x, y),) = loader
+    with pytest.raises(
+        UnsupportedLayerError, match=r"DPE001.*'weight' is used in a torch.autograd.Function.*functorch"
+    ):
+        F.cross_entropy(model(x), y).backward()
+
+
+@pytest.mark.parametrize(
+    ("model", "mode"),
+    [(nn.Sequential(TimesModule(), nn.Linear(WIDTH, 2)), "auto"), (InRoot(), "functorch")],
+    ids=["separate module", "functorch"],
+)
+def test_the_remedies_for_a_parameter_in_a_function_are_exact(model, mode):
+    inputs, targets = (torch.randn(6, WIDTH).double(),), torch.tensor([0, 1, 0, 1, 1, 0])
+    model = model.double()
+    found, _ = clip_by_engine(model, inputs, lambda o: F.cross_entropy(o, targets), mode=mode, reduction="mean")
+    truth, _ = clip_by_loop(model, inputs, lambda o, i: F.cross_entropy(o, targets[i]), 6)
+    assert relative_error(found, truth) < 1e-5

@@ -1,5 +1,6 @@
 """All processes that share a run draw one batch, and take slices of it."""
 
+import inside
 import numpy as np
 import pytest
 import torch
@@ -26,7 +27,8 @@ def mask_of_rank(draws):
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         loader = DataLoader(range(ROWS), batch_size=BATCH, shuffle=True)
         engine = PrivacyEngine(seed=seed)
-        found.append(masks(engine.make_private(model, optimizer, loader, noise_multiplier=1.0)[2], draws, ROWS))
+        private = engine.make_private(model, optimizer, loader, noise_multiplier=1.0)[2]
+        found.append(masks(inside.without_placeholders(private), draws, ROWS))
     return found
 
 

@@ -241,7 +241,8 @@ def test_an_optimizer_beside_the_private_one_has_nothing_to_apply():
     other = torch.optim.SGD(loop.model.parameters(), lr=1.0)
     before = copy.deepcopy(loop.model.state_dict())
     loop.backward(*first_batch(loop.loader))
-    other.step()
+    with pytest.raises(BatchStateError, match="not the optimizer that make_private returned"):
+        other.step()
     torch.optim.SGD.step(loop.optimizer)
     assert all(torch.equal(before[name], value) for name, value in loop.model.state_dict().items())
 

@@ -12,7 +12,7 @@ import numpy as np
 from dpengine.engine.batch_state import Stage
 from dpengine.engine.step import PrivateStep
 from dpengine.sampling import PoissonSampling, ShuffleSampling
-from dpengine.sampling.batches import LogicalBatch, LogicalBatches
+from dpengine.sampling.batches import LogicalBatches
 
 from .planted import Patch, Planted
 
@@ -93,7 +93,8 @@ def _rechunked(change: Callable[[Any, Any], Any]) -> tuple[Patch, ...]:
         def drawn(self: Any, step: int) -> Any:
             batch = draw(self, step)
             chunks = change(self, batch)
-            return batch._replace(batch=LogicalBatch(step, tuple(map(len, chunks)), batch.batch.units), chunks=chunks)
+            rows = tuple(map(len, chunks))
+            return batch._replace(batch=dataclasses.replace(batch.batch, rows=rows), chunks=chunks)
 
         return drawn
 

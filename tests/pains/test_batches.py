@@ -353,7 +353,7 @@ def test_rank_36_an_empty_batch_of_an_embedding_changes_no_setting_of_the_proces
     assert before["cudnn", "deterministic"] is False
     for _ in range(20):
         for (some,) in private.loader:
-            sizes.add(len(some))
+            sizes.add(len(some) if door.compat else inside.samples_now(private.engine))
             private.step(tokens[some], targets[some])
         if 0 in sizes:
             break

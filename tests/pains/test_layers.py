@@ -261,7 +261,7 @@ MIXING = {
 @through(ALL_DOORS)
 def test_rank_13_a_batch_norm_without_trainable_parameters_is_refused_by_name(door, name):
     model = nn.Sequential(nn.Linear(4, 4), MIXING[name](), nn.Linear(4, CLASSES))
-    with pytest.raises(UnsupportedLayerError, match=r"(?s)1.*BatchNorm1d.*mixes the samples.*dp\.fix\(model\)"):
+    with pytest.raises(UnsupportedLayerError, match=r"(?s)1.*BatchNorm1d.*mixes the samples.*dpengine\.fix\(model\)"):
         door.open(model, fixed_loader(ROWS))
 
 
@@ -304,5 +304,5 @@ def test_rank_30_the_padding_entry_has_no_gradient(door):
 
 @through(ALL_DOORS)
 def test_rank_30_gradients_divided_by_counts_over_the_batch_are_refused(door):
-    with pytest.raises(UnsupportedLayerError, match=r"(?s)words.*scale_grad_by_freq.*dp\.fix\(model\)"):
+    with pytest.raises(UnsupportedLayerError, match=r"(?s)words.*scale_grad_by_freq.*dpengine\.fix\(model\)"):
         door.open(Words(scale_grad_by_freq=True), fixed_loader(ROWS))

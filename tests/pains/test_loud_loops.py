@@ -3,6 +3,7 @@
 import copy
 import itertools
 
+import inside
 import pytest
 import torch
 import torch.nn.functional as F
@@ -75,14 +76,16 @@ def test_rank_39_empty_batches_have_the_structure_of_others_wherever_they_come(p
         if place == "only":
             settings.pop("steps")
         _, _, loader = engine.make_private(model, optimizer, DataLoader(Texts(), batch_size=1), **settings)
-        batches = list(itertools.islice(loader, 8))
-        sizes = [len(one["text"]) for one in batches]
+        batches, sizes = [], []
+        for one in itertools.islice(loader, 8):
+            batches.append(one)
+            sizes.append(inside.samples_now(engine))
         wanted = {"first": sizes[0] == 0, "middle": 0 in sizes[1:-1] and sizes[0] > 0, "only": not any(sizes)}
         if wanted[place]:
             break
     assert wanted[place]
     for found, rows in zip(batches, sizes, strict=True):
-        assert_has_the_structure(found, rows)
+        assert_has_the_structure(found, max(rows, 1))
 
 
 @pytest.mark.parametrize("skips", [True, False], ids=["without a backward pass", "with one"])
@@ -96,11 +99,12 @@ def test_rank_39_an_empty_batch_is_a_step_with_noise(door, skips):
     while not empty or steps < 4:
         for (rows,) in private.loader:
             before = copy.deepcopy(model.state_dict())
+            size = len(rows) if door.compat else inside.samples_now(private.engine)
             private.optimizer.zero_grad()
-            if len(rows) or not skips:
+            if size or not skips:
                 private.backward(inputs[rows], targets[rows])
             private.optimizer.step()
-            steps, empty = steps + 1, empty + (len(rows) == 0)
+            steps, empty = steps + 1, empty + (size == 0)
             assert all(not torch.equal(before[name], value) for name, value in model.state_dict().items())
             assert all(value.isfinite().all() for value in model.state_dict().values())
     counted = sum(one[-1] for one in private.engine.accountant.history) if door.compat else private.engine.ledger.steps

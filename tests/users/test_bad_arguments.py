@@ -1,5 +1,6 @@
 """Section 1.11 of the faults, bad arguments: a refusal names its cause and leaves everything as it was."""
 
+import copy
 import functools
 import math
 import random
@@ -183,7 +184,7 @@ BAD = [
     Bad("F-B4", ValueError, "physical_batch_size=2 and accumulation_steps=2",
         {"physical_batch_size": 2, "accumulation_steps": 2}),
     *given("F-B5", Budget, "target_delta", (0.0, 1.0, -1.0, 2.0, nan), match="delta="),
-    Bad("F-B5", Budget, "delta=0.1 is too large for 24 examples", {"target_delta": 0.1}),
+    Bad("F-B5", Budget, "target_delta=0.1 is too large for 24 examples", {"target_delta": 0.1}),
     *given("F-B6", Budget, "target_epsilon", (0.0, -1.0, nan, inf), noise=False, steps=2),
     Bad("F-B6", errors.CalibrationError, "DPE008", UNREACHABLE, with_rdp, noise=False),
     Bad("F-B7", Budget, "both were given", {"target_epsilon": 3.0, "steps": 2}),
@@ -408,7 +409,7 @@ def test_f_b14_an_empty_data_set_trains_on_noise_alone():
     )
     before = state_of(loop.model)
     for inputs, targets in loop.loader:
-        assert inputs.shape == (0, 4)
+        assert inputs.shape == (1, 4)
         loop.step(inputs, targets)
     assert loop.engine.ledger.steps == 4
     assert not any(torch.equal(before[name], value) for name, value in state_of(loop.model).items())
@@ -422,3 +423,15 @@ def test_f_b13_a_second_make_private_after_detach_is_fine():
         loop.engine.detach(loop.model)
     again = make_loop(loop.model, make_optimizer=lambda _: loop.optimizer, engine=loop.engine)
     one_step(again)
+
+
+def test_a_model_in_shared_memory_is_rejected_by_name_and_a_copy_trains():
+    model = mlp()
+    model.share_memory()
+    with pytest.raises(errors.UnknownParameterError, match=r"DPE016.*'0.weight' is in shared memory.*copy.deepcopy"):
+        make_loop(model)
+    model = copy.deepcopy(model)
+    loop = make_loop(model)
+    for inputs, targets in loop.loader:
+        loop.step(inputs, targets)
+    assert loop.engine.ledger.steps == len(loop.loader)

@@ -168,7 +168,8 @@ class Row:
 
 
 CATALOGUE = [
-    Row("DPE001", errors.UnsupportedLayerError, lambda: make_loop(batch_norm()), "1 (BatchNorm1d)", "dp.fix(model)"),
+    Row("DPE001", errors.UnsupportedLayerError, lambda: make_loop(batch_norm()), "1 (BatchNorm1d)",
+        "dpengine.fix(model)"),
     Row("DPE002", errors.MissingGradientError, lambda: one_step(make_loop(WithSpare())), "'spare.weight'",
         "model.get_parameter('spare.weight').requires_grad_(False), or pass unused_parameters='zero'"),
     Row("DPE002", errors.MissingGradientError, lambda: backward_only(make_loop(Functional())), "'layer.weight'",
@@ -178,7 +179,8 @@ CATALOGUE = [
     Row("DPE004", errors.SamplingError, weighted_loader, "WeightedRandomSampler", "Weight the loss instead"),
     Row("DPE005", errors.StaleGradientError, no_zero_grad, "optimizer.zero_grad()", "top of the loop"),
     Row("DPE006", errors.PrivacyWarning, accumulated, "2 sampled batches", "accumulation_steps=2"),
-    Row("DPE007", errors.InvalidBudgetError, lambda: make_loop(target_delta=0.5), "delta=0.5", "Suggested: 3.0e-02"),
+    Row("DPE007", errors.InvalidBudgetError, lambda: make_loop(target_delta=0.5), "target_delta=0.5",
+        "Pass target_delta=3.0e-02"),
     Row("DPE008", errors.CalibrationError, lambda: make_loop(engine=rdp(), **UNREACHABLE),
         "epsilon=1e-09", "Use fewer epochs, a smaller"),
     Row("DPE009", errors.ScaledGradientError, scaled_loss, "GradScaler",
@@ -191,7 +193,7 @@ CATALOGUE = [
         "sampling='shuffle'", "epsilon not claimed"),
     Row("DPE013", errors.ReductionError, lambda: check_loss(mlp(), summed, examples().tensors), "looks like a sum",
         'loss_reduction="sum"'),
-    Row("DPE015", errors.PrivacyWarning, clipped_outside, "p.grad was changed", "Use max_grad_norm"),
+    Row("DPE015", errors.PrivacyWarning, clipped_outside, "p.grad was changed", "pass max_grad_norm= to make_private"),
     Row("DPE016", errors.UnknownParameterError, group_added, "Parameter(2, 2)", "engine.detach(model)"),
     Row("DPE016", errors.UnknownParameterError, lbfgs, "LBFGS", "such as SGD or AdamW"),
     Row("DPE017", errors.RepeatedBackwardError, lambda: backward_only(make_loop(), times=2), "2 backward passes",

@@ -15,7 +15,7 @@ from torch import nn
 from torch.optim import lr_scheduler
 
 import dpengine
-from dpengine.errors import DetachedError, ParameterMismatchError, UnknownParameterError
+from dpengine.errors import BatchStateError, DetachedError, ParameterMismatchError, UnknownParameterError
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*DPE012")
 
@@ -344,3 +344,72 @@ def test_o10_two_optimizers_are_refused_and_left_alone(name, derived):
     assert type(optimizer) is kind
     assert optimizer.__dict__ == before
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+
+
+class SkipsEverySecond(torch.optim.Optimizer):
+    """A wrapper that skips updates while it accumulates, as that of accelerate does."""
+
+    def __init__(self, optimizer):
+        self.optimizer, self.sync = optimizer, False
+
+    param_groups = property(lambda self: self.optimizer.param_groups)
+    state = property(lambda self: self.optimizer.state)
+    defaults = property(lambda self: self.optimizer.defaults)
+
+    def step(self, closure=None):
+        self.sync = not self.sync
+        if not self.sync:
+            self.optimizer.step(closure)
+
+    def zero_grad(self, set_to_none=True):
+        if not self.sync:
+            self.optimizer.zero_grad(set_to_none)
+
+
+def test_a_step_whose_update_is_skipped_is_rejected_at_once():
+    loop = make_loop(noise_multiplier=1.0, make_optimizer=lambda p: SkipsEverySecond(torch.optim.SGD(p, lr=0.1)))
+    with pytest.raises(
+        BatchStateError, match=r"DPE022.*SkipsEverySecond.step\(\) changed no weight.*accumulation_steps="
+    ):
+        loop.step(*first_batch(loop.loader))
+    assert loop.engine.ledger.steps == 1
+
+
+def test_the_remedy_for_a_skipped_update_is_accumulation_of_the_engine():
+    loop = make_loop(noise_multiplier=1.0, accumulation_steps=2, seed=3)
+    for inputs, targets in loop.loader:
+        loop.step(inputs, targets)
+    assert loop.engine.ledger.steps == len(loop.loader)
+
+
+class Wrapper(SkipsEverySecond):
+    def step(self, closure=None):
+        self.optimizer.step(closure)
+
+    def zero_grad(self, set_to_none=True):
+        self.optimizer.zero_grad(set_to_none)
+
+
+class ByData(torch.optim.SGD):
+    """Updates ``p.data``, which does not increment the version of a parameter."""
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.data.add_(p.grad, alpha=-group["lr"])
+
+
+UNSEEN = {
+    "data": lambda p: ByData(p, lr=0.1),
+    "learning rate of 0": lambda p: torch.optim.SGD(p, lr=0.0),
+    "fused": lambda p: torch.optim.SGD(p, lr=0.1, fused=True),
+    "wrapped": lambda p: Wrapper(torch.optim.SGD(p, lr=0.1)),
+}
+
+
+@pytest.mark.parametrize("make", UNSEEN.values(), ids=UNSEEN)
+def test_updates_that_do_not_show_in_versions_or_values_are_accepted(make):
+    loop = make_loop(noise_multiplier=1.0, make_optimizer=make)
+    for inputs, targets in loop.loader:
+        loop.step(inputs, targets)
+    assert loop.engine.ledger.steps == len(loop.loader)

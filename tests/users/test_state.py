@@ -3,12 +3,15 @@
 import copy
 import io
 import pickle
+import pickletools
+import zipfile
 
 import pytest
 import torch
 import torch.nn.functional as F
 from loops import (
     CLASSES,
+    FEATURES,
     assert_same_gradients,
     every_mode,
     examples,
@@ -140,3 +143,77 @@ def test_k2_averaged_models_follow(make_model):
         torch.testing.assert_close(value, truth[name])
     averaged.module(examples().tensors[0]).sum().backward()
     assert all(p.grad is not None for p in averaged.module.parameters())
+
+
+class Sequences(nn.Module):
+    """Layers of all kinds of hooks: with one input, replaced by another class, batch norm, and the model's own."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Sequential(nn.Linear(FEATURES, 4), nn.BatchNorm1d(4).eval())
+        self.rnns = nn.ModuleList([nn.LSTM(4, 4, batch_first=True), nn.GRU(4, 4, batch_first=True), nn.RNN(4, 4)])
+        self.cells = nn.ModuleList([nn.LSTMCell(4, 4), nn.GRUCell(4, 4), nn.RNNCell(4, 4, nonlinearity="relu")])
+        self.attention = nn.MultiheadAttention(4, 2, batch_first=True)
+        self.last, self.scale = nn.Linear(4, CLASSES), nn.Parameter(torch.ones(CLASSES))
+
+    def forward(self, inputs):
+        steps = self.rnns[1](self.rnns[0](self.first(inputs).unsqueeze(1))[0])[0]
+        steps = self.attention(steps, steps, steps)[0]
+        return self.last(self.cells[1](steps[:, 0])) * self.scale
+
+
+def globals_of(model):
+    buffer = io.BytesIO()
+    torch.save(model, buffer)
+    with zipfile.ZipFile(buffer) as file:
+        data = next(file.read(name) for name in file.namelist() if name.endswith("data.pkl"))
+    return {arg for op, arg, _ in pickletools.genops(data) if op.name == "GLOBAL"}, buffer
+
+
+def test_a_saved_model_and_a_copy_hold_nothing_of_the_engine():
+    model = Sequences()
+    model.rnns[2].requires_grad_(False)
+    model.cells[0].requires_grad_(False)
+    model.cells[2].requires_grad_(False)
+    model.last.register_forward_hook(print)
+    plain, before = globals_of(model)[0], {name: sorted(vars(m)) for name, m in model.named_modules()}
+    make_loop(model, unused_parameters="zero")
+    random = torch.get_rng_state()
+    saved, buffer = globals_of(model)
+    assert saved == plain
+    copies = (copy.deepcopy(model), load_whole(buffer))
+    assert torch.equal(random, torch.get_rng_state())
+    for copied in copies:
+        assert {name: sorted(vars(m)) for name, m in copied.named_modules()} == before
+        assert type(copied.rnns[0]) is nn.LSTM and type(model.rnns[0]) is not nn.LSTM
+        assert list(copied.last._forward_hooks.values()) == [print]
+        assert not copied._forward_hooks and not copied._forward_pre_hooks
+        copied.last._forward_hooks.clear()
+        model.last._forward_hooks.clear()
+        x = torch.randn(3, FEATURES)
+        with torch.no_grad():
+            torch.testing.assert_close(copied(x), model(x))
+        model.last.register_forward_hook(print)
+
+
+def load_whole(buffer):
+    buffer.seek(0)
+    return torch.load(buffer, weights_only=False)
+
+
+def test_a_saved_model_loads_with_weights_only_and_safe_globals():
+    loop = make_loop()
+    _, buffer = globals_of(loop.model)
+    buffer.seek(0)
+    with torch.serialization.safe_globals([nn.Sequential, nn.Linear, nn.Tanh, set]):
+        found = torch.load(buffer, weights_only=True)
+    for name, value in found.state_dict().items():
+        assert torch.equal(value, loop.model.state_dict()[name])
+
+
+def test_a_model_is_saved_whole_between_detach_and_a_second_run():
+    loop = make_loop()
+    loop.engine.detach(loop.model)
+    assert all("__reduce_ex__" not in vars(module) for module in loop.model.modules())
+    make_loop(loop.model)
+    assert globals_of(loop.model)[0] == globals_of(mlp())[0]

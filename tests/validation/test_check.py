@@ -43,7 +43,7 @@ def half(layer):
     return layer.half()
 
 
-FIX = r"Run before creating the optimizer: model, changes = dp.fix\(model\)"
+FIX = r"Run before creating the optimizer: model, changes = dpengine.fix\(model\)"
 BLOCKED = {
     "batch-norm-1d": (lambda: nn.BatchNorm1d(4), "mixes the samples", FIX),
     "batch-norm-2d": (lambda: nn.BatchNorm2d(4), "mixes the samples", FIX),
@@ -182,8 +182,8 @@ def test_all_blocked_layers_are_named_in_one_error():
         check(model).raise_if_blocked()
     assert str(refusal.value) == (
         "[DPE001] 1 (BatchNorm2d) mixes the samples of a batch, so one record changes the gradients of others. "
-        "Also blocked: 2.0 (BatchNorm2d). Run before creating the optimizer: model, changes = dp.fix(model); or, if "
-        "its running statistics are public, keep them: layer.eval() after each model.train()"
+        "Also blocked: 2.0 (BatchNorm2d). Run before creating the optimizer: model, changes = dpengine.fix(model); or, "
+        "if its running statistics are public, keep them: layer.eval() after each model.train()"
     )
 
 

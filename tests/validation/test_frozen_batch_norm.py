@@ -126,7 +126,9 @@ def test_a_batch_norm_that_would_look_at_the_batch_is_refused_in_the_forward_pas
     change(bare)
     kept = {name: tensor.clone() for name, tensor in bare.state_dict().items()}
     inputs, _ = next(iter(loader))
-    with pytest.raises(UnsupportedLayerError, match=r"1 \(BatchNorm2d\).*get_submodule\('1'\)\.eval\(\).*dp\.fix"):
+    with pytest.raises(
+        UnsupportedLayerError, match=r"1 \(BatchNorm2d\).*get_submodule\('1'\)\.eval\(\).*dpengine\.fix"
+    ):
         model(inputs)
     optimizer.zero_grad()
     with pytest.raises(PrivacyError):

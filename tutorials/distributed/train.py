@@ -76,7 +76,7 @@ def main() -> None:
         checkpoint.load(arguments.folder, engine)  # on as many processes as there are now
     taken = loader.position
     while taken < arguments.steps:
-        for x, y in loader:  # this process's part of the batch, which may be empty
+        for x, y in loader:  # this process's part of the batch; a placeholder if that is empty
             optimizer.zero_grad()
             nn.functional.cross_entropy(model(x), y).backward()
             optimizer.step()

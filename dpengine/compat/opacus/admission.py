@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from dpengine.engine.argument_checks import check_foreign_parameters
+from dpengine.engine.argument_checks import check_foreign_parameters, check_not_shared
 from dpengine.engine.optimizer import refuse_optimizer
 from dpengine.sampling.check import check_loader
 from dpengine.sampling.loader import PrivateIteration
@@ -35,6 +35,7 @@ def admit(module: Any, optimizer: Any, data_loader: Any, generator: Any, secure:
     inner = module._module if isinstance(module, AbstractGradSampleModule) else module
     check(inner).raise_if_blocked()
     refuse_optimizer(getattr(optimizer, "original_optimizer", optimizer))
+    check_not_shared(inner)
     check_foreign_parameters(inner, optimizer)
     size = _batch_size(data_loader, is_spread(inner))
     if not inner.training:  # a part may be in eval mode on purpose

@@ -1,0 +1,103 @@
+"""Runs checks of models whose inputs have time on axis 0 and the batch on axis 1."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+LossFunction = Callable[[Any, Any], Tensor]
+
+
+class _Shared(list[bool]):
+    """A list that copies of a model share."""
+
+    def __deepcopy__(self, memo: Any) -> _Shared:
+        return self
+
+
+class BatchFirst(nn.Module):
+    """A model with the batch on axis 1, called with the batch on axis 0.
+
+    Tensors with both axes flattened, such as targets ``(T * B,)``, count as tensors with the batch on axis 1.
+    """
+
+    def __init__(self, model: nn.Module, inputs: Any):
+        super().__init__()
+        self.model = model
+        first = next(leaf for leaf in pytree.tree_leaves(inputs) if _has_axis_1(leaf))
+        self.length, self.size = first.shape[:2]
+        self._flat = _Shared()  # which leaves of the last outputs were flat
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        args, kwargs = pytree.tree_map(_swapped, (args, kwargs))
+        size = next(leaf.shape[1] for leaf in pytree.tree_leaves((args, kwargs)) if _has_axis_1(leaf))
+        outputs, self._flat[:] = self.to_front(self.model(*args, **kwargs), size)
+        return outputs
+
+    def to_front(self, tree: Any, size: int) -> tuple[Any, list[bool]]:
+        """Returns the tree, of ``size`` samples, with the batch on axis 0, and which of its leaves were flat."""
+        leaves, spec = pytree.tree_flatten(tree)
+        flat = [self._is_flat(leaf, size) for leaf in leaves]
+        found = [
+            _swapped(self._unflattened(leaf) if is_flat else leaf) for leaf, is_flat in zip(leaves, flat, strict=True)
+        ]
+        return pytree.tree_unflatten(found, spec), flat
+
+    def loss(self, loss_fn: LossFunction, flat_targets: list[bool]) -> LossFunction:
+        """Returns the loss of outputs and targets with the batch on axis 0."""
+
+        def of_batch(outputs: Any, targets: Any) -> Tensor:
+            return loss_fn(_restored(outputs, self._flat), _restored(targets, flat_targets))
+
+        return of_batch
+
+    def _is_flat(self, leaf: Any, size: int) -> bool:
+        if not isinstance(leaf, Tensor) or leaf.dim() == 0 or (_has_axis_1(leaf) and leaf.shape[1] == size):
+            return False
+        return self.length > 1 and leaf.shape[0] == self.length * size
+
+    def _unflattened(self, leaf: Tensor) -> Tensor:
+        return leaf.reshape(self.length, -1, *leaf.shape[1:])
+
+
+def per_sample_rows(outputs: Any, targets: Any, loss_fn: LossFunction) -> list[Tensor]:
+    """Returns the losses of single samples, of outputs and targets with the batch on axis 1."""
+    moved = BatchFirst(nn.Identity(), outputs)
+    front, moved._flat[:] = moved.to_front(outputs, moved.size)
+    front_targets, flat = moved.to_front(targets, moved.size)
+    of_batch = moved.loss(loss_fn, flat)
+
+    def row(tree: Any, i: int) -> Any:
+        return pytree.tree_map(lambda leaf: leaf[i : i + 1] if _has_rows(leaf, moved.size) else leaf, tree)
+
+    return [of_batch(row(front, i), row(front_targets, i)) for i in range(moved.size)]
+
+
+def batch_first_parts(model: nn.Module, loss_fn: LossFunction, batch: Any) -> tuple[nn.Module, LossFunction, Any]:
+    """Returns model, loss and batch with the batch on axis 0."""
+    inputs, targets = batch
+    front = BatchFirst(model, inputs)
+    targets, flat = front.to_front(targets, front.size)
+    return front, front.loss(loss_fn, flat), (pytree.tree_map(_swapped, inputs), targets)
+
+
+def _has_rows(leaf: Any, size: int) -> bool:
+    return isinstance(leaf, Tensor) and leaf.dim() > 0 and leaf.shape[0] == size
+
+
+def _has_axis_1(leaf: Any) -> bool:
+    return isinstance(leaf, Tensor) and leaf.dim() > 1
+
+
+def _swapped(leaf: Any) -> Any:
+    return leaf.transpose(0, 1) if _has_axis_1(leaf) else leaf
+
+
+def _restored(tree: Any, flat: list[bool]) -> Any:
+    leaves, spec = pytree.tree_flatten(tree)
+    found = [_swapped(leaf) for leaf in leaves]
+    found = [leaf.flatten(0, 1) if is_flat else leaf for leaf, is_flat in zip(found, flat, strict=True)]
+    return pytree.tree_unflatten(found, spec)

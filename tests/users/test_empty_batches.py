@@ -1,0 +1,184 @@
+"""An empty batch reaches the loop as one placeholder sample, of which nothing is released."""
+
+import inside
+import pytest
+import torch
+import torch.nn.functional as F
+from loops import CLASSES, FEATURES, every_mode, examples, gradients_of, make_loop, mlp, state_of
+from torch import nn
+from torch.utils.data import Dataset
+
+from dpengine.engine import fetch_ahead
+from dpengine.sampling.collate import placeholder_batch
+
+
+class Reshapes(nn.Module):
+    """Reshapes with -1, which torch does not allow for a tensor without elements, as attention of many models does."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(FEATURES, 4), nn.Linear(4, CLASSES)
+
+    def forward(self, inputs):
+        hidden = self.first(inputs)
+        return self.second(hidden.reshape(len(inputs), -1, 2).flatten(1))
+
+
+@every_mode
+def test_a_model_that_cannot_run_without_samples_trains(mode):
+    loop = make_loop(Reshapes(), batch_size=1, grad_sample_mode=mode, noise_multiplier=1.0)
+    sizes = []
+    for inputs, targets in loop.loader:
+        loop.step(inputs, targets)
+        sizes.append(inside.samples_now(loop.engine))
+    assert 0 in sizes
+    assert loop.engine.ledger.steps == len(sizes)
+
+
+@every_mode
+def test_nothing_of_a_placeholder_is_released(mode):
+    huge = (torch.full((FEATURES,), 1e3), torch.tensor(1))
+    runs = []
+    for example in (None, huge, (torch.full((FEATURES,), torch.nan), torch.tensor(1))):
+        loop = make_loop(batch_size=1, grad_sample_mode=mode, noise_multiplier=1.0, example_input=example)
+        for inputs, targets in loop.loader:
+            loop.step(inputs, targets)
+            if inside.samples_now(loop.engine) == 0:
+                assert loop.engine.metrics(nonprivate=True)["nonprivate/dropped_rows"] == 0
+                assert inside.state(loop.engine).largest_norm == 0
+        runs.append((state_of(loop.model), loop.engine.ledger.history))
+    for state, history in runs[1:]:
+        assert history == runs[0][1]
+        assert all(torch.equal(runs[0][0][name], value) for name, value in state.items())
+
+
+def test_an_adaptive_clipping_norm_does_not_see_the_placeholder():
+    norms = []
+    for example in (None, (torch.full((FEATURES,), 1e3), torch.tensor(1))):
+        loop = make_loop(batch_size=1, clipping="adaptive", noise_multiplier=1.0, example_input=example)
+        for inputs, targets in loop.loader:
+            loop.step(inputs, targets)
+        norms.append(loop.optimizer.max_grad_norm)
+    assert norms[0] == norms[1]
+
+
+def test_empty_chunks_have_placeholders_too():
+    loop, whole = make_loop(accumulation_steps=9), make_loop()
+    sizes = []
+    for inputs, targets in loop.loader:
+        assert len(inputs) >= 1
+        sizes.append(inside.samples_now(loop.engine))
+        loop.step(inputs, targets)
+    for inputs, targets in whole.loader:
+        whole.step(inputs, targets)
+    assert 0 in sizes and 1 in sizes
+    for name, value in state_of(whole.model).items():
+        torch.testing.assert_close(state_of(loop.model)[name], value)
+
+
+def test_a_loss_for_each_sample_takes_the_placeholder():
+    loop = make_loop(batch_size=1)
+    for inputs, targets in loop.loader:
+        loop.optimizer.zero_grad()
+        loop.engine.backward(F.cross_entropy(loop.model(inputs), targets, reduction="none"))
+        loop.optimizer.step()
+        if inside.samples_now(loop.engine) == 0:
+            assert all(not gradient.any() for gradient in gradients_of(loop.model).values())
+
+
+def test_a_frozen_model_and_a_second_backward_are_treated_as_for_other_batches():
+    loop = make_loop(batch_size=1)
+    for inputs, targets in loop.loader:
+        if inside.samples_now(loop.engine) == 0:
+            break
+        loop.step(inputs, targets)
+    loop.optimizer.zero_grad()
+    loop.backward(inputs, targets)
+    with pytest.raises(RuntimeError, match="DPE017"):
+        loop.backward(inputs, targets)
+
+
+def test_a_compiled_pass_drops_the_placeholder():
+    loop, plain = (make_loop(batch_size=1, noise_multiplier=1.0) for _ in range(2))
+    backward = loop.engine.compile_backward(lambda x, y: F.cross_entropy(loop.model(x), y), backend="eager")
+    for inputs, targets in loop.loader:
+        loop.optimizer.zero_grad()
+        backward(inputs, targets)
+        loop.optimizer.step()
+    for inputs, targets in plain.loader:
+        plain.step(inputs, targets)
+    for name, value in state_of(plain.model).items():
+        torch.testing.assert_close(state_of(loop.model)[name], value)
+
+
+class Opaque:
+    def __init__(self, rows):
+        self.inputs = torch.stack([row[0] for row in rows])
+        self.targets = torch.stack([row[1] for row in rows])
+
+
+class OfRows(Dataset):
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, index):
+        return examples()[index]
+
+
+def test_a_type_without_a_known_form_runs_with_an_example():
+    from dpengine import PrivacyEngine
+
+    loader = torch.utils.data.DataLoader(OfRows(), batch_size=1, collate_fn=Opaque)
+
+    def private(**options):
+        model, engine = mlp(), PrivacyEngine(seed=0)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        return model, *engine.make_private(model, optimizer, loader, noise_multiplier=1.0, **options)[1:]
+
+    with pytest.raises(RuntimeError, match=r"DPE004.*batch is a Opaque.*or pass example_input=, a made-up example"):
+        private()
+    model, optimizer, batches = private(example_input=(torch.zeros(FEATURES), torch.tensor(0)))
+    for batch in batches:
+        optimizer.zero_grad()
+        F.cross_entropy(model(batch.inputs), batch.targets).backward()
+        optimizer.step()
+
+
+def test_a_placeholder_holds_no_value_of_an_example():
+    rows = {"image": torch.ones(2, 3), "boxes": [torch.ones(4)], "name": "Ann", "meta": {"id": 17}, "label": 3}
+
+    def collate(batch):
+        return {
+            "image": torch.stack([row["image"] for row in batch]),
+            "boxes": [row["boxes"] for row in batch],
+            "name": [row["name"] for row in batch],
+            "meta": [row["meta"] for row in batch],
+            "label": torch.tensor([row["label"] for row in batch]),
+            "task": "detection",
+        }
+
+    found = placeholder_batch(collate, rows)
+    assert found["image"].shape == (1, 2, 3) and not found["image"].any()
+    assert len(found["boxes"]) == 1 and not found["boxes"][0][0].any()
+    assert (found["name"], found["meta"], found["label"].tolist()) == ([""], [{"id": 0}], [0])
+    assert found["task"] == "detection"
+    assert placeholder_batch(collate, rows, public=True)["name"] == ["Ann"]
+
+
+def test_placeholders_that_were_fetched_ahead_are_those_of_their_batches():
+    plain, ahead = (make_loop(batch_size=1, noise_multiplier=1.0) for _ in range(2))
+    fetch_ahead(ahead.engine, 2)
+    sizes, waiting = [], []
+    for inputs, targets in plain.loader:
+        plain.step(inputs, targets)
+        sizes.append(inside.samples_now(plain.engine))
+    for batch in ahead.loader:
+        waiting.append(batch)
+        if len(waiting) > 2:
+            ahead.step(*waiting.pop(0))
+    for batch in waiting:
+        ahead.step(*batch)
+    assert 0 in sizes and 1 in sizes
+    assert ahead.engine.ledger.history == plain.engine.ledger.history
+    for name, value in state_of(plain.model).items():
+        assert torch.equal(state_of(ahead.model)[name], value)
