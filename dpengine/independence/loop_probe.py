@@ -13,7 +13,7 @@ A loss that the model computes itself is checked by `IndependenceCheck`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -117,12 +117,12 @@ class LoopProbe:
         check = _LoopCheck(self, record, _tolerance(record))
         try:
             whole = record.run(lambda tensor, place: tensor)
-            given = [t for call in _models(record) for t in tensors_in((call.recorded.args, call.recorded.kwargs))]
-            if check.differ(dict(enumerate(given)), dict(enumerate(whole.inputs))):
+            given = [tensors_in((call.recorded.args, call.recorded.kwargs)) for call in _models(record)]
+            if check.differ(_of_calls(given, reached), _of_calls(whole.inputs, reached)):
                 return "running it again gives the model other inputs, so a part of it is not recorded"
             if check.differ(grads, {place: whole.grads[place] for place in grads if place in whole.grads}):
                 return "running it again gives other gradients, so a part of it is not recorded"
-            check.refuse_mixing(whole)
+            check.refuse_mixing(whole, reached)
         except NotRecordedError as error:
             return str(error)
         return self._compare_with_earlier(check, record, whole)
@@ -174,7 +174,7 @@ class _LoopCheck:
         self._samples = record.samples
         self._tolerance = tolerance
 
-    def refuse_mixing(self, whole: Run) -> None:
+    def refuse_mixing(self, whole: Run, reached: Collection[int]) -> None:
         """Raises BatchDependentLossError if a kept sample changes with others."""
         order = torch.randperm(self._samples, generator=torch.Generator().manual_seed(self._samples))
         for kept in order.tensor_split(2):
@@ -182,8 +182,7 @@ class _LoopCheck:
             others_B = torch.ones(self._samples, dtype=torch.bool).index_fill(0, kept, False)
             source[others_B] = kept[0]
             run = self._record.run(lambda tensor, place, source=source: self._rearranged(tensor, source))  # type: ignore[misc]
-            before = dict(enumerate(whole.inputs)), dict(enumerate(run.inputs))
-            if self.differ(*before, kept):
+            if self.differ(_of_calls(whole.inputs, reached), _of_calls(run.inputs, reached), kept):
                 raise BatchDependentLossError(
                     "The input of the model for a sample changed when other samples of the batch had other data: the "
                     "loop repeats, mixes or reorders samples, or normalizes over the batch, before the model.",
@@ -303,6 +302,11 @@ class _LoopCheck:
             if abs(ratio / expected - 1) < max(10 * self._tolerance, 1e-3):
                 return told
         return "neither"
+
+
+def _of_calls(inputs: Sequence[Sequence[Tensor]], reached: Collection[int]) -> dict[tuple[int, int], Tensor]:
+    """Returns the inputs of the calls of the model that the backward pass reached."""
+    return {(i, k): tensor for i in reached for k, tensor in enumerate(inputs[i])}
 
 
 def _models(record: LoopRecord) -> list[ModelCall]:

@@ -71,9 +71,9 @@ class ModelCall(NamedTuple):
 
 
 class Run(NamedTuple):
-    """Results of running a loop again: inputs of the model, and gradients of its outputs by place."""
+    """Results of running a loop again: inputs of each call of the model, and gradients of its outputs by place."""
 
-    inputs: list[Tensor]
+    inputs: list[list[Tensor]]
     grads: dict[Place, Tensor]
 
 
@@ -253,7 +253,7 @@ class LoopRecord(TorchFunctionMode):
         values: dict[int, Any] = {
             id(tensor): arrange(self._before[id(tensor)].clone(), ("data", 0, i)) for i, tensor in enumerate(self.data)
         }
-        inputs: list[Tensor] = []
+        inputs: list[list[Tensor]] = []
         leaves: dict[Place, Tensor] = {}
 
         def value(leaf: Any) -> Any:
@@ -269,7 +269,7 @@ class LoopRecord(TorchFunctionMode):
         with torch.enable_grad(), _restored_random_states():
             for call in self.calls:
                 if isinstance(call, ModelCall):
-                    inputs += [value(tensor).detach() for tensor in call.inputs]
+                    inputs.append([value(tensor).detach() for tensor in call.inputs])
                     for k, (given, kept) in enumerate(zip(call.outputs, call.recorded.outputs, strict=True)):
                         leaf = arrange(kept.clone(), ("output", models, k))
                         if given.requires_grad:

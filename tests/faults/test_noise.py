@@ -31,7 +31,7 @@ def noise_of(engine, steps):
     while len(found) < steps:
         for (inputs,) in loader:
             optimizer.zero_grad()
-            model(inputs).sum().backward()
+            model(inputs).sum(dim=1).mean().backward()
             optimizer.step()
             found.append(model.weight.grad.flatten().double().clone() * 3)
     return torch.stack(found[:steps])
@@ -102,7 +102,7 @@ def test_f_n2_sums_whose_noise_cannot_be_drawn_are_destroyed():
     engine, model, optimizer, loader = private(wide(), (torch.ones(6, 40),), noise_multiplier=1.0)
     inside.record_noise(engine, fail)
     (inputs,) = next(iter(loader))
-    model(inputs).sum().backward()
+    model(inputs).sum(dim=1).mean().backward()
     with pytest.raises(Failed):
         optimizer.step()
     assert sums and not any(flat.any() for flat in sums)
@@ -114,7 +114,7 @@ def test_f_n2_a_step_whose_noise_was_drawn_is_never_drawn_again():
         for attempt in range(6):
             for (inputs,) in loader:
                 optimizer.zero_grad()
-                model(inputs).sum().backward()
+                model(inputs).sum(dim=1).mean().backward()
                 if attempt % 2:
                     optimizer.step()
     assert len(asked) == len({call[:3] for call in asked}) == 3
