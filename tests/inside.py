@@ -275,6 +275,11 @@ def record_noise(owner, seen):
     mechanism.add = adding
 
 
+def checked_loops(owner):
+    """Number of steps in which no loss or loop that mixes samples was seen."""
+    return _step(owner).loop.checked
+
+
 def record_batches(owner, loader, seen):
     """Calls ``seen(step)`` for each chunk that the loader returns."""
     batch_returned = _step(owner).batch_returned

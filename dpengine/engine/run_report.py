@@ -75,7 +75,8 @@ def origin_of(run: Run) -> Origin:
         kind=noise["kind"],
         cryptographic=noise["cryptographic"],
         insecure_seed=noise["insecure_seed"],
-        loss_checked=loss_was_checked(run.model) or None,  # None: this process did not probe it
+        # None: this process did not check it
+        loss_checked=loss_was_checked(run.model) or run.step.loop.checked > 0 or None,
         processes=run.step.passes.topology.everyone.size,
         resumed=run.resumed and not (isinstance(ledger, RunLedger) and ledger.knows_later),
     )

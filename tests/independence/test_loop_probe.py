@@ -1,0 +1,277 @@
+"""The run-time check of loss and loop: losses that mix samples are rejected, ordinary ones are not."""
+
+import contextlib
+import gc
+import warnings
+import weakref
+
+import inside
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
+from torch.utils.data import DataLoader, TensorDataset
+
+import dpengine
+from dpengine.errors import BatchDependentLossError, PrivacyWarning, ReductionError
+from dpengine.independence import loop_record
+from dpengine.losses import per_token_mean
+from dpengine.validation import per_example
+
+CLASSES, STEPS = 3, 4
+WEIGHTS = torch.tensor([1.0, 2.0, 5.0])
+
+
+def trained(loss_of, *, reduction="mean", steps=STEPS, model=None, data=None, step=None):
+    """Trains a few private steps, and returns the engine. ``loss_of`` is called with model, inputs and targets."""
+    torch.manual_seed(0)
+    model = model or nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, CLASSES))
+    data = data or TensorDataset(torch.randn(80, 4), torch.arange(80) % CLASSES)
+    optimizer, engine = torch.optim.SGD(model.parameters(), lr=0.1), dpengine.PrivacyEngine(seed=3)
+    model, optimizer, loader = engine.make_private(
+        *(model, optimizer, DataLoader(data, batch_size=16)),
+        noise_multiplier=1.0,
+        max_grad_norm=1.0,
+        loss_reduction=reduction,
+    )
+    left = steps
+    while left:
+        for inputs, targets in loader:
+            optimizer.zero_grad()
+            loss_of(model, inputs, targets).backward()
+            optimizer.step()
+            left -= 1
+            if not left:
+                break
+    return engine
+
+
+def each(outputs, targets):
+    return F.cross_entropy(outputs, targets, reduction="none")
+
+
+def focal(outputs, targets):
+    loss_B = each(outputs, targets)
+    return ((1 - torch.exp(-loss_B)) ** 2 * loss_B).mean()
+
+
+def info_nce(outputs, targets):
+    ways = F.normalize(outputs)
+    return F.cross_entropy(ways @ ways.T, torch.arange(len(ways)))
+
+
+def in_place(outputs, targets):
+    wanted = torch.zeros(len(outputs), CLASSES)
+    wanted.scatter_(1, targets[:, None], 1.0)
+    return F.mse_loss(outputs.sigmoid_(), wanted)
+
+
+def logged(outputs, targets):
+    accuracy = (outputs.argmax(1) == targets).float().mean().item()
+    assert 0 <= accuracy <= 1
+    return F.cross_entropy(outputs, targets)
+
+
+SOUND = {
+    "cross entropy": F.cross_entropy,
+    "sum over len": lambda o, t: F.cross_entropy(o, t, reduction="sum") / len(t),
+    "sum over shape": lambda o, t: each(o, t).sum() / o.shape[0],
+    "smoothing": lambda o, t: F.cross_entropy(o, t, label_smoothing=0.1),
+    "focal": focal,
+    "one-hot": lambda o, t: F.mse_loss(o, F.one_hot(t, CLASSES).float()),
+    "in place": in_place,
+    "masked sum over len": lambda o, t: (each(o, t) * (t > 0)).sum() / len(t),
+    "weights of samples": lambda o, t: (each(o, t) * WEIGHTS[t]).mean(),
+    "penalty on outputs": lambda o, t: F.cross_entropy(o, t) + 0.01 * o.square().mean(),
+    "two losses": lambda o, t: F.cross_entropy(o, t) + F.multi_margin_loss(o, t),
+    "accuracy before the loss": logged,
+    "noise on outputs": lambda o, t: F.cross_entropy(o + 0.1 * torch.randn_like(o), t),
+    "teacher": lambda o, t: F.kl_div(
+        o.log_softmax(1), torch.softmax(WEIGHTS[t][:, None] * o.detach(), 1), reduction="batchmean"
+    ),
+    "per example": per_example(lambda o, t: F.cross_entropy(o, t, weight=WEIGHTS)),
+    "assertion": lambda o, t: F.cross_entropy(o, t) if torch.isfinite(o).all() else o.sum(),
+}
+
+MIXING = {
+    "class weights": lambda o, t: F.cross_entropy(o, t, weight=WEIGHTS),
+    "masked mean": lambda o, t: (each(o, t) * (t > 0)).sum() / (t > 0).sum(),
+    "mean of a part": lambda o, t: F.cross_entropy(o[t > 0], t[t > 0]),
+    "ignored label": lambda o, t: F.cross_entropy(o, t, ignore_index=0),
+    "contrastive": info_nce,
+    "batch softmax": lambda o, t: -F.log_softmax(o, 0).gather(1, t[:, None]).mean(),
+    "normalized by the batch": lambda o, t: F.cross_entropy((o - o.mean(0)) / o.std(0), t),
+    "variance of outputs": lambda o, t: F.cross_entropy(o, t) - o.var(0).mean(),
+    "hardest sample": lambda o, t: each(o, t).max(),
+    "dice of the batch": lambda o, t: 1 - (o.sigmoid()[:, 0] * t).sum() / (o.sigmoid()[:, 0] + t).sum(),
+    "mixed outputs": lambda o, t: F.cross_entropy(0.7 * o + 0.3 * o.flip(0), t),
+}
+
+MIXING_BEFORE = {
+    "mixup": lambda x: 0.7 * x + 0.3 * x[torch.randperm(len(x))],
+    "normalized": lambda x: (x - x.mean(0)) / x.std(0),
+    "bootstrap": lambda x: x[torch.randint(len(x), (len(x),))],
+    "shifted": lambda x: x.roll(1, 0),
+    "in place": lambda x: x.sub_(x.mean(0)),
+}
+
+BY_NUMBERS = {
+    "item": lambda o, t: (each(o, t) * (t > 0)).sum() / (t > 0).sum().item(),
+    "int": lambda o, t: (each(o, t) * (t > 0)).sum() / int((t > 0).sum()),
+    "numpy": lambda o, t: (each(o, t) * (t > 0)).sum() / float((t > 0).numpy().sum()),
+    "length of a part": lambda o, t: each(o, t)[t > 0].sum() / max(1, len(t[t > 0].tolist())),
+}
+
+
+@pytest.mark.parametrize("loss", SOUND.values(), ids=SOUND)
+def test_a_loss_that_keeps_samples_apart_is_accepted_without_a_warning(loss):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", PrivacyWarning)
+        warnings.filterwarnings("ignore", message=".*INSECURE|.*seed", category=PrivacyWarning)
+        engine = trained(lambda model, x, y: loss(model(x), y))
+    assert inside.checked_loops(engine) > 0
+
+
+@pytest.mark.parametrize("loss", MIXING.values(), ids=MIXING)
+def test_a_loss_that_mixes_samples_is_rejected_in_the_first_backward_pass(loss):
+    with pytest.raises(BatchDependentLossError, match=r"DPE010.*The loss mixes samples.*per_example\(loss_fn\)"):
+        trained(lambda model, x, y: loss(model(x), y), steps=1)
+
+
+@pytest.mark.parametrize("change", MIXING_BEFORE.values(), ids=MIXING_BEFORE)
+def test_a_loop_that_mixes_samples_before_the_model_is_rejected(change):
+    with pytest.raises(BatchDependentLossError, match="input of the model for a sample changed"):
+        trained(lambda model, x, y: F.cross_entropy(model(change(x)), y), steps=1)
+
+
+@pytest.mark.parametrize("loss", BY_NUMBERS.values(), ids=BY_NUMBERS)
+def test_a_number_that_was_read_from_the_batch_is_rejected_at_the_first_batch_of_another_size(loss):
+    with pytest.raises(BatchDependentLossError, match=r"a number that was read from the batch \(Tensor\."):
+        trained(lambda model, x, y: loss(model(x), y), steps=6)
+
+
+@pytest.mark.parametrize("fix", ["per_example", "sum over len"])
+def test_the_fixes_that_are_named_are_accepted(fix):
+    weighted = lambda o, t: F.cross_entropy(o, t, weight=WEIGHTS)  # noqa: E731
+    loss = per_example(weighted) if fix == "per_example" else lambda o, t: (each(o, t) * WEIGHTS[t]).sum() / len(t)
+    trained(lambda model, x, y: loss(model(x), y))
+
+
+def test_tokens_of_the_batch_are_rejected_and_tokens_of_each_sample_accepted():
+    torch.manual_seed(0)
+    words, labels = torch.randint(9, (80, 5)), torch.randint(9, (80, 5))
+    labels[torch.arange(80) % 2 == 0, 2:] = -100
+    model = lambda: nn.Sequential(nn.Embedding(9, 8), nn.Linear(8, 9))  # noqa: E731
+    of_batch = lambda m, x, y: F.cross_entropy(m(x).transpose(1, 2), y)  # noqa: E731
+    with pytest.raises(BatchDependentLossError, match=r"per_token_mean\(logits, labels\)"):
+        trained(of_batch, model=model(), data=TensorDataset(words, labels))
+    trained(lambda m, x, y: per_token_mean(m(x), y), model=model(), data=TensorDataset(words, labels))
+
+
+@pytest.mark.parametrize(
+    ("loss", "declared", "right"),
+    [
+        (lambda o, t: F.cross_entropy(o, t, reduction="sum"), "mean", "sum"),
+        (lambda o, t: F.cross_entropy(o, t, reduction="sum") / 16, "mean", "sum"),
+        (F.cross_entropy, "sum", "mean"),
+        (lambda o, t: each(o, t).sum() / len(t), "sum", "mean"),
+    ],
+    ids=["sum", "constant", "mean", "mean by len"],
+)
+def test_a_mean_and_a_sum_are_told_apart(loss, declared, right):
+    with pytest.raises(ReductionError, match=f'Pass loss_reduction="{right}" to make_private'):
+        trained(lambda model, x, y: loss(model(x), y), reduction=declared, steps=6)
+    trained(lambda model, x, y: loss(model(x), y), reduction=right, steps=6)
+
+
+class Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, outputs):
+        return 2 * outputs
+
+    @staticmethod
+    def backward(ctx, grad):
+        return 2 * grad
+
+
+UNDECIDED = {
+    "own function": lambda model, x, y: F.cross_entropy(Doubled.apply(model(x)), y),
+    "input by numpy": lambda model, x, y: F.cross_entropy(model(torch.from_numpy(x.numpy()[::1].copy())), y),
+    "branch": lambda model, x, y: F.cross_entropy(model(x), y) * (2.0 if x[0].sum() > 0 else 1.0),
+}
+
+
+@pytest.mark.parametrize("loss_of", UNDECIDED.values(), ids=UNDECIDED)
+def test_what_cannot_be_decided_is_accepted_with_one_warning(loss_of):
+    with pytest.warns(PrivacyWarning) as shown, contextlib.suppress(BatchDependentLossError):
+        engine = trained(loss_of, steps=10)
+        assert inside.checked_loops(engine) == 0
+    texts = [str(one.message) for one in shown if "could not be checked" in str(one.message)]
+    assert len(texts) <= 1
+    assert all("dpengine.check(model, loss_fn, batch)" in text for text in texts)
+
+
+def test_nothing_is_left_behind():
+    seen, own = [], []
+
+    class Watching(TorchFunctionMode):
+        def __torch_function__(self, function, types, args=(), kwargs=None):
+            own.append(function)
+            return function(*args, **(kwargs or {}))
+
+    def loss_of(model, inputs, targets):
+        outputs = model(inputs)
+        seen.append(weakref.ref(outputs))
+        return F.cross_entropy(outputs, targets)
+
+    backward = torch.Tensor.backward
+    with Watching() as mode:
+        trained(loss_of, steps=2)
+        assert _get_current_function_mode_stack() == [mode]
+    gc.collect()
+    assert own
+    assert torch.Tensor.backward is backward
+    assert not loop_record._open
+    assert all(one() is None for one in seen)
+
+
+def test_a_loop_that_is_left_closes_its_record():
+    model = nn.Linear(4, CLASSES)
+    data = DataLoader(TensorDataset(torch.randn(80, 4)), batch_size=16)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loader = dpengine.PrivacyEngine().make_private(model, optimizer, data, noise_multiplier=1.0, max_grad_norm=1.0)[2]
+    for _ in loader:
+        assert len(loop_record._open) == 1
+        break
+    assert not loop_record._open
+    assert not _get_current_function_mode_stack()
+
+
+def test_random_numbers_are_those_of_a_loop_that_is_not_checked(monkeypatch):
+    drawn = []
+
+    def loss_of(model, inputs, targets):
+        outputs = F.dropout(model(inputs), 0.5)
+        drawn.append(torch.rand(()).item())
+        return F.cross_entropy(outputs, targets)
+
+    trained(loss_of)
+    monkeypatch.setattr("dpengine.independence.loop_probe.LoopProbe.batch_returned", lambda *_: None)
+    trained(loss_of)
+    assert drawn[:STEPS] == drawn[STEPS:]
+
+
+def test_a_rejected_batch_is_charged_and_not_released():
+    torch.manual_seed(0)
+    model = nn.Linear(4, CLASSES)
+    data = DataLoader(TensorDataset(torch.randn(80, 4), torch.arange(80) % CLASSES), batch_size=16)
+    optimizer, engine = torch.optim.SGD(model.parameters(), lr=0.1), dpengine.PrivacyEngine()
+    model, optimizer, loader = engine.make_private(model, optimizer, data, noise_multiplier=1.0, max_grad_norm=1.0)
+    before = model.weight.detach().clone()
+    with pytest.raises(BatchDependentLossError):
+        for inputs, targets in loader:
+            optimizer.zero_grad()
+            F.cross_entropy(model(inputs), targets, weight=WEIGHTS).backward()
+    assert torch.equal(model.weight, before)
+    assert engine.get_epsilon(delta=1e-5) > 0
