@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from dpengine.capture.capture import Capture
 from dpengine.capture.replay import Replay
@@ -261,7 +262,7 @@ class _LoopCheck:
         return self._told(now, earlier.grads, earlier.samples / self._samples)
 
     def reduction_of_half(self, whole: Run) -> str | None:
-        """The same by leaving half of the samples out; None if the loop has a number that may be the batch size."""
+        """The same by leaving half of the samples out; None if a number of the loop may follow from the batch size."""
         size, half = self._samples, self._samples // 2
         numbers = {
             number
@@ -269,7 +270,7 @@ class _LoopCheck:
             if not isinstance(call, ModelCall)
             for number in _numbers((call.args, call.kwargs))
         }
-        if self._record.left or any(number % size == 0 or number * size == 1 for number in numbers if number):
+        if self._record.left or any(number >= half or number * size == 1 for number in numbers):
             return None
 
         def cut(tensor: Tensor, place: Place) -> Tensor:
@@ -320,7 +321,8 @@ def _tolerance(record: LoopRecord) -> float:
 
 
 def _numbers(tree: Any) -> list[float]:
-    from torch.utils import _pytree as pytree
-
-    leaves: Sequence[Any] = pytree.tree_leaves(tree)
-    return [leaf for leaf in leaves if type(leaf) in (int, float)]
+    found: list[float] = []
+    for leaf in pytree.tree_leaves(tree):
+        parts = (leaf.start, leaf.stop, leaf.step) if isinstance(leaf, slice) else (leaf,)
+        found += [part for part in parts if type(part) in (int, float)]
+    return found

@@ -185,6 +185,11 @@ def test_a_mean_and_a_sum_are_told_apart(loss, declared, right):
     trained(lambda model, x, y: loss(model(x), y), reduction=right, steps=6)
 
 
+def test_a_loss_is_told_a_sum_on_the_first_batch():
+    with pytest.raises(ReductionError, match='loss_reduction="sum"'):
+        trained(lambda model, x, y: F.cross_entropy(model(x), y, reduction="sum"), steps=1)
+
+
 class Doubled(torch.autograd.Function):
     @staticmethod
     def forward(ctx, outputs):
@@ -195,9 +200,15 @@ class Doubled(torch.autograd.Function):
         return 2 * grad
 
 
+def hooked(outputs):
+    outputs.register_hook(lambda grad: 2 * grad)
+    return outputs
+
+
 UNDECIDED = {
     "own function": lambda model, x, y: F.cross_entropy(Doubled.apply(model(x)), y),
     "input by numpy": lambda model, x, y: F.cross_entropy(model(torch.from_numpy(x.numpy()[::1].copy())), y),
+    "gradient hook": lambda model, x, y: F.cross_entropy(hooked(model(x)), y),
     "branch": lambda model, x, y: F.cross_entropy(model(x), y) * (2.0 if x[0].sum() > 0 else 1.0),
 }
 

@@ -209,4 +209,55 @@ GUARDS = [
         "return False",
         "validation/test_check_forms.py::test_a_token_mean_inside_the_model_is_rejected_and_the_remedy_passes[dict]",
     ),
+    Guard(
+        "loop-input",
+        "an input of the model that changes with other samples",
+        "            if self.differ(_of_calls(whole.inputs, reached), _of_calls(run.inputs, reached), kept):",
+        "            if False:",
+        "independence/test_loop_probe.py::test_a_loop_that_mixes_samples_before_the_model_is_rejected[shifted]",
+    ),
+    Guard(
+        "loop-loss",
+        "a gradient that changes with other samples",
+        "            if share := self.differ(whole.grads, run.grads, kept):",
+        "            if share := 0:",
+        "independence/test_loop_probe.py::test_a_loss_that_mixes_samples_is_rejected_in_the_first_backward_pass[class "
+        "weights]",
+    ),
+    Guard(
+        "loop-number",
+        "a number that was read from the batch",
+        '        if told == "neither" and record.left:',
+        "        if False:",
+        "independence/test_loop_probe.py::test_a_number_that_was_read_from_the_batch_is_rejected_at_the_first_batch_of_"
+        "another_size[item]",
+    ),
+    Guard(
+        "loop-half",
+        "a sum that was declared a mean, on the first batch",
+        "            told = check.reduction_of_half(whole)",
+        "            told = None",
+        "independence/test_loop_probe.py::test_a_loss_is_told_a_sum_on_the_first_batch",
+    ),
+    Guard(
+        "loop-whole",
+        "a loop that gives other gradients when it runs again",
+        '                return "running it again gives other gradients, so a part of it is not recorded"',
+        "                pass",
+        "independence/test_loop_probe.py::test_what_cannot_be_decided_is_accepted_with_one_warning[gradient hook]",
+    ),
+    Guard(
+        "loop-closed",
+        "the record is closed before the backward pass",
+        "        self.close()\n        self.roots = ",
+        "        self.roots = ",
+        "independence/test_loop_probe.py::test_nothing_is_left_behind",
+    ),
+    Guard(
+        "loop-left",
+        "a pass over the loader that is left closes the record",
+        "            self._on_end()",
+        "            pass",
+        "independence/test_loop_probe.py::test_a_loop_that_is_left_closes_its_record",
+    ),
 ]
