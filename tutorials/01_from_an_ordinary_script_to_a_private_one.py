@@ -21,6 +21,7 @@
 
 # %%
 import tempfile
+import warnings
 
 import torch
 from torch import nn
@@ -141,11 +142,15 @@ print(f"advantage of a membership test: at most {spent.advantage:.1%}, after {sp
 assert spent.advantage < 0.15
 
 # %% [markdown]
-# We asked for 5 epochs and have used them up, so the loader is at its end: it yields nothing more rather than
-# overspend.
+# We asked for 5 epochs and have used them up, so the loader is at its end: it returns no more batches rather than
+# overspend, and a warning says so.
 
 # %%
-print("batches left in the budget:", len(list(loader)))
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    for _ in loader:
+        raise AssertionError("a batch beyond the budget")
+print(caught[0].message)
 
 # %% [markdown]
 # ## 4. The report
