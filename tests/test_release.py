@@ -350,7 +350,8 @@ def test_after_a_void_the_next_release_is_that_of_a_fresh_engine(spoil, mode):
     loop.step(*next(chunks))
     fresh.step(*first_batch(fresh.loader, least=0))
     found, truth = gradients_of(loop.model), gradients_of(fresh.model)
-    assert all(torch.equal(found[name], truth[name]) for name in truth)
+    for name, grad in truth.items():
+        torch.testing.assert_close(found[name], grad, rtol=1e-6, atol=1e-7)
     assert loop.engine.ledger.steps == position + 1
     assert "void" in {charge.kind for charge in loop.engine.ledger.history} or spoil is fail_in_the_update
 

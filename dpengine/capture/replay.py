@@ -84,6 +84,9 @@ class Pass:
 class Loop(Protocol):
     """Records a training loop, in which the forward pass of the model is one entry."""
 
+    def close(self) -> None:
+        """Ends the record."""
+
     def model_started(self) -> None:
         """Called when the model starts to run."""
 

@@ -68,6 +68,8 @@ class CompiledBackward:
     def _pass(self, args: Any, kwargs: Any) -> Tensor:
         leaves, spec = pytree.tree_flatten((args, kwargs))
         rows, passes = _rows(leaves), self._passes
+        if passes.capture.replay is not None and passes.capture.replay.loop is not None:
+            passes.capture.replay.loop.close()  # the graphs are checked in another way, and a record runs uncompiled
         if rows == 0 or not passes.capture.watching or passes.probe.due:
             return self._by_hooks(args, kwargs)
         passes.capture.restore()  # if an interrupt ended the last pass before its hooks

@@ -217,7 +217,7 @@ def _update(optimizer: Optimizer, attachment: Attachment) -> None:
 
 def refuse_other_optimizers(step: PrivateStep) -> Any:
     """Registers a hook that raises if another optimizer steps while gradients of this run wait for theirs."""
-    reference = weakref.ref(step)
+    reference = weakref.ref(step, lambda _: handle.remove())
 
     def check(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         this = reference()
@@ -232,7 +232,8 @@ def refuse_other_optimizers(step: PrivateStep) -> Any:
                 "make_private.",
             )
 
-    return register_optimizer_step_pre_hook(check)
+    handle = register_optimizer_step_pre_hook(check)
+    return handle
 
 
 def refuse_skipped_update(attachment: Attachment) -> None:

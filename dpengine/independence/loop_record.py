@@ -16,7 +16,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack, _pop_mode, _push_mode
 from torch.utils import _pytree as pytree
 
@@ -31,6 +31,8 @@ _OUT_OF_TORCH = frozenset(
 )
 _BRANCHES = frozenset({"__bool__", "is_nonzero", "equal", "allclose"})
 _NOT_IN_PLACE = frozenset({"__invert__", "__iter__", "__index__", "__int__"})
+
+_PLAIN = frozenset({Tensor, nn.Parameter})
 
 Place = tuple[str, int, int]  # "data" or "output", index of the model call, index of the tensor
 Arrange = Callable[[Tensor, Place], Tensor]
@@ -121,14 +123,19 @@ class LoopRecord(TorchFunctionMode):
             for owner, ours, theirs in _PATCHES:
                 if owner.backward is ours:
                     owner.backward = theirs
+        self.remove()
+        if self._stance is not None:
+            self._stance, stance = None, self._stance
+            stance.__exit__(None, None, None)
+
+    def remove(self) -> bool:
+        """Removes the mode, wherever other code left it. Returns False if it is not active in this thread."""
         above = []
         while self in _get_current_function_mode_stack():
             above.append(_pop_mode())
         for mode in reversed(above[:-1]):
             _push_mode(mode)
-        if self._stance is not None:
-            self._stance, stance = None, self._stance
-            stance.__exit__(None, None, None)
+        return bool(above)
 
     def clear(self) -> None:
         """Frees all tensors."""
@@ -186,6 +193,10 @@ class LoopRecord(TorchFunctionMode):
         if name == "__set__":  # of an attribute; torch may hold a lock of the tensor meanwhile
             return function(*args, **kwargs)
         tensors = tensors_in((args, kwargs))
+        if any(type(t) not in _PLAIN for t in tensors):
+            if any(id(t) in self._dependent for t in tensors):
+                self._give_up("a tensor is of a class of its own")
+            return function(*args, **kwargs)
         if not any(id(t) in self._dependent for t in tensors):
             result = function(*args, **kwargs)
             self._constants.update(id(t) for t in tensors_in(result) if not t.is_leaf)
@@ -315,7 +326,8 @@ def _tensor_backward(self: Tensor, gradient: Any = None, *args: Any, **kwargs: A
     # Not by the mode itself, which cannot be removed while it handles a call.
     for record in list(_open):
         record.backward_started([self], [gradient])
-    _of_tensor(self, gradient, *args, **kwargs)
+    with _without_records():
+        _of_tensor(self, gradient, *args, **kwargs)
 
 
 @functools.wraps(_of_autograd)
@@ -324,7 +336,20 @@ def _autograd_backward(tensors: Any, grad_tensors: Any = None, *args: Any, **kwa
     grads = [grad_tensors] if isinstance(grad_tensors, Tensor) else list(grad_tensors or [None] * len(roots))
     for record in list(_open):
         record.backward_started(roots, grads)
-    _of_autograd(tensors, grad_tensors, *args, **kwargs)
+    with _without_records():
+        _of_autograd(tensors, grad_tensors, *args, **kwargs)
+
+
+@contextmanager
+def _without_records() -> Iterator[None]:
+    """Removes the modes of open records in the context, because the engine may close them meanwhile."""
+    removed = [record for record in _open if record.remove()]
+    try:
+        yield
+    finally:
+        for record in removed:
+            if record in _open:
+                record.__enter__()
 
 
 _PATCHES: Any = ((Tensor, _tensor_backward, _of_tensor), (torch.autograd, _autograd_backward, _of_autograd))

@@ -24,7 +24,7 @@ class Probe:
 
     Attributes:
         every: Number of passes between checks; None for no check.
-        armed: True if the next forward pass is recorded for a check.
+        armed: True if the next forward pass is recorded.
     """
 
     def __init__(self, capture: Capture, every: int | None = EVERY):
@@ -52,7 +52,8 @@ class Probe:
             self._capture.replay = self._own if self.armed else None
 
     def record_next(self) -> None:
-        """Records the next forward pass, although no check is due."""
+        """Records the next forward pass, although no check of the model is due."""
+        self.armed = True
         if self._own is not None:
             self._capture.replay = self._own
 

@@ -38,6 +38,7 @@ class Run:
         self.model = nn.Linear(4, 3) if model is None else model
         self.optimizer = optimizer(self.model.parameters(), lr=0.01)
         self.engine = PrivacyEngine(seed=seed)
+        self.reduction = settings.get("loss_reduction", "mean")
         if "plan" not in settings:
             settings = {"noise_multiplier": 1.0, "epochs": 4, **settings}
         _, _, self.loader = self.engine.make_private(
@@ -49,7 +50,7 @@ class Run:
         while steps > 0:
             for x, y in itertools.islice(self.loader, steps):
                 self.optimizer.zero_grad()
-                F.cross_entropy(self.model(x[:, :4]), y).backward()
+                F.cross_entropy(self.model(x[:, :4]), y, reduction=self.reduction).backward()
                 self.optimizer.step()
                 self.batches.append(set(x[:, 4].int().tolist()))
                 steps -= 1

@@ -23,7 +23,7 @@ MISTAKES = {  # name: the text that is replaced, in which « » holds the part t
         "except ZeroDivisionError: pass\n        else",
     ),
     "no finite check after samples were dropped": ("if «dropped and not buffer.is_finite()»:", "False"),
-    "a second norm in ghost mode is taken": ("if «self._consume is None and use.parameter in self._sq_norms»", "False"),
+    "a second norm in ghost mode is taken": ("            if «use.parameter in self._met»:", "False"),
     "the noise address is one too high": ("self.plan.noise_std, self.batches.batches[-1].step«», 1 / divisor", " + 1"),
     "the divisor is one too large": ("self.batches.batches[-1].step, 1 / «divisor»\n", "(divisor + 1)"),
     "a discarded batch is not charged": ('«self.ledger.charge(self.plan.event(), count=count, kind="void")»', "pass"),
