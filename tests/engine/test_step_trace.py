@@ -45,6 +45,7 @@ def files_of_calls(actions):
 
 def test_an_ordinary_step_enters_few_files_and_changes_file_seldom(monkeypatch):
     monkeypatch.setattr(choose_method, "time_algorithms", lambda _, algorithms, rows: {str(a): 1.0 for a in algorithms})
+    monkeypatch.setattr(torch.optim.optimizer, "_global_optimizer_pre_hooks", {})  # of runs that other tests left
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(20, 16), nn.ReLU(), nn.Linear(16, 2))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
