@@ -4,6 +4,7 @@ import gc
 import itertools
 import os
 import sys
+from collections import OrderedDict
 
 import torch
 from torch import nn
@@ -45,7 +46,8 @@ def files_of_calls(actions):
 
 def test_an_ordinary_step_enters_few_files_and_changes_file_seldom(monkeypatch):
     monkeypatch.setattr(choose_method, "time_algorithms", lambda _, algorithms, rows: {str(a): 1.0 for a in algorithms})
-    monkeypatch.setattr(torch.optim.optimizer, "_global_optimizer_pre_hooks", {})  # of runs that other tests left
+    # Those of runs that other tests left.
+    monkeypatch.setattr(sys.modules["torch.optim.optimizer"], "_global_optimizer_pre_hooks", OrderedDict())
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(20, 16), nn.ReLU(), nn.Linear(16, 2))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
