@@ -108,7 +108,8 @@ class LoopRecord(TorchFunctionMode):
         self._constants: set[int] = set()  # results of calls that do not depend on the batch, and are not recorded
         self._leavers: list[tuple[int, str]] = []  # number of calls before, and name
         self._thread = threading.get_ident()
-        self._stance: Any = torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else None
+        if not _open and "torch._dynamo" in sys.modules:
+            _stances.append(torch.compiler.set_stance("force_eager"))
         _open.append(self)
         Tensor.backward, torch.autograd.backward = _tensor_backward, _autograd_backward  # type: ignore[method-assign]
         self.__enter__()
@@ -120,13 +121,12 @@ class LoopRecord(TorchFunctionMode):
             return
         _open.remove(self)
         if not _open:
+            while _stances:  # when the last record ends, because records may end in any order
+                _stances.pop().__exit__(None, None, None)
             for owner, ours, theirs in _PATCHES:
                 if owner.backward is ours:
                     owner.backward = theirs
         self.remove()
-        if self._stance is not None:
-            self._stance, stance = None, self._stance
-            stance.__exit__(None, None, None)
 
     def remove(self) -> bool:
         """Removes the mode, wherever other code left it. Returns False if it is not active in this thread."""
@@ -318,6 +318,7 @@ class LoopRecord(TorchFunctionMode):
 
 
 _open: list[LoopRecord] = []
+_stances: list[Any] = []
 _of_tensor, _of_autograd = Tensor.backward, torch.autograd.backward
 
 

@@ -259,6 +259,15 @@ def test_a_loop_that_is_left_closes_its_record():
     assert not _get_current_function_mode_stack()
 
 
+def test_records_that_end_in_any_order_leave_the_compiler_as_it_was():
+    compiled = torch.compile(lambda x: x + 1, backend=lambda graph, inputs: lambda *args: (args[0] - 1,))
+    first, second = (loop_record.LoopRecord(torch.zeros(2), 2) for _ in range(2))
+    assert float(compiled(torch.zeros(1))) == 1
+    first.close()
+    second.close()
+    assert float(compiled(torch.zeros(1))) == -1
+
+
 def test_random_numbers_are_those_of_a_loop_that_is_not_checked(monkeypatch):
     drawn = []
 
