@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -12,7 +12,10 @@ from torch import Tensor, nn
 from dpengine.distributed.topology import SINGLE, Topology
 from dpengine.errors import BufferUpdateError
 
+from .module_tables import ModuleTables
+
 _EVERY = 500  # passes from one comparison of all values to the next
+_version = operator.attrgetter("_version")
 _LARGE = 2**16  # elements of a parameter from which on its digest is compared, for want of memory for a copy
 
 
@@ -20,7 +23,7 @@ _LARGE = 2**16  # elements of a parameter from which on its digest is compared, 
 class _Noted:
     """One buffer or parameter before a forward pass."""
 
-    slots: dict[str, Tensor | None]  # of the owner
+    slots: dict[str, Tensor]  # of the owner
     name: str  # in the slots
     dotted: str
     buffer: Tensor
@@ -60,15 +63,13 @@ class BufferWatch:
     are not compared.
     """
 
-    def __init__(self, model: nn.Module, topology: Topology = SINGLE):
-        self._model = model
-        self._topology = topology
+    def __init__(self, tables: ModuleTables, topology: Topology = SINGLE):
+        self._tables = tables
+        self._local = topology.layout.local  # returns the local part of a sharded tensor
         self._passes = 0
-        self._modules: dict[str, nn.Module] = {}
-        self._slots: list[tuple[dict[str, Tensor | None], str, str]] = []  # table, name there, and dotted name
-        self._present: list[Tensor | None] = []  # the tensors in these slots
-        self._tables: list[dict[str, Tensor | None]] = []
-        self._entries = 0  # of all tables
+        self._walk = 0  # version of the tables from which the next attributes were read
+        self._slots: list[tuple[dict[str, Tensor], str, str]] = []  # table, name there, and dotted name
+        self._present: list[Tensor] = []  # the tensors in these slots
         self._counters: set[int] = set()  # indices of integer scalars, which may count passes
         self._versions: list[int] | None = None  # of `_present`; None when no pass runs
         self._noted: dict[int, _Noted] = {}  # records with a value or a digest, by index
@@ -78,24 +79,25 @@ class BufferWatch:
         """Records the versions of all buffers, and some values, when a forward pass begins."""
         self._passes += 1
         whole = self._passes & (self._passes - 1) == 0 or self._passes % _EVERY == 0
-        if whole:
-            self._modules = dict(self._model.named_modules())
-        if whole or not self._same_tensors():
-            self._find()
-        self._versions = [0 if tensor is None else tensor._version for tensor in self._present]
+        self._tables.refresh()
+        if self._walk != self._tables.version:
+            self._walk = self._tables.version
+            self._slots = [slot for slot in self._tables.tensors() if slot[0][slot[1]] is not None]
+            self._present = [table[name] for table, name, _ in self._slots]
+            self._counters = {i for i, tensor in enumerate(self._present) if _may_count(tensor)}
+        self._versions = list(map(_version, self._present))
         self._noted = {}
         if not (whole or self._rewritten or self._counters):
             return
-        local = self._topology.layout.local
         for i, buffer in enumerate(self._present):
             dotted = self._slots[i][2]
-            if buffer is None or not (whole or dotted in self._rewritten or i in self._counters):
+            if not (whole or dotted in self._rewritten or i in self._counters):
                 continue
             large = buffer.numel() > _LARGE and isinstance(buffer, nn.Parameter)
             keep = (whole and not large) or dotted in self._rewritten or i in self._counters
-            value = local(buffer).detach().clone() if keep else None
-            digest = _digest(local(buffer)) if whole and large else None
-            self._noted[i] = _Noted(*self._slots[i], buffer, self._versions[i], value, digest, whole, local)
+            value = self._local(buffer).detach().clone() if keep else None
+            digest = _digest(self._local(buffer)) if whole and large else None
+            self._noted[i] = _Noted(*self._slots[i], buffer, self._versions[i], value, digest, whole, self._local)
 
     def put_back(self) -> list[str]:
         """Restores buffers that a forward pass wrote, if their values are known. Returns the names of all written ones.
@@ -105,16 +107,12 @@ class BufferWatch:
         versions, self._versions = self._versions, None
         if versions is None:
             return []
-        now = [0 if tensor is None else tensor._version for tensor in self._present]
-        compares_values = any(one.look for one in self._noted.values())
-        if versions == now and not compares_values and self._same_tensors():
+        same = versions == list(map(_version, self._present)) and self._tables.unchanged(children=False)
+        if same and not any(one.look for one in self._noted.values()):
             return []
-        written, local = [], self._topology.layout.local
-        for i, buffer in enumerate(self._present):
-            if buffer is None:
-                continue
-            slot, version = self._slots[i], versions[i]
-            one = self._noted.get(i) or _Noted(*slot, buffer, version, None, None, False, local)
+        written = []
+        for i, (buffer, slot, version) in enumerate(zip(self._present, self._slots, versions, strict=True)):
+            one = self._noted.get(i) or _Noted(*slot, buffer, version, None, None, False, self._local)
             touched = buffer._version != version
             if touched:
                 self._rewritten.add(one.dotted)
@@ -124,31 +122,19 @@ class BufferWatch:
         for one in written:
             one.put_back()
             found.append(one.dotted)
-        known = {slot[2] for slot, tensor in zip(self._slots, self._present, strict=True) if tensor is not None}
-        for slots, name, dotted in self._all_slots():
+        known = {dotted for _, _, dotted in self._slots}
+        for slots, name, dotted in self._tables.tensors():
             if slots[name] is not None and dotted not in known:  # made by the forward pass
                 slots[name] = None
                 found.append(dotted)
         return found
-
-    def _same_tensors(self) -> bool:
-        """Returns True if the slots of the model hold the same tensors as before."""
-        present = [slots.get(name) for slots, name, _ in self._slots]
-        return all(map(operator.is_, present, self._present)) and sum(map(len, self._tables)) == self._entries
-
-    def _find(self) -> None:
-        self._slots = list(self._all_slots())
-        self._present = [slots[name] for slots, name, _ in self._slots]
-        self._tables = [t for module in self._modules.values() for t in (module._buffers, module._parameters)]  # type: ignore[misc]
-        self._entries = sum(map(len, self._tables))
-        self._counters = {i for i, tensor in enumerate(self._present) if tensor is not None and _may_count(tensor)}
 
     def refuse_written(self) -> None:
         """Ends a forward pass: restores buffers that it wrote, and raises BufferUpdateError if there are any."""
         found = self.put_back()
         if not found:
             return
-        owner = self._modules.get(found[0].rpartition(".")[0], self._model)
+        owner = self._tables.modules[found[0].rpartition(".")[0]]
         kind = "Parameter" if found[0].rpartition(".")[2] in owner._parameters else "Buffer"
         others = f" Also: {', '.join(map(repr, found[1:4]))}." if len(found) > 1 else ""
         raise BufferUpdateError(
@@ -158,14 +144,6 @@ class BufferWatch:
             "fill a cache by a forward pass before make_private, or update an average of weights after "
             "optimizer.step().",
         )
-
-    def _all_slots(self) -> Iterator[tuple[dict[str, Tensor | None], str, str]]:
-        sharded = self._topology.slots
-        for prefix, module in self._modules.items():
-            for slots in (module._buffers, module._parameters):
-                for name in slots:
-                    if (module, name) not in sharded:
-                        yield slots, name, f"{prefix}.{name}" if prefix else name  # type: ignore[misc]
 
 
 def _digest(tensor: Tensor) -> Tensor:

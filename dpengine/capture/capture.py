@@ -24,6 +24,7 @@ from dpengine.layers.replacements import to_original, to_replacement
 
 from .batch_statistics import batch_norm_guards
 from .hooks import Hook, LayerForward, RootHook
+from .module_tables import ModuleTables
 from .own_loss import token_mean_guards
 from .plain_copies import PlainReduce
 from .record import LayerCall, TensorCall, Use, turned
@@ -118,11 +119,13 @@ class Capture:
     thread: int | None = field(default=None, init=False)  # id of the thread of the last recorded forward pass
     counts_uses: bool = field(default=False, init=False)  # the grad mode reads ``uses``
     anchor: Tensor = field(init=False)  # note [anchor] in tap.py
+    tables: ModuleTables = field(init=False)
     unfinished: int | None = field(default=None, init=False)  # graph task of a backward pass that has not ended
 
     def __post_init__(self) -> None:
         """Creates the private state, which ``attach`` fills."""
         self.anchor = torch.zeros((), requires_grad=True)
+        self.tables = ModuleTables(self.model, self.topology)
         self._report_lock = _ReportLock()
         self._reporting: int | None = None  # thread in which the recipient handles a layer call now
         self.recipient = self.listener
@@ -320,8 +323,9 @@ class Capture:
     def recording(self) -> bool:
         """True if a forward pass of this thread would be recorded now."""
         # `_acts`, inlined because this runs once per layer call.
-        attached = self.state is CaptureState.ATTACHED and self._reporting != threading.get_ident()
-        return attached and self.model.training and torch.is_grad_enabled() and _peek_transform() is None
+        if self.state is not CaptureState.ATTACHED or not self.model.training or not torch.is_grad_enabled():
+            return False
+        return _peek_transform() is None and (self._reporting is None or self._reporting != threading.get_ident())
 
     @property
     def watching(self) -> bool:

@@ -82,7 +82,7 @@ class RootHook:
 
     def __init__(self, capture: Capture):
         self.capture = capture
-        self.buffers = BufferWatch(capture.model, capture.topology)
+        self.buffers = BufferWatch(capture.tables, capture.topology)
         self.before = Hook(torch.compiler.disable(self._before, recursive=True))
         self.after = Hook(torch.compiler.disable(self._after, recursive=True))
 
@@ -216,7 +216,7 @@ class LayerForward:
         self._settings = tuple({name: None for one in samplers for name in one.settings or ()})
         self._uses: dict[str, Use] = {}
         self._uses_by_shape: dict[tuple[object, ...], LayerUses] = {}
-        self._last_call: tuple[object, ...] = ()  # shapes and settings of the last call
+        self._last_call: tuple[Any, ...] = ()  # shapes, dtypes, device and settings of the last call
         self._last_uses: LayerUses
 
     def attach(self) -> None:
@@ -246,29 +246,25 @@ class LayerForward:
         return self._call(args, kwargs)
 
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        # Calls of own functions are avoided here and in `_hooked`, which run once per layer call.
         if not self.capture.recording:
             return self.forward(*args, **kwargs)
-        if self._may_hook and not kwargs and len(args) == 1 and type(args[0]) is Tensor and self._in_rows(args[0]):
-            if self._changed():
-                self._read_slots()
-            if not self._trainable:
-                return self.forward(args[0])
-            if self._hookable and _saving_hooks(False) is None:
-                return self._hooked(args[0])
-        return self.swap.run(self.forward, args, kwargs)
-
-    def _in_rows(self, inputs: Tensor) -> bool:
-        """Returns True if the samples have inputs of their own, unlike positions that all of them look up."""
-        return not (self.swap.is_embedding and self.swap.is_shared_table((inputs,), {}))
-
-    def _changed(self) -> bool:
-        """Returns True if a parameter was replaced, frozen or unfrozen since the last call."""
-        parameters = self.module._parameters
+        if not (self._may_hook and len(args) == 1 and type(args[0]) is Tensor) or kwargs:
+            return self.swap.run(self.forward, args, kwargs)
+        present = self.module._parameters
         for name, parameter, trained in self._slots:
-            present = parameters.get(name)
-            if present is not parameter or (present is not None and present.requires_grad is not trained):
-                return True
-        return len(parameters) != len(self._slots)
+            now = present.get(name)
+            if now is not parameter or (now is not None and now.requires_grad is not trained):
+                self._read_slots()
+                break
+        if len(present) != len(self._slots):
+            self._read_slots()
+        if not self._trainable:
+            return self.forward(args[0])
+        positions = self.swap.is_embedding and self.swap.is_shared_table(args, kwargs)  # all samples look them up
+        if self._hookable and _saving_hooks(False) is None and not positions:  # not in a checkpoint
+            return self._hooked(args[0])
+        return self.swap.run(self.forward, args, kwargs)
 
     def _read_slots(self) -> None:
         """Stores the parameters of the module and their uses, for this and later calls."""
@@ -288,23 +284,18 @@ class LayerForward:
         self._uses = {name: Use(p, prefix + name) for name, p in live.items()}
         self._uses_by_shape, self._last_call = {}, ()
 
-    def _uses_in(self, inputs: Tensor, shape: torch.Size, grad_shape: torch.Size, output: Tensor) -> LayerUses:
-        """Returns the uses of the parameters in a call: the same object while shapes and settings are the same."""
-        module = self.module
-        call = (inputs.shape, shape, grad_shape, inputs.dtype, output.dtype, output.device)
-        if self._settings:
-            call += tuple([getattr(module, name) for name in self._settings])
-        if call != self._last_call:
-            in_shape, out_shape, _, *rest = call
-            in_rows = in_shape[:1] == out_shape[:1]
-            alike = (type(module), *self._uses, in_shape[1:], out_shape[1:], grad_shape[1:], in_rows, *rest)
-            if alike not in self._uses_by_shape:
-                if len(self._uses_by_shape) >= _MOST_SHAPES:
-                    self._uses_by_shape.clear()
-                uses = self._uses_by_shape[alike] = LayerUses(self._uses)
-                uses.layer, uses.name, uses.rule = module, self.watch.name, self.watch.rule
-                uses.mean_loss, uses.alike, uses.dtype = self.capture.mean_loss, alike, output.dtype
-            self._last_call, self._last_uses = call, self._uses_by_shape[alike]
+    def _uses_in(self, call: tuple[Any, ...]) -> LayerUses:
+        """Returns the uses of the parameters in a call: the same object if only the number of samples differs."""
+        in_shape, out_shape, grad_shape, *rest = call
+        in_rows, dtype = in_shape[:1] == out_shape[:1], rest[1]
+        alike = (type(self.module), *self._uses, in_shape[1:], out_shape[1:], grad_shape[1:], in_rows, *rest)
+        if alike not in self._uses_by_shape:
+            if len(self._uses_by_shape) >= _MOST_SHAPES:
+                self._uses_by_shape.clear()
+            uses = self._uses_by_shape[alike] = LayerUses(self._uses)
+            uses.layer, uses.name, uses.rule = self.module, self.watch.name, self.watch.rule
+            uses.mean_loss, uses.alike, uses.dtype = self.capture.mean_loss, alike, dtype
+        self._last_call, self._last_uses = call, self._uses_by_shape[alike]
         return self._last_uses
 
     def _hooked(self, inputs: Tensor) -> Any:
@@ -331,7 +322,11 @@ class LayerForward:
             hooked = output = Anchor.apply(output, capture.anchor)
         shape = output.shape
         grad_shape = shape if hooked is output else hooked.shape
-        arrival = Arrival(capture, self._uses_in(inputs, shape, grad_shape, output), inputs, shape, grad_shape)
+        call: tuple[Any, ...] = (inputs.shape, shape, grad_shape, inputs.dtype, output.dtype, output.device)
+        if self._settings:
+            call += tuple([getattr(self.module, name) for name in self._settings])
+        uses = self._last_uses if call == self._last_call else self._uses_in(call)
+        arrival = Arrival(capture, uses, inputs, shape, grad_shape)
         if hooked._backward_hooks is None:
             hooked._backward_hooks = _ArrivalLast({_LAST: arrival})
             hooked.grad_fn._register_hook_dict(hooked)  # type: ignore[union-attr]

@@ -6,12 +6,11 @@ import operator
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from dpengine.capture.named_parameters import NamedParameters
 from dpengine.capture.record import LayerCall, TensorCall, Use
 from dpengine.capture.replay import Replay
 from dpengine.clipping.policy import AbstractClip
@@ -64,21 +63,23 @@ class RecordedPass:
         return common_rows(self.mode.rows) if self.mean_loss else 1.0
 
 
-class _Trainable(NamedTuple):
-    """Cache of `PassClipper.trainable`: ``found``, and the values that it depends on."""
+@dataclass(eq=False)
+class _Trainable:
+    """The trainable parameters, the values from which they were found, and what depends on them."""
 
     named: Mapping[str, nn.Parameter]
     flags: list[bool]
     only: Collection[nn.Parameter] | None
     found: Mapping[str, nn.Parameter]
+    included: Mapping[nn.Parameter, str] | None = None  # parameters of the last pass, which are among ``found``
+    assigned: tuple[AbstractClip, Grouping] | None = None  # a clipping policy, and its groups of ``found``
 
-
-class _Assigned(NamedTuple):
-    """Cache of `PassClipper.grouping`: ``grouping``, and the objects that it depends on."""
-
-    policy: AbstractClip
-    trainable: Mapping[str, nn.Parameter]
-    grouping: Grouping
+    def grouping(self, policy: AbstractClip) -> Grouping:
+        """Returns the groups that a clipping policy assigns."""
+        if self.assigned is None or self.assigned[0] is not policy:
+            groups = policy.group_of(list(self.found))
+            self.assigned = policy, Grouping.of(list(self.found.values()), groups)
+        return self.assigned[1]
 
 
 class PassClipper:
@@ -137,20 +138,18 @@ class PassClipper:
             methods=methods,
             topology=topology,
         )
-        self._named = NamedParameters(model)
-        self._last_trainable: _Trainable | None = None
+        self._last_trainable = _Trainable({}, [], None, {})
         self.buffer = FlatBuffer(self.trainable().values(), topology)
         self.contributed: set[nn.Parameter] = set()
-        self._assigned: _Assigned | None = None
-        # Parameters of the last pass, which were found among these trainable ones.
-        self._known: tuple[Mapping[nn.Parameter, str], Mapping[str, nn.Parameter]] | None = None
 
-    def trainable(self) -> Mapping[str, nn.Parameter]:
-        """The parameters that are clipped and summed now, by dotted name."""
-        named = self._named.listed(self.topology)
+    def trainable(self, *, walk: bool = True) -> Mapping[str, nn.Parameter]:
+        """The parameters that are clipped and summed now, by dotted name. Without ``walk`` only flags are read."""
+        if walk:
+            self.capture.tables.refresh()
+        named = self.capture.tables.parameters()
         flags = list(map(_requires_grad, named.values()))
         last = self._last_trainable
-        if last is None or last.named is not named or last.only is not self.only or last.flags != flags:
+        if last.named is not named or last.only is not self.only or last.flags != flags:
             self.capture.check_layers()
             found = {name: p for name, p in named.items() if p.requires_grad and (self.only is None or p in self.only)}
             last = self._last_trainable = _Trainable(named, flags, self.only, found)
@@ -259,7 +258,8 @@ class PassClipper:
         fingerprint: tuple[object, ...],
     ) -> ClipStatistics:
         mode, probed_B = recorded.mode, recorded.probed_B
-        trainable = self.follow()
+        last = self._last_trainable
+        trainable = last.found if mode.parameters is last.included else self.follow(walk=False)
         if self.capture.leaks:
             self.check_leaks()
         if probed_B is None and (units is not None or self.only is not None) and self.probe.due:
@@ -276,14 +276,14 @@ class PassClipper:
                 )
         self._check_samples(mode, samples)
         included = mode.parameters
-        if self._known is None or self._known[0] is not included or self._known[1] is not trainable:
+        if self._last_trainable.included is not included:
             self._check_parameters(included, trainable)
-            self._known = included, trainable
+            self._last_trainable.included = included
         scale = recorded.scale / loss_scale
         if units is not None:
             mode.combine(units)
         self.contributed.update(included)
-        grouping = self.grouping(trainable)
+        grouping = self._last_trainable.grouping(self.policy)
         try:
             statistics = add_clipped(
                 mode,
@@ -303,21 +303,17 @@ class PassClipper:
             raise
         return statistics
 
-    def grouping(self, trainable: Mapping[str, nn.Parameter] | None = None) -> Grouping:
-        """Groups of the trainable parameters by the policy in force."""
-        trainable = self.trainable() if trainable is None else trainable
-        last = self._assigned
-        if last is None or last.policy is not self.policy or last.trainable is not trainable:
-            groups = self.policy.group_of(list(trainable))
-            last = self._assigned = _Assigned(self.policy, trainable, Grouping.of(list(trainable.values()), groups))
-        return last.grouping
+    def grouping(self) -> Grouping:
+        """Groups of the parameters that are trainable now, by the policy in force."""
+        self.trainable()
+        return self._last_trainable.grouping(self.policy)
 
-    def follow(self) -> Mapping[str, nn.Parameter]:
+    def follow(self, *, walk: bool = True) -> Mapping[str, nn.Parameter]:
         """Adapts the buffer to the parameters that are trainable now, and returns them.
 
         Raises UnknownParameterError if they changed while sums of others are in the buffer.
         """
-        trainable = self.trainable()
+        trainable = self.trainable(walk=walk)
         if not self.buffer.fits(trainable.values()):
             if not self.buffer.clean:
                 summed = self.buffer.parameters

@@ -8,6 +8,7 @@ from inside_parts import copied_buffers
 from torch import nn
 
 from dpengine.capture.buffers import BufferWatch
+from dpengine.capture.module_tables import ModuleTables
 from dpengine.errors import BufferUpdateError
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*DPE012")
@@ -115,7 +116,7 @@ def test_f_m3_whatever_way_a_buffer_is_written_it_is_refused_and_put_back(write,
     before = {name: value.clone() for name, value in model.named_buffers()}
     name = {made: "later", of_a_child: "net.1.seen"}.get(write, "kept")
     with pytest.raises(BufferUpdateError, match=rf"DPE026.*Buffer '{name}'.*without noise"):
-        watched_pass(BufferWatch(model), model, tensors()[0])
+        watched_pass(BufferWatch(ModuleTables(model)), model, tensors()[0])
     after = dict(model.named_buffers())
     assert before.keys() == after.keys()
     assert all(torch.equal(before[name], after[name]) for name in before)
@@ -124,30 +125,31 @@ def test_f_m3_whatever_way_a_buffer_is_written_it_is_refused_and_put_back(write,
 def test_f_m3_a_count_of_rows_is_data():
     model = Keeps(count_rows, start=COUNTER.clone())
     with pytest.raises(BufferUpdateError, match="'kept'"):
-        watched_pass(BufferWatch(model), model, tensors()[0])
+        watched_pass(BufferWatch(ModuleTables(model)), model, tensors()[0])
 
 
 @pytest.mark.parametrize(("write", "start"), HARMLESS, ids=lambda value: getattr(value, "__name__", ""))
 def test_f_m3_what_does_not_depend_on_the_batch_may_be_written_at_every_pass(write, start):
     model = Keeps(write, start=None if start is None else start.clone())
-    watch = BufferWatch(model)
+    watch = BufferWatch(ModuleTables(model))
     for _ in range(9):
         watched_pass(watch, model, tensors()[0])
 
 
-def test_f_m3_a_buffer_that_is_written_late_is_found():
+@pytest.mark.parametrize("write", [in_place, replaced, made, removed], ids=lambda write: write.__name__)
+def test_f_m3_a_buffer_that_is_written_late_is_found(write):
     calls = []
 
     def late(model, inputs):
         calls.append(1)
         if len(calls) > 6:
-            in_place(model, inputs)
+            write(model, inputs)
 
     model = Keeps(late)
-    watch = BufferWatch(model)
+    watch = BufferWatch(ModuleTables(model))
     for _ in range(6):
         watched_pass(watch, model, tensors()[0])
-    with pytest.raises(BufferUpdateError, match="'kept'"):
+    with pytest.raises(BufferUpdateError, match="'later'" if write is made else "'kept'"):
         watched_pass(watch, model, tensors()[0])
 
 
@@ -160,7 +162,7 @@ def test_f_m3_writes_past_the_version_are_found_at_the_next_comparison_of_values
             through_data(model, len(calls) * inputs)
 
     model = Keeps(late)
-    watch = BufferWatch(model)
+    watch = BufferWatch(ModuleTables(model))
     with pytest.raises(BufferUpdateError, match="'kept'"):
         for _ in range(8):
             watched_pass(watch, model, tensors()[0])
@@ -169,7 +171,7 @@ def test_f_m3_writes_past_the_version_are_found_at_the_next_comparison_of_values
 
 def test_f_m3_a_pass_that_breaks_off_is_undone():
     model = Keeps(in_place)
-    watch = BufferWatch(model)
+    watch = BufferWatch(ModuleTables(model))
     watch.note()
     with pytest.raises(RuntimeError):
         model(tensors()[0][:, :2].repeat(1, 2)[:, :3])
@@ -179,7 +181,7 @@ def test_f_m3_a_pass_that_breaks_off_is_undone():
 
 def test_f_m3_changes_between_passes_are_the_users_own():
     model = Keeps(nothing)
-    watch = BufferWatch(model)
+    watch = BufferWatch(ModuleTables(model))
     for value in (1.0, 2.0, 3.0, 4.0):
         model.kept.fill_(value)
         watched_pass(watch, model, tensors()[0])
@@ -190,7 +192,7 @@ def test_f_m3_changes_between_passes_are_the_users_own():
 
 def test_f_m3_not_a_number_stays_what_it_is():
     model = Keeps(nothing, start=torch.tensor([float("nan"), 1.0]))
-    watched_pass(BufferWatch(model), model, tensors()[0])
+    watched_pass(BufferWatch(ModuleTables(model)), model, tensors()[0])
 
 
 # The whole engine
@@ -244,7 +246,7 @@ def test_a_large_parameter_that_is_written_behind_its_version_is_found_by_its_di
             return inputs @ self.weight
 
     model = Writes()
-    watch = BufferWatch(model)
+    watch = BufferWatch(ModuleTables(model))
     for writes in (False, True):
         model.writes = writes
         watch.note()

@@ -298,8 +298,8 @@ GUARDS = [
     Guard(
         "layer-in-checkpoint",
         "inputs inside a checkpoint are saved by autograd",
-        "if self._hookable and _saving_hooks(False) is None:",
-        "if self._hookable:",
+        "if self._hookable and _saving_hooks(False) is None and",
+        "if self._hookable and",
         "capture/test_layer_forward.py::test_inputs_inside_a_checkpoint_are_not_held",
     ),
     Guard(
@@ -334,7 +334,7 @@ GUARDS = [
     Guard(
         "stack-settings",
         "layers with other settings are not formed together",
-        "            call += tuple([getattr(module, name) for name in self._settings])",
+        "            call += tuple([getattr(self.module, name) for name in self._settings])",
         "            pass",
         "grad_modes/test_stacks.py::test_layers_with_other_settings_are_not_joined",
     ),

@@ -20,9 +20,23 @@ GUARDS = [
     Guard(
         "follow-before-clip",
         "the buffer has the parameters that are trainable now",
-        "        trainable = self.follow()\n        if self.capture.leaks:",
-        "        trainable = self.trainable()\n        if self.capture.leaks:",
+        "else self.follow(walk=False)\n",
+        "else self.trainable(walk=False)\n",
         "test_engine.py::test_parameters_may_be_frozen_and_thawed_between_steps",
+    ),
+    Guard(
+        "follow-other-parameters",
+        "the trainable parameters are read again if a pass has other parameters than the last one",
+        "last.found if mode.parameters is last.included else",
+        "last.found if last.included is not None else",
+        "test_engine.py::test_parameters_may_be_frozen_and_thawed_between_steps",
+    ),
+    Guard(
+        "end-of-forward-tables",
+        "a forward pass that replaces a buffer is found at its end",
+        "self._present)) and self._tables.unchanged(children=False)",
+        "self._present))",
+        "faults/test_buffers.py::test_f_m3_a_buffer_that_is_written_late_is_found[replaced]",
     ),
     Guard(
         "restrict-trainable",
