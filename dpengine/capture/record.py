@@ -12,6 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from dpengine.errors import UnsupportedLayerError
+
 
 def turned(tensor: Tensor) -> Tensor:
     """Swaps axes 0 and 1 of a tensor of a model with ``batch_first=False``, if its batch is on axis 1.
@@ -50,11 +52,18 @@ class LayerCall:
 
     @property
     def batch_size(self) -> int:
-        """Number of samples."""
-        grad = self.grad_output
-        if isinstance(grad, Tensor):
-            return grad.shape[0]
-        return next(leaf for leaf in pytree.tree_leaves(grad) if isinstance(leaf, Tensor)).shape[0]
+        """Number of samples. Raises UnsupportedLayerError if the layer returned one number for all of them."""
+        leaf = self.grad_output
+        if not isinstance(leaf, Tensor):
+            leaf = next(one for one in pytree.tree_leaves(leaf) if isinstance(one, Tensor))
+        if leaf.dim():
+            return leaf.shape[0]
+        raise UnsupportedLayerError(
+            f"Layer '{self.name}' ({type(self.layer).__name__}) returned one number for the whole batch, which "
+            "does not show the gradients of single samples.",
+            fix="Call it on values of single samples, as the losses of loss_fn(..., reduction='none'), and take the "
+            "mean of what it returns.",
+        )
 
     def replace(self, **changes: Any) -> LayerCall:
         """Returns a copy with some fields changed."""

@@ -313,7 +313,8 @@ def check_foreign_parameters(module: nn.Module, optimizer: Optimizer) -> None:
         raise ParameterMismatchError(
             f"{len(foreign)} optimizer parameters are not in the model (shapes {shapes}). Likely: fix, PEFT or "
             ".to(dtype) ran after the optimizer was built.",
-            fix="Build the optimizer last.",
+            fix="Build the optimizer last. To train several networks with one optimizer, make them parts of one module "
+            "whose forward returns the outputs of all.",
         )
 
 

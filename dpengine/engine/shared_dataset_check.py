@@ -13,6 +13,7 @@ from dpengine.accounting.events import Event, PoissonGaussianEvent, UnclaimedEve
 from dpengine.accounting.ledger import Charge, Ledger
 from dpengine.errors import notice
 from dpengine.ledger_file.run_ledger import RunLedger
+from dpengine.sampling.check import examples_of, overlap
 
 
 @dataclass
@@ -43,9 +44,14 @@ class _Last:
     """The last ledger that was charged for a data set. It holds all earlier charges, or a warning was given."""
 
     dataset: Callable[[], Any]  # a weak reference if possible
+    parts: list[tuple[Callable[[], Any], Any]]  # references to the data sets that it takes examples from, and indices
     ledger: Ledger  # kept after its engine is deleted: its charges remain
     others: Counter[Event]  # charges of its account from elsewhere when it began
     number: int  # of the data set
+
+    def overlaps(self, parts: list[tuple[Any, Any]]) -> bool:
+        """Returns True if some examples are also those of other parts."""
+        return any(mine() is other and overlap(a, b) for mine, a in self.parts for other, b in parts)
 
     def charges(self) -> Counter[Event]:
         return self.others + (_counts(self.ledger.totals) - _of_other_data(self.ledger, self.number))
@@ -111,15 +117,17 @@ def _compare(
         _shares[ledger] = _Shares(number, own)
     else:
         shares.move(number, own)
-    _last_of[:] = [one for one in _last_of if one is not last and one.dataset() is not None]
-    _last_of.append(_Last(_reference(dataset), ledger, held - own, number))
+    parts = examples_of(dataset)
+    _last_of[:] = [one for one in _last_of if one is not last and any(part() is not None for part, _ in one.parts)]
+    others = [one for one in _last_of if one.overlaps(parts)] if last is None else [last]
+    _last_of.append(_Last(_reference(dataset), [(_reference(p), i) for p, i in parts], ledger, held - own, number))
     of_this = (own | held) - _of_other_data(ledger, number)
-    if last is not None and last.ledger is not ledger and last.charges() - of_this:
+    if any(one.ledger is not ledger and one.charges() - of_this for one in others):
         notice(
             "DPE012",
-            "Another engine trained on the same data set in this process, and the account of this engine lacks its "
-            "privacy cost. The costs add up: use one engine for both, or load the state of the other before the first "
-            "step (load_state_dict, load_checkpoint).",
+            f"Another engine trained on {'some examples of this' if last is None else 'the same'} data set in this "
+            "process, and the account of this engine lacks its privacy cost. The costs add up: use one engine for "
+            "both, or load the state of the other before the first step (load_state_dict, load_checkpoint).",
             key=f"two engines, data set {number}",
         )
 

@@ -155,7 +155,8 @@ class IndependenceCheck:
             else:
                 self._warn_unknown(
                     "The loss does not depend on the returned outputs of the model",
-                    "Call the model, not its forward: model(x) or self(x), not self.forward(x).",
+                    "Call the model, not its forward or its parts: model(x) or self(x), not self.forward(x) or "
+                    "model[0](x). Its forward may return the outputs of several networks.",
                 )
             return
         if not self._all_gradients_seen(whole):
@@ -345,9 +346,9 @@ class IndependenceCheck:
             f"gradients of the others changed{f' (most for {most!r})' if most else ''}. Clipping would not bound the "
             "contribution of a sample.",
             fix=f"{graph_note([(one.args, one.kwargs) for one in self._replay.reached])}"
-            "Look for a layer that sorts, averages or normalizes over axis 0, or has time there. Sort before the "
-            "model, or restore the order before the next layer. Give inputs that all samples share, such as "
-            "positions, a leading axis of length one: torch.arange(T)[None].",
+            "Look for a layer that sorts, averages, normalizes or multiplies over axis 0, or has time or the nodes of "
+            "one graph there. Sort before the model, or restore the order before the next layer. Give inputs that all "
+            "samples share, such as positions, a leading axis of length one: torch.arange(T)[None].",
         )
 
 

@@ -104,7 +104,7 @@ def check_repeats(dataset: Any) -> None:
     if type(dataset) not in (Subset, ConcatDataset):
         return
     taken: dict[int, tuple[Any, list[np.ndarray | None]]] = {}  # by the id of a data set, which ``dataset`` keeps alive
-    for part, indices in _taken(dataset, None):
+    for part, indices in examples_of(dataset):
         taken.setdefault(id(part), (part, []))[1].append(indices)
     for part, every in taken.values():
         if len(every) == 1 and every[0] is None:
@@ -122,7 +122,14 @@ def check_repeats(dataset: Any) -> None:
             )
 
 
-def _taken(dataset: Any, chosen: np.ndarray | None) -> list[tuple[Any, np.ndarray | None]]:
+def overlap(some: np.ndarray | None, others: np.ndarray | None) -> bool:
+    """Returns True if two selections of one data set have an example in common. None stands for all examples."""
+    if some is None or others is None:
+        return True
+    return bool(np.isin(some, others).any())
+
+
+def examples_of(dataset: Any, chosen: np.ndarray | None = None) -> list[tuple[Any, np.ndarray | None]]:
     """Returns the data sets that a data set is made of, and the indices that it takes; None for each index once."""
     if type(dataset) is Subset:
         try:
@@ -130,14 +137,14 @@ def _taken(dataset: Any, chosen: np.ndarray | None) -> list[tuple[Any, np.ndarra
         except (TypeError, ValueError):  # a tensor on a GPU
             own = np.empty(0, dtype=object)
         if own.ndim == 1 and own.dtype.kind in "iu":  # else keys
-            return _taken(dataset.dataset, own if chosen is None else own[chosen])
+            return examples_of(dataset.dataset, own if chosen is None else own[chosen])
     if type(dataset) is ConcatDataset:
         if chosen is None:
-            return [one for part in dataset.datasets for one in _taken(part, None)]
+            return [one for part in dataset.datasets for one in examples_of(part)]
         ends, found = dataset.cumulative_sizes, []
         chosen = np.where(chosen < 0, chosen + ends[-1], chosen)
         for part, start, end in zip(dataset.datasets, [0, *ends], ends, strict=False):
-            found += _taken(part, chosen[(start <= chosen) & (chosen < end)] - start)
+            found += examples_of(part, chosen[(start <= chosen) & (chosen < end)] - start)
         return found
     if chosen is not None and (chosen < 0).any():
         chosen = np.where(chosen < 0, chosen + _rows(dataset), chosen)

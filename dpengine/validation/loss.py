@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -190,7 +190,7 @@ def parts_of(caller: str, model: Any, loss_fn: Any, batch: Any, loss_reduction: 
     return inputs, targets, sizes[0]
 
 
-def per_example(loss_fn: LossFunction, *, batch_first: bool = True) -> LossFunction:
+def per_example(loss_fn: Callable[..., Tensor], *, batch_first: bool = True) -> Callable[..., Tensor]:
     """Converts any loss to the mean of the losses of single samples, which are independent.
 
     Args:
@@ -198,15 +198,16 @@ def per_example(loss_fn: LossFunction, *, batch_first: bool = True) -> LossFunct
         batch_first: False if the batch is on axis 1 of the outputs, ``(T, B, ...)``. Targets may be flat, ``(T * B,)``.
 
     Returns:
-        A loss for full batches. An empty batch gives zero.
+        A loss for full batches, of the outputs of the model and any number of targets or masks. An empty batch gives
+        zero.
     """
 
-    def of_batch(outputs: Any, targets: Any) -> Tensor:
+    def of_batch(outputs: Any, *targets: Any) -> Tensor:
         if not batch_first:
-            return torch.stack(per_sample_rows(outputs, targets, loss_fn)).mean()
+            return torch.stack(per_sample_rows(outputs, targets, lambda o, t: loss_fn(o, *t))).mean()
         tensors = [t for t in pytree.tree_leaves(outputs) if isinstance(t, Tensor)]
         size = tensors[0].shape[0]
-        losses = [loss_fn(*_row((outputs, targets), i, size)) for i in range(size)]
+        losses = [loss_fn(*_row((outputs, *targets), i, size)) for i in range(size)]
         return torch.stack(losses).mean() if losses else tensors[0].sum() * 0.0
 
     return of_batch

@@ -5,22 +5,34 @@ import re
 import pytest
 import torch
 import torch.nn.functional as F
-from loops import CLASSES, FEATURES, ROWS, examples, first_batch, make_loop
+from loops import (
+    CLASSES,
+    FEATURES,
+    ROWS,
+    assert_same_gradients,
+    examples,
+    expected_gradients,
+    first_batch,
+    gradients_of,
+    make_loop,
+)
 from torch import nn
-from torch.utils.data import TensorDataset
+from torch.utils.data import DataLoader, Subset, TensorDataset
 
 import dpengine
-from dpengine import PrivacyWarning, check, check_loss
+from dpengine import PrivacyEngine, PrivacyWarning, check, check_loss
 from dpengine.errors import (
     BatchDependentLossError,
     BatchMismatchError,
     InvalidBudgetError,
+    ParameterMismatchError,
     PrivacyError,
     ReductionError,
     RepeatedBackwardError,
     UnsupportedLayerError,
     forget_notices,
 )
+from dpengine.validation import per_example
 
 NOISE = {"noise_multiplier": 1.0}
 TIME = 11
@@ -195,3 +207,113 @@ def test_check_names_the_graph():
     forget_notices()
     with pytest.warns(PrivacyWarning, match="Nodes of one graph"):
         check(Graph(), F.cross_entropy, ((torch.randn(ROWS, FEATURES), EDGES), torch.zeros(ROWS, dtype=torch.long)))
+
+
+# Several networks, learned weights of losses, losses with masks, folds
+
+
+class Both(nn.Module):
+    def __init__(self, *networks):
+        super().__init__()
+        self.networks = nn.ModuleList(networks)
+
+    def forward(self, x):
+        return [network(x) for network in self.networks]
+
+
+def test_two_networks_of_one_optimizer_become_parts_of_one_module():
+    networks = [nn.Linear(FEATURES, 2), nn.Linear(FEATURES, 2)]
+    optimizer = torch.optim.SGD([p for network in networks for p in network.parameters()], lr=0.1)
+    loader = DataLoader(TensorDataset(torch.randn(ROWS, FEATURES)), batch_size=4)
+    with pytest.raises(ParameterMismatchError, match=r"one module whose forward returns the outputs of all"):
+        PrivacyEngine().make_private(networks[0], optimizer, loader, noise_multiplier=1.0, max_grad_norm=1.0)
+    loop = make_loop(Both(*networks), **NOISE)
+    assert trains(loop, lambda x, _: sum(outputs.square().mean() for outputs in loop.model(x)))
+
+
+def test_a_container_that_is_not_called_is_told_to_have_a_forward():
+    forget_notices()
+    loop = make_loop(nn.ModuleList([nn.Linear(FEATURES, 2), nn.Linear(FEATURES, 2)]), **NOISE)
+    with pytest.warns(PrivacyWarning, match=r"not its forward or its parts.*outputs of several networks"):
+        trains(loop, lambda x, _: sum(part(x).square().mean() for part in loop.model))
+
+
+class LossWeights(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.log_variances = nn.Parameter(torch.zeros(2))
+
+    def forward(self, one, other):
+        first, second = self.log_variances
+        return torch.exp(-first) * one + torch.exp(-second) * other + first + second
+
+
+class TwoTasks(nn.Module):
+    """Returns its loss."""
+
+    def __init__(self, reduction):
+        super().__init__()
+        torch.manual_seed(0)
+        self.reduction, self.body, self.weights = reduction, nn.Linear(FEATURES, 2), LossWeights()
+
+    def forward(self, x):
+        one, other = self.body(x).T
+        target = x.sum(dim=1)
+        losses = [F.mse_loss(some, target, reduction=self.reduction) for some in (one, other)]
+        return self.weights(*losses).mean()
+
+
+def test_learned_weights_of_losses_are_exact_on_losses_of_single_samples():
+    loop = make_loop(TwoTasks("mean"))
+    inputs, _ = first_batch(loop.loader, least=2)
+    with pytest.raises(UnsupportedLayerError, match=r"'weights' \(LossWeights\) returned one number.*reduction='none'"):
+        loop.model(inputs).backward()
+    loop = make_loop(TwoTasks("none"))
+    inputs, targets = first_batch(loop.loader, least=2)
+    truth = expected_gradients(loop.model, [(inputs, targets)], loss_fn=lambda loss, _: loss)
+    loop.model(inputs).backward()
+    loop.optimizer.step()
+    assert_same_gradients(gradients_of(loop.model), truth)
+
+
+def masked_mean(outputs, targets, mask):
+    return F.cross_entropy(outputs.transpose(1, 2), targets, reduction="none")[mask].mean()
+
+
+def test_per_example_takes_a_mask_beside_the_targets():
+    outputs = torch.randn(5, 4, CLASSES, requires_grad=True)
+    targets, mask = torch.randint(CLASSES, (5, 4)), torch.rand(5, 4) < 0.7
+    mask[:, 0] = True
+    (grads,) = torch.autograd.grad(per_example(masked_mean)(outputs, targets, mask), outputs)
+    for i in range(5):
+        row = outputs[i : i + 1].detach().requires_grad_()
+        masked_mean(row, targets[i : i + 1], mask[i : i + 1]).backward()
+        torch.testing.assert_close(5 * grads[i], row.grad[0])
+
+
+# Folds of a cross-validation, with an engine each
+
+
+def train_on(dataset, engine=None):
+    return trains(make_loop(dataset=dataset, engine=engine or PrivacyEngine(seed=0), **NOISE))
+
+
+@pytest.mark.filterwarnings("ignore:.*DPE006")
+def test_engines_of_overlapping_folds_are_told_to_be_one():
+    forget_notices()
+    data, folds = examples(), [range(16), range(8, ROWS)]
+    train_on(Subset(data, folds[0]))
+    with pytest.warns(PrivacyWarning, match=r"some examples of this data set.*one engine for both"):
+        train_on(Subset(data, folds[1]))
+
+
+@pytest.mark.parametrize("second", [[*range(16, ROWS)], [*range(-8, 0)]], ids=["indices", "negative indices"])
+def test_engines_of_disjoint_parts_and_one_engine_of_all_folds_are_silent(recwarn, second):
+    forget_notices()
+    data = examples()
+    train_on(Subset(data, range(16)))
+    train_on(Subset(data, second))
+    data, engine = examples(), PrivacyEngine(seed=0)
+    for part in (Subset(data, range(16)), Subset(data, range(8, ROWS)), data):
+        train_on(part, engine)
+    assert not [w for w in recwarn if "Another engine" in str(w.message)]
