@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -27,7 +29,8 @@ class Pass:
         args: Copies of its inputs.
         kwargs: Copies of its inputs by keyword.
         state: The state of the model before the pass.
-        random: The state of random generators, by device.
+        random: The state of torch's random generators, by device.
+        host_random: The state of the random generators of Python and NumPy.
         autocast: Device type, enabled, and dtype of autocast.
         outputs: The tensors of its output, detached.
         grads: Their gradients; None for an output without one.
@@ -41,6 +44,7 @@ class Pass:
     kwargs: dict[str, Any]
     state: ModelState
     random: list[tuple[str, Tensor]]
+    host_random: tuple[Any, Any]
     autocast: list[tuple[str, bool, torch.dtype]]
     outputs: Sequence[Tensor] = ()
     grads: Sequence[Tensor | None] = ()
@@ -67,7 +71,12 @@ class Pass:
         given = (self.args, self.kwargs) if args is None else (args, kwargs)
         args, kwargs = _copies(given)  # because forward may write to its inputs, and the pass may run again
         devices = [name for name, _ in self.random if name != "cpu"]
-        with torch.random.fork_rng(devices=devices), torch.enable_grad(), _with_state(model, self.state):
+        with (
+            torch.random.fork_rng(devices=devices),
+            _with_host_random(self.host_random),
+            torch.enable_grad(),
+            _with_state(model, self.state),
+        ):
             for name, state in self.random:
                 torch.set_rng_state(state) if name == "cpu" else torch.cuda.set_rng_state(state, name)
             with contextlib.ExitStack() as stack:
@@ -116,10 +125,11 @@ class Replay:
             self._given = args, kwargs
             self.loop.model_started()
         devices = {t.device for t in (*tensors_in((args, kwargs)), *model.parameters())}
-        random = _random_states(["cpu", *sorted(str(d) for d in devices if d.type == "cuda")])
+        states = _random_states(["cpu", *sorted(str(d) for d in devices if d.type == "cuda")])
         kinds = {"cpu", *(d.type for d in devices if torch.amp.is_autocast_available(d.type))}
         autocast = [(k, torch.is_autocast_enabled(k), torch.get_autocast_dtype(k)) for k in sorted(kinds)]
-        self._current = Pass(self, _copies(args), _copies(kwargs), ModelState.of(model), random, autocast)
+        given = _copies(args), _copies(kwargs)
+        self._current = Pass(self, *given, ModelState.of(model), states, _host_random(), autocast)
 
     def end(self, output: Any, anchor: Tensor) -> Any:
         """Records the outputs of the pass, and returns them with a tap on them."""
@@ -153,7 +163,7 @@ class Replay:
                 if old.shape != new.shape or not torch.allclose(old, new, rtol=1e-3, atol=1e-5, equal_nan=True):
                     raise UnsupportedLayerError(
                         "The forward pass returned another output when it was run again. grad_sample_mode='ghost' "
-                        "requires a repeatable forward, apart from torch's random numbers.",
+                        "requires a repeatable forward, apart from random numbers.",
                         fix="Use grad_sample_mode='auto'.",
                     )
             return [None if grad is None else select(grad) for grad in recorded.grads]
@@ -178,6 +188,22 @@ def _copies(tree: Any) -> Any:
 
 def _random_states(devices: Sequence[str]) -> list[tuple[str, Tensor]]:
     return [(d, torch.get_rng_state() if d == "cpu" else torch.cuda.get_rng_state(d)) for d in devices]
+
+
+def _host_random() -> tuple[Any, Any]:
+    return random.getstate(), np.random.get_state()
+
+
+@contextlib.contextmanager
+def _with_host_random(states: tuple[Any, Any]) -> Iterator[None]:
+    current = _host_random()
+    random.setstate(states[0])
+    np.random.set_state(states[1])
+    try:
+        yield
+    finally:
+        random.setstate(current[0])
+        np.random.set_state(current[1])
 
 
 @contextlib.contextmanager

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.distributions import Distribution
 from torch.utils import _pytree as pytree
 
 from dpengine.errors import RepeatedBackwardError
@@ -205,12 +206,18 @@ _ONE_INPUT = object()
 
 
 def tensors_in_outputs(output: Any) -> list[Tensor]:
-    """Returns the tensors of a model's output in order, also those in fields of objects, one level deep."""
+    """Returns the tensors of a model's output in order, also those in fields of objects.
+
+    Objects in fields of objects are left out, except distributions of which another one is made.
+    """
     if isinstance(output, Tensor):
         return [output]
     found: list[Tensor] = []
     for leaf in pytree.tree_leaves(output):
-        found += tensors_in(leaf) or tensors_in(_content(leaf))
+        if isinstance(leaf, Distribution):
+            found += tensors_in_outputs(vars(leaf))
+        else:
+            found += tensors_in(leaf) or tensors_in(_content(leaf))
     return found
 
 
@@ -220,6 +227,10 @@ def map_outputs(function: Callable[[Tensor], Tensor], output: Any) -> Any:
     def of_leaf(leaf: Any) -> Any:
         if isinstance(leaf, Tensor):
             return function(leaf)
+        if isinstance(leaf, Distribution):
+            copied = copy.copy(leaf)
+            vars(copied).update(map_outputs(function, vars(leaf)))
+            return copied
         content = _content(leaf)
         if not tensors_in(content):
             return leaf

@@ -216,20 +216,21 @@ def _update(optimizer: Optimizer, attachment: Attachment) -> None:
 
 
 def refuse_other_optimizers(step: PrivateStep) -> Any:
-    """Registers a hook that raises if another optimizer steps while gradients of this run wait for theirs."""
+    """Registers a hook that raises if another optimizer steps on parameters of this run, which gave it no gradients."""
     reference = weakref.ref(step, lambda _: handle.remove())
 
     def check(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         this = reference()
-        if _ATTACHED in optimizer.__dict__ or this is None or not this.batches.waits_for_step:
+        if _ATTACHED in optimizer.__dict__ or this is None:
             return
         trained = set(this.passes.trainable().values())
-        if any(p in trained for p in parameters_of(optimizer)):
+        held = [p for p in parameters_of(optimizer) if p in trained]
+        if held and (this.batches.waits_for_step or all(p.grad is None for p in held)):
             raise BatchStateError(
                 f"{type(optimizer).__name__}.step() was called on parameters of a private model, and this is not the "
                 "optimizer that make_private returned. The gradients are not in p.grad, so it would change nothing.",
                 fix="Call step() and zero_grad() of the optimizer that make_private returned, or pass this one to "
-                "make_private.",
+                "make_private. A second optimizer of the model may step after that one.",
             )
 
     handle = register_optimizer_step_pre_hook(check)

@@ -1,8 +1,10 @@
 """F-M2: what the isolation probe sees beyond the planted operations, what it must not mistake, and what it leaves."""
 
 import itertools
+import random
 import warnings
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -280,8 +282,20 @@ def own_generator(model, inputs):
     return model.head(hidden + torch.randn(hidden.shape, generator=model.generator))
 
 
+def scale_of_python(model, inputs):
+    return model.head(model.body(inputs)) * random.uniform(0.5, 2)
+
+
+def scale_of_numpy(model, inputs):
+    return model.head(model.body(inputs)) * float(np.random.uniform(0.5, 2))
+
+
 @both_kinds
-@pytest.mark.parametrize("run", [leaky, noise_where_it_is_real, own_generator], ids=lambda run: run.__name__)
+@pytest.mark.parametrize(
+    "run",
+    [leaky, noise_where_it_is_real, own_generator, scale_of_python, scale_of_numpy],
+    ids=lambda run: run.__name__,
+)
 def test_f_m2_random_numbers_are_no_hindrance(run, mode):
     model = Made(run)
     if run is own_generator:
@@ -291,6 +305,52 @@ def test_f_m2_random_numbers_are_no_hindrance(run, mode):
         warnings.simplefilter("error")
         for batch in loader:
             plain_step(model, optimizer, *batch)
+
+
+@pytest.mark.parametrize(("run", "draw"), [(scale_of_python, random.uniform), (scale_of_numpy, np.random.uniform)])
+def test_a_probe_leaves_the_random_generators_of_python_and_numpy_as_one_pass_does(run, draw):
+    random.seed(1)
+    np.random.seed(1)
+    _, model, optimizer, loader = private(Made(run), tensors())
+    for steps, batch in enumerate(loader, 1):
+        plain_step(model, optimizer, *batch)
+    drawn = draw(0, 1)
+    random.seed(1)
+    np.random.seed(1)
+    for _ in range(steps):
+        draw(0.5, 2)
+    assert drawn == draw(0, 1)
+
+
+class Mixture(nn.Module):
+    """Returns a distribution that is made of two others."""
+
+    def __init__(self, *, mixes=False):
+        super().__init__()
+        torch.manual_seed(0)
+        self.mixes, self.logits, self.means = mixes, nn.Linear(FEATURES, 2), nn.Linear(FEATURES, 2)
+
+    def forward(self, inputs):
+        means = self.means(inputs)
+        parts = torch.distributions.Normal(means - means.mean(0) if self.mixes else means, 1.0)
+        which = torch.distributions.Categorical(logits=self.logits(inputs))
+        return torch.distributions.MixtureSameFamily(which, parts)
+
+
+def likelihood(model, optimizer, inputs, targets):
+    optimizer.zero_grad()
+    (-model(inputs).log_prob(targets.float()).mean()).backward()
+    optimizer.step()
+
+
+@both_kinds
+def test_a_distribution_made_of_others_is_followed_and_probed(mode):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", PrivacyWarning)
+        warnings.filterwarnings("ignore", message=".*NOT PRIVATE")
+        release_of(Mixture(), tensors(), likelihood, mode=mode)
+    with pytest.raises(UnsupportedLayerError, match=APART):
+        release_of(Mixture(mixes=True), tensors(), likelihood, mode=mode)
 
 
 def counting(model, inputs):

@@ -106,6 +106,26 @@ def test_a_step_of_another_optimizer_is_rejected(when):
     loop.optimizer.step()  # the remedy
 
 
+def test_an_optimizer_that_steps_without_gradients_is_rejected():
+    loop = make_loop(**NOISE)
+    other = torch.optim.Adam(loop.model.parameters())
+    loop.optimizer.zero_grad()
+    with pytest.raises(BatchStateError, match=r"DPE022.*Adam.step\(\).*would change nothing"):
+        other.step()
+
+
+@pytest.mark.filterwarnings("ignore:.*DPE003")
+def test_a_second_optimizer_steps_after_the_first_on_gradients_with_noise():
+    model = mlp()
+    head = torch.optim.SGD(model[2].parameters(), lr=0.1)
+    loop = make_loop(model, make_optimizer=lambda _: torch.optim.SGD(model[0].parameters(), lr=0.1), **NOISE)
+    inputs, targets = next(iter(loop.loader))
+    loop.step(inputs, targets)
+    before = model[2].weight.detach().clone()
+    head.step()
+    torch.testing.assert_close(model[2].weight, before - 0.1 * model[2].weight.grad)
+
+
 def test_other_models_and_optimizers_step_as_before():
     loop, public = make_loop(**NOISE), nn.Linear(FEATURES, CLASSES)
     other = torch.optim.SGD(public.parameters(), lr=0.1)
