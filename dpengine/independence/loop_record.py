@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import sys
 import threading
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
@@ -22,6 +23,8 @@ from torch.utils import _pytree as pytree
 
 from dpengine.capture.replay import Pass
 from dpengine.capture.tap import tensors_in
+
+from .random_states import random_states, restored_random_states, set_random_states
 
 MOST_BYTES = 2**30  # of the results of all calls; a loop with more is not checked
 MOST_CALLS = 20_000
@@ -204,7 +207,7 @@ class LoopRecord(TorchFunctionMode):
         writes = _writes(name, kwargs)
         if writes:
             self._keep(tensors[0])
-        random, grad, autocast = _random_states(), torch.is_grad_enabled(), _autocasts()
+        random, grad, autocast = random_states(), torch.is_grad_enabled(), _autocasts()
         result = function(*args, **kwargs)
         if name in _OUT_OF_TORCH:
             self._leavers.append((len(self.calls), f"Tensor.{name}"))
@@ -215,7 +218,7 @@ class LoopRecord(TorchFunctionMode):
         if (unseen := self._unseen(tensors)) is not None:
             self._give_up(f"a tensor comes from {_origin(unseen)}, which is not recorded")
             return result
-        drew = not all(map(torch.equal, random, _random_states()))
+        drew = not all(map(torch.equal, random, random_states()))
         self.calls.append(Call(function, args, kwargs, result, grad, autocast, random if drew else None))
         self._made.update(map(id, results))
         self._dependent.update(map(id, results))
@@ -253,7 +256,9 @@ class LoopRecord(TorchFunctionMode):
             NotRecordedError: If the calls take another path than before, or fail.
         """
         try:
-            return self._run(arrange)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # shown once, by the loop itself
+                return self._run(arrange)
         except NotRecordedError:
             raise
         except Exception as error:
@@ -277,7 +282,7 @@ class LoopRecord(TorchFunctionMode):
             return values[id(leaf)]
 
         models = 0
-        with torch.enable_grad(), _restored_random_states():
+        with torch.enable_grad(), restored_random_states():
             for call in self.calls:
                 if isinstance(call, ModelCall):
                     inputs.append([value(tensor).detach() for tensor in call.inputs])
@@ -313,7 +318,7 @@ class LoopRecord(TorchFunctionMode):
                 stack.enter_context(torch.autocast(device_type, dtype=dtype))
             stack.enter_context(torch.set_grad_enabled(call.grad))
             if call.random is not None:
-                _set_random_states(call.random)
+                set_random_states(call.random)
             return call.function(*args, **kwargs)
 
 
@@ -377,23 +382,3 @@ def _origin(tensor: Tensor) -> str:
 
 def _autocasts() -> tuple[tuple[str, torch.dtype], ...]:
     return tuple((d, torch.get_autocast_dtype(d)) for d in ("cpu", "cuda") if torch.is_autocast_enabled(d))
-
-
-def _random_states() -> list[Tensor]:
-    cuda = torch.cuda.is_available() and torch.cuda.is_initialized()
-    return [torch.get_rng_state(), *([torch.cuda.get_rng_state()] if cuda else [])]
-
-
-def _set_random_states(states: Sequence[Tensor]) -> None:
-    torch.set_rng_state(states[0])
-    if len(states) > 1:
-        torch.cuda.set_rng_state(states[1])
-
-
-@contextmanager
-def _restored_random_states() -> Iterator[None]:
-    states = _random_states()
-    try:
-        yield
-    finally:
-        _set_random_states(states)

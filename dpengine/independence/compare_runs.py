@@ -1,0 +1,135 @@
+"""Comparison of two runs of a loop in which some samples had other data.
+
+Tensors are compared by place, such as the input or output of a call of the model. Axes: B samples.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from dpengine.errors import BatchDependentLossError, ReductionError
+
+EXACT, HALF = 1e-4, 2e-2  # relative tolerance between two runs, in float32 and in half precision
+
+
+class Rows(NamedTuple):
+    """Finds the entries of samples in tensors.
+
+    Attributes:
+        samples: Number of samples.
+        to_front: Returns a tensor with its batch axis in front, and one with the batch in front as it was.
+    """
+
+    samples: int
+    to_front: Callable[[Tensor], Tensor]
+
+    def of(self, tensor: Tensor, samples: int | None = None) -> Tensor | None:
+        """Returns a tensor as ``(B, n, ...)``, with n entries for each sample; None if axis 0 is not the batch."""
+        front, samples = self.to_front(tensor), samples or self.samples
+        if front.dim() == 0 or len(front) == 0 or len(front) % samples:
+            return None
+        return front.unflatten(0, (samples, -1))
+
+    def rearranged(self, tensor: Tensor, source_B: Tensor) -> Tensor:
+        """Returns the tensor with the samples at these indices; as it is if axis 0 is not the batch."""
+        rows = self.of(tensor)
+        return tensor if rows is None else self.to_front(rows[source_B.to(rows.device)].flatten(0, 1))
+
+    def first(self, tensors: Mapping[Any, Tensor], at: int = 0, samples: int | None = None) -> dict[Any, Tensor]:
+        """Returns one sample of each tensor that has samples."""
+        rows = {place: self.of(tensor, samples) for place, tensor in tensors.items()}
+        return {place: some[at : at + 1].clone() for place, some in rows.items() if some is not None}
+
+    def halves(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yields the indices of a random half of the samples, then of the others, to keep.
+
+        Each comes with indices ``(B,)`` that put the first kept sample in the place of all others.
+        """
+        order = torch.randperm(self.samples, generator=torch.Generator().manual_seed(self.samples))
+        for kept in order.tensor_split(2):
+            yield kept, torch.full((self.samples,), int(kept[0])).index_copy(0, kept, kept)
+
+
+def largest_change(
+    rows: Rows, then: Mapping[Any, Tensor], now: Mapping[Any, Tensor], tolerance: float, kept: Tensor | None = None
+) -> float:
+    """Returns the largest relative change of a kept sample; 0 within the tolerance. ``kept`` is None for all."""
+    worst = 0.0
+    for place, one in then.items():
+        other = now.get(place)
+        if other is None or one.shape != other.shape:
+            return 1.0
+        a, b = rows.of(one), rows.of(other)
+        if a is None or b is None:
+            a, b = one.reshape(1, -1), other.reshape(1, -1)
+        elif kept is not None:
+            a, b = a[kept.to(a.device)], b[kept.to(b.device)]
+        a, b = (tensor.flatten(1).double().nan_to_num(0, 0, 0) for tensor in (a, b))
+        size_B, moved_B = a.norm(dim=1), (a - b).norm(dim=1)
+        if moved_B.max() > 1e-12 * max(1.0, float(size_B.max())):
+            worst = max(worst, float((moved_B / (size_B + 1e-3 * size_B.mean() + 1e-30)).max()))
+    return worst if worst > tolerance else 0.0
+
+
+def mixed_inputs() -> BatchDependentLossError:
+    """Returns the error for a loop that mixes samples before the model."""
+    return BatchDependentLossError(
+        "The input of the model for a sample changed when other samples of the batch had other data: the loop repeats, "
+        "mixes or reorders samples, or normalizes over the batch, before the model.",
+        fix="Give the model the batch as the loader returned it. Augment single samples in the data set.",
+    )
+
+
+def mixed_loss(share: float) -> BatchDependentLossError:
+    """Returns the error for a loss that mixes samples, by the relative change of the gradient of a sample."""
+    return BatchDependentLossError(
+        f"The loss mixes samples: the gradient of a sample changed by {100 * share:.2g} % when other samples had other "
+        "data. Typical causes are a mean over the tokens of the batch, class weights, and a loss between samples.",
+        fix="Use dpengine.validation.per_example(loss_fn); for tokens "
+        "dpengine.losses.per_token_mean(logits, labels), after import dpengine.losses.",
+    )
+
+
+def refuse_reduction(told: str | None, declared: str) -> None:
+    """Raises ReductionError if a loss is a mean and was declared as a sum, or vice versa."""
+    if told in ("mean", "sum") and told != declared:
+        found = "a sum over the samples, or a sum that is divided by a constant" if told == "sum" else "a mean"
+        raise ReductionError(
+            f"The loss is {found}, and a {declared} was declared.",
+            fix=f'Pass loss_reduction="{told}" to make_private.',
+        )
+
+
+def reduction_of(now: Mapping[Any, Tensor], then: Mapping[Any, Tensor], by_mean: float, tolerance: float) -> str | None:
+    """Tells a mean from a sum by the gradients of one sample in two batches.
+
+    Args:
+        now: The gradients in one batch, by place.
+        then: The gradients in another batch.
+        by_mean: Ratio of the gradients if the loss is a mean.
+        tolerance: Relative tolerance between two runs.
+
+    Returns:
+        "mean", "sum" or "neither"; None if the gradients differ by more than a factor.
+    """
+    places = [place for place in then if place in now and now[place].shape == then[place].shape]
+    a, b = (
+        torch.cat([grads[place].flatten().double().cpu() for place in places] or [torch.zeros(1)])
+        for grads in (now, then)
+    )
+    scale = float(b.square().sum())
+    ratio = float((a * b).sum()) / scale if scale else 0.0
+    if (
+        not ratio
+        or not 0 < scale < torch.inf
+        or float((a - ratio * b).norm()) > 10 * tolerance * abs(ratio) * scale**0.5
+    ):
+        return None  # the loop is another one, or draws random numbers
+    for told, expected in (("mean", by_mean), ("sum", 1.0)):
+        if abs(ratio / expected - 1) < max(10 * tolerance, 1e-3):
+            return told
+    return "neither"
